@@ -1,0 +1,131 @@
+"""Vector add: one program owns one block
+=======================================
+z = x + y reads 2n elements and writes n. There is nothing to save, so the whole lesson is about asking for those
+3n elements well. At 4.2 TB/s, n = 2^28 in bf16 (1.6 GB in all) cannot take less than 0.38 ms.
+
+You will learn: program ids, offsets, masks, wide accesses, and what a launch costs.
+Run it:    python day2_triton_basics/lesson01_vector_add.py
+Check it:  python -m lessonkit check lesson01_vector_add
+Time it:   python -m lessonkit bench lesson01_vector_add
+"""
+
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, case, expect
+
+import torch
+import triton
+import triton.language as tl
+
+
+def reference(x, y):
+    return x + y  # reads 2n, writes n
+
+
+# Rung 1. One element a program: the direct translation of `for i in range(n): z[i] = x[i] + y[i]`.
+# A program is at least one warp of 32 threads that moves memory in 32-byte sectors; this one uses one thread and
+# 2 of the 32 bytes. Predicted: n programs to launch where n/1024 would do, so far from the memory limit.
+@triton.jit
+def add_element_kernel(x_ptr, y_ptr, z_ptr):  # [n] each
+    i = tl.program_id(0).to(tl.int64)
+    tl.store(z_ptr + i, tl.load(x_ptr + i) + tl.load(y_ptr + i))
+
+
+def add_element(x, y):
+    """[...] + [...] -> [...], one program an element."""
+    z = _prepare(x, y)
+    if z.numel():
+        add_element_kernel[(z.numel(),)](x, y, z, num_warps=1)
+    return z
+
+
+# Rung 2. New: a block of offsets a program. Neighbouring threads touch neighbouring addresses (coalescing), and
+# the last block hangs over the end, so it needs a mask: 98,432 = 96 * 1024 + 128 leaves 896 lanes with no element.
+@triton.jit
+def add_block_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
+    # int64 before the multiplication: past 2^31 elements a 32-bit offset turns negative.
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets, mask=mask)
+    y = tl.load(y_ptr + offsets, mask=mask)
+    tl.store(z_ptr + offsets, x + y, mask=mask)
+
+
+def add_block(x, y):
+    """[...] + [...] -> [...], 1024 elements a program."""
+    z = _prepare(x, y)
+    if z.numel():
+        add_block_kernel[(triton.cdiv(z.numel(), 1024),)](x, y, z, z.numel(), BLOCK=1024)
+    return z
+
+
+# Rung 3. New: several 16-byte loads in flight for each thread. 1024 bf16 elements over 128 threads are one 16-byte
+# load of each input a thread; by Little's law 4.2 TB/s at about 800 ns needs 3.4 MB in flight, 25 KB for each of
+# 132 SMs. Predicted: the same bytes, closer to copy speed.
+def add_wide(x, y):
+    """[...] + [...] -> [...], 4096 elements a program."""
+    z = _prepare(x, y)
+    if z.numel():
+        add_block_kernel[(triton.cdiv(z.numel(), 4096),)](x, y, z, z.numel(), BLOCK=4096, num_warps=8)
+    return z
+
+
+def _prepare(x, y):
+    expect(x=x, y=y, same_shape=True, same_dtype=True, contiguous=True)
+    return torch.empty_like(x)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return add_wide(x, y)
+
+    @staticmethod
+    def backward(ctx, dz):
+        return dz, dz
+
+
+def add(x, y):
+    """x + y with a gradient: dx = dy = dz, no kernel needed."""
+    return _Add.apply(x, y)
+
+
+def inputs(n, dtype=torch.float32):
+    # Two different distributions, so that x + x or y + y is not x + y.
+    return torch.randn(n, device=DEVICE).to(dtype), (torch.randn(n, device=DEVICE) + 3).to(dtype)
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(add_element, add_block, add_wide),
+    checks=(
+        case("nothing to do: an empty grid is an error in CUDA", n=0),
+        case("one element, 1023 masked lanes", n=1),
+        case("a prime: no block divides it", n=1021),
+        case("one past a block", n=1025),
+        case("exactly one wide block", n=4096),
+        case("offsets past 2^31", gib=60, n=2**31 + 1),
+    ),
+    benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
+    work=lambda n, dtype: Work(bytes=3 * n * dtype.itemsize, flops=n),
+    wrong=(
+        Mutant("mask lets one lane too many through", "add_block_kernel", "offsets < n", "offsets <= n", "add_block", "out of bounds"),
+        Mutant("mask stops one lane early", "add_block_kernel", "offsets < n", "offsets < n - 1", "add_block", "nan"),
+        Mutant("x twice", "add_block_kernel", "tl.load(y_ptr + offsets", "tl.load(x_ptr + offsets", "add_wide"),
+        Mutant("grid rounded down", "add_block", "triton.cdiv(z.numel(), 1024)", "max(1, z.numel() // 1024)", "add_block", "nan"),
+    ),
+    peers={"torch": torch.add, "torch.compile": torch.compile(lambda x, y: x + y, dynamic=False)},
+    claims={add_wide: ("16-byte loads", "16-byte stores", "no spills")},
+    passes={add_element: 1.0, add_block: 1.0, add_wide: 1.0},
+    refuses=(
+        Refusal("shapes differ", lambda f: f(*inputs(8)[:1], inputs(9)[1]), ValueError, "y has shape"),
+        Refusal("dtypes differ", lambda f: f(inputs(8)[0], inputs(8, torch.float16)[1]), TypeError, "y is"),
+        Refusal("not a float", lambda f: f(*(t.long() for t in inputs(8))), TypeError, "x is torch.int64"),
+        Refusal("not a tensor", lambda f: f([1.0], inputs(1)[1]), TypeError, "x must be a torch.Tensor"),
+        Refusal("every second element", lambda f: f(*(t[::2] for t in inputs(8))), ValueError, "contiguous"),
+        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_(), inputs(8)[1]), ValueError, "requires grad"),
+    ),
+    grad=Grad(add),
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,28 @@
+"""The course's shared code: what a lesson declares, how it is checked, compiled, timed and reported.
+
+A lesson imports this before triton (see lessonkit.device).
+"""
+
+from lessonkit import device  # isort: skip - first, before anything imports triton
+from lessonkit.arguments import FLOATS, Unsupported, expect
+from lessonkit.device import DEVICE, num_sms
+from lessonkit.lesson import Case, Grad, Lesson, Mutant, Refusal, Steps, Table, Work, case, discover
+
+__all__ = [
+    "DEVICE",
+    "FLOATS",
+    "Case",
+    "Grad",
+    "Lesson",
+    "Mutant",
+    "Refusal",
+    "Steps",
+    "Table",
+    "Unsupported",
+    "Work",
+    "case",
+    "device",
+    "discover",
+    "expect",
+    "num_sms",
+]

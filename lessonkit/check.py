@@ -1,0 +1,199 @@
+"""Is a rung right? An error budget instead of a fixed tolerance, and nothing that a value check would miss.
+
+The exact answer is the reference computed in float64 from the same rounded inputs. A rung may be off by FACTOR
+times what PyTorch itself is off by in this dtype and row. Measured on matmuls with K to 4096: right 16-bit kernels
+with fp32 accumulation make 1.0 times PyTorch's error, 16-bit accumulators 3.4 to 12 times, a forgotten product
+12 to 620 times; a sequential fp32 loop makes 6.4 times: hence 2 for 16-bit dtypes and 16 for fp32.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import deterministic
+
+from lessonkit.arguments import Unsupported
+from lessonkit.device import DEVICE, HAS_GPU, INTERPRETED, capability
+from lessonkit.interpreter import OutOfBounds, Traffic, watched
+from lessonkit.lesson import Case, Lesson, Rung, Shape
+
+FACTOR = {torch.float16: 2.0, torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
+
+
+class Rejected(AssertionError):
+    """A wrong kernel, and the property that gave it away."""
+
+    def __init__(self, caught_by: str, why: str) -> None:
+        super().__init__(f"{caught_by}: {why}")
+        self.caught_by = caught_by
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One question and everything needed to judge an answer to it."""
+
+    args: tuple
+    exact: tuple[torch.Tensor, ...]  # the reference in float64
+    usual: tuple[torch.Tensor, ...]  # the reference in the inputs' own dtype: what PyTorch answers
+    factor: float
+
+
+def tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+
+def _float64(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def truth(lesson: Lesson, shape: Shape, dtype: torch.dtype, *, seed: int = 0) -> Truth:
+    """Make the inputs of a case and the exact answer to them."""
+    torch.manual_seed(seed)
+    args = lesson.inputs(dtype=dtype, **shape)
+    return judge(lesson, args)
+
+
+def judge(lesson: Lesson, args: tuple) -> Truth:
+    """The exact answer to inputs already made."""
+    with torch.no_grad():
+        exact = tensors(lesson.reference(*map(_float64, args)))
+        usual = tensors(lesson.reference(*args))
+    return Truth(args, exact, usual, lesson.factor)
+
+
+def compare(truth: Truth, answer: Any) -> None:
+    """Raise Rejected unless the answer has the right shapes and dtypes and lies within the error budget."""
+    got = tensors(answer)
+    if len(got) != len(truth.exact):
+        raise Rejected("shape", f"{len(got)} results, expected {len(truth.exact)}")
+    for i, (g, exact, usual) in enumerate(zip(got, truth.exact, truth.usual, strict=True)):
+        which = f"result {i}: " if len(got) > 1 else ""
+        if g.shape != exact.shape:
+            raise Rejected("shape", f"{which}{tuple(g.shape)}, expected {tuple(exact.shape)}")
+        if g.dtype != usual.dtype:
+            raise Rejected("dtype", f"{which}{g.dtype}, expected {usual.dtype}")
+        _compare_values(which, g, exact, usual, truth.factor)
+
+
+def _compare_values(which: str, got: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor, factor: float) -> None:
+    if got.numel() == 0:
+        return
+    if not got.is_floating_point():
+        wrong = got != usual
+        limit = torch.zeros_like(wrong, dtype=torch.float64)
+    else:
+        # An infinity is either there or not; a NaN too. Only finite values have an error.
+        finite = usual.isfinite() & exact.isfinite()
+        strange = (got.isnan() != usual.isnan()) | (got.isinf() != usual.isinf()) | (got.isinf() & (got != usual))
+        if bool((got.isnan() & ~usual.isnan()).any()):
+            first = _first(got.isnan() & ~usual.isnan())
+            raise Rejected("nan", f"{which}NaN at {first}: computed from a NaN, or never written")
+        error = torch.where(finite, (got.double() - exact).abs(), 0.0)
+        limit = factor * FACTOR[got.dtype] * torch.where(finite, _usual_error(exact, usual, finite), 0.0)
+        wrong = (error > limit) | strange
+    if bool(wrong.any()):
+        first = _first(wrong)
+        raise Rejected(
+            "value",
+            f"{which}{int(wrong.sum())} of {wrong.numel()} wrong, the first at {first}: "
+            f"expected {exact[first].item():.9g}, got {got[first].item():.9g} (allowed error {limit[first].item():.3g})",
+        )
+
+
+def _usual_error(exact: torch.Tensor, usual: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+    """PyTorch's largest error in each row, but no less than its typical row's (a row can be right by luck), plus rounding."""
+    error = torch.where(finite, (usual.double() - exact).abs(), 0.0)
+    rows = error.amax(-1, keepdim=True) if error.ndim else error
+    info = torch.finfo(usual.dtype)
+    return torch.maximum(rows, rows.median()) + info.eps * exact.abs() + info.tiny
+
+
+def _first(wrong: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in wrong.nonzero()[0])
+
+
+@contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Inside, torch.empty is filled with NaN (integers: their maximum), so that what a kernel never writes shows."""
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+        deterministic.fill_uninitialized_memory = fill
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    """A copy that can be compared where NaN equals NaN."""
+    return t.detach().contiguous().view(torch.uint8).clone() if t.numel() else t.detach().clone()
+
+
+def answer(rung: Rung, args: tuple) -> tuple[Any, Traffic]:
+    """Run a rung once, watched, on inputs that it must leave alone."""
+    before = [_bits(a) if isinstance(a, torch.Tensor) else a for a in args]
+    try:
+        with poisoned_empty(), watched() as traffic:
+            result = rung(*args)
+            if HAS_GPU:
+                torch.cuda.synchronize()
+    except OutOfBounds as error:
+        raise Rejected("out of bounds", str(error)) from error
+    for i, (a, b) in enumerate(zip(args, before, strict=True)):
+        if isinstance(a, torch.Tensor) and not torch.equal(_bits(a), b):
+            raise Rejected("changed input", f"argument {i} is not what it was")
+    return result, traffic
+
+
+def check(lesson: Lesson, rung: Rung, shape: Shape, dtype: torch.dtype) -> Traffic:
+    """Raise Rejected if the rung is wrong on this case; return the bytes it moved (counted when interpreted)."""
+    question = truth(lesson, shape, dtype)
+    result, traffic = answer(rung, question.args)
+    compare(question, result)
+    return traffic
+
+
+def check_grad(lesson: Lesson, shape: Shape, dtype: torch.dtype) -> None:
+    """The differentiable op: its result and the gradient of every floating-point input, within the same budget."""
+    assert lesson.grad is not None
+    reference = lesson.grad.reference or lesson.reference
+    torch.manual_seed(0)
+    args = (lesson.grad.inputs or lesson.inputs)(dtype=dtype, **shape)
+    # The upstream gradient is random: a sum of ones would hide a wrong Jacobian (softmax's would be all zeros).
+    shapes = [(t.shape, t.dtype) for t in tensors(reference(*args)) if t.is_floating_point()]
+    upstream = [torch.randn(s, device=DEVICE).to(d) for s, d in shapes]
+
+    def backward(fn: Rung, widen: bool) -> tuple[torch.Tensor, ...]:
+        leaves = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        leaves = [_float64(a) if widen else a for a in leaves]
+        wanted = [a.requires_grad_() for a in leaves if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        out = tensors(fn(*leaves))
+        floats = [t for t in out if t.is_floating_point()]
+        up = [u.double() if widen else u for u in upstream]
+        grads = torch.autograd.grad(floats, wanted, up, allow_unused=True)
+        return (*(t.detach() for t in out), *(g if g is not None else torch.zeros_like(w) for g, w in zip(grads, wanted, strict=True)))
+
+    exact, usual = backward(reference, True), backward(reference, False)
+    with poisoned_empty():
+        got = backward(lesson.grad.op, False)
+    compare(Truth(args, exact, usual, lesson.factor), got)
+
+
+def cannot_run(lesson: Lesson, rung: Rung, case: Case, dtype: torch.dtype) -> str:
+    """Why this machine cannot check this case, or an empty string."""
+    if case.gib and not HAS_GPU:
+        return f"needs a GPU with {case.gib:g} GiB"
+    if case.gib and torch.cuda.mem_get_info()[1] < case.gib * 2**30:
+        return f"needs {case.gib:g} GiB of GPU memory"
+    if getattr(rung, "needs", 0) > capability():
+        return f"needs sm_{getattr(rung, 'needs')}"
+    if INTERPRETED and getattr(rung, "gpu_only", ""):
+        return f"the interpreter cannot run it: {getattr(rung, 'gpu_only')}"
+    return ""
+
+
+__all__ = ["Rejected", "Truth", "Unsupported", "answer", "check", "check_grad", "compare", "truth"]

@@ -1,0 +1,156 @@
+"""Triton's interpreter, made honest: every address is checked, every byte counted, and a bf16 dot is right.
+
+Without a GPU each program of the grid runs in turn in NumPy. That shows wrong values; it does not show a read
+past the end whose value is masked off later, so the loads and stores are watched here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lessonkit.device import INTERPRETED
+
+
+class OutOfBounds(IndexError):
+    """A program touched an address outside every tensor that its kernel was given."""
+
+
+@dataclass
+class Traffic:
+    """Bytes that the kernels asked memory for while being watched. A GPU's caches may serve some of them."""
+
+    read: int = 0
+    written: int = 0
+    launches: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Watch:
+    """Stands where Triton keeps its native load/store module."""
+
+    native: Any
+    traffic: Traffic
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def _check(self, what: str, ptrs: np.ndarray, mask: np.ndarray, size: int) -> int:
+        addresses = ptrs[np.broadcast_to(mask, ptrs.shape)].astype(np.int64)
+        legal = np.zeros(addresses.shape, dtype=bool)
+        for t in self.tensors:
+            if t.numel():
+                span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+                legal |= (addresses >= t.data_ptr()) & (addresses + size <= t.data_ptr() + span * t.element_size())
+        if not legal.all():
+            wrong = int(np.count_nonzero(~legal))
+            near = min(self.tensors, key=lambda t: abs(int(addresses[~legal][0]) - t.data_ptr()), default=None)
+            where = ""
+            if near is not None:
+                element = (int(addresses[~legal][0]) - near.data_ptr()) // near.element_size()
+                where = f": the first is element {element} of a tensor of shape {tuple(near.shape)}"
+            raise OutOfBounds(f"{wrong} of {addresses.size} lanes {what} outside every tensor of the launch{where}; is the mask right?")
+        return addresses.size * size
+
+    def load(self, ptrs: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self.traffic.read += self._check("load", ptrs, mask, np.dtype(dtype).itemsize)
+        return self.native.load(ptrs, mask, other, dtype)
+
+    def store(self, ptrs: Any, value: Any, mask: Any) -> Any:
+        self.traffic.written += self._check("store", ptrs, mask, value.dtype.itemsize)
+        return self.native.store(ptrs, value, mask)
+
+    def atomic_rmw(self, op: Any, ptrs: Any, value: Any, mask: Any, sem: Any) -> Any:
+        self.traffic.written += self._check("update", ptrs, mask, value.dtype.itemsize)
+        return self.native.atomic_rmw(op, ptrs, value, mask, sem)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+@contextmanager
+def watched() -> Iterator[Traffic]:
+    """Check and count every access of the kernels launched inside. On a GPU it watches nothing."""
+    traffic = Traffic()
+    if not INTERPRETED:
+        yield traffic
+        return
+    from triton.runtime import interpreter
+    from triton.runtime.errors import InterpreterError
+
+    watch = _Watch(interpreter._interpreter, traffic)
+    launch = interpreter.GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        traffic.launches.append(self.fn.__name__)
+        given = [*args, *kwargs.values()]
+        watch.tensors = [getattr(a, "base", a) for a in given if hasattr(a, "data_ptr") or hasattr(a, "block_shape")]
+        try:
+            return launch(self, *args, **kwargs)
+        except InterpreterError as error:
+            if isinstance(error.__cause__, OutOfBounds):
+                raise error.__cause__ from None
+            raise
+
+    interpreter._interpreter, interpreter.GridExecutor.__call__ = watch, call
+    try:
+        yield traffic
+    finally:
+        interpreter._interpreter, interpreter.GridExecutor.__call__ = watch.native, launch
+
+
+def _widen(bits: Any) -> Any:
+    """bfloat16 bits -> float32, exactly."""
+    return (np.asarray(bits).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _narrow(values: Any) -> Any:
+    """float32 -> bfloat16 bits, rounded to nearest even as the GPU does."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    return torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy().reshape(values.shape)
+
+
+def mend_bfloat16() -> None:
+    """Make bfloat16 arithmetic right under the interpreter.
+
+    NumPy has no bfloat16, so the interpreter holds its 16 bits as integers, and x + y, exp(x) or tl.dot(a, b)
+    then compute with those integers (dot errors of 1e10, seen in Triton 3.7.1 and 3.9.0); a conversion from
+    float32 truncates. Here operands are widened to float32 first, which is exact, and a result is rounded once.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
+    def is_bf16(x: Any) -> bool:
+        return isinstance(x, handle) and x.dtype.scalar == tl.bfloat16
+
+    def widen(x: Any) -> Any:
+        return handle(_widen(x.data), tl.float32) if is_bf16(x) else x
+
+    def arithmetic(native: Any) -> Any:
+        def mended(self: Any, *operands: Any) -> Any:
+            out = native(self, *map(widen, operands))
+            if is_bf16(operands[0]) and out.data.dtype == np.float32 and native.__name__ != "create_dot":
+                return handle(_narrow(out.data), tl.bfloat16)
+            return out
+
+        return mended
+
+    def conversion(native: Any) -> Any:
+        def mended(self: Any, src: Any, dst_type: Any, *rounding: Any) -> Any:
+            if dst_type.scalar == tl.bfloat16 and not is_bf16(src):
+                return handle(_narrow(src.data), tl.bfloat16)
+            return native(self, widen(src), dst_type, *rounding)
+
+        return mended
+
+    for name in ("binary_op", "unary_op", "create_fma", "create_clampf", "create_dot"):
+        setattr(builder, name, arithmetic(getattr(builder, name)))
+    for name in ("cast_impl", "create_fp_to_fp"):
+        setattr(builder, name, conversion(getattr(builder, name)))
+
+
+if INTERPRETED:
+    mend_bfloat16()

@@ -1,0 +1,180 @@
+"""What a lesson declares about itself. Tests, benchmarks and reports all walk `discover()`; there is no second list."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lessonkit.arguments import FLOATS
+
+ROOT = Path(__file__).resolve().parent.parent
+Rung = Callable[..., Any]
+Shape = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small input to check, and the bug that it would show."""
+
+    why: str
+    shape: Shape
+    gib: float = 0  # GPU memory that the check needs; a case that names it is not interpreted
+
+    def __str__(self) -> str:
+        return shape_name(self.shape)
+
+
+def case(why: str, *, gib: float = 0, **shape: Any) -> Case:
+    """`case("a prime width: the tail mask is live", M=3, N=127)`."""
+    return Case(why, shape, gib)
+
+
+def shape_name(shape: Mapping[str, Any]) -> str:
+    return " ".join(f"{k}={v}" for k, v in shape.items())
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least an op can do: bytes through device memory (each input read once, each output written once), FLOPs."""
+
+    bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong kernel: the lesson with `old` replaced by `new` inside function `where`, run through `rung`.
+
+    The checks must reject it, and by the property `caught_by` names: value, nan, unwritten, dtype, shape,
+    changed input, out of bounds, traffic.
+    """
+
+    why: str
+    where: str
+    old: str
+    new: str
+    rung: str
+    caught_by: str = "value"
+
+
+@dataclass(frozen=True)
+class Grad:
+    """The differentiable op that the lesson ends in, and what autograd must agree with (default: the lesson's own)."""
+
+    op: Rung
+    reference: Rung | None = None
+    inputs: Callable[..., tuple] | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A bad call and the error it must meet: `call(rung)` raises `error`, whose text matches the regex `says`."""
+
+    why: str
+    call: Callable[[Rung], Any]
+    error: type[Exception]
+    says: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """One op: its oracle and its rungs, plain functions that all take the tensors that `inputs` makes.
+
+    reference   readable PyTorch, the only definition of "right"; called with float64 inputs for the exact answer
+    inputs      inputs(dtype=..., **shape) -> tuple of arguments on DEVICE
+    checks      small awkward shapes; `benches`: large ones, timed on a GPU in `bench_dtype`
+    rungs       slowest first; the name is the idea; the last one refuses no shape
+    work        work(dtype=..., **shape) -> Work: the floor that "% of limit" divides by
+    wrong       mutants, each of which the checks must reject
+    peers       what a user would call instead; one whose package is missing is passed over
+    claims      rung -> what its compiled code must show (the names are in lessonkit.compiled.CLAIMS)
+    passes      rung -> bytes it moves, as a multiple of Work.bytes, counted in the interpreter on the last check
+    properties  property(rung) asserts what must hold for the op beside its values
+    """
+
+    reference: Rung
+    inputs: Callable[..., tuple]
+    checks: tuple[Case, ...]
+    benches: tuple[Shape, ...]
+    rungs: tuple[Rung, ...]
+    work: Callable[..., Work]
+    wrong: tuple[Mutant, ...]
+    peers: Mapping[str, Rung] = field(default_factory=dict)
+    claims: Mapping[Rung, tuple[str, ...]] = field(default_factory=dict)
+    passes: Mapping[Rung, float] = field(default_factory=dict)
+    properties: tuple[Callable[[Rung], None], ...] = ()
+    refuses: tuple[Refusal, ...] = ()
+    grad: Grad | None = None
+    twin: Rung | None = None
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    bench_dtype: torch.dtype = torch.bfloat16
+    factor: float = 1  # widens the error budget, for a stated reason
+
+    def main(self) -> None:
+        """Run the lesson as a script: check every rung, then show what each costs on this machine."""
+        from lessonkit import show
+
+        show.lesson(*_running(self))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows that a step measured. `x`, `y` and `by` (one line for each value) ask for a plot; the note says what to see."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    note: str = ""
+    x: str = ""
+    y: str = ""
+    by: str = ""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A lesson without kernels: functions whose docstring is a claim and whose body asserts it; one may return a Table."""
+
+    steps: tuple[Callable[[], Table | None], ...]
+
+    def main(self) -> None:
+        from lessonkit import show
+
+        show.steps(*_running(self))
+
+
+def _running(lesson: Any) -> tuple[str, Any]:
+    """The lesson's name when its file runs as a script; re-imported, so that mutants and reports see a module."""
+    path = Path(sys.modules["__main__"].__file__ or "").resolve()
+    name = f"{path.parent.name}.{path.stem}"
+    return name, importlib.import_module(name).LESSON
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A lesson that could not be imported: it fails by itself and does not stop the others."""
+
+    error: Exception
+
+
+def discover(prefix: str = "") -> Iterator[tuple[str, Lesson | Steps | Broken]]:
+    """Yield (name, lesson) in reading order; the folders are the only list there is. `prefix`: day2, or lesson03."""
+    for path in sorted(ROOT.glob("day*_*/lesson*.py")):
+        name = f"{path.parent.name}.{path.stem}"
+        if prefix and not name.startswith(prefix) and not path.stem.startswith(prefix):
+            continue
+        try:
+            yield name, importlib.import_module(name).LESSON
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this lesson's failure
+            yield name, Broken(error)
+
+
+def kernels(prefix: str = "") -> list[tuple[str, Lesson]]:
+    return [(name, lesson) for name, lesson in discover(prefix) if isinstance(lesson, Lesson)]
+
+
+def title(name: str) -> str:
+    """The first line of the lesson's docstring."""
+    return (sys.modules[name].__doc__ or name).strip().splitlines()[0]
