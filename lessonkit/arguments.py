@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from lessonkit.device import DEVICE, INTERPRETED
+
+import torch
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -44,12 +44,19 @@ def expect(
         if ndim is not None and t.ndim != ndim:
             raise ValueError(f"{name} has {t.ndim} dimension(s) {tuple(t.shape)}, expected {ndim}: reshape it first")
         if same_shape and t.shape != first.shape:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}, but {first_name} has {tuple(first.shape)}: make them equal")
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}, but {first_name} has {tuple(first.shape)}: make them equal"
+            )
         if same_dtype and t.dtype != first.dtype:
             raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
         if unit_stride and t.ndim and t.shape[-1] > 1 and t.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {t.stride(-1)} in its last dimension, expected 1: call {name}.contiguous()")
+            raise ValueError(
+                f"{name} has stride {t.stride(-1)} in its last dimension, expected 1: call {name}.contiguous()"
+            )
         if contiguous and not t.is_contiguous():
             raise ValueError(f"{name} is not contiguous (strides {t.stride()}): call {name}.contiguous()")
         if t.requires_grad and torch.is_grad_enabled() and not differentiable:
-            raise ValueError(f"{name} requires grad, but this rung has no backward: pass {name}.detach(), or call the lesson's autograd op")
+            raise ValueError(
+                f"{name} requires grad, but this rung has no backward: "
+                f"pass {name}.detach(), or call the lesson's autograd op"
+            )

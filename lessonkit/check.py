@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils import deterministic
-
 from lessonkit.arguments import Unsupported
-from lessonkit.device import DEVICE, HAS_GPU, INTERPRETED, capability
+from lessonkit.device import DEVICE, HAS_GPU, capability
 from lessonkit.interpreter import OutOfBounds, Traffic, watched
 from lessonkit.lesson import Case, Lesson, Rung, Shape
+
+import torch
 
 FACTOR = {torch.float16: 2.0, torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
 
@@ -34,7 +33,7 @@ class Rejected(AssertionError):
 class Truth:
     """One question and everything needed to judge an answer to it."""
 
-    args: tuple
+    args: tuple[Any, ...]
     exact: tuple[torch.Tensor, ...]  # the reference in float64
     usual: tuple[torch.Tensor, ...]  # the reference in the inputs' own dtype: what PyTorch answers
     factor: float
@@ -55,7 +54,7 @@ def truth(lesson: Lesson, shape: Shape, dtype: torch.dtype, *, seed: int = 0) ->
     return judge(lesson, args)
 
 
-def judge(lesson: Lesson, args: tuple) -> Truth:
+def judge(lesson: Lesson, args: tuple[Any, ...]) -> Truth:
     """The exact answer to inputs already made."""
     with torch.no_grad():
         exact = tensors(lesson.reference(*map(_float64, args)))
@@ -98,12 +97,12 @@ def _compare_values(which: str, got: torch.Tensor, exact: torch.Tensor, usual: t
         raise Rejected(
             "value",
             f"{which}{int(wrong.sum())} of {wrong.numel()} wrong, the first at {first}: "
-            f"expected {exact[first].item():.9g}, got {got[first].item():.9g} (allowed error {limit[first].item():.3g})",
+            f"expected {exact[first].item():.9g}, got {got[first].item():.9g}, off by more than {limit[first].item():.3g}",
         )
 
 
 def _usual_error(exact: torch.Tensor, usual: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """PyTorch's largest error in each row, but no less than its typical row's (a row can be right by luck), plus rounding."""
+    """PyTorch's largest error in each row, but no less than a typical row's (one may be right by luck), plus rounding."""
     error = torch.where(finite, (usual.double() - exact).abs(), 0.0)
     rows = error.amax(-1, keepdim=True) if error.ndim else error
     info = torch.finfo(usual.dtype)
@@ -116,16 +115,16 @@ def _first(wrong: torch.Tensor) -> tuple[int, ...]:
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Inside, torch.empty is filled with NaN (integers: their maximum), so that what a kernel never writes shows."""
+    """Inside, torch.empty is filled with NaN (integers: their maximum), so that what a kernel never writes shows.
+
+    torch.utils.deterministic.fill_uninitialized_memory, which is on by default, does it in deterministic mode.
+    """
     was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = deterministic.fill_uninitialized_memory
-    deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was[0], warn_only=was[1])
-        deterministic.fill_uninitialized_memory = fill
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
@@ -133,7 +132,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return t.detach().contiguous().view(torch.uint8).clone() if t.numel() else t.detach().clone()
 
 
-def answer(rung: Rung, args: tuple) -> tuple[Any, Traffic]:
+def answer(rung: Rung, args: tuple[Any, ...]) -> tuple[Any, Traffic]:
     """Run a rung once, watched, on inputs that it must leave alone."""
     before = [_bits(a) if isinstance(a, torch.Tensor) else a for a in args]
     try:
@@ -175,7 +174,10 @@ def check_grad(lesson: Lesson, shape: Shape, dtype: torch.dtype) -> None:
         floats = [t for t in out if t.is_floating_point()]
         up = [u.double() if widen else u for u in upstream]
         grads = torch.autograd.grad(floats, wanted, up, allow_unused=True)
-        return (*(t.detach() for t in out), *(g if g is not None else torch.zeros_like(w) for g, w in zip(grads, wanted, strict=True)))
+        return (
+            *(t.detach() for t in out),
+            *(g if g is not None else torch.zeros_like(w) for g, w in zip(grads, wanted, strict=True)),
+        )
 
     exact, usual = backward(reference, True), backward(reference, False)
     with poisoned_empty():
@@ -189,10 +191,8 @@ def cannot_run(lesson: Lesson, rung: Rung, case: Case, dtype: torch.dtype) -> st
         return f"needs a GPU with {case.gib:g} GiB"
     if case.gib and torch.cuda.mem_get_info()[1] < case.gib * 2**30:
         return f"needs {case.gib:g} GiB of GPU memory"
-    if getattr(rung, "needs", 0) > capability():
-        return f"needs sm_{getattr(rung, 'needs')}"
-    if INTERPRETED and getattr(rung, "gpu_only", ""):
-        return f"the interpreter cannot run it: {getattr(rung, 'gpu_only')}"
+    if (needs := getattr(rung, "needs", 0)) > capability():
+        return f"needs sm_{needs}"
     return ""
 
 

@@ -24,7 +24,6 @@ else:
     os.environ.pop("TRITON_INTERPRET", None)
 
 
-
 def capability() -> int:
     """Compute capability as one number (90 for Hopper), or 0 without a GPU."""
     if not HAS_GPU:

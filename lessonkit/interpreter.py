@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lessonkit.device import INTERPRETED
+
 import numpy as np
 import torch
-
-from lessonkit.device import INTERPRETED
 
 
 class OutOfBounds(IndexError):
@@ -50,8 +50,10 @@ class _Watch:
             if near is not None:
                 element = (int(addresses[~legal][0]) - near.data_ptr()) // near.element_size()
                 where = f": the first is element {element} of a tensor of shape {tuple(near.shape)}"
-            raise OutOfBounds(f"{wrong} of {addresses.size} lanes {what} outside every tensor of the launch{where}; is the mask right?")
-        return addresses.size * size
+            raise OutOfBounds(
+                f"{wrong} of {addresses.size} lanes {what} outside every tensor of the launch{where}: mask them"
+            )
+        return int(addresses.size) * size
 
     def load(self, ptrs: Any, mask: Any, other: Any, dtype: Any) -> Any:
         self.traffic.read += self._check("load", ptrs, mask, np.dtype(dtype).itemsize)
@@ -146,6 +148,10 @@ def mend_bfloat16() -> None:
 
         return mended
 
+    def constant(self: Any, value: float) -> Any:
+        return handle(_narrow(np.array([value])), tl.bfloat16)
+
+    builder.get_bf16 = constant  # a scalar beside a bf16 tensor: the interpreter has none
     for name in ("binary_op", "unary_op", "create_fma", "create_clampf", "create_dot"):
         setattr(builder, name, arithmetic(getattr(builder, name)))
     for name in ("cast_impl", "create_fp_to_fp"):

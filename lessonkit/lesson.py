@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lessonkit.arguments import FLOATS
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 Rung = Callable[..., Any]
@@ -67,7 +67,7 @@ class Grad:
 
     op: Rung
     reference: Rung | None = None
-    inputs: Callable[..., tuple] | None = None
+    inputs: Callable[..., tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Lesson:
     """
 
     reference: Rung
-    inputs: Callable[..., tuple]
+    inputs: Callable[..., tuple[Any, ...]]
     checks: tuple[Case, ...]
     benches: tuple[Shape, ...]
     rungs: tuple[Rung, ...]
@@ -123,7 +123,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that a step measured. `x`, `y` and `by` (one line for each value) ask for a plot; the note says what to see."""
+    """Rows that a step measured. `x`, `y` and `by` (a line for each value) ask for a plot; the note says what to see."""
 
     name: str
     rows: list[dict[str, Any]]
@@ -135,7 +135,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Steps:
-    """A lesson without kernels: functions whose docstring is a claim and whose body asserts it; one may return a Table."""
+    """A lesson without kernels: functions whose docstring is a claim that the body asserts; one may return a Table."""
 
     steps: tuple[Callable[[], Table | None], ...]
 
@@ -167,7 +167,7 @@ def discover(prefix: str = "") -> Iterator[tuple[str, Lesson | Steps | Broken]]:
             continue
         try:
             yield name, importlib.import_module(name).LESSON
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this lesson's failure
+        except Exception as error:
             yield name, Broken(error)
 
 

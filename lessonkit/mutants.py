@@ -8,11 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
 from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
 from lessonkit.lesson import Lesson, Mutant, Rung
+
+import torch
 
 
 def build(name: str, mutant: Mutant) -> Rung:
@@ -21,13 +21,17 @@ def build(name: str, mutant: Mutant) -> Rung:
     Raises ValueError if `old` is not exactly once in `where`: the lesson has moved on and the mutant has not.
     """
     source = inspect.getsource(sys.modules[name])
-    function = next((n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == mutant.where), None)
+    function = next(
+        (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == mutant.where), None
+    )
     if function is None or function.end_lineno is None:
         raise ValueError(f"{name}: mutant {mutant.why!r} names {mutant.where!r}, which is no function of the lesson")
     lines = source.splitlines(keepends=True)
     body = "".join(lines[function.lineno - 1 : function.end_lineno])
     if body.count(mutant.old) != 1:
-        raise ValueError(f"{name}: {mutant.old!r} stands {body.count(mutant.old)} times in {mutant.where}, expected once")
+        raise ValueError(
+            f"{name}: {mutant.old!r} stands {body.count(mutant.old)} times in {mutant.where}, expected once"
+        )
     changed = body.replace(mutant.old, mutant.new)
     text = "".join(lines[: function.lineno - 1]) + changed + "".join(lines[function.end_lineno :])
     # Triton reads a kernel's source from its file, so the mutant needs one too.
@@ -37,7 +41,8 @@ def build(name: str, mutant: Mutant) -> Rung:
     path = folder / f"{stem}.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[stem] = module
     spec.loader.exec_module(module)

@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""The course's two commands, on a machine with nothing but Python 3.11 or newer:
+
+    python3 course.py run     make .venv, install what is missing, run every lesson in order
+    python3 course.py test    the same environment, then lint, format, types and all tests
+
+Any other words go to `python -m lessonkit` inside the environment (doctor, list, check, bench, report, ...).
+Repeating a command is safe; an environment that is already complete is used as it is.
+"""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = Path(os.environ.get("COURSE_VENV", ROOT / ".venv"))
+PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+CHECKS = (
+    ("ruff", "check", "."),
+    ("ruff", "format", "--check", "."),
+    ("mypy",),
+    ("pytest", "-n", "auto", "--dist", "loadgroup", "--cov", "--cov-report", "term"),
+)
+
+
+def environment() -> None:
+    """Make the virtual environment and install the course into it, once for each version of what it needs."""
+    wanted = (ROOT / "pyproject.toml").read_text() + (ROOT / "constraints.txt").read_text()
+    stamp = VENV / "course_installed.txt"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    print(f"installing the course into {VENV} (some minutes the first time)", flush=True)
+    if not PYTHON.exists():
+        venv.create(VENV, with_pip=True)
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[test]"], check=True)
+    stamp.write_text(wanted)
+
+
+def main() -> int:
+    if sys.version_info < (3, 11):  # noqa: UP036 - an older Python reads this file, and should say what is wrong
+        print(f"The course needs Python 3.11 or newer, this is {sys.version.split()[0]}: run it with a newer python3.")
+        return 2
+    try:
+        environment()
+    except subprocess.CalledProcessError as failed:
+        print(f"The installation failed (pip's words are above); mend it and repeat the command, or remove {VENV}.")
+        return failed.returncode
+    words = sys.argv[1:] or ["run"]
+    if words[0] != "test":
+        return subprocess.run([str(PYTHON), "-m", "lessonkit", *words], cwd=ROOT).returncode
+    codes = [subprocess.run([str(PYTHON), "-m", *check], cwd=ROOT).returncode for check in CHECKS]
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""python -m lessonkit: doctor, list, run, check, bench, compile, report, diff.
+
+Exit codes: 0 all well, 1 something failed, 2 the command line is wrong.
+"""
+
+import difflib
+import inspect
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+from lessonkit import compiled, device, mutants, report, show
+from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, title
+from lessonkit.lesson import kernels as kernel_lessons
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="A GPU-kernel course: run, check, time and report its lessons."
+)
+Which = Annotated[
+    str,
+    typer.Argument(
+        help="A day (day2), a lesson (lesson03_softmax or day2_triton_basics.lesson03_softmax), or nothing for all."
+    ),
+]
+
+
+def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
+    found = list(discover(which))
+    if not found:
+        names = "\n  ".join(name for name, _ in discover())
+        raise typer.BadParameter(f"no lesson matches {which!r}; there are:\n  {names}")
+    return found
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has, what it can run, and the command that mends what is missing."""
+    from lessonkit.doctor import environment
+
+    findings = environment()
+    show.table(
+        "this machine",
+        ["", "", "found", "what to do"],
+        ([("ok" if f.ok else "--"), f.name, f.value, "" if f.ok else f.mend] for f in findings),
+    )
+    raise typer.Exit(int(any(f.required and not f.ok for f in findings)))
+
+
+@app.command(name="list")
+def list_lessons(which: Which = "") -> None:
+    """List lessons and their rungs in reading order."""
+    body = []
+    for name, lesson in _chosen(which):
+        if isinstance(lesson, Broken):
+            body.append([name, f"cannot be imported: {lesson.error}", ""])
+            continue
+        parts = lesson.rungs if isinstance(lesson, Lesson) else lesson.steps
+        body.append([name, title(name), " > ".join(p.__name__ for p in parts)])
+    show.table("lessons", ["name", "about", "rungs or steps"], body)
+
+
+@app.command()
+def run(which: Which = "") -> None:
+    """Run lessons in order, each as its own script, and say what ran, what was left out and why."""
+    summary, failed = [], 0
+    for name, _ in _chosen(which):
+        script = ROOT / f"{name.replace('.', '/')}.py"
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
+        start = time.monotonic()
+        code = subprocess.run([sys.executable, str(script)], env=env).returncode
+        failed += code != 0
+        summary.append([name, "ok" if code == 0 else f"FAILED (exit {code})", f"{time.monotonic() - start:.0f} s"])
+    show.table(f"{len(summary)} lessons, {show.LANES[device.DEVICE.type]}", ["lesson", "", "time"], summary)
+    if device.HAS_GPU:
+        report.write()
+        show.console.print("reports and plots: reports/README.md")
+    else:
+        show.console.print(
+            "No GPU: kernels were interpreted and compiled, not timed. Committed measurements: reports/README.md"
+        )
+    raise typer.Exit(int(failed > 0))
+
+
+@app.command()
+def check(which: Which = "") -> None:
+    """Check every rung against PyTorch, and that every mutant is rejected."""
+    failed = 0
+    for name, lesson in _chosen(which):
+        if isinstance(lesson, Broken):
+            show.console.print(f"{name}: cannot be imported: {lesson.error}", style="red")
+            failed += 1
+        if not isinstance(lesson, Lesson):
+            continue
+        show.console.rule(title(name))
+        failed += show.checks(name, lesson)
+        body = []
+        for mutant in lesson.wrong:
+            found = mutants.first_rejection(lesson, mutants.build(name, mutant))
+            failed += found is None
+            body.append([mutant.why, found[0].caught_by if found else "NOT REJECTED", found[1] if found else ""])
+        show.table("mutants", ["wrong version", "rejected by", "on"], body)
+    raise typer.Exit(int(failed > 0))
+
+
+@app.command()
+def bench(which: Which = "") -> None:
+    """Time rungs beside their peers and write rows, pages and plots. Without a GPU it says so and writes nothing."""
+    if not device.HAS_GPU:
+        show.console.print("No GPU was found: interpreter timings say nothing about speed, so nothing is written.")
+        return
+    for name, lesson in _chosen(which):
+        if isinstance(lesson, Lesson):
+            show.timed(name, lesson)
+    report.write()
+
+
+@app.command(name="compile")
+def compile_lessons(which: Which = "") -> None:
+    """Compile every rung for sm_80, sm_90 and sm_100 (no GPU needed), test its claims, and write reports/compiled."""
+    broken: list[str] = []
+    for name, lesson in kernel_lessons(which):
+        show.resources(name)
+        claims = {rung.__name__: c for rung, c in lesson.claims.items()}
+        broken += compiled.broken_claims(name, claims, compiled.kernels(name))
+        report.save_compiled(name)
+    report.write()
+    for line in broken:
+        show.console.print(line, style="red")
+    raise typer.Exit(int(bool(broken)))
+
+
+@app.command(name="report")
+def write_report() -> None:
+    """Rebuild every page, plot and results block from the rows."""
+    for path in report.write():
+        show.console.print(f"wrote {path.relative_to(ROOT)}")
+    for line in (stale := report.stale_rows()):
+        show.console.print(f"stale, measure again: {line}", style="yellow")
+    raise typer.Exit(int(bool(stale)))
+
+
+@app.command()
+def diff(lesson: str, old: str, new: str) -> None:
+    """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
+    (name, _), *more = _chosen(lesson)
+    if more:
+        raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one")
+    module = sys.modules[name]
+
+    def source(rung: str) -> list[str]:
+        if not hasattr(module, rung):
+            raise typer.BadParameter(f"{name} has no function {rung!r}")
+        wrapper = inspect.getsource(getattr(module, rung))
+        used = [k for k in vars(module) if k.endswith("_kernel") and k in wrapper]
+        text = Path(module.__file__ or "").read_text().splitlines()
+        lines: list[str] = []
+        for kernel in used:
+            start = next(i for i, line in enumerate(text) if line.startswith(f"def {kernel}("))
+            stop = next((i for i in range(start + 1, len(text)) if text[i] and text[i][0] not in " )#"), len(text))
+            lines += [*text[start:stop]]
+        return lines + wrapper.splitlines()
+
+    for line in difflib.unified_diff(source(old), source(new), old, new, lineterm="", n=2):
+        show.console.print(
+            line, style="green" if line[0] == "+" else "red" if line[0] == "-" else None, highlight=False, markup=False
+        )
+
+
+if __name__ == "__main__":
+    app()

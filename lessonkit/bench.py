@@ -1,0 +1,105 @@
+"""Time a lesson's rungs beside its peers, on a GPU, and turn the times into rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lessonkit import check, rows, timing
+from lessonkit.arguments import Unsupported
+from lessonkit.lesson import Lesson, Shape, shape_name
+
+import torch
+
+PEER_SLACK = 8  # a peer may round more often than PyTorch; it is here for its speed, but it must compute the same thing
+
+
+def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list[rows.Row]:
+    """Check, time and re-check every rung and peer at every bench shape. `say` gets a line for each one left out."""
+    measured: list[rows.Row] = []
+    for shape in lesson.benches:
+        measured += _one_shape(name, lesson, shape, say)
+        torch.cuda.empty_cache()
+    return measured
+
+
+def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], None]) -> list[rows.Row]:
+    question = check.truth(lesson, shape, lesson.bench_dtype)
+    contenders: dict[str, Callable[[], Any]] = {}
+    kinds: dict[str, str] = {}
+    last: dict[str, Any] = {}
+
+    def enter(label: str, kind: str, fn: Callable[..., Any]) -> None:
+        """Let a contender take part if it is here, takes the shape, and is right. Its first call also compiles it."""
+
+        def call() -> None:
+            last[label] = fn(*question.args)
+
+        try:
+            call()
+            _verify(question, last[label], kind)
+        except (ImportError, Unsupported) as absent:
+            return say(f"{label} at {shape_name(shape)}: left out, {absent}")
+        except Exception as error:
+            return say(f"{label} at {shape_name(shape)}: NOT TIMED, {type(error).__name__}: {str(error)[:300]}")
+        contenders[label], kinds[label] = call, kind
+
+    for rung in lesson.rungs:
+        if why := check.cannot_run(lesson, rung, lesson.checks[0], lesson.bench_dtype):
+            say(f"{rung.__name__}: left out, {why}")
+        else:
+            enter(rung.__name__, "rung", rung)
+    for label, peer in lesson.peers.items():
+        enter(label, "peer", peer)
+    work = lesson.work(dtype=lesson.bench_dtype, **shape)
+    contenders["copy"], kinds["copy"] = timing.copy_of(work.bytes), "limit"
+    contenders["copy"]()
+    times = timing.measure(contenders)
+    for label, kind in kinds.items():
+        if kind != "limit":
+            _verify(question, last[label], kind)
+    return _rows(name, lesson, shape, times, kinds)
+
+
+def _verify(question: check.Truth, answer: Any, kind: str) -> None:
+    slack = PEER_SLACK if kind == "peer" else 1
+    check.compare(check.Truth(question.args, question.exact, question.usual, question.factor * slack), answer)
+
+
+def _rows(
+    name: str, lesson: Lesson, shape: Shape, times: dict[str, timing.Timing], kinds: dict[str, str]
+) -> list[rows.Row]:
+    work = lesson.work(dtype=lesson.bench_dtype, **shape)
+    dtype = str(lesson.bench_dtype).removeprefix("torch.")
+    best = timing.limits()
+    rate = best.matmul[{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]]
+    # The floor at this size: a copy of as many bytes, timed in the same rounds; or the FLOPs at the matmul rate.
+    floor = max(times["copy"].p50, work.flops / rate * 1e3)
+    possible = max(work.bytes / best.copy, work.flops / rate) * 1e3 / timing.IMPOSSIBLE
+    peers = [t.p50 for label, t in times.items() if kinds[label] == "peer"]
+    machine = rows.machine()
+    measured = []
+    for label, t in times.items():
+        if t.p50 < possible:
+            raise RuntimeError(
+                f"{name} {label} at {shape_name(shape)}: {t.p50:.4f} ms is a measuring error, "
+                f"for this machine cannot be faster than {possible:.4f} ms"
+            )
+        measured.append(
+            rows.Row(
+                lesson=name,
+                rung=label,
+                kind=kinds[label],
+                shape=shape_name(shape),
+                dtype=dtype,
+                ms_p20=round(t.p20, 5),
+                ms_p50=round(t.p50, 5),
+                ms_p80=round(t.p80, 5),
+                bytes=work.bytes,
+                tb_per_s=round(work.bytes / t.p50 * 1e-9, 4),
+                tflop_per_s=round(work.flops / t.p50 * 1e-9, 3),
+                percent_of_limit=round(100 * floor / t.p50, 1),
+                ratio_to_best_peer=round(min(peers) / t.p50, 3) if peers else 0.0,
+                code=rows.fingerprint(name, label) if kinds[label] == "rung" else "",
+                **machine,
+            )
+        )
+    return measured

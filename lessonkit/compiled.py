@@ -1,0 +1,203 @@
+"""What the compiler made of a rung, for any GPU and without one.
+
+`python -m lessonkit.compiled LESSON` runs each rung once with meta tensors (shapes, no data) under a driver that
+names a target and launches nothing: Triton specialises and compiles exactly what a launch would. From the machine
+code come registers, spills, shared memory, the occupancy they allow, and the instructions that a rung may claim.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TARGETS = (80, 90, 100)
+# Per SM: registers, shared memory in bytes, warps, blocks (CUDA programming guide, compute capabilities table).
+SM_LIMITS = {80: (65536, 167936, 64, 32), 90: (65536, 233472, 64, 32), 100: (65536, 233472, 64, 32)}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel of a rung. Bytes and counts are for one program (block)."""
+
+    rung: str
+    kernel: str
+    target: int
+    warps: int
+    registers: int  # a thread
+    spills: int  # local-memory loads and stores in the machine code
+    shared: int
+    occupancy: float  # resident warps over the SM's most, by registers, shared memory and blocks
+    load_bytes: int  # widest global load a thread makes
+    store_bytes: int
+    wgmma: int
+    mma: int
+    tma: int
+    cp_async: int
+    barriers: int
+    instructions: int
+
+
+CLAIMS: dict[str, Callable[[Kernel], bool]] = {
+    "no spills": lambda k: k.spills == 0,
+    "16-byte loads": lambda k: k.load_bytes == 16,
+    "16-byte stores": lambda k: k.store_bytes == 16,
+    "wgmma": lambda k: k.target != 90 or k.wgmma > 0,
+    "tma": lambda k: k.target < 90 or k.tma > 0,
+    "cp.async": lambda k: k.target != 80 or k.cp_async > 0,
+    "no shared memory": lambda k: k.shared == 0,
+}
+
+
+def occupancy(target: int, warps: int, registers: int, shared: int) -> float:
+    """Resident warps over the SM's limit. Registers come in units of 256 a warp, shared memory with 1 KB a block."""
+    all_registers, all_shared, max_warps, max_blocks = SM_LIMITS[target]
+    by_registers = all_registers // (-(-registers * 32 // 256) * 256) // warps if registers else max_blocks
+    by_shared = all_shared // (shared + 1024)
+    return min(by_registers, by_shared, max_blocks, max_warps // warps) * warps / max_warps
+
+
+def _tool(name: str, *args: str) -> str:
+    """Output of one of the binary tools that Triton's package carries."""
+    import triton
+
+    path = getattr(triton.knobs.nvidia, name).path
+    return subprocess.run([path, *args], capture_output=True, text=True, check=True).stdout
+
+
+def _inspect(rung: str, compiled: Any, target: int) -> Kernel:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = _tool("cuobjdump", "-res-usage", cubin.name)
+        sass = _tool("nvdisasm", "-c", cubin.name)
+    registers = int(re.findall(r"REG:(\d+)", usage)[0])
+    ops = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE)
+
+    def count(*prefixes: str) -> int:
+        return sum(op.startswith(prefixes) for op in ops)
+
+    def widest(prefix: str) -> int:
+        widths = [
+            int(m[1]) // 8 if (m := re.search(r"\.[US]?(8|16|64|128|256)\b", op)) else 4
+            for op in ops
+            if op.startswith(prefix)
+        ]
+        return max(widths, default=0)
+
+    meta = compiled.metadata
+    return Kernel(
+        rung=rung,
+        kernel=meta.name,
+        target=target,
+        warps=meta.num_warps,
+        registers=registers,
+        spills=count("LDL", "STL"),
+        shared=meta.shared,
+        occupancy=round(occupancy(target, meta.num_warps, registers, meta.shared), 3),
+        load_bytes=widest("LDG"),
+        store_bytes=widest("STG"),
+        wgmma=count("HGMMA", "QGMMA", "IGMMA"),
+        mma=count("HMMA", "IMMA", "UTCHMMA", "UTCQMMA"),
+        tma=count("UTMALDG", "UTMASTG", "UBLKCP"),
+        cp_async=count("LDGSTS"),
+        barriers=count("BAR"),
+        instructions=sum(op != "NOP" for op in ops),
+    )
+
+
+def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
+    """Compile every rung of a lesson. Only in a process whose lane is `compiled` (see run)."""
+    from lessonkit.arguments import Unsupported
+    from lessonkit.lesson import Lesson, discover
+
+    from triton import runtime
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class Driver:
+        """Says which GPU to compile for; there is none to launch on."""
+
+        def __init__(self, capability: int) -> None:
+            self.target = GPUTarget("cuda", capability, 32)
+
+        def get_current_target(self) -> GPUTarget:
+            return self.target
+
+        def get_current_device(self) -> int:
+            return int(self.target.arch)  # JITFunction caches by device, so each target is one
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> Any:
+            import torch
+
+            return torch.device("meta")
+
+    made: list[Any] = []
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        made.append(launch(self, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    (lesson,) = [found for found_name, found in discover(name) if found_name == name]
+    if not isinstance(lesson, Lesson):
+        return []
+    kernels: dict[tuple[str, str, int], Kernel] = {}
+    for target in targets:
+        runtime.driver.set_active(Driver(target))
+        for rung in lesson.rungs:
+            if getattr(rung, "needs", 0) > target:
+                continue
+            for shape in lesson.benches:
+                made.clear()
+                try:
+                    rung(*lesson.inputs(dtype=lesson.bench_dtype, **shape))
+                except Unsupported:
+                    continue
+                break
+            for compiled in made:
+                kernel = _inspect(rung.__name__, compiled, target)
+                kernels[kernel.rung, kernel.kernel, target] = kernel
+    return list(kernels.values())
+
+
+@cache
+def kernels(name: str, targets: tuple[int, ...] = TARGETS) -> tuple[Kernel, ...]:
+    """Compile a lesson's rungs in a process of its own: this one may be interpreting.
+
+    The shape is the first bench shape that a rung does. Raises RuntimeError with the compiler's words.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"LESSONKIT_LANE": "compiled", "CUDA_VISIBLE_DEVICES": ""}
+    root = str(Path(__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "lessonkit.compiled", name, *map(str, targets)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise RuntimeError(f"{name} does not compile:\n{done.stderr[-2000:]}")
+    return tuple(Kernel(**row) for row in json.loads(done.stdout.splitlines()[-1]))
+
+
+def broken_claims(name: str, claims: dict[str, tuple[str, ...]], found: tuple[Kernel, ...]) -> list[str]:
+    """What a lesson claims of its rungs ({rung: claims}) and the machine code does not show."""
+    broken = []
+    for rung, names in claims.items():
+        for k in (k for k in found if k.rung == rung):
+            broken += [
+                f"{name}.{rung}: {k.kernel} for sm_{k.target} lacks {c!r}: {k}" for c in names if not CLAIMS[c](k)
+            ]
+    return broken
+
+
+if __name__ == "__main__":
+    wanted = tuple(int(t) for t in sys.argv[2:]) or TARGETS
+    print(json.dumps([asdict(k) for k in _compile_here(sys.argv[1], wanted)]))

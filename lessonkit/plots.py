@@ -1,0 +1,85 @@
+"""Plots of measured rows. Each PNG carries a hash of the data it shows, so that a stale one is found without pixels."""
+
+import hashlib
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+from lessonkit.rows import Row
+
+
+def data_hash(png: bytes) -> str:
+    found = re.search(rb"data:([0-9a-f]{16})", png)
+    return found[1].decode() if found else ""
+
+
+def _render(draw: Callable[[Any], None], data: object, size: tuple[float, float] = (8, 4.5)) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure.add_subplot())
+    out = io.BytesIO()
+    mark = hashlib.sha256(repr(data).encode()).hexdigest()[:16]
+    figure.savefig(out, format="png", dpi=110, metadata={"Comment": f"data:{mark}"})
+    return out.getvalue()
+
+
+def speed(title: str, rows: list[Row]) -> bytes:
+    """TB/s against the least bytes of the op; rungs solid, peers dashed, the copy dotted."""
+    data = [(r.rung, r.kind, r.bytes, r.tb_per_s) for r in rows]
+
+    def draw(axes: Any) -> None:
+        for name in dict.fromkeys(r.rung for r in rows):
+            mine = sorted((r for r in rows if r.rung == name), key=lambda r: r.bytes)
+            style = {"rung": "-o", "peer": "--s", "limit": ":k"}[mine[0].kind]
+            axes.plot([r.bytes / 1e6 for r in mine], [r.tb_per_s for r in mine], style, label=name, markersize=4)
+        axes.set(xscale="log", xlabel="least bytes to move, MB", ylabel="TB/s of least bytes", title=title)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+
+    return _render(draw, data)
+
+
+def roofline(device: str, rows: list[Row]) -> bytes:
+    """Each lesson's fastest rung at its largest shape: FLOP/s against FLOPs for each byte, under the copy's roof."""
+    points = []
+    for name in dict.fromkeys(r.lesson for r in rows):
+        rungs = [r for r in rows if r.lesson == name and r.kind == "rung" and r.tflop_per_s > 0]
+        if rungs:
+            big = max(r.bytes for r in rungs)
+            best = max((r for r in rungs if r.bytes == big), key=lambda r: r.tflop_per_s)
+            points.append((name.split(".")[-1], best.tflop_per_s / best.tb_per_s, best.tflop_per_s))
+    roof = max((r.tb_per_s for r in rows if r.kind == "limit"), default=0.0)
+
+    def draw(axes: Any) -> None:
+        span = [0.05, 20.0]
+        axes.plot(span, [x * roof for x in span], ":k", label=f"copy: {roof:.2f} TB/s")
+        for name, intensity, rate in points:
+            axes.plot(intensity, rate, "o")
+            axes.annotate(name, (intensity, rate), textcoords="offset points", xytext=(5, -3), fontsize=7)
+        axes.set(
+            xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="TFLOP/s", title=f"Roofline, {device}"
+        )
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+
+    return _render(draw, (points, roof))
+
+
+def lines(title: str, rows: list[dict[str, Any]], x: str, y: str, by: str) -> bytes:
+    """A step's table as lines: `y` against `x`, one line for each value of `by`."""
+
+    def draw(axes: Any) -> None:
+        for value in dict.fromkeys(str(r.get(by, "")) for r in rows):
+            mine = [r for r in rows if str(r.get(by, "")) == value]
+            axes.plot([float(r[x]) for r in mine], [float(r[y]) for r in mine], "-o", label=value, markersize=4)
+        axes.set(xlabel=x, ylabel=y, title=title)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        if by:
+            axes.legend(fontsize=7)
+
+    return _render(draw, [tuple(map(str, r.values())) for r in rows])

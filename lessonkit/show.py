@@ -1,0 +1,142 @@
+"""What a lesson prints when it runs: its checks, what its rungs cost, and on a GPU how fast they are."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from lessonkit import bench, check, compiled, device, report, rows
+from lessonkit.arguments import Unsupported
+from lessonkit.lesson import Case, Lesson, Rung, Steps, title
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table as RichTable
+
+console = Console(width=None if sys.stdout.isatty() else 150)
+LANES = {"cuda": "run on the GPU", "cpu": "interpreted: no GPU was found", "meta": "compiled only"}
+
+
+def table(heading: str, columns: Iterable[str], body: Iterable[Iterable[Any]]) -> None:
+    grid = RichTable(title=heading, title_justify="left", title_style="bold")
+    for column in columns:
+        grid.add_column(column, overflow="fold")
+    for line in body:
+        grid.add_row(*map(str, line))
+    console.print(grid)
+
+
+def lesson(name: str, lesson: Lesson) -> None:
+    """Run a kernel lesson as far as this machine can; exit code 1 if a rung is wrong."""
+    console.rule(f"[bold]{title(name)}[/] ({LANES[device.DEVICE.type]})")
+    failures = checks(name, lesson)
+    if failures:
+        raise SystemExit(1)
+    if device.HAS_GPU:
+        timed(name, lesson)
+    else:
+        resources(name)
+
+
+def checks(name: str, lesson: Lesson) -> int:
+    """Check every rung on every case and the gradients; print a line a rung; return how many failed."""
+    body, failures = [], 0
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("checking", total=len(lesson.rungs))
+        for rung in lesson.rungs:
+            passed, skipped, wrong, moved = rung_checks(lesson, rung)
+            failures += len(wrong)
+            least = f"{moved:.2f}" if moved else ""
+            body.append(
+                [rung.__name__, f"{passed} passed", *(["; ".join(wrong)] if wrong else ["; ".join(skipped)]), least]
+            )
+            progress.advance(task)
+    table("checked against PyTorch", ["rung", "cases", "wrong" if failures else "left out", "bytes / least"], body)
+    if lesson.grad and not failures:
+        wrong = grad_checks(lesson)
+        failures += len(wrong)
+        console.print(f"gradients of {lesson.grad.op.__name__}: {'; '.join(wrong) or 'agree with float64 autograd'}")
+    return failures
+
+
+def rung_checks(lesson: Lesson, rung: Rung) -> tuple[int, list[str], list[str], float]:
+    """(cases passed, why others were left out, what was wrong, bytes moved over the least on the last case)."""
+    passed, skipped, wrong, moved = 0, dict[str, None](), list[str](), 0.0
+    for case in lesson.checks:
+        for dtype in lesson.dtypes:
+            if why := check.cannot_run(lesson, rung, case, dtype):
+                skipped[why] = None
+                continue
+            try:
+                traffic = check.check(lesson, rung, case.shape, dtype)
+            except Unsupported as refused:
+                skipped[str(refused)] = None
+            except check.Rejected as rejected:
+                wrong.append(f"{case} {dtype}: {rejected}")
+            else:
+                passed += 1
+                if traffic.launches and (least := lesson.work(dtype=dtype, **case.shape).bytes):
+                    moved = (traffic.read + traffic.written) / least
+    return passed, list(skipped), wrong, moved
+
+
+def grad_checks(lesson: Lesson) -> list[str]:
+    wrong = []
+    for case in small(lesson.checks):
+        for dtype in lesson.dtypes:
+            try:
+                check.check_grad(lesson, case.shape, dtype)
+            except check.Rejected as rejected:
+                wrong.append(f"{case} {dtype}: {rejected}")
+    return wrong
+
+
+def small(cases: tuple[Case, ...]) -> list[Case]:
+    return [case for case in cases if not case.gib]
+
+
+def timed(name: str, lesson: Lesson) -> None:
+    """Time the lesson beside its peers and keep the rows."""
+    said: list[str] = []
+    with console.status("timing rungs and peers"):
+        found = bench.bench(name, lesson, said.append)
+    for line in said:
+        console.print(line, style="dim")
+    body = [
+        [r.shape, r.rung, f"{r.ms_p50:.4g}", f"{r.tb_per_s:.2f}", f"{r.percent_of_limit:.0f}%", r.ratio_to_best_peer]
+        for r in found
+    ]
+    table("measured", ["shape", "", "ms", "TB/s", "of copy", "over best peer"], body)
+    if found:
+        console.print(f"rows in {rows.save(found)}", style="dim")
+
+
+def resources(name: str) -> None:
+    """What the compiler made of the rungs: nothing here needs a GPU."""
+    with console.status("compiling for sm_80, sm_90 and sm_100"):
+        found = compiled.kernels(name)
+    columns = [
+        "rung",
+        "kernel",
+        "target",
+        "warps",
+        "registers",
+        "spills",
+        "shared",
+        "occupancy",
+        "load_bytes",
+        "store_bytes",
+    ]
+    table("compiled (no GPU needed)", columns, ([getattr(k, c) for c in columns] for k in found))
+
+
+def steps(name: str, lesson: Steps) -> None:
+    """Run a lesson of steps; a failed assertion ends it with a traceback and exit code 1."""
+    console.rule(f"[bold]{title(name)}[/] (tensors on {device.DEVICE})")
+    for step in lesson.steps:
+        claim = (step.__doc__ or step.__name__).strip().splitlines()[0]
+        console.print(f"\n[bold]{step.__name__}[/]: {claim}", highlight=False)
+        measured = step()
+        if measured is not None and measured.rows:
+            table(measured.name, measured.rows[0], (row.values() for row in measured.rows))
+            console.print(measured.note, highlight=False)
+            report.save_table(name, measured, device.name())

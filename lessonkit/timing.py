@@ -1,0 +1,113 @@
+"""How fast, in a way that can be believed: interleaved, L2 flushed, repeated until the median holds still.
+
+A card's power state drifts by 10% and more within a minute, so contenders are timed in turns (A B C A B C ...) in
+one process: their ratio is the result, the absolute figure is orientation. GPU only.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+FLUSH_BYTES = 2**30  # evicts any L2 (60 MB on an H200), and takes the GPU 300 us, in which the host gets ahead of it
+IMPOSSIBLE = 1.08  # above the machine's own best by more than this is a measuring error, not a fast kernel
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds."""
+
+    p20: float
+    p50: float
+    p80: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this machine does at best, measured. Rates in bytes/s and FLOP/s, launch in ms."""
+
+    copy: float
+    matmul: Mapping[str, float]
+    launch: float
+
+
+def measure(
+    contenders: Mapping[str, Callable[[], Any]], *, flush: bool = True, rounds: int = 100, budget_s: float = 2.0
+) -> dict[str, Timing]:
+    """Time each contender once a round until every median is known to 0.5% (or `rounds`, or the time, run out).
+
+    flush: write over the L2 before each call, so that inputs come from memory; what a stream of other kernels
+    leaves behind is dirty lines, and so does the flush. Call them once before: compilation is not timed.
+    Returns {name: Timing}.
+    """
+    scratch = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.int8, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    spent = 0.0
+    for done in range(1, rounds + 1):
+        events = {}
+        for name, fn in contenders.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            scratch.zero_()
+            start.record()
+            fn()
+            end.record()
+            events[name] = start, end
+        torch.cuda.synchronize()
+        for name, (start, end) in events.items():
+            times[name].append(start.elapsed_time(end))
+            spent += times[name][-1] * 1e-3
+        if done >= 20 and (spent > budget_s or all(_settled(t) for t in times.values())):
+            break
+    return {name: _summary(t) for name, t in times.items()}
+
+
+def _settled(times: list[float]) -> bool:
+    """Is the median known to 0.5%? Its 95% interval lies between the order statistics n/2 -+ 0.98 sqrt(n)."""
+    ordered, n = sorted(times), len(times)
+    half = 0.98 * n**0.5
+    low, high = ordered[int(n / 2 - half)], ordered[min(n - 1, int(n / 2 + half))]
+    return high - low < 0.01 * ordered[n // 2]
+
+
+def _summary(times: list[float]) -> Timing:
+    p20, _, _, p80 = statistics.quantiles(times, n=5)
+    return Timing(p20, statistics.median(times), p80, len(times))
+
+
+def copy_of(bytes_moved: int) -> Callable[[], Any]:
+    """A device-to-device copy that reads and writes `bytes_moved` in all: the limit of any op that moves as much."""
+    source = torch.empty(max(1, bytes_moved // 2), dtype=torch.int8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+@cache
+def limits() -> Limits:
+    """Measure the machine once a run: copying 2 GiB, dense matmuls of 8192 on random data, an empty launch."""
+    work: dict[str, Callable[[], Any]] = {"copy": copy_of(2**32)}
+    n = 8192
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
+        work[name] = partial(torch.matmul, a, b)
+    a32, b32 = (torch.randn(n, n, device="cuda") for _ in range(2))
+    work["tf32"] = lambda: _tf32(a32, b32)
+    tiny = torch.zeros(1, device="cuda")
+    work["launch"] = lambda: tiny.add_(1)
+    for fn in work.values():
+        fn()
+    found = measure(work, rounds=30)
+    rates = {name: 2 * n**3 / (found[name].p50 * 1e-3) for name in ("bf16", "fp16", "fp32", "tf32")}
+    return Limits(2**32 / (found["copy"].p50 * 1e-3), rates, found["launch"].p50)
+
+
+def _tf32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        return a @ b
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,0 +1,124 @@
+"""The checker itself: known-wrong kernels are refused, and by the right property."""
+
+import pytest
+
+from lessonkit import DEVICE, Lesson, Work, case, check
+
+import torch
+
+
+def inputs(n, dtype=torch.float32):
+    return (torch.randn(3, n, device=DEVICE).to(dtype),)
+
+
+def reference(x):
+    return x.exp()
+
+
+LESSON = Lesson(
+    reference=reference, inputs=inputs, checks=(case("odd", n=37),), benches=(), rungs=(), wrong=(),
+    work=lambda n, dtype: Work(6 * n * dtype.itemsize),
+)  # fmt: skip
+
+
+def right(x):
+    return x.float().exp().to(x.dtype)
+
+
+def unwritten_tail(x):
+    y = torch.empty_like(x)
+    y[:, :-1] = right(x)[:, :-1]
+    return y
+
+
+def unwritten(x):
+    return torch.empty_like(x)
+
+
+def is_nan(x):
+    return right(x) * torch.nan
+
+
+def coarse(x):
+    return right(x).to(torch.float8_e5m2).to(x.dtype)
+
+
+def other_dtype(x):
+    return right(x).double()
+
+
+def other_shape(x):
+    return right(x)[:, :-1]
+
+
+def in_place(x):
+    return x.exp_()
+
+
+def off_by_one(x):
+    y = right(x)
+    y[:, -1] = 0
+    return y
+
+
+def two_results(x):
+    return right(x), right(x)
+
+
+def zeros(x):
+    return torch.zeros_like(x)
+
+
+WRONG = [
+    (unwritten_tail, "nan"),
+    (unwritten, "nan"),
+    (is_nan, "nan"),
+    (coarse, "value"),
+    (other_dtype, "dtype"),
+    (other_shape, "shape"),
+    (in_place, "changed input"),
+    (off_by_one, "value"),
+    (two_results, "shape"),
+    (zeros, "value"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_right_passes(dtype):
+    check.check(LESSON, right, {"n": 37}, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("wrong", "caught_by"), WRONG)
+def test_wrong_is_rejected(wrong, caught_by, dtype):
+    with pytest.raises(check.Rejected) as rejected:
+        check.check(LESSON, wrong, {"n": 37}, dtype)
+    assert rejected.value.caught_by == caught_by
+
+
+def test_low_precision_accumulator_is_rejected():
+    lesson = Lesson(
+        reference=lambda x: x.sum(1), inputs=lambda n, dtype: (torch.rand(4, n, device=DEVICE).to(dtype),),
+        checks=(), benches=(), rungs=(), wrong=(), work=lambda n, dtype: Work(n),
+    )  # fmt: skip
+
+    def sequential(x):
+        total = x.new_zeros(x.shape[0])
+        for column in x.unbind(1):
+            total = total + column
+        return total
+
+    for dtype in (torch.float16, torch.bfloat16):
+        with pytest.raises(check.Rejected):
+            check.check(lesson, sequential, {"n": 1000}, dtype)
+
+
+def test_nan_and_infinity_must_be_where_torch_has_them():
+    x = torch.tensor([[1.0, torch.inf, -torch.inf, torch.nan]], device=DEVICE)
+    question = check.judge(LESSON, (x,))
+    check.compare(question, right(x))
+    for i in range(1, 4):
+        y = right(x)
+        y[0, i] = 1.0
+        with pytest.raises(check.Rejected):
+            check.compare(question, y)

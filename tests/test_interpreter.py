@@ -1,0 +1,73 @@
+"""What lessonkit mends and watches in Triton's interpreter."""
+
+import pytest
+
+from lessonkit import DEVICE, device
+from lessonkit.interpreter import OutOfBounds, watched
+
+import torch
+import triton
+import triton.language as tl
+
+pytestmark = pytest.mark.skipif(not device.INTERPRETED, reason="this machine has a GPU: nothing is interpreted")
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, c_ptr, N: tl.constexpr):  # [N, N] each
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    tl.store(c_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at)))
+
+
+@triton.jit
+def arithmetic_kernel(x_ptr, y_ptr, N: tl.constexpr):  # [N] each
+    x = tl.load(x_ptr + tl.arange(0, N))
+    tl.store(y_ptr + tl.arange(0, N), tl.where(x > 0, x * 3 + x, -x))
+
+
+@triton.jit
+def narrow_kernel(x_ptr, y_ptr, N: tl.constexpr):  # [N] float32 -> bfloat16
+    tl.store(y_ptr + tl.arange(0, N), tl.load(x_ptr + tl.arange(0, N)).to(tl.bfloat16))
+
+
+@triton.jit
+def shifted_kernel(x_ptr, y_ptr, SHIFT: tl.constexpr, N: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, N), tl.load(x_ptr + tl.arange(0, N) + SHIFT))
+
+
+def test_bf16_dot_is_right():
+    a, b = (torch.randn(32, 32, device=DEVICE).bfloat16() for _ in range(2))
+    c = torch.empty(32, 32, device=DEVICE)
+    dot_kernel[(1,)](a, b, c, N=32)
+    torch.testing.assert_close(c, a.float() @ b.float())
+
+
+def test_bf16_arithmetic_is_right():
+    x = torch.randn(64, device=DEVICE).bfloat16()
+    y = torch.empty_like(x)
+    arithmetic_kernel[(1,)](x, y, N=64)
+    torch.testing.assert_close(y, torch.where(x > 0, x * 3 + x, -x), rtol=2**-8, atol=0)
+
+
+def test_bf16_rounds_to_nearest_even():
+    bits = torch.randint(0, 2**31 - 1, (1024,), dtype=torch.int32)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-40, 0.0, -0.0, 1.00390625])
+    x = torch.cat([bits.view(torch.float32)[: 1024 - len(special)], special]).to(DEVICE)
+    y = torch.empty(1024, dtype=torch.bfloat16, device=DEVICE)
+    narrow_kernel[(1,)](x, y, N=1024)
+    torch.testing.assert_close(y, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shift", [1, -1, 1000])
+def test_reading_outside_is_named(shift):
+    x = torch.randn(3, 64, device=DEVICE)[1]  # a view: the memory around it exists, but is not the kernel's
+    y = torch.empty(64, device=DEVICE)
+    with watched(), pytest.raises(OutOfBounds, match="load outside every tensor"):
+        shifted_kernel[(1,)](x, y, SHIFT=shift, N=64)
+
+
+def test_bytes_are_counted():
+    x, y = torch.randn(64, device=DEVICE), torch.empty(64, device=DEVICE)
+    with watched() as traffic:
+        shifted_kernel[(1,)](x, y, SHIFT=0, N=64)
+    assert (traffic.read, traffic.written, traffic.launches) == (256, 256, ["shifted_kernel"])

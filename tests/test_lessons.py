@@ -1,0 +1,175 @@
+"""Every rung of every lesson against PyTorch, every mutant against the checks, every claim against the machine code."""
+
+import inspect
+import sys
+
+import pytest
+
+import lessonkit.device as device
+from lessonkit import check, compiled, mutants, show
+from lessonkit.arguments import Unsupported
+from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels
+
+import torch
+
+ALL = list(discover())
+KERNELS = kernels()
+RUNGS = [pytest.param(n, lesson, r, id=f"{n}-{r.__name__}") for n, lesson in KERNELS for r in lesson.rungs]
+LESSONS = [pytest.param(n, lesson, id=n) for n, lesson in KERNELS]
+
+
+def test_there_are_lessons():
+    assert KERNELS
+
+
+@pytest.mark.parametrize(("name", "lesson"), [pytest.param(*found, id=found[0]) for found in ALL])
+def test_imports(name, lesson):
+    assert not isinstance(lesson, Broken), lesson
+
+
+@pytest.mark.parametrize(("name", "lesson", "rung"), RUNGS)
+def test_rung_is_right(name, lesson, rung):
+    """On every case and dtype that this machine can run; all failures are shown at once."""
+    passed, skipped, wrong, _ = show.rung_checks(lesson, rung)
+    assert not wrong, "\n".join(wrong)
+    if not passed:
+        pytest.skip("; ".join(skipped))
+
+
+@pytest.mark.parametrize(("name", "lesson"), LESSONS)
+def test_last_rung_refuses_nothing(name, lesson):
+    for case in show.small(lesson.checks):
+        try:
+            check.check(lesson, lesson.rungs[-1], case.shape, lesson.dtypes[0])
+        except Unsupported as refused:
+            pytest.fail(f"{lesson.rungs[-1].__name__} at {case}: {refused}")
+
+
+@pytest.mark.parametrize(("name", "lesson", "rung"), RUNGS)
+def test_properties_hold(name, lesson, rung):
+    for holds in lesson.properties:
+        try:
+            holds(rung)
+        except Unsupported:
+            continue
+
+
+@pytest.mark.parametrize(("name", "lesson"), [p for p in LESSONS if p.values[1].grad])
+def test_gradients(name, lesson):
+    assert not (wrong := show.grad_checks(lesson)), "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("name", "lesson"), [p for p in LESSONS if p.values[1].twin])
+def test_slow_twin(name, lesson):
+    for case in show.small(lesson.checks):
+        check.check(lesson, lesson.twin, case.shape, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "lesson", "mutant"),
+    [pytest.param(n, lesson, m, id=f"{n}-{m.why}") for n, lesson in KERNELS for m in lesson.wrong],
+)
+def test_mutant_is_rejected(name, lesson, mutant):
+    if mutant.caught_by == "out of bounds" and device.HAS_GPU:
+        pytest.skip("addresses are watched in the interpreter; on a GPU compute-sanitizer does it")
+    found = mutants.first_rejection(lesson, mutants.build(name, mutant))
+    assert found is not None, f"the checks accept: {mutant.why}"
+    assert found[0].caught_by == mutant.caught_by, found[0]
+
+
+@pytest.mark.parametrize(("name", "lesson"), LESSONS)
+def test_enough_mutants(name, lesson):
+    assert len(lesson.wrong) >= 3
+
+
+@pytest.mark.parametrize(("name", "lesson"), LESSONS)
+def test_checks_can_tell(name, lesson):
+    """On every case: zeros, NaN, a wrong dtype, a wrong shape and 10% off are refused, the right answer is not."""
+    for case in show.small(lesson.checks):
+        for dtype in lesson.dtypes:
+            question = check.truth(lesson, case.shape, dtype)
+            check.compare(question, question.usual)
+            for i, usual in enumerate(question.usual):
+                if usual.numel() == 0:
+                    continue
+
+                def refused(fake, question=question, i=i, what=(case, dtype)):
+                    answers = [*question.usual]
+                    answers[i] = fake
+                    with pytest.raises(check.Rejected):
+                        check.compare(question, answers)
+                        pytest.fail(f"accepted {fake} for {what}")
+
+                refused(usual.to(torch.complex64))
+                refused(usual.unsqueeze(0))
+                if usual.is_floating_point() and usual.isfinite().any():
+                    refused(torch.full_like(usual, torch.nan))
+                    if (usual[usual.isfinite()].abs() > 1e-3).any():
+                        refused(torch.zeros_like(usual))
+                        refused((usual.double() * 1.1).to(usual.dtype))
+
+
+@pytest.mark.parametrize(("name", "lesson"), LESSONS)
+def test_bad_calls_are_refused(name, lesson):
+    assert lesson.refuses, "say which calls are refused, and how"
+    for bad in lesson.refuses:
+        for rung in lesson.rungs:
+            with pytest.raises(bad.error, match=bad.says):
+                bad.call(rung)
+                pytest.fail(f"{rung.__name__} accepts: {bad.why}")
+
+
+@pytest.mark.skipif(not device.INTERPRETED, reason="bytes are counted in the interpreter")
+@pytest.mark.parametrize(("name", "lesson"), LESSONS)
+def test_traffic_is_as_said(name, lesson):
+    for rung, expected in lesson.passes.items():
+        *_, moved = show.rung_checks(lesson, rung)
+        assert moved == pytest.approx(expected, rel=0.06), f"{rung.__name__} moves {moved:.3f} times the least"
+
+
+@pytest.mark.xdist_group("compiled")
+@pytest.mark.parametrize(("name", "lesson"), LESSONS)
+def test_compiled_claims(name, lesson):
+    """Every rung compiles for every target without a GPU, and its machine code shows what the rung claims."""
+    found = compiled.kernels(name)
+    for rung in lesson.rungs:
+        targets = {k.target for k in found if k.rung == rung.__name__}
+        assert targets == {t for t in compiled.TARGETS if t >= getattr(rung, "needs", 0)}, rung.__name__
+    assert not (broken := compiled.broken_claims(name, {r.__name__: c for r, c in lesson.claims.items()}, found)), broken
+
+
+@pytest.mark.parametrize(("name", "lesson"), LESSONS)
+def test_every_public_function_is_declared(name, lesson):
+    """A rung that was written and never declared would be tested by nobody."""
+    module = sys.modules[name]
+    public = {
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
+    }
+    declared = [lesson.reference, lesson.inputs, *lesson.rungs, *lesson.properties, lesson.twin]
+    declared += [lesson.grad.op, lesson.grad.reference, lesson.grad.inputs] if lesson.grad else []
+    source = inspect.getsource(module)
+    undeclared = public - {f.__name__ for f in declared if f} - set(lesson_helpers(source, public))
+    assert not undeclared, f"declare, or name with an underscore: {sorted(undeclared)}"
+
+
+def lesson_helpers(source: str, public: set[str]) -> list[str]:
+    """Public functions that another lesson imports from this one are documented parts, not forgotten rungs."""
+    imported = "\n".join(inspect.getsource(sys.modules[n]) for n, _ in ALL if n in sys.modules)
+    return [f for f in public if f"import {f}" in imported or f", {f}" in imported.split(source)[0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [pytest.param(n, s, id=f"{n}-{s.__name__}") for n, x in ALL if isinstance(x, Steps) for s in x.steps],
+)
+def test_step_holds(name, step):
+    assert step.__doc__, "a step's docstring is its claim"
+    step()
+
+
+@pytest.mark.parametrize(("name", "lesson"), [pytest.param(*found, id=found[0]) for found in ALL])
+def test_lesson_is_short(name, lesson):
+    assert len(inspect.getsource(sys.modules[name]).splitlines()) <= 300
+    assert isinstance(lesson, Lesson | Steps)
