@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check lesson01_vector_add
 Time it:   python -m lessonkit bench lesson01_vector_add
 """
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, case, expect
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, expect
 
 import torch
 import triton
@@ -32,6 +32,8 @@ def add_element_kernel(x_ptr, y_ptr, z_ptr):  # [n] each
 def add_element(x, y):
     """[...] + [...] -> [...], one program an element."""
     z = _prepare(x, y)
+    if z.numel() >= 2**31:
+        raise Unsupported("a grid has at most 2^31 - 1 programs, and this rung wants one an element")
     if z.numel():
         add_element_kernel[(z.numel(),)](x, y, z, num_warps=1)
     return z
@@ -108,10 +110,24 @@ LESSON = Lesson(
     benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
     work=lambda n, dtype: Work(bytes=3 * n * dtype.itemsize, flops=n),
     wrong=(
-        Mutant("mask lets one lane too many through", "add_block_kernel", "offsets < n", "offsets <= n", "add_block", "out of bounds"),
+        Mutant(
+            "mask lets one lane too many through",
+            "add_block_kernel",
+            "offsets < n",
+            "offsets <= n",
+            "add_block",
+            "out of bounds",
+        ),
         Mutant("mask stops one lane early", "add_block_kernel", "offsets < n", "offsets < n - 1", "add_block", "nan"),
         Mutant("x twice", "add_block_kernel", "tl.load(y_ptr + offsets", "tl.load(x_ptr + offsets", "add_wide"),
-        Mutant("grid rounded down", "add_block", "triton.cdiv(z.numel(), 1024)", "max(1, z.numel() // 1024)", "add_block", "nan"),
+        Mutant(
+            "grid rounded down",
+            "add_block",
+            "triton.cdiv(z.numel(), 1024)",
+            "max(1, z.numel() // 1024)",
+            "add_block",
+            "nan",
+        ),
     ),
     peers={"torch": torch.add, "torch.compile": torch.compile(lambda x, y: x + y, dynamic=False)},
     claims={add_wide: ("16-byte loads", "16-byte stores", "no spills")},

@@ -97,12 +97,12 @@ def _compare_values(which: str, got: torch.Tensor, exact: torch.Tensor, usual: t
         raise Rejected(
             "value",
             f"{which}{int(wrong.sum())} of {wrong.numel()} wrong, the first at {first}: "
-            f"expected {exact[first].item():.9g}, got {got[first].item():.9g}, off by more than {limit[first].item():.3g}",
+            f"expected {exact[first].item():.9g}, got {got[first].item():.9g}, more off than {limit[first].item():.3g}",
         )
 
 
 def _usual_error(exact: torch.Tensor, usual: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """PyTorch's largest error in each row, but no less than a typical row's (one may be right by luck), plus rounding."""
+    """PyTorch's largest error in each row, but no less than a typical row's (luck happens), plus rounding."""
     error = torch.where(finite, (usual.double() - exact).abs(), 0.0)
     rows = error.amax(-1, keepdim=True) if error.ndim else error
     info = torch.finfo(usual.dtype)

@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -115,7 +116,7 @@ def _inspect(rung: str, compiled: Any, target: int) -> Kernel:
 def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
     """Compile every rung of a lesson. Only in a process whose lane is `compiled` (see run)."""
     from lessonkit.arguments import Unsupported
-    from lessonkit.lesson import Lesson, discover
+    from lessonkit.lesson import Broken, Lesson, discover
 
     from triton import runtime
     from triton.backends.compiler import GPUTarget
@@ -148,9 +149,10 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
         made.append(launch(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_only
-    (lesson,) = [found for found_name, found in discover(name) if found_name == name]
-    if not isinstance(lesson, Lesson):
-        return []
+    lesson = dict(discover(name))[name]
+    if isinstance(lesson, Broken):
+        raise lesson.error
+    assert isinstance(lesson, Lesson)
     kernels: dict[tuple[str, str, int], Kernel] = {}
     for target in targets:
         runtime.driver.set_active(Driver(target))
@@ -167,37 +169,56 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
             for compiled in made:
                 kernel = _inspect(rung.__name__, compiled, target)
                 kernels[kernel.rung, kernel.kernel, target] = kernel
+    JITFunction.run = launch
     return list(kernels.values())
 
 
-@cache
-def kernels(name: str, targets: tuple[int, ...] = TARGETS) -> tuple[Kernel, ...]:
-    """Compile a lesson's rungs in a process of its own: this one may be interpreting.
+def compile_lessons(names: Sequence[str], targets: Sequence[int] = TARGETS) -> dict[str, list[Kernel] | str]:
+    """Compile the rungs of lessons in one process of its own (this one may be interpreting).
 
-    The shape is the first bench shape that a rung does. Raises RuntimeError with the compiler's words.
+    The shape is the first bench shape that a rung does. Returns {name: kernels, or the compiler's words if it failed}.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"LESSONKIT_LANE": "compiled", "CUDA_VISIBLE_DEVICES": ""}
     root = str(Path(__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-m", "lessonkit.compiled", name, *map(str, targets)]
+    command = [sys.executable, "-m", "lessonkit.compiled", ",".join(names), ",".join(map(str, targets))]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
-        raise RuntimeError(f"{name} does not compile:\n{done.stderr[-2000:]}")
-    return tuple(Kernel(**row) for row in json.loads(done.stdout.splitlines()[-1]))
+        return dict.fromkeys(names, done.stderr[-2000:])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {n: v if isinstance(v, str) else [Kernel(**row) for row in v] for n, v in found.items()}
 
 
-def broken_claims(name: str, claims: dict[str, tuple[str, ...]], found: tuple[Kernel, ...]) -> list[str]:
+@cache
+def kernels(name: str) -> tuple[Kernel, ...]:
+    """One lesson's kernels. Raises RuntimeError with the compiler's words."""
+    found = compile_lessons([name])[name]
+    if isinstance(found, str):
+        raise RuntimeError(f"{name} does not compile:\n{found}")
+    return tuple(found)
+
+
+def broken_claims(name: str, claims: dict[str, tuple[str, ...]], found: Iterable[Kernel]) -> list[str]:
     """What a lesson claims of its rungs ({rung: claims}) and the machine code does not show."""
-    broken = []
+    broken, everything = [], list(found)
     for rung, names in claims.items():
-        for k in (k for k in found if k.rung == rung):
+        for k in (k for k in everything if k.rung == rung):
             broken += [
                 f"{name}.{rung}: {k.kernel} for sm_{k.target} lacks {c!r}: {k}" for c in names if not CLAIMS[c](k)
             ]
     return broken
 
 
+def _main(names: list[str], targets: tuple[int, ...]) -> None:
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = [asdict(k) for k in _compile_here(name, targets)]
+        except Exception:
+            found[name] = traceback.format_exc()[-2000:]
+    print(json.dumps(found))
+
+
 if __name__ == "__main__":
-    wanted = tuple(int(t) for t in sys.argv[2:]) or TARGETS
-    print(json.dumps([asdict(k) for k in _compile_here(sys.argv[1], wanted)]))
+    _main(sys.argv[1].split(","), tuple(int(t) for t in sys.argv[2].split(",")))

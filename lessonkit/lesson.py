@@ -123,7 +123,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that a step measured. `x`, `y` and `by` (a line for each value) ask for a plot; the note says what to see."""
+    """Rows that a step measured. `x`, `y` and `by` (a line for each value) ask for a plot; the note: what to see."""
 
     name: str
     rows: list[dict[str, Any]]

@@ -1,9 +1,8 @@
 """The checker itself: known-wrong kernels are refused, and by the right property."""
 
-import pytest
-
 from lessonkit import DEVICE, Lesson, Work, case, check
 
+import pytest
 import torch
 
 

@@ -1,10 +1,9 @@
 """What lessonkit mends and watches in Triton's interpreter."""
 
-import pytest
-
 from lessonkit import DEVICE, device
 from lessonkit.interpreter import OutOfBounds, watched
 
+import pytest
 import torch
 import triton
 import triton.language as tl

@@ -3,13 +3,12 @@
 import inspect
 import sys
 
-import pytest
-
 import lessonkit.device as device
 from lessonkit import check, compiled, mutants, show
 from lessonkit.arguments import Unsupported
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels
 
+import pytest
 import torch
 
 ALL = list(discover())
@@ -93,12 +92,11 @@ def test_checks_can_tell(name, lesson):
                 if usual.numel() == 0:
                     continue
 
-                def refused(fake, question=question, i=i, what=(case, dtype)):
+                def refused(fake, question=question, i=i):
                     answers = [*question.usual]
                     answers[i] = fake
                     with pytest.raises(check.Rejected):
                         check.compare(question, answers)
-                        pytest.fail(f"accepted {fake} for {what}")
 
                 refused(usual.to(torch.complex64))
                 refused(usual.unsqueeze(0))
@@ -116,7 +114,6 @@ def test_bad_calls_are_refused(name, lesson):
         for rung in lesson.rungs:
             with pytest.raises(bad.error, match=bad.says):
                 bad.call(rung)
-                pytest.fail(f"{rung.__name__} accepts: {bad.why}")
 
 
 @pytest.mark.skipif(not device.INTERPRETED, reason="bytes are counted in the interpreter")
@@ -127,15 +124,22 @@ def test_traffic_is_as_said(name, lesson):
         assert moved == pytest.approx(expected, rel=0.06), f"{rung.__name__} moves {moved:.3f} times the least"
 
 
+@pytest.fixture(scope="session")
+def machine_code():
+    return compiled.compile_lessons([name for name, _ in KERNELS])
+
+
 @pytest.mark.xdist_group("compiled")
 @pytest.mark.parametrize(("name", "lesson"), LESSONS)
-def test_compiled_claims(name, lesson):
+def test_compiled_claims(name, lesson, machine_code):
     """Every rung compiles for every target without a GPU, and its machine code shows what the rung claims."""
-    found = compiled.kernels(name)
+    found = machine_code[name]
+    assert not isinstance(found, str), found
     for rung in lesson.rungs:
         targets = {k.target for k in found if k.rung == rung.__name__}
         assert targets == {t for t in compiled.TARGETS if t >= getattr(rung, "needs", 0)}, rung.__name__
-    assert not (broken := compiled.broken_claims(name, {r.__name__: c for r, c in lesson.claims.items()}, found)), broken
+    broken = compiled.broken_claims(name, {r.__name__: c for r, c in lesson.claims.items()}, found)
+    assert not broken, "\n".join(broken)
 
 
 @pytest.mark.parametrize(("name", "lesson"), LESSONS)

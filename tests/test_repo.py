@@ -1,0 +1,91 @@
+"""The repository keeps its own promises: generated files are fresh, both languages are there, nothing private leaks."""
+
+import os
+import re
+import subprocess
+import sys
+
+from lessonkit import report
+from lessonkit.lesson import ROOT, discover
+
+import pytest
+import triton
+import triton.language as tl
+
+TRACKED = [
+    ROOT / p for p in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+]
+CARDS = sorted(ROOT.glob("day2_triton_basics/api_card*.md"))
+
+
+def test_generated_files_are_fresh():
+    stale = [str(path) for path, content in report.generate().items() if not report.same(path, content)]
+    assert not stale, f"run `python -m lessonkit report`: {stale}"
+
+
+def test_rows_come_from_this_code():
+    assert not (stale := report.stale_rows()), f"measure again, these rungs have changed: {stale}"
+
+
+@pytest.mark.parametrize("readme", sorted(ROOT.glob("**/README.md")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_both_languages(readme):
+    if readme.parent.name in ("reports", ".venv") or ".venv" in readme.parts:
+        pytest.skip("generated, or not ours")
+    assert readme.with_name("README.zh-CN.md").exists()
+
+
+@pytest.mark.parametrize("page", [p for p in TRACKED if p.suffix == ".md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_every_lesson_is_in_its_days_guide(readme):
+    for name, _ in discover():
+        day, stem = name.split(".")
+        assert stem in (ROOT / day / readme).read_text(), f"{day}/{readme} does not mention {stem}"
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda p: p.name)
+def test_api_card_names_exist(card):
+    """The card names nothing that this Triton does not have."""
+    names = set(re.findall(r"`(?:@)?((?:tl|triton)(?:\.\w+)+)", card.read_text()))
+    assert len(names) > 30
+    for name in names:
+        found = {"tl": tl, "triton": triton}[name.split(".")[0]]
+        for part in name.split(".")[1:]:
+            assert hasattr(found, part), name
+            found = getattr(found, part)
+
+
+def test_no_registry_host_is_named():
+    hosts = re.compile(
+        "|".join(["py" + r"pi\.org", "download" + r"\.pytorch", "files" + r"\.pythonhosted", "conda" + r"\.anaconda"])
+    )
+    for path in TRACKED:
+        if path.exists() and path.suffix in (".md", ".py", ".toml", ".txt", ""):
+            assert not hosts.search(path.read_text()), path
+
+
+@pytest.mark.parametrize("name", [name for name, _ in discover("day2")])
+def test_script_imports_by_itself(name):
+    """Run without TRITON_INTERPRET set, as a learner does: lessonkit must come before triton in the file."""
+    text = (ROOT / f"{name.replace('.', '/')}.py").read_text()
+    if "import triton" in text:
+        assert text.index("lessonkit import") < text.index("import triton")
+
+
+RUN_CHECKS_ONLY = """
+import runpy, lessonkit.show as show
+show.resources = show.timed = lambda *anything: None
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def test_a_script_runs_from_anywhere(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    code = RUN_CHECKS_ONLY.format(script=str(ROOT / "day2_triton_basics" / "lesson01_vector_add.py"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
