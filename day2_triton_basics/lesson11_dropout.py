@@ -24,7 +24,7 @@ import triton.language as tl
 LOW = 0xFFFFFFFF  # the low 32 bits of an int64
 
 
-def philox_oracle(counter, key):
+def _philox_oracle(counter, key):
     """Philox4x32-10: four int64 tensors and two ints, all below 2^32 -> four int64 tensors below 2^32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -35,19 +35,19 @@ def philox_oracle(counter, key):
     return c0, c1, c2, c3
 
 
-def keep_mask(n, p, seed, device):
+def _keep_mask(n, p, seed, device):
     """[n] bool. Element i is kept if word i % 4 of Philox(counter i // 4, key seed) is at least p * 2^32."""
     kept = []
     for call in torch.arange(triton.cdiv(n, 4), device=device).split(2**24):  # in parts: int64 is 4 times the output
         counter = (call & LOW, call >> 32, call * 0, call * 0)
-        words = torch.stack(philox_oracle(counter, (seed & LOW, seed >> 32)), dim=-1)
+        words = torch.stack(_philox_oracle(counter, (seed & LOW, seed >> 32)), dim=-1)
         kept.append(words.flatten() >= round(p * 2**32))
     return torch.cat(kept)[:n] if kept else torch.empty(0, dtype=torch.bool, device=device)
 
 
 def reference(x, p, seed):
     # torch.dropout multiplies by a 0/1 mask, so a dropped inf turns into NaN; here a dropped element is 0.
-    return torch.where(keep_mask(x.numel(), p, seed, x.device).view(x.shape), x / (1 - p) if p < 1 else x, 0.0)
+    return torch.where(_keep_mask(x.numel(), p, seed, x.device).view(x.shape), x / (1 - p) if p < 1 else x, 0.0)
 
 
 # Rung 1. A mask in memory, as noise = empty_like(x).bernoulli_(1 - p); y = x * noise does it.
@@ -214,8 +214,8 @@ def known_answers(rung):
         ((LOW, LOW, LOW, LOW), (LOW, LOW), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (*pi, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ):
-        assert tuple(int(w) for w in philox_oracle(tuple(torch.tensor(c) for c in counter), key)) == answer
-    assert torch.equal(_kept(rung, 5000, 0.4, 7), keep_mask(5000, 0.4, 7, DEVICE))
+        assert tuple(int(w) for w in _philox_oracle(tuple(torch.tensor(c) for c in counter), key)) == answer
+    assert torch.equal(_kept(rung, 5000, 0.4, 7), _keep_mask(5000, 0.4, 7, DEVICE))
 
 
 def statistics(rung):
@@ -258,48 +258,21 @@ LESSON = Lesson(
     work=lambda n, dtype, **_: Work(bytes=2 * n * dtype.itemsize),
     wrong=(
         Mutant(
-            "the same counters in every block",
-            "four_words_kernel",
-            "tl.program_id(0).to(tl.int64) * CALLS + tl.arange(0, CALLS)\n    i = call",
-            "tl.arange(0, CALLS).to(tl.int64)\n    i = (tl.program_id(0) * CALLS + call)",
-            "wide_product",
+            "each block starts anew", "four_words_kernel", "philox(first + call", "philox(n * 0 + call", "wide_product"
         ),
-        Mutant(
-            "words 1 and 2 exchanged",
-            "four_words_kernel",
-            "tl.join(tl.join(w0, w2), tl.join(w1, w3))",
-            "tl.join(tl.join(w0, w1), tl.join(w2, w3))",
-            "four_words",
-        ),
-        Mutant(
-            "9 rounds: as random, but not this mask", "philox", "static_range(10)", "static_range(9)", "wide_product"
-        ),
-        Mutant(
-            "only the low half of the seed",
-            "philox",
-            "(seed.to(tl.uint64) >> 32).to(tl.uint32)",
-            "seed.to(tl.uint32) * 0",
-            "wide_product",
-        ),
+        Mutant("words 1 and 2 exchanged", "four_words_kernel", "(w0, w2)", "(w0, w1)", "four_words"),
+        Mutant("9 rounds: as random, not this mask", "philox", "static_range(10)", "static_range(9)", "wide_product"),
+        Mutant("the seed's high half lost", "philox", "tl.uint64) >> 32)", "tl.uint64) >> 63)", "wide_product"),
         Mutant("kept elements not scaled up", "seeded_kernel", "x * scale", "x", "seeded"),
-        Mutant(
-            "a product instead of a choice", "_launch", "torch.zeros_like(x)", "x * torch.inf * 0", "four_words", "nan"
-        ),
-        Mutant(
-            "mask lets four lanes too many through",
-            "four_words_kernel",
-            "tl.load(x_ptr + i, mask=i < n)",
-            "tl.load(x_ptr + i, mask=i < n + 4)",
-            "wide_product",
-            "out of bounds",
-        ),
+        Mutant("a product, not a choice", "_launch", "torch.zeros_like(x)", "x * torch.inf * 0", "four_words", "nan"),
+        Mutant("mask too wide", "four_words_kernel", "n - first", "n + 4 - first", "wide_product", "out of bounds"),
         Mutant("the threshold wraps to 0", "_launch", "drop > LOW", "p == 1", "wide_product"),
     ),
-    # Speed only: their random numbers are others.
     peers={
         "torch": lambda x, p, seed: F.dropout(x, p),
         "torch.compile": torch.compile(lambda x, p, seed: F.dropout(x, p), dynamic=False),
     },
+    peers_differ="they draw other random numbers",
     claims={wide_product: ("no spills",)},
     passes={stored_mask: 2.0, seeded: 1.0, four_words: 1.0, wide_product: 1.0},
     properties=(known_answers, statistics, extremes),

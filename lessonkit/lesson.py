@@ -91,6 +91,7 @@ class Lesson:
     work        work(dtype=..., **shape) -> Work: the floor that "% of limit" divides by
     wrong       mutants, each of which the checks must reject
     peers       what a user would call instead; one whose package is missing is passed over
+    peers_differ  why peers rightly answer something else (random numbers), if so: only shapes and dtypes are compared
     claims      rung -> what its compiled code must show (the names are in lessonkit.compiled.CLAIMS)
     passes      rung -> bytes it moves, as a multiple of Work.bytes, counted in the interpreter on the last check
     properties  property(rung) asserts what must hold for the op beside its values
@@ -104,6 +105,7 @@ class Lesson:
     work: Callable[..., Work]
     wrong: tuple[Mutant, ...]
     peers: Mapping[str, Rung] = field(default_factory=dict)
+    peers_differ: str = ""
     claims: Mapping[Rung, tuple[str, ...]] = field(default_factory=dict)
     passes: Mapping[Rung, float] = field(default_factory=dict)
     properties: tuple[Callable[[Rung], None], ...] = ()
