@@ -11,6 +11,7 @@ from pathlib import Path
 from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
 from lessonkit.lesson import Lesson, Mutant, Rung
+from lessonkit.rows import write_atomically
 
 import torch
 
@@ -39,7 +40,8 @@ def build(name: str, mutant: Mutant) -> Rung:
     folder.mkdir(exist_ok=True)
     stem = f"mutant_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     path = folder / f"{stem}.py"
-    path.write_text(text)
+    if not path.exists():  # another process may be reading it
+        write_atomically(path, text)
     spec = importlib.util.spec_from_file_location(stem, path)
     assert spec is not None
     assert spec.loader is not None

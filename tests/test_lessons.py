@@ -28,8 +28,20 @@ def test_imports(name, lesson):
 
 @pytest.mark.parametrize(("name", "lesson", "rung"), RUNGS)
 def test_rung_is_right(name, lesson, rung):
-    """On every case and dtype that this machine can run; all failures are shown at once."""
-    passed, skipped, wrong, _ = show.rung_checks(lesson, rung)
+    """On every small case and dtype; all failures are shown at once."""
+    passed, skipped, wrong, _ = show.rung_checks(lesson, rung, show.small(lesson.checks))
+    assert not wrong, "\n".join(wrong)
+    if not passed:
+        pytest.skip("; ".join(skipped))
+
+
+@pytest.mark.skipif(not device.HAS_GPU, reason="cases of many GiB need a GPU")
+@pytest.mark.xdist_group("large")
+@pytest.mark.parametrize(("name", "lesson", "rung"), [p for p in RUNGS if any(c.gib for c in p.values[1].checks)])
+def test_rung_is_right_where_offsets_are_long(name, lesson, rung):
+    """The cases that take many GiB, one after the other."""
+    passed, skipped, wrong, _ = show.rung_checks(lesson, rung, [case for case in lesson.checks if case.gib])
+    torch.cuda.empty_cache()
     assert not wrong, "\n".join(wrong)
     if not passed:
         pytest.skip("; ".join(skipped))
@@ -120,7 +132,7 @@ def test_bad_calls_are_refused(name, lesson):
 @pytest.mark.parametrize(("name", "lesson"), LESSONS)
 def test_traffic_is_as_said(name, lesson):
     for rung, expected in lesson.passes.items():
-        *_, moved = show.rung_checks(lesson, rung)
+        *_, moved = show.rung_checks(lesson, rung, show.small(lesson.checks))
         assert moved == pytest.approx(expected, rel=0.06), f"{rung.__name__} moves {moved:.3f} times the least"
 
 
