@@ -209,41 +209,32 @@ def _with_results(text: str, lessons: dict[str, Lesson]) -> str:
 
 
 def results(lessons: dict[str, Lesson]) -> str:
-    """For each lesson and shape: the last rung beside the first one and the best peer."""
+    """For each lesson its last rung at the largest shape, and how it stands to the best peer over all shapes."""
+    header = ["lesson", "largest shape", "ms", "TB/s", "% of copy", "over the first rung", "over the best peer"]
     parts = []
     for folder in device_folders():
         body = []
         for name, lesson in lessons.items():
             found = rows.read(folder / f"{name}.csv")
-            for shape in map(shape_name, lesson.benches):
-                here = {r.rung: r for r in found if r.shape == shape}
-                last = next((here[r.__name__] for r in reversed(lesson.rungs) if r.__name__ in here), None)
-                peers = [r for r in here.values() if r.kind == "peer"]
-                if last is None:
-                    continue
-                first = here.get(lesson.rungs[0].__name__)
-                best = min(peers, key=lambda r: r.ms_p50, default=None)
-                body.append(
-                    [
-                        f"[{title(name)}](reports/{folder.name}/{name}.md)",
-                        shape,
-                        f"{last.ms_p50:.4g}",
-                        f"{last.tb_per_s:.2f}",
-                        f"{last.percent_of_limit:.0f}%",
-                        f"{first.ms_p50 / last.ms_p50:.1f}x" if first else "",
-                        f"{best.rung} {last.ratio_to_best_peer:.2f}x" if best else "",
-                    ]
-                )
+            last = [row for row in found if row.rung == lesson.rungs[-1].__name__]
+            if not last:
+                continue
+            big = max(last, key=lambda row: row.bytes)
+            here = {row.rung: row for row in found if row.shape == big.shape}
+            first = here.get(lesson.rungs[0].__name__)
+            ratios = [row.ratio_to_best_peer for row in last if row.ratio_to_best_peer]
+            body.append(
+                [
+                    f"[{title(name)}](reports/{folder.name}/{name}.md)",
+                    f"{big.shape} {big.dtype}",
+                    f"{big.ms_p50:.4g}",
+                    f"{big.tb_per_s:.2f}",
+                    f"{big.percent_of_limit:.0f}%",
+                    f"{first.ms_p50 / big.ms_p50:.1f}x" if first else "",
+                    f"{min(ratios):.2f}x to {max(ratios):.2f}x in {len(ratios)} shapes" if ratios else "",
+                ]
+            )
         if body:
-            header = [
-                "lesson",
-                "shape",
-                "last rung, ms",
-                "TB/s",
-                "% of copy",
-                "over the first rung",
-                "over the best peer",
-            ]
             parts.append(f"### {folder.name}\n\n" + markdown(header, body))
     return "\n".join(parts) or "No GPU has been measured yet.\n"
 
