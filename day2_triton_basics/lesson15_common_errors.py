@@ -33,7 +33,7 @@ def _fails(call, error, says):
 
 
 def _unwritten(n):
-    """Outputs full of NaN, so that an element that no program writes shows. torch.empty hands out old, plausible data."""
+    """An output full of NaN, so that an element which no program writes shows: torch.empty may hold plausible data."""
     return torch.full((n,), float("nan"), device=DEVICE)
 
 
@@ -78,9 +78,7 @@ def forgotten_mask():
     # A GPU rarely faults here: an allocation is padded, and what follows it is somebody else's tensor. Find it without
     # a GPU (the checks of every lesson run inside watched()), or with `compute-sanitizer python your_script.py`.
     if not INTERPRETED:
-        print(
-            "  left out on a GPU: the store would overwrite memory of others. Run with CUDA_VISIBLE_DEVICES= to see it."
-        )
+        print("  left out on a GPU: the store would overwrite other tensors. Run with CUDA_VISIBLE_DEVICES= to see it.")
         return
     x, z = torch.randn(100), _unwritten(100)
     with watched():
@@ -119,7 +117,8 @@ def rows_taken_as_contiguous():
     """A slice or a transpose is not one run of memory: pass x.stride(0), or refuse with a clear error."""
     x, z = torch.randn(4, 160, device=DEVICE)[:, :100], _unwritten(4)  # rows of 100 that lie 160 apart
     row_max_kernel[(4,)](x, z, x.shape[1], 100, PAD=float("-inf"), BLOCK=128)
-    assert z[0] == x[0].max() and not torch.equal(z, x.amax(1))  # row 0 is right in any case: test more than one
+    assert z[0] == x[0].max()  # row 0 is right with any stride: test more than one
+    assert not torch.equal(z, x.amax(1))
     row_max_kernel[(4,)](x, z, x.stride(0), 100, PAD=float("-inf"), BLOCK=128)
     assert torch.equal(z, x.amax(1))
     _fails(lambda: expect(x=x, contiguous=True), ValueError, r"not contiguous \(strides \(160, 1\)\)")
@@ -177,14 +176,16 @@ def column_sum_kernel(x_ptr, z_ptr, M, ACC: tl.constexpr):  # [M, 16] -> [16]
     tl.store(z_ptr + cols, total)
 
 
-def accumulated_in_fp16():
-    """An fp16 sum stops growing at 2048, where the next number is 2050: accumulate in fp32, round once at the end."""
-    x, z = torch.ones(64, 16, device=DEVICE, dtype=torch.float16), _unwritten(16)
-    x[0] = 2048
-    column_sum_kernel[(1,)](x, z, 64, ACC=tl.float16)
-    assert z.eq(2048).all()  # 63 ones added, all lost; bf16 stops at 256 already
-    column_sum_kernel[(1,)](x, z, 64, ACC=tl.float32)
-    assert z.eq(2048 + 63).all()
+def accumulated_in_16_bits():
+    """A 16-bit sum stands still where the next number is 2 away: accumulate in fp32, round once at the end."""
+    # fp16 keeps 11 significant bits and stops at 2^11; bf16 keeps 8 and stops at 2^8, after 256 ones.
+    for dtype, narrow, stop in ((torch.float16, tl.float16, 2048), (torch.bfloat16, tl.bfloat16, 256)):
+        x, z = torch.ones(64, 16, device=DEVICE, dtype=dtype), _unwritten(16)
+        x[0] = stop
+        column_sum_kernel[(1,)](x, z, 64, ACC=narrow)
+        assert z.eq(stop).all()  # 63 ones added, all lost
+        column_sum_kernel[(1,)](x, z, 64, ACC=tl.float32)
+        assert z.eq(stop + 63).all()
 
 
 @triton.jit
@@ -199,7 +200,8 @@ def nan_lost_in_a_comparison():
     x, z = torch.randn(16, device=DEVICE), _unwritten(16)
     x[3] = float("nan")
     relu_kernel[(1,)](x, z, KEEP=False)
-    assert z[3] == 0 and x.relu()[3].isnan()  # the model's NaN is gone, and with it the sign that something broke
+    assert x.relu()[3].isnan()
+    assert z[3] == 0  # the model's NaN is gone, and with it the sign that something broke
     relu_kernel[(1,)](x, z, KEEP=True)
     torch.testing.assert_close(z, x.relu(), equal_nan=True)
 
@@ -223,7 +225,7 @@ LESSON = Steps(
         rows_taken_as_contiguous,
         offset_past_int32,
         dtypes_mixed,
-        accumulated_in_fp16,
+        accumulated_in_16_bits,
         nan_lost_in_a_comparison,
         tensor_on_the_wrong_device,
     )

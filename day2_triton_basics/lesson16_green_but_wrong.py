@@ -49,7 +49,8 @@ def kernel_writes_into_a_copy():
     was = plain.clone(), turned.clone()
     _double_in_place(plain)
     _double_in_place(turned)
-    assert torch.equal(plain, 2 * was[0]) and torch.equal(turned, was[1])  # the second call had no effect at all
+    assert torch.equal(plain, 2 * was[0])
+    assert torch.equal(turned, was[1])  # the second call had no effect at all
     _double_in_place_mended(turned)
     assert torch.equal(turned, 2 * was[1])
 
@@ -135,7 +136,7 @@ def mended_kernel(x_ptr, z_ptr, n):
     i = tl.arange(0, 16)
     total = tl.zeros([16], tl.float32)
     for start in range(0, tl.minimum(n, 48), 16):
-        total += tl.load(x_ptr + start + i, mask=(0 <= i) & (start + i < n), other=0)
+        total += tl.load(x_ptr + start + i, mask=(i >= 0) & (start + i < n), other=0)
     tl.store(z_ptr + i, SCALE_CONSTEXPR * total, mask=i < n)
 
 
@@ -186,7 +187,7 @@ def tolerance_that_accepts_zeros():
     x = torch.rand(4, 8192, device=DEVICE)
     right, zeros = torch.softmax(x, 1), torch.zeros_like(x)
     assert torch.allclose(zeros, right, atol=1e-2)
-    # Measure the error against float64 and allow what PyTorch itself is off by. Try every check on a wrong answer first.
+    # Measure the error against float64 and allow what PyTorch itself is off by; try a check on a wrong answer first.
     truth = check.Truth((x,), (torch.softmax(x.double(), 1),), (right,), factor=1)
     with pytest.raises(check.Rejected, match="32768 of 32768 wrong"):
         check.compare(truth, zeros)

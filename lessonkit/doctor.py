@@ -153,8 +153,11 @@ def self_test(lane: str) -> Finding:
         test = f"((_, l),) = discover({FIRST!r}); check(l, l.rungs[-1], {{'n': 9}}, FLOATS[0])"
         code = f"from lessonkit import *; from lessonkit.check import check; {test}"
         env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if lane == "run" else {"CUDA_VISIBLE_DEVICES": ""})
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
-        error = done.stderr if done.returncode else ""
+        try:
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+            error = done.stderr if done.returncode else ""
+        except subprocess.TimeoutExpired as hung:
+            error = str(hung)
     value = error.strip().splitlines()[-1][:100] if error else "works"
     required = lane == ("run" if HAS_GPU else "interpreted")
     return Finding(f"lane: {lane}", value, not error, "vector add was tried", f"read {FIRST}", required)

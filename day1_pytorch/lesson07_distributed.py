@@ -1,0 +1,300 @@
+"""Distributed: many processes, one gradient
+=========================================
+A rank is one process with one device. Data parallelism gives each rank a part of the batch and adds the gradients
+up: with a ring all-reduce each rank sends 2(p-1)/p times the gradient, never more than twice, however many ranks p.
+Then every rank takes the same step, so parameters that were equal stay equal: nothing else has to be sent.
+
+You will learn: ranks and process groups, the ring, DistributedDataParallel (what it sends and when), no_sync, uneven
+batches, DistributedSampler, and what FSDP saves and what it costs.
+Run it:    python day1_pytorch/lesson07_distributed.py
+As ranks:  python -m torch.distributed.run --standalone --nproc-per-node 2 day1_pytorch/lesson07_distributed.py
+"""
+
+import contextlib
+import itertools
+import os
+import sys
+import tempfile
+import time
+import warnings
+from datetime import timedelta
+
+from lessonkit import Steps, device
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DistributedSampler
+
+TIMEOUT = timedelta(seconds=60)  # a rank that waits longer than this for another raises, instead of hanging
+# Imported once for all ranks. DDP imports dynamo, which asks after GPUs, and a CUDA that was asked cannot be forked.
+PRELOAD = ["torch"] if device.HAS_GPU else ["torch._dynamo", "torch.distributed.fsdp"]
+LAUNCHED = "RANK" in os.environ  # by torch.distributed.run: this process is a rank already
+N = 16  # examples in the whole batch
+
+
+def _device(rank, world):
+    """A GPU of its own for each rank where there are enough: two NCCL ranks cannot share one. Otherwise the CPU."""
+    return torch.device("cuda", rank) if torch.cuda.device_count() >= world else torch.device("cpu")
+
+
+def _join(rank, world, rendezvous):
+    where, backend = _device(rank, world), "gloo"
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+        backend = "nccl"
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=TIMEOUT)
+    return where
+
+
+def _rank(rank, world, folder, work):
+    """The life of one rank: meet the others, work, leave what it found, part."""
+    torch.set_num_threads(1)  # each rank would otherwise take every core
+    where = _join(rank, world, f"file://{folder}/rendezvous")  # a file, not a port, which another run may hold
+    torch.save(work(rank, world, where), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _ranks(work, world=2):
+    """Run work(rank, world, device) on every rank at once; return what each returned, in order of rank."""
+    if LAUNCHED:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        found = [None] * world
+        dist.all_gather_object(found, work(rank, world, _device(rank, world)))
+        return found
+    # Ranks are forked from a server that has imported torch and done nothing else: faster than spawn, which imports
+    # torch in every rank, and safe unlike fork, which copies this process with its threads, locks and CUDA context.
+    mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.start_processes(_rank, (world, folder, work), world, join=False, start_method="forkserver")
+        try:
+            # join raises, and ends the others, as soon as one rank has failed.
+            if not any(ranks.join(timeout=TIMEOUT.total_seconds()) for _ in range(world)):
+                raise TimeoutError(f"{work.__name__} did not end")
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def _model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+
+
+def _batch():
+    chance = torch.Generator().manual_seed(1)
+    return torch.randn(N, 8, generator=chance).double(), torch.randint(4, (N,), generator=chance)
+
+
+def _flat(tensors):
+    """All in one vector, on the CPU."""
+    return torch.cat([t.detach().flatten() for t in tensors]).cpu()
+
+
+def _whole():
+    """One process, the whole batch: what p ranks must find."""
+    model, (x, y) = _model(), _batch()
+    F.cross_entropy(model(x), y).backward()
+    return _flat(p.grad for p in model.parameters())
+
+
+def _same(found, expected):
+    """Equal but for the order of additions: sums of 50 float64 terms through three layers lose some 100 eps = 2e-14
+    of the largest, while a wrong weight, or a part left out or counted twice, changes a gradient by percents."""
+    return bool((found - expected).abs().max() < 1e-13 * expected.abs().max())
+
+
+def _ring_work(rank, world, where):
+    x = torch.randn(world * 1000, generator=torch.Generator().manual_seed(rank)).double().to(where)
+    expected = x.clone()
+    dist.all_reduce(expected)
+    parts, arriving, sent = list(x.chunk(world)), torch.empty(1000, dtype=x.dtype, device=where), 0
+    # World - 1 rounds in which a part travels round the ring and collects, then as many in which the sum travels on.
+    for step in range(2 * (world - 1)):
+        gives, takes = (rank - step) % world, (rank - step - 1) % world
+        swap = [dist.P2POp(dist.isend, parts[gives].contiguous(), (rank + 1) % world)]
+        swap += [dist.P2POp(dist.irecv, arriving, (rank - 1) % world)]
+        for request in dist.batch_isend_irecv(swap):
+            request.wait()
+        sent += arriving.nbytes
+        parts[takes] = parts[takes] + arriving if step < world - 1 else arriving.clone()
+    return {"right": _same(torch.cat(parts), expected), "sent": sent, "bytes": x.nbytes}
+
+
+def ring():
+    """A ring all-reduce, written out, sends 2(p-1)/p bytes a rank for each byte reduced: 1.5 for 4 ranks, never 2."""
+    for found in (ranks := _ranks(_ring_work, 4)):
+        assert found["right"]
+        assert found["sent"] * len(ranks) == 2 * (len(ranks) - 1) * found["bytes"]
+
+
+def _count(model):
+    """The bytes that DDP reduces, a list that grows by one entry for each all-reduce."""
+    reduced = []
+
+    def hook(_, bucket):  # called when all gradients of a bucket are there, while backward goes on: they overlap
+        reduced.append(bucket.buffer().nbytes)
+        mean = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(mean, async_op=True).get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, hook)
+    return reduced
+
+
+def _ddp_work(rank, world, where):
+    model = DDP(_model(seed=rank).to(where))  # a seed of its own: every rank starts from other parameters
+    start = _flat(model.parameters())
+    reduced = _count(model)
+    x, y = (t.chunk(world)[rank].to(where) for t in _batch())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if step == 0:
+            gradient = _flat(p.grad for p in model.parameters())
+        optimizer.step()
+    return {"start": start, "gradient": gradient, "end": _flat(model.parameters()), "reduced": sum(reduced)}
+
+
+def ddp():
+    """p ranks with a part of the batch each find the gradient that one process finds on all of it; they stay equal."""
+    print(f"  ranks on {_device(0, 2).type}; NCCL wants a GPU for each rank: {torch.cuda.device_count()} found")
+    ranks = _ranks(_ddp_work)
+    for found in ranks:
+        assert torch.equal(found["start"], _flat(_model(seed=0).parameters()))  # rank 0's, sent when DDP was made
+        assert _same(found["gradient"], _whole())  # DDP means over ranks, cross_entropy over rows: equal parts only
+        # Three steps, each gradient byte once: the same bits arrive at every rank, so the same step is taken.
+        assert found["reduced"] == 3 * sum(p.nbytes for p in _model().parameters())
+        assert torch.equal(found["end"], ranks[0]["end"])
+
+
+def _no_sync_work(rank, world, where):
+    model = DDP(_model().to(where))
+    reduced = _count(model)
+    x, y = (t.chunk(world)[rank].to(where) for t in _batch())
+    micro = list(zip(x.chunk(4), y.chunk(4), strict=True))
+    for i, (xs, ys) in enumerate(micro):
+        with contextlib.nullcontext() if i == len(micro) - 1 else model.no_sync():
+            (F.cross_entropy(model(xs), ys) / len(micro)).backward()  # forward, too, belongs inside no_sync
+    return {"gradient": _flat(p.grad for p in model.parameters()), "calls": len(reduced)}
+
+
+def no_sync():
+    """Four micro-batches under no_sync add up locally and are reduced once: a quarter of the traffic, the same sum."""
+    for found in _ranks(_no_sync_work):
+        assert found["calls"] == 1
+        assert _same(found["gradient"], _whole())
+
+
+def _uneven_work(rank, world, where):
+    x, y = _batch()
+    sizes = [N - (world - 1)] + [1] * (world - 1)  # rank 0 has most of the rows, the others one each
+    x, y = (t.split(sizes)[rank].to(where) for t in (x, y))
+    rows = torch.tensor(float(len(y)), device=where)
+    dist.all_reduce(rows)
+    found = {}
+    # DDP divides by world, so that rows of this rank over rows of all are left.
+    for name, weight in (("mean of means", 1), ("weighted", len(y) * world / rows)):
+        model = DDP(_model().to(where))
+        (weight * F.cross_entropy(model(x), y)).backward()
+        found[name] = _flat(p.grad for p in model.parameters())
+    with Join([model]):  # other numbers of batches: without it a rank that has more waits for the others in vain
+        for _ in range(1 + rank):
+            model(x).sum().backward()
+    return found
+
+
+def uneven():
+    """A mean of the ranks' means favours the rows of small batches; weighting each loss by its rows mends it."""
+    for found in _ranks(_uneven_work):
+        assert _same(found["weighted"], _whole())
+        off = (found["mean of means"] - _whole()).norm() / _whole().norm()
+        assert off > 0.1, "a row alone on its rank counts as much as all the other rank's rows together"
+
+
+def sampler():
+    """DistributedSampler deals out every example, repeats some to make parts equal, and reshuffles only if told."""
+
+    def parts(epoch=0, **options):
+        made = [DistributedSampler(range(10), num_replicas=4, rank=rank, **options) for rank in range(4)]
+        for one in made:
+            one.set_epoch(epoch)
+        return [list(one) for one in made]
+
+    dealt = parts()
+    assert [len(part) for part in dealt] == [3, 3, 3, 3]  # 12 for 10: two count twice, which a test score must undo
+    assert set(itertools.chain(*dealt)) == set(range(10))
+    dropped = list(itertools.chain(*parts(drop_last=True)))
+    assert len(dropped) == len(set(dropped)) == 8
+    assert parts() == dealt, "without set_epoch every epoch has the order of the first"
+    assert parts(epoch=1) != dealt
+
+
+def _fsdp_work(rank, world, where):
+    warnings.simplefilter("ignore")  # about hooks that nothing here touches
+    model = _model().to(where)
+    mesh = dist.init_device_mesh(where.type, (world,))
+    for layer in (model[0], model[2], model):  # a layer is gathered just before it is used and freed after
+        fully_shard(layer, mesh=mesh)
+    x, y = (t.chunk(world)[rank].to(where) for t in _batch())
+    with CommDebugMode() as comm:
+        F.cross_entropy(model(x), y).backward()
+    calls = [sum(n for op, n in comm.get_comm_counts().items() if kind in str(op)) for kind in ("gather", "scatter")]
+    held = sum(p.to_local().numel() for p in model.parameters())
+    return {"held": held, "gradient": _flat(p.grad.full_tensor() for p in model.parameters()), "calls": calls}
+
+
+def fsdp():
+    """FSDP keeps 1/p of parameters, gradients and optimizer state a rank, for 1.5 times DDP's traffic: 3(p-1)/p."""
+    ranks = _ranks(_fsdp_work)
+    for found in ranks:
+        assert found["held"] * len(ranks) == sum(p.numel() for p in _model().parameters())
+        assert _same(found["gradient"], _whole())
+        # Each of two layers: gathered for forward, again for backward, its gradient scattered. An all-reduce is a
+        # scatter and a gather, each (p-1)/p, so that makes three halves where DDP has two.
+        assert found["calls"] == [4, 2]
+    # 7e9 parameters under Adam in mixed precision, 16 bytes each: 112 GB a rank with DDP, 14 GB with FSDP over 8.
+
+
+def _failing_work(rank, world, where):
+    if rank == 1:
+        raise ValueError("rank 1 has no data")
+    dist.all_reduce(torch.ones(1, device=where))  # waits for a rank that will never come
+
+
+def failure():
+    """A rank that fails ends the run at once, with a traceback; the others would wait for it until the timeout."""
+    if LAUNCHED:
+        return  # there the launcher does this, and would end the steps with it
+    began = time.monotonic()
+    try:
+        _ranks(_failing_work)
+    except mp.ProcessRaisedException:  # rank 1's, or rank 0's, whom gloo tells that the connection is gone
+        assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
+    else:
+        raise AssertionError("the failure was lost")
+
+
+LESSON = Steps((ring, ddp, no_sync, uneven, sampler, fsdp, failure))
+
+
+def _launched():
+    """Each rank runs the steps with the others; rank 0 shows them."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world not in (2, 4):
+        raise SystemExit(f"{world} ranks do not divide this lesson's layers: start 2 or 4 with --nproc-per-node")
+    _join(rank, world, "env://")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if rank else sys.stdout):
+        LESSON.main()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _launched() if LAUNCHED else LESSON.main()

@@ -1,0 +1,188 @@
+"""Memory by measurement: latency, bandwidth and bytes in flight
+=============================================================
+Below a program's registers lie an L1 in each SM (the same silicon as shared memory), an L2 that all SMs share, and
+device memory (HBM). What a kernel waits for follows from three numbers of each: its size, its latency, its bandwidth.
+Little's law ties them together: bytes in flight = bandwidth * latency. At 4.2 TB/s and 700 ns that is 2.9 MB, 22 KB
+for each of 132 SMs: with fewer bytes under way the fastest memory waits for its reader.
+
+You will learn: where the levels are, when data is worth keeping close, and to predict a kernel's bandwidth from the
+loads that it has in flight and the sectors that it touches.
+Run it:    python day1_pytorch/lesson09_memory_by_measurement.py
+Without a GPU every kernel is checked in the interpreter, and the committed figures of a GPU are shown.
+"""
+
+from functools import partial
+
+from lessonkit import DEVICE, Steps, Table, device, num_sms
+from lessonkit.timing import copy_of
+
+import torch
+import triton
+import triton.language as tl
+
+from day1_pytorch.lesson05_gpu_by_measurement import from_a_gpu, seconds
+
+
+# Each load gives the address of the next, so nothing overlaps. The position is kept between launches: a second launch
+# goes on instead of finding in the caches what the first one left there.
+@triton.jit
+def chase_kernel(next_ptr, at_ptr, steps):
+    at = tl.load(at_ptr)
+    for _ in range(steps):
+        at = tl.load(next_ptr + at)
+    tl.store(at_ptr, at)
+
+
+def _ring(cells):
+    """Cells of 128 bytes (a cache line), each holding the index of another one, in one cycle of random order."""
+    order = torch.randperm(cells, device=DEVICE) * 32
+    links = torch.zeros(cells * 32, dtype=torch.int32, device=DEVICE)
+    links[order] = order.roll(-1).int()
+    return links
+
+
+def latency():
+    """One load after another: the time of each is that of the level in which the data fits, L1, L2 or device memory."""
+    links, at = _ring(8), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    visited = []
+    for _ in range(8):
+        chase_kernel[(1,)](links, at, 1, num_warps=1)
+        visited.append(at.item() // 32)
+    assert sorted(visited) == list(range(8)), "one cycle visits every cell"
+    chase_kernel[(1,)](links, at, 13, num_warps=1)
+    assert at.item() // 32 == visited[(7 + 13) % 8]
+    if not device.HAS_GPU:
+        return from_a_gpu(__name__, "latency")
+    steps, rows, ns = 2**13, [], {}
+    for size in (2**p for p in range(13, 31)):
+        links, at = _ring(size // 128), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        links.sum()  # brings it into the L2, as far as it fits
+        took = seconds({size: partial(chase_kernel[(1,)], links, at, steps, num_warps=1)})
+        ns[size] = took[size] / steps * 1e9
+        rows.append({"KB": size // 1024, "ns_a_load": round(ns[size], 1)})
+    assert ns[2**22] > 2 * ns[2**13], "L2 is further than L1"
+    assert ns[2**30] > 1.3 * ns[2**22], "device memory is further than L2"
+    note = (
+        f"L2: {torch.cuda.get_device_properties(0).L2_cache_size >> 20} MB. Two steps: where the ring outgrows the "
+        "L1 of its SM, and where it outgrows the L2 (in halves: each half of the SMs is nearer to one half of it)."
+    )
+    return Table("latency", rows, note, x="KB", y="ns_a_load")
+
+
+# Reads the same n elements `passes` times, each program always the same blocks. ".cg" looks for them in L2 only,
+# the default ".ca" in the SM's own L1 first. n is a multiple of BLOCK, so no block needs a mask.
+@triton.jit
+def read_kernel(x_ptr, out_ptr, n, passes, CACHE: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(passes):
+        for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+            total += tl.load(x_ptr + start + tl.arange(0, BLOCK), cache_modifier=CACHE)
+    tl.store(out_ptr + tl.program_id(0), tl.sum(total))
+
+
+def bandwidth():
+    """Data that is read again comes from the nearest level it fits in: faster than memory up to the L2's size."""
+    x, out = torch.rand(7 * 16, device=DEVICE), torch.empty(3, device=DEVICE)
+    read_kernel[(3,)](x, out, x.numel(), 2, CACHE=".cg", BLOCK=16)
+    torch.testing.assert_close(out.sum(), 2 * x.sum())
+    if not device.HAS_GPU:
+        return from_a_gpu(__name__, "bandwidth")
+    grid, rows, rate = (2 * num_sms(),), [], {}
+    out = torch.empty(grid, device=DEVICE)
+    for cache, path in ((".ca", "L1, then L2"), (".cg", "L2 only")):
+        for size in (2**p for p in range(22, 32)):
+            x, passes = torch.rand(size // 4, device=DEVICE), 2**32 // size
+            read = partial(read_kernel[grid], x, out, x.numel(), passes, CACHE=cache, BLOCK=4096, num_warps=8)
+            rate[cache, size] = 2**32 / seconds({"": read})[""] * 1e-12
+            rows.append({"MB": size >> 20, "path": path, "TB_per_s": round(rate[cache, size], 2)})
+    assert rate[".cg", 2**24] > 1.1 * rate[".cg", 2**31], "16 MB stay in the L2"
+    assert rate[".ca", 2**23] > 1.1 * rate[".cg", 2**23], "8 MB over all SMs stay in their L1s"
+    note = (
+        "4 GiB read in all, as one pass over much or many passes over little. A tile that is used again should fit in "
+        "the level that is to serve it; a benchmark that does not flush the L2 reports the left side of this plot."
+    )
+    return Table("bandwidth", rows, note, x="MB", y="TB_per_s", by="path")
+
+
+# Every lane adds what it loaded to its next offset. The data are zeros (the one place where they must be), but the
+# compiler cannot know: a lane's next loads wait for its last, and exactly BLOCK * 4 bytes a program are in flight.
+# That also hides from the compiler that neighbours stay neighbours; the hint lets a lane load 16 bytes at once.
+@triton.jit
+def in_flight_kernel(x_ptr, out_ptr, rounds, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(rounds):
+        here = tl.max_contiguous(tl.multiple_of(x_ptr + offsets, 16), 4)
+        offsets += tl.num_programs(0) * BLOCK + tl.load(here)
+    tl.store(out_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), offsets)
+
+
+def _walk(x, out, programs, loads):
+    """Walk over x, `loads` loads of 16 bytes a lane, 128 lanes a program; returns (rounds, what runs them)."""
+    block = 512 * loads
+    rounds = min(2048, x.numel() // (programs * block))
+    return rounds, partial(in_flight_kernel[(programs,)], x, out, rounds, BLOCK=block, num_warps=4)
+
+
+def in_flight():
+    """Little's law: bandwidth is bytes in flight over latency, whether many warps have them in flight or few."""
+    x, out = torch.zeros(96, dtype=torch.int32, device=DEVICE), torch.empty(32, dtype=torch.int32, device=DEVICE)
+    in_flight_kernel[(2,)](x, out, 3, BLOCK=16)
+    assert out.tolist() == [96 + i for i in range(32)]
+    if not device.HAS_GPU:
+        return from_a_gpu(__name__, "in_flight")
+    x = torch.zeros(2**28, dtype=torch.int32, device=DEVICE)
+    out = torch.empty(2**21, dtype=torch.int32, device=DEVICE)
+    walks = {(1, 1): _walk(x, out, 1, 1)}  # (programs, loads a lane): a lone program has nobody to wait for
+    for loads, shares in ((1, (0.125, 0.25, 0.5, 1, 2, 4, 8)), (4, (0.125, 0.25, 0.5, 1, 2, 4))):
+        walks |= {(n, loads): _walk(x, out, n, loads) for n in (int(num_sms() * share) for share in shares)}
+    took = seconds({key: run for key, (_, run) in walks.items()} | {"copy": copy_of(2**30)}, flush=True)
+    alone, copy, rows = took[1, 1] / walks[1, 1][0], 2**30 / took["copy"], []
+    for (programs, loads), (rounds, _) in walks.items():
+        size = programs * loads * 2048
+        row = {"loads a lane": loads, "warps an SM": round(4 * programs / num_sms(), 2)}
+        row |= {"KB_in_flight": size // 1024, "TB_per_s": round(size * rounds / took[programs, loads] * 1e-12, 4)}
+        rows.append(row | {"predicted": round(min(size / alone, copy) * 1e-12, 4)})
+    assert all(row["TB_per_s"] > 0.4 * row["predicted"] for row in rows)
+    note = (
+        f"Predicted: bytes in flight over the {alone * 1e9:.0f} ns that a lone program takes a round, at most a copy's "
+        "rate. A lane with 4 loads of 16 bytes lies on the line of 4 times the warps with one: occupancy is one way to "
+        "have bytes in flight, independent loads are the other. Near the top loads queue, and latency grows."
+    )
+    return Table("in_flight", rows, note, x="KB_in_flight", y="TB_per_s", by="loads a lane")
+
+
+# Reads every `stride`-th element. Memory is fetched in sectors of 32 bytes, 8 of these elements.
+@triton.jit
+def strided_kernel(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + i * stride)))
+
+
+def coalescing():
+    """Of each 32-byte sector, stride 2 uses half and stride 8 an eighth: useful bandwidth falls by as much."""
+    x, out = torch.rand(4 * 16 * 3, device=DEVICE), torch.empty(4, device=DEVICE)
+    strided_kernel[(4,)](x, out, 3, BLOCK=16)
+    torch.testing.assert_close(out, x[::3].view(4, 16).sum(1))
+    if not device.HAS_GPU:
+        return from_a_gpu(__name__, "coalescing")
+    n, block, rows = 2**25, 2048, []
+    x, out = torch.rand(32 * n, device=DEVICE), torch.empty(n // block, device=DEVICE)
+    run = partial(strided_kernel[(n // block,)], x, out, BLOCK=block)
+    took = seconds({s: partial(run, stride=s) for s in (1, 2, 4, 8, 16, 32)}, flush=True)
+    rate = {s: 4 * n / t * 1e-12 for s, t in took.items()}
+    for s in rate:
+        row = {"stride": s, "useful_TB_per_s": round(rate[s], 3)}
+        rows.append(row | {"predicted": round(rate[1] / min(s, 8), 3)})
+    assert rate[2] < 0.7 * rate[1]
+    assert rate[8] < 0.25 * rate[1]
+    note = (
+        "Predicted: stride 1 over min(stride, 8). Below it past 8, memory itself fetches more than one sector at a "
+        "time. Make neighbouring lanes read neighbouring addresses; where a transpose forbids it, use shared memory."
+    )
+    return Table("coalescing", rows, note, x="stride", y="useful_TB_per_s")
+
+
+LESSON = Steps((latency, bandwidth, in_flight, coalescing))
+
+if __name__ == "__main__":
+    LESSON.main()

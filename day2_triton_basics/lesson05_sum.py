@@ -1,0 +1,234 @@
+"""Sum: many programs, one answer
+================================
+The sum of x reads n elements and writes one, so nothing but the read counts: n = 2^28 in fp32 is 1.07 GB, at
+4.2 TB/s no less than 0.26 ms. The arithmetic, one addition an element, is hundreds of times below what the GPU can do.
+What is hard is that programs share nothing but memory, and that floating-point addition is not associative: who adds
+what to what decides the speed, the error, and whether two runs agree in the last bit.
+
+You will learn: a sum inside a program, atomics, two-kernel trees, persistent grids, finishing in the last program.
+Run it:    python day2_triton_basics/lesson05_sum.py
+Check it:  python -m lessonkit check lesson05_sum
+Time it:   python -m lessonkit bench lesson05_sum
+"""
+
+import functools
+import math
+
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms
+
+import torch
+import triton
+import triton.language as tl
+
+
+def reference(x):
+    return x.sum()  # reads n, writes 1
+
+
+# Rung 1. One program walks over all of x. It keeps 4096 running sums, one a lane, and adds those up once at the end:
+# a sum per block would wait for a reduction across the warps each time. Sums are fp32 whatever x is: in bf16, which
+# has 8 bits, 256 + 1 is 256. Predicted: the least bytes, by one SM of 132: under 1% of the read speed.
+@triton.jit
+def sum_one_program_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # x [n], y []
+    lanes = tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for block in range(tl.cdiv(n, BLOCK)):
+        offsets = block * BLOCK + lanes  # block has n's width, 64 bits past 2^31, so the product cannot overflow
+        # other=0 adds nothing; a masked lane without it holds whatever the register held.
+        acc += tl.load(x_ptr + offsets, mask=offsets < n, other=0).to(tl.float32)
+    tl.store(y_ptr, tl.sum(acc))
+
+
+def sum_one_program(x):
+    """[n] -> [], one program."""
+    y = _prepare(x)
+    sum_one_program_kernel[(1,)](x, y, x.numel(), BLOCK=4096, num_warps=8)
+    return y
+
+
+# Rung 2. New: one program a block, each adding its sum to one number in memory. Predicted: all SMs read, so near
+# read speed; but the n/4096 atomic additions meet in one address, and L2 does those one after another, in an order that
+# differs from run to run: so does the last bit of the answer.
+@triton.jit
+def sum_atomic_kernel(x_ptr, total_ptr, n, BLOCK: tl.constexpr):  # x [n], total [] in fp32, zero to begin with
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n, other=0).to(tl.float32)
+    # relaxed: nobody reads anything else because of this number, so nothing has to be ordered with it.
+    tl.atomic_add(total_ptr, tl.sum(x), sem="relaxed")
+
+
+def sum_atomic(x):
+    """[n] -> [], 4096 elements a program. Not deterministic: programs arrive in any order."""
+    _prepare(x)
+    # A 16-bit total would round at every addition (and 16-bit atomics are slow): add in fp32, convert once.
+    total = torch.zeros((), dtype=torch.float32, device=x.device)
+    if x.numel():
+        sum_atomic_kernel[(triton.cdiv(x.numel(), 4096),)](x, total, x.numel(), BLOCK=4096, num_warps=8)
+    return total.to(x.dtype)
+
+
+# Rung 3. New: every program writes its own partial sum, and the kernel of rung 1 adds those in a fixed order. The end
+# of a kernel is the one point where everything it wrote is there for the next. Deterministic, for 1/4096 more bytes.
+# Predicted: at read speed but for the second kernel, one program again, with n/4096 numbers to read: 65,536 at 2^28.
+@triton.jit
+def sum_blocks_kernel(x_ptr, partial_ptr, n, BLOCK: tl.constexpr):  # x [n], partial [ceil(n / BLOCK)]
+    program = tl.program_id(0).to(tl.int64)
+    offsets = program * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n, other=0).to(tl.float32)
+    tl.store(partial_ptr + program, tl.sum(x))
+
+
+def sum_tree(x):
+    """[n] -> [], 4096 elements a program, then one program for the partial sums. Deterministic."""
+    y = _prepare(x)
+    programs = triton.cdiv(x.numel(), 4096)
+    partial = torch.empty(programs, dtype=torch.float32, device=x.device)
+    if programs:
+        sum_blocks_kernel[(programs,)](x, partial, x.numel(), BLOCK=4096, num_warps=8)
+    sum_one_program_kernel[(1,)](partial, y, programs, BLOCK=4096, num_warps=8)
+    return y
+
+
+# Rung 4. New, three things. A persistent grid: only as many programs as the SMs hold at once, each striding over the
+# tiles with its sums in registers, so one reduction and one partial sum a program, not one a block. Whole tiles need
+# no mask: a mask that ends anywhere would cut 16-byte loads into 4-byte ones for every n that 4 does not divide. And
+# one launch: whoever finishes last (a counter tells) adds the partial sums, in program order: deterministic still.
+# Two programs an SM with 32 KB each in flight are 64 KB; Little's law asks for 25. Predicted: read speed, and at 2^20
+# the time of one launch.
+@triton.jit
+def sum_persistent_kernel(
+    x_ptr,  # [n]
+    partial_ptr,  # [programs]
+    count_ptr,  # [], 0 before and after
+    y_ptr,  # []
+    n,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,  # a power of two, no less than the number of programs
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    lanes = tl.arange(0, BLOCK)
+    whole = n // BLOCK
+    acc = tl.zeros([BLOCK], tl.float32)
+    for tile in range(program, whole, programs):
+        acc += tl.load(x_ptr + tile * BLOCK + lanes).to(tl.float32)
+    tail = whole * BLOCK + lanes
+    end = tl.where(program == whole % programs, n, 0)  # for the program whose turn it is; the others load nothing
+    acc += tl.load(x_ptr + tail, mask=tail < end, other=0).to(tl.float32)
+    tl.store(partial_ptr + program, tl.sum(acc))
+    # The thread that stored also counts. Release: its partial sum is there before its count is. Acquire: whoever
+    # sees the last count sees every partial sum.
+    before_me = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
+    if before_me == programs - 1:
+        ids = tl.arange(0, MOST)
+        # .cg reads from L2, where all SMs meet: an L1 line could be older.
+        partial = tl.load(partial_ptr + ids, mask=ids < programs, other=0, cache_modifier=".cg")
+        tl.store(y_ptr, tl.sum(partial))
+        tl.store(count_ptr, 0)  # ready for the next call, so that no call has to launch a memset
+
+
+def sum_persistent(x):
+    """[n] -> [], two programs an SM, 8192 elements a step. Deterministic on one GPU model (the grid fixes the order)."""
+    y = _prepare(x)
+    if x.numel() == 0:
+        return y.zero_()
+    programs = min(2 * num_sms(), triton.cdiv(x.numel(), 8192))
+    partial = torch.empty(programs, dtype=torch.float32, device=x.device)
+    count = _counter(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
+    most = triton.next_power_of_2(2 * num_sms())
+    sum_persistent_kernel[(programs,)](x, partial, count, y, x.numel(), BLOCK=8192, MOST=most, num_warps=8)
+    return y
+
+
+@functools.cache
+def _counter(device, stream):
+    # One for each stream: calls on one stream run one after another, on two they may overlap and would share counts.
+    return torch.zeros((), dtype=torch.int32, device=device)
+
+
+def _prepare(x):
+    expect(x=x, ndim=1, contiguous=True)
+    return torch.empty((), dtype=x.dtype, device=x.device)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.n = x.numel()
+        return sum_persistent(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.expand(ctx.n)  # every element has slope 1: no kernel, and no memory either
+
+
+def total(x):
+    """The sum of a vector, with a gradient."""
+    return _Sum.apply(x)
+
+
+def inputs(n, dtype=torch.float32):
+    # Centred at 1, not 0: the sum grows with n, so that a 16-bit accumulator gets stuck and a lost block shows.
+    return ((torch.randn(n, device=DEVICE) + 1).to(dtype),)
+
+
+def same_bits_every_time(rung):
+    """Deterministic rungs: the same bits from ten runs."""
+    if rung is sum_atomic:
+        raise Unsupported("atomic additions come in any order")
+    x = inputs(8192 * 9 + 5)[0] * 1e3
+    assert len({rung(x).item() for _ in range(10)}) == 1
+
+
+def strange_numbers(rung):
+    """NaN and inf pass through, inf - inf is NaN, -0 sums to +0 (the accumulator starts at +0), nothing sums to 0."""
+    for values in ([1.0, math.nan], [math.inf, 1.0], [-math.inf, 1.0], [math.inf, -math.inf], [-0.0], []):
+        x = torch.tensor(values, device=DEVICE)
+        got = rung(x)
+        torch.testing.assert_close(got, reference(x), equal_nan=True)
+        assert got.item() != 0 or not torch.signbit(got).item()
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(sum_one_program, sum_atomic, sum_tree, sum_persistent),
+    checks=(
+        case("nothing to add up: 0, and an empty grid is an error in CUDA", n=0),
+        case("one element, no whole tile", n=1),
+        case("a prime: no block divides it", n=1021),
+        case("one past a block", n=4097),
+        case("exactly one tile of the last rung: its tail is empty", n=8192),
+        case("more tiles than programs, and a tail", n=8192 * 19 + 5),
+        case("offsets past 2^31 (the sum overflows fp16, as PyTorch's does)", gib=30, n=2**31 + 1),
+    ),
+    benches=tuple({"n": n} for n in (2**20, 2**22, 2**24, 2**26, 2**28)),
+    bench_dtype=torch.float32,
+    work=lambda n, dtype: Work(bytes=n * dtype.itemsize, flops=n),
+    wrong=(
+        Mutant("the last block is left out", "sum_one_program_kernel", "tl.cdiv(n, BLOCK)", "n // BLOCK", "sum_one_program"),
+        Mutant("each block replaces the sums", "sum_one_program_kernel", "acc +=", "acc =", "sum_one_program"),
+        Mutant("the largest block wins", "sum_atomic_kernel", "tl.atomic_add", "tl.atomic_max", "sum_atomic"),
+        Mutant("the total starts at whatever was there", "sum_atomic", "torch.zeros", "torch.empty", "sum_atomic", "nan"),
+        Mutant("mask lets one lane too many through", "sum_blocks_kernel", "offsets < n", "offsets <= n", "sum_tree", "out of bounds"),
+        Mutant("partial sums in 16 bits", "sum_tree", "dtype=torch.float32", "dtype=torch.bfloat16", "sum_tree"),
+        Mutant("everybody adds the tail", "sum_persistent_kernel", "mask=tail < end", "mask=tail < n", "sum_persistent"),
+        Mutant("nobody is ever the last", "sum_persistent_kernel", "programs - 1", "programs", "sum_persistent", "nan"),
+        Mutant("the second to last finishes", "sum_persistent_kernel", "programs - 1", "tl.maximum(programs - 2, 0)", "sum_persistent", "nan"),
+        Mutant("the counter is not set back", "sum_persistent_kernel", "tl.store(count_ptr, 0)", "pass", "sum_persistent", "nan"),
+    ),
+    peers={"torch": torch.sum, "torch.compile": torch.compile(lambda x: x.sum(), dynamic=False)},
+    claims={sum_persistent: ("16-byte loads", "no spills")},
+    passes={sum_one_program: 1.0, sum_atomic: 1.0, sum_tree: 1.0, sum_persistent: 1.0},
+    properties=(same_bits_every_time, strange_numbers),
+    refuses=(
+        Refusal("a matrix", lambda f: f(inputs(8)[0].view(2, 4)), ValueError, "expected 1"),
+        Refusal("not a float", lambda f: f(torch.arange(8, device=DEVICE)), TypeError, "x is torch.int64"),
+        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
+        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
+    ),
+    grad=Grad(total),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()

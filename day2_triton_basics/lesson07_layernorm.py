@@ -1,0 +1,304 @@
+"""LayerNorm: the mean and the spread of every row
+==================================================
+y = (x - mean) * rstd * w + b with mean and rstd = 1 / sqrt(variance + eps) of each row (Ba, Kiros and Hinton 2016). It
+reads MN elements and writes MN: 4MN bytes in bf16, so 8192 x 8192 (268 MB) cannot take less than 0.064 ms at 4.2 TB/s.
+The definition walks over x three times (mean, variance, result), which is 4MN elements moved instead of 2MN: keeping
+the row on the chip is worth a factor of 2. The second theme is precision: variance as E[x^2] - E[x]^2 needs one
+walk only, and loses all its digits when the mean is large beside the spread.
+
+You will learn: fusing passes over a row, one-pass variance that keeps its digits, merging statistics (Chan).
+Lesson 7b makes every length fast; lesson 8 is the backward.
+Run it:    python day2_triton_basics/lesson07_layernorm.py
+Check it:  python -m lessonkit check lesson07_layernorm
+Time it:   python -m lessonkit bench lesson07_layernorm
+"""
+
+import math
+from functools import partial
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect
+
+import torch
+import triton
+import triton.language as tl
+
+EPS = 1e-5  # PyTorch's default
+
+
+def reference(x, w, b, eps=EPS):
+    """What PyTorch returns, and the two numbers a row that the backward (lesson 8) needs, in fp32."""
+    variance, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, correction=0)
+    y = torch.nn.functional.layer_norm(x, w.shape, w, b, eps)  # reads MN (and w, b), writes MN
+    return y, mean, torch.rsqrt(variance + eps)
+
+
+# Rung 1. The definition, a kernel for each step: mean, rstd, result. A program owns a row and walks over it in blocks.
+# Predicted: x is read three times, so 4MN elements through memory, twice the least.
+@triton.jit
+def mean_kernel(x_ptr, mean_ptr, N, stride_x, BLOCK: tl.constexpr):  # x [M, N], mean [M]
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32)
+    tl.store(mean_ptr + row, tl.sum(total, axis=0) / N)
+
+
+@triton.jit
+def rstd_kernel(x_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    mean = tl.load(mean_ptr + row)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32)
+        centred = tl.where(cols < N, x - mean, 0.0)  # the padding is 0, and 0 - mean is not
+        squares += centred * centred
+    tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(squares, axis=0) / N + eps))
+
+
+@triton.jit
+def normalize_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N)
+        tl.store(y_ptr + row * N + cols, normalize(x, mean, rstd, w_ptr, b_ptr, cols, cols < N), mask=cols < N)
+
+
+@triton.jit
+def normalize(x, mean, rstd, w_ptr, b_ptr, cols, mask):
+    # Every row asks for w and b, so they should outlive the streams of x and y in the caches.
+    w = tl.load(w_ptr + cols, mask=mask, eviction_policy="evict_last").to(tl.float32)
+    b = tl.load(b_ptr + cols, mask=mask, eviction_policy="evict_last").to(tl.float32)
+    return (x.to(tl.float32) - mean) * rstd * w + b
+
+
+def layernorm_unfused(x, w, b, eps=EPS):
+    """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32; three kernels."""
+    M, N, y, mean, rstd = prepare(x, w, b)
+    if y.numel():
+        mean_kernel[(M,)](x, mean, N, x.stride(0), BLOCK=1024)
+        rstd_kernel[(M,)](x, mean, rstd, N, x.stride(0), eps, BLOCK=1024)
+        normalize_kernel[(M,)](x, w, b, y, mean, rstd, N, x.stride(0), BLOCK=1024)
+    return y, mean, rstd
+
+
+# Rung 2. New: a block as wide as the row, so that x is read once and both passes over it are passes over registers.
+# Predicted: 2MN, half of rung 1. A row of N = 4096 is 32 elements for each of 128 threads; at 32768 one program of
+# 1024 threads fills an SM, nothing is loaded while it stores, and 32768 + 1 would waste half of its lanes.
+@triton.jit
+def layernorm_row_kernel(
+    x_ptr,  # [M, N], rows stride_x elements apart
+    w_ptr,  # [N]
+    b_ptr,  # [N]
+    y_ptr,  # [M, N]
+    mean_ptr,  # [M], fp32 as rstd
+    rstd_ptr,  # [M]
+    N, stride_x, eps, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)
+    mask = cols < N
+    x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=0) / N
+    centred = tl.where(mask, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=0) / N + eps)
+    tl.store(y_ptr + row * N + cols, normalize(x, mean, rstd, w_ptr, b_ptr, cols, mask), mask=mask)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+
+
+def layernorm_row(x, w, b, eps=EPS):
+    """As layernorm_unfused, one kernel, a program a row; N up to 32768."""
+    M, N, y, mean, rstd = prepare(x, w, b)
+    if N > 32768:
+        raise Unsupported(f"a row of {N} does not fit one block: at most 32768")
+    if y.numel():
+        block = triton.next_power_of_2(N)
+        warps = min(32, max(1, block // 1024))  # 32 elements a thread: four 16-byte loads in flight in bf16
+        layernorm_row_kernel[(M,)](x, w, b, y, mean, rstd, N, x.stride(0), eps, BLOCK_N=block, num_warps=warps)
+    return y, mean, rstd
+
+
+# Rung 3. New: rows of any length, in chunks, each with its own count, mean and m2 = sum of (x - mean)^2, merged by
+# Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979, eq. 1.5).
+# No digits are lost: only differences of means are squared. Predicted: x is read twice, 3MN elements asked for; but
+# a second read soon after the first finds the row in the 60 MB L2, so less than 1.5 times rung 2's time.
+@triton.jit
+def layernorm_chunked_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, BLOCK: tl.constexpr
+):  # shapes as in rung 2
+    row = tl.program_id(0).to(tl.int64)
+    count, mean, m2 = 0.0, 0.0, 0.0
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32)
+        chunk_count = tl.minimum(N - start, BLOCK).to(tl.float32)
+        chunk_mean = tl.sum(x, axis=0) / chunk_count
+        centred = tl.where(cols < N, x - chunk_mean, 0.0)
+        delta = chunk_mean - mean
+        m2 += tl.sum(centred * centred, axis=0) + delta * delta * (count * chunk_count / (count + chunk_count))
+        count += chunk_count
+        mean += delta * (chunk_count / count)
+    rstd = tl.rsqrt(m2 / N + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N)
+        tl.store(y_ptr + row * N + cols, normalize(x, mean, rstd, w_ptr, b_ptr, cols, cols < N), mask=cols < N)
+
+
+def layernorm_chunked(x, w, b, eps=EPS):
+    """As layernorm_unfused, one kernel, a program a row, any N: x is read twice."""
+    M, N, y, mean, rstd = prepare(x, w, b)
+    if y.numel():
+        layernorm_chunked_kernel[(M,)](x, w, b, y, mean, rstd, N, x.stride(0), eps, BLOCK=4096, num_warps=8)
+    return y, mean, rstd
+
+
+# The slow twin of rung 3: the same loop and names in plain PyTorch, to step through in a debugger.
+def slow_twin(x, w, b, eps=EPS, BLOCK=1024):
+    M, N = x.shape
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    means, rstds = torch.full((2, M), math.nan, device=x.device)
+    for row in range(M if N else 0):
+        count, mean, m2 = 0.0, 0.0, 0.0
+        for start in range(0, N, BLOCK):
+            chunk = x[row, start : start + BLOCK].float()
+            chunk_count = float(len(chunk))
+            chunk_mean = chunk.sum() / chunk_count
+            delta = chunk_mean - mean
+            m2 += ((chunk - chunk_mean) ** 2).sum() + delta * delta * (count * chunk_count / (count + chunk_count))
+            count += chunk_count
+            mean += delta * (chunk_count / count)
+        means[row], rstds[row] = mean, torch.rsqrt(m2 / N + eps)
+        y[row] = ((x[row].float() - mean) * rstds[row] * w.float() + b.float()).to(x.dtype)
+    return y, means, rstds
+
+
+def prepare(x, w, b):
+    expect(x=x, ndim=2, unit_stride=True)
+    expect(w=w, b=b, ndim=1, same_shape=True, contiguous=True)
+    expect(x=x, w=w, b=b, same_dtype=True)
+    if w.shape[0] != x.shape[1]:
+        raise ValueError(f"w has {w.shape[0]} elements, but a row of x has {x.shape[1]}: make them equal")
+    M, N = x.shape
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    # The statistics of no numbers are NaN, as torch.var_mean has it; otherwise a kernel fills them.
+    make = torch.empty if N else partial(torch.full, fill_value=math.nan)
+    mean, rstd = (make((M,), dtype=torch.float32, device=x.device) for _ in range(2))
+    return M, N, y, mean, rstd
+
+
+def inputs(M, N, dtype=torch.float32, pad=0):
+    # Mean 50 with a spread of about 1.5 makes E[x^2] - E[x]^2 lose three digits; the slope makes chunks' means differ;
+    # rows of three scales tell a row from its neighbour, and in the rows of 1/1000 eps is larger than the variance.
+    x = torch.randn(M, N, device=DEVICE) + 50 + torch.linspace(-2, 2, N, device=DEVICE)
+    x *= torch.tensor([1.0, 1e-3, 30.0], device=DEVICE)[torch.arange(M, device=DEVICE) % 3][:, None]
+    wide = torch.empty(M, N + pad, dtype=dtype, device=DEVICE)[:, :N]  # rows N + pad apart
+    wide.copy_(x)
+    w, b = torch.rand(N, device=DEVICE) + 0.5, torch.randn(N, device=DEVICE)
+    return wide, w.to(dtype), b.to(dtype)
+
+
+def shift_and_scale_change_nothing(rung):
+    """LayerNorm of 4x + 8 is LayerNorm of x, as far as eps allows."""
+    x, w, b = inputs(4, 300)
+    y, mean, rstd = rung(x[::3], w, b, eps=0.0)
+    y2, mean2, rstd2 = rung(4 * x[::3] + 8, w, b, eps=0.0)
+    torch.testing.assert_close(y2, y, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close((mean2, rstd2), (4 * mean + 8, rstd / 4), rtol=1e-4, atol=1e-5)
+
+
+def strange_numbers_stay_in_their_row(rung):
+    """A NaN or an infinity makes its own row NaN, as in PyTorch, and no other."""
+    x, w, b = inputs(5, 67)
+    x[1, 3], x[3, 66] = math.nan, math.inf
+    y, _, _ = rung(x, w, b)
+    torch.testing.assert_close(y, reference(x, w, b)[0], rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert y[[1, 3]].isnan().all()
+    assert y[[0, 2, 4]].isfinite().all()
+
+
+def _torch(x, w, b):
+    y, mean, rstd = torch.native_layer_norm(x, w.shape, w, b, EPS)
+    return y, mean.flatten(), rstd.flatten()
+
+
+def _liger(x, w, b):
+    from liger_kernel.ops.layer_norm import layer_norm_forward
+
+    y, _, mean, rstd, *_ = layer_norm_forward(x, w, b, EPS)
+    return y, mean, rstd
+
+
+def _quack(x, w, b):
+    from quack.rmsnorm import layernorm_fwd
+
+    # It takes fp32 weights only: two small conversions, a microsecond or two each, are part of the call.
+    y, rstd, mean = layernorm_fwd(x, w.float(), b.float(), EPS, return_rstd=True, return_mean=True)
+    return y, mean, rstd
+
+
+_compiled = torch.compile(reference, dynamic=False)
+PEERS = {"torch": _torch, "torch.compile": _compiled, "liger": _liger, "quack": _quack}
+# fmt: off
+WRONG = (
+    Mutant("variance as E[x^2] - E[x]^2", "layernorm_row_kernel", "tl.sum(centred * centred, axis=0) / N",
+           "tl.sum(x * x, axis=0) / N - mean * mean", "layernorm_row"),
+    Mutant("padding counted as zeros", "layernorm_row_kernel", "tl.where(mask, x - mean, 0.0)", "x - mean",
+           "layernorm_row"),
+    Mutant("eps squared", "layernorm_chunked_kernel", "m2 / N + eps", "m2 / N + eps * eps", "layernorm_chunked"),
+    Mutant("chunks merged as if their means were equal", "layernorm_chunked_kernel", "delta * delta *", "0.0 *",
+           "layernorm_chunked"),
+    Mutant("a ragged chunk weighs as much as a full one", "layernorm_chunked_kernel", "tl.minimum(N - start, BLOCK)",
+           "tl.minimum(BLOCK, BLOCK)", "layernorm_chunked"),
+    Mutant("rows taken to be N apart", "mean_kernel", "row * stride_x", "row * N", "layernorm_unfused"),
+)
+REFUSES = (
+    Refusal("not a matrix", lambda f: f(torch.ones(8, device=DEVICE), *inputs(2, 8)[1:]), ValueError, "expected 2"),
+    Refusal("w too short", lambda f: f(inputs(2, 8)[0], *inputs(2, 7)[1:]), ValueError, "w has 7 elements"),
+    Refusal("w in fp64", lambda f: f(inputs(2, 8)[0], *(t.double() for t in inputs(2, 8)[1:])), TypeError, "w is"),
+    Refusal("every second column", lambda f: f(inputs(2, 8)[0][:, ::2], *inputs(2, 4)[1:]), ValueError, "stride 2"),
+    Refusal("gradient lost", lambda f: f(inputs(2, 8)[0].requires_grad_(), *inputs(2, 8)[1:]), ValueError, "grad"),
+)
+# fmt: on
+
+
+def work(M, N, dtype, pad=0):
+    return Work(bytes=2 * (M + 1) * N * dtype.itemsize + 8 * M, flops=8 * M * N)
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(layernorm_unfused, layernorm_row, layernorm_chunked),
+    checks=(
+        case("no rows", M=0, N=5),
+        case("rows of nothing", M=3, N=0),
+        case("one element: the variance is 0 and eps alone is left", M=2, N=1),
+        case("a prime: 27 of 128 lanes are padding", M=5, N=101),
+        case("one past rung 1's block; rows 3 elements apart, so that most are not aligned", M=4, N=1025, pad=3),
+        case("one past rung 3's block: a last chunk of one element", M=4, N=4097),
+        case("a row past element 2^31", gib=30, M=3, N=5, pad=2**30),
+        case("four chunks, the last ragged", M=3, N=12672),
+        case("the bytes are counted here", M=40, N=520),
+    ),
+    benches=tuple({"M": m, "N": n} for m, n in ((4096, 4096), (8192, 8192), (4096, 32768))),
+    work=work,
+    wrong=WRONG,
+    peers=PEERS,
+    claims={layernorm_row: ("16-byte loads", "16-byte stores", "no spills"), layernorm_chunked: ("no spills",)},
+    # The interpreter has no cache: it also counts w and b, which each row asks for anew, as many elements as x and y
+    # together. Without them (on a GPU they come from a cache) these are 2, 1 and 1.5 times the least.
+    passes={layernorm_unfused: 3.0, layernorm_row: 2.0, layernorm_chunked: 2.5},
+    properties=(shift_and_scale_change_nothing, strange_numbers_stay_in_their_row),
+    refuses=REFUSES,
+    twin=slow_twin,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

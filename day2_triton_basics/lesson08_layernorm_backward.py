@@ -1,0 +1,302 @@
+"""LayerNorm backward: one sum along the row, one down the column
+=============================================================
+With x_hat = (x - mean) * rstd, g = dy * w, and c1, c2 the means over the row of g * x_hat and of g:
+
+    dx = rstd * (g - x_hat * c1 - c2)      dw = sum over rows of dy * x_hat      db = sum over rows of dy
+
+It reads dy and x and writes dx, 3MN elements: 8192 x 8192 in bf16 (403 MB) cannot take less than 0.096 ms at 4.2 TB/s.
+dx wants a program to own rows, dw and db want it to own columns; two kernels, one for each, move 5MN. Doing both in
+one pass is worth a factor of 5/3, beside what the separate kernels lose by themselves.
+
+You will learn: partial sums in registers over many rows, atomics and their price, a deterministic second stage.
+Rows too long for registers, and the op that ties forward and backward together, are lesson 8b.
+Run it:    python day2_triton_basics/lesson08_layernorm_backward.py
+Check it:  python -m lessonkit check lesson08_layernorm_backward
+Time it:   python -m lessonkit bench lesson08_layernorm_backward
+"""
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms
+
+import torch
+import triton
+import triton.language as tl
+
+from day2_triton_basics import lesson07_layernorm as forward
+
+
+def reference(dy, x, w, mean, rstd):
+    """The three formulas in fp32 (or wider); mean and rstd are what the forward saved."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    g = dy.to(wide) * w.to(wide)
+    x_hat = (x.to(wide) - mean[:, None]) * rstd[:, None]
+    c1, c2 = (g * x_hat).mean(-1, keepdim=True), g.mean(-1, keepdim=True)
+    dx = rstd[:, None] * (g - x_hat * c1 - c2)  # reads 2MN, writes MN
+    dw, db = (dy.to(wide) * x_hat).sum(0), dy.to(wide).sum(0)  # reads 2MN
+    return dx.to(x.dtype), dw.to(x.dtype), db.to(x.dtype)
+
+
+# Rung 1. A kernel for each direction: a program a row for dx, a program a strip of 64 columns for dw and db.
+# Predicted: dy and x are read twice, 5MN, so at best 5/3 of the least; and at N = 4096 only 64 programs for dw.
+@triton.jit
+def dx_kernel(
+    dy_ptr,  # [M, N], rows stride_dy elements apart
+    x_ptr,  # [M, N], rows stride_x elements apart
+    w_ptr,  # [N]
+    mean_ptr,  # [M], fp32 as rstd
+    rstd_ptr,  # [M]
+    dx_ptr,  # [M, N]
+    dw_ptr,  # [N], fp32 as db; used by rung 2
+    db_ptr,  # [N]
+    N, stride_dy, stride_x, ATOMIC: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)
+    mask = cols < N
+    dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.load(rstd_ptr + row)
+    x_hat = (x - tl.load(mean_ptr + row)) * rstd  # in the padding dy is 0, and so is every product below
+    c1 = tl.sum(dy * w * x_hat, axis=0) / N
+    c2 = tl.sum(dy * w, axis=0) / N
+    tl.store(dx_ptr + row * N + cols, rstd * (dy * w - x_hat * c1 - c2), mask=mask)
+    if ATOMIC:
+        tl.atomic_add(dw_ptr + cols, dy * x_hat, mask=mask, sem="relaxed")
+        tl.atomic_add(db_ptr + cols, dy, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def dw_db_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, M, N, stride_dy, stride_x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, M, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+        dy, x_hat = load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dy, stride_x)
+        dw += dy * x_hat
+        db += dy
+    tl.store(dw_ptr + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
+    tl.store(db_ptr + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
+
+
+@triton.jit
+def load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dy, stride_x):
+    """dy and x_hat of a tile in fp32; both are 0 in rows past M, and dy is 0 in columns past N."""
+    mask = (rows < M) & (cols < N)
+    dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
+    rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+    return dy, (x - mean) * rstd
+
+
+def layernorm_backward_naive(dy, x, w, mean, rstd):
+    """dy [M, N], x [M, N], w [N], mean [M], rstd [M] (fp32) -> dx [M, N], dw [N], db [N]; N up to 32768."""
+    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd, longest=32768)
+    if dx.numel():
+        strides, block = (dy.stride(0), x.stride(0)), triton.next_power_of_2(N)
+        warps = min(32, max(1, block // 512))
+        dx_kernel[(M,)](dy, x, w, mean, rstd, dx, dw, db, N, *strides, ATOMIC=False, BLOCK_N=block, num_warps=warps)
+        dw_db_kernel[(triton.cdiv(N, 64),)](dy, x, mean, rstd, dw, db, M, N, *strides, BLOCK_M=32, BLOCK_N=64)
+    return dx, dw, db
+
+
+# Rung 2. New: the dx program has dy and x_hat at hand, so it adds its row to dw and db itself, atomically (Triton's
+# layer-norm tutorial takes locks in groups of rows for this). Predicted: x and dy are read once, but each element
+# costs two fp32 atomics, M of them to the same address, one after another in L2: 8 bytes of traffic there for 6
+# through memory. And their order is not fixed: two runs on the same input may differ in the last digits.
+def layernorm_backward_atomic(dy, x, w, mean, rstd):
+    """As layernorm_backward_naive, one kernel; dw and db are not reproducible bit by bit."""
+    M, N, dx, _, _ = prepare(dy, x, w, mean, rstd, longest=32768)
+    dw, db = torch.zeros((2, N), dtype=torch.float32, device=x.device)
+    if dx.numel():
+        block = triton.next_power_of_2(N)
+        dx_kernel[(M,)](dy, x, w, mean, rstd, dx, dw, db, N, dy.stride(0), x.stride(0), ATOMIC=True, BLOCK_N=block,
+                        num_warps=min(32, max(1, block // 512)))  # fmt: skip
+    return dx, dw.to(w.dtype), db.to(w.dtype)
+
+
+# Rung 3. New: as many programs as the GPU runs at once, each with many rows; dw and db stay in fp32 registers from the
+# first row to the last and are written once, [programs, N]. A second kernel adds the programs up in a fixed order. The
+# next rows are on their way while these are worked on: with so few programs nobody else would ask in the meantime.
+# Predicted: 3MN, and for 264 programs at N = 4096 another 8.7 MB of partial sums, which the L2 holds.
+@triton.jit
+def layernorm_backward_kernel(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr, M, N, stride_dy, stride_x,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    w = tl.load(w_ptr + cols, mask=cols < N, other=0.0)
+    dw = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    db = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    rows = program * ROWS + tl.arange(0, ROWS)[:, None]
+    next_dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=(rows < M) & (cols < N), other=0.0)
+    next_x = tl.load(x_ptr + rows * stride_x + cols, mask=(rows < M) & (cols < N), other=0.0)
+    for _ in range(program, tl.cdiv(M, ROWS), programs):
+        mask = (rows < M) & (cols < N)
+        dy, x = next_dy.to(tl.float32), next_x.to(tl.float32)
+        after = rows + programs * ROWS
+        next_dy = tl.load(dy_ptr + after * stride_dy + cols, mask=(after < M) & (cols < N), other=0.0)
+        next_x = tl.load(x_ptr + after * stride_x + cols, mask=(after < M) & (cols < N), other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+        x_hat = (x - tl.load(mean_ptr + rows, mask=rows < M, other=0.0)) * rstd
+        g = dy * w.to(tl.float32)
+        c1 = tl.sum(g * x_hat, axis=1, keep_dims=True) / N
+        c2 = tl.sum(g, axis=1, keep_dims=True) / N
+        tl.store(dx_ptr + rows * N + cols, rstd * (g - x_hat * c1 - c2), mask=mask)
+        dw += dy * x_hat
+        db += dy
+        rows = after
+    tl.store(partial_dw_ptr + program * N + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
+    tl.store(partial_db_ptr + program * N + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
+
+
+@triton.jit
+def add_partials_kernel(
+    partial_dw_ptr, partial_db_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):  # partial [P, N] in fp32 -> [N]
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    dw = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P).to(tl.int64)[:, None]
+        mask = (p < P) & (cols < N)
+        dw += tl.load(partial_dw_ptr + p * N + cols, mask=mask, other=0.0)
+        db += tl.load(partial_db_ptr + p * N + cols, mask=mask, other=0.0)
+    tl.store(dw_ptr + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
+    tl.store(db_ptr + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
+
+
+def layernorm_backward_persistent(dy, x, w, mean, rstd):
+    """As layernorm_backward_naive, dw and db in a fixed order; N up to 16384."""
+    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd, longest=16384)
+    if dx.numel():
+        block = triton.next_power_of_2(N)
+        rows = max(1, 4096 // block)
+        # dw and db alone are 8 bytes an element of the tile: 16 elements for each of 256 threads leave room for a
+        # second program on the SM, and tiles of 8192 or 16384 fill its registers by themselves.
+        programs = min(triton.cdiv(M, rows), num_sms() * max(1, 8192 // (rows * block)))
+        partial_dw, partial_db = torch.empty((2, programs, N), dtype=torch.float32, device=x.device)
+        layernorm_backward_kernel[(programs,)](
+            dy, x, w, mean, rstd, dx, partial_dw, partial_db, M, N, dy.stride(0), x.stride(0), rows, block,
+            num_warps=min(16, rows * block // 512),
+        )  # fmt: skip
+        add_partials(partial_dw, partial_db, dw, db)
+    return dx, dw, db
+
+
+def add_partials(partial_dw, partial_db, dw, db):
+    P, N = partial_dw.shape
+    add_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32)
+
+
+def prepare(dy, x, w, mean, rstd, longest=None):
+    expect(dy=dy, x=x, ndim=2, same_shape=True, same_dtype=True, unit_stride=True)
+    expect(x=x, w=w, same_dtype=True)
+    expect(mean=mean, rstd=rstd, ndim=1, same_shape=True, contiguous=True, dtypes=(torch.float32,))
+    M, N = x.shape
+    if w.shape != (N,) or mean.shape != (M,):
+        raise ValueError(f"w {tuple(w.shape)}, mean {tuple(mean.shape)}: expected ({N},), ({M},) for x {M} x {N}")
+    if longest and N > longest:
+        raise Unsupported(f"a row of {N} does not fit one program: at most {longest}")
+    dx = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    dw, db = (torch.empty if M else torch.zeros)((2, N), dtype=w.dtype, device=x.device)  # a sum of no rows is 0
+    return M, N, dx, dw, db
+
+
+def inputs(M, N, dtype=torch.float32, pad=0):
+    # The forward's x has rows of three scales and a large mean, so a row taken for its neighbour shows. dy is not
+    # centred: with a mean of 0 a forgotten c2 would hide in the noise.
+    x, w, b = forward.inputs(M, N, dtype, pad)
+    _, mean, rstd = forward.reference(x, w, b)
+    dy = torch.empty(M, N + pad, dtype=dtype, device=DEVICE)[:, :N]
+    dy.copy_(torch.randn(M, N, device=DEVICE) + 0.5)
+    return dy, x, w, mean, rstd
+
+
+def dx_is_orthogonal(rung):
+    """y does not change when a row is shifted or stretched, so dx . 1 and dx . x_hat are 0 in every row (eps aside)."""
+    dy, x, w, mean, rstd = inputs(4, 300)
+    dx = rung(dy, x, w, mean, rstd)[0][::3].double()
+    x_hat = ((x - mean[:, None]) * rstd[:, None])[::3].double()
+    for along in (torch.ones_like(x_hat), x_hat):
+        assert ((dx * along).sum(1).abs() < 1e-3 * dx.abs().sum(1)).all()
+
+
+def _torch(dy, x, w, mean, rstd):
+    return torch.native_layer_norm_backward(dy, x, w.shape, mean, rstd, w, w, [True, True, True])
+
+
+def _liger(dy, x, w, mean, rstd):
+    from liger_kernel.ops.layer_norm import layer_norm_backward
+
+    return layer_norm_backward(dy, x, w, w, mean, rstd)
+
+
+def _quack(dy, x, w, mean, rstd):
+    from quack.rmsnorm import layernorm_bwd
+
+    return layernorm_bwd(x, w, dy, rstd, mean)
+
+
+PEERS = {"torch": _torch, "torch.compile": torch.compile(reference, dynamic=False), "liger": _liger, "quack": _quack}
+
+
+def work(M, N, dtype, pad=0):
+    return Work(bytes=3 * (M + 1) * N * dtype.itemsize + 8 * M, flops=14 * M * N)
+
+
+# fmt: off
+WRONG = (
+    Mutant("the mean of g forgotten", "dx_kernel", "- x_hat * c1 - c2", "- x_hat * c1", "layernorm_backward_naive"),
+    Mutant("w left out of the sums", "dx_kernel", "tl.sum(dy * w * x_hat, axis=0)", "tl.sum(dy * x_hat, axis=0)",
+           "layernorm_backward_atomic"),
+    Mutant("dw of the raw x", "load_rows", "dy, (x - mean) * rstd", "dy, x * rstd", "layernorm_backward_naive"),
+    Mutant("partial dw kept in half precision", "layernorm_backward_kernel", "dw += dy * x_hat",
+           "dw = (dw + dy * x_hat).to(tl.float16).to(tl.float32)", "layernorm_backward_persistent"),
+    Mutant("every second tile of rows skipped", "layernorm_backward_kernel", "rows + programs * ROWS",
+           "rows + 2 * programs * ROWS", "layernorm_backward_persistent", "nan"),
+    Mutant("the last partial sums left out", "add_partials_kernel", "(p < P)", "(p < P - 1)", "layernorm_backward_persistent"),
+)
+REFUSES = (
+    Refusal("shapes differ", lambda f: f(inputs(2, 7)[0], *inputs(2, 8)[1:]), ValueError, "x has shape"),
+    Refusal("w too short", lambda f: f(*inputs(2, 8)[:2], *inputs(2, 7)[2:]), ValueError, "expected \\(8,\\)"),
+    Refusal("statistics in fp16", lambda f: f(*inputs(2, 8)[:3], *(t.half() for t in inputs(2, 8)[3:])), TypeError, "mean"),
+    Refusal("transposed", lambda f: f(inputs(8, 8)[0].T, *inputs(8, 8)[1:]), ValueError, "dy has stride 8"),
+)
+# fmt: on
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(layernorm_backward_naive, layernorm_backward_atomic, layernorm_backward_persistent),
+    checks=(
+        case("no rows: dw and db are 0", M=0, N=5),
+        case("rows of nothing", M=3, N=0),
+        case("one element a row", M=2, N=1),
+        case("a prime, and 37 rows leave the second tile of 32 hanging over", M=37, N=101),
+        case("rows 3 elements apart, so that most are not aligned", M=5, N=1025, pad=3),
+        case("more tiles than programs, so that each walks", M=301, N=128),
+        case("the widest block", M=5, N=8193),
+        case("a row past element 2^31", gib=40, M=3, N=5, pad=2**30),
+        case("the bytes are counted here", M=128, N=4096),
+    ),
+    benches=tuple(
+        {"M": m, "N": n} for m, n in ((32768, 256), (32768, 1024), (4096, 4096), (8192, 8192), (4096, 12672))
+    ),
+    work=work,
+    wrong=WRONG,
+    peers=PEERS,
+    claims={layernorm_backward_persistent: ("no spills",)},
+    # The interpreter has no cache: in rung 1 it also counts w, once a row (a third of dx's own traffic); in rung 2 the
+    # atomics too, 8 bytes an element; rung 3 has w once a program and 2N partial sums from each of 8.
+    passes={layernorm_backward_naive: 2.0, layernorm_backward_atomic: 2.0, layernorm_backward_persistent: 1.1},
+    properties=(dx_is_orthogonal,),
+    refuses=REFUSES,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,281 @@
+"""Cross-entropy: read the logits once, write almost nothing
+========================================================
+loss = log(sum_j exp(x_j)) - x_target for each row of logits [M, V]: MV elements to read, two numbers a row to write.
+PyTorch writes out the log-softmax, MV elements more, and then reads one of each row. By count, this lesson's first rung
+moves five times the bytes of the others. At 4.2 TB/s, 8192 x 128,256 in bf16 (2.1 GB, Llama 3's vocabulary) cannot take
+less than 0.5 ms.
+
+The loss is fp32 whatever the logits are, as under autocast: a batch's mean should not start from 8 bits. The second
+result, lse = log(sum_j exp(x_j)), is all that the backward needs (lesson 13). A target is a class, or -100 (ignored:
+loss 0). Any other raises in PyTorch on the CPU and ends the process on a GPU; here its loss is NaN.
+
+You will learn: fusing a pick into a reduction, an online reduction with no reduction in its loop. Lesson 12b goes on
+from rung 3 to the speed of memory.
+Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
+Run it:    python day2_triton_basics/lesson12_cross_entropy.py
+Check it:  python -m lessonkit check lesson12_cross_entropy
+Time it:   python -m lessonkit bench lesson12_cross_entropy
+"""
+
+import math
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect
+
+import torch
+import triton
+import triton.language as tl
+
+IGNORE = tl.constexpr(-100)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
+
+
+def reference(logits, targets):
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    top = x.amax(-1)
+    lse = top + (x - top[:, None]).exp().sum(-1).log()
+    return torch.nn.functional.cross_entropy(x, targets, reduction="none"), lse
+
+
+# Rung 1. As PyTorch does it: the log-softmax is written out, and a second kernel picks one element of each row. m is
+# subtracted because exp overflows fp32 past 88.7. Predicted: three reads of 2 bytes an element and a write of 4, so 10
+# bytes where 2 would do (caches may serve the second and third read of a short row).
+@triton.jit
+def log_softmax_kernel(x_ptr, log_p_ptr, lse_ptr, V, stride_x, BLOCK: tl.constexpr):  # x, log_p: [M, V], lse: [M]
+    row = tl.program_id(0).to(tl.int64)  # int64 before the multiplication: M * V may be past 2^31
+    x_ptr += row * stride_x
+    lanes = tl.arange(0, BLOCK)
+    m = LOWEST  # not -inf: -inf - -inf is NaN
+    for i in range(0, V, BLOCK):
+        # Lanes past the end must not win: a 0 there would be the maximum of every negative row.
+        x = tl.load(x_ptr + i + lanes, mask=i + lanes < V, other=-float("inf")).to(tl.float32)
+        m = tl.maximum(m, tl.max(x, axis=0))
+    s = 0.0
+    for i in range(0, V, BLOCK):
+        x = tl.load(x_ptr + i + lanes, mask=i + lanes < V, other=-float("inf")).to(tl.float32)
+        s += tl.sum(tl.exp(x - m), axis=0)
+    log_s = log_of_sum(s)
+    tl.store(lse_ptr + row, m + log_s)
+    for i in range(0, V, BLOCK):
+        x = tl.load(x_ptr + i + lanes, mask=i + lanes < V).to(tl.float32)
+        tl.store(log_p_ptr + row * V + i + lanes, x - m - log_s, mask=i + lanes < V)
+
+
+@triton.jit
+def log_of_sum(s):
+    # s = 0 only if the whole row is -inf: PyTorch's softmax divides 0 by 0 there.
+    return tl.where(s > 0, tl.log(s), float("nan"))
+
+
+@triton.jit
+def pick_kernel(log_p_ptr, targets_ptr, loss_ptr, M, V, BLOCK: tl.constexpr):  # [M, V], [M], [M]
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target, log_p = target_value(log_p_ptr, targets_ptr, rows, M, V, V)
+    tl.store(loss_ptr + rows, tl.where(target == IGNORE, 0.0, -log_p), mask=rows < M)
+
+
+@triton.jit
+def target_value(x_ptr, targets_ptr, row, M, V, stride_x):
+    """The target of a row (or of several) and x there; NaN if it is no class, for it is never used as an address."""
+    target = tl.load(targets_ptr + row, mask=row < M, other=IGNORE)
+    inside = (target >= 0) & (target < V)
+    x = tl.load(x_ptr + row.to(tl.int64) * stride_x + target, mask=inside, other=float("nan"))
+    return target, x.to(tl.float32)
+
+
+def cross_entropy_unfused(logits, targets):
+    """[M, V], [M] -> loss [M], lse [M]; two kernels, and an fp32 [M, V] between them."""
+    loss, lse, M, V = prepare(logits, targets)
+    if M:
+        log_p = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        log_softmax_kernel[(M,)](logits, log_p, lse, V, logits.stride(0), BLOCK=1024)
+        pick_kernel[(triton.cdiv(M, 128),)](log_p, targets, loss, M, V, BLOCK=128)
+    return loss, lse
+
+
+# Rung 2. New: the row stays in registers, and the target's logit is one element more to load, asked for first so that
+# it arrives along with the row. Predicted: MV, a fifth of the bytes; but nothing past 65,536 columns.
+@triton.jit
+def row_kernel(
+    x_ptr, targets_ptr, loss_ptr, lse_ptr,  # [M, V], [M], [M], [M]
+    M, V, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    target, logit = target_value(x_ptr, targets_ptr, rows, M, V, stride_x)
+    mask = (rows < M)[:, None] & (cols < V)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * stride_x + cols[None, :]
+    x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
+    m = tl.maximum(tl.max(x, axis=1), LOWEST)
+    s = tl.sum(tl.exp(x - m[:, None]), axis=1)
+    finish(m, s, target, logit, loss_ptr, lse_ptr, rows, M)
+
+
+@triton.jit
+def finish(m, s, target, logit, loss_ptr, lse_ptr, row, M):
+    log_s = log_of_sum(s)
+    tl.store(lse_ptr + row, m + log_s, mask=row < M)
+    # Not lse - logit: of the difference of two numbers near 1000 fp32 keeps 4 digits.
+    tl.store(loss_ptr + row, tl.where(target == IGNORE, 0.0, log_s - (logit - m)), mask=row < M)
+
+
+def cross_entropy_row(logits, targets, *, rows=1):
+    """[M, V], [M] -> loss [M], lse [M]; a program holds whole rows of at most 65,536 columns."""
+    loss, lse, M, V = prepare(logits, targets)
+    if V > 65536:
+        raise Unsupported("rows past 65,536: 1024 threads with 64 fp32 elements each are the whole register file")
+    if M:
+        block = triton.next_power_of_2(V)
+        grid, warps = (triton.cdiv(M, rows),), max(1, min(32, rows * block // 1024))
+        row_kernel[grid](logits, targets, loss, lse, M, V, logits.stride(0), rows, block, num_warps=warps)
+    return loss, lse
+
+
+# Rung 3. New: any V, in one pass. m and s are kept while the row goes by, and s is rescaled when m grows: but by each
+# lane for itself. A maximum over the block in every step would have all warps wait for each other; lanes need not agree
+# until the row is over, for (m, s) pairs combine in any order. Predicted: the same MV, at any V; but two exponentials an
+# element. An SM has 16 a cycle, and memory could bring it 9 bf16 elements a cycle: so at most 16/18 of memory speed.
+@triton.jit
+def online_kernel(x_ptr, targets_ptr, loss_ptr, lse_ptr, M, V, stride_x, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    target, logit = target_value(x_ptr, targets_ptr, row, M, V, stride_x)
+    m = tl.full([BLOCK], LOWEST, tl.float32)
+    s = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row.to(tl.int64) * stride_x + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
+        m_new = tl.maximum(m, x)
+        s = s * tl.exp(m - m_new) + tl.exp(x - m_new)
+        m = m_new
+    top = tl.max(m, axis=0)
+    finish(top, tl.sum(s * tl.exp(m - top), axis=0), target, logit, loss_ptr, lse_ptr, row, M)
+
+
+def cross_entropy_online(logits, targets):
+    """[M, V], [M] -> loss [M], lse [M]; one program a row of any length, 16 elements a thread at a time."""
+    loss, lse, M, V = prepare(logits, targets)
+    if M:
+        block = min(4096, triton.next_power_of_2(V))
+        warps = max(1, block // 512)
+        online_kernel[(M,)](logits, targets, loss, lse, M, V, logits.stride(0), block, num_warps=warps)
+    return loss, lse
+
+
+def online_twin(logits, targets, block=16):
+    """[M, V], [M] -> loss [M], lse [M]: the loop of online_kernel in plain PyTorch, to step through in a debugger."""
+    M, V = logits.shape
+    loss, lse = torch.empty(2, M)
+    for row in range(M):
+        m = torch.full([block], LOWEST.value)
+        s = torch.zeros(block)
+        for start in range(0, V, block):
+            x = torch.full([block], -math.inf)
+            x[: V - start] = logits[row, start : start + block].float()
+            m_new = torch.maximum(m, x)
+            s = s * torch.exp(m - m_new) + torch.exp(x - m_new)
+            m = m_new
+        top = m.max()
+        log_s = (s * torch.exp(m - top)).sum().log()
+        lse[row] = top + log_s
+        loss[row] = 0.0 if targets[row] == IGNORE.value else log_s - (logits[row, targets[row]].float() - top)
+    return loss, lse
+
+
+def prepare(logits, targets):
+    """Check the arguments of a forward; return loss [M], lse [M], both to be filled, and M, V."""
+    expect(logits=logits, ndim=2, unit_stride=True)
+    expect(targets=targets, ndim=1, dtypes=(torch.int64,), contiguous=True)
+    M, V = logits.shape
+    if len(targets) != M:
+        raise ValueError(f"targets has {len(targets)} rows, but logits has {M}: pass one target a row")
+    if M and not V:
+        raise ValueError("logits has no classes (0 columns): pass one at least")
+    loss, lse = torch.empty(2, M, dtype=torch.float32, device=logits.device)
+    return loss, lse, M, V
+
+
+def inputs(M, V, pad=0, skip=0, dtype=torch.float32):
+    # Centred at -8: a lane past the end that counts as 0 would be the largest of its row. Without the maximum rows at
+    # 3000 overflow (lse - logit loses digits there) and rows at -110 are log(0). The first half of some rows is -inf,
+    # as a masked vocabulary is. pad, skip: a slice of a wider matrix, so stride(0) is not V and rows start anywhere.
+    x = torch.randn(M, skip + V + pad, device=DEVICE) * 3 - 8
+    x[1::4] += 3008
+    x[2::4] -= 102
+    x[3::4, : skip + V // 2] = -math.inf
+    targets = V - 1 - torch.arange(M, device=DEVICE) * 7919 % V  # the last column first: it lies in the partial block
+    targets[2::5] = -100
+    return x.to(dtype)[:, skip : skip + V], targets
+
+
+def _torch(logits, targets):
+    log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
+    return torch.nn.functional.nll_loss(log_p, targets, reduction="none"), logits[:, 0] - log_p[:, 0]
+
+
+def _quack(logits, targets):
+    from quack.cross_entropy import cross_entropy_fwd
+
+    return cross_entropy_fwd(logits, targets, return_lse=True)
+
+
+def strange_numbers(rung):
+    """NaN and inf as in PyTorch; a target that is no class gives NaN, whatever lies at that address."""
+    nan, inf = math.nan, math.inf
+    x = torch.tensor([[1, nan, 2], [1, inf, 2], [-inf] * 3, [1, -inf, 2], [3e38, -3e38, 0]], device=DEVICE)
+    for target in (0, 1, -100):
+        targets = torch.full([5], target, device=DEVICE)
+        torch.testing.assert_close(rung(x, targets), reference(x, targets), rtol=1e-6, atol=0, equal_nan=True)
+    for target in (-1, 3, -101, 2**40):
+        loss, lse = rung(x[3:4], torch.tensor([target], device=DEVICE))
+        assert loss.isnan().all() and lse.isfinite().all()
+
+
+def shift_invariance(rung):
+    """loss(x + 1024) = loss(x), to the last digits; x is rounded so that adding 1024 is exact."""
+    x = (torch.randn(3, 781, device=DEVICE) * 64).round() / 16
+    targets = torch.tensor([0, 780, 5], device=DEVICE)
+    torch.testing.assert_close(rung(x + 1024, targets)[0], rung(x, targets)[0], rtol=1e-6, atol=0)
+
+
+_WRONG = (
+    Mutant("no maximum: exp overflows", "row_kernel", "tl.exp(x - m[:, None])", "tl.exp(x)", "cross_entropy_row"),
+    Mutant("lanes past the end count as 0", "row_kernel", 'other=-float("inf")', "other=0.0", "cross_entropy_row"),
+    Mutant("an ignored row has a loss", "finish", "target == IGNORE", "target == 100", "cross_entropy_row", "nan"),
+    Mutant("two large numbers subtracted", "finish", "log_s - (logit - m)", "m + log_s - logit", "cross_entropy_row"),
+    Mutant("s not rescaled", "online_kernel", "s * tl.exp(m - m_new)", "s", "cross_entropy_online"),
+    Mutant("lanes merged as if they agreed", "online_kernel", "s * tl.exp(m - top)", "s", "cross_entropy_online"),
+)  # fmt: skip
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(cross_entropy_unfused, cross_entropy_row, cross_entropy_online),
+    checks=(
+        case("nothing to do", M=0, V=8),
+        case("one class: the loss is exactly 0", M=3, V=1),
+        case("fewer columns than a warp has lanes", M=5, V=7),
+        case("one past a block of 1024", M=4, V=1025),
+        case("no row starts at a multiple of 16 bytes", M=4, V=2051, pad=4, skip=1),
+        case("elements past 2^31", gib=90, M=2**16 + 1, V=2**15 + 5),
+        case("five blocks, and a stride that is not V", M=3, V=20480, pad=3),
+    ),
+    benches=tuple(
+        {"M": M, "V": V} for M, V in ((4096, 32768), (4096, 50257), (8192, 128256), (2048, 131072), (32768, 1024))
+    ),
+    work=lambda M, V, dtype, **_: Work(bytes=M * (V * dtype.itemsize + 8 + 4 + 4), flops=4 * M * V),
+    wrong=_WRONG,
+    peers={"torch": _torch, "torch.compile": torch.compile(_torch, dynamic=False), "quack": _quack},
+    claims={cross_entropy_online: ("no spills",)},
+    passes={cross_entropy_unfused: 5.0, cross_entropy_row: 1.0, cross_entropy_online: 1.0},
+    properties=(strange_numbers, shift_invariance),
+    refuses=(
+        Refusal("a target too many", lambda f: f(inputs(2, 8)[0], inputs(3, 8)[1]), ValueError, "targets has 3"),
+        Refusal("no classes", lambda f: f(torch.ones(2, 0, device=DEVICE), inputs(2, 8)[1]), ValueError, "no classes"),
+        Refusal("probabilities", lambda f: f(*inputs(2, 8)[:1] * 2), TypeError, "targets is torch.float32"),
+        Refusal("column-major", lambda f: f(inputs(8, 8)[0].t(), inputs(8, 8)[1]), ValueError, "contiguous"),
+        Refusal("no backward", lambda f: f(inputs(2, 8)[0].requires_grad_(), inputs(2, 8)[1]), ValueError, "grad"),
+    ),
+    twin=online_twin,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

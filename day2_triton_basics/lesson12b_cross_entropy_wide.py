@@ -1,0 +1,153 @@
+"""Cross-entropy at the speed of memory: any width, any number of rows
+===================================================================
+Lesson 12's online kernel reads each logit once and still waits for other things than memory: two exponentials an
+element; 2-byte loads where V is odd (GPT-2's is 50,257); too few programs where rows are few. Here each of them goes.
+The bytes stay the same: at 4.2 TB/s, 4096 x 50,257 in bf16 (412 MB) cannot take less than 0.098 ms.
+
+You will learn: aligned loads of rows that start at odd addresses, loads ahead of use, splitting a row over programs.
+Run it:    python day2_triton_basics/lesson12b_cross_entropy_wide.py
+Check it:  python -m lessonkit check lesson12b_cross_entropy_wide
+Time it:   python -m lessonkit bench lesson12b_cross_entropy_wide
+"""
+
+from lessonkit import Lesson, Mutant, case, num_sms
+
+import torch
+import triton
+import triton.language as tl
+
+from day2_triton_basics.lesson12_cross_entropy import LESSON as BEFORE
+from day2_triton_basics.lesson12_cross_entropy import LOWEST, cross_entropy_row, finish, prepare, target_value
+
+
+# Rung 1. New, against lesson 12's online kernel:
+# - A lane owns W neighbours, 16 bytes, and takes their maximum first: 1 + 1/W exponentials an element instead of 2.
+# - Chunks of W are counted from the start of the tensor and not of the row. With an odd V most rows start where the
+#   hardware has no wide load. Here the chunks wholly inside a row are loaded whole (their offset is W times an integer,
+#   so the compiler sees that they are aligned), and the few elements on either side of them singly.
+# - The next chunks are asked for before this step's arithmetic.
+# Predicted: the speed of memory at every V, odd ones too, as long as there are rows enough for every SM.
+@triton.jit
+def wide_kernel(
+    x_ptr, targets_ptr, loss_ptr, lse_ptr,  # [M, V] at a multiple of W elements, [M], [M], [M]
+    notes_ptr,  # [2, M, PARTS], if PARTS > 1 (rung 2): m and s of each part of a row
+    M, V, stride_x, PARTS: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    if PARTS == 1:
+        target, logit = target_value(x_ptr, targets_ptr, row, M, V, stride_x)
+    begin = row.to(tl.int64) * stride_x
+    end = begin + V
+    first = (begin + W - 1) // W  # of the chunks wholly inside the row, and `after` the last
+    after = end // W
+    each = tl.cdiv(tl.maximum(after - first, 0), PARTS).to(tl.int32)
+    n = tl.minimum(each, (after - first).to(tl.int32) - part * each)
+    lanes = tl.arange(0, LANES)[:, None]
+    chunks_ptr = x_ptr + (first + part * each) * W + lanes * W + tl.arange(0, W)[None, :]
+    x = tl.load(chunks_ptr, mask=lanes < n, other=-float("inf"))
+    # The W elements before the chunks and those after; in a row that lies within one chunk these are not the same.
+    side = tl.arange(0, 2 * W)
+    side = tl.where(side < W, (first - 1) * W, (tl.maximum(first, after) - 1) * W) + side
+    mine = (side >= tl.where(part == 0, begin, end)) & (side < end)  # part 0 takes them, once
+    edge = tl.load(x_ptr + side, mask=mine, other=-float("inf")).to(tl.float32)
+    m = tl.full([LANES], LOWEST, tl.float32)
+    s = tl.zeros([LANES], tl.float32)
+    for start in range(LANES, n + LANES, LANES):
+        ahead = tl.load(chunks_ptr + start * W, mask=start + lanes < n, other=-float("inf"))
+        x = x.to(tl.float32)
+        m_new = tl.maximum(m, tl.max(x, axis=1))
+        s = s * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new[:, None]), axis=1)
+        m = m_new
+        x = ahead
+    top = tl.maximum(tl.max(m, axis=0), tl.max(edge, axis=0))
+    total = tl.sum(s * tl.exp(m - top), axis=0) + tl.sum(tl.exp(edge - top), axis=0)
+    if PARTS == 1:
+        finish(top, total, target, logit, loss_ptr, lse_ptr, row, M)
+    else:
+        tl.store(notes_ptr + tl.program_id(0), top)
+        tl.store(notes_ptr + M * PARTS + tl.program_id(0), total)
+
+
+def cross_entropy_chunks(logits, targets):
+    """[M, V], [M] -> loss [M], lse [M]; one program a row."""
+    return _wide(logits, targets, parts=1)
+
+
+# Rung 2. New: the work is cut to fit the machine. Few long rows have several programs each, 4 for every SM in all;
+# their (m, s) combine like those of the lanes, in a second kernel. Short rows share a program: that is lesson 12's
+# row_kernel. Predicted: 32 x 131,072 gains most: 32 programs cannot keep 132 SMs busy.
+@triton.jit
+def merge_kernel(
+    x_ptr, targets_ptr, loss_ptr, lse_ptr, notes_ptr,
+    M, V, stride_x, PARTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    target, logit = target_value(x_ptr, targets_ptr, row, M, V, stride_x)
+    slots = tl.arange(0, SLOTS)
+    m = tl.load(notes_ptr + row * PARTS + slots, mask=slots < PARTS, other=LOWEST)
+    s = tl.load(notes_ptr + (M + row) * PARTS + slots, mask=slots < PARTS, other=0.0)
+    top = tl.max(m, axis=0)
+    finish(top, tl.sum(s * tl.exp(m - top), axis=0), target, logit, loss_ptr, lse_ptr, row, M)
+
+
+def cross_entropy_split(logits, targets):
+    """[M, V], [M] -> loss [M], lse [M]; a program owns a part of a row, a row, or several rows."""
+    _, _, M, V = prepare(logits, targets)
+    if V <= 1024:
+        return cross_entropy_row(logits, targets, rows=4096 // triton.next_power_of_2(max(V, 1)))
+    return _wide(logits, targets, parts=max(1, min(4 * num_sms() // max(M, 1), V // 4096)))
+
+
+def _wide(logits, targets, parts):
+    loss, lse, M, V = prepare(logits, targets)
+    # 8 warps, two chunks a thread; 5 such programs fit on an SM and ask for 40 KB, where 26 KB would do (lesson 1).
+    lanes, w = 512, 16 // logits.element_size()
+    if logits.data_ptr() % 16:
+        w = 1  # no chunk is aligned, so a chunk is one element: slow, and right
+    if M:
+        notes = torch.empty((2, M, parts) if parts > 1 else 0, dtype=torch.float32, device=logits.device)
+        args = logits, targets, loss, lse, notes, M, V, logits.stride(0), parts
+        wide_kernel[(M * parts,)](*args, lanes, w, num_warps=8)
+        if parts > 1:
+            merge_kernel[(M,)](*args, triton.next_power_of_2(parts), num_warps=1)
+    return loss, lse
+
+
+_WRONG = (
+    Mutant("neighbours not rescaled", "wide_kernel", "s * tl.exp(m - m_new)", "s", "cross_entropy_chunks"),
+    Mutant("head of the row dropped", "wide_kernel", "== 0, begin", "== 0, first * W", "cross_entropy_chunks", "nan"),
+    Mutant("a chunk too many", "wide_kernel", "end // W", "end // W + 1", "cross_entropy_chunks", "out of bounds"),
+    Mutant("what was loaded ahead never used", "wide_kernel", "n + LANES", "n", "cross_entropy_chunks", "nan"),
+    Mutant("edges added by every part", "wide_kernel", "part == 0, begin", "True, begin", "cross_entropy_split"),
+    Mutant("parts rounded down", "wide_kernel", "- first, 0), P", "- first - PARTS + 1, 0), P", "cross_entropy_split"),
+    Mutant("last part lost", "merge_kernel", "< PARTS, other=0", "< PARTS - 1, other=0", "cross_entropy_split"),
+)  # fmt: skip
+
+LESSON = Lesson(
+    reference=BEFORE.reference,
+    inputs=BEFORE.inputs,
+    rungs=(cross_entropy_chunks, cross_entropy_split),
+    checks=(
+        case("nothing to do", M=0, V=8),
+        case("one class: the loss is exactly 0", M=3, V=1),
+        case("rows shorter than a chunk, some across two", M=5, V=7),
+        case("rows that start at every place within a chunk", M=17, V=1153),
+        case("no row starts at a multiple of 16 bytes", M=4, V=2051, pad=4, skip=1),
+        case("few long rows: several programs each", M=2, V=16411),
+        case("elements past 2^31", gib=90, M=2**16 + 1, V=2**15 + 5),
+        case("a stride that is not V; the last program of a row is not full", M=3, V=20480, pad=3),
+    ),
+    # The odd width first: that is where the claim of 16-byte loads is examined.
+    benches=({"M": 4096, "V": 50257}, *(b for b in BEFORE.benches if b["V"] != 50257), {"M": 32, "V": 131072}),
+    work=BEFORE.work,
+    wrong=_WRONG,
+    peers=BEFORE.peers,
+    claims={cross_entropy_chunks: ("16-byte loads", "no spills"), cross_entropy_split: ("16-byte loads", "no spills")},
+    passes={cross_entropy_chunks: 1.0, cross_entropy_split: 1.0},
+    properties=BEFORE.properties,
+    refuses=BEFORE.refuses,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,300 @@
+"""Scan: waiting for a neighbour without a deadlock
+================================================
+y[i] = x[0] + ... + x[i] (torch.cumsum) looks serial: every element needs the one before it. It reads n and writes n; at
+4.2 TB/s, n = 2^28 in fp32 (2.15 GB) cannot take less than 0.51 ms. The textbook's parallel scan reads x twice,
+3n in all, so 1.5 times that. Decoupled look-back (Merrill and Garland 2016) needs 2n: one pass, in which a program
+waits for sums that programs before it have yet to publish. Predicted gain over three phases: 1.5 times.
+
+You will learn: scans inside a program, carries, words that are published whole, spinning that cannot deadlock.
+Run it:    python day2_triton_basics/lesson14_scan.py
+Check it:  python -m lessonkit check lesson14_scan
+Time it:   python -m lessonkit bench lesson14_scan
+"""
+
+import math
+import random
+
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, expect
+
+import torch
+import triton
+import triton.language as tl
+
+
+def reference(x):
+    return x.cumsum(0)  # reads n, writes n
+
+
+# Rung 1. One program, a block at a time, the sum of all blocks before it carried in a register. tl.cumsum scans inside
+# the block in log2(BLOCK) steps. Sums are fp32 for 16-bit x too. Predicted: the least bytes, at the pace of one SM.
+@triton.jit
+def scan_sequential_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # [n] each
+    carry = 0.0
+    for block in range(tl.cdiv(n, BLOCK)):
+        offsets = block * BLOCK + tl.arange(0, BLOCK)  # block has n's width, 64 bits past 2^31: no overflow
+        mask = offsets < n
+        x = tl.load(x_ptr + offsets, mask=mask, other=0).to(tl.float32)
+        tl.store(y_ptr + offsets, tl.cumsum(x) + carry, mask=mask)
+        carry += tl.sum(x)
+
+
+def scan_sequential(x):
+    """[n] -> [n], one program."""
+    y = _prepare(x)
+    if x.numel():
+        scan_sequential_kernel[(1,)](x, y, x.numel(), BLOCK=4096, num_warps=8)
+    return y
+
+
+# Rung 2. New: three kernels, so that all SMs work: the sum of every block, a scan of those sums (rung 1: 1/4096 of the
+# data), and a scan of every block that starts from the sums before it. A kernel's end is the only barrier among all
+# programs there is, and it costs the data: x is read twice. Predicted: 3n, 1.5 times the least time.
+@triton.jit
+def block_sums_kernel(x_ptr, sums_ptr, n, BLOCK: tl.constexpr):  # x [n], sums [blocks]
+    block = tl.program_id(0).to(tl.int64)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n, other=0).to(tl.float32)
+    tl.store(sums_ptr + block, tl.sum(x))
+
+
+@triton.jit
+def scan_blocks_kernel(x_ptr, y_ptr, ends_ptr, n, BLOCK: tl.constexpr):  # x, y [n], ends [blocks]
+    block = tl.program_id(0).to(tl.int64)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets, mask=mask, other=0).to(tl.float32)
+    before = tl.load(ends_ptr + block - 1, mask=block > 0, other=0)  # block 0 has nothing before it
+    tl.store(y_ptr + offsets, tl.cumsum(x) + before, mask=mask)
+
+
+def scan_three_phase(x):
+    """[n] -> [n], three kernels. Deterministic."""
+    y = _prepare(x)
+    blocks = triton.cdiv(x.numel(), 4096)
+    if blocks:
+        sums, ends = torch.empty(2, blocks, dtype=torch.float32, device=x.device).unbind()
+        block_sums_kernel[(blocks,)](x, sums, x.numel(), BLOCK=4096, num_warps=8)
+        scan_sequential_kernel[(1,)](sums, ends, blocks, BLOCK=4096, num_warps=8)
+        scan_blocks_kernel[(blocks,)](x, y, ends, x.numel(), BLOCK=4096, num_warps=8)
+    return y
+
+
+# Rung 3. New: decoupled look-back. A program keeps its tile of x in registers and publishes a word of 64 bits: first
+# (AGGREGATE, sum of this tile), later (PREFIX, sum of everything up to its end). It finds what came before by adding
+# up aggregates backwards until it meets a prefix, and so needs nobody to be finished, only to have begun. Three traps:
+# - Programs start in any order, and one that waits for another that has no SM to start on waits forever. So tiles are
+#   handed out by a counter: every tile below mine belongs to a program that is already running.
+# - Status and value in two words could be seen one without the other, unless fences order them. In one aligned
+#   64-bit word they arrive together, and relaxed accesses are enough.
+# - The words must be zero (EMPTY) at the start: a memset of 8 bytes a tile, 1/4096 of the traffic, but a launch.
+# Predicted: 2n, and 1.5 times the speed of rung 2. The order of additions depends on who was first, so the last bit
+# of y may differ from run to run (CUB's scan is the same).
+EMPTY, AGGREGATE, PREFIX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def publish(word_ptr, state, value):
+    # The mask drops the sign, which would spread over the state above it.
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.atomic_xchg(word_ptr, (state.to(tl.int64) << 32) | bits, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def look_back(words_ptr, tile, WINDOW: tl.constexpr):  # words [tiles]
+    """The sum of all tiles before this one, WINDOW predecessors at a time, the nearest in lane 0."""
+    lanes = tl.arange(0, WINDOW)
+    before = 0.0
+    nearest = tile - 1
+    while nearest >= 0:
+        ids = nearest - lanes
+        # volatile: read memory each time round. Lanes before tile 0 stay EMPTY; tile 0 always stops the search.
+        words = tl.load(words_ptr + ids, mask=ids >= 0, other=0, volatile=True)
+        state = words >> 32
+        value = words.to(tl.int32).to(tl.float32, bitcast=True)
+        known = tl.min(tl.where(state == EMPTY, lanes, WINDOW))  # so many neighbours have published something
+        stop = tl.min(tl.where(state == PREFIX, lanes, WINDOW))
+        found = stop < known
+        take = tl.where(found, stop + 1, known)
+        before += tl.sum(tl.where(lanes < take, value, 0.0))
+        nearest = tl.where(found, -1, nearest - take)  # take 0: the next one is not there yet, so look again
+    return before
+
+
+@triton.jit
+def scan_look_back_kernel(
+    x_ptr,  # [n]
+    y_ptr,  # [n]
+    status_ptr,  # [1 + tiles] int64, zero to begin with: the counter, then a word a tile
+    n,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,  # one lane a thread, see _look_back
+    REVERSE: tl.constexpr,  # from the end to the start: the backward
+):
+    tile = tl.atomic_add(status_ptr, 1, sem="relaxed").to(tl.int32)
+    words_ptr = status_ptr + 1
+    offsets = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    if REVERSE:
+        offsets = n - 1 - offsets
+    x = tl.load(x_ptr + offsets, mask=mask, other=0).to(tl.float32)
+    total = tl.sum(x)
+    # Published before the scan below, for others wait for it. Tile 0 has nothing before it: its sum is a prefix.
+    publish(words_ptr + tile, tl.where(tile == 0, PREFIX, AGGREGATE), total)
+    scan = tl.cumsum(x)
+    before = look_back(words_ptr, tile, WINDOW)
+    publish(words_ptr + tile, tl.full((), PREFIX, tl.int32), before + total)
+    tl.store(y_ptr + offsets, scan + before, mask=mask)
+
+
+def scan_look_back(x):
+    """[n] -> [n] in one pass. Runs agree to rounding, not to the bit."""
+    return _look_back(x)
+
+
+def _look_back(x, reverse=False):
+    y = _prepare(x)
+    tiles = triton.cdiv(x.numel(), 4096)
+    if tiles:
+        status = torch.zeros(1 + tiles, dtype=torch.int64, device=x.device)
+        # 4 warps hold 128 threads and WINDOW is 128: every lane is loaded by one thread. In a smaller window several
+        # warps would load the same word, at different moments, and could disagree on whether to go round again.
+        scan_look_back_kernel[(tiles,)](x, y, status, x.numel(), 4096, 128, reverse, num_warps=4)
+    return y
+
+
+def look_back_in_slow_motion(x, BLOCK=256, WINDOW=4, resident=8):
+    """The twin: scan_look_back as Python generators, a few of them resident, run in random turns as on an SM."""
+    n, y = x.numel(), torch.empty_like(x)
+    words, counter = {}, iter(range(-(-n // BLOCK)))
+
+    def program(tile):
+        part = x[tile * BLOCK : (tile + 1) * BLOCK].float()
+        total, before, nearest = part.sum(), 0.0, tile - 1
+        words[tile] = ("PREFIX" if tile == 0 else "AGGREGATE", total)
+        while nearest >= 0:
+            yield  # others run here: between two looks anything may have been published
+            for lane in range(WINDOW):
+                state, value = words.get(nearest, ("EMPTY", 0.0))
+                if state == "EMPTY":
+                    break
+                before += value
+                nearest = -1 if state == "PREFIX" else nearest - 1
+        words[tile] = ("PREFIX", before + total)
+        y[tile * BLOCK : (tile + 1) * BLOCK] = part.cumsum(0) + before
+
+    turns, running = random.Random(0), []
+    while True:
+        while len(running) < resident and (tile := next(counter, None)) is not None:
+            running.append(program(tile))
+        if not running:
+            return y
+        turn = turns.choice(running)
+        if next(turn, "ended") == "ended":
+            running.remove(turn)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return _look_back(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        # x[i] is in y[i], y[i + 1], ...: its slope is the sum of dy from i on, a scan from the other end.
+        return _look_back(dy.contiguous(), reverse=True)
+
+
+def scan(x):
+    """torch.cumsum(x, 0) of a vector, with a gradient."""
+    return _Scan.apply(x)
+
+
+def _prepare(x):
+    expect(x=x, ndim=1, contiguous=True)
+    return torch.empty_like(x)
+
+
+def inputs(n, dtype=torch.float32):
+    # Drifts to about -1000, so that a lost block shows ever after; no further, for fp16 ends at -65504. Down, not up: a
+    # negative sum has its top bit set, which must not reach the state beside it.
+    return ((torch.randn(n, device=DEVICE) / 4 - min(0.25, 1024 / max(n, 1))).to(dtype),)
+
+
+def strange_numbers(rung):
+    """From the first NaN on all is NaN; after inf all is inf, until -inf makes it NaN; what came before is finite."""
+    x = inputs(9000)[0]
+    for i, value in ((8500, -math.inf), (4200, math.inf), (100, math.nan)):
+        x[i] = value
+        torch.testing.assert_close(rung(x), reference(x), equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@triton.jit
+def look_back_probe_kernel(words_ptr, before_ptr, tile, WINDOW: tl.constexpr):
+    tl.store(before_ptr, look_back(words_ptr, tile, WINDOW))
+
+
+def any_mixture_of_words(rung):
+    """look_back over aggregates in one, two and three windows before it meets a prefix.
+
+    Interpreted programs run in order, so that a check finds its neighbour's prefix at once; a GPU's do not.
+    """
+    if rung is not scan_look_back:
+        raise Unsupported("no look-back in this rung")
+    values = torch.randn(300)
+    for prefix in (0, 37, 200, 298, 299):
+        state = torch.ones(300, dtype=torch.int64)
+        state[[0, prefix]] = PREFIX.value
+        words = (state << 32) | (values.view(torch.int32).long() & 0xFFFFFFFF)
+        before = torch.empty((), device=DEVICE)
+        look_back_probe_kernel[(1,)](words.to(DEVICE), before, 300, WINDOW=128, num_warps=4)
+        torch.testing.assert_close(before.cpu(), values[prefix:].sum(), rtol=1e-5, atol=1e-5)
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(scan_sequential, scan_three_phase, scan_look_back),
+    checks=(
+        case("nothing to do: an empty grid is an error in CUDA", n=0),
+        case("one element, no predecessor", n=1),
+        case("a prime: no block divides it", n=1021),
+        case("exactly one tile", n=4096),
+        case("one past a tile: the first carry", n=4097),
+        case("several tiles, the last one short", n=4096 * 9 + 1234),
+        case("offsets past 2^31", gib=125, n=2**31 + 1),
+    ),
+    benches=tuple({"n": n} for n in (2**20, 2**24, 2**26, 2**28)),
+    bench_dtype=torch.float32,
+    work=lambda n, dtype: Work(bytes=2 * n * dtype.itemsize, flops=n),
+    wrong=(
+        Mutant("the carry forgets", "scan_sequential_kernel", "carry += tl.sum(x)", "carry = tl.sum(x)", "scan_sequential"),
+        Mutant("the carry includes this block", "scan_blocks_kernel", "block - 1", "block", "scan_three_phase"),
+        Mutant("sums of blocks in 16 bits", "scan_three_phase", "dtype=torch.float32", "dtype=torch.bfloat16", "scan_three_phase"),
+        Mutant("mask lets one lane too many through", "scan_blocks_kernel", "offsets < n", "offsets <= n", "scan_three_phase", "out of bounds"),
+        Mutant("the prefix itself is left out", "look_back", "stop + 1", "stop", "scan_look_back"),
+        Mutant("an aggregate published as a prefix", "scan_look_back_kernel", "before + total", "total", "scan_look_back"),
+        Mutant("a negative sum overwrites the state", "publish", " & 0xFFFFFFFF", "", "scan_look_back"),
+        Mutant("status words not reset", "_look_back", "torch.zeros", "torch.empty", "scan_look_back", "out of bounds"),
+    ),
+    peers={
+        "torch": lambda x: torch.cumsum(x, 0),
+        "torch.compile": torch.compile(lambda x: torch.cumsum(x, 0), dynamic=False),
+    },
+    claims={scan_look_back: ("16-byte loads", "16-byte stores", "no spills")},
+    passes={scan_sequential: 1.0, scan_three_phase: 1.5, scan_look_back: 1.0},
+    properties=(strange_numbers, any_mixture_of_words),
+    refuses=(
+        Refusal("a matrix", lambda f: f(inputs(8)[0].view(2, 4)), ValueError, "expected 1"),
+        Refusal("not a float", lambda f: f(torch.arange(8, device=DEVICE)), TypeError, "x is torch.int64"),
+        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
+        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
+    ),
+    grad=Grad(scan),
+    # The budget is 16 times PyTorch's own error, and on a CPU that is one rounding, for it accumulates in float64. k
+    # additions in a row in fp32 make some sqrt(k) / 2 roundings: 32 in the interpreter, which scans a tile in order.
+    factor=4,
+    twin=look_back_in_slow_motion,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,134 @@
+"""The doctor's judgement: a whole machine passes, and each piece taken away is named with the command that mends it."""
+
+import subprocess
+from dataclasses import replace
+
+from lessonkit import doctor
+from lessonkit.doctor import Machine, judge, needs, version
+
+import pytest
+
+from day1_pytorch.lesson01_env_check import what_each_day_can_do
+
+WHOLE = Machine(
+    python="3.12.3",
+    packages=dict.fromkeys(needs(), "99.0"),
+    torch_cuda="13.0",
+    smi="Driver Version: 580.1   CUDA Version: 13.0",
+    gpu="H200, 132 SMs, 60 MB L2",
+    capability=90,
+    gpu_free_gb=140,
+    nvcc="13.0",
+    gxx="13.2.0",
+    python_h=True,
+    disk_gb=100,
+    memory_gb=100,
+    kittens=True,
+)
+NO_GPU = replace(WHOLE, torch_cuda="", smi="", gpu="", capability=0, gpu_free_gb=0, kittens=False)
+
+
+def without(package, machine=WHOLE, **found):
+    """The machine with one package gone, or in the version given."""
+    packages = {name: v for name, v in machine.packages.items() if name != package}
+    return replace(machine, packages=packages | found)
+
+
+OLD_PAIR = {"triton": "3.6.0", "numpy": "2.4.1"}
+
+# What is wrong, the machine, the finding that must say so, what its mend must name, whether it stops the course.
+BROKEN = [
+    ("Python is too old", replace(WHOLE, python="3.10.12"), "Python", "python3.12", True),
+    ("no Triton", without("triton"), "triton", 'pip install "triton>=3.6"', True),
+    ("torch is too old", without("", torch="2.6.0+cu124"), "torch", 'pip install "torch>=2.9"', True),
+    ("3.10 is newer than 3.9, 3.8 is not", without("", matplotlib="3.8.4"), "matplotlib", "matplotlib>=3.9", True),
+    ("numpy 2.4, Triton 3.6, no GPU", without("", NO_GPU, **OLD_PAIR), "triton + numpy", "numpy<2.4", True),
+    ("numpy 2.4, Triton 3.6, a GPU", without("", **OLD_PAIR), "triton + numpy", "numpy<2.4", False),
+    ("a CPU build beside a GPU", replace(WHOLE, gpu="", torch_cuda=""), "GPU", "torch build", False),
+    ("a driver older than torch's CUDA", replace(WHOLE, gpu="", smi="CUDA Version: 12.4"), "GPU", "update", False),
+    ("a GPU that the process may not see", replace(WHOLE, gpu=""), "GPU", "CUDA_VISIBLE_DEVICES", False),
+    ("nvidia-smi says no CUDA version", replace(WHOLE, gpu="", smi="Driver 580"), "GPU", "--gpus all", False),
+    ("a GPU before Ampere", replace(WHOLE, capability=75), "GPU", "not supported", False),
+    ("no g++, and a GPU to launch on", replace(WHOLE, gxx=""), "C++", "apt install g++", True),
+    ("no g++, interpreted only", replace(NO_GPU, gxx=""), "C++", "apt install g++", False),
+    ("no Python headers", replace(WHOLE, python_h=False), "C++", "python3-dev", True),
+    ("nvcc too old for ThunderKittens", replace(WHOLE, nvcc="12.4"), "nvcc", "nvidia-cuda-nvcc", False),
+    ("no nvcc", replace(WHOLE, nvcc=""), "nvcc", "nvidia-cuda-nvcc", False),
+    ("a full disk", replace(WHOLE, disk_gb=0.5), "disk", "triton/cache", True),
+    ("little memory", replace(WHOLE, memory_gb=1), "memory", "end other programs", False),
+    ("Hopper without ThunderKittens", replace(WHOLE, kittens=False), "ThunderKittens", "git clone", False),
+]
+
+
+@pytest.mark.parametrize("machine", [WHOLE, NO_GPU, replace(WHOLE, capability=80, kittens=False)])
+def test_a_whole_machine_passes(machine):
+    """A machine without a GPU is no broken machine, nor is an Ampere GPU without ThunderKittens."""
+    assert all(f.ok for f in judge(machine)), [f for f in judge(machine) if not f.ok]
+
+
+@pytest.mark.parametrize(("machine", "name", "mend", "required"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN])
+def test_one_piece_taken_away(machine, name, mend, required):
+    (bad,) = [f for f in judge(machine) if not f.ok]  # one complaint, about that piece
+    assert bad.name == name
+    assert mend in bad.mend
+    assert bad.required == required
+    assert bad.meaning
+
+
+def test_reasons_for_an_unused_gpu_differ():
+    hidden = [m for why, m, *_ in BROKEN if m.smi and not m.gpu]
+    said = {next(f for f in judge(m) if f.name == "GPU").value for m in hidden}
+    assert len(hidden) == 4
+    assert len(said) == 3, "a CPU build, an old driver, or not reachable (whatever nvidia-smi says of CUDA)"
+
+
+def test_needs_are_those_of_pyproject():
+    assert {"torch", "triton", "numpy", "pytest"} <= set(needs())
+    assert "torchvision" not in needs(), "optional packages are not missed"
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("2.11.0+cu130", (2, 11, 0)), ("3.10", (3, 10)), ("13.0rc1", (13, 0)), ("", (0,)), ("?", (0,))],
+)
+def test_version(text, numbers):
+    assert version(text) == numbers
+
+
+def test_a_command_that_is_missing_or_fails_prints_nothing():
+    assert doctor.printed("(.+)", "no-such-command") == ""
+    assert doctor.printed("(.+)", "false") == ""
+    assert doctor.printed(r"a(\d)", "echo", "a1 a2") == "1"
+
+
+def test_look_finds_this_machine():
+    seen = doctor.look()
+    assert seen.packages["torch"]
+    assert seen.disk_gb > 0
+    assert all(f.ok for f in judge(seen) if f.name in needs()), "or these tests would not run"
+
+
+def test_a_lane_that_hangs_is_a_finding(monkeypatch):
+    def hang(*args, timeout, **kwargs):
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(doctor.subprocess, "run", hang)
+    found = doctor.self_test("interpreted")
+    assert not found.ok
+    assert "120 seconds" in found.value
+
+
+def test_a_lane_that_fails_shows_its_last_line(monkeypatch):
+    failed = subprocess.CompletedProcess("", 1, "", "Traceback\nImportError: no numpy\n")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: failed)
+    assert doctor.self_test("interpreted").value == "ImportError: no numpy"
+
+
+def test_what_each_day_can_do():
+    assert not any(row["here"].startswith(("no", "compiled only")) for row in what_each_day_can_do(WHOLE, 2))
+    bare = {row["part"]: row["here"] for row in what_each_day_can_do(replace(NO_GPU, nvcc=""), 0)}
+    assert "emulator" in bare["cuda_src/"]
+    assert bare["ThunderKittens"].count(",") == 2, "a Hopper GPU, nvcc and the sources are missing"
+    assert "interpreted" in bare["Triton kernels"]
+    nothing = {row["part"]: row["here"] for row in what_each_day_can_do(replace(NO_GPU, nvcc="", gxx=""), 0)}
+    assert nothing["cuda_src/"].startswith("no:")
