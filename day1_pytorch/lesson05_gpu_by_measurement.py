@@ -72,6 +72,7 @@ def lanes():
         row = {"elements": n, "a lane": max(1, n // 32), "ns_a_round": round(ns[n], 2)}
         rows.append(row | {"elements an ns": round(n / ns[n], 1)})
     assert ns[32] < 1.2 * ns[1], "a warp issues one instruction for all of its lanes"
+    assert ns[128] < 1.6 * ns[32], "4 chains a lane fill the 4 cycles of one"
     assert ns[1024] > 3 * ns[32], "32 chains a lane keep the arithmetic unit busy, so here time is work"
     note = (
         "One warp. Flat to 32: lanes without an element idle. Nearly flat to 4 elements a lane: the next chain's "

@@ -165,10 +165,10 @@ def coalescing():
     torch.testing.assert_close(out, x[::3].view(4, 16).sum(1))
     if not device.HAS_GPU:
         return from_a_gpu(__name__, "coalescing")
-    n, block, rows = 2**25, 2048, []
-    x, out = torch.rand(32 * n, device=DEVICE), torch.empty(n // block, device=DEVICE)
+    n, block, rows = 2**26, 2048, []
+    x, out = torch.rand(16 * n, device=DEVICE), torch.empty(n // block, device=DEVICE)
     run = partial(strided_kernel[(n // block,)], x, out, BLOCK=block)
-    took = seconds({s: partial(run, stride=s) for s in (1, 2, 4, 8, 16, 32)}, flush=True)
+    took = seconds({s: partial(run, stride=s) for s in (1, 2, 4, 8, 16)}, flush=True)
     rate = {s: 4 * n / t * 1e-12 for s, t in took.items()}
     for s in rate:
         row = {"stride": s, "useful_TB_per_s": round(rate[s], 3)}

@@ -131,7 +131,7 @@ def cross_over():
     rows, launches = _measured(), _cost(1)[0]
     gpu = {row["batch"]: row["us_per_step"] for row in rows if row["where"].startswith("gpu")}
     cpu = {row["batch"]: row["us_per_step"] for row in rows if not row["where"].startswith("gpu")}
-    assert cpu[1024] > 2 * cpu[1], "on a CPU a large batch is more work"
+    assert cpu[1024] > 1.5 * cpu[1], "on a CPU a large batch is more work"
     if GPU:
         assert gpu[256] < 2 * gpu[1], "on a GPU it fits under the launches"
         cpu_wins = [batch for batch in cpu if cpu[batch] <= gpu[batch]]

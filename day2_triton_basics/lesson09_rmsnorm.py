@@ -168,23 +168,23 @@ def shared_row_kernel(
 def shared_row(x, w, eps):
     """x [M, N], w [N] -> y [M, N], rstd [M] fp32, for every M and N: walk up to 16,384 columns, then slices of 8192."""
     y, rstd, (M, N) = _prepare(x, w)
-    slices = triton.cdiv(N, 8192)
     if N <= 16384:
         return walk(x, w, eps)
-    if slices > 2 * num_sms():  # all programs that share a row must run at the same time
-        return unfused(x, w, eps)
+    slices = triton.cdiv(N, 8192)
     if M:
         width = triton.cdiv(triton.cdiv(N, slices), 16) * 16  # a multiple of 16, so that each slice begins aligned
         notes = torch.zeros((M, slices), dtype=torch.int32, device=x.device)
-        programs = slices * min(M, 2 * num_sms() // slices)
-        # The interpreter runs programs in turn, where a wait would never end: there all notes are left first.
-        for leave, finish in ((True, False), (False, True)) if INTERPRETED else ((True, True),):
-            shared_row_kernel[(programs,)](
+        walkers = min(M, max(1, 2 * num_sms() // slices))
+        # One launch if the programs that share a row all run at once. The interpreter runs them in turn, where a wait
+        # would never end, and so could more slices than there is room for: then all notes are left in a launch before.
+        at_once = not INTERPRETED and slices <= 2 * num_sms()
+        for leave, finish in ((True, True),) if at_once else ((True, False), (False, True)):
+            shared_row_kernel[(walkers * slices,)](
                 x, w, y, rstd, notes, M, N, x.stride(0), eps, width, SLICES=slices,
                 SLOTS=triton.next_power_of_2(slices), ROWS=1, BLOCK_N=8192, LEAVE=leave, FINISH=finish,
                 # 256 threads of 128 registers: two programs fit on an SM. A cooperative launch is refused if they
                 # do not all fit at once, where an ordinary one would wait forever for a program that cannot start.
-                num_warps=8, maxnreg=128, launch_cooperative_grid=True,
+                num_warps=8, maxnreg=128, launch_cooperative_grid=at_once,
             )  # fmt: skip
     return y, rstd
 

@@ -1,0 +1,291 @@
+"""Profiling: what takes the time, and which limit it meets
+=======================================================
+A transformer block needs 24 D^2 FLOPs a token in its matmuls and 4 T D in attention. Written out naively, attention
+also moves a [T, T] matrix for each head four times: a seventh of the FLOPs at T = D, but more than half of the bytes.
+A profiler says where the time went; only counted FLOPs and bytes say why: an operator cannot be faster than
+max(FLOPs / FLOP rate, bytes / bandwidth), its roof, and whichever is larger names what would have to improve.
+
+You will learn: torch.profiler (record_function, self and total time, schedules, traces), counting FLOPs and bytes,
+the roofline verdict and an experiment that tests it, and how to go on with Nsight Systems and Nsight Compute.
+Run it:    python day1_pytorch/lesson06_profiler.py
+Trace:     open reports/traces/<device>.json in ui.perfetto.dev or chrome://tracing
+"""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+
+from lessonkit import DEVICE, Steps, Table, device, timing
+from lessonkit.lesson import ROOT
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.benchmark import Timer
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+GPU = DEVICE.type == "cuda"
+# On a GPU every activation (134 MB and more) is larger than the L2 cache, so that bytes counted are bytes moved.
+B, T, D, H = (16, 2048, 2048, 16) if GPU else (1, 512, 256, 8)
+STEPS = 5
+DTYPE = torch.bfloat16 if GPU else torch.float32
+ACTIVITIES = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * GPU
+
+
+class _Block(nn.Module):
+    """x [B, T, D] -> [B, T, D]: attention with H heads, then an MLP, each on top of what came in."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv, self.project = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.widen, self.narrow = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x):
+        with record_function("attention"):  # a name in every table and trace; costs a microsecond
+            x = x + self.project(self.attention(self.norm1(x)))
+        with record_function("mlp"):
+            return x + self.narrow(F.gelu(self.widen(self.norm2(x))))
+
+    def attention(self, x):
+        q, k, v = self.qkv(x).view(B, T, 3, H, D // H).permute(2, 0, 3, 1, 4).reshape(3, B * H, T, D // H)
+        scores = (q * (D // H) ** -0.5) @ k.transpose(1, 2)  # [B * H, T, T], written; then read and written
+        return (scores.softmax(-1) @ v).view(B, H, T, D // H).transpose(1, 2).reshape(B, T, D)  # and read again
+
+
+def _block():
+    torch.manual_seed(0)
+    with DEVICE:  # what is made here is made there
+        return _Block().to(DTYPE), torch.randn(B, T, D).to(DTYPE)
+
+
+def _profile():
+    """What the profiler sees of STEPS forwards that have been warmed up."""
+    block, x = _block()
+    with torch.no_grad():
+        block(x)  # the first call loads kernels and plans matmuls
+        with profile(activities=ACTIVITIES) as seen:
+            for _ in range(STEPS):
+                block(x)
+            if GPU:
+                torch.cuda.synchronize()  # a GPU works on after the last call has returned
+    return seen
+
+
+def _host_events(seen):
+    """The calls, with the host's time; what the GPU did stands in events of its own."""
+    return [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CPU]
+
+
+def nesting():
+    """An operator's total time holds its callees', so totals count twice; self times add up to the whole, once."""
+    events = _host_events(_profile())
+    outermost = sum(e.cpu_time_total for e in events if e.cpu_parent is None)
+    assert abs(sum(e.self_cpu_time_total for e in events) - outermost) < 0.01 * outermost
+    assert sum(e.cpu_time_total for e in events) > 1.5 * outermost
+    count = Counter(e.name for e in events)
+    assert count["attention"] == count["mlp"] == STEPS
+    assert count["aten::addmm"] == 4 * STEPS, "every linear ends in one addmm"
+
+
+def scheduled():
+    """schedule(wait, warmup, active) records 2 of 6 steps: a long training is profiled in its middle, and cheaply."""
+    block, x = _block()
+    ready = []
+    plan = schedule(
+        wait=1, warmup=1, active=2, repeat=1
+    )  # warmup: profiling is on but thrown away, since it starts slow
+    with torch.no_grad(), profile(activities=ACTIVITIES, schedule=plan, on_trace_ready=ready.append) as seen:
+        for _ in range(6):
+            block(x)
+            seen.step()  # tells the schedule that a step is over
+    assert len(ready) == 1
+    assert Counter(e.name for e in _host_events(seen))["mlp"] == 2
+
+
+def trace():
+    """A trace is JSON with a start and a length for every call: operators lie inside the label that ran them."""
+    seen = _profile()
+    path = ROOT / "reports" / "traces" / f"{device.name()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seen.export_chrome_trace(str(path))
+    spans = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    label = next(e for e in spans if e["name"] == "mlp" and e["cat"] == "user_annotation")
+    inside = [e["name"] for e in spans if label["ts"] <= e["ts"] <= e["ts"] + e["dur"] <= label["ts"] + label["dur"]]
+    assert "aten::gelu" in inside
+    assert "aten::bmm" not in inside, "that is attention's"
+    assert any(e.get("cat") == "kernel" for e in spans) == GPU  # a second row, later than the calls: the GPU's own time
+    print(f"  {len(spans)} spans in {path}: open it in ui.perfetto.dev")
+
+
+# ---- Why: FLOPs, bytes, and the roof ------------------------------------------------------------------------------
+
+
+def _bytes(tensors):
+    """What an operator must move: each tensor once; a dimension of stride 0 was repeated for free."""
+    return sum(
+        t.element_size() * torch.Size(n for n, s in zip(t.shape, t.stride(), strict=True) if s).numel()
+        for t in tensors
+        if isinstance(t, torch.Tensor)
+    )
+
+
+class _Counter(TorchDispatchMode):
+    """Work of every operator by the profiler's name for it; views and allocations do none."""
+
+    def __init__(self, flop_rate, bandwidth):
+        super().__init__()
+        self.flop_rate, self.bandwidth, self.work = flop_rate, bandwidth, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view and func._opname not in ("empty", "_unsafe_view"):
+            # Only matmuls have FLOPs here: an exp is not free, but a GPU has far more of those than bytes to feed them.
+            count = flop_registry.get(func._overloadpacket)
+            flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
+            moved = _bytes(tree_leaves((args, kwargs, out)))
+            roof = max(flops / self.flop_rate, moved / self.bandwidth)  # seconds
+            self.work.setdefault(func._schema.name, Counter()).update(calls=1, flops=flops, bytes=moved, roof=roof)
+        return out
+
+
+def _counted(flop_rate=1.0, bandwidth=1.0):
+    block, x = _block()
+    with torch.no_grad(), _Counter(flop_rate, bandwidth) as counter:
+        block(x)
+    return counter.work
+
+
+def counting():
+    """FLOPs are as the formula says; the T x T scores are under 30% of them and over half of the bytes."""
+    block, x = _block()
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        block(x)
+    # qkv 6 D^2, project 2 D^2, widen and narrow 8 D^2 each; QK^T and PV 2 T D each: all for B T tokens.
+    assert flops.get_total_flops() == B * T * (24 * D * D + 4 * T * D)
+    work = _counted()
+    assert sum(w["flops"] for w in work.values()) == flops.get_total_flops()
+    scores = 4 * B * H * T * T * DTYPE.itemsize
+    assert scores > sum(w["bytes"] for w in work.values()) / 2
+    assert work["aten::bmm"]["flops"] < 0.3 * flops.get_total_flops()
+    # So attention's time is the bytes of a matrix that nobody asked for: day 4 computes it without writing it.
+
+
+def _seconds(statement, **names):
+    timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=0.1).times)
+
+
+def _limits():
+    """(FLOP/s, bytes/s) of this machine at its best. A CPU's caches hold these tensors, so it copies one as large."""
+    if GPU:
+        limits = timing.limits()
+        return limits.matmul["bf16"], limits.copy
+    a, b, large = torch.randn(512, 512), torch.randn(512, 512), torch.randn(H * T * T)
+    copy = _seconds("y.copy_(x)", x=large, y=torch.empty_like(large))
+    return 2 * 512**3 / _seconds("a @ b", a=a, b=b), 2 * large.nbytes / copy
+
+
+def _verdict(compute, memory, least=0.0):
+    """Which limit is nearer, given the share of each that is used; neither, if both are far."""
+    if max(compute, memory) < least:
+        return "neither"
+    return "compute" if compute > memory else "memory"
+
+
+def roofline():
+    """Operators that come near a limit come near the one that counting named; none goes through its roof."""
+    flop_rate, bandwidth = _limits()
+    print(f"  {flop_rate / 1e12:.3g} TFLOP/s, {bandwidth / 1e12:.3g} TB/s: ridge {flop_rate / bandwidth:.3g} FLOP/byte")
+    work, seen = _counted(flop_rate, bandwidth), _host_events(_profile())
+    seconds = {}
+    for name, w in work.items():
+        times = [e.device_time_total if GPU else e.cpu_time_total for e in seen if e.name == name]
+        assert len(times) == STEPS * w["calls"], f"{name}: what was counted is not what was profiled"
+        # The best step: what disturbs a measurement only ever makes it slower.
+        seconds[name] = min(map(sum, zip(*[iter(times)] * w["calls"], strict=True))) * 1e-6
+    rows = []
+    for name in sorted(work, key=seconds.get, reverse=True):
+        s, (calls, flops, moved, roof) = seconds[name], (work[name][k] for k in ("calls", "flops", "bytes", "roof"))
+        share = s / sum(seconds.values())
+        counted = _verdict(flops / flop_rate, moved / bandwidth)
+        measured = _verdict(flops / flop_rate / s, moved / bandwidth / s, least=0.3)
+        row = {"where": device.name(), "operator": name, "calls": calls, "ms": f"{s * 1e3:.3g}", "time": f"{share:.0%}"}
+        row |= {"MFLOP": round(flops / 1e6), "MB": f"{moved / 1e6:.1f}", "FLOP/byte": f"{flops / moved:.3g}"}
+        rows.append(row | {"of roof": f"{roof / s:.0%}", "counted": counted, "measured": measured})
+        assert roof < (1.5 if GPU else 3) * s, row  # 1.5: some of an input may still lie in the L2; 3: shared cores
+        assert measured in (counted, "neither"), row
+        # A GPU has arithmetic to spare, so whatever takes long is at a limit. One CPU core spends its time on exp.
+        assert measured != "neither" or not GPU or share < 0.05, row
+    note = (
+        "Sorted by time. counted: the larger of FLOPs / FLOP rate and bytes / bandwidth. measured: the limit of which "
+        "the operator used the larger share, if at least 30%. Memory-bound operators gain from fusion and smaller "
+        "dtypes, compute-bound ones from tensor cores and fewer FLOPs, `neither` from a better kernel or more work."
+    )
+    return Table("operators", rows, note)
+
+
+def experiment():
+    """Four times the rows are four times the FLOPs: a compute-bound linear takes 4 times as long, a memory-bound 1."""
+    n, few, many = (8192, 2, 4096) if GPU else (2048, 2, 256)
+    weight = torch.randn(n, n, device=DEVICE).to(DTYPE)
+    growth = {}
+    for rows in (few, many):
+        x = torch.randn(4 * rows, n, device=DEVICE).to(DTYPE)
+        times = [[_seconds("F.linear(x, w)", F=F, x=part, w=weight) for part in (x[:rows], x)] for _ in range(3)]
+        once, four = map(min, zip(*times, strict=True))
+        growth[rows] = four / once
+    print(f"  {few} -> {4 * few} rows: {growth[few]:.2f} times; {many} -> {4 * many} rows: {growth[many]:.2f} times")
+    assert growth[few] < growth[many]
+    if GPU:  # a CPU core is balanced at 1 FLOP a byte or so, and 8 rows already make 4
+        assert growth[few] < 1.5
+        assert growth[many] > 3
+
+
+# ---- Deeper: Nsight -----------------------------------------------------------------------------------------------
+# Nsight Systems: the whole program on one time line; gaps between kernels are the host's fault. Labels need NVTX:
+#     with torch.autograd.profiler.emit_nvtx(): ...
+#     nsys profile --trace cuda,nvtx,osrt --output block python SCRIPT.py    then open block.nsys-rep
+# Nsight Compute: one kernel, replayed some 40 times to read every counter.
+#     ncu --set full --kernel-name regex:gelu --launch-count 1 --export gelu python SCRIPT.py
+# Read in this order: Speed of Light (memory or compute, in % of peak); Memory Workload (bytes against those you
+# counted; sectors a request, 4 is perfect for 4-byte loads of a warp); Warp State (long scoreboard: waiting for
+# memory; math pipe throttle: at the limit; barrier); Occupancy (registers or shared memory); Source (which line).
+COUNTERS = (
+    "dram__bytes_read.sum",  # the kernel's own traffic, to hold against the count
+    "dram__bytes_write.sum",  # less than the count: the last megabytes are still in L2 when the kernel ends
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",  # 80 and more: memory-bound
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",  # 80 and more: compute-bound
+)
+GELU = "import torch; torch.nn.functional.gelu(torch.randn(2**26, device='cuda', dtype=torch.bfloat16))"
+
+
+def hardware_counters():
+    """The memory controllers count what we counted: GELU of 2^26 bf16 reads 134.2 MB, and memory is its limit."""
+    command = ["ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(COUNTERS)]
+    command += ["--kernel-name", "regex:vectorized_elementwise", "--launch-count", "1", sys.executable, "-c", GELU]
+    if not (GPU and shutil.which("ncu")):
+        print("  needs a GPU and Nsight Compute (ncu); the command is in the source")
+        return
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    if done.returncode or len(lines) < 2:
+        print(f"  ncu could not count (counters are often an administrator's right): {done.stdout[-300:]}")
+        return
+    found = {row["Metric Name"]: float(row["Metric Value"].replace(",", "")) for row in csv.DictReader(lines)}
+    read, _, memory, compute = (found[name] for name in COUNTERS)
+    print(f"  read {read / 1e6:.1f} MB; memory at {memory:.0f}% of its peak, arithmetic at {compute:.0f}%")
+    assert abs(read / (2 * 2**26) - 1) < 0.05
+    assert memory > compute
+
+
+LESSON = Steps((nesting, scheduled, trace, counting, roofline, experiment, hardware_counters))
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,301 @@
+"""Softmax backward: a dot product and a subtraction
+==================================================
+y = softmax(x) has the Jacobian dy_i/dx_j = y_i (1[i = j] - y_j), so the gradient of a row needs no N x N matrix:
+    dx = y * (dy - d),  d = sum(y * dy) along the row
+It reads 2MN elements (y and dy; x is not needed) and writes MN. Kept apart, the product, its sum and the rest move up
+to 3 times as much. At 4.2 TB/s, 8192 x 8192 in bf16 (403 MB) cannot take less than 0.096 ms.
+
+You will learn: deriving a backward kernel, what a row costs in registers with two inputs, an autograd Function.
+Run it:    python day2_triton_basics/lesson04_softmax_backward.py
+Check it:  python -m lessonkit check lesson04_softmax_backward
+Time it:   python -m lessonkit bench lesson04_softmax_backward
+"""
+
+import math
+from importlib import import_module
+
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms
+
+import torch
+import triton
+import triton.language as tl
+
+from day2_triton_basics.lesson03_softmax import softmax_shared
+
+
+def reference(y, dy):
+    wide = torch.promote_types(y.dtype, torch.float32)  # PyTorch's own kernel, too, computes in fp32
+    y, dy, dtype = y.to(wide), dy.to(wide), y.dtype
+    return (y * (dy - (y * dy).sum(-1, keepdim=True))).to(dtype)
+
+
+# Rung 1. A kernel for each step, each with whole matrices through memory: the product y * dy, its sum, the rest. The
+# product is kept in fp32: rounded to 16 bits, its error would survive in dy - d, where the large parts cancel.
+# Predicted: 7MN elements for fp32, 2.33 times the least; for 16-bit inputs, with the product twice as wide, 3 times.
+@triton.jit
+def step_kernel(
+    y_ptr, dy_ptr, dx_ptr, p_ptr, d_ptr, N, stride_y, stride_dy, stride_dx, STEP: tl.constexpr, BLOCK_N: tl.constexpr
+):  # y, dy, dx, p (contiguous, fp32): [M, N]; d (fp32): [M]
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.load(d_ptr + row) if STEP == "finish" else 0.0
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = cols < N
+        if STEP == "sum":
+            # A sum must not count the lanes past the end: 0, not whatever lies there.
+            d += tl.sum(tl.load(p_ptr + row * N + cols, mask=mask, other=0.0), axis=0)
+        else:
+            y = tl.load(y_ptr + row * stride_y + cols, mask=mask).to(tl.float32)
+            dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask).to(tl.float32)
+            if STEP == "multiply":
+                tl.store(p_ptr + row * N + cols, y * dy, mask=mask)
+            else:
+                tl.store(dx_ptr + row * stride_dx + cols, y * (dy - d), mask=mask)
+    if STEP == "sum":
+        tl.store(d_ptr + row, d)
+
+
+def backward_unfused(y, dy):
+    """[M, N], [M, N] -> [M, N], three kernels with one program a row."""
+    (dx, strides), (M, N) = _prepare(y, dy), y.shape
+    if dx.numel():
+        p, d = torch.empty(M, N, dtype=torch.float32, device=y.device), torch.empty(M, device=y.device)
+        for step in ("multiply", "sum", "finish"):
+            step_kernel[(M,)](y, dy, dx, p, d, N, *strides, step, BLOCK_N=1024)
+    return dx
+
+
+# Rung 2. New: fused; y and dy of a row stay in the registers of one program. Predicted: 3MN. Two inputs take twice
+# the registers of the forward, so 8 elements of each a thread where lesson 3 had 16.
+@triton.jit
+def backward_row_kernel(y_ptr, dy_ptr, dx_ptr, N, stride_y, stride_dy, stride_dx, BLOCK_N: tl.constexpr):  # [M, N] each
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)
+    y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0).to(tl.float32)
+    d = tl.sum(y * dy, axis=0)
+    tl.store(dx_ptr + row * stride_dx + cols, y * (dy - d), mask=cols < N)
+
+
+def backward_row(y, dy):
+    """[M, N], [M, N] -> [M, N], one program a row of at most 32,768."""
+    (dx, strides), (M, N) = _prepare(y, dy), y.shape
+    if N > 32768:
+        raise Unsupported("rows past 32,768: 1024 threads with 2 x 32 fp32 elements each are the whole register file")
+    if dx.numel():
+        block = triton.next_power_of_2(N)
+        backward_row_kernel[(M,)](y, dy, dx, N, *strides, block, num_warps=max(1, min(32, block // 256)))
+    return dx
+
+
+# Rung 3. New: rows of any length, in two passes; the second runs backwards, over what the caches hold already.
+# Predicted: 5MN by count, 1.67 times the least; in time less, as far as the caches serve.
+@triton.jit
+def backward_two_pass_kernel(y_ptr, dy_ptr, dx_ptr, N, stride_y, stride_dy, stride_dx, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = 0.0
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0).to(tl.float32)
+        d += tl.sum(y * dy, axis=0)
+    blocks = tl.cdiv(N, BLOCK_N)
+    for i in range(blocks):
+        cols = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)
+        y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N).to(tl.float32)
+        dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N).to(tl.float32)
+        tl.store(dx_ptr + row * stride_dx + cols, y * (dy - d), mask=cols < N)
+
+
+def backward_two_pass(y, dy):
+    """[M, N], [M, N] -> [M, N], one program a row of any length."""
+    (dx, strides), (M, N) = _prepare(y, dy), y.shape
+    if dx.numel():
+        block = min(4096, triton.next_power_of_2(N))
+        backward_two_pass_kernel[(M,)](y, dy, dx, N, *strides, block, num_warps=max(1, block // 256))
+    return dx
+
+
+# Rung 4. New: several short rows a program, 16 elements of y and of dy a thread: four 16-byte loads in flight in
+# bf16, and a row of 512 within a warp. Predicted: the same 3MN; 256 columns gain most.
+@triton.jit
+def backward_packed_kernel(
+    y_ptr, dy_ptr, dx_ptr, M, N, stride_y, stride_dy, stride_dx, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # [M, N] each
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < N)
+    y = tl.load(y_ptr + rows * stride_y + cols, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+    d = tl.sum(y * dy, axis=1, keep_dims=True)
+    tl.store(dx_ptr + rows * stride_dx + cols, y * (dy - d), mask=mask)
+
+
+def backward_packed(y, dy):
+    """[M, N], [M, N] -> [M, N], one row or several a program, of at most 16,384 columns."""
+    (dx, strides), (M, N) = _prepare(y, dy), y.shape
+    if N > 16384:
+        raise Unsupported("rows past 16,384: at 16 elements a thread they want more than 1024 threads")
+    if dx.numel():
+        block = triton.next_power_of_2(N)
+        rows = max(1, 2048 // block)
+        grid = (triton.cdiv(M, rows),)
+        backward_packed_kernel[grid](y, dy, dx, M, N, *strides, rows, block, num_warps=rows * block // 512)
+    return dx
+
+
+# Rung 5. New: a long row is shared by several programs, as in lesson 3; the note is a part's share of d. Predicted:
+# 3MN at any length.
+@triton.jit
+def backward_shared_kernel(
+    y_ptr, dy_ptr, dx_ptr, notes_ptr,  # [M, N] three times, [M * PARTS + 1]: zeros, the last one counts tickets
+    M, N, stride_y, stride_dy, stride_dx,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    # A ticket, not program_id: whoever holds ticket t knows that 0..t-1 have started (lesson 3).
+    ticket = tl.atomic_add(notes_ptr + M.to(tl.int64) * PARTS, 1, sem="relaxed")
+    row = ticket // PARTS % M
+    part = ticket % PARTS
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0).to(tl.float32)
+    # A share of d may be 0, so the high half of its note is 1: a note of 0 means "not yet".
+    share = tl.sum(y * dy, axis=0).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    notes_ptr += row * PARTS
+    tl.atomic_xchg(notes_ptr + part, share | (1 << 32), sem="relaxed")
+    slots = tl.arange(0, SLOTS)
+    # volatile: each look goes to the L2, where the other SMs' notes arrive. A slot beyond PARTS: a share of 0.0.
+    notes = tl.load(notes_ptr + slots, mask=slots < PARTS, other=1 << 32, volatile=True)
+    if WAIT:
+        while tl.min((notes != 0).to(tl.int32), axis=0) == 0:
+            notes = tl.load(notes_ptr + slots, mask=slots < PARTS, other=1 << 32, volatile=True)
+    d = tl.sum(notes.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+    tl.store(dx_ptr + row * stride_dx + cols, y * (dy - d), mask=cols < N)
+
+
+def backward_shared(y, dy):
+    """[M, N], [M, N] -> [M, N] for every M, N: packed up to 8192 columns, then parts of 4096, then two passes."""
+    expect(y=y, dy=dy, ndim=2, same_shape=True, same_dtype=True, unit_stride=True)
+    (M, N), parts = y.shape, triton.cdiv(y.shape[1], 4096)
+    if N <= 8192:
+        return backward_packed(y, dy)
+    if parts > num_sms():  # all parts of a row must run at once, and an SM has room for one at least
+        return backward_two_pass(y, dy)
+    dx, strides = _prepare(y, dy)
+    if M:
+        notes = torch.zeros(M * parts + 1, dtype=torch.int64, device=y.device)
+        # The interpreter runs programs in turn, where a wait would never end: a first round leaves all the notes.
+        for wait in (False, True) if DEVICE.type == "cpu" else (True,):
+            backward_shared_kernel[(M * parts,)](
+                y, dy, dx, notes, M, N, *strides, parts, triton.next_power_of_2(parts), 4096, WAIT=wait, num_warps=8
+            )
+    return dx
+
+
+def _prepare(y, dy):
+    expect(y=y, dy=dy, ndim=2, same_shape=True, same_dtype=True, unit_stride=True)
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    return dx, (y.stride(0), dy.stride(0), dx.stride(0))
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = softmax_shared(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        # The gradient of y.sum() is one number with strides of 0: kernels here want neighbours to be neighbours.
+        return backward_shared(y, dy if dy.stride(-1) == 1 else dy.contiguous())
+
+
+def softmax(x):
+    """Softmax over the last dimension of [M, N], with a gradient. Saves y alone for the backward."""
+    return _Softmax.apply(x)
+
+
+def logits(M, N, pad=0, dtype=torch.float32):
+    return ((torch.randn(M, N + pad, device=DEVICE) * 2).to(dtype)[:, :N],)
+
+
+def inputs(M, N, pad=0, dtype=torch.float32):
+    # dy is centred at 3, so d is about 3 and leaving it out is loud. y comes from a slice (pad), dy does not: a stride
+    # taken for the other shows.
+    dy = (torch.randn(M, N, device=DEVICE) + 3).to(dtype)
+    return torch.softmax(logits(M, N + pad)[0], -1).to(dtype)[:, :N], dy
+
+
+def rows_sum_to_zero(rung):
+    """sum(dx) = d - d sum(y) = 0 when y sums to one: moving a whole row of x moves nothing."""
+    y, dy = inputs(3, 8781)
+    torch.testing.assert_close(rung(y, dy).sum(-1), torch.zeros(3, device=DEVICE), rtol=0, atol=1e-5)
+
+
+def constant_gradient(rung):
+    """The gradient of sum(y), which is always one, is zero; twice the gradient is twice the result."""
+    y, dy = inputs(3, 781)
+    torch.testing.assert_close(rung(y, torch.full_like(dy, 7.0)), torch.zeros_like(y), rtol=0, atol=2e-6)
+    torch.testing.assert_close(rung(y, 2 * dy), 2 * rung(y, dy), rtol=0, atol=0)
+
+
+def strange_numbers(rung):
+    """NaN or inf in dy makes its row what IEEE arithmetic makes of it: inf - inf is NaN, and so is 0 * inf."""
+    for N in (40, 8781):
+        y, dy = inputs(4, N)
+        y[3, 5], dy[0, 7], dy[1, N - 1], dy[3, 5] = 0.0, math.nan, math.inf, -math.inf
+        torch.testing.assert_close(rung(y, dy), reference(y, dy), rtol=1e-4, atol=1e-8, equal_nan=True)
+
+
+def _liger(y, dy):
+    settings = import_module("liger_kernel.ops.utils").calculate_settings(y.shape[1])  # refuses rows past 65,536
+    return import_module("liger_kernel.ops.softmax")._softmax_backward(dy, y, *settings, False)
+
+
+SHAPES = ((4096, 4096), (4096, 12672), (8192, 8192), (4096, 32768), (2048, 131072), (32768, 256), (32768, 1024))
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(backward_unfused, backward_row, backward_two_pass, backward_packed, backward_shared),
+    checks=(
+        case("no rows", M=0, N=5),
+        case("no columns", M=5, N=0),
+        case("y = 1: dx = dy - dy is exactly 0; 17 rows leave most of a tile empty", M=17, N=1),
+        case("a prime width, and rows of y that lie further apart than those of dy", M=7, N=127, pad=3),
+        case("one past 8192: three programs share a row; more than one block in two passes", M=3, N=8193),
+        case("more parts than the interpreter's 4 SMs: the last rung takes two passes", M=2, N=16385),
+        case("row offsets past 2^31", gib=130, M=65537, N=32769),
+        case("bytes are counted here: several tiles, the last one hanging over", M=9, N=1000),
+    ),
+    benches=tuple({"M": m, "N": n} for m, n in SHAPES),
+    work=lambda M, N, dtype, pad=0: Work(bytes=3 * M * N * dtype.itemsize, flops=4 * M * N),
+    wrong=(
+        Mutant("d left out", "backward_row_kernel", "(dy - d)", "dy", "backward_row"),
+        Mutant("d of y alone", "backward_row_kernel", "y * dy, axis=0", "y, axis=0", "backward_row"),
+        Mutant("only the last block's d", "backward_two_pass_kernel", "d +=", "d =", "backward_two_pass"),
+        Mutant("dy's stride for y", "backward_packed_kernel", "rows * stride_y", "rows * stride_dy", "backward_packed"),
+        Mutant("no row mask", "backward_packed_kernel", "(rows < M) & ", "", "backward_packed", "out of bounds"),
+        Mutant("one d for all rows", "backward_packed_kernel", ", axis=1, keep_dims=True", "", "backward_packed"),
+        Mutant("one share too few", "backward_shared_kernel", "d = tl.sum", "d = tl.max", "backward_shared"),
+    ),
+    peers={
+        "torch": lambda y, dy: torch._softmax_backward_data(dy, y, -1, y.dtype),
+        "torch.compile": torch.compile(reference, dynamic=False),
+        "liger": _liger,
+        "quack": lambda y, dy: import_module("quack.softmax").softmax_bwd(dy, y),
+    },
+    claims=dict.fromkeys((backward_two_pass, backward_packed), ("16-byte loads", "16-byte stores", "no spills")),
+    passes={backward_unfused: 3, backward_row: 1, backward_two_pass: 5 / 3, backward_packed: 1, backward_shared: 1},
+    properties=(rows_sum_to_zero, constant_gradient, strange_numbers),
+    refuses=(
+        Refusal("shapes differ", lambda f: f(inputs(2, 8)[0], inputs(2, 9)[1]), ValueError, "dy has shape"),
+        Refusal("transposed", lambda f: f(*(t.t() for t in inputs(8, 8))), ValueError, "in its last dimension"),
+        Refusal("dtypes differ", lambda f: f(inputs(2, 8)[0], inputs(2, 8)[1].half()), TypeError, "dy is torch"),
+    ),
+    grad=Grad(softmax, reference=lambda x: torch.softmax(x, -1), inputs=logits),
+)
+
+if __name__ == "__main__":
+    LESSON.main()

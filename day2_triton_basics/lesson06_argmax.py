@@ -1,0 +1,291 @@
+"""Argmax: a reduction that carries two numbers
+=============================================
+argmax of x [M, N] along the rows reads MN elements and writes M indices: 8192x8192 in bf16 is 134 MB, at 4.2 TB/s no
+less than 0.032 ms. Two things make it more than a maximum. The rule: the first of equal maxima wins, NaN counts as the
+maximum and the first NaN wins, -0 equals +0. And arithmetic: at 2 bytes an element copy speed asks for 9 elements a cycle
+and SM, which compares and selects 64 lanes a cycle: 7 such instructions an element is all there is.
+
+You will learn: ties and NaN, running value and index, a float as a sortable integer, one 64-bit word for both, splits.
+Run it:    python day2_triton_basics/lesson06_argmax.py
+Check it:  python -m lessonkit check lesson06_argmax
+Time it:   python -m lessonkit bench lesson06_argmax
+"""
+
+import math
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms
+
+import torch
+import triton
+import triton.language as tl
+
+
+def reference(x):
+    return x.argmax(-1)  # reads MN, writes M
+
+
+# Floats as integers in the same order. Bits of floats >= 0 grow with the value; those of negative ones grow with the
+# distance from zero, so all but their sign is flipped. -0 becomes +0 first, or it would lose the tie that it must win;
+# NaN becomes the largest integer. As integers they have one order and no surprises: a comparison with a NaN is false,
+# so that tl.argmax on floats finds NaN or not depending on where it stands (NumPy, and so the interpreter, always does).
+@triton.jit
+def order_key(x):
+    x = tl.where(x == 0, 0.0, x)
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+# Rung 1. A row in one block, in registers, and tl.argmax, which prefers the left of two equals. Padding is -inf, not 0:
+# a row of negative numbers would lose to it. A row of -inf ties with the padding, and wins, for it stands further left.
+# Predicted: the least bytes, but every element pays for its key (6 instructions) and for a pair at every comparison.
+@triton.jit
+def argmax_block_kernel(x_ptr, y_ptr, N, stride, BLOCK_N: tl.constexpr):  # x [M, N], y [M]
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + row * stride + cols, mask=cols < N, other=-float("inf")).to(tl.float32)
+    tl.store(y_ptr + row, tl.argmax(order_key(x), axis=0))
+
+
+def argmax_block(x):
+    """[M, N] -> [M] int64, one program a row, N up to 65,536."""
+    y = _prepare(x)
+    if x.shape[1] > 65536:
+        raise Unsupported("a row longer than 65,536 does not fit into one SM's registers")
+    if y.numel():
+        block = triton.next_power_of_2(x.shape[1])
+        argmax_block_kernel[(x.shape[0],)](x, y, x.shape[1], x.stride(0), block, num_warps=8)
+    return y
+
+
+# Rung 2. New: the row in steps. A lane keeps its best value and the step that brought it: a conversion, two comparisons
+# and two selects an element. Keys and the reduction wait until the end, for one value a lane instead of N. Lanes now hold
+# candidates of different steps, so leftmost lane and first index are no longer the same: the second reduction takes the
+# smallest index among equals. Predicted: any N at the least bytes, as long as there are enough rows to fill the SMs.
+@triton.jit
+def keep_better(x, step, best, at):
+    # "Not smaller or equal" is "larger, or NaN". best == best: the first NaN stays.
+    better = ~(x <= best) & (best == best)
+    return tl.where(better, x, best), tl.where(better, step, at).to(tl.int32)
+
+
+@triton.jit
+def argmax_online_kernel(x_ptr, y_ptr, N, stride, BLOCK: tl.constexpr):  # x [M, N], y [M]
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    at = tl.zeros([BLOCK], tl.int32)  # a row of -inf never finds better: step 0, lane 0 is its answer
+    for step in range(tl.cdiv(N, BLOCK)):
+        cols = step * BLOCK + lanes
+        x = tl.load(x_ptr + row * stride + cols, mask=cols < N, other=-float("inf")).to(tl.float32)
+        best, at = keep_better(x, step, best, at)
+    key = order_key(best)
+    index = at.to(tl.int64) * BLOCK + lanes
+    tl.store(y_ptr + row, tl.min(tl.where(key == tl.max(key), index, N)))
+
+
+def argmax_online(x):
+    """[M, N] -> [M] int64, one program a row, 2048 columns a step."""
+    y = _prepare(x)
+    if y.numel():
+        argmax_online_kernel[(x.shape[0],)](x, y, x.shape[1], x.stride(0), BLOCK=2048, num_warps=4)
+    return y
+
+
+# Rung 3. New: few long rows leave SMs idle, so several programs share a row and meet in one atomic maximum. Value and
+# index must change together: key in the upper 32 bits, index in the lower, inverted so that of equal keys the smaller
+# index is the larger word. A maximum, unlike a sum, does not depend on the order: deterministic. Predicted: 64 rows
+# fill the GPU; but a launch to set the words up and one to take them apart.
+@triton.jit
+def argmax_atomic_kernel(x_ptr, words_ptr, N, stride, steps, BLOCK: tl.constexpr):  # x [M, N], words [M] int64
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1).to(tl.int64) * steps  # int64, so step is too, and step * BLOCK cannot overflow
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    at = tl.zeros([BLOCK], tl.int32) + first.to(tl.int32)
+    for step in range(first, first + steps):
+        cols = step * BLOCK + lanes
+        x = tl.load(x_ptr + row * stride + cols, mask=cols < N, other=-float("inf")).to(tl.float32)
+        best, at = keep_better(x, step, best, at)
+    index = at.to(tl.int64) * BLOCK + lanes
+    word = (order_key(best).to(tl.int64) << 32) | (0xFFFFFFFF - index)
+    tl.atomic_max(words_ptr + row, tl.max(word), sem="relaxed")
+
+
+def argmax_atomic(x):
+    """[M, N] -> [M] int64, as many programs a row as fill the GPU, N below 2^32."""
+    y = _prepare(x)
+    M, N = x.shape
+    if N >= 2**32:
+        raise Unsupported("the index has 32 bits of the word")
+    if M == 0:
+        return y
+    steps = triton.cdiv(N, 2048)
+    each = triton.cdiv(steps, min(steps, triton.cdiv(8 * num_sms(), M)))
+    # Below every key: with 0 instead a row of negative numbers would lose to the start.
+    words = torch.full((M,), -(2**63), dtype=torch.int64, device=x.device)
+    argmax_atomic_kernel[(M, triton.cdiv(steps, each))](x, words, N, x.stride(0), each, BLOCK=2048, num_warps=4)
+    return 0xFFFFFFFF - (words & 0xFFFFFFFF)
+
+
+# Rung 4. New: a tile of UNROLL loads of 16 bytes a thread, issued before the first comparison needs one. Rows up to 2048
+# get one warp each, four rows a program, so that no reduction crosses warps; longer ones get four warps. Only where
+# rows are few are they split; every split then writes its own word, nothing is set up, and one small kernel takes the
+# maximum. A word's index counts from its split, so rows can have any length. Predicted: rung 2's bytes, near copy speed
+# at every shape, for at about 5 instructions an element the comparisons just fit under the loads.
+@triton.jit
+def argmax_tiles_kernel(
+    x_ptr,  # [M, N]
+    out_ptr,  # [M] indices, or [M, splits] words
+    M,
+    N,
+    stride,
+    steps,  # of a split, a multiple of UNROLL
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = tl.program_id(1).to(tl.int64) * steps
+    lanes = tl.arange(0, BLOCK)[None, :]
+    best = tl.full([ROWS, BLOCK], -float("inf"), tl.float32)
+    at = tl.zeros([ROWS, BLOCK], tl.int32)
+    for step in range(0, steps, UNROLL):
+        for u in tl.static_range(UNROLL):
+            cols = (first + step + u) * BLOCK + lanes
+            mask = (rows < M) & (cols < N)
+            x = tl.load(x_ptr + rows * stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
+            best, at = keep_better(x, step + u, best, at)
+    key = order_key(best)
+    top = tl.max(key, axis=1, keep_dims=True)
+    index = tl.min(tl.where(key == top, at * BLOCK + lanes, 0x7FFFFFFF), axis=1, keep_dims=True).to(tl.int64)
+    if SPLIT:
+        word = (top.to(tl.int64) << 32) | (0xFFFFFFFF - index)
+        tl.store(out_ptr + rows * tl.num_programs(1) + tl.program_id(1), word, mask=rows < M)
+    else:
+        tl.store(out_ptr + rows, index, mask=rows < M)
+
+
+@triton.jit
+def best_word_kernel(words_ptr, y_ptr, splits, columns, SPLITS: tl.constexpr):  # words [M, splits], y [M]
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.arange(0, SPLITS)
+    # Padding repeats the last split, so it can tie with it but not win an earlier place.
+    words = tl.load(words_ptr + row * splits + tl.minimum(ids, splits - 1))
+    key = words >> 32
+    index = ids.to(tl.int64) * columns + (0xFFFFFFFF - (words & 0xFFFFFFFF))
+    tl.store(y_ptr + row, tl.min(tl.where(key == tl.max(key), index, 0x7FFFFFFFFFFFFFFF)))
+
+
+def argmax_tiles(x):
+    """[M, N] -> [M] int64, any shape. Deterministic."""
+    y = _prepare(x)
+    M, N = x.shape
+    if M == 0:
+        return y
+    vector = 16 // x.element_size()
+    rows, block = (4, 32 * vector) if N <= 2048 else (1, 128 * vector)
+    steps = triton.cdiv(N, block)
+    unroll = min(4, triton.next_power_of_2(steps))
+    programs = triton.cdiv(M, rows)
+    # Eight programs fit an SM. A split is at least UNROLL steps, or its one load would not pay for its word; at most
+    # 2^31 columns, for the index counts in 32 bits.
+    splits = max(1, min(8 * num_sms() // programs, steps // unroll), triton.cdiv(N, 2**30))
+    each = triton.cdiv(triton.cdiv(steps, splits), unroll) * unroll
+    splits = triton.cdiv(steps, each)
+    out = torch.empty(M, splits, dtype=torch.int64, device=x.device) if splits > 1 else y
+    shape = dict(ROWS=rows, BLOCK=block, UNROLL=unroll, SPLIT=splits > 1)
+    argmax_tiles_kernel[(programs, splits)](x, out, M, N, x.stride(0), each, **shape, num_warps=4)
+    if splits > 1:
+        best_word_kernel[(M,)](out, y, splits, each * block, SPLITS=triton.next_power_of_2(splits), num_warps=1)
+    return y
+
+
+def _prepare(x):
+    # An index has no gradient, so x may require one.
+    expect(x=x, ndim=2, unit_stride=True, differentiable=True)
+    if x.shape[1] == 0:
+        raise ValueError("x has no columns: the maximum of nothing has no index, so give it at least one")
+    return torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+
+
+def inputs(M, N, dtype=torch.float32):
+    # Centred at -8, so that padding with 0 would win; clamped, so that a sixth of a row is its maximum and the first
+    # must be found; every fourth row has it in its last column alone, where a tail could be lost.
+    x = (torch.randn(M, N, device=DEVICE) * 2 - 8).clamp(max=-6)
+    x[::4, -1] = -1
+    return (x.to(dtype),)
+
+
+def torchs_rules(rung):
+    """The first NaN wins, also over an earlier inf; the first of equals; -0 equals 0; a row of -inf has its first."""
+    for n in (3, 5000):
+        x = inputs(6, n)[0]
+        x[0, n // 2 :] = math.nan
+        x[0, 0] = math.inf
+        x[1] = -math.inf
+        x[2] = torch.zeros(n, device=DEVICE)
+        x[2, 0] = -0.0
+        x[3, 1:] = -torch.tensor(math.nan, device=DEVICE)  # a NaN with its sign set is a NaN too
+        x[4] = math.inf
+        for dtype in LESSON.dtypes:
+            torch.testing.assert_close(rung(x.to(dtype)), reference(x.to(dtype)))
+
+
+def rows_with_gaps(rung):
+    """A slice of a wider matrix: the row stride is not N, and what lies between rows is not looked at."""
+    wide = inputs(5, 700)[0]
+    wide[:, 600:] = math.inf
+    torch.testing.assert_close(rung(wide[:, 3:600]), reference(wide[:, 3:600]))
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(argmax_block, argmax_online, argmax_atomic, argmax_tiles),
+    checks=(
+        case("no rows", M=0, N=5),
+        case("one element", M=1, N=1),
+        case("a prime width, rows that do not fill a program", M=7, N=127),
+        case("exactly one warp's steps", M=5, N=1024),
+        case("nine rows, four a program: the last program has one", M=9, N=513),
+        case("one past a step: the last column has a step of its own", M=4, N=2049),
+        case("a long row: several steps, several splits, the last one short", M=3, N=10007),
+        case("columns past 2^31", gib=60, M=1, N=2**31 + 1),
+    ),
+    benches=(
+        {"M": 4096, "N": 4096},
+        {"M": 8192, "N": 8192},
+        {"M": 4096, "N": 32768},
+        {"M": 2048, "N": 131072},
+        {"M": 64, "N": 1048576},
+        {"M": 32768, "N": 1024},
+    ),
+    work=lambda M, N, dtype: Work(bytes=M * N * dtype.itemsize + 8 * M, flops=M * N),
+    wrong=(
+        Mutant("padding with 0", "argmax_block_kernel", '-float("inf")', "0.0", "argmax_block"),
+        Mutant("negative floats not flipped", "order_key", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "argmax_block"),
+        Mutant("the last of equals wins", "keep_better", "~(x <= best)", "~(x < best)", "argmax_online"),
+        Mutant("mask lets one lane too many through", "argmax_online_kernel", "cols < N", "cols <= N", "argmax_online", "out of bounds"),
+        Mutant("words start at 0", "argmax_atomic", "-(2**63)", "0", "argmax_atomic"),
+        Mutant("index not inverted", "argmax_atomic_kernel", "(0xFFFFFFFF - index)", "index", "argmax_atomic"),
+        Mutant("any lane of the maximum will do", "argmax_tiles_kernel", "tl.min(", "tl.max(", "argmax_tiles"),
+        Mutant("splits all start at column 0", "best_word_kernel", "ids.to(tl.int64) * columns", "0", "argmax_tiles"),
+    ),
+    peers={
+        "torch": reference,
+        "torch.compile": torch.compile(reference, dynamic=False),
+    },
+    claims={argmax_tiles: ("16-byte loads", "no spills")},
+    passes={argmax_block: 1.0, argmax_online: 1.0, argmax_atomic: 1.0, argmax_tiles: 1.0},
+    properties=(torchs_rules, rows_with_gaps),
+    refuses=(
+        Refusal("no columns", lambda f: f(torch.empty(3, 0, device=DEVICE)), ValueError, "no columns"),
+        Refusal("a vector", lambda f: f(inputs(1, 8)[0][0]), ValueError, "expected 2"),
+        Refusal("not a float", lambda f: f(inputs(1, 8)[0].long()), TypeError, "x is torch.int64"),
+        Refusal("every second column", lambda f: f(inputs(2, 8)[0][:, ::2]), ValueError, "stride 2"),
+    ),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()

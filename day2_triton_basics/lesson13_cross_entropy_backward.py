@@ -1,0 +1,292 @@
+"""Cross-entropy backward: recompute the softmax, do not keep it
+=============================================================
+dlogits = (softmax(x) - onehot(target)) * dloss, row by row: MV elements to read, MV to write. PyTorch keeps the
+log-softmax from the forward, as large as the logits; then the backward need not see the logits. Keep lse instead, one
+number a row, and softmax(x) is exp(x - lse), whenever it is wanted: one exponential an element, and no memory at all.
+At 4.2 TB/s, 8192 x 128,256 in bf16 (4.2 GB in and out) cannot take less than 1.0 ms; a kept softmax adds as much again.
+
+You will learn: what to save for a backward, wide stores to rows that start at odd addresses, an op with a gradient.
+Run it:    python day2_triton_basics/lesson13_cross_entropy_backward.py
+Check it:  python -m lessonkit check lesson13_cross_entropy_backward
+Time it:   python -m lessonkit bench lesson13_cross_entropy_backward
+"""
+
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, case, expect
+
+import torch
+import triton
+import triton.language as tl
+
+from day2_triton_basics.lesson12b_cross_entropy_wide import cross_entropy_split
+
+IGNORE = tl.constexpr(-100)
+
+
+def reference(dloss, logits, targets, lse):
+    p = torch.exp(logits - lse[:, None])  # reads MV (lse is fp32, so p is too)
+    p.scatter_add_(1, targets.clamp(min=0)[:, None], -torch.ones_like(p[:, :1]))
+    return (p * dloss.where(targets != IGNORE.value, 0)[:, None]).to(logits.dtype)  # writes MV
+
+
+# Rung 1. The softmax goes through memory: one kernel writes it (in a training step the forward would), one reads it
+# back and makes the gradient. Predicted: 4MV elements where 2MV would do, and MV elements of memory in between.
+@triton.jit
+def softmax_kernel(x_ptr, lse_ptr, p_ptr, V, stride_x, BLOCK: tl.constexpr):  # [M, V], [M], [M, V]
+    row = tl.program_id(0).to(tl.int64)  # int64 before the multiplication: M * V may be past 2^31
+    lse = tl.load(lse_ptr + row)
+    for start in range(0, V, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < V).to(tl.float32)
+        tl.store(p_ptr + row * V + cols, tl.exp(x - lse), mask=cols < V)
+
+
+@triton.jit
+def gradient_kernel(p_ptr, targets_ptr, dloss_ptr, dx_ptr, V, stride_dx, BLOCK: tl.constexpr):  # p, dx: [M, V]
+    row = tl.program_id(0).to(tl.int64)
+    target, scale = target_and_scale(targets_ptr, dloss_ptr, row, V)
+    for start in range(0, V, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        p = tl.load(p_ptr + row * V + cols, mask=cols < V).to(tl.float32)
+        tl.store(dx_ptr + row * stride_dx + cols, (p - (cols == target)) * scale, mask=cols < V)
+
+
+@triton.jit
+def target_and_scale(targets_ptr, dloss_ptr, row, V):
+    """A row's target and dloss: 0 if the row is ignored, NaN if the target is no class, like the loss (lesson 12)."""
+    target = tl.load(targets_ptr + row)
+    dloss = tl.where((target >= 0) & (target < V), tl.load(dloss_ptr + row), float("nan"))
+    return target, tl.where(target == IGNORE, 0.0, dloss)
+
+
+def backward_saved(dloss, logits, targets, lse):
+    """[M], [M, V], [M], [M] -> dlogits [M, V]; the softmax is written and read again."""
+    dlogits, M, V = _prepare(dloss, logits, targets, lse)
+    if dlogits.numel():
+        p = torch.empty((M, V), dtype=logits.dtype, device=logits.device)
+        softmax_kernel[(M,)](logits, lse, p, V, logits.stride(0), BLOCK=4096, num_warps=8)
+        gradient_kernel[(M,)](p, targets, dloss, dlogits, V, dlogits.stride(0), BLOCK=4096, num_warps=8)
+    return dlogits
+
+
+# Rung 2. New: the softmax is recomputed where it is used. Predicted: 2MV, half the time; and dlogits has a smaller
+# error, because p was not rounded to 16 bits on the way.
+@triton.jit
+def recompute_kernel(
+    dloss_ptr, x_ptr, targets_ptr, lse_ptr, dx_ptr,  # [M], [M, V], [M], [M], [M, V]
+    V, stride_x, stride_dx, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target, scale = target_and_scale(targets_ptr, dloss_ptr, row, V)
+    lse = tl.load(lse_ptr + row)
+    for start in range(0, V, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < V).to(tl.float32)
+        tl.store(dx_ptr + row * stride_dx + cols, (tl.exp(x - lse) - (cols == target)) * scale, mask=cols < V)
+
+
+def backward_recomputed(dloss, logits, targets, lse):
+    """[M], [M, V], [M], [M] -> dlogits [M, V]; one program a row."""
+    dlogits, M, V = _prepare(dloss, logits, targets, lse)
+    if dlogits.numel():
+        recompute_kernel[(M,)](
+            dloss, logits, targets, lse, dlogits, V, logits.stride(0), dlogits.stride(0), BLOCK=4096, num_warps=8
+        )
+    return dlogits
+
+
+# Rung 3. New: 16-byte accesses in every row. Chunks of W elements are counted from the start of the tensor, not of the
+# row; those wholly inside a row are read and written whole, the few elements on either side singly (as in lesson 12b,
+# but here it matters more: a chunk written whole across two rows would overwrite what another program wrote). And no
+# loop: nothing is carried along a row, so it is cut into blocks that any SM may take. Predicted: copy speed at every V.
+@triton.jit
+def wide_kernel(
+    dloss_ptr, x_ptr, targets_ptr, lse_ptr, dx_ptr,  # x and dx lie at multiples of W elements
+    V, stride_x, stride_dx, BLOCKS, LANES: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    target, scale = target_and_scale(targets_ptr, dloss_ptr, row, V)
+    lse = tl.load(lse_ptr + row)
+    begin = row * stride_x
+    first = (begin + W - 1) // W  # of the chunks wholly inside the row, and `after` the last
+    after = (begin + V) // W
+    # The same chunk in dx: the rows of both start at the same place within a chunk, which the host has seen to.
+    first_dx = (row * stride_dx + W - 1) // W
+    chunks = block * LANES + tl.arange(0, LANES)[:, None]
+    offsets = chunks * W + tl.arange(0, W)[None, :]
+    inside = chunks < after - first
+    x = tl.load(x_ptr + first * W + offsets, mask=inside).to(tl.float32)
+    hit = offsets == (target - (first * W - begin)).to(tl.int32)
+    tl.store(dx_ptr + first_dx * W + offsets, (tl.exp(x - lse) - hit) * scale, mask=inside)
+    if block == 0:
+        # The elements before the chunks and those after; in a row that lies within one chunk these are not the same.
+        side = tl.arange(0, 2 * W)
+        cols = tl.where(side < W, (first - 1) * W, (tl.maximum(first, after) - 1) * W) + side - begin
+        mine = (cols >= 0) & (cols < V)
+        edge = tl.load(x_ptr + begin + cols, mask=mine).to(tl.float32)
+        tl.store(dx_ptr + row * stride_dx + cols, (tl.exp(edge - lse) - (cols == target)) * scale, mask=mine)
+
+
+def backward_wide(dloss, logits, targets, lse, *, in_place=False):
+    """[M], [M, V], [M], [M] -> dlogits [M, V]; in_place=True: over the logits, which nobody may need any more."""
+    dlogits, M, V = _prepare(dloss, logits, targets, lse, in_place)
+    if dlogits.numel():
+        lanes, w = 512, 16 // logits.element_size()
+        if logits.data_ptr() % 16 or dlogits.data_ptr() % 16 or (logits.stride(0) - dlogits.stride(0)) % w:
+            w = 1  # no chunk is aligned in both, so a chunk is one element: slow, and right
+        blocks = triton.cdiv(V, lanes * w)
+        wide_kernel[(M * blocks,)](
+            dloss, logits, targets, lse, dlogits, V, logits.stride(0), dlogits.stride(0), blocks, lanes, w, num_warps=8
+        )
+    return dlogits
+
+
+def _prepare(dloss, logits, targets, lse, in_place=False):
+    expect(logits=logits, ndim=2, unit_stride=True)
+    expect(dloss=dloss, lse=lse, ndim=1, dtypes=(torch.float32,), contiguous=True)
+    expect(targets=targets, ndim=1, dtypes=(torch.int64,), contiguous=True)
+    M, V = logits.shape
+    for name, t in (("dloss", dloss), ("targets", targets), ("lse", lse)):
+        if len(t) != M:
+            raise ValueError(f"{name} has {len(t)} rows, but logits has {M}: pass one {name} a row")
+    overlap = M > 1 and logits.stride(0) < V  # an expanded tensor: its rows share memory
+    if in_place and overlap:
+        raise ValueError("logits has rows that share memory, and cannot be overwritten: pass logits.contiguous()")
+    if in_place:
+        return logits, M, V
+    # Rows as far apart as those of the logits, so that both start at the same place within a chunk.
+    stride = V if overlap else logits.stride(0)
+    return torch.empty_strided((M, V), (stride, 1), dtype=logits.dtype, device=logits.device), M, V
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, in_place):
+        loss, lse = cross_entropy_split(logits.detach(), targets)
+        ctx.save_for_backward(logits, targets, lse)
+        ctx.in_place = in_place
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        logits, targets, lse = ctx.saved_tensors
+        return backward_wide(dloss.contiguous(), logits.detach(), targets, lse, in_place=ctx.in_place), None, None
+
+
+def cross_entropy(logits, targets, in_place=False):
+    """[M, V], [M] -> loss [M] in fp32, with a gradient.
+
+    in_place: the backward writes dlogits over the logits, and saves MV elements of memory. For the last op of a model
+    only, and for one backward: the logits are gone after it, and autograd is not told.
+    """
+    return _CrossEntropy.apply(logits, targets, in_place)
+
+
+def usual(logits, targets):
+    """What autograd is compared with. In fp32, for that is what the loss is here."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.nn.functional.cross_entropy(x, targets, reduction="none")
+
+
+def logits_and_targets(M, V, pad=0, skip=0, dtype=torch.float32):
+    # Narrow, so that p is not all 0 and 1. dlogits of a row sum to 0: a lost target shows in the sum.
+    # pad, skip: the rows are a slice of a wider matrix, so stride(0) is not V and the first row starts anywhere.
+    x = (torch.randn(M, skip + V + pad, device=DEVICE) * 2 - 8).to(dtype)[:, skip : skip + V]
+    targets = V - 1 - torch.arange(M, device=DEVICE) * 7919 % V  # the last column first: it lies in a partial block
+    targets[2::5] = -100
+    return x, targets
+
+
+def inputs(M, V, pad=0, skip=0, dtype=torch.float32):
+    x, targets = logits_and_targets(M, V, pad, skip, dtype)
+    lse = torch.logsumexp(x.float(), -1)
+    return torch.randn(M, device=DEVICE), x, targets, lse
+
+
+def _torch(dloss, logits, targets, lse):
+    p = torch.exp(logits - lse[:, None])
+    hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return ((p - hit.float()) * dloss.where(targets != IGNORE.value, 0)[:, None]).to(logits.dtype)
+
+
+def _quack(dloss, logits, targets, lse):
+    from quack.cross_entropy import cross_entropy_bwd
+
+    return cross_entropy_bwd(logits, targets, dloss, lse)
+
+
+def rows_sum_to_zero(rung):
+    """softmax sums to 1 and onehot to 1, so a row of dlogits sums to 0; an ignored row is 0 throughout."""
+    dloss, x, targets, lse = inputs(4, 781)
+    dx = rung(dloss, x, targets, lse)
+    torch.testing.assert_close(dx.sum(-1), torch.zeros(4, device=DEVICE), rtol=0, atol=1e-5)
+    assert (dx[2] == 0).all()
+    assert (dx[[0, 1, 3]] != 0).all()
+
+
+def no_class_no_gradient(rung):
+    """A target that is no class: NaN in all its row, and in no other."""
+    dloss, x, targets, lse = inputs(3, 64)
+    targets[1] = 64
+    dx = rung(dloss, x, targets, lse)
+    assert dx[1].isnan().all()
+    assert dx[[0, 2]].isfinite().all()
+
+
+def in_place_is_the_same(rung):
+    """With in_place=True the answer lies where the logits were."""
+    if rung is backward_wide:
+        dloss, x, targets, lse = inputs(5, 1153)
+        expected = rung(dloss, x, targets, lse)
+        assert rung(dloss, x, targets, lse, in_place=True).data_ptr() == x.data_ptr()
+        assert torch.equal(x, expected)
+
+
+_WRONG = (
+    Mutant("target one column off", "gradient_kernel", "cols == target", "cols == target + 1", "backward_saved"),
+    Mutant("lse forgotten", "recompute_kernel", "x - lse", "x", "backward_recomputed"),
+    Mutant("dloss not applied to the target", "recompute_kernel", "(tl.exp(x - lse) - (cols == target)) * scale",
+           "tl.exp(x - lse) * scale - (cols == target)", "backward_recomputed"),
+    Mutant("ignored rows have a gradient", "target_and_scale", "IGNORE, 0.0", "IGNORE, 1.0", "backward_recomputed"),
+    Mutant("row tail unwritten", "recompute_kernel", "(0, V, ", "(0, V - BLOCK + 1, ", "backward_recomputed", "nan"),
+    Mutant("edges unwritten", "wide_kernel", "block == 0", "block == 1", "backward_wide", "nan"),
+    Mutant("head counted from the chunk", "wide_kernel", "target - (first * W - begin)", "target", "backward_wide"),
+    Mutant("a chunk too many", "wide_kernel", "chunks < after", "chunks <= after", "backward_wide", "out of bounds"),
+    Mutant("writes over its input", "backward_wide", "lse, in_place)", "lse, True)", "backward_wide", "changed input"),
+)  # fmt: skip
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(backward_saved, backward_recomputed, backward_wide),
+    checks=(
+        case("nothing to do", M=0, V=8),
+        case("one class: p is 1 and the gradient 0", M=3, V=1),
+        case("rows shorter than a chunk, some across two", M=5, V=7),
+        case("rows that start at every place within a chunk", M=17, V=1153),
+        case("no row starts at a multiple of 16 bytes", M=4, V=2051, pad=4, skip=1),
+        case("elements past 2^31", gib=90, M=2**16 + 1, V=2**15 + 5),
+        case("several blocks, and a stride that is not V", M=3, V=9001, pad=3),
+    ),
+    # The odd width first: that is where the claims of 16-byte accesses are examined.
+    benches=tuple(
+        {"M": M, "V": V} for M, V in ((4096, 50257), (4096, 32768), (8192, 128256), (2048, 131072), (32768, 1024))
+    ),
+    work=lambda M, V, dtype, **_: Work(bytes=M * (2 * V * dtype.itemsize + 8 + 4 + 4), flops=4 * M * V),
+    wrong=_WRONG,
+    peers={"torch": _torch, "torch.compile": torch.compile(_torch, dynamic=False), "quack": _quack},
+    claims={backward_wide: ("16-byte loads", "16-byte stores", "no spills", "no shared memory")},
+    passes={backward_saved: 2.0, backward_recomputed: 1.0, backward_wide: 1.0},
+    properties=(rows_sum_to_zero, no_class_no_gradient, in_place_is_the_same),
+    refuses=(
+        Refusal(
+            "dloss of a mean", lambda f: f(torch.ones((), device=DEVICE), *inputs(2, 8)[1:]), ValueError, "dloss has 0"
+        ),
+        Refusal("a lse too many", lambda f: f(*inputs(2, 8)[:3], inputs(3, 8)[3]), ValueError, "lse has 3 rows"),
+        Refusal("lse in 16 bits", lambda f: f(*inputs(2, 8)[:3], inputs(2, 8)[3].half()), TypeError, "lse is"),
+    ),
+    grad=Grad(cross_entropy, usual, logits_and_targets),
+)
+
+if __name__ == "__main__":
+    LESSON.main()
