@@ -21,7 +21,8 @@ CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
     ("mypy",),
-    ("pytest", "-n", "auto", "--dist", "loadgroup", "--cov", "--cov-report", "term"),
+    ("pytest", "-n", "auto", "--dist", "loadgroup", "-m", "not alone", "--cov", "--cov-report="),
+    ("pytest", "-m", "alone", "--cov", "--cov-append", "--cov-report=term"),
 )
 
 

@@ -200,7 +200,7 @@ def occupancy():
     return Table("occupancy", rows, note)
 
 
-LESSON = Steps((lanes, programs, exchange, launches, occupancy))
+LESSON = Steps((lanes, programs, exchange, launches, occupancy), alone=True)
 
 if __name__ == "__main__":
     LESSON.main()

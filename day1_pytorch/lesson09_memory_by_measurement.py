@@ -182,7 +182,7 @@ def coalescing():
     return Table("coalescing", rows, note, x="stride", y="useful_TB_per_s")
 
 
-LESSON = Steps((latency, bandwidth, in_flight, coalescing))
+LESSON = Steps((latency, bandwidth, in_flight, coalescing), alone=True)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -275,7 +275,7 @@ def deliverable():
     assert str(rows[-1]["us_per_step"]) in text
 
 
-LESSON = Steps((step_cost, cross_over, rungs, deliverable))
+LESSON = Steps((step_cost, cross_over, rungs, deliverable), alone=True)
 
 if __name__ == "__main__":
     LESSON.main()

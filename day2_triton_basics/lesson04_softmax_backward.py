@@ -222,8 +222,7 @@ def logits(M, N, pad=0, dtype=torch.float32):
 
 
 def inputs(M, N, pad=0, dtype=torch.float32):
-    # dy is centred at 3, so d is about 3 and leaving it out is loud. y comes from a slice (pad), dy does not: a stride
-    # taken for the other shows.
+    # dy is centred at 3, so leaving out d is loud. Only y comes from a slice (pad): a stride taken for the other shows.
     dy = (torch.randn(M, N, device=DEVICE) + 3).to(dtype)
     return torch.softmax(logits(M, N + pad)[0], -1).to(dtype)[:, :N], dy
 

@@ -131,13 +131,13 @@ def backward_wide(dloss, logits, targets, lse, *, in_place=False):
     """[M], [M, V], [M], [M] -> dlogits [M, V]; in_place=True: over the logits, which nobody may need any more."""
     dlogits, M, V = _prepare(dloss, logits, targets, lse, in_place)
     if dlogits.numel():
-        lanes, w = 512, 16 // logits.element_size()
+        w = 16 // logits.element_size()
         if logits.data_ptr() % 16 or dlogits.data_ptr() % 16 or (logits.stride(0) - dlogits.stride(0)) % w:
             w = 1  # no chunk is aligned in both, so a chunk is one element: slow, and right
+        lanes = min(512, max(64, triton.next_power_of_2(V // w)))  # two chunks a thread, fewer threads for short rows
         blocks = triton.cdiv(V, lanes * w)
-        wide_kernel[(M * blocks,)](
-            dloss, logits, targets, lse, dlogits, V, logits.stride(0), dlogits.stride(0), blocks, lanes, w, num_warps=8
-        )
+        args = dloss, logits, targets, lse, dlogits, V, logits.stride(0), dlogits.stride(0), blocks
+        wide_kernel[(M * blocks,)](*args, lanes, w, num_warps=lanes // 64)
     return dlogits
 
 

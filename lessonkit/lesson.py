@@ -137,9 +137,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Steps:
-    """A lesson without kernels: functions whose docstring is a claim that the body asserts; one may return a Table."""
+    """A lesson without kernels: functions whose docstring is a claim that the body asserts; one may return a Table.
+
+    alone: the claims are about time, so the suite runs the steps with nothing beside them
+    """
 
     steps: tuple[Callable[[], Table | None], ...]
+    alone: bool = False
 
     def main(self) -> None:
         from lessonkit import show

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit import compiled, plots, rows
-from lessonkit.lesson import ROOT, Lesson, Table, kernels, shape_name, title
+from lessonkit.lesson import ROOT, Lesson, Table, discover, kernels, shape_name, title
 from lessonkit.rows import REPORTS, Row
 
 # Memory bandwidth by datasheet, TB/s: what a memory-bound op's predicted time divides by.
@@ -25,7 +25,7 @@ def markdown(header: Iterable[str], body: Iterable[Iterable[Any]]) -> str:
 
 def device_folders() -> list[Path]:
     """The machines that have rows here: reports/<device>/."""
-    return sorted(p for p in REPORTS.glob("*") if p.is_dir() and p.name != "compiled")
+    return sorted(p for p in REPORTS.glob("*") if p.is_dir() and p.name not in ("compiled", "traces"))
 
 
 def committed(lesson: str, table: str) -> list[dict[str, str]]:
@@ -168,8 +168,11 @@ def _step_pages(folder: Path) -> dict[Path, str | bytes]:
     """One page for all the tables that a lesson of steps has measured on one machine, and a plot for those that ask."""
     made: dict[Path, str | bytes] = {}
     pages: dict[str, list[str]] = {}
+    known = {name for name, _ in discover()}
     for path in sorted(folder.glob("*.*.*.csv")):
         lesson, table = path.stem.rsplit(".", 1)
+        if lesson not in known:
+            continue
         about = json.loads(path.read_text().splitlines()[0].removeprefix("# "))
         found = rows.read_csv(path)
         measured = "{gpu}, torch {torch}, triton {triton}, {date} at commit {commit}.".format(**about)

@@ -46,9 +46,8 @@ def checks(name: str, lesson: Lesson) -> int:
             passed, skipped, wrong, moved = rung_checks(lesson, rung)
             failures += len(wrong)
             least = f"{moved:.2f}" if moved else ""
-            body.append(
-                [rung.__name__, f"{passed} passed", *(["; ".join(wrong)] if wrong else ["; ".join(skipped)]), least]
-            )
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            body.append([rung.__name__, f"{passed} passed", wrong[0] + more if wrong else "; ".join(skipped), least])
             progress.advance(task)
     table("checked against PyTorch", ["rung", "cases", "wrong" if failures else "left out", "bytes / least"], body)
     if lesson.grad and not failures:
@@ -136,9 +135,9 @@ def steps(name: str, lesson: Steps) -> None:
     console.rule(f"[bold]{title(name)}[/] (tensors on {device.DEVICE})")
     for step in lesson.steps:
         claim = (step.__doc__ or step.__name__).strip().splitlines()[0]
-        console.print(f"\n[bold]{step.__name__}[/]: {claim}", highlight=False)
+        console.print(f"\n{step.__name__}: {claim}", style="bold", markup=False, highlight=False)
         measured = step()
         if measured is not None and measured.rows:
             table(measured.name, measured.rows[0], (row.values() for row in measured.rows))
-            console.print(measured.note, highlight=False)
+            console.print(measured.note, markup=False, highlight=False)
             report.save_table(name, measured, device.name())

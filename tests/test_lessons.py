@@ -178,7 +178,12 @@ def lesson_helpers(source: str, public: set[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [pytest.param(n, s, id=f"{n}-{s.__name__}") for n, x in ALL if isinstance(x, Steps) for s in x.steps],
+    [
+        pytest.param(n, s, id=f"{n}-{s.__name__}", marks=[pytest.mark.alone] * x.alone)
+        for n, x in ALL
+        if isinstance(x, Steps)
+        for s in x.steps
+    ],
 )
 def test_step_holds(name, step):
     assert step.__doc__, "a step's docstring is its claim"
