@@ -131,7 +131,7 @@ def online_twin(x, block_n=16):
 
 
 # Rung 4. New: every program holds 4096 elements or more, so several short rows; 32 elements a thread, so four 16-byte
-# loads in flight in bf16, and a row of 1024 within a warp, whose reduction needs no barrier. One reciprocal a row
+# loads in flight in bf16, and a row of 256 within a warp, whose reduction needs no barrier. One reciprocal a row
 # instead of a division an element. Predicted: the same 2MN; 256 columns gain most, one row there being 512 bytes.
 @triton.jit
 def softmax_packed_kernel(x_ptr, y_ptr, M, N, stride_x, stride_y, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):

@@ -117,7 +117,7 @@ def backward_two_pass(y, dy):
 
 
 # Rung 4. New: several short rows a program, 16 elements of y and of dy a thread: four 16-byte loads in flight in
-# bf16, and a row of 512 within a warp. Predicted: the same 3MN; 256 columns gain most.
+# bf16, and a row of 256 within a warp. Predicted: the same 3MN; 256 columns gain most.
 @triton.jit
 def backward_packed_kernel(
     y_ptr, dy_ptr, dx_ptr, M, N, stride_y, stride_dy, stride_dx, ROWS: tl.constexpr, BLOCK_N: tl.constexpr

@@ -128,7 +128,7 @@ def sum_persistent_kernel(
 
 
 def sum_persistent(x):
-    """[n] -> [], two programs an SM, 8192 elements a step. Deterministic on one GPU model (the grid fixes the order)."""
+    """[n] -> [], two programs an SM, 8192 elements a step. Deterministic (for a given number of SMs)."""
     y = _prepare(x)
     if x.numel() == 0:
         return y.zero_()
@@ -206,16 +206,22 @@ LESSON = Lesson(
     bench_dtype=torch.float32,
     work=lambda n, dtype: Work(bytes=n * dtype.itemsize, flops=n),
     wrong=(
-        Mutant("the last block is left out", "sum_one_program_kernel", "tl.cdiv(n, BLOCK)", "n // BLOCK", "sum_one_program"),
+        Mutant("last block left out", "sum_one_program_kernel", "tl.cdiv(n, BLOCK)", "n // BLOCK", "sum_one_program"),
         Mutant("each block replaces the sums", "sum_one_program_kernel", "acc +=", "acc =", "sum_one_program"),
         Mutant("the largest block wins", "sum_atomic_kernel", "tl.atomic_add", "tl.atomic_max", "sum_atomic"),
-        Mutant("the total starts at whatever was there", "sum_atomic", "torch.zeros", "torch.empty", "sum_atomic", "nan"),
-        Mutant("mask lets one lane too many through", "sum_blocks_kernel", "offsets < n", "offsets <= n", "sum_tree", "out of bounds"),
+        Mutant("the total starts anywhere", "sum_atomic", "torch.zeros", "torch.empty", "sum_atomic", "nan"),
+        Mutant("a lane too many", "sum_blocks_kernel", "offsets < n", "offsets <= n", "sum_tree", "out of bounds"),
         Mutant("partial sums in 16 bits", "sum_tree", "dtype=torch.float32", "dtype=torch.bfloat16", "sum_tree"),
-        Mutant("everybody adds the tail", "sum_persistent_kernel", "mask=tail < end", "mask=tail < n", "sum_persistent"),
-        Mutant("nobody is ever the last", "sum_persistent_kernel", "programs - 1", "programs", "sum_persistent", "nan"),
-        Mutant("the second to last finishes", "sum_persistent_kernel", "programs - 1", "tl.maximum(programs - 2, 0)", "sum_persistent", "nan"),
-        Mutant("the counter is not set back", "sum_persistent_kernel", "tl.store(count_ptr, 0)", "pass", "sum_persistent", "nan"),
+        Mutant("everybody adds the tail", "sum_persistent_kernel", "tail < end", "tail < n", "sum_persistent"),
+        Mutant("nobody is the last", "sum_persistent_kernel", "programs - 1", "programs", "sum_persistent", "nan"),
+        Mutant(
+            "counter left as it is",
+            "sum_persistent_kernel",
+            "(count_ptr, 0)",
+            "(count_ptr, 1)",
+            "sum_persistent",
+            "nan",
+        ),
     ),
     peers={"torch": torch.sum, "torch.compile": torch.compile(lambda x: x.sum(), dynamic=False)},
     claims={sum_persistent: ("16-byte loads", "no spills")},
@@ -228,7 +234,7 @@ LESSON = Lesson(
         Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
     ),
     grad=Grad(total),
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     LESSON.main()

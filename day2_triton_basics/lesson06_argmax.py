@@ -2,8 +2,8 @@
 =============================================
 argmax of x [M, N] along the rows reads MN elements and writes M indices: 8192x8192 in bf16 is 134 MB, at 4.2 TB/s no
 less than 0.032 ms. Two things make it more than a maximum. The rule: the first of equal maxima wins, NaN counts as the
-maximum and the first NaN wins, -0 equals +0. And arithmetic: at 2 bytes an element copy speed asks for 9 elements a cycle
-and SM, which compares and selects 64 lanes a cycle: 7 such instructions an element is all there is.
+maximum and the first NaN wins, -0 equals +0. And arithmetic: 4.2 TB/s of bf16 are some 9 elements a cycle for each SM,
+and an SM compares or selects 64 a cycle: about 7 such instructions an element is all there is.
 
 You will learn: ties and NaN, running value and index, a float as a sortable integer, one 64-bit word for both, splits.
 Run it:    python day2_triton_basics/lesson06_argmax.py
@@ -25,9 +25,9 @@ def reference(x):
 
 
 # Floats as integers in the same order. Bits of floats >= 0 grow with the value; those of negative ones grow with the
-# distance from zero, so all but their sign is flipped. -0 becomes +0 first, or it would lose the tie that it must win;
-# NaN becomes the largest integer. As integers they have one order and no surprises: a comparison with a NaN is false,
-# so that tl.argmax on floats finds NaN or not depending on where it stands (NumPy, and so the interpreter, always does).
+# distance from zero, so all but their sign is flipped. -0 becomes +0 first, or it would lose a tie that it must win;
+# NaN becomes the largest integer. Integers have no surprises: a comparison with NaN is false, so tl.argmax on floats
+# finds a NaN or not, depending on where it stands (NumPy, and so the interpreter, always finds it).
 @triton.jit
 def order_key(x):
     x = tl.where(x == 0, 0.0, x)
@@ -57,10 +57,10 @@ def argmax_block(x):
     return y
 
 
-# Rung 2. New: the row in steps. A lane keeps its best value and the step that brought it: a conversion, two comparisons
-# and two selects an element. Keys and the reduction wait until the end, for one value a lane instead of N. Lanes now hold
-# candidates of different steps, so leftmost lane and first index are no longer the same: the second reduction takes the
-# smallest index among equals. Predicted: any N at the least bytes, as long as there are enough rows to fill the SMs.
+# Rung 2. New: the row in steps. A lane keeps its best value and the step that brought it: a conversion, two
+# comparisons and two selects an element. Keys and the reduction wait until the end, for one value a lane. Lanes now
+# hold candidates of different steps, so leftmost lane and first index are no longer the same: the second reduction
+# takes the smallest index among equals. Predicted: any N at the least bytes, if enough rows are there for the SMs.
 @triton.jit
 def keep_better(x, step, best, at):
     # "Not smaller or equal" is "larger, or NaN". best == best: the first NaN stays.
@@ -127,7 +127,7 @@ def argmax_atomic(x):
     return 0xFFFFFFFF - (words & 0xFFFFFFFF)
 
 
-# Rung 4. New: a tile of UNROLL loads of 16 bytes a thread, issued before the first comparison needs one. Rows up to 2048
+# Rung 4. New: UNROLL loads of 16 bytes a thread are issued before the first comparison needs one. Rows up to 2048
 # get one warp each, four rows a program, so that no reduction crosses warps; longer ones get four warps. Only where
 # rows are few are they split; every split then writes its own word, nothing is set up, and one small kernel takes the
 # maximum. A word's index counts from its split, so rows can have any length. Predicted: rung 2's bytes, near copy speed
@@ -194,7 +194,7 @@ def argmax_tiles(x):
     each = triton.cdiv(triton.cdiv(steps, splits), unroll) * unroll
     splits = triton.cdiv(steps, each)
     out = torch.empty(M, splits, dtype=torch.int64, device=x.device) if splits > 1 else y
-    shape = dict(ROWS=rows, BLOCK=block, UNROLL=unroll, SPLIT=splits > 1)
+    shape = {"ROWS": rows, "BLOCK": block, "UNROLL": unroll, "SPLIT": splits > 1}
     argmax_tiles_kernel[(programs, splits)](x, out, M, N, x.stride(0), each, **shape, num_warps=4)
     if splits > 1:
         best_word_kernel[(M,)](out, y, splits, each * block, SPLITS=triton.next_power_of_2(splits), num_warps=1)
@@ -264,9 +264,9 @@ LESSON = Lesson(
     work=lambda M, N, dtype: Work(bytes=M * N * dtype.itemsize + 8 * M, flops=M * N),
     wrong=(
         Mutant("padding with 0", "argmax_block_kernel", '-float("inf")', "0.0", "argmax_block"),
-        Mutant("negative floats not flipped", "order_key", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "argmax_block"),
+        Mutant("negatives not flipped", "order_key", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "argmax_block"),
         Mutant("the last of equals wins", "keep_better", "~(x <= best)", "~(x < best)", "argmax_online"),
-        Mutant("mask lets one lane too many through", "argmax_online_kernel", "cols < N", "cols <= N", "argmax_online", "out of bounds"),
+        Mutant("a lane too many", "argmax_online_kernel", "cols < N", "cols <= N", "argmax_online", "out of bounds"),
         Mutant("words start at 0", "argmax_atomic", "-(2**63)", "0", "argmax_atomic"),
         Mutant("index not inverted", "argmax_atomic_kernel", "(0xFFFFFFFF - index)", "index", "argmax_atomic"),
         Mutant("any lane of the maximum will do", "argmax_tiles_kernel", "tl.min(", "tl.max(", "argmax_tiles"),
@@ -285,7 +285,7 @@ LESSON = Lesson(
         Refusal("not a float", lambda f: f(inputs(1, 8)[0].long()), TypeError, "x is torch.int64"),
         Refusal("every second column", lambda f: f(inputs(2, 8)[0][:, ::2]), ValueError, "stride 2"),
     ),
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     LESSON.main()

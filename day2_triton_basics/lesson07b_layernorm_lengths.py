@@ -81,8 +81,10 @@ def layernorm_tile(x, w, b, eps=EPS):
 # to be in L1 still. Predicted: to 128 KB a row 2MN; at N = 131072 half of x is asked for twice, but not from memory.
 @triton.jit
 def layernorm_kept_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, front, KEPT: tl.constexpr, BLOCK: tl.constexpr
-):  # front: columns to read twice, a multiple of BLOCK; KEPT: chunks after them, of which the last may be ragged
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, front, sixteen,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # front: columns to read twice, a multiple of BLOCK; KEPT: chunks after them, of which the last may be ragged
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
     y_ptr += row * N
@@ -90,7 +92,7 @@ def layernorm_kept_kernel(
     kept = ()
     for chunk in tl.static_range(KEPT):
         cols = front + chunk * BLOCK + lanes
-        kept = kept + (tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first"),)
+        kept = kept + (tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first"),)  # noqa: RUF005
     count = 0.0
     lane_mean = tl.zeros((BLOCK,), tl.float32)
     lane_m2 = tl.zeros((BLOCK,), tl.float32)
@@ -111,7 +113,7 @@ def layernorm_kept_kernel(
     tl.store(rstd_ptr + row, rstd)
     for chunk in tl.static_range(KEPT):
         cols = front + chunk * BLOCK + lanes
-        y = normalize(widen(kept[chunk]), mean, rstd, w_ptr, b_ptr, cols, cols < N)
+        y = normalize(widen(kept[chunk], sixteen), mean, rstd, w_ptr, b_ptr, cols, cols < N)
         tl.store(y_ptr + cols, y, mask=cols < N)
     for back in range(BLOCK, front + BLOCK, BLOCK):
         cols = front - back + lanes
@@ -128,11 +130,11 @@ def welford(x, count, mean, m2):
 
 
 @triton.jit
-def widen(x):
-    # bf16 to fp32 by hand. After .to() the compiler would find that it has the fp32 values already and keep those
-    # in registers, twice as many (121 a thread and not 64 at N = 12672, by the compiler's own count for sm_90).
+def widen(x, sixteen):
+    # bf16 to fp32 by hand, by a shift whose width is an argument: the compiler cannot see that the result is that of
+    # .to(tl.float32), which it had before; it would keep those values, and they take twice the registers.
     if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << sixteen).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
 
@@ -146,7 +148,7 @@ def layernorm_kept(x, w, b, eps=EPS):
         chunks = triton.cdiv(N, block)
         kept = min(chunks, 16)  # 16 chunks are 64 of the 128 registers that each of 512 threads can have
         layernorm_kept_kernel[(M,)](
-            x, w, b, y, mean, rstd, N, x.stride(0), eps, (chunks - kept) * block, kept, block, num_warps=warps
+            x, w, b, y, mean, rstd, N, x.stride(0), eps, (chunks - kept) * block, 16, kept, block, num_warps=warps
         )
     return y, mean, rstd
 

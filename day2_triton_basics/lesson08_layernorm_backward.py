@@ -8,8 +8,7 @@ It reads dy and x and writes dx, 3MN elements: 8192 x 8192 in bf16 (403 MB) cann
 dx wants a program to own rows, dw and db want it to own columns; two kernels, one for each, move 5MN. Doing both in
 one pass is worth a factor of 5/3, beside what the separate kernels lose by themselves.
 
-You will learn: partial sums in registers over many rows, atomics and their price, a deterministic second stage.
-Rows too long for registers, and the op that ties forward and backward together, are lesson 8b.
+You will learn: partial sums in registers over many rows, the price of atomics, a second stage in fixed order.
 Run it:    python day2_triton_basics/lesson08_layernorm_backward.py
 Check it:  python -m lessonkit check lesson08_layernorm_backward
 Time it:   python -m lessonkit bench lesson08_layernorm_backward
@@ -39,14 +38,11 @@ def reference(dy, x, w, mean, rstd):
 # Predicted: dy and x are read twice, 5MN, so at best 5/3 of the least; and at N = 4096 only 64 programs for dw.
 @triton.jit
 def dx_kernel(
-    dy_ptr,  # [M, N], rows stride_dy elements apart
-    x_ptr,  # [M, N], rows stride_x elements apart
+    dy_ptr, x_ptr,  # [M, N] each, rows stride_dy and stride_x elements apart
     w_ptr,  # [N]
-    mean_ptr,  # [M], fp32 as rstd
-    rstd_ptr,  # [M]
+    mean_ptr, rstd_ptr,  # [M] each, fp32
     dx_ptr,  # [M, N]
-    dw_ptr,  # [N], fp32 as db; used by rung 2
-    db_ptr,  # [N]
+    dw_ptr, db_ptr,  # [N] each, fp32; used by rung 2
     N, stride_dy, stride_x, ATOMIC: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -109,13 +105,13 @@ def layernorm_backward_naive(dy, x, w, mean, rstd):
 # costs two fp32 atomics, M of them to the same address, one after another in L2: 8 bytes of traffic there for 6
 # through memory. And their order is not fixed: two runs on the same input may differ in the last digits.
 def layernorm_backward_atomic(dy, x, w, mean, rstd):
-    """As layernorm_backward_naive, one kernel; dw and db are not reproducible bit by bit."""
+    """As layernorm_backward_naive, one kernel; dw and db differ from run to run."""
     M, N, dx, _, _ = prepare(dy, x, w, mean, rstd, longest=32768)
     dw, db = torch.zeros((2, N), dtype=torch.float32, device=x.device)
     if dx.numel():
         block = triton.next_power_of_2(N)
-        dx_kernel[(M,)](dy, x, w, mean, rstd, dx, dw, db, N, dy.stride(0), x.stride(0), ATOMIC=True, BLOCK_N=block,
-                        num_warps=min(32, max(1, block // 512)))  # fmt: skip
+        warps = min(32, max(1, block // 512))
+        dx_kernel[(M,)](dy, x, w, mean, rstd, dx, dw, db, N, dy.stride(0), x.stride(0), True, block, num_warps=warps)
     return dx, dw.to(w.dtype), db.to(w.dtype)
 
 

@@ -84,7 +84,7 @@ def target_value(x_ptr, targets_ptr, row, M, V, stride_x):
 
 def cross_entropy_unfused(logits, targets):
     """[M, V], [M] -> loss [M], lse [M]; two kernels, and an fp32 [M, V] between them."""
-    loss, lse, M, V = prepare(logits, targets)
+    loss, lse, M, V = _prepare(logits, targets)
     if M:
         log_p = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         log_softmax_kernel[(M,)](logits, log_p, lse, V, logits.stride(0), BLOCK=1024)
@@ -120,7 +120,7 @@ def finish(m, s, target, logit, loss_ptr, lse_ptr, row, M):
 
 def cross_entropy_row(logits, targets, *, rows=1):
     """[M, V], [M] -> loss [M], lse [M]; a program holds whole rows of at most 65,536 columns."""
-    loss, lse, M, V = prepare(logits, targets)
+    loss, lse, M, V = _prepare(logits, targets)
     if V > 65536:
         raise Unsupported("rows past 65,536: 1024 threads with 64 fp32 elements each are the whole register file")
     if M:
@@ -152,7 +152,7 @@ def online_kernel(x_ptr, targets_ptr, loss_ptr, lse_ptr, M, V, stride_x, BLOCK: 
 
 def cross_entropy_online(logits, targets):
     """[M, V], [M] -> loss [M], lse [M]; one program a row of any length, 16 elements a thread at a time."""
-    loss, lse, M, V = prepare(logits, targets)
+    loss, lse, M, V = _prepare(logits, targets)
     if M:
         block = min(4096, triton.next_power_of_2(V))
         warps = max(1, block // 512)
@@ -180,8 +180,8 @@ def online_twin(logits, targets, block=16):
     return loss, lse
 
 
-def prepare(logits, targets):
-    """Check the arguments of a forward; return loss [M], lse [M], both to be filled, and M, V."""
+def _prepare(logits, targets):
+    """Check the arguments; return loss [M], lse [M], both to be filled, and M, V. Lesson 12b calls it too."""
     expect(logits=logits, ndim=2, unit_stride=True)
     expect(targets=targets, ndim=1, dtypes=(torch.int64,), contiguous=True)
     M, V = logits.shape

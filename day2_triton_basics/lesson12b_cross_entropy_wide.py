@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from day2_triton_basics.lesson12_cross_entropy import LESSON as BEFORE
-from day2_triton_basics.lesson12_cross_entropy import LOWEST, cross_entropy_row, finish, prepare, target_value
+from day2_triton_basics.lesson12_cross_entropy import LOWEST, _prepare, cross_entropy_row, finish, target_value
 
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -99,14 +99,14 @@ def merge_kernel(
 
 def cross_entropy_split(logits, targets):
     """[M, V], [M] -> loss [M], lse [M]; a program owns a part of a row, a row, or several rows."""
-    _, _, M, V = prepare(logits, targets)
+    _, _, M, V = _prepare(logits, targets)
     if V <= 1024:
         return cross_entropy_row(logits, targets, rows=4096 // triton.next_power_of_2(max(V, 1)))
     return _wide(logits, targets, parts=max(1, min(4 * num_sms() // max(M, 1), V // 4096)))
 
 
 def _wide(logits, targets, parts):
-    loss, lse, M, V = prepare(logits, targets)
+    loss, lse, M, V = _prepare(logits, targets)
     # 8 warps, two chunks a thread; 5 such programs fit on an SM and ask for 40 KB, where 26 KB would do (lesson 1).
     lanes, w = 512, 16 // logits.element_size()
     if logits.data_ptr() % 16:

@@ -37,7 +37,7 @@ class _Watch:
     tensors: list[torch.Tensor] = field(default_factory=list)
 
     def _check(self, what: str, ptrs: np.ndarray, mask: np.ndarray, size: int) -> int:
-        addresses = ptrs[np.broadcast_to(mask, ptrs.shape)].astype(np.int64)
+        addresses = ptrs[np.broadcast_to(mask, ptrs.shape).astype(bool)].astype(np.int64)
         legal = np.zeros(addresses.shape, dtype=bool)
         for t in self.tensors:
             if t.numel():
@@ -91,8 +91,11 @@ def watched() -> Iterator[Traffic]:
         try:
             return launch(self, *args, **kwargs)
         except InterpreterError as error:
-            if isinstance(error.__cause__, OutOfBounds):
-                raise error.__cause__ from None
+            cause: BaseException | None = error
+            while isinstance(cause, InterpreterError):  # one for each function between the kernel and the access
+                cause = cause.__cause__
+            if isinstance(cause, OutOfBounds):
+                raise cause from None
             raise
 
     interpreter._interpreter, interpreter.GridExecutor.__call__ = watch, call

@@ -1,5 +1,6 @@
 """Every rung of every lesson against PyTorch, every mutant against the checks, every claim against the machine code."""
 
+import ast
 import inspect
 import sys
 
@@ -165,15 +166,18 @@ def test_every_public_function_is_declared(name, lesson):
     }
     declared = [lesson.reference, lesson.inputs, *lesson.rungs, *lesson.properties, lesson.twin]
     declared += [lesson.grad.op, lesson.grad.reference, lesson.grad.inputs] if lesson.grad else []
-    source = inspect.getsource(module)
-    undeclared = public - {f.__name__ for f in declared if f} - set(lesson_helpers(source, public))
+    undeclared = public - {f.__name__ for f in declared if f} - shared_parts(name)
     assert not undeclared, f"declare, or name with an underscore: {sorted(undeclared)}"
 
 
-def lesson_helpers(source: str, public: set[str]) -> list[str]:
-    """Public functions that another lesson imports from this one are documented parts, not forgotten rungs."""
-    imported = "\n".join(inspect.getsource(sys.modules[n]) for n, _ in ALL if n in sys.modules)
-    return [f for f in public if f"import {f}" in imported or f", {f}" in imported.split(source)[0]]
+def shared_parts(name: str) -> set[str]:
+    """What other lessons import from this one: documented parts, not forgotten rungs."""
+    shared = set()
+    for other, _ in ALL:
+        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[other]))):
+            if isinstance(node, ast.ImportFrom) and node.module == name:
+                shared |= {alias.name for alias in node.names}
+    return shared
 
 
 @pytest.mark.parametrize(
