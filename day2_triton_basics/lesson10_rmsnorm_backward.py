@@ -262,7 +262,7 @@ LESSON = Lesson(
         case("a prime width, a row stride that is not N, a tile that hangs over", M=70, N=127, pad=3),
         case("NaN and inf in x, -inf in dy: whole rows of dx, single columns of dw", M=5, N=1025, strange=True),
         case("three slices, the last one shorter", M=5, N=16385, strange=True),
-        case("more slices than run at once on the interpreter's 4 SMs", M=2, N=65600),
+        case("more slices than run at once: notes in a launch of their own", gib=1, M=2, N=3_000_000),
         case("row offsets past 2^31", gib=40, M=3, N=1000, pad=2**30),
         case("and in slices", gib=40, M=3, N=40000, pad=2**30),
         case("bytes are counted here: enough rows for each program to walk", M=203, N=1000),
