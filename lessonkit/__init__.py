@@ -4,6 +4,7 @@ A lesson imports this before triton (see lessonkit.device).
 """
 
 from lessonkit import device  # isort: skip - first, before anything imports triton
+from lessonkit.again import again
 from lessonkit.arguments import FLOATS, Unsupported, expect
 from lessonkit.device import DEVICE, num_sms
 from lessonkit.lesson import Case, Grad, Lesson, Mutant, Refusal, Steps, Table, Work, case, discover
@@ -20,6 +21,7 @@ __all__ = [
     "Table",
     "Unsupported",
     "Work",
+    "again",
     "case",
     "device",
     "discover",
