@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -142,11 +143,12 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
 
             return torch.device("meta")
 
-    made: list[Any] = []
+    made: dict[str, Any] = {}  # kernels of the rung at hand, each as it is compiled for the first shape that reaches it
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        made.append(launch(self, *args, grid=grid, warmup=True, **options))
+        if self.__name__ not in made:
+            made[self.__name__] = launch(self, *args, grid=grid, warmup=True, **options)
 
     JITFunction.run = compile_only
     lesson = dict(discover(name))[name]
@@ -159,14 +161,11 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
         for rung in lesson.rungs:
             if getattr(rung, "needs", 0) > target:
                 continue
+            made.clear()
             for shape in lesson.benches:
-                made.clear()
-                try:
+                with suppress(Unsupported):
                     rung(*lesson.inputs(dtype=lesson.bench_dtype, **shape))
-                except Unsupported:
-                    continue
-                break
-            for compiled in made:
+            for compiled in made.values():
                 kernel = _inspect(rung.__name__, compiled, target)
                 kernels[kernel.rung, kernel.kernel, target] = kernel
     JITFunction.run = launch
@@ -176,7 +175,8 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
 def compile_lessons(names: Sequence[str], targets: Sequence[int] = TARGETS) -> dict[str, list[Kernel] | str]:
     """Compile the rungs of lessons in one process of its own (this one may be interpreting).
 
-    The shape is the first bench shape that a rung does. Returns {name: kernels, or the compiler's words if it failed}.
+    Each kernel is compiled for the first bench shape at which the rung launches it.
+    Returns {name: kernels, or the compiler's words if it failed}.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"LESSONKIT_LANE": "compiled", "CUDA_VISIBLE_DEVICES": ""}

@@ -22,7 +22,7 @@ class Case:
 
     why: str
     shape: Shape
-    gib: float = 0  # GPU memory that the check needs; a case that names it is not interpreted
+    gib: float = 0  # GPU memory that the check needs; such a case is not interpreted, and past 1 GiB runs by itself
 
     def __str__(self) -> str:
         return shape_name(self.shape)

@@ -155,7 +155,7 @@ def _compiled_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
         )
     return (
         f"# {title(name)}: compiled, not run\n\n"
-        "What the compiler made of each rung at the first bench shape; no GPU is needed for this page.\n"
+        "What the compiler made of each kernel, at the first bench shape that reaches it; no GPU is needed here.\n"
         "Bytes and counts are those of one program; occupancy is resident warps over the SM's most.\n\n"
         + markdown([k.replace("_", " ") for k in found[0]], (line.values() for line in found))
         + ("\nAsserted by the tests for every target:\n\n" + "\n".join(claims) + "\n" if claims else "")
