@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson03_softmax
 import math
 from importlib import import_module
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, again, case, expect, num_sms
 
 import torch
 import triton
@@ -22,6 +22,7 @@ import triton.language as tl
 
 # Where a maximum starts. Not -inf: after a block that is all -inf, exp(-inf - -inf) makes the sum NaN for good.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+LOG2E = tl.constexpr(math.log2(math.e))  # exp(a) = 2^(a log2(e)), and powers of 2 are what the hardware computes
 
 
 def reference(x):
@@ -80,8 +81,7 @@ def softmax_row(x):
         raise Unsupported("rows past 65,536: 1024 threads with 64 fp32 elements each are the whole register file")
     if y.numel():
         block = triton.next_power_of_2(N)
-        warps = max(1, min(32, block // 512))
-        softmax_row_kernel[(M,)](x, y, N, x.stride(0), y.stride(0), BLOCK_N=block, num_warps=warps)
+        softmax_row_kernel[(M,)](x, y, N, x.stride(0), y.stride(0), block, num_warps=max(1, min(32, block // 512)))
     return y
 
 
@@ -130,87 +130,92 @@ def online_twin(x, block_n=16):
     return y
 
 
-# Rung 4. New: every program holds 4096 elements or more, so several short rows; 32 elements a thread, so four 16-byte
-# loads in flight in bf16, and a row of 256 within a warp, whose reduction needs no barrier. One reciprocal a row
-# instead of a division an element. Predicted: the same 2MN; 256 columns gain most, one row there being 512 bytes.
+# Rung 4. New: a thread keeps the 16 bits that it loaded and widens them anew (lessonkit.again) for the maximum, the sum
+# and the result: 128 bytes fit into 64 registers (72 in small programs, by trial), so an SM holds 112 KB of rows or
+# more. Short rows share a warp, whose reductions need no barrier. Predicted: 2MN as before, in less time where rung 2
+# had too little in flight, from 12,672 columns on; the second exponential costs less than that memory. x - m comes
+# before the scaling by log2(e): it is exact; x log2(e) would be off by 0.00006 at 1000, and overflow at 3e38.
 @triton.jit
 def softmax_packed_kernel(x_ptr, y_ptr, M, N, stride_x, stride_y, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
-    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=-float("inf")).to(tl.float32)
-    e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
-    y = e * (1 / tl.sum(e, axis=1, keep_dims=True))
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=-float("inf"))
+    m = tl.max(x, axis=1, keep_dims=True).to(tl.float32)
+    s = tl.sum(tl.exp2((again(x).to(tl.float32) - m) * LOG2E), axis=1, keep_dims=True)
+    y = tl.exp2((again(x).to(tl.float32) - m) * LOG2E - tl.log2(s))
     tl.store(y_ptr + rows * stride_y + cols, y, mask=mask)
 
 
 def softmax_packed(x):
-    """[M, N] -> [M, N], one row or several a program, of at most 32,768 columns."""
-    y, (M, N) = _prepare(x), x.shape
-    if N > 32768:
-        raise Unsupported("rows past 32,768: at 32 elements a thread they want more than 1024 threads")
+    """[M, N] -> [M, N], rows of at most 64 KB: 32,768 columns of 16 bits, 16,384 of fp32."""
+    y, (M, N), size = _prepare(x), x.shape, x.element_size()
+    if N * size > 65536:
+        raise Unsupported("rows past 64 KB: they want more than 16 warps, of which an SM holds only one program")
     if y.numel():
         block = triton.next_power_of_2(N)
-        rows = max(1, 4096 // block)
+        rows = max(1, 2048 // (block * size))
+        warps = max(min(2, rows * block * size // 2048), block * size // 4096)  # 64 bytes a thread, then 128
         softmax_packed_kernel[(triton.cdiv(M, rows),)](
-            x, y, M, N, x.stride(0), y.stride(0), ROWS=rows, BLOCK_N=block, num_warps=rows * block // 1024
+            x, y, M, N, x.stride(0), y.stride(0), rows, block, num_warps=warps, maxnreg=64 if warps > 2 else 72
         )
     return y
 
 
-# Rung 5. New: a long row is shared by several programs, so that an SM holds parts of several rows and reads one while
-# it writes another. The (m, s) of two parts combine as in the online sum. A part leaves its pair as one 8-byte note
-# (written and read whole, so no fence is needed) and waits for the others. Predicted: 2MN at any length.
+# Rung 5. New: a long row is shared by programs of one warp, 4 KB each, without a barrier; an SM holds parts of several
+# rows and reads one while it writes another. Two parts' (m, s) combine as in the online sum. A part leaves its pair as
+# one 8-byte note (written whole, so no fence is needed) and waits for the others. Predicted: 2MN for any
+# row that the registers of all SMs hold.
 @triton.jit
 def softmax_shared_kernel(
-    x_ptr, y_ptr, notes_ptr,  # [M, N], [M, N], [M * PARTS + 1]: zeros, of which the last one counts tickets
-    M, N, stride_x, stride_y, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+    x_ptr, y_ptr, notes_ptr,  # [M, N], [M, N], [M, PARTS] of zeros
+    N, stride_x, stride_y, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, NOTE_ONLY: tl.constexpr,
 ):  # fmt: skip
-    # A ticket, not program_id: whoever holds ticket t knows that 0..t-1 have started, so nobody waits for a program
-    # that finds no room to start. CUDA promises no order of starting.
-    ticket = tl.atomic_add(notes_ptr + M.to(tl.int64) * PARTS, 1, sem="relaxed")
-    row = ticket // PARTS % M
-    part = ticket % PARTS
+    # No wait is for ever: of the oldest unfinished row, all parts have started or start next, and PARTS programs fit on
+    # the GPU. This takes programs to start in order of their id, which CUDA does not promise, but every GPU does; CUB's
+    # single-pass scan rests on it too. To be certain, count starts with an atomic: one more trip to the L2 a program.
+    row = tl.program_id(0).to(tl.int64) // PARTS
+    part = tl.program_id(0) % PARTS
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=-float("inf")).to(tl.float32)
-    m = tl.maximum(tl.max(x, axis=0), LOWEST)
-    e = tl.exp(x - m)
-    s = tl.sum(e, axis=0)
-    # m in the high half, s in the low one. Never 0, which means "not yet": if m is 0.0, its own exp(0) is in s.
+    x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=-float("inf"))
+    m = tl.maximum(tl.max(x, axis=0).to(tl.float32), LOWEST)
+    s = tl.sum(tl.exp2((again(x).to(tl.float32) - m) * LOG2E), axis=0)
+    # m in the high half, s in the low. Never 0, which means "not yet": if m is 0.0, its own 2^0 is in s.
     note = (m.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (s.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     notes_ptr += row * PARTS
     tl.atomic_xchg(notes_ptr + part, note, sem="relaxed")
+    if NOTE_ONLY:
+        return
     slots = tl.arange(0, SLOTS)
-    # volatile: each look goes to the L2, where the other SMs' notes arrive, and not to this SM's L1.
-    notes = tl.load(notes_ptr + slots, mask=slots < PARTS, other=-1, volatile=True)
-    if WAIT:
-        while tl.min((notes != 0).to(tl.int32), axis=0) == 0:
-            notes = tl.load(notes_ptr + slots, mask=slots < PARTS, other=-1, volatile=True)
     mine = slots < PARTS
+    notes = tl.zeros([SLOTS], tl.int64)
+    while tl.min((notes != 0).to(tl.int32), axis=0) == 0:
+        # volatile: each look goes to the L2, where the other SMs' notes arrive, and not to this SM's L1.
+        notes = tl.load(notes_ptr + slots, mask=mine, other=-1, volatile=True)
     ms = tl.where(mine, (notes >> 32).to(tl.int32).to(tl.float32, bitcast=True), LOWEST)
     ss = tl.where(mine, notes.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     top = tl.max(ms, axis=0)
-    scale = tl.exp(m - top) / tl.sum(ss * tl.exp(ms - top), axis=0)
-    tl.store(y_ptr + row * stride_y + cols, e * scale, mask=cols < N)
+    total = tl.sum(ss * tl.exp2((ms - top) * LOG2E), axis=0)
+    y = tl.exp2((again(x).to(tl.float32) - top) * LOG2E - tl.log2(total))
+    tl.store(y_ptr + row * stride_y + cols, y, mask=cols < N)
 
 
 def softmax_shared(x):
-    """[M, N] -> [M, N] for every M, N: packed up to 16,384 columns, then parts of 8192, then online."""
-    expect(x=x, ndim=2, unit_stride=True)
-    (M, N), parts = x.shape, triton.cdiv(x.shape[1], 8192)
-    if N <= 16384:
+    """[M, N] -> [M, N] for every M, N: packed up to 64 KB a row, then shared, and online past about 100 KB an SM."""
+    y, (M, N), size = _prepare(x), x.shape, x.element_size()
+    if N * size <= 65536:
         return softmax_packed(x)
-    if parts > num_sms():  # all parts of a row must run at once, and an SM has room for one at least
+    block = max(4096 // size, triton.next_power_of_2(triton.cdiv(N, 128)))  # more than 128 notes take long to read
+    parts, warps = triton.cdiv(N, block), block * size // 4096
+    if parts > 28 // warps * num_sms():  # all parts of a row must run at once: 28 warps an SM, at 72 registers a thread
         return softmax_online(x)
-    y = _prepare(x)
     if M:
-        notes = torch.zeros(M * parts + 1, dtype=torch.int64, device=x.device)
-        # The interpreter runs programs in turn, where a wait would never end: a first round leaves all the notes.
-        for wait in (False, True) if DEVICE.type == "cpu" else (True,):
+        notes, slots = torch.zeros(M, parts, dtype=torch.int64, device=x.device), triton.next_power_of_2(parts)
+        # Interpreted, programs run in turn and a wait would never end: a first round leaves the notes (1.5 in passes).
+        for note_only in (True, False) if DEVICE.type == "cpu" else (False,):
             softmax_shared_kernel[(M * parts,)](
-                x, y, notes, M, N, x.stride(0), y.stride(0), parts, triton.next_power_of_2(parts),
-                BLOCK_N=8192, WAIT=wait, num_warps=8,
-            )  # fmt: skip
+                x, y, notes, N, x.stride(0), y.stride(0), parts, slots, block, note_only, num_warps=warps, maxnreg=72
+            )
     return y
 
 
@@ -219,40 +224,33 @@ def _prepare(x):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def inputs(M, N, pad=0, dtype=torch.float32):
-    # Centred at -5: a lane past the end that counts as 0 would be the largest of its row. Rows that lie at 1000
-    # overflow without the maximum; a first half of -inf breaks a running maximum of -inf. pad: stride(0) is not N.
+def inputs(M, N, pad=0, strange=False, dtype=torch.float32):
+    # Centred at -5: a lane past the end that counts as 0 would win. Rows that lie at 1000 overflow without the maximum.
+    # pad: stride(0) is not N. strange: a first half of -inf; not timed, as quack answers NaN and would be left out.
     x = torch.randn(M, N + pad, device=DEVICE) * 3 - 5
     x[1::3] += 1000
-    x[2::3, : N // 2] = -math.inf
+    if strange:
+        x[2::3, : N // 2] = -math.inf
     return (x.to(dtype)[:, :N],)
 
 
-def rows_sum_to_one(rung):
-    """In fp32 to rounding; without the rescaling, or with one part's sum, they do not."""
-    sums = rung(inputs(3, 16500)[0]).sum(-1)
-    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=0)
-
-
-def shift_invariance(rung):
-    """softmax(x + 64) = softmax(x); x is rounded so that adding 64 is exact."""
-    x = (torch.randn(3, 781, device=DEVICE) * 64).round() / 16
-    torch.testing.assert_close(rung(x + 64), rung(x), rtol=1e-6, atol=0)
+def sums_and_shifts(rung):
+    """Rows sum to one, and softmax(x + 64) = softmax(x); x is rounded so that adding 64 is exact."""
+    for N in (781, 16500):
+        x = (torch.randn(3, N, device=DEVICE) * 64).round() / 16
+        torch.testing.assert_close(rung(x).sum(-1), torch.ones(3, device=DEVICE), rtol=1e-5, atol=0)
+        torch.testing.assert_close(rung(x + 64), rung(x), rtol=1e-6, atol=0)
 
 
 def strange_numbers(rung):
     """One NaN or +inf makes its row NaN, a row of -inf is 0 / 0 = NaN; the rows beside them do not notice."""
     for N in (40, 16500):
-        x = inputs(6, N)[0]
+        x = inputs(6, N, strange=True)[0]
         x[0, 7], x[2, N - 1], x[3], x[4, :-1] = math.nan, math.inf, -math.inf, -math.inf
         torch.testing.assert_close(rung(x), reference(x), rtol=2e-5, atol=1e-8, equal_nan=True)
 
 
-def _liger(x):
-    return import_module("liger_kernel.ops.softmax")._softmax_forward(x)[0]  # refuses rows past 65,536
-
-
-SHAPES = ((4096, 4096), (4096, 12672), (8192, 8192), (4096, 32768), (2048, 131072), (32768, 256), (32768, 1024))
+SHAPES = ((2048, 131072), (4096, 32768), (4096, 12672), (8192, 8192), (4096, 4096), (32768, 1024), (32768, 256))
 LESSON = Lesson(
     reference=reference,
     inputs=inputs,
@@ -262,13 +260,13 @@ LESSON = Lesson(
         case("no columns: torch answers with an empty tensor", M=5, N=0),
         case("a row of one is 1; 17 rows leave most of a tile empty", M=17, N=1),
         case("a prime width and a row stride that is not N", M=7, N=127, pad=3),
-        case("three programs share a row; online, the first blocks of row 2 are all -inf", M=4, N=16385),
-        case("more parts than the interpreter's 4 SMs: the last rung goes online", M=3, N=32769),
+        case("past the registers of the interpreter's 4 SMs: the last rung goes online", M=1, N=262145),
         case("row offsets past 2^31", gib=120, M=65537, N=32769),
-        case("bytes are counted here: several tiles, the last one hanging over", M=9, N=1000),
+        case("several tiles, the last one hanging over; bytes of rung 4 are counted here", M=9, N=1000),
+        case("bytes are counted here: rows past 64 KB are shared; half a row of -inf", M=3, N=32769, strange=True),
     ),
     benches=tuple({"M": m, "N": n} for m, n in SHAPES),
-    work=lambda M, N, dtype, pad=0: Work(bytes=2 * M * N * dtype.itemsize, flops=5 * M * N),
+    work=lambda M, N, dtype, pad=0, strange=False: Work(bytes=2 * M * N * dtype.itemsize, flops=5 * M * N),
     wrong=(
         Mutant("padding counts as 0", "softmax_row_kernel", '-float("inf")', "0.0", "softmax_row"),
         Mutant("no maximum subtracted", "softmax_row_kernel", "x - tl.max(x, axis=0)", "x", "softmax_row", "nan"),
@@ -276,21 +274,22 @@ LESSON = Lesson(
         Mutant("starts at -inf", "softmax_online_kernel", "m = LOWEST", 'm = -float("inf")', "softmax_online", "nan"),
         Mutant("y's stride for x", "softmax_packed_kernel", "rows * stride_x", "rows * stride_y", "softmax_packed"),
         Mutant("no row mask", "softmax_packed_kernel", "(rows < M) & ", "", "softmax_packed", "out of bounds"),
-        Mutant("parts keep their maxima", "softmax_shared_kernel", "tl.exp(m - top) /", "1 /", "softmax_shared"),
-        Mutant("sums not rescaled", "softmax_shared_kernel", "ss * tl.exp(ms - top)", "ss", "softmax_shared"),
+        Mutant("- m too late", "softmax_packed_kernel", "- m) * LOG2E -", "* LOG2E - m * LOG2E) -", "softmax_packed"),
+        Mutant("parts keep their maxima", "softmax_shared_kernel", "float32) - top", "float32) - m", "softmax_shared"),
+        Mutant("parts not rescaled", "softmax_shared_kernel", " * tl.exp2((ms - top) * LOG2E)", "", "softmax_shared"),
+        Mutant("part of -inf", "softmax_shared_kernel", "32), LOWEST", '32), -float("inf")', "softmax_shared", "nan"),
     ),
     peers={
         "torch": reference,
         "torch.compile": torch.compile(reference, dynamic=False),
-        "liger": _liger,
+        "liger": lambda x: import_module("liger_kernel.ops.softmax")._softmax_forward(x)[0],  # rows to 65,536
         "quack": lambda x: import_module("quack.softmax").softmax_fwd(x),
     },
-    claims=dict.fromkeys((softmax_online, softmax_packed), ("16-byte loads", "16-byte stores", "no spills")),
-    passes={softmax_unfused: 2.5, softmax_row: 1, softmax_online: 1.5, softmax_packed: 1, softmax_shared: 1},
-    properties=(rows_sum_to_one, shift_invariance, strange_numbers),
+    claims=dict.fromkeys((softmax_packed, softmax_shared), ("16-byte loads", "16-byte stores", "no spills")),
+    passes={softmax_unfused: 2.5, softmax_row: 1, softmax_online: 1.5, softmax_packed: 1, softmax_shared: 1.5},
+    properties=(sums_and_shifts, strange_numbers),
     refuses=(
         Refusal("a transposed matrix", lambda f: f(inputs(8, 8)[0].t()), ValueError, "stride 8 in its last dimension"),
-        Refusal("not a float", lambda f: f(torch.ones(2, 8, device=DEVICE).long()), TypeError, "x is torch.int64"),
         Refusal("gradient lost", lambda f: f(inputs(2, 8)[0].requires_grad_()), ValueError, "requires grad"),
     ),
     twin=online_twin,

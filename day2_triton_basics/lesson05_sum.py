@@ -48,7 +48,7 @@ def sum_one_program(x):
 
 # Rung 2. New: one program a block, each adding its sum to one number in memory. Predicted: all SMs read, so near
 # read speed; but the n/4096 atomic additions meet in one address, and L2 does those one after another, in an order that
-# differs from run to run: so does the last bit of the answer.
+# differs from run to run: so does the last bit of the answer. And each rounds the whole total, so errors grow with n.
 @triton.jit
 def sum_atomic_kernel(x_ptr, total_ptr, n, BLOCK: tl.constexpr):  # x [n], total [] in fp32, zero to begin with
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -60,6 +60,8 @@ def sum_atomic_kernel(x_ptr, total_ptr, n, BLOCK: tl.constexpr):  # x [n], total
 def sum_atomic(x):
     """[n] -> [], 4096 elements a program. Not deterministic: programs arrive in any order."""
     _prepare(x)
+    if x.numel() > 2**28:
+        raise Unsupported("more than 65,536 additions to one fp32 total, each rounded, lose digits that a tree keeps")
     # A 16-bit total would round at every addition (and 16-bit atomics are slow): add in fp32, convert once.
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     if x.numel():
@@ -89,12 +91,13 @@ def sum_tree(x):
     return y
 
 
-# Rung 4. New, three things. A persistent grid: only as many programs as the SMs hold at once, each striding over the
+# Rung 4. New, four things. A persistent grid: only as many programs as the SMs hold at once, each striding over the
 # tiles with its sums in registers, so one reduction and one partial sum a program, not one a block. Whole tiles need
 # no mask: a mask that ends anywhere would cut 16-byte loads into 4-byte ones for every n that 4 does not divide. And
 # one launch: whoever finishes last (a counter tells) adds the partial sums, in program order: deterministic still.
-# Two programs an SM with 32 KB each in flight are 64 KB; Little's law asks for 25. Predicted: read speed, and at 2^20
-# the time of one launch.
+# And num_stages=3: while one tile is added, the next two are on their way to shared memory, 64 KB for each of an SM's
+# two programs, where Little's law asks for 25 in all; without it a program asks for nothing while it adds. Predicted:
+# read speed where n is large, up to what a launch and the finish cost where it is small.
 @triton.jit
 def sum_persistent_kernel(
     x_ptr,  # [n]
@@ -110,7 +113,7 @@ def sum_persistent_kernel(
     lanes = tl.arange(0, BLOCK)
     whole = n // BLOCK
     acc = tl.zeros([BLOCK], tl.float32)
-    for tile in range(program, whole, programs):
+    for tile in tl.range(program, whole, programs, num_stages=3):
         acc += tl.load(x_ptr + tile * BLOCK + lanes).to(tl.float32)
     tail = whole * BLOCK + lanes
     end = tl.where(program == whole % programs, n, 0)  # for the program whose turn it is; the others load nothing

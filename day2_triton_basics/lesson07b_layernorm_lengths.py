@@ -5,14 +5,16 @@ work for a program; a row of 32768 in fp32 (128 KB) leaves room for one program 
 statistics nothing of it is on the way. By Little's law 4.2 TB/s at about 800 ns is 3.4 MB on its way, 25 KB for each
 of 132 SMs: so 50 KB or more should be resident, that one half may load while the other stores.
 
-You will learn: several rows a program, keeping 16-bit data packed, statistics a lane, re-reading from L1.
+You will learn: several rows a program, 16-bit data that stays 16 bits wide, statistics a lane, programs that share a
+row and tell each other their statistics.
 Run it:    python day2_triton_basics/lesson07b_layernorm_lengths.py
 Check it:  python -m lessonkit check lesson07b_layernorm_lengths
 Time it:   python -m lessonkit bench lesson07b_layernorm_lengths
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case
+from lessonkit import DEVICE, Lesson, Mutant, Unsupported, again, case, num_sms
 
+import torch
 import triton
 import triton.language as tl
 
@@ -21,6 +23,7 @@ from day2_triton_basics.lesson07_layernorm import (
     PEERS,
     REFUSES,
     inputs,
+    layernorm_chunked,
     normalize,
     prepare,
     reference,
@@ -30,95 +33,109 @@ from day2_triton_basics.lesson07_layernorm import (
 )
 
 
-# Rung 1. Lesson 7's row kernel with a second dimension: a program owns ROWS whole rows, about 4096 elements, 32 for
-# each thread. Predicted: 2MN as before; at N = 256 a sixteenth of the programs, and w and b are asked for once a tile.
+# Rung 1. Lesson 7's row kernel with a second dimension: a program owns ROWS whole rows, about 2048 elements, 16 for
+# each thread. Predicted: 2MN as before; at N = 256 an eighth of the programs, and w and b are asked for once a tile.
 @triton.jit
 def layernorm_tile_kernel(
     x_ptr,  # [M, N], rows stride_x elements apart
-    w_ptr,  # [N]
-    b_ptr,  # [N]
+    w_ptr, b_ptr,  # [N] each
     y_ptr,  # [M, N]
-    mean_ptr,  # [M]
-    rstd_ptr,  # [M]
-    M,
-    N,
-    stride_x,
-    eps,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    mean_ptr, rstd_ptr,  # [M] each, fp32
+    M, N, stride_x, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
-    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, axis=1, keep_dims=True) / N
-    centred = tl.where(cols < N, x - mean, 0.0)
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
+    mean = tl.sum(x.to(tl.float32), axis=1, keep_dims=True) / N
+    x = again(x) if AGAIN else x  # rung 2
+    centred = tl.where(cols < N, x.to(tl.float32) - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / N + eps)
+    x = again(x) if AGAIN else x
     tl.store(y_ptr + rows * N + cols, normalize(x, mean, rstd, w_ptr, b_ptr, cols, cols < N), mask=mask)
     tl.store(mean_ptr + rows, mean, mask=rows < M)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
 
 def layernorm_tile(x, w, b, eps=EPS):
-    """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32. Tiles of whole rows, N up to 32768."""
+    """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32. Tiles of whole rows, N up to 16384."""
     M, N, y, mean, rstd = prepare(x, w, b)
-    if N > 32768:
-        raise Unsupported(f"a row of {N} does not fit one block: at most 32768")
+    if N > 16384:
+        raise Unsupported(f"a row of {N} does not fit one block: at most 16384")
     if y.numel():
         block = triton.next_power_of_2(N)
-        rows = max(1, 4096 // block)
+        rows = max(1, 2048 // block)
         layernorm_tile_kernel[(triton.cdiv(M, rows),)](
-            x, w, b, y, mean, rstd, M, N, x.stride(0), eps, rows, block, num_warps=min(32, rows * block // 1024)
+            x, w, b, y, mean, rstd, M, N, x.stride(0), eps, rows, block, AGAIN=False, num_warps=rows * block // 512
         )
     return y, mean, rstd
 
 
-# Rung 2. New: a row as a list of chunks, 16 bytes a thread each, kept as they came. 16-bit elements stay packed two to
-# a register, half of rung 1's fp32 copy; 12672 columns take 7 chunks of 2048 and waste 1664 lanes, where a power of
-# two wastes 3712; and every load is on its way before the first use. For the statistics each lane keeps its own mean
-# and m2 as the chunks arrive (Welford 1962), and at the end Chan merges the lanes.
-# What does not fit, the front of a very long row, is read again, last chunk first: what was read last is the likeliest
-# to be in L1 still. Predicted: to 128 KB a row 2MN; at N = 131072 half of x is asked for twice, but not from memory.
+# Rung 2. New: the row stays in registers as it came. The compiler would keep its fp32 copy, 32 bits an element, from
+# one use to the next; again() makes it keep the 16 bits. So a thread can own 32 elements in 16 registers, four 16-byte
+# loads at once, and 64 registers a thread suffice: four rows of 8192 on an SM, 64 KB. Predicted: nothing for short
+# rows, which were short of nothing; at 8192, where rung 1 has three rows an SM at 40 registers, close to a copy.
+def layernorm_packed(x, w, b, eps=EPS):
+    """As layernorm_tile, N up to 8192."""
+    M, N, y, mean, rstd = prepare(x, w, b)
+    if N > 8192:
+        raise Unsupported(f"a row of {N}: here at most 8192, a power of two would waste too many lanes")
+    if y.numel():
+        block = triton.next_power_of_2(N)
+        rows = max(1, 2048 // block)
+        each = 16 if N <= 2048 else 64 // x.element_size()
+        layernorm_tile_kernel[(triton.cdiv(M, rows),)](
+            x, w, b, y, mean, rstd, M, N, x.stride(0), eps, rows, block, AGAIN=True,
+            num_warps=rows * block // (32 * each), maxnreg=64,
+        )  # fmt: skip
+    return y, mean, rstd
+
+
+# Rung 3. New: a row as a list of chunks, 16 bytes a thread each: 12672 columns take 7 chunks of 2048 and waste 1664
+# lanes, where a power of two wastes 3712; and every load is on its way before the first use. For the statistics each
+# lane keeps its own mean and m2 as the chunks arrive (Welford 1962), and at the end Chan merges the lanes.
+# Predicted: 2MN, most gained just above a power of two. At 32768 two rows would fill an SM's registers: too few.
 @triton.jit
 def layernorm_kept_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, front, sixteen,
-    KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, sixteen,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr,  # KEPT chunks, of which the last may be ragged
 ):  # fmt: skip
-    # front: columns to read twice, a multiple of BLOCK; KEPT: chunks after them, of which the last may be ragged
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
     y_ptr += row * N
     lanes = tl.arange(0, BLOCK)
     kept = ()
     for chunk in tl.static_range(KEPT):
-        cols = front + chunk * BLOCK + lanes
+        cols = chunk * BLOCK + lanes
         kept = kept + (tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first"),)  # noqa: RUF005
-    count = 0.0
     lane_mean = tl.zeros((BLOCK,), tl.float32)
     lane_m2 = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, front, BLOCK):
-        x = tl.load(x_ptr + start + lanes, eviction_policy="evict_last")
-        count, lane_mean, lane_m2 = welford(x, count, lane_mean, lane_m2)
     for chunk in tl.static_range(KEPT - 1):
-        count, lane_mean, lane_m2 = welford(kept[chunk], count, lane_mean, lane_m2)
-    there = front + (KEPT - 1) * BLOCK + lanes < N  # lanes beyond the end have one element less
-    _, last_mean, last_m2 = welford(kept[KEPT - 1], count, lane_mean, lane_m2)
+        lane_mean, lane_m2 = welford(kept[chunk], chunk, lane_mean, lane_m2)
+    there = (KEPT - 1) * BLOCK + lanes < N  # lanes beyond the end have one element less
+    last_mean, last_m2 = welford(kept[KEPT - 1], KEPT - 1, lane_mean, lane_m2)
     lane_mean = tl.where(there, last_mean, lane_mean)
     lane_m2 = tl.where(there, last_m2, lane_m2)
-    lane_count = count + there.to(tl.float32)
+    lane_count = (KEPT - 1) + there.to(tl.float32)
     mean = tl.sum(lane_mean * lane_count, axis=0) / N
     delta = lane_mean - mean
     rstd = tl.rsqrt(tl.sum(lane_m2 + delta * delta * lane_count, axis=0) / N + eps)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
     for chunk in tl.static_range(KEPT):
-        cols = front + chunk * BLOCK + lanes
+        cols = chunk * BLOCK + lanes
         y = normalize(widen(kept[chunk], sixteen), mean, rstd, w_ptr, b_ptr, cols, cols < N)
         tl.store(y_ptr + cols, y, mask=cols < N)
-    for back in range(BLOCK, front + BLOCK, BLOCK):
-        cols = front - back + lanes
-        x = tl.load(x_ptr + cols, eviction_policy="evict_first")
-        tl.store(y_ptr + cols, normalize(x, mean, rstd, w_ptr, b_ptr, cols, cols < N))
+
+
+@triton.jit
+def widen(x, sixteen):
+    # again() in arithmetic: the compiler cannot see that a shift by an argument is .to(tl.float32). It may not move
+    # again()'s instruction, so with many chunks it kept the w and b of all of them as well: twice the registers.
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << sixteen).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -126,45 +143,103 @@ def welford(x, count, mean, m2):
     """One more element in every lane. No digits are lost: only differences from the running mean are squared."""
     delta = x.to(tl.float32) - mean
     mean += delta * (1.0 / (count + 1.0))
-    return count + 1.0, mean, m2 + delta * (x.to(tl.float32) - mean)
-
-
-@triton.jit
-def widen(x, sixteen):
-    # bf16 to fp32 by hand, by a shift whose width is an argument: the compiler cannot see that the result is that of
-    # .to(tl.float32), which it had before; it would keep those values, and they take twice the registers.
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << sixteen).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
+    return mean, m2 + delta * (x.to(tl.float32) - mean)
 
 
 def layernorm_kept(x, w, b, eps=EPS):
-    """As layernorm_tile, a program a row, any N."""
+    """As layernorm_tile, a program a row, N up to 16384."""
     M, N, y, mean, rstd = prepare(x, w, b)
+    if N > 16384:
+        raise Unsupported(f"a row of {N} leaves no registers for a second program: at most 16384")
     if y.numel():
         warps = 8 if N * x.element_size() <= 32768 else 16
         block = warps * 32 * 16 // x.element_size()
-        chunks = triton.cdiv(N, block)
-        kept = min(chunks, 16)  # 16 chunks are 64 of the 128 registers that each of 512 threads can have
         layernorm_kept_kernel[(M,)](
-            x, w, b, y, mean, rstd, N, x.stride(0), eps, (chunks - kept) * block, 16, kept, block, num_warps=warps
+            x, w, b, y, mean, rstd, N, x.stride(0), eps, 16, triton.cdiv(N, block), block, num_warps=warps
         )
     return y, mean, rstd
 
 
-# Rung 3. New: no kernel, the choice between the two. To 4096 columns a tile is full, and its fp32 copy fits; from
-# there on the packed chunks leave room for more programs on an SM.
+# Rung 4. New: a long row is shared by programs of 4096 columns, so that an SM holds parts of several rows and one part
+# loads while another stores. A part leaves its (mean, m2) as one note of 8 bytes, written and read whole, so no fence
+# is needed; it waits until all notes of the row are there, and Chan merges them. Predicted: x is read once from memory
+# at any length. A copy's time stays out of reach: w and b, twice the bytes of x, come from L2 for every row.
+#
+# Why the wait ends: GPUs start programs in the order of their ids. So if a part of the oldest unfinished row has not
+# started, no later row's has, and it is next as soon as there is room; its row needs room for PARTS programs, and the
+# host sees to it that so many fit. CUDA does not promise this order; CUB's single-pass scan relies on it as well.
+# (Lesson 3's tickets do without the promise, for an atomic that every program waits for before it can load.)
+@triton.jit
+def layernorm_shared_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
+    notes_ptr,  # [M, PARTS], all -1 at first: two NaNs with every bit set, which arithmetic on a GPU never makes
+    N, stride_x, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % PARTS
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0)
+    count = tl.minimum(N - part * BLOCK_N, BLOCK_N).to(tl.float32)
+    mean = tl.sum(x.to(tl.float32), axis=0) / count
+    x = again(x)
+    centred = tl.where(cols < N, x.to(tl.float32) - mean, 0.0)
+    m2 = tl.sum(centred * centred, axis=0)
+    note = (mean.to(tl.int32, bitcast=True).to(tl.int64) << 32) | m2.to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.atomic_xchg(notes_ptr + row * PARTS + part, note, sem="relaxed")
+    slots = tl.arange(0, SLOTS)
+    notes_ptr += row * PARTS + slots
+    # volatile: each look goes to the L2, where the other SMs' notes arrive, and not to this SM's L1.
+    notes = tl.load(notes_ptr, mask=slots < PARTS, other=0, volatile=True)
+    if WAIT:
+        while tl.max((notes == -1).to(tl.int32), axis=0) == 1:
+            notes = tl.load(notes_ptr, mask=slots < PARTS, other=0, volatile=True)
+    counts = tl.minimum(tl.maximum(N - slots * BLOCK_N, 0), BLOCK_N).to(tl.float32)  # 0 past the last part
+    means = (notes >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    m2s = notes.to(tl.int32).to(tl.float32, bitcast=True)
+    mean = tl.sum(means * counts, axis=0) / N
+    delta = means - mean
+    rstd = tl.rsqrt(tl.sum(m2s + delta * delta * counts, axis=0) / N + eps)
+    y = normalize(again(x), mean, rstd, w_ptr, b_ptr, cols, cols < N)
+    tl.store(y_ptr + row * N + cols, y, mask=cols < N)
+    if part == 0:
+        tl.store(mean_ptr + row, mean)
+        tl.store(rstd_ptr + row, rstd)
+
+
 def layernorm_forward(x, w, b, eps=EPS):
-    """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32. Any N, x read once from device memory."""
-    return (layernorm_tile if x.shape[-1] <= 4096 else layernorm_kept)(x, w, b, eps)
+    """As layernorm_tile for every N: packed to 8192, kept to 16384, then shared, and past a million columns chunked."""
+    N, parts = x.shape[-1], triton.cdiv(x.shape[-1], 4096)
+    if N <= 16384:
+        return (layernorm_packed if N <= 8192 else layernorm_kept)(x, w, b, eps)
+    if parts > 2 * num_sms():  # two programs of 128 threads fit on an SM, whatever registers they take
+        return layernorm_chunked(x, w, b, eps)
+    M, N, y, mean, rstd = prepare(x, w, b)
+    if M:
+        notes = torch.full((M, parts), -1, dtype=torch.int64, device=x.device)
+        # The interpreter runs programs in turn, where a wait would never end: a first round leaves all the notes.
+        for wait in (False, True) if DEVICE.type == "cpu" else (True,):
+            layernorm_shared_kernel[(M * parts,)](
+                x, w, b, y, mean, rstd, notes, N, x.stride(0), eps, parts, slots_for(parts, warps=4), 4096, wait,
+                num_warps=4,
+            )  # fmt: skip
+    return y, mean, rstd
+
+
+def slots_for(parts, warps):
+    """Lanes to look at `parts` notes with: a power of two that is either within one warp or fills all of them.
+
+    In between, several warps would hold the same note and look at it at different moments, and the sum over the notes
+    could take the look that came too early.
+    """
+    slots = triton.next_power_of_2(parts)
+    return slots if slots <= 32 else max(slots, 32 * warps)
 
 
 # fmt: off
 WRONG = (
     Mutant("the tile's last rows are not there", "layernorm_tile_kernel", "(rows < M) & (cols < N)",
            "(rows < M + 1) & (cols < N)", "layernorm_tile", "out of bounds"),
-    Mutant("rows taken to be N apart", "layernorm_tile_kernel", "rows * stride_x", "rows * N", "layernorm_tile"),
+    Mutant("rows taken to be N apart", "layernorm_tile_kernel", "rows * stride_x", "rows * N", "layernorm_packed"),
     Mutant("variance by N - 1", "layernorm_tile_kernel", "keep_dims=True) / N + eps",
            "keep_dims=True) / tl.maximum(N - 1, 1) + eps", "layernorm_forward"),
     Mutant("lanes with no element count as zeros", "layernorm_kept_kernel", "tl.where(there, last_mean, lane_mean)",
@@ -173,25 +248,32 @@ WRONG = (
            "lane_m2", "layernorm_kept"),
     Mutant("Welford with the new mean twice", "welford", "m2 + delta * (x.to(tl.float32) - mean)",
            "m2 + (x.to(tl.float32) - mean) * (x.to(tl.float32) - mean)", "layernorm_kept"),
-    Mutant("the first chunk is not written", "layernorm_kept_kernel", "range(BLOCK, front + BLOCK, BLOCK)",
-           "range(BLOCK, front, BLOCK)", "layernorm_forward", "nan"),
+    Mutant("parts merged as if their means were equal", "layernorm_shared_kernel", "m2s + delta * delta * counts",
+           "m2s", "layernorm_forward"),
+    Mutant("a ragged part weighs as much as a full one", "layernorm_shared_kernel",
+           "tl.minimum(tl.maximum(N - slots * BLOCK_N, 0), BLOCK_N)", "tl.where(slots < PARTS, BLOCK_N, 0)",
+           "layernorm_forward"),
 )
 # fmt: on
 
 LESSON = Lesson(
     reference=reference,
     inputs=inputs,
-    rungs=(layernorm_tile, layernorm_kept, layernorm_forward),
+    rungs=(layernorm_tile, layernorm_packed, layernorm_kept, layernorm_forward),
     checks=(
         case("no rows", M=0, N=5),
         case("rows of nothing", M=3, N=0),
-        case("one element a row: a tile of 4096 rows for 2", M=2, N=1),
-        case("a prime: 27 of 128 lanes are padding, and 37 rows leave the second tile of 32 hanging over", M=37, N=101),
+        case("one element a row: a tile of 2048 rows for 2", M=2, N=1),
+        case("a prime: 27 of 128 lanes are padding, and 37 rows leave the third tile of 16 hanging over", M=37, N=101),
         case("rows 3 elements apart, so that most are not aligned", M=4, N=1025, pad=3),
-        case("one past the tiles: a last chunk of one element", M=4, N=4097),
+        case("one past a power of two: half the lanes of a row of one program are padding", M=4, N=4097),
         case("seven chunks in 16 bits, the last ragged", M=3, N=12672),
-        case("longer than what is kept, ragged: two chunks are read twice", M=2, N=17 * 4096 + 77),
-        case("a row past element 2^31", gib=30, M=3, N=5, pad=2**30),
+        case("five programs share a row, the last has one element", M=3, N=16385, pad=7),
+        case("more parts than fit on the interpreter's 4 SMs: chunked", M=2, N=32769),
+        case("more parts than fit on a GPU", gib=1, M=2, N=2_000_000),
+        case("a row past element 2^31, packed", gib=13, M=3, N=5, pad=2**30),
+        case("and kept", gib=13, M=3, N=8195, pad=2**30),
+        case("and shared", gib=13, M=3, N=16387, pad=2**30),
         case("whole tiles: the bytes are counted here", M=64, N=512),
     ),
     benches=tuple(
@@ -203,9 +285,13 @@ LESSON = Lesson(
     work=work,
     wrong=WRONG,
     peers=PEERS,
-    claims={layernorm_kept: ("16-byte loads", "16-byte stores", "no spills"), layernorm_forward: ("no spills",)},
-    # w and b are counted too: they come with every row in rung 2, and once for 8 rows in a tile.
-    passes={layernorm_tile: 1.125, layernorm_kept: 2.0, layernorm_forward: 1.125},
+    claims={
+        layernorm_packed: ("16-byte loads", "16-byte stores"),
+        layernorm_kept: ("16-byte loads", "16-byte stores", "no spills"),
+        layernorm_forward: ("16-byte loads", "16-byte stores"),
+    },
+    # w and b are counted too: they come with every row in rung 3, and once for 4 rows in a tile.
+    passes={layernorm_tile: 1.25, layernorm_packed: 1.25, layernorm_kept: 2.0, layernorm_forward: 1.25},
     properties=(shift_and_scale_change_nothing, strange_numbers_stay_in_their_row),
     refuses=REFUSES,
 )

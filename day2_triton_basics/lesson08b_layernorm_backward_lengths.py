@@ -1,23 +1,26 @@
 """LayerNorm backward at every row length, and the differentiable op
 ==================================================================
-Lesson 8's last rung keeps dw and db, 8 bytes a column, in the registers of one program. An SM has 256 KB of them: at
-32768 columns nothing is left, and from 8192 on too little for x and dy. This lesson splits such rows by columns, and
-ties both directions together: `layernorm` runs lesson 7b forward and this lesson backward.
+Lesson 8's last rung keeps dw and db, 8 bytes a column, in the registers of one program, and the next row beside them.
+An SM has 256 KB of registers: at 8192 columns one program is all that runs there, and whatever it waits for, nobody
+else works meanwhile; at 32768 nothing is left for x and dy. This lesson first moves what is on its way out of the
+registers, then splits rows by columns, and ties both directions together: `layernorm` runs lesson 7b forward and this
+lesson backward.
 
-You will learn: what two programs of one row must tell each other, and a torch.autograd.Function over Triton kernels.
+You will learn: asynchronous copies by num_stages, programs that share a row and tell each other its sums, when all
+programs must be resident at once, and a torch.autograd.Function over Triton kernels.
 Run it:    python day2_triton_basics/lesson08b_layernorm_backward_lengths.py
 Check it:  python -m lessonkit check lesson08b_layernorm_backward_lengths
 Time it:   python -m lessonkit bench lesson08b_layernorm_backward_lengths
 """
 
-from lessonkit import Grad, Lesson, Mutant, case, num_sms
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Unsupported, case, num_sms
 
 import torch
 import triton
 import triton.language as tl
 
 from day2_triton_basics.lesson07_layernorm import inputs as forward_inputs
-from day2_triton_basics.lesson07b_layernorm_lengths import layernorm_forward
+from day2_triton_basics.lesson07b_layernorm_lengths import layernorm_forward, slots_for
 from day2_triton_basics.lesson08_layernorm_backward import (
     PEERS,
     REFUSES,
@@ -28,82 +31,163 @@ from day2_triton_basics.lesson08_layernorm_backward import (
     load_rows,
     prepare,
     reference,
+    row_sums,
     work,
 )
 
 
-# Rung 1. Rows too long for one program's registers (dw and db of 32768 columns are 256 KB, all that an SM has) are
-# split by columns. A program owns a strip of columns, keeps its dw and db, and leaves its share of every row's c1 and
-# c2; a second kernel adds the shares up and writes dx. Predicted: 5MN as in
-# lesson 8's rung 1, but for any N and by programs
-# that are all alike: the sums along the row are the only thing that two strips need to tell each other.
+# Rung 1. Lesson 8's persistent kernel with the rows that come next in shared memory instead of registers: num_stages=3
+# makes the compiler turn the loads of the loop into cp.async, which copies from memory to shared memory while the
+# threads do something else, two rows ahead. Predicted: 3MN as before; twice the bytes on the way, most gained at 8192.
+# Rows of 256 lose: a tile of many short rows has as many means and rstds to copy, four bytes at a time.
 @triton.jit
-def strip_sums_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, shares_ptr, partial_dw_ptr, partial_db_ptr, M, N, stride_dy, stride_x,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+def staged_kernel(
+    dy_ptr, x_ptr,  # [M, N] each, rows stride_dy and stride_x elements apart
+    w_ptr,  # [N]
+    mean_ptr, rstd_ptr,  # [M] each, fp32
+    dx_ptr,  # [M, N]
+    partial_dw_ptr, partial_db_ptr,  # [programs, N] each, fp32
+    M, N, stride_dy, stride_x, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    strip, program, programs = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    cols = strip * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    w = tl.load(w_ptr + cols, mask=cols < N, other=0.0)
     dw = tl.zeros((ROWS, BLOCK_N), tl.float32)
     db = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for tile in range(program, tl.cdiv(M, ROWS), programs):
-        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+    for tile in tl.range(program, tl.cdiv(M, ROWS), programs, num_stages=3):
+        rows = tile * ROWS + tl.arange(0, ROWS)[:, None]  # int64, as program is
         dy, x_hat = load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dy, stride_x)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+        g = dy * w.to(tl.float32)
+        c1, c2 = row_sums(g, x_hat)
+        dx = rstd * (g - x_hat * (c1 / N) - c2 / N)
+        tl.store(dx_ptr + rows * N + cols, dx, mask=(rows < M) & (cols < N))
         dw += dy * x_hat
         db += dy
-        share_ptr = shares_ptr + strip.to(tl.int64) * 2 * M + rows  # shares [strips, 2, M]
-        tl.store(share_ptr, tl.sum(dy * w * x_hat, axis=1, keep_dims=True), mask=rows < M)
-        tl.store(share_ptr + M, tl.sum(dy * w, axis=1, keep_dims=True), mask=rows < M)
     tl.store(partial_dw_ptr + program * N + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
     tl.store(partial_db_ptr + program * N + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
 
 
-@triton.jit
-def strip_dx_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, shares_ptr, dx_ptr, M, N, stride_dy, stride_x, strips,
-    SHARES: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    # The last rows were read last, so they are the likeliest to be in L2 still: begin with them.
-    row = M - 1 - tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = cols < N
-    share = tl.arange(0, SHARES)
-    share_ptr = shares_ptr + share.to(tl.int64) * 2 * M + row
-    c1 = tl.sum(tl.load(share_ptr, mask=share < strips, other=0.0), axis=0) / N
-    c2 = tl.sum(tl.load(share_ptr + M, mask=share < strips, other=0.0), axis=0) / N
-    rstd = tl.load(rstd_ptr + row)
-    x_hat = (
-        tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32) - tl.load(mean_ptr + row)
-    ) * rstd
-    dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
-    g = dy * tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dx_ptr + row * N + cols, rstd * (g - x_hat * c1 - c2), mask=mask)
-
-
-def layernorm_backward_strips(dy, x, w, mean, rstd):
-    """dy [M, N], x [M, N], w [N], mean [M], rstd [M] (fp32) -> dx [M, N], dw [N], db [N]; any N, two passes over x."""
-    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd)
+def layernorm_backward_staged(dy, x, w, mean, rstd):
+    """dy [M, N], x [M, N], w [N], mean [M], rstd [M] (fp32) -> dx [M, N], dw [N], db [N]; N up to 8192."""
+    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd, longest=8192)
+    if N * x.element_size() > 16384:
+        raise Unsupported(f"rows of {N * x.element_size()} bytes: three stages of dy and x are more than some SMs have")
     if dx.numel():
-        strips, strides = triton.cdiv(N, 1024), (dy.stride(0), x.stride(0))
-        programs = min(triton.cdiv(M, 4), max(1, num_sms() * 4 // strips))
-        shares = torch.empty((strips, 2, M), dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(N)
+        rows = max(1, 4096 // block * 2 // x.element_size())
+        warps = max(1, rows * block // 512)
+        programs = min(triton.cdiv(M, rows), num_sms() * max(1, 16 // warps))
         partial_dw, partial_db = torch.empty((2, programs, N), dtype=torch.float32, device=x.device)
-        strip_sums_kernel[(strips, programs)](
-            dy, x, w, mean, rstd, shares, partial_dw, partial_db, M, N, *strides, ROWS=4, BLOCK_N=1024, num_warps=8
-        )
-        strip_dx_kernel[(triton.cdiv(N, 4096), M)](
-            dy, x, w, mean, rstd, shares, dx, M, N, *strides, strips, triton.next_power_of_2(strips), 4096, num_warps=8
-        )
+        staged_kernel[(programs,)](
+            dy, x, w, mean, rstd, dx, partial_dw, partial_db, M, N, dy.stride(0), x.stride(0), rows, block,
+            num_warps=warps, maxnreg=128,
+        )  # fmt: skip
         add_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
 
 
-# Rung 2. New: no kernel, the choice: what fits one program's registers goes lesson 8's way, 3MN.
+# Rung 2. New: rows too long for one program are split by columns, at most 4096 for each of PARTS programs, a team. A
+# program keeps the dw and db of its columns; c1 and c2 are all that the team has to tell each other. Two launches: the
+# first leaves every program's share of every row's sums as a note of 8 bytes, the second adds a row's notes up and
+# finishes. Predicted: 5MN, as lesson 8's rung 1, but for any N and by programs that are all alike.
+@triton.jit
+def team_kernel(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr,  # partial [teams, N]
+    notes_ptr,  # [M, PARTS], all -1 at first: two NaNs with every bit set, which arithmetic on a GPU never makes
+    M, N, stride_dy, stride_x, width, teams,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, POST: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % PARTS
+    team = (tl.program_id(0) // PARTS).to(tl.int64)
+    offsets = tl.arange(0, BLOCK_N)
+    cols = part * width + offsets
+    mask = (offsets < width) & (cols < N)
+    w = tl.load(w_ptr + cols, mask=mask, other=0.0)
+    dw = tl.zeros((BLOCK_N,), tl.float32)
+    db = tl.zeros((BLOCK_N,), tl.float32)
+    slots = tl.arange(0, SLOTS)
+    dy = tl.load(dy_ptr + team * stride_dy + cols, mask=mask & (team < M), other=0.0)
+    x = tl.load(x_ptr + team * stride_x + cols, mask=mask & (team < M), other=0.0)
+    if POST:
+        post(dy, x, w, mean_ptr, rstd_ptr, notes_ptr, team, M, part, PARTS)
+    for row in tl.range(team, M, teams, num_stages=1):
+        # The next row is loaded and its note left before this row's notes are waited for: the others' notes for this
+        # row were left a whole step ago, so in step nobody waits for long.
+        after = row + teams
+        next_dy = tl.load(dy_ptr + after * stride_dy + cols, mask=mask & (after < M), other=0.0)
+        next_x = tl.load(x_ptr + after * stride_x + cols, mask=mask & (after < M), other=0.0)
+        if POST:
+            post(next_dy, next_x, w, mean_ptr, rstd_ptr, notes_ptr, after, M, part, PARTS)
+        if FINISH:
+            rstd = tl.load(rstd_ptr + row)
+            x_hat = (x.to(tl.float32) - tl.load(mean_ptr + row)) * rstd
+            notes = tl.load(notes_ptr + row * PARTS + slots, mask=slots < PARTS, other=0, volatile=True)
+            while tl.max((notes == -1).to(tl.int32), axis=0) == 1:
+                notes = tl.load(notes_ptr + row * PARTS + slots, mask=slots < PARTS, other=0, volatile=True)
+            c1 = tl.sum((notes >> 32).to(tl.int32).to(tl.float32, bitcast=True), axis=0) / N
+            c2 = tl.sum(notes.to(tl.int32).to(tl.float32, bitcast=True), axis=0) / N
+            g = dy.to(tl.float32) * w.to(tl.float32)
+            tl.store(dx_ptr + row * N + cols, rstd * (g - x_hat * c1 - c2), mask=mask)
+            dw += dy.to(tl.float32) * x_hat
+            db += dy.to(tl.float32)
+        dy, x = next_dy, next_x
+    if FINISH:
+        tl.store(partial_dw_ptr + team * N + cols, dw, mask=mask)
+        tl.store(partial_db_ptr + team * N + cols, db, mask=mask)
+
+
+@triton.jit
+def post(dy, x, w, mean_ptr, rstd_ptr, notes_ptr, row, M, part, PARTS: tl.constexpr):
+    mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
+    g = dy.to(tl.float32) * w.to(tl.float32)
+    c1 = tl.sum(g * ((x.to(tl.float32) - mean) * rstd), axis=0)
+    c2 = tl.sum(g, axis=0)
+    # Both sums in one word, written whole: who sees one sees both, and no fence is needed.
+    note = (c1.to(tl.int32, bitcast=True).to(tl.int64) << 32) | c2.to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.atomic_xchg(notes_ptr + row * PARTS + part, note, mask=row < M, sem="relaxed")
+
+
+def layernorm_backward_split(dy, x, w, mean, rstd):
+    """As layernorm_backward_staged for every N, in two passes over x and dy."""
+    return _teams(dy, x, w, mean, rstd, passes=({"POST": True, "FINISH": False}, {"POST": False, "FINISH": True}))
+
+
+def _teams(dy, x, w, mean, rstd, passes, **options):
+    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd)
+    if dx.numel():
+        parts = triton.cdiv(N, 4096)
+        width = triton.cdiv(triton.cdiv(N, parts), 16) * 16  # equal shares, which begin at whole 16-byte words
+        parts = triton.cdiv(N, width)
+        teams = max(1, min(M, 2 * num_sms() // parts))  # 256 threads at no more than 128 registers: two on each SM
+        notes = torch.full((M, parts), -1, dtype=torch.int64, device=x.device)
+        partial_dw, partial_db = torch.empty((2, teams, N), dtype=torch.float32, device=x.device)
+        for steps in passes:
+            team_kernel[(teams * parts,)](
+                dy, x, w, mean, rstd, dx, partial_dw, partial_db, notes, M, N, dy.stride(0), x.stride(0), width, teams,
+                parts, slots_for(parts, warps=8), BLOCK_N=4096, **steps, num_warps=8, maxnreg=128, **options,
+            )  # fmt: skip
+        add_partials(partial_dw, partial_db, dw, db)
+    return dx, dw, db
+
+
+# Rung 3. New: the two launches of rung 2 in one, POST and FINISH together, where all teams fit on the GPU at once. They
+# must: a program that waits for a note holds its place, so the one to write it has to have a place as well, and a
+# cooperative launch fails where it would not. Predicted: 3MN; above rung 1's time, for a team goes at the pace of its
+# slowest program, step by step.
 def layernorm_backward(dy, x, w, mean, rstd):
-    """As layernorm_backward_strips, in one pass over x where a row fits one program."""
-    fits = x.shape[-1] <= 8192
-    return (layernorm_backward_persistent if fits else layernorm_backward_strips)(dy, x, w, mean, rstd)
+    """As layernorm_backward_staged for every N, in one pass over x and dy up to a million columns."""
+    N = x.shape[-1]
+    if N <= 2048:
+        return layernorm_backward_persistent(dy, x, w, mean, rstd)
+    if N * x.element_size() <= 16384:
+        return layernorm_backward_staged(dy, x, w, mean, rstd)
+    # The interpreter runs programs in turn, where a wait would never end.
+    if triton.cdiv(N, 4096) > 2 * num_sms() or DEVICE.type == "cpu":
+        return layernorm_backward_split(dy, x, w, mean, rstd)
+    both = ({"POST": True, "FINISH": True},)
+    return _teams(dy, x, w, mean, rstd, both, launch_cooperative_grid=True)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -130,36 +214,47 @@ def layernorm_torch(x, w, b):
 
 # fmt: off
 WRONG = (
-    Mutant("one strip's share taken for the row's sum", "strip_dx_kernel", "tl.load(share_ptr + M, mask=share < strips",
-           "tl.load(share_ptr + M, mask=share < 1", "layernorm_backward_strips"),
-    Mutant("both shares of one strip in one place", "strip_sums_kernel", "tl.store(share_ptr + M", "tl.store(share_ptr",
-           "layernorm_backward_strips", "nan"),
-    Mutant("every program writes its partial sums to the first row", "strip_sums_kernel",
-           "partial_dw_ptr + program * N", "partial_dw_ptr + 0 * N", "layernorm_backward_strips", "nan"),
-    Mutant("a row too many", "strip_dx_kernel", "M - 1 - tl", "M - tl", "layernorm_backward", "out of bounds"),
+    Mutant("dw of the last tile only", "staged_kernel", "dw += dy * x_hat", "dw = dy * x_hat",
+           "layernorm_backward_staged"),
+    Mutant("rows past the last", "staged_kernel", "mask=(rows < M) & (cols < N)", "mask=cols < N",
+           "layernorm_backward_staged", "out of bounds"),
+    Mutant("one part's share taken for the row's sum", "team_kernel", "tl.sum((notes >> 32)",
+           "tl.sum(tl.where(slots == part, notes >> 32, 0)", "layernorm_backward_split"),
+    Mutant("the two sums in each other's place", "team_kernel", "rstd * (g - x_hat * c1 - c2)",
+           "rstd * (g - x_hat * c2 - c1)", "layernorm_backward"),
+    Mutant("a part's columns counted from 4096", "team_kernel", "part * width + offsets", "part * BLOCK_N + offsets",
+           "layernorm_backward_split", "nan"),
+    Mutant("every team writes its partial sums to the first row", "team_kernel", "partial_dw_ptr + team * N",
+           "partial_dw_ptr + 0 * N", "layernorm_backward", "nan"),
 )
 # fmt: on
 
 LESSON = Lesson(
     reference=reference,
     inputs=inputs,
-    rungs=(layernorm_backward_strips, layernorm_backward),
+    rungs=(layernorm_backward_staged, layernorm_backward_split, layernorm_backward),
     checks=(
         case("no rows: dw and db are 0", M=0, N=5),
         case("rows of nothing", M=3, N=0),
         case("one element a row", M=2, N=1),
-        case("a prime, and 37 rows leave the last tile of 4 hanging over", M=37, N=101),
+        case("a prime, and 37 rows leave the second tile of 32 hanging over", M=37, N=101),
         case("rows 3 elements apart, so that most are not aligned", M=5, N=1025, pad=3),
-        case("9 strips, the last of one column", M=7, N=8193),
-        case("a row past element 2^31", gib=40, M=3, N=5, pad=2**30),
+        case("one past the shortest row that is staged", M=23, N=2049),
+        case("three programs a row, the last with fewer columns; 7 rows for 2 teams", M=7, N=8193),
+        case("more parts than fit on the interpreter's 4 SMs", M=3, N=32769),
+        case("more parts than fit on a GPU", gib=1, M=2, N=1_200_000),
+        case("a row past element 2^31", gib=25, M=3, N=5, pad=2**30),
+        case("and staged", gib=25, M=3, N=4099, pad=2**30),
+        case("and by teams", gib=25, M=3, N=16387, pad=2**30),
         case("the bytes are counted here", M=64, N=3072),
     ),
     benches=tuple({"M": m, "N": n} for m, n in ((8192, 8192), (4096, 12672), (4096, 32768), (2048, 131072))),
     work=work,
     wrong=WRONG,
     peers=PEERS,
-    claims={layernorm_backward_strips: ("16-byte loads", "no spills")},
-    passes={layernorm_backward_strips: 2.17},
+    claims={layernorm_backward_staged: ("16-byte loads",), layernorm_backward: ("16-byte loads",)},
+    # The interpreter counts w for every program, and 8 teams' partial sums, out and back.
+    passes={layernorm_backward_split: 2.06},
     properties=(dx_is_orthogonal,),
     refuses=REFUSES,
     grad=Grad(layernorm, layernorm_torch, forward_inputs),

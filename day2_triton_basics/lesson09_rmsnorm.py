@@ -1,11 +1,11 @@
-"""RMSNorm: what is loaded once, and who waits for whom
-=======================================================
+"""RMSNorm: one read, one write, and rows of any length
+=====================================================
 y = x * rstd * w with rstd = 1 / sqrt(mean(x^2) + eps) of each row. At least MN elements are read and MN written;
-statistics and scale in two kernels read x twice, 3MN, so one pass promises a factor of 1.5. And each row asks for all
-of w: MN elements more, from the L2 cache, which has about twice the bandwidth of memory: free it is not. A program
-that stays and walks over rows loads w once, and can load its next row while it works on this one.
+statistics and scale in two kernels read x twice, 3MN, so one pass promises a factor of 1.5. What remains is to keep
+memory busy at every length: a row of 256 is 512 bytes and soon done, one of 131,072 is more than a program can hold,
+and while a program waits for its sum, others on the same SM have to read or write. So registers are what counts.
 
-You will learn: persistent programs, loads ahead of use, and programs that share a row and wait for each other.
+You will learn: how many programs registers leave room for, a row in 16 bits, programs that share a row.
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019, section 4.
 Run it:    python day2_triton_basics/lesson09_rmsnorm.py
 Check it:  python -m lessonkit check lesson09_rmsnorm
@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson09_rmsnorm
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, again, case, expect, num_sms
 from lessonkit.device import INTERPRETED
 
 import torch
@@ -26,11 +26,13 @@ import triton.language as tl
 def reference(x, w, eps):
     wide = x if x.dtype == torch.float64 else x.float()
     rstd = torch.rsqrt(wide.square().mean(-1) + eps)  # reads MN, writes M; the backward needs it
-    return F.rms_norm(x, x.shape[-1:], w, eps), rstd  # reads MN and N, writes MN
+    # Reads MN and N, writes MN. Written out, as PyTorch has two answers for a row with an inf, whose rstd is 0: inf * 0
+    # is NaN and the others are 0, here and on a CPU, but its fused kernel for GPUs makes the whole row NaN.
+    return (wide * rstd[:, None] * w.to(wide.dtype)).to(x.dtype), rstd
 
 
 # Rung 1. Two kernels, the second of which reads x again. The row goes by in blocks, so any N will do.
-# Predicted: 3MN through memory where 2MN would do, and w from the L2 for each row.
+# Predicted: 3MN through memory where 2MN would do; each row also asks for all of w, which the L2 holds.
 @triton.jit
 def rstd_kernel(x_ptr, rstd_ptr, N, stride, eps, BLOCK_N: tl.constexpr):  # x: [M, N], rstd: [M]
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2^31
@@ -87,113 +89,97 @@ def one_row(x, w, eps):
     return y, rstd
 
 
-# Rung 3. New: a fixed grid of programs, each of which walks over tiles of rows and keeps w. The loop is pipelined:
-# `num_stages` tiles are on their way to shared memory while one is worked on, so memory never waits for a reduction.
-# Predicted: 2MN asked for and moved. A tile is 8192 elements: several short rows, or one long one.
+# Rung 3. New: 16 bits stay 16 bits. x is used twice, and in between rung 2 holds it in fp32; `again` keeps what was
+# loaded and widens it anew, at half the registers, so that more rows are in flight on an SM. w is loaded when it is
+# needed and no sooner. And a program takes several rows if they are short.
+# Predicted: 2MN through memory as before, but of w only MN / ROWS out of the L2, and no time when an SM only waits.
 @triton.jit
-def walk_kernel(
-    x_ptr, w_ptr, y_ptr, rstd_ptr, M, N, stride, eps,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+def packed_kernel(
+    x_ptr, w_ptr, y_ptr, rstd_ptr, M, N, stride, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_N)
-    w = tl.load(w_ptr + cols, mask=cols < N, other=0.0)[None, :]
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
-        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
-        mask = (rows < M)[:, None] & (cols < N)[None, :]
-        x = tl.load(x_ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)
-        tl.store(y_ptr + rows[:, None] * N + cols[None, :], x * rstd[:, None] * w.to(tl.float32), mask=mask)
-        tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    wide = again(x).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / N + eps)
+    w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last").to(tl.float32)
+    y = again(x).to(tl.float32) * rstd[:, None] * w[None, :]
+    tl.store(y_ptr + rows[:, None] * N + cols[None, :], y, mask=mask)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
 
-def walk(x, w, eps):
-    """x [M, N], w [N] -> y [M, N], rstd [M] fp32; 16 warps on each SM walk over rows of at most 16,384."""
+def packed(x, w, eps):
+    """x [M, N], w [N] -> y [M, N], rstd [M] fp32; rows of at most 64 KB."""
     y, rstd, (M, N) = _prepare(x, w)
-    if N > 16384:
-        raise Unsupported("rows past 16,384: the tiles on their way would not fit in shared memory")
+    block = triton.next_power_of_2(max(N, 1))
+    row = block * x.element_size()
+    if row > 65536:
+        raise Unsupported("rows past 64 KB: a quarter of an SM's registers, and nothing to do while one waits")
+    # Rows of a program, and bytes of x that a thread holds. Two 16-byte loads a thread are enough while an SM has room
+    # for four rows of that many threads, up to 16 KB. Past that 8 warps hold the row: a sum has to wait for the slowest
+    # of them, and 32 bytes a thread would be 64 warps at 64 KB. Short rows: 8 KB by 2 warps, each with rows of its own.
+    rows, thread = (8192 // row, 128) if row <= 2048 else (1, 32) if row <= 16384 else (1, row // 256)
     if M:
-        rows, block, warps = _tile(N, 8192)
-        programs = min(triton.cdiv(M, rows), max(1, 16 // warps) * num_sms())  # no more than fit: nobody starts late
-        walk_kernel[(programs,)](x, w, y, rstd, M, N, x.stride(0), eps, rows, block, STAGES=3, num_warps=warps)
+        packed_kernel[(triton.cdiv(M, rows),)](
+            x, w, y, rstd, M, N, x.stride(0), eps, rows, block, num_warps=max(1, rows * row // (32 * thread))
+        )
     return y, rstd
 
 
-# Rung 4. New: a row of any length, shared by programs that own a slice of the columns each and keep that slice of w.
-# A program leaves the sum of its slice as a note and waits for its neighbours' notes, and meanwhile its next tile is
-# on the way, so the wait costs nothing. Predicted: 2MN moved at any N; the notes are one word for 8192 elements.
+# Rung 4. New: a longer row is shared by programs of 8 KB and 2 warps each. An SM holds many, of several rows, so it
+# reads one while it writes another. A program leaves the sum of its part as a note and waits for the others' notes.
+# That it ends: GPUs start programs in the order of their ids, so the parts of the oldest unfinished row all run or are
+# the next to start; they wait for nobody else, hence that row ends, and then the one after. CUDA does not promise
+# this order, but CUB's scan in one pass relies on it too. PARTS programs have to fit on the GPU.
+# Predicted: 2MN through memory at any length; w from the L2 for each row again; a note is 4 bytes for 8 KB.
 @triton.jit
 def shared_row_kernel(
     x_ptr, w_ptr, y_ptr, rstd_ptr,
-    notes_ptr,  # [M, SLICES] int32 zeros
-    M, N, stride, eps, width,
-    SLICES: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEAVE: tl.constexpr, FINISH: tl.constexpr,
+    notes_ptr,  # [M, PARTS] int32 zeros
+    N, stride, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0) % SLICES
-    walkers = tl.num_programs(0) // SLICES
-    first = tl.program_id(0) // SLICES
-    cols = part * width + tl.arange(0, BLOCK_N)
-    own = (tl.arange(0, BLOCK_N) < width) & (cols < N)
-    w = tl.load(w_ptr + cols, mask=own, other=0.0)[None, :]
-    slots = tl.arange(0, SLOTS)[None, :]
-    rows = first.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mask = (rows < M)[:, None] & own[None, :]
-    x = tl.load(x_ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
-    for _ in range(first, tl.cdiv(M, ROWS), walkers):
-        if LEAVE:
-            total = tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
-            # Memory of zeros means "not yet", and a sum may be 0.0: hence its bits plus one. They are one 4-byte
-            # word, written whole, so that a reader sees all of the sum or nothing, without a fence.
-            tl.store(notes_ptr + rows * SLICES + part, total.to(tl.int32, bitcast=True) + 1, mask=rows < M)
-        now, now_mask, xs = rows, mask, x.to(tl.float32)
-        rows += walkers * ROWS
-        mask = (rows < M)[:, None] & own[None, :]
-        x = tl.load(x_ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
-        if FINISH:
-            notes_at = notes_ptr + now[:, None] * SLICES + slots
-            expected = (now < M)[:, None] & (slots < SLICES)
-            # volatile: each look goes to the L2, where the other SMs' notes arrive, and not to this SM's L1.
-            notes = tl.load(notes_at, mask=expected, other=1, volatile=True)
-            if LEAVE:
-                while tl.min(tl.min((notes != 0).to(tl.int32), axis=1), axis=0) == 0:
-                    notes = tl.load(notes_at, mask=expected, other=1, volatile=True)
-            total = tl.sum((notes - 1).to(tl.float32, bitcast=True), axis=1)
-            rstd = tl.rsqrt(total / N + eps)
-            y = xs * rstd[:, None] * w.to(tl.float32)
-            tl.store(y_ptr + now[:, None] * N + cols[None, :], y, mask=now_mask)
-            if part == 0:  # one of the programs speaks for the row
-                tl.store(rstd_ptr + now, rstd, mask=now < M)
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + row * stride + cols, mask=cols < N, other=0.0)
+    wide = again(x).to(tl.float32)
+    # Memory of zeros means "not yet", and a sum may be 0.0: hence its bits plus one. They are one 4-byte word, which
+    # is there or not, so no fence is needed.
+    note = tl.sum(wide * wide, axis=0).to(tl.int32, bitcast=True) + 1
+    notes_ptr += row * PARTS
+    tl.atomic_xchg(notes_ptr + part, note, sem="relaxed")
+    slots = tl.arange(0, SLOTS)
+    # volatile: each look goes to the L2, where the other SMs' notes arrive, and not to this SM's L1.
+    notes = tl.load(notes_ptr + slots, mask=slots < PARTS, other=1, volatile=True)
+    if WAIT:
+        while tl.min((notes != 0).to(tl.int32), axis=0) == 0:
+            notes = tl.load(notes_ptr + slots, mask=slots < PARTS, other=1, volatile=True)
+    rstd = tl.rsqrt(tl.sum((notes - 1).to(tl.float32, bitcast=True), axis=0) / N + eps)
+    w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last").to(tl.float32)
+    tl.store(y_ptr + row * N + cols, again(x).to(tl.float32) * rstd * w, mask=cols < N)
+    if part == 0:  # one of them speaks for the row
+        tl.store(rstd_ptr + row, rstd)
 
 
 def shared_row(x, w, eps):
-    """x [M, N], w [N] -> y [M, N], rstd [M] fp32, for every M and N: walk up to 16,384 columns, then slices of 8192."""
+    """x [M, N], w [N] -> y [M, N], rstd [M] fp32, for every M and N: packed to 64 KB a row, shared, or read twice."""
     y, rstd, (M, N) = _prepare(x, w)
-    if N <= 16384:
-        return walk(x, w, eps)
-    slices = triton.cdiv(N, 8192)
+    block = 8192 // x.element_size()
+    parts = triton.cdiv(N, block)
+    if triton.next_power_of_2(max(N, 1)) <= 8 * block:
+        return packed(x, w, eps)
+    if parts > 8 * num_sms():  # an SM has registers for 8 programs of 64 threads, even at 128 a thread
+        return unfused(x, w, eps)
     if M:
-        width = triton.cdiv(triton.cdiv(N, slices), 16) * 16  # a multiple of 16, so that each slice begins aligned
-        notes = torch.zeros((M, slices), dtype=torch.int32, device=x.device)
-        walkers = min(M, max(1, 2 * num_sms() // slices))
-        # One launch if the programs that share a row all run at once. The interpreter runs them in turn, where a wait
-        # would never end, and so could more slices than there is room for: then all notes are left in a launch before.
-        at_once = not INTERPRETED and slices <= 2 * num_sms()
-        for leave, finish in ((True, True),) if at_once else ((True, False), (False, True)):
-            shared_row_kernel[(walkers * slices,)](
-                x, w, y, rstd, notes, M, N, x.stride(0), eps, width, SLICES=slices,
-                SLOTS=triton.next_power_of_2(slices), ROWS=1, BLOCK_N=8192, LEAVE=leave, FINISH=finish,
-                # 256 threads of 128 registers: two programs fit on an SM. A cooperative launch is refused if they
-                # do not all fit at once, where an ordinary one would wait forever for a program that cannot start.
-                num_warps=8, maxnreg=128, launch_cooperative_grid=at_once,
+        notes = torch.zeros((M, parts), dtype=torch.int32, device=x.device)
+        # The interpreter runs programs in turn, where a wait would never end: a first round leaves all the notes.
+        for wait in (False, True) if INTERPRETED else (True,):
+            shared_row_kernel[(M * parts,)](
+                x, w, y, rstd, notes, N, x.stride(0), eps, PARTS=parts, SLOTS=triton.next_power_of_2(parts),
+                BLOCK_N=block, WAIT=wait, num_warps=2,
             )  # fmt: skip
     return y, rstd
-
-
-def _tile(N, elements):
-    """Rows, columns (a power of two) and warps of a tile of about `elements` elements, 32 for each thread."""
-    block = triton.next_power_of_2(max(N, 1))
-    rows = max(1, elements // block)
-    return rows, block, max(1, rows * block // 1024)
 
 
 def _prepare(x, w, differentiable=False):
@@ -214,6 +200,15 @@ def inputs(M, N, pad=0, eps=1e-3, strange=False, dtype=torch.float32):
     if strange:
         x[0, N // 2], x[1, N - 1], x[2, 0], x[3] = math.nan, math.inf, -math.inf, 0.0
     return x, (torch.randn(N, device=DEVICE) * 0.5 + 1).to(dtype), eps
+
+
+def finite_rows_as_torch(rung):
+    """torch.nn.functional.rms_norm answers the same where a row is finite."""
+    for N in (781, 16400):
+        x, w, eps = inputs(6, N, strange=True)
+        finite = x.isfinite().all(-1)
+        expected = F.rms_norm(x, (N,), w, eps)[finite]
+        torch.testing.assert_close(rung(x, w, eps)[0][finite], expected, rtol=1e-5, atol=1e-6)
 
 
 def scale_invariance(rung):
@@ -245,12 +240,13 @@ def _quack(x, w, eps):
     return y, rstd
 
 
-# The longest rows first: a rung is compiled for the first shape it takes, and this one makes the last rung share.
-SHAPES = ((2048, 131072), (4096, 32768), (4096, 12672), (8192, 8192), (4096, 4096), (32768, 1024), (32768, 256))
+# A kernel is compiled for the first shape that reaches it, so the claims about packed_kernel hold for 12,672 columns;
+# at 32,768 the compiler for sm_100 may spill a register.
+SHAPES = ((2048, 131072), (4096, 12672), (4096, 32768), (8192, 8192), (4096, 4096), (32768, 1024), (32768, 256))
 LESSON = Lesson(
     reference=reference,
     inputs=inputs,
-    rungs=(unfused, one_row, walk, shared_row),
+    rungs=(unfused, one_row, packed, shared_row),
     checks=(
         case("no rows", M=0, N=5),
         case("no columns: the mean of nothing is NaN", M=5, N=0),
@@ -258,11 +254,15 @@ LESSON = Lesson(
         case("a prime width, a row stride that is not N, a tile that hangs over", M=70, N=127, pad=3),
         case("NaN, inf and a row of zeros, whose rstd is eps alone", M=5, N=1025, strange=True),
         case("no eps", M=3, N=64, eps=0.0),
-        case("one past 16,384: three slices, the last one shorter", M=5, N=16385, strange=True),
-        case("more slices than run at once: notes in a launch of their own", gib=1, M=2, N=3_000_000),
-        case("row offsets past 2^31, in a walk", gib=20, M=3, N=1000, pad=2**30),
-        case("row offsets past 2^31, in slices", gib=20, M=3, N=40000, pad=2**30),
-        case("bytes are counted here: enough rows for each program to walk", M=203, N=1000),
+        case("16 KB in bf16, 32 KB in fp32: the other two counts of bytes a thread", M=3, N=8000),
+        case("in fp32 nine programs share a row, the last with one column", M=5, N=16385, strange=True),
+        case("in every dtype programs share a row", M=3, N=32770),
+        case("too many parts for the interpreter's 4 SMs, in fp32: read twice", M=2, N=65537),
+        case("more programs than fit at once", gib=0.4, M=200, N=33000),
+        case("more than a thousand parts: in fp32 too many for an H200", gib=0.4, M=2, N=3_000_000),
+        case("row offsets past 2^31", gib=13, M=3, N=1000, pad=2**30),
+        case("row offsets past 2^31, in parts", gib=13, M=3, N=40000, pad=2**30),
+        case("bytes are counted here: in bf16 four rows a program, the last with three", M=203, N=1000),
     ),
     benches=tuple({"M": m, "N": n} for m, n in SHAPES),
     work=lambda M, N, dtype, **_: Work(bytes=(2 * M * N + N) * dtype.itemsize + 4 * M, flops=4 * M * N),
@@ -271,21 +271,18 @@ LESSON = Lesson(
         Mutant("divided by the padded width", "row_kernel", "axis=0) / N", "axis=0) / BLOCK_N", "one_row"),
         Mutant("eps added after the root", "row_kernel", "/ N + eps)", "/ N) + eps", "one_row"),
         Mutant("only the last block's squares", "rstd_kernel", "squares += x * x", "squares = x * x", "unfused"),
-        Mutant("x read as if contiguous", "walk_kernel", "rows[:, None] * stride", "rows[:, None] * N", "walk"),
-        Mutant("a step too long", "walk_kernel", "num_programs(0), num", "num_programs(0) + 1, num", "walk", "nan"),
-        Mutant("a row too many", "walk_kernel", "(rows < M)[:", "(rows <= M)[:", "walk", "out of bounds"),
+        Mutant("x read as if contiguous", "packed_kernel", "rows[:, None] * stride", "rows[:, None] * N", "packed"),
+        Mutant("rows overlap", "packed_kernel", "to(tl.int64) * ROWS", "to(tl.int64)", "packed", "nan"),
+        Mutant("a row too many", "packed_kernel", "(rows < M)[:", "(rows <= M)[:", "packed", "out of bounds"),
         # No mutant may lose a note: on a GPU the others would wait for it forever.
-        Mutant("one slice's sum for all", "shared_row_kernel", "SLICES + slots", "SLICES + slots * 0", "shared_row"),
-        Mutant("the tile ahead in this tile's place", "shared_row_kernel", "y = xs *", "y = x *", "shared_row"),
+        Mutant("one part's sum", "shared_row_kernel", "tl.sum((notes - 1)", "PARTS * tl.max((notes - 1)", "shared_row"),
+        Mutant("the mean of a part", "shared_row_kernel", "axis=0) / N", "axis=0) / BLOCK_N", "shared_row"),
+        Mutant("parts overlap", "shared_row_kernel", "row * N + cols", "row * N + cols % 16", "shared_row", "nan"),
     ),
     peers={"torch": _torch, "torch.compile": torch.compile(reference, dynamic=False), "liger": _liger, "quack": _quack},
-    claims={
-        one_row: ("16-byte loads", "16-byte stores", "no spills"),
-        walk: ("cp.async", "16-byte stores", "no spills"),
-        shared_row: ("16-byte stores", "no spills"),
-    },
-    passes={unfused: 2.0, one_row: 1.5, walk: 1.0, shared_row: 1.0},
-    properties=(scale_invariance,),
+    claims=dict.fromkeys((one_row, packed, shared_row), ("16-byte loads", "16-byte stores", "no spills")),
+    passes={unfused: 2.0, one_row: 1.5, packed: 1.125, shared_row: 1.125},
+    properties=(finite_rows_as_torch, scale_invariance),
     refuses=(
         Refusal("one weight too few", lambda f: f(inputs(2, 8)[0], inputs(2, 7)[1], 0.1), ValueError, "w has shape"),
         Refusal("dtypes differ", lambda f: f(inputs(2, 8)[0], inputs(2, 8)[1].half(), 0.1), TypeError, "w is"),

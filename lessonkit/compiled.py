@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 TARGETS = (80, 90, 100)
 # Per SM: registers, shared memory in bytes, warps, blocks (CUDA programming guide, compute capabilities table).
@@ -143,6 +144,10 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
 
             return torch.device("meta")
 
+    lesson = dict(discover(name))[name]
+    if isinstance(lesson, Broken):
+        raise lesson.error
+    assert isinstance(lesson, Lesson)
     made: dict[str, Any] = {}  # kernels of the rung at hand, each as it is compiled for the first shape that reaches it
     launch = JITFunction.run
 
@@ -150,25 +155,18 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
         if self.__name__ not in made:
             made[self.__name__] = launch(self, *args, grid=grid, warmup=True, **options)
 
-    JITFunction.run = compile_only
-    lesson = dict(discover(name))[name]
-    if isinstance(lesson, Broken):
-        raise lesson.error
-    assert isinstance(lesson, Lesson)
     kernels: dict[tuple[str, str, int], Kernel] = {}
-    for target in targets:
-        runtime.driver.set_active(Driver(target))
-        for rung in lesson.rungs:
-            if getattr(rung, "needs", 0) > target:
-                continue
-            made.clear()
-            for shape in lesson.benches:
-                with suppress(Unsupported):
-                    rung(*lesson.inputs(dtype=lesson.bench_dtype, **shape))
-            for compiled in made.values():
-                kernel = _inspect(rung.__name__, compiled, target)
-                kernels[kernel.rung, kernel.kernel, target] = kernel
-    JITFunction.run = launch
+    with mock.patch.object(JITFunction, "run", compile_only):
+        for target in targets:
+            runtime.driver.set_active(Driver(target))
+            for rung in (r for r in lesson.rungs if getattr(r, "needs", 0) <= target):
+                made.clear()
+                for shape in lesson.benches:
+                    with suppress(Unsupported):
+                        rung(*lesson.inputs(dtype=lesson.bench_dtype, **shape))
+                for compiled in made.values():
+                    kernel = _inspect(rung.__name__, compiled, target)
+                    kernels[kernel.rung, kernel.kernel, target] = kernel
     return list(kernels.values())
 
 
@@ -199,13 +197,21 @@ def kernels(name: str) -> tuple[Kernel, ...]:
     return tuple(found)
 
 
-def broken_claims(name: str, claims: dict[str, tuple[str, ...]], found: Iterable[Kernel]) -> list[str]:
-    """What a lesson claims of its rungs ({rung: claims}) and the machine code does not show."""
+def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterable[Kernel]) -> list[str]:
+    """What a lesson claims of its rungs ({rung: claims}) and the machine code does not show.
+
+    "no spills" is meant of every kernel that the rung launches, "row_kernel: no spills" of that one.
+    """
     broken, everything = [], list(found)
-    for rung, names in claims.items():
-        for k in (k for k in everything if k.rung == rung):
+    for rung, wanted in claims.items():
+        for claim in wanted:
+            only, _, what = claim.rpartition(": ")
+            kernels = [k for k in everything if k.rung == rung and only in ("", k.kernel)]
+            broken += [f"{name}.{rung} launches no {only or 'kernel'}"] * (not kernels)
             broken += [
-                f"{name}.{rung}: {k.kernel} for sm_{k.target} lacks {c!r}: {k}" for c in names if not CLAIMS[c](k)
+                f"{name}.{rung}: {k.kernel} for sm_{k.target} lacks {what!r}: {k}"
+                for k in kernels
+                if not CLAIMS[what](k)
             ]
     return broken
 

@@ -92,7 +92,7 @@ class Lesson:
     wrong       mutants, each of which the checks must reject
     peers       what a user would call instead; one whose package is missing is passed over
     peers_differ  why peers rightly answer something else (random numbers), if so: only shapes and dtypes are compared
-    claims      rung -> what its compiled code must show (the names are in lessonkit.compiled.CLAIMS)
+    claims      rung -> what its compiled code must show (see compiled.broken_claims)
     passes      rung -> bytes it moves, as a multiple of Work.bytes, counted in the interpreter on the last check
     properties  property(rung) asserts what must hold for the op beside its values
     """

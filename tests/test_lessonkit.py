@@ -151,6 +151,9 @@ def test_claims_can_fail():
     kernel = compiled.Kernel("r", "k", 90, 4, 32, 3, 0, 1.0, 4, 4, 0, 0, 0, 0, 0, 99)
     broken = compiled.broken_claims("l", {"r": tuple(compiled.CLAIMS)}, [kernel])
     assert len(broken) == len(compiled.CLAIMS) - 2, "on sm_90 neither cp.async nor shared memory is at fault"
+    assert compiled.broken_claims("l", {"r": ["k: no spills"]}, [kernel])
+    assert compiled.broken_claims("l", {"r": ["other: no shared memory"]}, [kernel]) == ["l.r launches no other"]
+    assert not compiled.broken_claims("l", {"r": ["k: no shared memory"]}, [kernel])
 
 
 def test_a_lesson_that_does_not_compile_says_so(monkeypatch):
