@@ -210,7 +210,8 @@ def softmax_shared(x):
     if parts > 28 // warps * num_sms():  # all parts of a row must run at once: 28 warps an SM, at 72 registers a thread
         return softmax_online(x)
     if M:
-        notes, slots = torch.zeros(M, parts, dtype=torch.int64, device=x.device), triton.next_power_of_2(parts)
+        notes = torch.zeros(M, parts, dtype=torch.int64, device=x.device)
+        slots = max(32 * warps, triton.next_power_of_2(parts))  # two warps on one note may not see it at the same time
         # Interpreted, programs run in turn and a wait would never end: a first round leaves the notes (1.5 in passes).
         for note_only in (True, False) if DEVICE.type == "cpu" else (False,):
             softmax_shared_kernel[(M * parts,)](

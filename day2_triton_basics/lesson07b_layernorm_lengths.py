@@ -173,16 +173,15 @@ def layernorm_kept(x, w, b, eps=EPS):
 def layernorm_shared_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
     notes_ptr,  # [M, PARTS], all -1 at first: two NaNs with every bit set, which arithmetic on a GPU never makes
-    N, stride_x, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+    N, stride_x, stride_y, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0)
     count = tl.minimum(N - part * BLOCK_N, BLOCK_N).to(tl.float32)
-    mean = tl.sum(x.to(tl.float32), axis=0) / count
-    x = again(x)
-    centred = tl.where(cols < N, x.to(tl.float32) - mean, 0.0)
+    mean = tl.sum(again(x).to(tl.float32), axis=0) / count
+    centred = tl.where(cols < N, again(x).to(tl.float32) - mean, 0.0)
     m2 = tl.sum(centred * centred, axis=0)
     note = (mean.to(tl.int32, bitcast=True).to(tl.int64) << 32) | m2.to(tl.uint32, bitcast=True).to(tl.int64)
     tl.atomic_xchg(notes_ptr + row * PARTS + part, note, sem="relaxed")
@@ -199,11 +198,11 @@ def layernorm_shared_kernel(
     mean = tl.sum(means * counts, axis=0) / N
     delta = means - mean
     rstd = tl.rsqrt(tl.sum(m2s + delta * delta * counts, axis=0) / N + eps)
-    y = normalize(again(x), mean, rstd, w_ptr, b_ptr, cols, cols < N)
-    tl.store(y_ptr + row * N + cols, y, mask=cols < N)
     if part == 0:
         tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
+    y = normalize(again(x), mean, rstd, w_ptr, b_ptr, cols, cols < N)
+    tl.store(y_ptr + row * stride_y + cols, y, mask=cols < N)
 
 
 def layernorm_forward(x, w, b, eps=EPS):
@@ -219,7 +218,7 @@ def layernorm_forward(x, w, b, eps=EPS):
         # The interpreter runs programs in turn, where a wait would never end: a first round leaves all the notes.
         for wait in (False, True) if DEVICE.type == "cpu" else (True,):
             layernorm_shared_kernel[(M * parts,)](
-                x, w, b, y, mean, rstd, notes, N, x.stride(0), eps, parts, slots_for(parts, warps=4), 4096, wait,
+                x, w, b, y, mean, rstd, notes, N, x.stride(0), y.stride(0), eps, parts, slots_for(parts, 4), 4096, wait,
                 num_warps=4,
             )  # fmt: skip
     return y, mean, rstd

@@ -246,7 +246,10 @@ LESSON = Lesson(
         Mutant("a share too many", "add_shares_kernel", "(rows < w", "(rows <= w", "walk", "out of bounds"),
     ),
     peers=PEERS,
-    claims={two_reads: ("16-byte loads", "no spills"), walk: ("cp.async", "16-byte stores", "no spills")},
+    claims={
+        two_reads: ("16-byte loads", "no spills"),
+        walk: ("walk_kernel: cp.async", "walk_kernel: 16-byte stores", "no spills"),
+    },
     passes={two_reads: 2.0, atomics: 2.0, walk: 1.03},
     properties=(same_each_time,),
     refuses=REFUSES,

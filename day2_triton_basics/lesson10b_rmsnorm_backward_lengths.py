@@ -180,7 +180,7 @@ LESSON = Lesson(
         Mutant("one part's sum", "team_kernel", "tl.sum((notes - 1)", "PARTS * tl.max((notes - 1)", "team"),
     ),
     peers=PEERS,
-    claims={team: ("16-byte loads", "16-byte stores", "no spills")},
+    claims={team: ("16-byte loads", "team_kernel: 16-byte stores", "no spills")},
     passes={apart: 1.72, team: 1.72},
     properties=(same_each_time,),
     refuses=REFUSES,

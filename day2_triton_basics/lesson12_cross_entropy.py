@@ -165,12 +165,12 @@ def cross_entropy_online(logits, targets):
 def online_twin(logits, targets, block=16):
     """[M, V], [M] -> loss [M], lse [M]: the loop of online_kernel in plain PyTorch, to step through in a debugger."""
     M, V = logits.shape
-    loss, lse = torch.empty(2, M)
+    loss, lse = logits.new_empty(2, M, dtype=torch.float32)
     for row in range(M):
-        m = torch.full([block], LOWEST.value)
-        s = torch.zeros(block)
+        m = lse.new_full([block], LOWEST.value)
+        s = lse.new_zeros(block)
         for start in range(0, V, block):
-            x = torch.full([block], -math.inf)
+            x = lse.new_full([block], -math.inf)
             x[: V - start] = logits[row, start : start + block].float()
             m_new = torch.maximum(m, x)
             s = s * torch.exp(m - m_new) + torch.exp(x - m_new)

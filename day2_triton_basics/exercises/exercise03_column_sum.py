@@ -52,7 +52,7 @@ def column_sum(x):
 
 
 def inputs(M, N, pad=0, dtype=torch.float32):
-    # Between 0.5 and 0.9: past 256, where bf16 counts in steps of 2, a 16-bit accumulator drops all that is added to it.
+    # Between 0.5 and 0.9: past 256, where bf16 counts in twos, a 16-bit accumulator drops all that is added.
     return ((torch.rand(M, N + pad, device=DEVICE) * 0.4 + 0.5).to(dtype)[:, :N],)
 
 
