@@ -126,9 +126,9 @@ def packed(x, w, eps):
 
 # Rung 4. New: a longer row is shared by programs of 8 KB and 2 warps each. An SM holds many, of several rows, so it
 # reads one while it writes another. A program leaves its part's sum as a note (4 bytes for 8 KB) and waits for the
-# others'. That it ends: GPUs start programs in the order of their ids, so the parts of the oldest unfinished row all run or are
-# the next to start; they wait for nobody else, hence that row ends, and then the one after. CUDA does not promise
-# it, but CUB's one-pass scan relies on it too. PARTS programs must fit on the GPU. Predicted: 2MN at any length.
+# others'. That it ends: GPUs start programs in the order of their ids, so the parts of the oldest unfinished row all
+# run or start next; they wait for nobody else, hence that row ends, and then the one after. CUDA does not promise it,
+# but CUB's one-pass scan relies on it too. PARTS programs must fit on the GPU. Predicted: 2MN at any length.
 @triton.jit
 def shared_row_kernel(
     x_ptr, w_ptr, y_ptr, rstd_ptr,
