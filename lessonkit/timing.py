@@ -1,9 +1,12 @@
 """How fast, in a way that can be believed: interleaved, L2 flushed, repeated until the median holds still.
 
-A card's power state drifts by 10% and more within a minute, so contenders are timed in turns (A B C A B C ...) in
-one process: their ratio is the result, the absolute figure is orientation. GPU only.
+A card's power state drifts by 10% and more within a minute, so contenders are timed in turns in one process: their
+ratio is the result, the absolute figure is orientation. Who ran before matters too (in a fixed order A B C A B C the
+same kernel differed by 6% with its place in the round, flushed L2 or not), so each round has an order of its own.
+GPU only.
 """
 
+import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,10 +49,10 @@ def measure(
     """
     scratch = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.int8, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    spent = 0.0
+    spent, order = 0.0, random.Random(0)
     for done in range(1, rounds + 1):
         events = {}
-        for name, fn in contenders.items():
+        for name, fn in order.sample(list(contenders.items()), len(contenders)):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             scratch.zero_()
             start.record()
