@@ -107,7 +107,7 @@ LESSON = Lesson(
         case("a prime: no block divides it", n=1021),
         case("exactly one wide block", n=1024),
         case("one past a block", n=1025),
-        case("offsets past 2^31", gib=60, n=2**31 + 1),
+        case("offsets past 2^31", gib=80, n=2**31 + 1),
     ),
     benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
     work=lambda n, dtype: Work(bytes=3 * n * dtype.itemsize, flops=n),

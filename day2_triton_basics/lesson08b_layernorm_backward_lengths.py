@@ -243,6 +243,8 @@ LESSON = Lesson(
         case("three programs a row, the last with fewer columns; 7 rows for 2 teams", M=7, N=8193),
         case("more parts than fit on the interpreter's 4 SMs", M=3, N=32769),
         case("more parts than fit on a GPU", gib=1, M=2, N=1_200_000),
+        case("more tiles than a GPU has programs", gib=0.9, M=9001, N=1000),
+        case("more rows than a GPU has teams", gib=0.5, M=300, N=9001),
         case("a row past element 2^31", gib=25, M=3, N=5, pad=2**30),
         case("and staged", gib=25, M=3, N=4099, pad=2**30),
         case("and by teams", gib=25, M=3, N=16387, pad=2**30),

@@ -24,14 +24,14 @@ def markdown(header: Iterable[str], body: Iterable[Iterable[Any]]) -> str:
 
 
 def device_folders() -> list[Path]:
-    """The machines that have rows here: reports/<device>/."""
-    return sorted(p for p in REPORTS.glob("*") if p.is_dir() and p.name not in ("compiled", "traces"))
+    """The GPUs that have rows here: reports/<device>/. What a machine without one writes (cpu/) is for its owner."""
+    return sorted(p for p in REPORTS.glob("*") if p.is_dir() and p.name not in ("compiled", "traces", "cpu"))
 
 
 def committed(lesson: str, table: str) -> list[dict[str, str]]:
     """A step's table as measured on a GPU and committed, for readers without one; [] when there is none."""
     for folder in device_folders():
-        if folder.name != "cpu" and (found := rows.read_csv(folder / f"{lesson}.{table}.csv")):
+        if found := rows.read_csv(folder / f"{lesson}.{table}.csv"):
             return found
     return []
 

@@ -18,6 +18,11 @@ RUNGS = [pytest.param(n, lesson, r, id=f"{n}-{r.__name__}") for n, lesson in KER
 LESSONS = [pytest.param(n, lesson, id=n) for n, lesson in KERNELS]
 
 
+def in_turn(test):
+    """What may fill a GPU's memory goes to one worker, one test after the other."""
+    return pytest.mark.xdist_group("large")(test) if device.HAS_GPU else test
+
+
 def test_there_are_lessons():
     assert KERNELS
 
@@ -37,7 +42,7 @@ def test_rung_is_right(name, lesson, rung):
 
 
 @pytest.mark.skipif(not device.HAS_GPU, reason="cases of many GiB need a GPU")
-@pytest.mark.xdist_group("large")
+@in_turn
 @pytest.mark.parametrize(("name", "lesson", "rung"), [p for p in RUNGS if any(c.gib > 1 for c in p.values[1].checks)])
 def test_rung_is_right_where_offsets_are_long(name, lesson, rung):
     """The cases that take many GiB, one after the other."""
@@ -57,6 +62,7 @@ def test_last_rung_refuses_nothing(name, lesson):
             pytest.fail(f"{lesson.rungs[-1].__name__} at {case}: {refused}")
 
 
+@in_turn
 @pytest.mark.parametrize(("name", "lesson", "rung"), RUNGS)
 def test_properties_hold(name, lesson, rung):
     for holds in lesson.properties:
