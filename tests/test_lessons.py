@@ -139,20 +139,15 @@ def test_bad_calls_are_refused(name, lesson):
 @pytest.mark.parametrize(("name", "lesson"), LESSONS)
 def test_traffic_is_as_said(name, lesson):
     for rung, expected in lesson.passes.items():
-        *_, moved = show.rung_checks(lesson, rung, show.small(lesson.checks))
+        counts = (show.rung_checks(lesson, rung, [case])[-1] for case in reversed(show.small(lesson.checks)))
+        moved = next(filter(None, counts))  # the last case that the rung takes
         assert moved == pytest.approx(expected, rel=0.06), f"{rung.__name__} moves {moved:.3f} times the least"
 
 
-@pytest.fixture(scope="session")
-def machine_code():
-    return compiled.compile_lessons([name for name, _ in KERNELS])
-
-
-@pytest.mark.xdist_group("compiled")
 @pytest.mark.parametrize(("name", "lesson"), LESSONS)
-def test_compiled_claims(name, lesson, machine_code):
+def test_compiled_claims(name, lesson):
     """Every rung compiles for every target without a GPU, and its machine code shows what the rung claims."""
-    found = machine_code[name]
+    found = compiled.compile_lessons([name])[name]
     assert not isinstance(found, str), found
     for rung in lesson.rungs:
         targets = {k.target for k in found if k.rung == rung.__name__}
