@@ -188,9 +188,7 @@ def occupancy():
         rows.append({"kernel": "any, 4 warps a program", "registers": registers, "shared": 0, "occupancy": part})
     assert [row["occupancy"] for row in rows if row["registers"] in (32, 64, 255)] == [1, 0.5, 0.125]
     assert compiled.occupancy(90, 4, 32, 100_000) == 2 * 4 / 64, "shared memory bounds it too: 2 * 100 KB of 228 KB"
-    found = compiled.compile_lessons([ADD], [90])[ADD]
-    assert not isinstance(found, str), found
-    for k in found:
+    for k in compiled.kernels(ADD, (90,)):
         row = {"kernel": f"{k.rung}, {k.warps} warps", "registers": k.registers, "shared": k.shared}
         rows.append(row | {"occupancy": k.occupancy})
     note = (

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -170,31 +169,22 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
     return list(kernels.values())
 
 
-def compile_lessons(names: Sequence[str], targets: Sequence[int] = TARGETS) -> dict[str, list[Kernel] | str]:
-    """Compile the rungs of lessons in one process of its own (this one may be interpreting).
+@cache
+def kernels(name: str, targets: tuple[int, ...] = TARGETS) -> tuple[Kernel, ...]:
+    """Compile the rungs of a lesson in a process of its own (this one may be interpreting).
 
     Each kernel is compiled for the first bench shape at which the rung launches it.
-    Returns {name: kernels, or the compiler's words if it failed}.
+    Raises RuntimeError with the compiler's words.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"LESSONKIT_LANE": "compiled", "CUDA_VISIBLE_DEVICES": ""}
     root = str(Path(__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-m", "lessonkit.compiled", ",".join(names), ",".join(map(str, targets))]
+    command = [sys.executable, "-m", "lessonkit.compiled", name, ",".join(map(str, targets))]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
-        return dict.fromkeys(names, done.stderr[-2000:])
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {n: v if isinstance(v, str) else [Kernel(**row) for row in v] for n, v in found.items()}
-
-
-@cache
-def kernels(name: str) -> tuple[Kernel, ...]:
-    """One lesson's kernels. Raises RuntimeError with the compiler's words."""
-    found = compile_lessons([name])[name]
-    if isinstance(found, str):
-        raise RuntimeError(f"{name} does not compile:\n{found}")
-    return tuple(found)
+        raise RuntimeError(f"{name} does not compile:\n{done.stderr[-2000:]}")
+    return tuple(Kernel(**row) for row in json.loads(done.stdout.splitlines()[-1]))
 
 
 def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterable[Kernel]) -> list[str]:
@@ -216,15 +206,5 @@ def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterabl
     return broken
 
 
-def _main(names: list[str], targets: tuple[int, ...]) -> None:
-    found: dict[str, Any] = {}
-    for name in names:
-        try:
-            found[name] = [asdict(k) for k in _compile_here(name, targets)]
-        except Exception:
-            found[name] = traceback.format_exc()[-2000:]
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    _main(sys.argv[1].split(","), tuple(int(t) for t in sys.argv[2].split(",")))
+    print(json.dumps([asdict(k) for k in _compile_here(sys.argv[1], tuple(map(int, sys.argv[2].split(","))))]))

@@ -78,11 +78,10 @@ def generate() -> dict[Path, str | bytes]:
 
 def write() -> list[Path]:
     """Bring every generated file up to date; return those that changed."""
-    changed = [path for path, content in generate().items() if not same(path, content)]
-    for path, content in generate().items():
-        if path in changed:
-            rows.write_atomically(path, content)
-    return changed
+    changed = {path: content for path, content in generate().items() if not same(path, content)}
+    for path, content in changed.items():
+        rows.write_atomically(path, content)
+    return list(changed)
 
 
 def same(path: Path, content: str | bytes) -> bool:
