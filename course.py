@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("COURSE_VENV", ROOT / ".venv"))
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-PARALLEL = ("-n", "auto", "--dist", "loadgroup", "-m", "not alone")
+PARALLEL = ("-n", "auto", "-m", "not alone")
 LESSONS = ("tests/test_lessons.py", "tests/test_exercises.py")  # apart: coverage of lessonkit would slow them by half
 CHECKS = (
     ("ruff", "check", "."),

@@ -31,7 +31,7 @@ def test_unknown_lesson_says_which_there_are():
     assert "lesson01_vector_add" in result.output
 
 
-@pytest.mark.xdist_group("large")  # all its cases, the long ones too
+@pytest.mark.alone  # all its cases, on a GPU the long ones too
 def test_check_passes_and_shows_mutants():
     result = invoke(cli.app, ["check", "lesson01_vector_add"])
     assert result.exit_code == 0, result.output

@@ -19,8 +19,8 @@ LESSONS = [pytest.param(n, lesson, id=n) for n, lesson in KERNELS]
 
 
 def in_turn(test):
-    """What may fill a GPU's memory goes to one worker, one test after the other."""
-    return pytest.mark.xdist_group("large")(test) if device.HAS_GPU else test
+    """What may fill a GPU's memory runs with nothing beside it."""
+    return pytest.mark.alone(test) if device.HAS_GPU else test
 
 
 def test_there_are_lessons():
