@@ -9,6 +9,7 @@ Repeating a command is safe; an environment that is already complete is used as 
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -29,9 +30,16 @@ CHECKS = (
 )
 
 
+def extras() -> str:
+    """What to install beside the course: its tests' tools, and the CUDA compiler where there is none."""
+    folders = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    found = shutil.which("nvcc") or any(Path(folder, "bin", "nvcc").exists() for folder in folders if folder)
+    return "test" if found else "test,nvcc"
+
+
 def environment() -> None:
     """Make the virtual environment and install the course into it, once for each version of what it needs."""
-    wanted = (ROOT / "pyproject.toml").read_text() + (ROOT / "constraints.txt").read_text()
+    wanted = (ROOT / "pyproject.toml").read_text() + (ROOT / "constraints.txt").read_text() + extras()
     stamp = VENV / "course_installed.txt"
     if stamp.exists() and stamp.read_text() == wanted:
         return
@@ -39,7 +47,9 @@ def environment() -> None:
     if not PYTHON.exists():
         venv.create(VENV, with_pip=True)
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[test]"], check=True)
+    subprocess.run(
+        [*pip, "--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[{extras()}]"], check=True
+    )
     stamp.write_text(wanted)
 
 

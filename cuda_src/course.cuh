@@ -33,13 +33,29 @@ inline void require(bool holds, const char* message) {
     if (!holds) throw std::invalid_argument(message);
 }
 
+#ifdef COURSE_EMULATED
+constexpr bool emulated = true;  // main takes smaller sizes then
+#else
+constexpr bool emulated = false;
+#endif
+
+// Streaming multiprocessors of the present device.
+inline int sms() {
+    int device = 0, count = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+}
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Device memory that frees itself. Passed where a T* is expected.
 template <typename T>
 class Buffer {
   public:
-    explicit Buffer(size_t count) : size_(count) { CUDA_CHECK(cudaMalloc(&data_, std::max<size_t>(count, 1) * sizeof(T))); }
+    explicit Buffer(size_t count) : size_(count) {
+        CUDA_CHECK(cudaMalloc(&data_, std::max<size_t>(count, 1) * sizeof(T)));
+    }
     explicit Buffer(const std::vector<T>& host) : Buffer(host.size()) {
         CUDA_CHECK(cudaMemcpy(data_, host.data(), size_ * sizeof(T), cudaMemcpyHostToDevice));
     }
@@ -91,6 +107,7 @@ void check(const std::string& version, const std::vector<T>& got, const std::vec
 struct Version {
     std::string name;
     std::function<void(cudaStream_t)> run;
+    std::function<void()> before = {};  // not timed: puts back what the run before has changed
 };
 
 // What a run has to do at least; 0 leaves the column out.
@@ -100,7 +117,12 @@ struct Work {
 
 #ifdef COURSE_EMULATED
 inline void time_versions(const std::vector<Version>& versions, Work) {
-    std::printf("emulated: %zu versions are right; times need a GPU\n", versions.size());
+    for (const Version& version : versions) {
+        if (version.before) version.before();
+        version.run(nullptr);
+        CUDA_CHECK(cudaDeviceSynchronize());
+    }
+    std::printf("emulated: %zu versions ran; times need a GPU\n", versions.size());
 }
 #else
 // Milliseconds of each version: the median of `rounds`, in every round each version once and in a new order (a fixed
@@ -120,6 +142,7 @@ inline std::vector<float> medians(const std::vector<Version>& versions, int roun
     for (int round = -2; round < rounds; round++) {  // two rounds to warm up
         std::shuffle(order.begin(), order.end(), generator);
         for (size_t i : order) {
+            if (versions[i].before) versions[i].before();
             CUDA_CHECK(cudaMemsetAsync(other, 0, other.size(), nullptr));
             CUDA_CHECK(cudaEventRecord(start, nullptr));
             versions[i].run(nullptr);
@@ -161,25 +184,8 @@ inline void time_versions(std::vector<Version> versions, Work work) {
 }  // namespace course
 
 #ifdef COURSE_EXTENSION
-#include <pybind11/pybind11.h>
-
-namespace course {
-template <typename T>
-struct Raw {  // how a parameter travels from Python: a pointer or stream as an integer, anything else as itself
-    using type = T;
-};
-template <typename T>
-struct Raw<T*> {
-    using type = uintptr_t;
-};
-
-// Python calls function(address or number, ..., stream); which tensor is which is the wrapper's business.
-template <typename R, typename... Args>
-void bind(pybind11::module_& m, const char* name, R (*function)(Args...)) {
-    m.def(name, [function](typename Raw<Args>::type... args) { return function((Args)(args)...); });
-}
-}  // namespace course
-#define COURSE_MODULE(m) PYBIND11_MODULE(COURSE_EXTENSION, m)
+#include "binding.h"
+#define COURSE_MODULE(m) void course_module(course::Module& m)
 #else
 // Not a module but a program: what would be bound is compiled and never called.
 namespace course {

@@ -7,7 +7,9 @@ from lessonkit import device  # isort: skip - first, before anything imports tri
 from lessonkit.again import again
 from lessonkit.arguments import FLOATS, Unsupported, expect
 from lessonkit.device import DEVICE, num_sms
-from lessonkit.lesson import Case, Grad, Lesson, Mutant, Refusal, Steps, Table, Work, case, discover
+from lessonkit.lesson import Case, Grad, Lesson, Mutant, Refusal, Steps, Table, Work, case, discover, needs
+
+from lessonkit import cuda  # isort: skip - it uses what is above
 
 __all__ = [
     "DEVICE",
@@ -23,8 +25,10 @@ __all__ = [
     "Work",
     "again",
     "case",
+    "cuda",
     "device",
     "discover",
     "expect",
+    "needs",
     "num_sms",
 ]

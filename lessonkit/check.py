@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lessonkit.arguments import Unsupported
+from lessonkit.cuda.extension import Fault
 from lessonkit.device import DEVICE, HAS_GPU, capability
 from lessonkit.interpreter import OutOfBounds, Traffic, watched
 from lessonkit.lesson import Case, Lesson, Rung, Shape
@@ -80,10 +81,11 @@ def compare(truth: Truth, answer: Any) -> None:
 def _compare_values(which: str, got: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor, factor: float) -> None:
     if got.numel() == 0:
         return
-    if got.ndim and got.shape[0] > 1 and got.numel() > PART:  # in parts: a dozen float64 temporaries of each
-        rows = max(1, PART // (got.numel() // got.shape[0]))
-        for i, parts in enumerate(zip(got.split(rows), exact.split(rows), usual.split(rows), strict=True)):
-            _compare_values(f"{which}from {i * rows} on: ", *parts, factor)
+    if got.ndim and got.shape[0] > 1 and got.numel() > PART:  # in equal parts: a dozen float64 temporaries of each
+        count, start = -(-got.numel() // PART), 0
+        for g, e, u in zip(got.chunk(count), exact.chunk(count), usual.chunk(count), strict=True):
+            _compare_values(f"{which}from {start} on: ", g, e, u, factor)
+            start += len(g)
         return
     if not got.is_floating_point():
         wrong = got != usual
@@ -148,6 +150,8 @@ def answer(rung: Rung, args: tuple[Any, ...]) -> tuple[Any, Traffic]:
                 torch.cuda.synchronize()
     except OutOfBounds as error:
         raise Rejected("out of bounds", str(error)) from error
+    except Fault as fault:
+        raise Rejected(fault.kind, str(fault)) from fault
     for i, (a, b) in enumerate(zip(args, before, strict=True)):
         if isinstance(a, torch.Tensor) and not torch.equal(_bits(a), b):
             raise Rejected("changed input", f"argument {i} is not what it was")
@@ -155,7 +159,7 @@ def answer(rung: Rung, args: tuple[Any, ...]) -> tuple[Any, Traffic]:
 
 
 def check(lesson: Lesson, rung: Rung, shape: Shape, dtype: torch.dtype) -> Traffic:
-    """Raise Rejected if the rung is wrong on this case; return the bytes it moved (counted when interpreted)."""
+    """Raise Rejected if the rung is wrong on this case; return the bytes it moved (counted without a GPU)."""
     question = truth(lesson, shape, dtype)
     result, traffic = answer(rung, question.args)
     compare(question, result)
@@ -199,8 +203,8 @@ def cannot_run(lesson: Lesson, rung: Rung, case: Case, dtype: torch.dtype) -> st
     if case.gib and torch.cuda.mem_get_info()[1] < case.gib * 2**30:
         return f"needs {case.gib:g} GiB of GPU memory"
     if (needs := getattr(rung, "needs", 0)) > capability():
-        return f"needs sm_{needs}"
-    return ""
+        return f"needs sm_{needs}" + (f": {what}" if (what := getattr(rung, "needs_what", "")) else "")
+    return lesson.extension.lacks() if lesson.extension else ""
 
 
 __all__ = ["Rejected", "Truth", "Unsupported", "answer", "check", "check_grad", "compare", "truth"]

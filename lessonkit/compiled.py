@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -50,6 +49,7 @@ CLAIMS: dict[str, Callable[[Kernel], bool]] = {
     "no spills": lambda k: k.spills == 0,
     "16-byte loads": lambda k: k.load_bytes == 16,
     "16-byte stores": lambda k: k.store_bytes == 16,
+    "mma": lambda k: k.mma > 0,
     "wgmma": lambda k: k.target != 90 or k.wgmma > 0,
     "tma": lambda k: k.target < 90 or k.tma > 0,
     "cp.async": lambda k: k.target != 80 or k.cp_async > 0,
@@ -65,7 +65,7 @@ def occupancy(target: int, warps: int, registers: int, shared: int) -> float:
     return min(by_registers, by_shared, max_blocks, max_warps // warps) * warps / max_warps
 
 
-def _tool(name: str, *args: str) -> str:
+def tool(name: str, *args: str) -> str:
     """Output of one of the binary tools that Triton's package carries."""
     import triton
 
@@ -73,14 +73,17 @@ def _tool(name: str, *args: str) -> str:
     return subprocess.run([path, *args], capture_output=True, text=True, check=True).stdout
 
 
-def _inspect(rung: str, compiled: Any, target: int) -> Kernel:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        usage = _tool("cuobjdump", "-res-usage", cubin.name)
-        sass = _tool("nvdisasm", "-c", cubin.name)
-    registers = int(re.findall(r"REG:(\d+)", usage)[0])
-    ops = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE)
+def instructions(cubin: str) -> dict[str, list[str]]:
+    """The machine code of each function in a cubin, as opcodes: LDG.E.128, HGMMA.64x256x16.F32.BF16."""
+    found: dict[str, list[str]] = {}
+    for part in re.split(r"^\t?\.section\s+\.text\.", tool("nvdisasm", "-c", cubin), flags=re.MULTILINE)[1:]:
+        ops = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", part, re.MULTILINE)
+        found[re.split(r"[,\s]", part, maxsplit=1)[0]] = ops
+    return found
+
+
+def row(rung: str, kernel: str, target: int, ops: Sequence[str], *, warps: int, registers: int, shared: int) -> Kernel:
+    """A kernel's row: what is known of it, and what its instructions show."""
 
     def count(*prefixes: str) -> int:
         return sum(op.startswith(prefixes) for op in ops)
@@ -93,16 +96,15 @@ def _inspect(rung: str, compiled: Any, target: int) -> Kernel:
         ]
         return max(widths, default=0)
 
-    meta = compiled.metadata
     return Kernel(
         rung=rung,
-        kernel=meta.name,
+        kernel=kernel,
         target=target,
-        warps=meta.num_warps,
+        warps=warps,
         registers=registers,
         spills=count("LDL", "STL"),
-        shared=meta.shared,
-        occupancy=round(occupancy(target, meta.num_warps, registers, meta.shared), 3),
+        shared=shared,
+        occupancy=round(occupancy(target, warps, registers, shared), 3),
         load_bytes=widest("LDG"),
         store_bytes=widest("STG"),
         wgmma=count("HGMMA", "QGMMA", "IGMMA"),
@@ -112,6 +114,17 @@ def _inspect(rung: str, compiled: Any, target: int) -> Kernel:
         barriers=count("BAR"),
         instructions=sum(op != "NOP" for op in ops),
     )
+
+
+def _inspect(rung: str, compiled: Any, target: int) -> Kernel:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = tool("cuobjdump", "-res-usage", cubin.name)
+        ops = [op for function in instructions(cubin.name).values() for op in function]
+    meta = compiled.metadata
+    registers = int(re.findall(r"REG:(\d+)", usage)[0])
+    return row(rung, meta.name, target, ops, warps=meta.num_warps, registers=registers, shared=meta.shared)
 
 
 def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
@@ -173,13 +186,17 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
 def kernels(name: str, targets: tuple[int, ...] = TARGETS) -> tuple[Kernel, ...]:
     """Compile the rungs of a lesson in a process of its own (this one may be interpreting).
 
-    Each kernel is compiled for the first bench shape at which the rung launches it.
-    Raises RuntimeError with the compiler's words.
+    Each kernel is compiled for the first bench shape at which the rung launches it; of CUDA C++ every kernel that the
+    program instantiates. Raises RuntimeError with the compiler's words, or the line that says which one is missing.
     """
+    from lessonkit.cuda import machine_code
+    from lessonkit.lesson import ROOT
+
+    if (program := ROOT / f"{name.replace('.', '/')}.cu").exists():
+        return machine_code.kernels(program)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"LESSONKIT_LANE": "compiled", "CUDA_VISIBLE_DEVICES": ""}
-    root = str(Path(__file__).resolve().parent.parent)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "lessonkit.compiled", name, ",".join(map(str, targets))]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:

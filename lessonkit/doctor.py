@@ -15,13 +15,15 @@ from importlib import metadata
 from pathlib import Path
 
 from lessonkit import compiled
+from lessonkit.cuda.toolchain import NVCC_PACKAGES, find_nvcc
 from lessonkit.device import HAS_GPU
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = "day2_triton_basics.lesson01_vector_add"
-NVCC = "pip install nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl"
+FIRST_CUDA = "cuda_src.02_vector_add"
+NVCC = f"pip install {NVCC_PACKAGES}"
 KITTENS = "git clone https://github.com/HazyResearch/ThunderKittens; export THUNDERKITTENS_ROOT=$PWD/ThunderKittens"
 BUILD = "install the torch build for the driver's CUDA (selector on pytorch.org)"
 
@@ -75,13 +77,6 @@ def printed(pattern: str, *command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return next(iter(re.findall(pattern, done.stdout, re.DOTALL)), "")
-
-
-def find_nvcc() -> str:
-    """nvcc on PATH, in CUDA_HOME, in the usual folder or in the pip packages; empty if nowhere."""
-    pip = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"))
-    folders = [f"{home}/bin" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda", *pip) if home]
-    return shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders)) or ""
 
 
 def look() -> Machine:
@@ -153,7 +148,8 @@ def self_test(lane: str) -> Finding:
         except RuntimeError as failed:
             error = str(failed)
     else:
-        test = f"((_, l),) = discover({FIRST!r}); check(l, l.rungs[-1], {{'n': 9}}, FLOATS[0])"
+        first = FIRST_CUDA if lane == "emulated" else FIRST
+        test = f"((_, l),) = discover({first!r}); check(l, l.rungs[-1], {{'n': 9}}, FLOATS[0])"
         code = f"from lessonkit import *; from lessonkit.check import check; {test}"
         env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if lane == "run" else {"CUDA_VISIBLE_DEVICES": ""})
         try:
@@ -163,11 +159,13 @@ def self_test(lane: str) -> Finding:
             error = str(hung)
     value = error.strip().splitlines()[-1][:100] if error else "works"
     required = lane == ("run" if HAS_GPU else "interpreted")
-    return Finding(f"lane: {lane}", value, not error, "vector add was tried", f"read {FIRST}", required)
+    mend = f"read {FIRST_CUDA if lane == 'emulated' else FIRST}"
+    return Finding(f"lane: {lane}", value, not error, "vector add was tried", mend, required)
 
 
 def environment() -> list[Finding]:
     """Everything that `python -m lessonkit doctor` prints. Each lane is tried, which takes some seconds."""
     machine = look()
     with ThreadPoolExecutor() as pool:
-        return [*judge(machine), *pool.map(self_test, ("interpreted", "compiled", "run")[: 3 if machine.gpu else 2])]
+        lanes = ["interpreted", *["emulated"] * bool(machine.gxx), "compiled", *["run"] * bool(machine.gpu)]
+        return [*judge(machine), *pool.map(self_test, lanes)]

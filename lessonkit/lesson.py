@@ -5,11 +5,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lessonkit.arguments import FLOATS
 
 import torch
+
+if TYPE_CHECKING:
+    from lessonkit.cuda.extension import Extension
 
 ROOT = Path(__file__).resolve().parent.parent
 Rung = Callable[..., Any]
@@ -50,7 +53,8 @@ class Mutant:
     """A wrong kernel: the lesson with `old` replaced by `new` inside function `where`, run through `rung`.
 
     The checks must reject it, and by the property `caught_by` names: value, nan, unwritten, dtype, shape,
-    changed input, out of bounds, traffic.
+    changed input, out of bounds, traffic; in CUDA C++ (`where` is then in the .cu) also misaligned, uninitialised,
+    race, barrier.
     """
 
     why: str
@@ -59,6 +63,16 @@ class Mutant:
     new: str
     rung: str
     caught_by: str = "value"
+
+
+def needs(capability: int, what: str) -> Callable[[Rung], Rung]:
+    """`@needs(90, "TMA")`: this rung runs on a GPU from sm_90 on and nowhere else; it is compiled everywhere."""
+
+    def mark(rung: Rung) -> Rung:
+        vars(rung).update(needs=capability, needs_what=what)
+        return rung
+
+    return mark
 
 
 @dataclass(frozen=True)
@@ -92,9 +106,11 @@ class Lesson:
     wrong       mutants, each of which the checks must reject
     peers       what a user would call instead; one whose package is missing is passed over
     peers_differ  why peers rightly answer something else (random numbers), if so: only shapes and dtypes are compared
-    claims      rung -> what its compiled code must show (see compiled.broken_claims)
-    passes      rung -> bytes it moves, as a multiple of Work.bytes, counted in the interpreter on the last check
+    claims      rung -> what its compiled code must show (see compiled.broken_claims); in CUDA C++ kernel's name -> that
+    passes      rung -> bytes it moves, as a multiple of Work.bytes, counted without a GPU on the last check
     properties  property(rung) asserts what must hold for the op beside its values
+    extension   the launchers of the .cu that the rungs call, if the kernels are CUDA C++
+    counts      rung -> what its accesses look like: {"sectors a request": 4}, counted as `passes` (cuda.counters)
     """
 
     reference: Rung
@@ -106,7 +122,7 @@ class Lesson:
     wrong: tuple[Mutant, ...]
     peers: Mapping[str, Rung] = field(default_factory=dict)
     peers_differ: str = ""
-    claims: Mapping[Rung, tuple[str, ...]] = field(default_factory=dict)
+    claims: Mapping[Any, tuple[str, ...]] = field(default_factory=dict)
     passes: Mapping[Rung, float] = field(default_factory=dict)
     properties: tuple[Callable[[Rung], None], ...] = ()
     refuses: tuple[Refusal, ...] = ()
@@ -115,6 +131,12 @@ class Lesson:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     bench_dtype: torch.dtype = torch.bfloat16
     factor: float = 1  # widens the error budget, for a stated reason
+    extension: "Extension | None" = None
+    counts: Mapping[Rung, Mapping[str, float]] = field(default_factory=dict)
+
+    def claimed(self) -> dict[str, tuple[str, ...]]:
+        """The claims by the name of the rung, or of the kernel in CUDA C++."""
+        return {key if isinstance(key, str) else key.__name__: claims for key, claims in self.claims.items()}
 
     def main(self) -> None:
         """Run the lesson as a script: check every rung, then show what each costs on this machine."""
@@ -166,8 +188,11 @@ class Broken:
 
 
 def discover(prefix: str = "") -> Iterator[tuple[str, Lesson | Steps | Broken]]:
-    """Yield (name, lesson) in reading order; the folders are the only list there is. `prefix`: day2, or lesson03."""
-    for path in sorted(ROOT.glob("day*_*/lesson*.py")):
+    """Yield (name, lesson) in reading order; the folders are the only list there is.
+
+    prefix: day2, cuda, lesson03, 02_vector_add.
+    """
+    for path in [*sorted(ROOT.glob("day*_*/lesson*.py")), *sorted(ROOT.glob("cuda_src/[0-9]*.py"))]:
         name = f"{path.parent.name}.{path.stem}"
         if prefix and not name.startswith(prefix) and not path.stem.startswith(prefix):
             continue

@@ -8,8 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lessonkit import device
 from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
+from lessonkit.cuda.build import SHARED, local_files
+from lessonkit.cuda.source import definitions
 from lessonkit.lesson import Lesson, Mutant, Rung
 from lessonkit.rows import write_atomically
 
@@ -21,28 +24,24 @@ def build(name: str, mutant: Mutant) -> Rung:
 
     Raises ValueError if `old` is not exactly once in `where`: the lesson has moved on and the mutant has not.
     """
-    source = inspect.getsource(sys.modules[name])
-    function = next(
-        (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == mutant.where), None
-    )
-    if function is None or function.end_lineno is None:
+    texts = {path: path.read_text() for path in _files(name)}
+    places = [(path, *span) for path, text in texts.items() for span in _spans(path, text, mutant.where)]
+    if not places:
         raise ValueError(f"{name}: mutant {mutant.why!r} names {mutant.where!r}, which is no function of the lesson")
-    lines = source.splitlines(keepends=True)
-    body = "".join(lines[function.lineno - 1 : function.end_lineno])
-    if body.count(mutant.old) != 1:
-        raise ValueError(
-            f"{name}: {mutant.old!r} stands {body.count(mutant.old)} times in {mutant.where}, expected once"
-        )
-    changed = body.replace(mutant.old, mutant.new)
-    text = "".join(lines[: function.lineno - 1]) + changed + "".join(lines[function.end_lineno :])
-    # Triton reads a kernel's source from its file, so the mutant needs one too.
-    folder = Path(tempfile.gettempdir()) / "lessonkit_mutants"
-    folder.mkdir(exist_ok=True)
-    stem = f"mutant_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    path = folder / f"{stem}.py"
-    if not path.exists():  # another process may be reading it
-        write_atomically(path, text)
-    spec = importlib.util.spec_from_file_location(stem, path)
+    counts = [texts[path][start:stop].count(mutant.old) for path, start, stop in places]
+    if sum(counts) != 1:
+        raise ValueError(f"{name}: {mutant.old!r} stands {sum(counts)} times in {mutant.where}, expected once")
+    path, start, stop = places[counts.index(1)]
+    text = texts[path]
+    texts[path] = text[:start] + text[start:stop].replace(mutant.old, mutant.new) + text[stop:]
+    # Triton reads a kernel's source from its file, so the mutant needs one too, and a program lies beside its lesson.
+    stem = f"mutant_{hashlib.sha256(repr(sorted(texts.values())).encode()).hexdigest()[:16]}"
+    folder = Path(tempfile.gettempdir()) / "lessonkit_mutants" / stem
+    for path, text in texts.items():
+        file = folder / (path.name if path.suffix == ".cuh" else f"{stem}{path.suffix}")
+        if not file.exists():  # another process may be reading it
+            write_atomically(file, text)
+    spec = importlib.util.spec_from_file_location(stem, folder / f"{stem}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -50,6 +49,34 @@ def build(name: str, mutant: Mutant) -> Rung:
     spec.loader.exec_module(module)
     rung: Rung = getattr(module, mutant.rung)
     return rung
+
+
+def _files(name: str) -> list[Path]:
+    """The lesson and, if its kernels are CUDA C++, the program beside it with the headers that are its own."""
+    lesson = Path(inspect.getfile(sys.modules[name]))
+    if not (program := lesson.with_suffix(".cu")).exists():
+        return [lesson]
+    return [lesson, *(path for path in local_files(program) if path.name not in SHARED)]
+
+
+def _spans(path: Path, text: str, where: str) -> list[tuple[int, int]]:
+    """Where what has this name begins and ends: the first such function in Python, each such definition in C++."""
+    if path.suffix != ".py":
+        return [(d.start, d.stop) for d in definitions(text) if d.name == where]
+    functions = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.name == where)
+    lines = text.splitlines(keepends=True)
+    return [
+        (sum(map(len, lines[: f.lineno - 1])), sum(map(len, lines[: f.end_lineno]))) for f in functions if f.end_lineno
+    ][:1]
+
+
+def cannot_judge(lesson: Lesson, rung: Rung, mutant: Mutant) -> str:
+    """Why this machine cannot tell that the mutant is wrong, or an empty string."""
+    if device.HAS_GPU and lesson.extension:
+        return "CUDA C++ mutants are emulated; on a GPU each would be a build by nvcc"
+    if device.HAS_GPU and mutant.caught_by == "out of bounds":
+        return "addresses are watched in the interpreter; on a GPU compute-sanitizer does it"
+    return cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0])
 
 
 def first_rejection(lesson: Lesson, rung: Rung) -> tuple[Rejected, str] | None:

@@ -116,8 +116,12 @@ def _output(*command: str) -> str:
 
 
 def fingerprint(module: str, function: str) -> str:
-    """Hash of a function's code and of all that it reaches in its file; comments and docstrings do not count."""
-    tree = ast.parse(Path(sys.modules[module].__file__ or "").read_text())
+    """Hash of a function's code and of all that it reaches in its file, and in the .cu beside it.
+
+    Comments, docstrings and the layout of C++ do not count.
+    """
+    path = Path(sys.modules[module].__file__ or "")
+    tree = ast.parse(path.read_text())
     named: dict[str, ast.AST] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -132,6 +136,12 @@ def fingerprint(module: str, function: str) -> str:
             words = list(_words(named[name]))
             reached[name] = " ".join(words)
             todo += words
+    if (program := path.with_suffix(".cu")).exists():
+        from lessonkit.cuda import build, source
+
+        files = [file for file in build.local_files(program) if file.name not in build.SHARED]
+        named_here = {word for code in reached.values() for word in code.split()}
+        reached |= {f"C++ {name}": code for name, code in source.reached(files, named_here).items()}
     return hashlib.sha256("\n".join(reached[n] for n in sorted(reached)).encode()).hexdigest()[:10]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from lessonkit import bench, check, compiled, device, report, rows
 from lessonkit.arguments import Unsupported
+from lessonkit.cuda import counters, toolchain
 from lessonkit.lesson import Case, Lesson, Rung, Steps, title
 
 from rich.console import Console
@@ -27,13 +28,15 @@ def table(heading: str, columns: Iterable[str], body: Iterable[Iterable[Any]]) -
 
 def lesson(name: str, lesson: Lesson) -> None:
     """Run a kernel lesson as far as this machine can; exit code 1 if a rung is wrong."""
-    console.rule(f"[bold]{title(name)}[/] ({LANES[device.DEVICE.type]})")
+    lane = LANES[device.DEVICE.type]
+    console.rule(f"[bold]{title(name)}[/] ({lane.replace('interpreted', 'emulated') if lesson.extension else lane})")
     failures = checks(name, lesson)
     if failures:
         raise SystemExit(1)
     if device.HAS_GPU:
         timed(name, lesson)
     else:
+        counted(lesson)
         resources(name)
 
 
@@ -114,8 +117,11 @@ def timed(name: str, lesson: Lesson) -> None:
 
 def resources(name: str) -> None:
     """What the compiler made of the rungs: nothing here needs a GPU."""
-    with console.status("compiling for sm_80, sm_90 and sm_100"):
-        found = compiled.kernels(name)
+    with console.status("compiling for sm_80 and newer"):
+        try:
+            found = compiled.kernels(name)
+        except toolchain.Missing as missing:
+            return console.print(str(missing), style="yellow", markup=False)
     columns = [
         "rung",
         "kernel",
@@ -129,6 +135,13 @@ def resources(name: str) -> None:
         "store_bytes",
     ]
     table("compiled (no GPU needed)", columns, ([getattr(k, c) for c in columns] for k in found))
+
+
+def counted(lesson: Lesson) -> None:
+    """What CUDA kernels ask of memory, where they are emulated."""
+    if lesson.extension and (found := counters.rows(lesson)):
+        columns = [c for c in found[0] if any(row[c] for row in found)]
+        table("counted on the last check", columns, ([row[c] for c in columns] for row in found))
 
 
 def steps(name: str, lesson: Steps) -> None:

@@ -5,8 +5,9 @@ import inspect
 import sys
 
 import lessonkit.device as device
-from lessonkit import check, compiled, mutants, show
+from lessonkit import check, compiled, mutants, report, rows, show
 from lessonkit.arguments import Unsupported
+from lessonkit.cuda import build, counters, machine_code, toolchain
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels
 
 import pytest
@@ -16,6 +17,30 @@ ALL = list(discover())
 KERNELS = kernels()
 RUNGS = [pytest.param(n, lesson, r, id=f"{n}-{r.__name__}") for n, lesson in KERNELS for r in lesson.rungs]
 LESSONS = [pytest.param(n, lesson, id=n) for n, lesson in KERNELS]
+PROGRAMS = [p for p in LESSONS if p.values[1].extension]
+
+
+@pytest.fixture(scope="session")
+def extensions():
+    """Every CUDA program, built at once and several at a time; whoever comes second waits and finds them there."""
+    found = [lesson.extension for _, lesson in KERNELS if lesson.extension and not lesson.extension.lacks()]
+    try:
+        build.build(extension.product() for extension in found)
+    except build.BuildError as failed:
+        print(failed)  # each is its own lesson's failure, below
+
+
+@pytest.fixture(autouse=True)
+def built(request):
+    """A test of a CUDA lesson waits for the extensions."""
+    lesson = request.node.callspec.params.get("lesson") if hasattr(request.node, "callspec") else None
+    if isinstance(lesson, Lesson) and lesson.extension:
+        request.getfixturevalue("extensions")
+
+
+def skip_what_cannot_run(lesson, rung):
+    if why := check.cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0]):
+        pytest.skip(why)
 
 
 def in_turn(test):
@@ -55,6 +80,7 @@ def test_rung_is_right_where_offsets_are_long(name, lesson, rung):
 
 @pytest.mark.parametrize(("name", "lesson"), LESSONS)
 def test_last_rung_refuses_nothing(name, lesson):
+    skip_what_cannot_run(lesson, lesson.rungs[-1])
     for case in show.small(lesson.checks):
         try:
             check.check(lesson, lesson.rungs[-1], case.shape, lesson.dtypes[0])
@@ -65,6 +91,7 @@ def test_last_rung_refuses_nothing(name, lesson):
 @in_turn
 @pytest.mark.parametrize(("name", "lesson", "rung"), RUNGS)
 def test_properties_hold(name, lesson, rung):
+    skip_what_cannot_run(lesson, rung)
     for holds in lesson.properties:
         try:
             holds(rung)
@@ -74,6 +101,8 @@ def test_properties_hold(name, lesson, rung):
 
 @pytest.mark.parametrize(("name", "lesson"), [p for p in LESSONS if p.values[1].grad])
 def test_gradients(name, lesson):
+    if lesson.extension and (why := lesson.extension.lacks()):
+        pytest.skip(why)
     assert not (wrong := show.grad_checks(lesson)), "\n".join(wrong)
 
 
@@ -88,9 +117,10 @@ def test_slow_twin(name, lesson):
     [pytest.param(n, lesson, m, id=f"{n}-{m.why}") for n, lesson in KERNELS for m in lesson.wrong],
 )
 def test_mutant_is_rejected(name, lesson, mutant):
-    if mutant.caught_by == "out of bounds" and device.HAS_GPU:
-        pytest.skip("addresses are watched in the interpreter; on a GPU compute-sanitizer does it")
-    found = mutants.first_rejection(lesson, mutants.build(name, mutant))
+    wrong = mutants.build(name, mutant)
+    if why := mutants.cannot_judge(lesson, wrong, mutant):
+        pytest.skip(why)
+    found = mutants.first_rejection(lesson, wrong)
     assert found is not None, f"the checks accept: {mutant.why}"
     assert found[0].caught_by == mutant.caught_by, found[0]
 
@@ -139,19 +169,36 @@ def test_bad_calls_are_refused(name, lesson):
 @pytest.mark.parametrize(("name", "lesson"), LESSONS)
 def test_traffic_is_as_said(name, lesson):
     for rung, expected in lesson.passes.items():
+        if check.cannot_run(lesson, rung, lesson.checks[-1], lesson.dtypes[0]):
+            continue
         counts = (show.rung_checks(lesson, rung, [case])[-1] for case in reversed(show.small(lesson.checks)))
         moved = next(filter(None, counts))  # the last case that the rung takes
         assert moved == pytest.approx(expected, rel=0.06), f"{rung.__name__} moves {moved:.3f} times the least"
 
 
+@pytest.mark.skipif(device.HAS_GPU, reason="accesses are counted by the emulator")
+@pytest.mark.parametrize(("name", "lesson"), PROGRAMS)
+def test_counts_are_as_said(name, lesson):
+    if why := lesson.extension.lacks():
+        pytest.skip(why)
+    assert not (broken := counters.broken_counts(name, lesson)), "\n".join(broken)
+    if kept := rows.read_csv(report.REPORTS / "emulated" / f"{name}.csv"):
+        now = [{key: str(value) for key, value in row.items()} for row in counters.rows(lesson)]
+        assert kept == now, f"the report is older than the program: python -m lessonkit count {name}"
+
+
 @pytest.mark.parametrize(("name", "lesson"), LESSONS)
 def test_compiled_claims(name, lesson):
     """Every rung compiles for every target without a GPU, and its machine code shows what the rung claims."""
+    if lesson.extension and (why := toolchain.lacks("nvcc")):
+        pytest.skip(why)
     found = compiled.kernels(name)
-    for rung in lesson.rungs:
+    if lesson.extension:
+        assert {k.target for k in found} == set(machine_code.TARGETS)
+    for rung in () if lesson.extension else lesson.rungs:
         targets = {k.target for k in found if k.rung == rung.__name__}
         assert targets == {t for t in compiled.TARGETS if t >= getattr(rung, "needs", 0)}, rung.__name__
-    broken = compiled.broken_claims(name, {r.__name__: c for r, c in lesson.claims.items()}, found)
+    broken = compiled.broken_claims(name, lesson.claimed(), found)
     assert not broken, "\n".join(broken)
 
 

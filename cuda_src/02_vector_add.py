@@ -1,0 +1,131 @@
+"""Vector add in CUDA C++: one thread an element, a grid-stride loop, 16 bytes a load
+==================================================================================
+The kernels and what they predict are in 02_vector_add.cu; here they are functions of tensors, checked against PyTorch:
+on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and every race watched.
+
+Run it:    python cuda_src/02_vector_add.py
+Check it:  python -m lessonkit check 02_vector_add
+Time it:   python -m lessonkit bench 02_vector_add
+"""
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+
+import torch
+
+kernels = cuda.extension(__file__)  # 02_vector_add.cu, built at the first call
+
+
+def reference(x, y):
+    return x + y  # reads 2n, writes n
+
+
+def add_one(x, y):
+    """[...] + [...] -> [...] float32, one thread an element."""
+    z = _prepare(x, y)
+    kernels.add_one(x, y, z, z.numel())
+    return z
+
+
+def add_grid_stride(x, y):
+    """[...] + [...] -> [...] float32, eight blocks an SM, each thread taking every (grid size)-th element."""
+    z = _prepare(x, y)
+    kernels.add_grid_stride(x, y, z, z.numel())
+    return z
+
+
+def add_vectorized(x, y):
+    """[...] + [...] -> [...] float32, 16 bytes a thread and array, wherever the arrays begin."""
+    z = _prepare(x, y)
+    kernels.add_vectorized(x, y, z, z.numel())
+    return z
+
+
+def _prepare(x, y):
+    expect(x=x, y=y, dtypes=[torch.float32], same_shape=True, contiguous=True)
+    return torch.empty_like(x)
+
+
+def inputs(n, start=0, dtype=torch.float32):
+    # Two different distributions, so that x + x or y + y is not x + y. `start`: so many floats into an allocation.
+    x, y = torch.randn(start + n, device=DEVICE), torch.randn(start + n, device=DEVICE) + 3
+    return x[start:], y[start:]
+
+
+def head_and_tail(add):
+    """A result that begins where x and y do, `start` floats past a multiple of 16 bytes, has head, body and tail."""
+    for start in range(4):
+        for n in (0, 1, 2, 3, 4, 5, 11, 1031):
+            x, y = inputs(n, start)
+            z = torch.full((start + n + 1,), -7.0, device=DEVICE)
+            getattr(kernels, add.__name__)(x, y, z[start : start + n], n)
+            assert torch.equal(z[start : start + n], x + y), f"start {start}, n {n}"
+            assert (z[:start] == -7).all(), "written before the beginning"
+            assert z[-1] == -7, "written past the end"
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    extension=kernels,
+    rungs=(add_one, add_grid_stride, add_vectorized),
+    checks=(
+        case("nothing to do: an empty grid is an error in CUDA", n=0),
+        case("one element: no float4 at all, and 255 threads too many", n=1),
+        case("three: a tail and no body", n=3),
+        case("a prime: a whole body and a tail", n=1021),
+        case("one past a block", n=257),
+        case("more than the emulated machine's 32 blocks: the grid-stride loop turns twice", n=8192 + 300),
+        case("inputs that are not where a float4 may be", n=1000, start=1),
+        case("offsets past 2^31", gib=80, n=2**31 + 1),
+        case("whole blocks, on which requests are counted", n=4096),
+    ),
+    benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
+    work=lambda n, dtype, start=0: Work(bytes=3 * n * dtype.itemsize, flops=n),
+    wrong=(
+        Mutant("one thread too many", "add_one_kernel", "i < n", "i <= n", "add_one", "out of bounds"),
+        Mutant("the last element is nobody's", "add_one_kernel", "i < n", "i < n - 1", "add_one", "nan"),
+        Mutant(
+            "blocks rounded down",
+            "add_one",
+            "course::ceil_div(n, THREADS)",
+            "std::max<int64_t>(1, n / THREADS)",
+            "add_one",
+            "nan",
+        ),
+        Mutant("the loop turns once", "add_grid_stride_kernel", "i += stride", "i += n", "add_grid_stride", "nan"),
+        Mutant("x twice", "add_vectorized_kernel", "a.w + b.w", "a.w + a.w", "add_vectorized"),
+        Mutant("no tail", "add_vectorized_kernel", "t < n", "t < 4 * quads", "add_vectorized", "nan"),
+        Mutant(
+            "a float4 wherever x begins",
+            "add_vectorized",
+            "if (past(x) != past(z) || past(y) != past(z))",
+            "if (false)",
+            "add_vectorized",
+            "misaligned",
+        ),
+    ),
+    properties=(head_and_tail,),
+    peers={"torch": torch.add, "torch.compile": torch.compile(lambda x, y: x + y, dynamic=False)},
+    claims={
+        "add_one_kernel": ("no spills", "no shared memory"),
+        "add_vectorized_kernel": ("16-byte loads", "16-byte stores", "no spills"),
+    },
+    passes={add_one: 1.0, add_grid_stride: 1.0, add_vectorized: 1.0},
+    counts={
+        add_one: {"sectors a request": 4.0},
+        add_grid_stride: {"sectors a request": 4.0},
+        add_vectorized: {"sectors a request": 16.0},
+    },
+    refuses=(
+        Refusal("shapes differ", lambda f: f(inputs(8)[0], inputs(9)[1]), ValueError, "y has shape"),
+        Refusal("not float32", lambda f: f(*(t.half() for t in inputs(8))), TypeError, "x is torch.float16"),
+        Refusal("not a tensor", lambda f: f([1.0], inputs(1)[1]), TypeError, "x must be a torch.Tensor"),
+        Refusal("every second element", lambda f: f(*(t[::2] for t in inputs(8))), ValueError, "contiguous"),
+        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_(), inputs(8)[1]), ValueError, "requires grad"),
+    ),
+    dtypes=(torch.float32,),
+    bench_dtype=torch.float32,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

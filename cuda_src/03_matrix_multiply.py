@@ -1,0 +1,180 @@
+"""Matrix multiply in CUDA C++: naive, coalesced, shared-memory tiles, a column of C a thread
+==========================================================================================
+The kernels and what they predict are in 03_matrix_multiply.cu; here they are functions of tensors, checked against
+PyTorch: on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and every race watched.
+`twin_shared` is v3 once more in NumPy, loop for loop and name for name, to be stepped through in a debugger.
+
+Run it:    python cuda_src/03_matrix_multiply.py
+Check it:  python -m lessonkit check 03_matrix_multiply
+Time it:   python -m lessonkit bench 03_matrix_multiply
+"""
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+
+import numpy as np
+import torch
+
+kernels = cuda.extension(__file__)  # 03_matrix_multiply.cu, built at the first call
+
+
+def reference(a, b):
+    return a @ b  # reads MK + KN, writes MN, multiplies MNK times
+
+
+def multiply_naive(a, b):
+    """[M, K] @ [K, N] -> [M, N] float32, an element a thread, a warp's threads in 32 rows."""
+    return _launch("multiply_naive", a, b)
+
+
+def multiply_coalesced(a, b):
+    """[M, K] @ [K, N] -> [M, N] float32, an element a thread, a warp's threads in 32 columns."""
+    return _launch("multiply_coalesced", a, b)
+
+
+def multiply_shared(a, b):
+    """[M, K] @ [K, N] -> [M, N] float32, an element a thread, tiles of 32 x 32 in shared memory."""
+    return _launch("multiply_shared", a, b)
+
+
+def multiply_column(a, b):
+    """[M, K] @ [K, N] -> [M, N] float32, eight rows of a column a thread."""
+    return _launch("multiply_column", a, b)
+
+
+def _launch(name, a, b):
+    expect(a=a, ndim=2, dtypes=[torch.float32], contiguous=True)
+    expect(b=b, ndim=2, dtypes=[torch.float32], contiguous=True)
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"b has {b.shape[0]} rows, expected as many as a has columns: {a.shape[1]}")
+    (m, k), n = a.shape, b.shape[1]
+    c = a.new_empty(m, n)
+    getattr(kernels, name)(a, b, c, m, n, k)
+    return c
+
+
+TILE = 32
+
+
+def twin_shared(a, b):
+    """shared_kernel on the CPU: [M, K] @ [K, N] -> [M, N] float32.
+
+    The two outer loops are the blocks; what the block's 32 x 32 threads do between two barriers is one line each, since
+    y and x are arrays of all of them.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    a, b, c = a.numpy(), b.numpy(), np.full((m, n), np.nan, np.float32)
+    y, x = np.mgrid[:TILE, :TILE]
+    for row0 in range(0, m, TILE):
+        for column0 in range(0, n, TILE):
+            row, column = row0 + y, column0 + x
+            total = np.zeros((TILE, TILE), np.float32)
+            for k0 in range(0, k, TILE):
+                a_tile = _masked(a, row, k0 + x)
+                b_tile = _masked(b, k0 + y, column)
+                # __syncthreads(): the tiles are whole
+                for i in range(TILE):
+                    total += a_tile[y, i] * b_tile[i, x]
+                # __syncthreads(): everyone has multiplied
+            inside = (row < m) & (column < n)
+            c[row[inside], column[inside]] = total[inside]
+    return torch.from_numpy(c)
+
+
+def _masked(matrix, row, column):
+    """matrix[row, column], and 0 where there is no such element."""
+    inside = (row < matrix.shape[0]) & (column < matrix.shape[1])
+    tile = np.zeros(row.shape, np.float32)
+    tile[inside] = matrix[row[inside], column[inside]]
+    return tile
+
+
+def inputs(M, N, K, dtype=torch.float32):
+    # Means other than 0, and not the same: products that are left out or counted twice then move every sum.
+    return torch.randn(M, K, device=DEVICE) + 1, torch.randn(K, N, device=DEVICE) - 0.5
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    extension=kernels,
+    rungs=(multiply_naive, multiply_coalesced, multiply_shared, multiply_column),
+    twin=twin_shared,
+    checks=(
+        case("no rows: an empty grid is an error in CUDA", M=0, N=5, K=3),
+        case("no columns", M=5, N=0, K=3),
+        case("nothing to add: zeros, and they must be written", M=33, N=2, K=0),
+        case("one product", M=1, N=1, K=1),
+        case("a row times a matrix", M=1, N=67, K=33),
+        case("an outer product: one step in a tile of 32", M=35, N=34, K=1),
+        case("nothing is a multiple of anything, M, N and K differ", M=67, N=37, K=41),
+        case("one past a tile each way", M=65, N=65, K=33),
+        case("more tiles down than 65,535, the end of a grid's second dimension", gib=1, M=2**22 + 1, N=2, K=2),
+        case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15, K=9),
+        case("whole tiles, on which requests are counted", M=64, N=64, K=32),
+    ),
+    benches=tuple({"M": n, "N": n, "K": n} for n in (512, 1024, 2048, 4096)),
+    work=lambda M, N, K, dtype: Work(bytes=(M * K + K * N + M * N) * dtype.itemsize, flops=2 * M * N * K),
+    wrong=(
+        Mutant("a row too many", "naive_kernel", "row >= m", "row > m", "multiply_naive", "out of bounds"),
+        Mutant("A is transposed", "naive_kernel", "a[row * k + i]", "a[i * m + row]", "multiply_naive"),
+        Mutant("the last product is left out", "coalesced_kernel", "i < k", "i < k - 1", "multiply_coalesced"),
+        Mutant(
+            "multiplied before the tiles are there",
+            "shared_kernel",
+            "__syncthreads();  // New: the tiles",
+            "//",
+            "multiply_shared",
+            "race",
+        ),
+        Mutant(
+            "overwritten while others multiply",
+            "shared_kernel",
+            "__syncthreads();  // New: everyone",
+            "//",
+            "multiply_shared",
+            "race",
+        ),
+        Mutant(
+            "A's last tile reads on behind the row",
+            "shared_kernel",
+            "row < m && k0 + x < k",
+            "row < m",
+            "multiply_shared",
+            "out of bounds",
+        ),
+        Mutant("only the last step counts", "column_kernel", "sum[r] +=", "sum[r] =", "multiply_column"),
+        Mutant(
+            "rows behind the last are stored",
+            "column_kernel",
+            "row0 + y + r < m && ",
+            "",
+            "multiply_column",
+            "out of bounds",
+        ),
+    ),
+    peers={"torch": torch.mm},  # cuBLAS; without TF32 unless torch.backends.cuda.matmul.allow_tf32 is set
+    claims={
+        "naive_kernel": ("no spills", "no shared memory"),
+        "coalesced_kernel": ("no spills", "no shared memory"),
+        "shared_kernel": ("no spills",),
+        "column_kernel": ("no spills",),
+    },
+    counts={
+        # Loads of A and of B, as many of each.
+        multiply_naive: {"sectors a load": (32 + 1) / 2, "sectors a store": 32},
+        multiply_coalesced: {"sectors a load": (1 + 4) / 2, "sectors a store": 4},
+        multiply_shared: {"sectors a request": 4, "wavefronts a shared access": 1},
+        multiply_column: {"sectors a request": 4, "wavefronts a shared access": 1},
+    },
+    refuses=(
+        Refusal("inner sizes differ", lambda f: f(inputs(2, 3, 4)[0], inputs(2, 3, 5)[1]), ValueError, "b has 5 rows"),
+        Refusal("not float32", lambda f: f(*(t.half() for t in inputs(2, 3, 4))), TypeError, "a is torch.float16"),
+        Refusal("a vector", lambda f: f(inputs(1, 3, 4)[0][0], inputs(1, 3, 4)[1]), ValueError, "a has"),
+        Refusal("transposed view", lambda f: f(inputs(4, 3, 4)[0].T, inputs(4, 3, 4)[1]), ValueError, "contiguous"),
+    ),
+    dtypes=(torch.float32,),
+    bench_dtype=torch.float32,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,186 @@
+"""Matrix multiply in CUDA C++: register tiles, 16-byte loads, warp tiles, cp.async, to the speed of cuBLAS
+=======================================================================================================
+The kernels and what they predict are in 03b_matrix_multiply_registers.cu; here they are functions of tensors, checked
+against PyTorch: on a GPU as nvcc built them, without one as g++ did, with every address, barrier and race watched.
+
+Run it:    python cuda_src/03b_matrix_multiply_registers.py
+Check it:  python -m lessonkit check 03b_matrix_multiply_registers
+Time it:   python -m lessonkit bench 03b_matrix_multiply_registers
+"""
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, cuda, expect
+
+import torch
+
+kernels = cuda.extension(__file__)  # 03b_matrix_multiply_registers.cu, built at the first call
+
+
+def reference(a, b):
+    return a @ b  # reads MK + KN, writes MN, multiplies MNK times
+
+
+def multiply_square(a, b):
+    """[M, K] @ [K, N] -> [M, N] float32, 8 x 8 elements a thread."""
+    return _launch("multiply_square", a, b)
+
+
+def multiply_vectorized(a, b):
+    """[M, K] @ [K, N] -> [M, N] float32, 16 bytes a load; N and K are multiples of 4."""
+    return _launch("multiply_vectorized", a, b, quads=True)
+
+
+def multiply_warp_tiles(a, b):
+    """[M, K] @ [K, N] -> [M, N] float32, a compact 32 x 64 a warp; N and K are multiples of 4."""
+    return _launch("multiply_warp_tiles", a, b, quads=True)
+
+
+def multiply_pipelined(a, b):
+    """[M, K] @ [K, N] -> [M, N] float32, the next tile on its way by cp.async."""
+    return _launch("multiply_pipelined", a, b)
+
+
+def multiply_wide(a, b):
+    """[M, K] @ [K, N] -> [M, N] float32, 16 x 8 elements a thread."""
+    return _launch("multiply_wide", a, b)
+
+
+def _launch(name, a, b, quads=False):
+    expect(a=a, ndim=2, dtypes=[torch.float32], contiguous=True)
+    expect(b=b, ndim=2, dtypes=[torch.float32], contiguous=True)
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"b has {b.shape[0]} rows, expected as many as a has columns: {a.shape[1]}")
+    (m, k), n = a.shape, b.shape[1]
+    if quads and (n % 4 or k % 4 or a.data_ptr() % 16 or b.data_ptr() % 16):
+        raise Unsupported("16 bytes a load: N and K must be multiples of 4, a and b begin at such of 16 bytes")
+    c = a.new_empty(m, n)
+    getattr(kernels, name)(a, b, c, m, n, k)
+    return c
+
+
+def inputs(M, N, K, start=0, dtype=torch.float32):
+    # Means other than 0, and not the same: products that are left out or counted twice then move every sum.
+    # `start`: so many floats into an allocation, where no 16 bytes may be loaded at once.
+    a, b = torch.randn(start + M * K, device=DEVICE) + 1, torch.randn(start + K * N, device=DEVICE) - 0.5
+    return a[start:].view(M, K), b[start:].view(K, N)
+
+
+def rows_past_the_end_stay_out(rung):
+    """NaN and inf in one row of A and one column of B reach that row and column of C and nothing else."""
+    a, b = inputs(132, 136, 12)
+    a[130, 3], b[5, 134] = float("nan"), float("inf")
+    finite = torch.isfinite(rung(a, b))
+    assert not finite[130].any(), "NaN in A vanished"
+    assert not finite[:, 134].any(), "inf in B vanished"
+    finite[130], finite[:, 134] = True, True
+    assert finite.all(), "NaN or inf went where it does not belong"
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    extension=kernels,
+    rungs=(multiply_square, multiply_vectorized, multiply_warp_tiles, multiply_pipelined, multiply_wide),
+    checks=(
+        case("no rows: an empty grid is an error in CUDA", M=0, N=5, K=3),
+        case("nothing to add: zeros, and they must be written", M=3, N=4, K=0),
+        case("one product", M=1, N=1, K=1),
+        case("fewer steps than a tile has, all multiples of 4", M=5, N=8, K=4),
+        case("nothing is a multiple of 4, M, N and K differ", M=67, N=35, K=21),
+        case("one past a tile each way, rows of odd length", M=129, N=129, K=17),
+        case("multiples of 4 that hang over every edge, more tiles of K than are in flight", M=130, N=132, K=68),
+        case("multiples of 4 where no 16 bytes may be loaded at once", M=20, N=24, K=12, start=1),
+        case("more tiles down than 65,535, the end of a grid's second dimension", gib=2, M=2**24 + 1, N=4, K=4),
+        case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15, K=20),
+        case("offsets of A and B past 2^31", gib=60, M=129, N=132, K=2**24 + 4),
+        case("whole tiles, on which accesses are counted", M=256, N=128, K=32),
+    ),
+    benches=(
+        *({"M": n, "N": n, "K": n} for n in (1024, 2048, 4096, 8192)),
+        {"M": 4096, "N": 4095, "K": 4097},  # rows of B at any multiple of 4 bytes
+    ),
+    work=lambda M, N, K, dtype, start=0: Work(bytes=(M * K + K * N + M * N) * dtype.itemsize, flops=2 * M * N * K),
+    wrong=(
+        Mutant(
+            "B's last tile reads on behind the matrix",
+            "square_kernel",
+            "row < k && column < n",
+            "column < n",
+            "multiply_square",
+            "out of bounds",
+        ),
+        Mutant("one of four is stored twice", "vectorized_kernel", "= four.w", "= four.z", "multiply_vectorized"),
+        Mutant(
+            "the second four rows begin too early",
+            "vectorized_kernel",
+            "WARP_TILES ? 16 : 4",
+            "WARP_TILES ? 12 : 4",
+            "multiply_warp_tiles",
+            "race",
+        ),
+        Mutant(
+            "the next tile is not waited for",
+            "pipelined_kernel",
+            "__pipeline_wait_prior(STAGES - 2);",
+            "",
+            "multiply_pipelined",
+            "uninitialised",
+        ),
+        Mutant(
+            "only my part of the next tile is waited for",
+            "pipelined_kernel",
+            "__syncthreads();                    // everyone's",
+            "// everyone's",
+            "multiply_pipelined",
+            "race",
+        ),
+        Mutant(
+            "A's last tile reads on behind the row",
+            "pipelined_kernel",
+            "a_step + step < k_left",
+            "a_step + step < k_left + 1",
+            "multiply_wide",
+            "out of bounds",
+        ),
+        Mutant(
+            "B's columns are not counted",
+            "pipelined_kernel",
+            "b_inside && b_row + p < k_left",
+            "b_row + p < k_left",
+            "multiply_wide",
+            "out of bounds",
+        ),
+        Mutant(
+            "the fragments are a step too late",
+            "pipelined_kernel",
+            "b_rmem[i % 2][s]",
+            "b_rmem[(i + 1) % 2][s]",
+            "multiply_pipelined",
+        ),
+    ),
+    properties=(rows_past_the_end_stay_out,),
+    peers={"torch": torch.mm},  # cuBLAS; without TF32 unless torch.backends.cuda.matmul.allow_tf32 is set
+    claims={
+        "square_kernel": ("no spills",),
+        "vectorized_kernel": ("no spills", "16-byte loads", "16-byte stores"),
+        "pipelined_kernel": ("no spills", "cp.async"),
+    },
+    counts={
+        # 4 bytes a load: 8 of A in 2 wavefronts each, 8 of B in 4. Then 16 bytes: 2 of A in 4, 2 of B in 8 and then 4.
+        multiply_square: {"wavefronts a shared load": 3},
+        multiply_vectorized: {"wavefronts a shared load": 6, "sectors a store": 32},
+        multiply_warp_tiles: {"wavefronts a shared load": 4, "sectors a store": 16},
+        multiply_pipelined: {"wavefronts a shared load": 4, "sectors a store": 16},
+        multiply_wide: {"wavefronts a shared load": 4, "sectors a store": 16},
+    },
+    refuses=(
+        Refusal("inner sizes differ", lambda f: f(inputs(2, 4, 4)[0], inputs(2, 4, 8)[1]), ValueError, "b has 8 rows"),
+        Refusal("not float32", lambda f: f(*(t.half() for t in inputs(2, 4, 4))), TypeError, "a is torch.float16"),
+        Refusal("a vector", lambda f: f(inputs(1, 4, 4)[0][0], inputs(1, 4, 4)[1]), ValueError, "a has"),
+        Refusal("transposed view", lambda f: f(inputs(8, 4, 4)[0].T, inputs(4, 4, 8)[1]), ValueError, "contiguous"),
+    ),
+    dtypes=(torch.float32,),
+    bench_dtype=torch.float32,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,146 @@
+"""Parallel reduction in CUDA C++: from a divergent tree to warp shuffles
+======================================================================
+The kernels and what they predict are in 04_parallel_reduction.cu; here they are functions of tensors, checked against
+PyTorch: on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and every race watched.
+
+Run it:    python cuda_src/04_parallel_reduction.py
+Check it:  python -m lessonkit check 04_parallel_reduction
+Time it:   python -m lessonkit bench 04_parallel_reduction
+"""
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+
+import torch
+
+kernels = cuda.extension(__file__)  # 04_parallel_reduction.cu, built at the first call
+
+
+def reference(x):
+    return x.sum()  # reads n, writes 1
+
+
+def sum_divergent(x):
+    """[n] -> [] float32, a tree whose working threads are spread over all warps."""
+    return _launch("sum_divergent", x)
+
+
+def sum_strided(x):
+    """[n] -> [] float32, the first threads work, on words that share banks."""
+    return _launch("sum_strided", x)
+
+
+def sum_sequential(x):
+    """[n] -> [] float32, the first threads work, on neighbouring words."""
+    return _launch("sum_sequential", x)
+
+
+def sum_first_add(x):
+    """[n] -> [] float32, two numbers a thread, added on the way in."""
+    return _launch("sum_first_add", x)
+
+
+def sum_unrolled(x):
+    """[n] -> [] float32, the last 64 numbers by one warp without barriers of the block."""
+    return _launch("sum_unrolled", x)
+
+
+def sum_shuffle(x):
+    """[n] -> [] float32, shuffles within warps and one barrier between them."""
+    return _launch("sum_shuffle", x)
+
+
+def _launch(name, x):
+    expect(x=x, ndim=1, dtypes=[torch.float32], contiguous=True)
+    n = x.numel()
+    scratch, total = x.new_empty(n // 255 + 8), x.new_empty(())
+    getattr(kernels, name)(x, scratch, total, n)
+    return total
+
+
+def inputs(n, dtype=torch.float32):
+    # Around 1, so that the sum does not cancel: what rounding may cost is relative to it, and a lost number is more.
+    return (torch.randn(n, device=DEVICE).add_(1),)
+
+
+def nan_and_infinity(rung):
+    """One NaN or infinity anywhere is the sum, opposite ones are NaN, and the neighbours do not count."""
+    for n in (1, 257, 1021):
+        for i in (0, n // 2, n - 1):
+            for value in (float("nan"), float("inf"), -float("inf")):
+                (x,) = inputs(n)
+                x[i] = value
+                assert torch.equal(rung(x).isnan(), x.sum().isnan()), f"{value} at {i} of {n}"
+                assert torch.equal(rung(x).isinf(), x.sum().isinf()), f"{value} at {i} of {n}"
+    x = torch.ones(600, device=DEVICE)
+    x[3], x[599] = float("inf"), -float("inf")
+    assert rung(x).isnan()
+    x[3] = x[599] = float("nan")
+    assert rung(x[4:599]) == 595, "read past what it was given"
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    extension=kernels,
+    rungs=(sum_divergent, sum_strided, sum_sequential, sum_first_add, sum_unrolled, sum_shuffle),
+    checks=(
+        case("nothing to add: the sum is 0, and somebody has to write it", n=0),
+        case("one number, 255 threads without any", n=1),
+        case("one warp and one lane more", n=33),
+        case("one past a block: a second level of 2 numbers", n=257),
+        case("a prime between two and three blocks of two numbers a thread", n=1021),
+        case("the second level has more than one block", n=2 * 256 * 256 + 3),
+        case("offsets past 2^31", gib=40, n=2**31 + 1),
+        case("one block, which is what requests and barriers are counted on", n=256),
+    ),
+    benches=tuple({"n": n} for n in (2**20, 2**22, 2**24, 2**26, 2**28)),
+    work=lambda n, dtype: Work(bytes=(n + 1) * dtype.itemsize, flops=n),
+    wrong=(
+        Mutant("reads one too many", "sum_tree_kernel", "i < n ?", "i <= n ?", "sum_divergent", "out of bounds"),
+        Mutant("the last number is nobody's", "sum_tree_kernel", "i < n ?", "i < n - 1 ?", "sum_sequential"),
+        Mutant(
+            "the tree begins before all have loaded",
+            "sum_tree_kernel",
+            "__syncthreads();",
+            "",
+            "sum_sequential",
+            "race",
+        ),
+        Mutant("no barrier between steps", "Divergent", "__syncthreads();", "", "sum_divergent", "race"),
+        Mutant("one thread too many", "Strided", "left < THREADS", "left <= THREADS", "sum_strided", "out of bounds"),
+        Mutant(
+            "a warp runs in step, or so they said",
+            "Unrolled",
+            "__syncwarp();                       // every lane",
+            "// every lane",
+            "sum_unrolled",
+            "race",
+        ),
+        Mutant("blocks rounded down", "in_levels", "course::ceil_div(n, per_block)", "n / per_block", "sum_first_add"),
+        Mutant("half a warp", "warp_sum", "s = 16", "s = 8", "sum_shuffle"),
+        Mutant("warps' sums read too early", "block_sum", "__syncthreads();", "", "sum_shuffle", "race"),
+    ),
+    properties=(nan_and_infinity,),
+    peers={"torch": torch.sum},
+    claims={"sum_tree_kernel": ("no spills",), "sum_shuffle_kernel": ("no spills",)},
+    passes=dict.fromkeys((sum_divergent, sum_strided, sum_sequential, sum_first_add, sum_unrolled, sum_shuffle), 1.0),
+    counts={
+        sum_divergent: {"sectors a load": 4.0, "wavefronts a shared access": 1.0, "barriers": 9},
+        # The 8 steps load each side in 47 wavefronts (8 8 8 8 8 4 2 1) by 12 requests; 8 stores before, 1 load after.
+        sum_strided: {"wavefronts a shared load": 95 / 25, "wavefronts a shared store": 55 / 20, "barriers": 9},
+        sum_sequential: {"sectors a load": 4.0, "wavefronts a shared access": 1.0, "barriers": 9},
+        sum_unrolled: {"wavefronts a shared access": 1.0, "barriers": 3},
+        sum_shuffle: {"sectors a load": 4.0, "wavefronts a shared access": 1.0, "barriers": 1},
+    },
+    refuses=(
+        Refusal("a matrix", lambda f: f(inputs(8)[0].view(2, 4)), ValueError, "x has 2 dimension"),
+        Refusal("not float32", lambda f: f(inputs(8)[0].half()), TypeError, "x is torch.float16"),
+        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
+        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
+    ),
+    dtypes=(torch.float32,),
+    bench_dtype=torch.float32,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,200 @@
+"""Parallel reduction, continued: every byte in flight, one launch
+================================================================
+The kernels and what they predict are in 04b_reduction_one_launch.cu; here they are functions of tensors, checked
+against PyTorch: on a GPU as nvcc built them, without one as g++ did, with every address, barrier and race watched.
+
+Run it:    python cuda_src/04b_reduction_one_launch.py
+Check it:  python -m lessonkit check 04b_reduction_one_launch
+Time it:   python -m lessonkit bench 04b_reduction_one_launch
+"""
+
+from functools import cache
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+
+import torch
+
+kernels = cuda.extension(__file__)  # 04b_reduction_one_launch.cu, built at the first call
+SCRATCH = 16384  # as in the .cu
+
+
+def reference(x):
+    return x.sum()  # reads n, writes 1
+
+
+def sum_vectorized(x):
+    """[n] -> [] float32, 16 bytes a load by as many blocks as fit, and a second launch for their sums."""
+    return _launch("sum_vectorized", x)
+
+
+def sum_atomic(x):
+    """[n] -> [] float32, each block adds its sum to the result: rounded in another order in every run."""
+    return _launch("sum_atomic", x)
+
+
+def sum_cooperative(x):
+    """[n] -> [] float32, all blocks wait for each other, then the first adds their sums."""
+    return _launch("sum_cooperative", x)
+
+
+def sum_last_block(x):
+    """[n] -> [] float32, the block that finishes last adds the sums of all, in their order."""
+    expect(x=x, ndim=1, dtypes=[torch.float32], contiguous=True)
+    total = x.new_empty(())
+    kernels.sum_last_block(x, x.new_empty(SCRATCH), _ticket(), total, x.numel())
+    return total
+
+
+def _ticket():
+    # A launch leaves the ticket at 0 again. Launches on two streams may overlap, so each stream has its own; and the
+    # emulator stops a launch where it finds a fault, whatever the ticket is then.
+    return _ticket_of(torch.cuda.current_stream()) if DEVICE.type == "cuda" else torch.zeros(1, dtype=torch.int32)
+
+
+@cache
+def _ticket_of(stream):
+    return torch.zeros(1, dtype=torch.int32, device=stream.device)
+
+
+def _cub(x):
+    """CUB's DeviceReduce::Sum, which exists in C++ only."""
+    return _launch("cub_sum", x)
+
+
+def _launch(name, x):
+    expect(x=x, ndim=1, dtypes=[torch.float32], contiguous=True)
+    total = x.new_empty(())
+    getattr(kernels, name)(x, x.new_empty(SCRATCH), total, x.numel())
+    return total
+
+
+def inputs(n, start=0, dtype=torch.float32):
+    # Around 1, so that the sum does not cancel: what rounding may cost is relative to it, and a lost number is more.
+    return (torch.randn(start + n, device=DEVICE).add_(1)[start:],)  # `start`: so many floats into an allocation
+
+
+def wherever_it_lies(rung):
+    """A tensor that begins `start` floats past a multiple of 16 bytes has a head, a body and a tail, no more."""
+    for start in range(4):
+        for n in (0, 1, 2, 3, 4, 5, 11, 4099):
+            x = torch.full((start + n + 1,), float("nan"), device=DEVICE)
+            x[start : start + n] = torch.arange(1, n + 1, device=DEVICE) % 7
+            assert rung(x[start : start + n]) == (torch.arange(1, n + 1) % 7).sum(), f"start {start}, n {n}"
+
+
+def nan_and_infinity(rung):
+    """One NaN or infinity anywhere is the sum, and opposite infinities are NaN."""
+    for i in (0, 8191, 9000):
+        for value in (float("nan"), float("inf"), -float("inf")):
+            (x,) = inputs(9001)
+            x[i] = value
+            assert torch.equal(rung(x).isnan(), x.sum().isnan()), f"{value} at {i}"
+            assert torch.equal(rung(x).isinf(), x.sum().isinf()), f"{value} at {i}"
+    x = torch.ones(9001, device=DEVICE)
+    x[3], x[9000] = float("inf"), -float("inf")
+    assert rung(x).isnan()
+
+
+def the_same_every_time(rung):
+    """Equal bits in every run, but for atomic additions, whose order nobody decides."""
+    (x,) = inputs(40_000)
+    assert rung is sum_atomic or len({rung(x).item() for _ in range(4)}) == 1
+
+
+RUNGS = (sum_vectorized, sum_atomic, sum_cooperative, sum_last_block)
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    extension=kernels,
+    rungs=RUNGS,
+    checks=(
+        case("nothing to add: the sum is 0, and somebody has to write it", n=0),
+        case("one number: no float4 at all", n=1),
+        case("three: a tail and no body", n=3),
+        case("one past a piece of a block, and where no float4 may be", n=8193, start=1),
+        case("a prime, in the middle of a block's piece", n=10_007),
+        case("more pieces than blocks: the grid-stride loop turns twice, for some", n=165_891),
+        case("offsets past 2^31", gib=40, n=2**31 + 1),
+        case("whole pieces, on which requests are counted", n=65536),
+    ),
+    benches=tuple({"n": n} for n in (2**20, 2**22, 2**24, 2**26, 2**28)),
+    work=lambda n, dtype, start=0: Work(bytes=(n + 1) * dtype.itemsize, flops=n),
+    wrong=(
+        Mutant("asks past the end", "thread_sum", "i + k * THREADS < quads", "i < n", "sum_atomic", "out of bounds"),
+        Mutant(
+            "reads past the tail",
+            "thread_sum",
+            "tail + threadIdx.x < n",
+            "tail + threadIdx.x <= n",
+            "sum_atomic",
+            "out of bounds",
+        ),
+        Mutant("one head too few", "thread_sum", "threadIdx.x < head", "threadIdx.x + 1 < head", "sum_vectorized"),
+        Mutant("no head", "thread_sum", "% 4), n)", "% 1), n)", "sum_last_block", "misaligned"),
+        Mutant(
+            "the loop turns once", "thread_sum", "i += int64_t(gridDim.x)", "i += n + int64_t(gridDim.x)", "sum_atomic"
+        ),
+        Mutant(
+            "the sum is not zero before",
+            "sum_atomic",
+            "CUDA_CHECK(cudaMemsetAsync(sum, 0, sizeof(float), stream));",
+            "",
+            "sum_atomic",
+            "nan",
+        ),
+        Mutant(
+            "the first block does not wait",
+            "sum_cooperative_kernel",
+            "cooperative_groups::this_grid().sync();",
+            "",
+            "sum_cooperative",
+            "race",
+        ),
+        Mutant(
+            "the ticket may be seen before the sum",
+            "sum_last_block_kernel",
+            "__threadfence();  // New",
+            "// New",
+            "sum_last_block",
+            "race",
+        ),
+        Mutant(
+            "the first block believes to be the last",
+            "sum_last_block_kernel",
+            "== gridDim.x - 1;",
+            "== 0;",
+            "sum_last_block",
+            "race",
+        ),
+        Mutant(
+            "threads ask before the answer is there",
+            "sum_last_block_kernel",
+            "__syncthreads();",
+            "",
+            "sum_last_block",
+            "race",
+        ),
+    ),
+    properties=(wherever_it_lies, nan_and_infinity, the_same_every_time),
+    peers={"torch": torch.sum, "CUB": _cub},
+    claims={f"{rung.__name__}_kernel": ("16-byte loads", "no spills") for rung in RUNGS},
+    passes=dict.fromkeys(RUNGS, 1.0),
+    counts={
+        sum_vectorized: {"sectors a load": 16.0, "launches": 2},
+        sum_atomic: {"sectors a load": 16.0, "launches": 1, "atomics": 8},
+        sum_cooperative: {"sectors a load": 16.0, "launches": 1},
+        sum_last_block: {"sectors a load": 16.0, "launches": 1, "atomics": 8},
+    },
+    refuses=(
+        Refusal("a matrix", lambda f: f(inputs(8)[0].view(2, 4)), ValueError, "x has 2 dimension"),
+        Refusal("not float32", lambda f: f(inputs(8)[0].half()), TypeError, "x is torch.float16"),
+        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
+        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
+    ),
+    dtypes=(torch.float32,),
+    bench_dtype=torch.float32,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,138 @@
+"""Streams: copy in, compute and copy out at the same time
+=======================================================
+The versions and what they predict are in 05_stream_overlap.cu. Here x and y are tensors of the host, as the subject is
+the way between host and device; they are pinned where there is a GPU. The results are checked everywhere, and where
+there is a GPU also that overlap pays. The program itself prints the table of times.
+
+Run it:    python cuda_src/05_stream_overlap.py
+Check it:  python -m lessonkit check 05_stream_overlap
+Time it:   nvcc -std=c++20 -O3 -arch=native -o overlap cuda_src/05_stream_overlap.cu && ./overlap
+"""
+
+from time import perf_counter
+
+from lessonkit import Lesson, Mutant, Refusal, Work, case, cuda, device
+
+import torch
+
+kernels = cuda.extension(__file__)  # 05_stream_overlap.cu, built at the first call
+CHUNKS = 5  # odd, so that no check has chunks of one length
+
+
+def reference(x, turns):
+    target, value = 0.001 * x, torch.where(x > 0, 1.0, -1.0).to(x.dtype)
+    for _ in range(turns):
+        value = 0.999 * value + target
+    return value
+
+
+def overlap_serial(x, turns):
+    """[n] -> [n] float32, both in the host's memory: all in, all turns, all out."""
+    y = _prepare(x, turns)
+    kernels.overlap_serial(x, y, x.numel(), turns)
+    return y
+
+
+def overlap_streams(x, turns, chunks=CHUNKS, streams=3):
+    """As overlap_serial, in chunks that take turns on 1 to 8 streams."""
+    y = _prepare(x, turns)
+    kernels.overlap_streams(x, y, x.numel(), turns, chunks, streams)
+    return y
+
+
+def overlap_engines(x, turns, chunks=CHUNKS):
+    """As overlap_serial, in chunks: a stream for each direction and one for the turns, ordered by events."""
+    y = _prepare(x, turns)
+    kernels.overlap_engines(x, y, x.numel(), turns, chunks)
+    return y
+
+
+def overlap_graph(x, turns, chunks=CHUNKS):
+    """As overlap_engines, recorded as a CUDA graph and launched twice."""
+    y = _prepare(x, turns)
+    kernels.overlap_graph(x, y, x.numel(), turns, chunks)
+    return y
+
+
+def _prepare(x, turns):
+    if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
+        raise TypeError("x must be a torch.float32 tensor: convert it with x.float()")
+    if x.device.type != "cpu" or not x.is_contiguous():
+        raise ValueError(f"x is on {x.device}, strides {x.stride()}: it must be contiguous in the host's memory")
+    if turns < 0:
+        raise ValueError(f"turns is {turns}, expected at least 0")
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=device.HAS_GPU)
+
+
+def inputs(n, turns, dtype=torch.float32):
+    x = torch.randn(n)  # every element another result, so that a chunk in the wrong place shows
+    return (x.pin_memory() if device.HAS_GPU else x), turns
+
+
+def any_chunks_on_any_streams(overlap):
+    """More chunks than elements, one chunk, one stream and eight: always the same answer."""
+    x, turns = inputs(103, 2)
+    if overlap is overlap_streams:
+        for chunks, streams in ((1, 1), (1, 8), (7, 2), (8, 8), (200, 4)):
+            torch.testing.assert_close(overlap(x, turns, chunks, streams), reference(x, turns))
+    elif overlap is not overlap_serial:
+        for chunks in (1, 2, 200):
+            torch.testing.assert_close(overlap(x, turns, chunks), reference(x, turns))
+
+
+def overlap_pays(overlap):
+    """On a GPU: 64 MB each way with as much to compute, in chunks, take less time than one after the other."""
+    if not device.HAS_GPU or overlap is overlap_serial:
+        return
+
+    def best(f, *args):
+        times = []
+        for _ in range(7):
+            start = perf_counter()
+            f(*args)
+            times.append(perf_counter() - start)
+        return min(times)
+
+    # Both make their device memory, and overlap also streams and events: the gain has to be larger than that.
+    x, turns = inputs(2**26, 1500)
+    assert best(overlap, x, turns, 16) < 0.8 * best(overlap_serial, x, turns)
+
+
+# fmt: off
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    extension=kernels,
+    rungs=(overlap_serial, overlap_streams, overlap_engines, overlap_graph),
+    checks=(
+        case("nothing to do: no copy, no launch", n=0, turns=3),
+        case("one element: four of five chunks are empty", n=1, turns=3),
+        case("a prime: chunks of different lengths", n=1021, turns=4),
+        case("no turns: y shows what came in", n=300, turns=0),
+        case("more than the grid: the loop turns twice", n=9001, turns=2),
+    ),
+    benches=(),
+    work=lambda n, turns, dtype: Work(bytes=8 * n, flops=2 * n * turns),
+    wrong=(
+        Mutant("an element too many", "turn_kernel", "i < n", "i <= n", "overlap_serial", "out of bounds"),
+        Mutant("a turn too few", "turn_kernel", "turn < turns", "turn < turns - 1", "overlap_serial"),
+        Mutant("chunks to the beginning", "copy_out", "y_ + from", "y_", "overlap_streams", "nan"),
+        Mutant("the last chunk forgotten", "over_streams", "c < chunks_", "c < chunks_ - 1", "overlap_streams", "nan"),
+        Mutant("what never came in", "over_engines", "copy_in(begin(c), begin(c + 1), streams_[0]);", "",
+               "overlap_engines", "uninitialised"),
+        Mutant("a graph of nothing", "overlap_graph", "again < 2", "again < 0", "overlap_graph", "nan"),
+    ),
+    claims={"turn_kernel": ("no spills", "no shared memory")},
+    properties=(any_chunks_on_any_streams, overlap_pays),
+    refuses=(
+        Refusal("not float32", lambda f: f(torch.zeros(3).half(), 1), TypeError, "float32"),
+        Refusal("every second element", lambda f: f(torch.zeros(8)[::2], 1), ValueError, "contiguous"),
+        Refusal("turns backwards", lambda f: f(torch.zeros(3), -1), ValueError, "turns is -1"),
+    ),
+    dtypes=(torch.float32,),
+    bench_dtype=torch.float32,
+)
+# fmt: on
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,106 @@
+// A tile of a scan in the registers of one block: what every rung of 06b_scan_one_pass.cu is made of.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+constexpr unsigned ALL = 0xFFFFFFFF;  // every lane of a warp
+
+// Hillis-Steele among the lanes of a warp, for several values at once: as they do not depend on each other, their
+// shuffles overlap, where the five steps of one value wait for each other.
+template <typename T, int COUNT>
+__device__ void warp_inclusive(T (&values)[COUNT]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            const T left = __shfl_up_sync(ALL, values[k], step);
+            if (lane >= step) values[k] += left;
+        }
+    }
+}
+
+// Sum of `total` over the warps before this one, and over the block. The barrier is the block's only one: each warp
+// scans the totals for itself instead of waiting for one that does.
+template <typename T, int WARPS>
+__device__ T warps_before(T total, T& block_total) {
+    __shared__ T totals[WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane == 0) totals[warp] = total;
+    __syncthreads();
+    T scanned[1] = {lane < WARPS ? totals[lane] : T(0)};
+    warp_inclusive(scanned);
+    block_total = __shfl_sync(ALL, scanned[0], WARPS - 1);
+    const T before = __shfl_sync(ALL, scanned[0], warp > 0 ? warp - 1 : 0);
+    return warp > 0 ? before : T(0);
+}
+
+// 16 bytes of T, as one access.
+template <typename T>
+using Four = std::conditional_t<std::is_same_v<T, float>, float4, uint4>;
+
+// THREADS * VECTORS * 4 elements. Each warp owns a stretch of them, and its lane l the groups l, l + 32, ... of four
+// neighbours, so that a request of the warp is 512 bytes in a row.
+template <typename T, int THREADS, int VECTORS>
+struct Tile {
+    static constexpr int SIZE = THREADS * VECTORS * 4;
+    T v[VECTORS][4];
+
+    static __device__ int64_t start(int64_t tile, int k) {  // of this thread's k-th group of four
+        return tile * SIZE + ((threadIdx.x / 32 * VECTORS + k) * 32 + threadIdx.x % 32) * 4;
+    }
+    // Whole tiles of aligned memory go by 16 bytes; the last tile, or all of an odd address's, by elements, masked.
+    static __device__ bool whole(const T* p, int64_t tile, int64_t n) {
+        return (tile + 1) * SIZE <= n && reinterpret_cast<uintptr_t>(p) % 16 == 0;
+    }
+    __device__ void load(const T* x, int64_t tile, int64_t n) {
+        if (whole(x, tile, n)) {
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++) {
+                const Four<T> q = *reinterpret_cast<const Four<T>*>(x + start(tile, k));
+                v[k][0] = q.x, v[k][1] = q.y, v[k][2] = q.z, v[k][3] = q.w;
+            }
+        } else {
+#pragma unroll
+            for (int e = 0; e < VECTORS * 4; e++) {
+                const int64_t i = start(tile, e / 4) + e % 4;
+                v[e / 4][e % 4] = i < n ? x[i] : T(0);
+            }
+        }
+    }
+    __device__ void store(T* y, int64_t tile, int64_t n, T before) {
+#pragma unroll
+        for (int e = 0; e < VECTORS * 4; e++) v[e / 4][e % 4] += before;
+        if (whole(y, tile, n)) {
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++)
+                *reinterpret_cast<Four<T>*>(y + start(tile, k)) = {v[k][0], v[k][1], v[k][2], v[k][3]};
+        } else {
+#pragma unroll
+            for (int e = 0; e < VECTORS * 4; e++) {
+                const int64_t i = start(tile, e / 4) + e % 4;
+                if (i < n) y[i] = v[e / 4][e % 4];
+            }
+        }
+    }
+    // Inclusive prefixes within this warp's part of the tile; returns the part's sum.
+    __device__ T scan() {
+        T fours[VECTORS], part = T(0);
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            for (int j = 1; j < 4; j++) v[k][j] += v[k][j - 1];
+            fours[k] = v[k][3];
+        }
+        warp_inclusive(fours);
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const T left = __shfl_up_sync(ALL, fours[k], 1);
+            const T before = threadIdx.x % 32 > 0 ? part + left : part;
+            for (int j = 0; j < 4; j++) v[k][j] += before;
+            part += __shfl_sync(ALL, fours[k], 31);
+        }
+        return part;
+    }
+};

@@ -1,0 +1,276 @@
+// Prefix sums in one pass: decoupled look-back
+// ============================================
+// y[i] = x[0] + ... + x[i] reads n and writes n: 2^28 floats are 2.1 GB, 0.51 ms at 4.2 TB/s. A block can scan only its
+// own tile (06_scan), and its sum is needed by all tiles after it, which run in no order. Between tiles:
+//   scan, then propagate   4n   every tile's y is written, read again, and written again with what came before it
+//   reduce, then scan      3n   the first pass only reads x, for the tiles' sums
+//   decoupled look-back    2n   one pass: a tile looks back at what its predecessors have published so far
+// T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
+// Source: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016, section 4.
+//
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -o scan cuda_src/06b_scan_one_pass.cu && ./scan
+//   python -m lessonkit check 06b_scan_one_pass
+//   python -m lessonkit bench 06b_scan_one_pass
+#include "06_scan_tile.cuh"
+#include "course.cuh"
+
+#ifndef COURSE_EMULATED
+#include <cub/device/device_scan.cuh>
+#endif
+
+namespace {
+
+// Rung 1: scan, then propagate, as in 06_scan, but with 16 elements a thread (06_scan_tile.cuh): four loads of 16 bytes
+// in flight for each thread, 16 sectors a request, all used, one barrier a tile. Predicted: the speed of copying 4n.
+constexpr int THREADS = 256, VECTORS = 4;
+template <typename T>
+using Usual = Tile<T, THREADS, VECTORS>;
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) propagate_kernel(const T* x, T* y, T* sums, int64_t n) {
+    Usual<T> tile;
+    tile.load(x, blockIdx.x, n);
+    T block_total;
+    const T before = warps_before<T, THREADS / 32>(tile.scan(), block_total);
+    tile.store(y, blockIdx.x, n, before);
+    if (threadIdx.x == 0) sums[blockIdx.x] = block_total;
+}
+
+// Rung 2. New: the first pass writes only the tiles' sums, so y is written once: 3n, and 3/4 of rung 1's time.
+template <typename T>
+__global__ void __launch_bounds__(THREADS) reduce_kernel(const T* x, T* sums, int64_t n) {
+    Usual<T> tile;
+    tile.load(x, blockIdx.x, n);
+    T block_total;
+    warps_before<T, THREADS / 32>(tile.scan(), block_total);
+    if (threadIdx.x == 0) sums[blockIdx.x] = block_total;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) scan_from_kernel(const T* x, T* y, const T* sums, int64_t n) {
+    Usual<T> tile;
+    tile.load(x, blockIdx.x, n);
+    T block_total;
+    const T before = warps_before<T, THREADS / 32>(tile.scan(), block_total);
+    tile.store(y, blockIdx.x, n, (blockIdx.x > 0 ? sums[blockIdx.x - 1] : T(0)) + before);
+}
+
+// Rung 3. New: one pass (2n). A tile publishes its sum as soon as it knows it, then looks back over its predecessors:
+// one that has published only its SUM is added and passed over, one that knows its PREFIX ends the search. So tiles
+// wait for a predecessor's load, never for its look-back. Status and value share one 64-bit word, which is written and
+// read whole: no fence. Tiles are numbered by a ticket, since blocks may start in any order: whoever waits, waits only
+// for blocks that already run. A warp looks at WINDOW * 32 predecessors at once: one round trip to L2 a window.
+// Predicted: two thirds of rung 2's time, the speed of a copy less what the first tiles wait. Float sums now depend on
+// when predecessors publish: the last bits may differ from run to run, where rungs 1 and 2 repeat theirs.
+constexpr unsigned EMPTY = 0, SUM = 1, PREFIX = 2;
+using Word = unsigned long long;
+
+__device__ unsigned to_bits(float value) { return __float_as_uint(value); }
+__device__ unsigned to_bits(unsigned value) { return value; }
+__device__ void from_bits(unsigned bits, float& value) { value = __uint_as_float(bits); }
+__device__ void from_bits(unsigned bits, unsigned& value) { value = bits; }
+
+template <typename T>
+__device__ void publish(volatile Word* words, int64_t tile, unsigned status, T value) {
+    words[tile] = Word(status) << 32 | to_bits(value);
+}
+
+// Called by one warp. Lane l reads the words of WINDOW tiles, lane 0 those just before `tile`.
+template <typename T, int WINDOW>
+__device__ T look_back(const volatile Word* words, int64_t tile) {
+    const int lane = threadIdx.x % 32;
+    T exclusive = T(0);
+    for (int64_t last = tile - 1;; last -= 32 * WINDOW) {
+        unsigned ends, reached;  // lanes that saw a PREFIX; lanes up to the first of them
+        T sum;
+        do {
+            bool end = false, empty = false;
+            sum = T(0);
+#pragma unroll
+            for (int k = 0; k < WINDOW; k++) {
+                const int64_t at = last - lane * WINDOW - k;
+                const Word word = at >= 0 ? words[at] : Word(PREFIX) << 32;  // before the first tile: a prefix of 0
+                T value;
+                from_bits(unsigned(word), value);
+                if (!end) {
+                    sum += value;
+                    empty |= unsigned(word >> 32) == EMPTY;
+                    end = unsigned(word >> 32) == PREFIX;
+                }
+            }
+            ends = __ballot_sync(ALL, end);
+            reached = ends ? ends ^ (ends - 1) : ALL;
+            empty = empty && (reached >> lane & 1);
+            if (!__any_sync(ALL, empty)) break;
+        } while (true);
+        if (!(reached >> lane & 1)) sum = T(0);
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
+        exclusive += sum;
+        if (ends) return exclusive;
+    }
+}
+
+template <typename T, int THREADS, int VECTORS, int WINDOW>
+__global__ void __launch_bounds__(THREADS) look_back_kernel(const T* x, T* y, Word* words, int64_t n) {
+    __shared__ unsigned ticket;
+    __shared__ T shared_prefix;
+    if (threadIdx.x == 0) ticket = atomicAdd(reinterpret_cast<unsigned*>(words), 1u);
+    words++;
+    __syncthreads();
+    const int64_t tile = ticket;
+    Tile<T, THREADS, VECTORS> part;
+    part.load(x, tile, n);
+    T tile_sum;
+    const T before = warps_before<T, THREADS / 32>(part.scan(), tile_sum);
+    if (threadIdx.x < 32) {
+        if (threadIdx.x == 0) publish(words, tile, SUM, tile_sum);
+        const T prefix = look_back<T, WINDOW>(words, tile);
+        if (threadIdx.x == 0) {
+            publish(words, tile, PREFIX, prefix + tile_sum);
+            shared_prefix = prefix;
+        }
+    }
+    __syncthreads();
+    part.store(y, tile, n, shared_prefix + before);
+}
+
+// ---- Launchers. x, y: n elements; scratch: at least n / 512 + 1024 elements, at an address divisible by 8.
+
+constexpr int SIZE = Usual<float>::SIZE;
+
+unsigned tiles_of(int64_t n, int64_t scratch_size, int64_t size = SIZE) {
+    course::require(n >= 0 && course::ceil_div(n, size) <= 0x7FFFFFFF, "scan: n must be from 0 to 2^42");
+    course::require(scratch_size >= n / 512 + 1024, "scan: scratch must have n / 512 + 1024 elements");
+    return unsigned(course::ceil_div(n, size));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) add_kernel(T* y, const T* sums, int64_t n) {
+    const int64_t tile = int64_t(blockIdx.x) + 1;  // the first tile has nothing before it
+    Usual<T> part;
+    part.load(y, tile, n);
+    part.store(y, tile, n, sums[tile - 1]);
+}
+
+// sums has room for this level's and those above it.
+template <typename T>
+void scan_levels(const T* x, T* y, T* sums, int64_t n, cudaStream_t stream) {
+    const unsigned tiles = unsigned(course::ceil_div(n, SIZE));
+    propagate_kernel<T><<<tiles, THREADS, 0, stream>>>(x, y, sums, n);
+    CUDA_CHECK(cudaGetLastError());
+    if (tiles == 1) return;
+    scan_levels<T>(sums, sums, sums + tiles, tiles, stream);
+    add_kernel<T><<<tiles - 1, THREADS, 0, stream>>>(y, sums, n);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T>
+void propagate(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
+    if (tiles_of(n, scratch_size) > 0) scan_levels<T>(x, y, scratch, n, stream);
+}
+
+template <typename T>
+void reduce_then_scan(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
+    const unsigned tiles = tiles_of(n, scratch_size);
+    if (tiles == 0) return;
+    reduce_kernel<T><<<tiles, THREADS, 0, stream>>>(x, scratch, n);
+    CUDA_CHECK(cudaGetLastError());
+    scan_levels<T>(scratch, scratch, scratch + tiles, tiles, stream);
+    scan_from_kernel<T><<<tiles, THREADS, 0, stream>>>(x, y, scratch, n);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T, int THREADS, int VECTORS, int WINDOW>
+void look_back_with(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
+    const unsigned tiles = tiles_of(n, scratch_size, Tile<T, THREADS, VECTORS>::SIZE);
+    course::require(reinterpret_cast<uintptr_t>(scratch) % 8 == 0, "scan: scratch must be aligned to 8 bytes");
+    if (tiles == 0) return;
+    Word* const words = reinterpret_cast<Word*>(scratch);  // the ticket, then a word a tile: zero is EMPTY
+    CUDA_CHECK(cudaMemsetAsync(words, 0, (1 + size_t(tiles)) * sizeof(Word), stream));
+    look_back_kernel<T, THREADS, VECTORS, WINDOW><<<tiles, THREADS, 0, stream>>>(x, y, words, n);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T>
+void look_back(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
+    look_back_with<T, THREADS, VECTORS, 1>(x, y, scratch, scratch_size, n, stream);
+}
+
+#ifndef COURSE_EMULATED
+template <typename T>
+void cub_scan(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
+    course::require(n <= 0x7FFFFFFF, "cub_scan: n must be below 2^31 here, for CUB's 32-bit offsets (its faster ones)");
+    size_t bytes = 0;
+    CUDA_CHECK(cub::DeviceScan::InclusiveSum(nullptr, bytes, x, y, int(n), stream));
+    course::require(bytes <= size_t(scratch_size) * sizeof(T), "cub_scan: scratch is too small");
+    CUDA_CHECK(cub::DeviceScan::InclusiveSum(scratch, bytes, x, y, int(n), stream));
+}
+#endif
+
+template <typename T>
+struct Rung {
+    const char* name;
+    void (*launch)(const T*, T*, T*, int64_t, int64_t, cudaStream_t);
+};
+template <typename T>
+constexpr Rung<T> RUNGS[] = {
+    {"propagate", propagate<T>},
+    {"reduce_then_scan", reduce_then_scan<T>},
+    {"look_back", look_back<T>},
+#ifndef COURSE_EMULATED
+    {"CUB DeviceScan", cub_scan<T>},
+#endif
+};
+
+template <typename T>
+void check_all(const std::vector<T>& x, double tolerance) {
+    std::vector<double> expected(x.size());
+    double sum = 0;
+    for (size_t i = 0; i < x.size(); i++) expected[i] = sum += double(x[i]);
+    const course::Buffer<T> x_gpu(x);
+    course::Buffer<T> y(x.size()), scratch(x.size() / 512 + 1024);
+    for (const Rung<T>& rung : RUNGS<T>) {
+        y.poison();
+        rung.launch(x_gpu, y, scratch, int64_t(scratch.size()), int64_t(x.size()), nullptr);
+        course::check(rung.name, y.host(), expected, tolerance, 100);
+    }
+}
+
+}  // namespace
+
+int main() {
+#ifdef COURSE_EMULATED
+    const size_t hurts = 4096 * 5 + 7, timed = 8192;
+#else
+    const size_t hurts = 4096 * 4096 + 1021, timed = size_t(1) << 28;  // three levels of sums, and a tail
+#endif
+    // Sums of normal values wander off to about sqrt(n): a prefix of the wrong tile is far outside the tolerance.
+    check_all(course::random(hurts, 1), 1e-5);
+    std::vector<unsigned> whole(hurts);
+    for (size_t i = 0; i < hurts; i++) whole[i] = unsigned(i * 2654435761u) >> 25;  // sums below 2^32, and exact
+    check_all(whole, 0);
+
+    const std::vector<float> part = course::random(std::min(timed, size_t(1) << 22), 2);
+    course::Buffer<float> x(timed), y(timed), scratch(timed / 512 + 1024);
+    for (size_t at = 0; at < timed; at += part.size())
+        CUDA_CHECK(cudaMemcpy(x + at, part.data(), part.size() * sizeof(float), cudaMemcpyHostToDevice));
+    std::vector<course::Version> versions;
+    for (const Rung<float>& rung : RUNGS<float>)
+        versions.push_back({rung.name, [&, launch = rung.launch](cudaStream_t s) {
+                                launch(x, y, scratch, int64_t(scratch.size()), int64_t(timed), s);
+                            }});
+    course::time_versions(versions, {.bytes = 8.0 * double(timed)});
+}
+
+COURSE_MODULE(m) {
+    bind(m, "propagate_float", propagate<float>);
+    bind(m, "propagate_int", propagate<unsigned>);
+    bind(m, "reduce_then_scan_float", reduce_then_scan<float>);
+    bind(m, "reduce_then_scan_int", reduce_then_scan<unsigned>);
+    bind(m, "look_back_float", look_back<float>);
+    bind(m, "look_back_int", look_back<unsigned>);
+#ifndef COURSE_EMULATED
+    bind(m, "cub_float", cub_scan<float>);
+    bind(m, "cub_int", cub_scan<unsigned>);
+#endif
+}

@@ -1,0 +1,177 @@
+"""Transpose in CUDA C++: coalescing, bank conflicts, padding, swizzling
+=====================================================================
+The kernels and what they predict are in 08_transpose.cu; here they are functions of tensors, checked against PyTorch:
+on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and every race watched. The
+counts at the end of this file, sectors a request and wavefronts a shared access, are the lesson.
+
+Run it:    python cuda_src/08_transpose.py
+Check it:  python -m lessonkit check 08_transpose
+Time it:   python -m lessonkit bench 08_transpose
+"""
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+
+import torch
+
+kernels = cuda.extension(__file__)  # 08_transpose.cu, built at the first call
+
+
+def reference(x):
+    return x.T.contiguous()  # reads MN, writes MN
+
+
+def transpose_read(x):
+    """[M, N] -> [N, M] float32, warps read along rows of x and write down columns of y."""
+    return _launch("transpose_read", x)
+
+
+def transpose_write(x):
+    """[M, N] -> [N, M] float32, warps write along rows of y and read down columns of x."""
+    return _launch("transpose_write", x)
+
+
+def transpose_tile(x):
+    """[M, N] -> [N, M] float32, tiles of 32 x 32 pass through shared memory, their columns through one bank."""
+    return _launch("transpose_tile", x)
+
+
+def transpose_padded(x):
+    """[M, N] -> [N, M] float32, a tile's rows are 33 words apart."""
+    return _launch("transpose_padded", x)
+
+
+def transpose_swizzled(x):
+    """[M, N] -> [N, M] float32, a tile's rows are permuted by XOR."""
+    return _launch("transpose_swizzled", x)
+
+
+def transpose_vectorized(x):
+    """[M, N] -> [N, M] float32, 16 bytes an access where M, N and the address allow, else as transpose_swizzled."""
+    return _launch("transpose_vectorized", x)
+
+
+def _launch(name, x):
+    expect(x=x, ndim=2, dtypes=[torch.float32], contiguous=True)
+    M, N = x.shape
+    y = x.new_empty(N, M)
+    getattr(kernels, name)(x, y, M, N)
+    return y
+
+
+def inputs(M, N, start=0, dtype=torch.float32):
+    # All different, so that an element in a wrong place is a wrong value. `start`: so many floats into an allocation.
+    return (torch.randn(start + M * N, device=DEVICE)[start:].view(M, N),)
+
+
+def bits_stay(rung):
+    """Every bit pattern arrives as it was: NaN with its payload, -0, denormals, infinities."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (36, 68), device=DEVICE).int()
+    assert torch.equal(rung(bits.view(torch.float32)).view(torch.int32), bits.T)
+
+
+RUNGS = (transpose_read, transpose_write, transpose_tile, transpose_padded, transpose_swizzled, transpose_vectorized)
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    extension=kernels,
+    rungs=RUNGS,
+    checks=(
+        case("no rows: an empty grid is an error in CUDA", M=0, N=5),
+        case("one element", M=1, N=1),
+        case("one row, longer than a tile", M=1, N=67),
+        case("one column", M=67, N=1),
+        case("nothing is a multiple of 4, M and N differ", M=37, N=101),
+        case("multiples of 4, and tiles that hang over both edges", M=68, N=132),
+        case("multiples of 4, where no float4 may be", M=36, N=40, start=1),
+        case("more tiles down than 65535, the end of a grid's second dimension", gib=1, M=4 * 2**20 + 64, N=4),
+        case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15),
+        case("whole tiles, on which requests are counted", M=64, N=128),
+    ),
+    benches=(
+        *({"M": n, "N": n} for n in (1024, 2048, 4096, 8192, 16384)),
+        {"M": 8191, "N": 8193},
+    ),
+    work=lambda M, N, dtype, start=0: Work(bytes=2 * M * N * dtype.itemsize),
+    wrong=(
+        Mutant("M for N", "transpose_read_kernel", "x[r * N + c]", "x[r * M + c]", "transpose_read", "out of bounds"),
+        Mutant(
+            "the last row hangs over", "transpose_read_kernel", "r < M", "r <= M", "transpose_read", "out of bounds"
+        ),
+        Mutant("the last column is nobody's", "transpose_write_kernel", "c < N", "c < N - 1", "transpose_write", "nan"),
+        Mutant(
+            "columns read before rows are there",
+            "transpose_tile_kernel",
+            "__syncthreads();",
+            "",
+            "transpose_tile",
+            "race",
+        ),
+        Mutant(
+            "the edges changed places",
+            "transpose_tile_kernel",
+            "from.column + c < N && from.row + lane < M",
+            "from.column + c < M && from.row + lane < N",
+            "transpose_padded",
+            "uninitialised",
+        ),
+        Mutant(
+            "padding forgotten in the size",
+            "Padded",
+            "TILE * (TILE + 1);",
+            "TILE * TILE;",
+            "transpose_padded",
+            "out of bounds",
+        ),
+        Mutant("a swizzle that is no permutation", "Swizzled", "c ^ r", "c & r", "transpose_swizzled", "race"),
+        Mutant(
+            "swizzled on one side only",
+            "transpose_vectorized_kernel",
+            "tile[wide_at(c, j)]",
+            "tile[c * SQUARES + j]",
+            "transpose_vectorized",
+            "uninitialised",
+        ),
+        Mutant(
+            "squares not turned",
+            "transpose_vectorized_kernel",
+            "v[0].x, v[1].x, v[2].x, v[3].x",
+            "v[0].x, v[0].y, v[0].z, v[0].w",
+            "transpose_vectorized",
+        ),
+        Mutant(
+            "16 bytes wherever x begins",
+            "transpose_vectorized",
+            "!aligned(x)",
+            "false",
+            "transpose_vectorized",
+            "misaligned",
+        ),
+    ),
+    properties=(bits_stay,),
+    peers={"torch": lambda x: x.T.contiguous()},
+    claims={
+        "transpose_tile_kernel": ("no spills",),
+        "transpose_vectorized_kernel": ("16-byte loads", "16-byte stores", "no spills"),
+    },
+    passes=dict.fromkeys(RUNGS, 1.0),
+    counts={
+        transpose_read: {"sectors a load": 4.0, "sectors a store": 32.0},
+        transpose_write: {"sectors a load": 32.0, "sectors a store": 4.0},
+        transpose_tile: {"sectors a request": 4.0, "wavefronts a shared store": 1.0, "wavefronts a shared load": 32.0},
+        transpose_padded: {"sectors a request": 4.0, "wavefronts a shared access": 1.0},
+        transpose_swizzled: {"sectors a request": 4.0, "wavefronts a shared access": 1.0},
+        transpose_vectorized: {"sectors a request": 16.0, "wavefronts a shared access": 4.0},
+    },
+    refuses=(
+        Refusal("a vector", lambda f: f(inputs(2, 4)[0].view(-1)), ValueError, "x has 1 dimension"),
+        Refusal("not float32", lambda f: f(inputs(2, 4)[0].half()), TypeError, "x is torch.float16"),
+        Refusal("a view of another", lambda f: f(inputs(2, 4)[0].T), ValueError, "contiguous"),
+        Refusal("gradient lost", lambda f: f(inputs(2, 4)[0].requires_grad_()), ValueError, "requires grad"),
+    ),
+    dtypes=(torch.float32,),
+    bench_dtype=torch.float32,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

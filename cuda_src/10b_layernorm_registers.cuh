@@ -1,0 +1,85 @@
+// The rungs of 10b_layernorm_lengths that keep a row in registers and go: v4, a block a row, and v5, a few lanes a row.
+#pragma once
+#include "10_layernorm.cuh"
+
+// v4. The row stays in registers between its statistics and its result, with 16 bytes a load and one barrier.
+// Predicted: one read and one write; w and b come from L2 for every row, 2MN more there. Copy speed where L1 still
+// holds w and b (to 8192 columns in 16 bits), less past it.
+template <typename T>
+__global__ void __launch_bounds__(512)
+    layernorm_registers_kernel(const T* x, const T* w, const T* b, T* y, float* mean, float* rstd, int n, int vectors,
+                               float eps, bool whole) {
+    __shared__ float4 parts[16];
+    x += blockIdx.x * int64_t(n), y += blockIdx.x * int64_t(n);
+    const Share share = {n, int(threadIdx.x), int(blockDim.x), vectors, whole};
+    uint4 v[4], scale[4], shift[4];
+    share.load(v, x);
+    const Stats mine = stats_of<T>(v, share, lanes_sum(count_of<T, 4>(share)));
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = make_float4(mine.mean, mine.m2, mine.count, 0);
+    __syncthreads();
+    const Stats all = merge_all(parts, blockDim.x / 32, n);
+    const float r = 1 / sqrtf(all.m2 / n + eps);
+    again(v);
+    share.load(scale, w), share.load(shift, b);
+    store_share<T>(v, scale, shift, all.mean, r, y, share);
+    if (threadIdx.x == 0) mean[blockIdx.x] = all.mean, rstd[blockIdx.x] = r;
+}
+
+// 16-byte accesses want all of them to begin and end at multiples of 16 bytes.
+template <typename T>
+bool whole(const T* x, const T* w, const T* b, const T* y, int64_t N) {
+    return whole_vectors<T>(x, y, N) && whole_vectors<T>(w, b, N);
+}
+
+template <typename T>
+void layernorm_registers(const T* x, const T* w, const T* b, T* y, float* mean, float* rstd, int64_t M, int64_t N,
+                         float eps, cudaStream_t stream) {
+    course::require(N * sizeof(T) <= 512 * 4 * 16, "layernorm_registers: rows of at most 32 KB");
+    if (no_rows(M, N)) return;
+    const int vectors = int(course::ceil_div(N, VEC<T>)), threads = 32 * int(course::ceil_div(vectors, 32 * 4));
+    layernorm_registers_kernel<<<M, threads, 0, stream>>>(x, w, b, y, mean, rstd, int(N), vectors, eps,
+                                                          whole(x, w, b, y, N));
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// v5. New: a short row needs no block. LANES lanes of a warp (1 to 32, for up to 2 KB) own a row with four vectors
+// each: no barrier, no shared memory. Predicted: copy speed at 256 columns, where v4 keeps 32 of a warp's 128 vectors;
+// w and b are 4 KB at most, which L1 holds.
+template <typename T, int LANES, bool WHOLE>
+__global__ void __launch_bounds__(128, 6)
+    layernorm_lanes_kernel(const T* x, const T* w, const T* b, T* y, float* mean, float* rstd, int64_t M, int n,
+                           int vectors, float eps) {
+    const int64_t row = (blockIdx.x * int64_t(128) + threadIdx.x) / LANES;
+    // Lanes past M stay for the shuffles, and hold nothing.
+    const Share share = {n, int(threadIdx.x % LANES), LANES, row < M ? vectors : 0, WHOLE};
+    uint4 v[4], scale[4], shift[4];
+    share.load(v, x + row * n);
+    const Stats stats = stats_of<T, LANES>(v, share, float(n));
+    const float r = 1 / sqrtf(stats.m2 / n + eps);
+    again(v);
+    share.load(scale, w), share.load(shift, b);
+    store_share<T>(v, scale, shift, stats.mean, r, y + row * n, share);
+    if (threadIdx.x % LANES == 0 && row < M) mean[row] = stats.mean, rstd[row] = r;
+}
+
+template <typename T, int LANES>
+void layernorm_lanes_of(const T* x, const T* w, const T* b, T* y, float* mean, float* rstd, int64_t M, int64_t N,
+                        float eps, cudaStream_t stream) {
+    const int vectors = int(course::ceil_div(N, VEC<T>));
+    if constexpr (LANES < 32) {
+        if (vectors > 4 * LANES) return layernorm_lanes_of<T, 2 * LANES>(x, w, b, y, mean, rstd, M, N, eps, stream);
+    }
+    course::require(N * sizeof(T) <= 2048, "layernorm_lanes: rows of at most 2 KB, all that a warp's lanes hold");
+    if (no_rows(M, N)) return;
+    const int64_t grid = course::ceil_div(M, 128 / LANES);
+    const auto kernel =
+        whole(x, w, b, y, N) ? layernorm_lanes_kernel<T, LANES, true> : layernorm_lanes_kernel<T, LANES, false>;
+    kernel<<<grid, 128, 0, stream>>>(x, w, b, y, mean, rstd, M, int(N), vectors, eps);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T>
+void layernorm_lanes(const T* x, const T* w, const T* b, T* y, float* mean, float* rstd, int64_t M, int64_t N,
+                     float eps, cudaStream_t stream) {
+    layernorm_lanes_of<T, 1>(x, w, b, y, mean, rstd, M, N, eps, stream);
+}

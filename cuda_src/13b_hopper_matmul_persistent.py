@@ -1,0 +1,113 @@
+"""Matmul on Hopper, second half: a persistent grid, clusters that share loads
+===========================================================================
+x @ w.T in bf16 with fp32 sums, at the speed of cuBLAS. The kernels and what they predict are in
+13b_hopper_matmul_persistent.cu; here they are functions of tensors, checked against PyTorch. Without a GPU the schedule
+alone runs, in the emulator; the kernels that only Hopper has are compiled and their machine code is read.
+
+Run it:    python cuda_src/13b_hopper_matmul_persistent.py
+Check it:  python -m lessonkit check 13b_hopper_matmul_persistent
+Time it:   python -m lessonkit bench 13b_hopper_matmul_persistent
+"""
+
+from importlib import import_module
+
+from lessonkit import Lesson, Mutant, Unsupported, case, cuda, needs
+
+import torch
+
+first_half = import_module("cuda_src.13_hopper_matmul")  # digits cannot begin a name
+kernels = cuda.extension(__file__)  # 13b_hopper_matmul_persistent.cu, built at the first call
+
+
+def reference(x, w):
+    return x @ w.T  # reads MK + NK, writes MN, multiplies MNK times
+
+
+def matmul_schedule(x, w):
+    """[M, K], [N, K] -> [M, N] bfloat16: the persistent grid and its order of tiles, with plain arithmetic."""
+    if x.ndim == w.ndim == 2 and x.shape[0] * w.numel() > 2**37:
+        raise Unsupported("this rung would take seconds: it has no tensor cores")
+    return _run("matmul_schedule", x, w)
+
+
+@needs(90, "TMA and wgmma")
+def matmul_persistent(x, w):
+    """[M, K], [N, K] -> [M, N] bfloat16, a block an SM; copies x and w where rows are not 16-byte aligned."""
+    return _run("matmul_persistent", x, w)
+
+
+@needs(90, "TMA and wgmma")
+def matmul_cluster(x, w):
+    """As matmul_persistent, in clusters of two blocks that load half of their common tile of w each."""
+    return _run("matmul_cluster", x, w)
+
+
+def _run(name, x, w):
+    first_half._expect(x, w)
+    c = x.new_empty(x.shape[0], w.shape[0])
+    getattr(kernels, name)(x, w, c, *c.shape, x.shape[1])
+    return c
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=first_half.LESSON.inputs,
+    extension=kernels,
+    rungs=(matmul_schedule, matmul_persistent, matmul_cluster),
+    checks=(
+        *first_half.LESSON.checks,
+        case("3 tiles down in groups of 4, more tiles than the emulated machine's 32 blocks", M=48, N=16 * 13, K=8),
+        case("6 tiles down: a group of 4 and one of 2", M=96, N=100, K=9),
+        case("more tiles than blocks: the grid comes round, and again", gib=1, M=3001, N=5003, K=136),
+        case("as many tiles down as a group has, and a cluster's lower block without rows", gib=1, M=2100, N=300, K=64),
+    ),
+    benches=tuple({"M": n, "N": n, "K": n} for n in (4096, 8192, 16384)),
+    work=first_half.LESSON.work,
+    wrong=(
+        Mutant(
+            "the grid comes only once",
+            "matmul_schedule_kernel",
+            "i += gridDim.x",
+            "i += 1 << 30",
+            "matmul_schedule",
+            "nan",
+        ),
+        Mutant(
+            "every other round is left out",
+            "matmul_schedule_kernel",
+            "i += gridDim.x",
+            "i += 2 * gridDim.x",
+            "matmul_schedule",
+            "nan",
+        ),
+        Mutant(
+            "the last group as high as the others", "place", "rest % rows", "rest % group", "matmul_schedule", "nan"
+        ),
+        Mutant(
+            "every group is the first",
+            "place",
+            "int(first + rest % rows)",
+            "int(rest % rows)",
+            "matmul_schedule",
+            "nan",
+        ),
+        Mutant(
+            "down and across change places",
+            "matmul_schedule_kernel",
+            "tiles_m, tiles_n, SMALL_GROUP",
+            "tiles_n, tiles_m, SMALL_GROUP",
+            "matmul_schedule",
+            "nan",
+        ),
+        Mutant("a row too many", "matmul_schedule_kernel", "row >= m", "row > m", "matmul_schedule", "out of bounds"),
+        Mutant("the last product is left out", "matmul_schedule_kernel", "j < k", "j < k - 1", "matmul_schedule"),
+    ),
+    properties=first_half.LESSON.properties,
+    peers={"torch": reference},  # cuBLAS
+    claims={"matmul_persistent_kernel": ("wgmma", "tma", "no spills")},
+    refuses=first_half.LESSON.refuses,
+    dtypes=(torch.bfloat16,),
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,231 @@
+"""Build a program of cuda_src in any of the forms the course needs, each once for what it is made of.
+
+A built file is named by a hash of its source, of every file that it includes, of the command and of the compiler, so
+nothing is ever out of date: what is there is right, what is missing ninja builds, several at a time. Two processes that
+want the same file wait for each other.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from lessonkit.cuda import rewrite, toolchain
+from lessonkit.lesson import ROOT
+from lessonkit.rows import write_atomically
+
+SOURCES = ROOT / "cuda_src"
+EMULATOR = SOURCES / "emulator"
+CACHE = Path(os.environ.get("COURSE_CACHE") or Path.home() / ".cache" / "gpu-kernel-course")
+DEFINE = "-DCOURSE_EXTENSION"
+# ThreadSanitizer's compiler pass makes a call of every access; the emulator has its own functions behind those calls.
+HOOKS = (
+    *("-fsanitize=thread", "--param=tsan-distinguish-volatile=1", "--param=tsan-instrument-func-entry-exit=0"),
+    *("-O1", "-g1", "-gdwarf-4"),  # binutils' addr2line names wrong files in DWARF 5 after #line
+)
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g1")
+SHARED = ("course.cuh", "binding.h")  # headers without kernels: nothing in them is to be rewritten
+EMULATED = ("-std=c++20", "-fPIC", "-DCOURSE_EMULATED", f"-I{EMULATOR}", f"-I{SOURCES}", "-Wno-unknown-pragmas")
+PREFIX = "#include <course.cuh>\n"  # compiled once, so that a program takes a second
+
+
+class BuildError(RuntimeError):
+    """A program does not compile; the text is the compiler's."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One file to build. Its commands write `$out` in a folder of its own, named by all that goes into it."""
+
+    name: str
+    commands: tuple[tuple[str, ...], ...]
+    reads: tuple[Path, ...] = ()  # what the commands read beside the texts
+    texts: tuple[tuple[str, str], ...] = ()  # (file name, text) to be put into the folder first: `$folder/name`
+    after: tuple["Product", ...] = ()  # built before
+
+    @cached_property
+    def folder(self) -> Path:
+        digest = hashlib.sha256(repr((self.commands, self.texts, [p.folder.name for p in self.after])).encode())
+        for compiler in sorted({command[0] for command in self.commands}):
+            digest.update(toolchain.version(compiler).encode())
+        for path in self.reads:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return CACHE / f"{self.name.rpartition('.')[0]}-{digest.hexdigest()[:16]}"
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.name
+
+
+def local_files(source: Path) -> list[Path]:
+    """The program and the headers of the course that it includes, directly or not."""
+    found, todo = [], [source]
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found.append(path)
+            names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE)
+            places = ([p for folder in (path.parent, SOURCES) if (p := folder / name).exists()] for name in names)
+            todo += [place[0] for place in places if place]
+    return found
+
+
+def binding() -> Product:
+    """The Python module that every extension is linked with."""
+    toolchain.need("g++", "Python.h")
+    import pybind11
+
+    includes = (f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}")
+    compiled = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *includes)
+    source = SOURCES / "binding.cpp"
+    command = (toolchain.find_gxx(), *compiled, "-c", str(source), "-o", "$out")
+    return Product("binding.o", (command,), (source, SOURCES / "binding.h"))
+
+
+def runtime(sanitized: bool = False) -> Product:
+    """The emulator itself: a library that every emulated program shares."""
+    toolchain.need("g++")
+    flags = SANITIZERS if sanitized else ("-O2",)
+    gxx, reads = toolchain.find_gxx(), tuple(_emulator_files())
+    compile_part = (gxx, "-std=c++20", *flags, "-fPIC", f"-I{EMULATOR}", "-o", "$out", "-c")
+    parts = tuple(
+        Product(f"{file.stem}.o", ((*compile_part, str(file)),), reads)
+        for file in sorted((EMULATOR / "runtime").glob("*.cpp"))
+    )
+    link = (gxx, *flags, "-shared", "-Wl,-Bsymbolic", *(str(part.path) for part in parts), "-o", "$out", "-ldl")
+    return Product("libemu.so", (link,), after=parts)
+
+
+def _emulator_files() -> list[Path]:
+    return sorted(p for p in EMULATOR.rglob("*") if p.is_file() and p.suffix != ".md")
+
+
+def _prefix(flags: tuple[str, ...]) -> Product:
+    reads = (*_emulator_files(), *(SOURCES / name for name in SHARED))
+    compile_header = (toolchain.find_gxx(), *flags, "-x", "c++-header", "$folder/prefix.h", "-o", "$out")
+    return Product("prefix.h.gch", (compile_header,), reads, (("prefix.h", PREFIX),))
+
+
+def _emulated(
+    source: Path, name: str, flags: tuple[str, ...], link: tuple[str, ...], libraries: tuple[Product, ...]
+) -> Product:
+    toolchain.need("g++")
+    gxx = toolchain.find_gxx()
+    shared = [path for path in local_files(source) if path.name in SHARED]
+    texts = tuple(
+        (path.name if path != source else f"{source.stem}.cpp", rewrite.rewrite(path.read_text(), str(path)))
+        for path in local_files(source)
+        if path not in shared
+    )
+    prefix = _prefix(flags)
+    begin = ("-include", str(prefix.folder / "prefix.h"))
+    compiled = (gxx, *flags, *begin, "-c", f"$folder/{source.stem}.cpp", "-o", "$folder/program.o")
+    linked = (gxx, *link, "$folder/program.o", *(str(p.path) for p in libraries), "-o", "$out")
+    linked = (*linked, f"-Wl,-rpath,{libraries[0].folder}")
+    return Product(name, (compiled, linked), (*shared, *_emulator_files()), texts, (*libraries, prefix))
+
+
+def emulated_extension(source: Path) -> Product:
+    """A Python module of the program's launchers, in the emulator."""
+    flags = (*EMULATED, *HOOKS, DEFINE, "-fvisibility=hidden")
+    return _emulated(source, f"{source.stem}.so", flags, ("-shared",), (runtime(), binding()))
+
+
+def emulated_program(source: Path, sanitized: bool = False) -> Product:
+    """The program itself, its kernels watched by the emulator, or by AddressSanitizer and UBSan."""
+    flags, link = (SANITIZERS, SANITIZERS) if sanitized else (HOOKS, ())
+    return _emulated(source, f"{source.stem}.run", (*EMULATED, *flags), link, (runtime(sanitized),))
+
+
+def _nvcc(source: Path, name: str, flags: tuple[str, ...], after: tuple[Product, ...] = ()) -> Product:
+    toolchain.need("nvcc")
+    nvcc = toolchain.find_nvcc()
+    command = (nvcc, "-std=c++20", "-O3", "-lineinfo", f"-I{SOURCES}", *flags, str(source.resolve()), "-o", "$out")
+    return Product(name, (command,), tuple(local_files(source)), after=after)
+
+
+def cubin(source: Path, target: int) -> Product:
+    """Machine code for one architecture: no GPU and no linker needed."""
+    return _nvcc(source, f"{source.stem}.sm{target}.cubin", ("-cubin", f"-arch={toolchain.architecture(target)}"))
+
+
+def _linked(source: Path) -> tuple[str, ...]:
+    libraries = toolchain.link_flags(toolchain.find_nvcc(), toolchain.comment_line(source, "Link"))
+    return f"-arch={toolchain.architecture()}", *libraries
+
+
+def extension(source: Path) -> Product:
+    """A Python module of the program's launchers, for the present GPU."""
+    door = binding()
+    flags = ("-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", DEFINE, *_linked(source), str(door.path))
+    return _nvcc(source, f"{source.stem}.so", flags, (door,))
+
+
+def program(source: Path) -> Product:
+    """The program itself, for the present GPU."""
+    return _nvcc(source, f"{source.stem}.run", _linked(source))
+
+
+def build(products: Iterable[Product]) -> list[Path]:
+    """Build what is not there yet, several at a time. Raises BuildError with the words of each that fails."""
+    toolchain.need("ninja")
+    wanted = list(dict.fromkeys(products))
+    if before := [first for product in wanted for first in product.after]:
+        build(before)
+    with _locked(p for p in wanted if not p.path.exists()) as missing:
+        if missing:
+            _ninja(missing)
+    failed = [p for p in wanted if not p.path.exists()]
+    if failed:
+        raise BuildError("\n".join(f"{p.name}:\n{(p.folder / 'words.txt').read_text()[-4000:]}" for p in failed))
+    return [p.path for p in wanted]
+
+
+@contextmanager
+def _locked(products: Iterable[Product]) -> Iterator[list[Product]]:
+    """Hold the locks of these products, taken in one order by all; yield those that nobody has built meanwhile."""
+    ordered = sorted(products, key=lambda p: p.folder)
+    with ExitStack() as held:
+        for product in ordered:
+            product.folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((product.folder / "lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield [p for p in ordered if not p.path.exists()]
+
+
+def _ninja(products: list[Product]) -> None:
+    lines = ["rule run", "  command = $do"]
+    for product in products:
+        for name, text in product.texts:
+            write_atomically(product.folder / name, text)
+        words = shlex.quote(str(product.folder / "words.txt"))
+        part, whole = shlex.quote(f"{product.path}.part"), shlex.quote(str(product.path))
+        do = f"( {_shell(product)} ) > {words} 2>&1 && mv {part} {whole}"
+        lines += [f"build {_escaped(product.path)}: run", f"  do = {do.replace('$', '$$')}"]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "build.ninja").write_text("\n".join(lines) + "\n")
+        command = [toolchain.find_ninja(), "-C", folder, "-k", "0", "--quiet"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+
+
+def _shell(product: Product) -> str:
+    """The commands one after the other, with what `$out` and `$folder` stand for."""
+    places = {"$out": f"{product.path}.part", "$folder": str(product.folder)}
+
+    def filled(word: str) -> str:
+        return re.sub(r"\$(?:out|folder)", lambda found: places[found[0]], word)
+
+    return " && ".join(shlex.join(map(filled, command)) for command in product.commands)
+
+
+def _escaped(path: Path) -> str:
+    return re.sub(r"([$ :])", r"$\1", str(path))

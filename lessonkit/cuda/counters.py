@@ -1,0 +1,91 @@
+"""What a rung's accesses look like to the memory system, as the emulator counted them: coalescing and bank conflicts.
+
+A request is one access of a warp: to global memory it takes a sector for each 32 bytes that it touches (4 is the least
+for 32 words), to shared memory a wavefront for each time that the 32 banks must answer (1 is the least for words).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lessonkit import check
+from lessonkit.arguments import Unsupported
+from lessonkit.interpreter import Traffic
+from lessonkit.lesson import Lesson, Rung
+
+GLOBAL, SHARED = ("global_load", "global_store"), ("shared_load", "shared_store")
+# What `Lesson.counts` may name: (what is counted, for each of what), summed over these prefixes.
+METRICS = {
+    "sectors a request": (GLOBAL, "sectors", "requests"),
+    "sectors a load": (GLOBAL[:1], "sectors", "requests"),
+    "sectors a store": (GLOBAL[1:], "sectors", "requests"),
+    "bytes used of a sector": (GLOBAL, "bytes", "sectors"),
+    "wavefronts a shared access": (SHARED, "wavefronts", "requests"),
+    "wavefronts a shared load": (SHARED[:1], "wavefronts", "requests"),
+    "wavefronts a shared store": (SHARED[1:], "wavefronts", "requests"),
+    "sectors an atomic": (("global_atomic",), "sectors", "requests"),
+    "wavefronts a shared atomic": (("shared_atomic",), "wavefronts", "requests"),
+}
+PLAIN = {
+    "atomics": "global_atomic_requests",
+    "shared atomics": "shared_atomic_requests",
+    "barriers": "barriers",
+    "launches": "launches",
+}
+
+
+def measured(kernels: Iterable[Mapping[str, Any]], name: str) -> float:
+    """One metric over the kernels of a rung; "row_kernel: sectors a load" is that of one kernel. 0 where there is none.
+
+    Raises KeyError for a metric that there is not.
+    """
+    only, _, metric = name.rpartition(": ")
+    chosen = [k for k in kernels if only in ("", k["kernel"], k["kernel"].split("<")[0])]
+    if metric in PLAIN:
+        return float(sum(k[PLAIN[metric]] for k in chosen))
+    prefixes, above, below = METRICS[metric]
+    each = sum(k[f"{prefix}_{below}"] for k in chosen for prefix in prefixes)
+    return sum(k[f"{prefix}_{above}"] for k in chosen for prefix in prefixes) / each if each else 0.0
+
+
+def on_last_check(lesson: Lesson, rung: Rung) -> Traffic | None:
+    """The traffic of a rung on the last check that it takes without a GPU, in the lesson's first dtype."""
+    for case in reversed(lesson.checks):
+        if case.gib or check.cannot_run(lesson, rung, case, lesson.dtypes[0]):
+            continue
+        try:
+            traffic = check.check(lesson, rung, case.shape, lesson.dtypes[0])
+        except Unsupported:
+            continue
+        if traffic.kernels:
+            return traffic
+    return None
+
+
+def rows(lesson: Lesson) -> list[dict[str, Any]]:
+    """A row for each kernel of each rung that can be emulated: what `reports/emulated` holds."""
+    found = []
+    for rung in lesson.rungs:
+        traffic = on_last_check(lesson, rung)
+        kernels: dict[str, list[dict[str, Any]]] = {}
+        for each in traffic.kernels if traffic else []:
+            kernels.setdefault(each["kernel"], []).append(each)
+        for kernel, parts in kernels.items():
+            about: dict[str, Any] = {"rung": rung.__name__, "kernel": kernel}
+            for key in ("blocks", "global_load_bytes", "global_store_bytes"):
+                about[key] = sum(part[key] for part in parts)
+            about |= {metric: round(measured(parts, metric), 3) for metric in (*METRICS, *PLAIN)}
+            found.append(about)
+    return found
+
+
+def broken_counts(name: str, lesson: Lesson) -> list[str]:
+    """What the lesson says of its rungs' accesses and the emulator does not find."""
+    broken = []
+    for rung, wanted in lesson.counts.items():
+        if not (traffic := on_last_check(lesson, rung)):
+            continue
+        for metric, expected in wanted.items():
+            found = measured(traffic.kernels, metric)
+            if abs(found - expected) > 0.02 * abs(expected):
+                broken.append(f"{name}.{rung.__name__}: {found:.3f} {metric}, expected {expected:g}")
+    return broken

@@ -1,0 +1,130 @@
+"""A program's launchers as functions of tensors: built by nvcc for the GPU that is here, else emulated and watched."""
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lessonkit import device
+from lessonkit.arguments import Unsupported
+from lessonkit.cuda import build, toolchain
+
+import torch
+
+
+class Fault(RuntimeError):
+    """The emulator stopped a kernel. kind: out of bounds, misaligned, uninitialised, race or barrier."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Extension:
+    """The launchers of one .cu, built when the first is called: `kernels.add(x, y, z, n)`.
+
+    A tensor becomes its address (None: a null pointer), a number stays, and the current stream comes last. Who calls
+    has checked the tensors (see `expect`): the launcher trusts its addresses.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+
+    def __repr__(self) -> str:
+        return f"cuda.extension({self.source.name})"
+
+    def lacks(self) -> str:
+        """The one line that says why this machine cannot run the launchers, or an empty string."""
+        return toolchain.lacks(*(("nvcc", "Python.h") if device.HAS_GPU else ("g++", "Python.h")), "ninja")
+
+    def product(self) -> build.Product:
+        return build.extension(self.source) if device.HAS_GPU else build.emulated_extension(self.source)
+
+    @cached_property
+    def module(self) -> Any:
+        (path,) = build.build([self.product()])
+        name = f"{path.parent.name}.kernels"  # its own: pybind11 hands out one module a name
+        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        return module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        function = getattr(self.module, name, None)
+        if function is None and not device.HAS_GPU and re.search(rf'"{name}"', self.source.read_text()):
+            raise Unsupported(f"{name} is not emulated: it needs a GPU")
+        if function is None:
+            raise AttributeError(f"{self.source.name} binds no {name!r}: add it to COURSE_MODULE")
+        call = self._on_gpu(function) if device.HAS_GPU else self._emulated(name, function)
+        self.__dict__[name] = call  # found at once the next time
+        return call
+
+    def _on_gpu(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            return function(*map(_raw, args), torch.cuda.current_stream().cuda_stream)
+
+        return call
+
+    def _emulated(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        emulator = _emulator(build.build([build.runtime()])[0])
+        parameters = re.search(rf"\b{name}\(([^)]*)\)\s*\{{", self.source.read_text())
+        names = [words.split()[-1].lstrip("*&") for words in parameters[1].split(",")] if parameters else []
+
+        def call(*args: Any) -> Any:
+            from lessonkit import interpreter  # imports Triton, which a lesson of day 1 need not wait for
+
+            emulator.emu_begin()
+            for i, tensor in enumerate(args):
+                if isinstance(tensor, torch.Tensor) and tensor.numel():
+                    known = names[i] if i < len(names) else f"argument {i}"
+                    emulator.emu_register(tensor.data_ptr(), _span(tensor), _describe(known, tensor).encode(), 1)
+            try:
+                return function(*map(_raw, args), 0)
+            except RuntimeError as error:
+                kind, text = emulator.emu_fault_kind().decode(), emulator.emu_fault_text().decode()
+                if str(error) != f"{kind}: {text}":
+                    raise
+                raise Fault(kind, text) from None
+            finally:
+                interpreter.count(json.loads(emulator.emu_end()))
+
+        return call
+
+
+def extension(file: str) -> Extension:
+    """The launchers of the .cu beside a lesson's file: `kernels = cuda.extension(__file__)`."""
+    return Extension(Path(file).with_suffix(".cu").resolve())
+
+
+def _raw(value: Any) -> Any:
+    if value is None:
+        return 0
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _describe(name: str, tensor: torch.Tensor) -> str:
+    return f"{name} [{' x '.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}]"
+
+
+def _emulator(path: Path) -> ctypes.CDLL:
+    """The library that the extensions are linked with: the same one, since it has the same path."""
+    library = ctypes.CDLL(str(path))
+    library.emu_register.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_int]
+    for name in ("emu_end", "emu_fault_kind", "emu_fault_text"):
+        getattr(library, name).restype = ctypes.c_char_p
+    return library

@@ -1,0 +1,78 @@
+"""What nvcc made of a program's kernels, for any GPU and without one: the same rows as Triton's kernels have.
+
+A kernel that names no __launch_bounds__ is taken to have blocks of 256 threads, as most of the course's have; shared
+memory that the launch asks for is not known here, so an occupancy says what registers and static shared memory allow.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+from lessonkit import compiled
+from lessonkit.cuda import build
+
+TARGETS = (80, 90)  # 90 is sm_90a
+THREADS = 256
+RESERVED = 1024  # bytes of each block's shared memory that the system takes, from sm_90 on counted in the cubin
+
+
+def kernels(source: Path) -> tuple[compiled.Kernel, ...]:
+    """Compile a program for every target; a row for each instance of each kernel, `rung` being the kernel's plain name.
+
+    Raises toolchain.Missing without nvcc, build.BuildError with nvcc's words.
+    """
+    cubins = build.build(build.cubin(source, target) for target in TARGETS)
+    return tuple(k for cubin, target in zip(cubins, TARGETS, strict=True) for k in _inspect(cubin, target))
+
+
+def _inspect(cubin: Path, target: int) -> list[compiled.Kernel]:
+    usage = compiled.tool("cuobjdump", "-res-usage", str(cubin))
+    # Only kernels have parameters in constant bank 0; functions that were not inlined have none.
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:\d+ SHARED:(\d+) LOCAL:\d+ CONSTANT\[0\]", usage)
+    names = _demangled([name for name, _, _ in found])
+    threads = _most_threads(cubin)
+    code = compiled.instructions(str(cubin))
+    rows = []
+    for mangled, registers, shared in sorted(found, key=lambda each: names[each[0]]):
+        kernel = names[mangled]
+        if re.match(r"(cub|thrust)::", kernel):  # a peer's
+            continue
+        own = max(0, int(shared) - RESERVED) if target >= 90 else int(shared)
+        rows.append(
+            compiled.row(
+                re.split("<", kernel)[0].rpartition("::")[2],
+                kernel,
+                target,
+                code[mangled],
+                warps=-(-threads.get(mangled, THREADS) // 32),
+                registers=int(registers),
+                shared=own,
+            )
+        )
+    return rows
+
+
+def _most_threads(cubin: Path) -> dict[str, int]:
+    """The __launch_bounds__ of each kernel that has them."""
+    found = {}
+    for part in re.split(r"^\.nv\.info\.", compiled.tool("cuobjdump", "-elf", str(cubin)), flags=re.MULTILINE)[1:]:
+        if most := re.search(r"EIATTR_MAX_THREADS\s+Format:\s+\S+\s+Value:\s+0x(\w+) 0x(\w+) 0x(\w+)", part):
+            x, y, z = (int(n, 16) for n in most.groups())
+            found[part.split()[0]] = x * y * z
+    return found
+
+
+def _demangled(names: list[str]) -> dict[str, str]:
+    """Mangled -> `foo_kernel<float, 4>`: no return type, no parameters, no anonymous namespace."""
+    words = subprocess.run(["c++filt", *names], capture_output=True, text=True, check=True).stdout.splitlines()
+    plain = {}
+    for mangled, said in zip(names, words, strict=True):
+        text = said.replace("(anonymous namespace)::", "").removeprefix("void ")
+        depth, end = 0, len(text)
+        for at, letter in enumerate(text):
+            depth += (letter == "<") - (letter == ">")
+            if letter == "(" and depth == 0:
+                end = at
+                break
+        plain[mangled] = text[:end]
+    return plain

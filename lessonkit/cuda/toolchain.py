@@ -1,0 +1,90 @@
+"""Which C++ and CUDA compilers this machine has, and the one line that says what is missing and how to mend it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from lessonkit import device
+
+USUAL = "/usr/local/cuda"
+NVCC_PACKAGES = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl"
+MEND = {
+    "nvcc": f"no nvcc, so CUDA C++ is not compiled for GPUs: pip install {NVCC_PACKAGES}",
+    "g++": "no g++, so CUDA C++ is not emulated: apt install g++ python3-dev",
+    "ninja": "no ninja, so CUDA C++ is not built: pip install ninja",
+    "Python.h": "no Python.h, so CUDA C++ cannot become a Python module: apt install python3-dev",
+}
+
+
+class Missing(RuntimeError):
+    """A compiler is not on this machine; the text is the one line that says which, and the command that mends it."""
+
+
+def find_nvcc() -> str:
+    """nvcc on PATH, in CUDA_HOME, in the usual folder or in pip's packages; empty if nowhere."""
+    pip = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"))
+    folders = [f"{home}/bin" for home in (os.environ.get("CUDA_HOME"), USUAL, *pip) if home]
+    return shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders)) or ""
+
+
+def find_gxx() -> str:
+    return shutil.which(os.environ.get("CXX", "g++")) or ""
+
+
+def find_ninja() -> str:
+    """pip's ninja or the system's."""
+    with suppress(ImportError):
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    return shutil.which("ninja") or ""
+
+
+def lacks(*pieces: str) -> str:
+    """The line about the first of these pieces (nvcc, g++, ninja, Python.h) that is not here, or an empty string."""
+    found = {
+        "nvcc": find_nvcc,
+        "g++": find_gxx,
+        "ninja": find_ninja,
+        "Python.h": lambda: Path(sysconfig.get_path("include"), "Python.h").exists(),
+    }
+    return next((MEND[piece] for piece in pieces if not found[piece]()), "")
+
+
+def need(*pieces: str) -> None:
+    """Raise Missing for the first of these pieces that is not here."""
+    if why := lacks(*pieces):
+        raise Missing(why)
+
+
+@cache
+def version(compiler: str) -> str:
+    """The compiler's own words about itself: part of what a built file is known by."""
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def link_flags(nvcc: str, names: list[str]) -> list[str]:
+    """`-l` for each library that is here: a program does without one whose header is not (`__has_include`)."""
+    home = Path(nvcc).resolve().parent.parent
+    pip = home / "lib" if "nvidia" in home.parts else None  # a toolkit knows its own place, pip's has to be told
+    usual = (Path(USUAL, "lib64"), home / "lib64", pip, *Path("/usr/lib").glob("*-linux-gnu"), Path("/usr/lib64"))
+    folders = [folder for folder in usual if folder and folder.is_dir()]
+    here = [name for name in names if any((folder / f"lib{name}.so").exists() for folder in folders)]
+    return [*([f"-L{pip}"] if pip else []), *(f"-l{name}" for name in here)]
+
+
+def architecture(capability: int = 0) -> str:
+    """sm_80, or with what Hopper has of its own sm_90a; default: the present GPU's, else Hopper's."""
+    capability = capability or device.capability() or 90
+    return f"sm_{capability}{'a' * (capability >= 90)}"
+
+
+def comment_line(source: Path, key: str) -> list[str]:
+    """The words after `// Key:` in a program's comments: `// Link: cublas nccl`."""
+    found = re.findall(rf"^// {key}:\s*(.+)$", source.read_text(), re.MULTILINE)
+    return [word for line in found for word in line.split()]

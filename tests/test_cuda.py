@@ -1,0 +1,281 @@
+"""The CUDA part of the kit: compilers found or missed in one line, builds kept by content, faults, C++ read as text."""
+
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+import lessonkit.device as device
+from lessonkit import check, cuda, rows
+from lessonkit.arguments import Unsupported
+from lessonkit.cuda import build, counters, machine_code, toolchain
+from lessonkit.cuda.source import definitions, reached
+from lessonkit.interpreter import watched
+from lessonkit.lesson import kernels
+
+import pytest
+import torch
+
+HERE = toolchain.lacks("g++", "Python.h", "ninja")
+emulated = pytest.mark.skipif(device.HAS_GPU or bool(HERE), reason=HERE or "kernels run on the GPU here")
+PROGRAMS = [pytest.param(lesson.extension, id=name) for name, lesson in kernels() if lesson.extension]
+
+PROGRAM = """
+// Link: cublas
+#include "course.cuh"
+__global__ void shift_kernel(const float* x, float* y, int n, int by) {
+    __shared__ float row[64];
+    row[threadIdx.x] = x[threadIdx.x + by];
+    __syncthreads();
+    if (threadIdx.x < n) y[threadIdx.x] = row[63 - threadIdx.x];
+}
+void shift(const float* x, float* y, int n, int by, cudaStream_t stream) {
+    course::require(n <= 64, "n is more than a block has threads");
+    shift_kernel<<<1, 64, 0, stream>>>(x, y, n, by);
+    CUDA_CHECK(cudaGetLastError());
+}
+double half(double x, bool twice, cudaStream_t) { return twice ? x : x / 2; }
+#ifndef COURSE_EMULATED
+void tensor_cores(cudaStream_t) {}
+#endif
+COURSE_MODULE(m) {
+    bind(m, "shift", shift);
+    bind(m, "half", half);
+#ifndef COURSE_EMULATED
+    bind(m, "tensor_cores", tensor_cores);
+#endif
+}
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    def write(text=PROGRAM):
+        (tmp_path / "shift.cu").write_text(text)
+        return cuda.extension(str(tmp_path / "shift.py"))
+
+    return write
+
+
+@emulated
+def test_a_launcher_is_a_function_of_tensors(program):
+    kernels = program()
+    x, y = torch.randn(64), torch.empty(64)
+    with watched() as traffic:
+        kernels.shift(x, y, 64, 0)
+    assert torch.equal(y, x.flip(0))
+    assert (traffic.read, traffic.written, traffic.launches) == (256, 256, ["shift_kernel"])
+    assert counters.measured(traffic.kernels, "wavefronts a shared access") == 1
+    assert counters.measured(traffic.kernels, "shift_kernel: sectors a load") == 4
+    assert counters.measured(traffic.kernels, "other_kernel: sectors a load") == 0
+    assert kernels.half(3, False) == 1.5
+    assert kernels.half(3.0, True) == 3.0
+
+
+@emulated
+def test_bad_calls_of_a_launcher(program):
+    kernels = program()
+    x = torch.randn(64)
+    with pytest.raises(TypeError, match="shift takes 5 arguments"):
+        kernels.shift(x, x)
+    with pytest.raises(TypeError, match="argument 2 is a pointer or a whole number"):
+        kernels.shift(x, x.clone(), 1.5, 0)
+    with pytest.raises(ValueError, match="more than a block"):
+        kernels.shift(x, x.clone(), 65, 0)
+    with pytest.raises(AttributeError, match="binds no 'shove'"):
+        kernels.shove(x)
+    with pytest.raises(Unsupported, match="tensor_cores is not emulated"):
+        kernels.tensor_cores()
+
+
+FAULTS = [
+    ("out of bounds", "", "", 1),  # read one past the end
+    ("out of bounds", "y[threadIdx.x] = row", "y[64 + threadIdx.x] = row", 0),
+    ("race", "__syncthreads();", "", 0),
+    ("barrier", "__syncthreads();", "if (threadIdx.x % 32 < 7) __syncwarp(); __syncthreads();", 0),
+    ("uninitialised", "row[threadIdx.x] = ", "if (threadIdx.x > 5) row[threadIdx.x] = ", 0),
+]
+
+
+@emulated
+@pytest.mark.parametrize(("kind", "old", "new", "by"), FAULTS, ids=[f"{f[0]}-{f[2] or f[3]}" for f in FAULTS])
+def test_a_fault_says_its_kind_and_line(program, kind, old, new, by):
+    assert not old or PROGRAM.count(old) == 1
+    kernels = program(PROGRAM.replace(old, new) if old else PROGRAM)
+    with pytest.raises(cuda.Fault) as fault:
+        kernels.shift(torch.randn(64), torch.empty(64), 64, by)
+    assert fault.value.kind == kind
+    assert "shift.cu:" in str(fault.value)
+    with pytest.raises(check.Rejected) as rejected:
+        check.answer(lambda x: kernels.shift(x, torch.empty(64), 64, by), (torch.randn(64),))
+    assert rejected.value.caught_by == kind
+
+
+@emulated
+def test_after_a_fault_the_next_launch_is_right(program):
+    kernels, x, y = program(), torch.randn(64), torch.empty(64)
+    with pytest.raises(cuda.Fault):
+        kernels.shift(x, y, 64, 1)
+    kernels.shift(x, y, 64, 0)
+    assert torch.equal(y, x.flip(0))
+
+
+@emulated
+def test_a_program_that_does_not_compile_says_where(program):
+    with pytest.raises(build.BuildError, match=r"shift\.cu:10:.*error"):
+        _ = program(PROGRAM.replace("cudaStream_t stream", "cudaStream stream", 1)).module
+
+
+@emulated
+def test_builds_are_kept_by_content(program, monkeypatch, tmp_path):
+    (first,) = build.build([program().product()])
+    monkeypatch.setattr(build, "_ninja", lambda products: pytest.fail("built again"))
+    assert build.build([program().product()]) == [first]
+    changed = program(PROGRAM.replace("63 - threadIdx.x", "threadIdx.x")).product()
+    assert changed.path != first
+    header = PROGRAM.replace('#include "course.cuh"', '#include "course.cuh"\n#include "own.cuh"')
+    (tmp_path / "own.cuh").write_text("constexpr int OWN = 1;\n")
+    before = program(header).product().path
+    (tmp_path / "own.cuh").write_text("constexpr int OWN = 2;\n")
+    assert program(header).product().path != before, "a header of the program's own counts"
+
+
+@emulated
+def test_two_processes_build_once(tmp_path, monkeypatch):
+    """The second waits at the lock and finds the file there."""
+    log = tmp_path / "log"
+    monkeypatch.setattr(build, "CACHE", tmp_path)
+    monkeypatch.setattr(toolchain, "version", lambda compiler: "")
+    command = ("sh", "-c", 'echo built >> "$0"; sleep 1; echo done > "$1"', str(log), "$out")
+    product = build.Product("once.txt", (command,))
+    both = [threading.Thread(target=build.build, args=([build.Product("once.txt", (command,))],)) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert log.read_text() == "built\n"
+    assert product.path.read_text() == "done\n"
+
+
+@pytest.mark.parametrize(("piece", "says"), [("nvcc", "pip install nvidia-cuda-nvcc"), ("g++", "apt install g++")])
+def test_a_missing_compiler_is_one_line(monkeypatch, tmp_path, piece, says):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(toolchain, "USUAL", str(tmp_path))
+    assert says in toolchain.lacks(piece)
+    assert "\n" not in toolchain.lacks(piece)
+    with pytest.raises(toolchain.Missing, match=piece[0]):
+        toolchain.need(piece)
+    _, lesson = next((n, lesson) for n, lesson in kernels() if lesson.extension)
+    said = check.cannot_run(lesson, lesson.rungs[0], lesson.checks[0], torch.float32)
+    assert said == toolchain.lacks("nvcc" if device.HAS_GPU else "g++")
+
+
+def test_nvcc_of_the_pip_packages_is_found(monkeypatch, tmp_path):
+    nvcc = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    (lib := tmp_path / "nvidia" / "cu13" / "lib").mkdir()
+    (lib / "libcublas.so").touch()
+    nvcc.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(toolchain, "USUAL", str(tmp_path))
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert toolchain.find_nvcc() == str(nvcc)
+    assert toolchain.link_flags(str(nvcc), ["cublas", "nowhere"]) == [f"-L{lib}", "-lcublas"]
+    assert toolchain.link_flags("/usr/local/cuda/bin/nvcc", ["nowhere"]) == []
+
+
+def test_architectures():
+    assert [toolchain.architecture(c) for c in (80, 89, 90, 100)] == ["sm_80", "sm_89", "sm_90a", "sm_100a"]
+
+
+def test_link_line(tmp_path):
+    (tmp_path / "p.cu").write_text(PROGRAM)
+    assert toolchain.comment_line(tmp_path / "p.cu", "Link") == ["cublas"]
+
+
+CPP = """// kernel<1>() { in a comment
+template <typename T, int N = 4>
+__global__ void __launch_bounds__(256, (2)) first_kernel(const T* x) { if (x) { helper("}"); } }
+namespace { struct Pair { int a; void f() { } }; }
+__constant__ float table[3][4];
+constexpr int WIDE = 3;
+template <> __device__ float helper<float>(float a) { return a * WIDE; }
+#define ROW(a) \\
+    (a + 1)
+void launch(cudaStream_t s) { first_kernel<float><<<1, ROW(2), 0, s>>>(nullptr); }
+"""
+
+
+def test_cpp_definitions():
+    found = {d.name: CPP[d.start : d.stop] for d in definitions(CPP)}
+    assert set(found) == {"first_kernel", "Pair", "table", "WIDE", "helper", "ROW", "launch"}
+    assert found["first_kernel"].startswith("template")
+    assert found["first_kernel"].endswith("} }")
+    assert found["Pair"] == "struct Pair { int a; void f() { } };"
+
+
+def test_a_mark_sees_the_code_that_a_launcher_reaches(tmp_path):
+    path = tmp_path / "p.cu"
+    path.write_text(CPP)
+    before = reached([path], {"launch"})
+    assert set(before) == {"launch", "first_kernel", "helper", "WIDE", "ROW"}
+    path.write_text(CPP.replace("{ if (x)", "{  // why\n  if (x)").replace("table[3]", "table[5]"))
+    assert reached([path], {"launch"}) == before
+    path.write_text(CPP.replace("WIDE = 3", "WIDE = 4"))
+    assert reached([path], {"launch"}) != before
+
+
+def test_fingerprint_includes_the_program(tmp_path, monkeypatch):
+    def mark(factor):
+        (tmp_path / "some.py").write_text("kernels = 0\ndef add(x):\n    kernels.launch(x)\n")
+        (tmp_path / "some.cu").write_text(CPP.replace("a * WIDE", factor))
+        module = type(device)("some")
+        module.__file__ = str(tmp_path / "some.py")
+        monkeypatch.setitem(__import__("sys").modules, "some", module)
+        return rows.fingerprint("some", "add")
+
+    assert mark("a * WIDE") == mark("a  *  WIDE  /* wide */")
+    assert mark("a * WIDE") != mark("a + WIDE")
+
+
+@pytest.mark.skipif(bool(toolchain.lacks("nvcc")), reason=toolchain.lacks("nvcc") or "nvcc is here")
+def test_machine_code_of_templates(tmp_path):
+    (tmp_path / "p.cu").write_text(
+        "namespace { template <int N, bool B> __global__ void __launch_bounds__(N)"
+        "copy_kernel(const float4* x, float4* y) { __shared__ float4 s[N]; s[threadIdx.x] = x[threadIdx.x];"
+        "__syncthreads(); y[threadIdx.x] = s[N - 1 - threadIdx.x]; } }"
+        "void f() { copy_kernel<128, true><<<1, 128>>>(0, 0); copy_kernel<64, false><<<1, 64>>>(0, 0); }"
+    )
+    found = machine_code.kernels(tmp_path / "p.cu")
+    assert [(k.target, k.kernel, k.warps, k.shared) for k in found if k.target == 90] == [
+        (90, "copy_kernel<128, true>", 4, 2048),
+        (90, "copy_kernel<64, false>", 2, 1024),
+    ]
+    assert {(k.rung, k.load_bytes, k.store_bytes, k.barriers) for k in found} == {("copy_kernel", 16, 16, 1)}
+
+
+def run(product) -> str:
+    (path,) = build.build([product])
+    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the emulator keeps its fibers to the end
+    done = subprocess.run([path], capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("extension", PROGRAMS)
+def test_program_runs(extension):
+    """Its main finds every version right: on the GPU, or in the emulator."""
+    if why := extension.lacks():
+        pytest.skip(why)
+    source: Path = extension.source
+    assert "right" in run(build.program(source) if device.HAS_GPU else build.emulated_program(source))
+
+
+@emulated
+@pytest.mark.parametrize("extension", PROGRAMS)
+def test_program_is_clean_under_sanitizers(extension):
+    """AddressSanitizer and UBSan find nothing in host and device code, run as one thread after the other."""
+    assert "right" in run(build.emulated_program(extension.source, sanitized=True))
