@@ -101,6 +101,9 @@ def check(which: Which = "") -> None:
         failed += show.checks(name, lesson)
         body = []
         for mutant in lesson.wrong:
+            if why := mutants.unseen(mutant):
+                body.append([mutant.why, "not seen here", why])
+                continue
             found = mutants.first_rejection(lesson, mutants.build(name, mutant))
             failed += found is None
             body.append([mutant.why, found[0].caught_by if found else "NOT REJECTED", found[1] if found else ""])

@@ -80,10 +80,11 @@ def compare(truth: Truth, answer: Any) -> None:
 def _compare_values(which: str, got: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor, factor: float) -> None:
     if got.numel() == 0:
         return
-    if got.ndim and got.shape[0] > 1 and got.numel() > PART:  # in parts: a dozen float64 temporaries of each
-        rows = max(1, PART // (got.numel() // got.shape[0]))
-        for i, parts in enumerate(zip(got.split(rows), exact.split(rows), usual.split(rows), strict=True)):
-            _compare_values(f"{which}from {i * rows} on: ", *parts, factor)
+    if got.ndim and got.shape[0] > 1 and got.numel() > PART:  # in equal parts: a dozen float64 temporaries of each
+        count, start = -(-got.numel() // PART), 0
+        for g, e, u in zip(got.chunk(count), exact.chunk(count), usual.chunk(count), strict=True):
+            _compare_values(f"{which}from {start} on: ", g, e, u, factor)
+            start += len(g)
         return
     if not got.is_floating_point():
         wrong = got != usual

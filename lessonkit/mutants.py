@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
+from lessonkit.device import HAS_GPU
 from lessonkit.lesson import Lesson, Mutant, Rung
 from lessonkit.rows import write_atomically
 
@@ -65,3 +66,9 @@ def first_rejection(lesson: Lesson, rung: Rung) -> tuple[Rejected, str] | None:
             except Unsupported:
                 continue
     return None
+
+
+def unseen(mutant: Mutant) -> str:
+    """Why this machine cannot see what is wrong with a mutant, or an empty string."""
+    watched = mutant.caught_by == "out of bounds" and HAS_GPU
+    return "addresses are watched in the interpreter; on a GPU compute-sanitizer does it" if watched else ""
