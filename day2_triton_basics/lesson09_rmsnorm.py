@@ -124,11 +124,11 @@ def packed(x, w, eps):
     return y, rstd
 
 
-# Rung 4. New: a longer row is shared by programs that take 8 KB of it, and of the next row too, so that w is asked for
-# once for both. An SM holds several, so it reads some while it writes others. A program leaves its sums as notes and
-# waits for the others'. That it ends: GPUs start programs in the order of their ids, so the parts of the oldest
-# unfinished rows all run or start next; they wait for nobody else, hence those rows end, and then the ones after. CUDA
-# does not promise it, but CUB's one-pass scan relies on it too. PARTS programs must fit on the GPU.
+# Rung 4. New: a longer row is shared by programs that take 8 KB of it (at most a 32nd), and of the next row too, so that
+# w is asked for once for both. An SM holds several, so it reads some while it writes others. A program leaves its sums
+# as notes and waits for the others'. That it ends: GPUs start programs in the order of their ids, so the parts of the
+# oldest unfinished rows all run or start next; they wait for nobody else, hence those rows end, and then the ones
+# after. CUDA does not promise it, but CUB's one-pass scan relies on it too. PARTS programs must fit on the GPU.
 # Predicted: 2MN through memory at any length, and MN / 2 of w out of the L2.
 @triton.jit
 def shared_rows_kernel(
@@ -168,11 +168,11 @@ def shared_rows_kernel(
 def shared_rows(x, w, eps):
     """x [M, N], w [N] -> y [M, N], rstd [M] fp32, for every M and N: packed to 64 KB a row, shared, or read twice."""
     y, rstd, (M, N) = _prepare(x, w)
-    block = 8192 // x.element_size()
-    parts = triton.cdiv(N, block)
-    if triton.next_power_of_2(max(N, 1)) <= 8 * block:
+    if triton.next_power_of_2(max(N, 1)) * x.element_size() <= 65536:
         return packed(x, w, eps)
-    if parts > 8 * num_sms():  # 128 threads of at most 64 registers: an SM has room for eight programs
+    block = max(8192 // x.element_size(), triton.next_power_of_2(triton.cdiv(N, 32)))  # at most 32 notes for each
+    parts, warps = triton.cdiv(N, block), block * x.element_size() // 2048
+    if parts > 32 // warps * num_sms():  # at 64 registers a thread an SM has room for 32 warps
         return unfused(x, w, eps)
     if M:
         notes = torch.zeros((M, parts), dtype=torch.int32, device=x.device)
@@ -180,7 +180,7 @@ def shared_rows(x, w, eps):
         for wait in (False, True) if INTERPRETED else (True,):
             shared_rows_kernel[(triton.cdiv(M, 2) * parts,)](
                 x, w, y, rstd, notes, M, N, x.stride(0), y.stride(0), eps, ROWS=2, PARTS=parts,
-                SLOTS=triton.next_power_of_2(parts), BLOCK_N=block, WAIT=wait, num_warps=4, maxnreg=64,
+                SLOTS=triton.next_power_of_2(parts), BLOCK_N=block, WAIT=wait, num_warps=warps, maxnreg=64,
             )  # fmt: skip
     return y, rstd
 
@@ -261,7 +261,7 @@ LESSON = Lesson(
         case("in every dtype programs share two rows, of which the last pair has one", M=3, N=32770),
         case("too many parts for the interpreter's 4 SMs, in fp32: read twice", M=2, N=65537),
         case("more programs than fit at once", gib=0.4, M=200, N=33000),
-        case("hundreds of parts: in fp32 too many for an H200", gib=0.4, M=2, N=3_000_000),
+        case("in 16 bits parts of 64 KB, in fp32 too large for an SM", gib=0.4, M=3, N=700_000),
         case("row offsets past 2^31", gib=13, M=3, N=1000, pad=2**30),
         case("row offsets past 2^31, in parts", gib=13, M=3, N=40000, pad=2**30),
         case("bytes are counted here: in bf16 four rows a program, the last with three", M=203, N=1000),
