@@ -186,8 +186,7 @@ def prepare(x, w, b):
         raise ValueError(f"w has {w.shape[0]} elements, but a row of x has {x.shape[1]}: make them equal")
     M, N = x.shape
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    # The statistics of no numbers are NaN, as torch.var_mean has it; otherwise a kernel fills them.
-    make = torch.empty if N else partial(torch.full, fill_value=math.nan)
+    make = torch.empty if N else partial(torch.full, fill_value=math.nan)  # as torch.var_mean has it
     mean, rstd = (make((M,), dtype=torch.float32, device=x.device) for _ in range(2))
     return M, N, y, mean, rstd
 
@@ -199,7 +198,8 @@ def inputs(M, N, dtype=torch.float32, pad=0):
     x *= torch.tensor([1.0, 1e-3, 30.0], device=DEVICE)[torch.arange(M, device=DEVICE) % 3][:, None]
     wide = torch.empty(M, N + pad, dtype=dtype, device=DEVICE)[:, :N]  # rows N + pad apart
     wide.copy_(x)
-    w, b = torch.rand(N, device=DEVICE) + 0.5, torch.randn(N, device=DEVICE)
+    # w in eighths, dy in 8 bits: dy * w is exact, so that a GPU's fused multiply-add makes dy * w - dy * w 0 too.
+    w, b = ((torch.rand(N, device=DEVICE) + 0.5) * 8).round() / 8, torch.randn(N, device=DEVICE)
     return wide, w.to(dtype), b.to(dtype)
 
 

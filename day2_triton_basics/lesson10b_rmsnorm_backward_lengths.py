@@ -137,7 +137,7 @@ def team(dy, x, w, rstd):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, eps):
-        y, rstd = lesson09.shared_row(x, w, eps)
+        y, rstd = lesson09.shared_rows(x, w, eps)
         ctx.save_for_backward(x, w, rstd)  # 4 bytes a row beside the inputs, and the sum of squares is not done again
         return y
 

@@ -222,7 +222,8 @@ using emu::Op;
     extern "C" EMU_API void __tsan_unaligned_volatile_read##N(void* p) { CHECK(false, N, load, true); } \
     extern "C" EMU_API void __tsan_unaligned_volatile_write##N(void* p) { CHECK(false, N, store, true); }
 HOOKS(1)
-HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
+HOOKS(2)
+HOOKS(4) HOOKS(8) HOOKS(16)
 
     extern "C" {
     EMU_API void __tsan_read_range(void* p, size_t n) {

@@ -45,8 +45,9 @@ inline void seen(const void* pc, const volatile void* p, uint32_t bytes, Op op, 
         return expected;                                                                                       \
     }                                                                                                          \
     FETCH(BITS, T, add)                                                                                        \
-    FETCH(BITS, T, sub) FETCH(BITS, T, and) FETCH(BITS, T, or) FETCH(BITS, T, xor) FETCH(BITS, T, nand)        \
-        COMPARE(BITS, T, strong) COMPARE(BITS, T, weak)
+    FETCH(BITS, T, sub)                                                                                        \
+    FETCH(BITS, T, and) FETCH(BITS, T, or) FETCH(BITS, T, xor) FETCH(BITS, T, nand) COMPARE(BITS, T, strong)   \
+        COMPARE(BITS, T, weak)
 
 extern "C" {
 ATOMICS(8, uint8_t)
