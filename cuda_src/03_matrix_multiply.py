@@ -62,7 +62,7 @@ def twin_shared(a, b):
     y and x are arrays of all of them.
     """
     (m, k), n = a.shape, b.shape[1]
-    a, b, c = a.numpy(), b.numpy(), np.full((m, n), np.nan, np.float32)
+    device, a, b, c = a.device, a.cpu().numpy(), b.cpu().numpy(), np.full((m, n), np.nan, np.float32)
     y, x = np.mgrid[:TILE, :TILE]
     for row0 in range(0, m, TILE):
         for column0 in range(0, n, TILE):
@@ -77,7 +77,7 @@ def twin_shared(a, b):
                 # __syncthreads(): everyone has multiplied
             inside = (row < m) & (column < n)
             c[row[inside], column[inside]] = total[inside]
-    return torch.from_numpy(c)
+    return torch.from_numpy(c).to(device)
 
 
 def _masked(matrix, row, column):

@@ -116,9 +116,10 @@ LESSON = Lesson(
     wrong=(
         Mutant("an element too many", "turn_kernel", "i < n", "i <= n", "overlap_serial", "out of bounds"),
         Mutant("a turn too few", "turn_kernel", "turn < turns", "turn < turns - 1", "overlap_serial"),
-        Mutant("chunks to the beginning", "copy_out", "y_ + from", "y_", "overlap_streams", "nan"),
-        Mutant("the last chunk forgotten", "over_streams", "c < chunks_", "c < chunks_ - 1", "overlap_streams", "nan"),
-        Mutant("what never came in", "over_engines", "copy_in(begin(c), begin(c + 1), streams_[0]);", "",
+        Mutant("chunks to the beginning", "Pipeline", "y_ + from, dy_", "y_, dy_", "overlap_streams", "nan"),
+        Mutant("the last chunk forgotten", "Pipeline", "copy_out(begin(c), begin(c + 1), s);",
+               "if (c + 1 < chunks_) copy_out(begin(c), begin(c + 1), s);", "overlap_streams", "nan"),
+        Mutant("what never came in", "Pipeline", "copy_in(begin(c), begin(c + 1), streams_[0]);", "",
                "overlap_engines", "uninitialised"),
         Mutant("a graph of nothing", "overlap_graph", "again < 2", "again < 0", "overlap_graph", "nan"),
     ),

@@ -67,6 +67,7 @@ LESSON = Lesson(
         case("one element a row: a lane a row", M=17, N=1),
         case("a prime width: no vector is aligned, no lane count fits", M=7, N=127),
         case("whole vectors, the last lanes without one; more rows than blocks, so that they turn", M=150, N=120),
+        case("so many more that the ring goes round", M=520, N=8),
         case("two warps, ragged", M=3, N=1037),
         case("three warps in whole vectors, several turns of each block", M=40, N=1048),
         case("past 32 KB: two chunks, the second ragged", M=3, N=10007),

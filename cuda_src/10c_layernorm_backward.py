@@ -180,7 +180,7 @@ LESSON = Lesson(
                "layernorm_backward_persistent", "race"),
         Mutant("one place for two rows' sums", "backward_kernel", "if (lane == 0) sums[turn % 2][warp] = all;",
                "if (lane == 0) sums[0][warp] = all;", "layernorm_backward_persistent", "uninitialised"),
-        Mutant("every second block forgotten", "add_partials_kernel", "i += 32) sum", "i += 64) sum",
+        Mutant("the last block forgotten", "add_partials_kernel", "i < blocks", "i < blocks - 1",
                "layernorm_backward_persistent"),
     ),
     peers=PEERS,
