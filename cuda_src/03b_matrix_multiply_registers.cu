@@ -13,10 +13,12 @@
 //   v7 warp tiles               4 / 64             8 to 16 / 64        0.87                        87%
 //   v8 cp.async, steps ahead    4 / 64             as v7               0.87, no waits              87%
 //   v9 16 x 8 a thread          6 / 128            12 to 24 / 128      0.91, no waits              91%
+//   v10 one block an SM         6 / 128            12 to 24 / 128      0.92, no waits              92%
 // of 67 TFLOP/s. What then is left are the register banks: there are two, each gives an operand a cycle, and an FMA has
 // three. It keeps the rate if one operand is that of the FMA before (.reuse in the machine code) and the other two lie
-// in different banks; which register lies where is the compiler's choice. Memory is far from a limit: 128 x 128 tiles
-// read A and B 32 times each, at 4096 4.3 GB in 2.7 ms, a third of what L2 gives.
+// in different banks; which register lies where is the compiler's choice, and for one FMA in six it finds none: about
+// 80% is what remains for v9 and v10. Memory is far from a limit: 128 x 128 tiles read A and B 32 times each, at 4096
+// 4.3 GB in 2.7 ms, a third of what L2 gives.
 //
 // Sources: NVIDIA CUTLASS, "Efficient GEMM in CUDA" (the hierarchy of tiles); S. Gray, "SGEMM" in maxas (registers and
 // banks); S. Boehm, "How to optimize a CUDA matmul kernel for cuBLAS-like performance", 2022.
@@ -168,11 +170,21 @@ void multiply_pipelined(const float* a, const float* b, float* c, int64_t m, int
 }
 
 // v9. New: 16 x 8 elements a thread. The same 128 x 128 of C with 128 threads of up to 255 registers, two blocks an SM.
-// Predicted: a quarter fewer loads an FMA. Only two warps a scheduler are left to hide a wait, and with the operands a
-// step (128 FMAs) ahead there is none to hide; the two blocks' barriers fall at different times. BK = 16 halves what a
-// tile costs beside its FMAs: 91% of the loop's instructions are FMAs.
+// Predicted: a quarter fewer loads an FMA, and 91% of the loop's instructions are FMAs (BK = 16 halves what a tile
+// costs beside them); but no more than a few percent faster than v8. For loads were no limit any more, and two warps a
+// scheduler are half as many as v8 has: whatever one waits for (a bank, a barrier, the next instruction of a loop of
+// 36 KB), there is only one other to go on with.
 void multiply_wide(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     launch_pipelined<16, 8, 16, 3, 2, 2, 2>(a, b, c, m, n, k, stream);
+}
+
+// v10. New: both blocks' warps in one block, which owns 128 x 256. An SM has as many warps and registers as before, but
+// a row of A that is fetched serves 256 columns, not 128: a thread copies 12 times a tile, not 20 (those of A are the
+// short ones), L2 gives 384 words a step for what took 512, and 92% of the loop are FMAs. Two stages: while one tile is
+// multiplied the next one arrives, and a third would only have its addresses to keep. Predicted: a few percent.
+void multiply_one_block(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
+                        cudaStream_t stream) {
+    launch_pipelined<16, 8, 16, 2, 2, 4, 1>(a, b, c, m, n, k, stream);
 }
 
 COURSE_MODULE(m) {
@@ -181,6 +193,7 @@ COURSE_MODULE(m) {
     bind(m, "multiply_warp_tiles", multiply_warp_tiles);
     bind(m, "multiply_pipelined", multiply_pipelined);
     bind(m, "multiply_wide", multiply_wide);
+    bind(m, "multiply_one_block", multiply_one_block);
 }
 
 #ifndef COURSE_EXTENSION
@@ -191,7 +204,8 @@ int main() {
                           {"v6 16-byte loads", multiply_vectorized},
                           {"v7 warp tiles", multiply_warp_tiles},
                           {"v8 pipelined", multiply_pipelined},
-                          {"v9 16 x 8 a thread", multiply_wide}},
+                          {"v9 16 x 8 a thread", multiply_wide},
+                          {"v10 one block an SM", multiply_one_block}},
                          {4096, 8192});
 }
 #endif

@@ -44,6 +44,11 @@ def multiply_wide(a, b):
     return _launch("multiply_wide", a, b)
 
 
+def multiply_one_block(a, b):
+    """[M, K] @ [K, N] -> [M, N] float32, 128 x 256 a block, one block an SM."""
+    return _launch("multiply_one_block", a, b)
+
+
 def _launch(name, a, b, quads=False):
     expect(a=a, ndim=2, dtypes=[torch.float32], contiguous=True)
     expect(b=b, ndim=2, dtypes=[torch.float32], contiguous=True)
@@ -79,7 +84,14 @@ LESSON = Lesson(
     reference=reference,
     inputs=inputs,
     extension=kernels,
-    rungs=(multiply_square, multiply_vectorized, multiply_warp_tiles, multiply_pipelined, multiply_wide),
+    rungs=(
+        multiply_square,
+        multiply_vectorized,
+        multiply_warp_tiles,
+        multiply_pipelined,
+        multiply_wide,
+        multiply_one_block,
+    ),
     checks=(
         case("no rows: an empty grid is an error in CUDA", M=0, N=5, K=3),
         case("nothing to add: zeros, and they must be written", M=3, N=4, K=0),
@@ -92,7 +104,7 @@ LESSON = Lesson(
         case("more tiles down than 65,535, the end of a grid's second dimension", gib=2, M=2**24 + 1, N=4, K=4),
         case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15, K=20),
         case("offsets of A and B past 2^31", gib=60, M=129, N=132, K=2**24 + 4),
-        case("whole tiles, on which accesses are counted", M=256, N=128, K=32),
+        case("whole tiles, on which accesses are counted", M=128, N=256, K=32),
     ),
     benches=(
         *({"M": n, "N": n, "K": n} for n in (1024, 2048, 4096, 8192)),
@@ -171,6 +183,7 @@ LESSON = Lesson(
         multiply_warp_tiles: {"wavefronts a shared load": 4, "sectors a store": 16},
         multiply_pipelined: {"wavefronts a shared load": 4, "sectors a store": 16},
         multiply_wide: {"wavefronts a shared load": 4, "sectors a store": 16},
+        multiply_one_block: {"wavefronts a shared load": 4, "sectors a store": 16},
     },
     refuses=(
         Refusal("inner sizes differ", lambda f: f(inputs(2, 4, 4)[0], inputs(2, 4, 8)[1]), ValueError, "b has 8 rows"),

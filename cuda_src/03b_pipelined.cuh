@@ -1,4 +1,4 @@
-// v8 and v9 of the matrix multiply: copies that nobody waits for, and operands that are there before they are needed.
+// v8 to v10 of the matrix multiply: copies that nobody waits for, and operands that are there before they are needed.
 #pragma once
 #include "03_tiles.cuh"
 #include <cuda_pipeline.h>

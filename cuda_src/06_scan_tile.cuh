@@ -48,59 +48,78 @@ struct Tile {
     static constexpr int SIZE = THREADS * VECTORS * 4;
     T v[VECTORS][4];
 
-    static __device__ int64_t start(int64_t tile, int k) {  // of this thread's k-th group of four
-        return tile * SIZE + ((threadIdx.x / 32 * VECTORS + k) * 32 + threadIdx.x % 32) * 4;
+    static __device__ int start(int k) {  // within the tile, of this thread's k-th group of four
+        return ((threadIdx.x / 32 * VECTORS + k) * 32 + threadIdx.x % 32) * 4;
     }
+    static __device__ int size(int64_t tile, int64_t n) { return int(min(n - tile * SIZE, int64_t(SIZE))); }
     // Whole tiles of aligned memory go by 16 bytes; the last tile, or all of an odd address's, by elements, masked.
     static __device__ bool whole(const T* p, int64_t tile, int64_t n) {
         return (tile + 1) * SIZE <= n && reinterpret_cast<uintptr_t>(p) % 16 == 0;
     }
     __device__ void load(const T* x, int64_t tile, int64_t n) {
-        if (whole(x, tile, n)) {
+        const bool all = whole(x, tile, n);
+        x += tile * SIZE;
+        if (all) {
 #pragma unroll
             for (int k = 0; k < VECTORS; k++) {
-                const Four<T> q = *reinterpret_cast<const Four<T>*>(x + start(tile, k));
+                const Four<T> q = *reinterpret_cast<const Four<T>*>(x + start(k));
                 v[k][0] = q.x, v[k][1] = q.y, v[k][2] = q.z, v[k][3] = q.w;
             }
         } else {
 #pragma unroll
             for (int e = 0; e < VECTORS * 4; e++) {
-                const int64_t i = start(tile, e / 4) + e % 4;
-                v[e / 4][e % 4] = i < n ? x[i] : T(0);
+                const int i = start(e / 4) + e % 4;
+                v[e / 4][e % 4] = i < size(tile, n) ? x[i] : T(0);
             }
         }
     }
     __device__ void store(T* y, int64_t tile, int64_t n, T before) {
 #pragma unroll
         for (int e = 0; e < VECTORS * 4; e++) v[e / 4][e % 4] += before;
-        if (whole(y, tile, n)) {
+        const bool all = whole(y, tile, n);
+        y += tile * SIZE;
+        if (all) {
 #pragma unroll
             for (int k = 0; k < VECTORS; k++)
-                *reinterpret_cast<Four<T>*>(y + start(tile, k)) = {v[k][0], v[k][1], v[k][2], v[k][3]};
+                *reinterpret_cast<Four<T>*>(y + start(k)) = {v[k][0], v[k][1], v[k][2], v[k][3]};
         } else {
 #pragma unroll
             for (int e = 0; e < VECTORS * 4; e++) {
-                const int64_t i = start(tile, e / 4) + e % 4;
-                if (i < n) y[i] = v[e / 4][e % 4];
+                const int i = start(e / 4) + e % 4;
+                if (i < size(tile, n)) y[i] = v[e / 4][e % 4];
             }
         }
     }
-    // Inclusive prefixes within this warp's part of the tile; returns the part's sum.
+    // Inclusive prefixes within this warp's part of the tile; returns the part's sum. Four groups at a time overlap
+    // enough, and cost four registers; all 16 of a large tile would cost 16.
     __device__ T scan() {
-        T fours[VECTORS], part = T(0);
+        T part = T(0);
+        constexpr int AT_ONCE = VECTORS % 4 == 0 ? 4 : VECTORS % 3 == 0 ? 3 : 1;
 #pragma unroll
-        for (int k = 0; k < VECTORS; k++) {
-            for (int j = 1; j < 4; j++) v[k][j] += v[k][j - 1];
-            fours[k] = v[k][3];
-        }
-        warp_inclusive(fours);
+        for (int first = 0; first < VECTORS; first += AT_ONCE) {
+            T fours[AT_ONCE];
 #pragma unroll
-        for (int k = 0; k < VECTORS; k++) {
-            const T left = __shfl_up_sync(ALL, fours[k], 1);
-            const T before = threadIdx.x % 32 > 0 ? part + left : part;
-            for (int j = 0; j < 4; j++) v[k][j] += before;
-            part += __shfl_sync(ALL, fours[k], 31);
+            for (int k = 0; k < AT_ONCE; k++) {
+                for (int j = 1; j < 4; j++) v[first + k][j] += v[first + k][j - 1];
+                fours[k] = v[first + k][3];
+            }
+            warp_inclusive(fours);
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++) {
+                const T left = __shfl_up_sync(ALL, fours[k], 1);
+                const T before = threadIdx.x % 32 > 0 ? part + left : part;
+                for (int j = 0; j < 4; j++) v[first + k][j] += before;
+                part += __shfl_sync(ALL, fours[k], 31);
+            }
         }
+        return part;
+    }
+    // The same sum without the prefixes: 5 shuffles instead of 7 a group.
+    __device__ T sum() const {
+        T part = T(0);
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) part += (v[k][0] + v[k][2]) + (v[k][1] + v[k][3]);
+        for (int step = 16; step > 0; step /= 2) part += __shfl_xor_sync(ALL, part, step);
         return part;
     }
 };

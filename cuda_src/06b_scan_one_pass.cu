@@ -58,10 +58,15 @@ __global__ void __launch_bounds__(THREADS) scan_from_kernel(const T* x, T* y, co
 // Rung 3. New: one pass (2n). A tile publishes its sum as soon as it knows it, then looks back over its predecessors:
 // one that has published only its SUM is added and passed over, one that knows its PREFIX ends the search. So tiles
 // wait for a predecessor's load, never for its look-back. Status and value share one 64-bit word, which is written and
-// read whole: no fence. Tiles are numbered by a ticket, since blocks may start in any order: whoever waits, waits only
-// for blocks that already run. A warp looks at WINDOW * 32 predecessors at once: one round trip to L2 a window.
-// Predicted: two thirds of rung 2's time, the speed of a copy less what the first tiles wait. Float sums now depend on
-// when predecessors publish: the last bits may differ from run to run, where rungs 1 and 2 repeat theirs.
+// read whole: no fence. What sets the pace is how many bytes are on their way while tiles wait:
+// - A waiting tile sits in registers: 64 of a thread's 96 are data, and 5 blocks hold 160 KB on an SM, where 16 of 40
+//   hold 96 KB. Large tiles also pass on fewer words: at 4.2 TB/s, 64 tiles of 32 KB begin each microsecond, which is
+//   one or two round trips to L2; a warp therefore reads WINDOW * 32 words at a time, 256 bytes in a row each.
+// - The sum comes before the scan (20 times cheaper), since others wait for it. Warps scan while warp 0 looks back.
+// - No ticket: tiles are blocks in order, and their loads leave at once. Whoever waits, waits for lower blocks, which
+//   GPUs start first. CUDA does not promise that; CUB relies on it too. (An atomicAdd would, for a round trip a tile.)
+// Predicted: two thirds of rung 2's time, within 10% of a copy. Float sums now depend on when predecessors publish: the
+// last bits may differ from run to run, where rungs 1 and 2 repeat theirs.
 constexpr unsigned EMPTY = 0, SUM = 1, PREFIX = 2;
 using Word = unsigned long long;
 
@@ -75,53 +80,45 @@ __device__ void publish(volatile Word* words, int64_t tile, unsigned status, T v
     words[tile] = Word(status) << 32 | to_bits(value);
 }
 
-// Called by one warp. Lane l reads the words of WINDOW tiles, lane 0 those just before `tile`.
+// Called by one warp: the sum of all tiles before `tile`. Lane l looks l tiles further back than lane 0.
 template <typename T, int WINDOW>
 __device__ T look_back(const volatile Word* words, int64_t tile) {
     const int lane = threadIdx.x % 32;
-    T exclusive = T(0);
-    for (int64_t last = tile - 1;; last -= 32 * WINDOW) {
-        unsigned ends, reached;  // lanes that saw a PREFIX; lanes up to the first of them
-        T sum;
-        do {
-            bool end = false, empty = false;
-            sum = T(0);
+    T sum = T(0);  // of the tiles that this lane has taken
+    for (int64_t last = tile - 1;;) {
+        Word word[WINDOW];
 #pragma unroll
-            for (int k = 0; k < WINDOW; k++) {
-                const int64_t at = last - lane * WINDOW - k;
-                const Word word = at >= 0 ? words[at] : Word(PREFIX) << 32;  // before the first tile: a prefix of 0
-                T value;
-                from_bits(unsigned(word), value);
-                if (!end) {
-                    sum += value;
-                    empty |= unsigned(word >> 32) == EMPTY;
-                    end = unsigned(word >> 32) == PREFIX;
-                }
+        for (int k = 0; k < WINDOW; k++) {
+            const int64_t at = last - k * 32 - lane;
+            word[k] = at >= 0 ? words[at] : Word(PREFIX) << 32;  // before the first tile: a prefix of 0
+        }
+#pragma unroll
+        for (int k = 0; k < WINDOW; k++) {
+            const unsigned empty = __ballot_sync(ALL, unsigned(word[k] >> 32) == EMPTY);
+            const unsigned prefix = __ballot_sync(ALL, unsigned(word[k] >> 32) == PREFIX);
+            const unsigned known = ~empty & (empty - 1);             // lanes below the lowest set bit; all, if none is
+            const unsigned taken = known & (prefix ^ (prefix - 1));  // ... and up to the first prefix
+            T value;
+            from_bits(unsigned(word[k]), value);
+            if (taken >> lane & 1) sum += value;
+            if (prefix & known) {
+                for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
+                return sum;
             }
-            ends = __ballot_sync(ALL, end);
-            reached = ends ? ends ^ (ends - 1) : ALL;
-            empty = empty && (reached >> lane & 1);
-            if (!__any_sync(ALL, empty)) break;
-        } while (true);
-        if (!(reached >> lane & 1)) sum = T(0);
-        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
-        exclusive += sum;
-        if (ends) return exclusive;
+            last -= __popc(taken);
+            if (empty) break;  // look again, from the first tile that had nothing to say
+        }
     }
 }
 
-template <typename T, int THREADS, int VECTORS, int WINDOW>
-__global__ void __launch_bounds__(THREADS) look_back_kernel(const T* x, T* y, Word* words, int64_t n) {
-    __shared__ unsigned ticket;
+template <typename T, int THREADS, int VECTORS, int WINDOW, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) look_back_kernel(const T* x, T* y, Word* words, int64_t n) {
     __shared__ T shared_prefix;
-    if (threadIdx.x == 0) ticket = atomicAdd(reinterpret_cast<unsigned*>(words), 1u);
-    words++;
-    __syncthreads();
-    const int64_t tile = ticket;
+    const int64_t tile = blockIdx.x;
     Tile<T, THREADS, VECTORS> part;
     part.load(x, tile, n);
     T tile_sum;
-    const T before = warps_before<T, THREADS / 32>(part.scan(), tile_sum);
+    const T before = warps_before<T, THREADS / 32>(part.sum(), tile_sum);
     if (threadIdx.x < 32) {
         if (threadIdx.x == 0) publish(words, tile, SUM, tile_sum);
         const T prefix = look_back<T, WINDOW>(words, tile);
@@ -130,6 +127,7 @@ __global__ void __launch_bounds__(THREADS) look_back_kernel(const T* x, T* y, Wo
             shared_prefix = prefix;
         }
     }
+    part.scan();
     __syncthreads();
     part.store(y, tile, n, shared_prefix + before);
 }
@@ -180,20 +178,20 @@ void reduce_then_scan(const T* x, T* y, T* scratch, int64_t scratch_size, int64_
     CUDA_CHECK(cudaGetLastError());
 }
 
-template <typename T, int THREADS, int VECTORS, int WINDOW>
+template <typename T, int THREADS, int VECTORS, int WINDOW, int BLOCKS>
 void look_back_with(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
     const unsigned tiles = tiles_of(n, scratch_size, Tile<T, THREADS, VECTORS>::SIZE);
     course::require(reinterpret_cast<uintptr_t>(scratch) % 8 == 0, "scan: scratch must be aligned to 8 bytes");
     if (tiles == 0) return;
-    Word* const words = reinterpret_cast<Word*>(scratch);  // the ticket, then a word a tile: zero is EMPTY
-    CUDA_CHECK(cudaMemsetAsync(words, 0, (1 + size_t(tiles)) * sizeof(Word), stream));
-    look_back_kernel<T, THREADS, VECTORS, WINDOW><<<tiles, THREADS, 0, stream>>>(x, y, words, n);
+    Word* const words = reinterpret_cast<Word*>(scratch);  // a word a tile: zero is EMPTY
+    CUDA_CHECK(cudaMemsetAsync(words, 0, size_t(tiles) * sizeof(Word), stream));
+    look_back_kernel<T, THREADS, VECTORS, WINDOW, BLOCKS><<<tiles, THREADS, 0, stream>>>(x, y, words, n);
     CUDA_CHECK(cudaGetLastError());
 }
 
 template <typename T>
 void look_back(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
-    look_back_with<T, THREADS, VECTORS, 1>(x, y, scratch, scratch_size, n, stream);
+    look_back_with<T, 128, 16, 4, 5>(x, y, scratch, scratch_size, n, stream);
 }
 
 #ifndef COURSE_EMULATED

@@ -29,6 +29,12 @@ __device__ Corner corner(int64_t N, int tile) {
     return {int64_t(blockIdx.x / across) * tile, int64_t(blockIdx.x % across) * tile};
 }
 
+// v7. The same, the tiles taken one below the other.
+__device__ Corner corner_down(int64_t M, int tile) {
+    const unsigned down = unsigned((M + tile - 1) / tile);
+    return {int64_t(blockIdx.x % down) * tile, int64_t(blockIdx.x / down) * tile};
+}
+
 int64_t tiles(int64_t M, int64_t N, int tile) {
     const int64_t count = course::ceil_div(M, tile) * course::ceil_div(N, tile);
     course::require(count < (int64_t(1) << 31), "a grid has at most 2^31 - 1 blocks, and this matrix has more tiles");
@@ -141,10 +147,11 @@ constexpr int SQUARES = 16;  // along each side of a tile: 16 x 16 threads
 
 __device__ int wide_at(int r, int quad) { return r * SQUARES + (quad ^ (r / 4)); }
 
+template <bool DOWN>
 __global__ __launch_bounds__(SQUARES * SQUARES)
 void transpose_vectorized_kernel(const float4* x, float4* y, int64_t M4, int64_t N4) {  // [4 M4, N4] -> [4 N4, M4]
     __shared__ float4 tile[4 * SQUARES * SQUARES];  // row r is column r of x's tile
-    const Corner from = corner(N4, SQUARES);        // counted in squares
+    const Corner from = DOWN ? corner_down(M4, SQUARES) : corner(N4, SQUARES);  // counted in squares
     const int i = threadIdx.y, j = threadIdx.x;
     if (from.row + i < M4 && from.column + j < N4) {  // M and N are multiples of 4: a square is inside or outside
         float4 v[4];
@@ -164,13 +171,67 @@ void transpose_vectorized_kernel(const float4* x, float4* y, int64_t M4, int64_t
     }
 }
 
-void transpose_vectorized(const float* x, float* y, int64_t M, int64_t N, cudaStream_t stream) {
+// A row that begins off a multiple of 16 bytes cannot be read by float4.
+bool quads_fit(const float* x, const float* y, int64_t M, int64_t N) {
     const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % sizeof(float4) == 0; };
-    // A row that begins off a multiple of 16 bytes cannot be read by float4: such matrices go to v5.
-    if (M % 4 != 0 || N % 4 != 0 || !aligned(x) || !aligned(y)) return transpose_swizzled(x, y, M, N, stream);
+    return M % 4 == 0 && N % 4 == 0 && aligned(x) && aligned(y);
+}
+
+template <bool DOWN>
+void launch_vectorized(const float* x, float* y, int64_t M, int64_t N, cudaStream_t stream) {
     if (M == 0 || N == 0) return;
-    transpose_vectorized_kernel<<<tiles(M / 4, N / 4, SQUARES), dim3(SQUARES, SQUARES), 0, stream>>>(
+    transpose_vectorized_kernel<DOWN><<<tiles(M / 4, N / 4, SQUARES), dim3(SQUARES, SQUARES), 0, stream>>>(
         reinterpret_cast<const float4*>(x), reinterpret_cast<float4*>(y), M / 4, N / 4);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+void transpose_vectorized(const float* x, float* y, int64_t M, int64_t N, cudaStream_t stream) {
+    (quads_fit(x, y, M, N) ? launch_vectorized<false> : transpose_swizzled)(x, y, M, N, stream);  // v5 takes the others
+}
+
+// v7. New: another order of the tiles. Blocks start in the order of blockIdx and some 1000 run at a time. If those are
+// neighbours along a row of x, each row of it is read in one piece, and y is written in pieces of 256 bytes, a row
+// apart. Taken down a column they write whole rows of y, and read x in pieces. The same counts; but what is written
+// waits in L2 and leaves it line by line, and a DRAM page that is opened for a write pays more for it (the bus has to
+// turn round) than one opened for a read, so it is the writes that should be neighbours. Predicted: nothing at 1024 and
+// 2048, where L2 holds all; 1 to 3% of a copy's speed beyond. Rows of more than 64 KB keep v6's order: there the reads,
+// so far apart, cost more than the writes gain.
+void transpose_down(const float* x, float* y, int64_t M, int64_t N, cudaStream_t stream) {
+    const auto launch = N <= 16384 ? launch_vectorized<true> : launch_vectorized<false>;
+    (quads_fit(x, y, M, N) ? launch : transpose_swizzled)(x, y, M, N, stream);
+}
+
+// v8. New: an answer for the other shapes. Where M is odd, a row of y begins anywhere in a sector of 32 bytes, and so does
+// each piece of it that a tile owns: v5's 128 bytes are 5 sectors, of which 2 are written in part, and L2 has to merge
+// them with what the neighbour writes, or to ask the DRAM for the rest. Pieces twice as long have half as many ends: 9
+// sectors for 256 bytes. Predicted: between v5 and v7, whose loads are four times as wide.
+constexpr int WIDE = 64;  // words
+
+__global__ __launch_bounds__(TILE * ROWS)
+void transpose_wide_kernel(const float* __restrict__ x, float* __restrict__ y, int64_t M, int64_t N) {
+    __shared__ float tile[WIDE * (WIDE + 1)];
+    const Corner at = corner_down(M, WIDE);
+#pragma unroll
+    for (int k = 0; k < WIDE; k += ROWS) {
+        const int i = threadIdx.y + k;
+#pragma unroll
+        for (int c = threadIdx.x; c < WIDE; c += TILE)
+            if (at.row + i < M && at.column + c < N) tile[i * (WIDE + 1) + c] = x[(at.row + i) * N + at.column + c];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < WIDE; k += ROWS) {
+        const int c = threadIdx.y + k;
+#pragma unroll
+        for (int i = threadIdx.x; i < WIDE; i += TILE)
+            if (at.row + i < M && at.column + c < N) y[(at.column + c) * M + at.row + i] = tile[i * (WIDE + 1) + c];
+    }
+}
+
+void transpose_any(const float* x, float* y, int64_t M, int64_t N, cudaStream_t stream) {
+    if (quads_fit(x, y, M, N)) return transpose_down(x, y, M, N, stream);
+    if (M == 0 || N == 0) return;
+    transpose_wide_kernel<<<tiles(M, N, WIDE), dim3(TILE, ROWS), 0, stream>>>(x, y, M, N);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -178,7 +239,8 @@ using Launcher = void (*)(const float*, float*, int64_t, int64_t, cudaStream_t);
 constexpr std::pair<const char*, Launcher> LADDER[] = {
     {"transpose_read", transpose_read},     {"transpose_write", transpose_write},
     {"transpose_tile", transpose_tile},     {"transpose_padded", transpose_padded},
-    {"transpose_swizzled", transpose_swizzled}, {"transpose_vectorized", transpose_vectorized}};
+    {"transpose_swizzled", transpose_swizzled}, {"transpose_vectorized", transpose_vectorized},
+    {"transpose_down", transpose_down},     {"transpose_any", transpose_any}};
 
 COURSE_MODULE(m) {
     for (const auto& [name, launcher] : LADDER) bind(m, name, launcher);

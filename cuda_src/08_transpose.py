@@ -50,6 +50,16 @@ def transpose_vectorized(x):
     return _launch("transpose_vectorized", x)
 
 
+def transpose_down(x):
+    """[M, N] -> [N, M] float32, as transpose_vectorized, tiles one below the other: whole rows are written at once."""
+    return _launch("transpose_down", x)
+
+
+def transpose_any(x):
+    """[M, N] -> [N, M] float32, as transpose_down; where no float4 may be, by tiles of 64 x 64."""
+    return _launch("transpose_any", x)
+
+
 def _launch(name, x):
     expect(x=x, ndim=2, dtypes=[torch.float32], contiguous=True)
     M, N = x.shape
@@ -69,7 +79,8 @@ def bits_stay(rung):
     assert torch.equal(rung(bits.view(torch.float32)).view(torch.int32), bits.T)
 
 
-RUNGS = (transpose_read, transpose_write, transpose_tile, transpose_padded, transpose_swizzled, transpose_vectorized)
+TILES = (transpose_tile, transpose_padded, transpose_swizzled)
+RUNGS = (transpose_read, transpose_write, *TILES, transpose_vectorized, transpose_down, transpose_any)
 
 LESSON = Lesson(
     reference=reference,
@@ -85,6 +96,7 @@ LESSON = Lesson(
         case("multiples of 4, and tiles that hang over both edges", M=68, N=132),
         case("multiples of 4, where no float4 may be", M=36, N=40, start=1),
         case("more tiles down than 65535, the end of a grid's second dimension", gib=1, M=4 * 2**20 + 64, N=4),
+        case("one less than tiles of 64 hold down, one more across", M=127, N=65),
         case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15),
         case("whole tiles, on which requests are counted", M=64, N=128),
     ),
@@ -115,14 +127,6 @@ LESSON = Lesson(
             "transpose_padded",
             "uninitialised",
         ),
-        Mutant(
-            "padding forgotten in the size",
-            "Padded",
-            "TILE * (TILE + 1);",
-            "TILE * TILE;",
-            "transpose_padded",
-            "out of bounds",
-        ),
         Mutant("a swizzle that is no permutation", "Swizzled", "c ^ r", "c & r", "transpose_swizzled", "race"),
         Mutant(
             "swizzled on one side only",
@@ -141,18 +145,29 @@ LESSON = Lesson(
         ),
         Mutant(
             "16 bytes wherever x begins",
-            "transpose_vectorized",
-            "!aligned(x)",
-            "false",
+            "quads_fit",
+            "aligned(x)",
+            "true",
             "transpose_vectorized",
             "misaligned",
         ),
+        Mutant("one row of tiles", "corner_down", "blockIdx.x % down", "blockIdx.x % 1", "transpose_down", "race"),
+        Mutant(
+            "a column too few",
+            "transpose_wide_kernel",
+            "column + c < N) y[",
+            "column + c + 1 < N) y[",
+            "transpose_any",
+            "nan",
+        ),
+        Mutant("no barrier", "transpose_wide_kernel", "__syncthreads();", "", "transpose_any", "race"),
     ),
     properties=(bits_stay,),
     peers={"torch": lambda x: x.T.contiguous()},
     claims={
         "transpose_tile_kernel": ("no spills",),
         "transpose_vectorized_kernel": ("16-byte loads", "16-byte stores", "no spills"),
+        "transpose_wide_kernel": ("no spills",),
     },
     passes=dict.fromkeys(RUNGS, 1.0),
     counts={
@@ -162,6 +177,8 @@ LESSON = Lesson(
         transpose_padded: {"sectors a request": 4.0, "wavefronts a shared access": 1.0},
         transpose_swizzled: {"sectors a request": 4.0, "wavefronts a shared access": 1.0},
         transpose_vectorized: {"sectors a request": 16.0, "wavefronts a shared access": 4.0},
+        transpose_down: {"sectors a request": 16.0, "wavefronts a shared access": 4.0},
+        transpose_any: {"sectors a request": 16.0, "wavefronts a shared access": 4.0},
     },
     refuses=(
         Refusal("a vector", lambda f: f(inputs(2, 4)[0].view(-1)), ValueError, "x has 1 dimension"),

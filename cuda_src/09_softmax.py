@@ -25,20 +25,20 @@ def reference(x):
 
 def softmax_naive(x):
     """[M, N] -> [M, N] float32 or bfloat16, one thread a row, three reads."""
-    return launch(kernels, "softmax_naive", x)
+    return _launch(kernels, "softmax_naive", x)
 
 
 def softmax_block(x):
     """[M, N] -> [M, N] float32 or bfloat16, one block a row, three reads."""
-    return launch(kernels, "softmax_block", x)
+    return _launch(kernels, "softmax_block", x)
 
 
 def softmax_online(x):
     """[M, N] -> [M, N] float32 or bfloat16, one block a row, two reads (Milakov and Gimelshein 2018, algorithm 3)."""
-    return launch(kernels, "softmax_online", x)
+    return _launch(kernels, "softmax_online", x)
 
 
-def launch(module, name, x):
+def _launch(module, name, x):
     expect(x=x, ndim=2, dtypes=DTYPES, contiguous=True)
     y = torch.empty_like(x)
     getattr(module, f"{name}_{str(x.dtype).removeprefix('torch.')}")(x, y, *x.shape)
@@ -85,7 +85,7 @@ REFUSES = (
 )
 
 
-def work(M, N, dtype, strange=False):
+def _work(M, N, dtype, strange=False):
     return Work(bytes=2 * M * N * dtype.itemsize, flops=5 * M * N)
 
 
@@ -106,7 +106,7 @@ LESSON = Lesson(
         case("whole warps, on which bytes and requests are counted", M=64, N=256),
     ),
     benches=tuple({"M": m, "N": n} for m, n in SHAPES),
-    work=work,
+    work=_work,
     wrong=(
         Mutant("no maximum subtracted", "softmax_naive_kernel", "m = fmaxf(m, widen(x[j]))", "m = 0",
                "softmax_naive", "nan"),

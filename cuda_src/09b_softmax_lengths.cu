@@ -20,7 +20,7 @@ namespace cg = cooperative_groups;
 // v4. New: the row stays in registers, 16 bytes a load and eight loads a thread, all on their way before the first use.
 // It stays as it came: 128 bytes are 32 registers, widened anew for the maximum, the sum and the result (a second
 // exponential costs less than the registers that would keep the first). 64 registers a thread, so 128 KB on an SM.
-// Predicted: one read and one write, copy speed while an SM holds several rows (to 32 KB each): one loads while
+// Predicted: one read and one write, copy speed while an SM holds two rows or more (to 64 KB each): one loads while
 // another stores. By Little's law 4.2 TB/s at 800 ns are 25 KB on their way for each SM.
 constexpr int K = 8, THREADS = 512;  // vectors a thread, threads of a block at most
 
@@ -133,7 +133,7 @@ void softmax_lanes(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stream) 
 // v6. New: a long row is shared by the blocks of a cluster, which run at the same time on neighbouring SMs and can
 // write into each other's shared memory. Each warp sends its pair to every block; one barrier of the cluster, and all
 // know.
-// Predicted: copy speed from 32 KB a row on, where v4 has room for three rows an SM or fewer, to 512 KB.
+// Predicted: most of copy speed from 64 KB a row on, where v4 ends, to 512 KB: blocks wait for the slowest of theirs.
 #ifndef COURSE_EMULATED
 constexpr int MAX_PARTS = 8;
 
@@ -221,11 +221,10 @@ template <typename T>
 void softmax(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stream) {
     const int64_t bytes = N * sizeof(T);
     if (bytes <= 2048) return softmax_lanes(x, y, M, N, stream);
-    if (bytes <= 32768) return softmax_registers(x, y, M, N, stream);
+    if (bytes <= 65536) return softmax_registers(x, y, M, N, stream);
 #ifndef COURSE_EMULATED
     if (bytes <= 1 << 19 && M < (1 << 28) && has_clusters()) return softmax_cluster(x, y, M, N, stream);
 #endif
-    if (bytes <= 65536) return softmax_registers(x, y, M, N, stream);
     if (no_rows(M, N)) return;
     softmax_rest_kernel<<<M, 512, 0, stream>>>(x, y, N, whole_vectors<T>(x, y, N));
     CUDA_CHECK(cudaGetLastError());

@@ -19,25 +19,25 @@ kernels = cuda.extension(__file__)  # 09b_softmax_lengths.cu, built at the first
 def softmax_registers(x):
     """[M, N] -> [M, N] float32 or bfloat16, one block a row of at most 64 KB."""
     _up_to(x, 2**16, "all that the registers of one block hold")
-    return first.launch(kernels, "softmax_registers", x)
+    return first._launch(kernels, "softmax_registers", x)
 
 
 def softmax_lanes(x):
     """[M, N] -> [M, N] float32 or bfloat16, 1 to 32 lanes a row of at most 2 KB."""
     _up_to(x, 2**11, "four vectors a lane of one warp")
-    return first.launch(kernels, "softmax_lanes", x)
+    return first._launch(kernels, "softmax_lanes", x)
 
 
 @needs(90, "thread block clusters")
 def softmax_cluster(x):
     """[M, N] -> [M, N] float32 or bfloat16, 2 to 8 blocks a row of at most 512 KB."""
     _up_to(x, 2**19, "all that the registers of 8 blocks hold")
-    return first.launch(kernels, "softmax_cluster", x)
+    return first._launch(kernels, "softmax_cluster", x)
 
 
 def softmax(x):
     """[M, N] -> [M, N] float32 or bfloat16, for every M and N, each row length by the rung that suits it."""
-    return first.launch(kernels, "softmax", x)
+    return first._launch(kernels, "softmax", x)
 
 
 def _up_to(x, most, why):
@@ -72,7 +72,7 @@ LESSON = Lesson(
         case("whole vectors, on which bytes and requests are counted", M=32, N=256),
     ),
     benches=tuple({"M": m, "N": n} for m, n in first.SHAPES),
-    work=first.work,
+    work=first._work,
     wrong=(
         Mutant("padding counts as 0", "softmax_registers_kernel", "-INFINITY", "0.0f", "softmax_registers"),
         Mutant("pairs read before they are there", "softmax_registers_kernel", "    __syncthreads();\n", "",

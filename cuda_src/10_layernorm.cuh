@@ -42,7 +42,7 @@ __device__ __forceinline__ float count_of(const Share& share) {
 
 // Statistics of what a group of lanes holds, two passes over registers: exact, and no chain of divisions.
 template <typename T, int LANES = 32, int COUNT>
-__device__ __forceinline__ Stats stats_of(const uint4 (&v)[COUNT], const Share& share, float count) {
+__device__ __forceinline__ Stats stats_of(uint4 (&v)[COUNT], const Share& share, float count) {
     float sum = 0, m2 = 0;
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
@@ -52,6 +52,7 @@ __device__ __forceinline__ Stats stats_of(const uint4 (&v)[COUNT], const Share& 
         for (int e = 0; e < VEC<T>; e++) sum += f[e];
     }
     const float mean = lanes_sum<LANES>(sum) / fmaxf(count, 1);
+    again(v);
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
         const int there = share.there<T>(k);
@@ -59,7 +60,8 @@ __device__ __forceinline__ Stats stats_of(const uint4 (&v)[COUNT], const Share& 
         unpack<T>(v[k], f);
 #pragma unroll
         for (int e = 0; e < VEC<T>; e++)
-            if (e < there) m2 += (f[e] - mean) * (f[e] - mean);  // the padding is 0, and 0 - mean is not
+            // The padding is 0, and 0 - mean is not. Whole vectors are there or not.
+            if (share.whole ? there > 0 : e < there) m2 += (f[e] - mean) * (f[e] - mean);
     }
     return {mean, lanes_sum<LANES>(m2), count};
 }
@@ -74,17 +76,29 @@ __device__ __forceinline__ Stats merge_all(const float4* parts, int count, int n
     return {mean, lanes_sum(m2), float(n)};
 }
 
+// A vector of w or b, through the cache for what no kernel writes: so the compiler may load the next before it stores.
+template <typename T>
+__device__ __forceinline__ uint4 load_constant(const T* row, int i, const Share& share) {
+    if (share.whole) return __ldg(reinterpret_cast<const uint4*>(row) + i);
+    float f[VEC<T>];
+#pragma unroll
+    for (int e = 0; e < VEC<T>; e++) f[e] = i * VEC<T> + e < share.n ? widen(row[i * VEC<T> + e]) : 0;
+    return pack<T>(f);
+}
+
 template <typename T, int COUNT>
-__device__ __forceinline__ void store_share(const uint4 (&v)[COUNT], const uint4 (&w)[COUNT], const uint4 (&b)[COUNT],
-                                            float mean, float rstd, T* row, const Share& share) {
+__device__ __forceinline__ void store_share(const uint4 (&v)[COUNT], const T* w, const T* b, float mean, float rstd,
+                                            T* row, const Share& share) {
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
+        const int i = share.first + k * share.step;
+        if (i >= share.end) continue;
         float f[VEC<T>], scale[VEC<T>], shift[VEC<T>];
-        unpack<T>(v[k], f), unpack<T>(w[k], scale), unpack<T>(b[k], shift);
+        unpack<T>(v[k], f);
+        unpack<T>(load_constant(w, i, share), scale), unpack<T>(load_constant(b, i, share), shift);
 #pragma unroll
         for (int e = 0; e < VEC<T>; e++) f[e] = (f[e] - mean) * rstd * scale[e] + shift[e];
-        const int i = share.first + k * share.step;
-        if (i < share.end) store_vector<T>(f, row, share.n, i, share.whole);
+        store_vector<T>(f, row, share.n, i, share.whole);
     }
 }
 

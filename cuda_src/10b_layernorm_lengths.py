@@ -1,8 +1,7 @@
-"""LayerNorm in CUDA C++ at every row length: x is read once, w and b hardly at all
-==============================================================================
-The kernels and what they predict are in 10b_layernorm_lengths.cu: rows in registers, a few lanes a row, blocks that
-stay for many rows and fetch the next ones meanwhile, clusters of them for long rows. The cluster is no part of the
-emulator: it runs on an sm_90 GPU and is compiled anywhere.
+"""LayerNorm in CUDA C++ at every row length: x is read once, w and b from the caches
+==================================================================================
+The kernels and what they predict are in 10b_layernorm_lengths.cu: a row in the registers of a block, of a few lanes, of
+a cluster of blocks. The cluster is no part of the emulator: it runs on an sm_90 GPU and is compiled anywhere.
 
 Run it:    python cuda_src/10b_layernorm_lengths.py
 Check it:  python -m lessonkit check 10b_layernorm_lengths
@@ -19,40 +18,39 @@ EPS = first.EPS
 
 
 def layernorm_registers(x, w, b, eps=EPS):
-    """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32; float32 or bfloat16, rows to 32 KB."""
-    _up_to(x, 2**15)
-    return first.launch(kernels, "layernorm_registers", x, w, b, eps)
+    """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32; float32 or bfloat16, rows to 64 KB."""
+    _up_to(x, 2**16)
+    return first._launch(kernels, "layernorm_registers", x, w, b, eps)
 
 
 def layernorm_lanes(x, w, b, eps=EPS):
     """As layernorm_registers, 1 to 32 lanes a row of at most 2 KB."""
     _up_to(x, 2**11)
-    return first.launch(kernels, "layernorm_lanes", x, w, b, eps)
-
-
-def layernorm_persistent(x, w, b, eps=EPS):
-    """As layernorm_registers, blocks that stay; rows that are a multiple of 16 bytes, to 32 KB."""
-    _up_to(x, 2**15, whole=True)
-    return first.launch(kernels, "layernorm_persistent", x, w, b, eps)
+    return first._launch(kernels, "layernorm_lanes", x, w, b, eps)
 
 
 @needs(90, "thread block clusters")
 def layernorm_cluster(x, w, b, eps=EPS):
-    """As layernorm_persistent, 2 to 8 blocks a row of at most 256 KB."""
-    _up_to(x, 2**18, whole=True)
-    return first.launch(kernels, "layernorm_cluster", x, w, b, eps)
+    """As layernorm_registers, 2 to 8 blocks a row; rows that are a multiple of 16 bytes, to 512 KB."""
+    _up_to(x, 2**19, whole=True)
+    return first._launch(kernels, "layernorm_cluster", x, w, b, eps)
 
 
 def layernorm(x, w, b, eps=EPS):
     """As layernorm_registers for every M and N, each row length by the rung that suits it."""
-    return first.launch(kernels, "layernorm", x, w, b, eps)
+    return first._launch(kernels, "layernorm", x, w, b, eps)
 
 
 def _up_to(x, most, whole=False):
     if x.ndim == 2 and x.shape[1] * x.element_size() > most:
-        raise Unsupported(f"rows past {most // 1024} KB: more than this rung's registers or shared memory hold")
+        raise Unsupported(f"rows past {most // 1024} KB: more than this rung's registers hold")
     if whole and x.ndim == 2 and x.shape[1] * x.element_size() % 16:
-        raise Unsupported("rows that are no multiple of 16 bytes: cp.async copies 16 aligned bytes at a time")
+        raise Unsupported("rows that are no multiple of 16 bytes: here every load and store is 16 aligned bytes")
+
+
+def _whole(kernel, *claims):
+    """Claims of the instances for rows that are whole vectors; the others go element by element, and may spill."""
+    return tuple(f"{kernel}<{dtype}, true>: {claim}" for dtype in ("float", "__nv_bfloat16") for claim in claims)
 
 
 # fmt: off
@@ -60,49 +58,45 @@ LESSON = Lesson(
     reference=first.reference,
     inputs=first.inputs,
     extension=kernels,
-    rungs=(layernorm_registers, layernorm_lanes, layernorm_persistent, layernorm_cluster, layernorm),
+    rungs=(layernorm_registers, layernorm_lanes, layernorm_cluster, layernorm),
     checks=(
         case("no rows", M=0, N=5),
         case("rows of nothing", M=3, N=0),
         case("one element a row: a lane a row", M=17, N=1),
         case("a prime width: no vector is aligned, no lane count fits", M=7, N=127),
-        case("whole vectors, the last lanes without one; more rows than blocks, so that they turn", M=150, N=120),
-        case("so many more that the ring goes round", M=520, N=8),
+        case("whole vectors, the last lanes without one", M=15, N=120),
         case("two warps, ragged", M=3, N=1037),
-        case("three warps in whole vectors, several turns of each block", M=40, N=1048),
-        case("past 32 KB: two chunks, the second ragged", M=3, N=10007),
+        case("two warps in whole vectors", M=5, N=1048),
+        case("past 64 KB: two chunks, the second ragged", M=3, N=17003),
         case("one cluster of 8 in 32 bits, of 4 in 16", gib=1, M=300, N=65536),
-        case("past 256 KB", gib=1, M=3, N=262147),
-        case("row offsets past 2^31, persistent", gib=120, M=262145, N=8200),
+        case("past 512 KB", gib=1, M=3, N=262147),
+        case("row offsets past 2^31, in a block", gib=120, M=262145, N=8200),
         case("and in a cluster", gib=120, M=65537, N=32776),
         case("whole vectors, on which requests are counted", M=32, N=256),
     ),
     benches=tuple({"M": m, "N": n} for m, n in first.SHAPES),
-    work=first.work,
+    work=first._work,
     wrong=(
-        Mutant("the padding has a spread", "stats_of", "if (e < there) ", "", "layernorm_registers"),
+        Mutant("the padding has a spread", "stats_of", "if (share.whole ? there > 0 : e < there) ", "",
+               "layernorm_registers"),
         Mutant("parts read before they are there", "layernorm_registers_kernel", "    __syncthreads();\n", "",
                "layernorm_registers", "race"),
         Mutant("warps merged as if their means were equal", "merge_all",
                "(parts[i].x - mean) * (parts[i].x - mean) * parts[i].z", "0", "layernorm_registers"),
         Mutant("rows past M are read", "layernorm_lanes_kernel", "row < M ? vectors : 0", "vectors", "layernorm_lanes",
                "out of bounds"),
-        Mutant("the row is used before it has come", "layernorm_persistent_kernel",
-               "        __pipeline_wait_prior(STAGES - 1);\n", "", "layernorm_persistent", "uninitialised"),
-        Mutant("one wait too late", "layernorm_persistent_kernel", "__pipeline_wait_prior(STAGES - 1)",
-               "__pipeline_wait_prior(STAGES)", "layernorm_persistent", "uninitialised"),
-        Mutant("one place for two rows' statistics", "layernorm_persistent_kernel", "parts[turn % 2][threadIdx.x / 32]",
-               "parts[0][threadIdx.x / 32]", "layernorm_persistent", "uninitialised"),
-        Mutant("always the first row fetched ahead", "layernorm_persistent_kernel", "x + ahead * n", "x + row * n",
-               "layernorm_persistent"),
+        Mutant("w for every vector is the first", "store_share", "load_constant(w, i, share)",
+               "load_constant(w, share.first, share)", "layernorm_registers"),
         Mutant("chunks replace each other", "layernorm_rest_kernel", "mine = merge(mine, ",
                "mine = merge(Stats{0, 0, 0}, ", "layernorm"),
     ),
     peers=first.PEERS,
     claims={
-        "layernorm_registers_kernel": ("16-byte loads", "16-byte stores", "no spills"),
-        "layernorm_persistent_kernel": ("cp.async", "16-byte stores", "no spills"),
-        "layernorm_cluster_kernel": ("no spills",),
+        "layernorm_registers_kernel": (
+            *_whole("layernorm_registers_kernel", "16-byte loads", "16-byte stores"),
+            "layernorm_registers_kernel<__nv_bfloat16, true>: no spills",
+        ),
+        "layernorm_cluster_kernel": ("layernorm_cluster_kernel<__nv_bfloat16>: no spills",),
     },
     counts={layernorm_registers: {"sectors a load": 16}, layernorm_lanes: {"barriers": 0}},
     properties=(first.shift_and_scale_change_nothing, first.strange_numbers_stay_in_their_row),

@@ -2,26 +2,30 @@
 #pragma once
 #include "10_layernorm.cuh"
 
-// v4. The row stays in registers between its statistics and its result, with 16 bytes a load and one barrier.
-// Predicted: one read and one write; w and b come from L2 for every row, 2MN more there. Copy speed where L1 still
-// holds w and b (to 8192 columns in 16 bits), less past it.
-template <typename T>
-__global__ void __launch_bounds__(512)
+// v4. The row stays in registers between its statistics and its result, as it came: 16 bytes a load, eight loads a
+// thread on their way before the first use, and in 16 bits 32 registers, widened anew for the mean, the spread and the
+// result. w and b come last, from L1 or L2, a vector at a time. One barrier.
+// Predicted: one read and one write. 64 registers a thread leave room for 128 KB of rows on an SM, four times the 25 KB
+// that Little's law wants on their way, so that one row loads while another stores: nearly copy speed to 32 KB a row.
+// w and b are 2MN more from L1 or L2, which are faster than memory but not free: a tenth less past 16 KB a row.
+constexpr int K = 8, THREADS = 512;  // vectors a thread, threads of a block at most
+
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(THREADS, WHOLE ? 2 : 1)
     layernorm_registers_kernel(const T* x, const T* w, const T* b, T* y, float* mean, float* rstd, int n, int vectors,
-                               float eps, bool whole) {
-    __shared__ float4 parts[16];
+                               float eps) {
+    __shared__ float4 parts[THREADS / 32];
     x += blockIdx.x * int64_t(n), y += blockIdx.x * int64_t(n);
-    const Share share = {n, int(threadIdx.x), int(blockDim.x), vectors, whole};
-    uint4 v[4], scale[4], shift[4];
+    const Share share = {n, int(threadIdx.x), int(blockDim.x), vectors, WHOLE};
+    uint4 v[K];
     share.load(v, x);
-    const Stats mine = stats_of<T>(v, share, lanes_sum(count_of<T, 4>(share)));
+    const Stats mine = stats_of<T>(v, share, lanes_sum(count_of<T, K>(share)));
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = make_float4(mine.mean, mine.m2, mine.count, 0);
     __syncthreads();
     const Stats all = merge_all(parts, blockDim.x / 32, n);
     const float r = 1 / sqrtf(all.m2 / n + eps);
     again(v);
-    share.load(scale, w), share.load(shift, b);
-    store_share<T>(v, scale, shift, all.mean, r, y, share);
+    store_share<T>(v, w, b, all.mean, r, y, share);
     if (threadIdx.x == 0) mean[blockIdx.x] = all.mean, rstd[blockIdx.x] = r;
 }
 
@@ -34,16 +38,17 @@ bool whole(const T* x, const T* w, const T* b, const T* y, int64_t N) {
 template <typename T>
 void layernorm_registers(const T* x, const T* w, const T* b, T* y, float* mean, float* rstd, int64_t M, int64_t N,
                          float eps, cudaStream_t stream) {
-    course::require(N * sizeof(T) <= 512 * 4 * 16, "layernorm_registers: rows of at most 32 KB");
+    course::require(N * sizeof(T) <= THREADS * K * 16, "layernorm_registers: rows of at most 64 KB");
     if (no_rows(M, N)) return;
-    const int vectors = int(course::ceil_div(N, VEC<T>)), threads = 32 * int(course::ceil_div(vectors, 32 * 4));
-    layernorm_registers_kernel<<<M, threads, 0, stream>>>(x, w, b, y, mean, rstd, int(N), vectors, eps,
-                                                          whole(x, w, b, y, N));
+    const int vectors = int(course::ceil_div(N, VEC<T>)), threads = 32 * int(course::ceil_div(vectors, 32 * K));
+    const auto kernel =
+        whole(x, w, b, y, N) ? layernorm_registers_kernel<T, true> : layernorm_registers_kernel<T, false>;
+    kernel<<<M, threads, 0, stream>>>(x, w, b, y, mean, rstd, int(N), vectors, eps);
     CUDA_CHECK(cudaGetLastError());
 }
 
 // v5. New: a short row needs no block. LANES lanes of a warp (1 to 32, for up to 2 KB) own a row with four vectors
-// each: no barrier, no shared memory. Predicted: copy speed at 256 columns, where v4 keeps 32 of a warp's 128 vectors;
+// each: no barrier, no shared memory. Predicted: copy speed at 256 columns, where v4 keeps 32 of a warp's 256 vectors;
 // w and b are 4 KB at most, which L1 holds.
 template <typename T, int LANES, bool WHOLE>
 __global__ void __launch_bounds__(128, 6)
@@ -52,13 +57,12 @@ __global__ void __launch_bounds__(128, 6)
     const int64_t row = (blockIdx.x * int64_t(128) + threadIdx.x) / LANES;
     // Lanes past M stay for the shuffles, and hold nothing.
     const Share share = {n, int(threadIdx.x % LANES), LANES, row < M ? vectors : 0, WHOLE};
-    uint4 v[4], scale[4], shift[4];
+    uint4 v[4];
     share.load(v, x + row * n);
     const Stats stats = stats_of<T, LANES>(v, share, float(n));
     const float r = 1 / sqrtf(stats.m2 / n + eps);
     again(v);
-    share.load(scale, w), share.load(shift, b);
-    store_share<T>(v, scale, shift, stats.mean, r, y + row * n, share);
+    store_share<T>(v, w, b, stats.mean, r, y + row * n, share);
     if (threadIdx.x % LANES == 0 && row < M) mean[row] = stats.mean, rstd[row] = r;
 }
 

@@ -131,7 +131,7 @@ PEERS = {
 }
 
 
-def work(M, N, dtype):
+def _work(M, N, dtype):
     return Work(bytes=3 * (M + 1) * N * dtype.itemsize + 8 * M, flops=14 * M * N)
 
 
@@ -160,7 +160,7 @@ LESSON = Lesson(
         case("whole vectors, on which requests are counted", M=32, N=256),
     ),
     benches=tuple({"M": m, "N": n} for m, n in forward.SHAPES),
-    work=work,
+    work=_work,
     wrong=(
         Mutant("the mean of g forgotten", "dx_kernel", "* r * along - sum)", "* r * along)",
                "layernorm_backward_naive"),

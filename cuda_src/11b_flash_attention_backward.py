@@ -199,6 +199,7 @@ LESSON = Lesson(
             "first / COLS : 0",
             "first / COLS + 1 : 0",
             "attention_backward_mma",
+            "race",
         ),
     ),
     properties=(same_each_time, zero_where_nothing_can_change),

@@ -68,8 +68,13 @@ using matmul::BK, matmul::CONSUMERS, matmul::Ring, matmul::aligned;
 //
 // v5. New: clusters (marked so below). The two blocks of a cluster work on tiles one above the other, which need the
 // same B: each loads half of it and the copy engine delivers it to both (multicast), 32 KB a block and step in place of
-// 48 from the L2 cache. A stage is empty when the consumers of both blocks have read it. Predicted: no faster where L2
-// keeps up, but less power for data on the move: 2 to 5% where the clocks hang on the power limit.
+// 48 from the L2 cache. A stage is empty when the consumers of both blocks have read it. Predicted: v4's time. At 700
+// TFLOP/s v4 takes 8 TB/s from L2, which L2 gives, and the ring has 4 steps of patience: a faster way brings nothing to
+// who does not wait. Nor does it save much of the power on which the clocks hang from 8192 on: most of it goes into the
+// products, and of what moves, a step's 48 KB from L2 are also written to shared memory once and read there 1.7 times
+// as before. Against that stands that two blocks have to keep step. So v4 is the rung to take: as fast on squares, and
+// wasting less where tiles down are odd in number. Clusters are for kernels that L2 starves: smaller tiles, or two SMs
+// that together do what one cannot.
 template <int TileM, int TileN, int StagesT, int ClusterM, int ClusterN, int GroupT, int PanelsT = 2>
 struct Plan {
     static constexpr int M = TileM, N = TileN, STAGES = StagesT;       // a block's tile, and how many of its steps fit
