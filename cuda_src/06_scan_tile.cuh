@@ -90,8 +90,22 @@ struct Tile {
             }
         }
     }
-    // Inclusive prefixes within this warp's part of the tile; returns the part's sum. Four groups at a time overlap
-    // enough, and cost four registers; all 16 of a large tile would cost 16.
+    // Inclusive prefixes within each group of four, which both functions below expect.
+    __device__ void scan_fours() {
+#pragma unroll
+        for (int e = 0; e < VECTORS * 4; e++)
+            if (e % 4 > 0) v[e / 4][e % 4] += v[e / 4][e % 4 - 1];
+    }
+    // Sum of this warp's part of the tile: 5 shuffles in all, where scan makes 7 a group.
+    __device__ T sum() const {
+        T part = T(0);
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) part += v[k][3];
+        for (int step = 16; step > 0; step /= 2) part += __shfl_xor_sync(ALL, part, step);
+        return part;
+    }
+    // Inclusive prefixes within this warp's part; returns its sum. Four groups at a time overlap enough, and cost four
+    // registers; all 16 of a large tile would cost 16.
     __device__ T scan() {
         T part = T(0);
         constexpr int AT_ONCE = VECTORS % 4 == 0 ? 4 : VECTORS % 3 == 0 ? 3 : 1;
@@ -99,10 +113,7 @@ struct Tile {
         for (int first = 0; first < VECTORS; first += AT_ONCE) {
             T fours[AT_ONCE];
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; k++) {
-                for (int j = 1; j < 4; j++) v[first + k][j] += v[first + k][j - 1];
-                fours[k] = v[first + k][3];
-            }
+            for (int k = 0; k < AT_ONCE; k++) fours[k] = v[first + k][3];
             warp_inclusive(fours);
 #pragma unroll
             for (int k = 0; k < AT_ONCE; k++) {
@@ -112,14 +123,6 @@ struct Tile {
                 part += __shfl_sync(ALL, fours[k], 31);
             }
         }
-        return part;
-    }
-    // The same sum without the prefixes: 5 shuffles instead of 7 a group.
-    __device__ T sum() const {
-        T part = T(0);
-#pragma unroll
-        for (int k = 0; k < VECTORS; k++) part += (v[k][0] + v[k][2]) + (v[k][1] + v[k][3]);
-        for (int step = 16; step > 0; step /= 2) part += __shfl_xor_sync(ALL, part, step);
         return part;
     }
 };

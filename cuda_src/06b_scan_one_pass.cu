@@ -30,6 +30,7 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS) propagate_kernel(const T* x, T* y, T* sums, int64_t n) {
     Usual<T> tile;
     tile.load(x, blockIdx.x, n);
+    tile.scan_fours();
     T block_total;
     const T before = warps_before<T, THREADS / 32>(tile.scan(), block_total);
     tile.store(y, blockIdx.x, n, before);
@@ -41,8 +42,9 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS) reduce_kernel(const T* x, T* sums, int64_t n) {
     Usual<T> tile;
     tile.load(x, blockIdx.x, n);
+    tile.scan_fours();
     T block_total;
-    warps_before<T, THREADS / 32>(tile.scan(), block_total);
+    warps_before<T, THREADS / 32>(tile.sum(), block_total);
     if (threadIdx.x == 0) sums[blockIdx.x] = block_total;
 }
 
@@ -50,6 +52,7 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS) scan_from_kernel(const T* x, T* y, const T* sums, int64_t n) {
     Usual<T> tile;
     tile.load(x, blockIdx.x, n);
+    tile.scan_fours();
     T block_total;
     const T before = warps_before<T, THREADS / 32>(tile.scan(), block_total);
     tile.store(y, blockIdx.x, n, (blockIdx.x > 0 ? sums[blockIdx.x - 1] : T(0)) + before);
@@ -82,14 +85,14 @@ __device__ void publish(volatile Word* words, int64_t tile, unsigned status, T v
 
 // Called by one warp: the sum of all tiles before `tile`. Lane l looks l tiles further back than lane 0.
 template <typename T, int WINDOW>
-__device__ T look_back(const volatile Word* words, int64_t tile) {
+__device__ T look_back(const volatile Word* words, int tile) {
     const int lane = threadIdx.x % 32;
     T sum = T(0);  // of the tiles that this lane has taken
-    for (int64_t last = tile - 1;;) {
+    for (int last = tile - 1;;) {
         Word word[WINDOW];
 #pragma unroll
         for (int k = 0; k < WINDOW; k++) {
-            const int64_t at = last - k * 32 - lane;
+            const int at = last - k * 32 - lane;
             word[k] = at >= 0 ? words[at] : Word(PREFIX) << 32;  // before the first tile: a prefix of 0
         }
 #pragma unroll
@@ -117,11 +120,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) look_back_kernel(const T* x, 
     const int64_t tile = blockIdx.x;
     Tile<T, THREADS, VECTORS> part;
     part.load(x, tile, n);
+    part.scan_fours();
     T tile_sum;
     const T before = warps_before<T, THREADS / 32>(part.sum(), tile_sum);
     if (threadIdx.x < 32) {
         if (threadIdx.x == 0) publish(words, tile, SUM, tile_sum);
-        const T prefix = look_back<T, WINDOW>(words, tile);
+        const T prefix = look_back<T, WINDOW>(words, int(tile));
         if (threadIdx.x == 0) {
             publish(words, tile, PREFIX, prefix + tile_sum);
             shared_prefix = prefix;
