@@ -106,7 +106,7 @@ void time_transfers(int64_t n) {
 }
 
 int main() try {
-    const int64_t n = course::emulated ? 10'007 : (1 << 26) + 3;
+    const int64_t n = course::small() ? 10'007 : (1 << 26) + 3;
     const std::vector<float> x = course::random(n, 1), y = course::random(n, 2, 3.0f);
     course::Buffer<float> dx(x), dy(y), dz(n);
     using Launcher = void (*)(const float*, const float*, float*, int64_t, cudaStream_t);
@@ -127,7 +127,7 @@ int main() try {
         versions.push_back({name, [=, &dx, &dy, &dz](cudaStream_t s) { add(dx, dy, dz, n, s); }});
     }
     course::time_versions(versions, {.bytes = 12.0 * n, .flops = double(n)});
-    time_transfers(course::emulated ? 4096 : 1 << 26);
+    time_transfers(course::small() ? 4096 : 1 << 26);
 } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

@@ -198,8 +198,8 @@ void check(const std::string& version, const float* x, float* y, int64_t n, int 
 }
 
 int main() try {
-    const int64_t n = course::emulated ? 10'007 : (1 << 26) + 3;
-    const int turns = course::emulated ? 3 : 1500, chunks = course::emulated ? 5 : 16;
+    const int64_t n = course::small() ? 10'007 : (1 << 26) + 3;
+    const int turns = course::small() ? 3 : 1500, chunks = course::small() ? 5 : 16;
     Pinned x(n), y(n);
     const std::vector<float> some = course::random(std::min<int64_t>(n, 1000003), 5);
     for (int64_t i = 0; i < n; i++) x.data[i] = some[i % some.size()], y.data[i] = NAN;
@@ -245,7 +245,7 @@ int main() try {
     versions.push_back({"copy in", [&](cudaStream_t s) { whole.copy_in(0, n, s); }});
     versions.push_back({"compute", [&](cudaStream_t s) { whole.compute(0, n, s); }});
     versions.push_back({"copy out", [&](cudaStream_t s) { whole.copy_out(0, n, s); }});
-    const std::vector<float> ms = course::medians(versions, 10);
+    const std::vector<float> ms = course::medians(versions, course::small() ? 1 : 10);
     const float in = ms[parts], compute = ms[parts + 1], out = ms[parts + 2], limit = std::max({in, compute, out});
     std::printf("\n%lld floats each way: in %.2f ms (%.1f GB/s), compute %.2f ms, out %.2f ms (%.1f GB/s)\n",
                 (long long)n, in, n * 4e-6 / in, compute, out, n * 4e-6 / out);

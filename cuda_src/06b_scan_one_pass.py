@@ -98,8 +98,9 @@ LESSON = Lesson(
         case("one element: no whole group of four", n=1),
         case("a prime: one tile, partly empty", n=1021),
         case("one past a tile: the first sum that is passed on", n=4097),
+        case("one past a tile of look_back", n=8193),
         case("an address where no float4 may be", n=4100, start=1),
-        case("35 tiles and a tail: more than one window to look back over", n=35 * 4096 + 1021),
+        case("35 tiles and a tail: more than one window to look back over", n=35 * 8192 + 1021),
         case("three levels of sums", gib=1, n=2**24 + 4097),
         case("offsets past 2^31", gib=60, n=2**31 + 1),
         case("whole tiles, on which requests are counted", n=16 * 4096),
@@ -107,13 +108,13 @@ LESSON = Lesson(
     benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
     work=lambda n, dtype, start=0: Work(bytes=2 * n * dtype.itemsize, flops=n),
     wrong=(
-        Mutant("a SUM taken for a PREFIX", "look_back", "== PREFIX;", "!= EMPTY;", "look_back"),
+        Mutant("a SUM taken for a PREFIX", "look_back", "== PREFIX)", "!= EMPTY)", "look_back"),
         Mutant("the nearest predecessor forgotten", "look_back", "last = tile - 1", "last = tile - 2", "look_back"),
         Mutant(
             "lanes past the nearest prefix counted too",
             "look_back",
-            "if (!(reached >> lane & 1)) sum = T(0);",
-            "",
+            "known & (prefix ^ (prefix - 1));",
+            "known;",
             "look_back",
         ),
         Mutant(
@@ -132,14 +133,7 @@ LESSON = Lesson(
             "race",
         ),
         Mutant("the first tile's sum added to itself", "add_kernel", "sums[tile - 1]", "sums[tile]", "propagate"),
-        Mutant(
-            "ticket and words not cleared",
-            "look_back_with",
-            "(1 + size_t(tiles)) * sizeof(Word)",
-            "0",
-            "look_back",
-            "out of bounds",
-        ),
+        Mutant("the prefix itself is left out", "look_back", "(prefix ^ (prefix - 1))", "(prefix - 1)", "look_back"),
         Mutant(
             "a tile's own sum in its prefix",
             "scan_from_kernel",

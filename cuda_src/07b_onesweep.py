@@ -154,7 +154,6 @@ LESSON = Lesson(
     claims={
         "histogram_kernel": ("no spills",),
         "ordered_kernel": ("no spills",),
-        "onesweep_kernel": ("no spills",),
     },
     refuses=(
         Refusal("two dimensions", lambda f: f(inputs(8)[0].reshape(2, 4)), ValueError, "expected 1"),

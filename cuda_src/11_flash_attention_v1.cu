@@ -221,7 +221,7 @@ int main() try {
         run<__nv_bfloat16>(1, course::emulated ? 70 : 517, 64, causal, false);
         if (!course::emulated) run<__half>(3, 517, 128, causal, false);
     }
-    if (course::emulated) return 0;
+    if (course::small()) return 0;
     for (int64_t S : {1024, 4096}) run<__nv_bfloat16>(65536 / S, S, 128, S == 4096, true);
 } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

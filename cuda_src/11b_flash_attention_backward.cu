@@ -233,7 +233,7 @@ int main() try {
         run<__nv_bfloat16>(1, course::emulated ? 70 : 261, 64, causal, false);
         if (!course::emulated) run<__half>(3, 261, 128, causal, false);
     }
-    if (course::emulated) return 0;
+    if (course::small()) return 0;
     for (int64_t D : {64, 128}) run<__nv_bfloat16>(16, 4096, D, D == 128, true);
 } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

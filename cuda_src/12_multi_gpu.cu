@@ -1,25 +1,25 @@
 // Several GPUs: copies between them, loads and stores into each other's memory, and an all-reduce by hand
 // ======================================================================================================
-// Two H200 of one host are joined by NVLink: 450 GB/s in each direction, a tenth of what each has to its own memory, and
-// eight times PCIe 5. With peer access on, a kernel may use an address of another GPU as it uses its own.
-// All-reduce: k GPUs hold n floats each, and each wants the sum of all. If everyone reads everybody's data, (k - 1) 4n
-// bytes enter each GPU. The ring cuts the data into k chunks. In k - 1 steps a chunk travels round and each GPU adds its
-// own (reduce-scatter), in k - 1 more the finished chunks travel on (all-gather): 2 (k - 1) / k 4n bytes leave each GPU
-// and as many arrive, below 8n for any k, and no algorithm on links alone moves fewer. n = 2^26 on 2 GPUs: 268 MB, at
-// 450 GB/s 0.60 ms; on 8: 470 MB, 1.04 ms, where reading everything takes 1.9 GB and 4.2 ms.
+// Two H200 of one host are joined by NVLink: 450 GB/s in each direction, a tenth of what each has to its own memory,
+// and eight times PCIe 5. With peer access on, a kernel may use an address of another GPU as it uses its own.
+// All-reduce: k GPUs hold n floats each, and each wants the sum of all. If everyone reads everybody's data,
+// (k - 1) 4n bytes enter each GPU. The ring cuts the data into k chunks. In k - 1 steps a chunk travels round and each
+// GPU adds its own (reduce-scatter), in k - 1 more the finished chunks travel on (all-gather): 2 (k - 1) / k 4n bytes
+// leave each GPU and as many arrive, below 8n for any k, and no algorithm on links alone moves fewer. n = 2^26 on
+// 2 GPUs: 268 MB, at 450 GB/s 0.60 ms; on 8: 470 MB, 1.04 ms, where reading everything takes 1.9 GB and 4.2 ms.
 //
 // Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 3;
 // CUDA C++ programming guide, "Peer-to-peer memory access"; the PTX ISA's memory consistency model, "Scope".
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -o multi_gpu cuda_src/12_multi_gpu.cu -lnccl   (without nccl.h: no -lnccl)
-// Run:      ./multi_gpu            (2 to 8 GPUs: checked, then timed; with one: the same kernels on ranks that share it)
+// Run:      ./multi_gpu            (2 to 8 GPUs: checked, then timed; with one: the same kernels, ranks that share it)
 // No GPU:   python cuda_src/12_multi_gpu.py          (2 to 8 ranks in one memory, emulated and checked against PyTorch)
 // Link: nccl
 #include "12_ring.cuh"
 
 // v1. Everyone reads everybody's. Each GPU sums all k arrays by loads from its peers. Predicted: (k - 1) 4n bytes over
 // each link, as many as the ring for k = 2 and 4 times as many for k = 8. A load over NVLink is a round trip of a
-// microsecond and more, so many have to be under way: 16 bytes a thread, as many threads as the GPU holds.
+// microsecond and more, so many have to be under way: 128 blocks of 512 threads, 16 bytes each, are 1 MB.
 __global__ void read_all_kernel(Ranks p, int rank) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, stride = int64_t(gridDim.x) * blockDim.x;
     const int64_t quads = p.vectors ? p.n / 4 : 0;

@@ -27,8 +27,8 @@ __device__ inline float4 operator+(float4 a, float4 b) {
 //   1 .. k - 2        x + what has come    to the inbox
 //   k - 1             x + what has come: the whole sum, to its own y and the right neighbour's
 //   k .. 2k - 3       what has come in y   to the right neighbour's y
-// Block b of every rank takes the same elements of a chunk. __ldcg: from L2, where a peer's stores arrive; L1 may hold an
-// older copy of the line.
+// Block b of every rank takes the same elements of a chunk. __ldcg: from L2, where a peer's stores arrive; L1 may hold
+// an older copy of the line.
 __device__ inline void send_chunk(const Ranks& p, int rank, int step, int block, int blocks) {
     const int k = p.count, right = (rank + 1) % k, chunk = (rank - step + 2 * k) % k;
     const int64_t begin = min(chunk * p.chunk(), p.n), size = min(p.chunk(), p.n - begin);
@@ -54,8 +54,8 @@ __device__ inline void send_chunk(const Ranks& p, int rank, int step, int block,
     }
 }
 
-// A fence of the system, not of the device: the one who waits may be another GPU. The order is all there is to it: data,
-// fence, flag; flag, fence, data.
+// A fence of the system, not of the device: the one who waits may be another GPU. The order is all there is to it:
+// data, fence, flag; flag, fence, data.
 __device__ inline void signal(volatile unsigned* flag, unsigned value) {
     __syncthreads();  // the whole block has stored
     if (threadIdx.x == 0) {
@@ -66,15 +66,16 @@ __device__ inline void signal(volatile unsigned* flag, unsigned value) {
 
 __device__ inline void wait(const volatile unsigned* flag, unsigned value) {
     if (threadIdx.x == 0) {
-        while (int(*flag - value) < 0) {  // the difference: a flag that has passed 2^32 is still ahead
-        }
+        while (int(*flag - value) < 0)  // the difference: a flag that has passed 2^32 is still ahead
+            __nanosleep(20);
         __threadfence_system();
     }
     __syncthreads();
 }
 
-// The ranks and where each runs. No buffer is used too early by the next call: a rank that has all of y has its right
-// neighbour's chunk too, so that one is done with its inbox; and nobody's y is written before its owner has added its x.
+// The ranks and where each runs. No buffer is used too early by the next call: a rank that has all of y has what its
+// right neighbour summed too, so that one is done with its inbox; and nobody's y is written before its owner has added
+// its own x.
 struct Ring {
     Ranks p{};
     bool simulated;  // all ranks on the present device, in one stream

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
@@ -34,10 +35,14 @@ inline void require(bool holds, const char* message) {
 }
 
 #ifdef COURSE_EMULATED
-constexpr bool emulated = true;  // main takes smaller sizes then
+constexpr bool emulated = true;
 #else
 constexpr bool emulated = false;
 #endif
+
+// Main takes small sizes, and runs once what it would time: in the emulator, and where COURSE_SMALL is set, since under
+// compute-sanitizer every access is slow.
+inline bool small() { return emulated || std::getenv("COURSE_SMALL"); }
 
 // Streaming multiprocessors of the present device.
 inline int sms() {
@@ -115,15 +120,17 @@ struct Work {
     double bytes = 0, flops = 0;
 };
 
-#ifdef COURSE_EMULATED
-inline void time_versions(const std::vector<Version>& versions, Work) {
+inline void run_once(const std::vector<Version>& versions) {
     for (const Version& version : versions) {
         if (version.before) version.before();
         version.run(nullptr);
         CUDA_CHECK(cudaDeviceSynchronize());
     }
-    std::printf("emulated: %zu versions ran; times need a GPU\n", versions.size());
+    std::printf("%zu versions ran; times need a GPU and no COURSE_SMALL\n", versions.size());
 }
+
+#ifdef COURSE_EMULATED
+inline void time_versions(const std::vector<Version>& versions, Work) { run_once(versions); }
 #else
 // Milliseconds of each version: the median of `rounds`, in every round each version once and in a new order (a fixed
 // order gives each its own state of caches and clocks), the L2 cache overwritten before each.
@@ -165,6 +172,7 @@ inline std::vector<float> medians(const std::vector<Version>& versions, int roun
 
 // Times every version beside a copy that moves as many bytes, and prints the table.
 inline void time_versions(std::vector<Version> versions, Work work) {
+    if (small()) return run_once(versions);
     Buffer<char> from(std::max<size_t>(size_t(work.bytes / 2), 16)), to(from.size());
     if (work.bytes > 0)
         versions.push_back({"copy", [&](cudaStream_t s) {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lessonkit import compiled, device, mutants, report, show
-from lessonkit.cuda import build, counters, toolchain
+from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
 from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, title
 from lessonkit.lesson import kernels as kernel_lessons
@@ -144,8 +144,18 @@ def compile_lessons(which: Which = "") -> None:
 
 
 @app.command()
-def count(which: Which = "cuda") -> None:
+def count(
+    which: Which = "cuda",
+    ncu: Annotated[bool, typer.Option("--ncu", help="On a GPU: ask its counters by Nsight Compute instead.")] = False,
+) -> None:
     """Count what emulated CUDA kernels ask of memory, test what lessons say of it, and write reports/emulated."""
+    if ncu:
+        if why := hardware.lacks():
+            show.console.print(why, markup=False)
+            return
+        counted = show.counted_by_ncu([name for name, lesson in kernel_lessons(which) if lesson.extension])
+        report.write()
+        raise typer.Exit(int(not counted))
     why = "On this machine kernels run on the GPU; with CUDA_VISIBLE_DEVICES= they are emulated and counted."
     if device.HAS_GPU or (why := toolchain.lacks("g++", "Python.h", "ninja")):
         show.console.print(why)

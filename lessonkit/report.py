@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit import compiled, plots, rows
-from lessonkit.cuda import counters
+from lessonkit.cuda import counters, hardware
 from lessonkit.lesson import ROOT, Lesson, Table, discover, kernels, shape_name, title
 from lessonkit.rows import REPORTS, Row
 
@@ -77,6 +77,8 @@ def generate() -> dict[Path, str | bytes]:
             made[folder / f"{path.stem}.md"] = _lesson_page(path.stem, lessons[path.stem], found)
             made[folder / f"{path.stem}.png"] = plots.speed(title(path.stem), found)
         made |= _step_pages(folder)
+        if found_by_ncu := hardware.compared(hardware.path(folder)):
+            made[hardware.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
         if everything:
             made[folder / "roofline.png"] = plots.roofline(folder.name, everything)
     for name, lesson in lessons.items():
@@ -193,6 +195,16 @@ def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
         + markdown([key.replace("_", " ") for key in used], ([row[key] for key in used] for row in found))
         + ("\nAsserted by the tests:\n\n" + "\n".join(said) + "\n" if said else "")
     )
+
+
+def _ncu_page(folder: Path, found: list[dict[str, str]]) -> str:
+    about = json.loads(hardware.path(folder).read_text().splitlines()[0].removeprefix("# "))
+    same = sum(row["ratio"] == "1.00" for row in found)
+    measured = "{gpu}, driver {driver}, CUDA {cuda}, {ncu}, {date} at commit {commit}.".format(**about)
+    head = f"# The emulator's counts beside the GPU's\n\n{measured}\n\n{hardware.ABOUT}\n"
+    head += f"{same} of {len(found)} figures are the same to 0.5%; the ratios of the others are in bold.\n\n"
+    bold = [row | {"ratio": row["ratio"] if row["ratio"] == "1.00" else f"**{row['ratio']}**"} for row in found]
+    return head + markdown(found[0], (row.values() for row in bold))
 
 
 def _step_pages(folder: Path) -> dict[Path, str | bytes]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lessonkit import bench, check, compiled, device, report, rows
 from lessonkit.arguments import Unsupported
-from lessonkit.cuda import counters, toolchain
+from lessonkit.cuda import counters, hardware, toolchain
 from lessonkit.lesson import Case, Lesson, Rung, Steps, title
 
 from rich.console import Console
@@ -142,6 +142,20 @@ def counted(lesson: Lesson) -> None:
     if lesson.extension and (found := counters.rows(lesson)):
         columns = [c for c in found[0] if any(row[c] for row in found)]
         table("counted on the last check", columns, ([row[c] for c in columns] for row in found))
+
+
+def counted_by_ncu(names: list[str]) -> bool:
+    """What the GPU's counters say of CUDA kernels, beside what the emulator said; False if they say nothing."""
+    with console.status("running every rung under ncu"):
+        said = hardware.count(names)
+    for line in said:
+        console.print(line, style="dim", markup=False)
+    body = hardware.compared(hardware.path(rows.REPORTS / device.name()), names)
+    if body:
+        apart = [row for row in body if row["ratio"] != "1.00"]
+        heading = f"{len(body)} figures; not the same:"
+        table(heading, body[0], (row.values() for row in apart))
+    return bool(body)
 
 
 def steps(name: str, lesson: Steps) -> None:

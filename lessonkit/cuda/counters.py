@@ -10,7 +10,7 @@ from typing import Any
 from lessonkit import check
 from lessonkit.arguments import Unsupported
 from lessonkit.interpreter import Traffic
-from lessonkit.lesson import Lesson, Rung
+from lessonkit.lesson import Case, Lesson, Rung
 
 GLOBAL, SHARED = ("global_load", "global_store"), ("shared_load", "shared_store")
 # What `Lesson.counts` may name: (what is counted, for each of what), summed over these prefixes.
@@ -26,6 +26,10 @@ METRICS = {
     "wavefronts a shared atomic": (("shared_atomic",), "wavefronts", "requests"),
 }
 PLAIN = {
+    "loads": "global_load_requests",
+    "stores": "global_store_requests",
+    "shared loads": "shared_load_requests",
+    "shared stores": "shared_store_requests",
     "atomics": "global_atomic_requests",
     "shared atomics": "shared_atomic_requests",
     "barriers": "barriers",
@@ -47,11 +51,15 @@ def measured(kernels: Iterable[Mapping[str, Any]], name: str) -> float:
     return sum(k[f"{prefix}_{above}"] for k in chosen for prefix in prefixes) / each if each else 0.0
 
 
+def countable(lesson: Lesson, rung: Rung) -> list[Case]:
+    """The checks on which a rung may be counted, the last first: those that need no GPU's memory."""
+    fits = (case for case in reversed(lesson.checks) if not case.gib)
+    return [case for case in fits if not check.cannot_run(lesson, rung, case, lesson.dtypes[0])]
+
+
 def on_last_check(lesson: Lesson, rung: Rung) -> Traffic | None:
     """The traffic of a rung on the last check that it takes without a GPU, in the lesson's first dtype."""
-    for case in reversed(lesson.checks):
-        if case.gib or check.cannot_run(lesson, rung, case, lesson.dtypes[0]):
-            continue
+    for case in countable(lesson, rung):
         try:
             traffic = check.check(lesson, rung, case.shape, lesson.dtypes[0])
         except Unsupported:
