@@ -77,7 +77,7 @@ LESSON = Lesson(
         case("one past a bitonic tile: a step between tiles", n=2049),
         case("one past a radix tile", n=4097),
         case("counts of more tiles than a block scans at a time", gib=1, n=1024 * 4096 + 4097),
-        case("places past 2^31", gib=60, n=2**31 + 1),
+        case("as many keys as torch.sort takes: bytes past 2^33", gib=60, n=2**31 - 1),
         case("whole tiles, on which requests are counted", n=4096),
     ),
     benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26)),

@@ -199,10 +199,12 @@ def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
 
 def _ncu_page(folder: Path, found: list[dict[str, str]]) -> str:
     about = json.loads(hardware.path(folder).read_text().splitlines()[0].removeprefix("# "))
-    same = sum(row["ratio"] == "1.00" for row in found)
+    same = [row["metric"] for row in found if row["ratio"] == "1.00"]
+    cost, cost_same = (sum(m in hardware.RATIOS for m in ms) for ms in ([row["metric"] for row in found], same))
     measured = "{gpu}, driver {driver}, CUDA {cuda}, {ncu}, {date} at commit {commit}.".format(**about)
     head = f"# The emulator's counts beside the GPU's\n\n{measured}\n\n{hardware.ABOUT}\n"
-    head += f"{same} of {len(found)} figures are the same to 0.5%; the ratios of the others are in bold.\n\n"
+    head += f"{len(same)} of {len(found)} figures are the same to 0.5%, of those that say what one access costs "
+    head += f"{cost_same} of {cost}; the ratios of the others are in bold.\n\n"
     bold = [row | {"ratio": row["ratio"] if row["ratio"] == "1.00" else f"**{row['ratio']}**"} for row in found]
     return head + markdown(found[0], (row.values() for row in bold))
 

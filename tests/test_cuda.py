@@ -160,6 +160,7 @@ def test_two_processes_build_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("piece", "says"), [("nvcc", "pip install nvidia-cuda-nvcc"), ("g++", "apt install g++")])
 def test_a_missing_compiler_is_one_line(monkeypatch, tmp_path, piece, says):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(toolchain, "USUAL", str(tmp_path))

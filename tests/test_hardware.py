@@ -20,7 +20,9 @@ TOOLS = {
     "synccheck": (),
 }
 # (tool, the program's name) -> what of it the tool cannot judge.
-BEYOND: dict[tuple[str, str], str] = {}
+BEYOND = {
+    ("initcheck", "13b_hopper_matmul_persistent"): "initcheck does not see what the copy engine (TMA) writes to memory",
+}
 
 
 @pytest.mark.skipif(bool(NO_SANITIZER), reason=NO_SANITIZER or "here")
@@ -78,8 +80,8 @@ def test_both_counts_are_compared_by_rung_and_kernel(tmp_path, monkeypatch):
     found = {row["metric"]: (row["emulated"], row["ncu"], row["ratio"]) for row in hardware.compared(place)}
     assert found["loads"] == ("400", "2000", "5.00")
     assert found["sectors a load"] == ("7", "6", "0.86")
-    assert found["launches"] == ("0", "2", "")
-    assert found["shared loads"] == ("0", "32", "")
+    assert found["launches"] == ("0", "2", "only ncu")
+    assert found["shared loads"] == ("0", "32", "only ncu")
     assert "stores" not in found, "ncu has no figure"
     assert hardware.compared(place, ["cuda_src.other"]) == []
 
@@ -91,7 +93,9 @@ case "$*" in
 *op_st*) echo "==ERROR== asked for what was not listed"; exit 1;;
 esac
 while [ "$1" != lessonkit.cuda.hardware ]; do shift; done
-say() { echo "{\\"what\\": \\"$1\\", \\"lesson\\": \\"cuda_src.$2\\", \\"rung\\": \\"$3\\", \\"case\\": \\"n=1\\"}" >> "$turns"; }
+say() {
+    echo "{'what': '$1', 'lesson': 'cuda_src.$2', 'rung': '$3', 'case': 'n=1'}" | tr "'" '"' >> "$turns"
+}
 turns="$2"
 echo '"ID","Kernel Name","Metric Name","Metric Value"'
 if [ "$3" = cuda_src.02_vector_add ]; then

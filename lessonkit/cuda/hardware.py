@@ -198,7 +198,7 @@ def compared(place: Path, only: Sequence[str] = ()) -> list[dict[str, str]]:
         parts = emulated[name].get((row["rung"], row["kernel"]), [])
         for metric, ours, theirs in _figures(parts, row):
             about = {"lesson": name.rpartition(".")[2], "rung": row["rung"], "kernel": row["kernel"], "metric": metric}
-            ratio = f"{theirs / ours:.2f}" if ours else "1.00" if ours == theirs else ""
+            ratio = f"{theirs / ours:.2f}" if ours else "only ncu"
             found.append(about | {"emulated": f"{ours:.6g}", "ncu": f"{theirs:.6g}", "ratio": ratio})
     return found
 
