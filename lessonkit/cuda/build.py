@@ -136,7 +136,9 @@ def _emulated(
 
 def emulated_extension(source: Path) -> Product:
     """A Python module of the program's launchers, in the emulator."""
-    flags = (*EMULATED, *HOOKS, DEFINE, "-fvisibility=hidden")
+    # A mutant runs once: what its compiler takes is what it costs.
+    hooks = HOOKS if source.parent == SOURCES else tuple("-O0" if flag == "-O1" else flag for flag in HOOKS)
+    flags = (*EMULATED, *hooks, DEFINE, "-fvisibility=hidden")
     return _emulated(source, f"{source.stem}.so", flags, ("-shared",), (runtime(), binding()))
 
 
