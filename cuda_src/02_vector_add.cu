@@ -2,8 +2,8 @@
 // ========================================================================================
 // z = x + y over n floats reads 8n bytes and writes 4n. A GPU has memory of its own, and this program is about both
 // distances: from the host's memory to the device's (over PCIe 5, 50 to 60 GB/s) and from there to the threads (by a
-// copy on an H200 4.2 TB/s, 80 times as much). For n = 2^26 the kernel cannot take less than 0.19 ms, while the 0.5 GB that
-// it reads take 10 ms to arrive: what is worth computing on a GPU has to be there already, or be used often.
+// copy on an H200 4.2 TB/s, 80 times as much). For n = 2^26 the kernel cannot take less than 0.19 ms, while the 0.5 GB
+// that it reads take 10 ms to arrive: what is worth computing on a GPU has to be there already, or be used often.
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -o vector_add cuda_src/02_vector_add.cu
 // Run:      ./vector_add                                  (checks every version, then times them all)

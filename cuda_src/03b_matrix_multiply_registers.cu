@@ -13,7 +13,7 @@
 //   v7 warp tiles               4 / 64             8 to 16 / 64        0.87                        87%
 //   v8 cp.async, steps ahead    4 / 64             as v7               0.87, no waits              87%
 //   v9 16 x 8 a thread          6 / 128            12 to 24 / 128      0.91, no waits              91%
-//   v10 one block an SM         6 / 128            12 to 24 / 128      0.92, no waits              92%
+//   v10 one block an SM         6 / 128            12 to 24 / 128      as v9, fewer copies         91%
 // of 67 TFLOP/s. What then is left are the register banks: there are two, each gives an operand a cycle, and an FMA has
 // three. It keeps the rate if one operand is that of the FMA before (.reuse in the machine code) and the other two lie
 // in different banks; which register lies where is the compiler's choice, and for one FMA in six it finds none: about
@@ -180,7 +180,7 @@ void multiply_wide(const float* a, const float* b, float* c, int64_t m, int64_t 
 
 // v10. New: both blocks' warps in one block, which owns 128 x 256. An SM has as many warps and registers as before, but
 // a row of A that is fetched serves 256 columns, not 128: a thread copies 12 times a tile, not 20 (those of A are the
-// short ones), L2 gives 384 words a step for what took 512, and 92% of the loop are FMAs. Two stages: while one tile is
+// short ones), L2 gives 384 words a step for what took 512. Two stages: while one tile is
 // multiplied the next one arrives, and a third would only have its addresses to keep. Predicted: a few percent.
 void multiply_one_block(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                         cudaStream_t stream) {

@@ -1,9 +1,10 @@
-// Streams: copy in, compute and copy out at the same time  ======================================================= y =
-// f(x) where x and y live in the host's memory: n floats in, n floats out, and between them `turns` fused multiply-adds
-// an element. A GPU has one engine for each direction of the link and its SMs for the rest: three things that can run
-// at once. One after the other they take in + compute + out; no program can take less than the longest of them. Sized
-// so that all three take about as long (PCIe 5, 50 to 60 GB/s a direction; 51 TFLOP/s), that is a factor of 3. In c
-// chunks the first copy in and the last copy out stay alone: (c + 2) / c of the limit, 1.13 at 16 chunks.
+// Streams: copy in, compute and copy out at the same time
+// =======================================================
+// y = f(x) where x and y live in the host's memory: n floats in, n floats out, and between them `turns` fused multiply-
+// adds an element. A GPU has one engine for each direction of the link and its SMs for the rest: three things that can
+// run at once. One after the other they take in + compute + out; no program can take less than the longest of them.
+// Sized so that all three take about as long (PCIe 5, 50 to 60 GB/s a direction; 51 TFLOP/s), that is a factor of 3. In
+// c chunks the first copy in and the last copy out stay alone: (c + 2) / c of the limit, 1.13 at 16 chunks.
 //
 // Sources: CUDA C++ programming guide, "Asynchronous concurrent execution" (streams, events, the default stream), "CUDA
 // graphs"; CUDA C++ best practices guide, "Asynchronous and overlapping transfers with computation".

@@ -11,10 +11,11 @@
 // Sources: Hillis and Steele, "Data parallel algorithms", 1986; Blelloch, "Prefix sums and their applications", 1990;
 // Harris, Sengupta and Owens, GPU Gems 3, chapter 39.
 //
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -o scan cuda_src/06_scan.cu && ./scan
-//   python -m lessonkit check 06_scan
-//   python -m lessonkit bench 06_scan
-#include "course.cuh"
+// Compile:  nvcc -std=c++20 -O3 -arch=native -o scan cuda_src/06_scan.cu
+// Run:      ./scan                                  (checks every version, then times them all)
+// No GPU:   python cuda_src/06_scan.py                    (the same kernels, emulated and checked against PyTorch)
+// Time it:  python -m lessonkit bench 06_scan
+#include "06_main.cuh"
 
 namespace {
 
@@ -159,53 +160,16 @@ void shuffle(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cuda
 }
 
 template <typename T>
-struct Rung {
-    const char* name;
-    void (*launch)(const T*, T*, T*, int64_t, int64_t, cudaStream_t);
-};
-template <typename T>
-constexpr Rung<T> RUNGS[] = {{"hillis_steele", hillis_steele<T>},
-                             {"blelloch", blelloch<T, false>},
-                             {"blelloch_padded", blelloch<T, true>},
-                             {"shuffle", shuffle<T>}};
-
-// Sums of normal values wander off to about sqrt(n), and a sum near 0 is as inexact as the large ones that it is made
-// of: hence a tolerance relative to the largest. The prefix of a wrong block is off by far more.
-template <typename T>
-void check_all(const std::vector<T>& x, double tolerance) {
-    std::vector<double> expected(x.size());
-    double sum = 0, largest = 0;
-    for (size_t i = 0; i < x.size(); i++) {
-        expected[i] = sum += double(x[i]);
-        largest = std::max(largest, std::abs(sum));
-    }
-    const course::Buffer<T> x_gpu(x);
-    course::Buffer<T> y(x.size()), scratch(x.size() / 512 + 64);
-    for (const Rung<T>& rung : RUNGS<T>) {
-        y.poison();
-        rung.launch(x_gpu, y, scratch, int64_t(scratch.size()), int64_t(x.size()), nullptr);
-        course::check(rung.name, y.host(), expected, tolerance, largest);
-    }
-}
+const std::vector<Rung<T>> RUNGS = {{"hillis_steele", hillis_steele<T>},
+                                    {"blelloch", blelloch<T, false>},
+                                    {"blelloch_padded", blelloch<T, true>},
+                                    {"shuffle", shuffle<T>}};
 
 }  // namespace
 
 int main() {
-    const size_t full = 1024 * 1024 * 3 + 1021, timed = course::small() ? 8192 : size_t(1) << 26;
-    const size_t hurts = course::small() ? 1024 * 4 + 7 : full;  // two levels of sums, or three, and a tail
-    check_all(course::random(hurts, 1), 2e-6);
-    std::vector<unsigned> whole(hurts);
-    for (size_t i = 0; i < hurts; i++) whole[i] = unsigned(i * 2654435761u) >> 23;  // sums below 2^32, and exact
-    check_all(whole, 0);
-
-    const course::Buffer<float> x(course::random(timed, 2));
-    course::Buffer<float> y(timed), scratch(timed / 512 + 64);
-    std::vector<course::Version> versions;
-    for (const Rung<float>& rung : RUNGS<float>)
-        versions.push_back({rung.name, [&, launch = rung.launch](cudaStream_t s) {
-                                launch(x, y, scratch, int64_t(scratch.size()), int64_t(timed), s);
-                            }});
-    course::time_versions(versions, {.bytes = 8.0 * double(timed)});
+    const size_t hurts = course::small() ? 1024 * 4 + 7 : 1024 * 1024 * 3 + 1021;  // two levels of sums, or three
+    check_and_time(RUNGS<float>, RUNGS<unsigned>, hurts, course::small() ? 8192 : size_t(1) << 26);
 }
 
 COURSE_MODULE(m) {

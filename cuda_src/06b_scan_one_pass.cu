@@ -8,11 +8,12 @@
 // T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
 // Source: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016, section 4.
 //
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -o scan cuda_src/06b_scan_one_pass.cu && ./scan
-//   python -m lessonkit check 06b_scan_one_pass
-//   python -m lessonkit bench 06b_scan_one_pass
+// Compile:  nvcc -std=c++20 -O3 -arch=native -o scan cuda_src/06b_scan_one_pass.cu
+// Run:      ./scan                                  (checks every version, then times them all)
+// No GPU:   python cuda_src/06b_scan_one_pass.py          (the same kernels, emulated and checked against PyTorch)
+// Time it:  python -m lessonkit bench 06b_scan_one_pass
+#include "06_main.cuh"
 #include "06_scan_tile.cuh"
-#include "course.cuh"
 
 #ifndef COURSE_EMULATED
 #include <cub/device/device_scan.cuh>
@@ -68,8 +69,9 @@ __global__ void __launch_bounds__(THREADS) scan_from_kernel(const T* x, T* y, co
 // - The sum comes before the scan (5 shuffles, not 112), since others wait for it. Warps scan while warp 0 looks back.
 // - No ticket: tiles are blocks in order, and their loads leave at once. Whoever waits, waits for lower blocks, which
 //   GPUs start first. CUDA does not promise that; CUB relies on it too. (An atomicAdd would, for a round trip a tile.)
-// Predicted: two thirds of rung 2's time and what tiles wait on top, while they hold registers and load nothing. Float sums now depend on when predecessors publish: the
-// last bits may differ from run to run, where rungs 1 and 2 repeat theirs.
+// Predicted: two thirds of rung 2's time and what tiles wait on top, while they hold registers and load nothing.
+// Float sums now depend on when predecessors publish: the last bits may differ from run to run, where rungs 1 and 2
+// repeat theirs.
 constexpr unsigned EMPTY = 0, SUM = 1, PREFIX = 2;
 using Word = unsigned long long;
 
@@ -215,12 +217,7 @@ void cub_scan(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cud
 #endif
 
 template <typename T>
-struct Rung {
-    const char* name;
-    void (*launch)(const T*, T*, T*, int64_t, int64_t, cudaStream_t);
-};
-template <typename T>
-constexpr Rung<T> RUNGS[] = {
+const std::vector<Rung<T>> RUNGS = {
     {"propagate", propagate<T>},
     {"reduce_then_scan", reduce_then_scan<T>},
     {"look_back", look_back<T>},
@@ -229,45 +226,11 @@ constexpr Rung<T> RUNGS[] = {
 #endif
 };
 
-template <typename T>
-void check_all(const std::vector<T>& x, double tolerance) {
-    std::vector<double> expected(x.size());
-    double sum = 0, largest = 0;
-    for (size_t i = 0; i < x.size(); i++) {
-        expected[i] = sum += double(x[i]);
-        largest = std::max(largest, std::abs(sum));
-    }
-    const course::Buffer<T> x_gpu(x);
-    course::Buffer<T> y(x.size()), scratch(x.size() / 512 + 1024);
-    for (const Rung<T>& rung : RUNGS<T>) {
-        y.poison();
-        rung.launch(x_gpu, y, scratch, int64_t(scratch.size()), int64_t(x.size()), nullptr);
-        course::check(rung.name, y.host(), expected, tolerance, largest);
-    }
-}
-
 }  // namespace
 
 int main() {
-    const size_t full = 4096 * 4096 + 1021, timed = course::small() ? 8192 : size_t(1) << 28;
-    const size_t hurts = course::small() ? 4096 * 5 + 7 : full;  // full: three levels of sums, and a tail
-    // Sums of normal values wander off to about sqrt(n), and a sum near 0 is as inexact as the large ones that it is
-    // made of: hence a tolerance relative to the largest. The prefix of a wrong tile is off by far more.
-    check_all(course::random(hurts, 1), 2e-6);
-    std::vector<unsigned> whole(hurts);
-    for (size_t i = 0; i < hurts; i++) whole[i] = unsigned(i * 2654435761u) >> 25;  // sums below 2^32, and exact
-    check_all(whole, 0);
-
-    const std::vector<float> part = course::random(std::min(timed, size_t(1) << 22), 2);
-    course::Buffer<float> x(timed), y(timed), scratch(timed / 512 + 1024);
-    for (size_t at = 0; at < timed; at += part.size())
-        CUDA_CHECK(cudaMemcpy(x + at, part.data(), part.size() * sizeof(float), cudaMemcpyHostToDevice));
-    std::vector<course::Version> versions;
-    for (const Rung<float>& rung : RUNGS<float>)
-        versions.push_back({rung.name, [&, launch = rung.launch](cudaStream_t s) {
-                                launch(x, y, scratch, int64_t(scratch.size()), int64_t(timed), s);
-                            }});
-    course::time_versions(versions, {.bytes = 8.0 * double(timed)});
+    const size_t hurts = course::small() ? 4096 * 5 + 7 : 4096 * 4096 + 1021;  // the latter: three levels of sums
+    check_and_time(RUNGS<float>, RUNGS<unsigned>, hurts, course::small() ? 8192 : size_t(1) << 28);
 }
 
 COURSE_MODULE(m) {

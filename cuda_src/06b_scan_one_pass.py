@@ -8,9 +8,6 @@ Check it:  python -m lessonkit check 06b_scan_one_pass
 Time it:   python -m lessonkit bench 06b_scan_one_pass
 """
 
-import os
-from contextlib import contextmanager
-
 from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
 
 import torch
@@ -35,18 +32,8 @@ def reduce_then_scan(x):
 
 def look_back(x):
     """[n] -> [n] float32 or int32 in one pass, 2n of traffic. The last bits of float sums may differ between runs."""
-    with _together():
+    with cuda.together():
         return _scan("look_back", x)
-
-
-@contextmanager
-def _together():
-    """Emulated, blocks run one after the other unless told otherwise, and nobody would ever have to look far back."""
-    os.environ["COURSE_EMU_BLOCKS"] = "7"
-    try:
-        yield
-    finally:
-        del os.environ["COURSE_EMU_BLOCKS"]
 
 
 def _scan(name, x):

@@ -13,9 +13,11 @@
 // sorting algorithms for manycore GPUs", 2009; Merrill and Grimshaw, "High performance and scalable radix sorting
 // for GPU computing", 2011.
 //
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -o sort cuda_src/07_sort.cu && ./sort
-//   python -m lessonkit check 07_sort
-//   python -m lessonkit bench 07_sort
+// Compile:  nvcc -std=c++20 -O3 -arch=native -o sort cuda_src/07_sort.cu
+// Run:      ./sort                                  (checks every version, then times them all)
+// No GPU:   python cuda_src/07_sort.py                    (the same kernels, emulated and checked against PyTorch)
+// Time it:  python -m lessonkit bench 07_sort
+#include "07_main.cuh"
 #include "07_sort_rank.cuh"
 
 namespace {
@@ -134,43 +136,11 @@ void radix(const uint32_t* in, uint32_t* out, uint32_t* scratch, int64_t scratch
                              });
 }
 
-struct Rung {
-    const char* name;
-    void (*launch)(const uint32_t*, uint32_t*, uint32_t*, int64_t, int64_t, uint32_t, cudaStream_t);
-};
-constexpr Rung RUNGS[] = {{"bitonic", bitonic}, {"bitonic_shared", bitonic_shared}, {"radix", radix}};
+const std::vector<Rung> RUNGS = {{"bitonic", bitonic}, {"bitonic_shared", bitonic_shared}, {"radix", radix}};
 
 }  // namespace
 
-int main() {
-    const size_t few = course::emulated ? 2048 : 32768;  // some tiles: the emulator's are smaller
-    const size_t hurts = (course::small() ? few : 1 << 20) + 1021, timed = course::small() ? 1 : size_t(1) << 26;
-    std::mt19937 generator(1);
-    std::vector<uint32_t> keys(std::max(hurts, timed));
-    for (uint32_t& key : keys) key = generator() >> (generator() % 32);  // of all lengths, so that many are equal
-    for (const uint32_t flip : {0u, 1u << 31}) {
-        const std::vector<uint32_t> some(keys.begin(), keys.begin() + int64_t(hurts));
-        std::vector<uint32_t> expected = some;
-        std::sort(expected.begin(), expected.end(), [=](uint32_t a, uint32_t b) { return (a ^ flip) < (b ^ flip); });
-        const course::Buffer<uint32_t> in(some);
-        course::Buffer<uint32_t> out(hurts), scratch(2 * hurts + 16384);
-        for (const Rung& rung : RUNGS) {
-            out.poison();
-            rung.launch(in, out, scratch, int64_t(scratch.size()), int64_t(hurts), flip, nullptr);
-            course::check(std::string(rung.name) + (flip ? ", signed" : ", unsigned"), out.host(), expected, 0);
-        }
-    }
-    for (uint32_t& key : keys) key = generator();
-    keys.resize(timed);
-    const course::Buffer<uint32_t> in(keys);
-    course::Buffer<uint32_t> out(timed), scratch(2 * timed + 16384);
-    std::vector<course::Version> versions;
-    for (const Rung& rung : RUNGS)
-        versions.push_back({rung.name, [&, launch = rung.launch](cudaStream_t s) {
-                                launch(in, out, scratch, int64_t(scratch.size()), int64_t(timed), 1u << 31, s);
-                            }});
-    course::time_versions(versions, {.bytes = 8.0 * double(timed)});
-}
+int main() { check_and_time(RUNGS); }
 
 COURSE_MODULE(m) {
     bind(m, "bitonic", bitonic);

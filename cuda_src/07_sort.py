@@ -22,20 +22,20 @@ def reference(keys):
 
 def bitonic(keys):
     """[n] -> [n] int32 or uint32, ascending; log2(n) (log2(n) + 1) / 2 steps, each through all of memory."""
-    return _sort("bitonic", keys)
+    return _sort(kernels, "bitonic", keys)
 
 
 def bitonic_shared(keys):
     """[n] -> [n] int32 or uint32, ascending; the steps within 2048 keys take place in shared memory."""
-    return _sort("bitonic_shared", keys)
+    return _sort(kernels, "bitonic_shared", keys)
 
 
 def radix(keys):
     """[n] -> [n] int32 or uint32, ascending; four digits, three kernels each: count, scan, scatter."""
-    return _sort("radix", keys)
+    return _sort(kernels, "radix", keys)
 
 
-def _sort(name, keys):
+def _sort(kernels, name, keys):
     expect(keys=keys, ndim=1, dtypes=list(FLIP), contiguous=True)
     out = torch.empty_like(keys)
     scratch = torch.empty(2 * keys.numel() + 16384, dtype=torch.int32, device=keys.device)
@@ -47,6 +47,10 @@ def inputs(n, dtype=torch.int32):
     # Of all lengths and both signs: a digit that is skipped or compared without its sign shows, and many are equal.
     keys = torch.randint(-(2**31), 2**31, (n,), device=DEVICE) >> torch.randint(0, 32, (n,), device=DEVICE)
     return (keys.to(dtype),)
+
+
+def _work(n, dtype):
+    return Work(bytes=2 * n * dtype.itemsize)
 
 
 def unsigned_keys(sort):
@@ -63,6 +67,14 @@ def extreme_keys(sort):
         t = torch.tensor(keys, dtype=torch.int32, device=DEVICE)
         assert torch.equal(sort(t), t.sort()[0]), f"{len(keys)} keys from {keys[0]}"
 
+
+PROPERTIES = (unsigned_keys, extreme_keys)
+REFUSES = (
+    Refusal("two dimensions", lambda f: f(inputs(8)[0].reshape(2, 4)), ValueError, "expected 1"),
+    Refusal("64-bit keys", lambda f: f(inputs(8)[0].long()), TypeError, "keys is torch.int64"),
+    Refusal("not a tensor", lambda f: f([1]), TypeError, "keys must be a torch.Tensor"),
+    Refusal("every second key", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
+)
 
 LESSON = Lesson(
     reference=reference,
@@ -81,7 +93,7 @@ LESSON = Lesson(
         case("whole tiles, on which requests are counted", n=4096),
     ),
     benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26)),
-    work=lambda n, dtype: Work(bytes=2 * n * dtype.itemsize),
+    work=_work,
     wrong=(
         Mutant("compares past the end", "bitonic_step_kernel", "right < n", "right <= n", "bitonic", "out of bounds"),
         Mutant("no mirror image in the first step", "long_steps", "half == run / 2", "false", "bitonic"),
@@ -122,19 +134,14 @@ LESSON = Lesson(
             "missing keys written too", "scatter_kernel", "+ tile.place(k) < n", "+ 0 < n", "radix", "out of bounds"
         ),
     ),
-    properties=(unsigned_keys, extreme_keys),
+    properties=PROPERTIES,
     peers={"torch": reference},
     claims={
         "bitonic_step_kernel": ("no spills", "no shared memory"),
         "bitonic_tile_kernel": ("no spills",),
         "scatter_kernel": ("no spills",),
     },
-    refuses=(
-        Refusal("two dimensions", lambda f: f(inputs(8)[0].reshape(2, 4)), ValueError, "expected 1"),
-        Refusal("64-bit keys", lambda f: f(inputs(8)[0].long()), TypeError, "keys is torch.int64"),
-        Refusal("not a tensor", lambda f: f([1]), TypeError, "keys must be a torch.Tensor"),
-        Refusal("every second key", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
-    ),
+    refuses=REFUSES,
     dtypes=(torch.int32,),
     bench_dtype=torch.int32,
 )

@@ -13,9 +13,11 @@
 // Sources: Adinets and Merrill, "Onesweep: A Faster Least Significant Digit Radix Sort for GPUs", 2022; Merrill and
 // Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016.
 //
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -o sort cuda_src/07b_onesweep.cu && ./sort
-//   python -m lessonkit check 07b_onesweep
-//   python -m lessonkit bench 07b_onesweep
+// Compile:  nvcc -std=c++20 -O3 -arch=native -o sort cuda_src/07b_onesweep.cu
+// Run:      ./sort                                  (checks every version, then times them all)
+// No GPU:   python cuda_src/07b_onesweep.py               (the same kernels, emulated and checked against PyTorch)
+// Time it:  python -m lessonkit bench 07b_onesweep
+#include "07_main.cuh"
 #include "07_sort_rank.cuh"
 
 #ifndef COURSE_EMULATED
@@ -240,11 +242,7 @@ void cub_sort(const uint32_t* in, uint32_t* out, uint32_t* scratch, int64_t scra
 }
 #endif
 
-struct Rung {
-    const char* name;
-    void (*launch)(const uint32_t*, uint32_t*, uint32_t*, int64_t, int64_t, uint32_t, cudaStream_t);
-};
-constexpr Rung RUNGS[] = {
+const std::vector<Rung> RUNGS = {
     {"radix_ordered", radix_ordered}, {"onesweep", onesweep},
 #ifndef COURSE_EMULATED
     {"CUB DeviceRadixSort", cub_sort},
@@ -253,35 +251,7 @@ constexpr Rung RUNGS[] = {
 
 }  // namespace
 
-int main() {
-    const size_t few = course::emulated ? 2048 : 32768;  // some tiles: the emulator's are smaller
-    const size_t hurts = (course::small() ? few : 1 << 20) + 1021, timed = course::small() ? 1 : size_t(1) << 26;
-    std::mt19937 generator(1);
-    std::vector<uint32_t> keys(std::max(hurts, timed));
-    for (uint32_t& key : keys) key = generator() >> (generator() % 32);  // of all lengths, so that many are equal
-    for (const uint32_t flip : {0u, 1u << 31}) {
-        const std::vector<uint32_t> some(keys.begin(), keys.begin() + int64_t(hurts));
-        std::vector<uint32_t> expected = some;
-        std::sort(expected.begin(), expected.end(), [=](uint32_t a, uint32_t b) { return (a ^ flip) < (b ^ flip); });
-        const course::Buffer<uint32_t> in(some);
-        course::Buffer<uint32_t> out(hurts), scratch(2 * hurts + 16384);
-        for (const Rung& rung : RUNGS) {
-            out.poison();
-            rung.launch(in, out, scratch, int64_t(scratch.size()), int64_t(hurts), flip, nullptr);
-            course::check(std::string(rung.name) + (flip ? ", signed" : ", unsigned"), out.host(), expected, 0);
-        }
-    }
-    for (uint32_t& key : keys) key = generator();
-    keys.resize(timed);
-    const course::Buffer<uint32_t> in(keys);
-    course::Buffer<uint32_t> out(timed), scratch(2 * timed + 16384);
-    std::vector<course::Version> versions;
-    for (const Rung& rung : RUNGS)
-        versions.push_back({rung.name, [&, launch = rung.launch](cudaStream_t s) {
-                                launch(in, out, scratch, int64_t(scratch.size()), int64_t(timed), 1u << 31, s);
-                            }});
-    course::time_versions(versions, {.bytes = 8.0 * double(timed)});
-}
+int main() { check_and_time(RUNGS); }
 
 COURSE_MODULE(m) {
     bind(m, "radix_ordered", radix_ordered);

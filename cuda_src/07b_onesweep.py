@@ -8,80 +8,36 @@ Check it:  python -m lessonkit check 07b_onesweep
 Time it:   python -m lessonkit bench 07b_onesweep
 """
 
-import os
-from contextlib import contextmanager
+from importlib import import_module
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+from lessonkit import DEVICE, Lesson, Mutant, case, cuda
 
 import torch
 
+first = import_module("cuda_src.07_sort")
 kernels = cuda.extension(__file__)  # 07b_onesweep.cu, built at the first call
-FLIP = {torch.int32: 1 << 31, torch.uint32: 0}  # inverted, the sign bit orders negative numbers before the others
-
-
-def reference(keys):
-    return torch.sort(keys)[0]
 
 
 def radix_ordered(keys):
     """[n] -> [n] int32 or uint32, ascending; three kernels a digit, keys put in order within a tile before writing."""
-    return _sort("radix_ordered", keys)
+    return first._sort(kernels, "radix_ordered", keys)
 
 
 def onesweep(keys):
     """[n] -> [n] int32 or uint32, ascending; one kernel a digit, 256 decoupled look-backs side by side."""
-    with _together():
-        return _sort("onesweep", keys)
-
-
-@contextmanager
-def _together():
-    """Emulated, blocks run one after the other unless told otherwise, and nobody would ever have to look far back."""
-    os.environ["COURSE_EMU_BLOCKS"] = "7"
-    try:
-        yield
-    finally:
-        del os.environ["COURSE_EMU_BLOCKS"]
-
-
-def _sort(name, keys):
-    expect(keys=keys, ndim=1, dtypes=list(FLIP), contiguous=True)
-    out = torch.empty_like(keys)
-    scratch = torch.empty(2 * keys.numel() + 16384, dtype=torch.int32, device=keys.device)
-    getattr(kernels, name)(keys, out, scratch, scratch.numel(), keys.numel(), FLIP[keys.dtype])
-    return out
+    with cuda.together():
+        return first._sort(kernels, "onesweep", keys)
 
 
 def _cub(keys):
     if DEVICE.type != "cuda":
         raise ImportError("CUB needs nvcc and a GPU")
-    return _sort("cub", keys)
-
-
-def inputs(n, dtype=torch.int32):
-    # Of all lengths and both signs: a digit that is skipped or compared without its sign shows, and many are equal.
-    keys = torch.randint(-(2**31), 2**31, (n,), device=DEVICE) >> torch.randint(0, 32, (n,), device=DEVICE)
-    return (keys.to(dtype),)
-
-
-def unsigned_keys(sort):
-    """As uint32 the same bits have another order: those with the highest bit come last."""
-    (keys,) = inputs(1000)
-    bits = sort(keys.view(torch.uint32)).view(torch.int32).long() & 0xFFFFFFFF
-    assert torch.equal(bits, (keys.long() & 0xFFFFFFFF).sort()[0])
-
-
-def extreme_keys(sort):
-    """The largest key is what missing keys are taken for: as a key it must not be lost. All equal, sorted, reversed."""
-    least, most = -(2**31), 2**31 - 1
-    for keys in ([most] * 700, [least] * 300 + [most] * 5, list(range(-400, 400)), list(range(400, -400, -1)), [0, -1]):
-        t = torch.tensor(keys, dtype=torch.int32, device=DEVICE)
-        assert torch.equal(sort(t), t.sort()[0]), f"{len(keys)} keys from {keys[0]}"
+    return first._sort(kernels, "cub", keys)
 
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    reference=first.reference,
+    inputs=first.inputs,
     extension=kernels,
     rungs=(radix_ordered, onesweep),
     checks=(
@@ -96,7 +52,7 @@ LESSON = Lesson(
         case("whole tiles, on which requests are counted", n=3 * 4096),
     ),
     benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
-    work=lambda n, dtype: Work(bytes=2 * n * dtype.itemsize),
+    work=first._work,
     wrong=(
         Mutant(
             "a COUNT taken for a SUM: tiles write over each other",
@@ -149,18 +105,13 @@ LESSON = Lesson(
         ),
         Mutant("the last pass is missing", "onesweep_with", "pass < PASSES; pass++", "pass < 2; pass++", "onesweep"),
     ),
-    properties=(unsigned_keys, extreme_keys),
-    peers={"torch": reference, "CUB": _cub},
+    properties=first.PROPERTIES,
+    peers={"torch": first.reference, "CUB": _cub},
     claims={
         "histogram_kernel": ("no spills",),
         "ordered_kernel": ("no spills",),
     },
-    refuses=(
-        Refusal("two dimensions", lambda f: f(inputs(8)[0].reshape(2, 4)), ValueError, "expected 1"),
-        Refusal("64-bit keys", lambda f: f(inputs(8)[0].long()), TypeError, "keys is torch.int64"),
-        Refusal("not a tensor", lambda f: f([1]), TypeError, "keys must be a torch.Tensor"),
-        Refusal("every second key", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
-    ),
+    refuses=first.REFUSES,
     dtypes=(torch.int32,),
     bench_dtype=torch.int32,
 )

@@ -201,10 +201,10 @@ void transpose_down(const float* x, float* y, int64_t M, int64_t N, cudaStream_t
     (quads_fit(x, y, M, N) ? launch : transpose_swizzled)(x, y, M, N, stream);
 }
 
-// v8. New: an answer for the other shapes. Where M is odd, a row of y begins anywhere in a sector of 32 bytes, and so does
-// each piece of it that a tile owns: v5's 128 bytes are 5 sectors, of which 2 are written in part, and L2 has to merge
-// them with what the neighbour writes, or to ask the DRAM for the rest. Pieces twice as long have half as many ends: 9
-// sectors for 256 bytes. Predicted: between v5 and v7, whose loads are four times as wide.
+// v8. New: an answer for the other shapes. Where M is odd, a row of y begins anywhere in a sector of 32 bytes, and so
+// does each piece of it that a tile owns: v5's 128 bytes are 5 sectors, of which 2 are written in part, and L2 has to
+// merge them with what the neighbour writes, or to ask the DRAM for the rest. Pieces twice as long have half as many
+// ends: 9 sectors for 256 bytes. Predicted: between v5 and v7, whose loads are four times as wide.
 constexpr int WIDE = 64;  // words
 
 __global__ __launch_bounds__(TILE * ROWS)

@@ -1,7 +1,8 @@
-// Softmax: three reads of a row, then two  ======================================= y_j = exp(x_j - m) / s with m =
-// max(x), s = sum(exp(x - m)) along each row of x [M, N]. It has to read MN elements and write MN: on an H200 (4.2
-// TB/s) 8192 x 8192 in bf16 (268 MB in and out) cannot take less than 0.064 ms. As the formula stands it reads each row
-// three times. Here that becomes two; 09b_softmax_lengths makes it one.
+// Softmax: three reads of a row, then two
+// =======================================
+// y_j = exp(x_j - m) / s with m = max(x), s = sum(exp(x - m)) along each row of x [M, N]. It has to read MN elements
+// and write MN: on an H200 (4.2 TB/s) 8192 x 8192 in bf16 (268 MB in and out) cannot take less than 0.064 ms. As the
+// formula stands it reads each row three times. Here that becomes two; 09b_softmax_lengths makes it one.
 //
 // Source of v3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
 //

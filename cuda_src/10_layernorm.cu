@@ -1,9 +1,10 @@
-// LayerNorm: the mean and the spread of every row  =============================================== y = (x - mean) *
-// rstd * w + b with rstd = 1 / sqrt(variance + eps) along each row of x [M, N] (Ba, Kiros, Hinton 2016). It has to read
-// MN elements and write MN: on an H200 (4.2 TB/s) 8192 x 8192 in bf16 (268 MB in and out) cannot take less than 0.064
-// ms. The definition reads a row three times: for the mean, for the variance, for the result. Here that becomes two;
-// 10b_layernorm_lengths makes it one. The shorter formula, E[x^2] - E[x]^2, also reads twice and loses all its digits
-// where the mean is large beside the spread: it is not a rung.
+// LayerNorm: the mean and the spread of every row
+// ===============================================
+// y = (x - mean) * rstd * w + b with rstd = 1 / sqrt(variance + eps) along each row of x [M, N] (Ba, Kiros, Hinton
+// 2016). It has to read MN elements and write MN: on an H200 (4.2 TB/s) 8192 x 8192 in bf16 (268 MB in and out) cannot
+// take less than 0.064 ms. The definition reads a row three times: for the mean, for the variance, for the result. Here
+// that becomes two; 10b_layernorm_lengths makes it one. The shorter formula, E[x^2] - E[x]^2, also reads twice and
+// loses all its digits where the mean is large beside the spread: it is not a rung.
 //
 // Sources of v3: Welford, "Note on a method for calculating corrected sums of squares and products", 1962; Chan, Golub
 // and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.

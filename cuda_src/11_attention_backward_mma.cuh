@@ -7,7 +7,7 @@
 // Predicted: 14 S^2 D FLOPs for the 10 that one pass with atomics needs, and every exponential twice. Every B fragment
 // serves 16 or, where registers allow, 32 rows: shared memory is about as busy as the tensor cores.
 #pragma once
-#include "11_mma.cuh"
+#include "mma.cuh"
 #include "course.cuh"
 
 // M * 16 rows a warp, COLS rows of the other side a tile. Two accumulators of [16 M][D] fp32 (dK, dV) or one (dQ).

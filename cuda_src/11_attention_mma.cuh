@@ -3,7 +3,7 @@
 // v4. New: both products are mma.sync.m16n8k16, 4096 FLOPs an instruction of a warp where v3's has 64. A block of 4
 // warps keeps 128 queries in shared memory; a warp owns 32 of them, so that each K and V fragment that it fetches is
 // used twice. Its S, 32 x 64 scores, is born in registers as C fragments, and after the softmax *is* the left operand
-// of P V (11_mma.cuh): P is never stored. V is fetched transposed by ldmatrix.trans, the tiles are swizzled. The
+// of P V (mma.cuh): P is never stored. V is fetched transposed by ldmatrix.trans, the tiles are swizzled. The
 // scale and log2(e) are one factor in one multiply-add: exp(s scale - m scale) = exp2(s c - m c), c = scale log2(e).
 // Predicted, D = 128: for a tile of 64 keys a warp fetches 16 KB of K, 16 KB of V and its 8 KB of Q again, 320
 // wavefronts, and the four warps of a block multiply 4 x 32 x 64 x 128 x 4 FLOPs: at the 2400 FLOPs a cycle that
@@ -11,7 +11,7 @@
 // v5. New: two stages of K and V. The copies of tile j + 1 are on their way while tile j is multiplied, and one barrier
 // a tile is enough: it says both that tile j has arrived and that nobody reads tile j - 1 any more.
 #pragma once
-#include "11_mma.cuh"
+#include "mma.cuh"
 #include "course.cuh"
 
 template <int D, int KEYS, int STAGES>

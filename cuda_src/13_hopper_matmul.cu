@@ -15,7 +15,7 @@
 // Run:      ./hopper_matmul
 // Check it: python -m lessonkit check 13_hopper_matmul
 // Time it:  python -m lessonkit bench 13_hopper_matmul
-#include "11_mma.cuh"  // ldmatrix, mma.sync, and what the emulator does for them
+#include "mma.cuh"  // ldmatrix, mma.sync, and what the emulator does for them
 #include "13_matmul.cuh"
 
 using matmul::bf16, matmul::BK;

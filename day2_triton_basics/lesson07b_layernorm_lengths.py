@@ -175,7 +175,7 @@ def layernorm_shared_kernel(
     M, N, stride_x, stride_y, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % PARTS
-    # A tile of one row, whose mask says that the row is there, as it always is: it saves a fifth of the registers.
+    # A tile of one row, whose mask says that the row is there, as it always is: so the compiler takes fewer registers.
     rows = (tl.program_id(0) // PARTS).to(tl.int64) + tl.arange(0, 1)
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]

@@ -1,5 +1,5 @@
 """CUDA C++: find the compilers, build a .cu for a GPU or for the emulator, call it, read its machine code."""
 
-from lessonkit.cuda.extension import Extension, Fault, extension
+from lessonkit.cuda.extension import Extension, Fault, extension, together
 
-__all__ = ["Extension", "Fault", "extension"]
+__all__ = ["Extension", "Fault", "extension", "together"]

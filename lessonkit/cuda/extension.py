@@ -4,8 +4,10 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import json
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,19 @@ class Extension:
 def extension(file: str) -> Extension:
     """The launchers of the .cu beside a lesson's file: `kernels = cuda.extension(__file__)`."""
     return Extension(Path(file).with_suffix(".cu").resolve())
+
+
+@contextmanager
+def together(blocks: int = 7) -> Iterator[None]:
+    """Emulated, blocks run one after the other unless told otherwise: here several at once, so that some must wait."""
+    before = os.environ.get("COURSE_EMU_BLOCKS")
+    os.environ["COURSE_EMU_BLOCKS"] = str(blocks)
+    try:
+        yield
+    finally:
+        del os.environ["COURSE_EMU_BLOCKS"]
+        if before is not None:
+            os.environ["COURSE_EMU_BLOCKS"] = before
 
 
 def _raw(value: Any) -> Any:
