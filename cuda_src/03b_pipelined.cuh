@@ -1,21 +1,7 @@
 // v8 to v10 of the matrix multiply: copies that nobody waits for, and operands that are there before they are needed.
 #pragma once
 #include "03_tiles.cuh"
-#include <cuda_pipeline.h>
-
-// BYTES (4 or 16) from global to shared memory, or as many zeros, without a register between and without waiting.
-template <int BYTES>
-__device__ inline void copy_async(float* to, const float* from, bool inside) {
-#ifdef COURSE_EMULATED
-    if (inside) __pipeline_memcpy_async(to, from, BYTES);
-    else for (int e = 0; e < BYTES / 4; e++) to[e] = 0;
-#else
-    // What __pipeline_memcpy_async becomes; but it takes the number of zeros as a constant, and choosing is a branch.
-    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-                 :: "r"(address), "l"(from), "n"(BYTES), "r"(inside ? BYTES : 0) : "memory");
-#endif
-}
+#include "copy_async.cuh"
 
 // What a block of one instance is: WARPS_M x WARPS_N warps of 4 x 8 lanes, each with TM x TN elements of C.
 template <int TM, int TN, int BK, int STAGES, int WARPS_M, int WARPS_N, bool QUADS>

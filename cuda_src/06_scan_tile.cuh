@@ -1,5 +1,7 @@
-// A tile of a scan in the registers of one block: what every rung of 06b_scan_one_pass.cu is made of.
+// A tile of a scan in the registers of one block, and what it says to others: what 06b and 06c are made of.
 #pragma once
+#include "copy_async.cuh"
+
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -37,6 +39,21 @@ __device__ T warps_before(T total, T& block_total) {
     return warp > 0 ? before : T(0);
 }
 
+// What a tile says to those after it: status and value in one 64-bit word, which is written and read whole, so that no
+// fence is needed between them. A word of zeros is EMPTY.
+using Word = unsigned long long;
+constexpr unsigned EMPTY = 0, SUM = 1, PREFIX = 2;
+
+__device__ inline unsigned to_bits(float value) { return __float_as_uint(value); }
+__device__ inline unsigned to_bits(unsigned value) { return value; }
+__device__ inline void from_bits(unsigned bits, float& value) { value = __uint_as_float(bits); }
+__device__ inline void from_bits(unsigned bits, unsigned& value) { value = bits; }
+
+template <typename T>
+__device__ void publish(volatile Word* words, int64_t tile, unsigned status, T value) {
+    words[tile] = Word(status) << 32 | to_bits(value);
+}
+
 // 16 bytes of T, as one access.
 template <typename T>
 using Four = std::conditional_t<std::is_same_v<T, float>, float4, uint4>;
@@ -56,15 +73,31 @@ struct Tile {
     static __device__ bool whole(const T* p, int64_t tile, int64_t n) {
         return (tile + 1) * SIZE <= n && reinterpret_cast<uintptr_t>(p) % 16 == 0;
     }
+    // Into shared memory, without waiting; each thread copies the elements that it will take from there.
+    static __device__ void copy(T* to, const T* x, int64_t tile, int64_t n) {
+        const bool all = whole(x, tile, n);
+        const int there = size(tile, n);
+        x += tile * SIZE;
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const int i = start(k);
+            if (all) copy_async<16>(to + i, x + i, true);
+            else
+                for (int e = 0; e < 4; e++) copy_async<4>(to + i + e, x + i + e, i + e < there);
+        }
+    }
+    __device__ void take(const T* from) {  // a whole tile, aligned: of memory, or as `copy` left it
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const Four<T> q = *reinterpret_cast<const Four<T>*>(from + start(k));
+            v[k][0] = q.x, v[k][1] = q.y, v[k][2] = q.z, v[k][3] = q.w;
+        }
+    }
     __device__ void load(const T* x, int64_t tile, int64_t n) {
         const bool all = whole(x, tile, n);
         x += tile * SIZE;
         if (all) {
-#pragma unroll
-            for (int k = 0; k < VECTORS; k++) {
-                const Four<T> q = *reinterpret_cast<const Four<T>*>(x + start(k));
-                v[k][0] = q.x, v[k][1] = q.y, v[k][2] = q.z, v[k][3] = q.w;
-            }
+            take(x);
         } else {
 #pragma unroll
             for (int e = 0; e < VECTORS * 4; e++) {

@@ -5,6 +5,7 @@
 //   scan, then propagate   4n   every tile's y is written, read again, and written again with what came before it
 //   reduce, then scan      3n   the first pass only reads x, for the tiles' sums
 //   decoupled look-back    2n   one pass: a tile looks back at what its predecessors have published so far
+// There memory still rests while tiles wait; 06c_scan_ahead has the next tile under way by then.
 // T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
 // Source: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016, section 4.
 //
@@ -61,8 +62,7 @@ __global__ void __launch_bounds__(THREADS) scan_from_kernel(const T* x, T* y, co
 
 // Rung 3. New: one pass (2n). A tile publishes its sum as soon as it knows it, then looks back over its predecessors:
 // one that has published only its SUM is added and passed over, one that knows its PREFIX ends the search. So tiles
-// wait for a predecessor's load, never for its look-back. Status and value share one 64-bit word, which is written and
-// read whole: no fence. What sets the pace is how many bytes are on their way while tiles wait:
+// wait for a predecessor's load, never for its look-back. How many bytes are on their way meanwhile sets the pace:
 // - A waiting tile sits in registers: 96 of a thread's 128 are data, and 2 blocks hold 192 KB on an SM; 16 of 40, as in
 //   rungs 1 and 2, would be 96 KB. Large tiles also pass on fewer words. At 4.2 TB/s some 20 of them begin each
 //   microsecond, and a round trip to L2 takes most of one, so a warp reads WINDOW * 32 words at a time.
@@ -72,18 +72,6 @@ __global__ void __launch_bounds__(THREADS) scan_from_kernel(const T* x, T* y, co
 // Predicted: two thirds of rung 2's time and what tiles wait on top, while they hold registers and load nothing.
 // Float sums now depend on when predecessors publish: the last bits may differ from run to run, where rungs 1 and 2
 // repeat theirs.
-constexpr unsigned EMPTY = 0, SUM = 1, PREFIX = 2;
-using Word = unsigned long long;
-
-__device__ unsigned to_bits(float value) { return __float_as_uint(value); }
-__device__ unsigned to_bits(unsigned value) { return value; }
-__device__ void from_bits(unsigned bits, float& value) { value = __uint_as_float(bits); }
-__device__ void from_bits(unsigned bits, unsigned& value) { value = bits; }
-
-template <typename T>
-__device__ void publish(volatile Word* words, int64_t tile, unsigned status, T value) {
-    words[tile] = Word(status) << 32 | to_bits(value);
-}
 
 // Called by one warp: the sum of all tiles before `tile`. Lane l looks l tiles further back than lane 0.
 template <typename T, int WINDOW>

@@ -22,21 +22,21 @@ def reference(x):
 
 def propagate(x):
     """[n] -> [n] float32 or int32: scan tiles, scan their sums, add those: 4n of traffic."""
-    return _scan("propagate", x)
+    return _scan(kernels, "propagate", x)
 
 
 def reduce_then_scan(x):
     """[n] -> [n] float32 or int32: sum tiles, scan the sums, scan tiles from there: 3n of traffic."""
-    return _scan("reduce_then_scan", x)
+    return _scan(kernels, "reduce_then_scan", x)
 
 
 def look_back(x):
     """[n] -> [n] float32 or int32 in one pass, 2n of traffic. The last bits of float sums may differ between runs."""
     with cuda.together():
-        return _scan("look_back", x)
+        return _scan(kernels, "look_back", x)
 
 
-def _scan(name, x):
+def _scan(kernels, name, x):
     expect(x=x, ndim=1, dtypes=list(SUFFIX), contiguous=True)
     y = torch.empty_like(x)
     scratch = torch.empty(x.numel() // 512 + 1024, dtype=x.dtype, device=x.device)
@@ -47,7 +47,7 @@ def _scan(name, x):
 def _cub(x):
     if DEVICE.type != "cuda":
         raise ImportError("CUB needs nvcc and a GPU")
-    return _scan("cub", x)
+    return _scan(kernels, "cub", x)
 
 
 def inputs(n, start=0, dtype=torch.float32):
@@ -57,6 +57,10 @@ def inputs(n, start=0, dtype=torch.float32):
     if dtype == torch.int32:
         return (torch.randint(-1000, 1000, (start + n,), device=DEVICE, dtype=dtype)[start:],)
     return (torch.randn(start + n, device=DEVICE).to(dtype)[start:],)
+
+
+def _work(n, dtype, start=0):
+    return Work(bytes=2 * n * dtype.itemsize, flops=n)
 
 
 def wraps_around(scan):
@@ -74,6 +78,16 @@ def infinity_stays(scan):
     assert (y[5000:7000] == float("inf")).all()
     assert y[7000:].isnan().all()
 
+
+PROPERTIES = (wraps_around, infinity_stays)
+PEERS = {"torch": reference, "CUB": _cub}
+REFUSES = (
+    Refusal("two dimensions", lambda f: f(inputs(8)[0].reshape(2, 4)), ValueError, "expected 1"),
+    Refusal("not a float", lambda f: f(inputs(8)[0].half()), TypeError, "x is torch.float16"),
+    Refusal("not a tensor", lambda f: f([1.0]), TypeError, "x must be a torch.Tensor"),
+    Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
+    Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
+)
 
 LESSON = Lesson(
     reference=reference,
@@ -93,7 +107,7 @@ LESSON = Lesson(
         case("whole tiles, on which requests are counted", n=16 * 4096),
     ),
     benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
-    work=lambda n, dtype, start=0: Work(bytes=2 * n * dtype.itemsize, flops=n),
+    work=_work,
     wrong=(
         Mutant("a SUM taken for a PREFIX", "look_back", "== PREFIX)", "!= EMPTY)", "look_back"),
         Mutant("the nearest predecessor forgotten", "look_back", "last = tile - 1", "last = tile - 2", "look_back"),
@@ -119,6 +133,14 @@ LESSON = Lesson(
             "look_back",
             "race",
         ),
+        Mutant(
+            "words of the last scan in scratch",
+            "look_back_with",
+            "    CUDA_CHECK(cudaMemsetAsync(words, 0, size_t(tiles) * sizeof(Word), stream));\n",
+            "",
+            "look_back",
+            "nan",
+        ),
         Mutant("the first tile's sum added to itself", "add_kernel", "sums[tile - 1]", "sums[tile]", "propagate"),
         Mutant("the prefix itself is left out", "look_back", "(prefix ^ (prefix - 1))", "(prefix - 1)", "look_back"),
         Mutant(
@@ -129,21 +151,15 @@ LESSON = Lesson(
             "reduce_then_scan",
         ),
     ),
-    properties=(wraps_around, infinity_stays),
-    peers={"torch": reference, "CUB": _cub},
+    properties=PROPERTIES,
+    peers=PEERS,
     claims={
         "propagate_kernel": ("16-byte loads", "16-byte stores", "no spills"),
         "reduce_kernel": ("16-byte loads", "no spills"),
         "look_back_kernel": ("16-byte loads", "16-byte stores", "no spills"),
     },
     passes={propagate: 2.0, reduce_then_scan: 1.5, look_back: 1.0},
-    refuses=(
-        Refusal("two dimensions", lambda f: f(inputs(8)[0].reshape(2, 4)), ValueError, "expected 1"),
-        Refusal("not a float", lambda f: f(inputs(8)[0].half()), TypeError, "x is torch.float16"),
-        Refusal("not a tensor", lambda f: f([1.0]), TypeError, "x must be a torch.Tensor"),
-        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
-        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
-    ),
+    refuses=REFUSES,
     dtypes=(torch.float32, torch.int32),
     bench_dtype=torch.float32,
 )

@@ -66,7 +66,7 @@ Fiber* take_fiber() {
     return fiber;
 }
 
-void begin_block() {
+void begin_block(uint64_t number) {
     Running& l = *running;
     const uint32_t threads = l.block.x * l.block.y * l.block.z;
     Block* b;
@@ -90,10 +90,9 @@ void begin_block() {
         b = l.idle.back();
         l.idle.pop_back();
     }
-    b->number = uint32_t(l.next_block);
-    b->index = {unsigned(l.next_block % l.grid.x), unsigned(l.next_block / l.grid.x % l.grid.y),
-                unsigned(l.next_block / l.grid.x / l.grid.y)};
-    l.next_block++;
+    b->number = uint32_t(number);
+    b->index = {unsigned(number % l.grid.x), unsigned(number / l.grid.x % l.grid.y),
+                unsigned(number / l.grid.x / l.grid.y)};
     b->live = threads;
     b->waiting = b->count = 0;
     b->began = b->synced = ++now;
@@ -134,7 +133,7 @@ uint64_t most_resident() {
 bool another_block() {
     const Running& l = *running;
     if (l.next_block == l.total_blocks || l.blocks.size() - l.idle.size() >= most_resident()) return false;
-    begin_block();
+    begin_block(running->next_block++);
     return true;
 }
 
@@ -157,7 +156,7 @@ void finish(Thread* t) {
     for (Warp& each : b.warps) count_flush(each, true);
     running->done_blocks++;
     running->idle.push_back(&b);
-    if (running->next_block < running->total_blocks) begin_block();
+    if (running->next_block < running->total_blocks) begin_block(running->next_block++);
 }
 
 }  // namespace
@@ -240,7 +239,9 @@ void run(Running& l) {
     fault_kind.clear();
     due = {};
     count_begin();
-    for (uint64_t i = 0; i < std::min(resident, l.total_blocks); i++) begin_block();
+    // The last of those that run together goes first: whoever relies on an order that nobody promised, waits.
+    l.next_block = std::min(resident, l.total_blocks);
+    for (uint64_t i = l.next_block; i-- > 0;) begin_block(i);
     while (l.done_blocks < l.total_blocks && fault_kind.empty()) {
         if (queued)
             go_on(host_fiber());

@@ -1,0 +1,87 @@
+"""Prefix sums in one pass at the speed of a copy
+================================================
+The kernels and what they predict are in 06c_scan_ahead.cu; here they are functions of tensors, checked against
+torch.cumsum. The look-back that they build on is 06b_scan_one_pass.
+
+Run it:    python cuda_src/06c_scan_ahead.py
+Check it:  python -m lessonkit check 06c_scan_ahead
+Time it:   python -m lessonkit bench 06c_scan_ahead
+"""
+
+from importlib import import_module
+
+from lessonkit import Lesson, Mutant, case, cuda
+
+import torch
+
+first = import_module("cuda_src.06b_scan_one_pass")
+kernels = cuda.extension(__file__)  # 06c_scan_ahead.cu, built at the first call
+
+
+def look_back_waves(x):
+    """[n] -> [n] float32 or int32 in one pass, by blocks that stay; the same bits in every run."""
+    return first._scan(kernels, "look_back_waves", x)
+
+
+def look_back_ahead(x):
+    """[n] -> [n] float32 or int32 in one pass, the next tile under way before this one is done; the same bits."""
+    return first._scan(kernels, "look_back_ahead", x)
+
+
+def same_bits(scan):
+    """Float sums are added in an order that depends on n alone, never on which block is early."""
+    (x,) = first.inputs(9000)
+    assert torch.equal(scan(x), scan(x))
+
+
+# fmt: off
+LESSON = Lesson(
+    reference=first.reference,
+    inputs=first.inputs,
+    extension=kernels,
+    rungs=(look_back_waves, look_back_ahead),
+    checks=(
+        case("nothing to do: an empty grid is an error in CUDA", n=0),
+        case("one element: no whole group of four", n=1),
+        case("a prime: one tile, partly empty", n=1021),
+        case("an address where no float4 may be", n=4100, start=1),
+        case("emulated: a wave of 8 blocks, two of 4, and one element", n=8 * 1024 + 1),
+        case("rounds enough to go around the ring, and a tail", n=21 * 1024 + 1021),
+        case("the same on a GPU", gib=1, n=2**24 + 4097),
+        case("more tiles than a round of 132 blocks, each of 16384", gib=1, n=5 * 132 * 16384 + 1),
+        case("offsets past 2^31", gib=60, n=2**31 + 1),
+        case("whole tiles, on which requests are counted", n=16 * 1024),
+    ),
+    benches=first.LESSON.benches,
+    work=first._work,
+    wrong=(
+        Mutant("the nearest predecessor forgotten", "window_sum", "k * 32 + 1;", "k * 32 + 2;", "look_back_waves"),
+        Mutant("a window one tile too short", "window_sum", "back <= window", "back < window", "look_back_waves"),
+        Mutant("a word read before it is there", "window_sum", "while (unsigned(word[k] >> 32) == EMPTY)", "if (false)",
+               "look_back_waves"),
+        Mutant("words of the last scan in scratch", "scan", "size_t(tiles) * sizeof(Word), stream", "0, stream",
+               "look_back_waves", "nan"),
+        Mutant("no barrier before the prefix is read", "waves_kernel", "        __syncthreads();\n", "",
+               "look_back_waves", "race"),
+        Mutant("no barrier before the warps' sums are read", "ahead_kernel", "        __syncthreads();\n", "",
+               "look_back_ahead", "race"),
+        Mutant("a tile taken before it has arrived", "ahead_kernel", "__pipeline_wait_prior(STAGES - 2);",
+               "__pipeline_wait_prior(STAGES);", "look_back_ahead"),
+        Mutant("a slot filled before it is taken", "ahead_kernel", "fetch(round + STAGES);",
+               "fetch(round + STAGES - 1);", "look_back_ahead"),
+    ),
+    properties=(*first.PROPERTIES, same_bits),
+    peers=first.PEERS,
+    claims={
+        "waves_kernel": ("16-byte loads", "16-byte stores", "no spills"),
+        "ahead_kernel": ("cp.async", "16-byte stores", "no spills"),
+    },
+    passes={look_back_waves: 1.0, look_back_ahead: 1.0},
+    dtypes=first.LESSON.dtypes,
+    bench_dtype=first.LESSON.bench_dtype,
+    refuses=first.REFUSES,
+)
+# fmt: on
+
+if __name__ == "__main__":
+    LESSON.main()
