@@ -33,13 +33,13 @@ def matmul_mma(x, w):
     return _run("matmul_mma", x, w)
 
 
-@needs(90, "TMA and wgmma")
+@needs(90, "TMA and wgmma", only=True)
 def matmul_wgmma(x, w):
     """As matmul_mma, by TMA and wgmma, a block loading and multiplying in turn."""
     return _run("matmul_wgmma", x, w)
 
 
-@needs(90, "TMA and wgmma")
+@needs(90, "TMA and wgmma", only=True)
 def matmul_specialized(x, w):
     """As matmul_wgmma, with a producer warp and two consumer warpgroups around a ring of 4 stages."""
     return _run("matmul_specialized", x, w)

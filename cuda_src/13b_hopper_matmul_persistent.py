@@ -30,13 +30,13 @@ def matmul_schedule(x, w):
     return _run("matmul_schedule", x, w)
 
 
-@needs(90, "TMA and wgmma")
+@needs(90, "TMA and wgmma", only=True)
 def matmul_persistent(x, w):
     """[M, K], [N, K] -> [M, N] bfloat16, a block an SM; copies x and w where rows are not 16-byte aligned."""
     return _run("matmul_persistent", x, w)
 
 
-@needs(90, "TMA and wgmma")
+@needs(90, "TMA and wgmma", only=True)
 def matmul_cluster(x, w):
     """As matmul_persistent, in clusters of two blocks that load half of their common tile of w each."""
     return _run("matmul_cluster", x, w)

@@ -15,7 +15,7 @@ from lessonkit.arguments import Unsupported
 from lessonkit.cuda.extension import Fault
 from lessonkit.device import DEVICE, HAS_GPU, capability
 from lessonkit.interpreter import OutOfBounds, Traffic, watched
-from lessonkit.lesson import Case, Lesson, Rung, Shape
+from lessonkit.lesson import Case, Lesson, Rung, Shape, suits
 
 import torch
 
@@ -202,8 +202,9 @@ def cannot_run(lesson: Lesson, rung: Rung, case: Case, dtype: torch.dtype) -> st
         return f"needs a GPU with {case.gib:g} GiB"
     if case.gib and torch.cuda.mem_get_info()[1] < case.gib * 2**30:
         return f"needs {case.gib:g} GiB of GPU memory"
-    if (needs := getattr(rung, "needs", 0)) > capability():
-        return f"needs sm_{needs}" + (f": {what}" if (what := getattr(rung, "needs_what", "")) else "")
+    if not suits(rung, capability()):
+        what = getattr(rung, "needs_what", "")
+        return f"needs sm_{getattr(rung, 'needs', 0)}" + (f": {what}" if what else "")
     return lesson.extension.lacks() if lesson.extension else ""
 
 

@@ -130,7 +130,7 @@ def _inspect(rung: str, compiled: Any, target: int) -> Kernel:
 def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
     """Compile every rung of a lesson. Only in a process whose lane is `compiled` (see run)."""
     from lessonkit.arguments import Unsupported
-    from lessonkit.lesson import Broken, Lesson, discover
+    from lessonkit.lesson import Broken, Lesson, discover, suits
 
     from triton import runtime
     from triton.backends.compiler import GPUTarget
@@ -171,7 +171,7 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
     with mock.patch.object(JITFunction, "run", compile_only):
         for target in targets:
             runtime.driver.set_active(Driver(target))
-            for rung in (r for r in lesson.rungs if getattr(r, "needs", 0) <= target):
+            for rung in (r for r in lesson.rungs if suits(r, target)):
                 made.clear()
                 for shape in lesson.benches:
                     with suppress(Unsupported):

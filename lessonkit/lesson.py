@@ -65,14 +65,23 @@ class Mutant:
     caught_by: str = "value"
 
 
-def needs(capability: int, what: str) -> Callable[[Rung], Rung]:
-    """`@needs(90, "TMA")`: this rung runs on a GPU from sm_90 on and nowhere else; it is compiled everywhere."""
+def needs(capability: int, what: str, *, only: bool = False) -> Callable[[Rung], Rung]:
+    """`@needs(90, "TMA")`: this rung runs on a GPU from sm_90 on and nowhere else; it is compiled everywhere.
+
+    only: on GPUs of this capability alone, and compiled for no other: wgmma is in sm_90 and in nothing later.
+    """
 
     def mark(rung: Rung) -> Rung:
-        vars(rung).update(needs=capability, needs_what=what)
+        vars(rung).update(needs=capability, needs_what=what, needs_only=only)
         return rung
 
     return mark
+
+
+def suits(rung: Rung, capability: int) -> bool:
+    """Whether a GPU of this capability is one that the rung was written for."""
+    least = getattr(rung, "needs", 0)
+    return capability == least if getattr(rung, "needs_only", False) else capability >= least
 
 
 @dataclass(frozen=True)

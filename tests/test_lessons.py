@@ -8,7 +8,7 @@ import lessonkit.device as device
 from lessonkit import check, compiled, mutants, report, rows, show
 from lessonkit.arguments import Unsupported
 from lessonkit.cuda import build, counters, machine_code, toolchain
-from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels
+from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, suits
 
 import pytest
 import torch
@@ -197,7 +197,7 @@ def test_compiled_claims(name, lesson):
         assert {k.target for k in found} == set(machine_code.TARGETS)
     for rung in () if lesson.extension else lesson.rungs:
         targets = {k.target for k in found if k.rung == rung.__name__}
-        assert targets == {t for t in compiled.TARGETS if t >= getattr(rung, "needs", 0)}, rung.__name__
+        assert targets == {t for t in compiled.TARGETS if suits(rung, t)}, rung.__name__
     broken = compiled.broken_claims(name, lesson.claimed(), found)
     assert not broken, "\n".join(broken)
 
