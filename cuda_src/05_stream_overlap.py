@@ -113,6 +113,7 @@ LESSON = Lesson(
         case("more than the grid: the loop turns twice", n=9001, turns=2),
     ),
     benches=(),
+    prints="2^26 + 3 floats in, 1500 turns an element, and out again. The limit is the longest of the three parts.",
     work=lambda n, turns, dtype: Work(bytes=8 * n, flops=2 * n * turns),
     wrong=(
         Mutant("an element too many", "turn_kernel", "i < n", "i <= n", "overlap_serial", "out of bounds"),

@@ -74,6 +74,7 @@ LESSON = Lesson(
         case("whole chunks, on which bytes are counted", ranks=4, n=4 * 2048),
     ),
     benches=({"ranks": 4, "n": 2**24},),
+    prints="Between GPUs, which the rows above are not: there all ranks share one memory.",
     work=lambda ranks, n, dtype: Work(bytes=2 * ranks * n * dtype.itemsize, flops=(ranks - 1) * n),
     wrong=(
         Mutant("the first rank stands for all", "read_all_kernel", "(p.x[r]) + q", "(p.x[0]) + q", "read_all"),

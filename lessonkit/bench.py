@@ -1,11 +1,14 @@
 """Time a lesson's rungs beside its peers, on a GPU, and turn the times into rows."""
 
+import re
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
 from lessonkit import check, rows, timing
 from lessonkit.arguments import Unsupported
-from lessonkit.lesson import Lesson, Shape, shape_name
+from lessonkit.cuda import build
+from lessonkit.lesson import Lesson, Shape, Table, shape_name
 
 import torch
 
@@ -19,6 +22,32 @@ def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list
         measured += _one_shape(name, lesson, shape, say)
         torch.cuda.empty_cache()
     return measured
+
+
+def printed(lesson: Lesson) -> Table | None:
+    """The times that a program prints when it runs by itself, where rungs cannot show what it measures."""
+    if not (lesson.prints and lesson.extension):
+        return None
+    (program,) = build.build([build.program(lesson.extension.source)])
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{lesson.extension.source.name}: {done.stdout[-500:]}{done.stderr[-500:]}")
+    return timed_lines(done.stdout, lesson.prints)
+
+
+def timed_lines(text: str, note: str) -> Table | None:
+    """`what   1.23 ms   the rest` becomes a row, with the lines above it that are none; None if nothing was timed."""
+    found: list[dict[str, str]] = []
+    about: list[str] = []
+    for line in text.splitlines():
+        if row := re.fullmatch(r"\s*(\S.*?)\s{2,}([\d.]+) ms\s+(\S.*)", line):
+            what, ms, rest = row.groups()
+            heading = "; ".join(about) or (found[-1]["measured"] if found else "")
+            found.append({"measured": heading, "version": what, "ms": ms, "that is": re.sub(r"\s+", " ", rest)})
+            about = []
+        elif line and " right: " not in line:
+            about.append(line)
+    return Table("program", found, note) if found else None
 
 
 def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], None]) -> list[rows.Row]:

@@ -119,6 +119,7 @@ class Lesson:
     passes      rung -> bytes it moves, as a multiple of Work.bytes, counted without a GPU on the last check
     properties  property(rung) asserts what must hold for the op beside its values
     extension   the launchers of the .cu that the rungs call, if the kernels are CUDA C++
+    prints      what the program's own main measures and rungs cannot: `bench` keeps the lines that it prints
     counts      rung -> what its accesses look like: {"sectors a request": 4}, counted as `passes` (cuda.counters)
     """
 
@@ -141,6 +142,7 @@ class Lesson:
     bench_dtype: torch.dtype = torch.bfloat16
     factor: float = 1  # widens the error budget, for a stated reason
     extension: "Extension | None" = None
+    prints: str = ""
     counts: Mapping[Rung, Mapping[str, float]] = field(default_factory=dict)
 
     def claimed(self) -> dict[str, tuple[str, ...]]:

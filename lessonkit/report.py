@@ -76,7 +76,7 @@ def generate() -> dict[Path, str | bytes]:
             everything += found
             made[folder / f"{path.stem}.md"] = _lesson_page(path.stem, lessons[path.stem], found)
             made[folder / f"{path.stem}.png"] = plots.speed(title(path.stem), found)
-        made |= _step_pages(folder)
+        made |= _step_pages(folder, made)
         if found_by_ncu := hardware.compared(hardware.path(folder)):
             made[hardware.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
         if everything:
@@ -209,8 +209,8 @@ def _ncu_page(folder: Path, found: list[dict[str, str]]) -> str:
     return head + markdown(found[0], (row.values() for row in bold))
 
 
-def _step_pages(folder: Path) -> dict[Path, str | bytes]:
-    """One page for all the tables that a lesson of steps has measured on one machine, and a plot for those that ask."""
+def _step_pages(folder: Path, others: dict[Path, str | bytes]) -> dict[Path, str | bytes]:
+    """A page, or the end of one, for all tables that a lesson has measured on one machine; plots where asked for."""
     made: dict[Path, str | bytes] = {}
     pages: dict[str, list[str]] = {}
     known = {name for name, _ in discover()}
@@ -229,7 +229,10 @@ def _step_pages(folder: Path) -> dict[Path, str | bytes]:
             part += f"\n![{table}]({path.stem}.png)\n"
         pages.setdefault(lesson, []).append(part)
     for lesson, parts in pages.items():
-        made[folder / f"{lesson}.md"] = f"# {title(lesson)}\n\n" + "\n".join(parts)
+        page = folder / f"{lesson}.md"
+        head = others.get(page, f"# {title(lesson)}\n")
+        assert isinstance(head, str)
+        made[page] = head + "\n" + "\n".join(parts)
     return made
 
 

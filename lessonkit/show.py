@@ -113,6 +113,9 @@ def timed(name: str, lesson: Lesson) -> None:
     table("measured", ["shape", "", "ms", "TB/s", "of copy", "over best peer"], body)
     if found:
         console.print(f"rows in {rows.save(found)}", style="dim")
+    if printed := bench.printed(lesson):
+        table("measured by the program itself", printed.rows[0], (row.values() for row in printed.rows))
+        console.print(f"rows in {report.save_table(name, printed, device.name())}", style="dim")
 
 
 def resources(name: str) -> None:

@@ -173,3 +173,15 @@ def test_an_impossible_time_is_refused(monkeypatch):
     fast = timing.Timing(1e-5, 1e-5, 1e-5, 20)
     with pytest.raises(RuntimeError, match="measuring error"):
         bench._rows(ADD, found, {"n": 2**28}, {"add_wide": fast, "copy": fast}, {"add_wide": "rung", "copy": "limit"})
+
+
+def test_what_a_program_prints_becomes_rows():
+    text = "v1    right: 10 values\n\n10 floats: in 1.2 ms\nlimit 1.2 ms\nv1 pinned      3.30 ms   40% of   it\n"
+    text += "  v2    2 ms  x\nB\nv3  1 ms  y\n"
+    table = bench.timed_lines(text, "note")
+    assert [tuple(row.values()) for row in table.rows] == [
+        ("10 floats: in 1.2 ms; limit 1.2 ms", "v1 pinned", "3.30", "40% of it"),
+        ("10 floats: in 1.2 ms; limit 1.2 ms", "v2", "2", "x"),
+        ("B", "v3", "1", "y"),
+    ]
+    assert bench.timed_lines("v1    right: 10 values\n", "note") is None
