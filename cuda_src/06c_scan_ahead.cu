@@ -1,8 +1,8 @@
 // Prefix sums in one pass at the speed of a copy: nobody waits
 // ============================================================
-// 06b_scan_one_pass moves the least there is to move, 2n, and still takes longer than a copy, 0.51 ms for 2^28 floats at
-// 4.2 TB/s: while a tile waits for what came before it, it holds registers and asks memory for nothing. Here blocks stay
-// for the whole scan, each takes every gridDim.x-th tile, and the waiting goes:
+// 06b_scan_one_pass moves the least there is to move, 2n, and still takes longer than a copy, 0.51 ms for 2^28 floats
+// at 4.2 TB/s: while a tile waits for what came before it, it holds registers and asks memory for nothing. Here blocks
+// stay for the whole scan, each takes every gridDim.x-th tile, and the waiting goes:
 //   look_back_waves   a tile's predecessors are the last tiles of the other blocks: one look, of known width
 //   look_back_ahead   the next tile's bytes are on their way, and its sum is known to all, before this one is finished
 // T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
@@ -18,14 +18,10 @@
 
 #include <algorithm>
 
-#ifndef COURSE_EMULATED
-#include <cub/device/device_scan.cuh>
-#endif
-
 namespace {
 
-// Called by one warp: the sum of the `window` tiles before `tile`, in the same order in every run. All of a lane's words
-// are asked for before the first is looked at; one that is still EMPTY is asked for again.
+// Called by one warp: the sum of the `window` tiles before `tile`, in the same order in every run. All of a lane's
+// words are asked for before the first is looked at; one that is still EMPTY is asked for again.
 template <typename T>
 __device__ T window_sum(const volatile Word* words, int64_t tile, int window) {
     constexpr int AT_ONCE = 5;  // 160 tiles: an H200's 132 blocks in one look
@@ -51,11 +47,10 @@ __device__ T window_sum(const volatile Word* words, int64_t tile, int window) {
 }
 
 // Rung 1. New: the grid is as large as the GPU and its blocks stay (a cooperative launch: all are resident, so all may
-// wait for each other). Block b takes the tiles b, b + gridDim.x, ... It knows what came before its last tile, and since
-// then gridDim.x tiles have followed: the window is the grid. No tile has to publish a prefix, none searches for one,
-// and float sums are the same in every run.
-// Predicted: no faster than 06b's look_back. Two blocks an SM of 48 KB, and all wait for the slowest of their
-// wave, where there they drift apart.
+// wait for each other). Block b takes the tiles b, b + gridDim.x, ... It knows what came before its last tile, and
+// since then gridDim.x tiles have followed: the window is the grid. No tile has to publish a prefix, none searches for
+// one, and float sums are the same in every run. Predicted: no faster than 06b's look_back. Two blocks an SM of 48 KB,
+// and all wait for the slowest of their wave, where there they drift apart.
 template <typename T, int THREADS, int VECTORS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) waves_kernel(const T* x, T* y, Word* words, int64_t n) {
     using Part = Tile<T, THREADS, VECTORS>;
@@ -79,19 +74,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) waves_kernel(const T* x, T* y
 }
 
 // Rung 2. New: a ring of tiles in shared memory, filled by cp.async. Round i adds up tile i + 1, which has arrived, and
-// publishes that; finishes tile i, whose predecessors' sums were published a round ago; and asks for tile i + STAGES. So
-// memory always has a tile an SM on its way. Every thread reads what it copied itself, so the ring needs no barrier: the
-// only one of a round is for the sums. New, too: a scout, one warp more, which looks back for the next tile while the
-// others scan this one. Looking back takes two journeys to L2, half a round: nobody else should wait for that.
+// publishes that; finishes tile i, whose predecessors' sums were published a round ago; and asks for tile i + STAGES.
+// So nobody waits for a sum, unless a block is a whole round late, and memory always has a tile an SM on its way. Every
+// thread reads what it copied itself, so the ring needs no barrier: the only one of a round is for the warps' sums.
 // Predicted: the speed of a copy. Shared memory is written once and read twice, 12 bytes for the 8 that cross device
-// memory, of which an SM moves about 18 a cycle where shared memory has 128.
-template <typename T, int THREADS, int VECTORS, int STAGES>
-__global__ void __launch_bounds__(THREADS + 32, 1) ahead_kernel(const T* x, T* y, Word* words, int64_t n) {
+// memory, of which an SM moves about 18 a cycle where shared memory has 128. It stays below: not for the look-back,
+// since without any (and wrong) it is hardly faster; but all SMs store at once, and then all wait for what they load.
+// Tried in vain: a warp more that looks back while the others scan, cp.async past L1, smaller tiles on more blocks
+// (their window is longer, and two looks take two journeys to L2).
+template <typename T, int THREADS, int VECTORS, int STAGES, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) ahead_kernel(const T* x, T* y, Word* words, int64_t n) {
     using Part = Tile<T, THREADS, VECTORS>;
     static_assert(STAGES >= 3);
     extern __shared__ __align__(16) unsigned ring_smem[];  // [STAGES][Part::SIZE] of T
-    constexpr int WARPS = THREADS / 32;
-    __shared__ T totals[2][WARPS], shared_prefix[2];  // of odd and of even rounds: one barrier keeps them apart
+    __shared__ T totals[2][THREADS / 32], shared_prefix[2];  // of odd and of even rounds: one barrier keeps them apart
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t tiles = (n + Part::SIZE - 1) / Part::SIZE;
     const int rounds = int((tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
@@ -99,41 +95,45 @@ __global__ void __launch_bounds__(THREADS + 32, 1) ahead_kernel(const T* x, T* y
     const auto slot = [&](int round) { return reinterpret_cast<T*>(ring_smem) + round % STAGES * Part::SIZE; };
     const auto fetch = [&](int round) {
         if (round < rounds) Part::copy(slot(round), x, tile_of(round), n);
-        __pipeline_commit();  // even if it is nothing: __pipeline_wait_prior counts
+        __pipeline_commit();
     };
-    const bool scout = warp == WARPS;
-    T prefix = T(0);  // the scout's: the sum of all tiles before this round's
-    T before = T(0);  // the others': the sum of the warps before this one, in this round's tile
-    if (!scout)
-        for (int round = 0; round < STAGES - 1; round++) fetch(round);
-    for (int round = -1; round < rounds; round++) {
-        const bool next = round + 1 < rounds;
-        Part part;
-        if (scout && round >= 0) {
+    Part part;
+    const auto add_up = [&](int round) {
+        __pipeline_wait_prior(STAGES - 2);
+        if (round >= rounds) return;
+        part.take(slot(round));
+        part.scan_fours();
+        const T sum = part.sum();
+        if (lane == 0) totals[round % 2][warp] = sum;
+    };
+    T prefix = T(0);  // warp 0's: the sum of all tiles before this round's
+    const auto publish_sum = [&](int round) {  // returns what comes before this warp
+        T sums[1] = {lane < THREADS / 32 ? totals[round % 2][lane] : T(0)};
+        warp_inclusive(sums);
+        if (threadIdx.x == THREADS / 32 - 1) publish(words, tile_of(round), SUM, sums[0]);
+        const T left = __shfl_sync(ALL, sums[0], warp > 0 ? warp - 1 : 0);
+        return warp > 0 ? left : T(0);
+    };
+
+    for (int round = 0; round < STAGES - 1; round++) fetch(round);
+    add_up(0);
+    __syncthreads();
+    T before = publish_sum(0);
+    fetch(STAGES - 1);
+    for (int round = 0; round < rounds; round++) {
+        add_up(round + 1);
+        if (warp == 0) {
             prefix += window_sum<T>(words, tile_of(round), gridDim.x);
             if (lane == 0) shared_prefix[round % 2] = prefix;
         }
-        if (!scout && next) {
-            __pipeline_wait_prior(STAGES - 2);
-            part.take(slot(round + 1));
-            part.scan_fours();
-            const T sum = part.sum();
-            if (lane == 0) totals[(round + 1) % 2][warp] = sum;
-        }
         __syncthreads();
-        if (scout) continue;
-        T sums[1] = {next && lane < WARPS ? totals[(round + 1) % 2][lane] : T(0)};
-        warp_inclusive(sums);
-        if (threadIdx.x == WARPS - 1 && next) publish(words, tile_of(round + 1), SUM, sums[0]);
-        const T left = __shfl_sync(ALL, sums[0], warp > 0 ? warp - 1 : 0);
-        if (round >= 0) part.take(slot(round));
+        const T next_before = round + 1 < rounds ? publish_sum(round + 1) : T(0);
+        part.take(slot(round));
         fetch(round + STAGES);
-        if (round >= 0) {
-            part.scan_fours();
-            part.scan();
-            part.store(y, tile_of(round), n, shared_prefix[round % 2] + before);
-        }
-        before = warp > 0 ? left : T(0);
+        part.scan_fours();
+        part.scan();
+        part.store(y, tile_of(round), n, shared_prefix[round % 2] + before);
+        before = next_before;
     }
 }
 
@@ -161,10 +161,11 @@ void waves_with(Args... args) {
     scan<T>(waves_kernel<T, THREADS, VECTORS, BLOCKS>, THREADS, Tile<T, THREADS, VECTORS>::SIZE, 0, BLOCKS, args...);
 }
 
-template <typename T, int THREADS, int VECTORS, int STAGES, typename... Args>
+template <typename T, int THREADS, int VECTORS, int STAGES, int BLOCKS, typename... Args>
 void ahead_with(Args... args) {
     constexpr int64_t SIZE = Tile<T, THREADS, VECTORS>::SIZE;
-    scan<T>(ahead_kernel<T, THREADS, VECTORS, STAGES>, THREADS + 32, SIZE, STAGES * SIZE * sizeof(T), 1, args...);
+    scan<T>(ahead_kernel<T, THREADS, VECTORS, STAGES, BLOCKS>, THREADS, SIZE, STAGES * SIZE * sizeof(T), BLOCKS,
+            args...);
 }
 
 // Emulated, a thread costs much: small tiles, so that a small input has many.
@@ -176,28 +177,14 @@ void look_back_waves(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t
 
 template <typename T>
 void look_back_ahead(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
-    if constexpr (course::emulated) ahead_with<T, 64, 4, 3>(x, y, scratch, scratch_size, n, stream);
-    else ahead_with<T, 768, 6, 3>(x, y, scratch, scratch_size, n, stream);
+    if constexpr (course::emulated) ahead_with<T, 64, 4, 3, 1>(x, y, scratch, scratch_size, n, stream);
+    else ahead_with<T, 1024, 4, 3, 1>(x, y, scratch, scratch_size, n, stream);
 }
-
-#ifndef COURSE_EMULATED
-template <typename T>
-void cub_scan(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
-    course::require(n <= 0x7FFFFFFF, "cub_scan: n must be below 2^31 here, for CUB's 32-bit offsets (its faster ones)");
-    size_t bytes = 0;
-    CUDA_CHECK(cub::DeviceScan::InclusiveSum(nullptr, bytes, x, y, int(n), stream));
-    course::require(bytes <= size_t(scratch_size) * sizeof(T), "cub_scan: scratch is too small");
-    CUDA_CHECK(cub::DeviceScan::InclusiveSum(scratch, bytes, x, y, int(n), stream));
-}
-#endif
 
 template <typename T>
 const std::vector<Rung<T>> RUNGS = {
     {"look_back_waves", look_back_waves<T>},
     {"look_back_ahead", look_back_ahead<T>},
-#ifndef COURSE_EMULATED
-    {"CUB DeviceScan", cub_scan<T>},
-#endif
 };
 
 }  // namespace

@@ -5,7 +5,7 @@ A lesson imports this before triton (see lessonkit.device).
 
 from lessonkit import device  # isort: skip - first, before anything imports triton
 from lessonkit.again import again
-from lessonkit.arguments import FLOATS, Unsupported, expect
+from lessonkit.arguments import FLOATS, Unsupported, expect, tma_takes
 from lessonkit.device import DEVICE, num_sms
 from lessonkit.lesson import Case, Grad, Lesson, Mutant, Refusal, Steps, Table, Work, case, discover, needs
 
@@ -31,4 +31,5 @@ __all__ = [
     "expect",
     "needs",
     "num_sms",
+    "tma_takes",
 ]

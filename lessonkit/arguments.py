@@ -13,6 +13,17 @@ class Unsupported(ValueError):
     """This rung cannot do that shape (a later one can): checks and benchmarks pass it over and say why."""
 
 
+def tma_takes(*tensors: torch.Tensor) -> bool:
+    """Can TMA copy these as they lie: neighbours next to each other, base and other strides multiples of 16 bytes?"""
+
+    def fits(t: torch.Tensor) -> bool:
+        *outer, inner = t.stride()
+        steps = [stride * t.element_size() for stride in outer]
+        return inner == 1 and t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+    return all(t.numel() > 0 and fits(t) for t in tensors)
+
+
 def expect(
     *,
     ndim: int | None = None,

@@ -103,7 +103,7 @@ def _rows(
     work = lesson.work(dtype=lesson.bench_dtype, **shape)
     dtype = str(lesson.bench_dtype).removeprefix("torch.")
     best = timing.limits()
-    rate = best.matmul[{"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")]
+    rate = best.matmul[{"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(dtype, "fp32")]
     # The floor at this size: a copy of as many bytes, timed in the same rounds; or the FLOPs at the matmul rate.
     floor = max(times["copy"].p50, work.flops / rate * 1e3)
     possible = {  # milliseconds that nobody can beat; the copy moves the bytes and computes nothing

@@ -13,7 +13,7 @@ from typing import Any
 
 from lessonkit.arguments import Unsupported
 from lessonkit.cuda.extension import Fault
-from lessonkit.device import DEVICE, HAS_GPU, capability
+from lessonkit.device import DEVICE, HAS_GPU, INTERPRETED, capability
 from lessonkit.interpreter import OutOfBounds, Traffic, watched
 from lessonkit.lesson import Case, Lesson, Rung, Shape, suits
 
@@ -202,7 +202,7 @@ def cannot_run(lesson: Lesson, rung: Rung, case: Case, dtype: torch.dtype) -> st
         return f"needs a GPU with {case.gib:g} GiB"
     if case.gib and torch.cuda.mem_get_info()[1] < case.gib * 2**30:
         return f"needs {case.gib:g} GiB of GPU memory"
-    if not suits(rung, capability()):
+    if not suits(rung, capability()) and not (INTERPRETED and getattr(rung, "interpreted", False)):
         what = getattr(rung, "needs_what", "")
         return f"needs sm_{getattr(rung, 'needs', 0)}" + (f": {what}" if what else "")
     return lesson.extension.lacks() if lesson.extension else ""

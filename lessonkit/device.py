@@ -32,6 +32,15 @@ def capability() -> int:
     return 10 * major + minor
 
 
+def architecture() -> int:
+    """What kernels are compiled for here: 90 for Hopper; and when interpreted, which does what Hopper can."""
+    if INTERPRETED:
+        return 90
+    import triton
+
+    return int(triton.runtime.driver.active.get_current_target().arch)
+
+
 def num_sms() -> int:
     """Streaming multiprocessors to fill: the GPU's own count, an H200's when only compiling, 4 when interpreted."""
     if HAS_GPU:

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lessonkit import compiled
-from lessonkit.cuda.toolchain import NVCC_PACKAGES, find_nvcc
+from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, NVCC_PACKAGES, find_kittens, find_nvcc
 from lessonkit.device import HAS_GPU
 
 import torch
@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FIRST = "day2_triton_basics.lesson01_vector_add"
 FIRST_CUDA = "cuda_src.02_vector_add"
 NVCC = f"pip install {NVCC_PACKAGES}"
-KITTENS = "git clone https://github.com/HazyResearch/ThunderKittens; export THUNDERKITTENS_ROOT=$PWD/ThunderKittens"
 BUILD = "install the torch build for the driver's CUDA (selector on pytorch.org)"
 
 
@@ -56,7 +55,7 @@ class Machine:
     python_h: bool  # Python's headers, which a C++ extension includes
     disk_gb: float
     memory_gb: float
-    kittens: bool
+    kittens: str  # ThunderKittens' commit
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -79,6 +78,13 @@ def printed(pattern: str, *command: str) -> str:
     return next(iter(re.findall(pattern, done.stdout, re.DOTALL)), "")
 
 
+def commit(clone: Path) -> str:
+    """The commit that a clone is at; of a copy without its history nobody knows."""
+    return (
+        printed(r"\w+", "git", "--git-dir", str(clone / ".git"), "log", "-1", "--format=%h") or "found, of some commit"
+    )
+
+
 def look() -> Machine:
     gpu = torch.cuda.get_device_properties(0) if HAS_GPU else None
     return Machine(
@@ -94,7 +100,7 @@ def look() -> Machine:
         python_h=Path(sysconfig.get_path("include"), "Python.h").exists(),
         disk_gb=shutil.disk_usage(ROOT).free / 1e9,
         memory_gb=int(printed(r"MemAvailable:\s+(\d+)", "cat", "/proc/meminfo") or 0) / 1e6,
-        kittens=Path(os.environ.get("THUNDERKITTENS_ROOT", "-"), "include/kittens.cuh").exists(),
+        kittens=commit(root) if (root := find_kittens()) else "",
     )
 
 
@@ -109,7 +115,9 @@ def judge(m: Machine) -> list[Finding]:
         found += [Finding("triton + numpy", "do not fit", False, why, 'pip install "numpy<2.4"', not m.gpu)]
     cpp = f"g++ {m.gxx or 'missing'}, Python.h {'found' if m.python_h else 'missing'}"
     builds = "Triton's launcher and torch.compile are built with it; cuda_src/ too, on a CPU"
-    kittens = "found" if m.kittens else "none" if m.capability == 90 else "none, not needed here"
+    kittens = m.kittens or ("none" if m.capability == 90 else "none, not needed here")
+    if m.kittens and not m.kittens.startswith(KITTENS_TRIED):
+        kittens += f" (the course was tried with {KITTENS_TRIED})"
     return [
         *found,
         _gpu(m),

@@ -177,5 +177,42 @@ def mend_bfloat16() -> None:
         setattr(builder, name, conversion(getattr(builder, name)))
 
 
+def mend_float8() -> None:
+    """Make conversions to and from float8 right under the interpreter: PyTorch's, which round to nearest even.
+
+    The interpreter's own cut the mantissa off, and read e4m3's NaN as 480 (seen in Triton 3.7.1).
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+    def wide(x: Any) -> Any:
+        if (kind := kinds.get(x.dtype.scalar)) is None:
+            return x
+        bits = torch.from_numpy(np.ascontiguousarray(x.data)).view(kind)
+        return handle(bits.float().numpy().reshape(x.data.shape), tl.float32)
+
+    def conversion(native: Any) -> Any:
+        def mended(self: Any, src: Any, dst_type: Any, *rounding: Any) -> Any:
+            src = wide(src)
+            if (kind := kinds.get(dst_type.scalar)) is None:
+                return src if src.dtype == dst_type.scalar else native(self, src, dst_type, *rounding)
+            values = native(self, src, tl.float32).data if src.dtype != tl.float32 else src.data
+            bits = torch.from_numpy(np.ascontiguousarray(values)).to(kind).view(torch.uint8)
+            return handle(bits.numpy().reshape(values.shape), dst_type.scalar)
+
+        return mended
+
+    def dot(native: Any) -> Any:
+        return lambda self, a, b, *rest: native(self, wide(a), wide(b), *rest)
+
+    builder.create_dot = dot(builder.create_dot)
+    for name in ("cast_impl", "create_fp_to_fp"):
+        setattr(builder, name, conversion(getattr(builder, name)))
+
+
 if INTERPRETED:
     mend_bfloat16()
+    mend_float8()

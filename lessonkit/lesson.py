@@ -65,14 +65,15 @@ class Mutant:
     caught_by: str = "value"
 
 
-def needs(capability: int, what: str, *, only: bool = False) -> Callable[[Rung], Rung]:
+def needs(capability: int, what: str, *, only: bool = False, interpreted: bool = False) -> Callable[[Rung], Rung]:
     """`@needs(90, "TMA")`: this rung runs on a GPU from sm_90 on and nowhere else; it is compiled everywhere.
 
     only: on GPUs of this capability alone, and compiled for no other: wgmma is in sm_90 and in nothing later.
+    interpreted: the interpreter can run it too, so that it is checked without a GPU.
     """
 
     def mark(rung: Rung) -> Rung:
-        vars(rung).update(needs=capability, needs_what=what, needs_only=only)
+        vars(rung).update(needs=capability, needs_what=what, needs_only=only, interpreted=interpreted)
         return rung
 
     return mark
@@ -173,9 +174,11 @@ class Steps:
     """A lesson without kernels: functions whose docstring is a claim that the body asserts; one may return a Table.
 
     alone: the claims are about time, so the suite runs the steps with nothing beside them
+    compares: compare(folder) -> Table (or None) made of the rows of one GPU, reports/<device>: kept fresh by `report`
     """
 
     steps: tuple[Callable[[], Table | None], ...]
+    compares: tuple[Callable[[Path], Table | None], ...] = ()
     alone: bool = False
 
     def main(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lessonkit import compiled, plots, rows
 from lessonkit.cuda import counters, hardware
-from lessonkit.lesson import ROOT, Lesson, Table, discover, kernels, shape_name, title
+from lessonkit.lesson import ROOT, Lesson, Steps, Table, discover, kernels, shape_name, title
 from lessonkit.rows import REPORTS, Row
 
 # Memory bandwidth by datasheet, TB/s: what a memory-bound op's predicted time divides by.
@@ -151,10 +151,10 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row]) -> str:
         f"# {title(name)}\n\n{'; '.join(where)}. Measured {'; '.join(when)}, {dtypes}, random inputs, L2 flushed, "
         "rungs and peers interleaved.\n"
         "Rungs in bold, slowest idea first; `copy` moves as many bytes as the op must.\n\n"
-        "## Time in ms (median), and TB/s counting the least bytes\n\n"
-        + _pivot(found, lambda r: f"{r.ms_p50:.4g} ({r.tb_per_s:.2f})")
-        + "\n## % of the limit: a copy of as many bytes, timed in the same rounds\n\n"
-        + _pivot(found, lambda r: f"{r.percent_of_limit:.0f}%")
+        "## Time in ms (median), and the rate: FLOPs where they are the limit, else the least bytes\n\n"
+        + _pivot(found, lambda r: f"{r.ms_p50:.4g} ({r.rate})")
+        + "\n## % of the limit: a copy of as many bytes, timed in the same rounds, or the FLOPs at cuBLAS's rate\n\n"
+        + _pivot(found, lambda r: f"{r.percent_of_limit:.0f}%", lambda r: r.kind != "limit")
         + "\n## Against the best peer (above 1: faster)\n\n"
         + _pivot(found, lambda r: f"{r.ratio_to_best_peer:.2f}", lambda r: r.kind != "limit")
         + f"\n![speed against size]({name}.png)\n"
@@ -213,21 +213,28 @@ def _step_pages(folder: Path, others: dict[Path, str | bytes]) -> dict[Path, str
     """A page, or the end of one, for all tables that a lesson has measured on one machine; plots where asked for."""
     made: dict[Path, str | bytes] = {}
     pages: dict[str, list[str]] = {}
-    known = {name for name, _ in discover()}
-    for path in sorted(folder.glob("*.*.*.csv")):
-        lesson, table = path.stem.rsplit(".", 1)
-        if lesson not in known:
-            continue
-        about = json.loads(path.read_text().splitlines()[0].removeprefix("# "))
-        found = rows.read_csv(path)
-        measured = "{gpu}, torch {torch}, triton {triton}, {date} at commit {commit}.".format(**about)
-        part = f"## {table}\n\n{about['note']}\n\nMeasured on {measured}\n\n" + markdown(
-            found[0], (r.values() for r in found)
-        )
-        if about["x"]:
-            made[path.with_suffix(".png")] = plots.lines(table, found, about["x"], about["y"], about["by"])
-            part += f"\n![{table}]({path.stem}.png)\n"
+    known = dict(discover())
+
+    def add(lesson: str, table: Table, measured: str = "") -> None:
+        part = f"## {table.name}\n\n{table.note}\n\n{measured}"
+        part += markdown(table.rows[0], (row.values() for row in table.rows))
+        if table.x:
+            plot = folder / f"{lesson}.{table.name.replace(' ', '_')}.png"
+            made[plot] = plots.lines(table.name, table.rows, table.x, table.y, table.by)
+            part += f"\n![{table.name}]({plot.name})\n"
         pages.setdefault(lesson, []).append(part)
+
+    for path in sorted(folder.glob("*.*.*.csv")):
+        lesson, name = path.stem.rsplit(".", 1)
+        if lesson in known:
+            about = json.loads(path.read_text().splitlines()[0].removeprefix("# "))
+            measured = "Measured on {gpu}, torch {torch}, triton {triton}, {date} at commit {commit}.\n\n"
+            table = Table(name, list(rows.read_csv(path)), about["note"], about["x"], about["y"], about["by"])
+            add(lesson, table, measured.format(**about))
+    for lesson, steps in known.items():
+        for compare in steps.compares if isinstance(steps, Steps) else ():
+            if (compared := compare(folder)) and compared.rows:
+                add(lesson, compared)
     for lesson, parts in pages.items():
         page = folder / f"{lesson}.md"
         head = others.get(page, f"# {title(lesson)}\n")
@@ -261,7 +268,7 @@ def _with_results(text: str, lessons: dict[str, Lesson]) -> str:
 
 def results(lessons: dict[str, Lesson]) -> str:
     """For each lesson its last rung at the largest shape, and how it stands to the best peer over all shapes."""
-    header = ["lesson", "largest shape", "ms", "TB/s", "% of copy", "over the first rung", "over the best peer"]
+    header = ["lesson", "largest shape", "ms", "rate", "% of limit", "over the first rung", "over the best peer"]
     parts = []
     for folder in device_folders():
         body = []
@@ -279,7 +286,7 @@ def results(lessons: dict[str, Lesson]) -> str:
                     f"[{title(name)}](reports/{folder.name}/{name}.md)",
                     f"{big.shape} {big.dtype}",
                     f"{big.ms_p50:.4g}",
-                    f"{big.tb_per_s:.2f}",
+                    big.rate,
                     f"{big.percent_of_limit:.0f}%",
                     f"{first.ms_p50 / big.ms_p50:.1f}x" if first else "",
                     f"{min(ratios):.2f}x to {max(ratios):.2f}x in {len(ratios)} shapes" if ratios else "",

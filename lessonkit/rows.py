@@ -46,6 +46,18 @@ class Row:
     code: str  # fingerprint of the rung's source and of the kernels it launches
 
     @property
+    def rate(self) -> str:
+        """What the row's time means, in the unit of what limits the op at this shape."""
+        if self.limited_by_math:
+            return f"{self.tflop_per_s:.0f} TFLOP/s"
+        return f"{self.tb_per_s:.2f} TB/s"
+
+    @property
+    def limited_by_math(self) -> bool:
+        """More FLOPs a byte than a GPU has time for: its tensor cores do 100 to 200 in 16 bits, its fp32 units 12."""
+        return self.tflop_per_s > self.tb_per_s * (12 if self.dtype == "float32" else 190)
+
+    @property
     def key(self) -> tuple[str, ...]:
         return self.lesson, self.rung, self.shape, self.dtype, self.gpu
 

@@ -107,10 +107,9 @@ def timed(name: str, lesson: Lesson) -> None:
     for line in said:
         console.print(line, style="dim")
     body = [
-        [r.shape, r.rung, f"{r.ms_p50:.4g}", f"{r.tb_per_s:.2f}", f"{r.percent_of_limit:.0f}%", r.ratio_to_best_peer]
-        for r in found
+        [r.shape, r.rung, f"{r.ms_p50:.4g}", r.rate, f"{r.percent_of_limit:.0f}%", r.ratio_to_best_peer] for r in found
     ]
-    table("measured", ["shape", "", "ms", "TB/s", "of copy", "over best peer"], body)
+    table("measured", ["shape", "", "ms", "rate", "of the limit", "over best peer"], body)
     if found:
         console.print(f"rows in {rows.save(found)}", style="dim")
     if printed := bench.printed(lesson):
@@ -172,3 +171,8 @@ def steps(name: str, lesson: Steps) -> None:
             table(measured.name, measured.rows[0], (row.values() for row in measured.rows))
             console.print(measured.note, markup=False, highlight=False)
             report.save_table(name, measured, device.name())
+    for folder in report.device_folders():
+        for compare in lesson.compares:
+            if found := compare(folder):
+                table(f"{folder.name}: {found.name}", found.rows[0], (row.values() for row in found.rows))
+                console.print(found.note, markup=False, highlight=False)

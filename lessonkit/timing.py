@@ -98,12 +98,18 @@ def limits() -> Limits:
         work[name] = partial(torch.matmul, a, b)
     a32, b32 = (torch.randn(n, n, device="cuda") for _ in range(2))
     work["tf32"] = lambda: _tf32(a32, b32)
+    kinds = ["bf16", "fp16", "fp32", "tf32"]
+    if torch.cuda.get_device_capability() >= (8, 9):
+        a8, b8 = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device="cuda")
+        work["fp8"] = lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        kinds.append("fp8")
     tiny = torch.zeros(1, device="cuda")
     work["launch"] = lambda: tiny.add_(1)
     for fn in work.values():
         fn()
     found = measure(work, rounds=30)
-    rates = {name: 2 * n**3 / (found[name].p50 * 1e-3) for name in ("bf16", "fp16", "fp32", "tf32")}
+    rates = {name: 2 * n**3 / (found[name].p50 * 1e-3) for name in kinds}
     return Limits(2**32 / (found["copy"].p50 * 1e-3), rates, found["launch"].p50)
 
 

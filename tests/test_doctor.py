@@ -4,6 +4,7 @@ import subprocess
 from dataclasses import replace
 
 from lessonkit import doctor
+from lessonkit.cuda.toolchain import KITTENS_TRIED
 from lessonkit.doctor import Machine, judge, needs, version
 
 import pytest
@@ -23,9 +24,9 @@ WHOLE = Machine(
     python_h=True,
     disk_gb=100,
     memory_gb=100,
-    kittens=True,
+    kittens=KITTENS_TRIED,
 )
-NO_GPU = replace(WHOLE, torch_cuda="", smi="", gpu="", capability=0, gpu_free_gb=0, kittens=False)
+NO_GPU = replace(WHOLE, torch_cuda="", smi="", gpu="", capability=0, gpu_free_gb=0, kittens="")
 
 
 def without(package, machine=WHOLE, **found):
@@ -56,11 +57,11 @@ BROKEN = [
     ("no nvcc", replace(WHOLE, nvcc=""), "nvcc", "nvidia-cuda-nvcc", False),
     ("a full disk", replace(WHOLE, disk_gb=0.5), "disk", "triton/cache", True),
     ("little memory", replace(WHOLE, memory_gb=1), "memory", "end other programs", False),
-    ("Hopper without ThunderKittens", replace(WHOLE, kittens=False), "ThunderKittens", "git clone", False),
+    ("Hopper without ThunderKittens", replace(WHOLE, kittens=""), "ThunderKittens", "git clone", False),
 ]
 
 
-@pytest.mark.parametrize("machine", [WHOLE, NO_GPU, replace(WHOLE, capability=80, kittens=False)])
+@pytest.mark.parametrize("machine", [WHOLE, NO_GPU, replace(WHOLE, capability=80, kittens="")])
 def test_a_whole_machine_passes(machine):
     """A machine without a GPU is no broken machine, nor is an Ampere GPU without ThunderKittens."""
     assert all(f.ok for f in judge(machine)), [f for f in judge(machine) if not f.ok]
@@ -80,6 +81,23 @@ def test_reasons_for_an_unused_gpu_differ():
     said = {next(f for f in judge(m) if f.name == "GPU").value for m in hidden}
     assert len(hidden) == 4
     assert len(said) == 3, "a CPU build, an old driver, or not reachable (whatever nvidia-smi says of CUDA)"
+
+
+def test_thunderkittens_by_its_commit(tmp_path, monkeypatch):
+    def said(machine):
+        return judge(machine)[-1].value
+
+    assert said(WHOLE) == KITTENS_TRIED
+    assert said(replace(WHOLE, kittens="1234567")) == f"1234567 (the course was tried with {KITTENS_TRIED})"
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include/kittens.cuh").touch()
+    monkeypatch.setenv("THUNDERKITTENS_ROOT", str(tmp_path))
+    assert doctor.look().kittens == "found, of some commit"
+    for words in ("init", "add .", "-c user.name=a -c user.email=b commit -m c"):
+        subprocess.run(["git", "-C", str(tmp_path), *words.split()], check=True, capture_output=True)
+    assert len(doctor.look().kittens) >= 7
+    monkeypatch.setenv("THUNDERKITTENS_ROOT", str(tmp_path / "include"))
+    assert doctor.look().kittens == ""
 
 
 def test_needs_are_those_of_pyproject():

@@ -70,3 +70,18 @@ def test_bytes_are_counted():
     with watched() as traffic:
         shifted_kernel[(1,)](x, y, SHIFT=0, N=64)
     assert (traffic.read, traffic.written, traffic.launches) == (256, 256, ["shifted_kernel"])
+@triton.jit
+def fp8_kernel(x_ptr, q_ptr, y_ptr, N: tl.constexpr):  # [N] float32 -> float8 -> float32
+    q = tl.load(x_ptr + tl.arange(0, N)).to(tl.float8e4nv)
+    tl.store(q_ptr + tl.arange(0, N), q)
+    tl.store(y_ptr + tl.arange(0, N), q.to(tl.float32))
+
+
+def test_fp8_rounds_as_torch_does():
+    x = torch.randn(1024, device=DEVICE) * torch.exp2(torch.randint(-12, 9, (1024,)).float())
+    x[:4] = torch.tensor([448.0, -448.0, torch.nan, 0.0])
+    x = x.clamp(-448, 448)
+    q, y = torch.empty(1024, dtype=torch.float8_e4m3fn, device=DEVICE), torch.empty(1024, device=DEVICE)
+    fp8_kernel[(1,)](x, q, y, N=1024)
+    torch.testing.assert_close(q.float(), x.to(q.dtype).float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(y, q.float(), rtol=0, atol=0, equal_nan=True)

@@ -137,7 +137,7 @@ def _emulated(
 def emulated_extension(source: Path) -> Product:
     """A Python module of the program's launchers, in the emulator."""
     # A mutant runs once: what its compiler takes is what it costs.
-    hooks = HOOKS if source.parent == SOURCES else tuple("-O0" if flag == "-O1" else flag for flag in HOOKS)
+    hooks = HOOKS if ROOT in source.parents else tuple("-O0" if flag == "-O1" else flag for flag in HOOKS)
     flags = (*EMULATED, *hooks, DEFINE, "-fvisibility=hidden")
     return _emulated(source, f"{source.stem}.so", flags, ("-shared",), (runtime(), binding()))
 
@@ -148,21 +148,27 @@ def emulated_program(source: Path, sanitized: bool = False) -> Product:
     return _emulated(source, f"{source.stem}.run", (*EMULATED, *flags), link, (runtime(sanitized),))
 
 
-def _nvcc(source: Path, name: str, flags: tuple[str, ...], after: tuple[Product, ...] = ()) -> Product:
+def _nvcc(source: Path, name: str, flags: tuple[str, ...], after: tuple[Product, ...] = (), target: int = 0) -> Product:
     toolchain.need("nvcc")
+    reads = local_files(source)
+    if "ThunderKittens" in toolchain.comment_line(source, "Needs"):
+        flags = (*flags, *toolchain.kittens_flags(target))
+        reads += toolchain.kittens_files()
     nvcc = toolchain.find_nvcc()
     command = (nvcc, "-std=c++20", "-O3", "-lineinfo", f"-I{SOURCES}", *flags, str(source.resolve()), "-o", "$out")
-    return Product(name, (command,), tuple(local_files(source)), after=after)
+    return Product(name, (command,), tuple(reads), after=after)
 
 
 def cubin(source: Path, target: int) -> Product:
     """Machine code for one architecture: no GPU and no linker needed."""
-    return _nvcc(source, f"{source.stem}.sm{target}.cubin", ("-cubin", f"-arch={toolchain.architecture(target)}"))
+    flags = "-cubin", f"-arch={toolchain.architecture(target)}"
+    return _nvcc(source, f"{source.stem}.sm{target}.cubin", flags, target=target)
 
 
 def _linked(source: Path) -> tuple[str, ...]:
     libraries = toolchain.link_flags(toolchain.find_nvcc(), toolchain.comment_line(source, "Link"))
-    return f"-arch={toolchain.architecture()}", *libraries
+    machine = toolchain.architecture()  # -arch alone would add PTX for compute_90, which has no wgmma
+    return f"-gencode=arch={machine.replace('sm', 'compute')},code={machine}", *libraries
 
 
 def extension(source: Path) -> Product:

@@ -42,7 +42,8 @@ class Extension:
 
     def lacks(self) -> str:
         """The one line that says why this machine cannot run the launchers, or an empty string."""
-        return toolchain.lacks(*(("nvcc", "Python.h") if device.HAS_GPU else ("g++", "Python.h")), "ninja")
+        needs = toolchain.comment_line(self.source, "Needs")
+        return toolchain.lacks(*needs, *(("nvcc", "Python.h") if device.HAS_GPU else ("g++", "Python.h")), "ninja")
 
     def product(self) -> build.Product:
         return build.extension(self.source) if device.HAS_GPU else build.emulated_extension(self.source)

@@ -13,11 +13,19 @@ from lessonkit import device
 
 USUAL = "/usr/local/cuda"
 NVCC_PACKAGES = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl"
+KITTENS_PARTS = ("include", "prototype")
+KITTENS_TRIED = "0b55588"  # 2026-04-25, version 2.0: the commit that the course was written and measured with
+KITTENS = (
+    "git clone https://github.com/HazyResearch/ThunderKittens; "
+    f"git -C ThunderKittens checkout {KITTENS_TRIED}; export THUNDERKITTENS_ROOT=$PWD/ThunderKittens"
+)
 MEND = {
     "nvcc": f"no nvcc, so CUDA C++ is not compiled for GPUs: pip install {NVCC_PACKAGES}",
     "g++": "no g++, so CUDA C++ is not emulated: apt install g++ python3-dev",
     "ninja": "no ninja, so CUDA C++ is not built: pip install ninja",
     "Python.h": "no Python.h, so CUDA C++ cannot become a Python module: apt install python3-dev",
+    "ThunderKittens": "no ThunderKittens in THUNDERKITTENS_ROOT: " + KITTENS,
+    "Hopper": "no Hopper GPU (sm_90): what is written on ThunderKittens runs on no other",
 }
 
 
@@ -45,13 +53,35 @@ def find_ninja() -> str:
     return shutil.which("ninja") or ""
 
 
+def find_kittens() -> Path | None:
+    """The clone of ThunderKittens that THUNDERKITTENS_ROOT names, if it is one."""
+    root = Path(os.environ.get("THUNDERKITTENS_ROOT") or "-").expanduser().resolve()
+    return root if (root / "include/kittens.cuh").exists() else None
+
+
+def kittens_flags(target: int = 0) -> tuple[str, ...]:
+    """What nvcc has to be told for a program on ThunderKittens' headers. Of its own flags only those that they need."""
+    need("ThunderKittens")
+    generation = "HOPPER" if (target or device.capability() or 90) >= 90 else "AMPERE"
+    words = ("--expt-extended-lambda", "--expt-relaxed-constexpr", "--use_fast_math", "-DNDEBUG")
+    return (f"-DKITTENS_{generation}", *(f"-I{find_kittens()}/{part}" for part in KITTENS_PARTS), *words)
+
+
+def kittens_files() -> list[Path]:
+    """The headers of ThunderKittens, any of which a program on it may include."""
+    root = find_kittens()
+    return sorted(p for part in KITTENS_PARTS if root for p in (root / part).rglob("*") if p.is_file())
+
+
 def lacks(*pieces: str) -> str:
-    """The line about the first of these pieces (nvcc, g++, ninja, Python.h) that is not here, or an empty string."""
+    """The line about the first of these pieces (a key of MEND) that is not here, or an empty string."""
     found = {
         "nvcc": find_nvcc,
         "g++": find_gxx,
         "ninja": find_ninja,
         "Python.h": lambda: Path(sysconfig.get_path("include"), "Python.h").exists(),
+        "ThunderKittens": find_kittens,
+        "Hopper": lambda: device.capability() // 10 == 9,
     }
     return next((MEND[piece] for piece in pieces if not found[piece]()), "")
 
@@ -85,6 +115,6 @@ def architecture(capability: int = 0) -> str:
 
 
 def comment_line(source: Path, key: str) -> list[str]:
-    """The words after `// Key:` in a program's comments: `// Link: cublas nccl`."""
+    """The words after `// Key:` in a program's comments: `// Link: cublas nccl`, `// Needs: ThunderKittens Hopper`."""
     found = re.findall(rf"^// {key}:\s*(.+)$", source.read_text(), re.MULTILINE)
     return [word for line in found for word in line.split()]

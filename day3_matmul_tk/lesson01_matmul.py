@@ -1,0 +1,299 @@
+"""Matmul: tiles, their order, their pipeline, their size
+======================================================
+C = A B, A [M, K], B [K, N]: 2MNK FLOPs on (MK + KN + MN) numbers. At M = N = K = 8192 in bf16 that is 1.1 TFLOP on
+403 MB, 2731 FLOPs a byte, where an H200 (about 800 TFLOP/s, 4.2 TB/s) needs 190: arithmetic decides, if each number
+comes from memory once. No SM can hold a row of A and a column of B for all of C, so numbers come many times: an SM's
+tile of C, BLOCK_M x BLOCK_N, reads BLOCK_M + BLOCK_N numbers a step of K and does BLOCK_M * BLOCK_N products with them:
+
+    tile        FLOPs a byte   bytes from L2 at 8192   cycles of a step of 64: multiply   load at 39 bytes a cycle
+    64 x 64     32             34.4 GB                 128                                420
+    128 x 128   64             17.2 GB                 512                                840
+    128 x 256   85             12.9 GB                 1024                               1260
+
+(an SM of Hopper multiplies 2048 pairs a cycle in 16 bits; L2 gives all 132 together about 5120 bytes a cycle.) So L2 is
+what feeds a matmul, the tile is what lessens its work, and the predictions are 61% and 81% of the tensor cores' peak.
+
+You will learn: tl.dot, tiles, an order that keeps L2 useful, software pipelining, autotuning that is not a lottery.
+Run it:    python day3_matmul_tk/lesson01_matmul.py
+Check it:  python -m lessonkit check lesson01_matmul
+Time it:   python -m lessonkit bench lesson01_matmul
+"""
+
+import math
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, compiled, device, expect, num_sms
+
+import torch
+import triton
+import triton.language as tl
+
+SQUARE = (1024, 2048, 4096, 8192, 16384)
+LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))  # N, K of models with 4096 and 8192 features
+LLM = tuple((m, n, k) for m in (1, 16, 128, 4096) for n, k in LAYERS)  # M: tokens
+
+
+def reference(a, b):
+    return torch.matmul(a, b)  # reads MK + KN, writes MN, multiplies MNK times
+
+
+# What a program does for one tile of C, the same in all rungs of this lesson. Its fp32 sums, acc, stay in registers:
+# 128 x 128 on 8 warps are 64 of a thread's 255.
+@triton.jit
+def multiply_tile(
+    a_ptr, b_ptr, c_ptr,  # [M, K], [K, N], [M, N]
+    tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # int64 before any stride: a row number times a stride passes 2^31 as soon as the matrix does.
+    rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + rows[:, None] * stride_am + ks[None, :].to(tl.int64) * stride_ak
+    b_ptrs = b_ptr + ks[:, None].to(tl.int64) * stride_bk + cols[None, :] * stride_bn
+    a_step = tl.full([], BLOCK_K, tl.int64) * stride_ak
+    b_step = tl.full([], BLOCK_K, tl.int64) * stride_bk
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        # Past K both sides are 0: one alone would not do, for 0 * inf is NaN.
+        a = tl.load(a_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0)
+        b = tl.load(b_ptrs, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_ptrs += a_step
+        b_ptrs += b_step
+    c_ptrs = c_ptr + rows[:, None] * stride_cm + cols[None, :]
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
+
+
+# Rung 1. A program a tile, on a 2D grid. Blocks start in the order of axis 0: here along a row of tiles, as one would
+# number them. Predicted, from L2: MK * N/128 + KN * M/128 numbers. From memory, at 8192: 132 tiles run at a time, two
+# rows of tiles and a bit, which share A's rows but need all columns of B: 134 MB, more than L2 holds (60 MB), so that
+# all of B comes from memory 31 times: 4.2 GB, 1 ms where the multiplication takes 1.4.
+# And num_stages=1: load, wait, multiply, in turn. Only the second program that fits on an SM could use the wait.
+@triton.jit
+def tiles_kernel(
+    a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    multiply_tile(
+        a_ptr, b_ptr, c_ptr, tl.program_id(1), tl.program_id(0), M, N, K,
+        stride_am, stride_ak, stride_bk, stride_bn, stride_cm, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+
+
+def tiles(a, b):
+    """[M, K], [K, N] -> [M, N], any strides. In fp32 TF32 only if torch.set_float32_matmul_precision allows it."""
+    c, args, block = _prepare(a, b)
+    grid = triton.cdiv(c.shape[1], block[1]), triton.cdiv(c.shape[0], block[0])
+    if grid[1] > 65535:
+        raise Unsupported("a grid has at most 65,535 programs along its second axis: 8.4 million rows of C")
+    if c.numel():
+        tiles_kernel[grid](*args, *block, precision(), num_warps=8, num_stages=1)
+    return c
+
+
+# Rung 2. New: the order. Programs still start by number, but the numbers go down GROUP rows of tiles before they go to
+# the next column of tiles, so that the 132 tiles that run together are 8 x 16 and not 2 x 64. Predicted from L2: the
+# same bytes. From memory, at 8192: (8 + 16.5) * 128 rows and columns of 8192 each step, 51 MB instead of 139, 31 times:
+# 1.6 GB instead of 4.3.
+@triton.jit
+def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """The tile (row, column) that a program computes."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = program // (GROUP * tiles_n) * GROUP
+    height = min(tiles_m - first, GROUP)  # the last group may be lower
+    within = program % (GROUP * tiles_n)
+    return first + within % height, within // height
+
+
+@triton.jit
+def grouped_kernel(
+    a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = place(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)  # New
+    multiply_tile(
+        a_ptr, b_ptr, c_ptr, tile_m, tile_n, M, N, K,
+        stride_am, stride_ak, stride_bk, stride_bn, stride_cm, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+
+
+def grouped(a, b, stages=1):
+    """As tiles, in groups of 8 rows of tiles."""
+    c, args, block = _prepare(a, b)
+    grid = (triton.cdiv(c.shape[0], block[0]) * triton.cdiv(c.shape[1], block[1]),)
+    if c.numel():
+        grouped_kernel[grid](*args, *block, precision(), 8, num_warps=8, num_stages=stages)
+    return c
+
+
+# Rung 3. New: num_stages=4, and nothing else. The compiler turns the loop into one that asks for the tiles of step k+3
+# (cp.async: memory to shared memory, past the registers, and the thread goes on) while it multiplies those of step k.
+# Paid for in shared memory: 4 * (128 + 128) * 64 * 2 bytes = 128 KB of an SM's 227, so that one program fits on an SM
+# where two did; those hid each other's waits, this one hides its own. Predicted: 840 cycles a step, as the table says,
+# where a step waited for memory (600 to 1000 cycles), then stored into shared memory, then multiplied.
+def pipelined(a, b):
+    """As grouped, four stages deep, or three on a GPU with 99 KB for a block."""
+    return grouped(a, b, stages=min(4, shared_memory() // ((128 + 128) * 64 * 2)))
+
+
+# Rung 4. New: the tile is chosen, not guessed. No tile is best everywhere: at 1024 a tile of 128 x 256 makes 32
+# programs for 132 SMs, at 8192 one of 64 x 64 drowns L2. Timing all 54 configurations would take minutes of compiling
+# for each new shape: they are pruned, by what cannot run and by the arithmetic of the table above, and the 5 with the
+# best predictions are timed (`cache_results`: kept on disk). Timing chooses between neighbours, not the neighbourhood.
+def predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
+    """Cycles of a matmul in 16 bits on a Hopper GPU, if nothing but tensor cores and L2 were slow: to compare tiles."""
+    tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
+    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle; an SM takes no more than 64, whoever else is idle
+    step = max(BLOCK_M * BLOCK_N * BLOCK_K / 2048, 2 * (BLOCK_M + BLOCK_N) * BLOCK_K / share)
+    step += 300  # to wait for a stage, and to start on it: why steps should not be short
+    ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first tiles are there, and to write C
+    return math.ceil(tiles / num_sms()) * (math.ceil(K / BLOCK_K) * step + ends)
+
+
+def _prune(configs, named, **_):
+    """Keep what fits and can be fast; where the matmul takes microseconds, timing is not worth it: keep one."""
+    size = named["a_ptr"].element_size()
+    shape = {name: named[name] for name in "MNK"}
+    least, most = (32, 128) if size == 2 else (16, 32)  # sums a thread; in fp32 the operands take registers too
+
+    def fits(c):
+        m, n, k = (c.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+        return c.num_stages * (m + n) * k * size <= shared_memory() and least <= m * n // (32 * c.num_warps) <= most
+
+    fitting = sorted(filter(fits, configs), key=lambda c: predicted_cycles(**shape, **c.kwargs))
+    return fitting if device.HAS_GPU and math.prod(shape.values()) >= 2**27 else fitting[:1]
+
+
+def _time(call, quantiles):  # without a GPU there is nothing to time, and one configuration to choose from
+    return triton.testing.do_bench(call, quantiles=quantiles) if device.HAS_GPU else [0, 0, 0]
+
+
+CONFIGS = [
+    triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": 8}, num_warps=warps, num_stages=stages)
+    for m in (64, 128, 256) for n in (64, 128, 256) for k, stages in ((64, 4), (64, 3), (128, 3)) for warps in (4, 8)
+]  # fmt: skip
+tuned_kernel = triton.autotune(
+    CONFIGS,
+    key=["M", "N", "K", "stride_ak", "stride_bn"],  # and the dtypes, which Triton adds
+    prune_configs_by={"early_config_prune": _prune, "perf_model": predicted_cycles, "top_k": 5},
+    do_bench=_time, cache_results=True,
+)(grouped_kernel)  # fmt: skip
+
+
+def autotuned(a, b):
+    """As pipelined; the first call of a shape times up to five tiles and keeps the fastest."""
+    c, args, _ = _prepare(a, b)
+    if c.numel():
+        tuned_kernel[lambda x: (triton.cdiv(c.shape[0], x["BLOCK_M"]) * triton.cdiv(c.shape[1], x["BLOCK_N"]),)](
+            *args, PRECISION=precision()
+        )
+    return c
+
+
+def _prepare(a, b):
+    """The output, the arguments that every kernel starts with, and the tile of rungs 1 to 3."""
+    c = empty_product(a, b)
+    block = (128, 128, 64) if a.element_size() == 2 else (64, 64, 32)  # fp32 operands take more registers
+    return c, (a, b, c, *c.shape, a.shape[1], *a.stride(), *b.stride(), c.stride(0)), block
+
+
+def empty_product(a, b):
+    """Check the operands of a matmul; return C, not yet written."""
+    expect(a=a, b=b, ndim=2, same_dtype=True)
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"a has {a.shape[1]} columns and b {b.shape[0]} rows, expected as many: is one transposed?")
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def precision():
+    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) if PyTorch's users allow it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def shared_memory():
+    """Bytes that a block may have; 227 KB, Hopper's, where there is no GPU."""
+    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin if device.HAS_GPU else 232448
+
+
+def inputs(M, N, K, dtype=torch.float32, transposed="", pad=0):
+    # Random: a swapped row, a lost or doubled step of K then moves sums by what the sums are, about 1 whatever K.
+    # transposed: a, b or both ("ab") are the .t() of a tensor with rows; pad: elements between a row and the next.
+    def matrix(name, rows, cols):
+        if name in transposed:
+            return torch.randn(cols, rows + pad, device=DEVICE).to(dtype)[:, :rows].t()
+        return torch.randn(rows, cols + pad, device=DEVICE).to(dtype)[:, :cols]
+
+    return matrix("a", M, K), matrix("b", K, N).mul_(max(K, 1) ** -0.5)
+
+
+def work(M, N, K, dtype, **_):
+    return Work(bytes=(M * K + K * N + M * N) * dtype.itemsize, flops=2 * M * N * K)
+
+
+def strange_numbers(rung):
+    """inf and NaN spoil their own row and column of C; what lies past M, N and K spoils nothing."""
+    a, b = inputs(16, 24, 40)
+    a[1, 39], b[1, 4] = math.inf, math.nan
+    torch.testing.assert_close(rung(a, b), reference(a, b), equal_nan=True)
+
+
+def stages_are_paid_for(rung):
+    """For sm_90, shared memory is the stages, to the byte."""
+    stages = {tiles: 1, grouped: 1, pipelined: 4}.get(rung)  # of autotuned it is not known
+    found = [k.shared for k in compiled.kernels(__name__) if k.rung == rung.__name__ and k.target == 90]
+    assert not stages or found == [stages * (128 + 128) * 64 * 2]
+
+
+def _quack(a, b):
+    from quack.gemm_interface import gemm
+
+    return gemm(a, b, tuned=False)  # as it comes; its own search compiles for minutes
+
+
+PEERS = {"torch": torch.matmul, "quack": _quack}  # torch is cuBLAS; so is torch.compile, unless it searches for minutes
+CHECKS = (
+    case("no rows: an empty grid is an error in CUDA", M=0, N=3, K=4),
+    case("nothing to add up: zeros", M=3, N=5, K=0),
+    case("one of each", M=1, N=1, K=1),
+    case("primes: every mask is live", M=13, N=37, K=71),
+    case("one past a tile each way, rows apart", M=129, N=131, K=65, pad=3),
+    case("a transposed", M=40, N=72, K=80, transposed="a"),
+    case("b transposed", M=72, N=40, K=80, transposed="b"),
+    case("both transposed, odd", M=33, N=35, K=37, transposed="ab", pad=1),
+)
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(tiles, grouped, pipelined, autotuned),
+    checks=(
+        *CHECKS,
+        case("large enough to be autotuned", gib=0.1, M=520, N=600, K=520),
+        case("offsets past 2^31 in a", gib=40, M=70_001, N=8, K=32_000),
+        case("offsets past 2^31 in b, transposed", gib=40, M=8, N=70_001, K=32_000, transposed="b"),
+        case("offsets past 2^31 in c", gib=40, M=70_001, N=32_000, K=8),
+        case("9 tiles down, a group of 8 and one of 1; two across: a is read twice, b 9 times", M=1030, N=150, K=40),
+    ),
+    benches=tuple({"M": n, "N": n, "K": n} for n in SQUARE),
+    work=work,
+    wrong=(
+        Mutant("last step left out", "multiply_tile", "range(0, K,", "range(0, K - BLOCK_K + 1,", "tiles"),
+        Mutant("sums start anew each step", "multiply_tile", "b, acc, input", "b, input", "grouped"),
+        Mutant("a column too many", "multiply_tile", "< N))", "<= N))", "tiles", "out of bounds"),
+        Mutant("past K, whatever follows", "multiply_tile", "(ks[:, None] < K - k) & ", "", "tiles", "out of bounds"),
+        Mutant("steps of b as long as a's", "multiply_tile", "b_ptrs += b_step", "b_ptrs += a_step", "pipelined"),
+        Mutant("all groups as high", "place", "within % height", "within % GROUP", "grouped", "nan"),
+    ),
+    peers=PEERS,
+    claims={tiles: ("wgmma", "16-byte loads"), pipelined: ("wgmma", "cp.async", "16-byte stores", "no spills")},
+    passes={tiles: 1.44, grouped: 1.44, pipelined: 1.44},
+    properties=(strange_numbers, stages_are_paid_for),
+    refuses=(
+        Refusal("lengths differ", lambda f: f(inputs(4, 4, 4)[0], inputs(4, 4, 5)[1]), ValueError, "a has 4 columns"),
+        Refusal("two dtypes", lambda f: f(inputs(4, 4, 4)[0], inputs(4, 4, 4)[1].half()), TypeError, "b is torch.fl"),
+        Refusal("gradient lost", lambda f: f(*(t.requires_grad_() for t in inputs(4, 4, 4))), ValueError, "requires"),
+    ),
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,261 @@
+"""Matmul with an epilogue, backward: what to save, where to fuse, and an operator of it
+====================================================================================
+y = gelu(z) + residual, z = x W^T + bias [M, N]. With dz = dy * gelu'(z):
+
+    dx = dz W  [M, K]      dW = dz^T x  [N, K]      dbias = sum over rows of dz  [N]      dresidual = dy
+
+Two products of 2MNK FLOPs, and around them numbers that cross the bus. (Lesson 4: a crossing of MN costs 167/K of a
+product.) Two things to choose:
+
+    What to save? gelu' needs z, and y does not give it back: GELU is not monotone. To save z costs the forward a
+    crossing, 167/K of a product, and MN numbers of memory; to recompute it costs a product. Saved, unless memory is
+    what lacks: at K = 4096 that is 4% beside 100%.
+    Where to compute dz? In both products' loads: no tensor of dz, but the slope is computed again for each of the K/128
+    tiles that use a number of it, and two operands come from L2 where one did. In a kernel of its own: reads dy and z,
+    writes dz, 3 crossings, 6% of the products at K = 4096.
+
+The best place is a third: where dy itself is made, in an MLP by the product dout W2, dz is an epilogue and costs one
+crossing, of z. That needs both layers in one operator, as fused MLPs have them.
+
+You will learn: how to choose what a backward saves, column sums on the way, an autograd Function and an operator.
+Run it:    python day3_matmul_tk/lesson04b_matmul_epilogue_backward.py
+Check it:  python -m lessonkit check lesson04b_matmul_epilogue_backward
+Time it:   python -m lessonkit bench lesson04b_matmul_epilogue_backward
+"""
+
+import math
+
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, case, expect, num_sms
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op, opcheck
+
+from day3_matmul_tk import lesson04_matmul_epilogue as forward
+from day3_matmul_tk.lesson02_matmul_persistent import matmul
+from day3_matmul_tk.lesson04_matmul_epilogue import CUBIC, LINEAR
+
+LN2 = tl.constexpr(math.log(2))
+
+
+def reference(dy, x, w, z):
+    dz = torch.ops.aten.gelu_backward(dy, z, approximate="tanh")  # reads 2MN, writes MN
+    return dz @ w, dz.t() @ x, dz.sum(0)  # the products; the sum reads MN
+
+
+# gelu(z) = z s with s = 1 / (1 + exp2(g)), g = LINEAR z + CUBIC z^3; ds/dz = -s (1 - s) ln(2) dg/dz.
+@triton.jit
+def slope(z):
+    s = 1 / (1 + tl.exp2(z * (z * z * CUBIC + LINEAR)))
+    return s - z * s * (1 - s) * (z * z * (3 * CUBIC) + LINEAR) * LN2
+
+
+# Rung 1. A kernel for each: dz, then dbias from dz. Predicted: 4 crossings.
+@triton.jit
+def dz_kernel(dy_ptr, z_ptr, dz_ptr, M, N, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # [M, N] each
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < N)
+    z = tl.load(z_ptr + rows * N + cols, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dz_ptr + rows * N + cols, dy * slope(z), mask=mask)
+
+
+@triton.jit
+def column_sums_kernel(dz_ptr, partial_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    # dz [M, N]; partial [programs, N] in fp32: the sums over every row that a program sees
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+        total += tl.load(dz_ptr + rows * N + cols, mask=(rows < M) & (cols < N), other=0.0).to(tl.float32)
+    partial = partial_ptr + tl.program_id(1) * N + cols
+    tl.store(partial, tl.sum(total, axis=0, keep_dims=True), mask=cols < N)
+
+
+def backward_unfused(dy, x, w, z):
+    """dy, z [M, N], x [M, K], w [N, K] -> dx [M, K], dw [N, K], dbias [N]. ValueError, TypeError for what is not so."""
+    (M, N), dz, partial = _prepare(dy, x, w, z)
+    if z.numel():
+        grid = (triton.cdiv(M, 32) * triton.cdiv(N, 128),)
+        dz_kernel[grid](dy, z, dz, M, N, dy.stride(0), BLOCK_M=32, BLOCK_N=128)
+        column_sums_kernel[(triton.cdiv(N, 128), len(partial))](dz, partial, M, N, BLOCK_M=32, BLOCK_N=128)
+    return matmul(dz, w), matmul(dz.t(), x), partial.sum(0).to(z.dtype)
+
+
+# Rung 2. New: a program walks down its columns, and adds up dz while it has it in registers: 3 crossings. dbias is the
+# sum of numbers that were never rounded to 16 bits; in the same order every time, for there are no atomics.
+@triton.jit
+def dz_and_sums_kernel(
+    dy_ptr, z_ptr, dz_ptr, partial_ptr, M, N, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # as above
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+        mask = (rows < M) & (cols < N)
+        z = tl.load(z_ptr + rows * N + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+        dz = dy * slope(z)
+        tl.store(dz_ptr + rows * N + cols, dz, mask=mask)
+        total += dz
+    partial = partial_ptr + tl.program_id(1) * N + cols
+    tl.store(partial, tl.sum(total, axis=0, keep_dims=True), mask=cols < N)
+
+
+def backward_fused(dy, x, w, z):
+    """As backward_unfused."""
+    (M, N), dz, partial = _prepare(dy, x, w, z)
+    if z.numel():
+        dz_and_sums_kernel[(triton.cdiv(N, 128), len(partial))](
+            dy, z, dz, partial, M, N, dy.stride(0), BLOCK_M=32, BLOCK_N=128
+        )
+    # A row of partial for each of a few hundred programs: adding them up is nothing beside MN.
+    return matmul(dz, w), matmul(dz.t(), x), partial.sum(0).to(z.dtype)
+
+
+def _prepare(dy, x, w, z):
+    expect(dy=dy, z=z, ndim=2, same_shape=True, same_dtype=True, unit_stride=True)
+    expect(dy=dy, x=x, w=w, ndim=2, same_dtype=True, unit_stride=True)
+    expect(z=z, contiguous=True)
+    (M, N), K = z.shape, x.shape[1]
+    if x.shape != (M, K) or w.shape != (N, K):
+        raise ValueError(f"x {tuple(x.shape)}, w {tuple(w.shape)}: expected [M, K], [N, K] for z {M, N} [M, N]")
+    programs = max(1, min(triton.cdiv(M, 32), 8 * num_sms() // max(1, triton.cdiv(N, 128))))
+    partial = (torch.empty if M else torch.zeros)((programs, N), dtype=torch.float32, device=z.device)
+    return (M, N), torch.empty_like(z), partial
+
+
+# For autograd, if nothing but PyTorch's eager mode will call it: two functions, and what passes between them.
+class _LinearGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, bias, residual):
+        z = x.new_empty(len(x), len(w))
+        ctx.save_for_backward(x, w, z)
+        return forward.linear_gelu(x, w, bias, residual, save=z)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()  # of y.sum(): one number, expanded
+        needs_residual = ctx.needs_input_grad[3]
+        return *backward_fused(dy, *ctx.saved_tensors), dy if needs_residual else None
+
+
+def linear_gelu(x, w, bias, residual=None):
+    """gelu(x W^T + bias) + residual with gradients; z is kept between forward and backward, and nothing else is."""
+    return _LinearGelu.apply(x, w, bias, residual)
+
+
+# And as an operator with a schema, for torch.compile, export and whatever else wants to know shapes without running it
+# (day 1, lesson 8). What is saved must be a result here; the backward is an operator too, so that it can be traced.
+# The namespace is the module's name: tests import copies of this file, each of which needs its own.
+SPACE = __name__.rpartition(".")[2]
+
+
+@custom_op(f"{SPACE}::linear_gelu", mutates_args=())
+def _op(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    z = x.new_empty(len(x), len(w))
+    return forward.linear_gelu(x.detach(), w.detach(), bias.detach(), residual, save=z), z
+
+
+@custom_op(f"{SPACE}::linear_gelu_backward", mutates_args=())
+def _op_backward(dy: Tensor, x: Tensor, w: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return backward_fused(dy.contiguous(), x, w, z)
+
+
+@_op.register_fake
+def _(x, w, bias, residual):
+    return x.new_empty(x.shape[0], w.shape[0]), x.new_empty(x.shape[0], w.shape[0])
+
+
+@_op_backward.register_fake
+def _(dy, x, w, z):
+    return x.new_empty(x.shape), w.new_empty(w.shape), w.new_empty(w.shape[0])
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.residual = inputs[3] is not None
+
+
+def _operator_backward(ctx, dy, _):
+    return *_op_backward(dy, *ctx.saved_tensors), dy if ctx.residual else None
+
+
+_op.register_autograd(_operator_backward, setup_context=_setup_context)
+
+
+def inputs(M, N, K, dtype=torch.float32, pad=0):
+    # The forward's z, in GELU's bend, where the slope goes from -0.13 to 1.13. dy has a mean, so that sums over rows
+    # are no noise: a row left out or counted twice moves dbias.
+    x, w, bias, _ = forward.inputs(M, N, K, dtype=dtype, pad=pad)
+    dy = torch.randn(M, N + pad, device=DEVICE).add(0.5).bfloat16().to(dtype)[:, :N]
+    return dy, x, w, F.linear(x, w, bias)
+
+
+def _with_residual(M, N, K, dtype, pad=0):
+    return forward.inputs(M, N, K, residual=True, dtype=dtype, pad=pad)
+
+
+def operator_is_sound(rung):
+    """opcheck: schema, fake and gradient of the operator agree with what it does; its gradients are the Function's."""
+    if rung is not backward_fused:
+        return
+    args = [t.requires_grad_() for t in _with_residual(9, 40, 24, torch.float32)]
+    assert set(opcheck(_op, tuple(args)).values()) == {"SUCCESS"}
+    assert set(opcheck(_op_backward, tuple(t.detach() for t in inputs(9, 40, 24))).values()) == {"SUCCESS"}
+    dy = torch.randn(9, 40, device=DEVICE)
+    ours, same = (torch.autograd.grad(y, args, dy) for y in (_op(*args)[0], linear_gelu(*args)))
+    torch.testing.assert_close(ours, same, rtol=0, atol=0)
+
+
+# fmt: off
+WRONG = (
+    Mutant("log2 taken for log: a slope without ln 2", "slope", "* LN2", "", "backward_unfused"),
+    Mutant("the slope of relu", "slope", "s - z * s *", "s - 0 * s *", "backward_fused"),
+    Mutant("every second tile of rows left out", "dz_and_sums_kernel", "tl.num_programs(1) * BLOCK_M",
+           "2 * tl.num_programs(1) * BLOCK_M", "backward_fused", "nan"),
+    Mutant("sums in 16 bits", "column_sums_kernel", "total +=", "total = total.to(tl.float16).to(tl.float32) +",
+           "backward_unfused"),
+    Mutant("dy's rows N apart", "dz_and_sums_kernel", "rows * stride_dy", "rows * N", "backward_fused"),
+)
+REFUSES = (
+    Refusal("z of another shape", lambda f: f(*inputs(2, 8, 3)[:3], inputs(3, 8, 3)[3]), ValueError, "z has shape"),
+    Refusal("w of another K", lambda f: f(*inputs(2, 8, 3)[:2], *inputs(2, 8, 4)[2:]), ValueError, "w \\(8, 4"),
+    Refusal("z transposed", lambda f: f(*inputs(8, 8, 3)[:3], inputs(8, 8, 3)[3].t()), ValueError, "z has stride"),
+    Refusal("dtypes differ", lambda f: f(inputs(2, 8, 3)[0].half(), *inputs(2, 8, 3)[1:]), TypeError, "z is"),
+)
+# fmt: on
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(backward_unfused, backward_fused),
+    checks=(
+        case("no rows: dw and dbias are 0", M=0, N=5, K=8),
+        case("no inputs", M=3, N=5, K=0),
+        case("one of each", M=1, N=1, K=1),
+        case("primes; a second tile of rows and of columns", M=37, N=131, K=23),
+        case("dy's rows longer than used; TMA in 16 bits", M=40, N=136, K=72, pad=8),
+        case("more tiles of rows than programs", M=1100, N=8, K=8),
+        case("the bytes are counted here", M=128, N=128, K=8),
+    ),
+    benches=tuple({"M": 8192, "N": n, "K": k} for n, k in ((4096, 1024), (8192, 2048), (14336, 4096))),
+    work=lambda M, N, K, dtype, pad=0: Work(
+        bytes=(2 * M * N + 2 * M * K + 2 * N * K + N) * dtype.itemsize, flops=4 * M * N * K
+    ),
+    wrong=WRONG,
+    peers={"torch": reference, "torch.compile": torch.compile(reference, dynamic=False)},
+    claims={backward_fused: ("dz_and_sums_kernel: 16-byte loads", "dz_and_sums_kernel: no spills")},
+    properties=(operator_is_sound,),
+    refuses=REFUSES,
+    grad=Grad(linear_gelu, forward.reference, _with_residual),
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,293 @@
+"""Matmul in fp8: twice the FLOPs, half the bytes, and scales that make 8 bits enough
+==================================================================================
+e4m3 has 4 bits of exponent and 3 of mantissa: 448 is its largest number, 2^-9 its smallest. So A is kept as q_a * s_a,
+q in fp8 and s an fp32 scale that puts the largest number of a group at 448 (lesson 5b). The smaller the groups, the
+less an outlier costs; and the more there is to do in the matmul, for the scales have to come back in:
+
+    scheme      scale_a [M or 1, K/128 or 1]   scale_b [K/128 or 1, N or N/128 or 1]   where they are multiplied in
+    per tensor  [1, 1]                         [1, 1]                                  once a tile, with the sums
+    row-wise    [M, 1]                         [1, N]                                  once a tile, with the sums
+    blockwise   [M, K/128]                     [K/128, N/128]                          every 128 of K
+
+Predicted against bf16: the tensor cores multiply 4096 pairs a cycle and SM in place of 2048, and a number is one byte:
+a step takes half the time, to load and to multiply. So twice the speed, 1400 TFLOP/s, if the power allows it. L2 stays
+as near as it was: tiles of 128 x 256 ask for 48 bytes a cycle and SM, and 39 are to be had (lesson 1): 81% of the peak.
+B must lie as [N, K]: wgmma transposes 16-bit tiles on its way, not 8-bit ones.
+
+You will learn: what a scale may depend on, how the tensor core adds up, and how to get its digits back.
+Run it:    python day3_matmul_tk/lesson05_matmul_fp8.py
+Check it:  python -m lessonkit check lesson05_matmul_fp8
+Time it:   python -m lessonkit bench lesson05_matmul_fp8
+"""
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, needs, num_sms
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from day3_matmul_tk.lesson01_matmul import place
+
+FP8 = torch.float8_e4m3fn
+GROUP = 128  # of K, and of N in B: the blocks of the blockwise scheme
+fp8 = needs(89, "fp8 tensor cores", interpreted=True)
+
+
+def reference(a, b, scale_a, scale_b):
+    """The product of what the fp8 numbers stand for. Quantisation is not judged here: lesson 5b does."""
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    product = _spread(a, scale_a, wide) @ _spread(b, scale_b, wide)
+    return product if a.dtype == torch.float64 else product.bfloat16()
+
+
+def _spread(q, scale, dtype):
+    """q * scale, each scale over the block of q that it belongs to: [128 or all, 128 or all or 1]."""
+    for dim, n in enumerate(q.shape):
+        if 1 < scale.shape[dim] < n:
+            scale = scale.repeat_interleave(GROUP, dim)[(slice(None),) * dim + (slice(n),)]
+    return q.to(dtype) * scale.to(dtype)
+
+
+# The matmul of rungs 1 to 4: a program a tile of 128 x 128, a step of K 128 bytes.
+@triton.jit
+def fp8_kernel(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, c_ptr,  # [M, K], [K, N] lying as [N, K], scales as above, [M, N]
+    M, N, K, stride_a, stride_b, stride_am, stride_ak, stride_bk, stride_bn,  # of a and b, and of their scales
+    SCHEME: tl.constexpr, PROMOTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = place(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
+    rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        a_mask, b_mask = (rows[:, None] < M) & (ks[None, :] < K), (ks[:, None] < K) & (cols[None, :] < N)
+        a = tl.load(a_ptr + rows[:, None] * stride_a + ks[None, :], mask=a_mask, other=0.0)
+        b = tl.load(b_ptr + ks[:, None] + cols[None, :] * stride_b, mask=b_mask, other=0.0)
+        if SCHEME == "blocks":
+            scale_a = tl.load(scale_a_ptr + rows * stride_am + step * stride_ak, mask=rows < M, other=0.0)
+            scale_b = tl.load(scale_b_ptr + step * stride_bk + tile_n * stride_bn)  # a tile is as wide as a block of B
+            acc += tl.dot(a, b) * (scale_a * scale_b)[:, None]
+        elif PROMOTE:
+            acc += tl.dot(a, b)  # a new sum, added to the old one by the thread itself
+        else:
+            acc = tl.dot(a, b, acc)
+    if SCHEME != "blocks":
+        acc *= outer_scales(scale_a_ptr, scale_b_ptr, rows, cols, M, N, stride_am, stride_bn, SCHEME)
+    mask = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(c_ptr + rows[:, None] * N + cols[None, :], acc.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def outer_scales(scale_a_ptr, scale_b_ptr, rows, cols, M, N, stride_am, stride_bn, SCHEME: tl.constexpr):
+    if SCHEME == "tensor":
+        scale = tl.load(scale_a_ptr) * tl.load(scale_b_ptr)
+    else:
+        scale_a = tl.load(scale_a_ptr + rows * stride_am, mask=rows < M, other=0.0)
+        scale_b = tl.load(scale_b_ptr + cols * stride_bn, mask=cols < N, other=0.0)
+        scale = scale_a[:, None] * scale_b[None, :]
+    return scale
+
+
+# Rung 1. The kernel of lesson 1 with another dtype: tl.dot knows what to do. One multiplication by s_a s_b at the end.
+@fp8
+def fp8_tensor(a, b, scale_a, scale_b):
+    """a [M, K], b [K, N] (b.t() contiguous) in e4m3, fp32 scales [1, 1] -> [M, N] in bf16.
+
+    TypeError, ValueError for what is not so; Unsupported for the other schemes' scales.
+    """
+    return _launch(a, b, scale_a, scale_b, {"tensor"})
+
+
+# Rung 2. New: a scale a row of A and a column of B, the finest that leave the sum alone: the sum over k of (q_a s_m)
+# (q_b s_n) is s_m s_n times the sum of q_a q_b. Predicted: the same time.
+@fp8
+def fp8_rows(a, b, scale_a, scale_b):
+    """As fp8_tensor, and scales [M, 1] and [1, N]."""
+    return _launch(a, b, scale_a, scale_b, {"tensor", "rows"})
+
+
+# Rung 3. New: promotion. Hopper's tensor cores add fp8 products with about 14 bits (DeepSeek-V3, section 3.3.2): each
+# wgmma aligns its 32 products and the sum to the largest of them, and cuts the rest off. Cuts, not rounds: a sum of one
+# sign loses up to 2^-13 of itself each time, 1% after the 128 times of K = 4096. So every 128 of K the sum goes to fp32
+# registers and starts at 0 again: 4 cuts, not 128. Costs: 16 K additions, 128 cycles of an SM, beside 512 of its
+# tensor cores; a second set of sums in registers, so that 128 x 256 does not fit. Predicted: 20% slower.
+@fp8
+def fp8_promoted(a, b, scale_a, scale_b):
+    """As fp8_rows, added up in fp32."""
+    return _launch(a, b, scale_a, scale_b, {"tensor", "rows"}, promote=True)
+
+
+# Rung 4. New: scales that change with k. They need the promotion anyway, and its addition becomes a multiply-add: what
+# was added up is multiplied by s_a[m, k/128] s_b[k/128, n/128] on its way. Predicted: the time of rung 3.
+@fp8
+def fp8_blocks(a, b, scale_a, scale_b):
+    """As fp8_rows, and scales [M, K/128] and [K/128, N/128] (rounded up), each any strides."""
+    return _launch(a, b, scale_a, scale_b, {"tensor", "rows", "blocks"}, promote=True)
+
+
+def _launch(a, b, scale_a, scale_b, schemes, promote=False):
+    scheme, (M, K), N = _expect(a, b, scale_a, scale_b), a.shape, b.shape[1]
+    if scheme not in schemes:
+        raise Unsupported(f"this rung takes the scales of {' and '.join(sorted(schemes))}: not of {scheme}")
+    c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
+    if c.numel():
+        fp8_kernel[(triton.cdiv(M, 128) * triton.cdiv(N, 128),)](
+            a, b, scale_a, scale_b, c, M, N, K, a.stride(0), b.stride(1), *scale_a.stride(), *scale_b.stride(),
+            scheme, promote, BLOCK_M=128, BLOCK_N=128, BLOCK_K=GROUP, num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return c
+
+
+# Rung 5. New: persistent, TMA, C in halves (lesson 2). Tiles of 128 x 256 where the tensor core may add up, 128 x 128
+# where registers do. A row of a tile is 128 bytes again, of 128 numbers: a stage holds twice the K of bf16's.
+@triton.jit
+def fp8_persistent_kernel(
+    a_desc, b_desc, scale_a_ptr, scale_b_ptr, c_desc, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+    SCHEME: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=SCHEME != "blocks"):
+        tile_m, tile_n = place(tile, M, N, BLOCK_M, BLOCK_N, 8)
+        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+        rows = row.to(tl.int64) + tl.arange(0, BLOCK_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(tl.cdiv(K, BLOCK_K)):
+            a, b = a_desc.load([row, step * BLOCK_K]), b_desc.load([col, step * BLOCK_K]).T
+            if SCHEME == "blocks":
+                scale_a = tl.load(scale_a_ptr + rows * stride_am + step * stride_ak, mask=rows < M, other=0.0)
+                scale_b = tl.load(scale_b_ptr + step * stride_bk + tile_n * stride_bn)
+                acc += tl.dot(a, b) * (scale_a * scale_b)[:, None]
+            else:
+                acc = tl.dot(a, b, acc)
+        halves = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        for half in tl.static_range(2):
+            start = col + half * (BLOCK_N // 2)
+            c = halves[half]
+            if SCHEME != "blocks":
+                cols = start + tl.arange(0, BLOCK_N // 2)
+                c *= outer_scales(scale_a_ptr, scale_b_ptr, rows, cols, M, N, stride_am, stride_bn, SCHEME)
+            c_desc.store([row, start], c.to(tl.bfloat16))
+
+
+@fp8
+def matmul_fp8(a, b, scale_a, scale_b):
+    """As fp8_blocks; row-wise and per-tensor products are added up by the tensor cores alone (fast accumulation)."""
+    scheme, (M, K), N = _expect(a, b, scale_a, scale_b), a.shape, b.shape[1]
+    c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
+    if not all(t.numel() and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0 for t in (a, b.t(), c)):
+        return fp8_blocks(a, b, scale_a, scale_b)  # TMA wants rows that begin at multiples of 16 bytes
+    wide = scheme != "blocks" and triton.cdiv(M, 128) * triton.cdiv(N, 256) >= num_sms()
+    block_n, stages = (256, 3) if wide else (128, 4)
+    a_desc, b_desc = (TensorDescriptor.from_tensor(t, [rows, GROUP]) for t, rows in ((a, 128), (b.t(), block_n)))
+    c_desc = TensorDescriptor.from_tensor(c, [128, block_n // 2])
+    fp8_persistent_kernel[(min(num_sms(), triton.cdiv(M, 128) * triton.cdiv(N, block_n)),)](
+        a_desc, b_desc, scale_a, scale_b, c_desc, M, N, K, *scale_a.stride(), *scale_b.stride(),
+        scheme, BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=GROUP, num_warps=8, num_stages=stages,
+    )  # fmt: skip
+    return c
+
+
+def _expect(a, b, scale_a, scale_b):
+    """The scheme that the scales' shapes are of."""
+    expect(a=a, b=b, ndim=2, dtypes=(FP8,))
+    expect(scale_a=scale_a, scale_b=scale_b, ndim=2, dtypes=(torch.float32,))
+    expect(a=a, dtypes=(FP8,), unit_stride=True)
+    (M, K), N = a.shape, b.shape[1]
+    if b.shape[0] != K:
+        raise ValueError(f"b has {b.shape[0]} rows, but a has {K} columns: make them equal")
+    if K > 1 and b.stride(0) != 1:
+        raise ValueError(f"b has strides {b.stride()}, expected columns that lie together: pass w.t() of w [N, K]")
+    k, n = triton.cdiv(K, GROUP), triton.cdiv(N, GROUP)
+    shapes = {"tensor": ((1, 1), (1, 1)), "rows": ((M, 1), (1, N)), "blocks": ((M, k), (k, n))}
+    for scheme, shape in shapes.items():
+        if (scale_a.shape, scale_b.shape) == shape:
+            return scheme
+    raise ValueError(f"scales {tuple(scale_a.shape)}, {tuple(scale_b.shape)}: expected one of {shapes}")
+
+
+def inputs(M, N, K, scheme="tensor", dtype=FP8, pad=0):
+    # The scale of each group is another, so that one taken from a neighbour is wrong by a factor. Strides of the scales
+    # as torch._scaled_mm wants them.
+    def matrix(rows, square):
+        q = (torch.randn(rows, K + pad, device=DEVICE) * 60).clamp(-448, 448).to(dtype)[:, :K]
+        blocks = triton.cdiv(rows, GROUP) if square else rows, triton.cdiv(K, GROUP)
+        shape = {"tensor": (1, 1), "rows": (rows, 1), "blocks": blocks}[scheme]
+        scale = torch.rand(*shape, 2 if pad else 1, device=DEVICE).mul(3).exp2() / 448
+        return q, scale[..., 0]  # pad: not side by side either
+
+    (a, scale_a), (w, scale_w) = matrix(M, False), matrix(N, True)
+    return a, w.t(), scale_a if pad else scale_a.t().contiguous().t(), scale_w.t()
+
+
+def promoted_sums_keep_their_digits(rung):
+    """Positive numbers, K = 4096: off by bf16's rounding and no more, where registers add up. (See rung 3.)"""
+    a, w = ((torch.rand(16, 4096, device=DEVICE) + 0.5).to(FP8) for _ in range(2))
+    scales = torch.rand(16, 32, device=DEVICE) + 1, torch.rand(32, 1, device=DEVICE) + 1
+    c = rung(a, w.t(), *scales)  # Unsupported by the rungs that do not promote
+    exact = reference(a.double(), w.t().double(), *scales)
+    assert ((c.double() - exact).abs() <= 2**-8 * exact).all()
+
+
+def _peer(fast):
+    return lambda a, b, sa, sb: torch._scaled_mm(a, b, sa, sb, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def _work(M, N, K, dtype, scheme="tensor", pad=0):
+    k = triton.cdiv(K, GROUP)
+    scales = {"tensor": 2, "rows": M + N, "blocks": M * k + k * triton.cdiv(N, GROUP)}[scheme]
+    return Work(bytes=M * K + N * K + 2 * M * N + 4 * scales, flops=2 * M * N * K)
+
+
+# fmt: off
+WRONG = (
+    Mutant("one row's scale for all", "outer_scales", "rows * stride_am", "rows * 0", "fp8_rows"),
+    Mutant("the first scales of K for all", "fp8_kernel", "step * stride_ak", "0 * stride_ak", "fp8_blocks"),
+    Mutant("scales of one step on all before", "fp8_persistent_kernel", "acc += tl.dot(a, b) *",
+           "acc = (acc + tl.dot(a, b)) *", "matmul_fp8"),
+    Mutant("the tail of K from the next row", "fp8_kernel", "(ks[None, :] < K)", "(ks[None, :] < K + 1)", "fp8_tensor",
+           "out of bounds"),
+    Mutant("a block of B for all of N", "fp8_kernel", "tile_n * stride_bn", "0 * stride_bn", "fp8_blocks"),
+)
+REFUSES = (
+    Refusal("K differs", lambda f: f(inputs(2, 8, 16)[0], *inputs(2, 8, 32)[1:]), ValueError, "b has 32 rows"),
+    Refusal("b in rows", lambda f: f(inputs(8, 8, 8)[0], inputs(8, 8, 8)[0], *inputs(8, 8, 8)[2:]), ValueError, "w.t"),
+    Refusal("bf16", lambda f: f(inputs(2, 8, 16)[0].bfloat16(), *inputs(2, 8, 16)[1:]), TypeError, "a is torch.bfl"),
+    Refusal("scales", lambda f: f(*inputs(2, 8, 16)[:3], inputs(2, 7, 16, "rows")[3]), ValueError, "expected one of"),
+)
+# fmt: on
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(fp8_tensor, fp8_rows, fp8_promoted, fp8_blocks, matmul_fp8),
+    checks=(
+        case("no rows", M=0, N=5, K=16, scheme="rows"),
+        case("nothing to add: zeros", M=3, N=5, K=0),
+        case("one of each", M=1, N=1, K=1),
+        case("primes: every mask is live, no row begins at 16 bytes", M=37, N=131, K=71, scheme="rows"),
+        case("rows longer than used; TMA; two steps, the second cut", M=131, N=136, K=144, scheme="rows", pad=16),
+        case("wide tiles, more of them than programs", M=136, N=776, K=16),
+        case("blocks cut in K and N, without TMA", M=5, N=133, K=135, scheme="blocks"),
+        case("blocks, TMA", M=136, N=264, K=400, scheme="blocks"),
+        case("a row of C past element 2^31", gib=80, M=2**19 + 3, N=4104, K=16, scheme="rows"),
+        case("the bytes are counted here", M=128, N=128, K=128),
+    ),
+    benches=tuple(
+        {"M": n, "N": n, "K": n, "scheme": s}
+        for s, n in (("tensor", 4096), ("tensor", 8192), ("rows", 8192), ("blocks", 8192))
+    ),
+    work=_work,
+    wrong=WRONG,
+    peers={"torch": _peer(False), "torch, fast accumulation": _peer(True)},
+    claims={fp8_rows: ("wgmma", "no spills"), fp8_blocks: ("wgmma",), matmul_fp8: ("wgmma", "tma", "no spills")},
+    passes={fp8_tensor: 1.0, matmul_fp8: 1.0},
+    properties=(promoted_sums_keep_their_digits,),
+    refuses=REFUSES,
+    dtypes=(FP8,),
+    bench_dtype=FP8,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,294 @@
+"""Grouped matmul: many matmuls, sizes known to the GPU alone
+===========================================================
+A batched matmul is E products of one shape: one more axis of the grid. In a mixture of experts shapes differ: a router
+sends each of T tokens to one of E weights, tokens are sorted by expert, and y[rows of e] = x[rows of e] @ w[e], where
+offsets [E + 1] in GPU memory says which rows. A loop of torch.mm must fetch it first: the host waits for all that the
+GPU has left to do, then launches E kernels, of which small ones fill no GPU. So one launch has to find its work itself.
+What is lost? 8192 tokens, 8 experts of 4096 x 14336: 0.96 TFLOP, 1.3 ms at 760 TFLOP/s; the last tile of 128 rows of a
+group is half empty on average, 8 halves on 64: 6%. 32768 tokens for 128 experts are 256 rows each: 25%. And 64 tokens
+for 8 experts wait for 0.94 GB of weights: 0.22 ms.
+
+You will learn: a grid for the worst case, finding one's work by a search, persistent programs, TMA with three axes.
+Run it:    python day3_matmul_tk/lesson06_grouped_matmul.py
+Check it:  python -m lessonkit check lesson06_grouped_matmul
+Time it:   python -m lessonkit bench lesson06_grouped_matmul
+"""
+
+import functools
+import math
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, device, expect, num_sms, tma_takes
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from day3_matmul_tk.lesson01_matmul import multiply_tile, place, precision
+
+
+def reference(x, w, offsets):
+    y, ends = x.new_empty(x.shape[0], w.shape[2]), offsets.tolist()
+    for e in range(w.shape[0]):
+        y[ends[e] : ends[e + 1]] = x[ends[e] : ends[e + 1]] @ w[e]
+    return y
+
+
+@triton.jit
+def multiply_group(  # a matmul with other pointers: multiply_tile is lesson 1's
+    x_ptr, w_ptr, y_ptr, expert, begin, end, tile_m, tile_n, N, K, strides,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    stride_xt, stride_xk, stride_we, stride_wk, stride_wn = strides
+    multiply_tile(
+        x_ptr + begin.to(tl.int64) * stride_xt, w_ptr + expert.to(tl.int64) * stride_we, y_ptr + begin.to(tl.int64) * N,
+        tile_m, tile_n, end - begin, N, K, stride_xt, stride_xk, stride_wk, stride_wn, N,
+        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+
+
+# Rung 1. The groups are one more axis of the grid. The host knows only that none has more than T rows: so the grid is T
+# rows high for each, and a program whose tile begins past the end of its group returns at once. Predicted: E times as
+# many programs start as work, some hundred cycles of an SM each: 57,344 at 8192 tokens for 8 experts, hardly seen, but
+# 196,608 at 32768 for 128, whose work is 0.15 ms.
+@triton.jit
+def batched_kernel(
+    x_ptr, w_ptr, offsets_ptr, y_ptr,  # [T, K], [E, K, N], [E + 1]: rows offsets[e] to offsets[e + 1] are e's; [T, N]
+    T, N, K, strides,  # of x along T and K, of w along E, K and N
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = place(tl.program_id(0), T, N, BLOCK_M, BLOCK_N, 8)
+    expert = tl.program_id(1)
+    begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    if tile_m * BLOCK_M < end - begin:
+        multiply_group(
+            x_ptr, w_ptr, y_ptr, expert, begin, end, tile_m, tile_n, N, K, strides, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+        )
+
+
+def batched(x, w, offsets):
+    """x [T, K], w [E, K, N], any strides, offsets [E + 1] int32, ascending from 0 to T (nobody looks) -> [T, N]."""
+    T, E, N, args = _prepare(x, w, offsets)
+    block_m, block_n, block_k, warps = _tile(T, E, x.dtype)
+    if E > 65535:
+        raise Unsupported("a grid has at most 65,535 programs along its second axis")
+    if T * N:
+        grid = triton.cdiv(T, block_m) * triton.cdiv(N, block_n), E
+        batched_kernel[grid](*args, block_m, block_n, block_k, precision(), num_warps=warps, num_stages=3)
+    return args[3]
+
+
+# Rung 2. New: a grid that fits. Each group wastes less than one tile, so T / 128 + E rows of tiles are enough for
+# whatever the router does, and a program finds out whose its tile is: all groups' tiles in one row, their running sum
+# over the groups (a cumsum in registers), and the number of groups that end before my tile is my group. Predicted: T /
+# 128 + E in place of E * T / 128 rows of tiles; a search costs as much as a step or two.
+@triton.jit
+def tile_ends(offsets_ptr, N, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr):
+    """[MOST], a power of two no less than E: how many tiles the groups up to this one have."""
+    experts = tl.arange(0, MOST)
+    begin = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
+    end = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=0)
+    return tl.cumsum(tl.cdiv(end - begin, BLOCK_M) * tl.cdiv(N, BLOCK_N))
+
+
+@triton.jit
+def find(tile, ends, offsets_ptr, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whose tile is it? -> expert, first and last row of the group, tile (row, column) within the group."""
+    before = ends <= tile
+    expert = tl.sum(before.to(tl.int32))
+    begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    tile_m, tile_n = place(tile - tl.max(tl.where(before, ends, 0)), end - begin, N, BLOCK_M, BLOCK_N, 8)
+    return expert, begin, end, tile_m, tile_n
+
+
+@triton.jit
+def grouped_kernel(
+    x_ptr, w_ptr, offsets_ptr, y_ptr, T, N, K, strides, E,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    ends = tile_ends(offsets_ptr, N, E, BLOCK_M, BLOCK_N, MOST)
+    for tile in range(tl.program_id(0), tl.max(ends), tl.num_programs(0)):
+        expert, begin, end, tile_m, tile_n = find(tile, ends, offsets_ptr, N, BLOCK_M, BLOCK_N)
+        multiply_group(
+            x_ptr, w_ptr, y_ptr, expert, begin, end, tile_m, tile_n, N, K, strides, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+        )
+
+
+def grouped(x, w, offsets):
+    """As batched, with a program for each tile that there can be."""
+    return _grouped(x, w, offsets, math.inf)
+
+
+# Rung 3. New: a persistent grid, one program an SM, which strides over the tiles of all groups. The running sum is made
+# once a program, and none starts in vain. Predicted: little by itself; it is what the next rung stands on.
+def persistent(x, w, offsets):
+    """As batched, with a program an SM."""
+    return _grouped(x, w, offsets, num_sms())
+
+
+def _grouped(x, w, offsets, most):
+    T, E, N, args = _prepare(x, w, offsets)
+    block_m, block_n, block_k, warps = _tile(T, E, x.dtype)
+    if T * N:
+        grid = (min(most, (T // block_m + E) * triton.cdiv(N, block_n)),)
+        grouped_kernel[grid](
+            *args, E, block_m, block_n, block_k, precision(), triton.next_power_of_2(E), num_warps=warps, num_stages=4
+        )
+    return args[3]
+
+
+# Rung 4. New: TMA. One instruction fetches a tile, w's along three axes; addresses take no registers, so 128 x 256
+# fits: 85 FLOPs for each byte from L2 where 128 x 128 makes 64; and flatten=True (lesson 2): the next tile's first
+# steps are on their way while this one is stored. A descriptor cannot know where a group ends: a tile of x runs into
+# the next group, which is harmless, for a row of y depends on its own row of x; but the store must stop, so it has a
+# mask and no TMA. And tiles no higher than groups: at 8 rows a group 16, where all time goes into w.
+@triton.jit
+def grouped_tma_kernel(
+    x_desc, w_desc, offsets_ptr, y_ptr, N, K, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MOST: tl.constexpr, W_TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    ends = tile_ends(offsets_ptr, N, E, BLOCK_M, BLOCK_N, MOST)
+    for tile in tl.range(tl.program_id(0), tl.max(ends), tl.num_programs(0), flatten=True):
+        expert, begin, end, tile_m, tile_n = find(tile, ends, offsets_ptr, N, BLOCK_M, BLOCK_N)
+        row, column = begin + tile_m * BLOCK_M, tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            x = x_desc.load([row, k])
+            if W_TRANSPOSED:  # [E, N, K] in memory
+                w = w_desc.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                w = w_desc.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(x, w, acc)
+        rows = row + tl.arange(0, BLOCK_M)[:, None]
+        columns = column + tl.arange(0, BLOCK_N)[None, :]
+        mask = (rows < end) & (columns < N)
+        tl.store(y_ptr + rows.to(tl.int64) * N + columns, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def grouped_matmul(x, w, offsets):
+    """As batched; by TMA where there is one and bases and strides are multiples of 16 bytes, else as persistent."""
+    T, E, N, args = _prepare(x, w, offsets)
+    turned = w.stride(1) == 1 and w.stride(2) != 1
+    stored = w.transpose(1, 2) if turned else w
+    if device.architecture() < 90 or x.element_size() != 2 or not args[3].numel() or not tma_takes(x, stored):
+        return _grouped(x, w, offsets, num_sms())
+    block_m, block_n, block_k, warps = _tile(T, E, x.dtype)
+    block_n = 256 if block_m == 128 else block_n
+    x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k])
+    w_desc = TensorDescriptor.from_tensor(stored, [1, block_n, block_k] if turned else [1, block_k, block_n])
+    programs = min(num_sms() * (1 if block_m >= 64 else 2), (T // block_m + E) * triton.cdiv(N, block_n))
+    grouped_tma_kernel[(programs,)](
+        x_desc, w_desc, offsets, args[3], N, x.shape[1], E, block_m, block_n, block_k,
+        triton.next_power_of_2(E), turned, num_warps=warps, num_stages=4,
+    )  # fmt: skip
+    return args[3]
+
+
+def _prepare(x, w, offsets):
+    """T, E, N, and the arguments that every kernel starts with; the fourth is the output."""
+    expect(x=x, ndim=2)
+    expect(w=w, ndim=3)
+    expect(x=x, w=w, same_dtype=True)
+    expect(offsets=offsets, ndim=1, dtypes=(torch.int32,), contiguous=True)
+    (T, K), (E, _, N) = x.shape, w.shape
+    if w.shape[1] != K:
+        raise ValueError(f"x has {K} columns and w[e] {w.shape[1]} rows, expected as many: is w transposed?")
+    if len(offsets) != E + 1 or (T and not E):
+        raise ValueError(f"{len(offsets)} offsets for {E} group(s) and {T} rows: expected one for each group, and T")
+    y = x.new_empty(T, N)
+    return T, E, N, (x, w, offsets, y, T, N, K, x.stride() + w.stride())
+
+
+def _tile(T, E, dtype):
+    """block_m, block_n, block_k, warps: as high as an average group, from 16 to 128 rows."""
+    if dtype.itemsize == 4:  # no tensor cores: sums and operands take more registers
+        return 64, 64, 32, 8
+    block_m = min(128, max(16, triton.next_power_of_2(T // max(E, 1))))
+    return block_m, 128, 64, 8 if block_m == 128 else 4
+
+
+def inputs(T, E, K, N, dtype=torch.float32, even=False, transposed=False):
+    # Experts are not chosen equally often, one never: the next begins where it ends. even: all alike, a batched matmul.
+    # transposed: w[e] is the .t() of a contiguous [N, K], as in nn.Linear.
+    chance = torch.randn(E).mul(0.5).exp()
+    chance[E // 2 : E // 2 + (E > 2)] = 0
+    sizes = torch.full((E,), T // E)
+    if T and not even:
+        sizes = torch.multinomial(chance, T, replacement=True).bincount(minlength=E)
+    offsets = torch.cat([sizes[:1] * 0, sizes.cumsum(0)]).to(torch.int32).to(DEVICE)
+    w = torch.randn(E, N, K, device=DEVICE).transpose(1, 2) if transposed else torch.randn(E, K, N, device=DEVICE)
+    return torch.randn(T, K, device=DEVICE).to(dtype), w.mul_(1 / math.sqrt(max(K, 1))).to(dtype), offsets
+
+
+def a_group_is_a_matmul(rung):
+    """A group is x @ w[0]; NaN and inf of other groups stay there, also where a tile runs into the next."""
+    x, w, _ = inputs(40, 3, 24, 16)
+    x[13:], w[1] = torch.nan, torch.inf
+    ends = torch.tensor([0, 13, 13, 40], dtype=torch.int32, device=DEVICE)
+    torch.testing.assert_close(rung(x, w, ends)[:13], x[:13] @ w[0])
+
+
+def _bmm(x, w, offsets):
+    if not _even(offsets):
+        raise Unsupported("groups differ in size")
+    return torch.bmm(x.view(w.shape[0], -1, w.shape[1]), w).view(-1, w.shape[2])
+
+
+@functools.lru_cache(maxsize=1)
+def _even(offsets):  # remembered for the tensor at hand: the timed calls of bmm need not look
+    return len(set(offsets.diff().tolist())) == 1
+
+
+_four = functools.partial(inputs, 4, 2, 4, 4)
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(batched, grouped, persistent, grouped_matmul),
+    checks=(
+        case("no tokens", T=0, E=3, K=4, N=5),
+        case("nothing to add up: zeros", T=5, E=2, K=0, N=8),
+        case("one of each", T=1, E=1, K=1, N=1),
+        case("more experts than tokens, odd sizes", T=5, E=7, K=19, N=37),
+        case("all masks live, groups above and below a tile", T=151, E=3, K=70, N=33),
+        case("w transposed, whole 16 bytes", T=90, E=5, K=72, N=40, transposed=True),
+        case("a batched matmul", T=48, E=3, K=32, N=72, even=True),
+        case("offsets past 2^31 in w", gib=60, T=70, E=9, K=2**14, N=2**14 + 8),
+        case("more tiles than programs, as long as 16 bytes demand", T=160, E=6, K=40, N=136),
+    ),
+    benches=(
+        {"T": 8192, "E": 8, "K": 4096, "N": 14336},  # Mixtral 8x7B, 4096 tokens, two experts each
+        {"T": 8192, "E": 8, "K": 4096, "N": 14336, "transposed": True},
+        {"T": 32768, "E": 128, "K": 2048, "N": 768},  # Qwen3 30B-A3B, 4096 tokens, eight experts each
+        {"T": 49152, "E": 64, "K": 2048, "N": 1408},  # DeepSeek-V2-Lite, 8192 tokens, six experts each
+        {"T": 64, "E": 8, "K": 4096, "N": 14336},  # 32 tokens to be decoded
+        {"T": 16384, "E": 16, "K": 4096, "N": 4096, "even": True},
+        {"T": 16384, "E": 64, "K": 1024, "N": 1024, "even": True},
+    ),
+    work=lambda T, E, K, N, dtype, **_: Work((T * K + E * K * N + T * N) * dtype.itemsize, 2 * T * K * N),
+    wrong=(
+        Mutant("a group ends late", "multiply_group", "end - begin", "end - begin + 1", "grouped", "out of bounds"),
+        Mutant("the end of a group is in the group", "find", "ends <= tile", "ends < tile", "grouped", "nan"),
+        Mutant("no ragged tile", "tile_ends", "(end - begin,", "(end - begin - BLOCK_M + 1,", "persistent", "nan"),
+        Mutant("always expert 0", "grouped_tma_kernel", "[expert, k, column]", "[0, k, column]", "grouped_matmul"),
+        Mutant("stores no end", "grouped_tma_kernel", "rows < end", "rows >= 0", "grouped_matmul", "out of bounds"),
+    ),
+    peers={
+        "torch.mm, a loop": reference,
+        "torch.bmm": _bmm,
+        "torch._grouped_mm": lambda x, w, offsets: torch._grouped_mm(x, w, offs=offsets[1:]),
+    },
+    claims={grouped: ("wgmma", "cp.async"), grouped_matmul: ("tma", "wgmma")},
+    properties=(a_group_is_a_matmul,), passes={batched: 1.29, grouped: 1.29, persistent: 1.29, grouped_matmul: 1.39},
+    refuses=(
+        Refusal("K differs", lambda f: f(_four()[0], *inputs(4, 2, 5, 4)[1:]), ValueError, "x has 4 columns"),
+        Refusal("an offset short", lambda f: f(*_four()[:2], inputs(4, 1, 4, 4)[2]), ValueError, "2 offsets"),
+        Refusal("long offsets", lambda f: f(*_four()[:2], _four()[2].long()), TypeError, "int64"),
+        Refusal("one weight", lambda f: f(_four()[0], _four()[0], _four()[2]), ValueError, "expected 3"),
+        Refusal("gradient lost", lambda f: f(_four()[0].requires_grad_(), *_four()[1:]), ValueError, "requires grad"),
+    ),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,194 @@
+"""ThunderKittens: a matmul at the speed of cuBLAS in words for tiles
+==================================================================
+A library of headers whose words are tiles in registers, shared and global memory and what warps do to them. The kernels
+of this lesson, and what each predicts, are in lesson09_thunderkittens_matmul.cu: a plain loop, wgmma, the copy engine
+with two buffers, a producer and two consumers, the library's load-compute-store-finish template, and that loop written
+out. Lesson 8 builds the first third of such a library; cuda_src/13 and 13b are the same ladder without one. The bar is
+cuBLAS: at M = N = K = 4096 137 GFLOP, at the 700 to 800 TFLOP/s that an H200 sustains 0.17 to 0.2 ms.
+
+Get it. Version 2 is headers only: nothing is installed. `source env.src; python setup.py install`, which older
+instructions (and the library's first version) have, no longer exists, and a package "kittens" is another thing. Today:
+
+    git clone https://github.com/HazyResearch/ThunderKittens
+    git -C ThunderKittens checkout 0b55588                  # what this lesson was written with, April 2026
+    export THUNDERKITTENS_ROOT=$PWD/ThunderKittens          # `python -m lessonkit doctor` says whether it is found
+
+nvcc gets two include folders, -DKITTENS_HOPPER and -arch=sm_90a (the line stands at the top of the .cu). Its own
+kernels are built by `make` in their folders under kernels/.
+
+Its limits give no error, so they are dealt with here. Tensor maps take a matrix's columns in panels of 64, and a last
+panel that is not whole reads and overwrites the start of the next row: K and N are padded to multiples of 64. Rows need
+not be: what a tile has below the last arrives as zeros and is not stored. Tiles loaded and stored by threads count rows
+too but no columns at all, and register tiles stored straight to memory count nothing; the first two rungs pad N to 128.
+
+You will learn: what a tile library takes from you and what it leaves (all the waiting); how to read its template.
+Run it:    python day3_matmul_tk/lesson09_thunderkittens_matmul.py
+Check it:  python -m lessonkit check lesson09_thunderkittens_matmul       a Hopper GPU; without one, the next line
+Read it:   python -m lessonkit compile lesson09_thunderkittens_matmul     registers and instructions, no GPU needed
+"""
+
+from lessonkit import Lesson, Mutant, Refusal, case, cuda, expect, needs
+
+import torch
+import torch.nn.functional as F
+
+from day3_matmul_tk.lesson01_matmul import PEERS, SQUARE, inputs, reference, work
+
+kernels = cuda.extension(__file__)  # lesson09_thunderkittens_matmul.cu, built at the first call
+PANEL = 64  # columns
+
+
+@needs(90, "ThunderKittens as built for Hopper", only=True)
+def matmul_loop(a, b):
+    """[M, K], [K, N] -> [M, N] bfloat16, both contiguous: a loop over tiles, mma.sync from registers."""
+    return _run("matmul_loop", a, b, 2 * PANEL)
+
+
+@needs(90, "ThunderKittens, wgmma", only=True)
+def matmul_wgmma(a, b):
+    """As matmul_loop, the warpgroups' matrix unit reading both tiles from shared memory."""
+    return _run("matmul_wgmma", a, b, 2 * PANEL)
+
+
+@needs(90, "ThunderKittens, TMA and wgmma", only=True)
+def matmul_double_buffer(a, b):
+    """As matmul_wgmma, the copy engine loading the next pair of tiles meanwhile."""
+    return _run("matmul_double_buffer", a, b)
+
+
+@needs(90, "ThunderKittens, TMA and wgmma", only=True)
+def matmul_specialized(a, b):
+    """A producer and two consumers around a ring of four stages, a tile of 128 x 256."""
+    return _run("matmul_specialized", a, b)
+
+
+@needs(90, "ThunderKittens, TMA and wgmma", only=True)
+def matmul_template(a, b):
+    """The same by the library's load-compute-store-finish template, on a grid that stays."""
+    return _run("matmul_template", a, b)
+
+
+@needs(90, "ThunderKittens, TMA and wgmma", only=True)
+def matmul_persistent(a, b):
+    """As matmul_template, its loops written out so that the consumers do not wait for each other."""
+    return _run("matmul_persistent", a, b)
+
+
+def _run(name, a, b, width=PANEL):
+    expect(a=a, b=b, ndim=2, dtypes=[torch.bfloat16], contiguous=True)
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"a has {a.shape[1]} columns and b {b.shape[0]} rows, expected as many: is one transposed?")
+    (m, k), n = a.shape, b.shape[1]
+    if 0 in (m, n, k):
+        return a.new_zeros(m, n)
+    more_n, more_k = -n % width, -k % PANEL
+    a, b = _padded(a, 0, more_k), _padded(b, more_k, more_n)
+    c = a.new_empty(m, n + more_n)
+    getattr(kernels, name)(a, b, c, m, n + more_n, k + more_k)
+    return c[:, :n].contiguous()  # itself if nothing was padded
+
+
+def _padded(t, rows, columns):
+    """The matrix with so many more rows and columns of zeros, which add nothing to a product; at 16 bytes, for TMA."""
+    if rows or columns:
+        return F.pad(t, (0, columns, 0, rows))
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+def a_permutation_moves_rows(rung):
+    """A permutation times b has b's rows in another order, to the bit: one in a wrong place shows as itself."""
+    _, b = inputs(1, 136, 300, dtype=torch.bfloat16)
+    order = torch.randperm(300, device=b.device)
+    assert torch.equal(rung(torch.eye(300, device=b.device, dtype=b.dtype)[order], b), b[order])
+
+
+def a_view_that_begins_anywhere(rung):
+    """A matrix that begins two bytes into an allocation, where the copy engine may not read."""
+    a, b = inputs(70, 64, 128, dtype=torch.bfloat16)
+    shifted = a.new_empty(a.numel() + 1)[1:].view(a.shape).copy_(a)
+    assert torch.equal(rung(shifted, b), rung(a, b))
+
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    extension=kernels,
+    rungs=(matmul_loop, matmul_wgmma, matmul_double_buffer, matmul_specialized, matmul_template, matmul_persistent),
+    checks=(
+        case("no rows: an empty grid is an error in CUDA", M=0, N=5, K=8),
+        case("no columns", M=5, N=0, K=8),
+        case("nothing to add: zeros, and they must be written", M=33, N=10, K=0),
+        case("one product; 63 columns and 63 steps of padding", M=1, N=1, K=1),
+        case("nothing is a multiple of anything", M=67, N=37, K=41),
+        case("one past a tile down, one panel of four across", M=129, N=64, K=64),
+        case("tiles that hang over: 1 of 2 halves, 5 of 8 panels", M=192, N=320, K=192),
+        case("more steps than stages, twice round, tails everywhere", M=391, N=777, K=1111),
+        case("17 tiles down: a group of 16 and one of 1", gib=1, M=2060, N=600, K=128),
+        case("more tiles than SMs: the grid comes round, and again", gib=1, M=3001, N=5003, K=136),
+        case("K so long that the parities turn often", gib=1, M=257, N=513, K=8200),
+        case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15 + 64, K=64),
+    ),
+    benches=tuple({"M": n, "N": n, "K": n} for n in SQUARE),
+    work=work,
+    wrong=(
+        Mutant(
+            "both consumers multiply the same rows",
+            "load_stage",
+            "CONSUMERS * row + i",
+            "CONSUMERS * row",
+            "matmul_persistent",
+        ),
+        Mutant("panels that overlap", "store_panels", "N / 64 * col + i", "col + i", "matmul_specialized", "nan"),
+        Mutant(
+            "both warpgroups store the upper half",
+            "loop_kernel",
+            "2 * row + half, col",
+            "2 * row, col",
+            "matmul_loop",
+            "nan",
+        ),
+        Mutant(
+            "the last group as high as the others", "place", "rest % rows", "rest % GROUP", "matmul_persistent", "nan"
+        ),
+        Mutant(
+            "sums go on into the next tile",
+            "multiply_stages",
+            "warpgroup::mm_AB",
+            "warpgroup::mma_AB",
+            "matmul_persistent",
+        ),
+        Mutant("a tile too few", "MatmulTemplate", "task >= ", "task + 1 >= ", "matmul_template", "nan"),
+        Mutant(
+            "every buffer is taken for full after its first load",
+            "double_buffer_kernel",
+            "step / 2 % 2",
+            "0",
+            "matmul_double_buffer",
+        ),
+    ),
+    properties=(a_permutation_moves_rows, a_view_that_begins_anywhere),
+    peers=PEERS,
+    claims={
+        "loop_kernel": ("mma", "16-byte loads", "no spills"),
+        "wgmma_kernel": ("wgmma", "16-byte loads", "no spills"),
+        "double_buffer_kernel": ("wgmma", "tma", "no spills"),
+        "specialized_kernel": ("wgmma", "tma", "no spills"),
+        "kernel": ("wgmma", "tma", "no spills"),  # the template's
+        "persistent_kernel": ("wgmma", "tma", "no spills"),
+    },
+    refuses=(
+        Refusal("K differs", lambda f: f(_bf16(8, 8), _bf16(16, 8)), ValueError, "b 16 rows"),
+        Refusal("not bfloat16", lambda f: f(_bf16(8, 8).half(), _bf16(8, 8)), TypeError, "a is torch.float16"),
+        Refusal("a batch", lambda f: f(_bf16(8, 8)[None], _bf16(8, 8)), ValueError, "3 dimension"),
+        Refusal("transposed", lambda f: f(_bf16(8, 16).T, _bf16(8, 8)), ValueError, "contiguous"),
+    ),
+    dtypes=(torch.bfloat16,),
+)
+
+
+def _bf16(rows, columns):
+    return inputs(rows, columns, columns, dtype=torch.bfloat16)[0]
+
+
+if __name__ == "__main__":
+    LESSON.main()
