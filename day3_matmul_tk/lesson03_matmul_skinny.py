@@ -113,7 +113,8 @@ def matvec(a, b):
         raise Unsupported(f"{M} rows: without tensor cores each row costs as much arithmetic as the first")
     if c.numel():
         block_n, block_k = (4, 1024) if b.stride(0) == 1 else (64, 64)
-        matvec_kernel[(triton.cdiv(N, block_n),)](a, b, c, N, K, a.stride(1), *b.stride(), block_n, block_k)
+        grid = (triton.cdiv(N, block_n),)
+        matvec_kernel[grid](a, b, c, N, K, a.stride(1), *b.stride(), block_n, block_k, num_stages=1)
     return c
 
 

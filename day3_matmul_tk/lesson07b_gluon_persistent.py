@@ -33,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from day3_matmul_tk import lesson07_gluon_matmul as first
-from day3_matmul_tk.lesson01_matmul import CHECKS, PEERS, SQUARE, empty_product, inputs, predicted_cycles, work
+from day3_matmul_tk.lesson01_matmul import CHECKS, PEERS, empty_product, inputs, predicted_cycles, work
 from day3_matmul_tk.lesson07_gluon_matmul import check_operands, describe
 
 BLOCK_M, BLOCK_K, STAGES = 128, 64, 4
@@ -137,8 +137,7 @@ def specialized(a, b):
 # producer is four steps into the next tile while the warpgroups store this one, and TMA still writes two panels of C
 # when the next product begins. Predicted: nothing is left of a tile's start (1500 cycles), of its end what the
 # conversion to 16 bits takes, about 1000; +4% at K = 4096, half of that at 8192, as far as power lets the clocks be.
-# (13b's clusters, whose blocks share loads by multicast, Gluon has from Triton 3.7 on, not in 3.6; there they won
-# nothing.)
+# (Gluon has clusters whose blocks share loads by multicast, 13b's last step, from Triton 3.7 on.)
 @needs(90, "TMA and wgmma", only=True)
 def persistent(a, b):
     """As specialized, a program an SM."""
@@ -271,7 +270,7 @@ LESSON = Lesson(
         case("4 rounds of 6 steps; two groups of 16 rows of tiles", gib=1.5, M=4096, N=4096, K=328),
         case("offsets past 2^31", gib=60, M=70_001, N=32_000, K=32_000),
     ),
-    benches=tuple({"M": n, "N": n, "K": n} for n in SQUARE),
+    benches=import_module("day3_matmul_tk.lesson02_matmul_persistent").LESSON.benches,
     work=work,
     twin=twin,
     wrong=(

@@ -149,10 +149,10 @@ struct Buffers {
     b_tile<TILE> b[2];
 };
 
-__global__ __launch_bounds__(256) void double_buffer_kernel(const __grid_constant__ Globals<TILE> g) {
+__global__ __launch_bounds__(256) void double_buffer_kernel(const __grid_constant__ Globals<TILE> g, int tiles_n) {
     auto& s = tiles_in_shared<Buffers>();
     __shared__ semaphore arrived[2];
-    const int row = blockIdx.x / (g.c.cols() / TILE), col = blockIdx.x % (g.c.cols() / TILE);
+    const int row = blockIdx.x / tiles_n, col = blockIdx.x % tiles_n;  // the last may hang over: TMA cuts it
     const int half = warpgroup::groupid(), steps = g.steps();
     const auto load = [&](int step) {
         const int to = step % 2;
@@ -410,8 +410,9 @@ void matmul_wgmma(bf16* a, bf16* b, bf16* c, int64_t m, int64_t n, int64_t k, cu
 
 void matmul_double_buffer(bf16* a, bf16* b, bf16* c, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     require_whole_panels(m, n, k);
+    const Grid grid(m, n, TILE);
     constexpr int bytes = sizeof(Buffers) + 1024;
-    launch(double_buffer_kernel, Grid(m, n, TILE).tiles, 256, bytes, stream, Globals<TILE>(a, b, c, m, n, k));
+    launch(double_buffer_kernel, grid.tiles, 256, bytes, stream, Globals<TILE>(a, b, c, m, n, k), int(grid.tiles_n));
 }
 
 void matmul_specialized(bf16* a, bf16* b, bf16* c, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {

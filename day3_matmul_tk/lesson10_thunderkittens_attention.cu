@@ -213,13 +213,6 @@ __device__ __forceinline__ void pin(Tile& t) {
         for (auto& pair : t.tiles[0][i].data) asm volatile("" : "+f"(pair.x), "+f"(pair.y)::"memory");
 }
 
-// That holds the C++ compiler. ptxas, which orders the machine code, may still put a wait as early as it can, and the
-// exponentials behind it, where they run under nothing. An instruction that needs their sum and that it does not move
-// past a wait: a sleep that never happens, since sums are not negative.
-__device__ __forceinline__ void before_the_wait(float sum) {
-    asm volatile("{ .reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never nanosleep.u32 1; }" ::"f"(sum) : "memory");
-}
-
 __device__ __forceinline__ void release(semaphore& empty) {
     if (warpgroup::laneid() == 0) arrive(empty);
 }
@@ -273,7 +266,6 @@ __device__ __forceinline__ void consume(Shared<D>& s, Semaphores<D>& sem, rt_fl<
             release(sem.k_empty[ring.stage]);
             mask<CAUSAL>(scores, row, j * KEYS, keys);
             const auto rescale = softmax.step(scores, scale<D>());
-            before_the_wait(softmax.sum.data[0][0].x + softmax.sum.data[0][0].y);
             warpgroup::mma_async_wait();
             pin(o);
             release(sem.v_empty[last.stage]);
