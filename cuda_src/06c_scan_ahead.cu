@@ -36,7 +36,10 @@ __device__ T window_sum(const volatile Word* words, int64_t tile, int window) {
         }
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
-            while (unsigned(word[k] >> 32) == EMPTY) word[k] = words[tile - (first + k * 32 + 1)];
+            while (unsigned(word[k] >> 32) == EMPTY) {
+                __nanosleep(20);
+                word[k] = words[tile - (first + k * 32 + 1)];
+            }
             T value;
             from_bits(unsigned(word[k]), value);
             sum += value;

@@ -262,7 +262,7 @@ LESSON = Lesson(
         {"T": 8192, "E": 8, "K": 4096, "N": 14336, "transposed": True},
         {"T": 32768, "E": 128, "K": 2048, "N": 768},  # Qwen3 30B-A3B, 4096 tokens, eight experts each
         {"T": 49152, "E": 64, "K": 2048, "N": 1408},  # DeepSeek-V2-Lite, 8192 tokens, six experts each
-        {"T": 64, "E": 8, "K": 4096, "N": 14336},  # 32 tokens to be decoded
+        {"T": 64, "E": 8, "K": 4096, "N": 14336, "even": True},  # 32 tokens to be decoded; no expert without one
         {"T": 16384, "E": 16, "K": 4096, "N": 4096, "even": True},
         {"T": 16384, "E": 64, "K": 1024, "N": 1024, "even": True},
     ),

@@ -281,7 +281,7 @@ LESSON = Lesson(
         Mutant("always the same round", "slot", "turn // STAGES & 1", "0", "twin", "barrier"),
         Mutant("K's tail left out", "_run", "triton.cdiv(K, BLOCK_K)", "K // BLOCK_K", "persistent"),
         Mutant("the tile before is added", "multiply_partition", "step > 0, is", "True, is", "persistent"),
-        Mutant("both store the upper half", "multiply_partition", "* 2 + WHICH", "* 2", "matmul", "nan"),
+        Mutant("both store the upper half", "multiply_partition", "* 2 + WHICH", "* 2", "matmul"),
     ),
     peers=PEERS,
     claims=dict.fromkeys((specialized, persistent, matmul), ("wgmma", "tma", "no spills")),

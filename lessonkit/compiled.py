@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -76,7 +77,7 @@ def tool(name: str, *args: str) -> str:
 def instructions(cubin: str) -> dict[str, list[str]]:
     """The machine code of each function in a cubin, as opcodes: LDG.E.128, HGMMA.64x256x16.F32.BF16."""
     found: dict[str, list[str]] = {}
-    for part in re.split(r"^\t?\.section\s+\.text\.", tool("nvdisasm", "-c", cubin), flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^\t?\.section\s+\.text\.", tool("nvdisasm", "-c", "-ndf", cubin), flags=re.MULTILINE)[1:]:
         ops = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", part, re.MULTILINE)
         found[re.split(r"[,\s]", part, maxsplit=1)[0]] = ops
     return found
@@ -117,14 +118,20 @@ def row(rung: str, kernel: str, target: int, ops: Sequence[str], *, warps: int, 
 
 
 def _inspect(rung: str, compiled: Any, target: int) -> Kernel:
+    meta = compiled.metadata
+    ops, registers = _machine_code(compiled.asm["cubin"])
+    return row(rung, meta.name, target, ops, warps=meta.num_warps, registers=registers, shared=meta.shared)
+
+
+@cache  # rungs share kernels
+def _machine_code(binary: bytes) -> tuple[list[str], int]:
+    """The opcodes of a cubin with one kernel, and the registers of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
+        cubin.write(binary)
         cubin.flush()
         usage = tool("cuobjdump", "-res-usage", cubin.name)
         ops = [op for function in instructions(cubin.name).values() for op in function]
-    meta = compiled.metadata
-    registers = int(re.findall(r"REG:(\d+)", usage)[0])
-    return row(rung, meta.name, target, ops, warps=meta.num_warps, registers=registers, shared=meta.shared)
+    return ops, int(re.findall(r"REG:(\d+)", usage)[0])
 
 
 def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
@@ -194,14 +201,56 @@ def kernels(name: str, targets: tuple[int, ...] = TARGETS) -> tuple[Kernel, ...]
 
     if (program := ROOT / f"{name.replace('.', '/')}.cu").exists():
         return machine_code.kernels(program)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"LESSONKIT_LANE": "compiled", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-m", "lessonkit.compiled", name, ",".join(map(str, targets))]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise RuntimeError(f"{name} does not compile:\n{done.stderr[-2000:]}")
-    return tuple(Kernel(**row) for row in json.loads(done.stdout.splitlines()[-1]))
+    return tuple(Kernel(**row) for row in _compiler().compile(name, targets))
+
+
+class _Compiler:
+    """The process of the `compiled` lane. It stays for the next lesson: PyTorch is imported once, not for each."""
+
+    def __init__(self) -> None:
+        from lessonkit.lesson import ROOT
+
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        env |= {"LESSONKIT_LANE": "compiled", "CUDA_VISIBLE_DEVICES": ""}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
+        command = [sys.executable, "-m", "lessonkit.compiled"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=env)
+
+    def compile(self, name: str, targets: tuple[int, ...]) -> list[dict[str, Any]]:
+        """Rows of kernels as dictionaries. RuntimeError with the compiler's last words, which may have ended it."""
+        ask, answer = self.process.stdin, self.process.stdout
+        assert ask is not None
+        assert answer is not None
+        with suppress(BrokenPipeError):
+            print(json.dumps([name, targets]), file=ask, flush=True)
+        if line := answer.readline():
+            rows: list[dict[str, Any]] | str = json.loads(line)
+            if isinstance(rows, list):
+                return rows
+            raise RuntimeError(f"{name} does not compile:\n{rows[-2000:]}")
+        self.process.wait()
+        _compiler.cache_clear()
+        self.errors.seek(0)
+        raise RuntimeError(f"{name} does not compile, and ended the compiler:\n{self.errors.read()[-2000:]}")
+
+
+@cache
+def _compiler() -> _Compiler:
+    return _Compiler()
+
+
+def _serve() -> None:
+    """Answer each line of names and targets with a line of rows, or of the error, until there are no more."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # a lesson may print
+    for line in sys.stdin:
+        name, targets = json.loads(line)
+        try:
+            said: Any = [asdict(k) for k in _compile_here(name, tuple(targets))]
+        except Exception:
+            said = traceback.format_exc()
+        print(json.dumps(said), file=answers, flush=True)
 
 
 def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterable[Kernel]) -> list[str]:
@@ -224,4 +273,4 @@ def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterabl
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(k) for k in _compile_here(sys.argv[1], tuple(map(int, sys.argv[2].split(","))))]))
+    _serve()

@@ -70,6 +70,8 @@ def test_bytes_are_counted():
     with watched() as traffic:
         shifted_kernel[(1,)](x, y, SHIFT=0, N=64)
     assert (traffic.read, traffic.written, traffic.launches) == (256, 256, ["shifted_kernel"])
+
+
 @triton.jit
 def fp8_kernel(x_ptr, q_ptr, y_ptr, N: tl.constexpr):  # [N] float32 -> float8 -> float32
     q = tl.load(x_ptr + tl.arange(0, N)).to(tl.float8e4nv)

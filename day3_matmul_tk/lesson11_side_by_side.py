@@ -1,0 +1,132 @@
+"""Triton, Gluon, ThunderKittens, CUDA: one product, four languages
+=================================================================
+C = A B in bf16 on a Hopper GPU is the same machine work whoever writes it: TMA fills a ring of stages in shared memory,
+barriers say full and empty, warpgroups issue wgmma on tiles of 128 x 256 and keep sums in registers, and C leaves while
+the next tile arrives. What differs is who decides: where a tile lies and in which swizzle, when a copy is asked for and
+waited for, which warp does what, how many registers it has.
+
+When to choose which: Triton, until a profile shows that its compiler decided wrongly, for it decides by itself what the
+others have you write out, and on any GPU; Gluon, when the schedule is the point and Python is home; ThunderKittens,
+when it has to be C++ and its tiles are the ones that are needed; CUDA, when nothing else can say it (a new instruction,
+another ring, clusters with multicast), or to know what the others do.
+
+Predict before you run: how many lines do you expect of each, and how much of cuBLAS's speed do they differ by?
+You will learn: to compare languages by what they decide for you.
+Run it:    python day3_matmul_tk/lesson11_side_by_side.py
+"""
+
+import ast
+import inspect
+import textwrap
+from importlib import import_module
+from pathlib import Path
+
+from lessonkit import Steps, Table, rows
+from lessonkit.cuda import build, source
+
+# way: lesson, rung, and who decides: layout, copies and barriers, registers and warps
+WAYS = {
+    "Triton": ("day3_matmul_tk.lesson02_matmul_persistent", "subtiled", "compiler", "compiler", "compiler"),
+    "Gluon": ("day3_matmul_tk.lesson07b_gluon_persistent", "persistent", "you name it", "you", "you"),
+    "ThunderKittens": ("day3_matmul_tk.lesson09_thunderkittens_matmul", "matmul_persistent", "library", "you", "you"),
+    "CUDA C++": ("cuda_src.13b_hopper_matmul_persistent", "matmul_cluster", "you, in bits", "you", "you"),
+}
+LADDERS = (
+    "day3_matmul_tk.lesson01_matmul",
+    "day3_matmul_tk.lesson02_matmul_persistent",
+    "day3_matmul_tk.lesson07_gluon_matmul",
+    "day3_matmul_tk.lesson07b_gluon_persistent",
+    "day3_matmul_tk.lesson08_tiles",
+    "day3_matmul_tk.lesson09_thunderkittens_matmul",
+    "cuda_src.13_hopper_matmul",
+    "cuda_src.13b_hopper_matmul_persistent",
+)
+SIZES = tuple(f"M={n} N={n} K={n}" for n in (4096, 8192, 16384))
+
+
+def lines_of_code():
+    """What one has to write oneself, kernel and launch: least in Triton, most in CUDA; comments are not counted."""
+    counted = {way: _lines(*about[:2]) for way, about in WAYS.items()}
+    assert counted["Triton"] < counted["Gluon"] < counted["CUDA C++"]
+    assert counted["Triton"] < counted["ThunderKittens"] < counted["CUDA C++"]
+    for way, lines in counted.items():
+        print(f"  {way:15} {lines} lines")
+
+
+def _lines(lesson, rung):
+    module = import_module(lesson)
+    program = Path(module.__file__).with_suffix(".cu")
+    return _cpp_lines(program, rung) if program.exists() else _python_lines(module, rung)
+
+
+def _python_lines(module, name):
+    """Lines of a function and of all functions of the course's days that it calls, without docstrings."""
+    todo, seen = [(module, name)], {}
+    while todo:
+        module, name = todo.pop()
+        found = vars(module).get(name)
+        function = getattr(found, "fn", found)
+        if not inspect.isfunction(function) or not function.__module__.startswith("day") or function in seen:
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        if ast.get_docstring(tree):
+            tree.body = tree.body[1:]
+        seen[function] = sum(bool(line) for line in ast.unparse(tree).splitlines())
+        home = inspect.getmodule(function)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                todo.append((home, node.id))
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):  # first.place
+                other = vars(home).get(node.value.id)
+                todo += [(other, node.attr)] if inspect.ismodule(other) else []
+    return sum(seen.values())
+
+
+def _cpp_lines(program, launcher):
+    """Lines of a launcher and of all that it reaches in the program and its headers; course.cuh is the course's own."""
+    files = [path for path in build.local_files(program) if path.name != "course.cuh" and path.suffix in (".cu", ".cuh")]
+    names = source.reached(files, {launcher})
+    total = 0
+    for text in (source.without_comments(path.read_text()) for path in files):
+        for found in source.definitions(text):
+            if found.name in names:
+                total += sum(bool(line.strip()) for line in text[found.start : found.stop].splitlines())
+    return total
+
+
+def one_product_four_ways(folder):
+    """Who decides what, how long it is, how fast: of one GPU's rows."""
+    table = []
+    for way, (lesson, rung, layout, copies, registers) in WAYS.items():
+        speed = {size: _of_cublas(folder, lesson, rung, size) for size in SIZES}
+        row = {"": way, "layout": layout, "copies, barriers": copies, "registers, warps": registers}
+        row |= {"lines": _lines(lesson, rung)}
+        row |= {f"% of cuBLAS at {size.rsplit('=')[-1]}": found for size, found in speed.items()}
+        table.append(row)
+    note = "Lines: kernel and launch, with all of the course's own code that they use, comments not counted. "
+    note += "Each way was timed in the same rounds as cuBLAS, in its own lesson."
+    return Table("one product, four ways", table, note)
+
+
+def percent_of_cublas_by_rung(folder):
+    """The story of the day: every rung of every matmul ladder, in the order of the course."""
+    table = []
+    for lesson in LADDERS:
+        for rung in import_module(lesson).LESSON.rungs:
+            for size in SIZES[:2]:
+                if (found := _of_cublas(folder, lesson, rung.__name__, size)) != "":
+                    label = f"{lesson.split('.')[1].split('_')[0]} {rung.__name__}"
+                    table.append({"rung": label, "size": size.rsplit("=")[-1], "% of cuBLAS": found})
+    note = "bf16, square; 100% is as fast as cuBLAS in the same rounds."
+    return Table("percent of cuBLAS by rung", table, note, x="rung", y="% of cuBLAS", by="size")
+
+
+def _of_cublas(folder, lesson, rung, size):
+    ms = {row.rung: row.ms_p50 for row in rows.read(folder / f"{lesson}.csv") if row.shape == size}
+    return round(100 * ms["torch"] / ms[rung], 1) if rung in ms and "torch" in ms else ""
+
+
+LESSON = Steps(steps=(lines_of_code,), compares=(one_product_four_ways, percent_of_cublas_by_rung))
+
+if __name__ == "__main__":
+    LESSON.main()
