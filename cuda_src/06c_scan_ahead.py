@@ -57,8 +57,8 @@ LESSON = Lesson(
     wrong=(
         Mutant("the nearest predecessor forgotten", "window_sum", "k * 32 + 1;", "k * 32 + 2;", "look_back_waves"),
         Mutant("a window one tile too short", "window_sum", "back <= window", "back < window", "look_back_waves"),
-        Mutant("a word read before it is there", "window_sum", "while (unsigned(word[k] >> 32) == EMPTY)", "while (false)",
-               "look_back_waves"),
+        Mutant("a word read before it is there", "window_sum", "while (unsigned(word[k] >> 32) == EMPTY)",
+               "while (false)", "look_back_waves"),
         Mutant("words of the last scan in scratch", "scan", "size_t(tiles) * sizeof(Word), stream", "0, stream",
                "look_back_waves", "nan"),
         Mutant("no barrier before the prefix is read", "waves_kernel", "        __syncthreads();\n", "",

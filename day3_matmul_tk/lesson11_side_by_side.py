@@ -84,7 +84,9 @@ def _python_lines(module, name):
 
 def _cpp_lines(program, launcher):
     """Lines of a launcher and of all that it reaches in the program and its headers; course.cuh is the course's own."""
-    files = [path for path in build.local_files(program) if path.name != "course.cuh" and path.suffix in (".cu", ".cuh")]
+    files = [
+        path for path in build.local_files(program) if path.name != "course.cuh" and path.suffix in (".cu", ".cuh")
+    ]
     names = source.reached(files, {launcher})
     total = 0
     for text in (source.without_comments(path.read_text()) for path in files):
