@@ -134,7 +134,7 @@ def _machine_code(binary: bytes) -> tuple[list[str], int]:
     return ops, int(re.findall(r"REG:(\d+)", usage)[0])
 
 
-def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
+def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> list[Kernel]:
     """Compile every rung of a lesson. Only in a process whose lane is `compiled` (see run)."""
     from lessonkit.arguments import Unsupported
     from lessonkit.lesson import Broken, Lesson, discover, suits
@@ -178,7 +178,7 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
     with mock.patch.object(JITFunction, "run", compile_only):
         for target in targets:
             runtime.driver.set_active(Driver(target))
-            for rung in (r for r in lesson.rungs if suits(r, target)):
+            for rung in (r for r in lesson.rungs if suits(r, target) and (not rungs or r.__name__ in rungs)):
                 made.clear()
                 for shape in lesson.benches:
                     with suppress(Unsupported):
@@ -190,18 +190,19 @@ def _compile_here(name: str, targets: tuple[int, ...]) -> list[Kernel]:
 
 
 @cache
-def kernels(name: str, targets: tuple[int, ...] = TARGETS) -> tuple[Kernel, ...]:
+def kernels(name: str, targets: tuple[int, ...] = TARGETS, rungs: tuple[str, ...] = ()) -> tuple[Kernel, ...]:
     """Compile the rungs of a lesson in a process of its own (this one may be interpreting).
 
-    Each kernel is compiled for the first bench shape at which the rung launches it; of CUDA C++ every kernel that the
-    program instantiates. Raises RuntimeError with the compiler's words, or the line that says which one is missing.
+    rungs: only these, or all. Each kernel is compiled for the first bench shape at which the rung launches it; of CUDA
+    C++ every kernel that the program instantiates. Raises RuntimeError with the compiler's words, or the line that says
+    which one is missing.
     """
     from lessonkit.cuda import machine_code
     from lessonkit.lesson import ROOT
 
     if (program := ROOT / f"{name.replace('.', '/')}.cu").exists():
         return machine_code.kernels(program)
-    return tuple(Kernel(**row) for row in _compiler().compile(name, targets))
+    return tuple(Kernel(**row) for row in _compiler().compile(name, targets, rungs))
 
 
 class _Compiler:
@@ -218,13 +219,13 @@ class _Compiler:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=env)
 
-    def compile(self, name: str, targets: tuple[int, ...]) -> list[dict[str, Any]]:
+    def compile(self, name: str, targets: tuple[int, ...], rungs: tuple[str, ...]) -> list[dict[str, Any]]:
         """Rows of kernels as dictionaries. RuntimeError with the compiler's last words, which may have ended it."""
         ask, answer = self.process.stdin, self.process.stdout
         assert ask is not None
         assert answer is not None
         with suppress(BrokenPipeError):
-            print(json.dumps([name, targets]), file=ask, flush=True)
+            print(json.dumps([name, targets, rungs]), file=ask, flush=True)
         if line := answer.readline():
             rows: list[dict[str, Any]] | str = json.loads(line)
             if isinstance(rows, list):
@@ -245,9 +246,9 @@ def _serve() -> None:
     """Answer each line of names and targets with a line of rows, or of the error, until there are no more."""
     answers, sys.stdout = sys.stdout, sys.stderr  # a lesson may print
     for line in sys.stdin:
-        name, targets = json.loads(line)
+        name, targets, rungs = json.loads(line)
         try:
-            said: Any = [asdict(k) for k in _compile_here(name, tuple(targets))]
+            said: Any = [asdict(k) for k in _compile_here(name, targets, rungs)]
         except Exception:
             said = traceback.format_exc()
         print(json.dumps(said), file=answers, flush=True)

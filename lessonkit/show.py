@@ -1,7 +1,7 @@
 """What a lesson prints when it runs: its checks, what its rungs cost, and on a GPU how fast they are."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lessonkit import bench, check, compiled, device, report, rows
@@ -9,6 +9,7 @@ from lessonkit.arguments import Unsupported
 from lessonkit.cuda import counters, hardware, toolchain
 from lessonkit.lesson import Case, Lesson, Rung, Steps, title
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as RichTable
@@ -66,7 +67,7 @@ def rung_checks(
     """(cases passed, why others were left out, what was wrong, bytes moved over the least on the last case)."""
     passed, skipped, wrong, moved = 0, dict[str, None](), list[str](), 0.0
     for case in lesson.checks if cases is None else cases:
-        for dtype in lesson.dtypes[-1:] if case.gib > 1 else lesson.dtypes:  # the long offsets: one dtype shows them
+        for dtype in _dtypes(lesson, case):
             if why := check.cannot_run(lesson, rung, case, dtype):
                 skipped[why] = None
                 continue
@@ -86,12 +87,22 @@ def rung_checks(
 def grad_checks(lesson: Lesson) -> list[str]:
     wrong = []
     for case in small(lesson.checks):
-        for dtype in lesson.dtypes:
+        for dtype in _dtypes(lesson, case):
             try:
                 check.check_grad(lesson, case.shape, dtype)
             except check.Rejected as rejected:
                 wrong.append(f"{case} {dtype}: {rejected}")
     return wrong
+
+
+def _dtypes(lesson: Lesson, case: Case) -> Sequence[torch.dtype]:
+    """One for long offsets, which any shows. Interpreted, the 16-bit types take turns: each case in fp32 and one."""
+    if case.gib > 1:
+        return lesson.dtypes[-1:]
+    first, *others = lesson.dtypes
+    if device.INTERPRETED and len(others) > 1:
+        return first, others[lesson.checks.index(case) % len(others)]
+    return lesson.dtypes
 
 
 def small(cases: tuple[Case, ...]) -> list[Case]:
