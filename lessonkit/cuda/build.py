@@ -137,7 +137,7 @@ def _emulated(
 def emulated_extension(source: Path) -> Product:
     """A Python module of the program's launchers, in the emulator."""
     # A mutant runs once: what its compiler takes is what it costs.
-    hooks = HOOKS if ROOT in source.parents else (*HOOKS[:3], "-O0")
+    hooks = HOOKS if ROOT in source.parents else tuple("-O0" if flag == "-O1" else flag for flag in HOOKS)
     flags = (*EMULATED, *hooks, DEFINE, "-fvisibility=hidden")
     return _emulated(source, f"{source.stem}.so", flags, ("-shared",), (runtime(), binding()))
 
