@@ -1,5 +1,5 @@
-// Prefix sums in one pass at the speed of a copy: nobody waits
-// ============================================================
+// Prefix sums in one pass, the next tile under way
+// ================================================
 // 06b_scan_one_pass moves the least there is to move, 2n, and still takes longer than a copy, 0.51 ms for 2^28 floats
 // at 4.2 TB/s: while a tile waits for what came before it, it holds registers and asks memory for nothing. Here blocks
 // stay for the whole scan, each takes every gridDim.x-th tile, and the waiting goes:
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) waves_kernel(const T* x, T* y
 // since without any (and wrong) it is hardly faster; but all SMs store at once, and then all wait for what they load.
 // Tried in vain: a warp more that looks back while the others scan, cp.async past L1, smaller tiles on more blocks
 // (their window is longer, and two looks take two journeys to L2).
-template <typename T, int THREADS, int VECTORS, int STAGES, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS) ahead_kernel(const T* x, T* y, Word* words, int64_t n) {
+template <typename T, int THREADS, int VECTORS, int STAGES>
+__global__ void __launch_bounds__(THREADS, 1) ahead_kernel(const T* x, T* y, Word* words, int64_t n) {
     using Part = Tile<T, THREADS, VECTORS>;
     static_assert(STAGES >= 3);
     extern __shared__ __align__(16) unsigned ring_smem[];  // [STAGES][Part::SIZE] of T
@@ -164,11 +164,10 @@ void waves_with(Args... args) {
     scan<T>(waves_kernel<T, THREADS, VECTORS, BLOCKS>, THREADS, Tile<T, THREADS, VECTORS>::SIZE, 0, BLOCKS, args...);
 }
 
-template <typename T, int THREADS, int VECTORS, int STAGES, int BLOCKS, typename... Args>
+template <typename T, int THREADS, int VECTORS, int STAGES, typename... Args>
 void ahead_with(Args... args) {
     constexpr int64_t SIZE = Tile<T, THREADS, VECTORS>::SIZE;
-    scan<T>(ahead_kernel<T, THREADS, VECTORS, STAGES, BLOCKS>, THREADS, SIZE, STAGES * SIZE * sizeof(T), BLOCKS,
-            args...);
+    scan<T>(ahead_kernel<T, THREADS, VECTORS, STAGES>, THREADS, SIZE, STAGES * SIZE * sizeof(T), 1, args...);
 }
 
 // Emulated, a thread costs much: small tiles, so that a small input has many.
@@ -180,8 +179,8 @@ void look_back_waves(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t
 
 template <typename T>
 void look_back_ahead(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
-    if constexpr (course::emulated) ahead_with<T, 64, 4, 3, 1>(x, y, scratch, scratch_size, n, stream);
-    else ahead_with<T, 1024, 4, 3, 1>(x, y, scratch, scratch_size, n, stream);
+    if constexpr (course::emulated) ahead_with<T, 64, 4, 3>(x, y, scratch, scratch_size, n, stream);
+    else ahead_with<T, 1024, 4, 3>(x, y, scratch, scratch_size, n, stream);
 }
 
 template <typename T>

@@ -1,5 +1,5 @@
-"""Prefix sums in one pass at the speed of a copy
-================================================
+"""Prefix sums in one pass, the next tile under way
+=================================================
 The kernels and what they predict are in 06c_scan_ahead.cu; here they are functions of tensors, checked against
 torch.cumsum. The look-back that they build on is 06b_scan_one_pass.
 
