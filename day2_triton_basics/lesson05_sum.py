@@ -95,9 +95,12 @@ def sum_tree(x):
 # tiles with its sums in registers, so one reduction and one partial sum a program, not one a block. Whole tiles need
 # no mask: a mask that ends anywhere would cut 16-byte loads into 4-byte ones for every n that 4 does not divide. And
 # one launch: whoever finishes last (a counter tells) adds the partial sums, in program order: deterministic still.
-# And num_stages=3: while one tile is added, the next two are on their way to shared memory, 64 KB for each of an SM's
-# two programs, where Little's law asks for 25 in all; without it a program asks for nothing while it adds. Predicted:
-# read speed where n is large, up to what a launch and the finish cost where it is small.
+# And a pipeline, where n is large: with 3 stages the next two tiles are on their way to shared memory while one is
+# added, 64 KB for each of an SM's two programs, where Little's law asks for 25 in all. Where n is small a program has
+# too few tiles for that (8 at 2^24) to fill and drain it: there twice the warps have a tile on its way each, and the
+# shorter road, straight to registers. x leaves L2 first (evict_first): it is read once, and what it would push out has
+# perhaps still to be written to memory. Predicted: read speed where n is large, up to what a launch and the finish cost
+# where it is small.
 @triton.jit
 def sum_persistent_kernel(
     x_ptr,  # [n]
@@ -107,14 +110,15 @@ def sum_persistent_kernel(
     n,
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,  # a power of two, no less than the number of programs
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
     whole = n // BLOCK
     acc = tl.zeros([BLOCK], tl.float32)
-    for tile in tl.range(program, whole, programs, num_stages=3):
-        acc += tl.load(x_ptr + tile * BLOCK + lanes).to(tl.float32)
+    for tile in tl.range(program, whole, programs, num_stages=STAGES):
+        acc += tl.load(x_ptr + tile * BLOCK + lanes, eviction_policy="evict_first").to(tl.float32)
     tail = whole * BLOCK + lanes
     end = tl.where(program == whole % programs, n, 0)  # for the program whose turn it is; the others load nothing
     acc += tl.load(x_ptr + tail, mask=tail < end, other=0).to(tl.float32)
@@ -139,7 +143,10 @@ def sum_persistent(x):
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
     count = _counter(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
     most = triton.next_power_of_2(2 * num_sms())
-    sum_persistent_kernel[(programs,)](x, partial, count, y, x.numel(), BLOCK=8192, MOST=most, num_warps=8)
+    stages, warps = (1, 16) if x.numel() <= 2**26 else (3, 8)
+    sum_persistent_kernel[(programs,)](
+        x, partial, count, y, x.numel(), BLOCK=8192, MOST=most, STAGES=stages, num_warps=warps
+    )
     return y
 
 

@@ -98,10 +98,10 @@ def matvec_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k in range(0, K, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K).to(tl.int64)
-        a = tl.load(a_ptr + ks * stride_ak, mask=ks < K, other=0.0).to(tl.float32)
         b_mask = (columns < N)[:, None] & (ks < K)[None, :]
         b_ptrs = b_ptr + columns[:, None] * stride_bn + ks[None, :] * stride_bk
         b = tl.load(b_ptrs, mask=b_mask, other=0.0, eviction_policy="evict_first")  # used once: c and a may stay in L2
+        a = tl.load(a_ptr + ks * stride_ak, mask=ks < K, other=0.0).to(tl.float32)  # second: b's way is longer
         acc += a[None, :] * b.to(tl.float32)
     tl.store(c_ptr + columns, tl.sum(acc, axis=1).to(c_ptr.dtype.element_ty), mask=columns < N)
 

@@ -29,30 +29,36 @@ PIECE = 8  # elements: 16 bytes
 
 def matmul_tiles(a, b):
     """[M, K], [K, N] -> [M, N] bfloat16, both contiguous: a plain loop over tiles."""
-    return _run("matmul_tiles", a, b)
+    return multiply_padded(kernels, "matmul_tiles", a, b, PIECE, PIECE)
 
 
 def matmul_by_hand(a, b):
     """As matmul_tiles, without the library."""
-    return _run("matmul_by_hand", a, b)
+    return multiply_padded(kernels, "matmul_by_hand", a, b, PIECE, PIECE)
 
 
 def matmul_pipelined(a, b):
     """As matmul_tiles, with a ring of three stages."""
-    return _run("matmul_pipelined", a, b)
+    return multiply_padded(kernels, "matmul_pipelined", a, b, PIECE, PIECE)
 
 
 def matmul_wide(a, b):
     """As matmul_pipelined, 128 x 256 a block and 64 x 64 a warp, stored in pieces of 16 bytes."""
-    return _run("matmul_wide", a, b)
+    return multiply_padded(kernels, "matmul_wide", a, b, PIECE, PIECE)
 
 
-def _run(name, a, b):
+def multiply_padded(kernels, name, a, b, inner, columns):
+    """a [M, K] @ b [K, N], contiguous bfloat16, by a launcher that takes K in multiples of `inner`, N of `columns`.
+
+    The zeros that fill up add nothing to a product. Both begin at 16 bytes afterwards, as TMA and cp.async want it.
+    """
     expect(a=a, b=b, ndim=2, dtypes=[torch.bfloat16], contiguous=True)
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"a has {a.shape[1]} columns and b {b.shape[0]} rows, expected as many: is one transposed?")
     (m, k), n = a.shape, b.shape[1]
-    more_n, more_k = -n % PIECE, -k % PIECE
+    if 0 in (m, n, k):
+        return a.new_zeros(m, n)
+    more_n, more_k = -n % columns, -k % inner
     a, b = _padded(a, 0, more_k), _padded(b, more_k, more_n)
     c = a.new_empty(m, n + more_n)
     getattr(kernels, name)(a, b, c, m, n + more_n, k + more_k)
@@ -60,7 +66,6 @@ def _run(name, a, b):
 
 
 def _padded(t, rows, columns):
-    """The matrix with so many more rows and columns of zeros, which add nothing to a product; at 16 bytes."""
     if rows or columns:
         return F.pad(t, (0, columns, 0, rows))
     return t.clone() if t.data_ptr() % 16 else t
@@ -93,7 +98,7 @@ LESSON = Lesson(
     rungs=(matmul_tiles, matmul_by_hand, matmul_pipelined, matmul_wide),
     checks=(
         case("no rows: an empty grid is an error in CUDA", M=0, N=5, K=8),
-        case("nothing to add: zeros, and they must be written", M=33, N=10, K=0),
+        case("nothing to add: zeros", M=33, N=10, K=0),
         case("one product; seven columns of padding", M=1, N=1, K=1),
         case("nothing is a multiple of anything, K one past a step of 64", M=37, N=41, K=65),
         case("one past a tile down; K one piece short of a step", M=129, N=24, K=56),

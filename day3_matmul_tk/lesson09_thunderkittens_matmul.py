@@ -27,12 +27,12 @@ Check it:  python -m lessonkit check lesson09_thunderkittens_matmul       a Hopp
 Read it:   python -m lessonkit compile lesson09_thunderkittens_matmul     registers and instructions, no GPU needed
 """
 
-from lessonkit import Lesson, Mutant, Refusal, case, cuda, expect, needs
+from lessonkit import Lesson, Mutant, Refusal, case, cuda, needs
 
 import torch
-import torch.nn.functional as F
 
 from day3_matmul_tk.lesson01_matmul import PEERS, SQUARE, inputs, reference, work
+from day3_matmul_tk.lesson08_tiles import multiply_padded
 
 kernels = cuda.extension(__file__)  # lesson09_thunderkittens_matmul.cu, built at the first call
 PANEL = 64  # columns
@@ -41,58 +41,37 @@ PANEL = 64  # columns
 @needs(90, "ThunderKittens as built for Hopper", only=True)
 def matmul_loop(a, b):
     """[M, K], [K, N] -> [M, N] bfloat16, both contiguous: a loop over tiles, mma.sync from registers."""
-    return _run("matmul_loop", a, b, 2 * PANEL)
+    return multiply_padded(kernels, "matmul_loop", a, b, PANEL, 2 * PANEL)
 
 
 @needs(90, "ThunderKittens, wgmma", only=True)
 def matmul_wgmma(a, b):
     """As matmul_loop, the warpgroups' matrix unit reading both tiles from shared memory."""
-    return _run("matmul_wgmma", a, b, 2 * PANEL)
+    return multiply_padded(kernels, "matmul_wgmma", a, b, PANEL, 2 * PANEL)
 
 
 @needs(90, "ThunderKittens, TMA and wgmma", only=True)
 def matmul_double_buffer(a, b):
     """As matmul_wgmma, the copy engine loading the next pair of tiles meanwhile."""
-    return _run("matmul_double_buffer", a, b)
+    return multiply_padded(kernels, "matmul_double_buffer", a, b, PANEL, PANEL)
 
 
 @needs(90, "ThunderKittens, TMA and wgmma", only=True)
 def matmul_specialized(a, b):
     """A producer and two consumers around a ring of four stages, a tile of 128 x 256."""
-    return _run("matmul_specialized", a, b)
+    return multiply_padded(kernels, "matmul_specialized", a, b, PANEL, PANEL)
 
 
 @needs(90, "ThunderKittens, TMA and wgmma", only=True)
 def matmul_template(a, b):
     """The same by the library's load-compute-store-finish template, on a grid that stays."""
-    return _run("matmul_template", a, b)
+    return multiply_padded(kernels, "matmul_template", a, b, PANEL, PANEL)
 
 
 @needs(90, "ThunderKittens, TMA and wgmma", only=True)
 def matmul_persistent(a, b):
     """As matmul_template, its loops written out so that the consumers do not wait for each other."""
-    return _run("matmul_persistent", a, b)
-
-
-def _run(name, a, b, width=PANEL):
-    expect(a=a, b=b, ndim=2, dtypes=[torch.bfloat16], contiguous=True)
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(f"a has {a.shape[1]} columns and b {b.shape[0]} rows, expected as many: is one transposed?")
-    (m, k), n = a.shape, b.shape[1]
-    if 0 in (m, n, k):
-        return a.new_zeros(m, n)
-    more_n, more_k = -n % width, -k % PANEL
-    a, b = _padded(a, 0, more_k), _padded(b, more_k, more_n)
-    c = a.new_empty(m, n + more_n)
-    getattr(kernels, name)(a, b, c, m, n + more_n, k + more_k)
-    return c[:, :n].contiguous()  # itself if nothing was padded
-
-
-def _padded(t, rows, columns):
-    """The matrix with so many more rows and columns of zeros, which add nothing to a product; at 16 bytes, for TMA."""
-    if rows or columns:
-        return F.pad(t, (0, columns, 0, rows))
-    return t.clone() if t.data_ptr() % 16 else t
+    return multiply_padded(kernels, "matmul_persistent", a, b, PANEL, PANEL)
 
 
 def a_permutation_moves_rows(rung):
