@@ -103,8 +103,8 @@ LESSON = Lesson(
         case("multiples of 4 where no 16 bytes may be loaded at once", M=20, N=24, K=12, start=1),
         case("more tiles down than 65,535, the end of a grid's second dimension", gib=2, M=2**24 + 1, N=4, K=4),
         case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15, K=20),
-        case("offsets of A past 2^31", gib=60, M=2**15 + 32, N=4, K=2**16 + 4),
-        case("offsets of B past 2^31", gib=60, M=4, N=2**15 + 32, K=2**16 + 4),
+        case("offsets of A past 2^31", gib=40, M=2**19 + 32, N=4, K=2**12 + 4),
+        case("offsets of B past 2^31", gib=40, M=4, N=2**19 + 32, K=2**12 + 4),
         case("whole tiles, on which accesses are counted", M=128, N=256, K=32),
     ),
     benches=(
