@@ -36,14 +36,14 @@ def printed(lesson: Lesson) -> Table | None:
 
 
 def timed_lines(text: str, note: str) -> Table | None:
-    """`what   1.23 ms   the rest` becomes a row, with the lines above it that are none; None if nothing was timed."""
+    """`what   1.23 ms   the rest` becomes a row, headed by lines above it that are none; None if nothing was timed."""
     found: list[dict[str, str]] = []
     about: list[str] = []
     for line in text.splitlines():
         if row := re.fullmatch(r"\s*(\S.*?)\s{2,}([\d.]+) ms\s+(\S.*)", line):
             what, ms, rest = row.groups()
-            heading = "; ".join(about) or (found[-1]["measured"] if found else "")
-            found.append({"measured": heading, "version": what, "ms": ms, "that is": re.sub(r"\s+", " ", rest)})
+            heading, rest = "; ".join(about), re.sub(r"\s+", " ", rest)
+            found.append({"measured": heading, "version": what, "ms": ms, "that is": rest})
             about = []
         elif line and " right: " not in line:
             about.append(line)

@@ -47,8 +47,8 @@ class Row:
 
     @property
     def rate(self) -> str:
-        """What the row's time means, in the unit of what limits the op at this shape."""
-        if self.limited_by_math:
+        """What the row's time means, in the unit of what limits the op at this shape; a copy has only bytes."""
+        if self.limited_by_math and self.kind != "limit":
             return f"{self.tflop_per_s:.0f} TFLOP/s"
         return f"{self.tb_per_s:.2f} TB/s"
 

@@ -181,7 +181,7 @@ def test_what_a_program_prints_becomes_rows():
     table = bench.timed_lines(text, "note")
     assert [tuple(row.values()) for row in table.rows] == [
         ("10 floats: in 1.2 ms; limit 1.2 ms", "v1 pinned", "3.30", "40% of it"),
-        ("10 floats: in 1.2 ms; limit 1.2 ms", "v2", "2", "x"),
+        ("", "v2", "2", "x"),
         ("B", "v3", "1", "y"),
     ]
     assert bench.timed_lines("v1    right: 10 values\n", "note") is None
