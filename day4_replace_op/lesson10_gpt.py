@@ -49,7 +49,7 @@ class Config:
     learning_rate: float
 
 
-TINY = Config(vocabulary=256, context=32, layers=2, heads=2, width=128, batch=2, learning_rate=3e-3)
+TINY = Config(vocabulary=256, context=16, layers=2, heads=2, width=128, batch=2, learning_rate=3e-3)
 # GPT-2's own vocabulary is 50,257: rounded up to a multiple of 128, rows of logits begin where wide loads and TMA can.
 SMALL = Config(vocabulary=50304, context=1024, layers=12, heads=12, width=768, batch=32, learning_rate=3e-4)
 CONFIG = SMALL if GPU else TINY
