@@ -63,9 +63,15 @@ def _(dout, q, k, v, *saved):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+def only_differentiable(ctx, *others):
+    """Of an operator's results these have no gradient, and none is made up: autograd would fill it with zeros."""
+    ctx.mark_non_differentiable(*others)
+    ctx.set_materialize_grads(False)
+
+
 def _save_attention(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:3], *output)
-    ctx.mark_non_differentiable(output[1])
+    only_differentiable(ctx, output[1])
     ctx.options = inputs[3:]
 
 
@@ -112,7 +118,7 @@ def _(dy, x, w, mean, rstd):
 
 def _save_layernorm(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:2], *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+    only_differentiable(ctx, *output[1:])
 
 
 layernorm.register_autograd(
@@ -165,7 +171,7 @@ cross_entropy_backward.register_fake(lambda dloss, logits, targets, lse: torch.e
 
 def _save_cross_entropy(ctx, inputs, output):
     ctx.save_for_backward(*inputs, output[1])
-    ctx.mark_non_differentiable(output[1])
+    only_differentiable(ctx, output[1])
 
 
 cross_entropy.register_autograd(
