@@ -65,10 +65,15 @@ def operators(run, steps=3):
     rows, total = [], sum(best.values())
     for name, ms in sorted(best.items(), key=lambda item: -item[1]):
         work = counted.work[name]
-        row = {"where": device.name(), "operator": name, "calls": work["calls"], "ms": round(ms, 3)}
-        row |= {"time": f"{ms / total:.1%}", "GFLOP": round(work["flops"] / 1e9, 2)}
-        rows.append(row | {"MB": round(work["bytes"] / 1e6, 1), "roof ms": round(work["roof"] * 1e3, 3)})
+        row = {"where": device.name(), "operator": name, "calls": work["calls"], "ms": digits(ms)}
+        row |= {"time": f"{ms / total:.1%}", "GFLOP": digits(work["flops"] / 1e9), "MB": digits(work["bytes"] / 1e6)}
+        rows.append(row | {"roof ms": digits(work["roof"] * 1e3)})
     return rows
+
+
+def digits(value):
+    """Four of them, at any size."""
+    return float(f"{value:.4g}")
 
 
 def _within(event, names):

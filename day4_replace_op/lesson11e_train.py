@@ -112,8 +112,8 @@ def speed():
     assert fused["over eager PyTorch"] > (1.2 if device.capability() == 90 else 1.0)
     assert fused["peak GB"] < rows[0]["peak GB"]
     note = (
-        f"GPT-2 small, {CONFIG.batch} x {CONFIG.context} tokens: forward, backward, AdamW, bf16 under autocast; medians, "
-        "interleaved. Peak: of a step, without what the other variants keep."
+        f"GPT-2 small, {CONFIG.batch} x {CONFIG.context} tokens: forward, backward, AdamW, bf16 under autocast; "
+        "medians, interleaved. Peak: of a step, without what the other variants keep."
     )
     return Table("speed", rows, note)
 
