@@ -79,8 +79,9 @@ def kernels():
 
 
 def _short(kernel):
-    """A kernel's name without template arguments."""
-    return re.sub(r"<.*|\(.*", "", kernel.removeprefix("void "))[:70]
+    """A kernel's name without its namespaces and arguments; of PyTorch's, what is in the brackets says which it is."""
+    bare = re.sub(r"\b(at|native|cuda)::|\(anonymous namespace\)::|^void ", "", kernel)
+    return bare.partition("(")[0].translate(str.maketrans("<>|", "[]/"))[:80]
 
 
 def roofline():
