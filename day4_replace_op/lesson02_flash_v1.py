@@ -183,7 +183,7 @@ CHECKS = (
     case("two heads, a prime, three blocks of the small rung", B=1, H=2, S=67, D=16),
     case("many blocks, a tail", gib=0.3, B=1, H=3, S=1021, D=128),
     case("many blocks", gib=0.3, B=2, H=3, S=1024, D=64),
-    case("offsets past 2^31", gib=60, B=1, H=140_000, S=130, D=128),
+    case("offsets past 2^31", gib=110, B=1, H=8200, S=2100, D=128),
 )
 LAST = {"B": 1, "H": 1, "S": 288, "D": 64}
 

@@ -240,11 +240,11 @@ def _run(q, k, v, unit, rung):
 
 
 def _prepare(q, k, v):
-    """What will hold the results, and a tile of 128 queries and 128 keys; of 32 in fp32, whose products take more."""
+    """What will hold the results, and a tile of 128 queries and 128 keys; of 64 in fp32, whose products take more."""
     expect(q=q, k=k, v=v, ndim=4, same_shape=True, same_dtype=True, contiguous=True)
     if q.shape[-1] not in WIDTHS:
         raise ValueError(f"q has D = {q.shape[-1]}, expected one of {WIDTHS}: lesson04_flash_options takes up to 256")
-    block = (128, 128) if q.element_size() == 2 else (32, 32)
+    block = (128, 128) if q.element_size() == 2 else (64, 64)
     return torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device), block
 
 
