@@ -13,8 +13,9 @@ from lessonkit.interpreter import watched
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-LOG2E = math.log2(math.e)
+LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 # Where a maximum starts. Not -inf: as long as a row has seen no key, -inf - -inf would make it NaN for good.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -39,6 +40,14 @@ def visible(S_q, S_k, causal, window, device):
     """Which key each query sees, [S_q, S_k]; the last query stands at the last key."""
     ahead = torch.arange(S_k, device=device) - (torch.arange(S_q, device=device)[:, None] + S_k - S_q)
     return (ahead <= (0 if causal else S_k + S_q)) & (ahead > -(window or S_k + S_q))
+
+
+def tiled(tensors, rows, tma):
+    """Descriptors of [B, H, S, D] tensors for tiles of so many rows each, or the tensors."""
+    if not tma:
+        return tensors
+    block_d = max(16, triton.next_power_of_2(tensors[0].shape[-1]))
+    return [TensorDescriptor.from_tensor(t, [1, 1, n, block_d]) for t, n in zip(tensors, rows, strict=True)]
 
 
 @triton.jit
@@ -90,9 +99,9 @@ def expect_heads(q, k, v, causal, window, scale, **more):
 
 @triton.jit
 def seen(rows, keys, S_k, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """[rows, keys]: whether this key is one of this query's."""
-    ahead = keys[None, :] - (rows[:, None] + offset)
-    mask = keys[None, :] < S_k
+    """Whether this key is one of this query's, of rows [:, None] and keys [None, :] or the other way round."""
+    ahead = keys - (rows + offset)
+    mask = keys < S_k
     if CAUSAL:
         mask = mask & (ahead <= 0)
     if WINDOW:
@@ -161,6 +170,27 @@ def _sdpa_cudnn(q, k, v, causal=False, window=None, scale=None):
 
 
 PEERS = {"SDPA flash": _sdpa_flash, "SDPA cuDNN": _sdpa_cudnn}
+
+
+def _sdpa_flash_backward(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
+    if window:
+        raise Unsupported("this entry into FlashAttention-2 has no window")
+    S_q, S_k, zero = q.shape[2], k.shape[2], torch.zeros((), dtype=torch.uint64, device=q.device)  # no dropout
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad_out, q, k, v, out, lse, None, None, S_q, S_k, 0.0, causal, zero, zero, scale=scale
+    )
+
+
+def _sdpa_cudnn_backward(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
+    if window:
+        raise Unsupported("cuDNN's backend in PyTorch has no window")
+    S_q, S_k, zero = q.shape[2], k.shape[2], torch.zeros((), dtype=torch.int64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out, q, k, v, out, lse[..., None], zero, zero, None, None, None, S_q, S_k, 0.0, causal, scale=scale
+    )
+
+
+BACKWARD_PEERS = {"SDPA flash": _sdpa_flash_backward, "SDPA cuDNN": _sdpa_cudnn_backward}
 
 
 def bad(change):

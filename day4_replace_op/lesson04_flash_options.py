@@ -31,11 +31,10 @@ from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, device, tma_tak
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from day3_matmul_tk.lesson01_matmul import precision
 from day4_replace_op import heads
-from day4_replace_op.heads import LN2, LOG2E, LOWEST, expect_heads, inputs, load_tile, reference, seen, store_tile
+from day4_replace_op.heads import LN2, LOG2E, LOWEST, inputs, load_tile, reference, seen, store_tile
 
 
 @triton.jit
@@ -65,7 +64,7 @@ def attend(
         s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
-            s = tl.where(seen(rows, keys, S_k, offset, window, CAUSAL, WINDOW), s, -float("inf"))
+            s = tl.where(seen(rows[:, None], keys[None, :], S_k, offset, window, CAUSAL, WINDOW), s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         old = tl.exp2(m - m_new)
@@ -74,6 +73,27 @@ def attend(
         total = total * old + tl.sum(p, axis=1)
         m = m_new
     return acc, total, m
+
+
+@triton.jit
+def bounds(
+    row, S_q, S_k, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SKIP: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(begin, first, last, end): keys from begin to end are seen by a query of the tile, those from first to last, in
+    whole blocks, by all of them."""
+    begin, end = 0, S_k
+    if SKIP and CAUSAL:
+        end = tl.minimum(S_k, tl.minimum(row + BLOCK_M, S_q) + offset)  # what the last query of the tile sees
+    if SKIP and WINDOW:
+        begin = tl.maximum(0, row + offset - window + 1) // BLOCK_N * BLOCK_N  # what the first one sees
+    first, last = begin, begin
+    if EDGES:
+        last = (tl.minimum(S_k, tl.maximum(0, row + offset + 1)) if CAUSAL else S_k) // BLOCK_N * BLOCK_N
+    if EDGES and WINDOW:
+        first = tl.cdiv(tl.maximum(0, row + BLOCK_M + offset - window), BLOCK_N) * BLOCK_N
+        last = tl.maximum(first, last)
+    return begin, first, last, end
 
 
 # The kernel of all rungs; SKIP, EDGES, LONGEST_FIRST and TMA are what rungs 2, 3, 4 and 5 switch on.
@@ -89,36 +109,18 @@ def attention_kernel(
     b, h, row = place(B, H, S_q, HEADS, BLOCK_M, LONGEST_FIRST)
     rows = row + tl.arange(0, BLOCK_M)
     offset = S_k - S_q
-    begin, end = 0, S_k
-    if SKIP and CAUSAL:
-        end = tl.minimum(S_k, tl.minimum(row + BLOCK_M, S_q) + offset)  # what the last query of the tile sees
-    if SKIP and WINDOW:
-        begin = tl.maximum(0, row + offset - window + 1) // BLOCK_N * BLOCK_N  # what the first one sees
-    # Blocks between `first` and `last` are seen whole, by all queries of the tile.
-    first, last = begin, begin
-    if EDGES:
-        last = (tl.minimum(S_k, tl.maximum(0, row + offset + 1)) if CAUSAL else S_k) // BLOCK_N * BLOCK_N
-    if EDGES and WINDOW:
-        first = tl.cdiv(tl.maximum(0, row + BLOCK_M + offset - window), BLOCK_N) * BLOCK_N
-        last = tl.maximum(first, last)
+    edges = bounds(row, S_q, S_k, offset, window, CAUSAL, WINDOW, SKIP, EDGES, BLOCK_M, BLOCK_N)
     q_tile = load_tile(q, q_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if EDGES and WINDOW:
-        acc, total, m = attend(
-            acc, total, m, q_tile, k, v, k_strides, v_strides, b, h // GROUP, rows, begin, tl.minimum(first, end),
-            S_k, D, offset, window, scale_log2, CAUSAL, WINDOW, True, TMA, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
-    if EDGES:
-        acc, total, m = attend(
-            acc, total, m, q_tile, k, v, k_strides, v_strides, b, h // GROUP, rows, first, last, S_k, D,
-            offset, window, scale_log2, CAUSAL, WINDOW, False, TMA, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
-    acc, total, m = attend(
-        acc, total, m, q_tile, k, v, k_strides, v_strides, b, h // GROUP, rows, last, end, S_k, D,
-        offset, window, scale_log2, CAUSAL, WINDOW, True, TMA, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
+    for part in tl.static_range(3):  # the window's edge, the blocks without masks, the diagonal and the tail
+        if part == 2 or (EDGES and (part == 1 or WINDOW)):
+            acc, total, m = attend(
+                acc, total, m, q_tile, k, v, k_strides, v_strides, b, h // GROUP, rows,
+                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, offset, window, scale_log2,
+                CAUSAL, WINDOW, part != 1, TMA, BLOCK_N, BLOCK_D, PRECISION,
+            )  # fmt: skip
     empty = total == 0
     store_tile(o, acc / tl.where(empty, 1.0, total)[:, None], o_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
     lse = tl.where(empty, -float("inf"), (m + tl.log2(total)) * LN2)
@@ -168,23 +170,21 @@ def attention(q, k, v, causal=False, window=None, scale=None):
 
 
 def _run(q, k, v, causal, window, scale, features):
-    scale = expect_heads(q, k, v, causal, window, scale)
+    scale = heads.expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
     if not o.numel():
         return o, lse
     tma = features > 3 and device.architecture() >= 90 and tma_takes(q, k, v, o)
     (block_m, block_n, warps, stages), block_d = _tile(q), max(16, triton.next_power_of_2(D))
-    sources = (q, k, v, o)
-    if tma:
-        blocks = (block_m, block_n, block_n, block_m)
-        sources = [TensorDescriptor.from_tensor(t, [1, 1, n, block_d]) for t, n in zip(sources, blocks, strict=True)]
     group = H // H_kv
     at_once = group * max(1, 2**25 // max(1, 2 * S_k * block_d * q.element_size()))  # whose K and V fill half of L2
     attention_kernel[(B * H * triton.cdiv(S_q, block_m),)](
-        *sources, lse, q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E, window or 0, B, H, S_q, S_k, D,
-        group, at_once, causal, window is not None, features > 0, features > 1, features > 2 and causal, tma,
-        block_m, block_n, block_d, precision(), num_warps=warps, num_stages=stages,
+        *heads.tiled((q, k, v, o), (block_m, block_n, block_n, block_m), tma), lse,
+        q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, window or 0,
+        B, H, S_q, S_k, D, group, at_once, causal, window is not None,
+        features > 0, features > 1, features > 2 and causal, tma, block_m, block_n, block_d, precision(),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return o, lse
 
@@ -242,14 +242,14 @@ def _bench(D, S, causal=True, H_kv=None, window=None, H=None):
 # fmt: off
 WRONG = (
     Mutant("aligned at the upper left", "attention_kernel", "offset = S_k - S_q", "offset = 0 * S_k", "attention"),
-    Mutant("a block of the window left out", "attention_kernel", "row + offset - window + 1", "row + offset", "attention"),
-    Mutant("the window's edge is not masked", "attention_kernel", "row + BLOCK_M + offset - window",
+    Mutant("the window's first block left out", "bounds", "row + offset - window + 1", "row + offset", "edges"),
+    Mutant("the window's edge is not masked", "bounds", "row + BLOCK_M + offset - window",
            "row + offset - window", "edges"),
-    Mutant("the diagonal is not masked", "attention_kernel", "row + offset + 1", "row + BLOCK_M + offset", "edges"),
-    Mutant("a block too few", "attention_kernel", "row + BLOCK_M, S_q) + offset", "row + BLOCK_M, S_q) + offset - 1",
+    Mutant("the diagonal is not masked", "bounds", "row + offset + 1", "row + BLOCK_M + offset", "edges"),
+    Mutant("a block too few", "bounds", "row + BLOCK_M, S_q) + offset", "row + BLOCK_M, S_q) + offset - 1",
            "skipped"),
     Mutant("a maximum that begins at -inf", "attention_kernel", "LOWEST, tl", '-float("inf"), tl', "masked", "nan"),
-    Mutant("heads dealt out in turn", "attention_kernel", "h // GROUP, rows, last", "h % (H // GROUP), rows, last",
+    Mutant("heads dealt out in turn", "attention_kernel", "h // GROUP, rows", "h % (H // GROUP), rows",
            "attention"),
     Mutant("the last group as large as the others", "place", "tl.minimum(HEADS, B * H - group * HEADS)", "HEADS",
            "longest_first", "out of bounds"),
