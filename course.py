@@ -31,10 +31,10 @@ CHECKS = (
 
 
 def extras() -> str:
-    """What to install beside the course: its tests' tools, and the CUDA compiler where there is none."""
+    """What to install beside the course: its tests' tools, what day 4 runs, the CUDA compiler if there is none."""
     folders = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
     found = shutil.which("nvcc") or any(Path(folder, "bin", "nvcc").exists() for folder in folders if folder)
-    return "test" if found else "test,nvcc"
+    return "test,notebook,models" if found else "test,notebook,models,nvcc"
 
 
 def environment() -> None:

@@ -140,13 +140,15 @@ def _bytes(tensors):
 class _Counter(TorchDispatchMode):
     """Work of every operator by the profiler's name for it; views and allocations do none."""
 
+    namespaces = ("aten",)
+
     def __init__(self, flop_rate, bandwidth):
         super().__init__()
         self.flop_rate, self.bandwidth, self.work = flop_rate, bandwidth, {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and not func.is_view and func._opname not in ("empty", "_unsafe_view"):
+        if func.namespace in self.namespaces and not func.is_view and func._opname not in ("empty", "_unsafe_view"):
             # Only matmuls have FLOPs here: an exp is not free, but a GPU has far more of those than bytes to feed them.
             count = flop_registry.get(func._overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0

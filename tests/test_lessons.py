@@ -243,7 +243,10 @@ def shared_parts(name: str) -> set[str]:
 )
 def test_step_holds(name, step):
     assert step.__doc__, "a step's docstring is its claim"
-    step()
+    try:
+        step()
+    except Unsupported as why:
+        pytest.skip(str(why))
 
 
 @pytest.mark.parametrize(("name", "lesson"), [pytest.param(*found, id=found[0]) for found in ALL])

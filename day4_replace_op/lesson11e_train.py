@@ -1,0 +1,124 @@
+"""The same training, before and after: loss, tokens a second, memory
+===================================================================
+GPT-2 small, 32 x 1024 tokens a step, under autocast with fp32 weights: as PyTorch runs it (SDPA on), with four
+operators replaced one for one (lesson 11), and fused (11d); eager and compiled. Predicted from lesson 10b's count:
+
+    a step of eager PyTorch      75 ms, of which 35 are matmuls
+    one for one                  attention 10 -> 6, the loss 14 -> 4, norms 10 -> 8: 59 ms, 1.27 times the tokens
+    fused                        53 ms, 1.4 times (11d)
+    torch.compile of PyTorch     fuses what we fuse but the attention kernel and the loss into its matmul: about 60 ms
+
+And memory at the peak, which is where the loss is: eager PyTorch holds the activations of 12 layers, about 1 GB each in
+bf16 and fp32, and logits in bf16, in fp32, their log-softmax and two gradients of it, 3.3 + 4 * 6.6 GB; fused there is
+1 GB of logits and nothing else.
+
+Faster counts only if it learns the same. Two runs that round differently drift apart, so the yardstick is PyTorch
+against itself with another attention backend: ours may be as far from it, and no further.
+
+You will learn: to compare trainings, what a compiler fuses by itself, how much of a prediction from bytes comes true.
+Run it:    python day4_replace_op/lesson11e_train.py
+"""
+
+from contextlib import ExitStack, nullcontext
+
+from lessonkit import Steps, Table, device, timing
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from day1_pytorch.lesson05_gpu_by_measurement import from_a_gpu
+from day4_replace_op.lesson10_gpt import CONFIG, GPU, batches, make, stepper, train
+from day4_replace_op.lesson10b_hot_operators import Work
+from day4_replace_op.lesson11_replace_op import ONE_FOR_ONE, replaced
+from day4_replace_op.lesson11d_fuse import FUSED
+
+VARIANTS = {"PyTorch": {}, "one for one": ONE_FOR_ONE, "fused": FUSED}
+CURVE = 200  # steps
+
+
+def counted():
+    """Fused, a step calls fewer operators and moves fewer bytes, for the same FLOPs: counted before it is timed."""
+    rows, batch = [], next(batches(CONFIG, 1))
+    for name, table in VARIANTS.items():
+        model = make()
+        with replaced(model, table):
+            step = stepper(model)
+            step(*batch)  # makes the optimizer's state
+            with Work(1.0, 1.0) as work:
+                step(*batch)
+        calls, flops, moved = (sum(w[key] for w in work.work.values()) for key in ("calls", "flops", "bytes"))
+        row = {"where": device.name(), "operators": name, "calls": calls, "GFLOP": round(flops / 1e9, 2)}
+        rows.append(row | {"MB": round(moved / 1e6, 1)})
+    pytorch, one_for_one, fused = rows
+    assert fused["GFLOP"] == one_for_one["GFLOP"], "no less is computed"
+    assert fused["GFLOP"] == pytorch["GFLOP"] or not GPU  # PyTorch's attention on a CPU is not counted
+    assert fused["calls"] < pytorch["calls"]
+    assert fused["MB"] < min(pytorch["MB"], one_for_one["MB"])
+    note = (
+        "Each tensor that goes into an operator or comes out of it, once; not what stays inside one (parts of logits)."
+    )
+    return Table("counted", rows, note)
+
+
+def same_loss():
+    """200 steps from the same seed: ours is no further from PyTorch than PyTorch with another attention kernel."""
+    if not GPU:
+        return from_a_gpu(__name__, "loss")
+    runs = {}
+    for name, table in {**VARIANTS, "other SDPA": {}}.items():
+        model = make()
+        other = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION) if name == "other SDPA" else nullcontext()
+        with replaced(model, table), other:
+            runs[name] = torch.tensor(train(model, steps=CURVE)).view(-1, 20).mean(1)
+        del model
+    rows = []
+    for i in range(CURVE // 20):
+        rows.append({"step": 20 * i + 20} | {name: round(float(losses[i]), 4) for name, losses in runs.items()})
+    apart = {name: float((losses - runs["PyTorch"]).abs().max()) for name, losses in runs.items()}
+    print(f"  furthest from PyTorch, in means of 20 steps: {apart}")
+    assert max(apart.values()) < max(0.02, 3 * apart["other SDPA"])
+    return Table(
+        "loss", rows, "Means of 20 steps of the loss. other SDPA: PyTorch with its memory-efficient attention."
+    )
+
+
+def speed():
+    """Tokens a second and memory at the peak, all variants in turns: on Hopper fused is at least 1.2 times eager."""
+    if not GPU:
+        return from_a_gpu(__name__, "speed")
+    batch, steps, peaks = next(batches(CONFIG, 1)), {}, {}
+    with ExitStack() as stack:
+        for name, compiled in (
+            ("PyTorch", False), ("one for one", False), ("fused", False), ("PyTorch", True), ("fused", True)
+        ):  # fmt: skip
+            before = torch.cuda.memory_allocated()
+            model = make()
+            stack.enter_context(replaced(model, VARIANTS[name]))
+            step = stepper(model, torch.compile(model, fullgraph=True) if compiled else None)
+            for _ in range(3):  # the first compiles, the second makes the optimizer's state
+                torch.cuda.reset_peak_memory_stats()
+                step(*batch)
+            key = name, "compiled" if compiled else "eager"
+            peaks[key] = (torch.cuda.max_memory_allocated() - before) / 1e9
+            steps[key] = lambda step=step: step(*batch)
+        times = timing.measure(steps, flush=False, rounds=30, budget_s=20)
+    rows, base = [], times["PyTorch", "eager"].p50
+    for (name, mode), t in times.items():
+        row = {"where": device.name(), "operators": name, "mode": mode, "ms a step": round(t.p50, 2)}
+        row |= {"tokens/s": round(CONFIG.batch * CONFIG.context / t.p50 * 1e3), "peak GB": round(peaks[name, mode], 2)}
+        rows.append(row | {"over eager PyTorch": round(base / t.p50, 3)})
+        print(f"  {rows[-1]}")
+    fused = next(row for row in rows if (row["operators"], row["mode"]) == ("fused", "eager"))
+    assert fused["over eager PyTorch"] > (1.2 if device.capability() == 90 else 1.0)
+    assert fused["peak GB"] < rows[0]["peak GB"]
+    note = (
+        f"GPT-2 small, {CONFIG.batch} x {CONFIG.context} tokens: forward, backward, AdamW, bf16 under autocast; "
+        "medians, interleaved. Peak: of a step, without what the other variants keep."
+    )
+    return Table("speed", rows, note)
+
+
+LESSON = Steps((counted, same_loss, speed), alone=GPU)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,155 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # One operator replaced: attention
+# Baseline, Triton version, ThunderKittens version where there is one, profile, conclusion. This notebook is generated
+# from `replace_op.py` (`jupytext --to ipynb replace_op.py`) and kept without outputs: run it on your machine.
+# Without a GPU kernels are interpreted, sizes are small, and times are left out.
+
+# %%
+from lessonkit import DEVICE, device, timing
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from day3_matmul_tk import lesson10_thunderkittens_attention as thunderkittens
+from day4_replace_op.lesson05_flash_backward import flash_attention
+from day4_replace_op.lesson10_gpt import GPU, TINY, Attention, make, train
+from day4_replace_op.lesson11_replace_op import TritonAttention, replaced
+
+B, H, S, D = (8, 16, 2048, 128) if GPU else (1, 2, 64, 64)
+DTYPE = torch.bfloat16 if GPU else torch.float32
+torch.manual_seed(0)
+q, k, v = (torch.randn(B, H, S, D, device=DEVICE).to(DTYPE) for _ in range(3))
+print(f"{device.name()}: B={B} H={H} S={S} D={D} {DTYPE}, causal")
+
+# %% [markdown]
+# ## Baseline
+# Written out, attention makes an S x S matrix for each head, writes it and reads it four times over: S / D times the
+# bytes of all that it is given. PyTorch's own operator does not. Predict, before you run on: how many bytes is that
+# matrix here, and how long would they take at your machine's bandwidth?
+
+
+# %%
+def written_out(q, k, v):
+    scores = q @ k.mT * D**-0.5
+    return scores.masked_fill(torch.ones(S, S, dtype=torch.bool, device=DEVICE).triu(1), -torch.inf).softmax(-1) @ v
+
+
+def sdpa(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+exact = written_out(q.double(), k.double(), v.double())
+error = {"written out": (written_out(q, k, v) - exact).abs().max(), "SDPA": (sdpa(q, k, v) - exact).abs().max()}
+matrix, given = B * H * S * S * DTYPE.itemsize, 4 * q.nbytes
+print(f"one crossing of the scores: {matrix / 1e6:.3g} MB; of q, k, v and o: {given / 1e6:.3g} MB")
+
+# %% [markdown]
+# ## Triton version
+# Lessons 3 to 5 of this day: a tile of queries walks over tiles of keys, scores stay on the chip, the backward computes
+# them again. It must be no further from float64 than PyTorch is, by more than rounding: twice its error is the budget.
+
+
+# %%
+def triton_version(q, k, v):
+    return flash_attention(q, k, v, causal=True)
+
+
+error["Triton"] = (triton_version(q, k, v) - exact).abs().max()
+assert error["Triton"] <= 2 * max(error["written out"], error["SDPA"]) + 1e-6
+
+leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+upstream = torch.randn_like(q)
+ours, theirs = (torch.autograd.grad(f(*leaves), leaves, upstream) for f in (triton_version, sdpa))
+torch.testing.assert_close(ours, theirs, rtol=2e-2 if GPU else 1e-3, atol=2e-2 if GPU else 1e-4)
+for name, e in error.items():
+    print(f"{name:12} largest error {e.item():.2e}")
+
+# %% [markdown]
+# ## ThunderKittens version
+# Day 3's lesson 10, in C++: it runs on a Hopper GPU with nvcc and the library's headers. It has a forward only.
+
+# %%
+versions = {"written out": written_out, "SDPA": sdpa, "Triton": triton_version}
+if why := thunderkittens.kernels.lacks() or ("" if device.capability() == 90 else "it needs sm_90: a Hopper GPU"):
+    print(f"left out: {why}")
+else:
+    versions["ThunderKittens"] = lambda q, k, v: thunderkittens.attention_ahead(q, k, v, True)
+    torch.testing.assert_close(versions["ThunderKittens"](q, k, v), sdpa(q, k, v), rtol=2e-2, atol=2e-2)
+
+# %% [markdown]
+# ## In the model
+# Lesson 10's GPT, not edited: inside the `with` its attention modules are of another class. Same seed, same batches,
+# same loss.
+
+# %%
+model = make(TINY)
+with replaced(model, {Attention: TritonAttention}) as swaps:
+    losses = train(model, TINY, steps=3)
+torch.testing.assert_close(losses, train(make(TINY), TINY, steps=3), rtol=1e-2 if GPU else 1e-4, atol=0)
+for row in swaps:
+    print(row)
+print("losses", [round(loss, 3) for loss in losses])
+
+# %% [markdown]
+# ## Profile
+# Which kernels run, and for how long. On a CPU these are operators, and ours is Python that interprets a kernel.
+
+# %%
+activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * GPU
+for name, version in versions.items():
+    version(q, k, v)
+    with profile(activities=activities) as seen:
+        version(q, k, v)
+        if GPU:
+            torch.cuda.synchronize()
+    kind = torch.autograd.DeviceType.CUDA if GPU else torch.autograd.DeviceType.CPU
+    calls = [e for e in seen.key_averages() if e.device_type == kind]
+    calls.sort(key=lambda e: -(e.self_device_time_total if GPU else e.self_cpu_time_total))
+    print(f"{name}: {sum(e.count for e in calls)} calls; the longest: {[e.key[:40] for e in calls[:3]]}")
+
+# %% [markdown]
+# ## Time
+# Versions in turns (A B C A B C), medians, L2 flushed.
+
+# %%
+ms = {}
+if GPU:
+    times = timing.measure({name: lambda f=f: f(q, k, v) for name, f in versions.items()})
+    ms = {name: t.p50 for name, t in times.items()}
+    for name, t in ms.items():
+        print(f"{name:15} {t:.3f} ms, {2 * B * H * S * S * D / t * 1e-9:.0f} TFLOP/s")
+else:
+    print("no GPU: an interpreter's time says nothing")
+
+# %% [markdown]
+# ## Conclusion
+# Written out of what was measured above, on the machine that ran it.
+
+# %%
+worst = max(error, key=lambda name: error[name])
+print(f"All versions agree; the largest error is that of {worst}, {error[worst].item():.1e}.")
+if ms:
+    flops, limits = 2 * B * H * S * S * D, timing.limits()  # half of 4 S^2 D: causal
+    rate, fastest = flops / ms["Triton"] * 1e3, limits.matmul["bf16"]
+    before, after, ridge = flops / (given + 8 * matrix), flops / given, fastest / limits.copy
+    gain = {name: f"{ms[name] / ms['Triton']:.2f}" for name in ms}
+    print(f"The Triton version's speed over the others': {gain}")
+    print(f"FLOPs a byte: written out {before:.0f}, in tiles {after:.0f}; this machine's ridge is {ridge:.0f}.")
+    print(
+        f"It runs at {rate / fastest:.0%} of a matmul's rate. What is left is softmax between two products: lesson 6."
+    )
+else:
+    print("Right on this machine; how fast, say the rows of a GPU in reports/, or this notebook run on one.")

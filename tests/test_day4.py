@@ -1,0 +1,94 @@
+"""Day 4, beside its lessons: the notebook is its script and runs, ncu's list is read right, a flame graph adds up."""
+
+import os
+from xml.etree import ElementTree
+
+from lessonkit.lesson import ROOT
+
+import pytest
+
+from day4_replace_op.lesson10_gpt import TINY, Attention, make
+from day4_replace_op.lesson11_replace_op import replaced
+from day4_replace_op.lesson13_profile import METRICS, read_ncu, verdict
+from day4_replace_op.lesson13b_trace import Frame, svg
+
+FOLDER = ROOT / "day4_replace_op"
+
+
+def notebook():
+    return pytest.importorskip("nbformat").read(FOLDER / "replace_op.ipynb", as_version=4)
+
+
+def test_notebook_is_generated_from_its_script():
+    jupytext = pytest.importorskip("jupytext")
+    script = jupytext.read(FOLDER / "replace_op.py")
+    assert [(c.cell_type, c.source) for c in notebook().cells] == [(c.cell_type, c.source) for c in script.cells], (
+        "run `jupytext --to ipynb day4_replace_op/replace_op.py`"
+    )
+    assert not any(cell.get("outputs") for cell in notebook().cells), "outputs are for whoever runs it"
+
+
+def test_notebook_runs(monkeypatch):
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # as for whoever opens it
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
+    book = notebook()
+    nbclient.NotebookClient(book, timeout=300, kernel_name="python3").execute()
+    printed = "".join(out.get("text", "") for cell in book.cells for out in cell.get("outputs", []))
+    assert "All versions agree" in printed
+    assert "'now': 'TritonAttention'" in printed
+
+
+def ncu_line(launch, kernel, metric, value):
+    return f'"{launch}","1","python","{kernel}","{metric}","unit","{value}"'
+
+
+def test_counters_are_read():
+    """Two launches of one kernel are added up, their shares weighed by time; what was not counted is left out."""
+    values = {  # of metrics in their order: ns, bytes read and written, % of memory, of the SMs, of warps
+        (0, "void add_norm_kernel(float*, int)"): ("1,000", "2,000,000", "1000000", "90", "20", "50"),
+        (1, "void add_norm_kernel(float*, int)"): ("3000", "2000000", "1000000", "70", "40", "30"),
+        (2, "void at::native::(anonymous namespace)::gemm<float, 4>(int)"): ("2000", "5", "5", "30", "95", "12"),
+        (3, "void late_kernel()"): ("n/a", "5", "5", "30", "95", "12"),
+    }
+    head = '"ID","Process ID","Process Name","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+    lines = [ncu_line(*launch, m, v) for launch, vs in values.items() for m, v in zip(METRICS, vs, strict=True)]
+    first, second = read_ncu("\n".join(["==PROF== Connected", head, *lines]))
+    assert first == {
+        "kernel": "add_norm_kernel", "launches": 2, "us": 4.0, "MB read": 4.0, "MB written": 2.0,
+        "memory %": 75.0, "SM %": 35.0, "warps %": 35.0, "waits for": "memory",
+    }  # fmt: skip
+    assert (second["kernel"], second["waits for"]) == ("gemm[float, 4]", "compute")
+
+
+def test_verdict_names_the_busier_unit_if_it_is_busy():
+    assert verdict(80, 60) == "memory"
+    assert verdict(60, 80) == "compute"
+    assert verdict(59, 20).startswith("latency")
+
+
+def test_flame_graph_is_as_wide_as_its_time():
+    root = Frame(
+        10.0, {"forward": Frame(6.0, {"<lambda> & co": Frame(5.0)}), "backward": Frame(4.0), "none": Frame(0.0)}
+    )
+    drawn = ElementTree.fromstring(svg("a step", root, width=100))
+    space = "{http://www.w3.org/2000/svg}"
+    boxes = {g.find(f"{space}title").text: g.find(f"{space}rect") for g in drawn.iter(f"{space}g")}
+    widths = {title.split(":")[0]: float(box.get("width")) for title, box in boxes.items()}
+    assert widths == {"step": 100, "forward": 60, "<lambda> & co": 50, "backward": 40}, "a box of no width is left out"
+    starts = {title.split(":")[0]: float(box.get("x")) for title, box in boxes.items()}
+    assert starts == {"step": 0, "forward": 0, "<lambda> & co": 0, "backward": 60}
+
+
+def test_an_error_inside_puts_the_modules_back():
+    model = make(TINY)
+
+    def fails():
+        with replaced(model):
+            assert not any(type(m) is Attention for m in model.modules())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert sum(type(m) is Attention for m in model.modules()) == TINY.layers
