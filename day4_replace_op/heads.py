@@ -140,7 +140,7 @@ def inputs(B, H, S, D, S_k=None, H_kv=None, causal=False, window=None, scale=Non
     return q, k, v, causal, window, scale
 
 
-def work(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout=""):
+def work(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, **_):
     S_k = S if S_k is None else S_k
     bytes = (2 * B * H * S * D + 2 * B * (H_kv or H) * S_k * D) * dtype.itemsize + 4 * B * H * S
     return Work(bytes=bytes, flops=4 * B * H * D * pairs(S, S_k, causal, window))
