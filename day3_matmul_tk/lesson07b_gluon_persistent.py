@@ -195,7 +195,7 @@ def _program(program, x, w, out):
     tiles_m, tiles_n, steps = x.shape[0] // 32, w.shape[1] // 48, w.shape[0] // 16
     tiles = [first.place.fn(tile, tiles_m, tiles_n, 2) for tile in range(program, tiles_m * tiles_n, 4)]
     a_smem, b_smem = torch.full((3, 32, 16), math.nan), torch.full((3, 16, 48), math.nan)
-    full, empty = [_Barrier(1) for _ in range(3)], [_Barrier(2) for _ in range(3)]
+    full, empty = [Barrier(1) for _ in range(3)], [Barrier(2) for _ in range(3)]
     copies = []  # on their way
 
     def load_partition():
@@ -227,10 +227,10 @@ def _program(program, x, w, out):
             empty[before].arrive()
             out[32 * tile_m :, 48 * tile_n :][half, :48] = acc
 
-    _in_any_order([multiply_partition(0), multiply_partition(1), load_partition()], copies)
+    in_any_order([multiply_partition(0), multiply_partition(1), load_partition()], copies)
 
 
-def _in_any_order(partitions, copies):
+def in_any_order(partitions, copies):
     chance = random.Random(0)
     waiting = {p: next(p, None) for p in partitions}
     while copies or any(waiting.values()):
@@ -246,7 +246,7 @@ def _in_any_order(partitions, copies):
             full.arrive()
 
 
-class _Barrier:
+class Barrier:
     def __init__(self, count):
         self.count, self.missing, self.phase = count, count, 0
 
@@ -277,7 +277,7 @@ LESSON = Lesson(
         Mutant("stages taken before they are empty", "_program", "parity ^ 1", "2", "twin", "nan"),
         Mutant("at first nothing is empty", "_program", "parity ^ 1", "parity", "twin", "barrier"),
         Mutant("read before the copies have come", "_program", "full[stage], parity", "full[stage], 2", "twin", "nan"),
-        Mutant("empty when one of two has read", "_program", "_Barrier(2)", "_Barrier(1)", "twin", "barrier"),
+        Mutant("empty when one of two has read", "_program", "Barrier(2)", "Barrier(1)", "twin", "barrier"),
         Mutant("always the same round", "slot", "turn // STAGES & 1", "0", "twin", "barrier"),
         Mutant("K's tail left out", "_run", "triton.cdiv(K, BLOCK_K)", "K // BLOCK_K", "persistent"),
         Mutant("the tile before is added", "multiply_partition", "step > 0, is", "True, is", "persistent"),

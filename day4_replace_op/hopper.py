@@ -1,0 +1,162 @@
+"""What lessons 6 and 6b share: which tile comes when, the warp that loads, products asked for, the way to memory.
+
+A program's 9 warps share a tile of 128 queries: two warpgroups have 64 each, one warp asks TMA for what they need.
+Shared memory: Q and O as [2, 1, 1, 64, D], K and V as [STAGES, 1, 1, KEYS, D], as 4-dimensional descriptors have it.
+"""
+
+from importlib import import_module
+
+from lessonkit import Unsupported, case, num_sms, tma_takes
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from day3_matmul_tk.lesson07b_gluon_persistent import slot
+from day4_replace_op import heads
+from day4_replace_op import lesson04_flash_options as options
+
+ROWS, KEYS, STAGES = 64, 128, 2  # queries of a warpgroup, keys of a block, blocks of K and of V at a time
+
+
+# What all partitions agree on. Causal: the longest tiles first, of as many heads as fit into L2 (lesson 4, rung 4).
+@gluon.jit
+def place(nth, sizes, CAUSAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """Of the nth tile: batch, head, the first of its 2 ROWS queries, and how many blocks of keys they see."""
+    tiles, heads, all_heads, at_once, S_q, S_k = sizes
+    if CAUSAL:
+        first = nth // (at_once * tiles) * at_once
+        width, within = min(at_once, all_heads - first), nth % (at_once * tiles)
+        each, tile = first + within % width, tiles - 1 - within // width
+        end = min(S_k, max(0, (tile + 1) * 2 * ROWS + S_k - S_q))
+    else:
+        each, tile, end = nth // tiles, nth % tiles, S_k
+    return each // heads, each % heads, tile * 2 * ROWS, (end + KEYS - 1) // KEYS
+
+
+# Blocks come last first: those that need a mask, the tail and the diagonal, are then the first of a loop.
+@gluon.jit
+def load_partition(descs, smem, bars, sizes, GROUP: gl.constexpr, CAUSAL: gl.constexpr):
+    q_desc, k_desc, v_desc, _ = descs
+    q_smem, k_smem, v_smem, _ = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    STAGES: gl.constexpr = k_full.shape[0]
+    turn, tile = 0, 0
+    for nth in range(gl.program_id(0), sizes[0] * sizes[2], gl.num_programs(0)):
+        batch, head, row, steps = place(nth, sizes, CAUSAL, ROWS, KEYS)
+        for which in gl.static_range(2):
+            mbarrier.wait(q_empty.index(which), tile & 1 ^ 1)
+            load(q_desc, q_smem, q_full, which, batch, head, row + which * ROWS)
+        for step in range(steps + 1):  # K of a block, then V of the one before: the order in which they are needed
+            if step < steps:
+                stage, parity = slot(turn + step, STAGES)
+                mbarrier.wait(k_empty.index(stage), parity ^ 1)
+                load(k_desc, k_smem, k_full, stage, batch, head // GROUP, (steps - 1 - step) * KEYS)
+            if step > 0:
+                stage, parity = slot(turn + step - 1, STAGES)
+                mbarrier.wait(v_empty.index(stage), parity ^ 1)
+                load(v_desc, v_smem, v_full, stage, batch, head // GROUP, (steps - step) * KEYS)
+        turn += steps
+        tile += 1  # noqa: SIM113 - Gluon has no enumerate
+
+
+@gluon.jit
+def load(desc, smem, full, index, batch, head, row):  # rows past the last one of a head come as zeros
+    mbarrier.expect(full.index(index), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [batch, head, row, 0], full.index(index), smem.index(index))
+
+
+@gluon.jit
+def matrix(smem):  # [1, 1, rows, D], as TMA knows it -> [rows, D]
+    return smem.reshape((smem.shape[2], smem.shape[3]))
+
+
+@gluon.jit
+def ask_scores(q, k_smem, k_full, turn, LAYOUT: gl.constexpr):
+    """S = Q K^T of a block [rows, keys]; the product runs from here on, until somebody waits for it."""
+    stage, parity = slot(turn, k_full.shape[0])
+    mbarrier.wait(k_full.index(stage), parity)
+    ROWS: gl.constexpr = q.shape[0]
+    KEYS: gl.constexpr = k_smem.shape[3]
+    nothing = gl.zeros((ROWS, KEYS), gl.float32, LAYOUT)
+    return warpgroup_mma(q, matrix(k_smem.index(stage)).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def ask_values(p, o, v_smem, v_full, turn):
+    """O += P V of a block. P comes from registers, O stays there."""
+    stage, parity = slot(turn, v_full.shape[0])
+    mbarrier.wait(v_full.index(stage), parity)
+    return warpgroup_mma(p, matrix(v_smem.index(stage)), o, is_async=True)
+
+
+@gluon.jit
+def left(p, o, dtype: gl.constexpr):  # P as the left side of O += P V: rounded, and already in the right threads
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    return gl.convert_layout(p.to(dtype), LAYOUT)
+
+
+@gluon.jit
+def times(o, factor):  # O [rows, D] by a number a row: both have a row in the same threads, so nothing moves
+    return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
+
+
+def launch(kernel, q, k, v, causal, window, scale, persistent, **options):
+    """Check the arguments, describe the tensors, and start a program a tile, or one an SM if they stay."""
+    scale = heads.expect_heads(q, k, v, causal, window, scale)
+    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
+    if window or q.element_size() != 2 or D > 128 or S_k == 0 or not tma_takes(q, k, v):
+        raise Unsupported("for 16 bits, D up to 128 and rows that TMA can copy, without a window")
+    o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
+    if not o.numel():
+        return o, lse
+    width = 64 if D <= 64 else 128
+    descs = [describe(t, rows, width) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))]
+    tiles, group = triton.cdiv(S_q, 2 * ROWS), H // H_kv
+    at_once = group * max(1, 2**25 // (4 * S_k * D))  # heads whose K and V fill half of L2 (lesson 4)
+    programs = min(tiles * B * H, num_sms()) if persistent else tiles * B * H
+    kernel[(programs,)](
+        *descs, lse, scale * heads.LOG2E.value, tiles, H, B * H, at_once, S_q, S_k, group, causal, STAGES,
+        num_warps=4, **options,
+    )  # fmt: skip
+    return o, lse
+
+
+def describe(t, rows, width):
+    """What TMA must know of a [B, H, S, D] tensor to copy [rows, width] of a head; past S and D there are zeros."""
+    block = [1, 1, rows, width]
+    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[t.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
+
+
+def _fa4(q, k, v, causal=False, window=None, scale=None):
+    """FlashAttention in CuTe's Python, as of 2026; the package is flash-attn-4."""
+    if window:
+        raise Unsupported("timed without a window")
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    flash_attn_func = import_module("flash_attn.cute").flash_attn_func
+    o, lse = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+    return o.transpose(1, 2), lse
+
+
+PEERS = {**heads.PEERS, "FA4": _fa4}
+CHECKS = (
+    *(c for c in options.CHECKS if not c.shape.get("window") and c.gib < 1),
+    case("the grid comes round: three tiles and more for each SM", gib=0.5, B=4, H=34, S=400, D=64, S_k=300),
+    case("so causal, with keys that nobody of a tile sees", gib=0.5, B=4, H=34, S=400, D=128, S_k=300, causal=True),
+    case("rows past 2^31 numbers", gib=70, B=1, H=8200, S=2100, D=128, layout="bshd", H_kv=410, causal=True),
+)
+BENCHES = tuple(
+    {"B": 16384 // S, "H": H or 2048 // D, "S": S, "D": D, "H_kv": H_kv, "causal": causal}
+    for D, S, causal, H, H_kv in (
+        *((128, S, causal, None, None) for S in (512, 2048, 4096, 16384) for causal in (False, True)),
+        *((64, S, causal, None, None) for S in (2048, 4096, 16384) for causal in (False, True)),
+        (128, 4096, True, 32, 8),
+    )
+)

@@ -1,0 +1,292 @@
+"""Flash attention on Hopper: a product under the softmax
+=======================================================
+Lesson 4's kernel leaves the order of things to Triton's compiler. Here it is written out in Gluon (day 3, lesson 7), as
+FlashAttention-3 has it (Shah et al. 2024, section 3), because order is what is left to gain. A program has a tile of
+128 queries; for each block of 128 keys an SM has to do, at D = 128 and at D = 64, cycles:
+
+    products       4 * 128 * 128 * D FLOPs, 4096 a cycle                          2048    1024
+    exponentials   128 * 128, 16 a cycle                                          1024    1024
+    the rest       5.5 and 5 instructions a score, 128 lanes                       700     640
+
+One after the other that is 3800 and 2700 cycles; under each other 2048 and 1024, as the first two run in units of their
+own: 1.8 and 2.6 times as fast at most. At D = 128 an H200's tensor cores do about 790 TFLOP/s for as long as power
+lasts (cuBLAS), so that is the floor's speed. At D = 64 products and exponentials take the same time, and no order hides
+both: the best kernels of today reach half of it.
+
+    1 warp                 asks TMA for Q, K and V                     40 registers a thread
+    2 warpgroups (4 + 4)   64 queries each: scores, softmax, O        232: 64 scores, 32 of P, 64 of O at D = 128
+
+You will learn: trades for warps, wgmma with its left side in registers, a product in flight under a softmax.
+Needs a Hopper GPU to run; without one the rungs are compiled and their machine code is read.
+Run it:    python day4_replace_op/lesson06_flash_hopper.py
+Check it:  python -m lessonkit check lesson06_flash_hopper
+Time it:   python -m lessonkit bench lesson06_flash_hopper
+"""
+
+from lessonkit import Lesson, Mutant, Unsupported, needs
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from day3_matmul_tk.lesson07_gluon_matmul import barriers, stages
+from day4_replace_op import heads
+from day4_replace_op import lesson04_flash_options as options
+from day4_replace_op.heads import LN2, LOWEST
+from day4_replace_op.hopper import (
+    BENCHES,
+    CHECKS,
+    ask_scores,
+    ask_values,
+    launch,
+    left,
+    load_partition,
+    matrix,
+    place,
+    times,
+)
+
+
+@gluon.jit
+def exp2(x):  # without the instructions that Triton's exp2 spends on results below 2^-126
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+# A row lies in four threads. Its maximum is needed at once, and costs two shuffles; its sum is not, so each thread
+# keeps a part, and the parts meet at the end: [rows, keys] -> [rows, 4].
+@gluon.jit
+def parts(p):
+    return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), axis=3), axis=1)
+
+
+@gluon.jit
+def softmax(s, m, total, row, key, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """P in fp32, the maximum in powers of 2, parts of the sum, and what O has to be multiplied by."""
+    if MASKED:
+        S_q, S_k = sizes[4], sizes[5]
+        rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+        keys = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        seen = (keys < S_k)[None, :]
+        if CAUSAL:
+            seen = seen & (keys[None, :] <= rows[:, None] + (S_k - S_q))
+        s = gl.where(seen, s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
+    p, old = exp2(s * scale_log2 - m_new[:, None]), exp2(m - m_new)
+    kept = total * gl.convert_layout(old, gl.SliceLayout(1, total.type.layout))[:, None]
+    return p, m_new, kept + parts(p), old
+
+
+# Turns, which lesson 6b takes: a barrier for each warpgroup; its phase ends when the other has asked for its products.
+@gluon.jit
+def await_turn(order, WHICH: gl.constexpr, turn, TURNS: gl.constexpr):
+    if TURNS:
+        mbarrier.wait(order.index(WHICH), turn & 1)
+
+
+@gluon.jit
+def pass_turn(order, WHICH: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        mbarrier.arrive(order.index(1 - WHICH))
+
+
+# Scores, softmax, O, one after the other. The stages are given back when the products that read them are over.
+@gluon.jit
+def one_by_one(
+    q, o, m, total, smem, bars, turn, begin, end, row, key, sizes, scale_log2, LAYOUT: gl.constexpr,
+    WHICH: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    _, k_smem, v_smem, _ = smem
+    _, _, k_full, k_empty, v_full, v_empty, order = bars
+    STAGES: gl.constexpr = k_full.shape[0]
+    for step in range(begin, end):
+        stage = (turn + step) % STAGES
+        await_turn(order, WHICH, turn + step, TURNS)
+        s = ask_scores(q, k_smem, k_full, turn + step, LAYOUT)
+        pass_turn(order, WHICH, TURNS)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(stage))
+        p, m, total, old = softmax(s, m, total, row, key - step * s.shape[1], sizes, scale_log2, MASKED, CAUSAL)
+        p = left(p, o, v_smem.dtype)
+        o = ask_values(p, times(o, old), v_smem, v_full, turn + step)
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        mbarrier.arrive(v_empty.index(stage))
+    return o, m, total
+
+
+# Rung 2's loop: O's product with a block is asked for after the scores of the next, so the tensor cores have both
+# before anybody waits, and the softmax of the scores, which come first, runs while O's product may still be under way.
+@gluon.jit
+def step_ahead(
+    q, o, m, total, smem, bars, turn, begin, end, row, key, sizes, scale_log2, LAYOUT: gl.constexpr,
+    WHICH: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    _, k_smem, v_smem, _ = smem
+    _, _, k_full, k_empty, v_full, v_empty, order = bars
+    STAGES: gl.constexpr = k_full.shape[0]
+    KEYS: gl.constexpr = k_smem.shape[3]
+    await_turn(order, WHICH, turn + begin, TURNS)
+    s = ask_scores(q, k_smem, k_full, turn + begin, LAYOUT)
+    pass_turn(order, WHICH, TURNS)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(k_empty.index((turn + begin) % STAGES))
+    p, m, total, old = softmax(s, m, total, row, key - begin * KEYS, sizes, scale_log2, True, CAUSAL)
+    p, o = left(p, o, v_smem.dtype), times(o, old)
+    for step in range(begin + 1, end):
+        await_turn(order, WHICH, turn + step, TURNS)
+        s = ask_scores(q, k_smem, k_full, turn + step, LAYOUT)
+        o = ask_values(p, o, v_smem, v_full, turn + step - 1)
+        pass_turn(order, WHICH, TURNS)
+        s = warpgroup_mma_wait(1, deps=(s,))  # of two products one may be unfinished: the later one, O's
+        mbarrier.arrive(k_empty.index((turn + step) % STAGES))
+        next_p, m, total, old = softmax(s, m, total, row, key - step * KEYS, sizes, scale_log2, False, CAUSAL)
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        mbarrier.arrive(v_empty.index((turn + step - 1) % STAGES))
+        p, o = left(next_p, o, v_smem.dtype), times(o, old)
+    o = ask_values(p, o, v_smem, v_full, turn + end - 1)
+    o, p = warpgroup_mma_wait(0, deps=(o, p))
+    mbarrier.arrive(v_empty.index((turn + end - 1) % STAGES))
+    return o, m, total
+
+
+@gluon.jit
+def attend_partition(
+    descs, smem, bars, sizes, lse_ptr, scale_log2, WHICH: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_desc, k_desc, _, o_desc = descs
+    q_smem, _, _, o_smem = smem
+    q_full, q_empty, _, _, _, _, _ = bars
+    _, H, _, _, S_q, S_k = sizes
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    turn, tile = 0, 0
+    for nth in range(gl.program_id(0), sizes[0] * sizes[2], gl.num_programs(0)):
+        batch, head, row, steps = place(nth, sizes, CAUSAL, ROWS, KEYS)
+        row += WHICH * ROWS
+        key = (steps - 1) * KEYS
+        masked = 1  # blocks in which not every query sees every key: the tail; causal, what the diagonal crosses too
+        if CAUSAL:
+            masked = min(steps, max(1, steps - (row + S_k - S_q + 1) // KEYS))
+        m = gl.full((ROWS,), LOWEST, gl.float32, ROW)
+        total = parts(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
+        o = gl.zeros((ROWS, D), gl.float32, OUT)
+        q = matrix(q_smem.index(WHICH))
+        mbarrier.wait(q_full.index(WHICH), tile & 1)
+        o, m, total = one_by_one(
+            q, o, m, total, smem, bars, turn, 0, masked - 1 if AHEAD else masked, row, key, sizes, scale_log2, LAYOUT,
+            WHICH, TURNS, True, CAUSAL,
+        )  # fmt: skip
+        if not AHEAD:
+            o, m, total = one_by_one(
+                q, o, m, total, smem, bars, turn, masked, steps, row, key, sizes, scale_log2, LAYOUT,
+                WHICH, TURNS, False, CAUSAL,
+            )  # fmt: skip
+        elif steps > 0:
+            o, m, total = step_ahead(
+                q, o, m, total, smem, bars, turn, masked - 1, steps, row, key, sizes, scale_log2, LAYOUT,
+                WHICH, TURNS, CAUSAL,
+            )  # fmt: skip
+        mbarrier.arrive(q_empty.index(WHICH))
+        turn += steps
+        tile += 1  # noqa: SIM113 - Gluon has no enumerate
+        total = gl.convert_layout(gl.sum(total, axis=1), ROW)
+        empty = total == 0
+        rows = row + gl.arange(0, ROWS, layout=ROW)
+        lse = gl.where(empty, -float("inf"), (m + gl.log2(total)) * LN2)
+        gl.store(lse_ptr + (batch * H + head).to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
+        out = o_smem.index(WHICH)
+        tma.store_wait(0)  # of the last tile: it has had this whole tile's time
+        matrix(out).store(times(o, 1 / gl.where(empty, 1.0, total)).to(o_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], out)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "at_once", "S_q", "S_k"])
+def flash_kernel(
+    q_desc, k_desc, v_desc, o_desc,  # of [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]
+    lse_ptr,  # [B, H, S_q] in fp32
+    scale_log2, tiles, H, all_heads, at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr = False,
+):  # fmt: skip
+    descs = q_desc, k_desc, v_desc, o_desc
+    smem = stages(q_desc, 2), stages(k_desc, STAGES), stages(v_desc, STAGES), stages(o_desc, 2)
+    order = barriers(2, 1)
+    bars = (
+        barriers(2, 1), barriers(2, 1),  # a warpgroup's Q: come, done with
+        barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2),  # K: come, read by both; V
+        order,
+    )  # fmt: skip
+    if TURNS:
+        mbarrier.arrive(order.index(0))  # the first turn
+    sizes = tiles, H, all_heads, at_once, S_q, S_k
+    gl.warp_specialize(
+        [
+            (attend_partition, (descs, smem, bars, sizes, lse_ptr, scale_log2, 0, AHEAD, TURNS, CAUSAL)),
+            (attend_partition, (descs, smem, bars, sizes, lse_ptr, scale_log2, 1, AHEAD, TURNS, CAUSAL)),
+            (load_partition, (descs, smem, bars, sizes, GROUP, CAUSAL)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+
+
+# Rung 1. Trades: one warp loads, so that the others never wait for an address, and two warpgroups attend, each to 64
+# queries and each one thing after the other. Nothing makes one multiply while the other exponentiates, but nothing
+# keeps them in step either: predicted, half of the softmax is hidden by chance, 2900 cycles of a block's 3800 at D =
+# 128, and 2000 of 2700 at D = 64.
+@needs(90, "TMA and wgmma", only=True)
+def specialized(q, k, v, causal=False, window=None, scale=None):
+    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D], fp16 or bf16, D at most 128 -> o as q, lse [B, H, S_q] in fp32."""
+    return launch(flash_kernel, q, k, v, causal, window, scale, False, AHEAD=False)
+
+
+# Rung 2. New: scores a step ahead. A warpgroup has 64 scores and 64 numbers of O a thread in flight, and 32 registers
+# of P that the second product reads. Predicted: the tensor cores find the next product queued when one ends, and stand
+# still only while both warpgroups exponentiate: 2400 cycles at D = 128, 1700 at D = 64.
+@needs(90, "TMA and wgmma", only=True)
+def ahead(q, k, v, causal=False, window=None, scale=None):
+    """As specialized; what this is not for (fp32, windows, D past 128, strides that TMA refuses) takes lesson 4's."""
+    try:
+        return launch(flash_kernel, q, k, v, causal, window, scale, False, AHEAD=True)
+    except Unsupported:
+        return options.attention(q, k, v, causal, window, scale)
+
+
+LESSON = Lesson(
+    reference=heads.reference,
+    inputs=heads.inputs,
+    rungs=(specialized, ahead),
+    checks=CHECKS,
+    benches=BENCHES[::2],
+    work=heads.work,
+    wrong=(
+        Mutant("the diagonal is not masked", "softmax", "rows[:, None] + (S_k", "rows[:, None] + 64 + (S_k", "ahead"),
+        Mutant("one masked block too few", "attend_partition", "row + S_k - S_q + 1", "row + S_k - S_q + 64", "ahead"),
+        Mutant("the last V is the first", "step_ahead", "v_full, turn + end - 1)", "v_full, turn + begin)", "ahead"),
+        Mutant("O is not rescaled", "step_ahead", "left(next_p, o, v_smem.dtype), times(o, old)",
+               "left(next_p, o, v_smem.dtype), o", "ahead"),
+        Mutant("a part of the sum is forgotten", "parts", "axis=3", "axis=3) * 0 + gl.max(p.reshape((p.shape[0], "
+               "p.shape[1] // 8, 4, 2)), axis=3", "specialized"),
+        Mutant("both store the upper half", "attend_partition", "row += WHICH * ROWS", "row += 0 * ROWS", "specialized",
+               "nan"),
+    ),
+    peers=heads.PEERS,
+    claims=dict.fromkeys((specialized, ahead), ("wgmma", "tma", "no spills")),
+    properties=(options.what_is_not_seen_does_not_matter, options.no_key_no_nan),
+    refuses=heads.REFUSES,
+    dtypes=(torch.float16, torch.bfloat16),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,177 @@
+"""Flash attention on Hopper, second half: warpgroups that take turns, and a grid that stays
+========================================================================================
+Lesson 6's two warpgroups drift: while both exponentiate the tensor cores stand still, and while both have asked for
+products the exponential units do. FlashAttention-3 makes them take turns (Shah et al. 2024, section 3.1, "pingpong"):
+a warpgroup asks for its products only when the other has asked for its own. Then one multiplies while the other
+exponentiates, and the longer of the two decides: at D = 128 a block's 2048 cycles of products, each warpgroup's 1024
+under the 900 that the other's softmax takes.
+
+The rest is at a tile's ends. A program of 16 blocks (S = 2048) begins with loads, scores and a softmax under which
+nothing runs, and ends with a product and a store: about 3000 cycles of 36,000. Programs that stay load the next tile's
+Q, K and V under the end of this one.
+
+You will learn: turns by two barriers, and why every step must take one; when a grid should stay, and when the hardware
+deals out tiles better; to run a kernel's barriers on a CPU, in any order.
+Needs a Hopper GPU to run; without one the rungs are compiled, and a slow twin of all barriers runs, whose partitions
+take turns in any order: its mutants are the mistakes that on a GPU hang, or are wrong once a week.
+Run it:    python day4_replace_op/lesson06b_flash_hopper_turns.py
+Check it:  python -m lessonkit check lesson06b_flash_hopper_turns
+Time it:   python -m lessonkit bench lesson06b_flash_hopper_turns
+"""
+
+import math
+
+from lessonkit import Lesson, Mutant, Unsupported, needs
+
+import torch
+import torch.nn.functional as F
+
+from day3_matmul_tk.lesson07b_gluon_persistent import Barrier, in_any_order, slot
+from day4_replace_op import heads
+from day4_replace_op import lesson04_flash_options as options
+from day4_replace_op.hopper import BENCHES, CHECKS, PEERS, launch, place
+from day4_replace_op.lesson06_flash_hopper import LESSON as FIRST
+from day4_replace_op.lesson06_flash_hopper import flash_kernel
+
+
+# Rung 3. New: turns. Every step takes one, also those of the diagonal that are done one by one: a warpgroup may have
+# more of them than the other, but steps they have equally many, and a turn that only one takes is waited for for ever.
+# Predicted: 2100 cycles a block at D = 128, at best 780 TFLOP/s; at D = 64 nothing, as there each unit is busy with one
+# warpgroup or the other anyway.
+@needs(90, "TMA and wgmma", only=True)
+def turns(q, k, v, causal=False, window=None, scale=None):
+    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D], fp16 or bf16, D at most 128 -> o as q, lse [B, H, S_q] in fp32."""
+    return launch(flash_kernel, q, k, v, causal, window, scale, False, AHEAD=True, TURNS=True)
+
+
+# Rung 4. New: a grid that stays, where all tiles cost the same. Predicted: 3000 cycles of 36,000 at S = 2048, 8%, of
+# 272,000 at 16384 1%. Causal tiles cost between one block and S / 128: whoever is free must take the next longest. The
+# hardware does so with programs that do not stay; a fixed share of the tiles cannot.
+@needs(90, "TMA and wgmma", only=True)
+def attention(q, k, v, causal=False, window=None, scale=None):
+    """As turns; what this is not for (fp32, windows, D past 128, strides that TMA refuses) takes lesson 4's."""
+    try:
+        take_turns = q.shape[-1] > 64
+        return launch(flash_kernel, q, k, v, causal, window, scale, not causal, AHEAD=True, TURNS=take_turns)
+    except Unsupported:
+        return options.attention(q, k, v, causal, window, scale)
+
+
+# The slow twin: what lies between the barriers is PyTorch, small (2 x 8 queries, 8 keys, 2 stages, 3 programs) so that
+# rings turn often. Partitions are generators that yield (barrier, parity) where the kernel waits for a barrier, and
+# FREE where it waits for a product, which until then reads its tiles. Day 3's in_any_order runs any that need not wait.
+FREE = Barrier(1), 1
+
+
+def twin(q, k, v, causal=False, window=None, scale=None):
+    """As attention with turns, without windows, in any dtype: all loops and barriers, one wait at a time."""
+    scale = heads.expect_heads(q, k, v, causal, window, scale)
+    B, H, S_q, _ = q.shape
+    o, lse = torch.zeros_like(q), torch.full((B, H, S_q), -math.inf, device=q.device)
+    tiles = -(-S_q // 16)
+    for program in range(3):
+        mine = range(program, tiles * B * H, 3)
+        _program(mine, (tiles, H, B * H, 2, S_q, k.shape[2]), q * scale, k, v, o, lse, causal)
+    return o, lse
+
+
+def _program(mine, sizes, q, k, v, o, lse, causal):
+    S_q, S_k, D, group = sizes[4], sizes[5], q.shape[3], q.shape[1] // k.shape[1]
+    tiles = [place.fn(nth, sizes, causal, 8, 8) for nth in mine]
+    q, k, v = (F.pad(t.float(), (0, 0, 0, -t.shape[2] % 16)) for t in (q, k, v))  # with zeros, as TMA does
+    q_smem, k_smem, v_smem = (torch.full((2, 8, D), math.nan) for _ in range(3))
+    q_full, q_empty, k_full, v_full, order = ([Barrier(1), Barrier(1)] for _ in range(5))
+    k_empty, v_empty = ([Barrier(2), Barrier(2)] for _ in range(2))
+    order[0].arrive()
+    copies = []  # on their way
+
+    def load(smem, full, box):
+        full.arrive(expect=1)
+        smem.fill_(math.nan)
+        copies.append((smem, box, full))
+
+    def load_partition():
+        turn = 0
+        for tile, (b, h, row, steps) in enumerate(tiles):
+            for which in range(2):
+                yield q_empty[which], tile & 1 ^ 1
+                load(q_smem[which], q_full[which], q[b, h, row + 8 * which :][:8])
+            for step in range(steps + 1):
+                if step < steps:
+                    stage, parity = slot.fn(turn + step, 2)
+                    yield k_empty[stage], parity ^ 1
+                    load(k_smem[stage], k_full[stage], k[b, h // group, 8 * (steps - 1 - step) :][:8])
+                if step > 0:
+                    stage, parity = slot.fn(turn + step - 1, 2)
+                    yield v_empty[stage], parity ^ 1
+                    load(v_smem[stage], v_full[stage], v[b, h // group, 8 * (steps - step) :][:8])
+            turn += steps
+
+    def attend_partition(which):
+        turn = 0
+        for tile, (b, h, row, steps) in enumerate(tiles):
+            rows = torch.arange(row + 8 * which, row + 8 * which + 8)[:, None]
+            m, total, acc, p = torch.full((8, 1), heads.LOWEST.value), torch.zeros(8, 1), torch.zeros(8, D), None
+            yield q_full[which], tile & 1
+            for step in range(steps + 1):  # the last one only adds the last P V
+                stage, parity = slot.fn(turn + step, 2)
+                before, before_parity = slot.fn(turn + step - 1, 2)
+                if step < steps:
+                    yield order[which], turn + step & 1
+                    yield k_full[stage], parity
+                if step > 0:
+                    yield v_full[before], before_parity
+                if step < steps:
+                    order[1 - which].arrive()
+                    yield FREE
+                    s = q_smem[which] @ k_smem[stage].T
+                    k_empty[stage].arrive()
+                    keys = 8 * (steps - 1 - step) + torch.arange(8)
+                    s[(keys >= S_k) | (causal & (keys > rows + S_k - S_q))] = -math.inf
+                if step > 0:
+                    yield FREE
+                    acc += p @ v_smem[before]
+                    v_empty[before].arrive()
+                if step < steps:
+                    m, m_old = torch.maximum(m, s.amax(1, keepdim=True)), m
+                    p, old = torch.exp(s - m), torch.exp(m_old - m)
+                    total, acc = total * old + p.sum(1, keepdim=True), acc * old
+            q_empty[which].arrive()
+            turn += steps
+            inside = slice(row + 8 * which, min(row + 8 * which + 8, S_q))
+            n = max(0, inside.stop - inside.start)
+            o[b, h, inside] = torch.where(total == 0, 0, acc / total)[:n].to(o)
+            lse[b, h, inside] = (m + total.log())[:n, 0].to(lse)
+
+    in_any_order([attend_partition(0), attend_partition(1), load_partition()], copies)
+
+
+LESSON = Lesson(
+    reference=heads.reference,
+    inputs=heads.inputs,
+    rungs=(turns, attention),
+    checks=CHECKS,
+    benches=BENCHES,
+    work=heads.work,
+    twin=twin,
+    wrong=(
+        Mutant("nobody has the first turn", "_program", "order[0].arrive()", "order[0]", "twin", "barrier"),
+        Mutant("a step that passes no turn", "_program", "order[1 - which].arrive()",
+               "order[1 - which].arrive() if step or which else None", "twin", "barrier"),
+        Mutant("K read before it has come", "_program", "yield k_full[stage], parity", "yield FREE", "twin", "nan"),
+        Mutant("empty when one of two has read", "_program", "([Barrier(2), Barrier(2)]", "([Barrier(1), Barrier(1)]",
+               "twin", "barrier"),
+        Mutant("V given back before the product is over", "_program", "acc += p @ v_smem[before]",
+               "v_empty[before].arrive(); yield FREE; v_empty[before].missing += 1; acc += p @ v_smem[before]",
+               "twin", "nan"),
+        Mutant("always the first Q", "_program", "q_full[which], tile & 1", "q_full[which], 0", "twin", "barrier"),
+    ),
+    peers=PEERS,
+    claims=dict.fromkeys((turns, attention), ("wgmma", "tma", "no spills")),
+    properties=FIRST.properties,
+    refuses=heads.REFUSES,
+    dtypes=(torch.float16, torch.bfloat16),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()
