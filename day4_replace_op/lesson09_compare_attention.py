@@ -16,7 +16,7 @@ Run it:    python day4_replace_op/lesson09_compare_attention.py      minutes on 
 
 import math
 from functools import cache
-from importlib import import_module, util
+from importlib import import_module
 
 from lessonkit import DEVICE, Steps, Table, Unsupported, check, rows, timing
 
@@ -35,7 +35,7 @@ from day4_replace_op.lesson05_flash_backward import flash_attention
 GPU = DEVICE.type == "cuda"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SLACK = 8  # another's may round more often than PyTorch does (as in `bench`), but must compute the same thing
-HOPPER = "day4_replace_op.lesson06_flash_hopper"
+HOPPER = "day4_replace_op.lesson06b_flash_hopper_turns"
 CUDA, KITTENS = "cuda_src.11_flash_attention_v1", "day3_matmul_tk.lesson10_thunderkittens_attention"
 
 
@@ -121,12 +121,11 @@ OURS = {
     "3 swapped": _only_full(swapped),
     "3 v2": _only_full(flash_v2),
     "4 all options": lambda q, k, v, causal: attention(q, k, v, causal)[0],
+    "6 Hopper, in Gluon": _of_lesson(HOPPER, "attention"),
     "CUDA v1, scalar": _of_lesson(CUDA, "attention_register"),
     "CUDA v1, tensor cores": _of_lesson(CUDA, "attention_pipelined"),
     "ThunderKittens": _of_lesson(KITTENS, "attention_ahead"),
 }
-if util.find_spec(HOPPER):
-    OURS |= {f"6 {rung.__name__}": _of_lesson(HOPPER, rung.__name__) for rung in import_module(HOPPER).LESSON.rungs}
 PEERS = {
     "PyTorch by hand": _by_hand,
     "SDPA math": _sdpa(SDPBackend.MATH),
