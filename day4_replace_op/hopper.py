@@ -118,7 +118,7 @@ def launch(kernel, q, k, v, causal, window, scale, persistent, **options):
     width = 64 if D <= 64 else 128
     descs = [describe(t, rows, width) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))]
     tiles, group = triton.cdiv(S_q, 2 * ROWS), H // H_kv
-    at_once = group * max(1, 2**25 // (4 * S_k * D))  # heads whose K and V fill half of L2 (lesson 4)
+    at_once = min(B * H, group * heads.at_once(4 * S_k * D))
     programs = min(tiles * B * H, num_sms()) if persistent else tiles * B * H
     kernel[(programs,)](
         *descs, lse, scale * heads.LOG2E.value, tiles, H, B * H, at_once, S_q, S_k, group, causal, STAGES,

@@ -270,6 +270,8 @@ LESSON = Lesson(
     # Parts of S D numbers: O and dO for delta, then Q, dO and dq, K and V twice each or 1.5 times; a row's two numbers
     # written and read are 4 / 32 of a part each.
     passes={masked: (5 + 4 + 3 / 8) / 6.25, skipped: (5 + 3 + 3 / 8) / 6.25, backward_queries: (5 + 3 + 3 / 8) / 6.25},
+    # delta is a sum over O as it was rounded, which PyTorch's own backward does not need (lesson 5).
+    factor=2,
     properties=(same_each_time, one_key_one_answer),
     refuses=REFUSES,
 )

@@ -278,7 +278,7 @@ LESSON = Lesson(
                "left(next_p, o, v_smem.dtype), o", "ahead"),
         Mutant("a part of the sum is forgotten", "parts", "axis=3", "axis=3) * 0 + gl.max(p.reshape((p.shape[0], "
                "p.shape[1] // 8, 4, 2)), axis=3", "specialized"),
-        Mutant("both store the upper half", "attend_partition", "row += WHICH * ROWS", "row += 0 * ROWS", "specialized"),
+        Mutant("both do the upper half", "attend_partition", "row += WHICH * ROWS", "row += 0 * ROWS", "specialized"),
     ),
     peers=heads.PEERS,
     claims=dict.fromkeys((specialized, ahead), ("wgmma", "tma", "no spills")),

@@ -117,7 +117,8 @@ def inputs(M, N, stream=False, dtype=torch.float32, pad=0):
     x = torch.randn(M, N, device=DEVICE) + torch.linspace(-2, 2, N, device=DEVICE)
     x = (x + 8) * torch.tensor([1.0, 0.25, 4.0], device=DEVICE)[torch.arange(M, device=DEVICE) % 3][:, None]
     delta = torch.randn(M, N + pad, device=DEVICE).mul_(2).add_(torch.linspace(1, -1, N + pad, device=DEVICE))
-    w, b = torch.rand(N, device=DEVICE) + 0.5, torch.randn(N, device=DEVICE)
+    # w in eighths: dy * w is then exact, so that a GPU's fused multiply-add makes dy * w - dy * w 0 too (day 2, 7).
+    w, b = ((torch.rand(N, device=DEVICE) + 0.5) * 8).round() / 8, torch.randn(N, device=DEVICE)
     own = torch.float32 if stream else dtype  # of the stream and of the weights: as under autocast
     rows = torch.empty(M, N + pad, dtype=own, device=DEVICE)[:, :N]
     rows.copy_(x)

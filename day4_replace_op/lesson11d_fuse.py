@@ -24,7 +24,7 @@ Run it:    python day4_replace_op/lesson11d_fuse.py
 import math
 from unittest import mock
 
-from lessonkit import DEVICE, Steps, Table, num_sms
+from lessonkit import DEVICE, Steps, Table, Unsupported, num_sms
 
 import torch
 import torch.nn.functional as F
@@ -286,13 +286,15 @@ def compiles():
 
 def same_curve():
     """Twenty steps of the tiny GPT with ours, from the same seed on the same batches: the same loss, step by step."""
+    if GPU:
+        raise Unsupported("in 16 bits 32 tokens a step say little: lesson 11e compares 200 steps of a large model")
     model = make(TINY)
     with replaced(model, FUSED):
         ours = train(model, TINY)
-    torch.testing.assert_close(ours, train(make(TINY), TINY), rtol=2e-2 if GPU else 1e-4, atol=0)
+    torch.testing.assert_close(ours, train(make(TINY), TINY), rtol=1e-4, atol=0)
 
 
-LESSON = Steps((operators_are_sound, swapped, compiles, same_curve))
+LESSON = Steps((operators_are_sound, swapped, compiles, same_curve), alone=GPU)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -206,7 +206,7 @@ def speed():
     return Table("speed", rows, note)
 
 
-LESSON = Steps((same_logits, same_tokens, continued_prompt, padding, refused, speed))
+LESSON = Steps((same_logits, same_tokens, continued_prompt, padding, refused, speed), alone=GPU)
 
 if __name__ == "__main__":
     LESSON.main()
