@@ -285,11 +285,11 @@ LESSON = Lesson(
         attention_backward: (8 + 3 / 8 + 4 + 3 + 3 / 8) / 8.125,
     },
     # delta is a sum over O as it was rounded to 16 bits; PyTorch's own backward rounds P instead. Where a query sees
-    # few keys, dP - delta is a small difference, and that rounding counts for up to 2.3 times the usual budget.
-    factor=3,
+    # few keys, dP - delta is a small difference, and that rounding was found to count for 1.5 times the usual budget.
+    factor=2,
     properties=(same_each_time, what_is_not_seen_has_no_gradient, the_second_derivative_is_refused),
     refuses=queries.REFUSES,
-    grad=Grad(flash_attention, usual, heads.inputs),
+    grad=Grad(flash_attention, usual, heads.inputs, factor=1.25),  # 2.3 times where the upstream gradient is larger
 )
 
 if __name__ == "__main__":

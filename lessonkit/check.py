@@ -193,7 +193,7 @@ def check_grad(lesson: Lesson, shape: Shape, dtype: torch.dtype) -> None:
     exact, usual = backward(reference, True), backward(reference, False)
     with poisoned_empty():
         got = backward(lesson.grad.op, False)
-    compare(Truth(args, exact, usual, lesson.factor), got)
+    compare(Truth(args, exact, usual, lesson.factor * lesson.grad.factor), got)
 
 
 def cannot_run(lesson: Lesson, rung: Rung, case: Case, dtype: torch.dtype) -> str:

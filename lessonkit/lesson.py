@@ -87,11 +87,15 @@ def suits(rung: Rung, capability: int) -> bool:
 
 @dataclass(frozen=True)
 class Grad:
-    """The differentiable op that the lesson ends in, and what autograd must agree with (default: the lesson's own)."""
+    """The differentiable op that the lesson ends in, and what autograd must agree with (default: the lesson's own).
+
+    factor: widens the error budget of its gradients, as the lesson's does of all, for a stated reason
+    """
 
     op: Rung
     reference: Rung | None = None
     inputs: Callable[..., tuple[Any, ...]] | None = None
+    factor: float = 1
 
 
 @dataclass(frozen=True)
