@@ -289,7 +289,7 @@ LESSON = Lesson(
     factor=2,
     properties=(same_each_time, what_is_not_seen_has_no_gradient, the_second_derivative_is_refused),
     refuses=queries.REFUSES,
-    grad=Grad(flash_attention, usual, heads.inputs, factor=1.25),  # 2.3 times where the upstream gradient is larger
+    grad=Grad(flash_attention, usual, heads.inputs, factor=1.25),  # on a GPU 2.3 times were seen
 )
 
 if __name__ == "__main__":
