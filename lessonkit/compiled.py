@@ -201,7 +201,7 @@ def kernels(name: str, targets: tuple[int, ...] = TARGETS, rungs: tuple[str, ...
     from lessonkit.lesson import ROOT
 
     if (program := ROOT / f"{name.replace('.', '/')}.cu").exists():
-        return machine_code.kernels(program)
+        return machine_code.kernels(program, targets)
     return tuple(Kernel(**row) for row in _compiler().compile(name, targets, rungs))
 
 

@@ -7,6 +7,7 @@ past the end whose value is masked off later, so the loads and stores are watche
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from lessonkit.device import INTERPRETED
@@ -49,14 +50,21 @@ class _Watch:
     native: Any
     traffic: Traffic
     tensors: list[torch.Tensor] = field(default_factory=list)
+    _spans: list[tuple[int, int]] = field(default_factory=list)
+
+    def begin(self, tensors: list[torch.Tensor]) -> None:
+        """A launch begins: these are what it may touch, each from its first byte to the end of its last element."""
+        self.tensors, self._spans = tensors, []
+        for t in tensors:
+            if t.numel():
+                last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+                self._spans.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
 
     def _check(self, what: str, ptrs: np.ndarray, mask: np.ndarray, size: int) -> int:
         addresses = ptrs[np.broadcast_to(mask, ptrs.shape).astype(bool)].astype(np.int64)
         legal = np.zeros(addresses.shape, dtype=bool)
-        for t in self.tensors:
-            if t.numel():
-                span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-                legal |= (addresses >= t.data_ptr()) & (addresses + size <= t.data_ptr() + span * t.element_size())
+        for begin, end in self._spans:
+            legal |= (addresses >= begin) & (addresses + size <= end)
         if not legal.all():
             wrong = int(np.count_nonzero(~legal))
             near = min(self.tensors, key=lambda t: abs(int(addresses[~legal][0]) - t.data_ptr()), default=None)
@@ -101,7 +109,7 @@ def watched() -> Iterator[Traffic]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         traffic.launches.append(self.fn.__name__)
         given = [*args, *kwargs.values()]
-        watch.tensors = [getattr(a, "base", a) for a in given if hasattr(a, "data_ptr") or hasattr(a, "block_shape")]
+        watch.begin([getattr(a, "base", a) for a in given if hasattr(a, "data_ptr") or hasattr(a, "block_shape")])
         try:
             return launch(self, *args, **kwargs)
         except InterpreterError as error:
@@ -213,6 +221,34 @@ def mend_float8() -> None:
         setattr(builder, name, conversion(getattr(builder, name)))
 
 
+def mend_calls() -> None:
+    """Let a call of a device function (tl.sum, tl.cdiv, a lesson's helper) cost no more than the call.
+
+    At each one the interpreter puts its functions into triton.language again, and looks through all of it for that:
+    half a millisecond, a third of the time of a kernel with reductions (Triton 3.7.1). What is there already stays.
+    And for each tensor that it makes it writes a table of all dtypes, to look one up.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_once(fn: Any) -> Any:
+        modules = [m for m in fn.__globals__.values() if m is tl or m is tl.core]
+        signs = [tl.tensor.__str__, *(m.range for m in modules)]  # Triton's own, unless patched
+        if modules and all(sign.__module__ == interpreter.__name__ for sign in signs):
+            return interpreter._LangPatchScope()
+        return patch(fn)
+
+    look_up = cache(interpreter._get_np_dtype)
+
+    def np_dtype(kind: Any) -> Any:
+        return np.dtype(np.uint64) if kind.scalar.is_ptr() else look_up(kind.scalar)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, np_dtype
+
+
 if INTERPRETED:
     mend_bfloat16()
     mend_float8()
+    mend_calls()

@@ -5,13 +5,12 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-import tempfile
 from pathlib import Path
 
 from lessonkit import device
 from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
-from lessonkit.cuda.build import SHARED, local_files
+from lessonkit.cuda.build import MUTANTS, SHARED, local_files
 from lessonkit.cuda.source import definitions
 from lessonkit.lesson import Lesson, Mutant, Rung
 from lessonkit.rows import write_atomically
@@ -36,7 +35,7 @@ def build(name: str, mutant: Mutant) -> Rung:
     texts[path] = text[:start] + text[start:stop].replace(mutant.old, mutant.new) + text[stop:]
     # Triton reads a kernel's source from its file, so the mutant needs one too, and a program lies beside its lesson.
     stem = f"mutant_{hashlib.sha256(repr(sorted(texts.values())).encode()).hexdigest()[:16]}"
-    folder = Path(tempfile.gettempdir()) / "lessonkit_mutants" / stem
+    folder = MUTANTS / stem
     for path, text in texts.items():
         file = folder / (path.name if path.suffix == ".cuh" else f"{stem}{path.suffix}")
         if not file.exists():  # another process may be reading it

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lessonkit import bench, check, compiled, device, report, rows
@@ -47,11 +48,12 @@ def checks(name: str, lesson: Lesson) -> int:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("checking", total=len(lesson.rungs))
         for rung in lesson.rungs:
-            passed, skipped, wrong, moved = rung_checks(lesson, rung)
-            failures += len(wrong)
-            least = f"{moved:.2f}" if moved else ""
-            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            body.append([rung.__name__, f"{passed} passed", wrong[0] + more if wrong else "; ".join(skipped), least])
+            found = rung_checks(lesson, rung)
+            failures += len(found.wrong)
+            least = f"{found.moved:.2f}" if found.moved else ""
+            more = f" (and {len(found.wrong) - 1} more)" if len(found.wrong) > 1 else ""
+            said = found.wrong[0] + more if found.wrong else "; ".join(found.left_out | found.refused)
+            body.append([rung.__name__, f"{found.passed} passed", said, least])
             progress.advance(task)
     table("checked against PyTorch", ["rung", "cases", "wrong" if failures else "left out", "bytes / least"], body)
     if lesson.grad and not failures:
@@ -61,27 +63,35 @@ def checks(name: str, lesson: Lesson) -> int:
     return failures
 
 
-def rung_checks(
-    lesson: Lesson, rung: Rung, cases: Iterable[Case] | None = None
-) -> tuple[int, list[str], list[str], float]:
-    """(cases passed, why others were left out, what was wrong, bytes moved over the least on the last case)."""
-    passed, skipped, wrong, moved = 0, dict[str, None](), list[str](), 0.0
+@dataclass
+class Checked:
+    """How a rung did on some cases and dtypes."""
+
+    passed: int = 0
+    left_out: dict[str, None] = field(default_factory=dict)  # why this machine cannot check
+    refused: dict[str, None] = field(default_factory=dict)  # what the rung itself does not take
+    wrong: list[str] = field(default_factory=list)
+    moved: float = 0.0  # bytes over the least, on the last case that launched anything
+
+
+def rung_checks(lesson: Lesson, rung: Rung, cases: Iterable[Case] | None = None) -> Checked:
+    found = Checked()
     for case in lesson.checks if cases is None else cases:
         for dtype in _dtypes(lesson, case):
             if why := check.cannot_run(lesson, rung, case, dtype):
-                skipped[why] = None
+                found.left_out[why] = None
                 continue
             try:
                 traffic = check.check(lesson, rung, case.shape, dtype)
             except Unsupported as refused:
-                skipped[str(refused)] = None
+                found.refused[str(refused)] = None
             except check.Rejected as rejected:
-                wrong.append(f"{case} {dtype}: {rejected}")
+                found.wrong.append(f"{case} {dtype}: {rejected}")
             else:
-                passed += 1
+                found.passed += 1
                 if traffic.launches and (least := lesson.work(dtype=dtype, **case.shape).bytes):
-                    moved = (traffic.read + traffic.written) / least
-    return passed, list(skipped), wrong, moved
+                    found.moved = (traffic.read + traffic.written) / least
+    return found
 
 
 def grad_checks(lesson: Lesson) -> list[str]:

@@ -32,7 +32,10 @@ HOOKS = (
     *("-fsanitize=thread", "--param=tsan-distinguish-volatile=1", "--param=tsan-instrument-func-entry-exit=0"),
     *("-O1", "-g1", "-gdwarf-4"),  # binutils' addr2line names wrong files in DWARF 5 after #line
 )
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g1")
+# A mutant runs once, so what its compiler takes is what it costs, and nobody reads in which line its fault is.
+QUICK = (*HOOKS[:3], "-O0")
+MUTANTS = Path(tempfile.gettempdir()) / "lessonkit_mutants"
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O0", "-g1")
 SHARED = ("course.cuh", "binding.h")  # headers without kernels: nothing in them is to be rewritten
 EMULATED = ("-std=c++20", "-fPIC", "-DCOURSE_EMULATED", f"-I{EMULATOR}", f"-I{SOURCES}", "-Wno-unknown-pragmas")
 PREFIX = "#include <course.cuh>\n"  # compiled once, so that a program takes a second
@@ -115,16 +118,32 @@ def _prefix(flags: tuple[str, ...]) -> Product:
     return Product("prefix.h.gch", (compile_header,), reads, (("prefix.h", PREFIX),))
 
 
+def _bound_alone(text: str, launcher: str) -> str:
+    """The program without the `bind` lines of other launchers, whose templates are then not instantiated.
+
+    A line that binds several, `bind_all<float>(m, "float32")`, names the end of theirs.
+    """
+    line = re.compile(r'^ *bind\w*(?:<\w+>)?\(m, "(\w+)".*\);$', re.MULTILINE)
+    return line.sub(lambda found: found[0] if launcher.endswith(found[1]) else "", text)
+
+
 def _emulated(
-    source: Path, name: str, flags: tuple[str, ...], link: tuple[str, ...], libraries: tuple[Product, ...]
+    source: Path,
+    name: str,
+    flags: tuple[str, ...],
+    link: tuple[str, ...],
+    libraries: tuple[Product, ...],
+    launcher: str = "",
 ) -> Product:
     toolchain.need("g++")
     gxx = toolchain.find_gxx()
     shared = [path for path in local_files(source) if path.name in SHARED]
+    wanted = {path: path.read_text() for path in local_files(source) if path not in shared}
+    if launcher:
+        wanted[source] = _bound_alone(wanted[source], launcher)
     texts = tuple(
-        (path.name if path != source else f"{source.stem}.cpp", rewrite.rewrite(path.read_text(), str(path)))
-        for path in local_files(source)
-        if path not in shared
+        (path.name if path != source else f"{source.stem}.cpp", rewrite.rewrite(text, str(path)))
+        for path, text in wanted.items()
     )
     prefix = _prefix(flags)
     begin = ("-include", str(prefix.folder / "prefix.h"))
@@ -134,12 +153,10 @@ def _emulated(
     return Product(name, (compiled, linked), (*shared, *_emulator_files()), texts, (*libraries, prefix))
 
 
-def emulated_extension(source: Path) -> Product:
-    """A Python module of the program's launchers, in the emulator."""
-    # A mutant runs once: what its compiler takes is what it costs.
-    hooks = HOOKS if ROOT in source.parents else tuple("-O0" if flag == "-O1" else flag for flag in HOOKS)
-    flags = (*EMULATED, *hooks, DEFINE, "-fvisibility=hidden")
-    return _emulated(source, f"{source.stem}.so", flags, ("-shared",), (runtime(), binding()))
+def emulated_extension(source: Path, launcher: str = "") -> Product:
+    """A Python module of the program's launchers, in the emulator; or of this one alone, built quickly for one run."""
+    flags = (*EMULATED, *(QUICK if launcher else HOOKS), DEFINE, "-fvisibility=hidden")
+    return _emulated(source, f"{source.stem}.so", flags, ("-shared",), (runtime(), binding()), launcher)
 
 
 def emulated_program(source: Path, sanitized: bool = False) -> Product:

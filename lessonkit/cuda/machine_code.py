@@ -6,6 +6,7 @@ memory that the launch asks for is not known here, so an occupancy says what reg
 
 import re
 import subprocess
+from collections.abc import Container
 from pathlib import Path
 
 from lessonkit import compiled
@@ -16,13 +17,14 @@ THREADS = 256
 RESERVED = 1024  # bytes of each block's shared memory that the system takes, from sm_90 on counted in the cubin
 
 
-def kernels(source: Path) -> tuple[compiled.Kernel, ...]:
-    """Compile a program for every target; a row for each instance of each kernel, `rung` being the kernel's plain name.
+def kernels(source: Path, targets: Container[int] = TARGETS) -> tuple[compiled.Kernel, ...]:
+    """Compile a program for these; a row for each instance of each kernel, `rung` being the kernel's plain name.
 
     Raises toolchain.Missing without nvcc, build.BuildError with nvcc's words.
     """
-    cubins = build.build(build.cubin(source, target) for target in TARGETS)
-    return tuple(k for cubin, target in zip(cubins, TARGETS, strict=True) for k in _inspect(cubin, target))
+    wanted = [target for target in TARGETS if target in targets]
+    cubins = build.build(build.cubin(source, target) for target in wanted)
+    return tuple(k for cubin, target in zip(cubins, wanted, strict=True) for k in _inspect(cubin, target))
 
 
 def _inspect(cubin: Path, target: int) -> list[compiled.Kernel]:
