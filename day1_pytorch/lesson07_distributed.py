@@ -61,7 +61,7 @@ def _rank(rank, world, folder, work):
     dist.destroy_process_group()
 
 
-def _ranks(work, world=2):
+def on_ranks(work, world=2):
     """Run work(rank, world, device) on every rank at once; return what each returned, in order of rank."""
     if LAUNCHED:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -130,7 +130,7 @@ def _ring_work(rank, world, where):
 
 def ring():
     """A ring all-reduce, written out, sends 2(p-1)/p bytes a rank for each byte reduced: 1.5 for 4 ranks, never 2."""
-    for found in (ranks := _ranks(_ring_work, 4)):
+    for found in (ranks := on_ranks(_ring_work, 4)):
         assert found["right"]
         assert found["sent"] * len(ranks) == 2 * (len(ranks) - 1) * found["bytes"]
 
@@ -166,7 +166,7 @@ def _ddp_work(rank, world, where):
 def ddp():
     """p ranks with a part of the batch each find the gradient that one process finds on all of it; they stay equal."""
     print(f"  ranks on {_device(0, 2).type}; NCCL wants a GPU for each rank: {torch.cuda.device_count()} found")
-    ranks = _ranks(_ddp_work)
+    ranks = on_ranks(_ddp_work)
     for found in ranks:
         assert torch.equal(found["start"], _flat(_model(seed=0).parameters()))  # rank 0's, sent when DDP was made
         assert _same(found["gradient"], _whole())  # DDP means over ranks, cross_entropy over rows: equal parts only
@@ -188,7 +188,7 @@ def _no_sync_work(rank, world, where):
 
 def no_sync():
     """Four micro-batches under no_sync add up locally and are reduced once: a quarter of the traffic, the same sum."""
-    for found in _ranks(_no_sync_work):
+    for found in on_ranks(_no_sync_work):
         assert found["calls"] == 1
         assert _same(found["gradient"], _whole())
 
@@ -213,7 +213,7 @@ def _uneven_work(rank, world, where):
 
 def uneven():
     """A mean of the ranks' means favours the rows of small batches; weighting each loss by its rows mends it."""
-    for found in _ranks(_uneven_work):
+    for found in on_ranks(_uneven_work):
         assert _same(found["weighted"], _whole())
         off = (found["mean of means"] - _whole()).norm() / _whole().norm()
         assert off > 0.1, "a row alone on its rank counts as much as all the other rank's rows together"
@@ -253,7 +253,7 @@ def _fsdp_work(rank, world, where):
 
 def fsdp():
     """FSDP keeps 1/p of parameters, gradients and optimizer state a rank, for 1.5 times DDP's traffic: 3(p-1)/p."""
-    ranks = _ranks(_fsdp_work)
+    ranks = on_ranks(_fsdp_work)
     for found in ranks:
         assert found["held"] * len(ranks) == sum(p.numel() for p in _model().parameters())
         assert _same(found["gradient"], _whole())
@@ -275,7 +275,7 @@ def failure():
         return  # there the launcher does this, and would end the steps with it
     began = time.monotonic()
     try:
-        _ranks(_failing_work)
+        on_ranks(_failing_work)
     except mp.ProcessRaisedException:  # rank 1's, or rank 0's, whom gloo tells that the connection is gone
         assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
     else:

@@ -1,0 +1,299 @@
+"""Attention, as it is written down: an S x S matrix through memory
+================================================================
+O = softmax(Q K^T / sqrt(D)) V for each of B H heads, Q, K, V and O [S, D] each. Two products, 4 S^2 D FLOPs a head, on
+4 S D numbers: S FLOPs for each number, so arithmetic decides from S = 400 on (an H200: 800 TFLOP/s, 4.2 TB/s). But the
+matrices between, S x S scores and S x S weights, are S / D times as large as all the rest, and each kernel that works
+on them reads S^2 numbers and writes S^2. For a head with S = 4096, D = 128 in bf16:
+
+    what                            S x S crossings of the bus        bytes       at 4.2 TB/s   its products take
+    a kernel for each step          8: product 1, scale 2, mask 2,    268 MB      64 us         11 us
+                                    softmax 2, product 1
+    scale, mask, softmax in one     4                                 134 MB      32 us         11 us
+    the matrix computed twice       0                                 some MB     0             16 us
+
+And memory: S^2 grows four times when S doubles: with 16 heads 0.5 GB a matrix at 4096, 8.6 GB at 16384 (lesson 1b).
+
+You will learn: where attention's time and memory go, what fusion can save of it, why recomputing may be the cheaper.
+Run it:    python day4_replace_op/lesson01_attention.py
+Check it:  python -m lessonkit check lesson01_attention
+Time it:   python -m lessonkit bench lesson01_attention
+"""
+
+import math
+
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, expect
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from day3_matmul_tk.lesson01_matmul import precision
+
+
+def _by_hand(q, k, v, causal=False):
+    s = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]))  # writes S^2; reads and writes S^2
+    if causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)  # reads and writes S^2
+    return s.softmax(-1) @ v  # reads and writes S^2; reads S^2
+
+
+def reference(q, k, v, causal=False):
+    """A head at a time: in float64, the matrices of all heads of a bench would not fit on the GPU."""
+    o = torch.empty_like(q)
+    for o1, q1, k1, v1 in zip(*(t.flatten(0, 1) for t in (o, q, k, v)), strict=True):
+        o1[:] = _by_hand(q1, k1, v1, causal)
+    return o
+
+
+# Rung 1. A kernel for each step, as a line of PyTorch each would be. A program of the first product makes a tile of
+# scores from BLOCK_M queries and BLOCK_N keys: their rows of D numbers are the whole sum, so there is no loop.
+@triton.jit
+def scores_kernel(
+    q_ptr, k_ptr, s_ptr,  # [BH, S, D], [BH, S, D], [BH, S, S]
+    S, D, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(S, BLOCK_N)
+    tiles = tl.cdiv(S, BLOCK_M) * tiles_n
+    head = (tl.program_id(0) // tiles).to(tl.int64)  # int64: BH * S * S passes 2^31 at 8 heads of 16384
+    rows = tl.program_id(0) % tiles // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    keys = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    q = load_rows(q_ptr + head * S * D, rows, S, D, BLOCK_D)
+    k = load_rows(k_ptr + head * S * D, keys, S, D, BLOCK_D)
+    s = tl.dot(q, k.T, input_precision=PRECISION)
+    inside = (rows[:, None] < S) & (keys[None, :] < S)
+    tl.store(s_ptr + head * S * S + rows[:, None].to(tl.int64) * S + keys[None, :], s, mask=inside)
+
+
+@triton.jit
+def load_rows(ptr, rows, S, D, BLOCK_D: tl.constexpr):
+    """Rows of a [S, D] matrix, D padded to BLOCK_D; zeros outside, which add nothing to a product."""
+    cols = tl.arange(0, BLOCK_D)
+    return tl.load(ptr + rows[:, None] * D + cols[None, :], mask=(rows[:, None] < S) & (cols[None, :] < D), other=0.0)
+
+
+@triton.jit
+def elementwise_kernel(s_ptr, scale, S, STEP: tl.constexpr, BLOCK: tl.constexpr):  # s: [BH * S, S], in place
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, S, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        s = tl.load(s_ptr + row * S + cols, mask=cols < S)
+        s = tl.where(cols > row % S, -float("inf"), s) if STEP == "mask" else s * scale
+        tl.store(s_ptr + row * S + cols, s, mask=cols < S)
+
+
+@triton.jit
+def softmax_kernel(s_ptr, scale, S, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):  # s: [BH * S, S], in place
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    s = tl.load(s_ptr + row * S + cols, mask=cols < S, other=-float("inf")).to(tl.float32) * scale
+    if CAUSAL:
+        s = tl.where(cols > row % S, -float("inf"), s)
+    p = tl.exp(s - tl.max(s, axis=0))  # no row is empty: a query sees itself
+    tl.store(s_ptr + row * S + cols, p / tl.sum(p, axis=0), mask=cols < S)
+
+
+@triton.jit
+def weighted_sum_kernel(
+    p_ptr, v_ptr, o_ptr,  # [BH, S, S], [BH, S, D], [BH, S, D]
+    S, D, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(S, BLOCK_M)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, S, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        inside = (rows[:, None] < S) & (keys[None, :] < S)
+        p_ptrs = p_ptr + head * S * S + rows[:, None].to(tl.int64) * S + keys[None, :]
+        p = tl.load(p_ptrs, mask=inside, other=0.0)
+        acc = tl.dot(p, load_rows(v_ptr + head * S * D, keys, S, D, BLOCK_D), acc, input_precision=PRECISION)
+    store_rows(o_ptr + head * S * D, acc, rows, S, D, BLOCK_D)
+
+
+@triton.jit
+def store_rows(ptr, x, rows, S, D, BLOCK_D: tl.constexpr):
+    cols = tl.arange(0, BLOCK_D)
+    tl.store(ptr + rows[:, None] * D + cols[None, :], x, mask=(rows[:, None] < S) & (cols[None, :] < D))
+
+
+def attention_steps(q, k, v, causal=False, fused=False):
+    """q, k, v [B, H, S, D] contiguous -> o [B, H, S, D]; B H S S numbers of scratch. D at most 256."""
+    o, (B, H, S, D), blocks = _prepare(q, k, v)
+    if o.numel():
+        s = q.new_empty(B, H, S, S)
+        scores_kernel[(B * H * triton.cdiv(S, 64) ** 2,)](q, k, s, S, D, *blocks)
+        scale, block = 1 / math.sqrt(D), triton.next_power_of_2(S)
+        for step in () if fused else ("scale", "mask")[: 1 + causal]:
+            elementwise_kernel[(B * H * S,)](s, scale, S, step, BLOCK=1024)
+        scale = scale if fused else 1.0
+        softmax_kernel[(B * H * S,)](s, scale, S, causal and fused, block, num_warps=max(1, min(16, block // 512)))
+        weighted_sum_kernel[(B * H * triton.cdiv(S, 64),)](s, v, o, S, D, *blocks)
+    return o
+
+
+# Rung 2. New: scale and mask where the softmax has the row in registers anyway. Predicted: 4 crossings of S^2 instead
+# of 8 (6 without a mask), so half of the time, as long as the crossings take more of it than the products.
+def attention_fused_softmax(q, k, v, causal=False):
+    """As attention_steps, three kernels: product, softmax with scale and mask, product."""
+    return attention_steps(q, k, v, causal, fused=True)
+
+
+# Rung 3. New: no S x S matrix. A softmax needs two numbers of a row, its maximum and its sum, together its logsumexp:
+# a first kernel computes the scores for these alone and throws them away, a second computes them again, now knows the
+# weights, and multiplies by V. Predicted: 6 S^2 D FLOPs instead of 4, and no S^2 bytes: at S = 4096, D = 128, 16 us of
+# products for 11 us and 32 us of crossings. (The keys come again for each 64 queries, but from L2.) What is left to
+# wish for: to need the scores only once. That is lesson 2.
+@triton.jit
+def logsumexp_kernel(
+    q_ptr, k_ptr, lse_ptr,  # [BH, S, D], [BH, S, D], [BH, S] in fp32
+    scale, S, D, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(S, BLOCK_M)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_rows(q_ptr + head * S * D, rows, S, D, BLOCK_D)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, S, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        s = masked_scores(q, k_ptr + head * S * D, rows, keys, scale, S, D, CAUSAL, BLOCK_D, PRECISION)
+        m_new = tl.maximum(m, tl.max(s, axis=1))  # finite from the first block on: key 0 is everyone's past
+        total = total * tl.exp(m - m_new) + tl.sum(tl.exp(s - m_new[:, None]), axis=1)
+        m = m_new
+    tl.store(lse_ptr + head * S + rows, m + tl.log(total), mask=rows < S)
+
+
+@triton.jit
+def masked_scores(
+    q, k_ptr, rows, keys, scale, S, D, CAUSAL: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr
+):
+    s = tl.dot(q, load_rows(k_ptr, keys, S, D, BLOCK_D).T, input_precision=PRECISION) * scale
+    seen = keys[None, :] < S
+    if CAUSAL:
+        seen = seen & (keys[None, :] <= rows[:, None])
+    return tl.where(seen, s, -float("inf"))
+
+
+@triton.jit
+def recompute_kernel(
+    q_ptr, k_ptr, v_ptr, lse_ptr, o_ptr, scale, S, D, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(S, BLOCK_M)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_rows(q_ptr + head * S * D, rows, S, D, BLOCK_D)
+    lse = tl.load(lse_ptr + head * S + rows, mask=rows < S, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, S, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        s = masked_scores(q, k_ptr + head * S * D, rows, keys, scale, S, D, CAUSAL, BLOCK_D, PRECISION)
+        p = tl.exp(s - lse[:, None]).to(q.dtype)
+        acc = tl.dot(p, load_rows(v_ptr + head * S * D, keys, S, D, BLOCK_D), acc, input_precision=PRECISION)
+    store_rows(o_ptr + head * S * D, acc, rows, S, D, BLOCK_D)
+
+
+def attention_recomputed(q, k, v, causal=False):
+    """As attention_steps; B H S numbers of scratch, in fp32."""
+    o, (B, H, S, D), blocks = _prepare(q, k, v)
+    if o.numel():
+        lse = torch.empty(B, H, S, device=q.device)
+        grid = (B * H * triton.cdiv(S, 64),)
+        logsumexp_kernel[grid](q, k, lse, 1 / math.sqrt(D), S, D, causal, *blocks)
+        recompute_kernel[grid](q, k, v, lse, o, 1 / math.sqrt(D), S, D, causal, *blocks)
+    return o
+
+
+def _prepare(q, k, v):
+    """The output, the shape, and the tile: 64 queries, 64 keys, D padded to what tl.dot takes."""
+    expect(q=q, k=k, v=v, ndim=4, same_shape=True, same_dtype=True, contiguous=True)
+    if not 0 < q.shape[-1] <= 256:
+        raise ValueError(f"q has D = {q.shape[-1]}, expected 1 to 256: a row of a head is one tile wide")
+    return torch.empty_like(q), q.shape, (64, 64, max(16, triton.next_power_of_2(q.shape[-1])), precision())
+
+
+def inputs(B, H, S, D, causal=False, dtype=torch.float32):
+    # Scores are around -sqrt(D) and grow along the keys: a key that is not there (zeros, so a score of 0) would drown
+    # all others, and every block of keys brings a new maximum, without which a rescaling left out would not be seen.
+    q, k, v = (torch.randn(B, H, S, D, device=DEVICE) + mean for mean in (1.0, -1.0, 0.5))
+    k += torch.linspace(-0.5, 0.5, S, device=DEVICE)[:, None]
+    return q.to(dtype), k.to(dtype), v.to(dtype), causal
+
+
+def work(B, H, S, D, dtype, causal=False):
+    """The op's, not the rungs': Q, K, V read and O written once; half of the products if half of the keys are seen."""
+    return Work(bytes=4 * B * H * S * D * dtype.itemsize, flops=4 * B * H * S * S * D // (2 if causal else 1))
+
+
+def the_past_is_alone(rung):
+    """Causal: other keys and values from row 40 on leave all rows before it as they are, to the bit; not so without."""
+    q, k, v, _ = inputs(1, 1, 70, 16)
+    before = [rung(q, k, v, causal)[:, :, :40] for causal in (True, False)]
+    k[:, :, 40:] += 3
+    v[:, :, 40:] = 5
+    after = [rung(q, k, v, causal)[:, :, :40] for causal in (True, False)]
+    assert [torch.equal(b, a) for b, a in zip(before, after, strict=True)] == [True, False]
+
+
+def _sdpa_math(q, k, v, causal=False):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def _bad(change):
+    return change(*inputs(1, 2, 16, 16)[:3])
+
+
+# Of any rung that takes q, k, v [B, H, S, D] of one shape, one after the other in memory.
+REFUSES = (
+    Refusal("three dimensions", lambda f: f(*_bad(lambda q, k, v: (q[0], k[0], v[0]))), ValueError, "q has 3 dim"),
+    Refusal("S of k differs", lambda f: f(*_bad(lambda q, k, v: (q, k[:, :, :3], v))), ValueError, "k has shape"),
+    Refusal("two dtypes", lambda f: f(*_bad(lambda q, k, v: (q.half(), k, v))), TypeError, "k is torch.float32"),
+    Refusal("transposed", lambda f: f(*_bad(lambda q, k, v: (q.mT, k.mT, v.mT))), ValueError, "contiguous"),
+    Refusal("gradient lost", lambda f: f(*_bad(lambda q, k, v: (q.requires_grad_(), k, v))), ValueError, "requires"),
+)
+
+LESSON = Lesson(
+    reference=reference,
+    inputs=inputs,
+    rungs=(attention_steps, attention_fused_softmax, attention_recomputed),
+    checks=(
+        case("no tokens: an empty grid is an error in CUDA", B=1, H=2, S=0, D=16),
+        case("one token: the softmax is 1, all other keys of the tile must not count", B=2, H=1, S=1, D=16),
+        case("one past a tile, D that needs padding", B=1, H=1, S=65, D=40),
+        case("causal, two tiles: the second sees all of the first", B=1, H=2, S=70, D=32, causal=True),
+        case("offsets past 2^31 in the scores", gib=16, B=1, H=9, S=16384, D=16),
+        case("on which bytes are counted: two tiles each way, masked", B=1, H=1, S=96, D=24, causal=True),
+    ),
+    benches=tuple(
+        {"B": 16384 // S, "H": 16, "S": S, "D": 128, "causal": causal}
+        for S, causal in ((512, False), (2048, False), (2048, True), (4096, False), (16384, False))
+    ),
+    work=work,
+    wrong=(
+        Mutant("a query does not see itself", "elementwise_kernel", "cols > row % S", "cols >= row % S",
+               "attention_steps", "nan"),
+        Mutant("padding counts as a score of 0", "softmax_kernel", 'other=-float("inf")', "other=0.0",
+               "attention_fused_softmax"),
+        Mutant("scaled by D", "attention_steps", "1 / math.sqrt(D)", "1 / D", "attention_fused_softmax"),
+        Mutant("keys past the end count", "masked_scores", "keys[None, :] < S", "keys[None, :] >= 0",
+               "attention_recomputed"),
+        Mutant("the sum is not rescaled", "logsumexp_kernel", "total * tl.exp(m - m_new)", "total",
+               "attention_recomputed"),
+        Mutant("rows past the end are read", "load_rows", "(rows[:, None] < S) & ", "", "attention_recomputed",
+               "out of bounds"),
+    ),
+    peers={"torch": _by_hand, "torch.compile": torch.compile(_by_hand, dynamic=False), "SDPA math": _sdpa_math},
+    claims={attention_recomputed: ("wgmma", "16-byte loads", "no spills")},
+    # In units of Q + K + V + O, of which each is 1/4: a crossing of S^2 is S / D = 4 such parts, hence 1. The first
+    # product reads q and k twice (+1), the second v twice (+0.5), o is written (+0.25). Without S^2, k once more.
+    passes={attention_steps: 8 + 1.75, attention_fused_softmax: 4 + 1.75, attention_recomputed: 2.28},
+    properties=(the_past_is_alone,),
+    refuses=REFUSES,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()
