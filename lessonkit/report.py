@@ -218,9 +218,9 @@ def _step_pages(folder: Path, others: dict[Path, str | bytes]) -> dict[Path, str
     def add(lesson: str, table: Table, measured: str = "") -> None:
         part = f"## {table.name}\n\n{table.note}\n\n{measured}"
         part += markdown(table.rows[0], (row.values() for row in table.rows))
-        if table.x:
+        if table.x or table.draw:
             plot = folder / f"{lesson}.{table.name.replace(' ', '_')}.png"
-            made[plot] = plots.lines(table.name, table.rows, table.x, table.y, table.by)
+            made[plot] = plots.of_table(table)
             part += f"\n![{table.name}]({plot.name})\n"
         pages.setdefault(lesson, []).append(part)
 
