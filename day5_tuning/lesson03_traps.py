@@ -87,7 +87,7 @@ def _scale(x, z):
 
 
 def results_laid_out_like_their_input():
-    """empty_like keeps strides: for a transposed x it is transposed too, and a kernel that writes rows fills columns."""
+    """empty_like keeps strides: for a transposed x it is transposed too, a kernel that writes rows fills columns."""
     x = torch.randn(8, 40, device=DEVICE).t()
     wrong = _scale(x, torch.empty_like(x))
     assert torch.empty_like(x).stride() == (1, 40)  # not (8, 1)
