@@ -74,6 +74,7 @@ def roofline(folder):
         if row is None:
             continue
         at = standing(found, row)
+        small = min((r for r in found if r.rung == row.rung), key=lambda r: r.bytes)
         first = next((r for r in found if r.rung == lesson.rungs[0].__name__ and r.shape == row.shape), None)
         copies += [r.tb_per_s for r in found if r.kind == "limit"]
         table.append({
@@ -81,12 +82,15 @@ def roofline(folder):
             "FLOPs a byte": f"{at.intensity:.3g}", "TFLOP/s": f"{row.tflop_per_s:.3g}",
             "first rung's": f"{first.tflop_per_s:.3g}" if first else "", "rate": row.rate,
             "% of its limit": f"{row.percent_of_limit:.0f}", "bound by": at.bound,
+            "at its smallest": standing(found, small).bound,
         })  # fmt: skip
     if not table:
         return None
     bounds = Counter(row["bound by"] for row in table)
     said = ", ".join(f"{count} by {what}" for what, count in bounds.most_common())
-    note = f"Of {len(table)} lessons' last rungs at their largest shape, bound: {said}. Lines come from first rungs."
+    launched = sum(row["at its smallest"] == "launch" for row in table)
+    note = f"Last rungs of {len(table)} lessons at their largest shape: bound {said}; at their smallest {launched} by "
+    note += "launches. Lines come from first rungs."
 
     def draw(figure):
         figure.set_size_inches(11, 7)
@@ -94,6 +98,9 @@ def roofline(folder):
         roof, ceiling = max(copies), max(float(row["TFLOP/s"]) for row in table)
         span = [0.05, ceiling / roof, 10_000.0]
         axes.plot(span, [min(x * roof, ceiling) for x in span], ":k", label=f"{roof:.2f} TB/s, {ceiling:.0f} TFLOP/s")
+        fp32 = max((float(row["TFLOP/s"]) for row in table if row["operator"] == "fp32 matmul"), default=0.0)
+        if fp32:
+            axes.plot([fp32 / roof, 10_000.0], [fp32, fp32], ":", color="gray", label=f"fp32: {fp32:.0f} TFLOP/s")
         colours = {"memory": "tab:blue", "compute": "tab:red", "latency": "tab:orange", "launch": "tab:gray"}
         for what, colour in colours.items():
             mine = [row for row in table if row["bound by"] == what and float(row["FLOPs a byte"])]
@@ -107,8 +114,10 @@ def roofline(folder):
         for row in table:  # one name an operator, at its fastest
             if float(row["FLOPs a byte"]) and float(row["TFLOP/s"]) > best.get(row["operator"], (0, 0))[1]:
                 best[row["operator"]] = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
-        for op, place in best.items():
-            axes.annotate(op, place, textcoords="offset points", xytext=(5, -4), fontsize=7)
+        for i, (op, place) in enumerate(sorted(best.items(), key=lambda item: item[1])):
+            ha, va, away = (("left", "top", 3), ("right", "bottom", -3))[i % 2]  # in turn below and above the roof
+            axes.annotate(op, place, textcoords="offset points", xytext=(away, -away), fontsize=7, ha=ha, va=va,
+                          rotation=-35, rotation_mode="anchor")  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="TFLOP/s",
                  title=f"Every operator of the course, {folder.name}")  # fmt: skip
         axes.grid(alpha=0.3)

@@ -17,7 +17,7 @@ OPERATORS = {
     "cross-entropy backward": r"cross_entropy_backward", "cross-entropy": r"cross_entropy", "scan": r"scan",
     "sort": r"sort|onesweep", "transpose": r"transpose", "quantisation": r"quantize", "fp8 matmul": r"fp8",
     "skinny matmul": r"skinny", "grouped matmul": r"grouped", "epilogue backward": r"epilogue_backward",
-    "epilogue": r"epilogue", "fp32 matmul": r"matrix_multiply", "matmul": r"matmul|tiles",
+    "epilogue": r"epilogue", "fp32 matmul": r"matrix_multiply", "matmul": r"matmul|gluon|tiles",
     "attention backward": r"(flash|attention).*backward", "decoding": r"decoding", "attention": r"attention|flash",
 }  # fmt: skip
 LAUNCH_US = 8  # where even a copy of the bytes takes less, starting it is what takes the time
