@@ -11,7 +11,7 @@ lesson declares (the least bytes, the FLOPs) it is known before any run under wh
 
 Where it then is tells four stories. At half of its roof or more it is bound by memory or by compute, and only fewer
 bytes or FLOPs help; far below both it waits (for a neighbour, a barrier, an atomic, too few bytes in flight): bound by
-latency; and where even a copy of its bytes takes less than 8 us, starting it is what takes the time: bound by launches.
+latency; and where even its limit is less than 8 us, starting it is what takes the time: bound by launches.
 
 You will learn: to place a kernel before you write it, to read what is left to win, to check counts against counters.
 Run it:    python day5_tuning/lesson06_roofline.py      (no kernel runs; the plot is reports/<device>/*roofline*.png)
@@ -26,7 +26,7 @@ from lessonkit.lesson import kernels, shape_name
 
 import torch
 
-from day5_tuning.results import largest, measured, operator, standing
+from day5_tuning.results import bound, intensity, largest, measured, operator
 
 RIDGE = {torch.float32: 12}  # FLOPs a byte; 190 in 16 bits, 300 in 8
 
@@ -40,11 +40,11 @@ def placed_before_any_run():
             continue
         shape = lesson.benches[0]
         work = lesson.work(dtype=lesson.bench_dtype, **shape)
-        intensity = work.flops / max(1, work.bytes)
-        side = "compute" if intensity > RIDGE.get(lesson.bench_dtype, 190) else "memory"
+        flops_a_byte = work.flops / max(1, work.bytes)
+        side = "compute" if flops_a_byte > RIDGE.get(lesson.bench_dtype, 190) else "memory"
         sides[side] += 1
         table.append({"lesson": name.split(".")[1], "shape": shape_name(shape), "MB": round(work.bytes / 1e6, 1),
-                      "FLOPs a byte": round(intensity, 2), "roof": side})  # fmt: skip
+                      "FLOPs a byte": round(flops_a_byte, 2), "roof": side})  # fmt: skip
     by = {row["lesson"]: row for row in table}
     assert by["lesson03_softmax"]["FLOPs a byte"] == 1.25
     assert by["lesson03_softmax"]["roof"] == "memory"
@@ -73,16 +73,15 @@ def roofline(folder):
         row = largest(found, lesson.rungs[-1].__name__)
         if row is None:
             continue
-        at = standing(found, row)
         small = min((r for r in found if r.rung == row.rung), key=lambda r: r.bytes)
         first = next((r for r in found if r.rung == lesson.rungs[0].__name__ and r.shape == row.shape), None)
         copies += [r.tb_per_s for r in found if r.kind == "limit"]
         table.append({
             "operator": operator(name), "last rung": f"{name.split('.')[1]}: {row.rung}", "shape": row.shape,
-            "FLOPs a byte": f"{at.intensity:.3g}", "TFLOP/s": f"{row.tflop_per_s:.3g}",
+            "FLOPs a byte": f"{intensity(row):.3g}", "TFLOP/s": f"{row.tflop_per_s:.3g}",
             "first rung's": f"{first.tflop_per_s:.3g}" if first else "", "rate": row.rate,
-            "% of its limit": f"{row.percent_of_limit:.0f}", "bound by": at.bound,
-            "at its smallest": standing(found, small).bound,
+            "% of its limit": f"{row.percent_of_limit:.0f}", "bound by": bound(row),
+            "at its smallest": bound(small),
         })  # fmt: skip
     if not table:
         return None
@@ -94,36 +93,40 @@ def roofline(folder):
 
     def draw(figure):
         figure.set_size_inches(11, 7)
-        axes = figure.add_subplot()
-        roof, ceiling = max(copies), max(float(row["TFLOP/s"]) for row in table)
-        span = [0.05, ceiling / roof, 10_000.0]
-        axes.plot(span, [min(x * roof, ceiling) for x in span], ":k", label=f"{roof:.2f} TB/s, {ceiling:.0f} TFLOP/s")
-        fp32 = max((float(row["TFLOP/s"]) for row in table if row["operator"] == "fp32 matmul"), default=0.0)
-        if fp32:
-            axes.plot([fp32 / roof, 10_000.0], [fp32, fp32], ":", color="gray", label=f"fp32: {fp32:.0f} TFLOP/s")
-        colours = {"memory": "tab:blue", "compute": "tab:red", "latency": "tab:orange", "launch": "tab:gray"}
-        for what, colour in colours.items():
-            mine = [row for row in table if row["bound by"] == what and float(row["FLOPs a byte"])]
-            for row in mine:
-                x, y = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
-                if row["first rung's"]:
-                    axes.plot([x, x], [float(row["first rung's"]), y], "-", color=colour, alpha=0.35, linewidth=1)
-            axes.plot([float(r["FLOPs a byte"]) for r in mine], [float(r["TFLOP/s"]) for r in mine], "o", color=colour,
-                      markersize=5, label=f"bound by {what}")  # fmt: skip
-        best = {}
-        for row in table:  # one name an operator, at its fastest
-            if float(row["FLOPs a byte"]) and float(row["TFLOP/s"]) > best.get(row["operator"], (0, 0))[1]:
-                best[row["operator"]] = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
-        for i, (op, place) in enumerate(sorted(best.items(), key=lambda item: item[1])):
-            ha, va, away = (("left", "top", 3), ("right", "bottom", -3))[i % 2]  # in turn below and above the roof
-            axes.annotate(op, place, textcoords="offset points", xytext=(away, -away), fontsize=7, ha=ha, va=va,
-                          rotation=-35, rotation_mode="anchor")  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="TFLOP/s",
-                 title=f"Every operator of the course, {folder.name}")  # fmt: skip
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, loc="lower right")
+        draw_roofline(figure.add_subplot(), table, max(copies))
 
     return Table("roofline", table, note, draw=draw)
+
+
+def draw_roofline(axes, table, roof):
+    """The rows of `roofline` under a bandwidth in TB/s, and under the fastest of them."""
+    ceiling = max(float(row["TFLOP/s"]) for row in table)
+    span = [0.05, ceiling / roof, 10_000.0]
+    axes.plot(span, [min(x * roof, ceiling) for x in span], ":k", label=f"{roof:.2f} TB/s, {ceiling:.0f} TFLOP/s")
+    fp32 = max((float(row["TFLOP/s"]) for row in table if row["operator"] == "fp32 matmul"), default=0.0)
+    if fp32:
+        axes.plot([fp32 / roof, 10_000.0], [fp32, fp32], ":", color="gray", label=f"fp32: {fp32:.0f} TFLOP/s")
+    colours = {"memory": "tab:blue", "compute": "tab:red", "latency": "tab:orange", "launch": "tab:gray"}
+    for what, colour in colours.items():
+        mine = [row for row in table if row["bound by"] == what and float(row["FLOPs a byte"])]
+        for row in mine:
+            x, y = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
+            if row["first rung's"]:
+                axes.plot([x, x], [float(row["first rung's"]), y], "-", color=colour, alpha=0.35, linewidth=1)
+        axes.plot([float(r["FLOPs a byte"]) for r in mine], [float(r["TFLOP/s"]) for r in mine], "o", color=colour,
+                  markersize=5, label=f"bound by {what}")  # fmt: skip
+    best = {}
+    for row in table:  # one name an operator, at its fastest
+        if float(row["FLOPs a byte"]) and float(row["TFLOP/s"]) > best.get(row["operator"], (0, 0))[1]:
+            best[row["operator"]] = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
+    for i, (op, place) in enumerate(sorted(best.items(), key=lambda item: item[1])):
+        ha, va, away = (("left", "top", 3), ("right", "bottom", -3))[i % 2]  # in turn below and above the roof
+        axes.annotate(op, place, textcoords="offset points", xytext=(away, -away), fontsize=6, ha=ha, va=va,
+                      rotation=-35, rotation_mode="anchor")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="TFLOP/s")
+    axes.set_ylim(top=40 * ceiling)  # room for names
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="lower right")
 
 
 def counters_beside_counts(folder):

@@ -195,9 +195,7 @@ def what_they_need():
         assert binary in by_hand
         here = bool(hardware.find(binary)) if binary in ("nsys", "ncu") else True
         table.append({"tool": tool, "command": binary or "-", "here": "yes" if here else "no"})
-    return Table(
-        "tools", table, "Nsight comes with the CUDA toolkit, Proton with Triton; its viewer wants llnl-hatchet."
-    )
+    return Table("tools", table, "Nsight comes with the CUDA toolkit, Proton with Triton (viewer: llnl-hatchet).")
 
 
 LESSON = Steps(
