@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -173,8 +174,21 @@ def count(
 
 
 @app.command(name="report")
-def write_report() -> None:
-    """Rebuild every page, plot and results block from the rows."""
+def write_report(
+    which: Annotated[str, typer.Argument(help="Nothing, or `final`: the report that day 5 ends with.")] = "",
+    operator: Annotated[str, typer.Option(help="Whose story the final report tells.")] = "",
+) -> None:
+    """Rebuild every page, plot and results block from the rows; `report final`: the final report."""
+    if which not in ("", "final"):
+        raise typer.BadParameter(f"{which!r}: there is `report`, and `report final`")
+    if which:
+        try:
+            made = import_module("day5_tuning.lesson08_final_report").write_report(operator)
+        except ValueError as why:
+            raise typer.BadParameter(str(why)) from None
+        for path in made:
+            show.console.print(f"wrote {path.relative_to(ROOT)}")
+        return
     for path in report.write():
         show.console.print(f"wrote {path.relative_to(ROOT)}")
     for line in (stale := report.stale_rows()):

@@ -1,23 +1,21 @@
 """What the compiler made of a rung, for any GPU and without one.
 
-`python -m lessonkit.compiled LESSON` runs each rung once with meta tensors (shapes, no data) under a driver that
+`python -m lessonkit compile LESSON` runs each rung once with meta tensors (shapes, no data) under a driver that
 names a target and launches nothing: Triton specialises and compiles exactly what a launch would. From the machine
 code come registers, spills, shared memory, the occupancy they allow, and the instructions that a rung may claim.
 """
 
-import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 from unittest import mock
+
+from lessonkit.elsewhere import elsewhere
 
 TARGETS = (80, 90, 100)
 # Per SM: registers, shared memory in bytes, warps, blocks (CUDA programming guide, compute capabilities table).
@@ -58,12 +56,16 @@ CLAIMS: dict[str, Callable[[Kernel], bool]] = {
 }
 
 
-def occupancy(target: int, warps: int, registers: int, shared: int) -> float:
-    """Resident warps over the SM's limit. Registers come in units of 256 a warp, shared memory with 1 KB a block."""
+def resident(target: int, warps: int, registers: int, shared: int) -> int:
+    """Programs that an SM holds at a time. Registers come in units of 256 a warp, shared memory with 1 KB a program."""
     all_registers, all_shared, max_warps, max_blocks = SM_LIMITS[target]
     by_registers = all_registers // (-(-registers * 32 // 256) * 256) // warps if registers else max_blocks
-    by_shared = all_shared // (shared + 1024)
-    return min(by_registers, by_shared, max_blocks, max_warps // warps) * warps / max_warps
+    return min(by_registers, all_shared // (shared + 1024), max_blocks, max_warps // warps)
+
+
+def occupancy(target: int, warps: int, registers: int, shared: int) -> float:
+    """Resident warps over the SM's most."""
+    return resident(target, warps, registers, shared) * warps / SM_LIMITS[target][2]
 
 
 def tool(name: str, *args: str) -> str:
@@ -117,7 +119,8 @@ def row(rung: str, kernel: str, target: int, ops: Sequence[str], *, warps: int, 
     )
 
 
-def _inspect(rung: str, compiled: Any, target: int) -> Kernel:
+def inspect(rung: str, compiled: Any, target: int) -> Kernel:
+    """The row of a kernel that Triton has compiled."""
     meta = compiled.metadata
     ops, registers = _machine_code(compiled.asm["cubin"])
     return row(rung, meta.name, target, ops, warps=meta.num_warps, registers=registers, shared=meta.shared)
@@ -134,11 +137,12 @@ def _machine_code(binary: bytes) -> tuple[list[str], int]:
     return ops, int(re.findall(r"REG:(\d+)", usage)[0])
 
 
-def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> list[Kernel]:
-    """Compile every rung of a lesson. Only in a process whose lane is `compiled` (see run)."""
-    from lessonkit.arguments import Unsupported
-    from lessonkit.lesson import Broken, Lesson, discover, suits
+@contextmanager
+def compiling(target: int) -> Iterator[dict[str, Any]]:
+    """Inside, a launch compiles for the target and starts nothing. Only in a process whose lane is `compiled`.
 
+    Yields {kernel's name: what Triton compiled}, which holds the first launch of each kernel until it is cleared.
+    """
     from triton import runtime
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -163,30 +167,39 @@ def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> li
 
             return torch.device("meta")
 
-    lesson = dict(discover(name))[name]
-    if isinstance(lesson, Broken):
-        raise lesson.error
-    assert isinstance(lesson, Lesson)
-    made: dict[str, Any] = {}  # kernels of the rung at hand, each as it is compiled for the first shape that reaches it
+    made: dict[str, Any] = {}
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if self.__name__ not in made:
             made[self.__name__] = launch(self, *args, grid=grid, warmup=True, **options)
 
-    kernels: dict[tuple[str, str, int], Kernel] = {}
     with mock.patch.object(JITFunction, "run", compile_only):
-        for target in targets:
-            runtime.driver.set_active(Driver(target))
+        runtime.driver.set_active(Driver(target))
+        yield made
+
+
+def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> list[dict[str, Any]]:
+    """Compile every rung of a lesson. Only in a process whose lane is `compiled` (see elsewhere)."""
+    from lessonkit.arguments import Unsupported
+    from lessonkit.lesson import Broken, Lesson, discover, suits
+
+    lesson = dict(discover(name))[name]
+    if isinstance(lesson, Broken):
+        raise lesson.error
+    assert isinstance(lesson, Lesson)
+    kernels: dict[tuple[str, str, int], Kernel] = {}
+    for target in targets:
+        with compiling(target) as made:
             for rung in (r for r in lesson.rungs if suits(r, target) and (not rungs or r.__name__ in rungs)):
                 made.clear()
                 for shape in lesson.benches:
                     with suppress(Unsupported):
                         rung(*lesson.inputs(dtype=lesson.bench_dtype, **shape))
                 for compiled in made.values():
-                    kernel = _inspect(rung.__name__, compiled, target)
+                    kernel = inspect(rung.__name__, compiled, target)
                     kernels[kernel.rung, kernel.kernel, target] = kernel
-    return list(kernels.values())
+    return [asdict(k) for k in kernels.values()]
 
 
 @cache
@@ -202,56 +215,10 @@ def kernels(name: str, targets: tuple[int, ...] = TARGETS, rungs: tuple[str, ...
 
     if (program := ROOT / f"{name.replace('.', '/')}.cu").exists():
         return machine_code.kernels(program, targets)
-    return tuple(Kernel(**row) for row in _compiler().compile(name, targets, rungs))
-
-
-class _Compiler:
-    """The process of the `compiled` lane. It stays for the next lesson: PyTorch is imported once, not for each."""
-
-    def __init__(self) -> None:
-        from lessonkit.lesson import ROOT
-
-        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        env |= {"LESSONKIT_LANE": "compiled", "CUDA_VISIBLE_DEVICES": ""}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
-        command = [sys.executable, "-m", "lessonkit.compiled"]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=env)
-
-    def compile(self, name: str, targets: tuple[int, ...], rungs: tuple[str, ...]) -> list[dict[str, Any]]:
-        """Rows of kernels as dictionaries. RuntimeError with the compiler's last words, which may have ended it."""
-        ask, answer = self.process.stdin, self.process.stdout
-        assert ask is not None
-        assert answer is not None
-        with suppress(BrokenPipeError):
-            print(json.dumps([name, targets, rungs]), file=ask, flush=True)
-        if line := answer.readline():
-            rows: list[dict[str, Any]] | str = json.loads(line)
-            if isinstance(rows, list):
-                return rows
-            raise RuntimeError(f"{name} does not compile:\n{rows[-2000:]}")
-        self.process.wait()
-        _compiler.cache_clear()
-        self.errors.seek(0)
-        raise RuntimeError(f"{name} does not compile, and ended the compiler:\n{self.errors.read()[-2000:]}")
-
-
-@cache
-def _compiler() -> _Compiler:
-    return _Compiler()
-
-
-def _serve() -> None:
-    """Answer each line of names and targets with a line of rows, or of the error, until there are no more."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # a lesson may print
-    for line in sys.stdin:
-        name, targets, rungs = json.loads(line)
-        try:
-            said: Any = [asdict(k) for k in _compile_here(name, targets, rungs)]
-        except Exception:
-            said = traceback.format_exc()
-        print(json.dumps(said), file=answers, flush=True)
+    try:
+        return tuple(Kernel(**row) for row in elsewhere(__name__, "_compile_here", name, targets, rungs))
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} does not compile: {error}") from None
 
 
 def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterable[Kernel]) -> list[str]:
@@ -271,7 +238,3 @@ def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterabl
                 if not CLAIMS[what](k)
             ]
     return broken
-
-
-if __name__ == "__main__":
-    _serve()

@@ -163,7 +163,10 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that a step measured. `x`, `y` and `by` (a line for each value) ask for a plot; the note: what to see."""
+    """Rows that a step measured. `x`, `y` and `by` (a line for each value) ask for a plot; the note: what to see.
+
+    draw: draw(figure) where lines do not do; of a table that `compares` makes, for only rows are kept.
+    """
 
     name: str
     rows: list[dict[str, Any]]
@@ -171,6 +174,7 @@ class Table:
     x: str = ""
     y: str = ""
     by: str = ""
+    draw: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)

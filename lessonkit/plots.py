@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from lessonkit.lesson import Table
 from lessonkit.rows import Row
 
 
@@ -14,11 +15,16 @@ def data_hash(png: bytes) -> str:
     return found[1].decode() if found else ""
 
 
-def _render(draw: Callable[[Any], None], data: object, size: tuple[float, float] = (8, 4.5)) -> bytes:
+def _render(draw: Callable[[Any], None], data: object) -> bytes:
+    return picture(lambda figure: draw(figure.add_subplot()), data)
+
+
+def picture(draw: Callable[[Any], None], data: object) -> bytes:
+    """A PNG of what `draw(figure)` draws, which may set its size; `data` is all that it shows."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
-    draw(figure.add_subplot())
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    draw(figure)
     out = io.BytesIO()
     mark = hashlib.sha256(repr(data).encode()).hexdigest()[:16]
     figure.savefig(out, format="png", dpi=110, metadata={"Comment": f"data:{mark}"})
@@ -72,6 +78,13 @@ def roofline(device: str, rows: list[Row]) -> bytes:
         axes.legend(fontsize=7)
 
     return _render(draw, (points, roof, ceiling))
+
+
+def of_table(table: Table) -> bytes:
+    """The plot that a table asks for: one of its own, or lines."""
+    if table.draw:
+        return picture(table.draw, [tuple(map(str, row.values())) for row in table.rows])
+    return lines(table.name, table.rows, table.x, table.y, table.by)
 
 
 def lines(title: str, rows: list[dict[str, Any]], x: str, y: str, by: str) -> bytes:

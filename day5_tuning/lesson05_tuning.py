@@ -1,0 +1,152 @@
+"""Tuning, softmax: how many rows, how many warps
+==============================================
+A configuration is chosen by arithmetic first and by the clock last. For a kernel that reads a tile, waits, computes and
+writes it (day 2's packed softmax), three numbers decide, and the compiler says the first before anything runs:
+
+    resident   programs an SM holds: by registers, by warps (64), by programs (32)
+    in flight  resident * its bytes: Little's law wants bandwidth * latency, 4.2 TB/s * 1 us / 132 = 32 KB an SM
+    waves      programs / (132 * resident), rounded up: the last wave costs as much as a full one
+
+    memory     bytes / bandwidth                                                              8192 x 8192, bf16: 64 us
+    issue      elements * 16 instructions / (132 SMs * 128 lanes a cycle)                                        33 us
+    latency    waves * (1.2 us until data comes + reductions + one program's own instructions and bytes)
+    time       close to the largest; where two are close, both cost: the fourth root of the sum of fourth powers
+
+    e.g. 8192 columns, one row a program of 16 KB: 4 warps hold 128 bytes a thread in some 72 registers, 7 programs, 112
+    KB in flight; 32 warps hold 16 bytes a thread, 2 programs (64 warps), 32 KB; 1 warp spills.
+
+Predict before you run, for each of the three lengths below: the best number of warps, and the worst.
+You will learn: to write a model of a page, to rank with it, to read a heat map for what the model missed.
+Run it:    python day5_tuning/lesson05_tuning.py      (compiled and predicted; on a GPU timed, a minute)
+Matmul: lesson05b_tuning_matmul. Flash attention: lesson05c_tuning_attention. Autotune itself: lesson05d_autotune.
+"""
+
+from lessonkit import Steps
+
+import torch
+import triton
+
+from day2_triton_basics.lesson03_softmax import LESSON as SOFTMAX
+from day2_triton_basics.lesson03_softmax import softmax_packed_kernel
+from day5_tuning.compared import comparisons
+from day5_tuning.sweeps import FAMILY, H200, Figures, Sweep, figures, rank_correlation, show, together, waves
+
+CLOCK = 1.9e9  # memory leaves the SMs idle, and so their clock high
+LATENCY = 1.2e-6  # seconds from a program's first load to its first byte, when memory is busy, and of its last store
+INSTRUCTIONS = 16  # an element: widened twice, less m, scaled, exp2 twice, summed, compared, rounded
+LAUNCH = 2.0  # microseconds between the events when the kernel does nothing
+REDUCTION = 150  # cycles of a maximum or a sum among the lanes of a warp; as much again through shared memory
+
+
+def launch(args, config):
+    """Softmax of [M, N] with ROWS rows a program and `warps` warps; blocks are rows rounded up."""
+    (x,) = args
+    y, (M, N) = torch.empty_like(x), x.shape
+    softmax_packed_kernel[(triton.cdiv(M, config["ROWS"]),)](
+        x, y, M, N, x.stride(0), y.stride(0), config["ROWS"], triton.next_power_of_2(N), num_warps=config["num_warps"]
+    )
+    return y
+
+
+def configs(size):
+    """Those with 4 to 256 elements a thread: below, lanes idle; above, nothing fits into registers."""
+    return [
+        {"ROWS": r, "num_warps": w}
+        for r in (1, 2, 4, 8)
+        for w in (1, 2, 4, 8, 16, 32)
+        if 4 <= r * triton.next_power_of_2(size["N"]) / (32 * w) <= 256 and (r == 1 or r * size["N"] <= 16384)
+    ]
+
+
+def predict(size, config, k: Figures, machine):
+    """Microseconds, and the largest of the terms above."""
+    M, N, rows = size["M"], size["N"], config["ROWS"]
+    programs, elements = -(-M // rows), rows * N
+    issue = elements * INSTRUCTIONS / 128 / CLOCK  # of one program; an SM issues four warp instructions a cycle
+    transfer = 4 * elements / 64 / CLOCK  # in and out, at what an SM can take
+    chain = LATENCY + 2 * REDUCTION * (1 + (k.warps > rows)) / CLOCK + issue + transfer
+    spilled = programs * k.spills * k.warps * 128  # a spill is 4 bytes for each of 32 lanes
+    us, limit = together(
+        {
+            "spills" if k.spills else "memory": (4 * M * N + spilled) / machine.memory * 1e6,
+            "issue": programs * issue / machine.sms * 1e6,
+            "latency": waves(programs, k.resident, machine.sms) * chain * 1e6,
+        }
+    )
+    return us + LAUNCH, limit
+
+
+SWEEP = Sweep(
+    lesson=SOFTMAX,
+    module=__name__,
+    sizes=({"M": 32768, "N": 1024}, {"M": 8192, "N": 8192}, {"M": 4096, "N": 32768}),
+    configs=configs,
+    launch=launch,
+    predict=predict,
+    axes=lambda c: (f"{c['ROWS']} rows", f"{c['num_warps']} warps"),
+)
+compile_here = SWEEP.compile_here
+
+
+def swept():
+    """Every configuration: compiled, predicted, and on a GPU checked and timed, all of a size in turns."""
+    return SWEEP.step()
+
+
+def _row(size, **config):
+    """A configuration's row as compiled."""
+    return next(row for row in SWEEP.compiled() if row["size"] == size and SWEEP.config(row) == config)
+
+
+LONG = "M=8192 N=8192"
+
+
+def four_warps_a_row():
+    """Three configurations for rows of 8192. 4 warps: 64 elements a thread, several programs, 64 KB and more."""
+    k = figures(_row(LONG, ROWS=1, num_warps=4))
+    assert k.spills == 0
+    assert k.resident * 16384 > 64 * 1024  # twice what Little's law wants
+    assert SWEEP.predicted(_row(LONG, ROWS=1, num_warps=4))[1] == "memory"
+
+
+def a_warp_a_row():
+    """1 warp: 256 elements a thread are more than its 255 registers, and what does not fit goes to memory and back."""
+    k = figures(_row(LONG, ROWS=1, num_warps=1))
+    assert k.registers == 255 and k.spills > 0  # noqa: PT018
+    assert SWEEP.predicted(_row(LONG, ROWS=1, num_warps=1))[0] > SWEEP.predicted(_row(LONG, ROWS=1, num_warps=4))[0]
+
+
+def thirty_two_warps_a_row():
+    """32 warps: they fit twice at most, 32 KB in flight, and every reduction crosses all of them."""
+    k = figures(_row(LONG, ROWS=1, num_warps=32))
+    assert k.resident <= 2
+    us, limit = SWEEP.predicted(_row(LONG, ROWS=1, num_warps=32))
+    assert limit == "latency" and us > SWEEP.predicted(_row(LONG, ROWS=1, num_warps=4))[0]  # noqa: PT018
+
+
+def the_best_moves_with_size_and_gpu():
+    """Longer rows want more warps; a GPU whose memory is slower forgives more, one with fewer SMs less."""
+    table = SWEEP.compiled()
+    for machine in FAMILY:
+        best = []
+        for size in dict.fromkeys(row["size"] for row in table):
+            mine = [row for row in table if row["size"] == size]
+            ranked = sorted(mine, key=lambda row: SWEEP.predicted(row, machine)[0])
+            within = [
+                row for row in mine if SWEEP.predicted(row, machine)[0] < 1.05 * SWEEP.predicted(ranked[0], machine)[0]
+            ]
+            best.append(f"{show(SWEEP, ranked[0])} ({len(within)} of {len(mine)} within 5%)")
+        print(f"  {machine.name:10} {'; '.join(best)}")
+    mine = [row for row in table if row["size"] == LONG]
+    order = [[SWEEP.predicted(row, machine)[0] for row in mine] for machine in (H200, FAMILY[2])]
+    assert rank_correlation(*order) > 0.5
+
+
+LESSON = Steps(
+    steps=(swept, four_warps_a_row, a_warp_a_row, thirty_two_warps_a_row, the_best_moves_with_size_and_gpu),
+    compares=comparisons(SWEEP),
+    alone=True,
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,150 @@
+"""Roofline: every kernel of the course on one plot
+================================================
+A kernel's roof is the lower of two: bandwidth times its FLOPs a byte, and the machine's FLOP rate. An H200 does about
+800 TFLOP/s in bf16 on 4.2 TB/s: the two meet at 190 FLOPs a byte, in fp32 (51 TFLOP/s) at 12. From the work that each
+lesson declares (the least bytes, the FLOPs) it is known before any run under which roof it stands:
+
+    softmax     5 FLOPs on 4 bytes                1.25        memory
+    matmul n    2 n^3 FLOPs on 6 n^2 bytes        n / 3       memory below n = 570, compute above
+    matvec      2 n^2 on 2 n^2 bytes              1           memory, whatever n is
+    attention   4 S^2 D on 8 S D bytes            S / 2       compute from S = 380 on
+
+Where it then is tells four stories. At half of its roof or more it is bound by memory or by compute, and only fewer
+bytes or FLOPs help; far below both it waits (for a neighbour, a barrier, an atomic, too few bytes in flight): bound by
+latency; and where even its limit is less than 8 us, starting it is what takes the time: bound by launches.
+
+You will learn: to place a kernel before you write it, to read what is left to win, to check counts against counters.
+Run it:    python day5_tuning/lesson06_roofline.py      (no kernel runs; the plot is reports/<device>/*roofline*.png)
+Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
+"""
+
+from collections import Counter
+
+from lessonkit import Steps, Table, report
+from lessonkit.cuda import hardware
+from lessonkit.lesson import kernels, shape_name
+
+import torch
+
+from day5_tuning.results import bound, intensity, largest, measured, operator
+
+RIDGE = {torch.float32: 12}  # FLOPs a byte; 190 in 16 bits, 300 in 8
+
+
+def placed_before_any_run():
+    """Most of the course is bound by memory: only products of large matrices and attention have FLOPs enough."""
+    sides = Counter()
+    table = []
+    for name, lesson in kernels():
+        if not lesson.benches:  # a lesson of traps is not timed
+            continue
+        shape = lesson.benches[0]
+        work = lesson.work(dtype=lesson.bench_dtype, **shape)
+        flops_a_byte = work.flops / max(1, work.bytes)
+        side = "compute" if flops_a_byte > RIDGE.get(lesson.bench_dtype, 190) else "memory"
+        sides[side] += 1
+        table.append({"lesson": name.split(".")[1], "shape": shape_name(shape), "MB": round(work.bytes / 1e6, 1),
+                      "FLOPs a byte": round(flops_a_byte, 2), "roof": side})  # fmt: skip
+    by = {row["lesson"]: row for row in table}
+    assert by["lesson03_softmax"]["FLOPs a byte"] == 1.25
+    assert by["lesson03_softmax"]["roof"] == "memory"
+    assert sides["memory"] > sides["compute"] > 0
+    print(f"  {sides['memory']} lessons under the roof of memory, {sides['compute']} under that of arithmetic")
+    return Table("placed", table, "From the declared work at the first bench shape; nothing was measured.")
+
+
+def nothing_is_above_its_roof():
+    """No committed row beats a copy of its bytes, or cuBLAS's rate, by more than measuring is off by."""
+    checked = 0
+    for folder in report.device_folders():
+        for _, _, found in measured(folder):
+            for row in found:
+                # Small tensors stay in L2 whatever is flushed: what a kernel wrote is read back by nobody.
+                if row.kind != "limit" and row.bytes > 2**27 and row.limited_by_math is False:
+                    assert row.percent_of_limit < 115, f"{row.lesson} {row.rung} {row.shape}: {row.percent_of_limit}%"
+                    checked += 1
+    print(f"  {checked} rows of more than 128 MB, none above its roof" if checked else "  no rows of a GPU yet")
+
+
+def roofline(folder):
+    """Every lesson's first and last rung at its largest shape, under both roofs, and what bounds the last."""
+    table, copies = [], [0.0]
+    for name, lesson, found in measured(folder):
+        row = largest(found, lesson.rungs[-1].__name__)
+        if row is None:
+            continue
+        small = min((r for r in found if r.rung == row.rung), key=lambda r: r.bytes)
+        first = next((r for r in found if r.rung == lesson.rungs[0].__name__ and r.shape == row.shape), None)
+        copies += [r.tb_per_s for r in found if r.kind == "limit"]
+        table.append({
+            "operator": operator(name), "last rung": f"{name.split('.')[1]}: {row.rung}", "shape": row.shape,
+            "FLOPs a byte": f"{intensity(row):.3g}", "TFLOP/s": f"{row.tflop_per_s:.3g}",
+            "first rung's": f"{first.tflop_per_s:.3g}" if first else "", "rate": row.rate,
+            "% of its limit": f"{row.percent_of_limit:.0f}", "bound by": bound(row),
+            "at its smallest": bound(small),
+        })  # fmt: skip
+    if not table:
+        return None
+    bounds = Counter(row["bound by"] for row in table)
+    said = ", ".join(f"{count} by {what}" for what, count in bounds.most_common())
+    launched = sum(row["at its smallest"] == "launch" for row in table)
+    note = f"Last rungs of {len(table)} lessons at their largest shape: bound {said}; at their smallest {launched} by "
+    note += "launches. Lines come from first rungs."
+
+    def draw(figure):
+        figure.set_size_inches(11, 7)
+        draw_roofline(figure.add_subplot(), table, max(copies))
+
+    return Table("roofline", table, note, draw=draw)
+
+
+def draw_roofline(axes, table, roof):
+    """The rows of `roofline` under a bandwidth in TB/s, and under the fastest of them."""
+    ceiling = max(float(row["TFLOP/s"]) for row in table)
+    span = [0.05, ceiling / roof, 10_000.0]
+    axes.plot(span, [min(x * roof, ceiling) for x in span], ":k", label=f"{roof:.2f} TB/s, {ceiling:.0f} TFLOP/s")
+    fp32 = max((float(row["TFLOP/s"]) for row in table if row["operator"] == "fp32 matmul"), default=0.0)
+    if fp32:
+        axes.plot([fp32 / roof, 10_000.0], [fp32, fp32], ":", color="gray", label=f"fp32: {fp32:.0f} TFLOP/s")
+    colours = {"memory": "tab:blue", "compute": "tab:red", "latency": "tab:orange", "launch": "tab:gray"}
+    for what, colour in colours.items():
+        mine = [row for row in table if row["bound by"] == what and float(row["FLOPs a byte"])]
+        for row in mine:
+            x, y = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
+            if row["first rung's"]:
+                axes.plot([x, x], [float(row["first rung's"]), y], "-", color=colour, alpha=0.35, linewidth=1)
+        axes.plot([float(r["FLOPs a byte"]) for r in mine], [float(r["TFLOP/s"]) for r in mine], "o", color=colour,
+                  markersize=5, label=f"bound by {what}")  # fmt: skip
+    best = {}
+    for row in table:  # one name an operator, at its fastest
+        if float(row["FLOPs a byte"]) and float(row["TFLOP/s"]) > best.get(row["operator"], (0, 0))[1]:
+            best[row["operator"]] = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
+    for i, (op, place) in enumerate(sorted(best.items(), key=lambda item: item[1])):
+        ha, va, away = (("left", "top", 3), ("right", "bottom", -3))[i % 2]  # in turn below and above the roof
+        axes.annotate(op, place, textcoords="offset points", xytext=(away, -away), fontsize=6, ha=ha, va=va,
+                      rotation=-35, rotation_mode="anchor")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="TFLOP/s")
+    axes.set_ylim(top=40 * ceiling)  # room for names
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="lower right")
+
+
+def counters_beside_counts(folder):
+    """What Nsight Compute read from the GPU's counters, beside what the emulator counted without one, by metric."""
+    found = hardware.compared(hardware.path(folder))
+    table = []
+    for metric in dict.fromkeys(row["metric"] for row in found):
+        ratios = sorted(float(row["ratio"]) for row in found if row["metric"] == metric and row["ratio"][0].isdigit())
+        if ratios:
+            same = sum(abs(ratio - 1) <= 0.005 for ratio in ratios)
+            table.append({"metric": metric, "kernels": len(ratios), "the same": same,
+                          "median ratio": f"{ratios[len(ratios) // 2]:.2f}", "least": f"{ratios[0]:.2f}",
+                          "most": f"{ratios[-1]:.2f}"})  # fmt: skip
+    note = "ncu over the emulator; each kernel, and why some differ, on the page [ncu.md](ncu.md)."
+    return Table("counters beside counts", table, note) if table else None
+
+
+LESSON = Steps(steps=(placed_before_any_run, nothing_is_above_its_roof), compares=(roofline, counters_beside_counts))
+
+if __name__ == "__main__":
+    LESSON.main()

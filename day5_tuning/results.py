@@ -1,0 +1,119 @@
+"""The course's rows by operator: which lessons compute the same thing, in which language, and what bounds each rung."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lessonkit import rows
+from lessonkit.lesson import Lesson, kernels
+from lessonkit.rows import Row
+
+# The first pattern that a lesson's file matches names its operator; one that matches none is an operator by itself.
+OPERATORS = {
+    "vector add": r"vector_add", "GELU": r"gelu", "sum": r"_sum$|reduction", "argmax": r"argmax",
+    "softmax backward": r"softmax_backward", "softmax": r"softmax", "layernorm backward": r"layernorm_backward",
+    "layernorm": r"layernorm", "rmsnorm backward": r"rmsnorm_backward", "rmsnorm": r"rmsnorm", "dropout": r"dropout",
+    "cross-entropy backward": r"cross_entropy_backward", "cross-entropy": r"cross_entropy", "scan": r"scan",
+    "sort": r"sort|onesweep", "transpose": r"transpose", "quantisation": r"quantize", "fp8 matmul": r"fp8",
+    "skinny matmul": r"skinny", "grouped matmul": r"grouped", "epilogue backward": r"epilogue_backward",
+    "epilogue": r"epilogue", "fp32 matmul": r"matrix_multiply", "matmul": r"matmul|gluon|tiles",
+    "attention backward": r"(flash|attention).*backward", "decoding": r"decoding", "attention": r"attention|flash",
+}  # fmt: skip
+LAUNCH_US = 8  # where even the limit is less, starting the kernel is what takes the time
+
+
+def intensity(row: Row) -> float:
+    """FLOPs for each byte that the op must move."""
+    return row.tflop_per_s / row.tb_per_s if row.tb_per_s else 0.0
+
+
+def bound(row: Row) -> str:
+    """What a rung waits for: at half of its limit or more it is that limit; below, something in between."""
+    if row.ms_p50 * row.percent_of_limit * 10 < LAUNCH_US:
+        return "launch"
+    if row.percent_of_limit < 50:
+        return "latency"
+    return "compute" if row.limited_by_math else "memory"
+
+
+def operator(lesson: str) -> str:
+    stem = lesson.split(".")[-1]
+    return next((op for op, pattern in OPERATORS.items() if re.search(pattern, stem)), stem)
+
+
+def language(lesson: str) -> str:
+    if "gluon" in lesson:
+        return "Gluon"
+    if "thunderkittens" in lesson:
+        return "ThunderKittens"
+    return "CUDA C++" if lesson.startswith("cuda_src") or lesson.endswith("tiles") else "Triton"
+
+
+def measured(folder: Path) -> Iterator[tuple[str, Lesson, list[Row]]]:
+    """Each kernel lesson that has rows on this machine, with those rows, in the order of the course."""
+    for name, lesson in kernels():
+        if found := rows.read(folder / f"{name}.csv"):
+            yield name, lesson, found
+
+
+def largest(found: Sequence[Row], rung: str) -> Row | None:
+    """The rung's row at its largest shape."""
+    return max((row for row in found if row.rung == rung), key=lambda row: row.bytes, default=None)
+
+
+def ladder(lesson: Lesson, found: Sequence[Row], shape: str, dtype: str) -> list[Row]:
+    """The lesson's rungs at one shape, in order; those that do not take it are missing."""
+    at = {row.rung: row for row in found if (row.shape, row.dtype, row.kind) == (shape, dtype, "rung")}
+    return [at[rung.__name__] for rung in lesson.rungs if rung.__name__ in at]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One operator at the largest shape that most of its lessons measured, beside the peers that were timed there."""
+
+    name: str
+    shape: str
+    dtype: str
+    lessons: tuple[tuple[str, Lesson, list[Row]], ...]
+
+    @property
+    def rungs(self) -> list[Row]:
+        return [row for _, lesson, found in self.lessons for row in ladder(lesson, found, self.shape, self.dtype)]
+
+    @property
+    def best(self) -> Row:
+        return min(self.rungs, key=lambda row: row.ms_p50)
+
+    @property
+    def peer(self) -> Row | None:
+        key = self.shape, self.dtype, "peer"
+        peers = [r for _, _, found in self.lessons for r in found if (r.shape, r.dtype, r.kind) == key]
+        return min(peers, key=lambda row: row.ms_p50, default=None)
+
+    def bars(self, axes: Any) -> None:
+        """Each rung's share of its limit; a colour a lesson, the best peer a dashed line."""
+        lessons = list(dict.fromkeys(row.lesson for row in self.rungs))
+        colours = [f"C{lessons.index(row.lesson) % 10}" for row in self.rungs]
+        axes.bar(range(len(self.rungs)), [row.percent_of_limit for row in self.rungs], color=colours)
+        if self.peer:
+            axes.axhline(self.peer.percent_of_limit, linestyle="--", color="k", linewidth=1)
+
+
+def contests(folder: Path) -> list[Contest]:
+    """The operators that have rows and a peer on this machine, in the order of the course."""
+    grouped = dict[str, list[tuple[str, Lesson, list[Row]]]]()
+    for name, lesson, found in measured(folder):
+        grouped.setdefault(operator(name), []).append((name, lesson, found))
+    made = []
+    for op, lessons in grouped.items():
+        sizes = Counter[tuple[str, str, int]]()
+        for _, lesson, found in lessons:
+            last = [row for row in found if row.rung == lesson.rungs[-1].__name__]
+            sizes.update((row.shape, row.dtype, row.bytes) for row in last)
+        if sizes and any(row.kind == "peer" for _, _, found in lessons for row in found):
+            shape, dtype, _ = max(sizes, key=lambda s: (sizes[s], s[2]))
+            made.append(Contest(op, shape, dtype, tuple(lessons)))
+    return made
