@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("COURSE_VENV", ROOT / ".venv"))
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-PARALLEL = ("-n", "auto", "-m", "not alone")
+# A worker that has nothing left takes from the other: the slow tests of a file stand one behind the other.
+PARALLEL = ("-n", "auto", "--dist", "worksteal", "-m", "not alone")
 LESSONS = ("tests/test_lessons.py", "tests/test_exercises.py")  # apart: coverage of lessonkit would slow them by half
 CHECKS = (
     ("ruff", "check", "."),
