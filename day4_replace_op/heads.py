@@ -7,7 +7,7 @@ window: of these the last `window`; scale: positive, None for 1 / sqrt(D); a que
 import math
 from unittest import mock
 
-from lessonkit import DEVICE, Refusal, Unsupported, Work, expect
+from lessonkit import DEVICE, Refusal, Unsupported, Work, device, expect
 from lessonkit.interpreter import watched
 
 import torch
@@ -48,6 +48,12 @@ def tiled(tensors, rows, tma):
         return tensors
     block_d = max(16, triton.next_power_of_2(tensors[0].shape[-1]))
     return [TensorDescriptor.from_tensor(t, [1, 1, n, block_d]) for t, n in zip(tensors, rows, strict=True)]
+
+
+def at_once(bytes_a_head):
+    """How many heads to work on at a time, so that what their programs share, bytes_a_head each, fills half of L2."""
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size if device.HAS_GPU else 2**16 if device.INTERPRETED else 2**26
+    return max(1, l2 // 2 // max(1, bytes_a_head))
 
 
 @triton.jit

@@ -89,7 +89,7 @@ class _Alive(TorchDispatchMode):
             self.now -= size
 
 
-def _peak(call):
+def peak_bytes(call):
     """Bytes alive at the worst moment of a call, beyond those alive before it."""
     if not GPU:
         with _Alive() as alive:
@@ -135,7 +135,7 @@ def _table(name, unit, found, note):
 
 def peak_memory():
     """Doubling S takes four times the memory with an S x S matrix, twice without: exponents 2 and 1, to 0.1, 0.05."""
-    found = _measured(_peak)
+    found = _measured(peak_bytes)
     for name, line in found.items():
         # The last two lengths: there the S^2 term rules, if there is one. What is linear in S, O above all, is known.
         long = {S: peak - (S * H * D * DTYPE.itemsize if name in QUADRATIC else 0) for S, peak in line.items()}
@@ -154,7 +154,7 @@ def to_the_byte():
         args = _inputs(S)
         attention(*args)
         counted = H * S * (D * DTYPE.itemsize + 4)
-        peak = _peak(lambda args=args: attention(*args))
+        peak = peak_bytes(lambda args=args: attention(*args))
         assert counted <= peak <= counted + 2048, (S, peak, counted)  # CUDA's allocator rounds up to 512
 
 

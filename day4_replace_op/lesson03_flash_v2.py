@@ -219,10 +219,10 @@ tuned_kernel = triton.autotune(
 
 def flash_v2(q, k, v):
     """As swapped; the first call for an S and a D times up to eight tiles and keeps the fastest."""
-    o, lse, _ = _prepare(q, k, v)
-    B, H, S, D = q.shape
     if device.architecture() < 90 or q.element_size() != 2 or not tma_takes(q, k, v):
         return folded(q, k, v)
+    o, lse, _ = _prepare(q, k, v)
+    B, H, S, D = q.shape
     grid = lambda tile: (B * H * triton.cdiv(S, tile["BLOCK_M"]),)  # noqa: E731
     descs = [_descriptor(t, 16) for t in (q, k, v, o)]
     tuned_kernel[grid](*descs, lse, LOG2E / math.sqrt(D), S, D, PRECISION=precision())

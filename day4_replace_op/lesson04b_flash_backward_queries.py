@@ -143,7 +143,7 @@ def _run(grad_out, q, k, v, out, lse, causal, window, scale, features):
     )
     block_m, block_n, warps, stages = _tiles(q)
     tma = features > 1 and device.architecture() >= 90 and tma_takes(q, k, v, grad_out)
-    at_once = H // H_kv * max(1, 2**25 // max(1, 2 * S_k * block_d * q.element_size()))
+    at_once = min(B * H, H // H_kv * heads.at_once(2 * S_k * block_d * q.element_size()))
     dq_kernel[(B * H * triton.cdiv(S_q, block_m),)](
         *tiled((q, k, v, grad_out), (block_m, block_n, block_n, block_m), tma), dq, lse, delta,
         q.stride(), k.stride(), v.stride(), grad_out.stride(), dq.stride(),

@@ -173,7 +173,7 @@ def _run(grad_out, q, k, v, out, lse, causal, window, scale, features):
     block_m, block_n, warps, stages = _tiles(q)
     tma = features > 2 and device.architecture() >= 90 and tma_takes(q, k, v, grad_out)
     block_d = max(16, triton.next_power_of_2(D))
-    at_once = max(1, 2**25 // (2 * (H // H_kv) * max(1, S_q) * block_d * q.element_size()))  # whose Q and dO fit in L2
+    at_once = min(B * H_kv, heads.at_once(2 * (H // H_kv) * S_q * block_d * q.element_size()))
     dkdv_kernel[(B * H_kv * triton.cdiv(S_k, block_n),)](
         *tiled((q, k, v, grad_out), (block_m, block_n, block_n, block_m), tma), dk, dv, lse, delta,
         q.stride(), k.stride(), v.stride(), grad_out.stride(), dk.stride(), dv.stride(),
