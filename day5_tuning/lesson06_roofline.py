@@ -68,7 +68,7 @@ def nothing_is_above_its_roof():
 
 def roofline(folder):
     """Every lesson's first and last rung at its largest shape, under both roofs, and what bounds the last."""
-    table, copies = [], [0.0]
+    table, copies = [], []
     for name, lesson, found in measured(folder):
         row = largest(found, lesson.rungs[-1].__name__)
         if row is None:
@@ -83,7 +83,7 @@ def roofline(folder):
             "% of its limit": f"{row.percent_of_limit:.0f}", "bound by": bound(row),
             "at its smallest": bound(small),
         })  # fmt: skip
-    if not table:
+    if not (table and copies):  # without a copy there is no roof
         return None
     bounds = Counter(row["bound by"] for row in table)
     said = ", ".join(f"{count} by {what}" for what, count in bounds.most_common())

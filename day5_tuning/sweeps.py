@@ -7,6 +7,7 @@ compiled and measured. Predictions are not kept: they are computed from the rows
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -75,28 +76,33 @@ class Sweep:
 
     @cached_property
     def _compiled(self) -> list[dict[str, Any]]:
-        return elsewhere(self.module, "compile_here")  # type: ignore[no-any-return]
+        """Two processes compile every other kernel each."""
+        with ThreadPoolExecutor(2) as pool:
+            figures = dict(
+                pair for part in pool.map(partial(elsewhere, self.module, "compile_here"), (0, 1)) for pair in part
+            )
+        return [
+            {"size": name(size), **config, **figures[self.code(size, config)]}
+            for size in self.sizes
+            for config in self.configs(size)
+        ]
 
-    def compile_here(self) -> list[dict[str, Any]]:
-        """The same, in the process that compiles. Sizes that make the same code are compiled once."""
-        found, seen = [], dict[tuple[Any, ...], dict[str, int]]()
+    def compile_here(self, part: int) -> list[tuple[str, dict[str, int]]]:
+        """(code, its figures) of every other kernel, in a process that compiles."""
+        todo = {self.code(size, config): (size, config) for size in self.sizes for config in self.configs(size)}
+        found = []
         with compiled.compiling(90) as made:
-            for size in self.sizes:
-                args = self.lesson.inputs(dtype=self.lesson.bench_dtype, **size)
-                for config in self.configs(size):
-                    key = (*config.values(), *self.code_depends_on(size))
-                    if key not in seen:
-                        made.clear()
-                        self.launch(args, config)
-                        (kernel,) = made.values()
-                        k = compiled.inspect("", kernel, 90)
-                        seen[key] = {n: getattr(k, n) for n in ("warps", "registers", "shared", "spills", "wgmma")}
-                    found.append({"size": name(size), **config, **seen[key]})
+            for code, (size, config) in list(todo.items())[part::2]:
+                made.clear()
+                self.launch(self.lesson.inputs(dtype=self.lesson.bench_dtype, **size), config)
+                (kernel,) = made.values()
+                k = compiled.inspect("", kernel, 90)
+                found.append((code, {n: getattr(k, n) for n in ("warps", "registers", "shared", "spills", "wgmma")}))
         return found
 
-    def code_depends_on(self, size: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What of a size is a constexpr: the width D of a head, or the block that holds a row."""
-        return tuple(size[key] for key in ("D", "N") if key in size and "K" not in size)
+    def code(self, size: Mapping[str, Any], config: Config) -> str:
+        """Sizes with the same code share a kernel: of a size only D, or the block that holds a row, is a constexpr."""
+        return name(dict(config) | {key: size[key] for key in ("D", "N") if key in size and "K" not in size})
 
     def measured(self) -> list[dict[str, Any]]:
         """Rows with their median in us, all configurations of a size in turns. A wrong result is an error."""

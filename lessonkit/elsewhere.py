@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,9 +20,9 @@ from typing import Any
 def elsewhere(module: str, function: str, *args: Any) -> Any:
     """What module.function(*args) answers there; arguments and answer travel as JSON.
 
-    Raises RuntimeError with the traceback from there.
+    Each thread that asks has a process of its own. Raises RuntimeError with the traceback from there.
     """
-    return _compiler().call(module, function, args)
+    return _compiler(threading.get_ident()).call(module, function, args)
 
 
 class _Compiler:
@@ -57,7 +58,7 @@ class _Compiler:
 
 
 @cache
-def _compiler() -> _Compiler:
+def _compiler(thread: int) -> _Compiler:
     return _Compiler()
 
 
