@@ -48,22 +48,24 @@ class _Watch:
 
     native: Any
     traffic: Traffic
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # by the name of the kernel's argument
 
     def _check(self, what: str, ptrs: np.ndarray, mask: np.ndarray, size: int) -> int:
         addresses = ptrs[np.broadcast_to(mask, ptrs.shape).astype(bool)].astype(np.int64)
         legal = np.zeros(addresses.shape, dtype=bool)
-        for t in self.tensors:
+        for t in self.tensors.values():
             if t.numel():
                 span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
                 legal |= (addresses >= t.data_ptr()) & (addresses + size <= t.data_ptr() + span * t.element_size())
         if not legal.all():
             wrong = int(np.count_nonzero(~legal))
-            near = min(self.tensors, key=lambda t: abs(int(addresses[~legal][0]) - t.data_ptr()), default=None)
+            first = int(addresses[~legal][0])
+            near = min(self.tensors.items(), key=lambda item: abs(first - item[1].data_ptr()), default=None)
             where = ""
             if near is not None:
-                element = (int(addresses[~legal][0]) - near.data_ptr()) // near.element_size()
-                where = f": the first is element {element} of a tensor of shape {tuple(near.shape)}"
+                name, t = near
+                element = (first - t.data_ptr()) // t.element_size()
+                where = f": the first is element {element} of {name}, whose shape is {tuple(t.shape)}"
             raise OutOfBounds(
                 f"{wrong} of {addresses.size} lanes {what} outside every tensor of the launch{where}: mask them"
             )
@@ -100,8 +102,9 @@ def watched() -> Iterator[Traffic]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         traffic.launches.append(self.fn.__name__)
-        given = [*args, *kwargs.values()]
-        watch.tensors = [getattr(a, "base", a) for a in given if hasattr(a, "data_ptr") or hasattr(a, "block_shape")]
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        addressed = {k: a for k, a in given.items() if hasattr(a, "data_ptr") or hasattr(a, "block_shape")}
+        watch.tensors = {k: getattr(a, "base", a) for k, a in addressed.items()}
         try:
             return launch(self, *args, **kwargs)
         except InterpreterError as error:
