@@ -4,6 +4,7 @@ import multiprocessing
 import re
 import signal
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,6 +204,7 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
 
     def work() -> None:
         torch.set_num_threads(1)
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of an overflow that the verdict is about
         verdict = grade(source, answer, seed=seed)
         there.send(verdict)
         if not verdict.right:
