@@ -78,7 +78,8 @@ EXERCISE = Exercise(
         "Write log-sum-exp as m + log(sum(exp(z - m))). d lse / dz is the softmax.",
         "`z[rows, target]` picks one column of each row. -100 is a valid index in Python only by accident: replace "
         "it first.",
-        "e = exp(z - m), softmax = e / e.sum(1, keepdim=True); subtract 1 at [row, target]; multiply rows that count by 1 / their number, "
+        "e = exp(z - m), softmax = e / e.sum(1, keepdim=True); subtract 1 at [row, target]; multiply rows that count "
+        "by 1 / their number, "
         "others by 0.",
     ),
     wrong=(
