@@ -30,9 +30,17 @@ def skip_what_cannot_run(exercise):
 
 
 def test_there_are_exercises():
-    assert {e.path.parent.parent.name for e in ALL} >= {"day1_pytorch", "day2_triton_basics"}
-    stems = [e.name for e in ALL]
-    assert len(stems) == len(set(stems))
+    assert {e.path.parent.parent.name for e in ALL} >= {
+        "day1_pytorch",
+        "day2_triton_basics",
+        "day3_matmul_tk",
+        "cuda_src",
+    }
+    assert len(ALL) >= 30
+    for exercise in ALL:
+        assert source.find(exercise.short) == [exercise], (
+            f"{exercise.short} has to name one exercise: the commands take it"
+        )
 
 
 @each
@@ -115,7 +123,7 @@ interpreted = pytest.mark.skipif(device.HAS_GPU, reason="the command hides the G
 
 
 @interpreted
-def test_a_learners_way(answers):
+def test_a_learners_way(answers, monkeypatch):
     """next, a failed check, hints, a mistake that is recognised, the right answer, the solution, reset."""
     code, text = run("next", "exercise01_mul")
     assert code == 0
@@ -135,6 +143,7 @@ def test_a_learners_way(answers):
         assert f"hint {level} of 3" in text
     assert progress.of(MUL).hints == 3
 
+    monkeypatch.setattr(grade, "PATIENCE", 30.0)  # a busy machine may take longer than a learner should wait
     mine.write_text(MUL.wrong(MUL.exercise.wrong[0]))
     code, text = run("check", "mul")
     assert code == 1
@@ -163,6 +172,24 @@ def test_a_learners_way(answers):
 
 
 @interpreted
+def test_watch_grades_each_save(answers, monkeypatch):
+    """Saved wrong, saved right, ended by Ctrl-C: three verdicts, the stub's first."""
+    path = progress.start(MUL)
+    saves = [MUL.wrong(MUL.exercise.wrong[2]), MUL.solution]
+
+    def save(seconds):
+        if not saves:
+            raise KeyboardInterrupt
+        path.write_text(saves.pop(0))
+        os.utime(path, ns=(0, len(saves)))
+
+    monkeypatch.setattr(command.time, "sleep", save)
+    code, text = run("watch", "mul")
+    assert code == 0
+    assert text.index("TODO(1) is as it was") < text.index("value:") < text.index("One solution")
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -186,6 +213,18 @@ def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
     assert code == 1
     assert says in text
     assert "lessonkit_answers" not in text
+
+
+def test_a_gpu_is_hidden(monkeypatch):
+    """Where there is one, the command begins again without it: exercises are graded where every address is watched."""
+    called = []
+    monkeypatch.setattr(command.device, "HAS_GPU", True)
+    monkeypatch.setattr(command.os, "execve", lambda *words: called.append(words))
+    monkeypatch.setattr(command.sys, "argv", ["lessonkit", "exercise", "list"])
+    command.without_gpu()
+    ((_, words, env),) = called
+    assert words[1:] == ["-m", "lessonkit", "exercise", "list"]
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_progress_that_is_damaged_is_said(answers):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lessonkit import device, show
+from lessonkit.cuda import build, toolchain
 from lessonkit.exercise import progress
 from lessonkit.exercise.grade import Verdict, grade_apart
 from lessonkit.exercise.source import Source, discover, find
@@ -99,6 +100,8 @@ def _check(source: Source) -> Verdict:
     path, record = progress.start(source), progress.of(source)
     seed = random.SystemRandom().randrange(2**31) if record.seed is None else record.seed
     answer = path.read_text()
+    if source.is_cuda and not toolchain.lacks("g++") and not build.runtime().path.exists():
+        _say("The emulator is built first; this happens once and takes about half a minute.", "dim")
     began = time.monotonic()
     verdict = grade_apart(source, answer, seed=seed)
     took = time.monotonic() - began
@@ -136,12 +139,12 @@ def _explain(source: Source, path: Path, answer: str, verdict: Verdict) -> None:
     _say(f"      {verdict.caught_by}: {verdict.why}", "red")
     if verdict.caught_by in MEANS:
         _say(f"      {MEANS[verdict.caught_by]}")
-    todo = source.untouched(answer)
-    for region in todo:
-        _say(f"      TODO({region.number}) is as it was: {region.task}", "yellow")
-    if verdict.mistake and not todo and answer != source.stub:
+    if todo := source.untouched(answer):
+        more = f" (and {len(todo) - 1} more)" if len(todo) > 1 else ""
+        _say(f"      TODO({todo[0].number}) is as it was{more}: {todo[0].task}", "yellow")
+    if verdict.mistake:
         _say(f"      Others who saw exactly this had made this mistake: {verdict.mistake}.", "yellow")
-    _say(f"\nEdit:  {_shown(path)}\nStuck: python -m lessonkit exercise hint {source.path.stem}")
+    _say(f"\nEdit:  {_shown(path)}\nStuck: python -m lessonkit exercise hint {source.short}")
 
 
 @app.command()

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MARK = -7776  # exact in every floating type, and no kernel of an exercise computes it
 LIMIT = 60.0  # seconds: an answer that takes longer does not end
+PATIENCE = 2.0  # seconds for naming the mistake: the verdict should not wait long for that
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,8 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of an overflow that the verdict is about
         verdict = grade(source, answer, seed=seed)
         there.send(verdict)
-        if not verdict.right:
-            there.send(recognised(source, verdict, seed))
+        begun = answer != source.stub and not source.untouched(answer)
+        there.send("" if verdict.right or not begun else recognised(source, verdict, seed))
 
     worker = context.Process(target=work)
     worker.start()
@@ -230,7 +231,7 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
     try:
         if here.poll(LIMIT):
             verdict = here.recv()
-            mistake = here.recv() if not verdict.right and here.poll(LIMIT) else ""
+            mistake = here.recv() if here.poll(PATIENCE) else ""
     except EOFError:
         worker.join()
         died = worker.exitcode or 0

@@ -41,6 +41,11 @@ class Source:
         return f"{self.path.parent.parent.name}.{self.path.stem}"
 
     @property
+    def short(self) -> str:
+        """What the commands take: mul."""
+        return self.path.stem.partition("_")[2]
+
+    @property
     def is_cuda(self) -> bool:
         return self.path.with_suffix(".cu").exists()
 
@@ -170,5 +175,5 @@ def discover() -> list[Source]:
 def find(which: str) -> list[Source]:
     """Exercises by their name, or a part of it: mul, exercise01_mul, day2, day2_triton_basics.exercise01_mul."""
     found = discover()
-    exact = [s for s in found if which in (s.name, s.path.stem, s.path.stem.partition("_")[2])]
+    exact = [s for s in found if which in (s.name, s.path.stem, s.short)]
     return exact or [s for s in found if s.name.startswith(which) or which in s.path.stem]
