@@ -1,4 +1,4 @@
-"""python -m lessonkit: doctor, list, run, check, bench, compile, count, report, diff.
+"""python -m lessonkit: doctor, list, run, check, exercise, bench, compile, count, report, diff.
 
 Exit codes: 0 all well, 1 something failed, 2 the command line is wrong.
 """
@@ -18,6 +18,7 @@ from typing import Annotated
 from lessonkit import compiled, device, mutants, report, show
 from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
+from lessonkit.exercise import command
 from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, title
 from lessonkit.lesson import kernels as kernel_lessons
 
@@ -26,6 +27,7 @@ import typer
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A GPU-kernel course: run, check, time and report its lessons."
 )
+app.add_typer(command.app, name="exercise")
 Which = Annotated[
     str,
     typer.Argument(

@@ -49,13 +49,13 @@ class _Watch:
 
     native: Any
     traffic: Traffic
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # by the name of the kernel's argument
     _spans: list[tuple[int, int]] = field(default_factory=list)
 
-    def begin(self, tensors: list[torch.Tensor]) -> None:
+    def begin(self, tensors: dict[str, torch.Tensor]) -> None:
         """A launch begins: these are what it may touch, each from its first byte to the end of its last element."""
         self.tensors, self._spans = tensors, []
-        for t in tensors:
+        for t in tensors.values():
             if t.numel():
                 last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
                 self._spans.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
@@ -67,11 +67,13 @@ class _Watch:
             legal |= (addresses >= begin) & (addresses + size <= end)
         if not legal.all():
             wrong = int(np.count_nonzero(~legal))
-            near = min(self.tensors, key=lambda t: abs(int(addresses[~legal][0]) - t.data_ptr()), default=None)
+            first = int(addresses[~legal][0])
+            near = min(self.tensors.items(), key=lambda item: abs(first - item[1].data_ptr()), default=None)
             where = ""
             if near is not None:
-                element = (int(addresses[~legal][0]) - near.data_ptr()) // near.element_size()
-                where = f": the first is element {element} of a tensor of shape {tuple(near.shape)}"
+                name, t = near
+                element = (first - t.data_ptr()) // t.element_size()
+                where = f": the first is element {element} of {name}, whose shape is {tuple(t.shape)}"
             raise OutOfBounds(
                 f"{wrong} of {addresses.size} lanes {what} outside every tensor of the launch{where}: mask them"
             )
@@ -108,8 +110,9 @@ def watched() -> Iterator[Traffic]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         traffic.launches.append(self.fn.__name__)
-        given = [*args, *kwargs.values()]
-        watch.begin([getattr(a, "base", a) for a in given if hasattr(a, "data_ptr") or hasattr(a, "block_shape")])
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        addressed = {k: a for k, a in given.items() if hasattr(a, "data_ptr") or hasattr(a, "block_shape")}
+        watch.begin({k: getattr(a, "base", a) for k, a in addressed.items()})
         try:
             return launch(self, *args, **kwargs)
         except InterpreterError as error:

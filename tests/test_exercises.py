@@ -1,159 +1,293 @@
-"""Exercises: a starter fails for a stated reason, its solution passes, and tempting wrong answers do not."""
+"""Exercises: the right answer passes, every wrong one is refused by the property it names, the stub says what to do."""
 
-import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 
-from lessonkit import check, device, mutants, show
-from lessonkit.lesson import ROOT, Lesson, Mutant, Steps
+from lessonkit import device
+from lessonkit.exercise import command, grade, number, progress, same, source
+from lessonkit.exercise.source import Source
+from lessonkit.lesson import ROOT
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-STARTERS = sorted(ROOT.glob("day*_*/exercises/exercise*.py"))
-NAMES = [path.stem for path in STARTERS]
-each = pytest.mark.parametrize("path", STARTERS, ids=NAMES)
-YOURS = re.compile(r"# Yours:\n.*?# End of yours\.", re.DOTALL)
-
-# What a learner may well hand in, and the property that must refuse it. Not in the exercises: it would be a hint.
-WRONG = {
-    "exercise01_mul": (
-        Mutant(
-            "one mask is missing", "mul_kernel", "y_ptr + offsets, mask=mask", "y_ptr + offsets", "mul", "out of bounds"
-        ),
-        Mutant("adds", "mul_kernel", "x * y", "x + y", "mul"),
-    ),
-    "exercise02_bias_relu": (
-        Mutant("rows taken as contiguous", "bias_relu_kernel", "row * x_stride", "row * N", "bias_relu"),
-        Mutant(
-            "relu(NaN) becomes 0",
-            "bias_relu_kernel",
-            "tl.where(y < 0, 0.0, y)",
-            "tl.where(y > 0, y, 0.0)",
-            "bias_relu",
-        ),
-        Mutant("the first block of columns again", "bias_relu_kernel", "tl.program_id(1)", "0", "bias_relu", "nan"),
-    ),
-    "exercise03_column_sum": (
-        Mutant(
-            "a 16-bit accumulator",
-            "column_sum_kernel",
-            "tl.zeros([BLOCK_M, BLOCK_N], tl.float32)",
-            "tl.zeros([BLOCK_M, BLOCK_N], z_ptr.dtype.element_ty)",
-            "column_sum",
-        ),
-        Mutant("stops after one block of rows", "column_sum_kernel", "range(0, M, BLOCK_M)", "range(1)", "column_sum"),
-        Mutant("no mask on the rows", "column_sum_kernel", "(rows[:, None] < M) & ", "", "column_sum", "out of bounds"),
-    ),
-    "exercise04_log_softmax": (
-        Mutant(
-            "log(softmax(x))",
-            "log_softmax_kernel",
-            "x - tl.log(tl.sum(tl.exp(x)))",
-            "tl.log(tl.exp(x) / tl.sum(tl.exp(x)))",
-            "log_softmax",
-        ),
-        Mutant("padded with 0", "log_softmax_kernel", '-float("inf")', "0.0", "log_softmax"),
-    ),
-}
-MUTANTS = [pytest.param(name, m, id=f"{name}-{m.why}") for name, wrong in WRONG.items() for m in wrong]
+ALL = source.discover()
+each = pytest.mark.parametrize("exercise", ALL, ids=lambda e: e.name)
+WRONG = [pytest.param(e, w, id=f"{e.name}-{w.why}") for e in ALL for w in e.exercise.wrong]
+MUL = next(e for e in ALL if e.path.stem == "exercise01_mul")
 
 
-def load(path):
-    """Import a file by its path. Triton reads a kernel's source from there."""
-    name = f"{path.parent.name}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def take(steps):
-    for step in steps.steps:
-        assert step.__doc__
-        step()
-
-
-def solution_of(path):
-    return path.parent / "solutions" / path.name
+def skip_what_cannot_run(exercise):
+    if exercise.is_cuda and device.HAS_GPU:
+        pytest.skip("CUDA C++ exercises are emulated; with CUDA_VISIBLE_DEVICES= they are tested here too")
+    if (extension := exercise.exercise.extension) and (why := extension.lacks()):
+        pytest.skip(why)
 
 
 def test_there_are_exercises():
-    assert {path.parent.parent.name for path in STARTERS} >= {"day1_pytorch", "day2_triton_basics"}
-    assert set(WRONG) <= set(NAMES)
+    assert {e.path.parent.parent.name for e in ALL} >= {
+        "day1_pytorch",
+        "day2_triton_basics",
+        "day3_matmul_tk",
+        "cuda_src",
+    }
+    assert len(ALL) >= 30
+    for exercise in ALL:
+        assert source.find(exercise.short) == [exercise], (
+            f"{exercise.short} has to name one exercise: the commands take it"
+        )
 
 
 @each
-def test_starter_fails_cleanly(path):
-    """Every part of it is still to be done, and says so by a failed check, not by a crash."""
-    exercise = load(path).EXERCISE
-    if isinstance(exercise, Lesson):
-        for rung in exercise.rungs:
-            assert mutants.first_rejection(exercise, rung), f"{rung.__name__} is solved already"
-    else:
-        assert isinstance(exercise, Steps)
-        with pytest.raises((AssertionError, RuntimeError)):
-            take(exercise)
+def test_right_answer_passes(exercise):
+    """Under two seeds, the answer as it is shown, without the stub's lines."""
+    skip_what_cannot_run(exercise)
+    assert "stub:" not in exercise.solution
+    for seed in (0, 1234):
+        verdict = grade.grade(exercise, exercise.solution, seed=seed)
+        assert verdict.right, verdict
+    if exercise.exercise.op and device.INTERPRETED:
+        assert verdict.score
 
 
-@each
-def test_solution_passes(path):
-    exercise = load(solution_of(path)).EXERCISE
-    if isinstance(exercise, Steps):
-        return take(exercise)
-    cases = show.small(exercise.checks)
-    for rung in exercise.rungs:
-        assert mutants.first_rejection(exercise, rung) is None
-        if device.INTERPRETED and rung in exercise.passes:
-            moved = check.check(exercise, rung, cases[-1].shape, torch.float32)
-            least = exercise.work(dtype=torch.float32, **cases[-1].shape).bytes
-            assert (moved.read + moved.written) / least == pytest.approx(exercise.passes[rung], rel=0.06)
-    if exercise.grad:
-        for case in cases:
-            check.check_grad(exercise, case.shape, torch.float32)
-
-
-@each
-def test_solution_differs_only_where_it_should(path):
-    starter, solution = path.read_text(), solution_of(path).read_text()
-    assert YOURS.search(starter)
-    assert YOURS.sub("", starter) == YOURS.sub("", solution)
-
-
-@pytest.mark.parametrize(("name", "mutant"), MUTANTS)
-def test_tempting_answer_is_refused(name, mutant):
-    if mutant.caught_by == "out of bounds" and device.HAS_GPU:
+@pytest.mark.parametrize(("exercise", "wrong"), WRONG)
+def test_wrong_answer_is_refused(exercise, wrong):
+    skip_what_cannot_run(exercise)
+    if device.HAS_GPU and wrong.caught_by in ("out of bounds", "traffic"):
         pytest.skip("addresses are watched in the interpreter; on a GPU compute-sanitizer does it")
-    module = load(solution_of(STARTERS[NAMES.index(name)]))
-    found = mutants.first_rejection(module.EXERCISE, mutants.build(module.__name__, mutant))
-    assert found is not None, f"accepted: {mutant.why}"
-    assert found[0].caught_by == mutant.caught_by, found[0]
+    verdict = grade.grade(exercise, exercise.wrong(wrong))
+    assert verdict.caught_by == wrong.caught_by, verdict
 
 
-@pytest.mark.parametrize("part", ["# Yours:\n        return None, None", "# Yours:\n        return dy"])
-def test_unsolved_backward_is_refused(part, tmp_path):
-    """The forward is done and the backward is not: the gradient has to be looked at too."""
-    path = next(p for p in STARTERS if part in p.read_text())
-    forward, backward = (list(YOURS.findall(p.read_text())) for p in (solution_of(path), path))
-    text = path.read_text().replace(backward[0], forward[0])
-    (tmp_path / path.name).write_text(text)
-    exercise = load(tmp_path / path.name).EXERCISE
-    if isinstance(exercise, Steps):
-        with pytest.raises((AssertionError, RuntimeError)):
-            take(exercise)
+@each
+def test_stub_is_refused_and_says_why(exercise):
+    skip_what_cannot_run(exercise)
+    verdict = grade.grade(exercise, exercise.stub)
+    assert not verdict.right, "solved already"
+    assert verdict.why
+    assert verdict.on
+    assert verdict.caught_by not in ("crash", "time")
+    assert source.CUT not in exercise.stub
+    assert "EXERCISE" not in exercise.stub
+    if exercise.regions:
+        assert exercise.untouched(exercise.stub) == list(exercise.regions)
+        assert not exercise.untouched(exercise.solution)
     else:
-        assert mutants.first_rejection(exercise, exercise.rungs[0]) is None
-        with pytest.raises(check.Rejected):
-            check.check_grad(exercise, exercise.checks[1].shape, torch.float32)
+        assert any(w.planted for w in exercise.exercise.wrong)
 
 
-def test_runs_as_a_script(tmp_path):
-    """As a learner runs it, from anywhere: exit code 1 and the reason, no traceback."""
-    script = STARTERS[NAMES.index("exercise01_mul")]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True)
+@each
+def test_each_region_is_needed(exercise):
+    """With one region left as the stub has it and all others written, the answer is refused."""
+    skip_what_cannot_run(exercise)
+    for left in exercise.regions:
+        lines = exercise.with_marks.splitlines(True)
+        lines[left.start : left.stop] = left.stub
+        text = "".join(line for line in lines if not re.match(r"\s*(#|//) stub:", line))
+        assert not grade.grade(exercise, text).right, f"TODO({left.number}) need not be done"
+
+
+@each
+def test_declares_enough(exercise):
+    declared = exercise.exercise
+    assert len(declared.hints) == 3
+    assert all(declared.hints)
+    assert len({w.why for w in declared.wrong}) == len(declared.wrong) >= 3
+    assert declared.claims or declared.op
+    assert [r.number for r in exercise.regions] == list(range(1, len(exercise.regions) + 1))
+    for path in (exercise.path, exercise.path.with_suffix(".cu")):
+        assert not path.exists() or len(path.read_text().splitlines()) <= 300
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
+    monkeypatch.setattr(command.show.console, "_width", 200)
+    return tmp_path
+
+
+def run(*words):
+    """As in a terminal, in this process; returns (exit code, what was printed)."""
+    with command.show.console.capture() as printed:
+        done = CliRunner().invoke(command.app, words)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, printed.get() + done.output
+
+
+interpreted = pytest.mark.skipif(device.HAS_GPU, reason="the command hides the GPU from a process of its own")
+
+
+@interpreted
+def test_a_learners_way(answers, monkeypatch):
+    """next, a failed check, hints, a mistake that is recognised, the right answer, the solution, reset."""
+    code, text = run("next", "exercise01_mul")
+    assert code == 0
+    assert "TODO(1)" in text
+    mine = progress.answer_file(MUL)
+    assert mine.read_text() == MUL.stub
+
+    code, text = run("check", "mul")
+    assert code == 1
+    assert "never written" in text
+    assert "TODO(1) is as it was" in text
+    seed = progress.of(MUL).seed
+    assert seed is not None
+
+    for level in (1, 2, 3, 3):
+        _, text = run("hint", "mul")
+        assert f"hint {level} of 3" in text
+    assert progress.of(MUL).hints == 3
+
+    monkeypatch.setattr(grade, "PATIENCE", 30.0)  # a busy machine may take longer than a learner should wait
+    mine.write_text(MUL.wrong(MUL.exercise.wrong[0]))
+    code, text = run("check", "mul")
+    assert code == 1
+    assert "of y_ptr, whose shape is (1,)" in text
+    assert MUL.exercise.wrong[0].why in text
+    assert progress.of(MUL).seed == seed, "the question that was failed is asked again"
+
+    mine.write_text(MUL.solution)
+    began = time.monotonic()
+    code, text = run("check", "mul")
+    assert code == 0
+    assert time.monotonic() - began < 5
+    assert "One solution" in text
+    assert "1.00 times" in text
+    record = progress.of(MUL)
+    assert (record.checks, record.hints, record.seed) == (3, 3, None)
+    assert record.passed
+
+    _, text = run("list", "day2")
+    assert "with 3 hints" in text
+    run("reset", "mul")
+    assert mine.read_text() == MUL.stub
+    assert mine.with_name(mine.name + ".old").read_text() == MUL.solution
+    assert not progress.of(MUL).passed
+    assert progress.of(MUL).hints == 3
+
+
+@interpreted
+def test_watch_grades_each_save(answers, monkeypatch):
+    """Saved wrong, saved right, ended by Ctrl-C: three verdicts, the stub's first."""
+    path = progress.start(MUL)
+    saves = [MUL.wrong(MUL.exercise.wrong[2]), MUL.solution]
+
+    def save(seconds):
+        if not saves:
+            raise KeyboardInterrupt
+        path.write_text(saves.pop(0))
+        os.utime(path, ns=(0, len(saves)))
+
+    monkeypatch.setattr(command.time, "sleep", save)
+    code, text = run("watch", "mul")
+    assert code == 0
+    assert text.index("TODO(1) is as it was") < text.index("value:") < text.index("One solution")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("    z = torch.empty_like(x)\n", "    z = torch.empty_like(x\n", "line 3"),
+        ("mask = offsets < n", "mask = ofsets < n", "NameError"),
+        ("    return z\n", "", "returned None"),
+        (
+            "z = torch.empty_like(x)",
+            "z = torch.empty_like(x)\n    import os, signal; os.kill(os.getpid(), 9)",
+            "SIGKILL",
+        ),
+        ("z = torch.empty_like(x)", "z = torch.empty_like(x)\n    while True: pass", "has not ended"),
+    ],
+    ids=["syntax", "name", "none", "crash", "endless"],
+)
+def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
+    monkeypatch.setattr(grade, "LIMIT", 2.0)
+    path = progress.start(MUL)
+    path.write_text(MUL.solution.replace(old, new))
+    code, text = run("check", "mul")
+    assert code == 1
+    assert says in text
+    assert "lessonkit_answers" not in text
+
+
+def test_a_gpu_is_hidden(monkeypatch):
+    """Where there is one, the command begins again without it: exercises are graded where every address is watched."""
+    called = []
+    monkeypatch.setattr(command.device, "HAS_GPU", True)
+    monkeypatch.setattr(command.os, "execve", lambda *words: called.append(words))
+    monkeypatch.setattr(command.sys, "argv", ["lessonkit", "exercise", "list"])
+    command.without_gpu()
+    ((_, words, env),) = called
+    assert words[1:] == ["-m", "lessonkit", "exercise", "list"]
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_progress_that_is_damaged_is_said(answers):
+    (answers / "progress.json").write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        progress.load()
+    (answers / "progress.json").write_text(json.dumps({"x": {"unknown": 1}}))
+    with pytest.raises(ValueError, match="damaged"):
+        progress.load()
+
+
+def test_unknown_exercise_names_those_there_are(answers):
+    code, text = run("check", "nothing_like_it")
+    assert code == 2
+    assert "exercise01_mul" in text
+
+
+def test_drift_is_an_error(tmp_path):
+    """A wrong answer or a region that the file has left behind stops the suite, not the learner."""
+    with pytest.raises(ValueError, match="stands 0 times"):
+        MUL.wrong(source.Wrong("gone", "no such text", ""))
+    path = tmp_path / "day" / "exercises" / "exercise01_x.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"# TODO(1): a task\npass\n{source.CUT}\n")
+    with pytest.raises(ValueError, match="has no line"):
+        Source(path).regions  # noqa: B018
+    path.write_text("pass\n")
+    with pytest.raises(ValueError, match="is missing"):
+        Source(path).stub  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("got", "exact", "says"),
+    [(8, 4, "2 to 10 times too large"), (3, 4, "a little too small"), (None, 4, "write a number"), (-4, 4, "sign"),
+     (float("nan"), 4, "no prediction"), (400, 4, "more than 10 times"), (1, 0, "is wrong")],
+)  # fmt: skip
+def test_number_does_not_give_itself_away(got, exact, says):
+    with pytest.raises(AssertionError, match=says) as refused:
+        number("bytes", got, exact)
+    assert f"{exact}" not in str(refused.value).replace(str(got), "")
+    number("bytes", 4.01, 4)
+
+
+def test_same_says_the_first_difference():
+    for got, expected, says in (
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), r"first at \(1,\): expected 3, got 2"),
+        (torch.zeros(2), torch.zeros(3), "expected shape"),
+        (None, torch.zeros(3), "expected a tensor"),
+        ([1, 2], [1, 3], "at 1: expected 3, got 2"),
+        ([1], [1, 3], "expected 2 of them"),
+        (1, 2, "expected 2, got 1"),
+    ):
+        with pytest.raises(AssertionError, match=says):
+            same("x", got, expected)
+    same("x", [1, 2], [1, 2])
+
+
+def test_runs_from_the_command_line(tmp_path):
+    """The whole command in a process of its own, in any folder."""
+    env = {**os.environ, "COURSE_ANSWERS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env.pop("TRITON_INTERPRET", None)
+    words = [sys.executable, "-m", "lessonkit", "exercise", "check", "mul"]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "never written" in done.stdout
     assert "Traceback" not in done.stderr

@@ -1,77 +1,90 @@
-"""Exercise 2: a backward that remembers less
-==========================================
+"""A backward that remembers less
+==============================
 silu(x) = x * sigmoid(x). Written with two operators, autograd keeps x, and sigmoid(x) twice over: once for the
 product, once for the sigmoid itself (the same storage, so 2n elements in all). A torch.autograd.Function that keeps
 x alone and computes sigmoid(x) again keeps n: that trade, memory for arithmetic, is what a fused kernel makes.
 
 Predict: silu'(x) at 0, and its limits at both ends. Is silu monotonic?
-Run it:    python day1_pytorch/exercises/exercise02_silu.py
-Hints:     in the day's README. A solution: solutions/exercise02_silu.py
 """
-
-from lessonkit import Steps, show
 
 import torch
 
 
-class _Silu(torch.autograd.Function):
+class Silu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        # Yours:
+        # TODO(1): keep what the backward needs, and nothing else; return x * sigmoid(x).
+        # stub: return x * torch.sigmoid(x)
+        ctx.save_for_backward(x)
         return x * torch.sigmoid(x)
-        # End of yours.
+        # END(1)
 
     @staticmethod
     def backward(ctx, dy):
-        # Yours:
-        return dy
-        # End of yours.
+        # TODO(2): dy times silu'(x), from x alone.
+        # stub: return dy
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return dy * s * (1 + x * (1 - s))
+        # END(2)
 
 
 def silu(x):
     """x * sigmoid(x), keeping x and nothing else for the backward."""
-    return _Silu.apply(x)
+    return Silu.apply(x)
+
+
+# The learner's file ends here.
+from lessonkit.exercise import Exercise, Wrong, same
 
 
 def values():
     """The forward is right, also where exp(-x) would overflow."""
     x = torch.tensor([-1e4, -100.0, -1.0, 0.0, 1.0, 100.0, 1e4])
-    torch.testing.assert_close(silu(x), torch.nn.functional.silu(x))
+    same("silu([-1e4, -100, -1, 0, 1, 100, 1e4])", silu(x), torch.nn.functional.silu(x))
 
 
 def gradient():
-    """The backward agrees with finite differences in float64, and with PyTorch's own in float32."""
-    x = torch.linspace(-6, 6, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(silu, x)
-    wide = torch.tensor([-1e4, -20.0, 0.0, 20.0, 1e4])
-    ours, theirs = wide.clone().requires_grad_(), wide.clone().requires_grad_()
-    up = torch.randn(5)
+    """The backward is silu'(x) dy, also far from 0."""
+    x = torch.tensor([-1e4, -20.0, -1.0, 0.0, 1.0, 20.0, 1e4])
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    up = torch.randn(len(x))
     silu(ours).backward(up)
     torch.nn.functional.silu(theirs).backward(up)
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    same("dx at x = [-1e4, -20, -1, 0, 1, 20, 1e4]", ours.grad, theirs.grad)
 
 
 def keeps_one_tensor():
     """What is saved for the backward is x itself: n elements, where the two operators keep 2n."""
+    storages = {}
 
-    def kept(fn):
-        storages = {}
+    def pack(t):
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
 
-        def pack(t):
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        x = torch.randn(1000, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            out = fn(x)
-        return sum(storages.values()), out
-
-    least, two_operators = kept(silu)[0], kept(lambda x: x * torch.sigmoid(x))[0]
-    assert two_operators == 8000
-    assert least == 4000, f"{least} bytes are kept, expected the 4000 of x"
+    x = torch.randn(1000, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        kept = silu(x)
+    assert kept.requires_grad
+    same("bytes kept for 1000 elements", sum(storages.values()), 4000)
 
 
-EXERCISE = Steps(steps=(values, gradient, keeps_one_tensor))
-
-if __name__ == "__main__":
-    show.steps("__main__", EXERCISE)
+EXERCISE = Exercise(
+    claims=(values, gradient, keeps_one_tensor),
+    hints=(
+        "s = sigmoid(x) has s' = s (1 - s). Write d(x s)/dx with x and s only.",
+        "`ctx.save_for_backward(x)` in forward; `(x,) = ctx.saved_tensors` in backward, and compute s again.",
+        "silu'(x) = s + x s (1 - s) = s (1 + x (1 - s)).",
+    ),
+    wrong=(
+        Wrong("dy is forgotten", "return dy * s", "return s", "gradient"),
+        Wrong("the product rule's second term is missing", "s * (1 + x * (1 - s))", "s", "gradient"),
+        Wrong("the sign of x", "(1 + x *", "(1 - x *", "gradient"),
+        Wrong(
+            "what is kept is a part of something twice as large, and keeps all of it alive",
+            "ctx.save_for_backward(x)",
+            "ctx.save_for_backward(torch.stack([x, x])[0])",
+            "keeps_one_tensor",
+        ),
+    ),
+)

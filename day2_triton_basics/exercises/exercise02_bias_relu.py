@@ -1,27 +1,17 @@
-"""Exercise 2: bias and ReLU in one pass
-=====================================
+"""Bias and ReLU in one pass
+=========================
 torch.relu(x + bias) is two kernels: the sum reads MN elements and writes MN, the ReLU reads and writes them again,
 4MN in all. One kernel reads MN and writes MN (and N of bias, which stays in the cache): predict the factor.
 
 Three things go wrong here: rows may lie further apart than N, so use the stride; the last block of a row hangs over
 its end; and relu(NaN) is NaN, which a comparison the wrong way round turns into 0.
-Run it:    python day2_triton_basics/exercises/exercise02_bias_relu.py
-Hints:     in the day's README. A solution: solutions/exercise02_bias_relu.py
 """
 
-from dataclasses import replace
-
-from lessonkit import DEVICE, Work, case, expect, show
+from lessonkit import expect
 
 import torch
 import triton
 import triton.language as tl
-
-from day2_triton_basics.lesson01_vector_add import LESSON
-
-
-def reference(x, bias):
-    return torch.relu(x + bias)
 
 
 @triton.jit
@@ -34,9 +24,15 @@ def bias_relu_kernel(
     BLOCK: tl.constexpr,
 ):
     # A program owns columns [id1 * BLOCK, (id1 + 1) * BLOCK) of row id0.
-    # Yours:
-    pass
-    # End of yours.
+    # TODO(1): load x and bias, add in fp32, store the sum where it is not negative and 0 where it is.
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < N
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask).to(tl.float32)
+    y = x + tl.load(bias_ptr + cols, mask=mask).to(tl.float32)
+    # y < 0 is false for NaN, so NaN takes the branch that keeps it.
+    tl.store(z_ptr + row * N + cols, tl.where(y < 0, 0.0, y), mask=mask)
+    # END(1)
 
 
 def bias_relu(x, bias):
@@ -51,6 +47,11 @@ def bias_relu(x, bias):
     return z
 
 
+# The learner's file ends here.
+from lessonkit import DEVICE, case
+from lessonkit.exercise import Exercise, Wrong
+
+
 def inputs(M, N, pad=0, nan=False, dtype=torch.float32):
     # Centred a little below zero, so that both branches of the ReLU are taken; the bias differs from column to column.
     x = (torch.randn(M, N + pad, device=DEVICE) - 0.3).to(dtype)[:, :N]
@@ -59,12 +60,11 @@ def inputs(M, N, pad=0, nan=False, dtype=torch.float32):
     return x, torch.randn(N, device=DEVICE).to(dtype)
 
 
-EXERCISE = replace(
-    LESSON,
-    reference=reference,
+EXERCISE = Exercise(
+    op=bias_relu,
+    reference=lambda x, bias: torch.relu(x + bias),
     inputs=inputs,
-    rungs=(bias_relu,),
-    checks=(
+    cases=(
         case("nothing to do", M=0, N=5),
         case("one element", M=1, N=1),
         case("rows lie 160 apart, 127 of them used", M=3, N=127, pad=33),
@@ -72,11 +72,18 @@ EXERCISE = replace(
         case("one column past a block", M=2, N=1025),
         case("many rows: the bias is read once for each", M=64, N=33),
     ),
-    work=lambda M, N, dtype, pad=0, nan=False: Work(bytes=(2 * M * N + N) * dtype.itemsize),
-    # Bytes are counted as if there were no cache: x, z and, once for each row, the bias. On a GPU that one hits L2.
-    passes={bias_relu: 3 * 64 / (2 * 64 + 1)},
-    grad=None,
+    # Counted as if there were no cache: each of 64 rows reads the bias. On a GPU all but the first find it in L2.
+    reads=2 * 64 / (64 + 1),
+    hints=(
+        "The grid has two axes: rows, and blocks of columns. bias is addressed by the column alone.",
+        "Row r of x begins at r * x_stride, of z at r * N. One mask does for all three: cols < N.",
+        "`tl.where(condition, 0.0, y)`: a comparison with NaN is false, so which condition leaves NaN alone? y < 0.",
+    ),
+    wrong=(
+        Wrong("rows of x are taken to lie N apart", "x_ptr + row * x_stride", "x_ptr + row * N"),
+        Wrong("relu(NaN) becomes 0", "tl.where(y < 0, 0.0, y)", "tl.where(y > 0, y, 0.0)"),
+        Wrong("every program takes the first block of columns", "tl.program_id(1)", "0", "unwritten"),
+        Wrong("the bias is added after the ReLU's rounding to 16 bits", "y = x +", "y = x.to(tl.float16) +"),
+        Wrong("no mask on x", "row * x_stride + cols, mask=mask", "row * x_stride + cols", "out of bounds"),
+    ),
 )
-
-if __name__ == "__main__":
-    raise SystemExit(show.checks("__main__", EXERCISE) > 0)

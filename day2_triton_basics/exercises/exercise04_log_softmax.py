@@ -1,35 +1,31 @@
-"""Exercise 4: log-softmax from softmax
-====================================
+"""Log-softmax from softmax
+========================
 log(softmax(x)) is right on paper. In fp32 exp(-104) is 0 and its log is -inf, where the answer is about -104: so the
 logarithm has to be taken before anything is rounded to 0. With m = max(x): (x - m) - log(sum(exp(x - m))).
 
 lesson03_softmax's fused rung reads MN elements and writes MN. This one does too: only the last lines differ.
-Predict: which of the checks below does log(softmax(x)) pass?
-Run it:    python day2_triton_basics/exercises/exercise04_log_softmax.py
-Hints:     in the day's README. A solution: solutions/exercise04_log_softmax.py
+Predict: which of the cases does log(softmax(x)) pass?
 """
 
-from dataclasses import replace
-
-from lessonkit import DEVICE, case, expect, show
+from lessonkit import expect
 
 import torch
 import triton
 import triton.language as tl
 
-from day2_triton_basics.lesson03_softmax import LESSON
-
-
-def reference(x):
-    return torch.log_softmax(x, 1)
-
 
 @triton.jit
 def log_softmax_kernel(x_ptr, z_ptr, x_stride, N, BLOCK: tl.constexpr):  # x, z [M, N]; z is contiguous
     # A program owns one row; BLOCK is N rounded up to a power of two.
-    # Yours:
-    pass
-    # End of yours.
+    # TODO(1): load the row, subtract its maximum, subtract the logarithm of the sum of the exponentials.
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
+    x -= tl.max(x)
+    # exp(-inf) is 0, so the masked lanes add nothing. The logarithm is taken of the sum, which is at least 1.
+    tl.store(z_ptr + row * N + cols, x - tl.log(tl.sum(tl.exp(x))), mask=mask)
+    # END(1)
 
 
 def log_softmax(x):
@@ -44,27 +40,47 @@ def log_softmax(x):
     return z
 
 
+# The learner's file ends here.
+from lessonkit import DEVICE, case
+from lessonkit.exercise import Exercise, Wrong
+
+
 def inputs(M, N, scale=1.0, pad=0, dtype=torch.float32):
     # Centred at -5: a masked lane that is padded with 0 instead of -inf becomes the maximum of its row.
     return ((scale * torch.randn(M, N + pad, device=DEVICE) - 5).to(dtype)[:, :N],)
 
 
-EXERCISE = replace(
-    LESSON,
-    reference=reference,
+EXERCISE = Exercise(
+    op=log_softmax,
+    reference=lambda x: torch.log_softmax(x, 1),
     inputs=inputs,
-    rungs=(log_softmax,),
-    checks=(
+    cases=(
         case("no rows", M=0, N=5),
         case("one column: the answer is 0", M=3, N=1),
         case("a prime width, rows further apart than they are long", M=3, N=127, pad=33),
         case("exp(x) overflows, and exp(x - max) becomes 0", M=4, N=64, scale=60.0),
         case("a wide row", M=2, N=1025),
     ),
-    passes={log_softmax: 1.0},
-    work=lambda M, N, dtype, scale=1.0, pad=0: LESSON.work(M=M, N=N, dtype=dtype),
-    grad=None,
+    hints=(
+        "Subtract the maximum first; pad the masked lanes so that they can neither be it nor add to the sum.",
+        "log(exp(a) / s) = a - log(s): nothing is exponentiated and taken back.",
+        '`x = tl.load(..., mask=mask, other=-float("inf")).to(tl.float32)`, `x -= tl.max(x)`, '
+        "and store `x - tl.log(tl.sum(tl.exp(x)))`.",
+    ),
+    wrong=(
+        Wrong(
+            "the logarithm of the softmax: what was rounded to 0 has none",
+            "x - tl.log(tl.sum(tl.exp(x)))",
+            "tl.log(tl.exp(x) / tl.sum(tl.exp(x)))",
+        ),
+        Wrong("masked lanes are padded with 0, which may be the maximum and adds to the sum", '-float("inf")', "0.0"),
+        Wrong("the maximum is not subtracted", "x -= tl.max(x)", "x -= 0"),
+        Wrong("rows of x are taken to lie N apart", "row * x_stride", "row * N"),
+        Wrong(
+            "the row is loaded twice",
+            "x -= tl.max(x)",
+            'x -= tl.max(tl.load(x_ptr + row * x_stride + cols, mask=mask, other=-float("inf")).to(tl.float32))',
+            "traffic",
+        ),
+    ),
 )
-
-if __name__ == "__main__":
-    raise SystemExit(show.checks("__main__", EXERCISE) > 0)

@@ -1,0 +1,98 @@
+"""Softmax of a row that does not fit: the online maximum
+======================================================
+Maximum, sum and division are three passes: 3MN read, MN written. Maximum and sum can share one: keep the maximum m so
+far and the sum s of exp(x - m); when a block brings a larger maximum, the old sum is too large by exp(m_new - m_old).
+Then 2MN are read and MN written. The same step, with vectors instead of s, is flash attention.
+
+Predict: time over that of three passes, and over that of a row that stays in registers.
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
+"""
+
+from lessonkit import expect
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def softmax_kernel(x_ptr, y_ptr, x_stride, N, BLOCK: tl.constexpr):  # x, y [M, N]; y is contiguous
+    # A program owns one row and walks along it twice, BLOCK columns at a time.
+    row = tl.program_id(0).to(tl.int64)
+    m = -float("inf")  # the maximum so far
+    s = 0.0  # the sum so far of exp(x - m)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N, other=-float("inf")).to(tl.float32)
+        # TODO(1): the new maximum; the old sum on its scale; the block's exponentials added.
+        larger = tl.maximum(m, tl.max(x))
+        s = s * tl.exp(m - larger) + tl.sum(tl.exp(x - larger))
+        m = larger
+        # END(1)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        # TODO(2): load the block again, store exp(x - m) / s.
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N).to(tl.float32)
+        tl.store(y_ptr + row * N + cols, tl.exp(x - m) / s, mask=cols < N)
+        # END(2)
+
+
+def softmax(x):
+    """softmax(x [M, N]) over rows of any length -> [M, N]; x may have any row stride."""
+    expect(x=x, ndim=2, unit_stride=True)
+    M, N = x.shape
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    if y.numel():
+        softmax_kernel[(M,)](x, y, x.stride(0), N, BLOCK=128)
+    return y
+
+
+# The learner's file ends here.
+from lessonkit import DEVICE, case
+from lessonkit.exercise import Exercise, Wrong
+
+
+def inputs(M, N, rising=0.0, pad=0, dtype=torch.float32):
+    # Centred at -5, so that 0 is larger than all of a short row. Rising: each block brings a larger maximum.
+    ramp = torch.linspace(0, rising, N + pad, device=DEVICE)
+    return ((torch.randn(M, N + pad, device=DEVICE) - 5 + ramp).to(dtype)[:, :N],)
+
+
+EXERCISE = Exercise(
+    op=softmax,
+    reference=lambda x: torch.softmax(x, 1),
+    inputs=inputs,
+    cases=(
+        case("no rows", M=0, N=5),
+        case("one column: the answer is 1", M=3, N=1),
+        case("one block, rows further apart than they are long", M=2, N=100, pad=28),
+        case("three blocks, one of them short", M=2, N=300),
+        case("the maximum grows from block to block, to where exp overflows", M=2, N=513, rising=200.0),
+        case("and shrinks", M=2, N=512, rising=-200.0),
+    ),
+    reads=2,
+    hints=(
+        "exp(x - m_old) = exp(x - m_new) * exp(m_new - m_old): a sum on the old scale becomes one on the new by a "
+        "factor.",
+        "`tl.maximum(m, tl.max(x))` is the new maximum. With m = -inf at first, exp(m - larger) is 0: no special case.",
+        "s = s * exp(m - larger) + sum(exp(x - larger)), then m = larger. Second loop: exp(x - m) / s.",
+    ),
+    wrong=(
+        Wrong("the old sum is not brought to the new scale", "s * tl.exp(m - larger) +", "s +"),
+        Wrong("the maximum is only the last block's", "tl.maximum(m, tl.max(x))", "tl.max(x) + 0 * m", "nan"),
+        Wrong("the factor the wrong way round", "tl.exp(m - larger) +", "tl.exp(larger - m) +", "nan"),
+        Wrong(
+            "the block's exponentials are on the old scale",
+            "tl.sum(tl.exp(x - larger))",
+            "tl.sum(tl.exp(x - m))",
+            "nan",
+        ),
+        Wrong("masked lanes count: padded with 0", 'mask=cols < N, other=-float("inf")', "mask=cols < N, other=0.0"),
+        Wrong(
+            "the second loop takes the first block again",
+            "x = tl.load(x_ptr + row * x_stride + cols, mask=cols < N).to",
+            "x = tl.load(x_ptr + row * x_stride + cols - start, mask=cols < N).to",
+        ),
+        Wrong("nothing is divided by the sum", "tl.exp(x - m) / s", "tl.exp(x - m)"),
+    ),
+)

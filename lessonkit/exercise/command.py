@@ -1,0 +1,210 @@
+"""python -m lessonkit exercise: next, check, watch, hint, reset, list."""
+
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from lessonkit import device, show
+from lessonkit.cuda import build, toolchain
+from lessonkit.exercise import progress
+from lessonkit.exercise.grade import Verdict, grade_apart
+from lessonkit.exercise.source import Source, discover, find
+
+import typer
+from rich.syntax import Syntax
+
+app = typer.Typer(no_args_is_help=True, help="Graded exercises: a stub to complete, hints, a solution once it passes.")
+Which = Annotated[str, typer.Argument(help="mul, exercise01_mul, day2, ...; without it the one you are at.")]
+
+MEANS = {
+    "out of bounds": "A lane reads or writes memory that belongs to nobody. On a GPU this may crash, or quietly work.",
+    "unwritten": "The output was filled with NaN before the launch, and nobody stored there.",
+    "nan": "NaN comes out where PyTorch has a number: inf - inf, 0 / 0, 0 * inf, or a lane that was never loaded.",
+    "value": "The budget is a few times PyTorch's own error in this dtype, so this is a mistake and no rounding.",
+    "dtype": "The result has to have the dtype that PyTorch's has.",
+    "shape": "The result has to have the shape that PyTorch's has.",
+    "changed input": "An input was overwritten; whoever calls still needs it.",
+    "traffic": "The answer is right and moves too many bytes: memory is what such a kernel costs.",
+    "gradient": "The forward is right; the backward is compared with float64 autograd, for a random upstream gradient.",
+    "race": "Two threads touch one address with no barrier between, and one of them writes: any order may happen.",
+    "barrier": "Some threads of the block wait at a barrier that others never reach.",
+    "uninitialised": "Shared memory is read before anybody wrote it.",
+}
+
+
+@app.callback()
+def without_gpu() -> None:
+    """Exercises are graded where every address is watched, in the interpreter and the emulator, GPU or not."""
+    if device.HAS_GPU:
+        command = [sys.executable, "-m", "lessonkit", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def _say(text: str, style: str | None = None) -> None:
+    show.console.print(text, style=style, markup=False, highlight=False)
+
+
+def _one(which: str) -> Source:
+    """The exercise named, or the first that has not passed."""
+    if not which:
+        records = progress.load()
+        waiting = [s for s in discover() if s.name not in records or not records[s.name].passed]
+        if not waiting:
+            _say("Every exercise has passed. `exercise list` shows the hints that you took.", "green")
+            raise typer.Exit
+        return waiting[0]
+    found = find(which)
+    if len(found) != 1:
+        names = "\n  ".join(s.name for s in found or discover())
+        raise typer.BadParameter(f"{which!r} names {len(found)} exercises, expected one of:\n  {names}")
+    return found[0]
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+@app.command(name="next")
+def next_exercise(which: Which = "") -> None:
+    """Open the first exercise that has not passed (or the one named): make its file and show the task."""
+    source = _one(which)
+    path = progress.start(source)
+    show.console.rule(source.title)
+    _say(_task(source))
+    for region in source.regions:
+        _say(f"TODO({region.number}), line {region.start}: {region.task}", "bold")
+    _say(f"\nEdit:  {_shown(path)}\nThen:  python -m lessonkit exercise check   (or watch; hint, if you are stuck)")
+
+
+def _task(source: Source) -> str:
+    """The docstring, or in CUDA C++ the comment, that the file begins with."""
+    text = source.with_marks
+    if source.is_cuda:
+        lines = [line.removeprefix("//").removeprefix(" ") for line in text.split("\n\n")[0].splitlines()]
+        return "\n".join(line for line in lines[2:] if not line.startswith("#"))
+    return "\n".join(text.split('"""')[1].splitlines()[2:])
+
+
+@app.command()
+def check(which: Which = "") -> None:
+    """Grade your answer. Exit code 0: right."""
+    raise typer.Exit(int(not _check(_one(which)).right))
+
+
+def _check(source: Source) -> Verdict:
+    path, record = progress.start(source), progress.of(source)
+    seed = random.SystemRandom().randrange(2**31) if record.seed is None else record.seed
+    answer = path.read_text()
+    if source.is_cuda and not toolchain.lacks("g++") and not build.runtime().path.exists():
+        _say("The emulator is built first; this happens once and takes about half a minute.", "dim")
+    began = time.monotonic()
+    verdict = grade_apart(source, answer, seed=seed)
+    took = time.monotonic() - began
+    progress.update(source, checks=record.checks + 1, seed=None if verdict.right else seed)
+    show.console.rule(f"{source.path.stem}: {source.title}")
+    for held in verdict.held:
+        _say(f"  ok  {held}", "green")
+    if not verdict.right:
+        _explain(source, path, answer, verdict)
+        return verdict
+    if verdict.score:
+        _say(f"  ok  {verdict.score}", "green")
+    if not record.passed:
+        progress.update(source, passed=progress.today())
+    hints = f"{record.hints} hint{'s' * (record.hints != 1)}"
+    _say(f"\nRight, after {record.checks + 1} checks and {hints} ({took:.1f} s). One solution:", "bold green")
+    show.console.print(Syntax(_solution(source), "cpp" if source.is_cuda else "python", background_color="default"))
+    _say("Next:  python -m lessonkit exercise next")
+    return verdict
+
+
+def _solution(source: Source) -> str:
+    """The regions of the right answer; all of it where the exercise was to find a mistake."""
+    if not source.regions:
+        return source.solution
+    lines = source.with_marks.splitlines()
+    parts = []
+    for r in source.regions:
+        parts += [lines[r.start - 1], *(line for line in lines[r.start : r.stop] if " stub: " not in line), ""]
+    return "\n".join(parts)
+
+
+def _explain(source: Source, path: Path, answer: str, verdict: Verdict) -> None:
+    _say(f"  no  {verdict.on}", "bold red")
+    _say(f"      {verdict.caught_by}: {verdict.why}", "red")
+    if verdict.caught_by in MEANS:
+        _say(f"      {MEANS[verdict.caught_by]}")
+    if todo := source.untouched(answer):
+        more = f" (and {len(todo) - 1} more)" if len(todo) > 1 else ""
+        _say(f"      TODO({todo[0].number}) is as it was{more}: {todo[0].task}", "yellow")
+    if verdict.mistake:
+        _say(f"      Others who saw exactly this had made this mistake: {verdict.mistake}.", "yellow")
+    _say(f"\nEdit:  {_shown(path)}\nStuck: python -m lessonkit exercise hint {source.short}")
+
+
+@app.command()
+def watch(which: Which = "") -> None:
+    """Grade each time you save, go on to the next exercise when one passes; Ctrl-C ends it."""
+    source = _one(which)
+    seen = None
+    try:
+        while True:
+            path = progress.start(source)
+            changed = path.stat().st_mtime_ns
+            if (path, changed) != seen:
+                seen = (path, changed)
+                if _check(source).right and not which:
+                    source = _one("")
+                    next_exercise(source.name)
+                    seen = (progress.start(source), progress.answer_file(source).stat().st_mtime_ns)
+                _say("\nwatching: save the file to have it graded again, Ctrl-C to end", "dim")
+            time.sleep(0.3)
+    except KeyboardInterrupt:
+        _say("")
+
+
+@app.command()
+def hint(which: Which = "") -> None:
+    """Show one hint more: the idea, then the indices or the formula, then nearly the code."""
+    source = _one(which)
+    given = progress.of(source).hints
+    hints = source.exercise.hints
+    if given < len(hints):
+        given += 1
+        progress.update(source, hints=given)
+    for number, text in enumerate(hints[:given], 1):
+        _say(f"hint {number} of {len(hints)}: {text}", "bold" if number == given else "dim")
+
+
+@app.command()
+def reset(which: Annotated[str, typer.Argument(help="The exercise to begin anew.")]) -> None:
+    """Put the stub back. What you had is kept beside it; the exercise counts as not passed, hints stay counted."""
+    source = _one(which)
+    path = progress.answer_file(source)
+    if path.exists():
+        old = path.with_name(path.name + ".old")
+        shutil.move(path, old)
+        _say(f"What you had is in {_shown(old)}.")
+    progress.start(source)
+    progress.update(source, passed="", seed=None)
+    _say(f"{_shown(path)} is the stub again.")
+
+
+@app.command(name="list")
+def list_exercises(which: Which = "") -> None:
+    """List exercises, which of them passed, and how many checks and hints they took."""
+    records = progress.load()
+    chosen: Sequence[Source] = find(which) if which else discover()
+    body = []
+    for source in chosen:
+        record = records.get(source.name, progress.Record())
+        state = f"passed {record.passed}" if record.passed else "begun" if record.checks else ""
+        body.append([source.name, source.title, state, record.checks or "", record.hints or ""])
+    show.table("exercises", ["name", "about", "", "checks", "hints"], body)
+    passed = [records[s.name] for s in chosen if s.name in records and records[s.name].passed]
+    _say(f"{len(passed)} of {len(chosen)} passed, with {sum(r.hints for r in passed)} hints.")

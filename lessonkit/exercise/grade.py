@@ -1,0 +1,261 @@
+"""Grade an answer: everything the lessons' checker sees, said so that the learner knows what to do next."""
+
+import multiprocessing
+import re
+import signal
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lessonkit import check, device
+from lessonkit.arguments import Unsupported
+from lessonkit.check import Rejected
+from lessonkit.cuda import counters
+from lessonkit.cuda.build import BuildError
+from lessonkit.cuda.extension import Fault
+from lessonkit.exercise import Exercise
+from lessonkit.exercise.source import Source, build
+from lessonkit.interpreter import OutOfBounds
+from lessonkit.lesson import Case, Lesson
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MARK = -7776  # exact in every floating type, and no kernel of an exercise computes it
+LIMIT = 60.0  # seconds: an answer that takes longer does not end
+PATIENCE = 2.0  # seconds for naming the mistake: the verdict should not wait long for that
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of an answer: refused by a property, or right (`caught_by` is empty)."""
+
+    held: tuple[str, ...] = ()  # the claims and cases that it passed
+    caught_by: str = ""
+    why: str = ""
+    on: str = ""  # the case or claim
+    mistake: str = ""  # the known wrong answer that fails in just this way
+    score: str = ""  # reads and writes against the ideal
+
+    @property
+    def right(self) -> bool:
+        return not self.caught_by
+
+
+class _Marked(TorchDispatchMode):
+    """Inside, new memory holds a mark of its own where `check` leaves NaN: only what nobody wrote still has it.
+
+    Of its own, since what is computed from another's unwritten memory may well be that one's mark.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: dict[int, float] = {}  # by address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "empty" in func.name() and out.is_floating_point():
+            self.marks[out.data_ptr()] = MARK / 2 ** (len(self.marks) % 8)
+            out.fill_(self.marks[out.data_ptr()])
+        return out
+
+
+def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
+    """Grade in this process. `seed` makes the inputs."""
+    held: list[str] = []
+    on = "importing your file"
+    try:
+        with _in_words(""):
+            module = build(source, answer)
+        exercise: Exercise = module.EXERCISE
+        for claim in exercise.claims:
+            on = (claim.__doc__ or claim.__name__).strip().splitlines()[0]
+            torch.manual_seed(seed)
+            with _in_words(claim.__name__):
+                claim()
+            held.append(on)
+        score = ""
+        if exercise.op:
+            lesson = exercise.lesson()
+            for case in exercise.cases:
+                for dtype in lesson.dtypes if len(lesson.dtypes) == 1 else _turns(lesson, case):
+                    on = f"{case.why} ({case}, {str(dtype).removeprefix('torch.')})"
+                    with _in_words("error"):
+                        _check(lesson, case, dtype, seed)
+                held.append(case.why)
+            on = f"the bytes moved ({exercise.cases[-1]})"
+            score = _score(exercise, lesson, seed)
+            if exercise.grad:
+                for case in exercise.cases:
+                    on = f"the gradient: {case.why} ({case})"
+                    with _in_words("error"):
+                        _check_grad(lesson, case, seed)
+                held.append("gradients")
+    except Rejected as rejected:
+        why = str(rejected).removeprefix(f"{rejected.caught_by}: ")
+        return Verdict(tuple(held), rejected.caught_by, _readable(why), on)
+    return Verdict(tuple(held), score=score)
+
+
+def _turns(lesson: Lesson, case: Case) -> tuple[torch.dtype, ...]:
+    """fp32 sees the smallest errors; the other dtypes take turns, and a lesson of 16 bits alone has all of its own."""
+    first, *others = lesson.dtypes
+    return first, others[lesson.checks.index(case) % len(others)]
+
+
+def _check(lesson: Lesson, case: Case, dtype: torch.dtype, seed: int) -> None:
+    op = lesson.rungs[0]
+    question = check.truth(lesson, case.shape, dtype, seed=seed)
+    result, _ = check.answer(op, question.args)
+    if result is None:
+        raise Rejected("shape", "the function returned None")
+    try:
+        check.compare(question, result)
+    except Rejected as rejected:
+        if rejected.caught_by == "nan":
+            _say_if_unwritten(op, question.args, result)
+        raise
+
+
+def _say_if_unwritten(op: Any, args: tuple[Any, ...], nans: Any) -> None:
+    with _Marked() as memory:
+        marked = op(*args)
+    for result, before in zip(check.tensors(marked), check.tensors(nans), strict=True):
+        unwritten = (result == memory.marks.get(result.data_ptr(), torch.nan)) & before.isnan()
+        if bool(unwritten.any()):
+            first = tuple(int(i) for i in unwritten.nonzero()[0])
+            raise Rejected(
+                "unwritten", f"{int(unwritten.sum())} of {unwritten.numel()} elements are never written, first {first}"
+            ) from None
+
+
+def _check_grad(lesson: Lesson, case: Case, seed: int) -> None:
+    try:
+        check.check_grad(lesson, case.shape, lesson.dtypes[0], seed=seed)
+    except Rejected as rejected:
+        raise Rejected("gradient", str(rejected)) from None
+
+
+def _score(exercise: Exercise, lesson: Lesson, seed: int) -> str:
+    """Judge the bytes moved on the last case, and say them against the ideal. On a GPU nobody counts."""
+    if not device.INTERPRETED:
+        return ""
+    last = exercise.cases[-1]
+    question = check.truth(lesson, last.shape, lesson.dtypes[0], seed=seed)
+    _, traffic = check.answer(lesson.rungs[0], question.args)
+    if not traffic.launches:
+        raise Rejected("traffic", "no kernel was launched: the answer has to come from one")
+    read = sum(t.numel() * t.element_size() for t in question.args if isinstance(t, torch.Tensor))
+    written = sum(t.numel() * t.element_size() for t in question.usual)
+    said = []
+    for what, moved, least, allowed in (
+        ("reads", traffic.read, read, exercise.reads),
+        ("writes", traffic.written, written, exercise.writes),
+    ):
+        if moved > 1.01 * allowed * least:
+            raise Rejected(
+                "traffic",
+                f"{what} {moved:,} bytes on {last}, {moved / least:.2f} times the tensors' own {least:,}; "
+                f"{allowed:g} times will do",
+            )
+        said.append(f"{what} {moved:,} bytes, {moved / least:.2f} times the tensors' own (ideal {allowed:g})")
+    for metric, most in exercise.counts.items():
+        counted = counters.measured(traffic.kernels, metric)
+        if counted > 1.001 * most:
+            raise Rejected(metric, f"{counted:.2f} on {last}, {most:g} will do")
+        said.append(f"{metric}: {counted:.2f} (ideal {most:g})")
+    return "; ".join(said)
+
+
+@contextmanager
+def _in_words(property_: str) -> Iterator[None]:
+    """Turn whatever an answer raises into a Rejected that says where and what; a false claim is its own property."""
+    try:
+        yield
+    except (Rejected, Unsupported):
+        raise
+    except OutOfBounds as error:
+        raise Rejected("out of bounds", str(error)) from error
+    except Fault as fault:
+        raise Rejected(fault.kind, str(fault)) from fault
+    except BuildError as error:
+        raise Rejected("error", "it does not compile:\n" + str(error)) from error
+    except SyntaxError as error:
+        raise Rejected("error", f"line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
+    except AssertionError as error:
+        why = str(error) or "does not hold"
+        raise Rejected(property_ or "error", why.strip()) from error
+    except Exception as error:
+        raise Rejected("error", _where(error)) from error
+
+
+def _where(error: BaseException) -> str:
+    """The innermost cause and the learner's line that led to it."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    frames = [f for e in chain for f in traceback.extract_tb(e.__traceback__) if "lessonkit_answers" in f.filename]
+    at = f" in line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    cause = chain[-1]
+    return f"{type(cause).__name__}: {cause}{at}"
+
+
+def _readable(why: str) -> str:
+    """Without the paths of the copy that was graded."""
+    return re.sub(r"(?:\S*lessonkit_answers/answer_\w+/)?answer_[0-9a-f]{16}\.(?:py|cpp|cu)\b", "your file", why)
+
+
+def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
+    """Grade in a process of its own, which may loop or crash; a refused answer is compared with the known mistakes."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of an overflow that the verdict is about
+        verdict = grade(source, answer, seed=seed)
+        there.send(verdict)
+        begun = answer != source.stub and not source.untouched(answer)
+        there.send("" if verdict.right or not begun else recognised(source, verdict, seed))
+
+    worker = context.Process(target=work)
+    worker.start()
+    there.close()
+    verdict, mistake = (
+        Verdict(caught_by="time", why=f"it has not ended after {LIMIT:.0f} s: which loop never ends?"),
+        "",
+    )
+    try:
+        if here.poll(LIMIT):
+            verdict = here.recv()
+            mistake = here.recv() if here.poll(PATIENCE) else ""
+    except EOFError:
+        worker.join()
+        died = worker.exitcode or 0
+        what = signal.Signals(-died).name if died < 0 else f"exit code {died}"
+        verdict = Verdict(caught_by="crash", why=f"the process that ran it died ({what})")
+    finally:
+        worker.kill()
+        worker.join()
+    return Verdict(**{**vars(verdict), "mistake": mistake})
+
+
+def recognised(source: Source, verdict: Verdict, seed: int) -> str:
+    """Name the mistake if one of the known wrong answers fails in exactly this way, on this very input."""
+    for wrong in source.exercise.wrong:
+        found = grade(source, source.wrong(wrong), seed=seed)
+        if all(_alike(getattr(found, field), getattr(verdict, field)) for field in ("caught_by", "why", "on")):
+            return wrong.why
+    return ""
+
+
+def _alike(one: str, other: str) -> bool:
+    """Equal; of an address or a line of the file the number may differ, which says no more than where things lie."""
+    where = "outside" in one or "your file" in one
+    return one == other or (where and re.sub(r"-?\d+", "", one) == re.sub(r"-?\d+", "", other))
+
+
+__all__ = ["Verdict", "grade", "grade_apart", "recognised"]

@@ -1,0 +1,71 @@
+"""What a learner has done, kept in answers/progress.json, which git ignores, beside their answers."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+from lessonkit.exercise.source import Source
+from lessonkit.lesson import ROOT
+from lessonkit.rows import write_atomically
+
+
+@dataclass
+class Record:
+    """One exercise. seed: of the inputs that the last answer failed on; they are asked again until it passes."""
+
+    checks: int = 0
+    hints: int = 0
+    passed: str = ""  # the day
+    seed: int | None = None
+
+
+def folder() -> Path:
+    """Where the learner's files lie: answers/ in the course, or where COURSE_ANSWERS says."""
+    return Path(os.environ.get("COURSE_ANSWERS") or ROOT / "answers")
+
+
+def _file() -> Path:
+    return folder() / "progress.json"
+
+
+def load() -> dict[str, Record]:
+    """Everything kept so far. Raises ValueError, which says what to do, if the file is damaged."""
+    try:
+        return {name: Record(**fields) for name, fields in json.loads(_file().read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{_file()} is damaged ({error}): mend it, or remove it to start anew") from None
+
+
+def save(records: dict[str, Record]) -> None:
+    write_atomically(_file(), json.dumps({name: asdict(r) for name, r in records.items()}, indent=1) + "\n")
+
+
+def of(source: Source) -> Record:
+    return load().get(source.name, Record())
+
+
+def update(source: Source, **fields: object) -> None:
+    """Change what is known of one exercise: `update(source, hints=2)`."""
+    records = load()
+    records[source.name] = Record(**{**asdict(records.get(source.name, Record())), **fields})
+    save(records)
+
+
+def today() -> str:
+    return date.today().isoformat()
+
+
+def answer_file(source: Source) -> Path:
+    return folder() / source.answer_name
+
+
+def start(source: Source) -> Path:
+    """The learner's file, made from the stub if it is not there yet."""
+    path = answer_file(source)
+    if not path.exists():
+        write_atomically(path, source.stub)
+    return path
