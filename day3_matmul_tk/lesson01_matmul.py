@@ -240,7 +240,7 @@ def strange_numbers(rung):
 def stages_are_paid_for(rung):
     """For sm_90, shared memory is the stages, to the byte."""
     stages = {tiles: 1, grouped: 1, pipelined: 4}.get(rung)  # of autotuned it is not known
-    found = [k.shared for k in compiled.kernels(__name__, (90,)) if k.rung == rung.__name__ and k.target == 90]
+    found = [k.shared for k in compiled.kernels(__name__, (90,)) if k.rung == rung.__name__]
     assert not stages or found == [stages * (128 + 128) * 64 * 2]
 
 

@@ -126,18 +126,15 @@ def thirty_two_warps_a_row():
 
 def the_best_moves_with_size_and_gpu():
     """Longer rows want more warps; a GPU whose memory is slower forgives more, one with fewer SMs less."""
-    table = SWEEP.compiled()
     for machine in FAMILY:
         best = []
-        for size in dict.fromkeys(row["size"] for row in table):
-            mine = [row for row in table if row["size"] == size]
-            ranked = sorted(mine, key=lambda row: SWEEP.predicted(row, machine)[0])
-            within = [
-                row for row in mine if SWEEP.predicted(row, machine)[0] < 1.05 * SWEEP.predicted(ranked[0], machine)[0]
-            ]
-            best.append(f"{show(SWEEP, ranked[0])} ({len(within)} of {len(mine)} within 5%)")
+        for size in SWEEP.sizes:
+            ranked = SWEEP.ranked(size, machine)
+            us = [SWEEP.predicted(row, machine)[0] for row in ranked]
+            within = sum(t < 1.05 * us[0] for t in us)
+            best.append(f"{show(SWEEP, ranked[0])} ({within} of {len(us)} within 5%)")
         print(f"  {machine.name:10} {'; '.join(best)}")
-    mine = [row for row in table if row["size"] == LONG]
+    mine = [row for row in SWEEP.compiled() if row["size"] == LONG]
     order = [[SWEEP.predicted(row, machine)[0] for row in mine] for machine in (H200, FAMILY[2])]
     assert rank_correlation(*order) > 0.5
 

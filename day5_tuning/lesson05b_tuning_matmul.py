@@ -152,14 +152,10 @@ def order_is_worth_bytes():
 
 def the_best_moves_with_size_and_gpu():
     """Four GPUs run the same code: fewer SMs, slower memory, and on an H20 a quarter of the tensor cores."""
-    table = SWEEP.compiled()
     for machine in FAMILY:
-        best = []
-        for size in SWEEP.sizes:
-            mine = [row for row in table if row["size"] == f"M={size['M']} N={size['N']} K={size['K']}"]
-            best.append(show(SWEEP, min(mine, key=lambda row: SWEEP.predicted(row, machine)[0])))
+        best = [show(SWEEP, SWEEP.ranked(size, machine)[0]) for size in SWEEP.sizes]
         print(f"  {machine.name:10} {'; '.join(best)}")
-    last = [row for row in table if row["size"].startswith("M=8192")]
+    last = [row for row in SWEEP.compiled() if row["size"].startswith("M=8192")]
     orders = {machine.name: [SWEEP.predicted(row, machine)[0] for row in last] for machine in FAMILY}
     print(f"  order on an H20 against an H200's: {rank_correlation(orders['H20'], orders['H200']):.2f}")
     assert rank_correlation(orders["H100 SXM"], orders["H200"]) > 0.9

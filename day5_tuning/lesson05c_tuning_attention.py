@@ -142,9 +142,8 @@ def the_best_moves_with_size_and_gpu():
     table = SWEEP.compiled()
     for machine in FAMILY:
         best = []
-        for size in dict.fromkeys(row["size"] for row in table):
-            mine = [row for row in table if row["size"] == size]
-            row = min(mine, key=lambda row: SWEEP.predicted(row, machine)[0])
+        for size in SWEEP.sizes:
+            row = SWEEP.ranked(size, machine)[0]
             best.append(f"{show(SWEEP, row)}: {SWEEP.predicted(row, machine)[1]}")
         print(f"  {machine.name:10} {'; '.join(best)}")
     narrow = [SWEEP.predicted(row)[1] for row in table if row["size"].endswith("D=64") and not int(row["spills"])]

@@ -124,6 +124,11 @@ class Sweep:
         size = next(s for s in self.sizes if name(s) == row["size"])
         return self.predict(size, self.config(row), figures(row), machine)
 
+    def ranked(self, size: Mapping[str, Any], machine: Machine = H200) -> list[dict[str, Any]]:
+        """The compiled rows of a size, the fastest first as the model has them."""
+        mine = [row for row in self.compiled() if row["size"] == name(size)]
+        return sorted(mine, key=lambda row: self.predicted(row, machine)[0])
+
     def config(self, row: Mapping[str, Any]) -> dict[str, int]:
         return {key: int(row[key]) for key in self.configs(self.sizes[0])[0]}
 
@@ -133,8 +138,7 @@ class Sweep:
             return Table("sweep", self.measured(), "Medians, L2 flushed, all configurations of a size interleaved.")
         best = []
         for size in self.sizes:
-            mine = [row for row in self.compiled() if row["size"] == name(size)]
-            ranked = sorted(mine, key=lambda row: self.predicted(row)[0])
+            ranked = self.ranked(size)
             for place in (0, 1, len(ranked) // 2, len(ranked) - 1):
                 row = ranked[place]
                 us, limit = self.predicted(row)

@@ -1,7 +1,7 @@
 """What a lesson prints when it runs: its checks, what its rungs cost, and on a GPU how fast they are."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ from lessonkit.arguments import Unsupported
 from lessonkit.cuda import counters, hardware, toolchain
 from lessonkit.lesson import Case, Lesson, Rung, Steps, title
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as RichTable
@@ -77,7 +76,7 @@ class Checked:
 def rung_checks(lesson: Lesson, rung: Rung, cases: Iterable[Case] | None = None) -> Checked:
     found = Checked()
     for case in lesson.checks if cases is None else cases:
-        for dtype in _dtypes(lesson, case):
+        for dtype in check.dtypes(lesson, case):
             if why := check.cannot_run(lesson, rung, case, dtype):
                 found.left_out[why] = None
                 continue
@@ -97,22 +96,12 @@ def rung_checks(lesson: Lesson, rung: Rung, cases: Iterable[Case] | None = None)
 def grad_checks(lesson: Lesson) -> list[str]:
     wrong = []
     for case in small(lesson.checks):
-        for dtype in _dtypes(lesson, case):
+        for dtype in check.dtypes(lesson, case):
             try:
                 check.check_grad(lesson, case.shape, dtype)
             except check.Rejected as rejected:
                 wrong.append(f"{case} {dtype}: {rejected}")
     return wrong
-
-
-def _dtypes(lesson: Lesson, case: Case) -> Sequence[torch.dtype]:
-    """One for long offsets, which any shows. Interpreted, the 16-bit types take turns: each case in fp32 and one."""
-    if case.gib > 1:
-        return lesson.dtypes[-1:]
-    first, *others = lesson.dtypes
-    if device.INTERPRETED and len(others) > 1:
-        return first, others[lesson.checks.index(case) % len(others)]
-    return lesson.dtypes
 
 
 def small(cases: tuple[Case, ...]) -> list[Case]:

@@ -81,7 +81,7 @@ def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
         if exercise.op:
             lesson = exercise.lesson()
             for case in exercise.cases:
-                for dtype in lesson.dtypes if len(lesson.dtypes) == 1 else _turns(lesson, case):
+                for dtype in check.dtypes(lesson, case):
                     on = f"{case.why} ({case}, {str(dtype).removeprefix('torch.')})"
                     with _in_words("error"):
                         _check(lesson, case, dtype, seed)
@@ -98,12 +98,6 @@ def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
         why = str(rejected).removeprefix(f"{rejected.caught_by}: ")
         return Verdict(tuple(held), rejected.caught_by, _readable(why), on)
     return Verdict(tuple(held), score=score)
-
-
-def _turns(lesson: Lesson, case: Case) -> tuple[torch.dtype, ...]:
-    """fp32 sees the smallest errors; the other dtypes take turns, and a lesson of 16 bits alone has all of its own."""
-    first, *others = lesson.dtypes
-    return first, others[lesson.checks.index(case) % len(others)]
 
 
 def _check(lesson: Lesson, case: Case, dtype: torch.dtype, seed: int) -> None:
