@@ -45,7 +45,7 @@ def operator(lesson: str) -> str:
 
 
 def language(lesson: str) -> str:
-    if "gluon" in lesson:
+    if re.search(r"gluon|flash_hopper", lesson):
         return "Gluon"
     if "thunderkittens" in lesson:
         return "ThunderKittens"
