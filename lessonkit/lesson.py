@@ -37,7 +37,7 @@ def case(why: str, *, gib: float = 0, **shape: Any) -> Case:
 
 
 def shape_name(shape: Mapping[str, Any]) -> str:
-    return " ".join(f"{k}={v}" for k, v in shape.items())
+    return " ".join(f"{k}={v}" for k, v in shape.items() if v is not None)  # None: an option that is not used
 
 
 @dataclass(frozen=True)
