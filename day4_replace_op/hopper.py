@@ -1,7 +1,7 @@
 """What lessons 6 and 6b share: which tile comes when, the warp that loads, products asked for, the way to memory.
 
-A program's 9 warps share a tile of 128 queries: two warpgroups have 64 each, one warp asks TMA for what they need.
-Shared memory: Q and O as [2, 1, 1, 64, D], K and V as [STAGES, 1, 1, KEYS, D], as 4-dimensional descriptors have it.
+A program's warpgroups, two, in lesson 6c three, have 64 queries each of a tile; one warp asks TMA for what they need.
+Shared memory: Q and O as [WGS, 1, 1, 64, D], K and V as [STAGES, 1, 1, KEYS, D], as 4-dimensional descriptors have it.
 """
 
 from importlib import import_module
@@ -19,38 +19,65 @@ from day3_matmul_tk.lesson07b_gluon_persistent import slot
 from day4_replace_op import heads
 from day4_replace_op import lesson04_flash_options as options
 
-ROWS, KEYS, STAGES = 64, 128, 2  # queries of a warpgroup, keys of a block, blocks of K and of V at a time
+ROWS, KEYS = 64, 128  # queries of a warpgroup, keys of a block
 
 
 # What all partitions agree on. Causal: the longest tiles first, of as many heads as fit into L2 (lesson 4, rung 4).
 @gluon.jit
 def place(nth, sizes, CAUSAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """Of the nth tile: batch, head, the first of its 2 ROWS queries, and how many blocks of keys they see."""
+    """Of the nth tile: batch, head, the first of its ROWS queries, and how many blocks of keys they see."""
     tiles, heads, all_heads, at_once, S_q, S_k = sizes
     if CAUSAL:
         first = nth // (at_once * tiles) * at_once
         width, within = min(at_once, all_heads - first), nth % (at_once * tiles)
         each, tile = first + within % width, tiles - 1 - within // width
-        end = min(S_k, max(0, (tile + 1) * 2 * ROWS + S_k - S_q))
+        end = min(S_k, max(0, (tile + 1) * ROWS + S_k - S_q))
     else:
         each, tile, end = nth // tiles, nth % tiles, S_k
-    return each // heads, each % heads, tile * 2 * ROWS, (end + KEYS - 1) // KEYS
+    return each // heads, each % heads, tile * ROWS, (end + KEYS - 1) // KEYS
+
+
+# A program's tiles: every num_programs-th; or, from a queue (lesson 6c), whichever comes next when it is free. Then the
+# warp that loads draws numbers from a counter that all programs share, and tells the others. Nobody has to say that he
+# has heard: two numbers are kept, and before a third one comes all have given back the Q of the first.
+@gluon.jit
+def tell(nth, count, queue):
+    numbers, told, _ = queue
+    numbers.index(count % 2).store(gl.full((1,), nth, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(told.index(count % 2))
+
+
+@gluon.jit
+def hear(count, queue, QUEUE: gl.constexpr):
+    """The number of the program's tile number `count`; past the last tile's there is nothing left to do."""
+    nth = gl.program_id(0) + count * gl.num_programs(0)
+    if QUEUE:
+        numbers, told, _ = queue
+        stage, parity = slot(count, 2)
+        mbarrier.wait(told.index(stage), parity)
+        nth = gl.max(numbers.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+    return nth
 
 
 # Blocks come last first: those that need a mask, the tail and the diagonal, are then the first of a loop.
 @gluon.jit
-def load_partition(descs, smem, bars, sizes, GROUP: gl.constexpr, CAUSAL: gl.constexpr):
+def load_partition(descs, smem, bars, queue, sizes, GROUP: gl.constexpr, CAUSAL: gl.constexpr, QUEUE: gl.constexpr):
     q_desc, k_desc, v_desc, _ = descs
     q_smem, k_smem, v_smem, _ = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    WGS: gl.constexpr = q_full.shape[0]
     STAGES: gl.constexpr = k_full.shape[0]
-    turn, tile = 0, 0
-    for nth in range(gl.program_id(0), sizes[0] * sizes[2], gl.num_programs(0)):
-        batch, head, row, steps = place(nth, sizes, CAUSAL, ROWS, KEYS)
-        for which in gl.static_range(2):
-            mbarrier.wait(q_empty.index(which), tile & 1 ^ 1)
+    turn, count, nth = 0, 0, gl.program_id(0)
+    while nth < sizes[0] * sizes[2]:
+        following = nth + gl.num_programs(0)
+        if QUEUE:
+            tell(nth, count, queue)
+            following = gl.atomic_add(queue[2], 1) + gl.num_programs(0)  # on its way while this tile is loaded
+        batch, head, row, steps = place(nth, sizes, CAUSAL, WGS * ROWS, KEYS)
+        for which in gl.static_range(WGS):
+            mbarrier.wait(q_empty.index(which), count & 1 ^ 1)
             load(q_desc, q_smem, q_full, which, batch, head, row + which * ROWS)
         for step in range(steps + 1):  # K of a block, then V of the one before: the order in which they are needed
             if step < steps:
@@ -62,7 +89,10 @@ def load_partition(descs, smem, bars, sizes, GROUP: gl.constexpr, CAUSAL: gl.con
                 mbarrier.wait(v_empty.index(stage), parity ^ 1)
                 load(v_desc, v_smem, v_full, stage, batch, head // GROUP, (steps - step) * KEYS)
         turn += steps
-        tile += 1  # noqa: SIM113 - Gluon has no enumerate
+        count += 1
+        nth = following
+    if QUEUE:
+        tell(nth, count, queue)
 
 
 @gluon.jit
@@ -95,6 +125,19 @@ def ask_values(p, o, v_smem, v_full, turn):
     return warpgroup_mma(p, matrix(v_smem.index(stage)), o, is_async=True)
 
 
+# Turns, which lesson 6b takes: a barrier for each warpgroup; its phase ends when the other has asked for its products.
+@gluon.jit
+def await_turn(order, WHICH: gl.constexpr, turn, TURNS: gl.constexpr):
+    if TURNS:
+        mbarrier.wait(order.index(WHICH), turn & 1)
+
+
+@gluon.jit
+def pass_turn(order, WHICH: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        mbarrier.arrive(order.index(1 - WHICH))
+
+
 @gluon.jit
 def left(p, o, dtype: gl.constexpr):  # P as the left side of O += P V: rounded, and already in the right threads
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
@@ -106,8 +149,8 @@ def times(o, factor):  # O [rows, D] by a number a row: both have a row in the s
     return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
 
 
-def launch(kernel, q, k, v, causal, window, scale, persistent, **options):
-    """Check the arguments, describe the tensors, and start a program a tile, or one an SM if they stay."""
+def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, **options):
+    """Check the arguments, describe the tensors, and start a program a tile, or one an SM that stays."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     if window or q.element_size() != 2 or D > 128 or S_k == 0 or not tma_takes(q, k, v):
@@ -115,14 +158,15 @@ def launch(kernel, q, k, v, causal, window, scale, persistent, **options):
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
     if not o.numel():
         return o, lse
-    width = 64 if D <= 64 else 128
+    width, stages = (64, 3) if D <= 64 else (128, 2)  # what fits beside Q and O
     descs = [describe(t, rows, width) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))]
-    tiles, group = triton.cdiv(S_q, 2 * ROWS), H // H_kv
+    tiles, group = triton.cdiv(S_q, WGS * ROWS), H // H_kv
     at_once = min(B * H, group * heads.at_once(4 * S_k * D))
-    programs = min(tiles * B * H, num_sms()) if persistent else tiles * B * H
+    programs = min(tiles * B * H, num_sms()) if STAYS or QUEUE else tiles * B * H
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if QUEUE else lse
     kernel[(programs,)](
-        *descs, lse, scale * heads.LOG2E.value, tiles, H, B * H, at_once, S_q, S_k, group, causal, STAGES,
-        num_warps=4, **options,
+        *descs, lse, counter, scale * heads.LOG2E.value, tiles, H, B * H, at_once, S_q, S_k, group, causal, stages,
+        WGS, QUEUE, num_warps=4, **options,
     )  # fmt: skip
     return o, lse
 

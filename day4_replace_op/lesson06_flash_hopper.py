@@ -44,10 +44,13 @@ from day4_replace_op.hopper import (
     CHECKS,
     ask_scores,
     ask_values,
+    await_turn,
+    hear,
     launch,
     left,
     load_partition,
     matrix,
+    pass_turn,
     place,
     times,
 )
@@ -82,19 +85,6 @@ def softmax(s, m, total, row, key, sizes, scale_log2, MASKED: gl.constexpr, CAUS
     return p, m_new, kept + parts(p), old
 
 
-# Turns, which lesson 6b takes: a barrier for each warpgroup; its phase ends when the other has asked for its products.
-@gluon.jit
-def await_turn(order, WHICH: gl.constexpr, turn, TURNS: gl.constexpr):
-    if TURNS:
-        mbarrier.wait(order.index(WHICH), turn & 1)
-
-
-@gluon.jit
-def pass_turn(order, WHICH: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        mbarrier.arrive(order.index(1 - WHICH))
-
-
 # Scores, softmax, O, one after the other. The stages are given back when the products that read them are over.
 @gluon.jit
 def one_by_one(
@@ -127,7 +117,7 @@ def step_ahead(
     WHICH: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     _, k_smem, v_smem, _ = smem
-    _, _, k_full, k_empty, v_full, v_empty, order = bars
+    _, q_empty, k_full, k_empty, v_full, v_empty, order = bars
     STAGES: gl.constexpr = k_full.shape[0]
     KEYS: gl.constexpr = k_smem.shape[3]
     await_turn(order, WHICH, turn + begin, TURNS)
@@ -148,6 +138,7 @@ def step_ahead(
         o, p = warpgroup_mma_wait(0, deps=(o, p))
         mbarrier.arrive(v_empty.index((turn + step - 1) % STAGES))
         p, o = left(next_p, o, v_smem.dtype), times(o, old)
+    mbarrier.arrive(q_empty.index(WHICH))  # a product early, so that the next tile's Q is here when this one is stored
     o = ask_values(p, o, v_smem, v_full, turn + end - 1)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     mbarrier.arrive(v_empty.index((turn + end - 1) % STAGES))
@@ -156,9 +147,9 @@ def step_ahead(
 
 @gluon.jit
 def attend_partition(
-    descs, smem, bars, sizes, lse_ptr, scale_log2, WHICH: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
+    shared, WHICH: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, QUEUE: gl.constexpr
+):
+    descs, smem, bars, queue, sizes, lse_ptr, scale_log2 = shared
     q_desc, k_desc, _, o_desc = descs
     q_smem, _, _, o_smem = smem
     q_full, q_empty, _, _, _, _, _ = bars
@@ -169,9 +160,9 @@ def attend_partition(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    turn, tile = 0, 0
-    for nth in range(gl.program_id(0), sizes[0] * sizes[2], gl.num_programs(0)):
-        batch, head, row, steps = place(nth, sizes, CAUSAL, ROWS, KEYS)
+    turn, count, nth = 0, 0, hear(0, queue, QUEUE)
+    while nth < sizes[0] * sizes[2]:
+        batch, head, row, steps = place(nth, sizes, CAUSAL, q_full.shape[0] * ROWS, KEYS)
         row += WHICH * ROWS
         key = (steps - 1) * KEYS
         masked = 1  # blocks in which not every query sees every key: the tail; causal, what the diagonal crosses too
@@ -181,7 +172,7 @@ def attend_partition(
         total = parts(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
         o = gl.zeros((ROWS, D), gl.float32, OUT)
         q = matrix(q_smem.index(WHICH))
-        mbarrier.wait(q_full.index(WHICH), tile & 1)
+        mbarrier.wait(q_full.index(WHICH), count & 1)
         o, m, total = one_by_one(
             q, o, m, total, smem, bars, turn, 0, masked - 1 if AHEAD else masked, row, key, sizes, scale_log2, LAYOUT,
             WHICH, TURNS, True, CAUSAL,
@@ -196,9 +187,11 @@ def attend_partition(
                 q, o, m, total, smem, bars, turn, masked - 1, steps, row, key, sizes, scale_log2, LAYOUT,
                 WHICH, TURNS, CAUSAL,
             )  # fmt: skip
-        mbarrier.arrive(q_empty.index(WHICH))
+        if not AHEAD or steps == 0:
+            mbarrier.arrive(q_empty.index(WHICH))
         turn += steps
-        tile += 1  # noqa: SIM113 - Gluon has no enumerate
+        count += 1
+        nth = hear(count, queue, QUEUE)
         total = gl.convert_layout(gl.sum(total, axis=1), ROW)
         empty = total == 0
         rows = row + gl.arange(0, ROWS, layout=ROW)
@@ -215,30 +208,43 @@ def attend_partition(
 @gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "at_once", "S_q", "S_k"])
 def flash_kernel(
     q_desc, k_desc, v_desc, o_desc,  # of [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]
-    lse_ptr,  # [B, H, S_q] in fp32
+    lse_ptr, counter_ptr,  # [B, H, S_q] in fp32; one int32, 0, if there is a queue
     scale_log2, tiles, H, all_heads, at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr = False,
+    STAGES: gl.constexpr, WGS: gl.constexpr, QUEUE: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr = False,
 ):  # fmt: skip
     descs = q_desc, k_desc, v_desc, o_desc
-    smem = stages(q_desc, 2), stages(k_desc, STAGES), stages(v_desc, STAGES), stages(o_desc, 2)
+    smem = stages(q_desc, WGS), stages(k_desc, STAGES), stages(v_desc, STAGES), stages(o_desc, WGS)
     order = barriers(2, 1)
     bars = (
-        barriers(2, 1), barriers(2, 1),  # a warpgroup's Q: come, done with
-        barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2),  # K: come, read by both; V
+        barriers(WGS, 1), barriers(WGS, 1),  # a warpgroup's Q: come, done with
+        barriers(STAGES, 1), barriers(STAGES, WGS), barriers(STAGES, 1), barriers(STAGES, WGS),  # K: come, read; V
         order,
     )  # fmt: skip
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = numbers, barriers(2, 1), counter_ptr
     if TURNS:
         mbarrier.arrive(order.index(0))  # the first turn
     sizes = tiles, H, all_heads, at_once, S_q, S_k
-    gl.warp_specialize(
-        [
-            (attend_partition, (descs, smem, bars, sizes, lse_ptr, scale_log2, 0, AHEAD, TURNS, CAUSAL)),
-            (attend_partition, (descs, smem, bars, sizes, lse_ptr, scale_log2, 1, AHEAD, TURNS, CAUSAL)),
-            (load_partition, (descs, smem, bars, sizes, GROUP, CAUSAL)),
-        ],
-        [4, 1],
-        [232, 40],
-    )
+    shared = descs, smem, bars, queue, sizes, lse_ptr, scale_log2
+    if WGS == 2:
+        gl.warp_specialize(
+            [
+                (attend_partition, (shared, 0, AHEAD, TURNS, CAUSAL, QUEUE)),
+                (attend_partition, (shared, 1, AHEAD, TURNS, CAUSAL, QUEUE)),
+                (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
+            ],
+            [4, 1], [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend_partition, (shared, 0, AHEAD, TURNS, CAUSAL, QUEUE)),
+                (attend_partition, (shared, 1, AHEAD, TURNS, CAUSAL, QUEUE)),
+                (attend_partition, (shared, 2, AHEAD, TURNS, CAUSAL, QUEUE)),
+                (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
+            ],
+            [4, 4, 1], [160, 160, 24],
+        )  # fmt: skip
 
 
 # Rung 1. Trades: one warp loads, so that the others never wait for an address, and two warpgroups attend, each to 64
@@ -248,7 +254,7 @@ def flash_kernel(
 @needs(90, "TMA and wgmma", only=True)
 def specialized(q, k, v, causal=False, window=None, scale=None):
     """q [B, H, S_q, D], k and v [B, H_kv, S_k, D], fp16 or bf16, D at most 128 -> o as q, lse [B, H, S_q] in fp32."""
-    return launch(flash_kernel, q, k, v, causal, window, scale, False, AHEAD=False)
+    return launch(flash_kernel, q, k, v, causal, window, scale, AHEAD=False)
 
 
 # Rung 2. New: scores a step ahead. A warpgroup has 64 scores and 64 numbers of O a thread in flight, and 32 registers
@@ -258,7 +264,7 @@ def specialized(q, k, v, causal=False, window=None, scale=None):
 def ahead(q, k, v, causal=False, window=None, scale=None):
     """As specialized; what this is not for (fp32, windows, D past 128, strides that TMA refuses) takes lesson 4's."""
     try:
-        return launch(flash_kernel, q, k, v, causal, window, scale, False, AHEAD=True)
+        return launch(flash_kernel, q, k, v, causal, window, scale, AHEAD=True)
     except Unsupported:
         return options.attention(q, k, v, causal, window, scale)
 
@@ -278,7 +284,8 @@ LESSON = Lesson(
                "left(next_p, o, v_smem.dtype), o", "ahead"),
         Mutant("a part of the sum is forgotten", "parts", "axis=3", "axis=3) * 0 + gl.max(p.reshape((p.shape[0], "
                "p.shape[1] // 8, 4, 2)), axis=3", "specialized"),
-        Mutant("both do the upper half", "attend_partition", "row += WHICH * ROWS", "row += 0 * ROWS", "specialized"),
+        Mutant("both do the upper half", "attend_partition", "row += WHICH * ROWS", "row += 0 * ROWS", "specialized",
+               "nan"),
     ),
     peers=heads.PEERS,
     claims=dict.fromkeys((specialized, ahead), ("wgmma", "tma", "no spills")),

@@ -8,10 +8,10 @@ under the 900 that the other's softmax takes.
 
 The rest is at a tile's ends. A program of 16 blocks (S = 2048) begins with loads, scores and a softmax under which
 nothing runs, and ends with a product and a store: about 3000 cycles of 36,000. Programs that stay load the next tile's
-Q, K and V under the end of this one.
+Q, K and V under the end of this one. Lesson 6c has the last part: tiles that do not all cost the same.
 
-You will learn: turns by two barriers, and why every step must take one; when a grid should stay, and when the hardware
-deals out tiles better; to run a kernel's barriers on a CPU, in any order.
+You will learn: turns by two barriers, and why every step must take one; when a grid should stay; to run a kernel's
+barriers on a CPU, in any order.
 Needs a Hopper GPU to run; without one the rungs are compiled, and a slow twin of all barriers runs, whose partitions
 take turns in any order: its mutants are the mistakes that on a GPU hang, or are wrong once a week.
 Run it:    python day4_replace_op/lesson06b_flash_hopper_turns.py
@@ -21,14 +21,13 @@ Time it:   python -m lessonkit bench lesson06b_flash_hopper_turns
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, needs
+from lessonkit import Lesson, Mutant, needs
 
 import torch
 import torch.nn.functional as F
 
 from day3_matmul_tk.lesson07b_gluon_persistent import Barrier, in_any_order, slot
 from day4_replace_op import heads
-from day4_replace_op import lesson04_flash_options as options
 from day4_replace_op.hopper import BENCHES, CHECKS, PEERS, launch, place
 from day4_replace_op.lesson06_flash_hopper import LESSON as FIRST
 from day4_replace_op.lesson06_flash_hopper import flash_kernel
@@ -41,20 +40,16 @@ from day4_replace_op.lesson06_flash_hopper import flash_kernel
 @needs(90, "TMA and wgmma", only=True)
 def turns(q, k, v, causal=False, window=None, scale=None):
     """q [B, H, S_q, D], k and v [B, H_kv, S_k, D], fp16 or bf16, D at most 128 -> o as q, lse [B, H, S_q] in fp32."""
-    return launch(flash_kernel, q, k, v, causal, window, scale, False, AHEAD=True, TURNS=True)
+    return launch(flash_kernel, q, k, v, causal, window, scale, AHEAD=True, TURNS=True)
 
 
-# Rung 4. New: a grid that stays, where all tiles cost the same. Predicted: 3000 cycles of 36,000 at S = 2048, 8%, of
-# 272,000 at 16384 1%. Causal tiles cost between one block and S / 128: whoever is free must take the next longest. The
-# hardware does so with programs that do not stay; a fixed share of the tiles cannot.
+# Rung 4. New: a grid that stays, a program an SM, each with every 132nd tile. Predicted: where all tiles cost the same,
+# 3000 cycles of 36,000 at S = 2048, 8%, of 272,000 at 16384 1%. Causal tiles cost between one block and S / 128, and
+# whoever has drawn the short ones waits for the others at the end: lesson 6c.
 @needs(90, "TMA and wgmma", only=True)
-def attention(q, k, v, causal=False, window=None, scale=None):
-    """As turns; what this is not for (fp32, windows, D past 128, strides that TMA refuses) takes lesson 4's."""
-    try:
-        take_turns = q.shape[-1] > 64
-        return launch(flash_kernel, q, k, v, causal, window, scale, not causal, AHEAD=True, TURNS=take_turns)
-    except Unsupported:
-        return options.attention(q, k, v, causal, window, scale)
+def stays(q, k, v, causal=False, window=None, scale=None):
+    """As turns."""
+    return launch(flash_kernel, q, k, v, causal, window, scale, STAYS=True, AHEAD=True, TURNS=True)
 
 
 # The slow twin: what lies between the barriers is PyTorch, small (2 x 8 queries, 8 keys, 2 stages, 3 programs) so that
@@ -64,7 +59,7 @@ FREE = Barrier(1), 1
 
 
 def twin(q, k, v, causal=False, window=None, scale=None):
-    """As attention with turns, without windows, in any dtype: all loops and barriers, one wait at a time."""
+    """As stays, without windows, in any dtype: all loops and barriers, one wait at a time."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     B, H, S_q, _ = q.shape
     o, lse = torch.zeros_like(q), torch.full((B, H, S_q), -math.inf, device=q.device)
@@ -77,7 +72,7 @@ def twin(q, k, v, causal=False, window=None, scale=None):
 
 def _program(mine, sizes, q, k, v, o, lse, causal):
     S_q, S_k, D, group = sizes[4], sizes[5], q.shape[3], q.shape[1] // k.shape[1]
-    tiles = [place.fn(nth, sizes, causal, 8, 8) for nth in mine]
+    tiles = [place.fn(nth, sizes, causal, 16, 8) for nth in mine]
     q, k, v = (F.pad(t.float(), (0, 0, 0, -t.shape[2] % 16)) for t in (q, k, v))  # with zeros, as TMA does
     q_smem, k_smem, v_smem = (torch.full((2, 8, D), math.nan) for _ in range(3))
     q_full, q_empty, k_full, v_full, order = ([Barrier(1), Barrier(1)] for _ in range(5))
@@ -126,6 +121,8 @@ def _program(mine, sizes, q, k, v, o, lse, causal):
                     yield FREE
                     s = q_smem[which] @ k_smem[stage].T
                     k_empty[stage].arrive()
+                    if step == steps - 1:
+                        q_empty[which].arrive()
                     keys = 8 * (steps - 1 - step) + torch.arange(8)
                     s[(keys >= S_k) | (causal & (keys > rows + S_k - S_q))] = -math.inf
                 if step > 0:
@@ -136,7 +133,8 @@ def _program(mine, sizes, q, k, v, o, lse, causal):
                     m, m_old = torch.maximum(m, s.amax(1, keepdim=True)), m
                     p, old = torch.exp(s - m), torch.exp(m_old - m)
                     total, acc = total * old + p.sum(1, keepdim=True), acc * old
-            q_empty[which].arrive()
+            if steps == 0:
+                q_empty[which].arrive()
             turn += steps
             inside = slice(row + 8 * which, min(row + 8 * which + 8, S_q))
             n = max(0, inside.stop - inside.start)
@@ -149,7 +147,7 @@ def _program(mine, sizes, q, k, v, o, lse, causal):
 LESSON = Lesson(
     reference=heads.reference,
     inputs=heads.inputs,
-    rungs=(turns, attention),
+    rungs=(turns, stays),
     checks=CHECKS,
     benches=BENCHES,
     work=heads.work,
@@ -167,7 +165,7 @@ LESSON = Lesson(
         Mutant("always the first Q", "_program", "q_full[which], tile & 1", "q_full[which], 0", "twin", "barrier"),
     ),
     peers=PEERS,
-    claims=dict.fromkeys((turns, attention), ("wgmma", "tma", "no spills")),
+    claims=dict.fromkeys((turns, stays), ("wgmma", "tma", "no spills")),
     properties=FIRST.properties,
     refuses=heads.REFUSES,
     dtypes=(torch.float16, torch.bfloat16),
