@@ -1,4 +1,4 @@
-"""What lessons 6 and 6b share: which tile comes when, the warp that loads, products asked for, the way to memory.
+"""What lessons 6, 6b and 6c share: which tile comes when, the warp that loads, products asked for, the way to memory.
 
 A program's warpgroups, two, in lesson 6c three, have 64 queries each of a tile; one warp asks TMA for what they need.
 Shared memory: Q and O as [WGS, 1, 1, 64, D], K and V as [STAGES, 1, 1, KEYS, D], as 4-dimensional descriptors have it.
@@ -153,8 +153,9 @@ def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, 
     """Check the arguments, describe the tensors, and start a program a tile, or one an SM that stays."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    if window or q.element_size() != 2 or D > 128 or S_k == 0 or not tma_takes(q, k, v):
-        raise Unsupported("for 16 bits, D up to 128 and rows that TMA can copy, without a window")
+    widest = {2: 128, 3: 64}[WGS]  # registers for O
+    if window or q.element_size() != 2 or widest < D or S_k == 0 or not tma_takes(q, k, v):
+        raise Unsupported(f"for 16 bits, D up to {widest} and rows that TMA can copy, without a window")
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
     if not o.numel():
         return o, lse

@@ -35,7 +35,7 @@ from day4_replace_op.lesson05_flash_backward import flash_attention
 GPU = DEVICE.type == "cuda"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SLACK = 8  # another's may round more often than PyTorch does (as in `bench`), but must compute the same thing
-HOPPER = "day4_replace_op.lesson06b_flash_hopper_turns"
+HOPPER = "day4_replace_op.lesson06c_flash_hopper_queue"
 CUDA, KITTENS = "cuda_src.11_flash_attention_v1", "day3_matmul_tk.lesson10_thunderkittens_attention"
 
 

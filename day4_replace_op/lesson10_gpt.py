@@ -187,7 +187,7 @@ def stepper(model, forward=None, learning_rate=CONFIG.learning_rate):
 
     forward: what to call instead of the model, its compiled self.
     """
-    forward = forward or model
+    forward = model if forward is None else forward  # a compiled model has no truth value
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=True)
 
     def step(tokens, targets):

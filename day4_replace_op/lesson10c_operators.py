@@ -33,8 +33,8 @@ from day2_triton_basics.lesson07b_layernorm_lengths import layernorm_forward
 from day2_triton_basics.lesson08b_layernorm_backward_lengths import layernorm_backward as norm_backward
 from day2_triton_basics.lesson12b_cross_entropy_wide import cross_entropy_split
 from day2_triton_basics.lesson13_cross_entropy_backward import backward_wide
-from day4_replace_op import lesson04_flash_options as options
 from day4_replace_op import lesson05_flash_backward as flash_backward
+from day4_replace_op import lesson06c_flash_hopper_queue as hopper
 
 
 @custom_op("course::attention", mutates_args=())
@@ -42,7 +42,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, S_q, D], k and v [B, H_kv, S_k, D] -> out as q, lse [B, H, S_q] in fp32; causal at the lower right."""
-    return options.attention(q, k, v, causal, window, scale)
+    return hopper.attention(q, k, v, causal, window, scale)
 
 
 @custom_op("course::attention_backward", mutates_args=())

@@ -236,6 +236,7 @@ def test_progress_that_is_damaged_is_said(answers):
         progress.load()
 
 
+@interpreted
 def test_unknown_exercise_names_those_there_are(answers):
     code, text = run("check", "nothing_like_it")
     assert code == 2
