@@ -4,6 +4,7 @@ A program's warpgroups, two, in lesson 6c three, have 64 queries each of a tile;
 Shared memory: Q and O as [WGS, 1, 1, 64, D], K and V as [STAGES, 1, 1, KEYS, D], as 4-dimensional descriptors have it.
 """
 
+from functools import cache
 from importlib import import_module
 
 from lessonkit import Unsupported, case, num_sms, tma_takes
@@ -71,10 +72,10 @@ def load_partition(descs, smem, bars, queue, sizes, GROUP: gl.constexpr, CAUSAL:
     STAGES: gl.constexpr = k_full.shape[0]
     turn, count, nth = 0, 0, gl.program_id(0)
     while nth < sizes[0] * sizes[2]:
-        following = nth + gl.num_programs(0)
+        drawn = nth
         if QUEUE:
             tell(nth, count, queue)
-            following = gl.atomic_add(queue[2], 1) + gl.num_programs(0)  # on its way while this tile is loaded
+            drawn = gl.atomic_add(queue[2], 1)  # on its way while this tile is loaded
         batch, head, row, steps = place(nth, sizes, CAUSAL, WGS * ROWS, KEYS)
         for which in gl.static_range(WGS):
             mbarrier.wait(q_empty.index(which), count & 1 ^ 1)
@@ -90,7 +91,9 @@ def load_partition(descs, smem, bars, queue, sizes, GROUP: gl.constexpr, CAUSAL:
                 load(v_desc, v_smem, v_full, stage, batch, head // GROUP, (steps - step) * KEYS)
         turn += steps
         count += 1
-        nth = following
+        nth = drawn + gl.num_programs(0)
+        if QUEUE:  # there are as many draws as tiles, and the last one leaves the counter as it was found
+            gl.store(queue[2], 0, mask=drawn == sizes[0] * sizes[2] - 1)
     if QUEUE:
         tell(nth, count, queue)
 
@@ -139,6 +142,24 @@ def pass_turn(order, WHICH: gl.constexpr, TURNS: gl.constexpr):
 
 
 @gluon.jit
+def skip(bars, turn, WHICH: gl.constexpr, TURNS: gl.constexpr):
+    """Give a block back unread; not before it has come, or this would count for the block that was there before."""
+    _, _, k_full, k_empty, v_full, v_empty, order = bars
+    stage, parity = slot(turn, k_full.shape[0])
+    await_turn(order, WHICH, turn, TURNS)
+    pass_turn(order, WHICH, TURNS)
+    mbarrier.wait(k_full.index(stage), parity)
+    mbarrier.arrive(k_empty.index(stage))
+    mbarrier.wait(v_full.index(stage), parity)
+    mbarrier.arrive(v_empty.index(stage))
+
+
+@gluon.jit
+def exp2(x):  # without the instructions that Triton's exp2 spends on results below 2^-126
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
 def left(p, o, dtype: gl.constexpr):  # P as the left side of O += P V: rounded, and already in the right threads
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     return gl.convert_layout(p.to(dtype), LAYOUT)
@@ -164,12 +185,18 @@ def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, 
     tiles, group = triton.cdiv(S_q, WGS * ROWS), H // H_kv
     at_once = min(B * H, group * heads.at_once(4 * S_k * D))
     programs = min(tiles * B * H, num_sms()) if STAYS or QUEUE else tiles * B * H
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if QUEUE else lse
+    counter = zero(q.device, torch.cuda.current_stream(q.device) if q.is_cuda else None) if QUEUE else lse
     kernel[(programs,)](
         *descs, lse, counter, scale * heads.LOG2E.value, tiles, H, B * H, at_once, S_q, S_k, group, causal, stages,
         WGS, QUEUE, num_warps=4, **options,
     )  # fmt: skip
     return o, lse
+
+
+@cache
+def zero(device, stream):
+    """A counter that each launch leaves at 0. A stream's kernels come one after the other; another stream has its own."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def describe(t, rows, width):

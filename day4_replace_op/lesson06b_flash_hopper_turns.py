@@ -62,18 +62,18 @@ def twin(q, k, v, causal=False, window=None, scale=None):
     """As stays, without windows, in any dtype: all loops and barriers, one wait at a time."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     B, H, S_q, _ = q.shape
-    o, lse = torch.zeros_like(q), torch.full((B, H, S_q), -math.inf, device=q.device)
+    o, lse = torch.zeros(q.shape), torch.full((B, H, S_q), -math.inf)  # on the CPU, step by step
     tiles = -(-S_q // 16)
     for program in range(3):
         mine = range(program, tiles * B * H, 3)
         _program(mine, (tiles, H, B * H, 2, S_q, k.shape[2]), q * scale, k, v, o, lse, causal)
-    return o, lse
+    return o.to(q), lse.to(q.device)
 
 
 def _program(mine, sizes, q, k, v, o, lse, causal):
     S_q, S_k, D, group = sizes[4], sizes[5], q.shape[3], q.shape[1] // k.shape[1]
     tiles = [place.fn(nth, sizes, causal, 16, 8) for nth in mine]
-    q, k, v = (F.pad(t.float(), (0, 0, 0, -t.shape[2] % 16)) for t in (q, k, v))  # with zeros, as TMA does
+    q, k, v = (F.pad(t.float().cpu(), (0, 0, 0, -t.shape[2] % 16)) for t in (q, k, v))  # with zeros, as TMA does
     q_smem, k_smem, v_smem = (torch.full((2, 8, D), math.nan) for _ in range(3))
     q_full, q_empty, k_full, v_full, order = ([Barrier(1), Barrier(1)] for _ in range(5))
     k_empty, v_empty = ([Barrier(2), Barrier(2)] for _ in range(2))

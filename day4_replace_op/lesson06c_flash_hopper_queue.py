@@ -66,13 +66,14 @@ def twin(q, k, v, causal=False, window=None, scale=None):
     """As attention, without windows, in any dtype: the counter, the numbers told, and Q."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     B, H, S_q, _ = q.shape
-    o, lse = torch.zeros_like(q, dtype=torch.float32), torch.zeros(B, H, S_q, device=q.device)
+    o, lse = torch.zeros(q.shape), torch.zeros(B, H, S_q)  # on the CPU, step by step
     sizes = -(-S_q // 24), H, B * H, 2, S_q, k.shape[2]
     counter, copies, partitions = numbers_from(3), [], []
+    q_pad, k, v = (t.float().cpu() for t in (F.pad(q * scale, (0, 0, 0, 24)), k, v))
     for program in range(3):
-        partitions += _program(program, counter, copies, sizes, F.pad(q * scale, (0, 0, 0, 24)), k, v, o, lse, causal)
+        partitions += _program(program, counter, copies, sizes, q_pad, k, v, o, lse, causal)
     in_any_order(partitions, copies)
-    return o.to(q), lse
+    return o.to(q), lse.to(q.device)
 
 
 def _program(program, counter, copies, sizes, q, k, v, o, lse, causal):
@@ -96,7 +97,7 @@ def _program(program, counter, copies, sizes, q, k, v, o, lse, causal):
                 yield q_empty[which], count & 1 ^ 1
                 q_full[which].arrive(expect=1)
                 q_smem[which].fill_(math.nan)
-                copies.append((q_smem[which], q[b, h, row + 8 * which :][:8].float(), q_full[which]))
+                copies.append((q_smem[which], q[b, h, row + 8 * which :][:8], q_full[which]))
             nth, count = next(counter), count + 1
         tell(count, nth)
 
@@ -109,13 +110,13 @@ def _program(program, counter, copies, sizes, q, k, v, o, lse, causal):
                 return
             b, h, row, _ = place.fn(nth, sizes, causal, 24, 8)
             yield q_full[which], count & 1
-            s = q_smem[which] @ k[b, h // group].float().T
+            s = q_smem[which] @ k[b, h // group].T
             q_empty[which].arrive()
             rows = torch.arange(row + 8 * which, row + 8 * which + 8)[:, None]
             s[causal & (torch.arange(S_k) > rows + S_k - S_q)] = -math.inf
             n = max(0, min(8, S_q - row - 8 * which))
             inside, p = (b, h, slice(row + 8 * which, row + 8 * which + n)), s.softmax(-1).nan_to_num()
-            o[inside] += (p @ v[b, h // group].float())[:n]  # twice, if a tile is drawn twice
+            o[inside] += (p @ v[b, h // group])[:n]  # twice, if a tile is drawn twice
             lse[inside] += s.logsumexp(-1)[:n]
 
     return [load_partition(), *map(attend_partition, range(3))]
