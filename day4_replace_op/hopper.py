@@ -195,7 +195,7 @@ def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, 
 
 @cache
 def zero(device, stream):
-    """A counter that each launch leaves at 0. A stream's kernels come one after the other; another stream has its own."""
+    """A counter that each launch leaves at 0. A stream's kernels take turns; another stream has its own."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
