@@ -72,10 +72,8 @@ def load_partition(descs, smem, bars, queue, sizes, GROUP: gl.constexpr, CAUSAL:
     STAGES: gl.constexpr = k_full.shape[0]
     turn, count, nth = 0, 0, gl.program_id(0)
     while nth < sizes[0] * sizes[2]:
-        drawn = nth
         if QUEUE:
             tell(nth, count, queue)
-            drawn = gl.atomic_add(queue[2], 1)  # on its way while this tile is loaded
         batch, head, row, steps = place(nth, sizes, CAUSAL, WGS * ROWS, KEYS)
         for which in gl.static_range(WGS):
             mbarrier.wait(q_empty.index(which), count & 1 ^ 1)
@@ -91,9 +89,11 @@ def load_partition(descs, smem, bars, queue, sizes, GROUP: gl.constexpr, CAUSAL:
                 load(v_desc, v_smem, v_full, stage, batch, head // GROUP, (steps - step) * KEYS)
         turn += steps
         count += 1
-        nth = drawn + gl.num_programs(0)
-        if QUEUE:  # there are as many draws as tiles, and the last one leaves the counter as it was found
+        drawn = nth
+        if QUEUE:  # as late as can be. There are as many draws as tiles, and the last one leaves the counter as it was
+            drawn = gl.atomic_add(queue[2], 1)
             gl.store(queue[2], 0, mask=drawn == sizes[0] * sizes[2] - 1)
+        nth = drawn + gl.num_programs(0)
     if QUEUE:
         tell(nth, count, queue)
 
@@ -142,12 +142,10 @@ def pass_turn(order, WHICH: gl.constexpr, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def skip(bars, turn, WHICH: gl.constexpr, TURNS: gl.constexpr):
+def skip(bars, turn):
     """Give a block back unread; not before it has come, or this would count for the block that was there before."""
-    _, _, k_full, k_empty, v_full, v_empty, order = bars
+    _, _, k_full, k_empty, v_full, v_empty, _ = bars
     stage, parity = slot(turn, k_full.shape[0])
-    await_turn(order, WHICH, turn, TURNS)
-    pass_turn(order, WHICH, TURNS)
     mbarrier.wait(k_full.index(stage), parity)
     mbarrier.arrive(k_empty.index(stage))
     mbarrier.wait(v_full.index(stage), parity)

@@ -154,25 +154,27 @@ def attend_partition(
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    WGS: gl.constexpr = q_full.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     turn, count, nth = 0, 0, hear(0, queue, QUEUE)
     while nth < sizes[0] * sizes[2]:
-        batch, head, row, steps = place(nth, sizes, CAUSAL, q_full.shape[0] * ROWS, KEYS)
+        batch, head, row, steps = place(nth, sizes, CAUSAL, WGS * ROWS, KEYS)
         row += WHICH * ROWS
         key = (steps - 1) * KEYS
         masked = 1  # blocks in which not every query sees every key: the tail; causal, what the diagonal crosses too
-        hidden = 0  # of these, blocks of which no query of this warpgroup sees anything
+        hidden = 0  # of these, blocks of which no query of this warpgroup sees anything: two fill a block, three do not
         if CAUSAL:
             masked = min(steps, max(1, steps - (row + S_k - S_q + 1) // KEYS))
+        if CAUSAL and WGS > 2:
             hidden = max(0, min(steps - 1, steps - (row + ROWS + S_k - S_q + KEYS - 1) // KEYS))
         m = gl.full((ROWS,), LOWEST, gl.float32, ROW)
         total = parts(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
         o = gl.zeros((ROWS, D), gl.float32, OUT)
         q = matrix(q_smem.index(WHICH))
         for step in range(hidden):
-            skip(bars, turn + step, WHICH, TURNS)
+            skip(bars, turn + step)
         mbarrier.wait(q_full.index(WHICH), count & 1)
         o, m, total = one_by_one(
             q, o, m, total, smem, bars, turn, hidden, masked - 1 if AHEAD else masked, row, key, sizes, scale_log2,

@@ -3,7 +3,7 @@
 Two things are left. Causal tiles cost between one block of keys and S / 128. Dealt out in advance (lesson 6b) somebody
 has the long ones; dealt out by the hardware each is a program of its own (lesson 6), and begins and ends under nothing:
 3000 cycles, beside 2100 for each of its blocks, 8.5 of them on average at S = 2048, 2.5 at S = 512. A queue has both:
-programs stay, and who is free draws the next number from a counter, an atomic that one warp asks for a tile early.
+programs stay, and who is free draws the next number from a counter, an atomic by the one warp that loads.
 
 And D = 64. There a block's products take 1024 cycles and its exponentials 1024, so whatever one unit waits for the
 other is lost. A warpgroup with half a row of O has registers to spare: 64 scores, 32 of P, 32 of O. So three of them,
@@ -35,12 +35,12 @@ from day4_replace_op.lesson06_flash_hopper import flash_kernel
 
 
 # Rung 5. New: the queue. Predicted: causal the 3000 cycles of each tile, 14% at D = 128 and S = 2048, 36% at 512, 2% at
-# 16384; where tiles cost the same, nothing. Turns only there: a causal tile's masked steps are as many for one
-# warpgroup as for the other plus one, and to take turns is to wait for each other.
+# 16384; where tiles cost the same, nothing. And no turns: of a causal tile's steps one warpgroup has more that are
+# masked, and to take turns is to wait for each other.
 @needs(90, "TMA and wgmma", only=True)
 def queued(q, k, v, causal=False, window=None, scale=None):
     """q [B, H, S_q, D], k and v [B, H_kv, S_k, D], fp16 or bf16, D at most 128 -> o as q, lse [B, H, S_q] in fp32."""
-    return launch(flash_kernel, q, k, v, causal, window, scale, QUEUE=True, AHEAD=True, TURNS=not causal)
+    return launch(flash_kernel, q, k, v, causal, window, scale, QUEUE=True, AHEAD=True)
 
 
 # Rung 6. New: three warpgroups, where O leaves the registers for it. Predicted: by lesson 6's count 1024 cycles a block
