@@ -163,11 +163,10 @@ def attend_partition(
         batch, head, row, steps = place(nth, sizes, CAUSAL, WGS * ROWS, KEYS)
         row += WHICH * ROWS
         key = (steps - 1) * KEYS
-        masked = 1  # blocks in which not every query sees every key: the tail; causal, what the diagonal crosses too
-        hidden = 0  # of these, blocks of which no query of this warpgroup sees anything: two fill a block, three do not
-        if CAUSAL:
+        hidden, masked = 0, 1  # blocks of keys that no query here sees; and those that not every query sees: the tail,
+        if CAUSAL:  # and what the diagonal crosses
             masked = min(steps, max(1, steps - (row + S_k - S_q + 1) // KEYS))
-        if CAUSAL and WGS > 2:
+        if CAUSAL and WGS > 2:  # the queries of two warpgroups are as many as a block's keys
             hidden = max(0, min(steps - 1, steps - (row + ROWS + S_k - S_q + KEYS - 1) // KEYS))
         m = gl.full((ROWS,), LOWEST, gl.float32, ROW)
         total = parts(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
