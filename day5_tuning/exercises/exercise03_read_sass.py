@@ -1,7 +1,7 @@
 """Read SASS: what became of a kernel, from its machine code
 =========================================================
-Eight small kernels of Triton, compiled for an A100 or an H100, lie in exercises/sass (a GPU was not needed: look at
-product_hopper.sass and product_waiting.sass side by side before you begin). A listing has labels and instructions:
+Eight small kernels of Triton, compiled for an A100 or an H100 without either, lie in day5_tuning/exercises/sass: before
+you begin, look at product_hopper.sass and product_waiting.sass side by side. A listing has labels and instructions:
 
     .L_x_1:
         /*0640*/ DEPBAR.LE SB0, 0x4;                                          address, opcode, operands
@@ -95,12 +95,11 @@ def pipeline(listing: str) -> tuple[str, int | None]:
 # The learner's file ends here.
 from lessonkit import compiled
 from lessonkit.exercise import Exercise, Wrong, same
+from lessonkit.lesson import ROOT
 
 import torch
 
-from day5_tuning.exercises.listings import FOLDER
-
-LISTINGS = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.sass"))}
+LISTINGS = {path.stem: path.read_text() for path in sorted((ROOT / "day5_tuning/exercises/sass").glob("*.sass"))}
 
 
 def _hidden():
