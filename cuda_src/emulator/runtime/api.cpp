@@ -24,7 +24,8 @@ bool runs_over(const void* p, size_t bytes) {  // the end of its allocation, whi
 }
 
 cudaError_t copy(void* to, const void* from, size_t bytes) {
-    if (bytes && (!to || !from || runs_over(to, bytes) || runs_over(from, bytes))) return cudaErrorInvalidValue;
+    if (bytes && (!to || !from)) return cudaErrorInvalidValue;
+    if (bytes && (runs_over(to, bytes) || runs_over(from, bytes))) return cudaErrorInvalidValue;
     if (bytes) memmove(to, from, bytes);
     emu::mark_written(uint64_t(to), bytes);
     return cudaSuccess;
@@ -45,8 +46,8 @@ cudaError_t set(cudaError_t error) { return error == cudaSuccess ? error : (last
 
 static std::recursive_mutex one_launch;  // the GPU is one, also for a program of several host threads
 
-cudaError_t launch(const char* name, const void* kernel, dim3 grid, dim3 block, size_t shared,
-                   cudaStream_t stream, bool cooperative, void (*call)(void*), std::shared_ptr<void> closure, size_t closure_bytes) {
+cudaError_t launch(const char* name, const void* kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                   bool cooperative, void (*call)(void*), std::shared_ptr<void> closure, size_t closure_bytes) {
     const uint64_t threads = uint64_t(block.x) * block.y * block.z, blocks = uint64_t(grid.x) * grid.y * grid.z;
     if (!threads || threads > 1024 || block.z > 64 || !blocks || grid.x > 0x7fffffff || grid.y > 65535 ||
         grid.z > 65535)
