@@ -34,6 +34,7 @@ def test_there_are_exercises():
         "day1_pytorch",
         "day2_triton_basics",
         "day3_matmul_tk",
+        "day5_tuning",
         "cuda_src",
     }
     assert len(ALL) >= 30

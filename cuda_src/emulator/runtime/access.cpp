@@ -82,6 +82,7 @@ void look_up_global(Thread& t, Site& s, uint64_t address, uint32_t bytes) {
                   what(s, bytes) + " of another block's shared memory, " + who(t) + ", " + line_of(s.pc));
     if (!r || address + bytes > r->high)
         fault("out of bounds", what(s, bytes) + " " + nearest(address) + ", " + who(t) + ", " + line_of(s.pc));
+    note_extent(s);
     s.region = r;
     s.low = r->low;
     s.high = r->high;
@@ -116,6 +117,8 @@ EMU_INLINE void checked(const void* pc, uint64_t address, uint32_t bytes, Op op,
             look_up_global(*t, s, address, bytes);
         const Region& r = *s.region;
         if (r.kind == Region::parameters) return;
+        s.first = std::min(s.first, address);
+        s.last = std::max(s.last, address + bytes);
         if (r.watch_races || r.watch_init)
             touch(*t, s, region_cells(r) + (address / 4 - r.low / 4), address, bytes, sync, &r);
         if (r.kind != Region::image) count(*t, s, address, bytes, Space::global);

@@ -1,5 +1,4 @@
-// The runtime API on a made-up device: allocations that are watched, streams that work at once, graphs that are
-// recorded.
+// The runtime API on a made-up device: allocations that are watched, copies, launches. Streams are in streams.cpp.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -7,37 +6,34 @@
 
 #include "../emu/launch.h"
 #include "shadow.h"
-
-struct emuStream {};
-struct emuEvent {
-    bool recorded = false;
-};
-struct emuGraph {
-    std::vector<std::function<cudaError_t()>> nodes;
-};
+#include "streams.h"
 
 using emu::Region;
+using emu::set;
+using emu::submit;
 
 namespace {
 
 cudaError_t last = cudaSuccess;
-emuGraph* capture = nullptr;  // while one is under way, all streams' work goes there
 std::map<const void*, size_t> allowed_shared;
 std::map<void*, size_t> sizes;
 
-cudaError_t set(cudaError_t error) { return error == cudaSuccess ? error : (last = error); }
-
-cudaError_t submit(std::function<cudaError_t()> work) {
-    if (!capture) return set(work());
-    capture->nodes.push_back(std::move(work));
-    return cudaSuccess;
+bool runs_over(const void* p, size_t bytes) {  // the end of its allocation, which the driver knows too
+    const Region* r = emu::find_region(uint64_t(p));
+    return r && r->kind == Region::allocation && uint64_t(p) + bytes > r->high;
 }
 
 cudaError_t copy(void* to, const void* from, size_t bytes) {
     if (bytes && (!to || !from)) return cudaErrorInvalidValue;
+    if (bytes && (runs_over(to, bytes) || runs_over(from, bytes))) return cudaErrorInvalidValue;
     if (bytes) memmove(to, from, bytes);
     emu::mark_written(uint64_t(to), bytes);
     return cudaSuccess;
+}
+
+cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, emu::StreamId stream) {
+    emu::log_copy(to, from, bytes, kind, stream);
+    return copy(to, from, bytes);
 }
 
 constexpr size_t REDZONE = 256;
@@ -46,9 +42,11 @@ constexpr size_t REDZONE = 256;
 
 namespace emu {
 
+cudaError_t set(cudaError_t error) { return error == cudaSuccess ? error : (last = error); }
+
 static std::recursive_mutex one_launch;  // the GPU is one, also for a program of several host threads
 
-cudaError_t launch(const char* name, const void* kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t,
+cudaError_t launch(const char* name, const void* kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
                    bool cooperative, void (*call)(void*), std::shared_ptr<void> closure, size_t closure_bytes) {
     const uint64_t threads = uint64_t(block.x) * block.y * block.z, blocks = uint64_t(grid.x) * grid.y * grid.z;
     if (!threads || threads > 1024 || block.z > 64 || !blocks || grid.x > 0x7fffffff || grid.y > 65535 ||
@@ -61,7 +59,7 @@ cudaError_t launch(const char* name, const void* kernel, dim3 grid, dim3 block, 
         return set(cudaErrorCooperativeLaunchTooLarge);
     const std::string called =
         strstr(name, "kernel") == name || strstr(name, "cooperative ") == name ? function_name(kernel, name) : name;
-    return submit([=] {
+    return submit([=, stream_id = StreamId(stream)] {
         std::lock_guard lock(one_launch);
         if (running) throw std::logic_error("a kernel launches a kernel: not emulated");
         if (now > 3u << 30) forget_times(), now = 1;
@@ -78,6 +76,7 @@ cudaError_t launch(const char* name, const void* kernel, dim3 grid, dim3 block, 
             ~Forget() { remove_regions(Region::parameters); }
         } forget;
         run(l);
+        log_kernel(l, stream_id);
         return cudaSuccess;
     });
 }
@@ -119,10 +118,13 @@ cudaError_t cudaHostUnregister(void* p) {
     return set(emu::remove_region(uint64_t(p), false) ? cudaSuccess : cudaErrorInvalidValue);
 }
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-    return submit([=] { return copy(to, from, bytes); });
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+    return submit([=, s = emu::StreamId(stream)] { return copy(to, from, bytes, kind, s); });
 }
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { return set(copy(to, from, bytes)); }
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+    const cudaError_t error = set(copy(to, from, bytes, kind, nullptr));
+    return emu::log_wait("synchronise", nullptr), error;
+}
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t) {
     return submit([=] { return copy(to, from, bytes); });
 }
@@ -134,8 +136,9 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
         return cudaSuccess;
     });
 }
-cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
-    return submit([=] {
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
+    return submit([=, s = emu::StreamId(stream)] {
+        emu::log_set(p, bytes, s);
         memset(p, value, bytes);
         emu::mark_written(uint64_t(p), bytes);
         return cudaSuccess;
@@ -184,7 +187,7 @@ const char* cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int d) { return set(d == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
 cudaError_t cudaGetDeviceCount(int* n) { return *n = 1, cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { return emu::log_wait("synchronise all", nullptr), cudaSuccess; }
 cudaError_t cudaDeviceReset() { return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return *can = 0, cudaSuccess; }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return set(cudaErrorInvalidDevice); }
@@ -249,48 +252,3 @@ cudaError_t emuOccupancy(int* blocks, int threads, size_t shared) {
         {2048 / ((threads + 31) / 32 * 32), 16, int64_t((emu::DYNAMIC_LIMIT + 1024) / (shared + 1024))});
     return cudaSuccess;
 }
-
-cudaError_t cudaStreamCreate(cudaStream_t* s) { return *s = new emuStream, cudaSuccess; }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return cudaStreamCreate(s); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return cudaStreamCreate(s); }
-cudaError_t cudaStreamDestroy(cudaStream_t s) { return delete s, cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) {
-    return capture ? set(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
-}
-cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
-cudaError_t cudaLaunchHostFunc(cudaStream_t, void (*function)(void*), void* data) {
-    return submit([=] { return function(data), cudaSuccess; });
-}
-cudaError_t cudaEventCreate(cudaEvent_t* e) { return *e = new emuEvent, cudaSuccess; }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return cudaEventCreate(e); }
-cudaError_t cudaEventDestroy(cudaEvent_t e) { return delete e, cudaSuccess; }
-cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) { return e->recorded = true, cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
-    *ms = 0;  // there is no time here to be proud of
-    return a->recorded && b->recorded ? cudaSuccess : set(cudaErrorInvalidValue);
-}
-
-cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
-    if (capture) return set(cudaErrorStreamCaptureInvalidated);
-    capture = new emuGraph;
-    return cudaSuccess;
-}
-cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
-    if (!capture) return set(cudaErrorStreamCaptureInvalidated);
-    *graph = capture;
-    capture = nullptr;
-    return cudaSuccess;
-}
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
-    return *exec = new emuGraph(*graph), cudaSuccess;
-}
-cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t) {
-    for (const auto& node : exec->nodes)
-        if (const cudaError_t error = node()) return set(error);
-    return cudaSuccess;
-}
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete graph, cudaSuccess; }
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { return delete exec, cudaSuccess; }

@@ -67,6 +67,7 @@ void touch_first(Site& s) {
     }
     s.counts[0] = s.counts[1] = {};
     s.shared_low = 1, s.shared_high = 0;  // this launch has its own variables
+    s.first = ~0ull, s.last = 0;
     touched.push_back(&s);
 }
 
@@ -115,6 +116,14 @@ void count_site(Site& s) {
     if (!s.touched) touch_first(s);
 }
 
+// s.low, not the region's: what was freed since is still what this launch touched.
+void note_extent(Site& s) {
+    if (!s.last) return;
+    auto [at, fresh] = running->extents.try_emplace({s.low, s.op != Op::load}, s.first, s.last);
+    if (!fresh) at->second = {std::min(at->second.first, s.first), std::max(at->second.second, s.last)};
+    s.first = ~0ull, s.last = 0;
+}
+
 void count_begin() {
     warps = 0;
     touched.clear();
@@ -135,6 +144,7 @@ void count_end(Running& l) {
     k.barriers += l.barriers;
     for (Site* s : touched) {
         s->touched = false;
+        note_extent(*s);
         for (Space space : {Space::global, Space::shared})
             if (const Counts& c = s->counts[int(space)]; c.requests) {
                 Counts& sum = k.sites[{s->number, space}];

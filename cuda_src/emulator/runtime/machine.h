@@ -102,6 +102,8 @@ struct Running {
     uint64_t yields = 0, progress = 0, progress_seen = 0;
     uint64_t barriers = 0;
     uint32_t ordered = 0;  // what happened before this time is ordered with everything: earlier launches, grid syncs
+    // First and last address touched of each region, by its first address and whether it was written there.
+    std::map<std::pair<uint64_t, bool>, std::pair<uint64_t, uint64_t>> extents;
     std::unordered_map<uint64_t, std::vector<uint32_t>> released;  // what a flag's reader learns, by address
 };
 

@@ -1,11 +1,13 @@
 // The C ABI that the course's Python side calls through ctypes.
 #include "shadow.h"
+#include "streams.h"
 
 extern "C" {
 
 EMU_API void emu_begin() {
     emu::remove_regions(emu::Region::tensor);
     emu::forget_counts();
+    emu::forget_log();
 }
 
 EMU_API void emu_register(uint64_t pointer, uint64_t bytes, const char* name, int initialised) {
@@ -16,6 +18,12 @@ EMU_API const char* emu_end() {
     static std::string json;
     json = emu::report();
     emu::remove_regions(emu::Region::tensor);
+    return json.c_str();
+}
+
+EMU_API const char* emu_streams() {
+    static std::string json;
+    json = emu::stream_log();
     return json.c_str();
 }
 

@@ -53,6 +53,7 @@ struct Site {  // one load or store of the program
     uint32_t shared_low = 1, shared_high = 0;  // the variable it touched last: looked up once, then compared
     const Region* region = nullptr;
     uint64_t low = 1, high = 0, epoch = 0;
+    uint64_t first = ~0ull, last = 0;  // what it touched of the region in this launch
     Counts counts[2];
     std::vector<WarpLog> logs;
 };
@@ -75,6 +76,7 @@ void access(const void* pc, uint64_t address, uint32_t bytes, Op op, bool sync);
 void touch(Thread& t, Site& site, Cell* cells, uint64_t address, uint32_t bytes, bool sync,
            const Region* region);  // region: null for shared memory
 void count_site(Site& site);       // first touched in this launch?
+void note_extent(Site& site);      // the launch learns what the site touched of its region
 void count(Thread& t, Site& site, uint64_t address, uint32_t bytes, Space space);
 
 void forget_counts();
