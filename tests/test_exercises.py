@@ -291,3 +291,46 @@ def test_runs_from_the_command_line(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "never written" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@interpreted
+def test_a_folder_names_its_first_that_has_not_passed(answers):
+    """`next day2`, and `watch day2` after a pass, stay in the folder; a part of several names is still refused."""
+    first, second, *others = source.find("day2")
+    assert (first, progress.load()) == (MUL, {})
+    assert first.title in run("next", "day2")[1]
+    progress.update(first, passed="2026-01-01")
+    assert second.title in run("next", "day2")[1]
+    assert source.discover()[0].title in run("next")[1]
+    for exercise in (second, *others):
+        progress.update(exercise, passed="2026-01-01")
+    code, text = run("next", "day2")
+    assert code == 0
+    assert "has passed" in text
+    code, text = run("next", "softmax")
+    assert code == 2
+    assert "names 2 exercises" in text
+
+
+@interpreted
+def test_watch_goes_on_in_the_folder(answers, monkeypatch):
+    """Once the first of day 2 passes, its second is opened."""
+    path = progress.start(MUL)
+    path.write_text(MUL.solution)
+
+    def stop(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", stop)
+    _, text = run("watch", "day2")
+    assert text.index("One solution") < text.index(source.find("day2")[1].title)
+
+
+def test_advice_can_be_typed_as_it_stands(tmp_path):
+    """Called through course.py, whose environment is not the shell's, the commands named are course.py's."""
+    env = {**os.environ, "COURSE_ANSWERS": str(tmp_path), "COURSE_PY": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "lessonkit", "exercise", "next", "mul"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert "Then:  python3 course.py exercise check" in done.stdout
+    env.pop("COURSE_PY")
+    assert "Then:  python -m lessonkit" in subprocess.run(words, env=env, capture_output=True, text=True).stdout

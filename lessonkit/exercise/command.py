@@ -19,7 +19,8 @@ import typer
 from rich.syntax import Syntax
 
 app = typer.Typer(no_args_is_help=True, help="Graded exercises: a stub to complete, hints, a solution once it passes.")
-Which = Annotated[str, typer.Argument(help="mul, exercise01_mul, day2, ...; without it the one you are at.")]
+Which = Annotated[str, typer.Argument(help="mul, day2 (its first that has not passed), ...; without it of all.")]
+COURSE = "python3 course.py" if "COURSE_PY" in os.environ else "python -m lessonkit"  # as the learner has called it
 
 MEANS = {
     "out of bounds": "A lane reads or writes memory that belongs to nobody. On a GPU this may crash, or quietly work.",
@@ -50,15 +51,15 @@ def _say(text: str, style: str | None = None) -> None:
 
 
 def _one(which: str) -> Source:
-    """The exercise named, or the first that has not passed."""
-    if not which:
+    """The exercise named, or the first that has not passed: of a folder (day2), or of all."""
+    found = find(which) if which else discover()
+    if not which or (len(found) > 1 and all(s.name.startswith(which) for s in found)):
         records = progress.load()
-        waiting = [s for s in discover() if s.name not in records or not records[s.name].passed]
+        waiting = [s for s in found if s.name not in records or not records[s.name].passed]
         if not waiting:
-            _say("Every exercise has passed. `exercise list` shows the hints that you took.", "green")
+            _say("Every one of them has passed. `exercise list` shows the hints that you took.", "green")
             raise typer.Exit
         return waiting[0]
-    found = find(which)
     if len(found) != 1:
         names = "\n  ".join(s.name for s in found or discover())
         raise typer.BadParameter(f"{which!r} names {len(found)} exercises, expected one of:\n  {names}")
@@ -78,7 +79,7 @@ def next_exercise(which: Which = "") -> None:
     _say(_task(source))
     for region in source.regions:
         _say(f"TODO({region.number}), line {region.start}: {region.task}", "bold")
-    _say(f"\nEdit:  {_shown(path)}\nThen:  python -m lessonkit exercise check   (or watch; hint, if you are stuck)")
+    _say(f"\nEdit:  {_shown(path)}\nThen:  {COURSE} exercise check   (or watch; hint, if you are stuck)")
 
 
 def _task(source: Source) -> str:
@@ -119,7 +120,7 @@ def _check(source: Source) -> Verdict:
     hints = f"{record.hints} hint{'s' * (record.hints != 1)}"
     _say(f"\nRight, after {record.checks + 1} checks and {hints} ({took:.1f} s). One solution:", "bold green")
     show.console.print(Syntax(_solution(source), "cpp" if source.is_cuda else "python", background_color="default"))
-    _say("Next:  python -m lessonkit exercise next")
+    _say(f"Next:  {COURSE} exercise next")
     return verdict
 
 
@@ -144,7 +145,7 @@ def _explain(source: Source, path: Path, answer: str, verdict: Verdict) -> None:
         _say(f"      TODO({todo[0].number}) is as it was{more}: {todo[0].task}", "yellow")
     if verdict.mistake:
         _say(f"      Others who saw exactly this had made this mistake: {verdict.mistake}.", "yellow")
-    _say(f"\nEdit:  {_shown(path)}\nStuck: python -m lessonkit exercise hint {source.short}")
+    _say(f"\nEdit:  {_shown(path)}\nStuck: {COURSE} exercise hint {source.short}")
 
 
 @app.command()
@@ -158,8 +159,8 @@ def watch(which: Which = "") -> None:
             changed = path.stat().st_mtime_ns
             if (path, changed) != seen:
                 seen = (path, changed)
-                if _check(source).right and not which:
-                    source = _one("")
+                if _check(source).right and (following := _one(which)) != source:
+                    source = following
                     next_exercise(source.name)
                     seen = (progress.start(source), progress.answer_file(source).stat().st_mtime_ns)
                 _say("\nwatching: save the file to have it graded again, Ctrl-C to end", "dim")
