@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
-from lessonkit.exercise.source import Source
+from lessonkit.exercise.source import Source, discover
 from lessonkit.lesson import ROOT
 from lessonkit.rows import write_atomically
 
@@ -53,6 +53,14 @@ def update(source: Source, **fields: object) -> None:
     records = load()
     records[source.name] = Record(**{**asdict(records.get(source.name, Record())), **fields})
     save(records)
+
+
+def by_folder() -> dict[str, list[Record]]:
+    """The record of every exercise that there is now, by its folder; {} where none has been begun."""
+    records, found = load(), dict[str, list[Record]]()
+    for source in discover():
+        found.setdefault(source.path.parent.parent.name, []).append(records.get(source.name, Record()))
+    return found if any(r != Record() for of in found.values() for r in of) else {}
 
 
 def today() -> str:
