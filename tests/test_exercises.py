@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 from lessonkit import device
 from lessonkit.exercise import command, grade, number, progress, same, source
@@ -240,6 +241,7 @@ def test_unknown_exercise_names_those_there_are(answers):
     code, text = run("check", "nothing_like_it")
     assert code == 2
     assert "exercise01_mul" in text
+    assert run("list", "nothing_like_it")[0] == 2
 
 
 def test_drift_is_an_error(tmp_path):
@@ -301,7 +303,6 @@ def test_a_folder_names_its_first_that_has_not_passed(answers):
     assert first.title in run("next", "day2")[1]
     progress.update(first, passed="2026-01-01")
     assert second.title in run("next", "day2")[1]
-    assert source.discover()[0].title in run("next")[1]
     for exercise in (second, *others):
         progress.update(exercise, passed="2026-01-01")
     code, text = run("next", "day2")
@@ -310,6 +311,66 @@ def test_a_folder_names_its_first_that_has_not_passed(answers):
     code, text = run("next", "softmax")
     assert code == 2
     assert "names 2 exercises" in text
+
+
+@interpreted
+def test_without_a_name_it_is_where_the_learner_is(answers):
+    """What was opened by its name, until it passes; then the next, and after the last the first."""
+    assert source.discover()[0].title in run("next")[1]
+    _, text = run("next", "split_k")
+    (exercise,) = source.find("split_k")
+    mine = progress.answer_file(exercise).read_text().splitlines()
+    for n, line in re.findall(r"TODO\((\d)\), line (\d+)", text):
+        assert f"TODO({n})" in mine[int(line) - 1], "lines are those of the learner's file"
+    assert len(re.findall(r"TODO\(\d\), line", text)) == 3
+    assert "exercise04_split_k" in run("check")[1]
+    assert "hint 1 of 3" in run("hint")[1]
+    assert progress.of(exercise).hints == 1
+    progress.update(exercise, passed="2026-01-01")
+    assert source.find("fused_epilogue")[0].title in run("next")[1]
+    progress.update(source.discover()[-1], passed="2026-01-01")
+    assert source.discover()[0].title in run("next")[1]
+
+
+@interpreted
+def test_reset_twice_keeps_what_was_written(answers):
+    path = progress.start(MUL)
+    path.write_text(MUL.solution)
+    for _ in range(2):
+        run("reset", "mul")
+    assert path.with_name(path.name + ".old").read_text() == MUL.solution
+
+
+def test_a_mistake_is_not_taken_for_another():
+    """Two wrong answers are refused in the same words, but for numbers: each is named, and what is neither is not."""
+    (exercise,) = source.find("scale_rows")
+    skip_what_cannot_run(exercise)
+    columns, rows, *_ = exercise.exercise.wrong
+    for wrong in (columns, rows):
+        verdict = grade.grade(exercise, exercise.wrong(wrong), seed=3)
+        assert grade.recognised(exercise, verdict, 3) == wrong.why
+        further_down = replace(verdict, why=verdict.why.replace("your file:1", "your file:2"))
+        assert grade.recognised(exercise, further_down, 3) == wrong.why
+    assert grade.recognised(exercise, replace(verdict, why=re.sub(r"\d+", "7", verdict.why)), 3) == ""
+
+
+@interpreted
+def test_watch_waits_for_an_editor_that_moves_the_file_away(answers, monkeypatch):
+    path, seen = progress.start(MUL), []
+
+    def save(seconds):
+        seen.append(path.exists())
+        if len(seen) == 1:
+            path.unlink()
+        if len(seen) == 2:
+            path.write_text(MUL.solution)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", save)
+    _, text = run("watch", "mul")
+    assert seen == [True, False, True]
+    assert "One solution" in text
 
 
 @interpreted
