@@ -239,7 +239,7 @@ def diff(lesson: str, old: str, new: str) -> None:
         text = Path(module.__file__ or "").read_text().splitlines()
         lines: list[str] = []
         for kernel in used:
-            start = next(i for i, line in enumerate(text) if line.startswith(f"def {kernel}("))
+            start = next(i for i, line in enumerate(text) if line.startswith((f"def {kernel}(", f"{kernel} = ")))
             stop = next((i for i in range(start + 1, len(text)) if text[i] and text[i][0] not in " )#"), len(text))
             lines += [*text[start:stop]]
         return lines + wrapper.splitlines()
