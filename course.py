@@ -65,7 +65,8 @@ def main() -> int:
         return failed.returncode
     words = sys.argv[1:] or ["run"]
     if words[0] != "test":
-        return subprocess.run([str(PYTHON), "-m", "lessonkit", *words], cwd=ROOT).returncode
+        env = os.environ | {"COURSE_PY": "1"}  # so that what it advises can be typed as it stands
+        return subprocess.run([str(PYTHON), "-m", "lessonkit", *words], cwd=ROOT, env=env).returncode
     codes = [subprocess.run([str(PYTHON), "-m", *check], cwd=ROOT).returncode for check in CHECKS]
     return max(codes)
 

@@ -7,7 +7,8 @@ prediction was wrong and by how much, and what the next hour should go into. It 
     python -m lessonkit report final                       Markdown, HTML and PDF under reports/<device>/
     python -m lessonkit report final --operator softmax    with another operator's story
 
-from the learner's own rows; where there is no GPU, from the committed ones. This lesson also compares everything with
+from the learner's own rows; where there is no GPU, from the committed ones. What the learner's exercises took, hints
+among it, stands at its end. This lesson also compares everything with
 everything (compare_all): each operator in all the languages of the course, beside the best peer, and draws the ladder
 of each operator in one picture.
 
@@ -26,6 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lessonkit import Steps, Table, device, report, rows
+from lessonkit.exercise import progress
 
 from day5_tuning import final
 from day5_tuning.final import Block
@@ -114,6 +116,8 @@ def build(folder, chosen=""):
     if roof := roofline(folder):
         drawn = partial(draw_roofline, table=roof.rows, roof=_copy_speed(found))
         blocks.insert(-1, Block(figure="roofline", data=roof.rows, draw=drawn))
+    if done := progress.by_folder():
+        blocks.append(Block(heading="Exercises", text=_exercises_text(done), table=tuple(_exercises(done))))
     return f"GPU kernels in five days: final report, {folder.name}", blocks
 
 
@@ -229,6 +233,22 @@ def _next(found):
             "of its peer": f"{row.ratio_to_best_peer:.2f}x", "% of limit": f"{row.percent_of_limit:.0f}",
             "bound by": bound(row), "try": NEXT[bound(row)],
         }  # fmt: skip
+
+
+def _exercises_text(done):
+    """From the learner's progress: what passed, and with how much help."""
+    records = [record for of in done.values() for record in of]
+    passed = [record for record in records if record.passed]
+    return (
+        f"{len(passed)} of {len(records)} passed, {sum(not record.hints for record in passed)} of them without a hint; "
+        f"{sum(r.hints for r in records)} hints and {sum(r.checks for r in records)} checks in all."
+    )
+
+
+def _exercises(done):
+    """A column a day."""
+    yield {"": "passed"} | {day: f"{sum(bool(r.passed) for r in of)} of {len(of)}" for day, of in done.items()}
+    yield {"": "hints used"} | {day: sum(r.hints for r in of) for day, of in done.items()}
 
 
 def write_report(chosen: str = "") -> list[Path]:

@@ -1,4 +1,4 @@
-"""python -m lessonkit: doctor, list, run, check, exercise, bench, compile, count, report, diff.
+"""python -m lessonkit: doctor, list, path, run, check, exercise, bench, compile, count, report, diff.
 
 Exit codes: 0 all well, 1 something failed, 2 the command line is wrong.
 """
@@ -15,10 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
-from lessonkit import compiled, device, mutants, report, show
+from lessonkit import compiled, device, mutants, paths, report, show
 from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
-from lessonkit.exercise import command
+from lessonkit.exercise import command, progress
 from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, title
 from lessonkit.lesson import kernels as kernel_lessons
 
@@ -69,6 +69,26 @@ def list_lessons(which: Which = "") -> None:
         parts = lesson.rungs if isinstance(lesson, Lesson) else lesson.steps
         body.append([name, title(name), " > ".join(p.__name__ for p in parts)])
     show.table("lessons", ["name", "about", "rungs or steps"], body)
+
+
+@app.command(name="path")
+def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing: what there is.")] = "") -> None:
+    """Show a path for the time that you have: its parts, and how many of their exercises have passed."""
+    routes = {route.name: route for route in paths.routes()}
+    if name not in ("", *routes):
+        raise typer.BadParameter(f"no path is called {name!r}; there are {', '.join(routes)}")
+    if not name:
+        body = [[r.name, r.ends["en"], f"paths/{r.name}.md"] for r in routes.values()]
+        return show.table("paths", ["name", "at the end", "page"], body)
+    route, body = routes[name], []
+    passed = {name for name, record in progress.load().items() if record.passed}
+    for part in route.parts:
+        asked = [exercise.name for item in part.items for exercise in item.exercises]
+        time_ = f"{part.minutes / 60:.3g} h" if route.hours else f"{part.minutes:g} min"
+        body.append([part.title["en"], time_, f"{len(passed.intersection(asked))} of {len(asked)}" if asked else ""])
+    show.table(f"{route.title['en']}: paths/{name}.md", ["part", "time", "exercises passed"], body)
+    if waiting := next((exercise for exercise in route.exercises if exercise.name not in passed), None):
+        show.console.print(f"Next exercise: {command.COURSE} exercise next {waiting.short}", markup=False)
 
 
 @app.command()
@@ -219,7 +239,7 @@ def diff(lesson: str, old: str, new: str) -> None:
         text = Path(module.__file__ or "").read_text().splitlines()
         lines: list[str] = []
         for kernel in used:
-            start = next(i for i, line in enumerate(text) if line.startswith(f"def {kernel}("))
+            start = next(i for i, line in enumerate(text) if line.startswith((f"def {kernel}(", f"{kernel} = ")))
             stop = next((i for i in range(start + 1, len(text)) if text[i] and text[i][0] not in " )#"), len(text))
             lines += [*text[start:stop]]
         return lines + wrapper.splitlines()

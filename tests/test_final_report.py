@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from lessonkit import report
+from lessonkit.exercise import progress, source
 from lessonkit.lesson import ROOT
 
 import pytest
@@ -40,6 +41,12 @@ def test_numbers_of_the_guide_are_the_lessons(guide):
         assert number in known, f"{guide.name} says {number!r}, and no lesson or row does"
 
 
+@pytest.fixture(autouse=True)
+def nothing_begun(tmp_path, monkeypatch):
+    """A learner's own progress is theirs: each test begins with none."""
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path / "answers"))
+
+
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
 def test_final_report_builds_from_committed_rows(tmp_path):
     title, blocks = lesson08_final_report.build(FOLDERS[0])
@@ -59,3 +66,40 @@ def test_final_report_says_what_is_missing(tmp_path):
     if FOLDERS:
         with pytest.raises(ValueError, match="no rows of 'fft'; there are"):
             lesson08_final_report.build(FOLDERS[0], "fft")
+
+
+@pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
+def test_final_report_says_what_exercises_took(tmp_path):
+    """Passed of all and hints by day, from the progress file; an exercise that is gone does not count."""
+    first, second, third = source.find("day1")[:3]
+    progress.update(first, passed="2026-01-01", checks=4, hints=2)
+    progress.update(second, passed="2026-01-01", checks=1)
+    progress.update(third, checks=7, hints=3)
+    (other,) = source.find("mul")
+    progress.update(other, passed="2026-01-02", checks=1)
+    progress.save(progress.load() | {"day1_pytorch.exercise99_gone": progress.Record(checks=1, hints=3, passed="x")})
+    made = {path.suffix: path for path in final.write(tmp_path, *lesson08_final_report.build(FOLDERS[0]))}
+    text = made[".md"].read_text().split("## Exercises")[1]
+    days = list(dict.fromkeys(e.path.parent.parent.name for e in source.discover()))
+    sizes = [len(source.find(day)) for day in days]
+    assert f"3 of {sum(sizes)} passed, 2 of them without a hint; 5 hints and 13 checks in all." in text
+    assert [line for line in text.splitlines() if line.startswith("|")] == [
+        f"|  | {' | '.join(days)} |",
+        "|" + "---|" * (len(days) + 1),
+        f"| passed | {' | '.join(f'{p} of {n}' for p, n in zip([2, 1, *[0] * len(days)], sizes, strict=False))} |",
+        f"| hints used | {' | '.join(map(str, [5, *[0] * (len(days) - 1)]))} |",
+    ]
+    assert "hints and 13 checks" in made[".html"].read_text()
+    assert len(re.findall(rb"/Type /Page\b", made[".pdf"].read_bytes())) <= 2
+
+
+@pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
+def test_final_report_says_nothing_where_no_exercise_was_begun():
+    headings = [block.heading for block in lesson08_final_report.build(FOLDERS[0])[1]]
+    assert "What to try next" in headings
+    assert "Exercises" not in headings
+    progress.start(source.find("mul")[0])
+    progress.update(source.find("mul")[0])  # opened, and nothing tried
+    assert "Exercises" not in [block.heading for block in lesson08_final_report.build(FOLDERS[0])[1]]
+    progress.update(source.find("mul")[0], checks=1)
+    assert "Exercises" in [block.heading for block in lesson08_final_report.build(FOLDERS[0])[1]]

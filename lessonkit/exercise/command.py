@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,8 @@ import typer
 from rich.syntax import Syntax
 
 app = typer.Typer(no_args_is_help=True, help="Graded exercises: a stub to complete, hints, a solution once it passes.")
-Which = Annotated[str, typer.Argument(help="mul, exercise01_mul, day2, ...; without it the one you are at.")]
+Which = Annotated[str, typer.Argument(help="mul, exercise01_mul, day2; without it the one that you are at.")]
+COURSE = "python3 course.py" if "COURSE_PY" in os.environ else "python -m lessonkit"  # as the learner has called it
 
 MEANS = {
     "out of bounds": "A lane reads or writes memory that belongs to nobody. On a GPU this may crash, or quietly work.",
@@ -29,7 +31,7 @@ MEANS = {
     "dtype": "The result has to have the dtype that PyTorch's has.",
     "shape": "The result has to have the shape that PyTorch's has.",
     "changed input": "An input was overwritten; whoever calls still needs it.",
-    "traffic": "The answer is right and moves too many bytes: memory is what such a kernel costs.",
+    "traffic": "The answer is right; what is asked now is how many bytes your kernel moves for it.",
     "gradient": "The forward is right; the backward is compared with float64 autograd, for a random upstream gradient.",
     "race": "Two threads touch one address with no barrier between, and one of them writes: any order may happen.",
     "barrier": "Some threads of the block wait at a barrier that others never reach.",
@@ -49,20 +51,24 @@ def _say(text: str, style: str | None = None) -> None:
     show.console.print(text, style=style, markup=False, highlight=False)
 
 
-def _one(which: str) -> Source:
-    """The exercise named, or the first that has not passed."""
-    if not which:
-        records = progress.load()
-        waiting = [s for s in discover() if s.name not in records or not records[s.name].passed]
-        if not waiting:
-            _say("Every exercise has passed. `exercise list` shows the hints that you took.", "green")
-            raise typer.Exit
-        return waiting[0]
-    found = find(which)
-    if len(found) != 1:
+def _some(which: str, *, one: bool = False) -> Sequence[Source]:
+    """The exercises named; all of them without a name."""
+    found = find(which) if which else discover()
+    if not found or (one and len(found) > 1):
         names = "\n  ".join(s.name for s in found or discover())
         raise typer.BadParameter(f"{which!r} names {len(found)} exercises, expected one of:\n  {names}")
-    return found[0]
+    return found
+
+
+def _one(which: str) -> Source:
+    """The exercise named; of a folder (day2), or of all, the one that the learner is at."""
+    is_folder = len(found := find(which)) > 1 and all(s.name.startswith(which) for s in found)
+    if which and not is_folder:
+        return _some(which, one=True)[0]
+    if not (source := progress.waiting(_some(which))):
+        _say("Every one of them has passed. `exercise list` shows the hints that you took.", "green")
+        raise typer.Exit
+    return source
 
 
 def _shown(path: Path) -> str:
@@ -71,14 +77,17 @@ def _shown(path: Path) -> str:
 
 @app.command(name="next")
 def next_exercise(which: Which = "") -> None:
-    """Open the first exercise that has not passed (or the one named): make its file and show the task."""
+    """Open an exercise, without a name the one you are at or the next: make its file and show the task."""
     source = _one(which)
     path = progress.start(source)
+    progress.update(source)
     show.console.rule(source.title)
     _say(_task(source))
+    mine = path.read_text().splitlines()
     for region in source.regions:
-        _say(f"TODO({region.number}), line {region.start}: {region.task}", "bold")
-    _say(f"\nEdit:  {_shown(path)}\nThen:  python -m lessonkit exercise check   (or watch; hint, if you are stuck)")
+        at = next((f", line {n}" for n, line in enumerate(mine, 1) if f"TODO({region.number})" in line), "")
+        _say(f"TODO({region.number}){at}: {region.task}", "bold")
+    _say(f"\nEdit:  {_shown(path)}\nThen:  {COURSE} exercise check   (or watch; hint, if you are stuck)")
 
 
 def _task(source: Source) -> str:
@@ -116,11 +125,15 @@ def _check(source: Source) -> Verdict:
         _say(f"  ok  {verdict.score}", "green")
     if not record.passed:
         progress.update(source, passed=progress.today())
-    hints = f"{record.hints} hint{'s' * (record.hints != 1)}"
-    _say(f"\nRight, after {record.checks + 1} checks and {hints} ({took:.1f} s). One solution:", "bold green")
+    effort = f"{_counted(record.checks + 1, 'check')} and {_counted(record.hints, 'hint')}"
+    _say(f"\nRight, after {effort} ({took:.1f} s). One solution:", "bold green")
     show.console.print(Syntax(_solution(source), "cpp" if source.is_cuda else "python", background_color="default"))
-    _say("Next:  python -m lessonkit exercise next")
+    _say(f"Next:  {COURSE} exercise next")
     return verdict
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _solution(source: Source) -> str:
@@ -144,24 +157,25 @@ def _explain(source: Source, path: Path, answer: str, verdict: Verdict) -> None:
         _say(f"      TODO({todo[0].number}) is as it was{more}: {todo[0].task}", "yellow")
     if verdict.mistake:
         _say(f"      Others who saw exactly this had made this mistake: {verdict.mistake}.", "yellow")
-    _say(f"\nEdit:  {_shown(path)}\nStuck: python -m lessonkit exercise hint {source.short}")
+    _say(f"\nEdit:  {_shown(path)}\nStuck: {COURSE} exercise hint {source.short}")
 
 
 @app.command()
 def watch(which: Which = "") -> None:
     """Grade each time you save, go on to the next exercise when one passes; Ctrl-C ends it."""
-    source = _one(which)
-    seen = None
+    source, seen = _one(which), -1
+    path = progress.start(source)
     try:
         while True:
-            path = progress.start(source)
-            changed = path.stat().st_mtime_ns
-            if (path, changed) != seen:
-                seen = (path, changed)
-                if _check(source).right and not which:
-                    source = _one("")
+            with suppress(FileNotFoundError):  # some editors move a file away before they write it anew
+                changed = path.stat().st_mtime_ns
+            if changed != seen:
+                seen = changed
+                if _check(source).right and (following := _one(which)) != source:
+                    source = following
                     next_exercise(source.name)
-                    seen = (progress.start(source), progress.answer_file(source).stat().st_mtime_ns)
+                    path = progress.answer_file(source)
+                    changed = seen = path.stat().st_mtime_ns
                 _say("\nwatching: save the file to have it graded again, Ctrl-C to end", "dim")
             time.sleep(0.3)
     except KeyboardInterrupt:
@@ -184,9 +198,9 @@ def hint(which: Which = "") -> None:
 @app.command()
 def reset(which: Annotated[str, typer.Argument(help="The exercise to begin anew.")]) -> None:
     """Put the stub back. What you had is kept beside it; the exercise counts as not passed, hints stay counted."""
-    source = _one(which)
+    (source,) = _some(which, one=True)
     path = progress.answer_file(source)
-    if path.exists():
+    if path.exists() and path.read_text() != source.stub:
         old = path.with_name(path.name + ".old")
         shutil.move(path, old)
         _say(f"What you had is in {_shown(old)}.")
@@ -199,7 +213,7 @@ def reset(which: Annotated[str, typer.Argument(help="The exercise to begin anew.
 def list_exercises(which: Which = "") -> None:
     """List exercises, which of them passed, and how many checks and hints they took."""
     records = progress.load()
-    chosen: Sequence[Source] = find(which) if which else discover()
+    chosen = _some(which)
     body = []
     for source in chosen:
         record = records.get(source.name, progress.Record())

@@ -238,18 +238,28 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
 
 
 def recognised(source: Source, verdict: Verdict, seed: int) -> str:
-    """Name the mistake if one of the known wrong answers fails in exactly this way, on this very input."""
+    """Name the mistake if a known wrong answer fails in exactly this way, on this very input.
+
+    Of an address or a line of the file the numbers may differ, if no other wrong answer fails like that.
+    """
+    alike = []
     for wrong in source.exercise.wrong:
         found = grade(source, source.wrong(wrong), seed=seed)
-        if all(_alike(getattr(found, field), getattr(verdict, field)) for field in ("caught_by", "why", "on")):
+        if (found.caught_by, found.on) != (verdict.caught_by, verdict.on):
+            continue
+        if _without_lines(found.why) == _without_lines(verdict.why):
             return wrong.why
-    return ""
+        if re.search("outside|your file", found.why) and _without_numbers(found.why) == _without_numbers(verdict.why):
+            alike.append(wrong.why)
+    return alike[0] if len(alike) == 1 else ""
 
 
-def _alike(one: str, other: str) -> bool:
-    """Equal; of an address or a line of the file the number may differ, which says no more than where things lie."""
-    where = "outside" in one or "your file" in one
-    return one == other or (where and re.sub(r"-?\d+", "", one) == re.sub(r"-?\d+", "", other))
+def _without_lines(why: str) -> str:
+    return re.sub(r"your file:\d+", "your file", why)
+
+
+def _without_numbers(why: str) -> str:
+    return re.sub(r"-?\d+", "", why)
 
 
 __all__ = ["Verdict", "grade", "grade_apart", "recognised"]

@@ -2,23 +2,30 @@
 
 import json
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
-from lessonkit.exercise.source import Source
+from lessonkit.exercise.source import Source, discover
 from lessonkit.lesson import ROOT
 from lessonkit.rows import write_atomically
 
 
 @dataclass
 class Record:
-    """One exercise. seed: of the inputs that the last answer failed on; they are asked again until it passes."""
+    """One exercise.
+
+    seed    of the inputs that the last answer failed on; they are asked again until it passes
+    at      when a command was last about it, in seconds since 1970
+    """
 
     checks: int = 0
     hints: int = 0
     passed: str = ""  # the day
     seed: int | None = None
+    at: float = 0
 
 
 def folder() -> Path:
@@ -49,10 +56,30 @@ def of(source: Source) -> Record:
 
 
 def update(source: Source, **fields: object) -> None:
-    """Change what is known of one exercise: `update(source, hints=2)`."""
+    """Change what is known of one exercise, which is then where the learner is: `update(source, hints=2)`."""
     records = load()
-    records[source.name] = Record(**{**asdict(records.get(source.name, Record())), **fields})
+    records[source.name] = Record(**{**asdict(records.get(source.name, Record())), "at": time.time(), **fields})
     save(records)
+
+
+def by_folder() -> dict[str, list[Record]]:
+    """The record of every exercise that there is now, by its folder; {} where none has been begun."""
+    records, found = load(), dict[str, list[Record]]()
+    for source in discover():
+        found.setdefault(source.path.parent.parent.name, []).append(records.get(source.name, Record()))
+    return found if any(r.checks or r.hints or r.passed for of in found.values() for r in of) else {}
+
+
+def waiting(sources: Sequence[Source]) -> Source | None:
+    """Where the learner is: the exercise that a command was last about, or the first after it that has not passed.
+
+    After the last comes the first; None if all have passed.
+    """
+    records = load()
+    state = [records.get(source.name, Record()) for source in sources]
+    here = max(range(len(state)), key=lambda i: state[i].at)
+    order = [*range(here, len(state)), *range(here)]
+    return next((sources[i] for i in order if not state[i].passed), None)
 
 
 def today() -> str:

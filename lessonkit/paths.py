@@ -1,0 +1,157 @@
+"""Paths through the course, one for each time that a reader has: paths/*.toml says the steps and what is handed in.
+
+All else is taken from where it stands: titles from lessons, hours and Chinese words from guides, exercises from their
+folders. A lesson or an exercise that is not there, or steps that do not fit the time, raise ValueError.
+
+    minutes = 60                            of the whole path; or `hours = [6, 8]`, the least and most of a day or week
+    [[part]]
+    plan = [
+      "day2_triton_basics.lesson05_sum",    a lesson, for as long as its guide says
+      { lesson = "...", minutes = 8, en = "which part of it", zh = "..." },
+      { exercises = ["mul"] },              so many times 20 minutes
+      { exercises = ["day2"] },             those of a folder that the path names nowhere else
+      { exercises = ["day2"], hours = 1 },  as many of them as fit
+      { minutes = 30, en = "anything else", zh = "..." },
+    ]
+    commands = ["check lesson05_sum"]       after `python3 course.py`
+    hand_in, checklist = [{ en = "...", zh = "..." }]
+"""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lessonkit.exercise import source
+from lessonkit.exercise.source import Source
+from lessonkit.lesson import ROOT
+
+FOLDER = ROOT / "paths"
+GUIDES = {"en": "README.md", "zh": "README.zh-CN.md"}  # by language
+EXERCISE = 20  # minutes, for somebody who has read the lesson
+Words = dict[str, str]  # by language
+
+
+@dataclass(frozen=True)
+class Item:
+    """A line of a plan: a lesson, exercises (`boxed`: as many as fit), or only what the text says."""
+
+    minutes: float
+    lesson: str = ""
+    exercises: tuple[Source, ...] = ()
+    boxed: bool = False
+    text: Words = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some minutes, a day that has a guide of its own (`day`), or `units` weeks. `stage`: what begins with it."""
+
+    title: Words
+    items: tuple[Item, ...]
+    commands: tuple[str, ...] = ()
+    hand_in: tuple[Words, ...] = ()
+    checklist: tuple[Words, ...] = ()
+    stage: Words = field(default_factory=dict)
+    units: int = 1
+    day: bool = False
+
+    @property
+    def minutes(self) -> float:
+        return sum(item.minutes for item in self.items)
+
+
+@dataclass(frozen=True)
+class Route:
+    """A path. `hours`: the least and the most of a unit; nothing where the whole is counted in minutes."""
+
+    name: str
+    title: Words
+    ends: Words
+    about: Words
+    hours: tuple[float, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def items(self) -> list[Item]:
+        return [item for part in self.parts for item in part.items]
+
+    @property
+    def lessons(self) -> list[str]:
+        return [item.lesson for item in self.items if item.lesson]
+
+    @property
+    def exercises(self) -> list[Source]:
+        return [exercise for item in self.items for exercise in item.exercises]
+
+
+@cache
+def guide(folder: str, language: str) -> dict[str, tuple[float, str]]:
+    """Each lesson of a folder: its hours, and what it teaches, as the folder's guide says."""
+    text = (ROOT / folder / GUIDES[language]).read_text()
+    rows = re.findall(r"^\|.*?\[(\w+)\]\([^)]*\)(?: \*)? \| ([\d.]+) \| (.*) \|$", text, re.MULTILINE)
+    links = r"\]\((?!\.\./|https?:)"  # those into the folder lead from paths/ there
+    return {stem: (float(hours), re.sub(links, f"](../{folder}/", about)) for stem, hours, about in rows}
+
+
+def routes() -> list[Route]:
+    """All paths, the shortest first."""
+    return [load(path) for path in sorted(FOLDER.glob("*.toml"), key=lambda p: ("nhdw".index(p.stem[-1]), p.stem))]
+
+
+def load(path: Path) -> Route:
+    data = tomllib.loads(path.read_text())
+    try:
+        named = {s.name for part in data["part"] for item in part["plan"] for s in _named(item)}
+        parts = tuple(_part(part, named) for part in data["part"])
+        hours = tuple(data.get("hours", ()))
+        if not hours and (total := sum(part.minutes for part in parts)) != data["minutes"]:
+            raise ValueError(f"its steps take {total:g} minutes, not {data['minutes']}")
+        for part in parts if hours else ():
+            if not hours[0] <= part.minutes / 60 / part.units <= hours[1]:
+                raise ValueError(f"{part.title['en']!r} takes {part.minutes / 60:g} hours")
+    except ValueError as why:
+        raise ValueError(f"{path.name}: {why}") from None
+    return Route(path.stem, data["title"], data["ends"], data["about"], hours, parts)
+
+
+def _named(item: Any) -> Iterator[Source]:
+    """The exercises that an item names one by one."""
+    for word in item.get("exercises", ()) if isinstance(item, dict) else ():
+        yield from (s for s in source.find(word) if s.short == word)
+
+
+def _part(data: dict[str, Any], named: set[str]) -> Part:
+    words: Words = data.get("title") or {
+        language: (ROOT / data["guide"] / readme).read_text().splitlines()[0].removeprefix("# ")
+        for language, readme in GUIDES.items()
+    }
+    plan = tuple(_item({"lesson": item} if isinstance(item, str) else item, named) for item in data["plan"])
+    commands, hand_in, checklist = (tuple(data.get(key, ())) for key in ("commands", "hand_in", "checklist"))
+    weeks, stage = data.get("weeks", 1), data.get("stage", {})
+    return Part(words, plan, commands, hand_in, checklist, stage, weeks, "guide" in data)
+
+
+def _item(data: dict[str, Any], named: set[str]) -> Item:
+    minutes = data.get("minutes") or 60 * data.get("hours", 0)
+    text = {language: data[language] for language in GUIDES if language in data}
+    if lesson := data.get("lesson", ""):
+        folder, _, stem = lesson.partition(".")
+        if stem not in guide(folder, "en"):
+            raise ValueError(f"there is no lesson {lesson!r} in the guide of its folder")
+        title = (ast.get_docstring(ast.parse((ROOT / folder / f"{stem}.py").read_text())) or "").splitlines()[0]
+        text = text or {"en": title, "zh": guide(folder, "zh")[stem][1]}
+        return Item(minutes or 60 * guide(folder, "en")[stem][0], lesson, text=text)
+    if not (words := data.get("exercises", ())):
+        return Item(minutes, text=text)
+    found: list[Source] = []
+    for word in words:
+        if not list(ROOT.glob(f"{word}*/README.md")) and [s.short for s in source.find(word)] != [word]:
+            raise ValueError(f"there is no exercise {word!r}")
+        found += [s for s in source.find(word) if s.short == word or s.name not in named]
+    time = minutes or EXERCISE * len(found)
+    return Item(time if found else 0, "", tuple(found), boxed=bool(minutes) and len(found) > 1, text=text)

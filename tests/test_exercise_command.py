@@ -1,0 +1,257 @@
+"""`exercise` as a learner uses it: what next, check, watch, hint, reset and list say, and what they remember."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+from lessonkit import device
+from lessonkit.exercise import command, grade, progress, source
+from lessonkit.lesson import ROOT
+
+import pytest
+from typer.testing import CliRunner
+
+MUL = source.find("day2_triton_basics.exercise01_mul")[0]
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
+    monkeypatch.setattr(command.show.console, "_width", 200)
+    return tmp_path
+
+
+def run(*words):
+    """As in a terminal, in this process; returns (exit code, what was printed)."""
+    with command.show.console.capture() as printed:
+        done = CliRunner().invoke(command.app, words)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, printed.get() + done.output
+
+
+interpreted = pytest.mark.skipif(device.HAS_GPU, reason="the command hides the GPU from a process of its own")
+
+
+@interpreted
+def test_a_learners_way(answers, monkeypatch):
+    """next, a failed check, hints, a mistake that is recognised, the right answer, the solution, reset."""
+    code, text = run("next", "exercise01_mul")
+    assert code == 0
+    assert "TODO(1)" in text
+    mine = progress.answer_file(MUL)
+    assert mine.read_text() == MUL.stub
+
+    code, text = run("check", "mul")
+    assert code == 1
+    assert "never written" in text
+    assert "TODO(1) is as it was" in text
+    seed = progress.of(MUL).seed
+    assert seed is not None
+
+    for level in (1, 2, 3, 3):
+        _, text = run("hint", "mul")
+        assert f"hint {level} of 3" in text
+    assert progress.of(MUL).hints == 3
+
+    monkeypatch.setattr(grade, "PATIENCE", 30.0)  # a busy machine may take longer than a learner should wait
+    mine.write_text(MUL.wrong(MUL.exercise.wrong[0]))
+    code, text = run("check", "mul")
+    assert code == 1
+    assert "of y_ptr, whose shape is (1,)" in text
+    assert MUL.exercise.wrong[0].why in text
+    assert progress.of(MUL).seed == seed, "the question that was failed is asked again"
+
+    mine.write_text(MUL.solution)
+    began = time.monotonic()
+    code, text = run("check", "mul")
+    assert code == 0
+    assert time.monotonic() - began < 5
+    assert "One solution" in text
+    assert "1.00 times" in text
+    record = progress.of(MUL)
+    assert (record.checks, record.hints, record.seed) == (3, 3, None)
+    assert record.passed
+
+    _, text = run("list", "day2")
+    assert "with 3 hints" in text
+    run("reset", "mul")
+    assert mine.read_text() == MUL.stub
+    assert mine.with_name(mine.name + ".old").read_text() == MUL.solution
+    assert not progress.of(MUL).passed
+    assert progress.of(MUL).hints == 3
+
+
+@interpreted
+def test_watch_grades_each_save(answers, monkeypatch):
+    """Saved wrong, saved right, ended by Ctrl-C: three verdicts, the stub's first."""
+    path = progress.start(MUL)
+    saves = [MUL.wrong(MUL.exercise.wrong[2]), MUL.solution]
+
+    def save(seconds):
+        if not saves:
+            raise KeyboardInterrupt
+        path.write_text(saves.pop(0))
+        os.utime(path, ns=(0, len(saves)))
+
+    monkeypatch.setattr(command.time, "sleep", save)
+    code, text = run("watch", "mul")
+    assert code == 0
+    assert text.index("TODO(1) is as it was") < text.index("value:") < text.index("One solution")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("    z = torch.empty_like(x)\n", "    z = torch.empty_like(x\n", "line 3"),
+        ("mask = offsets < n", "mask = ofsets < n", "NameError"),
+        ("    return z\n", "", "returned None"),
+        (
+            "z = torch.empty_like(x)",
+            "z = torch.empty_like(x)\n    import os, signal; os.kill(os.getpid(), 9)",
+            "SIGKILL",
+        ),
+        ("z = torch.empty_like(x)", "z = torch.empty_like(x)\n    while True: pass", "has not ended"),
+    ],
+    ids=["syntax", "name", "none", "crash", "endless"],
+)
+def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
+    monkeypatch.setattr(grade, "LIMIT", 2.0)
+    path = progress.start(MUL)
+    path.write_text(MUL.solution.replace(old, new))
+    code, text = run("check", "mul")
+    assert code == 1
+    assert says in text
+    assert "lessonkit_answers" not in text
+
+
+def test_a_gpu_is_hidden(monkeypatch):
+    """Where there is one, the command begins again without it: exercises are graded where every address is watched."""
+    called = []
+    monkeypatch.setattr(command.device, "HAS_GPU", True)
+    monkeypatch.setattr(command.os, "execve", lambda *words: called.append(words))
+    monkeypatch.setattr(command.sys, "argv", ["lessonkit", "exercise", "list"])
+    command.without_gpu()
+    ((_, words, env),) = called
+    assert words[1:] == ["-m", "lessonkit", "exercise", "list"]
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_progress_that_is_damaged_is_said(answers):
+    (answers / "progress.json").write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        progress.load()
+    (answers / "progress.json").write_text(json.dumps({"x": {"unknown": 1}}))
+    with pytest.raises(ValueError, match="damaged"):
+        progress.load()
+
+
+@interpreted
+def test_unknown_exercise_names_those_there_are(answers):
+    code, text = run("check", "nothing_like_it")
+    assert code == 2
+    assert "exercise01_mul" in text
+    assert run("list", "nothing_like_it")[0] == 2
+
+
+def test_runs_from_the_command_line(tmp_path):
+    """The whole command in a process of its own, in any folder."""
+    env = {**os.environ, "COURSE_ANSWERS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env.pop("TRITON_INTERPRET", None)
+    words = [sys.executable, "-m", "lessonkit", "exercise", "check", "mul"]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "never written" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@interpreted
+def test_a_folder_names_its_first_that_has_not_passed(answers):
+    """`next day2`, and `watch day2` after a pass, stay in the folder; a part of several names is still refused."""
+    first, second, *others = source.find("day2")
+    assert (first, progress.load()) == (MUL, {})
+    assert first.title in run("next", "day2")[1]
+    progress.update(first, passed="2026-01-01")
+    assert second.title in run("next", "day2")[1]
+    for exercise in (second, *others):
+        progress.update(exercise, passed="2026-01-01")
+    code, text = run("next", "day2")
+    assert code == 0
+    assert "has passed" in text
+    code, text = run("next", "softmax")
+    assert code == 2
+    assert "names 2 exercises" in text
+
+
+@interpreted
+def test_without_a_name_it_is_where_the_learner_is(answers):
+    """What was opened by its name, until it passes; then the next, and after the last the first."""
+    assert source.discover()[0].title in run("next")[1]
+    _, text = run("next", "split_k")
+    (exercise,) = source.find("split_k")
+    mine = progress.answer_file(exercise).read_text().splitlines()
+    for n, line in re.findall(r"TODO\((\d)\), line (\d+)", text):
+        assert f"TODO({n})" in mine[int(line) - 1], "lines are those of the learner's file"
+    assert len(re.findall(r"TODO\(\d\), line", text)) == 3
+    assert "exercise04_split_k" in run("check")[1]
+    assert "hint 1 of 3" in run("hint")[1]
+    assert progress.of(exercise).hints == 1
+    progress.update(exercise, passed="2026-01-01")
+    assert source.find("fused_epilogue")[0].title in run("next")[1]
+    progress.update(source.discover()[-1], passed="2026-01-01")
+    assert source.discover()[0].title in run("next")[1]
+
+
+@interpreted
+def test_reset_twice_keeps_what_was_written(answers):
+    path = progress.start(MUL)
+    path.write_text(MUL.solution)
+    for _ in range(2):
+        run("reset", "mul")
+    assert path.with_name(path.name + ".old").read_text() == MUL.solution
+
+
+@interpreted
+def test_watch_waits_for_an_editor_that_moves_the_file_away(answers, monkeypatch):
+    path, seen = progress.start(MUL), []
+
+    def save(seconds):
+        seen.append(path.exists())
+        if len(seen) == 1:
+            path.unlink()
+        if len(seen) == 2:
+            path.write_text(MUL.solution)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", save)
+    _, text = run("watch", "mul")
+    assert seen == [True, False, True]
+    assert "One solution" in text
+
+
+@interpreted
+def test_watch_goes_on_in_the_folder(answers, monkeypatch):
+    """Once the first of day 2 passes, its second is opened."""
+    path = progress.start(MUL)
+    path.write_text(MUL.solution)
+
+    def stop(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", stop)
+    _, text = run("watch", "day2")
+    assert text.index("One solution") < text.index(source.find("day2")[1].title)
+
+
+def test_advice_can_be_typed_as_it_stands(tmp_path):
+    """Called through course.py, whose environment is not the shell's, the commands named are course.py's."""
+    env = {**os.environ, "COURSE_ANSWERS": str(tmp_path), "COURSE_PY": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "lessonkit", "exercise", "next", "mul"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert "Then:  python3 course.py exercise check" in done.stdout
+    env.pop("COURSE_PY")
+    assert "Then:  python -m lessonkit" in subprocess.run(words, env=env, capture_output=True, text=True).stdout

@@ -1,0 +1,163 @@
+"""The paths can be walked: what they name exists, their times add up, the longest is the whole course."""
+
+import re
+from collections import Counter
+
+from lessonkit import __main__, path_pages, paths
+from lessonkit.exercise import progress, source
+from lessonkit.lesson import ROOT, discover
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+ROUTES = {route.name: route for route in paths.routes()}
+COMMANDS = sorted({command for route in ROUTES.values() for part in route.parts for command in part.commands})
+FOLDERS = sorted(p.parent.name for p in ROOT.glob("*/README.zh-CN.md"))
+NAMED = re.compile(r"`([\w/]+\.(?:py|cu|md|ipynb|pdf)|\w+_kernel|\w+/[\w/]+/)`")  # files, folders, a kernel
+LESSONS = {"list", "run", "check", "bench", "compile", "count"}  # commands that take a lesson
+
+
+def test_the_four_times_of_the_plan():
+    assert list(ROUTES) == ["30min", "1h", "5d", "11w"]
+    for name, minutes in (("30min", 30), ("1h", 60)):
+        assert sum(part.minutes for part in ROUTES[name].parts) == minutes
+    assert len(ROUTES["5d"].parts) == 5
+    assert all(6 <= part.minutes / 60 <= 8 for part in ROUTES["5d"].parts)
+    assert sum(part.units for part in ROUTES["11w"].parts) == 11
+
+
+def test_eleven_weeks_are_the_whole_course():
+    """Each lesson once and each exercise once; one that is written tomorrow is missing here until it has its week."""
+    weeks = ROUTES["11w"]
+    assert Counter(weeks.lessons) == Counter(name for name, _ in discover())
+    assert Counter(e.name for e in weeks.exercises) == Counter(e.name for e in source.discover())
+
+
+def test_five_days_take_exercises_as_they_come():
+    asked = [{e.path.parent.parent for e in part.items[i].exercises} for part in ROUTES["5d"].parts
+             for i in range(len(part.items)) if part.items[i].boxed]  # fmt: skip
+    with_exercises = {e.path.parent.parent for e in source.discover()} - {ROOT / "cuda_src"}
+    assert set.union(*asked) == with_exercises
+
+
+def test_every_path_asks_for_something_and_says_when_it_is_done():
+    for route in ROUTES.values():
+        assert any(part.hand_in for part in route.parts), route.name
+        assert all(part.hand_in and part.checklist for part in route.parts) or not route.hours, route.name
+        assert sum(len(part.checklist) for part in route.parts) >= 4, route.name
+
+
+@pytest.mark.parametrize("language", paths.GUIDES)
+def test_whatever_the_syllabus_names_is_handed_in_somewhere(language):
+    """Every file of the left column of the README's table of the syllabus."""
+    cells = re.findall(r"^\| (.*?`.*?) \|", (ROOT / paths.GUIDES[language]).read_text(), re.MULTILINE)
+    named = {name for cell in cells for name in NAMED.findall(cell)}
+    assert len(named) >= 20
+    mine = [ROOT / "paths" / paths.GUIDES[language].replace("README", name) for name in ROUTES]
+    text = "".join(page for path, page in path_pages.pages().items() if path in mine)
+    assert not {name for name in named if f"`{name}`" not in text}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_exist(command):
+    """As they stand on the page: the command, its lesson or exercise, and the rungs of a diff."""
+    name, *words = command.split()
+    found = typer.main.get_command(__main__.app).commands[name]
+    if name == "exercise":
+        subcommand, *words = words
+        found = found.commands[subcommand]
+    found.make_context(name, list(words))
+    if name in LESSONS:
+        assert list(discover(words[0]))
+    if name == "exercise":
+        assert all(source.find(word) or list(ROOT.glob(f"{word}_*/README.md")) for word in words)
+    if name == "diff":
+        with __main__.show.console.capture() as printed:
+            done = CliRunner().invoke(__main__.app, command.split())
+        assert done.exit_code == 0, done.exception
+        assert re.search(r"^\+", printed.get(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(p.parent.name for p in ROOT.glob("*/README.zh-CN.md") if p.parent.name != "paths")
+)
+def test_guides_agree_on_hours(folder):
+    hours = [{stem: row[0] for stem, row in paths.guide(folder, language).items()} for language in paths.GUIDES]
+    assert hours[0] == hours[1]
+    assert set(hours[0]) == {name.split(".")[1] for name, _ in discover(folder)}
+
+
+MINIMAL = """
+minutes = 20
+title = { en = "a", zh = "b" }
+ends = { en = "a", zh = "b" }
+about = { en = "a", zh = "b" }
+[[part]]
+title = { en = "a", zh = "b" }
+plan = [{ exercises = ["mul"] }]
+"""
+
+
+def read(tmp_path, text):
+    (path := tmp_path / "x.toml").write_text(text)
+    return paths.load(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("minutes = 20", "minutes = 21", "its steps take 20 minutes, not 21"),
+        ("minutes = 20", "hours = [1, 2]", "'a' takes 0.333333 hours"),
+        (
+            '{ exercises = ["mul"] }',
+            '"day2_triton_basics.lesson99_none"',
+            "no lesson 'day2_triton_basics.lesson99_none'",
+        ),
+        ('["mul"]', '["mull"]', "no exercise 'mull'"),
+        ('["mul"]', '["softmax"]', "no exercise 'softmax'"),  # two have it in their name
+        ('["mul"]', '["day9"]', "no exercise 'day9'"),
+    ],
+)
+def test_a_path_that_cannot_be_walked_is_an_error(tmp_path, old, new, says):
+    assert read(tmp_path, MINIMAL).items[0].exercises[0].short == "mul"
+    with pytest.raises(ValueError, match=rf"x\.toml: .*{re.escape(says)}"):
+        read(tmp_path, MINIMAL.replace(old, new))
+
+
+def test_a_folder_stands_for_what_is_not_named(tmp_path):
+    text = MINIMAL.replace('"mul"] }', '"mul"] }, { exercises = ["day2"] }')
+    text = text.replace("minutes = 20", f"minutes = {20 * len(source.find('day2'))}")
+    named, others = (item.exercises for item in read(tmp_path, text).items)
+    assert [e.short for e in named] == ["mul"]
+    assert [*named, *others] == source.find("day2")
+
+
+def test_pages_say_time_exercises_and_what_is_handed_in():
+    made = {path.name: text for path, text in path_pages.pages().items()}
+    assert "## 10 to 25 minutes: the first kernel, vector add" in made["1h.md"]
+    assert "## 10 至 25 分钟：第一个 kernel，向量加法" in made["1h.zh-CN.md"]
+    assert "| 0:30 | [lesson02_tensors](../day1_pytorch/lesson02_tensors.py): Tensors: a few numbers" in made["5d.md"]
+    assert "| 1.5 | [02_vector_add](../cuda_src/02_vector_add.cu)" in made["11w.md"]
+    assert "- [ ] `day1_env_check.md`" in made["5d.md"]
+    assert "[One hour of Triton](paths/1h.md)" in path_pages.overview("en")
+
+
+def test_path_command_ticks_what_has_passed(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
+
+    def run(*words):
+        with __main__.show.console.capture() as printed:
+            done = CliRunner().invoke(__main__.app, ["path", *words])
+        return done.exit_code, printed.get() + done.output
+
+    assert all(name in run()[1] for name in ROUTES)
+    code, text = run("1h")
+    assert code == 0
+    assert "0 of 1" in text
+    assert "exercise next mul" in text
+    progress.update(source.find("mul")[0], passed="2026-01-01")
+    _, text = run("1h")
+    assert "1 of 1" in text
+    assert "Next exercise" not in text
+    assert run("2h")[0] == 2
