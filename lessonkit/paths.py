@@ -93,7 +93,7 @@ class Route:
 def guide(folder: str, language: str) -> dict[str, tuple[float, str]]:
     """Each lesson of a folder: its hours, and what it teaches, as the folder's guide says."""
     text = (ROOT / folder / GUIDES[language]).read_text()
-    rows = re.findall(r"^\|.*?\[(\w+)\]\([^)]*\)(?: \*)? \| ([\d.]+) \| (.*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\|.*?\[(\w+)\]\((?!exercises/)[^)]*\)(?: \*)? \| ([\d.]+) \| (.*) \|$", text, re.MULTILINE)
     links = r"\]\((?!\.\./|https?:)"  # those into the folder lead from paths/ there
     return {stem: (float(hours), re.sub(links, f"](../{folder}/", about)) for stem, hours, about in rows}
 
