@@ -71,7 +71,9 @@ def _causal_blocks(S):
 def _flex_attention(q, k, v, causal):
     if not GPU:
         raise Unsupported("without a compiler for the GPU it writes the scores out")
-    return _flex()(q, k, v, block_mask=_causal_blocks(q.shape[2]) if causal else None)
+    blocks = _causal_blocks(q.shape[2]) if causal else None
+    with torch._dynamo.config.patch(recompile_limit=64):  # past 8 lengths and masks it would not be compiled any more
+        return _flex()(q, k, v, block_mask=blocks)
 
 
 def _xformers(q, k, v, causal):
