@@ -1,27 +1,30 @@
-"""What lesson 5b needs around its products: rows' numbers before, which tile comes when, the warp that loads, dQ after.
+"""What lessons 5b and 5c share: rows' numbers before, which tile comes when, the warp that loads, dQ and its sum.
 
 A program's 9 warps share a tile of 128 keys of a head of K and V: two warpgroups own 64 each, one warp asks TMA for
 what they need. Shared memory: K and V as [2, 1, 1, 64, D], blocks of Q and dO as [STAGES, 1, 1, ROWS, D], their rows'
-numbers as [STAGES, 1, ROWS], dS as [2 * 2, 64, ROWS], by the step's parity and by who wrote it.
+numbers as [STAGES, 1, ROWS], dS as [2 * 2, 64, ROWS], by the step's parity and by who wrote it. dQ's sum in memory is
+fp32, as parts of 64 x 64: whole rows of parts for a head, and one of a step's two parts for each warpgroup.
 """
 
 from importlib import import_module
 
-from lessonkit import Unsupported, tma_takes
+from lessonkit import Unsupported, case, tma_takes
 
 import torch
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from day3_matmul_tk.lesson07b_gluon_persistent import slot
 from day4_replace_op import heads
+from day4_replace_op import lesson04b_flash_backward_queries as queries
 from day4_replace_op.heads import load_tile
-from day4_replace_op.hopper import describe
-from day4_replace_op.lesson04b_flash_backward_queries import expect_gradient
+from day4_replace_op.hopper import describe, matrix
 
 KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO at a time
 
@@ -47,11 +50,13 @@ def prepare_kernel(
     )
 
 
-# dQ's sum lies as the registers of a warpgroup do: parts of 64 x 64, and of these first the bits of a number's place
-# that say which warp has it (4), which of its 8 column blocks (8), which thread (8 x 4), then the 4 that a thread adds
-# at a time: 2 rows 8 apart, 2 columns.
+# A part of the sum lies as a warpgroup's registers have it, so that adding is contiguous: first which warp has a
+# number (4), then which of 8 column blocks (8), which thread (8 x 4), then the 4 that a thread has there: 2 rows that
+# are 8 apart, 2 columns.
 @triton.jit
-def finish_kernel(dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+def finish_kernel(
+    dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, BLOCK_D: tl.constexpr
+):  # fmt: skip
     parts = rows // 64 * (BLOCK_D // 64)
     head, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     x = tl.load(sum_ptr + (head * parts + part) * 4096 + tl.arange(0, 4096)).reshape(4, 8, 8, 4, 2, 2)
@@ -60,6 +65,46 @@ def finish_kernel(dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, BLOCK_M: tl.c
     cols = part % (BLOCK_D // 64) * 64 + tl.arange(0, 64)[None, :]
     ptrs = dq + head // H * dq_strides[0] + head % H * dq_strides[1] + at.to(tl.int64) * dq_strides[2]
     tl.store(ptrs + cols.to(tl.int64) * dq_strides[3], x.to(dq.dtype.element_ty), mask=(at < S_q) & (cols < D))
+
+
+# Both warpgroups' dS, times all 128 keys, for a half of the step's dQ: 64 queries x 64 columns of D if D is 128, else
+# 64 of 128 queries. wgmma reads dS [keys, queries] as its transpose.
+@gluon.jit
+def ask_dq(ds_smem, at, k_smem, zero, WHICH: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    dq = gl.zeros((64, 64), gl.float32, LAYOUT)
+    for half in gl.static_range(2):
+        ds, k = ds_smem.index(at + half), matrix(k_smem.index(half + zero))
+        if k.shape[1] == 128:
+            k = k.slice(WHICH * 64, 64, dim=1)
+        else:
+            ds = ds.slice(WHICH * 64, 64, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
+    return dq
+
+
+# Added by the threads, 4 numbers a time (red.global.add.v4), or by TMA from shared memory (lesson 5c).
+@gluon.jit
+def add_dq(dq, part, total, WHICH: gl.constexpr):
+    sum_desc, sum_ptr, sum_smem = total
+    x = dq.reshape((4, 2, 8, 8, 4, 2)).permute((0, 3, 2, 4, 1, 5))
+    if sum_smem is None:
+        x = x.reshape((4096,))
+        numbers = part.to(gl.int64) * 4096 + gl.arange(0, 4096, layout=x.type.layout)
+        gl.atomic_add(sum_ptr + numbers, x, sem="relaxed")
+    else:
+        tma.store_wait(0)  # it has read what it added a step ago
+        sum_smem.index(WHICH).store(x.reshape((64, 64)))
+        fence_async_shared()
+        tma_add(sum_desc, [part * 64, 0], sum_smem.index(WHICH))
+
+
+# Gluon's compiler has the operation, its language no name for it yet.
+@builtin
+def tma_add(desc, coord, smem, _semantic=None):
+    """Add a block of shared memory to memory, as tma.async_copy_shared_to_global stores it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)
 
 
 # What all partitions agree on. Causal: the first keys, which most queries see, first; lesson 4's order of heads.
@@ -128,7 +173,7 @@ def load_block(desc, smem, numbers_desc, numbers_smem, full, stage, batch, head,
 
 def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, **options):
     """Check the arguments, prepare, walk, finish."""
-    scale = expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
+    scale = queries.expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if window or q.element_size() != 2 or D > 128 or not tma_takes(q, k, v, grad_out, dk, dv):
@@ -141,15 +186,16 @@ def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, **options
         out, grad_out, lse, starts, deltas, total, out.stride(), grad_out.stride(), scale, H, S_q, rows, D, 32, width
     )
     at_once = min(B * H_kv, heads.at_once(8 * group * S_q * width))  # Q, dO and twice as much of dQ
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     kernel[(tiles * B * H_kv,)](
         describe(q, block, width), describe(grad_out, block, width),
-        *(TensorDescriptor(t, list(t.shape), list(t.stride()), [1, block], layout) for t in (starts, deltas)),
+        *(TensorDescriptor(t, list(t.shape), list(t.stride()), [1, block], plain) for t in (starts, deltas)),
         *(describe(t, KEYS, width) for t in (k, v, dk, dv)),
-        total, scale * heads.LOG2E.value, tiles, H_kv, B * H_kv, at_once, S_q, S_k, group, causal, STAGES,
+        TensorDescriptor.from_tensor(total.view(-1, 64), [64, 64], plain), total,
+        scale * heads.LOG2E.value, tiles, H_kv, B * H_kv, at_once, S_q, S_k, group, causal, STAGES,
         num_warps=4, **options,
     )  # fmt: skip
-    finish_kernel[(B * H * rows * width // 4096,)](dq, total, dq.stride(), scale, H, S_q, rows, D, block, width)
+    finish_kernel[(B * H * rows * width // 4096,)](dq, total, dq.stride(), scale, H, S_q, rows, D, width)
     return dq, dk, dv
 
 
@@ -164,3 +210,10 @@ def _fa4(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
 
 
 PEERS = {**heads.BACKWARD_PEERS, "FA4": _fa4}
+CHECKS = (
+    *(c for c in queries.CHECKS if not c.shape.get("window")),
+    case("grouped heads, odd lengths, several heads' steps in one ring", B=1, H=6, S=77, D=64, S_k=150, H_kv=2),
+    case("keys of two tiles, queries of one block", B=1, H=2, S=20, D=32, S_k=160, H_kv=1, causal=True),
+    case("three programs and more for each SM", gib=0.6, B=4, H=34, S=400, D=64, S_k=300),
+    case("so causal", gib=0.6, B=4, H=34, S=400, D=128, S_k=500, causal=True),
+)
