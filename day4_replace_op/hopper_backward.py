@@ -83,7 +83,7 @@ def ask_dq(ds_smem, at, k_smem, zero, WHICH: gl.constexpr):
     return dq
 
 
-# Added by the threads, 4 numbers a time (red.global.add.v4), or by TMA from shared memory (lesson 5c).
+# By the threads, 4 numbers at a time (red.global.add.v4), or by TMA from shared memory (lesson 5c).
 @gluon.jit
 def add_dq(dq, part, total, WHICH: gl.constexpr):
     sum_desc, sum_ptr, sum_smem = total

@@ -3,7 +3,7 @@
 Lesson 5b's threads add dQ themselves: 32 instructions of 512 bytes a step and warpgroup, which leave an SM at 32 to 64
 bytes a cycle, and a warp that has asked for as many as a queue holds stands still. FlashAttention-3 lets TMA add
 (cp.reduce.async.bulk): a warpgroup writes its part to shared memory, one thread asks, and all go on. That is paid with
-shared memory's time, 32 KB written and 32 KB read a step, 500 cycles beside 2500; but nobody waits for a queue.
+shared memory's time, 32 KB written and 32 KB read a step, 500 cycles beside 2432; but nobody waits for a queue.
 
 The barriers are those of lesson 5b, and they are what its twin runs here on a CPU: two rings (Q with the start of its
 scores, dO with its delta), a meeting of the warpgroups at each step, the end, where dK takes K's place.
