@@ -67,6 +67,33 @@ def finish_kernel(
     tl.store(ptrs + cols.to(tl.int64) * dq_strides[3], x.to(dq.dtype.element_ty), mask=(at < S_q) & (cols < D))
 
 
+# A product adds to what its registers hold. They begin with -lse (as a score) or -delta of each query, not with 0: then
+# P = 2^(scale S') and dS = P dP', and 2 numbers a query need no registers while S^T and dP^T have theirs.
+@gluon.jit
+def ask_scores(keys, queries, numbers, LAYOUT: gl.constexpr):
+    """S^T = K Q^T or dP^T = V dO^T [keys, queries], less the queries' numbers."""
+    KEYS: gl.constexpr = keys.shape[0]
+    ROWS: gl.constexpr = queries.shape[0]
+    start = numbers.load(LAYOUT).broadcast_to((KEYS, ROWS))
+    return warpgroup_mma(keys, queries.permute((1, 0)), start, is_async=True)
+
+
+# A zero that the compiler cannot know. Without it the places of K and V in shared memory, 16 registers of wgmma's
+# descriptors, are computed before the loop and kept.
+@gluon.jit
+def unknown_zero(x):
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], gl.int32, False, 1)
+
+
+# What both warpgroups' dQ needs of this one. Two buffers by turns: who has come to a step's meeting has multiplied the
+# dS of the step before, so nobody reads what is overwritten after it. (If dQ is a step late, three.)
+@gluon.jit
+def share(ds, ds_smem, at, met, WHICH: gl.constexpr):
+    ds_smem.index(at + WHICH).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(met)
+
+
 # Both warpgroups' dS, times all 128 keys, for a half of the step's dQ: 64 queries x 64 columns of D if D is 128, else
 # 64 of 128 queries. wgmma reads dS [keys, queries] as its transpose.
 @gluon.jit

@@ -49,22 +49,14 @@ from day4_replace_op.hopper_backward import (
     PEERS,
     add_dq,
     ask_dq,
+    ask_scores,
     launch,
     load_partition,
     place,
+    share,
+    unknown_zero,
 )
 from day4_replace_op.lesson06_flash_hopper import exp2
-
-
-# A product adds to what its registers hold. They begin with -lse (as a score) or -delta of each query, not with 0: then
-# P = 2^(scale S') and dS = P dP', and 2 numbers a query need no registers while S^T and dP^T have theirs.
-@gluon.jit
-def ask_scores(keys, queries, numbers, LAYOUT: gl.constexpr):
-    """S^T = K Q^T or dP^T = V dO^T [keys, queries], less the queries' numbers."""
-    KEYS: gl.constexpr = keys.shape[0]
-    ROWS: gl.constexpr = queries.shape[0]
-    start = numbers.load(LAYOUT).broadcast_to((KEYS, ROWS))
-    return warpgroup_mma(keys, queries.permute((1, 0)), start, is_async=True)
 
 
 @gluon.jit
@@ -81,39 +73,24 @@ def probabilities(s, key, row, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: 
     return p
 
 
-# What both warpgroups' dQ needs of this one. Two buffers by turns: who has come to a step's meeting has multiplied the
-# dS of the step before, so nobody reads what is overwritten after it.
-@gluon.jit
-def share(ds, ds_smem, at, meet, WHICH: gl.constexpr):
-    ds_smem.index(at + WHICH).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(meet.index(0))
-
-
-# A zero that the compiler cannot know. Without it the places of K and V in shared memory, 16 registers of wgmma's
-# descriptors, are computed before the loop and kept.
-@gluon.jit
-def unknown_zero(x):
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], gl.int32, False, 1)
-
-
 # AHEAD is rung 2: each product is asked for as soon as what it multiplies is there and waited for as late as its result
 # is needed, so that the tensor cores have one while a warpgroup does anything else: dP under the exponentials, dV under
-# dS, dK while the warpgroups meet, the next S under dQ's additions. After the last step S is one of an old Q, for
-# nobody: a branch around it would cost every step.
+# dS, dK and the next S while the warpgroups meet. After the last step S is one of an old Q, for nobody: a branch around
+# it would cost every step. LATE is lesson 5c's last rung.
 @gluon.jit
 def walk(
     s, dk, dv, smem, bars, total, part, base, begin, end, turns, key, sizes, scale_log2, LAYOUT: gl.constexpr,
-    WHICH: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    WHICH: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q_smem, do_smem, start_smem, delta_smem, k_smem, v_smem, ds_smem = smem
     q_full, q_empty, do_full, do_empty, _, _, meet, _, _ = bars
+    BUFFERS: gl.constexpr = ds_smem.shape[0] // 2
     part += begin * 2 + WHICH
     for block in range(begin, end):
         turn = base + block
         stage, parity = slot(turn, q_full.shape[0])
         after, parity_after = slot(turn + 1, q_full.shape[0])
-        zero, at = unknown_zero(turn), turn % 2 * 2
+        zero, at = unknown_zero(turn), turn % BUFFERS * 2
         k, v = matrix(k_smem.index(WHICH + zero)), matrix(v_smem.index(WHICH + zero))
         q, do = matrix(q_smem.index(stage)), matrix(do_smem.index(stage))
         if AHEAD:
@@ -134,7 +111,7 @@ def walk(
         else:
             dv, p_left = warpgroup_mma_wait(0, deps=(dv, p_left))
         ds = (p * dp).to(q_smem.dtype)
-        share(ds, ds_smem, at, meet, WHICH)
+        share(ds, ds_smem, at, meet.index(turn % 2), WHICH)
         ds = left(ds, dk, q_smem.dtype)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         if AHEAD:
@@ -142,29 +119,42 @@ def walk(
         else:
             dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
         mbarrier.arrive(do_empty.index(stage))
-        mbarrier.wait(meet.index(0), turn & 1)
-        dq = ask_dq(ds_smem, at, k_smem, zero, WHICH)
+        if LATE:
+            mbarrier.wait(meet.index((turn + 1) % 2), (turn - 1) // 2 & 1, pred=turn > 0)
+            dq = ask_dq(ds_smem, (turn + BUFFERS - 1) % BUFFERS * 2, k_smem, zero, WHICH)
         if AHEAD:
             mbarrier.wait(q_full.index(after), parity_after, pred=turn + 1 < turns)
             s_after = ask_scores(k, matrix(q_smem.index(after)), start_smem.index(after), LAYOUT)
+        if LATE:
             dq, dk, ds = warpgroup_mma_wait(1, deps=(dq, dk, ds))
         else:
-            dq = warpgroup_mma_wait(0, deps=(dq,))
+            mbarrier.wait(meet.index(turn % 2), turn // 2 & 1)
+            dq = ask_dq(ds_smem, at, k_smem, zero, WHICH)
+            if AHEAD:
+                dq, dk, ds, s = warpgroup_mma_wait(0, deps=(dq, dk, ds, s_after))
+            else:
+                dq = warpgroup_mma_wait(0, deps=(dq,))
         mbarrier.arrive(q_empty.index(stage))
-        add_dq(dq, part, total, WHICH)
-        part += 2
-        if AHEAD:
+        if LATE:
+            if turn > 0:
+                at_begin = 0
+                if MASKED:  # a head's first step: its last one is the last head's last
+                    at_begin = 2 * begin if block == begin else 0
+                add_dq(dq, part - 2 - at_begin, total, WHICH)
             s = warpgroup_mma_wait(0, deps=(s_after,))
+        else:
+            add_dq(dq, part, total, WHICH)
+        part += 2
     return s, dk, dv
 
 
 @gluon.jit
 def multiply_partition(
     smem, bars, total, sizes, scale_log2, WHICH: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    LATE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    q_smem, _, start_smem, _, k_smem, v_smem, _ = smem
-    q_full, _, _, _, k_full, v_full, _, read, stored = bars
+    q_smem, _, start_smem, _, k_smem, v_smem, ds_smem = smem
+    q_full, _, _, _, k_full, v_full, meet, read, stored = bars
     ROWS: gl.constexpr = q_smem.shape[3]
     KEYS: gl.constexpr = k_smem.shape[3]
     D: gl.constexpr = k_smem.shape[4]
@@ -185,13 +175,18 @@ def multiply_partition(
         base = each * (blocks - begin) - begin
         part = ((batch * sizes[1] + head_kv) * GROUP + each) * blocks * 2
         s, dk, dv = walk(
-            s, dk, dv, smem, bars, total, part, base, begin, whole, turns, key, sizes, scale_log2, LAYOUT,
-            WHICH, AHEAD, True, CAUSAL,
+            s, dk, dv, smem, bars, total, part, base, begin, whole, turns, key, sizes, scale_log2,
+            LAYOUT, WHICH, AHEAD, LATE, True, CAUSAL,
         )  # fmt: skip
         s, dk, dv = walk(
-            s, dk, dv, smem, bars, total, part, base, gl.maximum(begin, whole), blocks, turns, key, sizes, scale_log2,
-            LAYOUT, WHICH, AHEAD, False, CAUSAL,
+            s, dk, dv, smem, bars, total, part, base, gl.maximum(begin, whole), blocks, turns, key, sizes,
+            scale_log2, LAYOUT, WHICH, AHEAD, LATE, False, CAUSAL,
         )  # fmt: skip
+    if LATE:
+        mbarrier.wait(meet.index((turns - 1) % 2), (turns - 1) // 2 & 1)
+        dq = ask_dq(ds_smem, (turns - 1) % (ds_smem.shape[0] // 2) * 2, k_smem, 0, WHICH)
+        part = ((batch * sizes[1] + head_kv + 1) * GROUP * blocks - 1) * 2 + WHICH
+        add_dq(warpgroup_mma_wait(0, deps=(dq,)), part, total, WHICH)
     # dK and dV go where K and V were. This half of V nobody else reads; of K both read all.
     mbarrier.arrive(read.index(0))
     matrix(v_smem.index(WHICH)).store(dv.to(v_smem.dtype))
@@ -209,6 +204,7 @@ def backward_kernel(
     sum_desc, sum_ptr,  # of dQ: B H rows D numbers of fp32
     scale_log2, tiles, H_kv, all_heads, at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, AHEAD: gl.constexpr, TMA_ADDS: gl.constexpr = False,
+    LATE: gl.constexpr = False,
 ):  # fmt: skip
     descs = q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -216,19 +212,20 @@ def backward_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
     smem = (
         stages(q_desc, STAGES), stages(do_desc, STAGES), stages(start_desc, STAGES), stages(delta_desc, STAGES),
-        stages(k_desc, 2), stages(v_desc, 2), gl.allocate_shared_memory(q_desc.dtype, [4, KEYS, ROWS], LAYOUT),
+        stages(k_desc, 2), stages(v_desc, 2),
+        gl.allocate_shared_memory(q_desc.dtype, [6 if LATE else 4, KEYS, ROWS], LAYOUT),
     )  # fmt: skip
     bars = (
         barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2),  # Q: come, read by both; dO
         barriers(1, 1), barriers(1, 1),  # K and V come
-        barriers(1, 2), barriers(1, 2), barriers(1, 2),  # both have: written dS, read K, left dK and dV
+        barriers(2, 2), barriers(1, 2), barriers(1, 2),  # both have: written dS, read K, left dK and dV
     )  # fmt: skip
     total = sum_desc, sum_ptr, stages(sum_desc, 2) if TMA_ADDS else None
     sizes = tiles, H_kv, all_heads, at_once, S_q, S_k
     gl.warp_specialize(
         [
-            (multiply_partition, (smem, bars, total, sizes, scale_log2, 0, GROUP, AHEAD, CAUSAL)),
-            (multiply_partition, (smem, bars, total, sizes, scale_log2, 1, GROUP, AHEAD, CAUSAL)),
+            (multiply_partition, (smem, bars, total, sizes, scale_log2, 0, GROUP, AHEAD, LATE, CAUSAL)),
+            (multiply_partition, (smem, bars, total, sizes, scale_log2, 1, GROUP, AHEAD, LATE, CAUSAL)),
             (load_partition, (descs, smem, bars, sizes, GROUP, CAUSAL)),
         ],
         [4, 1],

@@ -5,6 +5,9 @@ bytes a cycle, and a warp that has asked for as many as a queue holds stands sti
 (cp.reduce.async.bulk): a warpgroup writes its part to shared memory, one thread asks, and all go on. That is paid with
 shared memory's time, 32 KB written and 32 KB read a step, 500 cycles beside 2432; but nobody waits for a queue.
 
+Whoever adds, S / 128 owners add 4 S D bytes each: S^2 D / 32 a head, 17 GB for 16 heads at S = 16384 and D = 128, all
+of it in L2's own adders. At 8 ms for the products that is 2.1 TB/s; if the adders do less, they are the limit.
+
 The barriers are those of lesson 5b, and they are what its twin runs here on a CPU: two rings (Q with the start of its
 scores, dO with its delta), a meeting of the warpgroups at each step, the end, where dK takes K's place.
 
@@ -35,6 +38,16 @@ from day4_replace_op.lesson05b_flash_backward_hopper import backward_kernel
 # Rung 3. New: TMA adds, from 32 KB more of shared memory. Predicted: 2950 cycles a step if shared memory is what limits
 # it, 2800 and no change if the tensor cores are, fewer if the threads' own additions stood in their way.
 @needs(90, "TMA and wgmma", only=True)
+def tma_adds(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
+    """As lesson 5b's five_products."""
+    return launch(backward_kernel, grad_out, q, k, v, out, lse, causal, window, scale, AHEAD=True, TMA_ADDS=True)
+
+
+# Rung 4. New, where D is at most 64: dQ a step late. Its product waits for a meeting that was a step ago, so that the
+# warpgroups need not keep step, and one can exponentiate under the other's products: at D = 64 the exponentials of both
+# take 1024 cycles, dP under them 512. That takes a third buffer of dS, 32 KB, and the last that shared memory has.
+# Predicted: the other 512 of 3300 cycles, a sixth.
+@needs(90, "TMA and wgmma", only=True)
 def attention_backward(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None, deterministic=False):
     """dq, dk, dv of lesson 4's attention.
 
@@ -43,11 +56,10 @@ def attention_backward(grad_out, q, k, v, out, lse, causal=False, window=None, s
     same to the bit each time, dq only if deterministic. That, and what this is not for (fp32, windows, D past 128,
     strides that TMA refuses), takes lesson 5's. TypeError, ValueError for what is not so.
     """
+    late = {"AHEAD": True, "TMA_ADDS": True, "LATE": q.shape[-1] <= 64}
     try:
         if not deterministic:
-            return launch(
-                backward_kernel, grad_out, q, k, v, out, lse, causal, window, scale, AHEAD=True, TMA_ADDS=True
-            )
+            return launch(backward_kernel, grad_out, q, k, v, out, lse, causal, window, scale, **late)
     except Unsupported:
         pass
     return lesson05.attention_backward(grad_out, q, k, v, out, lse, causal, window, scale)
@@ -79,10 +91,11 @@ def _program(where, sizes, q, do, start, delta, k, v, dq, dk, dv, causal):
     S_q, S_k, D, group = sizes[4], sizes[5], q.shape[3], q.shape[1] // k.shape[1]
     k_smem, v_smem = (torch.full((2, 8, D), math.nan) for _ in range(2))
     q_smem, do_smem = (torch.full((2, 8, D + 1), math.nan) for _ in range(2))  # with their rows' numbers
-    ds_smem = torch.full((2, 2, 8, 8), math.nan)
+    late = D <= 64
+    buffers = 3 if late else 2
+    ds_smem = torch.full((buffers, 2, 8, 8), math.nan)
     q_full, do_full, (k_full, v_full) = ([Barrier(1), Barrier(1)] for _ in range(3))
-    q_empty, do_empty = ([Barrier(2), Barrier(2)] for _ in range(2))
-    meet, read, stored = (Barrier(2) for _ in range(3))
+    q_empty, do_empty, meet, (read, stored) = ([Barrier(2), Barrier(2)] for _ in range(4))
     copies = []  # on their way
 
     def load(smem, full, box):
@@ -115,35 +128,41 @@ def _program(where, sizes, q, do, start, delta, k, v, dq, dk, dv, causal):
         yield FREE
         s = k_smem[which] @ q_smem[0, :, :D].T - q_smem[0, :, D]
         yield v_full, 0
-        for turn in range(turns):
+        half = slice(which * D // 2, D if which else D // 2)
+        for turn in range(turns + late):  # the last one, if late, only adds the last dQ
+            now = turn - late  # the step whose dQ this is
             (stage, parity), (after, parity_after) = slot.fn(turn, 2), slot.fn(turn + 1, 2)
-            head, block = head_kv * group + turn // (blocks - begin), begin + turn % (blocks - begin)
-            p = torch.exp(s)
-            if block < whole:
-                rows = 8 * block + torch.arange(8)
-                p = p.masked_fill(mine > rows + S_k - S_q if causal else mine >= S_k, 0)
-            yield do_full[stage], parity
-            numbers = do_smem[stage, :, D].clone()
-            yield FREE
-            ds = p * (v_smem[which] @ do_smem[stage, :, :D].T - numbers)
-            ds_smem[turn % 2, which] = ds
-            meet.arrive()
-            yield FREE
-            dv += p @ do_smem[stage, :, :D]
-            do_empty[stage].arrive()
-            yield meet, turn & 1
+            if turn < turns:
+                block = begin + turn % (blocks - begin)
+                p = torch.exp(s)
+                if block < whole:
+                    rows = 8 * block + torch.arange(8)
+                    p = p.masked_fill(mine > rows + S_k - S_q if causal else mine >= S_k, 0)
+                yield do_full[stage], parity
+                numbers = do_smem[stage, :, D].clone()
+                yield FREE
+                ds = p * (v_smem[which] @ do_smem[stage, :, :D].T - numbers)
+                ds_smem[turn % buffers, which] = ds
+                meet[turn % 2].arrive()
+                yield FREE
+                dv += p @ do_smem[stage, :, :D]
+                do_empty[stage].arrive()
+            if late and now >= 0:
+                yield meet[now % 2], now // 2 & 1
             if turn + 1 < turns:
                 yield q_full[after], parity_after
+            if not late:
+                yield meet[now % 2], now // 2 & 1
             numbers = q_smem[after, :, D].clone()
             yield FREE
-            half = slice(which * D // 2, D if which else D // 2)
-            dq[batch, head, 8 * block : 8 * block + 8, half] += (
-                ds_smem[turn % 2].view(16, 8).T @ k_smem.view(16, D)[:, half]
-            )
-            dk += ds @ q_smem[stage, :, :D]
-            q_empty[stage].arrive()
-            yield FREE
-            s = k_smem[which] @ q_smem[after, :, :D].T - numbers
+            if now >= 0:
+                to = head_kv * group + now // (blocks - begin), slice(8 * (begin + now % (blocks - begin)), None)
+                dq[batch, to[0], to[1]][:8, half] += ds_smem[now % buffers].view(16, 8).T @ k_smem.view(16, D)[:, half]
+            if turn < turns:
+                dk += ds @ q_smem[stage, :, :D]
+                q_empty[stage].arrive()
+                yield FREE
+                s = k_smem[which] @ q_smem[after, :, :D].T - numbers
         read.arrive()
         v_smem[which] = dv
         yield read, 0
@@ -163,25 +182,28 @@ def deterministic_is_deterministic(rung):
 LESSON = Lesson(
     reference=lesson05.reference,
     inputs=lesson05.inputs,
-    rungs=(attention_backward,),
+    rungs=(tma_adds, attention_backward),
     checks=CHECKS,
     benches=BENCHES,
     work=lesson05.LESSON.work,
     twin=twin,
     wrong=(
-        Mutant("the meeting is not waited for", "_program", "yield meet, turn & 1", "yield FREE", "twin", "nan"),
-        Mutant("dS in one buffer", "_program", "ds_smem[turn % 2, which] = ds", "ds_smem[:, which] = ds", "twin"),
+        Mutant("the meeting is not waited for", "_program", "late:\n                yield meet[now % 2], now // 2 & 1",
+               "late:\n                yield FREE", "twin"),
+        Mutant("dS in a buffer less", "_program", "3 if late else 2", "2 if late else 1", "twin"),
         Mutant("Q given back before dK", "_program", "do_empty[stage].arrive()",
-               "do_empty[stage].arrive(); q_empty[stage].arrive(); q_empty[stage].missing += 1", "twin", "nan"),
+               "do_empty[stage].arrive(); q_empty[stage].arrive(); q_empty[stage].missing += 1", "twin"),
         Mutant("dK over K that the other still reads", "_program", "yield read, 0", "yield FREE", "twin"),
-        Mutant("empty when one of two has read", "_program", "([Barrier(2), Barrier(2)]", "([Barrier(1), Barrier(1)]",
-               "twin", "barrier"),
+        Mutant("empty when one of two has read", "_program", "(read, stored) = ([Barrier(2)",
+               "(read, stored) = ([Barrier(1)", "twin", "barrier"),
         Mutant("another head begins a ring of its own", "_program", "slot.fn(turn, 2), slot",
                "slot.fn(turn % (blocks - begin), 2), slot", "twin"),
         Mutant("stored when one of two is done", "_program", "yield stored, 0", "yield read, 0", "twin"),
     ),
     peers=PEERS,
-    claims={attention_backward: ("backward_kernel: wgmma", "backward_kernel: tma", "backward_kernel: no spills")},
+    claims=dict.fromkeys(
+        (tma_adds, attention_backward), tuple(f"backward_kernel: {claim}" for claim in ("wgmma", "tma", "no spills"))
+    ),
     factor=2,  # as lesson 5's
     properties=(*FIRST.properties, deterministic_is_deterministic),
     refuses=FIRST.refuses,
