@@ -7,7 +7,7 @@ Shared memory: Q and O as [WGS, 1, 1, 64, D], K and V as [STAGES, 1, 1, KEYS, D]
 from functools import cache
 from importlib import import_module
 
-from lessonkit import Unsupported, case, num_sms, tma_takes
+from lessonkit import Unsupported, case, device, num_sms, tma_takes
 
 import torch
 import triton
@@ -173,6 +173,8 @@ def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, 
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     widest = {2: 128, 3: 64}[WGS]  # registers for O
+    if device.INTERPRETED or device.architecture() != 90:
+        raise Unsupported("wgmma is an instruction of Hopper (sm_90a), and of no other GPU")
     if window or q.element_size() != 2 or widest < D or S_k == 0 or not tma_takes(q, k, v):
         raise Unsupported(f"for 16 bits, D up to {widest} and rows that TMA can copy, without a window")
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
