@@ -10,10 +10,12 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from lessonkit import compiled, device, mutants, paths, report, show
 from lessonkit.cuda import build, counters, hardware, toolchain
@@ -95,14 +97,9 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
 def run(which: Which = "") -> None:
     """Run lessons in order, each as its own script, and say what ran, what was left out and why."""
     summary, failed = [], 0
-    for name, _ in _chosen(which):
-        script = ROOT / f"{name.replace('.', '/')}.py"
-        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
-        start = time.monotonic()
-        code = subprocess.run([sys.executable, str(script)], env=env).returncode
+    for name, code, seconds in _scripts([name for name, _ in _chosen(which)]):
         failed += code != 0
-        summary.append([name, "ok" if code == 0 else f"FAILED (exit {code})", f"{time.monotonic() - start:.0f} s"])
+        summary.append([name, "ok" if code == 0 else f"FAILED (exit {code})", f"{seconds:.0f} s"])
     show.table(f"{len(summary)} lessons, {show.LANES[device.DEVICE.type]}", ["lesson", "", "time"], summary)
     if device.HAS_GPU:
         report.write()
@@ -112,6 +109,35 @@ def run(which: Which = "") -> None:
             "No GPU: kernels were interpreted and compiled, not timed. Committed measurements: reports/README.md"
         )
     raise typer.Exit(int(failed > 0))
+
+
+def _scripts(names: list[str]) -> Iterator[tuple[str, int, float]]:
+    """Run lessons' scripts; (name, exit code, seconds), in order.
+
+    On a GPU one after the other, or each would time the others too. Without one as many at a time as there are cores;
+    what a script prints then appears when it has ended and it is its turn.
+    """
+    at_once = 1 if device.HAS_GPU else min(8, os.cpu_count() or 1)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
+    if at_once > 1:
+        env |= {"OMP_NUM_THREADS": "1", "COLUMNS": str(show.console.width)}
+        env |= {"FORCE_COLOR": "1"} if show.console.is_terminal else {}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if at_once > 1 else {}
+
+    def script(name: str) -> tuple[bytes, int, float]:
+        start = time.monotonic()
+        done = subprocess.run([sys.executable, str(ROOT / f"{name.replace('.', '/')}.py")], env=env, **pipes)
+        return done.stdout or b"", done.returncode, time.monotonic() - start
+
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        for name, (printed, code, seconds) in zip(names, pool.map(script, names), strict=True):
+            sys.stdout.buffer.write(printed)
+            sys.stdout.flush()
+            yield name, code, seconds
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @app.command()
