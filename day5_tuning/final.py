@@ -102,7 +102,7 @@ def as_pdf(title: str, blocks: Sequence[Block]) -> bytes:
         top -= inches
         return top
 
-    def say(text: str, size: float, weight: str = "normal", columns: int = 118, with_next: float = 0) -> None:
+    def say(text: str, size: float, weight: str = "normal", columns: int = 112, with_next: float = 0) -> None:
         lines = textwrap.wrap(text, columns)
         at = room(len(lines) * size * 0.0178 + 0.06, with_next)
         pages[-1].text(MARGIN / WIDE, (at + 0.03) / HIGH, "\n".join(lines), fontsize=size, weight=weight, va="bottom",

@@ -15,6 +15,11 @@ writes it (day 2's packed softmax), three numbers decide, and the compiler says 
     e.g. 8192 columns, one row a program of 16 KB: 4 warps hold 128 bytes a thread in some 72 registers, 7 programs, 112
     KB in flight; 32 warps hold 16 bytes a thread, 2 programs (64 warps), 32 KB; 1 warp spills.
 
+What an H200 had to say (reports/): the worst is found, the order of the good ones, which lie within a few percent, is
+not. The model's own mistake is the fewest warps: four short rows, or one long one, on one warp or four fill the
+registers with 12 or 8 warps an SM. Each loads, then computes, then stores, and a scheduler with three of them has often
+none that can go on; `issue` spreads all instructions evenly, as if there always were one.
+
 Predict before you run, for each of the three lengths below: the best number of warps, and the worst.
 You will learn: to write a model of a page, to rank with it, to read a heat map for what the model missed.
 Run it:    python day5_tuning/lesson05_tuning.py      (compiled and predicted; on a GPU timed, a minute)

@@ -119,12 +119,14 @@ def draw_roofline(axes, table, roof):
     for row in table:  # one name an operator, at its fastest
         if float(row["FLOPs a byte"]) and float(row["TFLOP/s"]) > best.get(row["operator"], (0, 0))[1]:
             best[row["operator"]] = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
-    for i, (op, place) in enumerate(sorted(best.items(), key=lambda item: item[1])):
-        ha, va, away = (("left", "top", 3), ("right", "bottom", -3))[i % 2]  # in turn below and above the roof
-        axes.annotate(op, place, textcoords="offset points", xytext=(away, -away), fontsize=6, ha=ha, va=va,
-                      rotation=-35, rotation_mode="anchor")  # fmt: skip
+    names = [f"{i + 1} {op}" for i, op in enumerate(best)]
+    for i, place in enumerate(best.values()):
+        axes.annotate(str(i + 1), place, textcoords="offset points", xytext=(3, 2), fontsize=6)
+    for column in range(3):  # above the roof nothing can be
+        key = "\n".join(names[column::3])
+        axes.text(0.015 + 0.19 * column, 0.98, key, transform=axes.transAxes, va="top", fontsize=6)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="TFLOP/s")
-    axes.set_ylim(top=40 * ceiling)  # room for names
+    axes.set_ylim(top=200 * ceiling)  # room for names
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="lower right")
 

@@ -139,8 +139,9 @@ def _summary(found):
 def _performance(found):
     for c in found:
         best, first = c.best, c.rungs[0]
+        dtype = c.dtype.replace("bfloat", "bf").replace("float", "fp")
         yield {
-            "operator": c.name, "shape": f"{c.shape} {c.dtype}"[:42],
+            "operator": c.name, "shape": f"{c.shape} {dtype}",
             "best rung": f"{best.rung} ({language(best.lesson)})", "ms": f"{best.ms_p50:.4g}", "rate": best.rate,
             "% of limit": f"{best.percent_of_limit:.0f}", "over first": f"{first.ms_p50 / best.ms_p50:.1f}x",
             "over peer": f"{best.ratio_to_best_peer:.2f}x" if best.ratio_to_best_peer else "", "bound by": bound(best),
@@ -229,7 +230,7 @@ def _next(found):
             behind.append((c.name, min(last, key=lambda r: r.ratio_to_best_peer)))
     for op, row in sorted(behind, key=lambda item: item[1].ratio_to_best_peer)[:6]:
         yield {
-            "operator": op, "rung and shape": f"{row.rung}, {row.shape}"[:56],
+            "operator": op, "rung and shape": f"{row.rung}, {row.shape}",
             "of its peer": f"{row.ratio_to_best_peer:.2f}x", "% of limit": f"{row.percent_of_limit:.0f}",
             "bound by": bound(row), "try": NEXT[bound(row)],
         }  # fmt: skip

@@ -13,6 +13,8 @@ from lessonkit.rows import Row
 
 # The first pattern that a lesson's file matches names its operator; one that matches none is an operator by itself.
 OPERATORS = {
+    "attention, dQ alone": r"backward_queries", "attention backward": r"(flash|attention).*backward",
+    "add + layernorm backward": r"add_norm_backward", "add + layernorm": r"add_norm",
     "vector add": r"vector_add", "GELU": r"gelu", "sum": r"_sum$|reduction", "argmax": r"argmax",
     "softmax backward": r"softmax_backward", "softmax": r"softmax", "layernorm backward": r"layernorm_backward",
     "layernorm": r"layernorm", "rmsnorm backward": r"rmsnorm_backward", "rmsnorm": r"rmsnorm", "dropout": r"dropout",
@@ -20,7 +22,7 @@ OPERATORS = {
     "sort": r"sort|onesweep", "transpose": r"transpose", "quantisation": r"quantize", "fp8 matmul": r"fp8",
     "skinny matmul": r"skinny", "grouped matmul": r"grouped", "epilogue backward": r"epilogue_backward",
     "epilogue": r"epilogue", "fp32 matmul": r"matrix_multiply", "matmul": r"matmul|gluon|tiles",
-    "attention backward": r"(flash|attention).*backward", "decoding": r"decoding", "attention": r"attention|flash",
+    "decoding": r"decoding", "attention": r"attention|flash",
 }  # fmt: skip
 LAUNCH_US = 8  # where even the limit is less, starting the kernel is what takes the time
 
@@ -45,7 +47,7 @@ def operator(lesson: str) -> str:
 
 
 def language(lesson: str) -> str:
-    if re.search(r"gluon|flash_hopper", lesson):
+    if re.search(r"gluon|flash_hopper|flash_backward_(hopper|sum)", lesson):
         return "Gluon"
     if "thunderkittens" in lesson:
         return "ThunderKittens"
