@@ -277,4 +277,7 @@ def diff(lesson: str, old: str, new: str) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except progress.Damaged as error:
+        sys.exit(str(error))

@@ -140,13 +140,15 @@ def test_a_gpu_is_hidden(monkeypatch):
     assert env["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_progress_that_is_damaged_is_said(answers):
-    (answers / "progress.json").write_text("{")
-    with pytest.raises(ValueError, match="damaged"):
-        progress.load()
-    (answers / "progress.json").write_text(json.dumps({"x": {"unknown": 1}}))
-    with pytest.raises(ValueError, match="damaged"):
-        progress.load()
+@pytest.mark.parametrize("text", ["{", json.dumps({"x": {"unknown": 1}})])
+def test_progress_that_is_damaged_is_said_in_a_line(tmp_path, text):
+    (tmp_path / "progress.json").write_text(text)
+    env = {**os.environ, "COURSE_ANSWERS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "lessonkit", "exercise", "list"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(r"\S*progress.json is damaged \(.*\): mend it, or remove it to start anew\n", done.stderr)
 
 
 @interpreted

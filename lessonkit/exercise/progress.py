@@ -13,6 +13,10 @@ from lessonkit.lesson import ROOT
 from lessonkit.rows import write_atomically
 
 
+class Damaged(ValueError):
+    """The file of progress is no longer what was written; says where it is and what to do."""
+
+
 @dataclass
 class Record:
     """One exercise.
@@ -38,13 +42,13 @@ def _file() -> Path:
 
 
 def load() -> dict[str, Record]:
-    """Everything kept so far. Raises ValueError, which says what to do, if the file is damaged."""
+    """Everything kept so far. Raises Damaged."""
     try:
         return {name: Record(**fields) for name, fields in json.loads(_file().read_text()).items()}
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{_file()} is damaged ({error}): mend it, or remove it to start anew") from None
+        raise Damaged(f"{_file()} is damaged ({error}): mend it, or remove it to start anew") from None
 
 
 def save(records: dict[str, Record]) -> None:
