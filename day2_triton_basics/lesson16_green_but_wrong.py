@@ -11,13 +11,13 @@ Run it:    python day2_triton_basics/lesson16_green_but_wrong.py
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
 
-from lessonkit import DEVICE, Steps, Table, check, lesson
+from lessonkit import DEVICE, Steps, Table, check
 from lessonkit.device import HAS_GPU, INTERPRETED
+from lessonkit.elsewhere import environment
 
 import pytest
 import torch
@@ -168,8 +168,7 @@ def refused_by_the_compiler_only():
         for kernel in REFUSED:
             kernel[(1,)](torch.randn(64), torch.empty(64), 16)
     # Whether a process interprets is settled when it imports Triton, so the compiler is asked in another one.
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"LESSONKIT_LANE": "compiled"}
-    env["PYTHONPATH"] = os.pathsep.join([str(lesson.ROOT), env.get("PYTHONPATH", "")])
+    env = environment(LESSONKIT_LANE="compiled")
     code = f"import {__name__} as lesson; lesson._compile_for_hopper()"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -204,12 +204,8 @@ def _program(program, x, w, out):
             for step in range(steps):
                 stage, parity = slot.fn(turn, 3)
                 yield empty[stage], parity ^ 1
-                full[stage].arrive(expect=2)  # boxes, where the kernel counts bytes
-                a = x[32 * tile_m : 32 * tile_m + 32, 16 * step : 16 * step + 16]
-                b = w[16 * step : 16 * step + 16, 48 * tile_n : 48 * tile_n + 48]
-                for smem, box in ((a_smem[stage], a), (b_smem[stage], b)):
-                    smem.fill_(math.nan)
-                    copies.append((smem, box, full[stage]))
+                a, b = x[32 * tile_m :, 16 * step :][:32, :16], w[16 * step :, 48 * tile_n :][:16, :48]
+                ask_for(copies, full[stage], (a_smem[stage], a), (b_smem[stage], b))
                 turn += 1
 
     def multiply_partition(which):
@@ -228,6 +224,13 @@ def _program(program, x, w, out):
             out[32 * tile_m :, 48 * tile_n :][half, :48] = acc
 
     in_any_order([multiply_partition(0), multiply_partition(1), load_partition()], copies)
+
+
+def ask_for(copies, full, *boxes):  # (where to, what) each; `full` is told how many, where the kernel counts bytes
+    full.arrive(expect=len(boxes))
+    for smem, box in boxes:
+        smem.fill_(math.nan)
+        copies.append((smem, box, full))
 
 
 def in_any_order(partitions, copies):
@@ -257,6 +260,9 @@ class Barrier:
 
     def over(self, parity):
         return self.phase != parity
+
+
+FREE = Barrier(1), 1  # a wait that is over at once, but somebody else may run before
 
 
 LESSON = Lesson(

@@ -168,24 +168,26 @@ def times(o, factor):  # O [rows, D] by a number a row: both have a row in the s
     return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
 
 
+def refuse_others(window, widest, *tensors):
+    """Unsupported where these kernels cannot help; widest: D of the longest row that registers hold."""
+    if device.INTERPRETED or device.architecture() != 90:
+        raise Unsupported("wgmma is an instruction of Hopper (sm_90a), and of no other GPU")
+    if window or tensors[0].element_size() != 2 or tensors[0].shape[-1] > widest or not tma_takes(*tensors):
+        raise Unsupported(f"for 16 bits, D up to {widest}, rows that TMA can copy and at least one, without a window")
+
+
 def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, **options):
     """Check the arguments, describe the tensors, and start a program a tile, or one an SM that stays."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    widest = {2: 128, 3: 64}[WGS]  # registers for O
-    if device.INTERPRETED or device.architecture() != 90:
-        raise Unsupported("wgmma is an instruction of Hopper (sm_90a), and of no other GPU")
-    if window or q.element_size() != 2 or widest < D or S_k == 0 or not tma_takes(q, k, v):
-        raise Unsupported(f"for 16 bits, D up to {widest} and rows that TMA can copy, without a window")
+    refuse_others(window, {2: 128, 3: 64}[WGS], q, k, v)
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
-    if not o.numel():
-        return o, lse
     width, stages = (64, 3) if D <= 64 else (128, 2)  # what fits beside Q and O
     descs = [describe(t, rows, width) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))]
     tiles, group = triton.cdiv(S_q, WGS * ROWS), H // H_kv
     at_once = min(B * H, group * heads.at_once(4 * S_k * D))
     programs = min(tiles * B * H, num_sms()) if STAYS or QUEUE else tiles * B * H
-    counter = zero(q.device, torch.cuda.current_stream(q.device) if q.is_cuda else None) if QUEUE else lse
+    counter = zero(q) if QUEUE else lse
     kernel[(programs,)](
         *descs, lse, counter, scale * heads.LOG2E.value, tiles, H, B * H, at_once, S_q, S_k, group, causal, stages,
         WGS, QUEUE, num_warps=4, **options,
@@ -193,10 +195,17 @@ def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, 
     return o, lse
 
 
+def zero(q):
+    """A counter that each launch leaves at 0, so that the stream's next launch finds it there; a CUDA graph, which may
+    be replayed before anything else has run, records a zero of its own."""
+    if q.is_cuda and not torch.cuda.is_current_stream_capturing():
+        return _kept(torch.cuda.current_stream(q.device))
+    return torch.zeros(1, dtype=torch.int32, device=q.device)
+
+
 @cache
-def zero(device, stream):
-    """A counter that each launch leaves at 0. A stream's kernels take turns; another stream has its own."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+def _kept(stream):
+    return torch.zeros(1, dtype=torch.int32, device=stream.device)
 
 
 def describe(t, rows, width):

@@ -8,7 +8,7 @@ fp32, as parts of 64 x 64: whole rows of parts for a head, and one of a step's t
 
 from importlib import import_module
 
-from lessonkit import Unsupported, case, device, tma_takes
+from lessonkit import Unsupported, case
 
 import torch
 import triton
@@ -24,7 +24,7 @@ from day3_matmul_tk.lesson07b_gluon_persistent import slot
 from day4_replace_op import heads
 from day4_replace_op import lesson04b_flash_backward_queries as queries
 from day4_replace_op.heads import load_tile
-from day4_replace_op.hopper import describe, matrix
+from day4_replace_op.hopper import describe, matrix, refuse_others
 
 KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO at a time
 
@@ -203,10 +203,7 @@ def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, **options
     scale = queries.expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    if device.INTERPRETED or device.architecture() != 90:
-        raise Unsupported("wgmma is an instruction of Hopper (sm_90a), and of no other GPU")
-    if window or q.element_size() != 2 or D > 128 or not tma_takes(q, k, v, grad_out, dk, dv):
-        raise Unsupported("for 16 bits, D up to 128, rows that TMA can copy and at least one, without a window")
+    refuse_others(window, 128, q, k, v, grad_out, dk, dv)
     width = 64 if D <= 64 else 128
     block = 8192 // width  # queries of a step: 64 x 64 numbers of dQ for each warpgroup
     rows, tiles, group = triton.cdiv(S_q, block) * block, triton.cdiv(S_k, 2 * KEYS), H // H_kv

@@ -106,8 +106,8 @@ def swapped(q, k, v):
 
 # Rung 2. New: O is divided by the sum once, after the loop; in the loop it is only brought to the new maximum. Of ten
 # instructions on each number of O (two products, a sum, a division of eight or so) one is left, and the tensor cores
-# do the addition. Predicted: at D = 128 5312 cycles a tile become 4160. It is less: a division by a row's sum is one
-# reciprocal a row and a product a number, so that a thread's loop goes from 1287 instructions to 998, not to half.
+# do the addition. Predicted: at D = 128 5312 cycles a tile become 4160. In machine code it is less: a division by a sum
+# is one reciprocal a row, and a product a number.
 @triton.jit
 def attend_deferred(acc, total, m, q, k, v, keys_left, scale, PRECISION: tl.constexpr):
     s = scores(q, k, keys_left, True, PRECISION) * scale
@@ -125,8 +125,8 @@ def deferred(q, k, v):
 
 # Rung 3. New: exp(scale s - m) = 2^(scale log2(e) s - m log2(e)). The hardware's exponential is a power of 2, so exp
 # multiplies by log2(e) first; with that factor in the scale, and m kept in powers of 2, scale, difference and factor
-# are one fused multiply-add. Predicted: two instructions a score less, 4160 cycles become 3904. It is five: Triton's
-# exp also compares, and multiplies twice, for results below 2^-126. 998 instructions become 665, for 64 scores.
+# are one fused multiply-add. Predicted: two instructions a score less, 4160 cycles become 3904. In machine code it is
+# more: Triton's exp also compares, and multiplies twice, for results below 2^-126.
 @triton.jit
 def attend(acc, total, m, q, k, v, keys_left, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     s = scores(q, k, keys_left, MASKED, PRECISION)

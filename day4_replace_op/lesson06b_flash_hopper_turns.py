@@ -26,7 +26,7 @@ from lessonkit import Lesson, Mutant, needs
 import torch
 import torch.nn.functional as F
 
-from day3_matmul_tk.lesson07b_gluon_persistent import Barrier, in_any_order, slot
+from day3_matmul_tk.lesson07b_gluon_persistent import FREE, Barrier, ask_for, in_any_order, slot
 from day4_replace_op import heads
 from day4_replace_op.hopper import BENCHES, CHECKS, PEERS, launch, place
 from day4_replace_op.lesson06_flash_hopper import LESSON as FIRST
@@ -55,7 +55,6 @@ def stays(q, k, v, causal=False, window=None, scale=None):
 # The slow twin: what lies between the barriers is PyTorch, small (2 x 8 queries, 8 keys, 2 stages, 3 programs) so that
 # rings turn often. Partitions are generators that yield (barrier, parity) where the kernel waits for a barrier, and
 # FREE where it waits for a product, which until then reads its tiles. Day 3's in_any_order runs any that need not wait.
-FREE = Barrier(1), 1
 
 
 def twin(q, k, v, causal=False, window=None, scale=None):
@@ -80,26 +79,21 @@ def _program(mine, sizes, q, k, v, o, lse, causal):
     order[0].arrive()
     copies = []  # on their way
 
-    def load(smem, full, box):
-        full.arrive(expect=1)
-        smem.fill_(math.nan)
-        copies.append((smem, box, full))
-
     def load_partition():
         turn = 0
         for tile, (b, h, row, steps) in enumerate(tiles):
             for which in range(2):
                 yield q_empty[which], tile & 1 ^ 1
-                load(q_smem[which], q_full[which], q[b, h, row + 8 * which :][:8])
+                ask_for(copies, q_full[which], (q_smem[which], q[b, h, row + 8 * which :][:8]))
             for step in range(steps + 1):
                 if step < steps:
                     stage, parity = slot.fn(turn + step, 2)
                     yield k_empty[stage], parity ^ 1
-                    load(k_smem[stage], k_full[stage], k[b, h // group, 8 * (steps - 1 - step) :][:8])
+                    ask_for(copies, k_full[stage], (k_smem[stage], k[b, h // group, 8 * (steps - 1 - step) :][:8]))
                 if step > 0:
                     stage, parity = slot.fn(turn + step - 1, 2)
                     yield v_empty[stage], parity ^ 1
-                    load(v_smem[stage], v_full[stage], v[b, h // group, 8 * (steps - step) :][:8])
+                    ask_for(copies, v_full[stage], (v_smem[stage], v[b, h // group, 8 * (steps - step) :][:8]))
             turn += steps
 
     def attend_partition(which):

@@ -26,7 +26,7 @@ from lessonkit import Lesson, Mutant, Unsupported, needs
 import torch
 import torch.nn.functional as F
 
-from day3_matmul_tk.lesson07b_gluon_persistent import Barrier, in_any_order, slot
+from day3_matmul_tk.lesson07b_gluon_persistent import Barrier, ask_for, in_any_order, slot
 from day4_replace_op import heads
 from day4_replace_op import lesson04_flash_options as options
 from day4_replace_op.hopper import BENCHES, CHECKS, PEERS, launch, place
@@ -95,9 +95,7 @@ def _program(program, counter, copies, sizes, q, k, v, o, lse, causal):
             b, h, row, _ = place.fn(nth, sizes, causal, 24, 8)
             for which in range(3):
                 yield q_empty[which], count & 1 ^ 1
-                q_full[which].arrive(expect=1)
-                q_smem[which].fill_(math.nan)
-                copies.append((q_smem[which], q[b, h, row + 8 * which :][:8], q_full[which]))
+                ask_for(copies, q_full[which], (q_smem[which], q[b, h, row + 8 * which :][:8]))
             nth, count = next(counter), count + 1
         tell(count, nth)
 

@@ -26,7 +26,7 @@ from lessonkit import Lesson, Mutant, Unsupported, needs
 import torch
 import torch.nn.functional as F
 
-from day3_matmul_tk.lesson07b_gluon_persistent import Barrier, in_any_order, slot
+from day3_matmul_tk.lesson07b_gluon_persistent import FREE, Barrier, ask_for, in_any_order, slot
 from day4_replace_op import lesson05_flash_backward as lesson05
 from day4_replace_op.hopper import BENCHES
 from day4_replace_op.hopper_backward import CHECKS, PEERS, launch, place
@@ -68,16 +68,16 @@ def attention_backward(grad_out, q, k, v, out, lse, causal=False, window=None, s
 # The slow twin: what lies between the barriers is PyTorch, small (2 x 8 keys, 8 queries, 2 stages) so that rings turn
 # often. As lesson 6b's: partitions yield (barrier, parity) where the kernel waits for a barrier, FREE where it waits
 # for a product, which until then reads its tiles; any that need not wait may run next.
-FREE = Barrier(1), 1
 
 
 def twin(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
     """As attention_backward, without windows, in any dtype: all loops and barriers, one wait at a time."""
     scale = expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
     (B, _, S_q, _), (_, H_kv, S_k, _) = q.shape, k.shape
-    delta = F.pad((grad_out.float() * out.float()).sum(-1), (0, -S_q % 8))[..., None]
+    grad, q, k, v, out, lse = (t.float().cpu() for t in (grad_out, q, k, v, out, lse))  # step by step
+    delta = F.pad((grad * out).sum(-1), (0, -S_q % 8))[..., None]
     start = F.pad(lse.masked_fill(lse == -math.inf, 1e30), (0, -S_q % 8), value=1e30)[..., None]
-    q, do, k, v = (F.pad(t.float(), (0, 0, 0, -t.shape[2] % 16)) for t in (q, grad_out, k, v))  # zeros, as TMA does
+    q, do, k, v = (F.pad(t, (0, 0, 0, -t.shape[2] % 16)) for t in (q, grad, k, v))  # with zeros, as TMA does
     dq, dk, dv = torch.zeros_like(q), torch.full_like(k, math.nan), torch.full_like(v, math.nan)
     tiles = -(-S_k // 16)
     for program in range(tiles * B * H_kv):
@@ -98,24 +98,21 @@ def _program(where, sizes, q, do, start, delta, k, v, dq, dk, dv, causal):
     q_empty, do_empty, meet, (read, stored) = ([Barrier(2), Barrier(2)] for _ in range(4))
     copies = []  # on their way
 
-    def load(smem, full, box):
-        full.arrive(expect=1)
-        smem.fill_(math.nan)
-        copies.append((smem, box, full))
-
     def load_partition():
-        load(k_smem.view(16, D), k_full, k[batch, head_kv, key:][:16])
+        ask_for(copies, k_full, (k_smem.view(16, D), k[batch, head_kv, key:][:16]))
         turn = 0
         for head in range(head_kv * group, head_kv * group + group):
             for block in range(begin, blocks):
                 stage, parity = slot.fn(turn, 2)
                 rows = slice(8 * block, 8 * block + 8)
                 yield q_empty[stage], parity ^ 1
-                load(q_smem[stage], q_full[stage], torch.cat([q[batch, head, rows], start[batch, head, rows]], 1))
+                of_q = torch.cat([q[batch, head, rows], start[batch, head, rows]], 1)
+                ask_for(copies, q_full[stage], (q_smem[stage], of_q))
                 if turn == 0:
-                    load(v_smem.view(16, D), v_full, v[batch, head_kv, key:][:16])
+                    ask_for(copies, v_full, (v_smem.view(16, D), v[batch, head_kv, key:][:16]))
                 yield do_empty[stage], parity ^ 1
-                load(do_smem[stage], do_full[stage], torch.cat([do[batch, head, rows], delta[batch, head, rows]], 1))
+                of_do = torch.cat([do[batch, head, rows], delta[batch, head, rows]], 1)
+                ask_for(copies, do_full[stage], (do_smem[stage], of_do))
                 turn += 1
         yield stored, 0
         dk[batch, head_kv, key : key + 16], dv[batch, head_kv, key : key + 16] = k_smem.view(16, D), v_smem.view(16, D)
@@ -201,7 +198,7 @@ LESSON = Lesson(
         Mutant("stored when one of two is done", "_program", "yield stored, 0", "yield read, 0", "twin"),
     ),
     peers=PEERS,
-    claims=dict.fromkeys(
+    claims=dict.fromkeys(  # of the first shape that is timed, D = 128; the late step has a few registers too many
         (tma_adds, attention_backward), tuple(f"backward_kernel: {claim}" for claim in ("wgmma", "tma", "no spills"))
     ),
     factor=2,  # as lesson 5's

@@ -17,8 +17,8 @@ writes it (day 2's packed softmax), three numbers decide, and the compiler says 
 
 What an H200 had to say (reports/): the worst is found, the order of the good ones, which lie within a few percent, is
 not. The model's own mistake is the fewest warps: four short rows, or one long one, on one warp or four fill the
-registers with 12 or 8 warps an SM. Each loads, then computes, then stores, and a scheduler with three of them has often
-none that can go on; `issue` spreads all instructions evenly, as if there always were one.
+registers with 8 to 21 of the 64 warps an SM can hold. Each loads, then computes, then stores, and a scheduler with two
+to five of them has often none that can go on; `issue` spreads all instructions evenly, as if there always were one.
 
 Predict before you run, for each of the three lengths below: the best number of warps, and the worst.
 You will learn: to write a model of a page, to rank with it, to read a heat map for what the model missed.
@@ -129,6 +129,12 @@ def thirty_two_warps_a_row():
     assert limit == "latency" and us > SWEEP.predicted(_row(LONG, ROWS=1, num_warps=4))[0]  # noqa: PT018
 
 
+def few_warps_an_sm():
+    """Four short rows on one warp, or one long row on four: their registers leave room for a third of 64 warps."""
+    for size, rows, warps in (("M=32768 N=1024", 4, 1), ("M=4096 N=32768", 1, 4)):
+        assert 8 <= warps * figures(_row(size, ROWS=rows, num_warps=warps)).resident <= 64 / 3
+
+
 def the_best_moves_with_size_and_gpu():
     """Longer rows want more warps; a GPU whose memory is slower forgives more, one with fewer SMs less."""
     for machine in FAMILY:
@@ -145,7 +151,14 @@ def the_best_moves_with_size_and_gpu():
 
 
 LESSON = Steps(
-    steps=(swept, four_warps_a_row, a_warp_a_row, thirty_two_warps_a_row, the_best_moves_with_size_and_gpu),
+    steps=(
+        swept,
+        four_warps_a_row,
+        a_warp_a_row,
+        thirty_two_warps_a_row,
+        few_warps_an_sm,
+        the_best_moves_with_size_and_gpu,
+    ),
     compares=comparisons(SWEEP),
     alone=True,
 )

@@ -21,7 +21,6 @@ By hand:   nsys profile --trace cuda,nvtx --output softmax python day5_tuning/le
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from pathlib import Path
 from lessonkit import DEVICE, Steps, Table
 from lessonkit.cuda import hardware
 from lessonkit.device import HAS_GPU
-from lessonkit.lesson import ROOT
+from lessonkit.elsewhere import environment
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -56,9 +55,8 @@ def _softmax_calls():
 
 def _run(*command):
     """What another process printed; it works in a folder of its own, with this course importable."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=240)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=folder, timeout=240)
         files = {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.suffix == ".hatchet"}
     return done, files
 

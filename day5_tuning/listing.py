@@ -9,12 +9,11 @@ import difflib
 import html
 import inspect
 import re
-import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lessonkit.compiled import tool
+from lessonkit.compiled import as_file, tool
 
 Line = tuple[str, int]  # the text, and the line of the kernel's file that it comes from (0: of none)
 NAMES = {"python": "Python", "ast": "AST", "ttir": "TTIR", "ttgir": "TTGIR", "llir": "LLVM IR", "ptx": "PTX",
@@ -24,10 +23,8 @@ NAMES = {"python": "Python", "ast": "AST", "ttir": "TTIR", "ttgir": "TTGIR", "ll
 def stages(kernel: Any, compiled: Any) -> dict[str, list[Line]]:
     """{stage: its lines} of a jitted function and of what Triton made of it, from Python to machine code."""
     source, first = inspect.getsourcelines(kernel.fn)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        disassembled = tool("nvdisasm", "-c", "-gi", cubin.name)
+    with as_file(compiled.asm["cubin"]) as cubin:
+        disassembled = tool("nvdisasm", "-c", "-gi", cubin)
     return {
         "python": [(line.rstrip("\n"), first + i) for i, line in enumerate(source)],
         "ast": list(_ast(ast.parse(textwrap.dedent("".join(source))), first - 1)),

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 from lessonkit import compiled, device, mutants, paths, report, show
 from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
+from lessonkit.elsewhere import environment
 from lessonkit.exercise import command, progress
 from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, title
 from lessonkit.lesson import kernels as kernel_lessons
@@ -118,8 +119,7 @@ def _scripts(names: list[str]) -> Iterator[tuple[str, int, float]]:
     what a script prints then appears when it has ended and it is its turn.
     """
     at_once = 1 if device.HAS_GPU else min(8, os.cpu_count() or 1)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
+    env = environment()
     if at_once > 1:
         env |= {"OMP_NUM_THREADS": "1", "COLUMNS": str(show.console.width)}
         env |= {"FORCE_COLOR": "1"} if show.console.is_terminal else {}

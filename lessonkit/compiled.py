@@ -76,6 +76,15 @@ def tool(name: str, *args: str) -> str:
     return subprocess.run([path, *args], capture_output=True, text=True, check=True).stdout
 
 
+@contextmanager
+def as_file(binary: bytes) -> Iterator[str]:
+    """The path of a cubin, for the tools, which read files."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(binary)
+        cubin.flush()
+        yield cubin.name
+
+
 def instructions(cubin: str) -> dict[str, list[str]]:
     """The machine code of each function in a cubin, as opcodes: LDG.E.128, HGMMA.64x256x16.F32.BF16."""
     found: dict[str, list[str]] = {}
@@ -129,11 +138,9 @@ def inspect(rung: str, compiled: Any, target: int) -> Kernel:
 @cache  # rungs share kernels
 def _machine_code(binary: bytes) -> tuple[list[str], int]:
     """The opcodes of a cubin with one kernel, and the registers of a thread."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(binary)
-        cubin.flush()
-        usage = tool("cuobjdump", "-res-usage", cubin.name)
-        ops = [op for function in instructions(cubin.name).values() for op in function]
+    with as_file(binary) as cubin:
+        usage = tool("cuobjdump", "-res-usage", cubin)
+        ops = [op for function in instructions(cubin).values() for op in function]
     return ops, int(re.findall(r"REG:(\d+)", usage)[0])
 
 

@@ -25,15 +25,19 @@ def elsewhere(module: str, function: str, *args: Any) -> Any:
     return _compiler(threading.get_ident()).call(module, function, args)
 
 
+def environment(**more: str) -> dict[str, str]:
+    """For a process that settles for itself whether it interprets, and finds this course from any folder."""
+    from lessonkit.lesson import ROOT
+
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))} | more
+
+
 class _Compiler:
     """The process of the `compiled` lane. It stays for the next lesson: PyTorch is imported once, not for each."""
 
     def __init__(self) -> None:
-        from lessonkit.lesson import ROOT
-
-        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        env |= {"LESSONKIT_LANE": "compiled", "CUDA_VISIBLE_DEVICES": ""}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
+        env = environment(LESSONKIT_LANE="compiled", CUDA_VISIBLE_DEVICES="")
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         command = [sys.executable, "-m", "lessonkit.elsewhere"]
         pipe = subprocess.PIPE

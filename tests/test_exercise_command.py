@@ -8,8 +8,8 @@ import sys
 import time
 
 from lessonkit import device
+from lessonkit.elsewhere import environment
 from lessonkit.exercise import command, grade, progress, source
-from lessonkit.lesson import ROOT
 
 import pytest
 from typer.testing import CliRunner
@@ -143,7 +143,7 @@ def test_a_gpu_is_hidden(monkeypatch):
 @pytest.mark.parametrize("text", ["{", json.dumps({"x": {"unknown": 1}})])
 def test_progress_that_is_damaged_is_said_in_a_line(tmp_path, text):
     (tmp_path / "progress.json").write_text(text)
-    env = {**os.environ, "COURSE_ANSWERS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env = environment(COURSE_ANSWERS=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-m", "lessonkit", "exercise", "list"], env=env, capture_output=True, text=True
     )
@@ -161,8 +161,7 @@ def test_unknown_exercise_names_those_there_are(answers):
 
 def test_runs_from_the_command_line(tmp_path):
     """The whole command in a process of its own, in any folder."""
-    env = {**os.environ, "COURSE_ANSWERS": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    env.pop("TRITON_INTERPRET", None)
+    env = environment(COURSE_ANSWERS=str(tmp_path))
     words = [sys.executable, "-m", "lessonkit", "exercise", "check", "mul"]
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -251,7 +250,7 @@ def test_watch_goes_on_in_the_folder(answers, monkeypatch):
 
 def test_advice_can_be_typed_as_it_stands(tmp_path):
     """Called through course.py, whose environment is not the shell's, the commands named are course.py's."""
-    env = {**os.environ, "COURSE_ANSWERS": str(tmp_path), "COURSE_PY": "1", "PYTHONPATH": str(ROOT)}
+    env = environment(COURSE_ANSWERS=str(tmp_path), COURSE_PY="1")
     words = [sys.executable, "-m", "lessonkit", "exercise", "next", "mul"]
     done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert "Then:  python3 course.py exercise check" in done.stdout

@@ -1,11 +1,11 @@
 """The repository keeps its own promises: generated files are fresh, both languages are there, nothing private leaks."""
 
-import os
 import re
 import subprocess
 import sys
 
 from lessonkit import report
+from lessonkit.elsewhere import environment
 from lessonkit.lesson import ROOT, discover
 
 import pytest
@@ -87,7 +87,6 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 def test_a_script_runs_from_anywhere(tmp_path):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     code = RUN_CHECKS_ONLY.format(script=str(ROOT / "day2_triton_basics" / "lesson01_vector_add.py"))
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

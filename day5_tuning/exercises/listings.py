@@ -7,7 +7,6 @@ show (lessonkit.compiled.row), since another Triton schedules other instructions
 """
 
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,10 +106,8 @@ def compile_here() -> dict[str, Any]:
 
 def _listing(cubin: bytes) -> str:
     """Labels and instructions as nvdisasm prints them, without directives and the NOPs that fill the end up."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = compiled.tool("nvdisasm", "-c", "-ndf", file.name)
+    with compiled.as_file(cubin) as path:
+        text = compiled.tool("nvdisasm", "-c", "-ndf", path)
     lines = re.findall(r"^(\.L_x_\d+:|\s+/\*[0-9a-f]{4,}\*/.*;)", text, re.MULTILINE)
     while lines[-1].startswith(".L") or " NOP" in lines[-1]:
         del lines[-1]
