@@ -69,7 +69,8 @@ void check_all(Ring& ring, int64_t from) {
         for (int rank = 0; rank < ring.p.count; rank++) {
             CUDA_CHECK(cudaSetDevice(ring.device[rank]));
             const std::vector<float> y = group.memory[rank]->y.host();
-            const std::string who = ", rank " + std::to_string(rank) + " of " + std::to_string(ring.p.count);
+            const std::string who = ", rank " + std::to_string(rank) + " of " + std::to_string(ring.p.count) +
+                                    (ring.simulated ? "" : ", a GPU each");
             course::check(version.name + who, std::vector<float>(y.begin() + from, y.end()), expected, 4e-6);
         }
     }
@@ -231,7 +232,6 @@ int main() try {
     for (int ranks = 2; ranks <= gpus; ranks++)
         for (int64_t from : {0, 1}) {
             Ring ring(ranks, n);
-            std::printf("on %d GPUs:\n", ranks);
             check_all(ring, from);
         }
     time_copies(1 << 26);

@@ -144,9 +144,8 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, gradients: bool)
     each = count.float().reciprocal().expand(len(x)).contiguous()  # of the mean, by a row's loss
     loss, dw = x.new_zeros((), dtype=torch.float32), None
     dx = x.new_empty(x.shape if gradients else 0)
-    for x1, targets1, each1, dx1 in zip(
-        *(t.chunk(parts) for t in (x, targets, each, dx if gradients else x)), strict=True
-    ):
+    chunks = (t.chunk(parts) for t in (x, targets, each, dx if gradients else x))
+    for x1, targets1, each1, dx1 in zip(*chunks, strict=True):
         logits = x1 @ weight.t()
         losses, lse = cross_entropy_split(logits, targets1)
         loss += losses.sum()
@@ -155,6 +154,7 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, gradients: bool)
             torch.mm(dlogits, weight, out=dx1)
             product = dlogits.t() @ x1
             dw = product.float() if dw is None else dw.add_(product)
+        logits = dlogits = None  # or the next part's would be made beside this one's
     return loss / count, dx, dw.to(w.dtype) if gradients else w.new_empty(0)
 
 

@@ -191,7 +191,7 @@ def memory():
             table.append({"step": f"{percent}%", "MB": round(now / 1e6, 3), "operators": name})
         assert points[-1][1] - points[0][1] < 0.1 * peaks[name], "what a step took it has given back"
     assert not GPU or peaks["fused"] < peaks["PyTorch"]
-    at_most = ", ".join(f"{name} {peak / 1e6:.4g} MB" for name, peak in peaks.items())
+    at_most = ", ".join(f"{name} {peak / 1e6:,.1f} MB" for name, peak in peaks.items())
     note = f"Allocated, over the host's time of a step (a GPU comes later). At the peak: {at_most}."
     return Table("memory", table, note, x="step", y="MB", by="operators")
 
