@@ -265,6 +265,8 @@ LADDERS = (
     "lesson03_flash_v2",
     "lesson04_flash_options",
     "lesson06_flash_hopper",
+    "lesson06b_flash_hopper_turns",
+    "lesson06c_flash_hopper_queue",
 )
 
 
@@ -276,7 +278,7 @@ def every_rung(folder):
             words = row.shape.split()
             if row.kind == "rung" and "S=4096" in words and "D=128" in words:
                 mask = "causal" if "causal=True" in words else "all keys"
-                table.append({"rung": f"{lesson[6:8]} {row.rung}", "keys": mask, "shape": row.shape})
+                table.append({"rung": f"{lesson[6:].split('_')[0]} {row.rung}", "keys": mask, "shape": row.shape})
                 table[-1] |= {"TFLOP/s": row.tflop_per_s, "over the best peer": row.ratio_to_best_peer}
     note = "Each rung in the rounds of its own lesson, in bf16; lessons 1 to 3 know no causal mask that skips."
     return Table("every rung", table, note, x="rung", y="TFLOP/s", by="keys") if table else None

@@ -108,7 +108,8 @@ def roofline():
     note = (
         f"Roofs of this machine: {rate / 1e12:.3g} TFLOP/s, {bandwidth / 1e12:.3g} TB/s. Attention's FLOPs are not "
         "halved for causal, so it may stand at twice its place; of what is made of several kernels (the loss) only "
-        f"what goes in and comes out is counted.\n\n![roofline of the step]({picture})"
+        "what goes in and comes out is counted. Past 100%: L2 still held what the operator before had written.\n\n"
+        f"![roofline of the step]({picture})"
     )
     return Table("roofline", table, note)
 

@@ -6,10 +6,13 @@ each module, operator or step of autograd, as wide as the time of all that it co
 of one class are added up, so that twelve blocks are one box. And each allocation in it makes the memory's timeline.
 
 Predicted, GPT-2 small: PyTorch's memory is a ramp (12 layers save their activations), a spike at the turn (logits in
-bf16 and fp32, their log-softmax and its gradient: 30 GB in a few ms) and a ramp down. Fused: the ramp is a half or a
-third lower (no y of a norm is kept twice in fp32, no output of a GELU in its input's place) and the spike is 1 GB.
-In the flame graph the readout is a fifth of PyTorch's forward, and half of that of ours, whose forward holds the loss's
-backward too.
+bf16 and fp32, their log-softmax and its gradient: 20 GB in a few ms) and a ramp down. Fused: the spike is a part's
+logits and the weight's gradient, 1.3 GB. The ramp is as high: what a norm, a GELU or a product wants for its backward
+they want from us as well. A layer of 32,768 tokens, in units of 50 MB (768 numbers a token in bf16): two sums of the
+stream in fp32 4, norms 2, q k v 3, attention's output 1, the MLP before and after its GELU 8; 18 units, 11 GB in 12.
+(One could think that PyTorch keeps a norm's output in fp32 too; but a cast saves nothing, and so nobody keeps it.)
+In the flame graph the readout is nearly half of PyTorch's forward, a third of its FLOPs and all of the loss's bytes; and
+half of ours, whose forward holds the loss's backward too.
 
 You will learn: labels for modules that one must not edit (hooks), to build a flame graph from a trace, to read a ramp.
 Run it:    python day4_replace_op/lesson13b_trace.py
