@@ -11,11 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from lessonkit import compiled, device, mutants, paths, report, show
 from lessonkit.cuda import build, counters, hardware, toolchain
@@ -24,6 +23,7 @@ from lessonkit.elsewhere import environment
 from lessonkit.exercise import command, progress
 from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, title
 from lessonkit.lesson import kernels as kernel_lessons
+from lessonkit.side_by_side import side_by_side
 
 import typer
 
@@ -118,26 +118,23 @@ def _scripts(names: list[str]) -> Iterator[tuple[str, int, float]]:
     On a GPU one after the other, or each would time the others too. Without one as many at a time as there are cores;
     what a script prints then appears when it has ended and it is its turn.
     """
-    at_once = 1 if device.HAS_GPU else min(8, os.cpu_count() or 1)
-    env = environment()
-    if at_once > 1:
-        env |= {"OMP_NUM_THREADS": "1", "COLUMNS": str(show.console.width)}
-        env |= {"FORCE_COLOR": "1"} if show.console.is_terminal else {}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if at_once > 1 else {}
-
-    def script(name: str) -> tuple[bytes, int, float]:
-        start = time.monotonic()
-        done = subprocess.run([sys.executable, str(ROOT / f"{name.replace('.', '/')}.py")], env=env, **pipes)
-        return done.stdout or b"", done.returncode, time.monotonic() - start
-
-    pool = ThreadPoolExecutor(at_once)
-    try:
-        for name, (printed, code, seconds) in zip(names, pool.map(script, names), strict=True):
-            sys.stdout.buffer.write(printed)
-            sys.stdout.flush()
-            yield name, code, seconds
-    finally:
-        pool.shutdown(cancel_futures=True)
+    scripts = [ROOT / f"{name.replace('.', '/')}.py" for name in names]
+    if device.HAS_GPU:
+        for name, script in zip(names, scripts, strict=True):
+            start = time.monotonic()
+            yield (
+                name,
+                subprocess.run([sys.executable, str(script)], env=environment()).returncode,
+                time.monotonic() - start,
+            )
+        return
+    os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": str(show.console.width)}
+    os.environ |= {"FORCE_COLOR": "1"} if show.console.is_terminal else {}
+    done = side_by_side(scripts, min(8, os.cpu_count() or 1))
+    for name, (printed, code, seconds) in zip(names, done, strict=True):
+        sys.stdout.buffer.write(printed)
+        sys.stdout.flush()
+        yield name, code, seconds
 
 
 @app.command()
