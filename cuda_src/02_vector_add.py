@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 02_vector_add
 Time it:   python -m lessonkit bench 02_vector_add
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, by_inductor, case, cuda, expect
 
 import torch
 
@@ -105,7 +105,7 @@ LESSON = Lesson(
         ),
     ),
     properties=(head_and_tail,),
-    peers={"torch": torch.add, "torch.compile": torch.compile(lambda x, y: x + y, dynamic=False)},
+    peers={"torch": torch.add, "torch.compile": by_inductor(lambda x, y: x + y)},
     claims={
         "add_one_kernel": ("no spills", "no shared memory"),
         "add_vectorized_kernel": ("16-byte loads", "16-byte stores", "no spills"),

@@ -11,7 +11,7 @@ Time it:   python -m lessonkit bench 09_softmax
 import math
 from importlib import import_module
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, by_inductor, case, cuda, expect
 
 import torch
 
@@ -74,7 +74,7 @@ def strange_numbers(rung):
 SHAPES = ((2048, 131072), (4096, 32768), (4096, 12672), (8192, 8192), (4096, 4096), (32768, 1024), (32768, 256))
 PEERS = {
     "torch": reference,
-    "torch.compile": torch.compile(reference, dynamic=False),
+    "torch.compile": by_inductor(reference),
     "liger": lambda x: import_module("liger_kernel.ops.softmax")._softmax_forward(x)[0],  # rows to 65,536
     "quack": lambda x: import_module("quack.softmax").softmax_fwd(x),
 }

@@ -12,7 +12,7 @@ import math
 from functools import lru_cache
 from importlib import import_module
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, by_inductor, case, cuda, expect
 
 import torch
 
@@ -103,7 +103,7 @@ def _quack(x, w, b):
     return y, mean, rstd
 
 
-PEERS = {"torch": _torch, "torch.compile": torch.compile(reference, dynamic=False), "liger": _liger, "quack": _quack}
+PEERS = {"torch": _torch, "torch.compile": by_inductor(reference), "liger": _liger, "quack": _quack}
 SHAPES = ((2048, 131072), (4096, 32768), (4096, 12672), (8192, 8192), (4096, 4096), (32768, 1024), (32768, 256))
 REFUSES = (
     Refusal("w too long", lambda f: f(inputs(8, 8)[0], *inputs(8, 12)[1:]), ValueError, "w has shape"),

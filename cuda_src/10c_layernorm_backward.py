@@ -10,7 +10,7 @@ Time it:   python -m lessonkit bench 10c_layernorm_backward
 
 from importlib import import_module
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, cuda, expect, needs
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, cuda, expect, needs
 
 import torch
 
@@ -125,7 +125,7 @@ def _torch(dy, x, w, mean, rstd):
 
 PEERS = {
     "torch": _torch,
-    "torch.compile": torch.compile(reference, dynamic=False),
+    "torch.compile": by_inductor(reference),
     "liger": lambda dy, x, w, *s: import_module("liger_kernel.ops.layer_norm").layer_norm_backward(dy, x, w, w, *s),
     "quack": lambda dy, x, w, mean, rstd: import_module("quack.rmsnorm").layernorm_bwd(x, w, dy, rstd, mean),
 }

@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check lesson01_vector_add
 Time it:   python -m lessonkit bench lesson01_vector_add
 """
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, expect
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect
 
 import torch
 import triton
@@ -131,7 +131,7 @@ LESSON = Lesson(
             "nan",
         ),
     ),
-    peers={"torch": torch.add, "torch.compile": torch.compile(lambda x, y: x + y, dynamic=False)},
+    peers={"torch": torch.add, "torch.compile": by_inductor(lambda x, y: x + y)},
     claims={add_wide: ("16-byte loads", "16-byte stores", "no spills")},
     passes={add_element: 1.0, add_block: 1.0, add_wide: 1.0},
     refuses=(

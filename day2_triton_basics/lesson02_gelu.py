@@ -15,7 +15,7 @@ Time it:   python -m lessonkit bench lesson02_gelu
 
 import math
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, case, expect
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, by_inductor, case, expect
 
 import torch
 import triton
@@ -212,7 +212,7 @@ LESSON = Lesson(
             "nan",
         ),
     ),
-    peers={"torch": reference, "torch.compile": torch.compile(reference, dynamic=False)},
+    peers={"torch": reference, "torch.compile": by_inductor(reference)},
     claims={gelu_lean: ("16-byte loads", "16-byte stores", "no spills", "no shared memory")},
     passes={gelu_eager: 9.0, gelu_fused: 1.0, gelu_lean: 1.0},
     properties=(strange_numbers,),

@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson03_softmax
 import math
 from importlib import import_module
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, again, case, expect, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, again, by_inductor, case, expect, num_sms
 
 import torch
 import triton
@@ -282,7 +282,7 @@ LESSON = Lesson(
     ),
     peers={
         "torch": reference,
-        "torch.compile": torch.compile(reference, dynamic=False),
+        "torch.compile": by_inductor(reference),
         "liger": lambda x: import_module("liger_kernel.ops.softmax")._softmax_forward(x)[0],  # rows to 65,536
         "quack": lambda x: import_module("quack.softmax").softmax_fwd(x),
     },

@@ -15,6 +15,7 @@ import math
 from importlib import import_module
 
 from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, again, case, expect, num_sms
+from lessonkit.inductor import by_inductor
 
 import torch
 import triton
@@ -281,7 +282,7 @@ LESSON = Lesson(
     ),
     peers={
         "torch": lambda y, dy: torch._softmax_backward_data(dy, y, -1, y.dtype),
-        "torch.compile": torch.compile(reference, dynamic=False),
+        "torch.compile": by_inductor(reference),
         "liger": _liger,
         "quack": lambda y, dy: import_module("quack.softmax").softmax_bwd(dy, y),
     },

@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson05_sum
 import functools
 import math
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect, num_sms
 
 import torch
 import triton
@@ -233,7 +233,7 @@ LESSON = Lesson(
             "nan",
         ),
     ),
-    peers={"torch": torch.sum, "torch.compile": torch.compile(lambda x: x.sum(), dynamic=False)},
+    peers={"torch": torch.sum, "torch.compile": by_inductor(lambda x: x.sum())},
     claims={sum_persistent: ("16-byte loads", "no spills")},
     passes={sum_one_program: 1.0, sum_atomic: 1.0, sum_tree: 1.0, sum_persistent: 1.0},
     properties=(same_bits_every_time, strange_numbers),

@@ -13,7 +13,7 @@ Time it:   python -m lessonkit bench lesson06_argmax
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect, num_sms
 
 import torch
 import triton
@@ -282,7 +282,7 @@ LESSON = Lesson(
         Mutant("a group's first is its maximum", "argmax_groups_kernel", "(start + place)", "start", "argmax_groups"),
         Mutant("splits all start at column 0", "best_word_kernel", "ids.to(tl.int64) * columns", "0", "argmax_groups"),
     ),
-    peers={"torch": reference, "torch.compile": torch.compile(reference, dynamic=False)},
+    peers={"torch": reference, "torch.compile": by_inductor(reference)},
     claims={argmax_groups: ("argmax_groups_kernel: 16-byte loads", "no spills")},
     passes={argmax_block: 1.0, argmax_online: 1.0, argmax_atomic: 1.0, argmax_groups: 1.0},
     properties=(torchs_rules, rows_with_gaps),

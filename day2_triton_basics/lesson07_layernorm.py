@@ -17,7 +17,7 @@ import math
 from functools import lru_cache, partial
 from importlib import import_module
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect
 
 import torch
 import triton
@@ -241,7 +241,7 @@ def _quack(x, w, b):
     return y, mean, rstd
 
 
-PEERS = {"torch": _torch, "torch.compile": torch.compile(reference, dynamic=False), "liger": _liger, "quack": _quack}
+PEERS = {"torch": _torch, "torch.compile": by_inductor(reference), "liger": _liger, "quack": _quack}
 # fmt: off
 WRONG = (
     Mutant("variance as E[x^2] - E[x]^2", "layernorm_row_kernel", "tl.sum(centred * centred, axis=0) / N",

@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson09_rmsnorm
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, again, case, expect, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, again, by_inductor, case, expect, num_sms
 from lessonkit.device import INTERPRETED
 
 import torch
@@ -281,7 +281,7 @@ LESSON = Lesson(
         Mutant("the mean of a part", "shared_rows_kernel", "axis=1) / N", "axis=1) / BLOCK_N", "shared_rows"),
         Mutant("parts overlap", "shared_rows_kernel", "stride_y + cols", "stride_y + 0 * cols", "shared_rows", "nan"),
     ),
-    peers={"torch": _torch, "torch.compile": torch.compile(reference, dynamic=False), "liger": _liger, "quack": _quack},
+    peers={"torch": _torch, "torch.compile": by_inductor(reference), "liger": _liger, "quack": _quack},
     # In shared_rows some words spill: that is cheaper than a program less on the SM.
     claims=dict.fromkeys((one_row, packed), ("16-byte loads", "16-byte stores", "no spills"))
     | {shared_rows: ("16-byte loads", "16-byte stores")},

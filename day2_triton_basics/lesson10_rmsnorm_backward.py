@@ -11,7 +11,7 @@ Check it:  python -m lessonkit check lesson10_rmsnorm_backward
 Time it:   python -m lessonkit bench lesson10_rmsnorm_backward
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect, num_sms
 
 import torch
 import triton
@@ -209,7 +209,7 @@ def _quack(dy, x, w, rstd):
     return rmsnorm_bwd(x, w, dy, rstd)[:2]
 
 
-PEERS = {"torch": _torch, "torch.compile": torch.compile(reference, dynamic=False), "liger": _liger, "quack": _quack}
+PEERS = {"torch": _torch, "torch.compile": by_inductor(reference), "liger": _liger, "quack": _quack}
 REFUSES = (
     Refusal("dy of another shape", lambda f: f(inputs(2, 9)[0], *inputs(2, 8)[1:]), ValueError, "x has shape"),
     Refusal("one rstd too few", lambda f: f(*inputs(3, 8)[:3], inputs(2, 8)[3]), ValueError, "rstd has shape"),

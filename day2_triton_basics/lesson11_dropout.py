@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson11_dropout
 
 import math
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, case, expect
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, by_inductor, case, expect
 
 import torch
 import torch.nn.functional as F
@@ -278,7 +278,7 @@ LESSON = Lesson(
     ),
     peers={
         "torch": lambda x, p, seed: F.dropout(x, p),
-        "torch.compile": torch.compile(lambda x, p, seed: F.dropout(x, p), dynamic=False),
+        "torch.compile": by_inductor(lambda x, p, seed: F.dropout(x, p)),
     },
     peers_differ="they draw other random numbers",
     claims={wide_product: ("16-byte loads", "16-byte stores", "no spills")},

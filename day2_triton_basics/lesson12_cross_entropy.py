@@ -19,7 +19,7 @@ Time it:   python -m lessonkit bench lesson12_cross_entropy
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect
 
 import torch
 import triton
@@ -270,7 +270,7 @@ LESSON = Lesson(
     ),
     work=lambda M, V, dtype, **_: Work(bytes=M * (V * dtype.itemsize + 8 + 4 + 4), flops=4 * M * V),
     wrong=_WRONG,
-    peers={"torch": _torch, "torch.compile": torch.compile(_torch, dynamic=False), "quack": _quack},
+    peers={"torch": _torch, "torch.compile": by_inductor(_torch), "quack": _quack},
     claims={cross_entropy_online: ("no spills",)},
     passes={cross_entropy_unfused: 5.0, cross_entropy_row: 1.0, cross_entropy_online: 1.0},
     properties=(strange_numbers, shift_invariance),

@@ -11,7 +11,7 @@ Check it:  python -m lessonkit check lesson13_cross_entropy_backward
 Time it:   python -m lessonkit bench lesson13_cross_entropy_backward
 """
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, expect
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect
 
 import torch
 import triton
@@ -281,7 +281,7 @@ LESSON = Lesson(
     wrong=_WRONG,
     peers={
         "torch": reference,
-        "torch.compile": torch.compile(_one_expression, dynamic=False),
+        "torch.compile": by_inductor(_one_expression),
         "quack": _quack,
     },
     claims={backward_wide: ("16-byte loads", "16-byte stores", "no spills", "no shared memory")},

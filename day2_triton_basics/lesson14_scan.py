@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson14_scan
 import math
 import random
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, device, expect
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, device, expect
 
 import torch
 import triton
@@ -279,7 +279,7 @@ LESSON = Lesson(
         Mutant("a sum converted, not its bits", "publish", "int32, bitcast=True", "int32", "scan_look_back", "nan"),
         Mutant("a lane too many", "scan_look_back_kernel", "size, o", "size + 1, o", "scan_look_back", "out of bounds"),
     ),
-    peers={"torch": lambda x: x.cumsum(0), "torch.compile": torch.compile(lambda x: x.cumsum(0), dynamic=False)},
+    peers={"torch": lambda x: x.cumsum(0), "torch.compile": by_inductor(lambda x: x.cumsum(0))},
     claims={scan_look_back: ("16-byte loads", "16-byte stores", "no spills")},
     passes={scan_sequential: 1.0, scan_three_phase: 1.5, scan_look_back: 1.0},
     properties=(strange_numbers, any_mixture_of_words, offsets_past_2_31),

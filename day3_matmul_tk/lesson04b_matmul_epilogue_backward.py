@@ -25,7 +25,7 @@ Time it:   python -m lessonkit bench lesson04b_matmul_epilogue_backward
 
 import math
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, case, expect, num_sms
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, by_inductor, case, expect, num_sms
 
 import torch
 import torch.nn.functional as F
@@ -251,7 +251,7 @@ LESSON = Lesson(
         bytes=(2 * M * N + 2 * M * K + 2 * N * K + N) * dtype.itemsize, flops=4 * M * N * K
     ),
     wrong=WRONG,
-    peers={"torch": reference, "torch.compile": torch.compile(reference, dynamic=False)},
+    peers={"torch": reference, "torch.compile": by_inductor(reference)},
     claims={backward_fused: ("dz_and_sums_kernel: 16-byte loads", "dz_and_sums_kernel: no spills")},
     properties=(operator_is_sound,),
     refuses=REFUSES,

@@ -23,7 +23,7 @@ Time it:   python -m lessonkit bench lesson05b_quantize_fp8
 
 import math
 
-from lessonkit import DEVICE, FLOATS, Lesson, Mutant, Refusal, Work, case, expect, needs
+from lessonkit import DEVICE, FLOATS, Lesson, Mutant, Refusal, Work, by_inductor, case, expect, needs
 
 import torch
 import torch.nn.functional as F
@@ -243,7 +243,7 @@ LESSON = Lesson(
     benches=tuple({"M": 8192, "K": 8192, "scheme": s} for s in ("tensor", "rows", "blocks", "squares")),
     work=_work,
     wrong=WRONG,
-    peers={"torch": reference, "torch.compile": torch.compile(reference, dynamic=False)},
+    peers={"torch": reference, "torch.compile": by_inductor(reference)},
     claims={quantize: ("quantize_kernel: 16-byte loads", "quantize_kernel: no spills")},
     passes={quantize_twice: 1.67, quantize: 1.0},
     properties=(little_is_lost, strange_numbers),

@@ -21,7 +21,7 @@ Time it:   python -m lessonkit bench lesson01_attention
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, expect
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, by_inductor, case, expect
 
 import torch
 import torch.nn.functional as F
@@ -287,7 +287,7 @@ LESSON = Lesson(
                "out of bounds"),
     ),
     factor=2,  # a score of 190 is off by 0.5 in 16 bits; of 2^18 rows some have bad luck where PyTorch had good
-    peers={"torch": _by_hand, "torch.compile": torch.compile(_by_hand, dynamic=False), "SDPA math": _sdpa_math},
+    peers={"torch": _by_hand, "torch.compile": by_inductor(_by_hand), "SDPA math": _sdpa_math},
     claims={attention_recomputed: ("wgmma", "16-byte loads", "no spills")},
     # In units of Q + K + V + O, of which each is 1/4: a crossing of S^2 is S / D = 4 such parts, hence 1. The first
     # product reads q and k twice (+1), the second v twice (+0.5), o is written (+0.25). Without S^2, k once more.

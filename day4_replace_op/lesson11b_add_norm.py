@@ -19,7 +19,7 @@ Time it:   python -m lessonkit bench lesson11b_add_norm
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, expect
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, by_inductor, case, expect
 
 import torch
 import torch.nn.functional as F
@@ -187,7 +187,7 @@ LESSON = Lesson(
     ),
     work=_work,
     wrong=WRONG,
-    peers={"torch": reference, "torch.compile": torch.compile(reference, dynamic=False)},
+    peers={"torch": reference, "torch.compile": by_inductor(reference)},
     claims={add_norm: ("16-byte loads", "16-byte stores", "no spills")},
     # On a stream in fp32. The interpreter has no cache, so it also counts w and b, 8 bytes for each pair of rows, which
     # makes 16 of 12. Rung 1: 10 and 12; its cast is PyTorch's, which is not counted here.

@@ -16,7 +16,7 @@ Check it:  python -m lessonkit check lesson11c_add_norm_backward
 Time it:   python -m lessonkit bench lesson11c_add_norm_backward
 """
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, case, expect, num_sms
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, by_inductor, case, expect, num_sms
 
 import torch
 import torch.nn.functional as F
@@ -228,7 +228,7 @@ LESSON = Lesson(
     ),
     work=_work,
     wrong=WRONG,
-    peers={"torch": reference, "torch.compile": torch.compile(reference, dynamic=False)},
+    peers={"torch": reference, "torch.compile": by_inductor(reference)},
     claims={
         add_norm_backward_fused: ("add_norm_backward_kernel: 16-byte loads", "add_norm_backward_kernel: no spills"),
         add_norm_backward: ("add_norm_backward_kernel: cp.async", "add_norm_backward_kernel: no spills"),

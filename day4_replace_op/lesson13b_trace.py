@@ -11,7 +11,7 @@ logits and the weight's gradient, 1.3 GB. The ramp is as high: what a norm, a GE
 they want from us as well. A layer of 32,768 tokens, in units of 50 MB (768 numbers a token in bf16): two sums of the
 stream in fp32 4, norms 2, q k v 3, attention's output 1, the MLP before and after its GELU 8; 18 units, 11 GB in 12.
 (One could think that PyTorch keeps a norm's output in fp32 too; but a cast saves nothing, and so nobody keeps it.)
-In the flame graph the readout is nearly half of PyTorch's forward, a third of its FLOPs and all of the loss's bytes; and
+In the flame graph the readout is nearly half of PyTorch's forward (a third of its FLOPs, all of the loss's bytes), and
 half of ours, whose forward holds the loss's backward too.
 
 You will learn: labels for modules that one must not edit (hooks), to build a flame graph from a trace, to read a ramp.

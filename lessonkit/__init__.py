@@ -7,6 +7,7 @@ from lessonkit import device  # isort: skip - first, before anything imports tri
 from lessonkit.again import again
 from lessonkit.arguments import FLOATS, Unsupported, expect, tma_takes
 from lessonkit.device import DEVICE, num_sms
+from lessonkit.inductor import by_inductor
 from lessonkit.lesson import Case, Grad, Lesson, Mutant, Refusal, Steps, Table, Work, case, discover, needs
 
 from lessonkit import cuda  # isort: skip - it uses what is above
@@ -24,6 +25,7 @@ __all__ = [
     "Unsupported",
     "Work",
     "again",
+    "by_inductor",
     "case",
     "cuda",
     "device",

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-PRELOAD = ["lessonkit.show", "lessonkit.report", "torch._dynamo", "torch.profiler"]
+PRELOAD = ["lessonkit.show", "lessonkit.report"]
 
 
 def side_by_side(paths: Sequence[Path], at_once: int) -> Iterator[tuple[bytes, int, float]]:
