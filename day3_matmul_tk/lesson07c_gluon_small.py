@@ -182,7 +182,7 @@ def prefetch(b_ptr, stride_k, stride_n, k, n, K, N, BLOCK_N: gl.constexpr, STEPS
 
 
 @needs(90, "TMA and wgmma", only=True)
-def matmul(a, b):
+def prefetched(a, b):
     """As fitted, with a prefetch."""
     return fitted(a, b, lines=2048)
 
@@ -228,7 +228,7 @@ def _counters(place, _splits):
 # The slow twin of the meeting, with lesson 7b's barriers: the 4 programs of a tile of 32 x 48 at a time. Where one
 # waits another may run, and a row that is stored comes at any time; until then there is NaN.
 def twin(a, b):
-    """As matmul, for any shape and dtype: what split_kernel does before and after it multiplies."""
+    """As the rungs, for any shape and dtype: what split_kernel does before and after it multiplies."""
     x, w = a.cpu().float(), b.cpu().float()
     out, counter = empty_product(x, w), Counter()  # one for all tiles, as for call after call
     for row, col in product(range(0, x.shape[0], 32), range(0, w.shape[1], 48)):
@@ -269,7 +269,7 @@ class Counter:
 LESSON = Lesson(
     reference=first.reference,
     inputs=inputs,
-    rungs=(owner_adds, reduce_scatter, fitted, matmul),
+    rungs=(owner_adds, reduce_scatter, fitted, prefetched),
     checks=(
         *first.LESSON.checks,
         case("8 parts of two steps, all cut off", gib=0.1, M=100, N=1000, K=1000),
@@ -290,7 +290,7 @@ LESSON = Lesson(
         Mutant("everybody adds up the first share", "split_kernel", "(which * SPL", "(0 * SPL", "reduce_scatter"),
     ),
     peers=PEERS,
-    claims=dict.fromkeys((owner_adds, reduce_scatter, fitted, matmul), ("wgmma", "tma", "no spills")),
+    claims=dict.fromkeys((owner_adds, reduce_scatter, fitted, prefetched), ("wgmma", "tma", "no spills")),
     properties=first.LESSON.properties,
     refuses=first.LESSON.refuses,
     dtypes=(torch.float16, torch.bfloat16),
