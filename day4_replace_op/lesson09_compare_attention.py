@@ -72,7 +72,9 @@ def _flex_attention(q, k, v, causal):
     if not GPU:
         raise Unsupported("without a compiler for the GPU it writes the scores out")
     blocks = _causal_blocks(q.shape[2]) if causal else None
-    with torch._dynamo.config.patch(recompile_limit=64):  # past 8 lengths and masks it would not be compiled any more
+    # Past 8 lengths and masks it would not be compiled any more; and a backward that is timed runs again and again.
+    dynamo, functorch = (import_module(f"torch.{module}.config") for module in ("_dynamo", "_functorch"))
+    with dynamo.patch(recompile_limit=64), functorch.patch(donated_buffer=False):
         return _flex()(q, k, v, block_mask=blocks)
 
 
