@@ -8,18 +8,16 @@ SPLITS programs to a tile, and somebody adds up. In cycles, if an SM loads 40 by
     128 x 128, K in 4        512 KB  13,100    14,600                 64 KB + 4000   6,100      20,700
     128 x 256, K in 8        384 KB   9,800    14,600                128 KB + 4000   8,100      22,700
 
-Loads and memory run at a time, parts come afterwards; 4000 are four trips to L2: stores, the fence behind them, a
-counter, loads. A launch costs as much again, and here each microsecond is 5% of the answer: so there are no partitions
-to start and no descriptor of C to fetch, and the machine code, which comes from memory too, is a third of 7b's.
+Loads and memory run at a time, parts come afterwards. 4000 are the trips to L2 that nothing hides: stores, the fence
+behind them, a counter, loads. In a cluster they would be trips to another SM; Gluon has clusters from Triton 3.7 on.
 
-You will learn: reduce-scatter between programs, counters that are never reset, why waiting ends, prefetching into L2.
-Needs a Hopper GPU to run; a slow twin of the meeting runs without one.
+You will learn: split-K in one launch, reduce-scatter between programs, counters that nobody resets, why waiting ends.
+Needs a Hopper GPU to run; without one the rungs are compiled, and a slow twin of the meeting runs, in any order.
 Run it:    python day3_matmul_tk/lesson07c_gluon_small.py
 Check it:  python -m lessonkit check lesson07c_gluon_small
 Time it:   python -m lessonkit bench lesson07c_gluon_small
 """
 
-import math
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -32,197 +30,213 @@ import torch.nn.functional as F
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from day3_matmul_tk import lesson07_gluon_matmul as first
 from day3_matmul_tk.lesson01_matmul import LAYERS, PEERS, empty_product, inputs, work
 from day3_matmul_tk.lesson07_gluon_matmul import check_operands, describe
 from day3_matmul_tk.lesson07b_gluon_persistent import FREE, Barrier, in_any_order, slot
 
-everybody = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a program; Triton 3.7 renamed it
+everybody = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a partition; Triton 3.7 renamed it
+
+
+# 7b's partitions, for one tile and part of K; the first steps are asked for before they start. A warpgroup meets those
+# of the other programs that have the same 64 rows, and shares a counter with them.
+@gluon.jit
+def load(descs, ring, corner, part, turn, A_T: gl.constexpr, B_T: gl.constexpr):
+    stage, _ = slot(turn, ring[2].shape[0])
+    a_to, b_to, bar = ring[0].index(stage), ring[1].index(stage), ring[2].index(stage)
+    k, more = (part[0] + turn) * 64, turn < part[1]
+    first.load_step(descs[0], descs[1], a_to, b_to, bar, corner[0], corner[1], k, A_T, B_T, more)
 
 
 @gluon.jit
-def share(i, K, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr):  # the first step of part i of K
-    return i * ((K + BLOCK_K - 1) // BLOCK_K) // SPLITS
+def load_partition(descs, ring, corner, part, A_T: gl.constexpr, B_T: gl.constexpr):
+    for turn in range(ring[2].shape[0], part[1]):
+        stage, parity = slot(turn, ring[2].shape[0])
+        mbarrier.wait(ring[3].index(stage), parity ^ 1)
+        load(descs, ring, corner, part, turn, A_T, B_T)
 
 
-# What the rungs share: lesson 7's ring and its product in flight, over one part of K of one tile.
 @gluon.jit
-def multiply_part(a_desc, b_desc, row, col, begin, steps, STAGES: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr):
-    N: gl.constexpr = b_desc.block_type.shape[0 if B_T else 1]
-    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, N, 16])
-    a_smem, b_smem, full = first.stages(a_desc, STAGES), first.stages(b_desc, STAGES), first.barriers(STAGES, 1)
-    for i in range(min(STAGES, steps)):  # not unrolled: the shorter the code, the sooner it is there
-        to = a_smem.index(i), b_smem.index(i), full.index(i)
-        first.load_step(a_desc, b_desc, to[0], to[1], to[2], row, col, (begin + i) * 64, A_T, B_T)
-    acc = gl.zeros((128, N), gl.float32, sums)
-    for step in range(steps):
-        stage, parity = slot(step, STAGES)
+def multiply_partition(
+    c_desc, ring, corner, part, meeting, WHICH: gl.constexpr, SPLITS: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr
+):  # fmt: skip
+    a_smem, b_smem, full, empty = ring
+    parts_ptr, counters_ptr, tile, split, M = meeting
+    N: gl.constexpr = b_smem.shape[1 if B_T else 2]
+    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    acc = gl.zeros((64, N), gl.float32, sums)
+    before = 0
+    for turn in range(part[1]):
+        stage, parity = slot(turn, full.shape[0])
         mbarrier.wait(full.index(stage), parity)
-        a, b = first.turned(a_smem.index(stage), A_T), first.turned(b_smem.index(stage), B_T)
-        acc = warpgroup_mma(a, b, acc, use_acc=step > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))  # the product before this one is over, and its stage free
-        later = step - 1 + STAGES
-        to = a_smem.index(later % STAGES), b_smem.index(later % STAGES), full.index(later % STAGES)
-        more = (step > 0) & (later < steps)
-        first.load_step(a_desc, b_desc, to[0], to[1], to[2], row, col, (begin + later) * 64, A_T, B_T, more)
-    return warpgroup_mma_wait(0, deps=(acc,))
+        a = first.turned(a_smem.index(stage), A_T).slice(WHICH * 64, 64)
+        acc = hopper.warpgroup_mma(a, first.turned(b_smem.index(stage), B_T), acc, use_acc=turn > 0, is_async=True)
+        acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index(before), pred=turn > 0)
+        before = stage
+    acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+    row, col = corner[0] + WHICH * 64, corner[1]
+    if row < M:  # with 64 rows or fewer the lower half is nobody's
+        if SPLITS == 1:
+            store(c_desc, a_smem, acc, row, col, WHICH, A_T)
+        else:
+            parts_ptr += (tile * 2 + WHICH) * SPLITS * 64 * N
+            x = add_share(acc, parts_ptr, counters_ptr + tile * 2 + WHICH, split, SPLITS)
+            store(c_desc, a_smem, x, row, col + split * (N // SPLITS), WHICH, A_T)
+
+
+# C leaves by TMA, in panels of 64 columns, through the stages in which A came: of each, this half is nobody else's.
+# (Threads that store for themselves, 4 bytes each, write half sectors of 32 bytes: that was slower.)
+@gluon.jit
+def store(c_desc, a_smem, x, row, col, WHICH: gl.constexpr, A_T: gl.constexpr):
+    panels = (x,)
+    if x.shape[1] >= 128:
+        panels = first.halves(x)
+    if x.shape[1] == 256:
+        panels = first.halves(panels[0]) + first.halves(panels[1])
+    for p in gl.static_range(len(panels)):
+        panel = a_smem.index(p).slice(WHICH * 64, 64, dim=1 if A_T else 0)
+        panel = panel._reinterpret(c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
+        panel.store(panels[p].to(c_desc.dtype))
+        hopper.fence_async_shared()
+        tma.async_copy_shared_to_global(c_desc, [row, col + 64 * p], panel)
+    tma.store_wait(0)
 
 
 # Parts go through L2 in this order. A thread of wgmma's layout holds, of every 8 columns, 2 neighbours in each of 2
 # rows; here its 4 are neighbours, and so are a warp's threads: 16 bytes each, 512 in a row. Nothing moves for it.
 @gluon.jit
-def in_order(x, SPLITS: gl.constexpr):  # [128, N] -> [SPLITS, 128 * N / SPLITS]: shares of N / SPLITS columns
-    x = x.reshape((8, 2, 8, SPLITS, x.shape[1] // SPLITS // 8, 4, 2)).permute((3, 4, 0, 2, 5, 1, 6))
+def in_order(x, SPLITS: gl.constexpr):  # [64, N] -> [SPLITS, 64 * N / SPLITS]: shares of N / SPLITS columns
+    x = x.reshape((4, 2, 8, SPLITS, x.shape[1] // SPLITS // 8, 4, 2)).permute((3, 4, 0, 2, 5, 1, 6))
     return x.reshape((SPLITS, x.numel // SPLITS))
 
 
 @gluon.jit
-def as_tile(x):  # a share, back: [128 * N] -> [128, N]
-    x = x.reshape((x.numel // 1024, 8, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5))
-    return x.reshape((128, x.numel // 128))
+def as_tile(x):  # a share, back: [64 * N] -> [64, N]
+    return x.reshape((x.numel // 512, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape((64, x.numel // 64))
 
 
-@gluon.jit
-def store(c_ptr, x, row, col, M, N):
-    rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))[:, None].to(gl.int64)
-    cols = col + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))[None, :]
-    gl.store(c_ptr + rows * N + cols, x.to(c_ptr.dtype.element_ty), mask=(rows < M) & (cols < N))
-
-
-# A counter for each tile, and nobody resets it: a call adds SPLITS, a power of two, so it begins at a multiple.
+# A counter is never reset: a call adds SPLITS to it, a power of two, so a call begins at a multiple.
 @gluon.jit
 def due(counter, SPLITS: gl.constexpr):  # what it will show when all have come, from what it shows before
     return (counter | SPLITS - 1) + 1
 
 
 @gluon.jit
-def look(counter_ptr):  # acquire, by each thread for itself: what it loads afterwards is not older
-    return gl.inline_asm_elementwise("ld.acquire.gpu.b32 $0, [$1];", "=r,l", [counter_ptr], gl.int32, False, 1)
+def meet(ptr, SPLITS: gl.constexpr):
+    everybody()  # one thread counts: the others' stores must be done
+    count = due(gl.atomic_add(ptr, 1, sem="acq_rel", scope="gpu"), SPLITS)
+    asm: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"  # by each thread: what it loads afterwards is not older
+    while gl.inline_asm_elementwise(asm, "=r,l", [ptr], gl.int32, is_pure=False, pack=1) - count < 0:
+        pass  # a difference: right when the counter has passed 2^31, too
 
 
-# Rung 1. Split-K in one launch, as lesson 3's stream_k. All write their parts, in shares of columns, and say so; the
-# tile's first program adds up, always in the same order. Predicted at 4096: it reads 256 KB alone, 3000 cycles more.
-# Rung 2. New: reduce-scatter. Each of the SPLITS programs adds up one share: SPLITS readers at a time, 64 KB each.
-# Does the waiting end? There are no more programs than SMs; and if another kernel holds some: programs start by number,
+# Reduce-scatter: a program keeps one share of its columns, leaves the others where their programs find them, and adds
+# up its own, always in the order of K. What was slower: one owner that reads all parts alone, as in lesson 3; numbers
+# that are their own flags, NaN until they are there, for who waits so reads all of them again and again.
+@gluon.jit
+def add_share(acc, parts_ptr, counter_ptr, split, SPLITS: gl.constexpr):
+    x = in_order(acc, SPLITS)
+    SIZE: gl.constexpr = x.shape[1]
+    each = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, x.type.layout))[:, None]
+    number = gl.arange(0, SIZE, layout=gl.SliceLayout(0, x.type.layout))[None, :]
+    gl.store(parts_ptr + (each * SPLITS + split) * SIZE + number, x, mask=each != split)
+    mine = gl.sum(gl.where(each == split, x, 0.0), axis=0)
+    meet(counter_ptr, SPLITS)
+    ptrs = parts_ptr + (split * SPLITS + each) * SIZE + number
+    theirs = gl.load(ptrs, mask=each != split, other=0.0, cache_modifier=".cg")  # not from L1: it may be old
+    return as_tile(gl.sum(gl.where(each == split, mine[None, :], theirs), axis=0))
+
+
+# Does the waiting end? There are no more programs than SMs. And if another kernel holds some: programs start by number,
 # a tile's are neighbours, so all tiles but one have all theirs, end, and make room for that one's.
-@gluon.jit(do_not_specialize=["tiles_m", "M", "K"])
+@gluon.jit(do_not_specialize=["tiles_m", "steps", "M"])
 def split_kernel(
-    a_desc, b_desc,
-    b_ptr, c_ptr,  # [K, N], [M, N]
-    parts_ptr, counters_ptr,  # [tiles, SPLITS (of which share), SPLITS (from which part of K), SIZE] fp32; [tiles]
-    tiles_m, M, N, K, stride_bk, stride_bn, STAGES: gl.constexpr, SPLITS: gl.constexpr, SCATTER: gl.constexpr,
-    AHEAD: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+    a_desc, b_desc, c_desc,
+    parts_ptr, counters_ptr,  # [tiles, 2, SPLITS (whose share), SPLITS (from whom), SIZE] fp32; [tiles, 2] int32
+    tiles_m, steps, M, STAGES: gl.constexpr, SPLITS: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_N: gl.constexpr = b_desc.block_type.shape[0 if B_T else 1]
+    full, empty = first.barriers(STAGES, 1), first.barriers(STAGES, 2)
+    ring = first.stages(a_desc, STAGES), first.stages(b_desc, STAGES), full, empty
     tile, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
-    row, col = tile % tiles_m * 128, tile // tiles_m * BLOCK_N
-    begin, end = share(split, K, 64, SPLITS), share(split + 1, K, 64, SPLITS)
-    if AHEAD > 0:
-        prefetch(b_ptr, stride_bk, stride_bn, begin * 64, col, min(end * 64, K), N, BLOCK_N, AHEAD, B_T)
-    counters_ptr += tile
-    if SPLITS > 1:  # now, while there is time
-        count = due(look(counters_ptr), SPLITS)
-    acc = multiply_part(a_desc, b_desc, row, col, begin, end - begin, STAGES, A_T, B_T)
-    if SPLITS == 1:
-        store(c_ptr, acc, row, col, M, N)
-    else:
-        x = in_order(acc, SPLITS)
-        SIZE: gl.constexpr = x.shape[1]
-        each = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, x.type.layout))[:, None]
-        number = gl.arange(0, SIZE, layout=gl.SliceLayout(0, x.type.layout))[None, :]
-        parts_ptr += tile * SPLITS * SPLITS * SIZE
-        gl.store(parts_ptr + (each * SPLITS + split) * SIZE + number, x)
-        everybody()  # one thread counts: the others' stores must be done
-        gl.atomic_add(counters_ptr, 1, sem="release", scope="gpu")
-        mine, others = (split, split + 1) if SCATTER else (0, gl.where(split == 0, SPLITS, 0))
-        for which in range(mine, others):
-            while look(counters_ptr) - count < 0:  # a difference: right when the counter has passed 2^31, too
-                pass
-            x = gl.load(parts_ptr + (which * SPLITS + each) * SIZE + number, cache_modifier=".cg")  # not L1, it is old
-            store(c_ptr, as_tile(gl.sum(x, axis=0)), row, col + which * (BLOCK_N // SPLITS), M, N)
+    corner = tile % tiles_m * 128, tile // tiles_m * b_desc.block_type.shape[0 if B_T else 1]
+    part = split * steps // SPLITS, (split + 1) * steps // SPLITS - split * steps // SPLITS  # first step, and how many
+    for turn in gl.static_range(STAGES):
+        load((a_desc, b_desc), ring, corner, part, turn, A_T, B_T)
+    meeting = parts_ptr, counters_ptr, tile, split, M
+    gl.warp_specialize([
+        (multiply_partition, (c_desc, ring, corner, part, meeting, 0, SPLITS, A_T, B_T)),
+        (multiply_partition, (c_desc, ring, corner, part, meeting, 1, SPLITS, A_T, B_T)),
+        (load_partition, ((a_desc, b_desc), ring, corner, part, A_T, B_T)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
+# Rung 1. K whole. Predicted for N = 4096: 32 programs load 2 MB each, 52,400 cycles, while 100 SMs stand by.
 @needs(90, "TMA and wgmma", only=True)
-def owner_adds(a, b):
+def whole(a, b):
     """[M, K], [K, N] -> [M, N], fp16 or bf16; rows or columns contiguous and 16 bytes aligned. Deterministic."""
-    return _run(a, b, scatter=False)
+    return _run(a, b, (128,), (1,))
 
 
+# Rung 2. New: K in 2, 4 or 8 parts, and a meeting. Predicted: 20,700 cycles; nothing new for 14336 columns, 112 tiles.
 @needs(90, "TMA and wgmma", only=True)
 def reduce_scatter(a, b):
-    """As owner_adds."""
-    return _run(a, b)
+    """As whole."""
+    return _run(a, b, (128,))
 
 
-# Rung 3. New: tile and parts follow the shape, by the table's arithmetic. Predicted: nothing new for N = 4096 and 14336
-# (112 whole tiles); 28672 is one wave of 128 x 256; 1024 is 128 tiles of 128 x 64 whose programs need not meet.
+# Rung 3. New: the tile follows as well. Predicted: 28672 columns, and 2048 x 2048, are one wave of 128 x 256; 1024 x
+# 1024 is 128 tiles of 128 x 64 that need not meet. Up to 128 rows lesson 3's kernel starts and ends sooner, and keeps
+# what takes less than 55,000 cycles. (Asking L2 for b ahead of TMA was slower, for TMA asks again; 8 warps that do
+# everything in step, instead of partitions, were no faster.)
 @needs(90, "TMA and wgmma", only=True)
-def fitted(a, b, lines=0):
-    """As reduce_scatter, tile and parts by _cycles; what it does not take goes to lesson 3's or lesson 7b's matmul."""
-    rows = empty_product(a, b).shape[0]
-    if rows > 64:
-        with suppress(Unsupported):
-            return _run(a, b, (64, 128, 256), lines=lines)
-    if rows <= 128:
+def fitted(a, b):
+    """As reduce_scatter; what is not worth it, or not possible, goes to lesson 3's or lesson 7b's matmul."""
+    with suppress(Unsupported):
+        return _run(a, b, (64, 128, 256), least=55_000)
+    if a.shape[0] <= 128:
         return import_module("day3_matmul_tk.lesson03_matmul_skinny").matmul_skinny(a, b)
     return import_module("day3_matmul_tk.lesson07b_gluon_persistent").matmul(a, b)
 
 
-# Rung 4. New: before anything else a program asks L2 for the first 256 KB of its part of b, line by line in the order
-# in which they lie: memory works while barriers are made and descriptors and code come in. Predicted: up to 1 us.
-@gluon.jit
-def prefetch(b_ptr, stride_k, stride_n, k, n, K, N, BLOCK_N: gl.constexpr, STEPS: gl.constexpr, B_T: gl.constexpr):
-    line = gl.arange(0, BLOCK_N * STEPS, layout=gl.BlockedLayout([1], [32], [8], [0]))  # of 128 bytes: 64 of K, or of N
-    ks = gl.minimum(k + (line % STEPS * 64 if B_T else line // (BLOCK_N // 64)), K - 1).to(gl.int64)
-    ns = gl.minimum(n + (line // STEPS if B_T else line % (BLOCK_N // 64) * 64), N - 1).to(gl.int64)
-    ptrs = b_ptr + ks * stride_k + ns * stride_n
-    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], gl.int32, False, 1)
+def _cycles(N, K, block_n, splits):  # as in the table
+    meeting = 4000 + 2 * 4 * 128 * block_n / 64 if splits > 1 else 0  # parts are written and read at 64 bytes a cycle
+    return max(2 * (128 + block_n) * K / splits / 40, 2 * N * K / 2300) + meeting
 
 
-@needs(90, "TMA and wgmma", only=True)
-def prefetched(a, b):
-    """As fitted, with a prefetch."""
-    return fitted(a, b, lines=2048)
+# Of the stream, whose calls run in turn, and of SPLITS, so that all who count there leave a multiple of it.
+@cache
+def _counters(place, _splits):
+    return torch.zeros(2 * num_sms(), dtype=torch.int32, device=place.device)
 
 
-def _run(a, b, widths=(128,), scatter=True, lines=0):
+def _run(a, b, widths, parts=(1, 2, 4, 8), least=0):
     c = empty_product(a, b)
     (M, N), K = c.shape, a.shape[1]
     if not c.numel() or not K:
         return c.zero_()
-    check_operands(a=a, b=b)
-    tiles_m = triton.cdiv(M, 128)
-    most = {n: min(num_sms() // (tiles_m * triton.cdiv(N, n)), triton.cdiv(K, 64)) for n in widths}
-    choices = [(n, splits) for n in widths for splits in (1, 2, 4, 8) if splits <= most[n]]
-    if not choices:
-        raise Unsupported("more tiles than SMs: a grid that stays, lesson 7b's, is for these")
-    block_n, splits = min(choices, key=lambda choice: _cycles(N, K, *choice))
-    tiles = tiles_m * triton.cdiv(N, block_n)
+    check_operands(a=a, b=b, c=c)
+    tiles_m, steps = triton.cdiv(M, 128), triton.cdiv(K, 64)
+    most = {n: min(num_sms() // (tiles_m * triton.cdiv(N, n)), steps) for n in widths}
+    choices = {(n, s): _cycles(N, K, n, s) for n in widths for s in parts if s <= most[n]}
+    block_n, splits = min(choices, key=choices.__getitem__, default=(0, 0))
+    if not splits or (least and (M <= 64 or (M <= 128 and choices[block_n, splits] < least))):
+        raise Unsupported("more than a wave of tiles, or so little to do that lesson 3's kernel is the faster one")
     (a_desc, a_t), (b_desc, b_t) = describe(a, 128, 64), describe(b, 64, block_n)
-    eager = (
-        a.is_cuda and not torch.cuda.is_current_stream_capturing()
-    )  # a CUDA graph, replayed at any time, has its own
-    place = torch.cuda.current_stream(a.device) if eager else a
-    counters = (_counters if eager else _counters.__wrapped__)(place, splits)
-    parts = torch.empty(tiles * splits if splits > 1 else 0, 128, block_n, dtype=torch.float32, device=a.device)
+    c_desc, _ = describe(c, 64, min(64, block_n // splits))
+    tiles = tiles_m * triton.cdiv(N, block_n)
+    sums = torch.empty(tiles * splits if splits > 1 else 0, 128, block_n, dtype=torch.float32, device=a.device)
+    shared = a.is_cuda and not torch.cuda.is_current_stream_capturing()  # a CUDA graph, replayed any time, has its own
+    place = torch.cuda.current_stream(a.device) if shared else a
+    counters = (_counters if shared else _counters.__wrapped__)(place, splits)
+    stages = 224 * 1024 // (128 * (128 + block_n))
     split_kernel[(tiles * splits,)](
-        a_desc, b_desc, b, c, parts, counters, tiles_m, M, N, K, *b.stride(),
-        224 * 1024 // (128 * (128 + block_n)), splits, scatter, lines // block_n, a_t, b_t, num_warps=8,
-    )  # fmt: skip
+        a_desc, b_desc, c_desc, sums, counters, tiles_m, steps, M, stages, splits, a_t, b_t, num_warps=4
+    )
     return c
-
-
-def _cycles(N, K, block_n, splits):
-    meeting = 4000 + 2 * 4 * 128 * block_n / 64 if splits > 1 else 0  # written and read at 64 bytes a cycle
-    return max(2 * (128 + block_n) * K / splits / 40, 2 * N * K / 2300) + meeting
-
-
-# Of the stream, whose calls run one after another, and of SPLITS, so that all who count leave a multiple of it.
-@cache
-def _counters(place, _splits):
-    return torch.zeros(num_sms(), dtype=torch.int32, device=place.device)
 
 
 # The slow twin of the meeting, with lesson 7b's barriers: the 4 programs of a tile of 32 x 48 at a time. Where one
@@ -230,33 +244,25 @@ def _counters(place, _splits):
 def twin(a, b):
     """As the rungs, for any shape and dtype: what split_kernel does before and after it multiplies."""
     x, w = a.cpu().float(), b.cpu().float()
-    out, counter = empty_product(x, w), Counter()  # one for all tiles, as for call after call
+    out, counter = torch.empty(x.shape[0] + 31, w.shape[1] + 47), Counter()  # one for all tiles, as for call after call
     for row, col in product(range(0, x.shape[0], 32), range(0, w.shape[1], 48)):
-        tile = (
-            x[row:][:32],
-            w[:, col:][:, :48],
-            torch.full((4, 4, 32, 12), math.nan),
-            counter,
-            out[row:, col:][:32, :48],
-        )
+        tile = x[row:][:32], w[:, col:][:, :48], torch.full((4, 4, 32, 12), torch.nan), counter, out[row:, col:]
         copies = []
         in_any_order([_program(split, *tile, copies) for split in range(4)], copies)
-    return out.to(a.device, a.dtype)
+    return empty_product(a, b).copy_(out[: x.shape[0], : w.shape[1]])
 
 
 def _program(split, x, w, parts, counter, out, copies):
-    for _ in range(40 * split):  # they do not start together
+    steps, stored = triton.cdiv(x.shape[1], 16), Barrier(128)
+    for _ in range(40 * split):  # they are not done together
         yield FREE
-    count, stored = due.fn(counter.shows, 4), Barrier(128)
-    ks = slice(*(16 * share.fn(i, x.shape[1], 16, 4) for i in (split, split + 1)))
-    acc = F.pad(x[:, ks] @ w[ks], (0, 48 - w.shape[1], 0, 32 - x.shape[0]))
-    for rows, part in zip(parts[:, split], acc.view(32, 4, 12).transpose(0, 1), strict=True):
-        copies += ((row, numbers, stored) for row, numbers in zip(rows, part, strict=True))
+    ks = slice(16 * (split * steps // 4), 16 * ((split + 1) * steps // 4))
+    acc = F.pad(x[:, ks] @ w[ks], (0, 48 - w.shape[1], 0, 32 - x.shape[0])).view(32, 4, 12)
+    copies += [(parts[i, split, row], acc[row, i], stored) for i in range(4) for row in range(32)]
     yield stored, 0
-    counter.shows += 1
+    count, counter.shows = due.fn(counter.shows, 4), counter.shows + 1
     yield counter, count
-    mine = out[:, 12 * split :][:, :12]
-    mine[:] = parts[split].sum(0)[: mine.shape[0], : mine.shape[1]]
+    out[:32, 12 * split :][:, :12] = parts[split].sum(0)
 
 
 class Counter:
@@ -267,9 +273,8 @@ class Counter:
 
 
 LESSON = Lesson(
-    reference=first.reference,
-    inputs=inputs,
-    rungs=(owner_adds, reduce_scatter, fitted, prefetched),
+    reference=first.reference, inputs=inputs, work=work, twin=twin, peers=PEERS,
+    rungs=(whole, reduce_scatter, fitted),
     checks=(
         *first.LESSON.checks,
         case("8 parts of two steps, all cut off", gib=0.1, M=100, N=1000, K=1000),
@@ -280,20 +285,15 @@ LESSON = Lesson(
         *({"M": 128, "N": N, "K": 4096} for N in (4096, 14336)),
         *({"M": n, "N": n, "K": n} for n in (1024, 2048)),
     ),
-    work=work, twin=twin,
     wrong=(
         Mutant("counts before it has stored", "_program", "yield stored, 0", "yield FREE", "twin", "nan"),
         Mutant("waits for one less", "_program", "yield counter, count", "yield counter, count - 1", "twin", "nan"),
         Mutant("always the first call's count", "due", "(counter | SPLITS - 1) + 1", "SPLITS", "twin", "nan"),
-        Mutant("looks too late", "_program", "counter, count", "counter, due.fn(counter.shows, 4)", "twin", "barrier"),
-        Mutant("K's tail left out", "share", "(K + BLOCK_K - 1) // BLOCK_K", "K // BLOCK_K", "twin"),
-        Mutant("everybody adds up the first share", "split_kernel", "(which * SPL", "(0 * SPL", "reduce_scatter"),
+        Mutant("one more than will come", "due", "SPLITS - 1) + 1", "SPLITS - 1) + 2", "twin", "barrier"),
+        Mutant("K's tail left out", "_run", "triton.cdiv(K, 64)", "K // 64", "reduce_scatter"),
     ),
-    peers=PEERS,
-    claims=dict.fromkeys((owner_adds, reduce_scatter, fitted, prefetched), ("wgmma", "tma", "no spills")),
-    properties=first.LESSON.properties,
-    refuses=first.LESSON.refuses,
-    dtypes=(torch.float16, torch.bfloat16),
+    claims=dict.fromkeys((whole, reduce_scatter, fitted), ("wgmma", "tma", "no spills")),
+    properties=first.LESSON.properties, refuses=first.LESSON.refuses, dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 
 if __name__ == "__main__":
