@@ -9,12 +9,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
 from typing import Any
+
+SHARED = "LESSONKIT_COMPILER"  # where a process that outlives this one listens
 
 
 def elsewhere(module: str, function: str, *args: Any) -> Any:
@@ -33,50 +38,70 @@ def environment(**more: str) -> dict[str, str]:
     return env | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))} | more
 
 
-class _Compiler:
-    """The process of the `compiled` lane. It stays for the next lesson: PyTorch is imported once, not for each."""
+class Compiler:
+    """A process of the `compiled` lane, until this one ends. PyTorch is imported once, not for each lesson."""
 
     def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.address = f"{self.folder.name}/socket"
         env = environment(LESSONKIT_LANE="compiled", CUDA_VISIBLE_DEVICES="")
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
-        command = [sys.executable, "-m", "lessonkit.elsewhere"]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, env=env)
+        command = [sys.executable, "-m", "lessonkit.elsewhere", self.address]
+        with open(_errors(self.address), "w") as errors:
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, env=env)
+
+
+class _Asking:
+    """A line to such a process: one of its own, or the one that it was told of."""
+
+    def __init__(self) -> None:
+        self.own = None if SHARED in os.environ else Compiler()
+        self.address = self.own.address if self.own else os.environ[SHARED]
+        while not Path(self.address).exists() and not (self.own and self.own.process.poll()):
+            time.sleep(0.02)  # until PyTorch is imported
 
     def call(self, module: str, function: str, args: Sequence[Any]) -> Any:
         """The function's answer. RuntimeError with the compiler's last words, which may have ended it."""
-        ask, answer = self.process.stdin, self.process.stdout
-        assert ask is not None
-        assert answer is not None
-        with suppress(BrokenPipeError):
-            print(json.dumps([module, function, args]), file=ask, flush=True)
-        if line := answer.readline():
-            said, failed = json.loads(line)
-            if failed:
-                raise RuntimeError(f"in {module}.{function}:\n{failed[-2000:]}")
-            return said
-        self.process.wait()
-        _compiler.cache_clear()
-        self.errors.seek(0)
-        raise RuntimeError(f"{module}.{function} ended the compiler:\n{self.errors.read()[-2000:]}")
+        try:
+            with Client(self.address) as line:
+                line.send_bytes(json.dumps([module, function, args]).encode())
+                said, failed = json.loads(line.recv_bytes())
+        except (OSError, EOFError):
+            _compiler.cache_clear()
+            os.environ.pop(SHARED, None)  # the next who asks starts another one
+            errors = Path(_errors(self.address)).read_text()
+            raise RuntimeError(f"{module}.{function} ended the compiler:\n{errors[-2000:]}") from None
+        if failed:
+            raise RuntimeError(f"in {module}.{function}:\n{failed[-2000:]}")
+        return said
+
+
+def _errors(address: str) -> str:
+    return f"{address}.errors"
 
 
 @cache
-def _compiler(thread: int) -> _Compiler:
-    return _Compiler()
+def _compiler(thread: int) -> _Asking:
+    return _Asking()
 
 
-def _serve() -> None:
-    """Answer each line of a function and its arguments with a line of what it says, and of what went wrong."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # a lesson may print
-    for line in sys.stdin:
-        module, function, args = json.loads(line)
-        try:
-            said = getattr(import_module(module), function)(*args), ""
-        except Exception:
-            said = None, traceback.format_exc()
-        print(json.dumps(said), file=answers, flush=True)
+def _serve(address: str) -> None:
+    """Answer whoever connects, with what a function says and what went wrong, until stdin ends with its owner."""
+
+    def follow() -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    threading.Thread(target=follow, daemon=True).start()
+    with Listener(address, backlog=8) as listener:
+        while True:
+            with listener.accept() as line, suppress(EOFError, BrokenPipeError):
+                module, function, args = json.loads(line.recv_bytes())
+                try:
+                    said = getattr(import_module(module), function)(*args), ""
+                except Exception:
+                    said = None, traceback.format_exc()
+                line.send_bytes(json.dumps(said).encode())
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Scripts side by side, each forked from a process that has imported PyTorch: seconds of each are saved."""
+"""Scripts side by side, forked from a process that has imported PyTorch, and compiled for by one that stays."""
 
 import atexit
 import multiprocessing
@@ -12,6 +12,8 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from lessonkit.elsewhere import SHARED, Compiler
+
 PRELOAD = ["lessonkit.show", "lessonkit.report"]
 
 
@@ -19,32 +21,37 @@ def side_by_side(paths: Sequence[Path], at_once: int) -> Iterator[tuple[bytes, i
     """(what it printed, exit code, seconds) of each script, in order. Not for a GPU, which survives no fork."""
     fork = multiprocessing.get_context("forkserver")
     fork.set_forkserver_preload(PRELOAD)
+    compilers = [Compiler() for _ in range(at_once)]
     began: dict[int, float] = {}
     done: dict[int, tuple[int, float]] = {}
-    running: dict[int, BaseProcess] = {}
+    running: dict[int, tuple[BaseProcess, Compiler]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for turn in range(len(paths)):
                 while turn not in done:
-                    while len(running) < at_once and len(began) < len(paths):
-                        nth, began[nth] = len(began), time.monotonic()
-                        running[nth] = fork.Process(target=_script, args=(str(paths[nth]), f"{folder}/{nth}"))
-                        running[nth].start()
-                    wait([process.sentinel for process in running.values()])
-                    for nth, process in list(running.items()):
+                    while compilers and len(began) < len(paths):
+                        nth, compiler = len(began), compilers.pop()
+                        args = (str(paths[nth]), f"{folder}/{nth}", compiler.address)
+                        running[nth] = fork.Process(target=_script, args=args), compiler
+                        began[nth] = time.monotonic()
+                        running[nth][0].start()
+                    wait([process.sentinel for process, _ in running.values()])
+                    for nth, (process, compiler) in list(running.items()):
                         if process.exitcode is not None:
                             done[nth] = process.exitcode, time.monotonic() - began[nth]
+                            compilers.append(compiler if compiler.process.poll() is None else Compiler())
                             del running[nth]
                 yield Path(folder, str(turn)).read_bytes(), *done[turn]
         finally:
-            for process in running.values():
+            for process, _ in running.values():
                 process.kill()
 
 
-def _script(path: str, printed: str) -> None:
+def _script(path: str, printed: str, compiler: str) -> None:
     with open(printed, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.environ[SHARED] = compiler
     sys.argv = [path]
     try:
         runpy.run_path(path, run_name="__main__")

@@ -1,12 +1,15 @@
 """The command line, the rows and the compile lane."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import lessonkit.__main__ as cli
 import lessonkit.device as device
 from lessonkit import bench, compiled, doctor, lesson, mutants, report, rows, timing
+from lessonkit.elsewhere import SHARED, Compiler, elsewhere
 from lessonkit.lesson import Broken, Mutant, discover
 from lessonkit.markdown import filled
+from lessonkit.side_by_side import side_by_side
 
 import pytest
 from typer.testing import CliRunner
@@ -203,3 +206,27 @@ def test_what_a_program_prints_becomes_rows():
 def test_a_generated_block_that_is_gone_is_an_error():
     with pytest.raises(ValueError, match="has no block"):
         filled("a page", "results", "")
+
+
+def test_a_compiler_that_dies_is_named_and_replaced(monkeypatch):
+    """As a crash in LLVM would end it; also one that other lessons share."""
+    monkeypatch.setenv(SHARED, (shared := Compiler()).address)
+    with ThreadPoolExecutor(1) as thread:  # a thread has a compiler of its own
+        assert thread.submit(elsewhere, "operator", "add", 2, 3).result() == 5
+        with pytest.raises(RuntimeError, match=r"os\._exit ended the compiler"):
+            thread.submit(elsewhere, "os", "_exit", 3).result()
+        assert shared.process.wait() == 3
+        with pytest.raises(RuntimeError, match=r"in operator\.truediv:[\s\S]*ZeroDivisionError"):
+            thread.submit(elsewhere, "operator", "truediv", 1, 0).result()
+
+
+def test_scripts_side_by_side(tmp_path):
+    """In order, with what each printed and how it ended, though the first takes longest."""
+    bodies = ("import time; time.sleep(1); print('slow')", "print('fast')", "raise SystemExit(3)", "1 / 0")
+    for i, body in enumerate(bodies):
+        (tmp_path / f"{i}.py").write_text(body)
+    found = list(side_by_side([tmp_path / f"{i}.py" for i in range(len(bodies))], 2))
+    assert [code for _, code, _ in found] == [0, 0, 3, 1]
+    assert [text.decode().strip().split("\n")[-1] for text, _, _ in found] == [
+        "slow", "fast", "", "ZeroDivisionError: division by zero"
+    ]  # fmt: skip
