@@ -278,7 +278,7 @@ LESSON = Lesson(
         Mutant("the diagonal is not masked", "probabilities", "keys <= rows + (", "keys <= rows + 64 + (", "ahead"),
         Mutant("P where dS belongs", "walk", "ds = (p * dp)", "ds = (p)", "five_products"),
         Mutant("no scale", "multiply_partition", "dk * (scale_log2 * LN2)", "dk", "ahead"),
-        Mutant("one head for its group", "multiply_partition", "in range(GROUP)", "in range(1)", "ahead", "nan"),
+        Mutant("one head for its group", "multiply_partition", "in range(GROUP)", "in range(1)", "ahead"),
         Mutant("both have the upper keys", "multiply_partition", "key += WHICH * KEYS", "key += 0", "ahead"),
         Mutant("delta left out", "walk", "ask_scores(v, do, delta_smem.index(stage)",
                "ask_scores(v, do, start_smem.index(stage)", "five_products"),
