@@ -11,7 +11,6 @@ Check it:  python -m lessonkit check lesson04_softmax_backward
 Time it:   python -m lessonkit bench lesson04_softmax_backward
 """
 
-import math
 from importlib import import_module
 
 from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, again, case, expect, num_sms
@@ -246,7 +245,7 @@ def strange_numbers(rung):
     """NaN or inf in dy makes its row what IEEE arithmetic makes of it: inf - inf is NaN, and so is 0 * inf."""
     for N in (40, 16781):
         y, dy = inputs(4, N)
-        y[3, 5], dy[0, 7], dy[1, N - 1], dy[3, 5] = 0.0, math.nan, math.inf, -math.inf
+        y[3, 5], dy[0, 7], dy[1, N - 1], dy[3, 5] = 0.0, torch.nan, torch.inf, -torch.inf
         torch.testing.assert_close(rung(y, dy), reference(y, dy), rtol=1e-4, atol=1e-8, equal_nan=True)
 
 
