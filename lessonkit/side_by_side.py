@@ -43,8 +43,11 @@ def side_by_side(paths: Sequence[Path], at_once: int) -> Iterator[tuple[bytes, i
                             del running[nth]
                 yield Path(folder, str(turn)).read_bytes(), *done[turn]
         finally:
-            for process, _ in running.values():
+            for process, compiler in running.values():
                 process.kill()
+                compilers.append(compiler)
+            for compiler in compilers:
+                compiler.process.kill()
 
 
 def _script(path: str, printed: str, compiler: str) -> None:
