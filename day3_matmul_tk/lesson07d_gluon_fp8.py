@@ -32,7 +32,7 @@ from day3_matmul_tk.lesson01_matmul import predicted_cycles
 from day3_matmul_tk.lesson05_matmul_fp8 import _expect as scheme_of
 from day3_matmul_tk.lesson05_matmul_fp8 import _spread as spread
 from day3_matmul_tk.lesson05_matmul_fp8 import inputs, reference
-from day3_matmul_tk.lesson07b_gluon_persistent import Barrier, ask_for, in_any_order, slot
+from day3_matmul_tk.lesson07b_gluon_persistent import Barrier, fill, in_any_order, slot
 
 BLOCK_M, BLOCK_K, BEHIND = 128, 128, 2
 
@@ -219,16 +219,6 @@ def _program(program, x, w, out, behind=2):
     full, empty, ahead = [Barrier(1) for _ in range(3)], [Barrier(2) for _ in range(3)], Barrier(1)
     copies = []  # on their way
 
-    def load_partition():
-        turn = 0
-        for tile_m, tile_n in tiles:
-            for step in range(steps):
-                stage, parity = slot.fn(turn, 3)
-                yield empty[stage], parity ^ 1
-                a, b = x[32 * tile_m :, 16 * step :][:32, :16], w[16 * step :, 48 * tile_n :][:16, :48]
-                ask_for(copies, full[stage], (a_smem[stage], a), (b_smem[stage], b))
-                turn += 1
-
     def sum_partition(which):
         half, turn = slice(16 * which, 16 * which + 16), 0
         for count, (tile_m, tile_n) in enumerate(tiles):
@@ -248,7 +238,8 @@ def _program(program, x, w, out, behind=2):
             empty[before].arrive()
             out[32 * tile_m :, 48 * tile_n :][half, :48] = acc
 
-    in_any_order([sum_partition(0), sum_partition(1), load_partition()], copies)
+    loads = fill(tiles, x, w, a_smem, b_smem, full, empty, copies)
+    in_any_order([sum_partition(0), sum_partition(1), loads], copies)
 
 
 LESSON = Lesson(
@@ -267,7 +258,6 @@ LESSON = Lesson(
     wrong=(
         Mutant("short tiles wait too", "_program", "which == 1 and steps >= 3", "which == 1", "twin", "barrier"),
         Mutant("as far behind as the ring is long", "_program", "behind=2", "behind=3", "twin", "barrier"),
-        Mutant("stages taken before they are empty", "_program", "parity ^ 1", "2", "twin", "barrier"),
         Mutant("one row's scale for all", "sum_partition", "scale_a_ptr + rows,", "scale_a_ptr + rows * 0,", "summed"),
         Mutant("the first columns' scales for all", "sum_partition", "_ptr + cols,", "_ptr + cols % 8,", "summed"),
         Mutant("the tile before is added", "sum_partition", "step > 0, is", "True, is", "apart"),

@@ -122,16 +122,13 @@ def _scripts(names: list[str]) -> Iterator[tuple[str, int, float]]:
     if device.HAS_GPU:
         for name, script in zip(names, scripts, strict=True):
             start = time.monotonic()
-            yield (
-                name,
-                subprocess.run([sys.executable, str(script)], env=environment()).returncode,
-                time.monotonic() - start,
-            )
+            done = subprocess.run([sys.executable, str(script)], env=environment())
+            yield name, done.returncode, time.monotonic() - start
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": str(show.console.width)}
     os.environ |= {"FORCE_COLOR": "1"} if show.console.is_terminal else {}
-    done = side_by_side(scripts, min(8, os.cpu_count() or 1))
-    for name, (printed, code, seconds) in zip(names, done, strict=True):
+    ended = side_by_side(scripts, min(8, os.cpu_count() or 1))
+    for name, (printed, code, seconds) in zip(names, ended, strict=True):
         sys.stdout.buffer.write(printed)
         sys.stdout.flush()
         yield name, code, seconds

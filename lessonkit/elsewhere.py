@@ -5,17 +5,15 @@ Whether a process interprets is settled when it imports Triton, so one that does
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from importlib import import_module
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,25 @@ SHARED = "LESSONKIT_COMPILER"  # where a process that outlives this one listens
 def elsewhere(module: str, function: str, *args: Any) -> Any:
     """What module.function(*args) answers there; arguments and answer travel as JSON.
 
-    Each thread that asks has a process of its own. Raises RuntimeError with the traceback from there.
+    Threads that ask at the same time have a process each. Raises RuntimeError with the traceback from there, or with
+    the last words of a process that did not survive it; the next to ask then starts another.
     """
-    return _compiler(threading.get_ident()).call(module, function, args)
+    own = None if SHARED in os.environ else _idle_compiler()
+    address = own.address if own else os.environ[SHARED]
+    try:
+        with Client(address) as line:
+            line.send_bytes(json.dumps([module, function, args]).encode())
+            said, failed = json.loads(line.recv_bytes())
+    except (OSError, EOFError):
+        os.environ.pop(SHARED, None)
+        errors = Path(address + ERRORS)
+        failed = errors.read_text() if errors.exists() else "its owner has ended it"
+        raise RuntimeError(f"{module}.{function} ended the compiler:\n{failed[-2000:]}") from None
+    if own:
+        _idle.append(own)
+    if failed:
+        raise RuntimeError(f"in {module}.{function}:\n{failed[-2000:]}")
+    return said
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -45,46 +59,28 @@ class Compiler:
         self.folder = tempfile.TemporaryDirectory()
         self.address = f"{self.folder.name}/socket"
         env = environment(LESSONKIT_LANE="compiled", CUDA_VISIBLE_DEVICES="")
-        command = [sys.executable, "-m", "lessonkit.elsewhere", self.address]
-        with open(_errors(self.address), "w") as errors:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, env=env)
+        # It listens from the start, though it imports PyTorch first: nobody waits for it to appear, or for the dead.
+        with socket.socket(socket.AF_UNIX) as at, open(self.address + ERRORS, "w") as errors:
+            at.bind(self.address)
+            at.listen()
+            command = [sys.executable, "-m", "lessonkit.elsewhere", str(at.fileno())]
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, env=env, pass_fds=[at.fileno()]
+            )
 
 
-class _Asking:
-    """A line to such a process: one of its own, or the one that it was told of."""
-
-    def __init__(self) -> None:
-        self.own = None if SHARED in os.environ else Compiler()
-        self.address = self.own.address if self.own else os.environ[SHARED]
-        while not Path(self.address).exists() and not (self.own and self.own.process.poll()):
-            time.sleep(0.02)  # until PyTorch is imported
-
-    def call(self, module: str, function: str, args: Sequence[Any]) -> Any:
-        """The function's answer. RuntimeError with the compiler's last words, which may have ended it."""
-        try:
-            with Client(self.address) as line:
-                line.send_bytes(json.dumps([module, function, args]).encode())
-                said, failed = json.loads(line.recv_bytes())
-        except (OSError, EOFError):
-            _compiler.cache_clear()
-            os.environ.pop(SHARED, None)  # the next who asks starts another one
-            errors = Path(_errors(self.address)).read_text()
-            raise RuntimeError(f"{module}.{function} ended the compiler:\n{errors[-2000:]}") from None
-        if failed:
-            raise RuntimeError(f"in {module}.{function}:\n{failed[-2000:]}")
-        return said
+ERRORS = ".errors"  # beside the socket
+_idle: list[Compiler] = []
 
 
-def _errors(address: str) -> str:
-    return f"{address}.errors"
+def _idle_compiler() -> Compiler:
+    try:
+        return _idle.pop()
+    except IndexError:
+        return Compiler()
 
 
-@cache
-def _compiler(thread: int) -> _Asking:
-    return _Asking()
-
-
-def _serve(address: str) -> None:
+def _serve(listening: socket.socket) -> None:
     """Answer whoever connects, with what a function says and what went wrong, until stdin ends with its owner."""
 
     def follow() -> None:
@@ -92,16 +88,15 @@ def _serve(address: str) -> None:
         os._exit(0)
 
     threading.Thread(target=follow, daemon=True).start()
-    with Listener(address, backlog=8) as listener:
-        while True:
-            with listener.accept() as line, suppress(EOFError, BrokenPipeError):
-                module, function, args = json.loads(line.recv_bytes())
-                try:
-                    said = getattr(import_module(module), function)(*args), ""
-                except Exception:
-                    said = None, traceback.format_exc()
-                line.send_bytes(json.dumps(said).encode())
+    while True:
+        with Connection(listening.accept()[0].detach()) as line, suppress(EOFError, BrokenPipeError):
+            module, function, args = json.loads(line.recv_bytes())
+            try:
+                said = getattr(import_module(module), function)(*args), ""
+            except Exception:
+                said = None, traceback.format_exc()
+            line.send_bytes(json.dumps(said).encode())
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,11 +1,12 @@
 """The command line, the rows and the compile lane."""
 
 import dataclasses
+import os
 
 import lessonkit.__main__ as cli
 import lessonkit.device as device
 from lessonkit import bench, compiled, doctor, lesson, mutants, report, rows, timing
-from lessonkit.elsewhere import SHARED, Compiler, _compiler, elsewhere
+from lessonkit.elsewhere import SHARED, Compiler, elsewhere
 from lessonkit.lesson import Broken, Mutant, discover
 from lessonkit.markdown import filled
 from lessonkit.side_by_side import side_by_side
@@ -210,11 +211,16 @@ def test_a_generated_block_that_is_gone_is_an_error():
 def test_a_compiler_that_dies_is_named_and_replaced(monkeypatch):
     """As a crash in LLVM would end it; here one that is shared, and then one of this process's own."""
     monkeypatch.setenv(SHARED, (shared := Compiler()).address)
-    _compiler.cache_clear()
     assert elsewhere("operator", "add", 2, 3) == 5
     with pytest.raises(RuntimeError, match=r"os\._exit ended the compiler"):
         elsewhere("os", "_exit", 3)
     assert shared.process.wait(10) == 3
+    assert SHARED not in os.environ
+    with pytest.raises(RuntimeError, match=r"os\._exit ended the compiler"):
+        elsewhere("os", "_exit", 0)
+    monkeypatch.setenv(SHARED, shared.address)
+    with pytest.raises(RuntimeError, match=r"operator\.add ended the compiler"):
+        elsewhere("operator", "add", 2, 3)
     with pytest.raises(RuntimeError, match=r"in operator\.truediv:[\s\S]*ZeroDivisionError"):
         elsewhere("operator", "truediv", 1, 0)
 
