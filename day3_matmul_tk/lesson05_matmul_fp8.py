@@ -37,11 +37,11 @@ fp8 = needs(89, "fp8 tensor cores", interpreted=True)
 def reference(a, b, scale_a, scale_b):
     """The product of what the fp8 numbers stand for. Quantisation is not judged here: lesson 5b does."""
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    product = _spread(a, scale_a, wide) @ _spread(b, scale_b, wide)
+    product = spread(a, scale_a, wide) @ spread(b, scale_b, wide)
     return product if a.dtype == torch.float64 else product.bfloat16()
 
 
-def _spread(q, scale, dtype):
+def spread(q, scale, dtype):
     """q * scale, each scale over the block of q that it belongs to: [128 or all, 128 or all or 1]."""
     for dim, n in enumerate(q.shape):
         if 1 < scale.shape[dim] < n:
@@ -128,7 +128,7 @@ def fp8_blocks(a, b, scale_a, scale_b):
 
 
 def _launch(a, b, scale_a, scale_b, schemes, promote=False):
-    scheme, (M, K), N = _expect(a, b, scale_a, scale_b), a.shape, b.shape[1]
+    scheme, (M, K), N = scheme_of(a, b, scale_a, scale_b), a.shape, b.shape[1]
     if scheme not in schemes:
         raise Unsupported(f"this rung takes the scales of {' and '.join(sorted(schemes))}: not of {scheme}")
     c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
@@ -174,7 +174,7 @@ def fp8_persistent_kernel(
 @fp8
 def matmul_fp8(a, b, scale_a, scale_b):
     """As fp8_blocks; row-wise and per-tensor products are added up by the tensor cores alone (fast accumulation)."""
-    scheme, (M, K), N = _expect(a, b, scale_a, scale_b), a.shape, b.shape[1]
+    scheme, (M, K), N = scheme_of(a, b, scale_a, scale_b), a.shape, b.shape[1]
     c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
     if not all(t.numel() and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0 for t in (a, b.t(), c)):
         return fp8_blocks(a, b, scale_a, scale_b)  # TMA wants rows that begin at multiples of 16 bytes
@@ -189,7 +189,7 @@ def matmul_fp8(a, b, scale_a, scale_b):
     return c
 
 
-def _expect(a, b, scale_a, scale_b):
+def scheme_of(a, b, scale_a, scale_b):
     """The scheme that the scales' shapes are of."""
     expect(a=a, b=b, ndim=2, dtypes=(FP8,))
     expect(scale_a=scale_a, scale_b=scale_b, ndim=2, dtypes=(torch.float32,))

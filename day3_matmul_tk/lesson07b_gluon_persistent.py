@@ -198,6 +198,16 @@ def _program(program, x, w, out):
     full, empty = [Barrier(1) for _ in range(3)], [Barrier(2) for _ in range(3)]
     copies = []  # on their way
 
+    def load_partition():
+        turn = 0
+        for tile_m, tile_n in tiles:
+            for step in range(steps):
+                stage, parity = slot.fn(turn, 3)
+                yield empty[stage], parity ^ 1
+                a, b = x[32 * tile_m :, 16 * step :][:32, :16], w[16 * step :, 48 * tile_n :][:16, :48]
+                ask_for(copies, full[stage], (a_smem[stage], a), (b_smem[stage], b))
+                turn += 1
+
     def multiply_partition(which):
         half, turn = slice(16 * which, 16 * which + 16), 0
         for tile_m, tile_n in tiles:
@@ -213,17 +223,7 @@ def _program(program, x, w, out):
             empty[before].arrive()
             out[32 * tile_m :, 48 * tile_n :][half, :48] = acc
 
-    loads = fill(tiles, x, w, a_smem, b_smem, full, empty, copies)
-    in_any_order([multiply_partition(0), multiply_partition(1), loads], copies)
-
-
-def fill(tiles, x, w, a_smem, b_smem, full, empty, copies):  # load_partition, of this lesson and of lesson 7d
-    steps = ((*tile, k) for tile in tiles for k in range(0, w.shape[0], 16))
-    for turn, (tile_m, tile_n, k) in enumerate(steps):
-        stage, parity = slot.fn(turn, 3)
-        yield empty[stage], parity ^ 1
-        a, b = x[32 * tile_m :, k:][:32, :16], w[k:, 48 * tile_n :][:16, :48]
-        ask_for(copies, full[stage], (a_smem[stage], a), (b_smem[stage], b))
+    in_any_order([multiply_partition(0), multiply_partition(1), load_partition()], copies)
 
 
 def ask_for(copies, full, *boxes):  # (where to, what) each; `full` is told how many, where the kernel counts bytes
@@ -280,8 +280,8 @@ LESSON = Lesson(
     work=work,
     twin=twin,
     wrong=(
-        Mutant("stages taken before they are empty", "fill", "parity ^ 1", "2", "twin", "nan"),
-        Mutant("at first nothing is empty", "fill", "parity ^ 1", "parity", "twin", "barrier"),
+        Mutant("stages taken before they are empty", "_program", "parity ^ 1", "2", "twin", "nan"),
+        Mutant("at first nothing is empty", "_program", "parity ^ 1", "parity", "twin", "barrier"),
         Mutant("read before the copies have come", "_program", "full[stage], parity", "full[stage], 2", "twin", "nan"),
         Mutant("empty when one of two has read", "_program", "Barrier(2)", "Barrier(1)", "twin", "barrier"),
         Mutant("always the same round", "slot", "turn // STAGES & 1", "0", "twin", "barrier"),

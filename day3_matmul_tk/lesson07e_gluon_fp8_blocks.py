@@ -35,9 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from day3_matmul_tk import lesson05_matmul_fp8 as plain
 from day3_matmul_tk import lesson07_gluon_matmul as first
 from day3_matmul_tk import lesson07d_gluon_fp8 as sums
-from day3_matmul_tk.lesson05_matmul_fp8 import _expect as scheme_of
-from day3_matmul_tk.lesson05_matmul_fp8 import _spread as spread
-from day3_matmul_tk.lesson05_matmul_fp8 import inputs, reference
+from day3_matmul_tk.lesson05_matmul_fp8 import inputs, reference, scheme_of, spread
 from day3_matmul_tk.lesson07b_gluon_persistent import FREE, Barrier, ask_for, in_any_order, slot
 from day3_matmul_tk.lesson07d_gluon_fp8 import launch, load_partition
 
