@@ -182,16 +182,17 @@ def whole(a, b):
 
 
 # Rung 2. New: K in 2, 4 or 8 parts, and a meeting. Predicted: 20,700 cycles; nothing new for 14336 columns, 112 tiles.
+# On an H200 28.2 us become 22.7, cuBLAS takes 21.3; at K = 14336 73.9 become 45.9, cuBLAS 46.3: the gap is a meeting's.
 @needs(90, "TMA and wgmma", only=True)
 def reduce_scatter(a, b):
     """As whole."""
     return _run(a, b, (128,))
 
 
-# Rung 3. New: the tile follows as well. Predicted: 28672 columns, and 2048 x 2048, are one wave of 128 x 256; 1024 x
-# 1024 is 128 tiles of 128 x 64 that need not meet. Up to 128 rows lesson 3's kernel starts and ends sooner, and keeps
-# what takes less than 55,000 cycles. (Asking L2 for b ahead of TMA was slower, for TMA asks again; 8 warps that do
-# everything in step, instead of partitions, were no faster.)
+# Rung 3. New: the tile follows as well: 28672 columns, and 2048 x 2048, are one wave of 128 x 256; 1024 x 1024 is 128
+# tiles of 128 x 64 that need not meet. On an H200 all three are up to 2% ahead of cuBLAS. To 128 rows lesson 3's kernel
+# starts and ends sooner, and keeps what takes less than 55,000 cycles. (Slower: asking L2 for b ahead of TMA, which
+# asks again. No faster: 8 warps that do everything in step.)
 @needs(90, "TMA and wgmma", only=True)
 def fitted(a, b):
     """As reduce_scatter; what is not worth it, or not possible, goes to lesson 3's or lesson 7b's matmul."""

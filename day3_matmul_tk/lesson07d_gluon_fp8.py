@@ -60,10 +60,10 @@ def load_partition(descs, ring, sizes, GROUP: gl.constexpr, SCALES: gl.constexpr
 
 # Rung 1. New against 7b: the dtype, and scales, which do not change with k and so may wait for the sums. They are asked
 # for before the last product is waited for, and come under it. Predicted against lesson 5's matmul_fp8: what 7b gains
-# on lesson 2, 1% to 2%. On an H200 it is ahead of PyTorch's by 3% and 4% per tensor, level with it row-wise at 4096,
-# and 2% behind at 8192, where power sets the clocks and each byte that is moved twice has its price in power. Tried and
+# on lesson 2, 1% to 2%. On an H200 that is what comes: level with PyTorch's row-wise, 3% ahead per tensor. Tried and
 # dropped: a barrier that keeps the second warpgroup two steps behind, so that its products run under the first one's
-# end and the other way round. Nothing was gained: nobody made the two keep step, and their ends lay apart without it.
+# end and the other way round. Nobody makes the two keep step, so their ends lay apart without it; and a stage that the
+# second still reads is one that nothing can be loaded into.
 @gluon.jit
 def sum_partition(c_desc, c_smem, ring, scales, sizes, WHICH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr):
     a_smem, b_smem, _, full, empty = ring

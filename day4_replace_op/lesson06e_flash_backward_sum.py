@@ -170,7 +170,9 @@ def _program(where, sizes, q, do, start, delta, k, v, dq, dk, dv, causal):
 
 
 def deterministic_is_deterministic(rung):
-    """Asked for that, dQ agrees to the bit in two runs, and with lesson 5's."""
+    """Asked for that, dQ agrees to the bit with lesson 5's; of tma_adds nobody can ask it."""
+    if rung.__name__ == "tma_adds":
+        return
     args = lesson05.inputs(1, 4, 300, 64, H_kv=1, causal=True, dtype=torch.float16)
     first, second = rung(*args, deterministic=True), lesson05.attention_backward(*args)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
