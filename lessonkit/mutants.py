@@ -12,7 +12,7 @@ from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
 from lessonkit.cuda.build import MUTANTS, SHARED, local_files
 from lessonkit.cuda.source import definitions
-from lessonkit.lesson import Lesson, Mutant, Rung
+from lessonkit.lesson import Lesson, Mutant, Rung, suits
 from lessonkit.rows import write_atomically
 
 import torch
@@ -71,8 +71,9 @@ def _spans(path: Path, text: str, where: str) -> list[tuple[int, int]]:
 
 def cannot_judge(lesson: Lesson, rung: Rung, mutant: Mutant) -> str:
     """Why this machine cannot tell that the mutant is wrong, or an empty string."""
-    if device.HAS_GPU and lesson.extension:
-        return "CUDA C++ mutants are emulated; on a GPU each would be a build by nvcc"
+    emulated = lesson.extension and (suits(rung, 0) or getattr(rung, "interpreted", False))
+    if device.HAS_GPU and emulated:
+        return "this mutant is emulated; on a GPU it would be a build by nvcc"
     if device.HAS_GPU and mutant.caught_by == "out of bounds":
         return "addresses are watched in the interpreter; on a GPU compute-sanitizer does it"
     return cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0])
