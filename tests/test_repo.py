@@ -4,9 +4,10 @@ import re
 import subprocess
 import sys
 
-from lessonkit import report
+from lessonkit import report, rows
 from lessonkit.elsewhere import environment
 from lessonkit.lesson import ROOT, discover
+from lessonkit.lesson import kernels as lesson_kernels
 
 import pytest
 import triton
@@ -25,6 +26,14 @@ def test_generated_files_are_fresh():
 
 def test_rows_come_from_this_code():
     assert not (stale := report.stale_rows()), f"measure again, these rungs have changed: {stale}"
+
+
+def test_every_rung_has_a_compiled_row():
+    """Of CUDA C++ kernels have rows, not rungs."""
+    for name, lesson in lesson_kernels():
+        found = {row["rung"] for row in rows.read_csv(rows.REPORTS / "compiled" / f"{name}.csv")}
+        wanted = found if lesson.extension and found else {rung.__name__ for rung in lesson.rungs}
+        assert found == wanted, f"run `python -m lessonkit compile {name}`"
 
 
 @pytest.mark.parametrize(
