@@ -29,32 +29,34 @@ from day3_matmul_tk.lesson01_matmul import predicted_cycles
 from day3_matmul_tk.lesson05_matmul_fp8 import inputs, reference, scheme_of
 from day3_matmul_tk.lesson07b_gluon_persistent import slot
 
-BLOCK_M, BLOCK_K = 128, 128
+BLOCK_K = 128
 
 
-# What this lesson and 7e share. One warp asks for everything, as in 7b; for 7e also for a step's scales of A.
+# What this lesson and 7e share. One warp asks for everything, as in 7b, but for each warpgroup's 64 rows of A by
+# themselves; for 7e also for a step's scales of them.
 @gluon.jit
 def load_partition(descs, ring, sizes, GROUP: gl.constexpr, SCALES: gl.constexpr):
     a_desc, b_desc, scale_desc = descs
     a_smem, b_smem, scale_smem, full, empty = ring
     tiles_m, tiles_n, steps, M, _ = sizes
-    BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
+    WGS: gl.constexpr = a_smem.shape[0] // full.shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
-    BYTES: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    OF_A: gl.constexpr = a_desc.block_type.nbytes + (scale_desc.block_type.nbytes if SCALES else 0)
     turn = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = first.place(tile, tiles_m, tiles_n, GROUP)
-        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         for step in range(steps):
             stage, parity = slot(turn, full.shape[0])
             mbarrier.wait(empty.index(stage), parity ^ 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, BYTES + (scale_desc.block_type.nbytes if SCALES else 0))
-            tma.async_copy_global_to_shared(a_desc, [row, step * BLOCK_K], bar, a_smem.index(stage))
-            tma.async_copy_global_to_shared(b_desc, [col, step * BLOCK_K], bar, b_smem.index(stage))
-            if SCALES:
-                tma.async_copy_global_to_shared(scale_desc, [step * M + row], bar, scale_smem.index(stage))
+            bar, k = full.index(stage), step * BLOCK_K
+            mbarrier.expect(bar, WGS * OF_A + b_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(b_desc, [tile_n * BLOCK_N, k], bar, b_smem.index(stage))
+            for which in gl.static_range(WGS):
+                row, place = (tile_m * WGS + which) * 64, stage * WGS + which
+                tma.async_copy_global_to_shared(a_desc, [row, k], bar, a_smem.index(place))
+                if SCALES:
+                    tma.async_copy_global_to_shared(scale_desc, [step * M + row], bar, scale_smem.index(place))
             turn += 1
 
 
@@ -69,19 +71,18 @@ def sum_partition(c_desc, c_smem, ring, scales, sizes, WHICH: gl.constexpr, GROU
     a_smem, b_smem, _, full, empty = ring
     tiles_m, tiles_n, steps, M, N = sizes
     scale_a_ptr, scale_b_ptr = scales
-    HALF: gl.constexpr = c_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = b_smem.shape[1]
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
-    acc = gl.zeros((HALF, BLOCK_N), gl.float32, sums)
+    acc = gl.zeros((64, BLOCK_N), gl.float32, sums)
     turn = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = first.place(tile, tiles_m, tiles_n, GROUP)
-        row, col = (tile_m * 2 + WHICH) * HALF, tile_n * BLOCK_N
+        row, col = (tile_m * 2 + WHICH) * 64, tile_n * BLOCK_N
         before = 0
         for step in range(steps):
             stage, parity = slot(turn, full.shape[0])
             mbarrier.wait(full.index(stage), parity)
-            a, b = a_smem.index(stage).slice(WHICH * HALF, HALF), b_smem.index(stage).permute((1, 0))
+            a, b = a_smem.index(stage * 2 + WHICH), b_smem.index(stage).permute((1, 0))
             acc = warpgroup_mma(a, b, acc, use_acc=step > 0, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index(before), pred=step > 0)
@@ -89,7 +90,7 @@ def sum_partition(c_desc, c_smem, ring, scales, sizes, WHICH: gl.constexpr, GROU
             turn += 1
         scale_a, scale_b = gl.load(scale_a_ptr), gl.load(scale_b_ptr)
         if ROWS:
-            rows = row + gl.arange(0, HALF, gl.SliceLayout(1, sums))
+            rows = row + gl.arange(0, 64, gl.SliceLayout(1, sums))
             cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, sums))
             scale_a = gl.load(scale_a_ptr + rows, mask=rows < M, other=0.0)[:, None]
             scale_b = gl.load(scale_b_ptr + cols, mask=cols < N, other=0.0)[None, :]
@@ -106,7 +107,7 @@ def sum_kernel(
 ):  # fmt: skip
     c_smem = first.stages(c_desc, 4)
     full, empty = first.barriers(STAGES, 1), first.barriers(STAGES, 2)
-    ring = first.stages(a_desc, STAGES), first.stages(b_desc, STAGES), first.stages(scale_desc, 1), full, empty
+    ring = first.stages(a_desc, 2 * STAGES), first.stages(b_desc, STAGES), first.stages(scale_desc, 1), full, empty
     sizes, scales = (tiles_m, tiles_n, steps, M, N), (scale_a_ptr, scale_b_ptr)
     gl.warp_specialize(
         [
@@ -142,26 +143,31 @@ def matmul_fp8(a, b, scale_a, scale_b):
 def _sum(a, b, scale_a, scale_b, widths=(256,)):
     if (scheme := scheme_of(a, b, scale_a, scale_b)) == "blocks":
         raise Unsupported("the tensor cores add up over all of K: scales that change with k come in lesson 7e")
-    return launch(sum_kernel, a, b, scale_a, scale_b, widths, ROWS=scheme == "rows")
+    # In bytes a step is one of 64 numbers of 16 bits, and takes as long.
+    (M, K), N = a.shape, b.shape[1]
+    width = min(widths, key=lambda n: predicted_cycles(M, N, K / 2, 128, n, BLOCK_K / 2))
+    return launch(sum_kernel, a, b, scale_a, scale_b, (128, width), ROWS=scheme == "rows")
 
 
-def launch(kernel, a, b, scale_a, scale_b, widths, group=16, **options):
-    """Describe operands that scheme_of takes and start a program an SM; Unsupported for what TMA cannot copy."""
+def launch(kernel, a, b, scale_a, scale_b, tile, group=16, **options):
+    """Describe operands that scheme_of takes and start a program an SM; Unsupported for what TMA cannot copy.
+
+    tile: rows and columns of C, 64 rows for each warpgroup.
+    """
     (M, K), N = a.shape, b.shape[1]
     c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
     # One after the other as [K/128 or 1, M or 1] and [N/128 or N or 1, K/128 or 1]: how PyTorch wants them to lie.
     scale_a, scale_b = (scale.t().contiguous().view(-1) for scale in (scale_a, scale_b))
     if not tma_takes(a, b.t(), c, scale_a):
         raise Unsupported(f"strides {a.stride()}, {b.stride()}, {c.stride()}: TMA wants rows at multiples of 16 bytes")
-    # In bytes a step is one of 64 numbers of 16 bits, and takes as long.
-    block_n = min(widths, key=lambda n: predicted_cycles(M, N, K / 2, BLOCK_M, n, BLOCK_K / 2))
-    a_desc, b_desc = _describe(a, BLOCK_M, BLOCK_K), _describe(b.t(), block_n, BLOCK_K)
-    c_desc, scale_desc = _describe(c, BLOCK_M // 2, 64), _describe(scale_a, BLOCK_M)
-    tiles_m, tiles_n, steps = triton.cdiv(M, BLOCK_M), triton.cdiv(N, block_n), triton.cdiv(K, BLOCK_K)
+    block_m, block_n = tile
+    a_desc, b_desc = _describe(a, 64, BLOCK_K), _describe(b.t(), block_n, BLOCK_K)
+    c_desc, scale_desc = _describe(c, 64, 64), _describe(scale_a, 64)
+    tiles_m, tiles_n, steps = triton.cdiv(M, block_m), triton.cdiv(N, block_n), triton.cdiv(K, BLOCK_K)
     programs = triton.cdiv(tiles_m * tiles_n, triton.cdiv(tiles_m * tiles_n, num_sms()))
     kernel[(programs,)](
         a_desc, b_desc, c_desc, scale_desc, scale_a, scale_b, tiles_m, tiles_n, steps, M, N,
-        4 if block_n == 256 else 5, group, num_warps=4, **options,
+        5 if tile == (128, 128) else 4, group, num_warps=4, **options,
     )  # fmt: skip
     return c
 
@@ -192,7 +198,7 @@ LESSON = Lesson(
         Mutant("one row's scale for all", "sum_partition", "scale_a_ptr + rows,", "scale_a_ptr + rows * 0,", "summed"),
         Mutant("the first columns' scales for all", "sum_partition", "_ptr + cols,", "_ptr + cols % 8,", "summed"),
         Mutant("the tile before is added", "sum_partition", "step > 0, is", "True, is", "summed"),
-        Mutant("one half twice", "sum_partition", "slice(WHICH * HALF, HALF)", "slice(HALF, HALF)", "matmul_fp8"),
+        Mutant("one half twice", "sum_partition", "stage * 2 + WHICH", "stage * 2 + 1", "matmul_fp8"),
     ),
     peers=plain.LESSON.peers,
     claims=dict.fromkeys((summed, matmul_fp8), ("wgmma", "tma", "no spills")),

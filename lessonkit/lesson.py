@@ -229,5 +229,5 @@ def kernels(prefix: str = "") -> list[tuple[str, Lesson]]:
 
 
 def title(name: str) -> str:
-    """The first line of the lesson's docstring."""
-    return (sys.modules[name].__doc__ or name).strip().splitlines()[0]
+    """The first line of the lesson's docstring; of one that cannot be imported its name."""
+    return (getattr(sys.modules.get(name), "__doc__", None) or name).strip().splitlines()[0]
