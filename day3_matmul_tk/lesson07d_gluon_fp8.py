@@ -145,7 +145,7 @@ def _sum(a, b, scale_a, scale_b, widths=(256,)):
         raise Unsupported("the tensor cores add up over all of K: scales that change with k come in lesson 7e")
     # In bytes a step is one of 64 numbers of 16 bits, and takes as long.
     (M, K), N = a.shape, b.shape[1]
-    width = min(widths, key=lambda n: predicted_cycles(M, N, K / 2, 128, n, BLOCK_K / 2))
+    width = min(widths, key=lambda n: predicted_cycles(max(1, M), max(1, N), K / 2, 128, n, BLOCK_K / 2))
     return launch(sum_kernel, a, b, scale_a, scale_b, (128, width), ROWS=scheme == "rows")
 
 
