@@ -131,7 +131,7 @@ def _drawn(table, rate, bandwidth):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
 
-    return plots._render(draw, table)
+    return plots.plot(draw, table).png()
 
 
 # ---- Nsight Compute -----------------------------------------------------------------------------------------------

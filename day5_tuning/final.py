@@ -9,7 +9,6 @@ import io
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ class Block:
 
 def write(folder: Path, title: str, blocks: Sequence[Block]) -> list[Path]:
     """final_report.md, .html, .pdf and the figures beside them; returns what was written."""
-    images = {b.figure: plots.picture(partial(_alone, b.draw), b.data) for b in blocks if b.draw}
+    images = {b.figure: plots.plot(b.draw, b.data).png() for b in blocks if b.draw}
     made: dict[Path, str | bytes] = {folder / f"final_report.{name}.png": png for name, png in images.items()}
     made[folder / "final_report.md"] = as_markdown(title, blocks)
     made[folder / "final_report.html"] = as_html(title, blocks, images)
@@ -39,10 +38,6 @@ def write(folder: Path, title: str, blocks: Sequence[Block]) -> list[Path]:
     for path, content in made.items():
         rows.write_atomically(path, content)
     return list(made)
-
-
-def _alone(draw: Callable[[Any], None], figure: Any) -> None:
-    draw(figure.add_subplot())
 
 
 def as_markdown(title: str, blocks: Sequence[Block]) -> str:

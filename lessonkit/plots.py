@@ -1,37 +1,53 @@
-"""Plots of measured rows. Each PNG carries a hash of the data it shows, so that a stale one is found without pixels."""
+"""Plots of measured rows. A PNG carries a hash of the data it shows: whether it is stale is seen without drawing it."""
 
 import hashlib
 import io
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lessonkit.lesson import Table
 from lessonkit.rows import Row
 
 
-def data_hash(png: bytes) -> str:
-    found = re.search(rb"data:([0-9a-f]{16})", png)
-    return found[1].decode() if found else ""
+@dataclass(frozen=True)
+class Picture:
+    """What `draw(figure)` draws, which may set the figure's size; `data` is all that it shows."""
+
+    draw: Callable[[Any], None]
+    data: object
+
+    def png(self) -> bytes:
+        """Half a second."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        self.draw(figure)
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=110, metadata={"Comment": f"data:{self._hash()}"})
+        return out.getvalue()
+
+    def is_in(self, png: bytes) -> bool:
+        """Whether this PNG shows the same data."""
+        found = re.search(rb"data:([0-9a-f]{16})", png)
+        return found is not None and found[1].decode() == self._hash()
+
+    def _hash(self) -> str:
+        return hashlib.sha256(repr(self.data).encode()).hexdigest()[:16]
 
 
-def _render(draw: Callable[[Any], None], data: object) -> bytes:
-    return picture(lambda figure: draw(figure.add_subplot()), data)
+def plot(draw: Callable[[Any], None], data: object) -> Picture:
+    """What `draw(axes)` draws."""
+    return Picture(partial(_alone, draw), data)
 
 
-def picture(draw: Callable[[Any], None], data: object) -> bytes:
-    """A PNG of what `draw(figure)` draws, which may set its size; `data` is all that it shows."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    draw(figure)
-    out = io.BytesIO()
-    mark = hashlib.sha256(repr(data).encode()).hexdigest()[:16]
-    figure.savefig(out, format="png", dpi=110, metadata={"Comment": f"data:{mark}"})
-    return out.getvalue()
+def _alone(draw: Callable[[Any], None], figure: Any) -> None:
+    draw(figure.add_subplot())
 
 
-def speed(title: str, rows: list[Row]) -> bytes:
+def speed(title: str, rows: list[Row]) -> Picture:
     """TB/s against the least bytes of the op, or TFLOP/s if those limit it; rungs solid, peers dashed, copy dotted."""
     math = max(rows, key=lambda r: (r.kind == "rung", r.bytes)).limited_by_math
     rows = [r for r in rows if not (math and r.kind == "limit")]
@@ -49,10 +65,10 @@ def speed(title: str, rows: list[Row]) -> bytes:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
-    return _render(draw, data)
+    return plot(draw, data)
 
 
-def roofline(device: str, rows: list[Row]) -> bytes:
+def roofline(device: str, rows: list[Row]) -> Picture:
     """Each lesson's fastest rung at its largest shape: FLOP/s against FLOPs for each byte, under both roofs."""
     points = []
     for name in dict.fromkeys(r.lesson for r in rows):
@@ -77,17 +93,17 @@ def roofline(device: str, rows: list[Row]) -> bytes:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
 
-    return _render(draw, (points, roof, ceiling))
+    return plot(draw, (points, roof, ceiling))
 
 
-def of_table(table: Table) -> bytes:
+def of_table(table: Table) -> Picture:
     """The plot that a table asks for: one of its own, or lines."""
     if table.draw:
-        return picture(table.draw, [tuple(map(str, row.values())) for row in table.rows])
+        return Picture(table.draw, [tuple(map(str, row.values())) for row in table.rows])
     return lines(table.name, table.rows, table.x, table.y, table.by)
 
 
-def lines(title: str, rows: list[dict[str, Any]], x: str, y: str, by: str) -> bytes:
+def lines(title: str, rows: list[dict[str, Any]], x: str, y: str, by: str) -> Picture:
     """A table as lines: `y` against `x` (numbers, or names in the table's order), a line for each value of `by`."""
     places = {str(r[x]): i for i, r in enumerate({str(r[x]): r for r in rows}.values())}
     names = not all(re.fullmatch(r"[\d.e+-]+", place) for place in places)
@@ -107,4 +123,4 @@ def lines(title: str, rows: list[dict[str, Any]], x: str, y: str, by: str) -> by
         if by:
             axes.legend(fontsize=7)
 
-    return _render(draw, [tuple(map(str, r.values())) for r in rows])
+    return plot(draw, [tuple(map(str, r.values())) for r in rows])

@@ -10,6 +10,7 @@ from lessonkit.cuda import counters, hardware
 from lessonkit.lesson import ROOT, Lesson, Steps, Table, discover, kernels, shape_name, title
 from lessonkit.markdown import filled, markdown
 from lessonkit.paths import GUIDES
+from lessonkit.plots import Picture
 from lessonkit.rows import REPORTS, Row
 
 # Memory bandwidth by datasheet, TB/s: what a memory-bound op's predicted time divides by.
@@ -55,10 +56,10 @@ def save_emulated(name: str, lesson: Lesson) -> Path:
     return path
 
 
-def generate() -> dict[Path, str | bytes]:
+def generate() -> dict[Path, str | Picture]:
     """Every generated file and what it should hold now."""
     lessons = dict(kernels())
-    made: dict[Path, str | bytes] = {}
+    made: dict[Path, str | Picture] = {}
     for folder in device_folders():
         everything: list[Row] = []
         for path in sorted(folder.glob("*.csv")):
@@ -90,16 +91,14 @@ def write() -> list[Path]:
     """Bring every generated file up to date; return those that changed."""
     changed = {path: content for path, content in generate().items() if not same(path, content)}
     for path, content in changed.items():
-        rows.write_atomically(path, content)
+        rows.write_atomically(path, content.png() if isinstance(content, Picture) else content)
     return list(changed)
 
 
-def same(path: Path, content: str | bytes) -> bool:
+def same(path: Path, content: str | Picture) -> bool:
     if not path.exists():
         return False
-    if isinstance(content, bytes):
-        return plots.data_hash(path.read_bytes()) == plots.data_hash(content)
-    return path.read_text() == content
+    return content.is_in(path.read_bytes()) if isinstance(content, Picture) else path.read_text() == content
 
 
 def stale_rows() -> list[str]:
@@ -202,9 +201,9 @@ def _ncu_page(folder: Path, found: list[dict[str, str]]) -> str:
     return head + markdown(found[0], (row.values() for row in bold))
 
 
-def _step_pages(folder: Path, others: dict[Path, str | bytes]) -> dict[Path, str | bytes]:
+def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, str | Picture]:
     """A page, or the end of one, for all tables that a lesson has measured on one machine; plots where asked for."""
-    made: dict[Path, str | bytes] = {}
+    made: dict[Path, str | Picture] = {}
     pages: dict[str, list[str]] = {}
     known = dict(discover())
 

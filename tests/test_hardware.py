@@ -132,14 +132,12 @@ def test_count_asks_again_for_the_lessons_behind_a_crash(tmp_path, monkeypatch):
 
 
 def test_the_counts_page_is_made_from_its_rows():
-    """Committed pages are compared with what they should hold by the tests of reports; here: each has its rows."""
+    """That they are fresh the tests of reports see."""
     for folder in report.device_folders():
         place = hardware.path(folder)
         assert place.exists() == place.with_suffix(".md").exists()
         if place.exists():
             assert hardware.compared(place), "no kernel of ncu's is in reports/emulated: python -m lessonkit count"
-            page = report.generate()[place.with_suffix(".md")]
-            assert place.with_suffix(".md").read_text() == page, "python -m lessonkit report"
 
 
 def test_a_tool_that_hangs_is_ended_with_its_children():

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from lessonkit import report, rows
+from lessonkit import plots, report, rows
 from lessonkit.elsewhere import environment
 from lessonkit.lesson import ROOT, discover
 from lessonkit.lesson import kernels as lesson_kernels
@@ -22,6 +22,15 @@ CARDS = sorted(ROOT.glob("day2_triton_basics/api_card*.md"))
 def test_generated_files_are_fresh():
     stale = [str(path) for path, content in report.generate().items() if not report.same(path, content)]
     assert not stale, f"run `python -m lessonkit report`: {stale}"
+
+
+def test_each_kind_of_picture_can_be_drawn():
+    """Whether a picture is fresh is seen without drawing it."""
+    pictures = [found for found in report.generate().values() if isinstance(found, plots.Picture)]
+    kinds = {getattr(p.draw, "args", (p.draw,))[0].__code__: p for p in pictures}
+    assert len(kinds) > 3
+    for picture in kinds.values():
+        assert picture.is_in(picture.png())
 
 
 def test_rows_come_from_this_code():
