@@ -4,16 +4,16 @@ exp(s - m) is divided by the sum of its kind, so any m gives the same O: the row
 overflows. Yet whoever wants the maximum of each block waits for it, and pays for it. A thread has 64 scores of a block
 of 64 x 128, and lesson 6c's machine code has 396 instructions for them:
 
-    4 a score      multiply by the scale and subtract m, exp2, add to the sum, half a conversion to 16 bits: 3.5    224
-    the maximum    one comparison a score, and four shuffles, before the first exponential can begin                 72
-    rescaling      of O, 32 numbers at D = 64 (64 at D = 128), and the sum, before the product can begin             36
+    3.5 a score    multiply by the scale and subtract m, exp2, add to the sum, half a conversion to 16 bits         224
+    the maximum    a comparison a score, and four shuffles; before the first exponential can begin                   72
+    rescaling      O, 32 numbers at D = 64 (64 at D = 128), and the sum; before the product can begin                36
     the rest       barriers, descriptors, products                                                                   64
 
 Here m is the maximum of the first block, and stays until it is too small. The sum says when: it is there anyway, and
 while no thread's part of it is past 2^13, no P was past 2^13, which fp16 holds; sum and O are fp32. A warpgroup asks
 itself once a block, in 15 instructions; a block whose sum is too large (or infinite) is done again with its maximum, as
 its K is still there. Random scores never need that; scores that grow from block to block do, and cost a product more.
-And where S is multiplied out before its maximum is known, a third warpgroup can keep its scores a step ahead as well.
+(Whether a row's maximum moves depends on its 63 neighbours too: O is the same but for rounding, not to the bit.)
 
 You will learn: what is exact and what is only habit; rare things done again; registers across a branch.
 Source: FlashAttention-4's code for Blackwell takes each block's maximum, but rescales O only when it has grown by 2^8.
@@ -218,7 +218,7 @@ def maximum_kernel(  # lesson 6's arguments
 
 
 # Rung 7. New: the maximum of the first block stays. Predicted: of a thread's 396 instructions for 64 scores of D = 64
-# 300 stay, and between a product's end and the first exponential nothing is left, where a warpgroup waited 235 cycles
+# 312 stay, and between a product's end and the first exponential nothing is left, where a warpgroup waited 235 cycles
 # for 32 comparisons one after the other and two shuffles, of the 1700 that a block takes: a tenth, at D = 128 also.
 @needs(90, "TMA and wgmma", only=True)
 def old_maximum(q, k, v, causal=False, window=None, scale=None):
