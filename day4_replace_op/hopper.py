@@ -48,6 +48,16 @@ def tell(nth, count, queue):
     mbarrier.arrive(told.index(count % 2))
 
 
+# As late as can be. There are as many draws as tiles, and the last one leaves the counter as it was.
+@gluon.jit
+def draw(nth, queue, sizes, QUEUE: gl.constexpr):
+    drawn = nth
+    if QUEUE:
+        drawn = gl.atomic_add(queue[2], 1)
+        gl.store(queue[2], 0, mask=drawn == sizes[0] * sizes[2] - 1)
+    return drawn + gl.num_programs(0)
+
+
 @gluon.jit
 def hear(count, queue, QUEUE: gl.constexpr):
     """The number of the program's tile number `count`; past the last tile's there is nothing left to do."""
@@ -89,11 +99,7 @@ def load_partition(descs, smem, bars, queue, sizes, GROUP: gl.constexpr, CAUSAL:
                 load(v_desc, v_smem, v_full, stage, batch, head // GROUP, (steps - step) * KEYS)
         turn += steps
         count += 1
-        drawn = nth
-        if QUEUE:  # as late as can be. There are as many draws as tiles, and the last one leaves the counter as it was
-            drawn = gl.atomic_add(queue[2], 1)
-            gl.store(queue[2], 0, mask=drawn == sizes[0] * sizes[2] - 1)
-        nth = drawn + gl.num_programs(0)
+        nth = draw(nth, queue, sizes, QUEUE)
     if QUEUE:
         tell(nth, count, queue)
 
