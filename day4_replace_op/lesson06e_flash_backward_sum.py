@@ -8,8 +8,7 @@ memory 500 cycles beside 2432, 32 KB written and 32 KB read a step; but nobody w
 Whoever adds, S / 128 owners add 4 S D bytes each: S^2 D / 32 a head, 17 GB for 16 heads at S = 16384 and D = 128, in
 L2's own adders. At 8 ms for the products that is 2.1 TB/s; if the adders do less, they are the limit.
 
-Then what a loop's order cannot give: tiles that begin under another's end, and warpgroups that are out of step.
-
+Then what a loop's order cannot give: tiles that begin under another's end, and warpgroups out of step.
 You will learn: a sum in memory that nobody waits for, why two that do the same should not do it at the same time.
 Needs a Hopper GPU; without one the rungs are compiled, and a twin of all barriers runs, slow and in any order.
 Run it:    python day4_replace_op/lesson06e_flash_backward_sum.py
@@ -137,8 +136,7 @@ def attention_backward(grad_out, q, k, v, out, lse, causal=False, window=None, s
     return lesson05.attention_backward(grad_out, q, k, v, out, lse, causal, window, scale)
 
 
-# The slow twin: between the barriers is PyTorch, small (2 x 8 keys, 8 queries, 2 stages) so that rings turn often. As
-# in lesson 6b partitions yield (barrier, parity) where the kernel waits for one, FREE where it waits for a product.
+# The slow twin, as lesson 6b's: between the barriers is PyTorch, small (2 x 8 keys, 8 queries, 2 stages).
 def twin(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
     """As attention_backward, without windows, in any dtype: all loops and barriers, one wait at a time."""
     scale = expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
