@@ -61,7 +61,7 @@ from day4_replace_op.lesson06_flash_hopper import exp2
 
 @gluon.jit
 def probabilities(s, starts, key, row, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
-    p = exp2(s * scale_log2 + starts)
+    p = exp2(s * scale_log2 if starts is None else s * scale_log2 + starts)
     if MASKED:
         S_q, S_k = sizes[4], sizes[5]
         keys = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))[:, None]
@@ -84,7 +84,7 @@ def walk(
 ):  # fmt: skip
     q_smem, do_smem, start_smem, delta_smem, k_smem, v_smem, ds_smem = smem
     q_full, do_full, empty, _, _, meet, _, _, _ = bars
-    part += begin * 2 + WHICH
+    part += WHICH
     for block in range(begin, end):
         turn = base + block
         stage, parity = slot(turn, q_full.shape[0])
@@ -102,8 +102,8 @@ def walk(
         dp = ask_scores(v, do, delta_smem.index(stage), LAYOUT)
         if not AHEAD:
             dp = warpgroup_mma_wait(0, deps=(dp,))
-        # S has begun with its queries' numbers, so there is nothing to add.
-        p = probabilities(scores, 0.0, key, block * q_smem.shape[3], sizes, scale_log2, MASKED, CAUSAL)
+        # S has begun with its queries' numbers.
+        p = probabilities(scores, None, key, block * q_smem.shape[3], sizes, scale_log2, MASKED, CAUSAL)
         p_left = left(p, dv, q_smem.dtype)
         dv = warpgroup_mma(p_left, do, dv, is_async=True)
         if AHEAD:
@@ -128,8 +128,7 @@ def walk(
         else:
             dq = warpgroup_mma_wait(0, deps=(dq,))
         mbarrier.arrive(empty.index(stage))
-        add_dq(dq, part, total, WHICH)
-        part += 2
+        add_dq(dq, part + 2 * block, total, WHICH)
     return s, dk, dv
 
 
