@@ -62,7 +62,7 @@ def load_partition(descs, ring, sizes, GROUP: gl.constexpr, SCALES: gl.constexpr
 
 # Rung 1. New against 7b: the dtype, and scales, which do not change with k and so may wait for the sums. They are asked
 # for before the last product is waited for, and come under it. Predicted against lesson 5's matmul_fp8: what 7b gains
-# on lesson 2, 1% to 2%. On an H200 that is what comes: level with PyTorch's row-wise, 3% ahead per tensor. Tried and
+# on lesson 2, 1% to 2%. On an H200 that is what comes: level with PyTorch's row-wise, 2% ahead per tensor. Tried and
 # dropped: a barrier that keeps the second warpgroup two steps behind, so that its products run under the first one's
 # end and the other way round. Nobody makes the two keep step, so their ends lay apart without it; and a stage that the
 # second still reads is one that nothing can be loaded into.
