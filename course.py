@@ -18,15 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("COURSE_VENV", ROOT / ".venv"))
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-# A worker that has nothing left takes from the other: the slow tests of a file stand one behind the other.
-PARALLEL = ("-n", "auto", "--dist", "worksteal", "-m", "not alone")
-LESSONS = ("tests/test_lessons.py", "tests/test_exercises.py")  # apart: coverage of lessonkit would slow them by half
 CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
     ("mypy",),
-    ("pytest", *PARALLEL, *LESSONS),
-    ("pytest", *PARALLEL, *(f"--ignore={tests}" for tests in LESSONS), "--cov", "--cov-report=term"),
+    # A worker that has nothing left takes from the other: the slow tests of a file stand one behind the other.
+    ("pytest", "-m", "not alone", "-n", "auto", "--dist", "worksteal"),
     ("pytest", "-m", "alone"),
 )
 

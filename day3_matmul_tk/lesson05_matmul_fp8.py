@@ -37,11 +37,11 @@ fp8 = needs(89, "fp8 tensor cores", interpreted=True)
 def reference(a, b, scale_a, scale_b):
     """The product of what the fp8 numbers stand for. Quantisation is not judged here: lesson 5b does."""
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    product = spread(a, scale_a, wide) @ spread(b, scale_b, wide)
+    product = _spread(a, scale_a, wide) @ _spread(b, scale_b, wide)
     return product if a.dtype == torch.float64 else product.bfloat16()
 
 
-def spread(q, scale, dtype):
+def _spread(q, scale, dtype):
     """q * scale, each scale over the block of q that it belongs to: [128 or all, 128 or all or 1]."""
     for dim, n in enumerate(q.shape):
         if 1 < scale.shape[dim] < n:
