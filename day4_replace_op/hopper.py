@@ -1,4 +1,4 @@
-"""What lessons 6, 6b and 6c share: which tile comes when, the warp that loads, products asked for, the way to memory.
+"""What lessons 6, 6b, 6c, 6f share: which tile comes when, the warp that loads, products asked for, the way to memory.
 
 A program's warpgroups, two, in lesson 6c three, have 64 queries each of a tile; one warp asks TMA for what they need.
 Shared memory: Q and O as [WGS, 1, 1, 64, D], K and V as [STAGES, 1, 1, KEYS, D], as 4-dimensional descriptors have it.
@@ -48,6 +48,16 @@ def tell(nth, count, queue):
     mbarrier.arrive(told.index(count % 2))
 
 
+# As late as can be. There are as many draws as tiles, and the last one leaves the counter as it was.
+@gluon.jit
+def draw(nth, queue, sizes, QUEUE: gl.constexpr):
+    drawn = nth
+    if QUEUE:
+        drawn = gl.atomic_add(queue[2], 1)
+        gl.store(queue[2], 0, mask=drawn == sizes[0] * sizes[2] - 1)
+    return drawn + gl.num_programs(0)
+
+
 @gluon.jit
 def hear(count, queue, QUEUE: gl.constexpr):
     """The number of the program's tile number `count`; past the last tile's there is nothing left to do."""
@@ -89,11 +99,7 @@ def load_partition(descs, smem, bars, queue, sizes, GROUP: gl.constexpr, CAUSAL:
                 load(v_desc, v_smem, v_full, stage, batch, head // GROUP, (steps - step) * KEYS)
         turn += steps
         count += 1
-        drawn = nth
-        if QUEUE:  # as late as can be. There are as many draws as tiles, and the last one leaves the counter as it was
-            drawn = gl.atomic_add(queue[2], 1)
-            gl.store(queue[2], 0, mask=drawn == sizes[0] * sizes[2] - 1)
-        nth = drawn + gl.num_programs(0)
+        nth = draw(nth, queue, sizes, QUEUE)
     if QUEUE:
         tell(nth, count, queue)
 
@@ -163,6 +169,33 @@ def left(p, o, dtype: gl.constexpr):  # P as the left side of O += P V: rounded,
     return gl.convert_layout(p.to(dtype), LAYOUT)
 
 
+# Lesson 6f's, as assembly, because the compiler must not merge the conversions of both ways through a block into one
+# behind them: 64 numbers would lie in registers where 32 do, and three warpgroups do not have them.
+@gluon.jit
+def packed(p, o, dtype: gl.constexpr):
+    """As left."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    if dtype == gl.bfloat16:
+        p = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.bfloat16, True, 2)
+    else:
+        p = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.float16, True, 2)
+    return gl.convert_layout(p, LAYOUT)
+
+
+# A thread has columns 8 j + 2 (lane % 4) + {0, 1}. Of a column, keys & ~6 is a constant of the register that holds it,
+# keys & 6 the thread's own, so that a comparison is one instruction, with a constant.
+@gluon.jit
+def hide(s, row, key, sizes, CAUSAL: gl.constexpr):
+    """-inf where a query does not see a key; row, key: the block's first ones."""
+    S_q, S_k = sizes[4], sizes[5]
+    rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+    keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    last = rows * 0 + (S_k - 1 - key)
+    if CAUSAL:
+        last = gl.minimum(last, rows + (S_k - S_q - key))
+    return gl.where((keys & ~6)[None, :] <= last[:, None] - (keys & 6)[None, :], s, float("-inf"))
+
+
 @gluon.jit
 def times(o, factor):  # O [rows, D] by a number a row: both have a row in the same threads, so nothing moves
     return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
@@ -176,13 +209,13 @@ def refuse_others(window, widest, *tensors):
         raise Unsupported(f"for 16 bits, D up to {widest}, rows that TMA can copy and at least one, without a window")
 
 
-def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, **options):
+def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, DEPTH=3, **options):
     """Check the arguments, describe the tensors, and start a program a tile, or one an SM that stays."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     refuse_others(window, {2: 128, 3: 64}[WGS], q, k, v)
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
-    width, stages = (64, 3) if D <= 64 else (128, 2)  # what fits beside Q and O
+    width, stages = (64, DEPTH) if D <= 64 else (128, 2)  # what fits beside Q and O
     descs = [describe(t, rows, width) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))]
     tiles, group = triton.cdiv(S_q, WGS * ROWS), H // H_kv
     at_once = min(B * H, group * heads.at_once(4 * S_k * D))

@@ -19,30 +19,34 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from day3_matmul_tk.lesson07b_gluon_persistent import slot
 from day4_replace_op import heads
 from day4_replace_op import lesson04b_flash_backward_queries as queries
 from day4_replace_op.heads import load_tile
-from day4_replace_op.hopper import describe, matrix, refuse_others
+from day4_replace_op.hopper import describe, draw, matrix, num_sms, refuse_others, tell, zero
 
 KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO at a time
 
 
-# A row's two numbers go into products as what sums begin with, so both are negative, and lse in units of scores. A row
-# that sees nothing, or is past the last one, begins so low that its P are 0.
+# A row's two numbers, negative because they are added: lse, in units of what it is added to, and delta. A row that
+# sees nothing, or is past the last one, begins so low that its P are 0. This kernel and the last one go from the last
+# head to the first: what was written last is what L2 still has. The next kernel's programs may come as soon as there is
+# room (programmatic dependent launch), and wait for this one's results themselves.
 @triton.jit
 def prepare_kernel(
     out, do, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D] twice, [B, H, S_q]; [B H, rows] twice, dQ's sum
-    out_strides, do_strides, scale, H, S_q, rows, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    out_strides, do_strides, unit, H, S_q, rows, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    tiles = rows // BLOCK_M
-    head, row = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK_M
+    gdc_launch_dependents()
+    tiles, nth = rows // BLOCK_M, tl.num_programs(0) - 1 - tl.program_id(0)
+    head, row = (nth // tiles).to(tl.int64), nth % tiles * BLOCK_M
     o_tile = load_tile(out, out_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
     do_tile = load_tile(do, do_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
     at = row + tl.arange(0, BLOCK_M)
     lse = tl.load(lse_ptr + head * S_q + at, mask=at < S_q, other=float("-inf"))
-    tl.store(starts_ptr + head * rows + at, tl.where(lse == float("-inf"), -1e30, -lse / scale))
+    tl.store(starts_ptr + head * rows + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
     tl.store(deltas_ptr + head * rows + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
     tl.store(
         sum_ptr + (head * rows + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
@@ -57,8 +61,9 @@ def prepare_kernel(
 def finish_kernel(
     dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    parts = rows // 64 * (BLOCK_D // 64)
-    head, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    gdc_wait()
+    parts, nth = rows // 64 * (BLOCK_D // 64), tl.num_programs(0) - 1 - tl.program_id(0)
+    head, part = (nth // parts).to(tl.int64), nth % parts
     x = tl.load(sum_ptr + (head * parts + part) * 4096 + tl.arange(0, 4096)).reshape(4, 8, 8, 4, 2, 2)
     x = x.permute(0, 4, 2, 1, 3, 5).reshape(64, 64) * scale
     at = part // (BLOCK_D // 64) * 64 + tl.arange(0, 64)[:, None]
@@ -67,21 +72,23 @@ def finish_kernel(
     tl.store(ptrs + cols.to(tl.int64) * dq_strides[3], x.to(dq.dtype.element_ty), mask=(at < S_q) & (cols < D))
 
 
-# A product adds to what its registers hold. They begin with -lse (as a score) or -delta of each query, not with 0: then
-# P = 2^(scale S') and dS = P dP', and 2 numbers a query need no registers while S^T and dP^T have theirs.
+# A product adds to what its registers hold. They may begin with -lse (as a score) or -delta of each query, not with 0:
+# then P = 2^(scale S') and dS = P dP', and 2 numbers a query need no registers while S^T and dP^T have theirs.
 @gluon.jit
 def ask_scores(keys, queries, numbers, LAYOUT: gl.constexpr):
-    """S^T = K Q^T or dP^T = V dO^T [keys, queries], less the queries' numbers."""
+    """S^T = K Q^T or dP^T = V dO^T [keys, queries], less the queries' numbers, if there are any."""
     KEYS: gl.constexpr = keys.shape[0]
     ROWS: gl.constexpr = queries.shape[0]
-    start = numbers.load(LAYOUT).broadcast_to((KEYS, ROWS))
-    return warpgroup_mma(keys, queries.permute((1, 0)), start, is_async=True)
+    start = gl.zeros((KEYS, ROWS), gl.float32, LAYOUT)
+    if numbers is not None:
+        start = numbers.load(LAYOUT).broadcast_to((KEYS, ROWS))
+    return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=numbers is not None, is_async=True)
 
 
 # A zero that the compiler cannot know. Without it the places of K and V in shared memory, 16 registers of wgmma's
 # descriptors, are computed before the loop and kept.
 @gluon.jit
-def unknown_zero(x):
+def hidden_zero(x):
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], gl.int32, False, 1)
 
 
@@ -153,33 +160,56 @@ def place(nth, sizes, CAUSAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constex
     return each // heads, each % heads, key, begin, whole, blocks
 
 
-# The owner walks over the queries of all heads of a group, so these share a ring. In the end this warp stores, too:
-# what it knows of addresses would cost the others registers that they do not have.
+# The owner walks over the queries of all heads of a group, so these share a ring. This warp stores, too: what it knows
+# of addresses would cost the others registers that they do not have. A tile's K and V come into the place from which
+# the one before it is stored, but its first block of queries need not wait for that.
 @gluon.jit
-def load_partition(descs, smem, bars, sizes, GROUP: gl.constexpr, CAUSAL: gl.constexpr):
-    q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc = descs
+def load_partition(descs, smem, bars, queue, sizes, GROUP: gl.constexpr, CAUSAL: gl.constexpr, QUEUE: gl.constexpr):
+    q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, _, _ = descs
     q_smem, do_smem, start_smem, delta_smem, k_smem, v_smem, _ = smem
-    q_full, q_empty, do_full, do_empty, k_full, v_full, _, _, stored = bars
+    q_full, do_full, empty, k_full, v_full, _, _, stored, _ = bars
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
-    batch, head_kv, key, begin, _, blocks = place(gl.program_id(0), sizes, CAUSAL, ROWS, KEYS)
-    load_halves(k_desc, k_smem, k_full.index(0), batch, head_kv, key)
-    turn = 0
-    for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
-        row = batch * sizes[1] * GROUP + head
-        for block in range(begin, blocks):
-            stage, parity = slot(turn, q_full.shape[0])
-            mbarrier.wait(q_empty.index(stage), parity ^ 1)
-            load_block(q_desc, q_smem, start_desc, start_smem, q_full, stage, batch, head, row, block * ROWS)
-            if turn == 0:
-                load_halves(v_desc, v_smem, v_full.index(0), batch, head_kv, key)
-            mbarrier.wait(do_empty.index(stage), parity ^ 1)
-            load_block(do_desc, do_smem, delta_desc, delta_smem, do_full, stage, batch, head, row, block * ROWS)
-            turn += 1
-    mbarrier.wait(stored.index(0), 0)
+    gdc_wait()
+    gdc_launch_dependents()
+    turn, count, nth = 0, 0, gl.program_id(0)
+    before = 0, 0, 0
+    while nth < sizes[0] * sizes[2]:
+        if QUEUE:
+            tell(nth, count, queue)
+        batch, head_kv, key, begin, _whole, blocks = place(nth, sizes, CAUSAL, ROWS, KEYS)
+        first = turn
+        for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
+            row = batch * sizes[1] * GROUP + head
+            for block in range(begin, blocks):
+                stage, parity = slot(turn, q_full.shape[0])
+                mbarrier.wait(empty.index(stage), parity ^ 1)
+                load_block(q_desc, q_smem, start_desc, start_smem, q_full, stage, batch, head, row, block * ROWS)
+                load_block(do_desc, do_smem, delta_desc, delta_smem, do_full, stage, batch, head, row, block * ROWS)
+                if turn == first:
+                    if count > 0:
+                        store_tile(descs, smem, stored, count - 1, before)
+                    load_halves(k_desc, k_smem, k_full.index(0), batch, head_kv, key)
+                    load_halves(v_desc, v_smem, v_full.index(0), batch, head_kv, key)
+                turn += 1
+        before = batch, head_kv, key
+        count += 1
+        nth = draw(nth, queue, sizes, QUEUE)
+    if QUEUE:
+        tell(nth, count, queue)
+    store_tile(descs, smem, stored, count - 1, before)
+
+
+@gluon.jit
+def store_tile(descs, smem, stored, count, where):
+    _, _, _, _, _, _, dk_desc, dv_desc = descs
+    _, _, _, _, k_smem, v_smem, _ = smem
+    batch, head_kv, key = where
+    mbarrier.wait(stored.index(0), count & 1)
     for half in gl.static_range(2):
-        tma.async_copy_shared_to_global(dk_desc, [batch, head_kv, key + half * KEYS, 0], k_smem.index(half))
-        tma.async_copy_shared_to_global(dv_desc, [batch, head_kv, key + half * KEYS, 0], v_smem.index(half))
+        coord = [batch, head_kv, key + half * k_smem.shape[3], 0]
+        tma.async_copy_shared_to_global(dk_desc, coord, k_smem.index(half))
+        tma.async_copy_shared_to_global(dv_desc, coord, v_smem.index(half))
     tma.store_wait(0)
 
 
@@ -198,7 +228,7 @@ def load_block(desc, smem, numbers_desc, numbers_smem, full, stage, batch, head,
     tma.async_copy_global_to_shared(numbers_desc, [row, first], full.index(stage), numbers_smem.index(stage))
 
 
-def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, **options):
+def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=False, LATE=False, **options):
     """Check the arguments, prepare, walk, finish."""
     scale = queries.expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
@@ -208,20 +238,26 @@ def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, **options
     block = 8192 // width  # queries of a step: 64 x 64 numbers of dQ for each warpgroup
     rows, tiles, group = triton.cdiv(S_q, block) * block, triton.cdiv(S_k, 2 * KEYS), H // H_kv
     starts, deltas, total = (torch.empty(B * H, rows * n, device=q.device) for n in (1, 1, width))
+    unit = heads.LN2.value if LATE else scale  # added to scaled scores, as powers of 2; or to scores
     prepare_kernel[(B * H * rows // 32,)](
-        out, grad_out, lse, starts, deltas, total, out.stride(), grad_out.stride(), scale, H, S_q, rows, D, 32, width
+        out, grad_out, lse, starts, deltas, total, out.stride(), grad_out.stride(), unit, H, S_q, rows, D, 32, width
     )
-    at_once = min(B * H_kv, heads.at_once(8 * group * S_q * width))  # Q, dO and twice as much of dQ
+    # Q, dO and twice as much of dQ are what a head's programs share. But a group of heads ends with its short tiles and
+    # the next begins with long ones: of less than 8 heads these are too few for 132 SMs, and last longest in the end.
+    at_once = min(B * H_kv, max(8, heads.at_once(8 * group * S_q * width)))
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    kernel[(tiles * B * H_kv,)](
+    programs = min(tiles * B * H_kv, num_sms()) if QUEUE else tiles * B * H_kv
+    kernel[(programs,)](
         describe(q, block, width), describe(grad_out, block, width),
         *(TensorDescriptor(t, list(t.shape), list(t.stride()), [1, block], plain) for t in (starts, deltas)),
         *(describe(t, KEYS, width) for t in (k, v, dk, dv)),
-        TensorDescriptor.from_tensor(total.view(-1, 64), [64, 64], plain), total,
-        scale * heads.LOG2E.value, tiles, H_kv, B * H_kv, at_once, S_q, S_k, group, causal, STAGES,
-        num_warps=4, **options,
+        TensorDescriptor.from_tensor(total.view(-1, 64), [64, 64], plain), total, zero(q) if QUEUE else total,
+        scale * heads.LOG2E.value, tiles, H_kv, B * H_kv, at_once, S_q, S_k, group, causal, STAGES, QUEUE, LATE,
+        num_warps=4, launch_pdl=True, **options,
     )  # fmt: skip
-    finish_kernel[(B * H * rows * width // 4096,)](dq, total, dq.stride(), scale, H, S_q, rows, D, width)
+    finish_kernel[(B * H * rows * width // 4096,)](
+        dq, total, dq.stride(), scale, H, S_q, rows, D, width, launch_pdl=True
+    )
     return dq, dk, dv
 
 

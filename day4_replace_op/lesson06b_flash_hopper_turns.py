@@ -21,13 +21,14 @@ Time it:   python -m lessonkit bench lesson06b_flash_hopper_turns
 
 import math
 
-from lessonkit import Lesson, Mutant, needs
+from lessonkit import Lesson, Mutant, Unsupported, needs
 
 import torch
 import torch.nn.functional as F
 
 from day3_matmul_tk.lesson07b_gluon_persistent import FREE, Barrier, ask_for, in_any_order, slot
 from day4_replace_op import heads
+from day4_replace_op import lesson04_flash_options as options
 from day4_replace_op.hopper import BENCHES, CHECKS, PEERS, launch, place
 from day4_replace_op.lesson06_flash_hopper import LESSON as FIRST
 from day4_replace_op.lesson06_flash_hopper import flash_kernel
@@ -48,8 +49,11 @@ def turns(q, k, v, causal=False, window=None, scale=None):
 # whoever has drawn the short ones waits for the others at the end: lesson 6c.
 @needs(90, "TMA and wgmma", only=True)
 def stays(q, k, v, causal=False, window=None, scale=None):
-    """As turns."""
-    return launch(flash_kernel, q, k, v, causal, window, scale, STAYS=True, AHEAD=True, TURNS=True)
+    """As turns; what this is not for takes lesson 4's, as in lesson 6."""
+    try:
+        return launch(flash_kernel, q, k, v, causal, window, scale, STAYS=True, AHEAD=True, TURNS=True)
+    except Unsupported:
+        return options.attention(q, k, v, causal, window, scale)
 
 
 # The slow twin: what lies between the barriers is PyTorch, small (2 x 8 queries, 8 keys, 2 stages, 3 programs) so that

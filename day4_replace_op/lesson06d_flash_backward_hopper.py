@@ -43,25 +43,25 @@ from day3_matmul_tk.lesson07_gluon_matmul import barriers, stages
 from day3_matmul_tk.lesson07b_gluon_persistent import slot
 from day4_replace_op import lesson05_flash_backward as lesson05
 from day4_replace_op.heads import LN2
-from day4_replace_op.hopper import BENCHES, left, matrix
+from day4_replace_op.hopper import BENCHES, hear, left, matrix
 from day4_replace_op.hopper_backward import (
     CHECKS,
     PEERS,
     add_dq,
     ask_dq,
     ask_scores,
+    hidden_zero,
     launch,
     load_partition,
     place,
     share,
-    unknown_zero,
 )
 from day4_replace_op.lesson06_flash_hopper import exp2
 
 
 @gluon.jit
-def probabilities(s, key, row, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
-    p = exp2(s * scale_log2)
+def probabilities(s, starts, key, row, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    p = exp2(s * scale_log2 if starts is None else s * scale_log2 + starts)
     if MASKED:
         S_q, S_k = sizes[4], sizes[5]
         keys = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))[:, None]
@@ -76,21 +76,20 @@ def probabilities(s, key, row, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: 
 # AHEAD is rung 2: each product is asked for as soon as what it multiplies is there and waited for as late as its result
 # is needed, so that the tensor cores have one while a warpgroup does anything else: dP under the exponentials, dV under
 # dS, dK and the next S while the warpgroups meet. After the last step S is one of an old Q, for nobody: a branch around
-# it would cost every step. LATE is lesson 6e's last rung.
+# it would cost every step.
 @gluon.jit
 def walk(
-    s, dk, dv, smem, bars, total, part, base, begin, end, turns, key, sizes, scale_log2, LAYOUT: gl.constexpr,
-    WHICH: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    s, dk, dv, smem, bars, total, part, base, begin, end, _first, turns, key, sizes, scale_log2, LAYOUT: gl.constexpr,
+    WHICH: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q_smem, do_smem, start_smem, delta_smem, k_smem, v_smem, ds_smem = smem
-    q_full, q_empty, do_full, do_empty, _, _, meet, _, _ = bars
-    BUFFERS: gl.constexpr = ds_smem.shape[0] // 2
-    part += begin * 2 + WHICH
+    q_full, do_full, empty, _, _, meet, _, _, _ = bars
+    part += WHICH
     for block in range(begin, end):
         turn = base + block
         stage, parity = slot(turn, q_full.shape[0])
         after, parity_after = slot(turn + 1, q_full.shape[0])
-        zero, at = unknown_zero(turn), turn % BUFFERS * 2
+        zero, at = hidden_zero(turn), turn % 2 * 2
         k, v = matrix(k_smem.index(WHICH + zero)), matrix(v_smem.index(WHICH + zero))
         q, do = matrix(q_smem.index(stage)), matrix(do_smem.index(stage))
         if AHEAD:
@@ -103,7 +102,8 @@ def walk(
         dp = ask_scores(v, do, delta_smem.index(stage), LAYOUT)
         if not AHEAD:
             dp = warpgroup_mma_wait(0, deps=(dp,))
-        p = probabilities(scores, key, block * q_smem.shape[3], sizes, scale_log2, MASKED, CAUSAL)
+        # S has begun with its queries' numbers.
+        p = probabilities(scores, None, key, block * q_smem.shape[3], sizes, scale_log2, MASKED, CAUSAL)
         p_left = left(p, dv, q_smem.dtype)
         dv = warpgroup_mma(p_left, do, dv, is_async=True)
         if AHEAD:
@@ -118,82 +118,73 @@ def walk(
             dv, p_left = warpgroup_mma_wait(1, deps=(dv, p_left))
         else:
             dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
-        mbarrier.arrive(do_empty.index(stage))
-        if LATE:
-            mbarrier.wait(meet.index((turn + 1) % 2), (turn - 1) // 2 & 1, pred=turn > 0)
-            dq = ask_dq(ds_smem, (turn + BUFFERS - 1) % BUFFERS * 2, k_smem, zero, WHICH)
         if AHEAD:
             mbarrier.wait(q_full.index(after), parity_after, pred=turn + 1 < turns)
             s_after = ask_scores(k, matrix(q_smem.index(after)), start_smem.index(after), LAYOUT)
-        if LATE:
-            dq, dk, ds = warpgroup_mma_wait(1, deps=(dq, dk, ds))
+        mbarrier.wait(meet.index(turn % 2), turn // 2 & 1)
+        dq = ask_dq(ds_smem, at, k_smem, zero, WHICH)
+        if AHEAD:
+            dq, dk, ds, s = warpgroup_mma_wait(0, deps=(dq, dk, ds, s_after))
         else:
-            mbarrier.wait(meet.index(turn % 2), turn // 2 & 1)
-            dq = ask_dq(ds_smem, at, k_smem, zero, WHICH)
-            if AHEAD:
-                dq, dk, ds, s = warpgroup_mma_wait(0, deps=(dq, dk, ds, s_after))
-            else:
-                dq = warpgroup_mma_wait(0, deps=(dq,))
-        mbarrier.arrive(q_empty.index(stage))
-        if LATE:
-            if turn > 0:
-                at_begin = 0
-                if MASKED:  # a head's first step: its last one is the last head's last
-                    at_begin = 2 * begin if block == begin else 0
-                add_dq(dq, part - 2 - at_begin, total, WHICH)
-            s = warpgroup_mma_wait(0, deps=(s_after,))
-        else:
-            add_dq(dq, part, total, WHICH)
-        part += 2
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+        mbarrier.arrive(empty.index(stage))
+        add_dq(dq, part + 2 * block, total, WHICH)
     return s, dk, dv
 
 
 @gluon.jit
 def multiply_partition(
-    smem, bars, total, sizes, scale_log2, WHICH: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr,
-    LATE: gl.constexpr, CAUSAL: gl.constexpr,
+    shared, WHICH: gl.constexpr, WALK: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr,
+    CAUSAL: gl.constexpr, QUEUE: gl.constexpr,
 ):  # fmt: skip
+    smem, bars, total, queue, sizes, scale_log2 = shared
     q_smem, _, start_smem, _, k_smem, v_smem, ds_smem = smem
-    q_full, _, _, _, k_full, v_full, meet, read, stored = bars
+    q_full, _, _, k_full, v_full, meet, read, stored, _ = bars
     ROWS: gl.constexpr = q_smem.shape[3]
     KEYS: gl.constexpr = k_smem.shape[3]
     D: gl.constexpr = k_smem.shape[4]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    batch, head_kv, key, begin, whole, blocks = place(gl.program_id(0), sizes, CAUSAL, ROWS, KEYS)
-    key += WHICH * KEYS
-    turns = (blocks - begin) * GROUP  # at least one: some query sees a tile's first key
-    dk, dv = gl.zeros((KEYS, D), gl.float32, OUT), gl.zeros((KEYS, D), gl.float32, OUT)
-    mbarrier.wait(k_full.index(0), 0)
-    s = 0
-    if AHEAD:
-        mbarrier.wait(q_full.index(0), 0)
-        s = ask_scores(matrix(k_smem.index(WHICH)), matrix(q_smem.index(0)), start_smem.index(0), LAYOUT)
-        s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.wait(v_full.index(0), 0)
-    for each in range(GROUP):
-        base = each * (blocks - begin) - begin
-        part = ((batch * sizes[1] + head_kv) * GROUP + each) * blocks * 2
-        s, dk, dv = walk(
-            s, dk, dv, smem, bars, total, part, base, begin, whole, turns, key, sizes, scale_log2,
-            LAYOUT, WHICH, AHEAD, LATE, True, CAUSAL,
-        )  # fmt: skip
-        s, dk, dv = walk(
-            s, dk, dv, smem, bars, total, part, base, gl.maximum(begin, whole), blocks, turns, key, sizes,
-            scale_log2, LAYOUT, WHICH, AHEAD, LATE, False, CAUSAL,
-        )  # fmt: skip
-    if LATE:
-        mbarrier.wait(meet.index((turns - 1) % 2), (turns - 1) // 2 & 1)
-        dq = ask_dq(ds_smem, (turns - 1) % (ds_smem.shape[0] // 2) * 2, k_smem, 0, WHICH)
-        part = ((batch * sizes[1] + head_kv + 1) * GROUP * blocks - 1) * 2 + WHICH
-        add_dq(warpgroup_mma_wait(0, deps=(dq,)), part, total, WHICH)
-    # dK and dV go where K and V were. This half of V nobody else reads; of K both read all.
-    mbarrier.arrive(read.index(0))
-    matrix(v_smem.index(WHICH)).store(dv.to(v_smem.dtype))
-    mbarrier.wait(read.index(0), 0)
-    matrix(k_smem.index(WHICH)).store((dk * (scale_log2 * LN2)).to(k_smem.dtype))
-    fence_async_shared()
-    mbarrier.arrive(stored.index(0))
+    first, count, nth = 0, 0, hear(0, queue, QUEUE)
+    while nth < sizes[0] * sizes[2]:
+        batch, head_kv, key, begin, whole, blocks = place(nth, sizes, CAUSAL, ROWS, KEYS)
+        key += WHICH * KEYS
+        turns = first + (blocks - begin) * GROUP  # one more, at least: some query sees a tile's first key
+        dk, dv = gl.zeros((KEYS, D), gl.float32, OUT), gl.zeros((KEYS, D), gl.float32, OUT)
+        mbarrier.wait(k_full.index(0), count & 1)
+        s = 0
+        if AHEAD:
+            stage, parity = slot(first, q_full.shape[0])
+            mbarrier.wait(q_full.index(stage), parity)
+            k, q = matrix(k_smem.index(WHICH)), matrix(q_smem.index(stage))
+            s = warpgroup_mma_wait(0, deps=(ask_scores(k, q, None if LATE else start_smem.index(stage), LAYOUT),))
+        mbarrier.wait(v_full.index(0), count & 1)
+        for each in range(GROUP):
+            base = first + each * (blocks - begin) - begin
+            part = ((batch * sizes[1] + head_kv) * GROUP + each) * blocks * 2
+            s, dk, dv = WALK(
+                s, dk, dv, smem, bars, total, part, base, begin, whole, first, turns, key, sizes, scale_log2,
+                LAYOUT, WHICH, AHEAD, True, CAUSAL,
+            )  # fmt: skip
+            s, dk, dv = WALK(
+                s, dk, dv, smem, bars, total, part, base, gl.maximum(begin, whole), blocks, first, turns, key, sizes,
+                scale_log2, LAYOUT, WHICH, AHEAD, False, CAUSAL,
+            )  # fmt: skip
+        if LATE:
+            mbarrier.wait(meet.index((turns - 1) % 2), (turns - 1) // 2 & 1)
+            dq = ask_dq(ds_smem, (turns - 1) % (ds_smem.shape[0] // 2) * 2, k_smem, 0, WHICH)
+            part = ((batch * sizes[1] + head_kv + 1) * GROUP * blocks - 1) * 2 + WHICH
+            add_dq(warpgroup_mma_wait(0, deps=(dq,)), part, total, WHICH)
+        # dK and dV go where K and V were. This half of V nobody else reads; of K both read all.
+        mbarrier.arrive(read.index(0))
+        matrix(v_smem.index(WHICH)).store(dv.to(v_smem.dtype))
+        mbarrier.wait(read.index(0), count & 1)
+        matrix(k_smem.index(WHICH)).store((dk * (scale_log2 * LN2)).to(k_smem.dtype))
+        fence_async_shared()
+        mbarrier.arrive(stored.index(0))
+        first = turns
+        count += 1
+        nth = hear(count, queue, QUEUE)
     tma.store_wait(0)  # if TMA adds: shared memory goes when the program ends
 
 
@@ -201,10 +192,10 @@ def multiply_partition(
 def backward_kernel(
     q_desc, do_desc, start_desc, delta_desc,  # of [B, H, S_q, D] twice, [B H, rows] twice
     k_desc, v_desc, dk_desc, dv_desc,  # of [B, H_kv, S_k, D]
-    sum_desc, sum_ptr,  # of dQ: B H rows D numbers of fp32
+    sum_desc, sum_ptr, counter_ptr,  # of dQ: B H rows D numbers of fp32; one int32, 0, if there is a queue
     scale_log2, tiles, H_kv, all_heads, at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, TMA_ADDS: gl.constexpr = False,
-    LATE: gl.constexpr = False,
+    STAGES: gl.constexpr, QUEUE: gl.constexpr, LATE: gl.constexpr, AHEAD: gl.constexpr, WALK: gl.constexpr = walk,
+    TMA_ADDS: gl.constexpr = False,
 ):  # fmt: skip
     descs = q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -216,17 +207,23 @@ def backward_kernel(
         gl.allocate_shared_memory(q_desc.dtype, [6 if LATE else 4, KEYS, ROWS], LAYOUT),
     )  # fmt: skip
     bars = (
-        barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2),  # Q: come, read by both; dO
+        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),  # Q comes, dO comes, both have read both
         barriers(1, 1), barriers(1, 1),  # K and V come
         barriers(2, 2), barriers(1, 2), barriers(1, 2),  # both have: written dS, read K, left dK and dV
+        barriers(2, 1),  # whose turn it is: lesson 6e's last rung, as LATE and WALK
     )  # fmt: skip
+    if LATE:
+        mbarrier.arrive(bars[8].index(0))  # the first turn
     total = sum_desc, sum_ptr, stages(sum_desc, 2) if TMA_ADDS else None
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = numbers, barriers(2, 1), counter_ptr
     sizes = tiles, H_kv, all_heads, at_once, S_q, S_k
+    shared = smem, bars, total, queue, sizes, scale_log2
     gl.warp_specialize(
         [
-            (multiply_partition, (smem, bars, total, sizes, scale_log2, 0, GROUP, AHEAD, LATE, CAUSAL)),
-            (multiply_partition, (smem, bars, total, sizes, scale_log2, 1, GROUP, AHEAD, LATE, CAUSAL)),
-            (load_partition, (descs, smem, bars, sizes, GROUP, CAUSAL)),
+            (multiply_partition, (shared, 0, WALK, GROUP, AHEAD, LATE, CAUSAL, QUEUE)),
+            (multiply_partition, (shared, 1, WALK, GROUP, AHEAD, LATE, CAUSAL, QUEUE)),
+            (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
         ],
         [4, 1],
         [240, 24],
@@ -284,10 +281,10 @@ LESSON = Lesson(
                "ask_scores(v, do, start_smem.index(stage)", "five_products"),
     ),
     peers=PEERS,
-    claims=dict.fromkeys(
-        (five_products, ahead),
-        tuple(f"backward_kernel: {claim}" for claim in ("wgmma", "tma", "no spills", "16-byte stores")),
-    ),
+    claims={
+        five_products: ("backward_kernel: wgmma", "backward_kernel: tma", "backward_kernel: 16-byte stores"),
+        ahead: tuple(f"backward_kernel: {c}" for c in ("wgmma", "tma", "no spills", "16-byte stores")),
+    },
     factor=2,  # as lesson 5's
     properties=(keys_are_the_same_each_time, one_query_one_key),
     refuses=lesson05.LESSON.refuses,

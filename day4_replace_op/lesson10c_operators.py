@@ -33,8 +33,8 @@ from day2_triton_basics.lesson07b_layernorm_lengths import layernorm_forward
 from day2_triton_basics.lesson08b_layernorm_backward_lengths import layernorm_backward as norm_backward
 from day2_triton_basics.lesson12b_cross_entropy_wide import cross_entropy_split
 from day2_triton_basics.lesson13_cross_entropy_backward import backward_wide
-from day4_replace_op import lesson06c_flash_hopper_queue as hopper
 from day4_replace_op import lesson06e_flash_backward_sum as hopper_backward
+from day4_replace_op import lesson06f_flash_hopper_maximum as hopper
 
 
 @custom_op("course::attention", mutates_args=())
