@@ -243,7 +243,7 @@ LESSON = Lesson(
         case("primes; a second tile of rows and of columns", M=37, N=131, K=23),
         case("dy's rows longer than used; TMA in 16 bits", M=40, N=136, K=72, pad=8),
         case("more tiles of rows than programs where it is interpreted", M=1100, N=8, K=8),
-        case("more tiles of rows than a GPU has programs", gib=0.1, M=8_000, N=1032, K=8),
+        case("more tiles of rows than a GPU has programs", gib=0.1, M=4000, N=2056, K=8),
         case("the bytes are counted here", M=128, N=128, K=8),
     ),
     benches=tuple({"M": 8192, "N": n, "K": k} for n, k in ((4096, 1024), (8192, 2048), (14336, 4096))),

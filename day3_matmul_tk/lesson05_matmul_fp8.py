@@ -222,12 +222,12 @@ def inputs(M, N, K, scheme="tensor", dtype=FP8, pad=0):
 
 
 def promoted_sums_keep_their_digits(rung):
-    """Positive numbers, K = 4096: off by bf16's rounding and no more, where registers add up. (See rung 3.)"""
+    """Positive numbers, K = 4096: off by bf16's rounding and four cuts, where registers add up. (See rung 3.)"""
     a, w = ((torch.rand(16, 4096, device=DEVICE) + 0.5).to(FP8) for _ in range(2))
     scales = torch.rand(16, 32, device=DEVICE) + 1, torch.rand(32, 1, device=DEVICE) + 1
     c = rung(a, w.t(), *scales)  # Unsupported by the rungs that do not promote
     exact = reference(a.double(), w.t().double(), *scales)
-    assert ((c.double() - exact).abs() <= 2**-8 * exact).all()
+    assert ((c.double() - exact).abs() <= (2**-8 + 4 * 2**-13) * exact).all()
 
 
 def _peer(fast):

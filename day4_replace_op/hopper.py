@@ -13,12 +13,13 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from day3_matmul_tk.lesson07b_gluon_persistent import slot
 from day4_replace_op import heads
 from day4_replace_op import lesson04_flash_options as options
+from day4_replace_op.heads import LN2
 
 ROWS, KEYS = 64, 128  # queries of a warpgroup, keys of a block
 
@@ -117,21 +118,27 @@ def matrix(smem):  # [1, 1, rows, D], as TMA knows it -> [rows, D]
 
 @gluon.jit
 def ask_scores(q, k_smem, k_full, turn, LAYOUT: gl.constexpr):
-    """S = Q K^T of a block [rows, keys]; the product runs from here on, until somebody waits for it."""
+    """S = Q K^T [rows, keys] of a block's first keys, all or as many as the layout has; it runs until it is awaited."""
     stage, parity = slot(turn, k_full.shape[0])
     mbarrier.wait(k_full.index(stage), parity)
     ROWS: gl.constexpr = q.shape[0]
-    KEYS: gl.constexpr = k_smem.shape[3]
+    KEYS: gl.constexpr = LAYOUT.instr_shape[1]
     nothing = gl.zeros((ROWS, KEYS), gl.float32, LAYOUT)
-    return warpgroup_mma(q, matrix(k_smem.index(stage)).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    k = first_rows(matrix(k_smem.index(stage)), KEYS)
+    return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def ask_values(p, o, v_smem, v_full, turn):
-    """O += P V of a block. P comes from registers, O stays there."""
+    """O += P V of a block, or of as many of its first keys as P has. P comes from registers, O stays there."""
     stage, parity = slot(turn, v_full.shape[0])
     mbarrier.wait(v_full.index(stage), parity)
-    return warpgroup_mma(p, matrix(v_smem.index(stage)), o, is_async=True)
+    return warpgroup_mma(p, first_rows(matrix(v_smem.index(stage)), p.shape[1]), o, is_async=True)
+
+
+@gluon.jit
+def first_rows(tile, ROWS: gl.constexpr):
+    return tile.slice(0, ROWS, dim=0) if tile.shape[0] > ROWS else tile
 
 
 # Turns, which lesson 6b takes: a barrier for each warpgroup; its phase ends when the other has asked for its products.
@@ -201,6 +208,22 @@ def times(o, factor):  # O [rows, D] by a number a row: both have a row in the s
     return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
 
 
+# O by TMA, from a place of its own, as the next tile's Q has come to this one's. Who sees no key gets 0, and -inf.
+@gluon.jit
+def leave(o, m, total, descs, smem, lse_ptr, which: gl.constexpr, batch, head, row, sizes):
+    H, S_q = sizes[1], sizes[4]
+    total = gl.convert_layout(gl.sum(total, axis=1), m.type.layout)
+    empty = total == 0
+    rows = row + gl.arange(0, m.shape[0], layout=m.type.layout)
+    lse = gl.where(empty, -float("inf"), (m + gl.log2(total)) * LN2)
+    gl.store(lse_ptr + (batch * H + head).to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
+    out = smem[3].index(which)
+    tma.store_wait(0)  # of the last tile: it has had this whole tile's time
+    matrix(out).store(times(o, 1 / gl.where(empty, 1.0, total)).to(out.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(descs[3], [batch, head, row, 0], out)
+
+
 def refuse_others(window, widest, *tensors):
     """Unsupported where these kernels cannot help; widest: D of the longest row that registers hold."""
     if device.INTERPRETED or device.architecture() != 90:
@@ -209,7 +232,7 @@ def refuse_others(window, widest, *tensors):
         raise Unsupported(f"for 16 bits, D up to {widest}, rows that TMA can copy and at least one, without a window")
 
 
-def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, DEPTH=3, **options):
+def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, DEPTH=3, AT_ONCE=0, **options):
     """Check the arguments, describe the tensors, and start a program a tile, or one an SM that stays."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
@@ -218,7 +241,7 @@ def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, 
     width, stages = (64, DEPTH) if D <= 64 else (128, 2)  # what fits beside Q and O
     descs = [describe(t, rows, width) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))]
     tiles, group = triton.cdiv(S_q, WGS * ROWS), H // H_kv
-    at_once = min(B * H, group * heads.at_once(4 * S_k * D))
+    at_once = max(1, min(B * H, AT_ONCE or group * heads.at_once(4 * S_k * D)))
     programs = min(tiles * B * H, num_sms()) if STAYS or QUEUE else tiles * B * H
     counter = zero(q) if QUEUE else lse
     kernel[(programs,)](

@@ -28,17 +28,12 @@ from lessonkit import Lesson, Mutant, Unsupported, needs
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from day3_matmul_tk.lesson07_gluon_matmul import barriers, stages
 from day4_replace_op import heads
 from day4_replace_op import lesson04_flash_options as options
-from day4_replace_op.heads import LN2, LOWEST
+from day4_replace_op.heads import LOWEST
 from day4_replace_op.hopper import (
     BENCHES,
     CHECKS,
@@ -48,6 +43,7 @@ from day4_replace_op.hopper import (
     exp2,
     hear,
     launch,
+    leave,
     left,
     load_partition,
     matrix,
@@ -147,10 +143,9 @@ def attend_partition(
     shared, WHICH: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, QUEUE: gl.constexpr
 ):
     descs, smem, bars, queue, sizes, lse_ptr, scale_log2 = shared
-    q_desc, k_desc, _, o_desc = descs
-    q_smem, _, _, o_smem = smem
+    q_desc, k_desc, _, _ = descs
     q_full, q_empty, _, _, _, _, _ = bars
-    _, H, _, _, S_q, S_k = sizes
+    S_q, S_k = sizes[4], sizes[5]
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
@@ -171,7 +166,7 @@ def attend_partition(
         m = gl.full((ROWS,), LOWEST, gl.float32, ROW)
         total = parts(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
         o = gl.zeros((ROWS, D), gl.float32, OUT)
-        q = matrix(q_smem.index(WHICH))
+        q = matrix(smem[0].index(WHICH))
         for step in range(hidden):
             skip(bars, turn + step)
         mbarrier.wait(q_full.index(WHICH), count & 1)
@@ -194,16 +189,7 @@ def attend_partition(
         turn += steps
         count += 1
         nth = hear(count, queue, QUEUE)
-        total = gl.convert_layout(gl.sum(total, axis=1), ROW)
-        empty = total == 0
-        rows = row + gl.arange(0, ROWS, layout=ROW)
-        lse = gl.where(empty, -float("inf"), (m + gl.log2(total)) * LN2)
-        gl.store(lse_ptr + (batch * H + head).to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
-        out = o_smem.index(WHICH)
-        tma.store_wait(0)  # of the last tile: it has had this whole tile's time
-        matrix(out).store(times(o, 1 / gl.where(empty, 1.0, total)).to(o_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], out)
+        leave(o, m, total, descs, smem, lse_ptr, WHICH, batch, head, row, sizes)
     tma.store_wait(0)
 
 

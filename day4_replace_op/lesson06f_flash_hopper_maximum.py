@@ -30,17 +30,12 @@ from lessonkit import Lesson, Mutant, Unsupported, case, needs
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from day3_matmul_tk.lesson07_gluon_matmul import barriers, stages
 from day4_replace_op import heads
 from day4_replace_op import lesson04_flash_options as options
-from day4_replace_op.heads import LN2, LOWEST
+from day4_replace_op.heads import LOWEST
 from day4_replace_op.hopper import (
     ask_scores,
     ask_values,
@@ -48,6 +43,7 @@ from day4_replace_op.hopper import (
     hear,
     hide,
     launch,
+    leave,
     load_partition,
     matrix,
     packed,
@@ -84,52 +80,68 @@ def too_large(reports):
     return gl.max(reports.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) > LIMIT
 
 
-# The last masked block gives the maximum; then scores a step ahead, as in lesson 6. K is kept till the sum is known.
+# The last masked block gives the maximum.
+@gluon.jit
+def first(q, o, m, total, smem, bars, at, row, key, sizes, scale_log2, LAYOUT: gl.constexpr, CAUSAL: gl.constexpr):
+    s = warpgroup_mma_wait(0, deps=(ask_scores(q, smem[1], bars[2], at, LAYOUT),))
+    mbarrier.arrive(bars[3].index(at % bars[3].shape[0]))
+    p, m, total, old = softmax(hide(s, row, key, sizes, CAUSAL), m, total, scale_log2)
+    return packed(p, o, smem[2].dtype), times(o, old), m, total
+
+
+# Then scores a step ahead, as in lesson 6: block `at`'s, under O's product of the one before. K waits for the sum.
+@gluon.jit
+def follow(q, p, o, m, total, smem, bars, at, scale_log2, LAYOUT: gl.constexpr, WHICH: gl.constexpr):
+    _, k_smem, v_smem, _ = smem
+    _, _, k_full, k_empty, v_full, v_empty, reports = bars
+    reports = reports.index(WHICH)
+    STAGES: gl.constexpr = k_full.shape[0]
+    s = ask_scores(q, k_smem, k_full, at, LAYOUT)
+    o = ask_values(p, o, v_smem, v_full, at - 1)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    next_p = exp2(s * scale_log2 - m[:, None])
+    part = parts(next_p)
+    report(part, reports)
+    o, p = warpgroup_mma_wait(0, deps=(o, p))
+    next_left = packed(next_p, o, v_smem.dtype)
+    if too_large(reports):
+        s = warpgroup_mma_wait(0, deps=(ask_scores(q, k_smem, k_full, at, LAYOUT),))
+        next_p, m, total, old = softmax(s, m, total, scale_log2)
+        next_left, o = packed(next_p, o, v_smem.dtype), times(o, old)
+    else:
+        total += part
+    mbarrier.arrive(v_empty.index((at - 1) % STAGES))
+    mbarrier.arrive(k_empty.index(at % STAGES))
+    return next_left, o, m, total
+
+
+@gluon.jit
+def finish(p, o, smem, bars, at, WHICH: gl.constexpr):
+    mbarrier.arrive(bars[1].index(WHICH))
+    o, p = warpgroup_mma_wait(0, deps=(ask_values(p, o, smem[2], bars[4], at), p))
+    mbarrier.arrive(bars[5].index(at % bars[5].shape[0]))
+    return o
+
+
 @gluon.jit
 def step_ahead(
     q, o, m, total, smem, bars, turn, begin, end, row, key, sizes, scale_log2, LAYOUT: gl.constexpr,
     WHICH: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    _, k_smem, v_smem, _ = smem
-    _, q_empty, k_full, k_empty, v_full, v_empty, reports = bars
-    reports = reports.index(WHICH)
-    STAGES: gl.constexpr = k_full.shape[0]
-    KEYS: gl.constexpr = k_smem.shape[3]
-    s = ask_scores(q, k_smem, k_full, turn + begin, LAYOUT)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(k_empty.index((turn + begin) % STAGES))
-    p, m, total, old = softmax(hide(s, row, key - begin * KEYS, sizes, CAUSAL), m, total, scale_log2)
-    p, o = packed(p, o, v_smem.dtype), times(o, old)
+    key -= begin * smem[1].shape[3]
+    p, o, m, total = first(q, o, m, total, smem, bars, turn + begin, row, key, sizes, scale_log2, LAYOUT, CAUSAL)
     for step in range(begin + 1, end):
-        s = ask_scores(q, k_smem, k_full, turn + step, LAYOUT)
-        o = ask_values(p, o, v_smem, v_full, turn + step - 1)
-        s = warpgroup_mma_wait(1, deps=(s,))
-        next_p = exp2(s * scale_log2 - m[:, None])
-        part = parts(next_p)
-        report(part, reports)
-        o, p = warpgroup_mma_wait(0, deps=(o, p))
-        p = packed(next_p, o, v_smem.dtype)
-        if too_large(reports):
-            s = warpgroup_mma_wait(0, deps=(ask_scores(q, k_smem, k_full, turn + step, LAYOUT),))
-            next_p, m, total, old = softmax(s, m, total, scale_log2)
-            p, o = packed(next_p, o, v_smem.dtype), times(o, old)
-        else:
-            total += part
-        mbarrier.arrive(v_empty.index((turn + step - 1) % STAGES))
-        mbarrier.arrive(k_empty.index((turn + step) % STAGES))
-    mbarrier.arrive(q_empty.index(WHICH))
-    o = ask_values(p, o, v_smem, v_full, turn + end - 1)
-    o, p = warpgroup_mma_wait(0, deps=(o, p))
-    mbarrier.arrive(v_empty.index((turn + end - 1) % STAGES))
-    return o, m, total
+        p, o, m, total = follow(q, p, o, m, total, smem, bars, turn + step, scale_log2, LAYOUT, WHICH)
+    return finish(p, o, smem, bars, turn + end - 1, WHICH), m, total
 
 
 @gluon.jit
-def attend_partition(shared, WHICH: gl.constexpr, CAUSAL: gl.constexpr, QUEUE: gl.constexpr):
+def attend_partition(
+    shared, WHICH: gl.constexpr, CAUSAL: gl.constexpr, QUEUE: gl.constexpr, STEPS: gl.constexpr, ALIGNED: gl.constexpr
+):
     descs, smem, bars, queue, sizes, lse_ptr, scale_log2 = shared
-    q_desc, k_desc, _, o_desc = descs
-    q_smem, _, _, o_smem = smem
-    H, S_q, S_k = sizes[1], sizes[4], sizes[5]
+    q_desc, k_desc, _, _ = descs
+    S_q, S_k = sizes[4], sizes[5]
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
@@ -143,24 +155,24 @@ def attend_partition(shared, WHICH: gl.constexpr, CAUSAL: gl.constexpr, QUEUE: g
         row += WHICH * ROWS
         key = (steps - 1) * KEYS
         hidden, masked = 0, 1
-        if CAUSAL:
+        if CAUSAL and not ALIGNED:
             masked = min(steps, max(1, steps - (row + S_k - S_q + 1) // KEYS))
         if CAUSAL and WGS > 2:
             hidden = max(0, min(steps - 1, steps - (row + ROWS + S_k - S_q + KEYS - 1) // KEYS))
         m = gl.full((ROWS,), LOWEST, gl.float32, ROW)
         total = parts(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
         o = gl.zeros((ROWS, D), gl.float32, OUT)
-        q = matrix(q_smem.index(WHICH))
+        q = matrix(smem[0].index(WHICH))
         for step in range(hidden):
             skip(bars, turn + step)
         mbarrier.wait(bars[0].index(WHICH), count & 1)
-        if CAUSAL:
+        if CAUSAL and not ALIGNED:
             o, m, total = one_by_one(
                 q, o, m, total, smem, bars, turn, hidden, masked - 1, row, key, sizes, scale_log2, LAYOUT,
                 WHICH, False, True, CAUSAL,
             )  # fmt: skip
         if steps > 0:
-            o, m, total = step_ahead(
+            o, m, total = STEPS(
                 q, o, m, total, smem, bars, turn, masked - 1, steps, row, key, sizes, scale_log2, LAYOUT, WHICH, CAUSAL
             )
         else:
@@ -168,16 +180,7 @@ def attend_partition(shared, WHICH: gl.constexpr, CAUSAL: gl.constexpr, QUEUE: g
         turn += steps
         count += 1
         nth = hear(count, queue, QUEUE)
-        total = gl.convert_layout(gl.sum(total, axis=1), ROW)
-        empty = total == 0
-        rows = row + gl.arange(0, ROWS, layout=ROW)
-        lse = gl.where(empty, -float("inf"), (m + gl.log2(total)) * LN2)
-        gl.store(lse_ptr + (batch * H + head).to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
-        out = o_smem.index(WHICH)
-        tma.store_wait(0)
-        matrix(out).store(times(o, 1 / gl.where(empty, 1.0, total)).to(o_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], out)
+        leave(o, m, total, descs, smem, lse_ptr, WHICH, batch, head, row, sizes)
     tma.store_wait(0)
 
 
@@ -185,6 +188,7 @@ def attend_partition(shared, WHICH: gl.constexpr, CAUSAL: gl.constexpr, QUEUE: g
 def maximum_kernel(  # lesson 6's arguments
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr, scale_log2, tiles, H, all_heads, at_once, S_q, S_k,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, QUEUE: gl.constexpr,
+    STEPS: gl.constexpr = step_ahead, ALIGNED: gl.constexpr = False,  # lesson 6g's
 ):  # fmt: skip
     descs = q_desc, k_desc, v_desc, o_desc
     smem = stages(q_desc, WGS), stages(k_desc, STAGES), stages(v_desc, STAGES), stages(o_desc, WGS)
@@ -197,24 +201,18 @@ def maximum_kernel(  # lesson 6's arguments
     sizes = tiles, H, all_heads, at_once, S_q, S_k
     shared = descs, smem, bars, queue, sizes, lse_ptr, scale_log2
     if WGS == 2:
-        gl.warp_specialize(
-            [
-                (attend_partition, (shared, 0, CAUSAL, QUEUE)),
-                (attend_partition, (shared, 1, CAUSAL, QUEUE)),
-                (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
-            ],
-            [4, 1], [232, 40],
-        )  # fmt: skip
+        gl.warp_specialize([
+            (attend_partition, (shared, 0, CAUSAL, QUEUE, STEPS, ALIGNED)),
+            (attend_partition, (shared, 1, CAUSAL, QUEUE, STEPS, ALIGNED)),
+            (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
+        ], [4, 1], [232, 40])  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (attend_partition, (shared, 0, CAUSAL, QUEUE)),
-                (attend_partition, (shared, 1, CAUSAL, QUEUE)),
-                (attend_partition, (shared, 2, CAUSAL, QUEUE)),
-                (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
-            ],
-            [4, 4, 1], [160, 160, 24],
-        )  # fmt: skip
+        gl.warp_specialize([
+            (attend_partition, (shared, 0, CAUSAL, QUEUE, STEPS, ALIGNED)),
+            (attend_partition, (shared, 1, CAUSAL, QUEUE, STEPS, ALIGNED)),
+            (attend_partition, (shared, 2, CAUSAL, QUEUE, STEPS, ALIGNED)),
+            (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
 # Rung 7. New: the maximum of the first block stays. Predicted: of a thread's 396 instructions for 64 scores of D = 64

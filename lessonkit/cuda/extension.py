@@ -55,7 +55,7 @@ class Extension:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        if build.MUTANTS in self.source.parents:  # few of its launchers are ever called
+        if build.MUTANTS in self.source.parents and not device.HAS_GPU:  # few of its launchers are ever called
             module = _load(build.emulated_extension(self.source, name))
         else:
             module = self.module

@@ -1,0 +1,137 @@
+"""Flash attention on Hopper, causal: the half of a block that nobody sees
+======================================================================
+A tile has 128 queries, a block 128 keys. The diagonal crosses a tile's last block, and of its four quarters one is seen
+by nobody: the first warpgroup's 64 queries end where the block's last 64 keys begin. Lesson 6f multiplies it, masks it,
+takes exponentials of -inf, and multiplies zeros by V. A head's n = S / 128 tiles have n (n + 1) / 2 blocks, and n
+quarters of one are too many:
+
+    S              512     1024    2048    4096    16384
+    too much       10%     5.6%    2.9%    1.5%    0.4%
+
+All this holds if queries and keys end together, or differ by a multiple of 128: then no block but the last is crossed.
+That is known at the launch, so the kernel is compiled for it, and the loop over masked blocks that lesson 6f has before
+its fast one is not in the program at all: no registers for it, no copies from its registers to the other's.
+
+Where tiles are few and short, as at S = 512, bytes begin to matter too: of 0.10 ms at 340 TFLOP/s HBM needs 0.064. Of
+how many heads do the tiles come at the same time? Longest first is best among many. But a head's four tiles read the
+same K and V, and do it soon after one another if there are just as many heads under way as fill the GPU.
+
+You will learn: to find work that a mask throws away, a product of half a tile, what a kernel may know when compiled.
+Needs a Hopper GPU to run; without one the rungs are compiled.
+Run it:    python day4_replace_op/lesson06g_flash_hopper_diagonal.py
+Check it:  python -m lessonkit check lesson06g_flash_hopper_diagonal
+Time it:   python -m lessonkit bench lesson06g_flash_hopper_diagonal
+"""
+
+from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from day4_replace_op import heads
+from day4_replace_op import lesson06f_flash_hopper_maximum as lesson06f
+from day4_replace_op.hopper import KEYS, launch
+from day4_replace_op.lesson06_flash_hopper import parts
+from day4_replace_op.lesson06f_flash_hopper_maximum import finish, first, follow, maximum_kernel, step_ahead
+
+
+# The first warpgroup's first block: scores, P and O's product with 64 of its 128 keys. Its P is of another size than
+# those that follow, so the first of them is asked for here, and not by the loop.
+@gluon.jit
+def half_first(
+    q, o, m, total, smem, bars, turn, begin, end, row, key, sizes, scale_log2, LAYOUT: gl.constexpr,
+    WHICH: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    if WHICH == 0:
+        ROWS: gl.constexpr = q.shape[0]
+        KEYS: gl.constexpr = smem[1].shape[3] // 2
+        HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+        none = parts(gl.zeros((ROWS, KEYS), gl.float32, HALF))
+        low = gl.convert_layout(m, gl.SliceLayout(1, HALF))
+        p, o, high, some = first(q, o, low, none, smem, bars, turn, row, key, sizes, scale_log2, HALF, CAUSAL)
+        m, total = gl.convert_layout(high, m.type.layout), gl.convert_layout(some, total.type.layout)
+        if end > 1:
+            whole, o, m, total = follow(q, p, o, m, total, smem, bars, turn + 1, scale_log2, LAYOUT, WHICH)
+            for step in range(2, end):
+                whole, o, m, total = follow(q, whole, o, m, total, smem, bars, turn + step, scale_log2, LAYOUT, WHICH)
+            o = finish(whole, o, smem, bars, turn + end - 1, WHICH)
+        else:
+            o = finish(p, o, smem, bars, turn, WHICH)
+    else:
+        o, m, total = step_ahead(
+            q, o, m, total, smem, bars, turn, begin, end, row, key, sizes, scale_log2, LAYOUT, WHICH, CAUSAL
+        )
+    return o, m, total
+
+
+def crossed_once(q, k, causal):
+    """Whether the diagonal crosses no block of keys but a tile's last one."""
+    return causal and q.ndim == k.ndim == 4 and (k.shape[2] - q.shape[2]) % KEYS == 0
+
+
+def _launch(q, k, v, causal, window, scale, **options):
+    if not crossed_once(q, k, causal):
+        raise Unsupported(f"for causal attention whose queries and keys differ by a multiple of {KEYS}")
+    return launch(maximum_kernel, q, k, v, causal, window, scale, QUEUE=True, DEPTH=4, ALIGNED=True, **options)
+
+
+# Rung 9. New: no loop over masked blocks, for there is one, with which the fast loop begins anyway. Predicted: nothing
+# at D = 128, where its registers sufficed; at D = 64, whose fast loop began with 24 copies of registers, 1%.
+@needs(90, "TMA and wgmma", only=True)
+def one_masked(q, k, v, causal=False, window=None, scale=None):
+    """As lesson 6f's old_maximum, causal, S_k - S_q a multiple of 128."""
+    return _launch(q, k, v, causal, window, scale)
+
+
+# Rung 10. New: the first warpgroup's half of that block. Predicted: the table above, if the two warpgroups share the
+# tensor cores' time; the first now waits for the second, by no more than the ring's depth.
+@needs(90, "TMA and wgmma", only=True)
+def half_a_block(q, k, v, causal=False, window=None, scale=None):
+    """As one_masked."""
+    return _launch(q, k, v, causal, window, scale, STEPS=half_first)
+
+
+# Rung 11. New: as many heads at a time as have a tile for each SM. Predicted: at S = 512 K and V come from L2 three
+# times of four, 0.02 ms of 0.11 less; nothing from S = 2048 on, where a head's tiles fill the GPU.
+@needs(90, "TMA and wgmma", only=True)
+def attention(q, k, v, causal=False, window=None, scale=None):
+    """Lesson 4's attention by the fastest kernel that takes it: this lesson's, 6f's, 4's."""
+    try:
+        if crossed_once(q, k, causal):
+            heads_at_once = num_sms() // triton.cdiv(q.shape[2], 128)
+            return _launch(q, k, v, causal, window, scale, STEPS=half_first, AT_ONCE=heads_at_once)
+    except Unsupported:
+        pass
+    return lesson06f.attention(q, k, v, causal, window, scale)
+
+
+LESSON = Lesson(
+    reference=heads.reference,
+    inputs=heads.inputs,
+    rungs=(one_masked, half_a_block, attention),
+    checks=(
+        *lesson06f.LESSON.checks,
+        case("a diagonal through the corners of blocks, several tiles", B=2, H=3, S=600, D=128, causal=True),
+        case("so with more keys than queries", B=1, H=4, S=200, D=64, S_k=456, H_kv=2, causal=True),
+        case("so with queries that see nothing", B=1, H=2, S=300, D=64, S_k=172, causal=True),
+    ),
+    benches=tuple(shape for shape in lesson06f.LESSON.benches if shape["causal"]),
+    work=heads.work,
+    wrong=(
+        Mutant("the other warpgroup's half", "half_first", "WHICH == 0", "WHICH == 1", "half_a_block"),
+        Mutant("the half is not in the sum", "half_first", "gl.convert_layout(some, total.type.layout)", "total",
+               "half_a_block"),
+        Mutant("whatever the diagonal crosses", "crossed_once", "(k.shape[2] - q.shape[2]) % KEYS == 0", "True",
+               "half_a_block"),
+    ),
+    peers=lesson06f.LESSON.peers,
+    claims=dict.fromkeys((one_masked, half_a_block), ("wgmma", "tma", "no spills")),
+    properties=lesson06f.LESSON.properties,
+    refuses=heads.REFUSES,
+    dtypes=(torch.float16, torch.bfloat16),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()
