@@ -35,7 +35,7 @@ from day4_replace_op.lesson05_flash_backward import flash_attention
 GPU = DEVICE.type == "cuda"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SLACK = 8  # another's may round more often than PyTorch does (as in `bench`), but must compute the same thing
-HOPPER = "day4_replace_op.lesson06f_flash_hopper_maximum"
+HOPPER = "day4_replace_op.lesson06g_flash_hopper_diagonal"
 CUDA, KITTENS = "cuda_src.11_flash_attention_v1", "day3_matmul_tk.lesson10_thunderkittens_attention"
 
 
@@ -154,7 +154,7 @@ def _operator(q, k, v, causal):
     return import_module("day4_replace_op.lesson10c_operators").attention(q, k, v, causal)[0]
 
 
-TRAINED = {  # with a gradient; the operator of lesson 10c is lessons 6f and 6e where there is a Hopper GPU
+TRAINED = {  # with a gradient; the operator of lesson 10c is lessons 6g and 6e where there is a Hopper GPU
     "5 flash attention": flash_attention,
     "10c operator": _operator,
     "CUDA v1, tensor cores": _cuda_trained,
@@ -270,6 +270,7 @@ LADDERS = (
     "lesson06b_flash_hopper_turns",
     "lesson06c_flash_hopper_queue",
     "lesson06f_flash_hopper_maximum",
+    "lesson06g_flash_hopper_diagonal",
 )
 
 

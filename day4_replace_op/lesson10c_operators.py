@@ -34,7 +34,7 @@ from day2_triton_basics.lesson08b_layernorm_backward_lengths import layernorm_ba
 from day2_triton_basics.lesson12b_cross_entropy_wide import cross_entropy_split
 from day2_triton_basics.lesson13_cross_entropy_backward import backward_wide
 from day4_replace_op import lesson06e_flash_backward_sum as hopper_backward
-from day4_replace_op import lesson06f_flash_hopper_maximum as hopper
+from day4_replace_op import lesson06g_flash_hopper_diagonal as hopper
 
 
 @custom_op("course::attention", mutates_args=())
