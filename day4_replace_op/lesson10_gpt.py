@@ -49,7 +49,10 @@ class Config:
     learning_rate: float
 
 
-TINY = Config(vocabulary=256, context=16, layers=2, heads=2, width=64, batch=2, learning_rate=1e-2)
+# Lessons 11 and 11d compare trainings of TINY, whose text is another one for each Python. At a rate of 1e-2 the text
+# decides what becomes of rounding: in exact arithmetic 20 steps make 20 of an error of 1 (pyenv's 3.11), or 6,000
+# (Debian's). At 2e-3 it is 3; of 1,700 seeds weights moved by 6e-8 moved a loss by 1e-7, in the worst case by 3e-5.
+TINY = Config(vocabulary=256, context=16, layers=2, heads=2, width=64, batch=2, learning_rate=2e-3)
 # GPT-2's own vocabulary is 50,257: rounded up to a multiple of 128, rows of logits begin where wide loads and TMA can.
 SMALL = Config(vocabulary=50304, context=1024, layers=12, heads=12, width=768, batch=32, learning_rate=3e-4)
 CONFIG = SMALL if GPU else TINY

@@ -291,7 +291,7 @@ def same_curve():
     model = make(TINY)
     with replaced(model, FUSED):
         ours = train(model, TINY)
-    torch.testing.assert_close(ours, train(make(TINY), TINY), rtol=1e-4, atol=0)
+    torch.testing.assert_close(ours, train(make(TINY), TINY), rtol=1e-4, atol=0)  # rounding: 1e-6, see TINY
 
 
 LESSON = Steps((operators_are_sound, swapped, compiles, same_curve), alone=GPU)
