@@ -272,7 +272,7 @@ LESSON = Lesson(
                "left(next_p, o, v_smem.dtype), o", "ahead"),
         Mutant("a part of the sum is forgotten", "parts", "axis=3", "axis=3) * 0 + gl.max(p.reshape((p.shape[0], "
                "p.shape[1] // 8, 4, 2)), axis=3", "specialized"),
-        Mutant("both have the upper half's Q", "attend_partition", "q_smem.index(WHICH)", "q_smem.index(0)",
+        Mutant("both have the upper half's Q", "attend_partition", "smem[0].index(WHICH)", "smem[0].index(0)",
                "specialized"),
     ),
     peers=heads.PEERS,

@@ -66,13 +66,14 @@ def half_first(
     return o, m, total
 
 
-def crossed_once(q, k, causal):
+def _crossed_once(q, k, causal):
     """Whether the diagonal crosses no block of keys but a tile's last one."""
     return causal and q.ndim == k.ndim == 4 and (k.shape[2] - q.shape[2]) % KEYS == 0
 
 
 def _launch(q, k, v, causal, window, scale, **options):
-    if not crossed_once(q, k, causal):
+    heads.expect_heads(q, k, v, causal, window, scale)
+    if not _crossed_once(q, k, causal):
         raise Unsupported(f"for causal attention whose queries and keys differ by a multiple of {KEYS}")
     return launch(maximum_kernel, q, k, v, causal, window, scale, QUEUE=True, DEPTH=4, ALIGNED=True, **options)
 
@@ -99,7 +100,7 @@ def half_a_block(q, k, v, causal=False, window=None, scale=None):
 def attention(q, k, v, causal=False, window=None, scale=None):
     """Lesson 4's attention by the fastest kernel that takes it: this lesson's, 6f's, 4's."""
     try:
-        if crossed_once(q, k, causal):
+        if _crossed_once(q, k, causal):
             heads_at_once = num_sms() // triton.cdiv(q.shape[2], 128)
             return _launch(q, k, v, causal, window, scale, STEPS=half_first, AT_ONCE=heads_at_once)
     except Unsupported:
@@ -123,7 +124,7 @@ LESSON = Lesson(
         Mutant("the other warpgroup's half", "half_first", "WHICH == 0", "WHICH == 1", "half_a_block"),
         Mutant("the half is not in the sum", "half_first", "gl.convert_layout(some, total.type.layout)", "total",
                "half_a_block"),
-        Mutant("whatever the diagonal crosses", "crossed_once", "(k.shape[2] - q.shape[2]) % KEYS == 0", "True",
+        Mutant("whatever the diagonal crosses", "_crossed_once", "(k.shape[2] - q.shape[2]) % KEYS == 0", "True",
                "half_a_block"),
     ),
     peers=lesson06f.LESSON.peers,
