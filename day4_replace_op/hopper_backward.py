@@ -17,7 +17,13 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -85,8 +91,20 @@ def ask_scores(keys, queries, numbers, LAYOUT: gl.constexpr):
     return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=numbers is not None, is_async=True)
 
 
+@gluon.jit
+def await_scores(
+    smem, bars, turn, turns, zero, LAYOUT: gl.constexpr, WHICH: gl.constexpr, LATE: gl.constexpr
+):  # fmt: skip
+    """S^T of a step, asked for when its Q has come."""
+    q_smem, _, start_smem, _, k_smem, _, _ = smem
+    stage, parity = slot(turn, q_smem.shape[0])
+    mbarrier.wait(bars[0].index(stage), parity, pred=turn < turns)
+    k, q = matrix(k_smem.index(WHICH + zero)), matrix(q_smem.index(stage))
+    return ask_scores(k, q, None if LATE else start_smem.index(stage), LAYOUT)
+
+
 # A zero that the compiler cannot know. Without it the places of K and V in shared memory, 16 registers of wgmma's
-# descriptors, are computed before the loop and kept.
+# descriptors, are computed before the loop and kept; and before the first tile's, if a tile's begin or end has none.
 @gluon.jit
 def hidden_zero(x):
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], gl.int32, False, 1)
@@ -104,10 +122,10 @@ def share(ds, ds_smem, at, met, WHICH: gl.constexpr):
 # Both warpgroups' dS, times all 128 keys, for a half of the step's dQ: 64 queries x 64 columns of D if D is 128, else
 # 64 of 128 queries. wgmma reads dS [keys, queries] as its transpose.
 @gluon.jit
-def ask_dq(ds_smem, at, k_smem, zero, WHICH: gl.constexpr):
+def ask_dq(ds_smem, at, k_smem, zero, WHICH: gl.constexpr, HALVES: gl.constexpr = 2):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     dq = gl.zeros((64, 64), gl.float32, LAYOUT)
-    for half in gl.static_range(2):
+    for half in gl.static_range(HALVES):
         ds, k = ds_smem.index(at + half), matrix(k_smem.index(half + zero))
         if k.shape[1] == 128:
             k = k.slice(WHICH * 64, 64, dim=1)
@@ -115,6 +133,42 @@ def ask_dq(ds_smem, at, k_smem, zero, WHICH: gl.constexpr):
             ds = ds.slice(WHICH * 64, 64, dim=1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
     return dq
+
+
+# Causal, D = 128: a tile's upper 64 keys may come after all 64 queries of its first step, of no other. Then P, dS of
+# warpgroup 1 are 0. It shares zeros; what remains are its half of dQ, from the other's dS, and S of the next step. As
+# this is before the loop, not a branch in it, no other step pays for it.
+@gluon.jit
+def bounds(key, blocks, sizes, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """Of a warpgroup's own keys: the first block of queries that sees one, and the first that needs no mask."""
+    ahead = key + sizes[4] - sizes[5]
+    return min(blocks, max(0, ahead) // ROWS), min(blocks, (max(0, ahead + KEYS - 1) + ROWS - 1) // ROWS)
+
+
+@gluon.jit
+def pass_by(smem, bars, total, part, turn, turns, LAYOUT: gl.constexpr, LATE: gl.constexpr):
+    """Warpgroup 1's step with a block that sees none of its keys: S^T of the next. If LATE, it is a tile's first."""
+    k_smem, ds_smem = smem[4], smem[6]
+    q_full, _, empty, _, _, meet, _, _, order = bars
+    KEYS: gl.constexpr = ds_smem.shape[1]
+    ROWS: gl.constexpr = ds_smem.shape[2]
+    at, zero = turn % (ds_smem.shape[0] // 2) * 2, hidden_zero(turn)
+    stage, parity = slot(turn, q_full.shape[0])
+    mbarrier.wait(q_full.index(stage), parity)  # given back sooner, it would count for the block that was there before
+    if LATE:
+        mbarrier.wait(order.index(1), turn & 1)
+    share(gl.zeros((KEYS, ROWS), ds_smem.dtype, LAYOUT), ds_smem, at, meet.index(turn % 2), 1)
+    if LATE:
+        mbarrier.arrive(order.index(0))
+    s = await_scores(smem, bars, turn + 1, turns, zero, LAYOUT, 1, LATE)
+    if LATE:
+        s = warpgroup_mma_wait(0, deps=(s,))
+    else:
+        mbarrier.wait(meet.index(turn % 2), turn // 2 & 1)
+        dq, s = warpgroup_mma_wait(0, deps=(ask_dq(ds_smem, at, k_smem, zero, 1, HALVES=1), s))
+        add_dq(dq, part, total, 1)
+    mbarrier.arrive(empty.index(stage))
+    return s
 
 
 # By the threads, 4 numbers at a time (red.global.add.v4), or by TMA from shared memory (lesson 6e).

@@ -37,7 +37,7 @@ from day4_replace_op.lesson04b_flash_backward_queries import expect_gradient
 from day4_replace_op.lesson06d_flash_backward_hopper import LESSON as FIRST
 from day4_replace_op.lesson06d_flash_backward_hopper import backward_kernel, probabilities
 
-QUEUED = {"AHEAD": True, "TMA_ADDS": True, "QUEUE": True}
+QUEUED = {"AHEAD": True, "TMA_ADDS": True, "QUEUE": True, "SKIP": True}
 
 
 # Rung 3. New: TMA adds, from 32 KB more of shared memory. Predicted: 2950 cycles a step if shared memory is what limits
@@ -64,8 +64,8 @@ def queued(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
 # at D = 128 dS and the wait for its product, 250 of 3500.
 @gluon.jit
 def walk_in_turns(
-    s, dk, dv, smem, bars, total, part, base, begin, end, first, turns, key, sizes, scale_log2, LAYOUT: gl.constexpr,
-    WHICH: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    s, dk, dv, smem, bars, total, part, base, top, begin, end, first, turns, key, sizes, scale_log2,
+    LAYOUT: gl.constexpr, WHICH: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q_smem, do_smem, start_smem, delta_smem, k_smem, v_smem, ds_smem = smem
     q_full, do_full, empty, _, _, meet, _, _, order = bars
@@ -73,10 +73,9 @@ def walk_in_turns(
     WIDE: gl.constexpr = q_smem.shape[4] > 64
     part += WHICH
     for block in range(begin, end):
-        turn = base + block
+        turn, zero = base + block, hidden_zero(base + block)
         stage, parity = slot(turn, q_full.shape[0])
         after, parity_after = slot(turn + 1, q_full.shape[0])
-        zero = hidden_zero(turn)
         k, v = matrix(k_smem.index(WHICH + zero)), matrix(v_smem.index(WHICH + zero))
         q, do = matrix(q_smem.index(stage)), matrix(do_smem.index(stage))
         mbarrier.wait(do_full.index(stage), parity)
@@ -105,9 +104,7 @@ def walk_in_turns(
         dq, dk, ds = warpgroup_mma_wait(1, deps=(dq, dk, ds))
         mbarrier.arrive(empty.index(stage))
         if turn > first:
-            at_begin = 0
-            if MASKED:  # a head's first step: its last one is the last head's last
-                at_begin = 2 * begin if block == begin else 0
+            at_begin = 2 * top if MASKED and block == top else 0  # a head's first step: the last head's last part
             add_dq(dq, part + 2 * block - 2 - at_begin, total, WHICH)
         s = warpgroup_mma_wait(0, deps=(s_after,))
     return s, dk, dv
@@ -158,8 +155,7 @@ def twin(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
 def _program(program, counter, copies, sizes, q, do, start, delta, k, v, dq, dk, dv, causal):
     tiles, _, all_heads, _, S_q, S_k = sizes
     D, group = q.shape[3], q.shape[1] // k.shape[1]
-    late = D <= 64
-    buffers = 3 if late else 2
+    late, buffers = D <= 64, 3 if D <= 64 else 2
     k_smem, v_smem = (torch.full((2, 8, D), math.nan) for _ in range(2))
     q_smem, do_smem = (torch.full((2, 8, D + 1), math.nan) for _ in range(2))  # with their rows' numbers
     ds_smem, numbers = torch.full((buffers, 2, 8, 8), math.nan), [None] * 2
@@ -209,6 +205,7 @@ def _program(program, counter, copies, sizes, q, do, start, delta, k, v, dq, dk,
 
     def multiply_tile(which, first, count, batch, head_kv, key, begin, whole, blocks):
         mine, turns = key + 8 * which + torch.arange(8)[:, None], first + (blocks - begin) * group
+        own = max(0, key + 8 * which + S_q - S_k) // 8 if causal and (group == 1 or not late) else begin
         half, (dk, dv) = slice(which * D // 2, D if which else D // 2), torch.zeros(2, 8, D)
         yield k_full, count & 1
         yield q_full[first % 2], first // 2 & 1
@@ -218,20 +215,24 @@ def _program(program, counter, copies, sizes, q, do, start, delta, k, v, dq, dk,
         for turn in range(first, turns + late):  # the last one, if late, only adds the last dQ
             now = turn - late  # the step whose dQ this is
             (stage, parity), (after, parity_after) = slot.fn(turn, 2), slot.fn(turn + 1, 2)
+            block = begin + (turn - first) % (blocks - begin)
+            seen = turn < turns and block >= own
             if turn < turns:
-                yield do_full[stage], parity
+                yield (do_full if seen else q_full)[stage], parity
                 if late:
                     yield order[which], turn & 1
-                p = torch.exp(s - q_smem[stage, :, D])
-                block = begin + (turn - first) % (blocks - begin)
-                if block < whole:
-                    p = p.masked_fill(mine > 8 * block + torch.arange(8) + S_k - S_q if causal else mine >= S_k, 0)
-                yield FREE
-                ds = p * (v_smem[which] @ do_smem[stage, :, :D].T - do_smem[stage, :, D])
+                ds = torch.zeros(8, 8)
+                if seen:
+                    p = torch.exp(s - q_smem[stage, :, D])
+                    if block < whole:
+                        p = p.masked_fill(mine > 8 * block + torch.arange(8) + S_k - S_q if causal else mine >= S_k, 0)
+                    yield FREE
+                    ds = p * (v_smem[which] @ do_smem[stage, :, :D].T - do_smem[stage, :, D])
                 ds_smem[turn % buffers, which] = ds
                 meet[turn % 2].arrive()
                 if late:
                     order[1 - which].arrive()
+            if seen:
                 yield FREE
                 dv += p @ do_smem[stage, :, :D]
             if now >= first:
@@ -276,7 +277,7 @@ LESSON = Lesson(
     wrong=(
         Mutant("the meeting is not waited for", "_program", "yield meet[now % 2], now // 2 & 1\n            if turn",
                "yield FREE\n            if turn", "twin"),
-        Mutant("dS in a buffer less", "_program", "3 if late else 2", "2 if late else 1", "twin"),
+        Mutant("dS in a buffer less", "_program", "3 if D <= 64 else 2", "2 if D <= 64 else 1", "twin"),
         Mutant("Q given back before dK", "_program", "dv += p @ do_smem[stage, :, :D]",
                "dv += p @ do_smem[stage, :, :D]; empty[stage].arrive(); empty[stage].missing += 1", "twin", "nan"),
         Mutant("dK over K that the other still reads", "_program", "yield read, count & 1", "yield FREE", "twin"),
