@@ -282,7 +282,7 @@ def load_block(desc, smem, numbers_desc, numbers_smem, full, stage, batch, head,
     tma.async_copy_global_to_shared(numbers_desc, [row, first], full.index(stage), numbers_smem.index(stage))
 
 
-def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=False, LATE=False, **options):
+def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=False, LATE=False, AT_ONCE=0, **options):
     """Check the arguments, prepare, walk, finish."""
     scale = queries.expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
@@ -298,7 +298,7 @@ def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=
     )
     # Q, dO and twice as much of dQ are what a head's programs share. But a group of heads ends with its short tiles and
     # the next begins with long ones: of less than 8 heads these are too few for 132 SMs, and last longest in the end.
-    at_once = min(B * H_kv, max(8, heads.at_once(8 * group * S_q * width)))
+    at_once = min(B * H_kv, AT_ONCE or max(8, heads.at_once(8 * group * S_q * width)))
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     programs = min(tiles * B * H_kv, num_sms()) if QUEUE else tiles * B * H_kv
     kernel[(programs,)](
