@@ -138,10 +138,10 @@ LESSON = Lesson(
         ),
         Mutant("a tile too few", "MatmulTemplate", "task >= ", "task + 1 >= ", "matmul_template", "nan"),
         Mutant(
-            "every buffer is taken for full after its first load",
+            "always the first buffer's rows of b",
             "double_buffer_kernel",
-            "step / 2 % 2",
-            "0",
+            "s.b[step % 2]);",
+            "s.b[0]);",
             "matmul_double_buffer",
         ),
     ),

@@ -1,9 +1,8 @@
-"""What lessons 6d and 6e share: rows' numbers before, which tile comes when, the warp that loads, dQ and its sum.
+"""What lessons 6d and 6e share: products asked for, which tile comes when, the warp that loads, the launch.
 
 A program's 9 warps share a tile of 128 keys of a head of K and V: two warpgroups own 64 each, one warp asks TMA for
 what they need. Shared memory: K and V as [2, 1, 1, 64, D], blocks of Q and dO as [STAGES, 1, 1, ROWS, D], their rows'
-numbers as [STAGES, 1, ROWS], dS as [2 * 2, 64, ROWS], by the step's parity and by who wrote it. dQ's sum in memory is
-fp32, as parts of 64 x 64: whole rows of parts for a head, and one of a step's two parts for each warpgroup.
+numbers as [STAGES, 1, ROWS], dS as [2 * 2, 64, ROWS], by the step's parity and by who wrote it.
 """
 
 from importlib import import_module
@@ -12,11 +11,8 @@ from lessonkit import Unsupported, case
 
 import torch
 import triton
-import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -30,52 +26,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from day3_matmul_tk.lesson07b_gluon_persistent import slot
 from day4_replace_op import heads
 from day4_replace_op import lesson04b_flash_backward_queries as queries
-from day4_replace_op.heads import load_tile
 from day4_replace_op.hopper import describe, draw, matrix, num_sms, refuse_others, tell, zero
+from day4_replace_op.hopper_dq import add_dq, finish_kernel, prepare_kernel
 
 KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO at a time
-
-
-# A row's two numbers, negative because they are added: lse, in units of what it is added to, and delta. A row that
-# sees nothing, or is past the last one, begins so low that its P are 0. This kernel and the last one go from the last
-# head to the first: what was written last is what L2 still has. The next kernel's programs may come as soon as there is
-# room (programmatic dependent launch), and wait for this one's results themselves.
-@triton.jit
-def prepare_kernel(
-    out, do, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D] twice, [B, H, S_q]; [B H, rows] twice, dQ's sum
-    out_strides, do_strides, unit, H, S_q, rows, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    gdc_launch_dependents()
-    tiles, nth = rows // BLOCK_M, tl.num_programs(0) - 1 - tl.program_id(0)
-    head, row = (nth // tiles).to(tl.int64), nth % tiles * BLOCK_M
-    o_tile = load_tile(out, out_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
-    do_tile = load_tile(do, do_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
-    at = row + tl.arange(0, BLOCK_M)
-    lse = tl.load(lse_ptr + head * S_q + at, mask=at < S_q, other=float("-inf"))
-    tl.store(starts_ptr + head * rows + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
-    tl.store(deltas_ptr + head * rows + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
-    tl.store(
-        sum_ptr + (head * rows + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
-        tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
-    )
-
-
-# A part of the sum lies as a warpgroup's registers have it, so that adding is contiguous: first which warp has a
-# number (4), then which of 8 column blocks (8), which thread (8 x 4), then the 4 that a thread has there: 2 rows that
-# are 8 apart, 2 columns.
-@triton.jit
-def finish_kernel(
-    dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    gdc_wait()
-    parts, nth = rows // 64 * (BLOCK_D // 64), tl.num_programs(0) - 1 - tl.program_id(0)
-    head, part = (nth // parts).to(tl.int64), nth % parts
-    x = tl.load(sum_ptr + (head * parts + part) * 4096 + tl.arange(0, 4096)).reshape(4, 8, 8, 4, 2, 2)
-    x = x.permute(0, 4, 2, 1, 3, 5).reshape(64, 64) * scale
-    at = part // (BLOCK_D // 64) * 64 + tl.arange(0, 64)[:, None]
-    cols = part % (BLOCK_D // 64) * 64 + tl.arange(0, 64)[None, :]
-    ptrs = dq + head // H * dq_strides[0] + head % H * dq_strides[1] + at.to(tl.int64) * dq_strides[2]
-    tl.store(ptrs + cols.to(tl.int64) * dq_strides[3], x.to(dq.dtype.element_ty), mask=(at < S_q) & (cols < D))
 
 
 # A product adds to what its registers hold. They may begin with -lse (as a score) or -delta of each query, not with 0:
@@ -171,30 +125,6 @@ def pass_by(smem, bars, total, part, turn, turns, LAYOUT: gl.constexpr, LATE: gl
     return s
 
 
-# By the threads, 4 numbers at a time (red.global.add.v4), or by TMA from shared memory (lesson 6e).
-@gluon.jit
-def add_dq(dq, part, total, WHICH: gl.constexpr):
-    sum_desc, sum_ptr, sum_smem = total
-    x = dq.reshape((4, 2, 8, 8, 4, 2)).permute((0, 3, 2, 4, 1, 5))
-    if sum_smem is None:
-        x = x.reshape((4096,))
-        numbers = part.to(gl.int64) * 4096 + gl.arange(0, 4096, layout=x.type.layout)
-        gl.atomic_add(sum_ptr + numbers, x, sem="relaxed")
-    else:
-        tma.store_wait(0)  # it has read what it added a step ago
-        sum_smem.index(WHICH).store(x.reshape((64, 64)))
-        fence_async_shared()
-        tma_add(sum_desc, [part * 64, 0], sum_smem.index(WHICH))
-
-
-# Gluon's compiler has the operation, its language no name for it yet.
-@builtin
-def tma_add(desc, coord, smem, _semantic=None):
-    """Add a block of shared memory to memory, as tma.async_copy_shared_to_global stores it."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)
-
-
 # What all partitions agree on. Causal: the first keys, which most queries see, first; lesson 4's order of heads.
 @gluon.jit
 def place(nth, sizes, CAUSAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr):
@@ -282,7 +212,7 @@ def load_block(desc, smem, numbers_desc, numbers_smem, full, stage, batch, head,
     tma.async_copy_global_to_shared(numbers_desc, [row, first], full.index(stage), numbers_smem.index(stage))
 
 
-def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=False, LATE=False, AT_ONCE=0, **options):
+def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=False, LATE=False, **options):
     """Check the arguments, prepare, walk, finish."""
     scale = queries.expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
@@ -296,9 +226,10 @@ def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=
     prepare_kernel[(B * H * rows // 32,)](
         out, grad_out, lse, starts, deltas, total, out.stride(), grad_out.stride(), unit, H, S_q, rows, D, 32, width
     )
-    # Q, dO and twice as much of dQ are what a head's programs share. But a group of heads ends with its short tiles and
-    # the next begins with long ones: of less than 8 heads these are too few for 132 SMs, and last longest in the end.
-    at_once = min(B * H_kv, AT_ONCE or max(8, heads.at_once(8 * group * S_q * width)))
+    # Few heads at a time, so that long and short tiles are under way together: 128 heads of S = 512, first all their
+    # long tiles, take 18% longer. 16 if L2 holds what their programs share (Q, dO, twice as much of dQ), else 8; with
+    # less a group's end is felt. Most counts of heads are multiples of these, or the last group has few.
+    at_once = min(B * H_kv, 16 if heads.at_once(8 * group * S_q * width) >= 16 else 8)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     programs = min(tiles * B * H_kv, num_sms()) if QUEUE else tiles * B * H_kv
     kernel[(programs,)](

@@ -47,7 +47,6 @@ from day4_replace_op.hopper import BENCHES, hear, left, matrix
 from day4_replace_op.hopper_backward import (
     CHECKS,
     PEERS,
-    add_dq,
     ask_dq,
     ask_scores,
     await_scores,
@@ -59,6 +58,7 @@ from day4_replace_op.hopper_backward import (
     place,
     share,
 )
+from day4_replace_op.hopper_dq import add_dq
 from day4_replace_op.lesson06_flash_hopper import exp2
 
 

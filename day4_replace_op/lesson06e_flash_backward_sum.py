@@ -8,8 +8,6 @@ memory 500 cycles beside 2432, 32 KB written and 32 KB read a step; but nobody w
 Whoever adds, S / 128 owners add 4 S D bytes each: S^2 D / 32 a head, 17 GB for 16 heads at S = 16384 and D = 128, in
 L2's own adders. At 8 ms for the products that is 2.1 TB/s; if the adders do less, they are the limit.
 
-Then what a loop's order cannot give: tiles that begin under another's end, and warpgroups out of step.
-
 You will learn: a sum in memory that nobody waits for, why two that do the same should not do it at the same time.
 Needs a Hopper GPU; without one the rungs are compiled, and a twin of all barriers runs, slow and in any order.
 Run it:    python day4_replace_op/lesson06e_flash_backward_sum.py
@@ -32,12 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from day3_matmul_tk.lesson07b_gluon_persistent import FREE, Barrier, ask_for, in_any_order, slot
 from day4_replace_op import lesson05_flash_backward as lesson05
 from day4_replace_op.hopper import BENCHES, left, matrix
-from day4_replace_op.hopper_backward import CHECKS, PEERS, add_dq, ask_dq, ask_scores, hidden_zero, launch, place, share
+from day4_replace_op.hopper_backward import CHECKS, PEERS, ask_dq, ask_scores, hidden_zero, launch, place, share
+from day4_replace_op.hopper_dq import add_dq
 from day4_replace_op.lesson04b_flash_backward_queries import expect_gradient
 from day4_replace_op.lesson06d_flash_backward_hopper import LESSON as FIRST
 from day4_replace_op.lesson06d_flash_backward_hopper import backward_kernel, probabilities
-
-QUEUED = {"AHEAD": True, "TMA_ADDS": True, "QUEUE": True, "SKIP": True}
 
 
 # Rung 3. New: TMA adds, from 32 KB more of shared memory. Predicted: 2950 cycles a step if shared memory is what limits
@@ -110,33 +107,37 @@ def walk_in_turns(
     return s, dk, dv
 
 
+QUEUED = {"AHEAD": True, "TMA_ADDS": True, "QUEUE": True}
+TURNS = {**QUEUED, "LATE": True, "WALK": walk_in_turns}
+
+
 @needs(90, "TMA and wgmma", only=True)
 def in_turns(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
     """As lesson 6d's five_products."""
-    options = {**QUEUED, "LATE": True, "WALK": walk_in_turns}
-    return launch(backward_kernel, grad_out, q, k, v, out, lse, causal, window, scale, **options)
+    return launch(backward_kernel, grad_out, q, k, v, out, lse, causal, window, scale, **TURNS)
 
 
+# Rung 6. New: causal, D = 128: of a tile's first 64 queries the second warpgroup's 64 keys are seen by none. It passes
+# by, with zeros for the other's dQ. Predicted: 10% of the products at S = 512 (4 of 40 steps of a warpgroup), 3% at
+# 2048, and less of the time, as the other's step is as long as it was, with nobody to hide its waits.
 @needs(90, "TMA and wgmma", only=True)
 def attention_backward(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None, deterministic=False):
-    """dq, dk, dv of lesson 4's attention, by the faster of the two.
+    """dq, dk, dv of lesson 4's attention, in turns, or where tiles are short without.
 
     grad_out, q, out [B, H, S_q, D], k, v [B, H_kv, S_k, D] in one dtype, any strides; lse [B, H, S_q] in fp32,
-    contiguous; out and lse as attention() returned them, causal, window and scale as it got them. dk and dv are the
-    same to the bit each time, dq only if deterministic. That, and what this is not for (fp32, windows, D past 128,
-    strides that TMA refuses), takes lesson 5's. TypeError, ValueError for what is not so.
+    contiguous; all as attention() got or returned it, or TypeError, ValueError. dq is the same to the bit each time if
+    deterministic; that, and what this is not for (fp32, windows, D past 128, strides of TMA), takes lesson 5's.
     """
-    # Beside 8 steps a dQ more at a tile's end counts, and a group's heads need registers that D = 128 has not.
-    simple = q.shape[-1] > 64 and q.ndim == k.ndim == 4 and (q.shape[2] <= 512 or q.shape[1] > k.shape[1])
+    short = q.ndim == 4 and q.shape[3] > 64 and q.shape[2] <= 512  # beside 8 steps a dQ more at a tile's end counts
+    more = {**(QUEUED if short else TURNS), "SKIP": True}
     with suppress(Unsupported):
         if not deterministic:
-            return (queued if simple else in_turns)(grad_out, q, k, v, out, lse, causal, window, scale)
+            return launch(backward_kernel, grad_out, q, k, v, out, lse, causal, window, scale, **more)
     return lesson05.attention_backward(grad_out, q, k, v, out, lse, causal, window, scale)
 
 
-# The slow twin, as lesson 6b's: between the barriers is PyTorch, small (2 x 8 keys, 8 queries, 2 stages).
 def twin(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
-    """As attention_backward, without windows, in any dtype: all loops and barriers, one wait at a time."""
+    """As attention_backward, slow and small (2 x 8 keys, 8 queries, 2 stages), in any dtype, without windows."""
     scale = expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
     (B, _, S_q, _), (_, H_kv, S_k, _) = q.shape, k.shape
     grad, q, k, v, out, lse = (t.float().cpu() for t in (grad_out, q, k, v, out, lse))  # step by step
@@ -267,8 +268,7 @@ def deterministic_is_deterministic(_rung):
 
 
 LESSON = Lesson(
-    reference=lesson05.reference,
-    inputs=lesson05.inputs,
+    reference=lesson05.reference, inputs=lesson05.inputs,
     rungs=(tma_adds, queued, in_turns, attention_backward),
     checks=CHECKS,
     benches=BENCHES,

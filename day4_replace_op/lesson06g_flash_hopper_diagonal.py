@@ -12,9 +12,11 @@ All this holds if queries and keys end together, or differ by a multiple of 128:
 That is known at the launch, so the kernel is compiled for it, and the loop over masked blocks that lesson 6f has before
 its fast one is not in the program at all: no registers for it, no copies from its registers to the other's.
 
-Where tiles are few and short, as at S = 512, bytes begin to matter too: of 0.10 ms at 340 TFLOP/s HBM needs 0.064. Of
-how many heads do the tiles come at the same time? Longest first is best among many. But a head's four tiles read the
-same K and V, and do it soon after one another if there are just as many heads under way as fill the GPU.
+Where tiles are short, as at S = 512, bytes begin to matter too: of 0.10 ms at 340 TFLOP/s HBM needs 0.064. A tile of
+four blocks has more products than bytes, a tile of one more bytes than products; the longest of all heads first, the
+shortest of all last, as lesson 6c has it, is first one and then the other. With few heads at a time both are under way
+together, and one's bytes come under the other's products. At the end that costs nothing: the queue's last tiles are
+short all the same.
 
 You will learn: to find work that a mask throws away, a product of half a tile, what a kernel may know when compiled.
 Needs a Hopper GPU to run; without one the rungs are compiled.
@@ -94,15 +96,17 @@ def half_a_block(q, k, v, causal=False, window=None, scale=None):
     return _launch(q, k, v, causal, window, scale, STEPS=half_first)
 
 
-# Rung 11. New: as many heads at a time as have a tile for each SM. Predicted: at S = 512 K and V come from L2 three
-# times of four, 0.02 ms of 0.11 less; nothing from S = 2048 on, where a head's tiles fill the GPU.
+# Rung 11. New: few heads at a time: 8, or fewer if their tiles are more than SMs. Predicted: at S = 512 the 0.01 ms by
+# which half_a_block is above its products' 0.09; nothing from S = 4096 on, where most tiles are long. (All 512 heads at
+# a time: 223 TFLOP/s where 8 have 351.)
 @needs(90, "TMA and wgmma", only=True)
 def attention(q, k, v, causal=False, window=None, scale=None):
     """Lesson 4's attention by the fastest kernel that takes it: this lesson's, 6f's, 4's."""
     try:
-        if _crossed_once(q, k, causal):
-            heads_at_once = num_sms() // triton.cdiv(q.shape[2], 128)
-            return _launch(q, k, v, causal, window, scale, STEPS=half_first, AT_ONCE=heads_at_once)
+        # Three warpgroups' tiles of 192 rows compute more than they need, at D = 64, S = 16384 for more than that.
+        if _crossed_once(q, k, causal) and (q.shape[3] > 64 or k.shape[2] <= 4096):
+            few = min(8, num_sms() // triton.cdiv(q.shape[2], 128))
+            return _launch(q, k, v, causal, window, scale, STEPS=half_first, AT_ONCE=few)
     except Unsupported:
         pass
     return lesson06f.attention(q, k, v, causal, window, scale)
