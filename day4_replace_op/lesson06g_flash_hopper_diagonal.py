@@ -102,8 +102,8 @@ def half_a_block(q, k, v, causal=False, window=None, scale=None):
 
 # Rung 11. New: few heads at a time: 8, or fewer if their tiles are more than SMs. Predicted: at S = 512 the 0.01 ms by
 # which half_a_block is above its products' 0.09; nothing from S = 4096 on, where most tiles are long. (All 512 heads
-# at a time: 223 TFLOP/s where 8 have 351.) Measured: 8% at 512, 4% from 2048 on, also at 16384 with 1 head for lesson 4's
-# 3. Their K and V are 24 MB, and L2's 60 MB are two halves: what SMs of both read may lie in it twice.
+# at a time: 223 TFLOP/s where 8 have 351.) Measured: 8% at 512, 4% from 2048 on, also at 16384 with one head, not
+# three. Their K and V are 24 MB, and L2's 60 MB are two halves: what SMs of both read may lie in it twice.
 @needs(90, "TMA and wgmma", only=True)
 def attention(q, k, v, causal=False, window=None, scale=None):
     """Lesson 4's attention by the fastest kernel that takes it: this lesson's, 6f's, 4's."""
