@@ -191,6 +191,29 @@ def test_an_impossible_time_is_refused(monkeypatch):
         bench._rows(ADD, found, {"n": 2**28}, {"add_wide": fast, "copy": fast}, {"add_wide": "rung", "copy": "limit"})
 
 
+def test_what_is_wrong_after_the_rounds_has_no_row(monkeypatch):
+    """The others keep theirs; and who was disturbed is named."""
+    calls = iter((True, False))
+    rungs = (lambda x, y: x + y, lambda x, y: x + y if next(calls) else x)
+    for rung, name in zip(rungs, ("right", "once"), strict=True):
+        rung.__name__ = name
+    found = dataclasses.replace(dict(discover("lesson01_vector_add"))[ADD], rungs=rungs, peers={}, benches=({"n": 64},))
+
+    def measure(contenders):
+        for call in contenders.values():
+            call()
+        return {name: timing.Timing(1, 1, 1 + (name == "right"), 20) for name in contenders}
+
+    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
+    monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, dict.fromkeys(("fp32", "bf16"), 7e14), 0.002))
+    said = []
+    assert [row.rung for row in bench.bench(ADD, found, said.append)] == ["right", "copy"]
+    assert [line.split(":")[0] for line in said] == ["right at n=64", "once at n=64"]
+    assert "something else" in said[0]
+    assert "wrong after the rounds" in said[1]
+
+
 def test_what_a_program_prints_becomes_rows():
     text = "v1    right: 10 values\n\n10 floats: in 1.2 ms\nlimit 1.2 ms\nv1 pinned      3.30 ms   40% of   it\n"
     text += "  v2    2 ms  x\nB\nv3  1 ms  y\n"
