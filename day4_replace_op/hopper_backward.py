@@ -278,4 +278,5 @@ CHECKS = (
     case("keys of two tiles, queries of one block", B=1, H=2, S=20, D=32, S_k=160, H_kv=1, causal=True),
     case("three programs and more for each SM", gib=0.6, B=4, H=34, S=400, D=64, S_k=300),
     case("so causal", gib=0.6, B=4, H=34, S=400, D=128, S_k=500, causal=True),
+    case("so in groups, the keys fewer", gib=0.6, B=2, H=64, S=500, D=128, S_k=400, H_kv=16, causal=True),
 )
