@@ -241,7 +241,7 @@ def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, 
     width, stages = (64, DEPTH) if D <= 64 else (128, 2)  # what fits beside Q and O
     descs = [describe(t, rows, width) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))]
     tiles, group = triton.cdiv(S_q, WGS * ROWS), H // H_kv
-    at_once = max(1, min(B * H, AT_ONCE or group * heads.at_once(4 * S_k * D)))
+    at_once = min(B * H, AT_ONCE or group * heads.at_once(4 * S_k * D))
     programs = min(tiles * B * H, num_sms()) if STAYS or QUEUE else tiles * B * H
     counter = zero(q) if QUEUE else lse
     kernel[(programs,)](

@@ -82,8 +82,8 @@ def _launch(q, k, v, causal, window, scale, **options):
 
 # Rung 9. New: no loop over masked blocks, for there is one, with which the fast loop begins anyway. Predicted: nothing
 # at D = 128, where its registers sufficed; at D = 64, whose fast loop had 24 copies of registers, 1%. Measured: 5% at
-# D = 64, and at S = 512. What is left out is a quarter of the program's 94 KB, copies, and what begins and ends a loop
-# that runs no times, once for each of many short tiles; which of these is how much has not been found out.
+# D = 64, and at S = 512. What is left out is a part of the program, copies, and what begins and ends a loop that runs
+# no times, once for each of many short tiles; which of these is how much has not been found out.
 @needs(90, "TMA and wgmma", only=True)
 def one_masked(q, k, v, causal=False, window=None, scale=None):
     """As lesson 6f's old_maximum, causal, S_k - S_q a multiple of 128."""
@@ -101,9 +101,9 @@ def half_a_block(q, k, v, causal=False, window=None, scale=None):
 
 
 # Rung 11. New: few heads at a time: 8, or fewer if their tiles are more than SMs. Predicted: at S = 512 the 0.01 ms by
-# which half_a_block is above its products' 0.09; nothing from S = 4096 on, where most tiles are long. (All 512 heads
-# at a time: 223 TFLOP/s where 8 have 351.) Measured: 8% at 512, 4% from 2048 on, also at 16384 with one head, not
-# three. Their K and V are 24 MB, and L2's 60 MB are two halves: what SMs of both read may lie in it twice.
+# which half_a_block is above its products' 0.09; nothing from S = 4096 on, where most tiles are long. Measured
+# at D = 128: 8% at 512, 4% from 2048 on, also at 16384, where it is one head for lesson 4's three. Their K and V are 24
+# MB, and L2's 60 MB are two halves: perhaps what SMs of both read lies in it twice. At D = 64 next to nothing.
 @needs(90, "TMA and wgmma", only=True)
 def attention(q, k, v, causal=False, window=None, scale=None):
     """Lesson 4's attention by the fastest kernel that takes it: this lesson's, 6f's, 4's."""

@@ -17,7 +17,10 @@ PEER_SLACK = 8  # a peer may round more often than PyTorch; it is here for its s
 
 
 def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list[rows.Row]:
-    """Check, time and re-check every rung and peer at every bench shape. `say` gets a line for each one left out."""
+    """Check, time and re-check every rung and peer at every bench shape.
+
+    `say` gets a line for each one left out, and for each whose times were disturbed.
+    """
     measured: list[rows.Row] = []
     for shape in lesson.benches:
         measured += _one_shape(name, lesson, shape, say)
