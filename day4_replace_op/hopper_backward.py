@@ -1,9 +1,8 @@
-"""What lessons 6d and 6e share: rows' numbers before, which tile comes when, the warp that loads, dQ and its sum.
+"""What lessons 6d and 6e share: products asked for, which tile comes when, the warp that loads, the launch.
 
 A program's 9 warps share a tile of 128 keys of a head of K and V: two warpgroups own 64 each, one warp asks TMA for
 what they need. Shared memory: K and V as [2, 1, 1, 64, D], blocks of Q and dO as [STAGES, 1, 1, ROWS, D], their rows'
-numbers as [STAGES, 1, ROWS], dS as [2 * 2, 64, ROWS], by the step's parity and by who wrote it. dQ's sum in memory is
-fp32, as parts of 64 x 64: whole rows of parts for a head, and one of a step's two parts for each warpgroup.
+numbers as [STAGES, 1, ROWS], dS as [2 * 2, 64, ROWS], by the step's parity and by who wrote it.
 """
 
 from importlib import import_module
@@ -12,64 +11,25 @@ from lessonkit import Unsupported, case
 
 import torch
 import triton
-import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from day3_matmul_tk.lesson07b_gluon_persistent import slot
 from day4_replace_op import heads
 from day4_replace_op import lesson04b_flash_backward_queries as queries
-from day4_replace_op.heads import load_tile
 from day4_replace_op.hopper import describe, draw, matrix, num_sms, refuse_others, tell, zero
+from day4_replace_op.hopper_dq import add_dq, finish_kernel, prepare_kernel
 
 KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO at a time
-
-
-# A row's two numbers, negative because they are added: lse, in units of what it is added to, and delta. A row that
-# sees nothing, or is past the last one, begins so low that its P are 0. This kernel and the last one go from the last
-# head to the first: what was written last is what L2 still has. The next kernel's programs may come as soon as there is
-# room (programmatic dependent launch), and wait for this one's results themselves.
-@triton.jit
-def prepare_kernel(
-    out, do, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D] twice, [B, H, S_q]; [B H, rows] twice, dQ's sum
-    out_strides, do_strides, unit, H, S_q, rows, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    gdc_launch_dependents()
-    tiles, nth = rows // BLOCK_M, tl.num_programs(0) - 1 - tl.program_id(0)
-    head, row = (nth // tiles).to(tl.int64), nth % tiles * BLOCK_M
-    o_tile = load_tile(out, out_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
-    do_tile = load_tile(do, do_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
-    at = row + tl.arange(0, BLOCK_M)
-    lse = tl.load(lse_ptr + head * S_q + at, mask=at < S_q, other=float("-inf"))
-    tl.store(starts_ptr + head * rows + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
-    tl.store(deltas_ptr + head * rows + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
-    tl.store(
-        sum_ptr + (head * rows + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
-        tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
-    )
-
-
-# A part of the sum lies as a warpgroup's registers have it, so that adding is contiguous: first which warp has a
-# number (4), then which of 8 column blocks (8), which thread (8 x 4), then the 4 that a thread has there: 2 rows that
-# are 8 apart, 2 columns.
-@triton.jit
-def finish_kernel(
-    dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    gdc_wait()
-    parts, nth = rows // 64 * (BLOCK_D // 64), tl.num_programs(0) - 1 - tl.program_id(0)
-    head, part = (nth // parts).to(tl.int64), nth % parts
-    x = tl.load(sum_ptr + (head * parts + part) * 4096 + tl.arange(0, 4096)).reshape(4, 8, 8, 4, 2, 2)
-    x = x.permute(0, 4, 2, 1, 3, 5).reshape(64, 64) * scale
-    at = part // (BLOCK_D // 64) * 64 + tl.arange(0, 64)[:, None]
-    cols = part % (BLOCK_D // 64) * 64 + tl.arange(0, 64)[None, :]
-    ptrs = dq + head // H * dq_strides[0] + head % H * dq_strides[1] + at.to(tl.int64) * dq_strides[2]
-    tl.store(ptrs + cols.to(tl.int64) * dq_strides[3], x.to(dq.dtype.element_ty), mask=(at < S_q) & (cols < D))
 
 
 # A product adds to what its registers hold. They may begin with -lse (as a score) or -delta of each query, not with 0:
@@ -85,8 +45,20 @@ def ask_scores(keys, queries, numbers, LAYOUT: gl.constexpr):
     return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=numbers is not None, is_async=True)
 
 
+@gluon.jit
+def await_scores(
+    smem, bars, turn, turns, zero, LAYOUT: gl.constexpr, WHICH: gl.constexpr, LATE: gl.constexpr
+):  # fmt: skip
+    """S^T of a step, asked for when its Q has come."""
+    q_smem, _, start_smem, _, k_smem, _, _ = smem
+    stage, parity = slot(turn, q_smem.shape[0])
+    mbarrier.wait(bars[0].index(stage), parity, pred=turn < turns)
+    k, q = matrix(k_smem.index(WHICH + zero)), matrix(q_smem.index(stage))
+    return ask_scores(k, q, None if LATE else start_smem.index(stage), LAYOUT)
+
+
 # A zero that the compiler cannot know. Without it the places of K and V in shared memory, 16 registers of wgmma's
-# descriptors, are computed before the loop and kept.
+# descriptors, are computed before the loop and kept; and before the first tile's, if a tile's begin or end has none.
 @gluon.jit
 def hidden_zero(x):
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], gl.int32, False, 1)
@@ -104,10 +76,10 @@ def share(ds, ds_smem, at, met, WHICH: gl.constexpr):
 # Both warpgroups' dS, times all 128 keys, for a half of the step's dQ: 64 queries x 64 columns of D if D is 128, else
 # 64 of 128 queries. wgmma reads dS [keys, queries] as its transpose.
 @gluon.jit
-def ask_dq(ds_smem, at, k_smem, zero, WHICH: gl.constexpr):
+def ask_dq(ds_smem, at, k_smem, zero, WHICH: gl.constexpr, HALVES: gl.constexpr = 2):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     dq = gl.zeros((64, 64), gl.float32, LAYOUT)
-    for half in gl.static_range(2):
+    for half in gl.static_range(HALVES):
         ds, k = ds_smem.index(at + half), matrix(k_smem.index(half + zero))
         if k.shape[1] == 128:
             k = k.slice(WHICH * 64, 64, dim=1)
@@ -117,28 +89,40 @@ def ask_dq(ds_smem, at, k_smem, zero, WHICH: gl.constexpr):
     return dq
 
 
-# By the threads, 4 numbers at a time (red.global.add.v4), or by TMA from shared memory (lesson 6e).
+# Causal, D = 128: a tile's upper 64 keys may come after all 64 queries of its first step, of no other. Then P, dS of
+# warpgroup 1 are 0. It shares zeros; what remains are its half of dQ, from the other's dS, and S of the next step. As
+# this is before the loop, not a branch in it, no other step pays for it.
 @gluon.jit
-def add_dq(dq, part, total, WHICH: gl.constexpr):
-    sum_desc, sum_ptr, sum_smem = total
-    x = dq.reshape((4, 2, 8, 8, 4, 2)).permute((0, 3, 2, 4, 1, 5))
-    if sum_smem is None:
-        x = x.reshape((4096,))
-        numbers = part.to(gl.int64) * 4096 + gl.arange(0, 4096, layout=x.type.layout)
-        gl.atomic_add(sum_ptr + numbers, x, sem="relaxed")
+def bounds(key, blocks, sizes, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """Of a warpgroup's own keys: the first block of queries that sees one, and the first that needs no mask."""
+    ahead = key + sizes[4] - sizes[5]
+    return min(blocks, max(0, ahead) // ROWS), min(blocks, (max(0, ahead + KEYS - 1) + ROWS - 1) // ROWS)
+
+
+@gluon.jit
+def pass_by(smem, bars, total, part, turn, turns, LAYOUT: gl.constexpr, LATE: gl.constexpr):
+    """Warpgroup 1's step with a block that sees none of its keys: S^T of the next. If LATE, it is a tile's first."""
+    k_smem, ds_smem = smem[4], smem[6]
+    q_full, _, empty, _, _, meet, _, _, order = bars
+    KEYS: gl.constexpr = ds_smem.shape[1]
+    ROWS: gl.constexpr = ds_smem.shape[2]
+    at, zero = turn % (ds_smem.shape[0] // 2) * 2, hidden_zero(turn)
+    stage, parity = slot(turn, q_full.shape[0])
+    mbarrier.wait(q_full.index(stage), parity)  # given back sooner, it would count for the block that was there before
+    if LATE:
+        mbarrier.wait(order.index(1), turn & 1)
+    share(gl.zeros((KEYS, ROWS), ds_smem.dtype, LAYOUT), ds_smem, at, meet.index(turn % 2), 1)
+    if LATE:
+        mbarrier.arrive(order.index(0))
+    s = await_scores(smem, bars, turn + 1, turns, zero, LAYOUT, 1, LATE)
+    if LATE:
+        s = warpgroup_mma_wait(0, deps=(s,))
     else:
-        tma.store_wait(0)  # it has read what it added a step ago
-        sum_smem.index(WHICH).store(x.reshape((64, 64)))
-        fence_async_shared()
-        tma_add(sum_desc, [part * 64, 0], sum_smem.index(WHICH))
-
-
-# Gluon's compiler has the operation, its language no name for it yet.
-@builtin
-def tma_add(desc, coord, smem, _semantic=None):
-    """Add a block of shared memory to memory, as tma.async_copy_shared_to_global stores it."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)
+        mbarrier.wait(meet.index(turn % 2), turn // 2 & 1)
+        dq, s = warpgroup_mma_wait(0, deps=(ask_dq(ds_smem, at, k_smem, zero, 1, HALVES=1), s))
+        add_dq(dq, part, total, 1)
+    mbarrier.arrive(empty.index(stage))
+    return s
 
 
 # What all partitions agree on. Causal: the first keys, which most queries see, first; lesson 4's order of heads.
@@ -242,9 +226,10 @@ def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=
     prepare_kernel[(B * H * rows // 32,)](
         out, grad_out, lse, starts, deltas, total, out.stride(), grad_out.stride(), unit, H, S_q, rows, D, 32, width
     )
-    # Q, dO and twice as much of dQ are what a head's programs share. But a group of heads ends with its short tiles and
-    # the next begins with long ones: of less than 8 heads these are too few for 132 SMs, and last longest in the end.
-    at_once = min(B * H_kv, max(8, heads.at_once(8 * group * S_q * width)))
+    # Few heads at a time, so that long and short tiles are under way together: 128 heads of S = 512, first all their
+    # long tiles, take 18% longer. 16 if L2 holds what their programs share (Q, dO, twice as much of dQ), else 8; with
+    # less a group's end is felt. Most counts of heads are multiples of these, or the last group has few.
+    at_once = min(B * H_kv, 16 if heads.at_once(8 * group * S_q * width) >= 16 else 8)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     programs = min(tiles * B * H_kv, num_sms()) if QUEUE else tiles * B * H_kv
     kernel[(programs,)](

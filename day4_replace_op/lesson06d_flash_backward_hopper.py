@@ -47,15 +47,18 @@ from day4_replace_op.hopper import BENCHES, hear, left, matrix
 from day4_replace_op.hopper_backward import (
     CHECKS,
     PEERS,
-    add_dq,
     ask_dq,
     ask_scores,
+    await_scores,
+    bounds,
     hidden_zero,
     launch,
     load_partition,
+    pass_by,
     place,
     share,
 )
+from day4_replace_op.hopper_dq import add_dq
 from day4_replace_op.lesson06_flash_hopper import exp2
 
 
@@ -79,8 +82,8 @@ def probabilities(s, starts, key, row, sizes, scale_log2, MASKED: gl.constexpr, 
 # it would cost every step.
 @gluon.jit
 def walk(
-    s, dk, dv, smem, bars, total, part, base, begin, end, _first, turns, key, sizes, scale_log2, LAYOUT: gl.constexpr,
-    WHICH: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    s, dk, dv, smem, bars, total, part, base, _top, begin, end, _first, turns, key, sizes, scale_log2,
+    LAYOUT: gl.constexpr, WHICH: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q_smem, do_smem, start_smem, delta_smem, k_smem, v_smem, ds_smem = smem
     q_full, do_full, empty, _, _, meet, _, _, _ = bars
@@ -116,11 +119,10 @@ def walk(
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         if AHEAD:
             dv, p_left = warpgroup_mma_wait(1, deps=(dv, p_left))
-        else:
-            dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
-        if AHEAD:
             mbarrier.wait(q_full.index(after), parity_after, pred=turn + 1 < turns)
             s_after = ask_scores(k, matrix(q_smem.index(after)), start_smem.index(after), LAYOUT)
+        else:
+            dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
         mbarrier.wait(meet.index(turn % 2), turn // 2 & 1)
         dq = ask_dq(ds_smem, at, k_smem, zero, WHICH)
         if AHEAD:
@@ -135,51 +137,54 @@ def walk(
 @gluon.jit
 def multiply_partition(
     shared, WHICH: gl.constexpr, WALK: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr,
-    CAUSAL: gl.constexpr, QUEUE: gl.constexpr,
+    CAUSAL: gl.constexpr, QUEUE: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     smem, bars, total, queue, sizes, scale_log2 = shared
-    q_smem, _, start_smem, _, k_smem, v_smem, ds_smem = smem
-    q_full, _, _, k_full, v_full, meet, read, stored, _ = bars
+    q_smem, _, _, _, k_smem, v_smem, ds_smem = smem
+    _, _, _, k_full, v_full, meet, read, stored, _ = bars
     ROWS: gl.constexpr = q_smem.shape[3]
     KEYS: gl.constexpr = k_smem.shape[3]
     D: gl.constexpr = k_smem.shape[4]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    OWN: gl.constexpr = SKIP and CAUSAL and ROWS == KEYS and (GROUP == 1 or not LATE)
     first, count, nth = 0, 0, hear(0, queue, QUEUE)
     while nth < sizes[0] * sizes[2]:
         batch, head_kv, key, begin, whole, blocks = place(nth, sizes, CAUSAL, ROWS, KEYS)
         key += WHICH * KEYS
         turns = first + (blocks - begin) * GROUP  # one more, at least: some query sees a tile's first key
+        own, zero = begin, hidden_zero(first) if QUEUE else 0
+        if OWN:
+            own, whole = bounds(key, blocks, sizes, ROWS, KEYS)
         dk, dv = gl.zeros((KEYS, D), gl.float32, OUT), gl.zeros((KEYS, D), gl.float32, OUT)
         mbarrier.wait(k_full.index(0), count & 1)
-        s = 0
-        if AHEAD:
-            stage, parity = slot(first, q_full.shape[0])
-            mbarrier.wait(q_full.index(stage), parity)
-            k, q = matrix(k_smem.index(WHICH)), matrix(q_smem.index(stage))
-            s = warpgroup_mma_wait(0, deps=(ask_scores(k, q, None if LATE else start_smem.index(stage), LAYOUT),))
+        s = gl.zeros((KEYS, ROWS), gl.float32, LAYOUT)
+        if AHEAD and own == begin:
+            s = warpgroup_mma_wait(0, deps=(await_scores(smem, bars, first, turns, zero, LAYOUT, WHICH, LATE),))
         mbarrier.wait(v_full.index(0), count & 1)
-        for each in range(GROUP):
-            base = first + each * (blocks - begin) - begin
-            part = ((batch * sizes[1] + head_kv) * GROUP + each) * blocks * 2
+        base, part = first - begin, (batch * sizes[1] + head_kv) * GROUP * blocks * 2
+        for _each in range(GROUP):
+            if OWN and WHICH == 1 and own > begin:
+                s = pass_by(smem, bars, total, part + 2 * begin + 1, base + begin, turns, LAYOUT, LATE)
             s, dk, dv = WALK(
-                s, dk, dv, smem, bars, total, part, base, begin, whole, first, turns, key, sizes, scale_log2,
+                s, dk, dv, smem, bars, total, part, base, begin, own, whole, first, turns, key, sizes, scale_log2,
                 LAYOUT, WHICH, AHEAD, True, CAUSAL,
             )  # fmt: skip
             s, dk, dv = WALK(
-                s, dk, dv, smem, bars, total, part, base, gl.maximum(begin, whole), blocks, first, turns, key, sizes,
-                scale_log2, LAYOUT, WHICH, AHEAD, False, CAUSAL,
+                s, dk, dv, smem, bars, total, part, base, begin, gl.maximum(own, whole), blocks, first, turns, key,
+                sizes, scale_log2, LAYOUT, WHICH, AHEAD, False, CAUSAL,
             )  # fmt: skip
+            base, part = base + blocks - begin, part + 2 * blocks
+        zero = hidden_zero(turns)
         if LATE:
             mbarrier.wait(meet.index((turns - 1) % 2), (turns - 1) // 2 & 1)
-            dq = ask_dq(ds_smem, (turns - 1) % (ds_smem.shape[0] // 2) * 2, k_smem, 0, WHICH)
-            part = ((batch * sizes[1] + head_kv + 1) * GROUP * blocks - 1) * 2 + WHICH
-            add_dq(warpgroup_mma_wait(0, deps=(dq,)), part, total, WHICH)
+            dq = ask_dq(ds_smem, (turns - 1) % (ds_smem.shape[0] // 2) * 2, k_smem, zero, WHICH)
+            add_dq(warpgroup_mma_wait(0, deps=(dq,)), part - 2 + WHICH, total, WHICH)
         # dK and dV go where K and V were. This half of V nobody else reads; of K both read all.
         mbarrier.arrive(read.index(0))
-        matrix(v_smem.index(WHICH)).store(dv.to(v_smem.dtype))
+        matrix(v_smem.index(WHICH + zero)).store(dv.to(v_smem.dtype))
         mbarrier.wait(read.index(0), count & 1)
-        matrix(k_smem.index(WHICH)).store((dk * (scale_log2 * LN2)).to(k_smem.dtype))
+        matrix(k_smem.index(WHICH + zero)).store((dk * (scale_log2 * LN2)).to(k_smem.dtype))
         fence_async_shared()
         mbarrier.arrive(stored.index(0))
         first = turns
@@ -195,7 +200,7 @@ def backward_kernel(
     sum_desc, sum_ptr, counter_ptr,  # of dQ: B H rows D numbers of fp32; one int32, 0, if there is a queue
     scale_log2, tiles, H_kv, all_heads, at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, QUEUE: gl.constexpr, LATE: gl.constexpr, AHEAD: gl.constexpr, WALK: gl.constexpr = walk,
-    TMA_ADDS: gl.constexpr = False,
+    TMA_ADDS: gl.constexpr = False, SKIP: gl.constexpr = False,
 ):  # fmt: skip
     descs = q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -221,8 +226,8 @@ def backward_kernel(
     shared = smem, bars, total, queue, sizes, scale_log2
     gl.warp_specialize(
         [
-            (multiply_partition, (shared, 0, WALK, GROUP, AHEAD, LATE, CAUSAL, QUEUE)),
-            (multiply_partition, (shared, 1, WALK, GROUP, AHEAD, LATE, CAUSAL, QUEUE)),
+            (multiply_partition, (shared, 0, WALK, GROUP, AHEAD, LATE, CAUSAL, QUEUE, SKIP)),
+            (multiply_partition, (shared, 1, WALK, GROUP, AHEAD, LATE, CAUSAL, QUEUE, SKIP)),
             (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
         ],
         [4, 1],
