@@ -202,16 +202,15 @@ def flash_kernel(
 ):  # fmt: skip
     descs = q_desc, k_desc, v_desc, o_desc
     smem = stages(q_desc, WGS), stages(k_desc, STAGES), stages(v_desc, STAGES), stages(o_desc, WGS)
-    order = barriers(2, 1)
     bars = (
         barriers(WGS, 1), barriers(WGS, 1),  # a warpgroup's Q: come, done with
         barriers(STAGES, 1), barriers(STAGES, WGS), barriers(STAGES, 1), barriers(STAGES, WGS),  # K: come, read; V
-        order,
+        barriers(2, 1) if TURNS else None,  # whose turn it is (lesson 6b)
     )  # fmt: skip
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    queue = numbers, barriers(2, 1), counter_ptr
     if TURNS:
-        mbarrier.arrive(order.index(0))  # the first turn
+        mbarrier.arrive(bars[6].index(0))  # the first turn
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = numbers, barriers(2, 1) if QUEUE else None, counter_ptr
     sizes = tiles, H, all_heads, at_once, S_q, S_k
     shared = descs, smem, bars, queue, sizes, lse_ptr, scale_log2
     if WGS == 2:

@@ -215,13 +215,13 @@ def backward_kernel(
         barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),  # Q comes, dO comes, both have read both
         barriers(1, 1), barriers(1, 1),  # K and V come
         barriers(2, 2), barriers(1, 2), barriers(1, 2),  # both have: written dS, read K, left dK and dV
-        barriers(2, 1),  # whose turn it is: lesson 6e's last rung, as LATE and WALK
+        barriers(2, 1) if LATE else None,  # whose turn it is, in lesson 6e
     )  # fmt: skip
     if LATE:
         mbarrier.arrive(bars[8].index(0))  # the first turn
     total = sum_desc, sum_ptr, stages(sum_desc, 2) if TMA_ADDS else None
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    queue = numbers, barriers(2, 1), counter_ptr
+    queue = numbers, barriers(2, 1) if QUEUE else None, counter_ptr
     sizes = tiles, H_kv, all_heads, at_once, S_q, S_k
     shared = smem, bars, total, queue, sizes, scale_log2
     gl.warp_specialize(

@@ -115,6 +115,16 @@ def follow(q, p, o, m, total, smem, bars, at, scale_log2, LAYOUT: gl.constexpr, 
     return next_left, o, m, total
 
 
+# From block begin + 1 on, P of the one before in hand.
+@gluon.jit
+def follow_all(
+    q, p, o, m, total, smem, bars, turn, begin, end, scale_log2, LAYOUT: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    for step in range(begin + 1, end):
+        p, o, m, total = follow(q, p, o, m, total, smem, bars, turn + step, scale_log2, LAYOUT, WHICH)
+    return finish(p, o, smem, bars, turn + end - 1, WHICH), m, total
+
+
 @gluon.jit
 def finish(p, o, smem, bars, at, WHICH: gl.constexpr):
     mbarrier.arrive(bars[1].index(WHICH))
@@ -130,9 +140,7 @@ def step_ahead(
 ):  # fmt: skip
     key -= begin * smem[1].shape[3]
     p, o, m, total = first(q, o, m, total, smem, bars, turn + begin, row, key, sizes, scale_log2, LAYOUT, CAUSAL)
-    for step in range(begin + 1, end):
-        p, o, m, total = follow(q, p, o, m, total, smem, bars, turn + step, scale_log2, LAYOUT, WHICH)
-    return finish(p, o, smem, bars, turn + end - 1, WHICH), m, total
+    return follow_all(q, p, o, m, total, smem, bars, turn, begin, end, scale_log2, LAYOUT, WHICH)
 
 
 @gluon.jit

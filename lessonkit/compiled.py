@@ -135,6 +135,23 @@ def inspect(rung: str, compiled: Any, target: int) -> Kernel:
     return row(rung, meta.name, target, ops, warps=meta.num_warps, registers=registers, shared=meta.shared)
 
 
+def idle_barriers(ttgir: str) -> list[str]:
+    """Barriers in shared memory that a kernel makes ready and never uses.
+
+    The compiler takes their place for free as soon as they are ready, and may give it to data. But bytes that hold a
+    barrier are no ordinary memory until mbarrier.inval (PTX ISA, mbarrier.init): data there is damaged now and then.
+    """
+    parts = re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)", ttgir)
+    idle = []
+    for array in re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\w*i64", ttgir):
+        names = {array, *(part for part, whole in parts if whole == array)}
+        uses = [line for line in ttgir.splitlines() if names & set(re.findall(r"%\w+", line))]
+        made_ready = any("init_barrier" in line for line in uses)
+        if made_ready and all(re.search(r"local_alloc|memdesc_index|init_barrier", line) for line in uses):
+            idle.append(array)
+    return idle
+
+
 @cache  # rungs share kernels
 def _machine_code(binary: bytes) -> tuple[list[str], int]:
     """The opcodes of a cubin with one kernel, and the registers of a thread."""
@@ -205,6 +222,11 @@ def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> li
                         rung(*lesson.inputs(dtype=lesson.bench_dtype, **shape))
                 for compiled in made.values():
                     kernel = inspect(rung.__name__, compiled, target)
+                    if idle := idle_barriers(compiled.asm["ttgir"]):
+                        raise RuntimeError(
+                            f"{kernel.rung}: {kernel.kernel} never uses {', '.join(idle)}: barriers that nobody needs "
+                            "must not be made, for their memory is given to others"
+                        )
                     kernels[kernel.rung, kernel.kernel, target] = kernel
     return [asdict(k) for k in kernels.values()]
 

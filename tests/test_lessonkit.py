@@ -173,6 +173,17 @@ def test_claims_can_fail():
     assert not compiled.broken_claims("l", {"r": ["k: no shared memory"]}, [kernel])
 
 
+def test_a_barrier_that_nobody_uses_is_found():
+    made = """
+        %bars = ttg.local_alloc : () -> !ttg.memdesc<1x1xi64, #shared, #smem, mutable>
+        %0 = ttg.memdesc_index %bars[%c0_i32] : !ttg.memdesc<1x1xi64, #shared, #smem, mutable>
+        ttng.init_barrier %0, 1 : !ttg.memdesc<1xi64, #shared, #smem, mutable>
+    """
+    assert compiled.idle_barriers(made) == ["%bars"]
+    assert not compiled.idle_barriers(made + "ttng.wait_barrier %0, %phase, %true")
+    assert not compiled.idle_barriers(made + "ttg.warp_specialize(%smem, %bars)")
+
+
 def test_a_lesson_that_does_not_compile_says_so(monkeypatch):
     with pytest.raises(RuntimeError, match="KeyError"):
         compiled.kernels("day2_triton_basics.no_such_lesson", (90,))
