@@ -153,7 +153,7 @@ def multiply_partition(
         batch, head_kv, key, begin, whole, blocks = place(nth, sizes, CAUSAL, ROWS, KEYS)
         key += WHICH * KEYS
         turns = first + (blocks - begin) * GROUP  # one more, at least: some query sees a tile's first key
-        own, zero = begin, hidden_zero(first) if QUEUE else 0
+        own, top, zero = begin, begin if GROUP > 1 else None, hidden_zero(first) if QUEUE else 0
         if OWN:
             own, whole = bounds(key, blocks, sizes, ROWS, KEYS)
         dk, dv = gl.zeros((KEYS, D), gl.float32, OUT), gl.zeros((KEYS, D), gl.float32, OUT)
@@ -167,11 +167,11 @@ def multiply_partition(
             if OWN and WHICH == 1 and own > begin:
                 s = pass_by(smem, bars, total, part + 2 * begin + 1, base + begin, turns, LAYOUT, LATE)
             s, dk, dv = WALK(
-                s, dk, dv, smem, bars, total, part, base, begin, own, whole, first, turns, key, sizes, scale_log2,
+                s, dk, dv, smem, bars, total, part, base, top, own, whole, first, turns, key, sizes, scale_log2,
                 LAYOUT, WHICH, AHEAD, True, CAUSAL,
             )  # fmt: skip
             s, dk, dv = WALK(
-                s, dk, dv, smem, bars, total, part, base, begin, gl.maximum(own, whole), blocks, first, turns, key,
+                s, dk, dv, smem, bars, total, part, base, top, gl.maximum(own, whole), blocks, first, turns, key,
                 sizes, scale_log2, LAYOUT, WHICH, AHEAD, False, CAUSAL,
             )  # fmt: skip
             base, part = base + blocks - begin, part + 2 * blocks

@@ -101,7 +101,7 @@ def walk_in_turns(
         dq, dk, ds = warpgroup_mma_wait(1, deps=(dq, dk, ds))
         mbarrier.arrive(empty.index(stage))
         if turn > first:
-            at_begin = 2 * top if MASKED and block == top else 0  # a head's first step: the last head's last part
+            at_begin = 2 * top if MASKED and top is not None and block == top else 0  # the head before has it
             add_dq(dq, part + 2 * block - 2 - at_begin, total, WHICH)
         s = warpgroup_mma_wait(0, deps=(s_after,))
     return s, dk, dv

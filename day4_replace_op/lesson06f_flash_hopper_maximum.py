@@ -95,7 +95,6 @@ def follow(q, p, o, m, total, smem, bars, at, scale_log2, LAYOUT: gl.constexpr, 
     _, k_smem, v_smem, _ = smem
     _, _, k_full, k_empty, v_full, v_empty, reports = bars
     reports = reports.index(WHICH)
-    STAGES: gl.constexpr = k_full.shape[0]
     s = ask_scores(q, k_smem, k_full, at, LAYOUT)
     o = ask_values(p, o, v_smem, v_full, at - 1)
     s = warpgroup_mma_wait(1, deps=(s,))
@@ -110,16 +109,14 @@ def follow(q, p, o, m, total, smem, bars, at, scale_log2, LAYOUT: gl.constexpr, 
         next_left, o = packed(next_p, o, v_smem.dtype), times(o, old)
     else:
         total += part
-    mbarrier.arrive(v_empty.index((at - 1) % STAGES))
-    mbarrier.arrive(k_empty.index(at % STAGES))
+    mbarrier.arrive(v_empty.index((at - 1) % v_empty.shape[0]))
+    mbarrier.arrive(k_empty.index(at % k_empty.shape[0]))
     return next_left, o, m, total
 
 
 # From block begin + 1 on, P of the one before in hand.
 @gluon.jit
-def follow_all(
-    q, p, o, m, total, smem, bars, turn, begin, end, scale_log2, LAYOUT: gl.constexpr, WHICH: gl.constexpr
-):  # fmt: skip
+def go_on(q, p, o, m, total, smem, bars, turn, begin, end, scale_log2, LAYOUT: gl.constexpr, WHICH: gl.constexpr):
     for step in range(begin + 1, end):
         p, o, m, total = follow(q, p, o, m, total, smem, bars, turn + step, scale_log2, LAYOUT, WHICH)
     return finish(p, o, smem, bars, turn + end - 1, WHICH), m, total
@@ -140,7 +137,7 @@ def step_ahead(
 ):  # fmt: skip
     key -= begin * smem[1].shape[3]
     p, o, m, total = first(q, o, m, total, smem, bars, turn + begin, row, key, sizes, scale_log2, LAYOUT, CAUSAL)
-    return follow_all(q, p, o, m, total, smem, bars, turn, begin, end, scale_log2, LAYOUT, WHICH)
+    return go_on(q, p, o, m, total, smem, bars, turn, begin, end, scale_log2, LAYOUT, WHICH)
 
 
 @gluon.jit
@@ -156,7 +153,6 @@ def attend_partition(
     WGS: gl.constexpr = bars[0].shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     turn, count, nth = 0, 0, hear(0, queue, QUEUE)
     while nth < sizes[0] * sizes[2]:
         batch, head, row, steps = place(nth, sizes, CAUSAL, WGS * ROWS, KEYS)
@@ -167,7 +163,7 @@ def attend_partition(
             masked = min(steps, max(1, steps - (row + S_k - S_q + 1) // KEYS))
         if CAUSAL and WGS > 2:
             hidden = max(0, min(steps - 1, steps - (row + ROWS + S_k - S_q + KEYS - 1) // KEYS))
-        m = gl.full((ROWS,), LOWEST, gl.float32, ROW)
+        m = gl.full((ROWS,), LOWEST, gl.float32, gl.SliceLayout(1, LAYOUT))
         total = parts(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
         o = gl.zeros((ROWS, D), gl.float32, OUT)
         q = matrix(smem[0].index(WHICH))
@@ -185,8 +181,7 @@ def attend_partition(
             )
         else:
             mbarrier.arrive(bars[1].index(WHICH))
-        turn += steps
-        count += 1
+        turn, count = turn + steps, count + 1
         nth = hear(count, queue, QUEUE)
         leave(o, m, total, descs, smem, lse_ptr, WHICH, batch, head, row, sizes)
     tma.store_wait(0)
@@ -243,8 +238,7 @@ def three_ahead(q, k, v, causal=False, window=None, scale=None):
 @needs(90, "TMA and wgmma", only=True)
 def attention(q, k, v, causal=False, window=None, scale=None):
     """The faster of the two; what they are not for (fp32, windows, D past 128, strides of TMA) takes lesson 4's."""
-    # Causal tiles of 192 rows compute more than they need, 11% at S = 2048, 1% at 16384.
-    wide = q.shape[-1] <= 64 and not (causal and k.ndim == 4 and k.shape[2] <= 4096)
+    wide = q.shape[-1] <= 64 and not (causal and k.ndim == 4 and k.shape[2] <= 4096)  # they compute 11% more at 2048
     try:
         return (three_ahead if wide else old_maximum)(q, k, v, causal, window, scale)
     except Unsupported:

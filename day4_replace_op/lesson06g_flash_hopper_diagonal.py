@@ -36,7 +36,7 @@ from day4_replace_op import heads
 from day4_replace_op import lesson06f_flash_hopper_maximum as lesson06f
 from day4_replace_op.hopper import KEYS, launch
 from day4_replace_op.lesson06_flash_hopper import parts
-from day4_replace_op.lesson06f_flash_hopper_maximum import finish, first, follow, follow_all, maximum_kernel, step_ahead
+from day4_replace_op.lesson06f_flash_hopper_maximum import finish, first, follow, go_on, maximum_kernel, step_ahead
 
 
 # The first warpgroup's first block: scores, P and O's product with 64 of its 128 keys. Its P is of another size than
@@ -56,7 +56,7 @@ def half_first(
         m, total = gl.convert_layout(high, m.type.layout), gl.convert_layout(some, total.type.layout)
         if end > 1:
             whole, o, m, total = follow(q, p, o, m, total, smem, bars, turn + 1, scale_log2, LAYOUT, WHICH)
-            o, m, total = follow_all(q, whole, o, m, total, smem, bars, turn, 1, end, scale_log2, LAYOUT, WHICH)
+            o, m, total = go_on(q, whole, o, m, total, smem, bars, turn, 1, end, scale_log2, LAYOUT, WHICH)
         else:
             o = finish(p, o, smem, bars, turn, WHICH)
     else:

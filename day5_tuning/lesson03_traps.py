@@ -3,9 +3,10 @@
 Each step is an experiment: something passes that should not, or is slow, or fails far away from its cause; the step
 asserts that it does, mends it, and asserts that it is gone. All but the last run without a GPU.
 
-Three neighbours have the other traps, and they are not repeated here: day2_triton_basics/lesson15_common_errors (inside
+Other lessons have the other traps, and they are not repeated here: day2_triton_basics/lesson15_common_errors (inside
 a kernel), lesson16_green_but_wrong (around one: tolerances that accept zeros, launches timed by the host clock),
-cuda_src/14_traps (CUDA's own: barriers, races, alignment). lesson04_benchmark_traps has those of measuring.
+cuda_src/14_traps (CUDA's own: barriers, races, alignment). lesson03b_neighbours has one that no test of a process alone
+can see, lesson04_benchmark_traps those of measuring.
 
 Predict before you run: which of the seven does a GPU report by itself? Which does a CPU hide?
 You will learn: to find an overflow without the memory for it, to read a precision from the compiled code, to believe

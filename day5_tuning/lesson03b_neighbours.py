@@ -1,0 +1,140 @@
+"""A trap that no test sees: right alone, wrong beside a neighbour
+===============================================================
+Lesson 6e of day 4 passed every test, 700 runs in a row. In one benchmark, on a GPU that another process used too, its
+gradient held a NaN. The cause, in the fewest lines that show it: a barrier that a kernel makes and never uses.
+
+A barrier lies in shared memory. Gluon's compiler, as any that gives places to values, frees a place after the last use;
+of an idle barrier that is its own mbarrier.init, so its bytes go to whatever comes next: there is no error to see, and
+data written there reads back as it was. But PTX says of mbarrier.init that these bytes are no ordinary memory until
+mbarrier.inval: whatever else is done with them is undefined. Alone nothing comes of it. When the GPU passes from one
+process to another, which it does every few milliseconds, an SM's state is saved and restored, barriers and all; what
+becomes of data where a barrier is thought to be, is what the second step counts.
+
+    made, idle      mbarrier.init, and nothing more         what the lesson had
+    invalidated     mbarrier.init, then mbarrier.inval      what PTX asks for
+    not made        no barrier                              what the lesson has now
+
+Predict before you run: of 1024 numbers of fp32, how many can two barriers spoil, which, and in which of the three?
+You will learn: to ask what lies where, and that "right 700 times" was measured in one circumstance.
+Source: PTX ISA, mbarrier.init and mbarrier.inval. `compile` refuses kernels with idle barriers (lessonkit/compiled.py).
+Run it:    python day5_tuning/lesson03b_neighbours.py
+"""
+
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+from lessonkit import DEVICE, Steps, Table, compiled
+from lessonkit.device import HAS_GPU
+from lessonkit.elsewhere import elsewhere, environment
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from day1_pytorch.lesson05_gpu_by_measurement import from_a_gpu
+from day3_matmul_tk.lesson07_gluon_matmul import barriers
+
+FORMS = {"made, idle": (True, False), "invalidated": (True, True), "not made": (False, False)}
+NUMBERS, ROUNDS, SECONDS = 1024, 100_000, 2
+
+
+# Numbers go to shared memory and come back, to other threads than wrote them.
+@gluon.jit
+def there_and_back_kernel(
+    wrong_ptr, rounds, COUNT: gl.constexpr, MADE: gl.constexpr, INVALIDATED: gl.constexpr
+):  # wrong: COUNT of int32, how often each number was another one
+    WRITTEN: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    READ: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if MADE:
+        bars = barriers(2, 1)
+        if INVALIDATED:
+            for i in gl.static_range(2):
+                mbarrier.invalidate(bars.index(i))
+    smem = gl.allocate_shared_memory(gl.float32, [COUNT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    x = gl.arange(0, COUNT, layout=WRITTEN).to(gl.float32)
+    want = gl.arange(0, COUNT, layout=READ).to(gl.float32)
+    wrong = gl.zeros([COUNT], gl.int32, READ)
+    for i in range(rounds):
+        smem.store(x + i)
+        wrong += (smem.load(READ) != want + i).to(gl.int32)
+    gl.atomic_add(wrong_ptr + gl.arange(0, COUNT, layout=READ), wrong)
+
+
+def _compiled(form):
+    """What the compiler made of a form: bytes of shared memory, barriers that nobody uses; in the process it is in."""
+    with compiled.compiling(90) as made:
+        wrong = torch.empty(NUMBERS, dtype=torch.int32, device=DEVICE)
+        there_and_back_kernel[(1,)](wrong, ROUNDS, NUMBERS, *FORMS[form])
+        kernel = made["there_and_back_kernel"]
+        return kernel.metadata.shared, len(compiled.idle_barriers(kernel.asm["ttgir"]))
+
+
+def two_things_in_one_place():
+    """1024 numbers take 4096 bytes, two barriers 16: but all three forms take 4096. The compiler says what is idle."""
+    found = {form: elsewhere(__name__, "_compiled", form) for form in FORMS}
+    for form, (shared, idle) in found.items():
+        print(f"  {form:12} {shared} bytes of shared memory, {idle} idle")
+    assert {shared for shared, _ in found.values()} == {4 * NUMBERS}
+    assert [idle for _, idle in found.values()] == [1, 0, 0]
+
+
+NEIGHBOUR = "from day5_tuning import lesson03b_neighbours; lesson03b_neighbours._neighbour()"
+
+
+def _neighbour():
+    """Multiply until it is killed."""
+    a = torch.randn(4096, 4096, device=DEVICE).bfloat16()
+    a @ a
+    torch.cuda.synchronize()
+    print("here", flush=True)
+    while True:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _beside(neighbour):
+    if not neighbour:
+        yield
+        return
+    command = [sys.executable, "-c", NEIGHBOUR]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "here\n"
+            yield
+        finally:
+            process.kill()
+
+
+def right_alone():
+    """Two seconds of each form, alone and beside a process that multiplies; 132 programs, a launch of about 10 ms."""
+    if not HAS_GPU or torch.cuda.get_device_capability() < (9, 0):
+        return from_a_gpu(__name__, "right alone")
+    table, wrong = [], torch.zeros(NUMBERS, dtype=torch.int32, device=DEVICE)
+    for neighbour in (False, True):
+        with _beside(neighbour):
+            for form, (made, invalidated) in FORMS.items():
+                there_and_back_kernel[(132,)](wrong, 1, NUMBERS, made, invalidated)  # compiled
+                torch.cuda.synchronize()
+                wrong.zero_()
+                launches, end = 0, time.monotonic() + SECONDS
+                while time.monotonic() < end:
+                    there_and_back_kernel[(132,)](wrong, ROUNDS, NUMBERS, made, invalidated)
+                    torch.cuda.synchronize()
+                    launches += 1
+                where = wrong.nonzero().flatten().tolist()
+                table.append({"the barrier is": form, "beside a neighbour": neighbour, "launches": launches,
+                              "wrong": int(wrong.sum()), "only numbers": ", ".join(map(str, where))})  # fmt: skip
+                assert set(where) <= {0, 1, 2, 3}, "two barriers are 16 bytes"
+                assert not where or (neighbour and form == "made, idle")
+    return Table("right alone", table, "Whether the first form fails beside a neighbour is chance; the others may not.")
+
+
+LESSON = Steps(steps=(two_things_in_one_place, right_alone), alone=True)
+
+if __name__ == "__main__":
+    LESSON.main()
