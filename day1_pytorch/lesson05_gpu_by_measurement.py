@@ -198,7 +198,7 @@ def occupancy():
     return Table("occupancy", rows, note)
 
 
-LESSON = Steps((lanes, programs, exchange, launches, occupancy), alone=True)
+LESSON = Steps((lanes, programs, exchange, launches, occupancy), alone=device.HAS_GPU)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -184,7 +184,7 @@ def coalescing():
     return Table("coalescing", rows, note, x="stride", y="useful_TB_per_s")
 
 
-LESSON = Steps((latency, bandwidth, in_flight, coalescing), alone=True)
+LESSON = Steps((latency, bandwidth, in_flight, coalescing), alone=device.HAS_GPU)
 
 if __name__ == "__main__":
     LESSON.main()

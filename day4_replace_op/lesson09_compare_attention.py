@@ -58,6 +58,8 @@ def _sdpa(backend):
 def _flex():
     from torch.nn.attention.flex_attention import flex_attention
 
+    # For good: its backward, which is timed again and again, may be compiled only when it first runs.
+    import_module("torch._functorch.config").donated_buffer = False
     return torch.compile(flex_attention)
 
 
@@ -72,9 +74,7 @@ def _flex_attention(q, k, v, causal):
     if not GPU:
         raise Unsupported("without a compiler for the GPU it writes the scores out")
     blocks = _causal_blocks(q.shape[2]) if causal else None
-    # Past 8 lengths and masks it would not be compiled any more; and a backward that is timed runs again and again.
-    dynamo, functorch = (import_module(f"torch.{module}.config") for module in ("_dynamo", "_functorch"))
-    with dynamo.patch(recompile_limit=64), functorch.patch(donated_buffer=False):
+    with import_module("torch._dynamo.config").patch(recompile_limit=64):  # 8 are the default; there are 12 and more
         return _flex()(q, k, v, block_mask=blocks)
 
 

@@ -134,7 +134,7 @@ def right_alone():
     return Table("right alone", table, "Whether the first form fails beside a neighbour is chance; the others may not.")
 
 
-LESSON = Steps(steps=(two_things_in_one_place, right_alone), alone=True)
+LESSON = Steps(steps=(two_things_in_one_place, right_alone), alone=HAS_GPU)
 
 if __name__ == "__main__":
     LESSON.main()

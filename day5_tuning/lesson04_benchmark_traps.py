@@ -258,7 +258,7 @@ LESSON = Steps(
         launches_in_a_row,
         a_graph_keeps_its_addresses,
     ),
-    alone=True,
+    alone=HAS_GPU,
 )
 
 if __name__ == "__main__":

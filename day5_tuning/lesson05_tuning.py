@@ -26,7 +26,7 @@ Run it:    python day5_tuning/lesson05_tuning.py      (compiled and predicted; o
 Matmul: lesson05b_tuning_matmul. Flash attention: lesson05c_tuning_attention. Autotune itself: lesson05d_autotune.
 """
 
-from lessonkit import Steps
+from lessonkit import Steps, device
 
 import torch
 import triton
@@ -160,7 +160,7 @@ LESSON = Steps(
         the_best_moves_with_size_and_gpu,
     ),
     compares=comparisons(SWEEP),
-    alone=True,
+    alone=device.HAS_GPU,
 )
 
 if __name__ == "__main__":

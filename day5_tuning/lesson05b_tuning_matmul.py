@@ -22,7 +22,7 @@ Run it:    python day5_tuning/lesson05b_tuning_matmul.py      (compiled and pred
 
 import math
 
-from lessonkit import Steps
+from lessonkit import Steps, device
 
 from day3_matmul_tk.lesson01_matmul import LESSON as MATMUL
 from day3_matmul_tk.lesson01_matmul import empty_product, grouped_kernel
@@ -172,7 +172,7 @@ LESSON = Steps(
         the_best_moves_with_size_and_gpu,
     ),
     compares=comparisons(SWEEP),
-    alone=True,
+    alone=device.HAS_GPU,
 )
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ LESSON = Steps(
         the_best_moves_with_size_and_gpu,
     ),
     compares=comparisons(SWEEP),
-    alone=True,
+    alone=device.HAS_GPU,
 )
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ def what_they_need():
 
 LESSON = Steps(
     steps=(torch_profiler, proton, nsight_compute, nsight_systems, what_they_need),
-    alone=True,
+    alone=HAS_GPU,
 )
 
 if __name__ == "__main__":

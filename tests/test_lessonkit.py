@@ -5,7 +5,7 @@ import os
 
 import lessonkit.__main__ as cli
 import lessonkit.device as device
-from lessonkit import bench, compiled, doctor, lesson, mutants, report, rows, timing
+from lessonkit import bench, compiled, lesson, mutants, report, rows, timing
 from lessonkit.elsewhere import SHARED, Compiler, elsewhere
 from lessonkit.lesson import Broken, Mutant, discover
 from lessonkit.markdown import filled
@@ -62,8 +62,7 @@ def test_diff_shows_the_idea():
     assert invoke(cli.app, ["diff", "lesson01_vector_add", "add_element", "nothing"]).exit_code == 2
 
 
-def test_doctor_says_what_is_missing(monkeypatch):
-    assert doctor.environment()
+def test_doctor_says_what_is_missing():
     assert invoke(cli.app, ["doctor"]).exit_code in (0, 1)
 
 

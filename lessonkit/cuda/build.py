@@ -35,7 +35,11 @@ HOOKS = (
 # A mutant runs once, so what its compiler takes is what it costs, and nobody reads in which line its fault is.
 QUICK = (*HOOKS[:3], "-O0")
 MUTANTS = Path(tempfile.gettempdir()) / "lessonkit_mutants"
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O0", "-g1")
+# Null pointers and the sizes of objects are AddressSanitizer's too, and there is no vptr: a fifth of compiling time.
+SANITIZERS = (
+    *("-fsanitize=address,undefined", "-fno-sanitize=null,object-size,vptr", "-fno-sanitize-recover=undefined"),
+    *("-O0", "-g1"),
+)
 SHARED = ("course.cuh", "binding.h")  # headers without kernels: nothing in them is to be rewritten
 EMULATED = ("-std=c++20", "-fPIC", "-DCOURSE_EMULATED", f"-I{EMULATOR}", f"-I{SOURCES}", "-Wno-unknown-pragmas")
 PREFIX = "#include <course.cuh>\n"  # compiled once, so that a program takes a second
