@@ -89,8 +89,8 @@ def one_masked(q, k, v, causal=False, window=None, scale=None):
 
 
 # Rung 10. New: the first warpgroup's half of that block. Predicted: the table above, if the two warpgroups share the
-# tensor cores' time; the first now waits for the second, by no more than the ring's depth. Measured: 5% at 512 and at
-# 2048, 3% at 4096. A tile begins with this block, and nothing of its warpgroup runs under it, so that not only work is
+# tensor cores' time; the first now waits for the second, by no more than the ring's depth. Measured: 5% at 512, 4% at
+# 2048, 2% at 4096. A tile begins with this block, and nothing of its warpgroup runs under it, so that not only work is
 # saved but the time of half a chain; at 512, where tiles are one to four blocks, the other's whole block hides a part.
 @needs(90, "TMA and wgmma", only=True)
 def half_a_block(q, k, v, causal=False, window=None, scale=None):
@@ -100,7 +100,7 @@ def half_a_block(q, k, v, causal=False, window=None, scale=None):
 
 # Rung 11. New: few heads at a time: 8, or fewer if their tiles are more than SMs. Predicted: at S = 512 the 0.01 ms by
 # which half_a_block is above its products' 0.09; nothing from S = 4096 on, where most tiles are long. Measured
-# at D = 128: 8% at 512, 4% from 2048 on, also at 16384, where it is one head for lesson 4's three. Their K and V are 24
+# at D = 128: 7% at 512, 4% from 2048 on, also at 16384, where it is one head for lesson 4's three. Their K and V are 24
 # MB, and L2's 60 MB are two halves: perhaps what SMs of both read lies in it twice. At D = 64 next to nothing.
 @needs(90, "TMA and wgmma", only=True)
 def attention(q, k, v, causal=False, window=None, scale=None):
