@@ -43,7 +43,13 @@ def environment() -> None:
         return
     print(f"installing the course into {VENV} (some minutes the first time)", flush=True)
     if not PYTHON.exists():
-        venv.create(VENV, with_pip=True)
+        try:
+            venv.create(VENV, with_pip=True)
+        except BaseException as why:  # half of one would be taken for a whole one next time
+            shutil.rmtree(VENV, ignore_errors=True)
+            if isinstance(why, subprocess.CalledProcessError):  # Debian keeps what puts pip there in a package apart
+                sys.exit("No virtual environment can be made here: apt install python3-venv, then repeat the command.")
+            raise
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[{extras()}]"], check=True

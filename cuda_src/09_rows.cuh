@@ -1,5 +1,5 @@
-// What the programs that work along rows share (09_softmax, 10_layernorm, 10b_layernorm_backward): 16 bytes as floats,
-// a thread's share of a row in registers, and reductions over lanes. Device functions only.
+// What the programs that work along rows share (09_softmax, 10_layernorm, 10c_layernorm_backward): 16 bytes as
+// floats, a thread's share of a row in registers, reductions over lanes. All but the last are device functions.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>

@@ -2,8 +2,9 @@
 =============================================================
 Below a program's registers lie an L1 in each SM (the same silicon as shared memory), an L2 that all SMs share, and
 device memory (HBM). What a kernel waits for follows from three numbers of each: its size, its latency, its bandwidth.
-Little's law ties them together: bytes in flight = bandwidth * latency. At 4.2 TB/s and 700 ns that is 2.9 MB, 22 KB
-for each of 132 SMs: with fewer bytes under way the fastest memory waits for its reader.
+Little's law ties them together: bytes in flight = bandwidth * latency. At 4.2 TB/s and 700 ns (under load; a load alone
+takes half of that) it is 2.9 MB, 22 KB for each of 132 SMs: with fewer bytes under way the fastest memory waits for its
+reader.
 
 You will learn: where the levels are, when data is worth keeping close, and to predict a kernel's bandwidth from the
 loads that it has in flight and the sectors that it touches.

@@ -6,8 +6,9 @@ batch. So a step takes about
     max(launches * time of a launch, FLOPs / rate)   on a GPU: the host launches ahead while the GPU computes
     launches * their overhead + FLOPs / rate         on a CPU, which does one after the other
 
-At 5 to 10 us a launch the GPU's floor is 125 to 250 us, in which it could compute thousands of images: on small
-batches the CPU wins, and what helps a GPU there is fewer launches, not faster arithmetic.
+At 5 to 10 us a launch the GPU's floor would be 125 to 250 us; with autograd and the optimiser around the launches it is
+400 to 600 us (reports/), in which it could compute ten thousand images: on small batches the CPU wins, and what helps a
+GPU there is fewer launches, not faster arithmetic.
 
 You will learn: to predict the batch at which CPU and GPU cross, and what TF32, bf16 autocast, torch.compile and CUDA
 graphs each change. Writes the last part of day1_env_check.md.
@@ -248,9 +249,9 @@ def rungs():
             rows[-1] |= {"over_fp32": round(us0 / us, 2), "changes": changes}
     note = (
         "Launches: counted by the profiler on a GPU, as dispatched operators on a CPU (compiled C++ loops do not show "
-        "there). At the small batch a GPU follows the launches: fewer is faster, TF32 or bf16 change little. At the "
-        "large one it follows FLOPs and bytes. The cheapest rung of all is a larger batch: as many launches. A CPU has "
-        "cheap launches, so it gains little from any of them but bf16 where it has the instructions."
+        "there). At the small batch a GPU waits for the host: one launch for all is faster, casts are more of them. At "
+        "the large one it follows FLOPs and bytes. The cheapest rung of all is a larger batch: as many launches. A CPU "
+        "has cheap launches, so it gains little from any of them but bf16 where it has the instructions."
     )
     return Table("rungs", _beside("rungs", rows), note)
 

@@ -124,12 +124,12 @@ def packed(x, w, eps):
     return y, rstd
 
 
-# Rung 4. New: a longer row is shared by programs that take 8 KB of it (at most a 32nd), and of the next row too, so
-# that w is asked for once for both. An SM holds several, so it reads some while it writes others. A program leaves its
-# sums as notes and waits for the others'. That it ends: GPUs start programs in the order of their ids, so the parts of
-# the oldest unfinished rows all run or start next; they wait for nobody else, hence those rows end, and then the ones
-# after. CUDA does not promise it, but CUB's one-pass scan relies on it too. PARTS programs must fit on the GPU.
-# Predicted: 2MN through memory at any length, and MN / 2 of w out of the L2.
+# Rung 4. New: a longer row is shared by programs that take 8 KB of it (a 32nd if that is more), and of the next row
+# too, so that w is asked for once for both. An SM holds several, so it reads some while it writes others. A program
+# leaves its sums as notes and waits for the others'. That it ends: GPUs start programs in the order of their ids, so
+# the parts of the oldest unfinished rows all run or start next; they wait for nobody else, hence those rows end, and
+# then the ones after. CUDA does not promise it, but CUB's one-pass scan relies on it too. PARTS programs must fit on
+# the GPU. Predicted: 2MN through memory at any length, and MN / 2 of w out of the L2.
 @triton.jit
 def shared_rows_kernel(
     x_ptr, w_ptr, y_ptr, rstd_ptr,

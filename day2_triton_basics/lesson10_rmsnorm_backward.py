@@ -83,6 +83,7 @@ def _launch_rows(dy, x, w, rstd, dx, sums, add):
 
 # Rung 2. New: one pass. The program that has a row of dy and x adds its share of dw to a common fp32 sum.
 # Predicted: 3MN through memory, but MN additions in the L2 too, M of them to each address: slower than reading twice.
+# On an H200 1.7 to 3.3 times faster: rung 1's second kernel has few programs, which walk down all rows.
 # And fp32 additions round, so their order matters: dw differs in its last bits from run to run.
 def atomics(dy, x, w, rstd):
     """dy [M, N], x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16,384."""

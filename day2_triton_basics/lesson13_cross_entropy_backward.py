@@ -99,7 +99,7 @@ def backward_recomputed(dloss, logits, targets, lse):
 # row; those wholly inside a row are read and written whole, the few elements on either side singly (as in lesson 12b,
 # but here it matters more: a chunk written whole across two rows would overwrite what another program wrote). And no
 # loop: nothing is carried along a row, so it is cut into blocks that any SM may take, 1024 elements in bf16 each: one
-# warp, four chunks a thread. An SM holds 32 such programs, which ask for 64 KB (lesson 1: 26 KB would do), and as each
+# warp, four chunks a thread. An SM holds 28 such programs, which ask for 56 KB (lesson 1: 25 KB would do), and as each
 # of them is soon over, few wait at the end. One choice for all V: a row of 1024 is one full program, and of a long row
 # only the last block is not full. Predicted: copy speed at every V, odd ones and short ones too.
 @triton.jit

@@ -114,7 +114,7 @@ def backward_fused(dy, x, w, z):
         dz_and_sums_kernel[(triton.cdiv(N, 128), len(partial))](
             dy, z, dz, partial, M, N, dy.stride(0), BLOCK_M=32, BLOCK_N=128
         )
-    # A row of partial for each of a few hundred programs: adding them up is nothing beside MN.
+    # partial has 9 to 33 rows at the shapes timed here: adding them up is nothing beside MN.
     return matmul(dz, w), matmul(dz.t(), x), partial.sum(0).to(z.dtype)
 
 

@@ -145,7 +145,7 @@ def persistent(a, b):
 
 
 # Rung 6. New: the tile follows the shape. 1024 x 1024 is 32 tiles of 128 x 256, and 100 SMs would stand by; 64 of
-# 128 x 128 take half as long, though each byte of theirs serves fewer products. Lesson 1's estimate decides.
+# 128 x 128 multiply half as much each, with more bytes a product (H200: 3/4 of the time). Lesson 1's estimate decides.
 @needs(90, "TMA and wgmma", only=True)
 def matmul(a, b):
     """As persistent, tiles of 256 or 128 columns; what TMA cannot read (rows not 16-byte aligned, fp32): lesson 2's."""

@@ -1,5 +1,5 @@
-// Tiles: a matmul that reads like the formula, and costs what the loop by hand costs
-// =================================================================================
+// Tiles: a matmul that reads like the formula, made of what the loop by hand is made of
+// =====================================================================================
 // C[M, N] = A[M, K] * B[K, N], bf16 with fp32 sums on mma.sync, as every GPU since Ampere has it. cuda_src/03b and 13
 // wrote such loops out: which thread copies which 16 bytes, where they lie swizzled, which lane holds which element of a
 // fragment. None of that is about matmul. tiles.cuh says it once, in types, and a kernel is left with what is its own:

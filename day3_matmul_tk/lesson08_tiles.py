@@ -3,13 +3,14 @@
 Lesson 1's kernel says `tl.dot(a, b, acc)` of whole tiles, cuda_src/13 spells out every lane. In between lies the idea
 on which ThunderKittens and CuTe are built: C++ types for tiles, whose layout is the type's business. tiles.cuh is such
 a library in 170 lines, made from four instructions; lesson08_tiles.cu is a matmul in it, 12 lines long, next to the
-same loop by hand. Predicted: the same instructions, one for one, so the same time; the library is read, not run.
+same loop by hand. Predicted: as many copies, ldmatrix, products and stores, so the same time. On an H200 it is the same
+to 2048; at 4096, 8192 and 16384 the library takes 5, 7 and 8% more. The library is read, not run.
 
 Read tiles.cuh first. Ask of each function: who calls it (a lane, a warp, the block)? which line would have to change
 for another layout? what can it not know? Then v1 and v2 side by side, then what v3 and v4 change.
 
-You will learn: register tiles, shared tiles, fragments; that an abstraction whose sizes are known costs nothing; what
-stays outside of it, the waiting.
+You will learn: register tiles, shared tiles, fragments; that an abstraction whose sizes are known costs no
+instruction, and what it may cost all the same; what stays outside of it, the waiting.
 Run it:    python day3_matmul_tk/lesson08_tiles.py
 Check it:  python -m lessonkit check lesson08_tiles
 Compare:   python -m lessonkit compile lesson08_tiles     tiles_kernel and by_hand_kernel, line by line

@@ -142,8 +142,8 @@ __device__ __forceinline__ Shared& tiles_in_shared() {
 
 // v3. New: the copy engine loads, and two pairs of tiles: while one is multiplied the next is on its way. One thread
 // asks; a semaphore (an mbarrier) ends its phase when the bytes that were announced have come. Predicted: a step's 512
-// cycles of multiplication hide its 840 of L2 only in part, and 64 KB of shared memory let three blocks share an SM:
-// 500 to 600 TFLOP/s, 13's v2.
+// cycles of multiplication hide its 840 of L2 only in part, and 64 KB of shared memory would let three blocks share an
+// SM, 90 registers a thread let two: 500 to 600 TFLOP/s, 13's v2.
 struct Buffers {
     a_tile a[2][2];
     b_tile<TILE> b[2];

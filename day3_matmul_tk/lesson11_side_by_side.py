@@ -29,7 +29,7 @@ WAYS = {
     "Triton": ("day3_matmul_tk.lesson02_matmul_persistent", "subtiled", "compiler", "compiler", "compiler"),
     "Gluon": ("day3_matmul_tk.lesson07b_gluon_persistent", "persistent", "you name it", "you", "you"),
     "ThunderKittens": ("day3_matmul_tk.lesson09_thunderkittens_matmul", "matmul_persistent", "library", "you", "you"),
-    "CUDA C++": ("cuda_src.13b_hopper_matmul_persistent", "matmul_cluster", "you, in bits", "you", "you"),
+    "CUDA C++": ("cuda_src.13b_hopper_matmul_persistent", "matmul_persistent", "you, in bits", "you", "you"),
 }
 LADDERS = (
     "day3_matmul_tk.lesson01_matmul",

@@ -1,7 +1,8 @@
 """What lessons 6, 6b, 6c, 6f, 6g share: which tile comes when, the warp that loads, products, the way to memory.
 
-A program's warpgroups, two, in lesson 6c three, have 64 queries each of a tile; one warp asks TMA for what they need.
-Shared memory: Q and O as [WGS, 1, 1, 64, D], K and V as [STAGES, 1, 1, KEYS, D], as 4-dimensional descriptors have it.
+A program's warpgroups, two, in 6c and 6f also three, have 64 queries each of a tile; one warp asks TMA for what they
+need. Shared memory: Q and O as [WGS, 1, 1, 64, D], K and V as [STAGES, 1, 1, KEYS, D], as 4-dimensional descriptors
+have it.
 """
 
 from functools import cache

@@ -2,7 +2,8 @@
 
 A program's 9 warps share a tile of 128 keys of a head of K and V: two warpgroups own 64 each, one warp asks TMA for
 what they need. Shared memory: K and V as [2, 1, 1, 64, D], blocks of Q and dO as [STAGES, 1, 1, ROWS, D], their rows'
-numbers as [STAGES, 1, ROWS], dS as [2 * 2, 64, ROWS], by the step's parity and by who wrote it.
+numbers as [STAGES, 1, ROWS], dS as [2 * 2, 64, ROWS], by the step's parity and by who wrote it; three
+buffers by turns if dQ is a step late.
 """
 
 from importlib import import_module

@@ -6,7 +6,7 @@ bytes a cycle, and a warp that has asked for as many as a queue holds stands sti
 memory 500 cycles beside 2432, 32 KB written and 32 KB read a step; but nobody waits for a queue.
 
 Whoever adds, S / 128 owners add 4 S D bytes each: S^2 D / 32 a head, 17 GB for 16 heads at S = 16384 and D = 128, in
-L2's own adders. At 8 ms for the products that is 2.1 TB/s; if the adders do less, they are the limit.
+8 ms of products. If L2's adders do less than these 2.1 TB/s, they are the limit.
 
 You will learn: a sum in memory that nobody waits for, why two that do the same should not do it at the same time.
 Needs a Hopper GPU; without one the rungs are compiled, and a twin of all barriers runs, slow and in any order.
@@ -39,7 +39,7 @@ from day4_replace_op.lesson06d_flash_backward_hopper import backward_kernel, pro
 
 # Rung 3. New: TMA adds, from 32 KB more of shared memory. Predicted: 2950 cycles a step if shared memory is what limits
 # it, 2800 and no change if the tensor cores are, fewer if the threads' own additions stood in their way. They did:
-# measured, D = 128, 7% faster at S = 512, 14% at 2048 and 4096, 20% at 16384.
+# against FlashAttention-4 in the same rounds, D = 128, 7% at S = 512, 14% at 2048 and 4096, 20% at 16384.
 @needs(90, "TMA and wgmma", only=True)
 def tma_adds(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
     """As lesson 6d's five_products."""
@@ -56,11 +56,11 @@ def queued(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
 
 
 # Rung 5. New: turns. Two warpgroups that meet at each step exponentiate at the same time, and then nobody asks for
-# products. If they may drift, chance (a register more or less) decides whether they end in step, or one exponentiates
-# under the other's products. So dQ is a step late, from a third buffer of dS: its meeting was a step ago. And a barrier
-# for each says whose turn it is: at D = 128 for exponentials and dS; at D = 64, where these take too long for that, for
-# exponentials. Predicted, of a step: at D = 64 512 of 3100 cycles, the half of the exponentials that dP does not hide;
-# at D = 128 dS and the wait for its product, 250 of 3500. Measured from S = 2048 on: D = 64 15 to 17%, D = 128 1 to 4%.
+# products. If they may drift, chance decides whether they end in step, or one exponentiates under the other's products.
+# So dQ is a step late, from a third buffer of dS: its meeting was a step ago. And a barrier for each says whose turn it
+# is: at D = 128 for exponentials and dS; at D = 64, where these take too long, for exponentials. Predicted, of a step:
+# at D = 64 512 of 3100 cycles, the half of the exponentials that dP does not hide; at D = 128 dS and the wait for its
+# product, 250 of 3500. Measured from S = 2048 on: D = 64 15 to 17% (causal 10 to 22), D = 128 1 to 4% (0 to 2).
 @gluon.jit
 def walk_in_turns(
     s, dk, dv, smem, bars, total, part, base, top, begin, end, first, turns, key, sizes, scale_log2,
@@ -121,10 +121,10 @@ def in_turns(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None)
 
 # Rung 6. New: causal, D = 128: of a tile's first 64 queries the second warpgroup's 64 keys are seen by none. It passes
 # by, with zeros for the other's dQ. Predicted: 10% of the products at S = 512 (4 of 40 steps of a warpgroup), 3% at
-# 2048, and less of the time, as the other's step is as long as it was, with nobody to hide its waits. Measured: 1% of
-# queued at 512, 2% of in_turns from 2048 on. What is left: not causal, D = 128, FlashAttention-4 is 1 to 2% faster from
-# S = 2048 on. It has 80 queries a step there, not 64, and so reads 37 KB of shared memory for 10 queries, not 40. Told
-# to have 64, it is as fast as this, to 1%. Blocks in Gluon have powers of 2 as sizes.
+# 2048, and less of the time, as the other's step is as long as it was. Measured: 1% of queued at 512, 2% of in_turns
+# from 2048 on. What is left (lesson 9): FlashAttention-4 is 12% faster at D = 64, causal, S = 512, 6% at 1024; at D =
+# 128 2% at 16384, causal, and not causal 1 to 2% from 2048 on. There it has 80 queries a step and reads 37 KB of shared
+# memory for 10 of them, not 40; told to have 64, it is as fast as this, to 1%. Gluon's blocks are powers of 2.
 @needs(90, "TMA and wgmma", only=True)
 def attention_backward(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None, deterministic=False):
     """dq, dk, dv of lesson 4's attention, in turns, or where tiles are short without.

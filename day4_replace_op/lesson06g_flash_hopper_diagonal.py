@@ -79,8 +79,8 @@ def _launch(q, k, v, causal, window, scale, **options):
 
 
 # Rung 9. New: no loop over masked blocks, for there is one, with which the fast loop begins anyway. Predicted: nothing
-# at D = 128, where its registers sufficed; at D = 64, whose fast loop had 24 copies of registers, 1%. Measured: 5% at
-# D = 64, and at S = 512. What is left out is a part of the program, copies, and what begins and ends a loop that runs
+# at D = 128, where its registers sufficed; at D = 64, whose fast loop had 24 copies of registers, 1%. Measured: 5 to 8%
+# at D = 64, 4% at S = 512. What is left out is a part of the program, copies, and what begins and ends a loop that runs
 # no times, once for each of many short tiles; which of these is how much has not been found out.
 @needs(90, "TMA and wgmma", only=True)
 def one_masked(q, k, v, causal=False, window=None, scale=None):
@@ -106,7 +106,7 @@ def half_a_block(q, k, v, causal=False, window=None, scale=None):
 def attention(q, k, v, causal=False, window=None, scale=None):
     """Lesson 4's attention by the fastest kernel that takes it: this lesson's, 6f's, 4's."""
     try:
-        # Three warpgroups' tiles of 192 rows compute more than they need, at D = 64, S = 16384 for more than that.
+        # At D = 64 and S = 16384 three warpgroups gain more than their tiles of 192 rows compute too much.
         if _crossed_once(q, k, causal) and (q.shape[3] > 64 or k.shape[2] <= 4096):
             few = min(8, num_sms() // triton.cdiv(q.shape[2], 128))
             return _launch(q, k, v, causal, window, scale, STEPS=half_first, AT_ONCE=few)

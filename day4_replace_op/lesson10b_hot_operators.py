@@ -6,7 +6,7 @@ Autocast runs matmuls in bf16, norms and the loss in fp32 and casts between them
 
     what                               a step, as eager PyTorch runs it                               at 4.2 TB/s
     matmuls                            24.3 TFLOP at 700 TFLOP/s                                      35 ms
-    attention, FlashAttention-2        2.2 TFLOP (half of 4.3: causal) at 200 to 250                  9 to 11 ms
+    attention, if FlashAttention-2     2.2 TFLOP (half of 4.3: causal) at 200 to 250                  9 to 11 ms
     loss: float, log_softmax, nll      logits: 10 and 13 GB forward, 36 GB backward                   14 ms
     25 norms, their residuals, casts   0.6 GB forward and 1.1 GB backward each                        10 ms
     12 GELUs                           0.4 and 0.6 GB each                                            3 ms

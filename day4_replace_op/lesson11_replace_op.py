@@ -9,8 +9,9 @@ checkpoint fits, and going back is as short. What a kernel cannot take stays wit
 
 Predict before you run lesson 11d: which of the four pays by itself? A kernel at copy speed in place of another at copy
 speed gains nothing. PyTorch's GELU reaches 87% of a copy and its LayerNorm 50% (day 2's reports); attention goes from
-FlashAttention-2 without wgmma to this day's kernels; cross-entropy no longer writes the log-softmax nor a float copy of
-the logits: 3 crossings in bf16 and not the 18 (of bf16 size) that lesson 10b counted.
+what SDPA picks (cuDNN's, with wgmma, on an H200: lesson 10b's rows) to this day's kernels; cross-entropy no longer
+writes the log-softmax nor a float copy of the logits: 3 crossings in bf16 and not the 18 (of bf16 size) that lesson 10b
+counted.
 
 You will learn: swapping classes, fallbacks that are seen, one graph in torch.compile, the same loss curve as the proof.
 Run it:    python day4_replace_op/lesson11_replace_op.py

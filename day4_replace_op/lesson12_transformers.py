@@ -64,6 +64,9 @@ def _padded(query, key, value, mask, causal, window, scale):
             raise ValueError(f"attention_mask of sequence {b} has a hole: padding is at the ends")
         # Queries are the last S_q positions. In a cross-attention (not causal) they have positions of their own.
         first, last = (max(0, start - (S_k - S_q)), start + count - (S_k - S_q)) if causal else (0, S_q)
+        if first >= last:  # nothing but padding here
+            out.append(torch.zeros_like(query[b, None]))
+            continue
         q, k, v = query[b, None, :, first:last], *(t[b, None, :, start : start + count] for t in (key, value))
         answer, _ = attention(q, k, v, causal, window, scale)
         out.append(torch.nn.functional.pad(answer, (0, 0, first, S_q - last)))
@@ -143,7 +146,11 @@ def continued_prompt():
 
 
 def padding():
-    """Prompts of 7 and 4 tokens in one batch, padded left or right, have the logits that each has alone."""
+    """Prompts of 7 and 4 tokens in one batch, padded left or right, have the logits that each has alone; a query past
+    its sequence's end gets zeros."""
+    q, k = (torch.randn(2, 2, n, 64, device=DEVICE) for n in (1, 10))
+    ended = (torch.arange(10) < torch.tensor([[10], [4]])).to(DEVICE)
+    assert course_attention(torch.nn.Module(), q, k, k, ended)[0].ne(0).any(dim=(1, 2, 3)).tolist() == [True, False]
     long, short = _tokens(2, 7)
     for model in models(implementation=OURS).values():
         with torch.no_grad():

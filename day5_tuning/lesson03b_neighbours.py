@@ -8,15 +8,18 @@ of an idle barrier that is its own mbarrier.init, so its bytes go to whatever co
 data written there reads back as it was. But PTX says of mbarrier.init that these bytes are no ordinary memory until
 mbarrier.inval: whatever else is done with them is undefined. Alone nothing comes of it. When the GPU passes from one
 process to another, which it does every few milliseconds, an SM's state is saved and restored, barriers and all; what
-becomes of data where a barrier is thought to be, is what the second step counts.
+becomes of data where a barrier is thought to be, is what the last step counts.
 
     made, idle      mbarrier.init, and nothing more         what the lesson had
     invalidated     mbarrier.init, then mbarrier.inval      what PTX asks for
     not made        no barrier                              what the lesson has now
 
+Nor is it ours alone: Triton's warp specialization for Hopper, as of 3.7, makes such barriers (the second step). Our
+`compile` refuses them in Gluon's kernels, where who writes the kernel can leave them out (lessonkit/compiled.py).
+
 Predict before you run: of 1024 numbers of fp32, how many can two barriers spoil, which, and in which of the three?
 You will learn: to ask what lies where, and that "right 700 times" was measured in one circumstance.
-Source: PTX ISA, mbarrier.init and mbarrier.inval. `compile` refuses kernels with idle barriers (lessonkit/compiled.py).
+Source: PTX ISA, mbarrier.init and mbarrier.inval.
 Run it:    python day5_tuning/lesson03b_neighbours.py
 """
 
@@ -35,6 +38,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from day1_pytorch.lesson05_gpu_by_measurement import from_a_gpu
+from day3_matmul_tk import lesson02_matmul_persistent as lesson02
 from day3_matmul_tk.lesson07_gluon_matmul import barriers
 
 FORMS = {"made, idle": (True, False), "invalidated": (True, True), "not made": (False, False)}
@@ -79,6 +83,21 @@ def two_things_in_one_place():
         print(f"  {form:12} {shared} bytes of shared memory, {idle} idle")
     assert {shared for shared, _ in found.values()} == {4 * NUMBERS}
     assert [idle for _, idle in found.values()] == [1, 0, 0]
+
+
+def _warp_specialized():
+    """The barriers that nobody uses in day 3's lesson 2, `for ... in tl.range(..., warp_specialize=True)`."""
+    with compiled.compiling(90) as made:
+        a, b = (torch.empty(1024, 1024, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        lesson02.warp_specialized(a, b)
+        return len(compiled.idle_barriers(made["tma_device_kernel"].asm["ttgir"]))
+
+
+def triton_makes_them_too():
+    """Four arrays of idle barriers in a kernel that Triton has specialized by itself; none if yours has mended it."""
+    idle = elsewhere(__name__, "_warp_specialized")
+    print(f"  day3_matmul_tk.lesson02_matmul_persistent, warp_specialized: {idle} arrays of barriers are idle")
+    assert idle in (0, 4)
 
 
 NEIGHBOUR = "from day5_tuning import lesson03b_neighbours; lesson03b_neighbours._neighbour()"
@@ -134,7 +153,7 @@ def right_alone():
     return Table("right alone", table, "Whether the first form fails beside a neighbour is chance; the others may not.")
 
 
-LESSON = Steps(steps=(two_things_in_one_place, right_alone), alone=HAS_GPU)
+LESSON = Steps(steps=(two_things_in_one_place, triton_makes_them_too, right_alone), alone=HAS_GPU)
 
 if __name__ == "__main__":
     LESSON.main()

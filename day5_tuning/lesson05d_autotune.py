@@ -4,7 +4,7 @@ triton.autotune times each configuration at the first call for each new key, and
 arguments named in `key`, and all dtypes. That is a cache in this process, or on disk with cache_results=True. Counted:
 
     cost of a key    configurations * (compiling, about a second + timing, do_bench's 25 ms of warming and 100 ms)
-    keys             one for each shape that ever comes: 18 configurations and 50 sequence lengths are 18 minutes
+    keys             one for each shape that ever comes: 18 configurations and 50 sequence lengths are 17 minutes
 
 A kernel is run some hundred times while it is timed, on the caller's own tensors: one that adds to its output adds a
 hundred times. And whatever `key` does not name, the first call decides for all that follow.

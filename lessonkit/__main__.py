@@ -22,7 +22,6 @@ from lessonkit.cuda.source import definitions, reached
 from lessonkit.elsewhere import environment
 from lessonkit.exercise import command, progress
 from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, title
-from lessonkit.lesson import kernels as kernel_lessons
 from lessonkit.side_by_side import side_by_side
 
 import typer
@@ -40,11 +39,29 @@ Which = Annotated[
 
 
 def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
-    found = list(discover(which))
+    found = list(discover("" if which == "all" else which))
     if not found:
         names = "\n  ".join(name for name, _ in discover())
         raise typer.BadParameter(f"no lesson matches {which!r}; there are:\n  {names}")
     return found
+
+
+def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]:
+    """The lessons chosen that have rungs. One that cannot be imported is a failure, steps alone are said to be such."""
+    chosen = _chosen(which)
+    for name, lesson in chosen:
+        if isinstance(lesson, Broken):
+            failed.append(f"{name}: cannot be imported: {lesson.error}")
+        elif isinstance(lesson, Lesson):
+            yield name, lesson
+    if all(isinstance(lesson, Steps) for _, lesson in chosen):
+        show.console.print(f"Steps without rungs; running them checks what they claim: {command.COURSE} run {which}")
+
+
+def _end(failed: list[str]) -> None:
+    for line in failed:
+        show.console.print(line, style="red")
+    raise typer.Exit(int(bool(failed)))
 
 
 @app.command()
@@ -91,7 +108,7 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
         body.append([part.title["en"], time_, f"{len(passed.intersection(asked))} of {len(asked)}" if asked else ""])
     show.table(f"{route.title['en']}: paths/{name}.md", ["part", "time", "exercises passed"], body)
     if waiting := next((exercise for exercise in route.exercises if exercise.name not in passed), None):
-        show.console.print(f"Next exercise: {command.COURSE} exercise next {waiting.short}", markup=False)
+        show.console.print(f"Next exercise: {command.COURSE} exercise next {waiting.short}")
 
 
 @app.command()
@@ -137,26 +154,22 @@ def _scripts(names: list[str]) -> Iterator[tuple[str, int, float]]:
 @app.command()
 def check(which: Which = "") -> None:
     """Check every rung against PyTorch, and that every mutant is rejected."""
-    failed = 0
-    for name, lesson in _chosen(which):
-        if isinstance(lesson, Broken):
-            show.console.print(f"{name}: cannot be imported: {lesson.error}", style="red")
-            failed += 1
-        if not isinstance(lesson, Lesson):
-            continue
+    failed: list[str] = []
+    for name, lesson in _with_kernels(which, failed):
         show.console.rule(title(name))
-        failed += show.checks(name, lesson)
+        if wrong := show.checks(lesson):
+            failed.append(f"{name}: {wrong} checks failed")
         body = []
         for mutant in lesson.wrong:
-            wrong = mutants.build(name, mutant)
-            if why := mutants.cannot_judge(lesson, wrong, mutant):
+            rung = mutants.build(name, mutant)
+            if why := mutants.cannot_judge(lesson, rung, mutant):
                 body.append([mutant.why, "left out", why])
                 continue
-            found = mutants.first_rejection(lesson, wrong)
-            failed += found is None
+            if not (found := mutants.first_rejection(lesson, rung)):
+                failed.append(f"{name}: a mutant was not rejected: {mutant.why}")
             body.append([mutant.why, found[0].caught_by if found else "NOT REJECTED", found[1] if found else ""])
         show.table("mutants", ["wrong version", "rejected by", "on"], body)
-    raise typer.Exit(int(failed > 0))
+    _end(failed)
 
 
 @app.command()
@@ -165,25 +178,25 @@ def bench(which: Which = "") -> None:
     if not device.HAS_GPU:
         show.console.print("No GPU was found: interpreter timings say nothing about speed, so nothing is written.")
         return
-    for name, lesson in _chosen(which):
-        if isinstance(lesson, Lesson):
-            show.timed(name, lesson)
+    failed: list[str] = []
+    for name, lesson in _with_kernels(which, failed):
+        if wrong := show.timed(name, lesson):
+            failed.append(f"{name}: {wrong} NOT TIMED")
     report.write()
+    _end(failed)
 
 
 @app.command(name="compile")
 def compile_lessons(which: Which = "") -> None:
     """Compile every rung for sm_80 and newer (no GPU needed), test its claims, and write reports/compiled."""
     broken: list[str] = []
-    for name, lesson in kernel_lessons(which):
+    for name, lesson in _with_kernels(which, broken):
         show.resources(name)
         with suppress(toolchain.Missing):  # show.resources has said what
             broken += compiled.broken_claims(name, lesson.claimed(), compiled.kernels(name))
             report.save_compiled(name)
     report.write()
-    for line in broken:
-        show.console.print(line, style="red")
-    raise typer.Exit(int(bool(broken)))
+    _end(broken)
 
 
 @app.command()
@@ -192,27 +205,26 @@ def count(
     ncu: Annotated[bool, typer.Option("--ncu", help="On a GPU: ask its counters by Nsight Compute instead.")] = False,
 ) -> None:
     """Count what emulated CUDA kernels ask of memory, test what lessons say of it, and write reports/emulated."""
+    broken: list[str] = []
     if ncu:
         if why := hardware.lacks():
-            show.console.print(why, markup=False)
+            show.console.print(why)
             return
-        counted = show.counted_by_ncu([name for name, lesson in kernel_lessons(which) if lesson.extension])
+        if not show.counted_by_ncu([name for name, lesson in _with_kernels(which, broken) if lesson.extension]):
+            broken.append("ncu counted nothing")
         report.write()
-        raise typer.Exit(int(not counted))
+        _end(broken)
     why = "On this machine kernels run on the GPU; with CUDA_VISIBLE_DEVICES= they are emulated and counted."
     if device.HAS_GPU or (why := toolchain.lacks("g++", "Python.h", "ninja")):
         show.console.print(why)
         return
-    broken: list[str] = []
-    for name, lesson in kernel_lessons(which):
+    for name, lesson in _with_kernels(which, broken):
         if lesson.extension:
             show.counted(lesson)
             broken += counters.broken_counts(name, lesson)
             report.save_emulated(name, lesson)
     report.write()
-    for line in broken:
-        show.console.print(line, style="red")
-    raise typer.Exit(int(bool(broken)))
+    _end(broken)
 
 
 @app.command(name="report")
@@ -241,9 +253,11 @@ def write_report(
 @app.command()
 def diff(lesson: str, old: str, new: str) -> None:
     """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
-    (name, _), *more = _chosen(lesson)
+    (name, found), *more = _chosen(lesson)
     if more:
         raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one")
+    if isinstance(found, Broken):
+        _end([f"{name}: cannot be imported: {found.error}"])
     module = sys.modules[name]
 
     def source(rung: str) -> list[str]:
@@ -255,18 +269,24 @@ def diff(lesson: str, old: str, new: str) -> None:
             code = program.read_text()
             parts = [code[d.start : d.stop] for d in definitions(code) if d.name in used]
             return "\n\n".join([*parts, wrapper]).splitlines()
-        used = [k for k in vars(module) if k.endswith("_kernel") and k in wrapper]
+        used = [k for k, v in vars(module).items() if k.endswith("_kernel") and hasattr(v, "fn") and k in wrapper]
         text = Path(module.__file__ or "").read_text().splitlines()
         lines: list[str] = []
         for kernel in used:
-            start = next(i for i, line in enumerate(text) if line.startswith((f"def {kernel}(", f"{kernel} = ")))
+            at = (i for i, line in enumerate(text) if line.startswith((f"def {kernel}(", f"{kernel} = ")))
+            if (start := next(at, None)) is None:  # another lesson's
+                fn = getattr(module, kernel)
+                while hasattr(fn, "fn"):  # what tunes or compiles a function holds it so
+                    fn = fn.fn
+                lines += inspect.getsource(fn).splitlines()
+                continue
             stop = next((i for i in range(start + 1, len(text)) if text[i] and text[i][0] not in " )#"), len(text))
             lines += [*text[start:stop]]
         return lines + wrapper.splitlines()
 
     for line in difflib.unified_diff(source(old), source(new), old, new, lineterm="", n=2):
         show.console.print(
-            line, style="green" if line[0] == "+" else "red" if line[0] == "-" else None, highlight=False, markup=False
+            line, style="green" if line[0] == "+" else "red" if line[0] == "-" else None, highlight=False
         )
 
 

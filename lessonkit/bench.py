@@ -13,6 +13,7 @@ from lessonkit.lesson import Lesson, Shape, Table, shape_name
 import torch
 
 DISTURBED = 1.5  # the middle three fifths of a contender's times differ by a few percent, if it has the GPU to itself
+TOO_SMALL = "this GPU has too little free memory"
 PEER_SLACK = 8  # a peer may round more often than PyTorch; it is here for its speed, but it must compute the same thing
 
 
@@ -23,7 +24,11 @@ def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list
     """
     measured: list[rows.Row] = []
     for shape in lesson.benches:
-        measured += _one_shape(name, lesson, shape, say)
+        try:
+            timing.limits()  # once, before a shape takes the memory
+            measured += _one_shape(name, lesson, shape, say)
+        except torch.OutOfMemoryError:
+            say(f"{shape_name(shape)}: left out, {TOO_SMALL}")
         torch.cuda.empty_cache()
     return measured
 
@@ -71,6 +76,8 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
             _verify(lesson, question, last[label], kind)
         except (ImportError, Unsupported) as absent:
             return say(f"{label} at {shape_name(shape)}: left out, {absent}")
+        except torch.OutOfMemoryError:
+            return say(f"{label} at {shape_name(shape)}: left out, {TOO_SMALL}")
         except Exception as error:
             return say(f"{label} at {shape_name(shape)}: NOT TIMED, {type(error).__name__}: {str(error)[:300]}")
         contenders[label], kinds[label] = call, kind
@@ -80,6 +87,8 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
             say(f"{rung.__name__}: left out, {why}")
         else:
             enter(rung.__name__, "rung", rung)
+    if not contenders:
+        return []
     for label, peer in lesson.peers.items():
         enter(label, "peer", peer)
     work = lesson.work(dtype=lesson.bench_dtype, **shape)

@@ -23,7 +23,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = "day2_triton_basics.lesson01_vector_add"
 FIRST_CUDA = "cuda_src.02_vector_add"
-NVCC = f"pip install {NVCC_PACKAGES}"
+PIP = f"{sys.executable} -m pip install"  # of the Python that runs the course, not of another on PATH
+NVCC = f"{PIP} {NVCC_PACKAGES}"
 BUILD = "install the torch build for the driver's CUDA (selector on pytorch.org)"
 
 
@@ -108,11 +109,11 @@ def judge(m: Machine) -> list[Finding]:
     """What the pieces mean together, in the order in which to mend them."""
     found = [Finding("Python", m.python, version(m.python) >= (3, 11), "3.11 or newer", "use python3.12", True)]
     for name, least in needs().items():
-        have, mend = m.packages.get(name, ""), f'pip install "{name}>={least}"'
+        have, mend = m.packages.get(name, ""), f'{PIP} "{name}>={least}"'
         found += [Finding(name, have or "missing", version(have) >= version(least), f"{least} or newer", mend, True)]
     if version(m.packages.get("triton", ""))[:2] == (3, 6) and version(m.packages.get("numpy", "")) >= (2, 4):
         why = "Triton 3.6's interpreter fails with numpy 2.4 and newer; kernels on a GPU do not mind"
-        found += [Finding("triton + numpy", "do not fit", False, why, 'pip install "numpy<2.4"', not m.gpu)]
+        found += [Finding("triton + numpy", "do not fit", False, why, f'{PIP} "numpy<2.4"', not m.gpu)]
     cpp = f"g++ {m.gxx or 'missing'}, Python.h {'found' if m.python_h else 'missing'}"
     builds = "Triton's launcher and torch.compile are built with it; cuda_src/ too, on a CPU"
     kittens = m.kittens or ("none" if m.capability == 90 else "none, not needed here")
@@ -133,7 +134,8 @@ def _gpu(m: Machine) -> Finding:
     """Is there a GPU? If torch does not use it: which of the usual three reasons is it?"""
     if m.gpu:
         value = f"{m.gpu}, sm_{m.capability}, {m.gpu_free_gb:.0f} GB free"
-        return Finding("GPU", value, m.capability >= 80, "sm_80 (Ampere) or newer", "older ones are not supported")
+        mend = "older ones are not supported: begin commands with CUDA_VISIBLE_DEVICES= and kernels are interpreted"
+        return Finding("GPU", value, m.capability >= 80, "sm_80 (Ampere) or newer", mend)
     if not m.smi:
         return Finding("GPU", "none (no nvidia-smi)", True, "kernels are interpreted and compiled here, not run")
     driver = "".join(re.findall(r"CUDA Version\s*:\s*([\d.]+)", m.smi)[:1])

@@ -91,6 +91,10 @@ class _Watch:
         self.traffic.written += self._check("update", ptrs, mask, value.dtype.itemsize)
         return self.native.atomic_rmw(op, ptrs, value, mask, sem)
 
+    def atomic_cas(self, ptrs: Any, expected: Any, value: Any, sem: Any) -> Any:
+        self.traffic.written += self._check("update", ptrs, np.ones(ptrs.shape, bool), value.dtype.itemsize)
+        return self.native.atomic_cas(ptrs, expected, value, sem)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)
 

@@ -114,7 +114,7 @@ class Lesson:
 
     reference   readable PyTorch, the only definition of "right"; called with float64 inputs for the exact answer
     inputs      inputs(dtype=..., **shape) -> tuple of arguments on DEVICE
-    checks      small awkward shapes; `benches`: large ones, timed on a GPU in `bench_dtype`
+    checks      small awkward shapes, each in all `dtypes`; `benches`: large ones, timed on a GPU in `bench_dtype`
     rungs       slowest first; the name is the idea; the last one refuses no shape
     work        work(dtype=..., **shape) -> Work: the floor that "% of limit" divides by
     wrong       mutants, each of which the checks must reject
@@ -123,6 +123,10 @@ class Lesson:
     claims      rung -> what its compiled code must show (see compiled.broken_claims); in CUDA C++ kernel's name -> that
     passes      rung -> bytes it moves, as a multiple of Work.bytes, counted without a GPU on the last check
     properties  property(rung) asserts what must hold for the op beside its values
+    refuses     bad calls, and the error that each must meet
+    grad        the differentiable op that the lesson ends in; its gradients are checked too
+    twin        the kernel's order of work step by step in PyTorch, for any machine: right on the same checks
+    factor      widens the error budget, for a stated reason
     extension   the launchers of the .cu that the rungs call, if the kernels are CUDA C++
     prints      what the program's own main measures and rungs cannot: `bench` keeps the lines that it prints
     counts      rung -> what its accesses look like: {"sectors a request": 4}, counted as `passes` (cuda.counters)
@@ -145,7 +149,7 @@ class Lesson:
     twin: Rung | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
     bench_dtype: torch.dtype = torch.bfloat16
-    factor: float = 1  # widens the error budget, for a stated reason
+    factor: float = 1
     extension: "Extension | None" = None
     prints: str = ""
     counts: Mapping[Rung, Mapping[str, float]] = field(default_factory=dict)
@@ -158,7 +162,7 @@ class Lesson:
         """Run the lesson as a script: check every rung, then show what each costs on this machine."""
         from lessonkit import show
 
-        show.lesson(*_running(self))
+        show.lesson(*_running())
 
 
 @dataclass(frozen=True)
@@ -192,10 +196,10 @@ class Steps:
     def main(self) -> None:
         from lessonkit import show
 
-        show.steps(*_running(self))
+        show.steps(*_running())
 
 
-def _running(lesson: Any) -> tuple[str, Any]:
+def _running() -> tuple[str, Any]:
     """The lesson's name when its file runs as a script; re-imported, so that mutants and reports see a module."""
     path = Path(sys.modules["__main__"].__file__ or "").resolve()
     name = f"{path.parent.name}.{path.stem}"

@@ -83,7 +83,7 @@ def generate() -> dict[Path, str | Picture]:
     pictures = [f"![every ladder]({p.relative_to(ROOT)})\n\n" for p in made if p.name.endswith(".ladders.png")]
     for language, readme in GUIDES.items():
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
-        made[ROOT / readme] = filled(text, "results", "".join(pictures) + results(lessons))
+        made[ROOT / readme] = filled(text, "results", "".join(pictures) + results(lessons, language))
     return made | path_pages.pages()
 
 
@@ -248,9 +248,15 @@ def _index(made: list[Path]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def results(lessons: dict[str, Lesson]) -> str:
+RESULTS = {
+    "en": ["lesson", "largest shape", "ms", "rate", "% of limit", "over the first rung", "over the best peer"],
+    "zh": ["课", "最大的形状", "ms", "速率", "占极限 %", "相对第一级", "相对最好的对手"],
+}
+
+
+def results(lessons: dict[str, Lesson], language: str) -> str:
     """For each lesson its last rung at the largest shape, and how it stands to the best peer over all shapes."""
-    header = ["lesson", "largest shape", "ms", "rate", "% of limit", "over the first rung", "over the best peer"]
+    header = RESULTS[language]
     parts = []
     for folder in device_folders():
         body = []

@@ -66,9 +66,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a file in one step: a stopped run leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-        part.write(content.encode() if isinstance(content, str) else content)
-    os.chmod(part.name, 0o644)
-    os.replace(part.name, path)
+        try:
+            part.write(content.encode() if isinstance(content, str) else content)
+            part.flush()
+            os.chmod(part.name, 0o644)
+            os.replace(part.name, path)
+        except BaseException:
+            Path(part.name).unlink(missing_ok=True)
+            raise
 
 
 def to_csv(rows: Iterable[dict[str, Any]]) -> str:

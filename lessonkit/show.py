@@ -13,8 +13,10 @@ from lessonkit.lesson import Case, Lesson, Rung, Steps, title
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as RichTable
+from rich.text import Text
 
-console = Console(width=None if sys.stdout.isatty() else 150)
+# What is printed is data: [x^2] is no markup, [0:x:2] no emoji.
+console = Console(width=None if sys.stdout.isatty() else 150, markup=False, emoji=False)
 LANES = {"cuda": "run on the GPU", "cpu": "interpreted: no GPU was found", "meta": "compiled only"}
 
 
@@ -27,12 +29,15 @@ def table(heading: str, columns: Iterable[str], body: Iterable[Iterable[Any]]) -
     console.print(grid)
 
 
+def _rule(name: str, where: str) -> None:
+    console.rule(Text.assemble((title(name), "bold"), f" ({where})"))
+
+
 def lesson(name: str, lesson: Lesson) -> None:
     """Run a kernel lesson as far as this machine can; exit code 1 if a rung is wrong."""
     lane = LANES[device.DEVICE.type]
-    console.rule(f"[bold]{title(name)}[/] ({lane.replace('interpreted', 'emulated') if lesson.extension else lane})")
-    failures = checks(name, lesson)
-    if failures:
+    _rule(name, lane.replace("interpreted", "emulated") if lesson.extension else lane)
+    if checks(lesson):
         raise SystemExit(1)
     if device.HAS_GPU:
         timed(name, lesson)
@@ -41,7 +46,7 @@ def lesson(name: str, lesson: Lesson) -> None:
         resources(name, (90,))  # the rest takes twice as long: `compile` shows it
 
 
-def checks(name: str, lesson: Lesson) -> int:
+def checks(lesson: Lesson) -> int:
     """Check every rung on every case and the gradients; print a line a rung; return how many failed."""
     body, failures = [], 0
     with Progress(console=console, transient=True) as progress:
@@ -109,8 +114,8 @@ def small(cases: tuple[Case, ...]) -> list[Case]:
     return [case for case in cases if case.gib <= (1 if device.HAS_GPU else 0)]
 
 
-def timed(name: str, lesson: Lesson) -> None:
-    """Time the lesson beside its peers and keep the rows."""
+def timed(name: str, lesson: Lesson) -> int:
+    """Time the lesson beside its peers and keep the rows; return how many contenders failed."""
     said: list[str] = []
     with console.status("timing rungs and peers"):
         found = bench.bench(name, lesson, said.append)
@@ -125,6 +130,7 @@ def timed(name: str, lesson: Lesson) -> None:
     if printed := bench.printed(lesson):
         table("measured by the program itself", printed.rows[0], (row.values() for row in printed.rows))
         console.print(f"rows in {report.save_table(name, printed, device.name())}", style="dim")
+    return sum("NOT TIMED" in line for line in said)
 
 
 def resources(name: str, targets: tuple[int, ...] = compiled.TARGETS) -> None:
@@ -133,7 +139,7 @@ def resources(name: str, targets: tuple[int, ...] = compiled.TARGETS) -> None:
         try:
             found = compiled.kernels(name, targets)
         except toolchain.Missing as missing:
-            return console.print(str(missing), style="yellow", markup=False)
+            return console.print(str(missing), style="yellow")
     columns = [
         "rung",
         "kernel",
@@ -161,7 +167,7 @@ def counted_by_ncu(names: list[str]) -> bool:
     with console.status("running every rung under ncu"):
         said = hardware.count(names)
     for line in said:
-        console.print(line, style="dim", markup=False)
+        console.print(line, style="dim")
     body = hardware.compared(hardware.path(rows.REPORTS / device.name()), names)
     if body:
         apart = [row for row in body if row["ratio"] != "1.00"]
@@ -172,21 +178,21 @@ def counted_by_ncu(names: list[str]) -> bool:
 
 def steps(name: str, lesson: Steps) -> None:
     """Run a lesson of steps; a failed assertion ends it with a traceback and exit code 1."""
-    console.rule(f"[bold]{title(name)}[/] (tensors on {device.DEVICE})")
+    _rule(name, f"tensors on {device.DEVICE}")
     for step in lesson.steps:
         claim = (step.__doc__ or step.__name__).strip().splitlines()[0]
-        console.print(f"\n{step.__name__}: {claim}", style="bold", markup=False, highlight=False)
+        console.print(f"\n{step.__name__}: {claim}", style="bold", highlight=False)
         try:
             measured = step()
         except Unsupported as why:  # here, for want of a package
-            console.print(f"  left out: {why}", markup=False, highlight=False)
+            console.print(f"  left out: {why}", highlight=False)
             continue
         if measured is not None and measured.rows:
             table(measured.name, measured.rows[0], (row.values() for row in measured.rows))
-            console.print(measured.note, markup=False, highlight=False)
+            console.print(measured.note, highlight=False)
             report.save_table(name, measured, device.name())
     for folder in report.device_folders():
         for compare in lesson.compares:
             if found := compare(folder):
                 table(f"{folder.name}: {found.name}", found.rows[0], (row.values() for row in found.rows))
-                console.print(found.note, markup=False, highlight=False)
+                console.print(found.note, highlight=False)

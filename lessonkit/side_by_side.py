@@ -21,7 +21,7 @@ def side_by_side(paths: Sequence[Path], at_once: int) -> Iterator[tuple[bytes, i
     """(what it printed, exit code, seconds) of each script, in order. Not for a GPU, which survives no fork."""
     fork = multiprocessing.get_context("forkserver")
     fork.set_forkserver_preload(PRELOAD)
-    compilers = [Compiler() for _ in range(at_once)]
+    compilers = [Compiler() for _ in range(min(at_once, len(paths)))]
     began: dict[int, float] = {}
     done: dict[int, tuple[int, float]] = {}
     running: dict[int, tuple[BaseProcess, Compiler]] = {}

@@ -1,8 +1,7 @@
-"""The CUDA part of the kit: compilers found or missed in one line, builds kept by content, faults, C++ read as text."""
+"""The CUDA part of the kit: launchers as functions, faults, builds kept by content, C++ read as text."""
 
 import os
 import subprocess
-import threading
 from pathlib import Path
 
 import lessonkit.device as device
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 HERE = toolchain.lacks("g++", "Python.h", "ninja")
+NVCC = toolchain.lacks("nvcc", "g++", "ninja")
 emulated = pytest.mark.skipif(device.HAS_GPU or bool(HERE), reason=HERE or "kernels run on the GPU here")
 PROGRAMS = [pytest.param(lesson.extension, id=name) for name, lesson in kernels() if lesson.extension]
 
@@ -140,92 +140,6 @@ def test_builds_are_kept_by_content(program, monkeypatch, tmp_path):
     assert program(header).product().path != before, "a header of the program's own counts"
 
 
-@emulated
-def test_two_processes_build_once(tmp_path, monkeypatch):
-    """The second waits at the lock and finds the file there."""
-    log = tmp_path / "log"
-    monkeypatch.setattr(build, "CACHE", tmp_path)
-    monkeypatch.setattr(toolchain, "version", lambda compiler: "")
-    command = ("sh", "-c", 'echo built >> "$0"; sleep 1; echo done > "$1"', str(log), "$out")
-    product = build.Product("once.txt", (command,))
-    both = [threading.Thread(target=build.build, args=([build.Product("once.txt", (command,))],)) for _ in range(2)]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
-    assert log.read_text() == "built\n"
-    assert product.path.read_text() == "done\n"
-
-
-@pytest.mark.parametrize(("piece", "says"), [("nvcc", "pip install nvidia-cuda-nvcc"), ("g++", "apt install g++")])
-def test_a_missing_compiler_is_one_line(monkeypatch, tmp_path, piece, says):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(toolchain, "USUAL", str(tmp_path))
-    assert says in toolchain.lacks(piece)
-    assert "\n" not in toolchain.lacks(piece)
-    with pytest.raises(toolchain.Missing, match=piece[0]):
-        toolchain.need(piece)
-    _, lesson = next((n, lesson) for n, lesson in kernels() if lesson.extension)
-    said = check.cannot_run(lesson, lesson.rungs[0], lesson.checks[0], torch.float32)
-    assert said == toolchain.lacks("nvcc" if device.HAS_GPU else "g++")
-
-
-def test_nvcc_of_the_pip_packages_is_found(monkeypatch, tmp_path):
-    nvcc = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
-    nvcc.parent.mkdir(parents=True)
-    (lib := tmp_path / "nvidia" / "cu13" / "lib").mkdir()
-    (lib / "libcublas.so").touch()
-    nvcc.touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.setattr(toolchain, "USUAL", str(tmp_path))
-    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert toolchain.find_nvcc() == str(nvcc)
-    assert toolchain.link_flags(str(nvcc), ["cublas", "nowhere"]) == [f"-L{lib}", "-lcublas"]
-    assert toolchain.link_flags("/usr/local/cuda/bin/nvcc", ["nowhere"]) == []
-
-
-def test_architectures():
-    assert [toolchain.architecture(c) for c in (80, 89, 90, 100)] == ["sm_80", "sm_89", "sm_90a", "sm_100a"]
-
-
-def test_a_program_on_thunderkittens_is_known_by_its_headers(tmp_path, monkeypatch):
-    source, root = tmp_path / "p.cu", tmp_path / "kittens"
-    source.write_text('// Needs: ThunderKittens Hopper\n#include "kittens.cuh"\n')
-    monkeypatch.setattr(toolchain, "version", lambda compiler: "")
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: "nvcc")
-    monkeypatch.setenv("THUNDERKITTENS_ROOT", str(root))
-    assert "git clone" in toolchain.lacks("ThunderKittens")
-    assert "\n" not in toolchain.lacks("ThunderKittens")
-    with pytest.raises(toolchain.Missing, match="THUNDERKITTENS_ROOT"):
-        build.cubin(source, 90)
-    (root / "include").mkdir(parents=True)
-    (root / "include/kittens.cuh").write_text("// one")
-    assert not toolchain.lacks("ThunderKittens")
-    assert toolchain.lacks("Hopper") == ("" if device.capability() == 90 else toolchain.MEND["Hopper"])
-    before = build.cubin(source, 90)
-    folder = before.folder
-    assert {"-DKITTENS_HOPPER", f"-I{root}/include", "-arch=sm_90a"} < set(before.commands[0])
-    assert "-DKITTENS_AMPERE" in build.cubin(source, 80).commands[0]
-    (root / "include/kittens.cuh").write_text("// two")
-    assert build.cubin(source, 90).folder != folder, "another commit is another program"
-    source.write_text("")
-    assert not any("KITTENS" in word for word in build.cubin(source, 90).commands[0])
-
-
-@pytest.mark.skipif(bool(toolchain.lacks("nvcc")), reason="what nvcc would be told")
-def test_a_linked_program_is_for_one_architecture_alone(tmp_path):
-    """`-arch=sm_90a` adds PTX for compute_90, where Hopper's own instructions are errors."""
-    (tmp_path / "p.cu").write_text("")
-    command = build.program(tmp_path / "p.cu").commands[0]
-    machine = toolchain.architecture()
-    assert f"-gencode=arch={machine.replace('sm', 'compute')},code={machine}" in command
-    assert not any(word.startswith("-arch") for word in command)
-
-
 def test_link_line(tmp_path):
     (tmp_path / "p.cu").write_text(PROGRAM)
     assert toolchain.comment_line(tmp_path / "p.cu", "Link") == ["cublas"]
@@ -276,7 +190,7 @@ def test_fingerprint_includes_the_program(tmp_path, monkeypatch):
     assert mark("a * WIDE") != mark("a + WIDE")
 
 
-@pytest.mark.skipif(bool(toolchain.lacks("nvcc")), reason=toolchain.lacks("nvcc") or "nvcc is here")
+@pytest.mark.skipif(bool(NVCC), reason=NVCC)
 def test_machine_code_of_templates(tmp_path):
     (tmp_path / "p.cu").write_text(
         "namespace { template <int N, bool B> __global__ void __launch_bounds__(N)"

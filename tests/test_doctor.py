@@ -1,6 +1,7 @@
 """The doctor's judgement: a whole machine passes, and each piece taken away is named with the command that mends it."""
 
 import subprocess
+import sys
 from dataclasses import replace
 
 from lessonkit import doctor
@@ -40,7 +41,7 @@ OLD_PAIR = {"triton": "3.6.0", "numpy": "2.4.1"}
 # What is wrong, the machine, the finding that must say so, what its mend must name, whether it stops the course.
 BROKEN = [
     ("Python is too old", replace(WHOLE, python="3.10.12"), "Python", "python3.12", True),
-    ("no Triton", without("triton"), "triton", 'pip install "triton>=3.6"', True),
+    ("no Triton", without("triton"), "triton", f'{sys.executable} -m pip install "triton>=3.6"', True),
     ("torch is too old", without("", torch="2.6.0+cu124"), "torch", 'pip install "torch>=2.9"', True),
     ("3.10 is newer than 3.9, 3.8 is not", without("", matplotlib="3.8.4"), "matplotlib", "matplotlib>=3.9", True),
     ("numpy 2.4, Triton 3.6, no GPU", without("", NO_GPU, **OLD_PAIR), "triton + numpy", "numpy<2.4", True),
@@ -49,7 +50,7 @@ BROKEN = [
     ("a driver older than torch's CUDA", replace(WHOLE, gpu="", smi="CUDA Version: 12.4"), "GPU", "update", False),
     ("a GPU that the process may not see", replace(WHOLE, gpu=""), "GPU", "CUDA_VISIBLE_DEVICES", False),
     ("nvidia-smi says no CUDA version", replace(WHOLE, gpu="", smi="Driver 580"), "GPU", "--gpus all", False),
-    ("a GPU before Ampere", replace(WHOLE, capability=75), "GPU", "not supported", False),
+    ("a GPU before Ampere", replace(WHOLE, capability=75), "GPU", "CUDA_VISIBLE_DEVICES= ", False),
     ("no g++, and a GPU to launch on", replace(WHOLE, gxx=""), "C++", "apt install g++", True),
     ("no g++, interpreted only", replace(NO_GPU, gxx=""), "C++", "apt install g++", False),
     ("no Python headers", replace(WHOLE, python_h=False), "C++", "python3-dev", True),

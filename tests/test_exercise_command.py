@@ -6,14 +6,17 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from lessonkit import device
+from lessonkit.cuda import build, toolchain
 from lessonkit.elsewhere import environment
 from lessonkit.exercise import command, grade, progress, source
 
 import pytest
 from typer.testing import CliRunner
 
+LACKS = toolchain.lacks("g++", "Python.h", "ninja")
 MUL = source.find("day2_triton_basics.exercise01_mul")[0]
 
 
@@ -126,6 +129,41 @@ def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
     assert code == 1
     assert says in text
     assert "lessonkit_answers" not in text
+
+
+ENDLESS = """z = torch.empty_like(x)
+    from lessonkit.cuda import build
+    build.build([build.Product("none.txt", (("sh", "-c", "echo $$ > PID; exec sleep 100"),))])"""
+built = pytest.mark.skipif(bool(LACKS), reason=LACKS)
+
+
+@interpreted
+@built
+def test_a_compiler_ends_with_the_answer_that_is_too_slow(answers, monkeypatch):
+    """Ninja gives each a process group of its own; left alone it would write into the next build's folder."""
+    monkeypatch.setattr(grade, "LIMIT", 2.0)
+    monkeypatch.setattr(build, "CACHE", answers)
+    monkeypatch.setattr(toolchain, "version", lambda compiler: "")
+    endless = ENDLESS.replace("PID", str(pid := answers / "pid"))
+    answer = MUL.solution.replace("z = torch.empty_like(x)", endless)
+    assert grade.grade_apart(MUL, answer, seed=0).caught_by == "time"
+    command_line, until = Path(f"/proc/{int(pid.read_text())}/cmdline"), time.monotonic() + 10
+    while command_line.exists() and command_line.read_text():  # of what has ended and nobody has asked for it is empty
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@interpreted
+@built
+def test_the_emulator_is_built_before_the_time_counts(answers, monkeypatch):
+    asked = []
+    monkeypatch.setattr(build, "CACHE", answers)
+    monkeypatch.setattr(build, "build", lambda products: asked.extend(p.name for p in products))
+    monkeypatch.setattr(command, "grade_apart", lambda *a, **k: asked.append("grade") or grade.Verdict())
+    code, text = run("check", "scale_rows")
+    assert code == 0
+    assert "built first" in text
+    assert asked == ["libemu.so", "binding.o", "prefix.h.gch", "grade"]
 
 
 def test_a_gpu_is_hidden(monkeypatch):

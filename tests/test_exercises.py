@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from lessonkit import device
+from lessonkit.cuda import build
 from lessonkit.exercise import grade, number, same, source
 from lessonkit.exercise.source import Source
 
@@ -100,6 +102,10 @@ def test_declares_enough(exercise):
     assert [r.number for r in exercise.regions] == list(range(1, len(exercise.regions) + 1))
     for path in (exercise.path, exercise.path.with_suffix(".cu")):
         assert not path.exists() or len(path.read_text().splitlines()) <= 300
+
+
+def test_answers_lie_where_no_other_user_writes():
+    assert build.CACHE in Path(source.build(MUL, MUL.solution).__file__).parents
 
 
 def test_drift_is_an_error(tmp_path):

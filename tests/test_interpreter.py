@@ -73,6 +73,22 @@ def test_bytes_are_counted():
 
 
 @triton.jit
+def swap_kernel(x_ptr, AT: tl.constexpr):  # [1] int32
+    tl.atomic_cas(x_ptr + AT, 0, 7)
+
+
+def test_swaps_are_watched():
+    x = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    with watched() as traffic:
+        swap_kernel[(2,)](x[1:2], AT=0)
+    assert x.tolist() == [0, 7, 0]
+    assert traffic.written == 8
+    with watched(), pytest.raises(OutOfBounds, match="update outside every tensor"):
+        swap_kernel[(1,)](x[1:2], AT=1)
+    assert x.tolist() == [0, 7, 0]
+
+
+@triton.jit
 def fp8_kernel(x_ptr, q_ptr, y_ptr, N: tl.constexpr):  # [N] float32 -> float8 -> float32
     q = tl.load(x_ptr + tl.arange(0, N)).to(tl.float8e4nv)
     tl.store(q_ptr + tl.arange(0, N), q)

@@ -1,69 +1,22 @@
-"""The command line, the rows and the compile lane."""
+"""The rows, what is timed and the compile lane."""
 
 import dataclasses
 import os
 
-import lessonkit.__main__ as cli
-import lessonkit.device as device
-from lessonkit import bench, compiled, lesson, mutants, report, rows, timing
+from lessonkit import bench, check, compiled, lesson, mutants, report, rows, side_by_side, timing
 from lessonkit.elsewhere import SHARED, Compiler, elsewhere
 from lessonkit.lesson import Broken, Mutant, discover
 from lessonkit.markdown import filled
-from lessonkit.side_by_side import side_by_side
 
 import pytest
-from typer.testing import CliRunner
+import torch
 
-invoke = CliRunner().invoke
 ADD = "day2_triton_basics.lesson01_vector_add"
 
 
 def a_row(**changes) -> rows.Row:
     values = {f.name: f.type(1) for f in dataclasses.fields(rows.Row)}
     return rows.Row(**(values | {"lesson": ADD, "rung": "add_wide", "kind": "rung", "shape": "n=98432"} | changes))
-
-
-def test_list_names_every_lesson():
-    result = invoke(cli.app, ["list"])
-    assert result.exit_code == 0
-    assert "add_element" in result.output
-
-
-def test_unknown_lesson_says_which_there_are():
-    result = invoke(cli.app, ["check", "lesson99"])
-    assert result.exit_code == 2
-    assert "lesson01_vector_add" in result.output
-
-
-@pytest.mark.alone  # all its cases, on a GPU the long ones too
-def test_check_passes_and_shows_mutants():
-    result = invoke(cli.app, ["check", "lesson01_vector_add"])
-    assert result.exit_code == 0, result.output
-    assert "NOT REJECTED" not in result.output
-
-
-def test_check_fails_on_a_broken_lesson(monkeypatch):
-    monkeypatch.setattr(cli, "discover", lambda which="": iter([("day9.lesson01", Broken(SyntaxError("no")))]))
-    assert invoke(cli.app, ["check"]).exit_code == 1
-
-
-@pytest.mark.skipif(device.HAS_GPU, reason="this machine can time")
-def test_bench_without_a_gpu_writes_nothing(monkeypatch):
-    monkeypatch.setattr(rows, "save", lambda found: pytest.fail("wrote rows"))
-    result = invoke(cli.app, ["bench"])
-    assert result.exit_code == 0
-    assert "No GPU" in result.output
-
-
-def test_diff_shows_the_idea():
-    result = invoke(cli.app, ["diff", "lesson01_vector_add", "add_element", "add_block"])
-    assert result.exit_code == 0
-    assert "+    mask = offsets < n" in result.output
-    assert invoke(cli.app, ["diff", "lesson01_vector_add", "add_element", "nothing"]).exit_code == 2
-
-
-def test_doctor_says_what_is_missing():
-    assert invoke(cli.app, ["doctor"]).exit_code in (0, 1)
 
 
 def test_an_import_error_is_one_lessons_failure(tmp_path, monkeypatch):
@@ -93,6 +46,7 @@ def test_a_stopped_write_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         rows.write_atomically(path, "new")
     assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_fingerprint_sees_code_and_not_comments(tmp_path, monkeypatch):
@@ -195,8 +149,8 @@ def test_median_must_settle():
 
 def test_an_impossible_time_is_refused(monkeypatch):
     found = dict(discover("lesson01_vector_add"))[ADD]
-    monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, {"bf16": 7e14}, 0.002))
-    fast = timing.Timing(1e-5, 1e-5, 1e-5, 20)
+    monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, {"bf16": 7e14}))
+    fast = timing.Timing(1e-5, 1e-5, 1e-5)
     with pytest.raises(RuntimeError, match="measuring error"):
         bench._rows(ADD, found, {"n": 2**28}, {"add_wide": fast, "copy": fast}, {"add_wide": "rung", "copy": "limit"})
 
@@ -212,16 +166,46 @@ def test_what_is_wrong_after_the_rounds_has_no_row(monkeypatch):
     def measure(contenders):
         for call in contenders.values():
             call()
-        return {name: timing.Timing(1, 1, 1 + (name == "right"), 20) for name in contenders}
+        return {name: timing.Timing(1, 1, 1 + (name == "right")) for name in contenders}
 
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
-    monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, dict.fromkeys(("fp32", "bf16"), 7e14), 0.002))
+    monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, dict.fromkeys(("fp32", "bf16"), 7e14)))
     said = []
     assert [row.rung for row in bench.bench(ADD, found, said.append)] == ["right", "copy"]
     assert [line.split(":")[0] for line in said] == ["right at n=64", "once at n=64"]
     assert "something else" in said[0]
     assert "wrong after the rounds" in said[1]
+
+
+def test_a_shape_too_large_for_the_gpu_is_left_out(monkeypatch):
+    """The rows of the others are kept; where no rung is timed there is none of a peer or a copy either."""
+
+    def add(x, y):
+        return x + y
+
+    found = dict(discover("lesson01_vector_add"))[ADD]
+    found = dataclasses.replace(found, rungs=(add,), peers={}, benches=({"n": 64}, {"n": 128}, {"n": 256}))
+    truth = check.truth
+
+    def answered(lesson, shape, dtype):
+        if shape["n"] == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        right = truth(lesson, shape, dtype)
+        more = 1 if shape["n"] == 128 else 0
+        return dataclasses.replace(right, exact=(right.exact[0] + more,), usual=(right.usual[0] + more,))
+
+    monkeypatch.setattr(check, "truth", answered)
+    monkeypatch.setattr(check, "cannot_run", lambda *case: "")
+    monkeypatch.setattr(timing, "measure", lambda contenders: {name: timing.Timing(1, 1, 1) for name in contenders})
+    monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
+    monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, {"bf16": 7e14}))
+    said = []
+    assert [(row.rung, row.shape) for row in bench.bench(ADD, found, said.append)] == [
+        ("add", "n=256"), ("copy", "n=256")
+    ]  # fmt: skip
+    assert "n=64: left out" in said[0]
+    assert "add at n=128: NOT TIMED, Rejected" in said[1]
 
 
 def test_what_a_program_prints_becomes_rows():
@@ -258,12 +242,20 @@ def test_a_compiler_that_dies_is_named_and_replaced(monkeypatch):
         elsewhere("operator", "truediv", 1, 0)
 
 
+def test_one_script_has_one_compiler(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(side_by_side, "Compiler", lambda: made.append(Compiler()) or made[-1])
+    (tmp_path / "one.py").write_text("print('alone')")
+    assert [code for _, code, _ in side_by_side.side_by_side([tmp_path / "one.py"], 8)] == [0]
+    assert len(made) == 1
+
+
 def test_scripts_side_by_side(tmp_path):
     """In order, with what each printed and how it ended, though the first takes longest."""
     bodies = ("import time; time.sleep(1); print('slow')", "print('fast')", "raise SystemExit(3)", "1 / 0")
     for i, body in enumerate(bodies):
         (tmp_path / f"{i}.py").write_text(body)
-    found = list(side_by_side([tmp_path / f"{i}.py" for i in range(len(bodies))], 2))
+    found = list(side_by_side.side_by_side([tmp_path / f"{i}.py" for i in range(len(bodies))], 2))
     assert [code for _, code, _ in found] == [0, 0, 3, 1]
     assert [text.decode().strip().split("\n")[-1] for text, _, _ in found] == [
         "slow", "fast", "", "ZeroDivisionError: division by zero"

@@ -79,9 +79,7 @@ def test_commands_exist(command):
         assert re.search(r"^\+", printed.get(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "folder", sorted(p.parent.name for p in ROOT.glob("*/README.zh-CN.md") if p.parent.name != "paths")
-)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_guides_agree_on_hours(folder):
     hours = [{stem: row[0] for stem, row in paths.guide(folder, language).items()} for language in paths.GUIDES]
     assert hours[0] == hours[1]

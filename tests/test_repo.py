@@ -13,10 +13,34 @@ import pytest
 import triton
 import triton.language as tl
 
-TRACKED = [
-    ROOT / p for p in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-]
+# What .gitignore names, and what is hidden.
+MADE = re.compile(r"(^|/)(\.|__pycache__/|[^/]*\.egg-info/)|^(data|answers|reports/cpu)/")
+
+
+def tracked(root):
+    """The files that git tracks; in an unpacked archive, or without git, all that nobody has made since."""
+    try:
+        listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True).stdout.split()
+    except FileNotFoundError:
+        listed = []
+    there = (p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
+    return sorted(root / name for name in listed or (name for name in there if not MADE.search(name)))
+
+
+TRACKED = tracked(ROOT)
 CARDS = sorted(ROOT.glob("day2_triton_basics/api_card*.md"))
+
+
+def test_the_repositorys_files_are_found(tmp_path, monkeypatch):
+    """Also in an unpacked archive, without git."""
+    assert len(TRACKED) > 100
+    for name in ("README.md", "day1/lesson.py", ".venv/x.md", "day1/.cache/x", "data/raw", "day1/__pycache__/x.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    ours = [tmp_path / "README.md", tmp_path / "day1/lesson.py"]
+    assert tracked(tmp_path) == ours
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert tracked(tmp_path) == ours
 
 
 def test_generated_files_are_fresh():

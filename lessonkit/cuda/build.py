@@ -25,7 +25,7 @@ from lessonkit.rows import write_atomically
 
 SOURCES = ROOT / "cuda_src"
 EMULATOR = SOURCES / "emulator"
-CACHE = Path(os.environ.get("COURSE_CACHE") or Path.home() / ".cache" / "gpu-kernel-course")
+CACHE = Path(os.environ.get("COURSE_CACHE") or Path.home() / ".cache" / "gpu-kernel-course").resolve()
 DEFINE = "-DCOURSE_EXTENSION"
 # ThreadSanitizer's compiler pass makes a call of every access; the emulator has its own functions behind those calls.
 HOOKS = (
@@ -34,7 +34,7 @@ HOOKS = (
 )
 # A mutant runs once, so what its compiler takes is what it costs, and nobody reads in which line its fault is.
 QUICK = (*HOOKS[:3], "-O0")
-MUTANTS = Path(tempfile.gettempdir()) / "lessonkit_mutants"
+MUTANTS = CACHE / "lessonkit_mutants"  # executed, so not where other users may write
 # Null pointers and the sizes of objects are AddressSanitizer's too, and there is no vptr: a fifth of compiling time.
 SANITIZERS = (
     *("-fsanitize=address,undefined", "-fno-sanitize=null,object-size,vptr", "-fno-sanitize-recover=undefined"),
@@ -170,7 +170,7 @@ def emulated_program(source: Path, sanitized: bool = False) -> Product:
 
 
 def _nvcc(source: Path, name: str, flags: tuple[str, ...], after: tuple[Product, ...] = (), target: int = 0) -> Product:
-    toolchain.need("nvcc")
+    toolchain.need("nvcc", "g++")  # which nvcc calls
     reads = local_files(source)
     if "ThunderKittens" in toolchain.comment_line(source, "Needs"):
         flags = (*flags, *toolchain.kittens_flags(target))
@@ -210,12 +210,13 @@ def build(products: Iterable[Product]) -> list[Path]:
     wanted = list(dict.fromkeys(products))
     if before := [first for product in wanted for first in product.after]:
         build(before)
+    said = ""
     with _locked(p for p in wanted if not p.path.exists()) as missing:
         if missing:
-            _ninja(missing)
+            said = _ninja(missing)
     failed = [p for p in wanted if not p.path.exists()]
     if failed:
-        raise BuildError("\n".join(f"{p.name}:\n{(p.folder / 'words.txt').read_text()[-4000:]}" for p in failed))
+        raise BuildError("\n".join(f"{p.name}:\n{(_words(p) or said)[-4000:]}" for p in failed))
     return [p.path for p in wanted]
 
 
@@ -231,7 +232,14 @@ def _locked(products: Iterable[Product]) -> Iterator[list[Product]]:
         yield [p for p in ordered if not p.path.exists()]
 
 
-def _ninja(products: list[Product]) -> None:
+def _words(product: Product) -> str:
+    """What the compilers said; nothing if they were not even started, or ended by a signal."""
+    words = product.folder / "words.txt"
+    return words.read_text() if words.exists() else ""
+
+
+def _ninja(products: list[Product]) -> str:
+    """Build these, and return ninja's own words."""
     lines = ["rule run", "  command = $do"]
     for product in products:
         for name, text in product.texts:
@@ -243,7 +251,8 @@ def _ninja(products: list[Product]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "build.ninja").write_text("\n".join(lines) + "\n")
         command = [toolchain.find_ninja(), "-C", folder, "-k", "0", "--quiet"]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    return done.stdout.decode(errors="replace")
 
 
 def _shell(product: Product) -> str:

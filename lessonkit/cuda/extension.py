@@ -43,7 +43,7 @@ class Extension:
     def lacks(self) -> str:
         """The one line that says why this machine cannot run the launchers, or an empty string."""
         needs = toolchain.comment_line(self.source, "Needs")
-        return toolchain.lacks(*needs, *(("nvcc", "Python.h") if device.HAS_GPU else ("g++", "Python.h")), "ninja")
+        return toolchain.lacks(*needs, *(("nvcc",) if device.HAS_GPU else ()), "g++", "Python.h", "ninja")
 
     def product(self) -> build.Product:
         return build.extension(self.source) if device.HAS_GPU else build.emulated_extension(self.source)

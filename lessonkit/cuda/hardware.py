@@ -83,7 +83,7 @@ def lacks() -> str:
         return "No GPU was found, so there is nothing that ncu could count: python -m lessonkit count emulates."
     if not find("ncu"):
         return "no ncu, so the GPU's counters cannot be read: install Nsight Compute (it comes with the CUDA toolkit)"
-    return toolchain.lacks("nvcc", "Python.h", "ninja")
+    return toolchain.lacks("nvcc", "g++", "Python.h", "ninja")
 
 
 def output(command: Sequence[str], seconds: float, **env: str) -> tuple[int, str, str]:

@@ -20,7 +20,7 @@ RESERVED = 1024  # bytes of each block's shared memory that the system takes, fr
 def kernels(source: Path, targets: Container[int] = TARGETS) -> tuple[compiled.Kernel, ...]:
     """Compile a program for these; a row for each instance of each kernel, `rung` being the kernel's plain name.
 
-    Raises toolchain.Missing without nvcc, build.BuildError with nvcc's words.
+    Raises toolchain.Missing without nvcc or g++, build.BuildError with nvcc's words.
     """
     wanted = [target for target in TARGETS if target in targets]
     cubins = build.build(build.cubin(source, target) for target in wanted)

@@ -10,7 +10,6 @@ error with file:line and what to write instead.
 
 import argparse
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -218,14 +217,9 @@ def _outside_functions(source: _Source, at: int) -> bool:
     return not any(depth) and not in_define
 
 
-def rewrite(text: str, name: str, beside: Sequence[str] = ()) -> str:
-    """The text of a .cu as g++ reads it; `name` (a path) is what errors and #line call the file.
-
-    `beside`: texts of the headers it includes, where the kernels that it launches may be declared.
-    """
-    templates: dict[str, int] = {}
-    for each in (*beside, text):
-        templates |= _templates(_Source(each, name))
+def rewrite(text: str, name: str) -> str:
+    """The text of a .cu as g++ reads it; `name` (a path) is what errors and #line call the file."""
+    templates = _templates(_Source(text, name))
     at = 0
     while match := _WANTED.search((source := _Source(text, name)).code, at):
         if match.group() == "<<<":

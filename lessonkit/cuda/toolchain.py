@@ -2,8 +2,10 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from contextlib import suppress
 from functools import cache
@@ -12,7 +14,9 @@ from pathlib import Path
 from lessonkit import device
 
 USUAL = "/usr/local/cuda"
-NVCC_PACKAGES = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl"
+PIP = f"{shlex.quote(sys.executable)} -m pip install"  # the shell's pip may be another Python's
+NVCC_PARTS = ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")
+NVCC_PACKAGES = " ".join(f"'nvidia-{part}==13.0.*'" for part in NVCC_PARTS)  # as in pyproject.toml
 KITTENS_PARTS = ("include", "prototype")
 KITTENS_TRIED = "0b55588"  # 2026-04-25, version 2.0: the commit that the course was written and measured with
 KITTENS = (
@@ -20,9 +24,9 @@ KITTENS = (
     f"git -C ThunderKittens checkout {KITTENS_TRIED}; export THUNDERKITTENS_ROOT=$PWD/ThunderKittens"
 )
 MEND = {
-    "nvcc": f"no nvcc, so CUDA C++ is not compiled for GPUs: pip install {NVCC_PACKAGES}",
-    "g++": "no g++, so CUDA C++ is not emulated: apt install g++ python3-dev",
-    "ninja": "no ninja, so CUDA C++ is not built: pip install ninja",
+    "nvcc": f"no nvcc, so CUDA C++ is not compiled for GPUs: {PIP} {NVCC_PACKAGES}",
+    "g++": "no g++, so CUDA C++ is neither compiled nor emulated: apt install g++ python3-dev",
+    "ninja": f"no ninja, so CUDA C++ is not built: {PIP} ninja",
     "Python.h": "no Python.h, so CUDA C++ cannot become a Python module: apt install python3-dev",
     "ThunderKittens": "no ThunderKittens in THUNDERKITTENS_ROOT: " + KITTENS,
     "Hopper": "no Hopper GPU (sm_90): what is written on ThunderKittens runs on no other",

@@ -109,8 +109,8 @@ def _check(source: Source) -> Verdict:
     path, record = progress.start(source), progress.of(source)
     seed = random.SystemRandom().randrange(2**31) if record.seed is None else record.seed
     answer = path.read_text()
-    if source.is_cuda and not toolchain.lacks("g++") and not build.runtime().path.exists():
-        _say("The emulator is built first; this happens once and takes about half a minute.", "dim")
+    if source.is_cuda:
+        _build_emulator(source)
     began = time.monotonic()
     verdict = grade_apart(source, answer, seed=seed)
     took = time.monotonic() - began
@@ -130,6 +130,15 @@ def _check(source: Source) -> Verdict:
     show.console.print(Syntax(_solution(source), "cpp" if source.is_cuda else "python", background_color="default"))
     _say(f"Next:  {COURSE} exercise next")
     return verdict
+
+
+def _build_emulator(source: Source) -> None:
+    """Build what every answer is compiled and linked with: grading, whose time is limited, is not to wait for it."""
+    with suppress(toolchain.Missing, build.BuildError):  # the verdict says so
+        products = build.emulated_extension(source.path.with_suffix(".cu")).after
+        if not all(product.path.exists() for product in products):
+            _say("The emulator is built first; this happens once and takes about half a minute.", "dim")
+            build.build(products)
 
 
 def _counted(number: int, what: str) -> str:

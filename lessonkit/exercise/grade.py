@@ -1,12 +1,13 @@
 """Grade an answer: everything the lessons' checker sees, said so that the learner knows what to do next."""
 
 import multiprocessing
+import os
 import re
 import signal
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,6 +209,8 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
     here, there = context.Pipe(duplex=False)
 
     def work() -> None:
+        os.setsid()  # a process group with all that it starts
+        signal.alarm(int(LIMIT + PATIENCE) + 1)  # the end, should nobody be left to end it
         torch.set_num_threads(1)
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of an overflow that the verdict is about
         verdict = grade(source, answer, seed=seed)
@@ -217,6 +220,7 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
 
     worker = context.Process(target=work)
     worker.start()
+    assert worker.pid is not None
     there.close()
     verdict, mistake = (
         Verdict(caught_by="time", why=f"it has not ended after {LIMIT:.0f} s: which loop never ends?"),
@@ -232,6 +236,9 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
         what = signal.Signals(-died).name if died < 0 else f"exit code {died}"
         verdict = Verdict(caught_by="crash", why=f"the process that ran it died ({what})")
     finally:
+        # Ninja is to hear of it: its compilers have groups of their own, and would write on while another builds.
+        with suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGTERM)
         worker.kill()
         worker.join()
     return Verdict(**{**vars(verdict), "mistake": mistake})

@@ -4,13 +4,13 @@ import hashlib
 import importlib.util
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
+from lessonkit.cuda.build import CACHE
 from lessonkit.exercise import Exercise, Wrong
 from lessonkit.lesson import ROOT
 from lessonkit.rows import write_atomically
@@ -147,7 +147,7 @@ def build(source: Source, answer: str) -> ModuleType:
     stem = f"answer_{hashlib.sha256((source.name + answer + grader).encode()).hexdigest()[:16]}"
     if stem in sys.modules:
         return sys.modules[stem]
-    folder = Path(tempfile.gettempdir()) / "lessonkit_answers" / stem
+    folder = CACHE / "lessonkit_answers" / stem
     if source.is_cuda:
         write_atomically(folder / f"{stem}.cu", answer)
         write_atomically(folder / f"{stem}.py", grader)

@@ -1,0 +1,108 @@
+"""The command line: what it says, and the code that it ends with."""
+
+import lessonkit.__main__ as cli
+from lessonkit import bench, device, report, rows, show
+from lessonkit.lesson import Broken, Lesson, discover
+
+import pytest
+from typer.testing import CliRunner
+
+invoke = CliRunner().invoke
+
+
+def test_list_names_every_lesson(monkeypatch):
+    monkeypatch.setattr(show.console, "_width", 1000)
+    result = invoke(cli.app, ["list"])
+    assert result.exit_code == 0
+    for name, found in discover():
+        assert not isinstance(found, Broken), found
+        assert name in result.output
+        for part in found.rungs if isinstance(found, Lesson) else found.steps:
+            assert part.__name__ in result.output
+
+
+def test_unknown_lesson_says_which_there_are():
+    result = invoke(cli.app, ["check", "lesson99"])
+    assert result.exit_code == 2
+    assert "lesson01_vector_add" in result.output
+
+
+@pytest.mark.alone  # all its cases, on a GPU the long ones too
+def test_check_passes_and_shows_mutants():
+    result = invoke(cli.app, ["check", "lesson01_vector_add"])
+    assert result.exit_code == 0, result.output
+    assert "NOT REJECTED" not in result.output
+
+
+@pytest.mark.parametrize("words", ["check", "compile", "count", "bench", "diff"])
+def test_a_broken_lesson_is_a_failure(words, monkeypatch):
+    broken = [("day9.lesson01", Broken(SyntaxError("no [/b]")))]
+    monkeypatch.setattr(cli, "discover", lambda which="": iter(broken))
+    monkeypatch.setattr(report, "write", list)
+    monkeypatch.setattr(device, "HAS_GPU", words == "bench")
+    monkeypatch.setattr(cli.toolchain, "lacks", lambda *pieces: "")
+    result = invoke(cli.app, [words, *(["lesson01", "a", "b"] if words == "diff" else [])])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "day9.lesson01: cannot be imported: no [/b]" in result.output
+
+
+@pytest.mark.parametrize("command", ["check", "compile", "count", "run"])
+def test_an_unknown_lesson_is_a_mistake(command):
+    assert invoke(cli.app, [command, "lesson99"]).exit_code == 2
+
+
+def test_all_is_every_lesson():
+    assert [name for name, _ in cli._chosen("all")] == [name for name, _ in discover()]
+
+
+def test_check_of_steps_says_how_to_run_them():
+    result = invoke(cli.app, ["check", "day1_pytorch.lesson03_autograd"])
+    assert result.exit_code == 0
+    assert "run day1_pytorch.lesson03_autograd" in result.output
+
+
+def test_bench_fails_if_a_contender_is_wrong(monkeypatch):
+    said = ["add at n=64: left out, no", "add at n=64: NOT TIMED, wrong after the rounds: value: [1]"]
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(report, "write", list)
+    monkeypatch.setattr(bench, "bench", lambda name, lesson, say: [say(line) for line in said] and [])
+    result = invoke(cli.app, ["bench", "lesson01_vector_add"])
+    assert result.exit_code == 1
+    assert said[1] in result.output
+    said.pop()
+    assert invoke(cli.app, ["bench", "lesson01_vector_add"]).exit_code == 0
+
+
+@pytest.mark.skipif(device.HAS_GPU, reason="this machine can time")
+def test_bench_without_a_gpu_writes_nothing(monkeypatch):
+    monkeypatch.setattr(rows, "save", lambda found: pytest.fail("wrote rows"))
+    result = invoke(cli.app, ["bench"])
+    assert result.exit_code == 0
+    assert "No GPU" in result.output
+
+
+def test_diff_shows_the_idea():
+    result = invoke(cli.app, ["diff", "lesson01_vector_add", "add_element", "add_block"])
+    assert result.exit_code == 0
+    assert "+    mask = offsets < n" in result.output
+    assert invoke(cli.app, ["diff", "lesson01_vector_add", "add_element", "nothing"]).exit_code == 2
+
+
+def test_diff_finds_a_kernel_of_another_lesson():
+    result = invoke(cli.app, ["diff", "lesson06b_flash_hopper_turns", "turns", "stays"])
+    assert result.exit_code == 0
+    assert "+def stays" in result.output
+
+
+def test_what_is_printed_is_no_markup():
+    with show.console.capture() as printed:
+        show.table("E[x^2] [/b]", ["a[bold]"], [["x[0:x:2] [/]"]])
+    assert all(text in printed.get() for text in ("E[x^2] [/b]", "a[bold]", "x[0:x:2] [/]"))
+
+
+def test_doctor_says_what_is_missing():
+    result = invoke(cli.app, ["doctor"])
+    assert result.exit_code in (0, 1)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert f"lane: {'run' if device.HAS_GPU else 'interpreted'}" in result.output
