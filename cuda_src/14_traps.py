@@ -46,7 +46,7 @@ def _find_sanitizer():
 
 def _trap(name, kind, tool=None, says=""):
     """Run both forms. kind: the emulator's fault; tool: compute-sanitizer's, whose text matches the regex `says`."""
-    if why := toolchain.lacks("nvcc" if device.HAS_GPU else "g++", "ninja"):
+    if why := toolchain.lacks(*["nvcc"] * device.HAS_GPU, "g++", "ninja"):
         print(f"  left out: {why}")
     elif device.HAS_GPU:
         _on_gpu(name, tool, says)

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lessonkit import compiled
-from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, NVCC_PACKAGES, find_kittens, find_nvcc
+from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, NVCC_PACKAGES, PIP, find_kittens, find_nvcc
 from lessonkit.device import HAS_GPU
 
 import torch
@@ -23,7 +23,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = "day2_triton_basics.lesson01_vector_add"
 FIRST_CUDA = "cuda_src.02_vector_add"
-PIP = f"{sys.executable} -m pip install"  # of the Python that runs the course, not of another on PATH
 NVCC = f"{PIP} {NVCC_PACKAGES}"
 BUILD = "install the torch build for the driver's CUDA (selector on pytorch.org)"
 
