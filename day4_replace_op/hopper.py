@@ -233,7 +233,7 @@ def refuse_others(window, widest, *tensors):
         raise Unsupported(f"for 16 bits, D up to {widest}, rows that TMA can copy and at least one, without a window")
 
 
-def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, DEPTH=3, AT_ONCE=0, **options):
+def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, DEPTH=3, AT_ONCE=None, **options):
     """Check the arguments, describe the tensors, and start a program a tile, or one an SM that stays."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
@@ -242,7 +242,7 @@ def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, 
     width, stages = (64, DEPTH) if D <= 64 else (128, 2)  # what fits beside Q and O
     descs = [describe(t, rows, width) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))]
     tiles, group = triton.cdiv(S_q, WGS * ROWS), H // H_kv
-    at_once = min(B * H, AT_ONCE or group * heads.at_once(4 * S_k * D))
+    at_once = min(B * H, group * heads.at_once(4 * S_k * D) if AT_ONCE is None else max(1, AT_ONCE))
     programs = min(tiles * B * H, num_sms()) if STAYS or QUEUE else tiles * B * H
     counter = zero(q) if QUEUE else lse
     kernel[(programs,)](
