@@ -233,7 +233,7 @@ def refuse_others(window, widest, *tensors):
         raise Unsupported(f"for 16 bits, D up to {widest}, rows that TMA can copy and at least one, without a window")
 
 
-def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, DEPTH=3, AT_ONCE=None, **options):
+def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, DEPTH=3, AT_ONCE=None, **more):
     """Check the arguments, describe the tensors, and start a program a tile, or one an SM that stays."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
@@ -247,7 +247,7 @@ def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, 
     counter = zero(q) if QUEUE else lse
     kernel[(programs,)](
         *descs, lse, counter, scale * heads.LOG2E.value, tiles, H, B * H, at_once, S_q, S_k, group, causal, stages,
-        WGS, QUEUE, num_warps=4, **options,
+        WGS, QUEUE, num_warps=4, **more,
     )  # fmt: skip
     return o, lse
 
