@@ -241,7 +241,7 @@ LESSON = Lesson(
         case("rows 3 elements apart, so that most are not aligned", M=5, N=1025, pad=3),
         case("one past the shortest row that is staged", M=23, N=2049),
         case("three programs a row, the last with fewer columns; 7 rows for 2 teams", M=7, N=8193),
-        case("more parts than fit on the interpreter's 4 SMs", M=2, N=32769),
+        case("more parts than fit on the interpreter's 4 SMs", M=3, N=32769),
         case("more parts than fit on a GPU", gib=1, M=2, N=1_200_000),
         case("more tiles than a GPU has programs", gib=0.9, M=9001, N=1000),
         case("more rows than a GPU has teams", gib=0.5, M=300, N=9001),

@@ -1,7 +1,7 @@
 """A trap that no test sees: right alone, wrong beside a neighbour
 ===============================================================
-Lesson 6e of day 4 passed every test, 700 runs in a row. In one benchmark, on a GPU that another process used too, its
-gradient held a NaN. The cause, in the fewest lines that show it: a barrier that a kernel makes and never uses.
+Lesson 6e of day 4 passed every test, and run after run of its benchmark. In one run, on a GPU that another process used
+too, its gradient held a NaN. The cause, in the fewest lines that show it: a barrier that a kernel makes and never uses.
 
 A barrier lies in shared memory. Gluon's compiler, as any that gives places to values, frees a place after the last use;
 of an idle barrier that is its own mbarrier.init, so its bytes go to whatever comes next: there is no error to see, and
@@ -18,7 +18,7 @@ Nor is it ours alone: Triton's warp specialization for Hopper, as of 3.7, makes 
 `compile` refuses them in Gluon's kernels, where who writes the kernel can leave them out (lessonkit/compiled.py).
 
 Predict before you run: of 1024 numbers of fp32, how many can two barriers spoil, which, and in which of the three?
-You will learn: to ask what lies where, and that "right 700 times" was measured in one circumstance.
+You will learn: to ask what lies where, and that "right each time" was measured in one circumstance.
 Source: PTX ISA, mbarrier.init and mbarrier.inval.
 Run it:    python day5_tuning/lesson03b_neighbours.py
 """

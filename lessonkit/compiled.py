@@ -141,15 +141,12 @@ def idle_barriers(ttgir: str) -> list[str]:
     The compiler takes their place for free as soon as they are ready, and may give it to data. But bytes that hold a
     barrier are no ordinary memory until mbarrier.inval (PTX ISA, mbarrier.init): data there is damaged now and then.
     """
-    parts = re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)", ttgir)
-    idle = []
-    for array in re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\w*i64", ttgir):
-        names = {array, *(part for part, whole in parts if whole == array)}
-        uses = [line for line in ttgir.splitlines() if names & set(re.findall(r"%\w+", line))]
-        made_ready = any("init_barrier" in line for line in uses)
-        if made_ready and all(re.search(r"local_alloc|memdesc_index|init_barrier", line) for line in uses):
-            idle.append(array)
-    return idle
+    # A partition's values are numbered anew: of two with one name, the kernel's own comes first.
+    arrays = dict(reversed(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)", ttgir)))
+    made = [arrays.get(name, name) for name in re.findall(r"ttng\.init_barrier (%\w+)", ttgir)]
+    others = re.sub(r"^.*(?:local_alloc|memdesc_index|init_barrier).*$", "", ttgir, flags=re.MULTILINE)
+    used = {arrays.get(name, name) for name in re.findall(r"%\w+", others)}
+    return [array for array in dict.fromkeys(made) if array not in used]
 
 
 @cache  # rungs share kernels
@@ -222,8 +219,8 @@ def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> li
                         rung(*lesson.inputs(dtype=lesson.bench_dtype, **shape))
                 for compiled in made.values():
                     kernel = inspect(rung.__name__, compiled, target)
-                    idle = idle_barriers(compiled.asm["ttgir"])
-                    if idle and compiled.src.fn.is_gluon():  # Triton's own warp specialization makes some, too
+                    # Only Gluon's, as Triton's own warp specialization makes some, too.
+                    if compiled.src.fn.is_gluon() and (idle := idle_barriers(compiled.asm["ttgir"])):
                         raise RuntimeError(
                             f"{kernel.rung}: {kernel.kernel} never uses {', '.join(idle)}: barriers that nobody needs "
                             "must not be made, for their memory is given to others"

@@ -7,11 +7,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_xdist_auto_num_workers():
-    """`-n auto`: a worker a core and one more, as each waits for compilers and programs of its own a third of its time;
-    on a GPU a worker a core, and no more than have 4 GiB of it each."""
+    """`-n auto`: a worker a core, and on a GPU no more than have 4 GiB of it each."""
     from lessonkit import device
 
     import torch
 
     cores = os.cpu_count() or 1
-    return min(cores, max(1, torch.cuda.mem_get_info()[0] // 2**32)) if device.HAS_GPU else cores + 1
+    return min(cores, max(1, torch.cuda.mem_get_info()[0] // 2**32)) if device.HAS_GPU else cores
