@@ -1,8 +1,9 @@
 // What the programs that work along rows share (09_softmax, 10_layernorm, 10c_layernorm_backward): 16 bytes as
-// floats, a thread's share of a row in registers, reductions over lanes. All but the last are device functions.
+// floats, a thread's share of a row in registers, reductions over lanes. All but the last two are device functions.
 #pragma once
+#include "course.cuh"
+
 #include <cuda_bf16.h>
-#include <cuda_runtime.h>
 
 #include <cstdint>
 
@@ -127,3 +128,12 @@ template <typename T>
 inline bool whole_vectors(const void* a, const void* b, int64_t n) {
     return n % VEC<T> == 0 && reinterpret_cast<uintptr_t>(a) % 16 == 0 && reinterpret_cast<uintptr_t>(b) % 16 == 0;
 }
+
+#ifndef COURSE_EMULATED
+inline bool has_clusters() {
+    int device = 0, major = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major >= 9;
+}
+#endif

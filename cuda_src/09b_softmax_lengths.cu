@@ -161,13 +161,6 @@ __global__ void __launch_bounds__(THREADS, WHOLE ? 2 : 1)
 #endif
 }
 
-inline bool has_clusters() {
-    int device = 0, major = 0;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return major >= 9;
-}
-
 template <typename T>
 void softmax_cluster(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stream) {
     course::require(has_clusters(), "softmax_cluster needs a GPU with thread block clusters, sm_90 or newer");

@@ -54,13 +54,6 @@ __global__ void __launch_bounds__(THREADS, 2)
 #endif
 }
 
-inline bool has_clusters() {
-    int device = 0, major = 0;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return major >= 9;
-}
-
 template <typename T>
 void layernorm_cluster(const T* x, const T* w, const T* b, T* y, float* mean, float* rstd, int64_t M, int64_t N,
                        float eps, cudaStream_t stream) {

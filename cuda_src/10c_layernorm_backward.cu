@@ -127,10 +127,8 @@ __global__ void add_partials_kernel(const float* partials, T* dw, T* db, int64_t
 #ifndef COURSE_EMULATED
 template <typename T, int K, Meet MEET>
 int clusters_at_once(const Plan& plan, cudaLaunchConfig_t& config, cudaLaunchAttribute& cluster) {
-    int device = 0, major = 0, count = 0;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    if (major < 9) return 0;
+    if (!has_clusters()) return 0;
+    int count = 0;
     const auto kernel = backward_kernel<T, K, MEET>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));  // 16 blocks
     config.gridDim = dim3(unsigned(plan.parts));

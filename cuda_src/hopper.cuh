@@ -75,10 +75,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 // One thread asks for a box of a matrix that a tensor map describes; (column, row) is the box's first element and may
 // lie outside. What is outside arrives as zeros, whose bytes count like any others, and is not stored.
 
-__device__ __forceinline__ void map_prefetch(const CUtensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ __forceinline__ void load_box(void* shared, const CUtensorMap* map, uint64_t* barrier, int column, int row) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"

@@ -81,8 +81,7 @@ def batched(x, w, offsets):
 # Rung 2. New: a grid that fits. Each group wastes less than one tile, so T / 128 + E rows of tiles are enough for
 # whatever the router does, and a program finds out whose its tile is: all groups' tiles in one row, their running sum
 # over the groups (a cumsum in registers), and the number of groups that end before my tile is my group. Predicted: T /
-# 128 + E in place of E * T / 128 rows of tiles; a search costs as much as a step or two. (And four stages where rung 1
-# has three: one program fits on an SM where two did, and with few large groups that costs 5 to 20% on an H200.)
+# 128 + E in place of E * T / 128 rows of tiles; a search costs as much as a step or two.
 @triton.jit
 def tile_ends(offsets_ptr, N, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr):
     """[MOST], a power of two no less than E: how many tiles the groups up to this one have."""
@@ -120,11 +119,12 @@ def grouped(x, w, offsets):
     return _grouped(x, w, offsets, math.inf)
 
 
-# Rung 3. New: a persistent grid, one program an SM, which strides over the tiles of all groups. The running sum is made
-# once a program, and none starts in vain. Predicted: little by itself; it is what the next rung stands on.
+# Rung 3. New: a persistent grid, the two programs that an SM has room for, which stride over the tiles of all groups.
+# The running sum is made once a program, and none starts in vain. Predicted: little by itself; the next rung stands on
+# it.
 def persistent(x, w, offsets):
-    """As batched, with a program an SM."""
-    return _grouped(x, w, offsets, num_sms())
+    """As batched, with two programs an SM."""
+    return _grouped(x, w, offsets, 2 * num_sms())
 
 
 def _grouped(x, w, offsets, most):
@@ -133,7 +133,7 @@ def _grouped(x, w, offsets, most):
     if T * N:
         grid = (min(most, (T // block_m + E) * triton.cdiv(N, block_n)),)
         grouped_kernel[grid](
-            *args, E, block_m, block_n, block_k, precision(), triton.next_power_of_2(E), num_warps=warps, num_stages=4
+            *args, E, block_m, block_n, block_k, precision(), triton.next_power_of_2(E), num_warps=warps, num_stages=3
         )
     return args[3]
 
@@ -172,7 +172,7 @@ def grouped_matmul(x, w, offsets):
     turned = w.stride(1) == 1 and w.stride(2) != 1
     stored = w.transpose(1, 2) if turned else w
     if device.architecture() < 90 or x.element_size() != 2 or not args[3].numel() or not tma_takes(x, stored):
-        return _grouped(x, w, offsets, num_sms())
+        return persistent(x, w, offsets)
     block_m, block_n, block_k, warps = _tile(T, E, x.dtype)
     block_n = 256 if block_m == 128 else block_n
     x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k])

@@ -108,7 +108,7 @@ def attention(q, k, v, causal=False, window=None, scale=None):
     try:
         # At D = 64 and S = 16384 three warpgroups gain more than their tiles of 192 rows compute too much.
         if _crossed_once(q, k, causal) and (q.shape[3] > 64 or k.shape[2] <= 4096):
-            few = min(8, num_sms() // triton.cdiv(q.shape[2], 128))
+            few = min(8, num_sms() // max(1, triton.cdiv(q.shape[2], 128)))
             return _launch(q, k, v, causal, window, scale, STEPS=half_first, AT_ONCE=few)
     except Unsupported:
         pass
@@ -123,6 +123,7 @@ LESSON = Lesson(
         *lesson06f.LESSON.checks,
         case("a diagonal through the corners of blocks, several tiles", B=2, H=3, S=600, D=128, causal=True),
         case("so with more keys than queries", B=1, H=4, S=200, D=64, S_k=456, H_kv=2, causal=True),
+        case("so with no queries", B=1, H=2, S=0, D=64, S_k=128, causal=True),
         case("so with queries that see nothing", B=1, H=2, S=300, D=64, S_k=172, causal=True),
     ),
     benches=tuple(shape for shape in lesson06f.LESSON.benches if shape["causal"]),

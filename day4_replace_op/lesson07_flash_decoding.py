@@ -47,7 +47,8 @@ def reference(q, k, v, lengths=None, causal=True, scale=None):
 def finish(acc, total, m, o_ptrs, lse_ptrs, inside, live):
     """Write the answer: o, and lse by the natural logarithm; zeros and -inf where nothing was seen."""
     empty = total == 0
-    tl.store(o_ptrs, (acc / tl.where(empty, 1.0, total)[:, None]).to(o_ptrs.dtype.element_ty), mask=inside)
+    factor = 1 / tl.where(empty, 1.0, total)  # a division a row, not one a number
+    tl.store(o_ptrs, (acc * factor[:, None]).to(o_ptrs.dtype.element_ty), mask=inside)
     tl.store(lse_ptrs, tl.where(empty, -float("inf"), (m + tl.log2(total)) * LN2), mask=live)
 
 
@@ -178,7 +179,7 @@ def _run(q, k, v, lengths, causal, scale, packed=True, splitting=False, one_laun
             raise ValueError(f"lengths has {len(lengths)} entries for {B} sequences: pass one each")
     together = H // H_kv if packed else 1
     if together * S_q > 64:
-        raise Unsupported("more than 64 rows for one head of K and V: lesson 4 is for those")
+        raise Unsupported("more than 64 rows for one head of K and V: for lesson 4, a sequence each if lengths differ")
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
     if not o.numel():
         return o, lse

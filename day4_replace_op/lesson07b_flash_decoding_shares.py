@@ -1,0 +1,216 @@
+"""Flash decoding, second half: equal shares of all keys, parts merged together, TMA
+=================================================================================
+Lesson 7 gives each head's keys to so many programs that SMs get nearly equal numbers of steps. Where heads are enough
+that it does not split them, programs come in waves: 512 on 396 places (three programs an SM) are one wave and a third
+of one, in which an SM has a program or none. Here a grid that is there at once, two programs an SM, takes equal shares
+of one row of blocks, all heads' keys one after the other, wherever heads end (Stream-K, Osama et al. 2023, and lesson 3
+of day 3): a share may end within a head, and then its parts are merged.
+
+One sequence of 8192 with 8 heads is 33.5 MB, 8 us of bytes. Lesson 7 takes 33: its 33 parts a head are merged one after
+the other, each an answer from L2, and an answer takes 0.6 us. So how long it takes to merge is not how many bytes parts
+have, but how often somebody waits for some.
+
+You will learn: a reduction in equal shares, to number parts, to count waits, TMA and NaN.
+Run it:    python day4_replace_op/lesson07b_flash_decoding_shares.py
+Check it:  python -m lessonkit check lesson07b_flash_decoding_shares
+Time it:   python -m lessonkit bench lesson07b_flash_decoding_shares
+"""
+
+import functools
+
+from lessonkit import Lesson, Mutant, Unsupported, case, device, expect, num_sms, tma_takes
+
+import torch
+import triton
+import triton.language as tl
+
+from day3_matmul_tk.lesson01_matmul import precision
+from day4_replace_op import heads
+from day4_replace_op.heads import LOG2E, LOWEST, load_tile
+from day4_replace_op.lesson07_flash_decoding import LESSON as FIRST
+from day4_replace_op.lesson07_flash_decoding import finish, flash_decode, inputs, rows_of
+
+TILE = 2**14  # bytes of K, and of V, a step: 64 keys with D = 128 in 16 bits
+
+
+@triton.jit
+def merge_parts(
+    parts_ptr, part_lse_ptr, first, parts, USED: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    rows, cols = tl.arange(0, USED)[None, :], tl.arange(0, BLOCK_D)[None, None, :]
+    acc = tl.zeros([USED, BLOCK_D], tl.float32)
+    m = tl.full([USED], LOWEST, tl.float32)
+    total = tl.zeros([USED], tl.float32)
+    for start in range(0, parts, AT_ONCE):  # in this order every time: deterministic
+        part = start + tl.arange(0, AT_ONCE)[:, None]
+        line = (first + part).to(tl.int64) * USED + rows
+        # .cg reads from L2, where all SMs meet: an L1 line could be older.
+        lse = tl.load(part_lse_ptr + line, mask=part < parts, other=-float("inf"), cache_modifier=".cg") * LOG2E
+        o_ptrs = parts_ptr + line[:, :, None] * BLOCK_D + cols
+        o = tl.load(o_ptrs, mask=(part < parts)[:, :, None], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(lse, axis=0))
+        old, new = tl.exp2(m - m_new), tl.exp2(lse - m_new[None, :])  # of an empty part lse is -inf, and it weighs 0
+        acc = acc * old[:, None] + tl.sum(o * new[:, :, None], axis=0)
+        total, m = total * old + tl.sum(new, axis=0), m_new
+    return acc, total, m
+
+
+@triton.jit
+def shares_kernel(
+    q_ptr, k, v, o_ptr, lse_ptr, lengths_ptr,  # q, o [B, H, S_q, D], k, v [B, H_kv, S_k, D]; [B], or S_k of all
+    parts_ptr, part_lse_ptr, count_ptr,  # [parts, USED, BLOCK_D], [parts, USED] fp32; [owners], 0 between calls
+    q_strides, k_strides, v_strides, o_strides, scale_log2, H, S_q, S_k, D, GROUP, owners, blocks, share,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
+    USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    first, end = program * share, tl.minimum(program * share + share, owners * blocks)
+    for owner in tl.range(first // blocks, (end - 1) // blocks + 1, num_stages=1):
+        b, h_kv = owner // (H // TOGETHER), owner % (H // TOGETHER) * TOGETHER // GROUP
+        q_ptrs, _, inside, _ = rows_of(q_ptr, lse_ptr, q_strides, owner, H, S_q, D, TOGETHER, ROWS, BLOCK_D)
+        q = tl.load(q_ptrs, mask=inside, other=0.0)
+        length = tl.load(lengths_ptr + b) if RAGGED else S_k
+        last = length + tl.arange(0, ROWS) // TOGETHER - S_q if CAUSAL else length - 1 + tl.zeros([ROWS], tl.int32)
+        begin, stop = tl.maximum(first - owner * blocks, 0), tl.minimum(end - owner * blocks, blocks)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        m = tl.full([ROWS], LOWEST, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for start in range(begin * BLOCK_N, tl.minimum(length, stop * BLOCK_N), BLOCK_N):
+            keys = load_tile(k, k_strides, b, h_kv, start, length, D, BLOCK_N, BLOCK_D, TMA)
+            s = tl.dot(q, keys.T, input_precision=PRECISION)
+            s = tl.where(start + tl.arange(0, BLOCK_N)[None, :] <= last[:, None], s, -float("inf"))
+            m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
+            p = tl.exp2(s * scale_log2 - m_new[:, None])
+            old = tl.exp2(m - m_new)
+            values = load_tile(v, v_strides, b, h_kv, start, length, D, BLOCK_N, BLOCK_D, TMA)
+            if TMA and RAGGED:  # TMA knows where the cache ends, not where a sequence does; 0 times NaN is NaN
+                values = tl.where(start + tl.arange(0, BLOCK_N)[:, None] < length, values, 0.0)
+            acc = tl.dot(p.to(values.dtype), values, acc * old[:, None], input_precision=PRECISION)
+            total = total * old + tl.sum(p, axis=1)
+            m = m_new
+        if stop - begin == blocks:  # all keys: nothing to merge
+            finish(acc, total, m, *rows_of(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, TOGETHER, ROWS, BLOCK_D))
+        else:
+            used = tl.arange(0, ROWS) < USED
+            writer = owner * blocks // share  # the first program that has keys of this owner
+            parts = ((owner + 1) * blocks - 1) // share - writer + 1
+            # Parts are numbered by program + owner: from one to the next one of the two grows, or both do.
+            line = tl.cast(program + owner, tl.int64) * USED + tl.arange(0, ROWS)
+            part_ptrs = parts_ptr + line[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+            finish(acc, total, m, part_ptrs, part_lse_ptr + line, used[:, None], used)
+            tl.debug_barrier()  # one thread counts: the others' stores must be done
+            # Release: a part is there before it is counted. Acquire: whoever counts last sees every part.
+            if tl.atomic_add(count_ptr + owner, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                whole = merge_parts(parts_ptr, part_lse_ptr, writer + owner, parts, USED, BLOCK_D, AT_ONCE)
+                finish(*whole, *rows_of(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, TOGETHER, USED, BLOCK_D))
+                tl.store(count_ptr + owner, 0)  # ready for the next call
+
+
+# Rung 5. New: equal shares. Predicted: copy speed where lesson 7 has a wave and a bit of heads that it does not split,
+# of 512 heads 10% or more; the same where it splits.
+def shares(q, k, v, lengths=None, causal=True, scale=None):
+    """As lesson 7's flash_decode; a group of heads times S_q may have 64 rows. A part in fp32 for each program and each
+    head of K and V. Deterministic: parts are merged in their order, not in that of their ends."""
+    return _run(q, k, v, lengths, causal, scale, at_once=1)
+
+
+# Rung 6. New: as many parts at a time as registers hold, 64 KB: 32 parts of 4 rows with D = 128, and whoever merges
+# waits once. Predicted: of one sequence of 8192 30 times 0.6 us, half of its time; of long caches a percent or so.
+def together(q, k, v, lengths=None, causal=True, scale=None):
+    """As shares."""
+    return _run(q, k, v, lengths, causal, scale)
+
+
+# Rung 7. New: TMA, for 16 bits and strides that it takes: one thread asks for a tile, and 64 keys are 264 instructions
+# a warp instead of 383. Predicted: some percent; bytes decide.
+def decode(q, k, v, lengths=None, causal=True, scale=None):
+    """As shares, for any S_q: more rows than a tile has are no decoding, and lesson 7 knows where they go."""
+    if q.ndim == k.ndim == 4 and q.shape[1] * q.shape[2] > 64 * max(1, k.shape[1]):
+        return flash_decode(q, k, v, lengths, causal, scale)
+    return _run(q, k, v, lengths, causal, scale, tma=True)
+
+
+def _run(q, k, v, lengths, causal, scale, tma=False, at_once=None, programs=None):
+    scale = heads.expect_heads(q, k, v, causal, None, scale)
+    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
+    if lengths is not None:
+        expect(lengths=lengths, ndim=1, dtypes=(torch.int32,), contiguous=True)
+        if len(lengths) != B:
+            raise ValueError(f"lengths has {len(lengths)} entries for {B} sequences: pass one each")
+    group = H // H_kv
+    if group * S_q > 64:
+        raise Unsupported("more than 64 rows for one head of K and V: lesson 7 takes those")
+    o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
+    if not o.numel():
+        return o, lse
+    used, block_d = triton.next_power_of_2(group * S_q), max(16, triton.next_power_of_2(D))
+    block_n = min(128, TILE // (q.element_size() * block_d))
+    owners, blocks = B * H // group, max(1, triton.cdiv(S_k, block_n))
+    share = _share(owners, blocks, programs or 2 * num_sms())
+    programs = triton.cdiv(owners * blocks, share)
+    parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_d,), ()))
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    count = _counters(q.device, stream, triton.next_power_of_2(owners))
+    tma = tma and q.element_size() == 2 and device.architecture() >= 90 and tma_takes(k, v)
+    shares_kernel[(programs,)](
+        q, *heads.tiled((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse, count,
+        q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, H, S_q, S_k, D, group,
+        owners, blocks, share, causal, lengths is not None, tma, group, max(16, used), used, block_n, block_d,
+        at_once or max(1, min(32, 16384 // (used * block_d))), precision(), num_warps=4, num_stages=4 if tma else 3,
+    )  # fmt: skip
+    return o, lse
+
+
+def _share(owners, blocks, programs):
+    """Blocks a program: equal shares, or up to 1/16 more if then heads end where programs do, and parts are fewer."""
+    least = triton.cdiv(owners * blocks, programs)
+    return next((n for n in range(least, least + least // 16 + 1) if n % blocks == 0 or blocks % n == 0), least)
+
+
+@functools.cache
+def _counters(device, stream, size):  # calls on one stream run one after another, on two they would share counts
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+def shares_change_nothing(rung):
+    """Any shares: the same answer, up to rounding; and the same bits each time."""
+    q, k, v, *_ = inputs(2, 4, 333, 16, H_kv=2, S=3)
+    args = q, k, v, None, True, None
+    for programs in (4, 6, 12):  # of 4 heads with 3 blocks each: a head, 2 blocks, a block
+        torch.testing.assert_close(_run(*args, programs=programs), rung(*args), rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(rung(*args), rung(*args), strict=True))
+
+
+# Of the last check, each of four parts has 33 numbers for each of four rows, written and read.
+MOVED = 1 + 2 * 4 * 4 * 33 * 4 / FIRST.work(**FIRST.checks[-1].shape, dtype=torch.float16).bytes
+
+LESSON = Lesson(
+    reference=FIRST.reference,
+    inputs=inputs,
+    rungs=(shares, together, decode),
+    checks=(
+        case("shares of 2 blocks, heads of 3: parts of one and of two heads", B=4, H=8, S_k=257, D=24, H_kv=1),
+        *FIRST.checks,
+    ),
+    benches=FIRST.benches,
+    work=FIRST.work,
+    wrong=(
+        Mutant("old parts are not rescaled", "merge_parts", "acc * old[:, None] +", "acc +", "shares"),
+        Mutant("parts count alike", "merge_parts", "tl.exp2(lse - m_new[None, :])", "(lse > -1e30).to(tl.float32)",
+               "together"),
+        Mutant("a share ends a block early", "shares_kernel", "* share + share,", "* share + share - 1,",
+               "shares", "nan"),
+        Mutant("two parts, one number", "shares_kernel", "tl.cast(program + owner,", "tl.cast(program,",
+               "shares", "nan"),
+        Mutant("the counter stays", "shares_kernel", "tl.store(count_ptr + owner, 0)", "pass", "decode", "nan"),
+        Mutant("values past the length weigh 0", "shares_kernel", "if TMA and RAGGED", "if False", "decode", "nan"),
+    ),
+    peers=FIRST.peers,
+    claims={together: ("mma", "16-byte loads", "no spills"), decode: ("mma", "tma", "no spills")},
+    passes={shares: MOVED, together: MOVED, decode: MOVED},
+    properties=(shares_change_nothing,),
+    refuses=FIRST.refuses,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()
