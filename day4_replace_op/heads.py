@@ -103,6 +103,16 @@ def expect_heads(q, k, v, causal, window, scale, **more):
     return 1 / math.sqrt(D) if scale is None else scale
 
 
+def expect_cache(q, k, v, lengths, causal, scale):
+    """As expect_heads, where of k and v each sequence has lengths [B] int32 keys in use, or None for all."""
+    scale = expect_heads(q, k, v, causal, None, scale)
+    if lengths is not None:
+        expect(lengths=lengths, ndim=1, dtypes=(torch.int32,), contiguous=True)
+        if len(lengths) != len(q):
+            raise ValueError(f"lengths has {len(lengths)} entries for {len(q)} sequences: pass one each")
+    return scale
+
+
 @triton.jit
 def seen(rows, keys, S_k, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Whether this key is one of this query's, of rows [:, None] and keys [None, :] or the other way round."""

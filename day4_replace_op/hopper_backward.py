@@ -228,9 +228,9 @@ def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=
         out, grad_out, lse, starts, deltas, total, out.stride(), grad_out.stride(), unit, H, S_q, rows, D, 32, width
     )
     # Few heads at a time, so that long and short tiles are under way together: 128 heads of S = 512, first all their
-    # long tiles, take 18% longer. 16 if L2 holds what their programs share (Q, dO, twice as much of dQ), else 8; with
-    # less a group's end is felt. Most counts of heads are multiples of these, or the last group has few.
-    at_once = min(B * H_kv, 16 if heads.at_once(8 * group * S_q * width) >= 16 else 8)
+    # long tiles, take 18% longer. 16 if L2 holds twice what their programs share (Q, dO, twice as much of dQ), else 8;
+    # with less a group's end is felt. Most counts of heads are multiples of these, or the last group has few.
+    at_once = min(B * H_kv, 16 if heads.at_once(8 * group * S_q * width) >= 32 else 8)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     programs = min(tiles * B * H_kv, num_sms()) if QUEUE else tiles * B * H_kv
     kernel[(programs,)](

@@ -20,7 +20,7 @@ Time it:   python -m lessonkit bench lesson07_flash_decoding
 import functools
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, case, expect, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, case, num_sms
 
 import torch
 import triton
@@ -45,7 +45,7 @@ def reference(q, k, v, lengths=None, causal=True, scale=None):
 
 @triton.jit
 def finish(acc, total, m, o_ptrs, lse_ptrs, inside, live):
-    """Write the answer: o, and lse by the natural logarithm; zeros and -inf where nothing was seen."""
+    """o, and lse by the natural logarithm; zeros and -inf where nothing was seen."""
     empty = total == 0
     factor = 1 / tl.where(empty, 1.0, total)  # a division a row, not one a number
     tl.store(o_ptrs, (acc * factor[:, None]).to(o_ptrs.dtype.element_ty), mask=inside)
@@ -72,11 +72,12 @@ def merge_parts(parts_ptr, part_lse_ptr, owner, splits, used, ROWS: tl.constexpr
 
 @triton.jit
 def rows_of(
-    o_ptr, lse_ptr, o_strides, owner, H, S_q, D, TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Where the rows of a program lie: row r is query r // TOGETHER of the r % TOGETHER-th of its heads."""
+    o_ptr, lse_ptr, o_strides, owner, H, S_q, D,
+    TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, row=0,
+):  # fmt: skip
+    """Where ROWS rows of an owner, from `row` on, lie: r is query r // TOGETHER of the r % TOGETHER-th of its heads."""
     b, first = owner // (H // TOGETHER), owner % (H // TOGETHER) * TOGETHER
-    rows, cols = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    rows, cols = row + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     h, i = first + rows % TOGETHER, rows // TOGETHER
     line = tl.cast(b, tl.int64) * o_strides[0] + h.to(tl.int64) * o_strides[1] + i.to(tl.int64) * o_strides[2]
     live = i < S_q
@@ -171,12 +172,8 @@ def flash_decode(q, k, v, lengths=None, causal=True, scale=None):
 
 
 def _run(q, k, v, lengths, causal, scale, packed=True, splitting=False, one_launch=False, splits=None):
-    scale = heads.expect_heads(q, k, v, causal, None, scale)
+    scale = heads.expect_cache(q, k, v, lengths, causal, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    if lengths is not None:
-        expect(lengths=lengths, ndim=1, dtypes=(torch.int32,), contiguous=True)
-        if len(lengths) != B:
-            raise ValueError(f"lengths has {len(lengths)} entries for {B} sequences: pass one each")
     together = H // H_kv if packed else 1
     if together * S_q > 64:
         raise Unsupported("more than 64 rows for one head of K and V: for lesson 4, a sequence each if lengths differ")
@@ -191,7 +188,7 @@ def _run(q, k, v, lengths, causal, scale, packed=True, splitting=False, one_laun
         parts, part_lse = (torch.empty(owners * splits, rows, *n, device=q.device) for n in ((block_d,), ()))
     if splits > 1 and one_launch:
         stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-        count = _counters(q.device, stream, triton.next_power_of_2(owners))
+        count = counters(q.device, stream, triton.next_power_of_2(owners))
     sizes = {"TOGETHER": together, "ROWS": rows, "BLOCK_D": block_d}
     decode_kernel[(owners * splits,)](
         q, k, v, o, lse, lengths, parts, part_lse, count, q.stride(), k.stride(), v.stride(), o.stride(),
@@ -211,7 +208,7 @@ def _splits(owners, blocks):
 
 
 @functools.cache
-def _counters(device, stream, size):  # calls on one stream run one after another, on two they would share counts
+def counters(device, stream, size):  # calls on one stream run one after another, on two they would share counts
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 

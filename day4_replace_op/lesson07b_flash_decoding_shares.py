@@ -16,9 +16,7 @@ Check it:  python -m lessonkit check lesson07b_flash_decoding_shares
 Time it:   python -m lessonkit bench lesson07b_flash_decoding_shares
 """
 
-import functools
-
-from lessonkit import Lesson, Mutant, Unsupported, case, device, expect, num_sms, tma_takes
+from lessonkit import Lesson, Mutant, Unsupported, case, device, num_sms, tma_takes
 
 import torch
 import triton
@@ -28,19 +26,21 @@ from day3_matmul_tk.lesson01_matmul import precision
 from day4_replace_op import heads
 from day4_replace_op.heads import LOG2E, LOWEST, load_tile
 from day4_replace_op.lesson07_flash_decoding import LESSON as FIRST
-from day4_replace_op.lesson07_flash_decoding import finish, flash_decode, inputs, rows_of
+from day4_replace_op.lesson07_flash_decoding import counters, finish, flash_decode, inputs, rows_of
 
 TILE = 2**14  # bytes of K, and of V, a step: 64 keys with D = 128 in 16 bits
 
 
 @triton.jit
 def merge_parts(
-    parts_ptr, part_lse_ptr, first, parts, USED: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    rows, cols = tl.arange(0, USED)[None, :], tl.arange(0, BLOCK_D)[None, None, :]
-    acc = tl.zeros([USED, BLOCK_D], tl.float32)
-    m = tl.full([USED], LOWEST, tl.float32)
-    total = tl.zeros([USED], tl.float32)
+    parts_ptr, part_lse_ptr, first, parts, row,
+    USED: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """MERGED rows from `row` on, AT_ONCE parts at a time."""
+    rows, cols = row + tl.arange(0, MERGED)[None, :], tl.arange(0, BLOCK_D)[None, None, :]
+    acc = tl.zeros([MERGED, BLOCK_D], tl.float32)
+    m = tl.full([MERGED], LOWEST, tl.float32)
+    total = tl.zeros([MERGED], tl.float32)
     for start in range(0, parts, AT_ONCE):  # in this order every time: deterministic
         part = start + tl.arange(0, AT_ONCE)[:, None]
         line = (first + part).to(tl.int64) * USED + rows
@@ -61,7 +61,8 @@ def shares_kernel(
     parts_ptr, part_lse_ptr, count_ptr,  # [parts, USED, BLOCK_D], [parts, USED] fp32; [owners], 0 between calls
     q_strides, k_strides, v_strides, o_strides, scale_log2, H, S_q, S_k, D, GROUP, owners, blocks, share,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
-    USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr,
+    USED: tl.constexpr, MERGED: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     first, end = program * share, tl.minimum(program * share + share, owners * blocks)
@@ -101,8 +102,12 @@ def shares_kernel(
             tl.debug_barrier()  # one thread counts: the others' stores must be done
             # Release: a part is there before it is counted. Acquire: whoever counts last sees every part.
             if tl.atomic_add(count_ptr + owner, 1, sem="acq_rel", scope="gpu") == parts - 1:
-                whole = merge_parts(parts_ptr, part_lse_ptr, writer + owner, parts, USED, BLOCK_D, AT_ONCE)
-                finish(*whole, *rows_of(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, TOGETHER, USED, BLOCK_D))
+                for row in range(0, USED, MERGED):
+                    place = rows_of(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, TOGETHER, MERGED, BLOCK_D, row)
+                    merged = merge_parts(
+                        parts_ptr, part_lse_ptr, writer + owner, parts, row, USED, BLOCK_D, MERGED, AT_ONCE
+                    )
+                    finish(*merged, *place)
                 tl.store(count_ptr + owner, 0)  # ready for the next call
 
 
@@ -111,11 +116,13 @@ def shares_kernel(
 def shares(q, k, v, lengths=None, causal=True, scale=None):
     """As lesson 7's flash_decode; a group of heads times S_q may have 64 rows. A part in fp32 for each program and each
     head of K and V. Deterministic: parts are merged in their order, not in that of their ends."""
-    return _run(q, k, v, lengths, causal, scale, at_once=1)
+    return _run(q, k, v, lengths, causal, scale, one_by_one=True)
 
 
 # Rung 6. New: as many parts at a time as registers hold, 64 KB: 32 parts of 4 rows with D = 128, and whoever merges
-# waits once. Predicted: of one sequence of 8192 30 times 0.6 us, half of its time; of long caches a percent or so.
+# waits once. Predicted: of one sequence of 8192 30 times 0.6 us, half of its time; of long caches a percent or so. More
+# than 8 rows are merged 8 by 8: with sums of 32 rows beside 64 KB of parts there are no registers left, and the
+# compiler, which spills nothing, loads one thing after the other: 120 us for 38.
 def together(q, k, v, lengths=None, causal=True, scale=None):
     """As shares."""
     return _run(q, k, v, lengths, causal, scale)
@@ -130,13 +137,9 @@ def decode(q, k, v, lengths=None, causal=True, scale=None):
     return _run(q, k, v, lengths, causal, scale, tma=True)
 
 
-def _run(q, k, v, lengths, causal, scale, tma=False, at_once=None, programs=None):
-    scale = heads.expect_heads(q, k, v, causal, None, scale)
+def _run(q, k, v, lengths, causal, scale, one_by_one=False, tma=False, programs=None):
+    scale = heads.expect_cache(q, k, v, lengths, causal, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    if lengths is not None:
-        expect(lengths=lengths, ndim=1, dtypes=(torch.int32,), contiguous=True)
-        if len(lengths) != B:
-            raise ValueError(f"lengths has {len(lengths)} entries for {B} sequences: pass one each")
     group = H // H_kv
     if group * S_q > 64:
         raise Unsupported("more than 64 rows for one head of K and V: lesson 7 takes those")
@@ -148,15 +151,18 @@ def _run(q, k, v, lengths, causal, scale, tma=False, at_once=None, programs=None
     owners, blocks = B * H // group, max(1, triton.cdiv(S_k, block_n))
     share = _share(owners, blocks, programs or 2 * num_sms())
     programs = triton.cdiv(owners * blocks, share)
+    most = blocks // share if blocks % share == 0 else blocks // share + 2  # parts of a head
+    merged = used if one_by_one else min(used, 8)
+    at_once = 1 if one_by_one else min(triton.next_power_of_2(max(1, most)), max(1, 16384 // (merged * block_d)))
     parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_d,), ()))
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    count = _counters(q.device, stream, triton.next_power_of_2(owners))
+    count = counters(q.device, stream, triton.next_power_of_2(owners))
     tma = tma and q.element_size() == 2 and device.architecture() >= 90 and tma_takes(k, v)
     shares_kernel[(programs,)](
         q, *heads.tiled((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse, count,
         q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, H, S_q, S_k, D, group,
-        owners, blocks, share, causal, lengths is not None, tma, group, max(16, used), used, block_n, block_d,
-        at_once or max(1, min(32, 16384 // (used * block_d))), precision(), num_warps=4, num_stages=4 if tma else 3,
+        owners, blocks, share, causal, lengths is not None, tma, group, max(16, used), used, merged, at_once,
+        block_n, block_d, precision(), num_warps=4, num_stages=3,
     )  # fmt: skip
     return o, lse
 
@@ -165,11 +171,6 @@ def _share(owners, blocks, programs):
     """Blocks a program: equal shares, or up to 1/16 more if then heads end where programs do, and parts are fewer."""
     least = triton.cdiv(owners * blocks, programs)
     return next((n for n in range(least, least + least // 16 + 1) if n % blocks == 0 or blocks % n == 0), least)
-
-
-@functools.cache
-def _counters(device, stream, size):  # calls on one stream run one after another, on two they would share counts
-    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 def shares_change_nothing(rung):

@@ -153,7 +153,37 @@ def right_alone():
     return Table("right alone", table, "Whether the first form fails beside a neighbour is chance; the others may not.")
 
 
-LESSON = Steps(steps=(two_things_in_one_place, triton_makes_them_too, right_alone), alone=HAS_GPU)
+def tritons_too():
+    """Day 3's lesson 2, a matmul of 4096 cubed with Triton's warp specialization and without: what differs from the
+    first answer, and in which rows and columns of its tiles of 128 x 256."""
+    if not HAS_GPU or torch.cuda.get_device_capability() < (9, 0):
+        return from_a_gpu(__name__, "tritons too")
+    a, b = (torch.randn(4096, 4096, device=DEVICE).bfloat16() for _ in range(2))
+    first, table = lesson02.tma_device(a, b).clone(), []
+    for neighbour in (False, True):
+        with _beside(neighbour):
+            for rung in (lesson02.tma_device, lesson02.warp_specialized):
+                wrong, calls, end = torch.zeros_like(first, dtype=torch.int32), 0, time.monotonic() + SECONDS
+                bad = torch.zeros((), dtype=torch.int32, device=DEVICE)
+                while time.monotonic() < end:
+                    for _ in range(10):
+                        differ = rung(a, b) != first
+                        wrong += differ
+                        bad += differ.any()
+                    torch.cuda.synchronize()
+                    calls += 10
+                rows, columns = (
+                    sorted(set((wrong.sum(dim).nonzero().flatten() % size).tolist()))
+                    for dim, size in ((1, 128), (0, 256))
+                )
+                table.append({"rung": rung.__name__, "beside a neighbour": neighbour, "calls": calls,
+                              "wrong calls": int(bad), "wrong numbers": int(wrong.sum()),
+                              "in rows": ", ".join(map(str, rows[:8])), "in columns": len(columns)})  # fmt: skip
+                assert not bad or (neighbour and rung is lesson02.warp_specialized)
+    return Table("tritons too", table, "Triton's barriers are at bytes 0 to 23 of shared memory, with A's first block.")
+
+
+LESSON = Steps(steps=(two_things_in_one_place, triton_makes_them_too, right_alone, tritons_too), alone=HAS_GPU)
 
 if __name__ == "__main__":
     LESSON.main()
