@@ -223,22 +223,22 @@ def _flags(device, stream):
 
 
 # Rung 5. New: TMA fetches a tile by one instruction, and addresses take no registers; one row in nn.Linear's layout is
-# matvec's, which needs no other program; and the tile follows M and N. Few rows: steps of 64 x 256 elements of b, five
-# on their way. Many: for each byte of b a program asks L2 for BLOCK_M / BLOCK_N bytes of a, so the wider the better;
-# but a tile that three programs share costs two parts, so the narrowest whose tiles are no more than the SMs. And
-# shares are even where that leaves at most a fifth of the SMs idle: 2 programs for each of 64 tiles, or one for each of
-# 112. Predicted: copy speed at M = 16 and 1 (H200: 90% for 28672 contiguous columns, rung 1 97%), at 128 close.
+# matvec's, which needs no other program; and the tile follows M and N. For each byte of b a program asks L2 for BLOCK_M
+# / BLOCK_N bytes of a, so the wider the better; but a tile that three programs share costs two parts, so the narrowest
+# whose tiles are no more than the SMs; past that, with few rows, the one with the longest lines in memory. And shares
+# are even where that leaves at most a fifth of the SMs idle: 2 programs for each of 64 tiles, or one for each of 112.
+# Predicted: copy speed at M = 16 and 1, at 128 close.
 def matmul_skinny(a, b):
     """a [M, K], b [K, N], any strides -> [M, N]. Made for few rows, right for any number."""
     M = empty_product(a, b).shape[0]
     if M == 1 and b.stride(0) == 1:
         return matvec(a, b)
     block_m, *others = _tile(M, a.dtype)
-    turned = b.stride(0) == 1
-    tma = ""
+    turned, tma = b.stride(0) == 1, ""
     if a.element_size() == 2 and device.architecture() >= 90 and tma_takes(a, b.t() if turned else b):
         tma = "[N, K]" if turned else "[K, N]"  # as b lies in memory
-        shapes = [(64, 256, 4, 5)] if block_m <= 32 else [(64, 128, 4, 4), (128, 64, 8, 6), (256, 64, 8, 4)]
+        few = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if turned else (256, 64, 4, 5)]
+        shapes = few if block_m <= 32 else [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
         others = next((s for s in shapes if triton.cdiv(b.shape[1], s[0]) <= num_sms()), shapes[-1])
     return _stream_k(a, b, block_m, *others, tma=tma)
 

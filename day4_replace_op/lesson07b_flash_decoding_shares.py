@@ -16,54 +16,32 @@ Check it:  python -m lessonkit check lesson07b_flash_decoding_shares
 Time it:   python -m lessonkit bench lesson07b_flash_decoding_shares
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case, device, num_sms, tma_takes
+from lessonkit import Lesson, Mutant, Unsupported, case, device, needs, num_sms, tma_takes
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from day3_matmul_tk.lesson01_matmul import precision
 from day4_replace_op import heads
 from day4_replace_op.heads import LOG2E, LOWEST, load_tile
 from day4_replace_op.lesson07_flash_decoding import LESSON as FIRST
-from day4_replace_op.lesson07_flash_decoding import counters, finish, flash_decode, inputs, rows_of
+from day4_replace_op.lesson07_flash_decoding import finish, flash_decode, inputs, rows_of
 
 TILE = 2**14  # bytes of K, and of V, a step: 64 keys with D = 128 in 16 bits
 
 
 @triton.jit
-def merge_parts(
-    parts_ptr, part_lse_ptr, first, parts, row,
-    USED: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """MERGED rows from `row` on, AT_ONCE parts at a time."""
-    rows, cols = row + tl.arange(0, MERGED)[None, :], tl.arange(0, BLOCK_D)[None, None, :]
-    acc = tl.zeros([MERGED, BLOCK_D], tl.float32)
-    m = tl.full([MERGED], LOWEST, tl.float32)
-    total = tl.zeros([MERGED], tl.float32)
-    for start in range(0, parts, AT_ONCE):  # in this order every time: deterministic
-        part = start + tl.arange(0, AT_ONCE)[:, None]
-        line = (first + part).to(tl.int64) * USED + rows
-        # .cg reads from L2, where all SMs meet: an L1 line could be older.
-        lse = tl.load(part_lse_ptr + line, mask=part < parts, other=-float("inf"), cache_modifier=".cg") * LOG2E
-        o_ptrs = parts_ptr + line[:, :, None] * BLOCK_D + cols
-        o = tl.load(o_ptrs, mask=(part < parts)[:, :, None], other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, tl.max(lse, axis=0))
-        old, new = tl.exp2(m - m_new), tl.exp2(lse - m_new[None, :])  # of an empty part lse is -inf, and it weighs 0
-        acc = acc * old[:, None] + tl.sum(o * new[:, :, None], axis=0)
-        total, m = total * old + tl.sum(new, axis=0), m_new
-    return acc, total, m
-
-
-@triton.jit
 def shares_kernel(
     q_ptr, k, v, o_ptr, lse_ptr, lengths_ptr,  # q, o [B, H, S_q, D], k, v [B, H_kv, S_k, D]; [B], or S_k of all
-    parts_ptr, part_lse_ptr, count_ptr,  # [parts, USED, BLOCK_D], [parts, USED] fp32; [owners], 0 between calls
+    parts_ptr, part_lse_ptr,  # [parts, USED, BLOCK_D], [parts, USED] fp32
     q_strides, k_strides, v_strides, o_strides, scale_log2, H, S_q, S_k, D, GROUP, owners, blocks, share,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
-    USED: tl.constexpr, MERGED: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     program = tl.program_id(0)
     first, end = program * share, tl.minimum(program * share + share, owners * blocks)
     for owner in tl.range(first // blocks, (end - 1) // blocks + 1, num_stages=1):
@@ -93,39 +71,57 @@ def shares_kernel(
             finish(acc, total, m, *rows_of(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, TOGETHER, ROWS, BLOCK_D))
         else:
             used = tl.arange(0, ROWS) < USED
-            writer = owner * blocks // share  # the first program that has keys of this owner
-            parts = ((owner + 1) * blocks - 1) // share - writer + 1
             # Parts are numbered by program + owner: from one to the next one of the two grows, or both do.
             line = tl.cast(program + owner, tl.int64) * USED + tl.arange(0, ROWS)
             part_ptrs = parts_ptr + line[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
             finish(acc, total, m, part_ptrs, part_lse_ptr + line, used[:, None], used)
-            tl.debug_barrier()  # one thread counts: the others' stores must be done
-            # Release: a part is there before it is counted. Acquire: whoever counts last sees every part.
-            if tl.atomic_add(count_ptr + owner, 1, sem="acq_rel", scope="gpu") == parts - 1:
-                for row in range(0, USED, MERGED):
-                    place = rows_of(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, TOGETHER, MERGED, BLOCK_D, row)
-                    merged = merge_parts(
-                        parts_ptr, part_lse_ptr, writer + owner, parts, row, USED, BLOCK_D, MERGED, AT_ONCE
-                    )
-                    finish(*merged, *place)
-                tl.store(count_ptr + owner, 0)  # ready for the next call
+
+
+# A program a row. All its parts at a time, up to AT_ONCE: whoever merges waits once, not once a part.
+@triton.jit
+def merge_rows_kernel(
+    parts_ptr, part_lse_ptr, o_ptr, lse_ptr, o_strides, H, S_q, D, blocks, share,
+    PDL: tl.constexpr, TOGETHER: tl.constexpr, USED: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    owner, row = tl.program_id(0) // (TOGETHER * S_q), tl.program_id(0) % (TOGETHER * S_q)
+    writer = owner * blocks // share  # the first program that has keys of this owner
+    parts = ((owner + 1) * blocks - 1) // share - writer + 1
+    place = rows_of(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, TOGETHER, 1, BLOCK_D, row)
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    m = tl.full([1], LOWEST, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    if PDL:
+        gdc_wait()
+    if parts > 1:
+        for start in range(0, parts, AT_ONCE):  # in this order every time: deterministic
+            part = start + tl.arange(0, AT_ONCE)
+            line = (writer + owner + part).to(tl.int64) * USED + row
+            # .cg reads from L2, where all SMs meet: if this program began early, an L1 line could be older.
+            lse = tl.load(part_lse_ptr + line, mask=part < parts, other=-float("inf"), cache_modifier=".cg") * LOG2E
+            o_ptrs = parts_ptr + line[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+            o = tl.load(o_ptrs, mask=(part < parts)[:, None], other=0.0, cache_modifier=".cg")
+            m_new = tl.maximum(m, tl.max(lse, axis=0))  # of an empty part lse is -inf, and it weighs nothing
+            old, new = tl.exp2(m - m_new), tl.exp2(lse - m_new)
+            acc = acc * old[:, None] + tl.sum(o * new[:, None], axis=0)[None, :]
+            total, m = total * old + tl.sum(new, axis=0), m_new
+        finish(acc, total, m, *place)
 
 
 # Rung 5. New: equal shares. Predicted: copy speed where lesson 7 has a wave and a bit of heads that it does not split,
-# of 512 heads 10% or more; the same where it splits.
+# of 512 heads 10% or more. Parts are merged by a second kernel again, but a row a program and all parts at a time: the
+# 3 us of its launch are back, the serial merging is gone.
 def shares(q, k, v, lengths=None, causal=True, scale=None):
     """As lesson 7's flash_decode; a group of heads times S_q may have 64 rows. A part in fp32 for each program and each
     head of K and V. Deterministic: parts are merged in their order, not in that of their ends."""
-    return _run(q, k, v, lengths, causal, scale, one_by_one=True)
-
-
-# Rung 6. New: as many parts at a time as registers hold, 64 KB: 32 parts of 4 rows with D = 128, and whoever merges
-# waits once. Predicted: of one sequence of 8192 30 times 0.6 us, half of its time; of long caches a percent or so. More
-# than 8 rows are merged 8 by 8: with sums of 32 rows beside 64 KB of parts there are no registers left, and the
-# compiler, which spills nothing, loads one thing after the other: 120 us for 38.
-def together(q, k, v, lengths=None, causal=True, scale=None):
-    """As shares."""
     return _run(q, k, v, lengths, causal, scale)
+
+
+# Rung 6. New: programmatic dependent launch. The second kernel's programs are started while the first one's work, fill
+# what room they leave, and wait for their end. Predicted: 2 to 3 us, what is left of a launch is a wait.
+@needs(90, "programmatic dependent launch", interpreted=True)
+def started_early(q, k, v, lengths=None, causal=True, scale=None):
+    """As shares."""
+    return _run(q, k, v, lengths, causal, scale, pdl=True)
 
 
 # Rung 7. New: TMA, for 16 bits and strides that it takes: one thread asks for a tile, and 64 keys are 264 instructions
@@ -134,10 +130,13 @@ def decode(q, k, v, lengths=None, causal=True, scale=None):
     """As shares, for any S_q: more rows than a tile has are no decoding, and lesson 7 knows where they go."""
     if q.ndim == k.ndim == 4 and q.shape[1] * q.shape[2] > 64 * max(1, k.shape[1]):
         return flash_decode(q, k, v, lengths, causal, scale)
-    return _run(q, k, v, lengths, causal, scale, tma=True)
+    new = device.architecture() >= 90
+    return _run(q, k, v, lengths, causal, scale, pdl=new, tma=new)
 
 
-def _run(q, k, v, lengths, causal, scale, one_by_one=False, tma=False, programs=None):
+# One program an SM with steps of 128 keys has as many bytes on their way as two with 64, and half as many parts and
+# ends. But while it ends a head nothing is on its way, so where programs have several heads there are two.
+def _run(q, k, v, lengths, causal, scale, pdl=False, tma=False, programs=None):
     scale = heads.expect_cache(q, k, v, lengths, causal, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     group = H // H_kv
@@ -147,23 +146,27 @@ def _run(q, k, v, lengths, causal, scale, one_by_one=False, tma=False, programs=
     if not o.numel():
         return o, lse
     used, block_d = triton.next_power_of_2(group * S_q), max(16, triton.next_power_of_2(D))
-    block_n = min(128, TILE // (q.element_size() * block_d))
-    owners, blocks = B * H // group, max(1, triton.cdiv(S_k, block_n))
-    share = _share(owners, blocks, programs or 2 * num_sms())
+    owners = B * H // group
+    each = 1 if owners <= num_sms() else 2  # programs an SM
+    block_n = min(128, 2 * TILE // (each * q.element_size() * block_d))
+    blocks = max(1, triton.cdiv(S_k, block_n))
+    share = _share(owners, blocks, programs or each * num_sms())
     programs = triton.cdiv(owners * blocks, share)
-    most = blocks // share if blocks % share == 0 else blocks // share + 2  # parts of a head
-    merged = used if one_by_one else min(used, 8)
-    at_once = 1 if one_by_one else min(triton.next_power_of_2(max(1, most)), max(1, 16384 // (merged * block_d)))
     parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_d,), ()))
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    count = counters(q.device, stream, triton.next_power_of_2(owners))
-    tma = tma and q.element_size() == 2 and device.architecture() >= 90 and tma_takes(k, v)
+    pdl = pdl and not device.INTERPRETED
+    tma = tma and q.element_size() == 2 and tma_takes(k, v)
     shares_kernel[(programs,)](
-        q, *heads.tiled((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse, count,
+        q, *heads.tiled((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse,
         q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, H, S_q, S_k, D, group,
-        owners, blocks, share, causal, lengths is not None, tma, group, max(16, used), used, merged, at_once,
+        owners, blocks, share, causal, lengths is not None, tma, pdl, group, max(16, used), used,
         block_n, block_d, precision(), num_warps=4, num_stages=3,
     )  # fmt: skip
+    if share % blocks:
+        most = min(blocks // share + 2, blocks, 16384 // block_d)
+        merge_rows_kernel[(owners * group * S_q,)](
+            parts, part_lse, o, lse, o.stride(), H, S_q, D, blocks, share,
+            pdl, group, used, block_d, triton.next_power_of_2(most), num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
     return o, lse
 
 
@@ -188,7 +191,7 @@ MOVED = 1 + 2 * 4 * 4 * 33 * 4 / FIRST.work(**FIRST.checks[-1].shape, dtype=torc
 LESSON = Lesson(
     reference=FIRST.reference,
     inputs=inputs,
-    rungs=(shares, together, decode),
+    rungs=(shares, started_early, decode),
     checks=(
         case("shares of 2 blocks, heads of 3: parts of one and of two heads", B=4, H=8, S_k=257, D=24, H_kv=1),
         *FIRST.checks,
@@ -196,19 +199,20 @@ LESSON = Lesson(
     benches=FIRST.benches,
     work=FIRST.work,
     wrong=(
-        Mutant("old parts are not rescaled", "merge_parts", "acc * old[:, None] +", "acc +", "shares"),
-        Mutant("parts count alike", "merge_parts", "tl.exp2(lse - m_new[None, :])", "(lse > -1e30).to(tl.float32)",
-               "together"),
+        Mutant("a head of several shares is the last one's", "merge_rows_kernel", "parts > 1", "parts > 9", "shares"),
+        Mutant("parts count alike", "merge_rows_kernel", "tl.exp2(lse - m_new)", "(lse > -1e30).to(tl.float32)",
+               "shares"),
+        Mutant("a part too few", "merge_rows_kernel", "// share - writer + 1", "// share - writer", "decode"),
         Mutant("a share ends a block early", "shares_kernel", "* share + share,", "* share + share - 1,",
                "shares", "nan"),
         Mutant("two parts, one number", "shares_kernel", "tl.cast(program + owner,", "tl.cast(program,",
                "shares", "nan"),
-        Mutant("the counter stays", "shares_kernel", "tl.store(count_ptr + owner, 0)", "pass", "decode", "nan"),
         Mutant("values past the length weigh 0", "shares_kernel", "if TMA and RAGGED", "if False", "decode", "nan"),
     ),
     peers=FIRST.peers,
-    claims={together: ("mma", "16-byte loads", "no spills"), decode: ("mma", "tma", "no spills")},
-    passes={shares: MOVED, together: MOVED, decode: MOVED},
+    claims={started_early: ("shares_kernel: mma", "shares_kernel: 16-byte loads", "no spills"),
+        decode: ("shares_kernel: mma", "shares_kernel: tma", "no spills")},
+    passes={shares: MOVED, started_early: MOVED, decode: MOVED},
     properties=(shares_change_nothing,),
     refuses=FIRST.refuses,
 )  # fmt: skip
