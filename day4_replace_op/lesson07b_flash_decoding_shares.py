@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from day3_matmul_tk.lesson01_matmul import precision
+from day3_matmul_tk.lesson01_matmul import precision, shared_memory
 from day4_replace_op import heads
 from day4_replace_op.heads import LOG2E, LOWEST, load_tile
 from day4_replace_op.lesson07_flash_decoding import LESSON as FIRST
@@ -147,7 +147,7 @@ def _run(q, k, v, lengths, causal, scale, pdl=False, tma=False, programs=None):
         return o, lse
     used, block_d = triton.next_power_of_2(group * S_q), max(16, triton.next_power_of_2(D))
     owners = B * H // group
-    each = 1 if owners <= num_sms() else 2  # programs an SM
+    each = 1 if owners <= num_sms() and shared_memory() > 9 * TILE else 2  # programs an SM
     block_n = min(128, 2 * TILE // (each * q.element_size() * block_d))
     blocks = max(1, triton.cdiv(S_k, block_n))
     share = _share(owners, blocks, programs or each * num_sms())
