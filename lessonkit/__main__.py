@@ -214,11 +214,12 @@ def count(
             broken.append("ncu counted nothing")
         report.write()
         _end(broken)
+    chosen = list(_with_kernels(which, broken))
     why = "On this machine kernels run on the GPU; with CUDA_VISIBLE_DEVICES= they are emulated and counted."
     if device.HAS_GPU or (why := toolchain.lacks("g++", "Python.h", "ninja")):
         show.console.print(why)
         return
-    for name, lesson in _with_kernels(which, broken):
+    for name, lesson in chosen:
         if lesson.extension:
             show.counted(lesson)
             broken += counters.broken_counts(name, lesson)
