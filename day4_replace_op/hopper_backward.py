@@ -213,42 +213,20 @@ def load_block(desc, smem, numbers_desc, numbers_smem, full, stage, batch, head,
     tma.async_copy_global_to_shared(numbers_desc, [row, first], full.index(stage), numbers_smem.index(stage))
 
 
-def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, SUM=None, **options):
-    """Check the arguments; prepare, walk, finish: all heads at once, or as many as SUM bytes hold the sum of dQ of."""
+def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=False, LATE=False, **options):
+    """Check the arguments, prepare, walk, finish."""
     scale = queries.expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
-    (B, H, S_q, D), H_kv = q.shape, k.shape[1]
+    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     refuse_others(window, 128, q, k, v, grad_out, dk, dv)
     width = 64 if D <= 64 else 128
     block = 8192 // width  # queries of a step: 64 x 64 numbers of dQ for each warpgroup
-    rows, group = triton.cdiv(S_q, block) * block, H // H_kv
-    some = B * H_kv if SUM is None else max(1, SUM // (4 * group * rows * width))
-    batches, few = max(1, some // H_kv), min(H_kv, some)
-    sums = [torch.empty(batches * few * group, rows * n, device=q.device) for n in (1, 1, width)]
-    for b in range(0, B, batches):
-        for h in range(0, H_kv, few):
-            theirs = slice(b, b + batches), slice(h * group, (h + few) * group)
-            ours = slice(b, b + batches), slice(h, h + few)
-            _gradients(
-                kernel, *(t[theirs] for t in (grad_out, q, out, lse, dq)), *(t[ours] for t in (k, v, dk, dv)),
-                *sums, rows, causal, scale, b + h > 0, **options,
-            )  # fmt: skip
-    return dq, dk, dv
-
-
-def _gradients(
-    kernel, grad_out, q, out, lse, dq, k, v, dk, dv, starts, deltas, total, rows, causal, scale, AGAIN,
-    QUEUE=False, LATE=False, **options,
-):  # fmt: skip
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    starts, deltas, total = (t[: B * H] for t in (starts, deltas, total))
-    width = total.shape[1] // rows
-    block, tiles, group = 8192 // width, triton.cdiv(S_k, 2 * KEYS), H // H_kv
+    rows, tiles, group = triton.cdiv(S_q, block) * block, triton.cdiv(S_k, 2 * KEYS), H // H_kv
+    starts, deltas, total = (torch.empty(B * H, rows * n, device=q.device) for n in (1, 1, width))
     unit = heads.LN2.value if LATE else scale  # added to scaled scores, as powers of 2; or to scores
     prepare_kernel[(B * H * rows // 32,)](
-        out, grad_out, lse, starts, deltas, total, out.stride(), grad_out.stride(), unit, H, S_q, rows, D, 32, width,
-        launch_pdl=AGAIN,
-    )  # fmt: skip
+        out, grad_out, lse, starts, deltas, total, out.stride(), grad_out.stride(), unit, H, S_q, rows, D, 32, width
+    )
     # Few heads at a time, so that long and short tiles are under way together: 128 heads of S = 512, first all their
     # long tiles, take 18% longer. 16 if L2 holds twice what their programs share (Q, dO, twice as much of dQ), else 8;
     # with less a group's end is felt. Most counts of heads are multiples of these, or the last group has few.
@@ -266,6 +244,7 @@ def _gradients(
     finish_kernel[(B * H * rows * width // 4096,)](
         dq, total, dq.stride(), scale, H, S_q, rows, D, width, launch_pdl=True
     )
+    return dq, dk, dv
 
 
 def _fa4(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):

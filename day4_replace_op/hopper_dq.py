@@ -32,10 +32,8 @@ def prepare_kernel(
     do_tile = load_tile(do, do_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
     at = row + tl.arange(0, BLOCK_M)
     lse = tl.load(lse_ptr + head * S_q + at, mask=at < S_q, other=float("-inf"))
-    numbers = -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1)
-    gdc_wait()  # for whoever used these before
     tl.store(starts_ptr + head * rows + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
-    tl.store(deltas_ptr + head * rows + at, numbers)
+    tl.store(deltas_ptr + head * rows + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
     tl.store(
         sum_ptr + (head * rows + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
         tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
@@ -50,7 +48,6 @@ def finish_kernel(
     dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     gdc_wait()
-    gdc_launch_dependents()
     parts, nth = rows // 64 * (BLOCK_D // 64), tl.num_programs(0) - 1 - tl.program_id(0)
     head, part = (nth // parts).to(tl.int64), nth % parts
     x = tl.load(sum_ptr + (head * parts + part) * 4096 + tl.arange(0, 4096)).reshape(4, 8, 8, 4, 2, 2)

@@ -19,8 +19,7 @@ kernel that waits for memory: it moves along the roof. So those count one FLOP f
 
 You will learn: to read the four together, a roofline of a whole step, Nsight Compute's verdict by command line.
 Run it:    python day4_replace_op/lesson13_profile.py
-Without a GPU all times are a CPU's, and of ours the interpreter's: they show the views, not the speed. The committed
-tables have lesson 6c's attention in the model; the operator is 6g's today, which takes three quarters of its time here.
+Without a GPU all times are a CPU's, and of ours the interpreter's: they show the views, not the speed.
 """
 
 import csv
