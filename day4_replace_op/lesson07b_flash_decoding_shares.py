@@ -2,9 +2,9 @@
 =================================================================================
 Lesson 7 gives each head's keys to so many programs that SMs get nearly equal numbers of steps. Where heads are enough
 that it does not split them, programs come in waves: 512 on 396 places (three programs an SM) are one wave and a third
-of one, in which an SM has a program or none. Here a grid that is there at once, two programs an SM, takes equal shares
-of one row of blocks, all heads' keys one after the other, wherever heads end (Stream-K, Osama et al. 2023, and lesson 3
-of day 3): a share may end within a head, and then its parts are merged.
+of one, in which an SM has a program or none. Here a grid that is there at once, one or two programs an SM, takes equal
+shares of one row of blocks, all heads' keys one after the other, wherever heads end (Stream-K, Osama et al. 2023, and
+lesson 3 of day 3): a share may end within a head, and then its parts are merged.
 
 One sequence of 8192 with 8 heads is 33.5 MB, 8 us of bytes, with a launch and the first answers 15. Lesson 7 takes 33:
 whoever ends last merges 33 parts one after the other, and each is an answer from L2, 600 cycles. That is 10 us in which
@@ -118,8 +118,8 @@ def shares(q, k, v, lengths=None, causal=True, scale=None):
     return _run(q, k, v, lengths, causal, scale)
 
 
-# Rung 6. New: TMA, for 16 bits and strides that it takes: one thread asks for a tile, and 64 keys are 264 instructions
-# a warp instead of 383. Predicted: some percent; bytes decide. Measured: 2% at D = 64, else 1% or nothing.
+# Rung 6. New: TMA, for 16 bits and strides that it takes: one thread asks for a tile, and 128 keys are 361 instructions
+# a warp instead of 651. Predicted: some percent; bytes decide. Measured: 2 to 3% at D = 64, else 1% or nothing.
 def tma(q, k, v, lengths=None, causal=True, scale=None):
     """As shares."""
     return _run(q, k, v, lengths, causal, scale, tma=True)
