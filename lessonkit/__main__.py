@@ -206,24 +206,23 @@ def count(
 ) -> None:
     """Count what emulated CUDA kernels ask of memory, test what lessons say of it, and write reports/emulated."""
     broken: list[str] = []
+    chosen = [(name, lesson) for name, lesson in _with_kernels(which, broken) if lesson.extension]
     if ncu:
         if why := hardware.lacks():
             show.console.print(why)
             return
-        if not show.counted_by_ncu([name for name, lesson in _with_kernels(which, broken) if lesson.extension]):
+        if not show.counted_by_ncu([name for name, _ in chosen]):
             broken.append("ncu counted nothing")
         report.write()
         _end(broken)
-    chosen = list(_with_kernels(which, broken))
     why = "On this machine kernels run on the GPU; with CUDA_VISIBLE_DEVICES= they are emulated and counted."
     if device.HAS_GPU or (why := toolchain.lacks("g++", "Python.h", "ninja")):
         show.console.print(why)
         return
     for name, lesson in chosen:
-        if lesson.extension:
-            show.counted(lesson)
-            broken += counters.broken_counts(name, lesson)
-            report.save_emulated(name, lesson)
+        show.counted(lesson)
+        broken += counters.broken_counts(name, lesson)
+        report.save_emulated(name, lesson)
     report.write()
     _end(broken)
 

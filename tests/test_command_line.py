@@ -47,9 +47,9 @@ def test_a_broken_lesson_is_a_failure(words, monkeypatch):
     assert "day9.lesson01: cannot be imported: no [/b]" in result.output
 
 
-@pytest.mark.parametrize("command", ["check", "compile", "count", "run"])
+@pytest.mark.parametrize("command", ["check", "compile", "count", "count --ncu", "run"])
 def test_an_unknown_lesson_is_a_mistake(command):
-    assert invoke(cli.app, [command, "lesson99"]).exit_code == 2
+    assert invoke(cli.app, [*command.split(), "lesson99"]).exit_code == 2
 
 
 def test_all_is_every_lesson():
