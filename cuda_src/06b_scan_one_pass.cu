@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) look_back_kernel(const T* x, 
 constexpr int SIZE = Usual<float>::SIZE;
 
 unsigned tiles_of(int64_t n, int64_t scratch_size, int64_t size = SIZE) {
-    course::require(n >= 0 && course::ceil_div(n, size) <= 0x7FFFFFFF, "scan: n is below 0 or more than 2^31 - 1 tiles: split x");
+    course::require(n >= 0 && course::ceil_div(n, size) <= 0x7FFFFFFF,
+                    "scan: n is below 0 or more than 2^31 - 1 tiles: split x");
     course::require(scratch_size >= n / 512 + 1024, "scan: scratch must have n / 512 + 1024 elements");
     return unsigned(course::ceil_div(n, size));
 }

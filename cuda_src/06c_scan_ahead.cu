@@ -146,7 +146,8 @@ __global__ void __launch_bounds__(THREADS, 1) ahead_kernel(const T* x, T* y, Wor
 template <typename T>
 void scan(void (*kernel)(const T*, T*, Word*, int64_t), int threads, int64_t tile, size_t shared, int blocks,
           const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
-    course::require(n >= 0 && course::ceil_div(n, tile) <= 0x7FFFFFFF, "scan: n is below 0 or more than 2^31 - 1 tiles: split x");
+    course::require(n >= 0 && course::ceil_div(n, tile) <= 0x7FFFFFFF,
+                    "scan: n is below 0 or more than 2^31 - 1 tiles: split x");
     course::require(scratch_size >= n / 512 + 1024, "scan: scratch must have n / 512 + 1024 elements");
     course::require(reinterpret_cast<uintptr_t>(scratch) % 8 == 0, "scan: scratch must be aligned to 8 bytes");
     if (n == 0) return;

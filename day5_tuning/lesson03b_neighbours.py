@@ -8,7 +8,7 @@ of an idle barrier that is its own mbarrier.init, so its bytes go to whatever co
 data written there reads back as it was. But PTX says of mbarrier.init that these bytes are no ordinary memory until
 mbarrier.inval: whatever else is done with them is undefined. Alone nothing comes of it. When the GPU passes from one
 process to another, which it does every few milliseconds, an SM's state is saved and restored, barriers and all; what
-becomes of data where a barrier is thought to be, is what the last step counts.
+becomes of data where a barrier is thought to be, is what the third step counts.
 
     made, idle      mbarrier.init, and nothing more         what the lesson had
     invalidated     mbarrier.init, then mbarrier.inval      what PTX asks for
@@ -19,7 +19,8 @@ day 3's matmul that is specialized so is wrong beside a neighbour too (the last)
 their last use since 2024, against "sporadic memory corruptions" (#3858); what has no use has no last one. Our `compile`
 refuses idle barriers in Gluon's kernels, where who writes the kernel can leave them out (lessonkit/compiled.py).
 
-Predict before you run: of 1024 numbers of fp32, how many can two barriers spoil, which, and in which of the three?
+Predict before you run: of 1024 numbers of fp32, how many can two barriers spoil, which, and in which of the three? And
+if Triton's take 24 bytes under B's first block, in bf16, how many columns of a tile of C can be wrong?
 You will learn: to ask what lies where, and that "right each time" was measured in one circumstance.
 Source: PTX ISA, mbarrier.init and mbarrier.inval; Triton's pull request 3858.
 Run it:    python day5_tuning/lesson03b_neighbours.py
@@ -158,7 +159,7 @@ def right_alone():
 def tritons_too():
     """Day 3's lesson 2, a matmul of 4096 cubed with Triton's warp specialization and without: what differs from the
     first answer, and in how many columns of its tiles of 128 x 256."""
-    if not HAS_GPU or torch.cuda.get_device_capability() < (9, 0):
+    if not HAS_GPU or torch.cuda.get_device_capability()[0] != 9:  # elsewhere its barriers lie elsewhere
         return from_a_gpu(__name__, "tritons too")
     a, b = (torch.randn(4096, 4096, device=DEVICE).bfloat16() for _ in range(2))
     first, table = lesson02.tma_device(a, b).clone(), []
