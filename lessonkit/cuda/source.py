@@ -1,6 +1,7 @@
 """Reading a .cu as text: which function, struct, constant or macro stands where."""
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,19 +63,35 @@ def _definition(quiet: str, start: int, stop: int) -> list[Definition]:
     return [Definition(found[1], start, stop)] if found else []
 
 
+def tokens(text: str) -> list[str]:
+    """Words and signs; layout does not count."""
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+def codes(text: str) -> dict[str, list[str]]:
+    """Every definition of a file: name -> the code of each that has this name, comments and layout aside."""
+    plain, found = without_comments(text), dict[str, list[str]]()
+    for d in definitions(text):
+        found.setdefault(d.name, []).append(" ".join(tokens(plain[d.start : d.stop])))
+    return found
+
+
+def reach(known: Mapping[str, str], words: Iterable[str]) -> dict[str, str]:
+    """Of name -> code what the words name, directly or through others."""
+    code: dict[str, str] = {}
+    todo = sorted(known.keys() & set(words))
+    while todo:
+        name = todo.pop()
+        if name not in code:
+            code[name] = known[name]
+            todo += sorted(set(re.findall(r"\w+", code[name])) & known.keys())
+    return code
+
+
 def reached(files: list[Path], words: set[str]) -> dict[str, str]:
     """Every definition that the words name, directly or through others: name -> its code, comments and layout aside."""
     known: dict[str, list[str]] = {}
     for path in files:
-        text = path.read_text()
-        plain = without_comments(text)
-        for d in definitions(text):
-            known.setdefault(d.name, []).append(" ".join(re.findall(r"\w+|[^\w\s]", plain[d.start : d.stop])))
-    code: dict[str, str] = {}
-    todo = sorted(words & known.keys())
-    while todo:
-        name = todo.pop()
-        if name not in code:
-            code[name] = "\n".join(known[name])
-            todo += sorted(set(re.findall(r"\w+", code[name])) & known.keys())
-    return code
+        for name, found in codes(path.read_text()).items():
+            known.setdefault(name, []).extend(found)
+    return reach({name: "\n".join(found) for name, found in known.items()}, words)

@@ -1,0 +1,491 @@
+"""Which code a measured row came from: a hash of its source through every import, read and never imported.
+
+A name of a function is followed to what it is bound to: in its file, in another module of the repository, in the .cu
+beside the file and in the headers that the .cu includes. The names of modules do not count, so a lesson may be moved.
+Comments, docstrings and the layout of C++ do not count either. Any folder can be read that holds a checkout.
+"""
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from lessonkit.cuda import source as cpp
+
+# The part of the kit that reaches a kernel or its launch. The rest declares, checks and times: the walk stops there.
+VOCABULARY = {
+    *("lessonkit", "lessonkit.again", "lessonkit.arguments", "lessonkit.device", "lessonkit.inductor"),
+    *("lessonkit.cuda", "lessonkit.cuda.extension"),
+}
+EXTENSION = ("lessonkit.cuda.extension", "extension")  # loads a program; the program is followed, the loader is not
+FIELDS = ("inputs", "work", "bench_dtype")  # of a lesson: what its rows were measured on
+DECLARATION = "LESSON"
+EVERYTHING = "*"  # stands for all that a module binds
+
+Chain = tuple[str, ...]  # ("hopper", "launch"); ("@day4.hopper", "launch") where a module is named by its full name
+
+
+class NotFound(ValueError):
+    """A module has no such function, or a lesson no such peer."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of code that counts by itself: its words, and the names in it that something outside has to explain."""
+
+    words: str
+    chains: frozenset[Chain]
+    strings: frozenset[str] = frozenset()
+    patterns: frozenset[str] = frozenset()  # of f-strings, as regular expressions
+
+
+@dataclass(frozen=True)
+class Module:
+    """What the top of a file binds: statements, or what an import names (module, attribute or "")."""
+
+    package: str
+    statements: dict[str, list[ast.stmt]]
+    imports: dict[str, tuple[str, str]]
+    units: dict[tuple[str, ...], Unit] = field(default_factory=dict)
+
+    def unit(self, name: str, *, nameless: bool = False) -> Unit:
+        """What a name is bound to, or all of the file for EVERYTHING. nameless: without the function's own name."""
+        key = (name, "nameless" * nameless)
+        if key not in self.units:
+            every = [node for nodes in self.statements.values() for node in nodes]
+            nodes = list(dict.fromkeys(every)) if name == EVERYTHING else self.statements[name]
+            unit = _unit(*nodes, nameless=nameless)
+            if name == EVERYTHING:
+                unit = Unit(unit.words, unit.chains | {(name,) for name in self.imports}, unit.strings, unit.patterns)
+            self.units[key] = unit
+        return self.units[key]
+
+    def value(self, name: str) -> ast.expr | None:
+        """The expression that the only assignment to a name gives it."""
+        found = self.statements.get(name, [])
+        return found[0].value if len(found) == 1 and isinstance(found[0], ast.Assign | ast.AnnAssign) else None
+
+    def declared(self, keyword: str) -> ast.expr | None:
+        """The expression of one field of the declaration."""
+        call = self.value(DECLARATION)
+        keywords = call.keywords if isinstance(call, ast.Call) else []
+        return next((k.value for k in keywords if k.arg == keyword), None)
+
+    def declares_all(self) -> bool:
+        """Whether the declaration is Lesson(...) with all that it says written there."""
+        call = self.value(DECLARATION)
+        return (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and call.func.id in ("Lesson", "Steps")
+            and all(k.arg for k in call.keywords)
+        )
+
+
+def source(root: Path, module: str, function: str) -> str:
+    """Hash of a function of a module (day2_triton_basics.lesson03_softmax) and of all that it reaches in root.
+
+    Raises NotFound if the module binds no such name.
+    """
+    walk = _Walk(root)
+    walk.begin(module, function)
+    return walk.digest()
+
+
+def contender(root: Path, lesson: str, label: str, *, peer: bool = False) -> str:
+    """Hash of a rung, or of a peer by its label, with the lesson's inputs, its work and the dtype that is timed.
+
+    Raises NotFound if the lesson has no such rung or peer.
+    """
+    walk = _Walk(root)
+    if peer:
+        walk.peer(lesson, label)
+    else:
+        walk.begin(lesson, label)
+    for name in FIELDS:
+        walk.field(lesson, name)
+    return walk.digest()
+
+
+def program(root: Path, lesson: str) -> str:
+    """Hash of all of the .cu beside a lesson and of the headers that it includes."""
+    walk = _Walk(root)
+    walk.programs[walk.path(lesson).with_suffix(".cu")] = {EVERYTHING}
+    return walk.digest()
+
+
+def folder(path: Path) -> str:
+    """Hash of every file in a folder, comments aside."""
+    words = [" ".join(_cpp_words(p.read_text())) for p in sorted(path.rglob("*")) if p.suffix in (".cpp", ".h", ".cuh")]
+    return _hash(words)
+
+
+def _hash(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()[:12]
+
+
+class _Walk:
+    """From a few names to all that they reach in one checkout."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.texts: set[str] = set()
+        self.seen: set[tuple[str, ...]] = set()
+        self.taken: set[tuple[str, str]] = set()
+        self.units: list[Unit] = []  # whose words may name a launcher of a program
+        self.programs: dict[Path, set[str]] = {}  # the names reached in each; EVERYTHING for all
+        self.modules: dict[str, Module | None] = {}
+
+    def path(self, name: str) -> Path:
+        return self.root / f"{name.replace('.', '/')}.py"
+
+    def module(self, name: str) -> Module | None:
+        """The module of the repository that has this name, if it is a file."""
+        if name not in self.modules:
+            path = self.path(name)
+            package = path.with_suffix("") / "__init__.py"
+            own = path if path.is_file() else package if package.is_file() else None
+            inside = name if own == package else name.rpartition(".")[0]
+            self.modules[name] = _parsed(own.read_text(), inside) if own else None
+        return self.modules[name]
+
+    def is_here(self, name: str) -> bool:
+        return self.module(name) is not None or self.path(name).with_suffix("").is_dir()
+
+    def digest(self) -> str:
+        texts = set(self.texts)
+        for path, launchers in self.programs.items():
+            texts |= self.cpp_texts(path, launchers)
+        return _hash(texts)
+
+    def begin(self, name: str, function: str) -> None:
+        """Take in a function, whatever it is called, and all that it reaches."""
+        module = self.module(name)
+        if module is None:
+            raise NotFound(f"{self.root} has no module {name!r}")
+        if function not in {*module.statements, *module.imports}:
+            raise NotFound(f"{name} binds no {function!r}")
+        self.follow(name, (function,), nameless=True)
+
+    def follow(self, name: str, chain: Chain, *, nameless: bool = False) -> None:
+        """Take in what a chain of names means in a module, and all that this reaches."""
+        todo = [(name, chain)]
+        while todo:
+            name, chain = todo.pop()
+            if (name, *chain) in self.seen:
+                continue
+            self.seen.add((name, *chain))
+            if not (at := self.resolve(name, chain)):
+                continue
+            owner, bound, attributes = at
+            module = self.module(owner)
+            assert module is not None
+            if bound == DECLARATION and attributes and module.declares_all():
+                self.field(owner, attributes[0])
+            elif bound != EVERYTHING and self.is_program(owner, module.value(bound)):
+                self.programs.setdefault(self.path(owner).with_suffix(".cu"), set()).update(attributes[:1])
+            elif (owner, bound) not in self.taken:
+                self.taken.add((owner, bound))
+                todo += [(owner, each) for each in self.take(module.unit(bound, nameless=nameless))]
+                nameless = False
+
+    def take(self, unit: Unit) -> list[Chain]:
+        """Count a unit; the chains that are to be followed from it."""
+        self.texts.add(unit.words)
+        self.units.append(unit)
+        return sorted(unit.chains)
+
+    def expression(self, owner: str, value: ast.expr, label: str) -> None:
+        unit = _unit(value)
+        for chain in self.take(Unit(f"{label}: {unit.words}", unit.chains, unit.strings, unit.patterns)):
+            self.follow(owner, chain)
+
+    def field(self, lesson: str, name: str) -> None:
+        """Take in one field of a declaration; all of the declaration if it is not written out."""
+        module = self.module(lesson)
+        if module is None or DECLARATION not in module.statements:
+            raise NotFound(f"{lesson} declares no lesson")
+        if not module.declares_all():
+            self.follow(lesson, (DECLARATION,))
+        elif (value := module.declared(name)) is not None:
+            self.expression(lesson, value, "" if isinstance(value, ast.Name | ast.Attribute) else name)
+
+    def peer(self, lesson: str, label: str) -> None:
+        module = self.module(lesson)
+        declared = module.declared("peers") if module else None
+        if declared is None:
+            raise NotFound(f"{lesson} declares no peers")
+        found = self.entry(lesson, declared, label)
+        if found is None:
+            raise NotFound(f"{lesson} declares no peer {label!r}")
+        owner, value, exactly = found
+        self.expression(owner, value, "" if exactly else label)
+
+    def entry(self, owner: str, value: ast.expr, label: str) -> tuple[str, ast.expr, bool] | None:
+        """What a dict that is written in code has under a label, or the whole expression where that cannot be told."""
+        if isinstance(value, ast.Dict):
+            for key, item in zip(reversed(value.keys), reversed(value.values), strict=True):
+                if key is None:
+                    if found := self.entry(owner, item, label):
+                        return found
+                elif not isinstance(key, ast.Constant):
+                    return owner, value, False
+                elif key.value == label:
+                    return owner, item, True
+            return None
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitOr):
+            return self.entry(owner, value.right, label) or self.entry(owner, value.left, label)
+        if (chain := _chain(value)) and (at := self.resolve(owner, chain)):
+            place, bound, attributes = at
+            module = self.module(place)
+            assert module is not None
+            inner = module.declared(attributes[0]) if attributes else module.value(bound)
+            if inner is not None:
+                return self.entry(place, inner, label)
+        return owner, value, False
+
+    def is_program(self, owner: str, value: ast.expr | None) -> bool:
+        """Whether an expression is cuda.extension(__file__)."""
+        if not (isinstance(value, ast.Call) and len(value.args) == 1 and _chain(value.args[0]) == ("__file__",)):
+            return False
+        chain = _chain(value.func)
+        return bool(chain and self.resolve(owner, chain, loader=True) == (*EXTENSION, ()))
+
+    def resolve(self, name: str, chain: Chain, *, loader: bool = False) -> tuple[str, str, Chain] | None:
+        """(module, what it binds, attributes of that) of a chain; None outside the repository and where the walk stops.
+
+        An import from outside counts by what it names, so that another function under the old name is seen.
+        """
+        here = name  # the module in which the next name is looked up
+        if chain[0].startswith("@"):
+            here, chain = chain[0][1:], chain[1:]
+            if not self.is_here(here):
+                return None
+        elif (module := self.module(name)) is None or not (chain[0] in module.statements or chain[0] in module.imports):
+            return None
+        for _ in range(100):
+            if not chain:
+                return None if self.stops(here) else (here, EVERYTHING, ()) if self.module(here) else None
+            module = self.module(here)
+            if module is not None and chain[0] in module.imports:
+                target, attribute = module.imports[chain[0]]
+                itself = target == here and attribute  # a package that imports its own part
+                if not self.is_here(target):
+                    self.texts.add(f"{chain[0]} = {target} {attribute}")
+                    return None
+                chain = (*([attribute] if attribute else []), *chain[1:])
+                here = target
+                if itself:
+                    here, chain = f"{here}.{attribute}", chain[1:]
+            elif module is not None and (named := _imported(module.value(chain[0]))):
+                if not self.is_here(named):
+                    self.texts.add(f"{chain[0]} = {named}")
+                    return None
+                here, chain = named, chain[1:]
+            elif module is not None and chain[0] in module.statements:
+                if self.stops(here) or ((here, chain[0]) == EXTENSION and not loader):
+                    return None
+                return here, chain[0], chain[1:]
+            elif self.is_here(f"{here}.{chain[0]}"):
+                here, chain = f"{here}.{chain[0]}", chain[1:]
+            elif module is not None:
+                return None if self.stops(here) else (here, EVERYTHING, ())
+            else:
+                return None
+        raise ValueError(f"{name}: {'.'.join(chain)} is imported in a circle")
+
+    def stops(self, name: str) -> bool:
+        return name.partition(".")[0] == "lessonkit" and name not in VOCABULARY
+
+    def cpp_texts(self, path: Path, launchers: set[str]) -> set[str]:
+        """What the launchers named reach in a program; all of it where no name leads to one."""
+        files = _included(path, self.root / "cuda_src")
+        texts = tuple(file.read_text() for file in files)
+        if EVERYTHING not in launchers:
+            units = self.units
+            words = {w for unit in units for w in (*unit.strings, *unit.words.split())} | launchers
+            names = _defined(texts)
+            prefixes = tuple(f"{s}_" for unit in units for s in unit.strings if s.isidentifier())
+            for pattern in {p for unit in units for p in unit.patterns}:
+                free = pattern.startswith(r"\w+")
+                words |= {n for n in names if re.fullmatch(pattern, n) and (not free or n.startswith(prefixes))}
+            if found := _reached(texts, frozenset(words & names)):
+                return {f"C++ {code}" for code in found}
+        return {f"C++ {' '.join(_cpp_words(text))}" for text in texts}
+
+
+@lru_cache(None)
+def _defined(texts: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name for text in texts for name in _cpp_definitions(text))
+
+
+@lru_cache(None)
+def _reached(texts: tuple[str, ...], words: frozenset[str]) -> frozenset[str]:
+    known: dict[str, list[str]] = {}
+    for text in texts:
+        for name, codes in _cpp_definitions(text).items():
+            known.setdefault(name, []).extend(codes)
+    return frozenset(cpp.reach({name: "\n".join(codes) for name, codes in known.items()}, words).values())
+
+
+@lru_cache(None)
+def _cpp_definitions(text: str) -> dict[str, list[str]]:
+    return cpp.codes(text)
+
+
+def _cpp_words(text: str) -> list[str]:
+    return cpp.tokens(cpp.without_comments(text))
+
+
+def _included(path: Path, sources: Path) -> list[Path]:
+    """The program and the headers of the repository that it includes, directly or not."""
+    found, todo = list[Path](), [path]
+    while todo:
+        each = todo.pop()
+        if each not in found and each.is_file():
+            found.append(each)
+            names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', each.read_text(), re.MULTILINE)
+            todo += [next((p for p in (each.parent / n, sources / n) if p.is_file()), each) for n in names]
+    return found
+
+
+@lru_cache(None)
+def _parsed(text: str, package: str) -> Module:
+    """The module that a text is. `package` is what its relative imports begin from."""
+    module = Module(package, {}, {})
+    for node in ast.parse(text).body:
+        for name in _bound(node, module):
+            module.statements.setdefault(name, []).append(node)
+    return module
+
+
+def _bound(node: ast.stmt, module: Module) -> Iterator[str]:
+    """The names that a statement at the top binds; those that it imports go to the module."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            first = alias.name.partition(".")[0]
+            module.imports[alias.asname or first] = (alias.name if alias.asname else first, "")
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            module.imports[alias.asname or alias.name] = (_from(node, module.package), alias.name)
+    elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for inner in (n for target in targets for n in ast.walk(target)):
+            if isinstance(inner, ast.Name):
+                yield inner.id
+    else:
+        for child in ast.iter_child_nodes(node):
+            inside = child.body if isinstance(child, ast.ExceptHandler) else [child]
+            for inner in inside:
+                if isinstance(inner, ast.stmt):
+                    yield from _bound(inner, module)
+                elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                    yield inner.id
+
+
+def _from(node: ast.ImportFrom, package: str) -> str:
+    """The module that `from ... import` names, in full."""
+    if not node.level:
+        return node.module or ""
+    above = package.split(".")[: len(package.split(".")) - node.level + 1]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _imported(value: ast.expr | None) -> str:
+    """The module that import_module("...") names, or an empty string."""
+    if isinstance(value, ast.Call) and (chain := _chain(value.func)) and chain[-1] == "import_module" and value.args:
+        named = value.args[0]
+        return named.value if isinstance(named, ast.Constant) and isinstance(named.value, str) else ""
+    return ""
+
+
+def _chain(node: ast.AST) -> Chain:
+    """a.b.c as ("a", "b", "c"); of import_module("x.y").f as ("@x.y", "f"); () of anything else."""
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute):
+        return (*before, node.attr) if (before := _chain(node.value)) else ()
+    return (f"@{named}",) if isinstance(node, ast.Call) and (named := _imported(node)) else ()
+
+
+def _unit(*nodes: ast.AST, nameless: bool = False) -> Unit:
+    words, strings, patterns = list[str](), set[str](), set[str]()
+    for node in nodes:
+        words += _words(node)
+        if nameless and isinstance(node, ast.FunctionDef):
+            words.remove(node.name)
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+                strings.add(inner.value)
+            elif isinstance(inner, ast.JoinedStr):
+                parts = (re.escape(str(v.value)) if isinstance(v, ast.Constant) else r"\w+" for v in inner.values)
+                patterns.add("".join(parts))
+    chains = frozenset(chain for node in nodes for chain in _free(node, frozenset()))
+    return Unit(" ".join(words), chains, frozenset(strings), frozenset(patterns))
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """The code under a node in order, the same on every Python version: node types, names, constants; no docstrings."""
+    yield type(node).__name__
+    for name, value in ast.iter_fields(node):
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
+                continue
+            if isinstance(item, ast.AST):
+                yield from _words(item)
+            elif item is not None and name not in ("kind", "type_comment", "ctx"):
+                yield item if name in ("id", "name", "attr", "arg") else repr(item)
+
+
+def _free(node: ast.AST, local: frozenset[str]) -> Iterator[Chain]:
+    """The chains of names under a node whose first name no function around it binds, and what it imports itself."""
+    if chain := _chain(node):
+        if chain[0] not in local:
+            yield chain
+    elif isinstance(node, ast.ImportFrom):
+        yield from ((f"@{node.module}", alias.name) for alias in node.names)
+    elif isinstance(node, ast.Import):
+        yield from ((f"@{alias.name}",) for alias in node.names)
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        body = node.body if isinstance(node.body, list) else [node.body]
+        arguments = node.args
+        outside: list[ast.AST | None] = [*arguments.defaults, *arguments.kw_defaults]
+        outside += [*node.decorator_list, node.returns] if not isinstance(node, ast.Lambda) else []
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        named = [argument for argument in every if argument]
+        outside += [argument.annotation for argument in named]
+        for each in outside:
+            if each is not None:
+                yield from _free(each, local)
+        inside = local | {argument.arg for argument in named} | set(_stored(body))
+        for statement in body:
+            yield from _free(statement, frozenset(inside))
+    elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+        inside = local | {n.id for g in node.generators for n in ast.walk(g.target) if isinstance(n, ast.Name)}
+        for child in ast.iter_child_nodes(node):
+            yield from _free(child, frozenset(inside))
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _free(child, local)
+
+
+def _stored(body: Iterable[ast.AST]) -> Iterator[str]:
+    """The names that a function's body binds; what it says of functions inside of it is theirs."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+            continue
+        else:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif isinstance(node, ast.ExceptHandler) and node.name:
+                yield node.name
+            yield from _stored(ast.iter_child_nodes(node))
