@@ -94,6 +94,25 @@ def instructions(cubin: str) -> dict[str, list[str]]:
     return found
 
 
+def functions(cubin: str) -> dict[str, str]:
+    """The machine code of each function in a cubin as text: no names but registers', no addresses, no lines."""
+    found: dict[str, str] = {}
+    for part in re.split(r"^\t?\.section\s+\.text\.", tool("nvdisasm", "-c", "-ndf", cubin), flags=re.MULTILINE)[1:]:
+        code = re.findall(r"^\s*(\.L_x_\d+:)|^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", part, re.MULTILINE)
+        text = "\n".join(label or op for label, op in code)
+        labels = {name: f"L{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\.L_x_\d+", text)))}
+        text = re.sub(r"\.L_x_\d+", lambda m, labels=labels: labels[m[0]], text)  # type: ignore[misc]
+        found[re.split(r"[,\s]", part, maxsplit=1)[0]] = re.sub(r"\$?\b_Z\w+|`\([^)]*\)", "name", text)
+    return found
+
+
+@cache
+def normalised(binary: bytes) -> str:
+    """The machine code of a cubin as text without names, paths and lines: the same for kernels that do the same."""
+    with as_file(binary) as cubin:
+        return "\n\n".join(functions(cubin).values())
+
+
 def row(rung: str, kernel: str, target: int, ops: Sequence[str], *, warps: int, registers: int, shared: int) -> Kernel:
     """A kernel's row: what is known of it, and what its instructions show."""
 

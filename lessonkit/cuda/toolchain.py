@@ -102,6 +102,12 @@ def version(compiler: str) -> str:
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
 
 
+def release() -> str:
+    """nvcc's version, 13.0.88; empty where there is none."""
+    found = re.search(r"V([\d.]+)", version(find_nvcc())) if find_nvcc() else None
+    return found[1] if found else ""
+
+
 def link_flags(nvcc: str, names: list[str]) -> list[str]:
     """`-l` for each library that is here: a program does without one whose header is not (`__has_include`)."""
     home = Path(nvcc).resolve().parent.parent

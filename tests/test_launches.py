@@ -1,0 +1,103 @@
+"""The record of what the GPU is given: blind to names and layout of the source, and to nothing else."""
+
+from lessonkit import elsewhere, launches
+
+import pytest
+
+LESSON = """\
+from lessonkit import DEVICE, Lesson, Work
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, at < n) * 2, at < n)
+
+
+def scale(x):
+    y = torch.empty_like(x)
+    scale_kernel[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), 256, num_warps=4)
+    return y
+
+
+def inputs(n, dtype):
+    return (torch.randn(n, device=DEVICE).mul_(3).to(dtype),)
+
+
+def missing(x):
+    import no_such_package
+
+
+def reads(x):
+    return [0][int(x[0])]
+
+
+LESSON = Lesson(
+    reference=lambda x: 2 * x, inputs=inputs, checks=(), benches=({"n": 4096},), rungs=(scale, reads), wrong=(),
+    work=lambda n, dtype: Work(2 * n * dtype.itemsize),
+    peers={"torch": lambda x: x * 2, "torch.compile": lambda x: torch.compile(lambda x: x * 2)(x), "no": missing},
+)
+"""
+SAME = {
+    "other names and layout": (("at = tl", "here = tl"), ("+ at", "+ here"), ("at < n", "here < n")),
+    "a kernel of another name": (("scale_kernel", "twice_kernel"),),
+    "a comment, further down": (("def scale(x):", "# why\n\n\n\ndef scale(x):\n    'What.'"),),
+}
+OTHER = {
+    "machine code": (("* 2, at", "* 3, at"),),
+    "grid": (("x.numel(), 256),)", "x.numel(), 256), 1 + 1)"),),
+    "warps": (("num_warps=4", "num_warps=8"),),
+    "a scalar": (("x, y, x.numel(), 256", "x, y, x.numel() - 16, 256"),),
+    "an operator": (("empty_like(x)", "zeros_like(x)"),),
+    "dtypes": (("empty_like(x)", "empty_like(x, dtype=torch.float32)"),),
+    "strides": (("torch.randn(n, device=DEVICE)", "torch.randn(2 * n, device=DEVICE)[::2]"),),
+    "inputs": (("mul_(3)", "mul_(4)"),),
+    "work": (("Work(2 * n", "Work(3 * n"),),
+}
+
+
+@pytest.fixture(scope="module")
+def marks(tmp_path_factory):
+    """name -> the marks of its lesson, all from one compiler."""
+    folder = tmp_path_factory.mktemp("lessons")
+    names = {}
+    for i, (name, edits) in enumerate(({"base": ()} | SAME | OTHER).items()):
+        text = LESSON
+        for old, new in edits:
+            assert old in text, (name, old)
+            text = text.replace(old, new)
+        names[name] = f"some_lesson{i}"
+        (folder / f"some_lesson{i}.py").write_text(text)
+    wanted = [("scale", False, "n=4096"), ("torch", True, "n=4096"), ("torch.compile", True, "n=4096")]
+    wanted += [("no", True, "n=4096"), ("reads", False, "n=4096"), ("scale", False, "n=7"), ("nobody", False, "n=4096")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        patch.delenv(elsewhere.SHARED, raising=False)
+        patch.setattr(elsewhere, "_idle", [])
+        return {name: launches.marks(module, wanted) for name, module in names.items()}
+
+
+def test_a_mark_names_its_compiler(marks):
+    scale, *peers = marks["base"]
+    assert scale.startswith("triton-")
+    assert [mark.split("-")[0] for mark in peers[:2]] == ["torch", "torch"]
+    assert len({scale, *peers[:2]}) == 3
+
+
+def test_what_cannot_be_recorded_is_empty(marks):
+    """A package that is missing, a host that reads data, a shape or a rung that the lesson does not have."""
+    assert marks["base"][3:] == ["", "", "", ""]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_work_has_the_same_mark(marks, name):
+    assert marks[name] == marks["base"]
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_other_work_has_another_mark(marks, name):
+    assert marks[name][0] != marks["base"][0]
+    assert marks[name][0]
