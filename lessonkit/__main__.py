@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
-from lessonkit import compiled, device, mutants, paths, report, show
+from lessonkit import compiled, device, mutants, paths, renames, report, show, stale
 from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
 from lessonkit.elsewhere import environment
@@ -40,6 +40,9 @@ Which = Annotated[
 
 def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
     found = list(discover("" if which == "all" else which))
+    if not found and (now := renames.meant("lessons", which)):
+        show.console.print(f"lesson {which} is now called {now}")
+        found = list(discover(now))
     if not found:
         names = "\n  ".join(name for name, _ in discover())
         raise typer.BadParameter(f"no lesson matches {which!r}; there are:\n  {names}")
@@ -245,9 +248,28 @@ def write_report(
         return
     for path in report.write():
         show.console.print(f"wrote {path.relative_to(ROOT)}")
-    for line in (stale := report.stale_rows()):
-        show.console.print(f"stale, measure again: {line}", style="yellow")
-    raise typer.Exit(int(bool(stale)))
+    if old := stale.old():
+        show.console.print(
+            f"{len(old)} rows were measured before their code changed; the pages mark them, `stale` lists them.",
+            style="yellow",
+        )
+
+
+@app.command(name="stale")
+def list_stale(
+    release: Annotated[bool, typer.Option("--release", help="Old rows are a failure: exit code 1.")] = False,
+) -> None:
+    """List measured rows whose code has changed since, after comparing machine code where this machine can."""
+    if shown := stale.show_equal():
+        show.console.print(f"{shown} rows: machine code shown to be equal, and kept so in their files")
+        report.write()
+    old = stale.old()
+    body = ([each.device, each.row.lesson, each.row.rung, each.row.shape, each.why, each.row.commit] for each in old)
+    show.table(f"{len(old)} old rows", ["device", "lesson", "rung", "shape", "why", "measured at"], body)
+    tables = stale.old_tables()
+    for line in tables:
+        show.console.print(f"old table: {line}")
+    raise typer.Exit(int(release and bool(old or tables)))
 
 
 @app.command()

@@ -3,12 +3,14 @@
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
-from lessonkit import check, rows, timing
+from lessonkit import check, fingerprint, launches, rows, timing
 from lessonkit.arguments import Unsupported
 from lessonkit.cuda import build
-from lessonkit.lesson import Lesson, Shape, Table, shape_name
+from lessonkit.lesson import ROOT, Lesson, Shape, Table, shape_name
 
 import torch
 
@@ -30,7 +32,10 @@ def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list
         except torch.OutOfMemoryError:
             say(f"{shape_name(shape)}: left out, {TOO_SMALL}")
         torch.cuda.empty_cache()
-    return measured
+    timed = [row for row in measured if row.kind in ("rung", "peer")]
+    marks = launches.marks(name, [(row.rung, row.kind == "peer", row.shape) for row in timed]) if timed else []
+    known = {(row.rung, row.shape): mark for row, mark in zip(timed, marks, strict=True)}
+    return [replace(row, machine=known.get((row.rung, row.shape), "")) for row in measured]
 
 
 def printed(lesson: Lesson) -> Table | None:
@@ -64,9 +69,12 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
     contenders: dict[str, Callable[[], Any]] = {}
     kinds: dict[str, str] = {}
     last: dict[str, Any] = {}
+    absent: dict[str, str] = {}  # peer -> why it is not timed
+    incomplete = False  # a peer that belongs here is not: what is left is no measure of the best
 
     def enter(label: str, kind: str, fn: Callable[..., Any]) -> None:
         """Let a contender take part if it is here, takes the shape, and is right. Its first call also compiles it."""
+        nonlocal incomplete
 
         def call() -> None:
             last[label] = fn(*question.args)
@@ -74,13 +82,20 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
         try:
             call()
             _verify(lesson, question, last[label], kind)
-        except (ImportError, Unsupported) as absent:
-            return say(f"{label} at {shape_name(shape)}: left out, {absent}")
+        except (ImportError, Unsupported) as why:
+            said = f"left out, {why}"
+            incomplete |= kind == "peer" and isinstance(why, ImportError)
         except torch.OutOfMemoryError:
-            return say(f"{label} at {shape_name(shape)}: left out, {TOO_SMALL}")
+            said = f"left out, {TOO_SMALL}"
         except Exception as error:
-            return say(f"{label} at {shape_name(shape)}: NOT TIMED, {type(error).__name__}: {str(error)[:300]}")
-        contenders[label], kinds[label] = call, kind
+            said = f"NOT TIMED, {type(error).__name__}: {str(error)[:300]}"
+            incomplete |= kind == "peer"
+        else:
+            contenders[label], kinds[label] = call, kind
+            return
+        say(f"{label} at {shape_name(shape)}: {said}")
+        if kind == "peer":
+            absent[label] = said.partition(", ")[2]
 
     for rung in lesson.rungs:
         if why := check.cannot_run(lesson, rung, lesson.checks[0], lesson.bench_dtype):
@@ -105,7 +120,9 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
         except check.Rejected as wrong:
             say(f"{where}: NOT TIMED, wrong after the rounds: {wrong}")
             del times[label]
-    return _rows(name, lesson, shape, times, kinds)
+            if kind == "peer":
+                absent[label], incomplete = f"wrong after the rounds: {wrong}", True
+    return _rows(name, lesson, shape, times, kinds, complete=not incomplete) + _absent(name, lesson, shape, absent)
 
 
 def _verify(lesson: Lesson, question: check.Truth, answer: Any, kind: str) -> None:
@@ -118,8 +135,15 @@ def _verify(lesson: Lesson, question: check.Truth, answer: Any, kind: str) -> No
 
 
 def _rows(
-    name: str, lesson: Lesson, shape: Shape, times: dict[str, timing.Timing], kinds: dict[str, str]
+    name: str,
+    lesson: Lesson,
+    shape: Shape,
+    times: dict[str, timing.Timing],
+    kinds: dict[str, str],
+    *,
+    complete: bool = True,
 ) -> list[rows.Row]:
+    """complete: every peer that takes the shape is here. Without one of them no ratio to the best is given."""
     work = lesson.work(dtype=lesson.bench_dtype, **shape)
     dtype = str(lesson.bench_dtype).removeprefix("torch.")
     best = timing.limits()
@@ -130,7 +154,7 @@ def _rows(
         kind: max(work.bytes / best.copy, 0 if kind == "limit" else work.flops / rate) * 1e3 / timing.IMPOSSIBLE
         for kind in set(kinds.values())
     }
-    peers = [t.p50 for label, t in times.items() if kinds[label] == "peer"]
+    peers = [t.p50 for label, t in times.items() if kinds[label] == "peer" and complete]
     machine = rows.machine()
     measured = []
     for label, t in times.items():
@@ -154,8 +178,46 @@ def _rows(
                 tflop_per_s=round(work.flops / t.p50 * 1e-9, 3),
                 percent_of_limit=round(100 * floor / t.p50, 1),
                 ratio_to_best_peer=round(min(peers) / t.p50, 3) if peers else 0.0,
-                code=rows.fingerprint(name, label) if kinds[label] == "rung" else "",
+                source=_source(name, label, kinds[label]),
+                peer_version=_versions(name, label) if kinds[label] == "peer" else "",
                 **machine,
             )
         )
     return measured
+
+
+def _absent(name: str, lesson: Lesson, shape: Shape, absent: dict[str, str]) -> list[rows.Row]:
+    """A row for each peer that was not timed, with the reason."""
+    machine = rows.machine() if absent else {}
+    return [
+        rows.Row(
+            lesson=name,
+            rung=label,
+            kind=rows.ABSENT,
+            shape=shape_name(shape),
+            dtype=str(lesson.bench_dtype).removeprefix("torch."),
+            ms_p20=0.0,
+            ms_p50=0.0,
+            ms_p80=0.0,
+            bytes=lesson.work(dtype=lesson.bench_dtype, **shape).bytes,
+            tb_per_s=0.0,
+            tflop_per_s=0.0,
+            percent_of_limit=0.0,
+            ratio_to_best_peer=0.0,
+            source=_source(name, label, "peer"),
+            reason=why.splitlines()[0][:200] if why else "",
+            **machine,
+        )
+        for label, why in absent.items()
+    ]
+
+
+def _source(name: str, label: str, kind: str) -> str:
+    return "" if kind == "limit" else fingerprint.contender(ROOT, name, label, peer=kind == "peer")
+
+
+def _versions(name: str, label: str) -> str:
+    """`quack-kernels 0.6.5`: the packages that a peer comes from; those of the course have columns of their own."""
+    found = metadata.packages_distributions()
+    known = {d for package in fingerprint.packages(ROOT, name, label) for d in found.get(package, [])}
+    return ", ".join(f"{d} {metadata.version(d)}" for d in sorted(known - {"torch", "triton"}))

@@ -21,7 +21,6 @@ VOCABULARY = {
     *("lessonkit.cuda", "lessonkit.cuda.extension"),
 }
 EXTENSION = ("lessonkit.cuda.extension", "extension")  # loads a program; the program is followed, the loader is not
-FIELDS = ("inputs", "work", "bench_dtype")  # of a lesson: what its rows were measured on
 DECLARATION = "LESSON"
 EVERYTHING = "*"  # stands for all that a module binds
 
@@ -63,6 +62,9 @@ class Module:
             self.units[key] = unit
         return self.units[key]
 
+    def binds(self, name: str) -> bool:
+        return name == EVERYTHING or name in self.statements or name in self.imports
+
     def value(self, name: str) -> ast.expr | None:
         """The expression that the only assignment to a name gives it."""
         found = self.statements.get(name, [])
@@ -96,18 +98,41 @@ def source(root: Path, module: str, function: str) -> str:
 
 
 def contender(root: Path, lesson: str, label: str, *, peer: bool = False) -> str:
-    """Hash of a rung, or of a peer by its label, with the lesson's inputs, its work and the dtype that is timed.
+    """Hashes of a rung, or of a peer by its label, of the lesson's inputs, and of its work: three, with dots between.
 
-    Raises NotFound if the lesson has no such rung or peer.
+    The dtype that is timed counts as one of the inputs. Raises NotFound if the lesson has no such rung or peer.
     """
+    return f"{code(root, lesson, label, peer=peer)}.{given(root, lesson)}"
+
+
+def code(root: Path, lesson: str, label: str, *, peer: bool = False) -> str:
+    """Hash of a rung or of a peer: the beginning of what `contender` says of it."""
+    return _contender(root, lesson, label, peer).digest()[:8]
+
+
+def given(root: Path, lesson: str) -> str:
+    """Hashes of a lesson's inputs and of its work: the end of what `contender` says of all its rungs."""
+    parts = []
+    for names in (("inputs", "bench_dtype"), ("work",)):
+        walk = _Walk(root)
+        for name in names:
+            walk.field(lesson, name)
+        parts.append(walk.digest()[:8])
+    return ".".join(parts)
+
+
+def packages(root: Path, lesson: str, label: str) -> set[str]:
+    """The names of packages outside the repository that a peer imports: {"quack"}."""
+    return _contender(root, lesson, label, peer=True).outside
+
+
+def _contender(root: Path, lesson: str, label: str, peer: bool) -> "_Walk":
     walk = _Walk(root)
     if peer:
         walk.peer(lesson, label)
     else:
         walk.begin(lesson, label)
-    for name in FIELDS:
-        walk.field(lesson, name)
-    return walk.digest()
+    return walk
 
 
 def program(root: Path, lesson: str) -> str:
@@ -115,6 +140,15 @@ def program(root: Path, lesson: str) -> str:
     walk = _Walk(root)
     walk.programs[walk.path(lesson).with_suffix(".cu")] = {EVERYTHING}
     return walk.digest()
+
+
+def step(root: Path, lesson: str, name: str) -> str:
+    """Hash of the step that measured a table: of all of the lesson if its file does not bind the name, and of the
+    lesson's program where the name is empty. Raises NotFound without such a lesson."""
+    if not name:
+        return program(root, lesson)
+    module = _Walk(root).module(lesson)
+    return source(root, lesson, name if module and name in module.statements else EVERYTHING)
 
 
 def folder(path: Path) -> str:
@@ -137,6 +171,7 @@ class _Walk:
         self.taken: set[tuple[str, str]] = set()
         self.units: list[Unit] = []  # whose words may name a launcher of a program
         self.programs: dict[Path, set[str]] = {}  # the names reached in each; EVERYTHING for all
+        self.outside: set[str] = set()  # packages that are imported and not of the repository
         self.modules: dict[str, Module | None] = {}
 
     def path(self, name: str) -> Path:
@@ -166,7 +201,7 @@ class _Walk:
         module = self.module(name)
         if module is None:
             raise NotFound(f"{self.root} has no module {name!r}")
-        if function not in {*module.statements, *module.imports}:
+        if not module.binds(function):
             raise NotFound(f"{name} binds no {function!r}")
         self.follow(name, (function,), nameless=True)
 
@@ -263,11 +298,12 @@ class _Walk:
         if chain[0].startswith("@"):
             here, chain = chain[0][1:], chain[1:]
             if not self.is_here(here):
+                self.outside.add(here.partition(".")[0])
                 return None
-        elif (module := self.module(name)) is None or not (chain[0] in module.statements or chain[0] in module.imports):
+        elif (module := self.module(name)) is None or not module.binds(chain[0]):
             return None
         for _ in range(100):
-            if not chain:
+            if not chain or chain == (EVERYTHING,):
                 return None if self.stops(here) else (here, EVERYTHING, ()) if self.module(here) else None
             module = self.module(here)
             if module is not None and chain[0] in module.imports:
@@ -275,6 +311,7 @@ class _Walk:
                 itself = target == here and attribute  # a package that imports its own part
                 if not self.is_here(target):
                     self.texts.add(f"{chain[0]} = {target} {attribute}")
+                    self.outside.add(target.partition(".")[0])
                     return None
                 chain = (*([attribute] if attribute else []), *chain[1:])
                 here = target
@@ -283,6 +320,7 @@ class _Walk:
             elif module is not None and (named := _imported(module.value(chain[0]))):
                 if not self.is_here(named):
                     self.texts.add(f"{chain[0]} = {named}")
+                    self.outside.add(named.partition(".")[0])
                     return None
                 here, chain = named, chain[1:]
             elif module is not None and chain[0] in module.statements:

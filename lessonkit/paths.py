@@ -22,7 +22,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,12 @@ def _part(data: dict[str, Any], named: set[str]) -> Part:
     return Part(words, plan, commands, hand_in, checklist, stage, weeks, "guide" in data)
 
 
+@lru_cache(None)
+def _title(text: str) -> str:
+    """The first line of a file's docstring."""
+    return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+
+
 def _item(data: dict[str, Any], named: set[str]) -> Item:
     minutes = data.get("minutes") or 60 * data.get("hours", 0)
     text = {language: data[language] for language in GUIDES if language in data}
@@ -143,7 +149,7 @@ def _item(data: dict[str, Any], named: set[str]) -> Item:
         folder, _, stem = lesson.partition(".")
         if stem not in guide(folder, "en"):
             raise ValueError(f"there is no lesson {lesson!r} in the guide of its folder")
-        title = (ast.get_docstring(ast.parse((ROOT / folder / f"{stem}.py").read_text())) or "").splitlines()[0]
+        title = _title((ROOT / folder / f"{stem}.py").read_text())
         text = text or {"en": title, "zh": guide(folder, "zh")[stem][1]}
         return Item(minutes or 60 * guide(folder, "en")[stem][0], lesson, text=text)
     if not (words := data.get("exercises", ())):

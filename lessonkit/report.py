@@ -1,90 +1,111 @@
 """Everything in reports/ that is not a measurement, the README's results, the paths: generated, never typed."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from lessonkit import compiled, path_pages, plots, rows
-from lessonkit.cuda import counters, hardware
+from lessonkit import compiled, fingerprint, path_pages, plots, renames, rows
+from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.lesson import ROOT, Lesson, Steps, Table, discover, kernels, shape_name, title
 from lessonkit.markdown import filled, markdown
 from lessonkit.paths import GUIDES
 from lessonkit.plots import Picture
 from lessonkit.rows import REPORTS, Row
+from lessonkit.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
 
 # Memory bandwidth by datasheet, TB/s: what a memory-bound op's predicted time divides by.
 GPUS = {"RTX 4090": 1.01, "A100 80GB": 2.04, "H100 SXM": 3.35, "H200": 4.8, "B200": 8.0}
-WITHOUT_A_GPU = {  # folders of reports/ that are no GPU's
-    "compiled": "what the compiler made of each rung (no GPU needed)",
-    "emulated": "what each CUDA kernel asks of memory, counted (no GPU needed)",
-    "traces": "",
-    "cpu": "",
-}
-
-
-def device_folders() -> list[Path]:
-    """The GPUs that have rows here: reports/<device>/. What a machine without one writes (cpu/) is for its owner."""
-    return sorted(p for p in REPORTS.glob("*") if p.is_dir() and p.name not in WITHOUT_A_GPU)
+MARK = "\\*"  # at a figure that was measured before the code changed
 
 
 def committed(lesson: str, table: str) -> list[dict[str, str]]:
     """A step's table as measured on a GPU and committed, for readers without one; [] when there is none."""
     for folder in device_folders():
-        if found := rows.read_csv(folder / f"{lesson}.{table}.csv"):
+        if found := rows.read_csv(renames.place(folder / f"{lesson}.{table}.csv")):
             return found
     return []
 
 
-def save_table(lesson: str, table: Table, device: str) -> Path:
-    """Keep a step's table; its first line holds what the page and the plot need beside the rows."""
+def save_table(lesson: str, table: Table, device: str, step: str = "") -> Path:
+    """Keep a step's table; its first line holds what the page and the plot need beside the rows.
+
+    step: the function that measured it; the program of the lesson if empty. It is what the table's `source` is of.
+    """
     path = REPORTS / device / f"{lesson}.{table.name}.csv"
+    source = fingerprint.step(ROOT, lesson, step)
     about = {"note": table.note, "x": table.x, "y": table.y, "by": table.by, **rows.machine()}
-    rows.write_atomically(path, f"# {json.dumps(about, ensure_ascii=False)}\n{rows.to_csv(table.rows)}")
+    about |= {"step": step, "source": source, "seal": rows.seal(table.rows, about["commit"])}
+    rows.write_atomically(path, rows.with_head(about, rows.to_csv(table.rows)))
     return path
 
 
 def save_compiled(name: str) -> Path:
     path = REPORTS / "compiled" / f"{name}.csv"
-    rows.write_atomically(path, rows.to_csv(asdict(k) for k in compiled.kernels(name)))
+    rows.write_atomically(
+        path, rows.with_head(compiled_by(name), rows.to_csv(asdict(k) for k in compiled.kernels(name)))
+    )
     return path
+
+
+def compiled_by(name: str) -> dict[str, Any]:
+    """What the compiled rows of a lesson come from: the compiler's version and the source of each rung."""
+    lesson = dict(kernels())[name]
+    if lesson.extension:
+        return {"nvcc": toolchain.release(), "source": {"program": fingerprint.program(ROOT, name)}}
+    import triton
+
+    source = {r.__name__: fingerprint.source(ROOT, name, r.__name__) for r in lesson.rungs}
+    return {"triton": triton.__version__, "source": source}
 
 
 def save_emulated(name: str, lesson: Lesson) -> Path:
     path = REPORTS / "emulated" / f"{name}.csv"
-    rows.write_atomically(path, rows.to_csv(counters.rows(lesson)))
+    about = {"emulator": fingerprint.folder(build.EMULATOR), "source": fingerprint.program(ROOT, name)}
+    rows.write_atomically(path, rows.with_head(about, rows.to_csv(counters.rows(lesson))))
     return path
 
 
 def generate() -> dict[Path, str | Picture]:
     """Every generated file and what it should hold now."""
     lessons = dict(kernels())
+    today = Today(lessons.items())
     made: dict[Path, str | Picture] = {}
     for folder in device_folders():
         everything: list[Row] = []
         for path in sorted(folder.glob("*.csv")):
-            if path.stem not in lessons:
+            name = renames.lesson(path.stem)
+            if name not in lessons or not (found := rows.read(path)):
                 continue
-            found = rows.read(path)
             everything += found
-            made[folder / f"{path.stem}.md"] = _lesson_page(path.stem, lessons[path.stem], found)
-            made[folder / f"{path.stem}.png"] = plots.speed(title(path.stem), found)
+            made[folder / f"{name}.md"] = _lesson_page(name, lessons[name], found, today, absent(path, lessons[name]))
+            made[folder / f"{name}.png"] = plots.speed(title(name), found)
         made |= _step_pages(folder, made)
         if found_by_ncu := hardware.compared(hardware.path(folder)):
             made[hardware.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
         if everything:
             made[folder / "roofline.png"] = plots.roofline(folder.name, everything)
     for name, lesson in lessons.items():
-        if found_kernels := rows.read_csv(REPORTS / "compiled" / f"{name}.csv"):
+        if found_kernels := rows.read_csv(renames.place(REPORTS / "compiled" / f"{name}.csv")):
             made[REPORTS / "compiled" / f"{name}.md"] = _compiled_page(name, lesson, found_kernels)
-        if found_counts := rows.read_csv(REPORTS / "emulated" / f"{name}.csv"):
+        if found_counts := rows.read_csv(renames.place(REPORTS / "emulated" / f"{name}.csv")):
             made[REPORTS / "emulated" / f"{name}.md"] = _emulated_page(name, lesson, found_counts)
     made[REPORTS / "README.md"] = _index(list(made))
     pictures = [f"![every ladder]({p.relative_to(ROOT)})\n\n" for p in made if p.name.endswith(".ladders.png")]
     for language, readme in GUIDES.items():
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
-        made[ROOT / readme] = filled(text, "results", "".join(pictures) + results(lessons, language))
-    return made | path_pages.pages()
+        made[ROOT / readme] = filled(text, "results", "".join(pictures) + results(lessons, language, today))
+    return made | path_pages.pages() | _relinked(made)
+
+
+def _relinked(made: dict[Path, str | Picture]) -> dict[Path, str | Picture]:
+    """The pages that somebody wrote with a link to what has another name now, and the links brought up to date."""
+    found: dict[Path, str | Picture] = {}
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("*_*/*.md")] if renames.known() else ():
+        text = made.get(page, page.read_text())
+        if isinstance(text, str) and (new := renames.relinked(page, text)) != text:
+            found[page] = new
+    return found
 
 
 def write() -> list[Path]:
@@ -101,18 +122,42 @@ def same(path: Path, content: str | Picture) -> bool:
     return content.is_in(path.read_bytes()) if isinstance(content, Picture) else path.read_text() == content
 
 
-def stale_rows() -> list[str]:
-    """Rows whose rung's code has changed since it was measured: they have to be measured again."""
-    lessons = dict(kernels())
-    stale = []
-    for path in sorted(REPORTS.glob("*/*.csv")):
-        if path.parent.name in WITHOUT_A_GPU or path.stem not in lessons:
-            continue
-        now = {r.__name__: rows.fingerprint(path.stem, r.__name__) for r in lessons[path.stem].rungs}
-        for row in rows.read(path):
-            if row.kind == "rung" and now.get(row.rung) != row.code:
-                stale.append(f"{path.parent.name}: {row.lesson} {row.rung} at {row.shape}")
-    return stale
+def absent(path: Path, lesson: Lesson) -> dict[tuple[str, str], str]:
+    """(peer, shape) -> why the peer was not timed there; of older rows absent.csv beside them knows."""
+    found = {(row.rung, row.shape): row.reason for row in rows.read_all(path) if row.kind == rows.ABSENT}
+    for line in rows.read_csv(path.with_name("absent.csv")):
+        if renames.lesson(line["lesson"]) == renames.lesson(path.stem):
+            found[line["peer"], line["shape"]] = line["reason"]
+    return {key: why for key, why in found.items() if key[0] in lesson.peers}
+
+
+def _without(found: list[Row], absent: dict[tuple[str, str], str]) -> str:
+    """The lines of a page that name the peers which are not in its tables."""
+    shapes = list(dict.fromkeys(row.shape for row in found))
+    lines = []
+    for peer in dict.fromkeys(peer for peer, _ in absent):
+        reasons: dict[str, list[str]] = {}
+        for shape in shapes:
+            if why := absent.get((peer, shape)):
+                reasons.setdefault(why, []).append(shape)
+        for why, where in reasons.items():
+            at = "" if len(where) == len(shapes) else f" at {', '.join(where)}"
+            lines.append(f"Without {peer}{at} ({why}).")
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _measured_before(found: list[Row], why: dict[Row, str]) -> str:
+    """The lines of a page that say which of its rows are old."""
+    groups: dict[tuple[str, str, str], int] = {}
+    for row in found:
+        if why[row]:
+            key = row.rung, why[row], row.commit
+            groups[key] = groups.get(key, 0) + 1
+    lines = [
+        f"{MARK} `{rung}`, {count} shape{'s' * (count != 1)}: measured at {commit}, before a change ({what})."
+        for (rung, what, commit), count in groups.items()
+    ]
+    return "\n".join(lines) + "\n" if lines else ""
 
 
 def _pivot(found: list[Row], cell: Callable[[Row], str], keep: Callable[[Row], bool] = lambda row: True) -> str:
@@ -131,24 +176,33 @@ def _kind(found: list[Row], name: str) -> str:
     return next(row.kind for row in found if row.rung == name)
 
 
-def _lesson_page(name: str, lesson: Lesson, found: list[Row]) -> str:
+def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, absent: dict[tuple[str, str], str]) -> str:
     order = [r.__name__ for r in lesson.rungs] + list(lesson.peers) + ["copy"]
     shapes = [shape_name(s) for s in lesson.benches]
     found = [row for row in found if row.rung in order and row.shape in shapes]
     found.sort(key=lambda row: (order.index(row.rung), shapes.index(row.shape)))
+    why = {row: today.why_old(row) for row in found}
     where = sorted({f"{r.gpu}, driver {r.driver}, torch {r.torch}, triton {r.triton}, CUDA {r.cuda}" for r in found})
     when = sorted({f"{r.date} at commit {r.commit}" for r in found})
     dtypes = ", ".join(sorted({r.dtype for r in found}))
+
+    def ratio(row: Row) -> str:
+        return f"{row.ratio_to_best_peer:.2f}" if row.ratio_to_best_peer else ""
+
     return (
         f"# {title(name)}\n\n{'; '.join(where)}. Measured {'; '.join(when)}, {dtypes}, random inputs, L2 flushed, "
         "rungs and peers interleaved.\n"
-        "Rungs in bold, slowest idea first; `copy` moves as many bytes as the op must.\n\n"
+        "Rungs in bold, slowest idea first; `copy` moves as many bytes as the op must.\n"
+        + "".join(f"\n{part}" for part in (_without(found, absent), _measured_before(found, why)) if part)
+        + "\n"
         "## Time in ms (median), and the rate: FLOPs where they are the limit, else the least bytes\n\n"
-        + _pivot(found, lambda r: f"{r.ms_p50:.4g} ({r.rate})")
+        + _pivot(found, lambda r: f"{r.ms_p50:.4g} ({r.rate}){MARK if why[r] else ''}")
         + "\n## % of the limit: a copy of as many bytes, timed in the same rounds, or the FLOPs at cuBLAS's rate\n\n"
         + _pivot(found, lambda r: f"{r.percent_of_limit:.0f}%", lambda r: r.kind != "limit")
         + "\n## Against the best peer (above 1: faster)\n\n"
-        + _pivot(found, lambda r: f"{r.ratio_to_best_peer:.2f}", lambda r: r.kind != "limit")
+        + _pivot(
+            found, lambda r: f"{r.ratio_to_best_peer:.2f}" if r.ratio_to_best_peer else "", lambda r: r.kind != "limit"
+        )
         + f"\n![speed against size]({name}.png)\n"
     )
 
@@ -190,7 +244,7 @@ def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
 
 
 def _ncu_page(folder: Path, found: list[dict[str, str]]) -> str:
-    about = json.loads(hardware.path(folder).read_text().splitlines()[0].removeprefix("# "))
+    about = rows.head(hardware.path(folder))
     same = [row["metric"] for row in found if row["ratio"] == "1.00"]
     cost, cost_same = (sum(m in hardware.RATIOS for m in ms) for ms in ([row["metric"] for row in found], same))
     measured = "{gpu}, driver {driver}, CUDA {cuda}, {ncu}, {date} at commit {commit}.".format(**about)
@@ -218,9 +272,10 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
     for path in sorted(folder.glob("*.*.*.csv")):
         lesson, name = path.stem.rsplit(".", 1)
-        if lesson in known:
-            about = json.loads(path.read_text().splitlines()[0].removeprefix("# "))
-            measured = "Measured on {gpu}, torch {torch}, triton {triton}, {date} at commit {commit}.\n\n"
+        if (lesson := renames.lesson(lesson)) in known:
+            about = rows.head(path)
+            measured = "Measured on {gpu}, torch {torch}, triton {triton}, {date} at commit {commit}"
+            measured += ", before the step's code changed.\n\n" if table_is_old(lesson, about) else ".\n\n"
             table = Table(name, list(rows.read_csv(path)), about["note"], about["x"], about["y"], about["by"])
             add(lesson, table, measured.format(**about))
     for lesson, steps in known.items():
@@ -254,7 +309,13 @@ RESULTS = {
 }
 
 
-def results(lessons: dict[str, Lesson], language: str) -> str:
+MARKED = {
+    "en": f"{MARK} Measured before the code, the inputs or a peer of that line changed; the lesson's page says which.",
+    "zh": f"{MARK} 这一行的代码、输入或对手在测量之后改过；该课的页面说明是哪些。",
+}
+
+
+def results(lessons: dict[str, Lesson], language: str, today: Today) -> str:
     """For each lesson its last rung at the largest shape, and how it stands to the best peer over all shapes."""
     header = RESULTS[language]
     parts = []
@@ -269,9 +330,11 @@ def results(lessons: dict[str, Lesson], language: str) -> str:
             here = {row.rung: row for row in found if row.shape == big.shape}
             first = here.get(lesson.rungs[0].__name__)
             ratios = [row.ratio_to_best_peer for row in last if row.ratio_to_best_peer]
+            said = [*last, *([first] if first else []), *(row for row in found if row.kind == "peer")]
+            old = any(map(today.why_old, said))
             body.append(
                 [
-                    f"[{title(name)}](reports/{folder.name}/{name}.md)",
+                    f"[{title(name)}](reports/{folder.name}/{name}.md){f' {MARK}' * old}",
                     f"{big.shape} {big.dtype}",
                     f"{big.ms_p50:.4g}",
                     big.rate,
@@ -281,8 +344,9 @@ def results(lessons: dict[str, Lesson], language: str) -> str:
                 ]
             )
         if body:
-            parts.append(f"### {folder.name}\n\n" + markdown(header, body))
+            marked = f"\n{MARKED[language]}\n" * any(line[0].endswith(MARK) for line in body)
+            parts.append(f"### {folder.name}\n\n" + markdown(header, body) + marked)
     return "\n".join(parts) or "No GPU has been measured yet.\n"
 
 
-__all__ = ["committed", "generate", "save_table", "stale_rows", "write"]
+__all__ = ["committed", "device_folders", "generate", "save_table", "write"]

@@ -1,31 +1,36 @@
 """Measured rows: what one is, which code it came from, and how it is kept."""
 
-import ast
 import csv
 import hashlib
+import json
 import os
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lessonkit import device
+from lessonkit import device, renames
 from lessonkit.lesson import ROOT
 
 REPORTS = ROOT / "reports"
 
 
+ABSENT = "absent"
+PROVENANCE = ("source", "machine", "seal")  # columns that say which code a row is of; the others are what was measured
+CODE = ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")
+
+
 @dataclass(frozen=True)
 class Row:
-    """One contender at one shape. Key: lesson, rung, shape, dtype, gpu; measuring again replaces."""
+    """One contender at one shape. A shape that is measured again replaces all of its rows."""
 
     lesson: str
     rung: str
-    kind: str  # rung, peer, or limit (a copy of the same number of bytes)
+    kind: str  # rung, peer, limit (a copy of the same number of bytes), or absent (a peer that was not timed)
     shape: str
     dtype: str
     ms_p20: float
@@ -35,15 +40,28 @@ class Row:
     tb_per_s: float
     tflop_per_s: float
     percent_of_limit: float
-    ratio_to_best_peer: float  # above 1: faster than the best peer
+    ratio_to_best_peer: float  # above 1: faster than the best peer; 0 (empty in the file) without peers
     gpu: str
     driver: str
     torch: str
     triton: str
     cuda: str
-    commit: str
+    commit: str  # "+" behind it: the code was changed and not committed
     date: str
-    code: str  # fingerprint of the rung's source and of the kernels it launches
+    source: str  # fingerprint.contender; behind it "=..." for each later source whose machine code was shown equal
+    machine: str = ""  # launches.marks, one for each version of a compiler
+    peer_version: str = ""  # the packages that a peer comes from
+    reason: str = ""  # why a peer is absent
+    seal: str = ""  # a hash of what was measured: a figure that is changed by accident no longer fits it
+
+    def sealed(self) -> "Row":
+        """The row with the seal that fits it."""
+        measured = {name: value for name, value in asdict(self).items() if name not in PROVENANCE}
+        return replace(self, seal=hashlib.sha256("|".join(map(str, measured.values())).encode()).hexdigest()[:10])
+
+    def is_of(self, source: str) -> bool:
+        """Whether the row was measured with this source, or with one that gives the GPU the same."""
+        return source in self.source.replace("=", "").split()
 
     @property
     def rate(self) -> str:
@@ -56,10 +74,6 @@ class Row:
     def limited_by_math(self) -> bool:
         """More FLOPs a byte than a GPU has time for: its tensor cores do 100 to 200 in 16 bits, its fp32 units 12."""
         return self.tflop_per_s > self.tb_per_s * (12 if self.dtype == "float32" else 190)
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return self.lesson, self.rung, self.shape, self.dtype, self.gpu
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -87,22 +101,71 @@ def to_csv(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    return list(csv.DictReader(lines))
+    return _dicts(path.read_text()) if path.exists() else []
+
+
+def _dicts(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+
+
+def with_head(about: dict[str, Any], csv_text: str) -> str:
+    """A file whose first line, skipped by `read_csv`, says what its rows come from."""
+    return f"# {json.dumps(about, ensure_ascii=False)}\n{csv_text}"
+
+
+def head(path: Path) -> dict[str, Any]:
+    """What the first line of such a file says; {} where there is none."""
+    first = path.read_text().partition("\n")[0] if path.exists() else ""
+    return dict(json.loads(first.removeprefix("# "))) if first.startswith("# {") else {}
+
+
+def seal(rows: Iterable[dict[str, Any]], commit: str) -> str:
+    """A hash of a table and of the commit that it was measured at."""
+    return hashlib.sha256(f"{commit}\n{to_csv(rows)}".encode()).hexdigest()[:10]
 
 
 def read(path: Path) -> list[Row]:
+    """What was timed. A renamed lesson's rows are found under its old name and have the new ones."""
+    return [row for row in read_all(path) if row.kind != ABSENT]
+
+
+def read_all(path: Path) -> list[Row]:
+    """As `read`, and the peers that were absent."""
+    place = renames.place(path)
+    return list(_parsed(place.read_text(), renames.text())) if place.exists() else []
+
+
+@lru_cache(512)
+def _parsed(text: str, names: str) -> tuple[Row, ...]:
+    """The rows of a file under the names of today (`names`: the map of them)."""
+    return tuple(_renamed(_row(raw)) for raw in _dicts(text))
+
+
+def _row(raw: dict[str, str]) -> Row:
     types: dict[str, Any] = {f.name: f.type for f in fields(Row)}
-    return [Row(**{name: types[name](value) for name, value in raw.items()}) for raw in read_csv(path)]
+    return Row(**{name: types[name](value or (0 if types[name] is float else "")) for name, value in raw.items()})
+
+
+def _renamed(row: Row) -> Row:
+    lesson, rung = renames.lesson(row.lesson), renames.rung(row.lesson, row.rung)
+    new = replace(row, lesson=lesson, rung=rung)
+    return new.sealed() if new != row and row.sealed() == row else new
+
+
+def as_csv(rows: Iterable[Row]) -> str:
+    """The file of these rows: a ratio that there is not is left empty."""
+    return to_csv(asdict(row) | {"ratio_to_best_peer": row.ratio_to_best_peer or ""} for row in rows)
 
 
 def save(rows: list[Row]) -> Path:
-    """Merge rows of one lesson into its file."""
+    """Keep rows of one lesson. All that was there of the same shapes and GPU goes: ratios are of one run."""
     path = REPORTS / device.name() / f"{rows[0].lesson}.csv"
-    merged = {row.key: row for row in read(path)} | {row.key: row for row in rows}
-    write_atomically(path, to_csv(asdict(row) for row in merged.values()))
+    before = read_all(path)
+    anew = {(row.shape, row.gpu) for row in rows}
+    kept = [row for row in before if (row.shape, row.gpu) not in anew]
+    order = list(dict.fromkeys(row.shape for row in [*before, *rows]))
+    merged = sorted([*kept, *(row.sealed() for row in rows)], key=lambda row: order.index(row.shape))
+    write_atomically(path, as_csv(merged))
     return path
 
 
@@ -117,11 +180,16 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda or "none",
-        "commit": os.environ.get("LESSONKIT_COMMIT")
-        or _output("git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD")
-        or "unknown",
+        "commit": os.environ.get("LESSONKIT_COMMIT") or commit(ROOT),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def commit(root: Path) -> str:
+    """The commit that a checkout is at, with "+" behind it if code was changed since; "unknown" without git."""
+    found = _output("git", "-C", str(root), "rev-parse", "--short=10", "HEAD")
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--", *CODE)
+    return f"{found}{'+' if changed else ''}" if found else "unknown"
 
 
 def _output(*command: str) -> str:
@@ -130,46 +198,3 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""
-
-
-def fingerprint(module: str, function: str) -> str:
-    """Hash of a function's code and of all that it reaches in its file, and in the .cu beside it.
-
-    Comments, docstrings and the layout of C++ do not count.
-    """
-    path = Path(sys.modules[module].__file__ or "")
-    tree = ast.parse(path.read_text())
-    named: dict[str, ast.AST] = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            named[node.name] = node
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            named[node.targets[0].id] = node
-    reached: dict[str, str] = {}
-    todo = [function]
-    while todo:
-        name = todo.pop()
-        if name in named and name not in reached and name != "LESSON":
-            words = list(_words(named[name]))
-            reached[name] = " ".join(words)
-            todo += words
-    if (program := path.with_suffix(".cu")).exists():
-        from lessonkit.cuda import build, source
-
-        files = [file for file in build.local_files(program) if file.name not in build.SHARED]
-        named_here = {word for code in reached.values() for word in code.split()}
-        reached |= {f"C++ {name}": code for name, code in source.reached(files, named_here).items()}
-    return hashlib.sha256("\n".join(reached[n] for n in sorted(reached)).encode()).hexdigest()[:10]
-
-
-def _words(node: ast.AST) -> Iterator[str]:
-    """The code under a node in order, the same on every Python version: node types, names, constants; no docstrings."""
-    yield type(node).__name__
-    for name, value in ast.iter_fields(node):
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
-                continue
-            if isinstance(item, ast.AST):
-                yield from _words(item)
-            elif item is not None and name not in ("kind", "type_comment", "ctx"):
-                yield str(item)

@@ -122,7 +122,9 @@ def timed(name: str, lesson: Lesson) -> int:
     for line in said:
         console.print(line, style="dim")
     body = [
-        [r.shape, r.rung, f"{r.ms_p50:.4g}", r.rate, f"{r.percent_of_limit:.0f}%", r.ratio_to_best_peer] for r in found
+        [r.shape, r.rung, f"{r.ms_p50:.4g}", r.rate, f"{r.percent_of_limit:.0f}%", r.ratio_to_best_peer or ""]
+        for r in found
+        if r.kind != rows.ABSENT
     ]
     table("measured", ["shape", "", "ms", "rate", "of the limit", "over best peer"], body)
     if found:
@@ -190,7 +192,7 @@ def steps(name: str, lesson: Steps) -> None:
         if measured is not None and measured.rows:
             table(measured.name, measured.rows[0], (row.values() for row in measured.rows))
             console.print(measured.note, highlight=False)
-            report.save_table(name, measured, device.name())
+            report.save_table(name, measured, device.name(), step.__name__)
     for folder in report.device_folders():
         for compare in lesson.compares:
             if found := compare(folder):

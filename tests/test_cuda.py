@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import lessonkit.device as device
-from lessonkit import check, cuda, rows
+from lessonkit import check, cuda
 from lessonkit.arguments import Unsupported
 from lessonkit.cuda import build, counters, machine_code, toolchain
 from lessonkit.cuda.source import definitions, reached
@@ -177,17 +177,11 @@ def test_a_mark_sees_the_code_that_a_launcher_reaches(tmp_path):
     assert reached([path], {"launch"}) != before
 
 
-def test_fingerprint_includes_the_program(tmp_path, monkeypatch):
-    def mark(factor):
-        (tmp_path / "some.py").write_text("kernels = 0\ndef add(x):\n    kernels.launch(x)\n")
-        (tmp_path / "some.cu").write_text(CPP.replace("a * WIDE", factor))
-        module = type(device)("some")
-        module.__file__ = str(tmp_path / "some.py")
-        monkeypatch.setitem(__import__("sys").modules, "some", module)
-        return rows.fingerprint("some", "add")
-
-    assert mark("a * WIDE") == mark("a  *  WIDE  /* wide */")
-    assert mark("a * WIDE") != mark("a + WIDE")
+def test_the_kernels_of_a_program_are_known_by_name(tmp_path):
+    (tmp_path / "p.cu").write_text(
+        "template <int N> __global__ void a_kernel() {}\n__global__ void b_kernel();\nint f();"
+    )
+    assert machine_code.declared(tmp_path / "p.cu") == {"a_kernel", "b_kernel"}
 
 
 @pytest.mark.skipif(bool(NVCC), reason=NVCC)

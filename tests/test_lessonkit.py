@@ -4,6 +4,7 @@ import dataclasses
 import os
 
 from lessonkit import bench, check, compiled, lesson, mutants, report, rows, side_by_side, timing
+from lessonkit.arguments import Unsupported
 from lessonkit.elsewhere import SHARED, Compiler, elsewhere
 from lessonkit.lesson import Broken, Mutant, discover
 from lessonkit.markdown import filled
@@ -19,6 +20,12 @@ def a_row(**changes) -> rows.Row:
     return rows.Row(**(values | {"lesson": ADD, "rung": "add_wide", "kind": "rung", "shape": "n=98432"} | changes))
 
 
+def without_marks(monkeypatch):
+    """For rungs that no lesson's file has."""
+    monkeypatch.setattr(bench.fingerprint, "contender", lambda *named, peer=False: "a.b.c")
+    monkeypatch.setattr(bench.launches, "marks", lambda name, wanted: ["triton-1=0"] * len(wanted))
+
+
 def test_an_import_error_is_one_lessons_failure(tmp_path, monkeypatch):
     day = tmp_path / "day8_broken"
     day.mkdir()
@@ -30,15 +37,6 @@ def test_an_import_error_is_one_lessons_failure(tmp_path, monkeypatch):
     assert isinstance(found, Broken)
 
 
-def test_rows_survive_a_round_trip_and_a_second_run_replaces(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "REPORTS", tmp_path)
-    rows.save([a_row(ms_p50=2.0), a_row(rung="add_block")])
-    path = rows.save([a_row(ms_p50=1.0)])
-    found = rows.read(path)
-    assert [r.rung for r in found] == ["add_wide", "add_block"]
-    assert found[0] == a_row(ms_p50=1.0)
-
-
 def test_a_stopped_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "report.md"
     rows.write_atomically(path, "old")
@@ -47,21 +45,6 @@ def test_a_stopped_write_leaves_the_old_file(tmp_path, monkeypatch):
         rows.write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_fingerprint_sees_code_and_not_comments(tmp_path, monkeypatch):
-    def mark(source):
-        (tmp_path / "some_lesson.py").write_text(source)
-        module = __import__("types").ModuleType("some_lesson")
-        module.__file__ = str(tmp_path / "some_lesson.py")
-        monkeypatch.setitem(__import__("sys").modules, "some_lesson", module)
-        return rows.fingerprint("some_lesson", "f")
-
-    code = "W = 4\ndef g(x):\n    return x + W\ndef f(x):\n    return g(x)\n"
-    assert mark(code) == mark(code.replace("    return g", "    # why\n    return g"))
-    assert mark(code) == mark(code.replace("def f(x):\n", 'def f(x):\n    """Doc."""\n'))
-    assert mark(code) != mark(code.replace("x + W", "x - W"))
-    assert mark(code) != mark(code.replace("W = 4", "W = 8"))
 
 
 def test_every_generated_page_is_made_from_rows(tmp_path, monkeypatch):
@@ -88,7 +71,8 @@ def test_every_generated_page_is_made_from_rows(tmp_path, monkeypatch):
     assert readme.endswith("after\n")
     assert "old" not in readme
     assert not report.write(), "a second run changes nothing"
-    assert report.stale_rows(), "code 1 is no fingerprint"
+    assert "measured at 1, before a change" in (reports / "some-gpu" / f"{ADD}.md").read_text(), "1 is no fingerprint"
+    assert "\\*" in readme
     rows.write_atomically(reports / "some-gpu" / f"{ADD}.csv", rows.to_csv([dataclasses.asdict(a_row(tb_per_s=2.0))]))
     assert reports / "some-gpu" / f"{ADD}.png" in report.write(), "a plot of other data is stale"
 
@@ -171,6 +155,7 @@ def test_what_is_wrong_after_the_rounds_has_no_row(monkeypatch):
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
     monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, dict.fromkeys(("fp32", "bf16"), 7e14)))
+    without_marks(monkeypatch)
     said = []
     assert [row.rung for row in bench.bench(ADD, found, said.append)] == ["right", "copy"]
     assert [line.split(":")[0] for line in said] == ["right at n=64", "once at n=64"]
@@ -200,12 +185,47 @@ def test_a_shape_too_large_for_the_gpu_is_left_out(monkeypatch):
     monkeypatch.setattr(timing, "measure", lambda contenders: {name: timing.Timing(1, 1, 1) for name in contenders})
     monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
     monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, {"bf16": 7e14}))
+    without_marks(monkeypatch)
     said = []
     assert [(row.rung, row.shape) for row in bench.bench(ADD, found, said.append)] == [
         ("add", "n=256"), ("copy", "n=256")
     ]  # fmt: skip
     assert "n=64: left out" in said[0]
     assert "add at n=128: NOT TIMED, Rejected" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "ratio", "cell"),
+    [(ImportError("no module 'quack'"), 0.0, ""), (Unsupported("rows to 65,536"), 2.0, "2.0")],
+)
+def test_a_peer_that_is_not_timed_is_a_row_with_the_reason(monkeypatch, tmp_path, error, ratio, cell):
+    """And where it would have been timed with its package, no ratio to the best peer is given."""
+
+    def add(x, y):
+        return x + y
+
+    def quack(x, y):
+        raise error
+
+    found = dict(discover("lesson01_vector_add"))[ADD]
+    peers = {"torch": torch.add, "quack": quack}
+    found = dataclasses.replace(found, rungs=(add,), peers=peers, benches=({"n": 64},))
+    monkeypatch.setattr(check, "cannot_run", lambda *case: "")
+    times = {"add": 1, "torch": 2, "copy": 1}
+    monkeypatch.setattr(timing, "measure", lambda contenders: {n: timing.Timing(*[times[n]] * 3) for n in contenders})
+    monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
+    monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, {"bf16": 7e14}))
+    monkeypatch.setattr(rows, "REPORTS", tmp_path)
+    without_marks(monkeypatch)
+    path = rows.save(bench.bench(ADD, found, lambda line: None))
+    everything = {row.rung: row for row in rows.read_all(path)}
+    assert everything["quack"].kind == rows.ABSENT
+    assert everything["quack"].reason == str(error)
+    assert everything["add"].ratio_to_best_peer == ratio
+    assert rows.read_csv(path)[0]["ratio_to_best_peer"] == cell
+    assert {row.rung for row in rows.read(path)} == {"add", "torch", "copy"}
+    assert everything["add"].machine == "triton-1=0"
+    assert f"Without quack ({error})." in report._without(list(everything.values()), report.absent(path, found))
 
 
 def test_what_a_program_prints_becomes_rows():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lessonkit import compiled
 from lessonkit.cuda import build
+from lessonkit.cuda.source import codes
 
 TARGETS = (80, 90)  # 90 is sm_90a
 THREADS = 256
@@ -25,6 +26,16 @@ def kernels(source: Path, targets: Container[int] = TARGETS) -> tuple[compiled.K
     wanted = [target for target in TARGETS if target in targets]
     cubins = build.build(build.cubin(source, target) for target in wanted)
     return tuple(k for cubin, target in zip(cubins, wanted, strict=True) for k in _inspect(cubin, target))
+
+
+def declared(source: Path) -> set[str]:
+    """The plain names of the kernels that a program and its headers define."""
+    return {
+        name
+        for file in build.local_files(source)
+        for name, found in codes(file.read_text()).items()
+        if any("__global__" in code.partition("{")[0] for code in found)
+    }
 
 
 def _inspect(cubin: Path, target: int) -> list[compiled.Kernel]:

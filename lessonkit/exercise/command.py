@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from lessonkit import device, show
+from lessonkit import device, renames, show
 from lessonkit.cuda import build, toolchain
 from lessonkit.exercise import progress
 from lessonkit.exercise.grade import Verdict, grade_apart
@@ -54,6 +54,9 @@ def _say(text: str, style: str | None = None) -> None:
 def _some(which: str, *, one: bool = False) -> Sequence[Source]:
     """The exercises named; all of them without a name."""
     found = find(which) if which else discover()
+    if not found and (now := renames.meant("exercises", which)):
+        _say(f"exercise {which} is now called {now}")
+        found = find(now)
     if not found or (one and len(found) > 1):
         names = "\n  ".join(s.name for s in found or discover())
         raise typer.BadParameter(f"{which!r} names {len(found)} exercises, expected one of:\n  {names}")

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
+from lessonkit import renames
 from lessonkit.exercise.source import Source, discover
 from lessonkit.lesson import ROOT
 from lessonkit.rows import write_atomically
@@ -44,11 +45,12 @@ def _file() -> Path:
 def load() -> dict[str, Record]:
     """Everything kept so far. Raises Damaged."""
     try:
-        return {name: Record(**fields) for name, fields in json.loads(_file().read_text()).items()}
+        kept = [(name, Record(**fields)) for name, fields in json.loads(_file().read_text()).items()]
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, AttributeError) as error:
         raise Damaged(f"{_file()} is damaged ({error}): mend it, or remove it to start anew") from None
+    return {renames.exercise(name): record for name, record in sorted(kept, key=lambda each: each[1].at)}
 
 
 def save(records: dict[str, Record]) -> None:
@@ -91,7 +93,15 @@ def today() -> str:
 
 
 def answer_file(source: Source) -> Path:
-    return folder() / source.answer_name
+    """The learner's file; one that lies under an older name of the exercise is moved to the new one."""
+    path = folder() / source.answer_name
+    for old in () if path.exists() else renames.earlier("exercises", source.name):
+        before = folder() / f"{old.replace('.', '/')}{path.suffix}"
+        if before.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            before.rename(path)
+            break
+    return path
 
 
 def start(source: Source) -> Path:

@@ -1,0 +1,125 @@
+"""What lessons, rungs, exercises and reports were called: renames.toml carries rows, progress and names along.
+
+    [lessons]    "day4_replace_op.lesson06_flash_hopper" = "day4_replace_op.lesson20_warp_specialized"
+    [rungs]      "day4_replace_op.lesson20_warp_specialized: ahead" = "overlap_softmax"
+    [exercises]  "day2_triton_basics.exercise01_mul" = "day2_triton_basics.exercise01_product"
+    [reports]    "ncu" = "counters"
+
+A rung stands under the name that its lesson has now. Chains (a -> b -> c) are followed to their end.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from lessonkit.lesson import ROOT
+
+REPORTS = "reports"
+FILE = ROOT / REPORTS / "renames.toml"
+KINDS = ("lessons", "rungs", "exercises", "reports")
+
+
+class Circle(ValueError):
+    """A name leads back to itself."""
+
+
+def lesson(name: str) -> str:
+    """What the lesson is called now."""
+    return _now("lessons", name)
+
+
+def rung(lesson_: str, name: str) -> str:
+    """What a rung is called now; `lesson_` may be an old name."""
+    now = lesson(lesson_)
+    known = _known()["rungs"]
+    seen = [name]
+    while (key := f"{now}: {seen[-1]}") in known:
+        if known[key] in seen:
+            raise Circle(f"{FILE.name}: rung {' -> '.join([*seen, known[key]])} of {now} goes in a circle")
+        seen.append(known[key])
+    return seen[-1]
+
+
+def exercise(name: str) -> str:
+    """What the exercise is called now."""
+    return _now("exercises", name)
+
+
+def meant(kind: str, asked: str) -> str:
+    """The full new name for an old one, or for the part of it behind the folder; "" where nothing was called so."""
+    known = _known()[kind]
+    old = next((o for o in known if asked in (o, o.rpartition(".")[2])), "")
+    return _now(kind, old) if old else ""
+
+
+def earlier(kind: str, name: str) -> list[str]:
+    """The names that something had before."""
+    return [old for old in _known()[kind] if _now(kind, old) == name]
+
+
+def place(path: Path) -> Path:
+    """Where a report lies: at its name, else at a name that it had."""
+    if path.exists():
+        return path
+    owner, _, table = path.stem.rpartition(".")  # of a step's table: LESSON.TABLE.csv
+    olds = [*earlier("lessons", path.stem), *earlier("reports", path.stem)]
+    olds += [f"{old}.{table}" for old in earlier("lessons", owner)]
+    places = (path.with_name(f"{old}{path.suffix}") for old in olds)
+    return next((here for here in places if here.exists()), path)
+
+
+def relinked(page: Path, content: str) -> str:
+    """A page's text with its links to what has another name now."""
+    return re.sub(r"(?<=\]\()[^)#\s:]+", lambda found: link(page, found[0]), content)
+
+
+def link(page: Path, target: str) -> str:
+    """Where a page's link leads now: to a lesson's file, an exercise's, or a report of one."""
+    old = Path(os.path.normpath(page.parent / target))
+    try:
+        inside = old.relative_to(ROOT)
+    except ValueError:
+        return target
+    if inside.parts[0] == REPORTS:
+        new = old.with_name(f"{_now('reports', lesson(inside.stem))}{old.suffix}")
+    elif inside.parent.name == "exercises":
+        named = exercise(f"{inside.parts[0]}.{inside.stem}")
+        new = ROOT / named.partition(".")[0] / "exercises" / f"{named.partition('.')[2]}{old.suffix}"
+    else:
+        new = ROOT / f"{lesson('.'.join(inside.with_suffix('').parts)).replace('.', '/')}{old.suffix}"
+    return target if new == old or old.suffix == "" else os.path.relpath(new, page.parent)
+
+
+def known() -> bool:
+    """Whether anything was ever renamed."""
+    return any(_known().values())
+
+
+def _now(kind: str, name: str) -> str:
+    known, seen = _known()[kind], [name]
+    while seen[-1] in known:
+        following = known[seen[-1]]
+        if following in seen:
+            raise Circle(f"{FILE.name}: {' -> '.join([*seen, following])} goes in a circle")
+        seen.append(following)
+    return seen[-1]
+
+
+def _known() -> Mapping[str, Mapping[str, str]]:
+    return _parsed(text())
+
+
+def text() -> str:
+    """The file as it stands."""
+    return FILE.read_text() if FILE.exists() else ""
+
+
+@lru_cache(8)
+def _parsed(content: str) -> Mapping[str, Mapping[str, str]]:
+    found = tomllib.loads(content)
+    if unknown := set(found) - set(KINDS):
+        raise ValueError(f"{FILE.name}: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
+    return {kind: found.get(kind, {}) for kind in KINDS}

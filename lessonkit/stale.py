@@ -1,0 +1,134 @@
+"""Which measured rows are of code that has changed since, and which of them can be shown to be unharmed.
+
+A row is old if the source of its rung or peer, its inputs or its work is another one today. It is not if the machine
+code is shown to be equal: recorded by one version of the compiler then and now (launches). What was shown is kept in
+the row, behind the source that it was measured with, so that to ask takes a second and no compiler.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lessonkit import fingerprint, launches, renames, rows
+from lessonkit.lesson import ROOT, Lesson, discover, kernels, shape_name
+from lessonkit.rows import Row
+
+PARTS = ("code", "inputs", "work")  # of a source fingerprint
+WITHOUT_A_GPU = {  # folders of reports/ that are no GPU's
+    "compiled": "what the compiler made of each rung (no GPU needed)",
+    "emulated": "what each CUDA kernel asks of memory, counted (no GPU needed)",
+    "traces": "",
+    "cpu": "",
+}
+
+
+@dataclass(frozen=True)
+class Old:
+    """A row that is no longer of this code, and why."""
+
+    device: str
+    row: Row
+    why: str
+
+    def __str__(self) -> str:
+        row = self.row
+        return f"{self.device}: {row.lesson} {row.rung} at {row.shape}: {self.why}, measured at {row.commit}"
+
+
+def device_folders() -> list[Path]:
+    """The GPUs that have rows here: reports/<device>/. What a machine without one writes (cpu/) is for its owner."""
+    return sorted(p for p in rows.REPORTS.glob("*") if p.is_dir() and p.name not in WITHOUT_A_GPU)
+
+
+class Today:
+    """The fingerprints of this checkout, each computed once."""
+
+    def __init__(self, lessons: Iterable[tuple[str, Lesson]]) -> None:
+        self.lessons = dict(lessons)
+        self.known: dict[tuple[str, str], str] = {}
+        self.given: dict[str, str] = {}
+
+    def source(self, row: Row) -> str:
+        """The row's fingerprint today; "" if the lesson no longer has such a rung or peer."""
+        key = row.lesson, row.rung
+        if key not in self.known:
+            try:
+                if row.lesson not in self.given:
+                    self.given[row.lesson] = fingerprint.given(ROOT, row.lesson)
+                code = fingerprint.code(ROOT, row.lesson, row.rung, peer=row.kind != "rung")
+                self.known[key] = f"{code}.{self.given[row.lesson]}"
+            except fingerprint.NotFound:
+                self.known[key] = ""
+        return self.known[key]
+
+    def why_old(self, row: Row) -> str:
+        """What has changed since the row was measured; "" if nothing has, or nothing that the GPU would notice."""
+        lesson = self.lessons.get(row.lesson)
+        if row.kind == "limit" or lesson is None:
+            return "" if lesson else "no such lesson"
+        names = lesson.peers if row.kind != "rung" else [rung.__name__ for rung in lesson.rungs]
+        if row.rung not in names:
+            return f"no such {'rung' if row.kind == 'rung' else 'peer'}"
+        if row.shape not in map(shape_name, lesson.benches):
+            return "this shape is no longer timed"
+        now = self.source(row)
+        if row.is_of(now):
+            return ""
+        then = row.source.split()[0] if row.source else ""
+        changed = [p for p, a, b in zip(PARTS, then.split("."), now.split("."), strict=False) if a != b]
+        return f"{' and '.join(changed) or 'code'} changed"
+
+
+def old(folders: Iterable[Path] | None = None, today: Today | None = None) -> list[Old]:
+    """Every row that is old, by device and lesson."""
+    today = today or Today(kernels())
+    return [
+        Old(folder.name, row, why)
+        for folder in (device_folders() if folders is None else folders)
+        for name in today.lessons
+        for row in rows.read(folder / f"{name}.csv")
+        if (why := today.why_old(row))
+    ]
+
+
+def show_equal() -> int:
+    """Compare the machine code of old rows with today's, keep what is equal in their files, and return how many are.
+
+    A row whose record is of another compiler than this machine has cannot be shown equal.
+    """
+    today, shown = Today(kernels()), 0
+    for folder in device_folders():
+        for name in today.lessons:
+            path = folder / f"{name}.csv"
+            found = rows.read_all(path)
+            asked = [row for row in found if row.machine and today.why_old(row).endswith("changed")]
+            marks = launches.marks(name, [(row.rung, row.kind == "peer", row.shape) for row in asked]) if asked else []
+            equal = [row for row, now in zip(asked, marks, strict=True) if launches.shown_equal(row.machine, now)]
+            if equal:
+                shown += len(equal)
+                new = [replace(r, source=f"{r.source} ={today.source(r)}") if r in equal else r for r in found]
+                rows.write_atomically(path, rows.as_csv(new))
+    return shown
+
+
+def table_is_old(lesson: str, about: dict[str, Any]) -> bool:
+    """Whether the step that measured a table has changed since, by the table's head."""
+    if not (then := about.get("source")):
+        return False  # which step it was is not known
+    try:
+        now = fingerprint.step(ROOT, lesson, about["step"])
+    except fingerprint.NotFound:
+        return True
+    return bool(then != now)
+
+
+def old_tables() -> list[str]:
+    """The tables of steps that have changed since they were measured: device/lesson.table."""
+    lessons = {name for name, _ in discover()}
+    return [
+        f"{folder.name}/{path.stem}"
+        for folder in device_folders()
+        for path in sorted(folder.glob("*.*.*.csv"))
+        if (lesson := renames.lesson(path.stem.rsplit(".", 1)[0])) in lessons and table_is_old(lesson, rows.head(path))
+    ]

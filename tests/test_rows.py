@@ -1,0 +1,332 @@
+"""Rows: kept whole, tied to what they were computed from, and carried along by renames."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+from lessonkit import launches, renames, report, rows, stale
+from lessonkit.__main__ import app
+from lessonkit.exercise import progress
+from lessonkit.exercise.source import discover as exercises
+from lessonkit.lesson import ROOT, kernels, shape_name
+
+import pytest
+from typer.testing import CliRunner
+
+ADD = "day2_triton_basics.lesson01_vector_add"
+OLD = "day2_triton_basics.lesson99_first"
+LESSONS = dict(kernels())
+DEVICE = "nvidia-h200"
+MEASURED = sorted(path for folder in stale.device_folders() for path in folder.glob("*.csv") if path.stem in LESSONS)
+
+
+def a_row(**changes):
+    values = {f.name: f.type(1) for f in dataclasses.fields(rows.Row)}
+    return rows.Row(**(values | {"lesson": ADD, "rung": "add_wide", "kind": "rung", "shape": "n=98432"} | changes))
+
+
+def faults(path):
+    """What in a file of rows does not fit the rest: each figure that can be computed from others is."""
+    lesson = LESSONS[path.stem]
+    shapes = {shape_name(shape): shape for shape in lesson.benches}
+    by_shape: dict[str, list[rows.Row]] = {}
+    for row in rows.read_all(path):
+        by_shape.setdefault(row.shape, []).append(row)
+    found = []
+    missing = report.absent(path, lesson)
+    for shape, everything in by_shape.items():
+        timed = [row for row in everything if row.kind != rows.ABSENT]
+        where = {(r.gpu, r.driver, r.torch, r.triton, r.cuda, r.commit) for r in everything}
+        found += [f"{shape}: rows of {len(where)} machines, versions or commits"] * (len(where) > 1)
+        here = {row.rung for row in timed}
+        lacks = [peer for peer in lesson.peers if peer not in here and (peer, shape) not in missing]
+        found += [f"{shape}: {peer} has no row" for peer in lacks]
+        peers = [row.ms_p50 for row in timed if row.kind == "peer"]
+        copy = next((row.ms_p50 for row in timed if row.kind == "limit"), 0.0)
+        incomplete = any(row.kind == rows.ABSENT for row in everything)
+        if shape in shapes:
+            work = lesson.work(dtype=lesson.bench_dtype, **shapes[shape])
+            expect = {"bytes": (work.bytes, 0), "tb_per_s": (work.bytes, 1e-4), "tflop_per_s": (work.flops, 1e-3)}
+        else:  # no longer timed
+            expect = {"tb_per_s": (timed[0].bytes, 1e-4)}
+        floors = [row.percent_of_limit * row.ms_p50 / 100 for row in timed]
+        for row in everything:
+            at = f"{shape}: {row.rung}"
+            found += [f"{at}: the seal does not fit"] * (row.sealed() != row)
+            found += [f"{at}: dtype {row.dtype}"] * (row.dtype != str(lesson.bench_dtype).removeprefix("torch."))
+            if row.kind == rows.ABSENT:
+                continue
+            off = 1e-5 / row.ms_p50  # times have five decimals
+            found += [f"{at}: p20, p50, p80 are out of order"] * (not row.ms_p20 <= row.ms_p50 <= row.ms_p80)
+            for column, (amount, rounding) in expect.items():
+                right = amount if column == "bytes" else amount / row.ms_p50 * 1e-9
+                if abs(getattr(row, column) - right) > rounding + off * right:
+                    found.append(f"{at}: {column} is {getattr(row, column)}, not {right:.4f}")
+            ratio = min(peers) / row.ms_p50 if peers else 0.0
+            allowed = incomplete and row.ratio_to_best_peer == 0
+            if not allowed and abs(row.ratio_to_best_peer - ratio) > 1e-3 + 2 * off * ratio:
+                found.append(f"{at}: ratio_to_best_peer is {row.ratio_to_best_peer}, not {ratio:.3f}")
+            floor = row.percent_of_limit * row.ms_p50 / 100
+            # The same limit for all: the copy, or the FLOPs at a rate that the file does not hold.
+            slack = 0.06 * row.ms_p50 / 100 + 1e-5 + max(0.06 * r.ms_p50 / 100 for r in timed)
+            if floor < copy - slack or abs(floor - min(floors, key=lambda f: abs(f - floor))) > slack:
+                found.append(f"{at}: percent_of_limit is {row.percent_of_limit}")
+            if max(floors) - min(floors) > 2 * slack:
+                found.append(f"{at}: percent_of_limit is not of the same limit as that of others")
+    return found
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_every_figure_follows_from_the_times(path):
+    assert not faults(path)
+
+
+def test_the_tables_of_steps_fit_their_seals():
+    for path in (p for folder in stale.device_folders() for p in folder.glob("*.*.*.csv")):
+        about = rows.head(path)
+        assert about["seal"] == rows.seal(rows.read_csv(path), about["commit"]), path
+        assert about["source"], path
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda row: row | {"ms_p50": str(float(row["ms_p50"]) * 0.98)}, "seal does not fit"),
+        (lambda row: row | {"ms_p50": str(float(row["ms_p50"]) * 0.5)}, "ratio_to_best_peer is"),
+        (lambda row: row | {"ratio_to_best_peer": "9.99"}, "ratio_to_best_peer is 9.99"),
+        (lambda row: row | {"tb_per_s": "4.2"}, "tb_per_s is 4.2"),
+        (lambda row: row | {"bytes": str(int(row["bytes"]) * 2)}, "bytes is"),
+        (lambda row: row | {"percent_of_limit": "99.9"}, "percent_of_limit"),
+        (lambda row: row | {"triton": "9.9"}, "rows of 2 machines, versions or commits"),
+        (lambda row: row | {"dtype": "float32"}, "dtype float32"),
+        (lambda row: row | {"ms_p20": row["ms_p80"], "ms_p80": row["ms_p20"]}, "out of order"),
+    ],
+)
+def test_a_changed_figure_is_found(tmp_path, change, says):
+    name = "day2_triton_basics.lesson03_softmax"
+    path = tmp_path / f"{name}.csv"
+    found = rows.read_csv(ROOT / "reports" / DEVICE / path.name)
+    path.write_text(rows.to_csv([change(found[0]), *found[1:]]))
+    assert any(says in fault for fault in faults(path)), faults(path)
+    assert any("seal" in fault for fault in faults(path)), "whatever was measured is sealed"
+
+
+def test_a_dropped_peer_is_found(tmp_path):
+    name = "day2_triton_basics.lesson03_softmax"
+    path = tmp_path / f"{name}.csv"
+    found = rows.read_csv(ROOT / "reports" / DEVICE / path.name)
+    shutil.copy(ROOT / "reports" / DEVICE / "absent.csv", tmp_path)
+    path.write_text(rows.to_csv(found))
+    assert not faults(path)
+    path.write_text(rows.to_csv(row for row in found if row["rung"] != "quack"))
+    assert f"{found[0]['shape']}: quack has no row" in faults(path)
+
+
+def test_the_list_of_absent_peers_only_shrinks():
+    """A row of today says itself which peer it lacks; what is listed here is of rows from before."""
+    listed = rows.read_csv(ROOT / "reports" / DEVICE / "absent.csv")
+    assert len(listed) <= 97
+    for line in listed:
+        have = {(row.rung, row.shape) for row in rows.read_all(ROOT / "reports" / DEVICE / f"{line['lesson']}.csv")}
+        assert (line["peer"], line["shape"]) not in have, f"{line} has a row: take it from the list"
+
+
+def test_a_shape_that_is_measured_again_loses_all_of_its_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "REPORTS", tmp_path)
+    rows.save([a_row(ms_p50=2.0), a_row(rung="add_block"), a_row(rung="quack", kind="peer"), a_row(shape="n=7")])
+    path = rows.save([a_row(ms_p50=1.0), a_row(rung="add_element")])
+    found = rows.read(path)
+    assert [(r.rung, r.shape) for r in found] == [
+        ("add_wide", "n=98432"), ("add_element", "n=98432"), ("add_wide", "n=7")
+    ]  # fmt: skip
+    assert found[0] == a_row(ms_p50=1.0).sealed()
+
+
+def test_a_row_keeps_an_edited_seal_when_others_are_measured(tmp_path, monkeypatch):
+    """Or an edited time would be sealed by the next run."""
+    monkeypatch.setattr(rows, "REPORTS", tmp_path)
+    path = rows.save([a_row(shape="n=7")])
+    path.write_text(rows.as_csv(dataclasses.replace(row, ms_p50=0.5) for row in rows.read_all(path)))
+    rows.save([a_row()])
+    assert [row.sealed() == row for row in rows.read_all(path)] == [False, True]
+
+
+def test_a_changed_tree_is_marked_in_the_commit(tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+
+    assert rows.commit(tmp_path) == "unknown"
+    git("init", "-q")
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "rows.csv").write_text("1\n")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    clean = rows.commit(tmp_path)
+    assert len(clean) == 10
+    (tmp_path / "rows.csv").write_text("2\n")
+    assert rows.commit(tmp_path) == clean, "rows that are being written do not change the code"
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert rows.commit(tmp_path) == f"{clean}+"
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """A device with one row, of today's code; put(**changes) changes it."""
+    monkeypatch.setattr(rows, "REPORTS", tmp_path)
+    now = stale.Today(LESSONS.items()).source(a_row())
+
+    def put(**changes):
+        row = a_row(**({"source": now, "machine": "triton-1=aa"} | changes)).sealed()
+        rows.write_atomically(tmp_path / "some-gpu" / f"{ADD}.csv", rows.as_csv([row]))
+        return now
+
+    put()
+    return put
+
+
+def test_a_row_is_old_when_its_source_has_changed(measured):
+    assert not stale.old()
+    now = measured()
+    code, inputs, work = now.split(".")
+    measured(source=f"0.{inputs}.{work}")
+    (old,) = stale.old()
+    assert old.why == "code changed"
+    measured(source=f"{code}.0.0")
+    assert stale.old()[0].why == "inputs and work changed"
+    measured(source=f"0.0.0 ={now}")
+    assert not stale.old(), "shown equal"
+    measured(rung="nobody")
+    assert stale.old()[0].why == "no such rung"
+    measured(shape="n=1")
+    assert stale.old()[0].why == "this shape is no longer timed"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "today", "equal"),
+    [
+        ("triton-1=aa", "triton-1=aa", True),
+        ("triton-1=aa", "triton-1=bb", False),
+        ("triton-1=aa", "triton-2=aa", False),
+        ("triton-1=aa triton-2=bb", "triton-2=bb", True),
+        ("triton-1=aa", "", False),
+        ("", "", False),
+    ],
+)
+def test_equal_machine_code_of_one_compiler_saves_a_row(measured, monkeypatch, recorded, today, equal):
+    monkeypatch.setattr(launches, "marks", lambda name, wanted: [today] * len(wanted))
+    now = measured(source="0.0.0", machine=recorded)
+    assert stale.show_equal() == equal
+    assert bool(stale.old()) != equal
+    (row,) = rows.read(rows.REPORTS / "some-gpu" / f"{ADD}.csv")
+    assert row.source == ("0.0.0 =" + now if equal else "0.0.0"), "what it was measured with stays"
+    assert row.sealed() == row
+
+
+def test_old_rows_fail_a_release_only(measured, monkeypatch):
+    monkeypatch.setattr(launches, "marks", lambda name, wanted: [""] * len(wanted))
+    run = CliRunner()
+    assert run.invoke(app, ["stale", "--release"]).exit_code == 0
+    measured(source="0.0.0")
+    said = run.invoke(app, ["stale"])
+    assert said.exit_code == 0
+    assert "add_wide" in said.output
+    assert run.invoke(app, ["stale", "--release"]).exit_code == 1
+
+
+@pytest.fixture
+def renamed(tmp_path, monkeypatch):
+    """renames.toml in another place: renamed(lessons={old: new})."""
+    monkeypatch.setattr(renames, "FILE", tmp_path / "renames.toml")
+
+    def write(**kinds):
+        lines = (f"[{kind}]\n" + "".join(f"{json.dumps(a)} = {json.dumps(b)}\n" for a, b in names.items())
+                 for kind, names in kinds.items())  # fmt: skip
+        renames.FILE.write_text("".join(lines))
+
+    return write
+
+
+def test_rows_follow_a_renamed_lesson(tmp_path, monkeypatch, renamed):
+    folder = tmp_path / "reports" / DEVICE
+    shutil.copytree(ROOT / "reports" / DEVICE, folder)
+    before = rows.read(folder / f"{ADD}.csv")
+    text = (folder / f"{ADD}.csv").read_text().replace(ADD, OLD).replace("add_wide", "add_vector")
+    (folder / f"{OLD}.csv").write_text(text)
+    (folder / f"{ADD}.csv").unlink()
+    assert not rows.read(folder / f"{ADD}.csv")
+    middle = "day2_triton_basics.lesson98_second"
+    renamed(lessons={OLD: middle, middle: ADD}, rungs={f"{ADD}: add_vector": "add_wide"})
+    found = rows.read(folder / f"{ADD}.csv")
+    assert [(r.lesson, r.rung, r.ms_p50) for r in found] == [(r.lesson, r.rung, r.ms_p50) for r in before]
+    monkeypatch.setattr(rows, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(rows.device, "name", lambda: DEVICE)
+    path = rows.save([a_row(gpu=DEVICE)])
+    assert {row.lesson for row in rows.read(path)} == {ADD}
+    assert len(rows.read(path)) == len(before) - len([r for r in before if r.shape == "n=98432"]) + 1
+
+
+def test_progress_and_answers_follow_a_renamed_exercise(tmp_path, monkeypatch, renamed):
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
+    source = next(s for s in exercises() if not s.is_cuda)
+    old = f"{source.name.partition('.')[0]}.exercise99_before"
+    (tmp_path / "progress.json").write_text(json.dumps({old: {"checks": 3, "passed": "2026-01-01", "at": 5.0}}))
+    (tmp_path / source.name.partition(".")[0]).mkdir()
+    answer = tmp_path / f"{old.replace('.', '/')}.py"
+    answer.write_text("my answer")
+    renamed(exercises={old: source.name})
+    assert progress.of(source).checks == 3
+    assert progress.start(source).read_text() == "my answer"
+    assert not answer.exists()
+
+
+def test_links_follow(renamed):
+    day2 = ROOT / "day2_triton_basics"
+    task = next(s for s in exercises() if not s.is_cuda and s.name.startswith("day2"))
+    renamed(lessons={OLD: ADD}, exercises={"day2_triton_basics.exercise99_x": task.name}, reports={"counts": "ncu"})
+    text = "[a](lesson99_first.py) [b](../reports/nvidia-h200/day2_triton_basics.lesson99_first.md) "
+    text += "[c](https://a.b/lesson99_first.py) [d](lesson02_gelu.py) [e](exercises/exercise99_x.py) "
+    text += "[f](../reports/nvidia-h200/counts.md)"
+    assert renames.relinked(day2 / "README.md", text) == (
+        f"[a](lesson01_vector_add.py) [b](../reports/nvidia-h200/{ADD}.md) [c](https://a.b/lesson99_first.py) "
+        f"[d](lesson02_gelu.py) [e](exercises/{task.path.name}) [f](../reports/nvidia-h200/ncu.md)"
+    )
+    assert renames.link(ROOT / "paths" / "5d.md", "../day2_triton_basics/lesson99_first.py") == (
+        "../day2_triton_basics/lesson01_vector_add.py"
+    )
+
+
+def test_commands_answer_an_old_name(renamed):
+    renamed(lessons={OLD: ADD})
+    for name in (OLD, "lesson99_first"):
+        said = CliRunner().invoke(app, ["list", name])
+        assert said.exit_code == 0
+        assert f"lesson {name} is now called {ADD}" in said.output.replace("\n", " ")
+    assert CliRunner().invoke(app, ["list", "lesson99_nobody"]).exit_code == 2
+
+
+def test_the_exercise_commands_answer_an_old_name(renamed, tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
+    task = exercises()[0]
+    renamed(exercises={"day2_triton_basics.exercise99_before": task.name})
+    said = CliRunner().invoke(app, ["exercise", "list", "exercise99_before"])
+    assert said.exit_code == 0
+    assert f"exercise exercise99_before is now called {task.name}" in said.output
+
+
+def test_a_circle_of_names_is_an_error(renamed):
+    renamed(lessons={"a": "b", "b": "c", "c": "a"}, rungs={"x: f": "g", "x: g": "f"})
+    with pytest.raises(renames.Circle, match="a -> b -> c -> a"):
+        renames.lesson("a")
+    with pytest.raises(renames.Circle, match="f -> g -> f"):
+        renames.rung("x", "f")
+    renamed(lesons={"a": "b"})
+    with pytest.raises(ValueError, match="lesons is none of lessons, rungs"):
+        renames.lesson("a")
+
+
+def test_the_map_leads_to_what_there_is():
+    for old, new in renames._known()["lessons"].items():
+        assert not Path(ROOT / f"{old.replace('.', '/')}.py").exists(), f"{old} is renamed and still there"
+        assert Path(ROOT / f"{renames.lesson(new).replace('.', '/')}.py").exists(), new
