@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
-from lessonkit import compiled, device, mutants, paths, report, show
+from lessonkit import compiled, device, paths, report, show, verify
 from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
 from lessonkit.elsewhere import environment
@@ -153,22 +153,13 @@ def _scripts(names: list[str]) -> Iterator[tuple[str, int, float]]:
 
 @app.command()
 def check(which: Which = "") -> None:
-    """Check every rung against PyTorch, and that every mutant is rejected."""
+    """Ask all that the tests ask of a lesson: rungs against PyTorch, mutants, machine code, guides."""
     failed: list[str] = []
     for name, lesson in _with_kernels(which, failed):
         show.console.rule(title(name))
         if wrong := show.checks(lesson):
             failed.append(f"{name}: {wrong} checks failed")
-        body = []
-        for mutant in lesson.wrong:
-            rung = mutants.build(name, mutant)
-            if why := mutants.cannot_judge(lesson, rung, mutant):
-                body.append([mutant.why, "left out", why])
-                continue
-            if not (found := mutants.first_rejection(lesson, rung)):
-                failed.append(f"{name}: a mutant was not rejected: {mutant.why}")
-            body.append([mutant.why, found[0].caught_by if found else "NOT REJECTED", found[1] if found else ""])
-        show.table("mutants", ["wrong version", "rejected by", "on"], body)
+        failed += show.questions(q for q in verify.questions(name, lesson) if q.kind not in ("rung", "gradients"))
     _end(failed)
 
 
@@ -221,7 +212,7 @@ def count(
         return
     for name, lesson in chosen:
         show.counted(lesson)
-        broken += counters.broken_counts(name, lesson)
+        broken += counters.broken_counts(name, lesson, counters.traffic(lesson))
         report.save_emulated(name, lesson)
     report.write()
     _end(broken)

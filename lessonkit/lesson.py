@@ -160,9 +160,7 @@ class Lesson:
 
     def main(self) -> None:
         """Run the lesson as a script: check every rung, then show what each costs on this machine."""
-        from lessonkit import show
-
-        show.lesson(*_running())
+        _show().lesson(*_running())
 
 
 @dataclass(frozen=True)
@@ -186,17 +184,22 @@ class Steps:
     """A lesson without kernels: functions whose docstring is a claim that the body asserts; one may return a Table.
 
     alone: the claims are about time, so the suite runs the steps with nothing beside them
+    nightly: those that take long and that hardly a change breaks; the suite runs them each night, not at each push
     compares: compare(folder) -> Table (or None) made of the rows of one GPU, reports/<device>: kept fresh by `report`
     """
 
     steps: tuple[Callable[[], Table | None], ...]
     compares: tuple[Callable[[Path], Table | None], ...] = ()
     alone: bool = False
+    nightly: tuple[Callable[[], Table | None], ...] = ()
 
     def main(self) -> None:
-        from lessonkit import show
+        _show().steps(*_running())
 
-        show.steps(*_running())
+
+def _show() -> Any:
+    """What prints is loaded by the script that needs it, by its name: a declaration depends on none of it."""
+    return importlib.import_module("lessonkit.show")
 
 
 def _running() -> tuple[str, Any]:

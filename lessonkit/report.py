@@ -52,7 +52,7 @@ def save_compiled(name: str) -> Path:
 
 def save_emulated(name: str, lesson: Lesson) -> Path:
     path = REPORTS / "emulated" / f"{name}.csv"
-    rows.write_atomically(path, rows.to_csv(counters.rows(lesson)))
+    rows.write_atomically(path, rows.to_csv(counters.rows(counters.traffic(lesson))))
     return path
 
 

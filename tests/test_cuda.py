@@ -15,6 +15,7 @@ from lessonkit.lesson import kernels
 import pytest
 import torch
 
+pytestmark = pytest.mark.kept("cuda_src/*.cuh", "cuda_src/binding.*", "cuda_src/emulator/**/*")
 HERE = toolchain.lacks("g++", "Python.h", "ninja")
 NVCC = toolchain.lacks("nvcc", "g++", "ninja")
 emulated = pytest.mark.skipif(device.HAS_GPU or bool(HERE), reason=HERE or "kernels run on the GPU here")
@@ -214,6 +215,7 @@ def run(product) -> str:
     return done.stdout
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("extension", PROGRAMS)
 def test_program_runs(extension):
     """Its main finds every version right: on the GPU; or in the emulator, one thread after the other, where

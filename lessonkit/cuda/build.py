@@ -102,7 +102,7 @@ def runtime(sanitized: bool = False) -> Product:
     """The emulator itself: a library that every emulated program shares."""
     toolchain.need("g++")
     flags = SANITIZERS if sanitized else ("-O2",)
-    gxx, reads = toolchain.find_gxx(), tuple(_emulator_files())
+    gxx, reads = toolchain.find_gxx(), tuple(emulator_files())
     compile_part = (gxx, "-std=c++20", *flags, "-fPIC", f"-I{EMULATOR}", "-o", "$out", "-c")
     parts = tuple(
         Product(f"{file.stem}.o", ((*compile_part, str(file)),), reads)
@@ -112,12 +112,12 @@ def runtime(sanitized: bool = False) -> Product:
     return Product("libemu.so", (link,), after=parts)
 
 
-def _emulator_files() -> list[Path]:
+def emulator_files() -> list[Path]:
     return sorted(p for p in EMULATOR.rglob("*") if p.is_file() and p.suffix != ".md")
 
 
 def _prefix(flags: tuple[str, ...]) -> Product:
-    reads = (*_emulator_files(), *(SOURCES / name for name in SHARED))
+    reads = (*emulator_files(), *(SOURCES / name for name in SHARED))
     compile_header = (toolchain.find_gxx(), *flags, "-x", "c++-header", "$folder/prefix.h", "-o", "$out")
     return Product("prefix.h.gch", (compile_header,), reads, (("prefix.h", PREFIX),))
 
@@ -154,7 +154,7 @@ def _emulated(
     compiled = (gxx, *flags, *begin, "-c", f"$folder/{source.stem}.cpp", "-o", "$folder/program.o")
     linked = (gxx, *link, "$folder/program.o", *(str(p.path) for p in libraries), "-o", "$out")
     linked = (*linked, f"-Wl,-rpath,{libraries[0].folder}")
-    return Product(name, (compiled, linked), (*shared, *_emulator_files()), texts, (*libraries, prefix))
+    return Product(name, (compiled, linked), (*shared, *emulator_files()), texts, (*libraries, prefix))
 
 
 def emulated_extension(source: Path, launcher: str = "") -> Product:
