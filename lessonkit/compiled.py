@@ -149,6 +149,15 @@ def idle_barriers(ttgir: str) -> list[str]:
     return [array for array in dict.fromkeys(made) if array not in used]
 
 
+def one_dimensional_maps(ttgir: str) -> list[str]:
+    """The types of tensor maps of one dimension in a kernel.
+
+    Hopper's TMA dies ("illegal instruction") if it enters one at an address that is no multiple of 16 bytes. A second
+    dimension has a stride, which TensorDescriptor checks.
+    """
+    return list(dict.fromkeys(re.findall(r"!tt\.tensordesc<(?:tensor<)?(\d+x[a-z]\w*)", ttgir)))
+
+
 @cache  # rungs share kernels
 def _machine_code(binary: bytes) -> tuple[list[str], int]:
     """The opcodes of a cubin with one kernel, and the registers of a thread."""
@@ -224,6 +233,11 @@ def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> li
                         raise RuntimeError(
                             f"{kernel.rung}: {kernel.kernel} never uses {', '.join(idle)}: barriers that nobody needs "
                             "must not be made, for their memory is given to others"
+                        )
+                    if maps := one_dimensional_maps(compiled.asm["ttgir"]):
+                        raise RuntimeError(
+                            f"{kernel.rung}: {kernel.kernel} has a tensor map of {', '.join(maps)}: describe it in "
+                            "two dimensions, rows at multiples of 16 bytes, or TMA may enter it between two of them"
                         )
                     kernels[kernel.rung, kernel.kernel, target] = kernel
     return [asdict(k) for k in kernels.values()]

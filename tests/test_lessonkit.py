@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from unittest import mock
 
 from lessonkit import bench, check, compiled, lesson, mutants, report, rows, side_by_side, timing
 from lessonkit.elsewhere import SHARED, Compiler, elsewhere
@@ -10,6 +11,8 @@ from lessonkit.markdown import filled
 
 import pytest
 import torch
+
+from day3_matmul_tk import lesson05_matmul_fp8, lesson07d_gluon_fp8
 
 ADD = "day2_triton_basics.lesson01_vector_add"
 
@@ -135,6 +138,31 @@ def test_a_barrier_that_nobody_uses_is_found():
     assert compiled.idle_barriers(made) == ["%bars"]
     assert not compiled.idle_barriers(made + "ttng.wait_barrier %0, %phase, %true")
     assert not compiled.idle_barriers(made + "ttg.warp_specialize(%smem, %bars)")
+
+
+def test_a_tensor_map_of_one_dimension_is_found():
+    maps = "%a: !tt.tensordesc<tensor<64x128xf8E4M3FN, #shared>>, %s: !tt.tensordesc<tensor<1x64xf32, #shared2>>"
+    assert not compiled.one_dimensional_maps(maps)
+    assert compiled.one_dimensional_maps(maps + ", %t: !tt.tensordesc<tensor<64xf32, #shared2>>") == ["64xf32"]
+    assert compiled.one_dimensional_maps("%t: !tt.tensordesc<64xbf16, #shared>") == ["64xbf16"]
+
+
+@pytest.mark.parametrize("M", [1, 2, 4, 65, 128])
+def test_tma_reads_fp8_scales_in_rows_at_multiples_of_16_bytes(M):
+    """Any strides of the scales do; where their rows fit as they lie, nothing is copied."""
+    a, b, scales, scale_b = lesson05_matmul_fp8.inputs(M, 256, 512, "blocks")
+    between = torch.full((M, 8), torch.nan)
+    between[:, ::2] = scales
+    for scale_a in (scales, scales.contiguous(), between[:, ::2]):
+        launched = mock.MagicMock()
+        lesson07d_gluon_fp8.launch(launched, a, b, scale_a, scale_b, (128, 128), blocks=True)
+        desc = launched.__getitem__.return_value.call_args.args[3]
+        assert (list(desc.shape), desc.block_shape) == ([4, M], [1, 64])
+        assert desc.strides[0] % 4 == 0
+        assert torch.equal(desc.base, scales.t())
+    lesson07d_gluon_fp8.launch(launched, a, b, scales, scale_b, (128, 128), blocks=True)
+    desc = launched.__getitem__.return_value.call_args.args[3]
+    assert (desc.base.data_ptr() == scales.data_ptr()) == (M % 4 == 0)
 
 
 def test_a_lesson_that_does_not_compile_says_so(monkeypatch):
