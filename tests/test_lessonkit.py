@@ -117,6 +117,11 @@ def test_occupancy(target, warps, registers, shared, expected):
     assert compiled.occupancy(target, warps, registers, shared) == expected
 
 
+def test_a_second_target_depends_on_the_name_alone():
+    assert [compiled.second_target(name) for name in (ADD, "day2_triton_basics.lesson17_rope")] == [100, 80]
+    assert {compiled.second_target(name) for name, _ in discover()} == {80, 100}
+
+
 def test_claims_can_fail():
     kernel = compiled.Kernel("r", "k", 90, 4, 32, 3, 0, 1.0, 4, 4, 0, 0, 0, 0, 0, 99)
     broken = compiled.broken_claims("l", {"r": tuple(compiled.CLAIMS)}, [kernel])
