@@ -86,7 +86,7 @@ def test_rung_is_right_where_offsets_are_long(name, lesson, rung):
 
 @in_turn
 @pytest.mark.parametrize(("name", "lesson", "rung"), RUNGS)
-def test_properties_hold(name, lesson, rung):
+def test_what_must_hold(name, lesson, rung):
     skip_what_cannot_run(lesson, rung)
     for holds in lesson.properties:
         try:
@@ -153,7 +153,7 @@ def test_checks_can_tell(name, lesson):
 
 
 @pytest.mark.parametrize(("name", "lesson"), LESSONS)
-def test_bad_calls_are_refused(name, lesson):
+def test_bad_calls_raise(name, lesson):
     assert lesson.refuses, "say which calls are refused, and how"
     for bad in lesson.refuses:
         for rung in lesson.rungs:
