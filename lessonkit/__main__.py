@@ -21,7 +21,7 @@ from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
 from lessonkit.elsewhere import environment
 from lessonkit.exercise import command, progress
-from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, title
+from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, names, title
 from lessonkit.side_by_side import side_by_side
 
 import typer
@@ -33,7 +33,7 @@ app.add_typer(command.app, name="exercise")
 Which = Annotated[
     str,
     typer.Argument(
-        help="A day (day2, cuda), a lesson (lesson03_softmax, 02_vector_add, day1_pytorch.lesson03_autograd), or all."
+        help="A day (day2, cuda), a lesson (lesson03_softmax, 02_vector_add), a part of names (softmax), or all."
     ),
 ]
 
@@ -41,9 +41,20 @@ Which = Annotated[
 def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
     found = list(discover("" if which == "all" else which))
     if not found:
-        names = "\n  ".join(name for name, _ in discover())
-        raise typer.BadParameter(f"no lesson matches {which!r}; there are:\n  {names}")
+        close = ", ".join(_closest(which))
+        raise typer.BadParameter(f"no lesson matches {which!r}. The closest: {close}. All: {command.COURSE} list")
     return found
+
+
+def _closest(which: str) -> list[str]:
+    """The three lessons whose names are most like this one."""
+
+    def likeness(name: str) -> float:
+        stem = name.partition(".")[2]
+        spelt = (name, stem, stem.partition("_")[2])
+        return max(difflib.SequenceMatcher(None, which, each).ratio() for each in spelt)
+
+    return sorted(names(), key=likeness, reverse=True)[:3]
 
 
 def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]:
@@ -255,7 +266,8 @@ def diff(lesson: str, old: str, new: str) -> None:
     """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
     (name, found), *more = _chosen(lesson)
     if more:
-        raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one")
+        several = ", ".join([name, *(other for other, _ in more)])
+        raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one: {several}")
     if isinstance(found, Broken):
         _end([f"{name}: cannot be imported: {found.error}"])
     module = sys.modules[name]
