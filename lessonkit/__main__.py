@@ -21,7 +21,7 @@ from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
 from lessonkit.elsewhere import environment
 from lessonkit.exercise import command, progress
-from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, names, title
+from lessonkit.lesson import ROOT, Broken, Lesson, Misdeclared, Steps, discover, names, title
 from lessonkit.side_by_side import side_by_side
 
 import typer
@@ -168,11 +168,20 @@ def check(which: Which = "") -> None:
     failed: list[str] = []
     for name, lesson in _with_kernels(which, failed):
         show.console.rule(title(name))
-        if wrong := show.checks(lesson):
+        try:
+            wrong = show.checks(lesson)
+        except Misdeclared as mistake:
+            failed.append(str(mistake))
+            continue
+        if wrong:
             failed.append(f"{name}: {wrong} checks failed")
         body = []
         for mutant in lesson.wrong:
-            rung = mutants.build(name, mutant)
+            try:
+                rung = mutants.build(name, mutant)
+            except Misdeclared as mistake:
+                failed.append(str(mistake))
+                continue
             if why := mutants.cannot_judge(lesson, rung, mutant):
                 body.append([mutant.why, "left out", why])
                 continue

@@ -257,12 +257,16 @@ def kernels(name: str, targets: tuple[int, ...] = TARGETS, rungs: tuple[str, ...
 def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterable[Kernel]) -> list[str]:
     """What a lesson claims of its rungs ({rung: claims}) and the machine code does not show.
 
-    "no spills" is meant of every kernel that the rung launches, "row_kernel: no spills" of that one.
+    "no spills" is meant of every kernel that the rung launches, "row_kernel: no spills" of that one. A claim that is
+    not in CLAIMS is broken, and the line lists those that are.
     """
     broken, everything = [], list(found)
     for rung, wanted in claims.items():
         for claim in wanted:
             only, _, what = claim.rpartition(": ")
+            if what not in CLAIMS:
+                broken.append(f"{name}.{rung} claims {what!r}; a claim is one of {', '.join(map(repr, CLAIMS))}")
+                continue
             kernels = [k for k in everything if k.rung == rung and only in ("", k.kernel)]
             broken += [f"{name}.{rung} launches no {only or 'kernel'}"] * (not kernels)
             broken += [

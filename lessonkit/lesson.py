@@ -19,6 +19,10 @@ Rung = Callable[..., Any]
 Shape = dict[str, Any]
 
 
+class Misdeclared(ValueError):
+    """What a lesson declares does not fit its code; says which lesson, which case or mutant, and what to write."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One small input to check, and the bug that it would show."""
@@ -162,7 +166,10 @@ class Lesson:
         """Run the lesson as a script: check every rung, then show what each costs on this machine."""
         from lessonkit import show
 
-        show.lesson(*_running())
+        try:
+            show.lesson(*_running())
+        except Misdeclared as why:
+            sys.exit(str(why))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from lessonkit.lesson import ROOT
 
 FOLDER = ROOT / "paths"
 GUIDES = {"en": "README.md", "zh": "README.zh-CN.md"}  # by language
+LANGUAGES = {"en": "English", "zh": "Chinese"}
 EXERCISE = 20  # minutes, for somebody who has read the lesson
 Words = dict[str, str]  # by language
 
@@ -141,9 +142,16 @@ def _item(data: dict[str, Any], named: set[str]) -> Item:
     text = {language: data[language] for language in GUIDES if language in data}
     if lesson := data.get("lesson", ""):
         folder, _, stem = lesson.partition(".")
-        if stem not in guide(folder, "en"):
-            raise ValueError(f"there is no lesson {lesson!r} in the guide of its folder")
-        title = (ast.get_docstring(ast.parse((ROOT / folder / f"{stem}.py").read_text())) or "").splitlines()[0]
+        if not (file := ROOT / folder / f"{stem}.py").exists():
+            raise ValueError(f"there is no lesson {lesson!r}; a lesson is FOLDER.FILE without .py")
+        for language, readme in GUIDES.items():
+            if stem not in guide(folder, language):
+                words = LANGUAGES[language]
+                raise ValueError(
+                    f"{folder}/{readme} ({words}) has no row for {stem}; write into its table of lessons: "
+                    f"| [{stem}]({stem}.py) | HOURS | what it teaches, in {words} |"
+                )
+        title = (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0]
         text = text or {"en": title, "zh": guide(folder, "zh")[stem][1]}
         return Item(minutes or 60 * guide(folder, "en")[stem][0], lesson, text=text)
     if not (words := data.get("exercises", ())):

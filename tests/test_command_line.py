@@ -1,10 +1,11 @@
 """The command line: what it says, and the code that it ends with."""
 
+import dataclasses
 import re
 
 import lessonkit.__main__ as cli
 from lessonkit import bench, device, lesson, report, rows, show
-from lessonkit.lesson import Broken, Lesson, discover
+from lessonkit.lesson import Broken, Lesson, case, discover
 
 import pytest
 from typer.testing import CliRunner
@@ -78,6 +79,20 @@ def test_a_broken_lesson_is_a_failure(words, monkeypatch):
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
     assert "day9.lesson01: cannot be imported: no [/b]" in result.output
+
+
+def test_check_names_what_is_wrongly_declared(monkeypatch):
+    ((name, right),) = discover("lesson01_vector_add")
+    typo = dataclasses.replace(right, checks=(case("a typo", m=3),), wrong=())
+    mutant = dataclasses.replace(right.wrong[0], old="nowhere to be found")
+    stale = dataclasses.replace(right, checks=(), wrong=(mutant,), grad=None)
+    monkeypatch.setattr(show.console, "_width", 1000)
+    for wrong, says in ((typo, f"{name}: the case 'm=3'"), (stale, f"{name}: the mutant {mutant.why!r}: old=")):
+        monkeypatch.setattr(cli, "discover", lambda which="", wrong=wrong: iter([(name, wrong)]))
+        result = invoke(cli.app, ["check", name])
+        assert result.exit_code == 1
+        assert isinstance(result.exception, SystemExit)
+        assert says in result.output
 
 
 @pytest.mark.parametrize("command", ["check", "compile", "count", "count --ncu", "run"])

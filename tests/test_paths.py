@@ -123,6 +123,17 @@ def test_a_path_that_cannot_be_walked_is_an_error(tmp_path, old, new, says):
         read(tmp_path, MINIMAL.replace(old, new))
 
 
+@pytest.mark.parametrize(("language", "says"), [("en", "README.md (English)"), ("zh", "README.zh-CN.md (Chinese)")])
+def test_a_lesson_without_a_row_in_a_guide_is_named(tmp_path, monkeypatch, language, says):
+    text = MINIMAL.replace('{ exercises = ["mul"] }', '"day2_triton_basics.lesson01_vector_add"')
+    guide = paths.guide
+    monkeypatch.setattr(paths, "guide", lambda folder, asked: {} if asked == language else guide(folder, asked))
+    row = "| [lesson01_vector_add](lesson01_vector_add.py) | HOURS |"
+    says = rf"x\.toml: day2_triton_basics/{re.escape(says)} has no row .*{re.escape(row)}"
+    with pytest.raises(ValueError, match=says):
+        read(tmp_path, text)
+
+
 def test_a_folder_stands_for_what_is_not_named(tmp_path):
     text = MINIMAL.replace('"mul"] }', '"mul"] }, { exercises = ["day2"] }')
     text = text.replace("minutes = 20", f"minutes = {20 * len(source.find('day2'))}")
