@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -69,6 +69,11 @@ def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]
         show.console.print(f"Steps without rungs; running them checks what they claim: {command.COURSE} run {which}")
 
 
+def _warn(routes: Iterable[paths.Route]) -> None:
+    for line in (line for route in routes for line in route.warnings):
+        show.console.print(f"warning: {line}", style="yellow")
+
+
 def _end(failed: list[str]) -> None:
     for line in failed:
         show.console.print(line, style="red")
@@ -108,6 +113,7 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
     routes = {route.name: route for route in paths.routes()}
     if name not in ("", *routes):
         raise typer.BadParameter(f"no path is called {name!r}; there are {', '.join(routes)}")
+    _warn(routes[word] for word in ([name] if name else routes))
     if not name:
         body = [[r.name, r.ends["en"], f"paths/{r.name}.md"] for r in routes.values()]
         return show.table("paths", ["name", "at the end", "page"], body)
@@ -265,6 +271,7 @@ def write_report(
         return
     for path in report.write():
         show.console.print(f"wrote {path.relative_to(ROOT)}")
+    _warn(paths.routes())
     for line in (stale := report.stale_rows()):
         show.console.print(f"stale, measure again: {line}", style="yellow")
     raise typer.Exit(int(bool(stale)))

@@ -1,7 +1,8 @@
 """Paths through the course, one for each time that a reader has: paths/*.toml says the steps and what is handed in.
 
 All else is taken from where it stands: titles from lessons, hours and Chinese words from guides, exercises from their
-folders. A lesson or an exercise that is not there, or steps that do not fit the time, raise ValueError.
+folders. A lesson or an exercise that is not there, or minutes that do not add up, raise ValueError. A part with more or
+less than its hours is a warning (`Route.warnings`), so that a new exercise does not stop `report`.
 
     minutes = 60                            of the whole path; or `hours = [6, 8]`, the least and most of a day or week
     [[part]]
@@ -82,6 +83,28 @@ class Route:
         return [item for part in self.parts for item in part.items]
 
     @property
+    def warnings(self) -> list[str]:
+        """A line for each part whose hours are outside the limits: the file, the part, and what to move where."""
+        if not self.hours:
+            return []
+        found = []
+        for part in self.parts:
+            takes, (low, high) = part.minutes / 60, (limit * part.units for limit in self.hours)
+            room = {p.title["en"]: self.hours[1] * p.units - p.minutes / 60 for p in self.parts if p is not part}
+            where = (max if takes > high else min)(room, key=room.__getitem__, default="")
+            if low <= takes <= high:
+                continue
+            if takes < low:
+                todo = f"move {low - takes:.2g} hours or more here" + (f" from {where!r}, the fullest" if where else "")
+            elif where and room[where] > 0:
+                todo = f"move {takes - high:.2g} hours or more to {where!r}, which has room for {room[where]:.2g}"
+            else:
+                todo = f"move {takes - high:.2g} hours or more to a new part, as no other has room"
+            said = f"{part.title['en']!r} takes {takes:.4g} hours, expected {low:g} to {high:g}"
+            found.append(f"paths/{self.name}.toml: {said}: {todo}")
+        return found
+
+    @property
     def lessons(self) -> list[str]:
         return [item.lesson for item in self.items if item.lesson]
 
@@ -112,9 +135,6 @@ def load(path: Path) -> Route:
         hours = tuple(data.get("hours", ()))
         if not hours and (total := sum(part.minutes for part in parts)) != data["minutes"]:
             raise ValueError(f"its steps take {total:g} minutes, not {data['minutes']}")
-        for part in parts if hours else ():
-            if not hours[0] <= part.minutes / 60 / part.units <= hours[1]:
-                raise ValueError(f"{part.title['en']!r} takes {part.minutes / 60:g} hours")
     except ValueError as why:
         raise ValueError(f"{path.name}: {why}") from None
     return Route(path.stem, data["title"], data["ends"], data["about"], hours, parts)
