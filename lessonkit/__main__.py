@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,7 @@ from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
 from lessonkit.elsewhere import environment
 from lessonkit.exercise import command, progress
-from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, title
+from lessonkit.lesson import ROOT, Broken, Lesson, Misdeclared, Steps, discover, names, title
 from lessonkit.side_by_side import side_by_side
 
 import typer
@@ -33,7 +33,7 @@ app.add_typer(command.app, name="exercise")
 Which = Annotated[
     str,
     typer.Argument(
-        help="A day (day2, cuda), a lesson (lesson03_softmax, 02_vector_add, day1_pytorch.lesson03_autograd), or all."
+        help="A day (day2, cuda), a lesson (lesson03_softmax, 02_vector_add), a part of names (softmax), or all."
     ),
 ]
 
@@ -41,9 +41,20 @@ Which = Annotated[
 def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
     found = list(discover("" if which == "all" else which))
     if not found:
-        names = "\n  ".join(name for name, _ in discover())
-        raise typer.BadParameter(f"no lesson matches {which!r}; there are:\n  {names}")
+        close = ", ".join(_closest(which))
+        raise typer.BadParameter(f"no lesson matches {which!r}. The closest: {close}. All: {command.COURSE} list")
     return found
+
+
+def _closest(which: str) -> list[str]:
+    """The three lessons whose names are most like this one."""
+
+    def likeness(name: str) -> float:
+        stem = name.partition(".")[2]
+        spelt = (name, stem, stem.partition("_")[2])
+        return max(difflib.SequenceMatcher(None, which, each).ratio() for each in spelt)
+
+    return sorted(names(), key=likeness, reverse=True)[:3]
 
 
 def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]:
@@ -56,6 +67,11 @@ def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]
             yield name, lesson
     if all(isinstance(lesson, Steps) for _, lesson in chosen):
         show.console.print(f"Steps without rungs; running them checks what they claim: {command.COURSE} run {which}")
+
+
+def _warn(routes: Iterable[paths.Route]) -> None:
+    for line in (line for route in routes for line in route.warnings):
+        show.console.print(f"warning: {line}", style="yellow")
 
 
 def _end(failed: list[str]) -> None:
@@ -97,6 +113,7 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
     routes = {route.name: route for route in paths.routes()}
     if name not in ("", *routes):
         raise typer.BadParameter(f"no path is called {name!r}; there are {', '.join(routes)}")
+    _warn(routes[word] for word in ([name] if name else routes))
     if not name:
         body = [[r.name, r.ends["en"], f"paths/{r.name}.md"] for r in routes.values()]
         return show.table("paths", ["name", "at the end", "page"], body)
@@ -157,7 +174,12 @@ def check(which: Which = "") -> None:
     failed: list[str] = []
     for name, lesson in _with_kernels(which, failed):
         show.console.rule(title(name))
-        if wrong := show.checks(lesson):
+        try:
+            wrong = show.checks(lesson)
+        except Misdeclared as mistake:
+            failed.append(str(mistake))
+            continue
+        if wrong:
             failed.append(f"{name}: {wrong} checks failed")
         failed += show.questions(q for q in verify.questions(name, lesson) if q.kind not in ("rung", "gradients"))
     _end(failed)
@@ -236,6 +258,7 @@ def write_report(
         return
     for path in report.write():
         show.console.print(f"wrote {path.relative_to(ROOT)}")
+    _warn(paths.routes())
     for line in (stale := report.stale_rows()):
         show.console.print(f"stale, measure again: {line}", style="yellow")
     raise typer.Exit(int(bool(stale)))
@@ -246,7 +269,8 @@ def diff(lesson: str, old: str, new: str) -> None:
     """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
     (name, found), *more = _chosen(lesson)
     if more:
-        raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one")
+        several = ", ".join([name, *(other for other, _ in more)])
+        raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one: {several}")
     if isinstance(found, Broken):
         _end([f"{name}: cannot be imported: {found.error}"])
     module = sys.modules[name]

@@ -12,7 +12,7 @@ from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
 from lessonkit.cuda.build import MUTANTS, SHARED, local_files
 from lessonkit.cuda.source import definitions
-from lessonkit.lesson import Lesson, Mutant, Rung, suits
+from lessonkit.lesson import Lesson, Misdeclared, Mutant, Rung, suits
 from lessonkit.rows import write_atomically
 
 import torch
@@ -21,15 +21,20 @@ import torch
 def build(name: str, mutant: Mutant) -> Rung:
     """Return the mutant's rung from a copy of the lesson's source with the one change.
 
-    Raises ValueError if `old` is not exactly once in `where`: the lesson has moved on and the mutant has not.
+    Raises Misdeclared if `old` is not exactly once in `where`, or there is no such function or rung: the lesson has
+    changed and the mutant has not.
     """
+    said = f"{name}: the mutant {mutant.why!r}"
     texts = {path: path.read_text() for path in _files(name)}
     places = [(path, *span) for path, text in texts.items() for span in _spans(path, text, mutant.where)]
     if not places:
-        raise ValueError(f"{name}: mutant {mutant.why!r} names {mutant.where!r}, which is no function of the lesson")
+        raise Misdeclared(f"{said}: where={mutant.where!r} is no function of the lesson")
     counts = [texts[path][start:stop].count(mutant.old) for path, start, stop in places]
     if sum(counts) != 1:
-        raise ValueError(f"{name}: {mutant.old!r} stands {sum(counts)} times in {mutant.where}, expected once")
+        advice = "write more of the line" if sum(counts) else "write the line as it is now"
+        raise Misdeclared(
+            f"{said}: old={mutant.old!r} stands {sum(counts)} times in {mutant.where}, expected once; {advice}"
+        )
     path, start, stop = places[counts.index(1)]
     text = texts[path]
     texts[path] = text[:start] + text[start:stop].replace(mutant.old, mutant.new) + text[stop:]
@@ -46,6 +51,8 @@ def build(name: str, mutant: Mutant) -> Rung:
     module = importlib.util.module_from_spec(spec)
     sys.modules[stem] = module
     spec.loader.exec_module(module)
+    if not hasattr(module, mutant.rung):
+        raise Misdeclared(f"{said}: rung={mutant.rung!r} is no function of the lesson")
     rung: Rung = getattr(module, mutant.rung)
     return rung
 

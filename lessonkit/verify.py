@@ -9,7 +9,6 @@ import ast
 import inspect
 import re
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -315,7 +314,7 @@ def second_targets(name: str, lesson: Lesson) -> tuple[int, ...]:
         return (80,)
     if lesson.extension:
         return ()
-    return ((80, 100)[zlib.crc32(name.encode()) % 2],) if lesson.rungs[-1].__name__ in lesson.claimed() else ()
+    return (compiled.second_target(name),) if lesson.rungs[-1].__name__ in lesson.claimed() else ()
 
 
 def claims(name: str, lesson: Lesson) -> None:

@@ -56,7 +56,7 @@ def test_right_answer_passes(exercise, seed):
 
 
 @pytest.mark.parametrize(("exercise", "wrong"), WRONG)
-def test_wrong_answer_is_refused(exercise, wrong):
+def test_wrong_answer_fails(exercise, wrong):
     skip_what_cannot_run(exercise)
     if device.HAS_GPU and wrong.caught_by in WATCHED:
         pytest.skip("addresses are watched in the interpreter; on a GPU compute-sanitizer does it")
@@ -65,7 +65,7 @@ def test_wrong_answer_is_refused(exercise, wrong):
 
 
 @each
-def test_stub_is_refused_and_says_why(exercise):
+def test_stub_fails_and_says_why(exercise):
     skip_what_cannot_run(exercise)
     verdict = grade.grade(exercise, exercise.stub)
     assert not verdict.right, "solved already"

@@ -5,8 +5,9 @@ import os
 from unittest import mock
 
 from lessonkit import bench, check, compiled, lesson, mutants, report, rows, side_by_side, timing
+from lessonkit.cuda import counters
 from lessonkit.elsewhere import SHARED, Compiler, elsewhere
-from lessonkit.lesson import Broken, Mutant, discover
+from lessonkit.lesson import Broken, Misdeclared, Mutant, discover
 from lessonkit.markdown import filled
 
 import pytest
@@ -99,10 +100,19 @@ def test_every_generated_page_is_made_from_rows(tmp_path, monkeypatch):
 def test_a_mutant_that_no_longer_applies_is_an_error():
     found = dict(discover("lesson01_vector_add"))[ADD]
     gone = Mutant("gone", "add_block_kernel", "no such text", "", "add_block")
-    with pytest.raises(ValueError, match="stands 0 times"):
-        mutants.build(ADD, gone)
-    with pytest.raises(ValueError, match="no function"):
-        mutants.build(ADD, dataclasses.replace(gone, where="nowhere"))
+    wrong = {
+        f"{ADD}: the mutant 'gone': old='no such text' stands 0 times in add_block_kernel": gone,
+        "old='x' stands [0-9]+ times in add_block_kernel, expected once; write more": dataclasses.replace(
+            gone, old="x"
+        ),
+        "'gone': where='nowhere' is no function": dataclasses.replace(gone, where="nowhere"),
+        "'gone': rung='nothing' is no function": dataclasses.replace(
+            gone, old="tl.store(", new="tl.store(", rung="nothing"
+        ),
+    }
+    for says, mutant in wrong.items():
+        with pytest.raises(Misdeclared, match=says):
+            mutants.build(ADD, mutant)
     assert mutants.first_rejection(found, found.rungs[-1]) is None, "the right rung passes"
 
 
@@ -120,6 +130,11 @@ def test_occupancy(target, warps, registers, shared, expected):
     assert compiled.occupancy(target, warps, registers, shared) == expected
 
 
+def test_a_second_target_depends_on_the_name_alone():
+    assert [compiled.second_target(name) for name in (ADD, "day2_triton_basics.lesson17_rope")] == [100, 80]
+    assert {compiled.second_target(name) for name, _ in discover()} == {80, 100}
+
+
 def test_claims_can_fail():
     kernel = compiled.Kernel("r", "k", 90, 4, 32, 3, 0, 1.0, 4, 4, 0, 0, 0, 0, 0, 99)
     broken = compiled.broken_claims("l", {"r": tuple(compiled.CLAIMS)}, [kernel])
@@ -127,6 +142,14 @@ def test_claims_can_fail():
     assert compiled.broken_claims("l", {"r": ["k: no spills"]}, [kernel])
     assert compiled.broken_claims("l", {"r": ["other: no shared memory"]}, [kernel]) == ["l.r launches no other"]
     assert not compiled.broken_claims("l", {"r": ["k: no shared memory"]}, [kernel])
+
+
+def test_a_misspelt_claim_or_count_lists_those_that_there_are():
+    kernel = compiled.Kernel("r", "k", 90, 4, 32, 3, 0, 1.0, 4, 4, 0, 0, 0, 0, 0, 99)
+    (said,) = compiled.broken_claims("l", {"r": ["k: 16 byte loads"]}, [kernel])
+    assert "l.r claims '16 byte loads'; a claim is one of 'no spills', '16-byte loads'" in said
+    with pytest.raises(ValueError, match=r"a count is one of 'sectors a request', .*, not 'sector a load'"):
+        counters.measured([], "k: sector a load")
 
 
 def test_a_barrier_that_nobody_uses_is_found():

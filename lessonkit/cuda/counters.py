@@ -40,12 +40,14 @@ PLAIN = {
 def measured(kernels: Iterable[Mapping[str, Any]], name: str) -> float:
     """One metric over the kernels of a rung; "row_kernel: sectors a load" is that of one kernel. 0 where there is none.
 
-    Raises KeyError for a metric that there is not.
+    Raises ValueError for a metric that does not exist.
     """
     only, _, metric = name.rpartition(": ")
     chosen = [k for k in kernels if only in ("", k["kernel"], k["kernel"].split("<")[0])]
     if metric in PLAIN:
         return float(sum(k[PLAIN[metric]] for k in chosen))
+    if metric not in METRICS:
+        raise ValueError(f"a count is one of {', '.join(map(repr, (*METRICS, *PLAIN)))}, not {metric!r}")
     prefixes, above, below = METRICS[metric]
     each = sum(k[f"{prefix}_{below}"] for k in chosen for prefix in prefixes)
     return sum(k[f"{prefix}_{above}"] for k in chosen for prefix in prefixes) / each if each else 0.0
@@ -96,7 +98,11 @@ def broken_counts(name: str, lesson: Lesson, found: Mapping[Rung, Traffic]) -> l
     broken = []
     for rung, wanted in lesson.counts.items():
         for metric, expected in wanted.items() if rung in found else ():
-            value = measured(found[rung].kernels, metric)
+            try:
+                value = measured(found[rung].kernels, metric)
+            except ValueError as unknown:
+                broken.append(f"{name}.{rung.__name__}: {unknown}")
+                continue
             if abs(value - expected) > 0.02 * abs(expected):
                 broken.append(f"{name}.{rung.__name__}: {value:.3f} {metric}, expected {expected:g}")
     return broken
