@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import lessonkit.device as device
-from lessonkit import check, cuda, rows
+from lessonkit import check, compiled, cuda, rows
 from lessonkit.arguments import Unsupported
 from lessonkit.cuda import build, counters, machine_code, toolchain
 from lessonkit.cuda.source import definitions, reached
@@ -205,6 +205,25 @@ def test_machine_code_of_templates(tmp_path):
         (90, "copy_kernel<64, false>", 2, 1024),
     ]
     assert {(k.rung, k.load_bytes, k.store_bytes, k.barriers) for k in found} == {("copy_kernel", 16, 16, 1)}
+
+
+@pytest.mark.skipif(bool(NVCC), reason=NVCC)
+def test_normalised_machine_code_of_nvcc(tmp_path):
+    """Names, order and lines do not count, a constant in the code or in a table does."""
+    text = (
+        "__constant__ float table[2] = {1, 2};\n"
+        "__global__ void first_kernel(float* x) { x[threadIdx.x] *= table[threadIdx.x % 2]; }\n"
+        "__global__ void other_kernel(float* x) { x[threadIdx.x] += 3; }\n"
+    )
+    swapped = "\n".join(text.splitlines()[index] for index in (2, 0, 1))
+    texts = [text, f"// a line\n{swapped}".replace("first", "zeroth").replace("table", "values")]
+    texts += [text.replace("+= 3", "+= 4"), text.replace("{1, 2}", "{1, 3}")]
+    for i, each in enumerate(texts):
+        (tmp_path / f"p{i}.cu").write_text(each)
+    cubins = build.build(build.cubin(tmp_path / f"p{i}.cu", 90) for i in range(4))
+    first, same, *others = (compiled.normalised(cubin.read_bytes()) for cubin in cubins)
+    assert first == same
+    assert len({first, *others}) == 3
 
 
 def run(product) -> str:

@@ -2,11 +2,15 @@
 
 import dataclasses
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 from lessonkit import bench, check, compiled, lesson, mutants, report, rows, side_by_side, timing
-from lessonkit.cuda import counters
-from lessonkit.elsewhere import SHARED, Compiler, elsewhere
+from lessonkit.cuda import build, counters
+from lessonkit.elsewhere import SHARED, Compiler, elsewhere, environment
 from lessonkit.lesson import Broken, Misdeclared, Mutant, discover
 from lessonkit.markdown import filled
 
@@ -311,3 +315,57 @@ def test_scripts_side_by_side(tmp_path):
     assert [text.decode().strip().split("\n")[-1] for text, _, _ in found] == [
         "slow", "fast", "", "ZeroDivisionError: division by zero"
     ]  # fmt: skip
+
+
+KERNEL = """import triton
+import triton.language as tl
+
+@triton.jit
+def scale_kernel(x, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(x + at, mask=at < n) * 3, mask=at < n)
+"""
+NORMALISED = """
+import importlib
+from lessonkit import compiled
+import torch
+for module, name in ("first", "scale_kernel"), ("second", "times_kernel"), ("third", "scale_kernel"):
+    with compiled.compiling(90) as made:
+        getattr(importlib.import_module(module), name)[(1,)](torch.empty(4096, device="meta"), 4096, BLOCK=1024)
+    print(compiled.normalised(made[name].asm["cubin"]))
+"""
+
+
+def test_normalised_machine_code(tmp_path):
+    """Name, file, line, comments and a default that is not used do not count; a constant does."""
+    other = KERNEL.replace("scale_kernel", "times_kernel").replace("@", "# a comment\n\n@")
+    (tmp_path / "first.py").write_text(KERNEL)
+    (tmp_path / "second.py").write_text(other.replace("tl.constexpr)", "tl.constexpr, UNUSED: tl.constexpr = 7)"))
+    (tmp_path / "third.py").write_text(KERNEL.replace("* 3", "* 5"))
+    env = environment(LESSONKIT_LANE="compiled", CUDA_VISIBLE_DEVICES="")
+    command = [sys.executable, "-c", NORMALISED]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.split()
+    assert first == second
+    assert first != third
+    assert re.fullmatch("[0-9a-f]{16}", first)
+
+
+def test_machine_code_is_disassembled_once(tmp_path, monkeypatch):
+    """Functions that are new share one process; what was there before is read from the disk."""
+    asked = []
+
+    def disassembled(name, *args):
+        asked.append(Path(args[-1]).read_bytes())
+        ops = ["@!P0 LDG.E.128 R0, [R2] ;", "EXIT ;", "NOP;"]
+        return "".join(f"        /*{16 * i:04x}*/  {ops[b]}\n" for i, b in enumerate(asked[-1][::16]))
+
+    monkeypatch.setattr(build, "CACHE", tmp_path)
+    monkeypatch.setattr(compiled, "tool", disassembled)
+    first, second, third = (b"".join(bytes([op] * 16) for op in ops) for ops in ([0, 1, 2, 2], [1], [0, 0]))
+    assert compiled.opcodes([first, second], 90) == [{"LDG.E.128": 1, "EXIT": 1, "NOP": 2}, {"EXIT": 1}]
+    assert compiled.opcodes([second, third, first], 90)[1] == {"LDG.E.128": 2}
+    assert asked == [first + second, third]
+    compiled.opcodes([second], 80)
+    assert asked[2:] == [second], "of another architecture"

@@ -1,13 +1,15 @@
 """Build a program of cuda_src in any of the forms the course needs, each once for what it is made of.
 
-A built file is named by a hash of its source, of every file that it includes, of the command and of the compiler, so
-nothing is ever out of date: what is there is right, what is missing ninja builds, several at a time. Two processes that
-want the same file wait for each other.
+A built file is named by a hash of its source, of every file that it includes, of the command and of the versions of the
+compilers and libraries. So nothing is ever out of date: what is there is right, what is missing ninja builds, several
+at a time. The hash holds no folders: another clone or virtual environment finds the same files. Two processes that want
+the same file wait for each other.
 """
 
 import fcntl
 import hashlib
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -45,6 +47,10 @@ EMULATED = ("-std=c++20", "-fPIC", "-DCOURSE_EMULATED", f"-I{EMULATOR}", f"-I{SO
 PREFIX = "#include <course.cuh>\n"  # compiled once, so that a program takes a second
 
 
+# Absolute folders in a command say where a file is, not what it is.
+_FOLDERS = re.compile(r"(?<=^-I)/.*|/(?:[^/\s,:]+/)+")
+
+
 class BuildError(RuntimeError):
     """A program does not compile; the text is the compiler's."""
 
@@ -58,10 +64,13 @@ class Product:
     reads: tuple[Path, ...] = ()  # what the commands read beside the texts
     texts: tuple[tuple[str, str], ...] = ()  # (file name, text) to be put into the folder first: `$folder/name`
     after: tuple["Product", ...] = ()  # built before
+    versions: tuple[str, ...] = ()  # of what the commands read that is not in `reads`: libraries, a compiler's compiler
 
     @cached_property
     def folder(self) -> Path:
-        digest = hashlib.sha256(repr((self.commands, self.texts, [p.folder.name for p in self.after])).encode())
+        commands = [[_FOLDERS.sub("", word) for word in command] for command in self.commands]
+        after = [p.folder.name for p in self.after]
+        digest = hashlib.sha256(repr((commands, self.texts, after, self.versions)).encode())
         for compiler in sorted({command[0] for command in self.commands}):
             digest.update(toolchain.version(compiler).encode())
         for path in self.reads:
@@ -86,6 +95,11 @@ def local_files(source: Path) -> list[Path]:
     return found
 
 
+def _shown(path: Path) -> str:
+    """What errors and faults call a file: the same in every clone."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
 def binding() -> Product:
     """The Python module that every extension is linked with."""
     toolchain.need("g++", "Python.h")
@@ -95,7 +109,8 @@ def binding() -> Product:
     compiled = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *includes)
     source = SOURCES / "binding.cpp"
     command = (toolchain.find_gxx(), *compiled, "-c", str(source), "-o", "$out")
-    return Product("binding.o", (command,), (source, SOURCES / "binding.h"))
+    versions = (f"Python {platform.python_version()} {sysconfig.get_config_var('SOABI')}", pybind11.__version__)
+    return Product("binding.o", (command,), (source, SOURCES / "binding.h"), versions=versions)
 
 
 def runtime(sanitized: bool = False) -> Product:
@@ -146,7 +161,7 @@ def _emulated(
     if launcher:
         wanted[source] = _bound_alone(wanted[source], launcher)
     texts = tuple(
-        (path.name if path != source else f"{source.stem}.cpp", rewrite.rewrite(text, str(path)))
+        (path.name if path != source else f"{source.stem}.cpp", rewrite.rewrite(text, _shown(path)))
         for path, text in wanted.items()
     )
     prefix = _prefix(flags)
@@ -177,7 +192,7 @@ def _nvcc(source: Path, name: str, flags: tuple[str, ...], after: tuple[Product,
         reads += toolchain.kittens_files()
     nvcc = toolchain.find_nvcc()
     command = (nvcc, "-std=c++20", "-O3", "-lineinfo", f"-I{SOURCES}", *flags, str(source.resolve()), "-o", "$out")
-    return Product(name, (command,), tuple(reads), after=after)
+    return Product(name, (command,), tuple(reads), after=after, versions=(toolchain.version(toolchain.find_gxx()),))
 
 
 def cubin(source: Path, target: int) -> Product:

@@ -33,7 +33,8 @@ def _inspect(cubin: Path, target: int) -> list[compiled.Kernel]:
     found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:\d+ SHARED:(\d+) LOCAL:\d+ CONSTANT\[0\]", usage)
     names = _demangled([name for name, _, _ in found])
     threads = _most_threads(cubin)
-    code = compiled.instructions(str(cubin))
+    code = compiled.functions(cubin.read_bytes())
+    ops = dict(zip(code, compiled.opcodes(code.values(), target), strict=True))
     rows = []
     for mangled, registers, shared in sorted(found, key=lambda each: names[each[0]]):
         kernel = names[mangled]
@@ -45,7 +46,7 @@ def _inspect(cubin: Path, target: int) -> list[compiled.Kernel]:
                 re.split("<", kernel)[0].rpartition("::")[2],
                 kernel,
                 target,
-                code[mangled],
+                ops[mangled],
                 warps=-(-threads.get(mangled, THREADS) // 32),
                 registers=int(registers),
                 shared=own,
