@@ -2,10 +2,12 @@
 """The course's two commands, on a machine with nothing but Python 3.11 or newer:
 
     python3 course.py run     make .venv, install what is missing, run every lesson in order
-    python3 course.py test    the same environment, then lint, format, types and all tests
+    python3 course.py test    the same environment, then lint, format, types and the tests of each push
+    python3 course.py test --all       each night's tests too; nothing is taken from earlier runs
+    python3 course.py test --release   what a release needs as well
 
-Any other words go to `python -m lessonkit` inside the environment (doctor, list, check, bench, report, ...).
-Repeating a command is safe; an environment that is already complete is used as it is.
+Words after `test` go to pytest. Any other words go to `python -m lessonkit` inside the environment (doctor, list, check,
+bench, report, ...). Repeating a command is safe; an environment that is already complete is used as it is.
 """
 
 import os
@@ -13,19 +15,15 @@ import shutil
 import subprocess
 import sys
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("COURSE_VENV", ROOT / ".venv"))
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-CHECKS = (
-    ("ruff", "check", "."),
-    ("ruff", "format", "--check", "."),
-    ("mypy",),
-    # A worker that has nothing left takes from the other: the slow tests of a file stand one behind the other.
-    ("pytest", "-m", "not alone", "-n", "auto", "--dist", "worksteal"),
-    ("pytest", "-m", "alone"),
-)
+LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
+# A worker that has nothing left takes from the other: the slow tests of a lesson stand one behind the other.
+SUITE = ("pytest", "-n", "auto", "--dist", "worksteal")
 
 
 def extras() -> str:
@@ -80,6 +78,22 @@ def exit_status(*codes: int) -> int:
     return failed if failed >= 0 else 128 - failed
 
 
+def test(words: list[str]) -> int:
+    """The suite, and beside it lint, format and types, whose words are printed when all have ended."""
+
+    def lint(check: tuple[str, ...]) -> subprocess.CompletedProcess:
+        command = [str(PYTHON), "-m", *check]
+        return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    with ThreadPoolExecutor(1) as beside:
+        linted = [beside.submit(lint, check) for check in LINT]
+        suite = subprocess.run([str(PYTHON), "-m", *SUITE, *words], cwd=ROOT)
+        done = [each.result() for each in linted]
+    for check, said in zip(LINT, done, strict=True):
+        print(f"{' '.join(check)}: {said.stdout.strip() or 'ok'}")
+    return exit_status(suite.returncode, *(said.returncode for said in done))
+
+
 def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036 - an older Python reads this file, and should say what is wrong
         print(f"The course needs Python 3.11 or newer, this is {sys.version.split()[0]}: run it with a newer python3.")
@@ -93,8 +107,7 @@ def main() -> int:
     if words[0] != "test":
         env = os.environ | {"COURSE_PY": "1"}  # so that what it advises can be typed as it stands
         return exit_status(subprocess.run([str(PYTHON), "-m", "lessonkit", *words], cwd=ROOT, env=env).returncode)
-    codes = [subprocess.run([str(PYTHON), "-m", *check], cwd=ROOT).returncode for check in CHECKS]
-    return exit_status(*codes)
+    return test(words[1:])
 
 
 if __name__ == "__main__":

@@ -45,15 +45,31 @@ def test_the_first_failure_is_the_exit_status(load, tmp_path, codes, status):
     assert load(tmp_path).exit_status(*codes) == status
 
 
-def test_a_check_that_a_signal_ends_is_a_failure(load, tmp_path, monkeypatch):
+@pytest.mark.parametrize("ended", ["pytest", "mypy", "ruff"])
+def test_a_check_that_a_signal_ends_is_a_failure(load, tmp_path, monkeypatch, ended, capsys):
     course = load(tmp_path / "venv")
     monkeypatch.setattr(course, "environment", lambda: None)
-    codes = iter([0, -11, *[0] * len(course.CHECKS)])
-    monkeypatch.setattr(
-        course.subprocess, "run", lambda command, **kwargs: subprocess.CompletedProcess(command, next(codes))
-    )
-    monkeypatch.setattr(sys, "argv", ["course.py", "test"])
+
+    def run(command, **kwargs):
+        return subprocess.CompletedProcess(command, -11 * (ended == command[2]), f"{command[2]}'s words")
+
+    monkeypatch.setattr(course.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["course.py", "test", "--all"])
     assert course.main() == 139
+    assert "mypy: mypy's words" in capsys.readouterr().out
+
+
+def test_words_behind_test_go_to_pytest(load, tmp_path, monkeypatch):
+    course, commands = load(tmp_path / "venv"), []
+    monkeypatch.setattr(course, "environment", lambda: None)
+    monkeypatch.setattr(
+        course.subprocess,
+        "run",
+        lambda command, **kwargs: commands.append(command) or subprocess.CompletedProcess(command, 0, ""),
+    )
+    monkeypatch.setattr(sys, "argv", ["course.py", "test", "--all", "-k", "softmax"])
+    assert course.main() == 0
+    assert [command[-3:] for command in commands if "pytest" in command] == [["--all", "-k", "softmax"]]
 
 
 def test_a_failed_installation_leaves_only_what_was_there(load, tmp_path, monkeypatch):
