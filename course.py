@@ -6,8 +6,8 @@
     python3 course.py test --all       each night's tests too; nothing is taken from earlier runs
     python3 course.py test --release   what a release needs as well
 
-Words after `test` go to pytest. Any other words go to `python -m lessonkit` inside the environment (doctor, list, check,
-bench, report, ...). Repeating a command is safe; an environment that is already complete is used as it is.
+Words after `test` go to pytest. Any other words go to `python -m lessonkit` inside the environment (doctor, list,
+check, bench, report, ...). Repeating a command is safe; an environment that is already complete is used as it is.
 """
 
 import os

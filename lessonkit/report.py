@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from lessonkit import compiled, path_pages, plots, rows
+from lessonkit import compiled, path_pages, plots, rows, verify
 from lessonkit.cuda import counters, hardware
 from lessonkit.lesson import ROOT, Lesson, Steps, Table, discover, kernels, shape_name, title
 from lessonkit.markdown import filled, markdown
@@ -84,6 +84,8 @@ def generate() -> dict[Path, str | Picture]:
     for language, readme in GUIDES.items():
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
         made[ROOT / readme] = filled(text, "results", "".join(pictures) + results(lessons, language))
+        page = ROOT / readme.replace("README", "CONTRIBUTING")
+        made[page] = filled(page.read_text(), "tiers", verify.tiers(language))
     return made | path_pages.pages()
 
 

@@ -9,6 +9,7 @@ import ast
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -18,6 +19,7 @@ from lessonkit import check, compiled, device, mutants, rows
 from lessonkit.arguments import Unsupported
 from lessonkit.cuda import counters, machine_code, toolchain
 from lessonkit.lesson import ROOT, Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, suits
+from lessonkit.markdown import markdown
 
 import torch
 
@@ -364,6 +366,14 @@ def step(name: str, lesson: Steps, step: Callable[[], Any]) -> None:
         step()
     except Unsupported as why:
         raise LeftOut(str(why)) from None
+
+
+def tiers(language: str) -> str:
+    """A table: how many questions of each kind are asked in which tier."""
+    asked = Counter((question.kind, question.tier) for question in every_question())
+    header = {"en": ["question", "each push", "each night also"], "zh": ["问题", "每次推送", "每晚另加"]}[language]
+    kinds = dict.fromkeys(kind for kind, _ in asked)
+    return markdown(header, ([f"`{kind}`", asked[kind, PUSH] or "", asked[kind, NIGHT] or ""] for kind in kinds))
 
 
 def every_question(prefix: str = "") -> list[Question]:
