@@ -14,6 +14,8 @@ from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, suits
 import pytest
 import torch
 
+from day3_matmul_tk import lesson06_grouped_matmul
+
 ALL = list(discover())
 KERNELS = kernels()
 RUNGS = [pytest.param(n, lesson, r, id=f"{n}-{r.__name__}") for n, lesson in KERNELS for r in lesson.rungs]
@@ -93,6 +95,15 @@ def test_properties_hold(name, lesson, rung):
             holds(rung)
         except Unsupported:
             continue
+
+
+@pytest.mark.parametrize("rung", lesson06_grouped_matmul.LESSON.rungs, ids=lambda rung: rung.__name__)
+@pytest.mark.parametrize("ends", [[-9, 20, 60, 90], [5, 30, 10, 40], [40, 0, 0, 0], [50, 60, 70, 80]], ids=str)
+def test_wrong_offsets_of_groups_lead_nowhere_else(rung, ends):
+    """The host cannot refuse offsets that it does not know. What comes out is undefined, but no access is outside."""
+    x, w, _ = lesson06_grouped_matmul.inputs(40, 3, 24, 16)
+    y, _ = check.answer(rung, (x, w, torch.tensor(ends, dtype=torch.int32, device=x.device)))
+    assert y.shape == (40, 16)
 
 
 @pytest.mark.parametrize(("name", "lesson"), [p for p in LESSONS if p.values[1].grad])
