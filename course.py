@@ -69,7 +69,10 @@ def main() -> int:
     words = sys.argv[1:] or ["run"]
     if words[0] != "test":
         env = os.environ | {"COURSE_PY": "1"}  # so that what it advises can be typed as it stands
-        return subprocess.run([str(PYTHON), "-m", "lessonkit", *words], cwd=ROOT, env=env).returncode
+        os.chdir(ROOT)
+        sys.stdout.flush()
+        # In place of this process: Ctrl-C and kill reach the run, which ends its lessons and says how far it came.
+        os.execve(PYTHON, [str(PYTHON), "-m", "lessonkit", *words], env)
     codes = [subprocess.run([str(PYTHON), "-m", *check], cwd=ROOT).returncode for check in CHECKS]
     return max(codes)
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import time
+from pathlib import Path
 
 from lessonkit import bench, check, compiled, lesson, mutants, report, rows, side_by_side, timing
 from lessonkit.cuda import counters
@@ -269,17 +271,48 @@ def test_one_script_has_one_compiler(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(side_by_side, "Compiler", lambda: made.append(Compiler()) or made[-1])
     (tmp_path / "one.py").write_text("print('alone')")
-    assert [code for _, code, _ in side_by_side.side_by_side([tmp_path / "one.py"], 8)] == [0]
+    assert [ended.code for ended in side_by_side.side_by_side([tmp_path / "one.py"], 8)] == [0]
     assert len(made) == 1
 
 
 def test_scripts_side_by_side(tmp_path):
-    """In order, with what each printed and how it ended, though the first takes longest."""
-    bodies = ("import time; time.sleep(1); print('slow')", "print('fast')", "raise SystemExit(3)", "1 / 0")
+    """Each is told when it begins and when it ends, with what it printed: the second while the first waits for it."""
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
+    go = f"import pathlib; print('fast'); pathlib.Path({str(tmp_path / 'go')!r}).touch()"
+    bodies = (wait + "print('slow')", go, "raise SystemExit(3)", "1 / 0")
     for i, body in enumerate(bodies):
         (tmp_path / f"{i}.py").write_text(body)
-    found = list(side_by_side.side_by_side([tmp_path / f"{i}.py" for i in range(len(bodies))], 2))
-    assert [code for _, code, _ in found] == [0, 0, 3, 1]
-    assert [text.decode().strip().split("\n")[-1] for text, _, _ in found] == [
+    began = []
+    paths = [tmp_path / f"{i}.py" for i in range(len(bodies))]
+    found = {ended.nth: ended for ended in side_by_side.side_by_side(paths, 2, began.append)}
+    assert began == [0, 1, 2, 3]
+    assert [found[nth].code for nth in began] == [0, 0, 3, 1]
+    assert [found[nth].printed.decode().strip().split("\n")[-1] for nth in began] == [
         "slow", "fast", "", "ZeroDivisionError: division by zero"
     ]  # fmt: skip
+
+
+def test_a_script_that_is_stopped_takes_its_programs_along(tmp_path):
+    """The first has started a program when the second ends."""
+    mark = tmp_path / "pid"
+    start = "import os, pathlib, subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
+    start += f"part = pathlib.Path({str(mark)!r} + '.part')\npart.write_text(str(child.pid))\n"
+    start += f"part.rename({str(mark)!r})\n"
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.01)\n"
+    for name, body in (("0.py", start + "child.wait()"), ("1.py", wait)):
+        (tmp_path / name).write_text(body)
+    running = side_by_side.side_by_side([tmp_path / "0.py", tmp_path / "1.py"], 2)
+    assert next(running).nth == 1
+    running.close()
+
+    def runs():
+        try:
+            return Path("/proc", mark.read_text(), "stat").read_text().split()[2] not in "ZX"
+        except OSError:
+            return False
+
+    for _ in range(3000):  # a kill takes a moment
+        if not runs():
+            return
+        time.sleep(0.01)
+    pytest.fail("the program still runs")
