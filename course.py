@@ -106,7 +106,10 @@ def main() -> int:
     words = sys.argv[1:] or ["run"]
     if words[0] != "test":
         env = os.environ | {"COURSE_PY": "1"}  # so that what it advises can be typed as it stands
-        return exit_status(subprocess.run([str(PYTHON), "-m", "lessonkit", *words], cwd=ROOT, env=env).returncode)
+        os.chdir(ROOT)
+        sys.stdout.flush()
+        # In place of this process: Ctrl-C and kill reach the run, which ends its lessons and says how far it came.
+        os.execve(PYTHON, [str(PYTHON), "-m", "lessonkit", *words], env)
     return test(words[1:])
 
 

@@ -1,22 +1,23 @@
 """python -m lessonkit: doctor, list, path, run, check, exercise, bench, compile, count, report, diff.
 
-Exit codes: 0 all well, 1 something failed, 2 the command line is wrong.
+Exit codes: 0 all well, 1 something failed, 2 the command line is wrong, 130 a run was stopped.
 """
 
 import difflib
 import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
-from lessonkit import compiled, device, paths, report, show, verify
+from lessonkit import compiled, course_run, device, paths, report, show, verify
 from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
 from lessonkit.elsewhere import environment
@@ -30,6 +31,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A GPU-kernel course: run, check, time and report its lessons."
 )
 app.add_typer(command.app, name="exercise")
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what Ctrl-C, kill, and a closed terminal send
 Which = Annotated[
     str,
     typer.Argument(
@@ -129,13 +131,56 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
 
 
 @app.command()
-def run(which: Which = "") -> None:
-    """Run lessons in order, each as its own script, and say what ran, what was left out and why."""
-    summary, failed = [], 0
-    for name, code, seconds in _scripts([name for name, _ in _chosen(which)]):
-        failed += code != 0
-        summary.append([name, "ok" if code == 0 else f"FAILED (exit {code})", f"{seconds:.0f} s"])
+def run(
+    which: Which = "",
+    again: Annotated[bool, typer.Option("--again", help="Start over, also where a stopped run has been.")] = False,
+) -> None:
+    """Run lessons in order, each as its own script, and say what ran, what was left out and why.
+
+    A run that was stopped goes on where it was. Ctrl-C ends the lessons that run; the exit code is then 130.
+    """
+    chosen = [name for name, _ in _chosen(which)]
+    kept, marks = course_run.load(), course_run.marks(chosen)
+    stopped_run = kept.run_of(chosen)
+    before = [] if again else stopped_run.unchanged(marks)
+    if before:
+        many, since = f"{len(before)} lesson{'s' * (len(before) > 1)}", max(0.0, time.time() - stopped_run.at)
+        since_then = course_run.roughly(since)
+        show.console.print(f"going on after {many} of a run that was stopped {since_then} ago; --again starts over")
+    ended = dict.fromkeys(before, (0, ""))
+    this = course_run.Run(chosen, {name: marks[name] for name in before})
+    course_run.keep(this, {})
+    todo = [name for name in chosen if name not in ended]
+    at_once = 1 if device.HAS_GPU else min(8, os.cpu_count() or 1)
+    watch = course_run.Watch(chosen, todo, kept.seconds, at_once, live=not device.HAS_GPU)
+    stopped = False
+    handlers = {number: signal.signal(number, _stop) for number in STOPS}
+    try:
+        with watch, closing(_scripts(todo, at_once, watch.began)) as running:
+            for name, code, seconds, printed in running:
+                ended[name] = code, f"{seconds:.0f} s"
+                if code == 0:
+                    this.done[name] = marks[name]
+                    course_run.keep(this, {name: seconds})
+                watch.end(name, code, seconds, printed)
+        this.done = {}
+        course_run.keep(this, {})
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    summary = [
+        [name, "ok, before" if name in before else course_run.verdict(ended[name][0]), ended[name][1]]
+        for name in chosen
+        if name in ended
+    ]
     show.table(f"{len(summary)} lessons, {show.LANES[device.DEVICE.type]}", ["lesson", "", "time"], summary)
+    if stopped:
+        show.console.print(
+            f"Stopped after {len(summary)} of {len(chosen)} lessons. The same command goes on; --again starts over."
+        )
+        raise typer.Exit(130)
     if device.HAS_GPU:
         report.write()
         show.console.print("reports and plots: reports/README.md")
@@ -143,29 +188,34 @@ def run(which: Which = "") -> None:
         show.console.print(
             "No GPU: kernels were interpreted and compiled, not timed. Committed measurements: reports/README.md"
         )
-    raise typer.Exit(int(failed > 0))
+    raise typer.Exit(int(any(code for code, _ in ended.values())))
 
 
-def _scripts(names: list[str]) -> Iterator[tuple[str, int, float]]:
-    """Run lessons' scripts; (name, exit code, seconds), in order.
+def _stop(number: int, frame: object) -> NoReturn:
+    """End a run in order; whoever presses Ctrl-C twice does not disturb that."""
+    for each in STOPS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
-    On a GPU one after the other, or each would time the others too. Without one as many at a time as there are cores;
-    what a script prints then appears when it has ended and it is its turn.
+
+def _scripts(names: list[str], at_once: int, began: Callable[[str], None]) -> Generator[tuple[str, int, float, bytes]]:
+    """Run lessons' scripts; (name, exit code, seconds, what it printed) of each when it ends.
+
+    On a GPU one after the other, or each would time the others too, and each prints by itself.
     """
     scripts = [ROOT / f"{name.replace('.', '/')}.py" for name in names]
     if device.HAS_GPU:
         for name, script in zip(names, scripts, strict=True):
+            began(name)
             start = time.monotonic()
             done = subprocess.run([sys.executable, str(script)], env=environment())
-            yield name, done.returncode, time.monotonic() - start
+            yield name, done.returncode, time.monotonic() - start, b""
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": str(show.console.width)}
     os.environ |= {"FORCE_COLOR": "1"} if show.console.is_terminal else {}
-    ended = side_by_side(scripts, min(8, os.cpu_count() or 1))
-    for name, (printed, code, seconds) in zip(names, ended, strict=True):
-        sys.stdout.buffer.write(printed)
-        sys.stdout.flush()
-        yield name, code, seconds
+    with closing(side_by_side(scripts, at_once, lambda nth: began(names[nth]))) as running:
+        for ended in running:
+            yield names[ended.nth], ended.code, ended.seconds, ended.printed
 
 
 @app.command()

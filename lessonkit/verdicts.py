@@ -30,9 +30,13 @@ _LESSON = re.compile(r"(?:day\d\w*|cuda_src)(?:\.\w+)+")
 
 def key(test: str, files: Iterable[Path]) -> str:
     """What a verdict is known by: the test's name, its files and all that they import, and the tools."""
-    reached = sorted(closure(frozenset(files)))
-    parts = [test, tools(), *(f"{path.relative_to(ROOT)} {content(path)}" for path in reached)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return hashlib.sha256("\n".join([test, tools(), code(files)]).encode()).hexdigest()[:32]
+
+
+def code(files: Iterable[Path]) -> str:
+    """A hash of these files and of every file of the course that they import."""
+    lines = [f"{path.relative_to(ROOT)} {content(path)}" for path in sorted(closure(frozenset(files)))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @cache
@@ -79,6 +83,12 @@ def content(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def forget() -> None:
+    """Read every file anew: for a process under which files change, as tests do."""
+    for known in (content, closure, imported, _files, tools):
+        known.cache_clear()
+
+
 @cache
 def closure(files: frozenset[Path]) -> frozenset[Path]:
     """These files and every file of the course that they import or include, directly or not; nothing is run."""
@@ -99,7 +109,11 @@ def imported(path: Path) -> tuple[Path, ...]:
         return (*build.local_files(path), *build.emulator_files(), build.SOURCES / "binding.cpp")
     if path.suffix != ".py":
         return ()
-    found = [p for name in _names(ast.parse(path.read_bytes())) for p in _files(name)]
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # it cannot be imported, and so imports nothing
+        return ()
+    found = [p for name in _names(tree) for p in _files(name)]
     if (program := path.with_suffix(".cu")).exists():
         found.append(program)
     return tuple(found)

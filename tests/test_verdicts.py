@@ -16,16 +16,14 @@ import pytest
 @pytest.fixture
 def course(tmp_path, monkeypatch):
     """A course of three files in a folder of its own, and an empty store. Returns a function that writes a file."""
-    for known in (verdicts.content, verdicts.closure, verdicts.imported, verdicts._files):
-        known.cache_clear()
+    verdicts.forget()
     monkeypatch.setattr(verdicts, "ROOT", tmp_path)
     monkeypatch.setattr(verdicts, "FOLDER", tmp_path / ".kept")
 
     def write(name, text):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-        for known in (verdicts.content, verdicts.closure, verdicts.imported, verdicts._files):
-            known.cache_clear()
+        verdicts.forget()
         return tmp_path / name
 
     write("kit/__init__.py", "import kit.other")
@@ -37,8 +35,7 @@ def course(tmp_path, monkeypatch):
     write("day1_x/lesson02_b.py", "def rung():\n    from day1_x import helper\n")
     write("day1_x/helper.py", "")
     yield write
-    for known in (verdicts.content, verdicts.closure, verdicts.imported, verdicts._files):
-        known.cache_clear()
+    verdicts.forget()
 
 
 LESSON = "day1_x/lesson01_a.py"
@@ -51,6 +48,11 @@ def test_imports_are_followed(course, tmp_path):
         *(LESSON, "day1_x/lesson02_b.py", "day1_x/helper.py"),
         *("kit/__init__.py", "kit/check.py", "kit/other.py"),
     }
+
+
+def test_a_file_that_is_no_python_imports_nothing(course, tmp_path):
+    broken = course("day1_x/broken.py", "def (")
+    assert verdicts.closure(frozenset([broken])) == {broken}
 
 
 @pytest.mark.parametrize(
@@ -66,10 +68,9 @@ def test_a_verdict_is_known_by_all_that_is_imported(course, tmp_path, name, chan
 def test_a_verdict_is_known_by_the_tools(course, tmp_path, monkeypatch):
     before = verdicts.key("test", [tmp_path / LESSON])
     assert verdicts.key("other test", [tmp_path / LESSON]) != before
-    verdicts.tools.cache_clear()
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    verdicts.forget()
     assert verdicts.key("test", [tmp_path / LESSON]) != before
-    verdicts.tools.cache_clear()
 
 
 def test_what_was_read_has_to_be_unchanged(course, tmp_path):
