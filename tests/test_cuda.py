@@ -141,6 +141,53 @@ def test_builds_are_kept_by_content(program, monkeypatch, tmp_path):
     assert program(header).product().path != before, "a header of the program's own counts"
 
 
+@pytest.fixture
+def variants(tmp_path, monkeypatch):
+    """Of texts of shift.cu and own.cuh their extensions, as of a lesson's mutants; and names of what is built."""
+    monkeypatch.setattr(build, "MUTANTS", tmp_path)
+    ninja, built = build._ninja, []
+    monkeypatch.setattr(build, "_ninja", lambda products: built.extend(p.name for p in products) or ninja(products))
+
+    def write(*texts):
+        for i, (program, header) in enumerate(texts):
+            (tmp_path / str(i)).mkdir()
+            (tmp_path / f"{i}/shift.cu").write_text(program)
+            (tmp_path / f"{i}/own.cuh").write_text(header)
+        sources = [tmp_path / f"{i}/shift.cu" for i in range(len(texts))]
+        monkeypatch.setattr(build, "TOGETHER", dict.fromkeys(sources, tuple((s, "shift") for s in sources)))
+        return [cuda.extension(str(source.with_suffix(".py"))) for source in sources], built
+
+    return write
+
+
+OWN = "#pragma once\n#include <numeric>\n#ifndef BY\n#define BY 2\n#endif\nconstexpr int FIRST = 63;\n"
+WITH_OWN = (
+    PROGRAM.replace('course.cuh"', 'course.cuh"\n#include "own.cuh"').replace("63 -", "FIRST -").replace("/ 2", "/ BY")
+)
+
+
+@emulated
+def test_mutants_of_a_program_are_built_as_one(variants):
+    """Each keeps its own code, constants and macros, and its launchers beside that of its rung."""
+    texts = (WITH_OWN, OWN), (WITH_OWN, OWN.replace("BY 2", "BY 4")), (WITH_OWN.replace("= row[", "= 2 * row["), OWN)
+    mutants, built = variants(*texts)
+    x = torch.randn(64)
+    for mutant, factor, half in zip(mutants, (1, 1, 2), (1.5, 0.75, 1.5), strict=True):
+        mutant.shift(x, y := torch.empty(64), 64, 0)
+        assert torch.equal(y, factor * x.flip(0))
+        assert mutant.half(3.0, False) == half
+    assert "shift.so" not in built
+
+
+@emulated
+def test_a_mutant_that_does_not_compile_is_named_alone(variants):
+    mutants, _ = variants((WITH_OWN, OWN), (WITH_OWN.replace("cudaStream_t stream", "cudaStream stream", 1), OWN))
+    mutants[0].shift(x := torch.randn(64), y := torch.empty(64), 64, 0)
+    assert torch.equal(y, x.flip(0))
+    with pytest.raises(build.BuildError, match=r"shift\.so:\n(.*\n)*.*shift\.cu:11:.*error"):
+        mutants[1].shift(x, y, 64, 0)
+
+
 def test_link_line(tmp_path):
     (tmp_path / "p.cu").write_text(PROGRAM)
     assert toolchain.comment_line(tmp_path / "p.cu", "Link") == ["cublas"]
