@@ -2,10 +2,12 @@
 """The course's two commands, on a machine with nothing but Python 3.11 or newer:
 
     python3 course.py run     make .venv, install what is missing, run every lesson in order
-    python3 course.py test    the same environment, then lint, format, types and all tests
+    python3 course.py test    the same environment, then lint, format, types and the tests of each push
+    python3 course.py test --all       each night's tests too; nothing is taken from earlier runs
+    python3 course.py test --release   what a release needs as well
 
-Any other words go to `python -m lessonkit` inside the environment (doctor, list, check, bench, report, ...).
-Repeating a command is safe; an environment that is already complete is used as it is.
+Words after `test` go to pytest. Any other words go to `python -m lessonkit` inside the environment (doctor, list,
+check, bench, report, ...). Repeating a command is safe; an environment that is already complete is used as it is.
 """
 
 import os
@@ -13,19 +15,15 @@ import shutil
 import subprocess
 import sys
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("COURSE_VENV", ROOT / ".venv"))
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-CHECKS = (
-    ("ruff", "check", "."),
-    ("ruff", "format", "--check", "."),
-    ("mypy",),
-    # A worker that has nothing left takes from the other: the slow tests of a file stand one behind the other.
-    ("pytest", "-m", "not alone", "-n", "auto", "--dist", "worksteal"),
-    ("pytest", "-m", "alone"),
-)
+LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
+# A worker that has nothing left takes from the other: the slow tests of a lesson stand one behind the other.
+SUITE = ("pytest", "-n", "auto", "--dist", "worksteal")
 
 
 def extras() -> str:
@@ -35,6 +33,29 @@ def extras() -> str:
     return "test,notebook,models" if found else "test,notebook,models,nvcc"
 
 
+def make_venv() -> None:
+    """Make the virtual environment if it is not there. On a failure, files that were there before stay as they were."""
+    if PYTHON.exists() and (VENV / "pyvenv.cfg").exists():
+        return
+    there_before = VENV.exists()
+    if there_before and (not VENV.is_dir() or any(VENV.iterdir())):
+        sys.exit(
+            f"{VENV} exists and is not a complete virtual environment. Nothing in it was changed. "
+            "Move it away, or set COURSE_VENV to a folder that does not exist yet; then repeat the command."
+        )
+    try:
+        venv.create(VENV, with_pip=True)
+    except BaseException as why:  # half an environment would be taken for a whole one next time
+        for path in list(VENV.iterdir()) if there_before else [VENV]:  # VENV was empty
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.exists() or path.is_symlink():
+                path.unlink()
+        if isinstance(why, subprocess.CalledProcessError):  # Debian has ensurepip in a package of its own
+            sys.exit("No virtual environment can be made here: apt install python3-venv, then repeat the command.")
+        raise
+
+
 def environment() -> None:
     """Make the virtual environment and install the course into it, once for each version of what it needs."""
     wanted = (ROOT / "pyproject.toml").read_text() + (ROOT / "constraints.txt").read_text() + extras()
@@ -42,19 +63,35 @@ def environment() -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print(f"installing the course into {VENV} (some minutes the first time)", flush=True)
-    if not PYTHON.exists():
-        try:
-            venv.create(VENV, with_pip=True)
-        except BaseException as why:  # half of one would be taken for a whole one next time
-            shutil.rmtree(VENV, ignore_errors=True)
-            if isinstance(why, subprocess.CalledProcessError):  # Debian keeps what puts pip there in a package apart
-                sys.exit("No virtual environment can be made here: apt install python3-venv, then repeat the command.")
-            raise
-    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    make_venv()
+    # Compiling every installed module to bytecode takes longer than unpacking it; Python compiles what it imports.
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     subprocess.run(
         [*pip, "--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[{extras()}]"], check=True
     )
     stamp.write_text(wanted)
+
+
+def exit_status(*codes: int) -> int:
+    """The first return code that is not 0, or 0. A process that signal n ended has code -n, which becomes 128 + n."""
+    failed = next((code for code in codes if code), 0)
+    return failed if failed >= 0 else 128 - failed
+
+
+def test(words: list[str]) -> int:
+    """The suite, and beside it lint, format and types, whose words are printed when all have ended."""
+
+    def lint(check: tuple[str, ...]) -> subprocess.CompletedProcess:
+        command = [str(PYTHON), "-m", *check]
+        return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    with ThreadPoolExecutor(1) as beside:
+        linted = [beside.submit(lint, check) for check in LINT]
+        suite = subprocess.run([str(PYTHON), "-m", *SUITE, *words], cwd=ROOT)
+        done = [each.result() for each in linted]
+    for check, said in zip(LINT, done, strict=True):
+        print(f"{' '.join(check)}: {said.stdout.strip() or 'ok'}")
+    return exit_status(suite.returncode, *(said.returncode for said in done))
 
 
 def main() -> int:
@@ -65,13 +102,15 @@ def main() -> int:
         environment()
     except subprocess.CalledProcessError as failed:
         print(f"The installation failed (pip's words are above); mend it and repeat the command, or remove {VENV}.")
-        return failed.returncode
+        return exit_status(failed.returncode)
     words = sys.argv[1:] or ["run"]
     if words[0] != "test":
         env = os.environ | {"COURSE_PY": "1"}  # so that what it advises can be typed as it stands
-        return subprocess.run([str(PYTHON), "-m", "lessonkit", *words], cwd=ROOT, env=env).returncode
-    codes = [subprocess.run([str(PYTHON), "-m", *check], cwd=ROOT).returncode for check in CHECKS]
-    return max(codes)
+        os.chdir(ROOT)
+        sys.stdout.flush()
+        # In place of this process: Ctrl-C and kill reach the run, which ends its lessons and says how far it came.
+        os.execve(PYTHON, [str(PYTHON), "-m", "lessonkit", *words], env)
+    return test(words[1:])
 
 
 if __name__ == "__main__":

@@ -218,9 +218,9 @@ def roofline():
         row = {"where": device.name(), "operator": name, "calls": calls, "ms": f"{s * 1e3:.3g}", "time": f"{share:.0%}"}
         row |= {"MFLOP": round(flops / 1e6), "MB": f"{moved / 1e6:.1f}", "FLOP/byte": f"{flops / moved:.3g}"}
         rows.append(row | {"limit": _limit(flops, moved, *limits), "of roof": f"{roof / s:.0%}"})
-        assert roof < (1.5 if GPU else 3) * s, row  # 1.5: some of an input may still lie in the L2; 3: shared cores
-        # A GPU has arithmetic to spare, so whatever takes long is at a limit. One CPU core spends its time on exp.
-        assert roof > 0.3 * s or not GPU or share < 0.05, row
+        if GPU:  # a CPU's cores are shared: its times are shown, and nothing is asked of them
+            assert roof < 1.5 * s, row  # 1.5: some of an input may still lie in the L2
+            assert roof > 0.3 * s or share < 0.05, row  # arithmetic to spare: whatever takes long is at a limit
     note = (
         "Sorted by time. limit: the larger of FLOPs / FLOP rate and bytes / bandwidth; of roof: that over the time. "
         "What waits for memory gains from fusion and smaller dtypes, what computes from tensor cores and fewer "
@@ -242,7 +242,7 @@ def experiment():
         print(f"  {rows} -> {4 * rows} rows: {growth[rows]:.2f} times, counted as {counted}-bound")
         # Only the clock is asked here, not the count. (A CPU core is balanced near 1 FLOP a byte: 8 rows make 4.)
         assert not GPU or counted == ("compute" if growth[rows] > 2.5 else "memory")
-    assert growth[few] < 1.2 * growth[many]  # a fifth more, for cores shared with others
+    assert not GPU or growth[few] < growth[many]
 
 
 # ---- Deeper: Nsight -----------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def hardware_counters():
     assert max(memory, compute) > 50  # at least one unit is the limit
 
 
-LESSON = Steps((nesting, scheduled, trace, counting, roofline, experiment, hardware_counters), alone=True)
+LESSON = Steps((nesting, scheduled, trace, counting, roofline, experiment, hardware_counters), alone=GPU)
 
 if __name__ == "__main__":
     LESSON.main()

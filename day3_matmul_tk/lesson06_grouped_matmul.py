@@ -14,24 +14,17 @@ Check it:  python -m lessonkit check lesson06_grouped_matmul
 Time it:   python -m lessonkit bench lesson06_grouped_matmul
 """
 
-import functools
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, device, expect, num_sms, tma_takes
+from lessonkit import Lesson, Mutant, Unsupported, Work, device, expect, num_sms, tma_takes
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from day3_matmul_tk.grouped import CHECKS, PEERS, REFUSES, a_group_is_a_matmul, inputs, reference
 from day3_matmul_tk.lesson01_matmul import multiply_tile, place, precision
-
-
-def reference(x, w, offsets):
-    y, ends = x.new_empty(x.shape[0], w.shape[2]), offsets.tolist()
-    for e in range(w.shape[0]):
-        y[ends[e] : ends[e + 1]] = x[ends[e] : ends[e + 1]] @ w[e]
-    return y
 
 
 @triton.jit
@@ -47,6 +40,27 @@ def multiply_group(  # a matmul with other pointers: multiply_tile is lesson 1's
     )  # fmt: skip
 
 
+@triton.jit
+def bounds(offsets_ptr, expert, T):
+    """The group's first row and the row after its last, within 0 to T whatever the offsets are."""
+    begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    return tl.minimum(tl.maximum(begin, 0), T), tl.minimum(tl.maximum(end, 0), T)
+
+
+# Rows of no group are zeros, as the host, which does not know the offsets, cannot refuse them. Usually there are none,
+# and this is two loads and a branch; to clear all of y before would be 2 T N bytes more.
+@triton.jit
+def zero_rows_of_no_group(y_ptr, offsets_ptr, T, N, E):
+    """Zero rows 0 to offsets[0] and offsets[E] to T of y; programs of the grid's first axis stride over them."""
+    begin, _ = bounds(offsets_ptr, 0, T)
+    _, end = bounds(offsets_ptr, E - 1, T)
+    before, count = begin.to(tl.int64) * N, (begin + T - end).to(tl.int64) * N  # elements: rows of y are contiguous
+    for start in range(tl.program_id(0).to(tl.int64) * 1024, count, tl.num_programs(0) * 1024):
+        elements = start + tl.arange(0, 1024)
+        elements = tl.where(elements < before, elements, elements + (end - begin).to(tl.int64) * N)
+        tl.store(y_ptr + elements, 0.0, mask=start + tl.arange(0, 1024) < count)
+
+
 # Rung 1. The groups are one more axis of the grid. The host knows only that none has more than T rows: so the grid is T
 # rows high for each, and a program whose tile begins past the end of its group returns at once. Predicted: E times as
 # many programs start as work, some hundred cycles of an SM each: 57,344 at 8192 tokens for 8 experts, hardly seen, but
@@ -59,7 +73,9 @@ def batched_kernel(
 ):  # fmt: skip
     tile_m, tile_n = place(tl.program_id(0), T, N, BLOCK_M, BLOCK_N, 8)
     expert = tl.program_id(1)
-    begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    begin, end = bounds(offsets_ptr, expert, T)
+    if expert == 0:
+        zero_rows_of_no_group(y_ptr, offsets_ptr, T, N, tl.num_programs(1))
     if tile_m * BLOCK_M < end - begin:
         multiply_group(
             x_ptr, w_ptr, y_ptr, expert, begin, end, tile_m, tile_n, N, K, strides, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
@@ -67,7 +83,11 @@ def batched_kernel(
 
 
 def batched(x, w, offsets):
-    """x [T, K], w [E, K, N], any strides, offsets [E + 1] int32, ascending from 0 to T (nobody looks) -> [T, N]."""
+    """x [T, K], w [E, K, N], any strides, offsets [E + 1] int32 -> y [T, N]; rows offsets[e] to offsets[e + 1] are e's.
+
+    Rows before offsets[0] and from offsets[E] on are zeros. Offsets that descend or leave 0 to T are not looked for:
+    what is in y is undefined then, but nothing outside of x and y is touched.
+    """
     T, E, N, args = _prepare(x, w, offsets)
     block_m, block_n, block_k, warps = _tile(T, E, x.dtype)
     if E > 65535:
@@ -83,20 +103,21 @@ def batched(x, w, offsets):
 # over the groups (a cumsum in registers), and the number of groups that end before my tile is my group. Predicted: T /
 # 128 + E in place of E * T / 128 rows of tiles; a search costs as much as a step or two.
 @triton.jit
-def tile_ends(offsets_ptr, N, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr):
+def tile_ends(offsets_ptr, T, N, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr):
     """[MOST], a power of two no less than E: how many tiles the groups up to this one have."""
     experts = tl.arange(0, MOST)
     begin = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
     end = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=0)
-    return tl.cumsum(tl.cdiv(end - begin, BLOCK_M) * tl.cdiv(N, BLOCK_N))
+    size = tl.maximum(tl.minimum(end, T) - tl.maximum(begin, 0), 0)
+    return tl.cumsum(tl.cdiv(size, BLOCK_M) * tl.cdiv(N, BLOCK_N))
 
 
 @triton.jit
-def find(tile, ends, offsets_ptr, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def find(tile, ends, offsets_ptr, T, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Whose tile is it? -> expert, first and last row of the group, tile (row, column) within the group."""
     before = ends <= tile
     expert = tl.sum(before.to(tl.int32))
-    begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    begin, end = bounds(offsets_ptr, expert, T)
     tile_m, tile_n = place(tile - tl.max(tl.where(before, ends, 0)), end - begin, N, BLOCK_M, BLOCK_N, 8)
     return expert, begin, end, tile_m, tile_n
 
@@ -106,13 +127,14 @@ def grouped_kernel(
     x_ptr, w_ptr, offsets_ptr, y_ptr, T, N, K, strides, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, MOST: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    ends = tile_ends(offsets_ptr, N, E, BLOCK_M, BLOCK_N, MOST)
+    zero_rows_of_no_group(y_ptr, offsets_ptr, T, N, E)
+    ends = tile_ends(offsets_ptr, T, N, E, BLOCK_M, BLOCK_N, MOST)
     if PERSISTENT:  # rung 3
         for tile in range(tl.program_id(0), tl.max(ends), tl.num_programs(0)):
-            found = find(tile, ends, offsets_ptr, N, BLOCK_M, BLOCK_N)
+            found = find(tile, ends, offsets_ptr, T, N, BLOCK_M, BLOCK_N)
             multiply_group(x_ptr, w_ptr, y_ptr, *found, N, K, strides, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
     elif tl.program_id(0) < tl.max(ends):
-        found = find(tl.program_id(0), ends, offsets_ptr, N, BLOCK_M, BLOCK_N)
+        found = find(tl.program_id(0), ends, offsets_ptr, T, N, BLOCK_M, BLOCK_N)
         multiply_group(x_ptr, w_ptr, y_ptr, *found, N, K, strides, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
 
 
@@ -149,12 +171,13 @@ def _grouped(x, w, offsets, most, **options):
 # mask and no TMA. And tiles no higher than groups: at 8 rows a group 16, where all time goes into w.
 @triton.jit
 def grouped_tma_kernel(
-    x_desc, w_desc, offsets_ptr, y_ptr, N, K, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_desc, w_desc, offsets_ptr, y_ptr, T, N, K, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     MOST: tl.constexpr, W_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    ends = tile_ends(offsets_ptr, N, E, BLOCK_M, BLOCK_N, MOST)
+    zero_rows_of_no_group(y_ptr, offsets_ptr, T, N, E)
+    ends = tile_ends(offsets_ptr, T, N, E, BLOCK_M, BLOCK_N, MOST)
     for tile in tl.range(tl.program_id(0), tl.max(ends), tl.num_programs(0), flatten=True):
-        expert, begin, end, tile_m, tile_n = find(tile, ends, offsets_ptr, N, BLOCK_M, BLOCK_N)
+        expert, begin, end, tile_m, tile_n = find(tile, ends, offsets_ptr, T, N, BLOCK_M, BLOCK_N)
         row, column = begin + tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, K, BLOCK_K):
@@ -183,7 +206,7 @@ def grouped_matmul(x, w, offsets):
     w_desc = TensorDescriptor.from_tensor(stored, [1, block_n, block_k] if turned else [1, block_k, block_n])
     programs = min(num_sms() * (1 if block_m >= 64 else 2), (T // block_m + E) * triton.cdiv(N, block_n))
     grouped_tma_kernel[(programs,)](
-        x_desc, w_desc, offsets, args[3], N, x.shape[1], E, block_m, block_n, block_k,
+        x_desc, w_desc, offsets, args[3], T, N, x.shape[1], E, block_m, block_n, block_k,
         triton.next_power_of_2(E), turned, num_warps=warps, num_stages=4,
     )  # fmt: skip
     return args[3]
@@ -212,56 +235,11 @@ def _tile(T, E, dtype):
     return block_m, 128, 64, 8 if block_m == 128 else 4
 
 
-def inputs(T, E, K, N, dtype=torch.float32, even=False, transposed=False):
-    # Experts are not chosen equally often, one never: the next begins where it ends. even: all alike, a batched matmul.
-    # transposed: w[e] is the .t() of a contiguous [N, K], as in nn.Linear.
-    chance = torch.randn(E).mul(0.5).exp()
-    chance[E // 2 : E // 2 + (E > 2)] = 0
-    sizes = torch.full((E,), T // E)
-    if T and not even:
-        sizes = torch.multinomial(chance, T, replacement=True).bincount(minlength=E)
-    offsets = torch.cat([sizes[:1] * 0, sizes.cumsum(0)]).to(torch.int32).to(DEVICE)
-    w = torch.randn(E, N, K, device=DEVICE).transpose(1, 2) if transposed else torch.randn(E, K, N, device=DEVICE)
-    return torch.randn(T, K, device=DEVICE).to(dtype), w.mul_(1 / math.sqrt(max(K, 1))).to(dtype), offsets
-
-
-def a_group_is_a_matmul(rung):
-    """A group is x @ w[0]; NaN and inf of other groups stay there, also where a tile runs into the next."""
-    x, w, _ = inputs(40, 3, 24, 16)
-    x[13:], w[1] = torch.nan, torch.inf
-    ends = torch.tensor([0, 13, 13, 40], dtype=torch.int32, device=DEVICE)
-    torch.testing.assert_close(rung(x, w, ends)[:13], x[:13] @ w[0])
-
-
-def _bmm(x, w, offsets):
-    if not _even(offsets):
-        raise Unsupported("groups differ in size")
-    return torch.bmm(x.view(w.shape[0], -1, w.shape[1]), w).view(-1, w.shape[2])
-
-
-@functools.lru_cache(maxsize=1)
-def _even(offsets):  # remembered for the tensor at hand: the timed calls of bmm need not look
-    return len(set(offsets.diff().tolist())) == 1
-
-
-_four = functools.partial(inputs, 4, 2, 4, 4)
-
-
 LESSON = Lesson(
     reference=reference,
     inputs=inputs,
     rungs=(batched, grouped, persistent, grouped_matmul),
-    checks=(
-        case("no tokens", T=0, E=3, K=4, N=5),
-        case("nothing to add up: zeros", T=5, E=2, K=0, N=8),
-        case("one of each", T=1, E=1, K=1, N=1),
-        case("more experts than tokens, odd sizes", T=5, E=7, K=19, N=37),
-        case("all masks live, groups above and below a tile", T=151, E=3, K=70, N=33),
-        case("w transposed, whole 16 bytes", T=90, E=5, K=72, N=40, transposed=True),
-        case("a batched matmul", T=48, E=3, K=32, N=72, even=True),
-        case("offsets past 2^31 in w", gib=60, T=70, E=9, K=2**14, N=2**14 + 8),
-        case("more tiles than programs, as long as 16 bytes demand", T=160, E=6, K=40, N=136),
-    ),
+    checks=CHECKS,
     benches=(
         {"T": 8192, "E": 8, "K": 4096, "N": 14336},  # Mixtral 8x7B, 4096 tokens, two experts each
         {"T": 8192, "E": 8, "K": 4096, "N": 14336, "transposed": True},
@@ -275,24 +253,16 @@ LESSON = Lesson(
     wrong=(
         Mutant("a group ends late", "multiply_group", "end - begin", "end - begin + 1", "grouped", "out of bounds"),
         Mutant("the end of a group is in the group", "find", "ends <= tile", "ends < tile", "grouped", "nan"),
-        Mutant("no ragged tile", "tile_ends", "(end - begin,", "(end - begin - BLOCK_M + 1,", "persistent", "nan"),
+        Mutant("too few rows of no group", "zero_rows_of_no_group", "(begin + T", "(T", "batched", "nan"),
+        Mutant("all of them before the groups", "zero_rows_of_no_group", "< before,", ">= 0,", "grouped", "nan"),
+        Mutant("no ragged tile", "tile_ends", "cdiv(size,", "cdiv(size - BLOCK_M + 1,", "persistent", "nan"),
         Mutant("always expert 0", "grouped_tma_kernel", "[expert, k, column]", "[0, k, column]", "grouped_matmul"),
         Mutant("stores no end", "grouped_tma_kernel", "rows < end", "rows >= 0", "grouped_matmul", "out of bounds"),
     ),
-    peers={
-        "torch.mm, a loop": reference,
-        "torch.bmm": _bmm,
-        "torch._grouped_mm": lambda x, w, offsets: torch._grouped_mm(x, w, offs=offsets[1:]),
-    },
+    peers=PEERS,
     claims={grouped: ("wgmma", "cp.async"), grouped_matmul: ("tma", "wgmma")},
     properties=(a_group_is_a_matmul,), passes={batched: 1.29, grouped: 1.29, persistent: 1.29, grouped_matmul: 1.39},
-    refuses=(
-        Refusal("K differs", lambda f: f(_four()[0], *inputs(4, 2, 5, 4)[1:]), ValueError, "x has 4 columns"),
-        Refusal("an offset short", lambda f: f(*_four()[:2], inputs(4, 1, 4, 4)[2]), ValueError, "2 offsets"),
-        Refusal("long offsets", lambda f: f(*_four()[:2], _four()[2].long()), TypeError, "int64"),
-        Refusal("one weight", lambda f: f(_four()[0], _four()[0], _four()[2]), ValueError, "expected 3"),
-        Refusal("gradient lost", lambda f: f(_four()[0].requires_grad_(), *_four()[1:]), ValueError, "requires grad"),
-    ),
+    refuses=REFUSES,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -35,14 +35,14 @@ BLOCK_K = 128
 # What this lesson and 7e share. One warp asks for everything, as in 7b, but for each warpgroup's 64 rows of A by
 # themselves; for 7e also for a step's scales of them.
 @gluon.jit
-def load_partition(descs, ring, sizes, GROUP: gl.constexpr, SCALES: gl.constexpr):
+def load_partition(descs, ring, sizes, GROUP: gl.constexpr):
     a_desc, b_desc, scale_desc = descs
     a_smem, b_smem, scale_smem, full, empty = ring
-    tiles_m, tiles_n, steps, M, _ = sizes
+    tiles_m, tiles_n, steps, _, _ = sizes
     WGS: gl.constexpr = a_smem.shape[0] // full.shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]
-    OF_A: gl.constexpr = a_desc.block_type.nbytes + (scale_desc.block_type.nbytes if SCALES else 0)
+    OF_A: gl.constexpr = a_desc.block_type.nbytes + (scale_desc.block_type.nbytes if scale_desc is not None else 0)
     turn = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = first.place(tile, tiles_m, tiles_n, GROUP)
@@ -55,8 +55,8 @@ def load_partition(descs, ring, sizes, GROUP: gl.constexpr, SCALES: gl.constexpr
             for which in gl.static_range(WGS):
                 row, place = (tile_m * WGS + which) * 64, stage * WGS + which
                 tma.async_copy_global_to_shared(a_desc, [row, k], bar, a_smem.index(place))
-                if SCALES:
-                    tma.async_copy_global_to_shared(scale_desc, [step * M + row], bar, scale_smem.index(place))
+                if scale_desc is not None:
+                    tma.async_copy_global_to_shared(scale_desc, [step, row], bar, scale_smem.index(place))
             turn += 1
 
 
@@ -107,13 +107,13 @@ def sum_kernel(
 ):  # fmt: skip
     c_smem = first.stages(c_desc, 4)
     full, empty = first.barriers(STAGES, 1), first.barriers(STAGES, 2)
-    ring = first.stages(a_desc, 2 * STAGES), first.stages(b_desc, STAGES), first.stages(scale_desc, 1), full, empty
+    ring = first.stages(a_desc, 2 * STAGES), first.stages(b_desc, STAGES), None, full, empty
     sizes, scales = (tiles_m, tiles_n, steps, M, N), (scale_a_ptr, scale_b_ptr)
     gl.warp_specialize(
         [
             (sum_partition, (c_desc, c_smem, ring, scales, sizes, 0, GROUP, ROWS)),
             (sum_partition, (c_desc, c_smem, ring, scales, sizes, 1, GROUP, ROWS)),
-            (load_partition, ((a_desc, b_desc, scale_desc), ring, sizes, GROUP, False)),
+            (load_partition, ((a_desc, b_desc, scale_desc), ring, sizes, GROUP)),
         ],
         [4, 1],
         [232, 40],
@@ -149,20 +149,21 @@ def _sum(a, b, scale_a, scale_b, widths=(256,)):
     return launch(sum_kernel, a, b, scale_a, scale_b, (128, width), ROWS=scheme == "rows")
 
 
-def launch(kernel, a, b, scale_a, scale_b, tile, group=16, **options):
+def launch(kernel, a, b, scale_a, scale_b, tile, group=16, *, blocks=False, **options):
     """Describe operands that scheme_of takes and start a program an SM; Unsupported for what TMA cannot copy.
 
-    tile: rows and columns of C, 64 rows for each warpgroup.
+    tile: rows and columns of C, 64 rows for each warpgroup. blocks: the scales change with k, and TMA copies A's.
     """
     (M, K), N = a.shape, b.shape[1]
     c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
-    # One after the other as [K/128 or 1, M or 1] and [N/128 or N or 1, K/128 or 1]: how PyTorch wants them to lie.
-    scale_a, scale_b = (scale.t().contiguous().view(-1) for scale in (scale_a, scale_b))
-    if not tma_takes(a, b.t(), c, scale_a):
+    if not tma_takes(a, b.t(), c):
         raise Unsupported(f"strides {a.stride()}, {b.stride()}, {c.stride()}: TMA wants rows at multiples of 16 bytes")
     block_m, block_n = tile
     a_desc, b_desc = _describe(a, 64, BLOCK_K), _describe(b.t(), block_n, BLOCK_K)
-    c_desc, scale_desc = _describe(c, 64, 64), _describe(scale_a, 64)
+    # As rows, [K/128 or 1, M or 1] and [N/128 or N or 1, K/128 or 1]: how PyTorch wants scales to lie.
+    scale_a = _aligned_rows(scale_a.t()) if blocks else scale_a.t().contiguous()
+    scale_b = scale_b.t().contiguous()
+    c_desc, scale_desc = _describe(c, 64, 64), _describe(scale_a, 1, 64) if blocks else None
     tiles_m, tiles_n, steps = triton.cdiv(M, block_m), triton.cdiv(N, block_n), triton.cdiv(K, BLOCK_K)
     programs = triton.cdiv(tiles_m * tiles_n, triton.cdiv(tiles_m * tiles_n, num_sms()))
     kernel[(programs,)](
@@ -173,13 +174,24 @@ def launch(kernel, a, b, scale_a, scale_b, tile, group=16, **options):
 
 
 def _describe(t, *block):
-    """What TMA must know of a tensor to copy blocks of it; rows of 128 bytes are swizzled, scales are not."""
+    """What TMA must know of a matrix to copy blocks of it; rows of 128 bytes are swizzled, scales are not."""
     dtype = {plain.FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16}.get(t.dtype)
     if dtype:
         layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
     else:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor.from_tensor(t, list(block), layout)
+
+
+def _aligned_rows(scales):
+    """fp32 scales [K/128, M] as they lie if TMA can copy them, else a copy whose rows begin at multiples of 16 bytes.
+
+    TMA must also enter them there, so all of them as one row, entered at step * M, would not do.
+    """
+    if tma_takes(scales):
+        return scales
+    steps, M = scales.shape
+    return scales.new_empty(steps, triton.cdiv(M, 4) * 4)[:, :M].copy_(scales)
 
 
 LESSON = Lesson(

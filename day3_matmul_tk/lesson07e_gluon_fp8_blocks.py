@@ -36,9 +36,8 @@ from day3_matmul_tk.lesson07d_gluon_fp8 import launch, load_partition
 
 
 # Rung 1. New: promotion. A product of [64, 128] has registers of its own, 64 a thread beside the sums. Scales of A come
-# as tiles do: TMA copies those of this step's column into the stage, so no thread keeps addresses or waits for memory.
-# A column of [M, K/128] need not begin at 16 bytes, but for TMA all columns together are one row of numbers, which may
-# be entered anywhere.
+# as tiles do: TMA copies this step's 64 into the stage, so no thread keeps addresses or waits for memory. TMA needs
+# rows [K/128, M] at multiples of 16 bytes. Where M is no multiple of 4, the launch copies the scales to such rows.
 @gluon.jit
 def promote(acc, a, b, scale_smem, scale_b, full, parity):
     """acc + a @ b * scale_a * scale_b; a [64, 128], b [128, 128], both in shared memory, a scale of A for each row."""
@@ -78,7 +77,7 @@ def promote_partition(c_desc, c_smem, ring, scale_b_ptr, sizes, WHICH: gl.conste
             stage, parity = slot(turn, full.shape[0])
             bar = full.index(stage)
             a, b = a_smem.index(stage * WGS + WHICH), b_smem.index(stage)
-            scale_a = scale_smem.index(stage * WGS + WHICH)
+            scale_a = scale_smem.index(stage * WGS + WHICH).reshape((64,))
             left = promote(left, a, b.slice(0, 128), scale_a, scale_left, bar, parity)
             if WIDE:
                 right = promote(right, a, b.slice(128, 128), scale_a, scale_right, bar, parity)
@@ -105,14 +104,14 @@ def promote_kernel(
         gl.warp_specialize([
             (promote_partition, (c_desc, c_smem, ring, scale_b_ptr, sizes, 0, GROUP)),
             (promote_partition, (c_desc, c_smem, ring, scale_b_ptr, sizes, 1, GROUP)),
-            (load_partition, ((a_desc, b_desc, scale_desc), ring, sizes, GROUP, True)),
+            (load_partition, ((a_desc, b_desc, scale_desc), ring, sizes, GROUP)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
             (promote_partition, (c_desc, c_smem, ring, scale_b_ptr, sizes, 0, GROUP)),
             (promote_partition, (c_desc, c_smem, ring, scale_b_ptr, sizes, 1, GROUP)),
             (promote_partition, (c_desc, c_smem, ring, scale_b_ptr, sizes, 2, GROUP)),
-            (load_partition, ((a_desc, b_desc, scale_desc), ring, sizes, GROUP, True)),
+            (load_partition, ((a_desc, b_desc, scale_desc), ring, sizes, GROUP)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip
 
 
@@ -166,7 +165,7 @@ def _promote(a, b, scale_a, scale_b, *tiles):
         return triton.cdiv(count, num_sms()) * tile[0] * tile[1]
 
     tile = min(tiles, key=sums_of_an_sm)
-    return launch(promote_kernel, a, b, scale_a, scale_b, tile, WGS=tile[0] // 64)
+    return launch(promote_kernel, a, b, scale_a, scale_b, tile, blocks=True, WGS=tile[0] // 64)
 
 
 LESSON = Lesson(

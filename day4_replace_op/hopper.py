@@ -237,8 +237,8 @@ def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, 
     """Check the arguments, describe the tensors, and start a program a tile, or one an SM that stays."""
     scale = heads.expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    refuse_others(window, {2: 128, 3: 64}[WGS], q, k, v)
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
+    refuse_others(window, {2: 128, 3: 64}[WGS], q, k, v, o)  # o lies close together where q has gaps
     width, stages = (64, DEPTH) if D <= 64 else (128, 2)  # what fits beside Q and O
     descs = [describe(t, rows, width) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))]
     tiles, group = triton.cdiv(S_q, WGS * ROWS), H // H_kv

@@ -294,7 +294,7 @@ def same_curve():
     torch.testing.assert_close(ours, train(make(TINY), TINY), rtol=1e-4, atol=0)  # rounding: 1e-6, see TINY
 
 
-LESSON = Steps((operators_are_sound, swapped, compiles, same_curve), alone=GPU)
+LESSON = Steps((operators_are_sound, swapped, compiles, same_curve), alone=GPU, nightly=(same_curve,))
 
 if __name__ == "__main__":
     LESSON.main()

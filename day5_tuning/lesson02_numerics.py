@@ -260,7 +260,8 @@ LESSON = Steps(
         whole_products,
         why_the_budget_is_2_and_16,
         a_fixed_tolerance_refuses_right_kernels,
-    )
+    ),
+    nightly=(order_of_additions,),
 )
 
 if __name__ == "__main__":

@@ -161,19 +161,17 @@ def the_best_moves_with_size_and_gpu():
     assert rank_correlation(orders["H100 SXM"], orders["H200"]) > 0.9
 
 
-LESSON = Steps(
-    steps=(
-        swept,
-        small_tiles_starve_on_l2,
-        large_tiles_leave_sms_idle,
-        sums_must_fit_into_registers,
-        stages_pay_until_the_wait_is_hidden,
-        order_is_worth_bytes,
-        the_best_moves_with_size_and_gpu,
-    ),
-    compares=comparisons(SWEEP),
-    alone=device.HAS_GPU,
+STEPS = (
+    swept,
+    small_tiles_starve_on_l2,
+    large_tiles_leave_sms_idle,
+    sums_must_fit_into_registers,
+    stages_pay_until_the_wait_is_hidden,
+    order_is_worth_bytes,
+    the_best_moves_with_size_and_gpu,
 )
+
+LESSON = Steps(STEPS, compares=comparisons(SWEEP), alone=device.HAS_GPU, nightly=STEPS)
 
 if __name__ == "__main__":
     LESSON.main()

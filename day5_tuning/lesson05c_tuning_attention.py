@@ -150,17 +150,15 @@ def the_best_moves_with_size_and_gpu():
     assert "tensor cores" not in narrow  # whatever the tile: at D = 64 exponentials are the longer half
 
 
-LESSON = Steps(
-    steps=(
-        swept,
-        one_program_takes_turns_with_itself,
-        two_programs_take_turns_with_each_other,
-        too_many_queries_a_warp,
-        the_best_moves_with_size_and_gpu,
-    ),
-    compares=comparisons(SWEEP),
-    alone=device.HAS_GPU,
+STEPS = (
+    swept,
+    one_program_takes_turns_with_itself,
+    two_programs_take_turns_with_each_other,
+    too_many_queries_a_warp,
+    the_best_moves_with_size_and_gpu,
 )
+
+LESSON = Steps(STEPS, compares=comparisons(SWEEP), alone=device.HAS_GPU, nightly=STEPS)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -1,27 +1,28 @@
-"""python -m lessonkit: doctor, list, path, run, check, exercise, bench, compile, count, report, diff.
+"""python -m lessonkit: doctor, list, path, run, check, exercise, bench, compile, count, report, stale, diff.
 
-Exit codes: 0 all well, 1 something failed, 2 the command line is wrong.
+Exit codes: 0 all well, 1 something failed, 2 the command line is wrong, 130 a run was stopped.
 """
 
 import difflib
 import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
-from lessonkit import compiled, device, mutants, paths, renames, report, show, stale
+from lessonkit import compiled, course_run, device, paths, renames, report, show, stale, verify
 from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.cuda.source import definitions, reached
 from lessonkit.elsewhere import environment
 from lessonkit.exercise import command, progress
-from lessonkit.lesson import ROOT, Broken, Lesson, Steps, discover, title
+from lessonkit.lesson import ROOT, Broken, Lesson, Misdeclared, Steps, discover, names, title
 from lessonkit.side_by_side import side_by_side
 
 import typer
@@ -30,10 +31,11 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A GPU-kernel course: run, check, time and report its lessons."
 )
 app.add_typer(command.app, name="exercise")
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what Ctrl-C, kill, and a closed terminal send
 Which = Annotated[
     str,
     typer.Argument(
-        help="A day (day2, cuda), a lesson (lesson03_softmax, 02_vector_add, day1_pytorch.lesson03_autograd), or all."
+        help="A day (day2, cuda), a lesson (lesson03_softmax, 02_vector_add), a part of names (softmax), or all."
     ),
 ]
 
@@ -44,9 +46,20 @@ def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
         show.console.print(f"lesson {which} is now called {now}")
         found = list(discover(now))
     if not found:
-        names = "\n  ".join(name for name, _ in discover())
-        raise typer.BadParameter(f"no lesson matches {which!r}; there are:\n  {names}")
+        close = ", ".join(_closest(which))
+        raise typer.BadParameter(f"no lesson matches {which!r}. The closest: {close}. All: {command.COURSE} list")
     return found
+
+
+def _closest(which: str) -> list[str]:
+    """The three lessons whose names are most like this one."""
+
+    def likeness(name: str) -> float:
+        stem = name.partition(".")[2]
+        spelt = (name, stem, stem.partition("_")[2])
+        return max(difflib.SequenceMatcher(None, which, each).ratio() for each in spelt)
+
+    return sorted(names(), key=likeness, reverse=True)[:3]
 
 
 def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]:
@@ -59,6 +72,11 @@ def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]
             yield name, lesson
     if all(isinstance(lesson, Steps) for _, lesson in chosen):
         show.console.print(f"Steps without rungs; running them checks what they claim: {command.COURSE} run {which}")
+
+
+def _warn(routes: Iterable[paths.Route]) -> None:
+    for line in (line for route in routes for line in route.warnings):
+        show.console.print(f"warning: {line}", style="yellow")
 
 
 def _end(failed: list[str]) -> None:
@@ -100,6 +118,7 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
     routes = {route.name: route for route in paths.routes()}
     if name not in ("", *routes):
         raise typer.BadParameter(f"no path is called {name!r}; there are {', '.join(routes)}")
+    _warn(routes[word] for word in ([name] if name else routes))
     if not name:
         body = [[r.name, r.ends["en"], f"paths/{r.name}.md"] for r in routes.values()]
         return show.table("paths", ["name", "at the end", "page"], body)
@@ -115,13 +134,56 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
 
 
 @app.command()
-def run(which: Which = "") -> None:
-    """Run lessons in order, each as its own script, and say what ran, what was left out and why."""
-    summary, failed = [], 0
-    for name, code, seconds in _scripts([name for name, _ in _chosen(which)]):
-        failed += code != 0
-        summary.append([name, "ok" if code == 0 else f"FAILED (exit {code})", f"{seconds:.0f} s"])
+def run(
+    which: Which = "",
+    again: Annotated[bool, typer.Option("--again", help="Start over, also where a stopped run has been.")] = False,
+) -> None:
+    """Run lessons in order, each as its own script, and say what ran, what was left out and why.
+
+    A run that was stopped goes on where it was. Ctrl-C ends the lessons that run; the exit code is then 130.
+    """
+    chosen = [name for name, _ in _chosen(which)]
+    kept, marks = course_run.load(), course_run.marks(chosen)
+    stopped_run = kept.run_of(chosen)
+    before = [] if again else stopped_run.unchanged(marks)
+    if before:
+        many, since = f"{len(before)} lesson{'s' * (len(before) > 1)}", max(0.0, time.time() - stopped_run.at)
+        since_then = course_run.roughly(since)
+        show.console.print(f"going on after {many} of a run that was stopped {since_then} ago; --again starts over")
+    ended = dict.fromkeys(before, (0, ""))
+    this = course_run.Run(chosen, {name: marks[name] for name in before})
+    course_run.keep(this, {})
+    todo = [name for name in chosen if name not in ended]
+    at_once = 1 if device.HAS_GPU else min(8, os.cpu_count() or 1)
+    watch = course_run.Watch(chosen, todo, kept.seconds, at_once, live=not device.HAS_GPU)
+    stopped = False
+    handlers = {number: signal.signal(number, _stop) for number in STOPS}
+    try:
+        with watch, closing(_scripts(todo, at_once, watch.began)) as running:
+            for name, code, seconds, printed in running:
+                ended[name] = code, f"{seconds:.0f} s"
+                if code == 0:
+                    this.done[name] = marks[name]
+                    course_run.keep(this, {name: seconds})
+                watch.end(name, code, seconds, printed)
+        this.done = {}
+        course_run.keep(this, {})
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    summary = [
+        [name, "ok, before" if name in before else course_run.verdict(ended[name][0]), ended[name][1]]
+        for name in chosen
+        if name in ended
+    ]
     show.table(f"{len(summary)} lessons, {show.LANES[device.DEVICE.type]}", ["lesson", "", "time"], summary)
+    if stopped:
+        show.console.print(
+            f"Stopped after {len(summary)} of {len(chosen)} lessons. The same command goes on; --again starts over."
+        )
+        raise typer.Exit(130)
     if device.HAS_GPU:
         report.write()
         show.console.print("reports and plots: reports/README.md")
@@ -129,49 +191,50 @@ def run(which: Which = "") -> None:
         show.console.print(
             "No GPU: kernels were interpreted and compiled, not timed. Committed measurements: reports/README.md"
         )
-    raise typer.Exit(int(failed > 0))
+    raise typer.Exit(int(any(code for code, _ in ended.values())))
 
 
-def _scripts(names: list[str]) -> Iterator[tuple[str, int, float]]:
-    """Run lessons' scripts; (name, exit code, seconds), in order.
+def _stop(number: int, frame: object) -> NoReturn:
+    """End a run in order; whoever presses Ctrl-C twice does not disturb that."""
+    for each in STOPS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
-    On a GPU one after the other, or each would time the others too. Without one as many at a time as there are cores;
-    what a script prints then appears when it has ended and it is its turn.
+
+def _scripts(names: list[str], at_once: int, began: Callable[[str], None]) -> Generator[tuple[str, int, float, bytes]]:
+    """Run lessons' scripts; (name, exit code, seconds, what it printed) of each when it ends.
+
+    On a GPU one after the other, or each would time the others too, and each prints by itself.
     """
     scripts = [ROOT / f"{name.replace('.', '/')}.py" for name in names]
     if device.HAS_GPU:
         for name, script in zip(names, scripts, strict=True):
+            began(name)
             start = time.monotonic()
             done = subprocess.run([sys.executable, str(script)], env=environment())
-            yield name, done.returncode, time.monotonic() - start
+            yield name, done.returncode, time.monotonic() - start, b""
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": str(show.console.width)}
     os.environ |= {"FORCE_COLOR": "1"} if show.console.is_terminal else {}
-    ended = side_by_side(scripts, min(8, os.cpu_count() or 1))
-    for name, (printed, code, seconds) in zip(names, ended, strict=True):
-        sys.stdout.buffer.write(printed)
-        sys.stdout.flush()
-        yield name, code, seconds
+    with closing(side_by_side(scripts, at_once, lambda nth: began(names[nth]))) as running:
+        for ended in running:
+            yield names[ended.nth], ended.code, ended.seconds, ended.printed
 
 
 @app.command()
 def check(which: Which = "") -> None:
-    """Check every rung against PyTorch, and that every mutant is rejected."""
+    """Ask all that the tests ask of a lesson: rungs against PyTorch, mutants, machine code, guides."""
     failed: list[str] = []
     for name, lesson in _with_kernels(which, failed):
         show.console.rule(title(name))
-        if wrong := show.checks(lesson):
+        try:
+            wrong = show.checks(lesson)
+        except Misdeclared as mistake:
+            failed.append(str(mistake))
+            continue
+        if wrong:
             failed.append(f"{name}: {wrong} checks failed")
-        body = []
-        for mutant in lesson.wrong:
-            rung = mutants.build(name, mutant)
-            if why := mutants.cannot_judge(lesson, rung, mutant):
-                body.append([mutant.why, "left out", why])
-                continue
-            if not (found := mutants.first_rejection(lesson, rung)):
-                failed.append(f"{name}: a mutant was not rejected: {mutant.why}")
-            body.append([mutant.why, found[0].caught_by if found else "NOT REJECTED", found[1] if found else ""])
-        show.table("mutants", ["wrong version", "rejected by", "on"], body)
+        failed += show.questions(q for q in verify.questions(name, lesson) if q.kind not in ("rung", "gradients"))
     _end(failed)
 
 
@@ -224,7 +287,7 @@ def count(
         return
     for name, lesson in chosen:
         show.counted(lesson)
-        broken += counters.broken_counts(name, lesson)
+        broken += counters.broken_counts(name, lesson, counters.traffic(lesson))
         report.save_emulated(name, lesson)
     report.write()
     _end(broken)
@@ -248,6 +311,7 @@ def write_report(
         return
     for path in report.write():
         show.console.print(f"wrote {path.relative_to(ROOT)}")
+    _warn(paths.routes())
     if old := stale.old():
         show.console.print(
             f"{len(old)} rows were measured before their code changed; the pages mark them, `stale` lists them.",
@@ -258,11 +322,16 @@ def write_report(
 @app.command(name="stale")
 def list_stale(
     release: Annotated[bool, typer.Option("--release", help="Old rows are a failure: exit code 1.")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Add what this machine's compilers make of the rows.")
+    ] = False,
 ) -> None:
     """List measured rows whose code has changed since, after comparing machine code where this machine can."""
     if shown := stale.show_equal():
         show.console.print(f"{shown} rows: machine code shown to be equal, and kept so in their files")
         report.write()
+    if record:
+        show.console.print(f"{stale.record()} rows: what the compilers of this machine make of them, added")
     old = stale.old()
     body = ([each.device, each.row.lesson, each.row.rung, each.row.shape, each.why, each.row.commit] for each in old)
     show.table(f"{len(old)} old rows", ["device", "lesson", "rung", "shape", "why", "measured at"], body)
@@ -277,7 +346,8 @@ def diff(lesson: str, old: str, new: str) -> None:
     """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
     (name, found), *more = _chosen(lesson)
     if more:
-        raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one")
+        several = ", ".join([name, *(other for other, _ in more)])
+        raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one: {several}")
     if isinstance(found, Broken):
         _end([f"{name}: cannot be imported: {found.error}"])
     module = sys.modules[name]

@@ -5,17 +5,26 @@ names a target and launches nothing: Triton specialises and compiles exactly wha
 code come registers, spills, shared memory, the occupancy they allow, and the instructions that a rung may claim.
 """
 
+import hashlib
+import json
 import re
+import struct
 import subprocess
 import tempfile
+import zlib
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from lessonkit.elsewhere import elsewhere
+from lessonkit.rows import write_atomically
 
 TARGETS = (80, 90, 100)
 # Per SM: registers, shared memory in bytes, warps, blocks (CUDA programming guide, compute capabilities table).
@@ -56,6 +65,11 @@ CLAIMS: dict[str, Callable[[Kernel], bool]] = {
 }
 
 
+def second_target(name: str) -> int:
+    """The target, 80 or 100, that a test compiles a lesson for beside 90. It depends on the lesson's name alone."""
+    return (80, 100)[zlib.crc32(name.encode()) % 2]
+
+
 def resident(target: int, warps: int, registers: int, shared: int) -> int:
     """Programs that an SM holds at a time. Registers come in units of 256 a warp, shared memory with 1 KB a program."""
     all_registers, all_shared, max_warps, max_blocks = SM_LIMITS[target]
@@ -85,39 +99,83 @@ def as_file(binary: bytes) -> Iterator[str]:
         yield cubin.name
 
 
-def instructions(cubin: str) -> dict[str, list[str]]:
-    """The machine code of each function in a cubin, as opcodes: LDG.E.128, HGMMA.64x256x16.F32.BF16."""
-    found: dict[str, list[str]] = {}
-    for part in re.split(r"^\t?\.section\s+\.text\.", tool("nvdisasm", "-c", "-ndf", cubin), flags=re.MULTILINE)[1:]:
-        ops = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", part, re.MULTILINE)
-        found[re.split(r"[,\s]", part, maxsplit=1)[0]] = ops
-    return found
+def sections(binary: bytes) -> list[tuple[str, bytes]]:
+    """Name and content of each section of a cubin, which is a 64-bit ELF file; no content where the file has none."""
+    (table,) = struct.unpack_from("<Q", binary, 0x28)
+    count, names = struct.unpack_from("<HH", binary, 0x3C)
+    # An entry: the name's offset, type (8: nothing in the file), flags, address, offset, size, ...
+    entries = [struct.unpack_from("<IIQQQQ", binary, table + 64 * i) for i in range(count)]
+    strings = entries[names][4]
+
+    def name(offset: int) -> str:
+        return binary[strings + offset : binary.index(b"\0", strings + offset)].decode()
+
+    return [(name(e[0]), b"" if e[1] == 8 else binary[e[4] : e[4] + e[5]]) for e in entries]
 
 
-def functions(cubin: str) -> dict[str, str]:
-    """The machine code of each function in a cubin as text: no names but registers', no addresses, no lines."""
-    found: dict[str, str] = {}
-    for part in re.split(r"^\t?\.section\s+\.text\.", tool("nvdisasm", "-c", "-ndf", cubin), flags=re.MULTILINE)[1:]:
-        code = re.findall(r"^\s*(\.L_x_\d+:)|^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", part, re.MULTILINE)
-        text = "\n".join(label or op for label, op in code)
-        labels = {name: f"L{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\.L_x_\d+", text)))}
-        text = re.sub(r"\.L_x_\d+", lambda m, labels=labels: labels[m[0]], text)  # type: ignore[misc]
-        found[re.split(r"[,\s]", part, maxsplit=1)[0]] = re.sub(r"\$?\b_Z\w+|`\([^)]*\)", "name", text)
-    return found
+def functions(binary: bytes) -> dict[str, bytes]:
+    """The machine code of each function in a cubin."""
+    return {name.removeprefix(".text."): code for name, code in sections(binary) if name.startswith(".text.")}
+
+
+def opcodes(codes: Iterable[bytes], target: int) -> list[Counter[str]]:
+    """How often each opcode (LDG.E.128, HGMMA.64x256x16.F32.BF16) is in the machine code of these functions.
+
+    Kept on disk. What is new is disassembled by one process, as nvdisasm takes 0.4 s to start and no time for the rest.
+    """
+    codes = list(codes)
+    files = [_kept(code, target) for code in codes]
+    new = [i for i, file in enumerate(files) if not file.exists()]
+    architecture = f"SM{target}{'a' * (target >= 90)}"
+    found: list[Counter[str]] = [Counter() for _ in new]
+    if new:
+        with as_file(b"".join(codes[i] for i in new)) as together:
+            text = tool("nvdisasm", "-b", architecture, "-ndf", together)
+        ends = list(accumulate(len(codes[i]) for i in new))
+        for address, op in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text, re.MULTILINE):
+            found[bisect_right(ends, int(address, 16))][op] += 1
+    for i, ops in zip(new, found, strict=True):
+        write_atomically(files[i], json.dumps(ops))
+    return [Counter(json.loads(file.read_text())) for file in files]
+
+
+def _kept(code: bytes, target: int) -> Path:
+    """Where the opcodes of machine code are kept."""
+    from lessonkit.cuda import build, toolchain
+
+    import triton
+
+    said = toolchain.version(triton.knobs.nvidia.nvdisasm.path)
+    return build.CACHE / "opcodes" / f"{hashlib.sha256(code + f'{target} {said}'.encode()).hexdigest()[:32]}.json"
 
 
 @cache
 def normalised(binary: bytes) -> str:
-    """The machine code of a cubin as text without names, paths and lines: the same for kernels that do the same."""
+    """What a cubin does, as 16 hex digits: its instructions with their operands, its constants, and what it occupies.
+
+    Names, files, lines and the order of functions do not count: the same kernel under another name is the same.
+    """
     with as_file(binary) as cubin:
-        return "\n\n".join(functions(cubin).values())
+        usage = dict(re.findall(r"Function (\S+):\s+(.*)", tool("cuobjdump", "-res-usage", cubin)))
+    parts = []
+    for name, content in sections(binary):
+        plain = name.removeprefix(".rela")
+        if not (kind := re.match(r"\.(text|nv\.constant[1-9]\d*|nv\.global)", plain)):
+            continue
+        if plain != name:  # each entry: where, symbol's number << 32 | how, what is added
+            content = repr(
+                [(at, how & 0xFFFFFFFF, add) for at, how, add in struct.iter_unpack("<QQq", content)]
+            ).encode()
+        parts.append(repr((kind[1], plain == name, content, usage.get(plain.removeprefix(".text."), ""))))
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
 
-def row(rung: str, kernel: str, target: int, ops: Sequence[str], *, warps: int, registers: int, shared: int) -> Kernel:
-    """A kernel's row: what is known of it, and what its instructions show."""
+def row(rung: str, kernel: str, target: int, ops: Iterable[str], *, warps: int, registers: int, shared: int) -> Kernel:
+    """A kernel's row: what is known of it, and what its instructions (a list, or how many of each) show."""
+    ops = Counter(ops)
 
     def count(*prefixes: str) -> int:
-        return sum(op.startswith(prefixes) for op in ops)
+        return sum(times for op, times in ops.items() if op.startswith(prefixes))
 
     def widest(prefix: str) -> int:
         widths = [
@@ -143,14 +201,14 @@ def row(rung: str, kernel: str, target: int, ops: Sequence[str], *, warps: int, 
         tma=count("UTMALDG", "UTMASTG", "UBLKCP"),
         cp_async=count("LDGSTS"),
         barriers=count("BAR"),
-        instructions=sum(op != "NOP" for op in ops),
+        instructions=ops.total() - ops["NOP"],
     )
 
 
 def inspect(rung: str, compiled: Any, target: int) -> Kernel:
     """The row of a kernel that Triton has compiled."""
     meta = compiled.metadata
-    ops, registers = _machine_code(compiled.asm["cubin"])
+    ops, registers = _machine_code(compiled.asm["cubin"], target)
     return row(rung, meta.name, target, ops, warps=meta.num_warps, registers=registers, shared=meta.shared)
 
 
@@ -168,13 +226,21 @@ def idle_barriers(ttgir: str) -> list[str]:
     return [array for array in dict.fromkeys(made) if array not in used]
 
 
+def one_dimensional_maps(ttgir: str) -> list[str]:
+    """The types of tensor maps of one dimension in a kernel.
+
+    Hopper's TMA dies ("illegal instruction") if it enters one at an address that is no multiple of 16 bytes. A second
+    dimension has a stride, which TensorDescriptor checks.
+    """
+    return list(dict.fromkeys(re.findall(r"!tt\.tensordesc<(?:tensor<)?(\d+x[a-z]\w*)", ttgir)))
+
+
 @cache  # rungs share kernels
-def _machine_code(binary: bytes) -> tuple[list[str], int]:
+def _machine_code(binary: bytes, target: int) -> tuple[Counter[str], int]:
     """The opcodes of a cubin with one kernel, and the registers of a thread."""
     with as_file(binary) as cubin:
         usage = tool("cuobjdump", "-res-usage", cubin)
-        ops = [op for function in instructions(cubin).values() for op in function]
-    return ops, int(re.findall(r"REG:(\d+)", usage)[0])
+    return sum(opcodes(functions(binary).values(), target), Counter()), int(re.findall(r"REG:(\d+)", usage)[0])
 
 
 @contextmanager
@@ -230,21 +296,30 @@ def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> li
     assert isinstance(lesson, Lesson)
     kernels: dict[tuple[str, str, int], Kernel] = {}
     for target in targets:
+        found: list[tuple[str, Any]] = []
         with compiling(target) as made:
             for rung in (r for r in lesson.rungs if suits(r, target) and (not rungs or r.__name__ in rungs)):
                 made.clear()
                 for shape in lesson.benches:
                     with suppress(Unsupported):
                         rung(*lesson.inputs(dtype=lesson.bench_dtype, **shape))
-                for compiled in made.values():
-                    kernel = inspect(rung.__name__, compiled, target)
-                    # Only Gluon's, as Triton's own warp specialization makes some, too.
-                    if compiled.src.fn.is_gluon() and (idle := idle_barriers(compiled.asm["ttgir"])):
-                        raise RuntimeError(
-                            f"{kernel.rung}: {kernel.kernel} never uses {', '.join(idle)}: barriers that nobody needs "
-                            "must not be made, for their memory is given to others"
-                        )
-                    kernels[kernel.rung, kernel.kernel, target] = kernel
+                found += [(rung.__name__, compiled) for compiled in made.values()]
+        # All at once: the disassembler starts once for a target.
+        opcodes((code for _, compiled in found for code in functions(compiled.asm["cubin"]).values()), target)
+        for name_of_rung, compiled in found:
+            kernel = inspect(name_of_rung, compiled, target)
+            # Only Gluon's, as Triton's own warp specialization makes some, too.
+            if compiled.src.fn.is_gluon() and (idle := idle_barriers(compiled.asm["ttgir"])):
+                raise RuntimeError(
+                    f"{kernel.rung}: {kernel.kernel} never uses {', '.join(idle)}: barriers that nobody needs "
+                    "must not be made, for their memory is given to others"
+                )
+            if maps := one_dimensional_maps(compiled.asm["ttgir"]):
+                raise RuntimeError(
+                    f"{kernel.rung}: {kernel.kernel} has a tensor map of {', '.join(maps)}: describe it in "
+                    "two dimensions, rows at multiples of 16 bytes, or TMA may enter it between two of them"
+                )
+            kernels[kernel.rung, kernel.kernel, target] = kernel
     return [asdict(k) for k in kernels.values()]
 
 
@@ -270,12 +345,16 @@ def kernels(name: str, targets: tuple[int, ...] = TARGETS, rungs: tuple[str, ...
 def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterable[Kernel]) -> list[str]:
     """What a lesson claims of its rungs ({rung: claims}) and the machine code does not show.
 
-    "no spills" is meant of every kernel that the rung launches, "row_kernel: no spills" of that one.
+    "no spills" is meant of every kernel that the rung launches, "row_kernel: no spills" of that one. A claim that is
+    not in CLAIMS is broken, and the line lists those that are.
     """
     broken, everything = [], list(found)
     for rung, wanted in claims.items():
         for claim in wanted:
             only, _, what = claim.rpartition(": ")
+            if what not in CLAIMS:
+                broken.append(f"{name}.{rung} claims {what!r}; a claim is one of {', '.join(map(repr, CLAIMS))}")
+                continue
             kernels = [k for k in everything if k.rung == rung and only in ("", k.kernel)]
             broken += [f"{name}.{rung} launches no {only or 'kernel'}"] * (not kernels)
             broken += [

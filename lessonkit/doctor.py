@@ -64,9 +64,11 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else (0,)
 
 
-def needs() -> dict[str, str]:
-    """The packages of pyproject.toml and the oldest version of each that will do."""
-    return dict(re.findall(r'^ +"([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+def needs() -> dict[str, tuple[str, str]]:
+    """The packages of pyproject.toml: the oldest version of each that will do, and the first too new one or ''."""
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.findall(r'^ +"([\w-]+)>=([\d.]+)(?:,<([\d.]+))?', text, re.MULTILINE)
+    return {name: (least, below) for name, least, below in found}
 
 
 def printed(pattern: str, *command: str) -> str:
@@ -107,9 +109,12 @@ def look() -> Machine:
 def judge(m: Machine) -> list[Finding]:
     """What the pieces mean together, in the order in which to mend them."""
     found = [Finding("Python", m.python, version(m.python) >= (3, 11), "3.11 or newer", "use python3.12", True)]
-    for name, least in needs().items():
-        have, mend = m.packages.get(name, ""), f'{PIP} "{name}>={least}"'
-        found += [Finding(name, have or "missing", version(have) >= version(least), f"{least} or newer", mend, True)]
+    for name, (least, below) in needs().items():
+        have = m.packages.get(name, "")
+        fits = version(have) >= version(least) and (not below or version(have) < version(below))
+        why = f"{least} or newer" + (f", older than {below}" if below else "")
+        mend = f'{PIP} "{name}>={least}' + (f',<{below}"' if below else '"')
+        found += [Finding(name, have or "missing", fits, why, mend, True)]
     if version(m.packages.get("triton", ""))[:2] == (3, 6) and version(m.packages.get("numpy", "")) >= (2, 4):
         why = "Triton 3.6's interpreter fails with numpy 2.4 and newer; kernels on a GPU do not mind"
         found += [Finding("triton + numpy", "do not fit", False, why, f'{PIP} "numpy<2.4"', not m.gpu)]

@@ -66,6 +66,13 @@ def _mark(lesson: Any, fn: Callable[..., Any], shape: dict[str, Any], events: li
     return f"{'+'.join(compilers)}={digest}"
 
 
+def compilers() -> list[str]:
+    """What a mark made on this machine may begin with: triton-3.7.1, torch-2.13.0, nvcc-13.0.88."""
+    from lessonkit.cuda import toolchain
+
+    return [_release("triton"), _release("torch"), f"nvcc-{toolchain.release()}"]
+
+
 def _release(package: str) -> str:
     return f"{package}-{import_module(package).__version__.partition('+')[0]}"
 
@@ -91,7 +98,7 @@ def recording() -> Iterator[list[Event]]:
         meta = made.metadata
         events.append(
             (
-                *("kernel", _release("triton"), _hash(compiled.normalised(made.asm["cubin"]))),
+                *("kernel", _release("triton"), compiled.normalised(made.asm["cubin"])),
                 tuple(grid(named) if callable(grid) else grid),
                 *(meta.num_warps, meta.shared, meta.num_ctas, getattr(meta, "launch_pdl", False)),
                 *(_described(named.get(p.name)) for p in self.params if not p.is_constexpr),
@@ -188,12 +195,19 @@ def _launcher(program: Path, name: str) -> tuple[str, str, str]:
 
 @cache
 def _cubin(path: Path) -> list[tuple[str, str]]:
-    """(a kernel's plain name, its machine code) of each instance in a program."""
+    """(a kernel's plain name, the hash of its machine code and of the program's constants) of each instance."""
     from lessonkit.cuda import machine_code
 
-    parts = compiled.functions(str(path))
-    names = machine_code._demangled(list(parts))
-    return [(re.split("<", names[m])[0].rpartition("::")[2], text) for m, text in parts.items()]
+    binary = path.read_bytes()
+    constants = [
+        content.hex() for name, content in compiled.sections(binary) if re.match(r"\.nv\.(constant[1-9]|global)", name)
+    ]
+    found = compiled.functions(binary)
+    names = machine_code.demangled(list(found))
+    return [
+        (re.split("<", names[mangled])[0].rpartition("::")[2], _hash("\n".join([code.hex(), *sorted(constants)])))
+        for mangled, code in found.items()
+    ]
 
 
 def shown_equal(recorded: str, now: str) -> bool:

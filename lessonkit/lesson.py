@@ -19,6 +19,10 @@ Rung = Callable[..., Any]
 Shape = dict[str, Any]
 
 
+class Misdeclared(ValueError):
+    """What a lesson declares does not fit its code; says which lesson, which case or mutant, and what to write."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One small input to check, and the bug that it would show."""
@@ -160,9 +164,10 @@ class Lesson:
 
     def main(self) -> None:
         """Run the lesson as a script: check every rung, then show what each costs on this machine."""
-        from lessonkit import show
-
-        show.lesson(*_running())
+        try:
+            _show().lesson(*_running())
+        except Misdeclared as why:
+            sys.exit(str(why))
 
 
 @dataclass(frozen=True)
@@ -186,17 +191,22 @@ class Steps:
     """A lesson without kernels: functions whose docstring is a claim that the body asserts; one may return a Table.
 
     alone: the claims are about time, so the suite runs the steps with nothing beside them
+    nightly: those that take long and that hardly a change breaks; the suite runs them each night, not at each push
     compares: compare(folder) -> Table (or None) made of the rows of one GPU, reports/<device>: kept fresh by `report`
     """
 
     steps: tuple[Callable[[], Table | None], ...]
     compares: tuple[Callable[[Path], Table | None], ...] = ()
     alone: bool = False
+    nightly: tuple[Callable[[], Table | None], ...] = ()
 
     def main(self) -> None:
-        from lessonkit import show
+        _show().steps(*_running())
 
-        show.steps(*_running())
+
+def _show() -> Any:
+    """What prints is loaded by the script that needs it, by its name: a declaration depends on none of it."""
+    return importlib.import_module("lessonkit.show")
 
 
 def _running() -> tuple[str, Any]:
@@ -213,23 +223,32 @@ class Broken:
     error: Exception
 
 
-def discover(prefix: str = "") -> Iterator[tuple[str, Lesson | Steps | Broken]]:
-    """Yield (name, lesson) in reading order; the folders are the only list there is.
+def names(which: str = "") -> list[str]:
+    """The lessons' names in reading order; the folders are the only list there is.
 
-    prefix: day2, cuda, lesson03, 02_vector_add.
+    which: a lesson's name (lesson03_softmax, day2_triton_basics.lesson03_softmax); if there is none, the beginning of
+    names (day2, cuda, 02_vector); if there is none, a part of names without their folder (softmax). "" is all.
     """
-    for path in [*sorted(ROOT.glob("day*_*/lesson*.py")), *sorted(ROOT.glob("cuda_src/[0-9]*.py"))]:
-        name = f"{path.parent.name}.{path.stem}"
-        if prefix and not name.startswith(prefix) and not path.stem.startswith(prefix):
-            continue
+    paths = [*sorted(ROOT.glob("day*_*/lesson*.py")), *sorted(ROOT.glob("cuda_src/[0-9]*.py"))]
+    found = {f"{path.parent.name}.{path.stem}": path.stem for path in paths}
+    return (
+        [name for name, stem in found.items() if which in (name, stem)]
+        or [name for name, stem in found.items() if name.startswith(which) or stem.startswith(which)]
+        or [name for name, stem in found.items() if which in stem]
+    )
+
+
+def discover(which: str = "") -> Iterator[tuple[str, Lesson | Steps | Broken]]:
+    """Yield (name, lesson) of `names(which)`, in reading order."""
+    for name in names(which):
         try:
             yield name, importlib.import_module(name).LESSON
         except Exception as error:
             yield name, Broken(error)
 
 
-def kernels(prefix: str = "") -> list[tuple[str, Lesson]]:
-    return [(name, lesson) for name, lesson in discover(prefix) if isinstance(lesson, Lesson)]
+def kernels(which: str = "") -> list[tuple[str, Lesson]]:
+    return [(name, lesson) for name, lesson in discover(which) if isinstance(lesson, Lesson)]
 
 
 def title(name: str) -> str:

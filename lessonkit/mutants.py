@@ -5,14 +5,16 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from lessonkit import device
 from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
-from lessonkit.cuda.build import MUTANTS, SHARED, local_files
+from lessonkit.cuda.build import MUTANTS, SHARED, TOGETHER, local_files
 from lessonkit.cuda.source import definitions
-from lessonkit.lesson import Lesson, Mutant, Rung, suits
+from lessonkit.lesson import Lesson, Misdeclared, Mutant, Rung, suits
 from lessonkit.rows import write_atomically
 
 import torch
@@ -21,33 +23,67 @@ import torch
 def build(name: str, mutant: Mutant) -> Rung:
     """Return the mutant's rung from a copy of the lesson's source with the one change.
 
-    Raises ValueError if `old` is not exactly once in `where`: the lesson has moved on and the mutant has not.
+    Raises Misdeclared if `old` is not exactly once in `where`, or there is no such function or rung: the lesson has
+    changed and the mutant has not.
     """
-    texts = {path: path.read_text() for path in _files(name)}
-    places = [(path, *span) for path, text in texts.items() for span in _spans(path, text, mutant.where)]
-    if not places:
-        raise ValueError(f"{name}: mutant {mutant.why!r} names {mutant.where!r}, which is no function of the lesson")
-    counts = [texts[path][start:stop].count(mutant.old) for path, start, stop in places]
-    if sum(counts) != 1:
-        raise ValueError(f"{name}: {mutant.old!r} stands {sum(counts)} times in {mutant.where}, expected once")
-    path, start, stop = places[counts.index(1)]
-    text = texts[path]
-    texts[path] = text[:start] + text[start:stop].replace(mutant.old, mutant.new) + text[stop:]
-    # Triton reads a kernel's source from its file, so the mutant needs one too, and a program lies beside its lesson.
-    stem = f"mutant_{hashlib.sha256(repr(sorted(texts.values())).encode()).hexdigest()[:16]}"
-    folder = MUTANTS / stem
-    for path, text in texts.items():
-        file = folder / (path.name if path.suffix == ".cuh" else f"{stem}{path.suffix}")
-        if not file.exists():  # another process may be reading it
-            write_atomically(file, text)
-    spec = importlib.util.spec_from_file_location(stem, folder / f"{stem}.py")
+    lesson = _written(_changed(_texts(name), name, mutant))
+    if lesson.with_suffix(".cu").exists() and not device.HAS_GPU:
+        together = _all_programs(name, _texts(name))
+        TOGETHER.update(dict.fromkeys((program for program, _ in together), together))
+    stem = lesson.stem
+    spec = importlib.util.spec_from_file_location(stem, lesson)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[stem] = module
     spec.loader.exec_module(module)
+    if not hasattr(module, mutant.rung):
+        raise Misdeclared(f"{name}: the mutant {mutant.why!r}: rung={mutant.rung!r} is no function of the lesson")
     rung: Rung = getattr(module, mutant.rung)
     return rung
+
+
+def _texts(name: str) -> tuple[tuple[Path, str], ...]:
+    return tuple((path, path.read_text()) for path in _files(name))
+
+
+def _changed(before: tuple[tuple[Path, str], ...], name: str, mutant: Mutant) -> dict[Path, str]:
+    """The texts of the lesson with the one change."""
+    said = f"{name}: the mutant {mutant.why!r}"
+    texts = dict(before)
+    places = [(path, *span) for path, text in before for span in _spans(path, text, mutant.where)]
+    if not places:
+        raise Misdeclared(f"{said}: where={mutant.where!r} is no function of the lesson")
+    counts = [texts[path][start:stop].count(mutant.old) for path, start, stop in places]
+    if sum(counts) != 1:
+        advice = "write more of the line" if sum(counts) else "write the line as it is now"
+        raise Misdeclared(
+            f"{said}: old={mutant.old!r} stands {sum(counts)} times in {mutant.where}, expected once; {advice}"
+        )
+    path, start, stop = places[counts.index(1)]
+    text = texts[path]
+    texts[path] = text[:start] + text[start:stop].replace(mutant.old, mutant.new) + text[stop:]
+    return texts
+
+
+def _written(texts: dict[Path, str]) -> Path:
+    """The lesson of these texts. Triton reads a kernel's source from its file, and a program lies beside its lesson."""
+    stem = f"mutant_{hashlib.sha256(repr(sorted(texts.values())).encode()).hexdigest()[:16]}"
+    for path, text in texts.items():
+        file = MUTANTS / stem / (path.name if path.suffix == ".cuh" else f"{stem}{path.suffix}")
+        if not file.exists():  # another process may be reading it
+            write_atomically(file, text)
+    return MUTANTS / stem / f"{stem}.py"
+
+
+@cache
+def _all_programs(name: str, texts: tuple[tuple[Path, str], ...]) -> tuple[tuple[Path, str], ...]:
+    """The program of each mutant of the lesson, and its rung; what has no place in the lesson is left out."""
+    found = []
+    for mutant in sys.modules[name].LESSON.wrong:
+        with suppress(ValueError):
+            found.append((_written(_changed(texts, name, mutant)).with_suffix(".cu").resolve(), mutant.rung))
+    return tuple(found)
 
 
 def _files(name: str) -> list[Path]:
@@ -58,6 +94,7 @@ def _files(name: str) -> list[Path]:
     return [lesson, *(path for path in local_files(program) if path.name not in SHARED)]
 
 
+@cache
 def _spans(path: Path, text: str, where: str) -> list[tuple[int, int]]:
     """Where what has this name begins and ends: the first such function in Python, each such definition in C++."""
     if path.suffix != ".py":

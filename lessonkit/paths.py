@@ -1,7 +1,8 @@
 """Paths through the course, one for each time that a reader has: paths/*.toml says the steps and what is handed in.
 
 All else is taken from where it stands: titles from lessons, hours and Chinese words from guides, exercises from their
-folders. A lesson or an exercise that is not there, or steps that do not fit the time, raise ValueError.
+folders. A lesson or an exercise that is not there, or minutes that do not add up, raise ValueError. A part with more or
+less than its hours is a warning (`Route.warnings`), so that a new exercise does not stop `report`.
 
     minutes = 60                            of the whole path; or `hours = [6, 8]`, the least and most of a day or week
     [[part]]
@@ -32,6 +33,7 @@ from lessonkit.lesson import ROOT
 
 FOLDER = ROOT / "paths"
 GUIDES = {"en": "README.md", "zh": "README.zh-CN.md"}  # by language
+LANGUAGES = {"en": "English", "zh": "Chinese"}
 EXERCISE = 20  # minutes, for somebody who has read the lesson
 Words = dict[str, str]  # by language
 
@@ -81,6 +83,28 @@ class Route:
         return [item for part in self.parts for item in part.items]
 
     @property
+    def warnings(self) -> list[str]:
+        """A line for each part whose hours are outside the limits: the file, the part, and what to move where."""
+        if not self.hours:
+            return []
+        found = []
+        for part in self.parts:
+            takes, (low, high) = part.minutes / 60, (limit * part.units for limit in self.hours)
+            room = {p.title["en"]: self.hours[1] * p.units - p.minutes / 60 for p in self.parts if p is not part}
+            where = (max if takes > high else min)(room, key=room.__getitem__, default="")
+            if low <= takes <= high:
+                continue
+            if takes < low:
+                todo = f"move {low - takes:.2g} hours or more here" + (f" from {where!r}, the fullest" if where else "")
+            elif where and room[where] > 0:
+                todo = f"move {takes - high:.2g} hours or more to {where!r}, which has room for {room[where]:.2g}"
+            else:
+                todo = f"move {takes - high:.2g} hours or more to a new part, as no other has room"
+            said = f"{part.title['en']!r} takes {takes:.4g} hours, expected {low:g} to {high:g}"
+            found.append(f"paths/{self.name}.toml: {said}: {todo}")
+        return found
+
+    @property
     def lessons(self) -> list[str]:
         return [item.lesson for item in self.items if item.lesson]
 
@@ -111,9 +135,6 @@ def load(path: Path) -> Route:
         hours = tuple(data.get("hours", ()))
         if not hours and (total := sum(part.minutes for part in parts)) != data["minutes"]:
             raise ValueError(f"its steps take {total:g} minutes, not {data['minutes']}")
-        for part in parts if hours else ():
-            if not hours[0] <= part.minutes / 60 / part.units <= hours[1]:
-                raise ValueError(f"{part.title['en']!r} takes {part.minutes / 60:g} hours")
     except ValueError as why:
         raise ValueError(f"{path.name}: {why}") from None
     return Route(path.stem, data["title"], data["ends"], data["about"], hours, parts)
@@ -147,9 +168,16 @@ def _item(data: dict[str, Any], named: set[str]) -> Item:
     text = {language: data[language] for language in GUIDES if language in data}
     if lesson := data.get("lesson", ""):
         folder, _, stem = lesson.partition(".")
-        if stem not in guide(folder, "en"):
-            raise ValueError(f"there is no lesson {lesson!r} in the guide of its folder")
-        title = _title((ROOT / folder / f"{stem}.py").read_text())
+        if not (file := ROOT / folder / f"{stem}.py").exists():
+            raise ValueError(f"there is no lesson {lesson!r}; a lesson is FOLDER.FILE without .py")
+        for language, readme in GUIDES.items():
+            if stem not in guide(folder, language):
+                words = LANGUAGES[language]
+                raise ValueError(
+                    f"{folder}/{readme} ({words}) has no row for {stem}; write into its table of lessons: "
+                    f"| [{stem}]({stem}.py) | HOURS | what it teaches, in {words} |"
+                )
+        title = _title(file.read_text())
         text = text or {"en": title, "zh": guide(folder, "zh")[stem][1]}
         return Item(minutes or 60 * guide(folder, "en")[stem][0], lesson, text=text)
     if not (words := data.get("exercises", ())):

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lessonkit import compiled, fingerprint, path_pages, plots, renames, rows
+from lessonkit import compiled, fingerprint, path_pages, plots, renames, rows, verify
 from lessonkit.cuda import build, counters, hardware, toolchain
 from lessonkit.lesson import ROOT, Lesson, Steps, Table, discover, kernels, shape_name, title
 from lessonkit.markdown import filled, markdown
@@ -62,7 +62,7 @@ def compiled_by(name: str) -> dict[str, Any]:
 def save_emulated(name: str, lesson: Lesson) -> Path:
     path = REPORTS / "emulated" / f"{name}.csv"
     about = {"emulator": fingerprint.folder(build.EMULATOR), "source": fingerprint.program(ROOT, name)}
-    rows.write_atomically(path, rows.with_head(about, rows.to_csv(counters.rows(lesson))))
+    rows.write_atomically(path, rows.with_head(about, rows.to_csv(counters.rows(counters.traffic(lesson)))))
     return path
 
 
@@ -95,6 +95,8 @@ def generate() -> dict[Path, str | Picture]:
     for language, readme in GUIDES.items():
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
         made[ROOT / readme] = filled(text, "results", "".join(pictures) + results(lessons, language, today))
+        page = ROOT / readme.replace("README", "CONTRIBUTING")
+        made[page] = filled(page.read_text(), "tiers", verify.tiers(language))
     return made | path_pages.pages() | _relinked(made)
 
 

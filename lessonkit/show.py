@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-from lessonkit import bench, check, compiled, device, report, rows
+from lessonkit import bench, compiled, device, report, rows
 from lessonkit.arguments import Unsupported
 from lessonkit.cuda import counters, hardware, toolchain
-from lessonkit.lesson import Case, Lesson, Rung, Steps, title
+from lessonkit.lesson import Lesson, Steps, title
+from lessonkit.verify import LeftOut, Question, grad_checks, rung_checks
 
 from rich.console import Console
 from rich.progress import Progress
@@ -67,51 +67,25 @@ def checks(lesson: Lesson) -> int:
     return failures
 
 
-@dataclass
-class Checked:
-    """How a rung did on some cases and dtypes."""
-
-    passed: int = 0
-    left_out: dict[str, None] = field(default_factory=dict)  # why this machine cannot check
-    refused: dict[str, None] = field(default_factory=dict)  # what the rung itself does not take
-    wrong: list[str] = field(default_factory=list)
-    moved: float = 0.0  # bytes over the least, on the last case that launched anything
-
-
-def rung_checks(lesson: Lesson, rung: Rung, cases: Iterable[Case] | None = None) -> Checked:
-    found = Checked()
-    for case in lesson.checks if cases is None else cases:
-        for dtype in check.dtypes(lesson, case):
-            if why := check.cannot_run(lesson, rung, case, dtype):
-                found.left_out[why] = None
-                continue
+def questions(asked: Iterable[Question]) -> list[str]:
+    """Ask them in turn, print a line for each, and return those that are not answered well."""
+    body, failed = [], []
+    with Progress(console=console, transient=True) as progress:
+        todo = list(asked)
+        task = progress.add_task("asking", total=len(todo))
+        for question in todo:
+            progress.update(task, advance=1, description=f"{question.kind} {question.subject}"[:60])
             try:
-                traffic = check.check(lesson, rung, case.shape, dtype)
-            except Unsupported as refused:
-                found.refused[str(refused)] = None
-            except check.Rejected as rejected:
-                found.wrong.append(f"{case} {dtype}: {rejected}")
-            else:
-                found.passed += 1
-                if traffic.launches and (least := lesson.work(dtype=dtype, **case.shape).bytes):
-                    found.moved = (traffic.read + traffic.written) / least
-    return found
-
-
-def grad_checks(lesson: Lesson) -> list[str]:
-    wrong = []
-    for case in small(lesson.checks):
-        for dtype in check.dtypes(lesson, case):
-            try:
-                check.check_grad(lesson, case.shape, dtype)
-            except check.Rejected as rejected:
-                wrong.append(f"{case} {dtype}: {rejected}")
-    return wrong
-
-
-def small(cases: tuple[Case, ...]) -> list[Case]:
-    """The cases for every day: all that this machine can run, but those of more than 1 GiB."""
-    return [case for case in cases if case.gib <= (1 if device.HAS_GPU else 0)]
+                answer = "ok", question.ask() or ""
+            except LeftOut as why:
+                answer = "left out", str(why)
+            except Exception as wrong:
+                said = str(wrong) if isinstance(wrong, AssertionError) else f"{type(wrong).__name__}: {wrong}"
+                answer = "WRONG", said
+                failed.append(f"{question}: {said}")
+            body.append([question.kind, question.subject, *answer])
+    table("also asked", ["question", "of", "", ""], body)
+    return failed
 
 
 def timed(name: str, lesson: Lesson) -> int:
@@ -159,7 +133,7 @@ def resources(name: str, targets: tuple[int, ...] = compiled.TARGETS) -> None:
 
 def counted(lesson: Lesson) -> None:
     """What CUDA kernels ask of memory, where they are emulated."""
-    if lesson.extension and (found := counters.rows(lesson)):
+    if lesson.extension and (found := counters.rows(counters.traffic(lesson))):
         columns = [c for c in found[0] if any(row[c] for row in found)]
         table("counted on the last check", columns, ([row[c] for c in columns] for row in found))
 

@@ -4,10 +4,13 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,40 +20,64 @@ from lessonkit.elsewhere import SHARED, Compiler
 PRELOAD = ["lessonkit.show", "lessonkit.report"]
 
 
-def side_by_side(paths: Sequence[Path], at_once: int) -> Iterator[tuple[bytes, int, float]]:
-    """(what it printed, exit code, seconds) of each script, in order. Not for a GPU, which survives no fork."""
+@dataclass(frozen=True)
+class Ended:
+    """The nth script has ended."""
+
+    nth: int
+    printed: bytes
+    code: int
+    seconds: float
+
+
+def side_by_side(
+    paths: Sequence[Path], at_once: int, began: Callable[[int], None] = lambda nth: None
+) -> Generator[Ended]:
+    """Run scripts, and yield each when it ends. Not for a GPU, which survives no fork.
+
+    began: told the number of a script that starts. Closing the iterator ends what runs.
+    """
     fork = multiprocessing.get_context("forkserver")
     fork.set_forkserver_preload(PRELOAD)
     compilers = [Compiler() for _ in range(min(at_once, len(paths)))]
-    began: dict[int, float] = {}
-    done: dict[int, tuple[int, float]] = {}
-    running: dict[int, tuple[BaseProcess, Compiler]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    running: dict[int, tuple[BaseProcess, Compiler, float]] = {}
+    todo = list(enumerate(paths))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            for turn in range(len(paths)):
-                while turn not in done:
-                    while compilers and len(began) < len(paths):
-                        nth, compiler = len(began), compilers.pop()
-                        args = (str(paths[nth]), f"{folder}/{nth}", compiler.address)
-                        running[nth] = fork.Process(target=_script, args=args), compiler
-                        began[nth] = time.monotonic()
-                        running[nth][0].start()
-                    wait([process.sentinel for process, _ in running.values()])
-                    for nth, (process, compiler) in list(running.items()):
-                        if process.exitcode is not None:
-                            done[nth] = process.exitcode, time.monotonic() - began[nth]
-                            compilers.append(compiler if compiler.process.poll() is None else Compiler())
-                            del running[nth]
-                yield Path(folder, str(turn)).read_bytes(), *done[turn]
+            while todo or running:
+                while compilers and todo:
+                    (nth, path), compiler = todo.pop(0), compilers.pop()
+                    process = fork.Process(target=_script, args=(str(path), f"{folder}/{nth}", compiler.address))
+                    running[nth] = process, compiler, time.monotonic()
+                    process.start()
+                    began(nth)
+                wait([script.sentinel for script, _, _ in running.values()])
+                for nth, (script, compiler, since) in list(running.items()):
+                    if script.exitcode is not None:
+                        compilers.append(compiler if compiler.process.poll() is None else Compiler())
+                        del running[nth]
+                        printed = Path(folder, str(nth))
+                        said = printed.read_bytes() if printed.exists() else b""
+                        yield Ended(nth, said, script.exitcode, time.monotonic() - since)
         finally:
-            for process, compiler in running.values():
-                process.kill()
+            for script, compiler, _ in running.values():
+                _end(script)
                 compilers.append(compiler)
             for compiler in compilers:
                 compiler.process.kill()
 
 
+def _end(process: BaseProcess) -> None:
+    """Kill a script and the programs that it has started."""
+    if process.pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # one that has no group of its own yet
+        process.join()
+
+
 def _script(path: str, printed: str, compiler: str) -> None:
+    os.setpgid(0, 0)  # Ctrl-C is for the run, which then ends this script and what it has started
     with open(printed, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

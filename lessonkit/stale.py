@@ -5,7 +5,7 @@ code is shown to be equal: recorded by one version of the compiler then and now 
 the row, behind the source that it was measured with, so that to ask takes a second and no compiler.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,19 +97,49 @@ def show_equal() -> int:
 
     A row whose record is of another compiler than this machine has cannot be shown equal.
     """
-    today, shown = Today(kernels()), 0
+    today = Today(kernels())
+
+    def asked(row: Row) -> bool:
+        return bool(row.machine) and today.why_old(row).endswith("changed")
+
+    def changed(row: Row, mark: str) -> Row:
+        equal = launches.shown_equal(row.machine, mark)
+        return replace(row, source=f"{row.source} ={today.source(row)}") if equal else row
+
+    return _with_marks(asked, changed)
+
+
+def record() -> int:
+    """Add this machine's compilers to the records of rows that are of today's code; return how many rows gained one.
+
+    To be done before another version is installed: it is what later code can be compared with.
+    """
+    today, here = Today(kernels()), [f"{compiler}=" for compiler in launches.compilers()]
+
+    def asked(row: Row) -> bool:
+        return row.kind in ("rung", "peer") and not today.why_old(row) and not any(c in row.machine for c in here)
+
+    def changed(row: Row, mark: str) -> Row:
+        return replace(row, machine=f"{row.machine} {mark}".strip()) if mark else row
+
+    return _with_marks(asked, changed)
+
+
+def _with_marks(asked: Callable[[Row], bool], changed: Callable[[Row, str], Row]) -> int:
+    """Replace the rows that are asked for by what `changed` makes of them and of their marks here; how many differ."""
+    count = 0
     for folder in device_folders():
-        for name in today.lessons:
+        for name, _ in kernels():
             path = folder / f"{name}.csv"
             found = rows.read_all(path)
-            asked = [row for row in found if row.machine and today.why_old(row).endswith("changed")]
-            marks = launches.marks(name, [(row.rung, row.kind == "peer", row.shape) for row in asked]) if asked else []
-            equal = [row for row, now in zip(asked, marks, strict=True) if launches.shown_equal(row.machine, now)]
-            if equal:
-                shown += len(equal)
-                new = [replace(r, source=f"{r.source} ={today.source(r)}") if r in equal else r for r in found]
-                rows.write_atomically(path, rows.as_csv(new))
-    return shown
+            at = [i for i, row in enumerate(found) if asked(row)]
+            wanted = [(found[i].rung, found[i].kind == "peer", found[i].shape) for i in at]
+            marks = launches.marks(name, wanted) if wanted else []
+            new = {i: changed(found[i], mark) for i, mark in zip(at, marks, strict=True)}
+            if differ := sum(row != found[i] for i, row in new.items()):
+                count += differ
+                rows.write_atomically(path, rows.as_csv(new.get(i, row) for i, row in enumerate(found)))
+    return count
 
 
 def table_is_old(lesson: str, about: dict[str, Any]) -> bool:

@@ -1,16 +1,132 @@
-"""One pytest suite over every lesson: what to test is read off the lessons."""
+"""One pytest suite over every lesson: what to test is read off the lessons. Here: tiers, kept verdicts, order, turns.
 
+pytest            the tier of each push; what has passed before with the same code and tools is taken, not run again
+pytest --all      each night's too, and nothing is taken
+pytest --release  also what a release needs: rows of today's kernels, whole weeks, translations
+"""
+
+import fcntl
 import os
+from collections import Counter
+from contextlib import ExitStack
 
 # Each worker has one core's worth of work; torch's own threads would only fight over it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from lessonkit import device, verdicts
+from lessonkit.cuda.extension import Extension
+from lessonkit.exercise.source import Source
+from lessonkit.lesson import ROOT
+from lessonkit.verify import Question
 
+import pytest
+import torch
+
+TIERS = ("push", "night", "release")
+TAKEN = "taken"
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("course")
+    group.addoption("--all", action="store_true", help="each night's tier: all but a release's, no kept verdict")
+    group.addoption("--release", action="store_true", help="a release's tier: all there is, no kept verdict")
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """`-n auto`: a worker a core, and on a GPU no more than have 4 GiB of it each."""
-    from lessonkit import device
-
-    import torch
-
     cores = os.cpu_count() or 1
     return min(cores, max(1, torch.cuda.mem_get_info()[0] // 2**32)) if device.HAS_GPU else cores
+
+
+def tier(item):
+    return next((name for name in reversed(TIERS) if item.get_closest_marker(name)), TIERS[0])
+
+
+def lesson_of(item):
+    """The lesson, exercise or program that a test is about; empty for the others."""
+    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+        if isinstance(value, Question):
+            return value.lesson
+        if isinstance(value, Source):
+            return value.name
+        if isinstance(value, Extension):
+            return f"cuda_src.{value.source.stem}"
+    return ""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave other tiers out; put together what is of one lesson, so that a worker meets its builds and answers again;
+    then what has to be alone; look up what has passed before."""
+    last = TIERS.index("release" if config.option.release else "night" if config.option.all else "push")
+    left = [item for item in items if TIERS.index(tier(item)) > last]
+    chosen = [item for item in items if TIERS.index(tier(item)) <= last]
+    chosen.sort(key=lambda item: (bool(item.get_closest_marker("alone")), lesson_of(item)))
+    items[:] = chosen
+    if left:
+        config.hook.pytest_deselected(items=left)
+    for item in [] if device.HAS_GPU else items:
+        if (files := depends_on(item)) is not None:
+            item.verdict = verdicts.key(item.nodeid, files)
+            if not last and verdicts.find(item.verdict):
+                item.obj = lambda **_: None
+                item.user_properties.append((TAKEN, True))
+
+
+def depends_on(item):
+    """The files whose code decides a test that may be kept: its own, those it names in `kept`, and its lesson's."""
+    marker = item.get_closest_marker("kept")
+    if marker is None:
+        return None
+    files = [item.path, *(p for pattern in marker.args for p in sorted(ROOT.glob(pattern)) if p.is_file())]
+    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+        if isinstance(value, Question):
+            if not value.kept:
+                return None
+            files.append(ROOT / f"{value.lesson.replace('.', '/')}.py")
+        elif isinstance(value, Source):
+            files += [p for p in (value.path, value.path.with_suffix(".cu")) if p.exists()]
+        elif isinstance(value, Extension):
+            files.append(value.source)
+    if any(path.name == "report.py" for path in verdicts.closure(frozenset(files[1:]))):  # it reads rows, once
+        files += sorted(ROOT.glob("reports/*/*.csv"))
+    return files
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test that has to be alone waits for the others, which wait for it: a lock that they share and it has."""
+    folder = item.config.rootpath / ".pytest_cache"
+    folder.mkdir(exist_ok=True)
+    with ExitStack() as held:
+        door, room = (held.enter_context((folder / f"{name}.lock").open("w")) for name in ("door", "room"))
+        fcntl.flock(door, fcntl.LOCK_EX)  # who waits for the room keeps the door, so that nobody passes by
+        fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    if not hasattr(item, "verdict") or (TAKEN, True) in item.user_properties:
+        return (yield)
+    with verdicts.watching() as read:
+        result = yield
+    verdicts.keep(item.verdict, item.nodeid, read)
+    return result
+
+
+def pytest_report_teststatus(report):
+    if report.when == "call" and report.passed and any(name == TAKEN for name, _ in report.user_properties):
+        return TAKEN, "", "TAKEN"
+    return None
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What ran, what was taken from an earlier run, and what this machine cannot answer, by reason."""
+    stats = terminalreporter.stats
+    why = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in stats.get("skipped", []))
+    for reason, count in why.most_common():
+        terminalreporter.write_line(f"left out {count:4}: {reason}")
+    ran = sum(len(stats.get(outcome, [])) for outcome in ("passed", "failed", "error"))
+    terminalreporter.write_line(f"{ran} ran, {len(stats.get(TAKEN, []))} taken from earlier runs with the same code")

@@ -1,6 +1,10 @@
 """The kit's builder: compilers found or missed in one line, each program built once, whoever asks for it."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import threading
 import tomllib
 
@@ -9,6 +13,7 @@ from lessonkit import check
 from lessonkit.cuda import build, toolchain
 from lessonkit.lesson import ROOT, kernels
 
+import pybind11
 import pytest
 import torch
 
@@ -45,6 +50,43 @@ def test_ninjas_own_words_are_kept(anew, monkeypatch):
     monkeypatch.setattr(toolchain, "find_ninja", lambda: str(ninja))
     with pytest.raises(build.BuildError, match=r"none\.txt:\nno space left"):
         build.build([build.Product("none.txt", (("true",),))])
+
+
+ELSEWHERE = """
+import sys
+from pathlib import Path
+from lessonkit.cuda import build
+import pybind11
+source = build.SOURCES / "02_vector_add.cu"
+products = [build.emulated_extension(source), build.emulated_program(source, sanitized=True)]
+products += [build.cubin(source, 90), build.extension(source)] if "nvcc" in sys.argv else []
+assert all(str(Path.cwd()) in str(p.commands) for p in products)
+print(*[p.path for p in products])
+pybind11.__version__ = "another"
+print(build.binding().path)
+"""
+
+
+@pytest.mark.skipif(bool(toolchain.lacks("g++", "Python.h")), reason="what g++ would be told")
+def test_another_clone_and_environment_find_the_same_builds(tmp_path):
+    """What is built does not depend on the folders of the course and of pybind11, but does on pybind11's version."""
+    shutil.copytree(ROOT / "lessonkit", tmp_path / "lessonkit")
+    shutil.copytree(build.SOURCES, tmp_path / "cuda_src")
+    (tmp_path / "pybind11").mkdir()
+    (tmp_path / "pybind11/__init__.py").write_text(
+        f"__version__ = {pybind11.__version__!r}\ndef get_include(): return {str(tmp_path)!r}\n"
+    )
+    source = build.SOURCES / "02_vector_add.cu"
+    here = [build.emulated_extension(source), build.emulated_program(source, sanitized=True)]
+    nvcc = [] if toolchain.lacks("nvcc") else ["nvcc"]
+    here += [build.cubin(source, 90), build.extension(source)] if nvcc else []
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "COURSE_CACHE": str(build.CACHE)}
+    command = [sys.executable, "-c", ELSEWHERE, *nvcc]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    there, other_pybind = done.stdout.splitlines()
+    assert there.split() == [str(p.path) for p in here]
+    assert other_pybind != str(build.binding().path)
 
 
 def test_mutants_are_the_users_own():

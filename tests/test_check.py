@@ -1,6 +1,9 @@
 """The checker itself: known-wrong kernels are refused, and by the right property."""
 
+import dataclasses
+
 from lessonkit import DEVICE, Lesson, Work, case, check
+from lessonkit.lesson import Grad, Misdeclared
 
 import pytest
 import torch
@@ -80,6 +83,14 @@ WRONG = [
     (two_results, "shape"),
     (zeros, "value"),
 ]
+
+
+def test_a_case_that_the_inputs_do_not_take_is_named():
+    lesson = dataclasses.replace(LESSON, rungs=(right,), grad=Grad(right))
+    says = f"{__name__}: the case 'm=37': .*; the lesson's inputs take n$"
+    for ask in (check.truth, check.check_grad):
+        with pytest.raises(Misdeclared, match=says):
+            ask(lesson, {"m": 37}, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -1,8 +1,11 @@
 """The command line: what it says, and the code that it ends with."""
 
+import dataclasses
+import re
+
 import lessonkit.__main__ as cli
-from lessonkit import bench, device, report, rows, show
-from lessonkit.lesson import Broken, Lesson, discover
+from lessonkit import bench, device, lesson, report, rows, show
+from lessonkit.lesson import Broken, Lesson, case, discover
 
 import pytest
 from typer.testing import CliRunner
@@ -21,10 +24,41 @@ def test_list_names_every_lesson(monkeypatch):
             assert part.__name__ in result.output
 
 
-def test_unknown_lesson_says_which_there_are():
-    result = invoke(cli.app, ["check", "lesson99"])
+@pytest.mark.parametrize(
+    ("which", "closest"), [("lesson99_softmaks", "lesson03_softmax"), ("autogard", "lesson03_autograd")]
+)
+def test_unknown_lesson_says_which_are_close(which, closest, monkeypatch):
+    monkeypatch.setenv("TERMINAL_WIDTH", "1000")
+    result = invoke(cli.app, ["check", which])
     assert result.exit_code == 2
-    assert "lesson01_vector_add" in result.output
+    assert closest in result.output
+    said = re.sub(r"[\s│]+", " ", result.output)
+    assert len(re.search(r"The closest: (.*?)\. All: .* list", said)[1].split(", ")) == 3
+
+
+def test_a_lesson_is_found_by_its_name_its_beginning_or_a_part(monkeypatch, tmp_path):
+    for stem in ("lesson01_scan", "lesson01_scan_wide", "lesson02_rope", "lesson03_prescan"):
+        (tmp_path / "day8_x" / f"{stem}.py").parent.mkdir(exist_ok=True)
+        (tmp_path / "day8_x" / f"{stem}.py").touch()
+    monkeypatch.setattr(lesson, "ROOT", tmp_path)
+
+    def found(which):
+        return [name.removeprefix("day8_x.") for name in lesson.names(which)]
+
+    assert found("lesson01_scan") == found("day8_x.lesson01_scan") == ["lesson01_scan"]
+    assert found("lesson01") == ["lesson01_scan", "lesson01_scan_wide"]
+    assert found("rope") == ["lesson02_rope"]
+    assert found("scan") == ["lesson01_scan", "lesson01_scan_wide", "lesson03_prescan"]
+    assert found("day8") == found("") == [path.stem for path in sorted(tmp_path.glob("*/*"))]
+    assert found("x.lesson") == []
+
+
+def test_a_command_for_one_lesson_says_which_there_are(monkeypatch):
+    monkeypatch.setenv("TERMINAL_WIDTH", "1000")
+    result = invoke(cli.app, ["diff", "vector_add", "add_element", "add_block"])
+    assert result.exit_code == 2
+    assert "day2_triton_basics.lesson01_vector_add" in result.output
+    assert "cuda_src.02_vector_add" in result.output
 
 
 @pytest.mark.alone  # all its cases, on a GPU the long ones too
@@ -45,6 +79,20 @@ def test_a_broken_lesson_is_a_failure(words, monkeypatch):
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
     assert "day9.lesson01: cannot be imported: no [/b]" in result.output
+
+
+def test_check_names_what_is_wrongly_declared(monkeypatch):
+    ((name, right),) = discover("lesson01_vector_add")
+    typo = dataclasses.replace(right, checks=(case("a typo", m=3),), wrong=())
+    mutant = dataclasses.replace(right.wrong[0], old="nowhere to be found")
+    stale = dataclasses.replace(right, checks=(), wrong=(mutant,), grad=None)
+    monkeypatch.setattr(show.console, "_width", 1000)
+    for wrong, says in ((typo, f"{name}: the case 'm=3'"), (stale, f"{name}: the mutant {mutant.why!r}: old=")):
+        monkeypatch.setattr(cli, "discover", lambda which="", wrong=wrong: iter([(name, wrong)]))
+        result = invoke(cli.app, ["check", name])
+        assert result.exit_code == 1
+        assert isinstance(result.exception, SystemExit)
+        assert says in result.output
 
 
 @pytest.mark.parametrize("command", ["check", "compile", "count", "count --ncu", "run"])

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import lessonkit.device as device
-from lessonkit import check, cuda
+from lessonkit import check, compiled, cuda
 from lessonkit.arguments import Unsupported
 from lessonkit.cuda import build, counters, machine_code, toolchain
 from lessonkit.cuda.source import definitions, reached
@@ -15,6 +15,7 @@ from lessonkit.lesson import kernels
 import pytest
 import torch
 
+pytestmark = pytest.mark.kept("cuda_src/*.cuh", "cuda_src/binding.*", "cuda_src/emulator/**/*")
 HERE = toolchain.lacks("g++", "Python.h", "ninja")
 NVCC = toolchain.lacks("nvcc", "g++", "ninja")
 emulated = pytest.mark.skipif(device.HAS_GPU or bool(HERE), reason=HERE or "kernels run on the GPU here")
@@ -140,6 +141,53 @@ def test_builds_are_kept_by_content(program, monkeypatch, tmp_path):
     assert program(header).product().path != before, "a header of the program's own counts"
 
 
+@pytest.fixture
+def variants(tmp_path, monkeypatch):
+    """Of texts of shift.cu and own.cuh their extensions, as of a lesson's mutants; and names of what is built."""
+    monkeypatch.setattr(build, "MUTANTS", tmp_path)
+    ninja, built = build._ninja, []
+    monkeypatch.setattr(build, "_ninja", lambda products: built.extend(p.name for p in products) or ninja(products))
+
+    def write(*texts):
+        for i, (program, header) in enumerate(texts):
+            (tmp_path / str(i)).mkdir()
+            (tmp_path / f"{i}/shift.cu").write_text(program)
+            (tmp_path / f"{i}/own.cuh").write_text(header)
+        sources = [tmp_path / f"{i}/shift.cu" for i in range(len(texts))]
+        monkeypatch.setattr(build, "TOGETHER", dict.fromkeys(sources, tuple((s, "shift") for s in sources)))
+        return [cuda.extension(str(source.with_suffix(".py"))) for source in sources], built
+
+    return write
+
+
+OWN = "#pragma once\n#include <numeric>\n#ifndef BY\n#define BY 2\n#endif\nconstexpr int FIRST = 63;\n"
+WITH_OWN = (
+    PROGRAM.replace('course.cuh"', 'course.cuh"\n#include "own.cuh"').replace("63 -", "FIRST -").replace("/ 2", "/ BY")
+)
+
+
+@emulated
+def test_mutants_of_a_program_are_built_as_one(variants):
+    """Each keeps its own code, constants and macros, and its launchers beside that of its rung."""
+    texts = (WITH_OWN, OWN), (WITH_OWN, OWN.replace("BY 2", "BY 4")), (WITH_OWN.replace("= row[", "= 2 * row["), OWN)
+    mutants, built = variants(*texts)
+    x = torch.randn(64)
+    for mutant, factor, half in zip(mutants, (1, 1, 2), (1.5, 0.75, 1.5), strict=True):
+        mutant.shift(x, y := torch.empty(64), 64, 0)
+        assert torch.equal(y, factor * x.flip(0))
+        assert mutant.half(3.0, False) == half
+    assert "shift.so" not in built
+
+
+@emulated
+def test_a_mutant_that_does_not_compile_is_named_alone(variants):
+    mutants, _ = variants((WITH_OWN, OWN), (WITH_OWN.replace("cudaStream_t stream", "cudaStream stream", 1), OWN))
+    mutants[0].shift(x := torch.randn(64), y := torch.empty(64), 64, 0)
+    assert torch.equal(y, x.flip(0))
+    with pytest.raises(build.BuildError, match=r"shift\.so:\n(.*\n)*.*shift\.cu:11:.*error"):
+        mutants[1].shift(x, y, 64, 0)
+
+
 def test_link_line(tmp_path):
     (tmp_path / "p.cu").write_text(PROGRAM)
     assert toolchain.comment_line(tmp_path / "p.cu", "Link") == ["cublas"]
@@ -200,6 +248,25 @@ def test_machine_code_of_templates(tmp_path):
     assert {(k.rung, k.load_bytes, k.store_bytes, k.barriers) for k in found} == {("copy_kernel", 16, 16, 1)}
 
 
+@pytest.mark.skipif(bool(NVCC), reason=NVCC)
+def test_normalised_machine_code_of_nvcc(tmp_path):
+    """Names, order and lines do not count, a constant in the code or in a table does."""
+    text = (
+        "__constant__ float table[2] = {1, 2};\n"
+        "__global__ void first_kernel(float* x) { x[threadIdx.x] *= table[threadIdx.x % 2]; }\n"
+        "__global__ void other_kernel(float* x) { x[threadIdx.x] += 3; }\n"
+    )
+    swapped = "\n".join(text.splitlines()[index] for index in (2, 0, 1))
+    texts = [text, f"// a line\n{swapped}".replace("first", "zeroth").replace("table", "values")]
+    texts += [text.replace("+= 3", "+= 4"), text.replace("{1, 2}", "{1, 3}")]
+    for i, each in enumerate(texts):
+        (tmp_path / f"p{i}.cu").write_text(each)
+    cubins = build.build(build.cubin(tmp_path / f"p{i}.cu", 90) for i in range(4))
+    first, same, *others = (compiled.normalised(cubin.read_bytes()) for cubin in cubins)
+    assert first == same
+    assert len({first, *others}) == 3
+
+
 def run(product) -> str:
     (path,) = build.build([product])
     env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the emulator keeps its fibers to the end
@@ -208,6 +275,7 @@ def run(product) -> str:
     return done.stdout
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("extension", PROGRAMS)
 def test_program_runs(extension):
     """Its main finds every version right: on the GPU; or in the emulator, one thread after the other, where

@@ -1,12 +1,16 @@
 """Day 4, beside its lessons: the notebook is its script and runs, ncu's list is read right, a flame graph adds up."""
 
 import os
+from unittest import mock
 from xml.etree import ElementTree
 
+from lessonkit import Unsupported
 from lessonkit.lesson import ROOT
 
 import pytest
+import torch
 
+from day4_replace_op import hopper
 from day4_replace_op.lesson10_gpt import TINY, Attention, make
 from day4_replace_op.lesson11_replace_op import replaced
 from day4_replace_op.lesson13_profile import METRICS, read_ncu, verdict
@@ -28,6 +32,7 @@ def test_notebook_is_generated_from_its_script():
     assert not any(cell.get("outputs") for cell in notebook().cells), "outputs are for whoever runs it"
 
 
+@pytest.mark.kept("day4_replace_op/*")
 def test_notebook_runs(monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -92,3 +97,12 @@ def test_an_error_inside_puts_the_modules_back():
     with pytest.raises(KeyError):
         fails()
     assert sum(type(m) is Attention for m in model.modules()) == TINY.layers
+
+
+def test_hopper_attention_leaves_a_result_that_tma_cannot_copy_to_others(monkeypatch):
+    """Rows of 20 elements begin 48 bytes apart in q, k, v, and 40 in the result, which has no gaps."""
+    monkeypatch.setattr(hopper.device, "INTERPRETED", False)
+    monkeypatch.setattr(hopper.device, "architecture", lambda: 90)
+    q = torch.zeros(1, 2, 64, 24, dtype=torch.bfloat16)[..., :20]
+    with pytest.raises(Unsupported, match="TMA"):
+        hopper.launch(mock.MagicMock(), q, q, q, False, None, None)

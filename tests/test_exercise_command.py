@@ -16,6 +16,7 @@ from lessonkit.exercise import command, grade, progress, source
 import pytest
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.kept("*/exercises/*")
 LACKS = toolchain.lacks("g++", "Python.h", "ninja")
 MUL = source.find("day2_triton_basics.exercise01_mul")[0]
 

@@ -8,7 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-pytestmark = pytest.mark.skipif(not device.INTERPRETED, reason="this machine has a GPU: nothing is interpreted")
+pytestmark = [
+    pytest.mark.skipif(not device.INTERPRETED, reason="this machine has a GPU: nothing is interpreted"),
+    pytest.mark.kept,
+]
 
 
 @triton.jit

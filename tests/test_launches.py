@@ -1,9 +1,11 @@
 """The record of what the GPU is given: blind to names and layout of the source, and to nothing else."""
 
 from lessonkit import elsewhere, launches
+from lessonkit.cuda import toolchain
 
 import pytest
 
+NVCC = toolchain.lacks("nvcc", "g++", "ninja")
 LESSON = """\
 from lessonkit import DEVICE, Lesson, Work
 import torch
@@ -101,3 +103,11 @@ def test_the_same_work_has_the_same_mark(marks, name):
 def test_other_work_has_another_mark(marks, name):
     assert marks[name][0] != marks["base"][0]
     assert marks[name][0]
+
+
+@pytest.mark.skipif(bool(NVCC), reason=NVCC)
+def test_the_mark_of_a_program_in_cuda_is_nvccs():
+    shape = "n=98432"
+    marks = launches.marks("cuda_src.02_vector_add", [(r, False, shape) for r in ("add_one", "add_vectorized")])
+    assert all(mark.startswith(f"nvcc-{toolchain.release()}=") for mark in marks)
+    assert len(set(marks)) == 2

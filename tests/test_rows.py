@@ -224,6 +224,19 @@ def test_equal_machine_code_of_one_compiler_saves_a_row(measured, monkeypatch, r
     assert row.sealed() == row
 
 
+def test_a_record_gains_the_compilers_of_this_machine(measured, monkeypatch):
+    """Of rows of today's code only: for others it would not be what was measured."""
+    monkeypatch.setattr(launches, "compilers", lambda: ["triton-2"])
+    monkeypatch.setattr(launches, "marks", lambda name, wanted: ["triton-2=bb"] * len(wanted))
+    measured(source="0.0.0")
+    assert stale.record() == 0
+    measured()
+    assert stale.record() == 1
+    (row,) = rows.read(rows.REPORTS / "some-gpu" / f"{ADD}.csv")
+    assert row.machine == "triton-1=aa triton-2=bb"
+    assert stale.record() == 0
+
+
 def test_old_rows_fail_a_release_only(measured, monkeypatch):
     monkeypatch.setattr(launches, "marks", lambda name, wanted: [""] * len(wanted))
     run = CliRunner()

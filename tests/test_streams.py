@@ -10,6 +10,7 @@ from lessonkit.lesson import discover
 import pytest
 import torch
 
+pytestmark = pytest.mark.kept("cuda_src/05_stream_overlap.*", "cuda_src/emulator/**/*")
 LESSON = dict(discover("cuda_src.05_stream_overlap"))["cuda_src.05_stream_overlap"]
 RUNGS = {rung.__name__: rung for rung in LESSON.rungs}
 HERE = LESSON.extension.lacks()

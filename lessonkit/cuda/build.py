@@ -1,13 +1,15 @@
 """Build a program of cuda_src in any of the forms the course needs, each once for what it is made of.
 
-A built file is named by a hash of its source, of every file that it includes, of the command and of the compiler, so
-nothing is ever out of date: what is there is right, what is missing ninja builds, several at a time. Two processes that
-want the same file wait for each other.
+A built file is named by a hash of its source, of every file that it includes, of the command and of the versions of the
+compilers and libraries. So nothing is ever out of date: what is there is right, what is missing ninja builds, several
+at a time. The hash holds no folders: another clone or virtual environment finds the same files. Two processes that want
+the same file wait for each other.
 """
 
 import fcntl
 import hashlib
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -35,6 +37,8 @@ HOOKS = (
 # A mutant runs once, so what its compiler takes is what it costs, and nobody reads in which line its fault is.
 QUICK = (*HOOKS[:3], "-O0")
 MUTANTS = CACHE / "lessonkit_mutants"  # executed, so not where other users may write
+# {a mutant's program: the (program, rung) of every mutant of its lesson}, which are built as one.
+TOGETHER: dict[Path, tuple[tuple[Path, str], ...]] = {}
 # Null pointers and the sizes of objects are AddressSanitizer's too, and there is no vptr: a fifth of compiling time.
 SANITIZERS = (
     *("-fsanitize=address,undefined", "-fno-sanitize=null,object-size,vptr", "-fno-sanitize-recover=undefined"),
@@ -43,6 +47,10 @@ SANITIZERS = (
 SHARED = ("course.cuh", "binding.h")  # headers without kernels: nothing in them is to be rewritten
 EMULATED = ("-std=c++20", "-fPIC", "-DCOURSE_EMULATED", f"-I{EMULATOR}", f"-I{SOURCES}", "-Wno-unknown-pragmas")
 PREFIX = "#include <course.cuh>\n"  # compiled once, so that a program takes a second
+
+
+# Absolute folders in a command say where a file is, not what it is.
+_FOLDERS = re.compile(r"(?<=^-I)/.*|/(?:[^/\s,:]+/)+")
 
 
 class BuildError(RuntimeError):
@@ -58,10 +66,13 @@ class Product:
     reads: tuple[Path, ...] = ()  # what the commands read beside the texts
     texts: tuple[tuple[str, str], ...] = ()  # (file name, text) to be put into the folder first: `$folder/name`
     after: tuple["Product", ...] = ()  # built before
+    versions: tuple[str, ...] = ()  # of what the commands read that is not in `reads`: libraries, a compiler's compiler
 
     @cached_property
     def folder(self) -> Path:
-        digest = hashlib.sha256(repr((self.commands, self.texts, [p.folder.name for p in self.after])).encode())
+        commands = [[_FOLDERS.sub("", word) for word in command] for command in self.commands]
+        after = [p.folder.name for p in self.after]
+        digest = hashlib.sha256(repr((commands, self.texts, after, self.versions)).encode())
         for compiler in sorted({command[0] for command in self.commands}):
             digest.update(toolchain.version(compiler).encode())
         for path in self.reads:
@@ -86,6 +97,11 @@ def local_files(source: Path) -> list[Path]:
     return found
 
 
+def _shown(path: Path) -> str:
+    """What errors and faults call a file: the same in every clone."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
 def binding() -> Product:
     """The Python module that every extension is linked with."""
     toolchain.need("g++", "Python.h")
@@ -95,14 +111,15 @@ def binding() -> Product:
     compiled = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *includes)
     source = SOURCES / "binding.cpp"
     command = (toolchain.find_gxx(), *compiled, "-c", str(source), "-o", "$out")
-    return Product("binding.o", (command,), (source, SOURCES / "binding.h"))
+    versions = (f"Python {platform.python_version()} {sysconfig.get_config_var('SOABI')}", pybind11.__version__)
+    return Product("binding.o", (command,), (source, SOURCES / "binding.h"), versions=versions)
 
 
 def runtime(sanitized: bool = False) -> Product:
     """The emulator itself: a library that every emulated program shares."""
     toolchain.need("g++")
     flags = SANITIZERS if sanitized else ("-O2",)
-    gxx, reads = toolchain.find_gxx(), tuple(_emulator_files())
+    gxx, reads = toolchain.find_gxx(), tuple(emulator_files())
     compile_part = (gxx, "-std=c++20", *flags, "-fPIC", f"-I{EMULATOR}", "-o", "$out", "-c")
     parts = tuple(
         Product(f"{file.stem}.o", ((*compile_part, str(file)),), reads)
@@ -112,12 +129,12 @@ def runtime(sanitized: bool = False) -> Product:
     return Product("libemu.so", (link,), after=parts)
 
 
-def _emulator_files() -> list[Path]:
+def emulator_files() -> list[Path]:
     return sorted(p for p in EMULATOR.rglob("*") if p.is_file() and p.suffix != ".md")
 
 
 def _prefix(flags: tuple[str, ...]) -> Product:
-    reads = (*_emulator_files(), *(SOURCES / name for name in SHARED))
+    reads = (*emulator_files(), *(SOURCES / name for name in SHARED))
     compile_header = (toolchain.find_gxx(), *flags, "-x", "c++-header", "$folder/prefix.h", "-o", "$out")
     return Product("prefix.h.gch", (compile_header,), reads, (("prefix.h", PREFIX),))
 
@@ -125,10 +142,15 @@ def _prefix(flags: tuple[str, ...]) -> Product:
 def _bound_alone(text: str, launcher: str) -> str:
     """The program without the `bind` lines of other launchers, whose templates are then not instantiated.
 
-    A line that binds several, `bind_all<float>(m, "float32")`, names the end of theirs.
+    A line that binds several, `bind_all<float>(m, "float32")`, names the end of theirs; one that is called for several
+    types, `bind(m, ("add_" + type).c_str(), ...)`, the beginning.
     """
-    line = re.compile(r'^ *bind\w*(?:<\w+>)?\(m, "(\w+)".*\);$', re.MULTILINE)
-    return line.sub(lambda found: found[0] if launcher.endswith(found[1]) else "", text)
+
+    def keep(found: re.Match[str]) -> str:
+        bound = launcher.startswith(found[1]) if found[2] else launcher.endswith(found[1])
+        return found[0] if bound else ""
+
+    return re.sub(r'^ *bind\w*(?:<\w+>)?\(m, \(?"(\w+)"( \+)?.*\);$', keep, text, flags=re.MULTILINE)
 
 
 def _emulated(
@@ -140,27 +162,91 @@ def _emulated(
     launcher: str = "",
 ) -> Product:
     toolchain.need("g++")
-    gxx = toolchain.find_gxx()
-    shared = [path for path in local_files(source) if path.name in SHARED]
-    wanted = {path: path.read_text() for path in local_files(source) if path not in shared}
+    files = [path for path in local_files(source) if path.name not in SHARED]
+    wanted = {path: path.read_text() for path in files}
     if launcher:
         wanted[source] = _bound_alone(wanted[source], launcher)
     texts = tuple(
-        (path.name if path != source else f"{source.stem}.cpp", rewrite.rewrite(text, str(path)))
+        (path.name if path != source else f"{source.stem}.cpp", rewrite.rewrite(text, _shown(path)))
         for path, text in wanted.items()
     )
-    prefix = _prefix(flags)
+    return _from_texts(name, texts, f"{source.stem}.cpp", flags, link, libraries)
+
+
+def _from_texts(
+    name: str,
+    texts: tuple[tuple[str, str], ...],
+    main: str,
+    flags: tuple[str, ...],
+    link: tuple[str, ...],
+    libraries: tuple[Product, ...],
+) -> Product:
+    """Texts that g++ can read, compiled and linked; `main` is the one that includes the others."""
+    gxx, prefix = toolchain.find_gxx(), _prefix(flags)
     begin = ("-include", str(prefix.folder / "prefix.h"))
-    compiled = (gxx, *flags, *begin, "-c", f"$folder/{source.stem}.cpp", "-o", "$folder/program.o")
+    compiled = (gxx, *flags, *begin, "-c", f"$folder/{main}", "-o", "$folder/program.o")
     linked = (gxx, *link, "$folder/program.o", *(str(p.path) for p in libraries), "-o", "$out")
     linked = (*linked, f"-Wl,-rpath,{libraries[0].folder}")
-    return Product(name, (compiled, linked), (*shared, *_emulator_files()), texts, (*libraries, prefix))
+    reads = (*(SOURCES / name for name in SHARED), *emulator_files())
+    return Product(name, (compiled, linked), reads, texts, (*libraries, prefix))
 
 
 def emulated_extension(source: Path, launcher: str = "") -> Product:
     """A Python module of the program's launchers, in the emulator; or of this one alone, built quickly for one run."""
     flags = (*EMULATED, *(QUICK if launcher else HOOKS), DEFINE, "-fvisibility=hidden")
     return _emulated(source, f"{source.stem}.so", flags, ("-shared",), (runtime(), binding()), launcher)
+
+
+def emulated_mutants(name: str, mutants: Iterable[tuple[Path, str]]) -> Product:
+    """One Python module of variants of a program, from each (program, launcher) its launcher as m0_add, m1_add, ...
+
+    Most of what g++ does for a program it does for the C++ library and the emulator, so all together take little more
+    than one. Each has a namespace of its own. Raises RewriteError.
+    """
+    toolchain.need("g++")
+    texts = ["#undef COURSE_MODULE\n#define COURSE_MODULE(m) void bind_own(course::Module& m)\n"]
+    calls = []
+    for i, (source, launcher) in enumerate(mutants):
+        # What lies in the global namespace is included there, and no macro is left to the next variant.
+        text = re.sub(
+            r"^\s*#\s*include\s*<.*$", rf"}}\n\g<0>\nnamespace mutant_{i} {{", _in_one(source, launcher), flags=re.M
+        )
+        macros = dict.fromkeys(re.findall(r"^\s*#\s*define\s+(\w+)", text, re.MULTILINE))
+        texts += [f"namespace mutant_{i} {{\n{text}\n}}\n", *(f"#undef {macro}\n" for macro in macros)]
+        calls.append(f'    add("m{i}_", mutant_{i}::bind_own);\n')
+    text = "".join([*texts, "void course_module(course::Module& m) {\n", _ADD, *calls, "}\n"])
+    flags = (*EMULATED, *QUICK, DEFINE, "-fvisibility=hidden")
+    return _from_texts(
+        f"{name}.so", (("mutants.cpp", text),), "mutants.cpp", flags, ("-shared",), (runtime(), binding())
+    )
+
+
+_ADD = """    const auto add = [&](const char* prefix, void (*bind_own)(course::Module&)) {
+        course::Module own;
+        bind_own(own);
+        for (const course::Function& f : own.functions) m.functions.push_back({prefix + f.name, f.types, f.call});
+    };
+"""
+
+
+def _in_one(source: Path, launcher: str) -> str:
+    """The program as g++ reads it, with one launcher bound and its own headers in the place where they are included."""
+    files = {path.name: path for path in local_files(source)}
+    done = {*SHARED}
+
+    def text(path: Path) -> str:
+        done.add(path.name)
+        lines = _bound_alone(path.read_text(), launcher) if path == source else path.read_text()
+        lines = re.sub(r"^\s*#\s*pragma\s+once.*$", "", rewrite.rewrite(lines, _shown(path)), flags=re.MULTILINE)
+        return re.sub(r'^\s*#\s*include\s+"([^"]+)".*$', included, lines, flags=re.MULTILINE)
+
+    def included(found: re.Match[str]) -> str:
+        name = Path(found[1]).name
+        if name in done:
+            return ""
+        return text(files[name]) if name in files else found[0]
+
+    return text(source)
 
 
 def emulated_program(source: Path, sanitized: bool = False) -> Product:
@@ -177,7 +263,7 @@ def _nvcc(source: Path, name: str, flags: tuple[str, ...], after: tuple[Product,
         reads += toolchain.kittens_files()
     nvcc = toolchain.find_nvcc()
     command = (nvcc, "-std=c++20", "-O3", "-lineinfo", f"-I{SOURCES}", *flags, str(source.resolve()), "-o", "$out")
-    return Product(name, (command,), tuple(reads), after=after)
+    return Product(name, (command,), tuple(reads), after=after, versions=(toolchain.version(toolchain.find_gxx()),))
 
 
 def cubin(source: Path, target: int) -> Product:

@@ -40,12 +40,14 @@ PLAIN = {
 def measured(kernels: Iterable[Mapping[str, Any]], name: str) -> float:
     """One metric over the kernels of a rung; "row_kernel: sectors a load" is that of one kernel. 0 where there is none.
 
-    Raises KeyError for a metric that there is not.
+    Raises ValueError for a metric that does not exist.
     """
     only, _, metric = name.rpartition(": ")
     chosen = [k for k in kernels if only in ("", k["kernel"], k["kernel"].split("<")[0])]
     if metric in PLAIN:
         return float(sum(k[PLAIN[metric]] for k in chosen))
+    if metric not in METRICS:
+        raise ValueError(f"a count is one of {', '.join(map(repr, (*METRICS, *PLAIN)))}, not {metric!r}")
     prefixes, above, below = METRICS[metric]
     each = sum(k[f"{prefix}_{below}"] for k in chosen for prefix in prefixes)
     return sum(k[f"{prefix}_{above}"] for k in chosen for prefix in prefixes) / each if each else 0.0
@@ -69,31 +71,38 @@ def on_last_check(lesson: Lesson, rung: Rung) -> Traffic | None:
     return None
 
 
-def rows(lesson: Lesson) -> list[dict[str, Any]]:
-    """A row for each kernel of each rung that can be emulated: what `reports/emulated` holds."""
-    found = []
-    for rung in lesson.rungs:
-        traffic = on_last_check(lesson, rung)
+def traffic(lesson: Lesson) -> dict[Rung, Traffic]:
+    """What each rung asks of memory on the last check that it takes; without those that cannot be emulated."""
+    found = {rung: on_last_check(lesson, rung) for rung in lesson.rungs}
+    return {rung: counted for rung, counted in found.items() if counted}
+
+
+def rows(found: Mapping[Rung, Traffic]) -> list[dict[str, Any]]:
+    """A row for each kernel of each rung: what `reports/emulated` holds."""
+    lines = []
+    for rung, counted in found.items():
         kernels: dict[str, list[dict[str, Any]]] = {}
-        for each in traffic.kernels if traffic else []:
+        for each in counted.kernels:
             kernels.setdefault(each["kernel"], []).append(each)
         for kernel, parts in kernels.items():
             about: dict[str, Any] = {"rung": rung.__name__, "kernel": kernel}
             for key in ("blocks", "global_load_bytes", "global_store_bytes"):
                 about[key] = sum(part[key] for part in parts)
             about |= {metric: round(measured(parts, metric), 3) for metric in (*METRICS, *PLAIN)}
-            found.append(about)
-    return found
+            lines.append(about)
+    return lines
 
 
-def broken_counts(name: str, lesson: Lesson) -> list[str]:
+def broken_counts(name: str, lesson: Lesson, found: Mapping[Rung, Traffic]) -> list[str]:
     """What the lesson says of its rungs' accesses and the emulator does not find."""
     broken = []
     for rung, wanted in lesson.counts.items():
-        if not (traffic := on_last_check(lesson, rung)):
-            continue
-        for metric, expected in wanted.items():
-            found = measured(traffic.kernels, metric)
-            if abs(found - expected) > 0.02 * abs(expected):
-                broken.append(f"{name}.{rung.__name__}: {found:.3f} {metric}, expected {expected:g}")
+        for metric, expected in wanted.items() if rung in found else ():
+            try:
+                value = measured(found[rung].kernels, metric)
+            except ValueError as unknown:
+                broken.append(f"{name}.{rung.__name__}: {unknown}")
+                continue
+            if abs(value - expected) > 0.02 * abs(expected):
+                broken.append(f"{name}.{rung.__name__}: {value:.3f} {metric}, expected {expected:g}")
     return broken

@@ -7,14 +7,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import contextmanager, suppress
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lessonkit import device
 from lessonkit.arguments import Unsupported
-from lessonkit.cuda import build, toolchain
+from lessonkit.cuda import build, rewrite, toolchain
 
 import torch
 
@@ -56,10 +56,9 @@ class Extension:
         if name.startswith("_"):
             raise AttributeError(name)
         if build.MUTANTS in self.source.parents and not device.HAS_GPU:  # few of its launchers are ever called
-            module = _load(build.emulated_extension(self.source, name))
+            function = _of_a_mutant(self.source, name)
         else:
-            module = self.module
-        function = getattr(module, name, None)
+            function = getattr(self.module, name, None)
         if function is None and not device.HAS_GPU and re.search(rf'"{name}"', self.source.read_text()):
             raise Unsupported(f"{name} is not emulated: it needs a GPU")
         if function is None:
@@ -127,6 +126,29 @@ def _load(product: build.Product) -> Any:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+def _of_a_mutant(source: Path, name: str) -> Callable[..., Any] | None:
+    """The launcher, from one build of all mutants of the lesson; if that does not compile, from a build of its own.
+
+    One that is named after the mutant's rung (the same or with a type behind it) stands for those of the others' rungs.
+    """
+    together = build.TOGETHER.get(source, ())
+    rung = dict(together).get(source, "")
+    own = rung and (name == rung or name.startswith(f"{rung}_"))
+    launchers = tuple((program, other + name.removeprefix(rung) if own else name) for program, other in together)
+    if module := _all_mutants(launchers):
+        at = launchers.index((source, name))
+        if function := getattr(module, f"m{at}_{name}", None):
+            return cast(Callable[..., Any], function)
+    return getattr(_load(build.emulated_extension(source, name)), name, None)
+
+
+@cache
+def _all_mutants(launchers: tuple[tuple[Path, str], ...]) -> Any:
+    """Their module, or None: one of them does not compile, or there are none."""
+    with suppress(build.BuildError, rewrite.RewriteError):
+        return _load(build.emulated_mutants("mutants", launchers)) if launchers else None
 
 
 def _raw(value: Any) -> Any:

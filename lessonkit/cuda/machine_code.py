@@ -42,9 +42,10 @@ def _inspect(cubin: Path, target: int) -> list[compiled.Kernel]:
     usage = compiled.tool("cuobjdump", "-res-usage", str(cubin))
     # Only kernels have parameters in constant bank 0; functions that were not inlined have none.
     found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:\d+ SHARED:(\d+) LOCAL:\d+ CONSTANT\[0\]", usage)
-    names = _demangled([name for name, _, _ in found])
+    names = demangled([name for name, _, _ in found])
     threads = _most_threads(cubin)
-    code = compiled.instructions(str(cubin))
+    code = compiled.functions(cubin.read_bytes())
+    ops = dict(zip(code, compiled.opcodes(code.values(), target), strict=True))
     rows = []
     for mangled, registers, shared in sorted(found, key=lambda each: names[each[0]]):
         kernel = names[mangled]
@@ -56,7 +57,7 @@ def _inspect(cubin: Path, target: int) -> list[compiled.Kernel]:
                 re.split("<", kernel)[0].rpartition("::")[2],
                 kernel,
                 target,
-                code[mangled],
+                ops[mangled],
                 warps=-(-threads.get(mangled, THREADS) // 32),
                 registers=int(registers),
                 shared=own,
@@ -75,7 +76,7 @@ def _most_threads(cubin: Path) -> dict[str, int]:
     return found
 
 
-def _demangled(names: list[str]) -> dict[str, str]:
+def demangled(names: list[str]) -> dict[str, str]:
     """Mangled -> `foo_kernel<float, 4>`: no return type, no parameters, no anonymous namespace."""
     words = subprocess.run(["c++filt", *names], capture_output=True, text=True, check=True).stdout.splitlines()
     plain = {}

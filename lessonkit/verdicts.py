@@ -1,0 +1,193 @@
+"""Verdicts that are kept: a test whose code, inputs and tools are what they were has passed, and is not run again.
+
+A verdict is known by the test's name, the content of every file that its code reaches through imports, the versions of
+everything installed, and the compilers. What a test reads beside that (a guide, a stored row, a list of files) is seen
+while it runs, and has to be unchanged too. Only a pass is kept, and never a GPU's: a race may show in the next run.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+
+from lessonkit import device
+from lessonkit.cuda import build, toolchain
+from lessonkit.lesson import ROOT
+from lessonkit.rows import write_atomically
+
+FOLDER = build.CACHE / "verdicts"
+SETTINGS = ("TRITON_", "LESSONKIT_", "COURSE_EMU", "CXX", "CUDA_HOME", "THUNDERKITTENS_ROOT")
+_LESSON = re.compile(r"(?:day\d\w*|cuda_src)(?:\.\w+)+")
+
+
+def key(test: str, files: Iterable[Path]) -> str:
+    """What a verdict is known by: the test's name, its files and all that they import, and the tools."""
+    return hashlib.sha256("\n".join([test, tools(), code(files)]).encode()).hexdigest()[:32]
+
+
+def code(files: Iterable[Path]) -> str:
+    """A hash of these files and of every file of the course that they import."""
+    lines = [f"{path.relative_to(ROOT)} {content(path)}" for path in sorted(closure(frozenset(files)))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@cache
+def tools() -> str:
+    """Everything that may change a verdict and is no file of the course."""
+    compilers = [tool for tool in (toolchain.find_gxx(), toolchain.find_nvcc()) if tool]
+    installed = sorted({f"{d.metadata['Name']} {d.version}" for d in distributions()})
+    settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)]
+    said = [sys.version, platform.machine(), device.name(), *map(toolchain.version, compilers), *installed, *settings]
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()
+
+
+def find(key: str) -> bool:
+    """Has it passed, with all that it read as it is now?"""
+    try:
+        kept = json.loads(_place(key).read_text())
+        return all(_state(ROOT / name) == state for name, state in kept["read"].items())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def keep(key: str, test: str, read: Iterable[Path]) -> None:
+    states = {str(path.relative_to(ROOT)): _state(path) for path in sorted(read)}
+    write_atomically(_place(key), json.dumps({"test": test, "read": states}))
+
+
+def _place(key: str) -> Path:
+    return FOLDER / key[:2] / f"{key}.json"
+
+
+def _state(path: Path) -> str:
+    """A file's content, or the names in a folder."""
+    if path.is_dir():
+        names = sorted(p.name for p in path.iterdir() if not p.name.startswith((".", "__pycache__")))
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+    return content(path) if path.exists() else "gone"
+
+
+# ---- What a file imports --------------------------------------------------------------------------------------------
+
+
+@cache
+def content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def forget() -> None:
+    """Read every file anew: for a process under which files change, as tests do."""
+    for known in (content, closure, imported, _files, tools):
+        known.cache_clear()
+
+
+@cache
+def closure(files: frozenset[Path]) -> frozenset[Path]:
+    """These files and every file of the course that they import or include, directly or not; nothing is run."""
+    found: set[Path] = set()
+    todo = list(files)
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found.add(path)
+            todo += imported(path)
+    return frozenset(found)
+
+
+@cache
+def imported(path: Path) -> tuple[Path, ...]:
+    """The files of the course that this one names: modules, the .cu beside a lesson, its headers, the emulator's."""
+    if path.suffix in (".cu", ".cuh", ".h"):
+        return (*build.local_files(path), *build.emulator_files(), build.SOURCES / "binding.cpp")
+    if path.suffix != ".py":
+        return ()
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # it cannot be imported, and so imports nothing
+        return ()
+    found = [p for name in _names(tree) for p in _files(name)]
+    if (program := path.with_suffix(".cu")).exists():
+        found.append(program)
+    return tuple(found)
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """Modules, and what may be one: `from a import b` is a.b too, "day4.lesson" perhaps imported by its name."""
+    for node in _run(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _LESSON.fullmatch(node.value):
+            yield node.value
+
+
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those for type checkers alone."""
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _run(child)
+
+
+@cache
+def _files(module: str) -> tuple[Path, ...]:
+    """The files that importing a module of the course runs: its packages' and its own; none for another's module."""
+    place, found = ROOT, []
+    for part in module.split("."):
+        place /= part
+        if (place / "__init__.py").exists():
+            found.append(place / "__init__.py")
+        elif place.with_suffix(".py").exists():
+            found.append(place.with_suffix(".py"))
+        elif not place.is_dir():
+            break
+    return tuple(found)
+
+
+# ---- What a test reads ----------------------------------------------------------------------------------------------
+
+_reads: list[set[Path]] = []
+_hooked: list[bool] = []
+
+
+@contextmanager
+def watching() -> Iterator[set[Path]]:
+    """Inside, files and folders of the course that this process opens are collected, those that it writes left out."""
+    if not _hooked:
+        sys.addaudithook(_see)
+        _hooked.append(True)
+    seen: set[Path] = set()
+    _reads.append(seen)
+    try:
+        yield seen
+    finally:
+        _reads.remove(seen)
+
+
+def _see(event: str, args: tuple[object, ...]) -> None:
+    if not _reads or event not in ("open", "os.listdir", "os.scandir"):
+        return
+    name = args[0] if args else None
+    if not isinstance(name, (str, os.PathLike)) or (event == "open" and not _is_read(args)):
+        return
+    path = os.path.abspath(os.fspath(name))
+    if not path.startswith(f"{ROOT}{os.sep}") or "/." in path[len(str(ROOT)) :] or "__pycache__" in path:
+        return
+    for seen in _reads:
+        seen.add(Path(path))
+
+
+def _is_read(args: tuple[object, ...]) -> bool:
+    mode = args[1] if len(args) > 1 else "r"
+    return not isinstance(mode, str) or not set("wax+") & set(mode)

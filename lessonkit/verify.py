@@ -1,0 +1,383 @@
+"""Everything that is asked of one lesson. `lessonkit check` and the tests ask the same questions.
+
+A question passes, or raises AssertionError with what is wrong, or LeftOut with why this machine cannot answer it. What
+it returns is worth a reader's look: by what a wrong version was rejected.
+Its tier says when it is asked: at each `push`, or each `night` (what an unchanged push would hardly ever find).
+"""
+
+import ast
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+from lessonkit import check, compiled, device, mutants, rows
+from lessonkit.arguments import Unsupported
+from lessonkit.cuda import counters, machine_code, toolchain
+from lessonkit.lesson import ROOT, Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, suits
+from lessonkit.markdown import markdown
+
+import torch
+
+PUSH, NIGHT = "push", "night"
+PATH = ROOT / "paths" / "11w.toml"  # the whole course
+LANGUAGES = ("README.md", "README.zh-CN.md")  # of each folder's guide
+
+
+class LeftOut(Exception):
+    """This machine cannot answer; the text says what it lacks."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One thing asked of a lesson: `ask()` passes and may say more, raises AssertionError, or raises LeftOut.
+
+    alone: nothing else may run beside it, since it measures time or fills a GPU's memory.
+    kept: its verdict depends on the lesson's code alone, so that a pass may be kept (see verdicts).
+    """
+
+    lesson: str
+    kind: str
+    subject: str
+    ask: Callable[[], str | None] = field(compare=False)
+    tier: str = PUSH
+    alone: bool = False
+    kept: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.lesson}-{self.kind}" + f"-{self.subject}" * bool(self.subject)
+
+
+def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
+    """All questions of a lesson, in the order in which a reader wants the answers."""
+
+    def one(kind: str, ask: Callable[..., str | None], *args: Any, subject: str = "", **more: Any) -> Question:
+        return Question(name, kind, subject, partial(ask, name, lesson, *args), **more)
+
+    found = [one("import", imports, kept=False)]
+    if isinstance(lesson, Broken):
+        return found
+    found.append(one("listed", listed, kept=False))
+    if isinstance(lesson, Steps):
+        return found + [
+            one("step", step, s, subject=s.__name__, alone=lesson.alone, tier=NIGHT if s in lesson.nightly else PUSH)
+            for s in lesson.steps
+        ]
+    for rung in lesson.rungs:
+        found.append(one("rung", right, rung, subject=rung.__name__))
+        if lesson.properties:
+            found.append(one("holds", properties, rung, subject=rung.__name__, alone=device.HAS_GPU))
+        if device.HAS_GPU and any(case.gib > 1 for case in lesson.checks):
+            found.append(one("long-offsets", right_where_offsets_are_long, rung, subject=rung.__name__, alone=True))
+    if lesson.grad:
+        found.append(one("gradients", gradients))
+    if lesson.twin:
+        found.append(one("cpu-model", cpu_model))
+    found += [one("mutant", mutant, each, subject=each.why) for each in lesson.wrong]
+    found.append(one("checks-can-tell", checks_can_tell))
+    found.append(one("refuses", refusals))
+    found.append(one("declared", declared, kept=False))
+    if lesson.extension and not device.HAS_GPU:
+        found.append(one("counts", counts))
+    found.append(one("machine-code", claims))
+    if second_targets(name, lesson):
+        found.append(one("machine-code-elsewhere", claims_elsewhere, tier=NIGHT))
+    return found
+
+
+# ---- Rungs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Checked:
+    """How a rung did on some cases and dtypes."""
+
+    passed: int = 0
+    left_out: dict[str, None] = field(default_factory=dict)  # why this machine cannot check
+    refused: dict[str, None] = field(default_factory=dict)  # what the rung itself does not take
+    wrong: list[str] = field(default_factory=list)
+    moved: float = 0.0  # bytes over the least, on the last case that launched anything
+
+
+def rung_checks(lesson: Lesson, rung: Rung, cases: Iterable[Case] | None = None) -> Checked:
+    found = Checked()
+    for case in lesson.checks if cases is None else cases:
+        for dtype in check.dtypes(lesson, case):
+            if why := check.cannot_run(lesson, rung, case, dtype):
+                found.left_out[why] = None
+                continue
+            try:
+                traffic = check.check(lesson, rung, case.shape, dtype)
+            except Unsupported as refused:
+                found.refused[str(refused)] = None
+            except check.Rejected as rejected:
+                found.wrong.append(f"{case} {dtype}: {rejected}")
+            else:
+                found.passed += 1
+                if traffic.launches and (least := lesson.work(dtype=dtype, **case.shape).bytes):
+                    found.moved = (traffic.read + traffic.written) / least
+    return found
+
+
+def grad_checks(lesson: Lesson) -> list[str]:
+    wrong = []
+    for case in small(lesson.checks):
+        for dtype in check.dtypes(lesson, case):
+            try:
+                check.check_grad(lesson, case.shape, dtype)
+            except check.Rejected as rejected:
+                wrong.append(f"{case} {dtype}: {rejected}")
+    return wrong
+
+
+def small(cases: tuple[Case, ...]) -> list[Case]:
+    """The cases for every day: all that this machine can run, but those of more than 1 GiB."""
+    return [case for case in cases if case.gib <= (1 if device.HAS_GPU else 0)]
+
+
+def imports(name: str, lesson: Lesson | Steps | Broken) -> None:
+    assert not isinstance(lesson, Broken), f"{name} cannot be imported: {lesson.error!r}"
+
+
+def right(name: str, lesson: Lesson, rung: Rung) -> None:
+    """On every small case and dtype. The last rung refuses nothing; the bytes counted are what `passes` says."""
+    found = rung_checks(lesson, rung, small(lesson.checks))
+    assert not found.wrong, "\n".join(found.wrong)
+    assert rung is not lesson.rungs[-1] or not found.refused, f"the last rung refuses: {'; '.join(found.refused)}"
+    if not found.passed:
+        raise LeftOut("; ".join(found.left_out | found.refused))
+    if device.INTERPRETED and rung in lesson.passes:
+        says = lesson.passes[rung]
+        assert abs(found.moved - says) <= 0.06 * says, (
+            f"{rung.__name__} moves {found.moved:.3f} times the least bytes on the last check; `passes` says {says}"
+        )
+
+
+def right_where_offsets_are_long(name: str, lesson: Lesson, rung: Rung) -> None:
+    """The cases that take many GiB, one after the other."""
+    found = rung_checks(lesson, rung, [case for case in lesson.checks if case.gib > 1])
+    torch.cuda.empty_cache()
+    assert not found.wrong, "\n".join(found.wrong)
+    if not found.passed:
+        raise LeftOut("; ".join(found.left_out | found.refused))
+
+
+def properties(name: str, lesson: Lesson, rung: Rung) -> None:
+    if why := check.cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0]):
+        raise LeftOut(why)
+    for holds in lesson.properties:
+        try:
+            holds(rung)
+        except Unsupported:
+            continue
+
+
+def gradients(name: str, lesson: Lesson) -> None:
+    if lesson.extension and (why := lesson.extension.lacks()):
+        raise LeftOut(why)
+    assert not (wrong := grad_checks(lesson)), "\n".join(wrong)
+
+
+def cpu_model(name: str, lesson: Lesson) -> None:
+    assert lesson.twin
+    for case in small(lesson.checks):
+        check.check(lesson, lesson.twin, case.shape, torch.float32)
+
+
+# ---- The checks are checked -----------------------------------------------------------------------------------------
+
+
+def mutant(name: str, lesson: Lesson, mutant: Mutant) -> str:
+    """The checks reject the wrong version, and for the property that it names."""
+    wrong = mutants.build(name, mutant)
+    if why := mutants.cannot_judge(lesson, wrong, mutant):
+        raise LeftOut(why)
+    found = mutants.first_rejection(lesson, wrong)
+    assert found is not None, f"the checks accept a wrong version: {mutant.why}"
+    rejected, where = found
+    assert rejected.caught_by == mutant.caught_by, (
+        f"{mutant.why}: rejected by {rejected.caught_by!r} on {where}, the lesson says {mutant.caught_by!r}: {rejected}"
+    )
+    return f"rejected by {rejected.caught_by}, on {where}"
+
+
+def checks_can_tell(name: str, lesson: Lesson) -> None:
+    """On every case: zeros, NaN, a wrong dtype, a wrong shape and 10% off are refused, the right answer is not."""
+    for case in small(lesson.checks):
+        for dtype in lesson.dtypes:
+            question = check.truth(lesson, case.shape, dtype)
+            check.compare(question, question.usual)
+            for i, usual in enumerate(question.usual):
+                for fake in _fakes(usual):
+                    answers = [*question.usual]
+                    answers[i] = fake
+                    try:
+                        check.compare(question, answers)
+                    except check.Rejected:
+                        continue
+                    raise AssertionError(f"{case} {dtype}: a wrong result {i} passes: {fake}")
+
+
+def _fakes(usual: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Answers that no check may take for this one."""
+    if usual.numel() == 0:
+        return
+    yield usual.to(torch.complex64)
+    yield usual.unsqueeze(0)
+    if usual.is_floating_point() and usual.isfinite().any():
+        yield torch.full_like(usual, torch.nan)
+        if (usual[usual.isfinite()].abs() > 1e-3).any():
+            yield torch.zeros_like(usual)
+            yield (usual.double() * 1.1).to(usual.dtype)
+
+
+def refusals(name: str, lesson: Lesson) -> None:
+    """Each bad call meets its error, in words that say what is wrong."""
+    wrong = [said for bad in lesson.refuses for rung in lesson.rungs if (said := _not_refused(bad, rung))]
+    assert not wrong, "\n".join(wrong)
+
+
+def _not_refused(bad: Refusal, rung: Rung) -> str:
+    call = f"{rung.__name__}, {bad.why}"
+    try:
+        bad.call(rung)
+    except bad.error as error:
+        said = str(error)
+        return (
+            "" if re.search(bad.says, said) else f"{call}: the error says {said!r}, which does not match {bad.says!r}"
+        )
+    except Exception as error:
+        return f"{call}: {type(error).__name__} where {bad.error.__name__} is wanted: {error}"
+    return f"{call}: not refused"
+
+
+# ---- What is declared -----------------------------------------------------------------------------------------------
+
+
+def declared(name: str, lesson: Lesson) -> None:
+    """Mutants and refusals are there; and a rung that was written and never declared would be checked by nothing."""
+    assert len(lesson.wrong) >= 3, f"{name} has {len(lesson.wrong)} mutants: write at least three"
+    assert lesson.refuses, f"{name}: say in `refuses` which calls are refused, and how"
+    module = sys.modules[name]
+    public = {
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
+    }
+    known = [lesson.reference, lesson.inputs, *lesson.rungs, *lesson.properties, lesson.twin]
+    known += [lesson.grad.op, lesson.grad.reference, lesson.grad.inputs] if lesson.grad else []
+    undeclared = {f for f in public - {f.__name__ for f in known if f} if (name, f) not in _imported()}
+    assert not undeclared, f"declare, or name with an underscore: {sorted(undeclared)}"
+    assert {*lesson.passes} <= {*lesson.rungs}, "`passes` names a function that is no rung"
+
+
+@cache
+def _imported() -> frozenset[tuple[str, str]]:
+    """(module, what some lesson imports from it): documented parts, not forgotten rungs."""
+    trees = [
+        ast.parse(path.read_text()) for path in sorted(ROOT.glob("day*_*/*.py")) + sorted(ROOT.glob("cuda_src/*.py"))
+    ]
+    imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return frozenset((str(node.module), alias.name) for node in imports for alias in node.names)
+
+
+def listed(name: str, lesson: Lesson | Steps) -> None:
+    """Both guides of its folder have a row for the lesson, and the path of the whole course has it."""
+    folder, _, stem = name.partition(".")
+    assert f'"{name}"' in PATH.read_text(), f'{PATH.relative_to(ROOT)} does not have "{name}": add it to a week'
+    for guide in LANGUAGES:
+        text = (ROOT / folder / guide).read_text()
+        assert stem in text, (
+            f"{folder}/{guide} does not mention {stem}: add a row | [{stem}]({stem}.py) | hours | ... |"
+        )
+
+
+# ---- What the emulator counts, and the machine code -----------------------------------------------------------------
+
+
+def counts(name: str, lesson: Lesson) -> None:
+    assert lesson.extension
+    if why := lesson.extension.lacks():
+        raise LeftOut(why)
+    found = counters.traffic(lesson)
+    assert not (broken := counters.broken_counts(name, lesson, found)), "\n".join(broken)
+    if kept := rows.read_csv(rows.REPORTS / "emulated" / f"{name}.csv"):
+        now = [{key: str(value) for key, value in row.items()} for row in counters.rows(found)]
+        assert kept == now, f"the report is older than the program: python -m lessonkit count {name}"
+
+
+def second_targets(name: str, lesson: Lesson) -> tuple[int, ...]:
+    """Beside sm_90: sm_80 for what claims cp.async, sm_80's way to copy; else of Triton's sm_80 or sm_100 in turns."""
+    if any("cp.async" in claim for claims in lesson.claimed().values() for claim in claims):
+        return (80,)
+    if lesson.extension:
+        return ()
+    return (compiled.second_target(name),) if lesson.rungs[-1].__name__ in lesson.claimed() else ()
+
+
+def claims(name: str, lesson: Lesson) -> None:
+    """Every rung compiles for sm_90, and the machine code shows what is claimed."""
+    found = _compiled(name, (90,))
+    if lesson.extension:
+        assert {k.target for k in found} == {90}
+    else:
+        for rung in lesson.rungs:
+            targets = {k.target for k in found if k.rung == rung.__name__}
+            assert targets == ({90} if suits(rung, 90) else set()), rung.__name__
+    broken = compiled.broken_claims(name, lesson.claimed(), found)
+    assert not broken, "\n".join(broken)
+
+
+def claims_elsewhere(name: str, lesson: Lesson) -> None:
+    """The same for another target: the last rung, and what claims cp.async (`compile` makes its reports for all)."""
+    targets = second_targets(name, lesson)
+    copies = {key for key, claims in lesson.claimed().items() if any("cp.async" in claim for claim in claims)}
+    names = [rung.__name__ for rung in lesson.rungs]
+    wanted = {n: c for n, c in lesson.claimed().items() if lesson.extension or n in copies or n == names[-1]}
+    found = _compiled(name, targets, () if lesson.extension else tuple(n for n in names if n in wanted))
+    if lesson.extension:
+        assert {k.target for k in found} == {t for t in machine_code.TARGETS if t in targets}
+    for rung in () if lesson.extension else lesson.rungs:
+        if rung.__name__ in wanted:
+            assert {k.target for k in found if k.rung == rung.__name__} == {t for t in targets if suits(rung, t)}
+            if not any(suits(rung, t) for t in targets):
+                del wanted[rung.__name__]
+    broken = compiled.broken_claims(name, wanted, found)
+    assert not broken, "\n".join(broken)
+
+
+def _compiled(name: str, targets: tuple[int, ...], rungs: tuple[str, ...] = ()) -> tuple[compiled.Kernel, ...]:
+    try:
+        return compiled.kernels(name, targets, rungs)
+    except toolchain.Missing as missing:  # nvcc, or the library that a program is written on
+        raise LeftOut(str(missing)) from None
+
+
+# ---- Lessons of steps -----------------------------------------------------------------------------------------------
+
+
+def step(name: str, lesson: Steps, step: Callable[[], Any]) -> None:
+    assert step.__doc__, f"{name}.{step.__name__} has no docstring: it is the claim that the body asserts"
+    try:
+        step()
+    except Unsupported as why:
+        raise LeftOut(str(why)) from None
+
+
+def tiers(language: str) -> str:
+    """A table: how many questions of each kind are asked in which tier."""
+    asked = Counter((question.kind, question.tier) for question in every_question())
+    header = {"en": ["question", "each push", "each night also"], "zh": ["问题", "每次推送", "每晚另加"]}[language]
+    kinds = dict.fromkeys(kind for kind, _ in asked)
+    return markdown(header, ([f"`{kind}`", asked[kind, PUSH] or "", asked[kind, NIGHT] or ""] for kind in kinds))
+
+
+def every_question(prefix: str = "") -> list[Question]:
+    return [question for name, lesson in discover(prefix) for question in questions(name, lesson)]
+
+
+__all__ = ["Checked", "LeftOut", "Question", "every_question", "grad_checks", "questions", "rung_checks"]

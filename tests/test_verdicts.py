@@ -1,0 +1,147 @@
+"""Kept verdicts: what a verdict depends on, when it is taken, and that a failure never is."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from lessonkit import verdicts
+from lessonkit.lesson import ROOT, discover, kernels
+from lessonkit.verify import every_question
+
+import pytest
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """A course of three files in a folder of its own, and an empty store. Returns a function that writes a file."""
+    verdicts.forget()
+    monkeypatch.setattr(verdicts, "ROOT", tmp_path)
+    monkeypatch.setattr(verdicts, "FOLDER", tmp_path / ".kept")
+
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        verdicts.forget()
+        return tmp_path / name
+
+    write("kit/__init__.py", "import kit.other")
+    write("kit/check.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import kit.types_only\n")
+    write("kit/other.py", "OTHER = 1")
+    write("kit/types_only.py", "")
+    write("kit/unused.py", "")
+    write("day1_x/lesson01_a.py", "from kit import check\nimport torch\nother = 'day1_x.lesson02_b'\n")
+    write("day1_x/lesson02_b.py", "def rung():\n    from day1_x import helper\n")
+    write("day1_x/helper.py", "")
+    yield write
+    verdicts.forget()
+
+
+LESSON = "day1_x/lesson01_a.py"
+
+
+def test_imports_are_followed(course, tmp_path):
+    """Also packages, imports inside functions and lessons that are named; not what only a type checker sees."""
+    found = {p.relative_to(tmp_path).as_posix() for p in verdicts.closure(frozenset([tmp_path / LESSON]))}
+    assert found == {
+        *(LESSON, "day1_x/lesson02_b.py", "day1_x/helper.py"),
+        *("kit/__init__.py", "kit/check.py", "kit/other.py"),
+    }
+
+
+def test_a_file_that_is_no_python_imports_nothing(course, tmp_path):
+    broken = course("day1_x/broken.py", "def (")
+    assert verdicts.closure(frozenset([broken])) == {broken}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [(LESSON, True), ("kit/other.py", True), ("day1_x/helper.py", True), ("kit/unused.py", False), ("new.py", False)],
+)
+def test_a_verdict_is_known_by_all_that_is_imported(course, tmp_path, name, changed):
+    before = verdicts.key("test", [tmp_path / LESSON])
+    course(name, "from kit import check\nfrom day1_x import lesson02_b\nNEW = 1\n" if name == LESSON else "NEW = 1")
+    assert (verdicts.key("test", [tmp_path / LESSON]) != before) == changed
+
+
+def test_a_verdict_is_known_by_the_tools(course, tmp_path, monkeypatch):
+    before = verdicts.key("test", [tmp_path / LESSON])
+    assert verdicts.key("other test", [tmp_path / LESSON]) != before
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    verdicts.forget()
+    assert verdicts.key("test", [tmp_path / LESSON]) != before
+
+
+def test_what_was_read_has_to_be_unchanged(course, tmp_path):
+    row, key = course("reports/rows.csv", "1"), verdicts.key("test", [tmp_path / LESSON])
+    with verdicts.watching() as read:
+        assert row.read_text() == "1"
+        sorted((tmp_path / "reports").iterdir())
+        (tmp_path / "written.txt").write_text("not read")
+    assert read == {row, row.parent}
+    assert not verdicts.find(key)
+    verdicts.keep(key, "test", read)
+    assert verdicts.find(key)
+    course("reports/other.csv", "")
+    assert not verdicts.find(key), "another file in the folder that was listed"
+    (tmp_path / "reports/other.csv").unlink()
+    course("reports/rows.csv", "2")
+    assert not verdicts.find(key)
+    course("reports/rows.csv", "1")
+    assert verdicts.find(key)
+    verdicts._place(key).write_text("{")
+    assert not verdicts.find(key), "a damaged verdict is none"
+
+
+SUITE = """
+from pathlib import Path
+import pytest
+pytestmark = pytest.mark.kept
+def test_holds(): assert not Path(__file__).with_name("broken").exists()
+def test_always_fails(): assert False
+@pytest.mark.night
+def test_long(): pass
+"""
+
+
+def test_a_pass_is_taken_and_a_failure_is_not(tmp_path):
+    """The suite's own conftest, on a suite of three tests: twice, then each night's."""
+    folder = ROOT / "tests" / f".suite-{os.getpid()}"
+    folder.mkdir()
+    try:
+        (folder / "test_suite.py").write_text(SUITE)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder / "test_suite.py")]
+        env = os.environ | {"COURSE_CACHE": str(tmp_path)}
+        said = [
+            subprocess.run([*command, *more], cwd=ROOT, env=env, capture_output=True, text=True).stdout
+            for more in ([], [], ["--all"])
+        ]
+    finally:
+        shutil.rmtree(folder)
+    assert "1 failed, 1 passed, 1 deselected" in said[0], said[0]
+    assert "1 failed, 1 deselected, 1 taken" in said[1], said[1]
+    assert "1 ran, 1 taken from earlier runs" in said[1]
+    assert "1 failed, 2 passed" in said[2], said[2]
+
+
+def test_every_question_is_in_a_tier():
+    """Each lesson has questions, each mutant and each rung its own, and none is asked twice."""
+    asked = every_question()
+    assert {question.tier for question in asked} == {"push", "night"}
+    assert len({str(question) for question in asked}) == len(asked)
+    assert {question.lesson for question in asked} == {name for name, _ in discover()}
+    for name, lesson in kernels():
+        mine = [question for question in asked if question.lesson == name]
+        assert {q.subject for q in mine if q.kind == "mutant"} == {m.why for m in lesson.wrong}
+        assert {q.subject for q in mine if q.kind == "rung"} == {r.__name__ for r in lesson.rungs}
+
+
+def test_what_answers_a_question_is_no_page_or_plot():
+    """A change to a page's words asks no question again."""
+    files = {
+        p.relative_to(ROOT).as_posix()
+        for p in verdicts.closure(frozenset([Path(__file__).with_name("test_lessons.py")]))
+    }
+    assert "lessonkit/check.py" in files
+    assert not files & {f"lessonkit/{name}.py" for name in ("show", "report", "plots", "bench", "doctor", "paths")}
