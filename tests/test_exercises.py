@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lessonkit import device
-from lessonkit.cuda import build
+from lessonkit.cuda import Fault, build
 from lessonkit.exercise import grade, number, same, source
 from lessonkit.exercise.source import Source
 
@@ -159,3 +159,14 @@ def test_a_mistake_is_not_taken_for_another():
         further_down = replace(verdict, why=verdict.why.replace("your file:1", "your file:2"))
         assert grade.recognised(exercise, further_down, 3) == wrong.why
     assert grade.recognised(exercise, replace(verdict, why=re.sub(r"\d+", "7", verdict.why)), 3) == ""
+
+
+@pytest.mark.parametrize("distance", [16, 24, 4096])
+def test_a_fault_reads_the_same_wherever_tensors_lie(distance):
+    """Also where the heap puts one so close behind another that it is nearer to the wrong address."""
+    (exercise,) = source.find("scale_rows")
+    skip_what_cannot_run(exercise)
+    module = source.build(exercise, exercise.wrong(exercise.exercise.wrong[0]))
+    memory = torch.ones(distance + 1)
+    with pytest.raises(Fault, match=r"92 bytes past the end of x \[1 x 1 float32\]"):
+        module.EXERCISE.op(memory[:1].view(1, 1), memory[distance:])
