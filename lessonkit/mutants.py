@@ -10,7 +10,7 @@ from pathlib import Path
 from lessonkit import device
 from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
-from lessonkit.cuda.build import MUTANTS, SHARED, local_files
+from lessonkit.cuda.build import MUTANTS, SHARED, local_files, need_private_cache
 from lessonkit.cuda.source import definitions
 from lessonkit.lesson import Lesson, Mutant, Rung, suits
 from lessonkit.rows import write_atomically
@@ -35,6 +35,7 @@ def build(name: str, mutant: Mutant) -> Rung:
     texts[path] = text[:start] + text[start:stop].replace(mutant.old, mutant.new) + text[stop:]
     # Triton reads a kernel's source from its file, so the mutant needs one too, and a program lies beside its lesson.
     stem = f"mutant_{hashlib.sha256(repr(sorted(texts.values())).encode()).hexdigest()[:16]}"
+    need_private_cache()
     folder = MUTANTS / stem
     for path, text in texts.items():
         file = folder / (path.name if path.suffix == ".cuh" else f"{stem}{path.suffix}")

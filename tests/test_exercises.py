@@ -1,5 +1,6 @@
 """Exercises: the right answer passes, every wrong one is refused by the property it names, the stub says what to do."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -170,3 +171,19 @@ def test_a_fault_reads_the_same_wherever_tensors_lie(distance):
     memory = torch.ones(distance + 1)
     with pytest.raises(Fault, match=r"92 bytes past the end of x \[1 x 1 float32\]"):
         module.EXERCISE.op(memory[:1].view(1, 1), memory[distance:])
+
+
+@pytest.mark.parametrize(("end", "says"), [("os._exit(3)", "exit code 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")])
+def test_a_dead_worker_is_killed_before_its_number_is_free(monkeypatch, end, says):
+    """Once it has been waited for, its process group's number may be that of another."""
+    kill, groups = os.killpg, []
+
+    def killpg(group, number):
+        os.waitid(os.P_PID, group, os.WEXITED | os.WNOWAIT)  # ChildProcessError if it was waited for already
+        groups.append(group)
+        kill(group, number)
+
+    monkeypatch.setattr(grade.os, "killpg", killpg)
+    verdict = grade.grade_apart(MUL, f"import os\n{end}\n", seed=0)
+    assert (verdict.caught_by, verdict.why) == ("crash", f"the process that ran it died ({says})")
+    assert len(groups) == 1
