@@ -89,6 +89,26 @@ def test_another_clone_and_environment_find_the_same_builds(tmp_path):
     assert other_pybind != str(build.binding().path)
 
 
+def test_a_cache_that_others_may_write_is_refused(anew, monkeypatch):
+    """Whatever lies in it is executed. The folder is as it was afterwards."""
+    mine = build.Product("mine.txt", (("sh", "-c", 'echo > "$0"', "$out"),))
+    mode = anew.stat().st_mode
+    for change, says in (
+        (lambda: anew.chmod(0o777), "other users may write"),
+        (lambda: anew.chmod(0o1777), "other users may write"),
+        (lambda: (anew.chmod(0o775), monkeypatch.setattr(build.os, "getgid", lambda: -2)), "other users may write"),
+        (lambda: (anew.chmod(mode), monkeypatch.setattr(build.os, "getuid", lambda: -2)), "belongs to user"),
+    ):
+        change()
+        with pytest.raises(PermissionError, match=f"{says}.*COURSE_CACHE"):
+            build.build([mine])
+        assert not list(anew.iterdir())
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "CACHE", anew / "new" / "one")
+    build.need_private_cache()
+    assert build.CACHE.stat().st_mode & 0o777 == 0o700
+
+
 def test_mutants_are_the_users_own():
     assert build.CACHE in build.MUTANTS.parents
 

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shlex
+import stat
 import subprocess
 import sysconfig
 import tempfile
@@ -290,9 +291,24 @@ def program(source: Path) -> Product:
     return _nvcc(source, f"{source.stem}.run", _linked(source))
 
 
+def need_private_cache() -> None:
+    """Make the cache's folder. PermissionError if other users may write there: what lies in it is executed.
+
+    One's own group may: many systems give every user a group with no one else in it, which may write by default.
+    """
+    CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
+    there, me = CACHE.stat(), os.getuid()
+    mend = "(or set COURSE_CACHE to a folder of your own): files in it are executed"
+    if there.st_uid != me:
+        raise PermissionError(f"the cache {CACHE} belongs to user {there.st_uid}, not to you: remove it {mend}")
+    if there.st_mode & stat.S_IWOTH or (there.st_mode & stat.S_IWGRP and there.st_gid != os.getgid()):
+        raise PermissionError(f"other users may write to the cache {CACHE}: rm -r {shlex.quote(str(CACHE))} {mend}")
+
+
 def build(products: Iterable[Product]) -> list[Path]:
     """Build what is not there yet, several at a time. Raises BuildError with the words of each that fails."""
     toolchain.need("ninja")
+    need_private_cache()
     wanted = list(dict.fromkeys(products))
     if before := [first for product in wanted for first in product.after]:
         build(before)
