@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lessonkit.cuda import rewrite, toolchain
+from lessonkit.cuda import eviction, rewrite, toolchain
 from lessonkit.lesson import ROOT
 from lessonkit.rows import write_atomically
 
@@ -299,10 +299,13 @@ def build(products: Iterable[Product]) -> list[Path]:
     wanted = list(dict.fromkeys(products))
     if before := [first for product in wanted for first in product.after]:
         build(before)
+    for product in wanted:
+        eviction.used(product.folder)
     said = ""
     with _locked(p for p in wanted if not p.path.exists()) as missing:
         if missing:
             said = _ninja(missing)
+            eviction.evict(CACHE)
     failed = [p for p in wanted if not p.path.exists()]
     if failed:
         raise BuildError("\n".join(f"{p.name}:\n{(_words(p) or said)[-4000:]}" for p in failed))
