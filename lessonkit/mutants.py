@@ -12,6 +12,7 @@ from pathlib import Path
 from lessonkit import device
 from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
+from lessonkit.cuda import eviction
 from lessonkit.cuda.build import MUTANTS, SHARED, TOGETHER, local_files, need_private_cache
 from lessonkit.cuda.source import definitions
 from lessonkit.lesson import Lesson, Misdeclared, Mutant, Rung, suits
@@ -74,6 +75,7 @@ def _written(texts: dict[Path, str]) -> Path:
         file = MUTANTS / stem / (path.name if path.suffix == ".cuh" else f"{stem}{path.suffix}")
         if not file.exists():  # another process may be reading it
             write_atomically(file, text)
+    eviction.used(MUTANTS / stem)
     return MUTANTS / stem / f"{stem}.py"
 
 
