@@ -12,11 +12,8 @@ from pathlib import Path
 
 DAY = 24 * 3600
 UNUSED = 30 * DAY
-PARTS = (
-    "lessonkit_mutants",
-    "lessonkit_answers",
-    "opcodes",
-)  # folders of things that need no lock: text, written at once
+# Folders of things that need no lock: they are written at once.
+PARTS = ("lessonkit_mutants", "lessonkit_answers", "opcodes", "verdicts")
 
 
 def used(path: Path) -> None:
