@@ -160,8 +160,11 @@ def poisoned_empty() -> Iterator[None]:
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
-    """A copy that can be compared where NaN equals NaN."""
-    return t.detach().contiguous().view(torch.uint8).clone() if t.numel() else t.detach().clone()
+    """A copy that can be compared where NaN equals NaN: [*shape, bytes of an element].
+
+    A tensor may count as contiguous though a dimension of size 1 has any stride; a copy's strides are the usual ones.
+    """
+    return t.detach().clone(memory_format=torch.contiguous_format).unsqueeze(-1).view(torch.uint8)
 
 
 def answer(rung: Rung, args: tuple[Any, ...]) -> tuple[Any, Traffic]:

@@ -123,6 +123,8 @@ def opcodes(codes: Iterable[bytes], target: int) -> list[Counter[str]]:
 
     Kept on disk. What is new is disassembled by one process, as nvdisasm takes 0.4 s to start and no time for the rest.
     """
+    from lessonkit.cuda import eviction
+
     codes = list(codes)
     files = [_kept(code, target) for code in codes]
     new = [i for i, file in enumerate(files) if not file.exists()]
@@ -136,6 +138,8 @@ def opcodes(codes: Iterable[bytes], target: int) -> list[Counter[str]]:
             found[bisect_right(ends, int(address, 16))][op] += 1
     for i, ops in zip(new, found, strict=True):
         write_atomically(files[i], json.dumps(ops))
+    for file in files:
+        eviction.used(file)
     return [Counter(json.loads(file.read_text())) for file in files]
 
 

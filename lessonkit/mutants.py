@@ -12,7 +12,8 @@ from pathlib import Path
 from lessonkit import device
 from lessonkit.arguments import Unsupported
 from lessonkit.check import Rejected, cannot_run, check
-from lessonkit.cuda.build import MUTANTS, SHARED, TOGETHER, local_files
+from lessonkit.cuda import eviction
+from lessonkit.cuda.build import MUTANTS, SHARED, TOGETHER, local_files, need_private_cache
 from lessonkit.cuda.source import definitions
 from lessonkit.lesson import Lesson, Misdeclared, Mutant, Rung, suits
 from lessonkit.rows import write_atomically
@@ -69,10 +70,12 @@ def _changed(before: tuple[tuple[Path, str], ...], name: str, mutant: Mutant) ->
 def _written(texts: dict[Path, str]) -> Path:
     """The lesson of these texts. Triton reads a kernel's source from its file, and a program lies beside its lesson."""
     stem = f"mutant_{hashlib.sha256(repr(sorted(texts.values())).encode()).hexdigest()[:16]}"
+    need_private_cache()
     for path, text in texts.items():
         file = MUTANTS / stem / (path.name if path.suffix == ".cuh" else f"{stem}{path.suffix}")
         if not file.exists():  # another process may be reading it
             write_atomically(file, text)
+    eviction.used(MUTANTS / stem)
     return MUTANTS / stem / f"{stem}.py"
 
 

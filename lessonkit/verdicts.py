@@ -19,7 +19,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from lessonkit import device
-from lessonkit.cuda import build, toolchain
+from lessonkit.cuda import build, eviction, toolchain
 from lessonkit.lesson import ROOT
 from lessonkit.rows import write_atomically
 
@@ -53,6 +53,7 @@ def find(key: str) -> bool:
     """Has it passed, with all that it read as it is now?"""
     try:
         kept = json.loads(_place(key).read_text())
+        eviction.used(_place(key))
         return all(_state(ROOT / name) == state for name, state in kept["read"].items())
     except (OSError, ValueError, KeyError, AttributeError):
         return False
@@ -64,7 +65,7 @@ def keep(key: str, test: str, read: Iterable[Path]) -> None:
 
 
 def _place(key: str) -> Path:
-    return FOLDER / key[:2] / f"{key}.json"
+    return FOLDER / f"{key}.json"
 
 
 def _state(path: Path) -> str:

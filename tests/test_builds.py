@@ -1,16 +1,18 @@
 """The kit's builder: compilers found or missed in one line, each program built once, whoever asks for it."""
 
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 
 import lessonkit.device as device
 from lessonkit import check
-from lessonkit.cuda import build, toolchain
+from lessonkit.cuda import build, eviction, toolchain
 from lessonkit.lesson import ROOT, kernels
 
 import pybind11
@@ -41,6 +43,40 @@ def test_two_processes_build_once(anew):
         thread.join()
     assert log.read_text() == "built\n"
     assert product.path.read_text() == "done\n"
+
+
+OLD = 31 * eviction.DAY
+
+
+def aged(path, seconds):
+    os.utime(path, (at := time.time() - seconds, at))
+    return path
+
+
+@pytest.mark.skipif(bool(LACKS_NINJA), reason=LACKS_NINJA)
+def test_what_is_unused_leaves_the_cache(anew):
+    """At the next build, once a day; not what is used or locked, nor what is not the course's."""
+    product = {
+        name: build.Product(f"{name}.txt", (("touch", "$out", name),)) for name in ("old", "used", "locked", "new")
+    }
+    build.build(product[name] for name in ("old", "used", "locked"))
+    folder = {name: product[name].folder for name in product}
+    texts = [anew / f"{part}/{name}" for part in eviction.PARTS for name in ("old", "young")]
+    foreign = anew / "holiday-0123456789abcdef"
+    for path in (*texts, foreign):
+        path.mkdir(parents=True)
+    for path in (*(folder[name] for name in ("old", "used", "locked")), foreign, *texts[::2]):
+        aged(path, OLD)
+    aged(anew / "evicted", 2 * eviction.DAY)
+    build.build([product["used"]])
+    assert folder["old"].exists(), "nothing is built, so nothing is removed"
+    with (folder["locked"] / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build.build([product["new"]])
+    assert [name for name in product if folder[name].exists()] == ["used", "locked", "new"]
+    assert [path for path in (*texts, foreign) if path.exists()] == [*texts[1::2], foreign]
+    build.build([product["old"]])
+    assert folder["locked"].exists(), "once a day"
 
 
 def test_ninjas_own_words_are_kept(anew, monkeypatch):
@@ -87,6 +123,26 @@ def test_another_clone_and_environment_find_the_same_builds(tmp_path):
     there, other_pybind = done.stdout.splitlines()
     assert there.split() == [str(p.path) for p in here]
     assert other_pybind != str(build.binding().path)
+
+
+def test_a_cache_that_others_may_write_is_refused(anew, monkeypatch):
+    """Whatever lies in it is executed. The folder is as it was afterwards."""
+    mine = build.Product("mine.txt", (("sh", "-c", 'echo > "$0"', "$out"),))
+    mode = anew.stat().st_mode
+    for change, says in (
+        (lambda: anew.chmod(0o777), "other users may write"),
+        (lambda: anew.chmod(0o1777), "other users may write"),
+        (lambda: (anew.chmod(0o775), monkeypatch.setattr(build.os, "getgid", lambda: -2)), "other users may write"),
+        (lambda: (anew.chmod(mode), monkeypatch.setattr(build.os, "getuid", lambda: -2)), "belongs to user"),
+    ):
+        change()
+        with pytest.raises(PermissionError, match=f"{says}.*COURSE_CACHE"):
+            build.build([mine])
+        assert not list(anew.iterdir())
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "CACHE", anew / "new" / "one")
+    build.need_private_cache()
+    assert build.CACHE.stat().st_mode & 0o777 == 0o700
 
 
 def test_mutants_are_the_users_own():

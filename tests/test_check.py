@@ -132,3 +132,35 @@ def test_nan_and_infinity_must_be_where_torch_has_them():
         y[0, i] = 1.0
         with pytest.raises(check.Rejected):
             check.compare(question, y)
+
+
+STRIDES = {
+    "a column": lambda t: t[:3].view(3, 1),
+    "one": lambda t: t[:1].view(1, 1),
+    "a scalar": lambda t: t[0],
+    "a row, transposed": lambda t: t[:3].view(1, 3).t(),
+    "transposed": lambda t: t[:12].view(4, 3).t(),
+    "expanded": lambda t: t[:3].view(3, 1).expand(3, 5),
+    "every other": lambda t: t[:6:2].view(1, 3)[:, :1],
+    "a stride that does not matter": lambda t: t.as_strided((3, 1), (1, 7)),
+    "nothing": lambda t: t[:0].view(0, 1),
+}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.bool, torch.int64], ids=str
+)
+@pytest.mark.parametrize("lie", STRIDES.values(), ids=STRIDES)
+def test_a_changed_input_is_seen_whatever_its_strides(dtype, lie):
+    def alone(x):
+        return x.float()
+
+    def changes(x):
+        x.as_strided((1,), (1,)).copy_(torch.zeros(1))
+        return x.float()
+
+    x = lie(torch.ones(20).to(dtype))
+    check.answer(alone, (x,))
+    if x.numel():
+        with pytest.raises(check.Rejected, match="argument 0 is not what it was"):
+            check.answer(changes, (x,))

@@ -123,7 +123,8 @@ def test_watch_grades_each_save(answers, monkeypatch):
     ids=["syntax", "name", "none", "crash", "endless"],
 )
 def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
-    monkeypatch.setattr(grade, "LIMIT", 2.0)
+    if says == "has not ended":  # grading the others takes 2 s of CPU, more where others work too
+        monkeypatch.setattr(grade, "LIMIT", 2.0)
     path = progress.start(MUL)
     path.write_text(MUL.solution.replace(old, new))
     code, text = run("check", "mul")

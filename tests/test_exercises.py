@@ -1,11 +1,12 @@
 """Exercises: the right answer passes, every wrong one is refused by the property it names, the stub says what to do."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 from lessonkit import device
-from lessonkit.cuda import build
+from lessonkit.cuda import Fault, build
 from lessonkit.exercise import grade, number, same, source
 from lessonkit.exercise.source import Source
 
@@ -160,3 +161,30 @@ def test_a_mistake_is_not_taken_for_another():
         further_down = replace(verdict, why=verdict.why.replace("your file:1", "your file:2"))
         assert grade.recognised(exercise, further_down, 3) == wrong.why
     assert grade.recognised(exercise, replace(verdict, why=re.sub(r"\d+", "7", verdict.why)), 3) == ""
+
+
+@pytest.mark.parametrize("distance", [16, 24, 4096])
+def test_a_fault_reads_the_same_wherever_tensors_lie(distance):
+    """Also where the heap puts one so close behind another that it is nearer to the wrong address."""
+    (exercise,) = source.find("scale_rows")
+    skip_what_cannot_run(exercise)
+    module = source.build(exercise, exercise.wrong(exercise.exercise.wrong[0]))
+    memory = torch.ones(distance + 1)
+    with pytest.raises(Fault, match=r"92 bytes past the end of x \[1 x 1 float32\]"):
+        module.EXERCISE.op(memory[:1].view(1, 1), memory[distance:])
+
+
+@pytest.mark.parametrize(("end", "says"), [("os._exit(3)", "exit code 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")])
+def test_a_dead_worker_is_killed_before_its_number_is_free(monkeypatch, end, says):
+    """Once it has been waited for, its process group's number may be that of another."""
+    kill, groups = os.killpg, []
+
+    def killpg(group, number):
+        os.waitid(os.P_PID, group, os.WEXITED | os.WNOWAIT)  # ChildProcessError if it was waited for already
+        groups.append(group)
+        kill(group, number)
+
+    monkeypatch.setattr(grade.os, "killpg", killpg)
+    verdict = grade.grade_apart(MUL, f"import os\n{end}\n", seed=0)
+    assert (verdict.caught_by, verdict.why) == ("crash", f"the process that ran it died ({says})")
+    assert len(groups) == 1

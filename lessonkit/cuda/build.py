@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shlex
+import stat
 import subprocess
 import sysconfig
 import tempfile
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lessonkit.cuda import rewrite, toolchain
+from lessonkit.cuda import eviction, rewrite, toolchain
 from lessonkit.lesson import ROOT
 from lessonkit.rows import write_atomically
 
@@ -102,13 +103,13 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
-def binding() -> Product:
-    """The Python module that every extension is linked with."""
+def binding(level: str = "-O0") -> Product:
+    """The Python module that every extension is linked with; for the emulator as fast as it compiles."""
     toolchain.need("g++", "Python.h")
     import pybind11
 
     includes = (f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}")
-    compiled = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *includes)
+    compiled = ("-std=c++20", level, "-fPIC", "-fvisibility=hidden", *includes)
     source = SOURCES / "binding.cpp"
     command = (toolchain.find_gxx(), *compiled, "-c", str(source), "-o", "$out")
     versions = (f"Python {platform.python_version()} {sysconfig.get_config_var('SOABI')}", pybind11.__version__)
@@ -120,9 +121,11 @@ def runtime(sanitized: bool = False) -> Product:
     toolchain.need("g++")
     flags = SANITIZERS if sanitized else ("-O2",)
     gxx, reads = toolchain.find_gxx(), tuple(emulator_files())
-    compile_part = (gxx, "-std=c++20", *flags, "-fPIC", f"-I{EMULATOR}", "-o", "$out", "-c")
+    compiled = ("-std=c++20", *flags, "-fPIC", f"-I{EMULATOR}")
+    prefix = _prefix(compiled, "#include <runtime/machine.h>\n#include <algorithm>\n")
+    compile_part = (gxx, *compiled, "-include", str(prefix.folder / "prefix.h"), "-o", "$out", "-c")
     parts = tuple(
-        Product(f"{file.stem}.o", ((*compile_part, str(file)),), reads)
+        Product(f"{file.stem}.o", ((*compile_part, str(file)),), reads, after=(prefix,))
         for file in sorted((EMULATOR / "runtime").glob("*.cpp"))
     )
     link = (gxx, *flags, "-shared", "-Wl,-Bsymbolic", *(str(part.path) for part in parts), "-o", "$out", "-ldl")
@@ -133,10 +136,11 @@ def emulator_files() -> list[Path]:
     return sorted(p for p in EMULATOR.rglob("*") if p.is_file() and p.suffix != ".md")
 
 
-def _prefix(flags: tuple[str, ...]) -> Product:
+def _prefix(flags: tuple[str, ...], text: str = PREFIX) -> Product:
+    """A header that is compiled once for all files that begin with it."""
     reads = (*emulator_files(), *(SOURCES / name for name in SHARED))
     compile_header = (toolchain.find_gxx(), *flags, "-x", "c++-header", "$folder/prefix.h", "-o", "$out")
-    return Product("prefix.h.gch", (compile_header,), reads, (("prefix.h", PREFIX),))
+    return Product("prefix.h.gch", (compile_header,), reads, (("prefix.h", text),))
 
 
 def _bound_alone(text: str, launcher: str) -> str:
@@ -280,7 +284,7 @@ def _linked(source: Path) -> tuple[str, ...]:
 
 def extension(source: Path) -> Product:
     """A Python module of the program's launchers, for the present GPU."""
-    door = binding()
+    door = binding("-O2")
     flags = ("-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", DEFINE, *_linked(source), str(door.path))
     return _nvcc(source, f"{source.stem}.so", flags, (door,))
 
@@ -290,16 +294,34 @@ def program(source: Path) -> Product:
     return _nvcc(source, f"{source.stem}.run", _linked(source))
 
 
+def need_private_cache() -> None:
+    """Make the cache's folder. PermissionError if other users may write there: what lies in it is executed.
+
+    One's own group may: many systems give every user a group with no one else in it, which may write by default.
+    """
+    CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
+    there, me = CACHE.stat(), os.getuid()
+    mend = "(or set COURSE_CACHE to a folder of your own): files in it are executed"
+    if there.st_uid != me:
+        raise PermissionError(f"the cache {CACHE} belongs to user {there.st_uid}, not to you: remove it {mend}")
+    if there.st_mode & stat.S_IWOTH or (there.st_mode & stat.S_IWGRP and there.st_gid != os.getgid()):
+        raise PermissionError(f"other users may write to the cache {CACHE}: rm -r {shlex.quote(str(CACHE))} {mend}")
+
+
 def build(products: Iterable[Product]) -> list[Path]:
     """Build what is not there yet, several at a time. Raises BuildError with the words of each that fails."""
     toolchain.need("ninja")
+    need_private_cache()
     wanted = list(dict.fromkeys(products))
     if before := [first for product in wanted for first in product.after]:
         build(before)
+    for product in wanted:
+        eviction.used(product.folder)
     said = ""
     with _locked(p for p in wanted if not p.path.exists()) as missing:
         if missing:
             said = _ninja(missing)
+            eviction.evict(CACHE)
     failed = [p for p in wanted if not p.path.exists()]
     if failed:
         raise BuildError("\n".join(f"{p.name}:\n{(_words(p) or said)[-4000:]}" for p in failed))

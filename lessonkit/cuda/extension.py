@@ -15,6 +15,7 @@ from typing import Any, cast
 from lessonkit import device
 from lessonkit.arguments import Unsupported
 from lessonkit.cuda import build, rewrite, toolchain
+from lessonkit.cuda.arena import apart, raw_argument, span
 
 import torch
 
@@ -69,7 +70,7 @@ class Extension:
 
     def _on_gpu(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            return function(*map(_raw, args), torch.cuda.current_stream().cuda_stream)
+            return function(*map(raw_argument, args), torch.cuda.current_stream().cuda_stream)
 
         return call
 
@@ -82,19 +83,20 @@ class Extension:
             from lessonkit import interpreter  # imports Triton, which a lesson of day 1 need not wait for
 
             emulator.emu_begin()
-            for i, tensor in enumerate(args):
-                if isinstance(tensor, torch.Tensor) and tensor.numel():
-                    known = names[i] if i < len(names) else f"argument {i}"
-                    emulator.emu_register(tensor.data_ptr(), _span(tensor), _describe(known, tensor).encode(), 1)
-            try:
-                return function(*map(_raw, args), 0)
-            except RuntimeError as error:
-                kind, text = emulator.emu_fault_kind().decode(), emulator.emu_fault_text().decode()
-                if str(error) != f"{kind}: {text}":
-                    raise
-                raise Fault(kind, text) from None
-            finally:
-                interpreter.count(json.loads(emulator.emu_end()))
+            with apart(args) as raw:
+                for i, tensor in enumerate(args):
+                    if isinstance(tensor, torch.Tensor) and tensor.numel():
+                        known = names[i] if i < len(names) else f"argument {i}"
+                        emulator.emu_register(raw[i], span(tensor), _describe(known, tensor).encode(), 1)
+                try:
+                    return function(*raw, 0)
+                except RuntimeError as error:
+                    kind, text = emulator.emu_fault_kind().decode(), emulator.emu_fault_text().decode()
+                    if str(error) != f"{kind}: {text}":
+                        raise
+                    raise Fault(kind, text) from None
+                finally:
+                    interpreter.count(json.loads(emulator.emu_end()))
 
         return call
 
@@ -149,18 +151,6 @@ def _all_mutants(launchers: tuple[tuple[Path, str], ...]) -> Any:
     """Their module, or None: one of them does not compile, or there are none."""
     with suppress(build.BuildError, rewrite.RewriteError):
         return _load(build.emulated_mutants("mutants", launchers)) if launchers else None
-
-
-def _raw(value: Any) -> Any:
-    if value is None:
-        return 0
-    return value.data_ptr() if isinstance(value, torch.Tensor) else value
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 def _describe(name: str, tensor: torch.Tensor) -> str:

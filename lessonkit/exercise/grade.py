@@ -222,25 +222,28 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
     worker.start()
     assert worker.pid is not None
     there.close()
-    verdict, mistake = (
+    verdict, mistake, died = (
         Verdict(caught_by="time", why=f"it has not ended after {LIMIT:.0f} s: which loop never ends?"),
         "",
+        False,
     )
     try:
         if here.poll(LIMIT):
             verdict = here.recv()
             mistake = here.recv() if here.poll(PATIENCE) else ""
     except EOFError:
-        worker.join()
-        died = worker.exitcode or 0
-        what = signal.Signals(-died).name if died < 0 else f"exit code {died}"
-        verdict = Verdict(caught_by="crash", why=f"the process that ran it died ({what})")
+        died = True
     finally:
         # Ninja is to hear of it: its compilers have groups of their own, and would write on while another builds.
+        # Before the worker is joined: its number may be another process's then.
         with suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGTERM)
         worker.kill()
         worker.join()
+    if died:
+        code = worker.exitcode or 0
+        what = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        verdict = Verdict(caught_by="crash", why=f"the process that ran it died ({what})")
     return Verdict(**{**vars(verdict), "mistake": mistake})
 
 

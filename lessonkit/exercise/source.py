@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
-from lessonkit.cuda.build import CACHE
+from lessonkit.cuda.build import CACHE, need_private_cache
 from lessonkit.exercise import Exercise, Wrong
 from lessonkit.lesson import ROOT
 from lessonkit.rows import write_atomically
@@ -147,6 +147,7 @@ def build(source: Source, answer: str) -> ModuleType:
     stem = f"answer_{hashlib.sha256((source.name + answer + grader).encode()).hexdigest()[:16]}"
     if stem in sys.modules:
         return sys.modules[stem]
+    need_private_cache()
     folder = CACHE / "lessonkit_answers" / stem
     if source.is_cuda:
         write_atomically(folder / f"{stem}.cu", answer)
