@@ -276,7 +276,7 @@ def deliverable():
     assert str(rows[-1]["us_per_step"]) in text
 
 
-LESSON = Steps((step_cost, cross_over, rungs, deliverable), alone=GPU)
+LESSON = Steps((step_cost, cross_over, rungs, deliverable), alone=GPU, nightly=(rungs,))
 
 if __name__ == "__main__":
     LESSON.main()

@@ -150,18 +150,16 @@ def the_best_moves_with_size_and_gpu():
     assert rank_correlation(*order) > 0.5
 
 
-LESSON = Steps(
-    steps=(
-        swept,
-        four_warps_a_row,
-        a_warp_a_row,
-        thirty_two_warps_a_row,
-        few_warps_an_sm,
-        the_best_moves_with_size_and_gpu,
-    ),
-    compares=comparisons(SWEEP),
-    alone=device.HAS_GPU,
+STEPS = (
+    swept,
+    four_warps_a_row,
+    a_warp_a_row,
+    thirty_two_warps_a_row,
+    few_warps_an_sm,
+    the_best_moves_with_size_and_gpu,
 )
+
+LESSON = Steps(STEPS, compares=comparisons(SWEEP), alone=device.HAS_GPU, nightly=STEPS)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -88,8 +88,10 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
         except torch.OutOfMemoryError:
             said = f"left out, {TOO_SMALL}"
         except Exception as error:
-            said = f"NOT TIMED, {type(error).__name__}: {str(error)[:300]}"
-            incomplete |= kind == "peer"
+            words = f"{type(error).__name__}: {str(error)[:300]}"
+            refused = kind == "peer" and not isinstance(error, check.Rejected)  # the peer's own error
+            said = f"left out, it refuses: {words}" if refused else f"NOT TIMED, {words}"
+            incomplete |= kind == "peer" and not refused
         else:
             contenders[label], kinds[label] = call, kind
             return

@@ -83,7 +83,7 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
     found.append(one("declared", declared, kept=False))
     if lesson.extension and not device.HAS_GPU:
         found.append(one("counts", counts))
-    found.append(one("machine-code", claims))
+    found.append(one("machine-code", claims, tier=NIGHT if lesson.extension else PUSH))  # nvcc takes minutes
     if second_targets(name, lesson):
         found.append(one("machine-code-elsewhere", claims_elsewhere, tier=NIGHT))
     return found

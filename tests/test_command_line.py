@@ -82,6 +82,9 @@ def test_a_broken_lesson_is_a_failure(words, monkeypatch):
 
 
 def test_check_names_what_is_wrongly_declared(monkeypatch):
+    questions = cli.verify.questions
+    mutants = [lambda name, lesson: [q for q in questions(name, lesson) if q.kind == "mutant"]]
+    monkeypatch.setattr(cli.verify, "questions", *mutants)
     ((name, right),) = discover("lesson01_vector_add")
     typo = dataclasses.replace(right, checks=(case("a typo", m=3),), wrong=())
     mutant = dataclasses.replace(right.wrong[0], old="nowhere to be found")
@@ -149,6 +152,7 @@ def test_what_is_printed_is_no_markup():
     assert all(text in printed.get() for text in ("E[x^2] [/b]", "a[bold]", "x[0:x:2] [/]"))
 
 
+@pytest.mark.night  # its lanes are tried by day 1's first lesson too
 def test_doctor_says_what_is_missing():
     result = invoke(cli.app, ["doctor"])
     assert result.exit_code in (0, 1)

@@ -32,7 +32,7 @@ def test_notebook_is_generated_from_its_script():
     assert not any(cell.get("outputs") for cell in notebook().cells), "outputs are for whoever runs it"
 
 
-@pytest.mark.kept("day4_replace_op/*")
+@pytest.mark.night
 def test_notebook_runs(monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -122,6 +122,7 @@ def test_counters(kernel, what, requests, transactions, size):
 
 
 @needs_compiler
+@pytest.mark.night
 @pytest.mark.parametrize("case", ["local", "shared", "overflow"])
 def test_sanitizers(case):
     fixed, broken = (

@@ -52,6 +52,7 @@ def test_generated_files_are_fresh():
     assert not stale, f"run `python -m lessonkit report`: {stale}"
 
 
+@pytest.mark.night
 def test_each_kind_of_picture_can_be_drawn():
     """Whether a picture is fresh is seen without drawing it."""
     pictures = [found for found in report.generate().values() if isinstance(found, plots.Picture)]
@@ -158,6 +159,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
+@pytest.mark.night
 def test_a_script_runs_from_anywhere(tmp_path):
     code = RUN_CHECKS_ONLY.format(script=str(ROOT / "day2_triton_basics" / "lesson01_vector_add.py"))
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True)

@@ -1,9 +1,5 @@
 """Kept verdicts: what a verdict depends on, when it is taken, and that a failure never is."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from lessonkit import verdicts
@@ -105,20 +101,19 @@ def test_long(): pass
 """
 
 
-def test_a_pass_is_taken_and_a_failure_is_not(tmp_path):
-    """The suite's own conftest, on a suite of three tests: twice, then each night's."""
-    folder = ROOT / "tests" / f".suite-{os.getpid()}"
-    folder.mkdir()
-    try:
-        (folder / "test_suite.py").write_text(SUITE)
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder / "test_suite.py")]
-        env = os.environ | {"COURSE_CACHE": str(tmp_path)}
-        said = [
-            subprocess.run([*command, *more], cwd=ROOT, env=env, capture_output=True, text=True).stdout
-            for more in ([], [], ["--all"])
-        ]
-    finally:
-        shutil.rmtree(folder)
+def test_a_pass_is_taken_and_a_failure_is_not(tmp_path, monkeypatch, capsys, request):
+    """The suite's own conftest, on a suite of three tests in a course of its own: twice, then each night's."""
+    monkeypatch.setattr(verdicts, "ROOT", tmp_path)
+    monkeypatch.setattr(verdicts, "FOLDER", tmp_path / ".kept")
+    (tmp_path / "test_small_suite.py").write_text(SUITE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    kept\n    night\n")
+    conftest = next(p for p in request.config.pluginmanager.get_plugins() if getattr(p, "TAKEN", ""))
+    said = []
+    for more in ([], [], ["--all"]):
+        verdicts.forget()
+        pytest.main(["--noconftest", f"--rootdir={tmp_path}", "-pno:cacheprovider", str(tmp_path), *more], [conftest])
+        said.append(capsys.readouterr().out)
+    verdicts.forget()
     assert "1 failed, 1 passed, 1 deselected" in said[0], said[0]
     assert "1 failed, 1 deselected, 1 taken" in said[1], said[1]
     assert "1 ran, 1 taken from earlier runs" in said[1]
