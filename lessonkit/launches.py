@@ -183,9 +183,11 @@ def _launcher(program: Path, name: str) -> tuple[str, str, str]:
     """nvcc's version, the host code of a launcher, and the machine code of the kernels that it names, as hashes."""
     from lessonkit.cuda import build, toolchain
 
-    found = source.reached(build.local_files(program), {name})
-    if not any("__global__" in code for code in found.values()):  # a macro writes it: all of the program counts
-        found = {k: c for f in build.local_files(program) for k, cs in source.codes(f.read_text()).items() for c in cs}
+    files = build.local_files(program)
+    known = {defined for file in files for defined in source.codes(file.read_text())}
+    # A macro may write softmax_bfloat16 around the template softmax: then the template is what is launched.
+    stems = [d for d in known if name == d or name.startswith(f"{d}_")]
+    found = source.reached(files, {max(stems, key=len)} if stems else known)
     host = {code for code in found.values() if not re.search(r"\b__(?:global|device)__", code)}
     kernels = {kernel for kernel, code in found.items() if "__global__" in code}
     code = _cubin(build.build([build.cubin(program, TARGET)])[0])

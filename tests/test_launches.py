@@ -1,7 +1,7 @@
 """The record of what the GPU is given: blind to names and layout of the source, and to nothing else."""
 
 from lessonkit import elsewhere, launches
-from lessonkit.cuda import toolchain
+from lessonkit.cuda import build, toolchain
 
 import pytest
 
@@ -111,3 +111,26 @@ def test_the_mark_of_a_program_in_cuda_is_nvccs():
     marks = launches.marks("cuda_src.02_vector_add", [(r, False, shape) for r in ("add_one", "add_vectorized")])
     assert all(mark.startswith(f"nvcc-{toolchain.release()}=") for mark in marks)
     assert len(set(marks)) == 2
+
+
+def test_a_launcher_that_a_macro_writes_is_its_template(tmp_path, monkeypatch):
+    """Else every change in the program would be one of each launcher."""
+    program = tmp_path / "p.cu"
+    text = "__global__ void a_kernel() {}\n__global__ void b_kernel() {}\n"
+    text += "template <class T> void a(int n) { a_kernel<<<n, 1>>>(); }\n"
+    text += "template <class T> void b() { b_kernel<<<1, 1>>>(); }\n"
+    monkeypatch.setattr(launches, "_cubin", lambda path: [("a_kernel", "1"), ("b_kernel", "2")])
+    monkeypatch.setattr(build, "cubin", lambda *asked: None)
+    monkeypatch.setattr(build, "build", lambda products: [program])
+
+    def mark(text, name):
+        program.write_text(text)
+        launches._launcher.cache_clear()
+        return launches._launcher(program, name)
+
+    before = mark(text, "a_float32")
+    assert mark(text.replace("<<<1, 1>>>", "<<<2, 1>>>"), "a_float32") == before
+    assert mark(text.replace("<<<n, 1>>>", "<<<n, 2>>>"), "a_float32") != before
+    assert mark(text, "b_float32") != before
+    assert mark(text, "nobody_knows") not in (before, mark(text, "b_float32")), "all of the program"
+    launches._launcher.cache_clear()
