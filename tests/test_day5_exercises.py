@@ -15,6 +15,7 @@ def solved(short):
     return source.build(exercise, exercise.solution)
 
 
+@pytest.mark.night
 def test_the_listings_are_what_triton_compiles():
     """Compiled anew, each kernel still shows what exercise03_read_sass asks of its committed listing."""
     reader = solved("read_sass")

@@ -106,3 +106,17 @@ def test_fp8_rounds_as_torch_does():
     fp8_kernel[(1,)](x, q, y, N=1024)
     torch.testing.assert_close(q.float(), x.to(q.dtype).float(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(y, q.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_types_of_blocks_are_made_once():
+    """Shape and element type decide them; a mistake is still Triton's to name."""
+    one, same, other = (tl.core.block_type(tl.float32, shape) for shape in ([4, 8], (tl.constexpr(4), 8), [8, 4]))
+    assert one is same
+    assert one is not other
+    assert (one.shape, one.numel, one.scalar) == ((4, 8), 32, tl.float32)
+    assert tl.core.block_type(tl.int32, [4, 8]).scalar == tl.int32
+    with pytest.raises(TypeError, match="0d block_type"):
+        tl.core.block_type(tl.float32, [])
+    x, y = tl.core.tensor(1, one), tl.core.tensor(2, one)
+    assert (x.handle, y.handle) == (1, 2)
+    assert list(x.shape) == list(y.shape) == [4, 8]

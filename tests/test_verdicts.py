@@ -107,6 +107,7 @@ def test_a_pass_is_taken_and_a_failure_is_not(tmp_path, monkeypatch, capsys, req
     monkeypatch.setattr(verdicts, "FOLDER", tmp_path / ".kept")
     (tmp_path / "test_small_suite.py").write_text(SUITE)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    kept\n    night\n")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     conftest = next(p for p in request.config.pluginmanager.get_plugins() if getattr(p, "TAKEN", ""))
     said = []
     for more in ([], [], ["--all"]):
