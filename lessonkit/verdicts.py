@@ -158,35 +158,40 @@ def _files(module: str) -> tuple[Path, ...]:
 
 # ---- What a test reads ----------------------------------------------------------------------------------------------
 
-_reads: list[set[Path]] = []
+_reads: list[tuple[set[Path], set[Path]]] = []  # read, and written
 _hooked: list[bool] = []
 
 
 @contextmanager
 def watching() -> Iterator[set[Path]]:
-    """Inside, files and folders of the course that this process opens are collected, those that it writes left out."""
+    """Inside, files and folders of the course that this process reads are collected, but not what it writes itself."""
     if not _hooked:
         sys.addaudithook(_see)
         _hooked.append(True)
-    seen: set[Path] = set()
+    seen: tuple[set[Path], set[Path]] = set(), set()
     _reads.append(seen)
     try:
-        yield seen
+        yield seen[0]
     finally:
         _reads.remove(seen)
 
 
 def _see(event: str, args: tuple[object, ...]) -> None:
-    if not _reads or event not in ("open", "os.listdir", "os.scandir"):
+    if not _reads or event not in ("open", "os.listdir", "os.scandir", "os.rename"):
         return
-    name = args[0] if args else None
-    if not isinstance(name, (str, os.PathLike)) or (event == "open" and not _is_read(args)):
+    name = args[1 if event == "os.rename" else 0]
+    if not isinstance(name, (str, os.PathLike)):
         return
     path = os.path.abspath(os.fspath(name))
     if not path.startswith(f"{ROOT}{os.sep}") or "/." in path[len(str(ROOT)) :] or "__pycache__" in path:
         return
-    for seen in _reads:
-        seen.add(Path(path))
+    is_written = event == "os.rename" or (event == "open" and not _is_read(args))
+    for read, written in _reads:
+        if is_written:
+            written.add(Path(path))
+            read -= {Path(path), Path(os.path.abspath(str(args[0])))}  # and the temporary file that took its name
+        elif Path(path) not in written:
+            read.add(Path(path))
 
 
 def _is_read(args: tuple[object, ...]) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lessonkit import verdicts
 from lessonkit.lesson import ROOT, discover, kernels
+from lessonkit.rows import write_atomically
 from lessonkit.verify import every_question
 
 import pytest
@@ -75,6 +76,8 @@ def test_what_was_read_has_to_be_unchanged(course, tmp_path):
         assert row.read_text() == "1"
         sorted((tmp_path / "reports").iterdir())
         (tmp_path / "written.txt").write_text("not read")
+        write_atomically(tmp_path / "replaced.txt", (tmp_path / "written.txt").read_text())
+        assert (tmp_path / "replaced.txt").read_text() == "not read"
     assert read == {row, row.parent}
     assert not verdicts.find(key)
     verdicts.keep(key, "test", read)
