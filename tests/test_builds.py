@@ -19,7 +19,6 @@ import pybind11
 import pytest
 import torch
 
-pytestmark = pytest.mark.kept("lessonkit/**/*.py", "cuda_src/*.cu*")
 LACKS_NINJA = toolchain.lacks("ninja")
 
 

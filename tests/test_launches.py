@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-pytestmark = pytest.mark.kept
-
 
 @triton.jit
 def scale_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):

@@ -21,7 +21,6 @@ import torch
 
 from day3_matmul_tk import lesson05_matmul_fp8, lesson07d_gluon_fp8
 
-pytestmark = pytest.mark.kept
 ADD = "day2_triton_basics.lesson01_vector_add"
 
 
