@@ -286,9 +286,10 @@ def count(
         show.console.print(why)
         return
     for name, lesson in chosen:
-        show.counted(lesson)
-        broken += counters.broken_counts(name, lesson, counters.traffic(lesson))
-        report.save_emulated(name, lesson)
+        found = counters.traffic(lesson)
+        broken += counters.broken_counts(name, lesson, found)
+        show.counted(lines := counters.rows(found))
+        report.save_emulated(name, lines)
     report.write()
     _end(broken)
 

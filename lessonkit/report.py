@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit import compiled, fingerprint, path_pages, plots, renames, rows, verify
-from lessonkit.cuda import build, counters, hardware, toolchain
+from lessonkit.cuda import build, hardware, toolchain
 from lessonkit.lesson import ROOT, Lesson, Steps, Table, discover, kernels, shape_name, title
 from lessonkit.markdown import filled, markdown
 from lessonkit.paths import GUIDES
@@ -59,10 +59,11 @@ def compiled_by(name: str) -> dict[str, Any]:
     return {"triton": triton.__version__, "source": source}
 
 
-def save_emulated(name: str, lesson: Lesson) -> Path:
+def save_emulated(name: str, found: list[dict[str, Any]]) -> Path:
+    """Keep the rows of a program (counters.rows)."""
     path = REPORTS / "emulated" / f"{name}.csv"
     about = {"emulator": fingerprint.folder(build.EMULATOR), "source": fingerprint.program(ROOT, name)}
-    rows.write_atomically(path, rows.with_head(about, rows.to_csv(counters.rows(counters.traffic(lesson)))))
+    rows.write_atomically(path, rows.with_head(about, rows.to_csv(found)))
     return path
 
 

@@ -42,7 +42,8 @@ def lesson(name: str, lesson: Lesson) -> None:
     if device.HAS_GPU:
         timed(name, lesson)
     else:
-        counted(lesson)
+        if lesson.extension:
+            counted(counters.rows(counters.traffic(lesson)))
         resources(name, (90,))  # the rest takes twice as long: `compile` shows it
 
 
@@ -131,9 +132,9 @@ def resources(name: str, targets: tuple[int, ...] = compiled.TARGETS) -> None:
     table("compiled (no GPU needed)", columns, ([getattr(k, c) for c in columns] for k in found))
 
 
-def counted(lesson: Lesson) -> None:
-    """What CUDA kernels ask of memory, where they are emulated."""
-    if lesson.extension and (found := counters.rows(counters.traffic(lesson))):
+def counted(found: list[dict[str, Any]]) -> None:
+    """What emulated CUDA kernels ask of memory (counters.rows)."""
+    if found:
         columns = [c for c in found[0] if any(row[c] for row in found)]
         table("counted on the last check", columns, ([row[c] for c in columns] for row in found))
 
