@@ -1,0 +1,103 @@
+"""What every operator needs: whether a kernel runs here, for which chip it is compiled, and words for a bad argument."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_interpreted: ContextVar[bool] = ContextVar("course_ops_interpreted", default=False)
+
+
+class Unsupported(ValueError):
+    """No kernel here takes that combination; the text names the argument and what to do."""
+
+
+def triton_interprets() -> bool:
+    """Whether Triton was told to interpret kernels before it was imported: it decides once, at import."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Inside, operators run their kernels on CPU tensors too (course_ops.testing.interpreted)."""
+    token = _interpreted.set(True)
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
+
+
+def runs_kernel(x: Tensor) -> bool:
+    """Whether x is computed by a kernel: on a GPU always, on a CPU only when interpreting, which is for tests."""
+    return x.is_cuda or (x.device.type == "cpu" and _interpreted.get())
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device: make that the device of x."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability as one number (90 for Hopper); without a GPU what is compiled for, or 90 when interpreted."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    if triton_interprets():
+        return 90
+    import triton
+
+    return int(triton.runtime.driver.active.get_current_target().arch)
+
+
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of the device; an H200's when only compiling, 4 when interpreted."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 if triton_interprets() else 132
+
+
+def tma_takes(*tensors: Tensor) -> bool:
+    """Whether TMA can copy each tensor in place: unit last stride, base and other strides multiples of 16 bytes."""
+
+    def fits(t: Tensor) -> bool:
+        *outer, inner = t.stride()
+        steps = [stride * t.element_size() for stride in outer]
+        return inner == 1 and t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+    return all(t.numel() > 0 and fits(t) for t in tensors)
+
+
+def expect(
+    *,
+    ndim: int | None = None,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    same_shape: bool = False,
+    same_dtype: bool = False,
+    **tensors: Tensor,
+) -> None:
+    """Check tensors, given by name, against what an operator takes: `expect(x=x, weight=w, same_dtype=True)`.
+
+    ndim: dimensions each must have. dtypes: allowed. same_shape, same_dtype: as the first tensor has it. All must be
+    on the device of the first. Raises TypeError for a type or dtype, ValueError for a device or a shape.
+    """
+    first_name, first = next(iter(tensors.items()))
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: wrap it in torch.as_tensor")
+        if t.device != first.device:
+            raise ValueError(f"{name} is on {t.device}, but {first_name} is on {first.device}: move one of them")
+        if t.dtype not in dtypes:
+            names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise TypeError(f"{name} is {t.dtype}, this operator takes {names}: convert it with {name}.to(...)")
+        if ndim is not None and t.ndim != ndim:
+            raise ValueError(f"{name} has {t.ndim} dimension(s) {tuple(t.shape)}, expected {ndim}: reshape it first")
+        if same_shape and t.shape != first.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}, but {first_name} has {tuple(first.shape)}: make them equal"
+            )
+        if same_dtype and t.dtype != first.dtype:
+            raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
