@@ -1,4 +1,4 @@
-"""What every operator needs: whether a kernel runs here, for which chip it is compiled, and words for a bad argument."""
+"""What every operator needs: does a kernel run here, for which chip is it compiled, words for a bad argument."""
 
 import os
 from collections.abc import Iterator, Sequence
