@@ -120,3 +120,33 @@ def test_types_of_blocks_are_made_once():
     x, y = tl.core.tensor(1, one), tl.core.tensor(2, one)
     assert (x.handle, y.handle) == (1, 2)
     assert list(x.shape) == list(y.shape) == [4, 8]
+
+
+@triton.jit
+def mixed_kernel(x_ptr, y_ptr, M: tl.constexpr, N: tl.constexpr):  # x [M], y [M, N]: rows broadcast along columns
+    row, col = tl.arange(0, M), tl.arange(0, N)
+    at = row[:, None] * N + col[None, :]
+    x = tl.load(x_ptr + row)
+    tl.store(y_ptr + at, (x[:, None] + x[:, None]) * col[None, :] + (at < N))
+
+
+@triton.jit
+def mismatch_kernel(y_ptr, M: tl.constexpr, N: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, N), tl.arange(0, M) + tl.arange(0, N))
+
+
+def same_as_torch(dtype):
+    x = torch.arange(1, 5, device=DEVICE).to(dtype)
+    y = torch.empty(4, 8, dtype=dtype, device=DEVICE)
+    mixed_kernel[(1,)](x, y, M=4, N=8)
+    expected = (x + x)[:, None].double() * torch.arange(8, device=DEVICE) + (torch.arange(4) == 0)[:, None].to(DEVICE)
+    return torch.equal(y, expected.to(dtype))
+
+
+def test_operators_promote_and_broadcast_as_before():
+    assert all(same_as_torch(dtype) for dtype in (torch.int8, torch.int32, torch.float16, torch.float32))
+
+
+def test_shapes_that_do_not_fit_are_named():
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="incompatible dimensions at index 0: 4 and 8"):
+        mismatch_kernel[(1,)](torch.empty(8, device=DEVICE), M=4, N=8)
