@@ -30,12 +30,13 @@ _LESSON = re.compile(r"(?:day\d\w*|cuda_src)(?:\.\w+)+")
 
 def key(test: str, files: Iterable[Path]) -> str:
     """What a verdict is known by: the test's name, its files and all that they import, and the tools."""
-    return hashlib.sha256("\n".join([test, tools(), code(files)]).encode()).hexdigest()[:32]
+    return hashlib.sha256("\n".join([test, tools(), code(frozenset(files))]).encode()).hexdigest()[:32]
 
 
-def code(files: Iterable[Path]) -> str:
+@cache
+def code(files: frozenset[Path]) -> str:
     """A hash of these files and of every file of the course that they import."""
-    lines = [f"{path.relative_to(ROOT)} {content(path)}" for path in sorted(closure(frozenset(files)))]
+    lines = [f"{path.relative_to(ROOT)} {content(path)}" for path in sorted(closure(files))]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -86,7 +87,7 @@ def content(path: Path) -> str:
 
 def forget() -> None:
     """Read every file anew: for a process under which files change, as tests do."""
-    for known in (content, closure, imported, _files, tools):
+    for known in (code, content, closure, imported, _files, tools):
         known.cache_clear()
 
 

@@ -9,6 +9,7 @@ import fcntl
 import os
 from collections import Counter
 from contextlib import ExitStack
+from functools import cache
 
 # Each worker has one core's worth of work; torch's own threads would only fight over it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -78,7 +79,7 @@ def depends_on(item):
     marker = item.get_closest_marker("kept")
     if marker is None:
         return None
-    files = [item.path, *(p for pattern in marker.args for p in sorted(ROOT.glob(pattern)) if p.is_file())]
+    files = [item.path, *(path for pattern in marker.args for path in matching(pattern))]
     for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
         if isinstance(value, Question):
             if not value.kept:
@@ -89,8 +90,13 @@ def depends_on(item):
         elif isinstance(value, Extension):
             files.append(value.source)
     if any(path.name == "report.py" for path in verdicts.closure(frozenset(files[1:]))):  # it reads rows, once
-        files += sorted(ROOT.glob("reports/*/*.csv"))
+        files += matching("reports/*/*.csv")
     return files
+
+
+@cache
+def matching(pattern):
+    return sorted(path for path in ROOT.glob(pattern) if path.is_file())
 
 
 @pytest.hookimpl(wrapper=True)
