@@ -96,7 +96,7 @@ def _machine() -> str:
 
 def marks(names: Iterable[str]) -> dict[str, str]:
     """Lesson -> hash of its file and of all files of the course that it imports. Data that it reads does not count."""
-    return {name: verdicts.code([ROOT / f"{name.replace('.', '/')}.py"])[:16] for name in names}
+    return {name: verdicts.code(frozenset({ROOT / f"{name.replace('.', '/')}.py"}))[:16] for name in names}
 
 
 # ---- What is shown --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -69,12 +69,16 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
         ]
     for rung in lesson.rungs:
         found.append(one("rung", right, rung, subject=rung.__name__))
+        if any(others(lesson, case) for case in small(lesson.checks)):
+            found.append(one("other-dtypes", right_in_other_dtypes, rung, subject=rung.__name__, tier=NIGHT))
         if lesson.properties:
             found.append(one("holds", properties, rung, subject=rung.__name__, alone=device.HAS_GPU))
         if device.HAS_GPU and any(case.gib > 1 for case in lesson.checks):
             found.append(one("long-offsets", right_where_offsets_are_long, rung, subject=rung.__name__, alone=True))
     if lesson.grad:
         found.append(one("gradients", gradients))
+        if any(others(lesson, case) for case in small(lesson.checks)):
+            found.append(one("gradients-in-other-dtypes", gradients, others, tier=NIGHT))
     if lesson.twin:
         found.append(one("cpu-model", cpu_model))
     found += [one("mutant", mutant, each, subject=each.why) for each in lesson.wrong]
@@ -103,10 +107,29 @@ class Checked:
     moved: float = 0.0  # bytes over the least, on the last case that launched anything
 
 
-def rung_checks(lesson: Lesson, rung: Rung, cases: Iterable[Case] | None = None) -> Checked:
+Dtypes = Callable[[Lesson, Case], Sequence[torch.dtype]]
+
+
+def in_turn(lesson: Lesson, case: Case) -> Sequence[torch.dtype]:
+    """What a push asks: interpreted, each case in one dtype, the dtypes in turn; on the last case, in all of them."""
+    every = check.dtypes(lesson, case)
+    last = [case for case in lesson.checks if case.gib <= 1][-1]
+    if device.HAS_GPU or case is last:
+        return every
+    return every[(at := min(lesson.checks.index(case) % 3, len(every) - 1)) : at + 1]
+
+
+def others(lesson: Lesson, case: Case) -> Sequence[torch.dtype]:
+    """What is left for the night."""
+    return [dtype for dtype in check.dtypes(lesson, case) if dtype not in in_turn(lesson, case)]
+
+
+def rung_checks(
+    lesson: Lesson, rung: Rung, cases: Iterable[Case] | None = None, dtypes: Dtypes = check.dtypes
+) -> Checked:
     found = Checked()
     for case in lesson.checks if cases is None else cases:
-        for dtype in check.dtypes(lesson, case):
+        for dtype in dtypes(lesson, case):
             if why := check.cannot_run(lesson, rung, case, dtype):
                 found.left_out[why] = None
                 continue
@@ -123,10 +146,10 @@ def rung_checks(lesson: Lesson, rung: Rung, cases: Iterable[Case] | None = None)
     return found
 
 
-def grad_checks(lesson: Lesson) -> list[str]:
+def grad_checks(lesson: Lesson, dtypes: Dtypes = check.dtypes) -> list[str]:
     wrong = []
     for case in small(lesson.checks):
-        for dtype in check.dtypes(lesson, case):
+        for dtype in dtypes(lesson, case):
             try:
                 check.check_grad(lesson, case.shape, dtype)
             except check.Rejected as rejected:
@@ -144,8 +167,8 @@ def imports(name: str, lesson: Lesson | Steps | Broken) -> None:
 
 
 def right(name: str, lesson: Lesson, rung: Rung) -> None:
-    """On every small case and dtype. The last rung refuses nothing; the bytes counted are what `passes` says."""
-    found = rung_checks(lesson, rung, small(lesson.checks))
+    """On every small case. The last rung refuses nothing; the bytes counted are what `passes` says."""
+    found = rung_checks(lesson, rung, small(lesson.checks), in_turn)
     assert not found.wrong, "\n".join(found.wrong)
     assert rung is not lesson.rungs[-1] or not found.refused, f"the last rung refuses: {'; '.join(found.refused)}"
     if not found.passed:
@@ -155,6 +178,15 @@ def right(name: str, lesson: Lesson, rung: Rung) -> None:
         assert abs(found.moved - says) <= 0.06 * says, (
             f"{rung.__name__} moves {found.moved:.3f} times the least bytes on the last check; `passes` says {says}"
         )
+
+
+def right_in_other_dtypes(name: str, lesson: Lesson, rung: Rung) -> None:
+    """On every small case, in the dtypes that a push has left out."""
+    found = rung_checks(lesson, rung, small(lesson.checks), others)
+    assert not found.wrong, "\n".join(found.wrong)
+    assert rung is not lesson.rungs[-1] or not found.refused, f"the last rung refuses: {'; '.join(found.refused)}"
+    if not found.passed:
+        raise LeftOut("; ".join(found.left_out | found.refused))
 
 
 def right_where_offsets_are_long(name: str, lesson: Lesson, rung: Rung) -> None:
@@ -176,10 +208,10 @@ def properties(name: str, lesson: Lesson, rung: Rung) -> None:
             continue
 
 
-def gradients(name: str, lesson: Lesson) -> None:
+def gradients(name: str, lesson: Lesson, dtypes: Dtypes = in_turn) -> None:
     if lesson.extension and (why := lesson.extension.lacks()):
         raise LeftOut(why)
-    assert not (wrong := grad_checks(lesson)), "\n".join(wrong)
+    assert not (wrong := grad_checks(lesson, dtypes)), "\n".join(wrong)
 
 
 def cpu_model(name: str, lesson: Lesson) -> None:
