@@ -14,9 +14,9 @@ import re
 from functools import cache
 
 from lessonkit import Steps, Table, device
-from lessonkit.doctor import ROOT, Machine, environment, look, printed, version
-from lessonkit.report import markdown
-from lessonkit.rows import machine, write_atomically
+from lessonkit.commands.doctor import ROOT, Machine, environment, look, printed, version
+from lessonkit.measure.rows import machine, write_atomically
+from lessonkit.pages.report import markdown
 
 import torch
 

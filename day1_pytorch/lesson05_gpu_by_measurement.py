@@ -16,8 +16,8 @@ import time
 from functools import partial
 
 from lessonkit import DEVICE, Steps, Table, compiled, device, num_sms, show
-from lessonkit.report import committed
-from lessonkit.timing import copy_of, measure
+from lessonkit.measure.timing import copy_of, measure
+from lessonkit.pages.report import committed
 
 import torch
 import triton

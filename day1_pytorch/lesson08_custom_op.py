@@ -13,7 +13,7 @@ Run it:    python day1_pytorch/lesson08_custom_op.py
 from contextlib import contextmanager
 
 from lessonkit import DEVICE, FLOATS, Steps, Table, device, expect
-from lessonkit.interpreter import watched
+from lessonkit.modes.interpreter import watched
 
 import torch
 import triton

@@ -15,7 +15,7 @@ Without a GPU every kernel is checked in the interpreter, and the committed figu
 from functools import partial
 
 from lessonkit import DEVICE, Steps, Table, device, num_sms
-from lessonkit.timing import copy_of
+from lessonkit.measure.timing import copy_of
 
 import torch
 import triton

@@ -23,7 +23,7 @@ import shutil
 from functools import cache
 
 from lessonkit import DEVICE, Steps, Table, Unsupported, device
-from lessonkit.report import committed, markdown
+from lessonkit.pages.report import committed, markdown
 
 import torch
 import torch.nn.functional as F

@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson04_softmax_backward
 from importlib import import_module
 
 from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, again, case, expect, num_sms
-from lessonkit.inductor import by_inductor
+from lessonkit.modes.inductor import by_inductor
 
 import torch
 import triton

@@ -15,7 +15,7 @@ Time it:   python -m lessonkit bench lesson09_rmsnorm
 import math
 
 from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, again, by_inductor, case, expect, num_sms
-from lessonkit.device import INTERPRETED
+from lessonkit.base.device import INTERPRETED
 
 import torch
 import torch.nn.functional as F

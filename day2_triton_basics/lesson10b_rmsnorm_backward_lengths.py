@@ -12,7 +12,7 @@ Time it:   python -m lessonkit bench lesson10b_rmsnorm_backward_lengths
 """
 
 from lessonkit import Grad, Lesson, Mutant, again, case, num_sms
-from lessonkit.device import INTERPRETED
+from lessonkit.base.device import INTERPRETED
 
 import torch
 import triton

@@ -12,8 +12,8 @@ Run it:    python day2_triton_basics/lesson15_common_errors.py
 import re
 
 from lessonkit import DEVICE, Steps, expect
-from lessonkit.device import INTERPRETED
-from lessonkit.interpreter import OutOfBounds, watched
+from lessonkit.base.device import INTERPRETED
+from lessonkit.modes.interpreter import OutOfBounds, watched
 
 import torch
 import triton

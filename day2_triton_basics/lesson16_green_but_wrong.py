@@ -16,8 +16,8 @@ import sys
 import time
 
 from lessonkit import DEVICE, Steps, Table, check
-from lessonkit.device import HAS_GPU, INTERPRETED
-from lessonkit.elsewhere import environment
+from lessonkit.base.device import HAS_GPU, INTERPRETED
+from lessonkit.modes.elsewhere import environment
 
 import pytest
 import torch

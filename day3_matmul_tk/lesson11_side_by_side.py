@@ -22,7 +22,8 @@ from importlib import import_module
 from pathlib import Path
 
 from lessonkit import Steps, Table, rows
-from lessonkit.cuda import build, source
+from lessonkit.base import source
+from lessonkit.cuda import build
 
 # way: lesson, rung, and who decides: layout, copies and barriers, registers and warps
 WAYS = {

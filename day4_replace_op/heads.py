@@ -8,7 +8,7 @@ import math
 from unittest import mock
 
 from lessonkit import DEVICE, Refusal, Unsupported, Work, device, expect
-from lessonkit.interpreter import watched
+from lessonkit.modes.interpreter import watched
 
 import torch
 import triton

@@ -29,7 +29,7 @@ Time it:   python -m lessonkit bench lesson02_flash_v1
 import math
 
 from lessonkit import Lesson, Mutant, Refusal, Unsupported, case, device, expect
-from lessonkit.interpreter import watched
+from lessonkit.modes.interpreter import watched
 
 import torch
 import triton

@@ -29,7 +29,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from lessonkit import Steps, Table, Unsupported, device, plots, rows
-from lessonkit.cuda import hardware
+from lessonkit.measure import hardware
 
 import torch
 from torch.profiler import profile

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit import plots, rows
-from lessonkit.report import markdown
+from lessonkit.pages.report import markdown
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import re
 from functools import cache
 
 from lessonkit import DEVICE, Steps, Table, compiled, device, rows
-from lessonkit.elsewhere import elsewhere
+from lessonkit.modes.elsewhere import elsewhere
 
 import torch
 import triton

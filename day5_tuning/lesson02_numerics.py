@@ -26,7 +26,7 @@ from fractions import Fraction
 from functools import cache
 
 from lessonkit import DEVICE, Steps, Table, check
-from lessonkit.device import HAS_GPU
+from lessonkit.base.device import HAS_GPU
 
 import torch
 import triton

@@ -23,10 +23,10 @@ import tempfile
 from pathlib import Path
 
 from lessonkit import DEVICE, Steps, Table, check, compiled
-from lessonkit.device import HAS_GPU, INTERPRETED
-from lessonkit.elsewhere import elsewhere
-from lessonkit.interpreter import OutOfBounds, watched
+from lessonkit.base.device import HAS_GPU, INTERPRETED
 from lessonkit.lesson import ROOT
+from lessonkit.modes.elsewhere import elsewhere
+from lessonkit.modes.interpreter import OutOfBounds, watched
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def bf16_in_the_interpreter():
     """TRITON_INTERPRET=1 multiplies bf16 by its bit patterns, as integers: off by 1e10, and nothing is raised.
 
     A project whose CPU tests run the interpreter finds its right kernel wrong, or leaves bf16 out. NumPy has no bf16;
-    lessonkit.interpreter.mend_bfloat16 computes in fp32 and rounds, and so do all lessons here.
+    lessonkit.modes.interpreter.mend_bfloat16 computes in fp32 and rounds, and so do all lessons here.
     """
     with tempfile.TemporaryDirectory() as folder:
         (script := Path(folder, "bare.py")).write_text(BARE)

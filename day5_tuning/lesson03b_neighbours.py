@@ -17,7 +17,7 @@ becomes of data where a barrier is thought to be, is what the third step counts.
 Nor is it ours alone: Triton's warp specialization for Hopper, as of 3.7, makes such barriers (the second step), and
 day 3's matmul that is specialized so is wrong beside a neighbour too (the last). Triton invalidates barriers after
 their last use since 2024, against "sporadic memory corruptions" (#3858); what has no use has no last one. Our `compile`
-refuses idle barriers in Gluon's kernels, where who writes the kernel can leave them out (lessonkit/compiled.py).
+refuses idle barriers in Gluon's kernels, where who writes the kernel can leave them out (lessonkit/modes/compiled.py).
 
 Predict before you run: of 1024 numbers of fp32, how many can two barriers spoil, which, and in which of the three? And
 if Triton's take 24 bytes under B's first block, in bf16, how many columns of a tile of C can be wrong?
@@ -32,8 +32,8 @@ import time
 from contextlib import contextmanager
 
 from lessonkit import DEVICE, Steps, Table, compiled
-from lessonkit.device import HAS_GPU
-from lessonkit.elsewhere import elsewhere, environment
+from lessonkit.base.device import HAS_GPU
+from lessonkit.modes.elsewhere import elsewhere, environment
 
 import torch
 from triton.experimental import gluon

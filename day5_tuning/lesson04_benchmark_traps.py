@@ -10,7 +10,7 @@ bf16 (16.8 MB in and out) look faster if you forget to flush? How many timings d
 a product of zeros gain? (Single launches, queues and graphs by themselves: day1_pytorch/lesson05_gpu_by_measurement;
 a launch that is not waited for: day2_triton_basics/lesson16_green_but_wrong.)
 You will learn: to flush, to interleave, to repeat until the median holds still, to feed random numbers, and to say what
-the clock was. lessonkit/timing.py does all of it, in 110 lines.
+the clock was. lessonkit/measure/timing.py does all of it, in 110 lines.
 Run it:    python day5_tuning/lesson04_benchmark_traps.py
 """
 
@@ -20,7 +20,7 @@ import subprocess
 import time
 
 from lessonkit import DEVICE, Steps, Table, expect, report, rows, timing
-from lessonkit.device import HAS_GPU
+from lessonkit.base.device import HAS_GPU
 
 import torch
 import triton

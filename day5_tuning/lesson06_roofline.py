@@ -21,8 +21,8 @@ Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performan
 from collections import Counter
 
 from lessonkit import Steps, Table, report
-from lessonkit.cuda import hardware
 from lessonkit.lesson import kernels, shape_name
+from lessonkit.measure import hardware
 
 import torch
 

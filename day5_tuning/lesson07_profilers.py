@@ -28,9 +28,9 @@ import tempfile
 from pathlib import Path
 
 from lessonkit import DEVICE, Steps, Table
-from lessonkit.cuda import hardware
-from lessonkit.device import HAS_GPU
-from lessonkit.elsewhere import environment
+from lessonkit.base.device import HAS_GPU
+from lessonkit.measure import hardware
+from lessonkit.modes.elsewhere import environment
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function

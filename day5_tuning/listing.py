@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lessonkit.compiled import as_file, tool
+from lessonkit.modes.compiled import as_file, tool
 
 Line = tuple[str, int]  # the text, and the line of the kernel's file that it comes from (0: of none)
 NAMES = {"python": "Python", "ast": "AST", "ttir": "TTIR", "ttgir": "TTGIR", "llir": "LLVM IR", "ptx": "PTX",

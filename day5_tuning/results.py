@@ -9,7 +9,7 @@ from typing import Any
 
 from lessonkit import rows
 from lessonkit.lesson import Lesson, kernels
-from lessonkit.rows import Row
+from lessonkit.measure.rows import Row
 
 # The first pattern that a lesson's file matches names its operator; one that matches none is an operator by itself.
 OPERATORS = {

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit import Table, check, compiled, device, rows, timing
-from lessonkit.elsewhere import elsewhere
 from lessonkit.lesson import Lesson
+from lessonkit.modes.elsewhere import elsewhere
 
 import torch
 

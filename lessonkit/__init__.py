@@ -1,14 +1,18 @@
 """The course's shared code: what a lesson declares, how it is checked, compiled, timed and reported.
 
-A lesson imports this before triton (see lessonkit.device).
+A lesson imports this before triton (see lessonkit.base.device). The modules stand in groups, each of which imports only
+those to its left: base | lesson, validate | modes, cuda | judge | exercise | measure | pages | commands.
 """
 
-from lessonkit import device  # isort: skip - first, before anything imports triton
-from lessonkit.again import again
-from lessonkit.arguments import FLOATS, Unsupported, expect, tma_takes
-from lessonkit.device import DEVICE, num_sms
-from lessonkit.inductor import by_inductor
+from importlib import import_module
+from types import ModuleType
+
+from lessonkit.base import device  # isort: skip - first, before anything imports triton
+from lessonkit.base.device import DEVICE, num_sms
 from lessonkit.lesson import Case, Grad, Lesson, Mutant, Refusal, Steps, Table, Work, case, discover, needs
+from lessonkit.modes.again import again
+from lessonkit.modes.inductor import by_inductor
+from lessonkit.validate import FLOATS, Unsupported, expect, tma_takes
 
 from lessonkit import cuda  # isort: skip - it uses what is above
 
@@ -35,3 +39,20 @@ __all__ = [
     "num_sms",
     "tma_takes",
 ]
+
+# Modules that lessons name without their group, `from lessonkit import timing`; each is loaded when it is first named.
+BY_NAME = {
+    "check": "judge",
+    "compiled": "modes",
+    "plots": "pages",
+    "report": "pages",
+    "rows": "measure",
+    "show": "commands",
+    "timing": "measure",
+}
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in BY_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{BY_NAME[name]}.{name}")

@@ -17,13 +17,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-from lessonkit import compiled, course_run, device, paths, renames, report, show, stale, verify
-from lessonkit.cuda import build, counters, hardware, toolchain
-from lessonkit.cuda.source import definitions, reached
-from lessonkit.elsewhere import environment
-from lessonkit.exercise import command, progress
+from lessonkit.base import device, renames
+from lessonkit.base.source import definitions, reached
+from lessonkit.commands import command, course_run, show
+from lessonkit.commands.side_by_side import side_by_side
+from lessonkit.cuda import build, toolchain
+from lessonkit.exercise import progress
+from lessonkit.judge import counters, verify
 from lessonkit.lesson import ROOT, Broken, Lesson, Misdeclared, Steps, discover, names, title
-from lessonkit.side_by_side import side_by_side
+from lessonkit.measure import hardware, stale
+from lessonkit.modes import compiled
+from lessonkit.modes.elsewhere import environment
+from lessonkit.pages import paths, report
 
 import typer
 
@@ -88,7 +93,7 @@ def _end(failed: list[str]) -> None:
 @app.command()
 def doctor() -> None:
     """Say what this machine has, what it can run, and the command that mends what is missing."""
-    from lessonkit.doctor import environment
+    from lessonkit.commands.doctor import environment
 
     findings = environment()
     show.table(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lessonkit.arguments import FLOATS
+from lessonkit.validate import FLOATS
 
 import torch
 
@@ -133,7 +133,7 @@ class Lesson:
     factor      widens the error budget, for a stated reason
     extension   the launchers of the .cu that the rungs call, if the kernels are CUDA C++
     prints      what the program's own main measures and rungs cannot: `bench` keeps the lines that it prints
-    counts      rung -> what its accesses look like: {"sectors a request": 4}, counted as `passes` (cuda.counters)
+    counts      rung -> what its accesses look like: {"sectors a request": 4}, counted as `passes` (judge.counters)
     """
 
     reference: Rung
@@ -206,7 +206,7 @@ class Steps:
 
 def _show() -> Any:
     """What prints is loaded by the script that needs it, by its name: a declaration depends on none of it."""
-    return importlib.import_module("lessonkit.show")
+    return importlib.import_module("lessonkit.commands.show")
 
 
 def _running() -> tuple[str, Any]:

@@ -14,11 +14,12 @@ from functools import cache
 # Each worker has one core's worth of work; torch's own threads would only fight over it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from lessonkit import device, verdicts
+from lessonkit import device
 from lessonkit.cuda.extension import Extension
 from lessonkit.exercise.source import Source
+from lessonkit.judge import verdicts
+from lessonkit.judge.verify import Question
 from lessonkit.lesson import ROOT
-from lessonkit.verify import Question
 
 import pytest
 import torch

@@ -10,9 +10,10 @@ import threading
 import time
 import tomllib
 
-import lessonkit.device as device
-from lessonkit import check
-from lessonkit.cuda import build, eviction, toolchain
+import lessonkit.base.device as device
+from lessonkit.base import eviction
+from lessonkit.cuda import build, toolchain
+from lessonkit.judge import check
 from lessonkit.lesson import ROOT, kernels
 
 import pybind11

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from lessonkit import DEVICE, Lesson, Work, case, check
+from lessonkit import DEVICE, Lesson, Work, case
+from lessonkit.judge import check
 from lessonkit.lesson import Grad, Misdeclared
 
 import pytest

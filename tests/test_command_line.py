@@ -4,8 +4,11 @@ import dataclasses
 import re
 
 import lessonkit.__main__ as cli
-from lessonkit import bench, device, lesson, report, rows, show
+from lessonkit import device, lesson
+from lessonkit.commands import show
 from lessonkit.lesson import Broken, Lesson, case, discover
+from lessonkit.measure import bench, rows
+from lessonkit.pages import report
 
 import pytest
 from typer.testing import CliRunner

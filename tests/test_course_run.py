@@ -9,9 +9,11 @@ import sys
 from io import StringIO
 
 import lessonkit.__main__ as cli
-from lessonkit import course_run, device, lesson, show, verdicts
+from lessonkit import device, lesson
+from lessonkit.commands import course_run, show
+from lessonkit.commands.side_by_side import Ended
+from lessonkit.judge import verdicts
 from lessonkit.lesson import ROOT, Steps
-from lessonkit.side_by_side import Ended
 
 import pytest
 from rich.console import Console

@@ -4,13 +4,15 @@ import os
 import subprocess
 from pathlib import Path
 
-import lessonkit.device as device
-from lessonkit import check, compiled, cuda
-from lessonkit.arguments import Unsupported
-from lessonkit.cuda import build, counters, machine_code, toolchain
-from lessonkit.cuda.source import definitions, reached
-from lessonkit.interpreter import watched
+import lessonkit.base.device as device
+from lessonkit import cuda
+from lessonkit.base.source import definitions, reached
+from lessonkit.cuda import build, machine_code, toolchain
+from lessonkit.judge import check, counters
 from lessonkit.lesson import kernels
+from lessonkit.modes import compiled
+from lessonkit.modes.interpreter import watched
+from lessonkit.validate import Unsupported
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
 """Day 3, beside its lessons: what a grouped matmul does with offsets that no host can refuse."""
 
-from lessonkit import check
+from lessonkit.judge import check
 
 import pytest
 import torch

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from lessonkit import doctor
+from lessonkit.commands import doctor
+from lessonkit.commands.doctor import Machine, judge, needs, version
 from lessonkit.cuda.toolchain import KITTENS_TRIED
-from lessonkit.doctor import Machine, judge, needs, version
 
 import pytest
 

@@ -6,7 +6,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-import lessonkit.device  # noqa: F401  (decides the lane before anything else is imported)
+import lessonkit.base.device  # noqa: F401  (decides the lane before anything else is imported)
 from lessonkit.cuda import build, toolchain
 from lessonkit.cuda.rewrite import RewriteError, rewrite
 

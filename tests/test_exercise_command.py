@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 from lessonkit import device
+from lessonkit.commands import command
 from lessonkit.cuda import build, toolchain
-from lessonkit.elsewhere import environment
-from lessonkit.exercise import command, grade, progress, source
+from lessonkit.exercise import grade, progress, source
+from lessonkit.modes.elsewhere import environment
 
 import pytest
 from typer.testing import CliRunner

@@ -4,9 +4,9 @@ import ast
 import re
 from pathlib import Path
 
-from lessonkit import report
 from lessonkit.exercise import progress, source
 from lessonkit.lesson import ROOT
+from lessonkit.pages import report
 
 import pytest
 

@@ -2,8 +2,8 @@
 
 import shutil
 
-from lessonkit import fingerprint
 from lessonkit.lesson import ROOT, kernels
+from lessonkit.measure import fingerprint
 
 import pytest
 
@@ -73,9 +73,9 @@ __global__ void other_kernel(float* x) { x[1] = 1; }
 void other(float* x) { other_kernel<<<1, 1>>>(x); }
 """,
     "cuda_src/some.cuh": "constexpr float HALF = 0.5f;\n__device__ float half_of(float x) { return x * HALF; }\n",
-    "lessonkit/__init__.py": "from lessonkit.again import again\nfrom lessonkit.lesson import Lesson, needs\n"
+    "lessonkit/__init__.py": "from lessonkit.modes.again import again\nfrom lessonkit.lesson import Lesson, needs\n"
     "from lessonkit import cuda\n",
-    "lessonkit/again.py": "def again(x):\n    return x\n",
+    "lessonkit/modes/again.py": "def again(x):\n    return x\n",
     "lessonkit/lesson.py": "class Lesson:\n    pass\ndef needs(n):\n    return n\n",
     "lessonkit/cuda/__init__.py": "from lessonkit.cuda.extension import extension\n",
     "lessonkit/cuda/extension.py": "def extension(file):\n    return file\n",
@@ -119,7 +119,7 @@ def changed(tree, file, old, new, mark):
         ("decorated", "day1_some/shared.py", "return f", "return f or None"),
         ("decorated", "day1_some/late.py", "return x", "return x + 1"),
         ("decorated", "day1_some/lazily.py", "X = 1", "X = 2"),
-        ("decorated", "lessonkit/again.py", "return x", "return x * 1"),
+        ("decorated", "lessonkit/modes/again.py", "return x", "return x * 1"),
     ],
 )
 def test_what_a_function_reaches_changes_its_fingerprint(tree, function, file, old, new):

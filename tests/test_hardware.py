@@ -3,10 +3,12 @@
 import os
 import sys
 
-import lessonkit.device as device
-from lessonkit import report, rows
-from lessonkit.cuda import build, counters, hardware, toolchain
+import lessonkit.base.device as device
+from lessonkit.cuda import build, toolchain
+from lessonkit.judge import counters
 from lessonkit.lesson import kernels
+from lessonkit.measure import hardware, rows
+from lessonkit.pages import report
 
 import pytest
 
@@ -93,7 +95,7 @@ case "$*" in
 *--version*) echo "Version 2025.3.1.0 (build 1)"; exit 0;;
 *op_st*) echo "==ERROR== asked for what was not listed"; exit 1;;
 esac
-while [ "$1" != lessonkit.cuda.hardware ]; do shift; done
+while [ "$1" != lessonkit.measure.hardware ]; do shift; done
 say() {
     echo "{'what': '$1', 'lesson': 'cuda_src.$2', 'rung': '$3', 'case': 'n=1'}" | tr "'" '"' >> "$turns"
 }

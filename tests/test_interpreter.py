@@ -1,7 +1,7 @@
 """What lessonkit mends and watches in Triton's interpreter."""
 
 from lessonkit import DEVICE, device
-from lessonkit.interpreter import OutOfBounds, watched
+from lessonkit.modes.interpreter import OutOfBounds, watched
 
 import pytest
 import torch

@@ -1,7 +1,8 @@
 """The record of what the GPU is given: blind to names and layout of the source, and to nothing else."""
 
-from lessonkit import elsewhere, launches
 from lessonkit.cuda import build, toolchain
+from lessonkit.measure import launches
+from lessonkit.modes import elsewhere
 
 import pytest
 

@@ -9,12 +9,17 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from lessonkit import bench, check, compiled, lesson, mutants, report, rows, side_by_side, timing
-from lessonkit.arguments import Unsupported
-from lessonkit.cuda import build, counters
-from lessonkit.elsewhere import SHARED, Compiler, elsewhere, environment
+from lessonkit import lesson
+from lessonkit.base.markdown import filled
+from lessonkit.commands import side_by_side
+from lessonkit.cuda import build
+from lessonkit.judge import check, counters, mutants
 from lessonkit.lesson import Broken, Misdeclared, Mutant, discover
-from lessonkit.markdown import filled
+from lessonkit.measure import bench, rows, timing
+from lessonkit.modes import compiled
+from lessonkit.modes.elsewhere import SHARED, Compiler, elsewhere, environment
+from lessonkit.pages import report
+from lessonkit.validate import Unsupported
 
 import pytest
 import torch
@@ -354,7 +359,7 @@ def scale_kernel(x, n, BLOCK: tl.constexpr):
 """
 NORMALISED = """
 import importlib
-from lessonkit import compiled
+from lessonkit.modes import compiled
 import torch
 for module, name in ("first", "scale_kernel"), ("second", "times_kernel"), ("third", "scale_kernel"):
     with compiled.compiling(90) as made:

@@ -1,8 +1,8 @@
-"""Every question of every lesson (lessonkit.verify says which): rungs against PyTorch, mutants against the checks,
+"""Every question of every lesson (lessonkit.judge.verify says which): rungs against PyTorch, mutants against checks,
 claims against the machine code. `pytest -k "lesson03_softmax and mutant"` asks a part of them."""
 
+from lessonkit.judge.verify import NIGHT, LeftOut, every_question
 from lessonkit.lesson import kernels
-from lessonkit.verify import NIGHT, LeftOut, every_question
 
 import pytest
 

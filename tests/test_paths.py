@@ -3,9 +3,10 @@
 import re
 from collections import Counter
 
-from lessonkit import __main__, path_pages, paths
+from lessonkit import __main__
 from lessonkit.exercise import progress, source
 from lessonkit.lesson import ROOT, discover, names
+from lessonkit.pages import path_pages, paths
 
 import pytest
 import typer

@@ -6,11 +6,12 @@ import sys
 import tomllib
 from importlib import metadata
 
-from lessonkit import plots, report, rows, stale
 from lessonkit.cuda import machine_code, toolchain
-from lessonkit.elsewhere import environment
 from lessonkit.lesson import ROOT, discover
 from lessonkit.lesson import kernels as lesson_kernels
+from lessonkit.measure import rows, stale
+from lessonkit.modes.elsewhere import environment
+from lessonkit.pages import plots, report
 
 import pytest
 import triton
@@ -153,7 +154,7 @@ def test_script_imports_by_itself(name):
 
 
 RUN_CHECKS_ONLY = """
-import runpy, lessonkit.show as show
+import runpy, lessonkit.commands.show as show
 show.resources = show.timed = lambda *anything: None
 runpy.run_path({script!r}, run_name="__main__")
 """

@@ -6,11 +6,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from lessonkit import launches, renames, report, rows, stale
 from lessonkit.__main__ import app
+from lessonkit.base import renames
 from lessonkit.exercise import progress
 from lessonkit.exercise.source import discover as exercises
 from lessonkit.lesson import ROOT, kernels, shape_name
+from lessonkit.measure import launches, rows, stale
+from lessonkit.pages import report
 
 import pytest
 from typer.testing import CliRunner

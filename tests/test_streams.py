@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from lessonkit import device
-from lessonkit.cuda import streams
-from lessonkit.cuda.streams import Call, Machine
+from lessonkit.judge import streams
+from lessonkit.judge.streams import Call, Machine
 from lessonkit.lesson import discover
 
 import pytest

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from lessonkit import verdicts
+from lessonkit.judge import verdicts
+from lessonkit.judge.verify import every_question
 from lessonkit.lesson import ROOT, discover, kernels
-from lessonkit.rows import write_atomically
-from lessonkit.verify import every_question
+from lessonkit.measure.rows import write_atomically
 
 import pytest
 
@@ -142,5 +142,14 @@ def test_what_answers_a_question_is_no_page_or_plot():
         p.relative_to(ROOT).as_posix()
         for p in verdicts.closure(frozenset([Path(__file__).with_name("test_lessons.py")]))
     }
-    assert "lessonkit/check.py" in files
-    assert not files & {f"lessonkit/{name}.py" for name in ("show", "report", "plots", "bench", "doctor", "paths")}
+    assert "lessonkit/judge/check.py" in files
+    apart = ("commands/show", "pages/report", "pages/plots", "measure/bench", "commands/doctor", "pages/paths")
+    assert all((ROOT / f"lessonkit/{name}.py").exists() for name in apart)
+    assert not files & {f"lessonkit/{name}.py" for name in apart}
+
+
+def test_a_module_of_the_kit_that_is_named_without_its_group_counts():
+    lesson = verdicts.closure(
+        frozenset([ROOT / "day4_replace_op" / "lesson13b_trace.py"])
+    )  # from lessonkit import rows
+    assert ROOT / "lessonkit" / "measure" / "rows.py" in lesson

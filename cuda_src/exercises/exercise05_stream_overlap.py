@@ -1,8 +1,8 @@
 """The grader of exercise05_stream_overlap.cu."""
 
 from lessonkit import case, cuda
-from lessonkit.cuda import streams
 from lessonkit.exercise import Exercise, Wrong
+from lessonkit.judge import streams
 
 import torch
 

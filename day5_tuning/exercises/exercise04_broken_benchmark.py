@@ -5,7 +5,8 @@ each would change who wins, or by how much. Find them; change as little as you c
 
 The contract: `compare` returns for each kernel the median in microseconds of one call as a user has it: compiled
 before, on random numbers, nothing of its input in L2, as long as the GPU works on it, at the clock that both have
-then, and not misled by a stray slow call. It uses this of the machine (lessonkit/timing.py does the same with CUDA's):
+then, and not misled by a stray slow call. It uses this of the machine
+(lessonkit/measure/timing.py does the same with CUDA's):
 
     gpu.zeros(), gpu.random()      an input of 8 MB
     kernel(x)                      asks for the call and returns; the first call of a kernel compiles it

@@ -3,7 +3,7 @@
     python -m day5_tuning.exercises.listings      (writes sass/*.sass anew, with the Triton that is installed)
 
 They are committed, since to compile them takes longer than to grade; a test compiles them again and compares what they
-show (lessonkit.compiled.row), since another Triton schedules other instructions for the same code.
+show (lessonkit.modes.compiled.row), since another Triton schedules other instructions for the same code.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit import DEVICE, compiled, rows
-from lessonkit.elsewhere import elsewhere
+from lessonkit.modes.elsewhere import elsewhere
 
 import torch
 import triton
@@ -94,7 +94,7 @@ KERNELS: dict[str, tuple[int, Callable[[], None]]] = {
 
 
 def compile_here() -> dict[str, Any]:
-    """{name: (listing, its row of lessonkit.compiled)}; in the process that compiles."""
+    """{name: (listing, its row of lessonkit.modes.compiled)}; in the process that compiles."""
     found = {}
     for name, (target, launch) in KERNELS.items():
         with compiled.compiling(target) as made:

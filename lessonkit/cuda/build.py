@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lessonkit.cuda import eviction, rewrite, toolchain
+from lessonkit.base import eviction
+from lessonkit.cuda import rewrite, toolchain
 from lessonkit.lesson import ROOT
-from lessonkit.rows import write_atomically
+from lessonkit.measure.rows import write_atomically
 
 SOURCES = ROOT / "cuda_src"
 EMULATOR = SOURCES / "emulator"

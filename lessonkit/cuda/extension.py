@@ -12,10 +12,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from lessonkit import device
-from lessonkit.arguments import Unsupported
+from lessonkit.base import device
 from lessonkit.cuda import build, rewrite, toolchain
 from lessonkit.cuda.arena import apart, raw_argument, span
+from lessonkit.validate import Unsupported
 
 import torch
 
@@ -80,7 +80,7 @@ class Extension:
         names = [words.split()[-1].lstrip("*&") for words in parameters[1].split(",")] if parameters else []
 
         def call(*args: Any) -> Any:
-            from lessonkit import interpreter  # imports Triton, which a lesson of day 1 need not wait for
+            from lessonkit.modes import interpreter  # imports Triton, which a lesson of day 1 need not wait for
 
             emulator.emu_begin()
             with apart(args) as raw:

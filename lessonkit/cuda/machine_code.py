@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Container
 from pathlib import Path
 
-from lessonkit import compiled
+from lessonkit.base.source import codes
 from lessonkit.cuda import build
-from lessonkit.cuda.source import codes
+from lessonkit.modes import compiled
 
 TARGETS = (80, 90)  # 90 is sm_90a
 THREADS = 256

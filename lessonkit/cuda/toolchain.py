@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from lessonkit import device
+from lessonkit.base import device
 
 USUAL = "/usr/local/cuda"
 PIP = f"{shlex.quote(sys.executable)} -m pip install"  # the shell's pip may be another Python's

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lessonkit.arguments import FLOATS
 from lessonkit.lesson import Case, Grad, Lesson, Rung, Work
+from lessonkit.validate import FLOATS
 
 import torch
 
@@ -56,7 +56,7 @@ class Exercise:
     op, reference, inputs, cases, dtypes, factor, grad, extension    as a Lesson has them
     reads      bytes the kernels may read on the last case, as a multiple of the bytes of the tensors put in
     writes     bytes they may write, as a multiple of the bytes of the tensors that come out
-    counts     metric -> the most that it may be on the last case, counted by the emulator (see lessonkit.cuda.counters)
+    counts     metric -> the most that it may be on the last case, counted by the emulator (see judge.counters)
     """
 
     hints: tuple[str, str, str]

@@ -11,16 +11,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lessonkit import check, device
-from lessonkit.arguments import Unsupported
-from lessonkit.check import Rejected
-from lessonkit.cuda import counters
+from lessonkit.base import device
 from lessonkit.cuda.build import BuildError
 from lessonkit.cuda.extension import Fault
 from lessonkit.exercise import Exercise
 from lessonkit.exercise.source import Source, build
-from lessonkit.interpreter import OutOfBounds
+from lessonkit.judge import check, counters
+from lessonkit.judge.check import Rejected
 from lessonkit.lesson import Case, Lesson
+from lessonkit.modes.interpreter import OutOfBounds
+from lessonkit.validate import Unsupported
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
-from lessonkit import renames
+from lessonkit.base import renames
 from lessonkit.exercise.source import Source, discover
 from lessonkit.lesson import ROOT
-from lessonkit.rows import write_atomically
+from lessonkit.measure.rows import write_atomically
 
 
 class Damaged(ValueError):

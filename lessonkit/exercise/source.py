@@ -13,7 +13,7 @@ from types import ModuleType
 from lessonkit.cuda.build import CACHE, need_private_cache
 from lessonkit.exercise import Exercise, Wrong
 from lessonkit.lesson import ROOT
-from lessonkit.rows import write_atomically
+from lessonkit.measure.rows import write_atomically
 
 CUT = "# The learner's file ends here."
 TODO = re.compile(r"(?P<indent>\s*)(?P<mark>#|//) TODO\((?P<number>\d+)\): (?P<task>.+)")

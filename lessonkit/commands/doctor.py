@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from lessonkit import compiled
+from lessonkit.base.device import HAS_GPU
 from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, NVCC_PACKAGES, PIP, find_kittens, find_nvcc
-from lessonkit.device import HAS_GPU
+from lessonkit.modes import compiled
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FIRST = "day2_triton_basics.lesson01_vector_add"
 FIRST_CUDA = "cuda_src.02_vector_add"
 NVCC = f"{PIP} {NVCC_PACKAGES}"
@@ -164,7 +164,7 @@ def self_test(lane: str) -> Finding:
     else:
         first = FIRST_CUDA if lane == "emulated" else FIRST
         test = f"((_, l),) = discover({first!r}); check(l, l.rungs[-1], {{'n': 9}}, FLOATS[0])"
-        code = f"from lessonkit import *; from lessonkit.check import check; {test}"
+        code = f"from lessonkit import *; from lessonkit.judge.check import check; {test}"
         env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if lane == "run" else {"CUDA_VISIBLE_DEVICES": ""})
         try:
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)

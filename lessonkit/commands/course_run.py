@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
-from lessonkit import device, show, verdicts
+from lessonkit.base import device
+from lessonkit.commands import show
+from lessonkit.judge import verdicts
 from lessonkit.lesson import ROOT
-from lessonkit.rows import write_atomically
+from lessonkit.measure.rows import write_atomically
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column

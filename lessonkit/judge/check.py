@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lessonkit.arguments import Unsupported
+from lessonkit.base.device import DEVICE, HAS_GPU, INTERPRETED, capability
 from lessonkit.cuda.extension import Fault
-from lessonkit.device import DEVICE, HAS_GPU, INTERPRETED, capability
-from lessonkit.interpreter import OutOfBounds, Traffic, watched
 from lessonkit.lesson import Case, Lesson, Misdeclared, Rung, Shape, shape_name, suits
+from lessonkit.modes.interpreter import OutOfBounds, Traffic, watched
+from lessonkit.validate import Unsupported
 
 import torch
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lessonkit.elsewhere import elsewhere
-from lessonkit.rows import write_atomically
+from lessonkit.measure.rows import write_atomically
+from lessonkit.modes.elsewhere import elsewhere
 
 TARGETS = (80, 90, 100)
 # Per SM: registers, shared memory in bytes, warps, blocks (CUDA programming guide, compute capabilities table).
@@ -123,7 +123,7 @@ def opcodes(codes: Iterable[bytes], target: int) -> list[Counter[str]]:
 
     Kept on disk. What is new is disassembled by one process, as nvdisasm takes 0.4 s to start and no time for the rest.
     """
-    from lessonkit.cuda import eviction
+    from lessonkit.base import eviction
 
     codes = list(codes)
     files = [_kept(code, target) for code in codes]
@@ -291,8 +291,8 @@ def compiling(target: int) -> Iterator[dict[str, Any]]:
 
 def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> list[dict[str, Any]]:
     """Compile every rung of a lesson. Only in a process whose lane is `compiled` (see elsewhere)."""
-    from lessonkit.arguments import Unsupported
     from lessonkit.lesson import Broken, Lesson, discover, suits
+    from lessonkit.validate import Unsupported
 
     lesson = dict(discover(name))[name]
     if isinstance(lesson, Broken):

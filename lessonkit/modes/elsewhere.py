@@ -63,7 +63,7 @@ class Compiler:
         with socket.socket(socket.AF_UNIX) as at, open(self.address + ERRORS, "w") as errors:
             at.bind(self.address)
             at.listen()
-            command = [sys.executable, "-m", "lessonkit.elsewhere", str(at.fileno())]
+            command = [sys.executable, "-m", "lessonkit.modes.elsewhere", str(at.fileno())]
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, env=env, pass_fds=[at.fileno()]
             )

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lessonkit import fingerprint, launches, renames, rows
+from lessonkit.base import renames
 from lessonkit.lesson import ROOT, Lesson, discover, kernels, shape_name
-from lessonkit.rows import Row
+from lessonkit.measure import fingerprint, launches, rows
+from lessonkit.measure.rows import Row
 
 PARTS = ("code", "inputs", "work")  # of a source fingerprint
 WITHOUT_A_GPU = {  # folders of reports/ that are no GPU's

@@ -4,11 +4,15 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from lessonkit import bench, compiled, device, report, rows
-from lessonkit.arguments import Unsupported
-from lessonkit.cuda import counters, hardware, toolchain
+from lessonkit.base import device
+from lessonkit.cuda import toolchain
+from lessonkit.judge import counters
+from lessonkit.judge.verify import LeftOut, Question, grad_checks, rung_checks
 from lessonkit.lesson import Lesson, Steps, title
-from lessonkit.verify import LeftOut, Question, grad_checks, rung_checks
+from lessonkit.measure import bench, hardware, rows
+from lessonkit.modes import compiled
+from lessonkit.pages import report
+from lessonkit.validate import Unsupported
 
 from rich.console import Console
 from rich.progress import Progress

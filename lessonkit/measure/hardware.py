@@ -20,10 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lessonkit import check, device, rows
-from lessonkit.arguments import Unsupported
-from lessonkit.cuda import build, counters, toolchain
+from lessonkit.base import device
+from lessonkit.cuda import build, toolchain
+from lessonkit.judge import check, counters
 from lessonkit.lesson import ROOT, Lesson, Rung, discover
+from lessonkit.measure import rows
+from lessonkit.validate import Unsupported
 
 import torch
 
@@ -147,7 +149,7 @@ def _profile(names: list[str], metrics: list[str], said: list[str]) -> tuple[lis
         turns.touch()
         command = [find("ncu"), "--csv", "--print-units", "base", "--clock-control", "none", "--cache-control", "none"]
         command += ["--profile-from-start", "off", "--kernel-name", "regex:_kernel", "--metrics", ",".join(metrics)]
-        command += [sys.executable, "-m", "lessonkit.cuda.hardware", str(turns), *names]
+        command += [sys.executable, "-m", "lessonkit.measure.hardware", str(turns), *names]
         code, out, err = output(command, SECONDS)
         log = [json.loads(line) for line in turns.read_text().splitlines()]
     found = _parsed(out, [line for line in log if line["what"] == "turn"])

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from lessonkit.base.markdown import markdown
 from lessonkit.lesson import ROOT
-from lessonkit.markdown import markdown
-from lessonkit.paths import FOLDER, GUIDES, Item, Part, Route, routes
+from lessonkit.pages.paths import FOLDER, GUIDES, Item, Part, Route, routes
 
 T = TypeVar("T")
 HOW = (

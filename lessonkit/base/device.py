@@ -4,7 +4,7 @@ One lesson runs in three lanes, and the device alone says which:
 
     cuda   run:         the kernel runs on the GPU
     cpu    interpreted: no GPU, so Triton's interpreter runs the kernel, one program after another
-    meta   compiled:    tensors have shapes but no data, so a launch only compiles (lessonkit.compiled)
+    meta   compiled:    tensors have shapes but no data, so a launch only compiles (lessonkit.modes.compiled)
 """
 
 import os

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lessonkit import compiled, fingerprint
-from lessonkit.cuda import source
-from lessonkit.elsewhere import elsewhere
+from lessonkit.base import source
 from lessonkit.lesson import ROOT, shape_name
+from lessonkit.measure import fingerprint
+from lessonkit.modes import compiled
+from lessonkit.modes.elsewhere import elsewhere
 
 TARGET = 90
 ANSWER = 1  # stands for what a launcher answers, which is not known here; the code that computes it is recorded

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from lessonkit.device import INTERPRETED
+from lessonkit.base.device import INTERPRETED
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class Traffic:
     read: int = 0
     written: int = 0
     launches: list[str] = field(default_factory=list)
-    kernels: list[dict[str, Any]] = field(default_factory=list)  # CUDA C++: the emulator's counters, see cuda.counters
+    kernels: list[dict[str, Any]] = field(default_factory=list)  # CUDA C++: the emulator's counters, see judge.counters
 
 
 _watching: list[Traffic] = []

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lessonkit.device import DEVICE, INTERPRETED
+from lessonkit.base.device import DEVICE, INTERPRETED
 
 import torch
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lessonkit import device, renames
+from lessonkit.base import device, renames
 from lessonkit.lesson import ROOT
 
 REPORTS = ROOT / "reports"

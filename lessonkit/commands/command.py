@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from lessonkit import device, renames, show
+from lessonkit.base import device, renames
+from lessonkit.commands import show
 from lessonkit.cuda import build, toolchain
 from lessonkit.exercise import progress
 from lessonkit.exercise.grade import Verdict, grade_apart

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from lessonkit import check, compiled, device, mutants, rows
-from lessonkit.arguments import Unsupported
-from lessonkit.cuda import counters, machine_code, toolchain
+from lessonkit.base import device
+from lessonkit.base.markdown import markdown
+from lessonkit.cuda import machine_code, toolchain
+from lessonkit.judge import check, counters, mutants
 from lessonkit.lesson import ROOT, Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, suits
-from lessonkit.markdown import markdown
+from lessonkit.measure import rows
+from lessonkit.modes import compiled
+from lessonkit.validate import Unsupported
 
 import torch
 

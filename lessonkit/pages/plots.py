@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lessonkit.lesson import Table
-from lessonkit.rows import Row
+from lessonkit.measure.rows import Row
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 
-from lessonkit import device
-from lessonkit.cuda import build, eviction, toolchain
+import lessonkit
+from lessonkit.base import device, eviction
+from lessonkit.cuda import build, toolchain
 from lessonkit.lesson import ROOT
-from lessonkit.rows import write_atomically
+from lessonkit.measure.rows import write_atomically
 
 FOLDER = build.CACHE / "verdicts"
 SETTINGS = ("TRITON_", "LESSONKIT_", "COURSE_EMU", "CXX", "CUDA_HOME", "THUNDERKITTENS_ROOT")
@@ -146,6 +147,9 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
 def _files(module: str) -> tuple[Path, ...]:
     """The files that importing a module of the course runs: its packages' and its own; none for another's module."""
     place, found = ROOT, []
+    head, _, tail = module.partition(".")
+    if head == lessonkit.__name__ and (group := lessonkit.BY_NAME.get(tail.partition(".")[0])):
+        module = f"{head}.{group}.{tail}"
     for part in module.split("."):
         place /= part
         if (place / "__init__.py").exists():

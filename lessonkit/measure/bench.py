@@ -7,10 +7,11 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from lessonkit import check, fingerprint, launches, rows, timing
-from lessonkit.arguments import Unsupported
 from lessonkit.cuda import build
+from lessonkit.judge import check
 from lessonkit.lesson import ROOT, Lesson, Shape, Table, shape_name
+from lessonkit.measure import fingerprint, launches, rows, timing
+from lessonkit.validate import Unsupported
 
 import torch
 

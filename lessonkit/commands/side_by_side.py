@@ -15,9 +15,9 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from lessonkit.elsewhere import SHARED, Compiler
+from lessonkit.modes.elsewhere import SHARED, Compiler
 
-PRELOAD = ["lessonkit.show", "lessonkit.report"]
+PRELOAD = ["lessonkit.commands.show", "lessonkit.pages.report"]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The one device function that lessons share."""
 
-from lessonkit import device
+from lessonkit.base import device
 
 import triton
 import triton.language as tl

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from lessonkit.cuda import source as cpp
+from lessonkit.base import source as cpp
 
 # The part of the kit that reaches a kernel or its launch. The rest declares, checks and times: the walk stops there.
 VOCABULARY = {
-    *("lessonkit", "lessonkit.again", "lessonkit.arguments", "lessonkit.device", "lessonkit.inductor"),
+    *("lessonkit", "lessonkit.modes.again", "lessonkit.validate", "lessonkit.base.device", "lessonkit.modes.inductor"),
     *("lessonkit.cuda", "lessonkit.cuda.extension"),
 }
 EXTENSION = ("lessonkit.cuda.extension", "extension")  # loads a program; the program is followed, the loader is not
@@ -330,7 +330,8 @@ class _Walk:
             elif self.is_here(f"{here}.{chain[0]}"):
                 here, chain = f"{here}.{chain[0]}", chain[1:]
             elif module is not None:
-                return None if self.stops(here) else (here, EVERYTHING, ())
+                by_name = here == "lessonkit"  # a module of the kit that lessons name without its group
+                return None if by_name or self.stops(here) else (here, EVERYTHING, ())
             else:
                 return None
         raise ValueError(f"{name}: {'.'.join(chain)} is imported in a circle")

@@ -9,14 +9,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from lessonkit import device
-from lessonkit.arguments import Unsupported
-from lessonkit.check import Rejected, cannot_run, check
-from lessonkit.cuda import eviction
+from lessonkit.base import device, eviction
+from lessonkit.base.source import definitions
 from lessonkit.cuda.build import MUTANTS, SHARED, TOGETHER, local_files, need_private_cache
-from lessonkit.cuda.source import definitions
+from lessonkit.judge.check import Rejected, cannot_run, check
 from lessonkit.lesson import Lesson, Misdeclared, Mutant, Rung, suits
-from lessonkit.rows import write_atomically
+from lessonkit.measure.rows import write_atomically
+from lessonkit.validate import Unsupported
 
 import torch
 

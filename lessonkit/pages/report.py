@@ -5,14 +5,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lessonkit import compiled, fingerprint, path_pages, plots, renames, rows, verify
-from lessonkit.cuda import build, hardware, toolchain
+from lessonkit.base import renames
+from lessonkit.base.markdown import filled, markdown
+from lessonkit.cuda import build, toolchain
+from lessonkit.judge import verify
 from lessonkit.lesson import ROOT, Lesson, Steps, Table, discover, kernels, shape_name, title
-from lessonkit.markdown import filled, markdown
-from lessonkit.paths import GUIDES
-from lessonkit.plots import Picture
-from lessonkit.rows import REPORTS, Row
-from lessonkit.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
+from lessonkit.measure import fingerprint, hardware, rows
+from lessonkit.measure.rows import REPORTS, Row
+from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
+from lessonkit.modes import compiled
+from lessonkit.pages import path_pages, plots
+from lessonkit.pages.paths import GUIDES
+from lessonkit.pages.plots import Picture
 
 # Memory bandwidth by datasheet, TB/s: what a memory-bound op's predicted time divides by.
 GPUS = {"RTX 4090": 1.01, "A100 80GB": 2.04, "H100 SXM": 3.35, "H200": 4.8, "B200": 8.0}

@@ -1,0 +1,1 @@
+"""What `python -m lessonkit` does, and what it prints."""

@@ -1,0 +1,1 @@
+"""Is a kernel right? Checks against PyTorch, mutants, the questions that tests ask, and which verdicts are kept."""

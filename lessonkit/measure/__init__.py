@@ -1,0 +1,1 @@
+"""How fast is it? Timing, rows, the code that a row is of, and counters of the GPU."""

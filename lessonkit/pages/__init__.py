@@ -1,0 +1,1 @@
+"""What is generated from rows and lessons: reports, plots, paths."""
