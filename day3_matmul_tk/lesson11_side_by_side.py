@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 
 from lessonkit import Steps, Table, rows
-from lessonkit.base import source
+from lessonkit.base import cpp_text
 from lessonkit.cuda import build
 
 # way: lesson, rung, and who decides: layout, copies and barriers, registers and warps
@@ -88,10 +88,10 @@ def _cpp_lines(program, launcher):
     files = [
         path for path in build.local_files(program) if path.name != "course.cuh" and path.suffix in (".cu", ".cuh")
     ]
-    names = source.reached(files, {launcher})
+    names = cpp_text.reached(files, {launcher})
     total = 0
-    for text in (source.without_comments(path.read_text()) for path in files):
-        for found in source.definitions(text):
+    for text in (cpp_text.without_comments(path.read_text()) for path in files):
+        for found in cpp_text.definitions(text):
             if found.name in names:
                 total += sum(bool(line.strip()) for line in text[found.start : found.stop].splitlines())
     return total

@@ -29,7 +29,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from lessonkit import Steps, Table, Unsupported, device, plots, rows
-from lessonkit.measure import hardware
+from lessonkit.measure import ncu
 
 import torch
 from torch.profiler import profile
@@ -177,13 +177,13 @@ def verdict(memory, arithmetic):
 
 def counters():
     """Nsight Compute's verdict on each kernel of a step of one layer of GPT-2 small: memory, compute, or neither."""
-    if not GPU or not hardware.find("ncu"):
+    if not GPU or not ncu.find("ncu"):
         raise Unsupported("counters need a GPU and Nsight Compute (ncu, with the CUDA toolkit); committed: reports/")
     table = []
     for name in COMPARED:
-        command = [hardware.find("ncu"), "--csv", "--print-units", "base", "--clock-control", "none"]
+        command = [ncu.find("ncu"), "--csv", "--print-units", "base", "--clock-control", "none"]
         command += ["--cache-control", "none", "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
-        code, out, err = hardware.output([*command, sys.executable, "-m", __name__, name], 240)
+        code, out, err = ncu.output([*command, sys.executable, "-m", __name__, name], 240)
         found = read_ncu(out)
         if code or not found:
             raise Unsupported(f"ncu says {(out + err)[-300:]!r}: reading counters is often an administrator's right")

@@ -25,7 +25,7 @@ import re
 from functools import cache
 
 from lessonkit import DEVICE, Steps, Table, compiled, device, rows
-from lessonkit.modes.elsewhere import elsewhere
+from lessonkit.modes.compile_server import call_in_compiler
 
 import torch
 import triton
@@ -86,7 +86,7 @@ def _compile_here(target, num_warps, num_stages, masked, stride):
 @cache
 def _stages(choice):
     """{stage: lines} and the kernel's figures."""
-    said, figures = elsewhere(__name__, "_compile_here", *(BASE | CHOICES[choice]).values())
+    said, figures = call_in_compiler(__name__, "_compile_here", *(BASE | CHOICES[choice]).values())
     return said, compiled.Kernel(**figures)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from lessonkit import DEVICE, Steps, Table, check, compiled
 from lessonkit.base.device import HAS_GPU, INTERPRETED
 from lessonkit.lesson import ROOT
-from lessonkit.modes.elsewhere import elsewhere
+from lessonkit.modes.compile_server import call_in_compiler
 from lessonkit.modes.interpreter import OutOfBounds, watched
 
 import pytest
@@ -62,8 +62,8 @@ def offsets_of_32_bits():
     corner_kernel[(1,)](x, z, stride, WIDE=True)
     assert z.item() == 7
     # The audit that needs no large tensor: in TTIR, what is added to a pointer should be 64 bits wide.
-    assert elsewhere(__name__, "_offset_widths", False) == ["i32"]
-    assert elsewhere(__name__, "_offset_widths", True) == ["i64"]
+    assert call_in_compiler(__name__, "_offset_widths", False) == ["i32"]
+    assert call_in_compiler(__name__, "_offset_widths", True) == ["i64"]
 
 
 def _offset_widths(wide):
@@ -180,7 +180,7 @@ def tf32_by_default():
     So a kernel that says nothing passes on the CPU and fails on the GPU: say input_precision, from PyTorch's setting
     (day3_matmul_tk.lesson01_matmul.precision). Predicted error: sqrt(2) * 0.212 * 2^-10 (lesson02_numerics).
     """
-    silent, asked = (elsewhere(__name__, "_precision_compiled", p) for p in (None, "ieee"))
+    silent, asked = (call_in_compiler(__name__, "_precision_compiled", p) for p in (None, "ieee"))
     assert silent == {"ttir": "tf32", "ptx has tf32": True}
     assert asked == {"ttir": "ieee", "ptx has tf32": False}
     a, b = (torch.randn(16, 16, device=DEVICE) for _ in range(2))
@@ -209,7 +209,7 @@ def sm_90_is_not_sm_90a():
     With nvcc: -gencode arch=compute_90a,code=sm_90a. `-arch=sm_90` compiles everything else, so the error names an
     instruction; a library that was built for sm_90 alone silently has none of its Hopper kernels.
     """
-    says = {arch: elsewhere(__name__, "_assemble", arch) for arch in ("sm_90a", "sm_90", "sm_100a")}
+    says = {arch: call_in_compiler(__name__, "_assemble", arch) for arch in ("sm_90a", "sm_90", "sm_100a")}
     assert says["sm_90a"] == ""
     assert re.search(r"wgmma.*not supported|requires .*sm_90a|Feature", says["sm_90"]), says["sm_90"]
     assert says["sm_100a"], "Blackwell has other tensor cores, and no wgmma"

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 
 from lessonkit import DEVICE, Steps, Table, compiled
 from lessonkit.base.device import HAS_GPU
-from lessonkit.modes.elsewhere import elsewhere, environment
+from lessonkit.modes.compile_server import call_in_compiler, environment
 
 import torch
 from triton.experimental import gluon
@@ -81,7 +81,7 @@ def _compiled(form):
 
 def two_things_in_one_place():
     """1024 numbers take 4096 bytes, two barriers 16: but all three forms take 4096. The compiler says what is idle."""
-    found = {form: elsewhere(__name__, "_compiled", form) for form in FORMS}
+    found = {form: call_in_compiler(__name__, "_compiled", form) for form in FORMS}
     for form, (shared, idle) in found.items():
         print(f"  {form:12} {shared} bytes of shared memory, {idle} idle")
     assert {shared for shared, _ in found.values()} == {4 * NUMBERS}
@@ -98,7 +98,7 @@ def _warp_specialized():
 
 def triton_makes_them_too():
     """Four arrays of idle barriers in a kernel that Triton has specialized by itself; none if yours has mended it."""
-    idle = elsewhere(__name__, "_warp_specialized")
+    idle = call_in_compiler(__name__, "_warp_specialized")
     print(f"  day3_matmul_tk.lesson02_matmul_persistent, warp_specialized: {idle} arrays of barriers are idle")
     assert idle in (0, 4)
 

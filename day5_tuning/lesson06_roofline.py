@@ -22,7 +22,7 @@ from collections import Counter
 
 from lessonkit import Steps, Table, report
 from lessonkit.lesson import kernels, shape_name
-from lessonkit.measure import hardware
+from lessonkit.measure import ncu
 
 import torch
 
@@ -133,7 +133,7 @@ def draw_roofline(axes, table, roof):
 
 def counters_beside_counts(folder):
     """What Nsight Compute read from the GPU's counters, beside what the emulator counted without one, by metric."""
-    found = hardware.compared(hardware.path(folder))
+    found = ncu.compared(ncu.path(folder))
     table = []
     for metric in dict.fromkeys(row["metric"] for row in found):
         ratios = sorted(float(row["ratio"]) for row in found if row["metric"] == metric and row["ratio"][0].isdigit())

@@ -29,8 +29,8 @@ from pathlib import Path
 
 from lessonkit import DEVICE, Steps, Table
 from lessonkit.base.device import HAS_GPU
-from lessonkit.measure import hardware
-from lessonkit.modes.elsewhere import environment
+from lessonkit.measure import ncu
+from lessonkit.modes.compile_server import environment
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -137,11 +137,11 @@ def nsight_compute():
 
     Clocks are left alone (--clock-control none), or the time is that of a slower card than yours.
     """
-    ncu = hardware.find("ncu")
-    if not (HAS_GPU and ncu):
+    binary = ncu.find("ncu")
+    if not (HAS_GPU and binary):
         print("  needs a GPU and ncu; the command is at the top of this file")
         return None
-    command = [ncu, "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(COUNTERS)]
+    command = [binary, "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(COUNTERS)]
     command += ["--kernel-name", "regex:softmax_packed", "--launch-skip", "1", "--launch-count", "1"]
     done, _ = _run(*command, sys.executable, "-c", f"{SELF}_softmax_calls()")
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
@@ -156,7 +156,7 @@ def nsight_compute():
 
 def nsight_systems():
     """Nsight Systems: one time line of host and GPU; gaps between kernels are the host's, and only it shows them."""
-    nsys = hardware.find("nsys")
+    nsys = ncu.find("nsys")
     if not (HAS_GPU and nsys):
         print("  needs a GPU and nsys; the command is at the top of this file")
         return None
@@ -191,7 +191,7 @@ def what_they_need():
     table = []
     for tool, binary in binaries.items():
         assert binary in by_hand
-        here = bool(hardware.find(binary)) if binary in ("nsys", "ncu") else True
+        here = bool(ncu.find(binary)) if binary in ("nsys", "ncu") else True
         table.append({"tool": tool, "command": binary or "-", "here": "yes" if here else "no"})
     return Table("tools", table, "Nsight comes with the CUDA toolkit, Proton with Triton (viewer: llnl-hatchet).")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lessonkit import Table, check, compiled, device, rows, timing
 from lessonkit.lesson import Lesson
-from lessonkit.modes.elsewhere import elsewhere
+from lessonkit.modes.compile_server import call_in_compiler
 
 import torch
 
@@ -79,7 +79,9 @@ class Sweep:
         """Two processes compile every other kernel each."""
         with ThreadPoolExecutor(2) as pool:
             figures = dict(
-                pair for part in pool.map(partial(elsewhere, self.module, "compile_here"), (0, 1)) for pair in part
+                pair
+                for part in pool.map(partial(call_in_compiler, self.module, "compile_here"), (0, 1))
+                for pair in part
             )
         return [
             {"size": name(size), **config, **figures[self.code(size, config)]}

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 from lessonkit.base import device, renames
-from lessonkit.base.source import definitions, reached
-from lessonkit.commands import command, course_run, show
-from lessonkit.commands.side_by_side import side_by_side
+from lessonkit.base.cpp_text import definitions, reached
+from lessonkit.commands import course_run, exercises, show
+from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import build, toolchain
 from lessonkit.exercise import progress
 from lessonkit.judge import counters, verify
 from lessonkit.lesson import ROOT, Broken, Lesson, Misdeclared, Steps, discover, names, title
-from lessonkit.measure import hardware, stale
+from lessonkit.measure import ncu, stale
 from lessonkit.modes import compiled
-from lessonkit.modes.elsewhere import environment
+from lessonkit.modes.compile_server import environment
 from lessonkit.pages import paths, report
 
 import typer
@@ -35,7 +35,7 @@ import typer
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A GPU-kernel course: run, check, time and report its lessons."
 )
-app.add_typer(command.app, name="exercise")
+app.add_typer(exercises.app, name="exercise")
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what Ctrl-C, kill, and a closed terminal send
 Which = Annotated[
     str,
@@ -52,7 +52,7 @@ def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
         found = list(discover(now))
     if not found:
         close = ", ".join(_closest(which))
-        raise typer.BadParameter(f"no lesson matches {which!r}. The closest: {close}. All: {command.COURSE} list")
+        raise typer.BadParameter(f"no lesson matches {which!r}. The closest: {close}. All: {exercises.COURSE} list")
     return found
 
 
@@ -76,7 +76,7 @@ def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]
         elif isinstance(lesson, Lesson):
             yield name, lesson
     if all(isinstance(lesson, Steps) for _, lesson in chosen):
-        show.console.print(f"Steps without rungs; running them checks what they claim: {command.COURSE} run {which}")
+        show.console.print(f"Steps without rungs; running them checks what they claim: {exercises.COURSE} run {which}")
 
 
 def _warn(routes: Iterable[paths.Route]) -> None:
@@ -135,7 +135,7 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
         body.append([part.title["en"], time_, f"{len(passed.intersection(asked))} of {len(asked)}" if asked else ""])
     show.table(f"{route.title['en']}: paths/{name}.md", ["part", "time", "exercises passed"], body)
     if waiting := next((exercise for exercise in route.exercises if exercise.name not in passed), None):
-        show.console.print(f"Next exercise: {command.COURSE} exercise next {waiting.short}")
+        show.console.print(f"Next exercise: {exercises.COURSE} exercise next {waiting.short}")
 
 
 @app.command()
@@ -221,7 +221,7 @@ def _scripts(names: list[str], at_once: int, began: Callable[[str], None]) -> Ge
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": str(show.console.width)}
     os.environ |= {"FORCE_COLOR": "1"} if show.console.is_terminal else {}
-    with closing(side_by_side(scripts, at_once, lambda nth: began(names[nth]))) as running:
+    with closing(run_scripts(scripts, at_once, lambda nth: began(names[nth]))) as running:
         for ended in running:
             yield names[ended.nth], ended.code, ended.seconds, ended.printed
 
@@ -273,13 +273,15 @@ def compile_lessons(which: Which = "") -> None:
 @app.command()
 def count(
     which: Which = "cuda",
-    ncu: Annotated[bool, typer.Option("--ncu", help="On a GPU: ask its counters by Nsight Compute instead.")] = False,
+    by_ncu: Annotated[
+        bool, typer.Option("--ncu", help="On a GPU: ask its counters by Nsight Compute instead.")
+    ] = False,
 ) -> None:
     """Count what emulated CUDA kernels ask of memory, test what lessons say of it, and write reports/emulated."""
     broken: list[str] = []
     chosen = [(name, lesson) for name, lesson in _with_kernels(which, broken) if lesson.extension]
-    if ncu:
-        if why := hardware.lacks():
+    if by_ncu:
+        if why := ncu.lacks():
             show.console.print(why)
             return
         if not show.counted_by_ncu([name for name, _ in chosen]):

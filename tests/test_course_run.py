@@ -11,7 +11,7 @@ from io import StringIO
 import lessonkit.__main__ as cli
 from lessonkit import device, lesson
 from lessonkit.commands import course_run, show
-from lessonkit.commands.side_by_side import Ended
+from lessonkit.commands.parallel import Ended
 from lessonkit.judge import verdicts
 from lessonkit.lesson import ROOT, Steps
 
@@ -39,7 +39,7 @@ def course(tmp_path, monkeypatch):
     def run(*words, ends=None, stop=None, by=signal.SIGINT):
         ran = []
 
-        def side_by_side(paths, at_once, began):
+        def run_scripts(paths, at_once, began):
             for nth, path in enumerate(paths):
                 began(nth)
                 if stop and path.stem.endswith(stop):
@@ -47,7 +47,7 @@ def course(tmp_path, monkeypatch):
                 ran.append(path.stem.split("_")[1])
                 yield Ended(nth, f"printed by {path.stem}\n".encode(), (ends or {}).get(ran[-1], 0), 60.0)
 
-        monkeypatch.setattr(cli, "side_by_side", side_by_side)
+        monkeypatch.setattr(cli, "run_scripts", run_scripts)
         verdicts.forget()
         with show.console.capture() as said:
             result = CliRunner().invoke(cli.app, ["run", *words])

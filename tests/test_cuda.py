@@ -6,8 +6,8 @@ from pathlib import Path
 
 import lessonkit.base.device as device
 from lessonkit import cuda
-from lessonkit.base.source import definitions, reached
-from lessonkit.cuda import build, machine_code, toolchain
+from lessonkit.base.cpp_text import definitions, reached
+from lessonkit.cuda import build, sass, toolchain
 from lessonkit.judge import check, counters
 from lessonkit.lesson import kernels
 from lessonkit.modes import compiled
@@ -231,7 +231,7 @@ def test_the_kernels_of_a_program_are_known_by_name(tmp_path):
     (tmp_path / "p.cu").write_text(
         "template <int N> __global__ void a_kernel() {}\n__global__ void b_kernel();\nint f();"
     )
-    assert machine_code.declared(tmp_path / "p.cu") == {"a_kernel", "b_kernel"}
+    assert sass.declared(tmp_path / "p.cu") == {"a_kernel", "b_kernel"}
 
 
 @pytest.mark.skipif(bool(NVCC), reason=NVCC)
@@ -242,7 +242,7 @@ def test_machine_code_of_templates(tmp_path):
         "__syncthreads(); y[threadIdx.x] = s[N - 1 - threadIdx.x]; } }"
         "void f() { copy_kernel<128, true><<<1, 128>>>(0, 0); copy_kernel<64, false><<<1, 64>>>(0, 0); }"
     )
-    found = machine_code.kernels(tmp_path / "p.cu")
+    found = sass.kernels(tmp_path / "p.cu")
     assert [(k.target, k.kernel, k.warps, k.shared) for k in found if k.target == 90] == [
         (90, "copy_kernel<128, true>", 4, 2048),
         (90, "copy_kernel<64, false>", 2, 1024),

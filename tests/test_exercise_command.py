@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from lessonkit import device
-from lessonkit.commands import command
+from lessonkit.commands import exercises
 from lessonkit.cuda import build, toolchain
 from lessonkit.exercise import grade, progress, source
-from lessonkit.modes.elsewhere import environment
+from lessonkit.modes.compile_server import environment
 
 import pytest
 from typer.testing import CliRunner
@@ -25,14 +25,14 @@ MUL = source.find("day2_triton_basics.exercise01_mul")[0]
 @pytest.fixture
 def answers(tmp_path, monkeypatch):
     monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
-    monkeypatch.setattr(command.show.console, "_width", 200)
+    monkeypatch.setattr(exercises.show.console, "_width", 200)
     return tmp_path
 
 
 def run(*words):
     """As in a terminal, in this process; returns (exit code, what was printed)."""
-    with command.show.console.capture() as printed:
-        done = CliRunner().invoke(command.app, words)
+    with exercises.show.console.capture() as printed:
+        done = CliRunner().invoke(exercises.app, words)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, printed.get() + done.output
 
@@ -99,7 +99,7 @@ def test_watch_grades_each_save(answers, monkeypatch):
         path.write_text(saves.pop(0))
         os.utime(path, ns=(0, len(saves)))
 
-    monkeypatch.setattr(command.time, "sleep", save)
+    monkeypatch.setattr(exercises.time, "sleep", save)
     code, text = run("watch", "mul")
     assert code == 0
     assert text.index("TODO(1) is as it was") < text.index("value:") < text.index("One solution")
@@ -160,7 +160,7 @@ def test_the_emulator_is_built_before_the_time_counts(answers, monkeypatch):
     asked = []
     monkeypatch.setattr(build, "CACHE", answers)
     monkeypatch.setattr(build, "build", lambda products: asked.extend(p.name for p in products))
-    monkeypatch.setattr(command, "grade_apart", lambda *a, **k: asked.append("grade") or grade.Verdict())
+    monkeypatch.setattr(exercises, "grade_apart", lambda *a, **k: asked.append("grade") or grade.Verdict())
     code, text = run("check", "scale_rows")
     assert code == 0
     assert "built first" in text
@@ -170,10 +170,10 @@ def test_the_emulator_is_built_before_the_time_counts(answers, monkeypatch):
 def test_a_gpu_is_hidden(monkeypatch):
     """Where there is one, the command begins again without it: exercises are graded where every address is watched."""
     called = []
-    monkeypatch.setattr(command.device, "HAS_GPU", True)
-    monkeypatch.setattr(command.os, "execve", lambda *words: called.append(words))
-    monkeypatch.setattr(command.sys, "argv", ["lessonkit", "exercise", "list"])
-    command.without_gpu()
+    monkeypatch.setattr(exercises.device, "HAS_GPU", True)
+    monkeypatch.setattr(exercises.os, "execve", lambda *words: called.append(words))
+    monkeypatch.setattr(exercises.sys, "argv", ["lessonkit", "exercise", "list"])
+    exercises.without_gpu()
     ((_, words, env),) = called
     assert words[1:] == ["-m", "lessonkit", "exercise", "list"]
     assert env["CUDA_VISIBLE_DEVICES"] == ""
@@ -273,7 +273,7 @@ def test_watch_waits_for_an_editor_that_moves_the_file_away(answers, monkeypatch
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.time, "sleep", save)
+    monkeypatch.setattr(exercises.time, "sleep", save)
     _, text = run("watch", "mul")
     assert seen == [True, False, True]
     assert "One solution" in text
@@ -288,7 +288,7 @@ def test_watch_goes_on_in_the_folder(answers, monkeypatch):
     def stop(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.time, "sleep", stop)
+    monkeypatch.setattr(exercises.time, "sleep", stop)
     _, text = run("watch", "day2")
     assert text.index("One solution") < text.index(source.find("day2")[1].title)
 
@@ -303,5 +303,5 @@ def test_advice_can_be_typed_as_it_stands(tmp_path):
 
 @interpreted
 def test_advice_names_the_module_where_course_py_did_not_call(answers, monkeypatch):
-    monkeypatch.setattr(command, "COURSE", "python -m lessonkit")
+    monkeypatch.setattr(exercises, "COURSE", "python -m lessonkit")
     assert "Then:  python -m lessonkit" in run("next", "mul")[1]

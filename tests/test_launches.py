@@ -2,7 +2,7 @@
 
 from lessonkit.cuda import build, toolchain
 from lessonkit.measure import launches
-from lessonkit.modes import elsewhere
+from lessonkit.modes import compile_server
 
 import pytest
 
@@ -78,8 +78,8 @@ def marks(tmp_path_factory):
     wanted += [("no", True, "n=4096"), ("reads", False, "n=4096"), ("scale", False, "n=7"), ("nobody", False, "n=4096")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
-        patch.delenv(elsewhere.SHARED, raising=False)
-        patch.setattr(elsewhere, "_idle", [])
+        patch.delenv(compile_server.SHARED, raising=False)
+        patch.setattr(compile_server, "_idle", [])
         return {name: launches.marks(module, wanted) for name, module in names.items()}
 
 

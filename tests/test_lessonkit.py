@@ -11,13 +11,13 @@ from unittest import mock
 
 from lessonkit import lesson
 from lessonkit.base.markdown import filled
-from lessonkit.commands import side_by_side
+from lessonkit.commands import parallel
 from lessonkit.cuda import build
 from lessonkit.judge import check, counters, mutants
 from lessonkit.lesson import Broken, Misdeclared, Mutant, discover
 from lessonkit.measure import bench, rows, timing
 from lessonkit.modes import compiled
-from lessonkit.modes.elsewhere import SHARED, Compiler, elsewhere, environment
+from lessonkit.modes.compile_server import SHARED, Compiler, call_in_compiler, environment
 from lessonkit.pages import report
 from lessonkit.validate import Unsupported
 
@@ -310,25 +310,25 @@ def test_a_generated_block_that_is_gone_is_an_error():
 def test_a_compiler_that_dies_is_named_and_replaced(monkeypatch):
     """As a crash in LLVM would end it; here one that is shared, and then one of this process's own."""
     monkeypatch.setenv(SHARED, (shared := Compiler()).address)
-    assert elsewhere("operator", "add", 2, 3) == 5
+    assert call_in_compiler("operator", "add", 2, 3) == 5
     with pytest.raises(RuntimeError, match=r"os\._exit ended the compiler"):
-        elsewhere("os", "_exit", 3)
+        call_in_compiler("os", "_exit", 3)
     assert shared.process.wait(10) == 3
     assert SHARED not in os.environ
     with pytest.raises(RuntimeError, match=r"os\._exit ended the compiler"):
-        elsewhere("os", "_exit", 0)
+        call_in_compiler("os", "_exit", 0)
     monkeypatch.setenv(SHARED, shared.address)
     with pytest.raises(RuntimeError, match=r"operator\.add ended the compiler"):
-        elsewhere("operator", "add", 2, 3)
+        call_in_compiler("operator", "add", 2, 3)
     with pytest.raises(RuntimeError, match=r"in operator\.truediv:[\s\S]*ZeroDivisionError"):
-        elsewhere("operator", "truediv", 1, 0)
+        call_in_compiler("operator", "truediv", 1, 0)
 
 
 def test_one_script_has_one_compiler(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(side_by_side, "Compiler", lambda: made.append(Compiler()) or made[-1])
+    monkeypatch.setattr(parallel, "Compiler", lambda: made.append(Compiler()) or made[-1])
     (tmp_path / "one.py").write_text("print('alone')")
-    assert [ended.code for ended in side_by_side.side_by_side([tmp_path / "one.py"], 8)] == [0]
+    assert [ended.code for ended in parallel.run_scripts([tmp_path / "one.py"], 8)] == [0]
     assert len(made) == 1
 
 
@@ -341,7 +341,7 @@ def test_scripts_side_by_side(tmp_path):
         (tmp_path / f"{i}.py").write_text(body)
     began = []
     paths = [tmp_path / f"{i}.py" for i in range(len(bodies))]
-    found = {ended.nth: ended for ended in side_by_side.side_by_side(paths, 2, began.append)}
+    found = {ended.nth: ended for ended in parallel.run_scripts(paths, 2, began.append)}
     assert began == [0, 1, 2, 3]
     assert [found[nth].code for nth in began] == [0, 0, 3, 1]
     assert [found[nth].printed.decode().strip().split("\n")[-1] for nth in began] == [
@@ -412,7 +412,7 @@ def test_a_script_that_is_stopped_takes_its_programs_along(tmp_path):
     wait = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.01)\n"
     for name, body in (("0.py", start + "child.wait()"), ("1.py", wait)):
         (tmp_path / name).write_text(body)
-    running = side_by_side.side_by_side([tmp_path / "0.py", tmp_path / "1.py"], 2)
+    running = parallel.run_scripts([tmp_path / "0.py", tmp_path / "1.py"], 2)
     assert next(running).nth == 1
     running.close()
 

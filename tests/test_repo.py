@@ -6,11 +6,11 @@ import sys
 import tomllib
 from importlib import metadata
 
-from lessonkit.cuda import machine_code, toolchain
+from lessonkit.cuda import sass, toolchain
 from lessonkit.lesson import ROOT, discover
 from lessonkit.lesson import kernels as lesson_kernels
 from lessonkit.measure import rows, stale
-from lessonkit.modes.elsewhere import environment
+from lessonkit.modes.compile_server import environment
 from lessonkit.pages import plots, report
 
 import pytest
@@ -90,7 +90,7 @@ def test_every_rung_has_a_compiled_row():
         path = rows.REPORTS / "compiled" / f"{name}.csv"
         found = {row["rung"] for row in rows.read_csv(path)}
         if lesson.extension:
-            wanted = machine_code.declared(lesson.extension.source)
+            wanted = sass.declared(lesson.extension.source)
             if "ThunderKittens" in toolchain.comment_line(lesson.extension.source, "Needs"):
                 found.discard("kernel")  # the library's own
         else:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit import DEVICE, compiled, rows
-from lessonkit.modes.elsewhere import elsewhere
+from lessonkit.modes.compile_server import call_in_compiler
 
 import torch
 import triton
@@ -115,7 +115,7 @@ def _listing(cubin: bytes) -> str:
 
 
 def fresh() -> dict[str, tuple[str, dict[str, Any]]]:
-    return {name: tuple(found) for name, found in elsewhere(__name__, "compile_here").items()}
+    return {name: tuple(found) for name, found in call_in_compiler(__name__, "compile_here").items()}
 
 
 def main() -> None:

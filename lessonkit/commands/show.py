@@ -9,7 +9,7 @@ from lessonkit.cuda import toolchain
 from lessonkit.judge import counters
 from lessonkit.judge.verify import LeftOut, Question, grad_checks, rung_checks
 from lessonkit.lesson import Lesson, Steps, title
-from lessonkit.measure import bench, hardware, rows
+from lessonkit.measure import bench, ncu, rows
 from lessonkit.modes import compiled
 from lessonkit.pages import report
 from lessonkit.validate import Unsupported
@@ -146,10 +146,10 @@ def counted(found: list[dict[str, Any]]) -> None:
 def counted_by_ncu(names: list[str]) -> bool:
     """What the GPU's counters say of CUDA kernels, beside what the emulator said; False if they say nothing."""
     with console.status("running every rung under ncu"):
-        said = hardware.count(names)
+        said = ncu.count(names)
     for line in said:
         console.print(line, style="dim")
-    body = hardware.compared(hardware.path(rows.REPORTS / device.name()), names)
+    body = ncu.compared(ncu.path(rows.REPORTS / device.name()), names)
     if body:
         apart = [row for row in body if row["ratio"] != "1.00"]
         heading = f"{len(body)} figures; not the same:"

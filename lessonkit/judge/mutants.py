@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from lessonkit.base import device, eviction
-from lessonkit.base.source import definitions
+from lessonkit.base.cpp_text import definitions
 from lessonkit.cuda.build import MUTANTS, SHARED, TOGETHER, local_files, need_private_cache
 from lessonkit.judge.check import Rejected, cannot_run, check
 from lessonkit.lesson import Lesson, Misdeclared, Mutant, Rung, suits

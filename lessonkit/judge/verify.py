@@ -17,7 +17,7 @@ from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.markdown import markdown
-from lessonkit.cuda import machine_code, toolchain
+from lessonkit.cuda import sass, toolchain
 from lessonkit.judge import check, counters, mutants
 from lessonkit.lesson import ROOT, Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, suits
 from lessonkit.measure import rows
@@ -375,7 +375,7 @@ def claims_elsewhere(name: str, lesson: Lesson) -> None:
     wanted = {n: c for n, c in lesson.claimed().items() if lesson.extension or n in copies or n == names[-1]}
     found = _compiled(name, targets, () if lesson.extension else tuple(n for n in names if n in wanted))
     if lesson.extension:
-        assert {k.target for k in found} == {t for t in machine_code.TARGETS if t in targets}
+        assert {k.target for k in found} == {t for t in sass.TARGETS if t in targets}
     for rung in () if lesson.extension else lesson.rungs:
         if rung.__name__ in wanted:
             assert {k.target for k in found if k.rung == rung.__name__} == {t for t in targets if suits(rung, t)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from lessonkit.base import source as cpp
+from lessonkit.base import cpp_text
 
 # The part of the kit that reaches a kernel or its launch. The rest declares, checks and times: the walk stops there.
 VOCABULARY = {
@@ -367,16 +367,16 @@ def _reached(texts: tuple[str, ...], words: frozenset[str]) -> frozenset[str]:
     for text in texts:
         for name, codes in _cpp_definitions(text).items():
             known.setdefault(name, []).extend(codes)
-    return frozenset(cpp.reach({name: "\n".join(codes) for name, codes in known.items()}, words).values())
+    return frozenset(cpp_text.reach({name: "\n".join(codes) for name, codes in known.items()}, words).values())
 
 
 @lru_cache(None)
 def _cpp_definitions(text: str) -> dict[str, list[str]]:
-    return cpp.codes(text)
+    return cpp_text.codes(text)
 
 
 def _cpp_words(text: str) -> list[str]:
-    return cpp.tokens(cpp.without_comments(text))
+    return cpp_text.tokens(cpp_text.without_comments(text))
 
 
 def _included(path: Path, sources: Path) -> list[Path]:

@@ -1,9 +1,10 @@
 """What the GPU is given by one call of a rung: machine code, grids and arguments, as one hash and without a GPU.
 
-In a process of the `compiled` lane (see elsewhere) tensors have shapes but no data and a launch only compiles. There a
-call is recorded: every kernel's machine code for sm_90 with its grid, warps, shared memory, scalars and the layouts of
-its tensors, and every operator of PyTorch that is more than a view. Two versions of a rung with the same record and the
-same compiler give the GPU the same work, whatever their source looks like. The inputs and the work are recorded too.
+In a process of the `compiled` lane (see compile_server) tensors have shapes but no data and a launch only compiles.
+There a call is recorded: every kernel's machine code for sm_90 with its grid, warps, shared memory, scalars and the
+layouts of its tensors, and every operator of PyTorch that is more than a view. Two versions of a rung with the same
+record and the same compiler give the GPU the same work, whatever their source looks like. The inputs and the work are
+recorded too.
 """
 
 import hashlib
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lessonkit.base import source
+from lessonkit.base import cpp_text
 from lessonkit.lesson import ROOT, shape_name
 from lessonkit.measure import fingerprint
 from lessonkit.modes import compiled
-from lessonkit.modes.elsewhere import elsewhere
+from lessonkit.modes.compile_server import call_in_compiler
 
 TARGET = 90
 ANSWER = 1  # stands for what a launcher answers, which is not known here; the code that computes it is recorded
@@ -36,7 +37,7 @@ def marks(name: str, wanted: Sequence[tuple[str, bool, str]]) -> list[str]:
     One is "triton-3.7.1=0123456789ab", with the compiler that it is of; "" where the call cannot be recorded here: a
     package or a compiler is missing, or the host needs a tensor's data.
     """
-    return list(elsewhere(__name__, "_marks_here", name, list(wanted)))
+    return list(call_in_compiler(__name__, "_marks_here", name, list(wanted)))
 
 
 def _marks_here(name: str, wanted: Sequence[tuple[str, bool, str]]) -> list[str]:
@@ -185,10 +186,10 @@ def _launcher(program: Path, name: str) -> tuple[str, str, str]:
     from lessonkit.cuda import build, toolchain
 
     files = build.local_files(program)
-    known = {defined for file in files for defined in source.codes(file.read_text())}
+    known = {defined for file in files for defined in cpp_text.codes(file.read_text())}
     # A macro may write softmax_bfloat16 around the template softmax: then the template is what is launched.
     stems = [d for d in known if name == d or name.startswith(f"{d}_")]
-    found = source.reached(files, {max(stems, key=len)} if stems else known)
+    found = cpp_text.reached(files, {max(stems, key=len)} if stems else known)
     host = {code for code in found.values() if not re.search(r"\b__(?:global|device)__", code)}
     kernels = {kernel for kernel, code in found.items() if "__global__" in code}
     code = _cubin(build.build([build.cubin(program, TARGET)])[0])
@@ -199,14 +200,14 @@ def _launcher(program: Path, name: str) -> tuple[str, str, str]:
 @cache
 def _cubin(path: Path) -> list[tuple[str, str]]:
     """(a kernel's plain name, the hash of its machine code and of the program's constants) of each instance."""
-    from lessonkit.cuda import machine_code
+    from lessonkit.cuda import sass
 
     binary = path.read_bytes()
     constants = [
         content.hex() for name, content in compiled.sections(binary) if re.match(r"\.nv\.(constant[1-9]|global)", name)
     ]
     found = compiled.functions(binary)
-    names = machine_code.demangled(list(found))
+    names = sass.demangled(list(found))
     return [
         (re.split("<", names[mangled])[0].rpartition("::")[2], _hash("\n".join([code.hex(), *sorted(constants)])))
         for mangled, code in found.items()

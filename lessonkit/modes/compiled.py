@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 from lessonkit.measure.rows import write_atomically
-from lessonkit.modes.elsewhere import elsewhere
+from lessonkit.modes.compile_server import call_in_compiler
 
 TARGETS = (80, 90, 100)
 # Per SM: registers, shared memory in bytes, warps, blocks (CUDA programming guide, compute capabilities table).
@@ -290,7 +290,7 @@ def compiling(target: int) -> Iterator[dict[str, Any]]:
 
 
 def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> list[dict[str, Any]]:
-    """Compile every rung of a lesson. Only in a process whose lane is `compiled` (see elsewhere)."""
+    """Compile every rung of a lesson. Only in a process whose lane is `compiled` (see compile_server)."""
     from lessonkit.lesson import Broken, Lesson, discover, suits
     from lessonkit.validate import Unsupported
 
@@ -335,13 +335,13 @@ def kernels(name: str, targets: tuple[int, ...] = TARGETS, rungs: tuple[str, ...
     C++ every kernel that the program instantiates. Raises RuntimeError with the compiler's words, or the line that says
     which one is missing.
     """
-    from lessonkit.cuda import machine_code
+    from lessonkit.cuda import sass
     from lessonkit.lesson import ROOT
 
     if (program := ROOT / f"{name.replace('.', '/')}.cu").exists():
-        return machine_code.kernels(program, targets)
+        return sass.kernels(program, targets)
     try:
-        return tuple(Kernel(**row) for row in elsewhere(__name__, "_compile_here", name, targets, rungs))
+        return tuple(Kernel(**row) for row in call_in_compiler(__name__, "_compile_here", name, targets, rungs))
     except RuntimeError as error:
         raise RuntimeError(f"{name} does not compile: {error}") from None
 

@@ -10,7 +10,7 @@ from lessonkit.base.markdown import filled, markdown
 from lessonkit.cuda import build, toolchain
 from lessonkit.judge import verify
 from lessonkit.lesson import ROOT, Lesson, Steps, Table, discover, kernels, shape_name, title
-from lessonkit.measure import fingerprint, hardware, rows
+from lessonkit.measure import fingerprint, ncu, rows
 from lessonkit.measure.rows import REPORTS, Row
 from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
 from lessonkit.modes import compiled
@@ -86,8 +86,8 @@ def generate() -> dict[Path, str | Picture]:
             made[folder / f"{name}.md"] = _lesson_page(name, lessons[name], found, today, absent(path, lessons[name]))
             made[folder / f"{name}.png"] = plots.speed(title(name), found)
         made |= _step_pages(folder, made)
-        if found_by_ncu := hardware.compared(hardware.path(folder)):
-            made[hardware.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
+        if found_by_ncu := ncu.compared(ncu.path(folder)):
+            made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
         if everything:
             made[folder / "roofline.png"] = plots.roofline(folder.name, everything)
     for name, lesson in lessons.items():
@@ -251,11 +251,11 @@ def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
 
 
 def _ncu_page(folder: Path, found: list[dict[str, str]]) -> str:
-    about = rows.head(hardware.path(folder))
+    about = rows.head(ncu.path(folder))
     same = [row["metric"] for row in found if row["ratio"] == "1.00"]
-    cost, cost_same = (sum(m in hardware.RATIOS for m in ms) for ms in ([row["metric"] for row in found], same))
+    cost, cost_same = (sum(m in ncu.RATIOS for m in ms) for ms in ([row["metric"] for row in found], same))
     measured = "{gpu}, driver {driver}, CUDA {cuda}, {ncu}, {date} at commit {commit}.".format(**about)
-    head = f"# The emulator's counts beside the GPU's\n\n{measured}\n\n{hardware.ABOUT}\n"
+    head = f"# The emulator's counts beside the GPU's\n\n{measured}\n\n{ncu.ABOUT}\n"
     head += f"{len(same)} of {len(found)} figures are the same to 0.5%, of those that say what one access costs "
     head += f"{cost_same} of {cost}; the ratios of the others are in bold.\n\n"
     bold = [row | {"ratio": row["ratio"] if row["ratio"] == "1.00" else f"**{row['ratio']}**"} for row in found]

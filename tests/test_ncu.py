@@ -7,13 +7,13 @@ import lessonkit.base.device as device
 from lessonkit.cuda import build, toolchain
 from lessonkit.judge import counters
 from lessonkit.lesson import kernels
-from lessonkit.measure import hardware, rows
+from lessonkit.measure import ncu, rows
 from lessonkit.pages import report
 
 import pytest
 
 PROGRAMS = [pytest.param(name, lesson.extension, id=name) for name, lesson in kernels() if lesson.extension]
-SANITIZER = hardware.find("compute-sanitizer")
+SANITIZER = ncu.find("compute-sanitizer")
 NO_SANITIZER = "" if device.HAS_GPU and SANITIZER else "needs a GPU and compute-sanitizer"
 TOOLS = {
     "memcheck": ("--report-api-errors", "no"),  # a program asks for errors itself, and 01 makes some on purpose
@@ -38,7 +38,7 @@ def test_program_is_clean_under_compute_sanitizer(tool, name, extension):
     (program,) = build.build([build.program(extension.source)])
     one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command = [SANITIZER, "--tool", tool, *TOOLS[tool], "--error-exitcode", "86", "--print-limit", "5", str(program)]
-    code, out, err = hardware.output(command, 120, COURSE_SMALL="1", CUDA_VISIBLE_DEVICES=one)
+    code, out, err = ncu.output(command, 120, COURSE_SMALL="1", CUDA_VISIBLE_DEVICES=one)
     assert code == 0, f"{tool}, exit code {code}:\n{out[-6000:]}\n{err[-2000:]}"
     assert "right" in out, out[-6000:] + err[-2000:]
 
@@ -62,7 +62,7 @@ TURNS = [{"lesson": "cuda_src.some", "rung": rung, "case": "n=1"} for rung in ("
 
 
 def test_what_ncu_prints_is_summed_for_each_rung_and_kernel():
-    first, second = hardware._parsed(PRINTED, TURNS)
+    first, second = ncu._parsed(PRINTED, TURNS)
     assert (first["rung"], first["kernel"], first["launches"]) == ("first", "row_kernel", "2")
     assert (first["global_load_requests"], first["global_load_sectors"]) == ("2000", "12000")
     assert (first["shared_load_requests"], first["global_store_sectors"]) == ("32", "")
@@ -78,15 +78,15 @@ def test_both_counts_are_compared_by_rung_and_kernel(tmp_path, monkeypatch):
         {"rung": "second", "kernel": "other_kernel"} | metrics,
     ]
     rows.write_atomically(tmp_path / "emulated" / "cuda_src.some.csv", rows.to_csv(emulated))
-    place = hardware.path(tmp_path / "some-gpu")
-    rows.write_atomically(place, "# {}\n" + rows.to_csv(hardware._parsed(PRINTED, TURNS)))
-    found = {row["metric"]: (row["emulated"], row["ncu"], row["ratio"]) for row in hardware.compared(place)}
+    place = ncu.path(tmp_path / "some-gpu")
+    rows.write_atomically(place, "# {}\n" + rows.to_csv(ncu._parsed(PRINTED, TURNS)))
+    found = {row["metric"]: (row["emulated"], row["ncu"], row["ratio"]) for row in ncu.compared(place)}
     assert found["loads"] == ("400", "2000", "5.00")
     assert found["sectors a load"] == ("7", "6", "0.86")
     assert found["launches"] == ("0", "2", "only ncu")
     assert found["shared loads"] == ("0", "32", "only ncu")
     assert "stores" not in found, "ncu has no figure"
-    assert hardware.compared(place, ["cuda_src.other"]) == []
+    assert ncu.compared(place, ["cuda_src.other"]) == []
 
 
 NCU = """#!/bin/sh
@@ -95,7 +95,7 @@ case "$*" in
 *--version*) echo "Version 2025.3.1.0 (build 1)"; exit 0;;
 *op_st*) echo "==ERROR== asked for what was not listed"; exit 1;;
 esac
-while [ "$1" != lessonkit.measure.hardware ]; do shift; done
+while [ "$1" != lessonkit.measure.ncu ]; do shift; done
 say() {
     echo "{'what': '$1', 'lesson': 'cuda_src.$2', 'rung': '$3', 'case': 'n=1'}" | tr "'" '"' >> "$turns"
 }
@@ -117,42 +117,42 @@ fi
 def test_count_asks_again_for_the_lessons_behind_a_crash(tmp_path, monkeypatch):
     (tmp_path / "ncu").write_text(NCU)
     (tmp_path / "ncu").chmod(0o755)
-    monkeypatch.setattr(hardware, "find", lambda tool: str(tmp_path / tool))
-    monkeypatch.setattr(hardware.build, "build", lambda products: [])
-    monkeypatch.setattr(hardware, "ROOT", tmp_path)
+    monkeypatch.setattr(ncu, "find", lambda tool: str(tmp_path / tool))
+    monkeypatch.setattr(ncu.build, "build", lambda products: [])
+    monkeypatch.setattr(ncu, "ROOT", tmp_path)
     monkeypatch.setattr(rows, "REPORTS", tmp_path / "reports")
     monkeypatch.setattr(device, "name", lambda: "some-gpu")
-    said = hardware.count(["cuda_src.02_vector_add", "cuda_src.03_matrix_multiply"])
+    said = ncu.count(["cuda_src.02_vector_add", "cuda_src.03_matrix_multiply"])
     assert ["application returned" in said[0], len(said)] == [True, 2], said
-    kept = rows.read_csv(hardware.path(tmp_path / "reports" / "some-gpu"))
+    kept = rows.read_csv(ncu.path(tmp_path / "reports" / "some-gpu"))
     assert [(row["kernel"], row["global_load_requests"]) for row in kept] == [
         ("add_one_kernel", "256"),
         ("naive_kernel", "7"),
     ]
-    hardware.count(["cuda_src.03_matrix_multiply"])
-    assert rows.read_csv(hardware.path(tmp_path / "reports" / "some-gpu")) == kept, "merged"
+    ncu.count(["cuda_src.03_matrix_multiply"])
+    assert rows.read_csv(ncu.path(tmp_path / "reports" / "some-gpu")) == kept, "merged"
 
 
 def test_the_counts_page_is_made_from_its_rows():
     """That they are fresh the tests of reports see."""
     for folder in report.device_folders():
-        place = hardware.path(folder)
+        place = ncu.path(folder)
         assert place.exists() == place.with_suffix(".md").exists()
         if place.exists():
-            assert hardware.compared(place), "no kernel of ncu's is in reports/emulated: python -m lessonkit count"
+            assert ncu.compared(place), "no kernel of ncu's is in reports/emulated: python -m lessonkit count"
 
 
 def test_a_tool_that_hangs_is_ended_with_its_children():
-    code, out, err = hardware.output(["sh", "-c", f"echo begun; {sys.executable} -c 'import time; time.sleep(60)'"], 1)
+    code, out, err = ncu.output(["sh", "-c", f"echo begun; {sys.executable} -c 'import time; time.sleep(60)'"], 1)
     assert (code, out) == (124, "begun\n")
     assert "ended after 1 s" in err
 
 
 def test_without_gpu_or_ncu_one_line_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(device, "HAS_GPU", False)
-    assert "No GPU" in hardware.lacks()
+    assert "No GPU" in ncu.lacks()
     monkeypatch.setattr(device, "HAS_GPU", True)
     monkeypatch.setattr(toolchain, "USUAL", str(tmp_path))
-    monkeypatch.setattr(hardware.shutil, "which", lambda *args, **kwargs: None)
-    assert "install Nsight Compute" in hardware.lacks()
-    assert "\n" not in hardware.lacks()
+    monkeypatch.setattr(ncu.shutil, "which", lambda *args, **kwargs: None)
+    assert "install Nsight Compute" in ncu.lacks()
+    assert "\n" not in ncu.lacks()

@@ -149,7 +149,7 @@ def _profile(names: list[str], metrics: list[str], said: list[str]) -> tuple[lis
         turns.touch()
         command = [find("ncu"), "--csv", "--print-units", "base", "--clock-control", "none", "--cache-control", "none"]
         command += ["--profile-from-start", "off", "--kernel-name", "regex:_kernel", "--metrics", ",".join(metrics)]
-        command += [sys.executable, "-m", "lessonkit.measure.hardware", str(turns), *names]
+        command += [sys.executable, "-m", "lessonkit.measure.ncu", str(turns), *names]
         code, out, err = output(command, SECONDS)
         log = [json.loads(line) for line in turns.read_text().splitlines()]
     found = _parsed(out, [line for line in log if line["what"] == "turn"])

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from lessonkit.modes.elsewhere import SHARED, Compiler
+from lessonkit.modes.compile_server import SHARED, Compiler
 
 PRELOAD = ["lessonkit.commands.show", "lessonkit.pages.report"]
 
@@ -30,7 +30,7 @@ class Ended:
     seconds: float
 
 
-def side_by_side(
+def run_scripts(
     paths: Sequence[Path], at_once: int, began: Callable[[int], None] = lambda nth: None
 ) -> Generator[Ended]:
     """Run scripts, and yield each when it ends. Not for a GPU, which survives no fork.

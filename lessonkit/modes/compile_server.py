@@ -20,7 +20,7 @@ from typing import Any
 SHARED = "LESSONKIT_COMPILER"  # where a process that outlives this one listens
 
 
-def elsewhere(module: str, function: str, *args: Any) -> Any:
+def call_in_compiler(module: str, function: str, *args: Any) -> Any:
     """What module.function(*args) answers there; arguments and answer travel as JSON.
 
     Threads that ask at the same time have a process each. Raises RuntimeError with the traceback from there, or with
@@ -63,7 +63,7 @@ class Compiler:
         with socket.socket(socket.AF_UNIX) as at, open(self.address + ERRORS, "w") as errors:
             at.bind(self.address)
             at.listen()
-            command = [sys.executable, "-m", "lessonkit.modes.elsewhere", str(at.fileno())]
+            command = [sys.executable, "-m", "lessonkit.modes.compile_server", str(at.fileno())]
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, env=env, pass_fds=[at.fileno()]
             )

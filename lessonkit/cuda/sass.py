@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Container
 from pathlib import Path
 
-from lessonkit.base.source import codes
+from lessonkit.base.cpp_text import codes
 from lessonkit.cuda import build
 from lessonkit.modes import compiled
 
