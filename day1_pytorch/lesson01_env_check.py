@@ -14,9 +14,10 @@ import re
 from functools import cache
 
 from lessonkit import Steps, Table, device
-from lessonkit.commands.doctor import ROOT, Machine, environment, look, printed, version
-from lessonkit.measure.rows import machine, write_atomically
-from lessonkit.pages.report import markdown
+from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.markdown import markdown
+from lessonkit.commands.doctor import Machine, findings, look, printed, version
+from lessonkit.measure.rows import machine
 
 import torch
 
@@ -70,7 +71,7 @@ def what_each_day_can_do(m: Machine, gpus: int) -> list[dict[str, str]]:
 @cache
 def _found():
     """This machine, and everything the doctor says of it."""
-    return look(), environment()
+    return look(), findings()
 
 
 def pieces() -> Table:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Annotated, NamedTuple
 
 from lessonkit import DEVICE, Steps
-from lessonkit.lesson import ROOT
+from lessonkit.base.files import ROOT
 
 import torch
 import torch.nn.functional as F

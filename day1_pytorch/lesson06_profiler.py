@@ -19,7 +19,7 @@ import sys
 from collections import Counter
 
 from lessonkit import DEVICE, Steps, Table, device, timing
-from lessonkit.lesson import ROOT
+from lessonkit.base.files import ROOT
 
 import torch
 import torch.nn.functional as F

@@ -23,7 +23,8 @@ import shutil
 from functools import cache
 
 from lessonkit import DEVICE, Steps, Table, Unsupported, device
-from lessonkit.pages.report import committed, markdown
+from lessonkit.base.markdown import markdown
+from lessonkit.pages.report import committed
 
 import torch
 import torch.nn.functional as F

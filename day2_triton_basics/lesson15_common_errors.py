@@ -13,7 +13,8 @@ import re
 
 from lessonkit import DEVICE, Steps, expect
 from lessonkit.base.device import INTERPRETED
-from lessonkit.modes.interpreter import OutOfBounds, watched
+from lessonkit.base.errors import OutOfBounds
+from lessonkit.modes.interpreter import watched
 
 import torch
 import triton

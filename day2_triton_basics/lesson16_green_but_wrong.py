@@ -17,7 +17,7 @@ import time
 
 from lessonkit import DEVICE, Steps, Table, check
 from lessonkit.base.device import HAS_GPU, INTERPRETED
-from lessonkit.modes.compile_server import environment
+from lessonkit.base.files import environment
 
 import pytest
 import torch

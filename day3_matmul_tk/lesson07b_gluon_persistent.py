@@ -23,7 +23,7 @@ import random
 from importlib import import_module
 
 from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms
-from lessonkit.cuda.extension import Fault
+from lessonkit.base.errors import Fault
 
 import torch
 import torch.nn.functional as F

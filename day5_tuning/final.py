@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit import plots, rows
-from lessonkit.pages.report import markdown
+from lessonkit.base.markdown import markdown
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from pathlib import Path
 
 from lessonkit import DEVICE, Steps, Table, check, compiled
 from lessonkit.base.device import HAS_GPU, INTERPRETED
-from lessonkit.lesson import ROOT
+from lessonkit.base.errors import OutOfBounds
+from lessonkit.base.files import ROOT
 from lessonkit.modes.compile_server import call_in_compiler
-from lessonkit.modes.interpreter import OutOfBounds, watched
+from lessonkit.modes.interpreter import watched
 
 import pytest
 import torch

@@ -33,7 +33,8 @@ from contextlib import contextmanager
 
 from lessonkit import DEVICE, Steps, Table, compiled
 from lessonkit.base.device import HAS_GPU
-from lessonkit.modes.compile_server import call_in_compiler, environment
+from lessonkit.base.files import environment
+from lessonkit.modes.compile_server import call_in_compiler
 
 import torch
 from triton.experimental import gluon

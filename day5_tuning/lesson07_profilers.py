@@ -29,8 +29,8 @@ from pathlib import Path
 
 from lessonkit import DEVICE, Steps, Table
 from lessonkit.base.device import HAS_GPU
+from lessonkit.base.files import environment
 from lessonkit.measure import ncu
-from lessonkit.modes.compile_server import environment
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function

@@ -9,10 +9,12 @@ from types import ModuleType
 
 from lessonkit.base import device  # isort: skip - first, before anything imports triton
 from lessonkit.base.device import DEVICE, num_sms
+from lessonkit.base.errors import Unsupported
+from lessonkit.base.files import BY_NAME
 from lessonkit.lesson import Case, Grad, Lesson, Mutant, Refusal, Steps, Table, Work, case, discover, needs
 from lessonkit.modes.again import again
 from lessonkit.modes.inductor import by_inductor
-from lessonkit.validate import FLOATS, Unsupported, expect, tma_takes
+from lessonkit.validate import FLOATS, expect, tma_takes
 
 from lessonkit import cuda  # isort: skip - it uses what is above
 
@@ -39,17 +41,6 @@ __all__ = [
     "num_sms",
     "tma_takes",
 ]
-
-# Modules that lessons name without their group, `from lessonkit import timing`; each is loaded when it is first named.
-BY_NAME = {
-    "check": "judge",
-    "compiled": "modes",
-    "plots": "pages",
-    "report": "pages",
-    "rows": "measure",
-    "show": "commands",
-    "timing": "measure",
-}
 
 
 def __getattr__(name: str) -> ModuleType:

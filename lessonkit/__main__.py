@@ -19,15 +19,17 @@ from typing import Annotated, NoReturn
 
 from lessonkit.base import device, renames
 from lessonkit.base.cpp_text import definitions, reached
+from lessonkit.base.errors import Misdeclared, Missing
+from lessonkit.base.files import ROOT, environment
 from lessonkit.commands import course_run, exercises, show
+from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
-from lessonkit.cuda import build, toolchain
+from lessonkit.cuda import build, sass, toolchain
 from lessonkit.exercise import progress
 from lessonkit.judge import counters, verify
-from lessonkit.lesson import ROOT, Broken, Lesson, Misdeclared, Steps, discover, names, title
+from lessonkit.lesson import Broken, Lesson, Steps, discover, names, title
 from lessonkit.measure import ncu, stale
 from lessonkit.modes import compiled
-from lessonkit.modes.compile_server import environment
 from lessonkit.pages import paths, report
 
 import typer
@@ -93,15 +95,13 @@ def _end(failed: list[str]) -> None:
 @app.command()
 def doctor() -> None:
     """Say what this machine has, what it can run, and the command that mends what is missing."""
-    from lessonkit.commands.doctor import environment
-
-    findings = environment()
+    found = findings()
     show.table(
         "this machine",
         ["", "", "found", "what to do"],
-        ([("ok" if f.ok else "--"), f.name, f.value, "" if f.ok else f.mend] for f in findings),
+        ([("ok" if f.ok else "--"), f.name, f.value, "" if f.ok else f.mend] for f in found),
     )
-    raise typer.Exit(int(any(f.required and not f.ok for f in findings)))
+    raise typer.Exit(int(any(f.required and not f.ok for f in found)))
 
 
 @app.command(name="list")
@@ -263,8 +263,8 @@ def compile_lessons(which: Which = "") -> None:
     broken: list[str] = []
     for name, lesson in _with_kernels(which, broken):
         show.resources(name)
-        with suppress(toolchain.Missing):  # show.resources has said what
-            broken += compiled.broken_claims(name, lesson.claimed(), compiled.kernels(name))
+        with suppress(Missing):  # show.resources has said what
+            broken += sass.broken_claims(name, lesson.claimed(), compiled.kernels(name))
             report.save_compiled(name)
     report.write()
     _end(broken)

@@ -5,22 +5,25 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from lessonkit.base.errors import Misdeclared
+from lessonkit.base.files import ROOT
 from lessonkit.validate import FLOATS
 
 import torch
 
-if TYPE_CHECKING:
-    from lessonkit.cuda.extension import Extension
-
-ROOT = Path(__file__).resolve().parent.parent
 Rung = Callable[..., Any]
 Shape = dict[str, Any]
 
 
-class Misdeclared(ValueError):
-    """What a lesson declares does not fit its code; says which lesson, which case or mutant, and what to write."""
+class Launchers(Protocol):
+    """The launchers of a .cu (cuda.extension makes them): what a declaration and its checks need of them."""
+
+    source: Path
+
+    def lacks(self) -> str:
+        """The one line that says why this machine cannot run the launchers, or an empty string."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class Lesson:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     bench_dtype: torch.dtype = torch.bfloat16
     factor: float = 1
-    extension: "Extension | None" = None
+    extension: Launchers | None = None
     prints: str = ""
     counts: Mapping[Rung, Mapping[str, float]] = field(default_factory=dict)
 

@@ -9,10 +9,6 @@ import torch
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Unsupported(ValueError):
-    """This rung cannot do that shape (a later one can): checks and benchmarks pass it over and say why."""
-
-
 def tma_takes(*tensors: torch.Tensor) -> bool:
     """Can TMA copy these as they lie: neighbours next to each other, base and other strides multiples of 16 bytes?"""
 

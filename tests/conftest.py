@@ -15,11 +15,11 @@ from functools import cache
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from lessonkit import device
+from lessonkit.base.files import ROOT
 from lessonkit.cuda.extension import Extension
 from lessonkit.exercise.source import Source
 from lessonkit.judge import verdicts
 from lessonkit.judge.verify import Question
-from lessonkit.lesson import ROOT
 
 import pytest
 import torch

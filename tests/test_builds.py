@@ -11,10 +11,11 @@ import time
 import tomllib
 
 import lessonkit.base.device as device
-from lessonkit.base import eviction
+from lessonkit.base import eviction, files
+from lessonkit.base.files import ROOT
 from lessonkit.cuda import build, toolchain
 from lessonkit.judge import check
-from lessonkit.lesson import ROOT, kernels
+from lessonkit.lesson import kernels
 
 import pybind11
 import pytest
@@ -26,7 +27,7 @@ LACKS_NINJA = toolchain.lacks("ninja")
 @pytest.fixture
 def anew(tmp_path, monkeypatch):
     """An empty cache; programs that know no --version count as compilers."""
-    monkeypatch.setattr(build, "CACHE", tmp_path)
+    monkeypatch.setattr(files, "CACHE", tmp_path)
     monkeypatch.setattr(toolchain, "version", lambda compiler: "")
     return tmp_path
 
@@ -117,7 +118,7 @@ def test_another_clone_and_environment_find_the_same_builds(tmp_path):
     here = [build.emulated_extension(source), build.emulated_program(source, sanitized=True)]
     nvcc = [] if toolchain.lacks("nvcc") else ["nvcc"]
     here += [build.cubin(source, 90), build.extension(source)] if nvcc else []
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "COURSE_CACHE": str(build.CACHE)}
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "COURSE_CACHE": str(files.CACHE)}
     command = [sys.executable, "-c", ELSEWHERE, *nvcc]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -141,13 +142,13 @@ def test_a_cache_that_others_may_write_is_refused(anew, monkeypatch):
             build.build([mine])
         assert not list(anew.iterdir())
     monkeypatch.undo()
-    monkeypatch.setattr(build, "CACHE", anew / "new" / "one")
-    build.need_private_cache()
-    assert build.CACHE.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(files, "CACHE", anew / "new" / "one")
+    files.need_private_cache()
+    assert files.CACHE.stat().st_mode & 0o777 == 0o700
 
 
 def test_mutants_are_the_users_own():
-    assert build.CACHE in build.MUTANTS.parents
+    assert files.CACHE in build.MUTANTS.parents
 
 
 def test_the_compiler_that_is_advised_is_the_courses():

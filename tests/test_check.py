@@ -3,8 +3,9 @@
 import dataclasses
 
 from lessonkit import DEVICE, Lesson, Work, case
+from lessonkit.base.errors import Misdeclared
 from lessonkit.judge import check
-from lessonkit.lesson import Grad, Misdeclared
+from lessonkit.lesson import Grad
 
 import pytest
 import torch

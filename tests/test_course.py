@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lessonkit.lesson import ROOT
+from lessonkit.base.files import ROOT
 
 import pytest
 

@@ -10,10 +10,11 @@ from io import StringIO
 
 import lessonkit.__main__ as cli
 from lessonkit import device, lesson
+from lessonkit.base.files import ROOT
 from lessonkit.commands import course_run, show
 from lessonkit.commands.parallel import Ended
 from lessonkit.judge import verdicts
-from lessonkit.lesson import ROOT, Steps
+from lessonkit.lesson import Steps
 
 import pytest
 from rich.console import Console

@@ -7,12 +7,11 @@ from pathlib import Path
 import lessonkit.base.device as device
 from lessonkit import cuda
 from lessonkit.base.cpp_text import definitions, reached
+from lessonkit.base.errors import Unsupported
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.judge import check, counters
 from lessonkit.lesson import kernels
-from lessonkit.modes import compiled
 from lessonkit.modes.interpreter import watched
-from lessonkit.validate import Unsupported
 
 import pytest
 import torch
@@ -264,7 +263,7 @@ def test_normalised_machine_code_of_nvcc(tmp_path):
     for i, each in enumerate(texts):
         (tmp_path / f"p{i}.cu").write_text(each)
     cubins = build.build(build.cubin(tmp_path / f"p{i}.cu", 90) for i in range(4))
-    first, same, *others = (compiled.normalised(cubin.read_bytes()) for cubin in cubins)
+    first, same, *others = (sass.normalised(cubin.read_bytes()) for cubin in cubins)
     assert first == same
     assert len({first, *others}) == 3
 

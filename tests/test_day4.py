@@ -5,7 +5,7 @@ from unittest import mock
 from xml.etree import ElementTree
 
 from lessonkit import Unsupported
-from lessonkit.lesson import ROOT
+from lessonkit.base.files import ROOT
 
 import pytest
 import torch

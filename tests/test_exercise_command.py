@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 from lessonkit import device
+from lessonkit.base import files
+from lessonkit.base.files import environment
 from lessonkit.commands import exercises
 from lessonkit.cuda import build, toolchain
 from lessonkit.exercise import grade, progress, source
-from lessonkit.modes.compile_server import environment
 
 import pytest
 from typer.testing import CliRunner
@@ -143,7 +144,7 @@ built = pytest.mark.skipif(bool(LACKS), reason=LACKS)
 def test_a_compiler_ends_with_the_answer_that_is_too_slow(answers, monkeypatch):
     """Ninja gives each a process group of its own; left alone it would write into the next build's folder."""
     monkeypatch.setattr(grade, "LIMIT", 2.0)
-    monkeypatch.setattr(build, "CACHE", answers)
+    monkeypatch.setattr(files, "CACHE", answers)
     monkeypatch.setattr(toolchain, "version", lambda compiler: "")
     endless = ENDLESS.replace("PID", str(pid := answers / "pid"))
     answer = MUL.solution.replace("z = torch.empty_like(x)", endless)
@@ -158,7 +159,7 @@ def test_a_compiler_ends_with_the_answer_that_is_too_slow(answers, monkeypatch):
 @built
 def test_the_emulator_is_built_before_the_time_counts(answers, monkeypatch):
     asked = []
-    monkeypatch.setattr(build, "CACHE", answers)
+    monkeypatch.setattr(files, "CACHE", answers)
     monkeypatch.setattr(build, "build", lambda products: asked.extend(p.name for p in products))
     monkeypatch.setattr(exercises, "grade_apart", lambda *a, **k: asked.append("grade") or grade.Verdict())
     code, text = run("check", "scale_rows")

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lessonkit import device
-from lessonkit.cuda import Fault, build
+from lessonkit.base import files
+from lessonkit.base.errors import Fault
 from lessonkit.exercise import grade, number, same, source
 from lessonkit.exercise.source import Source
 
@@ -107,7 +108,7 @@ def test_declares_enough(exercise):
 
 
 def test_answers_lie_where_no_other_user_writes():
-    assert build.CACHE in Path(source.build(MUL, MUL.solution).__file__).parents
+    assert files.CACHE in Path(source.build(MUL, MUL.solution).__file__).parents
 
 
 def test_drift_is_an_error(tmp_path):

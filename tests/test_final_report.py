@@ -4,8 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress, source
-from lessonkit.lesson import ROOT
 from lessonkit.pages import report
 
 import pytest

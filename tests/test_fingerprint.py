@@ -2,7 +2,8 @@
 
 import shutil
 
-from lessonkit.lesson import ROOT, kernels
+from lessonkit.base.files import ROOT
+from lessonkit.lesson import kernels
 from lessonkit.measure import fingerprint
 
 import pytest

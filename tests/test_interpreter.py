@@ -1,7 +1,8 @@
 """What lessonkit mends and watches in Triton's interpreter."""
 
 from lessonkit import DEVICE, device
-from lessonkit.modes.interpreter import OutOfBounds, watched
+from lessonkit.base.errors import OutOfBounds
+from lessonkit.modes.interpreter import watched
 
 import pytest
 import torch

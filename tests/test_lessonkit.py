@@ -10,16 +10,18 @@ from pathlib import Path
 from unittest import mock
 
 from lessonkit import lesson
+from lessonkit.base import files
+from lessonkit.base.errors import Misdeclared, Unsupported
+from lessonkit.base.files import environment
 from lessonkit.base.markdown import filled
 from lessonkit.commands import parallel
-from lessonkit.cuda import build
+from lessonkit.cuda import sass
 from lessonkit.judge import check, counters, mutants
-from lessonkit.lesson import Broken, Misdeclared, Mutant, discover
+from lessonkit.lesson import Broken, Mutant, discover
 from lessonkit.measure import bench, rows, timing
 from lessonkit.modes import compiled
-from lessonkit.modes.compile_server import SHARED, Compiler, call_in_compiler, environment
+from lessonkit.modes.compile_server import SHARED, Compiler, call_in_compiler
 from lessonkit.pages import report
-from lessonkit.validate import Unsupported
 
 import pytest
 import torch
@@ -54,7 +56,7 @@ def test_an_import_error_is_one_lessons_failure(tmp_path, monkeypatch):
 def test_a_stopped_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "report.md"
     rows.write_atomically(path, "old")
-    monkeypatch.setattr(rows.os, "replace", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(files.os, "replace", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         rows.write_atomically(path, "new")
     assert path.read_text() == "old"
@@ -132,16 +134,16 @@ def test_a_second_target_depends_on_the_name_alone():
 
 def test_claims_can_fail():
     kernel = compiled.Kernel("r", "k", 90, 4, 32, 3, 0, 1.0, 4, 4, 0, 0, 0, 0, 0, 99)
-    broken = compiled.broken_claims("l", {"r": tuple(compiled.CLAIMS)}, [kernel])
-    assert len(broken) == len(compiled.CLAIMS) - 2, "on sm_90 neither cp.async nor shared memory is at fault"
-    assert compiled.broken_claims("l", {"r": ["k: no spills"]}, [kernel])
-    assert compiled.broken_claims("l", {"r": ["other: no shared memory"]}, [kernel]) == ["l.r launches no other"]
-    assert not compiled.broken_claims("l", {"r": ["k: no shared memory"]}, [kernel])
+    broken = sass.broken_claims("l", {"r": tuple(sass.CLAIMS)}, [kernel])
+    assert len(broken) == len(sass.CLAIMS) - 2, "on sm_90 neither cp.async nor shared memory is at fault"
+    assert sass.broken_claims("l", {"r": ["k: no spills"]}, [kernel])
+    assert sass.broken_claims("l", {"r": ["other: no shared memory"]}, [kernel]) == ["l.r launches no other"]
+    assert not sass.broken_claims("l", {"r": ["k: no shared memory"]}, [kernel])
 
 
 def test_a_misspelt_claim_or_count_lists_those_that_there_are():
     kernel = compiled.Kernel("r", "k", 90, 4, 32, 3, 0, 1.0, 4, 4, 0, 0, 0, 0, 0, 99)
-    (said,) = compiled.broken_claims("l", {"r": ["k: 16 byte loads"]}, [kernel])
+    (said,) = sass.broken_claims("l", {"r": ["k: 16 byte loads"]}, [kernel])
     assert "l.r claims '16 byte loads'; a claim is one of 'no spills', '16-byte loads'" in said
     with pytest.raises(ValueError, match=r"a count is one of 'sectors a request', .*, not 'sector a load'"):
         counters.measured([], "k: sector a load")
@@ -364,7 +366,7 @@ import torch
 for module, name in ("first", "scale_kernel"), ("second", "times_kernel"), ("third", "scale_kernel"):
     with compiled.compiling(90) as made:
         getattr(importlib.import_module(module), name)[(1,)](torch.empty(4096, device="meta"), 4096, BLOCK=1024)
-    print(compiled.normalised(made[name].asm["cubin"]))
+    print(sass.normalised(made[name].asm["cubin"]))
 """
 
 
@@ -393,13 +395,13 @@ def test_machine_code_is_disassembled_once(tmp_path, monkeypatch):
         ops = ["@!P0 LDG.E.128 R0, [R2] ;", "EXIT ;", "NOP;"]
         return "".join(f"        /*{16 * i:04x}*/  {ops[b]}\n" for i, b in enumerate(asked[-1][::16]))
 
-    monkeypatch.setattr(build, "CACHE", tmp_path)
+    monkeypatch.setattr(files, "CACHE", tmp_path)
     monkeypatch.setattr(compiled, "tool", disassembled)
     first, second, third = (b"".join(bytes([op] * 16) for op in ops) for ops in ([0, 1, 2, 2], [1], [0, 0]))
-    assert compiled.opcodes([first, second], 90) == [{"LDG.E.128": 1, "EXIT": 1, "NOP": 2}, {"EXIT": 1}]
-    assert compiled.opcodes([second, third, first], 90)[1] == {"LDG.E.128": 2}
+    assert sass.opcodes([first, second], 90) == [{"LDG.E.128": 1, "EXIT": 1, "NOP": 2}, {"EXIT": 1}]
+    assert sass.opcodes([second, third, first], 90)[1] == {"LDG.E.128": 2}
     assert asked == [first + second, third]
-    compiled.opcodes([second], 80)
+    sass.opcodes([second], 80)
     assert asked[2:] == [second], "of another architecture"
 
 

@@ -4,8 +4,9 @@ import re
 from collections import Counter
 
 from lessonkit import __main__
+from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress, source
-from lessonkit.lesson import ROOT, discover, names
+from lessonkit.lesson import discover, names
 from lessonkit.pages import path_pages, paths
 
 import pytest

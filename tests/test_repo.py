@@ -6,11 +6,11 @@ import sys
 import tomllib
 from importlib import metadata
 
+from lessonkit.base.files import ROOT, environment
 from lessonkit.cuda import sass, toolchain
-from lessonkit.lesson import ROOT, discover
+from lessonkit.lesson import discover
 from lessonkit.lesson import kernels as lesson_kernels
 from lessonkit.measure import rows, stale
-from lessonkit.modes.compile_server import environment
 from lessonkit.pages import plots, report
 
 import pytest

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from lessonkit.__main__ import app
 from lessonkit.base import renames
+from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress
 from lessonkit.exercise.source import discover as exercises
-from lessonkit.lesson import ROOT, kernels, shape_name
+from lessonkit.lesson import kernels, shape_name
 from lessonkit.measure import launches, rows, stale
 from lessonkit.pages import report
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.judge import verdicts
 from lessonkit.judge.verify import every_question
-from lessonkit.lesson import ROOT, discover, kernels
-from lessonkit.measure.rows import write_atomically
+from lessonkit.lesson import discover, kernels
 
 import pytest
 

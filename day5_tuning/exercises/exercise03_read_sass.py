@@ -94,8 +94,8 @@ def pipeline(listing: str) -> tuple[str, int | None]:
 
 # The learner's file ends here.
 from lessonkit import compiled
+from lessonkit.base.files import ROOT
 from lessonkit.exercise import Exercise, Wrong, same
-from lessonkit.lesson import ROOT
 
 import torch
 

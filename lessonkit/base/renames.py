@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from lessonkit.lesson import ROOT
+from lessonkit.base.files import ROOT
 
 REPORTS = "reports"
 FILE = ROOT / REPORTS / "renames.toml"

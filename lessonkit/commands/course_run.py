@@ -10,10 +10,9 @@ from types import TracebackType
 from typing import Any
 
 from lessonkit.base import device
+from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.commands import show
 from lessonkit.judge import verdicts
-from lessonkit.lesson import ROOT
-from lessonkit.measure.rows import write_atomically
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column

@@ -15,12 +15,12 @@ from importlib import metadata
 from pathlib import Path
 
 from lessonkit.base.device import HAS_GPU
+from lessonkit.base.files import ROOT
 from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, NVCC_PACKAGES, PIP, find_kittens, find_nvcc
 from lessonkit.modes import compiled
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
 FIRST = "day2_triton_basics.lesson01_vector_add"
 FIRST_CUDA = "cuda_src.02_vector_add"
 NVCC = f"{PIP} {NVCC_PACKAGES}"
@@ -177,7 +177,7 @@ def self_test(lane: str) -> Finding:
     return Finding(f"lane: {lane}", value, not error, "vector add was tried", mend, required)
 
 
-def environment() -> list[Finding]:
+def findings() -> list[Finding]:
     """Everything that `python -m lessonkit doctor` prints. Each lane is tried, which takes some seconds."""
     machine = look()
     with ThreadPoolExecutor() as pool:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 from lessonkit.base import device, renames
+from lessonkit.base.errors import BuildError, Missing
 from lessonkit.commands import show
-from lessonkit.cuda import build, toolchain
+from lessonkit.cuda import build
 from lessonkit.exercise import progress
 from lessonkit.exercise.grade import Verdict, grade_apart
 from lessonkit.exercise.source import Source, discover, find
@@ -138,7 +139,7 @@ def _check(source: Source) -> Verdict:
 
 def _build_emulator(source: Source) -> None:
     """Build what every answer is compiled and linked with: grading, whose time is limited, is not to wait for it."""
-    with suppress(toolchain.Missing, build.BuildError):  # the verdict says so
+    with suppress(Missing, BuildError):  # the verdict says so
         products = build.emulated_extension(source.path.with_suffix(".cu")).after
         if not all(product.path.exists() for product in products):
             _say("The emulator is built first; this happens once and takes about half a minute.", "dim")

@@ -5,14 +5,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from lessonkit.base import device
-from lessonkit.cuda import toolchain
+from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.judge import counters
 from lessonkit.judge.verify import LeftOut, Question, grad_checks, rung_checks
 from lessonkit.lesson import Lesson, Steps, title
 from lessonkit.measure import bench, ncu, rows
 from lessonkit.modes import compiled
 from lessonkit.pages import report
-from lessonkit.validate import Unsupported
 
 from rich.console import Console
 from rich.progress import Progress
@@ -119,7 +118,7 @@ def resources(name: str, targets: tuple[int, ...] = compiled.TARGETS) -> None:
     with console.status("compiling"):
         try:
             found = compiled.kernels(name, targets)
-        except toolchain.Missing as missing:
+        except Missing as missing:
             return console.print(str(missing), style="yellow")
     columns = [
         "rung",

@@ -8,11 +8,9 @@ the same file wait for each other.
 
 import fcntl
 import hashlib
-import os
 import platform
 import re
 import shlex
-import stat
 import subprocess
 import sysconfig
 import tempfile
@@ -22,14 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lessonkit.base import eviction
+from lessonkit.base import eviction, files
+from lessonkit.base.errors import BuildError
+from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.cuda import rewrite, toolchain
-from lessonkit.lesson import ROOT
-from lessonkit.measure.rows import write_atomically
 
 SOURCES = ROOT / "cuda_src"
 EMULATOR = SOURCES / "emulator"
-CACHE = Path(os.environ.get("COURSE_CACHE") or Path.home() / ".cache" / "gpu-kernel-course").resolve()
 DEFINE = "-DCOURSE_EXTENSION"
 # ThreadSanitizer's compiler pass makes a call of every access; the emulator has its own functions behind those calls.
 HOOKS = (
@@ -38,7 +35,7 @@ HOOKS = (
 )
 # A mutant runs once, so what its compiler takes is what it costs, and nobody reads in which line its fault is.
 QUICK = (*HOOKS[:3], "-O0")
-MUTANTS = CACHE / "lessonkit_mutants"  # executed, so not where other users may write
+MUTANTS = files.CACHE / "lessonkit_mutants"  # executed, so not where other users may write
 # {a mutant's program: the (program, rung) of every mutant of its lesson}, which are built as one.
 TOGETHER: dict[Path, tuple[tuple[Path, str], ...]] = {}
 # Null pointers and the sizes of objects are AddressSanitizer's too, and there is no vptr: a fifth of compiling time.
@@ -53,10 +50,6 @@ PREFIX = "#include <course.cuh>\n"  # compiled once, so that a program takes a s
 
 # Absolute folders in a command say where a file is, not what it is.
 _FOLDERS = re.compile(r"(?<=^-I)/.*|/(?:[^/\s,:]+/)+")
-
-
-class BuildError(RuntimeError):
-    """A program does not compile; the text is the compiler's."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class Product:
             digest.update(toolchain.version(compiler).encode())
         for path in self.reads:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        return CACHE / f"{self.name.rpartition('.')[0]}-{digest.hexdigest()[:16]}"
+        return files.CACHE / f"{self.name.rpartition('.')[0]}-{digest.hexdigest()[:16]}"
 
     @property
     def path(self) -> Path:
@@ -295,24 +288,10 @@ def program(source: Path) -> Product:
     return _nvcc(source, f"{source.stem}.run", _linked(source))
 
 
-def need_private_cache() -> None:
-    """Make the cache's folder. PermissionError if other users may write there: what lies in it is executed.
-
-    One's own group may: many systems give every user a group with no one else in it, which may write by default.
-    """
-    CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
-    there, me = CACHE.stat(), os.getuid()
-    mend = "(or set COURSE_CACHE to a folder of your own): files in it are executed"
-    if there.st_uid != me:
-        raise PermissionError(f"the cache {CACHE} belongs to user {there.st_uid}, not to you: remove it {mend}")
-    if there.st_mode & stat.S_IWOTH or (there.st_mode & stat.S_IWGRP and there.st_gid != os.getgid()):
-        raise PermissionError(f"other users may write to the cache {CACHE}: rm -r {shlex.quote(str(CACHE))} {mend}")
-
-
 def build(products: Iterable[Product]) -> list[Path]:
     """Build what is not there yet, several at a time. Raises BuildError with the words of each that fails."""
     toolchain.need("ninja")
-    need_private_cache()
+    files.need_private_cache()
     wanted = list(dict.fromkeys(products))
     if before := [first for product in wanted for first in product.after]:
         build(before)
@@ -322,7 +301,7 @@ def build(products: Iterable[Product]) -> list[Path]:
     with _locked(p for p in wanted if not p.path.exists()) as missing:
         if missing:
             said = _ninja(missing)
-            eviction.evict(CACHE)
+            eviction.evict(files.CACHE)
     failed = [p for p in wanted if not p.path.exists()]
     if failed:
         raise BuildError("\n".join(f"{p.name}:\n{(_words(p) or said)[-4000:]}" for p in failed))

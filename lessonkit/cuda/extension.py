@@ -12,20 +12,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from lessonkit.base import device
+from lessonkit.base import device, traffic
+from lessonkit.base.errors import BuildError, Fault, Unsupported
 from lessonkit.cuda import build, rewrite, toolchain
 from lessonkit.cuda.arena import apart, raw_argument, span
-from lessonkit.validate import Unsupported
 
 import torch
-
-
-class Fault(RuntimeError):
-    """The emulator stopped a kernel. kind: out of bounds, misaligned, uninitialised, race or barrier."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
 
 
 class Extension:
@@ -80,8 +72,6 @@ class Extension:
         names = [words.split()[-1].lstrip("*&") for words in parameters[1].split(",")] if parameters else []
 
         def call(*args: Any) -> Any:
-            from lessonkit.modes import interpreter  # imports Triton, which a lesson of day 1 need not wait for
-
             emulator.emu_begin()
             with apart(args) as raw:
                 for i, tensor in enumerate(args):
@@ -96,7 +86,7 @@ class Extension:
                         raise
                     raise Fault(kind, text) from None
                 finally:
-                    interpreter.count(json.loads(emulator.emu_end()))
+                    traffic.count(json.loads(emulator.emu_end()))
 
         return call
 
@@ -149,7 +139,7 @@ def _of_a_mutant(source: Path, name: str) -> Callable[..., Any] | None:
 @cache
 def _all_mutants(launchers: tuple[tuple[Path, str], ...]) -> Any:
     """Their module, or None: one of them does not compile, or there are none."""
-    with suppress(build.BuildError, rewrite.RewriteError):
+    with suppress(BuildError, rewrite.RewriteError):
         return _load(build.emulated_mutants("mutants", launchers)) if launchers else None
 
 

@@ -1,24 +1,209 @@
-"""What nvcc made of a program's kernels, for any GPU and without one: the same rows as Triton's kernels have.
+"""Machine code: what is in a cubin, of Triton or of nvcc, and what a kernel's row says of it.
 
-A kernel that names no __launch_bounds__ is taken to have blocks of 256 threads, as most of the course's have; shared
-memory that the launch asks for is not known here, so an occupancy says what registers and static shared memory allow.
+A kernel of CUDA C++ that names no __launch_bounds__ is taken to have blocks of 256 threads, as most of the course's
+have; shared memory that the launch asks for is not known here, so an occupancy says what registers and static shared
+memory allow.
 """
 
+import hashlib
+import json
 import re
+import struct
 import subprocess
-from collections.abc import Container
+import tempfile
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
+from lessonkit.base import eviction, files
 from lessonkit.base.cpp_text import codes
-from lessonkit.cuda import build
-from lessonkit.modes import compiled
+from lessonkit.cuda import build, toolchain
 
 TARGETS = (80, 90)  # 90 is sm_90a
 THREADS = 256
 RESERVED = 1024  # bytes of each block's shared memory that the system takes, from sm_90 on counted in the cubin
+# Per SM: registers, shared memory in bytes, warps, blocks (CUDA programming guide, compute capabilities table).
+SM_LIMITS = {80: (65536, 167936, 64, 32), 90: (65536, 233472, 64, 32), 100: (65536, 233472, 64, 32)}
 
 
-def kernels(source: Path, targets: Container[int] = TARGETS) -> tuple[compiled.Kernel, ...]:
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel of a rung. Bytes and counts are for one program (block)."""
+
+    rung: str
+    kernel: str
+    target: int
+    warps: int
+    registers: int  # a thread
+    spills: int  # local-memory loads and stores in the machine code
+    shared: int
+    occupancy: float  # resident warps over the SM's most, by registers, shared memory and blocks
+    load_bytes: int  # widest global load a thread makes
+    store_bytes: int
+    wgmma: int
+    mma: int
+    tma: int
+    cp_async: int
+    barriers: int
+    instructions: int
+
+
+CLAIMS: dict[str, Callable[[Kernel], bool]] = {
+    "no spills": lambda k: k.spills == 0,
+    "16-byte loads": lambda k: k.load_bytes == 16,
+    "16-byte stores": lambda k: k.store_bytes == 16,
+    "mma": lambda k: k.mma > 0,
+    "wgmma": lambda k: k.target != 90 or k.wgmma > 0,
+    "tma": lambda k: k.target < 90 or k.tma > 0,
+    "cp.async": lambda k: k.target != 80 or k.cp_async > 0,
+    "no shared memory": lambda k: k.shared == 0,
+}
+
+
+def resident(target: int, warps: int, registers: int, shared: int) -> int:
+    """Programs that an SM holds at a time. Registers come in units of 256 a warp, shared memory with 1 KB a program."""
+    all_registers, all_shared, max_warps, max_blocks = SM_LIMITS[target]
+    by_registers = all_registers // (-(-registers * 32 // 256) * 256) // warps if registers else max_blocks
+    return min(by_registers, all_shared // (shared + 1024), max_blocks, max_warps // warps)
+
+
+def occupancy(target: int, warps: int, registers: int, shared: int) -> float:
+    """Resident warps over the SM's most."""
+    return resident(target, warps, registers, shared) * warps / SM_LIMITS[target][2]
+
+
+def tool(name: str, *args: str) -> str:
+    """Output of one of the binary tools that Triton's package carries."""
+    import triton
+
+    path = getattr(triton.knobs.nvidia, name).path
+    return subprocess.run([path, *args], capture_output=True, text=True, check=True).stdout
+
+
+@contextmanager
+def as_file(binary: bytes) -> Iterator[str]:
+    """The path of a cubin, for the tools, which read files."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(binary)
+        cubin.flush()
+        yield cubin.name
+
+
+def sections(binary: bytes) -> list[tuple[str, bytes]]:
+    """Name and content of each section of a cubin, which is a 64-bit ELF file; no content where the file has none."""
+    (table,) = struct.unpack_from("<Q", binary, 0x28)
+    count, names = struct.unpack_from("<HH", binary, 0x3C)
+    # An entry: the name's offset, type (8: nothing in the file), flags, address, offset, size, ...
+    entries = [struct.unpack_from("<IIQQQQ", binary, table + 64 * i) for i in range(count)]
+    strings = entries[names][4]
+
+    def name(offset: int) -> str:
+        return binary[strings + offset : binary.index(b"\0", strings + offset)].decode()
+
+    return [(name(e[0]), b"" if e[1] == 8 else binary[e[4] : e[4] + e[5]]) for e in entries]
+
+
+def functions(binary: bytes) -> dict[str, bytes]:
+    """The machine code of each function in a cubin."""
+    return {name.removeprefix(".text."): code for name, code in sections(binary) if name.startswith(".text.")}
+
+
+def opcodes(codes: Iterable[bytes], target: int) -> list[Counter[str]]:
+    """How often each opcode (LDG.E.128, HGMMA.64x256x16.F32.BF16) is in the machine code of these functions.
+
+    Kept on disk. What is new is disassembled by one process, as nvdisasm takes 0.4 s to start and no time for the rest.
+    """
+    codes = list(codes)
+    kept = [_kept(code, target) for code in codes]
+    new = [i for i, file in enumerate(kept) if not file.exists()]
+    architecture = f"SM{target}{'a' * (target >= 90)}"
+    found: list[Counter[str]] = [Counter() for _ in new]
+    if new:
+        with as_file(b"".join(codes[i] for i in new)) as together:
+            text = tool("nvdisasm", "-b", architecture, "-ndf", together)
+        ends = list(accumulate(len(codes[i]) for i in new))
+        for address, op in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text, re.MULTILINE):
+            found[bisect_right(ends, int(address, 16))][op] += 1
+    for i, ops in zip(new, found, strict=True):
+        files.write_atomically(kept[i], json.dumps(ops))
+    for file in kept:
+        eviction.used(file)
+    return [Counter(json.loads(file.read_text())) for file in kept]
+
+
+def _kept(code: bytes, target: int) -> Path:
+    """Where the opcodes of machine code are kept."""
+    import triton
+
+    said = toolchain.version(triton.knobs.nvidia.nvdisasm.path)
+    return files.CACHE / "opcodes" / f"{hashlib.sha256(code + f'{target} {said}'.encode()).hexdigest()[:32]}.json"
+
+
+@cache
+def normalised(binary: bytes) -> str:
+    """What a cubin does, as 16 hex digits: its instructions with their operands, its constants, and what it occupies.
+
+    Names, files, lines and the order of functions do not count: the same kernel under another name is the same.
+    """
+    with as_file(binary) as cubin:
+        usage = dict(re.findall(r"Function (\S+):\s+(.*)", tool("cuobjdump", "-res-usage", cubin)))
+    parts = []
+    for name, content in sections(binary):
+        plain = name.removeprefix(".rela")
+        if not (kind := re.match(r"\.(text|nv\.constant[1-9]\d*|nv\.global)", plain)):
+            continue
+        if plain != name:  # each entry: where, symbol's number << 32 | how, what is added
+            content = repr(
+                [(at, how & 0xFFFFFFFF, add) for at, how, add in struct.iter_unpack("<QQq", content)]
+            ).encode()
+        parts.append(repr((kind[1], plain == name, content, usage.get(plain.removeprefix(".text."), ""))))
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def row(rung: str, kernel: str, target: int, ops: Iterable[str], *, warps: int, registers: int, shared: int) -> Kernel:
+    """A kernel's row: what is known of it, and what its instructions (a list, or how many of each) show."""
+    ops = Counter(ops)
+
+    def count(*prefixes: str) -> int:
+        return sum(times for op, times in ops.items() if op.startswith(prefixes))
+
+    def widest(prefix: str) -> int:
+        widths = [
+            int(m[1]) // 8 if (m := re.search(r"\.[US]?(8|16|64|128|256)\b", op)) else 4
+            for op in ops
+            if op.startswith(prefix)
+        ]
+        return max(widths, default=0)
+
+    return Kernel(
+        rung=rung,
+        kernel=kernel,
+        target=target,
+        warps=warps,
+        registers=registers,
+        spills=count("LDL", "STL"),
+        shared=shared,
+        occupancy=round(occupancy(target, warps, registers, shared), 3),
+        load_bytes=widest("LDG"),
+        store_bytes=max(widest("STG"), *(4 * int(m[1]) for op in ops if (m := re.match(r"REDG.*\.F32x(\d)", op))), 0),
+        wgmma=count("HGMMA", "QGMMA", "IGMMA"),
+        mma=count("HMMA", "IMMA", "UTCHMMA", "UTCQMMA"),
+        tma=count("UTMALDG", "UTMASTG", "UBLKCP"),
+        cp_async=count("LDGSTS"),
+        barriers=count("BAR"),
+        instructions=ops.total() - ops["NOP"],
+    )
+
+
+# ---- Programs of CUDA C++, compiled by nvcc ------------------------------------------------------------------------
+
+
+def kernels(source: Path, targets: Container[int] = TARGETS) -> tuple[Kernel, ...]:
     """Compile a program for these; a row for each instance of each kernel, `rung` being the kernel's plain name.
 
     Raises toolchain.Missing without nvcc or g++, build.BuildError with nvcc's words.
@@ -38,14 +223,14 @@ def declared(source: Path) -> set[str]:
     }
 
 
-def _inspect(cubin: Path, target: int) -> list[compiled.Kernel]:
-    usage = compiled.tool("cuobjdump", "-res-usage", str(cubin))
+def _inspect(cubin: Path, target: int) -> list[Kernel]:
+    usage = tool("cuobjdump", "-res-usage", str(cubin))
     # Only kernels have parameters in constant bank 0; functions that were not inlined have none.
     found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:\d+ SHARED:(\d+) LOCAL:\d+ CONSTANT\[0\]", usage)
     names = demangled([name for name, _, _ in found])
     threads = _most_threads(cubin)
-    code = compiled.functions(cubin.read_bytes())
-    ops = dict(zip(code, compiled.opcodes(code.values(), target), strict=True))
+    code = functions(cubin.read_bytes())
+    ops = dict(zip(code, opcodes(code.values(), target), strict=True))
     rows = []
     for mangled, registers, shared in sorted(found, key=lambda each: names[each[0]]):
         kernel = names[mangled]
@@ -53,7 +238,7 @@ def _inspect(cubin: Path, target: int) -> list[compiled.Kernel]:
             continue
         own = max(0, int(shared) - RESERVED) if target >= 90 else int(shared)
         rows.append(
-            compiled.row(
+            row(
                 re.split("<", kernel)[0].rpartition("::")[2],
                 kernel,
                 target,
@@ -69,7 +254,7 @@ def _inspect(cubin: Path, target: int) -> list[compiled.Kernel]:
 def _most_threads(cubin: Path) -> dict[str, int]:
     """The __launch_bounds__ of each kernel that has them."""
     found = {}
-    for part in re.split(r"^\.nv\.info\.", compiled.tool("cuobjdump", "-elf", str(cubin)), flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^\.nv\.info\.", tool("cuobjdump", "-elf", str(cubin)), flags=re.MULTILINE)[1:]:
         if most := re.search(r"EIATTR_MAX_THREADS\s+Format:\s+\S+\s+Value:\s+0x(\w+) 0x(\w+) 0x(\w+)", part):
             x, y, z = (int(n, 16) for n in most.groups())
             found[part.split()[0]] = x * y * z
@@ -90,3 +275,26 @@ def demangled(names: list[str]) -> dict[str, str]:
                 break
         plain[mangled] = text[:end]
     return plain
+
+
+def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterable[Kernel]) -> list[str]:
+    """What a lesson claims of its rungs ({rung: claims}) and the machine code does not show.
+
+    "no spills" is meant of every kernel that the rung launches, "row_kernel: no spills" of that one. A claim that is
+    not in CLAIMS is broken, and the line lists those that are.
+    """
+    broken, everything = [], list(found)
+    for rung, wanted in claims.items():
+        for claim in wanted:
+            only, _, what = claim.rpartition(": ")
+            if what not in CLAIMS:
+                broken.append(f"{name}.{rung} claims {what!r}; a claim is one of {', '.join(map(repr, CLAIMS))}")
+                continue
+            kernels = [k for k in everything if k.rung == rung and only in ("", k.kernel)]
+            broken += [f"{name}.{rung} launches no {only or 'kernel'}"] * (not kernels)
+            broken += [
+                f"{name}.{rung}: {k.kernel} for sm_{k.target} lacks {what!r}: {k}"
+                for k in kernels
+                if not CLAIMS[what](k)
+            ]
+    return broken

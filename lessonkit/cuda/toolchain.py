@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from lessonkit.base import device
+from lessonkit.base.errors import Missing
 
 USUAL = "/usr/local/cuda"
 PIP = f"{shlex.quote(sys.executable)} -m pip install"  # the shell's pip may be another Python's
@@ -31,10 +32,6 @@ MEND = {
     "ThunderKittens": "no ThunderKittens in THUNDERKITTENS_ROOT: " + KITTENS,
     "Hopper": "no Hopper GPU (sm_90): what is written on ThunderKittens runs on no other",
 }
-
-
-class Missing(RuntimeError):
-    """A compiler is not on this machine; the text is the one line that says which, and the command that mends it."""
 
 
 def find_nvcc() -> str:

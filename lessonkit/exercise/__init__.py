@@ -17,15 +17,12 @@ answer whatever they wrote; each is graded under the same grader's part (see les
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lessonkit.lesson import Case, Grad, Lesson, Rung, Work
+from lessonkit.lesson import Case, Grad, Launchers, Lesson, Rung, Work
 from lessonkit.validate import FLOATS
 
 import torch
-
-if TYPE_CHECKING:
-    from lessonkit.cuda.extension import Extension
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Exercise:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     factor: float = 1
     grad: Grad | None = None
-    extension: "Extension | None" = None
+    extension: Launchers | None = None
     reads: float = 1
     writes: float = 1
     counts: Mapping[str, float] = field(default_factory=dict)

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lessonkit.base import device
-from lessonkit.cuda.build import BuildError
-from lessonkit.cuda.extension import Fault
+from lessonkit.base.errors import BuildError, Fault, OutOfBounds, Rejected, Unsupported
 from lessonkit.exercise import Exercise
 from lessonkit.exercise.source import Source, build
 from lessonkit.judge import check, counters
-from lessonkit.judge.check import Rejected
 from lessonkit.lesson import Case, Lesson
-from lessonkit.modes.interpreter import OutOfBounds
-from lessonkit.validate import Unsupported
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,9 +9,8 @@ from datetime import date
 from pathlib import Path
 
 from lessonkit.base import renames
+from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.exercise.source import Source, discover
-from lessonkit.lesson import ROOT
-from lessonkit.measure.rows import write_atomically
 
 
 class Damaged(ValueError):

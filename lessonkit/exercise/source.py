@@ -10,10 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
-from lessonkit.cuda.build import CACHE, need_private_cache
+from lessonkit.base import files
+from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.exercise import Exercise, Wrong
-from lessonkit.lesson import ROOT
-from lessonkit.measure.rows import write_atomically
 
 CUT = "# The learner's file ends here."
 TODO = re.compile(r"(?P<indent>\s*)(?P<mark>#|//) TODO\((?P<number>\d+)\): (?P<task>.+)")
@@ -147,8 +146,8 @@ def build(source: Source, answer: str) -> ModuleType:
     stem = f"answer_{hashlib.sha256((source.name + answer + grader).encode()).hexdigest()[:16]}"
     if stem in sys.modules:
         return sys.modules[stem]
-    need_private_cache()
-    folder = CACHE / "lessonkit_answers" / stem
+    files.need_private_cache()
+    folder = files.CACHE / "lessonkit_answers" / stem
     if source.is_cuda:
         write_atomically(folder / f"{stem}.cu", answer)
         write_atomically(folder / f"{stem}.py", grader)

@@ -13,23 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lessonkit.base.device import DEVICE, HAS_GPU, INTERPRETED, capability
-from lessonkit.cuda.extension import Fault
-from lessonkit.lesson import Case, Lesson, Misdeclared, Rung, Shape, shape_name, suits
-from lessonkit.modes.interpreter import OutOfBounds, Traffic, watched
-from lessonkit.validate import Unsupported
+from lessonkit.base.errors import Fault, Misdeclared, OutOfBounds, Rejected, Unsupported
+from lessonkit.base.traffic import Traffic
+from lessonkit.lesson import Case, Lesson, Rung, Shape, shape_name, suits
+from lessonkit.modes.interpreter import watched
 
 import torch
 
 PART = 2**27  # elements compared at a time
 FACTOR = {torch.float16: 2.0, torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
-
-
-class Rejected(AssertionError):
-    """A wrong kernel, and the property that gave it away."""
-
-    def __init__(self, caught_by: str, why: str) -> None:
-        super().__init__(f"{caught_by}: {why}")
-        self.caught_by = caught_by
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ for 32 words), to shared memory a wavefront for each time that the 32 banks must
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lessonkit.base.errors import Unsupported
+from lessonkit.base.traffic import Traffic
 from lessonkit.judge import check
 from lessonkit.lesson import Case, Lesson, Rung
-from lessonkit.modes.interpreter import Traffic
-from lessonkit.validate import Unsupported
 
 GLOBAL, SHARED = ("global_load", "global_store"), ("shared_load", "shared_store")
 # What `Lesson.counts` may name: (what is counted, for each of what), summed over these prefixes.

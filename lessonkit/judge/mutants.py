@@ -11,11 +11,11 @@ from pathlib import Path
 
 from lessonkit.base import device, eviction
 from lessonkit.base.cpp_text import definitions
-from lessonkit.cuda.build import MUTANTS, SHARED, TOGETHER, local_files, need_private_cache
-from lessonkit.judge.check import Rejected, cannot_run, check
-from lessonkit.lesson import Lesson, Misdeclared, Mutant, Rung, suits
-from lessonkit.measure.rows import write_atomically
-from lessonkit.validate import Unsupported
+from lessonkit.base.errors import Misdeclared, Rejected, Unsupported
+from lessonkit.base.files import need_private_cache, write_atomically
+from lessonkit.cuda.build import MUTANTS, SHARED, TOGETHER, local_files
+from lessonkit.judge.check import cannot_run, check
+from lessonkit.lesson import Lesson, Mutant, Rung, suits
 
 import torch
 

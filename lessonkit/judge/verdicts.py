@@ -18,13 +18,11 @@ from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 
-import lessonkit
 from lessonkit.base import device, eviction
+from lessonkit.base.files import BY_NAME, CACHE, ROOT, write_atomically
 from lessonkit.cuda import build, toolchain
-from lessonkit.lesson import ROOT
-from lessonkit.measure.rows import write_atomically
 
-FOLDER = build.CACHE / "verdicts"
+FOLDER = CACHE / "verdicts"
 SETTINGS = ("TRITON_", "LESSONKIT_", "COURSE_EMU", "CXX", "CUDA_HOME", "THUNDERKITTENS_ROOT")
 _LESSON = re.compile(r"(?:day\d\w*|cuda_src)(?:\.\w+)+")
 
@@ -148,7 +146,7 @@ def _files(module: str) -> tuple[Path, ...]:
     """The files that importing a module of the course runs: its packages' and its own; none for another's module."""
     place, found = ROOT, []
     head, _, tail = module.partition(".")
-    if head == lessonkit.__name__ and (group := lessonkit.BY_NAME.get(tail.partition(".")[0])):
+    if head == "lessonkit" and (group := BY_NAME.get(tail.partition(".")[0])):
         module = f"{head}.{group}.{tail}"
     for part in module.split("."):
         place /= part

@@ -16,13 +16,14 @@ from functools import cache, partial
 from typing import Any
 
 from lessonkit.base import device
+from lessonkit.base.errors import Missing, Unsupported
+from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.markdown import markdown
-from lessonkit.cuda import sass, toolchain
+from lessonkit.base.tables import read_csv
+from lessonkit.cuda import sass
 from lessonkit.judge import check, counters, mutants
-from lessonkit.lesson import ROOT, Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, suits
-from lessonkit.measure import rows
+from lessonkit.lesson import Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, suits
 from lessonkit.modes import compiled
-from lessonkit.validate import Unsupported
 
 import torch
 
@@ -340,7 +341,7 @@ def counts(name: str, lesson: Lesson) -> None:
         raise LeftOut(why)
     found = counters.traffic(lesson)
     assert not (broken := counters.broken_counts(name, lesson, found)), "\n".join(broken)
-    if kept := rows.read_csv(rows.REPORTS / "emulated" / f"{name}.csv"):
+    if kept := read_csv(REPORTS / "emulated" / f"{name}.csv"):
         now = [{key: str(value) for key, value in row.items()} for row in counters.rows(found)]
         assert kept == now, f"the report is older than the program: python -m lessonkit count {name}"
 
@@ -363,7 +364,7 @@ def claims(name: str, lesson: Lesson) -> None:
         for rung in lesson.rungs:
             targets = {k.target for k in found if k.rung == rung.__name__}
             assert targets == ({90} if suits(rung, 90) else set()), rung.__name__
-    broken = compiled.broken_claims(name, lesson.claimed(), found)
+    broken = sass.broken_claims(name, lesson.claimed(), found)
     assert not broken, "\n".join(broken)
 
 
@@ -381,14 +382,14 @@ def claims_elsewhere(name: str, lesson: Lesson) -> None:
             assert {k.target for k in found if k.rung == rung.__name__} == {t for t in targets if suits(rung, t)}
             if not any(suits(rung, t) for t in targets):
                 del wanted[rung.__name__]
-    broken = compiled.broken_claims(name, wanted, found)
+    broken = sass.broken_claims(name, wanted, found)
     assert not broken, "\n".join(broken)
 
 
-def _compiled(name: str, targets: tuple[int, ...], rungs: tuple[str, ...] = ()) -> tuple[compiled.Kernel, ...]:
+def _compiled(name: str, targets: tuple[int, ...], rungs: tuple[str, ...] = ()) -> tuple[sass.Kernel, ...]:
     try:
         return compiled.kernels(name, targets, rungs)
-    except toolchain.Missing as missing:  # nvcc, or the library that a program is written on
+    except Missing as missing:  # nvcc, or the library that a program is written on
         raise LeftOut(str(missing)) from None
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
+from lessonkit.base.errors import Unsupported
+from lessonkit.base.files import ROOT
 from lessonkit.cuda import build
 from lessonkit.judge import check
-from lessonkit.lesson import ROOT, Lesson, Shape, Table, shape_name
+from lessonkit.lesson import Lesson, Shape, Table, shape_name
 from lessonkit.measure import fingerprint, launches, rows, timing
-from lessonkit.validate import Unsupported
 
 import torch
 

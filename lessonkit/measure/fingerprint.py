@@ -17,8 +17,8 @@ from lessonkit.base import cpp_text
 
 # The part of the kit that reaches a kernel or its launch. The rest declares, checks and times: the walk stops there.
 VOCABULARY = {
-    *("lessonkit", "lessonkit.modes.again", "lessonkit.validate", "lessonkit.base.device", "lessonkit.modes.inductor"),
-    *("lessonkit.cuda", "lessonkit.cuda.extension"),
+    *("lessonkit", "lessonkit.base.device", "lessonkit.base.errors", "lessonkit.validate"),
+    *("lessonkit.cuda", "lessonkit.cuda.extension", "lessonkit.modes.again", "lessonkit.modes.inductor"),
 }
 EXTENSION = ("lessonkit.cuda.extension", "extension")  # loads a program; the program is followed, the loader is not
 DECLARATION = "LESSON"

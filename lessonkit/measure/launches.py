@@ -19,7 +19,10 @@ from typing import Any
 from unittest import mock
 
 from lessonkit.base import cpp_text
-from lessonkit.lesson import ROOT, shape_name
+from lessonkit.base.files import ROOT
+from lessonkit.cuda import build, sass, toolchain
+from lessonkit.cuda.extension import Extension
+from lessonkit.lesson import shape_name
 from lessonkit.measure import fingerprint
 from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import call_in_compiler
@@ -70,8 +73,6 @@ def _mark(lesson: Any, fn: Callable[..., Any], shape: dict[str, Any], events: li
 
 def compilers() -> list[str]:
     """What a mark made on this machine may begin with: triton-3.7.1, torch-2.13.0, nvcc-13.0.88."""
-    from lessonkit.cuda import toolchain
-
     return [_release("triton"), _release("torch"), f"nvcc-{toolchain.release()}"]
 
 
@@ -82,8 +83,6 @@ def _release(package: str) -> str:
 @contextmanager
 def recording() -> Iterator[list[Event]]:
     """Inside, whatever is launched or computed is compiled and recorded only. In a process of the `compiled` lane."""
-    from lessonkit.cuda.extension import Extension
-
     import torch
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
@@ -100,7 +99,7 @@ def recording() -> Iterator[list[Event]]:
         meta = made.metadata
         events.append(
             (
-                *("kernel", _release("triton"), compiled.normalised(made.asm["cubin"])),
+                *("kernel", _release("triton"), sass.normalised(made.asm["cubin"])),
                 tuple(grid(named) if callable(grid) else grid),
                 *(meta.num_warps, meta.shared, meta.num_ctas, getattr(meta, "launch_pdl", False)),
                 *(_described(named.get(p.name)) for p in self.params if not p.is_constexpr),
@@ -183,8 +182,6 @@ def _hash(text: str) -> str:
 @cache
 def _launcher(program: Path, name: str) -> tuple[str, str, str]:
     """nvcc's version, the host code of a launcher, and the machine code of the kernels that it names, as hashes."""
-    from lessonkit.cuda import build, toolchain
-
     files = build.local_files(program)
     known = {defined for file in files for defined in cpp_text.codes(file.read_text())}
     # A macro may write softmax_bfloat16 around the template softmax: then the template is what is launched.
@@ -200,13 +197,11 @@ def _launcher(program: Path, name: str) -> tuple[str, str, str]:
 @cache
 def _cubin(path: Path) -> list[tuple[str, str]]:
     """(a kernel's plain name, the hash of its machine code and of the program's constants) of each instance."""
-    from lessonkit.cuda import sass
-
     binary = path.read_bytes()
     constants = [
-        content.hex() for name, content in compiled.sections(binary) if re.match(r"\.nv\.(constant[1-9]|global)", name)
+        content.hex() for name, content in sass.sections(binary) if re.match(r"\.nv\.(constant[1-9]|global)", name)
     ]
-    found = compiled.functions(binary)
+    found = sass.functions(binary)
     names = sass.demangled(list(found))
     return [
         (re.split("<", names[mangled])[0].rpartition("::")[2], _hash("\n".join([code.hex(), *sorted(constants)])))

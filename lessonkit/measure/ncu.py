@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base import device
+from lessonkit.base.errors import Unsupported
+from lessonkit.base.files import ROOT
 from lessonkit.cuda import build, toolchain
 from lessonkit.judge import check, counters
-from lessonkit.lesson import ROOT, Lesson, Rung, discover
+from lessonkit.lesson import Lesson, Rung, discover
 from lessonkit.measure import rows
-from lessonkit.validate import Unsupported
 
 import torch
 
@@ -115,7 +116,7 @@ def path(folder: Path) -> Path:
 def count(names: Sequence[str]) -> list[str]:
     """Run the rungs of these lessons under ncu, keep what it counted, and return what there is to say about it."""
     lessons = {name: lesson for name, lesson in discover() if name in names and isinstance(lesson, Lesson)}
-    build.build(lesson.extension.product() for lesson in lessons.values() if lesson.extension)
+    build.build(build.extension(lesson.extension.source) for lesson in lessons.values() if lesson.extension)
     metrics, said = _known(), list[str]()
     found, done = _profile(list(lessons), metrics, said)
     # A rung that ends the process takes the lessons after it along: each of those gets another chance by itself.

@@ -1,11 +1,8 @@
 """Measured rows: what one is, which code it came from, and how it is kept."""
 
-import csv
 import hashlib
-import json
 import os
 import subprocess
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -14,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base import device, renames
-from lessonkit.lesson import ROOT
-
-REPORTS = ROOT / "reports"
-
+from lessonkit.base.files import REPORTS, ROOT, write_atomically
+from lessonkit.base.tables import dicts, head, read_csv, seal, to_csv, with_head
 
 ABSENT = "absent"
 PROVENANCE = ("source", "machine", "seal")  # columns that say which code a row is of; the others are what was measured
@@ -76,54 +71,6 @@ class Row:
         return self.tflop_per_s > self.tb_per_s * (12 if self.dtype == "float32" else 190)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file in one step: a stopped run leaves the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
-        try:
-            part.write(content.encode() if isinstance(content, str) else content)
-            part.flush()
-            os.chmod(part.name, 0o644)
-            os.replace(part.name, path)
-        except BaseException:
-            Path(part.name).unlink(missing_ok=True)
-            raise
-
-
-def to_csv(rows: Iterable[dict[str, Any]]) -> str:
-    rows = list(rows)
-    with tempfile.TemporaryFile("w+", newline="") as out:
-        writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        out.seek(0)
-        return out.read()
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    return _dicts(path.read_text()) if path.exists() else []
-
-
-def _dicts(text: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
-
-
-def with_head(about: dict[str, Any], csv_text: str) -> str:
-    """A file whose first line, skipped by `read_csv`, says what its rows come from."""
-    return f"# {json.dumps(about, ensure_ascii=False)}\n{csv_text}"
-
-
-def head(path: Path) -> dict[str, Any]:
-    """What the first line of such a file says; {} where there is none."""
-    first = path.read_text().partition("\n")[0] if path.exists() else ""
-    return dict(json.loads(first.removeprefix("# "))) if first.startswith("# {") else {}
-
-
-def seal(rows: Iterable[dict[str, Any]], commit: str) -> str:
-    """A hash of a table and of the commit that it was measured at."""
-    return hashlib.sha256(f"{commit}\n{to_csv(rows)}".encode()).hexdigest()[:10]
-
-
 def read(path: Path) -> list[Row]:
     """What was timed. A renamed lesson's rows are found under its old name and have the new ones."""
     return [row for row in read_all(path) if row.kind != ABSENT]
@@ -138,7 +85,7 @@ def read_all(path: Path) -> list[Row]:
 @lru_cache(512)
 def _parsed(text: str, names: str) -> tuple[Row, ...]:
     """The rows of a file under the names of today (`names`: the map of them)."""
-    return tuple(_renamed(_row(raw)) for raw in _dicts(text))
+    return tuple(_renamed(_row(raw)) for raw in dicts(text))
 
 
 def _row(raw: dict[str, str]) -> Row:
@@ -198,3 +145,22 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""
+
+
+__all__ = [
+    "ABSENT",
+    "REPORTS",
+    "Row",
+    "as_csv",
+    "commit",
+    "head",
+    "machine",
+    "read",
+    "read_all",
+    "read_csv",
+    "save",
+    "seal",
+    "to_csv",
+    "with_head",
+    "write_atomically",
+]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base import renames
-from lessonkit.lesson import ROOT, Lesson, discover, kernels, shape_name
+from lessonkit.base.files import ROOT
+from lessonkit.lesson import Lesson, discover, kernels, shape_name
 from lessonkit.measure import fingerprint, launches, rows
 from lessonkit.measure.rows import Row
 

@@ -17,6 +17,8 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
+from lessonkit.base.files import environment
+
 SHARED = "LESSONKIT_COMPILER"  # where a process that outlives this one listens
 
 
@@ -42,14 +44,6 @@ def call_in_compiler(module: str, function: str, *args: Any) -> Any:
     if failed:
         raise RuntimeError(f"in {module}.{function}:\n{failed[-2000:]}")
     return said
-
-
-def environment(**more: str) -> dict[str, str]:
-    """For a process that settles for itself whether it interprets, and finds this course from any folder."""
-    from lessonkit.lesson import ROOT
-
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return env | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))} | more
 
 
 class Compiler:

@@ -4,43 +4,18 @@ Without a GPU each program of the grid runs in turn in NumPy. That shows wrong v
 past the end whose value is masked off later, so the loads and stores are watched here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from lessonkit.base.device import INTERPRETED
+from lessonkit.base.errors import OutOfBounds
+from lessonkit.base.traffic import Traffic, watching
 
 import numpy as np
 import torch
-
-
-class OutOfBounds(IndexError):
-    """A program touched an address outside every tensor that its kernel was given."""
-
-
-@dataclass
-class Traffic:
-    """Bytes that the kernels asked memory for while being watched. A GPU's caches may serve some of them."""
-
-    read: int = 0
-    written: int = 0
-    launches: list[str] = field(default_factory=list)
-    kernels: list[dict[str, Any]] = field(default_factory=list)  # CUDA C++: the emulator's counters, see judge.counters
-
-
-_watching: list[Traffic] = []
-
-
-def count(kernels: Sequence[dict[str, Any]]) -> None:
-    """Add what the CUDA emulator counted to the traffic that is being watched, if any is."""
-    for traffic in _watching[-1:]:
-        for k in kernels:
-            traffic.read += k["global_load_bytes"]
-            traffic.written += k["global_store_bytes"] + k["global_atomic_bytes"]
-            traffic.launches += [k["kernel"]] * k["launches"]
-        traffic.kernels += kernels
 
 
 @dataclass
@@ -128,11 +103,11 @@ def watched() -> Iterator[Traffic]:
             raise
 
     interpreter._interpreter, interpreter.GridExecutor.__call__ = watch, call
-    _watching.append(traffic)
+    watching.append(traffic)
     try:
         yield traffic
     finally:
-        _watching.pop()
+        watching.pop()
         interpreter._interpreter, interpreter.GridExecutor.__call__ = watch.native, launch
 
 

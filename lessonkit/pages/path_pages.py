@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from lessonkit.base.files import ROOT
 from lessonkit.base.markdown import markdown
-from lessonkit.lesson import ROOT
 from lessonkit.pages.paths import FOLDER, GUIDES, Item, Part, Route, routes
 
 T = TypeVar("T")

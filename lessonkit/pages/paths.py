@@ -27,9 +27,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from lessonkit.base.files import ROOT
 from lessonkit.exercise import source
 from lessonkit.exercise.source import Source
-from lessonkit.lesson import ROOT
 
 FOLDER = ROOT / "paths"
 GUIDES = {"en": "README.md", "zh": "README.zh-CN.md"}  # by language

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base import renames
+from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.markdown import filled, markdown
 from lessonkit.cuda import build, toolchain
 from lessonkit.judge import verify
-from lessonkit.lesson import ROOT, Lesson, Steps, Table, discover, kernels, shape_name, title
+from lessonkit.lesson import Lesson, Steps, Table, discover, kernels, shape_name, title
 from lessonkit.measure import fingerprint, ncu, rows
-from lessonkit.measure.rows import REPORTS, Row
+from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
 from lessonkit.modes import compiled
 from lessonkit.pages import path_pages, plots

@@ -1,0 +1,55 @@
+"""Where things lie, and how a file is written: the checkout, its reports, the cache."""
+
+import os
+import shlex
+import stat
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+REPORTS = ROOT / "reports"
+CACHE = Path(os.environ.get("COURSE_CACHE") or Path.home() / ".cache" / "gpu-kernel-course").resolve()
+# Modules that lessons name without their group, `from lessonkit import timing`; each is loaded when it is first named.
+BY_NAME = {
+    "check": "judge",
+    "compiled": "modes",
+    "plots": "pages",
+    "report": "pages",
+    "rows": "measure",
+    "show": "commands",
+    "timing": "measure",
+}
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file in one step: a stopped run leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+        try:
+            part.write(content.encode() if isinstance(content, str) else content)
+            part.flush()
+            os.chmod(part.name, 0o644)
+            os.replace(part.name, path)
+        except BaseException:
+            Path(part.name).unlink(missing_ok=True)
+            raise
+
+
+def need_private_cache() -> None:
+    """Make the cache's folder. PermissionError if other users may write there: what lies in it is executed.
+
+    One's own group may: many systems give every user a group with no one else in it, which may write by default.
+    """
+    CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
+    there, me = CACHE.stat(), os.getuid()
+    mend = "(or set COURSE_CACHE to a folder of your own): files in it are executed"
+    if there.st_uid != me:
+        raise PermissionError(f"the cache {CACHE} belongs to user {there.st_uid}, not to you: remove it {mend}")
+    if there.st_mode & stat.S_IWOTH or (there.st_mode & stat.S_IWGRP and there.st_gid != os.getgid()):
+        raise PermissionError(f"other users may write to the cache {CACHE}: rm -r {shlex.quote(str(CACHE))} {mend}")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a process that settles for itself whether it interprets, and finds this course from any folder."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))} | more

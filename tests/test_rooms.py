@@ -1,0 +1,112 @@
+"""The kit's modules stand in groups that import only groups to their left, without a cycle, lazy imports included."""
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import lessonkit
+from lessonkit.base.files import BY_NAME, ROOT, environment
+
+import pytest
+
+KIT = ROOT / "lessonkit"
+# From left to right. A group is a folder, or single modules. The face, lessonkit/__init__.py, is for lessons.
+GROUPS = (
+    ("base",),
+    ("lesson", "validate"),
+    ("cuda",),
+    ("modes",),
+    ("judge",),
+    ("exercise",),
+    ("measure",),
+    ("pages",),
+    ("commands", "__main__"),
+)
+FACE = "lessonkit"
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(KIT.rglob("*.py"))}
+
+
+def group(module: str) -> int:
+    first = module.split(".")[1]
+    return next(i for i, names in enumerate(GROUPS) if first in names)
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules of the repository that a file imports anywhere: at its top, in functions, for type checkers."""
+    return frozenset(imported(MODULES[module].read_text(), module))
+
+
+def imported(text: str, module: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}: a relative import hides which group it is from"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in whole}
+    return {name for name in found if (ROOT / name.split(".")[0]).is_dir()}
+
+
+def order(graph: dict[str, set[str]]) -> list[str]:
+    return list(TopologicalSorter(graph).static_order())
+
+
+def test_every_module_has_a_group():
+    for module in MODULES:
+        assert module == FACE or group(module) >= 0, module
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != FACE])
+def test_a_module_imports_only_groups_to_its_left(module):
+    for other in imports(module):
+        assert other in MODULES, f"{module} imports {other}: the kit knows lessons by their names alone"
+        assert other != FACE, f"{module} imports from the face, which imports it: name the module in its group"
+        assert group(other) <= group(module), f"{module} imports {other}, whose group stands to its right"
+
+
+def test_there_is_no_cycle():
+    order({module: set(imports(module)) for module in MODULES})
+
+
+def test_imports_are_found_wherever_they_stand():
+    text = "def f():\n    from lessonkit.pages import report\n    import lessonkit.lesson\nif TYPE_CHECKING:\n"
+    text += "    from lessonkit.cuda.extension import Extension\n"
+    assert imported(text, "x") == {"lessonkit.pages.report", "lessonkit.lesson", "lessonkit.cuda.extension"}
+    with pytest.raises(CycleError):
+        order({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+
+
+def test_a_declaration_loads_the_command_line_by_its_name_alone():
+    """LESSON.main() is the one import that points to the right; no other module of a group loads one by its name."""
+    for module, path in MODULES.items():
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        named = [c.args[0].value for c in calls if c.args and isinstance(c.args[0], ast.Constant)]
+        loaded = {name for name in named if isinstance(name, str) and name in MODULES}
+        assert loaded == ({"lessonkit.commands.show"} if module == "lessonkit.lesson" else set()), module
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_lessons_name_modules_without_their_group(name):
+    assert getattr(lessonkit, name).__name__ == f"lessonkit.{BY_NAME[name]}.{name}"
+
+
+def test_a_name_that_the_kit_does_not_have_is_an_error():
+    with pytest.raises(ImportError, match="no_such_module"):
+        from lessonkit import no_such_module  # noqa: F401
+
+
+def test_course_ops_loads_no_kit():
+    code = "import course_ops, sys; print([name for name in sys.modules if name.split('.')[0] == 'lessonkit'])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
