@@ -98,7 +98,7 @@ LESSON = Lesson(
     inputs=inputs,
     extension=kernels,
     rungs=(multiply_naive, multiply_coalesced, multiply_shared, multiply_column),
-    twin=twin_shared,
+    cpu_model=twin_shared,
     checks=(
         case("no rows: an empty grid is an error in CUDA", M=0, N=5, K=3),
         case("no columns", M=5, N=0, K=3),

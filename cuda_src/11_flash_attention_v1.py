@@ -282,7 +282,7 @@ LESSON = Lesson(
     # the bit; delta from dO and O is the same number rounded elsewhere, and leaves an error of eps |dP|.
     # Nor fewer than seven tokens: with one, dP - delta is 0, with two it nearly cancels, and delta has O's rounding.
     grad=Grad(attention, inputs=lambda S, lse=False, sharp=1.0, **shape: inputs(S=S and max(S, 7), **shape)),
-    twin=attention_twin,
+    cpu_model=attention_twin,
     factor=2,  # for the same reason: delta inherits O's rounding to 16 bits, and dQ shows it
 )
 

@@ -1,6 +1,6 @@
 """The environment check: what this machine has, and what it will be able to do
 ===========================================================================
-Every kernel of this course runs in up to three lanes: *interpreted* (Triton's interpreter, no GPU), *compiled* (for
+Every kernel of this course runs in up to three modes: *interpreted* (Triton's interpreter, no GPU), *compiled* (for
 sm_80, sm_90 and sm_100, no GPU either) and *run* (on a GPU). This lesson finds out which of them work here, what is
 missing, and the command that mends it. It writes day1_pytorch/day1_env_check.md, the first deliverable (yours alone:
 git ignores it). tests/test_doctor.py takes a machine apart piece by piece and shows what is said then.
@@ -75,7 +75,7 @@ def _found():
 
 
 def pieces() -> Table:
-    """Every required piece is here, and each lane was tried with the course's first kernel."""
+    """Every required piece is here, and each mode was tried with the course's first kernel."""
     _, findings = _found()
     broken = [f"{f.name}: {f.value} ({f.meaning}). Mend it: {f.mend}" for f in findings if f.required and not f.ok]
     assert not broken, "\n".join(["this machine lacks something that every lesson needs:", *broken])
@@ -109,7 +109,7 @@ def days() -> Table:
     rows = what_each_day_can_do(m, torch.cuda.device_count() if device.HAS_GPU else 0)
     assert {row["day"] for row in rows} == {"1", "2", "3", "4", "5", "all"}
     assert m.gpu or not any(row["here"] in ("run", "measured") for row in rows), "no GPU, so nothing runs on one"
-    return Table("days", rows, "The same commands work everywhere; only the lane differs.")
+    return Table("days", rows, "The same commands work everywhere; only the mode differs.")
 
 
 def write_parts(parts: dict[str, str]) -> str:

@@ -293,7 +293,7 @@ LESSON = Lesson(
         Refusal("a transposed matrix", lambda f: f(inputs(8, 8)[0].t()), ValueError, "stride 8 in its last dimension"),
         Refusal("gradient lost", lambda f: f(inputs(2, 8)[0].requires_grad_()), ValueError, "requires grad"),
     ),
-    twin=online_twin,
+    cpu_model=online_twin,
 )
 
 if __name__ == "__main__":

@@ -293,7 +293,7 @@ LESSON = Lesson(
     passes={layernorm_unfused: 3.0, layernorm_row: 2.0, layernorm_chunked: 2.5},
     properties=(shift_and_scale_change_nothing, strange_numbers_stay_in_their_row),
     refuses=REFUSES,
-    twin=slow_twin,
+    cpu_model=slow_twin,
 )
 
 if __name__ == "__main__":

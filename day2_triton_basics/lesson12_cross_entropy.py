@@ -281,7 +281,7 @@ LESSON = Lesson(
         Refusal("column-major", lambda f: f(inputs(8, 8)[0].t(), inputs(8, 8)[1]), ValueError, "contiguous"),
         Refusal("no backward", lambda f: f(inputs(2, 8)[0].requires_grad_(), inputs(2, 8)[1]), ValueError, "grad"),
     ),
-    twin=online_twin,
+    cpu_model=online_twin,
 )
 
 if __name__ == "__main__":

@@ -293,7 +293,7 @@ LESSON = Lesson(
     # The budget is 16 times PyTorch's own error, and on a CPU that is one rounding, for it accumulates in float64. k
     # additions in a row in fp32 make some sqrt(k) / 2 roundings: 32 in the interpreter, which scans a tile in order.
     factor=4,
-    twin=look_back_in_slow_motion,
+    cpu_model=look_back_in_slow_motion,
 )
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def refused_by_the_compiler_only():
         for kernel in REFUSED:
             kernel[(1,)](torch.randn(64), torch.empty(64), 16)
     # Whether a process interprets is settled when it imports Triton, so the compiler is asked in another one.
-    env = environment(LESSONKIT_LANE="compiled")
+    env = environment(LESSONKIT_MODE="compiled")
     code = f"import {__name__} as lesson; lesson._compile_for_hopper()"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

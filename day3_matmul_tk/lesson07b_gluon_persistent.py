@@ -278,7 +278,7 @@ LESSON = Lesson(
     ),
     benches=import_module("day3_matmul_tk.lesson02_matmul_persistent").LESSON.benches,
     work=work,
-    twin=twin,
+    cpu_model=twin,
     wrong=(
         Mutant("stages taken before they are empty", "_program", "parity ^ 1", "2", "twin", "nan"),
         Mutant("at first nothing is empty", "_program", "parity ^ 1", "parity", "twin", "barrier"),

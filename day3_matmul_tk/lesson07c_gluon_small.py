@@ -273,7 +273,7 @@ class Counter:
 
 
 LESSON = Lesson(
-    reference=first.reference, inputs=inputs, work=work, twin=twin, peers=PEERS,
+    reference=first.reference, inputs=inputs, work=work, cpu_model=twin, peers=PEERS,
     rungs=(whole, reduce_scatter, fitted),
     checks=(
         *first.LESSON.checks,

@@ -149,7 +149,7 @@ LESSON = Lesson(
     checks=CHECKS,
     benches=BENCHES,
     work=heads.work,
-    twin=twin,
+    cpu_model=twin,
     wrong=(
         Mutant("nobody has the first turn", "_program", "order[0].arrive()", "order[0]", "twin", "barrier"),
         Mutant("a step that passes no turn", "_program", "order[1 - which].arrive()",

@@ -130,7 +130,7 @@ LESSON = Lesson(
     checks=CHECKS,
     benches=(*BENCHES, {"B": 32, "H": 12, "S": 1024, "D": 64, "causal": True}),  # the last is lesson 10's GPT
     work=heads.work,
-    twin=twin,
+    cpu_model=twin,
     wrong=(
         Mutant("a number over one that somebody has not heard", "_program", "kept = 2", "kept = 1", "twin", "barrier"),
         Mutant("nobody says that it is over", "_program", "        tell(count, nth)\n\n", "\n", "twin", "barrier"),

@@ -275,7 +275,7 @@ def deterministic_is_deterministic(_rung):
 
 LESSON = Lesson(
     reference=lesson05.reference, inputs=lesson05.inputs, checks=CHECKS, benches=BENCHES, work=lesson05.LESSON.work,
-    rungs=(tma_adds, queued, in_turns, attention_backward), twin=twin,
+    rungs=(tma_adds, queued, in_turns, attention_backward), cpu_model=twin,
     wrong=(
         Mutant("the meeting is not waited for", "_program", "yield meet[now % 2], now // 2 & 1\n            if turn",
                "yield FREE\n            if turn", "twin"),

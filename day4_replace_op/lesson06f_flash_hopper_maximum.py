@@ -282,7 +282,7 @@ LESSON = Lesson(
     ),
     benches=LAST.benches,
     work=heads.work,
-    twin=twin,
+    cpu_model=twin,
     wrong=(
         Mutant("O keeps the old maximum", "twin", "total * old, acc * old", "total * old, acc", "twin"),
         Mutant("the sum keeps the old maximum", "twin", "total * old, acc * old", "total, acc * old", "twin"),

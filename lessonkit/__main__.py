@@ -183,7 +183,7 @@ def run(
         for name in chosen
         if name in ended
     ]
-    show.table(f"{len(summary)} lessons, {show.LANES[device.DEVICE.type]}", ["lesson", "", "time"], summary)
+    show.table(f"{len(summary)} lessons, {show.MODES[device.DEVICE.type]}", ["lesson", "", "time"], summary)
     if stopped:
         show.console.print(
             f"Stopped after {len(summary)} of {len(chosen)} lessons. The same command goes on; --again starts over."

@@ -132,7 +132,7 @@ class Lesson:
     properties  property(rung) asserts what must hold for the op beside its values
     refuses     bad calls, and the error that each must meet
     grad        the differentiable op that the lesson ends in; its gradients are checked too
-    twin        the kernel's order of work step by step in PyTorch, for any machine: right on the same checks
+    cpu_model   the kernel's order of work step by step in PyTorch, for any machine: right on the same checks
     factor      widens the error budget, for a stated reason
     extension   the launchers of the .cu that the rungs call, if the kernels are CUDA C++
     prints      what the program's own main measures and rungs cannot: `bench` keeps the lines that it prints
@@ -153,7 +153,7 @@ class Lesson:
     properties: tuple[Callable[[Rung], None], ...] = ()
     refuses: tuple[Refusal, ...] = ()
     grad: Grad | None = None
-    twin: Rung | None = None
+    cpu_model: Rung | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
     bench_dtype: torch.dtype = torch.bfloat16
     factor: float = 1

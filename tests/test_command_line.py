@@ -155,9 +155,9 @@ def test_what_is_printed_is_no_markup():
     assert all(text in printed.get() for text in ("E[x^2] [/b]", "a[bold]", "x[0:x:2] [/]"))
 
 
-@pytest.mark.night  # its lanes are tried by day 1's first lesson too
+@pytest.mark.night  # its modes are tried by day 1's first lesson too
 def test_doctor_says_what_is_missing():
     result = invoke(cli.app, ["doctor"])
     assert result.exit_code in (0, 1)
     assert result.exception is None or isinstance(result.exception, SystemExit)
-    assert f"lane: {'run' if device.HAS_GPU else 'interpreted'}" in result.output
+    assert f"mode: {'run' if device.HAS_GPU else 'interpreted'}" in result.output

@@ -1,4 +1,4 @@
-"""The CPU lane of CUDA C++: each fault is found in the broken kernel and not in its fix; costs are counted right."""
+"""CUDA C++ emulated: each fault is found in the broken kernel and not in its fix; costs are counted right."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-import lessonkit.base.device  # noqa: F401  (decides the lane before anything else is imported)
+import lessonkit.base.device  # noqa: F401  (decides the mode before anything else is imported)
 from lessonkit.cuda import build, toolchain
 from lessonkit.cuda.rewrite import RewriteError, rewrite
 

@@ -1,4 +1,4 @@
-"""The rows, what is timed and the compile lane."""
+"""The rows, what is timed and the compiled mode."""
 
 import dataclasses
 import os
@@ -376,7 +376,7 @@ def test_normalised_machine_code(tmp_path):
     (tmp_path / "first.py").write_text(KERNEL)
     (tmp_path / "second.py").write_text(other.replace("tl.constexpr)", "tl.constexpr, UNUSED: tl.constexpr = 7)"))
     (tmp_path / "third.py").write_text(KERNEL.replace("* 3", "* 5"))
-    env = environment(LESSONKIT_LANE="compiled", CUDA_VISIBLE_DEVICES="")
+    env = environment(LESSONKIT_MODE="compiled", CUDA_VISIBLE_DEVICES="")
     command = [sys.executable, "-c", NORMALISED]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """Which machine is this? Decided once, before anything imports Triton.
 
-One lesson runs in three lanes, and the device alone says which:
+One lesson runs in three modes, and the device alone says which:
 
     cuda   run:         the kernel runs on the GPU
     cpu    interpreted: no GPU, so Triton's interpreter runs the kernel, one program after another
@@ -11,7 +11,7 @@ import os
 
 import torch
 
-COMPILE_ONLY = os.environ.get("LESSONKIT_LANE") == "compiled"
+COMPILE_ONLY = os.environ.get("LESSONKIT_MODE") == "compiled"
 HAS_GPU = torch.cuda.is_available() and not COMPILE_ONLY
 DEVICE = torch.device("meta" if COMPILE_ONLY else "cuda" if HAS_GPU else "cpu")
 INTERPRETED = DEVICE.type == "cpu"

@@ -153,33 +153,33 @@ def _gpu(m: Machine) -> Finding:
     return Finding("GPU", f"unused: {value}", False, why, mend)
 
 
-def self_test(lane: str) -> Finding:
-    """Add two vectors in one lane, in a process of its own, since a process is one lane."""
-    if lane == "compiled":
+def self_test(mode: str) -> Finding:
+    """Add two vectors in one mode, in a process of its own, since a process is one mode."""
+    if mode == "compiled":
         error = ""
         try:
             compiled.kernels(FIRST, (90,))
         except RuntimeError as failed:
             error = str(failed)
     else:
-        first = FIRST_CUDA if lane == "emulated" else FIRST
+        first = FIRST_CUDA if mode == "emulated" else FIRST
         test = f"((_, l),) = discover({first!r}); check(l, l.rungs[-1], {{'n': 9}}, FLOATS[0])"
         code = f"from lessonkit import *; from lessonkit.judge.check import check; {test}"
-        env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if lane == "run" else {"CUDA_VISIBLE_DEVICES": ""})
+        env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if mode == "run" else {"CUDA_VISIBLE_DEVICES": ""})
         try:
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
             error = done.stderr if done.returncode else ""
         except subprocess.TimeoutExpired as hung:
             error = str(hung)
     value = error.strip().splitlines()[-1][:100] if error else "works"
-    required = lane == ("run" if HAS_GPU else "interpreted")
-    mend = f"read {FIRST_CUDA if lane == 'emulated' else FIRST}"
-    return Finding(f"lane: {lane}", value, not error, "vector add was tried", mend, required)
+    required = mode == ("run" if HAS_GPU else "interpreted")
+    mend = f"read {FIRST_CUDA if mode == 'emulated' else FIRST}"
+    return Finding(f"mode: {mode}", value, not error, "vector add was tried", mend, required)
 
 
 def findings() -> list[Finding]:
-    """Everything that `python -m lessonkit doctor` prints. Each lane is tried, which takes some seconds."""
+    """Everything that `python -m lessonkit doctor` prints. Each mode is tried, which takes some seconds."""
     machine = look()
     with ThreadPoolExecutor() as pool:
-        lanes = ["interpreted", *["emulated"] * bool(machine.gxx), "compiled", *["run"] * bool(machine.gpu)]
-        return [*judge(machine), *pool.map(self_test, lanes)]
+        modes = ["interpreted", *["emulated"] * bool(machine.gxx), "compiled", *["run"] * bool(machine.gpu)]
+        return [*judge(machine), *pool.map(self_test, modes)]

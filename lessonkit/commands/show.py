@@ -20,7 +20,7 @@ from rich.text import Text
 
 # What is printed is data: [x^2] is no markup, [0:x:2] no emoji.
 console = Console(width=None if sys.stdout.isatty() else 150, markup=False, emoji=False)
-LANES = {"cuda": "run on the GPU", "cpu": "interpreted: no GPU was found", "meta": "compiled only"}
+MODES = {"cuda": "run on the GPU", "cpu": "interpreted: no GPU was found", "meta": "compiled only"}
 
 
 def table(heading: str, columns: Iterable[str], body: Iterable[Iterable[Any]]) -> None:
@@ -38,8 +38,8 @@ def _rule(name: str, where: str) -> None:
 
 def lesson(name: str, lesson: Lesson) -> None:
     """Run a kernel lesson as far as this machine can; exit code 1 if a rung is wrong."""
-    lane = LANES[device.DEVICE.type]
-    _rule(name, lane.replace("interpreted", "emulated") if lesson.extension else lane)
+    mode = MODES[device.DEVICE.type]
+    _rule(name, mode.replace("interpreted", "emulated") if lesson.extension else mode)
     if checks(lesson):
         raise SystemExit(1)
     if device.HAS_GPU:

@@ -83,7 +83,7 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
         found.append(one("gradients", gradients))
         if any(others(lesson, case) for case in small(lesson.checks)):
             found.append(one("gradients-in-other-dtypes", gradients, others, tier=NIGHT))
-    if lesson.twin:
+    if lesson.cpu_model:
         found.append(one("cpu-model", cpu_model))
     found += [one("mutant", mutant, each, subject=each.why) for each in lesson.wrong]
     found.append(one("checks-can-tell", checks_can_tell))
@@ -219,9 +219,9 @@ def gradients(name: str, lesson: Lesson, dtypes: Dtypes = in_turn) -> None:
 
 
 def cpu_model(name: str, lesson: Lesson) -> None:
-    assert lesson.twin
+    assert lesson.cpu_model
     for case in small(lesson.checks):
-        check.check(lesson, lesson.twin, case.shape, torch.float32)
+        check.check(lesson, lesson.cpu_model, case.shape, torch.float32)
 
 
 # ---- The checks are checked -----------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def declared(name: str, lesson: Lesson) -> None:
         for key, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
     }
-    known = [lesson.reference, lesson.inputs, *lesson.rungs, *lesson.properties, lesson.twin]
+    known = [lesson.reference, lesson.inputs, *lesson.rungs, *lesson.properties, lesson.cpu_model]
     known += [lesson.grad.op, lesson.grad.reference, lesson.grad.inputs] if lesson.grad else []
     undeclared = {f for f in public - {f.__name__ for f in known if f} if (name, f) not in _imported()}
     assert not undeclared, f"declare, or name with an underscore: {sorted(undeclared)}"

@@ -1,6 +1,6 @@
 """What the GPU is given by one call of a rung: machine code, grids and arguments, as one hash and without a GPU.
 
-In a process of the `compiled` lane (see compile_server) tensors have shapes but no data and a launch only compiles.
+In a process of the `compiled` mode (see compile_server) tensors have shapes but no data and a launch only compiles.
 There a call is recorded: every kernel's machine code for sm_90 with its grid, warps, shared memory, scalars and the
 layouts of its tensors, and every operator of PyTorch that is more than a view. Two versions of a rung with the same
 record and the same compiler give the GPU the same work, whatever their source looks like. The inputs and the work are
@@ -44,7 +44,7 @@ def marks(name: str, wanted: Sequence[tuple[str, bool, str]]) -> list[str]:
 
 
 def _marks_here(name: str, wanted: Sequence[tuple[str, bool, str]]) -> list[str]:
-    """As `marks`, in a process whose lane is `compiled`."""
+    """As `marks`, in a process whose mode is `compiled`."""
     with recording() as events:
         lesson = import_module(name).LESSON
         shapes = {shape_name(shape): shape for shape in lesson.benches}
@@ -82,7 +82,7 @@ def _release(package: str) -> str:
 
 @contextmanager
 def recording() -> Iterator[list[Event]]:
-    """Inside, whatever is launched or computed is compiled and recorded only. In a process of the `compiled` lane."""
+    """Inside, whatever is launched or computed is compiled and recorded only. In a process of the `compiled` mode."""
     import torch
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction

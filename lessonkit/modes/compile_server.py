@@ -1,4 +1,4 @@
-"""Ask a process whose lane is `compiled`: there tensors have shapes but no data, and a launch only compiles.
+"""Ask a process whose mode is `compiled`: there tensors have shapes but no data, and a launch only compiles.
 
 Whether a process interprets is settled when it imports Triton, so one that does cannot compile, and asks another.
 """
@@ -47,12 +47,12 @@ def call_in_compiler(module: str, function: str, *args: Any) -> Any:
 
 
 class Compiler:
-    """A process of the `compiled` lane, until this one ends. PyTorch is imported once, not for each lesson."""
+    """A process of the `compiled` mode, until this one ends. PyTorch is imported once, not for each lesson."""
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.address = f"{self.folder.name}/socket"
-        env = environment(LESSONKIT_LANE="compiled", CUDA_VISIBLE_DEVICES="")
+        env = environment(LESSONKIT_MODE="compiled", CUDA_VISIBLE_DEVICES="")
         # It listens from the start, though it imports PyTorch first: nobody waits for it to appear, or for the dead.
         with socket.socket(socket.AF_UNIX) as at, open(self.address + ERRORS, "w") as errors:
             at.bind(self.address)

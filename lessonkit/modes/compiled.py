@@ -70,7 +70,7 @@ def _machine_code(binary: bytes, target: int) -> tuple[Counter[str], int]:
 
 @contextmanager
 def compiling(target: int) -> Iterator[dict[str, Any]]:
-    """Inside, a launch compiles for the target and starts nothing. Only in a process whose lane is `compiled`.
+    """Inside, a launch compiles for the target and starts nothing. Only in a process whose mode is `compiled`.
 
     Yields {kernel's name: what Triton compiled}, which holds the first launch of each kernel until it is cleared.
     """
@@ -111,7 +111,7 @@ def compiling(target: int) -> Iterator[dict[str, Any]]:
 
 
 def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> list[dict[str, Any]]:
-    """Compile every rung of a lesson. Only in a process whose lane is `compiled` (see compile_server)."""
+    """Compile every rung of a lesson. Only in a process whose mode is `compiled` (see compile_server)."""
 
     lesson = dict(discover(name))[name]
     if isinstance(lesson, Broken):
