@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson03_softmax
 import math
 from importlib import import_module
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, again, by_inductor, case, expect, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect, num_sms, opaque
 
 import torch
 import triton
@@ -130,8 +130,8 @@ def online_twin(x, block_n=16):
     return y
 
 
-# Rung 4. New: a thread keeps the 16 bits that it loaded and widens them anew (lessonkit.again) for the maximum, the sum
-# and the result: 128 bytes fit into 64 registers (72 in small programs, by trial), so an SM holds 112 KB of rows or
+# Rung 4. New: a thread keeps the 16 bits that it loaded and widens them anew (lessonkit.opaque) for maximum, sum
+# and result: 128 bytes fit into 64 registers (72 in small programs, by trial), so an SM holds 112 KB of rows or
 # more. Short rows share a warp, whose reductions need no barrier. Predicted: 2MN as before, in less time where rung 2
 # had too little in flight, from 12,672 columns on; the second exponential costs less than that memory. x - m comes
 # before the scaling by log2(e): it is exact; x log2(e) would be off by 0.00006 at 1000, and overflow at 3e38.
@@ -142,8 +142,8 @@ def softmax_packed_kernel(x_ptr, y_ptr, M, N, stride_x, stride_y, ROWS: tl.const
     mask = (rows < M) & (cols < N)
     x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=-float("inf"))
     m = tl.max(x, axis=1, keep_dims=True).to(tl.float32)
-    s = tl.sum(tl.exp2((again(x).to(tl.float32) - m) * LOG2E), axis=1, keep_dims=True)
-    y = tl.exp2((again(x).to(tl.float32) - m) * LOG2E - tl.log2(s))
+    s = tl.sum(tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E), axis=1, keep_dims=True)
+    y = tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E - tl.log2(s))
     tl.store(y_ptr + rows * stride_y + cols, y, mask=mask)
 
 
@@ -179,7 +179,7 @@ def softmax_shared_kernel(
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=-float("inf"))
     m = tl.maximum(tl.max(x, axis=0).to(tl.float32), LOWEST)
-    s = tl.sum(tl.exp2((again(x).to(tl.float32) - m) * LOG2E), axis=0)
+    s = tl.sum(tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E), axis=0)
     # m in the high half, s in the low. Never 0, which means "not yet": if m is 0.0, its own 2^0 is in s.
     note = (m.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (s.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     notes_ptr += row * PARTS
@@ -196,7 +196,7 @@ def softmax_shared_kernel(
     ss = tl.where(mine, notes.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     top = tl.max(ms, axis=0)
     total = tl.sum(ss * tl.exp2((ms - top) * LOG2E), axis=0)
-    y = tl.exp2((again(x).to(tl.float32) - top) * LOG2E - tl.log2(total))
+    y = tl.exp2((opaque(x).to(tl.float32) - top) * LOG2E - tl.log2(total))
     tl.store(y_ptr + row * stride_y + cols, y, mask=cols < N)
 
 

@@ -13,7 +13,7 @@ Time it:   python -m lessonkit bench lesson04_softmax_backward
 
 from importlib import import_module
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, again, case, expect, num_sms
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms, opaque
 from lessonkit.modes.inductor import by_inductor
 
 import torch
@@ -128,8 +128,8 @@ def backward_packed_kernel(
     mask = (rows < M) & (cols < N)
     y = tl.load(y_ptr + rows * stride_y + cols, mask=mask, other=0.0)
     dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0)
-    d = tl.sum(again(y).to(tl.float32) * again(dy).to(tl.float32), axis=1, keep_dims=True)
-    tl.store(dx_ptr + rows * stride_dx + cols, again(y).to(tl.float32) * (again(dy).to(tl.float32) - d), mask=mask)
+    d = tl.sum(opaque(y).to(tl.float32) * opaque(dy).to(tl.float32), axis=1, keep_dims=True)
+    tl.store(dx_ptr + rows * stride_dx + cols, opaque(y).to(tl.float32) * (opaque(dy).to(tl.float32) - d), mask=mask)
 
 
 def backward_packed(y, dy):
@@ -160,7 +160,7 @@ def backward_shared_kernel(
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N, other=0.0)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0)
-    share = tl.sum(again(y).to(tl.float32) * again(dy).to(tl.float32), axis=0)
+    share = tl.sum(opaque(y).to(tl.float32) * opaque(dy).to(tl.float32), axis=0)
     # A share of d may be 0, so the high half of its note is 1: a note of 0 means "not yet".
     note = (share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
     notes_ptr += row * PARTS
@@ -173,7 +173,7 @@ def backward_shared_kernel(
         # volatile: each look goes to the L2, where the other SMs' notes arrive. A slot beyond PARTS: a share of 0.0.
         notes = tl.load(notes_ptr + slots, mask=slots < PARTS, other=1 << 32, volatile=True)
     d = tl.sum(notes.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
-    tl.store(dx_ptr + row * stride_dx + cols, again(y).to(tl.float32) * (again(dy).to(tl.float32) - d), mask=cols < N)
+    tl.store(dx_ptr + row * stride_dx + cols, opaque(y).to(tl.float32) * (opaque(dy).to(tl.float32) - d), mask=cols < N)
 
 
 def backward_shared(y, dy):

@@ -12,7 +12,7 @@ Check it:  python -m lessonkit check lesson07b_layernorm_lengths
 Time it:   python -m lessonkit bench lesson07b_layernorm_lengths
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Unsupported, again, case, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, num_sms, opaque
 
 import torch
 import triton
@@ -48,10 +48,10 @@ def layernorm_tile_kernel(
     mask = (rows < M) & (cols < N)
     x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
     mean = tl.sum(x.to(tl.float32), axis=1, keep_dims=True) / N
-    x = again(x) if AGAIN else x  # rung 2
+    x = opaque(x) if AGAIN else x  # rung 2
     centred = tl.where(cols < N, x.to(tl.float32) - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / N + eps)
-    x = again(x) if AGAIN else x
+    x = opaque(x) if AGAIN else x
     tl.store(y_ptr + rows * N + cols, normalize(x, mean, rstd, w_ptr, b_ptr, cols, cols < N), mask=mask)
     tl.store(mean_ptr + rows, mean, mask=rows < M)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
@@ -72,7 +72,7 @@ def layernorm_tile(x, w, b, eps=EPS):
 
 
 # Rung 2. New: the row stays in registers as it came. The compiler would keep its fp32 copy, 32 bits an element, from
-# one use to the next; again() makes it keep the 16 bits. So a thread can own 32 elements in 16 registers, four 16-byte
+# one use to the next; opaque() makes it keep the 16 bits. So a thread can own 32 elements in 16 registers, four 16-byte
 # loads at once, and 64 registers a thread suffice: four rows of 8192 on an SM, 64 KB. Predicted: nothing for short
 # rows, short of nothing (measured: 2 to 5% slower); at 8192, where rung 1 has three rows an SM, close to a copy.
 def layernorm_packed(x, w, b, eps=EPS):
@@ -130,8 +130,8 @@ def layernorm_kept_kernel(
 
 @triton.jit
 def widen(x, sixteen):
-    # again() in arithmetic: the compiler cannot see that a shift by an argument is .to(tl.float32). It may not move
-    # again()'s instruction, so with many chunks it kept the w and b of all of them as well: twice the registers.
+    # opaque() in arithmetic: the compiler cannot see that a shift by an argument is .to(tl.float32). It may not move
+    # opaque()'s instruction, so with many chunks it kept the w and b of all of them as well: twice the registers.
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << sixteen).to(tl.float32, bitcast=True)
     else:
@@ -182,7 +182,7 @@ def layernorm_shared_kernel(
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
     count = tl.minimum(N - part * BLOCK_N, BLOCK_N).to(tl.float32)
     mean = tl.sum(x.to(tl.float32), axis=1) / count
-    x = again(x)
+    x = opaque(x)
     centred = tl.where((cols < N)[None, :], x.to(tl.float32) - mean[:, None], 0.0)
     m2 = tl.sum(centred * centred, axis=1)
     note = (mean.to(tl.int32, bitcast=True).to(tl.int64) << 32) | m2.to(tl.uint32, bitcast=True).to(tl.int64)
@@ -203,7 +203,7 @@ def layernorm_shared_kernel(
     rstd = tl.rsqrt(tl.sum(m2s + delta * delta * counts[None, :], axis=1) / N + eps)
     w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last").to(tl.float32)[None, :]
     b = tl.load(b_ptr + cols, mask=cols < N, eviction_policy="evict_last").to(tl.float32)[None, :]
-    y = (again(x).to(tl.float32) - mean[:, None]) * rstd[:, None] * w + b
+    y = (opaque(x).to(tl.float32) - mean[:, None]) * rstd[:, None] * w + b
     tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
     if part == 0:
         tl.store(mean_ptr + rows, mean, mask=rows < M)

@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson09_rmsnorm
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, again, by_inductor, case, expect, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect, num_sms, opaque
 from lessonkit.base.device import INTERPRETED
 
 import torch
@@ -89,7 +89,7 @@ def one_row(x, w, eps):
     return y, rstd
 
 
-# Rung 3. New: 16 bits stay 16 bits. x is used twice, and in between rung 2 holds it in fp32; `again` keeps what was
+# Rung 3. New: 16 bits stay 16 bits. x is used twice, and in between rung 2 holds it in fp32; `opaque` keeps what was
 # loaded and widens it anew, at half the registers, so that more rows are in flight on an SM. w is loaded when needed,
 # and a program takes several short rows. Predicted: 2MN as before, of w only MN / ROWS out of the L2, and no waiting.
 @triton.jit
@@ -100,11 +100,11 @@ def packed_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
-    wide = again(x).to(tl.float32)
+    wide = opaque(x).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / N + eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last")
-    y = again(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
+    y = opaque(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
     tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
 
 
@@ -142,7 +142,7 @@ def shared_rows_kernel(
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
-    wide = again(x).to(tl.float32)
+    wide = opaque(x).to(tl.float32)
     # Zeros mean "not yet", and a sum may be 0.0: hence its bits plus one, a word that is there or not: no fence.
     note = tl.sum(wide * wide, axis=1).to(tl.int32, bitcast=True) + 1
     tl.atomic_xchg(notes_ptr + rows * PARTS + part, note, mask=rows < M, sem="relaxed")
@@ -161,7 +161,7 @@ def shared_rows_kernel(
     if part == 0:  # one of them speaks for the rows
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last")
-    y = again(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
+    y = opaque(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
     tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
 
 

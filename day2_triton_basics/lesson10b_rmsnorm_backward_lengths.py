@@ -11,7 +11,7 @@ Check it:  python -m lessonkit check lesson10b_rmsnorm_backward_lengths
 Time it:   python -m lessonkit bench lesson10b_rmsnorm_backward_lengths
 """
 
-from lessonkit import Grad, Lesson, Mutant, again, case, num_sms
+from lessonkit import Grad, Lesson, Mutant, case, num_sms, opaque
 from lessonkit.base.device import INTERPRETED
 
 import torch
@@ -32,7 +32,7 @@ from day2_triton_basics.lesson10_rmsnorm_backward import (
 )
 
 
-# Rung 1. The next row in registers, as 16 bits until it is needed (`again`, lesson 9). Up to 32 KB a row is one
+# Rung 1. The next row in registers, as 16 bits until it is needed (`opaque`, lesson 9). Up to 32 KB a row is one
 # program's, all 32 warps of it. Past that a team of programs walks over the rows, each in its own 8 KB of columns, of
 # which it keeps w and dw. dx needs one sum a row: a first launch leaves each part's share of it as a note, a second
 # one reads the notes. Predicted: 3MN up to 32 KB a row, 5MN past that; 8N bytes a team for dw.
@@ -73,7 +73,7 @@ def team_kernel(
         next_x = tl.load(x_ptr + after * x_stride + cols, mask=there, other=0.0)
         if PARTS > 1:
             if LEAVE:
-                bits = _dot(again(next_dy), again(next_x), again(w), rstd_ptr, after, M).to(tl.int32, bitcast=True)
+                bits = _dot(opaque(next_dy), opaque(next_x), opaque(w), rstd_ptr, after, M).to(tl.int32, bitcast=True)
                 tl.atomic_xchg(notes_ptr + after * PARTS + part, bits + 1, mask=after < M, sem="relaxed")
             at = notes_ptr + row * PARTS + slots
             notes = tl.load(at, mask=slots < PARTS, other=1, volatile=True)
@@ -82,11 +82,11 @@ def team_kernel(
                     notes = tl.load(at, mask=slots < PARTS, other=1, volatile=True)
             dot = tl.sum((notes - 1).to(tl.float32, bitcast=True), axis=0)
         if FINISH:
-            n = again(x).to(tl.float32) * rstd
-            wide = again(dy).to(tl.float32)
+            n = opaque(x).to(tl.float32) * rstd
+            wide = opaque(dy).to(tl.float32)
             if PARTS > 1:
                 dw += wide * n
-            dx = rstd * (wide * again(w).to(tl.float32) - n * (dot / N))
+            dx = rstd * (wide * opaque(w).to(tl.float32) - n * (dot / N))
             tl.store(dx_ptr + row * N + cols, dx, mask=own)
         dy, x = next_dy, next_x
     if FINISH:
@@ -172,7 +172,7 @@ LESSON = Lesson(
     work=work,
     wrong=(
         Mutant("only the last row's dw", "team_kernel", "dw += wide", "dw = wide", "team"),
-        Mutant("the next row in this row's place", "team_kernel", "again(x).to", "again(next_x).to", "team"),
+        Mutant("the next row in this row's place", "team_kernel", "opaque(x).to", "opaque(next_x).to", "team"),
         Mutant("the mean of a part", "team_kernel", "(dot / N)", "(dot / width)", "team"),
         Mutant("w forgotten in the mean", "_dot", "dy.to(tl.float32) * w.to(tl.float32)", "dy.to(tl.float32)", "team"),
         Mutant("a part too wide", "team_kernel", "(tl.arange(0, BLOCK_N) < width) & ", "", "team"),

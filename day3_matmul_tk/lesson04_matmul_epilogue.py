@@ -22,7 +22,7 @@ Time it:   python -m lessonkit bench lesson04_matmul_epilogue
 import math
 
 from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, device, expect, num_sms, tma_takes
-from lessonkit.modes.again import INTERPRETED
+from lessonkit.modes.opaque import INTERPRETED
 
 import torch
 import torch.nn.functional as F

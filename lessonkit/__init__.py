@@ -12,8 +12,8 @@ from lessonkit.base.device import DEVICE, num_sms
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import BY_NAME
 from lessonkit.lesson import Case, Grad, Lesson, Mutant, Refusal, Steps, Table, Work, case, discover, needs
-from lessonkit.modes.again import again
 from lessonkit.modes.inductor import by_inductor
+from lessonkit.modes.opaque import opaque
 from lessonkit.validate import FLOATS, expect, tma_takes
 
 from lessonkit import cuda  # isort: skip - it uses what is above
@@ -30,7 +30,6 @@ __all__ = [
     "Table",
     "Unsupported",
     "Work",
-    "again",
     "by_inductor",
     "case",
     "cuda",
@@ -39,6 +38,7 @@ __all__ = [
     "expect",
     "needs",
     "num_sms",
+    "opaque",
     "tma_takes",
 ]
 

@@ -134,8 +134,8 @@ def test_a_cache_that_others_may_write_is_refused(anew, monkeypatch):
     for change, says in (
         (lambda: anew.chmod(0o777), "other users may write"),
         (lambda: anew.chmod(0o1777), "other users may write"),
-        (lambda: (anew.chmod(0o775), monkeypatch.setattr(build.os, "getgid", lambda: -2)), "other users may write"),
-        (lambda: (anew.chmod(mode), monkeypatch.setattr(build.os, "getuid", lambda: -2)), "belongs to user"),
+        (lambda: (anew.chmod(0o775), monkeypatch.setattr(files.os, "getgid", lambda: -2)), "other users may write"),
+        (lambda: (anew.chmod(mode), monkeypatch.setattr(files.os, "getuid", lambda: -2)), "belongs to user"),
     ):
         change()
         with pytest.raises(PermissionError, match=f"{says}.*COURSE_CACHE"):

@@ -10,7 +10,7 @@ import pytest
 
 FILES = {
     "day1_some/lesson.py": """\
-from lessonkit import Lesson, again, cuda, needs
+from lessonkit import Lesson, opaque, cuda, needs
 from day1_some import shared, other as plain
 from day1_some.shared import launch, WIDTH as W
 import day1_some.deep as deep
@@ -38,7 +38,7 @@ def marked(x):
 def decorated(x):
     import day1_some.lazily as lazily
     from day1_some.late import later
-    return later(again(x))
+    return later(opaque(x))
 def place(x):
     return unused
 def unused(x):
@@ -74,9 +74,9 @@ __global__ void other_kernel(float* x) { x[1] = 1; }
 void other(float* x) { other_kernel<<<1, 1>>>(x); }
 """,
     "cuda_src/some.cuh": "constexpr float HALF = 0.5f;\n__device__ float half_of(float x) { return x * HALF; }\n",
-    "lessonkit/__init__.py": "from lessonkit.modes.again import again\nfrom lessonkit.lesson import Lesson, needs\n"
+    "lessonkit/__init__.py": "from lessonkit.modes.opaque import opaque\nfrom lessonkit.lesson import Lesson, needs\n"
     "from lessonkit import cuda\n",
-    "lessonkit/modes/again.py": "def again(x):\n    return x\n",
+    "lessonkit/modes/opaque.py": "def opaque(x):\n    return x\n",
     "lessonkit/lesson.py": "class Lesson:\n    pass\ndef needs(n):\n    return n\n",
     "lessonkit/cuda/__init__.py": "from lessonkit.cuda.extension import extension\n",
     "lessonkit/cuda/extension.py": "def extension(file):\n    return file\n",
@@ -120,7 +120,7 @@ def changed(tree, file, old, new, mark):
         ("decorated", "day1_some/shared.py", "return f", "return f or None"),
         ("decorated", "day1_some/late.py", "return x", "return x + 1"),
         ("decorated", "day1_some/lazily.py", "X = 1", "X = 2"),
-        ("decorated", "lessonkit/modes/again.py", "return x", "return x * 1"),
+        ("decorated", "lessonkit/modes/opaque.py", "return x", "return x * 1"),
     ],
 )
 def test_what_a_function_reaches_changes_its_fingerprint(tree, function, file, old, new):

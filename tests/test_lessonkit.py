@@ -361,6 +361,7 @@ def scale_kernel(x, n, BLOCK: tl.constexpr):
 """
 NORMALISED = """
 import importlib
+from lessonkit.cuda import sass
 from lessonkit.modes import compiled
 import torch
 for module, name in ("first", "scale_kernel"), ("second", "times_kernel"), ("third", "scale_kernel"):
@@ -396,7 +397,7 @@ def test_machine_code_is_disassembled_once(tmp_path, monkeypatch):
         return "".join(f"        /*{16 * i:04x}*/  {ops[b]}\n" for i, b in enumerate(asked[-1][::16]))
 
     monkeypatch.setattr(files, "CACHE", tmp_path)
-    monkeypatch.setattr(compiled, "tool", disassembled)
+    monkeypatch.setattr(sass, "tool", disassembled)
     first, second, third = (b"".join(bytes([op] * 16) for op in ops) for ops in ([0, 1, 2, 2], [1], [0, 0]))
     assert sass.opcodes([first, second], 90) == [{"LDG.E.128": 1, "EXIT": 1, "NOP": 2}, {"EXIT": 1}]
     assert sass.opcodes([second, third, first], 90)[1] == {"LDG.E.128": 2}

@@ -18,12 +18,12 @@ from lessonkit.base import cpp_text
 # The part of the kit that reaches a kernel or its launch. The rest declares, checks and times: the walk stops there.
 VOCABULARY = {
     *("lessonkit", "lessonkit.base.device", "lessonkit.base.errors", "lessonkit.validate"),
-    *("lessonkit.cuda", "lessonkit.cuda.extension", "lessonkit.modes.again", "lessonkit.modes.inductor"),
+    *("lessonkit.cuda", "lessonkit.cuda.extension", "lessonkit.modes.opaque", "lessonkit.modes.inductor"),
 }
 EXTENSION = ("lessonkit.cuda.extension", "extension")  # loads a program; the program is followed, the loader is not
 DECLARATION = "LESSON"
 # Names that the kit gave otherwise when rows were measured. They count as they were then: a new name is no new code.
-EARLIER = {"LESSONKIT_MODE": "LESSONKIT_LANE", "call_in_compiler": "elsewhere"}
+EARLIER = {"LESSONKIT_MODE": "LESSONKIT_LANE", "call_in_compiler": "elsewhere", "opaque": "again"}
 EVERYTHING = "*"  # stands for all that a module binds
 
 Chain = tuple[str, ...]  # ("hopper", "launch"); ("@day4.hopper", "launch") where a module is named by its full name

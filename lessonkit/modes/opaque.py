@@ -1,4 +1,4 @@
-"""The one device function that lessons share."""
+"""A copy that the compiler cannot see through: the one device function that lessons share."""
 
 from lessonkit.base import device
 
@@ -9,8 +9,8 @@ INTERPRETED = tl.constexpr(device.INTERPRETED)
 
 
 @triton.jit
-def again(x):  # type: ignore[no-untyped-def]  # Triton reads annotations as its own types
-    """x once more, as if it had been read from memory anew.
+def opaque(x):  # type: ignore[no-untyped-def]  # Triton reads annotations as its own types
+    """An opaque copy of x: to the compiler a new value, as if it had been read from memory anew.
 
     A row that is used twice stays in registers in between, and the compiler keeps what it computed from it last: its
     fp32 image, 32 bits an element. To the compiler this empty instruction makes a new x, so what stays is the 16 bits
