@@ -14,12 +14,11 @@ import contextlib
 import itertools
 import os
 import sys
-import tempfile
 import time
 import warnings
-from datetime import timedelta
 
-from lessonkit import Steps, device
+from lessonkit import Steps
+from lessonkit.modes.ranks import LAUNCHED, TIMEOUT, device_of, join, on_ranks
 
 import torch
 import torch.distributed as dist
@@ -32,55 +31,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler
 
-TIMEOUT = timedelta(seconds=60)  # a rank that waits longer than this for another raises, instead of hanging
-# Imported once for all ranks. DDP imports dynamo, which asks after GPUs, and a CUDA that was asked cannot be forked.
-PRELOAD = ["torch"] if device.HAS_GPU else ["torch._dynamo", "torch.distributed.fsdp"]
-LAUNCHED = "RANK" in os.environ  # by torch.distributed.run: this process is a rank already
 N = 16  # examples in the whole batch
-
-
-def _device(rank, world):
-    """A GPU of its own for each rank where there are enough: two NCCL ranks cannot share one. Otherwise the CPU."""
-    return torch.device("cuda", rank) if torch.cuda.device_count() >= world else torch.device("cpu")
-
-
-def _join(rank, world, rendezvous):
-    where, backend = _device(rank, world), "gloo"
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-        backend = "nccl"
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=TIMEOUT)
-    return where
-
-
-def _rank(rank, world, folder, work):
-    """The life of one rank: meet the others, work, leave what it found, part."""
-    torch.set_num_threads(1)  # each rank would otherwise take every core
-    where = _join(rank, world, f"file://{folder}/rendezvous")  # a file, not a port, which another run may hold
-    torch.save(work(rank, world, where), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def on_ranks(work, world=2):
-    """Run work(rank, world, device) on every rank at once; return what each returned, in order of rank."""
-    if LAUNCHED:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        found = [None] * world
-        dist.all_gather_object(found, work(rank, world, _device(rank, world)))
-        return found
-    # Ranks are forked from a server that has imported torch and done nothing else: faster than spawn, which imports
-    # torch in every rank, and safe unlike fork, which copies this process with its threads, locks and CUDA context.
-    mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.start_processes(_rank, (world, folder, work), world, join=False, start_method="forkserver")
-        try:
-            # join raises, and ends the others, as soon as one rank has failed.
-            if not any(ranks.join(timeout=TIMEOUT.total_seconds()) for _ in range(world)):
-                raise TimeoutError(f"{work.__name__} did not end")
-        finally:
-            for process in ranks.processes:
-                process.kill()
-        return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 def _model(seed=0):
@@ -165,7 +116,7 @@ def _ddp_work(rank, world, where):
 
 def ddp():
     """p ranks with a part of the batch each find the gradient that one process finds on all of it; they stay equal."""
-    print(f"  ranks on {_device(0, 2).type}; NCCL wants a GPU for each rank: {torch.cuda.device_count()} found")
+    print(f"  ranks on {device_of(0, 2).type}; NCCL wants a GPU for each rank: {torch.cuda.device_count()} found")
     ranks = on_ranks(_ddp_work)
     for found in ranks:
         assert torch.equal(found["start"], _flat(_model(seed=0).parameters()))  # rank 0's, sent when DDP was made
@@ -290,7 +241,7 @@ def _launched():
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world not in (2, 4):
         raise SystemExit(f"{world} ranks do not divide this lesson's layers: start 2 or 4 with --nproc-per-node")
-    _join(rank, world, "env://")
+    join(rank, world, "env://")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if rank else sys.stdout):
         LESSON.main()
     dist.destroy_process_group()

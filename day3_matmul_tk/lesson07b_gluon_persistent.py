@@ -19,11 +19,10 @@ Time it:   python -m lessonkit bench lesson07b_gluon_persistent
 """
 
 import math
-import random
 from importlib import import_module
 
 from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms
-from lessonkit.base.errors import Fault
+from lessonkit.judge.simulate import Barrier, ask_for, in_any_order
 
 import torch
 import torch.nn.functional as F
@@ -224,45 +223,6 @@ def _program(program, x, w, out):
             out[32 * tile_m :, 48 * tile_n :][half, :48] = acc
 
     in_any_order([multiply_partition(0), multiply_partition(1), load_partition()], copies)
-
-
-def ask_for(copies, full, *boxes):  # (where to, what) each; `full` is told how many, where the kernel counts bytes
-    full.arrive(expect=len(boxes))
-    for smem, box in boxes:
-        smem.fill_(math.nan)
-        copies.append((smem, box, full))
-
-
-def in_any_order(partitions, copies):
-    chance = random.Random(0)
-    waiting = {p: next(p, None) for p in partitions}
-    while copies or any(waiting.values()):
-        ready = [p for p, wait in waiting.items() if wait and wait[0].over(wait[1])]
-        if not ready and not copies:
-            raise Fault("barrier", "the partitions wait for each other, for ever")
-        i = chance.randrange(len(ready) + len(copies))
-        if i < len(ready):
-            waiting[ready[i]] = next(ready[i], None)
-        else:
-            smem, box, full = copies.pop(i - len(ready))
-            smem.copy_(box)
-            full.arrive()
-
-
-class Barrier:
-    def __init__(self, count):
-        self.count, self.missing, self.phase = count, count, 0
-
-    def arrive(self, expect=0):  # a box that has come arrives too
-        self.missing += expect - 1
-        if self.missing == 0:
-            self.missing, self.phase = self.count, self.phase ^ 1
-
-    def over(self, parity):
-        return self.phase != parity
-
-
-FREE = Barrier(1), 1  # a wait that is over at once, but somebody else may run before
 
 
 LESSON = Lesson(

@@ -24,6 +24,7 @@ from importlib import import_module
 from itertools import product
 
 from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms
+from lessonkit.judge.simulate import FREE, Barrier, in_any_order
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from day3_matmul_tk import lesson07_gluon_matmul as first
 from day3_matmul_tk.lesson01_matmul import LAYERS, PEERS, empty_product, inputs, work
 from day3_matmul_tk.lesson07_gluon_matmul import check_operands, describe
-from day3_matmul_tk.lesson07b_gluon_persistent import FREE, Barrier, in_any_order, slot
+from day3_matmul_tk.lesson07b_gluon_persistent import slot
 
 everybody = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a partition; Triton 3.7 renamed it
 

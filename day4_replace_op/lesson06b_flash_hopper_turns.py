@@ -22,11 +22,12 @@ Time it:   python -m lessonkit bench lesson06b_flash_hopper_turns
 import math
 
 from lessonkit import Lesson, Mutant, Unsupported, needs
+from lessonkit.judge.simulate import FREE, Barrier, ask_for, in_any_order
 
 import torch
 import torch.nn.functional as F
 
-from day3_matmul_tk.lesson07b_gluon_persistent import FREE, Barrier, ask_for, in_any_order, slot
+from day3_matmul_tk.lesson07b_gluon_persistent import slot
 from day4_replace_op import heads
 from day4_replace_op import lesson04_flash_options as options
 from day4_replace_op.hopper import BENCHES, CHECKS, PEERS, launch, place

@@ -20,6 +20,7 @@ from contextlib import suppress
 from itertools import count as numbers_from
 
 from lessonkit import Lesson, Mutant, Unsupported, needs
+from lessonkit.judge.simulate import FREE, Barrier, ask_for, in_any_order
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from day3_matmul_tk.lesson07b_gluon_persistent import FREE, Barrier, ask_for, in_any_order, slot
+from day3_matmul_tk.lesson07b_gluon_persistent import slot
 from day4_replace_op import lesson05_flash_backward as lesson05
 from day4_replace_op.hopper import BENCHES, left, matrix
 from day4_replace_op.hopper_backward import CHECKS, PEERS, ask_dq, ask_scores, hidden_zero, launch, place, share

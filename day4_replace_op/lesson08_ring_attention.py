@@ -24,6 +24,7 @@ import math
 from unittest import mock
 
 from lessonkit import DEVICE, Steps
+from lessonkit.modes.ranks import on_ranks
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,6 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from day1_pytorch.lesson07_distributed import on_ranks
 from day4_replace_op import heads
 from day4_replace_op.heads import LOWEST, load_tile, store_tile
 from day4_replace_op.lesson04_flash_options import attention

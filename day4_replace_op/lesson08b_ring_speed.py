@@ -17,11 +17,11 @@ import functools
 from unittest import mock
 
 from lessonkit import Steps, Table, device
+from lessonkit.modes.ranks import on_ranks
 
 import torch
 import torch.distributed as dist
 
-from day1_pytorch.lesson07_distributed import on_ranks
 from day4_replace_op import lesson08_ring_attention as ring
 from day4_replace_op.lesson08_ring_attention import ORDERS, Message, ring_attention
 

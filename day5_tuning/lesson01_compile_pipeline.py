@@ -26,12 +26,11 @@ from functools import cache
 
 from lessonkit import DEVICE, Steps, Table, compiled, device, rows
 from lessonkit.modes.compile_server import call_in_compiler
+from lessonkit.pages import listing
 
 import torch
 import triton
 import triton.language as tl
-
-from day5_tuning import listing
 
 
 # The kernel that is followed. Its offsets are 32 bits wide, so that the listing is short: matrices to 2^31 elements.

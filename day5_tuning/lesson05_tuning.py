@@ -27,14 +27,14 @@ Matmul: lesson05b_tuning_matmul. Flash attention: lesson05c_tuning_attention. Au
 """
 
 from lessonkit import Steps, device
+from lessonkit.measure.sweeps import FAMILY, H200, Figures, Sweep, figures, rank_correlation, show, together, waves
+from lessonkit.pages.compared import comparisons
 
 import torch
 import triton
 
 from day2_triton_basics.lesson03_softmax import LESSON as SOFTMAX
 from day2_triton_basics.lesson03_softmax import softmax_packed_kernel
-from day5_tuning.compared import comparisons
-from day5_tuning.sweeps import FAMILY, H200, Figures, Sweep, figures, rank_correlation, show, together, waves
 
 CLOCK = 1.9e9  # memory leaves the SMs idle, and so their clock high
 LATENCY = 1.2e-6  # seconds from a program's first load to its first byte, when memory is busy, and of its last store

@@ -22,6 +22,8 @@ Run it:    python day5_tuning/lesson05c_tuning_attention.py      (compiled and p
 import math
 
 from lessonkit import Steps, device
+from lessonkit.measure.sweeps import FAMILY, SHARED, Figures, Sweep, figures, show, together, waves
+from lessonkit.pages.compared import comparisons
 
 import torch
 import triton
@@ -29,8 +31,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from day4_replace_op.lesson03_flash_v2 import LESSON as FLASH
 from day4_replace_op.lesson03_flash_v2 import LOG2E, tma_kernel
-from day5_tuning.compared import comparisons
-from day5_tuning.sweeps import FAMILY, SHARED, Figures, Sweep, figures, show, together, waves
 
 CLOCK = 1.65e9  # higher than a matmul's 1.5: tensor cores that wait take less power
 LATENCY, ENDS, LAUNCH = 1000, 3000, 2.0  # cycles, cycles of a program around its loop, microseconds

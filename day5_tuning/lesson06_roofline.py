@@ -23,10 +23,9 @@ from collections import Counter
 from lessonkit import Steps, Table, report
 from lessonkit.lesson import kernels, shape_name
 from lessonkit.measure import ncu
+from lessonkit.pages.results import bound, intensity, largest, measured, operator
 
 import torch
-
-from day5_tuning.results import bound, intensity, largest, measured, operator
 
 RIDGE = {torch.float32: 12, torch.float8_e4m3fn: 360}  # FLOPs a byte; 190 in 16 bits
 

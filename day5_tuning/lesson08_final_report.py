@@ -28,11 +28,11 @@ from pathlib import Path
 
 from lessonkit import Steps, Table, device, report, rows
 from lessonkit.exercise import progress
+from lessonkit.pages import final
+from lessonkit.pages.final import Block
+from lessonkit.pages.results import bound, contests, language, measured
 
-from day5_tuning import final
-from day5_tuning.final import Block
 from day5_tuning.lesson06_roofline import draw_roofline, roofline
-from day5_tuning.results import bound, contests, language, measured
 
 SWEEPS = {"softmax": "lesson05_tuning", "matmul": "lesson05b_tuning_matmul", "attention": "lesson05c_tuning_attention"}
 NEXT = {  # what helps, by what binds

@@ -1,10 +1,11 @@
 """Day 5's exercises against what they stand for: the compiler that is installed, and the lessons' own model."""
 
 from lessonkit.exercise import source
+from lessonkit.measure import sweeps
 
 import pytest
 
-from day5_tuning import lesson05_tuning, sweeps
+from day5_tuning import lesson05_tuning
 from day5_tuning.exercises import listings
 
 pytestmark = pytest.mark.kept("day5_tuning/exercises/**/*")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress, source
-from lessonkit.pages import report
+from lessonkit.pages import compared, final, report, results
 
 import pytest
 
-from day5_tuning import compared, final, lesson06_roofline, lesson08_final_report, results
+from day5_tuning import lesson06_roofline, lesson08_final_report
 
 MEASURED = re.compile(r"\d[\d.,]*\s?(?:%|x\b|times|us\b|ms\b|TB/s|TFLOP/s)")
 WRITERS = (compared, lesson06_roofline, lesson08_final_report, results)

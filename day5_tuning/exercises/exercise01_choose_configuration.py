@@ -98,10 +98,9 @@ from unittest import mock
 
 from lessonkit import compiled
 from lessonkit.exercise import Exercise, Wrong, number, same
+from lessonkit.measure import sweeps
 
 import torch
-
-from day5_tuning import sweeps
 
 # Hopper's SM as the lessons have it, in the GPUs that they know; and SMs that nobody sells.
 FAMILY = [GPU(m.sms, *compiled.SM_LIMITS[90][:2], sweeps.SHARED, *compiled.SM_LIMITS[90][2:], m.memory)

@@ -52,8 +52,7 @@ AUTOTUNE_S = 7 * 18 * (1 + 1 / 8)
 # The learner's file ends here.
 from lessonkit import compiled
 from lessonkit.exercise import Exercise, Wrong, number
-
-from day5_tuning import sweeps
+from lessonkit.measure import sweeps
 
 
 def programs_and_waves():

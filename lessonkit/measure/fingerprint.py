@@ -15,10 +15,12 @@ from pathlib import Path
 
 from lessonkit.base import cpp_text
 
-# The part of the kit that reaches a kernel or its launch. The rest declares, checks and times: the walk stops there.
+# The part of the kit that reaches a kernel or its launch, or that makes a step's table. The rest declares, checks and
+# times: the walk stops there.
 VOCABULARY = {
     *("lessonkit", "lessonkit.base.device", "lessonkit.base.errors", "lessonkit.validate"),
     *("lessonkit.cuda", "lessonkit.cuda.extension", "lessonkit.modes.opaque", "lessonkit.modes.inductor"),
+    *("lessonkit.measure.sweeps", "lessonkit.pages.listing"),
 }
 EXTENSION = ("lessonkit.cuda.extension", "extension")  # loads a program; the program is followed, the loader is not
 DECLARATION = "LESSON"

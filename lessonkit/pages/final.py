@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lessonkit import plots, rows
 from lessonkit.base.markdown import markdown
+from lessonkit.measure import rows
+from lessonkit.pages import plots
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lessonkit import rows
 from lessonkit.lesson import Lesson, kernels
+from lessonkit.measure import rows
 from lessonkit.measure.rows import Row
 
 # The first pattern that a lesson's file matches names its operator; one that matches none is an operator by itself.

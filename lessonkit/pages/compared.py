@@ -5,9 +5,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lessonkit import Table
-
-from day5_tuning.sweeps import Sweep, figures, rank_correlation, read, show, sizes
+from lessonkit.lesson import Table
+from lessonkit.measure.sweeps import Sweep, figures, rank_correlation, read, show, sizes
 
 
 def comparisons(sweep: Sweep) -> tuple[Callable[[Path], Table | None], ...]:

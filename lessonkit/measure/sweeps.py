@@ -13,8 +13,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from lessonkit import Table, check, compiled, device, rows, timing
-from lessonkit.lesson import Lesson
+from lessonkit.base import device
+from lessonkit.judge import check
+from lessonkit.lesson import Lesson, Table
+from lessonkit.measure import rows, timing
+from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import call_in_compiler
 
 import torch
