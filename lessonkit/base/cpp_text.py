@@ -1,13 +1,21 @@
-"""Reading a .cu as text: which function, struct, constant or macro stands where."""
+"""C++ as text: what is code and what a comment or a string, which definition stands where, which headers it includes.
+
+The one place where the kit splits C++. Every function keeps offsets: a blanked text is as long as the text.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_QUIET = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.DOTALL)
+# A comment (which a backslash at its end continues), a raw string, a string, a character; in 1'000 the sign is none.
+_NO_CODE = re.compile(
+    r"""//(?:\\\n|[^\n])*|/\*.*?\*/|R"(?P<tag>[^\s()\\]{0,16})\(.*?\)(?P=tag)"|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])'(?:\\.|[^'\\\n])+'""",
+    re.DOTALL,
+)
+_INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _MACRO = re.compile(r"^[ \t]*#[ \t]*(?:define[ \t]+(\w+))?(?:[^\n\\]|\\.|\\\n)*", re.MULTILINE)
-_TRANSPARENT = re.compile(r"^\s*(?:inline\s+)?(?:namespace\b[\w:\s]*|extern\s*\"\s*\"\s*)$")
+_TRANSPARENT = re.compile(r"^\s*(?:inline\s+)?(?:namespace\b[\w:\s]*|extern\s*)$")
 _NAMED = re.compile(r"\b(?:struct|class|enum(?:\s+class)?|union|namespace|using|concept)\s+(\w+)")
 
 
@@ -20,22 +28,37 @@ class Definition:
     stop: int
 
 
-def without_comments(text: str, *, strings: bool = True) -> str:
-    """The text with comments blanked out, and the inside of strings too if not `strings`; every offset stays."""
+def without_comments(text: str) -> str:
+    """The text with its comments blanked out."""
+    return _NO_CODE.sub(lambda found: _blank(found) if found[0].startswith(("//", "/*")) else found[0], text)
 
-    def blank(found: re.Match[str]) -> str:
-        if found[0].startswith(("//", "/*")):
-            return re.sub(r"[^\n]", " ", found[0])
-        return found[0] if strings else found[0][0] + " " * (len(found[0]) - 2) + found[0][-1]
 
-    return _QUIET.sub(blank, text)
+def bare(text: str) -> str:
+    """The text with its comments, strings and characters blanked out: what is left are names and signs."""
+    return _NO_CODE.sub(_blank, text)
+
+
+def _blank(found: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", found[0])
+
+
+def local_files(source: Path, headers: Path) -> list[Path]:
+    """A program and the files that it includes by "name", directly or not, from its own folder or from `headers`."""
+    found, todo = list[Path](), [source]
+    while todo:
+        path = todo.pop()
+        if path not in found and path.is_file():
+            found.append(path)
+            places = ([path.parent / name, headers / name] for name in _INCLUDED.findall(path.read_text()))
+            todo += [place for place in (next((p for p in each if p.is_file()), None) for each in places) if place]
+    return found
 
 
 def definitions(text: str) -> list[Definition]:
     """Every definition in order; one name may be there several times (overloads, specialisations, #if branches)."""
-    quiet = without_comments(text, strings=False)
+    quiet = bare(text)
     found = [Definition(m[1], m.start(), m.end()) for m in _MACRO.finditer(quiet) if m[1]]
-    quiet = _MACRO.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), quiet)
+    quiet = _MACRO.sub(_blank, quiet)
     start, depth, opened = 0, 0, False  # of the definition at hand; has it had a brace?
     for at, letter in enumerate(quiet):
         if letter == "{" and depth == 0 and _TRANSPARENT.match(quiet[start:at]):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lessonkit.base import eviction, files
+from lessonkit.base import cpp_text, eviction, files
 from lessonkit.base.errors import BuildError
 from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.cuda import rewrite, toolchain
@@ -81,15 +81,7 @@ class Product:
 
 def local_files(source: Path) -> list[Path]:
     """The program and the headers of the course that it includes, directly or not."""
-    found, todo = [], [source]
-    while todo:
-        path = todo.pop()
-        if path not in found:
-            found.append(path)
-            names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE)
-            places = ([p for folder in (path.parent, SOURCES) if (p := folder / name).exists()] for name in names)
-            todo += [place[0] for place in places if place]
-    return found
+    return cpp_text.local_files(source, SOURCES)
 
 
 def _shown(path: Path) -> str:

@@ -13,13 +13,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lessonkit.base import cpp_text
+
 OPEN, CLOSE = "([{", ")]}"
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
-TOKENS = re.compile(
-    r"""//(?:\\\n|[^\n])*|/\*.*?\*/|R"(?P<tag>[^\s()\\]{0,16})\(.*?\)(?P=tag)"|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])'(?:\\.|[^'\\\n])+'""",
-    re.DOTALL,
-)
-
 
 _WANTED = re.compile(r"<<<|\b(?:(?:extern|static)\s+)*__shared__\b|\b__noinline__\b")
 
@@ -36,7 +33,7 @@ class _Source:
     name: str
 
     def __post_init__(self) -> None:
-        self.code = TOKENS.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), self.text)
+        self.code = cpp_text.bare(self.text)
 
     def error(self, at: int, message: str) -> RewriteError:
         return RewriteError(f"{self.name}:{self.text.count(chr(10), 0, at) + 1}: {message}")

@@ -345,7 +345,7 @@ class _Walk:
 
     def cpp_texts(self, path: Path, launchers: set[str]) -> set[str]:
         """What the launchers named reach in a program; all of it where no name leads to one."""
-        files = _included(path, self.root / "cuda_src")
+        files = cpp_text.local_files(path, self.root / "cuda_src")
         texts = tuple(file.read_text() for file in files)
         if EVERYTHING not in launchers:
             units = self.units
@@ -381,18 +381,6 @@ def _cpp_definitions(text: str) -> dict[str, list[str]]:
 
 def _cpp_words(text: str) -> list[str]:
     return cpp_text.tokens(cpp_text.without_comments(text))
-
-
-def _included(path: Path, sources: Path) -> list[Path]:
-    """The program and the headers of the repository that it includes, directly or not."""
-    found, todo = list[Path](), [path]
-    while todo:
-        each = todo.pop()
-        if each not in found and each.is_file():
-            found.append(each)
-            names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', each.read_text(), re.MULTILINE)
-            todo += [next((p for p in (each.parent / n, sources / n) if p.is_file()), each) for n in names]
-    return found
 
 
 @lru_cache(None)
