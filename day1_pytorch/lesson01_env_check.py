@@ -10,14 +10,13 @@ Run it:     python day1_pytorch/lesson01_env_check.py
 In brief:   python -m lessonkit doctor
 """
 
-import re
 from functools import cache
 
 from lessonkit import Steps, Table, device
-from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.files import ROOT
 from lessonkit.base.markdown import markdown
 from lessonkit.commands.doctor import Machine, findings, look, printed, version
-from lessonkit.measure.rows import machine
+from lessonkit.pages.sections import write_sections
 
 import torch
 
@@ -112,29 +111,14 @@ def days() -> Table:
     return Table("days", rows, "The same commands work everywhere; only the mode differs.")
 
 
-def write_parts(parts: dict[str, str]) -> str:
-    """Put sections (title -> Markdown) into day1_env_check.md; the others stay. Returns all of it.
-
-    The file is replaced in one step, so that a stopped run leaves the old one.
-    """
-    text = REPORT.read_text() if REPORT.exists() else ""
-    kept = dict(part.split("\n", 1) for part in re.split("^## ", text, flags=re.MULTILINE)[1:])
-    about = machine()
-    head = f"# Environment check: {about['gpu']}\n\n{about['date']}, commit {about['commit']}.\n"
-    body = [f"## {name}\n\n{text.strip()}\n" for name, text in (kept | parts).items()]
-    everything = "\n".join([head, *body])
-    write_atomically(REPORT, everything)
-    print(f"  wrote {REPORT}")
-    return everything
-
-
 def deliverable() -> None:
     """day1_env_check.md holds all of it; the last lesson of the day adds the training times of CPU and GPU."""
     code = "torch.cuda.is_available()"
     parts = {"torch": f"`{code}` is {torch.cuda.is_available()}, torch {torch.__version__}"}
     for table in (pieces(), nvidia_smi(), days()):
         parts[table.name] = markdown(table.rows[0], (row.values() for row in table.rows)) + f"\n{table.note}"
-    text = write_parts(parts)
+    text = write_sections(REPORT, "Environment check", parts)
+    print(f"  wrote {REPORT}")
     assert all(f.name in text for f in _found()[1]), "every finding is in the report"
     assert all(text.count(f"\n## {name}\n") == 1 for name in parts), "a second run replaces, it does not append"
 

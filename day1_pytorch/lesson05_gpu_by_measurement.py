@@ -15,9 +15,9 @@ Memory is measured in lesson09_memory_by_measurement.
 import time
 from functools import partial
 
-from lessonkit import DEVICE, Steps, Table, compiled, device, num_sms, show
+from lessonkit import DEVICE, Steps, Table, compiled, device, num_sms
+from lessonkit.commands.show import from_a_gpu
 from lessonkit.measure.timing import copy_of, measure
-from lessonkit.pages.report import committed
 
 import torch
 import triton
@@ -31,14 +31,6 @@ def seconds(contenders, flush=False):
     for fn in contenders.values():
         fn()  # compiles
     return {key: t.p50 * 1e-3 for key, t in measure(contenders, flush=flush, rounds=20).items()}
-
-
-def from_a_gpu(lesson, table):
-    """No GPU here: show what one measured."""
-    if rows := committed(lesson, table):
-        show.table(f"{table}, as committed from a GPU (none here)", rows[0], (row.values() for row in rows))
-    else:
-        print(f"  checked in the interpreter; no GPU here, and no figures of one are committed yet for {table!r}")
 
 
 # A chain of multiply-adds for each element, in registers only. BLOCK elements over 32 * num_warps lanes: below one

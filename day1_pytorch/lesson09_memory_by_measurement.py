@@ -15,13 +15,14 @@ Without a GPU every kernel is checked in the interpreter, and the committed figu
 from functools import partial
 
 from lessonkit import DEVICE, Steps, Table, device, num_sms
+from lessonkit.commands.show import from_a_gpu
 from lessonkit.measure.timing import copy_of
 
 import torch
 import triton
 import triton.language as tl
 
-from day1_pytorch.lesson05_gpu_by_measurement import from_a_gpu, seconds
+from day1_pytorch.lesson05_gpu_by_measurement import seconds
 
 
 # Each load gives the address of the next, so nothing overlaps. The position is kept between launches: a second launch

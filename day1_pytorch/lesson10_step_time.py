@@ -23,8 +23,10 @@ import shutil
 from functools import cache
 
 from lessonkit import DEVICE, Steps, Table, Unsupported, device
+from lessonkit.base.files import ROOT
 from lessonkit.base.markdown import markdown
 from lessonkit.pages.report import committed
+from lessonkit.pages.sections import write_sections
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
-from day1_pytorch.lesson01_env_check import write_parts
 from day1_pytorch.lesson04_training import digits, make_mlp
 
 CPU, GPU = torch.device("cpu"), DEVICE.type == "cuda"
@@ -273,7 +274,8 @@ def _launches(run):
 def deliverable():
     """day1_env_check.md gets its training times: batch sizes and the time of a step, here."""
     rows = _measured()
-    text = write_parts({"training": markdown(rows[0], (row.values() for row in rows))})
+    parts = {"training": markdown(rows[0], (row.values() for row in rows))}
+    text = write_sections(ROOT / "day1_pytorch" / "day1_env_check.md", "Environment check", parts)
     assert str(rows[-1]["us_per_step"]) in text
 
 

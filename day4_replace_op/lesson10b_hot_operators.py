@@ -25,6 +25,7 @@ Without a GPU the times are a CPU's, where a small operator costs what calling i
 from collections import Counter
 
 from lessonkit import DEVICE, Steps, Table, device
+from lessonkit.base.tables import digits
 
 import torch
 from torch.profiler import profile
@@ -69,11 +70,6 @@ def operators(run, steps=3):
         row |= {"time": f"{ms / total:.1%}", "GFLOP": digits(work["flops"] / 1e9), "MB": digits(work["bytes"] / 1e6)}
         rows.append(row | {"roof ms": digits(work["roof"] * 1e3)})
     return rows
-
-
-def digits(value):
-    """Four of them, at any size."""
-    return float(f"{value:.4g}")
 
 
 def _within(event, names):

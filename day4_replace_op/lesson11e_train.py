@@ -28,11 +28,11 @@ from contextlib import ExitStack, nullcontext
 from unittest import mock
 
 from lessonkit import Steps, Table, device, timing
+from lessonkit.commands.show import from_a_gpu
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from day1_pytorch.lesson05_gpu_by_measurement import from_a_gpu
 from day4_replace_op.lesson10_gpt import CONFIG, GPU, batches, make, stepper, train
 from day4_replace_op.lesson10b_hot_operators import Work
 from day4_replace_op.lesson11_replace_op import ONE_FOR_ONE, replaced

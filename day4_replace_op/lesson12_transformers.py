@@ -20,10 +20,10 @@ Run it:    python day4_replace_op/lesson12_transformers.py        (wants: pip in
 from functools import cache
 
 from lessonkit import DEVICE, Steps, Table, Unsupported, device, timing
+from lessonkit.commands.show import from_a_gpu
 
 import torch
 
-from day1_pytorch.lesson05_gpu_by_measurement import from_a_gpu
 from day1_pytorch.lesson08_custom_op import _raises
 from day4_replace_op.lesson10c_operators import attention
 

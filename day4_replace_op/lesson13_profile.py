@@ -29,6 +29,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from lessonkit import Steps, Table, Unsupported, device, plots, rows
+from lessonkit.base.tables import digits
 from lessonkit.measure import ncu
 
 import torch
@@ -36,7 +37,7 @@ from torch.profiler import profile
 
 from day1_pytorch.lesson06_profiler import ACTIVITIES, _limit, _limits
 from day4_replace_op.lesson10_gpt import CONFIG, GPU, SMALL, batches, make, stepper
-from day4_replace_op.lesson10b_hot_operators import digits, operators
+from day4_replace_op.lesson10b_hot_operators import operators
 from day4_replace_op.lesson11_replace_op import replaced
 from day4_replace_op.lesson11e_train import VARIANTS
 

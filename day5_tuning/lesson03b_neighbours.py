@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from lessonkit import DEVICE, Steps, Table, compiled
 from lessonkit.base.device import HAS_GPU
 from lessonkit.base.files import environment
+from lessonkit.commands.show import from_a_gpu
 from lessonkit.modes.compile_server import call_in_compiler
 
 import torch
@@ -41,7 +42,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from day1_pytorch.lesson05_gpu_by_measurement import from_a_gpu
 from day3_matmul_tk import lesson02_matmul_persistent as lesson02
 from day3_matmul_tk.lesson07_gluon_matmul import barriers
 

@@ -21,11 +21,11 @@ import time
 
 from lessonkit import DEVICE, Steps, Table, expect, report, rows, timing
 from lessonkit.base.device import HAS_GPU
+from lessonkit.commands.show import from_a_gpu
 
 import torch
 import triton
 
-from day1_pytorch.lesson05_gpu_by_measurement import from_a_gpu
 from day2_triton_basics.lesson03_softmax import softmax_shared
 
 

@@ -1,7 +1,7 @@
 """The course's shared code: what a lesson declares, how it is checked, compiled, timed and reported.
 
 A lesson imports this before triton (see lessonkit.base.device). The modules stand in groups, each of which imports only
-those to its left: base | lesson, validate | modes, cuda | judge | exercise | measure | pages | commands.
+those to its left: base | lesson, validate | cuda | modes | judge | exercise | measure | pages | commands.
 """
 
 from importlib import import_module

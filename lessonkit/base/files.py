@@ -16,7 +16,6 @@ BY_NAME = {
     "plots": "pages",
     "report": "pages",
     "rows": "measure",
-    "show": "commands",
     "timing": "measure",
 }
 

@@ -42,3 +42,8 @@ def head(path: Path) -> dict[str, Any]:
 def seal(rows: Iterable[dict[str, Any]], commit: str) -> str:
     """A hash of a table and of the commit that it was measured at."""
     return hashlib.sha256(f"{commit}\n{to_csv(rows)}".encode()).hexdigest()[:10]
+
+
+def digits(value: float) -> float:
+    """A figure with four significant digits, at any size."""
+    return float(f"{value:.4g}")

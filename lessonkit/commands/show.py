@@ -176,3 +176,11 @@ def steps(name: str, lesson: Steps) -> None:
             if found := compare(folder):
                 table(f"{folder.name}: {found.name}", found.rows[0], (row.values() for row in found.rows))
                 console.print(found.note, highlight=False)
+
+
+def from_a_gpu(lesson: str, name: str) -> None:
+    """Print a step's table as a GPU measured it, on a machine that has none."""
+    if found := report.committed(lesson, name):
+        table(f"{name}, as committed from a GPU (none here)", found[0], (row.values() for row in found))
+    else:
+        print(f"  checked in the interpreter; no GPU here, and no figures of one are committed yet for {name!r}")
