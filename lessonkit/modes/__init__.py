@@ -1,1 +1,1 @@
-"""The ways to run a kernel of Triton: interpreted, compiled for a GPU that is not here."""
+"""The ways to run a lesson: interpreted, compiled for a GPU that is not here, on several ranks."""
