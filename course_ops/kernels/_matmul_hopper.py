@@ -17,13 +17,13 @@ def runs_gluon(x: Tensor) -> bool:
 
 
 @gluon.jit
-def alloc_ring(desc, STAGES: gl.constexpr):
+def allocate_stages(desc, STAGES: gl.constexpr):
     """Shared memory for STAGES blocks, laid out and swizzled as TMA writes them."""
     return gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
 
 
 @gluon.jit
-def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """COUNT mbarriers whose phase ends after ARRIVALS arrivals and all bytes that were announced."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from course_ops._common import num_sms, tma_takes
-from course_ops.kernels._matmul_hopper import alloc_barriers, alloc_ring, ring_slot, store_tile, swizzled_tile
+from course_ops.kernels._matmul_hopper import allocate_barriers, allocate_stages, ring_slot, store_tile, swizzled_tile
 from course_ops.kernels._tiles import predicted_cycles
 from course_ops.kernels.matmul_fp8 import FP8
 
@@ -85,9 +85,9 @@ def sum_kernel(
     a_desc, b_desc, c_desc, scale_desc, scale_a_ptr, scale_b_ptr, tiles_m, tiles_n, steps, M, N, STAGES: gl.constexpr,
     GROUP: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    c_smem = alloc_ring(c_desc, 4)
-    full, empty = alloc_barriers(STAGES, 1), alloc_barriers(STAGES, 2)
-    ring = alloc_ring(a_desc, 2 * STAGES), alloc_ring(b_desc, STAGES), None, full, empty
+    c_smem = allocate_stages(c_desc, 4)
+    full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)
+    ring = allocate_stages(a_desc, 2 * STAGES), allocate_stages(b_desc, STAGES), None, full, empty
     sizes, scales = (tiles_m, tiles_n, steps, M, N), (scale_a_ptr, scale_b_ptr)
     gl.warp_specialize(
         [
@@ -157,10 +157,10 @@ def promote_kernel(
     a_desc, b_desc, c_desc, scale_desc, scale_a_ptr, scale_b_ptr, tiles_m, tiles_n, steps, M, N, STAGES: gl.constexpr,
     GROUP: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    c_smem = alloc_ring(c_desc, 2 * CONSUMERS)
-    full, empty = alloc_barriers(STAGES, 1), alloc_barriers(STAGES, CONSUMERS)
-    a_smem, scale_smem = alloc_ring(a_desc, STAGES * CONSUMERS), alloc_ring(scale_desc, STAGES * CONSUMERS)
-    ring = a_smem, alloc_ring(b_desc, STAGES), scale_smem, full, empty
+    c_smem = allocate_stages(c_desc, 2 * CONSUMERS)
+    full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, CONSUMERS)
+    a_smem, scale_smem = allocate_stages(a_desc, STAGES * CONSUMERS), allocate_stages(scale_desc, STAGES * CONSUMERS)
+    ring = a_smem, allocate_stages(b_desc, STAGES), scale_smem, full, empty
     sizes = (tiles_m, tiles_n, steps, M, N)
     if CONSUMERS == 2:
         gl.warp_specialize([

@@ -8,8 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from course_ops._common import num_sms
 from course_ops.kernels._matmul_hopper import (
-    alloc_barriers,
-    alloc_ring,
+    allocate_barriers,
+    allocate_stages,
     as_operand,
     describe,
     load_stage,
@@ -83,9 +83,12 @@ def persistent_kernel(
     a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, STAGES: gl.constexpr, GROUP: gl.constexpr,
     A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
-    c_smem = alloc_ring(c_desc, 4)  # panels of 64 x 64, two for each consumer
-    full, empty = alloc_barriers(STAGES, 1), alloc_barriers(STAGES, 2)  # the producer arrives; both consumers arrive
-    ring = alloc_ring(a_desc, STAGES), alloc_ring(b_desc, STAGES), full, empty
+    c_smem = allocate_stages(c_desc, 4)  # panels of 64 x 64, two for each consumer
+    full, empty = (
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 2),
+    )  # the producer arrives; both consumers arrive
+    ring = allocate_stages(a_desc, STAGES), allocate_stages(b_desc, STAGES), full, empty
     sizes = (tiles_m, tiles_n, steps)
     # Registers a thread: 232 for each consumer, 40 for the producer. The first partition takes what is left.
     gl.warp_specialize(

@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from course_ops._common import num_sms
 from course_ops.kernels._matmul_hopper import (
-    alloc_barriers,
-    alloc_ring,
+    allocate_barriers,
+    allocate_stages,
     as_operand,
     block_barrier,
     describe,
@@ -139,8 +139,8 @@ def split_k_kernel(
     parts_ptr, counters_ptr,  # [tiles, 2, SPLITS (whose share), SPLITS (from whom), SIZE] fp32; [tiles, 2] int32
     tiles_m, steps, M, STAGES: gl.constexpr, SPLITS: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
-    full, empty = alloc_barriers(STAGES, 1), alloc_barriers(STAGES, 2)
-    ring = alloc_ring(a_desc, STAGES), alloc_ring(b_desc, STAGES), full, empty
+    full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)
+    ring = allocate_stages(a_desc, STAGES), allocate_stages(b_desc, STAGES), full, empty
     tile, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
     corner = tile % tiles_m * 128, tile // tiles_m * b_desc.block_type.shape[0 if B_T else 1]
     part = split * steps // SPLITS, (split + 1) * steps // SPLITS - split * steps // SPLITS  # first step, and how many
