@@ -9,7 +9,8 @@ from course_ops.grouped_matmul import grouped_matmul
 from course_ops.linear import linear
 from course_ops.matmul import matmul
 from course_ops.matmul_fp8 import matmul_fp8
+from course_ops.patch import patch
 from course_ops.quantize import quantize
 from course_ops.scan import scan
 
-__all__ = ["Unsupported", "grouped_matmul", "linear", "matmul", "matmul_fp8", "quantize", "scan"]
+__all__ = ["Unsupported", "grouped_matmul", "linear", "matmul", "matmul_fp8", "patch", "quantize", "scan"]
