@@ -22,6 +22,12 @@ DEVICE = device.DEVICE
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = torch.ops.course_ops
+needs_fp8 = pytest.mark.skipif(device.HAS_GPU and device.capability() < 89, reason="a GPU without fp8")
+
+
+def large(*cases):
+    """Cases that reach the persistent kernels of a GPU and would take the interpreter minutes."""
+    return [pytest.param(*case, marks=pytest.mark.skipif(not device.HAS_GPU, reason="no GPU")) for case in cases]
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +72,11 @@ SHAPES = (
     ((131, 40, 33), "", 0),  # pointers
     ((136, 72, 80), "ab", 8),  # TMA
     ((130, 73, 71), "", 0),  # TMA after copies
+    *large(
+        ((200, 1000, 1000), "", 0),  # K in parts
+        ((1544, 6152, 72), "", 0),  # more tiles than SMs; the second begins in the middle of the ring
+        ((1544, 6152, 328), "ab", 8),
+    ),
 )
 
 
@@ -168,7 +179,7 @@ def reference_linear(activation):
 
 @pytest.mark.parametrize("activation", [None, "gelu_tanh"])
 @pytest.mark.parametrize("extra", ["", "bias", "bias residual", "residual"])
-@pytest.mark.parametrize(("M", "N", "K"), [(5, 40, 24), (136, 72, 64), (131, 37, 19)])
+@pytest.mark.parametrize(("M", "N", "K"), [(5, 40, 24), (136, 72, 64), (131, 37, 19), *large((2060, 4104, 16))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_linear(dev, dtype, M, N, K, extra, activation):
     leaves = [leaf(M, K, dev=dev, dtype=dtype), leaf(N, K, dev=dev, dtype=dtype, scale=1.5 / math.sqrt(K))]
@@ -228,6 +239,7 @@ def spread(q, scale, rows, cols):
     return q.float() * scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: len(q), : q.shape[1]]
 
 
+@needs_fp8
 @pytest.mark.parametrize(("scheme", "shape"), [
     ("tensor", (70, 300)), ("rows", (5, 1021)), ("blocks", (37, 131)), ("squares", (130, 259)), ("rows", (2, 16400)),
 ])  # fmt: skip
@@ -248,6 +260,7 @@ def test_quantize(dev, scheme, shape, dtype):
     assert torch.equal(cpu_q.float(), q.cpu().float())
 
 
+@needs_fp8
 def test_quantize_strange_numbers_and_nothing(dev):
     x = uneven(4, 300, dev)
     x[0, 5], x[2, 200] = math.nan, math.inf
@@ -266,9 +279,11 @@ def test_quantize_strange_numbers_and_nothing(dev):
         assert (scale == 1).all()
 
 
+@needs_fp8
 @pytest.mark.parametrize(
-    ("M", "N", "K"), [(37, 131, 71), (5, 133, 135), (40, 264, 272), (0, 5, 16), (3, 5, 0), (1, 1, 1)]
-)
+    ("M", "N", "K"), [(37, 131, 71), (5, 133, 135), (40, 264, 272), (0, 5, 16), (3, 5, 0), (1, 1, 1),
+    *large((200, 520, 1040), (1544, 6280, 272))],
+)  # fmt: skip
 @pytest.mark.parametrize("scheme", ["tensor", "rows", "blocks"])
 def test_matmul_fp8(dev, M, N, K, scheme):
     def quantized(rows, scheme):
@@ -292,6 +307,7 @@ def test_matmul_fp8(dev, M, N, K, scheme):
     )
 
 
+@needs_fp8
 def test_quantize_and_matmul_fp8_fit_together(dev):
     x, w = torch.randn(20, 256, device=dev), torch.randn(136, 256, device=dev)
     for of_x, of_w in (("tensor", "tensor"), ("rows", "rows"), ("blocks", "squares")):
@@ -313,6 +329,7 @@ def by_groups(x, w, offsets):
     ((0, 13, 13, 40), 24, 16, False), ((0, 50, 150), 70, 33, False), ((0, 20, 90), 72, 40, True),
     ((3, 5, 5), 8, 8, True),
     ((0, 5), 0, 8, False), ((0, 0, 1), 1, 1, False), ((20, 60, 130), 24, 72, False), ((0, 0), 4, 5, False),
+    *large(((5, 1200, 1200, 1263, 4000), 136, 1024, False)),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_grouped_matmul(dev, dtype, ends, K, N, transposed):
@@ -368,7 +385,40 @@ def test_scan_of_a_stride_and_its_gradients(dev):
     torch.testing.assert_close(ours, torch.autograd.grad(x.cumsum(0), x, dy)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(not device.HAS_GPU, reason="no GPU")
+@pytest.mark.parametrize(("M", "N", "K"), [(16, 4096, 4096), (200, 1000, 4096)])
+def test_kernels_that_meet_in_memory_can_be_captured_and_share_the_gpu(M, N, K):
+    """Stream-K and split-K in a CUDA graph, replayed beside calls on another stream: always the same bits."""
+    a, b = matrix(M, K, DEVICE, torch.bfloat16), matrix(K, N, DEVICE, torch.bfloat16)
+    expected = course_ops.matmul(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = course_ops.matmul(a, b)
+    side, results = torch.cuda.Stream(), []
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        graph.replay()
+        results.append(captured.clone())
+        with torch.cuda.stream(side):
+            results.append(course_ops.matmul(a, b))
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, expected) for result in results)
+
+
 # ---- Operators as PyTorch sees them -------------------------------------------------------------------------------
+
+
+EXAMPLES = (
+    "matmul",
+    "linear",
+    "linear_plain",
+    "linear_epilogue_backward",
+    "linear_bias_backward",
+    pytest.param("quantize", marks=needs_fp8),
+    pytest.param("matmul_fp8", marks=needs_fp8),
+    "grouped_matmul",
+    "scan",
+)
 
 
 def examples():
@@ -381,9 +431,8 @@ def examples():
     )
     experts = torch.randn(2, 24, 8, device=DEVICE)
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
-    a, a_scale = course_ops.quantize(x.detach(), "rows")
-    b, b_scale = course_ops.quantize(w.detach(), "rows")
-    fp8 = a, a_scale, b.t(), b_scale.t()
+    (a, a_scale), (b, b_scale) = (course_ops.quantize(t.detach().cpu(), "rows") for t in (x, w))
+    fp8 = tuple(t.to(DEVICE) for t in (a, a_scale, b.t(), b_scale.t()))
     vector = leaf(300, dev=DEVICE)
     return {
         "matmul": (course_ops.matmul, (x, w.t()), OPS.matmul, (x, w.t())),
@@ -401,7 +450,7 @@ def examples():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", examples())
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_operator_is_sound(dev, name):
     _, _, operator, args = examples()[name]
     args = tuple(a.detach().to(dev).requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args)
@@ -411,7 +460,7 @@ def test_operator_is_sound(dev, name):
     assert set(torch.library.opcheck(operator.default, args, test_utils=checks).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", [name for name, (fn, *_) in examples().items() if fn])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if "backward" not in str(name)])
 def test_compiled_as_one_graph(name):
     fn, args, *_ = examples()[name]
     torch._dynamo.reset()
