@@ -65,6 +65,7 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     offsets[0] and from offsets[E] on belong to no group: they are zeros. On a GPU offsets are not checked: if they
     descend, y is undefined, but nothing outside of it is touched. Differentiable in x; not in w.
     Raises TypeError for a dtype, ValueError for a shape, a device or a w that requires grad.
+    Source: Gale et al. 2022, MegaBlocks, section 3 (why groups of unequal size should not be padded).
     """
     expect(x=x, ndim=2)
     expect(w=w, ndim=3)

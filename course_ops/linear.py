@@ -127,6 +127,7 @@ def linear(
     activation: None or "gelu_tanh" (F.gelu(approximate="tanh")). Returns [..., N]. Differentiable in all tensors; with
     an activation and a gradient to come x W^T + bias is kept for the backward, [..., N] in x's dtype.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for another activation.
+    Source: Hendrycks and Gimpel 2016, section 2 (GELU's tanh form).
     """
     tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     expect(**{name: t for name, t in tensors.items() if t is not None}, same_dtype=True)

@@ -61,6 +61,7 @@ def quantize(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     x: fp32, fp16 or bf16, any strides. An element loses at most 1/16 of itself, or half of 2^-9 scales if it is tiny. A
     group of zeros has scale 1; NaN makes its group NaN. Not differentiable.
     Raises TypeError for a dtype, ValueError for a shape, another scheme or a wanted gradient, Unsupported before sm_89.
+    Source: DeepSeek-V3, section 3.3.2 (blocks for activations, squares for weights).
     """
     expect(x=x, ndim=2)
     if scheme not in SCHEMES:

@@ -516,61 +516,94 @@ def test_refused(call, error, words):
 
 # ---- The lessons' machine code ------------------------------------------------------------------------------------
 
-NIGHT = pytest.mark.night
-SAME = [
-    ("hopper", 4096, 4096, 4096, ""),
-    *(
-        pytest.param(name, M, N, K, t, marks=NIGHT)
-        for name, M, N, K, t in (
-            ("hopper", 1024, 1024, 1024, ""), ("hopper", 4096, 4096, 4096, "ab"), ("split_k", 1024, 1024, 1024, ""),
-            ("split_k", 128, 4096, 14336, "b"), ("skinny", 16, 4096, 4096, "b"), ("skinny", 1, 4096, 4096, "b"),
-            ("tma", 1024, 1024, 1024, ""), ("fp8 tensor", 4096, 4096, 4096, ""), ("fp8 rows", 4096, 4096, 4096, ""),
-            ("fp8 blocks", 4096, 4096, 4096, ""), ("fp8 blocks", 8192, 8192, 8192, ""),
-        )
-    ),
-]  # fmt: skip
+BF16 = torch.bfloat16
+TENSORS = {"tensor": 4096, "rows": 4096, "blocks": 8192}  # a kernel for each scheme
 
 
-@pytest.mark.parametrize(("kernel", "M", "N", "K", "transposed"), SAME)
-def test_a_lessons_last_rung_is_the_operators_kernel(kernel, M, N, K, transposed):
-    """Compiled for sm_90 both are the same machine code with the same grid, warps and shared memory."""
-    theirs, ours = elsewhere("tests.test_course_ops_matmul", "launches_of", kernel, M, N, K, transposed)
-    assert ours == theirs
-
-
-def launches_of(kernel, M, N, K, transposed):
-    """What lesson and operator launch: [machine code, grid, warps, shared memory] each. In a compiling process."""
-    from lessonkit.launches import recording
-
-    import course_ops.matmul  # noqa: F401
-    from course_ops import matmul_fp8  # noqa: F401
+def same_code_cases():
+    """{case: (the lesson's rung, the operator's launcher, arguments)}, made in a compiling process."""
+    from course_ops.kernels import grouped_matmul, linear, matmul_fp8_hopper, quantize, scan
+    from day2_triton_basics import lesson14_scan
     from day3_matmul_tk import (
         lesson02_matmul_persistent,
         lesson03_matmul_skinny,
+        lesson04_matmul_epilogue,
         lesson05_matmul_fp8,
+        lesson05b_quantize_fp8,
+        lesson06_grouped_matmul,
         lesson07b_gluon_persistent,
         lesson07c_gluon_small,
         lesson07e_gluon_fp8_blocks,
     )
 
-    fp8, matmul = (sys.modules[f"course_ops.{name}"] for name in ("matmul_fp8", "matmul"))
-    name, _, scheme = kernel.partition(" ")
-    rung = {
-        "hopper": lesson07b_gluon_persistent.matmul,
-        "split_k": lesson07c_gluon_small.fitted,
-        "skinny": lesson03_matmul_skinny.matmul_skinny,
-        "tma": lesson02_matmul_persistent.matmul,
-        "fp8": lesson07e_gluon_fp8_blocks.matmul_fp8,
-    }[name]
-    if name == "fp8":
-        args = lesson05_matmul_fp8.inputs(M, N, K, scheme)
-        ours = lambda *args: fp8.kernel_for(args[0], args[1], scheme).launch(*args, scheme)  # noqa: E731
-    else:
-        args = lesson07c_gluon_small.inputs(M, N, K, dtype=torch.bfloat16, transposed=transposed)
-        ours = next(k for k in matmul.DISPATCH if k.name == name).launch
+    launch = {kernel.name: kernel.launch for kernel in sys.modules["course_ops.matmul"].DISPATCH}
+
+    def operands(M, N, K, transposed=""):
+        return lesson07c_gluon_small.inputs(M, N, K, dtype=BF16, transposed=transposed)
+
+    def fp8(scheme):
+        kernel = matmul_fp8_hopper.fp8_promote_hopper if scheme == "blocks" else matmul_fp8_hopper.fp8_sum_hopper
+        n = TENSORS[scheme]
+        args = lesson05_matmul_fp8.inputs(n, n, n, scheme)
+        return lesson07e_gluon_fp8_blocks.matmul_fp8, lambda *args: kernel(*args, scheme), args
+
+    hopper, skinny = lesson07b_gluon_persistent.matmul, lesson03_matmul_skinny.matmul_skinny
+    epilogue = lesson04_matmul_epilogue
+    return {
+        "hopper": lambda: (hopper, launch["hopper"], operands(4096, 4096, 4096)),
+        "hopper, narrow tiles": lambda: (hopper, launch["hopper"], operands(1024, 1024, 1024)),
+        "hopper, transposed": lambda: (hopper, launch["hopper"], operands(4096, 4096, 4096, "ab")),
+        "split K": lambda: (lesson07c_gluon_small.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
+        "one wave": lambda: (lesson07c_gluon_small.fitted, launch["split_k"], operands(1024, 1024, 1024)),
+        "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 4096, "b")),
+        "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
+        "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
+        "pointers": lambda: (lesson02_matmul_persistent.matmul, launch["pointers"], operands(300, 40, 35)),
+        "fp8 tensor": lambda: fp8("tensor"),
+        "fp8 rows": lambda: fp8("rows"),
+        "fp8 blocks": lambda: fp8("blocks"),
+        "linear": lambda: (
+            epilogue.linear_gelu,
+            lambda x, w, bias, residual: linear.linear_tma(x, w, bias, residual, True, None),
+            epilogue.inputs(8192, 4096, 4096, residual=True, dtype=BF16),
+        ),
+        "grouped": lambda: (
+            lesson06_grouped_matmul.grouped_matmul,
+            grouped_matmul.grouped_tma,
+            lesson06_grouped_matmul.inputs(8192, 8, 4096, 4096, dtype=BF16),
+        ),
+        "quantize": lambda: (
+            lesson05b_quantize_fp8.quantize,
+            quantize.quantize,
+            lesson05b_quantize_fp8.inputs(8192, 8192, dtype=BF16),
+        ),
+        "scan": lambda: (lesson14_scan.scan_look_back, scan.scan_look_back, lesson14_scan.inputs(2**20)),
+    }
+
+
+PUSH = ("hopper", "scan")  # one in Gluon, one in Triton
+NIGHT = (
+    "hopper, narrow tiles", "hopper, transposed", "split K", "one wave", "Stream-K", "one row", "TMA", "pointers",
+    "fp8 tensor", "fp8 rows", "fp8 blocks", "linear", "grouped", "quantize",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*PUSH, *(pytest.param(case, marks=pytest.mark.night) for case in NIGHT)])
+def test_a_lessons_last_rung_is_the_operators_kernel(case):
+    """Compiled for sm_90 both are the same machine code with the same grid, warps and shared memory."""
+    theirs, ours = elsewhere("tests.test_course_ops_matmul", "launches_of", case)
+    assert theirs
+    assert ours == theirs
+
+
+def launches_of(case):
+    """What lesson and operator launch: [machine code, grid, warps, shared memory] each. In a compiling process."""
+    from lessonkit.launches import recording
+
     found = []
     with recording() as events:
-        for launch in (rung, ours):
+        rung, launcher, args = same_code_cases()[case]()
+        for launch in (rung, launcher):
             events.clear()
             launch(*args)
             found.append([list(map(str, event[2:6])) for event in events if event[0] == "kernel"])
