@@ -1,0 +1,101 @@
+"""Idioms that the Hopper matmuls share, in Gluon: a ring of stages with mbarriers, TMA loads, C by TMA in panels."""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from course_ops._common import architecture, tma_takes, triton_interprets
+
+block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a partition; renamed in Triton 3.7
+
+
+def runs_gluon(x: Tensor) -> bool:
+    """Whether kernels with wgmma run: sm_90 alone has it, and Triton's interpreter has no Gluon."""
+    return architecture(x.device) == 90 and not triton_interprets()
+
+
+@gluon.jit
+def allocate_stages(desc, STAGES: gl.constexpr):
+    """Shared memory for STAGES blocks, laid out and swizzled as TMA writes them."""
+    return gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT mbarriers whose phase ends after ARRIVALS arrivals and all bytes that were announced."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    fence_async_shared()  # TMA, which counts bytes there, must see them too
+    return bars
+
+
+@gluon.jit
+def ring_slot(count, STAGES: gl.constexpr):
+    """The stage that the count-th use of the ring takes, and the parity of its round."""
+    return count % STAGES, count // STAGES & 1
+
+
+@gluon.jit
+def swizzled_tile(index, tiles_m, tiles_n, GROUP: gl.constexpr):
+    """The tile (row, column) that comes index-th: down GROUP rows of tiles, then to the next column of tiles."""
+    first = index // (GROUP * tiles_n) * GROUP
+    height = min(tiles_m - first, GROUP)  # the last group may be lower
+    within = index % (GROUP * tiles_n)
+    return first + within % height, within // height
+
+
+# Past the end of a matrix TMA writes zeros on both sides of the product and counts them as arrived bytes. A transposed
+# matrix is copied as it lies in memory; the reader permutes it.
+@gluon.jit
+def load_stage(a_desc, b_desc, a_smem, b_smem, full, row, col, k, A_T: gl.constexpr, B_T: gl.constexpr, pred=True):
+    """One step's blocks of A and B into a stage; `full` completes when their bytes have arrived."""
+    mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred)
+    tma.async_copy_global_to_shared(a_desc, [k, row] if A_T else [row, k], full, a_smem, pred)
+    tma.async_copy_global_to_shared(b_desc, [col, k] if B_T else [k, col], full, b_smem, pred)
+
+
+@gluon.jit
+def as_operand(smem, TRANSPOSED: gl.constexpr):
+    """A block as wgmma multiplies it; free, since wgmma reads 16-bit blocks by rows or by columns."""
+    return smem.permute((1, 0)) if TRANSPOSED else smem
+
+
+@gluon.jit
+def split_columns(x):
+    """[M, N] -> the left and the right [M, N / 2]. A thread holds columns of both, so nothing moves."""
+    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
+
+
+# store_wait(1): all panels but the last have left shared memory, so this one's buffer may be overwritten. The fence
+# orders the threads' writes before TMA's reads.
+@gluon.jit
+def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
+    """acc to C in panels of 64 columns, through buffers FIRST and FIRST + 1 of c_smem by turns."""
+    panels = split_columns(acc)
+    if acc.shape[1] == 256:
+        panels = split_columns(panels[0]) + split_columns(panels[1])
+    # Even, or a tile's last panel and the next tile's first would share a buffer.
+    gl.static_assert(len(panels) % 2 == 0)
+    for p in gl.static_range(len(panels)):
+        panel = c_smem.index(FIRST + p % 2)
+        tma.store_wait(1)
+        panel.store(panels[p].to(c_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(c_desc, [row, col + 64 * p], panel)
+
+
+def describe(t: Tensor, rows: int, cols: int) -> tuple[TensorDescriptor, bool]:
+    """A TMA descriptor of a 16-bit matrix for blocks of rows x cols, and whether it lies transposed."""
+    transposed = t.stride(1) != 1
+    if transposed:
+        t, rows, cols = t.t(), cols, rows
+    layout = gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)  # any 16 bits: 128-byte swizzle
+    return TensorDescriptor.from_tensor(t, [rows, cols], layout), transposed
+
+
+def wgmma_takes(*matrices: Tensor) -> bool:
+    """Whether each is a 16-bit matrix that TMA can copy by its rows or by its columns."""
+    return all(t.element_size() == 2 and (tma_takes(t) or tma_takes(t.t())) for t in matrices)

@@ -1,0 +1,239 @@
+"""y = gelu(x W^T + bias) + residual with the epilogue in the matmul's registers, and what its backward adds."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
+from course_ops.kernels._tiles import swizzled_tile
+
+# gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded.
+LINEAR = tl.constexpr(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
+CUBIC = tl.constexpr(LINEAR.value * 0.044715)
+LN2 = tl.constexpr(math.log(2))
+INTERPRETED = tl.constexpr(triton_interprets())
+
+
+@triton.jit
+def gelu(z):
+    return z / (1 + tl.exp2(z * (z * z * CUBIC + LINEAR)))  # far below 0 exp2 is inf, and z / inf is -0
+
+
+@triton.jit
+def gelu_16_bits(z):
+    """By one special function, tanh itself, to 11 bits: enough for a result in 16 bits. The interpreter has no PTX."""
+    if INTERPRETED:
+        return gelu(z)
+    u = z * (z * z * 0.0356774081 + 0.7978845608)  # sqrt(2 / pi) (z + 0.044715 z^3)
+    t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
+    return 0.5 * z * t + 0.5 * z
+
+
+# gelu(z) = z s with s = 1 / (1 + exp2(g)), g = LINEAR z + CUBIC z^3; ds/dz = -s (1 - s) ln(2) dg/dz.
+@triton.jit
+def gelu_slope(z):
+    s = 1 / (1 + tl.exp2(z * (z * z * CUBIC + LINEAR)))
+    return s - z * s * (1 - s) * (z * z * (3 * CUBIC) + LINEAR) * LN2
+
+
+# A program a tile. Sum, bias and residual meet in fp32, and the result is rounded once. SAVE: z for the backward.
+@triton.jit
+def pointers_kernel(
+    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, z_ptr,  # [M, K], [N, K], [N], [M, N] each
+    M, N, K, stride_x, stride_w, stride_r,
+    BIAS: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = swizzled_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, 8)
+    rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        ks = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + rows * stride_x + ks, mask=(rows < M) & (ks < K), other=0.0)
+        w = tl.load(w_ptr + cols * stride_w + ks[:, None], mask=(cols < N) & (ks[:, None] < K), other=0.0)
+        z = tl.dot(x, w, z, input_precision="ieee")  # fp32 stays fp32, as in PyTorch
+    mask = (rows < M) & (cols < N)
+    if BIAS:
+        z += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if SAVE:
+        tl.store(z_ptr + rows * N + cols, z.to(z_ptr.dtype.element_ty), mask=mask)
+    if GELU:
+        z = gelu(z)
+    if RESIDUAL:
+        z += tl.load(residual_ptr + rows * stride_r + cols, mask=mask).to(tl.float32)
+    tl.store(y_ptr + rows * N + cols, z.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# Persistent: a program an SM walks over tiles; TMA brings operands and residual and takes y and z, in halves of a tile.
+@triton.jit
+def tma_kernel(
+    x_desc, w_desc, bias_ptr, residual_desc, y_desc, z_desc, M, N, K,
+    BIAS: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = swizzled_tile(tile, M, N, BLOCK_M, BLOCK_N, 8)
+        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            acc = tl.dot(x_desc.load([row, k]), w_desc.load([col, k]).T, acc)
+        halves = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        for half in tl.static_range(2):
+            start = col + half * (BLOCK_N // 2)
+            cols = start + tl.arange(0, BLOCK_N // 2)
+            z = halves[half]
+            if BIAS:
+                z += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+            if SAVE:
+                z_desc.store([row, start], z.to(z_desc.dtype))
+            if GELU:
+                z = gelu_16_bits(z)
+            if RESIDUAL:
+                z += residual_desc.load([row, start]).to(tl.float32)
+            y_desc.store([row, start], z.to(y_desc.dtype))
+
+
+@triton.jit
+def epilogue_kernel(
+    x_ptr, bias_ptr, residual_ptr, y_ptr, z_ptr, M, N, stride_r,  # [M, N] fp32, [N], [M, N] each
+    BIAS: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < M) & (cols < N)
+    x = tl.load(x_ptr + rows * N + cols, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if SAVE:
+        tl.store(z_ptr + rows * N + cols, x.to(z_ptr.dtype.element_ty), mask=mask)
+    if GELU:
+        x = gelu(x)
+    if RESIDUAL:
+        x += tl.load(residual_ptr + rows * stride_r + cols, mask=mask).to(tl.float32)
+    tl.store(y_ptr + rows * N + cols, x, mask=mask)
+
+
+def linear_pointers(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
+) -> Tensor:
+    """x [M, K], w [N, K], bias [N], residual [M, N] -> y [M, N]; x W^T + bias goes to `save`, a contiguous [M, N]."""
+    M, N, y = len(x), len(w), x.new_empty(len(x), len(w))
+    if y.numel():
+        # 128 bytes of K a step; 3 stages of 32 KB, so that two programs fit on an SM of Hopper.
+        pointers_kernel[(triton.cdiv(M, 128) * triton.cdiv(N, 128),)](
+            x, w, bias, residual, y, save, M, N, x.shape[1],
+            x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0),
+            bias is not None, gelu, residual is not None, save is not None,
+            BLOCK_M=128, BLOCK_N=128, BLOCK_K=128 // x.element_size(), num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return y
+
+
+def linear_tma(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
+) -> Tensor:
+    """As linear_pointers, in 16 bits, for what tma_fits()."""
+    M, N, y, sms = len(x), len(w), x.new_empty(len(x), len(w)), num_sms(x.device)
+    # 128 x 256 needs the fewest bytes from L2; where that makes less than a tile an SM, halves use more SMs.
+    wide = triton.cdiv(M, 128) * triton.cdiv(N, 256) >= sms
+    block_n, stages = (256, 3) if wide else (128, 4)
+    x_desc, w_desc = (TensorDescriptor.from_tensor(t, [rows, 64]) for t, rows in ((x, 128), (w, block_n)))
+    outer = (
+        TensorDescriptor.from_tensor(y if t is None else t, [128, block_n // 2]) for t in (residual, y, save)
+    )  # y stands in for what is absent
+    tma_kernel[(min(sms, triton.cdiv(M, 128) * triton.cdiv(N, block_n)),)](
+        x_desc, w_desc, bias, *outer, M, N, x.shape[1],
+        bias is not None, gelu, residual is not None, save is not None,
+        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64, num_warps=8, num_stages=stages,
+    )  # fmt: skip
+    return y
+
+
+def tma_fits(x: Tensor, w: Tensor, residual: Tensor | None) -> bool:
+    """Whether linear_tma takes them: 16 bits, TMA, and rows that begin at multiples of 16 bytes, of y too."""
+    tensors = (x, w) if residual is None else (x, w, residual)
+    return (
+        x.element_size() == 2
+        and architecture(x.device) >= 90
+        and len(w) % 8 == 0
+        and len(w) > 0
+        and tma_takes(*tensors)
+    )
+
+
+def epilogue(
+    x: Tensor, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
+) -> Tensor:
+    """gelu(x + bias) + residual of a contiguous [M, N], in dtype; x + bias goes to `save`."""
+    (M, N), y = x.shape, torch.empty_like(x, dtype=dtype)
+    if y.numel():
+        epilogue_kernel[(triton.cdiv(M, 8) * triton.cdiv(N, 512),)](
+            x, bias, residual, y, save, M, N, 0 if residual is None else residual.stride(0),
+            bias is not None, gelu, residual is not None, save is not None, BLOCK_M=8, BLOCK_N=512,
+        )  # fmt: skip
+    return y
+
+
+# A program walks down its columns and adds up dz while it has it in registers. The sums are of values that were never
+# rounded to 16 bits, and in the same order every time: no atomics.
+@triton.jit
+def dz_and_sums_kernel(
+    dy_ptr, z_ptr, dz_ptr, partial_ptr, M, N, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # dy, z, dz [M, N]; partial [programs, N] in fp32: the sums over every row that a program visits
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+        mask = (rows < M) & (cols < N)
+        z = tl.load(z_ptr + rows * N + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+        dz = dy * gelu_slope(z)
+        tl.store(dz_ptr + rows * N + cols, dz, mask=mask)
+        total += dz
+    partial = partial_ptr + tl.program_id(1) * N + cols
+    tl.store(partial, tl.sum(total, axis=0, keep_dims=True), mask=cols < N)
+
+
+@triton.jit
+def column_sums_kernel(dz_ptr, partial_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    # dz [M, N]; partial [programs, N] in fp32, as above
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+        total += tl.load(dz_ptr + rows * N + cols, mask=(rows < M) & (cols < N), other=0.0).to(tl.float32)
+    partial = partial_ptr + tl.program_id(1) * N + cols
+    tl.store(partial, tl.sum(total, axis=0, keep_dims=True), mask=cols < N)
+
+
+def gelu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """dy [M, N] with unit last stride, z [M, N] contiguous -> dz = dy gelu'(z) and its sums over rows, in z's dtype."""
+    (M, N), dz, partial = z.shape, torch.empty_like(z), _partial(z)
+    if z.numel():
+        dz_and_sums_kernel[(triton.cdiv(N, 128), len(partial))](
+            dy, z, dz, partial, M, N, dy.stride(0), BLOCK_M=32, BLOCK_N=128
+        )
+    return dz, partial.sum(0).to(z.dtype)
+
+
+def column_sums(dz: Tensor) -> Tensor:
+    """The sums over the rows of a contiguous [M, N], added in fp32, in its dtype."""
+    (M, N), partial = dz.shape, _partial(dz)
+    if dz.numel():
+        column_sums_kernel[(triton.cdiv(N, 128), len(partial))](dz, partial, M, N, BLOCK_M=32, BLOCK_N=128)
+    return partial.sum(0).to(dz.dtype)
+
+
+def _partial(z: Tensor) -> Tensor:
+    """[programs, N] fp32: about 8 programs an SM, each with a row of partial sums."""
+    M, N = z.shape
+    programs = max(1, min(triton.cdiv(M, 32), 8 * num_sms(z.device) // max(1, triton.cdiv(N, 128))))
+    return (torch.empty if M else torch.zeros)((programs, N), dtype=torch.float32, device=z.device)

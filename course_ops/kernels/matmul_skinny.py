@@ -1,0 +1,158 @@
+"""C = A B for few rows of A, where reading B is all the time: matrix times vector, and Stream-K (Osama et al. 2023)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from course_ops._common import architecture, num_sms, tma_takes
+from course_ops.kernels._tiles import stream_zeros
+
+
+# One row needs no tensor core. A program owns BLOCK_N columns; the sums stay in registers until the end.
+@triton.jit
+def matvec_kernel(
+    a_ptr, b_ptr, c_ptr,  # [1, K], [K, N], [1, N]
+    N, K, stride_ak, stride_bk, stride_bn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        ks = k + tl.arange(0, BLOCK_K).to(tl.int64)
+        b_mask = (columns < N)[:, None] & (ks < K)[None, :]
+        b_ptrs = b_ptr + columns[:, None] * stride_bn + ks[None, :] * stride_bk
+        b = tl.load(b_ptrs, mask=b_mask, other=0.0, eviction_policy="evict_first")  # used once: A and C stay in L2
+        a = tl.load(a_ptr + ks * stride_ak, mask=ks < K, other=0.0).to(tl.float32)  # second: b takes longer
+        acc += a[None, :] * b.to(tl.float32)
+    tl.store(c_ptr + columns, tl.sum(acc, axis=1).to(c_ptr.dtype.element_ty), mask=columns < N)
+
+
+@triton.jit
+def dot_steps(
+    a_ptr, b_ptr,  # [M, K], [K, N]; TMA descriptors of them if TMA names b's layout
+    M, N, K, strides, row, column, from_step, to_step,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A tile's product over the steps from_step to to_step of K, a step being BLOCK_K."""
+    stride_am, stride_ak, stride_bk, stride_bn = strides
+    rows = row + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+    columns = column + tl.arange(0, BLOCK_N).to(tl.int64)[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(from_step, to_step):
+        if TMA == "":
+            ks = step * BLOCK_K + tl.arange(0, BLOCK_K).to(tl.int64)
+            # Both are masked in K: a 0 from one alone would meet what lies behind the other, and 0 * NaN is NaN.
+            a_mask = (rows < M) & (ks < K)[None, :]
+            b_mask = (ks < K)[:, None] & (columns < N)
+            a = tl.load(a_ptr + rows * stride_am + ks[None, :] * stride_ak, mask=a_mask, other=0.0)
+            b = tl.load(b_ptr + ks[:, None] * stride_bk + columns * stride_bn, mask=b_mask, other=0.0)
+        else:
+            a = a_ptr.load([row, step * BLOCK_K])
+            b = b_ptr.load([column, step * BLOCK_K]).T if TMA == "[N, K]" else b_ptr.load([step * BLOCK_K, column])
+        acc = tl.dot(a, b, acc, input_precision="ieee")  # fp32 stays fp32: Triton's default would be TF32
+    return acc
+
+
+@triton.jit
+def store_tile(c_ptr, acc, M, N, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    rows, columns = row + tl.arange(0, BLOCK_M).to(tl.int64)[:, None], column + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(c_ptr + rows * N + columns, acc.to(c_ptr.dtype.element_ty), mask=(rows < M) & (columns < N))
+
+
+@triton.jit
+def share(program, total, programs):
+    """The first of `total` steps that a program owns, when they are dealt out evenly."""
+    return (program.to(tl.int64) * total // programs).to(tl.int32)  # the product may pass 2^31
+
+
+# Stream-K: all steps of all tiles lie in one row and every program takes an equal share. A share that begins inside a
+# tile leaves its partial sums in the workspace and sets a flag; the program with the tile's first step waits, adds the
+# parts in order and stores C. Waiting ends: there are no more programs than SMs, and a program waits for lower ids.
+@triton.jit
+def stream_k_kernel(
+    a_ptr, b_ptr, c_ptr,
+    parts_ptr, flags_ptr,  # [programs, BLOCK_M, BLOCK_N] fp32; [programs or more] int32, 0 before and after
+    M, N, K, strides, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    programs = tl.num_programs(0)
+    me = programs - 1 - tl.program_id(0)
+    down, steps = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K)
+    total = tl.cdiv(N, BLOCK_N) * down * steps
+    begin, end = share(me, total, programs), share(me + 1, total, programs)
+    elements = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    for tile in range(begin // steps, tl.cdiv(end, steps)):
+        row, column = tile % down * BLOCK_M, tile // down * BLOCK_N
+        from_step, to_step = tl.maximum(begin - tile * steps, 0), tl.minimum(end - tile * steps, steps)
+        acc = dot_steps(a_ptr, b_ptr, M, N, K, strides, row, column, from_step, to_step, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
+        if from_step > 0:
+            tl.store(parts_ptr + me * BLOCK_M * BLOCK_N + elements, acc)
+            tl.debug_barrier()  # one thread sets the flag: the others' stores must be done
+            tl.atomic_xchg(flags_ptr + me, 1, sem="release", scope="gpu")
+        else:
+            helper = me + 1
+            while to_step < steps:
+                # Swapping 1 for 0 waits for the flag and clears it for the next call. .cg: an L1 line could be old.
+                while tl.atomic_cas(flags_ptr + helper, 1, 0, sem="acquire", scope="gpu") == 0:
+                    pass
+                acc += tl.load(parts_ptr + helper * BLOCK_M * BLOCK_N + elements, cache_modifier=".cg")
+                helper += 1
+                to_step = tl.minimum(share(helper, total, programs) - tile * steps, steps)
+            store_tile(c_ptr, acc, M, N, row, column, BLOCK_M, BLOCK_N)
+
+
+def matmul_skinny(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """a [M, K], b [K, N], any strides -> [M, N] in out_dtype (a's). For M <= 128, right for any M; deterministic."""
+    c = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
+    if not c.numel() or not a.shape[1]:
+        return c.zero_()
+    n_major = b.stride(0) == 1  # [N, K] in memory, as nn.Linear keeps its weight
+    if a.shape[0] == 1 and n_major:
+        return _matvec(a, b, c)
+    block_m, *block = _pointer_tile(a)
+    tma = ""
+    if a.element_size() == 2 and architecture(a.device) >= 90 and tma_takes(a, b.t() if n_major else b):
+        tma = "[N, K]" if n_major else "[K, N]"
+        block = _tma_tile(block_m, b, n_major)
+    return _stream_k(a, b, c, block_m, *block, tma)
+
+
+def _matvec(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    N, K = c.shape[1], a.shape[1]
+    matvec_kernel[(triton.cdiv(N, 4),)](a, b, c, N, K, a.stride(1), *b.stride(), 4, 1024, num_stages=1)
+    return c
+
+
+def _pointer_tile(a: Tensor) -> tuple[int, int, int, int, int]:
+    """block_m, block_n, block_k, warps, stages: as many rows as there are, 128 columns, 128 bytes along K."""
+    block_m = min(128, max(16, triton.next_power_of_2(a.shape[0])))
+    if a.element_size() == 4:  # no tensor cores: sums and operands take more registers
+        return min(64, block_m), 64, 32, 4, 4
+    return block_m, 128, 64, 8 if block_m == 128 else 4, 4
+
+
+def _tma_tile(block_m: int, b: Tensor, n_major: bool) -> tuple[int, int, int, int]:
+    """block_n, block_k, warps, stages: the narrowest tile that makes no more tiles than SMs, else the widest."""
+    few = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if n_major else (256, 64, 4, 5)]
+    tiles = few if block_m <= 32 else [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
+    return next((t for t in tiles if triton.cdiv(b.shape[1], t[0]) <= num_sms(b.device)), tiles[-1])
+
+
+def _stream_k(
+    a: Tensor, b: Tensor, c: Tensor, block_m: int, block_n: int, block_k: int, warps: int, stages: int, tma: str
+) -> Tensor:
+    (M, N), K, sms = c.shape, a.shape[1], num_sms(a.device)
+    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
+    programs = min(sms, tiles * triton.cdiv(K, block_k))
+    if tma and 5 * (programs // tiles * tiles) >= 4 * programs:  # even shares, where at most a fifth of the SMs idle
+        programs = programs // tiles * tiles
+    parts = torch.empty(programs, block_m, block_n, dtype=torch.float32, device=a.device)
+    flags = stream_zeros(a, 4 * sms, "stream-k")
+    strides = a.stride() + b.stride()
+    if tma:
+        stored, block = (b.t(), [block_n, block_k]) if tma == "[N, K]" else (b, [block_k, block_n])
+        a, b = TensorDescriptor.from_tensor(a, [block_m, block_k]), TensorDescriptor.from_tensor(stored, block)
+    stream_k_kernel[(programs,)](
+        a, b, c, parts, flags, M, N, K, strides, block_m, block_n, block_k, tma, num_warps=warps, num_stages=stages
+    )
+    return c

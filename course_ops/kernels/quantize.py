@@ -1,0 +1,120 @@
+"""x -> e4m3 and a scale for each group: the group's largest magnitude becomes 448, e4m3's largest number."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+
+
+# Magnitudes are compared as integers: of floats that are not negative the larger has the larger bits, and NaN is above
+# infinity, so that a NaN makes its group's scale NaN, as in PyTorch; a maximum of floats would pass it over.
+@triton.jit
+def largest_bits(x, SQUARE: tl.constexpr):
+    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1, keep_dims=True)
+    return tl.max(bits, axis=0, keep_dims=True) if SQUARE else bits
+
+
+@triton.jit
+def scale_of(bits):
+    most = bits.to(tl.float32, bitcast=True)
+    return tl.where(most == 0, 1.0, tl.div_rn(most, tl.full(most.shape, 448.0, tl.float32)))
+
+
+@triton.jit
+def quantized(x, scale):
+    # div_rn: / may be off by a bit, and a number near the middle of two of e4m3's would then go to the other one.
+    q = tl.div_rn(x, scale + tl.zeros_like(x))
+    return tl.clamp(q, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+# A tile holds whole groups, so that the maximum is known while x is still in registers: x is read once.
+@triton.jit
+def quantize_kernel(
+    x_ptr, q_ptr, scale_ptr, M, K, stride_x, stride_g,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    ks = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    mask = (rows < M) & (ks < K)
+    x = tl.load(x_ptr + rows * stride_x + ks, mask=mask, other=0.0).to(tl.float32)
+    scale = scale_of(largest_bits(x, SQUARE))
+    tl.store(q_ptr + rows * K + ks, quantized(x, scale), mask=mask)
+    group = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64) if SQUARE else rows
+    tl.store(scale_ptr + group * stride_g + tl.program_id(1), scale, mask=group * (BLOCK_M if SQUARE else 1) < M)
+
+
+# A group larger than a tile takes two kernels: maxima, to which all programs with a part of it contribute by an atomic;
+# then the division.
+@triton.jit
+def largest_kernel(
+    x_ptr, bits_ptr, M, K, stride_x, stride_g, GROUP_M, GROUP_K,  # x [M, K]; bits of each group's maximum, int32, 0
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    ks = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    x = tl.load(x_ptr + rows * stride_x + ks, mask=(rows < M) & (ks < K), other=0.0).to(tl.float32)
+    bits = largest_bits(x, SQUARE)
+    first = rows if not SQUARE else tl.program_id(0).to(tl.int64) * BLOCK_M + tl.zeros((1, 1), tl.int64)
+    at = first // GROUP_M * stride_g + tl.program_id(1) * BLOCK_K // GROUP_K
+    tl.atomic_max(bits_ptr + at, bits, mask=first < M, sem="relaxed")
+
+
+@triton.jit
+def divide_kernel(
+    x_ptr, bits_ptr, q_ptr, scale_ptr, M, K, stride_x, stride_g, GROUP_M, GROUP_K,  # as above; q [M, K], scales
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    k = tl.program_id(1) * BLOCK_K
+    ks = k + tl.arange(0, BLOCK_K)[None, :]
+    mask = (rows < M) & (ks < K)
+    x = tl.load(x_ptr + rows * stride_x + ks, mask=mask, other=0.0).to(tl.float32)
+    at = rows // GROUP_M * stride_g + k // GROUP_K
+    scale = scale_of(tl.load(bits_ptr + at, mask=rows < M, other=0))
+    tl.store(q_ptr + rows * K + ks, quantized(x, scale), mask=mask)
+    tl.store(scale_ptr + at, scale, mask=(rows < M) & (rows % GROUP_M == 0) & (k % GROUP_K == 0))  # one of them does
+
+
+def group_shape(x: Tensor, scheme: str) -> tuple[int, int]:
+    """Rows and columns of a group."""
+    sizes = {"tensor": tuple(x.shape), "rows": (1, x.shape[1]), "blocks": (1, 128), "squares": (128, 128)}
+    rows, cols = sizes[scheme]
+    return max(1, rows), max(1, cols)
+
+
+def scale_shape(x: Tensor, scheme: str) -> tuple[int, int]:
+    """Groups down and across. An empty [M, K] still has the scales of its rows, and one of the tensor."""
+    if scheme == "tensor":
+        return 1, 1
+    rows, cols = group_shape(x, scheme)
+    down, across = triton.cdiv(x.shape[0], rows), triton.cdiv(x.shape[1], cols)
+    return down, 1 if scheme == "rows" else across
+
+
+def quantize(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
+    """x [M, K], unit last stride -> q [M, K] e4m3, scales in fp32. Reads x once unless a group passes 16384 columns."""
+    (M, K), group = x.shape, group_shape(x, scheme)
+    q = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scale = torch.empty(scale_shape(x, scheme), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        scale.fill_(1.0)
+    elif scheme == "tensor" or group[1] > 16384:
+        _two_passes(x, q, scale, group)
+    else:
+        cols = triton.next_power_of_2(group[1])
+        rows = 128 if scheme == "squares" else max(1, 4096 // cols)
+        quantize_kernel[triton.cdiv(M, rows), triton.cdiv(K, group[1])](
+            x, q, scale, M, K, x.stride(0), scale.stride(0), rows, cols, scheme == "squares",
+            num_warps=min(16, max(4, rows * cols // 1024)),
+        )  # fmt: skip
+    return q, scale
+
+
+def _two_passes(x: Tensor, q: Tensor, scale: Tensor, group: tuple[int, int]) -> None:
+    (M, K), block = x.shape, (32, 128) if group[1] == 128 else (4, 1024)  # whole groups across, or parts of one
+    grid = triton.cdiv(M, block[0]), triton.cdiv(K, block[1])
+    bits = torch.zeros(scale.shape, dtype=torch.int32, device=x.device)
+    largest_kernel[grid](x, bits, M, K, x.stride(0), scale.stride(0), *group, *block, group[0] > 1)
+    divide_kernel[grid](x, bits, q, scale, M, K, x.stride(0), scale.stride(0), *group, *block)

@@ -1,0 +1,156 @@
+"""linear: x W^T with bias, GELU and residual in the matmul's epilogue, differentiable."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from course_ops._common import Unsupported, expect, on_device, runs_kernel
+from course_ops.kernels import linear as kernels
+from course_ops.kernels.matmul_skinny import matmul_skinny
+from course_ops.matmul import _matmul, as_matrix, kernel_for
+
+ACTIVATIONS = ("gelu_tanh",)
+
+
+# Dispatch, the first that holds: no epilogue, so matmul's own table; few rows, where a tile of 128 would leave SMs idle
+# and the epilogue is cheap; TMA; pointers.
+def _launch(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
+) -> Tensor:
+    if bias is None and residual is None and not gelu:
+        return kernel_for(x, w.t()).launch(x, w.t())
+    x, w, residual = _unit_stride(x), _unit_stride(w), None if residual is None else _unit_stride(residual)
+    if len(x) <= 128:
+        # In fp32 between the two kernels: z is rounded once, as in the others.
+        return kernels.epilogue(matmul_skinny(x, w.t(), torch.float32), x.dtype, bias, residual, gelu, save)
+    if kernels.tma_fits(x, w, residual):
+        return kernels.linear_tma(x, w, bias, residual, gelu, save)
+    return kernels.linear_pointers(x, w, bias, residual, gelu, save)
+
+
+def _unit_stride(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+# z = x W^T + bias is a second result: the gradient of GELU needs it, and y does not give it back. Without `save` it
+# is empty.
+@torch.library.custom_op("course_ops::linear", mutates_args=())
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool
+) -> tuple[Tensor, Tensor]:
+    gelu = activation == "gelu_tanh"
+    z = x.new_empty((len(x), len(weight)) if save else 0)
+    if runs_kernel(x):
+        with on_device(x):
+            bias = None if bias is None else bias.contiguous()
+            return _launch(x, weight, bias, residual, gelu, z if save else None), z
+    y = F.linear(x, weight, bias)
+    if save:
+        z.copy_(y)
+    y = F.gelu(y, approximate="tanh") if gelu else y
+    return (y if residual is None else y + residual), z
+
+
+@_linear.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool
+) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    return y, torch.empty_like(y) if save else x.new_empty(0)
+
+
+@torch.library.custom_op("course_ops::linear_epilogue_backward", mutates_args=())
+def _epilogue_backward(dy: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dz = dy gelu'(z) and its sums over rows; without z only the sums of dy, beside an empty tensor."""
+    if runs_kernel(dy):
+        with on_device(dy):
+            if z is None:
+                return dy.new_empty(0), kernels.column_sums(dy.contiguous())
+            return kernels.gelu_backward(dy if dy.stride(-1) == 1 else dy.contiguous(), z)
+    dz = dy if z is None else torch.ops.aten.gelu_backward(dy, z, approximate="tanh")
+    return dy.new_empty(0) if z is None else dz, dz.sum(0)
+
+
+@_epilogue_backward.register_fake
+def _(dy: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(0) if z is None else torch.empty_like(z), dy.new_empty(dy.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, _, activation, save = inputs
+    ctx.gelu, ctx.has_bias = activation == "gelu_tanh", bias is not None
+    if ctx.gelu and not save and any(ctx.needs_input_grad[:3]):
+        raise ValueError("save must be True where a gradient through the activation is wanted: call course_ops.linear")
+    ctx.save_for_backward(x, weight, output[1] if ctx.gelu else None)
+    ctx.mark_non_differentiable(output[1])
+
+
+# Each gradient that is not needed costs nothing: two matmuls, and a pass over dy for dz and the sums of it.
+def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, z = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
+    dz, sums = dy, None
+    if (ctx.gelu and (needs_x or needs_weight)) or needs_bias:
+        dz, sums = _epilogue_backward(dy, z)
+        dz = dz if ctx.gelu else dy
+    return (
+        _matmul(dz, weight) if needs_x else None,
+        _matmul(dz.t(), x) if needs_weight else None,
+        sums if needs_bias else None,
+        dy if needs_residual else None,
+        None,
+        None,
+    )
+
+
+_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.course_ops.linear)
+def _flops(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+    return int(2 * x_shape[0] * x_shape[1] * weight_shape[0])
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """activation(x W^T + bias) + residual, summed in fp32 and rounded once.
+
+    x: [..., K], weight: [N, K] as nn.Linear keeps it, bias: [N], residual: [..., N], all fp32, fp16 or bf16 and alike.
+    activation: None or "gelu_tanh" (F.gelu(approximate="tanh")). Returns [..., N]. Differentiable in all tensors; with
+    an activation and a gradient to come x W^T + bias is kept for the backward, [..., N] in x's dtype.
+    Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for another activation.
+    Source: Hendrycks and Gimpel 2016, section 2 (GELU's tanh form).
+    """
+    tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    expect(**{name: t for name, t in tensors.items() if t is not None}, same_dtype=True)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise Unsupported(
+            f"activation is {activation!r}: this kernel has None and 'gelu_tanh'; apply another to linear's result"
+        )
+    if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [N, K]")
+    shape = (*x.shape[:-1], len(weight))
+    if bias is not None and bias.shape != (len(weight),):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}: expected [N] = ({len(weight)},), one for each row of weight"
+        )
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}: expected {shape}, the result's; expand it first")
+    wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    y, _ = _linear(
+        as_matrix(x),
+        weight,
+        bias,
+        None if residual is None else as_matrix(residual),
+        activation or "",
+        bool(activation) and wants_gradient,
+    )
+    return y.view(shape)

@@ -1,0 +1,99 @@
+"""matmul: C = A B for 2-D and batched A, differentiable."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
+from course_ops.kernels import matmul as portable
+from course_ops.kernels import matmul_hopper, matmul_skinny, matmul_split_k
+
+
+class Kernel(NamedTuple):
+    """One row of a dispatch table: the first whose condition holds computes the result."""
+
+    name: str
+    takes: Callable[[Tensor, Tensor], bool]
+    launch: Callable[[Tensor, Tensor], Tensor]
+    why: str
+
+
+def _one_wave(a: Tensor, b: Tensor) -> bool:
+    """At most one tile an SM. With 65 to 128 rows only from 55,000 estimated cycles on: below, skinny is as fast."""
+    (M, K), N = a.shape, b.shape[1]
+    if M <= 64 or not matmul_hopper.takes(a, b):
+        return False
+    chosen = matmul_split_k.choose(M, N, K, num_sms(a.device))
+    return chosen is not None and (M > 128 or chosen[2] >= 55_000)
+
+
+DISPATCH = (
+    Kernel("zeros", lambda a, b: not (len(a) and b.shape[1] and a.shape[1]), portable.zeros, "nothing to add up"),
+    Kernel("split_k", _one_wave, matmul_split_k.matmul_split_k, "Hopper, C of one wave: tile and split of K fit it"),
+    Kernel("skinny", lambda a, b: len(a) <= 128, matmul_skinny.matmul_skinny, "few rows: reading B is all the time"),
+    Kernel("hopper", matmul_hopper.takes, matmul_hopper.matmul_hopper, "Hopper, 16 bits: persistent, warp-specialized"),
+    Kernel("tma", portable.tma_pays, portable.matmul_tma, "Hopper or later; copies rows that are not 16-byte aligned"),
+    Kernel("pointers", lambda a, b: True, portable.matmul_pointers, "any GPU, any strides"),
+)
+
+
+def kernel_for(a: Tensor, b: Tensor) -> Kernel:
+    """The kernel that computes a [M, K] times b [K, N]."""
+    return next(kernel for kernel in DISPATCH if kernel.takes(a, b))
+
+
+@torch.library.custom_op("course_ops::matmul", mutates_args=())
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    if not runs_kernel(a):
+        return a @ b
+    with on_device(a):
+        return kernel_for(a, b).launch(a, b)
+
+
+@_matmul.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+# The gradients are matmuls of transposed views, which every kernel takes as they lie; so second gradients exist too.
+def _backward(ctx: Any, dc: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    a, b = ctx.saved_tensors
+    needs_a, needs_b = ctx.needs_input_grad
+    return _matmul(dc, b.t()) if needs_a else None, _matmul(a.t(), dc) if needs_b else None
+
+
+_matmul.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+@register_flop_formula(torch.ops.course_ops.matmul)
+def _flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
+    return int(2 * a_shape[0] * a_shape[1] * b_shape[1])
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """[..., K] -> [rows, K]; a view where strides allow it."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product a @ b, accumulated in fp32.
+
+    a: [..., M, K], b: [K, N], both fp32, fp16 or bf16 on one device, any strides. Returns [..., M, N] in their dtype.
+    fp32 is exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. Differentiable in both, any order.
+    Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for a batch of b.
+    Sources: Stream-K (Osama et al. 2023) for few rows; CUTLASS's warp-specialized persistent kernel for Hopper.
+    """
+    expect(a=a, b=b, same_dtype=True)
+    if b.ndim > 2:
+        raise Unsupported(f"b has {b.ndim} dimensions {tuple(b.shape)}: call torch.bmm, or grouped_matmul for many b")
+    if a.ndim < 2 or b.ndim < 2:
+        raise ValueError(
+            f"a {tuple(a.shape)}, b {tuple(b.shape)}: expected [..., M, K] and [K, N]; add a dimension of 1"
+        )
+    if a.shape[-1] != b.shape[0]:
+        raise ValueError(f"a has {a.shape[-1]} columns and b {b.shape[0]} rows: make them equal (is one transposed?)")
+    return _matmul(as_matrix(a), b).view(*a.shape[:-1], b.shape[1])

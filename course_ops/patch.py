@@ -1,0 +1,156 @@
+"""patch: replace a model's modules by this package's operators where they stand, and undo it."""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import course_ops
+from course_ops._common import FLOATS
+
+
+# A module changes its class and nothing else: parameters, their names, hooks and the optimizer's state stay.
+class _LayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return course_ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class _RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return course_ops.rms_norm(x, self.weight, self.eps)
+
+
+class _GELU(nn.GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return course_ops.gelu(x)
+
+
+class _CrossEntropyLoss(nn.CrossEntropyLoss):
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if logits.ndim != 2 or targets.dtype != torch.int64:  # classes in the middle, or targets that are probabilities
+            return super().forward(logits, targets)
+        loss = course_ops.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction=self.reduction)
+        return loss.to(logits.dtype)
+
+
+class _Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return course_ops.linear(x, weight, bias)
+
+
+class _Dropout(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return course_ops.dropout(x, self.p, training=self.training)
+
+
+def _norm_refuses(module: nn.LayerNorm | nn.RMSNorm) -> str:
+    if len(module.normalized_shape) != 1:
+        return f"normalises {len(module.normalized_shape)} dimensions: the kernel takes the last one"
+    return "no weight: set elementwise_affine=True" if module.weight is None else ""
+
+
+def _gelu_refuses(module: nn.GELU) -> str:
+    return "" if module.approximate == "tanh" else 'erf form: the kernel is GELU(approximate="tanh")'
+
+
+def _loss_refuses(module: nn.CrossEntropyLoss) -> str:
+    if module.weight is not None:
+        return "class weights: the kernel has none"
+    return "label smoothing: the kernel has none" if module.label_smoothing else ""
+
+
+def _dropout_refuses(module: nn.Dropout) -> str:
+    return "in place: the kernel writes a new tensor" if module.inplace else ""
+
+
+class Replacement(NamedTuple):
+    """Which class becomes which, by which function, and what of it stays with PyTorch."""
+
+    new: type[nn.Module]
+    function: str
+    refuses: Callable[..., str]
+
+
+REPLACEMENTS = {
+    nn.LayerNorm: Replacement(_LayerNorm, "layer_norm", _norm_refuses),
+    nn.RMSNorm: Replacement(_RMSNorm, "rms_norm", _norm_refuses),
+    nn.GELU: Replacement(_GELU, "gelu", _gelu_refuses),
+    nn.CrossEntropyLoss: Replacement(_CrossEntropyLoss, "cross_entropy", _loss_refuses),
+    nn.Linear: Replacement(_Linear, "linear", lambda module: ""),
+    nn.Dropout: Replacement(_Dropout, "dropout", _dropout_refuses),
+}
+DEFAULT = (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.CrossEntropyLoss)
+
+
+class Row(NamedTuple):
+    """A module: its name in the model, its class, the function that replaces it ("" if none), or why it stays."""
+
+    module: str
+    was: str
+    now: str
+    why: str
+
+
+class Patched:
+    """What patch() did. rows: a Row for each module of the classes asked for; print it to see them."""
+
+    def __init__(self, model: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
+        self.rows: list[Row] = []
+        self._before: list[tuple[nn.Module, type[nn.Module]]] = []
+        for name, module in model.named_modules():
+            old = type(module)
+            if old not in classes:  # a subclass has a forward of its own
+                continue
+            new, function, refuses = REPLACEMENTS[old]
+            odd = [p.dtype for p in module.parameters(recurse=False) if p.dtype not in FLOATS]
+            why = f"{odd[0]} parameters: kernels take float32, float16 and bfloat16" if odd else refuses(module)
+            self.rows.append(Row(name or "(the model)", old.__name__, "" if why else f"course_ops.{function}", why))
+            if not why:
+                self._before.append((module, old))
+                module.__class__ = new
+
+    def undo(self) -> None:
+        """Give every replaced module its class back. A second call does nothing."""
+        while self._before:
+            module, old = self._before.pop()
+            if type(module) is REPLACEMENTS[old].new:
+                module.__class__ = old
+
+    def __enter__(self) -> "Patched":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        lines = [
+            f"{r.module}: {r.was} -> {r.now}" if r.now else f"{r.module}: {r.was} stays: {r.why}" for r in self.rows
+        ]
+        return "\n".join(lines) or "no module of the classes asked for"
+
+
+def patch(model: nn.Module, classes: Sequence[type[nn.Module]] = DEFAULT) -> Patched:
+    """Replace the model's modules of these classes by course_ops' functions, in place.
+
+        with course_ops.patch(model) as patched:   # or patched = patch(model), later patched.undo()
+            print(patched)
+            train(model)
+
+    classes: by default nn.LayerNorm, nn.RMSNorm, nn.GELU (approximate="tanh") and nn.CrossEntropyLoss. On request also
+    nn.Linear, and nn.Dropout, which then draws other masks. Their subclasses are left alone. Modules that no kernel
+    takes stay with PyTorch, and the result says why. Parameters stay the same objects, so checkpoints and optimizers
+    fit. Compile the model after patching it. Under autocast norms return their input's dtype; PyTorch's return float32.
+    Raises TypeError for what is no module, ValueError for a class that has no replacement.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if unknown := [c for c in classes if c not in REPLACEMENTS]:
+        known = ", ".join(c.__name__ for c in REPLACEMENTS)
+        raise ValueError(f"classes has {unknown[0]!r}, which nothing replaces: choose of nn's {known}")
+    return Patched(model, classes)

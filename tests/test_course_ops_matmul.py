@@ -1,0 +1,610 @@
+"""course_ops' matmul family against PyTorch: values, gradients, refusals, graphs, and the lessons' machine code."""
+
+import itertools
+import math
+import sys
+from contextlib import nullcontext
+
+from lessonkit import device
+from lessonkit.elsewhere import elsewhere
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import course_ops
+from course_ops import testing
+from course_ops.kernels import matmul_hopper
+from course_ops.matmul import kernel_for
+
+DEVICE = device.DEVICE
+FP8 = torch.float8_e4m3fn
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OPS = torch.ops.course_ops
+needs_fp8 = pytest.mark.skipif(device.HAS_GPU and device.capability() < 89, reason="a GPU without fp8")
+
+
+def large(*cases):
+    """Cases that reach the persistent kernels of a GPU and would take the interpreter minutes."""
+    return [pytest.param(*case, marks=pytest.mark.skipif(not device.HAS_GPU, reason="no GPU")) for case in cases]
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=("cuda", "torch") if device.HAS_GPU else ("interpreted", "torch"))
+def dev(request):
+    """Where an operator computes: by kernels (on a GPU or interpreted), or by PyTorch on a CPU."""
+    with testing.interpreted() if request.param == "interpreted" else nullcontext():
+        yield torch.device("cuda" if request.param == "cuda" else "cpu")
+
+
+def near(ours, theirs, exact):
+    """Our error against float64 is at most twice PyTorch's own, and a rounding or two of the largest value.
+
+    In fp32 eight: PyTorch adds in another order, and NumPy, which multiplies for the interpreter, one after another.
+    """
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    if exact.numel():
+        rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
+        most = 2 * (theirs.double() - exact).abs().max() + (8 if ours.dtype == torch.float32 else 1) * rounding
+        assert (ours.double() - exact).abs().max() <= most
+
+
+def matrix(rows, cols, dev, dtype=torch.float32, transposed=False, pad=0):
+    shape = (cols, rows + pad) if transposed else (rows, cols + pad)
+    whole = torch.randn(shape, device=dev).to(dtype)
+    return whole[:, :rows].t() if transposed else whole[:, :cols]
+
+
+SHAPES = (
+    ((0, 3, 4), "", 0),
+    ((3, 5, 0), "", 0),
+    ((1, 1, 1), "", 0),
+    ((13, 37, 71), "ab", 1),
+    ((1, 67, 131), "b", 0),  # matvec
+    ((1, 67, 40), "", 0),
+    ((5, 264, 640), "b", 0),  # TMA; a tile that three programs share
+    ((16, 296, 128), "", 0),
+    ((131, 40, 33), "", 0),  # pointers
+    ((136, 72, 80), "ab", 8),  # TMA
+    ((130, 73, 71), "", 0),  # TMA after copies
+    *large(
+        ((200, 1000, 1000), "", 0),  # K in parts
+        ((1544, 6152, 72), "", 0),  # more tiles than SMs; the second begins in the middle of the ring
+        ((1544, 6152, 328), "ab", 8),
+    ),
+)
+
+
+@pytest.mark.parametrize(("shape", "transposed", "pad"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matmul(dev, dtype, shape, transposed, pad):
+    M, N, K = shape
+    a, b = matrix(M, K, dev, dtype, "a" in transposed, pad), matrix(K, N, dev, dtype, "b" in transposed, pad)
+    near(course_ops.matmul(a, b), a @ b, a.double() @ b.double())
+
+
+def test_matmul_of_a_batch_and_of_one_element_expanded(dev):
+    a, b = torch.randn(2, 3, 5, device=dev), torch.randn(5, 4, device=dev)
+    torch.testing.assert_close(course_ops.matmul(a, b), a @ b)
+    torch.testing.assert_close(course_ops.matmul(a[:, :0], b), a[:, :0] @ b)
+    ones = torch.ones(1, 1, device=dev).expand(130, 70)
+    torch.testing.assert_close(course_ops.matmul(ones, ones.t()), torch.full((130, 130), 70.0, device=dev))
+
+
+def test_inf_and_nan_stay_in_their_row_and_column(dev):
+    a, b = torch.randn(16, 40, device=dev), torch.randn(40, 24, device=dev)
+    a[1, 39], b[1, 4] = math.inf, math.nan
+    torch.testing.assert_close(course_ops.matmul(a, b), a @ b, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [
+        ((0, 8, 8), "zeros"),
+        ((1, 4096, 4096), "skinny"),
+        ((64, 14336, 4096), "skinny"),
+        ((128, 4096, 4096), "skinny"),
+        ((128, 28672, 8192), "split_k"),
+        ((1024, 1024, 1024), "split_k"),
+        ((3000, 1000, 8), "split_k"),
+        ((4096, 4096, 4096), "hopper"),
+        ((8192, 50304, 768), "hopper"),
+        ((1000, 1001, 999), "tma"),
+        ((300, 40, 35), "pointers"),
+    ],
+)
+def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
+    monkeypatch.setattr(matmul_hopper, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(sys.modules["course_ops.matmul"], "num_sms", lambda _: 132)
+    M, N, K = shape
+    a, b = (
+        torch.empty(M, K, dtype=torch.bfloat16, device="meta"),
+        torch.empty(K, N, dtype=torch.bfloat16, device="meta"),
+    )
+    assert kernel_for(a, b).name == kernel
+    if kernel == "hopper":
+        assert kernel_for(a, torch.empty_like(b, dtype=torch.bfloat16).t().contiguous().t()).name == kernel
+        assert kernel_for(a.float(), b.float()).name == "tma"
+        monkeypatch.undo()
+        monkeypatch.setattr("course_ops.kernels.matmul.architecture", lambda _: 80)
+        monkeypatch.setattr("course_ops.kernels._matmul_hopper.architecture", lambda _: 80)
+        assert kernel_for(a, b).name == "pointers"
+
+
+def leaf(*shape, dev, dtype=torch.float32, scale=1.0):
+    return (torch.randn(*shape, device=dev) * scale).to(dtype).requires_grad_()
+
+
+def gradients_are_near(ours, theirs, *leaves):
+    """ours(*leaves) and its gradients against PyTorch's in the same dtype and in float64."""
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    y, y_torch, y_exact = ours(*leaves), theirs(*leaves), theirs(*exact)
+    near(y, y_torch, y_exact)
+    dy = torch.randn_like(y) + 0.5
+    for mine, other, truth in zip(
+        torch.autograd.grad(y, leaves, dy),
+        torch.autograd.grad(y_torch, leaves, dy),
+        torch.autograd.grad(y_exact, exact, dy.double()),
+        strict=True,
+    ):
+        near(mine, other, truth)
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(7, 5, 3), (150, 70, 40)])
+def test_matmul_gradients(dev, M, N, K):
+    gradients_are_near(course_ops.matmul, torch.matmul, leaf(M, K, dev=dev), leaf(K, N, dev=dev))
+
+
+def test_matmul_second_gradients(dev):
+    a, b = leaf(3, 4, dev=dev, dtype=torch.float32), leaf(4, 5, dev=dev)
+    first = torch.autograd.grad(course_ops.matmul(a, b).pow(2).sum(), a, create_graph=True)[0]
+    expected = torch.autograd.grad((a @ b).pow(2).sum(), a, create_graph=True)[0]
+    for of in (a, b):
+        torch.testing.assert_close(*(torch.autograd.grad(g.sum(), of, retain_graph=True)[0] for g in (first, expected)))
+
+
+def reference_linear(activation):
+    def linear(x, weight, bias=None, residual=None):
+        y = F.linear(x, weight, bias)
+        y = F.gelu(y, approximate="tanh") if activation else y
+        return y if residual is None else y + residual
+
+    return linear
+
+
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+@pytest.mark.parametrize("extra", ["", "bias", "bias residual", "residual"])
+@pytest.mark.parametrize(("M", "N", "K"), [(5, 40, 24), (136, 72, 64), (131, 37, 19), *large((2060, 4104, 16))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear(dev, dtype, M, N, K, extra, activation):
+    leaves = [leaf(M, K, dev=dev, dtype=dtype), leaf(N, K, dev=dev, dtype=dtype, scale=1.5 / math.sqrt(K))]
+    leaves += [leaf(N, dev=dev, dtype=dtype)] if "bias" in extra else []
+    leaves += [leaf(M, N, dev=dev, dtype=dtype)] if "residual" in extra else []
+
+    def named(of):
+        rest = leaves[2:]
+        return lambda x, w, *more: of(
+            x, w, more[0] if "bias" in extra else None, more[-1] if rest and "residual" in extra else None
+        )
+
+    gradients_are_near(
+        named(lambda x, w, bias, residual: course_ops.linear(x, w, bias, activation, residual)),
+        named(reference_linear(activation)),
+        *leaves,
+    )
+
+
+def test_linear_of_many_dimensions_without_rows_and_of_strided_tensors(dev):
+    x, w, bias = torch.randn(2, 3, 8, device=dev), torch.randn(5, 8, device=dev), torch.randn(5, device=dev)
+    torch.testing.assert_close(course_ops.linear(x, w, bias), F.linear(x, w, bias))
+    torch.testing.assert_close(course_ops.linear(x[0, 0], w, bias), F.linear(x[0, 0], w, bias))
+    torch.testing.assert_close(course_ops.linear(x[:, :0], w, bias, "gelu_tanh"), x.new_empty(2, 0, 5))
+    torch.testing.assert_close(course_ops.linear(x[..., :0], w[:, :0], bias), bias.expand(2, 3, 5).clone())
+    wide, turned = torch.randn(131, 16, device=dev)[:, ::2], torch.randn(8, 5, device=dev).t()
+    scattered = torch.randn(10, device=dev)[::2]
+    torch.testing.assert_close(course_ops.linear(wide, turned, scattered), F.linear(wide, turned, scattered))
+
+
+def test_linear_computes_only_the_gradients_that_are_wanted(dev):
+    x, w, bias = torch.randn(3, 4, device=dev), leaf(5, 4, dev=dev), torch.randn(5, device=dev)
+    with FlopCounterMode(display=False) as counter:
+        course_ops.linear(x, w, bias, "gelu_tanh").sum().backward()
+    assert counter.get_total_flops() == 2 * (2 * 3 * 4 * 5)
+    assert w.grad is not None
+
+
+def test_flops_of_matmul_and_its_backward(dev):
+    with FlopCounterMode(display=False) as counter:
+        course_ops.matmul(leaf(3, 4, dev=dev), leaf(4, 5, dev=dev)).sum().backward()
+    assert counter.get_total_flops() == 3 * (2 * 3 * 4 * 5)
+
+
+# ---- fp8 ----------------------------------------------------------------------------------------------------------
+
+
+def uneven(M, K, dev, dtype=torch.float32):
+    """Magnitudes from 2^-12 to 2^12 in neighbouring blocks, and a row of zeros."""
+    x = torch.randn(M, K, device=dev) * torch.exp2(torch.arange(K, device=dev) // 64 * 7 % 13 - 6.0)
+    x *= torch.exp2(torch.arange(M, device=dev) * 5 % 13 - 6.0)[:, None]
+    x[1:2] = 0
+    return x.to(dtype)
+
+
+def spread(q, scale, rows, cols):
+    return q.float() * scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: len(q), : q.shape[1]]
+
+
+@needs_fp8
+@pytest.mark.parametrize(("scheme", "shape"), [
+    ("tensor", (70, 300)), ("rows", (5, 1021)), ("blocks", (37, 131)), ("squares", (130, 259)), ("rows", (2, 16400)),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantize(dev, scheme, shape, dtype):
+    x = uneven(*shape, dev, dtype)
+    q, scale = course_ops.quantize(x, scheme)
+    rows, cols = {"tensor": shape, "rows": (1, shape[1]), "blocks": (1, 128), "squares": (128, 128)}[scheme]
+    assert (q.dtype, q.shape, scale.dtype) == (FP8, x.shape, torch.float32)
+    assert scale.shape == (-(-shape[0] // rows), -(-shape[1] // cols))
+    lost = (spread(q, scale, rows, cols) - x.float()).abs()
+    step = spread(torch.ones_like(q, dtype=torch.float32), scale, rows, cols)
+    assert (lost <= (x.float().abs() / 16).maximum(step * 2**-10) * 1.0001).all()
+    largest = q.float().abs().max() if scheme == "tensor" else q[0, :128].float().abs().max()
+    assert largest == 448 or scheme in ("rows", "squares")
+    cpu_q, cpu_scale = OPS.quantize(x.cpu(), scheme) if dev.type == "cuda" else (q, scale)
+    assert torch.equal(cpu_scale, scale.cpu())
+    assert torch.equal(cpu_q.float(), q.cpu().float())
+
+
+@needs_fp8
+def test_quantize_strange_numbers_and_nothing(dev):
+    x = uneven(4, 300, dev)
+    x[0, 5], x[2, 200] = math.nan, math.inf
+    q, scale = course_ops.quantize(x.t().contiguous().t(), "blocks")
+    assert scale[0, 0].isnan()
+    assert q[0, :128].float().isnan().all()
+    assert scale[2, 1].isinf()
+    assert q[2, 200].float().isnan()
+    assert not q[2, 201].float().any()
+    assert (scale[1] == 1).all()
+    assert not q[1].float().any()
+    for scheme, shape in (("rows", (3, 1)), ("tensor", (1, 1)), ("blocks", (3, 0)), ("squares", (1, 0))):
+        q, scale = course_ops.quantize(torch.empty(3, 0, device=dev), scheme)
+        assert q.shape == (3, 0)
+        assert scale.shape == shape
+        assert (scale == 1).all()
+
+
+@needs_fp8
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(37, 131, 71), (5, 133, 135), (40, 264, 272), (0, 5, 16), (3, 5, 0), (1, 1, 1),
+    *large((200, 520, 1040), (1544, 6280, 272))],
+)  # fmt: skip
+@pytest.mark.parametrize("scheme", ["tensor", "rows", "blocks"])
+def test_matmul_fp8(dev, M, N, K, scheme):
+    def quantized(rows, scheme):
+        q = (torch.randn(rows, K, device=dev) * 60).clamp(-448, 448).to(FP8)
+        shape = {
+            "tensor": (1, 1),
+            "rows": (rows, 1),
+            "blocks": (rows, -(-K // 128)),
+            "squares": (-(-rows // 128), -(-K // 128)),
+        }
+        return q, torch.rand(shape[scheme], device=dev).exp2() / 448
+
+    (a, a_scale), (w, w_scale) = quantized(M, scheme), quantized(N, "squares" if scheme == "blocks" else scheme)
+    across = {"tensor": (M, K), "rows": (1, K), "blocks": (1, 128)}[scheme]
+    down = {"tensor": (N, K), "rows": (1, K), "blocks": (128, 128)}[scheme]
+    wide = spread(a, a_scale, *across), spread(w, w_scale, *down)
+    c = course_ops.matmul_fp8(a, a_scale, w.t(), w_scale.t())
+    near(c, (wide[0] @ wide[1].t()).bfloat16(), wide[0].double() @ wide[1].double().t())
+    torch.testing.assert_close(
+        course_ops.matmul_fp8(a, a_scale, w.t().contiguous(), w_scale.t()), c, rtol=0.01, atol=0.01
+    )
+
+
+@needs_fp8
+def test_quantize_and_matmul_fp8_fit_together(dev):
+    x, w = torch.randn(20, 256, device=dev), torch.randn(136, 256, device=dev)
+    for of_x, of_w in (("tensor", "tensor"), ("rows", "rows"), ("blocks", "squares")):
+        (a, a_scale), (b, b_scale) = course_ops.quantize(x, of_x), course_ops.quantize(w, of_w)
+        error = course_ops.matmul_fp8(a, a_scale, b.t(), b_scale.t()).float() - x @ w.t()
+        assert error.norm() < 0.06 * (x @ w.t()).norm()
+
+
+# ---- grouped and scan ---------------------------------------------------------------------------------------------
+
+
+def by_groups(x, w, offsets):
+    y, ends = x.new_zeros(len(x), w.shape[2]), offsets.tolist()
+    parts = [x[begin:end] @ w[e] for e, (begin, end) in enumerate(itertools.pairwise(ends))]
+    return torch.cat([y[: ends[0]], *parts, y[ends[-1] :]])
+
+
+@pytest.mark.parametrize(("ends", "K", "N", "transposed"), [
+    ((0, 13, 13, 40), 24, 16, False), ((0, 50, 150), 70, 33, False), ((0, 20, 90), 72, 40, True),
+    ((3, 5, 5), 8, 8, True),
+    ((0, 5), 0, 8, False), ((0, 0, 1), 1, 1, False), ((20, 60, 130), 24, 72, False), ((0, 0), 4, 5, False),
+    *large(((5, 1200, 1200, 1263, 4000), 136, 1024, False)),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grouped_matmul(dev, dtype, ends, K, N, transposed):
+    T = ends[-1] + (7 if ends[0] else 0)
+    x = leaf(T, K, dev=dev, dtype=dtype)
+    w = torch.randn(len(ends) - 1, *((N, K) if transposed else (K, N)), device=dev).to(dtype)
+    w = w.transpose(1, 2) if transposed else w
+    offsets = torch.tensor(ends, dtype=torch.int32, device=dev)
+    if not T:
+        assert course_ops.grouped_matmul(x, w, offsets).shape == (0, N)
+        return
+    exact = x.detach().double().requires_grad_()
+    y, y_torch, y_exact = (f(i, v, offsets) for f, i, v in (
+        (course_ops.grouped_matmul, x, w), (by_groups, x, w), (by_groups, exact, w.double())))  # fmt: skip
+    near(y, y_torch, y_exact)
+    assert not y[: ends[0]].any()
+    assert not y[ends[-1] :].any()
+    dy = torch.randn_like(y)
+    near(
+        torch.autograd.grad(y, x, dy)[0],
+        torch.autograd.grad(y_torch, x, dy)[0],
+        torch.autograd.grad(y_exact, exact, dy.double())[0],
+    )
+
+
+@pytest.mark.parametrize("n", [0, 1, 1021, 8192, 3 * 8192 + 5])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scan(dev, n, deterministic, dtype):
+    x = (torch.randn(n, device=dev) / 4 - min(0.25, 1024 / max(n, 1))).to(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        ours, back = course_ops.scan(x), course_ops.scan(x, reverse=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for y, of in ((ours, x), (back.flip(0), x.flip(0))):
+        exact, theirs = of.double().cumsum(0), of.float().cumsum(0).to(dtype)
+        # An interpreted program adds a tile's 8192 elements one after another: sqrt(n) / 2 roundings of fp32.
+        slack = torch.full_like(theirs, 1e-5 * (exact.abs().max() if n else 0), dtype=torch.float32)
+        assert (
+            y.dtype == dtype
+            and ((y.double() - exact).abs() <= 2 * (theirs.double() - exact).abs().max().nan_to_num() + slack).all()
+            if n
+            else y.shape == (0,)
+        )
+
+
+def test_scan_of_a_stride_and_its_gradients(dev):
+    x = torch.randn(60, device=dev)[::2].requires_grad_()
+    assert torch.allclose(course_ops.scan(x), x.cumsum(0), atol=1e-5)
+    dy = torch.randn(30, device=dev)
+    ours = torch.autograd.grad(course_ops.scan(x), x, dy)[0]
+    torch.testing.assert_close(ours, torch.autograd.grad(x.cumsum(0), x, dy)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not device.HAS_GPU, reason="no GPU")
+@pytest.mark.parametrize(("M", "N", "K"), [(16, 4096, 4096), (200, 1000, 4096)])
+def test_kernels_that_meet_in_memory_can_be_captured_and_share_the_gpu(M, N, K):
+    """Stream-K and split-K in a CUDA graph, replayed beside calls on another stream: always the same bits."""
+    a, b = matrix(M, K, DEVICE, torch.bfloat16), matrix(K, N, DEVICE, torch.bfloat16)
+    expected = course_ops.matmul(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = course_ops.matmul(a, b)
+    side, results = torch.cuda.Stream(), []
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        graph.replay()
+        results.append(captured.clone())
+        with torch.cuda.stream(side):
+            results.append(course_ops.matmul(a, b))
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, expected) for result in results)
+
+
+# ---- Operators as PyTorch sees them -------------------------------------------------------------------------------
+
+
+EXAMPLES = (
+    "matmul",
+    "linear",
+    "linear_plain",
+    "linear_epilogue_backward",
+    "linear_bias_backward",
+    pytest.param("quantize", marks=needs_fp8),
+    pytest.param("matmul_fp8", marks=needs_fp8),
+    "grouped_matmul",
+    "scan",
+)
+
+
+def examples():
+    """{name: (public function, arguments, the operator, its arguments)}; leaves require grad where there is one."""
+    x, w, bias, residual = (
+        leaf(9, 24, dev=DEVICE),
+        leaf(40, 24, dev=DEVICE),
+        leaf(40, dev=DEVICE),
+        leaf(9, 40, dev=DEVICE),
+    )
+    experts = torch.randn(2, 24, 8, device=DEVICE)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    (a, a_scale), (b, b_scale) = (course_ops.quantize(t.detach().cpu(), "rows") for t in (x, w))
+    fp8 = tuple(t.to(DEVICE) for t in (a, a_scale, b.t(), b_scale.t()))
+    vector = leaf(300, dev=DEVICE)
+    return {
+        "matmul": (course_ops.matmul, (x, w.t()), OPS.matmul, (x, w.t())),
+        "linear": (
+            course_ops.linear, (x, w, bias, "gelu_tanh", residual), OPS.linear,
+            (x, w, bias, residual, "gelu_tanh", True),
+        ),
+        "linear_plain": (course_ops.linear, (x, w), OPS.linear, (x, w, None, None, "", False)),
+        "linear_epilogue_backward": (None, (), OPS.linear_epilogue_backward, (residual.detach(), residual.detach())),
+        "linear_bias_backward": (None, (), OPS.linear_epilogue_backward, (residual.detach(), None)),
+        "quantize": (course_ops.quantize, (x.detach(), "blocks"), OPS.quantize, (x.detach(), "squares")),
+        "matmul_fp8": (course_ops.matmul_fp8, fp8, OPS.matmul_fp8, fp8),
+        "grouped_matmul": (course_ops.grouped_matmul, (x, experts, offsets), OPS.grouped_matmul, (x, experts, offsets)),
+        "scan": (course_ops.scan, (vector,), OPS.scan, (vector, False)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_operator_is_sound(dev, name):
+    _, _, operator, args = examples()[name]
+    args = tuple(a.detach().to(dev).requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if name == "matmul_fp8":  # test_schema compares arguments, and PyTorch cannot compare float8 on a CPU
+        checks.remove("test_schema")
+    assert set(torch.library.opcheck(operator.default, args, test_utils=checks).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if "backward" not in str(name)])
+def test_compiled_as_one_graph(name):
+    fn, args, *_ = examples()[name]
+    torch._dynamo.reset()
+    eager, compiled = fn(*args), torch.compile(fn, fullgraph=True, backend="aot_eager")(*args)
+    for ours, theirs in zip(*((t if isinstance(t, tuple) else (t,)) for t in (compiled, eager)), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float())
+    leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    if leaves:
+        grads = (torch.autograd.grad(y.pow(2).sum(), leaves) for y in (compiled, eager))
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def offsets(*ends):
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+X, W = torch.randn(4, 6), torch.randn(5, 6)
+Q, S = torch.zeros(4, 6).to(FP8), torch.ones(1, 1)
+ONE = torch.ones(1, 6, 3)  # w of one group
+REFUSED = (
+    (lambda: course_ops.matmul(X, W), ValueError, "a has 6 columns and b 5 rows"),
+    (lambda: course_ops.matmul(X, W.t().half()), TypeError, "b is torch.float16"),
+    (lambda: course_ops.matmul(X.double(), W.t().double()), TypeError, "a is torch.float64"),
+    (lambda: course_ops.matmul(X, W.t()[None]), course_ops.Unsupported, "torch.bmm"),
+    (lambda: course_ops.matmul(X[0], W.t()), ValueError, "add a dimension"),
+    (lambda: course_ops.linear(X, W.t()), ValueError, r"weight \(6, 5\)"),
+    (lambda: course_ops.linear(X, W, torch.ones(4)), ValueError, r"bias has shape \(4,\)"),
+    (lambda: course_ops.linear(X, W, residual=torch.ones(4, 4)), ValueError, "residual has shape"),
+    (lambda: course_ops.linear(X, W, activation="gelu"), course_ops.Unsupported, "gelu_tanh"),
+    (lambda: course_ops.quantize(X, "columns"), ValueError, "expected one of tensor, rows"),
+    (lambda: course_ops.quantize(X[None], "rows"), ValueError, "x has 3 dimension"),
+    (lambda: course_ops.quantize(X.clone().requires_grad_(), "rows"), ValueError, "quantize has no gradient"),
+    (lambda: course_ops.matmul_fp8(X, S, Q.t(), S), TypeError, "a is torch.float32"),
+    (lambda: course_ops.matmul_fp8(Q, S, Q, S), ValueError, "a has 6 columns and b 4 rows"),
+    (lambda: course_ops.matmul_fp8(Q, torch.ones(3, 1), Q.t(), S), ValueError, "expected one of"),
+    (lambda: course_ops.matmul_fp8(Q, S.clone().requires_grad_(), Q.t(), S), ValueError, "a_scale requires grad"),
+    (lambda: course_ops.grouped_matmul(X, torch.ones(2, 5, 3), offsets(0, 2, 4)), ValueError, r"w\[e\] 5 rows"),
+    (lambda: course_ops.grouped_matmul(X, torch.ones(2, 6, 3), offsets(0, 4)), ValueError, "2 offsets for 2 group"),
+    (lambda: course_ops.grouped_matmul(X, torch.ones(2, 6, 3), offsets(0, 3, 2)), ValueError, r"offsets \[0, 3, 2\]"),
+    (lambda: course_ops.grouped_matmul(X, ONE, torch.tensor([0, 4])), TypeError, "offsets is torch.int64"),
+    (lambda: course_ops.grouped_matmul(X, ONE.clone().requires_grad_(), offsets(0, 4)), ValueError, "w requires grad"),
+    (lambda: course_ops.scan(X), ValueError, "x has 2 dimension"),
+    (lambda: course_ops.scan(torch.arange(3)), TypeError, "x is torch.int64"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+# ---- The lessons' machine code ------------------------------------------------------------------------------------
+
+BF16 = torch.bfloat16
+TENSORS = {"tensor": 4096, "rows": 4096, "blocks": 8192}  # a kernel for each scheme
+
+
+def same_code_cases():
+    """{case: (the lesson's rung, the operator's launcher, arguments)}, made in a compiling process."""
+    from course_ops.kernels import grouped_matmul, linear, matmul_fp8_hopper, quantize, scan
+    from day2_triton_basics import lesson14_scan
+    from day3_matmul_tk import (
+        lesson02_matmul_persistent,
+        lesson03_matmul_skinny,
+        lesson04_matmul_epilogue,
+        lesson05_matmul_fp8,
+        lesson05b_quantize_fp8,
+        lesson06_grouped_matmul,
+        lesson07b_gluon_persistent,
+        lesson07c_gluon_small,
+        lesson07e_gluon_fp8_blocks,
+    )
+
+    launch = {kernel.name: kernel.launch for kernel in sys.modules["course_ops.matmul"].DISPATCH}
+
+    def operands(M, N, K, transposed=""):
+        return lesson07c_gluon_small.inputs(M, N, K, dtype=BF16, transposed=transposed)
+
+    def fp8(scheme):
+        kernel = matmul_fp8_hopper.fp8_promote_hopper if scheme == "blocks" else matmul_fp8_hopper.fp8_sum_hopper
+        n = TENSORS[scheme]
+        args = lesson05_matmul_fp8.inputs(n, n, n, scheme)
+        return lesson07e_gluon_fp8_blocks.matmul_fp8, lambda *args: kernel(*args, scheme), args
+
+    hopper, skinny = lesson07b_gluon_persistent.matmul, lesson03_matmul_skinny.matmul_skinny
+    epilogue = lesson04_matmul_epilogue
+    return {
+        "hopper": lambda: (hopper, launch["hopper"], operands(4096, 4096, 4096)),
+        "hopper, narrow tiles": lambda: (hopper, launch["hopper"], operands(1024, 1024, 1024)),
+        "hopper, transposed": lambda: (hopper, launch["hopper"], operands(4096, 4096, 4096, "ab")),
+        "split K": lambda: (lesson07c_gluon_small.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
+        "one wave": lambda: (lesson07c_gluon_small.fitted, launch["split_k"], operands(1024, 1024, 1024)),
+        "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 4096, "b")),
+        "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
+        "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
+        "pointers": lambda: (lesson02_matmul_persistent.matmul, launch["pointers"], operands(300, 40, 35)),
+        "fp8 tensor": lambda: fp8("tensor"),
+        "fp8 rows": lambda: fp8("rows"),
+        "fp8 blocks": lambda: fp8("blocks"),
+        "linear": lambda: (
+            epilogue.linear_gelu,
+            lambda x, w, bias, residual: linear.linear_tma(x, w, bias, residual, True, None),
+            epilogue.inputs(8192, 4096, 4096, residual=True, dtype=BF16),
+        ),
+        "grouped": lambda: (
+            lesson06_grouped_matmul.grouped_matmul,
+            grouped_matmul.grouped_tma,
+            lesson06_grouped_matmul.inputs(8192, 8, 4096, 4096, dtype=BF16),
+        ),
+        "quantize": lambda: (
+            lesson05b_quantize_fp8.quantize,
+            quantize.quantize,
+            lesson05b_quantize_fp8.inputs(8192, 8192, dtype=BF16),
+        ),
+        "scan": lambda: (lesson14_scan.scan_look_back, scan.scan_look_back, lesson14_scan.inputs(2**20)),
+    }
+
+
+PUSH = ("hopper", "scan")  # one in Gluon, one in Triton
+NIGHT = (
+    "hopper, narrow tiles", "hopper, transposed", "split K", "one wave", "Stream-K", "one row", "TMA", "pointers",
+    "fp8 tensor", "fp8 rows", "fp8 blocks", "linear", "grouped", "quantize",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*PUSH, *(pytest.param(case, marks=pytest.mark.night) for case in NIGHT)])
+def test_a_lessons_last_rung_is_the_operators_kernel(case):
+    """Compiled for sm_90 both are the same machine code with the same grid, warps and shared memory."""
+    theirs, ours = elsewhere("tests.test_course_ops_matmul", "launches_of", case)
+    assert theirs
+    assert ours == theirs
+
+
+def launches_of(case):
+    """What lesson and operator launch: [machine code, grid, warps, shared memory] each. In a compiling process."""
+    from lessonkit.launches import recording
+
+    found = []
+    with recording() as events:
+        rung, launcher, args = same_code_cases()[case]()
+        for launch in (rung, launcher):
+            events.clear()
+            launch(*args)
+            found.append([list(map(str, event[2:6])) for event in events if event[0] == "kernel"])
+    return found
