@@ -64,7 +64,7 @@ LESSON = Lesson(
     extension=kernels,
     rungs=(layernorm_naive, layernorm_block, layernorm_welford),
     checks=(
-        *WHOLE,
+        *(each for each in WHOLE if each.shape["N"] < 4096),  # v1 adds up a row, element after element
         case("one past a block", M=3, N=257),
         case("several turns of each thread, the last one ragged", M=4, N=781),
         case("row offsets past 2^31, in rows short enough for v1 to add up", gib=120, M=2**21 + 3, N=1025),
