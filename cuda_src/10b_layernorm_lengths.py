@@ -12,9 +12,10 @@ from importlib import import_module
 
 from lessonkit import Lesson, Mutant, Unsupported, case, cuda, needs
 
+from problems.layer_norm import EPS, PROBLEM
+
 first = import_module("cuda_src.10_layernorm")
 kernels = cuda.extension(__file__)  # 10b_layernorm_lengths.cu, built at the first call
-EPS = first.EPS
 
 
 def layernorm_registers(x, w, b, eps=EPS):
@@ -55,16 +56,12 @@ def _whole(kernel, *claims):
 
 # fmt: off
 LESSON = Lesson(
-    reference=first.reference,
-    inputs=first.inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(layernorm_registers, layernorm_lanes, layernorm_cluster, layernorm),
     checks=(
-        case("no rows", M=0, N=5),
-        case("rows of nothing", M=3, N=0),
-        case("one element a row: a lane a row", M=17, N=1),
+        *first.WHOLE,
         case("a prime width: no vector is aligned, no lane count fits", M=7, N=127),
-        case("whole vectors, the last lanes without one", M=15, N=120),
         case("two warps, ragged", M=3, N=1037),
         case("two warps in whole vectors", M=5, N=1048),
         case("past 64 KB: two chunks, the second ragged", M=3, N=17003),
@@ -74,8 +71,7 @@ LESSON = Lesson(
         case("and in a cluster", gib=120, M=65537, N=32776),
         case("whole vectors, on which requests are counted", M=32, N=256),
     ),
-    benches=tuple({"M": m, "N": n} for m, n in first.SHAPES),
-    work=first._work,
+    benches=PROBLEM.benches[::-1],
     wrong=(
         Mutant("the padding has a spread", "stats_of", "if (share.whole ? there > 0 : e < there) ", "",
                "layernorm_registers"),
@@ -90,7 +86,6 @@ LESSON = Lesson(
         Mutant("chunks replace each other", "layernorm_rest_kernel", "mine = merge(mine, ",
                "mine = merge(Stats{0, 0, 0}, ", "layernorm"),
     ),
-    peers=first.PEERS,
     claims={
         "layernorm_registers_kernel": (
             *_whole("layernorm_registers_kernel", "16-byte loads", "16-byte stores"),
@@ -99,7 +94,6 @@ LESSON = Lesson(
         "layernorm_cluster_kernel": ("layernorm_cluster_kernel<__nv_bfloat16>: no spills",),
     },
     counts={layernorm_registers: {"sectors a load": 16}, layernorm_lanes: {"barriers": 0}},
-    properties=(first.shift_and_scale_change_nothing, first.strange_numbers_stay_in_their_row),
     refuses=first.REFUSES,
     dtypes=first.DTYPES,
 )

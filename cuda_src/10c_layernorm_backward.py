@@ -14,6 +14,8 @@ from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, 
 
 import torch
 
+from problems import layer_norm
+
 forward = import_module("cuda_src.10_layernorm")
 lengths = import_module("cuda_src.10b_layernorm_lengths")
 kernels = cuda.extension(__file__)  # 10c_layernorm_backward.cu, built at the first call
@@ -102,8 +104,8 @@ def layernorm(x, w, b):
 def inputs(M, N, dtype=torch.float32):
     # The forward's x has rows of three scales and a large mean, so a row taken for its neighbour shows. dy is not
     # centred: with a mean of 0 a forgotten mean(g) would hide in the noise.
-    x, w, b = forward.inputs(M, N, dtype)
-    _, mean, rstd = forward.reference(x, w, b)
+    x, w, b = layer_norm.inputs(M, N, dtype)
+    _, mean, rstd = layer_norm.reference(x, w, b)
     # Every dy * w is exact, 8 bits times 4: in a row of one element dx is dy * w - dy * w = 0, and a compiler that
     # fuses the second product into the subtraction, unrounded, would leave the first one's rounding.
     dy = (torch.randn(M, N, device=DEVICE) + 0.5).bfloat16().to(dtype)
@@ -159,7 +161,7 @@ LESSON = Lesson(
         case("row offsets past 2^31", gib=130, M=262145, N=8200 - 8),
         case("whole vectors, on which requests are counted", M=32, N=256),
     ),
-    benches=tuple({"M": m, "N": n} for m, n in forward.SHAPES),
+    benches=tuple({"M": m, "N": n} for m, n in reversed(layer_norm.SHAPES)),
     work=_work,
     wrong=(
         Mutant("the mean of g forgotten", "dx_kernel", "* r * along - sum)", "* r * along)",
@@ -192,7 +194,7 @@ LESSON = Lesson(
         Refusal("w too short", _other(lambda dy, x, w, *r: (dy, x, w[:7], *r)), ValueError, r"w \(7,\)"),
         Refusal("mean in 16 bits", _other(lambda *a: (*a[:3], a[3].bfloat16(), a[4])), TypeError, "mean is"),
     ),
-    grad=Grad(layernorm, lambda x, w, b: forward.reference(x, w, b)[0], forward.inputs),
+    grad=Grad(layernorm, lambda x, w, b: layer_norm.reference(x, w, b)[0], layer_norm.inputs),
     dtypes=forward.DTYPES,
 )
 # fmt: on

@@ -14,23 +14,15 @@ Time it:   python -m lessonkit bench lesson07_layernorm
 """
 
 import math
-from functools import lru_cache, partial
-from importlib import import_module
+from functools import partial
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect
+from lessonkit import Lesson, Mutant, Unsupported, case, expect
 
 import torch
 import triton
 import triton.language as tl
 
-EPS = 1e-5  # PyTorch's default
-
-
-def reference(x, w, b, eps=EPS):
-    """What PyTorch returns, and the two numbers a row that the backward (lesson 8) needs, in fp32."""
-    variance, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, correction=0)
-    y = torch.nn.functional.layer_norm(x, w.shape, w, b, eps)  # reads MN (and w, b), writes MN
-    return y, mean, torch.rsqrt(variance + eps)
+from problems.layer_norm import EPS, PROBLEM
 
 
 # Rung 1. The definition, a kernel for each step: mean, rstd, result. A program owns a row and walks over it in blocks.
@@ -191,57 +183,6 @@ def prepare(x, w, b):
     return M, N, y, mean, rstd
 
 
-def inputs(M, N, dtype=torch.float32, pad=0):
-    # Mean 50 with a spread of about 1.5 makes E[x^2] - E[x]^2 lose three digits; the slope makes chunks' means differ;
-    # rows of three scales tell a row from its neighbour, and in the rows of 1/1000 eps is larger than the variance.
-    x = torch.randn(M, N, device=DEVICE) + 50 + torch.linspace(-2, 2, N, device=DEVICE)
-    x *= torch.tensor([1.0, 1e-3, 30.0], device=DEVICE)[torch.arange(M, device=DEVICE) % 3][:, None]
-    wide = torch.empty(M, N + pad, dtype=dtype, device=DEVICE)[:, :N]  # rows N + pad apart
-    wide.copy_(x)
-    # w in eighths, dy in 8 bits: dy * w is exact, so that a GPU's fused multiply-add makes dy * w - dy * w 0 too.
-    w, b = ((torch.rand(N, device=DEVICE) + 0.5) * 8).round() / 8, torch.randn(N, device=DEVICE)
-    return wide, w.to(dtype), b.to(dtype)
-
-
-def shift_and_scale_change_nothing(rung):
-    """LayerNorm of 4x + 8 is LayerNorm of x, as far as eps allows."""
-    x, w, b = inputs(4, 300)
-    y, mean, rstd = rung(x[::3], w, b, eps=0.0)
-    y2, mean2, rstd2 = rung(4 * x[::3] + 8, w, b, eps=0.0)
-    torch.testing.assert_close(y2, y, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close((mean2, rstd2), (4 * mean + 8, rstd / 4), rtol=1e-4, atol=1e-5)
-
-
-def strange_numbers_stay_in_their_row(rung):
-    """A NaN or an infinity makes its own row NaN, as in PyTorch, and no other."""
-    x, w, b = inputs(5, 67)
-    x[1, 3], x[3, 66] = math.nan, math.inf
-    y = rung(x, w, b)[0]
-    torch.testing.assert_close(y, reference(x, w, b)[0], rtol=1e-3, atol=1e-3, equal_nan=True)
-    assert y[[1, 3]].isnan().all() and y[[0, 2, 4]].isfinite().all()  # noqa: PT018
-
-
-def _torch(x, w, b):
-    y, mean, rstd = torch.native_layer_norm(x, w.shape, w, b, EPS)
-    return y, mean.flatten(), rstd.flatten()
-
-
-def _liger(x, w, b):
-    y, _, mean, rstd, *_ = import_module("liger_kernel.ops.layer_norm").layer_norm_forward(x, w, b, EPS)
-    return y, mean, rstd
-
-
-# quack's forward takes fp32 weights: converted once, not in every call. A tensor's hash is its identity.
-_fp32 = lru_cache(maxsize=64)(torch.Tensor.float)
-
-
-def _quack(x, w, b):
-    forward = import_module("quack.rmsnorm").layernorm_fwd
-    y, rstd, mean = forward(x, _fp32(w), _fp32(b), EPS, return_rstd=True, return_mean=True)
-    return y, mean, rstd
-
-
-PEERS = {"torch": _torch, "torch.compile": by_inductor(reference), "liger": _liger, "quack": _quack}
 # fmt: off
 WRONG = (
     Mutant("variance as E[x^2] - E[x]^2", "layernorm_row_kernel", "tl.sum(centred * centred, axis=0) / N",
@@ -254,45 +195,22 @@ WRONG = (
            "tl.minimum(BLOCK, BLOCK)", "layernorm_chunked"),
     Mutant("rows taken to be N apart", "mean_kernel", "row * stride_x", "row * N", "layernorm_unfused"),
 )
-REFUSES = (
-    Refusal("not a matrix", lambda f: f(torch.ones(8, device=DEVICE), *inputs(2, 8)[1:]), ValueError, "expected 2"),
-    Refusal("w too short", lambda f: f(inputs(2, 8)[0], *inputs(2, 7)[1:]), ValueError, "w has 7 elements"),
-    Refusal("w in fp64", lambda f: f(inputs(2, 8)[0], *(t.double() for t in inputs(2, 8)[1:])), TypeError, "w is"),
-    Refusal("every second column", lambda f: f(inputs(2, 8)[0][:, ::2], *inputs(2, 4)[1:]), ValueError, "stride 2"),
-    Refusal("gradient lost", lambda f: f(inputs(2, 8)[0].requires_grad_(), *inputs(2, 8)[1:]), ValueError, "grad"),
-)
 # fmt: on
 
 
-def work(M, N, dtype, pad=0):
-    return Work(bytes=2 * (M + 1) * N * dtype.itemsize + 8 * M, flops=8 * M * N)
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(layernorm_unfused, layernorm_row, layernorm_chunked),
     checks=(
-        case("no rows", M=0, N=5),
-        case("rows of nothing", M=3, N=0),
-        case("one element: the variance is 0 and eps alone is left", M=2, N=1),
-        case("a prime: 27 of 128 lanes are padding", M=5, N=101),
-        case("one past rung 1's block; rows 3 elements apart, so that most are not aligned", M=4, N=1025, pad=3),
-        case("one past rung 3's block: a last chunk of one element", M=4, N=4097),
-        case("a row past element 2^31", gib=13, M=3, N=5, pad=2**30),
-        case("four chunks, the last ragged", M=3, N=12672),
+        *PROBLEM.checks,
         case("the bytes are counted here", M=40, N=520),
     ),
     benches=tuple({"M": m, "N": n} for m, n in ((4096, 4096), (8192, 8192), (4096, 32768))),
-    work=work,
     wrong=WRONG,
-    peers=PEERS,
     claims={layernorm_row: ("16-byte loads", "16-byte stores", "no spills"), layernorm_chunked: ("no spills",)},
     # The interpreter has no cache: it also counts w and b, which each row asks for anew, as many elements as x and y
     # together. Without them (on a GPU they come from a cache) these are 2, 1 and 1.5 times the least.
     passes={layernorm_unfused: 3.0, layernorm_row: 2.0, layernorm_chunked: 2.5},
-    properties=(shift_and_scale_change_nothing, strange_numbers_stay_in_their_row),
-    refuses=REFUSES,
     cpu_model=slow_twin,
 )
 

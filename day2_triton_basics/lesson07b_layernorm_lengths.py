@@ -18,19 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from day2_triton_basics.lesson07_layernorm import (
-    EPS,
-    PEERS,
-    REFUSES,
-    inputs,
-    layernorm_chunked,
-    normalize,
-    prepare,
-    reference,
-    shift_and_scale_change_nothing,
-    strange_numbers_stay_in_their_row,
-    work,
-)
+from day2_triton_basics.lesson07_layernorm import layernorm_chunked, normalize, prepare
+from problems.layer_norm import EPS, PROBLEM
 
 
 # Rung 1. Lesson 7's row kernel with a second dimension: a program owns ROWS whole rows, about 2048 elements, 16 for
@@ -260,31 +249,21 @@ WRONG = (
 )
 # fmt: on
 
-SHAPES = ((32768, 256), (32768, 1024), (4096, 4096), (8192, 8192), (4096, 12672), (4096, 32768), (2048, 131072))
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(layernorm_tile, layernorm_packed, layernorm_kept, layernorm_forward),
     checks=(
-        case("no rows", M=0, N=5),
-        case("rows of nothing", M=3, N=0),
-        case("one element a row: a tile of 2048 rows for 2", M=2, N=1),
-        case("a prime: 27 of 128 lanes are padding, and 37 rows leave the third tile of 16 hanging over", M=37, N=101),
-        case("rows 3 elements apart, so that most are not aligned", M=4, N=1025, pad=3),
+        *PROBLEM.checks,
+        case("37 rows leave the third tile of 16 hanging over", M=37, N=101),
         case("one past a power of two: half the lanes of a row of one program are padding", M=4, N=4097),
-        case("seven chunks in 16 bits, the last ragged", M=3, N=12672),
         case("five programs share a row, the last has one element", M=3, N=16385, pad=7),
         case("more parts than fit on the interpreter's 4 SMs: chunked", M=2, N=32769),
         case("more parts than fit on a GPU", gib=1, M=2, N=2_000_000),
-        case("a row past element 2^31, packed", gib=13, M=3, N=5, pad=2**30),
-        case("and kept", gib=13, M=3, N=8195, pad=2**30),
+        case("a row past element 2^31, kept", gib=13, M=3, N=8195, pad=2**30),
         case("and shared", gib=13, M=3, N=16387, pad=2**30),
         case("whole tiles: the bytes are counted here", M=64, N=512),
     ),
-    benches=tuple({"M": m, "N": n} for m, n in SHAPES),
-    work=work,
     wrong=WRONG,
-    peers=PEERS,
     claims={
         layernorm_packed: ("16-byte loads", "16-byte stores"),
         layernorm_kept: ("16-byte loads", "16-byte stores", "no spills"),
@@ -292,8 +271,6 @@ LESSON = Lesson(
     },
     # w and b are counted too: they come with every row in rung 3, and once for 4 rows in a tile.
     passes={layernorm_tile: 1.25, layernorm_packed: 1.25, layernorm_kept: 2.0, layernorm_forward: 1.25},
-    properties=(shift_and_scale_change_nothing, strange_numbers_stay_in_their_row),
-    refuses=REFUSES,
 )
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from day2_triton_basics.lesson07_layernorm import inputs as forward_inputs
 from day2_triton_basics.lesson07b_layernorm_lengths import layernorm_forward, slots_for
 from day2_triton_basics.lesson08_layernorm_backward import (
     PEERS,
@@ -34,6 +33,7 @@ from day2_triton_basics.lesson08_layernorm_backward import (
     row_sums,
     work,
 )
+from problems.layer_norm import inputs as forward_inputs
 
 
 # Rung 1. Lesson 8's persistent kernel with the rows that come next in shared memory instead of registers: num_stages=3

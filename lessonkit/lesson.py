@@ -3,7 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -116,50 +116,90 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
-    """One op: its oracle and its rungs, plain functions that all take the tensors that `inputs` makes.
+class Problem:
+    """What is asked of an operator, once for every lesson, program and exercise that answers it (problems/).
 
     reference   readable PyTorch, the only definition of "right"; called with float64 inputs for the exact answer
     inputs      inputs(dtype=..., **shape) -> tuple of arguments on DEVICE
-    checks      small awkward shapes, each in all `dtypes`; `benches`: large ones, timed on a GPU in `bench_dtype`
-    rungs       slowest first; the name is the idea; the last one refuses no shape
     work        work(dtype=..., **shape) -> Work: the floor that "% of limit" divides by
-    wrong       mutants, each of which the checks must reject
+    checks      small awkward shapes, each in all `dtypes`; `benches`: large ones, timed on a GPU in `bench_dtype`
     peers       what a user would call instead; one whose package is missing is passed over
     peers_differ  why peers rightly answer something else (random numbers), if so: only shapes and dtypes are compared
-    claims      rung -> what its compiled code must show (see compiled.broken_claims); in CUDA C++ kernel's name -> that
-    passes      rung -> bytes it moves, as a multiple of Work.bytes, counted without a GPU on the last check
     properties  property(rung) asserts what must hold for the op beside its values
     refuses     bad calls, and the error that each must meet
+    factor      widens the error budget, for a stated reason
+    """
+
+    reference: Rung
+    inputs: Callable[..., tuple[Any, ...]]
+    work: Callable[..., Work]
+    checks: tuple[Case, ...] = ()
+    benches: tuple[Shape, ...] = ()
+    peers: Mapping[str, Rung] = field(default_factory=dict)
+    peers_differ: str = ""
+    properties: tuple[Callable[[Rung], None], ...] = ()
+    refuses: tuple[Refusal, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    bench_dtype: torch.dtype = torch.bfloat16
+    factor: float = 1
+
+
+_THE_PROBLEMS: Any = None  # a field that a lesson takes from its problem, unless it says otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """The rungs that answer a problem: plain functions that all take the tensors that the problem's `inputs` makes.
+
+    problem     what is asked; each of its fields may be given here instead, where a lesson asks something of its own
+    rungs       slowest first; the name is the idea; the last one refuses no shape
+    wrong       mutants, each of which the checks must reject
+    claims      rung -> what its compiled code must show (see compiled.broken_claims); in CUDA C++ kernel's name -> that
+    passes      rung -> bytes it moves, as a multiple of Work.bytes, counted without a GPU on the last check
     grad        the differentiable op that the lesson ends in; its gradients are checked too
     cpu_model   the kernel's order of work step by step in PyTorch, for any machine: right on the same checks
-    factor      widens the error budget, for a stated reason
     extension   the launchers of the .cu that the rungs call, if the kernels are CUDA C++
     prints      what the program's own main measures and rungs cannot: `bench` keeps the lines that it prints
     counts      rung -> what its accesses look like: {"sectors a request": 4}, counted as `passes` (judge.counters)
     """
 
-    reference: Rung
-    inputs: Callable[..., tuple[Any, ...]]
-    checks: tuple[Case, ...]
-    benches: tuple[Shape, ...]
+    problem: Problem | None = None
     rungs: tuple[Rung, ...]
-    work: Callable[..., Work]
     wrong: tuple[Mutant, ...]
-    peers: Mapping[str, Rung] = field(default_factory=dict)
-    peers_differ: str = ""
+    reference: Rung = _THE_PROBLEMS
+    inputs: Callable[..., tuple[Any, ...]] = _THE_PROBLEMS
+    work: Callable[..., Work] = _THE_PROBLEMS
+    checks: tuple[Case, ...] = _THE_PROBLEMS
+    benches: tuple[Shape, ...] = _THE_PROBLEMS
+    peers: Mapping[str, Rung] = _THE_PROBLEMS
+    peers_differ: str = _THE_PROBLEMS
+    properties: tuple[Callable[[Rung], None], ...] = _THE_PROBLEMS
+    refuses: tuple[Refusal, ...] = _THE_PROBLEMS
+    dtypes: tuple[torch.dtype, ...] = _THE_PROBLEMS
+    bench_dtype: torch.dtype = _THE_PROBLEMS
+    factor: float = _THE_PROBLEMS
     claims: Mapping[Any, tuple[str, ...]] = field(default_factory=dict)
     passes: Mapping[Rung, float] = field(default_factory=dict)
-    properties: tuple[Callable[[Rung], None], ...] = ()
-    refuses: tuple[Refusal, ...] = ()
     grad: Grad | None = None
     cpu_model: Rung | None = None
-    dtypes: tuple[torch.dtype, ...] = FLOATS
-    bench_dtype: torch.dtype = torch.bfloat16
-    factor: float = 1
     extension: Launchers | None = None
     prints: str = ""
     counts: Mapping[Rung, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for each in fields(Problem):
+            if getattr(self, each.name) is None:
+                object.__setattr__(self, each.name, self._asked(each))
+
+    def _asked(self, asked: Field[Any]) -> Any:
+        """What the problem says of a field; without a problem the field's default."""
+        if self.problem is not None:
+            return getattr(self.problem, asked.name)
+        if asked.default_factory is not MISSING:
+            return asked.default_factory()
+        if asked.default is MISSING:
+            raise Misdeclared(f"this lesson says no `{asked.name}`: give it, or the `problem` that has it")
+        return asked.default
 
     def claimed(self) -> dict[str, tuple[str, ...]]:
         """The claims by the name of the rung, or of the kernel in CUDA C++."""

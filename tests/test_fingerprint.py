@@ -196,3 +196,18 @@ def test_every_rung_and_peer_of_the_course_has_one():
         marks = {rung.__name__: fingerprint.contender(ROOT, name, rung.__name__) for rung in lesson.rungs}
         marks |= {label: fingerprint.contender(ROOT, name, label, peer=True) for label in lesson.peers}
         assert len(set(marks.values())) == len(marks), name
+
+
+def test_a_problem_counts_as_if_its_lesson_said_it(tree):
+    """Moving inputs and work out of a lesson into a problem changes nothing; changing them there does."""
+    lesson, asked = tree / "day1_some/lesson.py", tree / "problems/asked.py"
+    before = fingerprint.contender(tree, LESSON, "rung")
+    text = lesson.read_text().replace("def inputs(n):\n    return n + 1\n", "")
+    text = text.replace("Lesson(inputs=inputs, work=plain.LESSON.work, ", "Lesson(problem=asked.PROBLEM, ")
+    lesson.write_text(f"from problems import asked\n{text}")
+    asked.parent.mkdir()
+    problem = "from lessonkit import Problem\nfrom day1_some import other\ndef inputs(n):\n    return n + 1\n"
+    problem += "PROBLEM = Problem(inputs=inputs, work=other.LESSON.work, factor=1)\n"
+    for old, new, same in (("", "", True), ("factor=1", "factor=2", True), ("return n + 1", "return n + 2", False)):
+        asked.write_text(problem.replace(old, new) if old else problem)
+        assert (fingerprint.contender(tree, LESSON, "rung") == before) is same, new

@@ -74,9 +74,9 @@ class Module:
         found = self.statements.get(name, [])
         return found[0].value if len(found) == 1 and isinstance(found[0], ast.Assign | ast.AnnAssign) else None
 
-    def declared(self, keyword: str) -> ast.expr | None:
-        """The expression of one field of the declaration."""
-        call = self.value(DECLARATION)
+    def declared(self, keyword: str, name: str = DECLARATION) -> ast.expr | None:
+        """The expression of one field of the declaration, or of another call that a name is bound to."""
+        call = self.value(name)
         keywords = call.keywords if isinstance(call, ast.Call) else []
         return next((k.value for k in keywords if k.arg == keyword), None)
 
@@ -249,15 +249,34 @@ class _Walk:
             raise NotFound(f"{lesson} declares no lesson")
         if not module.declares_all():
             self.follow(lesson, (DECLARATION,))
-        elif (value := module.declared(name)) is not None:
-            self.expression(lesson, value, "" if isinstance(value, ast.Name | ast.Attribute) else name)
+        elif found := self.asked(lesson, name):
+            owner, value = found
+            if (chain := _chain(value)) and self.resolve(owner, chain):  # where a function stands does not count
+                self.follow(owner, chain, nameless=True)
+            else:
+                self.expression(owner, value, "" if chain else name)
+
+    def asked(self, lesson: str, name: str) -> tuple[str, ast.expr] | None:
+        """The module and the expression of a field: the declaration's own, or its problem's."""
+        module = self.module(lesson)
+        if module is None:
+            return None
+        if (own := module.declared(name)) is not None:
+            return lesson, own
+        problem = module.declared("problem")
+        if problem is None or not (at := self.resolve(lesson, _chain(problem))):
+            return None
+        place, bound, _ = at
+        module = self.module(place)
+        assert module is not None
+        value = module.declared(name, bound)
+        return None if value is None else (place, value)
 
     def peer(self, lesson: str, label: str) -> None:
-        module = self.module(lesson)
-        declared = module.declared("peers") if module else None
+        declared = self.asked(lesson, "peers")
         if declared is None:
             raise NotFound(f"{lesson} declares no peers")
-        found = self.entry(lesson, declared, label)
+        found = self.entry(*declared, label)
         if found is None:
             raise NotFound(f"{lesson} declares no peer {label!r}")
         owner, value, exactly = found
@@ -281,7 +300,12 @@ class _Walk:
             place, bound, attributes = at
             module = self.module(place)
             assert module is not None
-            inner = module.declared(attributes[0]) if attributes else module.value(bound)
+            if not attributes:
+                inner = module.value(bound)
+            elif bound != DECLARATION:
+                inner = module.declared(attributes[0], bound)
+            else:
+                place, inner = self.asked(place, attributes[0]) or (place, None)
             if inner is not None:
                 return self.entry(place, inner, label)
         return owner, value, False
