@@ -79,7 +79,7 @@ def load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dy, st
 
 def layernorm_backward_naive(dy, x, w, mean, rstd):
     """dy [M, N], x [M, N], w [N], mean [M], rstd [M] (fp32) -> dx [M, N], dw [N], db [N]; N up to 32768."""
-    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd, longest=32768)
+    M, N, dx, dw, db = _prepare(dy, x, w, mean, rstd, longest=32768)
     if dx.numel():
         strides, block = (dy.stride(0), x.stride(0)), triton.next_power_of_2(N)
         warps = min(32, max(1, block // 512))
@@ -94,7 +94,7 @@ def layernorm_backward_naive(dy, x, w, mean, rstd):
 # through memory. And their order is not fixed: two runs on the same input may differ in the last digits.
 def layernorm_backward_atomic(dy, x, w, mean, rstd):
     """As layernorm_backward_naive, one kernel; dw and db differ from run to run."""
-    M, N, dx, _, _ = prepare(dy, x, w, mean, rstd, longest=32768)
+    M, N, dx, _, _ = _prepare(dy, x, w, mean, rstd, longest=32768)
     dw, db = torch.zeros((2, N), dtype=torch.float32, device=x.device)
     if dx.numel():
         block = triton.next_power_of_2(N)
@@ -163,7 +163,7 @@ def add_partials_kernel(
 
 def layernorm_backward_persistent(dy, x, w, mean, rstd):
     """As layernorm_backward_naive, dw and db in a fixed order; N up to 8192."""
-    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd, longest=8192)
+    M, N, dx, dw, db = _prepare(dy, x, w, mean, rstd, longest=8192)
     if dx.numel():
         block = triton.next_power_of_2(N)
         # 16 elements a thread: dw and db take 32 of its registers, and 128 in all leave room for 512 threads on an SM.
@@ -185,7 +185,7 @@ def add_partials(partial_dw, partial_db, dw, db):
     add_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32)
 
 
-def prepare(dy, x, w, mean, rstd, longest=2**31 - 1):
+def _prepare(dy, x, w, mean, rstd, longest=2**31 - 1):
     expect(dy=dy, x=x, ndim=2, same_shape=True, same_dtype=True, unit_stride=True)
     expect(x=x, w=w, same_dtype=True)
     expect(mean=mean, rstd=rstd, ndim=1, same_shape=True, contiguous=True, dtypes=(torch.float32,))

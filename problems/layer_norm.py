@@ -149,7 +149,8 @@ def work_backward(M, N, dtype, pad=0):
     return Work(bytes=3 * (M + 1) * N * dtype.itemsize + 8 * M, flops=14 * M * N)
 
 
-def _backward_with(change):
+def _with(change):
+    """A call with these arguments after one change."""
     return lambda f: f(*change(*inputs_backward(8, 8)))
 
 
@@ -174,11 +175,9 @@ PROBLEM_BACKWARD = Problem(
     },
     properties=(dx_is_orthogonal,),
     refuses=(
-        Refusal("shapes differ", _backward_with(lambda dy, x, *r: (dy[:2], x, *r)), ValueError, "x has shape"),
-        Refusal(
-            "w too short", _backward_with(lambda dy, x, w, *r: (dy, x, w[:7], *r)), ValueError, "expected \\(8,\\)"
-        ),
-        Refusal("fp16 mean", _backward_with(lambda *a: (*a[:3], *(t.half() for t in a[3:]))), TypeError, "mean is"),
-        Refusal("transposed", _backward_with(lambda dy, *r: (dy.T, *r)), ValueError, "dy has stride 8"),
+        Refusal("shapes differ", _with(lambda dy, x, *r: (dy[:2], x, *r)), ValueError, "x has shape"),
+        Refusal("w too short", _with(lambda dy, x, w, *r: (dy, x, w[:7], *r)), ValueError, "expected \\(8,\\)"),
+        Refusal("fp16 mean", _with(lambda *a: (*a[:3], *(t.half() for t in a[3:]))), TypeError, "mean is"),
+        Refusal("transposed", _with(lambda dy, *r: (dy.T, *r)), ValueError, "dy has stride 8"),
     ),
 )
