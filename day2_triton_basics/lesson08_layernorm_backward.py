@@ -176,11 +176,11 @@ def layernorm_backward_persistent(dy, x, w, mean, rstd):
             dy, x, w, mean, rstd, dx, partial_dw, partial_db, M, N, dy.stride(0), x.stride(0), rows, block,
             num_warps=warps, maxnreg=128,
         )  # fmt: skip
-        add_partials(partial_dw, partial_db, dw, db)
+        _add_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
 
 
-def add_partials(partial_dw, partial_db, dw, db):
+def _add_partials(partial_dw, partial_db, dw, db):
     P, N = partial_dw.shape
     add_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32)
 

@@ -54,7 +54,7 @@ def dw_kernel(dy_ptr, x_ptr, rstd_ptr, dw_ptr, M, N, dy_stride, x_stride, ROWS: 
 
 def two_reads(dy, x, w, rstd):
     """dy [M, N], x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16,384."""
-    dx, (M, N) = prepare(dy, x, w, rstd), x.shape
+    dx, (M, N) = _prepare(dy, x, w, rstd), x.shape
     dw = torch.empty_like(w)
     _launch_rows(dy, x, w, rstd, dx, dw, add=False)
     if N:
@@ -78,7 +78,7 @@ def _launch_rows(dy, x, w, rstd, dx, sums, add):
 # And fp32 additions round, so their order matters: dw differs in its last bits from run to run.
 def atomics(dy, x, w, rstd):
     """dy [M, N], x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16,384."""
-    dx = prepare(dy, x, w, rstd)
+    dx = _prepare(dy, x, w, rstd)
     sums = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
     _launch_rows(dy, x, w, rstd, dx, sums, add=True)
     return dx, sums.to(w.dtype)
@@ -121,7 +121,7 @@ def add_shares_kernel(shares_ptr, dw_ptr, walkers, N, ROWS: tl.constexpr, COLS: 
     tl.store(dw_ptr + cols, tl.sum(sums, axis=0), mask=cols < N)
 
 
-def add_shares(shares, dtype):
+def _add_shares(shares, dtype):
     """shares [walkers, N] fp32 -> their sum [N]."""
     walkers, N = shares.shape
     dw = torch.empty(N, dtype=dtype, device=shares.device)
@@ -131,7 +131,7 @@ def add_shares(shares, dtype):
 
 def walk(dy, x, w, rstd):
     """dy [M, N], x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16 KB."""
-    dx, (M, N) = prepare(dy, x, w, rstd), x.shape
+    dx, (M, N) = _prepare(dy, x, w, rstd), x.shape
     block = triton.next_power_of_2(max(N, 1))
     rows = 16384 // (block * x.element_size())
     if rows == 0:
@@ -143,10 +143,10 @@ def walk(dy, x, w, rstd):
     walk_kernel[(walkers,)](
         dy, x, w, rstd, dx, shares, M, N, dy.stride(0), x.stride(0), rows, block, STAGES=3, num_warps=8
     )  # fmt: skip
-    return dx, add_shares(shares, w.dtype)
+    return dx, _add_shares(shares, w.dtype)
 
 
-def prepare(dy, x, w, rstd):
+def _prepare(dy, x, w, rstd):
     """The checks of every rung; returns an empty dx."""
     expect(dy=dy, x=x, ndim=2, same_shape=True, same_dtype=True, unit_stride=True)
     expect(x=x, w=w, same_dtype=True, unit_stride=True)

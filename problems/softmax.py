@@ -117,7 +117,7 @@ def strange_gradients(rung):
         torch.testing.assert_close(rung(y, dy), reference_backward(y, dy), rtol=1e-4, atol=1e-8, equal_nan=True)
 
 
-def _liger_backward(y, dy):
+def _liger(y, dy):
     settings = import_module("liger_kernel.ops.utils").calculate_settings(y.shape[1])  # refuses rows past 65,536
     return import_module("liger_kernel.ops.softmax")._softmax_backward(dy, y, *settings, False)
 
@@ -141,7 +141,7 @@ PROBLEM_BACKWARD = Problem(
     peers={
         "torch": lambda y, dy: torch._softmax_backward_data(dy, y, -1, y.dtype),
         "torch.compile": by_inductor(reference_backward),
-        "liger": _liger_backward,
+        "liger": _liger,
         "quack": lambda y, dy: import_module("quack.softmax").softmax_bwd(dy, y),
     },
     properties=(sums, strange_gradients),
