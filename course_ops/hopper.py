@@ -18,11 +18,26 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 try:  # public from Triton 3.9 on
-    from triton.experimental.gluon import aggregate
+    from triton.experimental.gluon import aggregate as _aggregate
 except ImportError:
-    from triton.language.core import _aggregate as aggregate
+    from triton.language.core import _aggregate
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+def aggregate(cls):
+    """A class of named values for device code: annotated fields, given by name, and methods with @gluon.jit.
+
+    By name alone, because the compiler's cache does not know in which order the fields are declared.
+    """
+
+    def init(self, **fields):
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    init.__triton_builtin__ = True  # nothing in it decides what is compiled
+    cls.__init__ = init
+    return _aggregate(cls)
 
 
 def tensor_descriptor(t: torch.Tensor, block_shape: list[int], *, swizzled: bool = True) -> TensorDescriptor:
@@ -103,10 +118,6 @@ class TileScheduler:
     published: gl.shared_memory_descriptor  # 2 mbarriers, one arrival
     counter_ptr: gl.tensor  # one int32, 0 before and after the kernel
 
-    @gluon.constexpr_function
-    def __init__(self, mailbox, published, counter_ptr):
-        self.mailbox, self.published, self.counter_ptr = mailbox, published, counter_ptr
-
     @gluon.jit
     def publish(self, index, count):
         """The producer warp tells the consumers the index of the CTA's tile number `count`."""
@@ -132,7 +143,7 @@ class TileScheduler:
 def allocate_scheduler(counter_ptr):
     """A TileScheduler with its mailbox."""
     mailbox = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return TileScheduler(mailbox, allocate_barriers(2, 1), counter_ptr)
+    return TileScheduler(mailbox=mailbox, published=allocate_barriers(2, 1), counter_ptr=counter_ptr)
 
 
 def tile_counter(device: torch.device) -> torch.Tensor:

@@ -58,10 +58,6 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, desc, smem, full, empty):
-        self.desc, self.smem, self.full, self.empty = desc, smem, full, empty
-
     @gluon.jit
     def load(self, stage, batch, head, row):
         """Announce a block's bytes to `full`, and start its copy. Rows past a head's last one come as zeros."""
@@ -102,11 +98,6 @@ class Problem:
     S_k: gl.tensor
     CAUSAL: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, H, all_heads, heads_at_once, S_q, S_k, CAUSAL):
-        self.tiles, self.H, self.all_heads, self.heads_at_once = tiles, H, all_heads, heads_at_once
-        self.S_q, self.S_k, self.CAUSAL = S_q, S_k, CAUSAL
-
     @gluon.jit
     def num_tiles(self):
         return self.tiles * self.all_heads
@@ -127,26 +118,39 @@ class Problem:
 class PartitionArgs:
     """What all warps of a CTA share."""
 
-    q: Ring  # a stage for each consumer
-    k: Ring
-    v: Ring
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
     o_desc: tma.tensor_descriptor
-    o_smem: gl.shared_memory_descriptor  # [consumers, 1, 1, ROWS, D]
-    largest_sums: gl.shared_memory_descriptor  # [consumers, 4 warps] int32
+    q_smem: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, D]; a consumer's Q is a ring of one stage
+    k_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, KEYS, D]
+    v_smem: gl.shared_memory_descriptor
+    o_smem: gl.shared_memory_descriptor  # as q_smem
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    largest_sums: gl.shared_memory_descriptor  # [CONSUMERS, 4 warps] int32
     scheduler: TileScheduler
     problem: Problem
     lse_ptr: gl.tensor
     scale_log2: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, o_desc, o_smem, largest_sums, scheduler, problem, lse_ptr, scale_log2):
-        self.q, self.k, self.v, self.o_desc, self.o_smem, self.largest_sums = q, k, v, o_desc, o_smem, largest_sums
-        self.scheduler, self.problem, self.lse_ptr, self.scale_log2 = scheduler, problem, lse_ptr, scale_log2
+    @gluon.jit
+    def k_ring(self):
+        return Ring(desc=self.k_desc, smem=self.k_smem, full=self.k_full, empty=self.k_empty)
+
+    @gluon.jit
+    def v_ring(self):
+        return Ring(desc=self.v_desc, smem=self.v_smem, full=self.v_full, empty=self.v_empty)
 
 
 @gluon.jit
 def producer_partition(args, GROUP: gl.constexpr):
-    q, k, v = args.q, args.k, args.v
+    q = Ring(desc=args.q_desc, smem=args.q_smem, full=args.q_full, empty=args.q_empty)
+    k, v = args.k_ring(), args.v_ring()
     CONSUMERS: gl.constexpr = q.full.shape[0]
     ROWS: gl.constexpr = q.desc.block_type.shape[2]
     KEYS: gl.constexpr = k.desc.block_type.shape[2]
@@ -264,23 +268,16 @@ def some_sum_is_large(largest_sums):
 
 @aggregate
 class ConsumerTile:
-    """One consumer warpgroup's share of a tile: 64 queries, and where the tile's blocks of keys are."""
+    """A consumer warpgroup's share of a tile, 64 queries, and where the tile's blocks of keys are."""
 
+    WHICH: gl.constexpr  # of the CTA's consumers
+    args: PartitionArgs
     q: gl.shared_memory_descriptor  # [ROWS, D]
-    q_empty: gl.shared_memory_descriptor
     k: Ring
     v: Ring
-    largest_sums: gl.shared_memory_descriptor  # [4 warps] int32
-    problem: Problem
-    scale_log2: gl.tensor
-    step: gl.tensor  # the rings' step of the tile's block 0
+    step: gl.tensor  # the rings' step of block 0
     row: gl.tensor  # the first query
-    key: gl.tensor  # the first key of block 0; that of block j is j blocks before
-
-    @gluon.constexpr_function
-    def __init__(self, q, q_empty, k, v, largest_sums, problem, scale_log2, step, row, key):
-        self.q, self.q_empty, self.k, self.v, self.largest_sums = q, q_empty, k, v, largest_sums
-        self.problem, self.scale_log2, self.step, self.row, self.key = problem, scale_log2, step, row, key
+    key: gl.tensor  # the first key of block 0; each block is before the last one
 
 
 @gluon.jit
@@ -289,8 +286,8 @@ def masked_block(c, o, m, l, block):
     LAYOUT: gl.constexpr = m.type.layout.parent
     s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, LAYOUT),))
     c.k.release(c.step + block)
-    s = apply_causal_mask(s, c.row, c.key - block * s.shape[1], c.problem)
-    p, m, l, alpha = online_softmax(s, m, l, c.scale_log2)
+    s = apply_causal_mask(s, c.row, c.key - block * s.shape[1], c.args.problem)
+    p, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
     p = operand_a(p, o, c.v.smem.dtype)
     o = issue_pv(p, scale_rows(o, alpha), c.v, c.step + block)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
@@ -305,7 +302,7 @@ def first_block(c, o, m, l, block):
     key = c.key - block * c.k.smem.shape[3]
     s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, LAYOUT),))
     c.k.release(c.step + block)
-    p, m, l, alpha = online_softmax(apply_mask(s, c.row, key, c.problem), m, l, c.scale_log2)
+    p, m, l, alpha = online_softmax(apply_mask(s, c.row, key, c.args.problem), m, l, c.args.scale_log2)
     return packed_operand_a(p, o, c.v.smem.dtype), scale_rows(o, alpha), m, l
 
 
@@ -314,17 +311,18 @@ def next_block(c, p, o, m, l, block):
     """QK of a block, and its softmax under PV of the block before. K is released after the test of the sums."""
     LAYOUT: gl.constexpr = m.type.layout.parent
     step = c.step + block
+    largest_sums = c.args.largest_sums.index(c.WHICH)
     s = issue_qk(c.q, c.k, step, LAYOUT)
     o = issue_pv(p, o, c.v, step - 1)
     s = warpgroup_mma_wait(1, deps=(s,))  # of two matmuls one may be unfinished: the later one, PV
-    p_new = exp2(s * c.scale_log2 - m[:, None])
+    p_new = exp2(s * c.args.scale_log2 - m[:, None])
     sums = partial_sums(p_new)
-    record_largest_sum(sums, c.largest_sums)
+    record_largest_sum(sums, largest_sums)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     p_packed = packed_operand_a(p_new, o, c.v.smem.dtype)
-    if some_sum_is_large(c.largest_sums):
+    if some_sum_is_large(largest_sums):
         s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, step, LAYOUT),))
-        p_new, m, l, alpha = online_softmax(s, m, l, c.scale_log2)
+        p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
         p_packed, o = packed_operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha)
     else:
         l += sums  # noqa: E741
@@ -338,15 +336,15 @@ def main_loop(c, p, o, m, l, begin, end):
     """Blocks begin + 1 to end - 1, and the drain. P is that of block `begin`."""
     for block in range(begin + 1, end):
         p, o, m, l = next_block(c, p, o, m, l, block)
-    return drain(c, p, o, end - 1), m, l
+    return drain(c, p, o, c.step + end - 1), m, l
 
 
 @gluon.jit
-def drain(c, p, o, block):
+def drain(c, p, o, step):
     """The last PV. Q is released a matmul early, so that the next tile's Q is loaded under the epilogue."""
-    mbarrier.arrive(c.q_empty)
-    o, p = warpgroup_mma_wait(0, deps=(issue_pv(p, o, c.v, c.step + block), p))
-    c.v.release(c.step + block)
+    mbarrier.arrive(c.args.q_empty.index(c.WHICH))
+    o, p = warpgroup_mma_wait(0, deps=(issue_pv(p, o, c.v, step), p))
+    c.v.release(step)
     return o
 
 
@@ -367,7 +365,7 @@ def half_block_first(c, o, m, l, end):
         p_whole, o, m, l = next_block(c, p, o, m, l, 1)
         o, m, l = main_loop(c, p_whole, o, m, l, 1, end)
     else:
-        o = drain(c, p, o, 0)
+        o = drain(c, p, o, c.step)
     return o, m, l
 
 
@@ -375,10 +373,10 @@ def half_block_first(c, o, m, l, end):
 def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
     problem = args.problem
     CAUSAL: gl.constexpr = problem.CAUSAL
-    CONSUMERS: gl.constexpr = args.q.full.shape[0]
-    ROWS: gl.constexpr = args.q.desc.block_type.shape[2]
-    D: gl.constexpr = args.q.desc.block_type.shape[3]
-    KEYS: gl.constexpr = args.k.desc.block_type.shape[2]
+    CONSUMERS: gl.constexpr = args.q_full.shape[0]
+    ROWS: gl.constexpr = args.q_desc.block_type.shape[2]
+    D: gl.constexpr = args.q_desc.block_type.shape[3]
+    KEYS: gl.constexpr = args.k_desc.block_type.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     step, count, index = 0, 0, args.scheduler.receive(0)
@@ -396,12 +394,12 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
         l = partial_sums(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))  # noqa: E741
         o = gl.zeros((ROWS, D), gl.float32, OUT)
         c = ConsumerTile(
-            as_matrix(args.q.smem.index(WHICH)), args.q.empty.index(WHICH), args.k, args.v,
-            args.largest_sums.index(WHICH), problem, args.scale_log2, step, row, key,
+            WHICH=WHICH, args=args, q=as_matrix(args.q_smem.index(WHICH)), k=args.k_ring(), v=args.v_ring(),
+            step=step, row=row, key=key,
         )  # fmt: skip
         for block in range(unseen):
-            release_unread(args, step + block)
-        mbarrier.wait(args.q.full.index(WHICH), count & 1)
+            release_unread(c, block)
+        mbarrier.wait(args.q_full.index(WHICH), count & 1)
         if CAUSAL and not ALIGNED:
             for block in range(unseen, masked - 1):
                 o, m, l = masked_block(c, o, m, l, block)
@@ -412,7 +410,7 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
                 p, o, m, l = first_block(c, o, m, l, masked - 1)
                 o, m, l = main_loop(c, p, o, m, l, masked - 1, blocks)
         else:
-            mbarrier.arrive(args.q.empty.index(WHICH))
+            mbarrier.arrive(args.q_empty.index(WHICH))
         step, count = step + blocks, count + 1
         index = args.scheduler.receive(count)
         epilogue(args, o, m, l, batch, head, row, WHICH)
@@ -420,12 +418,12 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
 
 
 @gluon.jit
-def release_unread(args, step):
-    """Return a step's stages unread; after the block has come, or the arrival would count for the block before."""
-    args.k.wait_full(step)
-    args.k.release(step)
-    args.v.wait_full(step)
-    args.v.release(step)
+def release_unread(c, block):
+    """Return a block's stages unread; after it has come, or the arrival would count for the block before."""
+    c.k.wait_full(c.step + block)
+    c.k.release(c.step + block)
+    c.v.wait_full(c.step + block)
+    c.v.release(c.step + block)
 
 
 # O has a buffer of its own, because the next tile's Q is on its way into this one's. A query without visible keys has
@@ -436,8 +434,8 @@ def epilogue(args, o, m, l, batch, head, row, WHICH: gl.constexpr):
     empty = l == 0
     rows = row + gl.arange(0, m.shape[0], layout=m.type.layout)
     lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
-    lse_ptrs = args.lse_ptr + (batch * args.problem.H + head).to(gl.int64) * args.problem.S_q + rows
-    gl.store(lse_ptrs, lse, mask=rows < args.problem.S_q)
+    S_q, first = args.problem.S_q, batch * args.problem.H + head
+    gl.store(args.lse_ptr + first.to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
     out = args.o_smem.index(WHICH)
     tma.store_wait(0)  # the last tile's store, which had this whole tile's time
     as_matrix(out).store(scale_rows(o, 1 / gl.where(empty, 1.0, l)).to(out.dtype))
@@ -452,15 +450,20 @@ def attention_hopper_kernel(
     scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    q_smem, k_smem = allocate_stages(q_desc, CONSUMERS), allocate_stages(k_desc, STAGES)
-    v_smem, o_smem = allocate_stages(v_desc, STAGES), allocate_stages(o_desc, CONSUMERS)
-    q = Ring(q_desc, q_smem, allocate_barriers(CONSUMERS, 1), allocate_barriers(CONSUMERS, 1))
-    k = Ring(k_desc, k_smem, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, CONSUMERS))
-    v = Ring(v_desc, v_smem, allocate_barriers(STAGES, 1), allocate_barriers(STAGES, CONSUMERS))
-    largest_sums = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    scheduler = allocate_scheduler(counter_ptr)
-    problem = Problem(tiles, H, all_heads, heads_at_once, S_q, S_k, CAUSAL)
-    args = PartitionArgs(q, k, v, o_desc, o_smem, largest_sums, scheduler, problem, lse_ptr, scale_log2)
+    args = PartitionArgs(
+        q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, o_desc=o_desc,
+        q_smem=allocate_stages(q_desc, CONSUMERS), k_smem=allocate_stages(k_desc, STAGES),
+        v_smem=allocate_stages(v_desc, STAGES), o_smem=allocate_stages(o_desc, CONSUMERS),
+        q_full=allocate_barriers(CONSUMERS, 1), q_empty=allocate_barriers(CONSUMERS, 1),
+        k_full=allocate_barriers(STAGES, 1), k_empty=allocate_barriers(STAGES, CONSUMERS),
+        v_full=allocate_barriers(STAGES, 1), v_empty=allocate_barriers(STAGES, CONSUMERS),
+        largest_sums=gl.allocate_shared_memory(gl.int32, [CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        scheduler=allocate_scheduler(counter_ptr),
+        problem=Problem(
+            tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, CAUSAL=CAUSAL
+        ),
+        lse_ptr=lse_ptr, scale_log2=scale_log2,
+    )  # fmt: skip
     # The first partition runs in the kernel's own warps. Registers a thread: 128 * (232 + 232 + 40) <= 65536.
     if CONSUMERS == 2:
         gl.warp_specialize([
