@@ -281,17 +281,18 @@ class ConsumerTile:
 
 
 @gluon.jit
-def masked_block(c, o, m, l, block):
-    """QK, softmax, PV of a block on the diagonal, one after the other; a stage is released when its matmul is over."""
+def masked_blocks(c, o, m, l, begin, end):
+    """Blocks on the diagonal: QK, softmax, PV, one after the other. A stage is released when its matmul is over."""
     LAYOUT: gl.constexpr = m.type.layout.parent
-    s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, LAYOUT),))
-    c.k.release(c.step + block)
-    s = apply_causal_mask(s, c.row, c.key - block * s.shape[1], c.args.problem)
-    p, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
-    p = operand_a(p, o, c.v.smem.dtype)
-    o = issue_pv(p, scale_rows(o, alpha), c.v, c.step + block)
-    o, p = warpgroup_mma_wait(0, deps=(o, p))
-    c.v.release(c.step + block)
+    for block in range(begin, end):
+        s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, LAYOUT),))
+        c.k.release(c.step + block)
+        s = apply_causal_mask(s, c.row, c.key - block * s.shape[1], c.args.problem)
+        p, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
+        p = operand_a(p, o, c.v.smem.dtype)
+        o = issue_pv(p, scale_rows(o, alpha), c.v, c.step + block)
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        c.v.release(c.step + block)
     return o, m, l
 
 
@@ -401,8 +402,7 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
             release_unread(c, block)
         mbarrier.wait(args.q_full.index(WHICH), count & 1)
         if CAUSAL and not ALIGNED:
-            for block in range(unseen, masked - 1):
-                o, m, l = masked_block(c, o, m, l, block)
+            o, m, l = masked_blocks(c, o, m, l, unseen, masked - 1)
         if blocks > 0:
             if ALIGNED and WHICH == 0:
                 o, m, l = half_block_first(c, o, m, l, blocks)
