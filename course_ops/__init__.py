@@ -5,5 +5,6 @@ FLOP counters see it. CUDA tensors are computed by kernels, CPU tensors by PyTor
 """
 
 from course_ops._common import Unsupported
+from course_ops.attention import attention, attention_backward, attention_forward
 
-__all__ = ["Unsupported"]
+__all__ = ["Unsupported", "attention", "attention_backward", "attention_forward"]

@@ -167,9 +167,9 @@ def _checked(q, k, v, causal, window, scale, **more) -> float:
 def _checked_gradient(dout, q, k, v, out, lse, causal, window, scale) -> float:
     """As _checked, for a backward."""
     scale = _checked(q, k, v, causal, window, scale, dout=dout, out=out)
-    expect(q=q, lse=lse, dtypes=(q.dtype, _lse_dtype(q)))
-    if lse.dtype != _lse_dtype(q):
-        raise TypeError(f"lse is {lse.dtype}, expected {_lse_dtype(q)}: pass it as attention_forward returned it")
+    expect(lse=lse, dtypes=(_lse_dtype(q),))
+    if lse.device != q.device:
+        raise ValueError(f"lse is on {lse.device}, but q is on {q.device}: move one of them")
     for name, t, shape in (("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
         if t.shape != shape:
             raise ValueError(

@@ -28,12 +28,13 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32:
 def aggregate(cls):
     """A class of named values for device code: annotated fields, given by name, and methods with @gluon.jit.
 
-    By name alone, because the compiler's cache does not know in which order the fields are declared.
+    By name alone, because the compiler's cache does not know in which order the fields are declared. A field that may
+    be None has the type `... | gl.constexpr`.
     """
 
     def init(self, **fields):
         for name, value in fields.items():
-            setattr(self, name, value)
+            setattr(self, name, gl.constexpr(None) if value is None else value)
 
     init.__triton_builtin__ = True  # nothing in it decides what is compiled
     cls.__init__ = init

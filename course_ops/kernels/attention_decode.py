@@ -75,7 +75,7 @@ def decode_kernel(
         begin, stop = tl.maximum(first - owner * blocks, 0), tl.minimum(end - owner * blocks, blocks)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         m = tl.full([ROWS], LOWEST, tl.float32)
-        l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+        l = tl.zeros([ROWS], tl.float32)
         for start in range(begin * BLOCK_N, tl.minimum(length, stop * BLOCK_N), BLOCK_N):
             keys = load_tile(k, k_strides, b, h_kv, start, length, D, BLOCK_N, BLOCK_D, TMA)
             s = tl.dot(q, keys.T, input_precision=PRECISION)
@@ -87,7 +87,7 @@ def decode_kernel(
             if TMA and RAGGED:  # TMA knows where the cache ends, not where a sequence does; 0 times NaN is NaN
                 values = tl.where(start + tl.arange(0, BLOCK_N)[:, None] < length, values, 0.0)
             acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
-            l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
+            l = l * alpha + tl.sum(p, axis=1)
             m = m_new
         if stop - begin == blocks:  # all keys: nothing to merge
             epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, GROUP, ROWS, BLOCK_D))
@@ -111,7 +111,7 @@ def merge_kernel(
     place = owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, GROUP, 1, BLOCK_D, row)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
     m = tl.full([1], LOWEST, tl.float32)
-    l = tl.zeros([1], tl.float32)  # noqa: E741
+    l = tl.zeros([1], tl.float32)
     if EARLY:
         gdc_wait()
     if parts > 1:
@@ -125,7 +125,7 @@ def merge_kernel(
             m_new = tl.maximum(m, tl.max(lse, axis=0))  # an empty part has lse = -inf and weighs nothing
             alpha, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new)
             acc = acc * alpha[:, None] + tl.sum(o * weight[:, None], axis=0)[None, :]
-            l, m = l * alpha + tl.sum(weight, axis=0), m_new  # noqa: E741
+            l, m = l * alpha + tl.sum(weight, axis=0), m_new
         epilogue(acc, l, m, *place)
 
 

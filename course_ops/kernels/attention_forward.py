@@ -43,7 +43,7 @@ def attend_blocks(
         alpha = tl.exp2(m - m_new)
         v_tile = load_tile(v, v_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
-        l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
+        l = l * alpha + tl.sum(p, axis=1)
         m = m_new
     return acc, l, m
 
@@ -63,7 +63,7 @@ def attention_kernel(
     q_tile = load_tile(q, q_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    l = tl.zeros([BLOCK_M], tl.float32)
     for part in tl.static_range(3):  # the window's edge, the blocks without masks, the diagonal and the tail
         if part > 0 or WINDOW:
             acc, l, m = attend_blocks(

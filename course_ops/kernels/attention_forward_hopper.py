@@ -326,7 +326,7 @@ def next_block(c, p, o, m, l, block):
         p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
         p_packed, o = packed_operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha)
     else:
-        l += sums  # noqa: E741
+        l += sums
     c.v.release(step - 1)
     c.k.release(step)
     return p_packed, o, m, l
@@ -392,7 +392,7 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
         if CAUSAL and CONSUMERS > 2:  # the queries of two warpgroups are as many as a block's keys
             unseen = max(0, min(blocks - 1, blocks - (row + ROWS + problem.S_k - problem.S_q + KEYS - 1) // KEYS))
         m = gl.full((ROWS,), LOWEST, gl.float32, gl.SliceLayout(1, LAYOUT))
-        l = partial_sums(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))  # noqa: E741
+        l = partial_sums(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
         o = gl.zeros((ROWS, D), gl.float32, OUT)
         c = ConsumerTile(
             WHICH=WHICH, args=args, q=as_matrix(args.q_smem.index(WHICH)), k=args.k_ring(), v=args.v_ring(),
@@ -430,7 +430,7 @@ def release_unread(c, block):
 # O = 0 and lse = -inf.
 @gluon.jit
 def epilogue(args, o, m, l, batch, head, row, WHICH: gl.constexpr):
-    l = gl.convert_layout(gl.sum(l, axis=1), m.type.layout)  # noqa: E741
+    l = gl.convert_layout(gl.sum(l, axis=1), m.type.layout)
     empty = l == 0
     rows = row + gl.arange(0, m.shape[0], layout=m.type.layout)
     lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
