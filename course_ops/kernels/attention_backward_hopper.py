@@ -489,7 +489,7 @@ def consumer_partition(args, WHICH: gl.constexpr):
 def attention_backward_hopper_kernel(
     q_desc, do_desc, start_desc, delta_desc,  # of [B, H, S_q, D] twice, [B H, rows] twice
     k_desc, v_desc, dk_desc, dv_desc,  # of [B, H_kv, S_k, D]
-    sum_desc, sum_ptr, counter_ptr,  # of dQ's sum, B H rows D elements of fp32; the scheduler's counter
+    sum_desc, counter_ptr,  # of dQ's sum, B H rows D elements of fp32; the scheduler's counter
     scale_log2, tiles, H_kv, all_heads, heads_at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
@@ -558,7 +558,7 @@ def attention_backward(
         *(tensor_descriptor(t, [1, 1, block, width]) for t in (q, dout)),
         *(tensor_descriptor(t, [1, block], swizzled=False) for t in (starts, deltas)),
         *(tensor_descriptor(t, [1, 1, KEYS, width]) for t in (k, v, dk, dv)),
-        tensor_descriptor(total.view(-1, 64), [64, 64], swizzled=False), total, tile_counter(q.device),
+        tensor_descriptor(total.view(-1, 64), [64, 64], swizzled=False), tile_counter(q.device),
         scale * LOG2E.value, tiles, H_kv, B * H_kv, at_once, S_q, S_k, group, causal, STAGES, ping_pong,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
