@@ -159,6 +159,28 @@ class PartitionArgs:
     PING_PONG: gl.constexpr
 
 
+@aggregate
+class RowBlocks:
+    """Q or dO, and a value for each of their rows, as the producer loads them."""
+
+    desc: tma.tensor_descriptor
+    values_desc: tma.tensor_descriptor
+    smem: gl.shared_memory_descriptor
+    values_smem: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def load(self, stage, batch, head, line, row):
+        """A block, and its rows' values from line `line` of [B H, rows]; both from `row` on."""
+        mbarrier.expect(self.full.index(stage), self.desc.block_type.nbytes + self.values_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            self.desc, [batch, head, row, 0], self.full.index(stage), self.smem.index(stage)
+        )  # fmt: skip
+        tma.async_copy_global_to_shared(
+            self.values_desc, [line, row], self.full.index(stage), self.values_smem.index(stage)
+        )  # fmt: skip
+
+
 # The producer stores dK and dV, too: the consumers have no registers to spare for addresses. A tile's K and V are
 # loaded over the dK and dV of the tile before, but its first block of queries need not wait for that store.
 @gluon.jit
@@ -167,6 +189,12 @@ def producer_partition(args, descs):
     GROUP: gl.constexpr = args.GROUP
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    q = RowBlocks(
+        desc=q_desc, values_desc=start_desc, smem=args.q_smem, values_smem=args.start_smem, full=args.q_full
+    )  # fmt: skip
+    do = RowBlocks(
+        desc=do_desc, values_desc=delta_desc, smem=args.do_smem, values_smem=args.delta_smem, full=args.do_full
+    )  # fmt: skip
     gdc_wait()
     gdc_launch_dependents()
     step, count, index = 0, 0, gl.program_id(0)
@@ -176,18 +204,12 @@ def producer_partition(args, descs):
         batch, head_kv, key, begin, _whole, blocks = args.problem.tile(index, ROWS, KEYS)
         first = step
         for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
-            row = batch * args.problem.H_kv * GROUP + head
+            line = batch * args.problem.H_kv * GROUP + head
             for block in range(begin, blocks):
                 stage, parity = ring_slot(step, args.q_full.shape[0])
                 mbarrier.wait(args.empty.index(stage), parity ^ 1)
-                load_block(
-                    q_desc, args.q_smem, start_desc, args.start_smem, args.q_full,
-                    stage, batch, head, row, block * ROWS,
-                )  # fmt: skip
-                load_block(
-                    do_desc, args.do_smem, delta_desc, args.delta_smem, args.do_full,
-                    stage, batch, head, row, block * ROWS,
-                )  # fmt: skip
+                q.load(stage, batch, head, line, block * ROWS)
+                do.load(stage, batch, head, line, block * ROWS)
                 if step == first:
                     if count > 0:
                         store_tile(args, dk_desc, dv_desc, count - 1, before)
@@ -218,14 +240,6 @@ def load_halves(desc, smem, full, batch, head, row):
     for half in gl.static_range(2):
         coord = [batch, head, row + half * desc.block_type.shape[2], 0]
         tma.async_copy_global_to_shared(desc, coord, full, smem.index(half))
-
-
-@gluon.jit
-def load_block(desc, smem, values_desc, values_smem, full, stage, batch, head, row, first):
-    """A block of Q or dO, and its rows' values: row `row` of [B H, rows], from `first` on."""
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes + values_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [batch, head, first, 0], full.index(stage), smem.index(stage))
-    tma.async_copy_global_to_shared(values_desc, [row, first], full.index(stage), values_smem.index(stage))
 
 
 # An accumulator may begin with -lse (as a score) or -delta of each query instead of 0: then P = 2^(scale S') and
@@ -307,6 +321,7 @@ class ConsumerTile:
     first: gl.tensor  # the ring's step of the tile's first block of queries
     end: gl.tensor  # the step after its last one
     key: gl.tensor  # the first key
+    begin: gl.tensor | gl.constexpr  # each head's first block of queries, if GROUP > 1
 
 
 @gluon.jit
@@ -323,7 +338,7 @@ def issue_first_scores(c, step, zero, LAYOUT: gl.constexpr):
 # exponentials, dV under dS, dK and the next S while the consumers meet. After the last step S is that of an old Q and
 # not used: a branch around it would cost every step.
 @gluon.jit
-def main_loop(c, s, dk, dv, base, begin, end, part, _masked_begin, MASKED: gl.constexpr):
+def main_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
     args = c.args
     WHICH: gl.constexpr = c.WHICH
     LAYOUT: gl.constexpr = s.type.layout
@@ -359,7 +374,7 @@ def main_loop(c, s, dk, dv, base, begin, end, part, _masked_begin, MASKED: gl.co
 # As main_loop, with dQ a step late, and turns: at D = 128 for the exponentials and dS, at D = 64, where these together
 # take too long, for the exponentials.
 @gluon.jit
-def ping_pong_loop(c, s, dk, dv, base, begin, end, part, masked_begin, MASKED: gl.constexpr):
+def ping_pong_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
     args = c.args
     WHICH: gl.constexpr = c.WHICH
     LAYOUT: gl.constexpr = s.type.layout
@@ -399,7 +414,7 @@ def ping_pong_loop(c, s, dk, dv, base, begin, end, part, masked_begin, MASKED: g
         mbarrier.arrive(args.empty.index(stage))
         if step > c.first:
             # At a head's first block the late dQ belongs to the head before.
-            skipped = 2 * masked_begin if MASKED and masked_begin is not None and block == masked_begin else 0
+            skipped = 2 * c.begin if MASKED and c.begin is not None and block == c.begin else 0
             add_dq(args, dq, part + 2 * block - 2 - skipped, WHICH)
         s = warpgroup_mma_wait(0, deps=(s_after,))
     return s, dk, dv
@@ -450,10 +465,10 @@ def consumer_partition(args, WHICH: gl.constexpr):
         batch, head_kv, key, begin, whole, blocks = problem.tile(index, ROWS, KEYS)
         key += WHICH * KEYS
         end = first + (blocks - begin) * GROUP  # at least one step: some query sees a tile's first key
-        own, masked_begin, zero = begin, begin if GROUP > 1 else None, opaque_zero(first)
+        own, zero = begin, opaque_zero(first)
         if OWN:
             own, whole = problem.own_blocks(key, blocks, ROWS, KEYS)
-        c = ConsumerTile(WHICH=WHICH, args=args, first=first, end=end, key=key)
+        c = ConsumerTile(WHICH=WHICH, args=args, first=first, end=end, key=key, begin=begin if GROUP > 1 else None)
         dk, dv = gl.zeros((KEYS, D), gl.float32, OUT), gl.zeros((KEYS, D), gl.float32, OUT)
         mbarrier.wait(args.k_full.index(0), count & 1)
         s = gl.zeros((KEYS, ROWS), gl.float32, LAYOUT)
@@ -464,8 +479,8 @@ def consumer_partition(args, WHICH: gl.constexpr):
         for _head in range(GROUP):
             if OWN and WHICH == 1 and own > begin:
                 s = unseen_block(c, part + 2 * begin + 1, base + begin, LAYOUT)
-            s, dk, dv = LOOP(c, s, dk, dv, base, own, whole, part, masked_begin, True)
-            s, dk, dv = LOOP(c, s, dk, dv, base, gl.maximum(own, whole), blocks, part, masked_begin, False)
+            s, dk, dv = LOOP(c, s, dk, dv, base, own, whole, part, True)
+            s, dk, dv = LOOP(c, s, dk, dv, base, gl.maximum(own, whole), blocks, part, False)
             base, part = base + blocks - begin, part + 2 * blocks
         zero = opaque_zero(end)
         if PING_PONG:  # the last step's dQ
