@@ -14,8 +14,8 @@ def reference(x, y):
 
 def inputs(n, start=0, dtype=torch.float32):
     # Two different distributions, so that x + x or y + y is not x + y. start: so many elements into an allocation.
-    x, y = torch.randn(start + n, device=DEVICE), torch.randn(start + n, device=DEVICE) + 3
-    return x.to(dtype)[start:], y.to(dtype)[start:]
+    x, y = torch.randn(start + n, device=DEVICE).to(dtype), (torch.randn(start + n, device=DEVICE) + 3).to(dtype)
+    return x[start:], y[start:]
 
 
 def work(n, dtype, start=0):
