@@ -91,9 +91,9 @@ class _Watch:
     def noting_whose(self, access: Callable[..., Any], at: int) -> Callable[..., Any]:
         """An access of the interpreter that says first of which argument its operand number `at` is a pointer."""
 
-        def noted(*operands: Any) -> Any:
+        def noted(*operands: Any, **options: Any) -> Any:
             self.argument = getattr(operands[at].dtype, "argument", "")
-            return access(*operands)
+            return access(*operands, **options)
 
         return noted
 
