@@ -162,41 +162,14 @@ def look(ptrs, mask, other):
 
 
 @triton.jit
-def wait(words, ptrs, mask, other, EMPTY: tl.constexpr):
-    """`words`, loaded again until none of them is EMPTY."""
-    while any_empty(words, EMPTY):
+def wait(words, ptrs, mask, other):
+    """`words`, loaded again until none of them is 0."""
+    while any_empty(words):
         words = look(ptrs, mask, other)
     return words
 
 
 @triton.jit
-def any_empty(words, EMPTY: tl.constexpr):
-    there = tl.min((words != EMPTY).to(tl.int32), axis=len(words.shape) - 1)
+def any_empty(words):
+    there = tl.min((words != 0).to(tl.int32), axis=len(words.shape) - 1)
     return (tl.min(there, axis=0) if len(words.shape) == 2 else there) == 0
-
-
-@triton.jit
-def sum_partials_kernel(
-    partial_dw_ptr, partial_db_ptr,  # [P, N] in fp32; no partial_db_ptr without a bias
-    dw_ptr, db_ptr,  # [N]
-    P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    dw = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-    db = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-    for start in range(0, P, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P).to(tl.int64)[:, None]
-        mask = (p < P) & (cols < N)
-        dw += tl.load(partial_dw_ptr + p * N + cols, mask=mask, other=0.0)
-        if partial_db_ptr is not None:
-            db += tl.load(partial_db_ptr + p * N + cols, mask=mask, other=0.0)
-    tl.store(dw_ptr + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
-    if partial_db_ptr is not None:
-        tl.store(db_ptr + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
-
-
-def sum_partials(partial_dw: torch.Tensor, partial_db: torch.Tensor | None, dw: torch.Tensor, db: torch.Tensor | None):
-    """Add up [P, N] partial sums into dw and db [N], always in the same order: the same bits in every run."""
-    P, N = partial_dw.shape
-    block_p = 32 if partial_db is None else 64
-    sum_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, partial_db, dw, db, P, N, BLOCK_P=block_p, BLOCK_N=32)

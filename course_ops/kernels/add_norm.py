@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from course_ops.kernels._rows import Rows, sum_partials
-from course_ops.kernels.layer_norm import normalize, partial_sums, row_sums
+from course_ops.kernels._rows import Rows
+from course_ops.kernels.layer_norm import normalize, partial_sums, row_sums, sum_partials
 
 
 @triton.jit

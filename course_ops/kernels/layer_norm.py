@@ -15,9 +15,7 @@ from course_ops.kernels._rows import (
     look,
     pack_pair,
     publish,
-    sum_partials,
     unpack_pair,
-    wait,
     waits,
 )
 
@@ -166,7 +164,8 @@ def layer_norm_split_kernel(
     there = (rows < M)[:, None] & (slots < PARTS)[None, :]
     partials = look(at, there, 0)
     if WAIT:
-        partials = wait(partials, at, there, 0, EMPTY=-1)
+        while tl.max(tl.max((partials == -1).to(tl.int32), axis=1), axis=0) == 1:
+            partials = look(at, there, 0)
     # Parts are merged by Chan, Golub and LeVeque (1979), eq. 1.5; a slot past the last part counts nothing.
     counts = tl.minimum(tl.maximum(N - slots * BLOCK_N, 0), BLOCK_N).to(tl.float32)
     means, m2s = unpack_pair(partials)
@@ -391,7 +390,9 @@ def layer_norm_backward_group_kernel(
             rstd = tl.load(rstd_ptr + row)
             x_hat = (x.to(tl.float32) - tl.load(mean_ptr + row)) * rstd
             at = partials_ptr + row * PARTS + slots
-            partials = wait(look(at, slots < PARTS, 0), at, slots < PARTS, 0, EMPTY=-1)
+            partials = look(at, slots < PARTS, 0)
+            while tl.max((partials == -1).to(tl.int32), axis=0) == 1:
+                partials = look(at, slots < PARTS, 0)
             c1, c2 = unpack_pair(partials)
             c1 = tl.sum(c1, axis=0) / N
             c2 = tl.sum(c2, axis=0) / N
@@ -435,6 +436,31 @@ def layer_norm_backward_group(dy, x, w, mean, rstd, bias):
             )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
+
+
+@triton.jit
+def sum_partials_kernel(
+    partial_dw_ptr, partial_db_ptr, dw_ptr, db_ptr,  # [P, N] in fp32 twice -> [N] twice
+    P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    dw = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P).to(tl.int64)[:, None]
+        mask = (p < P) & (cols < N)
+        dw += tl.load(partial_dw_ptr + p * N + cols, mask=mask, other=0.0)
+        if partial_db_ptr is not None:
+            db += tl.load(partial_db_ptr + p * N + cols, mask=mask, other=0.0)
+    tl.store(dw_ptr + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
+    if partial_db_ptr is not None:
+        tl.store(db_ptr + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
+
+
+def sum_partials(partial_dw, partial_db, dw, db):
+    """Add up [P, N] partial sums into dw and db [N], always in the same order: the same bits in every run."""
+    P, N = partial_dw.shape
+    sum_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32)
 
 
 def partial_sums(programs, x, bias):

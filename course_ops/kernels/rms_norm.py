@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from course_ops._common import triton_interprets
-from course_ops.kernels._rows import Group, Rows, Split, group, keep_16bit, look, publish, split, sum_partials, wait, waits
+from course_ops.kernels._rows import Group, Rows, Split, group, keep_16bit, look, publish, split, wait, waits
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def rms_norm_split_kernel(
     there = (rows < M)[:, None] & (slots < PARTS)[None, :]
     words = look(at, there, 1)
     if WAIT:
-        words = wait(words, at, there, 1, EMPTY=0)
+        words = wait(words, at, there, 1)
         # Two warps may hold the same word, of which one looked too early: once more, now that all have been seen.
         tl.debug_barrier()
         words = look(at, there, 1)
@@ -171,7 +171,7 @@ def rms_norm_backward_persistent(dy, x, w, rstd):
             dy, x, w, rstd, dx, partial_dw, rows.M, rows.N, dy.stride(0), x.stride(0), tile, rows.block, STAGES=3,
             num_warps=8,
         )  # fmt: skip
-        sum_partials(partial_dw, None, dw, None)
+        sum_partials(partial_dw, dw)
     return dx, dw
 
 
@@ -218,7 +218,7 @@ def rms_norm_backward_group_kernel(
             at = partials_ptr + row * PARTS + slots
             words = look(at, slots < PARTS, 1)
             if PUBLISH and FINISH:
-                words = wait(words, at, slots < PARTS, 1, EMPTY=0)
+                words = wait(words, at, slots < PARTS, 1)
             dot = tl.sum((words - 1).to(tl.float32, bitcast=True), axis=0)
         if FINISH:
             n = keep_16bit(x).to(tl.float32) * rstd
@@ -261,8 +261,26 @@ def _group(dy, x, w, rstd, programs, parts, at_once):
                 PUBLISH=publish_, FINISH=finish, num_warps=parts.warps, maxnreg=128 if parts.parts > 1 else None,
                 launch_cooperative_grid=parts.parts > 1 and at_once,
             )  # fmt: skip
-        sum_partials(partial_dw, None, dw, None)
+        sum_partials(partial_dw, dw)
     return dx, dw
+
+
+# layer_norm's has two sums; with one of them the compiler makes other code of it than of this.
+@triton.jit
+def sum_partials_kernel(partial_dw_ptr, dw_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):  # [P, N], [N]
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dw = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P).to(tl.int64)
+        mask = (p < P)[:, None] & (cols < N)[None, :]
+        dw += tl.load(partial_dw_ptr + p[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    tl.store(dw_ptr + cols, tl.sum(dw, axis=0), mask=cols < N)
+
+
+def sum_partials(partial_dw, dw):
+    """Add up [P, N] partial sums into dw [N], always in the same order: the same bits in every run."""
+    P, N = partial_dw.shape
+    sum_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, dw, P, N, BLOCK_P=32, BLOCK_N=32)
 
 
 def _gradients(x, w):

@@ -61,7 +61,7 @@ def softmax_split_kernel(
     mine = slots < PARTS
     partials = tl.zeros([SLOTS], tl.int64)
     if WAIT:
-        partials = wait(partials, partials_ptr + slots, mine, -1, EMPTY=0)
+        partials = wait(partials, partials_ptr + slots, mine, -1)
     ms, ls = unpack_pair(partials)
     ms = tl.where(mine, ms, LOWEST)
     ls = tl.where(mine, ls, 0.0)
@@ -168,7 +168,7 @@ def softmax_backward_split_kernel(
     slots = tl.arange(0, SLOTS)
     partials = tl.zeros([SLOTS], tl.int64)
     if WAIT:  # a slot beyond PARTS: a share of 0.0
-        partials = wait(partials, partials_ptr + slots, slots < PARTS, 1 << 32, EMPTY=0)
+        partials = wait(partials, partials_ptr + slots, slots < PARTS, 1 << 32)
     delta = tl.sum(partials.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
     dx = keep_16bit(y).to(tl.float32) * (keep_16bit(dy).to(tl.float32) - delta)
     tl.store(dx_ptr + row * stride_dx + cols, dx, mask=cols < N)
