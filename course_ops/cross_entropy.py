@@ -66,9 +66,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[
 
 
 @custom_op("course_ops::cross_entropy_backward", mutates_args=())
-def _cross_entropy_backward(
-    dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int
-) -> Tensor:
+def _cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int) -> Tensor:
     dlogits = _like_rows(logits)
     if runs_kernel(logits):
         rows = as_rows(logits)

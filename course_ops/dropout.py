@@ -72,6 +72,4 @@ def _setup(ctx, inputs, output):
     ctx.save_for_backward(seed)
 
 
-_dropout.register_autograd(
-    lambda ctx, dy: (_dropout(dy, ctx.p, *ctx.saved_tensors), None, None), setup_context=_setup
-)
+_dropout.register_autograd(lambda ctx, dy: (_dropout(dy, ctx.p, *ctx.saved_tensors), None, None), setup_context=_setup)

@@ -66,9 +66,10 @@ def _layer_norm_backward(
 def layer_norm_cpu(rows: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: torch.Size) -> tuple:
     """[M, N], computed in fp32 and rounded once -> y of that shape, mean and rstd [M]."""
     x = rows.float()
-    variance, mean = torch.var_mean(x, -1, correction=0)
-    rstd = torch.rsqrt(variance + eps)
-    y = (x - mean[:, None]) * rstd[:, None] * weight.float()
+    mean = x.mean(-1)
+    centred = x - mean[:, None]
+    rstd = torch.rsqrt(centred.square().mean(-1) + eps)
+    y = centred * rstd[:, None] * weight.float()
     y = y if bias is None else y + bias.float()
     return y.to(rows.dtype).view(shape), mean, rstd
 

@@ -9,9 +9,7 @@ from course_ops.kernels import rms_norm as kernels
 from course_ops.kernels._rows import Choice, Rows, choose
 
 FORWARD = (
-    Choice(
-        kernels.rms_norm_packed, lambda r: r.block * r.itemsize <= 65536, "rows in the registers of one program"
-    ),
+    Choice(kernels.rms_norm_packed, lambda r: r.block * r.itemsize <= 65536, "rows in the registers of one program"),
     Choice(
         kernels.rms_norm_split,
         lambda r: kernels.rms_norm_parts(r).fits(r, warps_per_sm=32),
@@ -70,9 +68,7 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> t
 _rms_norm.register_fake(
     lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32))
 )
-_rms_norm_backward.register_fake(
-    lambda dy, x, weight, rstd: (x.new_empty(x.shape), weight.new_empty(weight.shape))
-)
+_rms_norm_backward.register_fake(lambda dy, x, weight, rstd: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
 
 
 def _setup(ctx, inputs, output):

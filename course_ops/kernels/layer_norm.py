@@ -232,9 +232,7 @@ def layer_norm_two_pass(x, w, b, eps):
     """As layer_norm_tile, a program a row of any length."""
     y, mean, rstd, rows = _results(x)
     if y.numel():
-        layer_norm_two_pass_kernel[(rows.M,)](
-            x, w, b, y, mean, rstd, rows.N, x.stride(0), eps, BLOCK=4096, num_warps=8
-        )
+        layer_norm_two_pass_kernel[(rows.M,)](x, w, b, y, mean, rstd, rows.N, x.stride(0), eps, BLOCK=4096, num_warps=8)
     return y, mean, rstd
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from course_ops.kernels._rows import Rows, Split, keep_16bit, look, pack_pair, publish, split, unpack_pair, wait, waits
+from course_ops.kernels._rows import Rows, Split, keep_16bit, pack_pair, publish, split, unpack_pair, wait, waits
 
 # Where a maximum starts. Not -inf: after a block that is all -inf, exp(-inf - -inf) makes the sum NaN for good.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
