@@ -87,14 +87,13 @@ def _classes(targets: Tensor, V: int) -> tuple[Tensor, Tensor]:
 
 
 def _like_rows(logits: Tensor) -> Tensor:
-    """An empty [M, V] for the gradient: rows as far apart as those of the logits that the kernel reads.
+    """An empty [M, V] for the gradient, whose rows start at the same place within 16 bytes as those of the logits.
 
-    Both then start at the same place within a 16-byte word, and wide loads can be wide stores. Rows that overlap, as an
-    expanded tensor's do, lie apart in the gradient.
+    Wide loads can then be wide stores. Its rows are otherwise as close as they can be, whatever the logits are part of.
     """
     M, V = logits.shape
-    apart = logits.stride(1) == 1 and (M <= 1 or logits.stride(0) >= V)
-    return logits.new_empty_strided((M, V), (logits.stride(0) if apart else V, 1))
+    apart = logits.stride(0) if logits.stride(1) == 1 else V  # as as_rows has it
+    return logits.new_empty_strided((M, V), (V + (apart - V) % (16 // logits.element_size()), 1))
 
 
 @_cross_entropy.register_fake

@@ -118,7 +118,7 @@ def group(rows: Rows, block: int, programs_per_sm: int) -> Group:
 
 
 def waits() -> tuple[bool, ...]:
-    """The WAIT of each launch of a split kernel. Interpreted, a first launch publishes everything and waits for nothing.
+    """The WAIT of each launch of a split kernel. Interpreted, a first launch publishes everything without waiting.
 
     That launch computes from statistics that are not there yet; the second overwrites what it stored.
     """

@@ -1,4 +1,4 @@
-"""LayerNorm of the rows of a matrix, and its gradients. Statistics and sums are fp32; weights may have their own dtype."""
+"""LayerNorm of the rows of a matrix, and its gradients. Statistics and sums are fp32; w and b may be, too."""
 
 import math
 
@@ -190,7 +190,7 @@ def layer_norm_parts(rows: Rows) -> Split:
 
 
 def layer_norm_split(x, w, b, eps):
-    """As layer_norm_tile, a row shared by programs that all run at once: two on each SM, whatever registers they take."""
+    """As layer_norm_tile, a row shared by programs that all run at once: two on each SM, however many registers."""
     y, mean, rstd, rows = _results(x)
     parts = layer_norm_parts(rows)
     if y.numel():

@@ -1,4 +1,4 @@
-"""RMSNorm of the rows of a matrix, and its gradients. Statistics and sums are fp32; the weight may have its own dtype."""
+"""RMSNorm of the rows of a matrix, and its gradients. Statistics and sums are fp32; w may be, too."""
 
 import math
 
