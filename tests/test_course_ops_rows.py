@@ -8,7 +8,8 @@ import math
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
-from lessonkit import DEVICE, device, interpreter
+from lessonkit import DEVICE, compiled, device, interpreter
+from lessonkit.elsewhere import elsewhere
 
 import pytest
 import torch
@@ -611,3 +612,54 @@ def test_the_same_bits_each_time(by_kernels):
         ):
             for first, second in zip(results(f, args), results(f, args), strict=True):
                 assert torch.equal(first, second)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("target", [80, 90])
+def test_kernels_compile(target):
+    """For real GPUs too, with and without a bias, in 16 and 32 bits, at lengths for every kernel."""
+    assert elsewhere("tests.test_course_ops_rows", "compiled_kernels", target) == sorted(KERNELS)
+
+
+KERNELS = {
+    *("softmax_packed_kernel", "softmax_split_kernel", "softmax_two_pass_kernel"),
+    *("softmax_backward_packed_kernel", "softmax_backward_split_kernel", "softmax_backward_two_pass_kernel"),
+    *("layer_norm_packed_kernel", "layer_norm_chunks_kernel", "layer_norm_split_kernel", "layer_norm_two_pass_kernel"),
+    *("layer_norm_backward_kernel", "layer_norm_backward_staged_kernel", "layer_norm_backward_group_kernel"),
+    *("rms_norm_packed_kernel", "rms_norm_split_kernel", "rstd_kernel", "scale_kernel"),
+    *("rms_norm_backward_persistent_kernel", "rms_norm_backward_group_kernel", "sum_partials_kernel"),
+    *("add_norm_kernel", "add_norm_backward_kernel", "gelu_kernel", "gelu_backward_kernel", "dropout_kernel"),
+    *("cross_entropy_packed_kernel", "cross_entropy_chunks_kernel", "merge_kernel", "cross_entropy_backward_kernel"),
+}
+
+
+def compiled_kernels(target):
+    """In a process that only compiles: the names of the kernels that every choice of every list launches."""
+    names = set()
+    for dtype in (torch.float32, torch.bfloat16):
+        for n in (7, 3000, 6000, 12001, 40000, 20_000_000):
+            x, w = torch.empty(100, n, dtype=dtype, device="meta"), torch.empty(n, dtype=dtype, device="meta")
+            m, targets = x[:, 0].float().contiguous(), torch.empty(100, dtype=torch.long, device="meta")
+            for bias in (w, None):
+                chosen = {
+                    "softmax": ((x,), (x, x)),
+                    "layer_norm": ((x, w, bias, 1e-5), (x, x, w, m, m, bias is not None)),
+                    "rms_norm": ((x, w, 1e-5), (x, x, w, m)),
+                    "add_norm": ((x, x.float(), w, bias, 1e-5), (x, x.float(), x.float(), w, m, m, bias is not None)),
+                    "cross_entropy": ((x, targets, -100), ()),
+                }
+                for op, arguments in chosen.items():
+                    for direction, args in zip(("FORWARD", "BACKWARD"), arguments, strict=True):
+                        if args:
+                            choices = getattr(import_module(f"course_ops.{op}"), direction)
+                            with compiled.compiling(target) as made:
+                                choose(choices, Rows.of(x))(*args)
+                            names |= set(made)
+        kernels = {op: import_module(f"course_ops.kernels.{op}") for op in ("gelu", "dropout", "cross_entropy")}
+        with compiled.compiling(target) as made:
+            kernels["gelu"].gelu_backward(x, kernels["gelu"].gelu(x))
+            kernels["dropout"].dropout(x, 0.5, 7)
+            kernels["cross_entropy"].cross_entropy_split(x[:4], targets[:4], -100)
+            kernels["cross_entropy"].cross_entropy_backward(m, x, targets, m, -100, x)
+        names |= set(made)
+    return sorted(names)
