@@ -195,10 +195,10 @@ def layer_norm_split(x, w, b, eps):
     parts = layer_norm_parts(rows)
     if y.numel():
         partials = torch.full((rows.M, parts.parts), -1, dtype=torch.int64, device=x.device)
-        for wait_ in waits():
+        for blocking in waits():
             layer_norm_split_kernel[(rows.M * parts.parts,)](
                 x, w, b, y, mean, rstd, partials, rows.M, rows.N, x.stride(0), y.stride(0), eps,
-                parts.parts, parts.slots, parts.block, wait_, num_warps=parts.warps,
+                parts.parts, parts.slots, parts.block, blocking, num_warps=parts.warps,
             )  # fmt: skip
     return y, mean, rstd
 
@@ -364,7 +364,7 @@ def layer_norm_backward_group_kernel(
     PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, PUBLISH: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % PARTS
-    group_ = (tl.program_id(0) // PARTS).to(tl.int64)
+    group_id = (tl.program_id(0) // PARTS).to(tl.int64)
     offsets = tl.arange(0, BLOCK_N)
     cols = part * width + offsets
     mask = (offsets < width) & (cols < N)
@@ -372,11 +372,11 @@ def layer_norm_backward_group_kernel(
     dw = tl.zeros((BLOCK_N,), tl.float32)
     db = tl.zeros((BLOCK_N,), tl.float32)
     slots = tl.arange(0, SLOTS)
-    dy = tl.load(dy_ptr + group_ * stride_dy + cols, mask=mask & (group_ < M), other=0.0)
-    x = tl.load(x_ptr + group_ * stride_x + cols, mask=mask & (group_ < M), other=0.0)
+    dy = tl.load(dy_ptr + group_id * stride_dy + cols, mask=mask & (group_id < M), other=0.0)
+    x = tl.load(x_ptr + group_id * stride_x + cols, mask=mask & (group_id < M), other=0.0)
     if PUBLISH:
-        publish_sums(dy, x, w, mean_ptr, rstd_ptr, partials_ptr, group_, M, part, PARTS)
-    for row in tl.range(group_, M, groups, num_stages=1):
+        publish_sums(dy, x, w, mean_ptr, rstd_ptr, partials_ptr, group_id, M, part, PARTS)
+    for row in tl.range(group_id, M, groups, num_stages=1):
         # The next row is loaded and its sums published before this row's are waited for: the others published theirs
         # for this row a whole step ago, so programs in step do not wait for long.
         after = row + groups
@@ -400,9 +400,9 @@ def layer_norm_backward_group_kernel(
             db += dy.to(tl.float32)
         dy, x = next_dy, next_x
     if FINISH:
-        tl.store(partial_dw_ptr + group_ * N + cols, dw, mask=mask)
+        tl.store(partial_dw_ptr + group_id * N + cols, dw, mask=mask)
         if partial_db_ptr is not None:
-            tl.store(partial_db_ptr + group_ * N + cols, db, mask=mask)
+            tl.store(partial_db_ptr + group_id * N + cols, db, mask=mask)
 
 
 @triton.jit

@@ -87,10 +87,10 @@ def rms_norm_split(x, w, eps):
     parts = rms_norm_parts(rows)
     if y.numel():
         partials = torch.zeros((rows.M, parts.parts), dtype=torch.int32, device=x.device)
-        for wait_ in waits():
+        for blocking in waits():
             rms_norm_split_kernel[(triton.cdiv(rows.M, 2) * parts.parts,)](
                 x, w, y, rstd, partials, rows.M, rows.N, x.stride(0), y.stride(0), eps, ROWS=2, PARTS=parts.parts,
-                SLOTS=triton.next_power_of_2(parts.parts), BLOCK_N=parts.block, WAIT=wait_,
+                SLOTS=triton.next_power_of_2(parts.parts), BLOCK_N=parts.block, WAIT=blocking,
                 num_warps=parts.warps, maxnreg=64,
             )  # fmt: skip
     return y, rstd
@@ -189,19 +189,19 @@ def rms_norm_backward_group_kernel(
     PUBLISH: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % PARTS
-    group_ = (tl.program_id(0) // PARTS).to(tl.int64)  # int64, and so are the rows: row * stride passes 2^31
+    group_id = (tl.program_id(0) // PARTS).to(tl.int64)  # int64, and so are the rows: row * stride passes 2^31
     groups = tl.num_programs(0) // PARTS
     cols = part * width + tl.arange(0, BLOCK_N)
     own = (tl.arange(0, BLOCK_N) < width) & (cols < N)
     slots = tl.arange(0, SLOTS)
     w = tl.load(w_ptr + cols, mask=own, other=0.0)
     dw = tl.zeros([BLOCK_N], tl.float32)
-    dy = tl.load(dy_ptr + group_ * dy_stride + cols, mask=own, other=0.0)
-    x = tl.load(x_ptr + group_ * x_stride + cols, mask=own, other=0.0)
+    dy = tl.load(dy_ptr + group_id * dy_stride + cols, mask=own, other=0.0)
+    x = tl.load(x_ptr + group_id * x_stride + cols, mask=own, other=0.0)
     if PARTS > 1 and PUBLISH:  # 0 is "not yet", so the bits of the sum plus one
-        bits = row_dot(dy, x, w, rstd_ptr, group_, M).to(tl.int32, bitcast=True)
-        publish(partials_ptr + group_ * PARTS + part, bits + 1)
-    for row in tl.range(group_, M, groups, num_stages=1):
+        bits = row_dot(dy, x, w, rstd_ptr, group_id, M).to(tl.int32, bitcast=True)
+        publish(partials_ptr + group_id * PARTS + part, bits + 1)
+    for row in tl.range(group_id, M, groups, num_stages=1):
         after = row + groups
         there = own & (after < M)
         rstd = tl.load(rstd_ptr + row)
@@ -229,7 +229,7 @@ def rms_norm_backward_group_kernel(
             tl.store(dx_ptr + row * N + cols, dx, mask=own)
         dy, x = next_dy, next_x
     if FINISH:
-        tl.store(partial_dw_ptr + group_ * N + cols, dw, mask=own)
+        tl.store(partial_dw_ptr + group_id * N + cols, dw, mask=own)
 
 
 def rms_norm_backward_row(dy, x, w, rstd):

@@ -82,10 +82,10 @@ def softmax_split(x):
     parts = softmax_parts(rows)
     if y.numel():
         partials = torch.zeros(rows.M, parts.parts, dtype=torch.int64, device=x.device)
-        for wait_ in waits():
+        for blocking in waits():
             softmax_split_kernel[(rows.M * parts.parts,)](
                 x, y, partials, rows.N, x.stride(0), y.stride(0),
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block, wait_, num_warps=parts.warps, maxnreg=72,
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking, num_warps=parts.warps, maxnreg=72,
             )  # fmt: skip
     return y
 
@@ -185,10 +185,10 @@ def softmax_backward_split(y, dy):
     parts = softmax_backward_parts(rows)
     if dx.numel():
         partials = torch.zeros(rows.M, parts.parts, dtype=torch.int64, device=y.device)
-        for wait_ in waits():
+        for blocking in waits():
             softmax_backward_split_kernel[(rows.M * parts.parts,)](
                 y, dy, dx, partials, rows.N, y.stride(0), dy.stride(0), dx.stride(0),
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block, wait_, num_warps=parts.warps, maxnreg=128,
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking, num_warps=parts.warps, maxnreg=128,
             )  # fmt: skip
     return dx
 
