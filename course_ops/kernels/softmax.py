@@ -85,7 +85,8 @@ def softmax_split(x):
         for blocking in waits():
             softmax_split_kernel[(rows.M * parts.parts,)](
                 x, y, partials, rows.N, x.stride(0), y.stride(0),
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking, num_warps=parts.warps, maxnreg=72,
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking,
+                num_warps=parts.warps, maxnreg=72,
             )  # fmt: skip
     return y
 
@@ -188,7 +189,8 @@ def softmax_backward_split(y, dy):
         for blocking in waits():
             softmax_backward_split_kernel[(rows.M * parts.parts,)](
                 y, dy, dx, partials, rows.N, y.stride(0), dy.stride(0), dx.stride(0),
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking, num_warps=parts.warps, maxnreg=128,
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking,
+                num_warps=parts.warps, maxnreg=128,
             )  # fmt: skip
     return dx
 
