@@ -127,7 +127,7 @@ def waits() -> tuple[bool, ...]:
 
 
 @triton.jit
-def keep_16bit(x):
+def opaque(x):
     """x, in a way that makes the compiler keep its 16 bits in registers and not the fp32 values computed from it.
 
     A row that is used twice waits in registers in between. To the compiler this empty instruction makes a new x, so

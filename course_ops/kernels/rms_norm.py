@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from course_ops._common import triton_interprets
-from course_ops.kernels._rows import Group, Rows, Split, group, keep_16bit, look, publish, split, wait, waits
+from course_ops.kernels._rows import Group, Rows, Split, group, look, opaque, publish, split, wait, waits
 
 
 @triton.jit
@@ -20,11 +20,11 @@ def rms_norm_packed_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
-    wide = keep_16bit(x).to(tl.float32)
+    wide = opaque(x).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / N + eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last")
-    y = keep_16bit(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
+    y = opaque(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
     tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
 
 
@@ -55,7 +55,7 @@ def rms_norm_split_kernel(
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
-    wide = keep_16bit(x).to(tl.float32)
+    wide = opaque(x).to(tl.float32)
     # 0 means "not yet", and a sum may be 0.0: hence its bits plus one.
     word = tl.sum(wide * wide, axis=1).to(tl.int32, bitcast=True) + 1
     publish(partials_ptr + rows * PARTS + part, word, mask=rows < M)
@@ -72,7 +72,7 @@ def rms_norm_split_kernel(
     if part == 0:
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last")
-    y = keep_16bit(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
+    y = opaque(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
     tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
 
 
@@ -212,7 +212,7 @@ def rms_norm_backward_group_kernel(
         next_x = tl.load(x_ptr + after * x_stride + cols, mask=there, other=0.0)
         if PARTS > 1:
             if PUBLISH:
-                dot = row_dot(keep_16bit(next_dy), keep_16bit(next_x), keep_16bit(w), rstd_ptr, after, M)
+                dot = row_dot(opaque(next_dy), opaque(next_x), opaque(w), rstd_ptr, after, M)
                 bits = dot.to(tl.int32, bitcast=True)
                 publish(partials_ptr + after * PARTS + part, bits + 1, mask=after < M)
             at = partials_ptr + row * PARTS + slots
@@ -221,11 +221,11 @@ def rms_norm_backward_group_kernel(
                 words = wait(words, at, slots < PARTS, 1)
             dot = tl.sum((words - 1).to(tl.float32, bitcast=True), axis=0)
         if FINISH:
-            n = keep_16bit(x).to(tl.float32) * rstd
-            wide = keep_16bit(dy).to(tl.float32)
+            n = opaque(x).to(tl.float32) * rstd
+            wide = opaque(dy).to(tl.float32)
             if PARTS > 1:
                 dw += wide * n
-            dx = rstd * (wide * keep_16bit(w).to(tl.float32) - n * (dot / N))
+            dx = rstd * (wide * opaque(w).to(tl.float32) - n * (dot / N))
             tl.store(dx_ptr + row * N + cols, dx, mask=own)
         dy, x = next_dy, next_x
     if FINISH:
