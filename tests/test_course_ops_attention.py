@@ -360,14 +360,14 @@ def models():
         **sizes, **ends, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64
     )
     for config in (gpt2, llama):
-        yield transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        yield transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().to(device.DEVICE)
 
 
 def test_transformers():
     """Logits, gradients and generated tokens are sdpa's; a padded prompt's logits are those of the prompt alone."""
     import course_ops.transformers as ours
 
-    tokens = torch.randint(1, 97, (2, 11))
+    tokens = torch.randint(1, 97, (2, 11), device=device.DEVICE)
     padded, attention_mask = tokens.clone(), torch.ones_like(tokens)
     padded[1, :4], attention_mask[1, :4] = 0, 0
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
