@@ -123,7 +123,7 @@ def test_backward(dev, i):
         grads = torch.autograd.grad(out, (q_, k_, v_), dout.to(dtype))
         found.append([g.nan_to_num() for g in grads])  # PyTorch: NaN for queries that see nothing
     size = (
-        float(dout.abs().amax() * v.abs().amax()) if dout.numel() * v.numel() else 0.0
+        float(dout.abs().amax() * v.detach().abs().amax()) if dout.numel() * v.numel() else 0.0
     )  # of dP, where dP - delta is 0
     for mine, their, exact in zip(ours, *found, strict=True):
         near(mine, their, exact, size)
@@ -420,7 +420,7 @@ def sized(S, D, causal, H_kv=None, S_k=None, dtype="bfloat16", window=None, B=2,
     }  # fmt: skip
 
 
-PUSH = [("forward", sized(4096, 128, True)), ("decode", sized(1, 128, True, H=32, H_kv=8, S_k=8192))]
+PUSH = [("forward", sized(4096, 128, True))]
 FORWARD_NIGHT = [
     *(("forward", sized(4096, D, causal, H_kv)) for D in (64, 128) for causal in (False, True) for H_kv in (8, 2)),
     ("forward", sized(512, 128, True)),
@@ -428,6 +428,7 @@ FORWARD_NIGHT = [
     *(("forward", sized(1000, D, True, S_k=1500, dtype="float16")) for D in (64, 96, 128)),
     *(("forward", sized(1024, D, True, 2, dtype="float32")) for D in (64, 256)),
     *(("forward", sized(1024, D, True, 2, window=256)) for D in (128, 256)),
+    ("decode", sized(1, 128, True, H=32, H_kv=8, S_k=8192)),
     ("decode", sized(4, 64, True, H=32, H_kv=8, S_k=8192)),
     ("decode", sized(1, 128, True, H=32, H_kv=32, S_k=8192, B=16)),
 ]
