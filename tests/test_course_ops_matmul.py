@@ -18,6 +18,8 @@ from course_ops import testing
 from course_ops.kernels import matmul_hopper
 from course_ops.matmul import kernel_for
 
+pytestmark = pytest.mark.kept
+
 DEVICE = device.DEVICE
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -581,14 +583,15 @@ def same_code_cases():
     }
 
 
-PUSH = ("hopper", "scan")  # one in Gluon, one in Triton
-NIGHT = (
-    "hopper, narrow tiles", "hopper, transposed", "split K", "one wave", "Stream-K", "one row", "TMA", "pointers",
+CASES = (
+    "hopper", "hopper, narrow tiles", "hopper, transposed", "split K", "one wave", "Stream-K", "one row", "TMA",
+    "pointers", "scan",
     "fp8 tensor", "fp8 rows", "fp8 blocks", "linear", "grouped", "quantize",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*PUSH, *(pytest.param(case, marks=pytest.mark.night) for case in NIGHT)])
+@pytest.mark.night
+@pytest.mark.parametrize("case", CASES)
 def test_a_lessons_last_rung_is_the_operators_kernel(case):
     """Compiled for sm_90 both are the same machine code with the same grid, warps and shared memory."""
     theirs, ours = call_in_compiler("tests.test_course_ops_matmul", "launches_of", case)

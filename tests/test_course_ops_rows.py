@@ -21,6 +21,8 @@ import course_ops
 from course_ops import testing
 from course_ops.kernels._rows import Choice, Rows, choose
 
+pytestmark = pytest.mark.kept
+
 CPU = torch.device("cpu")
 EPS = torch.finfo(torch.float32).eps
 
