@@ -6,7 +6,7 @@ import sys
 from contextlib import nullcontext
 
 from lessonkit import device
-from lessonkit.elsewhere import elsewhere
+from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ import course_ops
 from course_ops import testing
 from course_ops.kernels import matmul_hopper
 from course_ops.matmul import kernel_for
+
+pytestmark = pytest.mark.kept
 
 DEVICE = device.DEVICE
 FP8 = torch.float8_e4m3fn
@@ -581,24 +583,25 @@ def same_code_cases():
     }
 
 
-PUSH = ("hopper", "scan")  # one in Gluon, one in Triton
-NIGHT = (
-    "hopper, narrow tiles", "hopper, transposed", "split K", "one wave", "Stream-K", "one row", "TMA", "pointers",
+CASES = (
+    "hopper", "hopper, narrow tiles", "hopper, transposed", "split K", "one wave", "Stream-K", "one row", "TMA",
+    "pointers", "scan",
     "fp8 tensor", "fp8 rows", "fp8 blocks", "linear", "grouped", "quantize",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*PUSH, *(pytest.param(case, marks=pytest.mark.night) for case in NIGHT)])
+@pytest.mark.night
+@pytest.mark.parametrize("case", CASES)
 def test_a_lessons_last_rung_is_the_operators_kernel(case):
     """Compiled for sm_90 both are the same machine code with the same grid, warps and shared memory."""
-    theirs, ours = elsewhere("tests.test_course_ops_matmul", "launches_of", case)
+    theirs, ours = call_in_compiler("tests.test_course_ops_matmul", "launches_of", case)
     assert theirs
     assert ours == theirs
 
 
 def launches_of(case):
     """What lesson and operator launch: [machine code, grid, warps, shared memory] each. In a compiling process."""
-    from lessonkit.launches import recording
+    from lessonkit.measure.launches import recording
 
     found = []
     with recording() as events:
