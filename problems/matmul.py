@@ -27,6 +27,11 @@ def empty_product(a, b):
     return a.new_empty(a.shape[0], b.shape[1])
 
 
+def precision():
+    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) if PyTorch's users allow it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 def inputs(M, N, K, dtype=torch.float32, transposed="", pad=0):
     # Random: a swapped row, a lost or doubled step of K then moves sums by what the sums are, about 1 whatever K.
     # transposed: a, b or both ("ab") are the .t() of a tensor with rows; pad: elements between a row and the next.
