@@ -21,9 +21,8 @@ Time it:   python -m lessonkit bench lesson01_matmul
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, case, compiled, device, num_sms
+from lessonkit import Lesson, Mutant, Unsupported, case, compiled, device, num_sms, shared_memory
 
-import torch
 import triton
 import triton.language as tl
 
@@ -134,7 +133,7 @@ def pipelined(a, b):
 # programs for 132 SMs, at 8192 one of 64 x 64 drowns L2. Timing all 54 configurations would take minutes of compiling
 # for each new shape: they are pruned, by what cannot run and by the arithmetic of the table above, and the 5 with the
 # best predictions are timed (`cache_results`: kept on disk). Timing chooses between neighbours, not the neighbourhood.
-def predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
+def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
     """Cycles of a matmul in 16 bits on a Hopper GPU, if nothing but tensor cores and L2 were slow: to compare tiles."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
     share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle; an SM takes no more than 64, whoever else is idle
@@ -154,7 +153,7 @@ def _prune(configs, named, **_):
         m, n, k = (c.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
         return c.num_stages * (m + n) * k * size <= shared_memory() and least <= m * n // (32 * c.num_warps) <= most
 
-    fitting = sorted(filter(fits, configs), key=lambda c: predicted_cycles(**shape, **c.kwargs))
+    fitting = sorted(filter(fits, configs), key=lambda c: _predicted_cycles(**shape, **c.kwargs))
     return fitting if device.HAS_GPU and math.prod(shape.values()) >= 2**27 else fitting[:1]
 
 
@@ -169,7 +168,7 @@ CONFIGS = [
 tuned_kernel = triton.autotune(
     CONFIGS,
     key=["M", "N", "K", "stride_ak", "stride_bn"],  # and the dtypes, which Triton adds
-    prune_configs_by={"early_config_prune": _prune, "perf_model": predicted_cycles, "top_k": 5},
+    prune_configs_by={"early_config_prune": _prune, "perf_model": _predicted_cycles, "top_k": 5},
     do_bench=_time, cache_results=True,
 )(grouped_kernel)  # fmt: skip
 
@@ -189,11 +188,6 @@ def _prepare(a, b):
     c = empty_product(a, b)
     block = (128, 128, 64) if a.element_size() == 2 else (64, 64, 32)  # fp32 operands take more registers
     return c, (a, b, c, *c.shape, a.shape[1], *a.stride(), *b.stride(), c.stride(0)), block
-
-
-def shared_memory():
-    """Bytes that a block may have; 227 KB, Hopper's, where there is no GPU."""
-    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin if device.HAS_GPU else 232448
 
 
 def stages_are_paid_for(rung):

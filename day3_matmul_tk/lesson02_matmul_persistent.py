@@ -22,7 +22,7 @@ Time it:   python -m lessonkit bench lesson02_matmul_persistent
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, compiled, device, num_sms, tma_takes
+from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, compiled, device, num_sms, shared_memory, tma_takes
 
 import torch
 import triton
@@ -223,7 +223,7 @@ def warp_specialized(a, b):
 
 
 # Rung 6. New: any shape, stride and dtype, and a tile that fits the shape.
-# Tiles: a wave is 132 tiles, and the last wave costs as much as a full one, so predicted_cycles (lesson 1) decides: at
+# Tiles: a wave is 132 tiles, and the last wave costs as much as a full one, so _predicted_cycles (lesson 1) decides: at
 # 1024 128 tiles of 64 x 128, not 32 of 128 x 256; at 2048 128 of 128 x 256, one wave, not 512 small ones, four waves.
 # A tile of 64 rows is one warpgroup's, and its steps are twice as long, since a short step waits more than it does.
 # Strides: a transposed operand is a descriptor of its transpose. Rows that are not 16-byte aligned go through a copy:
@@ -231,7 +231,7 @@ def warp_specialized(a, b):
 TILES = ((128, 256, 64), (128, 128, 64), (64, 128, 128))
 
 
-def predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
+def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
     """Cycles of a matmul in 16 bits on a Hopper GPU, if nothing but tensor cores and L2 were slow: to compare tiles."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
     share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle; an SM takes no more than 64, whoever else is idle
@@ -248,14 +248,9 @@ def matmul(a, b):
         return persistent(a, b)
     a, b = (t if tma_takes(t) or tma_takes(t.t()) else _aligned_like(t).copy_(t) for t in (a, b))
     out = c if tma_takes(c) else _aligned_like(c)
-    block = min(TILES, key=lambda tile: predicted_cycles(*c.shape, a.shape[1], *tile))
+    block = min(TILES, key=lambda tile: _predicted_cycles(*c.shape, a.shape[1], *tile))
     _launch_host(a, b, out, block if a.element_size() == 2 else _blocks(a), 2)
     return c if out is c else c.copy_(out)
-
-
-def shared_memory():
-    """Bytes that a block may have; 227 KB, Hopper's, where there is no GPU."""
-    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin if device.HAS_GPU else 232448
 
 
 def _prepare(a, b):
