@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from problems.quantize import FP8, PROBLEM, group_shape, group_counts
+from problems.quantize import FP8, PROBLEM, group_counts, group_shape
 
 fp8 = needs(89, "fp8 conversions", interpreted=True)
 
