@@ -30,6 +30,11 @@ def reference(q, k, v, causal=False, window=None, scale=None):
     return o, lse
 
 
+def precision():
+    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) if PyTorch's users allow it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 def visible(S_q, S_k, causal, window, device):
     """Which key each query sees, [S_q, S_k]; the last query stands at the last key."""
     ahead = torch.arange(S_k, device=device) - (torch.arange(S_q, device=device)[:, None] + S_k - S_q)

@@ -12,6 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from problems.attention import precision
+
+__all__ = ["PROBLEM", "PROBLEM_BACKWARD", "PROBLEM_LSE", "precision"]
+
 
 def _by_hand(q, k, v, causal=False):
     s = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]))  # writes S^2; reads and writes S^2
