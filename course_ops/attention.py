@@ -37,7 +37,8 @@ def attention(
     causal: query i sees keys up to i + S_k - S_q. window: of these only the last `window`; needs causal.
     scale: positive; 1 / sqrt(D) if None. Raises TypeError for a dtype, ValueError for a shape, a device or a value.
 
-    Under torch.use_deterministic_algorithms the gradient of q is the same to the bit each time, and slower.
+    Under torch.use_deterministic_algorithms the gradient of q is the same to the bit each time, and slower. A FLOP
+    counter is told 4 D FLOPs forward and 10 D backward for each pair of a query and a key that it sees.
     """
     return torch.ops.course_ops.attention(q, k, v, causal, window, scale)[0]
 

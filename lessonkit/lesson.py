@@ -290,6 +290,14 @@ def discover(which: str = "") -> Iterator[tuple[str, Lesson | Steps | Broken]]:
             yield name, Broken(error)
 
 
+def specimen(lesson: str, name: str) -> Any:
+    """What another lesson's file binds to a name: `specimen("day4_replace_op.lesson02_flash_v1", "flash_v1")`.
+
+    For lessons that measure or inspect kernels of others and have none of their own. The only way to load a lesson.
+    """
+    return getattr(importlib.import_module(lesson), name)
+
+
 def kernels(which: str = "") -> list[tuple[str, Lesson]]:
     return [(name, lesson) for name, lesson in discover(which) if isinstance(lesson, Lesson)]
 

@@ -8,8 +8,9 @@ import math
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
-from lessonkit import DEVICE, compiled, device, interpreter
-from lessonkit.elsewhere import elsewhere
+from lessonkit import DEVICE, device
+from lessonkit.modes import compiled, interpreter
+from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
 import torch
@@ -618,7 +619,7 @@ def test_the_same_bits_each_time(by_kernels):
 @pytest.mark.parametrize("target", [80, 90])
 def test_kernels_compile(target):
     """For real GPUs too, with and without a bias, in 16 and 32 bits, at lengths for every kernel."""
-    assert elsewhere("tests.test_course_ops_rows", "compiled_kernels", target) == sorted(KERNELS)
+    assert call_in_compiler("tests.test_course_ops_rows", "compiled_kernels", target) == sorted(KERNELS)
 
 
 KERNELS = {
