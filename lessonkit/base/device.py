@@ -8,6 +8,7 @@ One lesson runs in three modes, and the device alone says which:
 """
 
 import os
+from typing import Any
 
 import torch
 
@@ -50,7 +51,10 @@ def num_sms() -> int:
 
 def shared_memory() -> int:
     """Bytes of shared memory that a block may have; Hopper's 227 KB where there is no GPU."""
-    return int(torch.cuda.get_device_properties(0).shared_memory_per_block_optin) if HAS_GPU else 232448
+    if not HAS_GPU:
+        return 232448
+    properties: Any = torch.cuda.get_device_properties(0)  # PyTorch's types leave the field out
+    return int(properties.shared_memory_per_block_optin)
 
 
 def name() -> str:
