@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 from functools import cache
+from typing import NamedTuple
 
 from lessonkit import DEVICE, Steps, Table, Unsupported, device
 from lessonkit.base.files import ROOT
@@ -30,14 +31,44 @@ from lessonkit.pages.sections import write_sections
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
-from day1_pytorch.lesson04_training import digits, make_mlp
-
 CPU, GPU = torch.device("cpu"), DEVICE.type == "cuda"
 ASSUMED_US = 5  # what a launch adds to an operator, where there is no GPU to ask
+
+
+# The data and the model of lesson 4.
+class Data(NamedTuple):
+    train_x: torch.Tensor  # [N, C, H, W] in 0..1
+    train_y: torch.Tensor  # [N] classes
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+
+
+def digits():
+    """1,797 handwritten digits of 8 x 8 pixels, which come with scikit-learn; a fifth is kept for the test."""
+    from sklearn.datasets import load_digits
+
+    raw = load_digits()
+    x, y = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(raw.target)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    learn, test = order[360:], order[:360]
+    return Data(x[learn], y[learn], x[test], y[test])
+
+
+def make_mlp(shape=(1, 8, 8), width=512):
+    """[N, *shape] -> [N, 10] scores, three matrices: 301 thousand parameters for digits."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(math.prod(shape), width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 10),
+    )
 
 
 class _Operators(TorchDispatchMode):
