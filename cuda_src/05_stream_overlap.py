@@ -6,7 +6,7 @@ there is a GPU also that overlap pays. The program itself prints the table of ti
 
 Run it:    python cuda_src/05_stream_overlap.py
 Check it:  python -m lessonkit check 05_stream_overlap
-Time it:   nvcc -std=c++20 -O3 -arch=native -o overlap cuda_src/05_stream_overlap.cu && ./overlap
+Time it:   nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o overlap cuda_src/05_stream_overlap.cu && ./overlap
 """
 
 from time import perf_counter

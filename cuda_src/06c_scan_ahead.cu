@@ -8,12 +8,12 @@
 // T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
 // Source of what they build on: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o scan cuda_src/06c_scan_ahead.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o scan cuda_src/06c_scan_ahead.cu
 // Run:      ./scan                                        (checks every version, then times them all)
 // No GPU:   python cuda_src/06c_scan_ahead.py             (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 06c_scan_ahead
-#include "06_main.cuh"
-#include "06_scan_tile.cuh"
+#include "scan_problem.cuh"
+#include "scan_tile.cuh"
 #include "copy_async.cuh"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 """Flash attention, backward, in CUDA C++: two deterministic passes, scalar and on tensor cores
 ============================================================================================
-The kernels and what they predict are in 11b_flash_attention_backward.cu and 11_attention_backward_mma.cuh; here they
+The kernels and what they predict are in 11b_flash_attention_backward.cu and 11b_attention_mma.cuh; here they
 are functions of tensors, checked against PyTorch. Gradients of the op as a whole, forward and backward, are checked in
 11_flash_attention_v1.py against float64 autograd.
 
