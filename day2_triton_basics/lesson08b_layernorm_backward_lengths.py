@@ -21,19 +21,13 @@ import triton.language as tl
 
 from day2_triton_basics.lesson07b_layernorm_lengths import layernorm_forward, slots_for
 from day2_triton_basics.lesson08_layernorm_backward import (
-    PEERS,
-    REFUSES,
     add_partials,
-    dx_is_orthogonal,
-    inputs,
     layernorm_backward_persistent,
     load_rows,
     prepare,
-    reference,
     row_sums,
-    work,
 )
-from problems.layer_norm import inputs as forward_inputs
+from problems.layer_norm import PROBLEM, PROBLEM_BACKWARD
 
 
 # Rung 1. Lesson 8's persistent kernel with the rows that come next in shared memory instead of registers: num_stages=3
@@ -230,36 +224,26 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
     rungs=(layernorm_backward_staged, layernorm_backward_split, layernorm_backward),
     checks=(
-        case("no rows: dw and db are 0", M=0, N=5),
-        case("rows of nothing", M=3, N=0),
-        case("one element a row", M=2, N=1),
-        case("a prime, and 37 rows leave the second tile of 32 hanging over", M=37, N=101),
-        case("rows 3 elements apart, so that most are not aligned", M=5, N=1025, pad=3),
+        *PROBLEM_BACKWARD.checks,
         case("one past the shortest row that is staged", M=23, N=2049),
         case("three programs a row, the last with fewer columns; 7 rows for 2 teams", M=7, N=8193),
         case("more parts than fit on the interpreter's 4 SMs", M=3, N=32769),
         case("more parts than fit on a GPU", gib=1, M=2, N=1_200_000),
         case("more tiles than a GPU has programs", gib=0.9, M=9001, N=1000),
         case("more rows than a GPU has teams", gib=0.5, M=300, N=9001),
-        case("a row past element 2^31", gib=25, M=3, N=5, pad=2**30),
-        case("and staged", gib=25, M=3, N=4099, pad=2**30),
+        case("a row past element 2^31, staged", gib=25, M=3, N=4099, pad=2**30),
         case("and by teams", gib=25, M=3, N=16387, pad=2**30),
         case("the bytes are counted here", M=64, N=3072),
     ),
     benches=tuple({"M": m, "N": n} for m, n in ((8192, 8192), (4096, 12672), (4096, 32768), (2048, 131072))),
-    work=work,
     wrong=WRONG,
-    peers=PEERS,
     claims={layernorm_backward_staged: ("16-byte loads",), layernorm_backward: ("16-byte loads",)},
     # The interpreter counts w for every program, and 8 teams' partial sums, out and back.
     passes={layernorm_backward_split: 2.06},
-    properties=(dx_is_orthogonal,),
-    refuses=REFUSES,
-    grad=Grad(layernorm, layernorm_torch, forward_inputs),
+    grad=Grad(layernorm, layernorm_torch, PROBLEM.inputs),
 )
 
 if __name__ == "__main__":
