@@ -18,6 +18,10 @@
 
 #include <algorithm>
 
+#ifndef COURSE_EMULATED
+#include <cub/device/device_scan.cuh>
+#endif
+
 namespace {
 
 // Called by one warp: the sum of the `window` tiles before `tile`, in the same order in every run. All of a lane's
@@ -184,10 +188,24 @@ void look_back_ahead(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t
     else ahead_with<T, 1024, 4, 3>(x, y, scratch, scratch_size, n, stream);
 }
 
+#ifndef COURSE_EMULATED
+template <typename T>
+void cub_scan(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
+    course::require(n <= 0x7FFFFFFF, "cub_scan: n must be below 2^31 here, for CUB's 32-bit offsets (its faster ones)");
+    size_t bytes = 0;
+    CUDA_CHECK(cub::DeviceScan::InclusiveSum(nullptr, bytes, x, y, int(n), stream));
+    course::require(bytes <= size_t(scratch_size) * sizeof(T), "cub_scan: scratch is too small");
+    CUDA_CHECK(cub::DeviceScan::InclusiveSum(scratch, bytes, x, y, int(n), stream));
+}
+#endif
+
 template <typename T>
 const std::vector<Rung<T>> RUNGS = {
     {"look_back_waves", look_back_waves<T>},
     {"look_back_ahead", look_back_ahead<T>},
+#ifndef COURSE_EMULATED
+    {"CUB DeviceScan", cub_scan<T>},
+#endif
 };
 
 }  // namespace
@@ -202,4 +220,8 @@ COURSE_MODULE(m) {
     bind(m, "look_back_waves_int", look_back_waves<unsigned>);
     bind(m, "look_back_ahead_float", look_back_ahead<float>);
     bind(m, "look_back_ahead_int", look_back_ahead<unsigned>);
+#ifndef COURSE_EMULATED
+    bind(m, "cub_float", cub_scan<float>);
+    bind(m, "cub_int", cub_scan<unsigned>);
+#endif
 }

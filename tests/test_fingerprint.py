@@ -73,7 +73,9 @@ void scale_float32(float* x) { scale_kernel<<<1, 1>>>(x); }
 __global__ void other_kernel(float* x) { x[1] = 1; }
 void other(float* x) { other_kernel<<<1, 1>>>(x); }
 """,
-    "cuda_src/include/some.cuh": "constexpr float HALF = 0.5f;\n__device__ float half_of(float x) { return x * HALF; }\n",
+    "cuda_src/include/some.cuh": """constexpr float HALF = 0.5f;
+__device__ float half_of(float x) { return x * HALF; }
+""",
     "lessonkit/__init__.py": "from lessonkit.modes.opaque import opaque\nfrom lessonkit.lesson import Lesson, needs\n"
     "from lessonkit import cuda\n",
     "lessonkit/modes/opaque.py": "def opaque(x):\n    return x\n",
