@@ -5,12 +5,39 @@ FLOP counters see it. CUDA tensors are computed by kernels, CPU tensors by PyTor
 """
 
 from course_ops._common import Unsupported
+from course_ops.add_norm import add_norm
+from course_ops.attention import attention, attention_backward, attention_forward
+from course_ops.cross_entropy import cross_entropy
+from course_ops.dropout import dropout
+from course_ops.gelu import gelu
 from course_ops.grouped_matmul import grouped_matmul
+from course_ops.layer_norm import layer_norm
 from course_ops.linear import linear
 from course_ops.matmul import matmul
 from course_ops.matmul_fp8 import matmul_fp8
 from course_ops.patch import patch
 from course_ops.quantize import quantize
+from course_ops.rms_norm import rms_norm
 from course_ops.scan import scan
+from course_ops.softmax import softmax
 
-__all__ = ["Unsupported", "grouped_matmul", "linear", "matmul", "matmul_fp8", "patch", "quantize", "scan"]
+__all__ = [
+    "Unsupported",
+    "add_norm",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "cross_entropy",
+    "dropout",
+    "gelu",
+    "grouped_matmul",
+    "layer_norm",
+    "linear",
+    "matmul",
+    "matmul_fp8",
+    "patch",
+    "quantize",
+    "rms_norm",
+    "scan",
+    "softmax",
+]

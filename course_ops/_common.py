@@ -1,5 +1,6 @@
 """What every operator needs: does a kernel run here, for which chip is it compiled, words for a bad argument."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -101,3 +102,24 @@ def expect(
             )
         if same_dtype and t.dtype != first.dtype:
             raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., N] -> [M, N] whose columns are neighbours in memory; a view of x where that is possible."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def expect_rows(x: Tensor, **weights: Tensor | None) -> None:
+    """Check x [..., N], named x, and weights [N], given by name: of x's dtype or float32, or absent."""
+    expect(x=x)
+    if x.ndim == 0:
+        raise ValueError("x is a scalar, and this operator works along the last dimension: pass x[None]")
+    for name, w in weights.items():
+        if w is None:
+            continue
+        expect(x=x, **{name: w})
+        if w.shape != x.shape[-1:]:
+            raise ValueError(f"{name} has shape {tuple(w.shape)}, expected {tuple(x.shape[-1:])}: one element a column")
+        if w.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"{name} is {w.dtype}, expected {x.dtype}, as x, or torch.float32: convert it")

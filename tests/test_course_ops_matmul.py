@@ -525,6 +525,7 @@ def same_code_cases():
     from course_ops.kernels import grouped_matmul, linear, matmul_fp8_hopper, quantize, scan
     from day2_triton_basics import lesson14_scan
     from day3_matmul_tk import (
+        lesson01_matmul,
         lesson02_matmul_persistent,
         lesson03_matmul_skinny,
         lesson04_matmul_epilogue,
@@ -558,7 +559,7 @@ def same_code_cases():
         "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 4096, "b")),
         "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
         "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
-        "pointers": lambda: (lesson02_matmul_persistent.matmul, launch["pointers"], operands(300, 40, 35)),
+        "pointers": lambda: (lesson01_matmul.pipelined, launch["pointers"], operands(300, 40, 35)),
         "fp8 tensor": lambda: fp8("tensor"),
         "fp8 rows": lambda: fp8("rows"),
         "fp8 blocks": lambda: fp8("blocks"),

@@ -48,6 +48,11 @@ def num_sms() -> int:
     return 132 if COMPILE_ONLY else 4
 
 
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may have; Hopper's 227 KB where there is no GPU."""
+    return int(torch.cuda.get_device_properties(0).shared_memory_per_block_optin) if HAS_GPU else 232448
+
+
 def name() -> str:
     """The machine as a folder name under reports/: nvidia-h200, or cpu."""
     return torch.cuda.get_device_name(0).lower().replace(" ", "-") if HAS_GPU else "cpu"

@@ -1,0 +1,115 @@
+"""Residual addition and LayerNorm of the sum."""
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from course_ops._common import as_rows, expect, expect_rows, on_device, runs_kernel
+from course_ops.kernels import add_norm as kernels
+from course_ops.kernels._rows import Choice, Rows, choose
+from course_ops.layer_norm import BACKWARD as NORM_BACKWARD
+from course_ops.layer_norm import FORWARD as NORM_FORWARD
+from course_ops.layer_norm import layer_norm_backward_cpu, layer_norm_cpu
+
+
+def _add_then_norm(x, residual, w, b, eps):
+    total = residual + x
+    y, mean, rstd = choose(NORM_FORWARD, Rows.of(total))(total, w, b, eps)
+    return y.to(x.dtype), total, mean, rstd
+
+
+def _norm_then_add(dy, dtotal, total, w, mean, rstd, bias):
+    dx, dw, db = choose(NORM_BACKWARD, Rows.of(total))(dy.to(total.dtype), total, w, mean, rstd, bias)
+    dx += dtotal
+    return dx.to(dy.dtype, copy=True), dx, dw, db
+
+
+FORWARD = (
+    Choice(kernels.add_norm_packed, lambda r: r.N <= 16384, "rows in the registers of one program: one kernel"),
+    Choice(_add_then_norm, lambda r: True, "an addition, then layer_norm's kernel for that length"),
+)
+BACKWARD = (
+    Choice(kernels.add_norm_backward_packed, lambda r: r.N <= 8192, "programs walk over rows: one kernel"),
+    Choice(_norm_then_add, lambda r: True, "layer_norm's kernel for that length, then an addition"),
+)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """(LayerNorm(residual + x), residual + x), the step between two branches of a transformer, differentiable.
+
+    x: [..., N] in float32, float16 or bfloat16, what a branch returned; any N, any strides. residual: of x's shape, in
+    x's dtype or float32, as the stream is under autocast. weight [N], and bias [N] or None: of x's dtype or float32.
+    Returns the norm in x's dtype and the sum in residual's, both contiguous. The sum is rounded to residual's dtype
+    before it is normalised. Saves the sum, weight and 8 bytes a row for the backward.
+    TypeError for another dtype, ValueError for another shape.
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, section 3.
+    """
+    expect_rows(x, weight=weight, bias=bias)
+    expect(x=x, residual=residual, same_shape=True)
+    if residual.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"residual is {residual.dtype}, expected {x.dtype}, as x, or torch.float32: convert it")
+    return _add_norm(x, residual, weight, bias, eps)[:2]
+
+
+@custom_op("course_ops::add_norm", mutates_args=())
+def _add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not runs_kernel(x):
+        total = (residual + x).contiguous()
+        y, mean, rstd = layer_norm_cpu(as_rows(total).float(), weight, bias, eps, x.shape)
+        return y.to(x.dtype), total, mean, rstd
+    args = as_rows(x), as_rows(residual), weight.contiguous(), None if bias is None else bias.contiguous(), eps
+    with on_device(x):
+        y, total, mean, rstd = choose(FORWARD, Rows.of(args[0]))(*args)
+    return y.view(x.shape), total.view(x.shape), mean, rstd
+
+
+@custom_op("course_ops::add_norm_backward", mutates_args=())
+def _add_norm_backward(
+    dy: Tensor, dtotal: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    args = *map(as_rows, (dy, dtotal, total)), weight.contiguous(), mean, rstd
+    if runs_kernel(total):
+        with on_device(total):
+            dx, dresidual, dw, db = choose(BACKWARD, Rows.of(args[2]))(*args, bias)
+    else:
+        dresidual, dw, db = layer_norm_backward_cpu(args[0], *args[2:])
+        dresidual += args[1]
+        dx, dresidual = dresidual.to(dy.dtype, copy=True), dresidual.to(total.dtype)
+        dw, db = dw.to(weight.dtype), db.to(weight.dtype)
+    return dx.view(total.shape), dresidual.view(total.shape), dw, db if bias else weight.new_empty(0)
+
+
+@_add_norm.register_fake
+def _(x, residual, weight, bias, eps):
+    statistics = (x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape), residual.new_empty(x.shape), *statistics
+
+
+@_add_norm_backward.register_fake
+def _(dy, dtotal, total, weight, mean, rstd, bias):
+    dweights = weight.new_empty(weight.shape), weight.new_empty(weight.shape if bias else 0)
+    return dy.new_empty(total.shape), total.new_empty(total.shape), *dweights
+
+
+def _setup(ctx, inputs, output):
+    _, total, mean, rstd = output
+    ctx.save_for_backward(total, inputs[2], mean, rstd)
+    ctx.bias, ctx.dtype = inputs[3] is not None, inputs[0].dtype
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dy, dtotal, *_):
+    total = ctx.saved_tensors[0]
+    # A result that nothing reads has no gradient: the sum after the last norm, for one.
+    dy = torch.zeros_like(total, dtype=ctx.dtype) if dy is None else dy
+    dtotal = torch.zeros_like(total) if dtotal is None else dtotal
+    dx, dresidual, dw, db = _add_norm_backward(dy, dtotal, *ctx.saved_tensors, ctx.bias)
+    return dx, dresidual, dw, db if ctx.bias else None, None
+
+
+_add_norm.register_autograd(_gradients, setup_context=_setup)

@@ -1,0 +1,309 @@
+"""Attention: softmax(scale q k^T) v, with grouped heads, causal masks and windows; forward and backward.
+
+All functions here have the same conventions. q [B, H, S_q, D], k and v [B, H_kv, S_k, D]; H is a multiple of H_kv, and
+query head h reads head h * H_kv // H of k and v. Positions end together: query i stands at key i + S_k - S_q, so that
+causal is aligned at the lower right corner (PyTorch's is_causal at the upper left; for S_q = S_k they are the same).
+lse [B, H, S_q] is the natural logarithm of the sum of a row's exponentials. A query that sees no key has out = 0 and
+lse = -inf, and no gradient.
+
+Sources: Dao et al. 2022, FlashAttention; Dao 2023, FlashAttention-2; Shah et al. 2024, FlashAttention-3.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
+
+from course_ops._common import FLOATS, Unsupported, expect, on_device, runs_kernel
+from course_ops.kernels import attention_backward as portable_backward
+from course_ops.kernels import attention_backward_hopper as hopper_backward
+from course_ops.kernels import attention_decode as decode
+from course_ops.kernels import attention_forward as portable
+from course_ops.kernels import attention_forward_hopper as hopper
+
+MAX_HEAD_DIM = 256
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: int | None = None, scale: float | None = None
+) -> Tensor:
+    """out [B, H, S_q, D] of q [B, H, S_q, D], k and v [B, H_kv, S_k, D]; differentiable once.
+
+    fp32, fp16 or bf16, one dtype for all three; float64 too on the CPU. Any strides, D from 1 to 256.
+    causal: query i sees keys up to i + S_k - S_q. window: of these only the last `window`; needs causal.
+    scale: positive; 1 / sqrt(D) if None. Raises TypeError for a dtype, ValueError for a shape, a device or a value.
+
+    Under torch.use_deterministic_algorithms the gradient of q is the same to the bit each time, and slower. A FLOP
+    counter is told 4 D FLOPs forward and 10 D backward for each pair of a query and a key that it sees.
+    """
+    return torch.ops.course_ops.attention(q, k, v, causal, window, scale)[0]
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: int | None = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """As attention, with lse [B, H, S_q] in fp32 (float64 for float64), which has no gradient.
+
+    Results over parts of the keys are merged by lse: lse = log(sum exp(lse_i)), out = sum exp(lse_i - lse) out_i.
+    """
+    return torch.ops.course_ops.attention(q, k, v, causal, window, scale)
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of attention, as q, k, v. dout as out; out and lse as attention_forward returned them.
+
+    out and lse may be those over more keys than k has, merged: then dk and dv are these keys' gradients, and dq is
+    their share of q's, as ring attention needs.
+    """
+    return torch.ops.course_ops.attention_backward(dout, q, k, v, out, lse, causal, window, scale)
+
+
+# ---- Which kernel takes what: the first row whose condition holds ------------------------------------------------
+#
+#     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 16 S_q and 256; no window
+#                hopper     sm_90, 16 bits, D <= 128, strides that TMA takes; no window
+#                portable   everything: sm_80 on, fp32, windows, D <= 256, any strides
+#     backward   hopper     as forward, unless deterministic algorithms are asked for (dQ is added up in any order)
+#                portable   everything; the same to the bit each time
+
+
+class Call(NamedTuple):
+    """The arguments of a forward call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    window: int | None
+    scale: float
+
+
+class Gradient(NamedTuple):
+    """The arguments of a backward call."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    causal: bool
+    window: int | None
+    scale: float
+
+
+def _few_queries(c: Call) -> bool:
+    H, S_q, H_kv, S_k = *c.q.shape[1:3], *c.k.shape[1:3]
+    return c.window is None and H // H_kv * S_q <= decode.MAX_ROWS and S_k >= max(16 * S_q, 256)
+
+
+def _on_hopper(c: Call) -> bool:
+    return hopper.takes(c.q, c.k, c.v, c.window)
+
+
+def _gradient_on_hopper(c: Gradient) -> bool:
+    nondeterministic = not torch.are_deterministic_algorithms_enabled()
+    return nondeterministic and hopper_backward.takes(c.dout, c.q, c.k, c.v, c.window)
+
+
+FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor, Tensor]]], ...] = (
+    ("decode", _few_queries, lambda c: decode.attention_decode(c.q, c.k, c.v, c.causal, c.scale)),
+    ("hopper", _on_hopper, lambda c: hopper.attention_forward(c.q, c.k, c.v, c.causal, c.scale)),
+    ("portable", lambda c: True, lambda c: portable.attention_forward(*c)),
+)
+BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
+    ("hopper", _gradient_on_hopper, lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale)),
+    ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
+)
+
+
+def launch_forward(call: Call) -> tuple[Tensor, Tensor]:
+    """out and lse by the first kernel of FORWARD that takes the call."""
+    return next(launch for _, takes, launch in FORWARD if takes(call))(call)
+
+
+def launch_backward(call: Gradient) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv by the first kernel of BACKWARD that takes the call."""
+    return next(launch for _, takes, launch in BACKWARD if takes(call))(call)
+
+
+# ---- The operators -----------------------------------------------------------------------------------------------
+
+
+def _checked(q, k, v, causal, window, scale, **more) -> float:
+    """The scale, or the error that a bad argument deserves. more: what else has q's dimensions and dtype."""
+    dtypes = FLOATS if runs_kernel(q) else (*FLOATS, torch.float64)
+    expect(q=q, k=k, v=v, **more, ndim=4, same_dtype=True, dtypes=dtypes)
+    if k.shape != v.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)}, but k has {tuple(k.shape)}: a value belongs to each key")
+    (B, H, _, D), (B_kv, H_kv, _, D_kv) = q.shape, k.shape
+    if (B_kv, D_kv) != (B, D):
+        raise ValueError(f"k is {tuple(k.shape)}, q {tuple(q.shape)}: batch (first) and head_dim (last) must agree")
+    if H_kv == 0 or H % H_kv:
+        raise ValueError(f"q has {H} heads, k {H_kv}: expected a multiple, so that each serves as many")
+    if not 0 < D <= MAX_HEAD_DIM:
+        raise Unsupported(f"q has head_dim {D}, expected 1 to {MAX_HEAD_DIM}: no kernel keeps a longer row on the chip")
+    if window is not None and not (causal and window > 0):
+        raise ValueError(f"window = {window}, causal = {causal}: a window is 1 or more keys, and needs causal=True")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale = {scale}, expected a positive number: to negate the scores, pass -q")
+    return 1 / math.sqrt(D) if scale is None else scale
+
+
+def _checked_gradient(dout, q, k, v, out, lse, causal, window, scale) -> float:
+    """As _checked, for a backward."""
+    scale = _checked(q, k, v, causal, window, scale, dout=dout, out=out)
+    expect(lse=lse, dtypes=(_lse_dtype(q),))
+    if lse.device != q.device:
+        raise ValueError(f"lse is on {lse.device}, but q is on {q.device}: move one of them")
+    for name, t, shape in (("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
+        if t.shape != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}, expected {tuple(shape)}: as attention returned it for this q"
+            )
+    return scale
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@custom_op("course_ops::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window: int | None = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    scale = _checked(q, k, v, causal, window, scale)
+    if not runs_kernel(q):
+        return _computed(q, k, v, causal, window, scale)
+    with on_device(q):
+        return launch_forward(Call(q, k, v, causal, window, scale))
+
+
+@custom_op("course_ops::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    causal: bool = False, window: int | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scale = _checked_gradient(dout, q, k, v, out, lse, causal, window, scale)
+    if not runs_kernel(q):
+        return _computed_gradient(dout, q, k, v, out, lse, causal, window, scale)
+    with on_device(q):
+        return launch_backward(Gradient(dout, q, k, v, out, lse.contiguous(), causal, window, scale))
+
+
+@_attention.register_fake
+def _(q, k, v, causal=False, window=None, scale=None):
+    _checked(q, k, v, causal, window, scale)
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+
+
+@_attention_backward.register_fake
+def _(dout, q, k, v, out, lse, causal=False, window=None, scale=None):
+    _checked_gradient(dout, q, k, v, out, lse, causal, window, scale)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[3:]
+
+
+def _gradients(ctx, dout, _dlse):
+    if dout is None:
+        return None, None, None, None, None, None
+    return *torch.ops.course_ops.attention_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+_attention.register_autograd(_gradients, setup_context=_save)
+
+
+# ---- FLOPs --------------------------------------------------------------------------------------------------------
+
+
+def visible_pairs(S_q: int, S_k: int, causal: bool = False, window: int | None = None) -> int:
+    """How many (query, key) pairs are visible. What is masked is no work, though a kernel computes part of it."""
+    if not causal:
+        return S_q * S_k
+    # From the first query that sees a key on, query i sees i + 1 + S_k - S_q keys, up to S_k; at most `window` of them.
+    fewest = max(1, S_k - S_q + 1)
+    width = S_k if window is None else min(window, S_k)
+    growing = max(0, width - fewest + 1)  # queries that see fewer than `width` keys, and the first that sees as many
+    full = S_k - max(fewest - 1, width)
+    return (fewest + width) * growing // 2 + full * width
+
+
+@register_flop_formula(torch.ops.course_ops.attention)
+def _(q, k, v, causal=False, window=None, scale=None, *args, out_shape=None, **kwargs) -> int:
+    """Two matmuls, 4 D FLOPs for each visible pair. (PyTorch's own formula counts all pairs, masked or not.)"""
+    B, H, S_q, D = q
+    return 4 * B * H * D * visible_pairs(S_q, k[2], causal, window)
+
+
+@register_flop_formula(torch.ops.course_ops.attention_backward)
+def _(dout, q, k, v, out, lse, causal=False, window=None, scale=None, *args, out_shape=None, **kwargs) -> int:
+    """Five matmuls, 10 D FLOPs for each visible pair, though the portable kernels do seven."""
+    B, H, S_q, D = q
+    return 10 * B * H * D * visible_pairs(S_q, k[2], causal, window)
+
+
+# ---- CPU tensors: PyTorch, a head of k and v at a time, in fp32 or float64 ----------------------------------------
+
+
+def _hidden(S_q: int, S_k: int, causal: bool, window: int | None) -> Tensor:
+    """Which key each query does not see, [S_q, S_k]."""
+    ahead = torch.arange(S_k) - (torch.arange(S_q)[:, None] + S_k - S_q)
+    hidden = torch.zeros(S_q, S_k, dtype=torch.bool)
+    if causal:
+        hidden |= ahead > 0
+    if window is not None:
+        hidden |= ahead <= -window
+    return hidden
+
+
+def _computed(q, k, v, causal, window, scale):
+    """out as q, and lse."""
+    (B, _, S_q, _), (_, H_kv, S_k, _), group, wide = q.shape, k.shape, q.shape[1] // k.shape[1], _lse_dtype(q)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=wide)
+    hidden = _hidden(S_q, S_k, causal, window)
+    for b, h in ((b, h) for b in range(B) for h in range(H_kv)):
+        heads = slice(h * group, h * group + group)
+        s = (q[b, heads].to(wide) @ k[b, h].to(wide).T * scale).masked_fill(hidden, -math.inf)
+        lse[b, heads] = torch.logsumexp(s, -1)
+        p = torch.exp(s - lse[b, heads, :, None]).masked_fill(hidden, 0)  # a row without keys: -inf - -inf is NaN
+        out[b, heads] = (p @ v[b, h].to(wide)).to(q.dtype)
+    return out, lse
+
+
+def _computed_gradient(dout, q, k, v, out, lse, causal, window, scale):
+    """dq as q, dk and dv as k and v."""
+    (B, _, S_q, _), (_, H_kv, S_k, _), group, wide = q.shape, k.shape, q.shape[1] // k.shape[1], _lse_dtype(q)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    hidden = _hidden(S_q, S_k, causal, window)
+    for b, h in ((b, h) for b in range(B) for h in range(H_kv)):
+        heads = slice(h * group, h * group + group)
+        q_wide, do_wide = q[b, heads].to(wide), dout[b, heads].to(wide)
+        k_wide, v_wide = k[b, h].to(wide), v[b, h].to(wide)
+        p = torch.exp(q_wide @ k_wide.T * scale - lse[b, heads, :, None]).masked_fill(hidden, 0)
+        delta = (do_wide * out[b, heads].to(wide)).sum(-1, keepdim=True)
+        ds = p * (do_wide @ v_wide.T - delta) * scale
+        dq[b, heads] = (ds @ k_wide).to(q.dtype)
+        dk[b, h] = torch.einsum("gqk,gqd->kd", ds, q_wide).to(k.dtype)
+        dv[b, h] = torch.einsum("gqk,gqd->kd", p, do_wide).to(v.dtype)
+    return dq, dk, dv

@@ -1,0 +1,173 @@
+"""The vocabulary of Hopper kernels in Gluon: what they share around their main loops, which they do not share.
+
+A ring is a circle of shared-memory stages. Each stage has two mbarriers: the producer waits for `empty` and starts a
+copy, the copy's bytes complete `full`, a consumer waits for `full` and arrives on `empty` when it has read the stage.
+Steps are numbered from 0 over all of a CTA's tiles, so stage and parity follow from the step alone.
+
+Names that differ between versions of Triton are settled here: `aggregate`, and `tma_reduce_add`.
+"""
+
+from functools import cache
+
+import torch
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+try:  # public from Triton 3.9 on
+    from triton.experimental.gluon import aggregate as _aggregate
+except ImportError:
+    from triton.language.core import _aggregate
+
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+def aggregate(cls):
+    """A class of named values for device code: annotated fields, given by name, and methods with @gluon.jit.
+
+    By name alone, because the compiler's cache does not know in which order the fields are declared. A field that may
+    be None has the type `... | gl.constexpr`.
+    """
+
+    def init(self, **fields):
+        for name, value in fields.items():
+            setattr(self, name, gl.constexpr(None) if value is None else value)
+
+    init.__triton_builtin__ = True  # nothing in it decides what is compiled
+    cls.__init__ = init
+    return _aggregate(cls)
+
+
+def tensor_descriptor(t: torch.Tensor, block_shape: list[int], *, swizzled: bool = True) -> TensorDescriptor:
+    """What TMA needs to copy blocks of this shape from or to t. Elements past t's ends are read as 0, not written.
+
+    swizzled: blocks lie in shared memory as wgmma reads them; otherwise row by row.
+    """
+    dtype = DTYPES[t.dtype]
+    if swizzled:
+        layout = gl.NVMMASharedLayout.get_default_for(block_shape, dtype)
+    else:
+        bits = 8 * t.element_size()
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=len(block_shape))
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block_shape, layout)
+
+
+@gluon.jit
+def allocate_stages(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT blocks of a descriptor, in the layout in which TMA writes them."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT mbarriers. A phase of one completes after ARRIVALS arrivals and all bytes that were announced to it."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    fence_async_shared()  # the initial value must be visible to TMA, which completes transactions there
+    return bars
+
+
+@gluon.jit
+def ring_slot(step, STAGES: gl.constexpr):
+    """The stage that a step uses, and the parity of `full` that its consumer waits for; `empty` is parity ^ 1."""
+    return step % STAGES, step // STAGES & 1
+
+
+@gluon.jit
+def as_matrix(tile):
+    """A shared tile [1, 1, rows, columns], as a 4-dimensional descriptor copies it, as [rows, columns]."""
+    return tile.reshape((tile.shape[2], tile.shape[3]))
+
+
+@gluon.jit
+def operand_a(x, acc, dtype: gl.constexpr):
+    """x in 16 bits as the left operand of wgmma in registers. An accumulator has that layout: no element moves."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return gl.convert_layout(x.to(dtype), LAYOUT)
+
+
+@gluon.jit
+def exp2(x):
+    """2^x in one instruction; Triton's own spends more to be exact for results below 2^-126, which become 0 here."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def tile_order(index, tiles, heads, heads_at_once):
+    """The (head, rank) of the index-th unit of work: rank 0 of some heads, rank 1 of these, ..., then the next heads.
+
+    Each head has `tiles` ranks, the longest tile first. A few heads at a time keep what they share in L2.
+    """
+    first = index // (heads_at_once * tiles) * heads_at_once
+    width, within = min(heads_at_once, heads - first), index % (heads_at_once * tiles)
+    return first + within % width, within // width
+
+
+# The mailbox needs no `empty` barrier. It has two slots, and a consumer reads slot n before it returns the first input
+# tile of work n. The producer writes slot n + 2 only after it has loaded that of work n + 1, so after that return.
+@aggregate
+class TileScheduler:
+    """Deals tiles out to persistent CTAs as they become free. The producer warp fetches an index from a counter in
+    global memory, and publishes it to the CTA's consumers through a mailbox in shared memory. A CTA's first index is
+    its program id; an index that is no tile ends the work."""
+
+    mailbox: gl.shared_memory_descriptor  # [2, 1] int32
+    published: gl.shared_memory_descriptor  # 2 mbarriers, one arrival
+    counter_ptr: gl.tensor  # one int32, 0 before and after the kernel
+
+    @gluon.jit
+    def publish(self, index, count):
+        """The producer warp tells the consumers the index of the CTA's tile number `count`."""
+        self.mailbox.index(count % 2).store(gl.full((1,), index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(self.published.index(count % 2))
+
+    @gluon.jit
+    def fetch(self, num_tiles):
+        """The producer warp's next index. The last of the num_tiles fetches resets the counter for the next launch."""
+        fetched = gl.atomic_add(self.counter_ptr, 1)
+        gl.store(self.counter_ptr, 0, mask=fetched == num_tiles - 1)
+        return fetched + gl.num_programs(0)
+
+    @gluon.jit
+    def receive(self, count):
+        """A consumer warpgroup waits for the index of the CTA's tile number `count`."""
+        stage, parity = ring_slot(count, 2)
+        mbarrier.wait(self.published.index(stage), parity)
+        return gl.max(self.mailbox.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.jit
+def allocate_scheduler(counter_ptr):
+    """A TileScheduler with its mailbox."""
+    mailbox = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return TileScheduler(mailbox=mailbox, published=allocate_barriers(2, 1), counter_ptr=counter_ptr)
+
+
+def tile_counter(device: torch.device) -> torch.Tensor:
+    """The counter of a TileScheduler, int32 [1], which every launch finds and leaves at 0.
+
+    One a stream, as launches on one stream follow each other. A CUDA graph, which may be replayed on any stream, has
+    a counter of its own, set to 0 in the graph.
+    """
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        return _counter_of(torch.cuda.current_stream(device))
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@cache
+def _counter_of(stream):
+    return torch.zeros(1, dtype=torch.int32, device=stream.device)
+
+
+@builtin
+def tma_reduce_add(desc, coord, smem, _semantic=None):
+    """Add a block of shared memory to global memory; asynchronous, as tma.async_copy_shared_to_global.
+
+    Gluon's compiler has the operation, its language has no name for it yet.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)

@@ -1,0 +1,176 @@
+"""How rows are spread over programs: what softmax, the norms and cross-entropy share.
+
+A kernel has one of these shapes, and each operator lists which of them it takes for which rows:
+
+    packed      a program owns one row, or several short ones, and holds them in registers: read once
+    split       a row is split by columns over PARTS programs, which exchange partial statistics: read once
+    persistent  a program walks over many rows and keeps sums over rows (dw, db) in registers
+    group       both: PARTS programs walk together, each over its own columns of every row
+    two-pass    a program walks along a row of any length, twice
+
+Split rows. Each part publishes its partial statistics, one word for each row, and loads those of the other parts until
+none is empty. A word is written and read whole, so no fence is needed. No wait is for ever, for two reasons:
+- GPUs start programs in the order of their ids. So of the oldest unfinished row, every part has started or starts next,
+  and waits for that row alone. CUDA does not promise this order, but CUB's single-pass scan relies on it too.
+- All parts of a row fit on the GPU at once: the operator's list sees to that. It counts on a GPU without another such
+  kernel; two on streams of different priority could each hold the room that the other needs.
+The interpreter runs programs one after another, where a wait would not end: see `waits`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from course_ops._common import num_sms, triton_interprets
+
+_INTERPRETED = tl.constexpr(triton_interprets())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What decides how rows are spread: M rows of N elements of `itemsize` bytes, on a device of `sms` SMs."""
+
+    M: int
+    N: int
+    itemsize: int
+    sms: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "Rows":
+        return cls(*x.shape, x.element_size(), num_sms(x.device))
+
+    @property
+    def bytes(self) -> int:
+        """Of one row."""
+        return self.N * self.itemsize
+
+    @cached_property
+    def block(self) -> int:
+        """Columns of a program that holds a whole row."""
+        return triton.next_power_of_2(max(self.N, 1))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, and the rows that it is right for."""
+
+    launch: Callable[..., Any]
+    takes: Callable[[Rows], bool]
+    why: str
+
+
+def choose(choices: Sequence[Choice], rows: Rows) -> Callable[..., Any]:
+    """The launcher of the first choice that takes these rows; the last choice of a list takes all."""
+    return next(choice.launch for choice in choices if choice.takes(rows))
+
+
+@dataclass(frozen=True)
+class Split:
+    """A row over `parts` programs of `block` columns and `warps` warps each."""
+
+    parts: int
+    block: int
+    warps: int
+
+    def fits(self, rows: Rows, warps_per_sm: int) -> bool:
+        """Whether all parts of a row run at once, on SMs that have room for so many warps of this kernel."""
+        return self.parts <= warps_per_sm // self.warps * rows.sms
+
+    @property
+    def slots(self) -> int:
+        """Lanes to look at the partial statistics with: a power of two within one warp, or one that fills all warps.
+
+        In between, several warps would hold the same word and load it at different moments, and a reduction could take
+        the one that was loaded too early.
+        """
+        slots = triton.next_power_of_2(self.parts)
+        return slots if slots <= 32 else max(slots, 32 * self.warps)
+
+
+def split(rows: Rows, *, part_bytes: int, most_parts: int, warp_bytes: int) -> Split:
+    """Parts of `part_bytes`, or larger ones where there would be more than `most_parts`; a warp for each `warp_bytes`.
+
+    More parts take longer to look at than a larger part takes to load.
+    """
+    block = max(part_bytes // rows.itemsize, triton.next_power_of_2(triton.cdiv(rows.N, most_parts)))
+    return Split(triton.cdiv(rows.N, block), block, block * rows.itemsize // warp_bytes)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Programs that walk over rows together: `parts` of `width` columns each, in `groups` groups."""
+
+    parts: int
+    width: int
+    groups: int
+
+
+def group(rows: Rows, block: int, programs_per_sm: int) -> Group:
+    """At most `block` columns a program, and as many groups as run at once."""
+    parts = triton.cdiv(rows.N, block)
+    width = triton.cdiv(triton.cdiv(rows.N, parts), 16) * 16  # equal shares that begin at whole 16-byte words
+    parts = triton.cdiv(rows.N, width)
+    return Group(parts, width, max(1, min(rows.M, programs_per_sm * rows.sms // parts)))
+
+
+def waits() -> tuple[bool, ...]:
+    """The WAIT of each launch of a split kernel. Interpreted, a first launch publishes everything without waiting.
+
+    That launch computes from statistics that are not there yet; the second overwrites what it stored.
+    """
+    return (False, True) if triton_interprets() else (True,)
+
+
+@triton.jit
+def opaque(x):
+    """x, in a way that makes the compiler keep its 16 bits in registers and not the fp32 values computed from it.
+
+    A row that is used twice waits in registers in between. To the compiler this empty instruction makes a new x, so
+    what it keeps is what was loaded, and widening that again costs one instruction: half the registers, so twice the
+    rows on an SM. For an even number of 16-bit elements a thread; others are returned as they are.
+    """
+    if _INTERPRETED or x.dtype.primitive_bitwidth != 16:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def pack_pair(high, low):
+    """Two fp32 values in one 64-bit word, which is written and read whole."""
+    return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def unpack_pair(pair):
+    return (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), pair.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def publish(ptr, word, mask=None):
+    tl.atomic_xchg(ptr, word, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def look(ptrs, mask, other):
+    """Words of the other parts, as they are now. volatile: from L2, where other SMs' words arrive, not from L1."""
+    return tl.load(ptrs, mask=mask, other=other, volatile=True)
+
+
+@triton.jit
+def wait(words, ptrs, mask, other):
+    """`words`, loaded again until none of them is 0."""
+    while any_empty(words):
+        words = look(ptrs, mask, other)
+    return words
+
+
+@triton.jit
+def any_empty(words):
+    there = tl.min((words != 0).to(tl.int32), axis=len(words.shape) - 1)
+    return (tl.min(there, axis=0) if len(words.shape) == 2 else there) == 0

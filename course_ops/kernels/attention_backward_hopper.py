@@ -1,0 +1,583 @@
+"""Attention, backward, for Hopper: five matmuls, dQ added up by TMA (16 bits, D up to 128).
+
+After FlashAttention-3 (Shah et al. 2024, section 3). A CTA owns a tile of 128 keys of a head of K and V, for which two
+consumer warpgroups keep dK and dV of 64 keys each in registers. It walks over the blocks of queries that see the tile,
+of all query heads that share it. A step: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K:
+
+    producer    K, V of a tile; a ring of Q and dO, with lse and delta of their rows; stores dK and dV at a tile's end
+    consumers   write dS to shared memory, meet, and each multiplies half of dQ with all 128 keys
+    TMA         adds dQ to a sum in fp32 in memory. The order of additions varies, so dQ is not the same to the bit.
+
+Shared memory: K and V [2 consumers, 64, D], Q and dO [STAGES, ROWS, D], dS [buffers * 2 consumers, 64, ROWS], and a
+part of dQ's sum for each consumer. ROWS is 64 if D = 128, and 128 if D <= 64: 64 x 64 elements of dQ for each consumer.
+
+PING_PONG: dQ is a step late, so the meeting it needs was a step ago, and the consumers take turns at exponentials. Two
+that meet at each step would do these at the same time, and issue no matmul meanwhile.
+
+prepare_kernel computes each row's two values and clears the sum; finish_kernel scales it to dQ.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor, empty, empty_like
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
+from course_ops.hopper import (
+    TileScheduler,
+    aggregate,
+    allocate_barriers,
+    allocate_scheduler,
+    allocate_stages,
+    as_matrix,
+    exp2,
+    operand_a,
+    ring_slot,
+    tensor_descriptor,
+    tile_counter,
+    tile_order,
+    tma_reduce_add,
+)
+from course_ops.kernels.attention_tiles import LN2, LOG2E, heads_in_l2, load_tile
+
+KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO in the ring
+
+
+# A row's two values, negative because they are added: lse, in units of what it is added to, and delta = rowsum(dO * O).
+# A row that sees no key, or is past the last one, gets -1e30, so that its P are 0. This kernel and finish_kernel go
+# from the last head to the first: what was written last is still in L2.
+@triton.jit
+def prepare_kernel(
+    out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D] twice, [B, H, S_q]; [B H, rows] twice, dQ's
+    out_strides, dout_strides, unit, H, S_q, rows, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    tiles, nth = rows // BLOCK_M, tl.num_programs(0) - 1 - tl.program_id(0)
+    head, row = (nth // tiles).to(tl.int64), nth % tiles * BLOCK_M
+    o_tile = load_tile(out, out_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
+    do_tile = load_tile(dout, dout_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
+    at = row + tl.arange(0, BLOCK_M)
+    lse = tl.load(lse_ptr + head * S_q + at, mask=at < S_q, other=float("-inf"))
+    tl.store(starts_ptr + head * rows + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
+    tl.store(deltas_ptr + head * rows + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
+    tl.store(
+        sum_ptr + (head * rows + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
+        tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
+    )
+
+
+# dQ's sum lies in parts of 64 x 64, each in the order of a warpgroup's registers, so that adding is contiguous: warp
+# (4), column block (8), thread (8 x 4), then a thread's 4 elements there, 2 rows that are 8 apart by 2 columns.
+@triton.jit
+def finish_kernel(
+    dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    gdc_wait()
+    parts, nth = rows // 64 * (BLOCK_D // 64), tl.num_programs(0) - 1 - tl.program_id(0)
+    head, part = (nth // parts).to(tl.int64), nth % parts
+    x = tl.load(sum_ptr + (head * parts + part) * 4096 + tl.arange(0, 4096)).reshape(4, 8, 8, 4, 2, 2)
+    x = x.permute(0, 4, 2, 1, 3, 5).reshape(64, 64) * scale
+    at = part // (BLOCK_D // 64) * 64 + tl.arange(0, 64)[:, None]
+    cols = part % (BLOCK_D // 64) * 64 + tl.arange(0, 64)[None, :]
+    ptrs = dq + head // H * dq_strides[0] + head % H * dq_strides[1] + at.to(tl.int64) * dq_strides[2]
+    tl.store(ptrs + cols.to(tl.int64) * dq_strides[3], x.to(dq.dtype.element_ty), mask=(at < S_q) & (cols < D))
+
+
+@aggregate
+class Problem:
+    """Sizes, and which tile is which. CAUSAL: the first keys are seen by most queries, so they come first."""
+
+    tiles: gl.tensor  # of a head of K and V
+    H_kv: gl.tensor
+    all_heads: gl.tensor  # B * H_kv
+    heads_at_once: gl.tensor
+    S_q: gl.tensor
+    S_k: gl.tensor
+    CAUSAL: gl.constexpr
+
+    @gluon.jit
+    def num_tiles(self):
+        return self.tiles * self.all_heads
+
+    @gluon.jit
+    def tile(self, index, ROWS: gl.constexpr, KEYS: gl.constexpr):
+        """Of the index-th tile: batch, head, the first of its 2 * KEYS keys; of the blocks of queries the first that
+        sees one of these, the first that needs no mask, and the end."""
+        blocks = (self.S_q + ROWS - 1) // ROWS
+        if self.CAUSAL:
+            head, rank = tile_order(index, self.tiles, self.all_heads, self.heads_at_once)
+            key = rank * 2 * KEYS
+            begin = min(blocks, max(0, key + self.S_q - self.S_k) // ROWS)
+            whole = min(blocks, (max(0, key + 2 * KEYS - 1 + self.S_q - self.S_k) + ROWS - 1) // ROWS)
+        else:
+            head, key, begin = index // self.tiles, index % self.tiles * 2 * KEYS, 0
+            whole = blocks if key + 2 * KEYS > self.S_k else 0
+        return head // self.H_kv, head % self.H_kv, key, begin, whole, blocks
+
+    @gluon.jit
+    def own_blocks(self, key, blocks, ROWS: gl.constexpr, KEYS: gl.constexpr):
+        """Of a warpgroup's own KEYS keys: the first block that sees one of them, and the first that needs no mask."""
+        ahead = key + self.S_q - self.S_k
+        return min(blocks, max(0, ahead) // ROWS), min(blocks, (max(0, ahead + KEYS - 1) + ROWS - 1) // ROWS)
+
+
+@aggregate
+class PartitionArgs:
+    """What all warps of a CTA share."""
+
+    q_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, ROWS, D]
+    do_smem: gl.shared_memory_descriptor
+    start_smem: gl.shared_memory_descriptor  # [STAGES, 1, ROWS] fp32: -lse
+    delta_smem: gl.shared_memory_descriptor  # -delta
+    k_smem: gl.shared_memory_descriptor  # [2, 1, 1, KEYS, D], a consumer's half each; at a tile's end dK
+    v_smem: gl.shared_memory_descriptor  # at a tile's end dV
+    ds_smem: gl.shared_memory_descriptor  # [buffers * 2, KEYS, ROWS], by step and by consumer
+    q_full: gl.shared_memory_descriptor  # with -lse
+    do_full: gl.shared_memory_descriptor  # with -delta
+    empty: gl.shared_memory_descriptor  # both consumers have read Q and dO of a stage
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    met: gl.shared_memory_descriptor  # both consumers have written dS of a step
+    k_read: gl.shared_memory_descriptor  # both consumers have read K for the last time
+    stored: gl.shared_memory_descriptor  # both consumers have written dK and dV over K and V
+    turn: gl.shared_memory_descriptor | gl.constexpr  # None, or if PING_PONG a consumer's turn at exponentials
+    sum_desc: tma.tensor_descriptor  # of dQ's sum, [parts * 64, 64] fp32
+    sum_smem: gl.shared_memory_descriptor  # [2, 64, 64], a part of each consumer
+    scheduler: TileScheduler
+    problem: Problem
+    scale_log2: gl.tensor
+    GROUP: gl.constexpr  # query heads that share a head of K and V
+    PING_PONG: gl.constexpr
+
+
+@aggregate
+class RowBlocks:
+    """Q or dO, and a value for each of their rows, as the producer loads them."""
+
+    desc: tma.tensor_descriptor
+    values_desc: tma.tensor_descriptor
+    smem: gl.shared_memory_descriptor
+    values_smem: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def load(self, stage, batch, head, line, row):
+        """A block, and its rows' values from line `line` of [B H, rows]; both from `row` on."""
+        mbarrier.expect(self.full.index(stage), self.desc.block_type.nbytes + self.values_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            self.desc, [batch, head, row, 0], self.full.index(stage), self.smem.index(stage)
+        )  # fmt: skip
+        tma.async_copy_global_to_shared(
+            self.values_desc, [line, row], self.full.index(stage), self.values_smem.index(stage)
+        )  # fmt: skip
+
+
+# The producer stores dK and dV, too: the consumers have no registers to spare for addresses. A tile's K and V are
+# loaded over the dK and dV of the tile before, but its first block of queries need not wait for that store.
+@gluon.jit
+def producer_partition(args, descs):
+    q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc = descs
+    GROUP: gl.constexpr = args.GROUP
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    q = RowBlocks(
+        desc=q_desc, values_desc=start_desc, smem=args.q_smem, values_smem=args.start_smem, full=args.q_full
+    )  # fmt: skip
+    do = RowBlocks(
+        desc=do_desc, values_desc=delta_desc, smem=args.do_smem, values_smem=args.delta_smem, full=args.do_full
+    )  # fmt: skip
+    gdc_wait()
+    gdc_launch_dependents()
+    step, count, index = 0, 0, gl.program_id(0)
+    before = 0, 0, 0
+    while index < args.problem.num_tiles():
+        args.scheduler.publish(index, count)
+        batch, head_kv, key, begin, _whole, blocks = args.problem.tile(index, ROWS, KEYS)
+        first = step
+        for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
+            line = batch * args.problem.H_kv * GROUP + head
+            for block in range(begin, blocks):
+                stage, parity = ring_slot(step, args.q_full.shape[0])
+                mbarrier.wait(args.empty.index(stage), parity ^ 1)
+                q.load(stage, batch, head, line, block * ROWS)
+                do.load(stage, batch, head, line, block * ROWS)
+                if step == first:
+                    if count > 0:
+                        store_tile(args, dk_desc, dv_desc, count - 1, before)
+                    load_halves(k_desc, args.k_smem, args.k_full.index(0), batch, head_kv, key)
+                    load_halves(v_desc, args.v_smem, args.v_full.index(0), batch, head_kv, key)
+                step += 1
+        before = batch, head_kv, key
+        count += 1
+        index = args.scheduler.fetch(args.problem.num_tiles())
+    args.scheduler.publish(index, count)
+    store_tile(args, dk_desc, dv_desc, count - 1, before)
+
+
+@gluon.jit
+def store_tile(args, dk_desc, dv_desc, count, where):
+    batch, head_kv, key = where
+    mbarrier.wait(args.stored.index(0), count & 1)
+    for half in gl.static_range(2):
+        coord = [batch, head_kv, key + half * args.k_smem.shape[3], 0]
+        tma.async_copy_shared_to_global(dk_desc, coord, args.k_smem.index(half))
+        tma.async_copy_shared_to_global(dv_desc, coord, args.v_smem.index(half))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def load_halves(desc, smem, full, batch, head, row):
+    mbarrier.expect(full, 2 * desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        coord = [batch, head, row + half * desc.block_type.shape[2], 0]
+        tma.async_copy_global_to_shared(desc, coord, full, smem.index(half))
+
+
+# An accumulator may begin with -lse (as a score) or -delta of each query instead of 0: then P = 2^(scale S') and
+# dS = P dP', and the rows' values need no registers while S^T and dP^T have theirs.
+@gluon.jit
+def issue_scores(keys, queries, values, LAYOUT: gl.constexpr):
+    """Issue S^T = K Q^T or dP^T = V dO^T [keys, queries], plus the queries' values, if there are any."""
+    KEYS: gl.constexpr = keys.shape[0]
+    ROWS: gl.constexpr = queries.shape[0]
+    start = gl.zeros((KEYS, ROWS), gl.float32, LAYOUT)
+    if values is not None:
+        start = values.load(LAYOUT).broadcast_to((KEYS, ROWS))
+    return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=values is not None, is_async=True)
+
+
+# A zero that the compiler cannot know. Without it the addresses of K and V in shared memory, 16 registers of wgmma's
+# descriptors, are computed before the loop and kept, and from a tile's end to the next tile's begin.
+@gluon.jit
+def opaque_zero(x):
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], gl.int32, False, 1)
+
+
+# Both consumers' dS times all 128 keys, for a half of the step's dQ: 64 queries x 64 columns of D if D is 128, else 64
+# of 128 queries. wgmma reads dS [keys, queries] as its transpose.
+@gluon.jit
+def issue_dq(args, buffer, zero, WHICH: gl.constexpr, HALVES: gl.constexpr = 2):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    dq = gl.zeros((64, 64), gl.float32, LAYOUT)
+    for half in gl.static_range(HALVES):
+        ds, k = args.ds_smem.index(buffer + half), as_matrix(args.k_smem.index(half + zero))
+        if k.shape[1] == 128:
+            k = k.slice(WHICH * 64, 64, dim=1)
+        else:
+            ds = ds.slice(WHICH * 64, 64, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_dq(args, dq, part, WHICH: gl.constexpr):
+    """Add a consumer's dQ [64, 64] to a part of the sum, in the order of its registers."""
+    x = dq.reshape((4, 2, 8, 8, 4, 2)).permute((0, 3, 2, 4, 1, 5))
+    tma.store_wait(0)  # TMA has read what it added a step ago
+    args.sum_smem.index(WHICH).store(x.reshape((64, 64)))
+    fence_async_shared()
+    tma_reduce_add(args.sum_desc, [part * 64, 0], args.sum_smem.index(WHICH))
+
+
+# Two buffers in turn: a consumer that has come to a step's meeting has multiplied the dS of the step before, so what is
+# overwritten next has been read by both. With PING_PONG, where dQ is a step late, three.
+@gluon.jit
+def share_ds(args, ds, buffer, met, WHICH: gl.constexpr):
+    args.ds_smem.index(buffer + WHICH).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(met)
+
+
+@gluon.jit
+def probabilities(s, starts, key, row, args, MASKED: gl.constexpr):
+    """P^T [keys, queries] of S^T that has begun with `starts` (None), or has not; key, row: the block's first ones."""
+    p = exp2(s * args.scale_log2 if starts is None else s * args.scale_log2 + starts)
+    if MASKED:
+        S_q, S_k = args.problem.S_q, args.problem.S_k
+        keys = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))[:, None]
+        if args.problem.CAUSAL:  # this includes the tail: a query that sees keys past S_k is past S_q
+            rows = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+            p = gl.where(keys <= rows + (row + S_k - S_q - key), p, 0.0)
+        else:
+            p = gl.where(keys < S_k - key, p, 0.0)
+    return p
+
+
+@aggregate
+class ConsumerTile:
+    """A consumer warpgroup's share of a tile: 64 keys."""
+
+    WHICH: gl.constexpr
+    args: PartitionArgs
+    first: gl.tensor  # the ring's step of the tile's first block of queries
+    end: gl.tensor  # the step after its last one
+    key: gl.tensor  # the first key
+    begin: gl.tensor | gl.constexpr  # each head's first block of queries, if GROUP > 1
+
+
+@gluon.jit
+def issue_first_scores(c, step, zero, LAYOUT: gl.constexpr):
+    """Issue S^T of a step when its Q has come."""
+    args = c.args
+    stage, parity = ring_slot(step, args.q_smem.shape[0])
+    mbarrier.wait(args.q_full.index(stage), parity, pred=step < c.end)
+    k, q = as_matrix(args.k_smem.index(c.WHICH + zero)), as_matrix(args.q_smem.index(stage))
+    return issue_scores(k, q, None if args.PING_PONG else args.start_smem.index(stage), LAYOUT)
+
+
+# Each matmul is issued as soon as its operands are there and awaited as late as its result is needed: dP runs under the
+# exponentials, dV under dS, dK and the next S while the consumers meet. After the last step S is that of an old Q and
+# not used: a branch around it would cost every step.
+@gluon.jit
+def main_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
+    args = c.args
+    WHICH: gl.constexpr = c.WHICH
+    LAYOUT: gl.constexpr = s.type.layout
+    part += WHICH
+    for block in range(begin, end):
+        step = base + block
+        stage, parity = ring_slot(step, args.q_full.shape[0])
+        after, parity_after = ring_slot(step + 1, args.q_full.shape[0])
+        zero, buffer = opaque_zero(step), step % 2 * 2
+        k, v = as_matrix(args.k_smem.index(WHICH + zero)), as_matrix(args.v_smem.index(WHICH + zero))
+        q, do = as_matrix(args.q_smem.index(stage)), as_matrix(args.do_smem.index(stage))
+        mbarrier.wait(args.do_full.index(stage), parity)
+        dp = issue_scores(v, do, args.delta_smem.index(stage), LAYOUT)
+        p = probabilities(s, None, c.key, block * args.q_smem.shape[3], args, MASKED)
+        p_left = operand_a(p, dv, args.q_smem.dtype)
+        dv = warpgroup_mma(p_left, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        ds = (p * dp).to(args.q_smem.dtype)
+        share_ds(args, ds, buffer, args.met.index(step % 2), WHICH)
+        ds = operand_a(ds, dk, args.q_smem.dtype)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        dv, p_left = warpgroup_mma_wait(1, deps=(dv, p_left))
+        mbarrier.wait(args.q_full.index(after), parity_after, pred=step + 1 < c.end)
+        s_after = issue_scores(k, as_matrix(args.q_smem.index(after)), args.start_smem.index(after), LAYOUT)
+        mbarrier.wait(args.met.index(step % 2), step // 2 & 1)
+        dq = issue_dq(args, buffer, zero, WHICH)
+        dq, dk, ds, s = warpgroup_mma_wait(0, deps=(dq, dk, ds, s_after))
+        mbarrier.arrive(args.empty.index(stage))
+        add_dq(args, dq, part + 2 * block, WHICH)
+    return s, dk, dv
+
+
+# As main_loop, with dQ a step late, and turns: at D = 128 for the exponentials and dS, at D = 64, where these together
+# take too long, for the exponentials.
+@gluon.jit
+def ping_pong_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
+    args = c.args
+    WHICH: gl.constexpr = c.WHICH
+    LAYOUT: gl.constexpr = s.type.layout
+    BUFFERS: gl.constexpr = args.ds_smem.shape[0] // 2
+    WIDE: gl.constexpr = args.q_smem.shape[4] > 64
+    part += WHICH
+    for block in range(begin, end):
+        step, zero = base + block, opaque_zero(base + block)
+        stage, parity = ring_slot(step, args.q_full.shape[0])
+        after, parity_after = ring_slot(step + 1, args.q_full.shape[0])
+        k, v = as_matrix(args.k_smem.index(WHICH + zero)), as_matrix(args.v_smem.index(WHICH + zero))
+        q, do = as_matrix(args.q_smem.index(stage)), as_matrix(args.do_smem.index(stage))
+        mbarrier.wait(args.do_full.index(stage), parity)
+        dp = issue_scores(v, do, None, LAYOUT)
+        # -lse is loaded here: as no load moves to before a wait, all of dP is issued before the exponentials. If S
+        # began with -lse, the compiler would issue an eighth of dP every ten exponentials.
+        mbarrier.wait(args.turn.index(WHICH), step & 1)
+        starts = args.start_smem.index(stage).load(LAYOUT)
+        p = probabilities(s, starts, c.key, block * args.q_smem.shape[3], args, MASKED)
+        p_left = operand_a(p, dv, args.q_smem.dtype)
+        dv = warpgroup_mma(p_left, do, dv, is_async=True)
+        if not WIDE:
+            mbarrier.arrive(args.turn.index(1 - WHICH))
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        ds = (p * (dp + args.delta_smem.index(stage).load(LAYOUT))).to(args.q_smem.dtype)
+        share_ds(args, ds, step % BUFFERS * 2, args.met.index(step % 2), WHICH)
+        if WIDE:
+            mbarrier.arrive(args.turn.index(1 - WHICH))
+        ds = operand_a(ds, dk, args.q_smem.dtype)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        dv, p_left = warpgroup_mma_wait(1, deps=(dv, p_left))
+        mbarrier.wait(args.met.index((step + 1) % 2), (step - 1) // 2 & 1, pred=step > c.first)
+        dq = issue_dq(args, (step + BUFFERS - 1) % BUFFERS * 2, zero, WHICH)
+        mbarrier.wait(args.q_full.index(after), parity_after, pred=step + 1 < c.end)
+        s_after = issue_scores(k, as_matrix(args.q_smem.index(after)), None, LAYOUT)
+        dq, dk, ds = warpgroup_mma_wait(1, deps=(dq, dk, ds))
+        mbarrier.arrive(args.empty.index(stage))
+        if step > c.first:
+            # At a head's first block the late dQ belongs to the head before.
+            skipped = 2 * c.begin if MASKED and c.begin is not None and block == c.begin else 0
+            add_dq(args, dq, part + 2 * block - 2 - skipped, WHICH)
+        s = warpgroup_mma_wait(0, deps=(s_after,))
+    return s, dk, dv
+
+
+# Causal, D = 128: a tile's upper 64 keys may come after all 64 queries of its first step, of no other step. Then P and
+# dS of consumer 1 are 0: it shares zeros, and what remains are its half of dQ, from the other's dS, and the next S. As
+# this is before the loop, not a branch in it, no other step pays for it.
+@gluon.jit
+def unseen_block(c, part, step, LAYOUT: gl.constexpr):
+    """Consumer 1's step with a block that sees none of its keys: returns S^T of the next."""
+    args = c.args
+    KEYS: gl.constexpr = args.ds_smem.shape[1]
+    ROWS: gl.constexpr = args.ds_smem.shape[2]
+    buffer, zero = step % (args.ds_smem.shape[0] // 2) * 2, opaque_zero(step)
+    stage, parity = ring_slot(step, args.q_full.shape[0])
+    mbarrier.wait(args.q_full.index(stage), parity)  # released earlier, it would count for the block before
+    if args.PING_PONG:
+        mbarrier.wait(args.turn.index(1), step & 1)
+    share_ds(args, gl.zeros((KEYS, ROWS), args.ds_smem.dtype, LAYOUT), buffer, args.met.index(step % 2), 1)
+    if args.PING_PONG:
+        mbarrier.arrive(args.turn.index(0))
+    s = issue_first_scores(c, step + 1, zero, LAYOUT)
+    if args.PING_PONG:
+        s = warpgroup_mma_wait(0, deps=(s,))
+    else:
+        mbarrier.wait(args.met.index(step % 2), step // 2 & 1)
+        dq, s = warpgroup_mma_wait(0, deps=(issue_dq(args, buffer, zero, 1, HALVES=1), s))
+        add_dq(args, dq, part, 1)
+    mbarrier.arrive(args.empty.index(stage))
+    return s
+
+
+@gluon.jit
+def consumer_partition(args, WHICH: gl.constexpr):
+    problem = args.problem
+    GROUP: gl.constexpr = args.GROUP
+    PING_PONG: gl.constexpr = args.PING_PONG
+    ROWS: gl.constexpr = args.q_smem.shape[3]
+    KEYS: gl.constexpr = args.k_smem.shape[3]
+    D: gl.constexpr = args.k_smem.shape[4]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    OWN: gl.constexpr = problem.CAUSAL and ROWS == KEYS and (GROUP == 1 or not PING_PONG)  # see unseen_block
+    LOOP: gl.constexpr = ping_pong_loop if PING_PONG else main_loop
+    first, count, index = 0, 0, args.scheduler.receive(0)
+    while index < problem.num_tiles():
+        batch, head_kv, key, begin, whole, blocks = problem.tile(index, ROWS, KEYS)
+        key += WHICH * KEYS
+        end = first + (blocks - begin) * GROUP  # at least one step: some query sees a tile's first key
+        own, zero = begin, opaque_zero(first)
+        if OWN:
+            own, whole = problem.own_blocks(key, blocks, ROWS, KEYS)
+        c = ConsumerTile(WHICH=WHICH, args=args, first=first, end=end, key=key, begin=begin if GROUP > 1 else None)
+        dk, dv = gl.zeros((KEYS, D), gl.float32, OUT), gl.zeros((KEYS, D), gl.float32, OUT)
+        mbarrier.wait(args.k_full.index(0), count & 1)
+        s = gl.zeros((KEYS, ROWS), gl.float32, LAYOUT)
+        if own == begin:
+            s = warpgroup_mma_wait(0, deps=(issue_first_scores(c, first, zero, LAYOUT),))
+        mbarrier.wait(args.v_full.index(0), count & 1)
+        base, part = first - begin, (batch * problem.H_kv + head_kv) * GROUP * blocks * 2
+        for _head in range(GROUP):
+            if OWN and WHICH == 1 and own > begin:
+                s = unseen_block(c, part + 2 * begin + 1, base + begin, LAYOUT)
+            s, dk, dv = LOOP(c, s, dk, dv, base, own, whole, part, True)
+            s, dk, dv = LOOP(c, s, dk, dv, base, gl.maximum(own, whole), blocks, part, False)
+            base, part = base + blocks - begin, part + 2 * blocks
+        zero = opaque_zero(end)
+        if PING_PONG:  # the last step's dQ
+            mbarrier.wait(args.met.index((end - 1) % 2), (end - 1) // 2 & 1)
+            dq = issue_dq(args, (end - 1) % (args.ds_smem.shape[0] // 2) * 2, zero, WHICH)
+            add_dq(args, warpgroup_mma_wait(0, deps=(dq,)), part - 2 + WHICH, WHICH)
+        # dK and dV go where K and V were. This half of V is read by this consumer alone; K is read by both.
+        mbarrier.arrive(args.k_read.index(0))
+        as_matrix(args.v_smem.index(WHICH + zero)).store(dv.to(args.v_smem.dtype))
+        mbarrier.wait(args.k_read.index(0), count & 1)
+        as_matrix(args.k_smem.index(WHICH + zero)).store((dk * (args.scale_log2 * LN2)).to(args.k_smem.dtype))
+        fence_async_shared()
+        mbarrier.arrive(args.stored.index(0))
+        first = end
+        count += 1
+        index = args.scheduler.receive(count)
+    tma.store_wait(0)  # TMA still adds from shared memory, which ends with the CTA
+
+
+@gluon.jit(do_not_specialize=["tiles", "H_kv", "all_heads", "heads_at_once", "S_q", "S_k"])
+def attention_backward_hopper_kernel(
+    q_desc, do_desc, start_desc, delta_desc,  # of [B, H, S_q, D] twice, [B H, rows] twice
+    k_desc, v_desc, dk_desc, dv_desc,  # of [B, H_kv, S_k, D]
+    sum_desc, counter_ptr,  # of dQ's sum, B H rows D elements of fp32; the scheduler's counter
+    scale_log2, tiles, H_kv, all_heads, heads_at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
+    q_smem, do_smem = allocate_stages(q_desc, STAGES), allocate_stages(do_desc, STAGES)
+    start_smem, delta_smem = allocate_stages(start_desc, STAGES), allocate_stages(delta_desc, STAGES)
+    k_smem, v_smem = allocate_stages(k_desc, 2), allocate_stages(v_desc, 2)
+    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [6 if PING_PONG else 4, KEYS, ROWS], LAYOUT)
+    q_full, do_full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)
+    k_full, v_full = allocate_barriers(1, 1), allocate_barriers(1, 1)
+    met, k_read, stored = allocate_barriers(2, 2), allocate_barriers(1, 2), allocate_barriers(1, 2)
+    turn = allocate_barriers(2, 1) if PING_PONG else None
+    if PING_PONG:
+        mbarrier.arrive(turn.index(0))  # consumer 0 begins
+    args = PartitionArgs(
+        q_smem=q_smem, do_smem=do_smem, start_smem=start_smem, delta_smem=delta_smem, k_smem=k_smem, v_smem=v_smem,
+        ds_smem=ds_smem, q_full=q_full, do_full=do_full, empty=empty, k_full=k_full, v_full=v_full,
+        met=met, k_read=k_read, stored=stored, turn=turn, sum_desc=sum_desc, sum_smem=allocate_stages(sum_desc, 2),
+        scheduler=allocate_scheduler(counter_ptr),
+        problem=Problem(
+            tiles=tiles, H_kv=H_kv, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, CAUSAL=CAUSAL
+        ),
+        scale_log2=scale_log2, GROUP=GROUP, PING_PONG=PING_PONG,
+    )  # fmt: skip
+    descs = q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc
+    gl.warp_specialize([
+        (consumer_partition, (args, 0)),
+        (consumer_partition, (args, 1)),
+        (producer_partition, (args, descs)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def takes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
+    """Hopper, 16 bits, D at most 128 and a multiple of 8, at least one row, strides that TMA takes, no window."""
+    if triton_interprets() or architecture(q.device) != 90 or window is not None:
+        return False
+    D = q.shape[-1]
+    return q.element_size() == 2 and D <= 128 and D % 8 == 0 and tma_takes(q, k, v, dout)  # D: dk's and dv's rows, too
+
+
+def attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dout, q, out [B, H, S_q, D], k, v [B, H_kv, S_k, D] that `takes` takes -> dq as q, dk and dv as k, v.
+
+    lse [B, H, S_q] in fp32, contiguous. dk and dv are deterministic, dq is not.
+    """
+    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
+    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+    width = 64 if D <= 64 else 128
+    # With few steps a tile, the late dQ's extra matmul at its end counts.
+    ping_pong = not (D > 64 and S_q <= 512)
+    block = 8192 // width  # queries of a step: 64 x 64 elements of dQ for each consumer
+    rows, tiles, group = triton.cdiv(S_q, block) * block, triton.cdiv(S_k, 2 * KEYS), H // H_kv
+    starts, deltas, total = (empty(B * H, rows * n, device=q.device) for n in (1, 1, width))
+    unit = LN2.value if ping_pong else scale  # added to scaled scores, as powers of 2; or to scores
+    prepare_kernel[(B * H * rows // 32,)](
+        out, dout, lse, starts, deltas, total, out.stride(), dout.stride(), unit, H, S_q, rows, D, 32, width
+    )
+    # Few heads at a time, so that long and short tiles are under way together. 16 if L2 holds twice what their programs
+    # share (Q, dO, twice as much of dQ), else 8. Most counts of heads are multiples of these.
+    at_once = min(B * H_kv, 16 if heads_in_l2(8 * group * S_q * width, q.device) >= 32 else 8)
+    attention_backward_hopper_kernel[(min(tiles * B * H_kv, num_sms(q.device)),)](
+        *(tensor_descriptor(t, [1, 1, block, width]) for t in (q, dout)),
+        *(tensor_descriptor(t, [1, block], swizzled=False) for t in (starts, deltas)),
+        *(tensor_descriptor(t, [1, 1, KEYS, width]) for t in (k, v, dk, dv)),
+        tensor_descriptor(total.view(-1, 64), [64, 64], swizzled=False), tile_counter(q.device),
+        scale * LOG2E.value, tiles, H_kv, B * H_kv, at_once, S_q, S_k, group, causal, STAGES, ping_pong,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    finish_kernel[(B * H * rows * width // 4096,)](
+        dq, total, dq.stride(), scale, H, S_q, rows, D, width, launch_pdl=True
+    )
+    return dq, dk, dv

@@ -1,0 +1,111 @@
+"""Attention, forward, in portable Triton: every option, every GPU (FlashAttention-2: Dao 2023, algorithm 1).
+
+A program owns a tile of queries and walks over the blocks of keys that some of its queries see. Blocks that all of
+them see need no mask; only the window's edge, the diagonal and the tail are masked.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from course_ops._common import architecture, tma_takes
+from course_ops.kernels.attention_tiles import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    empty_results,
+    fp32_precision,
+    heads_in_l2,
+    key_bounds,
+    load_tile,
+    store_tile,
+    tile_descriptors,
+    tile_of_program,
+    visible,
+)
+
+
+@triton.jit
+def attend_blocks(
+    acc, l, m, q_tile, k, v, k_strides, v_strides, b, h_kv, rows, start_at, stop_at, S_k, D, offset, window,
+    scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take some blocks of keys into acc [BLOCK_M, BLOCK_D], the row sums l and maxima m [BLOCK_M], in powers of 2."""
+    for start in range(start_at, stop_at, BLOCK_N):
+        k_tile = load_tile(k, k_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
+        s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        if MASKED:
+            keys = start + tl.arange(0, BLOCK_N)
+            s = tl.where(visible(rows[:, None], keys[None, :], S_k, offset, window, CAUSAL, WINDOW), s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        v_tile = load_tile(v, v_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+        l = l * alpha + tl.sum(p, axis=1)
+        m = m_new
+    return acc, l, m
+
+
+@triton.jit
+def attention_kernel(
+    q, k, v, o,  # [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]: pointers, or descriptors if TMA
+    lse_ptr,  # [B, H, S_q] in fp32
+    q_strides, k_strides, v_strides, o_strides,
+    scale_log2, window, B, H, S_q, S_k, D, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b, h, row = tile_of_program(B, H, S_q, HEADS_AT_ONCE, BLOCK_M, CAUSAL)
+    rows = row + tl.arange(0, BLOCK_M)
+    offset = S_k - S_q
+    edges = key_bounds(row, S_q, S_k, offset, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    q_tile = load_tile(q, q_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    for part in tl.static_range(3):  # the window's edge, the blocks without masks, the diagonal and the tail
+        if part > 0 or WINDOW:
+            acc, l, m = attend_blocks(
+                acc, l, m, q_tile, k, v, k_strides, v_strides, b, h // GROUP, rows,
+                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, offset, window, scale_log2,
+                CAUSAL, WINDOW, part != 1, TMA, BLOCK_N, BLOCK_D, PRECISION,
+            )  # fmt: skip
+    empty = l == 0
+    store_tile(o, acc / tl.where(empty, 1.0, l)[:, None], o_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
+    lse = tl.where(empty, -float("inf"), (m + tl.log2(l)) * LN2)
+    tl.store(lse_ptr + (tl.cast(b, tl.int64) * H + h) * S_q + rows, lse, mask=rows < S_q)
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D] in fp32, fp16 or bf16, D up to 256 -> o as q, lse [B, H, S_q] fp32.
+
+    Any strides. window needs causal. scale: positive.
+    """
+    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
+    o, lse = empty_results(q)
+    if not o.numel():
+        return o, lse
+    tma = architecture(q.device) >= 90 and tma_takes(q, k, v, o)
+    (block_m, block_n, warps, stages), block_d = tile_shape(q), max(16, triton.next_power_of_2(D))
+    group = H // H_kv
+    at_once = min(B * H, group * heads_in_l2(2 * S_k * block_d * q.element_size(), q.device))
+    attention_kernel[(B * H * triton.cdiv(S_q, block_m),)](
+        *tile_descriptors((q, k, v, o), (block_m, block_n, block_n, block_m), tma), lse,
+        q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, window or 0,
+        B, H, S_q, S_k, D, group, at_once, causal, window is not None,
+        tma, block_m, block_n, block_d, fp32_precision(), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return o, lse
+
+
+def tile_shape(q: Tensor) -> tuple[int, int, int, int]:
+    """Queries, keys, warps and stages: scores and O fill the registers, the stages shared memory."""
+    hopper, D = architecture(q.device) >= 90, q.shape[-1]
+    if q.element_size() == 4:
+        return (64, 64, 8, 1) if D <= 128 else (32, 32, 4, 1)
+    if D > 128:
+        return (128, 64, 8, 2) if hopper else (64, 32, 4, 2)
+    return (128, 128, 8, 2) if hopper else (128, 64, 4 if D <= 64 else 8, 2)

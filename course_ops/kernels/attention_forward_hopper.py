@@ -1,0 +1,522 @@
+"""Attention, forward, for Hopper: warp-specialized, persistent, with lazy rescaling (16 bits, D up to 128).
+
+After FlashAttention-3 (Shah et al. 2024, section 3) and FlashAttention-4's conditional rescaling. A CTA is a producer
+warp, which only issues TMA loads, and two consumer warpgroups (three for D <= 64) with 64 queries each of a tile:
+
+    shared memory   Q, O [consumers, 64, D]; rings of K and V [stages, 128, D] with a `full` and an `empty` barrier
+    producer        next tile from the scheduler; Q; then for each block of keys K(j), V(j - 1), as stages get empty
+    consumer        issue S(j) = Q K(j)^T; issue O += P(j - 1) V(j - 1); softmax of S(j) under that matmul
+
+Softmax: exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the maximum of a
+tile's first block and stays, until some partial row sum passes 2^13 (fp16 holds 65504, l and O are fp32). Then the
+block is done again with its own maximum, as its K is still in shared memory: a second QK, and O is rescaled.
+
+Blocks of keys come last first, so that those that need a mask, the tail and the diagonal, are a tile's first ones.
+ALIGNED (causal, S_k - S_q a multiple of 128): the diagonal crosses a tile's last block only, from corner to corner,
+and of its four quarters one is masked: the first warpgroup computes 64 of the 128 keys.
+"""
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
+from course_ops.hopper import (
+    TileScheduler,
+    aggregate,
+    allocate_barriers,
+    allocate_scheduler,
+    allocate_stages,
+    as_matrix,
+    exp2,
+    operand_a,
+    ring_slot,
+    tensor_descriptor,
+    tile_counter,
+    tile_order,
+)
+from course_ops.kernels.attention_tiles import LN2, LOG2E, LOWEST, empty_results, heads_in_l2
+
+ROWS, KEYS = 64, 128  # queries of a warpgroup, keys of a block
+LARGE_SUM = gl.constexpr(0x46000000)  # the bits of 2^13 in fp32
+
+
+@aggregate
+class Ring:
+    """Stages of one tensor in shared memory, and their barriers."""
+
+    desc: tma.tensor_descriptor
+    smem: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def load(self, stage, batch, head, row):
+        """Announce a block's bytes to `full`, and start its copy. Rows past a head's last one come as zeros."""
+        mbarrier.expect(self.full.index(stage), self.desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            self.desc, [batch, head, row, 0], self.full.index(stage), self.smem.index(stage)
+        )  # fmt: skip
+
+    @gluon.jit
+    def wait_full(self, step):
+        """The stage of a step, when its block has come."""
+        stage, parity = ring_slot(step, self.full.shape[0])
+        mbarrier.wait(self.full.index(stage), parity)
+        return stage
+
+    @gluon.jit
+    def wait_empty(self, step):
+        """The stage of a step, when every consumer has read the block before."""
+        stage, parity = ring_slot(step, self.full.shape[0])
+        mbarrier.wait(self.empty.index(stage), parity ^ 1)
+        return stage
+
+    @gluon.jit
+    def release(self, step):
+        """This consumer has read a step's block."""
+        mbarrier.arrive(self.empty.index(step % self.empty.shape[0]))
+
+
+@aggregate
+class Problem:
+    """Sizes, and which tile is which. CAUSAL tiles see 1 to S_k / KEYS blocks of keys, so the longest come first."""
+
+    tiles: gl.tensor  # of a head
+    H: gl.tensor
+    all_heads: gl.tensor  # B * H
+    heads_at_once: gl.tensor
+    S_q: gl.tensor
+    S_k: gl.tensor
+    CAUSAL: gl.constexpr
+
+    @gluon.jit
+    def num_tiles(self):
+        return self.tiles * self.all_heads
+
+    @gluon.jit
+    def tile(self, index, TILE_ROWS: gl.constexpr, KEYS: gl.constexpr):
+        """Of the index-th tile: batch, head, its first query, and how many blocks of keys its queries see."""
+        if self.CAUSAL:
+            head, rank = tile_order(index, self.tiles, self.all_heads, self.heads_at_once)
+            tile = self.tiles - 1 - rank
+            end = min(self.S_k, max(0, (tile + 1) * TILE_ROWS + self.S_k - self.S_q))
+        else:
+            head, tile, end = index // self.tiles, index % self.tiles, self.S_k
+        return head // self.H, head % self.H, tile * TILE_ROWS, (end + KEYS - 1) // KEYS
+
+
+@aggregate
+class PartitionArgs:
+    """What all warps of a CTA share."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    o_desc: tma.tensor_descriptor
+    q_smem: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, D]; a consumer's Q is a ring of one stage
+    k_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, KEYS, D]
+    v_smem: gl.shared_memory_descriptor
+    o_smem: gl.shared_memory_descriptor  # as q_smem
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    largest_sums: gl.shared_memory_descriptor  # [CONSUMERS, 4 warps] int32
+    scheduler: TileScheduler
+    problem: Problem
+    lse_ptr: gl.tensor
+    scale_log2: gl.tensor
+
+    @gluon.jit
+    def k_ring(self):
+        return Ring(desc=self.k_desc, smem=self.k_smem, full=self.k_full, empty=self.k_empty)
+
+    @gluon.jit
+    def v_ring(self):
+        return Ring(desc=self.v_desc, smem=self.v_smem, full=self.v_full, empty=self.v_empty)
+
+
+@gluon.jit
+def producer_partition(args, GROUP: gl.constexpr):
+    q = Ring(desc=args.q_desc, smem=args.q_smem, full=args.q_full, empty=args.q_empty)
+    k, v = args.k_ring(), args.v_ring()
+    CONSUMERS: gl.constexpr = q.full.shape[0]
+    ROWS: gl.constexpr = q.desc.block_type.shape[2]
+    KEYS: gl.constexpr = k.desc.block_type.shape[2]
+    step, count, index = 0, 0, gl.program_id(0)
+    while index < args.problem.num_tiles():
+        args.scheduler.publish(index, count)
+        batch, head, row, blocks = args.problem.tile(index, CONSUMERS * ROWS, KEYS)
+        for consumer in gl.static_range(CONSUMERS):
+            mbarrier.wait(q.empty.index(consumer), count & 1 ^ 1)
+            q.load(consumer, batch, head, row + consumer * ROWS)
+        for block in range(blocks + 1):  # K of a block, then V of the one before: the order in which they are needed
+            if block < blocks:
+                stage = k.wait_empty(step + block)
+                k.load(stage, batch, head // GROUP, (blocks - 1 - block) * KEYS)
+            if block > 0:
+                stage = v.wait_empty(step + block - 1)
+                v.load(stage, batch, head // GROUP, (blocks - block) * KEYS)
+        step += blocks
+        count += 1
+        index = args.scheduler.fetch(args.problem.num_tiles())
+    args.scheduler.publish(index, count)
+
+
+@gluon.jit
+def issue_qk(q, k, step, LAYOUT: gl.constexpr):
+    """Issue S = Q K^T [rows, keys] with a block's first keys, as many as LAYOUT has."""
+    stage = k.wait_full(step)
+    ROWS: gl.constexpr = q.shape[0]
+    KEYS: gl.constexpr = LAYOUT.instr_shape[1]
+    zeros = gl.zeros((ROWS, KEYS), gl.float32, LAYOUT)
+    keys = first_rows(as_matrix(k.smem.index(stage)), KEYS)
+    return warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_pv(p, o, v, step):
+    """Issue O += P V with a block's first keys, as many as P has. P and O are in registers."""
+    stage = v.wait_full(step)
+    return warpgroup_mma(p, first_rows(as_matrix(v.smem.index(stage)), p.shape[1]), o, is_async=True)
+
+
+@gluon.jit
+def first_rows(tile, ROWS: gl.constexpr):
+    return tile.slice(0, ROWS, dim=0) if tile.shape[0] > ROWS else tile
+
+
+# A row lies in four threads. Its sum is needed at the end only, so each thread keeps a part: [rows, keys] -> [rows, 4].
+@gluon.jit
+def partial_sums(p):
+    return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), axis=3), axis=1)
+
+
+@gluon.jit
+def scale_rows(o, factor):
+    """O [rows, D] times a factor a row; both have a row in the same threads, so nothing moves."""
+    return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
+
+
+# As operand_a, in assembly, or the compiler merges the conversions of both branches of next_block into one behind them.
+# Then 64 fp32 values are alive across the branch instead of 32 registers of 16-bit pairs, and three consumers spill.
+@gluon.jit
+def packed_operand_a(p, o, dtype: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    if dtype == gl.bfloat16:
+        p = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.bfloat16, True, 2)
+    else:
+        p = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.float16, True, 2)
+    return gl.convert_layout(p, LAYOUT)
+
+
+# A thread has columns 8 j + 2 (lane % 4) + {0, 1}. Of a column, keys & ~6 is a constant of the register that holds it,
+# and keys & 6 is the thread's own, so that a comparison is one instruction with a constant.
+@gluon.jit
+def apply_mask(s, row, key, problem):
+    """-inf where a query does not see a key; row, key: the block's first ones. With few registers."""
+    rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+    keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    last = rows * 0 + (problem.S_k - 1 - key)
+    if problem.CAUSAL:
+        last = gl.minimum(last, rows + (problem.S_k - problem.S_q - key))
+    return gl.where((keys & ~6)[None, :] <= last[:, None] - (keys & 6)[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def apply_causal_mask(s, row, key, problem):
+    """As apply_mask, if CAUSAL, in the loop over blocks on the diagonal."""
+    rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+    keys = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    seen = (keys < problem.S_k)[None, :]
+    seen = seen & (keys[None, :] <= rows[:, None] + (problem.S_k - problem.S_q))
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def online_softmax(s, m, l, scale_log2):
+    """P in fp32, the new row maximum in powers of 2, partial row sums, and alpha, by which O has to be multiplied."""
+    m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
+    p, alpha = exp2(s * scale_log2 - m_new[:, None]), exp2(m - m_new)
+    kept = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
+    return p, m_new, kept + partial_sums(p), alpha
+
+
+# The largest partial sum, by way of shared memory, one value a warp. Positive floats compare as their bits do, and for
+# integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
+@gluon.jit
+def record_largest_sum(sums, largest_sums):
+    bits = sums.to(gl.int32, bitcast=True)
+    largest_sums.store(gl.max(bits.reshape((4, bits.shape[0] * bits.shape[1] // 4)), axis=1))
+
+
+@gluon.jit
+def some_sum_is_large(largest_sums):
+    return gl.max(largest_sums.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) > LARGE_SUM
+
+
+@aggregate
+class ConsumerTile:
+    """A consumer warpgroup's share of a tile, 64 queries, and where the tile's blocks of keys are."""
+
+    WHICH: gl.constexpr  # of the CTA's consumers
+    args: PartitionArgs
+    q: gl.shared_memory_descriptor  # [ROWS, D]
+    k: Ring
+    v: Ring
+    step: gl.tensor  # the rings' step of block 0
+    row: gl.tensor  # the first query
+    key: gl.tensor  # the first key of block 0; each block is before the last one
+
+
+@gluon.jit
+def masked_blocks(c, o, m, l, begin, end):
+    """Blocks on the diagonal: QK, softmax, PV, one after the other. A stage is released when its matmul is over."""
+    LAYOUT: gl.constexpr = m.type.layout.parent
+    for block in range(begin, end):
+        s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, LAYOUT),))
+        c.k.release(c.step + block)
+        s = apply_causal_mask(s, c.row, c.key - block * s.shape[1], c.args.problem)
+        p, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
+        p = operand_a(p, o, c.v.smem.dtype)
+        o = issue_pv(p, scale_rows(o, alpha), c.v, c.step + block)
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        c.v.release(c.step + block)
+    return o, m, l
+
+
+@gluon.jit
+def first_block(c, o, m, l, block):
+    """Prologue: QK and the softmax of the last block that needs a mask, which gives m. P is left for next_block."""
+    LAYOUT: gl.constexpr = m.type.layout.parent
+    key = c.key - block * c.k.smem.shape[3]
+    s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, LAYOUT),))
+    c.k.release(c.step + block)
+    p, m, l, alpha = online_softmax(apply_mask(s, c.row, key, c.args.problem), m, l, c.args.scale_log2)
+    return packed_operand_a(p, o, c.v.smem.dtype), scale_rows(o, alpha), m, l
+
+
+@gluon.jit
+def next_block(c, p, o, m, l, block):
+    """QK of a block, and its softmax under PV of the block before. K is released after the test of the sums."""
+    LAYOUT: gl.constexpr = m.type.layout.parent
+    step = c.step + block
+    largest_sums = c.args.largest_sums.index(c.WHICH)
+    s = issue_qk(c.q, c.k, step, LAYOUT)
+    o = issue_pv(p, o, c.v, step - 1)
+    s = warpgroup_mma_wait(1, deps=(s,))  # of two matmuls one may be unfinished: the later one, PV
+    p_new = exp2(s * c.args.scale_log2 - m[:, None])
+    sums = partial_sums(p_new)
+    record_largest_sum(sums, largest_sums)
+    o, p = warpgroup_mma_wait(0, deps=(o, p))
+    p_packed = packed_operand_a(p_new, o, c.v.smem.dtype)
+    if some_sum_is_large(largest_sums):
+        s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, step, LAYOUT),))
+        p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
+        p_packed, o = packed_operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha)
+    else:
+        l += sums
+    c.v.release(step - 1)
+    c.k.release(step)
+    return p_packed, o, m, l
+
+
+@gluon.jit
+def main_loop(c, p, o, m, l, begin, end):
+    """Blocks begin + 1 to end - 1, and the drain. P is that of block `begin`."""
+    for block in range(begin + 1, end):
+        p, o, m, l = next_block(c, p, o, m, l, block)
+    return drain(c, p, o, c.step + end - 1), m, l
+
+
+@gluon.jit
+def drain(c, p, o, step):
+    """The last PV. Q is released a matmul early, so that the next tile's Q is loaded under the epilogue."""
+    mbarrier.arrive(c.args.q_empty.index(c.WHICH))
+    o, p = warpgroup_mma_wait(0, deps=(issue_pv(p, o, c.v, step), p))
+    c.v.release(step)
+    return o
+
+
+# The first warpgroup's half of the diagonal block. Its P has another shape than those of whole blocks, so the first
+# whole block is computed here, and not by the loop.
+@gluon.jit
+def half_block_first(c, o, m, l, end):
+    ROWS: gl.constexpr = c.q.shape[0]
+    HALF_KEYS: gl.constexpr = c.k.smem.shape[3] // 2
+    HALF: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_KEYS, 16]
+    )  # fmt: skip
+    no_sums = partial_sums(gl.zeros((ROWS, HALF_KEYS), gl.float32, HALF))
+    m_half = gl.convert_layout(m, gl.SliceLayout(1, HALF))
+    p, o, m_half, l_half = first_block(c, o, m_half, no_sums, 0)
+    m, l = gl.convert_layout(m_half, m.type.layout), gl.convert_layout(l_half, l.type.layout)
+    if end > 1:
+        p_whole, o, m, l = next_block(c, p, o, m, l, 1)
+        o, m, l = main_loop(c, p_whole, o, m, l, 1, end)
+    else:
+        o = drain(c, p, o, c.step)
+    return o, m, l
+
+
+@gluon.jit
+def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
+    problem = args.problem
+    CAUSAL: gl.constexpr = problem.CAUSAL
+    CONSUMERS: gl.constexpr = args.q_full.shape[0]
+    ROWS: gl.constexpr = args.q_desc.block_type.shape[2]
+    D: gl.constexpr = args.q_desc.block_type.shape[3]
+    KEYS: gl.constexpr = args.k_desc.block_type.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    step, count, index = 0, 0, args.scheduler.receive(0)
+    while index < problem.num_tiles():
+        batch, head, row, blocks = problem.tile(index, CONSUMERS * ROWS, KEYS)
+        row += WHICH * ROWS
+        key = (blocks - 1) * KEYS
+        # Blocks before `unseen` are seen by no query of this warpgroup; blocks before `masked` need a mask.
+        unseen, masked = 0, 1
+        if CAUSAL and not ALIGNED:
+            masked = min(blocks, max(1, blocks - (row + problem.S_k - problem.S_q + 1) // KEYS))
+        if CAUSAL and CONSUMERS > 2:  # the queries of two warpgroups are as many as a block's keys
+            unseen = max(0, min(blocks - 1, blocks - (row + ROWS + problem.S_k - problem.S_q + KEYS - 1) // KEYS))
+        m = gl.full((ROWS,), LOWEST, gl.float32, gl.SliceLayout(1, LAYOUT))
+        l = partial_sums(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
+        o = gl.zeros((ROWS, D), gl.float32, OUT)
+        c = ConsumerTile(
+            WHICH=WHICH, args=args, q=as_matrix(args.q_smem.index(WHICH)), k=args.k_ring(), v=args.v_ring(),
+            step=step, row=row, key=key,
+        )  # fmt: skip
+        for block in range(unseen):
+            release_unread(c, block)
+        mbarrier.wait(args.q_full.index(WHICH), count & 1)
+        if CAUSAL and not ALIGNED:
+            o, m, l = masked_blocks(c, o, m, l, unseen, masked - 1)
+        if blocks > 0:
+            if ALIGNED and WHICH == 0:
+                o, m, l = half_block_first(c, o, m, l, blocks)
+            else:
+                p, o, m, l = first_block(c, o, m, l, masked - 1)
+                o, m, l = main_loop(c, p, o, m, l, masked - 1, blocks)
+        else:
+            mbarrier.arrive(args.q_empty.index(WHICH))
+        step, count = step + blocks, count + 1
+        index = args.scheduler.receive(count)
+        epilogue(args, o, m, l, batch, head, row, WHICH)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def release_unread(c, block):
+    """Return a block's stages unread; after it has come, or the arrival would count for the block before."""
+    c.k.wait_full(c.step + block)
+    c.k.release(c.step + block)
+    c.v.wait_full(c.step + block)
+    c.v.release(c.step + block)
+
+
+# O has a buffer of its own, because the next tile's Q is on its way into this one's. A query without visible keys has
+# O = 0 and lse = -inf.
+@gluon.jit
+def epilogue(args, o, m, l, batch, head, row, WHICH: gl.constexpr):
+    l = gl.convert_layout(gl.sum(l, axis=1), m.type.layout)
+    empty = l == 0
+    rows = row + gl.arange(0, m.shape[0], layout=m.type.layout)
+    lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
+    S_q, first = args.problem.S_q, batch * args.problem.H + head
+    gl.store(args.lse_ptr + first.to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
+    out = args.o_smem.index(WHICH)
+    tma.store_wait(0)  # the last tile's store, which had this whole tile's time
+    as_matrix(out).store(scale_rows(o, 1 / gl.where(empty, 1.0, l)).to(out.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(args.o_desc, [batch, head, row, 0], out)
+
+
+@gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k"])
+def attention_hopper_kernel(
+    q_desc, k_desc, v_desc, o_desc,  # of [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]
+    lse_ptr, counter_ptr,  # [B, H, S_q] in fp32; the scheduler's counter
+    scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    args = PartitionArgs(
+        q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, o_desc=o_desc,
+        q_smem=allocate_stages(q_desc, CONSUMERS), k_smem=allocate_stages(k_desc, STAGES),
+        v_smem=allocate_stages(v_desc, STAGES), o_smem=allocate_stages(o_desc, CONSUMERS),
+        q_full=allocate_barriers(CONSUMERS, 1), q_empty=allocate_barriers(CONSUMERS, 1),
+        k_full=allocate_barriers(STAGES, 1), k_empty=allocate_barriers(STAGES, CONSUMERS),
+        v_full=allocate_barriers(STAGES, 1), v_empty=allocate_barriers(STAGES, CONSUMERS),
+        largest_sums=gl.allocate_shared_memory(gl.int32, [CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        scheduler=allocate_scheduler(counter_ptr),
+        problem=Problem(
+            tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, CAUSAL=CAUSAL
+        ),
+        lse_ptr=lse_ptr, scale_log2=scale_log2,
+    )  # fmt: skip
+    # The first partition runs in the kernel's own warps. Registers a thread: 128 * (232 + 232 + 40) <= 65536.
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer_partition, (args, 0, ALIGNED)),
+            (consumer_partition, (args, 1, ALIGNED)),
+            (producer_partition, (args, GROUP)),
+        ], [4, 1], [232, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer_partition, (args, 0, ALIGNED)),
+            (consumer_partition, (args, 1, ALIGNED)),
+            (consumer_partition, (args, 2, ALIGNED)),
+            (producer_partition, (args, GROUP)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
+    """Hopper, 16 bits, D at most 128 and a multiple of 8, at least one row, strides that TMA takes, no window."""
+    if triton_interprets() or architecture(q.device) != 90 or window is not None:
+        return False
+    D = q.shape[-1]
+    return q.element_size() == 2 and D <= 128 and D % 8 == 0 and tma_takes(q, k, v)  # D: out's rows, too
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D] that `takes` takes -> o as q, lse [B, H, S_q] in fp32."""
+    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
+    o, lse = empty_results(q)
+    group, width = H // H_kv, 64 if D <= 64 else 128
+    consumers, aligned = variant(S_q, S_k, D, causal)
+    stages = 4 if D <= 64 else 2  # what fits beside Q and O
+    tiles = triton.cdiv(S_q, consumers * ROWS)
+    if aligned:
+        # Few heads at a time: tiles bound by compute and short ones, bound by bytes, are then under way together.
+        at_once = min(B * H, max(1, min(8, num_sms(q.device) // max(1, triton.cdiv(S_q, 128)))))
+    else:
+        at_once = min(B * H, group * heads_in_l2(4 * S_k * D, q.device))
+    q_desc, k_desc, v_desc, o_desc = (
+        tensor_descriptor(t, [1, 1, rows, width]) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))
+    )
+    attention_hopper_kernel[(min(tiles * B * H, num_sms(q.device)),)](
+        q_desc, k_desc, v_desc, o_desc, lse, tile_counter(q.device), scale * LOG2E.value,
+        tiles, H, B * H, at_once, S_q, S_k, group, causal, stages, consumers, aligned, num_warps=4,
+    )  # fmt: skip
+    return o, lse
+
+
+def variant(S_q: int, S_k: int, D: int, causal: bool) -> tuple[int, bool]:
+    """How many consumer warpgroups, and whether the kernel for aligned diagonals.
+
+    D <= 64 leaves registers for a third consumer. Causal, its tiles of 192 queries compute more of the diagonal's
+    blocks in vain, which is a third more work at S = 1024 and little at 16384.
+    """
+    if causal and (S_k - S_q) % KEYS == 0 and (D > 64 or S_k <= 4096):
+        return 2, True
+    return (3 if D <= 64 and not (causal and S_k < 2048) else 2), False

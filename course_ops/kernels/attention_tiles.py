@@ -1,0 +1,119 @@
+"""What the attention kernels share: tiles of [B, H, S, D] tensors, which keys a query sees, the order of programs."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from course_ops._common import triton_interprets
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+# Where a row maximum starts. -inf would make -inf - -inf = NaN of a row that has seen no key yet.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+def tile_descriptors(tensors, rows, tma):
+    """Descriptors of [B, H, S, D] tensors for tiles of so many rows each if tma, else the tensors."""
+    if not tma:
+        return tensors
+    block_d = max(16, triton.next_power_of_2(tensors[0].shape[-1]))
+    return [TensorDescriptor.from_tensor(t, [1, 1, n, block_d]) for t, n in zip(tensors, rows, strict=True)]
+
+
+def heads_in_l2(bytes_per_head: int, device: torch.device) -> int:
+    """How many heads to work on at a time, so that the bytes that their programs share fill half of L2."""
+    if device.type == "cuda":
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    else:
+        l2 = 2**16 if triton_interprets() else 2**26
+    return max(1, l2 // 2 // max(1, bytes_per_head))
+
+
+def fp32_precision() -> str:
+    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) where PyTorch is told to."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out as q, in the order of its strides where it is dense, and lse [B, H, S_q] in fp32."""
+    return torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device)
+
+
+@triton.jit
+def tile_ptrs(base, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers [ROWS, BLOCK_D] to rows of a head of a [B, H, S, D] tensor, and which of them are inside."""
+    rows, cols = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    # int64 before each stride: any of these may pass 2^31
+    head = base + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
+    ptrs = head + rows.to(tl.int64) * strides[2] + cols.to(tl.int64) * strides[3]
+    return ptrs, (rows < S) & (cols < D)
+
+
+@triton.jit
+def load_tile(source, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    """Rows from `row` on of a head of a [B, H, S, D] tensor; zeros past S and D, which add nothing to a matmul."""
+    if TMA:
+        return source.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        ptrs, inside = tile_ptrs(source, strides, b, h, row, S, D, ROWS, BLOCK_D)
+        return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(target, x, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    """Write x [ROWS, BLOCK_D] to rows from `row` on of a head, as far as S and D go."""
+    if TMA:
+        target.store([b, h, row, 0], x.to(target.dtype).reshape(1, 1, ROWS, BLOCK_D))
+    else:
+        ptrs, inside = tile_ptrs(target, strides, b, h, row, S, D, ROWS, BLOCK_D)
+        tl.store(ptrs, x.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def visible(rows, keys, S_k, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether a query sees a key. rows [:, None] and keys [None, :], or transposed; offset = S_k - S_q."""
+    ahead = keys - (rows + offset)
+    mask = keys < S_k
+    if CAUSAL:
+        mask = mask & (ahead <= 0)
+    if WINDOW:
+        mask = mask & (ahead > -window)
+    return mask
+
+
+@triton.jit
+def tile_of_program(B, H, S, HEADS_AT_ONCE, ROWS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
+    """The batch, the head and the first row of a program's tile. Programs start in the order of their numbers."""
+    tiles = tl.cdiv(S, ROWS)
+    program = tl.program_id(0)
+    if LONGEST_FIRST:
+        group = program // (HEADS_AT_ONCE * tiles)
+        within = program - group * HEADS_AT_ONCE * tiles
+        heads = tl.minimum(HEADS_AT_ONCE, B * H - group * HEADS_AT_ONCE)  # the last group may have fewer
+        head, tile = group * HEADS_AT_ONCE + within % heads, tiles - 1 - within // heads
+    else:
+        head, tile = program // tiles, program % tiles
+    return head // H, head % H, tile * ROWS
+
+
+@triton.jit
+def key_bounds(
+    row, S_q, S_k, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(begin, first, last, end): some query of the tile sees keys begin to end; all see first to last, whole blocks."""
+    begin, end = 0, S_k
+    if CAUSAL:
+        end = tl.minimum(S_k, tl.minimum(row + BLOCK_M, S_q) + offset)  # what the last query of the tile sees
+    if WINDOW:
+        begin = tl.maximum(0, row + offset - window + 1) // BLOCK_N * BLOCK_N  # what the first one sees
+    first = begin
+    last = (tl.minimum(S_k, tl.maximum(0, row + offset + 1)) if CAUSAL else S_k) // BLOCK_N * BLOCK_N
+    if WINDOW:
+        first = tl.cdiv(tl.maximum(0, row + BLOCK_M + offset - window), BLOCK_N) * BLOCK_N
+        last = tl.maximum(first, last)
+    return begin, first, last, end

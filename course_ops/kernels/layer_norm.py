@@ -1,0 +1,474 @@
+"""LayerNorm of the rows of a matrix, and its gradients. Statistics and sums are fp32; w and b may be, too."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from course_ops._common import triton_interprets
+from course_ops.kernels._rows import (
+    Rows,
+    Split,
+    group,
+    look,
+    opaque,
+    pack_pair,
+    publish,
+    unpack_pair,
+    waits,
+)
+
+
+@triton.jit
+def normalize(x, mean, rstd, w_ptr, b_ptr, cols, mask):
+    # Every row asks for w and b, so they should outlive the streams of x and y in the caches.
+    w = tl.load(w_ptr + cols, mask=mask, eviction_policy="evict_last").to(tl.float32)
+    if b_ptr is not None:
+        b = tl.load(b_ptr + cols, mask=mask, eviction_policy="evict_last").to(tl.float32)
+        y = (x.to(tl.float32) - mean) * rstd * w + b
+    else:
+        y = (x.to(tl.float32) - mean) * rstd * w
+    return y
+
+
+@triton.jit
+def layer_norm_packed_kernel(
+    x_ptr,  # [M, N], rows stride_x elements apart
+    w_ptr, b_ptr,  # [N] each; b_ptr may be None, here and below
+    y_ptr,  # [M, N]
+    mean_ptr, rstd_ptr,  # [M] each, fp32
+    M, N, stride_x, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, OPAQUE: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < N)
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
+    mean = tl.sum(x.to(tl.float32), axis=1, keep_dims=True) / N
+    x = opaque(x) if OPAQUE else x
+    centred = tl.where(cols < N, x.to(tl.float32) - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / N + eps)
+    x = opaque(x) if OPAQUE else x
+    tl.store(y_ptr + rows * N + cols, normalize(x, mean, rstd, w_ptr, b_ptr, cols, cols < N), mask=mask)
+    tl.store(mean_ptr + rows, mean, mask=rows < M)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+
+
+def layer_norm_tile(x, w, b, eps):
+    """x [M, N], w and b [N] -> y [M, N], mean and rstd [M] in fp32. About 2048 elements a program, 16 a thread."""
+    y, mean, rstd, rows = _results(x)
+    if y.numel():
+        tile = max(1, 2048 // rows.block)
+        layer_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
+            x, w, b, y, mean, rstd, rows.M, rows.N, x.stride(0), eps, tile, rows.block, OPAQUE=False,
+            num_warps=tile * rows.block // 512,
+        )  # fmt: skip
+    return y, mean, rstd
+
+
+def layer_norm_packed(x, w, b, eps):
+    """As layer_norm_tile, for longer rows: 64 bytes a thread, four rows of 8192 on an SM."""
+    y, mean, rstd, rows = _results(x)
+    if y.numel():
+        tile = max(1, 2048 // rows.block)
+        layer_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
+            x, w, b, y, mean, rstd, rows.M, rows.N, x.stride(0), eps, tile, rows.block, OPAQUE=True,
+            num_warps=max(1, tile * rows.block * rows.itemsize // 2048), maxnreg=64,
+        )  # fmt: skip
+    return y, mean, rstd
+
+
+@triton.jit
+def layer_norm_chunks_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, sixteen,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,  # CHUNKS of BLOCK columns, of which the last may be ragged
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x
+    y_ptr += row * N
+    lanes = tl.arange(0, BLOCK)
+    chunks = ()
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * BLOCK + lanes
+        chunks = chunks + (tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first"),)  # noqa: RUF005
+    lane_mean = tl.zeros((BLOCK,), tl.float32)
+    lane_m2 = tl.zeros((BLOCK,), tl.float32)
+    for chunk in tl.static_range(CHUNKS - 1):
+        lane_mean, lane_m2 = welford(chunks[chunk], chunk, lane_mean, lane_m2)
+    there = (CHUNKS - 1) * BLOCK + lanes < N  # lanes beyond the end have one element less
+    last_mean, last_m2 = welford(chunks[CHUNKS - 1], CHUNKS - 1, lane_mean, lane_m2)
+    lane_mean = tl.where(there, last_mean, lane_mean)
+    lane_m2 = tl.where(there, last_m2, lane_m2)
+    lane_count = (CHUNKS - 1) + there.to(tl.float32)
+    mean = tl.sum(lane_mean * lane_count, axis=0) / N
+    delta = lane_mean - mean
+    rstd = tl.rsqrt(tl.sum(lane_m2 + delta * delta * lane_count, axis=0) / N + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * BLOCK + lanes
+        y = normalize(widen(chunks[chunk], sixteen), mean, rstd, w_ptr, b_ptr, cols, cols < N)
+        tl.store(y_ptr + cols, y, mask=cols < N)
+
+
+@triton.jit
+def widen(x, sixteen):
+    # opaque in arithmetic: the compiler cannot see that a shift by an argument is .to(tl.float32). It may not move
+    # opaque's instruction, so with many chunks it would keep the w and b of all of them as well.
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << sixteen).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def welford(x, count, mean, m2):
+    """One more element in every lane. No digits are lost: only differences from the running mean are squared."""
+    delta = x.to(tl.float32) - mean
+    mean += delta * (1.0 / (count + 1.0))
+    return mean, m2 + delta * (x.to(tl.float32) - mean)
+
+
+def layer_norm_chunks(x, w, b, eps):
+    """As layer_norm_tile; a row is a list of chunks of 16 bytes a thread, all of them loaded before the first use."""
+    y, mean, rstd, rows = _results(x)
+    if y.numel():
+        warps = 8 if rows.bytes <= 32768 else 16
+        block = warps * 32 * 16 // rows.itemsize
+        layer_norm_chunks_kernel[(rows.M,)](
+            x, w, b, y, mean, rstd, rows.N, x.stride(0), eps, 16, triton.cdiv(rows.N, block), block, num_warps=warps
+        )
+    return y, mean, rstd
+
+
+@triton.jit
+def layer_norm_split_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
+    partials_ptr,  # [M, PARTS], -1 at first: two NaNs with every bit set, which arithmetic on a GPU never makes
+    M, N, stride_x, stride_y, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % PARTS
+    # A tile of one row, whose mask says that the row is there, as it always is: so the compiler takes fewer registers.
+    rows = (tl.program_id(0) // PARTS).to(tl.int64) + tl.arange(0, 1)
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
+    count = tl.minimum(N - part * BLOCK_N, BLOCK_N).to(tl.float32)
+    mean = tl.sum(x.to(tl.float32), axis=1) / count
+    x = opaque(x)
+    centred = tl.where((cols < N)[None, :], x.to(tl.float32) - mean[:, None], 0.0)
+    m2 = tl.sum(centred * centred, axis=1)
+    publish(partials_ptr + rows * PARTS + part, pack_pair(mean, m2), mask=rows < M)
+    slots = tl.arange(0, SLOTS)
+    at = partials_ptr + rows[:, None] * PARTS + slots[None, :]
+    there = (rows < M)[:, None] & (slots < PARTS)[None, :]
+    partials = look(at, there, 0)
+    if WAIT:
+        while tl.max(tl.max((partials == -1).to(tl.int32), axis=1), axis=0) == 1:
+            partials = look(at, there, 0)
+    # Parts are merged by Chan, Golub and LeVeque (1979), eq. 1.5; a slot past the last part counts nothing.
+    counts = tl.minimum(tl.maximum(N - slots * BLOCK_N, 0), BLOCK_N).to(tl.float32)
+    means, m2s = unpack_pair(partials)
+    mean = tl.sum(means * counts[None, :], axis=1) / N
+    delta = means - mean[:, None]
+    rstd = tl.rsqrt(tl.sum(m2s + delta * delta * counts[None, :], axis=1) / N + eps)
+    w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last").to(tl.float32)[None, :]
+    if b_ptr is not None:
+        b = tl.load(b_ptr + cols, mask=cols < N, eviction_policy="evict_last").to(tl.float32)[None, :]
+        y = (opaque(x).to(tl.float32) - mean[:, None]) * rstd[:, None] * w + b
+    else:
+        y = (opaque(x).to(tl.float32) - mean[:, None]) * rstd[:, None] * w
+    tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
+    if part == 0:
+        tl.store(mean_ptr + rows, mean, mask=rows < M)
+        tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+
+
+def layer_norm_parts(rows: Rows) -> Split:
+    """4096 columns for 128 threads: an SM holds parts of several rows, and one loads while another stores."""
+    return Split(triton.cdiv(rows.N, 4096), 4096, 4)
+
+
+def layer_norm_split(x, w, b, eps):
+    """As layer_norm_tile, a row shared by programs that all run at once: two on each SM, however many registers."""
+    y, mean, rstd, rows = _results(x)
+    parts = layer_norm_parts(rows)
+    if y.numel():
+        partials = torch.full((rows.M, parts.parts), -1, dtype=torch.int64, device=x.device)
+        for blocking in waits():
+            layer_norm_split_kernel[(rows.M * parts.parts,)](
+                x, w, b, y, mean, rstd, partials, rows.M, rows.N, x.stride(0), y.stride(0), eps,
+                parts.parts, parts.slots, parts.block, blocking, num_warps=parts.warps,
+            )  # fmt: skip
+    return y, mean, rstd
+
+
+@triton.jit
+def layer_norm_two_pass_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, BLOCK: tl.constexpr
+):  # shapes as above
+    row = tl.program_id(0).to(tl.int64)
+    count, mean, m2 = 0.0, 0.0, 0.0
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32)
+        chunk_count = tl.minimum(N - start, BLOCK).to(tl.float32)
+        chunk_mean = tl.sum(x, axis=0) / chunk_count
+        centred = tl.where(cols < N, x - chunk_mean, 0.0)
+        delta = chunk_mean - mean
+        m2 += tl.sum(centred * centred, axis=0) + delta * delta * (count * chunk_count / (count + chunk_count))
+        count += chunk_count
+        mean += delta * (chunk_count / count)
+    rstd = tl.rsqrt(m2 / N + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N)
+        tl.store(y_ptr + row * N + cols, normalize(x, mean, rstd, w_ptr, b_ptr, cols, cols < N), mask=cols < N)
+
+
+def layer_norm_two_pass(x, w, b, eps):
+    """As layer_norm_tile, a program a row of any length."""
+    y, mean, rstd, rows = _results(x)
+    if y.numel():
+        layer_norm_two_pass_kernel[(rows.M,)](x, w, b, y, mean, rstd, rows.N, x.stride(0), eps, BLOCK=4096, num_warps=8)
+    return y, mean, rstd
+
+
+def _results(x):
+    rows = Rows.of(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean, rstd = (torch.empty(rows.M, dtype=torch.float32, device=x.device) for _ in range(2))
+    if not rows.N:  # the mean of nothing
+        mean.fill_(math.nan), rstd.fill_(math.nan)
+    return y, mean, rstd, rows
+
+
+# Backward. With x_hat = (x - mean) rstd, g = dy w, and c1, c2 the means over the row of g x_hat and of g:
+#     dx = rstd (g - x_hat c1 - c2)      dw = sum over rows of dy x_hat      db = sum over rows of dy
+# As many programs as the GPU runs at once walk over the rows; dw and db of all their rows stay in fp32 registers.
+
+
+@triton.jit
+def layer_norm_backward_kernel(
+    dy_ptr, x_ptr,  # [M, N] each, rows stride_dy and stride_x elements apart
+    w_ptr,  # [N]
+    mean_ptr, rstd_ptr,  # [M] each, fp32
+    dx_ptr,  # [M, N]
+    partial_dw_ptr, partial_db_ptr,  # [programs, N] each, fp32; partial_db_ptr is None without a bias, here and below
+    M, N, stride_dy, stride_x, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    w = tl.load(w_ptr + cols, mask=cols < N, other=0.0)
+    dw = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    db = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    rows = program * ROWS + tl.arange(0, ROWS)[:, None]
+    next_dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=(rows < M) & (cols < N), other=0.0)
+    next_x = tl.load(x_ptr + rows * stride_x + cols, mask=(rows < M) & (cols < N), other=0.0)
+    for _ in range(program, tl.cdiv(M, ROWS), programs):
+        mask = (rows < M) & (cols < N)
+        dy, x = next_dy.to(tl.float32), next_x.to(tl.float32)
+        after = rows + programs * ROWS
+        next_dy = tl.load(dy_ptr + after * stride_dy + cols, mask=(after < M) & (cols < N), other=0.0)
+        next_x = tl.load(x_ptr + after * stride_x + cols, mask=(after < M) & (cols < N), other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+        x_hat = (x - tl.load(mean_ptr + rows, mask=rows < M, other=0.0)) * rstd
+        g = dy * w.to(tl.float32)
+        c1, c2 = row_sums(g, x_hat)
+        tl.store(dx_ptr + rows * N + cols, rstd * (g - x_hat * (c1 / N) - c2 / N), mask=mask)
+        dw += dy * x_hat
+        db += dy
+        rows = after
+    tl.store(partial_dw_ptr + program * N + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
+    if partial_db_ptr is not None:
+        tl.store(partial_db_ptr + program * N + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
+
+
+@triton.jit
+def row_sums(g, x_hat):
+    """Both sums of a row in one reduction, so that the warps meet once."""
+    c1, c2 = tl.split(tl.sum(tl.join(g * x_hat, g), axis=1))  # [ROWS, BLOCK_N, 2] -> [ROWS] each
+    return c1[:, None], c2[:, None]
+
+
+def layer_norm_backward_registers(dy, x, w, mean, rstd, bias):
+    """dy, x [M, N], w [N], mean, rstd [M] -> dx, dw, db (None without bias); the next rows wait in registers."""
+    dx, dw, db, rows = _gradients(x, w, bias)
+    if dx.numel():
+        # 16 elements a thread: dw and db take 32 of its registers, and 128 in all leave room for 512 threads on an SM.
+        # If rows are short, few programs add up the partial sums: fewer of these, from one program of twice the size.
+        tile = max(1, (4096 if rows.N <= 512 else 2048) // rows.block)
+        warps = tile * rows.block // 512
+        programs = min(triton.cdiv(rows.M, tile), rows.sms * (1 if rows.N <= 512 else max(1, 16 // warps)))
+        partial_dw, partial_db = partial_sums(programs, x, bias)
+        layer_norm_backward_kernel[(programs,)](
+            dy, x, w, mean, rstd, dx, partial_dw, partial_db, rows.M, rows.N, dy.stride(0), x.stride(0),
+            tile, rows.block, num_warps=warps, maxnreg=128,
+        )  # fmt: skip
+        sum_partials(partial_dw, partial_db, dw, db)
+    return dx, dw, db
+
+
+@triton.jit
+def layer_norm_backward_staged_kernel(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr, M, N, stride_dy, stride_x,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    w = tl.load(w_ptr + cols, mask=cols < N, other=0.0)
+    dw = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    db = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    for tile in tl.range(program, tl.cdiv(M, ROWS), programs, num_stages=3):  # by cp.async, two tiles ahead
+        rows = tile * ROWS + tl.arange(0, ROWS)[:, None]  # int64, as program is
+        mask = (rows < M) & (cols < N)
+        dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+        x_hat = (x - mean) * rstd  # in the padding dy is 0, and so is every product below
+        g = dy * w.to(tl.float32)
+        c1, c2 = row_sums(g, x_hat)
+        dx = rstd * (g - x_hat * (c1 / N) - c2 / N)
+        tl.store(dx_ptr + rows * N + cols, dx, mask=(rows < M) & (cols < N))
+        dw += dy * x_hat
+        db += dy
+    tl.store(partial_dw_ptr + program * N + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
+    if partial_db_ptr is not None:
+        tl.store(partial_db_ptr + program * N + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
+
+
+def layer_norm_backward_staged(dy, x, w, mean, rstd, bias):
+    """As layer_norm_backward_registers; the next rows are on their way to shared memory. Rows of at most 16 KB."""
+    dx, dw, db, rows = _gradients(x, w, bias)
+    if dx.numel():
+        tile = max(1, 4096 // rows.block * 2 // rows.itemsize)
+        warps = max(1, tile * rows.block // 512)
+        programs = min(triton.cdiv(rows.M, tile), rows.sms * max(1, 16 // warps))
+        partial_dw, partial_db = partial_sums(programs, x, bias)
+        layer_norm_backward_staged_kernel[(programs,)](
+            dy, x, w, mean, rstd, dx, partial_dw, partial_db, rows.M, rows.N, dy.stride(0), x.stride(0),
+            tile, rows.block, num_warps=warps, maxnreg=128,
+        )  # fmt: skip
+        sum_partials(partial_dw, partial_db, dw, db)
+    return dx, dw, db
+
+
+@triton.jit
+def layer_norm_backward_group_kernel(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr,  # partial [groups, N]
+    partials_ptr,  # [M, PARTS], -1 at first; then a part's share of c1 in the high half and of c2 in the low
+    M, N, stride_dy, stride_x, width, groups,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, PUBLISH: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % PARTS
+    group_id = (tl.program_id(0) // PARTS).to(tl.int64)
+    offsets = tl.arange(0, BLOCK_N)
+    cols = part * width + offsets
+    mask = (offsets < width) & (cols < N)
+    w = tl.load(w_ptr + cols, mask=mask, other=0.0)
+    dw = tl.zeros((BLOCK_N,), tl.float32)
+    db = tl.zeros((BLOCK_N,), tl.float32)
+    slots = tl.arange(0, SLOTS)
+    dy = tl.load(dy_ptr + group_id * stride_dy + cols, mask=mask & (group_id < M), other=0.0)
+    x = tl.load(x_ptr + group_id * stride_x + cols, mask=mask & (group_id < M), other=0.0)
+    if PUBLISH:
+        publish_sums(dy, x, w, mean_ptr, rstd_ptr, partials_ptr, group_id, M, part, PARTS)
+    for row in tl.range(group_id, M, groups, num_stages=1):
+        # The next row is loaded and its sums published before this row's are waited for: the others published theirs
+        # for this row a whole step ago, so programs in step do not wait for long.
+        after = row + groups
+        next_dy = tl.load(dy_ptr + after * stride_dy + cols, mask=mask & (after < M), other=0.0)
+        next_x = tl.load(x_ptr + after * stride_x + cols, mask=mask & (after < M), other=0.0)
+        if PUBLISH:
+            publish_sums(next_dy, next_x, w, mean_ptr, rstd_ptr, partials_ptr, after, M, part, PARTS)
+        if FINISH:
+            rstd = tl.load(rstd_ptr + row)
+            x_hat = (x.to(tl.float32) - tl.load(mean_ptr + row)) * rstd
+            at = partials_ptr + row * PARTS + slots
+            partials = look(at, slots < PARTS, 0)
+            while tl.max((partials == -1).to(tl.int32), axis=0) == 1:
+                partials = look(at, slots < PARTS, 0)
+            c1, c2 = unpack_pair(partials)
+            c1 = tl.sum(c1, axis=0) / N
+            c2 = tl.sum(c2, axis=0) / N
+            g = dy.to(tl.float32) * w.to(tl.float32)
+            tl.store(dx_ptr + row * N + cols, rstd * (g - x_hat * c1 - c2), mask=mask)
+            dw += dy.to(tl.float32) * x_hat
+            db += dy.to(tl.float32)
+        dy, x = next_dy, next_x
+    if FINISH:
+        tl.store(partial_dw_ptr + group_id * N + cols, dw, mask=mask)
+        if partial_db_ptr is not None:
+            tl.store(partial_db_ptr + group_id * N + cols, db, mask=mask)
+
+
+@triton.jit
+def publish_sums(dy, x, w, mean_ptr, rstd_ptr, partials_ptr, row, M, part, PARTS: tl.constexpr):
+    mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
+    g = dy.to(tl.float32) * w.to(tl.float32)
+    c1 = tl.sum(g * ((x.to(tl.float32) - mean) * rstd), axis=0)
+    c2 = tl.sum(g, axis=0)
+    publish(partials_ptr + row * PARTS + part, pack_pair(c1, c2), mask=row < M)
+
+
+def layer_norm_backward_group(dy, x, w, mean, rstd, bias):
+    """As layer_norm_backward_registers for rows of any length, in one launch where all parts of a row run at once."""
+    dx, dw, db, rows = _gradients(x, w, bias)
+    if dx.numel():
+        programs = group(rows, block=4096, programs_per_sm=2)  # 256 threads at no more than 128 registers
+        parts = Split(programs.parts, 4096, 8)
+        partials = torch.full((rows.M, programs.parts), -1, dtype=torch.int64, device=x.device)
+        partial_dw, partial_db = partial_sums(programs.groups, x, bias)
+        # One launch needs all programs at once: a cooperative launch is refused where they do not fit. Otherwise, and
+        # in the interpreter, the first launch publishes all sums and the second one uses them.
+        at_once = not triton_interprets() and parts.fits(rows, warps_per_sm=16)
+        for publish_, finish in ((True, True),) if at_once else ((True, False), (False, True)):
+            layer_norm_backward_group_kernel[(programs.groups * programs.parts,)](
+                dy, x, w, mean, rstd, dx, partial_dw, partial_db, partials, rows.M, rows.N, dy.stride(0), x.stride(0),
+                programs.width, programs.groups, parts.parts, parts.slots, parts.block, publish_, finish,
+                num_warps=parts.warps, maxnreg=128, launch_cooperative_grid=at_once,
+            )  # fmt: skip
+        sum_partials(partial_dw, partial_db, dw, db)
+    return dx, dw, db
+
+
+@triton.jit
+def sum_partials_kernel(
+    partial_dw_ptr, partial_db_ptr, dw_ptr, db_ptr,  # [P, N] in fp32 twice -> [N] twice
+    P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    dw = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P).to(tl.int64)[:, None]
+        mask = (p < P) & (cols < N)
+        dw += tl.load(partial_dw_ptr + p * N + cols, mask=mask, other=0.0)
+        if partial_db_ptr is not None:
+            db += tl.load(partial_db_ptr + p * N + cols, mask=mask, other=0.0)
+    tl.store(dw_ptr + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
+    if partial_db_ptr is not None:
+        tl.store(db_ptr + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
+
+
+def sum_partials(partial_dw, partial_db, dw, db):
+    """Add up [P, N] partial sums into dw and db [N], always in the same order: the same bits in every run."""
+    P, N = partial_dw.shape
+    sum_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32)
+
+
+def partial_sums(programs, x, bias):
+    """Of dw and, with a bias, of db: [programs, N] in fp32."""
+    partial_dw, partial_db = torch.empty((2, programs, x.shape[1]), dtype=torch.float32, device=x.device)
+    return partial_dw, partial_db if bias else None
+
+
+def _gradients(x, w, bias):
+    rows = Rows.of(x)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dw, db = (torch.zeros_like(w) if rows.M == 0 else torch.empty_like(w) for _ in range(2))  # a sum of no rows is 0
+    return dx, dw, db if bias else None, rows

@@ -1,0 +1,289 @@
+"""RMSNorm of the rows of a matrix, and its gradients. Statistics and sums are fp32; w may be, too."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from course_ops._common import triton_interprets
+from course_ops.kernels._rows import Group, Rows, Split, group, look, opaque, publish, split, wait, waits
+
+
+@triton.jit
+def rms_norm_packed_kernel(
+    x_ptr, w_ptr,  # [M, N] rows stride_x elements apart, [N]
+    y_ptr, rstd_ptr,  # [M, N], [M] in fp32
+    M, N, stride_x, stride_y, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
+    wide = opaque(x).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / N + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last")
+    y = opaque(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
+
+
+def rms_norm_packed(x, w, eps):
+    """x [M, N], w [N] -> y [M, N], rstd [M] in fp32; rows of at most 64 KB in the registers of a program."""
+    y, rstd, rows = _results(x)
+    if y.numel():
+        row = rows.block * rows.itemsize
+        # Rows of a program, and bytes of x a thread. Two 16-byte loads a thread do while four rows of so many threads
+        # fit on an SM, up to 16 KB; past that 8 warps hold the row, as a sum waits for the slowest.
+        tile, thread = (8192 // row, 128) if row <= 2048 else (1, 32) if row <= 16384 else (1, row // 256)
+        rms_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
+            x, w, y, rstd, rows.M, rows.N, x.stride(0), y.stride(0), eps, tile, rows.block,
+            num_warps=max(1, tile * row // (32 * thread)),
+        )  # fmt: skip
+    return y, rstd
+
+
+@triton.jit
+def rms_norm_split_kernel(
+    x_ptr, w_ptr, y_ptr, rstd_ptr,
+    partials_ptr,  # [M, PARTS] int32 zeros; then the bits of a part's sum of squares, plus one
+    M, N, stride_x, stride_y, eps,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    rows = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(0) % PARTS
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
+    wide = opaque(x).to(tl.float32)
+    # 0 means "not yet", and a sum may be 0.0: hence its bits plus one.
+    word = tl.sum(wide * wide, axis=1).to(tl.int32, bitcast=True) + 1
+    publish(partials_ptr + rows * PARTS + part, word, mask=rows < M)
+    slots = tl.arange(0, SLOTS)
+    at = partials_ptr + rows[:, None] * PARTS + slots[None, :]
+    there = (rows < M)[:, None] & (slots < PARTS)[None, :]
+    words = look(at, there, 1)
+    if WAIT:
+        words = wait(words, at, there, 1)
+        # Two warps may hold the same word, of which one looked too early: once more, now that all have been seen.
+        tl.debug_barrier()
+        words = look(at, there, 1)
+    rstd = tl.rsqrt(tl.sum((words - 1).to(tl.float32, bitcast=True), axis=1) / N + eps)
+    if part == 0:
+        tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last")
+    y = opaque(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
+
+
+def rms_norm_parts(rows: Rows) -> Split:
+    """Four warps for 8 KB."""
+    return split(rows, part_bytes=8192, most_parts=32, warp_bytes=2048)
+
+
+def rms_norm_split(x, w, eps):
+    """As rms_norm_packed; two rows are shared by programs that all run at once, 32 warps an SM, so w is loaded once."""
+    y, rstd, rows = _results(x)
+    parts = rms_norm_parts(rows)
+    if y.numel():
+        partials = torch.zeros((rows.M, parts.parts), dtype=torch.int32, device=x.device)
+        for blocking in waits():
+            rms_norm_split_kernel[(triton.cdiv(rows.M, 2) * parts.parts,)](
+                x, w, y, rstd, partials, rows.M, rows.N, x.stride(0), y.stride(0), eps, ROWS=2, PARTS=parts.parts,
+                SLOTS=triton.next_power_of_2(parts.parts), BLOCK_N=parts.block, WAIT=blocking,
+                num_warps=parts.warps, maxnreg=64,
+            )  # fmt: skip
+    return y, rstd
+
+
+@triton.jit
+def rstd_kernel(x_ptr, rstd_ptr, N, stride, eps, BLOCK_N: tl.constexpr):  # x: [M, N], rstd: [M]
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + row * stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+        squares += x * x
+    tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(squares, axis=0) / N + eps))
+
+
+@triton.jit
+def scale_kernel(x_ptr, w_ptr, y_ptr, rstd_ptr, N, stride, BLOCK_N: tl.constexpr):  # y: [M, N]
+    row = tl.program_id(0).to(tl.int64)
+    rstd = tl.load(rstd_ptr + row)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + row * stride + cols, mask=cols < N).to(tl.float32)
+        w = tl.load(w_ptr + cols, mask=cols < N).to(tl.float32)
+        tl.store(y_ptr + row * N + cols, x * rstd * w, mask=cols < N)
+
+
+def rms_norm_two_pass(x, w, eps):
+    """As rms_norm_packed for rows of any length: one kernel for rstd, one that reads x again."""
+    y, rstd, rows = _results(x)
+    if y.numel():
+        rstd_kernel[(rows.M,)](x, rstd, rows.N, x.stride(0), eps, BLOCK_N=1024)
+        scale_kernel[(rows.M,)](x, w, y, rstd, rows.N, x.stride(0), BLOCK_N=1024)
+    return y, rstd
+
+
+def _results(x):
+    rows = Rows.of(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rstd = torch.empty(rows.M, dtype=torch.float32, device=x.device)
+    return y, rstd if rows.N else rstd.fill_(math.nan), rows  # the mean of nothing
+
+
+# Backward. With n = x rstd and g = dy w:    dx = rstd (g - n mean(g n))    dw = sum over rows of dy n
+# As many programs as the GPU runs at once walk over the rows; dw of all their rows stays in fp32 registers.
+
+
+@triton.jit
+def rms_norm_backward_persistent_kernel(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, partial_dw_ptr,  # partial_dw: [programs, N] in fp32
+    M, N, dy_stride, x_stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK_N)
+    w = tl.load(w_ptr + cols, mask=cols < N, other=0.0)[None, :]
+    dw = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        n = x * rstd
+        g = dy * w.to(tl.float32)
+        dw += dy * n
+        dx = rstd * (g - n * (tl.sum(g * n, axis=1) / N)[:, None])
+        tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx, mask=mask)
+    tl.store(partial_dw_ptr + tl.program_id(0).to(tl.int64) * N + cols, tl.sum(dw, axis=0), mask=cols < N)
+
+
+def rms_norm_backward_persistent(dy, x, w, rstd):
+    """dy, x [M, N], w [N], rstd [M] -> dx [M, N], dw [N]; three tiles of 16 KB of dy and of x in shared memory."""
+    dx, dw, rows = _gradients(x, w)
+    if dx.numel():
+        tile = 16384 // (rows.block * rows.itemsize)
+        programs = min(triton.cdiv(rows.M, tile), rows.sms)
+        partial_dw = torch.empty((programs, rows.N), dtype=torch.float32, device=x.device)
+        rms_norm_backward_persistent_kernel[(programs,)](
+            dy, x, w, rstd, dx, partial_dw, rows.M, rows.N, dy.stride(0), x.stride(0), tile, rows.block, STAGES=3,
+            num_warps=8,
+        )  # fmt: skip
+        sum_partials(partial_dw, dw)
+    return dx, dw
+
+
+@triton.jit
+def row_dot(dy, x, w, rstd_ptr, row, M):
+    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
+    return tl.sum(dy.to(tl.float32) * w.to(tl.float32) * (x.to(tl.float32) * rstd), axis=0)
+
+
+@triton.jit
+def rms_norm_backward_group_kernel(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr,
+    partial_dw_ptr, partials_ptr,  # [groups, N] in fp32, [M, PARTS] int32 zeros
+    M, N, dy_stride, x_stride, width, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PUBLISH: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % PARTS
+    group_id = (tl.program_id(0) // PARTS).to(tl.int64)  # int64, and so are the rows: row * stride passes 2^31
+    groups = tl.num_programs(0) // PARTS
+    cols = part * width + tl.arange(0, BLOCK_N)
+    own = (tl.arange(0, BLOCK_N) < width) & (cols < N)
+    slots = tl.arange(0, SLOTS)
+    w = tl.load(w_ptr + cols, mask=own, other=0.0)
+    dw = tl.zeros([BLOCK_N], tl.float32)
+    dy = tl.load(dy_ptr + group_id * dy_stride + cols, mask=own, other=0.0)
+    x = tl.load(x_ptr + group_id * x_stride + cols, mask=own, other=0.0)
+    if PARTS > 1 and PUBLISH:  # 0 is "not yet", so the bits of the sum plus one
+        bits = row_dot(dy, x, w, rstd_ptr, group_id, M).to(tl.int32, bitcast=True)
+        publish(partials_ptr + group_id * PARTS + part, bits + 1)
+    for row in tl.range(group_id, M, groups, num_stages=1):
+        after = row + groups
+        there = own & (after < M)
+        rstd = tl.load(rstd_ptr + row)
+        if PARTS == 1:  # before the next row arrives: 1024 threads have 64 registers each
+            dot = row_dot(dy, x, w, rstd_ptr, row, M)
+            dw += dy.to(tl.float32) * (x.to(tl.float32) * rstd)
+        next_dy = tl.load(dy_ptr + after * dy_stride + cols, mask=there, other=0.0)
+        next_x = tl.load(x_ptr + after * x_stride + cols, mask=there, other=0.0)
+        if PARTS > 1:
+            if PUBLISH:
+                dot = row_dot(opaque(next_dy), opaque(next_x), opaque(w), rstd_ptr, after, M)
+                bits = dot.to(tl.int32, bitcast=True)
+                publish(partials_ptr + after * PARTS + part, bits + 1, mask=after < M)
+            at = partials_ptr + row * PARTS + slots
+            words = look(at, slots < PARTS, 1)
+            if PUBLISH and FINISH:
+                words = wait(words, at, slots < PARTS, 1)
+            dot = tl.sum((words - 1).to(tl.float32, bitcast=True), axis=0)
+        if FINISH:
+            n = opaque(x).to(tl.float32) * rstd
+            wide = opaque(dy).to(tl.float32)
+            if PARTS > 1:
+                dw += wide * n
+            dx = rstd * (wide * opaque(w).to(tl.float32) - n * (dot / N))
+            tl.store(dx_ptr + row * N + cols, dx, mask=own)
+        dy, x = next_dy, next_x
+    if FINISH:
+        tl.store(partial_dw_ptr + group_id * N + cols, dw, mask=own)
+
+
+def rms_norm_backward_row(dy, x, w, rstd):
+    """As rms_norm_backward_persistent; one row of at most 32 KB a program, the next one in registers."""
+    rows = Rows.of(x)
+    width = triton.cdiv(rows.N, 16) * 16
+    return _group(dy, x, w, rstd, Group(1, width, max(1, min(rows.M, rows.sms))), Split(1, rows.block, 32), True)
+
+
+def rms_norm_backward_group(dy, x, w, rstd):
+    """As rms_norm_backward_persistent for rows of any length, in one launch where all parts of a row run at once."""
+    rows = Rows.of(x)
+    programs = group(rows, block=8192 // rows.itemsize, programs_per_sm=2)  # 256 threads of 128 registers
+    parts = Split(programs.parts, 8192 // rows.itemsize, 8)
+    at_once = not triton_interprets() and parts.fits(rows, warps_per_sm=16)
+    return _group(dy, x, w, rstd, programs, parts, at_once)
+
+
+def _group(dy, x, w, rstd, programs, parts, at_once):
+    dx, dw, rows = _gradients(x, w)
+    if dx.numel():
+        partial_dw = torch.empty((programs.groups, rows.N), dtype=torch.float32, device=x.device)
+        partials = torch.zeros((rows.M, parts.parts), dtype=torch.int32, device=x.device)
+        # One launch needs all programs at once: a cooperative launch is refused where they do not fit.
+        for publish_, finish in ((True, True),) if at_once else ((True, False), (False, True)):
+            rms_norm_backward_group_kernel[(programs.groups * parts.parts,)](
+                dy, x, w, rstd, dx, partial_dw, partials, rows.M, rows.N, dy.stride(0), x.stride(0), programs.width,
+                PARTS=parts.parts, SLOTS=triton.next_power_of_2(parts.parts), BLOCK_N=parts.block,
+                PUBLISH=publish_, FINISH=finish, num_warps=parts.warps, maxnreg=128 if parts.parts > 1 else None,
+                launch_cooperative_grid=parts.parts > 1 and at_once,
+            )  # fmt: skip
+        sum_partials(partial_dw, dw)
+    return dx, dw
+
+
+# layer_norm's has two sums; with one of them the compiler makes other code of it than of this.
+@triton.jit
+def sum_partials_kernel(partial_dw_ptr, dw_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):  # [P, N], [N]
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dw = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P).to(tl.int64)
+        mask = (p < P)[:, None] & (cols < N)[None, :]
+        dw += tl.load(partial_dw_ptr + p[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    tl.store(dw_ptr + cols, tl.sum(dw, axis=0), mask=cols < N)
+
+
+def sum_partials(partial_dw, dw):
+    """Add up [P, N] partial sums into dw [N], always in the same order: the same bits in every run."""
+    P, N = partial_dw.shape
+    sum_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, dw, P, N, BLOCK_P=32, BLOCK_N=32)
+
+
+def _gradients(x, w):
+    rows = Rows.of(x)
+    dw = torch.zeros_like(w) if rows.M == 0 else torch.empty_like(w)  # a sum of no rows is 0
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), dw, rows

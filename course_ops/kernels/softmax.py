@@ -1,0 +1,230 @@
+"""Softmax of the rows of a matrix, and its gradient."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from course_ops.kernels._rows import Rows, Split, opaque, pack_pair, publish, split, unpack_pair, wait, waits
+
+# Where a maximum starts. Not -inf: after a block that is all -inf, exp(-inf - -inf) makes the sum NaN for good.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+LOG2E = tl.constexpr(math.log2(math.e))  # exp(a) = 2^(a log2(e)), and powers of 2 are what the hardware computes
+
+
+# x - m comes before the scaling by log2(e): it is exact. x log2(e) would be off by 0.00006 at 1000.
+@triton.jit
+def softmax_packed_kernel(
+    x_ptr, y_ptr,  # [M, N] each, rows stride_x and stride_y elements apart
+    M, N, stride_x, stride_y, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < N)
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=-float("inf"))
+    m = tl.max(x, axis=1, keep_dims=True).to(tl.float32)
+    l = tl.sum(tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E), axis=1, keep_dims=True)  # noqa: E741
+    y = tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E - tl.log2(l))
+    tl.store(y_ptr + rows * stride_y + cols, y, mask=mask)
+
+
+def softmax_packed(x):
+    """[M, N] -> [M, N], rows of at most 64 KB in the registers of a program."""
+    y, rows = _empty(x), Rows.of(x)
+    if y.numel():
+        row = rows.block * rows.itemsize
+        tile = max(1, 2048 // row)
+        warps = max(min(2, tile * row // 2048), row // 4096)  # 64 bytes of a row a thread, then 128
+        softmax_packed_kernel[(triton.cdiv(rows.M, tile),)](
+            x, y, rows.M, rows.N, x.stride(0), y.stride(0), tile, rows.block,
+            num_warps=warps, maxnreg=64 if warps > 2 else 72,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit
+def softmax_split_kernel(
+    x_ptr, y_ptr,  # [M, N] each, rows stride_x and stride_y elements apart
+    partials_ptr,  # [M, PARTS] int64 zeros; then m of a part in the high half and l in the low
+    N, stride_x, stride_y, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // PARTS
+    part = tl.program_id(0) % PARTS
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=-float("inf"))
+    m = tl.maximum(tl.max(x, axis=0).to(tl.float32), LOWEST)
+    l = tl.sum(tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E), axis=0)  # noqa: E741
+    partials_ptr += row * PARTS
+    publish(partials_ptr + part, pack_pair(m, l))  # never 0: if m is 0.0, its own 2^0 is in l
+    slots = tl.arange(0, SLOTS)
+    mine = slots < PARTS
+    partials = tl.zeros([SLOTS], tl.int64)
+    if WAIT:
+        partials = wait(partials, partials_ptr + slots, mine, -1)
+    ms, ls = unpack_pair(partials)
+    ms = tl.where(mine, ms, LOWEST)
+    ls = tl.where(mine, ls, 0.0)
+    m = tl.max(ms, axis=0)
+    l = tl.sum(ls * tl.exp2((ms - m) * LOG2E), axis=0)  # noqa: E741
+    y = tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E - tl.log2(l))
+    tl.store(y_ptr + row * stride_y + cols, y, mask=cols < N)
+
+
+def softmax_parts(rows: Rows) -> Split:
+    """A warp for 4 KB, so that a program waits at no barrier."""
+    return split(rows, part_bytes=4096, most_parts=128, warp_bytes=4096)
+
+
+def softmax_split(x):
+    """[M, N] -> [M, N], a row shared by programs that all run at once: 28 warps an SM at 72 registers a thread."""
+    y, rows = _empty(x), Rows.of(x)
+    parts = softmax_parts(rows)
+    if y.numel():
+        partials = torch.zeros(rows.M, parts.parts, dtype=torch.int64, device=x.device)
+        for blocking in waits():
+            softmax_split_kernel[(rows.M * parts.parts,)](
+                x, y, partials, rows.N, x.stride(0), y.stride(0),
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking,
+                num_warps=parts.warps, maxnreg=72,
+            )  # fmt: skip
+    return y
+
+
+# The second pass runs backwards: what was read last is what the caches still hold.
+@triton.jit
+def softmax_two_pass_kernel(x_ptr, y_ptr, N, stride_x, stride_y, BLOCK_N: tl.constexpr):  # x, y: [M, N]
+    row = tl.program_id(0).to(tl.int64)
+    m = LOWEST
+    l = 0.0  # noqa: E741
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=-float("inf")).to(tl.float32)
+        m_new = tl.maximum(m, tl.max(x, axis=0))
+        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)  # noqa: E741
+        m = m_new
+    blocks = tl.cdiv(N, BLOCK_N)
+    for i in range(blocks):
+        cols = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N).to(tl.float32)
+        tl.store(y_ptr + row * stride_y + cols, tl.exp(x - m) / l, mask=cols < N)
+
+
+def softmax_two_pass(x):
+    """[M, N] -> [M, N], a program a row of any length, 16 elements a thread at a time."""
+    y, rows = _empty(x), Rows.of(x)
+    if y.numel():
+        block = min(4096, rows.block)
+        softmax_two_pass_kernel[(rows.M,)](
+            x, y, rows.N, x.stride(0), y.stride(0), block, num_warps=max(1, block // 512)
+        )
+    return y
+
+
+@triton.jit
+def softmax_backward_packed_kernel(
+    y_ptr, dy_ptr, dx_ptr,  # [M, N] each
+    M, N, stride_y, stride_dy, stride_dx, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < N)
+    y = tl.load(y_ptr + rows * stride_y + cols, mask=mask, other=0.0)
+    dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0)
+    delta = tl.sum(opaque(y).to(tl.float32) * opaque(dy).to(tl.float32), axis=1, keep_dims=True)
+    dx = opaque(y).to(tl.float32) * (opaque(dy).to(tl.float32) - delta)
+    tl.store(dx_ptr + rows * stride_dx + cols, dx, mask=mask)
+
+
+def softmax_backward_packed(y, dy):
+    """[M, N], [M, N] -> dx [M, N], rows of at most 64 KB in the registers of a program."""
+    dx, rows = _empty(y), Rows.of(y)
+    if dx.numel():
+        row = rows.block * rows.itemsize
+        tile = max(1, 4096 // row)
+        softmax_backward_packed_kernel[(triton.cdiv(rows.M, tile),)](
+            y, dy, dx, rows.M, rows.N, y.stride(0), dy.stride(0), dx.stride(0), tile, rows.block,
+            num_warps=max(4, row // 4096), maxnreg=128,
+        )  # fmt: skip
+    return dx
+
+
+@triton.jit
+def softmax_backward_split_kernel(
+    y_ptr, dy_ptr, dx_ptr,  # [M, N] each
+    partials_ptr,  # [M, PARTS] int64 zeros; then a part's share of delta in the low half and 1 in the high
+    N, stride_y, stride_dy, stride_dx,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // PARTS
+    part = tl.program_id(0) % PARTS
+    cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N, other=0.0)
+    dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0)
+    share = tl.sum(opaque(y).to(tl.float32) * opaque(dy).to(tl.float32), axis=0)
+    # A share of delta may be 0.0, so the high half of its word is 1: a word of 0 means "not yet".
+    word = (share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
+    partials_ptr += row * PARTS
+    publish(partials_ptr + part, word)
+    slots = tl.arange(0, SLOTS)
+    partials = tl.zeros([SLOTS], tl.int64)
+    if WAIT:  # a slot beyond PARTS: a share of 0.0
+        partials = wait(partials, partials_ptr + slots, slots < PARTS, 1 << 32)
+    delta = tl.sum(partials.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+    dx = opaque(y).to(tl.float32) * (opaque(dy).to(tl.float32) - delta)
+    tl.store(dx_ptr + row * stride_dx + cols, dx, mask=cols < N)
+
+
+def softmax_backward_parts(rows: Rows) -> Split:
+    """Two warps for 8 KB of y and of dy."""
+    return split(rows, part_bytes=8192, most_parts=128, warp_bytes=4096)
+
+
+def softmax_backward_split(y, dy):
+    """[M, N], [M, N] -> dx [M, N], a row shared by programs that all run at once: 16 warps an SM."""
+    dx, rows = _empty(y), Rows.of(y)
+    parts = softmax_backward_parts(rows)
+    if dx.numel():
+        partials = torch.zeros(rows.M, parts.parts, dtype=torch.int64, device=y.device)
+        for blocking in waits():
+            softmax_backward_split_kernel[(rows.M * parts.parts,)](
+                y, dy, dx, partials, rows.N, y.stride(0), dy.stride(0), dx.stride(0),
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking,
+                num_warps=parts.warps, maxnreg=128,
+            )  # fmt: skip
+    return dx
+
+
+@triton.jit
+def softmax_backward_two_pass_kernel(
+    y_ptr, dy_ptr, dx_ptr,  # [M, N] each
+    N, stride_y, stride_dy, stride_dx, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    delta = 0.0
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0).to(tl.float32)
+        delta += tl.sum(y * dy, axis=0)
+    blocks = tl.cdiv(N, BLOCK_N)
+    for i in range(blocks):
+        cols = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)
+        y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N).to(tl.float32)
+        dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N).to(tl.float32)
+        tl.store(dx_ptr + row * stride_dx + cols, y * (dy - delta), mask=cols < N)
+
+
+def softmax_backward_two_pass(y, dy):
+    """[M, N], [M, N] -> dx [M, N], a program a row of any length."""
+    dx, rows = _empty(y), Rows.of(y)
+    if dx.numel():
+        block = min(4096, rows.block)
+        softmax_backward_two_pass_kernel[(rows.M,)](
+            y, dy, dx, rows.N, y.stride(0), dy.stride(0), dx.stride(0), block, num_warps=max(1, block // 256)
+        )
+    return dx
+
+
+def _empty(x):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,0 +1,82 @@
+"""RMSNorm over the last dimension."""
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from course_ops._common import as_rows, expect_rows, on_device, runs_kernel
+from course_ops.kernels import rms_norm as kernels
+from course_ops.kernels._rows import Choice, Rows, choose
+
+FORWARD = (
+    Choice(kernels.rms_norm_packed, lambda r: r.block * r.itemsize <= 65536, "rows in the registers of one program"),
+    Choice(
+        kernels.rms_norm_split,
+        lambda r: kernels.rms_norm_parts(r).fits(r, warps_per_sm=32),
+        "longer rows are still read once: programs of 8 KB share two rows",
+    ),
+    Choice(kernels.rms_norm_two_pass, lambda r: True, "any length, x is read twice"),
+)
+BACKWARD = (
+    Choice(
+        kernels.rms_norm_backward_persistent,
+        lambda r: r.block * r.itemsize <= 16384,
+        "three tiles of dy and x in shared memory",
+    ),
+    Choice(kernels.rms_norm_backward_row, lambda r: r.block * r.itemsize <= 32768, "the next row waits in registers"),
+    Choice(kernels.rms_norm_backward_group, lambda r: True, "programs share a row; two launches if it is too long"),
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, differentiable.
+
+    x: [..., N] in float32, float16 or bfloat16; any N, any strides. weight: [N] of x's dtype or float32. eps None:
+    torch.finfo(x.dtype).eps, as torch.nn.functional.rms_norm. Returns a contiguous tensor of x's shape and dtype;
+    statistics and sums are fp32, and the result is rounded once, after the weight. Saves x and 4 bytes a row for the
+    backward; weight's gradient is added up in the same order in every run.
+    TypeError for another dtype, ValueError for a scalar or another shape of weight.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019, section 4.
+    """
+    expect_rows(x, weight=weight)
+    return _rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)[0]
+
+
+@custom_op("course_ops::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows = as_rows(x)
+    if not runs_kernel(x):
+        rstd = torch.rsqrt(rows.float().square().mean(-1) + eps)
+        return (rows.float() * rstd[:, None] * weight.float()).to(x.dtype).view(x.shape), rstd
+    with on_device(x):
+        y, rstd = choose(FORWARD, Rows.of(rows))(rows, weight.contiguous(), eps)
+    return y.view(x.shape), rstd
+
+
+@custom_op("course_ops::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    drows, rows = as_rows(dy), as_rows(x)
+    if not runs_kernel(x):
+        n, g = rows.float() * rstd[:, None], drows.float() * weight.float()
+        dx = rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))
+        return dx.to(x.dtype).view(x.shape), (drows.float() * n).sum(0).to(weight.dtype)
+    with on_device(x):
+        dx, dw = choose(BACKWARD, Rows.of(rows))(drows, rows, weight.contiguous(), rstd)
+    return dx.view(x.shape), dw
+
+
+_rms_norm.register_fake(
+    lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32))
+)
+_rms_norm_backward.register_fake(lambda dy, x, weight, rstd: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2], output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+_rms_norm.register_autograd(
+    lambda ctx, dy, _: (*_rms_norm_backward(dy, *ctx.saved_tensors), None), setup_context=_setup
+)

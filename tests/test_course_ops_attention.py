@@ -1,0 +1,517 @@
+"""course_ops' attention against PyTorch: values, gradients, lse, refusals, graphs, and the lessons' machine code."""
+
+import hashlib
+import json
+import math
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from unittest import mock
+
+from lessonkit import device
+from lessonkit.elsewhere import environment
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import course_ops
+from course_ops import testing
+from course_ops.attention import BACKWARD, FORWARD, Call, Gradient, visible_pairs
+from course_ops.kernels import attention_decode
+
+OPS = torch.ops.course_ops
+ROUNDING = {torch.float32: 8}  # PyTorch adds in another order; 16 bits: 2
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=("cuda", "torch") if device.HAS_GPU else ("interpreted", "torch"))
+def dev(request):
+    """Where an operator computes: by kernels (on a GPU or interpreted), or by PyTorch on a CPU."""
+    with testing.interpreted() if request.param == "interpreted" else nullcontext():
+        yield torch.device("cuda" if request.param == "cuda" else "cpu")
+
+
+def near(ours, theirs, exact, size=0.0):
+    """Our error against float64 is at most twice PyTorch's own, and some roundings of the largest value, or of size."""
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    if exact.numel():
+        rounding = torch.finfo(ours.dtype).eps * exact.abs().max().clamp(min=size)
+        most = 2 * (theirs.double() - exact).abs().max() + ROUNDING.get(ours.dtype, 2) * rounding
+        assert (ours.double() - exact).abs().max() <= most
+
+
+def heads(dev, B, H, S_q, D, S_k=None, H_kv=None, dtype=torch.float32, layout="bhsd"):
+    """q, k, v with scores far from 0. layout: of memory; "wide" has every second element."""
+
+    def make(H, S, mean):
+        t = (torch.randn(B, H, S, D, device=dev) + mean).to(dtype)
+        if layout == "bshd":
+            return t.transpose(1, 2).contiguous().transpose(1, 2)
+        return torch.stack([t, t + 1], -1)[..., 0] if layout == "wide" else t
+
+    S_k = S_q if S_k is None else S_k
+    return make(H, S_q, 0.5), make(H_kv or H, S_k, -0.5), make(H_kv or H, S_k, 0.5)
+
+
+def mask(S_q, S_k, causal, window, dev):
+    """Which keys each query sees, written as in the documentation."""
+    at = torch.arange(S_q, device=dev)[:, None] + S_k - S_q
+    keys = torch.arange(S_k, device=dev)
+    return (
+        torch.ones_like(keys * at, dtype=torch.bool) & ((keys <= at) | (not causal)) & (keys > at - (window or 2**30))
+    )
+
+
+def theirs(q, k, v, causal, window, scale):
+    """PyTorch: out and lse in the dtype of q, zeros and -inf where no key is visible."""
+    seen = mask(q.shape[2], k.shape[2], causal, window, q.device)
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    s = (q @ k.mT).float() if q.dtype != torch.float64 else q @ k.mT
+    s = (s * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(~seen, -math.inf)
+    return torch.where(seen.any(-1, keepdim=True), out, 0), s.logsumexp(-1)
+
+
+CASES = (  # B, H, S_q, D, S_k, H_kv; causal, window, scale, layout
+    ((1, 2, 0, 16, 5, 1), True, None, None, "bhsd"),  # no queries
+    ((2, 2, 3, 16, 0, 2), False, None, None, "bhsd"),  # no keys: zeros and -inf
+    ((0, 2, 3, 16, 3, 2), False, None, None, "bhsd"),
+    ((1, 1, 1, 1, 1, 1), True, None, None, "bhsd"),
+    ((2, 4, 7, 16, 7, 2), False, None, 0.3, "bhsd"),
+    ((1, 2, 70, 24, 37, 1), True, None, None, "bhsd"),  # the first 33 queries see nothing
+    ((1, 3, 131, 24, 131, 1), True, None, None, "bshd"),  # primes, as a projection leaves them
+    ((1, 2, 67, 16, 90, 1), True, 9, None, "bhsd"),
+    ((1, 1, 150, 16, 150, 1), True, 77, None, "bhsd"),  # a window that begins within a block
+    ((1, 1, 40, 20, 40, 1), True, 1, None, "wide"),  # each query sees itself: out is v
+    ((1, 1, 20, 256, 23, 1), True, None, None, "bhsd"),
+    ((2, 4, 1, 16, 300, 2), True, None, None, "bhsd"),  # decoding
+    ((1, 8, 3, 24, 290, 1), False, None, 0.5, "bshd"),
+)
+KERNELS = dict(zip(range(len(CASES)), (*("portable",) * 11, "decode", "decode"), strict=True))
+
+
+@pytest.mark.parametrize("i", range(len(CASES)))
+def test_forward(dev, i):
+    shape, causal, window, scale, layout = CASES[i]
+    q, k, v = heads(dev, *shape, layout=layout)
+    out, lse = course_ops.attention_forward(q, k, v, causal=causal, window=window, scale=scale)
+    expected, exact = (theirs(*(t.to(d) for t in (q, k, v)), causal, window, scale) for d in (q.dtype, torch.float64))
+    near(out, expected[0], exact[0])
+    assert torch.equal(lse == -math.inf, exact[1] == -math.inf)
+    near(*(t.nan_to_num(neginf=0.0) for t in (lse, expected[1], exact[1])))
+    assert torch.equal(course_ops.attention(q, k, v, causal=causal, window=window, scale=scale), out)
+
+
+@pytest.mark.parametrize("i", range(len(CASES)))
+def test_backward(dev, i):
+    shape, causal, window, scale, layout = CASES[i]
+    q, k, v = (t.requires_grad_() for t in heads(dev, *shape, layout=layout))
+    dout = torch.randn(q.shape, device=dev) + 0.5
+    options = {"causal": causal, "window": window, "scale": scale}
+    ours = torch.autograd.grad(course_ops.attention(q, k, v, **options), (q, k, v), dout)
+    found = []
+    for dtype in (q.dtype, torch.float64):
+        q_, k_, v_ = (t.detach().to(dtype).requires_grad_() for t in (q, k, v))
+        out, _ = theirs(q_, k_, v_, causal, window, scale)
+        grads = torch.autograd.grad(out, (q_, k_, v_), dout.to(dtype))
+        found.append([g.nan_to_num() for g in grads])  # PyTorch: NaN for queries that see nothing
+    size = (
+        float(dout.abs().amax() * v.detach().abs().amax()) if dout.numel() * v.numel() else 0.0
+    )  # of dP, where dP - delta is 0
+    for mine, their, exact in zip(ours, *found, strict=True):
+        near(mine, their, exact, size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("i", [5, 6, 7, 11])
+def test_16_bits(dev, dtype, i):
+    shape, causal, window, scale, layout = CASES[i]
+    q, k, v = (t.requires_grad_() for t in heads(dev, *shape, layout=layout, dtype=dtype))
+    dout = torch.randn(q.shape, device=dev).to(dtype)
+    out = course_ops.attention(q, k, v, causal=causal, window=window, scale=scale)
+    found = [(out, *torch.autograd.grad(out, (q, k, v), dout))]
+    for wide in (dtype, torch.float64):
+        q_, k_, v_ = (t.detach().to(wide).requires_grad_() for t in (q, k, v))
+        out, _ = theirs(q_, k_, v_, causal, window, scale)
+        found.append((out, *(g.nan_to_num() for g in torch.autograd.grad(out, (q_, k_, v_), dout.to(wide)))))
+    # delta is a sum over out as it was rounded, which PyTorch's own backward does not need: twice its budget.
+    for mine, their, exact in zip(*found, strict=True):
+        near(mine, their + (their - exact.to(dtype)), exact)
+
+
+@pytest.mark.skipif(not device.HAS_GPU or device.architecture() != 90, reason="wgmma needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 4, 512, 128, 512, 4), (2, 4, 640, 128, 512, 2), (3, 8, 1000, 128, 1500, 2), (1, 6, 77, 64, 150, 2),
+        (2, 4, 300, 96, 300, 4), (4, 34, 400, 64, 300, 34), (1, 2, 2500, 64, 2500, 1), (1, 2, 20, 32, 160, 1),
+        (2, 4, 600, 128, 600, 1), (1, 2, 5000, 64, 5000, 2), (16, 16, 400, 128, 272, 8),
+    ],
+)  # fmt: skip
+def test_hopper(dtype, causal, shape):
+    q, k, v = heads("cuda", *shape, dtype=dtype)
+    scale = q.shape[-1] ** -0.5
+    dout = torch.randn(q.shape, device="cuda").to(dtype)
+    out, lse = course_ops.attention_forward(q, k, v, causal=causal)
+    assert chosen(FORWARD, Call(q, k, v, causal, None, scale)) == "hopper"
+    assert chosen(BACKWARD, Gradient(dout, q, k, v, out, lse, causal, None, scale)) == "hopper"
+    ours = (out, *course_ops.attention_backward(dout, q, k, v, out, lse, causal=causal))
+    found = []
+    for wide in (dtype, torch.float64):
+        q_, k_, v_ = (t.detach().to(wide).requires_grad_() for t in (q, k, v))
+        expected, _ = theirs(q_, k_, v_, causal, None, None)
+        found.append((expected, *(g.nan_to_num() for g in torch.autograd.grad(expected, (q_, k_, v_), dout.to(wide)))))
+    for mine, their, exact in zip(ours, *found, strict=True):
+        near(mine, their + (their - exact.to(dtype)), exact)
+    # Scores that grow from block to block: the maximum of the first block does not do (lazy rescaling).
+    q, k = q.abs(), k.abs() * torch.linspace(0.1, 8, k.shape[2], device="cuda").to(dtype)[:, None].flip(0)
+    out, _ = course_ops.attention_forward(q, k, v, causal=causal)
+    near(out, *(theirs(*(t.to(d) for t in (q, k, v)), causal, None, None)[0] for d in (dtype, torch.float64)))
+
+
+def chosen(table, call):
+    return next(name for name, takes, _ in table if takes(call))
+
+
+def test_which_kernel():
+    with testing.interpreted() if not device.HAS_GPU else nullcontext():
+        for i, (shape, causal, window, _, layout) in enumerate(CASES):
+            call = Call(*heads("cpu", *shape, layout=layout), causal, window, 1.0)
+            if call.q.numel() and not device.HAS_GPU:
+                assert chosen(FORWARD, call) == KERNELS[i]
+
+
+def test_float64_on_a_cpu():
+    q, k, v = (t.double().requires_grad_() for t in heads("cpu", 1, 4, 5, 8, S_k=7, H_kv=2))
+    assert torch.autograd.gradcheck(lambda *t: course_ops.attention(*t, causal=True, window=3), (q, k, v))
+    out, lse = course_ops.attention_forward(q, k, v, causal=True)
+    expected = theirs(q, k, v, True, None, None)
+    torch.testing.assert_close((out, lse), expected)
+
+
+def test_two_halves_of_the_keys_are_merged_by_lse(dev):
+    """And their backward, given the whole's out and lse, adds up to the whole's: what a ring does."""
+    q, k, v = heads(dev, 1, 4, 40, 16, S_k=70, H_kv=2)
+    dout = torch.randn_like(q)
+    whole, lse = course_ops.attention_forward(q, k, v, scale=0.4)
+    halves = [(k[:, :, part], v[:, :, part]) for part in (slice(33), slice(33, None))]
+    parts = [course_ops.attention_forward(q, *kv, scale=0.4) for kv in halves]
+    merged = torch.stack([part_lse for _, part_lse in parts]).logsumexp(0)
+    out = sum((part_lse - merged).exp()[..., None] * part for part, part_lse in parts)
+    torch.testing.assert_close((out, merged), (whole, lse), rtol=1e-5, atol=1e-5)
+    grads = [course_ops.attention_backward(dout, q, *kv, whole, lse, scale=0.4) for kv in halves]
+    dq, dk, dv = course_ops.attention_backward(dout, q, k, v, whole, lse, scale=0.4)
+    joined = grads[0][0] + grads[1][0], torch.cat([g[1] for g in grads], 2), torch.cat([g[2] for g in grads], 2)
+    torch.testing.assert_close(joined, (dq, dk, dv), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_seen_does_not_matter(dev):
+    """To the bit: other keys in the future, or before the window, change nothing, and get no gradient."""
+    q, k, v = heads(dev, 1, 1, 150, 16)
+    for window, rows, changed in ((None, slice(100), slice(100, 150)), (20, slice(100, 150), slice(80))):
+        before = course_ops.attention(q, k, v, causal=True, window=window)
+        k_, v_ = k.clone(), v.clone()
+        k_[:, :, changed], v_[:, :, changed] = k_[:, :, changed] + 3, 7.0
+        k_.requires_grad_(), v_.requires_grad_()
+        after = course_ops.attention(q, k_, v_, causal=True, window=window)
+        assert torch.equal(after[:, :, rows], before[:, :, rows])
+        assert not torch.equal(after, before)
+        after[:, :, rows].sum().backward()
+        assert not k_.grad[:, :, changed].any()
+        assert not v_.grad[:, :, changed].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # by pointers, and by TMA
+def test_lengths_of_a_cache(dtype):
+    """Keys past a sequence's length, here NaN, are not read; each sequence is computed as if it were alone."""
+    with testing.interpreted() if not device.HAS_GPU else nullcontext():
+        q, k, v = heads(device.DEVICE, 4, 4, 2, 16, S_k=300, H_kv=2, dtype=dtype)
+        lengths = torch.tensor([0, 1, 130, 300], dtype=torch.int32, device=device.DEVICE)
+        for b, n in enumerate(lengths.tolist()):
+            k[b, :, n:], v[b, :, n:] = math.nan, math.nan
+        found = attention_decode.attention_decode(q, k, v, True, 0.25, lengths)
+        for b, n in enumerate(lengths.tolist()):
+            one = slice(b, b + 1)
+            alone = course_ops.attention_forward(q[one], k[one, :, :n], v[one, :, :n], causal=True, scale=0.25)
+            close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
+            torch.testing.assert_close(tuple(t[one] for t in found), alone, **close)
+
+
+def test_the_backward_of_fixed_order_is_the_same_each_time(dev):
+    q, k, v = heads(dev, 1, 4, 70, 16, H_kv=1)
+    dout, (out, lse) = torch.randn_like(q), course_ops.attention_forward(q, k, v, causal=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (course_ops.attention_backward(dout, q, k, v, out, lse, causal=True) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, first, second))
+
+
+def test_operators_are_sound(dev):
+    """opcheck: schema, fake and gradient agree with what the operators do; no result shares memory."""
+    q, k, v = heads(dev, 1, 2, 9, 8, S_k=11, H_kv=1)
+    dout, (out, lse) = torch.randn_like(q), course_ops.attention_forward(q, k, v)
+    torch.library.opcheck(OPS.attention, tuple(t.requires_grad_() for t in (q, k, v)))
+    torch.library.opcheck(OPS.attention, (q.detach().mT, k.detach()[..., :9, :].mT, v.detach()[..., :9, :].mT, True, 3))
+    torch.library.opcheck(OPS.attention_backward, tuple(t.detach() for t in (dout, q, k, v, out, lse)))
+
+
+def test_in_a_compiled_graph(dev):
+    q, k, v = (t.requires_grad_() for t in heads(dev, 1, 2, 9, 8))
+
+    def loss(q, k, v):
+        return course_ops.attention(q, k, v, causal=True, scale=0.5).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected, found = (torch.autograd.grad(f(q, k, v), (q, k, v)) for f in (loss, compiled))
+    torch.testing.assert_close(found, expected)
+
+
+def test_flops_are_those_of_visible_pairs():
+    for S_q, S_k in ((0, 3), (3, 0), (1, 1), (4, 4), (4, 9), (9, 4)):
+        for causal, window in ((False, None), *((True, w) for w in (None, 1, 3, 4, 20))):
+            expected = int(mask(S_q, S_k, causal, window, "cpu").sum())
+            assert visible_pairs(S_q, S_k, causal, window) == expected
+    q, k, v = (t.requires_grad_() for t in heads("cpu", 2, 4, 16, 8, H_kv=2))
+    for causal, pairs in ((False, 256), (True, 136)):
+        with FlopCounterMode(display=False) as flops:
+            course_ops.attention(q, k, v, causal=causal).sum().backward()
+        assert flops.get_total_flops() == 14 * 2 * 4 * 8 * pairs
+
+
+def test_a_second_derivative_is_an_error():
+    q, k, v = (t.requires_grad_() for t in heads("cpu", 1, 1, 4, 8))
+    (dq,) = torch.autograd.grad(course_ops.attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        dq.sum().backward()
+
+
+def refused(change=lambda q, k, v: (q, k, v), **options):
+    return lambda: course_ops.attention(*change(*heads("cpu", 1, 4, 8, 16)), **options)
+
+
+def refused_gradient(which, change, **options):
+    def call():
+        q, k, v = heads("cpu", 1, 4, 8, 16)
+        args = [torch.zeros_like(q), q, k, v, *course_ops.attention_forward(q, k, v)]
+        args[which] = change(args[which])
+        course_ops.attention_backward(*args, **options)
+
+    return call
+
+
+REFUSED = (
+    (refused(lambda q, k, v: (q[:, :3], k[:, :2], v[:, :2])), ValueError, "q has 3 heads, k 2"),
+    (refused(lambda q, k, v: (q[0], k[0], v[0])), ValueError, "q has 3 dimension"),
+    (refused(lambda q, k, v: (t.expand(1, 4, 8, 272) for t in (t[..., :1] for t in (q, k, v)))),
+     course_ops.Unsupported, "head_dim 272, expected 1 to 256"),
+    (refused(lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0])), ValueError, "head_dim 0"),
+    (refused(lambda q, k, v: (q, k[..., :8], v[..., :8])), ValueError, "head_dim"),
+    (refused(lambda q, k, v: (q, k, v[:, :, 1:])), ValueError, "v has shape"),
+    (refused(lambda q, k, v: (q, k.half(), v)), TypeError, "k is torch.float16, but q"),
+    (refused(lambda q, k, v: (q.long(), k, v)), TypeError, "q is torch.int64"),
+    (refused(lambda q, k, v: (q, k.to("meta"), v)), ValueError, "k is on meta"),
+    (refused(window=4), ValueError, "needs causal=True"),
+    (refused(window=0, causal=True), ValueError, "1 or more keys"),
+    (refused(scale=-1.0), ValueError, "pass -q"),
+    (refused(scale=math.nan), ValueError, "positive number"),
+    (refused_gradient(5, lambda t: t[..., 1:]), ValueError, "lse has shape"),
+    (refused_gradient(5, torch.Tensor.half), TypeError, "lse is torch.float16"),
+    (refused_gradient(5, lambda t: t.to("meta")), ValueError, "lse is on meta"),
+    (refused_gradient(0, torch.Tensor.half), TypeError, "dout is torch.float16"),
+    (refused_gradient(0, lambda t: t[:, :1]), ValueError, "dout has shape"),
+    (refused_gradient(0, lambda t: t, window=3), ValueError, "needs causal"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_kernels_refuse_float64():
+    with testing.interpreted() if not device.HAS_GPU else nullcontext():
+        where = "cuda" if device.HAS_GPU else "cpu"
+        with pytest.raises(TypeError, match="q is torch"):
+            course_ops.attention(*(t.double() for t in heads(where, 1, 1, 4, 8)))
+
+
+# ---- transformers --------------------------------------------------------------------------------------------------
+
+
+def models():
+    """GPT-2 and Llama (grouped heads), small and random."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97}
+    ends = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.2}
+    gpt2 = transformers.GPT2Config(**sizes, **ends, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    llama = transformers.LlamaConfig(
+        **sizes, **ends, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64
+    )
+    for config in (gpt2, llama):
+        yield transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().to(device.DEVICE)
+
+
+def test_transformers():
+    """Logits, gradients and generated tokens are sdpa's; a padded prompt's logits are those of the prompt alone."""
+    import course_ops.transformers as ours
+
+    tokens = torch.randint(1, 97, (2, 11), device=device.DEVICE)
+    padded, attention_mask = tokens.clone(), torch.ones_like(tokens)
+    padded[1, :4], attention_mask[1, :4] = 0, 0
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    for model in models():
+        ours.register()
+        found = []
+        for name in ("sdpa", ours.NAME):
+            model.set_attn_implementation(name)
+            out = model(tokens, labels=tokens)
+            grads = torch.autograd.grad(out.loss, list(model.parameters()))
+            with torch.no_grad():
+                left = model(padded, attention_mask=attention_mask, position_ids=positions).logits[1, 4:]
+                new = model.generate(tokens[:1], max_new_tokens=4, do_sample=False)
+            found.append((out.logits.detach(), *grads, left, new))
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+TOKENS = torch.zeros(1, 2, 6, 8)
+REFUSED_BY_MODELS = (
+    ({"dropout": 0.1}, None, "set it to 0"),
+    ({"softcap": 30.0}, None, "softcap is not there"),
+    ({}, torch.tensor([[1, 1, 0, 1, 1, 1]]), "sequence 0 has a hole"),
+    ({}, torch.zeros(1, 1, 6, 6), r"expected \(1, 6\)"),
+)
+
+
+@pytest.mark.parametrize(("options", "padding", "words"), REFUSED_BY_MODELS, ids=[w for *_, w in REFUSED_BY_MODELS])
+def test_models_are_told_what_is_not_there(options, padding, words):
+    from course_ops.transformers import model_attention
+
+    with pytest.raises(ValueError, match=words):
+        model_attention(torch.nn.Identity(), TOKENS, TOKENS, TOKENS, padding, **options)
+
+
+def test_transformers_missing(monkeypatch):
+    from course_ops.transformers import register
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
+    with pytest.raises(ImportError, match="pip install 'transformers>=5'"):
+        register()
+
+
+# ---- The lessons' machine code -------------------------------------------------------------------------------------
+
+
+def sized(S, D, causal, H_kv=None, S_k=None, dtype="bfloat16", window=None, B=2, H=8):
+    return {
+        "B": B, "H": H, "S": S, "D": D, "S_k": S_k, "H_kv": H_kv, "causal": causal, "dtype": dtype, "window": window
+    }  # fmt: skip
+
+
+PUSH = [("forward", sized(4096, 128, True))]
+FORWARD_NIGHT = [
+    *(("forward", sized(4096, D, causal, H_kv)) for D in (64, 128) for causal in (False, True) for H_kv in (8, 2)),
+    ("forward", sized(512, 128, True)),
+    ("forward", sized(16384, 64, True)),
+    *(("forward", sized(1000, D, True, S_k=1500, dtype="float16")) for D in (64, 96, 128)),
+    *(("forward", sized(1024, D, True, 2, dtype="float32")) for D in (64, 256)),
+    *(("forward", sized(1024, D, True, 2, window=256)) for D in (128, 256)),
+    ("decode", sized(1, 128, True, H=32, H_kv=8, S_k=8192)),
+    ("decode", sized(4, 64, True, H=32, H_kv=8, S_k=8192)),
+    ("decode", sized(1, 128, True, H=32, H_kv=32, S_k=8192, B=16)),
+]
+BACKWARD_NIGHT = [
+    *(("backward", sized(4096, D, causal, H_kv)) for D in (64, 128) for causal in (False, True) for H_kv in (8, 2)),
+    *(("backward", sized(512, 128, causal, dtype="float16")) for causal in (False, True)),
+    *(("backward", sized(1024, D, True, 2, window=256)) for D in (128, 256)),
+    ("backward", sized(1024, 64, False, 2, dtype="float32")),
+]
+NIGHT = [pytest.param(cases, marks=pytest.mark.night) for cases in (FORWARD_NIGHT, BACKWARD_NIGHT)]
+
+
+@pytest.mark.parametrize("cases", [PUSH, *NIGHT], ids=["push", "forward", "backward"])
+def test_a_lessons_last_rung_is_the_operators_kernel(cases):
+    """Compiled for sm_90 both have the same PTX or the same SASS, and the same grid, warps and shared memory.
+
+    PTX may name and order values in another way, for the same SASS; and of one PTX, ptxas makes another schedule now
+    and then. Neither counts the names and places of parameters, as the backward has one less.
+    """
+    command = [sys.executable, "-c", "from tests.test_course_ops_attention import print_launches; print_launches()"]
+    env = environment(LESSONKIT_LANE="compiled", CUDA_VISIBLE_DEVICES="", TRITON_DISABLE_LINE_INFO="1")
+    answer = subprocess.run(command, input=json.dumps(cases), env=env, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    for (what, sizes), found in zip(cases, json.loads(answer.stdout), strict=True):
+        for ours, lessons in zip(found["operator"], found["lesson"], strict=True):
+            assert ours[2:] == lessons[2:], (what, sizes)
+            assert ours[0] == lessons[0] or ours[1] == lessons[1], (what, sizes)
+        on_hopper = sizes["dtype"] != "float32" and not sizes["window"] and what != "decode"
+        assert any("hopper" in name for name in found["names"]) == on_hopper
+        if what == "forward" and on_hopper:
+            assert found["spills"] == 0, sizes
+
+
+def print_launches():
+    """In a process of its own: for each case on stdin what course_ops and the lesson launch, as JSON."""
+    from lessonkit import compiled, launches
+
+    from triton.runtime.jit import JITFunction
+
+    from course_ops.attention import launch_backward, launch_forward
+    from day4_replace_op import lesson05_flash_backward as lesson5
+    from day4_replace_op import lesson06e_flash_backward_sum as lesson6e
+    from day4_replace_op import lesson06g_flash_hopper_diagonal as lesson6g
+    from day4_replace_op import lesson07b_flash_decoding_shares as lesson7b
+
+    made, answers = [], []
+
+    def launched(self, *args, **options):
+        made.append(record(self, *args, **options))
+
+    def code(kernel):
+        """PTX and SASS as hashes, without the kernel's name and the numbers or addresses of its parameters."""
+        with compiled.as_file(kernel.asm["cubin"]) as cubin:
+            sass = re.sub(r"c\[0x0\]\s*\[0x[0-9a-f]+\](.*?);.*", r"c\1;", compiled.tool("cuobjdump", "-sass", cubin))
+        ptx = re.sub(r"_param_\d+", "_param", kernel.asm["ptx"])
+        ptx = "\n".join(line for line in ptx.splitlines() if not line.strip().startswith((".param", "//")))
+        plain = (text.replace(kernel.metadata.name, "kernel") for text in (ptx, sass))
+        return [hashlib.sha256(text.encode()).hexdigest() for text in plain]
+
+    with launches.recording() as events:
+        record = JITFunction.run
+        for what, sizes in json.load(sys.stdin):
+            dout, q, k, v, out, lse, causal, window, _ = lesson5.inputs(
+                **sizes | {"dtype": getattr(torch, sizes["dtype"])}
+            )
+            scale = q.shape[-1] ** -0.5
+            call, gradient = (
+                Call(q, k, v, causal, window, scale),
+                Gradient(dout, q, k, v, out, lse, causal, window, scale),
+            )
+            lesson = {
+                "forward": lambda c=call: lesson6g.attention(*c[:5]),
+                "backward": lambda g=gradient: lesson6e.attention_backward(*g[:8]),
+                "decode": lambda c=call: lesson7b.decode(*c[:3], None, c.causal),
+            }[what]
+            ours = (lambda g=gradient: launch_backward(g)) if what == "backward" else (lambda c=call: launch_forward(c))
+            answer = {}
+            for name, fn in (("lesson", lesson), ("operator", ours)):
+                events.clear(), made.clear()
+                with mock.patch.object(JITFunction, "run", launched):
+                    fn()
+                kernels = [event for event in events if event[0] == "kernel"]
+                answer[name] = [(*code(m), *map(str, e[3:7])) for m, e in zip(made, kernels, strict=True)]
+            rows = [compiled.inspect(what, kernel, launches.TARGET) for kernel in made]
+            answers.append(answer | {"names": [row.kernel for row in rows], "spills": sum(row.spills for row in rows)})
+    print(json.dumps(answers))
