@@ -42,26 +42,8 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
-def load_tile(source, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
-    """Rows from `row` on of a head of a [B, H, S, D] tensor; zeros past S and D, which add nothing to a product."""
-    if TMA:
-        return source.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
-    else:
-        ptrs, inside = tile_ptrs(source, strides, b, h, row, S, D, ROWS, BLOCK_D)
-        return tl.load(ptrs, mask=inside, other=0.0)
-
-
-@triton.jit
-def store_tile(target, x, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
-    if TMA:
-        target.store([b, h, row, 0], x.to(target.dtype).reshape(1, 1, ROWS, BLOCK_D))
-    else:
-        ptrs, inside = tile_ptrs(target, strides, b, h, row, S, D, ROWS, BLOCK_D)
-        tl.store(ptrs, x.to(target.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def tile_ptrs(base, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers to ROWS rows of a head of a [B, H, S, D] tensor, and which of them are inside."""
     rows, cols = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
     # int64 before each stride: any of these may pass 2^31
     head = base + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
@@ -85,9 +67,10 @@ def merge_kernel(
     old, new = tl.exp(lse - m), tl.exp(part - m)
     total = old + new
     old, new = old / tl.where(total == 0, 1.0, total), new / tl.where(total == 0, 1.0, total)
-    out = load_tile(out_ptr, out_strides, b, h, row, S, D, BLOCK, BLOCK_D, False)
-    o = load_tile(o_ptr, o_strides, b, h, row, S, D, BLOCK, BLOCK_D, False).to(tl.float32)
-    store_tile(out_ptr, out * old[:, None] + o * new[:, None], out_strides, b, h, row, S, D, BLOCK, BLOCK_D, False)
+    out_ptrs, inside = tile_ptrs(out_ptr, out_strides, b, h, row, S, D, BLOCK, BLOCK_D)
+    o_ptrs, _ = tile_ptrs(o_ptr, o_strides, b, h, row, S, D, BLOCK, BLOCK_D)
+    out, o = tl.load(out_ptrs, mask=inside, other=0.0), tl.load(o_ptrs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, out * old[:, None] + o * new[:, None], mask=inside)
     tl.store(lse_ptrs, m + tl.log(total), mask=rows < S)
 
 

@@ -11,7 +11,21 @@ from lessonkit.base import device  # isort: skip - first, before anything import
 from lessonkit.base.device import DEVICE, num_sms, shared_memory
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import BY_NAME
-from lessonkit.lesson import Case, Grad, Lesson, Mutant, Problem, Refusal, Steps, Table, Work, case, discover, needs
+from lessonkit.lesson import (
+    Case,
+    Grad,
+    Lesson,
+    Mutant,
+    Problem,
+    Refusal,
+    Steps,
+    Table,
+    Work,
+    case,
+    discover,
+    needs,
+    specimen,
+)
 from lessonkit.modes.inductor import by_inductor
 from lessonkit.modes.opaque import opaque
 from lessonkit.validate import FLOATS, expect, tma_takes
@@ -41,6 +55,7 @@ __all__ = [
     "num_sms",
     "opaque",
     "shared_memory",
+    "specimen",
     "tma_takes",
 ]
 

@@ -1,7 +1,7 @@
 """Matmul: C = A B, A [M, K], B [K, N] -> C [M, N] in their dtype, accumulated in fp32. Any strides.
 
 fp32 is exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. PROBLEM_FP32 is the same question for
-programs that take fp32 matrices with rows next to each other and nothing else.
+programs that take contiguous fp32 matrices and nothing else, PROBLEM_BF16 for those that take contiguous bf16 ones.
 """
 
 import math
@@ -9,6 +9,7 @@ import math
 from lessonkit import DEVICE, Problem, Refusal, Work, case, expect
 
 import torch
+import torch.nn.functional as F
 
 SQUARE = (1024, 2048, 4096, 8192, 16384)
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))  # N, K of models with 4096 and 8192 features
@@ -161,4 +162,71 @@ PROBLEM_FP32 = Problem(
     ),
     dtypes=(torch.float32,),
     bench_dtype=torch.float32,
+)
+
+
+def multiply_padded(kernels, name, a, b, inner, columns):
+    """a [M, K] @ b [K, N], contiguous bfloat16, by a launcher that takes K in multiples of `inner`, N of `columns`.
+
+    The zeros that fill up add nothing to a product. Both begin at 16 bytes afterwards, as TMA and cp.async want it.
+    """
+    expect(a=a, b=b, ndim=2, dtypes=[torch.bfloat16], contiguous=True)
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"a has {a.shape[1]} columns and b {b.shape[0]} rows, expected as many: is one transposed?")
+    (m, k), n = a.shape, b.shape[1]
+    if 0 in (m, n, k):
+        return a.new_zeros(m, n)
+    more_n, more_k = -n % columns, -k % inner
+    a, b = _padded(a, 0, more_k), _padded(b, more_k, more_n)
+    c = a.new_empty(m, n + more_n)
+    getattr(kernels, name)(a, b, c, m, n + more_n, k + more_k)
+    return c[:, :n].contiguous()  # itself if nothing was padded
+
+
+def _padded(t, rows, columns):
+    if rows or columns:
+        return F.pad(t, (0, columns, 0, rows))
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+def a_permutation_moves_rows(rung):
+    """A permutation times b has b's rows in another order, to the bit: one in a wrong place shows as itself."""
+    _, b = inputs(1, 136, 300, dtype=torch.bfloat16)
+    order = torch.randperm(300, device=b.device)
+    assert torch.equal(rung(torch.eye(300, device=b.device, dtype=b.dtype)[order], b), b[order])
+
+
+def a_view_that_begins_anywhere(rung):
+    """A matrix that begins two bytes into an allocation, where the copy engine may not read."""
+    a, b = inputs(70, 64, 128, dtype=torch.bfloat16)
+    shifted = a.new_empty(a.numel() + 1)[1:].view(a.shape).copy_(a)
+    assert torch.equal(rung(shifted, b), rung(a, b))
+
+
+def _bf16(rows, columns):
+    return inputs(rows, columns, columns, dtype=torch.bfloat16)[0]
+
+
+PROBLEM_BF16 = Problem(
+    reference=reference,
+    inputs=inputs,
+    work=work,
+    checks=(
+        case("no rows: an empty grid is an error in CUDA", M=0, N=5, K=8),
+        case("no columns", M=5, N=0, K=8),
+        case("nothing to add: zeros, and they must be written", M=33, N=10, K=0),
+        case("one product; all else is padding", M=1, N=1, K=1),
+        case("K so long that the parities turn often", gib=1, M=257, N=513, K=8200),
+        case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15 + 64, K=64),
+    ),
+    benches=PROBLEM.benches,
+    peers=PEERS,
+    properties=(a_permutation_moves_rows, a_view_that_begins_anywhere),
+    refuses=(
+        Refusal("K differs", lambda f: f(_bf16(8, 8), _bf16(16, 8)), ValueError, "b 16 rows"),
+        Refusal("not bfloat16", lambda f: f(_bf16(8, 8).half(), _bf16(8, 8)), TypeError, "a is torch.float16"),
+        Refusal("a batch", lambda f: f(_bf16(8, 8)[None], _bf16(8, 8)), ValueError, "3 dimension"),
+        Refusal("transposed", lambda f: f(_bf16(8, 16).T, _bf16(8, 8)), ValueError, "contiguous"),
+    ),
+    dtypes=(torch.bfloat16,),
 )
