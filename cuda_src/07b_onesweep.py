@@ -76,7 +76,7 @@ LESSON = Lesson(
             "before - begin",
             "before",
             "onesweep",
-            "race",
+            "out of bounds",
         ),
         Mutant(
             "no barrier before the warps' counts are added up",
