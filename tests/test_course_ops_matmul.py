@@ -599,7 +599,7 @@ def test_a_lessons_last_rung_is_the_operators_kernel(case):
 
 def launches_of(case):
     """What lesson and operator launch: [machine code, grid, warps, shared memory] each. In a compiling process."""
-    from lessonkit.launches import recording
+    from lessonkit.measure.launches import recording
 
     found = []
     with recording() as events:
