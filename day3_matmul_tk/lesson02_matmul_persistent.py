@@ -1,5 +1,5 @@
-"""Matmul: a grid that stays, tiles that copy themselves, warps that specialise
-============================================================================
+"""Matmul: persistent kernel, TMA, warp specialization
+===================================================
 Lesson 1's loop multiplies at the pace of L2, while it runs. Around it lies what no tile size cures: a program starts
 with an empty pipeline (about 1500 cycles until its first tiles are there), ends with writing C (64 KB for 128 x 256,
 1700 cycles), and its threads, while they multiply, compute addresses: 48 KB a step are 3072 copies of 16 bytes, each

@@ -1,18 +1,18 @@
-"""Gluon, second half: warps with a trade, and a grid that stays
-============================================================
-The first half ends with a product always in flight, but all eight warps do everything in step: they wait for tiles, ask
-for tiles, multiply, and at a tile's end convert and store while the tensor cores stand still. An SM multiplies a tile
-of 128 x 256 in 65,536 cycles at K = 4096, so each 1000 cycles around it are 1.5%. Here the trades part:
+"""Gluon: warp specialization and a persistent kernel
+==================================================
+Lesson 7 ends with one MMA always in flight, but all eight warps do everything in step: they wait for tiles, issue
+loads, multiply, and at a tile's end convert and store while the tensor cores are idle. An SM multiplies a tile
+of 128 x 256 in 65,536 cycles at K = 4096, so each 1000 cycles around it are 1.5%. Here each warp has one role:
 
-    1 warp                 asks for tiles as soon as a stage is empty      40 registers a thread
-    2 warpgroups (4 + 4)   multiply 64 x 256 each, and store it           232 registers a thread: 128 are sums
+    1 producer warp        issues loads as soon as a stage is empty        40 registers a thread
+    2 consumer warpgroups  multiply 64 x 256 each, and store it           232 registers a thread: 128 are sums
 
 They meet at barriers alone, two for each stage: `full` (the copies have come) and `empty` (both have read). A
-barrier's phase ends with its last arrival (and byte); who waits names the parity of the phase whose end he needs.
+barrier's phase ends with its last arrival and byte. A wait names the parity of the phase whose end it needs.
 
-You will learn: warp_specialize, who waits for whom and with which parity, register budgets, persistence by hand.
-Needs a Hopper GPU to run; without one the rungs are compiled, and a slow twin of the barriers runs, whose partitions
-take turns in any order: its mutants are the mistakes that on a GPU hang, or are wrong once a week.
+You will learn: warp_specialize, which wait needs which parity, register budgets, persistence by hand.
+Needs a Hopper GPU to run; without one the rungs are compiled, and a CPU model of the barriers runs, whose partitions
+take turns in any order. Its mutants are mistakes that hang on a GPU, or give wrong results rarely.
 Run it:    python day3_matmul_tk/lesson07b_gluon_persistent.py
 Check it:  python -m lessonkit check lesson07b_gluon_persistent
 Time it:   python -m lessonkit bench lesson07b_gluon_persistent
@@ -249,7 +249,7 @@ def _describe(t, rows, cols):
     return tensor_descriptor(t, [rows, cols]), False
 
 
-# The slow twin: what lies between the barriers is PyTorch, small (32 x 48 x 16, 3 stages, 4 programs) so that the ring
+# The CPU model: what lies between the barriers is PyTorch, small (32 x 48 x 16, 3 stages, 4 programs) so that the ring
 # turns often. Partitions are generators that yield (barrier, parity) where the kernel's wait; any that need not wait
 # may run next, and a copy may come at any time: until then its stage is NaN. The order is random, and always the same.
 def twin(a, b):

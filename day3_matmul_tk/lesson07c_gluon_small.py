@@ -1,7 +1,8 @@
-"""Gluon, third part: outputs too small for the GPU
-===============================================
-128 tokens times a weight of 4096 columns: C has 32 tiles of 128 x 128, the GPU 132 SMs. So K is shared out as well,
-SPLITS programs to a tile, and somebody adds up. In cycles, if an SM loads 40 bytes a cycle and memory gives 2300:
+"""Gluon: split-K for outputs with fewer tiles than SMs
+====================================================
+128 tokens times a weight of 4096 columns: C has 32 tiles of 128 x 128, the GPU 132 SMs. So K is split as well,
+SPLITS programs to a tile, which then add up their parts. In cycles, if an SM loads 40 bytes a cycle and memory
+gives 2300:
 
     M = 128, N = K = 4096    loads of an SM    memory: b, 33.5 MB    parts, written and read    in all
     128 x 64,  K in 2        768 KB  19,700    14,600                 32 KB + 4000   5,000      24,700
@@ -12,7 +13,7 @@ Loads and memory run at a time, parts come afterwards. 4000 are the trips to L2 
 behind them, a counter, loads. In a cluster they would be trips to another SM; Gluon has clusters from Triton 3.7 on.
 
 You will learn: split-K in one launch, reduce-scatter between programs, counters that nobody resets, why waiting ends.
-Needs a Hopper GPU to run; without one the rungs are compiled, and a slow twin of the meeting runs, in any order.
+Needs a Hopper GPU to run; without one the rungs are compiled, and a CPU model of the meeting runs, in any order.
 Run it:    python day3_matmul_tk/lesson07c_gluon_small.py
 Check it:  python -m lessonkit check lesson07c_gluon_small
 Time it:   python -m lessonkit bench lesson07c_gluon_small
@@ -273,7 +274,7 @@ def _describe(t, rows, cols):
     return tensor_descriptor(t, [rows, cols]), False
 
 
-# The slow twin of the meeting, with lesson 7b's barriers: the 4 programs of a tile of 32 x 48 at a time. Where one
+# The CPU model of the meeting, with lesson 7b's barriers: the 4 programs of a tile of 32 x 48 at a time. Where one
 # waits another may run, and a row that is stored comes at any time; until then there is NaN.
 def twin(a, b):
     """As the rungs, for any shape and dtype: what split_kernel does before and after it multiplies."""

@@ -8,7 +8,7 @@ rounds and stores them: 1000 cycles or more beside 33,000, if nobody multiplies 
 
 You will learn: what 8 bits change in a Hopper kernel, and what they leave as it was.
 Lesson 7e goes on with scales that change with k.
-Needs a Hopper GPU to run; without one the rungs are compiled. The barriers are lesson 7b's, and so is their twin.
+Needs a Hopper GPU to run; without one the rungs are compiled. The barriers are lesson 7b's, and so is their CPU model.
 Run it:    python day3_matmul_tk/lesson07d_gluon_fp8.py
 Check it:  python -m lessonkit check lesson07d_gluon_fp8
 Time it:   python -m lessonkit bench lesson07d_gluon_fp8

@@ -1,5 +1,5 @@
-"""fp8 in Gluon, second half: one warpgroup adds up while others multiply
-=======================================================================
+"""fp8 in Gluon: block scales, one warpgroup promotes while another multiplies
+===========================================================================
 Scales that change with k (lesson 5: A in 1 x 128 blocks, B in 128 x 128) end the tensor cores' sums every 128 of K, and
 each is promoted: multiplied by its two scales and added to a sum in fp32 registers. Triton's loop does that in turn,
 all warps together: a product, a wait for its end, a promotion. For a tile of 128 x 128 and 128 of K an SM has to do
@@ -9,12 +9,12 @@ all warps together: a product, a wait for its end, a promotion. For a tile of 12
     besides                100           notice a product's end, meet, ask for the next one
 
 so that a loop in turn has at most 70% of the tensor cores. None of the three needs what the others use: all that is
-missing is somebody else's product at that time. Lesson 7b's warpgroups have sums of their own, so one can promote while
-the other multiplies. Nobody has to see to it: whoever waits for the tensor cores is late, and stays late.
+missing is another warpgroup's MMA at that time. Lesson 7b's warpgroups have sums of their own, so one can promote while
+the other multiplies. The two get out of step by themselves: a warpgroup that waits for the tensor cores stays behind.
 
 You will learn: what a promotion costs and where to hide it, registers as a limit of tiles, a third warpgroup.
 Sources: DeepSeek-V3, section 3.3.2, for the scales and why to promote; DeepGEMM has two such warpgroups.
-Needs a Hopper GPU to run; without one the rungs are compiled. The barriers are lesson 7b's, and so is their twin.
+Needs a Hopper GPU to run; without one the rungs are compiled. The barriers are lesson 7b's, and so is their CPU model.
 Run it:    python day3_matmul_tk/lesson07e_gluon_fp8_blocks.py
 Check it:  python -m lessonkit check lesson07e_gluon_fp8_blocks
 Time it:   python -m lessonkit bench lesson07e_gluon_fp8_blocks
