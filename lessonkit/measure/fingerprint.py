@@ -377,11 +377,11 @@ class _Walk:
                 if itself:
                     here, chain = f"{here}.{attribute}", chain[1:]
             elif module is not None and (named := _imported(module.value(chain[0]))):
-                if not self.is_here(named):
-                    self.texts.add(f"{chain[0]} = {named}")
-                    self.outside.add(named.partition(".")[0])
+                if not self.is_here(named[0]):
+                    self.texts.add(f"{chain[0]} = {named[0]}")
+                    self.outside.add(named[0].partition(".")[0])
                     return None
-                here, chain = named, chain[1:]
+                here, chain = named[0], (*named[1:], *chain[1:])
             elif module is not None and chain[0] in module.statements:
                 if self.stops(here) or ((here, chain[0]) == EXTENSION and not loader):
                     return None
@@ -400,7 +400,7 @@ class _Walk:
 
     def cpp_texts(self, path: Path, launchers: set[str]) -> set[str]:
         """What the launchers named reach in a program; all of it where no name leads to one."""
-        files = cpp_text.local_files(path, self.root / "cuda_src")
+        files = cpp_text.local_files(path, self.root / "cuda_src/include")
         texts = tuple(file.read_text() for file in files)
         if EVERYTHING not in launchers:
             units = self.units
@@ -483,12 +483,13 @@ def _from(node: ast.ImportFrom, package: str) -> str:
     return ".".join([*above, *([node.module] if node.module else [])])
 
 
-def _imported(value: ast.expr | None) -> str:
-    """The module that import_module("...") names, or an empty string."""
-    if isinstance(value, ast.Call) and (chain := _chain(value.func)) and chain[-1] == "import_module" and value.args:
-        named = value.args[0]
-        return named.value if isinstance(named, ast.Constant) and isinstance(named.value, str) else ""
-    return ""
+def _imported(value: ast.AST | None) -> Chain:
+    """The module that import_module("...") names, or the module and the name that specimen("...", "...") names."""
+    count = {"import_module": 1, "specimen": 2}
+    if isinstance(value, ast.Call) and (chain := _chain(value.func)) and chain[-1] in count:
+        named = [a.value for a in value.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        return tuple(named[: count[chain[-1]]])
+    return ()
 
 
 def _chain(node: ast.AST) -> Chain:
@@ -497,7 +498,7 @@ def _chain(node: ast.AST) -> Chain:
         return (node.id,)
     if isinstance(node, ast.Attribute):
         return (*before, node.attr) if (before := _chain(node.value)) else ()
-    return (f"@{named}",) if isinstance(node, ast.Call) and (named := _imported(node)) else ()
+    return (f"@{named[0]}", *named[1:]) if isinstance(node, ast.Call) and (named := _imported(node)) else ()
 
 
 def _unit(*nodes: ast.AST, nameless: bool = False) -> Unit:
