@@ -21,30 +21,13 @@ Time it:   python -m lessonkit bench lesson01_attention
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, by_inductor, case, expect
+from lessonkit import Lesson, Mutant, expect
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from day3_matmul_tk.lesson01_matmul import precision
-
-
-def _by_hand(q, k, v, causal=False):
-    s = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]))  # writes S^2; reads and writes S^2
-    if causal:
-        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)  # reads and writes S^2
-    return s.softmax(-1) @ v  # reads and writes S^2; reads S^2
-
-
-def reference(q, k, v, causal=False):
-    """A head at a time: in float64, the matrices of all heads of a bench would not fit on the GPU."""
-    o = torch.empty_like(q)
-    for o1, q1, k1, v1 in zip(*(t.flatten(0, 1) for t in (o, q, k, v)), strict=True):
-        o1[:] = _by_hand(q1, k1, v1, causal)
-    return o
+from problems.attention_plain import PROBLEM, precision
 
 
 # Rung 1. A kernel for each step, as a line of PyTorch each would be. A program of the first product makes a tile of
@@ -215,64 +198,9 @@ def _prepare(q, k, v):
     return torch.empty_like(q), q.shape, (64, 64, max(16, triton.next_power_of_2(q.shape[-1])), precision())
 
 
-def inputs(B, H, S, D, causal=False, dtype=torch.float32):
-    # Scores are around -sqrt(D) and grow along the keys: a key that is not there (zeros, so a score of 0) would drown
-    # all others, and every block of keys brings a new maximum, without which a rescaling left out would not be seen.
-    q, k, v = (torch.randn(B, H, S, D, device=DEVICE) + mean for mean in (1.0, -1.0, 0.5))
-    k += torch.linspace(-0.5, 0.5, S, device=DEVICE)[:, None]
-    return q.to(dtype), k.to(dtype), v.to(dtype), causal
-
-
-def work(B, H, S, D, dtype, causal=False):
-    """The op's, not the rungs': Q, K, V read and O written once; half of the products if half of the keys are seen."""
-    return Work(bytes=4 * B * H * S * D * dtype.itemsize, flops=4 * B * H * S * S * D // (2 if causal else 1))
-
-
-def the_past_is_alone(rung):
-    """Causal: other keys and values from row 40 on leave all rows before it as they are, to the bit; not so without."""
-    q, k, v, _ = inputs(1, 1, 70, 16)
-    before = [rung(q, k, v, causal)[:, :, :40] for causal in (True, False)]
-    k[:, :, 40:] += 3
-    v[:, :, 40:] = 5
-    after = [rung(q, k, v, causal)[:, :, :40] for causal in (True, False)]
-    assert [torch.equal(b, a) for b, a in zip(before, after, strict=True)] == [True, False]
-
-
-def _sdpa_math(q, k, v, causal=False):
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-def _bad(change):
-    return change(*inputs(1, 2, 16, 16)[:3])
-
-
-# Of any rung that takes q, k, v [B, H, S, D] of one shape, one after the other in memory.
-REFUSES = (
-    Refusal("three dimensions", lambda f: f(*_bad(lambda q, k, v: (q[0], k[0], v[0]))), ValueError, "q has 3 dim"),
-    Refusal("S of k differs", lambda f: f(*_bad(lambda q, k, v: (q, k[:, :, :3], v))), ValueError, "k has shape"),
-    Refusal("two dtypes", lambda f: f(*_bad(lambda q, k, v: (q.half(), k, v))), TypeError, "k is torch.float32"),
-    Refusal("transposed", lambda f: f(*_bad(lambda q, k, v: (q.mT, k.mT, v.mT))), ValueError, "contiguous"),
-    Refusal("gradient lost", lambda f: f(*_bad(lambda q, k, v: (q.requires_grad_(), k, v))), ValueError, "requires"),
-)
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(attention_steps, attention_fused_softmax, attention_recomputed),
-    checks=(
-        case("no tokens: an empty grid is an error in CUDA", B=1, H=2, S=0, D=16),
-        case("one token: the softmax is 1, all other keys of the tile must not count", B=2, H=1, S=1, D=16),
-        case("one past a tile, D that needs padding", B=1, H=1, S=65, D=40),
-        case("causal, two tiles: the second sees all of the first", B=1, H=2, S=70, D=32, causal=True),
-        case("offsets past 2^31 in the scores", gib=16, B=1, H=9, S=16384, D=16),
-        case("on which bytes are counted: two tiles each way, masked", B=1, H=1, S=96, D=24, causal=True),
-    ),
-    benches=tuple(
-        {"B": 16384 // S, "H": 16, "S": S, "D": 128, "causal": causal}
-        for S, causal in ((512, False), (2048, False), (2048, True), (4096, False), (16384, False))
-    ),
-    work=work,
     wrong=(
         Mutant("a query does not see itself", "elementwise_kernel", "cols > row % S", "cols >= row % S",
                "attention_steps", "nan"),
@@ -286,14 +214,10 @@ LESSON = Lesson(
         Mutant("rows past the end are read", "load_rows", "(rows[:, None] < S) & ", "", "attention_recomputed",
                "out of bounds"),
     ),
-    factor=2,  # a score of 190 is off by 0.5 in 16 bits; of 2^18 rows some have bad luck where PyTorch had good
-    peers={"torch": _by_hand, "torch.compile": by_inductor(_by_hand), "SDPA math": _sdpa_math},
     claims={attention_recomputed: ("wgmma", "16-byte loads", "no spills")},
     # In units of Q + K + V + O, of which each is 1/4: a crossing of S^2 is S / D = 4 such parts, hence 1. The first
     # product reads q and k twice (+1), the second v twice (+0.5), o is written (+0.25). Without S^2, k once more.
     passes={attention_steps: 8 + 1.75, attention_fused_softmax: 4 + 1.75, attention_recomputed: 2.28},
-    properties=(the_past_is_alone,),
-    refuses=REFUSES,
 )  # fmt: skip
 
 if __name__ == "__main__":

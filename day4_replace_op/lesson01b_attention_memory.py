@@ -16,18 +16,16 @@ Run it:    python day4_replace_op/lesson01b_attention_memory.py
 
 import math
 import statistics
-import weakref
 
-from lessonkit import DEVICE, Steps, Table, device
+from lessonkit import DEVICE, Steps, Table, device, memory, specimen
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from day4_replace_op.lesson01_attention import attention_fused_softmax, attention_recomputed
-from day4_replace_op.lesson04_flash_options import attention
+attention_fused_softmax = specimen("day4_replace_op.lesson01_attention", "attention_fused_softmax")
+attention_recomputed = specimen("day4_replace_op.lesson01_attention", "attention_recomputed")
+attention = specimen("day4_replace_op.lesson04_flash_options", "attention")
 
 GPU = DEVICE.type == "cuda"
 # Without a GPU our kernels are interpreted, which takes seconds at S = 512: the same bytes at a fraction of the sizes.
@@ -58,49 +56,6 @@ ALL = QUADRATIC | LINEAR
 def _inputs(S):
     torch.manual_seed(0)
     return [torch.randn(1, H, S, D, device=DEVICE).to(DTYPE) for _ in range(3)]
-
-
-class _Alive(TorchDispatchMode):
-    """Bytes of the tensors that operators return, as long as anything holds them; their own scratch is not seen."""
-
-    def __init__(self):
-        super().__init__()
-        self.holders, self.now, self.peak = {}, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for t in tree_leaves(out):
-            storage = t.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key in given and key not in self.holders:
-                continue  # a view of what was there before
-            if key not in self.holders:
-                self.now += size
-                self.peak = max(self.peak, self.now)
-            self.holders[key] = self.holders.get(key, 0) + 1
-            weakref.finalize(t, self._release, key, size)
-        return out
-
-    def _release(self, key, size):
-        self.holders[key] -= 1
-        if not self.holders[key]:
-            del self.holders[key]
-            self.now -= size
-
-
-def peak_bytes(call):
-    """Bytes alive at the worst moment of a call, beyond those alive before it."""
-    if not GPU:
-        with _Alive() as alive:
-            call()
-        return alive.peak
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def _slope(xs, ys):
@@ -135,7 +90,7 @@ def _table(name, unit, found, note):
 
 def peak_memory():
     """Doubling S takes four times the memory with an S x S matrix, twice without: exponents 2 and 1, to 0.1, 0.05."""
-    found = _measured(peak_bytes)
+    found = _measured(memory.peak_bytes)
     for name, line in found.items():
         # The last two lengths: there the S^2 term rules, if there is one. What is linear in S, O above all, is known.
         long = {S: peak - (S * H * D * DTYPE.itemsize if name in QUADRATIC else 0) for S, peak in line.items()}
@@ -154,7 +109,7 @@ def to_the_byte():
         args = _inputs(S)
         attention(*args)
         counted = H * S * (D * DTYPE.itemsize + 4)
-        peak = peak_bytes(lambda args=args: attention(*args))
+        peak = memory.peak_bytes(lambda args=args: attention(*args))
         assert counted <= peak <= counted + 2048, (S, peak, counted)  # CUDA's allocator rounds up to 512
 
 

@@ -35,21 +35,10 @@ import torch
 import triton
 import triton.language as tl
 
-from day3_matmul_tk.lesson01_matmul import precision
-from day4_replace_op import lesson01_attention as naive
-from day4_replace_op.lesson01_attention import REFUSES, work
+from problems import attention_plain as naive
+from problems.attention_plain import PROBLEM_LSE, precision, work
 
 WIDTHS = (16, 32, 64, 128)  # D: a power of two, so that a tile has no padding; lesson 4 takes any up to 256
-
-
-def reference(q, k, v):
-    """q, k, v [B, H, S, D] -> o as they are, lse [B, H, S]: the natural logarithm of each softmax's sum, in fp32."""
-    o = naive.reference(q, k, v)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
-    for lse1, q1, k1 in zip(*(t.flatten(0, 1) for t in (lse, q, k)), strict=True):
-        lse1[:] = torch.logsumexp(q1.to(wide) @ k1.to(wide).T / math.sqrt(q.shape[-1]), -1)
-    return o, lse
 
 
 # The algorithm, line by line, one program a head as in the paper: its two loops are the program's.
@@ -165,17 +154,6 @@ def blocks_change_nothing(rung):
         torch.testing.assert_close(_run(q, k, v, 32, block_c), rung(q, k, v), rtol=1e-5, atol=1e-5)
 
 
-# PyTorch's two fast backends by their own names, since F.scaled_dot_product_attention keeps the lse to itself.
-def _sdpa_flash(q, k, v):
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
-
-
-def _sdpa_cudnn(q, k, v):
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
-    return o, lse.view(q.shape[:-1])
-
-
-PEERS = {"SDPA flash": _sdpa_flash, "SDPA cuDNN": _sdpa_cudnn}
 CHECKS = (
     case("no tokens: an empty grid is an error in CUDA", B=1, H=2, S=0, D=16),
     case("one token: the softmax is 1, all other keys of the block must not count", B=2, H=1, S=1, D=16),
@@ -193,14 +171,13 @@ def _least(block_c):
 
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_LSE,
+    inputs=inputs,  # no mask yet
     rungs=(flash_v1_small, flash_v1),
     checks=(*CHECKS, case("the bytes are counted here: nine blocks of keys, or two", **LAST)),
     benches=tuple(
         {"B": 16384 // S, "H": 2048 // D, "S": S, "D": D} for S, D in ((512, 64), (2048, 64), (2048, 128), (16384, 64))
     ),
-    work=work,
     wrong=(
         Mutant("O is not rescaled", "flash_v1_kernel", "(total * old)[:, None] * acc", "total[:, None] * acc",
                "flash_v1_small"),
@@ -213,12 +190,11 @@ LESSON = Lesson(
         Mutant("m and l of the first head", "flash_v1_kernel", "m_ptr + head * S + rows, mask=inside, other=0.0",
                "m_ptr + rows, mask=inside, other=0.0", "flash_v1_small"),
     ),
-    peers=PEERS,
     claims={flash_v1: ("wgmma", "16-byte loads")},
     passes={flash_v1_small: _least(32), flash_v1: _least(256)},
     properties=(io_is_the_papers, blocks_change_nothing),
     refuses=(
-        *REFUSES,
+        *PROBLEM_LSE.refuses,
         Refusal("D of 96", lambda f: f(*inputs(1, 1, 4, 96)), ValueError, "D = 96, expected one of"),
     ),
 )  # fmt: skip

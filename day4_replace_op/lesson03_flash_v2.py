@@ -28,17 +28,17 @@ Time it:   python -m lessonkit bench lesson03_flash_v2
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, case, compiled, device, expect, needs, tma_takes
+from lessonkit import Lesson, Mutant, Refusal, Unsupported, case, compiled, device, expect, needs, tma_takes
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from day3_matmul_tk.lesson01_matmul import precision, shared_memory
-from day4_replace_op import lesson02_flash_v1 as first
-from day4_replace_op.lesson02_flash_v1 import WIDTHS, work
+from problems import attention_plain as naive
+from problems.attention_plain import PROBLEM_LSE, precision
 
+WIDTHS = (16, 32, 64, 128)  # D: a power of two, so that a tile has no padding; lesson 4 takes any up to 256
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))
 
@@ -201,9 +201,14 @@ def _prune(configs, named, **_):
 
     def fits(c):
         m, n, threads = c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"], 32 * c.num_warps
-        return (m + 2 * n * c.num_stages) * D * size <= shared_memory() and m * (2 * D + 3 * n) <= 2 * 208 * threads
+        return (m + 2 * n * c.num_stages) * D * size <= _shared_memory() and m * (2 * D + 3 * n) <= 2 * 208 * threads
 
     return list(filter(fits, configs))[: None if device.HAS_GPU else 1]
+
+
+def _shared_memory():
+    """Bytes that a block may have; 227 KB, Hopper's, where there is no GPU."""
+    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin if device.HAS_GPU else 232448
 
 
 def _time(call, quantiles):  # without a GPU there is nothing to time, and one configuration to choose from
@@ -250,6 +255,10 @@ def _prepare(q, k, v):
     return torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device), block
 
 
+def inputs(B, H, S, D, dtype=torch.float32):
+    return naive.inputs(B, H, S, D, dtype=dtype)[:3]
+
+
 def what_hopper_makes_of_it(rung):
     """For sm_90: nothing is spilled, and products read Q, K and V where the TMA wrote them: Q and two stages of each,
     to the byte and some barriers; a copy on the way would show."""
@@ -260,18 +269,23 @@ def what_hopper_makes_of_it(rung):
 
 
 LESSON = Lesson(
-    reference=first.reference,
-    inputs=first.inputs,
+    problem=PROBLEM_LSE,
+    inputs=inputs,  # no mask yet
     rungs=(swapped, deferred, folded, tma, flash_v2),
     checks=(
-        *first.CHECKS,
+        case("no tokens: an empty grid is an error in CUDA", B=1, H=2, S=0, D=16),
+        case("one token: the softmax is 1, all other keys of the block must not count", B=2, H=1, S=1, D=16),
+        case("one past a block of 64", B=1, H=1, S=65, D=32),
+        case("two heads, a prime", B=1, H=2, S=67, D=16),
+        case("many blocks, a tail", gib=0.3, B=1, H=3, S=1021, D=128),
+        case("many blocks", gib=0.3, B=2, H=3, S=1024, D=64),
+        case("offsets past 2^31", gib=110, B=1, H=8200, S=2100, D=128),
         case("in 16 bits one past a tile of 128: a tail of one key, a program with one query", B=1, H=2, S=129, D=16),
         case("two blocks of 128 and no tail; the bytes are counted here", B=1, H=1, S=256, D=16),
     ),
     benches=tuple(
         {"B": 16384 // S, "H": 2048 // D, "S": S, "D": D} for D in (64, 128) for S in (512, 2048, 4096, 16384)
     ),
-    work=work,
     wrong=(
         Mutant("the block's own maximum forgotten", "attend_normalized", "new[:, None] * pv", "pv", "swapped"),
         Mutant("O is not rescaled", "attend_deferred", "acc * old[:, None]", "acc", "deferred"),
@@ -282,7 +296,6 @@ LESSON = Lesson(
         Mutant("the tail is not masked", "tma_kernel", "S - whole, scale_log2, True", "S - whole, scale_log2, False",
                "flash_v2"),
     ),
-    peers=first.PEERS,
     claims={
         swapped: ("wgmma", "16-byte loads"),
         deferred: ("wgmma", "cp.async"),
@@ -293,7 +306,10 @@ LESSON = Lesson(
     # S / 128 = 2 times K and V, once Q and O, of four parts; and lse.
     passes=dict.fromkeys((swapped, deferred, folded, tma, flash_v2), 6 / 4 + 4 / (4 * 16 * 2)),
     properties=(what_hopper_makes_of_it,),
-    refuses=first.LESSON.refuses,
+    refuses=(
+        *PROBLEM_LSE.refuses,
+        Refusal("D of 96", lambda f: f(*inputs(1, 1, 4, 96)), ValueError, "D = 96, expected one of"),
+    ),
 )  # fmt: skip
 
 if __name__ == "__main__":

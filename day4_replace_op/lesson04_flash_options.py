@@ -25,16 +25,62 @@ Time it:   python -m lessonkit bench lesson04_flash_options
 """
 
 import math
+from unittest import mock
 
-from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, device, tma_takes
+from lessonkit import DEVICE, Lesson, Mutant, Unsupported, device, tma_takes
+from lessonkit.modes.interpreter import watched
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from day3_matmul_tk.lesson01_matmul import precision
-from day4_replace_op import heads
-from day4_replace_op.heads import LN2, LOG2E, LOWEST, inputs, load_tile, reference, seen, store_tile
+from problems.attention import PROBLEM, expect_heads, inputs, precision, visible
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+# Where a maximum starts. Not -inf: as long as a row has seen no key, -inf - -inf would make it NaN for good.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def load_tile(source, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    """Rows from `row` on of a head of a [B, H, S, D] tensor; zeros past S and D, which add nothing to a product."""
+    if TMA:
+        return source.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        ptrs, inside = tile_ptrs(source, strides, b, h, row, S, D, ROWS, BLOCK_D)
+        return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(target, x, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    if TMA:
+        target.store([b, h, row, 0], x.to(target.dtype).reshape(1, 1, ROWS, BLOCK_D))
+    else:
+        ptrs, inside = tile_ptrs(target, strides, b, h, row, S, D, ROWS, BLOCK_D)
+        tl.store(ptrs, x.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_ptrs(base, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    rows, cols = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    # int64 before each stride: any of these may pass 2^31
+    head = base + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
+    ptrs = head + rows.to(tl.int64) * strides[2] + cols.to(tl.int64) * strides[3]
+    return ptrs, (rows < S) & (cols < D)
+
+
+@triton.jit
+def seen(rows, keys, S_k, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether this key is one of this query's, of rows [:, None] and keys [None, :] or the other way round."""
+    ahead = keys - (rows + offset)
+    mask = keys < S_k
+    if CAUSAL:
+        mask = mask & (ahead <= 0)
+    if WINDOW:
+        mask = mask & (ahead > -window)
+    return mask
 
 
 @triton.jit
@@ -170,7 +216,7 @@ def attention(q, k, v, causal=False, window=None, scale=None):
 
 
 def _run(q, k, v, causal, window, scale, features):
-    scale = heads.expect_heads(q, k, v, causal, window, scale)
+    scale = expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
     if not o.numel():
@@ -178,15 +224,29 @@ def _run(q, k, v, causal, window, scale, features):
     tma = features > 3 and device.architecture() >= 90 and tma_takes(q, k, v, o)
     (block_m, block_n, warps, stages), block_d = _tile(q), max(16, triton.next_power_of_2(D))
     group = H // H_kv
-    at_once = min(B * H, group * heads.at_once(2 * S_k * block_d * q.element_size()))
+    at_once = min(B * H, group * _at_once(2 * S_k * block_d * q.element_size()))
     attention_kernel[(B * H * triton.cdiv(S_q, block_m),)](
-        *heads.tiled((q, k, v, o), (block_m, block_n, block_n, block_m), tma), lse,
+        *_tiled((q, k, v, o), (block_m, block_n, block_n, block_m), tma), lse,
         q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, window or 0,
         B, H, S_q, S_k, D, group, at_once, causal, window is not None,
         features > 0, features > 1, features > 2 and causal, tma, block_m, block_n, block_d, precision(),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return o, lse
+
+
+def _tiled(tensors, rows, tma):
+    """Descriptors of [B, H, S, D] tensors for tiles of so many rows each, or the tensors."""
+    if not tma:
+        return tensors
+    block_d = max(16, triton.next_power_of_2(tensors[0].shape[-1]))
+    return [TensorDescriptor.from_tensor(t, [1, 1, n, block_d]) for t, n in zip(tensors, rows, strict=True)]
+
+
+def _at_once(bytes_a_head):
+    """How many heads to work on at a time, so that what their programs share, bytes_a_head each, fills half of L2."""
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size if device.HAS_GPU else 2**16 if device.INTERPRETED else 2**26
+    return max(1, l2 // 2 // max(1, bytes_a_head))
 
 
 def _tile(q):
@@ -205,38 +265,28 @@ def only_seen_blocks_cost(rung):
     for S, S_k, causal, window in ((256, 512, False, None), (300, 600, True, None), (520, 520, True, 100)):
         args = inputs(1, 1, S, 16, S_k=S_k, causal=causal, window=window, dtype=torch.float16)
         block_m, block_n, *_ = _tile(args[0])
-        mask = heads.visible(S, S_k, causal, window, DEVICE)
+        mask = visible(S, S_k, causal, window, DEVICE)
         blocks = [b.any() for rows in mask.split(block_m) for b in rows.split(block_n, dim=1)]
         visited = len(blocks) if rung is masked else int(sum(blocks))
-        flops, read = heads.counted(lambda args=args: rung(*args))
+        flops, read = _counted(lambda args=args: rung(*args))
         assert flops == 4 * visited * block_m * block_n * 16
         assert read <= (S + 2 * visited * block_n) * 16 * 2  # a tail is read only as far as it goes
 
 
-def what_is_not_seen_does_not_matter(rung):
-    """Causal: other keys from 200 on leave rows before 200 as they are, to the bit; with a window of 50 so do keys
-    before 100 for rows from 150 on."""
-    q, k, v, *_ = inputs(1, 1, 300, 16, dtype=torch.float16)
-    for window, rows, changed in ((None, slice(200), slice(200, 300)), (50, slice(150, 300), slice(100))):
-        before = rung(q, k, v, True, window)[0]
-        other = k.clone(), v.clone()
-        for t in other:
-            t[:, :, changed] += 3
-        assert torch.equal(rung(q, *other, True, window)[0][:, :, rows], before[:, :, rows])
-        assert not torch.equal(rung(q, *other, True, window)[0], before)
+def _counted(call):
+    """(FLOPs of the products, bytes read) of a call, in the interpreter."""
+    from triton.runtime.interpreter import InterpreterBuilder
 
+    native, flops = InterpreterBuilder.create_dot, 0
 
-def no_key_no_nan(rung):
-    """Queries that see no key: zeros and -inf, as documented; also where there is no key at all."""
-    for S, S_k in ((200, 70), (3, 0)):
-        out, lse = rung(*inputs(1, 2, S, 16, S_k=S_k, causal=True))
-        assert (out[:, :, : S - S_k] == 0).all()
-        assert (lse[:, :, : S - S_k] == -math.inf).all()
-        assert lse[:, :, S - S_k :].isfinite().all()
+    def create_dot(self, a, b, *rest):
+        nonlocal flops
+        flops += 2 * math.prod(a.data.shape) * b.data.shape[1]
+        return native(self, a, b, *rest)
 
-
-def _bench(D, S, causal=True, H_kv=None, window=None, H=None):
-    return {"B": 16384 // S, "H": H or 2048 // D, "S": S, "D": D, "H_kv": H_kv, "causal": causal, "window": window}
+    with mock.patch.object(InterpreterBuilder, "create_dot", create_dot), watched() as traffic:
+        call()
+    return flops, traffic.read
 
 
 # fmt: off
@@ -256,43 +306,14 @@ WRONG = (
 )
 # fmt: on
 
-CHECKS = (
-    case("no queries: an empty grid is an error in CUDA", B=1, H=2, S=0, D=16),
-    case("no keys: zeros and -inf", B=1, H=2, S=3, D=16, S_k=0),
-    case("one query of a long cache, heads in groups of two", B=2, H=4, S=1, D=16, S_k=131, H_kv=2, causal=True),
-    case("more queries than keys: the first 33 see nothing", B=1, H=1, S=70, D=16, S_k=37, causal=True),
-    case(
-        "one key past a tile, D of 96 in a tile of 128, as a projection leaves it", B=1, H=2, S=129, D=96, layout="bshd"
-    ),
-    case("primes, causal, one K and V for all heads", B=1, H=3, S=131, D=24, H_kv=1, causal=True),
-    case("a window that begins within a block and ends before the tail", B=1, H=1, S=300, D=16, causal=True, window=77),
-    case("a window of one: o is v", B=1, H=1, S=67, D=16, S_k=90, causal=True, window=1),
-    case("every second number; a scale of one's own", B=1, H=1, S=65, D=40, layout="wide", scale=0.3, causal=True),
-    case("D = 256, and fewer queries than keys", B=1, H=1, S=40, D=256, S_k=70, causal=True),
-    case("three heads, of which two at once fit into the interpreter's L2", B=1, H=3, S=100, D=16, causal=True),
-    case("rows past 2^31 numbers", gib=70, B=1, H=8200, S=2100, D=128, layout="bshd", H_kv=410, causal=True),
-    case("keys past 2^31 numbers", gib=70, B=1, H=8200, S=1, D=128, S_k=2100),
-    case("the bytes are counted here: 6 of 9 blocks of 128 by 128", B=1, H=1, S=384, D=16, causal=True),
-)
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(masked, skipped, edges, longest_first, attention),
-    checks=CHECKS,
-    benches=(
-        *(_bench(D, S) for D, S in ((128, 512), (128, 2048), (128, 4096), (128, 16384), (64, 2048), (64, 16384))),
-        *(_bench(D, 4096, causal=False) for D in (64, 128)),
-        *(_bench(128, 4096, H=32, H_kv=8), _bench(128, 16384, window=1024), _bench(96, 4096, H=16), _bench(256, 4096)),
-    ),
-    work=heads.work,
     wrong=WRONG,
-    peers=heads.PEERS,
     claims={masked: ("wgmma",), edges: ("wgmma", "cp.async"), attention: ("wgmma", "tma")},
     # Four parts: Q and O, and K and V 3 times, or 6 of 9 blocks of them; lse is 1/33 of it all.
     passes={masked: (2 + 6 + 0.125) / 4.125, edges: (2 + 4 + 0.125) / 4.125, attention: (2 + 4 + 0.125) / 4.125},
-    properties=(only_seen_blocks_cost, what_is_not_seen_does_not_matter, no_key_no_nan),
-    refuses=heads.REFUSES,
+    properties=(only_seen_blocks_cost, *PROBLEM.properties),
 )
 
 if __name__ == "__main__":

@@ -20,29 +20,100 @@ Time it:   python -m lessonkit bench lesson04b_flash_backward_queries
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, device, expect, tma_takes
+from lessonkit import Lesson, Mutant, Work, device, tma_takes
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from day3_matmul_tk.lesson01_matmul import precision
-from day4_replace_op import heads
-from day4_replace_op.heads import LOG2E, expect_heads, load_tile, seen, store_tile, tiled
-from day4_replace_op.lesson04_flash_options import attention, bounds, place
+from problems.attention import (
+    PROBLEM_BACKWARD,
+    expect_gradient,
+    inputs_backward,
+    pairs,
+    precision,
+    reference,
+    reference_queries,
+)
+
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
-def reference(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
-    """The formulas above, a head at a time: dq [B, H, S_q, D], delta [B, H, S_q]."""
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    scale, hidden = scale or 1 / math.sqrt(D), ~heads.visible(S_q, S_k, causal, window, q.device)
-    dq, delta = torch.empty_like(q), (grad_out.to(lse.dtype) * out).sum(-1)
-    for b, h in ((b, h) for b in range(B) for h in range(H)):
-        kv = b, h * H_kv // H
-        p = torch.exp(q[b, h] @ k[kv].T * scale - lse[b, h, :, None]).masked_fill(hidden, 0)
-        ds = p * (grad_out[b, h] @ v[kv].T - delta[b, h, :, None])
-        dq[b, h] = ds.to(q.dtype) @ k[kv] * scale
-    return dq, delta
+@triton.jit
+def load_tile(source, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    """Rows from `row` on of a head of a [B, H, S, D] tensor; zeros past S and D, which add nothing to a product."""
+    if TMA:
+        return source.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        ptrs, inside = tile_ptrs(source, strides, b, h, row, S, D, ROWS, BLOCK_D)
+        return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(target, x, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    if TMA:
+        target.store([b, h, row, 0], x.to(target.dtype).reshape(1, 1, ROWS, BLOCK_D))
+    else:
+        ptrs, inside = tile_ptrs(target, strides, b, h, row, S, D, ROWS, BLOCK_D)
+        tl.store(ptrs, x.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_ptrs(base, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    rows, cols = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    # int64 before each stride: any of these may pass 2^31
+    head = base + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
+    ptrs = head + rows.to(tl.int64) * strides[2] + cols.to(tl.int64) * strides[3]
+    return ptrs, (rows < S) & (cols < D)
+
+
+@triton.jit
+def seen(rows, keys, S_k, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether this key is one of this query's, of rows [:, None] and keys [None, :] or the other way round."""
+    ahead = keys - (rows + offset)
+    mask = keys < S_k
+    if CAUSAL:
+        mask = mask & (ahead <= 0)
+    if WINDOW:
+        mask = mask & (ahead > -window)
+    return mask
+
+
+@triton.jit
+def place(B, H, S_q, HEADS, BLOCK_M: tl.constexpr, LONGEST_FIRST: tl.constexpr):
+    """The batch, the head and the first query of a program."""
+    tiles = tl.cdiv(S_q, BLOCK_M)
+    program = tl.program_id(0)
+    if LONGEST_FIRST:
+        group = program // (HEADS * tiles)
+        within = program - group * HEADS * tiles
+        heads = tl.minimum(HEADS, B * H - group * HEADS)
+        head, tile = group * HEADS + within % heads, tiles - 1 - within // heads
+    else:
+        head, tile = program // tiles, program % tiles
+    return head // H, head % H, tile * BLOCK_M
+
+
+@triton.jit
+def bounds(
+    row, S_q, S_k, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SKIP: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(begin, first, last, end): keys from begin to end are seen by a query of the tile, those from first to last, in
+    whole blocks, by all of them."""
+    begin, end = 0, S_k
+    if SKIP and CAUSAL:
+        end = tl.minimum(S_k, tl.minimum(row + BLOCK_M, S_q) + offset)  # what the last query of the tile sees
+    if SKIP and WINDOW:
+        begin = tl.maximum(0, row + offset - window + 1) // BLOCK_N * BLOCK_N  # what the first one sees
+    first, last = begin, begin
+    if EDGES:
+        last = (tl.minimum(S_k, tl.maximum(0, row + offset + 1)) if CAUSAL else S_k) // BLOCK_N * BLOCK_N
+    if EDGES and WINDOW:
+        first = tl.cdiv(tl.maximum(0, row + BLOCK_M + offset - window), BLOCK_N) * BLOCK_N
+        last = tl.maximum(first, last)
+    return begin, first, last, end
 
 
 @triton.jit
@@ -143,15 +214,29 @@ def _run(grad_out, q, k, v, out, lse, causal, window, scale, features):
     )
     block_m, block_n, warps, stages = _tiles(q)
     tma = features > 1 and device.architecture() >= 90 and tma_takes(q, k, v, grad_out)
-    at_once = min(B * H, H // H_kv * heads.at_once(2 * S_k * block_d * q.element_size()))
+    at_once = min(B * H, H // H_kv * _at_once(2 * S_k * block_d * q.element_size()))
     dq_kernel[(B * H * triton.cdiv(S_q, block_m),)](
-        *tiled((q, k, v, grad_out), (block_m, block_n, block_n, block_m), tma), dq, lse, delta,
+        *_tiled((q, k, v, grad_out), (block_m, block_n, block_n, block_m), tma), dq, lse, delta,
         q.stride(), k.stride(), v.stride(), grad_out.stride(), dq.stride(),
         scale, scale * LOG2E.value, window or 0, B, H, S_q, S_k, D, H // H_kv, at_once, causal, window is not None,
         features > 0, features > 0 and causal, tma, block_m, block_n, block_d, precision(),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dq, delta
+
+
+def _tiled(tensors, rows, tma):
+    """Descriptors of [B, H, S, D] tensors for tiles of so many rows each, or the tensors."""
+    if not tma:
+        return tensors
+    block_d = max(16, triton.next_power_of_2(tensors[0].shape[-1]))
+    return [TensorDescriptor.from_tensor(t, [1, 1, n, block_d]) for t, n in zip(tensors, rows, strict=True)]
+
+
+def _at_once(bytes_a_head):
+    """How many heads to work on at a time, so that what their programs share, bytes_a_head each, fills half of L2."""
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size if device.HAS_GPU else 2**16 if device.INTERPRETED else 2**26
+    return max(1, l2 // 2 // max(1, bytes_a_head))
 
 
 def _tiles(q):
@@ -163,89 +248,26 @@ def _tiles(q):
     return (128, 64, 8, 2) if device.architecture() >= 90 or q.shape[-1] <= 64 else (64, 64, 8, 2)
 
 
-def expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale):
-    """The scale, or the error that a bad argument of a backward deserves."""
-    scale = expect_heads(q, k, v, causal, window, scale, grad_out=grad_out, out=out)
-    expect(lse=lse, ndim=3, dtypes=(torch.float32,), contiguous=True)
-    for name, t, shape in (("grad_out", grad_out, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
-        if t.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}, but attention returned {tuple(shape)} for this q")
-    return scale
-
-
-def inputs(*sizes, dtype=torch.float32, **options):
-    # As in the forward; grad_out has a mean, so that delta is large, and leaving it out shows.
-    q, k, v, *given = heads.inputs(*sizes, dtype=dtype, **options)
-    grad_out = torch.empty_like(q).copy_(torch.randn(q.shape, device=DEVICE) + 0.5)
-    if DEVICE.type == "cuda":  # the reference would need S x S in float64 for every bench
-        out, lse = attention(q, k, v, *given)
-    elif DEVICE.type == "meta":
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], device=DEVICE)
-    else:
-        out, lse = heads.reference(*(t.double() for t in (q, k, v)), *given)
-    return grad_out, q, k, v, out.to(dtype), lse.float(), *given
-
-
 def _work(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout=""):
     """Q, O, dO, K, V and lse read, dQ and delta written; three products of each seen pair."""
-    pairs = heads.pairs(S, S if S_k is None else S_k, causal, window)
+    seen = pairs(S, S if S_k is None else S_k, causal, window)
     kv = (H_kv or H) * (S if S_k is None else S_k)
-    return Work(bytes=B * D * (4 * H * S + 2 * kv) * dtype.itemsize + 8 * B * H * S, flops=6 * B * H * D * pairs)
+    return Work(bytes=B * D * (4 * H * S + 2 * kv) * dtype.itemsize + 8 * B * H * S, flops=6 * B * H * D * seen)
 
 
 def same_each_time(rung):
     """Two runs agree to the bit."""
-    args = inputs(1, 2, 70, 16, H_kv=1, causal=True, dtype=torch.float16)
+    args = inputs_backward(1, 2, 70, 16, H_kv=1, causal=True, dtype=torch.float16)
     assert all(torch.equal(a, b) for a, b in zip(rung(*args), rung(*args), strict=True))
 
 
 def one_key_one_answer(rung):
     """Where all keys are equal P does not depend on q, and where one is seen neither: dq is 0."""
-    grad_out, q, k, v, _, _, *_ = inputs(1, 1, 40, 16)
+    grad_out, q, k, v, _, _, *_ = inputs_backward(1, 1, 40, 16)
     k[:] = k[:, :, :1]
-    out, lse = heads.reference(q, k, v, True)
+    out, lse = reference(q, k, v, True)
     assert rung(grad_out, q, k, v, out, lse, True)[0].abs().max() < 1e-4
 
-
-# fmt: off
-REFUSES = (
-    Refusal("lse of another shape", lambda f: f(*_bad(5, lambda t: t[..., 1:].clone())), ValueError, "lse has shape"),
-    Refusal("lse in 16 bits", lambda f: f(*_bad(5, lambda t: t.half())), TypeError, "lse is torch.float16"),
-    Refusal("a gradient of another dtype", lambda f: f(*_bad(0, lambda t: t.half())), TypeError, "grad_out is"),
-    Refusal("a gradient for fewer heads", lambda f: f(*_bad(0, lambda t: t[:, :1])), ValueError, "grad_out has shape"),
-    Refusal("a window without causal", lambda f: f(*_bad(0, lambda t: t)[:6], window=3), ValueError, "needs causal"),
-    Refusal("head_dim of 257", lambda f: f(*inputs(1, 1, 2, 257)), ValueError, "expected 1 to 256"),
-)
-# fmt: on
-
-
-def _bad(which, change):
-    args = list(inputs(1, 2, 8, 16))
-    args[which] = change(args[which])
-    return args
-
-
-CHECKS = (
-    case("no queries: gradients of nothing", B=1, H=2, S=0, D=16),
-    case("no keys: zeros", B=1, H=2, S=3, D=16, S_k=0),
-    case("seven tokens, nearly everything padding", B=1, H=1, S=7, D=16),
-    case("one query of a cache, heads in groups of two", B=2, H=4, S=1, D=16, S_k=70, H_kv=2, causal=True),
-    case("more queries than keys: those that see nothing have no gradient", B=1, H=1, S=70, D=16, S_k=37, causal=True),
-    case("one past a tile, D of 96, as a projection leaves it", B=1, H=2, S=65, D=96, layout="bshd"),
-    case("primes, causal, one K and V for all heads, a scale", B=1, H=3, S=131, D=24, H_kv=1, causal=True, scale=0.3),
-    case("a window that begins within a block", B=1, H=1, S=150, D=16, causal=True, window=77),
-    case("more keys than queries, a window of 9", B=1, H=2, S=67, D=16, S_k=90, H_kv=1, causal=True, window=9),
-    case("every second number", B=1, H=1, S=40, D=20, layout="wide", causal=True),
-    case("D = 256", B=1, H=1, S=40, D=256, S_k=45, causal=True),
-    case("many tiles of everything", gib=0.9, B=2, H=8, S=1021, D=128, H_kv=2, causal=True, window=333),
-)
-
-
-_SIZES = (128, 2048, False), (128, 4096, True), (128, 16384, True), (64, 4096, False), (64, 16384, True)
-BENCHES = (
-    *({"B": 16384 // S, "H": 2048 // D, "S": S, "D": D, "causal": causal} for D, S, causal in _SIZES),
-    {"B": 4, "H": 32, "S": 4096, "D": 128, "H_kv": 8, "causal": True},
-)
 
 # fmt: off
 WRONG = (
@@ -259,21 +281,17 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
+    reference=reference_queries,
     rungs=(masked, skipped, backward_queries),
-    checks=(*CHECKS, case("the bytes are counted here: 3 of 4 tiles of 128", B=1, H=1, S=256, D=16, causal=True)),
-    benches=BENCHES,
     work=_work,
     wrong=WRONG,
     claims={masked: ("dq_kernel: wgmma",), backward_queries: ("dq_kernel: wgmma", "dq_kernel: tma")},
     # Parts of S D numbers: O and dO for delta, then Q, dO and dq, K and V twice each or 1.5 times; a row's two numbers
     # written and read are 4 / 32 of a part each.
     passes={masked: (5 + 4 + 3 / 8) / 6.25, skipped: (5 + 3 + 3 / 8) / 6.25, backward_queries: (5 + 3 + 3 / 8) / 6.25},
-    # delta is a sum over O as it was rounded, which PyTorch's own backward does not need (lesson 5).
-    factor=2,
     properties=(same_each_time, one_key_one_answer),
-    refuses=REFUSES,
+    peers={},
 )
 
 if __name__ == "__main__":

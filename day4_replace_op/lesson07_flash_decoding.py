@@ -20,27 +20,40 @@ Time it:   python -m lessonkit bench lesson07_flash_decoding
 import functools
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, case, num_sms
+from lessonkit import Lesson, Mutant, Unsupported, num_sms
 
 import torch
 import triton
 import triton.language as tl
 
-from day3_matmul_tk.lesson01_matmul import precision
-from day4_replace_op import heads
-from day4_replace_op.heads import LN2, LOG2E, LOWEST, load_tile
-from day4_replace_op.lesson04_flash_options import attention
+from course_ops import attention_forward
+from problems.attention import precision
+from problems.attention_decode import LAST, PROBLEM, WORK, expect_cache, inputs
 
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+# Where a maximum starts. Not -inf: as long as a row has seen no key, -inf - -inf would make it NaN for good.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 BLOCK_N = 64  # keys a step: with D = 128 K and V of a step are 32 KB, of which two programs an SM keep four on the way
 
 
-def reference(q, k, v, lengths=None, causal=True, scale=None):
-    """Each sequence with the keys that it has; the last query stands at its last key."""
-    if lengths is None:
-        return heads.reference(q, k, v, causal, None, scale)
-    used = ([t[b : b + 1, :, :n] for t in (k, v)] for b, n in enumerate(lengths.tolist()))
-    parts = [heads.reference(q[b : b + 1], *kv, causal, None, scale) for b, kv in enumerate(used)]
-    return tuple(torch.cat(found) for found in zip(*parts, strict=True))
+@triton.jit
+def load_tile(source, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    """Rows from `row` on of a head of a [B, H, S, D] tensor; zeros past S and D, which add nothing to a product."""
+    if TMA:
+        return source.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        ptrs, inside = tile_ptrs(source, strides, b, h, row, S, D, ROWS, BLOCK_D)
+        return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def tile_ptrs(base, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    rows, cols = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    # int64 before each stride: any of these may pass 2^31
+    head = base + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
+    ptrs = head + rows.to(tl.int64) * strides[2] + cols.to(tl.int64) * strides[3]
+    return ptrs, (rows < S) & (cols < D)
 
 
 @triton.jit
@@ -167,12 +180,12 @@ def split(q, k, v, lengths=None, causal=True, scale=None):
 def flash_decode(q, k, v, lengths=None, causal=True, scale=None):
     """As a_head, for any S_q. Deterministic: parts are merged in their order, not in that of their ends."""
     if q.ndim == 4 and k.ndim == 4 and lengths is None and q.shape[1] * q.shape[2] > 64 * max(1, k.shape[1]):
-        return attention(q, k, v, causal, None, scale)
+        return attention_forward(q, k, v, causal=causal, scale=scale)
     return _run(q, k, v, lengths, causal, scale, splitting=True, one_launch=True)
 
 
 def _run(q, k, v, lengths, causal, scale, packed=True, splitting=False, one_launch=False, splits=None):
-    scale = heads.expect_cache(q, k, v, lengths, causal, scale)
+    scale = expect_cache(q, k, v, lengths, causal, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     together = H // H_kv if packed else 1
     if together * S_q > 64:
@@ -212,16 +225,6 @@ def counters(device, stream, size):  # calls on one stream run one after another
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
-def inputs(B, H, S_k, D, H_kv=None, S=1, ragged=False, causal=True, scale=None, layout="bhsd", dtype=torch.float32):
-    q, k, v, *_ = heads.inputs(B, H, S, D, S_k=S_k, H_kv=H_kv, layout=layout, dtype=dtype)
-    lengths = None
-    if ragged:  # from nothing to all of the cache; what lies past a length is poison
-        lengths = (torch.arange(B, device=DEVICE) * S_k // max(1, B - 1)).to(torch.int32)
-        for b, n in enumerate(lengths.tolist()):
-            k[b, :, n:], v[b, :, n:] = math.nan, math.nan
-    return q, k, v, lengths, causal, scale
-
-
 def splits_change_nothing(rung):
     """One part or many: the same answer, up to rounding; and the same bits each time."""
     q, k, v, *_ = inputs(2, 4, 333, 16, H_kv=2, S=3)
@@ -240,17 +243,7 @@ WRONG = (
     Mutant("the counter stays", "decode_kernel", "tl.store(count_ptr + owner, 0)", "pass", "flash_decode", "nan"),
     Mutant("every query sees all keys", "flash_decode", "causal, scale, split", "False, scale, split", "flash_decode"),
 )
-REFUSES = (
-    Refusal("lengths for another batch", lambda f: f(*heads.bad(lambda *t: (*t, torch.ones(3, device=DEVICE).int()))),
-            ValueError, "lengths has 3 entries for 1"),
-    Refusal("lengths in 64 bits", lambda f: f(*heads.bad(lambda *t: (*t, torch.ones(1, device=DEVICE).long()))),
-            TypeError, "lengths is torch.int64"),
-    *(refusal for refusal in heads.REFUSES if "window" not in refusal.why),
-)
 # fmt: on
-
-WORK = functools.partial(heads.work, S=1, causal=True)
-LAST = {"B": 1, "H": 4, "S_k": 512, "D": 32, "H_kv": 1}
 
 
 def _passes(reads, splits):
@@ -260,37 +253,12 @@ def _passes(reads, splits):
 
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(a_head, packed, split, flash_decode),
-    checks=(
-        case("no sequences", B=0, H=2, S_k=8, D=16),
-        case("an empty cache: zeros and -inf", B=2, H=2, S_k=0, D=16),
-        case("one past a step, eight heads on one, D of 24", B=2, H=8, S_k=65, D=24, H_kv=1),
-        case("three queries on a cache: each sees one key more", B=1, H=4, S_k=130, D=16, H_kv=2, S=3),
-        case("three queries, two keys: the first sees nothing", B=1, H=4, S_k=2, D=16, H_kv=2, S=3),
-        case("lengths from 0 to all, poison behind", B=4, H=4, S_k=200, D=16, H_kv=2, ragged=True, causal=False),
-        case("as a cache [B, S, H, D] lies, and two queries", B=2, H=4, S_k=140, D=16, H_kv=2, S=2, layout="bshd"),
-        case("D = 256", B=1, H=2, S_k=70, D=256, H_kv=1),
-        case("more than 2^31 numbers of K", gib=70, B=33, H=8, S_k=65536, D=128),
-        case("many parts", gib=0.5, B=3, H=32, S_k=10_007, D=128, H_kv=4),
-        case("the bytes are counted here: 8 steps, 8 parts on the interpreter's 4 SMs", **LAST),
-    ),
-    benches=tuple(
-        {"B": B, "H": 32, "S_k": S_k, "D": D, "H_kv": H_kv, "S": S}
-        for B, S_k, H_kv, D, S in (
-            (1, 8192, 8, 128, 1), (1, 131072, 8, 128, 1), (16, 8192, 8, 128, 1), (64, 2048, 8, 128, 1),
-            (16, 8192, 32, 128, 1), (16, 8192, 1, 128, 1), (16, 8192, 8, 64, 1), (16, 8192, 8, 128, 4),
-        )
-    ),
-    work=WORK,
     wrong=WRONG,
-    peers={name: lambda q, k, v, lengths, causal, scale, sdpa=sdpa: sdpa(q, k, v, q.shape[2] > 1, None, scale)
-           for name, sdpa in heads.PEERS.items()},
     claims={flash_decode: ("decode_kernel: mma", "decode_kernel: 16-byte loads", "decode_kernel: no spills")},
     passes={a_head: _passes(4, 1), packed: _passes(1, 1), split: _passes(1, 8), flash_decode: _passes(1, 8)},
     properties=(splits_change_nothing,),
-    refuses=REFUSES,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -16,20 +16,68 @@ Check it:  python -m lessonkit check lesson07b_flash_decoding_shares
 Time it:   python -m lessonkit bench lesson07b_flash_decoding_shares
 """
 
+import math
+
 from lessonkit import Lesson, Mutant, Unsupported, case, device, num_sms, tma_takes
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from day3_matmul_tk.lesson01_matmul import precision, shared_memory
-from day4_replace_op import heads
-from day4_replace_op.heads import LOG2E, LOWEST, load_tile
-from day4_replace_op.lesson07_flash_decoding import LESSON as FIRST
-from day4_replace_op.lesson07_flash_decoding import finish, flash_decode, inputs, rows_of
+from course_ops import attention_forward
+from problems.attention import precision
+from problems.attention_decode import LAST, PROBLEM, WORK, expect_cache, inputs
 
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+# Where a maximum starts. Not -inf: as long as a row has seen no key, -inf - -inf would make it NaN for good.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TILE = 2**14  # bytes of K, and of V, a step: 64 keys with D = 128 in 16 bits
+
+
+@triton.jit
+def load_tile(source, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    """Rows from `row` on of a head of a [B, H, S, D] tensor; zeros past S and D, which add nothing to a product."""
+    if TMA:
+        return source.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        ptrs, inside = tile_ptrs(source, strides, b, h, row, S, D, ROWS, BLOCK_D)
+        return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def tile_ptrs(base, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    rows, cols = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    # int64 before each stride: any of these may pass 2^31
+    head = base + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
+    ptrs = head + rows.to(tl.int64) * strides[2] + cols.to(tl.int64) * strides[3]
+    return ptrs, (rows < S) & (cols < D)
+
+
+@triton.jit
+def finish(acc, total, m, o_ptrs, lse_ptrs, inside, live):
+    """o, and lse by the natural logarithm; zeros and -inf where nothing was seen."""
+    empty = total == 0
+    factor = 1 / tl.where(empty, 1.0, total)  # a division a row, not one a number
+    tl.store(o_ptrs, (acc * factor[:, None]).to(o_ptrs.dtype.element_ty), mask=inside)
+    tl.store(lse_ptrs, tl.where(empty, -float("inf"), (m + tl.log2(total)) * LN2), mask=live)
+
+
+@triton.jit
+def rows_of(
+    o_ptr, lse_ptr, o_strides, owner, H, S_q, D,
+    TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, row=0,
+):  # fmt: skip
+    """Where ROWS rows of an owner, from `row` on, lie: r is query r // TOGETHER of the r % TOGETHER-th of its heads."""
+    b, first = owner // (H // TOGETHER), owner % (H // TOGETHER) * TOGETHER
+    rows, cols = row + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    h, i = first + rows % TOGETHER, rows // TOGETHER
+    line = tl.cast(b, tl.int64) * o_strides[0] + h.to(tl.int64) * o_strides[1] + i.to(tl.int64) * o_strides[2]
+    live = i < S_q
+    ptrs = o_ptr + line[:, None] + cols[None, :].to(tl.int64) * o_strides[3]
+    return ptrs, lse_ptr + (tl.cast(b, tl.int64) * H + h) * S_q + i, live[:, None] & (cols[None, :] < D), live
 
 
 @triton.jit
@@ -129,16 +177,18 @@ def tma(q, k, v, lengths=None, causal=True, scale=None):
 # leaves, and waits for its end. Predicted: the 1 to 2 us from one kernel's end to another's begin. (Behind rung 5's
 # kernel it gains nothing; why has not been found out.)
 def decode(q, k, v, lengths=None, causal=True, scale=None):
-    """As shares, for any S_q: more rows than a tile has are no decoding, and lesson 7 knows where they go."""
+    """As shares, for any S_q: more rows than a tile has are no decoding, but attention."""
     if q.ndim == k.ndim == 4 and q.shape[1] * q.shape[2] > 64 * max(1, k.shape[1]):
-        return flash_decode(q, k, v, lengths, causal, scale)
+        if lengths is not None:
+            raise Unsupported("more than 64 rows for one head of K and V: pass a sequence at a time")
+        return attention_forward(q, k, v, causal=causal, scale=scale)
     return _run(q, k, v, lengths, causal, scale, tma=True, early=device.architecture() >= 90)
 
 
 # One program an SM with steps of 128 keys has as many bytes on their way as two with 64, and half as many parts and
 # ends. But while it ends a head nothing is on its way, so where programs have several heads there are two.
 def _run(q, k, v, lengths, causal, scale, tma=False, early=False, programs=None):
-    scale = heads.expect_cache(q, k, v, lengths, causal, scale)
+    scale = expect_cache(q, k, v, lengths, causal, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     group = H // H_kv
     if group * S_q > 64:
@@ -148,7 +198,7 @@ def _run(q, k, v, lengths, causal, scale, tma=False, early=False, programs=None)
         return o, lse
     used, block_d = triton.next_power_of_2(group * S_q), max(16, triton.next_power_of_2(D))
     owners = B * H // group
-    each = 1 if owners <= num_sms() and shared_memory() > 9 * TILE else 2  # programs an SM
+    each = 1 if owners <= num_sms() and _shared_memory() > 9 * TILE else 2  # programs an SM
     block_n = min(128, 2 * TILE // (each * q.element_size() * block_d))
     blocks = max(1, triton.cdiv(S_k, block_n))
     share = _share(owners, blocks, programs or each * num_sms())
@@ -157,7 +207,7 @@ def _run(q, k, v, lengths, causal, scale, tma=False, early=False, programs=None)
     tma = tma and q.element_size() == 2 and device.architecture() >= 90 and tma_takes(k, v)
     early = early and not device.INTERPRETED
     shares_kernel[(programs,)](
-        q, *heads.tiled((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse,
+        q, *_tiled((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse,
         q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, H, S_q, S_k, D, group,
         owners, blocks, share, causal, lengths is not None, tma, early, group, max(16, used), used,
         block_n, block_d, precision(), num_warps=4, num_stages=3,
@@ -169,6 +219,19 @@ def _run(q, k, v, lengths, causal, scale, tma=False, early=False, programs=None)
             early, group, used, block_d, triton.next_power_of_2(most), num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return o, lse
+
+
+def _shared_memory():
+    """Bytes that a block may have; 227 KB, Hopper's, where there is no GPU."""
+    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin if device.HAS_GPU else 232448
+
+
+def _tiled(tensors, rows, tma):
+    """Descriptors of [B, H, S, D] tensors for tiles of so many rows each, or the tensors."""
+    if not tma:
+        return tensors
+    block_d = max(16, triton.next_power_of_2(tensors[0].shape[-1]))
+    return [TensorDescriptor.from_tensor(t, [1, 1, n, block_d]) for t, n in zip(tensors, rows, strict=True)]
 
 
 def _share(owners, blocks, programs):
@@ -187,18 +250,15 @@ def shares_change_nothing(rung):
 
 
 # Of the last check, each of four parts has 33 numbers for each of four rows, written and read.
-MOVED = 1 + 2 * 4 * 4 * 33 * 4 / FIRST.work(**FIRST.checks[-1].shape, dtype=torch.float16).bytes
+MOVED = 1 + 2 * 4 * 4 * 33 * 4 / WORK(**LAST, dtype=torch.float16).bytes
 
 LESSON = Lesson(
-    reference=FIRST.reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(shares, tma, decode),
     checks=(
         case("shares of 2 blocks, heads of 3: parts of one and of two heads", B=4, H=8, S_k=257, D=24, H_kv=1),
-        *FIRST.checks,
+        *PROBLEM.checks,
     ),
-    benches=FIRST.benches,
-    work=FIRST.work,
     wrong=(
         Mutant("nobody merges", "merge_rows_kernel", "parts > 1", "parts > 99", "shares", "nan"),
         Mutant("parts count alike", "merge_rows_kernel", "tl.exp2(lse - m_new)", "(lse > -1e30).to(tl.float32)",
@@ -211,12 +271,10 @@ LESSON = Lesson(
                "shares", "nan"),
         Mutant("values past the length weigh 0", "shares_kernel", "if TMA and RAGGED", "if False", "decode", "nan"),
     ),
-    peers=FIRST.peers,
     claims={shares: ("shares_kernel: mma", "shares_kernel: 16-byte loads", "no spills"),
         decode: ("shares_kernel: mma", "shares_kernel: tma", "no spills")},
     passes=dict.fromkeys((shares, tma, decode), MOVED),
     properties=(shares_change_nothing,),
-    refuses=FIRST.refuses,
 )  # fmt: skip
 
 if __name__ == "__main__":

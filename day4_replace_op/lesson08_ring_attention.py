@@ -32,12 +32,23 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from day4_replace_op import heads
-from day4_replace_op.heads import LOWEST, load_tile, store_tile
-from day4_replace_op.lesson04_flash_options import attention
-from day4_replace_op.lesson05_flash_backward import attention_backward
+from course_ops import attention_backward, attention_forward
+from problems.attention import expect_heads, inputs, reference
+
+# Where a maximum starts. Not -inf: as long as a row has seen no key, -inf - -inf would make it NaN for good.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 # ---- Merging ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_ptrs(base, strides, b, h, row, S, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers to ROWS rows of a head of a [B, H, S, D] tensor, and which of them are inside."""
+    rows, cols = row + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    # int64 before each stride: any of these may pass 2^31
+    head = base + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
+    ptrs = head + rows.to(tl.int64) * strides[2] + cols.to(tl.int64) * strides[3]
+    return ptrs, (rows < S) & (cols < D)
 
 
 @triton.jit
@@ -56,9 +67,10 @@ def merge_kernel(
     old, new = tl.exp(lse - m), tl.exp(part - m)
     total = old + new
     old, new = old / tl.where(total == 0, 1.0, total), new / tl.where(total == 0, 1.0, total)
-    out = load_tile(out_ptr, out_strides, b, h, row, S, D, BLOCK, BLOCK_D, False)
-    o = load_tile(o_ptr, o_strides, b, h, row, S, D, BLOCK, BLOCK_D, False).to(tl.float32)
-    store_tile(out_ptr, out * old[:, None] + o * new[:, None], out_strides, b, h, row, S, D, BLOCK, BLOCK_D, False)
+    out_ptrs, inside = tile_ptrs(out_ptr, out_strides, b, h, row, S, D, BLOCK, BLOCK_D)
+    o_ptrs, _ = tile_ptrs(o_ptr, o_strides, b, h, row, S, D, BLOCK, BLOCK_D)
+    out, o = tl.load(out_ptrs, mask=inside, other=0.0), tl.load(o_ptrs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, out * old[:, None] + o * new[:, None], mask=inside)
     tl.store(lse_ptrs, m + tl.log(total), mask=rows < S)
 
 
@@ -137,7 +149,7 @@ class _Ring(torch.autograd.Function):
             message = Message(kv, group) if step + 1 < world else None
             if found := _seen(rank, (rank - step) % world, S, causal, zigzag):
                 rows, keys, diagonal = found
-                o, part = attention(q[:, :, rows], *kv[:, :, :, keys], diagonal, None, scale)
+                o, part = attention_forward(q[:, :, rows], *kv[:, :, :, keys], causal=diagonal, scale=scale)
                 merge(out[:, :, rows], lse[:, :, rows], o, part)
             kv = message.wait() if message else kv
         out = out.to(q.dtype)
@@ -161,7 +173,7 @@ class _Ring(torch.autograd.Function):
                 rows, keys, diagonal = found
                 parts = (t[:, :, rows] for t in (grad_out, q)), kv[:, :, :, keys], (out[:, :, rows],)
                 d = attention_backward(*(t for part in parts for t in part), lse[:, :, rows].contiguous(),
-                                       diagonal, None, scale)  # fmt: skip
+                                       causal=diagonal, scale=scale)  # fmt: skip
                 dq[:, :, rows] += d[0]
                 mine[0, :, :, keys] += d[1]
                 mine[1, :, :, keys] += d[2]
@@ -178,7 +190,7 @@ def ring_attention(q, k, v, causal=False, scale=None, zigzag=False, group=None):
     zigzag: the order of the slices, for causal attention. Returns out [B, H, S / p, D]. ValueError, TypeError as in
     lesson 4, and for slices of different or, in zigzag order, odd lengths.
     """
-    heads.expect_heads(q.detach(), k.detach(), v.detach(), causal, None, scale)
+    expect_heads(q.detach(), k.detach(), v.detach(), causal, None, scale)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} tokens and k {k.shape[2]}: a process holds the same slice of all three")
     if zigzag and q.shape[2] % 2:
@@ -193,19 +205,19 @@ ORDERS = {"whole": (False, False), "in a row": (True, False), "zigzag": (True, T
 
 def merging():
     """Parts merge to the whole, exactly, whatever their sizes and order, one of them empty."""
-    q, k, v, *_ = heads.inputs(1, 2, 9, 16, S_k=70)
-    whole = attention(q, k, v)
+    q, k, v, *_ = inputs(1, 2, 9, 16, S_k=70)
+    whole = attention_forward(q, k, v)
     for cuts in ((slice(0, 1), slice(1, 50), slice(50, 70)), (slice(50, 70), slice(0, 0), slice(0, 50))):
         out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -math.inf, device=DEVICE)
         for keys in cuts:
-            merge(out, lse, *attention(q, k[:, :, keys], v[:, :, keys]))
+            merge(out, lse, *attention_forward(q, k[:, :, keys], v[:, :, keys]))
         torch.testing.assert_close((out, lse), whole, rtol=1e-5, atol=1e-6)
 
 
 def _inputs(world):
     """The same on every rank: q, k, v of the whole sequence and the gradient of its output; chunks of 10 tokens."""
     torch.manual_seed(0)
-    q, k, v, *_ = heads.inputs(1, 4, 20 * world, 16, H_kv=2)
+    q, k, v, *_ = inputs(1, 4, 20 * world, 16, H_kv=2)
     return q, k, v, torch.randn_like(q) + 0.5
 
 
@@ -240,7 +252,7 @@ def exact():
         q, k, v, grad = (t.double().cpu() for t in _inputs(world))
         for name, (causal, zigzag) in ORDERS.items():
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            expected = heads.reference(*leaves, causal)[0]
+            expected = reference(*leaves, causal)[0]
             expected = [expected, *torch.autograd.grad(expected, leaves, grad)]
             found = zip(*(rank[name]["results"] for rank in _ran(world)), strict=True)
             for ours, right in zip(found, expected, strict=True):
@@ -278,7 +290,7 @@ def balance():
 
 def refused():
     """Slices of different lengths, an odd one in zigzag order, bad heads: said before anything is sent."""
-    q, k, v, *_ = heads.inputs(1, 2, 9, 16)
+    q, k, v, *_ = inputs(1, 2, 9, 16)
     cases = {"9 tokens and k 8": (q, k[:, :, :8], v[:, :, :8]), "make it even": (q, k, v, True, None, True)}
     cases["head_dim"] = q, k[..., :8], v[..., :8]
     for says, args in cases.items():

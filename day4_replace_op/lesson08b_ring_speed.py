@@ -16,15 +16,16 @@ Run it:    python day4_replace_op/lesson08b_ring_speed.py      two GPUs or more
 import functools
 from unittest import mock
 
-from lessonkit import Steps, Table, device
+from lessonkit import Steps, Table, device, specimen
 from lessonkit.modes.ranks import on_ranks
 
 import torch
 import torch.distributed as dist
 
-from day4_replace_op import lesson08_ring_attention as ring
-from day4_replace_op.lesson08_ring_attention import ORDERS, Message, ring_attention
-
+RING = "day4_replace_op.lesson08_ring_attention"
+ring_attention = specimen("day4_replace_op.lesson08_ring_attention", "ring_attention")
+Message = specimen("day4_replace_op.lesson08_ring_attention", "Message")
+ORDERS = specimen("day4_replace_op.lesson08_ring_attention", "ORDERS")
 S, H, H_KV, D = 16384, 32, 8, 128  # tokens a GPU
 
 
@@ -67,7 +68,7 @@ def _timed(rank, world, where):
             return torch.autograd.grad(forward(), (q, k, v), grad)
 
         found[name] = {"forward": _ms(forward), "forward and backward": _ms(both)}
-        with mock.patch.object(ring, "Message", _NoMessage):
+        with mock.patch(f"{RING}.Message", _NoMessage):
             found[name] |= {"forward, no messages": _ms(forward), "both, no messages": _ms(both)}
     kv = torch.empty(2, 1, H_KV, S, D, dtype=torch.bfloat16, device=where)
     return {"orders": found, "one message": _ms(lambda: Message(kv, None).wait())}

@@ -18,25 +18,29 @@ import math
 from functools import cache
 from importlib import import_module
 
-from lessonkit import DEVICE, Steps, Table, Unsupported, check, rows, timing
+from lessonkit import DEVICE, Steps, Table, Unsupported, check, memory, rows, specimen, timing
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from day4_replace_op import heads
-from day4_replace_op.lesson01_attention import attention_fused_softmax, attention_recomputed, attention_steps
-from day4_replace_op.lesson01b_attention_memory import peak_bytes
-from day4_replace_op.lesson02_flash_v1 import flash_v1
-from day4_replace_op.lesson03_flash_v2 import flash_v2, swapped
-from day4_replace_op.lesson04_flash_options import attention
-from day4_replace_op.lesson05_flash_backward import flash_attention
+import course_ops
+from problems.attention import inputs, reference
 
+attention_steps = specimen("day4_replace_op.lesson01_attention", "attention_steps")
+attention_fused_softmax = specimen("day4_replace_op.lesson01_attention", "attention_fused_softmax")
+attention_recomputed = specimen("day4_replace_op.lesson01_attention", "attention_recomputed")
+flash_v1 = specimen("day4_replace_op.lesson02_flash_v1", "flash_v1")
+swapped = specimen("day4_replace_op.lesson03_flash_v2", "swapped")
+flash_v2 = specimen("day4_replace_op.lesson03_flash_v2", "flash_v2")
+attention = specimen("day4_replace_op.lesson04_flash_options", "attention")
+flash_attention = specimen("day4_replace_op.lesson05_flash_backward", "flash_attention")
 GPU = DEVICE.type == "cuda"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SLACK = 8  # another's may round more often than PyTorch does (as in `bench`), but must compute the same thing
 HOPPER = "day4_replace_op.lesson06g_flash_hopper_diagonal"
 CUDA, KITTENS = "cuda_src.11_flash_attention_v1", "day3_matmul_tk.lesson10_thunderkittens_attention"
+CUDA_BACKWARD = "cuda_src.11b_flash_attention_backward"
 
 
 def _by_hand(q, k, v, causal):
@@ -144,19 +148,36 @@ PEERS = {
 }
 
 
+class _CudaAttention(torch.autograd.Function):
+    """The last rungs of the two programs, forward and backward, as one differentiable op."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        o, lse = import_module(CUDA).attention_pipelined(q.detach(), k.detach(), v.detach(), causal)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.causal = causal
+        return o
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, o, lse = (t.detach() for t in ctx.saved_tensors)
+        backward = import_module(CUDA_BACKWARD).attention_backward_mma
+        return *backward(q, k, v, o, lse, dout.contiguous(), ctx.causal), None
+
+
 def _cuda_trained(q, k, v, causal):
     if not GPU:
         raise Unsupported("its own lesson checks it without a GPU")
-    return import_module(CUDA).attention(q, k, v, causal)
+    return _CudaAttention.apply(q, k, v, causal)
 
 
 def _operator(q, k, v, causal):
-    return import_module("day4_replace_op.lesson10c_operators").attention(q, k, v, causal)[0]
+    return course_ops.attention(q, k, v, causal=causal)
 
 
-TRAINED = {  # with a gradient; the operator of lesson 10c is lessons 6g and 6e where there is a Hopper GPU
+TRAINED = {  # with a gradient; on a Hopper GPU course_ops has the kernels of lessons 6g and 6e
     "5 flash attention": flash_attention,
-    "10c operator": _operator,
+    "course_ops": _operator,
     "CUDA v1, tensor cores": _cuda_trained,
 } | PEERS
 
@@ -164,7 +185,7 @@ TRAINED = {  # with a gradient; the operator of lesson 10c is lessons 6g and 6e 
 def _inputs(S, D):
     torch.manual_seed(0)
     B, H, dtype = (16384 // S, 2048 // D, torch.bfloat16) if GPU else (1, 2, torch.float32)
-    q, k, v, *_ = heads.inputs(B, H, S, D, dtype=dtype)
+    q, k, v, *_ = inputs(B, H, S, D, dtype=dtype)
     return [*(t.requires_grad_() for t in (q, k, v)), torch.randn_like(q) + 0.5]
 
 
@@ -175,7 +196,7 @@ def _truth(q, k, v, grad, causal, backward):
         parts = [t[:1, :1].detach() for t in (q, k, v, grad)]
         *leaves, g = (t.double() if widen else t for t in parts)
         leaves = [t.requires_grad_(backward) for t in leaves]
-        out = heads.reference(*leaves, causal)[0]
+        out = reference(*leaves, causal)[0]
         return torch.autograd.grad(out, leaves, g) if backward else (out,)
 
     return check.Truth((), answer(True), answer(False), SLACK)
@@ -203,7 +224,7 @@ def _one_length(S, D, causal, backward, absent):
             timed, answer, whole = _contender(fn, q, k, v, grad, causal, backward)
             check.compare(truth, tuple(t[:1, :1] for t in check.tensors(answer())))
             whole()
-            entered[name] = timed, peak_bytes(whole)
+            entered[name] = timed, memory.peak_bytes(whole)
         except Exception as why:  # absent, too large, or a peer that is wrong: said, and the others go on
             if isinstance(why, check.Rejected) and name not in PEERS:
                 raise

@@ -8,10 +8,24 @@ from importlib import import_module
 from types import ModuleType
 
 from lessonkit.base import device  # isort: skip - first, before anything imports triton
-from lessonkit.base.device import DEVICE, num_sms
+from lessonkit.base.device import DEVICE, num_sms, shared_memory
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import BY_NAME
-from lessonkit.lesson import Case, Grad, Lesson, Mutant, Problem, Refusal, Steps, Table, Work, case, discover, needs
+from lessonkit.lesson import (
+    Case,
+    Grad,
+    Lesson,
+    Mutant,
+    Problem,
+    Refusal,
+    Steps,
+    Table,
+    Work,
+    case,
+    discover,
+    needs,
+    specimen,
+)
 from lessonkit.modes.inductor import by_inductor
 from lessonkit.modes.opaque import opaque
 from lessonkit.validate import FLOATS, expect, tma_takes
@@ -40,6 +54,8 @@ __all__ = [
     "needs",
     "num_sms",
     "opaque",
+    "shared_memory",
+    "specimen",
     "tma_takes",
 ]
 

@@ -6,7 +6,7 @@ import sys
 from contextlib import nullcontext
 
 from lessonkit import device
-from lessonkit.elsewhere import elsewhere
+from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ import course_ops
 from course_ops import testing
 from course_ops.kernels import matmul_hopper
 from course_ops.matmul import kernel_for
+
+pytestmark = pytest.mark.kept
 
 DEVICE = device.DEVICE
 FP8 = torch.float8_e4m3fn
@@ -525,6 +527,7 @@ def same_code_cases():
     from course_ops.kernels import grouped_matmul, linear, matmul_fp8_hopper, quantize, scan
     from day2_triton_basics import lesson14_scan
     from day3_matmul_tk import (
+        lesson01_matmul,
         lesson02_matmul_persistent,
         lesson03_matmul_skinny,
         lesson04_matmul_epilogue,
@@ -539,12 +542,12 @@ def same_code_cases():
     launch = {kernel.name: kernel.launch for kernel in sys.modules["course_ops.matmul"].DISPATCH}
 
     def operands(M, N, K, transposed=""):
-        return lesson07c_gluon_small.inputs(M, N, K, dtype=BF16, transposed=transposed)
+        return lesson07c_gluon_small.LESSON.inputs(M, N, K, dtype=BF16, transposed=transposed)
 
     def fp8(scheme):
         kernel = matmul_fp8_hopper.fp8_promote_hopper if scheme == "blocks" else matmul_fp8_hopper.fp8_sum_hopper
         n = TENSORS[scheme]
-        args = lesson05_matmul_fp8.inputs(n, n, n, scheme)
+        args = lesson05_matmul_fp8.LESSON.inputs(n, n, n, scheme)
         return lesson07e_gluon_fp8_blocks.matmul_fp8, lambda *args: kernel(*args, scheme), args
 
     hopper, skinny = lesson07b_gluon_persistent.matmul, lesson03_matmul_skinny.matmul_skinny
@@ -558,47 +561,48 @@ def same_code_cases():
         "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 4096, "b")),
         "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
         "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
-        "pointers": lambda: (lesson02_matmul_persistent.matmul, launch["pointers"], operands(300, 40, 35)),
+        "pointers": lambda: (lesson01_matmul.pipelined, launch["pointers"], operands(300, 40, 35)),
         "fp8 tensor": lambda: fp8("tensor"),
         "fp8 rows": lambda: fp8("rows"),
         "fp8 blocks": lambda: fp8("blocks"),
         "linear": lambda: (
             epilogue.linear_gelu,
             lambda x, w, bias, residual: linear.linear_tma(x, w, bias, residual, True, None),
-            epilogue.inputs(8192, 4096, 4096, residual=True, dtype=BF16),
+            epilogue.LESSON.inputs(8192, 4096, 4096, residual=True, dtype=BF16),
         ),
         "grouped": lambda: (
             lesson06_grouped_matmul.grouped_matmul,
             grouped_matmul.grouped_tma,
-            lesson06_grouped_matmul.inputs(8192, 8, 4096, 4096, dtype=BF16),
+            lesson06_grouped_matmul.LESSON.inputs(8192, 8, 4096, 4096, dtype=BF16),
         ),
         "quantize": lambda: (
             lesson05b_quantize_fp8.quantize,
             quantize.quantize,
-            lesson05b_quantize_fp8.inputs(8192, 8192, dtype=BF16),
+            lesson05b_quantize_fp8.LESSON.inputs(8192, 8192, dtype=BF16),
         ),
         "scan": lambda: (lesson14_scan.scan_look_back, scan.scan_look_back, lesson14_scan.inputs(2**20)),
     }
 
 
-PUSH = ("hopper", "scan")  # one in Gluon, one in Triton
-NIGHT = (
-    "hopper, narrow tiles", "hopper, transposed", "split K", "one wave", "Stream-K", "one row", "TMA", "pointers",
+CASES = (
+    "hopper", "hopper, narrow tiles", "hopper, transposed", "split K", "one wave", "Stream-K", "one row", "TMA",
+    "pointers", "scan",
     "fp8 tensor", "fp8 rows", "fp8 blocks", "linear", "grouped", "quantize",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*PUSH, *(pytest.param(case, marks=pytest.mark.night) for case in NIGHT)])
+@pytest.mark.night
+@pytest.mark.parametrize("case", CASES)
 def test_a_lessons_last_rung_is_the_operators_kernel(case):
     """Compiled for sm_90 both are the same machine code with the same grid, warps and shared memory."""
-    theirs, ours = elsewhere("tests.test_course_ops_matmul", "launches_of", case)
+    theirs, ours = call_in_compiler("tests.test_course_ops_matmul", "launches_of", case)
     assert theirs
     assert ours == theirs
 
 
 def launches_of(case):
     """What lesson and operator launch: [machine code, grid, warps, shared memory] each. In a compiling process."""
-    from lessonkit.launches import recording
+    from lessonkit.measure.launches import recording
 
     found = []
     with recording() as events:

@@ -8,8 +8,9 @@ import math
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
-from lessonkit import DEVICE, compiled, device, interpreter
-from lessonkit.elsewhere import elsewhere
+from lessonkit import DEVICE, device
+from lessonkit.modes import compiled, interpreter
+from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch.library import opcheck
 import course_ops
 from course_ops import testing
 from course_ops.kernels._rows import Choice, Rows, choose
+
+pytestmark = pytest.mark.kept
 
 CPU = torch.device("cpu")
 EPS = torch.finfo(torch.float32).eps
@@ -80,7 +83,9 @@ def no_worse(ours, theirs, *tensors):
         assert torch.equal(f.isnan(), t.isnan())
         f, p, t = (v.double().nan_to_num() for v in (f, p, t))
         if t.numel():
-            floor = 8 * EPS * t.abs().max()
+            # Where the truth is 0, a fused multiply-add leaves the rounding of what cancels.
+            size = t.abs().max() or max(leaf.abs().max() for leaf in tensors if leaf.is_floating_point())
+            floor = 16 * EPS * size
             assert (f - t).abs().max() <= 2 * (p - t).abs().max() + floor
     return found
 
@@ -618,7 +623,7 @@ def test_the_same_bits_each_time(by_kernels):
 @pytest.mark.parametrize("target", [80, 90])
 def test_kernels_compile(target):
     """For real GPUs too, with and without a bias, in 16 and 32 bits, at lengths for every kernel."""
-    assert elsewhere("tests.test_course_ops_rows", "compiled_kernels", target) == sorted(KERNELS)
+    assert call_in_compiler("tests.test_course_ops_rows", "compiled_kernels", target) == sorted(KERNELS)
 
 
 KERNELS = {

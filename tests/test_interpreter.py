@@ -151,3 +151,21 @@ def test_operators_promote_and_broadcast_as_before():
 def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(triton.runtime.errors.InterpreterError, match="incompatible dimensions at index 0: 4 and 8"):
         mismatch_kernel[(1,)](torch.empty(8, device=DEVICE), M=4, N=8)
+
+
+@triton.jit
+def far_kernel(x_ptr, y_ptr, FAR: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    for _ in range(2):
+        y_ptr += FAR // 2
+    tl.store(y_ptr + at, tl.load(x_ptr + at))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_fault_names_the_pointer_and_not_what_lies_nearest(order):
+    """Wherever the heap puts tensors: the store begins at x, and is one of y."""
+    memory = torch.zeros(64, device=DEVICE)
+    x, y = (memory[:16], memory[48:])[::order]
+    far = (x.data_ptr() - y.data_ptr()) // 4 - order * 14  # two elements of x, and fourteen of no tensor
+    with watched(), pytest.raises(OutOfBounds, match=r"the first is element -?\d+ of y_ptr, whose shape is \(16,\)"):
+        far_kernel[(1,)](x, y, FAR=far, N=16)

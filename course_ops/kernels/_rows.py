@@ -9,10 +9,11 @@ A kernel has one of these shapes, and each operator lists which of them it takes
     two-pass    a program walks along a row of any length, twice
 
 Split rows. Each part publishes its partial statistics, one word for each row, and loads those of the other parts until
-none is EMPTY. A word is written and read whole, so no fence is needed. No wait is for ever, for two reasons:
+none is empty. A word is written and read whole, so no fence is needed. No wait is for ever, for two reasons:
 - GPUs start programs in the order of their ids. So of the oldest unfinished row, every part has started or starts next,
   and waits for that row alone. CUDA does not promise this order, but CUB's single-pass scan relies on it too.
-- All parts of a row fit on the GPU at once: the operator's list sees to that.
+- All parts of a row fit on the GPU at once: the operator's list sees to that. It counts on a GPU without another such
+  kernel; two on streams of different priority could each hold the room that the other needs.
 The interpreter runs programs one after another, where a wait would not end: see `waits`.
 """
 
@@ -126,7 +127,7 @@ def waits() -> tuple[bool, ...]:
 
 
 @triton.jit
-def keep_16bit(x):
+def opaque(x):
     """x, in a way that makes the compiler keep its 16 bits in registers and not the fp32 values computed from it.
 
     A row that is used twice waits in registers in between. To the compiler this empty instruction makes a new x, so

@@ -11,8 +11,8 @@ from course_ops.kernels._rows import (
     Rows,
     Split,
     group,
-    keep_16bit,
     look,
+    opaque,
     pack_pair,
     publish,
     unpack_pair,
@@ -38,17 +38,17 @@ def layer_norm_packed_kernel(
     w_ptr, b_ptr,  # [N] each; b_ptr may be None, here and below
     y_ptr,  # [M, N]
     mean_ptr, rstd_ptr,  # [M] each, fp32
-    M, N, stride_x, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, KEEP_16BIT: tl.constexpr,
+    M, N, stride_x, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, OPAQUE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
     x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
     mean = tl.sum(x.to(tl.float32), axis=1, keep_dims=True) / N
-    x = keep_16bit(x) if KEEP_16BIT else x
+    x = opaque(x) if OPAQUE else x
     centred = tl.where(cols < N, x.to(tl.float32) - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / N + eps)
-    x = keep_16bit(x) if KEEP_16BIT else x
+    x = opaque(x) if OPAQUE else x
     tl.store(y_ptr + rows * N + cols, normalize(x, mean, rstd, w_ptr, b_ptr, cols, cols < N), mask=mask)
     tl.store(mean_ptr + rows, mean, mask=rows < M)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
@@ -60,7 +60,7 @@ def layer_norm_tile(x, w, b, eps):
     if y.numel():
         tile = max(1, 2048 // rows.block)
         layer_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
-            x, w, b, y, mean, rstd, rows.M, rows.N, x.stride(0), eps, tile, rows.block, KEEP_16BIT=False,
+            x, w, b, y, mean, rstd, rows.M, rows.N, x.stride(0), eps, tile, rows.block, OPAQUE=False,
             num_warps=tile * rows.block // 512,
         )  # fmt: skip
     return y, mean, rstd
@@ -72,7 +72,7 @@ def layer_norm_packed(x, w, b, eps):
     if y.numel():
         tile = max(1, 2048 // rows.block)
         layer_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
-            x, w, b, y, mean, rstd, rows.M, rows.N, x.stride(0), eps, tile, rows.block, KEEP_16BIT=True,
+            x, w, b, y, mean, rstd, rows.M, rows.N, x.stride(0), eps, tile, rows.block, OPAQUE=True,
             num_warps=max(1, tile * rows.block * rows.itemsize // 2048), maxnreg=64,
         )  # fmt: skip
     return y, mean, rstd
@@ -113,8 +113,8 @@ def layer_norm_chunks_kernel(
 
 @triton.jit
 def widen(x, sixteen):
-    # keep_16bit in arithmetic: the compiler cannot see that a shift by an argument is .to(tl.float32). It may not move
-    # keep_16bit's instruction, so with many chunks it would keep the w and b of all of them as well.
+    # opaque in arithmetic: the compiler cannot see that a shift by an argument is .to(tl.float32). It may not move
+    # opaque's instruction, so with many chunks it would keep the w and b of all of them as well.
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << sixteen).to(tl.float32, bitcast=True)
     else:
@@ -155,7 +155,7 @@ def layer_norm_split_kernel(
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
     count = tl.minimum(N - part * BLOCK_N, BLOCK_N).to(tl.float32)
     mean = tl.sum(x.to(tl.float32), axis=1) / count
-    x = keep_16bit(x)
+    x = opaque(x)
     centred = tl.where((cols < N)[None, :], x.to(tl.float32) - mean[:, None], 0.0)
     m2 = tl.sum(centred * centred, axis=1)
     publish(partials_ptr + rows * PARTS + part, pack_pair(mean, m2), mask=rows < M)
@@ -175,9 +175,9 @@ def layer_norm_split_kernel(
     w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last").to(tl.float32)[None, :]
     if b_ptr is not None:
         b = tl.load(b_ptr + cols, mask=cols < N, eviction_policy="evict_last").to(tl.float32)[None, :]
-        y = (keep_16bit(x).to(tl.float32) - mean[:, None]) * rstd[:, None] * w + b
+        y = (opaque(x).to(tl.float32) - mean[:, None]) * rstd[:, None] * w + b
     else:
-        y = (keep_16bit(x).to(tl.float32) - mean[:, None]) * rstd[:, None] * w
+        y = (opaque(x).to(tl.float32) - mean[:, None]) * rstd[:, None] * w
     tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
     if part == 0:
         tl.store(mean_ptr + rows, mean, mask=rows < M)
@@ -195,10 +195,10 @@ def layer_norm_split(x, w, b, eps):
     parts = layer_norm_parts(rows)
     if y.numel():
         partials = torch.full((rows.M, parts.parts), -1, dtype=torch.int64, device=x.device)
-        for wait_ in waits():
+        for blocking in waits():
             layer_norm_split_kernel[(rows.M * parts.parts,)](
                 x, w, b, y, mean, rstd, partials, rows.M, rows.N, x.stride(0), y.stride(0), eps,
-                parts.parts, parts.slots, parts.block, wait_, num_warps=parts.warps,
+                parts.parts, parts.slots, parts.block, blocking, num_warps=parts.warps,
             )  # fmt: skip
     return y, mean, rstd
 
@@ -364,7 +364,7 @@ def layer_norm_backward_group_kernel(
     PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, PUBLISH: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % PARTS
-    group_ = (tl.program_id(0) // PARTS).to(tl.int64)
+    group_id = (tl.program_id(0) // PARTS).to(tl.int64)
     offsets = tl.arange(0, BLOCK_N)
     cols = part * width + offsets
     mask = (offsets < width) & (cols < N)
@@ -372,11 +372,11 @@ def layer_norm_backward_group_kernel(
     dw = tl.zeros((BLOCK_N,), tl.float32)
     db = tl.zeros((BLOCK_N,), tl.float32)
     slots = tl.arange(0, SLOTS)
-    dy = tl.load(dy_ptr + group_ * stride_dy + cols, mask=mask & (group_ < M), other=0.0)
-    x = tl.load(x_ptr + group_ * stride_x + cols, mask=mask & (group_ < M), other=0.0)
+    dy = tl.load(dy_ptr + group_id * stride_dy + cols, mask=mask & (group_id < M), other=0.0)
+    x = tl.load(x_ptr + group_id * stride_x + cols, mask=mask & (group_id < M), other=0.0)
     if PUBLISH:
-        publish_sums(dy, x, w, mean_ptr, rstd_ptr, partials_ptr, group_, M, part, PARTS)
-    for row in tl.range(group_, M, groups, num_stages=1):
+        publish_sums(dy, x, w, mean_ptr, rstd_ptr, partials_ptr, group_id, M, part, PARTS)
+    for row in tl.range(group_id, M, groups, num_stages=1):
         # The next row is loaded and its sums published before this row's are waited for: the others published theirs
         # for this row a whole step ago, so programs in step do not wait for long.
         after = row + groups
@@ -400,9 +400,9 @@ def layer_norm_backward_group_kernel(
             db += dy.to(tl.float32)
         dy, x = next_dy, next_x
     if FINISH:
-        tl.store(partial_dw_ptr + group_ * N + cols, dw, mask=mask)
+        tl.store(partial_dw_ptr + group_id * N + cols, dw, mask=mask)
         if partial_db_ptr is not None:
-            tl.store(partial_db_ptr + group_ * N + cols, db, mask=mask)
+            tl.store(partial_db_ptr + group_id * N + cols, db, mask=mask)
 
 
 @triton.jit

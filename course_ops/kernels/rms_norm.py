@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from course_ops._common import triton_interprets
-from course_ops.kernels._rows import Group, Rows, Split, group, keep_16bit, look, publish, split, wait, waits
+from course_ops.kernels._rows import Group, Rows, Split, group, look, opaque, publish, split, wait, waits
 
 
 @triton.jit
@@ -20,11 +20,11 @@ def rms_norm_packed_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
-    wide = keep_16bit(x).to(tl.float32)
+    wide = opaque(x).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / N + eps)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last")
-    y = keep_16bit(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
+    y = opaque(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
     tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
 
 
@@ -55,7 +55,7 @@ def rms_norm_split_kernel(
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
-    wide = keep_16bit(x).to(tl.float32)
+    wide = opaque(x).to(tl.float32)
     # 0 means "not yet", and a sum may be 0.0: hence its bits plus one.
     word = tl.sum(wide * wide, axis=1).to(tl.int32, bitcast=True) + 1
     publish(partials_ptr + rows * PARTS + part, word, mask=rows < M)
@@ -72,7 +72,7 @@ def rms_norm_split_kernel(
     if part == 0:
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last")
-    y = keep_16bit(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
+    y = opaque(x).to(tl.float32) * rstd[:, None] * w.to(tl.float32)[None, :]
     tl.store(y_ptr + rows[:, None] * stride_y + cols[None, :], y, mask=mask)
 
 
@@ -87,10 +87,10 @@ def rms_norm_split(x, w, eps):
     parts = rms_norm_parts(rows)
     if y.numel():
         partials = torch.zeros((rows.M, parts.parts), dtype=torch.int32, device=x.device)
-        for wait_ in waits():
+        for blocking in waits():
             rms_norm_split_kernel[(triton.cdiv(rows.M, 2) * parts.parts,)](
                 x, w, y, rstd, partials, rows.M, rows.N, x.stride(0), y.stride(0), eps, ROWS=2, PARTS=parts.parts,
-                SLOTS=triton.next_power_of_2(parts.parts), BLOCK_N=parts.block, WAIT=wait_,
+                SLOTS=triton.next_power_of_2(parts.parts), BLOCK_N=parts.block, WAIT=blocking,
                 num_warps=parts.warps, maxnreg=64,
             )  # fmt: skip
     return y, rstd
@@ -189,19 +189,19 @@ def rms_norm_backward_group_kernel(
     PUBLISH: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % PARTS
-    group_ = (tl.program_id(0) // PARTS).to(tl.int64)  # int64, and so are the rows: row * stride passes 2^31
+    group_id = (tl.program_id(0) // PARTS).to(tl.int64)  # int64, and so are the rows: row * stride passes 2^31
     groups = tl.num_programs(0) // PARTS
     cols = part * width + tl.arange(0, BLOCK_N)
     own = (tl.arange(0, BLOCK_N) < width) & (cols < N)
     slots = tl.arange(0, SLOTS)
     w = tl.load(w_ptr + cols, mask=own, other=0.0)
     dw = tl.zeros([BLOCK_N], tl.float32)
-    dy = tl.load(dy_ptr + group_ * dy_stride + cols, mask=own, other=0.0)
-    x = tl.load(x_ptr + group_ * x_stride + cols, mask=own, other=0.0)
+    dy = tl.load(dy_ptr + group_id * dy_stride + cols, mask=own, other=0.0)
+    x = tl.load(x_ptr + group_id * x_stride + cols, mask=own, other=0.0)
     if PARTS > 1 and PUBLISH:  # 0 is "not yet", so the bits of the sum plus one
-        bits = row_dot(dy, x, w, rstd_ptr, group_, M).to(tl.int32, bitcast=True)
-        publish(partials_ptr + group_ * PARTS + part, bits + 1)
-    for row in tl.range(group_, M, groups, num_stages=1):
+        bits = row_dot(dy, x, w, rstd_ptr, group_id, M).to(tl.int32, bitcast=True)
+        publish(partials_ptr + group_id * PARTS + part, bits + 1)
+    for row in tl.range(group_id, M, groups, num_stages=1):
         after = row + groups
         there = own & (after < M)
         rstd = tl.load(rstd_ptr + row)
@@ -212,7 +212,7 @@ def rms_norm_backward_group_kernel(
         next_x = tl.load(x_ptr + after * x_stride + cols, mask=there, other=0.0)
         if PARTS > 1:
             if PUBLISH:
-                dot = row_dot(keep_16bit(next_dy), keep_16bit(next_x), keep_16bit(w), rstd_ptr, after, M)
+                dot = row_dot(opaque(next_dy), opaque(next_x), opaque(w), rstd_ptr, after, M)
                 bits = dot.to(tl.int32, bitcast=True)
                 publish(partials_ptr + after * PARTS + part, bits + 1, mask=after < M)
             at = partials_ptr + row * PARTS + slots
@@ -221,15 +221,15 @@ def rms_norm_backward_group_kernel(
                 words = wait(words, at, slots < PARTS, 1)
             dot = tl.sum((words - 1).to(tl.float32, bitcast=True), axis=0)
         if FINISH:
-            n = keep_16bit(x).to(tl.float32) * rstd
-            wide = keep_16bit(dy).to(tl.float32)
+            n = opaque(x).to(tl.float32) * rstd
+            wide = opaque(dy).to(tl.float32)
             if PARTS > 1:
                 dw += wide * n
-            dx = rstd * (wide * keep_16bit(w).to(tl.float32) - n * (dot / N))
+            dx = rstd * (wide * opaque(w).to(tl.float32) - n * (dot / N))
             tl.store(dx_ptr + row * N + cols, dx, mask=own)
         dy, x = next_dy, next_x
     if FINISH:
-        tl.store(partial_dw_ptr + group_ * N + cols, dw, mask=own)
+        tl.store(partial_dw_ptr + group_id * N + cols, dw, mask=own)
 
 
 def rms_norm_backward_row(dy, x, w, rstd):

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from course_ops.kernels._rows import Rows, Split, keep_16bit, pack_pair, publish, split, unpack_pair, wait, waits
+from course_ops.kernels._rows import Rows, Split, opaque, pack_pair, publish, split, unpack_pair, wait, waits
 
 # Where a maximum starts. Not -inf: after a block that is all -inf, exp(-inf - -inf) makes the sum NaN for good.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -24,8 +24,8 @@ def softmax_packed_kernel(
     mask = (rows < M) & (cols < N)
     x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=-float("inf"))
     m = tl.max(x, axis=1, keep_dims=True).to(tl.float32)
-    l = tl.sum(tl.exp2((keep_16bit(x).to(tl.float32) - m) * LOG2E), axis=1, keep_dims=True)  # noqa: E741
-    y = tl.exp2((keep_16bit(x).to(tl.float32) - m) * LOG2E - tl.log2(l))
+    l = tl.sum(tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E), axis=1, keep_dims=True)  # noqa: E741
+    y = tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E - tl.log2(l))
     tl.store(y_ptr + rows * stride_y + cols, y, mask=mask)
 
 
@@ -54,7 +54,7 @@ def softmax_split_kernel(
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=-float("inf"))
     m = tl.maximum(tl.max(x, axis=0).to(tl.float32), LOWEST)
-    l = tl.sum(tl.exp2((keep_16bit(x).to(tl.float32) - m) * LOG2E), axis=0)  # noqa: E741
+    l = tl.sum(tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E), axis=0)  # noqa: E741
     partials_ptr += row * PARTS
     publish(partials_ptr + part, pack_pair(m, l))  # never 0: if m is 0.0, its own 2^0 is in l
     slots = tl.arange(0, SLOTS)
@@ -67,7 +67,7 @@ def softmax_split_kernel(
     ls = tl.where(mine, ls, 0.0)
     m = tl.max(ms, axis=0)
     l = tl.sum(ls * tl.exp2((ms - m) * LOG2E), axis=0)  # noqa: E741
-    y = tl.exp2((keep_16bit(x).to(tl.float32) - m) * LOG2E - tl.log2(l))
+    y = tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E - tl.log2(l))
     tl.store(y_ptr + row * stride_y + cols, y, mask=cols < N)
 
 
@@ -82,10 +82,11 @@ def softmax_split(x):
     parts = softmax_parts(rows)
     if y.numel():
         partials = torch.zeros(rows.M, parts.parts, dtype=torch.int64, device=x.device)
-        for wait_ in waits():
+        for blocking in waits():
             softmax_split_kernel[(rows.M * parts.parts,)](
                 x, y, partials, rows.N, x.stride(0), y.stride(0),
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block, wait_, num_warps=parts.warps, maxnreg=72,
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking,
+                num_warps=parts.warps, maxnreg=72,
             )  # fmt: skip
     return y
 
@@ -130,8 +131,8 @@ def softmax_backward_packed_kernel(
     mask = (rows < M) & (cols < N)
     y = tl.load(y_ptr + rows * stride_y + cols, mask=mask, other=0.0)
     dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0)
-    delta = tl.sum(keep_16bit(y).to(tl.float32) * keep_16bit(dy).to(tl.float32), axis=1, keep_dims=True)
-    dx = keep_16bit(y).to(tl.float32) * (keep_16bit(dy).to(tl.float32) - delta)
+    delta = tl.sum(opaque(y).to(tl.float32) * opaque(dy).to(tl.float32), axis=1, keep_dims=True)
+    dx = opaque(y).to(tl.float32) * (opaque(dy).to(tl.float32) - delta)
     tl.store(dx_ptr + rows * stride_dx + cols, dx, mask=mask)
 
 
@@ -160,7 +161,7 @@ def softmax_backward_split_kernel(
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N, other=0.0)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0)
-    share = tl.sum(keep_16bit(y).to(tl.float32) * keep_16bit(dy).to(tl.float32), axis=0)
+    share = tl.sum(opaque(y).to(tl.float32) * opaque(dy).to(tl.float32), axis=0)
     # A share of delta may be 0.0, so the high half of its word is 1: a word of 0 means "not yet".
     word = (share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
     partials_ptr += row * PARTS
@@ -170,7 +171,7 @@ def softmax_backward_split_kernel(
     if WAIT:  # a slot beyond PARTS: a share of 0.0
         partials = wait(partials, partials_ptr + slots, slots < PARTS, 1 << 32)
     delta = tl.sum(partials.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
-    dx = keep_16bit(y).to(tl.float32) * (keep_16bit(dy).to(tl.float32) - delta)
+    dx = opaque(y).to(tl.float32) * (opaque(dy).to(tl.float32) - delta)
     tl.store(dx_ptr + row * stride_dx + cols, dx, mask=cols < N)
 
 
@@ -185,10 +186,11 @@ def softmax_backward_split(y, dy):
     parts = softmax_backward_parts(rows)
     if dx.numel():
         partials = torch.zeros(rows.M, parts.parts, dtype=torch.int64, device=y.device)
-        for wait_ in waits():
+        for blocking in waits():
             softmax_backward_split_kernel[(rows.M * parts.parts,)](
                 y, dy, dx, partials, rows.N, y.stride(0), dy.stride(0), dx.stride(0),
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block, wait_, num_warps=parts.warps, maxnreg=128,
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking,
+                num_warps=parts.warps, maxnreg=128,
             )  # fmt: skip
     return dx
 

@@ -13,6 +13,7 @@ CACHE = Path(os.environ.get("COURSE_CACHE") or Path.home() / ".cache" / "gpu-ker
 BY_NAME = {
     "check": "judge",
     "compiled": "modes",
+    "memory": "measure",
     "plots": "pages",
     "report": "pages",
     "rows": "measure",

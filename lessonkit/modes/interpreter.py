@@ -4,7 +4,7 @@ Without a GPU each program of the grid runs in turn in NumPy. That shows wrong v
 past the end whose value is masked off later, so the loads and stores are watched here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +25,7 @@ class _Watch:
     native: Any
     traffic: Traffic
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # by the name of the kernel's argument
+    argument: str = ""  # the one from which the addresses of this access were computed, if that is known
     _spans: list[tuple[int, int]] = field(default_factory=list)
 
     def begin(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -43,10 +44,10 @@ class _Watch:
         if not legal.all():
             wrong = int(np.count_nonzero(~legal))
             first = int(addresses[~legal][0])
-            near = min(self.tensors.items(), key=lambda item: abs(first - item[1].data_ptr()), default=None)
+            near = min(self.tensors, key=lambda name: abs(first - self.tensors[name].data_ptr()), default="")
             where = ""
-            if near is not None:
-                name, t = near
+            if name := self.argument or near:
+                t = self.tensors[name]
                 element = (first - t.data_ptr()) // t.element_size()
                 where = f": the first is element {element} of {name}, whose shape is {tuple(t.shape)}"
             raise OutOfBounds(
@@ -72,6 +73,32 @@ class _Watch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)
+
+    def converted(self, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Give each argument a pointer type of its own: what is computed from a pointer keeps the type's identity."""
+        from triton import language as tl
+
+        def convert_marked(arg: Any) -> Any:
+            pointer = convert(arg)
+            if hasattr(arg, "data_ptr"):
+                names = (name for name, t in self.tensors.items() if t.data_ptr() == arg.data_ptr())
+                pointer.type = pointer.handle.dtype = tl.pointer_type(pointer.type.element_ty)
+                pointer.type.argument = next(names, "")
+            return pointer
+
+        return convert_marked
+
+    def noting_whose(self, access: Callable[..., Any], at: int) -> Callable[..., Any]:
+        """An access of the interpreter that says first of which argument its operand number `at` is a pointer."""
+
+        def noted(*operands: Any, **options: Any) -> Any:
+            self.argument = getattr(operands[at].dtype, "argument", "")
+            return access(*operands, **options)
+
+        return noted
+
+
+POINTER = {"create_masked_load": 0, "create_masked_store": 0, "create_atomic_cas": 0, "create_atomic_rmw": 1}
 
 
 @contextmanager
@@ -102,12 +129,20 @@ def watched() -> Iterator[Traffic]:
                 raise cause from None
             raise
 
+    builder, convert = interpreter.interpreter_builder, interpreter._implicit_cvt
+    accesses = {name: getattr(builder, name) for name in POINTER}
     interpreter._interpreter, interpreter.GridExecutor.__call__ = watch, call
+    interpreter._implicit_cvt = watch.converted(convert)
+    for name, access in accesses.items():
+        setattr(builder, name, watch.noting_whose(access, POINTER[name]))
     watching.append(traffic)
     try:
         yield traffic
     finally:
         watching.pop()
+        for name, access in accesses.items():
+            setattr(builder, name, access)
+        interpreter._implicit_cvt = convert
         interpreter._interpreter, interpreter.GridExecutor.__call__ = watch.native, launch
 
 
