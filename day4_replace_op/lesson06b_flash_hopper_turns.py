@@ -27,12 +27,12 @@ from lessonkit.judge.simulate import FREE, Barrier, ask_for, in_any_order
 import torch
 import torch.nn.functional as F
 
-from day3_matmul_tk.lesson07b_gluon_persistent import slot
+from course_ops import attention_forward
+from course_ops.hopper import ring_slot as slot
 from day4_replace_op import heads
-from day4_replace_op import lesson04_flash_options as options
-from day4_replace_op.hopper import BENCHES, CHECKS, PEERS, launch, place
-from day4_replace_op.lesson06_flash_hopper import LESSON as FIRST
+from day4_replace_op.hopper import BENCHES, CHECKS, launch, place
 from day4_replace_op.lesson06_flash_hopper import flash_kernel
+from problems.attention import PROBLEM, expect_heads
 
 
 # Rung 3. New: turns. Every step takes one, also those of the diagonal that are done one by one: a warpgroup may have
@@ -54,7 +54,7 @@ def stays(q, k, v, causal=False, window=None, scale=None):
     try:
         return launch(flash_kernel, q, k, v, causal, window, scale, STAYS=True, AHEAD=True, TURNS=True)
     except Unsupported:
-        return options.attention(q, k, v, causal, window, scale)
+        return attention_forward(q, k, v, causal=causal, window=window, scale=scale)
 
 
 # The slow twin: what lies between the barriers is PyTorch, small (2 x 8 queries, 8 keys, 2 stages, 3 programs) so that
@@ -64,7 +64,7 @@ def stays(q, k, v, causal=False, window=None, scale=None):
 
 def twin(q, k, v, causal=False, window=None, scale=None):
     """As stays, without windows, in any dtype: all loops and barriers, one wait at a time."""
-    scale = heads.expect_heads(q, k, v, causal, window, scale)
+    scale = expect_heads(q, k, v, causal, window, scale)
     B, H, S_q, _ = q.shape
     o, lse = torch.zeros(q.shape), torch.full((B, H, S_q), -math.inf)  # on the CPU, step by step
     tiles = -(-S_q // 16)
@@ -144,12 +144,10 @@ def _program(mine, sizes, q, k, v, o, lse, causal):
 
 
 LESSON = Lesson(
-    reference=heads.reference,
-    inputs=heads.inputs,
+    problem=PROBLEM,
     rungs=(turns, stays),
     checks=CHECKS,
     benches=BENCHES,
-    work=heads.work,
     cpu_model=twin,
     wrong=(
         Mutant("nobody has the first turn", "_program", "order[0].arrive()", "order[0]", "twin", "barrier"),
@@ -163,10 +161,7 @@ LESSON = Lesson(
                "twin", "nan"),
         Mutant("always the first Q", "_program", "q_full[which], tile & 1", "q_full[which], 0", "twin", "barrier"),
     ),
-    peers=PEERS,
     claims=dict.fromkeys((turns, stays), ("wgmma", "tma", "no spills")),
-    properties=FIRST.properties,
-    refuses=heads.REFUSES,
     dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 

@@ -27,12 +27,11 @@ from lessonkit.judge.simulate import Barrier, ask_for, in_any_order
 import torch
 import torch.nn.functional as F
 
-from day3_matmul_tk.lesson07b_gluon_persistent import slot
-from day4_replace_op import heads
-from day4_replace_op import lesson04_flash_options as options
-from day4_replace_op.hopper import BENCHES, CHECKS, PEERS, launch, place
-from day4_replace_op.lesson06_flash_hopper import LESSON as FIRST
+from course_ops import attention_forward
+from course_ops.hopper import ring_slot as slot
+from day4_replace_op.hopper import BENCHES, CHECKS, launch, place
 from day4_replace_op.lesson06_flash_hopper import flash_kernel
+from problems.attention import PROBLEM, expect_heads
 
 
 # Rung 5. New: the queue. Predicted: causal the 3000 cycles of each tile, 14% at D = 128 and S = 2048, 36% at 512, 2% at
@@ -61,14 +60,14 @@ def attention(q, k, v, causal=False, window=None, scale=None):
     try:
         return (three_warpgroups if wide else queued)(q, k, v, causal, window, scale)
     except Unsupported:
-        return options.attention(q, k, v, causal, window, scale)
+        return attention_forward(q, k, v, causal=causal, window=window, scale=scale)
 
 
 # The slow twin: three programs, of each the warp that loads and three warpgroups, in any order. What is new is between
 # them, so a tile, of 3 x 8 queries, is attended to at once.
 def twin(q, k, v, causal=False, window=None, scale=None):
     """As attention, without windows, in any dtype: the counter, the numbers told, and Q."""
-    scale = heads.expect_heads(q, k, v, causal, window, scale)
+    scale = expect_heads(q, k, v, causal, window, scale)
     B, H, S_q, _ = q.shape
     o, lse = torch.zeros(q.shape), torch.zeros(B, H, S_q)  # on the CPU, step by step
     sizes = -(-S_q // 24), H, B * H, 2, S_q, k.shape[2]
@@ -125,12 +124,10 @@ def _program(program, counter, copies, sizes, q, k, v, o, lse, causal):
 
 
 LESSON = Lesson(
-    reference=heads.reference,
-    inputs=heads.inputs,
+    problem=PROBLEM,
     rungs=(queued, three_warpgroups, attention),
     checks=CHECKS,
     benches=(*BENCHES, {"B": 32, "H": 12, "S": 1024, "D": 64, "causal": True}),  # the last is lesson 10's GPT
-    work=heads.work,
     cpu_model=twin,
     wrong=(
         Mutant("a number over one that somebody has not heard", "_program", "kept = 2", "kept = 1", "twin", "barrier"),
@@ -141,10 +138,7 @@ LESSON = Lesson(
         Mutant("the next tile's Q over this one's", "_program", "yield q_empty[which], count & 1 ^ 1",
                "yield q_empty[which], 2", "twin", "barrier"),
     ),
-    peers=PEERS,
     claims=dict.fromkeys((queued, three_warpgroups), ("wgmma", "tma", "no spills")),
-    properties=FIRST.properties,
-    refuses=heads.REFUSES,
     dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 

@@ -28,14 +28,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from day3_matmul_tk.lesson07b_gluon_persistent import slot
-from day4_replace_op import lesson05_flash_backward as lesson05
+from course_ops.hopper import ring_slot as slot
+from course_ops.kernels import attention_backward as portable
 from day4_replace_op.hopper import BENCHES, left, matrix
-from day4_replace_op.hopper_backward import CHECKS, PEERS, ask_dq, ask_scores, hidden_zero, launch, place, share
+from day4_replace_op.hopper_backward import CHECKS, ask_dq, ask_scores, hidden_zero, launch, place, share
 from day4_replace_op.hopper_dq import add_dq
-from day4_replace_op.lesson04b_flash_backward_queries import expect_gradient
-from day4_replace_op.lesson06d_flash_backward_hopper import LESSON as FIRST
-from day4_replace_op.lesson06d_flash_backward_hopper import backward_kernel, probabilities
+from day4_replace_op.lesson06d_flash_backward_hopper import (
+    backward_kernel,
+    keys_are_the_same_each_time,
+    one_query_one_key,
+    probabilities,
+)
+from problems.attention import PROBLEM_BACKWARD, expect_gradient, inputs_backward
 
 
 # Rung 3. New: TMA adds, from 32 KB more of shared memory. Predicted: 2950 cycles a step if shared memory is what limits
@@ -140,7 +144,8 @@ def attention_backward(grad_out, q, k, v, out, lse, causal=False, window=None, s
     with suppress(Unsupported):
         if not deterministic:
             return launch(backward_kernel, grad_out, q, k, v, out, lse, causal, window, scale, **more)
-    return lesson05.attention_backward(grad_out, q, k, v, out, lse, causal, window, scale)
+    scale = expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
+    return portable.attention_backward(grad_out, q, k, v, out, lse, causal, window, scale)
 
 
 def twin(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
@@ -268,14 +273,14 @@ def _program(program, counter, copies, sizes, q, do, start, delta, k, v, dq, dk,
 
 
 def deterministic_is_deterministic(_rung):
-    """Asked for that, the last rung's dQ agrees to the bit in two runs, and with lesson 5's; others cannot be asked."""
-    args = lesson05.inputs(1, 4, 300, 64, H_kv=1, causal=True, dtype=torch.float16)
-    first, second = attention_backward(*args, deterministic=True), lesson05.attention_backward(*args)
+    """Asked for that, the last rung's dQ agrees to the bit in two runs; others cannot be asked."""
+    args = inputs_backward(1, 4, 300, 64, H_kv=1, causal=True, dtype=torch.float16)
+    first, second = (attention_backward(*args, deterministic=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 LESSON = Lesson(
-    reference=lesson05.reference, inputs=lesson05.inputs, checks=CHECKS, benches=BENCHES, work=lesson05.LESSON.work,
+    problem=PROBLEM_BACKWARD, checks=CHECKS, benches=BENCHES,
     rungs=(tma_adds, queued, in_turns, attention_backward), cpu_model=twin,
     wrong=(
         Mutant("the meeting is not waited for", "_program", "yield meet[now % 2], now // 2 & 1\n            if turn",
@@ -289,12 +294,11 @@ LESSON = Lesson(
         Mutant("stored when K is read", "_program", "yield stored, count", "yield read, count", "twin"),
         Mutant("nobody passes the turn", "_program", "order[1 - which].arrive()", "pass", "twin", "barrier"),
     ),
-    peers=PEERS,
     claims=dict.fromkeys(  # of the first shape that is timed, D = 128; at D = 64 a tile has a few registers too many
         (tma_adds, queued, in_turns), tuple(f"backward_kernel: {c}" for c in ("wgmma", "tma", "no spills"))
     ),
-    factor=2,  # as lesson 5's
-    properties=(*FIRST.properties, deterministic_is_deterministic), refuses=FIRST.refuses, dtypes=FIRST.dtypes,
+    properties=(keys_are_the_same_each_time, one_query_one_key, deterministic_is_deterministic),
+    dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -32,11 +32,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from day3_matmul_tk.lesson07_gluon_matmul import barriers, stages
+from course_ops import attention_forward
+from course_ops.hopper import allocate_barriers as barriers
+from course_ops.hopper import allocate_stages as stages
 from day4_replace_op import heads
-from day4_replace_op import lesson04_flash_options as options
 from day4_replace_op.heads import LOWEST
 from day4_replace_op.hopper import (
+    BENCHES,
+    CHECKS,
     ask_scores,
     ask_values,
     exp2,
@@ -51,9 +54,8 @@ from day4_replace_op.hopper import (
     skip,
     times,
 )
-from day4_replace_op.lesson06_flash_hopper import LESSON as FIRST
 from day4_replace_op.lesson06_flash_hopper import one_by_one, parts
-from day4_replace_op.lesson06c_flash_hopper_queue import LESSON as LAST
+from problems.attention import PROBLEM, expect_heads, visible
 
 LIMIT = gl.constexpr(0x46000000)  # the bits of 2^13
 
@@ -242,17 +244,17 @@ def attention(q, k, v, causal=False, window=None, scale=None):
     try:
         return (three_ahead if wide else old_maximum)(q, k, v, causal, window, scale)
     except Unsupported:
-        return options.attention(q, k, v, causal, window, scale)
+        return attention_forward(q, k, v, causal=causal, window=window, scale=scale)
 
 
 # The slow twin: rows and keys eight by eight, last keys first, and 64 is too large a sum.
 def twin(q, k, v, causal=False, window=None, scale=None):
     """As attention, without windows, in any dtype."""
-    scale = heads.expect_heads(q, k, v, causal, window, scale)
+    scale = expect_heads(q, k, v, causal, window, scale)
     (S_q, S_k), group = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
     k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
-    seen = heads.visible(S_q, S_k, causal, None, q.device)
+    seen = visible(S_q, S_k, causal, None, q.device)
     for row in range(0, S_q, 8):
         rows = slice(row, row + 8)
         s = (q[:, :, rows].double() @ k.mT) * scale
@@ -272,16 +274,14 @@ def twin(q, k, v, causal=False, window=None, scale=None):
 
 
 LESSON = Lesson(
-    reference=heads.reference,
-    inputs=heads.inputs,
+    problem=PROBLEM,
     rungs=(old_maximum, three_ahead, attention),
     checks=(
-        *LAST.checks,
+        *CHECKS,
         case("scores that outgrow the first block's maximum", B=1, H=2, S=200, D=64, S_k=700, scale=4.0),
         case("so causal, by a diagonal across two blocks", B=1, H=2, S=150, D=64, S_k=250, causal=True, scale=4.0),
     ),
-    benches=LAST.benches,
-    work=heads.work,
+    benches=(*BENCHES, {"B": 32, "H": 12, "S": 1024, "D": 64, "causal": True}),  # the last is lesson 10's GPT
     cpu_model=twin,
     wrong=(
         Mutant("O keeps the old maximum", "twin", "total * old, acc * old", "total * old, acc", "twin"),
@@ -289,10 +289,7 @@ LESSON = Lesson(
         Mutant("only the first block is done again", "twin", "p.sum(-1).max() > 64", "key + 8 >= S_k", "twin", "nan"),
         Mutant("done again without the mask", "twin", ".masked_fill(~seen[rows, keys], -math.inf)", "", "twin"),
     ),
-    peers=LAST.peers,
     claims=dict.fromkeys((old_maximum, three_ahead), ("wgmma", "tma", "no spills")),
-    properties=FIRST.properties,
-    refuses=heads.REFUSES,
     dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 

@@ -32,11 +32,11 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from day4_replace_op import heads
 from day4_replace_op import lesson06f_flash_hopper_maximum as lesson06f
 from day4_replace_op.hopper import KEYS, launch
 from day4_replace_op.lesson06_flash_hopper import parts
 from day4_replace_op.lesson06f_flash_hopper_maximum import finish, first, follow, go_on, maximum_kernel, step_ahead
+from problems.attention import PROBLEM, expect_heads
 
 
 # The first warpgroup's first block: scores, P and O's product with 64 of its 128 keys. Its P is of another size than
@@ -72,7 +72,7 @@ def _crossed_once(q, k, causal):
 
 
 def _launch(q, k, v, causal, window, scale, **options):
-    heads.expect_heads(q, k, v, causal, window, scale)
+    expect_heads(q, k, v, causal, window, scale)
     if not _crossed_once(q, k, causal):
         raise Unsupported(f"for causal attention whose queries and keys differ by a multiple of {KEYS}")
     return launch(maximum_kernel, q, k, v, causal, window, scale, QUEUE=True, DEPTH=4, ALIGNED=True, **options)
@@ -116,8 +116,7 @@ def attention(q, k, v, causal=False, window=None, scale=None):
 
 
 LESSON = Lesson(
-    reference=heads.reference,
-    inputs=heads.inputs,
+    problem=PROBLEM,
     rungs=(one_masked, half_a_block, attention),
     checks=(
         *lesson06f.LESSON.checks,
@@ -127,7 +126,6 @@ LESSON = Lesson(
         case("so with queries that see nothing", B=1, H=2, S=300, D=64, S_k=172, causal=True),
     ),
     benches=tuple(shape for shape in lesson06f.LESSON.benches if shape["causal"]),
-    work=heads.work,
     wrong=(
         Mutant("the other warpgroup's half", "half_first", "WHICH == 0", "WHICH == 1", "half_a_block"),
         Mutant("the half is not in the sum", "half_first", "gl.convert_layout(some, total.type.layout)", "total",
@@ -135,10 +133,7 @@ LESSON = Lesson(
         Mutant("whatever the diagonal crosses", "_crossed_once", "(k.shape[2] - q.shape[2]) % KEYS == 0", "True",
                "half_a_block"),
     ),
-    peers=lesson06f.LESSON.peers,
     claims=dict.fromkeys((one_masked, half_a_block), ("wgmma", "tma", "no spills")),
-    properties=lesson06f.LESSON.properties,
-    refuses=heads.REFUSES,
     dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 
