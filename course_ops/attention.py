@@ -75,7 +75,7 @@ def attention_backward(
 
 # ---- Which kernel takes what: the first row whose condition holds ------------------------------------------------
 #
-#     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 16 S_q and 256; no window
+#     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window
 #                hopper     sm_90, 16 bits, D <= 128, strides that TMA takes; no window
 #                portable   everything: sm_80 on, fp32, windows, D <= 256, any strides
 #     backward   hopper     as forward, unless deterministic algorithms are asked for (dQ is added up in any order)
@@ -109,7 +109,7 @@ class Gradient(NamedTuple):
 
 def _few_queries(c: Call) -> bool:
     H, S_q, H_kv, S_k = *c.q.shape[1:3], *c.k.shape[1:3]
-    return c.window is None and H // H_kv * S_q <= decode.MAX_ROWS and S_k >= max(16 * S_q, 256)
+    return c.window is None and H // H_kv * S_q <= decode.MAX_ROWS and S_k >= 64
 
 
 def _on_hopper(c: Call) -> bool:

@@ -1,4 +1,4 @@
-"""python -m lessonkit: doctor, list, path, run, check, exercise, bench, compile, count, report, stale, diff.
+"""python -m lessonkit: doctor, list, path, run, check, exercise, bench, compile, count, report, stale, depends, diff.
 
 Exit codes: 0 all well, 1 something failed, 2 the command line is wrong, 130 a run was stopped.
 """
@@ -28,7 +28,7 @@ from lessonkit.cuda import build, sass, toolchain
 from lessonkit.exercise import progress
 from lessonkit.judge import counters, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, names, title
-from lessonkit.measure import ncu, stale
+from lessonkit.measure import dependents, ncu, stale
 from lessonkit.modes import compiled
 from lessonkit.pages import paths, report
 
@@ -347,6 +347,20 @@ def list_stale(
     for line in tables:
         show.console.print(f"old table: {line}")
     raise typer.Exit(int(release and bool(old or tables)))
+
+
+@app.command()
+def depends(function: str) -> None:
+    """Which lessons and rows depend on a function: `ring_slot`, `problems.softmax.inputs`, `cuda_src/a.cu:kernel`."""
+    found = dependents.dependents(function)
+    if not found:
+        if dependents.is_of_the_kit(function):
+            _end([f"{function} judges lessons: no row depends on it, and every lesson's checks may"])
+        _end([f"no lesson's rungs, inputs or work reach {function}"])
+    body = ([each.function, each.lesson, ", ".join(each.through), each.rows or ""] for each in found)
+    measured = {each.lesson: each.rows for each in found}
+    title = f"{len(measured)} lessons and {sum(measured.values())} rows depend on {function}"
+    show.table(title, ["function", "lesson", "through", "rows"], body)
 
 
 @app.command()

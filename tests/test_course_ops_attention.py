@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from unittest import mock
 
 from lessonkit import device
-from lessonkit.elsewhere import environment
+from lessonkit.base.files import environment
 
 import pytest
 import torch
@@ -449,7 +449,7 @@ def test_a_lessons_last_rung_is_the_operators_kernel(cases):
     and then. Neither counts the names and places of parameters, as the backward has one less.
     """
     command = [sys.executable, "-c", "from tests.test_course_ops_attention import print_launches; print_launches()"]
-    env = environment(LESSONKIT_LANE="compiled", CUDA_VISIBLE_DEVICES="", TRITON_DISABLE_LINE_INFO="1")
+    env = environment(LESSONKIT_MODE="compiled", CUDA_VISIBLE_DEVICES="", TRITON_DISABLE_LINE_INFO="1")
     answer = subprocess.run(command, input=json.dumps(cases), env=env, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr[-2000:]
     for (what, sizes), found in zip(cases, json.loads(answer.stdout), strict=True):
@@ -464,7 +464,8 @@ def test_a_lessons_last_rung_is_the_operators_kernel(cases):
 
 def print_launches():
     """In a process of its own: for each case on stdin what course_ops and the lesson launch, as JSON."""
-    from lessonkit import compiled, launches
+    from lessonkit.measure import launches
+    from lessonkit.modes import compiled
 
     from triton.runtime.jit import JITFunction
 

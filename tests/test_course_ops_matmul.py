@@ -6,7 +6,7 @@ import sys
 from contextlib import nullcontext
 
 from lessonkit import device
-from lessonkit.elsewhere import elsewhere
+from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
 import torch
@@ -591,14 +591,14 @@ NIGHT = (
 @pytest.mark.parametrize("case", [*PUSH, *(pytest.param(case, marks=pytest.mark.night) for case in NIGHT)])
 def test_a_lessons_last_rung_is_the_operators_kernel(case):
     """Compiled for sm_90 both are the same machine code with the same grid, warps and shared memory."""
-    theirs, ours = elsewhere("tests.test_course_ops_matmul", "launches_of", case)
+    theirs, ours = call_in_compiler("tests.test_course_ops_matmul", "launches_of", case)
     assert theirs
     assert ours == theirs
 
 
 def launches_of(case):
     """What lesson and operator launch: [machine code, grid, warps, shared memory] each. In a compiling process."""
-    from lessonkit.launches import recording
+    from lessonkit.measure.launches import recording
 
     found = []
     with recording() as events:

@@ -81,7 +81,9 @@ def no_worse(ours, theirs, *tensors):
         assert torch.equal(f.isnan(), t.isnan())
         f, p, t = (v.double().nan_to_num() for v in (f, p, t))
         if t.numel():
-            floor = 8 * EPS * t.abs().max()
+            # Where the truth is 0, a fused multiply-add leaves the rounding of what cancels.
+            size = t.abs().max() or max(leaf.abs().max() for leaf in tensors if leaf.is_floating_point())
+            floor = 16 * EPS * size
             assert (f - t).abs().max() <= 2 * (p - t).abs().max() + floor
     return found
 

@@ -53,6 +53,6 @@ def dropout(x, p, seed):
     y, n = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.numel()
     if n:
         # Where there are many programs they have one warp, so that they begin and end one by one.
-        pairs, warps = (128, 1) if n >= 2**25 else (512, 8)
+        pairs, warps = (128, 1) if n >= 2**23 else (256, 8)
         dropout_kernel[(triton.cdiv(n, 8 * pairs),)](x, y, n, seed, drop, 1 / (1 - p), pairs, num_warps=warps)
     return y

@@ -24,6 +24,7 @@ VOCABULARY = {
 }
 EXTENSION = ("lessonkit.cuda.extension", "extension")  # loads a program; the program is followed, the loader is not
 DECLARATION = "LESSON"
+GIVEN = {"inputs": ("inputs", "bench_dtype"), "work": ("work",)}  # what a row is of beside its code: fields that count
 # Names that the kit gave otherwise when rows were measured. They count as they were then: a new name is no new code.
 EARLIER = {"LESSONKIT_MODE": "LESSONKIT_LANE", "call_in_compiler": "elsewhere", "opaque": "again"}
 EVERYTHING = "*"  # stands for all that a module binds
@@ -117,12 +118,23 @@ def code(root: Path, lesson: str, label: str, *, peer: bool = False) -> str:
 def given(root: Path, lesson: str) -> str:
     """Hashes of a lesson's inputs and of its work: the end of what `contender` says of all its rungs."""
     parts = []
-    for names in (("inputs", "bench_dtype"), ("work",)):
+    for names in GIVEN.values():
         walk = _Walk(root)
         for name in names:
             walk.field(lesson, name)
         parts.append(walk.digest()[:8])
     return ".".join(parts)
+
+
+def given_reaches(root: Path, lesson: str) -> dict[str, frozenset[str]]:
+    """The full names of what the fingerprints of a lesson's inputs and of its work count."""
+    found = {}
+    for part, names in GIVEN.items():
+        walk = _Walk(root)
+        for name in names:
+            walk.field(lesson, name)
+        found[part] = walk.names()
+    return found
 
 
 def packages(root: Path, lesson: str, label: str) -> set[str]:
@@ -137,6 +149,16 @@ def _contender(root: Path, lesson: str, label: str, peer: bool) -> "_Walk":
     else:
         walk.begin(lesson, label)
     return walk
+
+
+def reaches(root: Path, module: str, function: str) -> frozenset[str]:
+    """The full names of what a function's fingerprint counts: "course_ops.hopper.ring_slot", and C++ functions'.
+
+    Raises NotFound if the module binds no such name.
+    """
+    walk = _Walk(root)
+    walk.begin(module, function)
+    return walk.names()
 
 
 def program(root: Path, lesson: str) -> str:
@@ -176,7 +198,16 @@ class _Walk:
         self.units: list[Unit] = []  # whose words may name a launcher of a program
         self.programs: dict[Path, set[str]] = {}  # the names reached in each; EVERYTHING for all
         self.outside: set[str] = set()  # packages that are imported and not of the repository
+        self.reached: set[tuple[Path, str]] = set()  # functions of programs: a program's path, and their names
         self.modules: dict[str, Module | None] = {}
+
+    def names(self) -> frozenset[str]:
+        """The full names of all that was taken in, functions of programs too."""
+        self.digest()  # which finds the latter
+        python = {f"{owner}.{bound}" for owner, bound in self.taken}
+        return frozenset(
+            python | {f"{'.'.join(p.relative_to(self.root).with_suffix('').parts)}.{name}" for p, name in self.reached}
+        )
 
     def path(self, name: str) -> Path:
         return self.root / f"{name.replace('.', '/')}.py"
@@ -380,7 +411,8 @@ class _Walk:
                 free = pattern.startswith(r"\w+")
                 words |= {n for n in names if re.fullmatch(pattern, n) and (not free or n.startswith(prefixes))}
             if found := _reached(texts, frozenset(words & names)):
-                return {f"C++ {code}" for code in found}
+                self.reached |= {(path, name) for name in found}
+                return {f"C++ {code}" for code in found.values()}
         return {f"C++ {' '.join(_cpp_words(text))}" for text in texts}
 
 
@@ -390,12 +422,12 @@ def _defined(texts: tuple[str, ...]) -> frozenset[str]:
 
 
 @lru_cache(None)
-def _reached(texts: tuple[str, ...], words: frozenset[str]) -> frozenset[str]:
+def _reached(texts: tuple[str, ...], words: frozenset[str]) -> dict[str, str]:
     known: dict[str, list[str]] = {}
     for text in texts:
         for name, codes in _cpp_definitions(text).items():
             known.setdefault(name, []).extend(codes)
-    return frozenset(cpp_text.reach({name: "\n".join(codes) for name, codes in known.items()}, words).values())
+    return cpp_text.reach({name: "\n".join(codes) for name, codes in known.items()}, words)
 
 
 @lru_cache(None)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import start_processes
 
-TIMEOUT = timedelta(seconds=60)  # a rank that waits longer than this for another raises, instead of hanging
+TIMEOUT = timedelta(seconds=300)  # a rank that waits longer than this for another raises, instead of hanging
 # Imported once for all ranks. DDP imports dynamo, which asks after GPUs, and a CUDA that was asked cannot be forked.
 PRELOAD = ["torch"] if device.HAS_GPU else ["torch._dynamo", "torch.distributed.fsdp"]
 Work = Callable[[int, int, torch.device], Any]
