@@ -13,6 +13,7 @@ from course_ops.gelu import gelu
 from course_ops.grouped_matmul import grouped_matmul
 from course_ops.layer_norm import layer_norm
 from course_ops.linear import linear
+from course_ops.linear_cross_entropy import linear_cross_entropy
 from course_ops.matmul import matmul
 from course_ops.matmul_fp8 import matmul_fp8
 from course_ops.patch import patch
@@ -33,6 +34,7 @@ __all__ = [
     "grouped_matmul",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "matmul",
     "matmul_fp8",
     "patch",

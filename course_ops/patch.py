@@ -1,6 +1,6 @@
 """patch: replace a model's modules by this package's operators where they stand, and undo it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ class _CrossEntropyLoss(nn.CrossEntropyLoss):
         if logits.ndim != 2 or targets.dtype != torch.int64:  # classes in the middle, or targets that are probabilities
             return super().forward(logits, targets)
         loss = course_ops.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction=self.reduction)
-        return loss.to(logits.dtype)
+        return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
 
 
 class _Linear(nn.Linear):
@@ -77,19 +77,34 @@ class Replacement(NamedTuple):
     refuses: Callable[..., str]
 
 
+def _never(module: nn.Module) -> str:
+    return ""
+
+
+# A GELU has no parameters of its own: in a model of float64 its input is float64 too.
+def _odd_dtype(module: nn.Module, model: nn.Module) -> str:
+    mine = [p.dtype for p in module.parameters()]
+    odd = [d for d in mine if d not in FLOATS] or [p.dtype for p in model.parameters() if p.dtype == torch.float64]
+    return f"{odd[0]} parameters: kernels take float32, float16 and bfloat16" if odd else ""
+
+
 REPLACEMENTS = {
     nn.LayerNorm: Replacement(_LayerNorm, "layer_norm", _norm_refuses),
     nn.RMSNorm: Replacement(_RMSNorm, "rms_norm", _norm_refuses),
     nn.GELU: Replacement(_GELU, "gelu", _gelu_refuses),
     nn.CrossEntropyLoss: Replacement(_CrossEntropyLoss, "cross_entropy", _loss_refuses),
-    nn.Linear: Replacement(_Linear, "linear", lambda module: ""),
+    nn.Linear: Replacement(_Linear, "linear", _never),
     nn.Dropout: Replacement(_Dropout, "dropout", _dropout_refuses),
 }
 DEFAULT = (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.CrossEntropyLoss)
+Others = Mapping[type[nn.Module], type[nn.Module]]
 
 
 class Row(NamedTuple):
-    """A module: its name in the model, its class, the function that replaces it ("" if none), or why it stays."""
+    """A module: its name in the model, its class, what replaces it ("" if nothing does), or why it stays.
+
+    now: the function of this package, course_ops.layer_norm, or the class of the caller's own.
+    """
 
     module: str
     was: str
@@ -100,26 +115,28 @@ class Row(NamedTuple):
 class Patched:
     """What patch() did. rows: a Row for each module of the classes asked for; print it to see them."""
 
-    def __init__(self, model: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
+    def __init__(self, model: nn.Module, classes: Sequence[type[nn.Module]], others: Others) -> None:
         self.rows: list[Row] = []
-        self._before: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._before: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
+        own = {old: Replacement(new, "", getattr(new, "refuses", _never)) for old, new in others.items()}
+        replacements = {old: REPLACEMENTS[old] for old in classes} | own
         for name, module in model.named_modules():
             old = type(module)
-            if old not in classes:  # a subclass has a forward of its own
+            if old not in replacements:  # a subclass has a forward of its own
                 continue
-            new, function, refuses = REPLACEMENTS[old]
-            odd = [p.dtype for p in module.parameters(recurse=False) if p.dtype not in FLOATS]
-            why = f"{odd[0]} parameters: kernels take float32, float16 and bfloat16" if odd else refuses(module)
-            self.rows.append(Row(name or "(the model)", old.__name__, "" if why else f"course_ops.{function}", why))
+            new, function, refuses = replacements[old]
+            now = f"course_ops.{function}" if function else new.__name__
+            why = refuses(module) or _odd_dtype(module, model)
+            self.rows.append(Row(name or "(the model)", old.__name__, "" if why else now, why))
             if not why:
-                self._before.append((module, old))
+                self._before.append((module, old, new))
                 module.__class__ = new
 
     def undo(self) -> None:
         """Give every replaced module its class back. A second call does nothing."""
         while self._before:
-            module, old = self._before.pop()
-            if type(module) is REPLACEMENTS[old].new:
+            module, old, new = self._before.pop()
+            if type(module) is new:
                 module.__class__ = old
 
     def __enter__(self) -> "Patched":
@@ -135,7 +152,7 @@ class Patched:
         return "\n".join(lines) or "no module of the classes asked for"
 
 
-def patch(model: nn.Module, classes: Sequence[type[nn.Module]] = DEFAULT) -> Patched:
+def patch(model: nn.Module, classes: Sequence[type[nn.Module]] = DEFAULT, others: Others | None = None) -> Patched:
     """Replace the model's modules of these classes by course_ops' functions, in place.
 
         with course_ops.patch(model) as patched:   # or patched = patch(model), later patched.undo()
@@ -146,11 +163,16 @@ def patch(model: nn.Module, classes: Sequence[type[nn.Module]] = DEFAULT) -> Pat
     nn.Linear, and nn.Dropout, which then draws other masks. Their subclasses are left alone. Modules that no kernel
     takes stay with PyTorch, and the result says why. Parameters stay the same objects, so checkpoints and optimizers
     fit. Compile the model after patching it. Under autocast norms return their input's dtype; PyTorch's return float32.
-    Raises TypeError for what is no module, ValueError for a class that has no replacement.
+    others: for modules of the model's own, {class: subclass}. The subclass has the same parameters and another forward;
+    its method refuses(self), if it has one, returns why a module stays as it is, or "".
+    Raises TypeError for what is no module or no subclass, ValueError for a class that has no replacement.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if unknown := [c for c in classes if c not in REPLACEMENTS]:
         known = ", ".join(c.__name__ for c in REPLACEMENTS)
         raise ValueError(f"classes has {unknown[0]!r}, which nothing replaces: choose of nn's {known}")
-    return Patched(model, classes)
+    for old, new in (others or {}).items():
+        if not (isinstance(new, type) and issubclass(new, old)):
+            raise TypeError(f"others has {new!r} for {old.__name__}: expected a subclass of it")
+    return Patched(model, classes, others or {})

@@ -1,6 +1,9 @@
 """For tests without a GPU: run the operators' kernels in Triton's interpreter instead of computing with PyTorch."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
 
 from course_ops import _common
 
@@ -13,3 +16,16 @@ def interpreted() -> AbstractContextManager[None]:
     if not _common.triton_interprets():
         raise RuntimeError("Triton decides at import: set TRITON_INTERPRET=1 in the environment, then start Python")
     return _common.interpreting()
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Inside `with kernels():`, or below `@kernels()`, kernels run: on a GPU, and interpreted where there is none.
+
+    Raises RuntimeError without a GPU unless TRITON_INTERPRET=1 was set before Triton was imported.
+    """
+    if torch.cuda.is_available() and not _common.triton_interprets():
+        yield
+    else:
+        with interpreted():
+            yield

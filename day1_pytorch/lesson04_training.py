@@ -13,7 +13,7 @@ Train:     python day1_pytorch/lesson04_training.py --data mnist --model cnn --e
 import math
 import sys
 from enum import StrEnum
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from lessonkit import DEVICE, Steps
 from lessonkit.base.files import ROOT
@@ -23,23 +23,7 @@ import torch.nn.functional as F
 import typer
 from torch import nn
 
-
-class Data(NamedTuple):
-    train_x: torch.Tensor  # [N, C, H, W] in 0..1
-    train_y: torch.Tensor  # [N] classes
-    test_x: torch.Tensor
-    test_y: torch.Tensor
-
-
-def digits():
-    """1,797 handwritten digits of 8 x 8 pixels, which come with scikit-learn; a fifth is kept for the test."""
-    from sklearn.datasets import load_digits
-
-    raw = load_digits()
-    x, y = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(raw.target)
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    learn, test = order[360:], order[:360]
-    return Data(x[learn], y[learn], x[test], y[test])
+from workloads.data import Data, digits
 
 
 def _torchvision(name):

@@ -30,14 +30,22 @@ from lessonkit.pages.sections import write_sections
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
-from day1_pytorch.lesson04_training import digits, make_mlp
+from workloads.data import digits
 
 CPU, GPU = torch.device("cpu"), DEVICE.type == "cuda"
 ASSUMED_US = 5  # what a launch adds to an operator, where there is no GPU to ask
+
+
+def make_mlp(width=512):
+    """[N, 1, 8, 8] -> [N, 10] scores, three matrices."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )
 
 
 class _Operators(TorchDispatchMode):

@@ -9,15 +9,13 @@ Check it:  python -m lessonkit check lesson01_vector_add
 Time it:   python -m lessonkit bench lesson01_vector_add
 """
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect
+from lessonkit import Grad, Lesson, Mutant, Unsupported, expect
 
 import torch
 import triton
 import triton.language as tl
 
-
-def reference(x, y):
-    return x + y  # reads 2n, writes n
+from problems.vector_add import PROBLEM
 
 
 # Rung 1. One element a program: the direct translation of `for i in range(n): z[i] = x[i] + y[i]`.
@@ -92,25 +90,9 @@ def add(x, y):
     return _Add.apply(x, y)
 
 
-def inputs(n, dtype=torch.float32):
-    # Two different distributions, so that x + x or y + y is not x + y.
-    return torch.randn(n, device=DEVICE).to(dtype), (torch.randn(n, device=DEVICE) + 3).to(dtype)
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(add_element, add_block, add_wide),
-    checks=(
-        case("nothing to do: an empty grid is an error in CUDA", n=0),
-        case("one element, 1023 masked lanes", n=1),
-        case("a prime: no block divides it", n=1021),
-        case("exactly one wide block", n=1024),
-        case("one past a block", n=1025),
-        case("offsets past 2^31", gib=80, n=2**31 + 1),
-    ),
-    benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
-    work=lambda n, dtype: Work(bytes=3 * n * dtype.itemsize, flops=n),
     wrong=(
         Mutant(
             "mask lets one lane too many through",
@@ -131,17 +113,8 @@ LESSON = Lesson(
             "nan",
         ),
     ),
-    peers={"torch": torch.add, "torch.compile": by_inductor(lambda x, y: x + y)},
     claims={add_wide: ("16-byte loads", "16-byte stores", "no spills")},
     passes={add_element: 1.0, add_block: 1.0, add_wide: 1.0},
-    refuses=(
-        Refusal("shapes differ", lambda f: f(*inputs(8)[:1], inputs(9)[1]), ValueError, "y has shape"),
-        Refusal("dtypes differ", lambda f: f(inputs(8)[0], inputs(8, torch.float16)[1]), TypeError, "y is"),
-        Refusal("not a float", lambda f: f(*(t.long() for t in inputs(8))), TypeError, "x is torch.int64"),
-        Refusal("not a tensor", lambda f: f([1.0], inputs(1)[1]), TypeError, "x must be a torch.Tensor"),
-        Refusal("every second element", lambda f: f(*(t[::2] for t in inputs(8))), ValueError, "contiguous"),
-        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_(), inputs(8)[1]), ValueError, "requires grad"),
-    ),
     grad=Grad(add),
 )
 

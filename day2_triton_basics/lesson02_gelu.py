@@ -15,18 +15,16 @@ Time it:   python -m lessonkit bench lesson02_gelu
 
 import math
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, by_inductor, case, expect
+from lessonkit import Grad, Lesson, Mutant, expect
 
 import torch
 import triton
 import triton.language as tl
 
+from problems.gelu import PROBLEM
+
 CUBIC = tl.constexpr(0.044715)
 SLOPE = tl.constexpr(math.sqrt(2 / math.pi))
-
-
-def reference(x):
-    return torch.nn.functional.gelu(x, approximate="tanh")  # reads n, writes n
 
 
 # Rung 1. What eager PyTorch runs for the formula as written: a kernel for every operator, each a vector add with
@@ -155,34 +153,9 @@ def _prepare(x):
     return torch.empty_like(x)
 
 
-def inputs(n, dtype=torch.float32):
-    # 3 * randn puts most elements where the curve bends. Every 17th is 30 times larger: exp(2u) overflows there, and
-    # a tanh that divides inf by inf returns NaN.
-    x = torch.randn(n, device=DEVICE) * 3
-    x[::17] *= 30
-    return (x.to(dtype),)
-
-
-def strange_numbers(rung):
-    """NaN stays, inf stays, -inf is 0 * -inf = NaN as in PyTorch, and so far out that x^3 overflows gelu is x or -0."""
-    x = torch.tensor([math.nan, math.inf, -math.inf, 1e20, -1e20, 3e4, -3e4, 0.0], device=DEVICE)
-    torch.testing.assert_close(rung(x), reference(x), rtol=1e-6, atol=0, equal_nan=True)
-    torch.testing.assert_close(rung(x.half()), reference(x.half()), rtol=1e-6, atol=0, equal_nan=True)
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(gelu_eager, gelu_fused, gelu_lean),
-    checks=(
-        case("nothing to do", n=0),
-        case("one element, the rest of the block masked", n=1),
-        case("a prime: no block divides it", n=1021),
-        case("one past a block", n=1025),
-        case("offsets past 2^31", gib=120, n=2**31 + 1),
-    ),
-    benches=tuple({"n": n} for n in (2**20, 2**22, 2**24, 2**26, 2**28)),
-    work=lambda n, dtype: Work(bytes=2 * n * dtype.itemsize, flops=10 * n),
     wrong=(
         Mutant(
             "tanh by a quotient that overflows",
@@ -212,15 +185,8 @@ LESSON = Lesson(
             "nan",
         ),
     ),
-    peers={"torch": reference, "torch.compile": by_inductor(reference)},
     claims={gelu_lean: ("16-byte loads", "16-byte stores", "no spills", "no shared memory")},
     passes={gelu_eager: 9.0, gelu_fused: 1.0, gelu_lean: 1.0},
-    properties=(strange_numbers,),
-    refuses=(
-        Refusal("not a float", lambda f: f(torch.arange(8, device=DEVICE)), TypeError, "x is torch.int64"),
-        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
-        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
-    ),
     grad=Grad(gelu),
 )
 

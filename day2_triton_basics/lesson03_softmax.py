@@ -12,21 +12,18 @@ Time it:   python -m lessonkit bench lesson03_softmax
 """
 
 import math
-from importlib import import_module
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect, num_sms, opaque
+from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
 
 import torch
 import triton
 import triton.language as tl
 
+from problems.softmax import PROBLEM
+
 # Where a maximum starts. Not -inf: after a block that is all -inf, exp(-inf - -inf) makes the sum NaN for good.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2E = tl.constexpr(math.log2(math.e))  # exp(a) = 2^(a log2(e)), and powers of 2 are what the hardware computes
-
-
-def reference(x):
-    return torch.softmax(x, dim=-1)  # reads MN, writes MN
 
 
 # Rung 1. A kernel for each step, each with the whole matrix through memory. m is subtracted because exp overflows:
@@ -225,49 +222,15 @@ def _prepare(x):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def inputs(M, N, pad=0, strange=False, dtype=torch.float32):
-    # Centred at -5: a lane past the end that counts as 0 would win. Rows that lie at 1000 overflow without the maximum.
-    # pad: stride(0) is not N. strange: a first half of -inf; not timed, as quack answers NaN and would be left out.
-    x = torch.randn(M, N + pad, device=DEVICE) * 3 - 5
-    x[1::3] += 1000
-    if strange:
-        x[2::3, : N // 2] = -math.inf
-    return (x.to(dtype)[:, :N],)
-
-
-def sums_and_shifts(rung):
-    """Rows sum to one, and softmax(x + 64) = softmax(x); x is rounded so that adding 64 is exact."""
-    for N in (781, 16500):
-        x = (torch.randn(3, N, device=DEVICE) * 64).round() / 16
-        torch.testing.assert_close(rung(x).sum(-1), torch.ones(3, device=DEVICE), rtol=1e-5, atol=0)
-        torch.testing.assert_close(rung(x + 64), rung(x), rtol=1e-6, atol=0)
-
-
-def strange_numbers(rung):
-    """One NaN or +inf makes its row NaN, a row of -inf is 0 / 0 = NaN; the rows beside them do not notice."""
-    for N in (40, 16500):
-        x = inputs(6, N, strange=True)[0]
-        x[0, 7], x[2, N - 1], x[3], x[4, :-1] = math.nan, math.inf, -math.inf, -math.inf
-        torch.testing.assert_close(rung(x), reference(x), rtol=2e-5, atol=1e-8, equal_nan=True)
-
-
-SHAPES = ((2048, 131072), (4096, 32768), (4096, 12672), (8192, 8192), (4096, 4096), (32768, 1024), (32768, 256))
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(softmax_unfused, softmax_row, softmax_online, softmax_packed, softmax_shared),
     checks=(
-        case("no rows", M=0, N=5),
-        case("no columns: torch answers with an empty tensor", M=5, N=0),
-        case("a row of one is 1; 17 rows leave most of a tile empty", M=17, N=1),
-        case("a prime width and a row stride that is not N", M=7, N=127, pad=3),
+        *PROBLEM.checks,
         case("past the registers of the interpreter's 4 SMs: the last rung goes online", M=1, N=262145),
-        case("row offsets past 2^31", gib=120, M=65537, N=32769),
         case("several tiles, the last one hanging over; bytes of rung 4 are counted here", M=9, N=1000),
         case("bytes are counted here: rows past 64 KB are shared; half a row of -inf", M=3, N=32769, strange=True),
     ),
-    benches=tuple({"M": m, "N": n} for m, n in SHAPES),
-    work=lambda M, N, dtype, pad=0, strange=False: Work(bytes=2 * M * N * dtype.itemsize, flops=5 * M * N),
     wrong=(
         Mutant("padding counts as 0", "softmax_row_kernel", '-float("inf")', "0.0", "softmax_row"),
         Mutant("no maximum subtracted", "softmax_row_kernel", "x - tl.max(x, axis=0)", "x", "softmax_row", "nan"),
@@ -280,19 +243,8 @@ LESSON = Lesson(
         Mutant("parts not rescaled", "softmax_shared_kernel", " * tl.exp2((ms - top) * LOG2E)", "", "softmax_shared"),
         Mutant("part of -inf", "softmax_shared_kernel", "32), LOWEST", '32), -float("inf")', "softmax_shared", "nan"),
     ),
-    peers={
-        "torch": reference,
-        "torch.compile": by_inductor(reference),
-        "liger": lambda x: import_module("liger_kernel.ops.softmax")._softmax_forward(x)[0],  # rows to 65,536
-        "quack": lambda x: import_module("quack.softmax").softmax_fwd(x),
-    },
     claims=dict.fromkeys((softmax_packed, softmax_shared), ("16-byte loads", "16-byte stores", "no spills")),
     passes={softmax_unfused: 2.5, softmax_row: 1, softmax_online: 1.5, softmax_packed: 1, softmax_shared: 1.5},
-    properties=(sums_and_shifts, strange_numbers),
-    refuses=(
-        Refusal("a transposed matrix", lambda f: f(inputs(8, 8)[0].t()), ValueError, "stride 8 in its last dimension"),
-        Refusal("gradient lost", lambda f: f(inputs(2, 8)[0].requires_grad_()), ValueError, "requires grad"),
-    ),
     cpu_model=online_twin,
 )
 

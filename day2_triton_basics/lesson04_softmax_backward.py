@@ -11,22 +11,13 @@ Check it:  python -m lessonkit check lesson04_softmax_backward
 Time it:   python -m lessonkit bench lesson04_softmax_backward
 """
 
-from importlib import import_module
-
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, num_sms, opaque
-from lessonkit.modes.inductor import by_inductor
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
 
 import torch
 import triton
 import triton.language as tl
 
-from day2_triton_basics.lesson03_softmax import softmax_shared
-
-
-def reference(y, dy):
-    wide = torch.promote_types(y.dtype, torch.float32)  # rounded to 16 bits, y * dy would leave its error in dy - d
-    y, dy, dtype = y.to(wide), dy.to(wide), y.dtype
-    return (y * (dy - (y * dy).sum(-1, keepdim=True))).to(dtype)
+from problems.softmax import PROBLEM, PROBLEM_BACKWARD, logits
 
 
 # Rung 1. A kernel for each step, each with whole matrices through memory: the product y * dy, its sum, the rest. The
@@ -205,7 +196,7 @@ def _prepare(y, dy):
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        y = softmax_shared(x)
+        y = torch.softmax(x, -1)  # course_ops.softmax has kernels for both directions
         ctx.save_for_backward(y)
         return y
 
@@ -221,55 +212,15 @@ def softmax(x):
     return _Softmax.apply(x)
 
 
-def logits(M, N, pad=0, dtype=torch.float32):
-    return (torch.randn(M, N + pad, device=DEVICE).to(dtype)[:, :N],)
-
-
-def inputs(M, N, pad=0, dtype=torch.float32):
-    # dy is centred at 1, so leaving out d is loud; further off, peers that round y * dy to 16 bits would be refused.
-    # Only y comes from a slice (pad): a stride taken for the other shows.
-    dy = (torch.randn(M, N, device=DEVICE) + 1).to(dtype)
-    return torch.softmax(logits(M, N + pad)[0], -1).to(dtype)[:, :N], dy
-
-
-def sums(rung):
-    """sum(dx) = d - d sum(y) = 0; the gradient of sum(y), always one, is zero; of twice the gradient, twice dx."""
-    for N in (781, 16781):
-        y, dy = inputs(3, N)
-        torch.testing.assert_close(rung(y, dy).sum(-1), torch.zeros(3, device=DEVICE), rtol=0, atol=1e-5)
-        torch.testing.assert_close(rung(y, torch.full_like(dy, 7.0)), torch.zeros_like(y), rtol=0, atol=2e-6)
-        torch.testing.assert_close(rung(y, 2 * dy), 2 * rung(y, dy), rtol=0, atol=0)
-
-
-def strange_numbers(rung):
-    """NaN or inf in dy makes its row what IEEE arithmetic makes of it: inf - inf is NaN, and so is 0 * inf."""
-    for N in (40, 16781):
-        y, dy = inputs(4, N)
-        y[3, 5], dy[0, 7], dy[1, N - 1], dy[3, 5] = 0.0, torch.nan, torch.inf, -torch.inf
-        torch.testing.assert_close(rung(y, dy), reference(y, dy), rtol=1e-4, atol=1e-8, equal_nan=True)
-
-
-def _liger(y, dy):
-    settings = import_module("liger_kernel.ops.utils").calculate_settings(y.shape[1])  # refuses rows past 65,536
-    return import_module("liger_kernel.ops.softmax")._softmax_backward(dy, y, *settings, False)
-
-
-SHAPES = ((2048, 131072), (4096, 32768), (4096, 12672), (8192, 8192), (4096, 4096), (32768, 1024), (32768, 256))
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
     rungs=(backward_unfused, backward_row, backward_two_pass, backward_packed, backward_shared),
     checks=(
-        case("nothing to do", M=0, N=5),
-        case("y = 1: dx = dy - dy is exactly 0; 17 rows leave most of a tile empty", M=17, N=1),
-        case("a prime width, and rows of y that lie further apart than those of dy", M=7, N=127, pad=3),
+        *PROBLEM_BACKWARD.checks,
         case("past the registers of the interpreter's 4 SMs: the last rung takes two passes", M=1, N=131073),
-        case("row offsets past 2^31", gib=130, M=65537, N=32769),
         case("several tiles, the last one hanging over; bytes of rungs 2 and 4 are counted here", M=9, N=1000),
         case("bytes are counted here: rows past 64 KB are shared", M=2, N=32769),
     ),
-    benches=tuple({"M": m, "N": n} for m, n in SHAPES),
-    work=lambda M, N, dtype, pad=0: Work(bytes=3 * M * N * dtype.itemsize, flops=4 * M * N),
     wrong=(
         Mutant("d left out", "backward_row_kernel", "(dy - d)", "dy", "backward_row"),
         Mutant("d of y alone", "backward_row_kernel", "y * dy, axis=0", "y, axis=0", "backward_row"),
@@ -279,21 +230,9 @@ LESSON = Lesson(
         Mutant("one d for all rows", "backward_packed_kernel", ", axis=1, keep_dims=True", "", "backward_packed"),
         Mutant("one share too few", "backward_shared_kernel", "d = tl.sum", "d = tl.max", "backward_shared"),
     ),
-    peers={
-        "torch": lambda y, dy: torch._softmax_backward_data(dy, y, -1, y.dtype),
-        "torch.compile": by_inductor(reference),
-        "liger": _liger,
-        "quack": lambda y, dy: import_module("quack.softmax").softmax_bwd(dy, y),
-    },
     claims=dict.fromkeys((backward_packed, backward_shared), ("16-byte loads", "16-byte stores", "no spills")),
     passes={backward_unfused: 3, backward_row: 1, backward_two_pass: 5 / 3, backward_packed: 1, backward_shared: 5 / 3},
-    properties=(sums, strange_numbers),
-    refuses=(
-        Refusal("shapes differ", lambda f: f(inputs(2, 8)[0], inputs(2, 9)[1]), ValueError, "dy has shape"),
-        Refusal("transposed", lambda f: f(*(t.t() for t in inputs(8, 8))), ValueError, "in its last dimension"),
-        Refusal("dtypes differ", lambda f: f(inputs(2, 8)[0], inputs(2, 8)[1].half()), TypeError, "dy is torch"),
-    ),
-    grad=Grad(softmax, reference=lambda x: torch.softmax(x, -1), inputs=logits),
+    grad=Grad(softmax, reference=PROBLEM.reference, inputs=logits),
 )
 
 if __name__ == "__main__":

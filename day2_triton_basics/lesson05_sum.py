@@ -12,17 +12,14 @@ Time it:   python -m lessonkit bench lesson05_sum
 """
 
 import functools
-import math
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect, num_sms
+from lessonkit import Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
 
 import torch
 import triton
 import triton.language as tl
 
-
-def reference(x):
-    return x.sum()  # reads n, writes 1
+from problems.sum import PROBLEM, inputs
 
 
 # Rung 1. One program walks over all of x. It keeps 4096 running sums, one a lane, and adds those up once at the end:
@@ -177,11 +174,6 @@ def total(x):
     return _Sum.apply(x)
 
 
-def inputs(n, dtype=torch.float32):
-    # Centred at 1, not 0: the sum grows with n, so that a 16-bit accumulator gets stuck and a lost block shows.
-    return ((torch.randn(n, device=DEVICE) + 1).to(dtype),)
-
-
 def same_bits_every_time(rung):
     """Deterministic rungs: the same bits from ten runs."""
     if rung is sum_atomic:
@@ -190,31 +182,13 @@ def same_bits_every_time(rung):
     assert len({rung(x).item() for _ in range(10)}) == 1
 
 
-def strange_numbers(rung):
-    """NaN and inf pass through, inf - inf is NaN, -0 sums to +0 (the accumulator starts at +0), nothing sums to 0."""
-    for values in ([1.0, math.nan], [math.inf, 1.0], [-math.inf, 1.0], [math.inf, -math.inf], [-0.0], []):
-        x = torch.tensor(values, device=DEVICE)
-        got = rung(x)
-        torch.testing.assert_close(got, reference(x), equal_nan=True)
-        assert got.item() != 0 or not torch.signbit(got).item()
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(sum_one_program, sum_atomic, sum_tree, sum_persistent),
     checks=(
-        case("nothing to add up: 0, and an empty grid is an error in CUDA", n=0),
-        case("one element, no whole tile", n=1),
-        case("a prime: no block divides it", n=1021),
-        case("one past a block", n=4097),
-        case("exactly one tile of the last rung: its tail is empty", n=8192),
+        *PROBLEM.checks,
         case("more tiles than programs, and a tail", n=8192 * 19 + 5),
-        case("offsets past 2^31 (the sum overflows fp16, as PyTorch's does)", gib=30, n=2**31 + 1),
     ),
-    benches=tuple({"n": n} for n in (2**20, 2**22, 2**24, 2**26, 2**28)),
-    bench_dtype=torch.float32,
-    work=lambda n, dtype: Work(bytes=n * dtype.itemsize, flops=n),
     wrong=(
         Mutant("last block left out", "sum_one_program_kernel", "tl.cdiv(n, BLOCK)", "n // BLOCK", "sum_one_program"),
         Mutant("each block replaces the sums", "sum_one_program_kernel", "acc +=", "acc =", "sum_one_program"),
@@ -233,16 +207,9 @@ LESSON = Lesson(
             "nan",
         ),
     ),
-    peers={"torch": torch.sum, "torch.compile": by_inductor(lambda x: x.sum())},
     claims={sum_persistent: ("16-byte loads", "no spills")},
     passes={sum_one_program: 1.0, sum_atomic: 1.0, sum_tree: 1.0, sum_persistent: 1.0},
-    properties=(same_bits_every_time, strange_numbers),
-    refuses=(
-        Refusal("a matrix", lambda f: f(inputs(8)[0].view(2, 4)), ValueError, "expected 1"),
-        Refusal("not a float", lambda f: f(torch.arange(8, device=DEVICE)), TypeError, "x is torch.int64"),
-        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
-        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
-    ),
+    properties=(same_bits_every_time, *PROBLEM.properties),
     grad=Grad(total),
 )
 

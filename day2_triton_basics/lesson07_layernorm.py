@@ -70,7 +70,7 @@ def normalize(x, mean, rstd, w_ptr, b_ptr, cols, mask):
 
 def layernorm_unfused(x, w, b, eps=EPS):
     """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32; three kernels."""
-    M, N, y, mean, rstd = prepare(x, w, b)
+    M, N, y, mean, rstd = _prepare(x, w, b)
     if y.numel():
         mean_kernel[(M,)](x, mean, N, x.stride(0), BLOCK=1024)
         rstd_kernel[(M,)](x, mean, rstd, N, x.stride(0), eps, BLOCK=1024)
@@ -103,7 +103,7 @@ def layernorm_row_kernel(
 
 def layernorm_row(x, w, b, eps=EPS):
     """As layernorm_unfused, one kernel, a program a row; N up to 32768."""
-    M, N, y, mean, rstd = prepare(x, w, b)
+    M, N, y, mean, rstd = _prepare(x, w, b)
     if N > 32768:
         raise Unsupported(f"a row of {N} does not fit one block: at most 32768")
     if y.numel():
@@ -144,7 +144,7 @@ def layernorm_chunked_kernel(
 
 def layernorm_chunked(x, w, b, eps=EPS):
     """As layernorm_unfused, one kernel, a program a row, any N: x is read twice."""
-    M, N, y, mean, rstd = prepare(x, w, b)
+    M, N, y, mean, rstd = _prepare(x, w, b)
     if y.numel():
         layernorm_chunked_kernel[(M,)](x, w, b, y, mean, rstd, N, x.stride(0), eps, BLOCK=4096, num_warps=8)
     return y, mean, rstd
@@ -170,7 +170,7 @@ def slow_twin(x, w, b, eps=EPS, BLOCK=1024):
     return y, means, rstds
 
 
-def prepare(x, w, b):
+def _prepare(x, w, b):
     expect(x=x, ndim=2, unit_stride=True)
     expect(w=w, b=b, ndim=1, same_shape=True, contiguous=True)
     expect(x=x, w=w, b=b, same_dtype=True)

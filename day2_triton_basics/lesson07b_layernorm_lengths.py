@@ -12,13 +12,15 @@ Check it:  python -m lessonkit check lesson07b_layernorm_lengths
 Time it:   python -m lessonkit bench lesson07b_layernorm_lengths
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, num_sms, opaque
+import math
+from functools import partial
+
+from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
 
 import torch
 import triton
 import triton.language as tl
 
-from day2_triton_basics.lesson07_layernorm import layernorm_chunked, normalize, prepare
 from problems.layer_norm import EPS, PROBLEM
 
 
@@ -46,9 +48,17 @@ def layernorm_tile_kernel(
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
 
 
+@triton.jit
+def normalize(x, mean, rstd, w_ptr, b_ptr, cols, mask):
+    # Every row asks for w and b, so they should outlive the streams of x and y in the caches.
+    w = tl.load(w_ptr + cols, mask=mask, eviction_policy="evict_last").to(tl.float32)
+    b = tl.load(b_ptr + cols, mask=mask, eviction_policy="evict_last").to(tl.float32)
+    return (x.to(tl.float32) - mean) * rstd * w + b
+
+
 def layernorm_tile(x, w, b, eps=EPS):
     """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32. Tiles of whole rows, N up to 16384."""
-    M, N, y, mean, rstd = prepare(x, w, b)
+    M, N, y, mean, rstd = _prepare(x, w, b)
     if N > 16384:
         raise Unsupported(f"a row of {N} does not fit one block: at most 16384")
     if y.numel():
@@ -66,7 +76,7 @@ def layernorm_tile(x, w, b, eps=EPS):
 # rows, short of nothing (measured: 2 to 5% slower); at 8192, where rung 1 has three rows an SM, close to a copy.
 def layernorm_packed(x, w, b, eps=EPS):
     """As layernorm_tile, N up to 8192."""
-    M, N, y, mean, rstd = prepare(x, w, b)
+    M, N, y, mean, rstd = _prepare(x, w, b)
     if N > 8192:
         raise Unsupported(f"a row of {N}: here at most 8192, a power of two would waste too many lanes")
     if y.numel():
@@ -137,7 +147,7 @@ def welford(x, count, mean, m2):
 
 def layernorm_kept(x, w, b, eps=EPS):
     """As layernorm_tile, a program a row, N up to 16384."""
-    M, N, y, mean, rstd = prepare(x, w, b)
+    M, N, y, mean, rstd = _prepare(x, w, b)
     if N > 16384:
         raise Unsupported(f"a row of {N} leaves no registers for a second program: at most 16384")
     if y.numel():
@@ -205,20 +215,20 @@ def layernorm_forward(x, w, b, eps=EPS):
     if N <= 16384:
         return (layernorm_tile if N <= 2048 else layernorm_packed if N <= 8192 else layernorm_kept)(x, w, b, eps)
     if parts > 2 * num_sms():  # two programs of 128 threads fit on an SM, whatever registers they take
-        return layernorm_chunked(x, w, b, eps)
-    M, N, y, mean, rstd = prepare(x, w, b)
+        return _layernorm_chunked(x, w, b, eps)
+    M, N, y, mean, rstd = _prepare(x, w, b)
     if M:
         notes = torch.full((M, parts), -1, dtype=torch.int64, device=x.device)
         # The interpreter runs programs in turn, where a wait would never end: a first round leaves all the notes.
         for wait in (False, True) if DEVICE.type == "cpu" else (True,):
             layernorm_shared_kernel[(M * parts,)](
                 x, w, b, y, mean, rstd, notes, M, N, x.stride(0), y.stride(0), eps,
-                parts, slots_for(parts, 4), 4096, wait, num_warps=4,
+                parts, _slots_for(parts, 4), 4096, wait, num_warps=4,
             )  # fmt: skip
     return y, mean, rstd
 
 
-def slots_for(parts, warps):
+def _slots_for(parts, warps):
     """Lanes to look at `parts` notes with: a power of two that is either within one warp or fills all of them.
 
     In between, several warps would hold the same note and look at it at different moments, and the sum over the notes
@@ -226,6 +236,53 @@ def slots_for(parts, warps):
     """
     slots = triton.next_power_of_2(parts)
     return slots if slots <= 32 else max(slots, 32 * warps)
+
+
+# Lesson 7's last rung, for the rows that are too long to be shared: x is read twice.
+@triton.jit
+def layernorm_chunked_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, BLOCK: tl.constexpr
+):  # shapes as in rung 1
+    row = tl.program_id(0).to(tl.int64)
+    count, mean, m2 = 0.0, 0.0, 0.0
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32)
+        chunk_count = tl.minimum(N - start, BLOCK).to(tl.float32)
+        chunk_mean = tl.sum(x, axis=0) / chunk_count
+        centred = tl.where(cols < N, x - chunk_mean, 0.0)
+        delta = chunk_mean - mean
+        m2 += tl.sum(centred * centred, axis=0) + delta * delta * (count * chunk_count / (count + chunk_count))
+        count += chunk_count
+        mean += delta * (chunk_count / count)
+    rstd = tl.rsqrt(m2 / N + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N)
+        tl.store(y_ptr + row * N + cols, normalize(x, mean, rstd, w_ptr, b_ptr, cols, cols < N), mask=cols < N)
+
+
+def _layernorm_chunked(x, w, b, eps=EPS):
+    """As layernorm_tile, a program a row, any N: x is read twice."""
+    M, N, y, mean, rstd = _prepare(x, w, b)
+    if y.numel():
+        layernorm_chunked_kernel[(M,)](x, w, b, y, mean, rstd, N, x.stride(0), eps, BLOCK=4096, num_warps=8)
+    return y, mean, rstd
+
+
+def _prepare(x, w, b):
+    expect(x=x, ndim=2, unit_stride=True)
+    expect(w=w, b=b, ndim=1, same_shape=True, contiguous=True)
+    expect(x=x, w=w, b=b, same_dtype=True)
+    if w.shape[0] != x.shape[1]:
+        raise ValueError(f"w has {w.shape[0]} elements, but a row of x has {x.shape[1]}: make them equal")
+    M, N = x.shape
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    make = torch.empty if N else partial(torch.full, fill_value=math.nan)  # as torch.var_mean has it
+    mean, rstd = (make((M,), dtype=torch.float32, device=x.device) for _ in range(2))
+    return M, N, y, mean, rstd
 
 
 # fmt: off

@@ -13,26 +13,13 @@ Check it:  python -m lessonkit check lesson08_layernorm_backward
 Time it:   python -m lessonkit bench lesson08_layernorm_backward
 """
 
-from importlib import import_module
-
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect, num_sms
+from lessonkit import Lesson, Mutant, Unsupported, case, expect, num_sms
 
 import torch
 import triton
 import triton.language as tl
 
-from problems import layer_norm as forward
-
-
-def reference(dy, x, w, mean, rstd):
-    """The three formulas in fp32 (or wider); mean and rstd are what the forward saved."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    g = dy.to(wide) * w.to(wide)
-    x_hat = (x.to(wide) - mean[:, None]) * rstd[:, None]
-    c1, c2 = (g * x_hat).mean(-1, keepdim=True), g.mean(-1, keepdim=True)
-    dx = rstd[:, None] * (g - x_hat * c1 - c2)  # reads 2MN, writes MN
-    dw, db = (dy.to(wide) * x_hat).sum(0), dy.to(wide).sum(0)  # reads 2MN
-    return dx.to(x.dtype), dw.to(x.dtype), db.to(x.dtype)
+from problems.layer_norm import PROBLEM_BACKWARD
 
 
 # Rung 1. A kernel for each direction: a program a row for dx, a program a strip of 64 columns for dw and db.
@@ -92,7 +79,7 @@ def load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dy, st
 
 def layernorm_backward_naive(dy, x, w, mean, rstd):
     """dy [M, N], x [M, N], w [N], mean [M], rstd [M] (fp32) -> dx [M, N], dw [N], db [N]; N up to 32768."""
-    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd, longest=32768)
+    M, N, dx, dw, db = _prepare(dy, x, w, mean, rstd, longest=32768)
     if dx.numel():
         strides, block = (dy.stride(0), x.stride(0)), triton.next_power_of_2(N)
         warps = min(32, max(1, block // 512))
@@ -107,7 +94,7 @@ def layernorm_backward_naive(dy, x, w, mean, rstd):
 # through memory. And their order is not fixed: two runs on the same input may differ in the last digits.
 def layernorm_backward_atomic(dy, x, w, mean, rstd):
     """As layernorm_backward_naive, one kernel; dw and db differ from run to run."""
-    M, N, dx, _, _ = prepare(dy, x, w, mean, rstd, longest=32768)
+    M, N, dx, _, _ = _prepare(dy, x, w, mean, rstd, longest=32768)
     dw, db = torch.zeros((2, N), dtype=torch.float32, device=x.device)
     if dx.numel():
         block = triton.next_power_of_2(N)
@@ -176,7 +163,7 @@ def add_partials_kernel(
 
 def layernorm_backward_persistent(dy, x, w, mean, rstd):
     """As layernorm_backward_naive, dw and db in a fixed order; N up to 8192."""
-    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd, longest=8192)
+    M, N, dx, dw, db = _prepare(dy, x, w, mean, rstd, longest=8192)
     if dx.numel():
         block = triton.next_power_of_2(N)
         # 16 elements a thread: dw and db take 32 of its registers, and 128 in all leave room for 512 threads on an SM.
@@ -189,16 +176,16 @@ def layernorm_backward_persistent(dy, x, w, mean, rstd):
             dy, x, w, mean, rstd, dx, partial_dw, partial_db, M, N, dy.stride(0), x.stride(0), rows, block,
             num_warps=warps, maxnreg=128,
         )  # fmt: skip
-        add_partials(partial_dw, partial_db, dw, db)
+        _add_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
 
 
-def add_partials(partial_dw, partial_db, dw, db):
+def _add_partials(partial_dw, partial_db, dw, db):
     P, N = partial_dw.shape
     add_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32)
 
 
-def prepare(dy, x, w, mean, rstd, longest=2**31 - 1):
+def _prepare(dy, x, w, mean, rstd, longest=2**31 - 1):
     expect(dy=dy, x=x, ndim=2, same_shape=True, same_dtype=True, unit_stride=True)
     expect(x=x, w=w, same_dtype=True)
     expect(mean=mean, rstd=rstd, ndim=1, same_shape=True, contiguous=True, dtypes=(torch.float32,))
@@ -212,41 +199,6 @@ def prepare(dy, x, w, mean, rstd, longest=2**31 - 1):
     return M, N, dx, dw, db
 
 
-def inputs(M, N, dtype=torch.float32, pad=0):
-    # The forward's x has rows of three scales and a large mean, so a row taken for its neighbour shows. dy is not
-    # centred: with a mean of 0 a forgotten c2 would hide in the noise.
-    x, w, b = forward.inputs(M, N, dtype, pad)
-    _, mean, rstd = forward.reference(x, w, b)
-    dy = torch.empty(M, N + pad, dtype=dtype, device=DEVICE)[:, :N]
-    dy.copy_((torch.randn(M, N, device=DEVICE) + 0.5).bfloat16())  # 8 bits: every dy * w is exact, see lesson 7
-    return dy, x, w, mean, rstd
-
-
-def dx_is_orthogonal(rung):
-    """y does not change when a row is shifted or stretched, so dx . 1 and dx . x_hat are 0 in every row (eps aside)."""
-    dy, x, w, mean, rstd = inputs(4, 300)
-    dx = rung(dy, x, w, mean, rstd)[0][::3].double()
-    x_hat = ((x - mean[:, None]) * rstd[:, None])[::3].double()
-    for along in (torch.ones_like(x_hat), x_hat):
-        assert ((dx * along).sum(1).abs() < 1e-3 * dx.abs().sum(1)).all()
-
-
-def _torch(dy, x, w, mean, rstd):
-    return torch.ops.aten.native_layer_norm_backward(dy, x, w.shape, mean, rstd, w, w, [True] * 3)
-
-
-PEERS = {
-    "torch": _torch,
-    "torch.compile": by_inductor(reference),
-    "liger": lambda dy, x, w, *s: import_module("liger_kernel.ops.layer_norm").layer_norm_backward(dy, x, w, w, *s),
-    "quack": lambda dy, x, w, mean, rstd: import_module("quack.rmsnorm").layernorm_bwd(x, w, dy, rstd, mean),
-}
-
-
-def work(M, N, dtype, pad=0):
-    return Work(bytes=3 * (M + 1) * N * dtype.itemsize + 8 * M, flops=14 * M * N)
-
-
 # fmt: off
 WRONG = (
     Mutant("the mean of g forgotten", "dx_kernel", "- x_hat * c1 - c2", "- x_hat * c1", "layernorm_backward_naive"),
@@ -258,39 +210,24 @@ WRONG = (
     Mutant("the last partial sums left out", "add_partials_kernel", "(p < P)", "(p < P - 1)",
            "layernorm_backward_persistent"),
 )
-REFUSES = (
-    Refusal("shapes differ", lambda f: f(inputs(2, 7)[0], *inputs(2, 8)[1:]), ValueError, "x has shape"),
-    Refusal("w too short", lambda f: f(*inputs(2, 8)[:2], *inputs(2, 7)[2:]), ValueError, "expected \\(8,\\)"),
-    Refusal("fp16 mean", lambda f: f(*inputs(2, 8)[:3], *(t.half() for t in inputs(2, 8)[3:])), TypeError, "mean is"),
-    Refusal("transposed", lambda f: f(inputs(8, 8)[0].T, *inputs(8, 8)[1:]), ValueError, "dy has stride 8"),
-)
 # fmt: on
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
     rungs=(layernorm_backward_naive, layernorm_backward_atomic, layernorm_backward_persistent),
     checks=(
-        case("no rows: dw and db are 0", M=0, N=5),
-        case("one element a row", M=2, N=1),
-        case("a prime, and 37 rows leave the second tile of 32 hanging over", M=37, N=101),
-        case("rows 3 elements apart, so that most are not aligned", M=5, N=1025, pad=3),
+        *PROBLEM_BACKWARD.checks,
         case("more tiles than programs, so that each walks", M=301, N=128),
         case("the widest block, one lane of it padding", M=5, N=8191),
         case("the same on a GPU, which has more programs", gib=0.9, M=9001, N=1000),
-        case("a row past element 2^31", gib=25, M=3, N=5, pad=2**30),
         case("the bytes are counted here", M=128, N=4096),
     ),
     benches=tuple({"M": m, "N": n} for m, n in ((32768, 256), (32768, 1024), (4096, 4096), (8192, 8192))),
-    work=work,
     wrong=WRONG,
-    peers=PEERS,
     claims={layernorm_backward_persistent: ("16-byte loads",)},
     # In bf16. The interpreter has no cache: it counts 5/3 and w for every row in rung 1; 8 bytes of atomics an element
     # in rung 2; in rung 3 the partial sums of 8 programs, out and back, which 128 rows do not make small.
     passes={layernorm_backward_naive: 2.0, layernorm_backward_atomic: 2.65, layernorm_backward_persistent: 1.18},
-    properties=(dx_is_orthogonal,),
-    refuses=REFUSES,
 )
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Lesson 8's last rung keeps dw and db, 8 bytes a column, in the registers of one program, and the next row beside them.
 An SM has 256 KB of registers: at 8192 columns one program is all that runs there, and whatever it waits for, nobody
 else works meanwhile; at 32768 nothing is left for x and dy. This lesson first moves what is on its way out of the
-registers, then splits rows by columns, and ties both directions together: `layernorm` runs lesson 7b forward and this
-lesson backward.
+registers, then splits rows by columns. `layernorm` is differentiable: PyTorch forward, this lesson backward. The op
+with kernels in both directions, which also takes lesson 8's kernel for rows up to 2048, is course_ops.layer_norm.
 
 You will learn: asynchronous copies by num_stages, programs that share a row and tell each other its sums, when all
 programs must be resident at once, and a torch.autograd.Function over Triton kernels.
@@ -13,27 +13,13 @@ Check it:  python -m lessonkit check lesson08b_layernorm_backward_lengths
 Time it:   python -m lessonkit bench lesson08b_layernorm_backward_lengths
 """
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Unsupported, case, num_sms
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
 
 import torch
 import triton
 import triton.language as tl
 
-from day2_triton_basics.lesson07b_layernorm_lengths import layernorm_forward, slots_for
-from day2_triton_basics.lesson08_layernorm_backward import (
-    PEERS,
-    REFUSES,
-    add_partials,
-    dx_is_orthogonal,
-    inputs,
-    layernorm_backward_persistent,
-    load_rows,
-    prepare,
-    reference,
-    row_sums,
-    work,
-)
-from problems.layer_norm import inputs as forward_inputs
+from problems.layer_norm import PROBLEM, PROBLEM_BACKWARD
 
 
 # Rung 1. Lesson 8's persistent kernel with the rows that come next in shared memory instead of registers: num_stages=3
@@ -68,9 +54,26 @@ def staged_kernel(
     tl.store(partial_db_ptr + program * N + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
 
 
+@triton.jit
+def load_rows(dy_ptr, x_ptr, mean_ptr, rstd_ptr, rows, cols, M, N, stride_dy, stride_x):
+    """dy and x_hat of a tile in fp32; both are 0 in rows past M, and dy is 0 in columns past N."""
+    mask = (rows < M) & (cols < N)
+    dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
+    rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+    return dy, (x - mean) * rstd
+
+
+@triton.jit
+def row_sums(g, x_hat):
+    c1, c2 = tl.split(tl.sum(tl.join(g * x_hat, g), axis=1))  # [ROWS, BLOCK_N, 2] -> [ROWS] each
+    return c1[:, None], c2[:, None]
+
+
 def layernorm_backward_staged(dy, x, w, mean, rstd):
     """dy [M, N], x [M, N], w [N], mean [M], rstd [M] (fp32) -> dx [M, N], dw [N], db [N]; N up to 8192."""
-    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd, longest=8192)
+    M, N, dx, dw, db = _prepare(dy, x, w, mean, rstd, longest=8192)
     if N * x.element_size() > 16384:
         raise Unsupported(f"rows of {N * x.element_size()} bytes: three stages of dy and x are more than some SMs have")
     if dx.numel():
@@ -83,7 +86,7 @@ def layernorm_backward_staged(dy, x, w, mean, rstd):
             dy, x, w, mean, rstd, dx, partial_dw, partial_db, M, N, dy.stride(0), x.stride(0), rows, block,
             num_warps=warps, maxnreg=128,
         )  # fmt: skip
-        add_partials(partial_dw, partial_db, dw, db)
+        _add_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
 
 
@@ -155,7 +158,7 @@ def layernorm_backward_split(dy, x, w, mean, rstd):
 
 
 def _teams(dy, x, w, mean, rstd, passes, **options):
-    M, N, dx, dw, db = prepare(dy, x, w, mean, rstd)
+    M, N, dx, dw, db = _prepare(dy, x, w, mean, rstd)
     if dx.numel():
         parts = triton.cdiv(N, 4096)
         width = triton.cdiv(triton.cdiv(N, parts), 16) * 16  # equal shares, which begin at whole 16-byte words
@@ -166,9 +169,9 @@ def _teams(dy, x, w, mean, rstd, passes, **options):
         for steps in passes:
             team_kernel[(teams * parts,)](
                 dy, x, w, mean, rstd, dx, partial_dw, partial_db, notes, M, N, dy.stride(0), x.stride(0), width, teams,
-                parts, slots_for(parts, warps=8), BLOCK_N=4096, **steps, num_warps=8, maxnreg=128, **options,
+                parts, _slots_for(parts, warps=8), BLOCK_N=4096, **steps, num_warps=8, maxnreg=128, **options,
             )  # fmt: skip
-        add_partials(partial_dw, partial_db, dw, db)
+        _add_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
 
 
@@ -179,8 +182,6 @@ def _teams(dy, x, w, mean, rstd, passes, **options):
 def layernorm_backward(dy, x, w, mean, rstd):
     """As layernorm_backward_staged for every N, in one pass over x and dy up to a million columns."""
     N = x.shape[-1]
-    if N <= 2048:
-        return layernorm_backward_persistent(dy, x, w, mean, rstd)
     if N * x.element_size() <= 16384:
         return layernorm_backward_staged(dy, x, w, mean, rstd)
     # The interpreter runs programs in turn, where a wait would never end.
@@ -190,10 +191,55 @@ def layernorm_backward(dy, x, w, mean, rstd):
     return _teams(dy, x, w, mean, rstd, both, launch_cooperative_grid=True)
 
 
+def _slots_for(parts, warps):
+    """Lanes to look at `parts` notes with: a power of two that is either within one warp or fills all of them.
+
+    In between, several warps would hold the same note and look at it at different moments, and the sum over the notes
+    could take the look that came too early.
+    """
+    slots = triton.next_power_of_2(parts)
+    return slots if slots <= 32 else max(slots, 32 * warps)
+
+
+@triton.jit
+def add_partials_kernel(
+    partial_dw_ptr, partial_db_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):  # partial [P, N] in fp32 -> [N]
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    dw = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P).to(tl.int64)[:, None]
+        mask = (p < P) & (cols < N)
+        dw += tl.load(partial_dw_ptr + p * N + cols, mask=mask, other=0.0)
+        db += tl.load(partial_db_ptr + p * N + cols, mask=mask, other=0.0)
+    tl.store(dw_ptr + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
+    tl.store(db_ptr + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
+
+
+def _add_partials(partial_dw, partial_db, dw, db):
+    P, N = partial_dw.shape
+    add_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32)
+
+
+def _prepare(dy, x, w, mean, rstd, longest=2**31 - 1):
+    expect(dy=dy, x=x, ndim=2, same_shape=True, same_dtype=True, unit_stride=True)
+    expect(x=x, w=w, same_dtype=True)
+    expect(mean=mean, rstd=rstd, ndim=1, same_shape=True, contiguous=True, dtypes=(torch.float32,))
+    M, N = x.shape
+    if w.shape != (N,) or mean.shape != (M,):
+        raise ValueError(f"w {tuple(w.shape)}, mean {tuple(mean.shape)}: expected ({N},), ({M},) for x {M} x {N}")
+    if longest < N:
+        raise Unsupported(f"a row of {N} does not fit one program: at most {longest}")
+    dx = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    dw, db = (torch.empty if M else torch.zeros)((2, N), dtype=w.dtype, device=x.device)  # a sum of no rows is 0
+    return M, N, dx, dw, db
+
+
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b):
-        y, mean, rstd = layernorm_forward(x, w, b)
+        y, mean, rstd = PROBLEM.reference(x, w, b)
         ctx.save_for_backward(x, w, mean, rstd)
         return y
 
@@ -230,36 +276,26 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
     rungs=(layernorm_backward_staged, layernorm_backward_split, layernorm_backward),
     checks=(
-        case("no rows: dw and db are 0", M=0, N=5),
-        case("rows of nothing", M=3, N=0),
-        case("one element a row", M=2, N=1),
-        case("a prime, and 37 rows leave the second tile of 32 hanging over", M=37, N=101),
-        case("rows 3 elements apart, so that most are not aligned", M=5, N=1025, pad=3),
+        *PROBLEM_BACKWARD.checks,
         case("one past the shortest row that is staged", M=23, N=2049),
         case("three programs a row, the last with fewer columns; 7 rows for 2 teams", M=7, N=8193),
         case("more parts than fit on the interpreter's 4 SMs", M=3, N=32769),
         case("more parts than fit on a GPU", gib=1, M=2, N=1_200_000),
         case("more tiles than a GPU has programs", gib=0.9, M=9001, N=1000),
         case("more rows than a GPU has teams", gib=0.5, M=300, N=9001),
-        case("a row past element 2^31", gib=25, M=3, N=5, pad=2**30),
-        case("and staged", gib=25, M=3, N=4099, pad=2**30),
+        case("a row past element 2^31, staged", gib=25, M=3, N=4099, pad=2**30),
         case("and by teams", gib=25, M=3, N=16387, pad=2**30),
         case("the bytes are counted here", M=64, N=3072),
     ),
     benches=tuple({"M": m, "N": n} for m, n in ((8192, 8192), (4096, 12672), (4096, 32768), (2048, 131072))),
-    work=work,
     wrong=WRONG,
-    peers=PEERS,
     claims={layernorm_backward_staged: ("16-byte loads",), layernorm_backward: ("16-byte loads",)},
     # The interpreter counts w for every program, and 8 teams' partial sums, out and back.
     passes={layernorm_backward_split: 2.06},
-    properties=(dx_is_orthogonal,),
-    refuses=REFUSES,
-    grad=Grad(layernorm, layernorm_torch, forward_inputs),
+    grad=Grad(layernorm, layernorm_torch, PROBLEM.inputs),
 )
 
 if __name__ == "__main__":

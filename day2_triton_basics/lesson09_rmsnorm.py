@@ -12,23 +12,14 @@ Check it:  python -m lessonkit check lesson09_rmsnorm
 Time it:   python -m lessonkit bench lesson09_rmsnorm
 """
 
-import math
-
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect, num_sms, opaque
+from lessonkit import Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
 from lessonkit.base.device import INTERPRETED
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-
-def reference(x, w, eps):
-    wide = x if x.dtype == torch.float64 else x.float()
-    rstd = torch.rsqrt(wide.square().mean(-1) + eps)  # reads MN, writes M; the backward needs it
-    # Reads MN and N, writes MN. Written out: in a row with an inf, inf * 0 is NaN and the others are 0, here and in
-    # PyTorch on a CPU, while its fused kernel for GPUs makes the whole row NaN.
-    return (wide * rstd[:, None] * w.to(wide.dtype)).to(x.dtype), rstd
+from problems.rms_norm import PROBLEM
 
 
 # Rung 1. Two kernels, the second of which reads x again, in blocks, so any N will do. Predicted: 3MN through memory
@@ -194,80 +185,20 @@ def _prepare(x, w, differentiable=False):
     return y, torch.empty(x.shape[0], dtype=torch.float32, device=x.device), x.shape
 
 
-def inputs(M, N, pad=0, eps=1e-3, strange=False, dtype=torch.float32):
-    # A mean of 1, or taking off the mean as layernorm does would change little; rows of sizes 0.03 to 30, so that
-    # another row's rstd is far off, and eps counts in the small ones. Rows are slices of a matrix `pad` wider.
-    size = 10 ** torch.linspace(-1.5, 1.5, M, device=DEVICE)[torch.randperm(M, device=DEVICE)]
-    x = torch.full((M, N + pad), 7.0, dtype=dtype, device=DEVICE)[:, :N]
-    x.copy_((torch.randn(M, N, device=DEVICE) + 1) * size[:, None])
-    if strange:
-        x[0, N // 2], x[1, N - 1], x[2, 0], x[3] = math.nan, math.inf, -math.inf, 0.0
-    return x, (torch.randn(N, device=DEVICE) * 0.5 + 1).to(dtype), eps
-
-
-def finite_rows_as_torch(rung):
-    """torch.nn.functional.rms_norm answers the same where a row is finite."""
-    for N in (781, 16400):
-        x, w, eps = inputs(6, N, strange=True)
-        finite = x.isfinite().all(-1)
-        expected = F.rms_norm(x, (N,), w, eps)[finite]
-        torch.testing.assert_close(rung(x, w, eps)[0][finite], expected, rtol=1e-5, atol=1e-6)
-
-
-def scale_invariance(rung):
-    """Without eps, 4x gives the same y and a quarter of rstd, exactly: powers of two do not round."""
-    for M, N in ((5, 781), (2, 16400)):
-        x, w, _ = inputs(M, N)
-        (y, rstd), (y4, rstd4) = rung(x, w, 0.0), rung(4 * x, w, 0.0)
-        torch.testing.assert_close(y4, y, rtol=1e-6, atol=0)
-        torch.testing.assert_close(4 * rstd4, rstd, rtol=1e-6, atol=0)
-
-
-def _torch(x, w, eps):
-    y, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], w, eps)
-    return y, rstd.flatten()
-
-
-def _liger(x, w, eps):
-    from liger_kernel.ops.rms_norm import rms_norm_forward
-
-    # "gemma" is the mode that multiplies by w before it rounds, as PyTorch does.
-    y, _, rstd, *_ = rms_norm_forward(x, w, eps, 0.0, "gemma", None)
-    return y, rstd
-
-
-def _quack(x, w, eps):
-    from quack.rmsnorm import rmsnorm_fwd
-
-    y, _, rstd = rmsnorm_fwd(x, w, eps=eps, store_rstd=True)
-    return y, rstd
-
-
-# A kernel is compiled for the first shape that reaches it: packed_kernel for 12,672 columns.
-SHAPES = ((2048, 131072), (4096, 12672), (4096, 32768), (8192, 8192), (4096, 4096), (32768, 1024), (32768, 256))
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(unfused, one_row, packed, shared_rows),
     checks=(
-        case("no rows", M=0, N=5),
-        case("no columns: the mean of nothing is NaN", M=5, N=0),
-        case("rows of one: y is about the sign of x times w", M=17, N=1),
-        case("a prime width, a row stride that is not N, a tile that hangs over", M=70, N=127, pad=3),
-        case("NaN, inf and a row of zeros, whose rstd is eps alone", M=5, N=1025, strange=True),
-        case("no eps", M=3, N=64, eps=0.0),
+        *PROBLEM.checks,
         case("16 KB in bf16, 32 KB in fp32: the other two counts of bytes a thread", M=3, N=8000),
         case("in fp32 nine programs share a row, the last with one column", M=5, N=16385, strange=True),
         case("in every dtype programs share two rows, of which the last pair has one", M=3, N=32770),
         case("too many parts for the interpreter's 4 SMs, in fp32: read twice", M=2, N=65537),
         case("more programs than fit at once", gib=0.4, M=200, N=33000),
         case("in 16 bits parts of 64 KB, in fp32 too large for an SM", gib=0.4, M=3, N=700_000),
-        case("row offsets past 2^31", gib=13, M=3, N=1000, pad=2**30),
         case("row offsets past 2^31, in parts", gib=13, M=3, N=40000, pad=2**30),
         case("bytes are counted here: in bf16 four rows a program, the last with three", M=203, N=1000),
     ),
-    benches=tuple({"M": m, "N": n} for m, n in SHAPES),
-    work=lambda M, N, dtype, **_: Work(bytes=(2 * M * N + N) * dtype.itemsize + 4 * M, flops=4 * M * N),
     wrong=(
         Mutant("the sum, not the mean", "row_kernel", "axis=0) / N + eps", "axis=0) + eps", "one_row"),
         Mutant("divided by the padded width", "row_kernel", "axis=0) / N", "axis=0) / BLOCK_N", "one_row"),
@@ -281,19 +212,10 @@ LESSON = Lesson(
         Mutant("the mean of a part", "shared_rows_kernel", "axis=1) / N", "axis=1) / BLOCK_N", "shared_rows"),
         Mutant("parts overlap", "shared_rows_kernel", "stride_y + cols", "stride_y + 0 * cols", "shared_rows", "nan"),
     ),
-    peers={"torch": _torch, "torch.compile": by_inductor(reference), "liger": _liger, "quack": _quack},
     # In shared_rows some words spill: that is cheaper than a program less on the SM.
     claims=dict.fromkeys((one_row, packed), ("16-byte loads", "16-byte stores", "no spills"))
     | {shared_rows: ("16-byte loads", "16-byte stores")},
     passes={unfused: 2.0, one_row: 1.5, packed: 1.125, shared_rows: 1.125},
-    properties=(finite_rows_as_torch, scale_invariance),
-    refuses=(
-        Refusal("one weight too few", lambda f: f(inputs(2, 8)[0], inputs(2, 7)[1], 0.1), ValueError, "w has shape"),
-        Refusal("dtypes differ", lambda f: f(inputs(2, 8)[0], inputs(2, 8)[1].half(), 0.1), TypeError, "w is"),
-        Refusal("columns apart", lambda f: f(inputs(9, 8)[0].T, inputs(8, 9)[1], 0.1), ValueError, "contiguous"),
-        Refusal("not a float", lambda f: f(*(t.long() for t in inputs(2, 8)[:2]), 0.1), TypeError, "torch.int64"),
-        Refusal("gradient lost", lambda f: f(inputs(2, 8)[0].requires_grad_(), *inputs(2, 8)[1:]), ValueError, "grad"),
-    ),
 )
 
 if __name__ == "__main__":

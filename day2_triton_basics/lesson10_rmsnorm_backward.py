@@ -11,22 +11,13 @@ Check it:  python -m lessonkit check lesson10_rmsnorm_backward
 Time it:   python -m lessonkit bench lesson10_rmsnorm_backward
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect, num_sms
+from lessonkit import Lesson, Mutant, Unsupported, case, expect, num_sms
 
 import torch
 import triton
 import triton.language as tl
 
-from day2_triton_basics import lesson09_rmsnorm as lesson09
-
-
-def reference(dy, x, w, rstd):
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    n = x.to(wide) * rstd[:, None]  # each of these lines reads and writes MN of fp32, or two of them
-    g = dy.to(wide) * w.to(wide)
-    dx = rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))
-    dw = (dy.to(wide) * n).sum(0)
-    return dx.to(x.dtype), dw.to(w.dtype)
+from problems.rms_norm import PROBLEM_BACKWARD, same_each_time
 
 
 # Rung 1. Two kernels: a program a row for dx, then a program for 64 columns that walks down all rows for dw.
@@ -63,7 +54,7 @@ def dw_kernel(dy_ptr, x_ptr, rstd_ptr, dw_ptr, M, N, dy_stride, x_stride, ROWS: 
 
 def two_reads(dy, x, w, rstd):
     """dy [M, N], x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16,384."""
-    dx, (M, N) = prepare(dy, x, w, rstd), x.shape
+    dx, (M, N) = _prepare(dy, x, w, rstd), x.shape
     dw = torch.empty_like(w)
     _launch_rows(dy, x, w, rstd, dx, dw, add=False)
     if N:
@@ -87,7 +78,7 @@ def _launch_rows(dy, x, w, rstd, dx, sums, add):
 # And fp32 additions round, so their order matters: dw differs in its last bits from run to run.
 def atomics(dy, x, w, rstd):
     """dy [M, N], x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16,384."""
-    dx = prepare(dy, x, w, rstd)
+    dx = _prepare(dy, x, w, rstd)
     sums = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
     _launch_rows(dy, x, w, rstd, dx, sums, add=True)
     return dx, sums.to(w.dtype)
@@ -130,7 +121,7 @@ def add_shares_kernel(shares_ptr, dw_ptr, walkers, N, ROWS: tl.constexpr, COLS: 
     tl.store(dw_ptr + cols, tl.sum(sums, axis=0), mask=cols < N)
 
 
-def add_shares(shares, dtype):
+def _add_shares(shares, dtype):
     """shares [walkers, N] fp32 -> their sum [N]."""
     walkers, N = shares.shape
     dw = torch.empty(N, dtype=dtype, device=shares.device)
@@ -140,7 +131,7 @@ def add_shares(shares, dtype):
 
 def walk(dy, x, w, rstd):
     """dy [M, N], x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16 KB."""
-    dx, (M, N) = prepare(dy, x, w, rstd), x.shape
+    dx, (M, N) = _prepare(dy, x, w, rstd), x.shape
     block = triton.next_power_of_2(max(N, 1))
     rows = 16384 // (block * x.element_size())
     if rows == 0:
@@ -152,10 +143,10 @@ def walk(dy, x, w, rstd):
     walk_kernel[(walkers,)](
         dy, x, w, rstd, dx, shares, M, N, dy.stride(0), x.stride(0), rows, block, STAGES=3, num_warps=8
     )  # fmt: skip
-    return dx, add_shares(shares, w.dtype)
+    return dx, _add_shares(shares, w.dtype)
 
 
-def prepare(dy, x, w, rstd):
+def _prepare(dy, x, w, rstd):
     """The checks of every rung; returns an empty dx."""
     expect(dy=dy, x=x, ndim=2, same_shape=True, same_dtype=True, unit_stride=True)
     expect(x=x, w=w, same_dtype=True, unit_stride=True)
@@ -167,75 +158,23 @@ def prepare(dy, x, w, rstd):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def inputs(M, N, pad=0, strange=False, dtype=torch.float32):
-    # dy has a mean along rows and along columns, as n does: then the mean of g * n, which dx takes off, and dw, a sum
-    # of M products, are large, and leaving one out or adding one twice shows. Its row stride is not that of x.
-    x, w, eps = lesson09.inputs(M, N, pad, strange=strange, dtype=dtype)
-    dy = torch.full((M, N + pad + min(pad, 5)), 7.0, dtype=dtype, device=DEVICE)[:, :N]
-    dy.copy_(torch.randn(M, N, device=DEVICE) + 0.5)
-    if strange:
-        dy[4, 0] = -torch.inf
-    return dy, x, w, torch.rsqrt(x.float().square().mean(-1) + eps)
-
-
-def same_each_time(rung):
+def fixed_order(rung):
     """Two runs agree to the bit; with atomics the order of the additions, and so the last bits, are chance."""
-    if rung.__name__ == "atomics":
+    if rung is atomics:
         raise Unsupported("atomics add in any order")
-    for M, N in ((133, 781), (9, 9001)):
-        args = inputs(M, N)
-        for first, second in zip(rung(*args), rung(*args), strict=True):
-            assert torch.equal(first, second)
+    same_each_time(rung)
 
 
-def work(M, N, dtype, **_):
-    return Work(bytes=(3 * M * N + 2 * N) * dtype.itemsize + 4 * M, flops=9 * M * N)
-
-
-def _torch(dy, x, w, rstd):
-    return torch.ops.aten._fused_rms_norm_backward(dy, x, x.shape[-1:], rstd[:, None], w, [True, True])
-
-
-def _liger(dy, x, w, rstd):
-    from liger_kernel.ops.rms_norm import rms_norm_backward
-    from liger_kernel.ops.utils import calculate_settings
-
-    # Casting mode 1 is "gemma", which multiplies by w before it rounds, as PyTorch does; not in place of dy.
-    return rms_norm_backward(dy, x, w, rstd, 0.0, 1, *calculate_settings(x.shape[1]), False, None)
-
-
-def _quack(dy, x, w, rstd):
-    from quack.rmsnorm import rmsnorm_bwd
-
-    return rmsnorm_bwd(x, w, dy, rstd)[:2]
-
-
-PEERS = {"torch": _torch, "torch.compile": by_inductor(reference), "liger": _liger, "quack": _quack}
-REFUSES = (
-    Refusal("dy of another shape", lambda f: f(inputs(2, 9)[0], *inputs(2, 8)[1:]), ValueError, "x has shape"),
-    Refusal("one rstd too few", lambda f: f(*inputs(3, 8)[:3], inputs(2, 8)[3]), ValueError, "rstd has shape"),
-    Refusal("rstd in 16 bits", lambda f: f(*inputs(3, 8)[:3], inputs(3, 8)[3].half()), TypeError, "rstd is"),
-    Refusal("strided", lambda f: f(*(t.T for t in inputs(9, 8)[:2]), *inputs(8, 9)[2:]), ValueError, "stride"),
-    Refusal("not a float", lambda f: f(*(t.long() for t in inputs(2, 8))), TypeError, "torch.int64"),
-    Refusal("gradient lost", lambda f: f(inputs(2, 8)[0].requires_grad_(), *inputs(2, 8)[1:]), ValueError, "grad"),
-)
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
     rungs=(two_reads, atomics, walk),
     checks=(
-        case("no rows: dw is a sum of nothing, zero", M=0, N=5),
-        case("no columns", M=5, N=0),
-        case("rows of one", M=17, N=1),
-        case("a prime width, a row stride that is not N, a tile that hangs over", M=70, N=127, pad=3),
-        case("NaN and inf in x, -inf in dy: whole rows of dx, single columns of dw", M=5, N=1025, strange=True),
+        *PROBLEM_BACKWARD.checks,
         case("16 KB in fp32: one row a tile", M=9, N=4096),
         case("several tiles a program on a GPU too", gib=0.5, M=4100, N=1000),
-        case("row offsets past 2^31", gib=25, M=3, N=1000, pad=2**30),
         case("bytes are counted here: several tiles a program", M=203, N=1000),
     ),
-    benches=tuple({"M": m, "N": n} for m, n in lesson09.SHAPES if n <= 8192),
-    work=work,
+    benches=tuple(shape for shape in PROBLEM_BACKWARD.benches if shape["N"] <= 8192),
     wrong=(
         Mutant("no mean taken off", "row_kernel", "g - n * (tl.sum(g * n, axis=0) / N)", "g", "two_reads"),
         Mutant("the mean of the padded width", "row_kernel", "axis=0) / N", "axis=0) / BLOCK_N", "two_reads"),
@@ -246,14 +185,12 @@ LESSON = Lesson(
         Mutant("only the last tile's dw", "walk_kernel", "dw += dy", "dw = dy", "walk"),
         Mutant("a share too many", "add_shares_kernel", "(rows < w", "(rows <= w", "walk", "out of bounds"),
     ),
-    peers=PEERS,
     claims={
         two_reads: ("16-byte loads", "no spills"),
         walk: ("walk_kernel: cp.async", "walk_kernel: 16-byte stores", "no spills"),
     },
     passes={two_reads: 2.0, atomics: 2.0, walk: 1.03},
-    properties=(same_each_time,),
-    refuses=REFUSES,
+    properties=(fixed_order,),
 )
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 ===============================================================
 Lesson 10's last rung has three tiles of x and dy in shared memory, so its rows end at 16 KB. Here the next row waits in
 registers instead, which carries it to 32 KB, and past that programs share a row, as in lesson 9. But for dw they stay:
-each keeps its columns' sums. Read once, a row costs 3MN in all; if the sums need a launch of their own, 5MN.
+each keeps its columns' sums. Read once, a row costs 3MN in all; if the sums need a launch of their own, 5MN. `rms_norm`
+is differentiable: PyTorch forward, this lesson backward. The op with kernels in both directions, which also takes
+lesson 10's kernel for rows up to 16 KB, is course_ops.rms_norm.
 
 You will learn: what programs that walk together must tell each other, and a torch.autograd.Function over kernels.
 Source: lessons 9 and 10.
@@ -11,25 +13,14 @@ Check it:  python -m lessonkit check lesson10b_rmsnorm_backward_lengths
 Time it:   python -m lessonkit bench lesson10b_rmsnorm_backward_lengths
 """
 
-from lessonkit import Grad, Lesson, Mutant, case, num_sms, opaque
+from lessonkit import Grad, Lesson, Mutant, case, expect, num_sms, opaque
 from lessonkit.base.device import INTERPRETED
 
 import torch
 import triton
 import triton.language as tl
 
-from day2_triton_basics import lesson09_rmsnorm as lesson09
-from day2_triton_basics.lesson10_rmsnorm_backward import (
-    PEERS,
-    REFUSES,
-    add_shares,
-    inputs,
-    prepare,
-    reference,
-    same_each_time,
-    walk,
-    work,
-)
+from problems.rms_norm import PROBLEM, PROBLEM_BACKWARD
 
 
 # Rung 1. The next row in registers, as 16 bits until it is needed (`opaque`, lesson 9). Up to 32 KB a row is one
@@ -94,11 +85,9 @@ def team_kernel(
 
 
 def _walk_team(dy, x, w, rstd, apart):
-    dx, (M, N), size = prepare(dy, x, w, rstd), x.shape, x.element_size()
+    dx, (M, N), size = _prepare(dy, x, w, rstd), x.shape, x.element_size()
     row = triton.next_power_of_2(max(N, 1)) * size
-    if row <= 16384:
-        return walk(dy, x, w, rstd)
-    if M == 0:
+    if dx.numel() == 0:
         return dx, torch.zeros_like(w)
     parts = 1 if row <= 32768 else triton.cdiv(N * size, 8192)
     width = triton.cdiv(triton.cdiv(N, parts), 16) * 16  # a multiple of 16, so that each part begins aligned
@@ -115,10 +104,10 @@ def _walk_team(dy, x, w, rstd, apart):
             dy, x, w, rstd, dx, shares, notes, M, N, dy.stride(0), x.stride(0), width, PARTS=parts,
             SLOTS=triton.next_power_of_2(parts), BLOCK_N=block, LEAVE=leave, FINISH=finish,
             # 32 bytes of a row a thread. A cooperative launch is refused if not all programs fit at once.
-            num_warps=block * size // 1024, maxnreg=128 if parts > 1 else None,
+            num_warps=max(1, block * size // 1024), maxnreg=128 if parts > 1 else None,
             launch_cooperative_grid=parts > 1 and at_once,
         )  # fmt: skip
-    return dx, add_shares(shares, w.dtype)
+    return dx, _add_shares(shares, w.dtype)
 
 
 def apart(dy, x, w, rstd):
@@ -134,10 +123,41 @@ def team(dy, x, w, rstd):
     return _walk_team(dy, x, w, rstd, apart=False)
 
 
+@triton.jit
+def add_shares_kernel(shares_ptr, dw_ptr, walkers, N, ROWS: tl.constexpr, COLS: tl.constexpr):  # [walkers, N], [N]
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    sums = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, walkers, ROWS):
+        rows = start + tl.arange(0, ROWS).to(tl.int64)
+        mask = (rows < walkers)[:, None] & (cols < N)[None, :]
+        sums += tl.load(shares_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0)
+    tl.store(dw_ptr + cols, tl.sum(sums, axis=0), mask=cols < N)
+
+
+def _add_shares(shares, dtype):
+    """shares [walkers, N] fp32 -> their sum [N]."""
+    walkers, N = shares.shape
+    dw = torch.empty(N, dtype=dtype, device=shares.device)
+    add_shares_kernel[(triton.cdiv(N, 32),)](shares, dw, walkers, N, ROWS=32, COLS=32)
+    return dw
+
+
+def _prepare(dy, x, w, rstd):
+    """The checks of every rung; returns an empty dx."""
+    expect(dy=dy, x=x, ndim=2, same_shape=True, same_dtype=True, unit_stride=True)
+    expect(x=x, w=w, same_dtype=True, unit_stride=True)
+    expect(rstd=rstd, dtypes=(torch.float32,), unit_stride=True)
+    if w.shape != x.shape[1:]:
+        raise ValueError(f"w has shape {tuple(w.shape)}, expected {tuple(x.shape[1:])}, one weight a column of x")
+    if rstd.shape != x.shape[:1]:
+        raise ValueError(f"rstd has shape {tuple(rstd.shape)}, expected {tuple(x.shape[:1])}, one a row of x")
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, eps):
-        y, rstd = lesson09.shared_rows(x, w, eps)
+        y, rstd = PROBLEM.reference(x, w, eps)
         ctx.save_for_backward(x, w, rstd)  # 4 bytes a row beside the inputs, and the sum of squares is not done again
         return y
 
@@ -147,18 +167,16 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x, w, eps):
-    """x [M, N], w [N] -> y [M, N], differentiable: torch.nn.functional.rms_norm from lessons 9 and 10."""
+    """x [M, N], w [N] -> y [M, N], differentiable: as torch.nn.functional.rms_norm."""
     return _RMSNorm.apply(x, w, eps)
 
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
     rungs=(apart, team),
     checks=(
-        case("no rows: dw is a sum of nothing, zero", M=0, N=9000),
-        case("no columns", M=5, N=0),
-        case("short rows go lesson 10's way", M=9, N=127, pad=3),
+        *PROBLEM_BACKWARD.checks,
+        case("no rows of more than 16 KB", M=0, N=9000),
         case("in fp32 a program a row, several rows each", M=9, N=5000),
         case("in bf16 a program a row, in fp32 teams of five, the last part shorter", M=9, N=9001, strange=True),
         case("several rows, and a row for several programs, on a GPU too", gib=0.5, M=301, N=9001),
@@ -168,8 +186,7 @@ LESSON = Lesson(
         case("and in teams", gib=25, M=3, N=40000, pad=2**30),
         case("bytes are counted here: teams in every dtype; in the interpreter always apart", M=23, N=16500, pad=2),
     ),
-    benches=tuple({"M": m, "N": n} for m, n in lesson09.SHAPES if n > 8192),
-    work=work,
+    benches=tuple(shape for shape in PROBLEM_BACKWARD.benches if shape["N"] > 8192),
     wrong=(
         Mutant("only the last row's dw", "team_kernel", "dw += wide", "dw = wide", "team"),
         Mutant("the next row in this row's place", "team_kernel", "opaque(x).to", "opaque(next_x).to", "team"),
@@ -179,12 +196,9 @@ LESSON = Lesson(
         # No mutant may lose a note: on a GPU the others would wait for it forever.
         Mutant("one part's sum", "team_kernel", "tl.sum((notes - 1)", "PARTS * tl.max((notes - 1)", "team"),
     ),
-    peers=PEERS,
     claims={team: ("16-byte loads", "team_kernel: 16-byte stores", "no spills")},
     passes={apart: 1.72, team: 1.72},
-    properties=(same_each_time,),
-    refuses=REFUSES,
-    grad=Grad(rms_norm, lambda x, w, eps: lesson09.reference(x, w, eps)[0], lesson09.inputs),
+    grad=Grad(rms_norm, lambda x, w, eps: PROBLEM.reference(x, w, eps)[0], PROBLEM.inputs),
 )
 
 if __name__ == "__main__":

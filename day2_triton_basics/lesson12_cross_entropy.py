@@ -19,22 +19,17 @@ Time it:   python -m lessonkit bench lesson12_cross_entropy
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect
+from lessonkit import Lesson, Mutant, Unsupported, case, expect
 
 import torch
 import triton
 import triton.language as tl
 
+from problems.cross_entropy import PROBLEM
+
 IGNORE = tl.constexpr(-100)
 LOG2E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
-
-
-def reference(logits, targets):
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    top = x.amax(-1)
-    lse = top + (x - top[:, None]).exp().sum(-1).log()
-    return torch.nn.functional.cross_entropy(x, targets, reduction="none"), lse
 
 
 # Rung 1. As PyTorch does it: the log-softmax is written out, and a second kernel picks one element of each row. m is
@@ -183,7 +178,7 @@ def online_twin(logits, targets, block=16):
 
 
 def _prepare(logits, targets):
-    """Check the arguments; return loss [M], lse [M], both to be filled, and M, V. Lesson 12b calls it too."""
+    """Check the arguments; return loss [M], lse [M], both to be filled, and M, V."""
     expect(logits=logits, ndim=2, unit_stride=True)
     expect(targets=targets, ndim=1, dtypes=(torch.int64,), contiguous=True)
     M, V = logits.shape
@@ -193,54 +188,6 @@ def _prepare(logits, targets):
         raise ValueError("logits has no classes (0 columns): pass one at least")
     loss, lse = torch.empty(2, M, dtype=torch.float32, device=logits.device)
     return loss, lse, M, V
-
-
-def inputs(M, V, pad=0, skip=0, strange=False, dtype=torch.float32):
-    # Centred at -8: a lane past the end that counts as 0 would be the largest of its row.
-    # pad, skip: a slice of a wider matrix, so stride(0) is not V and rows start anywhere.
-    x = torch.randn(M, skip + V + pad, device=DEVICE) * 3 - 8
-    if strange:
-        # Without the maximum rows at 3000 overflow (lse - logit loses digits there) and rows at -110 are log(0). The
-        # first half of some rows is -inf, as a masked vocabulary is. Not all peers get these right.
-        x[1::4] += 3008
-        x[2::4] -= 102
-        x[3::4, : skip + V // 2] = -math.inf
-    targets = V - 1 - torch.arange(M, device=DEVICE) * 7919 % V  # the last column first: it lies in the partial block
-    targets[2::5] = -100
-    return x.to(dtype)[:, skip : skip + V], targets
-
-
-def _torch(logits, targets):
-    log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
-    return torch.nn.functional.nll_loss(log_p, targets, reduction="none"), logits[:, 0] - log_p[:, 0]
-
-
-def _quack(logits, targets):
-    from quack.cross_entropy import cross_entropy_fwd
-
-    if logits.shape[1] * logits.element_size() % 16:
-        raise Unsupported("quack's rows start at multiples of 16 bytes")
-    return cross_entropy_fwd(logits, targets, return_lse=True)
-
-
-def strange_numbers(rung):
-    """NaN and inf as in PyTorch; a target that is no class gives NaN, whatever lies at that address."""
-    nan, inf = math.nan, math.inf
-    x = torch.tensor([[1, nan, 2], [1, inf, 2], [-inf] * 3, [1, -inf, 2], [3e38, -3e38, 0]], device=DEVICE)
-    for target in (0, 1, -100):
-        targets = torch.full([5], target, device=DEVICE)
-        torch.testing.assert_close(rung(x, targets), reference(x, targets), rtol=1e-6, atol=0, equal_nan=True)
-    for target in (-1, 3, -101, 2**40):
-        loss, lse = rung(x[3:4], torch.tensor([target], device=DEVICE))
-        assert loss.isnan().all()
-        assert lse.isfinite().all()
-
-
-def shift_invariance(rung):
-    """loss(x + 1024) = loss(x), to the last digits; x is rounded so that adding 1024 is exact."""
-    x = (torch.randn(3, 781, device=DEVICE) * 64).round() / 16
-    targets = torch.tensor([0, 780, 5], device=DEVICE)
-    torch.testing.assert_close(rung(x + 1024, targets)[0], rung(x, targets)[0], rtol=1e-6, atol=0)
 
 
 _WRONG = (
@@ -253,34 +200,15 @@ _WRONG = (
 )  # fmt: skip
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(cross_entropy_unfused, cross_entropy_row, cross_entropy_online),
     checks=(
-        case("nothing to do", M=0, V=8),
-        case("one class: the loss is exactly 0", M=3, V=1, strange=True),
-        case("fewer columns than a warp has lanes", M=5, V=7, strange=True),
-        case("one past a block of 1024", M=4, V=1025, strange=True),
-        case("no row starts at a multiple of 16 bytes", M=4, V=2051, pad=4, skip=1, strange=True),
-        case("a row past element 2^31", gib=50, M=3, V=5003, pad=2**30),
+        *PROBLEM.checks,
         case("five blocks, and a stride that is not V", M=3, V=20480, pad=3, strange=True),
     ),
-    benches=tuple(
-        {"M": M, "V": V} for M, V in ((4096, 32768), (4096, 50257), (8192, 128256), (2048, 131072), (32768, 1024))
-    ),
-    work=lambda M, V, dtype, **_: Work(bytes=M * (V * dtype.itemsize + 8 + 4 + 4), flops=4 * M * V),
     wrong=_WRONG,
-    peers={"torch": _torch, "torch.compile": by_inductor(_torch), "quack": _quack},
     claims={cross_entropy_online: ("no spills",)},
     passes={cross_entropy_unfused: 5.0, cross_entropy_row: 1.0, cross_entropy_online: 1.0},
-    properties=(strange_numbers, shift_invariance),
-    refuses=(
-        Refusal("a target too many", lambda f: f(inputs(2, 8)[0], inputs(3, 8)[1]), ValueError, "targets has 3"),
-        Refusal("no classes", lambda f: f(torch.ones(2, 0, device=DEVICE), inputs(2, 8)[1]), ValueError, "no classes"),
-        Refusal("probabilities", lambda f: f(*inputs(2, 8)[:1] * 2), TypeError, "targets is torch.float32"),
-        Refusal("column-major", lambda f: f(inputs(8, 8)[0].t(), inputs(8, 8)[1]), ValueError, "contiguous"),
-        Refusal("no backward", lambda f: f(inputs(2, 8)[0].requires_grad_(), inputs(2, 8)[1]), ValueError, "grad"),
-    ),
     cpu_model=online_twin,
 )
 

@@ -11,21 +11,15 @@ Check it:  python -m lessonkit check lesson13_cross_entropy_backward
 Time it:   python -m lessonkit bench lesson13_cross_entropy_backward
 """
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, expect
+from lessonkit import Grad, Lesson, Mutant, case, expect
 
 import torch
 import triton
 import triton.language as tl
 
-from day2_triton_basics.lesson12b_cross_entropy_wide import cross_entropy_split
+from problems.cross_entropy import PROBLEM, PROBLEM_BACKWARD, inputs_backward, logits_and_targets
 
 IGNORE = tl.constexpr(-100)
-
-
-def reference(dloss, logits, targets, lse):
-    p = torch.exp(logits - lse[:, None])  # reads MV (lse is fp32, so p is too)
-    p.scatter_add_(1, targets.clamp(min=0)[:, None], -torch.ones_like(p[:, :1]))
-    return (p * dloss.where(targets != IGNORE.value, 0)[:, None]).to(logits.dtype)  # writes MV
 
 
 # Rung 1. The softmax goes through memory: one kernel writes it (in a training step the forward would), one reads it
@@ -165,7 +159,7 @@ def _prepare(dloss, logits, targets, lse, in_place=False):
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, in_place):
-        loss, lse = cross_entropy_split(logits.detach(), targets)
+        loss, lse = PROBLEM.reference(logits, targets)  # in PyTorch: course_ops.cross_entropy has kernels for both
         ctx.save_for_backward(logits, targets, lse)
         ctx.in_place = in_place
         return loss
@@ -191,57 +185,10 @@ def usual(logits, targets):
     return torch.nn.functional.cross_entropy(x, targets, reduction="none")
 
 
-def logits_and_targets(M, V, pad=0, skip=0, dtype=torch.float32):
-    # Narrow, so that p is not all 0 and 1. dlogits of a row sum to 0: a lost target shows in the sum.
-    # pad, skip: the rows are a slice of a wider matrix, so stride(0) is not V and the first row starts anywhere.
-    x = (torch.randn(M, skip + V + pad, device=DEVICE) * 2 - 8).to(dtype)[:, skip : skip + V]
-    targets = V - 1 - torch.arange(M, device=DEVICE) * 7919 % V  # the last column first: it lies in a partial block
-    targets[2::5] = -100
-    return x, targets
-
-
-def inputs(M, V, pad=0, skip=0, dtype=torch.float32):
-    x, targets = logits_and_targets(M, V, pad, skip, dtype)
-    lse = torch.logsumexp(x.float(), -1)
-    return torch.randn(M, device=DEVICE), x, targets, lse
-
-
-def _one_expression(dloss, logits, targets, lse):
-    p = torch.exp(logits - lse[:, None])
-    hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    return ((p - hit.float()) * dloss.where(targets != IGNORE.value, 0)[:, None]).to(logits.dtype)
-
-
-def _quack(dloss, logits, targets, lse):
-    from quack.cross_entropy import cross_entropy_bwd
-
-    if logits.shape[1] * logits.element_size() % 16:
-        raise Unsupported("quack's rows start at multiples of 16 bytes")
-    return cross_entropy_bwd(logits, targets, dloss, lse)
-
-
-def rows_sum_to_zero(rung):
-    """softmax sums to 1 and onehot to 1, so a row of dlogits sums to 0; an ignored row is 0 throughout."""
-    dloss, x, targets, lse = inputs(4, 781)
-    dx = rung(dloss, x, targets, lse)
-    torch.testing.assert_close(dx.sum(-1), torch.zeros(4, device=DEVICE), rtol=0, atol=1e-5)
-    assert (dx[2] == 0).all()
-    assert (dx[[0, 1, 3]] != 0).all()
-
-
-def no_class_no_gradient(rung):
-    """A target that is no class: NaN in all its row, and in no other."""
-    dloss, x, targets, lse = inputs(3, 64)
-    targets[1] = 64
-    dx = rung(dloss, x, targets, lse)
-    assert dx[1].isnan().all()
-    assert dx[[0, 2]].isfinite().all()
-
-
 def in_place_is_the_same(rung):
     """With in_place=True the answer lies where the logits were."""
     if rung is backward_wide:
-        dloss, x, targets, lse = inputs(5, 1153)
+        dloss, x, targets, lse = inputs_backward(5, 1153)
         expected = rung(dloss, x, targets, lse)
         assert rung(dloss, x, targets, lse, in_place=True).data_ptr() == x.data_ptr()
         assert torch.equal(x, expected)
@@ -261,37 +208,16 @@ _WRONG = (
 )  # fmt: skip
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
     rungs=(backward_saved, backward_recomputed, backward_wide),
     checks=(
-        case("nothing to do", M=0, V=8),
-        case("one class: p is 1 and the gradient 0", M=3, V=1),
-        case("rows shorter than a chunk, some across two", M=5, V=7),
-        case("rows that start at every place within a chunk", M=17, V=1153),
-        case("no row starts at a multiple of 16 bytes", M=4, V=2051, pad=4, skip=1),
-        case("a row past element 2^31", gib=60, M=3, V=5003, pad=2**30),
+        *PROBLEM_BACKWARD.checks,
         case("several blocks, and a stride that is not V", M=3, V=9001, pad=3),
     ),
-    # The odd width first: that is where the claims of 16-byte accesses are examined.
-    benches=tuple(
-        {"M": M, "V": V} for M, V in ((4096, 50257), (4096, 32768), (8192, 128256), (2048, 131072), (32768, 1024))
-    ),
-    work=lambda M, V, dtype, **_: Work(bytes=M * (2 * V * dtype.itemsize + 8 + 4 + 4), flops=4 * M * V),
     wrong=_WRONG,
-    peers={
-        "torch": reference,
-        "torch.compile": by_inductor(_one_expression),
-        "quack": _quack,
-    },
     claims={backward_wide: ("16-byte loads", "16-byte stores", "no spills", "no shared memory")},
     passes={backward_saved: 3.0, backward_recomputed: 1.0, backward_wide: 1.0},
-    properties=(rows_sum_to_zero, no_class_no_gradient, in_place_is_the_same),
-    refuses=(
-        Refusal("dloss of a mean", lambda f: f(inputs(2, 8)[0].mean(), *inputs(2, 8)[1:]), ValueError, "dloss has 0"),
-        Refusal("a lse too many", lambda f: f(*inputs(2, 8)[:3], inputs(3, 8)[3]), ValueError, "lse has 3 rows"),
-        Refusal("lse in 16 bits", lambda f: f(*inputs(2, 8)[:3], inputs(2, 8)[3].half()), TypeError, "lse is"),
-    ),
+    properties=(*PROBLEM_BACKWARD.properties, in_place_is_the_same),
     grad=Grad(cross_entropy, usual, logits_and_targets),
 )
 

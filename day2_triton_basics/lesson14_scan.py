@@ -11,19 +11,15 @@ Check it:  python -m lessonkit check lesson14_scan
 Time it:   python -m lessonkit bench lesson14_scan
 """
 
-import math
 import random
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, device, expect
+from lessonkit import DEVICE, Grad, Lesson, Mutant, Unsupported, case, device, expect
 
 import torch
 import triton
 import triton.language as tl
 
-
-def reference(x):
-    # Reads n, writes n. Summed in fp32 at least: PyTorch's CUDA scan of bf16 adds in bf16, too coarse to judge by.
-    return x.cumsum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+from problems.scan import PROBLEM, inputs, reference
 
 
 # Rung 1. One program, a block at a time, the sum of all blocks before it carried in a register. tl.cumsum scans inside
@@ -211,20 +207,6 @@ def _prepare(x):
     return torch.empty_like(x)
 
 
-def inputs(n, dtype=torch.float32):
-    # Drifts to about -1000, so that a lost block shows ever after; no further, for fp16 ends at -65504. Down, not up: a
-    # negative sum has its top bit set, which must not reach the state beside it.
-    return ((torch.randn(n, device=DEVICE) / 4 - min(0.25, 1024 / max(n, 1))).to(dtype),)
-
-
-def strange_numbers(rung):
-    """From the first NaN on all is NaN; after inf all is inf, until -inf makes it NaN; what came before is finite."""
-    x = inputs(9000)[0]
-    for i, value in ((8500, -math.inf), (4200, math.inf), (100, math.nan)):
-        x[i] = value
-        torch.testing.assert_close(rung(x), reference(x), equal_nan=True, rtol=1e-4, atol=1e-4)
-
-
 @triton.jit
 def look_back_probe_kernel(words_ptr, values_ptr, before_ptr, tile, prefix, WINDOW: tl.constexpr):
     for i in range(tile):
@@ -248,27 +230,21 @@ def offsets_past_2_31(rung):
     if not device.HAS_GPU:
         raise Unsupported("8 GiB: on a GPU only")
     x = torch.zeros(2**31 + 4999, dtype=torch.bfloat16, device=DEVICE)
-    x[-9000:] = tail = inputs(9000, torch.bfloat16)[0]
+    x[-9000:] = tail = inputs(9000, dtype=torch.bfloat16)[0]
     y = rung(x)
     torch.testing.assert_close(y[-9000:], reference(tail))
     assert not y[:-9000].any(), "something before the first number"
 
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(scan_sequential, scan_three_phase, scan_look_back),
     checks=(
-        case("nothing to do: an empty grid is an error in CUDA", n=0),
-        case("one element, no predecessor", n=1),
-        case("a prime: no block divides it", n=1021),
+        *PROBLEM.checks,
         case("exactly one tile", n=TILE),
-        case("one past a tile: the first carry", n=TILE + 1),
         case("several tiles, the last one short", n=9 * TILE + 1234),
     ),
     benches=tuple({"n": n} for n in (2**20, 2**24, 2**26, 2**28)),
-    bench_dtype=torch.float32,
-    work=lambda n, dtype: Work(bytes=2 * n * dtype.itemsize, flops=n),
     wrong=(
         Mutant("the carry forgets", "scan_sequential_kernel", "carry +=", "carry =", "scan_sequential"),
         Mutant("the carry includes this block", "scan_blocks_kernel", "block - 1", "block", "scan_three_phase"),
@@ -279,16 +255,9 @@ LESSON = Lesson(
         Mutant("a sum converted, not its bits", "publish", "int32, bitcast=True", "int32", "scan_look_back", "nan"),
         Mutant("a lane too many", "scan_look_back_kernel", "size, o", "size + 1, o", "scan_look_back", "out of bounds"),
     ),
-    peers={"torch": lambda x: x.cumsum(0), "torch.compile": by_inductor(lambda x: x.cumsum(0))},
     claims={scan_look_back: ("16-byte loads", "16-byte stores", "no spills")},
     passes={scan_sequential: 1.0, scan_three_phase: 1.5, scan_look_back: 1.0},
-    properties=(strange_numbers, any_mixture_of_words, offsets_past_2_31),
-    refuses=(
-        Refusal("a matrix", lambda f: f(inputs(8)[0].view(2, 4)), ValueError, "expected 1"),
-        Refusal("not a float", lambda f: f(torch.arange(8, device=DEVICE)), TypeError, "x is torch.int64"),
-        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
-        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
-    ),
+    properties=(*PROBLEM.properties, any_mixture_of_words, offsets_past_2_31),
     grad=Grad(scan),
     # The budget is 16 times PyTorch's own error, and on a CPU that is one rounding, for it accumulates in float64. k
     # additions in a row in fp32 make some sqrt(k) / 2 roundings: 32 in the interpreter, which scans a tile in order.

@@ -17,67 +17,20 @@ So the matmuls should take about half of the time, and of the other half 24 ms a
 nothing: fused, and with nothing written in fp32 that is read back at once, they would be a third of that. Write down
 your own guess of the first five lines of the profile before you run this.
 
+The count is day 1's (lesson 6), of the course's operators too: lessonkit.measure.operators. FLOPs are those of matmuls
+and attention. PyTorch's formula for attention counts all pairs, masked or not; the course's counts the visible ones.
+
 You will learn: a profile whose rows are explained, not only sorted; outermost operators, roofs as predictions.
 Run it:    python day4_replace_op/lesson10b_hot_operators.py
 Without a GPU the times are a CPU's, where a small operator costs what calling it costs; the counts hold anywhere.
 """
 
-from collections import Counter
-
-from lessonkit import DEVICE, Steps, Table, device
-from lessonkit.base.tables import digits
+from lessonkit import DEVICE, Steps, Table
+from lessonkit.measure.operators import Work, operators
 
 import torch
-from torch.profiler import profile
 
-from day1_pytorch.lesson06_profiler import ACTIVITIES, _Counter, _host_events, _limits
-from day4_replace_op.lesson10_gpt import CONFIG, batches, make, stepper
-
-GPU = DEVICE.type == "cuda"
-
-
-class Work(_Counter):
-    """FLOPs and bytes by operator (day 1, lesson 6), of the course's own operators too."""
-
-    namespaces = ("aten", "course")
-
-
-def operators(run, steps=3):
-    """A row for each operator of run(), the slowest first: calls, time, FLOPs, bytes, and the roof that they make.
-
-    ms: of its kernels on a GPU, else of the CPU; each at its best of `steps` runs. roof ms: a prediction, the larger of
-    FLOPs / FLOP rate and bytes / bandwidth of this machine. FLOPs: of matmuls and attention, not halved for causal.
-    """
-    limits = _limits()
-    run()
-    with Work(*limits) as counted:
-        run()
-    best = {}
-    for _ in range(steps):
-        with profile(activities=ACTIVITIES) as seen:
-            run()
-            if GPU:
-                torch.cuda.synchronize()
-        spent = Counter()
-        for event in _host_events(seen):
-            if event.name in counted.work and not _within(event, counted.work):  # to_copy's copy_ is to_copy's time
-                spent[event.name] += (event.device_time_total if GPU else event.cpu_time_total) * 1e-3
-        best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
-    rows, total = [], sum(best.values())
-    for name, ms in sorted(best.items(), key=lambda item: -item[1]):
-        work = counted.work[name]
-        row = {"where": device.name(), "operator": name, "calls": work["calls"], "ms": digits(ms)}
-        row |= {"time": f"{ms / total:.1%}", "GFLOP": digits(work["flops"] / 1e9), "MB": digits(work["bytes"] / 1e6)}
-        rows.append(row | {"roof ms": digits(work["roof"] * 1e3)})
-    return rows
-
-
-def _within(event, names):
-    """Does it run inside an operator of one of these names?"""
-    while event := event.cpu_parent:
-        if event.name in names:
-            return True
-    return False
+from workloads.gpt import CONFIG, GPU, batches, make, stepper
 
 
 def hot_operators():

@@ -1,11 +1,17 @@
 """Replacing operators in a model that does not know of it
 =======================================================
-Four operators of lesson 10's GPT, one for one: attention (this day's kernels), LayerNorm, GELU and cross-entropy (day
-2's), which lesson 10c made operators of PyTorch. The model's file is not edited and its code does not branch.
+Four operators of the GPT (lesson 10, workloads/gpt.py), one for one: attention, LayerNorm, GELU and cross-entropy, by
+course_ops. The model's file is not edited and its code does not branch.
 
-Into the model they come by a change of class: a subclass of MLP whose forward calls ours has the same parameters under
-the same names, so `module.__class__ = TritonMLP` replaces it where it stands, the optimizer keeps its state, a
-checkpoint fits, and going back is as short. What a kernel cannot take stays with PyTorch, and the list says why.
+Into the model they come by a change of class. A subclass of nn.LayerNorm whose forward calls ours has the same
+parameters under the same names:
+
+    module.__class__ = CourseLayerNorm       # the optimizer keeps its state, a checkpoint fits
+    module.__class__ = nn.LayerNorm          # and back
+
+course_ops.patch does this for PyTorch's own classes, for all modules of a model, and undoes it: read the 180 lines of
+course_ops/patch.py. For the model's own classes it is given a subclass, as CourseAttention below. What a kernel cannot
+take stays with PyTorch, and the list that patch returns says why.
 
 Predict before you run lesson 11d: which of the four pays by itself? A kernel at copy speed in place of another at copy
 speed gains nothing. PyTorch's GELU reaches 87% of a copy and its LayerNorm 50% (day 2's reports); attention goes from
@@ -17,121 +23,89 @@ You will learn: swapping classes, fallbacks that are seen, one graph in torch.co
 Run it:    python day4_replace_op/lesson11_replace_op.py
 """
 
-from contextlib import contextmanager
-
-from lessonkit import DEVICE, FLOATS, Steps, Table
+from lessonkit import Steps, Table
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from day4_replace_op.lesson10_gpt import GPU, MLP, TINY, Attention, Config, Readout, batches, make, train
-from day4_replace_op.lesson10c_operators import attention, gelu, layernorm, mean_loss
+import course_ops
+from course_ops.testing import kernels
+from workloads.gpt import GPU, ONE_FOR_ONE, TINY, Attention, Config, batches, make, train, variant
 
-# ---- Into the model: another class for the same parameters --------------------------------------------------------
+CLASSES, OTHERS = ONE_FOR_ONE  # PyTorch's classes that patch replaces, and {Attention: CourseAttention}
 
 
-class TritonAttention(Attention):
+class CourseAttention(Attention):
+    """As the one in workloads.gpt: the forward of Attention with one call exchanged."""
+
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.project(attention(q, k, v, True)[0].transpose(1, 2).flatten(2))
+        return self.project(course_ops.attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
 
     def refuses(self):
         size = self.qkv.in_features // self.heads
         return f"heads of {size}: the kernel takes up to 256" if size > 256 else ""
 
 
-class TritonLayerNorm(nn.LayerNorm):
-    def forward(self, x):
-        return layernorm(x, self.weight, self.bias, self.eps)[0]
-
-    def refuses(self):
-        return "" if self.bias is not None and len(self.normalized_shape) == 1 else "no bias, or several dimensions"
-
-
-class TritonMLP(MLP):
-    def forward(self, x):
-        return self.narrow(gelu(self.widen(x)))
-
-
-class TritonReadout(Readout):
-    def forward(self, x, targets=None):
-        logits = F.linear(x, self.weight)
-        return logits if targets is None else mean_loss(logits.flatten(0, 1), targets.flatten())
+def own_classes():
+    """The attention alone, by a subclass given to patch: the same loss; it is the workload's variant of it."""
+    model, batch = make(TINY), next(batches(TINY, 1))
+    losses = []
+    for others in ({}, {Attention: CourseAttention}, OTHERS):
+        with kernels(), course_ops.patch(model, (), others) as patched:
+            assert [row.now for row in patched.rows] == TINY.layers * ["CourseAttention"] * bool(others)
+            losses.append(model(*batch))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    assert torch.equal(losses[1], losses[2])
 
 
-ONE_FOR_ONE = {Attention: TritonAttention, nn.LayerNorm: TritonLayerNorm, MLP: TritonMLP, Readout: TritonReadout}
-
-
-def _refusal(new, module):
-    return new.refuses(module) if hasattr(new, "refuses") else ""
-
-
-@contextmanager
-def replaced(model, table=None):
-    """Inside, the model's modules whose class is in the table (ONE_FOR_ONE) are of the class that stands there.
-
-    Yields a row for each: module, was, now, and where it stays with PyTorch, why. Parameters, their names, hooks and
-    the optimizer's state are untouched; compile inside, for a compiled model remembers its classes.
-    """
-    rows, before = [], []
-    for name, module in model.named_modules():
-        if new := (ONE_FOR_ONE if table is None else table).get(type(module)):
-            odd = [p for p in module.parameters() if p.dtype not in FLOATS or p.device.type != DEVICE.type]
-            why = f"{odd[0].dtype} on {odd[0].device}: no kernel" if odd else _refusal(new, module)
-            rows.append({"module": name, "was": type(module).__name__, "now": "" if why else new.__name__, "why": why})
-            if not why:
-                before.append((module, type(module)))
-                module.__class__ = new
-    try:
-        yield rows
-    finally:
-        for module, old in before:
-            module.__class__ = old
-
-
-# ---- Claims -------------------------------------------------------------------------------------------------------
-
-
+@kernels()
 def swapped():
     """Inside, four classes are others; parameters and names stay, loss and gradients agree; outside, all is back."""
     model, batch = make(TINY), next(batches(TINY, 1))
     names, loss = list(model.state_dict()), model(*batch)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    with replaced(model) as rows:
-        assert {row["now"] for row in rows} == {new.__name__ for new in ONE_FOR_ONE.values()}
+    before = [type(m) for m in model.modules()]
+    with variant(model, "one for one") as patched:
+        assert {row.now.removeprefix("course_ops.") for row in patched.rows} == {
+            "CourseAttention", "layer_norm", "gelu", "cross_entropy"
+        }  # fmt: skip
+        assert not {type(m) for m in model.modules()} & {*CLASSES, *OTHERS}
         assert list(model.state_dict()) == names
         ours = model(*batch)
         for a, b in zip(torch.autograd.grad(ours, list(model.parameters())), gradients, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(ours, loss, rtol=1e-5, atol=0)
-    assert not {type(m) for m in model.modules()} & set(ONE_FOR_ONE.values())
-    return Table("replaced", [{"what": "one for one", **row} for row in rows if "blocks.1" not in row["module"]])
+    assert [type(m) for m in model.modules()] == before
+    rows = [{"what": "one for one", **row._asdict()} for row in patched.rows if "blocks.1" not in row.module]
+    return Table("replaced", rows)
 
 
 def refused():
     """A head of 512 and a model in float64 stay with PyTorch, and the list says so."""
     wide = make(Config(vocabulary=300, context=8, layers=1, heads=1, width=512, batch=1, learning_rate=1e-3))
-    with replaced(wide) as rows:
-        assert [row["why"] for row in rows if row["was"] == "Attention"] == ["heads of 512: the kernel takes up to 256"]
+    with variant(wide, "one for one") as patched:
+        why = [row.why for row in patched.rows if row.was == "Attention"]
+        assert why == ["heads of 512: the kernel takes up to 256"]
         assert type(wide.trunk.blocks[0].attention) is Attention
-        assert type(wide.trunk.blocks[0].mlp) is TritonMLP
-    with replaced(make(TINY).double()) as rows:
-        assert all("float64" in row["why"] and not row["now"] for row in rows)
+        assert type(wide.trunk.blocks[0].mlp.gelu) is not torch.nn.GELU
+    with variant(make(TINY).double(), "one for one") as patched:
+        assert {row.was for row in patched.rows} == {"Attention", "LayerNorm", "GELU", "CrossEntropyLoss"}
+        assert all("float64" in row.why and not row.now for row in patched.rows)
 
 
+@kernels()
 def compiles():
     """One graph without a break holds each operator as one node, and compiled loss and gradients are eager's."""
     graphs = []
     model, batch = make(TINY), next(batches(TINY, 1))
-    with replaced(model):
+    with variant(model, "one for one"):
         loss = model(*batch)
         torch._dynamo.reset()
         torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)(*batch)
-        ours = [str(node.target) for graph in graphs for node in graph.graph.nodes if "course" in str(node.target)]
+        ours = [str(node.target) for graph in graphs for node in graph.graph.nodes if "course_ops" in str(node.target)]
         assert len(graphs) == 1
         assert {name.split(".")[1]: ours.count(name) for name in ours} == {
-            "layernorm": 2 * TINY.layers + 1, "attention": TINY.layers, "gelu": TINY.layers, "cross_entropy": 1
+            "layer_norm": 2 * TINY.layers + 1, "attention": TINY.layers, "gelu": TINY.layers, "cross_entropy": 1
         }  # fmt: skip
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="inductor" if GPU else "aot_eager", fullgraph=True)(*batch)
@@ -140,15 +114,16 @@ def compiles():
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
+@kernels()
 def same_curve():
     """Trained with ours from the same seed on the same batches, the tiny GPT has the same loss, step by step."""
     model = make(TINY)
-    with replaced(model):
+    with variant(model, "one for one"):
         ours = train(model, TINY, steps=5)
     torch.testing.assert_close(ours, train(make(TINY), TINY, steps=5), rtol=2e-2 if GPU else 1e-4, atol=0)
 
 
-LESSON = Steps((swapped, refused, compiles, same_curve), alone=GPU)
+LESSON = Steps((own_classes, swapped, refused, compiles, same_curve), alone=GPU)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -18,30 +18,20 @@ Time it:   python -m lessonkit bench lesson11b_add_norm
 """
 
 import math
+from functools import partial
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, by_inductor, case, expect
+from lessonkit import Lesson, Mutant, case, expect
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from day2_triton_basics.lesson07_layernorm import normalize, prepare
-from day2_triton_basics.lesson07b_layernorm_lengths import layernorm_forward
-from problems.layer_norm import EPS
-
-HALVES = (torch.float16, torch.bfloat16)
+from course_ops.kernels._rows import Rows, choose
+from course_ops.layer_norm import FORWARD as LAYER_NORM
+from problems.add_norm import EPS, PROBLEM
 
 
-def reference(x, delta, w, b, eps=EPS):
-    """The new stream, its norm, and the two numbers a row that the backward needs, in fp32."""
-    total = x + delta  # reads 2MN, writes MN; a stream in fp32 stays so
-    variance, mean = torch.var_mean(total.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, correction=0)
-    y = F.layer_norm(total, w.shape, w, b, eps).to(delta.dtype)  # reads MN, writes MN; and again, if it is a cast
-    return total, y, mean, torch.rsqrt(variance + eps)
-
-
-# Rung 1. A kernel for each, as PyTorch has it; the norm is day 2's.
+# Rung 1. A kernel for each, as PyTorch has it; the norm is day 2's, which course_ops ships: the kernel for rows of N.
 @triton.jit
 def add_kernel(x_ptr, delta_ptr, total_ptr, N, stride_x, stride_delta, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -60,13 +50,21 @@ def add_then_norm(x, delta, w, b, eps=EPS):
     M, N, total, y, mean, rstd = _prepare(x, delta, w, b)
     if y.numel():
         add_kernel[(M,)](x, delta, total, N, x.stride(0), delta.stride(0), BLOCK=1024)
-        normed, mean, rstd = layernorm_forward(total, w, b, eps)
+        normed, mean, rstd = choose(LAYER_NORM, Rows.of(total))(total, w, b, eps)
         y.copy_(normed)
     return total, y, mean, rstd
 
 
 # Rung 2. New: day 2's tile of rows (lesson 7b), which loads both, adds, rounds the sum as it will be read again, and
 # stores it while it has its mean and its spread. Predicted: 12 bytes where rung 1 moves 24, or 8 where that moves 10.
+@triton.jit
+def normalize(x, mean, rstd, w_ptr, b_ptr, cols, mask):
+    # Every row asks for w and b, so they should outlive the streams of x and y in the caches.
+    w = tl.load(w_ptr + cols, mask=mask, eviction_policy="evict_last").to(tl.float32)
+    b = tl.load(b_ptr + cols, mask=mask, eviction_policy="evict_last").to(tl.float32)
+    return (x.to(tl.float32) - mean) * rstd * w + b
+
+
 @triton.jit
 def add_norm_kernel(
     x_ptr, delta_ptr, w_ptr, b_ptr,  # [M, N], [M, N], rows stride_x and stride_delta apart, [N], [N]
@@ -108,33 +106,15 @@ def _prepare(x, delta, w, b):
     expect(x=x, delta=delta, ndim=2, same_shape=True, unit_stride=True)
     if x.dtype not in (delta.dtype, torch.float32):
         raise TypeError(f"x is {x.dtype}, delta {delta.dtype}: the stream is of delta's dtype, or float32")
-    M, N, total, mean, rstd = prepare(x, w, b)
-    return M, N, total, torch.empty((M, N), dtype=delta.dtype, device=x.device), mean, rstd
-
-
-def inputs(M, N, stream=False, dtype=torch.float32, pad=0):
-    # As day 2's norm: rows of three scales, so that one taken for its neighbour shows, around a mean that a variance
-    # by E[x^2] would not survive. delta has a mean and a spread of its own, or a forgotten one would be noise.
-    x = torch.randn(M, N, device=DEVICE) + torch.linspace(-2, 2, N, device=DEVICE)
-    x = (x + 8) * torch.tensor([1.0, 0.25, 4.0], device=DEVICE)[torch.arange(M, device=DEVICE) % 3][:, None]
-    delta = torch.randn(M, N + pad, device=DEVICE).mul_(2).add_(torch.linspace(1, -1, N + pad, device=DEVICE))
-    # w in eighths: dy * w is then exact, so that a GPU's fused multiply-add makes dy * w - dy * w 0 too (day 2, 7).
-    w, b = ((torch.rand(N, device=DEVICE) + 0.5) * 8).round() / 8, torch.randn(N, device=DEVICE)
-    own = torch.float32 if stream else dtype  # of the stream and of the weights: as under autocast
-    rows = torch.empty(M, N + pad, dtype=own, device=DEVICE)[:, :N]
-    rows.copy_(x)
-    return rows, delta.to(dtype)[:, :N], w.to(own), b.to(own)
-
-
-def the_sum_is_pytorchs(rung):
-    """The stream is added as PyTorch adds, to the last bit, in every pair of dtypes; a row of NaN is alone."""
-    for dtype, stream in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
-        args = x, delta, _, _ = inputs(5, 67, stream, dtype)
-        delta[1, 66] = math.nan
-        total, y, _, _ = rung(*args)
-        assert torch.equal(total.isnan(), (x + delta).isnan())
-        assert torch.equal(total.nan_to_num(), (x + delta).nan_to_num())
-        assert y.isnan().all(1).tolist() == [False, True, False, False, False]
+    expect(w=w, b=b, ndim=1, same_shape=True, contiguous=True)
+    expect(x=x, w=w, b=b, same_dtype=True)
+    M, N = x.shape
+    if len(w) != N:
+        raise ValueError(f"w has {len(w)} elements, but a row of x has {N}: make them equal")
+    total, y = (torch.empty((M, N), dtype=t.dtype, device=t.device) for t in (x, delta))
+    make = torch.empty if N else partial(torch.full, fill_value=math.nan)  # as torch.var_mean has it
+    mean, rstd = (make((M,), dtype=torch.float32, device=x.device) for _ in range(2))
+    return M, N, total, y, mean, rstd
 
 
 # fmt: off
@@ -150,51 +130,17 @@ WRONG = (
     Mutant("written over its input", "add_norm", "    if N > 16384:", "    total = x\n    if N > 16384:", "add_norm",
            "changed input"),
 )
-REFUSES = (
-    Refusal("shapes differ", lambda f: f(inputs(2, 8)[0], *inputs(3, 8)[1:]), ValueError, "delta has shape"),
-    Refusal("w too short", lambda f: f(*inputs(2, 8)[:2], *inputs(2, 7)[2:]), ValueError, "w has 7 elements"),
-    Refusal("a stream narrower than delta", lambda f: f(*(t.half() for t in inputs(2, 8)[:1]), inputs(2, 8)[1],
-            *(t.half() for t in inputs(2, 8)[2:])), TypeError, "or float32"),
-    Refusal("w as delta", lambda f: f(*inputs(2, 8, True, torch.half)[:2], *inputs(2, 8, False, torch.half)[2:]),
-            TypeError, "w is torch.float16"),
-    Refusal("transposed", lambda f: f(inputs(8, 8)[0].t(), *inputs(8, 8)[1:]), ValueError, "x has stride 8"),
-    Refusal("gradient lost", lambda f: f(inputs(2, 8)[0].requires_grad_(), *inputs(2, 8)[1:]), ValueError, "grad"),
-)
 # fmt: on
 
-
-def _work(M, N, dtype, stream=False, pad=0):
-    own = 4 if stream else dtype.itemsize
-    return Work(bytes=M * N * 2 * (own + dtype.itemsize) + 2 * N * own + 8 * M, flops=9 * M * N)
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(add_then_norm, add_norm),
-    checks=(
-        case("no rows", M=0, N=5),
-        case("rows of nothing", M=3, N=0),
-        case("one element a row: the variance is 0 and eps alone is left", M=2, N=1),
-        case("a prime: 27 of 128 lanes are padding; 37 rows leave the third tile of 16 hanging over", M=37, N=101),
-        case("the stream in fp32, delta in 16 bits, as under autocast", M=37, N=101, stream=True),
-        case("rows 3 elements apart, so that most are not aligned", M=5, N=1025, pad=3, stream=True),
-        case("one past the longest row of one kernel", M=2, N=16385),
-        case("a row past element 2^31", gib=40, M=3, N=5, pad=2**30),
-        case("the bytes are counted here", M=40, N=768, stream=True),
-    ),
-    benches=tuple(
-        {"M": m, "N": n, "stream": s} for m, n, s in ((32768, 768, True), (32768, 768, False), (16384, 4096, True))
-    ),
-    work=_work,
+    checks=(*PROBLEM.checks, case("the bytes are counted here", M=40, N=768, stream=True)),
     wrong=WRONG,
-    peers={"torch": reference, "torch.compile": by_inductor(reference)},
     claims={add_norm: ("16-byte loads", "16-byte stores", "no spills")},
     # On a stream in fp32. The interpreter has no cache, so it also counts w and b, 8 bytes for each pair of rows, which
     # makes 16 of 12. Rung 1: 10 and 12; its cast is PyTorch's, which is not counted here.
     passes={add_then_norm: 1.8, add_norm: 1.31},
-    properties=(the_sum_is_pytorchs,),
-    refuses=REFUSES,
 )
 
 if __name__ == "__main__":

@@ -16,34 +16,27 @@ Check it:  python -m lessonkit check lesson11c_add_norm_backward
 Time it:   python -m lessonkit bench lesson11c_add_norm_backward
 """
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, by_inductor, case, expect, num_sms
+from lessonkit import Grad, Lesson, Mutant, case, expect, num_sms
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from day2_triton_basics.lesson08_layernorm_backward import add_partials, row_sums
-from day2_triton_basics.lesson08b_layernorm_backward_lengths import layernorm_backward
-from day4_replace_op import lesson11b_add_norm as forward
+from course_ops.kernels._rows import Rows, choose
+from course_ops.kernels.add_norm import add_norm_packed
+from course_ops.layer_norm import BACKWARD as LAYER_NORM_BACKWARD
+from problems.add_norm import EPS, PROBLEM, PROBLEM_BACKWARD
 
 
-def reference(dtotal, dy, total, w, mean, rstd):
-    """In fp32 or wider; mean and rstd are what the forward saved."""
-    wide = torch.promote_types(total.dtype, torch.float32)
-    g, x_hat = dy.to(wide) * w.to(wide), (total.to(wide) - mean[:, None]) * rstd[:, None]
-    c1, c2 = (g * x_hat).mean(-1, keepdim=True), g.mean(-1, keepdim=True)
-    dx = dtotal.to(wide) + rstd[:, None] * (g - x_hat * c1 - c2)
-    dw, db = (dy.to(wide) * x_hat).sum(0), dy.to(wide).sum(0)
-    return dx.to(total.dtype), dx.to(dy.dtype), dw.to(w.dtype), db.to(w.dtype)
-
-
-# Rung 1. Day 2's norm, and what autograd puts around it: casts, and the addition where the stream has two readers.
+# Rung 1. Day 2's norm, which course_ops ships, and what autograd puts around it: casts, and the addition where the
+# stream has two readers.
 def norm_then_add(dtotal, dy, total, w, mean, rstd):
     """dtotal, total [M, N] of the stream's dtype, dy [M, N], w [N], mean, rstd [M] fp32 -> dx as dtotal, ddelta as dy,
     dw, db [N]. ValueError, TypeError for what is not so."""
     M, _, _, _, _, _ = _prepare(dtotal, dy, total, w, mean, rstd)
-    dx, dw, db = layernorm_backward(dy.to(total.dtype), total, w, mean, rstd)
+    backward = choose(LAYER_NORM_BACKWARD, Rows.of(total))
+    dx, dw, db = backward(dy.to(total.dtype), total, w, mean, rstd, True)
     dx = dtotal + dx if M else dx
     return dx, dx.to(dy.dtype, copy=True), dw, db
 
@@ -51,6 +44,28 @@ def norm_then_add(dtotal, dy, total, w, mean, rstd):
 # Rung 2. New: dtotal is read where dx is made, and dx leaves in both dtypes. Otherwise day 2's kernel: as many programs
 # as fit, dw and db of all their rows in registers, the partial sums added in a fixed order. Predicted: 16 bytes, not
 # 44; and nothing of the next tile is on its way while this one is worked on: only the other programs of the SM are.
+@triton.jit
+def row_sums(g, x_hat):
+    c1, c2 = tl.split(tl.sum(tl.join(g * x_hat, g), axis=1))  # [ROWS, BLOCK_N, 2] -> [ROWS] each
+    return c1[:, None], c2[:, None]
+
+
+@triton.jit
+def add_partials_kernel(
+    partial_dw_ptr, partial_db_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):  # partial [P, N] in fp32 -> [N]
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    dw = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        p = start + tl.arange(0, BLOCK_P).to(tl.int64)[:, None]
+        mask = (p < P) & (cols < N)
+        dw += tl.load(partial_dw_ptr + p * N + cols, mask=mask, other=0.0)
+        db += tl.load(partial_db_ptr + p * N + cols, mask=mask, other=0.0)
+    tl.store(dw_ptr + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
+    tl.store(db_ptr + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
+
+
 @triton.jit
 def add_norm_backward_kernel(
     dtotal_ptr, dy_ptr, total_ptr, w_ptr, mean_ptr, rstd_ptr,  # [M, N] three times, [N], [M], [M]
@@ -114,7 +129,7 @@ def _fused(dtotal, dy, total, w, mean, rstd, stages):
             dtotal.stride(0), dy.stride(0), total.stride(0), rows, block, stages,
             num_warps=warps, maxnreg=96 if warps < 16 else 128,
         )  # fmt: skip
-        add_partials(partial_dw, partial_db, dw, db)
+        add_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, partial_db, dw, db, programs, N, BLOCK_P=64, BLOCK_N=32)
     return dx, ddelta, dw, db
 
 
@@ -135,7 +150,7 @@ def _prepare(dtotal, dy, total, w, mean, rstd):
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, delta, w, b):
-        total, y, mean, rstd = forward.add_norm(x, delta, w, b)
+        y, total, mean, rstd = add_norm_packed(delta, x, w, b, EPS)
         ctx.save_for_backward(total, w, mean, rstd)
         return total, y
 
@@ -155,26 +170,6 @@ def usual(x, delta, w, b):
     return total, F.layer_norm(total, w.shape, w, b).to(delta.dtype)
 
 
-def inputs(M, N, stream=False, dtype=torch.float32, pad=0):
-    # The forward's sums. The two gradients are of the same size, so that neither hides the other, and dy is not
-    # centred: with a mean of 0 a forgotten mean(g) would hide in the noise. 8 bits each: see day 2, lesson 7.
-    x, delta, w, b = forward.inputs(M, N, stream, dtype, pad)
-    total, _, mean, rstd = forward.reference(x, delta, w, b)
-    dy = (torch.randn(M, N + pad, device=DEVICE) + 0.5).bfloat16().to(dtype)[:, :N]
-    dtotal = (torch.randn(M, N + pad, device=DEVICE) * rstd.clamp(max=1e3)[:, None]).to(total.dtype)[:, :N]
-    return dtotal, dy, total, w, mean, rstd
-
-
-def the_stream_passes_through(rung):
-    """With dy = 0 the stream's gradient is dtotal, to the bit, in both dtypes; and dw, db are 0."""
-    dtotal, dy, *saved = inputs(5, 67, stream=True, dtype=torch.bfloat16)
-    dx, ddelta, dw, db = rung(dtotal, torch.zeros_like(dy), *saved)
-    assert torch.equal(dx, dtotal)
-    assert torch.equal(ddelta, dtotal.bfloat16())
-    assert not dw.any()
-    assert not db.any()
-
-
 # fmt: off
 WRONG = (
     Mutant("the stream's gradient is lost", "add_norm_backward_kernel", "dx = dtotal + rstd", "dx = rstd",
@@ -189,55 +184,20 @@ WRONG = (
     Mutant("rows past the last", "add_norm_backward_kernel", "(rows < M) & (cols < N)", "(rows < M + 1) & (cols < N)",
            "add_norm_backward", "out of bounds"),
 )
-REFUSES = (
-    Refusal("dy of another shape", lambda f: f(inputs(3, 8)[0], inputs(2, 8)[1], *inputs(3, 8)[2:]), ValueError,
-            "dy has shape"),
-    Refusal("w too short", lambda f: f(*inputs(2, 8)[:3], *inputs(2, 7)[3:]), ValueError, "expected \\(8,\\)"),
-    Refusal("16-bit mean", lambda f: f(*inputs(2, 8)[:4], *(t.half() for t in inputs(2, 8)[4:])), TypeError, "mean is"),
-    Refusal("gradient of another dtype", lambda f: f(inputs(2, 8)[0].half(), *inputs(2, 8)[1:]), TypeError,
-            "dtotal is torch.float16"),
-    Refusal("transposed", lambda f: f(inputs(8, 8)[0].t(), *inputs(8, 8)[1:]), ValueError, "dtotal has stride 8"),
-)
 # fmt: on
 
-
-def _work(M, N, dtype, stream=False, pad=0):
-    own = 4 if stream else dtype.itemsize
-    return Work(bytes=M * N * (3 * own + 2 * dtype.itemsize) + 3 * N * own + 8 * M, flops=16 * M * N)
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
     rungs=(norm_then_add, add_norm_backward_fused, add_norm_backward),
-    checks=(
-        case("no rows: dw and db are 0", M=0, N=5),
-        case("one element a row", M=2, N=1),
-        case("a prime, and 37 rows leave the third tile of 16 hanging over", M=37, N=101),
-        case("the stream in fp32, the rest in 16 bits, as under autocast", M=37, N=101, stream=True),
-        case("rows 3 elements apart, so that most are not aligned", M=5, N=1025, pad=3, stream=True),
-        case("more tiles than programs, so that some walk", M=27, N=600),
-        case("the widest block, half of it padding: one stage in fp32", M=2, N=4097),
-        case("one past it", M=2, N=8193),
-        case("more tiles than a GPU has programs", gib=0.9, M=9001, N=1000, stream=True),
-        case("a row past element 2^31", gib=60, M=3, N=5, pad=2**30),
-        case("the bytes are counted here", M=64, N=768, stream=True),
-    ),
-    benches=tuple(
-        {"M": m, "N": n, "stream": s} for m, n, s in ((32768, 768, True), (32768, 768, False), (16384, 4096, True))
-    ),
-    work=_work,
+    checks=(*PROBLEM_BACKWARD.checks, case("the bytes are counted here", M=64, N=768, stream=True)),
     wrong=WRONG,
-    peers={"torch": reference, "torch.compile": by_inductor(reference)},
     claims={
         add_norm_backward_fused: ("add_norm_backward_kernel: 16-byte loads", "add_norm_backward_kernel: no spills"),
         add_norm_backward: ("add_norm_backward_kernel: cp.async", "add_norm_backward_kernel: no spills"),
     },
     # The interpreter counts w for every program, and the partial sums of 20 programs, out and back, on 64 rows.
     passes={add_norm_backward_fused: 1.38, add_norm_backward: 1.38},
-    properties=(the_stream_passes_through,),
-    refuses=REFUSES,
-    grad=Grad(add_norm, usual, forward.inputs),
+    grad=Grad(add_norm, usual, PROBLEM.inputs),
 )
 
 if __name__ == "__main__":

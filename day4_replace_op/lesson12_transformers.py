@@ -1,7 +1,8 @@
 """Hugging Face models with our attention: registered, not patched
 ================================================================
 Models of transformers call attention through a table: config._attn_implementation names an entry, and two lines make
-one, a function that attends and a function that makes its mask. GPT-2 and Llama (grouped keys and values, rotary
+one, a function that attends and a function that makes its mask. course_ops.transformers has both functions, 90 lines:
+read them first. GPT-2 and Llama (grouped keys and values, rotary
 positions) run here from a random initialisation, so nothing is downloaded, and answer as they do with "sdpa".
 
 What differs between training and generating is the shape. With a cache of keys a step has one query and S_k keys, and a
@@ -9,107 +10,56 @@ prompt that continues a cache has 1 < S_q < S_k; query i stands at position i + 
 lower right (torch's is_causal=True at the upper left, where one query would see one key). GQA needs no repeated keys:
 for Llama 3's 32 heads on 8 that is 4 times less to read of a cache, which is all that a decoding step reads.
 
-Padding: a batch of prompts of unequal lengths comes with a mask [B, S_k] of 0 and 1. Our kernel has no mask; a padded
+Padding: a batch of prompts of unequal lengths comes with a mask [B, S_k] of 0 and 1. Our kernel has no mask. A padded
 sequence is a shorter one, so each is run by itself, as long as its ones are in one piece. That costs a launch a
-sequence and a wait for the mask's values a layer. What is no padding (a hole, a mask of scores) is refused with words.
+sequence and a wait for the mask's values a layer. A mask that is no padding (a hole, a mask of scores) is refused.
 
 You will learn: transformers' attention and mask interfaces, causal alignment with a cache, what padding costs.
 Run it:    python day4_replace_op/lesson12_transformers.py        (wants: pip install transformers)
 """
 
-from functools import cache
+from contextlib import contextmanager
 
 from lessonkit import DEVICE, Steps, Table, Unsupported, device, timing
 from lessonkit.commands.show import from_a_gpu
 
 import torch
 
-from day1_pytorch.lesson08_custom_op import _raises
-from day4_replace_op.lesson10c_operators import attention
+import course_ops.transformers
+from course_ops.testing import kernels
+from course_ops.transformers import model_attention
+from workloads.transformers_models import causal_models
 
 GPU = DEVICE.type == "cuda"
-OURS = "course"
+OURS = course_ops.transformers.NAME
 
 
-def course_attention(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, sliding_window=None, **others
-):
-    """query [B, H, S_q, D], key and value [B, H_kv, S_k, D], attention_mask [B, S_k] or None -> ([B, S_q, H, D], None).
-
-    ValueError for what the kernel does not do: dropout, scores added or capped, masks that are no padding.
-    """
-    if dropout:
-        raise ValueError(f"dropout of {dropout} in attention is not there: set it to 0 in the config, or call eval()")
-    if odd := [name for name in ("softcap", "position_bias", "s_aux", "head_mask") if others.get(name) is not None]:
-        raise ValueError(f"{odd[0]} is not there: use attn_implementation='eager' for this model")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None:
-        out, _ = attention(query, key, value, causal, sliding_window, scaling)
-    else:
-        out = _padded(query, key, value, attention_mask, causal, sliding_window, scaling)
-    return out.transpose(1, 2), None
-
-
-def _padded(query, key, value, mask, causal, window, scale):
-    """Each sequence by itself, without its padding; a query that is padding gets zeros."""
-    S_q, S_k = query.shape[2], key.shape[2]
-    if mask.ndim != 2 or mask.shape != (len(query), S_k):
-        raise ValueError(
-            f"attention_mask is {tuple(mask.shape)}, expected {(len(query), S_k)}: 1 for tokens, 0 for padding"
-        )
-    out = []
-    for b, row in enumerate(mask.bool().tolist()):  # the host waits here
-        start, count = (row.index(True), sum(row)) if any(row) else (0, 0)
-        if not all(row[start : start + count]):
-            raise ValueError(f"attention_mask of sequence {b} has a hole: padding is at the ends")
-        # Queries are the last S_q positions. In a cross-attention (not causal) they have positions of their own.
-        first, last = (max(0, start - (S_k - S_q)), start + count - (S_k - S_q)) if causal else (0, S_q)
-        if first >= last:  # nothing but padding here
-            out.append(torch.zeros_like(query[b, None]))
-            continue
-        q, k, v = query[b, None, :, first:last], *(t[b, None, :, start : start + count] for t in (key, value))
-        answer, _ = attention(q, k, v, causal, window, scale)
-        out.append(torch.nn.functional.pad(answer, (0, 0, first, S_q - last)))
-    return torch.cat(out)
-
-
-@cache
-def _transformers():
-    """The package, with our attention in its tables."""
+def models(**options):
+    """Name -> GPT-2 and Llama with random weights; our attention is in transformers' tables."""
     try:
-        import transformers
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        course_ops.transformers.register()
     except ImportError as missing:
-        raise Unsupported(f"transformers is missing or older than 5 ({missing}): pip install transformers") from missing
-    ALL_ATTENTION_FUNCTIONS.register(OURS, course_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(OURS, flash_attention_mask)  # the padding as it is, or None if there is none
-    transformers.logging.set_verbosity_error()
-    return transformers
-
-
-def models(layers=2, width=64, heads=4, kv_heads=2, length=64, vocabulary=211, implementation="sdpa"):
-    """Name -> GPT-2 and Llama of these sizes, randomly initialised, in evaluation mode."""
-    t = _transformers()
-    ends = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "vocab_size": vocabulary}
-    sizes |= {"initializer_range": width**-0.5}  # so that a signal keeps its size through the layers
-    gpt2 = t.GPT2Config(**sizes, n_positions=length, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **ends)
-    llama = t.LlamaConfig(
-        **sizes, num_key_value_heads=kv_heads, intermediate_size=4 * width, max_position_embeddings=length, **ends
-    )
-    made = {}
-    for name, config in (("GPT-2", gpt2), ("Llama", llama)):
-        torch.manual_seed(0)
-        with DEVICE:
-            made[name] = t.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-    return made
+        raise Unsupported(str(missing)) from missing
+    return causal_models(**options, device=DEVICE)
 
 
 def _tokens(*shape):
     return torch.randint(1, 211, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
+@contextmanager
+def _raises(says, error):
+    """The block must fail, and for this reason."""
+    try:
+        yield
+    except error as raised:
+        if says not in str(raised):
+            raise AssertionError(f"expected a reason with {says!r}") from raised
+    else:
+        raise AssertionError(f"expected a failure: {says}")
+
+
+@kernels()
 def same_logits():
     """One word changes the attention of a model that stands; logits and gradients stay."""
     tokens = _tokens(2, 21)
@@ -122,6 +72,7 @@ def same_logits():
         torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
 
 
+@kernels()
 def same_tokens():
     """Generated greedily, with a cache (one query, S_k keys) or without it, our tokens are sdpa's."""
     prompt = _tokens(1, 5)
@@ -134,6 +85,7 @@ def same_tokens():
         print(f"  {name}: {found[1][0][:5]} -> {found[1][0][5:]}")
 
 
+@kernels()
 def continued_prompt():
     """Three tokens more on a cache of seven: S_q = 3 and S_k = 10 give the logits of ten at once."""
     tokens = _tokens(1, 10)
@@ -145,12 +97,13 @@ def continued_prompt():
         torch.testing.assert_close(torch.cat((begun.logits, rest), 1), whole, rtol=1e-4, atol=1e-5)
 
 
+@kernels()
 def padding():
     """Prompts of 7 and 4 tokens in one batch, padded left or right, have the logits that each has alone; a query past
     its sequence's end gets zeros."""
     q, k = (torch.randn(2, 2, n, 64, device=DEVICE) for n in (1, 10))
     ended = (torch.arange(10) < torch.tensor([[10], [4]])).to(DEVICE)
-    assert course_attention(torch.nn.Module(), q, k, k, ended)[0].ne(0).any(dim=(1, 2, 3)).tolist() == [True, False]
+    assert model_attention(torch.nn.Module(), q, k, k, ended)[0].ne(0).any(dim=(1, 2, 3)).tolist() == [True, False]
     long, short = _tokens(2, 7)
     for model in models(implementation=OURS).values():
         with torch.no_grad():
@@ -172,6 +125,7 @@ def padding():
         assert batch[1, 7:].tolist() == lone[0, 4:].tolist()
 
 
+@kernels()
 def refused():
     """What the kernel does not do is an error that says so, not another answer."""
     model, tokens = models(implementation=OURS)["Llama"], _tokens(1, 6)
@@ -182,7 +136,7 @@ def refused():
     q = torch.randn(1, 2, 3, 64, device=DEVICE)
     for option, says in (({"dropout": 0.1}, "set it to 0"), ({"softcap": 30.0}, "softcap")):
         with _raises(says, ValueError):
-            course_attention(torch.nn.Identity(), q, q, q, None, **option)
+            model_attention(torch.nn.Identity(), q, q, q, None, **option)
 
 
 def speed():

@@ -31,15 +31,13 @@ from dataclasses import replace
 from lessonkit import Steps, Table, Unsupported, device, plots, rows
 from lessonkit.base.tables import digits
 from lessonkit.measure import ncu
+from lessonkit.measure.operators import ACTIVITIES, limit, limits, operators
 
 import torch
 from torch.profiler import profile
 
-from day1_pytorch.lesson06_profiler import ACTIVITIES, _limit, _limits
-from day4_replace_op.lesson10_gpt import CONFIG, GPU, SMALL, batches, make, stepper
-from day4_replace_op.lesson10b_hot_operators import operators
-from day4_replace_op.lesson11_replace_op import replaced
-from day4_replace_op.lesson11e_train import VARIANTS
+from course_ops.testing import kernels as run_kernels
+from workloads.gpt import CONFIG, GPU, SMALL, batches, make, stepper, variant
 
 COMPARED = ("PyTorch", "fused")
 
@@ -49,7 +47,7 @@ def each_variant(config=CONFIG):
     batch = next(batches(config, 1))
     for name in COMPARED:
         model = make(config)
-        with replaced(model, VARIANTS[name]):
+        with run_kernels(), variant(model, name):
             step = stepper(model)
             step(*batch)
             yield name, lambda step=step: step(*batch)
@@ -87,7 +85,7 @@ def _short(kernel):
 
 def roofline():
     """Every operator's FLOPs and bytes, counted, its time, measured, and so its limit and how near it came."""
-    rate, bandwidth = _limits()
+    rate, bandwidth = limits()
     table = []
     for name, run in each_variant():
         for row in operators(run, steps=3 if GPU else 1)[:14]:
@@ -102,13 +100,14 @@ def roofline():
                 "ms": ms,
             }
             new |= {"FLOP/byte": digits(max(flops, moved / 4) / moved), "TB/s": digits(moved / ms * 1e-9)}
-            new |= {"TFLOP/s": digits(flops / ms * 1e-9), "limit": _limit(flops, moved, rate, bandwidth)}
+            new |= {"TFLOP/s": digits(flops / ms * 1e-9), "limit": limit(flops, moved, rate, bandwidth)}
             table.append(new | {"of roof": f"{row['roof ms'] / ms:.0%}"})
     picture = f"{__name__}.roofline_of_operators.png"
     rows.write_atomically(rows.REPORTS / device.name() / picture, _drawn(table, rate, bandwidth))
     note = (
-        f"Roofs of this machine: {rate / 1e12:.3g} TFLOP/s, {bandwidth / 1e12:.3g} TB/s. Attention's FLOPs are not "
-        "halved for causal, so it may stand at twice its place; of what is made of several kernels (the loss) only "
+        f"Roofs of this machine: {rate / 1e12:.3g} TFLOP/s, {bandwidth / 1e12:.3g} TB/s. Of PyTorch's "
+        "attention masked FLOPs are counted too, so it may stand at twice its place; of what is made of several "
+        "kernels (the loss) only "
         "what goes in and comes out is counted. Past 100%: L2 still held what the operator before had written.\n\n"
         f"![roofline of the step]({picture})"
     )

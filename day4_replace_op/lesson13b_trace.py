@@ -26,33 +26,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lessonkit import Steps, Table, device, rows
+from lessonkit.measure.operators import ACTIVITIES, host_events
 
 import torch
 from torch.profiler import profile, record_function
 
-from day1_pytorch.lesson06_profiler import ACTIVITIES, _host_events
-from day4_replace_op.lesson10_gpt import CONFIG, GPU, batches, make, stepper
-from day4_replace_op.lesson11_replace_op import replaced
-from day4_replace_op.lesson11e_train import VARIANTS
-from day4_replace_op.lesson13_profile import COMPARED
+from course_ops.testing import kernels
+from workloads.gpt import CONFIG, GPU, batches, make, stepper, variant
 
+COMPARED = ("PyTorch", "fused")
 PARTS = ("Attention", "MLP", "LayerNorm", "Readout")
 
 
 @contextmanager
 def labelled(model):
-    """Inside, every forward of a module is a span with the name of its class; the model is not edited."""
+    """Inside, each forward of a module is a span with the name of the class that it has now; no edit of the model."""
     open_spans, hooks = [], []
 
-    def enter(module, args):
-        open_spans.append(record_function(type(module).__name__))
+    def enter(name):
+        open_spans.append(record_function(name))
         open_spans[-1].__enter__()
 
     def leave(module, args, output):
         open_spans.pop().__exit__(None, None, None)
 
     for module in model.modules():
-        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        name = type(module).__name__  # of an operator that is replaced later, the name before
+        hooks.append(module.register_forward_pre_hook(lambda module, args, name=name: enter(name)))
+        hooks.append(module.register_forward_hook(leave))
     try:
         yield
     finally:
@@ -65,7 +66,7 @@ def traced():
     batch = next(batches(CONFIG, 1))
     for name in COMPARED:
         model = make()
-        with replaced(model, VARIANTS[name]), labelled(model):
+        with kernels(), labelled(model), variant(model, name):
             step = stepper(model)
             step(*batch)
             with profile(activities=ACTIVITIES, profile_memory=True) as seen:
@@ -102,7 +103,7 @@ def frames(seen):
             for child in event.cpu_children:
                 add(child, frame)
 
-    for event in _host_events(seen):
+    for event in host_events(seen):
         if event.cpu_parent is None:
             part = next((p for p in ("autograd", "Optimizer") if event.name.startswith(p)), "")
             phase = root.below.setdefault(
@@ -166,14 +167,12 @@ def flame_graphs():
 
 
 def _parts(root):
-    """ms of each part of the model in the forward, by the class that it was before it was replaced."""
-    names = {new.__name__: old.__name__ for table in VARIANTS.values() for old, new in table.items()}
+    """ms of each part of the model in the forward."""
     found = {}
 
     def walk(frame):
         for name, below in frame.below.items():
-            part = names.get(name, name)
-            found[part] = found.get(part, 0) + below.ms
+            found[name] = found.get(name, 0) + below.ms
             walk(below)
 
     walk(root.below["forward"])

@@ -1,6 +1,7 @@
-"""LayerNorm: y = (x - mean) * rstd * w + b, and the mean and rstd of each row (Ba, Kiros and Hinton 2016).
+"""LayerNorm: y = (x - mean) * rstd * w + b, the mean and rstd of each row (Ba, Kiros and Hinton 2016); its gradient.
 
-x [M, N], w [N], b [N] -> y [M, N] in x's dtype, mean [M] and rstd [M] in fp32; the variance is divided by N.
+Forward: x [M, N], w [N], b [N] -> y [M, N] in x's dtype, mean [M] and rstd [M] in fp32; the variance is divided by N.
+Backward: dy [M, N], x [M, N], w [N], mean [M], rstd [M] -> dx [M, N], dw [N], db [N] in x's dtype.
 """
 
 import math
@@ -107,4 +108,76 @@ PROBLEM = Problem(
     peers=PEERS,
     properties=(shift_and_scale_change_nothing, strange_numbers_stay_in_their_row),
     refuses=REFUSES,
+)
+
+
+def reference_backward(dy, x, w, mean, rstd):
+    """The three formulas in fp32 (or wider); mean and rstd are what the forward saved."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    g = dy.to(wide) * w.to(wide)
+    x_hat = (x.to(wide) - mean[:, None]) * rstd[:, None]
+    c1, c2 = (g * x_hat).mean(-1, keepdim=True), g.mean(-1, keepdim=True)
+    dx = rstd[:, None] * (g - x_hat * c1 - c2)  # reads 2MN, writes MN
+    dw, db = (dy.to(wide) * x_hat).sum(0), dy.to(wide).sum(0)  # reads 2MN
+    return dx.to(x.dtype), dw.to(x.dtype), db.to(x.dtype)
+
+
+def inputs_backward(M, N, dtype=torch.float32, pad=0):
+    # The forward's x has rows of three scales and a large mean, so a row taken for its neighbour shows. dy is not
+    # centred: with a mean of 0 a forgotten c2 would hide in the noise.
+    x, w, b = inputs(M, N, dtype, pad)
+    _, mean, rstd = reference(x, w, b)
+    dy = torch.empty(M, N + pad, dtype=dtype, device=DEVICE)[:, :N]
+    dy.copy_((torch.randn(M, N, device=DEVICE) + 0.5).bfloat16())  # 8 bits: every dy * w is exact, see `inputs`
+    return dy, x, w, mean, rstd
+
+
+def dx_is_orthogonal(rung):
+    """y does not change when a row is shifted or stretched, so dx . 1 and dx . x_hat are 0 in every row (eps aside)."""
+    dy, x, w, mean, rstd = inputs_backward(4, 300)
+    dx = rung(dy, x, w, mean, rstd)[0][::3].double()
+    x_hat = ((x - mean[:, None]) * rstd[:, None])[::3].double()
+    for along in (torch.ones_like(x_hat), x_hat):
+        assert ((dx * along).sum(1).abs() < 1e-3 * dx.abs().sum(1)).all()
+
+
+def _torch_backward(dy, x, w, mean, rstd):
+    return torch.ops.aten.native_layer_norm_backward(dy, x, w.shape, mean, rstd, w, w, [True] * 3)
+
+
+def work_backward(M, N, dtype, pad=0):
+    return Work(bytes=3 * (M + 1) * N * dtype.itemsize + 8 * M, flops=14 * M * N)
+
+
+def _with(change):
+    """A call with these arguments after one change."""
+    return lambda f: f(*change(*inputs_backward(8, 8)))
+
+
+PROBLEM_BACKWARD = Problem(
+    reference=reference_backward,
+    inputs=inputs_backward,
+    work=work_backward,
+    checks=(
+        case("no rows: dw and db are sums of nothing, 0", M=0, N=5),
+        case("rows of nothing", M=3, N=0),
+        case("one element a row: dx is 0", M=17, N=1),
+        case("a prime, and 37 rows leave the second tile of 32 hanging over", M=37, N=101),
+        case("rows 3 elements apart, so that most are not aligned", M=5, N=1025, pad=3),
+        case("a row past element 2^31", gib=25, M=3, N=5, pad=2**30),
+    ),
+    benches=tuple({"M": m, "N": n} for m, n in SHAPES),
+    peers={
+        "torch": _torch_backward,
+        "torch.compile": by_inductor(reference_backward),
+        "liger": lambda dy, x, w, *s: import_module("liger_kernel.ops.layer_norm").layer_norm_backward(dy, x, w, w, *s),
+        "quack": lambda dy, x, w, mean, rstd: import_module("quack.rmsnorm").layernorm_bwd(x, w, dy, rstd, mean),
+    },
+    properties=(dx_is_orthogonal,),
+    refuses=(
+        Refusal("shapes differ", _with(lambda dy, x, *r: (dy[:2], x, *r)), ValueError, "x has shape"),
+        Refusal("w too short", _with(lambda dy, x, w, *r: (dy, x, w[:7], *r)), ValueError, "expected \\(8,\\)"),
+        Refusal("fp16 mean", _with(lambda *a: (*a[:3], *(t.half() for t in a[3:]))), TypeError, "mean is"),
+        Refusal("transposed", _with(lambda dy, *r: (dy.T, *r)), ValueError, "dy has stride 8"),
+    ),
 )

@@ -100,7 +100,49 @@ def test_linear_under_autocast_is_in_autocasts_dtype():
         assert linear(torch.randn(3, 8, device=device.DEVICE)).dtype == torch.bfloat16
 
 
+def test_a_gelu_of_a_float64_model_stays():
+    """It has no parameter that would say so."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU(approximate="tanh")).double()
+    with course_ops.patch(model) as patched:
+        assert [row.why.split()[0] for row in patched.rows] == ["torch.float64"]
+        model(torch.ones(1, 2, dtype=torch.float64, device="cpu"))
+
+
+def test_a_loss_under_autocast_is_fp32():
+    loss, logits, targets = nn.CrossEntropyLoss(), torch.randn(5, 7).bfloat16(), torch.arange(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = loss(logits, targets)
+        with course_ops.patch(loss):
+            torch.testing.assert_close(loss(logits, targets), expected)  # dtypes too
+    assert expected.dtype == torch.float32
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Added(Scaled):
+    def forward(self, x):
+        return x + x
+
+    def refuses(self):
+        return "in evaluation mode" if not self.training else ""
+
+
+def test_a_models_own_modules_become_the_subclass_that_is_given():
+    model = nn.ModuleList([Scaled(), Scaled().eval(), nn.GELU(approximate="tanh")])
+    with course_ops.patch(model, (), {Scaled: Added}) as patched:
+        assert [(row.module, row.now, row.why) for row in patched.rows] == [
+            ("0", "Added", ""), ("1", "", "in evaluation mode")
+        ]  # fmt: skip
+        assert [type(m) for m in model] == [Added, Scaled, nn.GELU]
+    assert [type(m) for m in model] == [Scaled, Scaled, nn.GELU]
+
+
 def test_refused():
+    with pytest.raises(TypeError, match="expected a subclass"):
+        course_ops.patch(Scaled(), (), {Scaled: nn.GELU})
     with pytest.raises(TypeError, match="got Tensor"):
         course_ops.patch(torch.ones(2))
     with pytest.raises(ValueError, match="Conv2d"):

@@ -17,28 +17,6 @@ def runs_gluon(x: Tensor) -> bool:
 
 
 @gluon.jit
-def allocate_stages(desc, STAGES: gl.constexpr):
-    """Shared memory for STAGES blocks, laid out and swizzled as TMA writes them."""
-    return gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-
-
-@gluon.jit
-def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT mbarriers whose phase ends after ARRIVALS arrivals and all bytes that were announced."""
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    fence_async_shared()  # TMA, which counts bytes there, must see them too
-    return bars
-
-
-@gluon.jit
-def ring_slot(count, STAGES: gl.constexpr):
-    """The stage that the count-th use of the ring takes, and the parity of its round."""
-    return count % STAGES, count // STAGES & 1
-
-
-@gluon.jit
 def swizzled_tile(index, tiles_m, tiles_n, GROUP: gl.constexpr):
     """The tile (row, column) that comes index-th: down GROUP rows of tiles, then to the next column of tiles."""
     first = index // (GROUP * tiles_n) * GROUP

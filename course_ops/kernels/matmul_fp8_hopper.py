@@ -9,7 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from course_ops._common import num_sms, tma_takes
-from course_ops.kernels._matmul_hopper import allocate_barriers, allocate_stages, ring_slot, store_tile, swizzled_tile
+from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
+from course_ops.kernels._matmul_hopper import store_tile, swizzled_tile
 from course_ops.kernels._tiles import predicted_cycles
 from course_ops.kernels.matmul_fp8 import FP8
 

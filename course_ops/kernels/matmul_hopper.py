@@ -7,13 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from course_ops._common import num_sms
+from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import (
-    allocate_barriers,
-    allocate_stages,
     as_operand,
     describe,
     load_stage,
-    ring_slot,
     runs_gluon,
     store_tile,
     swizzled_tile,

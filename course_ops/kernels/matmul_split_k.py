@@ -9,16 +9,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from course_ops._common import num_sms
-from course_ops.kernels._matmul_hopper import (
-    allocate_barriers,
-    allocate_stages,
-    as_operand,
-    block_barrier,
-    describe,
-    load_stage,
-    ring_slot,
-    split_columns,
-)
+from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
+from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describe, load_stage, split_columns
 from course_ops.kernels._tiles import stream_zeros
 
 

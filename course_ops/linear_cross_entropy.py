@@ -1,0 +1,105 @@
+"""The last layer of a language model and its loss, a part of the rows at a time."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
+
+from course_ops._common import as_rows, expect, on_device, runs_kernel
+from course_ops.cross_entropy import _cross_entropy, _cross_entropy_backward
+from course_ops.kernels.cross_entropy import cross_entropy_backward
+
+CHUNK = 2**29  # logits at a time: 1 GiB in 16 bits
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """cross_entropy(x W^T, targets), the mean over the targets that are not ignored, differentiable in x and weight.
+
+    x: [..., K] in float32, float16 or bfloat16; the matmuls are in its dtype. weight: [V, K] in x's dtype or float32.
+    targets: [...] int64; a target that is no class gives NaN. Returns a scalar in float32.
+    The logits exist for a part of the rows at a time, 1 GiB in 16 bits, and nothing of them is kept. Their gradient is
+    known up to a factor as soon as the loss is, so that, if a gradient is wanted, the forward makes both gradients at
+    once: it keeps dx and dW, which the backward multiplies by that factor. dW is added up in float32.
+    TypeError for another dtype, ValueError for another shape.
+    Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (FusedLinearCrossEntropy).
+    """
+    expect(x=x)
+    expect(x=x, weight=weight)
+    expect(targets=targets, dtypes=(torch.int64,))
+    if weight.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"weight is {weight.dtype}, expected {x.dtype}, as x, or torch.float32: convert it")
+    if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1] or len(weight) == 0:
+        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [V, K], V > 0")
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}, expected x's {tuple(x.shape)} without the last dimension: "
+            "pass one target a row"
+        )
+    if targets.device != x.device:
+        raise ValueError(f"targets is on {targets.device}, but x is on {x.device}: move one of them")
+    gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    rows = x.reshape(-1, x.shape[-1])
+    return _linear_cross_entropy(rows, weight, targets.reshape(-1), ignore_index, gradients)[0]
+
+
+@custom_op("course_ops::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K], weight [V, K], targets [M] -> mean loss, dx as x, dw as weight (both empty without `gradients`)."""
+    parts = max(1, -(-len(x) * len(weight) // CHUNK))
+    w, count = weight.to(x.dtype), (targets != ignore_index).sum()
+    each = count.float().reciprocal().expand(len(x)).contiguous()  # d mean / d a row's loss
+    loss, dw = x.new_zeros((), dtype=torch.float32), None
+    dx = x.new_empty(x.shape if gradients else 0)
+    chunks = (t.chunk(parts) for t in (x, targets, each, dx if gradients else x))
+    for x1, targets1, each1, dx1 in zip(*chunks, strict=True):
+        logits = x1 @ w.t()
+        losses, lse = _cross_entropy(logits, targets1, ignore_index)
+        loss += losses.sum()
+        if gradients:
+            dlogits = _logits_gradient(each1, logits, targets1, lse, ignore_index)
+            torch.mm(dlogits, w, out=dx1)
+            product = dlogits.t() @ x1
+            dw = product.float() if dw is None else dw.add_(product)
+        logits = dlogits = None  # or the next part's would be made beside this one's
+    return loss / count, dx, weight.new_empty(0) if dw is None else dw.to(weight.dtype)
+
+
+def _logits_gradient(dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int) -> Tensor:
+    """On a GPU it overwrites the logits."""
+    if not runs_kernel(logits):
+        return _cross_entropy_backward(dloss, logits, targets, lse, ignore_index)
+    rows = as_rows(logits)
+    with on_device(logits):
+        return cross_entropy_backward(dloss, rows, targets.contiguous(), lse, ignore_index, rows)
+
+
+@_linear_cross_entropy.register_fake
+def _(x, weight, targets, ignore_index, gradients):
+    loss = x.new_empty((), dtype=torch.float32)
+    return loss, x.new_empty(x.shape if gradients else 0), weight.new_empty(weight.shape if gradients else 0)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    if not inputs[4]:
+        raise ValueError("gradients must be True where a gradient is wanted: call course_ops.linear_cross_entropy")
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    dx, dw = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    return dloss * dx if needs_x else None, dloss * dw if needs_weight else None, None, None, None
+
+
+_linear_cross_entropy.register_autograd(_gradients, setup_context=_setup)
+
+
+@register_flop_formula(torch.ops.course_ops.linear_cross_entropy)
+def _flops(x_shape: Any, weight_shape: Any, targets: Any, ignore_index: Any, gradients: bool, **_: Any) -> int:
+    return int((6 if gradients else 2) * x_shape[0] * x_shape[1] * weight_shape[0])

@@ -1,0 +1,99 @@
+"""course_ops.linear_cross_entropy: its loss and gradients are those of a linear and F.cross_entropy, in any parts."""
+
+from contextlib import nullcontext
+from importlib import import_module
+
+from lessonkit import DEVICE
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+import course_ops
+from course_ops.testing import kernels
+
+op = torch.ops.course_ops.linear_cross_entropy.default
+both = pytest.mark.parametrize("mode", [nullcontext, kernels], ids=["by PyTorch on a CPU", "by kernels"])
+
+
+def inputs(dtype=torch.float32, stream=None):
+    """x [2, 3, 37], weight [131, 37], targets [2, 3], one of them ignored."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 37, device=DEVICE).to(dtype).requires_grad_()
+    weight = torch.randn(131, 37, device=DEVICE).to(stream or dtype).requires_grad_()
+    return x, weight, torch.tensor([[0, 130, -100], [7, 7, 9]], device=DEVICE)
+
+
+def usual(x, weight, targets, ignore_index=-100):
+    logits = x.flatten(0, 1).double() @ weight.double().t()
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index)
+
+
+@both
+@pytest.mark.parametrize("rows", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("dtype", "stream"), [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.float16, None)]
+)
+def test_loss_and_gradients(mode, rows, dtype, stream, monkeypatch):
+    monkeypatch.setattr(import_module("course_ops.linear_cross_entropy"), "CHUNK", rows * 131)
+    x, weight, targets = inputs(dtype, stream)
+    with mode():
+        loss = course_ops.linear_cross_entropy(x, weight, targets)
+        found = torch.autograd.grad(3 * loss, (x, weight))
+    assert loss.dtype == torch.float32
+    assert [t.dtype for t in found] == [x.dtype, weight.dtype]
+    expected = usual(x, weight, targets)
+    rtol, atol = (2e-4, 2e-6) if dtype == torch.float32 else (2e-2, 2e-2)
+    torch.testing.assert_close(loss.double(), expected, rtol=rtol, atol=atol)
+    for ours, exact in zip(found, torch.autograd.grad(3 * expected, (x, weight)), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=rtol, atol=atol)
+
+
+@both
+def test_another_target_may_be_ignored_and_one_that_is_no_class_is_nan(mode):
+    x, weight, targets = inputs()
+    with mode():
+        found = course_ops.linear_cross_entropy(x, weight, targets.clamp(min=0), ignore_index=7)
+        torch.testing.assert_close(found.double(), usual(x, weight, targets.clamp(min=0), 7), rtol=1e-5, atol=1e-6)
+        assert course_ops.linear_cross_entropy(x, weight, targets + 1).isnan()
+
+
+@both
+def test_only_the_gradients_that_are_wanted_are_made(mode):
+    x, weight, targets = inputs()
+    with mode():
+        with torch.no_grad(), FlopCounterMode(display=False) as flops:
+            course_ops.linear_cross_entropy(x, weight, targets)
+        assert flops.get_total_flops() == 2 * 6 * 37 * 131
+        loss = course_ops.linear_cross_entropy(x, weight.detach(), targets)
+        assert torch.autograd.grad(loss, x)[0].shape == x.shape
+        unasked = op(x.detach().view(6, 37), weight.detach(), targets.view(6), -100, False)
+        assert [t.numel() for t in unasked] == [1, 0, 0]
+        with pytest.raises(ValueError, match="gradients must be True"):
+            op(x.view(6, 37), weight, targets.view(6), -100, False)
+
+
+@both
+def test_schema_fake_and_gradient_agree(mode):
+    x, weight, targets = inputs()
+    with mode():
+        leaf = x.detach().view(6, 37).requires_grad_()
+        assert set(opcheck(op, (leaf, weight, targets.view(6), -100, True)).values()) == {"SUCCESS"}
+        compiled = torch.compile(course_ops.linear_cross_entropy, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, weight, targets), course_ops.linear_cross_entropy(x, weight, targets))
+
+
+def test_bad_arguments():
+    x, weight, targets = (t.detach() for t in inputs())
+    for args, error, says in (
+        ((x.double(), weight, targets), TypeError, "x is torch.float64"),
+        ((x, weight.half(), targets), TypeError, "weight is torch.float16"),
+        ((x, weight[:, 1:], targets), ValueError, r"expected \[..., K\] and \[V, K\]"),
+        ((x, weight[:0], targets), ValueError, "V > 0"),
+        ((x, weight, targets[0]), ValueError, "one target a row"),
+        ((x, weight, targets.int()), TypeError, "targets is torch.int32"),
+    ):
+        with pytest.raises(error, match=says):
+            course_ops.linear_cross_entropy(*args)
