@@ -42,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from course_ops import attention_backward
 from course_ops.hopper import allocate_barriers as barriers
 from course_ops.hopper import allocate_stages as stages
+from course_ops.hopper import exp2
 from course_ops.hopper import ring_slot as slot
 from day4_replace_op.heads import LN2
 from day4_replace_op.hopper import BENCHES, hear, left, matrix
@@ -59,7 +60,6 @@ from day4_replace_op.hopper_backward import (
     share,
 )
 from day4_replace_op.hopper_dq import add_dq
-from day4_replace_op.lesson06_flash_hopper import exp2
 from problems.attention import PROBLEM_BACKWARD, inputs_backward
 
 
