@@ -12,7 +12,7 @@
 // This program prints a greeting from the device, lets every thread write down its coordinates for the host to check,
 // shows what happens to a launch that cannot be, and asks how many blocks an SM holds.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o hello cuda_src/01_hello_cuda.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o hello cuda_src/01_hello_cuda.cu
 // Run:      ./hello
 // No GPU:   python cuda_src/01_hello_cuda.py         (the same kernels, emulated and checked against PyTorch)
 // Check it: python -m lessonkit check 01_hello_cuda

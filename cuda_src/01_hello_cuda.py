@@ -7,26 +7,13 @@ Run it:    python cuda_src/01_hello_cuda.py
 Check it:  python -m lessonkit check 01_hello_cuda
 """
 
-from math import prod
-
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, cuda
+from lessonkit import DEVICE, Lesson, Mutant, Unsupported, cuda
 
 import torch
 
+from problems.coordinates import FACTS, PROBLEM
+
 kernels = cuda.extension(__file__)  # 01_hello_cuda.cu, built at the first call
-FACTS = 9  # block x, y, z; thread x, y, z; the thread's number in its block; its warp; its lane
-
-
-def reference(grid, block, n):
-    i = torch.arange(n, device=DEVICE)
-    blocks, thread = i // prod(block), i % prod(block)
-    warp, lane = thread // 32, thread % 32
-    return torch.stack([*_coordinates(blocks, grid), *_coordinates(thread, block), thread, warp, lane]).int()
-
-
-def _coordinates(number, size):
-    """Undo (z * size_y + y) * size_x + x."""
-    return number % size[0], number // size[0] % size[1], number // (size[0] * size[1])
 
 
 def who_1d(grid, block, n):
@@ -68,11 +55,6 @@ def _table(n):
     return torch.empty(FACTS, n, dtype=torch.int32, device=DEVICE)
 
 
-def inputs(grid, block, spare=0, dtype=torch.int32):
-    # `spare`: so many threads at the end have no element of their own.
-    return grid, block, prod(grid) * prod(block) - spare
-
-
 def an_sm_holds_what_it_has(rung):
     """More threads a block, fewer blocks: never more than 2048 threads an SM, never none."""
     blocks = {threads: kernels.blocks_an_sm(threads, 0) for threads in (32, 64, 128, 256, 512, 1024)}
@@ -80,25 +62,10 @@ def an_sm_holds_what_it_has(rung):
     assert sorted(blocks.values(), reverse=True) == list(blocks.values())
 
 
-ONE = (1, 1, 1)
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(who_1d, who_2d, who_3d, who_groups),
-    checks=(
-        case("one thread", grid=ONE, block=ONE),
-        case("a warp and one lane more", grid=ONE, block=(33, 1, 1)),
-        case("a line, and threads without an element", grid=(5, 1, 1), block=(96, 1, 1), spare=67),
-        case("nobody has an element", grid=(2, 1, 1), block=(32, 1, 1), spare=64),
-        case("rows that no warp divides", grid=(3, 2, 1), block=(7, 5, 1), spare=3),
-        case("layers, all six sizes different", grid=(3, 2, 4), block=(7, 5, 6), spare=1),
-        case("the largest block", grid=(2, 1, 1), block=(1024, 1, 1)),
-        case("the deepest block", grid=ONE, block=(4, 2, 64)),
-        case("whole warps, on which requests are counted", grid=(4, 1, 1), block=(128, 1, 1)),
-    ),
-    benches=({"grid": (2**15, 1, 1), "block": (256, 1, 1)},),
-    work=lambda grid, block, dtype, spare=0: Work(bytes=4 * FACTS * inputs(grid, block, spare)[2]),
     wrong=(
         Mutant("one more than there are, in the next row", "write_down", "i >= n", "i > n", "who_1d", "race"),
         Mutant("one too many left out", "write_down", "i >= n", "i + 1 >= n", "who_1d"),
@@ -133,13 +100,6 @@ LESSON = Lesson(
     claims={"who_1d_kernel": ("no spills", "no shared memory"), "who_3d_kernel": ("no spills", "no shared memory")},
     passes=dict.fromkeys((who_1d, who_2d, who_3d, who_groups), 1.0),
     counts={rung: {"sectors a store": 4.0} for rung in (who_1d, who_2d, who_3d, who_groups)},
-    refuses=(
-        # The driver of a new GPU says InvalidValue, older ones and the documentation InvalidConfiguration.
-        Refusal("1025 threads", lambda f: f(ONE, (1025, 1, 1), 1), RuntimeError, "cudaErrorInvalid(Config|Value)"),
-        Refusal("no block", lambda f: f((0, 1, 1), ONE, 1), RuntimeError, "cudaErrorInvalid(Config|Value)"),
-    ),
-    dtypes=(torch.int32,),
-    bench_dtype=torch.int32,
 )
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 // copy on an H200 4.2 TB/s, 80 times as much). For n = 2^26 the kernel cannot take less than 0.19 ms, while the 0.5 GB
 // that it reads take 10 ms to arrive: what is worth computing on a GPU has to be there already, or be used often.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o vector_add cuda_src/02_vector_add.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o vector_add cuda_src/02_vector_add.cu
 // Run:      ./vector_add                                  (checks every version, then times them all)
 // No GPU:   python cuda_src/02_vector_add.py              (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 02_vector_add

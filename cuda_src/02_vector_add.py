@@ -8,15 +8,13 @@ Check it:  python -m lessonkit check 02_vector_add
 Time it:   python -m lessonkit bench 02_vector_add
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, by_inductor, case, cuda, expect
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
+from problems.vector_add import PROBLEM, inputs
+
 kernels = cuda.extension(__file__)  # 02_vector_add.cu, built at the first call
-
-
-def reference(x, y):
-    return x + y  # reads 2n, writes n
 
 
 def add_one(x, y):
@@ -45,12 +43,6 @@ def _prepare(x, y):
     return torch.empty_like(x)
 
 
-def inputs(n, start=0, dtype=torch.float32):
-    # Two different distributions, so that x + x or y + y is not x + y. `start`: so many floats into an allocation.
-    x, y = torch.randn(start + n, device=DEVICE), torch.randn(start + n, device=DEVICE) + 3
-    return x[start:], y[start:]
-
-
 def head_and_tail(add):
     """A result that begins where x and y do, `start` floats past a multiple of 16 bytes, has head, body and tail."""
     for start in range(4):
@@ -64,23 +56,14 @@ def head_and_tail(add):
 
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(add_one, add_grid_stride, add_vectorized),
     checks=(
-        case("nothing to do: an empty grid is an error in CUDA", n=0),
-        case("one element: no float4 at all, and 255 threads too many", n=1),
-        case("three: a tail and no body", n=3),
-        case("a prime: a whole body and a tail", n=1021),
-        case("one past a block", n=257),
+        *PROBLEM.checks,
         case("more than the emulated machine's 32 blocks: the grid-stride loop turns twice", n=8192 + 300),
-        case("inputs that are not where a float4 may be", n=1000, start=1),
-        case("offsets past 2^31", gib=80, n=2**31 + 1),
         case("whole blocks, on which requests are counted", n=4096),
     ),
-    benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
-    work=lambda n, dtype, start=0: Work(bytes=3 * n * dtype.itemsize, flops=n),
     wrong=(
         Mutant("one thread too many", "add_one_kernel", "i < n", "i <= n", "add_one", "out of bounds"),
         Mutant("the last element is nobody's", "add_one_kernel", "i < n", "i < n - 1", "add_one", "nan"),
@@ -105,7 +88,6 @@ LESSON = Lesson(
         ),
     ),
     properties=(head_and_tail,),
-    peers={"torch": torch.add, "torch.compile": by_inductor(lambda x, y: x + y)},
     claims={
         "add_one_kernel": ("no spills", "no shared memory"),
         "add_vectorized_kernel": ("16-byte loads", "16-byte stores", "no spills"),
@@ -117,11 +99,8 @@ LESSON = Lesson(
         add_vectorized: {"sectors a request": 16.0},
     },
     refuses=(
-        Refusal("shapes differ", lambda f: f(inputs(8)[0], inputs(9)[1]), ValueError, "y has shape"),
+        *PROBLEM.refuses,
         Refusal("not float32", lambda f: f(*(t.half() for t in inputs(8))), TypeError, "x is torch.float16"),
-        Refusal("not a tensor", lambda f: f([1.0], inputs(1)[1]), TypeError, "x must be a torch.Tensor"),
-        Refusal("every second element", lambda f: f(*(t[::2] for t in inputs(8))), ValueError, "contiguous"),
-        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_(), inputs(8)[1]), ValueError, "requires grad"),
     ),
     dtypes=(torch.float32,),
     bench_dtype=torch.float32,

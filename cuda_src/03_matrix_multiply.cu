@@ -17,12 +17,27 @@
 // Sources: V. Volkov and J. Demmel, "Benchmarking GPUs to tune dense linear algebra", SC 2008 (registers over shared
 // memory); S. Boehm, "How to optimize a CUDA matmul kernel for cuBLAS-like performance", 2022 (the ladder).
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o matrix_multiply cuda_src/03_matrix_multiply.cu -lcublas
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o matrix_multiply
+//           cuda_src/03_matrix_multiply.cu -lcublas
 // Link:     cublas
 // Run:      ./matrix_multiply                             (checks every version, then times them all beside cuBLAS)
 // No GPU:   python cuda_src/03_matrix_multiply.py         (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 03_matrix_multiply
-#include "03_tiles.cuh"
+#include "course.cuh"
+
+// Where in C a block's tile begins. Grids are one-dimensional, tiles row after row: gridDim.y would end at 65,535.
+struct Place {
+    int64_t row, column;
+};
+
+__device__ inline Place place(int64_t n, int tile_m, int tile_n) {
+    const int64_t tiles_n = (n + tile_n - 1) / tile_n;
+    return {blockIdx.x / tiles_n * tile_m, blockIdx.x % tiles_n * tile_n};
+}
+
+inline int64_t count_tiles(int64_t m, int64_t n, int tile_m, int tile_n) {
+    return course::ceil_div(m, tile_m) * course::ceil_div(n, tile_n);
+}
 
 // v1. A thread owns one element of C. The natural mistake: x counts rows. The 32 threads of a warp differ in x, so they
 // read 32 rows of A, K floats apart: 32 sectors a request, of each 4 bytes used now. B is the same element for all, 1
@@ -143,7 +158,7 @@ COURSE_MODULE(m) {
 }
 
 #ifndef COURSE_EXTENSION
-#include "03_main.cuh"
+#include "multiply_problem.cuh"
 
 int main() {
     // 2048, not 4096: v1 alone would take half a minute.

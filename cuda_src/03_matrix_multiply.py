@@ -9,16 +9,14 @@ Check it:  python -m lessonkit check 03_matrix_multiply
 Time it:   python -m lessonkit bench 03_matrix_multiply
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+from lessonkit import Lesson, Mutant, case, cuda, expect
 
 import numpy as np
 import torch
 
+from problems.matmul import PROBLEM_FP32
+
 kernels = cuda.extension(__file__)  # 03_matrix_multiply.cu, built at the first call
-
-
-def reference(a, b):
-    return a @ b  # reads MK + KN, writes MN, multiplies MNK times
 
 
 def multiply_naive(a, b):
@@ -88,32 +86,18 @@ def _masked(matrix, row, column):
     return tile
 
 
-def inputs(M, N, K, dtype=torch.float32):
-    # Means other than 0, and not the same: products that are left out or counted twice then move every sum.
-    return torch.randn(M, K, device=DEVICE) + 1, torch.randn(K, N, device=DEVICE) - 0.5
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_FP32,
     extension=kernels,
     rungs=(multiply_naive, multiply_coalesced, multiply_shared, multiply_column),
     cpu_model=twin_shared,
     checks=(
-        case("no rows: an empty grid is an error in CUDA", M=0, N=5, K=3),
-        case("no columns", M=5, N=0, K=3),
-        case("nothing to add: zeros, and they must be written", M=33, N=2, K=0),
-        case("one product", M=1, N=1, K=1),
-        case("a row times a matrix", M=1, N=67, K=33),
-        case("an outer product: one step in a tile of 32", M=35, N=34, K=1),
-        case("nothing is a multiple of anything, M, N and K differ", M=67, N=37, K=41),
-        case("one past a tile each way", M=65, N=65, K=33),
+        *PROBLEM_FP32.checks,
         case("more tiles down than 65,535, the end of a grid's second dimension", gib=1, M=2**22 + 1, N=2, K=2),
         case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15, K=9),
         case("whole tiles, on which requests are counted", M=64, N=64, K=32),
     ),
-    benches=tuple({"M": n, "N": n, "K": n} for n in (512, 1024, 2048, 4096)),
-    work=lambda M, N, K, dtype: Work(bytes=(M * K + K * N + M * N) * dtype.itemsize, flops=2 * M * N * K),
+    benches=({"M": 512, "N": 512, "K": 512}, *PROBLEM_FP32.benches),
     wrong=(
         Mutant("a row too many", "naive_kernel", "row >= m", "row > m", "multiply_naive", "out of bounds"),
         Mutant("A is transposed", "naive_kernel", "a[row * k + i]", "a[i * m + row]", "multiply_naive"),
@@ -152,7 +136,6 @@ LESSON = Lesson(
             "out of bounds",
         ),
     ),
-    peers={"torch": torch.mm},  # cuBLAS; without TF32 unless torch.backends.cuda.matmul.allow_tf32 is set
     claims={
         "naive_kernel": ("no spills", "no shared memory"),
         "coalesced_kernel": ("no spills", "no shared memory"),
@@ -166,14 +149,6 @@ LESSON = Lesson(
         multiply_shared: {"sectors a request": 4, "wavefronts a shared access": 1},
         multiply_column: {"sectors a request": 4, "wavefronts a shared access": 1},
     },
-    refuses=(
-        Refusal("inner sizes differ", lambda f: f(inputs(2, 3, 4)[0], inputs(2, 3, 5)[1]), ValueError, "b has 5 rows"),
-        Refusal("not float32", lambda f: f(*(t.half() for t in inputs(2, 3, 4))), TypeError, "a is torch.float16"),
-        Refusal("a vector", lambda f: f(inputs(1, 3, 4)[0][0], inputs(1, 3, 4)[1]), ValueError, "a has"),
-        Refusal("transposed view", lambda f: f(inputs(4, 3, 4)[0].T, inputs(4, 3, 4)[1]), ValueError, "contiguous"),
-    ),
-    dtypes=(torch.float32,),
-    bench_dtype=torch.float32,
 )
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@
 // Sources: NVIDIA CUTLASS, "Efficient GEMM in CUDA" (the hierarchy of tiles); S. Gray, "SGEMM" in maxas (registers and
 // banks); S. Boehm, "How to optimize a CUDA matmul kernel for cuBLAS-like performance", 2022.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o registers cuda_src/03b_matrix_multiply_registers.cu -lcublas
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o registers
+//           cuda_src/03b_matrix_multiply_registers.cu -lcublas
 // Link:     cublas
 // Run:      ./registers                                         (checks every version, then times them beside cuBLAS)
 // No GPU:   python cuda_src/03b_matrix_multiply_registers.py    (the same kernels, emulated, checked against PyTorch)
@@ -197,7 +198,7 @@ COURSE_MODULE(m) {
 }
 
 #ifndef COURSE_EXTENSION
-#include "03_main.cuh"
+#include "multiply_problem.cuh"
 
 int main() {
     return multiply_main({{"v5 8 x 8 a thread", multiply_square},

@@ -8,15 +8,13 @@ Check it:  python -m lessonkit check 03b_matrix_multiply_registers
 Time it:   python -m lessonkit bench 03b_matrix_multiply_registers
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, cuda, expect
+from lessonkit import Lesson, Mutant, Unsupported, case, cuda, expect
 
 import torch
 
+from problems.matmul import PROBLEM_FP32
+
 kernels = cuda.extension(__file__)  # 03b_matrix_multiply_registers.cu, built at the first call
-
-
-def reference(a, b):
-    return a @ b  # reads MK + KN, writes MN, multiplies MNK times
 
 
 def multiply_square(a, b):
@@ -62,27 +60,8 @@ def _launch(name, a, b, quads=False):
     return c
 
 
-def inputs(M, N, K, start=0, dtype=torch.float32):
-    # Means other than 0, and not the same: products that are left out or counted twice then move every sum.
-    # `start`: so many floats into an allocation, where no 16 bytes may be loaded at once.
-    a, b = torch.randn(start + M * K, device=DEVICE) + 1, torch.randn(start + K * N, device=DEVICE) - 0.5
-    return a[start:].view(M, K), b[start:].view(K, N)
-
-
-def rows_past_the_end_stay_out(rung):
-    """NaN and inf in one row of A and one column of B reach that row and column of C and nothing else."""
-    a, b = inputs(132, 136, 12)
-    a[130, 3], b[5, 134] = float("nan"), float("inf")
-    finite = torch.isfinite(rung(a, b))
-    assert not finite[130].any(), "NaN in A vanished"
-    assert not finite[:, 134].any(), "inf in B vanished"
-    finite[130], finite[:, 134] = True, True
-    assert finite.all(), "NaN or inf went where it does not belong"
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_FP32,
     extension=kernels,
     rungs=(
         multiply_square,
@@ -93,14 +72,9 @@ LESSON = Lesson(
         multiply_one_block,
     ),
     checks=(
-        case("no rows: an empty grid is an error in CUDA", M=0, N=5, K=3),
-        case("nothing to add: zeros, and they must be written", M=3, N=4, K=0),
-        case("one product", M=1, N=1, K=1),
+        *PROBLEM_FP32.checks,
         case("fewer steps than a tile has, all multiples of 4", M=5, N=8, K=4),
-        case("nothing is a multiple of 4, M, N and K differ", M=67, N=35, K=21),
-        case("one past a tile each way, rows of odd length", M=129, N=129, K=17),
         case("multiples of 4 that hang over every edge, more tiles of K than are in flight", M=130, N=132, K=68),
-        case("multiples of 4 where no 16 bytes may be loaded at once", M=20, N=24, K=12, start=1),
         case("more tiles down than 65,535, the end of a grid's second dimension", gib=2, M=2**24 + 1, N=4, K=4),
         case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15, K=20),
         case("offsets of A past 2^31", gib=40, M=2**19 + 32, N=4, K=2**12 + 4),
@@ -108,10 +82,10 @@ LESSON = Lesson(
         case("whole tiles, on which accesses are counted", M=128, N=256, K=32),
     ),
     benches=(
-        *({"M": n, "N": n, "K": n} for n in (1024, 2048, 4096, 8192)),
+        *PROBLEM_FP32.benches,
+        {"M": 8192, "N": 8192, "K": 8192},
         {"M": 4096, "N": 4095, "K": 4097},  # rows of B at any multiple of 4 bytes
     ),
-    work=lambda M, N, K, dtype, start=0: Work(bytes=(M * K + K * N + M * N) * dtype.itemsize, flops=2 * M * N * K),
     wrong=(
         Mutant(
             "B's last tile reads on behind the matrix",
@@ -170,8 +144,6 @@ LESSON = Lesson(
             "multiply_pipelined",
         ),
     ),
-    properties=(rows_past_the_end_stay_out,),
-    peers={"torch": torch.mm},  # cuBLAS; without TF32 unless torch.backends.cuda.matmul.allow_tf32 is set
     claims={
         "square_kernel": ("no spills",),
         "vectorized_kernel": ("no spills", "16-byte loads", "16-byte stores"),
@@ -186,14 +158,6 @@ LESSON = Lesson(
         multiply_wide: {"wavefronts a shared load": 4, "sectors a store": 16},
         multiply_one_block: {"wavefronts a shared load": 4, "sectors a store": 16},
     },
-    refuses=(
-        Refusal("inner sizes differ", lambda f: f(inputs(2, 4, 4)[0], inputs(2, 4, 8)[1]), ValueError, "b has 8 rows"),
-        Refusal("not float32", lambda f: f(*(t.half() for t in inputs(2, 4, 4))), TypeError, "a is torch.float16"),
-        Refusal("a vector", lambda f: f(inputs(1, 4, 4)[0][0], inputs(1, 4, 4)[1]), ValueError, "a has"),
-        Refusal("transposed view", lambda f: f(inputs(8, 4, 4)[0].T, inputs(4, 4, 8)[1]), ValueError, "contiguous"),
-    ),
-    dtypes=(torch.float32,),
-    bench_dtype=torch.float32,
 )
 
 if __name__ == "__main__":

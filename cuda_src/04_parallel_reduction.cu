@@ -10,7 +10,7 @@
 // The ladder down to v5 is M. Harris, "Optimizing Parallel Reduction in CUDA" (2007), with what has changed since:
 // warps no longer run in step (Volta's independent thread scheduling), and registers are read by shuffles (Kepler).
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o reduction cuda_src/04_parallel_reduction.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o reduction cuda_src/04_parallel_reduction.cu
 // Run:      ./reduction                                  (checks every version, then times them all)
 // No GPU:   python cuda_src/04_parallel_reduction.py     (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 04_parallel_reduction

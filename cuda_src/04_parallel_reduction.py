@@ -8,15 +8,13 @@ Check it:  python -m lessonkit check 04_parallel_reduction
 Time it:   python -m lessonkit bench 04_parallel_reduction
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+from lessonkit import Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
+from problems.sum import PROBLEM, inputs
+
 kernels = cuda.extension(__file__)  # 04_parallel_reduction.cu, built at the first call
-
-
-def reference(x):
-    return x.sum()  # reads n, writes 1
 
 
 def sum_divergent(x):
@@ -57,44 +55,15 @@ def _launch(name, x):
     return total
 
 
-def inputs(n, dtype=torch.float32):
-    # Around 1, so that the sum does not cancel: what rounding may cost is relative to it, and a lost number is more.
-    return (torch.randn(n, device=DEVICE).add_(1),)
-
-
-def nan_and_infinity(rung):
-    """One NaN or infinity anywhere is the sum, opposite ones are NaN, and the neighbours do not count."""
-    for n in (1, 257, 1021):
-        for i in (0, n // 2, n - 1):
-            for value in (float("nan"), float("inf"), -float("inf")):
-                (x,) = inputs(n)
-                x[i] = value
-                assert torch.equal(rung(x).isnan(), x.sum().isnan()), f"{value} at {i} of {n}"
-                assert torch.equal(rung(x).isinf(), x.sum().isinf()), f"{value} at {i} of {n}"
-    x = torch.ones(600, device=DEVICE)
-    x[3], x[599] = float("inf"), -float("inf")
-    assert rung(x).isnan()
-    x[3] = x[599] = float("nan")
-    assert rung(x[4:599]) == 595, "read past what it was given"
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(sum_divergent, sum_strided, sum_sequential, sum_first_add, sum_unrolled, sum_shuffle),
     checks=(
-        case("nothing to add: the sum is 0, and somebody has to write it", n=0),
-        case("one number, 255 threads without any", n=1),
-        case("one warp and one lane more", n=33),
-        case("one past a block: a second level of 2 numbers", n=257),
-        case("a prime between two and three blocks of two numbers a thread", n=1021),
+        *PROBLEM.checks,
         case("the second level has more than one block", n=2 * 256 * 256 + 3),
-        case("offsets past 2^31", gib=40, n=2**31 + 1),
         case("one block, which is what requests and barriers are counted on", n=256),
     ),
-    benches=tuple({"n": n} for n in (2**20, 2**22, 2**24, 2**26, 2**28)),
-    work=lambda n, dtype: Work(bytes=(n + 1) * dtype.itemsize, flops=n),
     wrong=(
         Mutant("reads one too many", "sum_tree_kernel", "i < n ?", "i <= n ?", "sum_divergent", "out of bounds"),
         Mutant("the last number is nobody's", "sum_tree_kernel", "i < n ?", "i < n - 1 ?", "sum_sequential"),
@@ -120,8 +89,6 @@ LESSON = Lesson(
         Mutant("half a warp", "warp_sum", "s = 16", "s = 8", "sum_shuffle"),
         Mutant("warps' sums read too early", "block_sum", "__syncthreads();", "", "sum_shuffle", "race"),
     ),
-    properties=(nan_and_infinity,),
-    peers={"torch": torch.sum},
     claims={"sum_tree_kernel": ("no spills",), "sum_shuffle_kernel": ("no spills",)},
     passes=dict.fromkeys((sum_divergent, sum_strided, sum_sequential, sum_first_add, sum_unrolled, sum_shuffle), 1.0),
     counts={
@@ -133,13 +100,10 @@ LESSON = Lesson(
         sum_shuffle: {"sectors a load": 4.0, "wavefronts a shared access": 1.0, "barriers": 1},
     },
     refuses=(
-        Refusal("a matrix", lambda f: f(inputs(8)[0].view(2, 4)), ValueError, "x has 2 dimension"),
+        *PROBLEM.refuses,
         Refusal("not float32", lambda f: f(inputs(8)[0].half()), TypeError, "x is torch.float16"),
-        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
-        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
     ),
     dtypes=(torch.float32,),
-    bench_dtype=torch.float32,
 )
 
 if __name__ == "__main__":

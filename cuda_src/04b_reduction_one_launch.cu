@@ -7,7 +7,7 @@
 // Sources: CUDA programming guide, "Memory Fence Functions" (the last block's ticket) and "Grid Synchronization";
 // D. Merrill's CUB is the peer.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o reduction cuda_src/04b_reduction_one_launch.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o reduction cuda_src/04b_reduction_one_launch.cu
 // Run:      ./reduction                                     (checks every version, then times them all)
 // No GPU:   python cuda_src/04b_reduction_one_launch.py     (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 04b_reduction_one_launch

@@ -10,16 +10,14 @@ Time it:   python -m lessonkit bench 04b_reduction_one_launch
 
 from functools import cache
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
+from problems.sum import PROBLEM, inputs
+
 kernels = cuda.extension(__file__)  # 04b_reduction_one_launch.cu, built at the first call
 SCRATCH = 16384  # as in the .cu
-
-
-def reference(x):
-    return x.sum()  # reads n, writes 1
 
 
 def sum_vectorized(x):
@@ -68,33 +66,6 @@ def _launch(name, x):
     return total
 
 
-def inputs(n, start=0, dtype=torch.float32):
-    # Around 1, so that the sum does not cancel: what rounding may cost is relative to it, and a lost number is more.
-    return (torch.randn(start + n, device=DEVICE).add_(1)[start:],)  # `start`: so many floats into an allocation
-
-
-def wherever_it_lies(rung):
-    """A tensor that begins `start` floats past a multiple of 16 bytes has a head, a body and a tail, no more."""
-    for start in range(4):
-        for n in (0, 1, 2, 3, 4, 5, 11, 4099):
-            x = torch.full((start + n + 1,), float("nan"), device=DEVICE)
-            x[start : start + n] = torch.arange(1, n + 1, device=DEVICE) % 7
-            assert rung(x[start : start + n]) == (torch.arange(1, n + 1) % 7).sum(), f"start {start}, n {n}"
-
-
-def nan_and_infinity(rung):
-    """One NaN or infinity anywhere is the sum, and opposite infinities are NaN."""
-    for i in (0, 8191, 9000):
-        for value in (float("nan"), float("inf"), -float("inf")):
-            (x,) = inputs(9001)
-            x[i] = value
-            assert torch.equal(rung(x).isnan(), x.sum().isnan()), f"{value} at {i}"
-            assert torch.equal(rung(x).isinf(), x.sum().isinf()), f"{value} at {i}"
-    x = torch.ones(9001, device=DEVICE)
-    x[3], x[9000] = float("inf"), -float("inf")
-    assert rung(x).isnan()
-
-
 def the_same_every_time(rung):
     """Equal bits in every run, but for atomic additions, whose order nobody decides."""
     (x,) = inputs(40_000)
@@ -104,22 +75,15 @@ def the_same_every_time(rung):
 RUNGS = (sum_vectorized, sum_atomic, sum_cooperative, sum_last_block)
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=RUNGS,
     checks=(
-        case("nothing to add: the sum is 0, and somebody has to write it", n=0),
-        case("one number: no float4 at all", n=1),
-        case("three: a tail and no body", n=3),
-        case("one past a piece of a block, and where no float4 may be", n=8193, start=1),
+        *PROBLEM.checks,
         case("a prime, in the middle of a block's piece", n=10_007),
         case("more pieces than blocks: the grid-stride loop turns twice, for some", n=165_891),
-        case("offsets past 2^31", gib=40, n=2**31 + 1),
         case("whole pieces, on which requests are counted", n=65536),
     ),
-    benches=tuple({"n": n} for n in (2**20, 2**22, 2**24, 2**26, 2**28)),
-    work=lambda n, dtype, start=0: Work(bytes=(n + 1) * dtype.itemsize, flops=n),
     wrong=(
         Mutant("asks past the end", "thread_sum", "i + k * THREADS < quads", "i < n", "sum_atomic", "out of bounds"),
         Mutant(
@@ -176,8 +140,8 @@ LESSON = Lesson(
             "race",
         ),
     ),
-    properties=(wherever_it_lies, nan_and_infinity, the_same_every_time),
-    peers={"torch": torch.sum, "CUB": _cub},
+    properties=(*PROBLEM.properties, the_same_every_time),
+    peers=PROBLEM.peers | {"CUB": _cub},
     claims={f"{rung.__name__}_kernel": ("16-byte loads", "no spills") for rung in RUNGS},
     passes=dict.fromkeys(RUNGS, 1.0),
     counts={
@@ -187,13 +151,10 @@ LESSON = Lesson(
         sum_last_block: {"sectors a load": 16.0, "launches": 1, "atomics": 8},
     },
     refuses=(
-        Refusal("a matrix", lambda f: f(inputs(8)[0].view(2, 4)), ValueError, "x has 2 dimension"),
+        *PROBLEM.refuses,
         Refusal("not float32", lambda f: f(inputs(8)[0].half()), TypeError, "x is torch.float16"),
-        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
-        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
     ),
     dtypes=(torch.float32,),
-    bench_dtype=torch.float32,
 )
 
 if __name__ == "__main__":

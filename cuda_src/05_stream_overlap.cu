@@ -9,7 +9,7 @@
 // Sources: CUDA C++ programming guide, "Asynchronous concurrent execution" (streams, events, the default stream), "CUDA
 // graphs"; CUDA C++ best practices guide, "Asynchronous and overlapping transfers with computation".
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o overlap cuda_src/05_stream_overlap.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o overlap cuda_src/05_stream_overlap.cu
 // Run:      ./overlap                                     (checks every version, then times them all)
 // No GPU:   python cuda_src/05_stream_overlap.py          (the same code, emulated: streams run in turn)
 #include "course.cuh"

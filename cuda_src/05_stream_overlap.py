@@ -6,24 +6,19 @@ there is a GPU also that overlap pays. The program itself prints the table of ti
 
 Run it:    python cuda_src/05_stream_overlap.py
 Check it:  python -m lessonkit check 05_stream_overlap
-Time it:   nvcc -std=c++20 -O3 -arch=native -o overlap cuda_src/05_stream_overlap.cu && ./overlap
+Time it:   nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o overlap cuda_src/05_stream_overlap.cu && ./overlap
 """
 
 from time import perf_counter
 
-from lessonkit import Lesson, Mutant, Refusal, Work, case, cuda, device
+from lessonkit import Lesson, Mutant, cuda, device
 
 import torch
 
+from problems.out_and_back import PROBLEM, inputs, reference
+
 kernels = cuda.extension(__file__)  # 05_stream_overlap.cu, built at the first call
 CHUNKS = 5  # odd, so that no check has chunks of one length
-
-
-def reference(x, turns):
-    target, value = 0.001 * x, torch.where(x > 0, 1.0, -1.0).to(x.dtype)
-    for _ in range(turns):
-        value = 0.999 * value + target
-    return value
 
 
 def overlap_serial(x, turns):
@@ -64,11 +59,6 @@ def _prepare(x, turns):
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=device.HAS_GPU)
 
 
-def inputs(n, turns, dtype=torch.float32):
-    x = torch.randn(n)  # every element another result, so that a chunk in the wrong place shows
-    return (x.pin_memory() if device.HAS_GPU else x), turns
-
-
 def any_chunks_on_any_streams(overlap):
     """More chunks than elements, one chunk, one stream and eight: always the same answer."""
     x, turns = inputs(103, 2)
@@ -101,20 +91,10 @@ def overlap_pays(overlap):
 
 # fmt: off
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(overlap_serial, overlap_streams, overlap_engines, overlap_graph),
-    checks=(
-        case("nothing to do: no copy, no launch", n=0, turns=3),
-        case("one element: four of five chunks are empty", n=1, turns=3),
-        case("a prime: chunks of different lengths", n=1021, turns=4),
-        case("no turns: y shows what came in", n=300, turns=0),
-        case("more than the grid: the loop turns twice", n=9001, turns=2),
-    ),
-    benches=(),
     prints="2^26 + 3 floats in, 1500 turns an element, and out again. The limit is the longest of the three parts.",
-    work=lambda n, turns, dtype: Work(bytes=8 * n, flops=2 * n * turns),
     wrong=(
         Mutant("an element too many", "turn_kernel", "i < n", "i <= n", "overlap_serial", "out of bounds"),
         Mutant("a turn too few", "turn_kernel", "turn < turns", "turn < turns - 1", "overlap_serial"),
@@ -127,13 +107,6 @@ LESSON = Lesson(
     ),
     claims={"turn_kernel": ("no spills", "no shared memory")},
     properties=(any_chunks_on_any_streams, overlap_pays),
-    refuses=(
-        Refusal("not float32", lambda f: f(torch.zeros(3).half(), 1), TypeError, "float32"),
-        Refusal("every second element", lambda f: f(torch.zeros(8)[::2], 1), ValueError, "contiguous"),
-        Refusal("turns backwards", lambda f: f(torch.zeros(3), -1), ValueError, "turns is -1"),
-    ),
-    dtypes=(torch.float32,),
-    bench_dtype=torch.float32,
 )
 # fmt: on
 

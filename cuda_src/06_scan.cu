@@ -11,11 +11,11 @@
 // Sources: Hillis and Steele, "Data parallel algorithms", 1986; Blelloch, "Prefix sums and their applications", 1990;
 // Harris, Sengupta and Owens, GPU Gems 3, chapter 39.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o scan cuda_src/06_scan.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o scan cuda_src/06_scan.cu
 // Run:      ./scan                                  (checks every version, then times them all)
 // No GPU:   python cuda_src/06_scan.py                    (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 06_scan
-#include "06_main.cuh"
+#include "scan_problem.cuh"
 
 namespace {
 

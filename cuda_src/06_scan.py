@@ -8,16 +8,14 @@ Check it:  python -m lessonkit check 06_scan
 Time it:   python -m lessonkit bench 06_scan
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+from lessonkit import Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
+from problems.scan import PROBLEM, inputs, same_bits, wraps_around
+
 kernels = cuda.extension(__file__)  # 06_scan.cu, built at the first call
 SUFFIX = {torch.float32: "float", torch.int32: "int"}
-
-
-def reference(x):
-    return torch.cumsum(x, 0, dtype=x.dtype)  # reads n, writes n
 
 
 def hillis_steele(x):
@@ -48,44 +46,17 @@ def _scan(name, x):
     return y
 
 
-def inputs(n, dtype=torch.float32):
-    # Sums of normal values wander off to about sqrt(n): the prefix of a wrong block is far outside the tolerance.
-    # Integers are compared exactly, and differ in sign, so that their sums stay below 2^31.
-    if dtype == torch.int32:
-        return (torch.randint(-1000, 1000, (n,), device=DEVICE, dtype=dtype),)
-    return (torch.randn(n, device=DEVICE).to(dtype),)
-
-
-def wraps_around(scan):
-    """int32 sums past 2^31 wrap, as torch.cumsum's do."""
-    x = torch.full((2500,), 2_000_000_011, dtype=torch.int32, device=DEVICE)
-    assert torch.equal(scan(x), torch.cumsum(x.long(), 0).to(torch.int32))
-
-
-def repeats_itself(scan):
-    """The order of the additions does not depend on who comes first: the same bits every time."""
-    (x,) = inputs(3000)
-    assert torch.equal(scan(x), scan(x))
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(hillis_steele, blelloch, blelloch_padded, shuffle),
     checks=(
-        case("nothing to do: an empty grid is an error in CUDA", n=0),
-        case("one element, 1023 threads without one", n=1),
-        case("one more than a warp", n=33),
-        case("a prime: no block divides it", n=1021),
-        case("one past a block: the first sum that is passed on", n=1025),
+        *PROBLEM.checks,
         case("nine blocks and a tail", n=9 * 1024 + 7),
         case("three levels of sums", gib=1, n=2**22 + 1),
         case("offsets past 2^31", gib=60, n=2**31 + 1),
         case("whole blocks, on which requests are counted", n=32 * 1024),
     ),
-    benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
-    work=lambda n, dtype: Work(bytes=2 * n * dtype.itemsize, flops=n),
     wrong=(
         Mutant("one thread too many", "shuffle_kernel", "i < n ? x[i]", "i <= n ? x[i]", "shuffle", "out of bounds"),
         Mutant("the last element is nobody's", "shuffle_kernel", "if (i < n) y", "if (i < n - 1) y", "shuffle", "nan"),
@@ -118,19 +89,14 @@ LESSON = Lesson(
         ),
         Mutant("sums not scanned", "add_offsets_kernel", "sums[blockIdx.x - 1]", "sums[blockIdx.x]", "shuffle"),
     ),
-    properties=(wraps_around, repeats_itself),
-    peers={"torch": reference},
+    properties=(*PROBLEM.properties, wraps_around, same_bits),
     claims={"hillis_steele_kernel": ("no spills",), "shuffle_kernel": ("no spills",)},
     passes={hillis_steele: 2.0, blelloch: 2.0, blelloch_padded: 2.0, shuffle: 2.0},
     refuses=(
-        Refusal("two dimensions", lambda f: f(inputs(8)[0].reshape(2, 4)), ValueError, "expected 1"),
-        Refusal("not a float", lambda f: f(inputs(8)[0].half()), TypeError, "x is torch.float16"),
-        Refusal("not a tensor", lambda f: f([1.0]), TypeError, "x must be a torch.Tensor"),
-        Refusal("every second element", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
-        Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
+        *PROBLEM.refuses,
+        Refusal("half precision", lambda f: f(inputs(8)[0].half()), TypeError, "x is torch.float16"),
     ),
     dtypes=(torch.float32, torch.int32),
-    bench_dtype=torch.float32,
 )
 
 if __name__ == "__main__":

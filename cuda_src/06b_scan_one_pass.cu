@@ -9,12 +9,12 @@
 // T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
 // Source: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016, section 4.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o scan cuda_src/06b_scan_one_pass.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o scan cuda_src/06b_scan_one_pass.cu
 // Run:      ./scan                                  (checks every version, then times them all)
 // No GPU:   python cuda_src/06b_scan_one_pass.py          (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 06b_scan_one_pass
-#include "06_main.cuh"
-#include "06_scan_tile.cuh"
+#include "scan_problem.cuh"
+#include "scan_tile.cuh"
 
 #ifndef COURSE_EMULATED
 #include <cub/device/device_scan.cuh>
@@ -22,7 +22,7 @@
 
 namespace {
 
-// Rung 1: scan, then propagate, as in 06_scan, but with 16 elements a thread (06_scan_tile.cuh): four loads of 16 bytes
+// Rung 1: scan, then propagate, as in 06_scan, but with 16 elements a thread (scan_tile.cuh): four loads of 16 bytes
 // in flight for each thread, 16 sectors a request, all used, one barrier a tile. Predicted: the speed of copying 4n.
 constexpr int THREADS = 256, VECTORS = 4;
 template <typename T>

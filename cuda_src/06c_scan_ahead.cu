@@ -8,15 +8,19 @@
 // T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
 // Source of what they build on: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o scan cuda_src/06c_scan_ahead.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o scan cuda_src/06c_scan_ahead.cu
 // Run:      ./scan                                        (checks every version, then times them all)
 // No GPU:   python cuda_src/06c_scan_ahead.py             (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 06c_scan_ahead
-#include "06_main.cuh"
-#include "06_scan_tile.cuh"
+#include "scan_problem.cuh"
+#include "scan_tile.cuh"
 #include "copy_async.cuh"
 
 #include <algorithm>
+
+#ifndef COURSE_EMULATED
+#include <cub/device/device_scan.cuh>
+#endif
 
 namespace {
 
@@ -184,10 +188,24 @@ void look_back_ahead(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t
     else ahead_with<T, 1024, 4, 3>(x, y, scratch, scratch_size, n, stream);
 }
 
+#ifndef COURSE_EMULATED
+template <typename T>
+void cub_scan(const T* x, T* y, T* scratch, int64_t scratch_size, int64_t n, cudaStream_t stream) {
+    course::require(n <= 0x7FFFFFFF, "cub_scan: n must be below 2^31 here, for CUB's 32-bit offsets (its faster ones)");
+    size_t bytes = 0;
+    CUDA_CHECK(cub::DeviceScan::InclusiveSum(nullptr, bytes, x, y, int(n), stream));
+    course::require(bytes <= size_t(scratch_size) * sizeof(T), "cub_scan: scratch is too small");
+    CUDA_CHECK(cub::DeviceScan::InclusiveSum(scratch, bytes, x, y, int(n), stream));
+}
+#endif
+
 template <typename T>
 const std::vector<Rung<T>> RUNGS = {
     {"look_back_waves", look_back_waves<T>},
     {"look_back_ahead", look_back_ahead<T>},
+#ifndef COURSE_EMULATED
+    {"CUB DeviceScan", cub_scan<T>},
+#endif
 };
 
 }  // namespace
@@ -202,4 +220,8 @@ COURSE_MODULE(m) {
     bind(m, "look_back_waves_int", look_back_waves<unsigned>);
     bind(m, "look_back_ahead_float", look_back_ahead<float>);
     bind(m, "look_back_ahead_int", look_back_ahead<unsigned>);
+#ifndef COURSE_EMULATED
+    bind(m, "cub_float", cub_scan<float>);
+    bind(m, "cub_int", cub_scan<unsigned>);
+#endif
 }

@@ -8,43 +8,47 @@ Check it:  python -m lessonkit check 06c_scan_ahead
 Time it:   python -m lessonkit bench 06c_scan_ahead
 """
 
-from importlib import import_module
-
-from lessonkit import Lesson, Mutant, case, cuda
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
-first = import_module("cuda_src.06b_scan_one_pass")
+from problems.scan import PROBLEM, inputs, same_bits, wraps_around
+
 kernels = cuda.extension(__file__)  # 06c_scan_ahead.cu, built at the first call
+SUFFIX = {torch.float32: "float", torch.int32: "int"}
 
 
 def look_back_waves(x):
     """[n] -> [n] float32 or int32 in one pass, by blocks that stay; the same bits in every run."""
-    return first._scan(kernels, "look_back_waves", x)
+    return _scan(kernels, "look_back_waves", x)
 
 
 def look_back_ahead(x):
     """[n] -> [n] float32 or int32 in one pass, the next tile under way before this one is done; the same bits."""
-    return first._scan(kernels, "look_back_ahead", x)
+    return _scan(kernels, "look_back_ahead", x)
 
 
-def same_bits(scan):
-    """Float sums are added in an order that depends on n alone, never on which block is early."""
-    (x,) = first.inputs(9000)
-    assert torch.equal(scan(x), scan(x))
+def _scan(kernels, name, x):
+    expect(x=x, ndim=1, dtypes=list(SUFFIX), contiguous=True)
+    y = torch.empty_like(x)
+    scratch = torch.empty(x.numel() // 512 + 1024, dtype=x.dtype, device=x.device)
+    getattr(kernels, f"{name}_{SUFFIX[x.dtype]}")(x, y, scratch, scratch.numel(), x.numel())
+    return y
+
+
+def _cub(x):
+    if DEVICE.type != "cuda":
+        raise ImportError("CUB needs nvcc and a GPU")
+    return _scan(kernels, "cub", x)
 
 
 # fmt: off
 LESSON = Lesson(
-    reference=first.reference,
-    inputs=first.inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(look_back_waves, look_back_ahead),
     checks=(
-        case("nothing to do: an empty grid is an error in CUDA", n=0),
-        case("one element: no whole group of four", n=1),
-        case("a prime: one tile, partly empty", n=1021),
-        case("an address where no float4 may be", n=4100, start=1),
+        *PROBLEM.checks,
         case("emulated: a wave of 8 blocks, two of 4, and one element", n=8 * 1024 + 1),
         case("rounds enough to go around the ring, and a tail", n=21 * 1024 + 1021),
         case("the same on a GPU", gib=1, n=2**24 + 4097),
@@ -52,8 +56,6 @@ LESSON = Lesson(
         case("offsets past 2^31", gib=60, n=2**31 + 1),
         case("whole tiles, on which requests are counted", n=16 * 1024),
     ),
-    benches=first.LESSON.benches,
-    work=first._work,
     wrong=(
         Mutant("the nearest predecessor forgotten", "window_sum", "k * 32 + 1;", "k * 32 + 2;", "look_back_waves"),
         Mutant("a window one tile too short", "window_sum", "back <= window", "back < window", "look_back_waves"),
@@ -70,16 +72,18 @@ LESSON = Lesson(
         Mutant("a slot filled before it is taken", "ahead_kernel", "fetch(round + STAGES);",
                "fetch(round + STAGES - 1);", "look_back_ahead", "uninitialised"),
     ),
-    properties=(*first.PROPERTIES, same_bits),
-    peers=first.PEERS,
+    properties=(*PROBLEM.properties, wraps_around, same_bits),
+    peers=PROBLEM.peers | {"CUB": _cub},
     claims={
         "waves_kernel": ("16-byte loads", "16-byte stores", "no spills"),
         "ahead_kernel": ("cp.async", "16-byte stores", "no spills"),
     },
     passes={look_back_waves: 1.0, look_back_ahead: 1.0},
-    dtypes=first.LESSON.dtypes,
-    bench_dtype=first.LESSON.bench_dtype,
-    refuses=first.REFUSES,
+    refuses=(
+        *PROBLEM.refuses,
+        Refusal("half precision", lambda f: f(inputs(8)[0].half()), TypeError, "x is torch.float16"),
+    ),
+    dtypes=tuple(SUFFIX),
 )
 # fmt: on
 

@@ -13,12 +13,12 @@
 // sorting algorithms for manycore GPUs", 2009; Merrill and Grimshaw, "High performance and scalable radix sorting
 // for GPU computing", 2011.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o sort cuda_src/07_sort.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o sort cuda_src/07_sort.cu
 // Run:      ./sort                                  (checks every version, then times them all)
 // No GPU:   python cuda_src/07_sort.py                    (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 07_sort
-#include "07_main.cuh"
-#include "07_sort_rank.cuh"
+#include "radix_keys.cuh"
+#include "sort_problem.cuh"
 
 namespace {
 
@@ -67,7 +67,71 @@ __global__ void __launch_bounds__(TILE / 2) bitonic_tile_kernel(const uint32_t* 
 
 // Rung 3. New: no comparisons. Count how many keys of each tile have each digit; scan the counts, digit by digit and
 // tile by tile within it, to where each tile's keys of that digit go; then put every key there, behind those of its
-// tile that come before it. Three kernels a digit, four digits; the first two and the ranks are in 07_sort_rank.cuh.
+// tile that come before it. Three kernels a digit, four digits; how a warp ranks its keys is in radix_keys.cuh.
+// How many keys of each tile have each digit: counts[digit][tile], and over all tiles: totals[digit].
+template <int SIZE>
+__global__ void __launch_bounds__(BINS) count_kernel(const uint32_t* in, unsigned* counts, unsigned* totals, int64_t n,
+                                                     int shift, uint32_t flip) {
+    __shared__ unsigned bins[BINS];
+    bins[threadIdx.x] = 0;
+    __syncthreads();
+    const int64_t first = int64_t(blockIdx.x) * SIZE;
+    for (int64_t i = first + threadIdx.x; i < min(first + SIZE, n); i += BINS)
+        atomicAdd(&bins[digit_of(in[i], shift, flip)], 1u);
+    __syncthreads();
+    counts[int64_t(threadIdx.x) * gridDim.x + blockIdx.x] = bins[threadIdx.x];
+    atomicAdd(&totals[threadIdx.x], bins[threadIdx.x]);
+}
+
+// Block d turns the counts of digit d into places: after all keys with smaller digits, tile after tile.
+template <int CHUNK>
+__global__ void __launch_bounds__(CHUNK) places_kernel(unsigned* counts, const unsigned* totals, int64_t tiles) {
+    __shared__ unsigned warps[CHUNK / 32];
+    __shared__ unsigned carry;
+    const int t = threadIdx.x, digit = blockIdx.x;
+    counts += int64_t(digit) * tiles;
+    // The first turn sums the totals of smaller digits, the others scan CHUNK counts each.
+    for (int64_t first = -CHUNK; first < tiles; first += CHUNK) {
+        const bool before = first < 0;
+        unsigned mine = 0;
+        if (before)
+            for (int smaller = t; smaller < digit; smaller += CHUNK) mine += totals[smaller];
+        else if (first + t < tiles)
+            mine = counts[first + t];
+        const unsigned up_to = warp_inclusive(mine);
+        if (t % 32 == 31) warps[t / 32] = up_to;
+        __syncthreads();
+        const unsigned warps_up_to = warp_inclusive(t % 32 < CHUNK / 32 ? warps[t % 32] : 0);
+        const unsigned earlier = __shfl_sync(ALL, warps_up_to, t / 32 > 0 ? t / 32 - 1 : 0);
+        const unsigned base = (before ? 0 : carry) + (t >= 32 ? earlier : 0);
+        if (!before && first + t < tiles) counts[first + t] = base + up_to - mine;
+        __syncthreads();  // all have read carry and warps
+        if (t == CHUNK - 1) carry = base + up_to;
+        __syncthreads();
+    }
+}
+
+// The three kernels of a digit, four times; scatter(tiles, in, out, places, shift) launches the third.
+template <int SIZE, typename Scatter>
+void radix_passes(const uint32_t* in, uint32_t* out, uint32_t* scratch, int64_t n, uint32_t flip, cudaStream_t stream,
+                  Scatter scatter) {
+    constexpr int CHUNK = EMULATED ? 32 : 1024;
+    const unsigned tiles = unsigned(course::ceil_div(n, SIZE));
+    if (tiles == 0) return;
+    unsigned *const totals = scratch + n, *const counts = totals + BINS;
+    for (int shift = 0; shift < 32; shift += DIGIT_BITS) {
+        uint32_t* const to = shift / DIGIT_BITS % 2 == 0 ? scratch : out;  // in -> scratch -> out -> scratch -> out
+        CUDA_CHECK(cudaMemsetAsync(totals, 0, BINS * sizeof(unsigned), stream));
+        count_kernel<SIZE><<<tiles, BINS, 0, stream>>>(in, counts, totals, n, shift, flip);
+        CUDA_CHECK(cudaGetLastError());
+        places_kernel<CHUNK><<<BINS, CHUNK, 0, stream>>>(counts, totals, tiles);
+        CUDA_CHECK(cudaGetLastError());
+        scatter(tiles, in, to, counts, shift);
+        CUDA_CHECK(cudaGetLastError());
+        in = to;
+    }
+}
+
 constexpr int THREADS = 256, ITEMS = EMULATED ? 2 : 16;
 using Tile = Keys<THREADS, ITEMS>;
 
@@ -95,6 +159,11 @@ __global__ void __launch_bounds__(THREADS) scatter_kernel(const uint32_t* in, ui
 }
 
 // ---- Launchers. in, out: n keys; scratch: at least 2 n + 16384 words, the same for every rung.
+
+inline void expect_sizes(int64_t n, int64_t scratch_size) {
+    course::require(n >= 0 && n < int64_t(1) << 32, "sort: n must be from 0 to 2^32 - 1");
+    course::require(scratch_size >= 2 * n + 16384, "sort: scratch must have 2 n + 16384 words");
+}
 
 // All steps that merge runs of run / 2 keys at distances of `shortest` and more.
 void long_steps(uint32_t* keys, int64_t n, int64_t run, int64_t shortest, uint32_t flip, cudaStream_t stream) {

@@ -8,16 +8,14 @@ Check it:  python -m lessonkit check 07_sort
 Time it:   python -m lessonkit bench 07_sort
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+from lessonkit import Lesson, Mutant, case, cuda, expect
 
 import torch
 
+from problems.sort import PROBLEM
+
 kernels = cuda.extension(__file__)  # 07_sort.cu, built at the first call
 FLIP = {torch.int32: 1 << 31, torch.uint32: 0}  # inverted, the sign bit orders negative numbers before the others
-
-
-def reference(keys):
-    return torch.sort(keys)[0]
 
 
 def bitonic(keys):
@@ -43,57 +41,12 @@ def _sort(kernels, name, keys):
     return out
 
 
-def inputs(n, dtype=torch.int32):
-    # Of all lengths and both signs: a digit that is skipped or compared without its sign shows, and many are equal.
-    keys = torch.randint(-(2**31), 2**31, (n,), device=DEVICE) >> torch.randint(0, 32, (n,), device=DEVICE)
-    return (keys.to(dtype),)
-
-
-def _work(n, dtype):
-    return Work(bytes=2 * n * dtype.itemsize)
-
-
-def unsigned_keys(sort):
-    """As uint32 the same bits have another order: those with the highest bit come last."""
-    (keys,) = inputs(1000)
-    bits = sort(keys.view(torch.uint32)).view(torch.int32).long() & 0xFFFFFFFF
-    assert torch.equal(bits, (keys.long() & 0xFFFFFFFF).sort()[0])
-
-
-def extreme_keys(sort):
-    """The largest key is what missing keys are taken for: as a key it must not be lost. All equal, sorted, reversed."""
-    least, most = -(2**31), 2**31 - 1
-    for keys in ([most] * 700, [least] * 300 + [most] * 5, list(range(-400, 400)), list(range(400, -400, -1)), [0, -1]):
-        t = torch.tensor(keys, dtype=torch.int32, device=DEVICE)
-        assert torch.equal(sort(t), t.sort()[0]), f"{len(keys)} keys from {keys[0]}"
-
-
-PROPERTIES = (unsigned_keys, extreme_keys)
-REFUSES = (
-    Refusal("two dimensions", lambda f: f(inputs(8)[0].reshape(2, 4)), ValueError, "expected 1"),
-    Refusal("64-bit keys", lambda f: f(inputs(8)[0].long()), TypeError, "keys is torch.int64"),
-    Refusal("not a tensor", lambda f: f([1]), TypeError, "keys must be a torch.Tensor"),
-    Refusal("every second key", lambda f: f(inputs(8)[0][::2]), ValueError, "contiguous"),
-)
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(bitonic, bitonic_shared, radix),
-    checks=(
-        case("nothing to do: an empty grid is an error in CUDA", n=0),
-        case("one key", n=1),
-        case("two keys: the smallest network", n=2),
-        case("a prime: the network's right half is partly missing", n=1021),
-        case("one past a bitonic tile: a step between tiles", n=2049),
-        case("one past a radix tile", n=4097),
-        case("counts of more tiles than a block scans at a time", gib=1, n=1024 * 4096 + 4097),
-        case("as many keys as torch.sort takes: bytes past 2^33", gib=60, n=2**31 - 1),
-        case("whole tiles, on which requests are counted", n=4096),
-    ),
-    benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26)),
-    work=_work,
+    checks=(*PROBLEM.checks, case("whole tiles, on which requests are counted", n=4096)),
+    benches=PROBLEM.benches[:-1],  # 2^28 keys would take the bitonic network most of a second
     wrong=(
         Mutant("compares past the end", "bitonic_step_kernel", "right < n", "right <= n", "bitonic", "out of bounds"),
         Mutant("no mirror image in the first step", "long_steps", "half == run / 2", "false", "bitonic"),
@@ -134,16 +87,11 @@ LESSON = Lesson(
             "missing keys written too", "scatter_kernel", "+ tile.place(k) < n", "+ 0 < n", "radix", "out of bounds"
         ),
     ),
-    properties=PROPERTIES,
-    peers={"torch": reference},
     claims={
         "bitonic_step_kernel": ("no spills", "no shared memory"),
         "bitonic_tile_kernel": ("no spills",),
         "scatter_kernel": ("no spills",),
     },
-    refuses=REFUSES,
-    dtypes=(torch.int32,),
-    bench_dtype=torch.int32,
 )
 
 if __name__ == "__main__":

@@ -13,18 +13,84 @@
 // Sources: Adinets and Merrill, "Onesweep: A Faster Least Significant Digit Radix Sort for GPUs", 2022; Merrill and
 // Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o sort cuda_src/07b_onesweep.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o sort cuda_src/07b_onesweep.cu
 // Run:      ./sort                                  (checks every version, then times them all)
 // No GPU:   python cuda_src/07b_onesweep.py               (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 07b_onesweep
-#include "07_main.cuh"
-#include "07_sort_rank.cuh"
+#include "radix_keys.cuh"
+#include "sort_problem.cuh"
 
 #ifndef COURSE_EMULATED
 #include <cub/device/device_radix_sort.cuh>
 #endif
 
 namespace {
+
+// The count and the scan of a digit, as in 07_sort's radix; rung 1 has a third kernel of its own.
+
+// How many keys of each tile have each digit: counts[digit][tile], and over all tiles: totals[digit].
+template <int SIZE>
+__global__ void __launch_bounds__(BINS) count_kernel(const uint32_t* in, unsigned* counts, unsigned* totals, int64_t n,
+                                                     int shift, uint32_t flip) {
+    __shared__ unsigned bins[BINS];
+    bins[threadIdx.x] = 0;
+    __syncthreads();
+    const int64_t first = int64_t(blockIdx.x) * SIZE;
+    for (int64_t i = first + threadIdx.x; i < min(first + SIZE, n); i += BINS)
+        atomicAdd(&bins[digit_of(in[i], shift, flip)], 1u);
+    __syncthreads();
+    counts[int64_t(threadIdx.x) * gridDim.x + blockIdx.x] = bins[threadIdx.x];
+    atomicAdd(&totals[threadIdx.x], bins[threadIdx.x]);
+}
+
+// Block d turns the counts of digit d into places: after all keys with smaller digits, tile after tile.
+template <int CHUNK>
+__global__ void __launch_bounds__(CHUNK) places_kernel(unsigned* counts, const unsigned* totals, int64_t tiles) {
+    __shared__ unsigned warps[CHUNK / 32];
+    __shared__ unsigned carry;
+    const int t = threadIdx.x, digit = blockIdx.x;
+    counts += int64_t(digit) * tiles;
+    // The first turn sums the totals of smaller digits, the others scan CHUNK counts each.
+    for (int64_t first = -CHUNK; first < tiles; first += CHUNK) {
+        const bool before = first < 0;
+        unsigned mine = 0;
+        if (before)
+            for (int smaller = t; smaller < digit; smaller += CHUNK) mine += totals[smaller];
+        else if (first + t < tiles)
+            mine = counts[first + t];
+        const unsigned up_to = warp_inclusive(mine);
+        if (t % 32 == 31) warps[t / 32] = up_to;
+        __syncthreads();
+        const unsigned warps_up_to = warp_inclusive(t % 32 < CHUNK / 32 ? warps[t % 32] : 0);
+        const unsigned earlier = __shfl_sync(ALL, warps_up_to, t / 32 > 0 ? t / 32 - 1 : 0);
+        const unsigned base = (before ? 0 : carry) + (t >= 32 ? earlier : 0);
+        if (!before && first + t < tiles) counts[first + t] = base + up_to - mine;
+        __syncthreads();  // all have read carry and warps
+        if (t == CHUNK - 1) carry = base + up_to;
+        __syncthreads();
+    }
+}
+
+// The three kernels of a digit, four times; scatter(tiles, in, out, places, shift) launches the third.
+template <int SIZE, typename Scatter>
+void radix_passes(const uint32_t* in, uint32_t* out, uint32_t* scratch, int64_t n, uint32_t flip, cudaStream_t stream,
+                  Scatter scatter) {
+    constexpr int CHUNK = EMULATED ? 32 : 1024;
+    const unsigned tiles = unsigned(course::ceil_div(n, SIZE));
+    if (tiles == 0) return;
+    unsigned *const totals = scratch + n, *const counts = totals + BINS;
+    for (int shift = 0; shift < 32; shift += DIGIT_BITS) {
+        uint32_t* const to = shift / DIGIT_BITS % 2 == 0 ? scratch : out;  // in -> scratch -> out -> scratch -> out
+        CUDA_CHECK(cudaMemsetAsync(totals, 0, BINS * sizeof(unsigned), stream));
+        count_kernel<SIZE><<<tiles, BINS, 0, stream>>>(in, counts, totals, n, shift, flip);
+        CUDA_CHECK(cudaGetLastError());
+        places_kernel<CHUNK><<<BINS, CHUNK, 0, stream>>>(counts, totals, tiles);
+        CUDA_CHECK(cudaGetLastError());
+        scatter(tiles, in, to, counts, shift);
+        CUDA_CHECK(cudaGetLastError());
+        in = to;
+    }
+}
 
 // Rung 1. New against 07_sort's radix: the block first puts its keys in order of their digit in shared memory, and
 // writes them from there. Predicted: 4096 keys make runs of 16 keys a digit on average, so that a warp writes about 7
@@ -179,6 +245,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) onesweep_kernel(const uint32_
 }
 
 // ---- Launchers. in, out: n keys; scratch: at least 2 n + 16384 words, the same for every rung.
+
+inline void expect_sizes(int64_t n, int64_t scratch_size) {
+    course::require(n >= 0 && n < int64_t(1) << 32, "sort: n must be from 0 to 2^32 - 1");
+    course::require(scratch_size >= 2 * n + 16384, "sort: scratch must have 2 n + 16384 words");
+}
 
 void radix_ordered(const uint32_t* in, uint32_t* out, uint32_t* scratch, int64_t scratch_size, int64_t n, uint32_t flip,
                    cudaStream_t stream) {

@@ -8,51 +8,51 @@ Check it:  python -m lessonkit check 07b_onesweep
 Time it:   python -m lessonkit bench 07b_onesweep
 """
 
-from importlib import import_module
-
-from lessonkit import DEVICE, Lesson, Mutant, case, cuda
+from lessonkit import DEVICE, Lesson, Mutant, case, cuda, expect
 
 import torch
 
-first = import_module("cuda_src.07_sort")
+from problems.sort import PROBLEM
+
 kernels = cuda.extension(__file__)  # 07b_onesweep.cu, built at the first call
+FLIP = {torch.int32: 1 << 31, torch.uint32: 0}  # inverted, the sign bit orders negative numbers before the others
 
 
 def radix_ordered(keys):
     """[n] -> [n] int32 or uint32, ascending; three kernels a digit, keys put in order within a tile before writing."""
-    return first._sort(kernels, "radix_ordered", keys)
+    return _sort(kernels, "radix_ordered", keys)
 
 
 def onesweep(keys):
     """[n] -> [n] int32 or uint32, ascending; one kernel a digit, 256 decoupled look-backs side by side."""
     with cuda.together():
-        return first._sort(kernels, "onesweep", keys)
+        return _sort(kernels, "onesweep", keys)
+
+
+def _sort(kernels, name, keys):
+    expect(keys=keys, ndim=1, dtypes=list(FLIP), contiguous=True)
+    out = torch.empty_like(keys)
+    scratch = torch.empty(2 * keys.numel() + 16384, dtype=torch.int32, device=keys.device)
+    getattr(kernels, name)(keys, out, scratch, scratch.numel(), keys.numel(), FLIP[keys.dtype])
+    return out
 
 
 def _cub(keys):
     if DEVICE.type != "cuda":
         raise ImportError("CUB needs nvcc and a GPU")
-    return first._sort(kernels, "cub", keys)
+    return _sort(kernels, "cub", keys)
 
 
 LESSON = Lesson(
-    reference=first.reference,
-    inputs=first.inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(radix_ordered, onesweep),
     checks=(
-        case("nothing to do: an empty grid is an error in CUDA", n=0),
-        case("one key", n=1),
-        case("a prime: one tile, partly empty", n=1021),
-        case("one past radix_ordered's tile", n=4097),
+        *PROBLEM.checks,
         case("emulated: three whole tiles of onesweep, and a key", n=3 * 1536 + 1),
-        case("counts of more tiles than a block scans at a time", gib=1, n=1024 * 4096 + 4097),
         case("counts that a look-back word cannot hold", gib=30, n=2**30 + 1),
-        case("as many keys as torch.sort takes: bytes past 2^33", gib=60, n=2**31 - 1),
         case("whole tiles, on which requests are counted", n=3 * 4096),
     ),
-    benches=tuple({"n": n} for n in (98432, 2**20, 2**22, 2**24, 2**26, 2**28)),
-    work=first._work,
     wrong=(
         Mutant(
             "a COUNT taken for a SUM: tiles write over each other",
@@ -76,7 +76,7 @@ LESSON = Lesson(
             "before - begin",
             "before",
             "onesweep",
-            "race",
+            "out of bounds",
         ),
         Mutant(
             "no barrier before the warps' counts are added up",
@@ -113,15 +113,11 @@ LESSON = Lesson(
         ),
         Mutant("the last pass is missing", "onesweep_with", "pass < PASSES; pass++", "pass < 2; pass++", "onesweep"),
     ),
-    properties=first.PROPERTIES,
-    peers={"torch": first.reference, "CUB": _cub},
+    peers=PROBLEM.peers | {"CUB": _cub},
     claims={
         "histogram_kernel": ("no spills",),
         "ordered_kernel": ("no spills",),
     },
-    refuses=first.REFUSES,
-    dtypes=(torch.int32,),
-    bench_dtype=torch.int32,
 )
 
 if __name__ == "__main__":

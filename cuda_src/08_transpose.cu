@@ -10,7 +10,7 @@
 // Sources: M. Harris, "An Efficient Matrix Transpose in CUDA C/C++" (2013); Ruetsch and Micikevicius, "Optimizing
 // Matrix Transpose in CUDA" (2009).
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o transpose cuda_src/08_transpose.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o transpose cuda_src/08_transpose.cu
 // Run:      ./transpose                             (checks every version, then times them all)
 // No GPU:   python cuda_src/08_transpose.py         (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 08_transpose

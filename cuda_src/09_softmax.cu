@@ -6,11 +6,18 @@
 //
 // Source of v3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o softmax cuda_src/09_softmax.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o softmax cuda_src/09_softmax.cu
 // Run:      ./softmax                                     (checks every version, then times them all)
 // No GPU:   python cuda_src/09_softmax.py                 (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 09_softmax
-#include "09_softmax.cuh"
+#include "softmax_pair.cuh"
+#include "softmax_problem.cuh"
+
+// One block a row: how many rows a grid can have.
+inline bool no_rows(int64_t M, int64_t N) {
+    course::require(M < (int64_t(1) << 31), "softmax: a grid has at most 2^31 - 1 blocks, pass fewer rows at a time");
+    return M * N == 0;
+}
 
 // v1. One thread a row, as the formula reads. m is subtracted because exp overflows past 88.7 in fp32.
 // Predicted: neighbouring lanes are a row apart, so a request of a warp touches 32 sectors for 32 elements, and M

@@ -7,11 +7,18 @@
 //
 // Source of v6: CUDA C++ programming guide, "Thread block clusters" and "Distributed shared memory".
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o softmax cuda_src/09b_softmax_lengths.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o softmax cuda_src/09b_softmax_lengths.cu
 // Run:      ./softmax                                     (checks every version, then times them all)
 // No GPU:   python cuda_src/09b_softmax_lengths.py        (emulated and checked against PyTorch; v6 needs its GPU)
 // Time it:  python -m lessonkit bench 09b_softmax_lengths
-#include "09_softmax.cuh"
+#include "softmax_pair.cuh"
+#include "softmax_problem.cuh"
+
+// One block a row: how many rows a grid can have.
+inline bool no_rows(int64_t M, int64_t N) {
+    course::require(M < (int64_t(1) << 31), "softmax: a grid has at most 2^31 - 1 blocks, pass fewer rows at a time");
+    return M * N == 0;
+}
 #ifndef COURSE_EMULATED
 #include <cooperative_groups.h>
 namespace cg = cooperative_groups;

@@ -8,36 +8,45 @@ Check it:  python -m lessonkit check 09b_softmax_lengths
 Time it:   python -m lessonkit bench 09b_softmax_lengths
 """
 
-from importlib import import_module
+from lessonkit import Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
 
-from lessonkit import Lesson, Mutant, Unsupported, case, cuda, needs
+import torch
 
-first = import_module("cuda_src.09_softmax")
+from problems.softmax import PROBLEM, inputs
+
 kernels = cuda.extension(__file__)  # 09b_softmax_lengths.cu, built at the first call
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def softmax_registers(x):
     """[M, N] -> [M, N] float32 or bfloat16, one block a row of at most 64 KB."""
     _up_to(x, 2**16, "all that the registers of one block hold")
-    return first._launch(kernels, "softmax_registers", x)
+    return _launch(kernels, "softmax_registers", x)
 
 
 def softmax_lanes(x):
     """[M, N] -> [M, N] float32 or bfloat16, 1 to 32 lanes a row of at most 2 KB."""
     _up_to(x, 2**11, "four vectors a lane of one warp")
-    return first._launch(kernels, "softmax_lanes", x)
+    return _launch(kernels, "softmax_lanes", x)
 
 
 @needs(90, "thread block clusters")
 def softmax_cluster(x):
     """[M, N] -> [M, N] float32 or bfloat16, 2 to 8 blocks a row of at most 512 KB."""
     _up_to(x, 2**19, "all that the registers of 8 blocks hold")
-    return first._launch(kernels, "softmax_cluster", x)
+    return _launch(kernels, "softmax_cluster", x)
 
 
 def softmax(x):
     """[M, N] -> [M, N] float32 or bfloat16, for every M and N, each row length by the rung that suits it."""
-    return first._launch(kernels, "softmax", x)
+    return _launch(kernels, "softmax", x)
+
+
+def _launch(module, name, x):
+    expect(x=x, ndim=2, dtypes=DTYPES, contiguous=True)
+    y = torch.empty_like(x)
+    getattr(module, f"{name}_{str(x.dtype).removeprefix('torch.')}")(x, y, *x.shape)
+    return y
 
 
 def _up_to(x, most, why):
@@ -50,18 +59,22 @@ def _whole(kernel, *claims):
     return tuple(f"{kernel}<{dtype}, true>: {claim}" for dtype in ("float", "__nv_bfloat16") for claim in claims)
 
 
+WHOLE = tuple(each for each in PROBLEM.checks if "pad" not in each.shape)  # rows one behind the other
+REFUSES = (
+    Refusal("a transposed matrix", lambda f: f(inputs(8, 7)[0].t()), ValueError, "contiguous"),
+    Refusal("half precision", lambda f: f(inputs(2, 8)[0].half()), TypeError, "x is torch.float16"),
+    Refusal("gradient lost", lambda f: f(inputs(2, 8)[0].requires_grad_()), ValueError, "requires grad"),
+)
+
+
 # fmt: off
 LESSON = Lesson(
-    reference=first.reference,
-    inputs=first.inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(softmax_registers, softmax_lanes, softmax_cluster, softmax),
     checks=(
-        case("no rows", M=0, N=5),
-        case("no columns", M=5, N=0),
-        case("a row of one: a lane a row, in fp32 four rows share 16 bytes", M=17, N=1),
+        *WHOLE,
         case("a prime width: no vector is aligned, no lane count fits", M=7, N=127),
-        case("whole vectors, the last lanes without one; half a row of -inf", M=5, N=120, strange=True),
         case("two warps, ragged: their pairs meet in shared memory", M=3, N=1037, strange=True),
         case("past 8 KB in whole vectors", M=2, N=4104),
         case("past 64 KB: two chunks, the second ragged, half of the row -inf", M=3, N=17003, strange=True),
@@ -71,8 +84,6 @@ LESSON = Lesson(
         case("and in a cluster", gib=120, M=65537, N=32776),
         case("whole vectors, on which bytes and requests are counted", M=32, N=256),
     ),
-    benches=tuple({"M": m, "N": n} for m, n in first.SHAPES),
-    work=first._work,
     wrong=(
         Mutant("padding counts as 0", "softmax_registers_kernel", "-INFINITY", "0.0f", "softmax_registers"),
         Mutant("pairs read before they are there", "softmax_registers_kernel", "    __syncthreads();\n", "",
@@ -86,7 +97,6 @@ LESSON = Lesson(
         Mutant("chunks replace each other", "softmax_rest_kernel", "merge(pair, pair_of<T>(v))", "pair_of<T>(v)",
                "softmax"),
     ),
-    peers=first.PEERS,
     claims={
         "softmax_registers_kernel": _whole("softmax_registers_kernel", "16-byte loads", "16-byte stores", "no spills"),
         "softmax_lanes_kernel": ("16-byte loads", "16-byte stores", "no spills", "no shared memory"),
@@ -94,9 +104,8 @@ LESSON = Lesson(
     },
     passes={softmax_registers: 1, softmax_lanes: 1, softmax: 1},
     counts={softmax_registers: {"sectors a request": 16}, softmax_lanes: {"sectors a request": 16, "barriers": 0}},
-    properties=(first.sums_and_shifts, first.strange_numbers),
-    refuses=first.REFUSES,
-    dtypes=first.DTYPES,
+    refuses=REFUSES,
+    dtypes=DTYPES,
 )
 # fmt: on
 

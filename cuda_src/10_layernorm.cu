@@ -9,11 +9,16 @@
 // Sources of v3: Welford, "Note on a method for calculating corrected sums of squares and products", 1962; Chan, Golub
 // and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o layernorm cuda_src/10_layernorm.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o layernorm cuda_src/10_layernorm.cu
 // Run:      ./layernorm                                   (checks every version, then times them all)
 // No GPU:   python cuda_src/10_layernorm.py               (the same kernels, emulated and checked against PyTorch)
 // Time it:  python -m lessonkit bench 10_layernorm
-#include "10_layernorm.cuh"
+#include "layernorm_problem.cuh"
+
+inline bool no_rows(int64_t M, int64_t N) {
+    course::require(M < (int64_t(1) << 31), "layernorm: a grid has at most 2^31 - 1 blocks, pass fewer rows at a time");
+    return M * N == 0;
+}
 
 // v1. One thread a row, as the definition reads. Predicted: neighbouring lanes are a row apart, so a request touches 32
 // sectors for 32 elements, and M threads fill the GPU only from M = 270,000 on.
@@ -79,6 +84,17 @@ void layernorm_block(const T* x, const T* w, const T* b, T* y, float* mean, floa
     if (no_rows(M, N)) return;
     layernorm_block_kernel<<<M, BLOCK, 0, stream>>>(x, w, b, y, mean, rstd, N, eps);
     CUDA_CHECK(cudaGetLastError());
+}
+
+// `count` elements with this mean, and m2 = sum((x - mean)^2).
+struct Stats {
+    float mean, m2, count;
+};
+
+// Chan, Golub and LeVeque 1979: no digit is lost, since only differences of means are squared.
+__device__ __forceinline__ Stats merge(Stats a, Stats b) {
+    const float count = a.count + b.count, share = count > 0 ? b.count / count : 0, delta = b.mean - a.mean;
+    return {a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share, count};
 }
 
 // v3. New: mean and m2 in one pass. Each thread moves its own mean as elements arrive (Welford); then threads merge as

@@ -8,11 +8,12 @@
 // Sources: Ba, Kiros and Hinton, "Layer normalization", 2016; Chan, Golub and LeVeque 1979 (merging statistics); CUDA
 // C++ programming guide, "Thread block clusters", "Distributed shared memory".
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o layernorm cuda_src/10b_layernorm_lengths.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o layernorm cuda_src/10b_layernorm_lengths.cu
 // Run:      ./layernorm                                   (checks every version, then times them all)
 // No GPU:   python cuda_src/10b_layernorm_lengths.py      (emulated and checked against PyTorch; v6 needs its GPU)
 // Time it:  python -m lessonkit bench 10b_layernorm_lengths
 #include "10b_layernorm_registers.cuh"  // v4 and v5
+#include "layernorm_problem.cuh"
 
 #ifndef COURSE_EMULATED
 #include <cooperative_groups.h>

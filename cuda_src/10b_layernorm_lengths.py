@@ -8,38 +8,53 @@ Check it:  python -m lessonkit check 10b_layernorm_lengths
 Time it:   python -m lessonkit bench 10b_layernorm_lengths
 """
 
-from importlib import import_module
+import math
 
-from lessonkit import Lesson, Mutant, Unsupported, case, cuda, needs
+from lessonkit import Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
 
-from problems.layer_norm import EPS, PROBLEM
+import torch
 
-first = import_module("cuda_src.10_layernorm")
+from problems.layer_norm import EPS, PROBLEM, inputs
+
 kernels = cuda.extension(__file__)  # 10b_layernorm_lengths.cu, built at the first call
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def layernorm_registers(x, w, b, eps=EPS):
     """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32; float32 or bfloat16, rows to 64 KB."""
     _up_to(x, 2**16)
-    return first._launch(kernels, "layernorm_registers", x, w, b, eps)
+    return _launch(kernels, "layernorm_registers", x, w, b, eps)
 
 
 def layernorm_lanes(x, w, b, eps=EPS):
     """As layernorm_registers, 1 to 32 lanes a row of at most 2 KB."""
     _up_to(x, 2**11)
-    return first._launch(kernels, "layernorm_lanes", x, w, b, eps)
+    return _launch(kernels, "layernorm_lanes", x, w, b, eps)
 
 
 @needs(90, "thread block clusters")
 def layernorm_cluster(x, w, b, eps=EPS):
     """As layernorm_registers, 2 to 8 blocks a row; rows that are a multiple of 16 bytes, to 512 KB."""
     _up_to(x, 2**19, whole=True)
-    return first._launch(kernels, "layernorm_cluster", x, w, b, eps)
+    return _launch(kernels, "layernorm_cluster", x, w, b, eps)
 
 
 def layernorm(x, w, b, eps=EPS):
     """As layernorm_registers for every M and N, each row length by the rung that suits it."""
-    return first._launch(kernels, "layernorm", x, w, b, eps)
+    return _launch(kernels, "layernorm", x, w, b, eps)
+
+
+def _launch(module, name, x, w, b, eps):
+    expect(x=x, ndim=2, dtypes=DTYPES, contiguous=True)
+    expect(w=w, b=b, ndim=1, dtypes=(x.dtype,), contiguous=True)
+    M, N = x.shape
+    if w.shape != (N,) or b.shape != (N,):
+        raise ValueError(f"w has shape {tuple(w.shape)} and b {tuple(b.shape)}, expected ({N},) for x {M} x {N}")
+    y, (mean, rstd) = torch.empty_like(x), torch.empty(2, M, dtype=torch.float32, device=x.device)
+    if N == 0:  # of nothing
+        mean.fill_(math.nan), rstd.fill_(math.nan)
+    getattr(module, f"{name}_{str(x.dtype).removeprefix('torch.')}")(x, w, b, y, mean, rstd, M, N, eps)
+    return y, mean, rstd
 
 
 def _up_to(x, most, whole=False):
@@ -54,13 +69,23 @@ def _whole(kernel, *claims):
     return tuple(f"{kernel}<{dtype}, true>: {claim}" for dtype in ("float", "__nv_bfloat16") for claim in claims)
 
 
+WHOLE = tuple(each for each in PROBLEM.checks if "pad" not in each.shape)  # rows one behind the other
+REFUSES = (
+    Refusal("w too long", lambda f: f(inputs(8, 8)[0], *inputs(8, 12)[1:]), ValueError, "w has shape"),
+    Refusal("half precision", lambda f: f(*(t.half() for t in inputs(2, 8))), TypeError, "x is torch.float16"),
+    Refusal("w in 16 bits", lambda f: f(inputs(2, 8)[0], *(t.bfloat16() for t in inputs(2, 8)[1:])), TypeError, "w is"),
+    Refusal("a transposed matrix", lambda f: f(inputs(8, 7)[0].t(), *inputs(7, 8)[1:]), ValueError, "contiguous"),
+    Refusal("gradient lost", lambda f: f(inputs(2, 8)[0].requires_grad_(), *inputs(2, 8)[1:]), ValueError, "grad"),
+)
+
+
 # fmt: off
 LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(layernorm_registers, layernorm_lanes, layernorm_cluster, layernorm),
     checks=(
-        *first.WHOLE,
+        *WHOLE,
         case("a prime width: no vector is aligned, no lane count fits", M=7, N=127),
         case("two warps, ragged", M=3, N=1037),
         case("two warps in whole vectors", M=5, N=1048),
@@ -94,8 +119,8 @@ LESSON = Lesson(
         "layernorm_cluster_kernel": ("layernorm_cluster_kernel<__nv_bfloat16>: no spills",),
     },
     counts={layernorm_registers: {"sectors a load": 16}, layernorm_lanes: {"barriers": 0}},
-    refuses=first.REFUSES,
-    dtypes=first.DTYPES,
+    refuses=REFUSES,
+    dtypes=DTYPES,
 )
 # fmt: on
 

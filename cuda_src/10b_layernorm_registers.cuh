@@ -1,6 +1,93 @@
 // The rungs of 10b_layernorm_lengths that keep a row in registers and go: v4, a block a row, and v5, a few lanes a row.
 #pragma once
-#include "10_layernorm.cuh"
+#include "rows.cuh"
+#include "course.cuh"
+
+// `count` elements with this mean, and m2 = sum((x - mean)^2).
+struct Stats {
+    float mean, m2, count;
+};
+
+// Chan, Golub and LeVeque 1979: no digit is lost, since only differences of means are squared.
+__device__ __forceinline__ Stats merge(Stats a, Stats b) {
+    const float count = a.count + b.count, share = count > 0 ? b.count / count : 0, delta = b.mean - a.mean;
+    return {a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share, count};
+}
+
+template <typename T, int COUNT>
+__device__ __forceinline__ float count_of(const Share& share) {
+    int count = 0;
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) count += share.there<T>(k);
+    return float(count);
+}
+
+// Statistics of what a group of lanes holds, two passes over registers: exact, and no chain of divisions.
+template <typename T, int LANES = 32, int COUNT>
+__device__ __forceinline__ Stats stats_of(uint4 (&v)[COUNT], const Share& share, float count) {
+    float sum = 0, m2 = 0;
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        float f[VEC<T>];
+        unpack<T>(v[k], f);
+#pragma unroll
+        for (int e = 0; e < VEC<T>; e++) sum += f[e];
+    }
+    const float mean = lanes_sum<LANES>(sum) / fmaxf(count, 1);
+    again(v);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        const int there = share.there<T>(k);
+        float f[VEC<T>];
+        unpack<T>(v[k], f);
+#pragma unroll
+        for (int e = 0; e < VEC<T>; e++)
+            // The padding is 0, and 0 - mean is not. Whole vectors are there or not.
+            if (share.whole ? there > 0 : e < there) m2 += (f[e] - mean) * (f[e] - mean);
+    }
+    return {mean, lanes_sum<LANES>(m2), count};
+}
+
+// Statistics that lie in shared memory, merged by every warp for itself: all means first, then what they are apart.
+__device__ __forceinline__ Stats merge_all(const float4* parts, int count, int n) {
+    float sum = 0, m2 = 0;
+    for (int i = threadIdx.x % 32; i < count; i += 32) sum += parts[i].x * parts[i].z;
+    const float mean = lanes_sum(sum) / n;
+    for (int i = threadIdx.x % 32; i < count; i += 32)
+        m2 += parts[i].y + (parts[i].x - mean) * (parts[i].x - mean) * parts[i].z;
+    return {mean, lanes_sum(m2), float(n)};
+}
+
+// A vector of w or b, through the cache for what no kernel writes: so the compiler may load the next before it stores.
+template <typename T>
+__device__ __forceinline__ uint4 load_constant(const T* row, int i, const Share& share) {
+    if (share.whole) return __ldg(reinterpret_cast<const uint4*>(row) + i);
+    float f[VEC<T>];
+#pragma unroll
+    for (int e = 0; e < VEC<T>; e++) f[e] = i * VEC<T> + e < share.n ? widen(row[i * VEC<T> + e]) : 0;
+    return pack<T>(f);
+}
+
+template <typename T, int COUNT>
+__device__ __forceinline__ void store_share(const uint4 (&v)[COUNT], const T* w, const T* b, float mean, float rstd,
+                                            T* row, const Share& share) {
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        const int i = share.first + k * share.step;
+        if (i >= share.end) continue;
+        float f[VEC<T>], scale[VEC<T>], shift[VEC<T>];
+        unpack<T>(v[k], f);
+        unpack<T>(load_constant(w, i, share), scale), unpack<T>(load_constant(b, i, share), shift);
+#pragma unroll
+        for (int e = 0; e < VEC<T>; e++) f[e] = (f[e] - mean) * rstd * scale[e] + shift[e];
+        store_vector<T>(f, row, share.n, i, share.whole);
+    }
+}
+
+inline bool no_rows(int64_t M, int64_t N) {
+    course::require(M < (int64_t(1) << 31), "layernorm: a grid has at most 2^31 - 1 blocks, pass fewer rows at a time");
+    return M * N == 0;
+}
 
 // v4. The row stays in registers between its statistics and its result, as it came: 16 bytes a load, eight loads a
 // thread on their way before the first use, and in 16 bits 32 registers, widened anew for the mean, the spread and the

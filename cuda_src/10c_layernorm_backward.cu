@@ -9,7 +9,8 @@
 // Sources: Ba, Kiros and Hinton, "Layer normalization", 2016; CUDA C++ programming guide, "Asynchronous data copies",
 // "Thread block clusters", "Distributed shared memory".
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o layernorm_backward cuda_src/10c_layernorm_backward.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o layernorm_backward
+//           cuda_src/10c_layernorm_backward.cu
 // Run:      ./layernorm_backward                          (checks every version, then times them all)
 // No GPU:   python cuda_src/10c_layernorm_backward.py     (emulated and checked against PyTorch; v3 needs its GPU)
 // Time it:  python -m lessonkit bench 10c_layernorm_backward

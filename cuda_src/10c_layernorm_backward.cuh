@@ -1,7 +1,8 @@
 // What 10c_layernorm_backward is made of: v1, what a thread of later rungs does with its
 // columns of a row, and the check in main.
 #pragma once
-#include "10_layernorm.cuh"
+#include "rows.cuh"
+#include "course.cuh"
 
 #include <cuda_pipeline.h>
 
@@ -19,6 +20,11 @@ struct Plan {
     int threads = 0, parts = 1, part = 0, bytes = 0;  // part: vectors of one block
     int64_t groups = 0;                               // 0: it cannot be launched here
 };
+
+inline bool no_rows(int64_t M, int64_t N) {
+    course::require(M < (int64_t(1) << 31), "layernorm: a grid has at most 2^31 - 1 blocks, pass fewer rows at a time");
+    return M * N == 0;
+}
 
 // v1. A kernel for each direction: a block a row for dx; for dw and db a block for 32 columns, whose 8 warps take every
 // eighth row. Predicted: 5MN, and dx reads its row twice (the second time from L1 or L2): at best 5/3 of the least

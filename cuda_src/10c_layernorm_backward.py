@@ -1,35 +1,22 @@
 """LayerNorm backward in CUDA C++: one sum along the row, one down the column
 =========================================================================
 The kernels and what they predict are in 10c_layernorm_backward.cu; here they are functions of tensors, checked against
-PyTorch, and with the forward of 10b_layernorm_lengths one differentiable op. The cluster is no part of the emulator.
+PyTorch, and with the forward of the reference one differentiable op. The cluster is no part of the emulator.
 
 Run it:    python cuda_src/10c_layernorm_backward.py
 Check it:  python -m lessonkit check 10c_layernorm_backward
 Time it:   python -m lessonkit bench 10c_layernorm_backward
 """
 
-from importlib import import_module
-
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, by_inductor, case, cuda, expect, needs
+from lessonkit import Grad, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
 
 import torch
 
 from problems import layer_norm
+from problems.layer_norm import PROBLEM_BACKWARD, inputs_backward
 
-forward = import_module("cuda_src.10_layernorm")
-lengths = import_module("cuda_src.10b_layernorm_lengths")
 kernels = cuda.extension(__file__)  # 10c_layernorm_backward.cu, built at the first call
-
-
-def reference(dy, x, w, mean, rstd):
-    """The three formulas in fp32 (or wider); mean and rstd are what the forward saved."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    g = dy.to(wide) * w.to(wide)
-    x_hat = (x.to(wide) - mean[:, None]) * rstd[:, None]
-    c1, c2 = (g * x_hat).mean(-1, keepdim=True), g.mean(-1, keepdim=True)
-    dx = rstd[:, None] * (g - x_hat * c1 - c2)  # reads 2MN, writes MN
-    dw, db = (dy.to(wide) * x_hat).sum(0), dy.to(wide).sum(0)  # reads 2MN
-    return dx.to(x.dtype), dw.to(x.dtype), db.to(x.dtype)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def layernorm_backward_naive(dy, x, w, mean, rstd):
@@ -62,7 +49,7 @@ def layernorm_backward(dy, x, w, mean, rstd):
 
 
 def _launch(name, dy, x, w, mean, rstd):
-    expect(dy=dy, x=x, ndim=2, dtypes=forward.DTYPES, same_shape=True, same_dtype=True, contiguous=True)
+    expect(dy=dy, x=x, ndim=2, dtypes=DTYPES, same_shape=True, same_dtype=True, contiguous=True)
     expect(w=w, ndim=1, dtypes=(x.dtype,), contiguous=True)
     expect(mean=mean, rstd=rstd, ndim=1, dtypes=(torch.float32,), same_shape=True, contiguous=True)
     M, N = x.shape
@@ -86,7 +73,7 @@ def _up_to(x, most):
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b):
-        y, mean, rstd = lengths.layernorm(x.detach(), w.detach(), b.detach())
+        y, mean, rstd = layer_norm.reference(x.detach(), w.detach(), b.detach())
         ctx.save_for_backward(x, w, mean, rstd)
         return y
 
@@ -101,57 +88,18 @@ def layernorm(x, w, b):
     return _LayerNorm.apply(x, w, b)
 
 
-def inputs(M, N, dtype=torch.float32):
-    # The forward's x has rows of three scales and a large mean, so a row taken for its neighbour shows. dy is not
-    # centred: with a mean of 0 a forgotten mean(g) would hide in the noise.
-    x, w, b = layer_norm.inputs(M, N, dtype)
-    _, mean, rstd = layer_norm.reference(x, w, b)
-    # Every dy * w is exact, 8 bits times 4: in a row of one element dx is dy * w - dy * w = 0, and a compiler that
-    # fuses the second product into the subtraction, unrounded, would leave the first one's rounding.
-    dy = (torch.randn(M, N, device=DEVICE) + 0.5).bfloat16().to(dtype)
-    return dy, x, ((w * 8).round() / 8).to(dtype), mean, rstd
-
-
-def dx_is_orthogonal(rung):
-    """y does not change when a row is shifted or stretched, so dx . 1 and dx . x_hat are 0 in every row (eps aside)."""
-    dy, x, w, mean, rstd = inputs(4, 300)
-    dx = rung(dy, x, w, mean, rstd)[0][::3].double()
-    x_hat = ((x - mean[:, None]) * rstd[:, None])[::3].double()
-    for along in (torch.ones_like(x_hat), x_hat):
-        assert ((dx * along).sum(1).abs() < 1e-3 * dx.abs().sum(1)).all()
-
-
-def _torch(dy, x, w, mean, rstd):
-    return torch.ops.aten.native_layer_norm_backward(dy, x, w.shape, mean, rstd, w, w, [True] * 3)
-
-
-PEERS = {
-    "torch": _torch,
-    "torch.compile": by_inductor(reference),
-    "liger": lambda dy, x, w, *s: import_module("liger_kernel.ops.layer_norm").layer_norm_backward(dy, x, w, w, *s),
-    "quack": lambda dy, x, w, mean, rstd: import_module("quack.rmsnorm").layernorm_bwd(x, w, dy, rstd, mean),
-}
-
-
-def _work(M, N, dtype):
-    return Work(bytes=3 * (M + 1) * N * dtype.itemsize + 8 * M, flops=14 * M * N)
-
-
 def _other(change):
-    return lambda f: f(*change(*inputs(4, 8)))
+    return lambda f: f(*change(*inputs_backward(4, 8)))
 
 
 # fmt: off
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
     extension=kernels,
     rungs=(layernorm_backward_naive, layernorm_backward_persistent, layernorm_backward_warp, layernorm_backward_cluster,
            layernorm_backward),
     checks=(
-        case("no rows: dw and db are sums of nothing, 0", M=0, N=8),
-        case("rows of nothing", M=3, N=0),
-        case("one element a row: dx is 0", M=17, N=1),
+        *(each for each in PROBLEM_BACKWARD.checks if "pad" not in each.shape),  # rows one behind the other
         case("a prime width: v1 alone", M=7, N=127),
         case("more rows than warps, so that they turn", M=150, N=120),
         case("two warps a row, several turns of each block", M=70, N=520),
@@ -161,8 +109,7 @@ LESSON = Lesson(
         case("row offsets past 2^31", gib=130, M=262145, N=8200 - 8),
         case("whole vectors, on which requests are counted", M=32, N=256),
     ),
-    benches=tuple({"M": m, "N": n} for m, n in reversed(layer_norm.SHAPES)),
-    work=_work,
+    benches=PROBLEM_BACKWARD.benches[::-1],
     wrong=(
         Mutant("the mean of g forgotten", "dx_kernel", "* r * along - sum)", "* r * along)",
                "layernorm_backward_naive"),
@@ -185,9 +132,7 @@ LESSON = Lesson(
         Mutant("the last block forgotten", "add_partials_kernel", "i < blocks", "i < blocks - 1",
                "layernorm_backward_persistent"),
     ),
-    peers=PEERS,
     claims={"backward_kernel": ("cp.async", "16-byte stores", "no spills"), "dx_kernel": ("no spills",)},
-    properties=(dx_is_orthogonal,),
     refuses=(
         Refusal("dy of another shape", _other(lambda dy, x, *r: (dy[:2], x, *r)), ValueError, "x has shape"),
         Refusal("half precision", _other(lambda dy, x, *r: (dy.half(), x.half(), *r)), TypeError, "dy is"),
@@ -195,7 +140,7 @@ LESSON = Lesson(
         Refusal("mean in 16 bits", _other(lambda *a: (*a[:3], a[3].bfloat16(), a[4])), TypeError, "mean is"),
     ),
     grad=Grad(layernorm, lambda x, w, b: layer_norm.reference(x, w, b)[0], layer_norm.inputs),
-    dtypes=forward.DTYPES,
+    dtypes=DTYPES,
 )
 # fmt: on
 

@@ -16,7 +16,7 @@
 // visits Q, so O, m and l travel to memory and back in each round; here a block keeps Q and they stay in registers);
 // Milakov and Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, section 3 (the shares of warps).
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o flash_attention cuda_src/11_flash_attention_v1.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o flash_attention cuda_src/11_flash_attention_v1.cu
 // Run:      ./flash_attention
 // No GPU:   python cuda_src/11_flash_attention_v1.py
 // Time it:  python -m lessonkit bench 11_flash_attention_v1

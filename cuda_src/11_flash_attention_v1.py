@@ -9,81 +9,70 @@ Check it:  python -m lessonkit check 11_flash_attention_v1
 Time it:   python -m lessonkit bench 11_flash_attention_v1
 """
 
-import importlib
 import math
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Unsupported, Work, case, cuda, expect
+from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect
 
 import torch
 import torch.nn.functional as F
 
+from problems import attention_plain
+from problems.attention_plain import PROBLEM_LSE
+
 kernels = cuda.extension(__file__)  # 11_flash_attention_v1.cu, built at the first call
 
 
-def reference(q, k, v, causal=False, lse=False):
-    """Writes S x S scores a head, reads and writes them for the softmax, reads them again; a head at a time here."""
-    S, D = q.shape[-2:]
-    hidden = torch.ones(S, S, dtype=torch.bool, device=q.device).triu(1) & causal
-    outputs, sums = [], []
-    for q1, k1, v1 in zip(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), strict=True):
-        s = ((q1 @ k1.T) / math.sqrt(D)).masked_fill(hidden, -math.inf)
-        outputs.append(s.softmax(-1) @ v1)
-        sums.append(torch.logsumexp(s if s.dtype == torch.float64 else s.float(), -1))
-    o = torch.stack(outputs).view_as(q)
-    return (o, torch.stack(sums).view(q.shape[:-1])) if lse else o
-
-
-def attention_naive(q, k, v, causal=False, lse=False):
-    """q, k, v [B, H, S, D] -> o, or o and lse [B, H, S] fp32 if asked for; S x S fp32 of scratch a head."""
+def attention_naive(q, k, v, causal=False):
+    """q, k, v [B, H, S, D] -> o as q, lse [B, H, S] fp32; S x S fp32 of scratch a head."""
     B, H, S, _ = _expect_qkv(q, k, v)
     if B * H * S * S > 2**32:
         raise Unsupported(f"the scores alone would take {B * H * S * S * 4 / 2**30:.0f} GiB")
-    return _run("attention_naive", q, k, v, causal, lse, torch.empty(B * H, S, S, device=q.device))
+    return _run("attention_naive", q, k, v, causal, torch.empty(B * H, S, S, device=q.device))
 
 
-def attention_online(q, k, v, causal=False, lse=False):
+def attention_online(q, k, v, causal=False):
     """As attention_naive, with no scratch: tiles of 32 keys, online softmax. D up to 128."""
     _expect_qkv(q, k, v)
-    return _run("attention_online", q, k, v, causal, lse)
+    return _run("attention_online", q, k, v, causal)
 
 
-def attention_register(q, k, v, causal=False, lse=False):
+def attention_register(q, k, v, causal=False):
     """As attention_online; a thread owns 8 queries x 4 keys and 8 queries x D/16 columns."""
     _expect_qkv(q, k, v)
-    return _run("attention_register", q, k, v, causal, lse)
+    return _run("attention_register", q, k, v, causal)
 
 
-def attention_mma(q, k, v, causal=False, lse=False):
+def attention_mma(q, k, v, causal=False):
     """As attention_register on tensor cores, fp16 and bf16; D other than 64 and 128 is padded with zeros in a copy."""
     _expect_qkv(q, k, v)
     if q.dtype == torch.float32:
         raise Unsupported("tensor cores take 16-bit inputs")
-    return _run_padded("attention_mma", q, k, v, causal, lse)
+    return _run_padded("attention_mma", q, k, v, causal)
 
 
-def attention_pipelined(q, k, v, causal=False, lse=False):
+def attention_pipelined(q, k, v, causal=False):
     """As attention_mma, K and V double-buffered; fp32 falls back to attention_register."""
     _expect_qkv(q, k, v)
     if q.dtype == torch.float32:
-        return _run("attention_register", q, k, v, causal, lse)
-    return _run_padded("attention_pipelined", q, k, v, causal, lse)
+        return _run("attention_register", q, k, v, causal)
+    return _run_padded("attention_pipelined", q, k, v, causal)
 
 
-def _expect_qkv(q, k, v, differentiable=False):
+def _expect_qkv(q, k, v):
     """The checks of every rung; returns B, H, S, D."""
-    expect(q=q, k=k, v=v, ndim=4, same_shape=True, same_dtype=True, contiguous=True, differentiable=differentiable)
+    expect(q=q, k=k, v=v, ndim=4, same_shape=True, same_dtype=True, contiguous=True)
     if q.shape[-1] > 128:
         raise ValueError(f"q has D = {q.shape[-1]}, expected at most 128: registers hold no longer row of the output")
     return q.shape
 
 
-def _run(name, q, k, v, causal, lse, *scratch, scale=None):
+def _run(name, q, k, v, causal, *scratch, scale=None):
     B, H, S, D = q.shape
     o, sums = torch.empty_like(q), torch.empty(B, H, S, device=q.device)
     if q.numel():
         launch = getattr(kernels, f"{name}_{str(q.dtype).removeprefix('torch.')}")
         launch(q, k, v, o, sums, *scratch, B * H, S, D, causal, scale or 1 / math.sqrt(D))
-    return (o, sums) if lse else o
+    return o, sums
 
 
 def _pad_width(D, *tensors):
@@ -91,36 +80,14 @@ def _pad_width(D, *tensors):
     return [F.pad(t, (0, (64 if D <= 64 else 128) - D)) if D not in (64, 128) else t for t in tensors]
 
 
-def _run_padded(name, q, k, v, causal, lse):
+def _run_padded(name, q, k, v, causal):
     D = q.shape[-1]
     padded = _pad_width(D, q, k, v)
-    o, sums = _run(name, *padded, causal, True, scale=1 / math.sqrt(max(D, 1)))
-    o = o[..., :D].contiguous()
-    return (o, sums) if lse else o
+    o, sums = _run(name, *padded, causal, scale=1 / math.sqrt(max(D, 1)))
+    return o[..., :D].contiguous(), sums
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, causal):
-        o, sums = attention_pipelined(q, k, v, causal, lse=True)
-        ctx.save_for_backward(q, k, v, o, sums)
-        ctx.causal = causal
-        return o
-
-    @staticmethod
-    def backward(ctx, dout):
-        backward = importlib.import_module("cuda_src.11b_flash_attention_backward")  # digits cannot begin a name
-        q, k, v, o, sums = ctx.saved_tensors
-        return *backward.attention_backward_mma(q, k, v, o, sums, dout.contiguous(), ctx.causal), None
-
-
-def attention(q, k, v, causal=False, lse=False):
-    """q, k, v [B, H, S, D] -> o, differentiable: saves o and lse, and recomputes the rest (11b)."""
-    _expect_qkv(q, k, v, differentiable=True)
-    return _Attention.apply(q, k, v, causal)
-
-
-def attention_twin(q, k, v, causal=False, lse=False):
+def attention_twin(q, k, v, causal=False):
     """attention_online_kernel, loop by loop, with its names (l is total): a query, a tile of 32 keys at a time."""
     B, H, S, D = q.shape
     o, sums = torch.empty_like(q), torch.empty(B, H, S, device=q.device)
@@ -137,17 +104,14 @@ def attention_twin(q, k, v, causal=False, lse=False):
             m = m_new
         o[b, h, row] = acc / total
         sums[b, h, row] = m + math.log(total)
-    return (o, sums) if lse else o
+    return o, sums
 
 
-def inputs(B, H, S, D, causal=False, lse=False, sharp=1.0, dtype=torch.float32):
-    # Scores are around -sqrt(D) and grow along the keys: a key that is not there (zeros, so a score of 0) would drown
-    # all others, and every tile brings a new maximum, without which the rescaling could be left out unseen.
-    q, k, v = (torch.randn(B, H, S, D, device=DEVICE) + mean for mean in (1.0, -1.0, 0.5))
-    k += torch.linspace(-0.5, 0.5, S, device=DEVICE)[:, None]
+def inputs(B, H, S, D, causal=False, sharp=1.0, dtype=torch.float32):
+    q, k, v, causal = attention_plain.inputs(B, H, S, D, causal, dtype)
     if dtype == torch.float32:  # in 16 bits PyTorch's own scores would be off by 0.5, and no error could be told
         q *= sharp
-    return q.to(dtype), k.to(dtype), v.to(dtype), causal, lse
+    return q, k, v, causal
 
 
 def memory_grows_with_s(rung):
@@ -156,7 +120,7 @@ def memory_grows_with_s(rung):
         raise Unsupported("allocated bytes are counted on a GPU")
     if rung is attention_naive:
         raise Unsupported("this one keeps the scores")
-    q, k, v, *_ = inputs(1, 4, 4096, 64, dtype=torch.bfloat16)
+    q, k, v, _ = inputs(1, 4, 4096, 64, dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     rung(q, k, v)
@@ -164,57 +128,22 @@ def memory_grows_with_s(rung):
     assert extra <= q.nbytes + 4 * 4 * 4096 + 2048, f"{extra} bytes for an output of {q.nbytes}"
 
 
-def mean_of_values(rung):
-    """A softmax sums to one: if every value is the same row, so is every output; and adding to it adds to them."""
-    q, k, v, *_ = inputs(1, 2, 37, 32, sharp=-20.0)
-    v[:] = torch.randn(32, device=DEVICE)
-    for causal in (False, True):
-        try:
-            torch.testing.assert_close(rung(q, k, v, causal), v, atol=1e-5, rtol=1e-5)
-        except Unsupported:
-            half = v.bfloat16()
-            torch.testing.assert_close(rung(q.bfloat16(), k.bfloat16(), half, causal), half, atol=1e-2, rtol=1e-2)
-
-
-def _torch_naive(q, k, v, causal=False, lse=False):
+def _torch_naive(q, k, v, causal=False):
     s = (q / math.sqrt(q.shape[-1])) @ k.mT
     if causal:
         s.masked_fill_(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
-    return s.softmax(-1) @ v
-
-
-def _torch_flash(q, k, v, causal=False, lse=False):
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+    return s.softmax(-1) @ v, torch.logsumexp(s.float(), -1)
 
 
 LESSON = Lesson(
-    reference=reference,
+    problem=PROBLEM_LSE,
     inputs=inputs,
     extension=kernels,
     rungs=(attention_naive, attention_online, attention_register, attention_mma, attention_pipelined),
     checks=(
-        case("no tokens: an empty grid is an error in CUDA", B=1, H=2, S=0, D=16),
-        case("one token: the softmax is 1, everything else is masked", B=1, H=1, S=1, D=16),
-        case("one key past a tile of 32, a query past a tile of 8", B=1, H=1, S=33, D=20, lse=True),
-        case("causal, and D that needs no padding", B=1, H=1, S=47, D=64, causal=True, lse=True),
-        case("a tile of 64 and a tail; two heads, so that one head's keys are not the other's", B=1, H=2, S=70, D=32),
-        case("causal past a tile: the second tile is masked for some warps", B=1, H=1, S=70, D=16, causal=True),
-        case("scores past 88, where exp overflows", B=1, H=1, S=35, D=64, sharp=-20.0, lse=True),
-        case("several tiles of everything", gib=0.5, B=2, H=3, S=517, D=128, lse=True),
-        case("several tiles of everything, causal", gib=0.5, B=2, H=3, S=517, D=64, causal=True, lse=True),
-        case("S = 2048, causal, D padded", gib=0.9, B=1, H=2, S=2048, D=80, causal=True),
-        case("a whole tile of everything, on which accesses are counted", B=1, H=1, S=64, D=64),
-    ),
-    benches=(  # small: at 1 TFLOP/s the naive rung takes half a second
-        {"B": 8, "H": 16, "S": 1024, "D": 128, "causal": False},
-        {"B": 4, "H": 16, "S": 2048, "D": 128, "causal": False},
-        {"B": 4, "H": 16, "S": 2048, "D": 128, "causal": True},
-        {"B": 2, "H": 16, "S": 4096, "D": 128, "causal": False},
-        {"B": 1, "H": 4, "S": 16384, "D": 128, "causal": True},
-        {"B": 4, "H": 32, "S": 2048, "D": 64, "causal": False},
-    ),
-    work=lambda B, H, S, D, dtype, causal=False, lse=False, sharp=1.0: Work(
-        bytes=4 * B * H * S * D * dtype.itemsize, flops=4 * B * H * S * S * D // (2 if causal else 1)
+        *PROBLEM_LSE.checks[:-1],
+        case("scores past 88, where exp overflows", B=1, H=1, S=35, D=64, sharp=-20.0),
+        PROBLEM_LSE.checks[-1],  # the last one: on it accesses are counted
     ),
     wrong=(
         Mutant("causal mask one key short", "scores_kernel", "j > i", "j >= i", "attention_naive", "nan"),
@@ -262,8 +191,8 @@ LESSON = Lesson(
         Mutant("halves of P swapped", "as_left", "pack<T>(c[m][2 * k +", "pack<T>(c[m][2 * k + 1 -", "attention_mma"),
         Mutant("l of one lane in four", "attention_mma_kernel", "__shfl_xor_sync(~0u, sum, 1)", "0", "attention_mma"),
     ),
-    properties=(memory_grows_with_s, mean_of_values),
-    peers={"torch naive": _torch_naive, "SDPA flash": _torch_flash},
+    properties=(*PROBLEM_LSE.properties, memory_grows_with_s),
+    peers=PROBLEM_LSE.peers | {"torch naive": _torch_naive},
     claims={
         "attention_online_kernel": ("no spills",),
         "attention_register_kernel": ("no spills",),
@@ -271,24 +200,11 @@ LESSON = Lesson(
     },
     counts={attention_online: {"wavefronts a shared access": 1.0}},
     refuses=(
-        Refusal("S of k differs", lambda f: f(*_bad(lambda q, k, v: (q, k[:, :, :3], v))), ValueError, "k has shape"),
-        Refusal("v of another dtype", lambda f: f(*_bad(lambda q, k, v: (q, k, v.half()))), TypeError, "v is"),
-        Refusal("no heads", lambda f: f(*_bad(lambda q, k, v: (q[0], k[0], v[0]))), ValueError, "3 dimension"),
+        *PROBLEM_LSE.refuses,
         Refusal("D past 128", lambda f: f(*inputs(1, 1, 4, 130)[:3]), ValueError, "at most 128"),
-        Refusal("transposed", lambda f: f(*_bad(lambda q, k, v: (q.mT, k.mT, v.mT))), ValueError, "contiguous"),
-        Refusal("gradient lost", lambda f: f(*_bad(lambda q, k, v: (q.requires_grad_(), k, v))), ValueError, "grad"),
     ),
-    # Not the sharp case: where P is one-hot, dS = P (dP - delta) is 0, and autograd's delta, a sum of P dP, cancels to
-    # the bit; delta from dO and O is the same number rounded elsewhere, and leaves an error of eps |dP|.
-    # Nor fewer than seven tokens: with one, dP - delta is 0, with two it nearly cancels, and delta has O's rounding.
-    grad=Grad(attention, inputs=lambda S, lse=False, sharp=1.0, **shape: inputs(S=S and max(S, 7), **shape)),
     cpu_model=attention_twin,
-    factor=2,  # for the same reason: delta inherits O's rounding to 16 bits, and dQ shows it
 )
-
-
-def _bad(change):
-    return change(*inputs(1, 2, 5, 16)[:3])
 
 
 if __name__ == "__main__":

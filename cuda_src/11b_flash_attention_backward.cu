@@ -17,13 +17,32 @@
 //
 // Sources: Dao et al. 2022, FlashAttention, appendix B.2, algorithm 4; Dao 2023, FlashAttention-2, section 3.1.2.
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o flash_attention_backward cuda_src/11b_flash_attention_backward.cu
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o flash_attention_backward
+//           cuda_src/11b_flash_attention_backward.cu
 // Run:      ./flash_attention_backward
 // No GPU:   python cuda_src/11b_flash_attention_backward.py
 // Time it:  python -m lessonkit bench 11b_flash_attention_backward
-#include "11_attention_backward_mma.cuh"
-#include "11_attention_register.cuh"
+#include "11b_attention_mma.cuh"
 #include "course.cuh"
+
+constexpr int THREADS = 256;
+
+__host__ __device__ constexpr int tiles_of(int64_t S, int rows) { return int((S + rows - 1) / rows); }
+
+// Folds over the `width` neighbouring lanes that share a row.
+__device__ inline float row_sum(float x, int width) {
+    for (int step = width / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+// A tile [rows][WIDTH] in fp32, its rows `pitch` apart: zeros past the last row and past D, which then add nothing.
+template <typename T, int ROWS, int WIDTH>
+__device__ void fill(float* tile_smem, int pitch, const T* from, int live, int D) {
+    for (int i = threadIdx.x; i < ROWS * WIDTH; i += THREADS) {
+        const int row = i / WIDTH, d = i % WIDTH;
+        tile_smem[row * pitch + d] = row < live && d < D ? float(from[int64_t(row) * D + d]) : 0.0f;
+    }
+}
 
 // Before both passes, a warp a row: lse2 = lse * log2(e), so that P = exp2(S scale log2(e) - lse2), and delta, both
 // [heads, PS] with PS = S rounded up to 128. Past S lse2 is infinite: P of a query that is not there is 0, unasked.
@@ -127,7 +146,7 @@ void attention_backward_scalar(const T* q, const T* k, const T* v, const T* o, c
     pass(std::false_type{}, q, dout, k, v, dq, static_cast<T*>(nullptr));
 }
 
-// v2. New: tensor cores, in 11_attention_backward_mma.cuh.
+// v2. New: tensor cores, in 11b_attention_mma.cuh.
 template <typename T>
 void attention_backward_mma(const T* q, const T* k, const T* v, const T* o, const float* lse, const T* dout, T* dq,
                             T* dk, T* dv, float* stats, int64_t heads, int64_t S, int64_t D, bool causal, float scale,
@@ -152,7 +171,7 @@ COURSE_MODULE(m) {
 }
 
 #ifndef COURSE_EXTENSION
-// Gradients by plain loops in double; `o` and `lse` are what the forward pass would have kept.
+// Gradients by plain loops in double, and the o and lse of the forward pass.
 struct Reference {
     std::vector<double> o, lse, dq, dk, dv;
 
@@ -194,10 +213,22 @@ void run(int64_t heads, int64_t S, int64_t D, bool causal, bool timed) {
         return std::vector<T>(values.begin(), values.end());
     };
     const std::vector<T> hq = random(1), hk = random(2), hv = random(3), hdout = random(4);
-    course::Buffer<T> q(hq), k(hk), v(hv), dout(hdout), o(hq.size()), dq(hq.size()), dk(hq.size()), dv(hq.size());
-    course::Buffer<float> lse(heads * S), stats(2 * heads * course::ceil_div(S, 128) * 128);
+    // What the forward pass has kept. Timed, S is too large for plain loops; there o is small, as a mean of S values
+    // is, and scores are normal, so that lse is near log(keys) + 1/2.
+    std::vector<double> exact[3];
+    std::vector<float> ho, hlse;
+    if (timed) {
+        ho = course::random(hq.size(), 5, 0, 0.02f);
+        for (int64_t i = 0; i < heads * S; i++) hlse.push_back(0.5f + std::log(float(causal ? i % S + 1 : S)));
+    } else {
+        Reference reference(hq, hk, hv, hdout, heads, S, D, causal);
+        ho.assign(reference.o.begin(), reference.o.end()), hlse.assign(reference.lse.begin(), reference.lse.end());
+        exact[0] = reference.dq, exact[1] = reference.dk, exact[2] = reference.dv;
+    }
+    course::Buffer<T> q(hq), k(hk), v(hv), dout(hdout), o(std::vector<T>(ho.begin(), ho.end()));
+    course::Buffer<T> dq(hq.size()), dk(hq.size()), dv(hq.size());
+    course::Buffer<float> lse(hlse), stats(2 * heads * course::ceil_div(S, 128) * 128);
     const float scale = 1 / std::sqrt(float(D));
-    attention_register<T>(q, k, v, o, lse, heads, S, D, causal, scale, nullptr);
     std::vector<course::Version> versions = {{"v1 scalar", [&](cudaStream_t s) {
         attention_backward_scalar<T>(q, k, v, o, lse, dout, dq, dk, dv, stats, heads, S, D, causal, scale, s);
     }}};
@@ -205,11 +236,6 @@ void run(int64_t heads, int64_t S, int64_t D, bool causal, bool timed) {
         versions.push_back({"v2 tensor cores", [&](cudaStream_t s) {
             attention_backward_mma<T>(q, k, v, o, lse, dout, dq, dk, dv, stats, heads, S, D, causal, scale, s);
         }});
-    std::vector<double> exact[3];
-    if (!timed) {
-        Reference reference(hq, hk, hv, hdout, heads, S, D, causal);
-        exact[0] = reference.dq, exact[1] = reference.dk, exact[2] = reference.dv;
-    }
     for (const auto& version : versions) {
         dq.poison(), dk.poison(), dv.poison(), stats.poison();
         version.run(nullptr);

@@ -11,7 +11,8 @@
 // Sources: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009, section 3;
 // CUDA C++ programming guide, "Peer-to-peer memory access"; the PTX ISA's memory consistency model, "Scope".
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -o multi_gpu cuda_src/12_multi_gpu.cu -lnccl   (without nccl.h: no -lnccl)
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o multi_gpu
+//           cuda_src/12_multi_gpu.cu -lnccl   (without nccl.h: no -lnccl)
 // Run:      ./multi_gpu            (2 to 8 GPUs: checked, then timed; with one: the same kernels, ranks that share it)
 // No GPU:   python cuda_src/12_multi_gpu.py          (2 to 8 ranks in one memory, emulated and checked against PyTorch)
 // Link: nccl

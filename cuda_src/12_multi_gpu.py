@@ -13,16 +13,14 @@ Check it:  python -m lessonkit check 12_multi_gpu
 Time it:   the compile and run lines at the top of 12_multi_gpu.cu, with 2 GPUs
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, cuda, expect
+from lessonkit import Lesson, Mutant, cuda, expect
 
 import torch
 
+from problems.all_reduce import PROBLEM
+
 kernels = cuda.extension(__file__)  # 12_multi_gpu.cu, built at the first call
 BLOCKS = 128  # flags a rank, as in 12_ring.cuh
-
-
-def reference(x):
-    return x.sum(0, keepdim=True).repeat(len(x), 1)
 
 
 def read_all(x):
@@ -49,37 +47,11 @@ def _all_reduce(launch, x):
     return y
 
 
-def inputs(ranks, n, dtype=torch.float32):
-    # Each rank has a mean of its own: a rank left out, or added twice, shows everywhere.
-    return (torch.randn(ranks, n, device=DEVICE) + torch.arange(ranks, device=DEVICE)[:, None],)
-
-
-def every_rank_has_the_same_bits(rung):
-    """A chunk is summed once, in one order: data-parallel replicas that differ in a bit drift apart."""
-    for ranks in (2, 3, 5):
-        y = rung(*inputs(ranks, 1001))
-        assert torch.equal(y, y[:1].expand_as(y)), f"{ranks} ranks"
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(read_all, ring_steps, ring_flags),
-    checks=(
-        case("nothing to do", ranks=2, n=0),
-        case("one element: all chunks but the first are empty", ranks=4, n=1),
-        case("two ranks: no step in the middle", ranks=2, n=4096),
-        case("rows that begin at no multiple of 16 bytes: single floats", ranks=3, n=1021),
-        case("the last chunk is shorter", ranks=3, n=1000),
-        case("as many ranks as there may be, fewer elements than they would take", ranks=8, n=20),
-        case("five ranks: steps of every kind", ranks=5, n=512),
-        case("several blocks a rank, and the loop turns once more for some", ranks=2, n=2 * 4 * 512 * 3 + 8),
-        case("whole chunks, on which bytes are counted", ranks=4, n=4 * 2048),
-    ),
-    benches=({"ranks": 4, "n": 2**24},),
     prints="Between GPUs, which the rows above are not: there all ranks share one memory.",
-    work=lambda ranks, n, dtype: Work(bytes=2 * ranks * n * dtype.itemsize, flops=(ranks - 1) * n),
     wrong=(
         Mutant("the first rank stands for all", "read_all_kernel", "(p.x[r]) + q", "(p.x[0]) + q", "read_all"),
         Mutant(
@@ -123,8 +95,6 @@ LESSON = Lesson(
             "one's own flag", "ring_flags_kernel", "signal(p.flags[right]", "signal(p.flags[rank]", "ring_flags", "race"
         ),
     ),
-    properties=(every_rank_has_the_same_bits,),
-    peers={"torch": reference},
     claims={
         "read_all_kernel": ("16-byte loads", "16-byte stores", "no spills"),
         "ring_step_kernel": ("16-byte loads", "16-byte stores", "no spills"),
@@ -132,14 +102,6 @@ LESSON = Lesson(
     },
     # Of 4 ranks: everyone reads 4n and writes n. In the ring 6 + 5 (k - 2) = 16 quarters of n are read or written.
     passes={read_all: 2.5, ring_steps: 2.0, ring_flags: 2.0},
-    refuses=(
-        Refusal("alone", lambda f: f(*inputs(1, 8)), ValueError, "2 to 8 ranks"),
-        Refusal("nine", lambda f: f(*inputs(9, 8)), ValueError, "2 to 8 ranks"),
-        Refusal("not float32", lambda f: f(inputs(2, 8)[0].half()), TypeError, "x is torch.float16"),
-        Refusal("every second element", lambda f: f(inputs(2, 8)[0][:, ::2]), ValueError, "contiguous"),
-    ),
-    dtypes=(torch.float32,),
-    bench_dtype=torch.float32,
 )
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" and "cp.async.bulk.tensor"; CUTLASS, "Efficient
 // GEMM in CUDA"; Shah et al., FlashAttention-3 (2024), section 2.2 on warp specialisation.
 //
-// Compile:  nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -o hopper_matmul cuda_src/13_hopper_matmul.cu
+// Compile:  nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda_src/include -o hopper_matmul
+//           cuda_src/13_hopper_matmul.cu
 //           (-arch=sm_80 for an A100: v2 and v3 then refuse to run)
 // Run:      ./hopper_matmul
 // Check it: python -m lessonkit check 13_hopper_matmul
 // Time it:  python -m lessonkit bench 13_hopper_matmul
 #include "mma.cuh"  // ldmatrix, mma.sync, and what the emulator does for them
-#include "13_matmul.cuh"
+#include "matmul.cuh"
 
 using matmul::bf16, matmul::BK;
 

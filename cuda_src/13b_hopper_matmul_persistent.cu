@@ -10,11 +10,11 @@
 // FlashAttention-3 (2024), 2.2; P. Shankhdhar, fast.cu (2024); PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions".
 //
-// Compile:  nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -o persistent cuda_src/13b*.cu
+// Compile:  nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda_src/include -o persistent cuda_src/13b*.cu
 // Run:      ./persistent
 // Check it: python -m lessonkit check 13b_hopper_matmul_persistent
 // Time it:  python -m lessonkit bench 13b_hopper_matmul_persistent
-#include "13_matmul.cuh"
+#include "matmul.cuh"
 
 using matmul::bf16;
 

@@ -9,18 +9,13 @@ Check it:  python -m lessonkit check 13b_hopper_matmul_persistent
 Time it:   python -m lessonkit bench 13b_hopper_matmul_persistent
 """
 
-from importlib import import_module
-
-from lessonkit import Lesson, Mutant, Unsupported, case, cuda, needs
+from lessonkit import Lesson, Mutant, Unsupported, case, cuda, expect, needs
 
 import torch
 
-first_half = import_module("cuda_src.13_hopper_matmul")  # digits cannot begin a name
+from problems.matmul_nt import PROBLEM
+
 kernels = cuda.extension(__file__)  # 13b_hopper_matmul_persistent.cu, built at the first call
-
-
-def reference(x, w):
-    return x @ w.T  # reads MK + NK, writes MN, multiplies MNK times
 
 
 def matmul_schedule(x, w):
@@ -43,26 +38,33 @@ def matmul_cluster(x, w):
 
 
 def _run(name, x, w):
-    first_half._expect(x, w)
+    _expect(x, w)
     c = x.new_empty(x.shape[0], w.shape[0])
     getattr(kernels, name)(x, w, c, *c.shape, x.shape[1])
     return c
 
 
+def _expect(x, w):
+    """The checks of every rung."""
+    expect(x=x, w=w, ndim=2, dtypes=[torch.bfloat16], contiguous=True)
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(
+            f"w has {w.shape[1]} columns, expected as many as x has: {x.shape[1]}; it is [N, K], not [K, N]"
+        )
+
+
 LESSON = Lesson(
-    reference=reference,
-    inputs=first_half.LESSON.inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(matmul_schedule, matmul_persistent, matmul_cluster),
     checks=(
-        *first_half.LESSON.checks,
+        *PROBLEM.checks,
         case("3 tiles down in groups of 4, more tiles than the emulated machine's 32 blocks", M=48, N=16 * 13, K=8),
         case("6 tiles down: a group of 4 and one of 2", M=96, N=100, K=9),
         case("more tiles than blocks: the grid comes round, and again", gib=1, M=3001, N=5003, K=136),
         case("as many tiles down as a group has, and a cluster's lower block without rows", gib=1, M=2100, N=300, K=64),
     ),
-    benches=tuple({"M": n, "N": n, "K": n} for n in (4096, 8192, 16384)),
-    work=first_half.LESSON.work,
+    benches=(*PROBLEM.benches, {"M": 16384, "N": 16384, "K": 16384}),
     wrong=(
         Mutant(
             "the grid comes only once",
@@ -102,11 +104,7 @@ LESSON = Lesson(
         Mutant("a row too many", "matmul_schedule_kernel", "row >= m", "row > m", "matmul_schedule", "out of bounds"),
         Mutant("the last product is left out", "matmul_schedule_kernel", "j < k", "j < k - 1", "matmul_schedule"),
     ),
-    properties=first_half.LESSON.properties,
-    peers={"torch": reference},  # cuBLAS
     claims={"matmul_persistent_kernel": ("wgmma", "tma", "no spills")},
-    refuses=first_half.LESSON.refuses,
-    dtypes=(torch.bfloat16,),
 )
 
 if __name__ == "__main__":

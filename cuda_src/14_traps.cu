@@ -10,7 +10,7 @@
 //   initcheck  global memory that is read before anybody wrote it. Not shared memory
 //   synccheck  barriers that some threads of the block never reach, masks that leave out who calls
 //
-// Compile:  nvcc -std=c++20 -O3 -lineinfo -arch=native -o traps cuda_src/14_traps.cu
+// Compile:  nvcc -std=c++20 -O3 -lineinfo -arch=native -Icuda_src/include -o traps cuda_src/14_traps.cu
 // Run:      ./traps                               (every fixed form, checked; and the list of names)
 //           ./traps missing_barrier_broken        (one form, to see what a GPU shows)
 //           compute-sanitizer --tool racecheck ./traps missing_barrier_broken      (-lineinfo: it names the line)

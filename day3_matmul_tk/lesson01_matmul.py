@@ -21,19 +21,12 @@ Time it:   python -m lessonkit bench lesson01_matmul
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, compiled, device, expect, num_sms
+from lessonkit import Lesson, Mutant, Unsupported, case, compiled, device, num_sms, shared_memory
 
-import torch
 import triton
 import triton.language as tl
 
-SQUARE = (1024, 2048, 4096, 8192, 16384)
-LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))  # N, K of models with 4096 and 8192 features
-LLM = tuple((m, n, k) for m in (1, 16, 128, 4096) for n, k in LAYERS)  # M: tokens
-
-
-def reference(a, b):
-    return torch.matmul(a, b)  # reads MK + KN, writes MN, multiplies MNK times
+from problems.matmul import PROBLEM, empty_product, precision
 
 
 # What a program does for one tile of C, the same in all rungs of this lesson. Its fp32 sums, acc, stay in registers:
@@ -140,7 +133,7 @@ def pipelined(a, b):
 # programs for 132 SMs, at 8192 one of 64 x 64 drowns L2. Timing all 54 configurations would take minutes of compiling
 # for each new shape: they are pruned, by what cannot run and by the arithmetic of the table above, and the 5 with the
 # best predictions are timed (`cache_results`: kept on disk). Timing chooses between neighbours, not the neighbourhood.
-def predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
+def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
     """Cycles of a matmul in 16 bits on a Hopper GPU, if nothing but tensor cores and L2 were slow: to compare tiles."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
     share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle; an SM takes no more than 64, whoever else is idle
@@ -160,7 +153,7 @@ def _prune(configs, named, **_):
         m, n, k = (c.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
         return c.num_stages * (m + n) * k * size <= shared_memory() and least <= m * n // (32 * c.num_warps) <= most
 
-    fitting = sorted(filter(fits, configs), key=lambda c: predicted_cycles(**shape, **c.kwargs))
+    fitting = sorted(filter(fits, configs), key=lambda c: _predicted_cycles(**shape, **c.kwargs))
     return fitting if device.HAS_GPU and math.prod(shape.values()) >= 2**27 else fitting[:1]
 
 
@@ -175,7 +168,7 @@ CONFIGS = [
 tuned_kernel = triton.autotune(
     CONFIGS,
     key=["M", "N", "K", "stride_ak", "stride_bn"],  # and the dtypes, which Triton adds
-    prune_configs_by={"early_config_prune": _prune, "perf_model": predicted_cycles, "top_k": 5},
+    prune_configs_by={"early_config_prune": _prune, "perf_model": _predicted_cycles, "top_k": 5},
     do_bench=_time, cache_results=True,
 )(grouped_kernel)  # fmt: skip
 
@@ -197,46 +190,6 @@ def _prepare(a, b):
     return c, (a, b, c, *c.shape, a.shape[1], *a.stride(), *b.stride(), c.stride(0)), block
 
 
-def empty_product(a, b):
-    """Check the operands of a matmul; return C, not yet written."""
-    expect(a=a, b=b, ndim=2, same_dtype=True)
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(f"a has {a.shape[1]} columns and b {b.shape[0]} rows, expected as many: is one transposed?")
-    return a.new_empty(a.shape[0], b.shape[1])
-
-
-def precision():
-    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) if PyTorch's users allow it."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-def shared_memory():
-    """Bytes that a block may have; 227 KB, Hopper's, where there is no GPU."""
-    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin if device.HAS_GPU else 232448
-
-
-def inputs(M, N, K, dtype=torch.float32, transposed="", pad=0):
-    # Random: a swapped row, a lost or doubled step of K then moves sums by what the sums are, about 1 whatever K.
-    # transposed: a, b or both ("ab") are the .t() of a tensor with rows; pad: elements between a row and the next.
-    def matrix(name, rows, cols):
-        if name in transposed:
-            return torch.randn(cols, rows + pad, device=DEVICE).to(dtype)[:, :rows].t()
-        return torch.randn(rows, cols + pad, device=DEVICE).to(dtype)[:, :cols]
-
-    return matrix("a", M, K), matrix("b", K, N).mul_(max(K, 1) ** -0.5)
-
-
-def work(M, N, K, dtype, **_):
-    return Work(bytes=(M * K + K * N + M * N) * dtype.itemsize, flops=2 * M * N * K)
-
-
-def strange_numbers(rung):
-    """inf and NaN spoil their own row and column of C; what lies past M, N and K spoils nothing."""
-    a, b = inputs(16, 24, 40)
-    a[1, 39], b[1, 4] = math.inf, math.nan
-    torch.testing.assert_close(rung(a, b), reference(a, b), equal_nan=True)
-
-
 def stages_are_paid_for(rung):
     """For sm_90, shared memory is the stages, to the byte."""
     stages = {tiles: 1, grouped: 1, pipelined: 4}.get(rung)  # of autotuned it is not known
@@ -244,38 +197,17 @@ def stages_are_paid_for(rung):
     assert not stages or found == [stages * (128 + 128) * 64 * 2]
 
 
-def _quack(a, b):
-    from quack.gemm_interface import gemm
-
-    return gemm(a, b, tuned=False)  # as it comes; its own search compiles for minutes
-
-
-PEERS = {"torch": torch.matmul, "quack": _quack}  # torch is cuBLAS; so is torch.compile, unless it searches for minutes
-CHECKS = (
-    case("no rows: an empty grid is an error in CUDA", M=0, N=3, K=4),
-    case("nothing to add up: zeros", M=3, N=5, K=0),
-    case("one of each", M=1, N=1, K=1),
-    case("primes: every mask is live", M=13, N=37, K=71),
-    case("one past a tile each way, rows apart", M=129, N=131, K=65, pad=3),
-    case("a transposed", M=40, N=72, K=80, transposed="a"),
-    case("b transposed", M=72, N=40, K=80, transposed="b"),
-    case("both transposed, odd", M=33, N=35, K=37, transposed="ab", pad=1),
-)
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(tiles, grouped, pipelined, autotuned),
     checks=(
-        *CHECKS,
+        *PROBLEM.checks,
         case("large enough to be autotuned", gib=0.1, M=520, N=600, K=520),
         case("offsets past 2^31 in a", gib=40, M=70_001, N=8, K=32_000),
         case("offsets past 2^31 in b, transposed", gib=40, M=8, N=70_001, K=32_000, transposed="b"),
         case("offsets past 2^31 in c", gib=40, M=70_001, N=32_000, K=8),
         case("9 tiles down, a group of 8 and one of 1; two across: a is read twice, b 9 times", M=1030, N=150, K=40),
     ),
-    benches=tuple({"M": n, "N": n, "K": n} for n in SQUARE),
-    work=work,
     wrong=(
         Mutant("last step left out", "multiply_tile", "range(0, K,", "range(0, K - BLOCK_K + 1,", "tiles"),
         Mutant("sums start anew each step", "multiply_tile", "b, acc, input", "b, input", "grouped"),
@@ -284,15 +216,9 @@ LESSON = Lesson(
         Mutant("steps of b as long as a's", "multiply_tile", "b_ptrs += b_step", "b_ptrs += a_step", "pipelined"),
         Mutant("all groups as high", "place", "within % height", "within % GROUP", "grouped", "nan"),
     ),
-    peers=PEERS,
     claims={tiles: ("wgmma", "16-byte loads"), pipelined: ("wgmma", "cp.async", "16-byte stores", "no spills")},
     passes={tiles: 1.44, grouped: 1.44, pipelined: 1.44},
-    properties=(strange_numbers, stages_are_paid_for),
-    refuses=(
-        Refusal("lengths differ", lambda f: f(inputs(4, 4, 4)[0], inputs(4, 4, 5)[1]), ValueError, "a has 4 columns"),
-        Refusal("two dtypes", lambda f: f(inputs(4, 4, 4)[0], inputs(4, 4, 4)[1].half()), TypeError, "b is torch.fl"),
-        Refusal("gradient lost", lambda f: f(*(t.requires_grad_() for t in inputs(4, 4, 4))), ValueError, "requires"),
-    ),
+    properties=(*PROBLEM.properties, stages_are_paid_for),
 )
 
 if __name__ == "__main__":

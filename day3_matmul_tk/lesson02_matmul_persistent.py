@@ -20,17 +20,55 @@ Check it:  python -m lessonkit check lesson02_matmul_persistent
 Time it:   python -m lessonkit bench lesson02_matmul_persistent
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, compiled, device, num_sms, tma_takes
+import math
+
+from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, compiled, device, num_sms, shared_memory, tma_takes
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from day3_matmul_tk import lesson01_matmul as first
-from day3_matmul_tk.lesson01_matmul import empty_product, multiply_tile, place, predicted_cycles, shared_memory, work
+from problems.matmul import LLM, PROBLEM, empty_product, precision
 
 GROUP = 16  # rows of tiles: 16 x 8.25 tiles of 128 x 256 at once are 2048 x 2112 numbers of C, close to a square
+
+
+# A tile of C by pointers, and the order of tiles: lesson 1's.
+@triton.jit
+def multiply_tile(
+    a_ptr, b_ptr, c_ptr,  # [M, K], [K, N], [M, N]
+    tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # int64 before any stride: a row number times a stride passes 2^31 as soon as the matrix does.
+    rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + rows[:, None] * stride_am + ks[None, :].to(tl.int64) * stride_ak
+    b_ptrs = b_ptr + ks[:, None].to(tl.int64) * stride_bk + cols[None, :] * stride_bn
+    a_step = tl.full([], BLOCK_K, tl.int64) * stride_ak
+    b_step = tl.full([], BLOCK_K, tl.int64) * stride_bk
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        # Past K both sides are 0: one alone would not do, for 0 * inf is NaN.
+        a = tl.load(a_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0)
+        b = tl.load(b_ptrs, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_ptrs += a_step
+        b_ptrs += b_step
+    c_ptrs = c_ptr + rows[:, None] * stride_cm + cols[None, :]
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
+
+
+@triton.jit
+def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """The tile (row, column) that a program computes."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = program // (GROUP * tiles_n) * GROUP
+    height = min(tiles_m - first, GROUP)  # the last group may be lower
+    within = program % (GROUP * tiles_n)
+    return first + within % height, within // height
 
 
 # Rung 1. New: as many programs as SMs, each coming back for the tile 132 further on. Predicted: nothing, or little. 132
@@ -51,13 +89,13 @@ def persistent_kernel(
 
 
 def persistent(a, b):
-    """[M, K], [K, N] -> [M, N], any strides; a program an SM."""
+    """[M, K], [K, N] -> [M, N], any strides; a program an SM. Four stages, or three where a block has 99 KB."""
     c = empty_product(a, b)
     block = (128, 128, 64) if a.element_size() == 2 else (64, 64, 32)
     if c.numel():
         persistent_kernel[_grid(c, block)](
-            a, b, c, *c.shape, a.shape[1], *a.stride(), *b.stride(), c.stride(0), *block, first.precision(), GROUP,
-            num_warps=8, num_stages=4,
+            a, b, c, *c.shape, a.shape[1], *a.stride(), *b.stride(), c.stride(0), *block, precision(), GROUP,
+            num_warps=8, num_stages=min(4, shared_memory() // ((128 + 128) * 64 * 2)),
         )  # fmt: skip
     return c
 
@@ -127,7 +165,7 @@ def tma_device(a, b, specialize=False):
     block = _blocks(a)
     if c.numel():
         tma_device_kernel[_grid(c, block)](
-            a, b, c, *c.shape, a.shape[1], a.stride(0), b.stride(0), c.stride(0), *block, first.precision(), GROUP,
+            a, b, c, *c.shape, a.shape[1], a.stride(0), b.stride(0), c.stride(0), *block, precision(), GROUP,
             specialize, num_warps=4 if specialize else 8, num_stages=_stages(a, block, 1),
         )  # fmt: skip
     return c
@@ -159,7 +197,7 @@ def _launch_host(a, b, c, block, parts):
     b_desc = TensorDescriptor.from_tensor(b.t() if b_t else b, [n, k] if b_t else [k, n])
     c_desc = TensorDescriptor.from_tensor(c, [m, n // parts])
     tma_host_kernel[_grid(c, block)](
-        a_desc, b_desc, c_desc, *c.shape, a.shape[1], *block, first.precision(), GROUP, parts, a_t, b_t,
+        a_desc, b_desc, c_desc, *c.shape, a.shape[1], *block, precision(), GROUP, parts, a_t, b_t,
         num_warps=8 if m > 64 or a.element_size() != 2 else 4, num_stages=_stages(a, block, parts),
     )  # fmt: skip
 
@@ -185,22 +223,32 @@ def warp_specialized(a, b):
 
 
 # Rung 6. New: any shape, stride and dtype, and a tile that fits the shape.
-# Tiles: a wave is 132 tiles, and the last wave costs as much as a full one, so predicted_cycles (lesson 1) decides: at
+# Tiles: a wave is 132 tiles, and the last wave costs as much as a full one, so _predicted_cycles (lesson 1) decides: at
 # 1024 128 tiles of 64 x 128, not 32 of 128 x 256; at 2048 128 of 128 x 256, one wave, not 512 small ones, four waves.
 # A tile of 64 rows is one warpgroup's, and its steps are twice as long, since a short step waits more than it does.
 # Strides: a transposed operand is a descriptor of its transpose. Rows that are not 16-byte aligned go through a copy:
-# that is 4 bytes a number, and a product uses each number M or N times. Where these are small, lesson 1's pointers do.
+# that is 4 bytes a number, and a product uses each number M or N times. Where these are small, rung 1's pointers do.
 TILES = ((128, 256, 64), (128, 128, 64), (64, 128, 128))
+
+
+def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
+    """Cycles of a matmul in 16 bits on a Hopper GPU, if nothing but tensor cores and L2 were slow: to compare tiles."""
+    tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
+    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle; an SM takes no more than 64, whoever else is idle
+    step = max(BLOCK_M * BLOCK_N * BLOCK_K / 2048, 2 * (BLOCK_M + BLOCK_N) * BLOCK_K / share)
+    step += 300  # to wait for a stage, and to start on it: why steps should not be short
+    ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first tiles are there, and to write C
+    return math.ceil(tiles / num_sms()) * (math.ceil(K / BLOCK_K) * step + ends)
 
 
 def matmul(a, b):
     """[M, K], [K, N] -> [M, N]: any shape, any strides. In fp32 TF32 only if PyTorch's setting allows it."""
     c = empty_product(a, b)
     if min(*c.shape, a.shape[1]) < 64 or device.architecture() < 90:
-        return first.pipelined(a, b)
+        return persistent(a, b)
     a, b = (t if tma_takes(t) or tma_takes(t.t()) else _aligned_like(t).copy_(t) for t in (a, b))
     out = c if tma_takes(c) else _aligned_like(c)
-    block = min(TILES, key=lambda tile: predicted_cycles(*c.shape, a.shape[1], *tile))
+    block = min(TILES, key=lambda tile: _predicted_cycles(*c.shape, a.shape[1], *tile))
     _launch_host(a, b, out, block if a.element_size() == 2 else _blocks(a), 2)
     return c if out is c else c.copy_(out)
 
@@ -244,11 +292,10 @@ def what_hopper_makes_of_it(rung):
 STAGED = {tma_device: (8, 3, 64), tma_host: (8, 3, 64), subtiled: (8, 4, 32), warp_specialized: (12, 3, 64)}
 
 LESSON = Lesson(
-    reference=first.reference,
-    inputs=first.inputs,
+    problem=PROBLEM,
     rungs=(persistent, tma_device, tma_host, subtiled, warp_specialized, matmul),
     checks=(
-        *first.CHECKS,
+        *PROBLEM.checks,
         case("rows of 16 bytes, all tiles cut off", M=77, N=88, K=72),
         case("one past a tile down, and tiles for each of the interpreter's 4 SMs twice", M=129, N=520, K=136, pad=8),
         case("b transposed, rows aligned", M=136, N=72, K=48, transposed="b"),
@@ -260,10 +307,9 @@ LESSON = Lesson(
         case("two groups of tiles down (in fp32: 16 and one of 1); more tiles than SMs", M=1040, N=72, K=32),
     ),
     benches=(
-        *({"M": n, "N": n, "K": n} for n in first.SQUARE),
-        *({"M": m, "N": n, "K": k} for m, n, k in first.LLM if m == 4096 and n != k),
+        *PROBLEM.benches,
+        *({"M": m, "N": n, "K": k} for m, n, k in LLM if m == 4096 and n != k),
     ),
-    work=work,
     wrong=(
         Mutant("the grid comes only once", "persistent_kernel", "tl.num_programs(0)", "tiles", "persistent", "nan"),
         Mutant(
@@ -275,7 +321,6 @@ LESSON = Lesson(
         Mutant("the corner of a transposed tile", "multiply_tiles", "load([col, k]).T", "load([k, col]).T", "matmul"),
         Mutant("rows of b as far apart as a's", "tma_device_kernel", "[stride_bk, 1]", "[stride_am, 1]", "tma_device"),
     ),
-    peers=first.PEERS,
     claims={
         persistent: ("wgmma", "no spills"),
         tma_device: ("wgmma", "tma"),
@@ -285,8 +330,7 @@ LESSON = Lesson(
         matmul: ("wgmma", "tma", "no spills"),
     },
     passes={persistent: 1.17, tma_host: 1.17, matmul: 1.17},  # b comes once for each of 9 tiles down
-    properties=(first.strange_numbers, what_hopper_makes_of_it),
-    refuses=first.LESSON.refuses,
+    properties=(*PROBLEM.properties, what_hopper_makes_of_it),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from day3_matmul_tk import lesson01_matmul as first
-from day3_matmul_tk.lesson01_matmul import LLM, PEERS, empty_product, inputs, reference, strange_numbers, work
+from problems.matmul import LLM, PROBLEM, empty_product, inputs
 
 
 # What all rungs but the second share: a tile's product over some of its steps, a step being BLOCK_K of K.
@@ -263,8 +262,7 @@ def same_bits_every_time(rung):
 
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(tiles, matvec, split_k, stream_k, matmul_skinny),
     checks=(
         case("no rows", M=0, N=5, K=5),
@@ -281,7 +279,7 @@ LESSON = Lesson(
     benches=tuple(
         {"M": M, "N": N, "K": K, "transposed": t} for t in ("b", "") for M, N, K in reversed(LLM) if M <= 128
     ),
-    work=work, passes={tiles: 1.1, split_k: 1.1, stream_k: 1.2},  # a once for each 128 columns; parts
+    passes={tiles: 1.1, split_k: 1.1, stream_k: 1.2},  # a once for each 128 columns; parts
     wrong=(
         Mutant("no mask along K", "dot_steps", "(rows < M) & (ks < K)[None, :]", "rows < M", "tiles", "out of bounds"),
         Mutant("parts in 16 bits", "tiles", "torch.float32", "torch.bfloat16", "split_k"),
@@ -289,11 +287,9 @@ LESSON = Lesson(
         Mutant("the owner adds its own", "stream_k_kernel", "parts_ptr + helper", "parts_ptr + me", "stream_k", "nan"),
         Mutant("b a step ahead of a", "dot_steps", "[column, step *", "[column, (step + 1) *", "matmul_skinny"),
     ),
-    peers=PEERS,
     claims={tiles: ("wgmma", "cp.async"), matvec: ("16-byte loads",), stream_k: ("wgmma",),
             matmul_skinny: ("stream_k_kernel: tma", "stream_k_kernel: wgmma")},
-    properties=(same_bits_every_time, strange_numbers),
-    refuses=first.LESSON.refuses,
+    properties=(*PROBLEM.properties, same_bits_every_time),
 )  # fmt: skip
 
 if __name__ == "__main__":

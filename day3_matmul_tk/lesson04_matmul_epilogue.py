@@ -21,25 +21,29 @@ Time it:   python -m lessonkit bench lesson04_matmul_epilogue
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Work, case, device, expect, num_sms, tma_takes
+from lessonkit import Lesson, Mutant, device, expect, num_sms, tma_takes
 from lessonkit.modes.opaque import INTERPRETED
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from day3_matmul_tk.lesson01_matmul import place
+from problems.linear import PROBLEM
 
 # gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded (day 2, lesson 2).
 LINEAR = tl.constexpr(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
 CUBIC = tl.constexpr(LINEAR.value * 0.044715)
 
 
-def reference(x, w, bias, residual=None):
-    y = F.gelu(F.linear(x, w, bias), approximate="tanh")  # cuBLASLt with the bias: writes MN; gelu: reads MN, writes MN
-    return y if residual is None else y + residual  # reads 2MN, writes MN
+@triton.jit
+def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """The tile (row, column) that a program computes."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = program // (GROUP * tiles_n) * GROUP
+    height = min(tiles_m - first, GROUP)  # the last group may be lower
+    within = program % (GROUP * tiles_n)
+    return first + within % height, within // height
 
 
 # The matmul of rungs 1 to 4: a program a tile, in groups of 8 rows of tiles (lesson 1), and then what the flags want.
@@ -221,33 +225,6 @@ def _expect(x, w, bias, residual):
         raise ValueError(f"shapes {shapes}, expected x [M, K], w [N, K] as nn.Linear has it, bias [N], residual [M, N]")
 
 
-def inputs(M, N, K, residual=False, dtype=torch.float32, pad=0):
-    # x W^T spreads by about 1.5 around a bias of -3 to 3: GELU's bend, where its two sides differ most. A bias twice as
-    # wide shows a column taken for its neighbour, a residual of mean 2 one that is added before the GELU. pad: of rows.
-    def matrix(rows, cols, scale, mean=0.0):
-        return (torch.randn(rows, cols + pad, device=DEVICE) * scale + mean).to(dtype)[:, :cols]
-
-    bias = (torch.rand(N, device=DEVICE) * 6 - 3).to(dtype)
-    x, w = matrix(M, K, 1.0), matrix(N, K, 1.5 / math.sqrt(max(1, K)))
-    return x, w, bias, matrix(M, N, 1.0, 2.0) if residual else None
-
-
-def rows_do_not_mix(rung):
-    """A NaN in x makes its own row NaN and no other; one in the residual its own number and no other."""
-    args = x, _, _, residual = inputs(5, 40, 24, residual=True, dtype=torch.float16)
-    x[1, 3], residual[2, 7] = math.nan, math.nan
-    assert torch.equal(rung(*args).isnan(), reference(*args).isnan())
-
-
-def _cublaslt(x, w, bias, residual):
-    y = torch._addmm_activation(bias, x, w.t(), use_gelu=True)
-    return y if residual is None else y + residual
-
-
-PEERS = {
-    "torch": reference,  # a product, and one kernel more; so is torch.compile
-    "cuBLASLt": _cublaslt,  # the library's own epilogue
-}
 # fmt: off
 WRONG = (
     Mutant("bias by row", "matmul_kernel", "ptr + cols, mask=cols", "ptr + rows, mask=rows", "residual_fused"),
@@ -258,42 +235,14 @@ WRONG = (
     Mutant("half the tiles", "persistent_kernel", "tl.num_programs(0)", "tl.num_programs(0) * 2", "linear_gelu", "nan"),
     Mutant("bias past its end", "persistent_kernel", "cols < N", "cols < N + 9", "linear_gelu", "out of bounds"),
 )
-REFUSES = (
-    Refusal("W as [K, N]", lambda f: f(inputs(2, 8, 3)[0], *inputs(2, 3, 8)[1:]), ValueError, "w \\[N, K\\]"),
-    Refusal("bias too short", lambda f: f(*inputs(2, 8, 3)[:2], *inputs(2, 7, 3)[2:]), ValueError, "'bias': \\(7,"),
-    Refusal("another shape", lambda f: f(*inputs(2, 8, 3)[:3], inputs(3, 8, 3, True)[3]), ValueError, "residual"),
-    Refusal("dtypes", lambda f: f(inputs(2, 8, 3)[0].half(), *inputs(2, 8, 3)[1:]), TypeError, "w is torch.float32"),
-    Refusal("no gradient", lambda f: f(inputs(2, 8, 3)[0].requires_grad_(), *inputs(2, 8, 3)[1:]), ValueError, "grad"),
-)
 # fmt: on
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(unfused, bias_fused, gelu_fused, residual_fused, linear_gelu),
-    checks=(
-        case("no rows", M=0, N=5, K=8),
-        case("nothing to add: gelu(bias), and the residual", M=3, N=5, K=0, residual=True),
-        case("primes: every mask is live, and no row begins at 16 bytes", M=37, N=131, K=71, residual=True),
-        case("rows longer than used; TMA in 16 bits, cut in M, N and K", M=131, N=136, K=72, pad=8),
-        case("wide tiles, more of them than programs", M=136, N=520, K=16, residual=True),
-        case("more of them than a GPU has SMs", gib=0.1, M=2060, N=4104, K=16),
-        case("a row of y past element 2^31", gib=80, M=2**19 + 3, N=4104, K=8),
-        case("the bytes are counted here", M=128, N=128, K=16, residual=True),
-    ),
-    benches=tuple(
-        {"M": 8192, "N": n, "K": k, "residual": r}
-        for n, k, r in ((4096, 1024, False), (8192, 2048, False), (14336, 4096, False), (4096, 4096, True))
-    ),
-    work=lambda M, N, K, dtype, residual=False, pad=0: Work(
-        bytes=(M * K + N * K + N + M * N * (1 + residual)) * dtype.itemsize, flops=2 * M * N * K
-    ),
     wrong=WRONG,
-    peers=PEERS,
     claims={residual_fused: ("wgmma", "cp.async", "no spills"), linear_gelu: ("wgmma", "tma", "no spills")},
     passes={unfused: 3.66, bias_fused: 2.77, gelu_fused: 1.89, residual_fused: 1.0, linear_gelu: 1.0},
-    properties=(rows_do_not_mix,),
-    refuses=REFUSES,
 )
 
 if __name__ == "__main__":

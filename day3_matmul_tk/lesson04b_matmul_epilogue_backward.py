@@ -25,25 +25,21 @@ Time it:   python -m lessonkit bench lesson04b_matmul_epilogue_backward
 
 import math
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, Work, by_inductor, case, expect, num_sms
+from lessonkit import DEVICE, Grad, Lesson, Mutant, expect, num_sms
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, opcheck
 
-from day3_matmul_tk import lesson04_matmul_epilogue as forward
-from day3_matmul_tk.lesson02_matmul_persistent import matmul
-from day3_matmul_tk.lesson04_matmul_epilogue import CUBIC, LINEAR
+from course_ops import matmul
+from problems.linear import PROBLEM_BACKWARD, inputs, inputs_backward, reference
 
+# gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded (day 2, lesson 2).
+LINEAR = tl.constexpr(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
+CUBIC = tl.constexpr(LINEAR.value * 0.044715)
 LN2 = tl.constexpr(math.log(2))
-
-
-def reference(dy, x, w, z):
-    dz = torch.ops.aten.gelu_backward(dy, z, approximate="tanh")  # reads 2MN, writes MN
-    return dz @ w, dz.t() @ x, dz.sum(0)  # the products; the sum reads MN
 
 
 # gelu(z) = z s with s = 1 / (1 + exp2(g)), g = LINEAR z + CUBIC z^3; ds/dz = -s (1 - s) ln(2) dg/dz.
@@ -53,7 +49,7 @@ def slope(z):
     return s - z * s * (1 - s) * (z * z * (3 * CUBIC) + LINEAR) * LN2
 
 
-# Rung 1. A kernel for each: dz, then dbias from dz. Predicted: 4 crossings.
+# Rung 1. A kernel for each: dz, then dbias from dz. Predicted: 4 crossings. The two products are course_ops.matmul's.
 @triton.jit
 def dz_kernel(dy_ptr, z_ptr, dz_ptr, M, N, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # [M, N] each
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -130,13 +126,24 @@ def _prepare(dy, x, w, z):
     return (M, N), torch.empty_like(z), partial
 
 
+def _forward(x, w, bias, residual):
+    """y and z: lesson 4's last kernel, as course_ops has it."""
+    expect(x=x, w=w, ndim=2, same_dtype=True)
+    expect(x=x, bias=bias, same_dtype=True)
+    if w.shape[1] != x.shape[1] or bias.shape != (len(w),):
+        raise ValueError(
+            f"x {tuple(x.shape)}, w {tuple(w.shape)}, bias {tuple(bias.shape)}: expected [M, K], [N, K], [N]"
+        )
+    return torch.ops.course_ops.linear(x, w, bias, residual, "gelu_tanh", True)
+
+
 # For autograd, if nothing but PyTorch's eager mode will call it: two functions, and what passes between them.
 class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, residual):
-        z = x.new_empty(len(x), len(w))
+        y, z = _forward(x, w, bias, residual)
         ctx.save_for_backward(x, w, z)
-        return forward.linear_gelu(x, w, bias, residual, save=z)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
@@ -158,8 +165,7 @@ SPACE = __name__.rpartition(".")[2]
 
 @custom_op(f"{SPACE}::linear_gelu", mutates_args=())
 def _op(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    z = x.new_empty(len(x), len(w))
-    return forward.linear_gelu(x.detach(), w.detach(), bias.detach(), residual, save=z), z
+    return _forward(x.detach(), w.detach(), bias.detach(), residual)
 
 
 @custom_op(f"{SPACE}::linear_gelu_backward", mutates_args=())
@@ -190,16 +196,8 @@ def _operator_backward(ctx, dy, _):
 _op.register_autograd(_operator_backward, setup_context=_setup_context)
 
 
-def inputs(M, N, K, dtype=torch.float32, pad=0):
-    # The forward's z, in GELU's bend, where the slope goes from -0.13 to 1.13. dy has a mean, so that sums over rows
-    # are no noise: a row left out or counted twice moves dbias.
-    x, w, bias, _ = forward.inputs(M, N, K, dtype=dtype, pad=pad)
-    dy = torch.randn(M, N + pad, device=DEVICE).add(0.5).bfloat16().to(dtype)[:, :N]
-    return dy, x, w, F.linear(x, w, bias)
-
-
 def _with_residual(M, N, K, dtype, pad=0):
-    return forward.inputs(M, N, K, residual=True, dtype=dtype, pad=pad)
+    return inputs(M, N, K, residual=True, dtype=dtype, pad=pad)
 
 
 def operator_is_sound(rung):
@@ -208,7 +206,7 @@ def operator_is_sound(rung):
         return
     args = [t.requires_grad_() for t in _with_residual(9, 40, 24, torch.float32)]
     assert set(opcheck(_op, tuple(args)).values()) == {"SUCCESS"}
-    assert set(opcheck(_op_backward, tuple(t.detach() for t in inputs(9, 40, 24))).values()) == {"SUCCESS"}
+    assert set(opcheck(_op_backward, tuple(t.detach() for t in inputs_backward(9, 40, 24))).values()) == {"SUCCESS"}
     dy = torch.randn(9, 40, device=DEVICE)
     ours, same = (torch.autograd.grad(y, args, dy) for y in (_op(*args)[0], linear_gelu(*args)))
     torch.testing.assert_close(ours, same, rtol=0, atol=0)
@@ -224,38 +222,15 @@ WRONG = (
            "backward_unfused"),
     Mutant("dy's rows N apart", "dz_and_sums_kernel", "rows * stride_dy", "rows * N", "backward_fused"),
 )
-REFUSES = (
-    Refusal("z of another shape", lambda f: f(*inputs(2, 8, 3)[:3], inputs(3, 8, 3)[3]), ValueError, "z has shape"),
-    Refusal("w of another K", lambda f: f(*inputs(2, 8, 3)[:2], *inputs(2, 8, 4)[2:]), ValueError, "w \\(8, 4"),
-    Refusal("z transposed", lambda f: f(*inputs(8, 8, 3)[:3], inputs(8, 8, 3)[3].t()), ValueError, "z has stride"),
-    Refusal("dtypes differ", lambda f: f(inputs(2, 8, 3)[0].half(), *inputs(2, 8, 3)[1:]), TypeError, "z is"),
-)
 # fmt: on
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BACKWARD,
     rungs=(backward_unfused, backward_fused),
-    checks=(
-        case("no rows: dw and dbias are 0", M=0, N=5, K=8),
-        case("no inputs", M=3, N=5, K=0),
-        case("one of each", M=1, N=1, K=1),
-        case("primes; a second tile of rows and of columns", M=37, N=131, K=23),
-        case("dy's rows longer than used; TMA in 16 bits", M=40, N=136, K=72, pad=8),
-        case("more tiles of rows than programs where it is interpreted", M=1100, N=8, K=8),
-        case("more tiles of rows than a GPU has programs", gib=0.1, M=4000, N=2056, K=8),
-        case("the bytes are counted here", M=128, N=128, K=8),
-    ),
-    benches=tuple({"M": 8192, "N": n, "K": k} for n, k in ((4096, 1024), (8192, 2048), (14336, 4096))),
-    work=lambda M, N, K, dtype, pad=0: Work(
-        bytes=(2 * M * N + 2 * M * K + 2 * N * K + N) * dtype.itemsize, flops=4 * M * N * K
-    ),
     wrong=WRONG,
-    peers={"torch": reference, "torch.compile": by_inductor(reference)},
     claims={backward_fused: ("dz_and_sums_kernel: 16-byte loads", "dz_and_sums_kernel: no spills")},
     properties=(operator_is_sound,),
-    refuses=REFUSES,
-    grad=Grad(linear_gelu, forward.reference, _with_residual),
+    grad=Grad(linear_gelu, reference, _with_residual),
 )
 
 if __name__ == "__main__":

@@ -20,33 +20,26 @@ Check it:  python -m lessonkit check lesson05_matmul_fp8
 Time it:   python -m lessonkit bench lesson05_matmul_fp8
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, Work, case, expect, needs, num_sms, tma_takes
+from lessonkit import Lesson, Mutant, Unsupported, needs, num_sms, tma_takes
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from day3_matmul_tk.lesson01_matmul import place
+from problems.matmul_fp8 import GROUP, PROBLEM, scheme_of
 
-FP8 = torch.float8_e4m3fn
-GROUP = 128  # of K, and of N in B: the blocks of the blockwise scheme
 fp8 = needs(89, "fp8 tensor cores", interpreted=True)
 
 
-def reference(a, b, scale_a, scale_b):
-    """The product of what the fp8 numbers stand for. Quantisation is not judged here: lesson 5b does."""
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    product = _spread(a, scale_a, wide) @ _spread(b, scale_b, wide)
-    return product if a.dtype == torch.float64 else product.bfloat16()
-
-
-def _spread(q, scale, dtype):
-    """q * scale, each scale over the block of q that it belongs to: [128 or all, 128 or all or 1]."""
-    for dim, n in enumerate(q.shape):
-        if 1 < scale.shape[dim] < n:
-            scale = scale.repeat_interleave(GROUP, dim)[(slice(None),) * dim + (slice(n),)]
-    return q.to(dtype) * scale.to(dtype)
+@triton.jit
+def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """The tile (row, column) that a program computes."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = program // (GROUP * tiles_n) * GROUP
+    height = min(tiles_m - first, GROUP)  # the last group may be lower
+    within = program % (GROUP * tiles_n)
+    return first + within % height, within // height
 
 
 # The matmul of rungs 1 to 4: a program a tile of 128 x 128, a step of K 128 bytes.
@@ -183,57 +176,6 @@ def matmul_fp8(a, b, scale_a, scale_b):
     return c
 
 
-def scheme_of(a, b, scale_a, scale_b):
-    """The scheme that the scales' shapes are of."""
-    expect(a=a, b=b, ndim=2, dtypes=(FP8,))
-    expect(scale_a=scale_a, scale_b=scale_b, ndim=2, dtypes=(torch.float32,))
-    expect(a=a, dtypes=(FP8,), unit_stride=True)
-    (M, K), N = a.shape, b.shape[1]
-    if b.shape[0] != K:
-        raise ValueError(f"b has {b.shape[0]} rows, but a has {K} columns: make them equal")
-    if K > 1 and b.stride(0) != 1:
-        raise ValueError(f"b has strides {b.stride()}, expected columns that lie together: pass w.t() of w [N, K]")
-    k, n = triton.cdiv(K, GROUP), triton.cdiv(N, GROUP)
-    shapes = {"tensor": ((1, 1), (1, 1)), "rows": ((M, 1), (1, N)), "blocks": ((M, k), (k, n))}
-    for scheme, shape in shapes.items():
-        if (scale_a.shape, scale_b.shape) == shape:
-            return scheme
-    raise ValueError(f"scales {tuple(scale_a.shape)}, {tuple(scale_b.shape)}: expected one of {shapes}")
-
-
-def inputs(M, N, K, scheme="tensor", dtype=FP8, pad=0):
-    # The scale of each group is another, so that one taken from a neighbour is wrong by a factor. Strides of the scales
-    # as torch._scaled_mm wants them.
-    def matrix(rows, square):
-        q = (torch.randn(rows, K + pad, device=DEVICE) * 60).clamp(-448, 448).to(dtype)[:, :K]
-        blocks = triton.cdiv(rows, GROUP) if square else rows, triton.cdiv(K, GROUP)
-        shape = {"tensor": (1, 1), "rows": (rows, 1), "blocks": blocks}[scheme]
-        scale = torch.rand(*shape, 2 if pad else 1, device=DEVICE).mul(3).exp2() / 448
-        return q, scale[..., 0]  # pad: not side by side either
-
-    (a, scale_a), (w, scale_w) = matrix(M, False), matrix(N, True)
-    return a, w.t(), scale_a if pad else scale_a.t().contiguous().t(), scale_w.t()
-
-
-def promoted_sums_keep_their_digits(rung):
-    """Positive numbers, K = 4096: off by bf16's rounding and four cuts, where registers add up. (See rung 3.)"""
-    a, w = ((torch.rand(16, 4096, device=DEVICE) + 0.5).to(FP8) for _ in range(2))
-    scales = torch.rand(16, 32, device=DEVICE) + 1, torch.rand(32, 1, device=DEVICE) + 1
-    c = rung(a, w.t(), *scales)  # Unsupported by the rungs that do not promote
-    exact = reference(a.double(), w.t().double(), *scales)
-    assert ((c.double() - exact).abs() <= (2**-8 + 4 * 2**-13) * exact).all()
-
-
-def _peer(fast):
-    return lambda a, b, sa, sb: torch._scaled_mm(a, b, sa, sb, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
-
-def _work(M, N, K, dtype, scheme="tensor", pad=0):
-    k = triton.cdiv(K, GROUP)
-    scales = {"tensor": 2, "rows": M + N, "blocks": M * k + k * triton.cdiv(N, GROUP)}[scheme]
-    return Work(bytes=M * K + N * K + 2 * M * N + 4 * scales, flops=2 * M * N * K)
-
-
 # fmt: off
 WRONG = (
     Mutant("one row's scale for all", "outer_scales", "rows * stride_am", "rows * 0", "fp8_rows"),
@@ -244,50 +186,18 @@ WRONG = (
            "out of bounds"),
     Mutant("a block of B for all of N", "fp8_kernel", "tile_n * stride_bn", "0 * stride_bn", "fp8_blocks"),
 )
-REFUSES = (
-    Refusal("K differs", lambda f: f(inputs(2, 8, 16)[0], *inputs(2, 8, 32)[1:]), ValueError, "b has 32 rows"),
-    Refusal("b in rows", lambda f: f(inputs(8, 8, 8)[0], inputs(8, 8, 8)[0], *inputs(8, 8, 8)[2:]), ValueError, "w.t"),
-    Refusal("bf16", lambda f: f(inputs(2, 8, 16)[0].bfloat16(), *inputs(2, 8, 16)[1:]), TypeError, "a is torch.bfl"),
-    Refusal("scales", lambda f: f(*inputs(2, 8, 16)[:3], inputs(2, 7, 16, "rows")[3]), ValueError, "expected one of"),
-)
 # fmt: on
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(fp8_tensor, fp8_rows, fp8_promoted, fp8_blocks, matmul_fp8),
-    checks=(
-        case("no rows", M=0, N=5, K=16, scheme="rows"),
-        case("nothing to add: zeros", M=3, N=5, K=0),
-        case("one of each", M=1, N=1, K=1),
-        case("primes: every mask is live, no row begins at 16 bytes", M=37, N=131, K=71, scheme="rows"),
-        case("rows longer than used; TMA; two steps, the second cut", M=131, N=136, K=144, scheme="rows", pad=16),
-        case("wide tiles, more of them than programs", M=136, N=776, K=16),
-        case("blocks cut in K and N, without TMA", M=5, N=133, K=135, scheme="blocks"),
-        case("blocks, the last of M a few rows", M=136, N=264, K=400, scheme="blocks"),
-        case("blocks, one row: a step's scale of A is 4 bytes", M=1, N=256, K=512, scheme="blocks"),
-        case("blocks, two rows: 8 bytes", M=2, N=256, K=512, scheme="blocks"),
-        case("blocks, two tiles: 260 bytes, no multiple of TMA's 16", M=65, N=256, K=512, scheme="blocks"),
-        case("a row of C past element 2^31", gib=80, M=2**19 + 3, N=4104, K=16, scheme="rows"),
-        case("the bytes are counted here", M=128, N=128, K=128),
-    ),
-    benches=tuple(
-        {"M": n, "N": n, "K": n, "scheme": s}
-        for s, n in (("tensor", 4096), ("tensor", 8192), ("rows", 8192), ("blocks", 8192))
-    ),
-    work=_work,
     wrong=WRONG,
-    peers={"torch": _peer(False), "torch, fast accumulation": _peer(True)},
     claims={
         fp8_rows: ("wgmma", "no spills"),
         fp8_blocks: ("wgmma",),
         matmul_fp8: tuple(f"fp8_persistent_kernel: {c}" for c in ("wgmma", "tma", "no spills")),
     },
     passes={fp8_tensor: 1.0, matmul_fp8: 1.0},
-    properties=(promoted_sums_keep_their_digits,),
-    refuses=REFUSES,
-    dtypes=(FP8,),
-    bench_dtype=FP8,
 )
 
 if __name__ == "__main__":

@@ -16,19 +16,56 @@ Time it:   python -m lessonkit bench lesson06_grouped_matmul
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, Work, device, expect, num_sms, tma_takes
+from lessonkit import Lesson, Mutant, Unsupported, device, expect, num_sms, tma_takes
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from day3_matmul_tk.grouped import CHECKS, PEERS, REFUSES, a_group_is_a_matmul, inputs, reference
-from day3_matmul_tk.lesson01_matmul import multiply_tile, place, precision
+from problems.grouped_matmul import PROBLEM
+from problems.matmul import precision
+
+
+# A tile of a matmul, and the order of tiles: lesson 1's.
+@triton.jit
+def multiply_tile(
+    a_ptr, b_ptr, c_ptr,  # [M, K], [K, N], [M, N]
+    tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # int64 before any stride: a row number times a stride passes 2^31 as soon as the matrix does.
+    rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + rows[:, None] * stride_am + ks[None, :].to(tl.int64) * stride_ak
+    b_ptrs = b_ptr + ks[:, None].to(tl.int64) * stride_bk + cols[None, :] * stride_bn
+    a_step = tl.full([], BLOCK_K, tl.int64) * stride_ak
+    b_step = tl.full([], BLOCK_K, tl.int64) * stride_bk
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        # Past K both sides are 0: one alone would not do, for 0 * inf is NaN.
+        a = tl.load(a_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0)
+        b = tl.load(b_ptrs, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_ptrs += a_step
+        b_ptrs += b_step
+    c_ptrs = c_ptr + rows[:, None] * stride_cm + cols[None, :]
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
 
 
 @triton.jit
-def multiply_group(  # a matmul with other pointers: multiply_tile is lesson 1's
+def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """The tile (row, column) that a program computes."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = program // (GROUP * tiles_n) * GROUP
+    height = min(tiles_m - first, GROUP)  # the last group may be lower
+    within = program % (GROUP * tiles_n)
+    return first + within % height, within // height
+
+
+@triton.jit
+def multiply_group(  # a matmul with other pointers
     x_ptr, w_ptr, y_ptr, expert, begin, end, tile_m, tile_n, N, K, strides,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -236,20 +273,8 @@ def _tile(T, E, dtype):
 
 
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(batched, grouped, persistent, grouped_matmul),
-    checks=CHECKS,
-    benches=(
-        {"T": 8192, "E": 8, "K": 4096, "N": 14336},  # Mixtral 8x7B, 4096 tokens, two experts each
-        {"T": 8192, "E": 8, "K": 4096, "N": 14336, "transposed": True},
-        {"T": 32768, "E": 128, "K": 2048, "N": 768},  # Qwen3 30B-A3B, 4096 tokens, eight experts each
-        {"T": 49152, "E": 64, "K": 2048, "N": 1408},  # DeepSeek-V2-Lite, 8192 tokens, six experts each
-        {"T": 64, "E": 8, "K": 4096, "N": 14336, "even": True},  # 32 tokens to be decoded; no expert without one
-        {"T": 16384, "E": 16, "K": 4096, "N": 4096, "even": True},
-        {"T": 16384, "E": 64, "K": 1024, "N": 1024, "even": True},
-    ),
-    work=lambda T, E, K, N, dtype, **_: Work((T * K + E * K * N + T * N) * dtype.itemsize, 2 * T * K * N),
     wrong=(
         Mutant("a group ends late", "multiply_group", "end - begin", "end - begin + 1", "grouped", "out of bounds"),
         Mutant("the end of a group is in the group", "find", "ends <= tile", "ends < tile", "grouped", "nan"),
@@ -259,10 +284,8 @@ LESSON = Lesson(
         Mutant("always expert 0", "grouped_tma_kernel", "[expert, k, column]", "[0, k, column]", "grouped_matmul"),
         Mutant("stores no end", "grouped_tma_kernel", "rows < end", "rows >= 0", "grouped_matmul", "out of bounds"),
     ),
-    peers=PEERS,
     claims={grouped: ("wgmma", "cp.async"), grouped_matmul: ("tma", "wgmma")},
-    properties=(a_group_is_a_matmul,), passes={batched: 1.29, grouped: 1.29, persistent: 1.29, grouped_matmul: 1.39},
-    refuses=REFUSES,
+    passes={batched: 1.29, grouped: 1.29, persistent: 1.29, grouped_matmul: 1.39},
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ Check it:  python -m lessonkit check lesson07_gluon_matmul
 Time it:   python -m lessonkit bench lesson07_gluon_matmul
 """
 
-from importlib import import_module
-
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, case, needs
+from lessonkit import Lesson, Mutant, Unsupported, case, needs
 
 import torch
 import triton
@@ -36,13 +34,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from day3_matmul_tk.lesson01_matmul import CHECKS, PEERS, empty_product, inputs, work
+import course_ops
+from problems.matmul import PROBLEM, TMA_CHECKS, empty_product
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64  # 64 numbers of 16 bits are 128 bytes, the longest row that a swizzle knows
-
-
-def reference(a, b):
-    return torch.matmul(a, b)  # reads MK + KN, writes MN, multiplies MNK times
 
 
 # What the rungs share: room and barriers, the order of tiles (lesson 1), one step's copies, the way of C to memory.
@@ -195,20 +190,20 @@ def ring(a, b):
 # SMs ask for most; and a tile's ends, 1500 cycles to fill the ring and 3000 to write C: 5% to 7% at K = 4096.
 @needs(90, "TMA and wgmma", only=True)
 def in_flight(a, b):
-    """As ring, a product in flight; what TMA cannot read (rows not 16-byte aligned, fp32) goes to lesson 2's matmul."""
+    """As ring, a product in flight; what TMA cannot read (rows not 16-byte aligned, fp32) goes to course_ops.matmul."""
     try:
         return _run(ring_kernel, a, b, IN_FLIGHT=1)
     except Unsupported:
-        return import_module("day3_matmul_tk.lesson02_matmul_persistent").matmul(a, b)
+        return course_ops.matmul(a, b)
 
 
 def _run(kernel, a, b, depth=4, **options):
     c = empty_product(a, b)
     if not c.numel() or not a.shape[1]:
         return c.zero_()
-    check_operands(a=a, b=b, c=c)
-    (a_desc, a_t), (b_desc, b_t) = describe(a, BLOCK_M, BLOCK_K), describe(b, BLOCK_K, BLOCK_N)
-    c_desc, _ = describe(c, BLOCK_M, 64)
+    _check_operands(a=a, b=b, c=c)
+    (a_desc, a_t), (b_desc, b_t) = _describe(a, BLOCK_M, BLOCK_K), _describe(b, BLOCK_K, BLOCK_N)
+    c_desc, _ = _describe(c, BLOCK_M, 64)
     tiles_m, tiles_n = triton.cdiv(c.shape[0], BLOCK_M), triton.cdiv(c.shape[1], BLOCK_N)
     steps = triton.cdiv(a.shape[1], BLOCK_K)
     kernel[(tiles_m * tiles_n,)](
@@ -217,7 +212,7 @@ def _run(kernel, a, b, depth=4, **options):
     return c
 
 
-def check_operands(**matrices):
+def _check_operands(**matrices):
     """Raise Unsupported if one of them is none that TMA can copy and wgmma multiply as it lies."""
     for name, t in matrices.items():
         if t.element_size() != 2:
@@ -229,7 +224,7 @@ def check_operands(**matrices):
             )
 
 
-def describe(t, rows, cols):
+def _describe(t, rows, cols):
     """What TMA must know of a matrix to copy blocks of rows x cols, and whether it lies transposed."""
     transposed = t.stride(1) != 1
     if transposed:
@@ -238,36 +233,16 @@ def describe(t, rows, cols):
     return TensorDescriptor.from_tensor(t, [rows, cols], layout), transposed
 
 
-def products_of_a_permutation(rung):
-    """a times a permutation has a's columns in another order, to the bit: one in a wrong place shows as itself."""
-    a, _ = inputs(136, 8, 264, dtype=torch.bfloat16)
-    order = torch.randperm(264, device=DEVICE)
-    assert torch.equal(rung(a, torch.eye(264, device=DEVICE, dtype=a.dtype)[order].t().contiguous()), a[:, order])
-
-
-TMA_CHECKS = (  # rows of 16 bytes and more, which every rung takes
-    case("one row, 8 columns: 127 rows and 248 columns of the tile are not there", M=1, N=8, K=8),
-    case("nothing divides anything but 8", M=67, N=40, K=72),
-    case("one past a tile down, 8 past one across and in K", M=129, N=264, K=136),
-    case("the ring goes round four times", M=40, N=72, K=1000),
-    case("rows apart: what lies between them is no zero", M=40, N=72, K=80, pad=8),
-    case("a by columns", M=136, N=72, K=80, transposed="a"),
-    case("b by columns", M=72, N=136, K=80, transposed="b"),
-    case("both by columns", M=136, N=136, K=200, transposed="ab", pad=8),
-)
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(synchronous, ring, in_flight),
     checks=(
-        *CHECKS,
+        *PROBLEM.checks,
         *TMA_CHECKS,
         case("9 tiles down: a group of 8 and one of 1", gib=0.1, M=1030, N=520, K=520),
         case("offsets past 2^31", gib=60, M=70_001, N=32_000, K=32_000),
     ),
     benches=tuple({"M": n, "N": n, "K": n} for n in (4096, 8192)),
-    work=work,
     wrong=(
         Mutant("K's tail left out", "_run", "triton.cdiv(a.shape[1], BLOCK_K)", "a.shape[1] // BLOCK_K", "ring"),
         Mutant("sums start anew each step", "ring_kernel", "acc, is_async", "acc, use_acc=False, is_async", "ring"),
@@ -276,18 +251,11 @@ LESSON = Lesson(
         Mutant("every stage asked for the same step", "ring_kernel", "row, col, i * K", "row, col, 0", "in_flight"),
         Mutant("the left half twice", "store_tile", "halves(parts[1])", "halves(parts[0])", "synchronous"),
     ),
-    peers=PEERS,
     claims={
         synchronous: ("wgmma", "tma", "no spills"),
         ring: ("wgmma", "tma", "no spills"),
         in_flight: ("wgmma", "tma", "no spills"),
     },
-    properties=(products_of_a_permutation,),
-    refuses=(
-        Refusal("K differs", lambda f: f(inputs(8, 8, 8)[0], inputs(8, 8, 16)[1]), ValueError, "a has 8 columns"),
-        Refusal("a batch", lambda f: f(*(t[None] for t in inputs(8, 8, 8))), ValueError, "3 dimension"),
-        Refusal("two dtypes", lambda f: f(inputs(8, 8, 8)[0], inputs(8, 8, 8)[1].half()), TypeError, "b is"),
-    ),
     dtypes=(torch.float16, torch.bfloat16),
 )
 

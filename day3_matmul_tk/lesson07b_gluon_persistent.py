@@ -19,7 +19,6 @@ Time it:   python -m lessonkit bench lesson07b_gluon_persistent
 """
 
 import math
-from importlib import import_module
 
 from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms
 from lessonkit.judge.simulate import Barrier, ask_for, in_any_order
@@ -29,13 +28,61 @@ import torch.nn.functional as F
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from day3_matmul_tk import lesson07_gluon_matmul as first
-from day3_matmul_tk.lesson01_matmul import CHECKS, PEERS, empty_product, inputs, predicted_cycles, work
-from day3_matmul_tk.lesson07_gluon_matmul import check_operands, describe
+import course_ops
+from course_ops.hopper import allocate_barriers, allocate_stages, tensor_descriptor
+from problems.matmul import LLM, PROBLEM, TMA_CHECKS, empty_product
 
 BLOCK_M, BLOCK_K, STAGES = 128, 64, 4
+
+
+# The order of tiles, a step's copies, and the way of C to memory: lesson 7's.
+@gluon.jit
+def place(program, tiles_m, tiles_n, GROUP: gl.constexpr):
+    """The tile (row, column) that comes `program`-th: in groups of GROUP rows of tiles, each column by column."""
+    first = program // (GROUP * tiles_n) * GROUP
+    height = min(tiles_m - first, GROUP)  # the last group may be lower
+    within = program % (GROUP * tiles_n)
+    return first + within % height, within // height
+
+
+@gluon.jit
+def load_step(a_desc, b_desc, a_smem, b_smem, full, row, col, k, A_T: gl.constexpr, B_T: gl.constexpr, pred=True):
+    mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred)
+    tma.async_copy_global_to_shared(a_desc, [k, row] if A_T else [row, k], full, a_smem, pred)
+    tma.async_copy_global_to_shared(b_desc, [col, k] if B_T else [k, col], full, b_smem, pred)
+
+
+@gluon.jit
+def turned(smem, T: gl.constexpr):
+    return smem.permute((1, 0)) if T else smem
+
+
+@gluon.jit
+def halves(x):  # [M, N] -> the left and the right [M, N / 2]: a thread holds numbers of both, so nothing moves
+    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
+    parts = halves(acc)
+    if acc.shape[1] == 256:
+        parts = halves(parts[0]) + halves(parts[1])
+    # An even number: or the last panel of a tile and the first of the next would be the same buffer.
+    gl.static_assert(len(parts) % 2 == 0)
+    for p in gl.static_range(len(parts)):
+        panel = c_smem.index(FIRST + p % 2)
+        tma.store_wait(1)
+        panel.store(parts[p].to(c_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(c_desc, [row, col + 64 * p], panel)
 
 
 # The ring turns on from tile to tile, so its turns are counted, not a tile's steps.
@@ -58,12 +105,12 @@ def load_partition(descs, ring, sizes, GROUP: gl.constexpr, A_T: gl.constexpr, B
     N: gl.constexpr = b_desc.block_type.shape[0 if B_T else 1]
     turn = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = first.place(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         for step in range(steps):
             stage, parity = slot(turn, full.shape[0])
             mbarrier.wait(empty.index(stage), parity ^ 1)
             a_to, b_to, bar = a_smem.index(stage), b_smem.index(stage), full.index(stage)
-            first.load_step(a_desc, b_desc, a_to, b_to, bar, tile_m * M, tile_n * N, step * K, A_T, B_T)
+            load_step(a_desc, b_desc, a_to, b_to, bar, tile_m * M, tile_n * N, step * K, A_T, B_T)
             turn += 1
 
 
@@ -82,13 +129,13 @@ def multiply_partition(
     acc = gl.zeros((HALF, N), gl.float32, sums)
     turn = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = first.place(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP)
         before = 0
         for step in range(steps):
             stage, parity = slot(turn, full.shape[0])
             mbarrier.wait(full.index(stage), parity)
-            a = first.turned(a_smem.index(stage), A_T).slice(WHICH * HALF, HALF)
-            b = first.turned(b_smem.index(stage), B_T)
+            a = turned(a_smem.index(stage), A_T).slice(WHICH * HALF, HALF)
+            b = turned(b_smem.index(stage), B_T)
             # The first product of a tile does not add: no registers to be zeroed, and nothing of the last tile.
             acc = warpgroup_mma(a, b, acc, use_acc=step > 0, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -98,7 +145,7 @@ def multiply_partition(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before))
         # Panels of 64 x 64; the last two are on their way while the next tile is multiplied.
-        first.store_tile(c_desc, c_smem, acc, (tile_m * 2 + WHICH) * HALF, tile_n * N, 2 * WHICH)
+        store_tile(c_desc, c_smem, acc, (tile_m * 2 + WHICH) * HALF, tile_n * N, 2 * WHICH)
     tma.store_wait(0)
 
 
@@ -107,9 +154,9 @@ def persistent_kernel(
     a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, STAGES: gl.constexpr, GROUP: gl.constexpr,
     A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
-    c_smem = first.stages(c_desc, 4)  # panels of 64 x 64, two a warpgroup
-    full, empty = first.barriers(STAGES, 1), first.barriers(STAGES, 2)  # the producer's arrival; both warpgroups'
-    ring = first.stages(a_desc, STAGES), first.stages(b_desc, STAGES), full, empty
+    c_smem = allocate_stages(c_desc, 4)  # panels of 64 x 64, two a warpgroup
+    full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)  # the producer's arrival; both warpgroups'
+    ring = allocate_stages(a_desc, STAGES), allocate_stages(b_desc, STAGES), full, empty
     sizes = (tiles_m, tiles_n, steps)
     # The first partition runs in the kernel's own 4 warps and gets the registers that the others leave: of 65,536, 384
     # threads have 168 each at first; 128 keep 40 and 128 ask for 232, so 232 are left for these.
@@ -147,11 +194,11 @@ def persistent(a, b):
 # 128 x 128 multiply half as much each, with more bytes a product (H200: 3/4 of the time). Lesson 1's estimate decides.
 @needs(90, "TMA and wgmma", only=True)
 def matmul(a, b):
-    """As persistent, tiles of 256 or 128 columns; what TMA cannot read (rows not 16-byte aligned, fp32): lesson 2's."""
+    """As persistent, tiles of 256 or 128 columns; what TMA cannot read (fp32, rows not 16-byte aligned): course_ops."""
     try:
         return _run(a, b, widths=(256, 128))
     except Unsupported:
-        return import_module("day3_matmul_tk.lesson02_matmul_persistent").matmul(a, b)
+        return course_ops.matmul(a, b)
 
 
 def _run(a, b, widths=(256,), group=16, persistent=True):
@@ -159,10 +206,10 @@ def _run(a, b, widths=(256,), group=16, persistent=True):
     (M, N), K = c.shape, a.shape[1]
     if not c.numel() or not K:
         return c.zero_()
-    check_operands(a=a, b=b, c=c)
-    block_n = min(widths, key=lambda n: predicted_cycles(M, N, K, BLOCK_M, n, BLOCK_K))
-    (a_desc, a_t), (b_desc, b_t) = describe(a, BLOCK_M, BLOCK_K), describe(b, BLOCK_K, block_n)
-    c_desc, _ = describe(c, BLOCK_M // 2, 64)
+    _check_operands(a=a, b=b, c=c)
+    block_n = min(widths, key=lambda n: _predicted_cycles(M, N, K, BLOCK_M, n, BLOCK_K))
+    (a_desc, a_t), (b_desc, b_t) = _describe(a, BLOCK_M, BLOCK_K), _describe(b, BLOCK_K, block_n)
+    c_desc, _ = _describe(c, BLOCK_M // 2, 64)
     tiles_m, tiles_n, steps = triton.cdiv(M, BLOCK_M), triton.cdiv(N, block_n), triton.cdiv(K, BLOCK_K)
     programs = tiles_m * tiles_n
     if persistent:  # no more than the rounds need: 512 tiles are 4 rounds for 132 programs, and for 128 as well
@@ -171,6 +218,35 @@ def _run(a, b, widths=(256,), group=16, persistent=True):
         a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, STAGES, group, a_t, b_t, num_warps=4
     )  # fmt: skip
     return c
+
+
+def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
+    """Cycles of a matmul in 16 bits on a Hopper GPU, if nothing but tensor cores and L2 were slow: to compare tiles."""
+    tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
+    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle; an SM takes no more than 64, whoever else is idle
+    step = max(BLOCK_M * BLOCK_N * BLOCK_K / 2048, 2 * (BLOCK_M + BLOCK_N) * BLOCK_K / share)
+    step += 300  # to wait for a stage, and to start on it: why steps should not be short
+    ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first tiles are there, and to write C
+    return math.ceil(tiles / num_sms()) * (math.ceil(K / BLOCK_K) * step + ends)
+
+
+def _check_operands(**matrices):
+    """Raise Unsupported if one of them is none that TMA can copy and wgmma multiply as it lies."""
+    for name, t in matrices.items():
+        if t.element_size() != 2:
+            raise Unsupported(f"{name} is {t.dtype}: this wgmma multiplies numbers of 16 bits")
+        if 1 not in t.stride() or max(t.stride()) % 8 or t.data_ptr() % 16:
+            raise Unsupported(
+                f"{name} begins at {t.data_ptr() % 16} past 16 bytes and has strides {t.stride()}: "
+                "TMA wants one to be 1 and the other and the address multiples of 16 bytes"
+            )
+
+
+def _describe(t, rows, cols):
+    """What TMA must know of a matrix to copy blocks of rows x cols, and whether it lies transposed."""
+    if t.stride(1) != 1:
+        return tensor_descriptor(t.t(), [cols, rows]), True
+    return tensor_descriptor(t, [rows, cols]), False
 
 
 # The slow twin: what lies between the barriers is PyTorch, small (32 x 48 x 16, 3 stages, 4 programs) so that the ring
@@ -192,7 +268,7 @@ def twin(a, b):
 
 def _program(program, x, w, out):
     tiles_m, tiles_n, steps = x.shape[0] // 32, w.shape[1] // 48, w.shape[0] // 16
-    tiles = [first.place.fn(tile, tiles_m, tiles_n, 2) for tile in range(program, tiles_m * tiles_n, 4)]
+    tiles = [place.fn(tile, tiles_m, tiles_n, 2) for tile in range(program, tiles_m * tiles_n, 4)]
     a_smem, b_smem = torch.full((3, 32, 16), math.nan), torch.full((3, 16, 48), math.nan)
     full, empty = [Barrier(1) for _ in range(3)], [Barrier(2) for _ in range(3)]
     copies = []  # on their way
@@ -226,18 +302,19 @@ def _program(program, x, w, out):
 
 
 LESSON = Lesson(
-    reference=first.reference,
-    inputs=inputs,
+    problem=PROBLEM,
     rungs=(specialized, persistent, matmul),
     checks=(
-        *CHECKS,
-        *first.TMA_CHECKS,
+        *PROBLEM.checks,
+        *TMA_CHECKS,
         case("two rounds of the grid, the second begins in the middle of the ring", gib=0.1, M=1544, N=3080, K=72),
         case("4 rounds of 6 steps; two groups of 16 rows of tiles", gib=1.5, M=4096, N=4096, K=328),
         case("offsets past 2^31", gib=60, M=70_001, N=32_000, K=32_000),
     ),
-    benches=import_module("day3_matmul_tk.lesson02_matmul_persistent").LESSON.benches,
-    work=work,
+    benches=(
+        *PROBLEM.benches,
+        *({"M": m, "N": n, "K": k} for m, n, k in LLM if m == 4096 and n != k),
+    ),
     cpu_model=twin,
     wrong=(
         Mutant("stages taken before they are empty", "_program", "parity ^ 1", "2", "twin", "nan"),
@@ -249,10 +326,7 @@ LESSON = Lesson(
         Mutant("the tile before is added", "multiply_partition", "step > 0, is", "True, is", "persistent"),
         Mutant("both store the upper half", "multiply_partition", "* 2 + WHICH", "* 2", "matmul"),
     ),
-    peers=PEERS,
     claims=dict.fromkeys((specialized, persistent, matmul), ("wgmma", "tma", "no spills")),
-    properties=first.LESSON.properties,
-    refuses=first.LESSON.refuses,
     dtypes=(torch.float16, torch.bfloat16),
 )
 

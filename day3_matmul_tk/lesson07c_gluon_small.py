@@ -20,7 +20,6 @@ Time it:   python -m lessonkit bench lesson07c_gluon_small
 
 from contextlib import suppress
 from functools import cache
-from importlib import import_module
 from itertools import product
 
 from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms
@@ -34,28 +33,45 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from day3_matmul_tk import lesson07_gluon_matmul as first
-from day3_matmul_tk.lesson01_matmul import LAYERS, PEERS, empty_product, inputs, work
-from day3_matmul_tk.lesson07_gluon_matmul import check_operands, describe
-from day3_matmul_tk.lesson07b_gluon_persistent import slot
+from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot, tensor_descriptor
+from course_ops.matmul import kernel_for
+from problems.matmul import LAYERS, PROBLEM, TMA_CHECKS, empty_product
 
 everybody = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a partition; Triton 3.7 renamed it
+
+
+# A step's copies, as in lesson 7.
+@gluon.jit
+def load_step(a_desc, b_desc, a_smem, b_smem, full, row, col, k, A_T: gl.constexpr, B_T: gl.constexpr, pred=True):
+    mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred)
+    tma.async_copy_global_to_shared(a_desc, [k, row] if A_T else [row, k], full, a_smem, pred)
+    tma.async_copy_global_to_shared(b_desc, [col, k] if B_T else [k, col], full, b_smem, pred)
+
+
+@gluon.jit
+def turned(smem, T: gl.constexpr):
+    return smem.permute((1, 0)) if T else smem
+
+
+@gluon.jit
+def halves(x):  # [M, N] -> the left and the right [M, N / 2]: a thread holds numbers of both, so nothing moves
+    return x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
 
 
 # 7b's partitions, for one tile and part of K; the first steps are asked for before they start. A warpgroup meets those
 # of the other programs that have the same 64 rows, and shares a counter with them.
 @gluon.jit
 def load(descs, ring, corner, part, turn, A_T: gl.constexpr, B_T: gl.constexpr):
-    stage, _ = slot(turn, ring[2].shape[0])
+    stage, _ = ring_slot(turn, ring[2].shape[0])
     a_to, b_to, bar = ring[0].index(stage), ring[1].index(stage), ring[2].index(stage)
     k, more = (part[0] + turn) * 64, turn < part[1]
-    first.load_step(descs[0], descs[1], a_to, b_to, bar, corner[0], corner[1], k, A_T, B_T, more)
+    load_step(descs[0], descs[1], a_to, b_to, bar, corner[0], corner[1], k, A_T, B_T, more)
 
 
 @gluon.jit
 def load_partition(descs, ring, corner, part, A_T: gl.constexpr, B_T: gl.constexpr):
     for turn in range(ring[2].shape[0], part[1]):
-        stage, parity = slot(turn, ring[2].shape[0])
+        stage, parity = ring_slot(turn, ring[2].shape[0])
         mbarrier.wait(ring[3].index(stage), parity ^ 1)
         load(descs, ring, corner, part, turn, A_T, B_T)
 
@@ -71,10 +87,10 @@ def multiply_partition(
     acc = gl.zeros((64, N), gl.float32, sums)
     before = 0
     for turn in range(part[1]):
-        stage, parity = slot(turn, full.shape[0])
+        stage, parity = ring_slot(turn, full.shape[0])
         mbarrier.wait(full.index(stage), parity)
-        a = first.turned(a_smem.index(stage), A_T).slice(WHICH * 64, 64)
-        acc = hopper.warpgroup_mma(a, first.turned(b_smem.index(stage), B_T), acc, use_acc=turn > 0, is_async=True)
+        a = turned(a_smem.index(stage), A_T).slice(WHICH * 64, 64)
+        acc = hopper.warpgroup_mma(a, turned(b_smem.index(stage), B_T), acc, use_acc=turn > 0, is_async=True)
         acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index(before), pred=turn > 0)
         before = stage
@@ -95,9 +111,9 @@ def multiply_partition(
 def store(c_desc, a_smem, x, row, col, WHICH: gl.constexpr, A_T: gl.constexpr):
     panels = (x,)
     if x.shape[1] >= 128:
-        panels = first.halves(x)
+        panels = halves(x)
     if x.shape[1] == 256:
-        panels = first.halves(panels[0]) + first.halves(panels[1])
+        panels = halves(panels[0]) + halves(panels[1])
     for p in gl.static_range(len(panels)):
         panel = a_smem.index(p).slice(WHICH * 64, 64, dim=1 if A_T else 0)
         panel = panel._reinterpret(c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
@@ -160,8 +176,8 @@ def split_kernel(
     parts_ptr, counters_ptr,  # [tiles, 2, SPLITS (whose share), SPLITS (from whom), SIZE] fp32; [tiles, 2] int32
     tiles_m, steps, M, STAGES: gl.constexpr, SPLITS: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
-    full, empty = first.barriers(STAGES, 1), first.barriers(STAGES, 2)
-    ring = first.stages(a_desc, STAGES), first.stages(b_desc, STAGES), full, empty
+    full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)
+    ring = allocate_stages(a_desc, STAGES), allocate_stages(b_desc, STAGES), full, empty
     tile, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
     corner = tile % tiles_m * 128, tile // tiles_m * b_desc.block_type.shape[0 if B_T else 1]
     part = split * steps // SPLITS, (split + 1) * steps // SPLITS - split * steps // SPLITS  # first step, and how many
@@ -195,12 +211,10 @@ def reduce_scatter(a, b):
 # rows, and 128 where it estimates less than 55,000 cycles: up to 1% faster. (Asking L2 for b ahead of TMA was slower.)
 @needs(90, "TMA and wgmma", only=True)
 def fitted(a, b):
-    """As reduce_scatter; what is not worth it, or not possible, goes to lesson 3's or lesson 7b's matmul."""
+    """As reduce_scatter; for what is not worth it, or not possible, course_ops chooses: lesson 3's kernel, or 7b's."""
     with suppress(Unsupported):
         return _run(a, b, (64, 128, 256), least=55_000)
-    if a.shape[0] <= 128:
-        return import_module("day3_matmul_tk.lesson03_matmul_skinny").matmul_skinny(a, b)
-    return import_module("day3_matmul_tk.lesson07b_gluon_persistent").matmul(a, b)
+    return kernel_for(a, b).launch(a, b)
 
 
 def _cycles(N, K, block_n, splits):  # as in the table
@@ -219,15 +233,15 @@ def _run(a, b, widths, parts=(1, 2, 4, 8), least=0):
     (M, N), K = c.shape, a.shape[1]
     if not c.numel() or not K:
         return c.zero_()
-    check_operands(a=a, b=b, c=c)
+    _check_operands(a=a, b=b, c=c)
     tiles_m, steps = triton.cdiv(M, 128), triton.cdiv(K, 64)
     most = {n: min(num_sms() // (tiles_m * triton.cdiv(N, n)), steps) for n in widths}
     choices = {(n, s): _cycles(N, K, n, s) for n in widths for s in parts if s <= most[n]}
     block_n, splits = min(choices, key=choices.__getitem__, default=(0, 0))
     if not splits or (least and (M <= 64 or (M <= 128 and choices[block_n, splits] < least))):
         raise Unsupported("more than a wave of tiles, or so little to do that lesson 3's kernel is the faster one")
-    (a_desc, a_t), (b_desc, b_t) = describe(a, 128, 64), describe(b, 64, block_n)
-    c_desc, _ = describe(c, 64, min(64, block_n // splits))
+    (a_desc, a_t), (b_desc, b_t) = _describe(a, 128, 64), _describe(b, 64, block_n)
+    c_desc, _ = _describe(c, 64, min(64, block_n // splits))
     tiles = tiles_m * triton.cdiv(N, block_n)
     sums = torch.empty(tiles * splits if splits > 1 else 0, 128, block_n, dtype=torch.float32, device=a.device)
     shared = a.is_cuda and not torch.cuda.is_current_stream_capturing()  # a CUDA graph, replayed any time, has its own
@@ -238,6 +252,25 @@ def _run(a, b, widths, parts=(1, 2, 4, 8), least=0):
         a_desc, b_desc, c_desc, sums, counters, tiles_m, steps, M, stages, splits, a_t, b_t, num_warps=4
     )
     return c
+
+
+def _check_operands(**matrices):
+    """Raise Unsupported if one of them is none that TMA can copy and wgmma multiply as it lies."""
+    for name, t in matrices.items():
+        if t.element_size() != 2:
+            raise Unsupported(f"{name} is {t.dtype}: this wgmma multiplies numbers of 16 bits")
+        if 1 not in t.stride() or max(t.stride()) % 8 or t.data_ptr() % 16:
+            raise Unsupported(
+                f"{name} begins at {t.data_ptr() % 16} past 16 bytes and has strides {t.stride()}: "
+                "TMA wants one to be 1 and the other and the address multiples of 16 bytes"
+            )
+
+
+def _describe(t, rows, cols):
+    """What TMA must know of a matrix to copy blocks of rows x cols, and whether it lies transposed."""
+    if t.stride(1) != 1:
+        return tensor_descriptor(t.t(), [cols, rows]), True
+    return tensor_descriptor(t, [rows, cols]), False
 
 
 # The slow twin of the meeting, with lesson 7b's barriers: the 4 programs of a tile of 32 x 48 at a time. Where one
@@ -274,10 +307,13 @@ class Counter:
 
 
 LESSON = Lesson(
-    reference=first.reference, inputs=inputs, work=work, cpu_model=twin, peers=PEERS,
+    problem=PROBLEM, cpu_model=twin,
     rungs=(whole, reduce_scatter, fitted),
     checks=(
-        *first.LESSON.checks,
+        *PROBLEM.checks,
+        *TMA_CHECKS,
+        case("9 tiles down: a group of 8 and one of 1", gib=0.1, M=1030, N=520, K=520),
+        case("offsets past 2^31", gib=60, M=70_001, N=32_000, K=32_000),
         case("8 parts of two steps, all cut off", gib=0.1, M=100, N=1000, K=1000),
         case("offsets past 2^31 in one wave", gib=60, M=128, N=2**14, K=2**17 + 8),
     ),
@@ -294,7 +330,7 @@ LESSON = Lesson(
         Mutant("K's tail left out", "_run", "triton.cdiv(K, 64)", "K // 64", "reduce_scatter"),
     ),
     claims=dict.fromkeys((whole, reduce_scatter, fitted), ("wgmma", "tma", "no spills")),
-    properties=first.LESSON.properties, refuses=first.LESSON.refuses, dtypes=(torch.float16, torch.bfloat16),
+    dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@
 // include/ops/group/mma/warpgroup.cuh, include/types/shared/st.cuh and prototype/lcf/lcf.cuh.
 //
 // Compile:  nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -DKITTENS_HOPPER --use_fast_math
-//           --expt-extended-lambda --expt-relaxed-constexpr -Icuda_src -I$THUNDERKITTENS_ROOT/include
+//           --expt-extended-lambda --expt-relaxed-constexpr -Icuda_src/include -I$THUNDERKITTENS_ROOT/include
 //           -I$THUNDERKITTENS_ROOT/prototype -o matmul day3_matmul_tk/lesson09_thunderkittens_matmul.cu
 // Needs: ThunderKittens Hopper
-#include "13_matmul.cuh"  // the check of its main, cuBLAS, is_hopper
+#include "matmul.cuh"  // the check of its main, cuBLAS, is_hopper
 #include "kittens_driver.cuh"
 
 #include "kittens.cuh"

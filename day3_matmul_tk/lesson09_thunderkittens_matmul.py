@@ -27,12 +27,9 @@ Check it:  python -m lessonkit check lesson09_thunderkittens_matmul       a Hopp
 Read it:   python -m lessonkit compile lesson09_thunderkittens_matmul     registers and instructions, no GPU needed
 """
 
-from lessonkit import Lesson, Mutant, Refusal, case, cuda, needs
+from lessonkit import Lesson, Mutant, case, cuda, needs
 
-import torch
-
-from day3_matmul_tk.lesson01_matmul import PEERS, SQUARE, inputs, reference, work
-from day3_matmul_tk.lesson08_tiles import multiply_padded
+from problems.matmul import PROBLEM_BF16, multiply_padded
 
 kernels = cuda.extension(__file__)  # lesson09_thunderkittens_matmul.cu, built at the first call
 PANEL = 64  # columns
@@ -74,41 +71,19 @@ def matmul_persistent(a, b):
     return multiply_padded(kernels, "matmul_persistent", a, b, PANEL, PANEL)
 
 
-def a_permutation_moves_rows(rung):
-    """A permutation times b has b's rows in another order, to the bit: one in a wrong place shows as itself."""
-    _, b = inputs(1, 136, 300, dtype=torch.bfloat16)
-    order = torch.randperm(300, device=b.device)
-    assert torch.equal(rung(torch.eye(300, device=b.device, dtype=b.dtype)[order], b), b[order])
-
-
-def a_view_that_begins_anywhere(rung):
-    """A matrix that begins two bytes into an allocation, where the copy engine may not read."""
-    a, b = inputs(70, 64, 128, dtype=torch.bfloat16)
-    shifted = a.new_empty(a.numel() + 1)[1:].view(a.shape).copy_(a)
-    assert torch.equal(rung(shifted, b), rung(a, b))
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM_BF16,
     extension=kernels,
     rungs=(matmul_loop, matmul_wgmma, matmul_double_buffer, matmul_specialized, matmul_template, matmul_persistent),
     checks=(
-        case("no rows: an empty grid is an error in CUDA", M=0, N=5, K=8),
-        case("no columns", M=5, N=0, K=8),
-        case("nothing to add: zeros, and they must be written", M=33, N=10, K=0),
-        case("one product; 63 columns and 63 steps of padding", M=1, N=1, K=1),
+        *PROBLEM_BF16.checks,
         case("nothing is a multiple of anything", M=67, N=37, K=41),
         case("one past a tile down, one panel of four across", M=129, N=64, K=64),
         case("tiles that hang over: 1 of 2 halves, 5 of 8 panels", M=192, N=320, K=192),
         case("more steps than stages, twice round, tails everywhere", M=391, N=777, K=1111),
         case("17 tiles down: a group of 16 and one of 1", gib=1, M=2060, N=600, K=128),
         case("more tiles than SMs: the grid comes round, and again", gib=1, M=3001, N=5003, K=136),
-        case("K so long that the parities turn often", gib=1, M=257, N=513, K=8200),
-        case("offsets past 2^31", gib=60, M=2**16 + 1, N=2**15 + 64, K=64),
     ),
-    benches=tuple({"M": n, "N": n, "K": n} for n in SQUARE),
-    work=work,
     wrong=(
         Mutant(
             "both consumers multiply the same rows",
@@ -145,8 +120,6 @@ LESSON = Lesson(
             "matmul_double_buffer",
         ),
     ),
-    properties=(a_permutation_moves_rows, a_view_that_begins_anywhere),
-    peers=PEERS,
     claims={
         "loop_kernel": ("mma", "16-byte loads", "no spills"),
         "wgmma_kernel": ("wgmma", "16-byte loads", "no spills"),
@@ -155,18 +128,7 @@ LESSON = Lesson(
         "kernel": ("wgmma", "tma", "no spills"),  # the template's
         "persistent_kernel": ("wgmma", "tma", "no spills"),
     },
-    refuses=(
-        Refusal("K differs", lambda f: f(_bf16(8, 8), _bf16(16, 8)), ValueError, "b 16 rows"),
-        Refusal("not bfloat16", lambda f: f(_bf16(8, 8).half(), _bf16(8, 8)), TypeError, "a is torch.float16"),
-        Refusal("a batch", lambda f: f(_bf16(8, 8)[None], _bf16(8, 8)), ValueError, "3 dimension"),
-        Refusal("transposed", lambda f: f(_bf16(8, 16).T, _bf16(8, 8)), ValueError, "contiguous"),
-    ),
-    dtypes=(torch.bfloat16,),
 )
-
-
-def _bf16(rows, columns):
-    return inputs(rows, columns, columns, dtype=torch.bfloat16)[0]
 
 
 if __name__ == "__main__":

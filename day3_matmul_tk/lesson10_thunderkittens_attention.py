@@ -17,20 +17,13 @@ Check it:  python -m lessonkit check lesson10_thunderkittens_attention     a Hop
 Read it:   python -m lessonkit compile lesson10_thunderkittens_attention   registers and instructions, no GPU needed
 """
 
-from importlib import import_module
-
-from lessonkit import Lesson, Mutant, Refusal, Work, case, cuda, expect, needs
+from lessonkit import Lesson, Mutant, Refusal, case, cuda, expect, needs
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-by_hand = import_module("cuda_src.11_flash_attention_v1")  # digits cannot begin a name
+from problems.attention_plain import PROBLEM
+
 kernels = cuda.extension(__file__)  # lesson10_thunderkittens_attention.cu, built at the first call
-
-
-def reference(q, k, v, causal=False):
-    return by_hand.reference(q, k, v, causal)  # writes S x S scores a head, reads them three times
 
 
 @needs(90, "ThunderKittens as built for Hopper", only=True)
@@ -62,15 +55,13 @@ def _run(name, q, k, v, causal):
     return o
 
 
-def inputs(B, H, S, D, causal=False, dtype=torch.bfloat16):
-    # Scores are around -sqrt(D) and grow along the keys: a key that is not there (zeros, so a score of 0) would drown
-    # all others, and every tile brings a new maximum, without which the rescaling could be left out unseen.
-    return by_hand.inputs(B, H, S, D, causal, dtype=dtype)[:4]
+def _inputs(B, H, S, D):
+    return PROBLEM.inputs(B, H, S, D, dtype=torch.bfloat16)
 
 
 def a_head_is_alone(rung):
     """NaN in one head's keys spoils that head and no other, although its tiles hang over its end."""
-    q, k, v, _ = inputs(2, 3, 200, 64)
+    q, k, v, _ = _inputs(2, 3, 200, 64)
     k[1, 0] = float("nan")
     bad = rung(q, k, v).isnan()
     assert bad[1, 0].all()
@@ -80,24 +71,15 @@ def a_head_is_alone(rung):
 
 def the_future_does_not_matter(rung):
     """Causal: other keys and values from row 131 on leave all rows before it as they are, to the bit."""
-    q, k, v, _ = inputs(1, 2, 300, 128)
+    q, k, v, _ = _inputs(1, 2, 300, 128)
     before = rung(q, k, v, True)
     k[:, :, 131:] += 3
     v[:, :, 131:] = 5
     assert torch.equal(rung(q, k, v, True)[:, :, :131], before[:, :, :131])
 
 
-def _sdpa(*backends):
-    def peer(q, k, v, causal=False):
-        with sdpa_kernel(list(backends)):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return peer
-
-
 LESSON = Lesson(
-    reference=reference,
-    inputs=inputs,
+    problem=PROBLEM,
     extension=kernels,
     rungs=(attention_warps, attention_warpgroups, attention_ahead),
     checks=(
@@ -122,9 +104,6 @@ LESSON = Lesson(
         {"B": 4, "H": 16, "S": 4000, "D": 128, "causal": True},  # no tile divides it
         {"B": 8, "H": 32, "S": 2048, "D": 64, "causal": False},
         {"B": 4, "H": 32, "S": 4096, "D": 64, "causal": True},
-    ),
-    work=lambda B, H, S, D, dtype, causal=False: Work(
-        bytes=4 * B * H * S * D * dtype.itemsize, flops=4 * B * H * S * S * D // (2 if causal else 1)
     ),
     wrong=(
         Mutant("keys past the end have a score of zero", "mask", "key + k < keys && ", "", "attention_ahead"),
@@ -162,27 +141,24 @@ LESSON = Lesson(
         ),
     ),
     properties=(a_head_is_alone, the_future_does_not_matter),
-    peers={
-        "SDPA flash": _sdpa(SDPBackend.FLASH_ATTENTION),
-        "SDPA cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION),
-    },
     claims={
         "warps_kernel": ("mma", "16-byte loads", "no spills"),
         "warpgroups_kernel": ("wgmma", "tma", "no spills"),
     },
     refuses=(
-        Refusal("D of 96", lambda f: f(*inputs(1, 1, 4, 96)), ValueError, "64 or 128"),
+        Refusal("D of 96", lambda f: f(*_inputs(1, 1, 4, 96)), ValueError, "64 or 128"),
         Refusal("S of k differs", lambda f: f(*_bad(lambda q, k, v: (q, k[:, :, :3], v))), ValueError, "k has shape"),
         Refusal("not bfloat16", lambda f: f(*_bad(lambda q, k, v: (q.half(), k, v))), TypeError, "q is torch.float16"),
         Refusal("no heads", lambda f: f(*_bad(lambda q, k, v: (q[0], k[0], v[0]))), ValueError, "3 dimension"),
         Refusal("transposed", lambda f: f(*_bad(lambda q, k, v: (q.mT, k.mT, v.mT))), ValueError, "contiguous"),
     ),
     dtypes=(torch.bfloat16,),
+    factor=1,
 )
 
 
 def _bad(change):
-    return change(*inputs(1, 2, 5, 64)[:3])
+    return change(*_inputs(1, 2, 5, 64)[:3])
 
 
 if __name__ == "__main__":

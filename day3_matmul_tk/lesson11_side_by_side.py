@@ -18,10 +18,9 @@ Run it:    python day3_matmul_tk/lesson11_side_by_side.py
 import ast
 import inspect
 import textwrap
-from importlib import import_module
 from pathlib import Path
 
-from lessonkit import Steps, Table, rows
+from lessonkit import Steps, Table, rows, specimen
 from lessonkit.base import cpp_text
 from lessonkit.cuda import build
 
@@ -42,6 +41,7 @@ LADDERS = (
     "cuda_src.13_hopper_matmul",
     "cuda_src.13b_hopper_matmul_persistent",
 )
+COUNTED = ("day", "problems.", "course_ops.")  # modules whose functions one would have to write oneself
 SIZES = tuple(f"M={n} N={n} K={n}" for n in (4096, 8192, 16384))
 
 
@@ -55,19 +55,19 @@ def lines_of_code():
 
 
 def _lines(lesson, rung):
-    module = import_module(lesson)
+    module = inspect.getmodule(specimen(lesson, rung))
     program = Path(module.__file__).with_suffix(".cu")
     return _cpp_lines(program, rung) if program.exists() else _python_lines(module, rung)
 
 
 def _python_lines(module, name):
-    """Lines of a function and of all functions of the course's days that it calls, without docstrings."""
+    """Lines of a function and of all functions of the course that it calls, the kit's not, without docstrings."""
     todo, seen = [(module, name)], {}
     while todo:
         module, name = todo.pop()
         found = vars(module).get(name)
         function = getattr(found, "fn", found)
-        if not inspect.isfunction(function) or not function.__module__.startswith("day") or function in seen:
+        if not inspect.isfunction(function) or not function.__module__.startswith(COUNTED) or function in seen:
             continue
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         if ast.get_docstring(tree):
@@ -115,7 +115,7 @@ def percent_of_cublas_by_rung(folder):
     """The story of the day: every rung of every matmul ladder, in the order of the course."""
     table = []
     for lesson in LADDERS:
-        for rung in import_module(lesson).LESSON.rungs:
+        for rung in specimen(lesson, "LESSON").rungs:
             for size in SIZES[:2]:
                 if (found := _of_cublas(folder, lesson, rung.__name__, size)) != "":
                     label = f"{lesson.split('.')[1].split('_')[0]} {rung.__name__}"

@@ -1,5 +1,5 @@
 // A tile library from four instructions: cp.async, ldmatrix, mma.sync and a store (their wrappers, and what the emulator
-// does for them, are in cuda_src/mma.cuh). The nouns are tiles, and the type of a tile is its place and its layout:
+// does for them, are in cuda_src/include/mma.cuh). The nouns are tiles, and the type of a tile is its place and its layout:
 //
 //     Matrix<T>                 device memory, row by row; knows its size, so that nobody else has to
 //     SharedTile<T, R, C>       shared memory, R rows of C, in swizzled pieces of 16 bytes

@@ -40,6 +40,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SLACK = 8  # another's may round more often than PyTorch does (as in `bench`), but must compute the same thing
 HOPPER = "day4_replace_op.lesson06g_flash_hopper_diagonal"
 CUDA, KITTENS = "cuda_src.11_flash_attention_v1", "day3_matmul_tk.lesson10_thunderkittens_attention"
+CUDA_BACKWARD = "cuda_src.11b_flash_attention_backward"
 
 
 def _by_hand(q, k, v, causal):
@@ -147,10 +148,27 @@ PEERS = {
 }
 
 
+class _CudaAttention(torch.autograd.Function):
+    """The last rungs of the two programs, forward and backward, as one differentiable op."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        o, lse = import_module(CUDA).attention_pipelined(q.detach(), k.detach(), v.detach(), causal)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.causal = causal
+        return o
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, o, lse = (t.detach() for t in ctx.saved_tensors)
+        backward = import_module(CUDA_BACKWARD).attention_backward_mma
+        return *backward(q, k, v, o, lse, dout.contiguous(), ctx.causal), None
+
+
 def _cuda_trained(q, k, v, causal):
     if not GPU:
         raise Unsupported("its own lesson checks it without a GPU")
-    return import_module(CUDA).attention(q, k, v, causal)
+    return _CudaAttention.apply(q, k, v, causal)
 
 
 def _operator(q, k, v, causal):

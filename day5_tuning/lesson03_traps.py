@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lessonkit import DEVICE, Steps, Table, check, compiled
+from lessonkit import DEVICE, Steps, Table, check, compiled, specimen
 from lessonkit.base.device import HAS_GPU, INTERPRETED
 from lessonkit.base.errors import OutOfBounds
 from lessonkit.base.files import ROOT
@@ -220,11 +220,10 @@ def sm_90_is_not_sm_90a():
 
 def _assemble(arch):
     """What ptxas says to a kernel with wgmma for an architecture; in the process that compiles."""
-    from day5_tuning import lesson01_compile_pipeline as first
-
+    product_kernel = specimen("day5_tuning.lesson01_compile_pipeline", "product_kernel")
     with compiled.compiling(90) as made:
         a = torch.empty(4096, 4096, dtype=torch.float16, device=DEVICE)
-        first.product_kernel[(64, 64)](a, a, a, 4096, 4096, 4096, 4096, 4096, 64, 64, 64, False)
+        product_kernel[(64, 64)](a, a, a, 4096, 4096, 4096, 4096, 4096, 64, 64, 64, False)
         ptx = made["product_kernel"].asm["ptx"]
     ptxas = triton.knobs.nvidia.ptxas_blackwell if "100" in arch else triton.knobs.nvidia.ptxas
     with tempfile.TemporaryDirectory() as folder:

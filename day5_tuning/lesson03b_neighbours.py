@@ -31,7 +31,7 @@ import sys
 import time
 from contextlib import contextmanager
 
-from lessonkit import DEVICE, Steps, Table, compiled
+from lessonkit import DEVICE, Steps, Table, compiled, specimen
 from lessonkit.base.device import HAS_GPU
 from lessonkit.base.files import environment
 from lessonkit.commands.show import from_a_gpu
@@ -40,13 +40,23 @@ from lessonkit.modes.compile_server import call_in_compiler
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from day3_matmul_tk import lesson02_matmul_persistent as lesson02
-from day3_matmul_tk.lesson07_gluon_matmul import barriers
+tma_device = specimen("day3_matmul_tk.lesson02_matmul_persistent", "tma_device")
+warp_specialized = specimen("day3_matmul_tk.lesson02_matmul_persistent", "warp_specialized")
 
 FORMS = {"made, idle": (True, False), "invalidated": (True, True), "not made": (False, False)}
 NUMBERS, ROUNDS, SECONDS = 1024, 100_000, 2
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers whose phase ends when ARRIVALS have come, and all bytes that they announced."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    fence_async_shared()  # TMA, which will count bytes there, sees it too
+    return bars
 
 
 # Numbers go to shared memory and come back, to other threads than wrote them.
@@ -93,7 +103,7 @@ def _warp_specialized():
     """The barriers that nobody uses in day 3's lesson 2, `for ... in tl.range(..., warp_specialize=True)`."""
     with compiled.compiling(90) as made:
         a, b = (torch.empty(1024, 1024, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-        lesson02.warp_specialized(a, b)
+        warp_specialized(a, b)
         return len(compiled.idle_barriers(made["tma_device_kernel"].asm["ttgir"]))
 
 
@@ -163,10 +173,10 @@ def tritons_too():
     if not HAS_GPU or torch.cuda.get_device_capability()[0] != 9:  # elsewhere its barriers lie elsewhere
         return from_a_gpu(__name__, "tritons too")
     a, b = (torch.randn(4096, 4096, device=DEVICE).bfloat16() for _ in range(2))
-    first, table = lesson02.tma_device(a, b).clone(), []
+    first, table = tma_device(a, b).clone(), []
     for neighbour in (False, True):
         with _beside(neighbour):
-            for rung in (lesson02.tma_device, lesson02.warp_specialized):
+            for rung in (tma_device, warp_specialized):
                 wrong, calls, end = torch.zeros_like(first, dtype=torch.int32), 0, time.monotonic() + SECONDS
                 bad = torch.zeros((), dtype=torch.int32, device=DEVICE)
                 while time.monotonic() < end:
@@ -181,7 +191,7 @@ def tritons_too():
                               "wrong calls": int(bad), "wrong numbers": int(wrong.sum()),
                               "in columns": len(columns)})  # fmt: skip
                 assert len(columns) <= 12, "barriers at 24 bytes: 12 numbers of 16 bits, each in a column of its own"
-                assert not bad or (neighbour and rung is lesson02.warp_specialized)
+                assert not bad or (neighbour and rung is warp_specialized)
     return Table(
         "tritons too",
         table,

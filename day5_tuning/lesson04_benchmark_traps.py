@@ -19,14 +19,14 @@ import statistics
 import subprocess
 import time
 
-from lessonkit import DEVICE, Steps, Table, expect, report, rows, timing
+from lessonkit import DEVICE, Steps, Table, expect, report, rows, specimen, timing
 from lessonkit.base.device import HAS_GPU
 from lessonkit.commands.show import from_a_gpu
 
 import torch
 import triton
 
-from day2_triton_basics.lesson03_softmax import softmax_shared
+softmax_shared = specimen("day2_triton_basics.lesson03_softmax", "softmax_shared")
 
 
 def too_few_repeats():

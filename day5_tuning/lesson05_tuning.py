@@ -26,16 +26,15 @@ Run it:    python day5_tuning/lesson05_tuning.py      (compiled and predicted; o
 Matmul: lesson05b_tuning_matmul. Flash attention: lesson05c_tuning_attention. Autotune itself: lesson05d_autotune.
 """
 
-from lessonkit import Steps, device
+from lessonkit import Steps, device, specimen
 from lessonkit.measure.sweeps import FAMILY, H200, Figures, Sweep, figures, rank_correlation, show, together, waves
 from lessonkit.pages.compared import comparisons
 
 import torch
 import triton
 
-from day2_triton_basics.lesson03_softmax import LESSON as SOFTMAX
-from day2_triton_basics.lesson03_softmax import softmax_packed_kernel
-
+SOFTMAX = specimen("day2_triton_basics.lesson03_softmax", "LESSON")
+softmax_packed_kernel = specimen("day2_triton_basics.lesson03_softmax", "softmax_packed_kernel")
 CLOCK = 1.9e9  # memory leaves the SMs idle, and so their clock high
 LATENCY = 1.2e-6  # seconds from a program's first load to its first byte, when memory is busy, and of its last store
 INSTRUCTIONS = 16  # an element: widened twice, less m, scaled, exp2 twice, summed, compared, rounded

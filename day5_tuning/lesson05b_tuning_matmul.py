@@ -22,13 +22,14 @@ Run it:    python day5_tuning/lesson05b_tuning_matmul.py      (compiled and pred
 
 import math
 
-from lessonkit import Steps, device
+from lessonkit import Steps, device, specimen
 from lessonkit.measure.sweeps import FAMILY, Figures, Sweep, figures, rank_correlation, show, together, waves
 from lessonkit.pages.compared import comparisons
 
-from day3_matmul_tk.lesson01_matmul import LESSON as MATMUL
-from day3_matmul_tk.lesson01_matmul import empty_product, grouped_kernel
+from problems.matmul import empty_product
 
+MATMUL = specimen("day3_matmul_tk.lesson01_matmul", "LESSON")
+grouped_kernel = specimen("day3_matmul_tk.lesson01_matmul", "grouped_kernel")
 LATENCY = 1000  # cycles from asking L2 or memory to having it, under load
 LAUNCH = 2.0  # microseconds
 ENDS = 2000  # cycles of a tile before its first product and after its last

@@ -21,7 +21,7 @@ Run it:    python day5_tuning/lesson05c_tuning_attention.py      (compiled and p
 
 import math
 
-from lessonkit import Steps, device
+from lessonkit import Steps, device, specimen
 from lessonkit.measure.sweeps import FAMILY, SHARED, Figures, Sweep, figures, show, together, waves
 from lessonkit.pages.compared import comparisons
 
@@ -29,9 +29,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from day4_replace_op.lesson03_flash_v2 import LESSON as FLASH
-from day4_replace_op.lesson03_flash_v2 import LOG2E, tma_kernel
-
+FLASH = specimen("day4_replace_op.lesson03_flash_v2", "LESSON")
+tma_kernel = specimen("day4_replace_op.lesson03_flash_v2", "tma_kernel")
+LOG2E = math.log2(math.e)
 CLOCK = 1.65e9  # higher than a matmul's 1.5: tensor cores that wait take less power
 LATENCY, ENDS, LAUNCH = 1000, 3000, 2.0  # cycles, cycles of a program around its loop, microseconds
 NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")

@@ -23,7 +23,8 @@ from collections import Counter
 from lessonkit import Steps, Table, report
 from lessonkit.lesson import kernels, shape_name
 from lessonkit.measure import ncu
-from lessonkit.pages.results import bound, intensity, largest, measured, operator
+from lessonkit.pages.results import measured
+from lessonkit.pages.roofline import roofline
 
 import torch
 
@@ -63,71 +64,6 @@ def nothing_is_above_its_roof():
                     assert row.percent_of_limit < 115, f"{row.lesson} {row.rung} {row.shape}: {row.percent_of_limit}%"
                     checked += 1
     print(f"  {checked} rows of more than 128 MB, none above its roof" if checked else "  no rows of a GPU yet")
-
-
-def roofline(folder):
-    """Every lesson's first and last rung at its largest shape, under both roofs, and what bounds the last."""
-    table, copies = [], []
-    for name, lesson, found in measured(folder):
-        row = largest(found, lesson.rungs[-1].__name__)
-        if row is None:
-            continue
-        small = min((r for r in found if r.rung == row.rung), key=lambda r: r.bytes)
-        first = next((r for r in found if r.rung == lesson.rungs[0].__name__ and r.shape == row.shape), None)
-        copies += [r.tb_per_s for r in found if r.kind == "limit"]
-        table.append({
-            "operator": operator(name), "last rung": f"{name.split('.')[1]}: {row.rung}", "shape": row.shape,
-            "FLOPs a byte": f"{intensity(row):.3g}", "TFLOP/s": f"{row.tflop_per_s:.3g}",
-            "first rung's": f"{first.tflop_per_s:.3g}" if first else "", "rate": row.rate,
-            "% of its limit": f"{row.percent_of_limit:.0f}", "bound by": bound(row),
-            "at its smallest": bound(small),
-        })  # fmt: skip
-    if not (table and copies):  # without a copy there is no roof
-        return None
-    bounds = Counter(row["bound by"] for row in table)
-    said = ", ".join(f"{count} by {what}" for what, count in bounds.most_common())
-    launched = sum(row["at its smallest"] == "launch" for row in table)
-    note = f"Last rungs of {len(table)} lessons at their largest shape: bound {said}; at their smallest {launched} by "
-    note += "launches. Lines come from first rungs."
-
-    def draw(figure):
-        figure.set_size_inches(11, 7)
-        draw_roofline(figure.add_subplot(), table, max(copies))
-
-    return Table("roofline", table, note, draw=draw)
-
-
-def draw_roofline(axes, table, roof):
-    """The rows of `roofline` under a bandwidth in TB/s, and under the fastest of them."""
-    ceiling = max(float(row["TFLOP/s"]) for row in table)
-    span = [0.05, ceiling / roof, 10_000.0]
-    axes.plot(span, [min(x * roof, ceiling) for x in span], ":k", label=f"{roof:.2f} TB/s, {ceiling:.0f} TFLOP/s")
-    fp32 = max((float(row["TFLOP/s"]) for row in table if row["operator"] == "fp32 matmul"), default=0.0)
-    if fp32:
-        axes.plot([fp32 / roof, 10_000.0], [fp32, fp32], ":", color="gray", label=f"fp32: {fp32:.0f} TFLOP/s")
-    colours = {"memory": "tab:blue", "compute": "tab:red", "latency": "tab:orange", "launch": "tab:gray"}
-    for what, colour in colours.items():
-        mine = [row for row in table if row["bound by"] == what and float(row["FLOPs a byte"])]
-        for row in mine:
-            x, y = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
-            if row["first rung's"]:
-                axes.plot([x, x], [float(row["first rung's"]), y], "-", color=colour, alpha=0.35, linewidth=1)
-        axes.plot([float(r["FLOPs a byte"]) for r in mine], [float(r["TFLOP/s"]) for r in mine], "o", color=colour,
-                  markersize=5, label=f"bound by {what}")  # fmt: skip
-    best = {}
-    for row in table:  # one name an operator, at its fastest
-        if float(row["FLOPs a byte"]) and float(row["TFLOP/s"]) > best.get(row["operator"], (0, 0))[1]:
-            best[row["operator"]] = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
-    names = [f"{i + 1} {op}" for i, op in enumerate(best)]
-    for i, place in enumerate(best.values()):
-        axes.annotate(str(i + 1), place, textcoords="offset points", xytext=(3, 2), fontsize=6)
-    for column in range(3):  # above the roof nothing can be
-        key = "\n".join(names[column::3])
-        axes.text(0.015 + 0.19 * column, 0.98, key, transform=axes.transAxes, va="top", fontsize=6)
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="TFLOP/s")
-    axes.set_ylim(top=200 * ceiling)  # room for names
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="lower right")
 
 
 def counters_beside_counts(folder):

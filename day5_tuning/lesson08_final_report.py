@@ -31,8 +31,7 @@ from lessonkit.exercise import progress
 from lessonkit.pages import final
 from lessonkit.pages.final import Block
 from lessonkit.pages.results import bound, contests, language, measured
-
-from day5_tuning.lesson06_roofline import draw_roofline, roofline
+from lessonkit.pages.roofline import draw_roofline, roofline
 
 SWEEPS = {"softmax": "lesson05_tuning", "matmul": "lesson05b_tuning_matmul", "attention": "lesson05c_tuning_attention"}
 NEXT = {  # what helps, by what binds

@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 
 from lessonkit.base import device  # isort: skip - first, before anything imports triton
-from lessonkit.base.device import DEVICE, num_sms
+from lessonkit.base.device import DEVICE, num_sms, shared_memory
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import BY_NAME
 from lessonkit.lesson import (
@@ -54,6 +54,7 @@ __all__ = [
     "needs",
     "num_sms",
     "opaque",
+    "shared_memory",
     "specimen",
     "tma_takes",
 ]

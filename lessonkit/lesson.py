@@ -294,8 +294,14 @@ def specimen(lesson: str, name: str) -> Any:
     """What another lesson's file binds to a name: `specimen("day4_replace_op.lesson02_flash_v1", "flash_v1")`.
 
     For lessons that measure or inspect kernels of others and have none of their own. The only way to load a lesson.
+    Raises Misdeclared if there is no such lesson, or if its file binds no such name.
     """
-    return getattr(importlib.import_module(lesson), name)
+    if lesson not in names():
+        raise Misdeclared(f"there is no lesson {lesson!r}: name one in full, as `python -m lessonkit list` does")
+    module = importlib.import_module(lesson)
+    if not hasattr(module, name):
+        raise Misdeclared(f"{lesson} binds no {name!r}: take a rung, a kernel or a constant of its file")
+    return getattr(module, name)
 
 
 def kernels(which: str = "") -> list[tuple[str, Lesson]]:

@@ -525,6 +525,7 @@ def same_code_cases():
     from course_ops.kernels import grouped_matmul, linear, matmul_fp8_hopper, quantize, scan
     from day2_triton_basics import lesson14_scan
     from day3_matmul_tk import (
+        lesson01_matmul,
         lesson02_matmul_persistent,
         lesson03_matmul_skinny,
         lesson04_matmul_epilogue,
@@ -539,12 +540,12 @@ def same_code_cases():
     launch = {kernel.name: kernel.launch for kernel in sys.modules["course_ops.matmul"].DISPATCH}
 
     def operands(M, N, K, transposed=""):
-        return lesson07c_gluon_small.inputs(M, N, K, dtype=BF16, transposed=transposed)
+        return lesson07c_gluon_small.LESSON.inputs(M, N, K, dtype=BF16, transposed=transposed)
 
     def fp8(scheme):
         kernel = matmul_fp8_hopper.fp8_promote_hopper if scheme == "blocks" else matmul_fp8_hopper.fp8_sum_hopper
         n = TENSORS[scheme]
-        args = lesson05_matmul_fp8.inputs(n, n, n, scheme)
+        args = lesson05_matmul_fp8.LESSON.inputs(n, n, n, scheme)
         return lesson07e_gluon_fp8_blocks.matmul_fp8, lambda *args: kernel(*args, scheme), args
 
     hopper, skinny = lesson07b_gluon_persistent.matmul, lesson03_matmul_skinny.matmul_skinny
@@ -558,24 +559,24 @@ def same_code_cases():
         "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 4096, "b")),
         "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
         "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
-        "pointers": lambda: (lesson02_matmul_persistent.matmul, launch["pointers"], operands(300, 40, 35)),
+        "pointers": lambda: (lesson01_matmul.pipelined, launch["pointers"], operands(300, 40, 35)),
         "fp8 tensor": lambda: fp8("tensor"),
         "fp8 rows": lambda: fp8("rows"),
         "fp8 blocks": lambda: fp8("blocks"),
         "linear": lambda: (
             epilogue.linear_gelu,
             lambda x, w, bias, residual: linear.linear_tma(x, w, bias, residual, True, None),
-            epilogue.inputs(8192, 4096, 4096, residual=True, dtype=BF16),
+            epilogue.LESSON.inputs(8192, 4096, 4096, residual=True, dtype=BF16),
         ),
         "grouped": lambda: (
             lesson06_grouped_matmul.grouped_matmul,
             grouped_matmul.grouped_tma,
-            lesson06_grouped_matmul.inputs(8192, 8, 4096, 4096, dtype=BF16),
+            lesson06_grouped_matmul.LESSON.inputs(8192, 8, 4096, 4096, dtype=BF16),
         ),
         "quantize": lambda: (
             lesson05b_quantize_fp8.quantize,
             quantize.quantize,
-            lesson05b_quantize_fp8.inputs(8192, 8192, dtype=BF16),
+            lesson05b_quantize_fp8.LESSON.inputs(8192, 8192, dtype=BF16),
         ),
         "scan": lambda: (lesson14_scan.scan_look_back, scan.scan_look_back, lesson14_scan.inputs(2**20)),
     }

@@ -16,7 +16,7 @@ from lessonkit.modes.interpreter import watched
 import pytest
 import torch
 
-pytestmark = pytest.mark.kept("cuda_src/*.cuh", "cuda_src/binding.*", "cuda_src/emulator/**/*")
+pytestmark = pytest.mark.kept("cuda_src/include/*", "cuda_src/binding.*", "cuda_src/emulator/**/*")
 HERE = toolchain.lacks("g++", "Python.h", "ninja")
 NVCC = toolchain.lacks("nvcc", "g++", "ninja")
 emulated = pytest.mark.skipif(device.HAS_GPU or bool(HERE), reason=HERE or "kernels run on the GPU here")

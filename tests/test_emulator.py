@@ -12,7 +12,7 @@ from lessonkit.cuda.rewrite import RewriteError, rewrite
 
 import pytest
 
-pytestmark = pytest.mark.kept("tests/emulated/*", "cuda_src/*.cuh", "cuda_src/emulator/**/*")
+pytestmark = pytest.mark.kept("tests/emulated/*", "cuda_src/include/*", "cuda_src/emulator/**/*")
 FOLDER = Path(__file__).parent / "emulated"
 LACKS = toolchain.lacks("g++", "ninja")
 needs_compiler = pytest.mark.skipif(bool(LACKS), reason=str(LACKS))

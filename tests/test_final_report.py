@@ -6,14 +6,14 @@ from pathlib import Path
 
 from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress, source
-from lessonkit.pages import compared, final, report, results
+from lessonkit.pages import compared, final, report, results, roofline
 
 import pytest
 
-from day5_tuning import lesson06_roofline, lesson08_final_report
+from day5_tuning import lesson08_final_report
 
 MEASURED = re.compile(r"\d[\d.,]*\s?(?:%|x\b|times|us\b|ms\b|TB/s|TFLOP/s)")
-WRITERS = (compared, lesson06_roofline, lesson08_final_report, results)
+WRITERS = (compared, lesson08_final_report, results, roofline)
 GUIDES = sorted((ROOT / "day5_tuning").glob("README*.md"))
 FOLDERS = [folder for folder in report.device_folders() if any(results.measured(folder))]
 

@@ -77,7 +77,9 @@ void scale_float32(float* x) { scale_kernel<<<1, 1>>>(x); }
 __global__ void other_kernel(float* x) { x[1] = 1; }
 void other(float* x) { other_kernel<<<1, 1>>>(x); }
 """,
-    "cuda_src/some.cuh": "constexpr float HALF = 0.5f;\n__device__ float half_of(float x) { return x * HALF; }\n",
+    "cuda_src/include/some.cuh": """constexpr float HALF = 0.5f;
+__device__ float half_of(float x) { return x * HALF; }
+""",
     "lessonkit/__init__.py": "from lessonkit.modes.opaque import opaque\nfrom lessonkit.lesson import Lesson, needs\n"
     "from lessonkit import cuda\n",
     "lessonkit/modes/opaque.py": "def opaque(x):\n    return x\n",
@@ -119,7 +121,7 @@ def changed(tree, file, old, new, mark):
         ("rung", "day1_some/07_digits.py", "7", "8"),
         ("kernel", "day1_some/lesson.cu", "half_of(x[0])", "half_of(x[1])"),
         ("kernel", "day1_some/lesson.cu", "<<<1, 1>>>(x); }\n__global__ void o", "<<<2, 1>>>(x); }\n__global__ void o"),
-        ("kernel", "cuda_src/some.cuh", "0.5f", "0.25f"),
+        ("kernel", "cuda_src/include/some.cuh", "0.5f", "0.25f"),
         ("marked", "day1_some/shared.py", "x + 1", "x + 2"),
         ("decorated", "day1_some/shared.py", "return f", "return f or None"),
         ("decorated", "day1_some/late.py", "return x", "return x + 1"),
@@ -143,7 +145,7 @@ def test_what_a_function_reaches_changes_its_fingerprint(tree, function, file, o
         ("rung", "day1_some/lesson.cu", "half_of(x[0])", "half_of(x[1])"),
         ("rung", "day1_some/lesson.py", "def rung(", "def another("),
         ("kernel", "day1_some/lesson.cu", "x[1] = 1", "x[1] = 2"),
-        ("kernel", "cuda_src/some.cuh", "x * HALF", "x  *  HALF /* a half */"),
+        ("kernel", "cuda_src/include/some.cuh", "x * HALF", "x  *  HALF /* a half */"),
         ("kernel", "lessonkit/cuda/extension.py", "return file", "return str(file)"),
         ("measured", "day1_some/taken.py", "return 3", "return 4"),
         ("decorated", "lessonkit/lesson.py", "return n", "return n + 1"),

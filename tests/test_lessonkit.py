@@ -26,7 +26,8 @@ from lessonkit.pages import report
 import pytest
 import torch
 
-from day3_matmul_tk import lesson05_matmul_fp8, lesson07d_gluon_fp8
+from day3_matmul_tk import lesson07e_gluon_fp8_blocks
+from problems import matmul_fp8
 
 ADD = "day2_triton_basics.lesson01_vector_add"
 
@@ -170,17 +171,17 @@ def test_a_tensor_map_of_one_dimension_is_found():
 @pytest.mark.parametrize("M", [1, 2, 4, 65, 128])
 def test_tma_reads_fp8_scales_in_rows_at_multiples_of_16_bytes(M):
     """Any strides of the scales do; where their rows fit as they lie, nothing is copied."""
-    a, b, scales, scale_b = lesson05_matmul_fp8.inputs(M, 256, 512, "blocks")
+    a, b, scales, scale_b = matmul_fp8.inputs(M, 256, 512, "blocks")
     between = torch.full((M, 8), torch.nan)
     between[:, ::2] = scales
     for scale_a in (scales, scales.contiguous(), between[:, ::2]):
         launched = mock.MagicMock()
-        lesson07d_gluon_fp8.launch(launched, a, b, scale_a, scale_b, (128, 128), blocks=True)
+        lesson07e_gluon_fp8_blocks._launch(launched, a, b, scale_a, scale_b, (128, 128))
         desc = launched.__getitem__.return_value.call_args.args[3]
         assert (list(desc.shape), desc.block_shape) == ([4, M], [1, 64])
         assert desc.strides[0] % 4 == 0
         assert torch.equal(desc.base, scales.t())
-    lesson07d_gluon_fp8.launch(launched, a, b, scales, scale_b, (128, 128), blocks=True)
+    lesson07e_gluon_fp8_blocks._launch(launched, a, b, scales, scale_b, (128, 128))
     desc = launched.__getitem__.return_value.call_args.args[3]
     assert (desc.base.data_ptr() == scales.data_ptr()) == (M % 4 == 0)
 
@@ -441,3 +442,10 @@ def test_peak_memory_is_what_is_alive_at_the_worst_moment():
         return (y * 2).sum()
 
     assert 8192 <= memory.peak_bytes(call) <= 8192 + 1024
+
+
+def test_a_specimen_that_is_not_there_is_named():
+    with pytest.raises(Misdeclared, match="no lesson 'lesson01_matmul'"):
+        lesson.specimen("lesson01_matmul", "tiles")
+    with pytest.raises(Misdeclared, match="lesson01_vector_add binds no 'tiles'"):
+        lesson.specimen("day2_triton_basics.lesson01_vector_add", "tiles")

@@ -8,6 +8,7 @@ One lesson runs in three modes, and the device alone says which:
 """
 
 import os
+from typing import Any
 
 import torch
 
@@ -46,6 +47,14 @@ def num_sms() -> int:
     if HAS_GPU:
         return torch.cuda.get_device_properties(0).multi_processor_count
     return 132 if COMPILE_ONLY else 4
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may have; Hopper's 227 KB where there is no GPU."""
+    if not HAS_GPU:
+        return 232448
+    properties: Any = torch.cuda.get_device_properties(0)  # PyTorch's types leave the field out
+    return int(properties.shared_memory_per_block_optin)
 
 
 def name() -> str:

@@ -26,6 +26,7 @@ from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.cuda import rewrite, toolchain
 
 SOURCES = ROOT / "cuda_src"
+INCLUDE = SOURCES / "include"  # what programs share; beside a program lie headers of its own
 EMULATOR = SOURCES / "emulator"
 DEFINE = "-DCOURSE_EXTENSION"
 # ThreadSanitizer's compiler pass makes a call of every access; the emulator has its own functions behind those calls.
@@ -44,7 +45,7 @@ SANITIZERS = (
     *("-O0", "-g1"),
 )
 SHARED = ("course.cuh", "binding.h")  # headers without kernels: nothing in them is to be rewritten
-EMULATED = ("-std=c++20", "-fPIC", "-DCOURSE_EMULATED", f"-I{EMULATOR}", f"-I{SOURCES}", "-Wno-unknown-pragmas")
+EMULATED = ("-std=c++20", "-fPIC", "-DCOURSE_EMULATED", f"-I{EMULATOR}", f"-I{INCLUDE}", "-Wno-unknown-pragmas")
 PREFIX = "#include <course.cuh>\n"  # compiled once, so that a program takes a second
 
 
@@ -81,7 +82,7 @@ class Product:
 
 def local_files(source: Path) -> list[Path]:
     """The program and the headers of the course that it includes, directly or not."""
-    return cpp_text.local_files(source, SOURCES)
+    return cpp_text.local_files(source, INCLUDE)
 
 
 def _shown(path: Path) -> str:
@@ -94,12 +95,12 @@ def binding(level: str = "-O0") -> Product:
     toolchain.need("g++", "Python.h")
     import pybind11
 
-    includes = (f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}")
+    includes = (f"-I{INCLUDE}", f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}")
     compiled = ("-std=c++20", level, "-fPIC", "-fvisibility=hidden", *includes)
     source = SOURCES / "binding.cpp"
     command = (toolchain.find_gxx(), *compiled, "-c", str(source), "-o", "$out")
     versions = (f"Python {platform.python_version()} {sysconfig.get_config_var('SOABI')}", pybind11.__version__)
-    return Product("binding.o", (command,), (source, SOURCES / "binding.h"), versions=versions)
+    return Product("binding.o", (command,), (source, INCLUDE / "binding.h"), versions=versions)
 
 
 def runtime(sanitized: bool = False) -> Product:
@@ -124,7 +125,7 @@ def emulator_files() -> list[Path]:
 
 def _prefix(flags: tuple[str, ...], text: str = PREFIX) -> Product:
     """A header that is compiled once for all files that begin with it."""
-    reads = (*emulator_files(), *(SOURCES / name for name in SHARED))
+    reads = (*emulator_files(), *(INCLUDE / name for name in SHARED))
     compile_header = (toolchain.find_gxx(), *flags, "-x", "c++-header", "$folder/prefix.h", "-o", "$out")
     return Product("prefix.h.gch", (compile_header,), reads, (("prefix.h", text),))
 
@@ -177,7 +178,7 @@ def _from_texts(
     compiled = (gxx, *flags, *begin, "-c", f"$folder/{main}", "-o", "$folder/program.o")
     linked = (gxx, *link, "$folder/program.o", *(str(p.path) for p in libraries), "-o", "$out")
     linked = (*linked, f"-Wl,-rpath,{libraries[0].folder}")
-    reads = (*(SOURCES / name for name in SHARED), *emulator_files())
+    reads = (*(INCLUDE / name for name in SHARED), *emulator_files())
     return Product(name, (compiled, linked), reads, texts, (*libraries, prefix))
 
 
@@ -252,7 +253,7 @@ def _nvcc(source: Path, name: str, flags: tuple[str, ...], after: tuple[Product,
         flags = (*flags, *toolchain.kittens_flags(target))
         reads += toolchain.kittens_files()
     nvcc = toolchain.find_nvcc()
-    command = (nvcc, "-std=c++20", "-O3", "-lineinfo", f"-I{SOURCES}", *flags, str(source.resolve()), "-o", "$out")
+    command = (nvcc, "-std=c++20", "-O3", "-lineinfo", f"-I{INCLUDE}", *flags, str(source.resolve()), "-o", "$out")
     return Product(name, (command,), tuple(reads), after=after, versions=(toolchain.version(toolchain.find_gxx()),))
 
 

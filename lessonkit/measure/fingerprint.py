@@ -400,7 +400,7 @@ class _Walk:
 
     def cpp_texts(self, path: Path, launchers: set[str]) -> set[str]:
         """What the launchers named reach in a program; all of it where no name leads to one."""
-        files = cpp_text.local_files(path, self.root / "cuda_src")
+        files = cpp_text.local_files(path, self.root / "cuda_src/include")
         texts = tuple(file.read_text() for file in files)
         if EVERYTHING not in launchers:
             units = self.units

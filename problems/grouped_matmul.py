@@ -1,9 +1,12 @@
-"""What lesson 6 asks of a grouped matmul: the reference, inputs, cases, peers, and what is refused."""
+"""Grouped matmul: y[rows of e] = x[rows of e] @ w[e], x [T, K], w [E, K, N], offsets [E + 1] int32 -> y [T, N].
+
+Rows offsets[e] to offsets[e + 1] are e's. Rows of no group, before the first offset and from the last on, are zeros.
+"""
 
 import functools
 import math
 
-from lessonkit import DEVICE, Refusal, Unsupported, case
+from lessonkit import DEVICE, Problem, Refusal, Unsupported, Work, case
 
 import torch
 
@@ -75,4 +78,22 @@ REFUSES = (
     Refusal("long offsets", lambda f: f(*_four()[:2], _four()[2].long()), TypeError, "int64"),
     Refusal("one weight", lambda f: f(_four()[0], _four()[0], _four()[2]), ValueError, "expected 3"),
     Refusal("gradient lost", lambda f: f(_four()[0].requires_grad_(), *_four()[1:]), ValueError, "requires grad"),
+)
+PROBLEM = Problem(
+    reference=reference,
+    inputs=inputs,
+    checks=CHECKS,
+    benches=(
+        {"T": 8192, "E": 8, "K": 4096, "N": 14336},  # Mixtral 8x7B, 4096 tokens, two experts each
+        {"T": 8192, "E": 8, "K": 4096, "N": 14336, "transposed": True},
+        {"T": 32768, "E": 128, "K": 2048, "N": 768},  # Qwen3 30B-A3B, 4096 tokens, eight experts each
+        {"T": 49152, "E": 64, "K": 2048, "N": 1408},  # DeepSeek-V2-Lite, 8192 tokens, six experts each
+        {"T": 64, "E": 8, "K": 4096, "N": 14336, "even": True},  # 32 tokens to be decoded; no expert without one
+        {"T": 16384, "E": 16, "K": 4096, "N": 4096, "even": True},
+        {"T": 16384, "E": 64, "K": 1024, "N": 1024, "even": True},
+    ),
+    work=lambda T, E, K, N, dtype, **_: Work((T * K + E * K * N + T * N) * dtype.itemsize, 2 * T * K * N),
+    peers=PEERS,
+    properties=(a_group_is_a_matmul,),
+    refuses=REFUSES,
 )

@@ -1,6 +1,5 @@
-// What the two programs of the bf16 matmul ladder share: inputs, the check against a CPU loop, and cuBLAS to be
-// compared with. All of them compute C[M, N] = A[M, K] * B[N, K]^T, which is x @ w.T in PyTorch: both inputs lie
-// K-major.
+// C[M, N] = A[M, K] * B[N, K]^T in bf16, which is x @ w.T in PyTorch: both inputs lie K-major. What main asks (inputs,
+// a loop on the CPU, cuBLAS beside it), and what Hopper kernels say with it: Ring, aligned, store_rows, prepare.
 #pragma once
 #include <cuda_bf16.h>
 

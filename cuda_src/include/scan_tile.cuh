@@ -1,4 +1,4 @@
-// A tile of a scan in the registers of one block, and what it says to others: what 06b and 06c are made of.
+// A tile of a scan in the registers of a block: load, prefix sums, store, and the words that it publishes for others.
 #pragma once
 #include "copy_async.cuh"
 

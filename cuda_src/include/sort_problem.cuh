@@ -1,4 +1,4 @@
-// What both programs do when they run: sort keys that hurt, as unsigned and as signed ones, then time every rung.
+// What main asks of every sort: keys that hurt, as unsigned and as signed ones, then a time for every rung.
 #pragma once
 #include "course.cuh"
 

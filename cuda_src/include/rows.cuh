@@ -1,5 +1,5 @@
-// What the programs that work along rows share (09_softmax, 10_layernorm, 10c_layernorm_backward): 16 bytes as
-// floats, a thread's share of a row in registers, reductions over lanes. All but the last two are device functions.
+// What programs that work along rows need: 16 bytes as floats, a thread's share of a row in registers, reductions over
+// lanes. All but the last two are device functions.
 #pragma once
 #include "course.cuh"
 
@@ -97,6 +97,23 @@ __device__ __forceinline__ void store_vector(const float (&f)[VEC<T>], T* row, i
             if (i * VEC<T> + e < n) row[i * VEC<T> + e] = narrow<T>(f[e]);
     }
 }
+
+// Which vectors of a row a thread owns: first, first + step, ... below end. n elements in a row.
+struct Share {
+    int n, first, step, end;
+    bool whole;
+
+    template <int COUNT, typename T>
+    __device__ __forceinline__ void load(uint4 (&v)[COUNT], const T* row) const {
+        load_share<T>(v, row, n, first, step, end, whole, 0.0f);
+    }
+    // How many elements of vector k are there.
+    template <typename T>
+    __device__ __forceinline__ int there(int k) const {
+        const int i = first + k * step;
+        return i < end ? min(VEC<T>, n - i * VEC<T>) : 0;
+    }
+};
 
 // From here on v is what it was, but the compiler does not know: it widens v anew where it would carry floats along,
 // which for 16-bit elements take twice the registers.

@@ -1,4 +1,4 @@
-// What both programs do when they run: scan floats, and integers exactly, by every rung, then time every rung.
+// What main asks of every scan: floats, and integers exactly, then a time for every rung.
 #pragma once
 #include "course.cuh"
 
