@@ -42,22 +42,72 @@ from day4_replace_op.hopper import (
     CHECKS,
     ask_scores,
     ask_values,
+    await_turn,
     exp2,
     hear,
     hide,
     launch,
     leave,
+    left,
     load_partition,
     matrix,
     packed,
+    pass_turn,
     place,
     skip,
     times,
 )
-from day4_replace_op.lesson06_flash_hopper import one_by_one, parts
 from problems.attention import PROBLEM, expect_heads, visible
 
 LIMIT = gl.constexpr(0x46000000)  # the bits of 2^13
+
+
+# A row lies in four threads. Its maximum is needed at once, and costs two shuffles; its sum is not, so each thread
+# keeps a part, and the parts meet at the end: [rows, keys] -> [rows, 4].
+@gluon.jit
+def parts(p):
+    return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), axis=3), axis=1)
+
+
+@gluon.jit
+def masked_softmax(s, m, total, row, key, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """P in fp32, the maximum in powers of 2, parts of the sum, and what O has to be multiplied by."""
+    if MASKED:
+        S_q, S_k = sizes[4], sizes[5]
+        rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+        keys = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        seen = (keys < S_k)[None, :]
+        if CAUSAL:
+            seen = seen & (keys[None, :] <= rows[:, None] + (S_k - S_q))
+        s = gl.where(seen, s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
+    p, old = exp2(s * scale_log2 - m_new[:, None]), exp2(m - m_new)
+    kept = total * gl.convert_layout(old, gl.SliceLayout(1, total.type.layout))[:, None]
+    return p, m_new, kept + parts(p), old
+
+
+# Scores, softmax, O, one after the other. The stages are given back when the products that read them are over.
+@gluon.jit
+def one_by_one(
+    q, o, m, total, smem, bars, turn, begin, end, row, key, sizes, scale_log2, LAYOUT: gl.constexpr,
+    WHICH: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    _, k_smem, v_smem, _ = smem
+    _, _, k_full, k_empty, v_full, v_empty, order = bars
+    STAGES: gl.constexpr = k_full.shape[0]
+    for step in range(begin, end):
+        stage = (turn + step) % STAGES
+        await_turn(order, WHICH, turn + step, TURNS)
+        s = ask_scores(q, k_smem, k_full, turn + step, LAYOUT)
+        pass_turn(order, WHICH, TURNS)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(stage))
+        p, m, total, old = masked_softmax(s, m, total, row, key - step * s.shape[1], sizes, scale_log2, MASKED, CAUSAL)
+        p = left(p, o, v_smem.dtype)
+        o = ask_values(p, times(o, old), v_smem, v_full, turn + step)
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        mbarrier.arrive(v_empty.index(stage))
+    return o, m, total
 
 
 @gluon.jit
