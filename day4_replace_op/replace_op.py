@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
+import course_ops
+from course_ops.testing import kernels
 from day3_matmul_tk import lesson10_thunderkittens_attention as thunderkittens
-from day4_replace_op.lesson05_flash_backward import flash_attention
-from day4_replace_op.lesson10_gpt import GPU, TINY, Attention, make, train
-from day4_replace_op.lesson11_replace_op import TritonAttention, replaced
+from workloads.gpt import GPU, TINY, Attention, CourseAttention, make, train
 
 B, H, S, D = (8, 16, 2048, 128) if GPU else (1, 2, 64, 64)
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -58,13 +58,15 @@ print(f"one crossing of the scores: {matrix / 1e6:.3g} MB; of q, k, v and o: {gi
 
 # %% [markdown]
 # ## Triton version
-# Lessons 3 to 5 of this day: a tile of queries walks over tiles of keys, scores stay on the chip, the backward computes
-# them again. It must be no further from float64 than PyTorch is, by more than rounding: twice its error is the budget.
+# `course_ops.attention`, whose kernels are this day's (lessons 3 to 7): a tile of queries walks over tiles of keys,
+# scores stay on the chip, the backward computes them again. Its error against float64 may be twice PyTorch's, no more.
+# Inside `kernels()` it runs its kernels without a GPU too, interpreted.
 
 
 # %%
 def triton_version(q, k, v):
-    return flash_attention(q, k, v, causal=True)
+    with kernels():
+        return course_ops.attention(q, k, v, causal=True)
 
 
 error["Triton"] = (triton_version(q, k, v) - exact).abs().max()
@@ -72,7 +74,8 @@ assert error["Triton"] <= 2 * max(error["written out"], error["SDPA"]) + 1e-6
 
 leaves = [t.detach().requires_grad_() for t in (q, k, v)]
 upstream = torch.randn_like(q)
-ours, theirs = (torch.autograd.grad(f(*leaves), leaves, upstream) for f in (triton_version, sdpa))
+with kernels():
+    ours, theirs = (torch.autograd.grad(f(*leaves), leaves, upstream) for f in (triton_version, sdpa))
 torch.testing.assert_close(ours, theirs, rtol=2e-2 if GPU else 1e-3, atol=2e-2 if GPU else 1e-4)
 for name, e in error.items():
     print(f"{name:12} largest error {e.item():.2e}")
@@ -91,16 +94,15 @@ else:
 
 # %% [markdown]
 # ## In the model
-# Lesson 10's GPT, not edited: inside the `with` its attention modules are of another class. Same seed, same batches,
-# same loss.
+# The GPT of `workloads/gpt.py`, not edited: inside the `with` its attention modules are of another class. Same seed,
+# same batches, same loss.
 
 # %%
 model = make(TINY)
-with replaced(model, {Attention: TritonAttention}) as swaps:
+with kernels(), course_ops.patch(model, (), {Attention: CourseAttention}) as patched:
     losses = train(model, TINY, steps=3)
 torch.testing.assert_close(losses, train(make(TINY), TINY, steps=3), rtol=1e-2 if GPU else 1e-4, atol=0)
-for row in swaps:
-    print(row)
+print(patched)
 print("losses", [round(loss, 3) for loss in losses])
 
 # %% [markdown]
@@ -148,8 +150,6 @@ if ms:
     gain = {name: f"{ms[name] / ms['Triton']:.2f}" for name in ms}
     print(f"The Triton version's speed over the others': {gain}")
     print(f"FLOPs a byte: written out {before:.0f}, in tiles {after:.0f}; this machine's ridge is {ridge:.0f}.")
-    print(
-        f"It runs at {rate / fastest:.0%} of a matmul's rate. What is left is softmax between two products: lesson 6."
-    )
+    print(f"It runs at {rate / fastest:.0%} of a matmul's rate. The rest is softmax between two matmuls: lesson 6.")
 else:
     print("Right on this machine; how fast, say the rows of a GPU in reports/, or this notebook run on one.")

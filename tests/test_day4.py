@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from day4_replace_op import hopper
-from day4_replace_op.lesson10_gpt import TINY, Attention, make
-from day4_replace_op.lesson11_replace_op import replaced
 from day4_replace_op.lesson13_profile import METRICS, read_ncu, verdict
-from day4_replace_op.lesson13b_trace import Frame, svg
+from day4_replace_op.lesson13b_trace import Frame, labelled, svg
+from workloads.gpt import FUSED, ONE_FOR_ONE, TINY, VARIANTS, Attention, batches, make, variant
 
 FOLDER = ROOT / "day4_replace_op"
 
@@ -42,7 +41,7 @@ def test_notebook_runs(monkeypatch):
     nbclient.NotebookClient(book, timeout=300, kernel_name="python3").execute()
     printed = "".join(out.get("text", "") for cell in book.cells for out in cell.get("outputs", []))
     assert "All versions agree" in printed
-    assert "'now': 'TritonAttention'" in printed
+    assert "trunk.blocks.0.attention: Attention -> CourseAttention" in printed
 
 
 def ncu_line(launch, kernel, metric, value):
@@ -90,13 +89,40 @@ def test_an_error_inside_puts_the_modules_back():
     model = make(TINY)
 
     def fails():
-        with replaced(model):
+        with variant(model, "one for one"):
             assert not any(type(m) is Attention for m in model.modules())
             raise KeyError
 
     with pytest.raises(KeyError):
         fails()
     assert sum(type(m) is Attention for m in model.modules()) == TINY.layers
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_has_the_loss_of_pytorchs(name):
+    """On a CPU by PyTorch, without the interpreter: the variants' own wiring."""
+    model, batch = make(TINY), next(batches(TINY, 1))
+    expected = model(*batch)
+    with variant(model, name) as patched:
+        torch.testing.assert_close(model(*batch), expected)
+        replaced = {row.was for row in patched.rows if row.now}
+    table = {"one for one": ONE_FOR_ONE, "fused": FUSED}.get(name, ((), {}))
+    assert replaced == {old.__name__ for old in (*table[0], *table[1])}
+
+
+def test_a_variant_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="'faster', expected one of PyTorch, one for one, fused"):
+        variant(make(TINY), "faster")
+
+
+def test_labels_are_the_classes_that_a_model_had():
+    model, batch = make(TINY), next(batches(TINY, 1))
+    with labelled(model), variant(model, "fused"), torch.profiler.profile() as seen:
+        model(*batch)
+    names = [event.name for event in seen.events()]
+    assert {name: names.count(name) for name in ("Trunk", "Attention", "MLP", "FusedMLP")} == {
+        "Trunk": 1, "Attention": TINY.layers, "MLP": TINY.layers, "FusedMLP": 0
+    }  # fmt: skip
 
 
 def test_hopper_attention_leaves_a_result_that_tma_cannot_copy_to_others(monkeypatch):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 ROUTES = {route.name: route for route in paths.routes()}
 COMMANDS = sorted({command for route in ROUTES.values() for part in route.parts for command in part.commands})
-FOLDERS = sorted(p.parent.name for p in ROOT.glob("*/README.zh-CN.md"))
+FOLDERS = sorted({name.split(".")[0] for name in names()})
 NAMED = re.compile(r"`([\w/]+\.(?:py|cu|md|ipynb|pdf)|\w+_kernel|\w+/[\w/]+/)`")  # files, folders, a kernel
 LESSONS = {"list", "run", "check", "bench", "compile", "count"}  # commands that take a lesson
 

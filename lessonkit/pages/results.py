@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,11 +104,15 @@ class Contest:
             axes.axhline(self.peer.percent_of_limit, linestyle="--", color="k", linewidth=1)
 
 
-def contests(folder: Path) -> list[Contest]:
-    """The operators that have rows and a peer on this machine, in the order of the course."""
+def contests(folder: Path, languages: Collection[str] = ()) -> list[Contest]:
+    """The operators that have rows and a peer on this machine, in the order of the course.
+
+    languages: lessons of these alone; all if empty.
+    """
     grouped = dict[str, list[tuple[str, Lesson, list[Row]]]]()
     for name, lesson, found in measured(folder):
-        grouped.setdefault(operator(name), []).append((name, lesson, found))
+        if not languages or language(name) in languages:
+            grouped.setdefault(operator(name), []).append((name, lesson, found))
     made = []
     for op, lessons in grouped.items():
         sizes = Counter[tuple[str, str, int]]()

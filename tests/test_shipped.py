@@ -1,0 +1,33 @@
+"""course_ops' README: its table has every operator, from rows of lessons whose kernels are shipped."""
+
+from lessonkit.lesson import kernels
+from lessonkit.measure.stale import Today
+from lessonkit.pages import report, results, shipped
+
+import pytest
+
+import course_ops
+
+# Neither has rows of its own: parts of attention, an operator made of others' kernels, and what is no operator.
+WITHOUT_ROWS = {"attention_forward", "attention_backward", "linear_cross_entropy", "patch", "Unsupported"}
+
+
+def test_every_operator_is_in_the_table_or_known_to_have_no_rows():
+    assert set(shipped.SHIPPED) == set(course_ops.__all__) - WITHOUT_ROWS
+    assert {name for names in shipped.SHIPPED.values() for name in names} <= set(results.OPERATORS)
+
+
+@pytest.mark.parametrize("folder", report.device_folders(), ids=lambda p: p.name)
+def test_rows_are_of_kernels_that_are_shipped(folder):
+    for contest in results.contests(folder, shipped.LANGUAGES):
+        assert {results.language(name) for name, _, _ in contest.lessons} <= set(shipped.LANGUAGES), contest.name
+
+
+@pytest.mark.parametrize("language", shipped.HEADS)
+def test_a_ratio_is_the_peers_time_over_ours(language):
+    text = shipped.speed(language, Today(kernels()))
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert {line[0].strip("`") for line in lines} == set(shipped.SHIPPED)
+    for line in lines:
+        ours, theirs, ratio = (float(line[i].removesuffix(f" {shipped.MARK}")) for i in (3, 5, 6))
+        assert abs(theirs / ours / ratio - 1) < 0.02, line
