@@ -6,7 +6,6 @@ have it.
 """
 
 from functools import cache
-from importlib import import_module
 
 from lessonkit import Unsupported, case, device, num_sms, tma_takes
 
@@ -17,10 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from day3_matmul_tk.lesson07b_gluon_persistent import slot
+from course_ops.hopper import ring_slot as slot
 from day4_replace_op import heads
-from day4_replace_op import lesson04_flash_options as options
 from day4_replace_op.heads import LN2
+from problems.attention import CHECKS as ALL_CHECKS
+from problems.attention import expect_heads
 
 ROWS, KEYS = 64, 128  # queries of a warpgroup, keys of a block
 
@@ -235,7 +235,7 @@ def refuse_others(window, widest, *tensors):
 
 def launch(kernel, q, k, v, causal, window, scale, *, STAYS=False, QUEUE=False, WGS=2, DEPTH=3, AT_ONCE=None, **more):
     """Check the arguments, describe the tensors, and start a program a tile, or one an SM that stays."""
-    scale = heads.expect_heads(q, k, v, causal, window, scale)
+    scale = expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     o, lse = torch.empty_like(q), torch.empty(B, H, S_q, device=q.device)
     refuse_others(window, {2: 128, 3: 64}[WGS], q, k, v, o)  # o lies close together where q has gaps
@@ -273,19 +273,8 @@ def describe(t, rows, width):
     return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
 
 
-def _fa4(q, k, v, causal=False, window=None, scale=None):
-    """FlashAttention in CuTe's Python, as of 2026; the package is flash-attn-4."""
-    if window:
-        raise Unsupported("timed without a window")
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    flash_attn_func = import_module("flash_attn.cute").flash_attn_func
-    o, lse = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
-    return o.transpose(1, 2), lse
-
-
-PEERS = {**heads.PEERS, "FA4": _fa4}
 CHECKS = (
-    *(c for c in options.CHECKS if not c.shape.get("window") and c.gib < 1),
+    *(c for c in ALL_CHECKS if not c.shape.get("window") and c.gib < 1),
     case("the grid comes round: three tiles and more for each SM", gib=0.5, B=4, H=34, S=400, D=64, S_k=300),
     case("so causal, with keys that nobody of a tile sees", gib=0.5, B=4, H=34, S=400, D=128, S_k=300, causal=True),
     case("rows past 2^31 numbers", gib=70, B=1, H=8200, S=2100, D=128, layout="bshd", H_kv=410, causal=True),

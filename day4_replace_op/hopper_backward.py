@@ -6,9 +6,7 @@ numbers as [STAGES, 1, ROWS], dS as [2 * 2, 64, ROWS], by the step's parity and 
 buffers by turns if dQ is a step late.
 """
 
-from importlib import import_module
-
-from lessonkit import Unsupported, case
+from lessonkit import case
 
 import torch
 import triton
@@ -24,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from day3_matmul_tk.lesson07b_gluon_persistent import slot
+from course_ops.hopper import ring_slot as slot
 from day4_replace_op import heads
-from day4_replace_op import lesson04b_flash_backward_queries as queries
 from day4_replace_op.hopper import describe, draw, matrix, num_sms, refuse_others, tell, zero
 from day4_replace_op.hopper_dq import add_dq, finish_kernel, prepare_kernel
+from problems.attention import BACKWARD_CHECKS, expect_gradient
 
 KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO at a time
 
@@ -215,7 +213,7 @@ def load_block(desc, smem, numbers_desc, numbers_smem, full, stage, batch, head,
 
 def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=False, LATE=False, **options):
     """Check the arguments, prepare, walk, finish."""
-    scale = queries.expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
+    scale = expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     refuse_others(window, 128, q, k, v, grad_out, dk, dv)
@@ -247,19 +245,8 @@ def launch(kernel, grad_out, q, k, v, out, lse, causal, window, scale, *, QUEUE=
     return dq, dk, dv
 
 
-def _fa4(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
-    """FlashAttention in CuTe's Python, as of 2026; the package is flash-attn-4."""
-    if window:
-        raise Unsupported("timed without a window")
-    q, k, v, out, grad_out = (t.transpose(1, 2) for t in (q, k, v, out, grad_out))
-    backward = import_module("flash_attn.cute.interface")._flash_attn_bwd
-    gradients = backward(q, k, v, out, grad_out, lse, softmax_scale=scale, causal=causal)
-    return tuple(t.transpose(1, 2) for t in gradients[:3])
-
-
-PEERS = {**heads.BACKWARD_PEERS, "FA4": _fa4}
 CHECKS = (
-    *(c for c in queries.CHECKS if not c.shape.get("window")),
+    *(c for c in BACKWARD_CHECKS if not c.shape.get("window")),
     case("grouped heads, odd lengths, several heads' steps in one ring", B=1, H=6, S=77, D=64, S_k=150, H_kv=2),
     case("keys of two tiles, queries of one block", B=1, H=2, S=20, D=32, S_k=160, H_kv=1, causal=True),
     case("three programs and more for each SM", gib=0.6, B=4, H=34, S=400, D=64, S_k=300),

@@ -47,10 +47,9 @@ LN2 = tl.constexpr(math.log(2))
 # of version 1's traffic Q, O, m and l once instead of S / B_c times; and at S = 16384 2048 programs for 16 heads, not
 # 16: the SMs are full.
 @triton.jit
-def pointers_kernel(
+def swapped_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # [BH, S, D] each, lse [BH, S] in fp32
     scale, S, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    RUNG: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(S, BLOCK_M)  # programs with the same head are neighbours: its K and V stay in L2
     head, rows = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -64,17 +63,9 @@ def pointers_kernel(
         block = head * S * D + keys[:, None] * D + tl.arange(0, D)[None, :]
         k = tl.load(k_ptr + block, mask=keys[:, None] < S, other=0.0)
         v = tl.load(v_ptr + block, mask=keys[:, None] < S, other=0.0)
-        if RUNG == "swapped":
-            acc, total, m = attend_normalized(acc, total, m, q, k, v, S - start, scale, PRECISION)
-        elif RUNG == "deferred":
-            acc, total, m = attend_deferred(acc, total, m, q, k, v, S - start, scale, PRECISION)
-        else:
-            acc, total, m = attend(acc, total, m, q, k, v, S - start, scale, True, PRECISION)
-    if RUNG != "swapped":
-        acc /= total[:, None]
-    lse = (m + tl.log2(total)) * LN2 if RUNG == "folded" else m + tl.log(total)
+        acc, total, m = attend_normalized(acc, total, m, q, k, v, S - start, scale, PRECISION)
     tl.store(o_ptr + tile, acc, mask=rows[:, None] < S)
-    tl.store(lse_ptr + head * S + rows, lse, mask=rows < S)
+    tl.store(lse_ptr + head * S + rows, m + tl.log(total), mask=rows < S)
 
 
 @triton.jit
@@ -101,7 +92,7 @@ def attend_normalized(acc, total, m, q, k, v, keys_left, scale, PRECISION: tl.co
 
 def swapped(q, k, v):
     """q, k, v [B, H, S, D] contiguous, D 16, 32, 64 or 128 -> o [B, H, S, D], lse [B, H, S] in fp32."""
-    return _run(q, k, v, 1.0, "swapped")
+    return _run(swapped_kernel, q, k, v, 1.0)
 
 
 # Rung 2. New: O is divided by the sum once, after the loop; in the loop it is only brought to the new maximum. Of ten
@@ -118,9 +109,32 @@ def attend_deferred(acc, total, m, q, k, v, keys_left, scale, PRECISION: tl.cons
     return acc, total * old + tl.sum(p, axis=1), m_new
 
 
+@triton.jit
+def deferred_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # [BH, S, D] each, lse [BH, S] in fp32
+    scale, S, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(S, BLOCK_M)  # programs with the same head are neighbours: its K and V stay in L2
+    head, rows = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = head * S * D + rows[:, None] * D + tl.arange(0, D)[None, :]
+    q = tl.load(q_ptr + tile, mask=rows[:, None] < S, other=0.0)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, S, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        block = head * S * D + keys[:, None] * D + tl.arange(0, D)[None, :]
+        k = tl.load(k_ptr + block, mask=keys[:, None] < S, other=0.0)
+        v = tl.load(v_ptr + block, mask=keys[:, None] < S, other=0.0)
+        acc, total, m = attend_deferred(acc, total, m, q, k, v, S - start, scale, PRECISION)
+    acc /= total[:, None]
+    tl.store(o_ptr + tile, acc, mask=rows[:, None] < S)
+    tl.store(lse_ptr + head * S + rows, m + tl.log(total), mask=rows < S)
+
+
 def deferred(q, k, v):
     """As swapped."""
-    return _run(q, k, v, 1.0, "deferred")
+    return _run(deferred_kernel, q, k, v, 1.0)
 
 
 # Rung 3. New: exp(scale s - m) = 2^(scale log2(e) s - m log2(e)). The hardware's exponential is a power of 2, so exp
@@ -137,9 +151,32 @@ def attend(acc, total, m, q, k, v, keys_left, scale_log2, MASKED: tl.constexpr, 
     return acc, total * old + tl.sum(p, axis=1), m_new
 
 
+@triton.jit
+def folded_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # [BH, S, D] each, lse [BH, S] in fp32
+    scale, S, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(S, BLOCK_M)  # programs with the same head are neighbours: its K and V stay in L2
+    head, rows = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = head * S * D + rows[:, None] * D + tl.arange(0, D)[None, :]
+    q = tl.load(q_ptr + tile, mask=rows[:, None] < S, other=0.0)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, S, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        block = head * S * D + keys[:, None] * D + tl.arange(0, D)[None, :]
+        k = tl.load(k_ptr + block, mask=keys[:, None] < S, other=0.0)
+        v = tl.load(v_ptr + block, mask=keys[:, None] < S, other=0.0)
+        acc, total, m = attend(acc, total, m, q, k, v, S - start, scale, True, PRECISION)
+    acc /= total[:, None]
+    tl.store(o_ptr + tile, acc, mask=rows[:, None] < S)
+    tl.store(lse_ptr + head * S + rows, (m + tl.log2(total)) * LN2, mask=rows < S)
+
+
 def folded(q, k, v):
     """As swapped."""
-    return _run(q, k, v, LOG2E, "folded")
+    return _run(folded_kernel, q, k, v, LOG2E)
 
 
 # Rung 4. New: descriptors of [BH, S, D], so that one thread asks for a tile and what lies past S is 0, and no head
@@ -236,12 +273,12 @@ def flash_v2(q, k, v):
     return o, lse
 
 
-def _run(q, k, v, unit, rung):
+def _run(kernel, q, k, v, unit):
     o, lse, block = _prepare(q, k, v)
     B, H, S, D = q.shape
     if o.numel():
-        pointers_kernel[(B * H * triton.cdiv(S, block[0]),)](
-            q, k, v, o, lse, unit / math.sqrt(D), S, D, *block, precision(), rung, num_warps=8, num_stages=2
+        kernel[(B * H * triton.cdiv(S, block[0]),)](
+            q, k, v, o, lse, unit / math.sqrt(D), S, D, *block, precision(), num_warps=8, num_stages=2
         )
     return o, lse
 
@@ -291,7 +328,7 @@ LESSON = Lesson(
         Mutant("O is not rescaled", "attend_deferred", "acc * old[:, None]", "acc", "deferred"),
         Mutant("the sum is not rescaled", "attend", "total * old", "total", "folded"),
         Mutant("e and 2 mixed up", "attend", "old = tl.exp2", "old = tl.exp", "folded"),
-        Mutant("lse in powers of 2", "pointers_kernel", "tl.log2(total)) * LN2", "tl.log2(total))", "folded"),
+        Mutant("lse in powers of 2", "folded_kernel", "tl.log2(total)) * LN2", "tl.log2(total))", "folded"),
         Mutant("the last block left out", "tma_kernel", "if whole < S", "if whole > S", "tma", "nan"),
         Mutant("the tail is not masked", "tma_kernel", "S - whole, scale_log2, True", "S - whole, scale_log2, False",
                "flash_v2"),

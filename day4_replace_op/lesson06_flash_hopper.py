@@ -30,9 +30,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from day3_matmul_tk.lesson07_gluon_matmul import barriers, stages
-from day4_replace_op import heads
-from day4_replace_op import lesson04_flash_options as options
+from course_ops import attention_forward
+from course_ops.hopper import allocate_barriers as barriers
+from course_ops.hopper import allocate_stages as stages
 from day4_replace_op.heads import LOWEST
 from day4_replace_op.hopper import (
     BENCHES,
@@ -52,6 +52,7 @@ from day4_replace_op.hopper import (
     skip,
     times,
 )
+from problems.attention import PROBLEM
 
 
 # A row lies in four threads. Its maximum is needed at once, and costs two shuffles; its sum is not, so each thread
@@ -253,16 +254,14 @@ def ahead(q, k, v, causal=False, window=None, scale=None):
     try:
         return launch(flash_kernel, q, k, v, causal, window, scale, AHEAD=True)
     except Unsupported:
-        return options.attention(q, k, v, causal, window, scale)
+        return attention_forward(q, k, v, causal=causal, window=window, scale=scale)
 
 
 LESSON = Lesson(
-    reference=heads.reference,
-    inputs=heads.inputs,
+    problem=PROBLEM,
     rungs=(specialized, ahead),
     checks=CHECKS,
     benches=BENCHES[::2],
-    work=heads.work,
     wrong=(
         Mutant("the diagonal is not masked", "softmax", "rows[:, None] + (S_k", "rows[:, None] + 64 + (S_k", "ahead"),
         Mutant("one masked block too few", "attend_partition", "row + S_k - S_q + 1", "row + S_k - S_q + 64", "ahead"),
@@ -274,10 +273,7 @@ LESSON = Lesson(
         Mutant("both have the upper half's Q", "attend_partition", "smem[0].index(WHICH)", "smem[0].index(0)",
                "specialized"),
     ),
-    peers=heads.PEERS,
     claims=dict.fromkeys((specialized, ahead), ("wgmma", "tma", "no spills")),
-    properties=(options.what_is_not_seen_does_not_matter, options.no_key_no_nan),
-    refuses=heads.REFUSES,
     dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 

@@ -39,14 +39,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from day3_matmul_tk.lesson07_gluon_matmul import barriers, stages
-from day3_matmul_tk.lesson07b_gluon_persistent import slot
-from day4_replace_op import lesson05_flash_backward as lesson05
+from course_ops import attention_backward
+from course_ops.hopper import allocate_barriers as barriers
+from course_ops.hopper import allocate_stages as stages
+from course_ops.hopper import exp2
+from course_ops.hopper import ring_slot as slot
 from day4_replace_op.heads import LN2
 from day4_replace_op.hopper import BENCHES, hear, left, matrix
 from day4_replace_op.hopper_backward import (
     CHECKS,
-    PEERS,
     ask_dq,
     ask_scores,
     await_scores,
@@ -59,7 +60,7 @@ from day4_replace_op.hopper_backward import (
     share,
 )
 from day4_replace_op.hopper_dq import add_dq
-from day4_replace_op.lesson06_flash_hopper import exp2
+from problems.attention import PROBLEM_BACKWARD, inputs_backward
 
 
 @gluon.jit
@@ -252,30 +253,28 @@ def ahead(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
     try:
         return launch(backward_kernel, grad_out, q, k, v, out, lse, causal, window, scale, AHEAD=True)
     except Unsupported:
-        return lesson05.attention_backward(grad_out, q, k, v, out, lse, causal, window, scale)
+        return attention_backward(grad_out, q, k, v, out, lse, causal=causal, window=window, scale=scale)
 
 
 def keys_are_the_same_each_time(rung):
     """dK and dV agree to the bit in two runs, as their sums have one owner; dQ's additions come in any order."""
-    args = lesson05.inputs(1, 4, 300, 64, H_kv=1, causal=True, dtype=torch.float16)
+    args = inputs_backward(1, 4, 300, 64, H_kv=1, causal=True, dtype=torch.float16)
     assert all(torch.equal(a, b) for a, b in zip(rung(*args)[1:], rung(*args)[1:], strict=True))
 
 
 def one_query_one_key(rung):
     """P is 1 and dP is delta: dV is dO, to the bit, and the others are 0."""
-    grad_out, q, k, v, *_ = lesson05.inputs(1, 1, 1, 64, causal=True, dtype=torch.float16)
+    grad_out, q, k, v, *_ = inputs_backward(1, 1, 1, 64, causal=True, dtype=torch.float16)
     dq, dk, dv = rung(grad_out, q, k, v, v, (q.float() * k.float()).sum(-1) / 8, True)
     assert torch.equal(dv, grad_out)
     assert max(dq.abs().max(), dk.abs().max()) < 1e-4
 
 
 LESSON = Lesson(
-    reference=lesson05.reference,
-    inputs=lesson05.inputs,
+    problem=PROBLEM_BACKWARD,
     rungs=(five_products, ahead),
     checks=CHECKS,
     benches=BENCHES[::2],
-    work=lesson05.LESSON.work,
     wrong=(
         Mutant("the diagonal is not masked", "probabilities", "keys <= rows + (", "keys <= rows + 64 + (", "ahead"),
         Mutant("P where dS belongs", "walk", "ds = (p * dp)", "ds = (p)", "five_products"),
@@ -285,14 +284,11 @@ LESSON = Lesson(
         Mutant("delta left out", "walk", "ask_scores(v, do, delta_smem.index(stage)",
                "ask_scores(v, do, start_smem.index(stage)", "five_products"),
     ),
-    peers=PEERS,
     claims={
         five_products: ("backward_kernel: wgmma", "backward_kernel: tma", "backward_kernel: 16-byte stores"),
         ahead: tuple(f"backward_kernel: {c}" for c in ("wgmma", "tma", "no spills", "16-byte stores")),
     },
-    factor=2,  # as lesson 5's
     properties=(keys_are_the_same_each_time, one_query_one_key),
-    refuses=lesson05.LESSON.refuses,
     dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 

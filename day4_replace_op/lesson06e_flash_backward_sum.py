@@ -26,16 +26,223 @@ import torch
 import torch.nn.functional as F
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from day3_matmul_tk.lesson07b_gluon_persistent import slot
-from day4_replace_op import lesson05_flash_backward as lesson05
-from day4_replace_op.hopper import BENCHES, left, matrix
-from day4_replace_op.hopper_backward import CHECKS, PEERS, ask_dq, ask_scores, hidden_zero, launch, place, share
+from course_ops.hopper import allocate_barriers as barriers
+from course_ops.hopper import allocate_stages as stages
+from course_ops.hopper import exp2
+from course_ops.hopper import ring_slot as slot
+from course_ops.kernels import attention_backward as portable
+from day4_replace_op.heads import LN2
+from day4_replace_op.hopper import BENCHES, hear, left, matrix
+from day4_replace_op.hopper_backward import (
+    CHECKS,
+    ask_dq,
+    ask_scores,
+    await_scores,
+    bounds,
+    hidden_zero,
+    launch,
+    load_partition,
+    pass_by,
+    place,
+    share,
+)
 from day4_replace_op.hopper_dq import add_dq
-from day4_replace_op.lesson04b_flash_backward_queries import expect_gradient
-from day4_replace_op.lesson06d_flash_backward_hopper import LESSON as FIRST
-from day4_replace_op.lesson06d_flash_backward_hopper import backward_kernel, probabilities
+from problems.attention import PROBLEM_BACKWARD, expect_gradient, inputs_backward
+
+
+@gluon.jit
+def probabilities(s, starts, key, row, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    p = exp2(s * scale_log2 if starts is None else s * scale_log2 + starts)
+    if MASKED:
+        S_q, S_k = sizes[4], sizes[5]
+        keys = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))[:, None]
+        if CAUSAL:  # this includes the tail: who sees keys past S_k is past S_q
+            rows = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
+            p = gl.where(keys <= rows + (row + S_k - S_q - key), p, 0.0)
+        else:
+            p = gl.where(keys < S_k - key, p, 0.0)
+    return p
+
+
+# AHEAD is rung 2: each product is asked for as soon as what it multiplies is there and waited for as late as its result
+# is needed, so that the tensor cores have one while a warpgroup does anything else: dP under the exponentials, dV under
+# dS, dK and the next S while the warpgroups meet. After the last step S is one of an old Q, for nobody: a branch around
+# it would cost every step.
+@gluon.jit
+def walk(
+    s, dk, dv, smem, bars, total, part, base, _top, begin, end, _first, turns, key, sizes, scale_log2,
+    LAYOUT: gl.constexpr, WHICH: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_smem, do_smem, start_smem, delta_smem, k_smem, v_smem, ds_smem = smem
+    q_full, do_full, empty, _, _, meet, _, _, _ = bars
+    part += WHICH
+    for block in range(begin, end):
+        turn = base + block
+        stage, parity = slot(turn, q_full.shape[0])
+        after, parity_after = slot(turn + 1, q_full.shape[0])
+        zero, at = hidden_zero(turn), turn % 2 * 2
+        k, v = matrix(k_smem.index(WHICH + zero)), matrix(v_smem.index(WHICH + zero))
+        q, do = matrix(q_smem.index(stage)), matrix(do_smem.index(stage))
+        if AHEAD:
+            scores = s
+        else:
+            mbarrier.wait(q_full.index(stage), parity)
+            scores = ask_scores(k, q, start_smem.index(stage), LAYOUT)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.wait(do_full.index(stage), parity)
+        dp = ask_scores(v, do, delta_smem.index(stage), LAYOUT)
+        if not AHEAD:
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+        # S has begun with its queries' numbers.
+        p = probabilities(scores, None, key, block * q_smem.shape[3], sizes, scale_log2, MASKED, CAUSAL)
+        p_left = left(p, dv, q_smem.dtype)
+        dv = warpgroup_mma(p_left, do, dv, is_async=True)
+        if AHEAD:
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+        else:
+            dv, p_left = warpgroup_mma_wait(0, deps=(dv, p_left))
+        ds = (p * dp).to(q_smem.dtype)
+        share(ds, ds_smem, at, meet.index(turn % 2), WHICH)
+        ds = left(ds, dk, q_smem.dtype)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        if AHEAD:
+            dv, p_left = warpgroup_mma_wait(1, deps=(dv, p_left))
+            mbarrier.wait(q_full.index(after), parity_after, pred=turn + 1 < turns)
+            s_after = ask_scores(k, matrix(q_smem.index(after)), start_smem.index(after), LAYOUT)
+        else:
+            dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
+        mbarrier.wait(meet.index(turn % 2), turn // 2 & 1)
+        dq = ask_dq(ds_smem, at, k_smem, zero, WHICH)
+        if AHEAD:
+            dq, dk, ds, s = warpgroup_mma_wait(0, deps=(dq, dk, ds, s_after))
+        else:
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+        mbarrier.arrive(empty.index(stage))
+        add_dq(dq, part + 2 * block, total, WHICH)
+    return s, dk, dv
+
+
+@gluon.jit
+def multiply_partition(
+    shared, WHICH: gl.constexpr, WALK: gl.constexpr, GROUP: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr,
+    CAUSAL: gl.constexpr, QUEUE: gl.constexpr, SKIP: gl.constexpr,
+):  # fmt: skip
+    smem, bars, total, queue, sizes, scale_log2 = shared
+    q_smem, _, _, _, k_smem, v_smem, ds_smem = smem
+    _, _, _, k_full, v_full, meet, read, stored, _ = bars
+    ROWS: gl.constexpr = q_smem.shape[3]
+    KEYS: gl.constexpr = k_smem.shape[3]
+    D: gl.constexpr = k_smem.shape[4]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    OWN: gl.constexpr = SKIP and CAUSAL and ROWS == KEYS and (GROUP == 1 or not LATE)
+    first, count, nth = 0, 0, hear(0, queue, QUEUE)
+    while nth < sizes[0] * sizes[2]:
+        batch, head_kv, key, begin, whole, blocks = place(nth, sizes, CAUSAL, ROWS, KEYS)
+        key += WHICH * KEYS
+        turns = first + (blocks - begin) * GROUP  # one more, at least: some query sees a tile's first key
+        own, top, zero = begin, begin if GROUP > 1 else None, hidden_zero(first) if QUEUE else 0
+        if OWN:
+            own, whole = bounds(key, blocks, sizes, ROWS, KEYS)
+        dk, dv = gl.zeros((KEYS, D), gl.float32, OUT), gl.zeros((KEYS, D), gl.float32, OUT)
+        mbarrier.wait(k_full.index(0), count & 1)
+        s = gl.zeros((KEYS, ROWS), gl.float32, LAYOUT)
+        if AHEAD and own == begin:
+            s = warpgroup_mma_wait(0, deps=(await_scores(smem, bars, first, turns, zero, LAYOUT, WHICH, LATE),))
+        mbarrier.wait(v_full.index(0), count & 1)
+        base, part = first - begin, (batch * sizes[1] + head_kv) * GROUP * blocks * 2
+        for _each in range(GROUP):
+            if OWN and WHICH == 1 and own > begin:
+                s = pass_by(smem, bars, total, part + 2 * begin + 1, base + begin, turns, LAYOUT, LATE)
+            s, dk, dv = WALK(
+                s, dk, dv, smem, bars, total, part, base, top, own, whole, first, turns, key, sizes, scale_log2,
+                LAYOUT, WHICH, AHEAD, True, CAUSAL,
+            )  # fmt: skip
+            s, dk, dv = WALK(
+                s, dk, dv, smem, bars, total, part, base, top, gl.maximum(own, whole), blocks, first, turns, key,
+                sizes, scale_log2, LAYOUT, WHICH, AHEAD, False, CAUSAL,
+            )  # fmt: skip
+            base, part = base + blocks - begin, part + 2 * blocks
+        zero = hidden_zero(turns)
+        if LATE:
+            mbarrier.wait(meet.index((turns - 1) % 2), (turns - 1) // 2 & 1)
+            dq = ask_dq(ds_smem, (turns - 1) % (ds_smem.shape[0] // 2) * 2, k_smem, zero, WHICH)
+            add_dq(warpgroup_mma_wait(0, deps=(dq,)), part - 2 + WHICH, total, WHICH)
+        # dK and dV go where K and V were. This half of V nobody else reads; of K both read all.
+        mbarrier.arrive(read.index(0))
+        matrix(v_smem.index(WHICH + zero)).store(dv.to(v_smem.dtype))
+        mbarrier.wait(read.index(0), count & 1)
+        matrix(k_smem.index(WHICH + zero)).store((dk * (scale_log2 * LN2)).to(k_smem.dtype))
+        fence_async_shared()
+        mbarrier.arrive(stored.index(0))
+        first = turns
+        count += 1
+        nth = hear(count, queue, QUEUE)
+    tma.store_wait(0)  # if TMA adds: shared memory goes when the program ends
+
+
+@gluon.jit(do_not_specialize=["tiles", "H_kv", "all_heads", "at_once", "S_q", "S_k"])
+def backward_kernel(
+    q_desc, do_desc, start_desc, delta_desc,  # of [B, H, S_q, D] twice, [B H, rows] twice
+    k_desc, v_desc, dk_desc, dv_desc,  # of [B, H_kv, S_k, D]
+    sum_desc, sum_ptr, counter_ptr,  # of dQ: B H rows D numbers of fp32; one int32, 0, if there is a queue
+    scale_log2, tiles, H_kv, all_heads, at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, QUEUE: gl.constexpr, LATE: gl.constexpr, AHEAD: gl.constexpr, WALK: gl.constexpr = walk,
+    TMA_ADDS: gl.constexpr = False, SKIP: gl.constexpr = False,
+):  # fmt: skip
+    descs = q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
+    smem = (
+        stages(q_desc, STAGES), stages(do_desc, STAGES), stages(start_desc, STAGES), stages(delta_desc, STAGES),
+        stages(k_desc, 2), stages(v_desc, 2),
+        gl.allocate_shared_memory(q_desc.dtype, [6 if LATE else 4, KEYS, ROWS], LAYOUT),
+    )  # fmt: skip
+    bars = (
+        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2),  # Q comes, dO comes, both have read both
+        barriers(1, 1), barriers(1, 1),  # K and V come
+        barriers(2, 2), barriers(1, 2), barriers(1, 2),  # both have: written dS, read K, left dK and dV
+        barriers(2, 1) if LATE else None,  # whose turn it is, in lesson 6e
+    )  # fmt: skip
+    if LATE:
+        mbarrier.arrive(bars[8].index(0))  # the first turn
+    total = sum_desc, sum_ptr, stages(sum_desc, 2) if TMA_ADDS else None
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = numbers, barriers(2, 1) if QUEUE else None, counter_ptr
+    sizes = tiles, H_kv, all_heads, at_once, S_q, S_k
+    shared = smem, bars, total, queue, sizes, scale_log2
+    gl.warp_specialize(
+        [
+            (multiply_partition, (shared, 0, WALK, GROUP, AHEAD, LATE, CAUSAL, QUEUE, SKIP)),
+            (multiply_partition, (shared, 1, WALK, GROUP, AHEAD, LATE, CAUSAL, QUEUE, SKIP)),
+            (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def keys_are_the_same_each_time(rung):
+    """dK and dV agree to the bit in two runs, as their sums have one owner; dQ's additions come in any order."""
+    args = inputs_backward(1, 4, 300, 64, H_kv=1, causal=True, dtype=torch.float16)
+    assert all(torch.equal(a, b) for a, b in zip(rung(*args)[1:], rung(*args)[1:], strict=True))
+
+
+def one_query_one_key(rung):
+    """P is 1 and dP is delta: dV is dO, to the bit, and the others are 0."""
+    grad_out, q, k, v, *_ = inputs_backward(1, 1, 1, 64, causal=True, dtype=torch.float16)
+    dq, dk, dv = rung(grad_out, q, k, v, v, (q.float() * k.float()).sum(-1) / 8, True)
+    assert torch.equal(dv, grad_out)
+    assert max(dq.abs().max(), dk.abs().max()) < 1e-4
 
 
 # Rung 3. New: TMA adds, from 32 KB more of shared memory. Predicted: 2950 cycles a step if shared memory is what limits
@@ -140,7 +347,8 @@ def attention_backward(grad_out, q, k, v, out, lse, causal=False, window=None, s
     with suppress(Unsupported):
         if not deterministic:
             return launch(backward_kernel, grad_out, q, k, v, out, lse, causal, window, scale, **more)
-    return lesson05.attention_backward(grad_out, q, k, v, out, lse, causal, window, scale)
+    scale = expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
+    return portable.attention_backward(grad_out, q, k, v, out, lse, causal, window, scale)
 
 
 def twin(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
@@ -268,14 +476,14 @@ def _program(program, counter, copies, sizes, q, do, start, delta, k, v, dq, dk,
 
 
 def deterministic_is_deterministic(_rung):
-    """Asked for that, the last rung's dQ agrees to the bit in two runs, and with lesson 5's; others cannot be asked."""
-    args = lesson05.inputs(1, 4, 300, 64, H_kv=1, causal=True, dtype=torch.float16)
-    first, second = attention_backward(*args, deterministic=True), lesson05.attention_backward(*args)
+    """Asked for that, the last rung's dQ agrees to the bit in two runs; others cannot be asked."""
+    args = inputs_backward(1, 4, 300, 64, H_kv=1, causal=True, dtype=torch.float16)
+    first, second = (attention_backward(*args, deterministic=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 LESSON = Lesson(
-    reference=lesson05.reference, inputs=lesson05.inputs, checks=CHECKS, benches=BENCHES, work=lesson05.LESSON.work,
+    problem=PROBLEM_BACKWARD, checks=CHECKS, benches=BENCHES,
     rungs=(tma_adds, queued, in_turns, attention_backward), cpu_model=twin,
     wrong=(
         Mutant("the meeting is not waited for", "_program", "yield meet[now % 2], now // 2 & 1\n            if turn",
@@ -289,12 +497,11 @@ LESSON = Lesson(
         Mutant("stored when K is read", "_program", "yield stored, count", "yield read, count", "twin"),
         Mutant("nobody passes the turn", "_program", "order[1 - which].arrive()", "pass", "twin", "barrier"),
     ),
-    peers=PEERS,
     claims=dict.fromkeys(  # of the first shape that is timed, D = 128; at D = 64 a tile has a few registers too many
         (tma_adds, queued, in_turns), tuple(f"backward_kernel: {c}" for c in ("wgmma", "tma", "no spills"))
     ),
-    factor=2,  # as lesson 5's
-    properties=(*FIRST.properties, deterministic_is_deterministic), refuses=FIRST.refuses, dtypes=FIRST.dtypes,
+    properties=(keys_are_the_same_each_time, one_query_one_key, deterministic_is_deterministic),
+    dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 
 if __name__ == "__main__":

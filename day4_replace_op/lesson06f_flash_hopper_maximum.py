@@ -32,30 +32,82 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from day3_matmul_tk.lesson07_gluon_matmul import barriers, stages
+from course_ops import attention_forward
+from course_ops.hopper import allocate_barriers as barriers
+from course_ops.hopper import allocate_stages as stages
 from day4_replace_op import heads
-from day4_replace_op import lesson04_flash_options as options
 from day4_replace_op.heads import LOWEST
 from day4_replace_op.hopper import (
+    BENCHES,
+    CHECKS,
     ask_scores,
     ask_values,
+    await_turn,
     exp2,
     hear,
     hide,
     launch,
     leave,
+    left,
     load_partition,
     matrix,
     packed,
+    pass_turn,
     place,
     skip,
     times,
 )
-from day4_replace_op.lesson06_flash_hopper import LESSON as FIRST
-from day4_replace_op.lesson06_flash_hopper import one_by_one, parts
-from day4_replace_op.lesson06c_flash_hopper_queue import LESSON as LAST
+from problems.attention import PROBLEM, expect_heads, visible
 
 LIMIT = gl.constexpr(0x46000000)  # the bits of 2^13
+
+
+# A row lies in four threads. Its maximum is needed at once, and costs two shuffles; its sum is not, so each thread
+# keeps a part, and the parts meet at the end: [rows, keys] -> [rows, 4].
+@gluon.jit
+def parts(p):
+    return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), axis=3), axis=1)
+
+
+@gluon.jit
+def masked_softmax(s, m, total, row, key, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """P in fp32, the maximum in powers of 2, parts of the sum, and what O has to be multiplied by."""
+    if MASKED:
+        S_q, S_k = sizes[4], sizes[5]
+        rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+        keys = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        seen = (keys < S_k)[None, :]
+        if CAUSAL:
+            seen = seen & (keys[None, :] <= rows[:, None] + (S_k - S_q))
+        s = gl.where(seen, s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
+    p, old = exp2(s * scale_log2 - m_new[:, None]), exp2(m - m_new)
+    kept = total * gl.convert_layout(old, gl.SliceLayout(1, total.type.layout))[:, None]
+    return p, m_new, kept + parts(p), old
+
+
+# Scores, softmax, O, one after the other. The stages are given back when the products that read them are over.
+@gluon.jit
+def one_by_one(
+    q, o, m, total, smem, bars, turn, begin, end, row, key, sizes, scale_log2, LAYOUT: gl.constexpr,
+    WHICH: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    _, k_smem, v_smem, _ = smem
+    _, _, k_full, k_empty, v_full, v_empty, order = bars
+    STAGES: gl.constexpr = k_full.shape[0]
+    for step in range(begin, end):
+        stage = (turn + step) % STAGES
+        await_turn(order, WHICH, turn + step, TURNS)
+        s = ask_scores(q, k_smem, k_full, turn + step, LAYOUT)
+        pass_turn(order, WHICH, TURNS)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(stage))
+        p, m, total, old = masked_softmax(s, m, total, row, key - step * s.shape[1], sizes, scale_log2, MASKED, CAUSAL)
+        p = left(p, o, v_smem.dtype)
+        o = ask_values(p, times(o, old), v_smem, v_full, turn + step)
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        mbarrier.arrive(v_empty.index(stage))
+    return o, m, total
 
 
 @gluon.jit
@@ -242,17 +294,17 @@ def attention(q, k, v, causal=False, window=None, scale=None):
     try:
         return (three_ahead if wide else old_maximum)(q, k, v, causal, window, scale)
     except Unsupported:
-        return options.attention(q, k, v, causal, window, scale)
+        return attention_forward(q, k, v, causal=causal, window=window, scale=scale)
 
 
 # The slow twin: rows and keys eight by eight, last keys first, and 64 is too large a sum.
 def twin(q, k, v, causal=False, window=None, scale=None):
     """As attention, without windows, in any dtype."""
-    scale = heads.expect_heads(q, k, v, causal, window, scale)
+    scale = expect_heads(q, k, v, causal, window, scale)
     (S_q, S_k), group = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
     k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
-    seen = heads.visible(S_q, S_k, causal, None, q.device)
+    seen = visible(S_q, S_k, causal, None, q.device)
     for row in range(0, S_q, 8):
         rows = slice(row, row + 8)
         s = (q[:, :, rows].double() @ k.mT) * scale
@@ -272,16 +324,14 @@ def twin(q, k, v, causal=False, window=None, scale=None):
 
 
 LESSON = Lesson(
-    reference=heads.reference,
-    inputs=heads.inputs,
+    problem=PROBLEM,
     rungs=(old_maximum, three_ahead, attention),
     checks=(
-        *LAST.checks,
+        *CHECKS,
         case("scores that outgrow the first block's maximum", B=1, H=2, S=200, D=64, S_k=700, scale=4.0),
         case("so causal, by a diagonal across two blocks", B=1, H=2, S=150, D=64, S_k=250, causal=True, scale=4.0),
     ),
-    benches=LAST.benches,
-    work=heads.work,
+    benches=(*BENCHES, {"B": 32, "H": 12, "S": 1024, "D": 64, "causal": True}),  # the last is lesson 10's GPT
     cpu_model=twin,
     wrong=(
         Mutant("O keeps the old maximum", "twin", "total * old, acc * old", "total * old, acc", "twin"),
@@ -289,10 +339,7 @@ LESSON = Lesson(
         Mutant("only the first block is done again", "twin", "p.sum(-1).max() > 64", "key + 8 >= S_k", "twin", "nan"),
         Mutant("done again without the mask", "twin", ".masked_fill(~seen[rows, keys], -math.inf)", "", "twin"),
     ),
-    peers=LAST.peers,
     claims=dict.fromkeys((old_maximum, three_ahead), ("wgmma", "tma", "no spills")),
-    properties=FIRST.properties,
-    refuses=heads.REFUSES,
     dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 

@@ -472,10 +472,10 @@ def print_launches():
     from triton.runtime.jit import JITFunction
 
     from course_ops.attention import launch_backward, launch_forward
-    from day4_replace_op import lesson05_flash_backward as lesson5
     from day4_replace_op import lesson06e_flash_backward_sum as lesson6e
     from day4_replace_op import lesson06g_flash_hopper_diagonal as lesson6g
     from day4_replace_op import lesson07b_flash_decoding_shares as lesson7b
+    from problems.attention import PROBLEM_BACKWARD
 
     made, answers = [], []
 
@@ -494,7 +494,7 @@ def print_launches():
     with launches.recording() as events:
         record = JITFunction.run
         for what, sizes in json.load(sys.stdin):
-            dout, q, k, v, out, lse, causal, window, _ = lesson5.inputs(
+            dout, q, k, v, out, lse, causal, window, _ = PROBLEM_BACKWARD.inputs(
                 **sizes | {"dtype": getattr(torch, sizes["dtype"])}
             )
             scale = q.shape[-1] ** -0.5

@@ -10,13 +10,14 @@ import pytest
 
 FILES = {
     "day1_some/lesson.py": """\
-from lessonkit import Lesson, opaque, cuda, needs
+from lessonkit import Lesson, opaque, cuda, needs, specimen
 from day1_some import shared, other as plain
 from day1_some.shared import launch, WIDTH as W
 import day1_some.deep as deep
 import torch.nn.functional as F
 from importlib import import_module
 digits = import_module("day1_some.07_digits")
+taken = specimen("day1_some.taken", "taken")
 kernels = cuda.extension(__file__)
 SCALE = 2
 PEERS = {"torch": lambda x: F.softmax(x, -1), **shared.PEERS}
@@ -43,6 +44,8 @@ def place(x):
     return unused
 def unused(x):
     return x
+def measured(x):
+    return taken(x)
 def inputs(n):
     return n + 1
 LESSON = Lesson(inputs=inputs, work=plain.LESSON.work, rungs=(rung,), peers=PEERS, checks=(unused,))
@@ -64,6 +67,7 @@ PEERS = {"liger": _liger}
     "day1_some/deep.py": "LOW = 1\ndef low(x):\n    return LOW\ndef unreached():\n    return 0\n",
     "day1_some/07_digits.py": "def tail(x):\n    return 7\n",
     "day1_some/late.py": "def later(x):\n    return x\n",
+    "day1_some/taken.py": "def taken(x):\n    return x\ndef left(x):\n    return 3\n",
     "day1_some/lazily.py": "X = 1\n",
     "day1_some/other.py": "def _work(n):\n    return n\nLESSON = Lesson(work=_work, rungs=())\n",
     "day1_some/lesson.cu": """\
@@ -122,6 +126,7 @@ def changed(tree, file, old, new, mark):
         ("decorated", "day1_some/shared.py", "return f", "return f or None"),
         ("decorated", "day1_some/late.py", "return x", "return x + 1"),
         ("decorated", "day1_some/lazily.py", "X = 1", "X = 2"),
+        ("measured", "day1_some/taken.py", "return x", "return x + 1"),
         ("decorated", "lessonkit/modes/opaque.py", "return x", "return x * 1"),
     ],
 )
@@ -142,6 +147,7 @@ def test_what_a_function_reaches_changes_its_fingerprint(tree, function, file, o
         ("kernel", "day1_some/lesson.cu", "x[1] = 1", "x[1] = 2"),
         ("kernel", "cuda_src/include/some.cuh", "x * HALF", "x  *  HALF /* a half */"),
         ("kernel", "lessonkit/cuda/extension.py", "return file", "return str(file)"),
+        ("measured", "day1_some/taken.py", "return 3", "return 4"),
         ("decorated", "lessonkit/lesson.py", "return n", "return n + 1"),
     ],
 )

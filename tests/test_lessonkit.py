@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 from lessonkit import lesson
-from lessonkit.base import files
+from lessonkit.base import device, files
 from lessonkit.base.errors import Misdeclared, Unsupported
 from lessonkit.base.files import environment
 from lessonkit.base.markdown import filled
@@ -18,7 +18,7 @@ from lessonkit.commands import parallel
 from lessonkit.cuda import sass
 from lessonkit.judge import check, counters, mutants
 from lessonkit.lesson import Broken, Mutant, discover
-from lessonkit.measure import bench, rows, timing
+from lessonkit.measure import bench, memory, rows, timing
 from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import SHARED, Compiler, call_in_compiler
 from lessonkit.pages import report
@@ -431,6 +431,17 @@ def test_a_script_that_is_stopped_takes_its_programs_along(tmp_path):
             return
         time.sleep(0.01)
     pytest.fail("the program still runs")
+
+
+def test_peak_memory_is_what_is_alive_at_the_worst_moment():
+    """Two results of 4 KB at once, although three are made; a view counts no bytes of its own."""
+    x = torch.ones(1024, device=device.DEVICE)
+
+    def call():
+        y = (x + 1).view(32, 32)
+        return (y * 2).sum()
+
+    assert 8192 <= memory.peak_bytes(call) <= 8192 + 1024
 
 
 def test_a_specimen_that_is_not_there_is_named():
