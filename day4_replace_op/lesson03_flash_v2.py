@@ -28,7 +28,19 @@ Time it:   python -m lessonkit bench lesson03_flash_v2
 
 import math
 
-from lessonkit import Lesson, Mutant, Refusal, Unsupported, case, compiled, device, expect, needs, tma_takes
+from lessonkit import (
+    Lesson,
+    Mutant,
+    Refusal,
+    Unsupported,
+    case,
+    compiled,
+    device,
+    expect,
+    needs,
+    shared_memory,
+    tma_takes,
+)
 
 import torch
 import triton
@@ -64,8 +76,9 @@ def swapped_kernel(
         k = tl.load(k_ptr + block, mask=keys[:, None] < S, other=0.0)
         v = tl.load(v_ptr + block, mask=keys[:, None] < S, other=0.0)
         acc, total, m = attend_normalized(acc, total, m, q, k, v, S - start, scale, PRECISION)
+    lse = m + tl.log(total)
     tl.store(o_ptr + tile, acc, mask=rows[:, None] < S)
-    tl.store(lse_ptr + head * S + rows, m + tl.log(total), mask=rows < S)
+    tl.store(lse_ptr + head * S + rows, lse, mask=rows < S)
 
 
 @triton.jit
@@ -128,8 +141,9 @@ def deferred_kernel(
         v = tl.load(v_ptr + block, mask=keys[:, None] < S, other=0.0)
         acc, total, m = attend_deferred(acc, total, m, q, k, v, S - start, scale, PRECISION)
     acc /= total[:, None]
+    lse = m + tl.log(total)
     tl.store(o_ptr + tile, acc, mask=rows[:, None] < S)
-    tl.store(lse_ptr + head * S + rows, m + tl.log(total), mask=rows < S)
+    tl.store(lse_ptr + head * S + rows, lse, mask=rows < S)
 
 
 def deferred(q, k, v):
@@ -170,8 +184,9 @@ def folded_kernel(
         v = tl.load(v_ptr + block, mask=keys[:, None] < S, other=0.0)
         acc, total, m = attend(acc, total, m, q, k, v, S - start, scale, True, PRECISION)
     acc /= total[:, None]
+    lse = (m + tl.log2(total)) * LN2
     tl.store(o_ptr + tile, acc, mask=rows[:, None] < S)
-    tl.store(lse_ptr + head * S + rows, (m + tl.log2(total)) * LN2, mask=rows < S)
+    tl.store(lse_ptr + head * S + rows, lse, mask=rows < S)
 
 
 def folded(q, k, v):
@@ -238,14 +253,9 @@ def _prune(configs, named, **_):
 
     def fits(c):
         m, n, threads = c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"], 32 * c.num_warps
-        return (m + 2 * n * c.num_stages) * D * size <= _shared_memory() and m * (2 * D + 3 * n) <= 2 * 208 * threads
+        return (m + 2 * n * c.num_stages) * D * size <= shared_memory() and m * (2 * D + 3 * n) <= 2 * 208 * threads
 
     return list(filter(fits, configs))[: None if device.HAS_GPU else 1]
-
-
-def _shared_memory():
-    """Bytes that a block may have; 227 KB, Hopper's, where there is no GPU."""
-    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin if device.HAS_GPU else 232448
 
 
 def _time(call, quantiles):  # without a GPU there is nothing to time, and one configuration to choose from

@@ -18,7 +18,7 @@ Time it:   python -m lessonkit bench lesson07b_flash_decoding_shares
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, case, device, num_sms, tma_takes
+from lessonkit import Lesson, Mutant, Unsupported, case, device, num_sms, shared_memory, tma_takes
 
 import torch
 import triton
@@ -198,7 +198,7 @@ def _run(q, k, v, lengths, causal, scale, tma=False, early=False, programs=None)
         return o, lse
     used, block_d = triton.next_power_of_2(group * S_q), max(16, triton.next_power_of_2(D))
     owners = B * H // group
-    each = 1 if owners <= num_sms() and _shared_memory() > 9 * TILE else 2  # programs an SM
+    each = 1 if owners <= num_sms() and shared_memory() > 9 * TILE else 2  # programs an SM
     block_n = min(128, 2 * TILE // (each * q.element_size() * block_d))
     blocks = max(1, triton.cdiv(S_k, block_n))
     share = _share(owners, blocks, programs or each * num_sms())
@@ -219,11 +219,6 @@ def _run(q, k, v, lengths, causal, scale, tma=False, early=False, programs=None)
             early, group, used, block_d, triton.next_power_of_2(most), num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return o, lse
-
-
-def _shared_memory():
-    """Bytes that a block may have; 227 KB, Hopper's, where there is no GPU."""
-    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin if device.HAS_GPU else 232448
 
 
 def _tiled(tensors, rows, tma):
