@@ -47,6 +47,24 @@ def shape_name(shape: Mapping[str, Any]) -> str:
     return " ".join(f"{k}={v}" for k, v in shape.items() if v is not None)  # None: an option that is not used
 
 
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a reader wants to know before the lesson; tables, paths and reports are made of it (pages.guides).
+
+    teaches    what the lesson settles, in one line of English; its Chinese stands in locale/
+    hours      for a reader who does the lesson from beginning to end
+    star       it belongs to the short way through its day
+    operator   what the kernels compute, as reports group lessons: "softmax", "attention backward"
+    language   what the kernels are written in
+    """
+
+    teaches: str
+    hours: float
+    star: bool = False
+    operator: str = ""
+    language: str = "Triton"
+
+
 @dataclass(frozen=True)
 class Work:
     """The least an op can do: bytes through device memory (each input read once, each output written once), FLOPs."""
@@ -151,6 +169,7 @@ _THE_PROBLEMS: Any = None  # a field that a lesson takes from its problem, unles
 class Lesson:
     """The rungs that answer a problem: plain functions that all take the tensors that the problem's `inputs` makes.
 
+    about       what tables and paths say of the lesson
     problem     what is asked; each of its fields may be given here instead, where a lesson asks something of its own
     rungs       slowest first; the name is the idea; the last one refuses no shape
     wrong       mutants, each of which the checks must reject
@@ -163,6 +182,7 @@ class Lesson:
     counts      rung -> what its accesses look like: {"sectors a request": 4}, counted as `passes` (judge.counters)
     """
 
+    about: About | None = None
     problem: Problem | None = None
     rungs: tuple[Rung, ...]
     wrong: tuple[Mutant, ...]
@@ -239,6 +259,7 @@ class Steps:
     """
 
     steps: tuple[Callable[[], Table | None], ...]
+    about: About | None = field(default=None, kw_only=True)
     compares: tuple[Callable[[Path], Table | None], ...] = ()
     alone: bool = False
     nightly: tuple[Callable[[], Table | None], ...] = ()

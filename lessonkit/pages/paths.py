@@ -1,13 +1,13 @@
 """Paths through the course, one for each time that a reader has: paths/*.toml says the steps and what is handed in.
 
-All else is taken from where it stands: titles from lessons, hours and Chinese words from guides, exercises from their
-folders. A lesson or an exercise that is not there, or minutes that do not add up, raise ValueError. A part with more or
+All else is taken from where it stands: titles and hours from lessons, Chinese words from the catalogue, exercises from
+their folders. A lesson or an exercise that is not there, or minutes that do not add up, raise ValueError. A part with more or
 less than its hours is a warning (`Route.warnings`), so that a new exercise does not stop `report`.
 
     minutes = 60                            of the whole path; or `hours = [6, 8]`, the least and most of a day or week
     [[part]]
     plan = [
-      "day2_triton_basics.lesson05_sum",    a lesson, for as long as its guide says
+      "day2_triton_basics.lesson05_sum",    a lesson, for as long as it says
       { lesson = "...", minutes = 8, en = "which part of it", zh = "..." },
       { exercises = ["mul"] },              so many times 20 minutes
       { exercises = ["day2"] },             those of a folder that the path names nowhere else
@@ -23,17 +23,18 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from lessonkit.base.files import ROOT
+from lessonkit.base.words import translated
 from lessonkit.exercise import source
 from lessonkit.exercise.source import Source
+from lessonkit.pages import guides
+from lessonkit.pages.guides import GUIDES
 
 FOLDER = ROOT / "paths"
-GUIDES = {"en": "README.md", "zh": "README.zh-CN.md"}  # by language
-LANGUAGES = {"en": "English", "zh": "Chinese"}
 EXERCISE = 20  # minutes, for somebody who has read the lesson
 Words = dict[str, str]  # by language
 
@@ -113,13 +114,11 @@ class Route:
         return [exercise for item in self.items for exercise in item.exercises]
 
 
-@cache
-def guide(folder: str, language: str) -> dict[str, tuple[float, str]]:
-    """Each lesson of a folder: its hours, and what it teaches, as the folder's guide says."""
-    text = (ROOT / folder / GUIDES[language]).read_text()
-    rows = re.findall(r"^\|.*?\[(\w+)\]\((?!exercises/)[^)]*\)(?: \*)? \| ([\d.]+) \| (.*) \|$", text, re.MULTILINE)
+def teaches(lesson: str, language: str) -> str:
+    """What a lesson teaches, with its links as seen from paths/."""
+    folder = lesson.partition(".")[0]
     links = r"\]\((?!\.\./|https?:)"  # those into the folder lead from paths/ there
-    return {stem: (float(hours), re.sub(links, f"](../{folder}/", about)) for stem, hours, about in rows}
+    return re.sub(links, f"](../{folder}/", translated(guides.about(lesson).teaches, language))
 
 
 def routes() -> list[Route]:
@@ -170,16 +169,8 @@ def _item(data: dict[str, Any], named: set[str]) -> Item:
         folder, _, stem = lesson.partition(".")
         if not (file := ROOT / folder / f"{stem}.py").exists():
             raise ValueError(f"there is no lesson {lesson!r}; a lesson is FOLDER.FILE without .py")
-        for language, readme in GUIDES.items():
-            if stem not in guide(folder, language):
-                words = LANGUAGES[language]
-                raise ValueError(
-                    f"{folder}/{readme} ({words}) has no row for {stem}; write into its table of lessons: "
-                    f"| [{stem}]({stem}.py) | HOURS | what it teaches, in {words} |"
-                )
-        title = _title(file.read_text())
-        text = text or {"en": title, "zh": guide(folder, "zh")[stem][1]}
-        return Item(minutes or 60 * guide(folder, "en")[stem][0], lesson, text=text)
+        text = text or {"en": _title(file.read_text()), "zh": teaches(lesson, "zh")}
+        return Item(minutes or 60 * guides.about(lesson).hours, lesson, text=text)
     if not (words := data.get("exercises", ())):
         return Item(minutes, text=text)
     found: list[Source] = []

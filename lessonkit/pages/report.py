@@ -15,7 +15,7 @@ from lessonkit.measure import fingerprint, ncu, rows
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
 from lessonkit.modes import compiled
-from lessonkit.pages import path_pages, plots, shipped
+from lessonkit.pages import guides, path_pages, plots, shipped
 from lessonkit.pages.paths import GUIDES
 from lessonkit.pages.plots import Picture
 
@@ -105,7 +105,8 @@ def generate() -> dict[Path, str | Picture]:
         made[page] = filled(page.read_text(), "tiers", verify.tiers(language))
         guide = ROOT / "course_ops" / readme
         made[guide] = filled(guide.read_text(), "speed", shipped.speed(language, today))
-    return made | path_pages.pages() | _relinked(made)
+    made |= guides.pages() | path_pages.pages()
+    return made | _relinked(made)
 
 
 def _relinked(made: dict[Path, str | Picture]) -> dict[Path, str | Picture]:

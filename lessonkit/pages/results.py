@@ -1,6 +1,5 @@
 """The course's rows by operator: which lessons compute the same thing, in which language, and what bounds each rung."""
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,20 +9,8 @@ from typing import Any
 from lessonkit.lesson import Lesson, kernels
 from lessonkit.measure import rows
 from lessonkit.measure.rows import Row
+from lessonkit.pages import guides
 
-# The first pattern that a lesson's file matches names its operator; one that matches none is an operator by itself.
-OPERATORS = {
-    "attention, dQ alone": r"backward_queries", "attention backward": r"(flash|attention).*backward",
-    "add + layernorm backward": r"add_norm_backward", "add + layernorm": r"add_norm",
-    "vector add": r"vector_add", "GELU": r"gelu", "sum": r"_sum$|reduction", "argmax": r"argmax",
-    "softmax backward": r"softmax_backward", "softmax": r"softmax", "layernorm backward": r"layernorm_backward",
-    "layernorm": r"layernorm", "rmsnorm backward": r"rmsnorm_backward", "rmsnorm": r"rmsnorm", "dropout": r"dropout",
-    "cross-entropy backward": r"cross_entropy_backward", "cross-entropy": r"cross_entropy", "scan": r"scan",
-    "sort": r"sort|onesweep", "transpose": r"transpose", "quantisation": r"quantize", "fp8 matmul": r"fp8",
-    "skinny matmul": r"skinny", "grouped matmul": r"grouped", "epilogue backward": r"epilogue_backward",
-    "epilogue": r"epilogue", "fp32 matmul": r"matrix_multiply", "matmul": r"matmul|gluon|tiles",
-    "decoding": r"decoding", "attention": r"attention|flash",
-}  # fmt: skip
 LAUNCH_US = 8  # where even the limit is less, starting the kernel is what takes the time
 
 
@@ -42,16 +29,11 @@ def bound(row: Row) -> str:
 
 
 def operator(lesson: str) -> str:
-    stem = lesson.split(".")[-1]
-    return next((op for op, pattern in OPERATORS.items() if re.search(pattern, stem)), stem)
+    return guides.about(lesson).operator or lesson.split(".")[-1]
 
 
 def language(lesson: str) -> str:
-    if re.search(r"gluon|flash_hopper|flash_backward_(hopper|sum)", lesson):
-        return "Gluon"
-    if "thunderkittens" in lesson:
-        return "ThunderKittens"
-    return "CUDA C++" if lesson.startswith("cuda_src") or lesson.endswith("tiles") else "Triton"
+    return guides.about(lesson).language
 
 
 def measured(folder: Path) -> Iterator[tuple[str, Lesson, list[Row]]]:
