@@ -7,7 +7,7 @@ Run it:    python cuda_src/01_hello_cuda.py
 Check it:  python -m lessonkit check 01_hello_cuda
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Unsupported, cuda
+from lessonkit import DEVICE, About, Lesson, Mutant, Unsupported, cuda
 
 import torch
 
@@ -63,6 +63,13 @@ def an_sm_holds_what_it_has(rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="`__global__`, launches, the coordinates of thread, warp, block and grid, errors of a launch, "
+        "occupancy",
+        hours=1,
+        star=True,
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(who_1d, who_2d, who_3d, who_groups),

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 02_vector_add
 Time it:   python -m lessonkit bench 02_vector_add
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
@@ -56,6 +56,14 @@ def head_and_tail(add):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="device memory, transfers pageable, pinned and managed; grid-stride loops; 16 bytes a load; "
+        "bytes in flight",
+        hours=1.5,
+        star=True,
+        operator="vector add",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(add_one, add_grid_stride, add_vectorized),

@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check 03_matrix_multiply
 Time it:   python -m lessonkit bench 03_matrix_multiply
 """
 
-from lessonkit import Lesson, Mutant, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, case, cuda, expect
 
 import numpy as np
 import torch
@@ -87,6 +87,13 @@ def _masked(matrix, row, column):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="naive against shared-memory tiles; what one FMA may cost in wavefronts; a column of results a thread",
+        hours=2,
+        star=True,
+        operator="fp32 matmul",
+        language="CUDA C++",
+    ),
     problem=PROBLEM_FP32,
     extension=kernels,
     rungs=(multiply_naive, multiply_coalesced, multiply_shared, multiply_column),

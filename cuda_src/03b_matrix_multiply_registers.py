@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 03b_matrix_multiply_registers
 Time it:   python -m lessonkit bench 03b_matrix_multiply_registers
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Unsupported, case, cuda, expect
 
 import torch
 
@@ -61,6 +61,12 @@ def _launch(name, a, b, quads=False):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="register tiles, vector loads, warp tiles, cp.async and double buffering, to the speed of cuBLAS",
+        hours=2,
+        operator="fp32 matmul",
+        language="CUDA C++",
+    ),
     problem=PROBLEM_FP32,
     extension=kernels,
     rungs=(

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 04_parallel_reduction
 Time it:   python -m lessonkit bench 04_parallel_reduction
 """
 
-from lessonkit import Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
@@ -56,6 +56,13 @@ def _launch(name, x):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="divergence, sequential addressing, unrolling, warp shuffles",
+        hours=1.5,
+        star=True,
+        operator="sum",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(sum_divergent, sum_strided, sum_sequential, sum_first_add, sum_unrolled, sum_shuffle),

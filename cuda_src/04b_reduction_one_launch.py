@@ -10,7 +10,7 @@ Time it:   python -m lessonkit bench 04b_reduction_one_launch
 
 from functools import cache
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
@@ -75,6 +75,13 @@ def the_same_every_time(rung):
 RUNGS = (sum_vectorized, sum_atomic, sum_cooperative, sum_last_block)
 
 LESSON = Lesson(
+    about=About(
+        teaches="bytes in flight, atomics, cooperative launches, the last block's ticket",
+        hours=1,
+        star=True,
+        operator="sum",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=RUNGS,

@@ -11,7 +11,7 @@ Time it:   nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o overlap cuda_s
 
 from time import perf_counter
 
-from lessonkit import Lesson, Mutant, cuda, device
+from lessonkit import About, Lesson, Mutant, cuda, device
 
 import torch
 
@@ -91,6 +91,13 @@ def overlap_pays(overlap):
 
 # fmt: off
 LESSON = Lesson(
+    about=About(
+        teaches="streams, events, copies behind computation, CUDA graphs; the gain against the limit that "
+        "transfers set",
+        hours=1.5,
+        star=True,
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(overlap_serial, overlap_streams, overlap_engines, overlap_graph),

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 06_scan
 Time it:   python -m lessonkit bench 06_scan
 """
 
-from lessonkit import Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
@@ -47,6 +47,13 @@ def _scan(name, x):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="Hillis-Steele, Blelloch, shuffles: work against steps against conflicts",
+        hours=1.5,
+        star=True,
+        operator="scan",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(hillis_steele, blelloch, blelloch_padded, shuffle),

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 06b_scan_one_pass
 Time it:   python -m lessonkit bench 06b_scan_one_pass
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
@@ -49,6 +49,12 @@ def _cub(x):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="blocks that wait for blocks: decoupled look-back, fences",
+        hours=1.5,
+        operator="scan",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(propagate, reduce_then_scan, look_back),

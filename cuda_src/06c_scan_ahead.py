@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 06c_scan_ahead
 Time it:   python -m lessonkit bench 06c_scan_ahead
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
@@ -44,6 +44,12 @@ def _cub(x):
 
 # fmt: off
 LESSON = Lesson(
+    about=About(
+        teaches="blocks that stay; the next tile under way before this one is done; the same bits in every run",
+        hours=1,
+        operator="scan",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(look_back_waves, look_back_ahead),

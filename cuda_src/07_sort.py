@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 07_sort
 Time it:   python -m lessonkit bench 07_sort
 """
 
-from lessonkit import Lesson, Mutant, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, case, cuda, expect
 
 import torch
 
@@ -42,6 +42,13 @@ def _sort(kernels, name, keys):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="bitonic networks, then radix sort: fewer passes over memory",
+        hours=1.5,
+        star=True,
+        operator="sort",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(bitonic, bitonic_shared, radix),

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 07b_onesweep
 Time it:   python -m lessonkit bench 07b_onesweep
 """
 
-from lessonkit import DEVICE, Lesson, Mutant, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, case, cuda, expect
 
 import torch
 
@@ -44,6 +44,12 @@ def _cub(keys):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="keys put in order before they are written, look-back for 256 digits at once",
+        hours=2,
+        operator="sort",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(radix_ordered, onesweep),

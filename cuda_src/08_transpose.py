@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check 08_transpose
 Time it:   python -m lessonkit bench 08_transpose
 """
 
-from lessonkit import Lesson, Mutant, cuda, expect
+from lessonkit import About, Lesson, Mutant, cuda, expect
 
 import torch
 
@@ -70,6 +70,13 @@ TILES = (transpose_tile, transpose_padded, transpose_swizzled)
 RUNGS = (transpose_read, transpose_write, *TILES, transpose_vectorized, transpose_down, transpose_any)
 
 LESSON = Lesson(
+    about=About(
+        teaches="coalescing counted in sectors, shared memory, bank conflicts, padding, swizzles",
+        hours=1.5,
+        star=True,
+        operator="transpose",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=RUNGS,

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 09_softmax
 Time it:   python -m lessonkit bench 09_softmax
 """
 
-from lessonkit import Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
@@ -50,6 +50,12 @@ REFUSES = (
 
 # fmt: off
 LESSON = Lesson(
+    about=About(
+        teaches="three reads of a row become two: online softmax over a block",
+        hours=0.75,
+        operator="softmax",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(softmax_naive, softmax_block, softmax_online),

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 09b_softmax_lengths
 Time it:   python -m lessonkit bench 09b_softmax_lengths
 """
 
-from lessonkit import Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
+from lessonkit import About, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
 
 import torch
 
@@ -69,6 +69,12 @@ REFUSES = (
 
 # fmt: off
 LESSON = Lesson(
+    about=About(
+        teaches="rows in registers, in a few lanes, in a cluster of blocks",
+        hours=1,
+        operator="softmax",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(softmax_registers, softmax_lanes, softmax_cluster, softmax),

@@ -10,7 +10,7 @@ Time it:   python -m lessonkit bench 10_layernorm
 
 import math
 
-from lessonkit import Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Refusal, case, cuda, expect
 
 import torch
 
@@ -60,6 +60,12 @@ REFUSES = (
 
 # fmt: off
 LESSON = Lesson(
+    about=About(
+        teaches="Welford and Chan: mean and variance in one pass that keeps its digits",
+        hours=0.75,
+        operator="layernorm",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(layernorm_naive, layernorm_block, layernorm_welford),

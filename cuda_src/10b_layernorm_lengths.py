@@ -10,7 +10,7 @@ Time it:   python -m lessonkit bench 10b_layernorm_lengths
 
 import math
 
-from lessonkit import Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
+from lessonkit import About, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
 
 import torch
 
@@ -81,6 +81,12 @@ REFUSES = (
 
 # fmt: off
 LESSON = Lesson(
+    about=About(
+        teaches="x read once at any length: registers, lanes, clusters",
+        hours=1,
+        operator="layernorm",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(layernorm_registers, layernorm_lanes, layernorm_cluster, layernorm),

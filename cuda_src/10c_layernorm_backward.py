@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 10c_layernorm_backward
 Time it:   python -m lessonkit bench 10c_layernorm_backward
 """
 
-from lessonkit import Grad, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
+from lessonkit import About, Grad, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
 
 import torch
 
@@ -94,6 +94,12 @@ def _other(change):
 
 # fmt: off
 LESSON = Lesson(
+    about=About(
+        teaches="a sum along the row and one down the column, from one read",
+        hours=1.25,
+        operator="layernorm backward",
+        language="CUDA C++",
+    ),
     problem=PROBLEM_BACKWARD,
     extension=kernels,
     rungs=(layernorm_backward_naive, layernorm_backward_persistent, layernorm_backward_warp, layernorm_backward_cluster,

@@ -11,7 +11,7 @@ Time it:   python -m lessonkit bench 11_flash_attention_v1
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect
 
 import torch
 import torch.nn.functional as F
@@ -136,6 +136,13 @@ def _torch_naive(q, k, v, causal=False):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="naive attention, online softmax in tiles, tensor cores; where the scalar version loses, and "
+        "what it saves",
+        hours=2.5,
+        operator="attention",
+        language="CUDA C++",
+    ),
     problem=PROBLEM_LSE,
     inputs=inputs,
     work=lambda sharp=1.0, **shape: attention_plain.work(**shape),

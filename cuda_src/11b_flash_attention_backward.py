@@ -11,7 +11,7 @@ Time it:   python -m lessonkit bench 11b_flash_attention_backward
 
 import math
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Refusal, cuda, expect
+from lessonkit import DEVICE, About, Grad, Lesson, Mutant, Refusal, cuda, expect
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +86,12 @@ def written_out(q, k, v, causal=False):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="recompute what was not kept: two deterministic passes",
+        hours=2,
+        operator="attention backward",
+        language="CUDA C++",
+    ),
     problem=PROBLEM_BACKWARD,
     extension=kernels,
     rungs=(attention_backward_scalar, attention_backward_mma),

@@ -13,7 +13,7 @@ Check it:  python -m lessonkit check 12_multi_gpu
 Time it:   the compile and run lines at the top of 12_multi_gpu.cu, with 2 GPUs
 """
 
-from lessonkit import Lesson, Mutant, cuda, expect
+from lessonkit import About, Lesson, Mutant, cuda, expect
 
 import torch
 
@@ -48,6 +48,12 @@ def _all_reduce(launch, x):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="several GPUs: peer copies, a ring all-reduce by hand beside NCCL",
+        hours=1.5,
+        star=True,
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(read_all, ring_steps, ring_flags),

@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check 13_hopper_matmul
 Time it:   python -m lessonkit bench 13_hopper_matmul
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, cuda, expect, needs
+from lessonkit import About, Lesson, Mutant, Unsupported, cuda, expect, needs
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,12 @@ def _aligned(t, multiple):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="mma.sync, then TMA, mbarriers and wgmma, warps with a trade",
+        hours=2.5,
+        operator="matmul",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(matmul_fma, matmul_mma, matmul_wgmma, matmul_specialized),

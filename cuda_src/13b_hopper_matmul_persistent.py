@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check 13b_hopper_matmul_persistent
 Time it:   python -m lessonkit bench 13b_hopper_matmul_persistent
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case, cuda, expect, needs
+from lessonkit import About, Lesson, Mutant, Unsupported, case, cuda, expect, needs
 
 import torch
 
@@ -54,6 +54,12 @@ def _expect(x, w):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="a persistent grid, clusters that share loads, to the speed of cuBLAS",
+        hours=2,
+        operator="matmul",
+        language="CUDA C++",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(matmul_schedule, matmul_persistent, matmul_cluster),

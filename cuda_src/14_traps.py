@@ -17,7 +17,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from lessonkit import Steps, device
+from lessonkit import About, Steps, device
 from lessonkit.cuda import build, toolchain
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -158,6 +158,12 @@ def forgotten_wait():
 
 
 LESSON = Steps(
+    about=About(
+        teaches="kernels broken on purpose: race, missing barrier, out of bounds, misaligned, uninitialised; the "
+        "tool that finds each",
+        hours=1.5,
+        star=True,
+    ),
     steps=(
         missing_barrier,
         missing_second_barrier,
@@ -172,7 +178,7 @@ LESSON = Steps(
         unset_sum,
         unwritten_tail,
         forgotten_wait,
-    )
+    ),
 )
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ In brief:   python -m lessonkit doctor
 
 from functools import cache
 
-from lessonkit import Steps, Table, device
+from lessonkit import About, Steps, Table, device
 from lessonkit.base.files import ROOT
 from lessonkit.base.markdown import markdown
 from lessonkit.commands.doctor import Machine, findings, look, printed, version
@@ -123,7 +123,14 @@ def deliverable() -> None:
     assert all(text.count(f"\n## {name}\n") == 1 for name in parts), "a second run replaces, it does not append"
 
 
-LESSON = Steps(steps=(pieces, nvidia_smi, days, deliverable))
+LESSON = Steps(
+    about=About(
+        teaches="what this machine has, what it will be able to run, how to read `nvidia-smi`; begins "
+        "`day1_env_check.md`",
+        hours=0.5,
+    ),
+    steps=(pieces, nvidia_smi, days, deliverable),
+)
 
 if __name__ == "__main__":
     LESSON.main()

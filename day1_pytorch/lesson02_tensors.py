@@ -12,7 +12,7 @@ Run it:    python day1_pytorch/lesson02_tensors.py
 import math
 from contextlib import contextmanager
 
-from lessonkit import DEVICE, Steps, Table
+from lessonkit import DEVICE, About, Steps, Table
 
 import torch
 from torch.utils.benchmark import Timer
@@ -187,7 +187,14 @@ def asynchronous():
     assert all(event.query() for event in done)
 
 
-LESSON = Steps((views, contiguous, layouts, broadcasting, dtypes, seeds, asynchronous))
+LESSON = Steps(
+    (views, contiguous, layouts, broadcasting, dtypes, seeds, asynchronous),
+    about=About(
+        teaches="a tensor is a few numbers over a storage: views, layouts, broadcasting, dtypes, seeds, "
+        "asynchronous calls",
+        hours=0.75,
+    ),
+)
 
 if __name__ == "__main__":
     LESSON.main()

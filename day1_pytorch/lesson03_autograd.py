@@ -15,7 +15,7 @@ import math
 import warnings
 from contextlib import contextmanager
 
-from lessonkit import DEVICE, Steps, Table
+from lessonkit import DEVICE, About, Steps, Table
 
 import torch
 import torch.nn.functional as F
@@ -259,7 +259,14 @@ def hooks():
     assert torch.equal(seen[0], torch.ones(3, 2))
 
 
-LESSON = Steps((in_place, tape, graph, saved, gradcheck, modules, hooks))
+LESSON = Steps(
+    (in_place, tape, graph, saved, gradcheck, modules, hooks),
+    about=About(
+        teaches="the tape: in 30 lines, then the real one; what it keeps, custom functions, `gradcheck`, modules "
+        "and hooks",
+        hours=1,
+    ),
+)
 
 if __name__ == "__main__":
     LESSON.main()

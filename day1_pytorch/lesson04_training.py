@@ -15,7 +15,7 @@ import sys
 from enum import StrEnum
 from typing import Annotated
 
-from lessonkit import DEVICE, Steps
+from lessonkit import DEVICE, About, Steps
 from lessonkit.base.files import ROOT
 
 import torch
@@ -140,7 +140,10 @@ def _learns(make, epochs):
     assert reached >= 0.95
 
 
-LESSON = Steps((data, overfit, mlp, cnn))
+LESSON = Steps(
+    (data, overfit, mlp, cnn),
+    about=About(teaches="a plain training loop that learns, and how to tell that it does", hours=0.75),
+)
 
 
 class Source(StrEnum):

@@ -15,7 +15,7 @@ Memory is measured in lesson09_memory_by_measurement.
 import time
 from functools import partial
 
-from lessonkit import DEVICE, Steps, Table, compiled, device, num_sms
+from lessonkit import DEVICE, About, Steps, Table, compiled, device, num_sms
 from lessonkit.commands.show import from_a_gpu
 from lessonkit.measure.timing import copy_of, measure
 
@@ -190,7 +190,14 @@ def occupancy():
     return Table("occupancy", rows, note)
 
 
-LESSON = Steps((lanes, programs, exchange, launches, occupancy), alone=device.HAS_GPU)
+LESSON = Steps(
+    (lanes, programs, exchange, launches, occupancy),
+    about=About(
+        teaches="lanes, warps, programs, registers, barriers and launches, each made visible as a number",
+        hours=1,
+    ),
+    alone=device.HAS_GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections import Counter
 
-from lessonkit import DEVICE, Steps, Table, device, timing
+from lessonkit import DEVICE, About, Steps, Table, device, timing
 from lessonkit.base.files import ROOT
 
 import torch
@@ -285,7 +285,15 @@ def hardware_counters():
     assert max(memory, compute) > 50  # at least one unit is the limit
 
 
-LESSON = Steps((nesting, scheduled, trace, counting, roofline, experiment, hardware_counters), alone=GPU)
+LESSON = Steps(
+    (nesting, scheduled, trace, counting, roofline, experiment, hardware_counters),
+    about=About(
+        teaches="`torch.profiler`: which operators take the time, and which limit each of them meets; traces; on "
+        "to Nsight",
+        hours=0.75,
+    ),
+    alone=GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

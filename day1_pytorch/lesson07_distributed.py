@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 
-from lessonkit import Steps
+from lessonkit import About, Steps
 from lessonkit.modes.ranks import LAUNCHED, TIMEOUT, device_of, join, on_ranks
 
 import torch
@@ -233,7 +233,13 @@ def failure():
         raise AssertionError("the failure was lost")
 
 
-LESSON = Steps((ring, ddp, no_sync, uneven, sampler, fsdp, failure))
+LESSON = Steps(
+    (ring, ddp, no_sync, uneven, sampler, fsdp, failure),
+    about=About(
+        teaches="processes and collectives: the ring, DDP, FSDP; on one machine, without a GPU if need be",
+        hours=1,
+    ),
+)
 
 
 def _launched():

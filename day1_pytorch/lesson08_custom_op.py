@@ -12,7 +12,7 @@ Run it:    python day1_pytorch/lesson08_custom_op.py
 
 from contextlib import contextmanager
 
-from lessonkit import DEVICE, FLOATS, Steps, Table, device, expect
+from lessonkit import DEVICE, FLOATS, About, Steps, Table, device, expect
 from lessonkit.modes.interpreter import watched
 
 import torch
@@ -290,7 +290,11 @@ def overhead():
 
 
 LESSON = Steps(
-    (kernel, registered, fake, gradients, compiles, opchecks, missing, wrong_fake, mutation, transparent, overhead)
+    (kernel, registered, fake, gradients, compiles, opchecks, missing, wrong_fake, mutation, transparent, overhead),
+    about=About(
+        teaches="a kernel that autograd and `torch.compile` can see: schema, fake, backward, `opcheck`",
+        hours=0.75,
+    ),
 )
 
 if __name__ == "__main__":

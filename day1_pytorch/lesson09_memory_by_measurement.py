@@ -14,7 +14,7 @@ Without a GPU every kernel is checked in the interpreter, and the committed figu
 
 from functools import partial
 
-from lessonkit import DEVICE, Steps, Table, device, num_sms
+from lessonkit import DEVICE, About, Steps, Table, device, num_sms
 from lessonkit.commands.show import from_a_gpu
 from lessonkit.measure.timing import copy_of, measure
 
@@ -191,7 +191,11 @@ def coalescing():
     return Table("coalescing", rows, note, x="stride", y="useful_TB_per_s")
 
 
-LESSON = Steps((latency, bandwidth, in_flight, coalescing), alone=device.HAS_GPU)
+LESSON = Steps(
+    (latency, bandwidth, in_flight, coalescing),
+    about=About(teaches="latency, bandwidth, bytes in flight, sectors", hours=0.75),
+    alone=device.HAS_GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

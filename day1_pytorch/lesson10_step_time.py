@@ -22,7 +22,7 @@ import re
 import shutil
 from functools import cache
 
-from lessonkit import DEVICE, Steps, Table, Unsupported, device
+from lessonkit import DEVICE, About, Steps, Table, Unsupported, device
 from lessonkit.base.files import ROOT
 from lessonkit.base.markdown import markdown
 from lessonkit.pages.report import committed
@@ -287,7 +287,16 @@ def deliverable():
     assert str(rows[-1]["us_per_step"]) in text
 
 
-LESSON = Steps((step_cost, cross_over, rungs, deliverable), alone=GPU, nightly=(rungs,))
+LESSON = Steps(
+    (step_cost, cross_over, rungs, deliverable),
+    about=About(
+        teaches="where a step's time goes: CPU and GPU over batch sizes, TF32, bf16, `torch.compile`, CUDA "
+        "graphs; ends `day1_env_check.md`",
+        hours=0.75,
+    ),
+    alone=GPU,
+    nightly=(rungs,),
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check lesson01_vector_add
 Time it:   python -m lessonkit bench lesson01_vector_add
 """
 
-from lessonkit import Grad, Lesson, Mutant, Unsupported, expect
+from lessonkit import About, Grad, Lesson, Mutant, Unsupported, expect
 
 import torch
 import triton
@@ -91,6 +91,12 @@ def add(x, y):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="program ids, offsets, masks, wide accesses, what a launch costs",
+        hours=0.75,
+        star=True,
+        operator="vector add",
+    ),
     problem=PROBLEM,
     rungs=(add_element, add_block, add_wide),
     wrong=(

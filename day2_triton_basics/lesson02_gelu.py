@@ -15,7 +15,7 @@ Time it:   python -m lessonkit bench lesson02_gelu
 
 import math
 
-from lessonkit import Grad, Lesson, Mutant, expect
+from lessonkit import About, Grad, Lesson, Mutant, expect
 
 import torch
 import triton
@@ -154,6 +154,12 @@ def _prepare(x):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="fusing a chain of operators; tanh without overflow; a first backward",
+        hours=0.75,
+        star=True,
+        operator="GELU",
+    ),
     problem=PROBLEM,
     rungs=(gelu_eager, gelu_fused, gelu_lean),
     wrong=(

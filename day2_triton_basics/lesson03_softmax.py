@@ -13,7 +13,7 @@ Time it:   python -m lessonkit bench lesson03_softmax
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
+from lessonkit import DEVICE, About, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
 
 import torch
 import triton
@@ -223,6 +223,12 @@ def _prepare(x):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="a reduction inside a program; five passes become two; online softmax; which rows fit where",
+        hours=1.25,
+        star=True,
+        operator="softmax",
+    ),
     problem=PROBLEM,
     rungs=(softmax_unfused, softmax_row, softmax_online, softmax_packed, softmax_shared),
     checks=(

@@ -11,7 +11,7 @@ Check it:  python -m lessonkit check lesson04_softmax_backward
 Time it:   python -m lessonkit bench lesson04_softmax_backward
 """
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
+from lessonkit import DEVICE, About, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
 
 import torch
 import triton
@@ -213,6 +213,12 @@ def softmax(x):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="two inputs, one row sum: dx = y (dy - sum(dy y))",
+        hours=0.75,
+        star=True,
+        operator="softmax backward",
+    ),
     problem=PROBLEM_BACKWARD,
     rungs=(backward_unfused, backward_row, backward_two_pass, backward_packed, backward_shared),
     checks=(

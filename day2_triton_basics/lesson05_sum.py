@@ -13,7 +13,7 @@ Time it:   python -m lessonkit bench lesson05_sum
 
 import functools
 
-from lessonkit import Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
+from lessonkit import About, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
 
 import torch
 import triton
@@ -183,6 +183,12 @@ def same_bits_every_time(rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="many programs, one answer: atomics, trees, persistent grids, the order of additions",
+        hours=0.75,
+        star=True,
+        operator="sum",
+    ),
     problem=PROBLEM,
     rungs=(sum_one_program, sum_atomic, sum_tree, sum_persistent),
     checks=(

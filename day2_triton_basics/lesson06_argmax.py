@@ -11,7 +11,7 @@ Check it:  python -m lessonkit check lesson06_argmax
 Time it:   python -m lessonkit bench lesson06_argmax
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, expect, num_sms
+from lessonkit import About, Lesson, Mutant, Unsupported, expect, num_sms
 
 import torch
 import triton
@@ -220,6 +220,11 @@ def _prepare(x):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="a reduction that carries two numbers: ties and NaN as in PyTorch, floats as sortable integers",
+        hours=0.75,
+        operator="argmax",
+    ),
     problem=PROBLEM,
     rungs=(argmax_block, argmax_online, argmax_atomic, argmax_groups),
     wrong=(

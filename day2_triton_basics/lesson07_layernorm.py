@@ -16,7 +16,7 @@ Time it:   python -m lessonkit bench lesson07_layernorm
 import math
 from functools import partial
 
-from lessonkit import Lesson, Mutant, Unsupported, case, expect
+from lessonkit import About, Lesson, Mutant, Unsupported, case, expect
 
 import torch
 import triton
@@ -199,6 +199,12 @@ WRONG = (
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="mean and variance in one pass that keeps its digits",
+        hours=1,
+        star=True,
+        operator="layernorm",
+    ),
     problem=PROBLEM,
     rungs=(layernorm_unfused, layernorm_row, layernorm_chunked),
     checks=(

@@ -15,7 +15,7 @@ Time it:   python -m lessonkit bench lesson07b_layernorm_lengths
 import math
 from functools import partial
 
-from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
+from lessonkit import DEVICE, About, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
 
 import torch
 import triton
@@ -307,6 +307,7 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(teaches="short rows, long rows, rows longer than an SM holds", hours=0.5, operator="layernorm"),
     problem=PROBLEM,
     rungs=(layernorm_tile, layernorm_packed, layernorm_kept, layernorm_forward),
     checks=(

@@ -13,7 +13,7 @@ Check it:  python -m lessonkit check lesson08_layernorm_backward
 Time it:   python -m lessonkit bench lesson08_layernorm_backward
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case, expect, num_sms
+from lessonkit import About, Lesson, Mutant, Unsupported, case, expect, num_sms
 
 import torch
 import triton
@@ -213,6 +213,11 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="dx per row, dw and db over all rows, from one read of x and dy",
+        hours=0.75,
+        operator="layernorm backward",
+    ),
     problem=PROBLEM_BACKWARD,
     rungs=(layernorm_backward_naive, layernorm_backward_atomic, layernorm_backward_persistent),
     checks=(

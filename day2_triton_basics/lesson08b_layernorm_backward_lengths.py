@@ -13,7 +13,7 @@ Check it:  python -m lessonkit check lesson08b_layernorm_backward_lengths
 Time it:   python -m lessonkit bench lesson08b_layernorm_backward_lengths
 """
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
+from lessonkit import DEVICE, About, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
 
 import torch
 import triton
@@ -276,6 +276,11 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="the same at every row length, and both directions as one differentiable op",
+        hours=0.5,
+        operator="layernorm backward",
+    ),
     problem=PROBLEM_BACKWARD,
     rungs=(layernorm_backward_staged, layernorm_backward_split, layernorm_backward),
     checks=(

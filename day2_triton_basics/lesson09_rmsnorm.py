@@ -12,7 +12,7 @@ Check it:  python -m lessonkit check lesson09_rmsnorm
 Time it:   python -m lessonkit bench lesson09_rmsnorm
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
+from lessonkit import About, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
 from lessonkit.base.device import INTERPRETED
 
 import torch
@@ -186,6 +186,11 @@ def _prepare(x, w, differentiable=False):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="which rows fit where: 16 bits kept as 16 bits, registers counted, programs that share a row",
+        hours=0.75,
+        operator="rmsnorm",
+    ),
     problem=PROBLEM,
     rungs=(unfused, one_row, packed, shared_rows),
     checks=(

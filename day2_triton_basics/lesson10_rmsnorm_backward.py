@@ -11,7 +11,7 @@ Check it:  python -m lessonkit check lesson10_rmsnorm_backward
 Time it:   python -m lessonkit bench lesson10_rmsnorm_backward
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case, expect, num_sms
+from lessonkit import About, Lesson, Mutant, Unsupported, case, expect, num_sms
 
 import torch
 import triton
@@ -166,6 +166,11 @@ def fixed_order(rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="dx and dw in one pass; sums over rows by atomics and by partial sums, the same each time",
+        hours=0.5,
+        operator="rmsnorm backward",
+    ),
     problem=PROBLEM_BACKWARD,
     rungs=(two_reads, atomics, walk),
     checks=(

@@ -13,7 +13,7 @@ Check it:  python -m lessonkit check lesson10b_rmsnorm_backward_lengths
 Time it:   python -m lessonkit bench lesson10b_rmsnorm_backward_lengths
 """
 
-from lessonkit import Grad, Lesson, Mutant, case, expect, num_sms, opaque
+from lessonkit import About, Grad, Lesson, Mutant, case, expect, num_sms, opaque
 from lessonkit.base.device import INTERPRETED
 
 import torch
@@ -172,6 +172,12 @@ def rms_norm(x, w, eps):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="the same past one program: a team of programs for each row, and both directions as one "
+        "differentiable op",
+        hours=0.5,
+        operator="rmsnorm backward",
+    ),
     problem=PROBLEM_BACKWARD,
     rungs=(apart, team),
     checks=(

@@ -12,7 +12,7 @@ Check it:  python -m lessonkit check lesson11_dropout
 Time it:   python -m lessonkit bench lesson11_dropout
 """
 
-from lessonkit import Grad, Lesson, Mutant, expect
+from lessonkit import About, Grad, Lesson, Mutant, expect
 
 import torch
 import triton
@@ -172,6 +172,7 @@ def dropout(x, p, seed):
 
 
 LESSON = Lesson(
+    about=About(teaches="random numbers computed instead of stored", hours=0.75, operator="dropout"),
     problem=PROBLEM,
     rungs=(stored_mask, seeded, four_words, wide_product),
     wrong=(

@@ -19,7 +19,7 @@ Time it:   python -m lessonkit bench lesson12_cross_entropy
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, case, expect
+from lessonkit import About, Lesson, Mutant, Unsupported, case, expect
 
 import torch
 import triton
@@ -200,6 +200,11 @@ _WRONG = (
 )  # fmt: skip
 
 LESSON = Lesson(
+    about=About(
+        teaches="a pick fused into a reduction: read the logits once, write almost nothing",
+        hours=0.75,
+        operator="cross-entropy",
+    ),
     problem=PROBLEM,
     rungs=(cross_entropy_unfused, cross_entropy_row, cross_entropy_online),
     checks=(

@@ -13,7 +13,7 @@ Time it:   python -m lessonkit bench lesson12b_cross_entropy_wide
 
 import math
 
-from lessonkit import Lesson, Mutant, case, expect, num_sms
+from lessonkit import About, Lesson, Mutant, case, expect, num_sms
 
 import torch
 import triton
@@ -198,6 +198,11 @@ _WRONG = (
 )  # fmt: skip
 
 LESSON = Lesson(
+    about=About(
+        teaches="odd row lengths, few rows: splitting a row over programs",
+        hours=0.5,
+        operator="cross-entropy",
+    ),
     problem=PROBLEM,
     rungs=(cross_entropy_chunks, cross_entropy_split),
     checks=(

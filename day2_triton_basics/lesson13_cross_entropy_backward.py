@@ -11,7 +11,7 @@ Check it:  python -m lessonkit check lesson13_cross_entropy_backward
 Time it:   python -m lessonkit bench lesson13_cross_entropy_backward
 """
 
-from lessonkit import Grad, Lesson, Mutant, case, expect
+from lessonkit import About, Grad, Lesson, Mutant, case, expect
 
 import torch
 import triton
@@ -208,6 +208,11 @@ _WRONG = (
 )  # fmt: skip
 
 LESSON = Lesson(
+    about=About(
+        teaches="the softmax computed again from the logits and one number a row, not kept",
+        hours=0.5,
+        operator="cross-entropy backward",
+    ),
     problem=PROBLEM_BACKWARD,
     rungs=(backward_saved, backward_recomputed, backward_wide),
     checks=(

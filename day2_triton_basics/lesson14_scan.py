@@ -13,7 +13,7 @@ Time it:   python -m lessonkit bench lesson14_scan
 
 import random
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, Unsupported, case, device, expect
+from lessonkit import DEVICE, About, Grad, Lesson, Mutant, Unsupported, case, device, expect
 
 import torch
 import triton
@@ -237,6 +237,11 @@ def offsets_past_2_31(rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="cumsum in one pass: programs that wait for a neighbour without a deadlock",
+        hours=1,
+        operator="scan",
+    ),
     problem=PROBLEM,
     rungs=(scan_sequential, scan_three_phase, scan_look_back),
     checks=(

@@ -11,7 +11,7 @@ Run it:    python day2_triton_basics/lesson15_common_errors.py
 
 import re
 
-from lessonkit import DEVICE, Steps, expect
+from lessonkit import DEVICE, About, Steps, expect
 from lessonkit.base.device import INTERPRETED
 from lessonkit.base.errors import OutOfBounds
 from lessonkit.modes.interpreter import watched
@@ -217,6 +217,7 @@ def tensor_on_the_wrong_device():
 
 
 LESSON = Steps(
+    about=About(teaches="each error inside a kernel, made on purpose, then mended", hours=0.75, star=True),
     steps=(
         block_not_a_power_of_two,
         runtime_value_as_a_shape,
@@ -229,7 +230,7 @@ LESSON = Steps(
         accumulated_in_16_bits,
         nan_lost_in_a_comparison,
         tensor_on_the_wrong_device,
-    )
+    ),
 )
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from lessonkit import DEVICE, Steps, Table, check
+from lessonkit import DEVICE, About, Steps, Table, check
 from lessonkit.base.device import HAS_GPU, INTERPRETED
 from lessonkit.base.files import environment
 
@@ -227,6 +227,7 @@ def launch_timed_by_the_host_clock():
 
 
 LESSON = Steps(
+    about=About(teaches="errors around a kernel, which a passing run does not show", hours=0.5, star=True),
     steps=(
         kernel_writes_into_a_copy,
         wrapper_changes_its_input,
@@ -235,7 +236,7 @@ LESSON = Steps(
         tolerance_that_accepts_zeros,
         check_that_accepts_nan,
         launch_timed_by_the_host_clock,
-    )
+    ),
 )
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ Time it:   python -m lessonkit bench lesson01_matmul
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, case, compiled, device, num_sms, shared_memory
+from lessonkit import About, Lesson, Mutant, Unsupported, case, compiled, device, num_sms, shared_memory
 
 import triton
 import triton.language as tl
@@ -198,6 +198,13 @@ def stages_are_paid_for(rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="`tl.dot`, tiles counted in bytes and cycles, an order that keeps L2 useful, stages, autotuning "
+        "that is no lottery",
+        hours=1.5,
+        star=True,
+        operator="matmul",
+    ),
     problem=PROBLEM,
     rungs=(tiles, grouped, pipelined, autotuned),
     checks=(

@@ -22,7 +22,19 @@ Time it:   python -m lessonkit bench lesson02_matmul_persistent
 
 import math
 
-from lessonkit import DEVICE, Lesson, Mutant, Unsupported, case, compiled, device, num_sms, shared_memory, tma_takes
+from lessonkit import (
+    DEVICE,
+    About,
+    Lesson,
+    Mutant,
+    Unsupported,
+    case,
+    compiled,
+    device,
+    num_sms,
+    shared_memory,
+    tma_takes,
+)
 
 import torch
 import triton
@@ -292,6 +304,12 @@ def what_hopper_makes_of_it(rung):
 STAGED = {tma_device: (8, 3, 64), tma_host: (8, 3, 64), subtiled: (8, 4, 32), warp_specialized: (12, 3, 64)}
 
 LESSON = Lesson(
+    about=About(
+        teaches="grids that stay, flattened loops, descriptors and the TMA, specialised warps, any shape and stride",
+        hours=1.25,
+        star=True,
+        operator="matmul",
+    ),
     problem=PROBLEM,
     rungs=(persistent, tma_device, tma_host, subtiled, warp_specialized, matmul),
     checks=(

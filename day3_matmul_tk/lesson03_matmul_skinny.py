@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson03_matmul_skinny
 
 import functools
 
-from lessonkit import Lesson, Mutant, Unsupported, case, device, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Unsupported, case, device, num_sms, tma_takes
 
 import torch
 import triton
@@ -262,6 +262,11 @@ def same_bits_every_time(rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="1 to 128 rows: bytes decide; matrix times vector, split-K, Stream-K, waiting for other programs",
+        hours=1,
+        operator="skinny matmul",
+    ),
     problem=PROBLEM,
     rungs=(tiles, matvec, split_k, stream_k, matmul_skinny),
     checks=(

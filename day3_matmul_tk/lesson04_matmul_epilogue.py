@@ -21,7 +21,7 @@ Time it:   python -m lessonkit bench lesson04_matmul_epilogue
 
 import math
 
-from lessonkit import Lesson, Mutant, device, expect, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, device, expect, num_sms, tma_takes
 from lessonkit.modes.opaque import INTERPRETED
 
 import torch
@@ -238,6 +238,11 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="bias, GELU and residual in registers; what fusing gains and what it costs",
+        hours=0.75,
+        operator="epilogue",
+    ),
     problem=PROBLEM,
     rungs=(unfused, bias_fused, gelu_fused, residual_fused, linear_gelu),
     wrong=WRONG,

@@ -25,7 +25,7 @@ Time it:   python -m lessonkit bench lesson04b_matmul_epilogue_backward
 
 import math
 
-from lessonkit import DEVICE, Grad, Lesson, Mutant, expect, num_sms
+from lessonkit import DEVICE, About, Grad, Lesson, Mutant, expect, num_sms
 
 import torch
 import triton
@@ -225,6 +225,11 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="what a backward saves, column sums on the way, an autograd Function and an operator",
+        hours=0.5,
+        operator="epilogue backward",
+    ),
     problem=PROBLEM_BACKWARD,
     rungs=(backward_unfused, backward_fused),
     wrong=WRONG,

@@ -20,7 +20,7 @@ Check it:  python -m lessonkit check lesson05_matmul_fp8
 Time it:   python -m lessonkit bench lesson05_matmul_fp8
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, needs, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Unsupported, needs, num_sms, tma_takes
 
 import torch
 import triton
@@ -189,6 +189,11 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="scales per tensor, row and block; how the tensor core adds up, and how to get its digits back",
+        hours=0.75,
+        operator="fp8 matmul",
+    ),
     problem=PROBLEM,
     rungs=(fp8_tensor, fp8_rows, fp8_promoted, fp8_blocks, matmul_fp8),
     wrong=WRONG,

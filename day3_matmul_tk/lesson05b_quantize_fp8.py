@@ -21,7 +21,7 @@ Check it:  python -m lessonkit check lesson05b_quantize_fp8
 Time it:   python -m lessonkit bench lesson05b_quantize_fp8
 """
 
-from lessonkit import Lesson, Mutant, expect, needs
+from lessonkit import About, Lesson, Mutant, expect, needs
 
 import torch
 import triton
@@ -152,6 +152,11 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="from bf16 to fp8: maxima by integers, one read or two, rounding that agrees to the bit",
+        hours=0.5,
+        operator="quantisation",
+    ),
     problem=PROBLEM,
     rungs=(quantize_twice, quantize),
     wrong=WRONG,

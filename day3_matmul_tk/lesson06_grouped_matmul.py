@@ -16,7 +16,7 @@ Time it:   python -m lessonkit bench lesson06_grouped_matmul
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, device, expect, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Unsupported, device, expect, num_sms, tma_takes
 
 import torch
 import triton
@@ -273,6 +273,11 @@ def _tile(T, E, dtype):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="mixture of experts: sizes that only the GPU knows, a search for one's own work",
+        hours=0.75,
+        operator="grouped matmul",
+    ),
     problem=PROBLEM,
     rungs=(batched, grouped, persistent, grouped_matmul),
     wrong=(

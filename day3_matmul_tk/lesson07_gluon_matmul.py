@@ -19,7 +19,7 @@ Check it:  python -m lessonkit check lesson07_gluon_matmul
 Time it:   python -m lessonkit bench lesson07_gluon_matmul
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case, needs
+from lessonkit import About, Lesson, Mutant, Unsupported, case, needs
 
 import torch
 import triton
@@ -234,6 +234,13 @@ def _describe(t, rows, cols):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="layouts, TMA, barriers and their phases, a ring of stages, products in flight, all in the source",
+        hours=1,
+        star=True,
+        operator="matmul",
+        language="Gluon",
+    ),
     problem=PROBLEM,
     rungs=(synchronous, ring, in_flight),
     checks=(

@@ -20,7 +20,7 @@ Time it:   python -m lessonkit bench lesson07b_gluon_persistent
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms
+from lessonkit import About, Lesson, Mutant, Unsupported, case, needs, num_sms
 from lessonkit.judge.simulate import Barrier, ask_for, in_any_order
 
 import torch
@@ -302,6 +302,12 @@ def _program(program, x, w, out):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="warp specialization, register budgets, persistence by hand, deadlocks found without a GPU",
+        hours=0.75,
+        operator="matmul",
+        language="Gluon",
+    ),
     problem=PROBLEM,
     rungs=(specialized, persistent, matmul),
     checks=(

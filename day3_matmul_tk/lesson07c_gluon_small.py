@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import cache
 from itertools import product
 
-from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms
+from lessonkit import About, Lesson, Mutant, Unsupported, case, needs, num_sms
 from lessonkit.judge.simulate import FREE, Barrier, in_any_order
 
 import torch
@@ -308,6 +308,13 @@ class Counter:
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="outputs of few tiles: K shared out, programs that meet, reduce-scatter through L2, what a "
+        "meeting costs",
+        hours=0.5,
+        operator="matmul",
+        language="Gluon",
+    ),
     problem=PROBLEM, cpu_model=twin,
     rungs=(whole, reduce_scatter, fitted),
     checks=(

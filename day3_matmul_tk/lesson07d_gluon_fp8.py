@@ -16,7 +16,7 @@ Time it:   python -m lessonkit bench lesson07d_gluon_fp8
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Unsupported, case, needs, num_sms, tma_takes
 
 import torch
 import triton
@@ -215,6 +215,7 @@ def _describe(t, *block):
 
 
 LESSON = Lesson(
+    about=About(teaches="the same ring in fp8", hours=0.5, operator="fp8 matmul", language="Gluon"),
     problem=PROBLEM,
     rungs=(summed, matmul_fp8),
     checks=(

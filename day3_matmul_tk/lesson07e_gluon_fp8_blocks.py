@@ -20,7 +20,7 @@ Check it:  python -m lessonkit check lesson07e_gluon_fp8_blocks
 Time it:   python -m lessonkit bench lesson07e_gluon_fp8_blocks
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Unsupported, case, needs, num_sms, tma_takes
 
 import torch
 import triton
@@ -277,6 +277,12 @@ def _aligned_rows(scales):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="promotion under other warpgroups' products, with two of them and with three",
+        hours=0.75,
+        operator="fp8 matmul",
+        language="Gluon",
+    ),
     problem=PROBLEM,
     rungs=(promoted, wide, three_warpgroups, matmul_fp8),
     checks=(

@@ -16,7 +16,7 @@ Check it:  python -m lessonkit check lesson08_tiles
 Compare:   python -m lessonkit compile lesson08_tiles     tiles_kernel and by_hand_kernel, line by line
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case, compiled, cuda
+from lessonkit import About, Lesson, Mutant, Unsupported, case, compiled, cuda
 from lessonkit.cuda import toolchain
 
 from problems.matmul import PROBLEM_BF16, multiply_padded
@@ -59,6 +59,14 @@ def the_library_costs_nothing(rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="a tile library of 170 lines ([tiles.cuh](tiles.cuh)), a matmul in it "
+        "([.cu](lesson08_tiles.cu)), and what it costs: no instruction, and up to 8% of the time",
+        hours=0.75,
+        star=True,
+        operator="matmul",
+        language="CUDA C++",
+    ),
     problem=PROBLEM_BF16,
     extension=kernels,
     rungs=(matmul_tiles, matmul_by_hand, matmul_pipelined, matmul_wide),

@@ -27,7 +27,7 @@ Check it:  python -m lessonkit check lesson09_thunderkittens_matmul       a Hopp
 Read it:   python -m lessonkit compile lesson09_thunderkittens_matmul     registers and instructions, no GPU needed
 """
 
-from lessonkit import Lesson, Mutant, case, cuda, needs
+from lessonkit import About, Lesson, Mutant, case, cuda, needs
 
 from problems.matmul import PROBLEM_BF16, multiply_padded
 
@@ -72,6 +72,14 @@ def matmul_persistent(a, b):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="the ladder in ThunderKittens ([.cu](lesson09_thunderkittens_matmul.cu)), from a plain loop to "
+        "its template and past it",
+        hours=1.5,
+        star=True,
+        operator="matmul",
+        language="ThunderKittens",
+    ),
     problem=PROBLEM_BF16,
     extension=kernels,
     rungs=(matmul_loop, matmul_wgmma, matmul_double_buffer, matmul_specialized, matmul_template, matmul_persistent),

@@ -17,7 +17,7 @@ Check it:  python -m lessonkit check lesson10_thunderkittens_attention     a Hop
 Read it:   python -m lessonkit compile lesson10_thunderkittens_attention   registers and instructions, no GPU needed
 """
 
-from lessonkit import Lesson, Mutant, Refusal, case, cuda, expect, needs
+from lessonkit import About, Lesson, Mutant, Refusal, case, cuda, expect, needs
 
 import torch
 
@@ -79,6 +79,13 @@ def the_future_does_not_matter(rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="attention in the same words ([.cu](lesson10_thunderkittens_attention.cu)): tails, masks, column "
+        "vectors, order",
+        hours=1,
+        operator="attention",
+        language="ThunderKittens",
+    ),
     problem=PROBLEM,
     extension=kernels,
     rungs=(attention_warps, attention_warpgroups, attention_ahead),

@@ -20,7 +20,7 @@ import inspect
 import textwrap
 from pathlib import Path
 
-from lessonkit import Steps, Table, rows, specimen
+from lessonkit import About, Steps, Table, rows, specimen
 from lessonkit.base import cpp_text
 from lessonkit.cuda import build
 
@@ -129,7 +129,16 @@ def _of_cublas(folder, lesson, rung, size):
     return round(100 * ms["torch"] / ms[rung], 1) if rung in ms and "torch" in ms else ""
 
 
-LESSON = Steps(steps=(lines_of_code,), compares=(one_product_four_ways, percent_of_cublas_by_rung))
+LESSON = Steps(
+    about=About(
+        teaches="one matmul in Triton, Gluon, ThunderKittens and CUDA: lines, ownership, share of cuBLAS by "
+        "rung, when to choose which",
+        hours=0.75,
+        star=True,
+    ),
+    steps=(lines_of_code,),
+    compares=(one_product_four_ways, percent_of_cublas_by_rung),
+)
 
 if __name__ == "__main__":
     LESSON.main()

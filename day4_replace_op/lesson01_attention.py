@@ -21,7 +21,7 @@ Time it:   python -m lessonkit bench lesson01_attention
 
 import math
 
-from lessonkit import Lesson, Mutant, expect
+from lessonkit import About, Lesson, Mutant, expect
 
 import torch
 import triton
@@ -199,6 +199,13 @@ def _prepare(q, k, v):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="naive attention counted in crossings of S x S; fusing the softmax; no matrix at all, for a "
+        "third product",
+        hours=1,
+        star=True,
+        operator="attention",
+    ),
     problem=PROBLEM,
     rungs=(attention_steps, attention_fused_softmax, attention_recomputed),
     wrong=(

@@ -17,7 +17,7 @@ Run it:    python day4_replace_op/lesson01b_attention_memory.py
 import math
 import statistics
 
-from lessonkit import DEVICE, Steps, Table, device, memory, specimen
+from lessonkit import DEVICE, About, Steps, Table, device, memory, specimen
 
 import torch
 import torch.nn.functional as F
@@ -137,7 +137,11 @@ def time():
     return _table("time", "ms", found, note)
 
 
-LESSON = Steps((peak_memory, to_the_byte, time), alone=GPU)
+LESSON = Steps(
+    (peak_memory, to_the_byte, time),
+    about=About(teaches="peak memory and time against S, on a GPU and without one; exponents fitted", hours=0.5),
+    alone=GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -28,7 +28,7 @@ Time it:   python -m lessonkit bench lesson02_flash_v1
 
 import math
 
-from lessonkit import Lesson, Mutant, Refusal, Unsupported, case, device, expect
+from lessonkit import About, Lesson, Mutant, Refusal, Unsupported, case, device, expect
 from lessonkit.modes.interpreter import watched
 
 import torch
@@ -171,6 +171,12 @@ def _least(block_c):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="algorithm 1 of the 2022 paper, line by line; its IO counted to the byte; a barrier that is needed",
+        hours=1,
+        star=True,
+        operator="attention",
+    ),
     problem=PROBLEM_LSE,
     inputs=inputs,  # no mask yet
     rungs=(flash_v1_small, flash_v1),

@@ -29,6 +29,7 @@ Time it:   python -m lessonkit bench lesson03_flash_v2
 import math
 
 from lessonkit import (
+    About,
     Lesson,
     Mutant,
     Refusal,
@@ -316,6 +317,12 @@ def what_hopper_makes_of_it(rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="loops exchanged, one division, powers of 2, TMA, tiles by timing: where version 2's gain comes from",
+        hours=1.5,
+        star=True,
+        operator="attention",
+    ),
     problem=PROBLEM_LSE,
     inputs=inputs,  # no mask yet
     rungs=(swapped, deferred, folded, tma, flash_v2),

@@ -27,7 +27,7 @@ Time it:   python -m lessonkit bench lesson04_flash_options
 import math
 from unittest import mock
 
-from lessonkit import DEVICE, Lesson, Mutant, Unsupported, device, tma_takes
+from lessonkit import DEVICE, About, Lesson, Mutant, Unsupported, device, tma_takes
 from lessonkit.modes.interpreter import watched
 
 import torch
@@ -307,6 +307,13 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="causal, windows, grouped heads, D to 256, any length and stride, lse; blocks skipped, edges "
+        "masked, order",
+        hours=1.5,
+        star=True,
+        operator="attention",
+    ),
     problem=PROBLEM,
     rungs=(masked, skipped, edges, longest_first, attention),
     wrong=WRONG,

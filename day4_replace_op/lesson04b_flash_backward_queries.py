@@ -20,7 +20,7 @@ Time it:   python -m lessonkit bench lesson04b_flash_backward_queries
 
 import math
 
-from lessonkit import Lesson, Mutant, Work, device, tma_takes
+from lessonkit import About, Lesson, Mutant, Work, device, tma_takes
 
 import torch
 import triton
@@ -281,6 +281,11 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="a softmax's gradient from one number a row; dQ, whose owner is a block of queries",
+        hours=0.75,
+        operator="attention, dQ alone",
+    ),
     problem=PROBLEM_BACKWARD,
     reference=reference_queries,
     rungs=(masked, skipped, backward_queries),

@@ -19,7 +19,7 @@ Time it:   python -m lessonkit bench lesson05_flash_backward
 
 import math
 
-from lessonkit import Grad, Lesson, Mutant, device, tma_takes
+from lessonkit import About, Grad, Lesson, Mutant, device, tma_takes
 
 import torch
 import triton
@@ -420,6 +420,12 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="dK and dV, whose owner is a block of keys; no atomics, no transposes; the differentiable op",
+        hours=1,
+        star=True,
+        operator="attention backward",
+    ),
     problem=PROBLEM_BACKWARD,
     rungs=(masked, skipped, transposed, attention_backward),
     wrong=WRONG,

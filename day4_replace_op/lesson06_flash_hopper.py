@@ -23,7 +23,7 @@ Check it:  python -m lessonkit check lesson06_flash_hopper
 Time it:   python -m lessonkit bench lesson06_flash_hopper
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, needs
+from lessonkit import About, Lesson, Mutant, Unsupported, needs
 
 import torch
 from triton.experimental import gluon
@@ -258,6 +258,13 @@ def ahead(q, k, v, causal=False, window=None, scale=None):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="in Gluon: trades for warps, P from registers, a product in flight under a softmax",
+        hours=1.5,
+        star=True,
+        operator="attention",
+        language="Gluon",
+    ),
     problem=PROBLEM,
     rungs=(specialized, ahead),
     checks=CHECKS,

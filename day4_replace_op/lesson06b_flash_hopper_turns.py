@@ -21,7 +21,7 @@ Time it:   python -m lessonkit bench lesson06b_flash_hopper_turns
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, needs
+from lessonkit import About, Lesson, Mutant, Unsupported, needs
 from lessonkit.judge.simulate import FREE, Barrier, ask_for, in_any_order
 
 import torch
@@ -346,6 +346,12 @@ def _program(mine, sizes, q, k, v, o, lse, causal):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="two warpgroups that take turns, a grid that stays; its barriers on a CPU",
+        hours=0.75,
+        operator="attention",
+        language="Gluon",
+    ),
     problem=PROBLEM,
     rungs=(turns, stays),
     checks=CHECKS,

@@ -21,7 +21,7 @@ Time it:   python -m lessonkit bench lesson06c_flash_hopper_queue
 import math
 from itertools import count as numbers_from
 
-from lessonkit import Lesson, Mutant, Unsupported, needs
+from lessonkit import About, Lesson, Mutant, Unsupported, needs
 from lessonkit.judge.simulate import Barrier, ask_for, in_any_order
 
 import torch
@@ -326,6 +326,12 @@ def _program(program, counter, copies, sizes, q, k, v, o, lse, causal):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="a queue of tiles, for causal ones cost more or less; three warpgroups where registers allow",
+        hours=0.5,
+        operator="attention",
+        language="Gluon",
+    ),
     problem=PROBLEM,
     rungs=(queued, three_warpgroups, attention),
     checks=CHECKS,

@@ -26,7 +26,7 @@ Check it:  python -m lessonkit check lesson06d_flash_backward_hopper
 Time it:   python -m lessonkit bench lesson06d_flash_backward_hopper
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, needs
+from lessonkit import About, Lesson, Mutant, Unsupported, needs
 
 import torch
 from triton.experimental import gluon
@@ -271,6 +271,12 @@ def one_query_one_key(rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="the backward in Gluon, five products instead of seven, dQ added up in memory by all owners of keys",
+        hours=1.5,
+        operator="attention backward",
+        language="Gluon",
+    ),
     problem=PROBLEM_BACKWARD,
     rungs=(five_products, ahead),
     checks=CHECKS,

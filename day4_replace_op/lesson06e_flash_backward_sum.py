@@ -19,7 +19,7 @@ import math
 from contextlib import suppress
 from itertools import count as numbers_from
 
-from lessonkit import Lesson, Mutant, Unsupported, needs
+from lessonkit import About, Lesson, Mutant, Unsupported, needs
 from lessonkit.judge.simulate import FREE, Barrier, ask_for, in_any_order
 
 import torch
@@ -483,6 +483,12 @@ def deterministic_is_deterministic(_rung):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="who adds, threads or TMA; a queue of tiles; two warpgroups that take turns; all its barriers on a CPU",
+        hours=0.5,
+        operator="attention backward",
+        language="Gluon",
+    ),
     problem=PROBLEM_BACKWARD, checks=CHECKS, benches=BENCHES,
     rungs=(tma_adds, queued, in_turns, attention_backward), cpu_model=twin,
     wrong=(

@@ -25,7 +25,7 @@ Time it:   python -m lessonkit bench lesson06f_flash_hopper_maximum
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, case, needs
+from lessonkit import About, Lesson, Mutant, Unsupported, case, needs
 
 import torch
 from triton.experimental import gluon
@@ -324,6 +324,12 @@ def twin(q, k, v, causal=False, window=None, scale=None):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="forward again: softmax by an old maximum, and what that saves between a product and its exponentials",
+        hours=0.5,
+        operator="attention",
+        language="Gluon",
+    ),
     problem=PROBLEM,
     rungs=(old_maximum, three_ahead, attention),
     checks=(

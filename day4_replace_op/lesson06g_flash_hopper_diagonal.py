@@ -25,7 +25,7 @@ Check it:  python -m lessonkit check lesson06g_flash_hopper_diagonal
 Time it:   python -m lessonkit bench lesson06g_flash_hopper_diagonal
 """
 
-from lessonkit import Lesson, Mutant, Unsupported, case, needs, num_sms
+from lessonkit import About, Lesson, Mutant, Unsupported, case, needs, num_sms
 
 import torch
 import triton
@@ -353,6 +353,12 @@ def attention(q, k, v, causal=False, window=None, scale=None):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="causal: half a block that nobody sees; what a kernel may know when compiled; few heads at a time",
+        hours=0.5,
+        operator="attention",
+        language="Gluon",
+    ),
     problem=PROBLEM,
     rungs=(one_masked, half_a_block, attention),
     checks=(

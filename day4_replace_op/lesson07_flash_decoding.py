@@ -20,7 +20,7 @@ Time it:   python -m lessonkit bench lesson07_flash_decoding
 import functools
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, num_sms
+from lessonkit import About, Lesson, Mutant, Unsupported, num_sms
 
 import torch
 import triton
@@ -253,6 +253,11 @@ def _passes(reads, splits):
 
 
 LESSON = Lesson(
+    about=About(
+        teaches="one query, a long cache: bytes decide; heads as rows, keys shared out, the last program merges",
+        hours=0.75,
+        operator="decoding",
+    ),
     problem=PROBLEM,
     rungs=(a_head, packed, split, flash_decode),
     wrong=WRONG,

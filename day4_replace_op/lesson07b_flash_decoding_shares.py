@@ -18,7 +18,7 @@ Time it:   python -m lessonkit bench lesson07b_flash_decoding_shares
 
 import math
 
-from lessonkit import Lesson, Mutant, Unsupported, case, device, num_sms, shared_memory, tma_takes
+from lessonkit import About, Lesson, Mutant, Unsupported, case, device, num_sms, shared_memory, tma_takes
 
 import torch
 import triton
@@ -248,6 +248,11 @@ def shares_change_nothing(rung):
 MOVED = 1 + 2 * 4 * 4 * 33 * 4 / WORK(**LAST, dtype=torch.float16).bytes
 
 LESSON = Lesson(
+    about=About(
+        teaches="equal shares of all heads' keys; a row a program to merge; TMA, and NaN past a sequence's end",
+        hours=0.5,
+        operator="decoding",
+    ),
     problem=PROBLEM,
     rungs=(shares, tma, decode),
     checks=(

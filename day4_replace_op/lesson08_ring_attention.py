@@ -23,7 +23,7 @@ import functools
 import math
 from unittest import mock
 
-from lessonkit import DEVICE, Steps
+from lessonkit import DEVICE, About, Steps
 from lessonkit.modes.ranks import on_ranks
 
 import torch
@@ -302,7 +302,13 @@ def refused():
         assert says in said, (says, said)
 
 
-LESSON = Steps((merging, exact, messages, balance, refused))
+LESSON = Steps(
+    (merging, exact, messages, balance, refused),
+    about=About(
+        teaches="a sequence over processes: messages under products, causal in zigzag order, gradients that travel",
+        hours=1,
+    ),
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -16,7 +16,7 @@ Run it:    python day4_replace_op/lesson08b_ring_speed.py      two GPUs or more
 import functools
 from unittest import mock
 
-from lessonkit import Steps, Table, device, specimen
+from lessonkit import About, Steps, Table, device, specimen
 from lessonkit.modes.ranks import on_ranks
 
 import torch
@@ -94,7 +94,11 @@ def speed():
     return Table("ring", rows, note)
 
 
-LESSON = Steps((speed,), alone=device.HAS_GPU)
+LESSON = Steps(
+    (speed,),
+    about=About(teaches="two GPUs or more: what messages cost, what an order gains", hours=0.25),
+    alone=device.HAS_GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

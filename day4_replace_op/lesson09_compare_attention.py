@@ -18,7 +18,7 @@ import math
 from functools import cache
 from importlib import import_module
 
-from lessonkit import DEVICE, Steps, Table, Unsupported, check, memory, rows, specimen, timing
+from lessonkit import DEVICE, About, Steps, Table, Unsupported, check, memory, rows, specimen, timing
 
 import torch
 import torch.nn.functional as F
@@ -311,7 +311,16 @@ def every_rung(folder):
 
 FORWARD = tuple(_step(D, causal, False) for D in (64, 128) for causal in (False, True))
 BACKWARD = tuple(_step(D, causal, True) for D in (64, 128) for causal in (False, True))
-LESSON = Steps((agree, *FORWARD, *BACKWARD), compares=(every_rung,), alone=GPU)
+LESSON = Steps(
+    (agree, *FORWARD, *BACKWARD),
+    about=About(
+        teaches="everyone's attention in one table: forward, backward, time, peak memory",
+        hours=0.75,
+        star=True,
+    ),
+    compares=(every_rung,),
+    alone=GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -23,7 +23,7 @@ Without a GPU it is a tiny GPT, of 0.1 million parameters, which learns 20 steps
 
 import math
 
-from lessonkit import Steps, Table, device
+from lessonkit import About, Steps, Table, device
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -74,7 +74,15 @@ def learns():
     return Table("loss", rows, note, x="step", y="loss")
 
 
-LESSON = Steps((text_to_tokens, size_counted, work_counted, learns))
+LESSON = Steps(
+    (text_to_tokens, size_counted, work_counted, learns),
+    about=About(
+        teaches="a GPT in 100 lines ([workloads/gpt.py](../workloads/gpt.py)) on text that Python brings along; "
+        "a step's FLOPs by formula, counted on tensors without data",
+        hours=0.75,
+        star=True,
+    ),
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -25,7 +25,7 @@ Run it:    python day4_replace_op/lesson10b_hot_operators.py
 Without a GPU the times are a CPU's, where a small operator costs what calling it costs; the counts hold anywhere.
 """
 
-from lessonkit import DEVICE, Steps, Table
+from lessonkit import DEVICE, About, Steps, Table
 from lessonkit.measure.operators import Work, operators
 
 import torch
@@ -59,7 +59,14 @@ def loss_counted():
     assert counted.work["aten::_log_softmax_backward_data"]["bytes"] == 3 * logits
 
 
-LESSON = Steps((hot_operators, loss_counted))
+LESSON = Steps(
+    (hot_operators, loss_counted),
+    about=About(
+        teaches="a prediction of a step's time from bytes and FLOPs, and a profile that is held against it",
+        hours=0.75,
+        star=True,
+    ),
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -25,7 +25,7 @@ Run it:    python day4_replace_op/lesson10c_operators.py
 
 import math
 
-from lessonkit import DEVICE, Steps
+from lessonkit import DEVICE, About, Steps
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +140,15 @@ def work_is_known():
         assert flops.get_total_flops() == 14 * 2 * visible_pairs(16, 16, causal) * 64
 
 
-LESSON = Steps((operators_are_sound, work_is_known))
+LESSON = Steps(
+    (operators_are_sound, work_is_known),
+    about=About(
+        teaches="a kernel becomes an operator: schema, fake, backward, opcheck; what each operator of "
+        "[course_ops](../course_ops/README.md) saves, and its FLOPs",
+        hours=0.75,
+        star=True,
+    ),
+)
 
 if __name__ == "__main__":
     LESSON.main()

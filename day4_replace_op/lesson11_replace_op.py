@@ -23,7 +23,7 @@ You will learn: swapping classes, fallbacks that are seen, one graph in torch.co
 Run it:    python day4_replace_op/lesson11_replace_op.py
 """
 
-from lessonkit import Steps, Table
+from lessonkit import About, Steps, Table
 
 import torch
 
@@ -123,7 +123,16 @@ def same_curve():
     torch.testing.assert_close(ours, train(make(TINY), TINY, steps=5), rtol=2e-2 if GPU else 1e-4, atol=0)
 
 
-LESSON = Steps((own_classes, swapped, refused, compiles, same_curve), alone=GPU)
+LESSON = Steps(
+    (own_classes, swapped, refused, compiles, same_curve),
+    about=About(
+        teaches="another class for the same parameters: swapped in place, listed, refused where a kernel does "
+        "not fit, undone",
+        hours=0.75,
+        star=True,
+    ),
+    alone=GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -20,7 +20,7 @@ Time it:   python -m lessonkit bench lesson11b_add_norm
 import math
 from functools import partial
 
-from lessonkit import Lesson, Mutant, case, expect
+from lessonkit import About, Lesson, Mutant, case, expect
 
 import torch
 import triton
@@ -133,6 +133,11 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="add and LayerNorm in one kernel, in two dtypes; which rounding may not change",
+        hours=0.75,
+        operator="add + layernorm",
+    ),
     problem=PROBLEM,
     rungs=(add_then_norm, add_norm),
     checks=(*PROBLEM.checks, case("the bytes are counted here", M=40, N=768, stream=True)),

@@ -16,7 +16,7 @@ Check it:  python -m lessonkit check lesson11c_add_norm_backward
 Time it:   python -m lessonkit bench lesson11c_add_norm_backward
 """
 
-from lessonkit import Grad, Lesson, Mutant, case, expect, num_sms
+from lessonkit import About, Grad, Lesson, Mutant, case, expect, num_sms
 
 import torch
 import torch.nn.functional as F
@@ -187,6 +187,11 @@ WRONG = (
 # fmt: on
 
 LESSON = Lesson(
+    about=About(
+        teaches="two gradients that meet where one is made, one result in two dtypes, asynchronous copies",
+        hours=0.75,
+        operator="add + layernorm backward",
+    ),
     problem=PROBLEM_BACKWARD,
     rungs=(norm_then_add, add_norm_backward_fused, add_norm_backward),
     checks=(*PROBLEM_BACKWARD.checks, case("the bytes are counted here", M=64, N=768, stream=True)),

@@ -30,7 +30,7 @@ Run it:    python day4_replace_op/lesson11d_fuse.py
 
 from unittest import mock
 
-from lessonkit import DEVICE, Steps, Table, Unsupported
+from lessonkit import DEVICE, About, Steps, Table, Unsupported
 
 import torch
 import torch.nn.functional as F
@@ -161,7 +161,14 @@ def same_curve():
 
 
 LESSON = Steps(
-    (a_backward_inside_a_forward, operators_are_sound, swapped, compiles, same_curve), alone=GPU, nightly=(same_curve,)
+    (a_backward_inside_a_forward, operators_are_sound, swapped, compiles, same_curve),
+    about=About(
+        teaches="linear with GELU, logits with loss, a residual stream through all blocks; a backward inside a forward",
+        hours=1,
+        star=True,
+    ),
+    alone=GPU,
+    nightly=(same_curve,),
 )
 
 if __name__ == "__main__":

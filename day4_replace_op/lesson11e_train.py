@@ -27,7 +27,7 @@ Run it:    python day4_replace_op/lesson11e_train.py
 from contextlib import ExitStack, nullcontext
 from unittest import mock
 
-from lessonkit import Steps, Table, device, timing
+from lessonkit import About, Steps, Table, device, timing
 from lessonkit.commands.show import from_a_gpu
 from lessonkit.measure.operators import Work
 
@@ -130,7 +130,11 @@ def speed():
     return Table("speed", rows, note)
 
 
-LESSON = Steps((counted, same_loss, speed), alone=GPU)
+LESSON = Steps(
+    (counted, same_loss, speed),
+    about=About(teaches="loss, tokens a second and memory before and after, eager and compiled", hours=0.5, star=True),
+    alone=GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -20,7 +20,7 @@ Run it:    python day4_replace_op/lesson12_transformers.py        (wants: pip in
 
 from contextlib import contextmanager
 
-from lessonkit import DEVICE, Steps, Table, Unsupported, device, timing
+from lessonkit import DEVICE, About, Steps, Table, Unsupported, device, timing
 from lessonkit.commands.show import from_a_gpu
 
 import torch
@@ -167,7 +167,14 @@ def speed():
     return Table("speed", rows, note)
 
 
-LESSON = Steps((same_logits, same_tokens, continued_prompt, padding, refused, speed), alone=GPU)
+LESSON = Steps(
+    (same_logits, same_tokens, continued_prompt, padding, refused, speed),
+    about=About(
+        teaches="GPT-2 and Llama of transformers with our attention: caches, grouped keys, padding",
+        hours=0.75,
+    ),
+    alone=GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

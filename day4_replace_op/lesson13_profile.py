@@ -28,7 +28,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 
-from lessonkit import Steps, Table, Unsupported, device, plots, rows
+from lessonkit import About, Steps, Table, Unsupported, device, plots, rows
 from lessonkit.base.tables import digits
 from lessonkit.measure import ncu
 from lessonkit.measure.operators import ACTIVITIES, limit, limits, operators
@@ -206,7 +206,15 @@ def _step_for_ncu(name):
             torch.cuda.profiler.stop()
 
 
-LESSON = Steps((kernels, roofline, counters), alone=GPU)
+LESSON = Steps(
+    (kernels, roofline, counters),
+    about=About(
+        teaches="kernels before and after, a roofline of the whole step, Nsight Compute's verdict",
+        hours=1,
+        star=True,
+    ),
+    alone=GPU,
+)
 
 if __name__ == "__main__":
     _step_for_ncu(sys.argv[1]) if len(sys.argv) > 1 else LESSON.main()

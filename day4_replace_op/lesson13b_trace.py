@@ -25,7 +25,7 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lessonkit import Steps, Table, device, rows
+from lessonkit import About, Steps, Table, device, rows
 from lessonkit.measure.operators import ACTIVITIES, host_events
 
 import torch
@@ -198,7 +198,11 @@ def memory():
     return Table("memory", table, note, x="step", y="MB", by="operators")
 
 
-LESSON = Steps((flame_graphs, memory), alone=GPU)
+LESSON = Steps(
+    (flame_graphs, memory),
+    about=About(teaches="traces, flame graphs made from them, the memory of a step over time", hours=0.5),
+    alone=GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -24,7 +24,7 @@ Source: the passes are in Triton's third_party/nvidia/backend/compiler.py, from 
 import re
 from functools import cache
 
-from lessonkit import DEVICE, Steps, Table, compiled, device, rows
+from lessonkit import DEVICE, About, Steps, Table, compiled, device, rows
 from lessonkit.modes.compile_server import call_in_compiler
 from lessonkit.pages import listing
 
@@ -246,6 +246,12 @@ def one_statement_in_every_stage():
 
 
 LESSON = Steps(
+    about=About(
+        teaches="Python, AST, TTIR, TTGIR, LLVM IR, PTX, SASS: what each stage decides; a page with all of them "
+        "side by side ([listing.py](../lessonkit/pages/listing.py))",
+        hours=1,
+        star=True,
+    ),
     steps=(
         the_answer_is_the_same,
         ast_keeps_both_branches,
@@ -258,7 +264,7 @@ LESSON = Steps(
         the_same_source_on_three_generations,
         what_each_choice_changes,
         one_statement_in_every_stage,
-    )
+    ),
 )
 
 if __name__ == "__main__":

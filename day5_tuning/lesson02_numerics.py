@@ -25,7 +25,7 @@ import math
 from fractions import Fraction
 from functools import cache
 
-from lessonkit import DEVICE, Steps, Table, check, specimen
+from lessonkit import DEVICE, About, Steps, Table, check, specimen
 from lessonkit.base.device import HAS_GPU
 
 import torch
@@ -249,6 +249,12 @@ def a_fixed_tolerance_refuses_right_kernels():
 
 
 LESSON = Steps(
+    about=About(
+        teaches="one constant predicts the error of every format and order of addition; why the course's budget "
+        "is 2 and 16",
+        hours=1,
+        star=True,
+    ),
     steps=(
         fp64_is_the_truth,
         one_rounding,

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lessonkit import DEVICE, Steps, Table, check, compiled, specimen
+from lessonkit import DEVICE, About, Steps, Table, check, compiled, specimen
 from lessonkit.base.device import HAS_GPU, INTERPRETED
 from lessonkit.base.errors import OutOfBounds
 from lessonkit.base.files import ROOT
@@ -278,6 +278,12 @@ def errors_arrive_late():
 
 
 LESSON = Steps(
+    about=About(
+        teaches="32-bit offsets, strides that empty_like keeps, allclose on tiny numbers, bf16 interpreted, TF32 "
+        "unasked, sm_90 and sm_90a, late errors",
+        hours=0.75,
+        star=True,
+    ),
     steps=(
         offsets_of_32_bits,
         results_laid_out_like_their_input,
@@ -286,7 +292,7 @@ LESSON = Steps(
         tf32_by_default,
         sm_90_is_not_sm_90a,
         errors_arrive_late,
-    )
+    ),
 )
 
 if __name__ == "__main__":

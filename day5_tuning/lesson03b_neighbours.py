@@ -31,7 +31,7 @@ import sys
 import time
 from contextlib import contextmanager
 
-from lessonkit import DEVICE, Steps, Table, compiled, specimen
+from lessonkit import DEVICE, About, Steps, Table, compiled, specimen
 from lessonkit.base.device import HAS_GPU
 from lessonkit.base.files import environment
 from lessonkit.commands.show import from_a_gpu
@@ -199,7 +199,15 @@ def tritons_too():
     )
 
 
-LESSON = Steps(steps=(two_things_in_one_place, triton_makes_them_too, right_alone, tritons_too), alone=HAS_GPU)
+LESSON = Steps(
+    about=About(
+        teaches="a barrier that nobody uses, under data: right alone, wrong when another process has its turn on "
+        "the GPU; Triton makes some too",
+        hours=0.5,
+    ),
+    steps=(two_things_in_one_place, triton_makes_them_too, right_alone, tritons_too),
+    alone=HAS_GPU,
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import time
 
-from lessonkit import DEVICE, Steps, Table, expect, report, rows, specimen, timing
+from lessonkit import DEVICE, About, Steps, Table, expect, report, rows, specimen, timing
 from lessonkit.base.device import HAS_GPU
 from lessonkit.commands.show import from_a_gpu
 
@@ -247,6 +247,11 @@ def a_graph_keeps_its_addresses():
 
 
 LESSON = Steps(
+    about=About(
+        teaches="repeats, minima, data, L2, clocks, the host, graphs: eight ways to time something else",
+        hours=0.75,
+        star=True,
+    ),
     steps=(
         too_few_repeats,
         the_best_of_many,

@@ -26,7 +26,7 @@ Run it:    python day5_tuning/lesson05_tuning.py      (compiled and predicted; o
 Matmul: lesson05b_tuning_matmul. Flash attention: lesson05c_tuning_attention. Autotune itself: lesson05d_autotune.
 """
 
-from lessonkit import Steps, device, specimen
+from lessonkit import About, Steps, device, specimen
 from lessonkit.measure.sweeps import FAMILY, H200, Figures, Sweep, figures, rank_correlation, show, together, waves
 from lessonkit.pages.compared import comparisons
 
@@ -158,7 +158,18 @@ STEPS = (
     the_best_moves_with_size_and_gpu,
 )
 
-LESSON = Steps(STEPS, compares=comparisons(SWEEP), alone=device.HAS_GPU, nightly=STEPS)
+LESSON = Steps(
+    STEPS,
+    about=About(
+        teaches="softmax: rows and warps; resident programs, bytes in flight, waves; the model, the sweep, the "
+        "heat map",
+        hours=1,
+        star=True,
+    ),
+    compares=comparisons(SWEEP),
+    alone=device.HAS_GPU,
+    nightly=STEPS,
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -22,7 +22,7 @@ Run it:    python day5_tuning/lesson05b_tuning_matmul.py      (compiled and pred
 
 import math
 
-from lessonkit import Steps, device, specimen
+from lessonkit import About, Steps, device, specimen
 from lessonkit.measure.sweeps import FAMILY, Figures, Sweep, figures, rank_correlation, show, together, waves
 from lessonkit.pages.compared import comparisons
 
@@ -172,7 +172,13 @@ STEPS = (
     the_best_moves_with_size_and_gpu,
 )
 
-LESSON = Steps(STEPS, compares=comparisons(SWEEP), alone=device.HAS_GPU, nightly=STEPS)
+LESSON = Steps(
+    STEPS,
+    about=About(teaches="tiles, warps, stages, order: tensor cores, L2, waiting, spills", hours=1, star=True),
+    compares=comparisons(SWEEP),
+    alone=device.HAS_GPU,
+    nightly=STEPS,
+)
 
 if __name__ == "__main__":
     LESSON.main()

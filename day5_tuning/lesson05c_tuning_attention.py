@@ -21,7 +21,7 @@ Run it:    python day5_tuning/lesson05c_tuning_attention.py      (compiled and p
 
 import math
 
-from lessonkit import Steps, device, specimen
+from lessonkit import About, Steps, device, specimen
 from lessonkit.measure.sweeps import FAMILY, SHARED, Figures, Sweep, figures, show, together, waves
 from lessonkit.pages.compared import comparisons
 
@@ -158,7 +158,13 @@ STEPS = (
     the_best_moves_with_size_and_gpu,
 )
 
-LESSON = Steps(STEPS, compares=comparisons(SWEEP), alone=device.HAS_GPU, nightly=STEPS)
+LESSON = Steps(
+    STEPS,
+    about=About(teaches="products and exponentials take turns; two programs on an SM", hours=0.75),
+    compares=comparisons(SWEEP),
+    alone=device.HAS_GPU,
+    nightly=STEPS,
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -14,7 +14,7 @@ You will learn: to write a key, to bound it, to prune, and to restore what a ker
 Run it:    python day5_tuning/lesson05d_autotune.py
 """
 
-from lessonkit import DEVICE, Steps, Table
+from lessonkit import DEVICE, About, Steps, Table
 
 import torch
 import triton
@@ -137,12 +137,13 @@ def pruning_is_arithmetic():
 
 
 LESSON = Steps(
+    about=About(teaches="what autotune's cache is keyed by, what a key costs, what it does to your tensors", hours=0.5),
     steps=(
         every_new_key_is_tuned_anew,
         what_the_key_leaves_out,
         tuning_runs_the_kernel_on_your_tensors,
         pruning_is_arithmetic,
-    )
+    ),
 )
 
 if __name__ == "__main__":

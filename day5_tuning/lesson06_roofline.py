@@ -20,7 +20,7 @@ Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performan
 
 from collections import Counter
 
-from lessonkit import Steps, Table, report
+from lessonkit import About, Steps, Table, report
 from lessonkit.lesson import kernels, shape_name
 from lessonkit.measure import ncu
 from lessonkit.pages.results import measured
@@ -81,7 +81,16 @@ def counters_beside_counts(folder):
     return Table("counters beside counts", table, note) if table else None
 
 
-LESSON = Steps(steps=(placed_before_any_run, nothing_is_above_its_roof), compares=(roofline, counters_beside_counts))
+LESSON = Steps(
+    about=About(
+        teaches="every kernel of the course under both roofs; bound by memory, compute, latency or launches; "
+        "counters beside counts",
+        hours=0.5,
+        star=True,
+    ),
+    steps=(placed_before_any_run, nothing_is_above_its_roof),
+    compares=(roofline, counters_beside_counts),
+)
 
 if __name__ == "__main__":
     LESSON.main()

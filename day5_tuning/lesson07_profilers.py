@@ -27,7 +27,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lessonkit import DEVICE, Steps, Table, specimen
+from lessonkit import DEVICE, About, Steps, Table, specimen
 from lessonkit.base.device import HAS_GPU
 from lessonkit.base.files import environment
 from lessonkit.measure import ncu
@@ -196,6 +196,10 @@ def what_they_need():
 
 
 LESSON = Steps(
+    about=About(
+        teaches="torch.profiler, Nsight Systems, Nsight Compute, Proton on one kernel: what each can see",
+        hours=0.75,
+    ),
     steps=(torch_profiler, proton, nsight_compute, nsight_systems, what_they_need),
     alone=HAS_GPU,
 )

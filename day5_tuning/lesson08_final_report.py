@@ -26,7 +26,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from lessonkit import Steps, Table, device, report, rows
+from lessonkit import About, Steps, Table, device, report, rows
 from lessonkit.exercise import progress
 from lessonkit.pages import final
 from lessonkit.pages.final import Block
@@ -272,7 +272,15 @@ def the_report_builds():
     assert other in "".join(block.heading for block in build(folders[0], other)[1])
 
 
-LESSON = Steps(steps=(the_report_builds,), compares=(compare_all, ladders))
+LESSON = Steps(
+    about=About(
+        teaches="compare_all, every ladder in one picture, the report of one or two pages",
+        hours=0.5,
+        star=True,
+    ),
+    steps=(the_report_builds,),
+    compares=(compare_all, ladders),
+)
 
 if __name__ == "__main__":
     LESSON.main()

@@ -12,6 +12,7 @@ from lessonkit.base.device import DEVICE, num_sms, shared_memory
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import BY_NAME
 from lessonkit.lesson import (
+    About,
     Case,
     Grad,
     Lesson,
@@ -35,6 +36,7 @@ from lessonkit import cuda  # isort: skip - it uses what is above
 __all__ = [
     "DEVICE",
     "FLOATS",
+    "About",
     "Case",
     "Grad",
     "Lesson",

@@ -4,10 +4,11 @@ import re
 from collections import Counter
 
 from lessonkit import __main__
+from lessonkit.base import words
 from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress, source
 from lessonkit.lesson import discover, names
-from lessonkit.pages import path_pages, paths
+from lessonkit.pages import guides, path_pages, paths
 
 import pytest
 import typer
@@ -15,7 +16,6 @@ from typer.testing import CliRunner
 
 ROUTES = {route.name: route for route in paths.routes()}
 COMMANDS = sorted({command for route in ROUTES.values() for part in route.parts for command in part.commands})
-FOLDERS = sorted({name.split(".")[0] for name in names()})
 NAMED = re.compile(r"`([\w/]+\.(?:py|cu|md|ipynb|pdf)|\w+_kernel|\w+/[\w/]+/)`")  # files, folders, a kernel
 LESSONS = {"list", "run", "check", "bench", "compile", "count"}  # commands that take a lesson
 
@@ -71,13 +71,13 @@ def test_every_path_asks_for_something_and_says_when_it_is_done():
         assert sum(len(part.checklist) for part in route.parts) >= 4, route.name
 
 
-@pytest.mark.parametrize("language", paths.GUIDES)
+@pytest.mark.parametrize("language", guides.GUIDES)
 def test_whatever_the_syllabus_names_is_handed_in_somewhere(language):
     """Every file of the left column of the README's table of the syllabus."""
-    cells = re.findall(r"^\| (.*?`.*?) \|", (ROOT / paths.GUIDES[language]).read_text(), re.MULTILINE)
+    cells = re.findall(r"^\| (.*?`.*?) \|", (ROOT / guides.GUIDES[language]).read_text(), re.MULTILINE)
     named = {name for cell in cells for name in NAMED.findall(cell)}
     assert len(named) >= 20
-    mine = [ROOT / "paths" / paths.GUIDES[language].replace("README", name) for name in ROUTES]
+    mine = [ROOT / "paths" / guides.GUIDES[language].replace("README", name) for name in ROUTES]
     text = "".join(page for path, page in path_pages.pages().items() if path in mine)
     assert not {name for name in named if f"`{name}`" not in text}
 
@@ -102,11 +102,32 @@ def test_commands_exist(command):
         assert re.search(r"^\+", printed.get(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_guides_agree_on_hours(folder):
-    hours = [{stem: row[0] for stem, row in paths.guide(folder, language).items()} for language in paths.GUIDES]
-    assert hours[0] == hours[1]
-    assert set(hours[0]) == {name.split(".")[1] for name, _ in discover(folder)}
+def test_every_lesson_says_what_it_teaches_and_its_guides_have_a_row():
+    for name, _ in discover():
+        said = guides.about(name)
+        assert said.teaches
+        assert 0 < said.hours <= 3
+        folder, _, stem = name.partition(".")
+        for readme in guides.GUIDES.values():
+            assert (ROOT / folder / readme).read_text().count(f"| [{stem}](") == 1, f"{folder}/{readme}: {stem}"
+
+
+def test_a_lesson_that_says_nothing_is_named(monkeypatch):
+    monkeypatch.setattr(guides, "_about", lambda text: None)
+    with pytest.raises(ValueError, match=r"vector_add\.py does not say what it teaches: add about=About\(teaches"):
+        guides.about("day2_triton_basics.lesson01_vector_add")
+
+
+def test_some_lessons_of_a_folder_make_a_table():
+    lines = guides.table("day2_triton_basics", "zh", "02", "03").splitlines()
+    assert lines[0] == "| 课 | 学时 | 内容 |"
+    assert [line.partition("]")[0] for line in lines[2:]] == ["| [lesson02_gelu", "| [lesson03_softmax"]
+    assert words.translated("no catalogue has this", "zh") == "no catalogue has this"
+
+
+@pytest.mark.release
+def test_what_lessons_teach_is_said_in_chinese():
+    assert not guides.untranslated("zh")
 
 
 MINIMAL = """
@@ -145,17 +166,6 @@ def test_a_path_that_cannot_be_walked_is_an_error(tmp_path, old, new, says):
         read(tmp_path, MINIMAL.replace(old, new))
 
 
-@pytest.mark.parametrize(("language", "says"), [("en", "README.md (English)"), ("zh", "README.zh-CN.md (Chinese)")])
-def test_a_lesson_without_a_row_in_a_guide_is_named(tmp_path, monkeypatch, language, says):
-    text = MINIMAL.replace('{ exercises = ["mul"] }', '"day2_triton_basics.lesson01_vector_add"')
-    guide = paths.guide
-    monkeypatch.setattr(paths, "guide", lambda folder, asked: {} if asked == language else guide(folder, asked))
-    row = "| [lesson01_vector_add](lesson01_vector_add.py) | HOURS |"
-    says = rf"x\.toml: day2_triton_basics/{re.escape(says)} has no row .*{re.escape(row)}"
-    with pytest.raises(ValueError, match=says):
-        read(tmp_path, text)
-
-
 PARTS = """
 hours = [1, 2]
 title = { en = "a", zh = "b" }
@@ -177,9 +187,9 @@ def test_a_part_with_too_much_or_too_little_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "routes", lambda: [route])
     monkeypatch.setattr(__main__.report, "write", list)
     monkeypatch.setattr(__main__.stale, "old", list)
-    for words in (["path"], ["path", "x"], ["report"]):
+    for typed in (["path"], ["path", "x"], ["report"]):
         with __main__.show.console.capture() as printed:
-            done = CliRunner().invoke(__main__.app, words)
+            done = CliRunner().invoke(__main__.app, typed)
         assert done.exit_code == 0, done.exception
         assert " ".join((printed.get() + done.output).split()).count("warning: paths/x.toml: ") == 2
 

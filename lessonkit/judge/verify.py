@@ -29,7 +29,6 @@ import torch
 
 PUSH, NIGHT = "push", "night"
 PATH = ROOT / "paths" / "11w.toml"  # the whole course
-LANGUAGES = ("README.md", "README.zh-CN.md")  # of each folder's guide
 
 
 class LeftOut(Exception):
@@ -322,14 +321,9 @@ def _imported() -> frozenset[tuple[str, str]]:
 
 
 def listed(name: str, lesson: Lesson | Steps) -> None:
-    """Both guides of its folder have a row for the lesson, and the path of the whole course has it."""
-    folder, _, stem = name.partition(".")
+    """It says what it teaches, of which tables are made, and the path of the whole course has it."""
+    assert lesson.about, f'{name} does not say what it teaches: add about=About(teaches="...", hours=1) to its LESSON'
     assert f'"{name}"' in PATH.read_text(), f'{PATH.relative_to(ROOT)} does not have "{name}": add it to a week'
-    for guide in LANGUAGES:
-        text = (ROOT / folder / guide).read_text()
-        assert stem in text, (
-            f"{folder}/{guide} does not mention {stem}: add a row | [{stem}]({stem}.py) | hours | ... |"
-        )
 
 
 # ---- What the emulator counts, and the machine code -----------------------------------------------------------------

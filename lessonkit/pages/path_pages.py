@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from lessonkit.base.files import ROOT
 from lessonkit.base.markdown import markdown
-from lessonkit.pages.paths import FOLDER, GUIDES, Item, Part, Route, routes
+from lessonkit.pages.guides import GUIDES
+from lessonkit.pages.paths import FOLDER, Item, Part, Route, routes
 
 T = TypeVar("T")
 HOW = (

@@ -1,8 +1,8 @@
 """Paths through the course, one for each time that a reader has: paths/*.toml says the steps and what is handed in.
 
 All else is taken from where it stands: titles and hours from lessons, Chinese words from the catalogue, exercises from
-their folders. A lesson or an exercise that is not there, or minutes that do not add up, raise ValueError. A part with more or
-less than its hours is a warning (`Route.warnings`), so that a new exercise does not stop `report`.
+their folders. A lesson or an exercise that is not there, or minutes that do not add up, raise ValueError. A part with
+more or less than its hours is a warning (`Route.warnings`), so that a new exercise does not stop `report`.
 
     minutes = 60                            of the whole path; or `hours = [6, 8]`, the least and most of a day or week
     [[part]]

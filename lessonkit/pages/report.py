@@ -16,7 +16,7 @@ from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
 from lessonkit.modes import compiled
 from lessonkit.pages import guides, path_pages, plots, shipped
-from lessonkit.pages.paths import GUIDES
+from lessonkit.pages.guides import GUIDES
 from lessonkit.pages.plots import Picture
 
 # Memory bandwidth by datasheet, TB/s: what a memory-bound op's predicted time divides by.
