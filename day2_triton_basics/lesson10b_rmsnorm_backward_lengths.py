@@ -91,7 +91,7 @@ def _walk_team(dy, x, w, rstd, apart):
         return dx, torch.zeros_like(w)
     parts = 1 if row <= 32768 else triton.cdiv(N * size, 8192)
     width = triton.cdiv(triton.cdiv(N, parts), 16) * 16  # a multiple of 16, so that each part begins aligned
-    block = row // size if parts == 1 else 8192 // size
+    block = max(row, 1024) // size if parts == 1 else 8192 // size  # a warp has 1 KB, or `opaque` has nothing to pack
     room = num_sms() if parts == 1 else 2 * num_sms()  # 256 threads of 128 registers fit twice on an SM
     teams = min(M, max(1, room // parts))
     shares = torch.empty((teams, N), dtype=torch.float32, device=x.device)
