@@ -85,7 +85,8 @@ def no_worse(ours, theirs, *tensors):
         if t.numel():
             # Where the truth is 0, a fused multiply-add leaves the rounding of what cancels.
             size = t.abs().max() or max(leaf.abs().max() for leaf in tensors if leaf.is_floating_point())
-            floor = 16 * EPS * size
+            # With one element a row the variance is 0, and rstd = 1 / sqrt(1e-5) multiplies that rounding.
+            floor = 16 * EPS * size * (316 if tensors[0].shape[-1] == 1 else 1)
             assert (f - t).abs().max() <= 2 * (p - t).abs().max() + floor
     return found
 
