@@ -106,6 +106,7 @@ def test_other_work_has_another_mark(marks, name):
     assert marks[name][0]
 
 
+@pytest.mark.night
 @pytest.mark.skipif(bool(NVCC), reason=NVCC)
 def test_the_mark_of_a_program_in_cuda_is_nvccs():
     shape = "n=98432"

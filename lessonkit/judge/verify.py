@@ -90,7 +90,12 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
     found.append(one("declared", declared, kept=False))
     if lesson.extension and not device.HAS_GPU:
         found.append(one("counts", counts))
-    found.append(one("machine-code", claims, tier=NIGHT if lesson.extension else PUSH))  # nvcc takes minutes
+    if lesson.extension:  # nvcc takes minutes
+        found.append(one("machine-code", claims, tier=NIGHT))
+    else:
+        claimed = tuple(rung.__name__ for rung in lesson.rungs if rung.__name__ in lesson.claimed())
+        found += [one("machine-code", claims, claimed)] * bool(claimed)
+        found += [one("machine-code-of-all", claims, tier=NIGHT)] * (len(claimed) < len(lesson.rungs))
     if second_targets(name, lesson):
         found.append(one("machine-code-elsewhere", claims_elsewhere, tier=NIGHT))
     return found
@@ -349,15 +354,16 @@ def second_targets(name: str, lesson: Lesson) -> tuple[int, ...]:
     return (compiled.second_target(name),) if lesson.rungs[-1].__name__ in lesson.claimed() else ()
 
 
-def claims(name: str, lesson: Lesson) -> None:
-    """Every rung compiles for sm_90, and the machine code shows what is claimed."""
-    found = _compiled(name, (90,))
+def claims(name: str, lesson: Lesson, rungs: tuple[str, ...] = ()) -> None:
+    """These rungs, or all, compile for sm_90, and the machine code shows what is claimed."""
+    found = _compiled(name, (90,), rungs)
     if lesson.extension:
         assert {k.target for k in found} == {90}
     else:
         for rung in lesson.rungs:
             targets = {k.target for k in found if k.rung == rung.__name__}
-            assert targets == ({90} if suits(rung, 90) else set()), rung.__name__
+            wanted = suits(rung, 90) and (not rungs or rung.__name__ in rungs)
+            assert targets == ({90} if wanted else set()), rung.__name__
     broken = sass.broken_claims(name, lesson.claimed(), found)
     assert not broken, "\n".join(broken)
 
