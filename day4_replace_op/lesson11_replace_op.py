@@ -31,7 +31,7 @@ import course_ops
 from course_ops.testing import kernels
 from workloads.gpt import GPU, ONE_FOR_ONE, TINY, Attention, Config, batches, make, train, variant
 
-CLASSES, OTHERS = ONE_FOR_ONE  # PyTorch's classes that patch replaces, and {Attention: CourseAttention}
+CLASSES, OTHERS = ONE_FOR_ONE  # PyTorch's classes that patch replaces, and the model's own
 
 
 class CourseAttention(Attention):
@@ -50,7 +50,7 @@ def own_classes():
     """The attention alone, by a subclass given to patch: the same loss; it is the workload's variant of it."""
     model, batch = make(TINY), next(batches(TINY, 1))
     losses = []
-    for others in ({}, {Attention: CourseAttention}, OTHERS):
+    for others in ({}, {Attention: CourseAttention}, {Attention: OTHERS[Attention]}):
         with kernels(), course_ops.patch(model, (), others) as patched:
             assert [row.now for row in patched.rows] == TINY.layers * ["CourseAttention"] * bool(others)
             losses.append(model(*batch))
@@ -67,7 +67,7 @@ def swapped():
     before = [type(m) for m in model.modules()]
     with variant(model, "one for one") as patched:
         assert {row.now.removeprefix("course_ops.") for row in patched.rows} == {
-            "CourseAttention", "layer_norm", "gelu", "cross_entropy"
+            "CourseAttention", "layer_norm", "gelu", "CourseReadout"
         }  # fmt: skip
         assert not {type(m) for m in model.modules()} & {*CLASSES, *OTHERS}
         assert list(model.state_dict()) == names
@@ -89,7 +89,7 @@ def refused():
         assert type(wide.trunk.blocks[0].attention) is Attention
         assert type(wide.trunk.blocks[0].mlp.gelu) is not torch.nn.GELU
     with variant(make(TINY).double(), "one for one") as patched:
-        assert {row.was for row in patched.rows} == {"Attention", "LayerNorm", "GELU", "CrossEntropyLoss"}
+        assert {row.was for row in patched.rows} == {"Attention", "LayerNorm", "GELU", "Readout"}
         assert all("float64" in row.why and not row.now for row in patched.rows)
 
 

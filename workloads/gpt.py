@@ -111,11 +111,12 @@ class Readout(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(c.vocabulary, c.width))
-        self.loss = nn.CrossEntropyLoss()  # under autocast in fp32, of a fp32 copy of the logits
+        self.loss = nn.CrossEntropyLoss()
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         logits = F.linear(x, self.weight)
-        return logits if targets is None else self.loss(logits.flatten(0, 1), targets.flatten())
+        # In fp32, as most models have it: an fp32 copy of the logits is written and read.
+        return logits if targets is None else self.loss(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class GPT(nn.Module):
@@ -179,6 +180,14 @@ class FusedMLP(MLP):
         return self.narrow(course_ops.linear(x, weight, bias, activation="gelu_tanh"))
 
 
+class CourseReadout(Readout):
+    """The loss of the logits as they are: the operator widens them in registers."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = F.linear(x, self.weight)
+        return logits if targets is None else course_ops.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class FusedReadout(Readout):
     """Logits and loss in one operator, a part of the rows at a time."""
 
@@ -189,7 +198,7 @@ class FusedReadout(Readout):
 
 
 # What course_ops.patch is given: PyTorch's classes to replace, and the model's own.
-ONE_FOR_ONE = (nn.LayerNorm, nn.GELU, nn.CrossEntropyLoss), {Attention: CourseAttention}
+ONE_FOR_ONE = (nn.LayerNorm, nn.GELU), {Attention: CourseAttention, Readout: CourseReadout}
 FUSED = (
     (nn.LayerNorm,),  # of the first block; the others are fused
     {Trunk: FusedTrunk, Attention: CourseAttention, MLP: FusedMLP, Readout: FusedReadout},
