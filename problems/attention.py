@@ -14,6 +14,10 @@ from lessonkit import DEVICE, Problem, Refusal, Unsupported, Work, case, expect
 
 import torch
 
+from problems.matmul import precision
+
+__all__ = ["PROBLEM", "PROBLEM_BACKWARD", "precision"]
+
 
 def reference(q, k, v, causal=False, window=None, scale=None):
     """A head at a time; q [B, H, S_q, D], k and v [B, H_kv, S_k, D] -> o as q, lse [B, H, S_q]."""
@@ -28,11 +32,6 @@ def reference(q, k, v, causal=False, window=None, scale=None):
         p = s.softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0)  # of a row that sees nothing it is 0 / 0
         o[b, h] = p @ v[b, h * H_kv // H]
     return o, lse
-
-
-def precision():
-    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) if PyTorch's users allow it."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def visible(S_q, S_k, causal, window, device):

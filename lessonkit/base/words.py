@@ -7,13 +7,13 @@ from functools import cache
 
 from lessonkit.base.files import ROOT
 
-from babel.messages.pofile import read_po
-
 CATALOGUES = {"zh": ROOT / "locale" / "zh_CN" / "LC_MESSAGES" / "course.po"}
 
 
 @cache
 def _known(language: str) -> dict[str, str]:
+    from babel.messages.pofile import read_po  # English, and whoever only imports this, does without
+
     with CATALOGUES[language].open("rb") as file:
         return {str(m.id): str(m.string) for m in read_po(file) if m.id and m.string and not m.fuzzy}
 

@@ -121,10 +121,9 @@ Dtypes = Callable[[Lesson, Case], Sequence[torch.dtype]]
 def in_turn(lesson: Lesson, case: Case) -> Sequence[torch.dtype]:
     """What a push asks: interpreted, each case in one dtype, the dtypes in turn; on the last case, in all of them."""
     every = check.dtypes(lesson, case)
-    last = [case for case in lesson.checks if case.gib <= 1][-1]
-    if device.HAS_GPU or case is last:
+    if device.HAS_GPU or case is small(lesson.checks)[-1]:
         return every
-    return every[(at := min(lesson.checks.index(case) % 3, len(every) - 1)) : at + 1]
+    return (every[min(lesson.checks.index(case) % 3, len(every) - 1)],)
 
 
 def others(lesson: Lesson, case: Case) -> Sequence[torch.dtype]:
@@ -176,11 +175,7 @@ def imports(name: str, lesson: Lesson | Steps | Broken) -> None:
 
 def right(name: str, lesson: Lesson, rung: Rung) -> None:
     """On every small case. The last rung refuses nothing; the bytes counted are what `passes` says."""
-    found = rung_checks(lesson, rung, small(lesson.checks), in_turn)
-    assert not found.wrong, "\n".join(found.wrong)
-    assert rung is not lesson.rungs[-1] or not found.refused, f"the last rung refuses: {'; '.join(found.refused)}"
-    if not found.passed:
-        raise LeftOut("; ".join(found.left_out | found.refused))
+    found = _right_on_small_cases(lesson, rung, in_turn)
     if device.INTERPRETED and rung in lesson.passes:
         says = lesson.passes[rung]
         assert abs(found.moved - says) <= 0.06 * says, (
@@ -190,11 +185,16 @@ def right(name: str, lesson: Lesson, rung: Rung) -> None:
 
 def right_in_other_dtypes(name: str, lesson: Lesson, rung: Rung) -> None:
     """On every small case, in the dtypes that a push has left out."""
-    found = rung_checks(lesson, rung, small(lesson.checks), others)
+    _right_on_small_cases(lesson, rung, others)
+
+
+def _right_on_small_cases(lesson: Lesson, rung: Rung, dtypes: Dtypes) -> Checked:
+    found = rung_checks(lesson, rung, small(lesson.checks), dtypes)
     assert not found.wrong, "\n".join(found.wrong)
     assert rung is not lesson.rungs[-1] or not found.refused, f"the last rung refuses: {'; '.join(found.refused)}"
     if not found.passed:
         raise LeftOut("; ".join(found.left_out | found.refused))
+    return found
 
 
 def right_where_offsets_are_long(name: str, lesson: Lesson, rung: Rung) -> None:

@@ -117,24 +117,20 @@ def code(root: Path, lesson: str, label: str, *, peer: bool = False) -> str:
 
 def given(root: Path, lesson: str) -> str:
     """Hashes of a lesson's inputs and of its work: the end of what `contender` says of all its rungs."""
-    parts = []
-    for names in GIVEN.values():
-        walk = _Walk(root)
-        for name in names:
-            walk.field(lesson, name)
-        parts.append(walk.digest()[:8])
-    return ".".join(parts)
+    return ".".join(walk.digest()[:8] for walk in _given(root, lesson).values())
 
 
 def given_reaches(root: Path, lesson: str) -> dict[str, frozenset[str]]:
     """The full names of what the fingerprints of a lesson's inputs and of its work count."""
-    found = {}
-    for part, names in GIVEN.items():
-        walk = _Walk(root)
-        for name in names:
+    return {part: walk.names() for part, walk in _given(root, lesson).items()}
+
+
+def _given(root: Path, lesson: str) -> dict[str, "_Walk"]:
+    walks = {part: _Walk(root) for part in GIVEN}
+    for part, walk in walks.items():
+        for name in GIVEN[part]:
             walk.field(lesson, name)
-        found[part] = walk.names()
-    return found
+    return walks
 
 
 def packages(root: Path, lesson: str, label: str) -> set[str]:
