@@ -26,9 +26,9 @@ def build(name: str, mutant: Mutant) -> Rung:
     Raises Misdeclared if `old` is not exactly once in `where`, or there is no such function or rung: the lesson has
     changed and the mutant has not.
     """
-    lesson = _written(_changed(_texts(name), name, mutant))
+    lesson = _written(_changed(_texts(name, mutant.rung), name, mutant))
     if lesson.with_suffix(".cu").exists() and not device.HAS_GPU:
-        together = _all_programs(name, _texts(name))
+        together = _all_programs(name, _texts(name, mutant.rung))
         TOGETHER.update(dict.fromkeys((program for program, _ in together), together))
     stem = lesson.stem
     spec = importlib.util.spec_from_file_location(stem, lesson)
@@ -43,8 +43,8 @@ def build(name: str, mutant: Mutant) -> Rung:
     return rung
 
 
-def _texts(name: str) -> tuple[tuple[Path, str], ...]:
-    return tuple((path, path.read_text()) for path in _files(name))
+def _texts(name: str, rung: str) -> tuple[tuple[Path, str], ...]:
+    return tuple((path, path.read_text()) for path in _files(name, rung))
 
 
 def _changed(before: tuple[tuple[Path, str], ...], name: str, mutant: Mutant) -> dict[Path, str]:
@@ -88,9 +88,15 @@ def _all_programs(name: str, texts: tuple[tuple[Path, str], ...]) -> tuple[tuple
     return tuple(found)
 
 
-def _files(name: str) -> list[Path]:
-    """The lesson and, if its kernels are CUDA C++, the program beside it with the headers that are its own."""
-    lesson = Path(inspect.getfile(sys.modules[name]))
+def _files(name: str, rung: str) -> list[Path]:
+    """The rung's file and, if its kernels are CUDA C++, the program beside it with the headers that are its own.
+
+    The rung's file is the lesson, or one of the lesson's folder: day4/lesson06_flash_hopper.py declares the rungs of
+    day4/flash_hopper/.
+    """
+    place = getattr(getattr(sys.modules[name], rung, None), "__module__", name)
+    inside = place.startswith(f"{name.partition('.')[0]}.")
+    lesson = Path(inspect.getfile(sys.modules[place if inside and place in sys.modules else name]))
     if not (program := lesson.with_suffix(".cu")).exists():
         return [lesson]
     return [lesson, *(path for path in local_files(program) if path.name not in SHARED)]
