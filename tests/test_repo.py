@@ -165,3 +165,8 @@ def test_a_script_runs_from_anywhere(tmp_path):
     code = RUN_CHECKS_ONLY.format(script=str(ROOT / "day2_triton_basics" / "lesson01_vector_add.py"))
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_file_name_has_a_space():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not [name for name in listed.splitlines() if " " in name]

@@ -27,7 +27,7 @@ MARK = "\\*"  # at a figure that was measured before the code changed
 def committed(lesson: str, table: str) -> list[dict[str, str]]:
     """A step's table as measured on a GPU and committed, for readers without one; [] when there is none."""
     for folder in device_folders():
-        if found := rows.read_csv(renames.place(folder / f"{lesson}.{table}.csv")):
+        if found := rows.read_csv(renames.place(folder / _file_of(lesson, table))):
             return found
     return []
 
@@ -37,12 +37,16 @@ def save_table(lesson: str, table: Table, device: str, step: str = "") -> Path:
 
     step: the function that measured it; the program of the lesson if empty. It is what the table's `source` is of.
     """
-    path = REPORTS / device / f"{lesson}.{table.name}.csv"
+    path = REPORTS / device / _file_of(lesson, table.name)
     source = fingerprint.step(ROOT, lesson, step)
     about = {"note": table.note, "x": table.x, "y": table.y, "by": table.by, **rows.machine()}
     about |= {"step": step, "source": source, "seal": rows.seal(table.rows, about["commit"])}
     rows.write_atomically(path, rows.with_head(about, rows.to_csv(table.rows)))
     return path
+
+
+def _file_of(lesson: str, table: str, kind: str = "csv") -> str:
+    return f"{lesson}.{table.replace(' ', '_')}.{kind}"
 
 
 def save_compiled(name: str) -> Path:
@@ -276,7 +280,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
         part = f"## {table.name}\n\n{table.note}\n\n{measured}"
         part += markdown(table.rows[0], (row.values() for row in table.rows))
         if table.x or table.draw:
-            plot = folder / f"{lesson}.{table.name.replace(' ', '_')}.png"
+            plot = folder / _file_of(lesson, table.name, "png")
             made[plot] = plots.of_table(table)
             part += f"\n![{table.name}]({plot.name})\n"
         pages.setdefault(lesson, []).append(part)
@@ -287,7 +291,9 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
             about = rows.head(path)
             measured = "Measured on {gpu}, torch {torch}, triton {triton}, {date} at commit {commit}"
             measured += ", before the step's code changed.\n\n" if table_is_old(lesson, about) else ".\n\n"
-            table = Table(name, list(rows.read_csv(path)), about["note"], about["x"], about["y"], about["by"])
+            table = Table(
+                name.replace("_", " "), list(rows.read_csv(path)), about["note"], about["x"], about["y"], about["by"]
+            )
             add(lesson, table, measured.format(**about))
     for lesson, steps in known.items():
         for compare in steps.compares if isinstance(steps, Steps) else ():
