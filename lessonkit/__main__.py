@@ -1,4 +1,4 @@
-"""python -m lessonkit: doctor, list, path, run, check, exercise, bench, compile, count, report, stale, depends, diff.
+"""lessonkit: doctor, list, path, run, check, exercise, bench, compile, count, report, stale, depends, new, diff.
 
 Exit codes: 0 all well, 1 something failed, 2 the command line is wrong, 130 a run was stopped.
 """
@@ -21,7 +21,7 @@ from lessonkit.base import device, renames
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import ROOT, environment
-from lessonkit.commands import course_run, exercises, show
+from lessonkit.commands import course_run, exercises, new, show
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import build, sass, toolchain
@@ -234,7 +234,7 @@ def check(which: Which = "") -> None:
         show.console.rule(title(name))
         try:
             wrong = show.checks(lesson)
-        except Misdeclared as mistake:
+        except (Misdeclared, NotImplementedError) as mistake:  # the latter: begun by `new`, and not written yet
             failed.append(str(mistake))
             continue
         if wrong:
@@ -349,6 +349,22 @@ def list_stale(
     raise typer.Exit(int(release and bool(old or tables)))
 
 
+@app.command(name="new")
+def new_lesson(
+    name: Annotated[str, typer.Argument(help="Its name in full: day2_triton_basics.lesson18_silu.")],
+    problem: Annotated[str, typer.Option(help="The file of problems/ that it answers; a new one is begun.")],
+    after: Annotated[str, typer.Option(help="The lesson, in full, that stands before it in the whole course.")],
+) -> None:
+    """Begin a lesson: its file, its problem if that is new, and its line in the path of the whole course."""
+    try:
+        made = new.lesson(name, problem, after)
+    except ValueError as why:
+        raise typer.BadParameter(str(why)) from None
+    for path in made:
+        show.console.print(f"wrote {path.relative_to(ROOT)}")
+    show.console.print(f"What it still lacks says: {exercises.COURSE} check {name.partition('.')[2]}")
+
+
 @app.command()
 def depends(function: str) -> None:
     """Which lessons and rows depend on a function: `ring_slot`, `problems.softmax.inputs`, `cuda_src/a.cu:kernel`."""
@@ -372,11 +388,13 @@ def diff(lesson: str, old: str, new: str) -> None:
         raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one: {several}")
     if isinstance(found, Broken):
         _end([f"{name}: cannot be imported: {found.error}"])
-    module = sys.modules[name]
+    module, folder = sys.modules[name], name.partition(".")[0]
 
     def source(rung: str) -> list[str]:
         if not hasattr(module, rung):
             raise typer.BadParameter(f"{name} has no function {rung!r}")
+        if (own := Path(inspect.getfile(inspect.unwrap(getattr(module, rung))))).parent.parent == ROOT / folder:
+            return own.read_text().splitlines()  # a rung of a ladder is a file
         wrapper = inspect.getsource(getattr(module, rung))
         if (program := Path(module.__file__ or "").with_suffix(".cu")).exists():
             used = list(reached(build.local_files(program)[:1], set(re.findall(r"\w+", wrapper))))
