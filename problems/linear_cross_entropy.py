@@ -13,6 +13,8 @@ from lessonkit import DEVICE, Problem, Work, by_inductor
 import torch
 import torch.nn.functional as F
 
+LUCK = 16  # the loss is one number: where PyTorch's rounding cancels by chance, it is no measure of ours
+
 
 def reference(x, w, targets):
     logits = x @ w.t()  # [M, V]: at 8192 x 128256 2 GB in 16 bits, and twice that in fp32
@@ -55,10 +57,12 @@ PROBLEM = Problem(
     inputs=inputs,
     work=lambda M, K, V, dtype: Work(bytes=(M * K + V * K) * dtype.itemsize + 8 * M + 4, flops=2 * M * K * V),
     peers={"torch": reference, "torch.compile": by_inductor(reference), "liger": _liger(False)},
+    factor=LUCK,
 )
 PROBLEM_BACKWARD = Problem(
     reference=reference_backward,
     inputs=inputs,
     work=lambda M, K, V, dtype: Work(bytes=2 * (M * K + V * K) * dtype.itemsize + 8 * M + 4, flops=6 * M * K * V),
     peers={"torch": reference_backward, "liger": _liger(True), "quack": _quack},
+    factor=LUCK,
 )

@@ -61,8 +61,8 @@ def random_heads(B, H, S, D, S_k=None, H_kv=None, causal=False, window=None, sca
 def falling_heads(
     B, H, S, D, S_k=None, H_kv=None, causal=False, window=None, scale=None, D_v=None, dtype=torch.float32
 ):
-    """Scores that fall by 8 every 64 keys: a kernel that walks from the last key to the first meets a new maximum in
-    every block, so that it can skip no rescaling."""
+    """Scores that fall by 8 every 64 keys. A kernel that walks from the last key to the first meets a new maximum in
+    every block, and can skip no rescaling."""
     q, k, *rest = random_heads(B, H, S, D, S_k, H_kv, causal, window, scale, D_v, dtype)
     span = k.shape[2] / 8 / D**0.5
     k += torch.linspace(span / 2, -span / 2, k.shape[2], device=DEVICE)[:, None].to(dtype)

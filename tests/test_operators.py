@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from lessonkit.__main__ import app
 from lessonkit.base import device
+from lessonkit.commands import show
 from lessonkit.judge import check
 from lessonkit.lesson import kernels
 from lessonkit.measure import operator_bench, operator_rows, rows, stale, timing
@@ -428,6 +429,10 @@ def test_release_lists_what_is_missing(tmp_path, monkeypatch, timings):
     for case in asked:
         operator_rows.keep(tmp_path / "some-gpu" / "operators.csv", fake(case))
     assert run.invoke(app, ["bench", "ops", "gelu", "--release"]).exit_code == 0
+    with show.console.capture() as said:
+        show.operators(operator_rows.read(tmp_path / "some-gpu" / "operators.csv"))
+    assert "gelu forward" in said.get()
+    assert "gelu backward" in said.get()
 
 
 def test_an_unknown_operator_is_named():

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib import metadata
@@ -171,15 +172,20 @@ def _called_here(key: Key) -> float:
     """Call ours and every peer once, so that caches on disk have their kernels; seconds of ours, 0 if it fails."""
     case, seconds = _by_key()[key], 0.0
     try:
-        with torch.no_grad():
-            args = _inputs(case)
-            seconds = _first_call(case, args)
-            for peer in case.peers.values():
-                _attempt(peer, args)
-        del args
-        _cleared()
+        seconds = _call_all(case)
     except Exception as error:
         print(f"{' '.join(key)}: not compiled ahead, {_words(error)}", flush=True)
+    with suppress(Exception):  # what is wrong with the GPU shows where the case is timed
+        _cleared()
+    return seconds
+
+
+@torch.no_grad()
+def _call_all(case: Case) -> float:
+    args = _inputs(case)
+    seconds = _first_call(case, args)
+    for peer in case.peers.values():
+        _attempt(peer, args)
     return seconds
 
 

@@ -106,13 +106,13 @@ def operators() -> tuple[Operator, ...]:
 
 
 def cases(names: Sequence[str] = (), every: Iterable[Operator] | None = None) -> list[Case]:
-    """The shapes to be timed, in turns of the operators, so that a short run covers each. names: of these alone."""
+    """The shapes to be timed, round robin over the operators: a short run covers each. names: of these alone."""
     each = [
         list({shape_name(shape): Case(op, shape) for shape in (plain(op, s) for s in op.shapes)}.values())
         for op in (operators() if every is None else every)
         if not names or op.name in names
     ]
-    return [case for turn in zip_longest(*each) for case in turn if case]
+    return [case for one_of_each in zip_longest(*each) for case in one_of_each if case]
 
 
 def plain(operator: Operator, shape: Shape) -> Shape:
