@@ -28,7 +28,7 @@ from lessonkit.cuda import build, sass, toolchain
 from lessonkit.exercise import progress
 from lessonkit.judge import counters, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, names, title
-from lessonkit.measure import dependents, ncu, stale
+from lessonkit.measure import dependents, ncu, operator_bench, operator_rows, rows, stale
 from lessonkit.modes import compiled
 from lessonkit.pages import paths, report
 
@@ -244,8 +244,25 @@ def check(which: Which = "") -> None:
 
 
 @app.command()
-def bench(which: Which = "") -> None:
-    """Time rungs beside their peers and write rows, pages and plots. Without a GPU it says so and writes nothing."""
+def bench(
+    which: Which = "",
+    operators: Annotated[
+        list[str] | None, typer.Argument(help="After `ops`: operators of course_ops (softmax), or all.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="`ops` stops after so many; the same command goes on.")] = 60.0,
+    workers: Annotated[int, typer.Option(help="`ops`: processes that compile ahead of what is timed.")] = 0,
+    release: Annotated[
+        bool, typer.Option("--release", help="`ops`: list the shapes without a row of this code.")
+    ] = False,
+) -> None:
+    """Time rungs beside their peers and write rows, pages and plots; `bench ops`: course_ops at the shapes of models.
+
+    Without a GPU it says so and writes nothing.
+    """
+    if which == "ops":
+        return _bench_operators(operators or [], minutes, workers, release)
+    if operators:
+        raise typer.BadParameter(f"{' '.join(operators)}: one name of lessons; operators are named after `bench ops`")
     if not device.HAS_GPU:
         show.console.print("No GPU was found: interpreter timings say nothing about speed, so nothing is written.")
         return
@@ -255,6 +272,28 @@ def bench(which: Which = "") -> None:
             failed.append(f"{name}: {wrong} NOT TIMED")
     report.write()
     _end(failed)
+
+
+def _bench_operators(names: list[str], minutes: float, workers: int, release: bool) -> None:
+    """Time what of course_ops has no row of today's code, or with `release` list it and fail if there is any."""
+    known = {operator.name for operator in operator_rows.operators()}
+    if wrong := sorted(set(names) - known):
+        raise typer.BadParameter(f"course_ops has no {', '.join(wrong)} to be timed. It has {', '.join(sorted(known))}")
+    if release:
+        lines = show.missing_operators(names)
+        return _end(lines)
+    if not device.HAS_GPU:
+        show.console.print("No GPU was found: nothing is timed. `bench ops --release` lists what has no row.")
+        return
+    path = rows.REPORTS / device.name() / operator_rows.FILE
+    todo = operator_rows.missing(operator_rows.read(path), operator_rows.cases(names))
+    with operator_bench.Processes(workers, minutes) as processes:
+        done = operator_bench.run(
+            todo, processes.timed, path, minutes, ahead=processes.ahead,
+            turn=max(1, operator_bench.AHEAD * workers), say=lambda line: print(line, flush=True),
+        )  # fmt: skip
+    show.console.print(f"{done} of {len(todo)} shapes timed, rows in {path}")
+    show.operators(operator_rows.read(path))
 
 
 @app.command(name="compile")

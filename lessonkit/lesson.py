@@ -162,6 +162,30 @@ class Problem:
     factor: float = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """How a shipped operator answers a problem, and where it is timed (problems/operators.py).
+
+    name        the public function, as users call it; direction: forward, backward, or a use with peers of its own
+    problem     what is asked; `inputs` and `work` replace the problem's where they are given, `peers` go beside them
+    call        call(*inputs) answers like the problem's reference; a function at the top of its module
+    shapes      in the words of `inputs`, the most important first; some of them may be refused
+    data        the distribution of the inputs, as a word
+    dtype       of the inputs; the problem's bench_dtype if it is None
+    """
+
+    name: str
+    direction: str
+    problem: Problem
+    call: Rung
+    shapes: tuple[Shape, ...]
+    data: str = "random"
+    dtype: torch.dtype | None = None
+    inputs: Rung | None = None
+    work: Callable[..., Work] | None = None
+    peers: Mapping[str, Rung] = field(default_factory=dict)
+
+
 _THE_PROBLEMS: Any = None  # a field that a lesson takes from its problem, unless it says otherwise
 
 
