@@ -117,9 +117,20 @@ def pytest_runtest_protocol(item):
 def pytest_runtest_call(item):
     if not hasattr(item, "verdict") or (TAKEN, True) in item.user_properties:
         return (yield)
-    with verdicts.watching() as read:
+    with verdicts.watching() as item.read:
         result = yield
-    verdicts.keep(item.verdict, item.nodeid, read)
+    item.has_passed = True
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """A verdict is kept when the test has put back what it changed, be it os.replace."""
+    result = yield
+    if getattr(item, "has_passed", False):
+        # A test may have had a root of its own.
+        read = (path for path in item.read if path.is_relative_to(verdicts.ROOT))
+        verdicts.keep(item.verdict, item.nodeid, read)
     return result
 
 
