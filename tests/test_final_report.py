@@ -41,6 +41,27 @@ def test_numbers_of_the_guide_are_the_lessons(guide):
         assert number in known, f"{guide.name} says {number!r}, and no lesson or row does"
 
 
+BEGUN = (
+    ("day1", 0, {"checks": 4, "hints": 2, "passed": "2026-01-01"}),
+    ("day1", 1, {"checks": 1, "passed": "2026-01-01"}),
+    ("day1", 2, {"checks": 7, "hints": 3}),
+    ("mul", 0, {"checks": 1, "passed": "2026-01-02"}),
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The report of a learner who has begun four exercises, and one that is gone: suffix -> file. It takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COURSE_ANSWERS", str(tmp_path_factory.mktemp("answers")))
+        for name, nth, record in BEGUN:
+            progress.update(source.find(name)[nth], **record)
+        gone = progress.Record(checks=1, hints=3, passed="x")
+        progress.save(progress.load() | {"day1_pytorch.exercise99_gone": gone})
+        report_of = lesson08_final_report.build(FOLDERS[0])
+        return {path.suffix: path for path in final.write(tmp_path_factory.mktemp("report"), *report_of)}
+
+
 @pytest.fixture(autouse=True)
 def nothing_begun(tmp_path, monkeypatch):
     """A learner's own progress is theirs: each test begins with none."""
@@ -48,9 +69,7 @@ def nothing_begun(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
-def test_final_report_builds_from_committed_rows(tmp_path):
-    title, blocks = lesson08_final_report.build(FOLDERS[0])
-    made = {path.suffix: path for path in final.write(tmp_path, title, blocks)}
+def test_final_report_builds_from_committed_rows(made):
     assert len(re.findall(rb"/Type /Page\b", made[".pdf"].read_bytes())) <= 2
     text = made[".md"].read_text()
     for contest in results.contests(FOLDERS[0]):
@@ -69,16 +88,8 @@ def test_final_report_says_what_is_missing(tmp_path):
 
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
-def test_final_report_says_what_exercises_took(tmp_path):
+def test_final_report_says_what_exercises_took(made):
     """Passed of all and hints by day, from the progress file; an exercise that is gone does not count."""
-    first, second, third = source.find("day1")[:3]
-    progress.update(first, passed="2026-01-01", checks=4, hints=2)
-    progress.update(second, passed="2026-01-01", checks=1)
-    progress.update(third, checks=7, hints=3)
-    (other,) = source.find("mul")
-    progress.update(other, passed="2026-01-02", checks=1)
-    progress.save(progress.load() | {"day1_pytorch.exercise99_gone": progress.Record(checks=1, hints=3, passed="x")})
-    made = {path.suffix: path for path in final.write(tmp_path, *lesson08_final_report.build(FOLDERS[0]))}
     text = made[".md"].read_text().split("## Exercises")[1]
     days = list(dict.fromkeys(e.path.parent.parent.name for e in source.discover()))
     sizes = [len(source.find(day)) for day in days]
@@ -90,7 +101,6 @@ def test_final_report_says_what_exercises_took(tmp_path):
         f"| hints used | {' | '.join(map(str, [5, *[0] * (len(days) - 1)]))} |",
     ]
     assert "hints and 13 checks" in made[".html"].read_text()
-    assert len(re.findall(rb"/Type /Page\b", made[".pdf"].read_bytes())) <= 2
 
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ def build(name: str, mutant: Mutant) -> Rung:
     """
     lesson = _written(_changed(_texts(name, mutant.rung), name, mutant))
     if lesson.with_suffix(".cu").exists() and not device.HAS_GPU:
-        together = _all_programs(name, _texts(name, mutant.rung))
+        together = _programs(name, _texts(name, mutant.rung), mutant in one_of_each(sys.modules[name].LESSON.wrong))
         TOGETHER.update(dict.fromkeys((program for program, _ in together), together))
     stem = lesson.stem
     spec = importlib.util.spec_from_file_location(stem, lesson)
@@ -78,13 +79,25 @@ def _written(texts: dict[Path, str]) -> Path:
     return MUTANTS / stem / f"{stem}.py"
 
 
+def one_of_each(wrong: Sequence[Mutant]) -> tuple[Mutant, ...]:
+    """The first mutant of each function: what a push asks; the night asks the others."""
+    first: dict[str, Mutant] = {}
+    for mutant in wrong:
+        first.setdefault(mutant.where, mutant)
+    return tuple(first.values())
+
+
 @cache
-def _all_programs(name: str, texts: tuple[tuple[Path, str], ...]) -> tuple[tuple[Path, str], ...]:
-    """The program of each mutant of the lesson, and its rung; what has no place in the lesson is left out."""
-    found = []
-    for mutant in sys.modules[name].LESSON.wrong:
+def _programs(name: str, texts: tuple[tuple[Path, str], ...], each: bool) -> tuple[tuple[Path, str], ...]:
+    """(program, rung) of the mutants of the lesson that are one_of_each, or of all others: each are built as one.
+
+    What has no place in the lesson is left out.
+    """
+    found, wrong = [], sys.modules[name].LESSON.wrong
+    for mutant in wrong:
         with suppress(ValueError):
-            found.append((_written(_changed(texts, name, mutant)).with_suffix(".cu").resolve(), mutant.rung))
+            if (mutant in one_of_each(wrong)) == each:
+                found.append((_written(_changed(texts, name, mutant)).with_suffix(".cu").resolve(), mutant.rung))
     return tuple(found)
 
 

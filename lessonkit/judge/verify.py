@@ -40,7 +40,7 @@ class Question:
     """One thing asked of a lesson: `ask()` passes and may say more, raises AssertionError, or raises LeftOut.
 
     alone: nothing else may run beside it, since it measures time or fills a GPU's memory.
-    kept: its verdict depends on the lesson's code alone, so that a pass may be kept (see verdicts).
+    kept: its verdict depends on the lesson's code alone; else on every file of the course (see verdicts).
     """
 
     lesson: str
@@ -75,7 +75,8 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
         if any(others(lesson, case) for case in small(lesson.checks)):
             found.append(one("other-dtypes", right_in_other_dtypes, rung, subject=rung.__name__, tier=NIGHT))
         if lesson.properties:
-            found.append(one("holds", properties, rung, subject=rung.__name__, alone=device.HAS_GPU))
+            tier = PUSH if rung in _best(lesson) else NIGHT
+            found.append(one("holds", properties, rung, subject=rung.__name__, alone=device.HAS_GPU, tier=tier))
         if device.HAS_GPU and any(case.gib > 1 for case in lesson.checks):
             found.append(one("long-offsets", right_where_offsets_are_long, rung, subject=rung.__name__, alone=True))
     if lesson.grad:
@@ -84,7 +85,11 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
             found.append(one("gradients-in-other-dtypes", gradients, others, tier=NIGHT))
     if lesson.cpu_model:
         found.append(one("cpu-model", cpu_model))
-    found += [one("mutant", mutant, each, subject=each.why) for each in lesson.wrong]
+    each_kernel = mutants.one_of_each(lesson.wrong)
+    found += [
+        one("mutant", mutant, each, subject=each.why, tier=PUSH if each in each_kernel else NIGHT)
+        for each in lesson.wrong
+    ]
     found.append(one("checks-can-tell", checks_can_tell))
     found.append(one("refuses", refusals))
     found.append(one("declared", declared, kept=False))
@@ -93,12 +98,18 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
     if lesson.extension:  # nvcc takes minutes
         found.append(one("machine-code", claims, tier=NIGHT))
     else:
-        claimed = tuple(rung.__name__ for rung in lesson.rungs if rung.__name__ in lesson.claimed())
-        found += [one("machine-code", claims, claimed)] * bool(claimed)
-        found += [one("machine-code-of-all", claims, tier=NIGHT)] * (len(claimed) < len(lesson.rungs))
+        last = tuple(rung.__name__ for rung in lesson.rungs if rung.__name__ in lesson.claimed())[-1:]
+        found += [one("machine-code", claims, last)] * bool(last)
+        found += [one("machine-code-of-all", claims, tier=NIGHT)] * (len(last) < len(lesson.rungs))
     if second_targets(name, lesson):
         found.append(one("machine-code-elsewhere", claims_elsewhere, tier=NIGHT))
     return found
+
+
+def _best(lesson: Lesson) -> list[Rung]:
+    """The last rung, and the last that needs no GPU."""
+    anywhere = [rung for rung in lesson.rungs if suits(rung, 0) or getattr(rung, "interpreted", False)]
+    return [lesson.rungs[-1], *anywhere[-1:]]
 
 
 # ---- Rungs ----------------------------------------------------------------------------------------------------------
@@ -119,10 +130,12 @@ Dtypes = Callable[[Lesson, Case], Sequence[torch.dtype]]
 
 
 def in_turn(lesson: Lesson, case: Case) -> Sequence[torch.dtype]:
-    """What a push asks: interpreted, each case in one dtype, the dtypes in turn; on the last case, in all of them."""
+    """What a push asks: interpreted, each case in one dtype, the dtypes in turn; the last case in the last of them."""
     every = check.dtypes(lesson, case)
-    if device.HAS_GPU or case is small(lesson.checks)[-1]:
+    if device.HAS_GPU:
         return every
+    if case is small(lesson.checks)[-1]:  # where bytes are counted
+        return every[-1:]
     return (every[min(lesson.checks.index(case) % 3, len(every) - 1)],)
 
 
@@ -364,7 +377,8 @@ def claims(name: str, lesson: Lesson, rungs: tuple[str, ...] = ()) -> None:
             targets = {k.target for k in found if k.rung == rung.__name__}
             wanted = suits(rung, 90) and (not rungs or rung.__name__ in rungs)
             assert targets == ({90} if wanted else set()), rung.__name__
-    broken = sass.broken_claims(name, lesson.claimed(), found)
+    asked = {key: said for key, said in lesson.claimed().items() if not rungs or key in rungs}
+    broken = sass.broken_claims(name, asked, found)
     assert not broken, "\n".join(broken)
 
 

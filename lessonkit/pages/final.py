@@ -124,12 +124,15 @@ def as_pdf(title: str, blocks: Sequence[Block]) -> bytes:
 
 def _pdf_table(pages: list[Any], room: Callable[..., float], table: Sequence[dict[str, Any]]) -> None:
     """Columns as wide as what they hold, in the largest type that fits, up to 7; a line is 0.145 inches high."""
-    from matplotlib.textpath import TextPath
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
 
     lines = [list(table[0]), *([str(v) for v in row.values()] for row in table)]
 
+    font = FontProperties(size=10)
+
     def width(text: str) -> float:
-        return float(TextPath((0, 0), text, size=10).get_extents().width) / 10 if text else 0.0
+        return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]) / 10
 
     widths = [
         max(map(width, column)) * (1.12 if i == 0 else 1.06) + 1.2 for i, column in enumerate(zip(*lines, strict=True))
