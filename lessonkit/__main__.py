@@ -1,4 +1,4 @@
-"""lessonkit: doctor, list, path, run, check, exercise, bench, compile, count, report, stale, depends, new, diff.
+"""lessonkit: doctor, list, path, run, check, mutants, exercise, bench, compile, count, report, stale, new, diff ...
 
 Exit codes: 0 all well, 1 something failed, 2 the command line is wrong, 130 a run was stopped.
 """
@@ -20,15 +20,15 @@ from typing import Annotated, NoReturn
 from lessonkit.base import device, renames
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
-from lessonkit.base.files import ROOT, environment
+from lessonkit.base.files import REPORTS, ROOT, environment
 from lessonkit.commands import course_run, exercises, new, show
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.exercise import progress
 from lessonkit.judge import counters, verify
-from lessonkit.lesson import Broken, Lesson, Steps, discover, names, title
-from lessonkit.measure import dependents, ncu, operator_bench, operator_rows, rows, stale
+from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
+from lessonkit.measure import dependents, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
 from lessonkit.modes import compiled
 from lessonkit.pages import paths, report
 
@@ -243,6 +243,34 @@ def check(which: Which = "") -> None:
     _end(failed)
 
 
+@app.command(name="mutants")
+def judge_mutants(
+    which: Which = "",
+    again: Annotated[bool, typer.Option("--again", help="Judge also those that have a verdict of today.")] = False,
+) -> None:
+    """Judge wrong kernels that only this kind of GPU runs, each in a process of its own, and keep the verdicts."""
+    if not device.HAS_GPU:
+        show.console.print("No GPU was found: these mutants are of kernels that run on one kind of GPU only.")
+        return
+    failed: list[str] = []
+    folder = REPORTS / device.name()
+    lessons = list(_with_kernels(which, failed))
+    body = []
+    for name, mutant in gpu_mutants.of_one_gpu(lessons, device.capability()):
+        if not again and gpu_mutants.fresh(folder, name, mutant):
+            continue
+        show.console.print(f"{name}: {mutant.why}")
+        try:
+            judged = gpu_mutants.judge(name, mutant)
+        except RuntimeError as why:
+            failed.append(str(why))
+            continue
+        gpu_mutants.save(folder, judged)
+        body.append([name, mutant.rung, mutant.why, judged.caught_by or "ACCEPTED", judged.case])
+    show.table(f"{len(body)} mutants judged", ["lesson", "rung", "wrong in", "caught by", "on"], body)
+    _end([*failed, *gpu_mutants.contradicted(lessons)])
+
+
 @app.command()
 def bench(
     which: Which = "",
@@ -385,7 +413,10 @@ def list_stale(
     tables = stale.old_tables()
     for line in tables:
         show.console.print(f"old table: {line}")
-    raise typer.Exit(int(release and bool(old or tables)))
+    verdicts = list(gpu_mutants.old(kernels()))
+    for line in verdicts:
+        show.console.print(f"no verdict of today on a mutant: {line}")
+    raise typer.Exit(int(release and bool(old or tables or verdicts)))
 
 
 @app.command(name="new")

@@ -79,7 +79,8 @@ class Mutant:
 
     The checks must reject it, and by the property `caught_by` names: value, nan, unwritten, dtype, shape,
     changed input, out of bounds, traffic; in CUDA C++ (`where` is then in the .cu) also misaligned, uninitialised,
-    race, barrier.
+    race, barrier; of a rung that `needs` a GPU also hang (the kernel does not end) and fault (it ends in an error).
+    "value or nan": either, where what the kernel reads has not been written.
     """
 
     why: str

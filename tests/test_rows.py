@@ -314,6 +314,7 @@ def test_links_follow(renamed):
     assert renames.link(ROOT / "paths" / "5d.md", "../day2_triton_basics/lesson99_first.py") == (
         "../day2_triton_basics/lesson01_vector_add.py"
     )
+    assert renames.link(day2 / "README.md", "README.zh-CN.md") == "README.zh-CN.md", "a dot is part of a file's name"
 
 
 def test_commands_answer_an_old_name(renamed):

@@ -137,6 +137,11 @@ def cannot_judge(lesson: Lesson, rung: Rung, mutant: Mutant) -> str:
     return cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0])
 
 
+def is_of_one_gpu(name: str, mutant: Mutant) -> bool:
+    """Whether the mutant's rung runs on some GPUs only, as TMA and wgmma do: nothing else can judge the mutant."""
+    return getattr(getattr(sys.modules[name], mutant.rung, None), "needs", 0) > 0
+
+
 def first_rejection(lesson: Lesson, rung: Rung) -> tuple[Rejected, str] | None:
     """Run the lesson's checks until one rejects the rung; return the rejection and the case that gave it."""
     for dtype in sorted(lesson.dtypes, key=lambda d: d != torch.float32):  # fp32 first: it sees the smallest errors

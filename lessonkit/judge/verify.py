@@ -21,7 +21,7 @@ from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.markdown import markdown
 from lessonkit.base.tables import read_csv
 from lessonkit.cuda import sass
-from lessonkit.judge import check, counters, mutants
+from lessonkit.judge import apart, check, counters, mutants
 from lessonkit.lesson import Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, suits
 from lessonkit.modes import compiled
 
@@ -86,10 +86,11 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
     if lesson.cpu_model:
         found.append(one("cpu-model", cpu_model))
     each_kernel = mutants.one_of_each(lesson.wrong)
-    found += [
-        one("mutant", mutant, each, subject=each.why, tier=PUSH if each in each_kernel else NIGHT)
-        for each in lesson.wrong
-    ]
+    for each in lesson.wrong:  # a mutant of the CPU model says nothing of the kernel's checks
+        of_the_model = lesson.cpu_model is not None and each.rung == lesson.cpu_model.__name__
+        a_process = device.HAS_GPU and mutants.is_of_one_gpu(name, each)
+        tier = PUSH if each in each_kernel and not a_process else NIGHT
+        found.append(one("cpu-model-mutant" if of_the_model else "mutant", mutant, each, subject=each.why, tier=tier))
     found.append(one("checks-can-tell", checks_can_tell))
     found.append(one("refuses", refusals))
     found.append(one("declared", declared, kept=False))
@@ -249,13 +250,16 @@ def mutant(name: str, lesson: Lesson, mutant: Mutant) -> str:
     wrong = mutants.build(name, mutant)
     if why := mutants.cannot_judge(lesson, wrong, mutant):
         raise LeftOut(why)
-    found = mutants.first_rejection(lesson, wrong)
-    assert found is not None, f"the checks accept a wrong version: {mutant.why}"
-    rejected, where = found
-    assert rejected.caught_by == mutant.caught_by, (
-        f"{mutant.why}: rejected by {rejected.caught_by!r} on {where}, the lesson says {mutant.caught_by!r}: {rejected}"
+    if device.HAS_GPU and mutants.is_of_one_gpu(name, mutant):
+        verdict = apart.judged(name, mutant)
+    else:
+        verdict = apart.Verdict.of(mutants.first_rejection(lesson, wrong))
+    assert verdict.caught_by, f"the checks accept a wrong version: {mutant.why}"
+    assert verdict.is_as_declared(mutant), (
+        f"{mutant.why}: rejected by {verdict.caught_by!r} on {verdict.where}, the lesson says {mutant.caught_by!r}: "
+        f"{verdict.said}"
     )
-    return f"rejected by {rejected.caught_by}, on {where}"
+    return f"rejected by {verdict.caught_by}, on {verdict.where}"
 
 
 def checks_can_tell(name: str, lesson: Lesson) -> None:
