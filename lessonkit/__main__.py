@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
 from importlib import import_module
 from pathlib import Path
@@ -247,6 +248,7 @@ def check(which: Which = "") -> None:
 def judge_mutants(
     which: Which = "",
     again: Annotated[bool, typer.Option("--again", help="Judge also those that have a verdict of today.")] = False,
+    workers: Annotated[int, typer.Option(help="So many at a time, each in a process of its own.")] = 4,
 ) -> None:
     """Judge wrong kernels that only this kind of GPU runs, each in a process of its own, and keep the verdicts."""
     if not device.HAS_GPU:
@@ -255,18 +257,23 @@ def judge_mutants(
     failed: list[str] = []
     folder = REPORTS / device.name()
     lessons = list(_with_kernels(which, failed))
+    todo = [
+        (name, mutant)
+        for name, mutant in gpu_mutants.of_one_gpu(lessons, device.capability())
+        if again or not gpu_mutants.fresh(folder, name, mutant)
+    ]
     body = []
-    for name, mutant in gpu_mutants.of_one_gpu(lessons, device.capability()):
-        if not again and gpu_mutants.fresh(folder, name, mutant):
-            continue
-        show.console.print(f"{name}: {mutant.why}")
-        try:
-            judged = gpu_mutants.judge(name, mutant)
-        except RuntimeError as why:
-            failed.append(str(why))
-            continue
-        gpu_mutants.save(folder, judged)
-        body.append([name, mutant.rung, mutant.why, judged.caught_by or "ACCEPTED", judged.case])
+    with ThreadPoolExecutor(workers) as pool:
+        for done in as_completed([pool.submit(gpu_mutants.judge, *each) for each in todo]):
+            try:
+                judged = done.result()
+            except RuntimeError as why:
+                failed.append(str(why))
+                continue
+            gpu_mutants.save(folder, judged)
+            line = [judged.lesson, judged.rung, judged.mutant, judged.caught_by or "ACCEPTED", judged.case]
+            show.console.print(": ".join(line[:4]))
+            body.append(line)
     show.table(f"{len(body)} mutants judged", ["lesson", "rung", "wrong in", "caught by", "on"], body)
     _end([*failed, *gpu_mutants.contradicted(lessons)])
 
