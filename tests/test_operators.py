@@ -47,7 +47,6 @@ def test_properties_hold(name, asked):
         verify.properties(name, asked, rung)
 
 
-@pytest.mark.night
 @each
 def test_the_machine_code_shows_what_is_claimed(name, asked):
     verify.claims(name, asked)
