@@ -131,8 +131,8 @@ def sum_persistent_kernel(
     end = tl.where(program == whole % programs, n, 0)  # for the program whose turn it is; the others load nothing
     acc += tl.load(x_ptr + tail, mask=tail < end, other=0).to(tl.float32)
     tl.store(partial_ptr + program, tl.sum(acc))
-    # The thread that stored also counts. Release: its partial sum is there before its count is. Acquire: whoever
-    # sees the last count sees every partial sum.
+    # The thread that stored also counts. Release: its partial sum is there before its count is. Acquire: the
+    # program that sees the last count sees every partial sum.
     before_me = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
     if before_me == programs - 1:
         ids = tl.arange(0, MOST)

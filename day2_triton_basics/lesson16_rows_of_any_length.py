@@ -8,7 +8,7 @@ four kernels for one operator, softmax. course_ops uses the same four for the ot
     256                   a program holds several rows        softmax_packed   2MN
     8,192                 a program holds one row             softmax_row      2MN
     32,768                one program, as 16-bit data         softmax_packed   2MN
-    131,072               32 or more programs, 4 KB each      softmax_shared   2MN
+    131,072               64 programs in bf16, 4 KB each      softmax_shared   2MN
     10,000,000            does not fit: read twice            softmax_online   3MN
 
 The budget of an H200: 132 SMs, each with 256 KB of registers (65,536 of 32 bits) and up to 2048 threads. By Little's
@@ -47,7 +47,7 @@ LOG2E = tl.constexpr(math.log2(math.e))  # exp(a) = 2^(a log2(e)), and the hardw
 #     program 1   [ row 1 .......................... | padding ]
 #
 # Both ends are slow. A row of 256 is 512 bytes, which is too little work for a program. A row of 32,768 is 128 KB in
-# fp32, half of an SM's registers, so only one such program fits there: while it reduces, that SM has no loads in
+# fp32, half of an SM's registers, so only one such program fits there. While it reduces, that SM has no loads in
 # flight. At 65,536 the row alone is all 256 KB, so the compiler has to spill what else it needs to memory.
 # Predicted: 2MN. The time of a copy from 1,024 to 8,192 columns, where an SM holds several rows; more at 32,768.
 @triton.jit
@@ -80,7 +80,7 @@ def softmax_row(x):
 # Long rows: the row stays in registers as the 16 bits that were loaded. It is widened to fp32 three times: for the
 # maximum, the sum, the result. `opaque` stops the compiler from keeping the fp32 values instead. A row of 32,768 takes
 # 64 KB in bf16, so with 16 warps of 64 registers two such rows fit on an SM.
-# x - m comes before the scaling by log2(e): the difference is exact. x log2(e) would be off by 0.00006 at x = 1000.
+# x - m comes before the scaling by log2(e), because the difference is exact. x log2(e) is off by 0.00006 at x = 1000.
 # Predicted: 2MN. Faster at 256 columns, where a program had too little work, and from 12,672 on, where too few loads
 # were in flight; no change in between. The second exponential costs less than that wait.
 @triton.jit
