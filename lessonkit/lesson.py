@@ -196,7 +196,8 @@ class Lesson:
 
     about       what tables and paths say of the lesson
     problem     what is asked; each of its fields may be given here instead, where a lesson asks something of its own
-    rungs       slowest first; the name is the idea; the last one refuses no shape
+    rungs       slowest first; the name is the idea; where the last one refuses a case, it names the operator of
+                course_ops that takes it
     wrong       mutants, each of which the checks must reject
     claims      rung -> what its compiled code must show (see compiled.broken_claims); in CUDA C++ kernel's name -> that
     passes      rung -> bytes it moves, as a multiple of Work.bytes, counted without a GPU on the last check

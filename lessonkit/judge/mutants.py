@@ -27,7 +27,7 @@ def build(name: str, mutant: Mutant) -> Rung:
     Raises Misdeclared if `old` is not exactly once in `where`, or there is no such function or rung: the lesson has
     changed and the mutant has not.
     """
-    lesson = _written(_changed(_texts(name, mutant.rung), name, mutant))
+    lesson = _written(changed(_texts(name, mutant.rung), name, mutant))
     if lesson.with_suffix(".cu").exists() and not device.HAS_GPU:
         together = _programs(name, _texts(name, mutant.rung), mutant in one_of_each(sys.modules[name].LESSON.wrong))
         TOGETHER.update(dict.fromkeys((program for program, _ in together), together))
@@ -48,7 +48,7 @@ def _texts(name: str, rung: str) -> tuple[tuple[Path, str], ...]:
     return tuple((path, path.read_text()) for path in _files(name, rung))
 
 
-def _changed(before: tuple[tuple[Path, str], ...], name: str, mutant: Mutant) -> dict[Path, str]:
+def changed(before: tuple[tuple[Path, str], ...], name: str, mutant: Mutant) -> dict[Path, str]:
     """The texts of the lesson with the one change."""
     said = f"{name}: the mutant {mutant.why!r}"
     texts = dict(before)
@@ -97,7 +97,7 @@ def _programs(name: str, texts: tuple[tuple[Path, str], ...], each: bool) -> tup
     for mutant in wrong:
         with suppress(ValueError):
             if (mutant in one_of_each(wrong)) == each:
-                found.append((_written(_changed(texts, name, mutant)).with_suffix(".cu").resolve(), mutant.rung))
+                found.append((_written(changed(texts, name, mutant)).with_suffix(".cu").resolve(), mutant.rung))
     return tuple(found)
 
 
