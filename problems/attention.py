@@ -10,7 +10,7 @@ of exponentials. A query that sees no key gets o = 0 and lse = -inf.
 import math
 from importlib import import_module
 
-from lessonkit import DEVICE, Problem, Refusal, Unsupported, Work, case, expect
+from lessonkit import DEVICE, Problem, Refusal, Unsupported, Work, case, device, expect, tma_takes
 
 import torch
 
@@ -237,6 +237,20 @@ def expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale):
     for name, t, shape in (("grad_out", grad_out, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
         if t.shape != shape:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, but attention returned {tuple(shape)} for this q")
+    return scale
+
+
+def expect_plain_gradient(grad_out, q, k, v, out, lse, causal, window, scale):
+    """As expect_gradient, for the rungs of a ladder on Hopper; Unsupported for all but the case that they show."""
+    scale = expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
+    plain = q.shape == k.shape and q.shape[3] in (64, 128) and q.shape[2] % 128 == 0 and window is None
+    if not plain or q.element_size() != 2 or not tma_takes(grad_out, q, k, v, out):
+        raise Unsupported(
+            "for 16 bits, D of 64 or 128, k as long as q, S a multiple of 128, a K and V for each head, rows that TMA "
+            "can copy, no window; course_ops.attention takes the rest"
+        )
+    if device.INTERPRETED or device.architecture() != 90:
+        raise Unsupported("wgmma is an instruction of Hopper (sm_90a); course_ops.attention takes other GPUs")
     return scale
 
 
