@@ -175,7 +175,7 @@ def _operator(q, k, v, causal):
     return course_ops.attention(q, k, v, causal=causal)
 
 
-TRAINED = {  # with a gradient; on a Hopper GPU course_ops has the kernels of lessons 6g and 6e
+TRAINED = {  # with a gradient; on a Hopper GPU course_ops has kernels of its own
     "5 flash attention": flash_attention,
     "course_ops": _operator,
     "CUDA v1, tensor cores": _cuda_trained,

@@ -89,7 +89,8 @@ def link(page: Path, target: str) -> str:
         named = exercise(f"{inside.parts[0]}.{inside.stem}")
         new = ROOT / named.partition(".")[0] / "exercises" / f"{named.partition('.')[2]}{old.suffix}"
     else:
-        new = ROOT / f"{lesson('.'.join(inside.with_suffix('').parts)).replace('.', '/')}{old.suffix}"
+        named = ".".join(inside.with_suffix("").parts)  # of README.zh-CN.md a name with a dot too many
+        new = old if lesson(named) == named else ROOT / f"{lesson(named).replace('.', '/')}{old.suffix}"
     return target if new == old or old.suffix == "" else os.path.relpath(new, page.parent)
 
 
