@@ -59,6 +59,22 @@ def expect_heads(q, k, v, causal, window, scale, **more):
     return 1 / math.sqrt(D) if scale is None else scale
 
 
+def expect_plain(q, k, v, causal, window, scale, *, head_dims=(64, 128), masks=(False, True)):
+    """As expect_heads, for the rungs of a ladder on Hopper; Unsupported for all but the case that they show."""
+    scale = expect_heads(q, k, v, causal, window, scale)
+    (H, S_q, D), (H_kv, S_k) = q.shape[1:], k.shape[1:3]
+    plain = q.element_size() == 2 and D in head_dims and H_kv == H and window is None and tma_takes(q, k, v)
+    if not plain or causal not in masks or (causal and (S_k - S_q) % 128):
+        raise Unsupported(
+            f"for 16 bits, D of {' or '.join(map(str, head_dims))}, a K and V for each head, rows that TMA can copy, "
+            f"{'causal if S_k - S_q is a multiple of 128' if True in masks else 'not causal'}, no window; "
+            "course_ops.attention takes the rest"
+        )
+    if device.INTERPRETED or device.architecture() != 90:
+        raise Unsupported("wgmma is an instruction of Hopper (sm_90a); course_ops.attention takes other GPUs")
+    return scale
+
+
 def inputs(B, H, S, D, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout="bhsd", dtype=torch.float32):
     # Scores are far from 0, so that a key that is not there (a score of 0) would drown the others. They grow along the
     # keys, so that every block brings a new maximum. layout: of memory; "wide" takes every second element.

@@ -17,7 +17,7 @@ from lessonkit.modes.compile_server import call_in_compiler
 import pytest
 import torch
 
-from problems.attention import inputs_backward
+from problems.attention import inputs, inputs_backward
 
 APART = 0.03  # of the time: rounds of one process differ by less
 
@@ -35,6 +35,17 @@ class Ladder:
 
 
 LADDERS = {
+    "flash attention": Ladder(  # tests/test_flash_hopper.py: the machine code is the same
+        rung="day4_replace_op.flash_hopper.causal_diagonal",
+        shipped="course_ops.kernels.attention_forward_hopper",
+        function="attention_forward",
+        inputs=inputs,
+        repeats=slice(0, 2),
+        sizes=(
+            {"B": 4, "H": 16, "S": 4096, "D": 128, "causal": True},
+            {"B": 1, "H": 16, "S": 16384, "D": 128, "causal": False},
+        ),
+    ),
     "flash attention backward": Ladder(
         rung="day4_replace_op.flash_hopper_backward.causal_skip",
         shipped="course_ops.kernels.attention_backward_hopper",
