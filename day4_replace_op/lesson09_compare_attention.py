@@ -38,7 +38,6 @@ flash_attention = specimen("day4_replace_op.lesson05_flash_backward", "flash_att
 GPU = DEVICE.type == "cuda"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SLACK = 8  # another's may round more often than PyTorch does (as in `bench`), but must compute the same thing
-HOPPER = "day4_replace_op.lesson06g_flash_hopper_diagonal"
 CUDA, KITTENS = "cuda_src.11_flash_attention_v1", "day3_matmul_tk.lesson10_thunderkittens_attention"
 CUDA_BACKWARD = "cuda_src.11b_flash_attention_backward"
 
@@ -121,6 +120,10 @@ def _of_lesson(name, rung):
     return call
 
 
+def _operator(q, k, v, causal):
+    return course_ops.attention(q, k, v, causal=causal)
+
+
 OURS = {
     "1 steps": attention_steps,
     "1 fused softmax": attention_fused_softmax,
@@ -129,7 +132,7 @@ OURS = {
     "3 swapped": _only_full(swapped),
     "3 v2": _only_full(flash_v2),
     "4 all options": lambda q, k, v, causal: attention(q, k, v, causal)[0],
-    "6 Hopper, in Gluon": _of_lesson(HOPPER, "attention"),
+    "course_ops": _operator,
     "CUDA v1, scalar": _of_lesson(CUDA, "attention_register"),
     "CUDA v1, tensor cores": _of_lesson(CUDA, "attention_pipelined"),
     "ThunderKittens": _of_lesson(KITTENS, "attention_ahead"),
@@ -171,11 +174,7 @@ def _cuda_trained(q, k, v, causal):
     return _CudaAttention.apply(q, k, v, causal)
 
 
-def _operator(q, k, v, causal):
-    return course_ops.attention(q, k, v, causal=causal)
-
-
-TRAINED = {  # with a gradient; on a Hopper GPU course_ops has the kernels of lessons 6g and 6e
+TRAINED = {  # with a gradient; on a Hopper GPU course_ops has kernels of its own
     "5 flash attention": flash_attention,
     "course_ops": _operator,
     "CUDA v1, tensor cores": _cuda_trained,
@@ -288,10 +287,6 @@ LADDERS = (
     "lesson03_flash_v2",
     "lesson04_flash_options",
     "lesson06_flash_hopper",
-    "lesson06b_flash_hopper_turns",
-    "lesson06c_flash_hopper_queue",
-    "lesson06f_flash_hopper_maximum",
-    "lesson06g_flash_hopper_diagonal",
 )
 
 
