@@ -15,6 +15,7 @@ import torch
 
 Rung = Callable[..., Any]
 Shape = dict[str, Any]
+Figure = float | tuple[float, float]  # one, or from and to
 
 
 class Launchers(Protocol):
@@ -95,16 +96,17 @@ class Prediction:
     """What a rung should reach on an H200 at one bench shape, said before it is timed; a report shows both.
 
     One of `ms`, `tflop_per_s`, `tb_per_s`, `percent_of_limit`, or `times`: so many times as fast as the rung `over`.
+    Each is a figure, or two: from and to.
     why: one sentence, where what was measured is more than 15% off; there and nowhere else.
     """
 
     rung: Rung
     at: Shape
-    ms: float = 0
-    tflop_per_s: float = 0
-    tb_per_s: float = 0
-    percent_of_limit: float = 0
-    times: float = 0
+    ms: Figure = 0
+    tflop_per_s: Figure = 0
+    tb_per_s: Figure = 0
+    percent_of_limit: Figure = 0
+    times: Figure = 0
     over: Rung | None = None
     why: str = ""
 

@@ -40,6 +40,8 @@ def lesson():
         ({"ms": 3.0}, 1.5, "3 ms"),
         ({"tb_per_s": 2.0}, 2.0, "2 TB/s"),
         ({"percent_of_limit": 50}, 2.0, "50% of the limit"),
+        ({"ms": (1.0, 1.6)}, 0.8, "1 to 1.6 ms"),
+        ({"tb_per_s": (1.0, 2.0)}, 2.0, "1 to 2 TB/s"),
         ({"times": 2, "over": "add_block"}, 2.5, "2 times `add_block`"),
     ],
 )
@@ -49,10 +51,11 @@ def test_a_prediction_stands_beside_what_was_measured_in_one_unit(lesson, said, 
     said |= {"over": first} if "over" in said else {}
     lesson = dataclasses.replace(lesson, predicted=(Prediction(rung=second, at=N, **said, why="Because."),))
     found = [a_row(), a_row(rung="add_block", ms_p50=10.0, tb_per_s=0.8)]
+    rate = {"1 to 1.6 ms": "5 to 8", "1 to 2 TB/s": "1 to 2"}.get(how, f"{4 / ratio:.3g}")
     (pair,) = predictions.compared(lesson, found)
     assert pair.ratio == pytest.approx(ratio)
     line = predictions.section(lesson, found, lambda row: "!").splitlines()[-1]
-    assert line == f"| **add_wide** | n=98432 | {how} | {4 / ratio:.3g} | 4! | {ratio:.2f} | Because. |"
+    assert line == f"| **add_wide** | n=98432 | {how} | {rate} | 4! | {ratio:.2f} | Because. |"
 
 
 def test_a_prediction_that_is_off_wants_a_reason_and_one_that_is_not_wants_none(lesson):
@@ -62,6 +65,8 @@ def test_a_prediction_that_is_off_wants_a_reason_and_one_that_is_not_wants_none(
 
     found = [a_row()]
     assert not complaints(90, "", found)
+    assert not complaints((60, 90), "", found)
+    assert "say in `why`" in complaints((60, 80), "", found)[0]
     assert not complaints(80, "A reason.", found)
     assert "say in `why`" in complaints(80, "", found)[0]
     assert "take `why` away" in complaints(90, "A reason.", found)[0]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lessonkit.base.markdown import markdown
-from lessonkit.lesson import Lesson, Prediction, shape_name
+from lessonkit.lesson import Figure, Lesson, Prediction, shape_name
 from lessonkit.measure.rows import Row
 from lessonkit.pages import pivots
 
@@ -22,12 +22,13 @@ class Compared:
 
     said: Prediction
     row: Row
-    predicted_ms: float
+    least_ms: float  # the prediction, as times; both are the same unless it is from one figure to another
+    most_ms: float
 
     @property
     def ratio(self) -> float:
-        """The measured rate over the predicted one: above 1 the rung is faster than predicted."""
-        return self.predicted_ms / self.row.ms_p50
+        """The measured rate over the nearest predicted one: above 1 the rung is faster than predicted."""
+        return min(max(self.row.ms_p50, self.least_ms), self.most_ms) / self.row.ms_p50
 
     @property
     def off(self) -> bool:
@@ -38,10 +39,23 @@ class Compared:
         """The prediction as the lesson gives it."""
         p = self.said
         if p.over:
-            return f"{p.times:g} times `{p.over.__name__}`"
-        given = {"ms": p.ms, "TFLOP/s": p.tflop_per_s, "TB/s": p.tb_per_s, "% of the limit": p.percent_of_limit}
-        unit, value = next((unit, value) for unit, value in given.items() if value)
-        return f"{value:g}{unit}" if unit.startswith("%") else f"{value:g} {unit}"
+            return f"{_shown(p.times)} times `{p.over.__name__}`"
+        given = {" ms": p.ms, " TFLOP/s": p.tflop_per_s, " TB/s": p.tb_per_s, "% of the limit": p.percent_of_limit}
+        return next(f"{_shown(value)}{unit}" for unit, value in given.items() if value)
+
+    def rate(self, measured: float) -> str:
+        """The predicted rate, in the unit of the measured one."""
+        all_of_it = measured * self.row.ms_p50
+        return _shown((all_of_it / self.most_ms, all_of_it / self.least_ms))
+
+
+def _both(value: Figure) -> tuple[float, float]:
+    return value if isinstance(value, tuple) else (value, value)
+
+
+def _shown(value: Figure) -> str:
+    low, high = (f"{x:.3g}" for x in _both(value))
+    return low if low == high else f"{low} to {high}"
 
 
 def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:
@@ -52,15 +66,16 @@ def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:
         row = at.get((said.rung.__name__, shape))
         before = at.get((said.over.__name__, shape)) if said.over else row
         if row and before:
-            yield Compared(said, row, _milliseconds(said, row, before))
+            yield Compared(said, row, *sorted(_milliseconds(said, row, before)))
 
 
-def _milliseconds(said: Prediction, row: Row, before: Row) -> float:
-    if said.over:
-        return before.ms_p50 / said.times
-    given = [(row.tflop_per_s, said.tflop_per_s), (row.tb_per_s, said.tb_per_s)]
-    given.append((row.percent_of_limit, said.percent_of_limit))
-    return said.ms or next(row.ms_p50 * rate / value for rate, value in given if value)
+def _milliseconds(said: Prediction, row: Row, before: Row) -> Iterator[float]:
+    """The times that a prediction is."""
+    yield from _both(said.ms) if said.ms else ()
+    rates = [(said.tflop_per_s, row.tflop_per_s), (said.tb_per_s, row.tb_per_s)]
+    for predicted, measured in [*rates, (said.percent_of_limit, row.percent_of_limit)]:
+        yield from (row.ms_p50 * measured / value for value in _both(predicted) if value)
+    yield from (before.ms_p50 / value for value in _both(said.times) if value)
 
 
 def section(lesson: Lesson, found: Sequence[Row], mark: Callable[[Row], str]) -> str:
@@ -72,7 +87,7 @@ def section(lesson: Lesson, found: Sequence[Row], mark: Callable[[Row], str]) ->
     body = []
     for pair in pairs:
         rate = pair.row.tflop_per_s if unit == "TFLOP/s" else pair.row.tb_per_s
-        line = [f"**{pair.row.rung}**", pair.row.shape, pair.how, f"{rate / pair.ratio:.3g}"]
+        line = [f"**{pair.row.rung}**", pair.row.shape, pair.how, pair.rate(rate)]
         body.append([*line, f"{rate:.3g}{mark(pair.row)}", f"{pair.ratio:.2f}", pair.said.why])
     header = ["", "shape", "predicted", f"that is {unit}", f"measured {unit}", "measured / predicted", "why it differs"]
     return "## Predicted and measured\n\n" + markdown(header, body)
