@@ -14,7 +14,7 @@ from lessonkit.measure import fingerprint, ncu, rows
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
 from lessonkit.modes import compiled
-from lessonkit.pages import guides, operators, path_pages, pivots, plots, predictions, results, shipped
+from lessonkit.pages import final_report, guides, operators, path_pages, pivots, plots, predictions, results, shipped
 from lessonkit.pages.guides import GUIDES
 from lessonkit.pages.plots import Picture
 
@@ -92,6 +92,7 @@ def generate() -> dict[Path, str | Picture]:
             made[folder / f"{name}.md"] = _lesson_page(name, lessons[name], found, today, absent(path, lessons[name]))
             made[folder / f"{name}.png"] = plots.speed(title(name), found)
         made |= operators.pages(folder, today)
+        made |= final_report.pages(folder)
         made |= _step_pages(folder, made)
         if found_by_ncu := ncu.compared(ncu.path(folder)):
             made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
@@ -313,9 +314,11 @@ def _index(made: list[Path]) -> str:
     for folder in sorted({p.parent.name for p in pages}):
         lines += [f"## {folder}: {WITHOUT_A_GPU.get(folder, 'measured')}", ""]
         here = [p for p in pages if p.parent.name == folder]
-        if of_operators := [p for p in here if "." not in p.stem]:
+        if (final := REPORTS / folder / "final_report.md") in here:
+            lines += [f"[What was built and how fast it is]({folder}/{final.name}), in two pages. By operator:", ""]
+        if of_operators := [p for p in here if "." not in p.stem and p != final]:
             lines += [", ".join(f"[{p.stem}]({folder}/{p.name})" for p in of_operators), ""]
-        lines += [f"- [{p.stem}]({folder}/{p.name})" for p in here if p not in of_operators]
+        lines += [f"- [{p.stem}]({folder}/{p.name})" for p in here if p not in (*of_operators, final)]
         if (roof := REPORTS / folder / "roofline.png") in made:
             lines.append(f"- [roofline of every lesson]({folder}/{roof.name})")
         lines.append("")
