@@ -179,7 +179,9 @@ def _wrapped(text: str, wide: float, bold: bool = False) -> list[str]:
 def _columns(lines: Sequence[Sequence[str]], wide: float) -> list[float]:
     """Widths of columns that fit into `wide`: each as wide as what it holds, or the widest ones cut to one width."""
     gap = 1.3
-    natural = [max(_width(text, i == 0) for i, text in enumerate(column)) + gap for column in zip(*lines, strict=True)]
+    natural = [
+        1.05 * max(_width(text, i == 0) for i, text in enumerate(column)) + gap for column in zip(*lines, strict=True)
+    ]
     most = max(natural)
     while sum(min(width, most) for width in natural) > wide and most > 4:
         most *= 0.98

@@ -93,8 +93,8 @@ def _measured_on(found: Sequence[Contest]) -> str:
     row = found[0].best
     return (
         f"Measured on {row.gpu}, driver {row.driver}, CUDA {row.cuda}, torch {row.torch}, triton {row.triton}. "
-        "Medians, L2 flushed, rungs and peers interleaved, each result checked. The limit is a copy of as many bytes, or the "
-        "FLOPs at cuBLAS's rate, in the same rounds."
+        "Medians, L2 flushed, rungs and peers interleaved, each result checked. The limit is a copy of as many "
+        "bytes, or the FLOPs at cuBLAS's rate, in the same rounds."
     )
 
 
