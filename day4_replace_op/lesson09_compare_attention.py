@@ -19,6 +19,7 @@ from functools import cache
 from importlib import import_module
 
 from lessonkit import DEVICE, About, Steps, Table, Unsupported, check, memory, rows, specimen, timing
+from lessonkit.pages import lengths
 
 import torch
 import torch.nn.functional as F
@@ -299,13 +300,17 @@ def every_rung(folder):
             if row.kind == "rung" and {"S=4096", "D=128"} <= set(words) and "H_kv" not in row.shape:
                 mask = "causal" if "causal=True" in words else "all keys"
                 table.append({"rung": f"{lesson[6:].split('_')[0]} {row.rung}", "keys": mask, "shape": row.shape})
-                table[-1] |= {"TFLOP/s": row.tflop_per_s, "over the best peer": row.ratio_to_best_peer}
+                table[-1] |= {
+                    "TFLOP/s": f"{row.tflop_per_s:.0f}",
+                    "over the best peer": f"{row.ratio_to_best_peer:.2f}",
+                }
     note = "Each rung in the rounds of its own lesson, in bf16; lessons 1 to 3 know no causal mask that skips."
     return Table("every rung", table, note, x="rung", y="TFLOP/s", by="keys") if table else None
 
 
 FORWARD = tuple(_step(D, causal, False) for D in (64, 128) for causal in (False, True))
 BACKWARD = tuple(_step(D, causal, True) for D in (64, 128) for causal in (False, True))
+TABLES = [lengths.compared(__name__, step.__name__.replace("_", " "), PEERS) for step in (*FORWARD, *BACKWARD)]
 LESSON = Steps(
     (agree, *FORWARD, *BACKWARD),
     about=About(
@@ -313,7 +318,7 @@ LESSON = Steps(
         hours=0.75,
         star=True,
     ),
-    compares=(every_rung,),
+    compares=(every_rung, *TABLES, lengths.memory(__name__, ("forward 128", "backward 128"))),
     alone=GPU,
 )
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -31,7 +30,7 @@ from lessonkit.judge import counters, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import dependents, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
 from lessonkit.modes import compiled
-from lessonkit.pages import paths, report
+from lessonkit.pages import final_report, paths, report
 
 import typer
 
@@ -385,7 +384,7 @@ def write_report(
         raise typer.BadParameter(f"{which!r}: there is `report`, and `report final`")
     if which:
         try:
-            made = import_module("day5_tuning.lesson08_final_report").write_report(operator)
+            made = final_report.write_report(operator)
         except ValueError as why:
             raise typer.BadParameter(str(why)) from None
         for path in made:

@@ -22,7 +22,7 @@ from lessonkit.base.markdown import markdown
 from lessonkit.base.tables import read_csv
 from lessonkit.cuda import sass
 from lessonkit.judge import apart, check, counters, mutants
-from lessonkit.lesson import Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, suits
+from lessonkit.lesson import Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, shape_name, suits
 from lessonkit.modes import compiled
 
 import torch
@@ -339,6 +339,10 @@ def declared(name: str, lesson: Lesson) -> None:
     undeclared = {f for f in public - {f.__name__ for f in known if f} if (name, f) not in _imported()}
     assert not undeclared, f"declare, or name with an underscore: {sorted(undeclared)}"
     assert {*lesson.passes} <= {*lesson.rungs}, "`passes` names a function that is no rung"
+    for p in lesson.predicted:
+        rungs = [p.rung, *([p.over] if p.over else [])]
+        assert {*rungs} <= {*lesson.rungs}, f"`predicted` names a function that is no rung: {p.rung.__name__}"
+        assert p.at in lesson.benches, f"`predicted` of {p.rung.__name__}: {shape_name(p.at)} is no bench"
 
 
 @cache
