@@ -16,7 +16,7 @@ law, 4.2 TB/s at a latency of about 800 ns needs 3.4 MB of loads in flight, 25 K
 2048 x 131,072 in bf16 (1.07 GB read and written) takes at least 0.26 ms.
 
 You will be able to: say from N, the dtype and the registers which of the four kernels a row needs, and write it.
-You need: lesson 3 (softmax, and the loop with a rescaled sum), lesson 5 (sums of several programs).
+You need: lesson 5 (softmax, and the loop with a rescaled sum), lesson 4 (sums of several programs).
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
 Run it:    python day2_triton_basics/lesson16_rows_of_any_length.py
 Check it:  python -m lessonkit check lesson16_rows_of_any_length

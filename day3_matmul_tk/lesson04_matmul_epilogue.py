@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from problems.linear import PROBLEM
 
-# gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded (day 2, lesson 2).
+# gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded (day 2, lesson 3).
 LINEAR = tl.constexpr(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
 CUBIC = tl.constexpr(LINEAR.value * 0.044715)
 

@@ -36,7 +36,7 @@ from torch.library import custom_op, opcheck
 from course_ops import matmul
 from problems.linear import PROBLEM_BACKWARD, inputs, inputs_backward, reference
 
-# gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded (day 2, lesson 2).
+# gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded (day 2, lesson 3).
 LINEAR = tl.constexpr(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
 CUBIC = tl.constexpr(LINEAR.value * 0.044715)
 LN2 = tl.constexpr(math.log(2))

@@ -39,7 +39,7 @@ import course_ops
 from course_ops.attention import visible_pairs
 from course_ops.testing import kernels
 
-# ---- A kernel and its gradient (day 2, lesson 2): gelu(x) = x s, s = logistic(2u), u = SLOPE (x + CUBIC x^3) ---------
+# ---- A kernel and its gradient (day 2, lesson 3): gelu(x) = x s, s = logistic(2u), u = SLOPE (x + CUBIC x^3) ---------
 CUBIC = tl.constexpr(0.044715)
 SLOPE = tl.constexpr(math.sqrt(2 / math.pi))
 LINEAR = tl.constexpr(-2 * SLOPE.value * math.log2(math.e))  # exp(-2u) as a power of 2

@@ -3,8 +3,8 @@
 Each step is an experiment: something passes that should not, or is slow, or fails far away from its cause; the step
 asserts that it does, mends it, and asserts that it is gone. All but the last run without a GPU.
 
-Other lessons have the other traps, and they are not repeated here: day2_triton_basics/lesson15_common_errors (inside
-a kernel), lesson16_green_but_wrong (around one: tolerances that accept zeros, launches timed by the host clock),
+Other lessons have the other traps, and they are not repeated here: day2_triton_basics/lesson02_common_errors (inside
+a kernel), lesson17_green_but_wrong (around one: tolerances that accept zeros, launches timed by the host clock),
 cuda_src/14_traps (CUDA's own: barriers, races, alignment). lesson03b_neighbours has one that no test of a process alone
 can see, lesson04_benchmark_traps those of measuring.
 

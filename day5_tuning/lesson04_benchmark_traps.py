@@ -8,7 +8,7 @@ committed table is printed, or one line that says what is missing.
 Predict before you run: an H200 has 60 MB of L2 and 4.2 TB/s of memory. By what factor does softmax of 4096 x 1024 in
 bf16 (16.8 MB in and out) look faster if you forget to flush? How many timings does a difference of 1% need? What does
 a product of zeros gain? (Single launches, queues and graphs by themselves: day1_pytorch/lesson05_gpu_by_measurement;
-a launch that is not waited for: day2_triton_basics/lesson16_green_but_wrong.)
+a launch that is not waited for: day2_triton_basics/lesson17_green_but_wrong.)
 You will learn: to flush, to interleave, to repeat until the median holds still, to feed random numbers, and to say what
 the clock was. lessonkit/measure/timing.py does all of it, in 110 lines.
 Run it:    python day5_tuning/lesson04_benchmark_traps.py

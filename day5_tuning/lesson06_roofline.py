@@ -46,8 +46,8 @@ def placed_before_any_run():
         table.append({"lesson": name.split(".")[1], "shape": shape_name(shape), "MB": round(work.bytes / 1e6, 1),
                       "FLOPs a byte": round(flops_a_byte, 2), "roof": side})  # fmt: skip
     by = {row["lesson"]: row for row in table}
-    assert by["lesson03_softmax"]["FLOPs a byte"] == 1.25
-    assert by["lesson03_softmax"]["roof"] == "memory"
+    assert by["lesson05_softmax"]["FLOPs a byte"] == 1.25
+    assert by["lesson05_softmax"]["roof"] == "memory"
     assert sides["memory"] > sides["compute"] > 0
     print(f"  {sides['memory']} lessons under the roof of memory, {sides['compute']} under that of arithmetic")
     return Table("placed", table, "From the declared work at the first bench shape; nothing was measured.")

@@ -42,7 +42,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what Ctrl-C, kill, and
 Which = Annotated[
     str,
     typer.Argument(
-        help="A day (day2, cuda), a lesson (lesson03_softmax, 02_vector_add), a part of names (softmax), or all."
+        help="A day (day2, cuda), a lesson (lesson05_softmax, 02_vector_add), a part of names (softmax), or all."
     ),
 ]
 

@@ -348,7 +348,7 @@ class Broken:
 def names(which: str = "") -> list[str]:
     """The lessons' names in reading order; the folders are the only list there is.
 
-    which: a lesson's name (lesson03_softmax, day2_triton_basics.lesson03_softmax); if there is none, the beginning of
+    which: a lesson's name (lesson05_softmax, day2_triton_basics.lesson05_softmax); if there is none, the beginning of
     names (day2, cuda, 02_vector); if there is none, a part of names without their folder (softmax). "" is all.
     """
     paths = [*sorted(ROOT.glob("day*_*/lesson*.py")), *sorted(ROOT.glob("cuda_src/[0-9]*.py"))]

@@ -107,7 +107,7 @@ def reference_backward(dtotal, dy, total, w, mean, rstd):
 
 def inputs_backward(M, N, stream=False, dtype=torch.float32, pad=0):
     # The forward's sums. The two gradients are of the same size, so that neither hides the other, and dy is not
-    # centred: with a mean of 0 a forgotten mean(g) would hide in the noise. 8 bits each: see day 2, lesson 7.
+    # centred: with a mean of 0 a forgotten mean(g) would hide in the noise. 8 bits each: see day 2, lesson 8.
     x, delta, w, b = inputs(M, N, stream, dtype, pad)
     total, _, mean, rstd = reference(x, delta, w, b)
     dy = (torch.randn(M, N + pad, device=DEVICE) + 0.5).bfloat16().to(dtype)[:, :N]

@@ -28,7 +28,7 @@ def test_list_names_every_lesson(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("which", "closest"), [("lesson99_softmaks", "lesson03_softmax"), ("autogard", "lesson03_autograd")]
+    ("which", "closest"), [("lesson99_softmaks", "lesson05_softmax"), ("autogard", "lesson03_autograd")]
 )
 def test_unknown_lesson_says_which_are_close(which, closest, monkeypatch):
     monkeypatch.setenv("TERMINAL_WIDTH", "1000")

@@ -527,7 +527,7 @@ TENSORS = {"tensor": 4096, "rows": 4096, "blocks": 8192}  # a kernel for each sc
 def same_code_cases():
     """{case: (the lesson's rung, the operator's launcher, arguments)}, made in a compiling process."""
     from course_ops.kernels import grouped_matmul, linear, matmul_fp8_hopper, quantize, scan
-    from day2_triton_basics import lesson14_scan
+    from day2_triton_basics import lesson15_scan
     from day3_matmul_tk import (
         lesson01_matmul,
         lesson02_matmul_persistent,
@@ -581,7 +581,7 @@ def same_code_cases():
             quantize.quantize,
             lesson05b_quantize_fp8.LESSON.inputs(8192, 8192, dtype=BF16),
         ),
-        "scan": lambda: (lesson14_scan.scan_look_back, scan.scan_look_back, lesson14_scan.inputs(2**20)),
+        "scan": lambda: (lesson15_scan.scan_look_back, scan.scan_look_back, lesson15_scan.inputs(2**20)),
     }
 
 

@@ -8,7 +8,7 @@ from lessonkit.measure import dependents
 import pytest
 from typer.testing import CliRunner
 
-NORM = "day2_triton_basics.lesson07_layernorm"
+NORM = "day2_triton_basics.lesson08_layernorm"
 ADD = "day2_triton_basics.lesson01_vector_add"
 SUM = "cuda_src.10_layernorm"
 

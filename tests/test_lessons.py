@@ -1,5 +1,5 @@
 """Every question of every lesson (lessonkit.judge.verify says which): rungs against PyTorch, mutants against checks,
-claims against the machine code. `pytest -k "lesson03_softmax and mutant"` asks a part of them."""
+claims against the machine code. `pytest -k "lesson05_softmax and mutant"` asks a part of them."""
 
 from lessonkit.judge.verify import NIGHT, LeftOut, every_question
 from lessonkit.lesson import kernels

@@ -108,7 +108,7 @@ def test_the_tables_of_steps_fit_their_seals():
     ],
 )
 def test_a_changed_figure_is_found(tmp_path, change, says):
-    name = "day2_triton_basics.lesson03_softmax"
+    name = "day2_triton_basics.lesson05_softmax"
     path = tmp_path / f"{name}.csv"
     found = rows.read_csv(ROOT / "reports" / DEVICE / path.name)
     path.write_text(rows.to_csv([change(found[0]), *found[1:]]))
@@ -117,7 +117,7 @@ def test_a_changed_figure_is_found(tmp_path, change, says):
 
 
 def test_a_dropped_peer_is_found(tmp_path):
-    name = "day2_triton_basics.lesson03_softmax"
+    name = "day2_triton_basics.lesson05_softmax"
     path = tmp_path / f"{name}.csv"
     found = rows.read_csv(ROOT / "reports" / DEVICE / path.name)
     shutil.copy(ROOT / "reports" / DEVICE / "absent.csv", tmp_path)
@@ -305,11 +305,11 @@ def test_links_follow(renamed):
     task = next(s for s in exercises() if not s.is_cuda and s.name.startswith("day2"))
     renamed(lessons={OLD: ADD}, exercises={"day2_triton_basics.exercise99_x": task.name}, reports={"counts": "ncu"})
     text = "[a](lesson99_first.py) [b](../reports/nvidia-h200/day2_triton_basics.lesson99_first.md) "
-    text += "[c](https://a.b/lesson99_first.py) [d](lesson02_gelu.py) [e](exercises/exercise99_x.py) "
+    text += "[c](https://a.b/lesson99_first.py) [d](lesson03_gelu.py) [e](exercises/exercise99_x.py) "
     text += "[f](../reports/nvidia-h200/counts.md) [g](README.zh-CN.md)"
     assert renames.relinked(day2 / "README.md", text) == (
         f"[a](lesson01_vector_add.py) [b](../reports/nvidia-h200/{ADD}.md) [c](https://a.b/lesson99_first.py) "
-        f"[d](lesson02_gelu.py) [e](exercises/{task.path.name}) [f](../reports/nvidia-h200/ncu.md) [g](README.zh-CN.md)"
+        f"[d](lesson03_gelu.py) [e](exercises/{task.path.name}) [f](../reports/nvidia-h200/ncu.md) [g](README.zh-CN.md)"
     )
     assert renames.link(ROOT / "paths" / "5d.md", "../day2_triton_basics/lesson99_first.py") == (
         "../day2_triton_basics/lesson01_vector_add.py"

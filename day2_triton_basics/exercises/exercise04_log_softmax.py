@@ -3,7 +3,7 @@
 log(softmax(x)) is right on paper. In fp32 exp(-104) is 0 and its log is -inf, where the answer is about -104: so the
 logarithm has to be taken before anything is rounded to 0. With m = max(x): (x - m) - log(sum(exp(x - m))).
 
-lesson03_softmax's fused rung reads MN elements and writes MN. This one does too: only the last lines differ.
+lesson05_softmax's fused rung reads MN elements and writes MN. This one does too: only the last lines differ.
 Predict: which of the cases does log(softmax(x)) pass?
 """
 

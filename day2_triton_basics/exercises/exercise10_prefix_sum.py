@@ -2,7 +2,7 @@
 ======================================
 y[i] = x[0] + ... + x[i]. `tl.cumsum` does it inside a block; between blocks a program hands on one number, the carry.
 Each element is read once and written once: 2MN. The carry makes the blocks of a row wait for each other, so the rows
-are the only parallelism; lesson14_scan breaks that chain.
+are the only parallelism; lesson15_scan breaks that chain.
 
 Predict: how many programs run for a tensor of [4, 2^20], on 132 SMs.
 """

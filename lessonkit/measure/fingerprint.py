@@ -93,7 +93,7 @@ class Module:
 
 
 def source(root: Path, module: str, function: str) -> str:
-    """Hash of a function of a module (day2_triton_basics.lesson03_softmax) and of all that it reaches in root.
+    """Hash of a function of a module (day2_triton_basics.lesson05_softmax) and of all that it reaches in root.
 
     Raises NotFound if the module binds no such name.
     """

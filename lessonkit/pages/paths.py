@@ -7,14 +7,14 @@ more or less than its hours is a warning (`Route.warnings`), so that a new exerc
     minutes = 60                            of the whole path; or `hours = [6, 8]`, the least and most of a day or week
     [[part]]
     plan = [
-      "day2_triton_basics.lesson05_sum",    a lesson, for as long as it says
+      "day2_triton_basics.lesson04_sum",    a lesson, for as long as it says
       { lesson = "...", minutes = 8, en = "which part of it", zh = "..." },
       { exercises = ["mul"] },              so many times 20 minutes
       { exercises = ["day2"] },             those of a folder that the path names nowhere else
       { exercises = ["day2"], hours = 1 },  as many of them as fit
       { minutes = 30, en = "anything else", zh = "..." },
     ]
-    commands = ["check lesson05_sum"]       after `python3 course.py`
+    commands = ["check lesson04_sum"]       after `python3 course.py`
     hand_in, checklist = [{ en = "...", zh = "..." }]
 """
 

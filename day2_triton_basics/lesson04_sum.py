@@ -14,9 +14,9 @@ additions decides the error, and whether two runs agree in the last bit.
 
 You will be able to: sum inside a program and over programs, and choose between atomics, a tree and a persistent grid.
 You need: lesson 1 (programs, masks). Rung 4 is advanced: skip it at the first reading.
-Run it:    python day2_triton_basics/lesson05_sum.py
-Check it:  python -m lessonkit check lesson05_sum
-Time it:   python -m lessonkit bench lesson05_sum
+Run it:    python day2_triton_basics/lesson04_sum.py
+Check it:  python -m lessonkit check lesson04_sum
+Time it:   python -m lessonkit bench lesson04_sum
 
 Answer before you read on. What is 256 + 1 in bf16? 65,536 programs add to one address: how many can do so at once?
 """

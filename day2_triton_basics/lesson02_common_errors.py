@@ -2,11 +2,11 @@
 ====================================================
 Most first kernels fail in one of the ways below, and most of these errors raise nothing: the kernel runs and the
 numbers are wrong, sometimes only at some sizes. Each step makes one error, asserts what you then see (the message,
-or the wrong value), mends it, and asserts that it is gone. lesson16_green_but_wrong has those around a kernel.
+or the wrong value), mends it, and asserts that it is gone. lesson17_green_but_wrong has those around a kernel.
 
 Predict before you run: which of the steps end in an error message, and which in a wrong number without one?
 You will learn: what each error looks like, and which check finds it.
-Run it:    python day2_triton_basics/lesson15_common_errors.py
+Run it:    python day2_triton_basics/lesson02_common_errors.py
 """
 
 import re

@@ -14,10 +14,10 @@ No N x N matrix is needed, and x is not needed either: y is enough. In the code 
 On an H200, at 4.2 TB/s, 8192 x 8192 in bf16 (403 MB read and written) takes at least 0.096 ms.
 
 You will be able to: derive a backward kernel, fuse it, and make it the backward of a torch.autograd.Function.
-You need: lesson 3 (softmax). lesson16_rows_of_any_length shows what to do with rows that are too long for one program.
-Run it:    python day2_triton_basics/lesson04_softmax_backward.py
-Check it:  python -m lessonkit check lesson04_softmax_backward
-Time it:   python -m lessonkit bench lesson04_softmax_backward
+You need: lesson 5 (softmax). lesson16_rows_of_any_length shows what to do with rows that are too long for one program.
+Run it:    python day2_triton_basics/lesson06_softmax_backward.py
+Check it:  python -m lessonkit check lesson06_softmax_backward
+Time it:   python -m lessonkit bench lesson06_softmax_backward
 
 Answer before you read on. All elements of dy are equal: what is dx? Which value must padding lanes hold for d?
 """
@@ -69,7 +69,7 @@ def backward_unfused(y, dy):
 
 
 # Rung 2. New: one kernel, in which a program holds its row of y and of dy in registers. Two inputs take twice the
-# registers of the forward, so a thread holds 8 elements of each, where lesson 3 gave it 16 of x.
+# registers of the forward, so a thread holds 8 elements of each, where lesson 5 gave it 16 of x.
 # Predicted: 3MN elements, in bf16 a third of rung 1's time.
 @triton.jit
 def backward_row_kernel(y_ptr, dy_ptr, dx_ptr, N, stride_y, stride_dy, stride_dx, BLOCK_N: tl.constexpr):  # [M, N] each

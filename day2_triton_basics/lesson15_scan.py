@@ -6,9 +6,9 @@ y[i] = x[0] + ... + x[i] (torch.cumsum) looks serial: every element needs the on
 waits for sums that programs before it have yet to publish. Predicted gain over three phases: 1.5 times.
 
 You will learn: scans inside a program, carries, words that are published whole, spinning that cannot deadlock.
-Run it:    python day2_triton_basics/lesson14_scan.py
-Check it:  python -m lessonkit check lesson14_scan
-Time it:   python -m lessonkit bench lesson14_scan
+Run it:    python day2_triton_basics/lesson15_scan.py
+Check it:  python -m lessonkit check lesson15_scan
+Time it:   python -m lessonkit bench lesson15_scan
 """
 
 import random

@@ -7,9 +7,9 @@ clock, and one call of the generator costs about 80 instructions where an SM iss
 
 You will learn: counter-based random numbers, an oracle that is exact to the bit, and when arithmetic is not free.
 Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 4.3 (Philox).
-Run it:    python day2_triton_basics/lesson11_dropout.py
-Check it:  python -m lessonkit check lesson11_dropout
-Time it:   python -m lessonkit bench lesson11_dropout
+Run it:    python day2_triton_basics/lesson12_dropout.py
+Check it:  python -m lessonkit check lesson12_dropout
+Time it:   python -m lessonkit bench lesson12_dropout
 """
 
 from lessonkit import About, Grad, Lesson, Mutant, Prediction, expect

@@ -11,10 +11,10 @@ The second subject is precision. The variance as E[x^2] - E[x]^2 needs one pass 
 the mean is large beside the spread: at mean 1000 and spread 1, x^2 is about 1,000,000 and is rounded to 0.06.
 
 You will be able to: fuse passes over a row, and compute a variance in one pass that keeps its digits.
-You need: lesson 3 (softmax). Lesson 8 is the backward; lesson16_rows_of_any_length has short and long rows.
-Run it:    python day2_triton_basics/lesson07_layernorm.py
-Check it:  python -m lessonkit check lesson07_layernorm
-Time it:   python -m lessonkit bench lesson07_layernorm
+You need: lesson 5 (softmax). Lesson 9 is the backward; lesson16_rows_of_any_length has short and long rows.
+Run it:    python day2_triton_basics/lesson08_layernorm.py
+Check it:  python -m lessonkit check lesson08_layernorm
+Time it:   python -m lessonkit bench lesson08_layernorm
 
 Answer before you read on. A row has 5 elements and a block 8 lanes. The padding is loaded as 0: what is it after the
 mean is subtracted? Two chunks have means 1 and 3 and no spread in themselves: what is the variance of both together?

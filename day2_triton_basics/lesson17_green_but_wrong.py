@@ -1,13 +1,13 @@
 """Green but wrong: what a passing run does not show
 =================================================
-lesson15_common_errors has the errors inside a kernel. These are around it: a wrapper that is right for most inputs,
+lesson02_common_errors has the errors inside a kernel. These are around it: a wrapper that is right for most inputs,
 a race and a compiler that the interpreter does not have, a check that accepts zeros or NaN, a clock that times the
 launch. In each, something passes first; the step asserts that it does, shows why it is worth nothing, and mends it.
 
 Predict before you run: of 64 programs that each do z += 1 without an atomic, how many additions does the interpreter
 count? How many of 65,536 does a GPU?
 You will learn: which tool can see which error, and to try every check on a wrong answer first.
-Run it:    python day2_triton_basics/lesson16_green_but_wrong.py
+Run it:    python day2_triton_basics/lesson17_green_but_wrong.py
 """
 
 import time

@@ -6,9 +6,9 @@ maximum and the first NaN wins, -0 equals +0. And arithmetic: 4.2 TB/s of bf16 a
 and an SM compares or selects 64 a cycle: about 7 such instructions an element is all there is.
 
 You will learn: ties and NaN, running value and index, a float as a sortable integer, one word for both, groups.
-Run it:    python day2_triton_basics/lesson06_argmax.py
-Check it:  python -m lessonkit check lesson06_argmax
-Time it:   python -m lessonkit bench lesson06_argmax
+Run it:    python day2_triton_basics/lesson07_argmax.py
+Check it:  python -m lessonkit check lesson07_argmax
+Time it:   python -m lessonkit bench lesson07_argmax
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, expect, num_sms

@@ -10,10 +10,10 @@ pass reads 2MN and writes MN. Predicted gain: 5/3. The difficulty is dw, because
 
 You will be able to: sum over rows by atomics or by partial sums, and say which of the two gives the same bits each
 time.
-You need: lesson 9 (RMSNorm). course_ops.rms_norm has the kernels for longer rows.
-Run it:    python day2_triton_basics/lesson10_rmsnorm_backward.py
-Check it:  python -m lessonkit check lesson10_rmsnorm_backward
-Time it:   python -m lessonkit bench lesson10_rmsnorm_backward
+You need: lesson 10 (RMSNorm). course_ops.rms_norm has the kernels for longer rows.
+Run it:    python day2_triton_basics/lesson11_rmsnorm_backward.py
+Check it:  python -m lessonkit check lesson11_rmsnorm_backward
+Time it:   python -m lessonkit bench lesson11_rmsnorm_backward
 
 Answer before you read on. 4096 programs add to one address: does the order matter for the result? 132 programs write
 partial sums of 4096 columns in fp32: how many bytes is that beside dy, x and dx of 4096 x 4096 in bf16?

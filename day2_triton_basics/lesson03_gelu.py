@@ -8,9 +8,9 @@ This is PyTorch's approximate="tanh" (Hendrycks and Gimpel 2016, section 2), the
 one exponential an element. The exact form, x * Phi(x), needs erf; it differs by less than 0.0005.
 
 You will learn: what fusion saves, how to write tanh without overflow, when arithmetic starts to show, a backward.
-Run it:    python day2_triton_basics/lesson02_gelu.py
-Check it:  python -m lessonkit check lesson02_gelu
-Time it:   python -m lessonkit bench lesson02_gelu
+Run it:    python day2_triton_basics/lesson03_gelu.py
+Check it:  python -m lessonkit check lesson03_gelu
+Time it:   python -m lessonkit bench lesson03_gelu
 """
 
 import math

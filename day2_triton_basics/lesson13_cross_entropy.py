@@ -8,18 +8,18 @@ loss = log(sum_j exp(x_j)) - x_target for each row of logits [M, V]. It reads MV
 On an H200, at 4.2 TB/s, 8192 x 128,256 in bf16 (2.1 GB, Llama 3's vocabulary) takes at least 0.5 ms.
 
 The loss is fp32 whatever the logits are, as under autocast: the mean of a batch should not start from 8 bits. The
-second result, lse = log(sum_j exp(x_j)), is all that the backward needs (lesson 13). A target is a class, or -100
+second result, lse = log(sum_j exp(x_j)), is all that the backward needs (lesson 14). A target is a class, or -100
 (ignored: loss 0). Any other raises in PyTorch on the CPU and ends the process on a GPU; here its loss is NaN.
 
 You will be able to: fuse a gather into a reduction, and run an online reduction without a reduction in its loop.
-You need: lesson 3 (softmax and its online loop). course_ops.cross_entropy has the kernels for odd and for few rows.
+You need: lesson 5 (softmax and its online loop). course_ops.cross_entropy has the kernels for odd and for few rows.
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
-Run it:    python day2_triton_basics/lesson12_cross_entropy.py
-Check it:  python -m lessonkit check lesson12_cross_entropy
-Time it:   python -m lessonkit bench lesson12_cross_entropy
+Run it:    python day2_triton_basics/lesson13_cross_entropy.py
+Check it:  python -m lessonkit check lesson13_cross_entropy
+Time it:   python -m lessonkit bench lesson13_cross_entropy
 
 Answer before you read on. Logits near 1000: how many digits of log(sum exp) - x_target does fp32 keep? How many
-exponentials per element does the online loop of lesson 3 need, if every lane has its own maximum?
+exponentials per element does the online loop of lesson 5 need, if every lane has its own maximum?
 """
 
 import math

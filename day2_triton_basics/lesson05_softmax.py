@@ -9,11 +9,11 @@ Predicted gain of one kernel: 2.5 times. On an H200, at 4.2 TB/s, 8192 x 8192 in
 least 0.064 ms.
 
 You will be able to: say why m is subtracted; reduce inside a program; write a loop that rescales its running sum.
-You need: lesson 1 (programs, offsets, masks), lesson 2 (fusing). lesson16_rows_of_any_length goes on from here.
+You need: lesson 1 (programs, offsets, masks), lesson 3 (fusing). lesson16_rows_of_any_length goes on from here.
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
-Run it:    python day2_triton_basics/lesson03_softmax.py
-Check it:  python -m lessonkit check lesson03_softmax
-Time it:   python -m lessonkit bench lesson03_softmax
+Run it:    python day2_triton_basics/lesson05_softmax.py
+Check it:  python -m lessonkit check lesson05_softmax
+Time it:   python -m lessonkit bench lesson05_softmax
 
 Answer before you read on. x = [1000, 1001]: what does exp(x) / sum(exp(x)) give in fp32? A row has 5 elements and a
 block 8 lanes: what must the other 3 lanes hold for the maximum, and what for the sum?

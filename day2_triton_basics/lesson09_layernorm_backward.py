@@ -11,10 +11,10 @@ one pass: 5/3. On an H200, at 4.2 TB/s, 8192 x 8192 in bf16 (403 MB) takes at le
 
 You will be able to: keep sums over many rows in registers, say what atomics cost, and add partial sums in a fixed
 order.
-You need: lesson 7 (LayerNorm). course_ops.layer_norm has the kernels for longer rows.
-Run it:    python day2_triton_basics/lesson08_layernorm_backward.py
-Check it:  python -m lessonkit check lesson08_layernorm_backward
-Time it:   python -m lessonkit bench lesson08_layernorm_backward
+You need: lesson 8 (LayerNorm). course_ops.layer_norm has the kernels for longer rows.
+Run it:    python day2_triton_basics/lesson09_layernorm_backward.py
+Check it:  python -m lessonkit check lesson09_layernorm_backward
+Time it:   python -m lessonkit bench lesson09_layernorm_backward
 
 Answer before you read on. Why is dx . 1 = 0 in every row? How many bytes of registers do dw and db take at N = 8192?
 """

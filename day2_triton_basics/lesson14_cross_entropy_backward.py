@@ -11,10 +11,10 @@ and written) takes at least 1.0 ms.
 
 You will be able to: say what to save for a backward; read and write 16 bytes at a time in rows that start at odd
 addresses; make an op with a gradient.
-You need: lesson 12 (cross-entropy and lse).
-Run it:    python day2_triton_basics/lesson13_cross_entropy_backward.py
-Check it:  python -m lessonkit check lesson13_cross_entropy_backward
-Time it:   python -m lessonkit bench lesson13_cross_entropy_backward
+You need: lesson 13 (cross-entropy and lse).
+Run it:    python day2_triton_basics/lesson14_cross_entropy_backward.py
+Check it:  python -m lessonkit check lesson14_cross_entropy_backward
+Time it:   python -m lessonkit bench lesson14_cross_entropy_backward
 
 Answer before you read on. What is the sum of a row of dlogits? V = 50,257 in bf16 (GPT-2): which rows start at a
 multiple of 16 bytes?
@@ -57,7 +57,7 @@ def gradient_kernel(p_ptr, targets_ptr, dloss_ptr, dx_ptr, V, stride_dx, BLOCK: 
 
 @triton.jit
 def target_and_scale(targets_ptr, dloss_ptr, row, V):
-    """A row's target and dloss: 0 if the row is ignored, NaN if the target is no class, like the loss (lesson 12)."""
+    """A row's target and dloss: 0 if the row is ignored, NaN if the target is no class, like the loss (lesson 13)."""
     target = tl.load(targets_ptr + row)
     dloss = tl.where((target >= 0) & (target < V), tl.load(dloss_ptr + row), float("nan"))
     return target, tl.where(target == IGNORE, 0.0, dloss)
