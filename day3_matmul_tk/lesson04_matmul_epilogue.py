@@ -13,7 +13,7 @@ numbers cross the bus, each kernel after the matmul reading what the one before 
 A crossing is 2MN bytes in bf16 at 4.2 TB/s, the product 2MNK FLOPs at about 700 TFLOP/s: the quotient is 167/K. So
 without residual torch's pair takes 1 + 2 * 167/K of gelu_fused's time: 1.33 at K = 1024, 1.16 at 2048, 1.08 at 4096.
 
-You will learn: what an epilogue may hold, what its arithmetic costs, when fusing pays. Lesson 4b is the backward.
+You will learn: what an epilogue may hold, what its arithmetic costs, when fusing pays. Lesson 5 is the backward.
 Run it:    python day3_matmul_tk/lesson04_matmul_epilogue.py
 Check it:  python -m lessonkit check lesson04_matmul_epilogue
 Time it:   python -m lessonkit bench lesson04_matmul_epilogue
@@ -47,7 +47,7 @@ def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
 
 
 # The matmul of rungs 1 to 4: a program a tile, in groups of 8 rows of tiles (lesson 1), and then what the flags want.
-# Sum, bias and residual meet in fp32, and the result is rounded once. SAVE: z for the backward (lesson 4b).
+# Sum, bias and residual meet in fp32, and the result is rounded once. SAVE: z for the backward (lesson 5).
 @triton.jit
 def matmul_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, z_ptr,  # [M, K], [N, K], [N], [M, N] each

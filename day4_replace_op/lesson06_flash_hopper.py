@@ -6,7 +6,7 @@ in Gluon, after FlashAttention-3 (Shah et al. 2024) and FlashAttention-4.
 
 You will be able to: keep wgmma busy under a softmax. Say which unit bounds a rung, and by how much. Find a missing
 arrival or a wrong parity by its symptom.
-You need: day 3, lesson 7 (TMA, mbarriers with phase and parity, wgmma, a ring with a producer warp); lesson 3 here.
+You need: day 3, lesson 9 (TMA, mbarriers with phase and parity, wgmma, a ring with a producer warp); lesson 3 here.
 A Hopper GPU runs the rungs. Without one they are compiled, their machine code is read, and a CPU model of the last
 rung's barriers runs, in any order of its warps.
 Run it:    python day4_replace_op/lesson06_flash_hopper.py

@@ -2,7 +2,7 @@
 ========================================================================
 Afterwards you can fuse a backward pass in which one of three gradients has many owners, and say for each of its matmuls
 where the operands lie, what runs meanwhile, and how fast the kernel can be at best.
-Needed first: lesson 5 (dS = P (dP - delta)), lesson 6 (producer, consumers, named barriers) and day 3's lesson 7 (TMA).
+Needed first: lesson 5 (dS = P (dP - delta)), lesson 6 (producer, consumers, named barriers) and day 3's lesson 9 (TMA).
 
 The budget
 ----------

@@ -39,7 +39,7 @@ flash_attention = specimen("day4_replace_op.lesson05_flash_backward", "flash_att
 GPU = DEVICE.type == "cuda"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SLACK = 8  # another's may round more often than PyTorch does (as in `bench`), but must compute the same thing
-CUDA, KITTENS = "cuda_src.11_flash_attention_v1", "day3_matmul_tk.lesson10_thunderkittens_attention"
+CUDA, KITTENS = "cuda_src.11_flash_attention_v1", "day3_matmul_tk.lesson15_thunderkittens_attention"
 CUDA_BACKWARD = "cuda_src.11b_flash_attention_backward"
 
 

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import course_ops
 from course_ops.testing import kernels
-from day3_matmul_tk import lesson10_thunderkittens_attention as thunderkittens
+from day3_matmul_tk import lesson15_thunderkittens_attention as thunderkittens
 from workloads.gpt import GPU, TINY, Attention, CourseAttention, make, train
 
 B, H, S, D = (8, 16, 2048, 128) if GPU else (1, 2, 64, 64)

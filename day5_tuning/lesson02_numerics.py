@@ -143,7 +143,7 @@ def cutting_off_is_a_bias():
     """Sums that are cut off, not rounded, and have one sign lose eps K / (8 ln 2): a bias grows like K.
 
     Tensor cores align the products of a step and cut them off; fp8 on Hopper keeps some 14 bits in all (day 3,
-    lesson05_matmul_fp8), which is why it wants fp32 sums outside every few steps.
+    lesson06_matmul_fp8), which is why it wants fp32 sums outside every few steps.
     """
     table = []
     for K in (256, 1024, 4096):

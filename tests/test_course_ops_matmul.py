@@ -533,32 +533,32 @@ def same_code_cases():
         lesson02_matmul_persistent,
         lesson03_matmul_skinny,
         lesson04_matmul_epilogue,
-        lesson05_matmul_fp8,
-        lesson05b_quantize_fp8,
-        lesson06_grouped_matmul,
-        lesson07_matmul_hopper,
-        lesson12_matmul_small_outputs,
-        lesson14_matmul_fp8_blocks,
+        lesson06_matmul_fp8,
+        lesson07_quantize_fp8,
+        lesson08_grouped_matmul,
+        lesson09_matmul_hopper,
+        lesson10_matmul_small_outputs,
+        lesson12_matmul_fp8_blocks,
     )
 
     launch = {kernel.name: kernel.launch for kernel in sys.modules["course_ops.matmul"].DISPATCH}
 
     def operands(M, N, K, transposed=""):
-        return lesson12_matmul_small_outputs.LESSON.inputs(M, N, K, dtype=BF16, transposed=transposed)
+        return lesson10_matmul_small_outputs.LESSON.inputs(M, N, K, dtype=BF16, transposed=transposed)
 
     def fp8(scheme):
         kernel = matmul_fp8_hopper.fp8_promote_hopper if scheme == "blocks" else matmul_fp8_hopper.fp8_sum_hopper
         n = TENSORS[scheme]
-        args = lesson05_matmul_fp8.LESSON.inputs(n, n, n, scheme)
-        return lesson14_matmul_fp8_blocks.matmul_fp8, lambda *args: kernel(*args, scheme), args
+        args = lesson06_matmul_fp8.LESSON.inputs(n, n, n, scheme)
+        return lesson12_matmul_fp8_blocks.matmul_fp8, lambda *args: kernel(*args, scheme), args
 
-    hopper, skinny = lesson07_matmul_hopper.tile_choice, lesson03_matmul_skinny.matmul_skinny
+    hopper, skinny = lesson09_matmul_hopper.tile_choice, lesson03_matmul_skinny.matmul_skinny
     epilogue = lesson04_matmul_epilogue
     return {
         "hopper": lambda: (hopper, launch["hopper"], operands(4096, 4096, 4096)),
         "hopper, narrow tiles": lambda: (hopper, launch["hopper"], operands(1024, 1024, 1024)),
-        "split K": lambda: (lesson12_matmul_small_outputs.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
-        "one wave": lambda: (lesson12_matmul_small_outputs.fitted, launch["split_k"], operands(1024, 1024, 1024)),
+        "split K": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
+        "one wave": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(1024, 1024, 1024)),
         "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 4096, "b")),
         "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
         "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
@@ -572,14 +572,14 @@ def same_code_cases():
             epilogue.LESSON.inputs(8192, 4096, 4096, residual=True, dtype=BF16),
         ),
         "grouped": lambda: (
-            lesson06_grouped_matmul.grouped_matmul,
+            lesson08_grouped_matmul.grouped_matmul,
             grouped_matmul.grouped_tma,
-            lesson06_grouped_matmul.LESSON.inputs(8192, 8, 4096, 4096, dtype=BF16),
+            lesson08_grouped_matmul.LESSON.inputs(8192, 8, 4096, 4096, dtype=BF16),
         ),
         "quantize": lambda: (
-            lesson05b_quantize_fp8.quantize,
+            lesson07_quantize_fp8.quantize,
             quantize.quantize,
-            lesson05b_quantize_fp8.LESSON.inputs(8192, 8192, dtype=BF16),
+            lesson07_quantize_fp8.LESSON.inputs(8192, 8192, dtype=BF16),
         ),
         "scan": lambda: (lesson15_scan.scan_look_back, scan.scan_look_back, lesson15_scan.inputs(2**20)),
     }

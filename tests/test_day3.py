@@ -10,13 +10,13 @@ from lessonkit.judge import check
 import pytest
 import torch
 
-from day3_matmul_tk import lesson06_grouped_matmul, lesson07_matmul_hopper
+from day3_matmul_tk import lesson08_grouped_matmul, lesson09_matmul_hopper
 from problems import grouped_matmul
 
 pytestmark = pytest.mark.kept
 
 
-@pytest.mark.parametrize("rung", lesson06_grouped_matmul.LESSON.rungs, ids=lambda rung: rung.__name__)
+@pytest.mark.parametrize("rung", lesson08_grouped_matmul.LESSON.rungs, ids=lambda rung: rung.__name__)
 @pytest.mark.parametrize("ends", [[-9, 20, 60, 90], [5, 30, 10, 40], [40, 0, 0, 0], [50, 60, 70, 80]], ids=str)
 def test_wrong_offsets_of_groups_lead_nowhere_else(rung, ends):
     """The host does not know the offsets, so it cannot refuse them. The result is undefined; no access is outside."""
@@ -27,8 +27,8 @@ def test_wrong_offsets_of_groups_lead_nowhere_else(rung, ends):
 
 def test_each_rung_of_the_hopper_ladder_has_mutants_of_its_own():
     """A CPU model's mutants say nothing of a kernel. Each rung has one that hangs or reads too early."""
-    rungs = {rung.__name__ for rung in lesson07_matmul_hopper.LESSON.rungs}
-    wrong = [mutant for mutant in lesson07_matmul_hopper.LESSON.wrong if mutant.rung in rungs]
+    rungs = {rung.__name__ for rung in lesson09_matmul_hopper.LESSON.rungs}
+    wrong = [mutant for mutant in lesson09_matmul_hopper.LESSON.wrong if mutant.rung in rungs]
     assert {rung: sum(m.rung == rung for m in wrong) >= 3 for rung in rungs} == dict.fromkeys(rungs, True)
     assert {m.rung for m in wrong if {"hang", "nan"} & set(m.caught_by.split(" or "))} == rungs
 
@@ -36,7 +36,7 @@ def test_each_rung_of_the_hopper_ladder_has_mutants_of_its_own():
 def test_rungs_of_the_hopper_ladder_share_no_main_loop():
     """Each file is complete: it imports the vocabulary, its problem and the kit, and no other file of its folder."""
     folder = ROOT / "day3_matmul_tk" / "matmul_hopper"
-    for rung in lesson07_matmul_hopper.LESSON.rungs:
+    for rung in lesson09_matmul_hopper.LESSON.rungs:
         path = Path(inspect.getfile(rung))
         assert path.parent == folder
         allowed = {"lessonkit", "math", "triton", "course_ops", "problems"}

@@ -26,7 +26,7 @@ from lessonkit.pages import report
 import pytest
 import torch
 
-from day3_matmul_tk import lesson14_matmul_fp8_blocks
+from day3_matmul_tk import lesson12_matmul_fp8_blocks
 from problems import matmul_fp8
 
 ADD = "day2_triton_basics.lesson01_vector_add"
@@ -179,12 +179,12 @@ def test_tma_reads_fp8_scales_in_rows_at_multiples_of_16_bytes(M):
     between[:, ::2] = scales
     for scale_a in (scales, scales.contiguous(), between[:, ::2]):
         launched = mock.MagicMock()
-        lesson14_matmul_fp8_blocks._launch(launched, a, b, scale_a, scale_b, (128, 128))
+        lesson12_matmul_fp8_blocks._launch(launched, a, b, scale_a, scale_b, (128, 128))
         desc = launched.__getitem__.return_value.call_args.args[3]
         assert (list(desc.shape), desc.block_shape) == ([4, M], [1, 64])
         assert desc.strides[0] % 4 == 0
         assert torch.equal(desc.base, scales.t())
-    lesson14_matmul_fp8_blocks._launch(launched, a, b, scales, scale_b, (128, 128))
+    lesson12_matmul_fp8_blocks._launch(launched, a, b, scales, scale_b, (128, 128))
     desc = launched.__getitem__.return_value.call_args.args[3]
     assert (desc.base.data_ptr() == scales.data_ptr()) == (M % 4 == 0)
 

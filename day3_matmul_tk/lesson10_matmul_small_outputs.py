@@ -4,11 +4,11 @@
 SPLITS programs compute one tile, each over a part of K, and then add up their partial sums.
 
 You will be able to: split K in one launch, let programs meet through a counter that is never reset, and say why the
-waiting ends. You need: lesson 7 (ring, warp specialization).
+waiting ends. You need: lesson 9 (ring, warp specialization).
 A Hopper GPU runs the rungs. Without one they are compiled, and a CPU model of the meeting runs, in any order.
-Run it:    python day3_matmul_tk/lesson12_matmul_small_outputs.py
-Check it:  python -m lessonkit check lesson12_matmul_small_outputs
-Time it:   python -m lessonkit bench lesson12_matmul_small_outputs
+Run it:    python day3_matmul_tk/lesson10_matmul_small_outputs.py
+Check it:  python -m lessonkit check lesson10_matmul_small_outputs
+Time it:   python -m lessonkit bench lesson10_matmul_small_outputs
 
 Budget for M = 128, N = K = 4096, in cycles. An SM loads 40 bytes a cycle, and HBM gives 2300 to all SMs. The two
 overlap; the partial sums come afterwards:
@@ -62,7 +62,7 @@ block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads
 
 @aggregate
 class Ring:
-    """Lesson 7's ring. A transposed matrix is copied as it lies, and wgmma reads it by columns."""
+    """Lesson 9's ring. A transposed matrix is copied as it lies, and wgmma reads it by columns."""
 
     a_desc: tma.tensor_descriptor
     b_desc: tma.tensor_descriptor

@@ -4,7 +4,7 @@ x [M, K] becomes q in e4m3 and a scale for each group, so that q * scale is x, n
 the largest number that e4m3 has, and q = x / scale rounded to 3 bits of mantissa. A number loses at most 1/16 of
 itself, unless it is 2^15 times smaller than the largest of its group: then it becomes a multiple of 2^-9 * scale, or 0.
 
-    scheme   group           scales in fp32         who takes them (lesson 5)
+    scheme   group           scales in fp32         who takes them (lesson 6)
     tensor   all of x        [1, 1]                 both, per tensor
     rows     a row           [M, 1]                 both, row-wise
     blocks   1 x 128         [M, K/128]             A, blockwise: activations have outliers in some columns
@@ -16,9 +16,9 @@ faster, where x is larger than L2. It is one reason for small groups, and why th
 the step before.
 
 You will learn: maxima by integers, rounding that must agree to the bit, what a group costs in traffic and in digits.
-Run it:    python day3_matmul_tk/lesson05b_quantize_fp8.py
-Check it:  python -m lessonkit check lesson05b_quantize_fp8
-Time it:   python -m lessonkit bench lesson05b_quantize_fp8
+Run it:    python day3_matmul_tk/lesson07_quantize_fp8.py
+Check it:  python -m lessonkit check lesson07_quantize_fp8
+Time it:   python -m lessonkit bench lesson07_quantize_fp8
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, expect, needs

@@ -18,9 +18,9 @@ The best place is a third: where dy itself is made, in an MLP by the product dou
 crossing, of z. That needs both layers in one operator, as fused MLPs have them.
 
 You will learn: how to choose what a backward saves, column sums on the way, an autograd Function and an operator.
-Run it:    python day3_matmul_tk/lesson04b_matmul_epilogue_backward.py
-Check it:  python -m lessonkit check lesson04b_matmul_epilogue_backward
-Time it:   python -m lessonkit bench lesson04b_matmul_epilogue_backward
+Run it:    python day3_matmul_tk/lesson05_matmul_epilogue_backward.py
+Check it:  python -m lessonkit check lesson05_matmul_epilogue_backward
+Time it:   python -m lessonkit bench lesson05_matmul_epilogue_backward
 """
 
 import math

@@ -14,7 +14,7 @@
 // Sources: PTX ISA, "Matrix fragments for mma.m16n8k16", ldmatrix, cp.async; Spector et al., ThunderKittens (2024),
 // whose nouns and verbs these are; NVIDIA, CUTLASS: "Efficient GEMM in CUDA".
 //
-// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o tiles day3_matmul_tk/lesson08_tiles.cu   (sm_80 or newer)
+// Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o tiles day3_matmul_tk/lesson13_tiles.cu   (sm_80 or newer)
 // Run:      ./tiles
 #include <cuda_bf16.h>
 

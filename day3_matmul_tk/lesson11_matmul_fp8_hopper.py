@@ -1,14 +1,14 @@
 """fp8 matmul on Hopper: the same ring, twice the FLOPs
 ====================================================
-Lesson 7's persistent kernel with elements of 8 bits. A row of a stage is 128 bytes again, now 128 elements, and the
+Lesson 9's persistent kernel with elements of 8 bits. A row of a stage is 128 bytes again, now 128 elements, and the
 tensor cores multiply 4096 pairs a cycle instead of 2048.
 
 You will be able to: say what 8 bits change in a Hopper kernel and what they leave as it was, and load scales where they
-cost nothing. You need: lesson 7 (the kernel), lesson 5 (scales of a tensor and of rows).
-A Hopper GPU runs the rungs. Without one they are compiled; the barriers are lesson 7's, and so is their CPU model.
-Run it:    python day3_matmul_tk/lesson13_matmul_fp8_hopper.py
-Check it:  python -m lessonkit check lesson13_matmul_fp8_hopper
-Time it:   python -m lessonkit bench lesson13_matmul_fp8_hopper
+cost nothing. You need: lesson 9 (the kernel), lesson 6 (scales of a tensor and of rows).
+A Hopper GPU runs the rungs. Without one they are compiled; the barriers are lesson 9's, and so is their CPU model.
+Run it:    python day3_matmul_tk/lesson11_matmul_fp8_hopper.py
+Check it:  python -m lessonkit check lesson11_matmul_fp8_hopper
+Time it:   python -m lessonkit bench lesson11_matmul_fp8_hopper
 
 Budget of a tile of 128 x 256, in cycles:
 
@@ -26,7 +26,7 @@ change with k: the accumulator is multiplied once, at the end. They are loaded b
     loads                  ssss                      s = scales of 64 rows and 256 columns
     warps                  i       |scale, to bf16, store
 
-Questions before you read on. Which two numbers of lesson 7's kernel change, and which do not? Why is a barrier that
+Questions before you read on. Which two numbers of lesson 9's kernel change, and which do not? Why is a barrier that
 keeps the second consumer two steps behind the first, so that epilogues do not coincide, no gain?
 """
 
@@ -125,7 +125,7 @@ def producer(args):
             count += 1
 
 
-# New against lesson 7: instr_shape's 32 elements of K, B by rows of b.t(), and the scales. They are loaded before the
+# New against lesson 9: instr_shape's 32 elements of K, B by rows of b.t(), and the scales. They are loaded before the
 # last MMA is waited for, so that they arrive under it.
 @gluon.jit
 def consumer(args, WHICH: gl.constexpr):
@@ -176,7 +176,7 @@ def fp8_kernel(
     gl.warp_specialize([(consumer, (args, 0)), (consumer, (args, 1)), (producer, (args,))], [4, 1], [232, 40])
 
 
-# Rung 1. Predicted against lesson 5's matmul_fp8: what lesson 7's persistent kernel gains on lesson 2, 1% to 2%.
+# Rung 1. Predicted against lesson 6's matmul_fp8: what lesson 9's persistent kernel gains on lesson 2, 1% to 2%.
 @needs(90, "TMA and wgmma", only=True)
 def summed(a, b, scale_a, scale_b):
     """a [M, K], b [K, N] (b.t() contiguous) in e4m3, fp32 scales [1, 1] or [M, 1] and [1, N] -> [M, N] in bf16.
@@ -209,7 +209,7 @@ def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K):
 
 def _run(a, b, scale_a, scale_b, widths=(256,)):
     if (scheme := scheme_of(a, b, scale_a, scale_b)) == "blocks":
-        raise Unsupported("the tensor cores sum over all of K: scales that change with k come in lesson 14")
+        raise Unsupported("the tensor cores sum over all of K: scales that change with k come in lesson 12")
     (M, K), N = a.shape, b.shape[1]
     c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
     if not tma_takes(a, b.t(), c):

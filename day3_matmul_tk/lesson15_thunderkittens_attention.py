@@ -1,20 +1,20 @@
 """ThunderKittens: attention forward, right for every sequence length
 ==================================================================
 softmax(Q K^T / sqrt(D)) V for D = 64 and 128, causal or not, as kernels on ThunderKittens' headers; what they predict
-is in lesson10_thunderkittens_attention.cu: warps with mma.sync, warpgroups with wgmma and a producer, and scores that
+is in lesson15_thunderkittens_attention.cu: warps with mma.sync, warpgroups with wgmma and a producer, and scores that
 are asked for a step ahead, so that the exponentials run under products. Day 4 is about attention itself; here it shows
 what a tile library is good for beside matmul, and what one has to check when a library's own kernel is at hand: that
 one (kernels/attention/mha_h100, April 2026) leaves all rows past the last multiple of 192 unwritten, at S = 2048 the
 last 128, and neither it nor its test says so. Every check here fills the output with NaN first.
 
-Where to get ThunderKittens: lesson 9. (`source env.src; python setup.py install` is of its first version and gone.)
+Where to get ThunderKittens: lesson 14. (`source env.src; python setup.py install` is of its first version and gone.)
 Peers: PyTorch's scaled_dot_product_attention by FlashAttention-2, which has no wgmma, and by cuDNN, which does.
 
 You will learn: tails and masks in words for tiles, online softmax as column vectors, how to make a compiler keep an
 order.
-Run it:    python day3_matmul_tk/lesson10_thunderkittens_attention.py
-Check it:  python -m lessonkit check lesson10_thunderkittens_attention     a Hopper GPU; without one, the next line
-Read it:   python -m lessonkit compile lesson10_thunderkittens_attention   registers and instructions, no GPU needed
+Run it:    python day3_matmul_tk/lesson15_thunderkittens_attention.py
+Check it:  python -m lessonkit check lesson15_thunderkittens_attention     a Hopper GPU; without one, the next line
+Read it:   python -m lessonkit compile lesson15_thunderkittens_attention   registers and instructions, no GPU needed
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect, needs
@@ -23,7 +23,7 @@ import torch
 
 from problems.attention_plain import PROBLEM
 
-kernels = cuda.extension(__file__)  # lesson10_thunderkittens_attention.cu, built at the first call
+kernels = cuda.extension(__file__)  # lesson15_thunderkittens_attention.cu, built at the first call
 
 
 @needs(90, "ThunderKittens as built for Hopper", only=True)
@@ -82,7 +82,7 @@ FULL = {"B": 8, "H": 16, "S": 2048, "D": 128, "causal": False}
 
 LESSON = Lesson(
     about=About(
-        teaches="attention in the same words ([.cu](lesson10_thunderkittens_attention.cu)): tails, masks, column "
+        teaches="attention in the same words ([.cu](lesson15_thunderkittens_attention.cu)): tails, masks, column "
         "vectors, order",
         hours=1,
         operator="attention",

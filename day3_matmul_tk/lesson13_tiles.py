@@ -2,7 +2,7 @@
 =============================================================
 Lesson 1's kernel says `tl.dot(a, b, acc)` of whole tiles, cuda_src/13 spells out every lane. In between lies the idea
 on which ThunderKittens and CuTe are built: C++ types for tiles, whose layout is the type's business. tiles.cuh is such
-a library in 170 lines, made from four instructions; lesson08_tiles.cu is a matmul in it, 12 lines long, next to the
+a library in 170 lines, made from four instructions; lesson13_tiles.cu is a matmul in it, 12 lines long, next to the
 same loop by hand. Predicted: as many copies, ldmatrix, products and stores, so the same time. The library is read, not
 run.
 
@@ -11,9 +11,9 @@ for another layout? what can it not know? Then v1 and v2 side by side, then what
 
 You will learn: register tiles, shared tiles, fragments; that an abstraction whose sizes are known costs no
 instruction, and what it may cost all the same; what stays outside of it, the waiting.
-Run it:    python day3_matmul_tk/lesson08_tiles.py
-Check it:  python -m lessonkit check lesson08_tiles
-Compare:   python -m lessonkit compile lesson08_tiles     tiles_kernel and by_hand_kernel, line by line
+Run it:    python day3_matmul_tk/lesson13_tiles.py
+Check it:  python -m lessonkit check lesson13_tiles
+Compare:   python -m lessonkit compile lesson13_tiles     tiles_kernel and by_hand_kernel, line by line
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, compiled, cuda
@@ -21,7 +21,7 @@ from lessonkit.cuda import toolchain
 
 from problems.matmul import PROBLEM_BF16, multiply_padded
 
-kernels = cuda.extension(__file__)  # lesson08_tiles.cu, built at the first call
+kernels = cuda.extension(__file__)  # lesson13_tiles.cu, built at the first call
 PIECE = 8  # elements: 16 bytes
 
 
@@ -63,7 +63,7 @@ LARGE = {"M": 8192, "N": 8192, "K": 8192}
 LESSON = Lesson(
     about=About(
         teaches="a tile library of 170 lines ([tiles.cuh](tiles.cuh)), a matmul in it "
-        "([.cu](lesson08_tiles.cu)), and what it costs: no instruction, and up to 8% of the time",
+        "([.cu](lesson13_tiles.cu)), and what it costs: no instruction, and up to 8% of the time",
         hours=0.75,
         star=True,
         operator="matmul",

@@ -1,7 +1,7 @@
 """Matmul in fp8: twice the FLOPs, half the bytes, and scales that make 8 bits enough
 ==================================================================================
 e4m3 has 4 bits of exponent and 3 of mantissa: 448 is its largest number, 2^-9 its smallest. So A is kept as q_a * s_a,
-q in fp8 and s an fp32 scale that puts the largest number of a group at 448 (lesson 5b). The smaller the groups, the
+q in fp8 and s an fp32 scale that puts the largest number of a group at 448 (lesson 7). The smaller the groups, the
 less an outlier costs; and the more there is to do in the matmul, for the scales have to come back in:
 
     scheme      scale_a [M or 1, K/128 or 1]   scale_b [K/128 or 1, N or N/128 or 1]   where they are multiplied in
@@ -15,9 +15,9 @@ as near as it was: tiles of 128 x 256 ask for 48 bytes a cycle and SM, and 39 ar
 B must lie as [N, K]: wgmma transposes 16-bit tiles on its way, not 8-bit ones.
 
 You will learn: what a scale may depend on, how the tensor core adds up, and how to get its digits back.
-Run it:    python day3_matmul_tk/lesson05_matmul_fp8.py
-Check it:  python -m lessonkit check lesson05_matmul_fp8
-Time it:   python -m lessonkit bench lesson05_matmul_fp8
+Run it:    python day3_matmul_tk/lesson06_matmul_fp8.py
+Check it:  python -m lessonkit check lesson06_matmul_fp8
+Time it:   python -m lessonkit bench lesson06_matmul_fp8
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, needs, num_sms, tma_takes

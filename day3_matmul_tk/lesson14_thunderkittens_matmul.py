@@ -1,9 +1,9 @@
 """ThunderKittens: a matmul at the speed of cuBLAS in words for tiles
 ==================================================================
 A library of headers whose words are tiles in registers, shared and global memory and what warps do to them. The kernels
-of this lesson, and what each predicts, are in lesson09_thunderkittens_matmul.cu: a plain loop, wgmma, the copy engine
+of this lesson, and what each predicts, are in lesson14_thunderkittens_matmul.cu: a plain loop, wgmma, the copy engine
 with two buffers, a producer and two consumers, the library's load-compute-store-finish template, and that loop written
-out. Lesson 8 builds the first third of such a library; cuda_src/13 and 13b are the same ladder without one. The bar is
+out. Lesson 13 builds the first third of such a library; cuda_src/13 and 13b are the same ladder without one. The bar is
 cuBLAS: at M = N = K = 4096 137 GFLOP, at the 700 to 800 TFLOP/s that an H200 sustains 0.17 to 0.2 ms.
 
 Get it. Version 2 is headers only: nothing is installed. `source env.src; python setup.py install`, which older
@@ -22,16 +22,16 @@ not be: what a tile has below the last arrives as zeros and is not stored. Tiles
 too but no columns at all, and register tiles stored straight to memory count nothing; the first two rungs pad N to 128.
 
 You will learn: what a tile library takes from you and what it leaves (all the waiting); how to read its template.
-Run it:    python day3_matmul_tk/lesson09_thunderkittens_matmul.py
-Check it:  python -m lessonkit check lesson09_thunderkittens_matmul       a Hopper GPU; without one, the next line
-Read it:   python -m lessonkit compile lesson09_thunderkittens_matmul     registers and instructions, no GPU needed
+Run it:    python day3_matmul_tk/lesson14_thunderkittens_matmul.py
+Check it:  python -m lessonkit check lesson14_thunderkittens_matmul       a Hopper GPU; without one, the next line
+Read it:   python -m lessonkit compile lesson14_thunderkittens_matmul     registers and instructions, no GPU needed
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, case, cuda, needs
 
 from problems.matmul import PROBLEM_BF16, multiply_padded
 
-kernels = cuda.extension(__file__)  # lesson09_thunderkittens_matmul.cu, built at the first call
+kernels = cuda.extension(__file__)  # lesson14_thunderkittens_matmul.cu, built at the first call
 PANEL = 64  # columns
 
 
@@ -75,7 +75,7 @@ LARGE = {"M": 8192, "N": 8192, "K": 8192}
 
 LESSON = Lesson(
     about=About(
-        teaches="the ladder in ThunderKittens ([.cu](lesson09_thunderkittens_matmul.cu)), from a plain loop to "
+        teaches="the ladder in ThunderKittens ([.cu](lesson14_thunderkittens_matmul.cu)), from a plain loop to "
         "its template and past it",
         hours=1.5,
         star=True,

@@ -9,9 +9,9 @@ group is half empty on average, 8 halves on 64: 6%. 32768 tokens for 128 experts
 for 8 experts wait for 0.94 GB of weights: 0.22 ms.
 
 You will learn: a grid for the worst case, finding one's work by a search, persistent programs, TMA with three axes.
-Run it:    python day3_matmul_tk/lesson06_grouped_matmul.py
-Check it:  python -m lessonkit check lesson06_grouped_matmul
-Time it:   python -m lessonkit bench lesson06_grouped_matmul
+Run it:    python day3_matmul_tk/lesson08_grouped_matmul.py
+Check it:  python -m lessonkit check lesson08_grouped_matmul
+Time it:   python -m lessonkit bench lesson08_grouped_matmul
 """
 
 import math

@@ -7,9 +7,9 @@ You will be able to: write a matmul at cuBLAS's speed whose schedule you chose y
 wait. You can say which mistakes hang, and which give wrong values.
 You need: lessons 1 and 2. A Hopper GPU runs the rungs. Without one they are compiled, their machine code is read, and
 a CPU model of the last rung's barriers runs, in any order of its warps.
-Run it:    python day3_matmul_tk/lesson07_matmul_hopper.py
-Check it:  python -m lessonkit check lesson07_matmul_hopper
-Time it:   python -m lessonkit bench lesson07_matmul_hopper
+Run it:    python day3_matmul_tk/lesson09_matmul_hopper.py
+Check it:  python -m lessonkit check lesson09_matmul_hopper
+Time it:   python -m lessonkit bench lesson09_matmul_hopper
 Compare:   diff day3_matmul_tk/matmul_hopper/tma.py day3_matmul_tk/matmul_hopper/ring.py
 
 Budget. One SM, one step of K (64) of a tile of 128 x 256, bf16:
@@ -58,7 +58,7 @@ Experiments: change one thing, predict, then `bench`.
     warpgroup_mma_wait(0) in persistent.py    how much do two warpgroups hide by themselves?
     [232, 40] -> [208, 88]                    what does `compile` say of spills? 128 registers are accumulator
 Mistakes worth making on an H200: matmul_hopper/mutants.py lists wrong versions of each rung. Which hang, and which give
-wrong values? Write it down, then `python -m lessonkit mutants lesson07_matmul_hopper`.
+wrong values? Write it down, then `python -m lessonkit mutants lesson09_matmul_hopper`.
 
 Two questions before you read on. Why does tma.py need no mbarrier that says a stage is empty? In persistent.py a
 consumer arrives on `empty` once more after its loop over steps; what happens without it, and in which round of tiles?

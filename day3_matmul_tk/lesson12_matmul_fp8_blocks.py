@@ -1,15 +1,15 @@
 """fp8 matmul on Hopper: block scales, promoted under another warpgroup's MMA
 ==========================================================================
-Block scales (lesson 5: A in 1 x 128 blocks, B in 128 x 128) change every 128 of K. The tensor cores' sum must end there
+Block scales (lesson 6: A in 1 x 128 blocks, B in 128 x 128) change every 128 of K. The tensor cores' sum must end there
 and be *promoted*: multiplied by its two scales and added to an accumulator in fp32 registers.
 
 You will be able to: say what a promotion costs and where it is hidden, and choose a tile by registers.
-You need: lesson 7 (warp specialization), lesson 5 (block scales), lesson 13.
+You need: lesson 9 (warp specialization), lesson 6 (block scales), lesson 11.
 Sources: DeepSeek-V3, section 3.3.2, for the scales and why to promote; DeepGEMM has two such consumers.
-A Hopper GPU runs the rungs. Without one they are compiled; the barriers are lesson 7's, and so is their CPU model.
-Run it:    python day3_matmul_tk/lesson14_matmul_fp8_blocks.py
-Check it:  python -m lessonkit check lesson14_matmul_fp8_blocks
-Time it:   python -m lessonkit bench lesson14_matmul_fp8_blocks
+A Hopper GPU runs the rungs. Without one they are compiled; the barriers are lesson 9's, and so is their CPU model.
+Run it:    python day3_matmul_tk/lesson12_matmul_fp8_blocks.py
+Check it:  python -m lessonkit check lesson12_matmul_fp8_blocks
+Time it:   python -m lessonkit bench lesson12_matmul_fp8_blocks
 
 Budget of one SM, for a tile of 128 x 128 and 128 of K:
 
@@ -110,7 +110,7 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
         tma.async_copy_shared_to_global(c_desc, [row, col + 64 * p], panel)
 
 
-# New against lesson 13: a step's scales of A come with it, 64 for each consumer.
+# New against lesson 11: a step's scales of A come with it, 64 for each consumer.
 @gluon.jit
 def producer(args):
     CONSUMERS: gl.constexpr = args.CONSUMERS
@@ -239,7 +239,7 @@ def three_warpgroups(a, b, scale_a, scale_b):
 # Rung 4. New: the tile follows the shape, and each scheme has its kernel. Predicted: the better of rungs 2 and 3.
 @needs(90, "TMA and wgmma", only=True)
 def matmul_fp8(a, b, scale_a, scale_b):
-    """As promoted, and all that lesson 5's fp8_blocks takes: course_ops has the kernels of lessons 13 and 5."""
+    """As promoted, and all that lesson 6's fp8_blocks takes: course_ops has the kernels of lessons 11 and 6."""
     try:
         return _promote(a, b, scale_a, scale_b, (128, 256), (192, 128), (128, 128))
     except Unsupported:
@@ -249,7 +249,7 @@ def matmul_fp8(a, b, scale_a, scale_b):
 
 def _promote(a, b, scale_a, scale_b, *tiles):
     if (scheme := scheme_of(a, b, scale_a, scale_b)) != "blocks":
-        raise Unsupported(f"what has the scales of {scheme} need not be promoted: lesson 13 is faster")
+        raise Unsupported(f"what has the scales of {scheme} need not be promoted: lesson 11 is faster")
 
     def area_of_an_sm(tile):
         count = triton.cdiv(a.shape[0], tile[0]) * triton.cdiv(b.shape[1], tile[1])

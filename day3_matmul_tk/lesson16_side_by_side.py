@@ -12,7 +12,7 @@ another ring, clusters with multicast), or to know what the others do.
 
 Predict before you run: how many lines do you expect of each, and how much of cuBLAS's speed do they differ by?
 You will learn: to compare languages by what they decide for you.
-Run it:    python day3_matmul_tk/lesson11_side_by_side.py
+Run it:    python day3_matmul_tk/lesson16_side_by_side.py
 """
 
 import ast
@@ -27,16 +27,16 @@ from lessonkit.cuda import build
 # way: lesson, rung, and who decides: layout, copies and barriers, registers and warps
 WAYS = {
     "Triton": ("day3_matmul_tk.lesson02_matmul_persistent", "subtiled", "compiler", "compiler", "compiler"),
-    "Gluon": ("day3_matmul_tk.lesson07_matmul_hopper", "persistent", "you name it", "you", "you"),
-    "ThunderKittens": ("day3_matmul_tk.lesson09_thunderkittens_matmul", "matmul_persistent", "library", "you", "you"),
+    "Gluon": ("day3_matmul_tk.lesson09_matmul_hopper", "persistent", "you name it", "you", "you"),
+    "ThunderKittens": ("day3_matmul_tk.lesson14_thunderkittens_matmul", "matmul_persistent", "library", "you", "you"),
     "CUDA C++": ("cuda_src.13b_hopper_matmul_persistent", "matmul_persistent", "you, in bits", "you", "you"),
 }
 LADDERS = (
     "day3_matmul_tk.lesson01_matmul",
     "day3_matmul_tk.lesson02_matmul_persistent",
-    "day3_matmul_tk.lesson07_matmul_hopper",
-    "day3_matmul_tk.lesson08_tiles",
-    "day3_matmul_tk.lesson09_thunderkittens_matmul",
+    "day3_matmul_tk.lesson09_matmul_hopper",
+    "day3_matmul_tk.lesson13_tiles",
+    "day3_matmul_tk.lesson14_thunderkittens_matmul",
     "cuda_src.13_hopper_matmul",
     "cuda_src.13b_hopper_matmul_persistent",
 )

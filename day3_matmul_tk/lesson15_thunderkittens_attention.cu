@@ -19,7 +19,7 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -DKITTENS_HOPPER --use_fast_math
 //           --expt-extended-lambda --expt-relaxed-constexpr -Icuda_src/include -I$THUNDERKITTENS_ROOT/include
-//           -I$THUNDERKITTENS_ROOT/prototype -o attention day3_matmul_tk/lesson10_thunderkittens_attention.cu
+//           -I$THUNDERKITTENS_ROOT/prototype -o attention day3_matmul_tk/lesson15_thunderkittens_attention.cu
 // Needs: ThunderKittens Hopper
 #include "matmul.cuh"  // random values on the device, is_hopper
 #include "kittens_driver.cuh"

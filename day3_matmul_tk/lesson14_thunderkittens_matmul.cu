@@ -13,7 +13,7 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -DKITTENS_HOPPER --use_fast_math
 //           --expt-extended-lambda --expt-relaxed-constexpr -Icuda_src/include -I$THUNDERKITTENS_ROOT/include
-//           -I$THUNDERKITTENS_ROOT/prototype -o matmul day3_matmul_tk/lesson09_thunderkittens_matmul.cu
+//           -I$THUNDERKITTENS_ROOT/prototype -o matmul day3_matmul_tk/lesson14_thunderkittens_matmul.cu
 // Needs: ThunderKittens Hopper
 #include "matmul.cuh"  // the check of its main, cuBLAS, is_hopper
 #include "kittens_driver.cuh"
