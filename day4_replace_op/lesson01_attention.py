@@ -11,7 +11,7 @@ on them reads S^2 numbers and writes S^2. For a head with S = 4096, D = 128 in b
     scale, mask, softmax in one     4                                 134 MB      32 us         11 us
     the matrix computed twice       0                                 some MB     0             16 us
 
-And memory: S^2 grows four times when S doubles: with 16 heads 0.5 GB a matrix at 4096, 8.6 GB at 16384 (lesson 1b).
+And memory: S^2 grows four times when S doubles: with 16 heads 0.5 GB a matrix at 4096, 8.6 GB at 16384 (lesson 2).
 
 You will learn: where attention's time and memory go, what fusion can save of it, why recomputing may be the cheaper.
 Run it:    python day4_replace_op/lesson01_attention.py
@@ -127,7 +127,7 @@ def attention_fused_softmax(q, k, v, causal=False):
 # a first kernel computes the scores for these alone and throws them away, a second computes them again, now knows the
 # weights, and multiplies by V. Predicted: 6 S^2 D FLOPs instead of 4, and no S^2 bytes: at S = 4096, D = 128, 16 us of
 # products for 11 us and 32 us of crossings. (The keys come again for each 64 queries, but from L2.) What is left to
-# wish for: to need the scores only once. That is lesson 2.
+# wish for: to need the scores only once. That is lesson 3.
 @triton.jit
 def logsumexp_kernel(
     q_ptr, k_ptr, lse_ptr,  # [BH, S, D], [BH, S, D], [BH, S] in fp32

@@ -58,7 +58,7 @@ print(f"one crossing of the scores: {matrix / 1e6:.3g} MB; of q, k, v and o: {gi
 
 # %% [markdown]
 # ## Triton version
-# `course_ops.attention`, whose kernels are this day's (lessons 3 to 7): a tile of queries walks over tiles of keys,
+# `course_ops.attention`, whose kernels are this day's (lessons 4 to 10): a tile of queries walks over tiles of keys,
 # scores stay on the chip, the backward computes them again. Its error against float64 may be twice PyTorch's, no more.
 # Inside `kernels()` it runs its kernels without a GPU too, interpreted.
 
@@ -82,7 +82,7 @@ for name, e in error.items():
 
 # %% [markdown]
 # ## ThunderKittens version
-# Day 3's lesson 10, in C++: it runs on a Hopper GPU with nvcc and the library's headers. It has a forward only.
+# Day 3's lesson 15, in C++: it runs on a Hopper GPU with nvcc and the library's headers. It has a forward only.
 
 # %%
 versions = {"written out": written_out, "SDPA": sdpa, "Triton": triton_version}
@@ -150,6 +150,6 @@ if ms:
     gain = {name: f"{ms[name] / ms['Triton']:.2f}" for name in ms}
     print(f"The Triton version's speed over the others': {gain}")
     print(f"FLOPs a byte: written out {before:.0f}, in tiles {after:.0f}; this machine's ridge is {ridge:.0f}.")
-    print(f"It runs at {rate / fastest:.0%} of a matmul's rate. The rest is softmax between two matmuls: lesson 6.")
+    print(f"It runs at {rate / fastest:.0%} of a matmul's rate. The rest is softmax between two matmuls: lesson 8.")
 else:
     print("Right on this machine; how fast, say the rows of a GPU in reports/, or this notebook run on one.")

@@ -144,7 +144,7 @@ def test_diff_shows_the_idea():
 
 
 def test_diff_finds_rungs_in_a_lessons_folder():
-    result = invoke(cli.app, ["diff", "lesson06_flash_hopper", "warp_specialized", "overlap_softmax"])
+    result = invoke(cli.app, ["diff", "lesson08_flash_hopper", "warp_specialized", "overlap_softmax"])
     assert result.exit_code == 0
     assert "+def overlap_softmax" in result.output
     assert "+def drain(c, p, o, step):" in result.output

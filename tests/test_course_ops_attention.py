@@ -466,7 +466,7 @@ def print_launches():
     from triton.runtime.jit import JITFunction
 
     from course_ops.attention import launch_forward
-    from day4_replace_op import lesson07b_flash_decoding_shares as lesson7b
+    from day4_replace_op import lesson11_flash_decoding_shares as lesson7b
     from problems.attention import PROBLEM
 
     made, answers = [], []

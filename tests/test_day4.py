@@ -8,8 +8,8 @@ from lessonkit.base.files import ROOT
 import pytest
 import torch
 
-from day4_replace_op.lesson13_profile import METRICS, read_ncu, verdict
-from day4_replace_op.lesson13b_trace import Frame, labelled, svg
+from day4_replace_op.lesson24_profile import METRICS, read_ncu, verdict
+from day4_replace_op.lesson25_trace import Frame, labelled, svg
 from workloads.gpt import FUSED, ONE_FOR_ONE, TINY, VARIANTS, Attention, batches, make, variant
 
 FOLDER = ROOT / "day4_replace_op"

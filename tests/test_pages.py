@@ -205,7 +205,7 @@ def test_a_table_over_the_length_becomes_a_pivot_with_ratios_and_a_sentence(monk
 def test_a_comparison_stands_in_place_of_the_table_of_its_name():
     """Lesson 9's long tables, as pivots."""
     for folder in FOLDERS:
-        for path in folder.glob("*.lesson09_compare_attention.md"):
+        for path in folder.glob("*.lesson14_compare_attention.md"):
             text = path.read_text()
             names = re.findall(r"^## (\w+ \d+(?: causal)?)$", text, re.MULTILINE)
             assert len(names) == 8

@@ -1,4 +1,4 @@
-"""Causal: the upper consumer skips the block of queries that does not see its keys (rung 6 of lesson 6h).
+"""Causal: the upper consumer skips the block of queries that does not see its keys (rung 6 of lesson 9).
 
 At D = 128 the first block of a causal tile has 64 queries. The last 64 of the tile's 128 keys come after all of them:
 

@@ -1,4 +1,4 @@
-"""Five matmuls: one pass over the score matrix makes dQ, dK and dV (rung 1 of lesson 6h).
+"""Five matmuls: one pass over the score matrix makes dQ, dK and dV (rung 1 of lesson 9).
 
 A CTA has a tile of 128 keys, for which its two consumer warpgroups keep dK and dV of 64 keys each in registers. For
 each block of queries it computes S and dP once, and all three gradients of them. dQ has many owners, so it is added up

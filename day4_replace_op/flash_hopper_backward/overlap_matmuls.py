@@ -1,4 +1,4 @@
-"""Overlap: each matmul is issued as soon as its operands are there, and awaited as late as possible (rung 2 of 6h).
+"""Overlap: each matmul is issued as soon as its operands are there, and awaited as late as possible (rung 2 of 9).
 
 wgmma is asynchronous and runs in order. Waiting until at most one matmul is outstanding means that the one before the
 last is complete. So a consumer always has one in flight while it does anything else:

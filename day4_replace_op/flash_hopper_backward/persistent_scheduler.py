@@ -1,4 +1,4 @@
-"""Persistent kernel with a dynamic tile scheduler (rung 4 of lesson 6h).
+"""Persistent kernel with a dynamic tile scheduler (rung 4 of lesson 9).
 
 With a CTA for each tile, a tile's two ends have no matmuls: barriers, the first loads, the last dQ, the store of dK and
 dV. One CTA an SM works through many tiles instead, and the producer warp overlaps the ends of two tiles:

@@ -1,4 +1,4 @@
-"""Ping-pong scheduling: the consumers take turns at exponentials (rung 5 of lesson 6h).
+"""Ping-pong scheduling: the consumers take turns at exponentials (rung 5 of lesson 9).
 
 Two consumers that meet at each step reach their exponentials at the same time. Then only dP runs on the tensor cores,
 and at D = 64 the exponentials take twice as long. One character is 128 cycles at D = 64, capitals are consumer 0:

@@ -1,4 +1,4 @@
-"""TMA reduce: dQ is added up by TMA, not by the consumers' threads (rung 3 of lesson 6h).
+"""TMA reduce: dQ is added up by TMA, not by the consumers' threads (rung 3 of lesson 9).
 
 In rung 2 a consumer's threads issue 32 atomic instructions of 512 bytes a step. They leave an SM at 32 to 64 bytes a
 cycle, and a warp whose queue is full stalls. A TMA reduce (cp.reduce.async.bulk.tensor, .add) takes one thread: the

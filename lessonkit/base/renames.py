@@ -1,6 +1,6 @@
 """What lessons, rungs, exercises and reports were called: renames.toml carries rows, progress and names along.
 
-    [lessons]    "day4_replace_op.lesson06_flash_hopper" = "day4_replace_op.lesson20_warp_specialized"
+    [lessons]    "day4_replace_op.lesson08_flash_hopper" = "day4_replace_op.lesson20_warp_specialized"
     [rungs]      "day4_replace_op.lesson20_warp_specialized: ahead" = "overlap_softmax"
     [exercises]  "day2_triton_basics.exercise01_mul" = "day2_triton_basics.exercise01_product"
     [reports]    "ncu" = "counters"

@@ -104,7 +104,7 @@ def _programs(name: str, texts: tuple[tuple[Path, str], ...], each: bool) -> tup
 def _files(name: str, rung: str) -> list[Path]:
     """The rung's file and, if its kernels are CUDA C++, the program beside it with the headers that are its own.
 
-    The rung's file is the lesson, or one of the lesson's folder: day4/lesson06_flash_hopper.py declares the rungs of
+    The rung's file is the lesson, or one of the lesson's folder: day4/lesson08_flash_hopper.py declares the rungs of
     day4/flash_hopper/.
     """
     place = getattr(getattr(sys.modules[name], rung, None), "__module__", name)

@@ -1,0 +1,370 @@
+"""Flash attention, second version: queries outside, and nothing done twice
+=======================================================================
+Version 1 carries O, m and l to memory and back for each block of keys. With the loops exchanged they never leave the
+registers: a program takes BLOCK_M queries and walks over the keys. Q, O and lse then cross the bus once, K and V once
+for each BLOCK_M queries, and mostly from L2; and programs are B H S / BLOCK_M, enough for every GPU, where version 1
+had B H. (Dao, "FlashAttention-2", 2023, section 3.) What is left is arithmetic. For a tile of 128 x 128 scores an SM of
+Hopper takes, in cycles, when nothing overlaps:
+
+    tensor cores: both products                   4 * 128 * 128 * D / 4096          D = 64: 1024     D = 128: 2048
+    exponentials, 16 a cycle                      128 * 128 / 16                            1024              1024
+    each other instruction on a score, 128 a cycle                                           128               128
+    each instruction on a number of O                                                         64               128
+
+    rung            instructions a score   on O     beside the products, D = 64, 128
+    swapped         7.5                    10       1024 +  960 + 640, 1280          2624, 3264
+    deferred        7.5                    1        1024 +  960 +  64,  128          2048, 2112
+    folded          5.5                    1        1024 +  704 +  64,  128          1792, 1856
+    tma             3.5                    1        1024 +  448 +  64,  128          1536, 1600
+
+A tile in tma's 3648 cycles at D = 128 would be 56% of the tensor cores' peak, and 40% at D = 64: what is beside the
+products can only be hidden under those of other warps, not removed any further.
+
+You will learn: which loop to give to the grid, FLOPs that are not products, exp2, tail blocks apart, autotuned tiles.
+Run it:    python day4_replace_op/lesson04_flash_v2.py
+Check it:  python -m lessonkit check lesson04_flash_v2
+Time it:   python -m lessonkit bench lesson04_flash_v2
+"""
+
+import math
+
+from lessonkit import (
+    About,
+    Lesson,
+    Mutant,
+    Refusal,
+    Unsupported,
+    case,
+    compiled,
+    device,
+    expect,
+    needs,
+    shared_memory,
+    tma_takes,
+)
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from problems import attention_plain as naive
+from problems.attention_plain import PROBLEM_LSE, precision
+
+WIDTHS = (16, 32, 64, 128)  # D: a power of two, so that a tile has no padding; lesson 5 takes any up to 256
+LOG2E = math.log2(math.e)
+LN2 = tl.constexpr(math.log(2))
+
+
+# Rung 1. New: version 1's loops change places, its arithmetic stays. The loop over queries is now the grid. Predicted:
+# of version 1's traffic Q, O, m and l once instead of S / B_c times; and at S = 16384 2048 programs for 16 heads, not
+# 16: the SMs are full.
+@triton.jit
+def swapped_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # [BH, S, D] each, lse [BH, S] in fp32
+    scale, S, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(S, BLOCK_M)  # programs with the same head are neighbours: its K and V stay in L2
+    head, rows = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = head * S * D + rows[:, None] * D + tl.arange(0, D)[None, :]
+    q = tl.load(q_ptr + tile, mask=rows[:, None] < S, other=0.0)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, S, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        block = head * S * D + keys[:, None] * D + tl.arange(0, D)[None, :]
+        k = tl.load(k_ptr + block, mask=keys[:, None] < S, other=0.0)
+        v = tl.load(v_ptr + block, mask=keys[:, None] < S, other=0.0)
+        acc, total, m = attend_normalized(acc, total, m, q, k, v, S - start, scale, PRECISION)
+    lse = m + tl.log(total)
+    tl.store(o_ptr + tile, acc, mask=rows[:, None] < S)
+    tl.store(lse_ptr + head * S + rows, lse, mask=rows < S)
+
+
+@triton.jit
+def scores(q, k, keys_left, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """q k^T [BLOCK_M, BLOCK_N]. MASKED: keys from keys_left on are past the end."""
+    s = tl.dot(q, k.T, input_precision=PRECISION)
+    if MASKED:
+        s = tl.where(tl.arange(0, s.shape[1])[None, :] < keys_left, s, -float("inf"))
+    return s
+
+
+@triton.jit
+def attend_normalized(acc, total, m, q, k, v, keys_left, scale, PRECISION: tl.constexpr):
+    """Take a block of keys into acc [BLOCK_M, D], total [BLOCK_M] and m [BLOCK_M], as in algorithm 1."""
+    s = scores(q, k, keys_left, True, PRECISION) * scale
+    m_block = tl.max(s, axis=1)
+    m_new = tl.maximum(m, m_block)
+    p = tl.exp(s - m_block[:, None])
+    old, new = tl.exp(m - m_new), tl.exp(m_block - m_new)
+    total_new = old * total + new * tl.sum(p, axis=1)
+    pv = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return ((total * old)[:, None] * acc + new[:, None] * pv) / total_new[:, None], total_new, m_new
+
+
+def swapped(q, k, v):
+    """q, k, v [B, H, S, D] contiguous, D 16, 32, 64 or 128 -> o [B, H, S, D], lse [B, H, S] in fp32."""
+    return _run(swapped_kernel, q, k, v, 1.0)
+
+
+# Rung 2. New: O is divided by the sum once, after the loop; in the loop it is only brought to the new maximum. Of ten
+# instructions on each number of O (two products, a sum, a division of eight or so) one is left, and the tensor cores
+# do the addition. Predicted: at D = 128 5312 cycles a tile become 4160. In machine code it is less: a division by a sum
+# is one reciprocal a row, and a product a number.
+@triton.jit
+def attend_deferred(acc, total, m, q, k, v, keys_left, scale, PRECISION: tl.constexpr):
+    s = scores(q, k, keys_left, True, PRECISION) * scale
+    m_new = tl.maximum(m, tl.max(s, axis=1))
+    p = tl.exp(s - m_new[:, None])
+    old = tl.exp(m - m_new)
+    acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+    return acc, total * old + tl.sum(p, axis=1), m_new
+
+
+@triton.jit
+def deferred_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # [BH, S, D] each, lse [BH, S] in fp32
+    scale, S, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(S, BLOCK_M)  # programs with the same head are neighbours: its K and V stay in L2
+    head, rows = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = head * S * D + rows[:, None] * D + tl.arange(0, D)[None, :]
+    q = tl.load(q_ptr + tile, mask=rows[:, None] < S, other=0.0)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, S, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        block = head * S * D + keys[:, None] * D + tl.arange(0, D)[None, :]
+        k = tl.load(k_ptr + block, mask=keys[:, None] < S, other=0.0)
+        v = tl.load(v_ptr + block, mask=keys[:, None] < S, other=0.0)
+        acc, total, m = attend_deferred(acc, total, m, q, k, v, S - start, scale, PRECISION)
+    acc /= total[:, None]
+    lse = m + tl.log(total)
+    tl.store(o_ptr + tile, acc, mask=rows[:, None] < S)
+    tl.store(lse_ptr + head * S + rows, lse, mask=rows < S)
+
+
+def deferred(q, k, v):
+    """As swapped."""
+    return _run(deferred_kernel, q, k, v, 1.0)
+
+
+# Rung 3. New: exp(scale s - m) = 2^(scale log2(e) s - m log2(e)). The hardware's exponential is a power of 2, so exp
+# multiplies by log2(e) first; with that factor in the scale, and m kept in powers of 2, scale, difference and factor
+# are one fused multiply-add. Predicted: two instructions a score less, 4160 cycles become 3904. In machine code it is
+# more: Triton's exp also compares, and multiplies twice, for results below 2^-126.
+@triton.jit
+def attend(acc, total, m, q, k, v, keys_left, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    s = scores(q, k, keys_left, MASKED, PRECISION)
+    m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
+    p = tl.exp2(s * scale_log2 - m_new[:, None])
+    old = tl.exp2(m - m_new)
+    acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+    return acc, total * old + tl.sum(p, axis=1), m_new
+
+
+@triton.jit
+def folded_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # [BH, S, D] each, lse [BH, S] in fp32
+    scale, S, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(S, BLOCK_M)  # programs with the same head are neighbours: its K and V stay in L2
+    head, rows = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile = head * S * D + rows[:, None] * D + tl.arange(0, D)[None, :]
+    q = tl.load(q_ptr + tile, mask=rows[:, None] < S, other=0.0)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, S, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        block = head * S * D + keys[:, None] * D + tl.arange(0, D)[None, :]
+        k = tl.load(k_ptr + block, mask=keys[:, None] < S, other=0.0)
+        v = tl.load(v_ptr + block, mask=keys[:, None] < S, other=0.0)
+        acc, total, m = attend(acc, total, m, q, k, v, S - start, scale, True, PRECISION)
+    acc /= total[:, None]
+    lse = (m + tl.log2(total)) * LN2
+    tl.store(o_ptr + tile, acc, mask=rows[:, None] < S)
+    tl.store(lse_ptr + head * S + rows, lse, mask=rows < S)
+
+
+def folded(q, k, v):
+    """As swapped."""
+    return _run(folded_kernel, q, k, v, LOG2E)
+
+
+# Rung 4. New: descriptors of [BH, S, D], so that one thread asks for a tile and what lies past S is 0, and no head
+# reads into the next; and only the last block of keys, if it is not whole, is masked. Predicted: two instructions a
+# score less, and those that computed addresses: 3904 cycles become 3648, or less.
+@triton.jit
+def tma_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr,
+    scale_log2, S, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(S, BLOCK_M)
+    head, row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
+    q = q_desc.load([head, row, 0]).reshape(BLOCK_M, D)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    whole = S // BLOCK_N * BLOCK_N
+    for start in range(0, whole, BLOCK_N):
+        k, v = k_desc.load([head, start, 0]).reshape(BLOCK_N, D), v_desc.load([head, start, 0]).reshape(BLOCK_N, D)
+        acc, total, m = attend(acc, total, m, q, k, v, BLOCK_N, scale_log2, False, PRECISION)
+    if whole < S:
+        k, v = k_desc.load([head, whole, 0]).reshape(BLOCK_N, D), v_desc.load([head, whole, 0]).reshape(BLOCK_N, D)
+        acc, total, m = attend(acc, total, m, q, k, v, S - whole, scale_log2, True, PRECISION)
+    o_desc.store([head, row, 0], (acc / total[:, None]).to(o_desc.dtype).reshape(1, BLOCK_M, D))
+    rows = row + tl.arange(0, BLOCK_M)
+    tl.store(lse_ptr + head.to(tl.int64) * S + rows, (m + tl.log2(total)) * LN2, mask=rows < S)
+
+
+@needs(90, "TMA", interpreted=True)
+def tma(q, k, v):
+    """As swapped; the copy engine wants memory that begins at a multiple of 16 bytes."""
+    o, lse, (block_m, block_n) = _prepare(q, k, v)
+    if not tma_takes(q, k, v):
+        raise Unsupported("the TMA wants tensors that begin at 16 bytes")
+    B, H, S, D = q.shape
+    descs = [_descriptor(t, n) for t, n in ((q, block_m), (k, block_n), (v, block_n), (o, block_m))]
+    tma_kernel[(B * H * triton.cdiv(S, block_m),)](
+        *descs, lse, LOG2E / math.sqrt(D), S, D, block_m, block_n, precision(), num_warps=8, num_stages=2
+    )
+    return o, lse
+
+
+def _descriptor(t, rows):
+    return TensorDescriptor.from_tensor(t.flatten(0, 1), [1, rows, t.shape[-1]])
+
+
+# Rung 5. New: the tile is chosen by timing, among eight that fit. Two forces: a tall tile reads less of K and V from
+# L2 for each product; and a program of 4 warps leaves room for a second one on the SM, whose products run under this
+# one's exponentials: together no longer 3648 cycles at D = 128 but, at best, the longer of 2048 and 1600.
+def _set_blocks(named):
+    D, block_m, block_n = (named[name] for name in ("D", "BLOCK_M", "BLOCK_N"))
+    for name, rows in (("q_desc", block_m), ("k_desc", block_n), ("v_desc", block_n), ("o_desc", block_m)):
+        named[name].block_shape = [1, rows, D]
+
+
+def _prune(configs, named, **_):
+    """What shared memory holds, and registers: acc, s and half of s again as p, of a thread's 255."""
+    size, D = named["q_desc"].base.element_size(), named["D"]
+
+    def fits(c):
+        m, n, threads = c.kwargs["BLOCK_M"], c.kwargs["BLOCK_N"], 32 * c.num_warps
+        return (m + 2 * n * c.num_stages) * D * size <= shared_memory() and m * (2 * D + 3 * n) <= 2 * 208 * threads
+
+    return list(filter(fits, configs))[: None if device.HAS_GPU else 1]
+
+
+def _time(call, quantiles):  # without a GPU there is nothing to time, and one configuration to choose from
+    return triton.testing.do_bench(call, quantiles=quantiles) if device.HAS_GPU else [0, 0, 0]
+
+
+TILES = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 3), (256, 64, 8, 3),
+         (64, 128, 4, 2), (64, 64, 4, 3))  # fmt: skip
+tuned_kernel = triton.autotune(
+    [triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages, pre_hook=_set_blocks)
+     for m, n, warps, stages in TILES],
+    key=["S", "D"], prune_configs_by={"early_config_prune": _prune}, do_bench=_time,
+)(tma_kernel)  # fmt: skip
+
+
+def flash_v2(q, k, v):
+    """As swapped; the first call for an S and a D times up to eight tiles and keeps the fastest."""
+    if device.architecture() < 90 or q.element_size() != 2 or not tma_takes(q, k, v):
+        return folded(q, k, v)
+    o, lse, _ = _prepare(q, k, v)
+    B, H, S, D = q.shape
+    grid = lambda tile: (B * H * triton.cdiv(S, tile["BLOCK_M"]),)  # noqa: E731
+    descs = [_descriptor(t, 16) for t in (q, k, v, o)]
+    tuned_kernel[grid](*descs, lse, LOG2E / math.sqrt(D), S, D, PRECISION=precision())
+    return o, lse
+
+
+def _run(kernel, q, k, v, unit):
+    o, lse, block = _prepare(q, k, v)
+    B, H, S, D = q.shape
+    if o.numel():
+        kernel[(B * H * triton.cdiv(S, block[0]),)](
+            q, k, v, o, lse, unit / math.sqrt(D), S, D, *block, precision(), num_warps=8, num_stages=2
+        )
+    return o, lse
+
+
+def _prepare(q, k, v):
+    """What will hold the results, and a tile of 128 queries and 128 keys; of 64 in fp32, whose products take more."""
+    expect(q=q, k=k, v=v, ndim=4, same_shape=True, same_dtype=True, contiguous=True)
+    if q.shape[-1] not in WIDTHS:
+        raise ValueError(f"q has D = {q.shape[-1]}, expected one of {WIDTHS}: lesson05_flash_options takes up to 256")
+    block = (128, 128) if q.element_size() == 2 else (64, 64)
+    return torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device), block
+
+
+def inputs(B, H, S, D, dtype=torch.float32):
+    return naive.inputs(B, H, S, D, dtype=dtype)[:3]
+
+
+def what_hopper_makes_of_it(rung):
+    """For sm_90: nothing is spilled, and products read Q, K and V where the TMA wrote them: Q and two stages of each,
+    to the byte and some barriers; a copy on the way would show."""
+    kernel = next(k for k in compiled.kernels(__name__, (90,)) if k.rung == rung.__name__)
+    assert (kernel.warps, kernel.spills) == (8, 0)
+    if rung is tma:
+        assert kernel.shared // 1024 == (128 + 4 * 128) * 64 * 2 // 1024
+
+
+LESSON = Lesson(
+    about=About(
+        teaches="loops exchanged, one division, powers of 2, TMA, tiles by timing: where version 2's gain comes from",
+        hours=1.5,
+        star=True,
+        operator="attention",
+    ),
+    problem=PROBLEM_LSE,
+    inputs=inputs,  # no mask yet
+    rungs=(swapped, deferred, folded, tma, flash_v2),
+    checks=(
+        case("no tokens: an empty grid is an error in CUDA", B=1, H=2, S=0, D=16),
+        case("one token: the softmax is 1, all other keys of the block must not count", B=2, H=1, S=1, D=16),
+        case("one past a block of 64", B=1, H=1, S=65, D=32),
+        case("two heads, a prime", B=1, H=2, S=67, D=16),
+        case("many blocks, a tail", gib=0.3, B=1, H=3, S=1021, D=128),
+        case("many blocks", gib=0.3, B=2, H=3, S=1024, D=64),
+        case("offsets past 2^31", gib=110, B=1, H=8200, S=2100, D=128),
+        case("in 16 bits one past a tile of 128: a tail of one key, a program with one query", B=1, H=2, S=129, D=16),
+        case("two blocks of 128 and no tail; the bytes are counted here", B=1, H=1, S=256, D=16),
+    ),
+    benches=tuple(
+        {"B": 16384 // S, "H": 2048 // D, "S": S, "D": D} for D in (64, 128) for S in (512, 2048, 4096, 16384)
+    ),
+    wrong=(
+        Mutant("the block's own maximum forgotten", "attend_normalized", "new[:, None] * pv", "pv", "swapped"),
+        Mutant("O is not rescaled", "attend_deferred", "acc * old[:, None]", "acc", "deferred"),
+        Mutant("the sum is not rescaled", "attend", "total * old", "total", "folded"),
+        Mutant("e and 2 mixed up", "attend", "old = tl.exp2", "old = tl.exp", "folded"),
+        Mutant("lse in powers of 2", "folded_kernel", "tl.log2(total)) * LN2", "tl.log2(total))", "folded"),
+        Mutant("the last block left out", "tma_kernel", "if whole < S", "if whole > S", "tma", "nan"),
+        Mutant("the tail is not masked", "tma_kernel", "S - whole, scale_log2, True", "S - whole, scale_log2, False",
+               "flash_v2"),
+    ),
+    claims={
+        swapped: ("wgmma", "16-byte loads"),
+        deferred: ("wgmma", "cp.async"),
+        folded: ("wgmma", "cp.async", "no spills"),
+        tma: ("wgmma", "tma", "no spills"),
+        flash_v2: ("wgmma", "tma", "no spills"),
+    },
+    # S / 128 = 2 times K and V, once Q and O, of four parts; and lse.
+    passes=dict.fromkeys((swapped, deferred, folded, tma, flash_v2), 6 / 4 + 4 / (4 * 16 * 2)),
+    properties=(what_hopper_makes_of_it,),
+    refuses=(
+        *PROBLEM_LSE.refuses,
+        Refusal("D of 96", lambda f: f(*inputs(1, 1, 4, 96)), ValueError, "D = 96, expected one of"),
+    ),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()

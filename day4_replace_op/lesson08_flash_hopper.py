@@ -1,0 +1,192 @@
+"""Flash attention on Hopper: from warp specialization to lazy rescaling
+=====================================================================
+You know the loop: for each block of keys S = Q K^T, online softmax, O += P V. On Hopper it runs at the speed of a plain
+matmul if the tensor cores never wait. Lessons 4 and 5 leave the schedule to Triton's compiler. Here it is written out
+in Gluon, after FlashAttention-3 (Shah et al. 2024) and FlashAttention-4.
+
+You will be able to: keep wgmma busy under a softmax. Say which unit bounds a rung, and by how much. Find a missing
+arrival or a wrong parity by its symptom.
+You need: day 3, lesson 9 (TMA, mbarriers with phase and parity, wgmma, a ring with a producer warp); lesson 4 here.
+A Hopper GPU runs the rungs. Without one they are compiled, their machine code is read, and a CPU model of the last
+rung's barriers runs, in any order of its warps.
+Run it:    python day4_replace_op/lesson08_flash_hopper.py
+Check it:  python -m lessonkit check lesson08_flash_hopper
+Time it:   python -m lessonkit bench lesson08_flash_hopper
+Compare:   diff day4_replace_op/flash_hopper/warp_specialized.py day4_replace_op/flash_hopper/overlap_softmax.py
+
+Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
+
+    unit           work                                              D = 128   D = 64
+    tensor cores   two matmuls, 4 * 128 * 128 * D FLOPs, 4096 a cycle   2048     1024
+    MUFU (exp2)    128 * 128, 16 a cycle                                1024     1024
+    ALU            5.5 and 5 other instructions a score, 128 lanes       700      640
+    L2             K and V of the block, 512 * D bytes, 39 a cycle      1680      840
+
+In sequence that is 3800 and 2700 cycles, fully overlapped 2048 and 1024. At D = 128 the tensor cores bound, at D = 64
+they and the exponentials equally. HBM moves Q, K, V and O once, 268 MB or 0.064 ms for the 16384 tokens below. Matmuls
+take 0.70 ms at S = 4096 and 0.087 ms at 512. cuBLAS holds about 790 TFLOP/s, so TFLOP/s = 790 * 2048 / cycles at
+D = 128, and 790 * 1024 / cycles at D = 64. A kernel that draws less power may run at a higher clock, and pass 790.
+
+    CTA = 1 producer warp                     2 consumer warpgroups (4 warps each)
+          only issues TMA loads               64 queries each: QK, softmax, PV, epilogue
+          40 registers a thread               232 registers a thread: S 64, P 32, O 64, the rest addresses
+
+    shared memory, D = 128 (192 of 227 KB)        a ring: stages with a `full` and an `empty` mbarrier each
+      Q0 Q1    2 x 64 x 128      32 KB
+      K ring   2 x 128 x 128     64 KB        producer: wait empty -> TMA -> (bytes arrive) full
+      V ring   2 x 128 x 128     64 KB        consumer: wait full -> wgmma reads it -> arrive on empty
+      O0 O1    epilogue buffers  32 KB
+
+K and V have separate rings: QK can start before V has arrived, and K is free one softmax earlier than V. `empty` counts
+one arrival a consumer. P never touches shared memory. The accumulator of QK lies in the registers in which PV wants its
+left operand, so P is packed to 16 bits and used in place.
+
+The timeline of a CTA: Q = Q K^T, P = P V, small letters: consumer 1, s = softmax, . = idle. A character is 128 cycles.
+
+    warp_specialized   producer       K V K V ...         a K and a V a block, as soon as a stage is empty
+                       tensor cores   QQQQqqqq...PPPPppppQQQQqqqq...PPPPpppp    idle when both are in their softmax
+                       softmax 0      ....sssssss............sssssss........
+                       softmax 1      ........sssssss............sssssss....
+    overlap_softmax    producer       K K V K V K V ...   K a block ahead of V
+                       tensor cores   QQQQPPPPqqqqppppQQQQPPPPqqqqpppp          QK(j + 1) is issued before PV(j),
+                       softmax 0      ....sssssss.........sssssss.....          and softmax(j + 1) runs under PV(j)
+                       softmax 1      sss.........sssssss.........ssss
+
+Each rung is a complete file in flash_hopper/ and differs from the one before by one idea, marked `# New:`.
+Predicted at S = 4096, all keys, in TFLOP/s:
+
+    file                      new                                                    D = 128   D = 64
+    warp_specialized.py       a producer warp, two consumers; half of the softmax       558      404
+                              is hidden by chance: 2900 and 2000 cycles
+    overlap_softmax.py        QK of the next block before PV: 2400 and 1700             674      476
+    lazy_rescaling.py         the row maximum off the critical path: 235 cycles less    750      550
+    persistent_scheduler.py   persistent CTAs, a dynamic tile scheduler: the 3000       780      590
+                              cycles of a tile's ends, 4% and 6%; causal 8%
+    causal_diagonal.py        causal: half of the diagonal block, 1.5%                   as before
+
+    side branches
+    three_consumers.py        of persistent_scheduler.py, D = 64: the third consumer      -      620
+                              exponentiates while two wait for matmuls: 1300 cycles
+    ping_pong.py              of overlap_softmax.py: two barriers make the consumers    770      476
+                              issue in turns, 2100 cycles. It brings nothing: measured 680 TFLOP/s after 683
+
+Where the ladder begins: lesson 4's autotuned `flash_v2` has 603 TFLOP/s at this shape, so warp specialization alone is
+worth 4%. With two stages instead of three a Triton kernel has 439: compare with the best one, or it looks like 42%.
+
+Experiments (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in brackets):
+
+    ping-pong, D = 128, all keys          683 -> 680 (770)   each consumer's PV covers its own softmax already
+    the same, S = 16384                   712 -> 688 (770)   an enforced order is one more wait in each block
+    persistent, tiles dealt in advance    677 -> 594 (+1%)   causal, S = 16384: short tiles wait for the long ones
+    lazy rescaling, D = 128, all keys     710 -> 804 (790)   the largest step; FlashAttention-4 in the same rounds: 729
+    half of the diagonal block            698 -> 722 (708)   a tile begins with it, and nothing runs under it
+    8 heads at once, not what L2 holds    722 -> 752 (722)   causal; long and short tiles run side by side
+Your own: MAX a block again in lazy_rescaling.py (LARGE_SUM = 0); STAGES = 3 at D = 64; [232, 40] -> [224, 56].
+
+Refused, since course_ops.attention takes it: other head sizes, grouped heads, windows, a diagonal across two blocks.
+Before you read on: which rung gains more at D = 64 than at D = 128, and which of the waits could a fourth barrier save?
+"""
+
+from lessonkit import About, Lesson, Refusal, Unsupported, case
+
+import torch
+
+from day4_replace_op.flash_hopper.causal_diagonal import causal_diagonal
+from day4_replace_op.flash_hopper.cpu_model import cpu_model
+from day4_replace_op.flash_hopper.lazy_rescaling import lazy_rescaling
+from day4_replace_op.flash_hopper.mutants import OF_THE_KERNELS, OF_THE_MODEL
+from day4_replace_op.flash_hopper.overlap_softmax import overlap_softmax
+from day4_replace_op.flash_hopper.persistent_scheduler import persistent_scheduler
+from day4_replace_op.flash_hopper.ping_pong import ping_pong
+from day4_replace_op.flash_hopper.three_consumers import three_consumers
+from day4_replace_op.flash_hopper.warp_specialized import warp_specialized
+from problems.attention import PROBLEM, inputs
+
+RUNGS = (
+    warp_specialized,
+    overlap_softmax,
+    ping_pong,
+    lazy_rescaling,
+    persistent_scheduler,
+    three_consumers,
+    causal_diagonal,
+)
+
+
+def masked_keys_do_not_matter(rung):
+    """Causal: other keys from 200 on leave rows before 200 as they are, to the bit."""
+    q, k, v, *_ = inputs(1, 1, 300, 64, dtype=torch.float16)
+    before, other = rung(q, k, v, True)[0], (k.clone(), v.clone())
+    for t in other:
+        t[:, :, 200:] += 3
+    after = rung(q, *other, True)[0]
+    assert torch.equal(after[:, :, :200], before[:, :, :200])
+    assert not torch.equal(after, before)
+
+
+def no_key_no_nan(rung):
+    """Queries that see no key: zeros and -inf, as documented."""
+    out, lse = rung(*inputs(1, 2, 300, 64, S_k=172, causal=True, dtype=torch.float16))
+    assert (out[:, :, :128] == 0).all()
+    assert (lse[:, :, :128] == -torch.inf).all()
+    assert lse[:, :, 128:].isfinite().all()
+
+
+def _refuses(why, *sizes, dtype=torch.float16, **options):
+    return Refusal(
+        why, lambda f: f(*inputs(*sizes, dtype=dtype, **options)), Unsupported, "course_ops.attention takes the rest"
+    )
+
+
+LESSON = Lesson(
+    about=About(
+        teaches="in Gluon: a producer warp, softmax under matmuls, lazy rescaling, a tile scheduler, half a block",
+        hours=3,
+        star=True,
+        operator="attention",
+        language="Gluon",
+    ),
+    problem=PROBLEM,
+    rungs=RUNGS,
+    checks=(
+        case("one key past a block, as a projection leaves it", B=1, H=2, S=129, D=128, layout="bshd"),
+        case("fewer queries than keys, both in one block", B=2, H=1, S=40, D=128, S_k=70),
+        case("one query of a cache, at its last key", B=2, H=4, S=3, D=64, S_k=131, causal=True),
+        case("primes, causal, three blocks and more than the rings have stages", B=1, H=3, S=691, D=128, causal=True),
+        case("a scale of one's own", B=1, H=1, S=65, D=64, scale=0.3, causal=True),
+        case("scores that outgrow the first block's maximum", B=1, H=2, S=200, D=64, S_k=700, scale=4.0),
+        case("so causal", B=1, H=2, S=150, D=64, S_k=662, causal=True, scale=4.0),
+        case("a diagonal through the corners of blocks, several tiles", B=2, H=3, S=600, D=128, causal=True),
+        case("more keys than queries", B=1, H=4, S=200, D=64, S_k=456, causal=True),
+        case("more queries than keys: the first 128 see nothing", B=1, H=2, S=300, D=64, S_k=172, causal=True),
+        case("three tiles and more for each SM", gib=0.5, B=4, H=34, S=400, D=64, S_k=300),
+        case("so causal, with tiles that see no key", gib=0.5, B=4, H=34, S=400, D=128, S_k=272, causal=True),
+        case("rows past 2^31 elements", gib=110, B=1, H=8200, S=2100, D=128, layout="bshd", causal=True),
+        case("keys past 2^31 elements", gib=70, B=1, H=8200, S=1, D=128, S_k=2100),
+    ),
+    benches=(
+        *({"B": 16384 // S, "H": 16, "S": S, "D": 128, "causal": causal}
+          for causal in (True, False) for S in (512, 2048, 4096, 16384)),
+        *({"B": 16384 // S, "H": 32, "S": S, "D": 64, "causal": causal}
+          for causal in (True, False) for S in (2048, 4096, 16384)),
+        {"B": 32, "H": 12, "S": 1024, "D": 64, "causal": True},  # lesson 15's GPT
+    ),
+    properties=(masked_keys_do_not_matter, no_key_no_nan),
+    refuses=(
+        *PROBLEM.refuses,
+        _refuses("another head size", 1, 2, 128, 96),
+        _refuses("grouped heads", 1, 4, 128, 64, H_kv=2),
+        _refuses("a window", 1, 2, 128, 64, causal=True, window=50),
+        _refuses("a diagonal across two blocks", 1, 2, 128, 64, S_k=200, causal=True),
+        _refuses("fp32", 1, 2, 128, 64, dtype=torch.float32),
+        _refuses("every second element", 1, 2, 128, 64, layout="wide"),
+        _refuses("no queries", 1, 2, 0, 64),
+    ),
+    cpu_model=cpu_model,
+    wrong=(*OF_THE_KERNELS, *OF_THE_MODEL),
+    claims=dict.fromkeys(RUNGS, ("wgmma", "tma", "no spills")),
+    dtypes=(torch.float16, torch.bfloat16),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,88 @@
+"""A small GPT: the model in which operators are replaced
+=======================================================
+GPT-2's smallest size has 12 layers of width D = 768 and a vocabulary V = 50,304: 12 D^2 weights a layer and V D for the
+tokens, 124 million parameters. A training step on M tokens multiplies each weight of a matmul three times (forward, its
+own gradient, its input's), 2 FLOPs each:
+
+    M (6 (12 L D^2 + V D) + 14 L T D)     FLOPs: attention's QK^T and PV are 4 T D a layer and token forward, 10 T D
+                                          backward (QK^T is computed again); half of that if the future is skipped
+
+At M = 32 * 1024 that is 24.3 + 4.3 TFLOP, 41 ms at 700 TFLOP/s, and 800,000 tokens a second if there were nothing else.
+Lesson 16 finds what else there is, lesson 18 replaces it.
+
+The model, its text and its training loop are in workloads/gpt.py, 200 lines that the next lessons use too. Read that
+file now. Predict from it the first loss of an untrained model, and which line of it needs the most memory.
+
+The text is Python's own library, which every Python brings along: nothing is downloaded. Weights are fp32, matmuls bf16
+under autocast (on a CPU all is fp32), AdamW is the fused one, attention PyTorch's scaled_dot_product_attention.
+
+You will learn: to read a GPT of 100 lines, what a step costs before it runs, training on text that is at hand.
+Run it:    python day4_replace_op/lesson15_gpt.py
+Without a GPU it is a tiny GPT, of 0.1 million parameters, which learns 20 steps in a second.
+"""
+
+import math
+
+from lessonkit import About, Steps, Table, device
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from workloads.gpt import CONFIG, GPT, GPU, SMALL, TINY, corpus, make, text, train
+
+
+def text_to_tokens():
+    """Nothing is downloaded, nothing lost: the text of Python's library, in bytes or in words, reads as before."""
+    for vocabulary in (256, 1000):
+        stream, words = corpus(vocabulary, 2**18)
+        assert b"".join(words[i] for i in stream.tolist()) == text(2**18)
+        print(f"  vocabulary {vocabulary}: {len(text(2**18))} bytes are {len(stream)} tokens")
+
+
+def size_counted():
+    """12 D^2 weights a layer, V D for tokens, T D for places; biases and norms are a thousandth: 124 million."""
+    for c in (TINY, SMALL):
+        with torch.device("meta"):  # shapes without data
+            counted = sum(p.numel() for p in GPT(c).parameters())
+        vectors = c.layers * (3 + 1 + 4 + 1 + 4) * c.width + 2 * c.width  # biases of four linears, two norms
+        assert counted == (12 * c.layers * c.width + c.vocabulary + c.context) * c.width + vectors
+    assert round(counted / 1e6) == 124
+
+
+def work_counted():
+    """A step's FLOPs are as the formula says, on any machine: counted on tensors that have shapes and no data."""
+    for c in (TINY, SMALL):
+        with torch.device("meta"):
+            model, tokens = GPT(c), torch.zeros(c.batch, c.context, dtype=torch.int64)
+        with FlopCounterMode(display=False) as flops:
+            model(tokens, tokens).backward()
+        weights, scores = 12 * c.layers * c.width**2 + c.vocabulary * c.width, c.layers * c.context * c.width
+        # 12: on meta tensors attention is written out, and its backward need not multiply QK^T again.
+        assert flops.get_total_flops() in (c.batch * c.context * (6 * weights + n * scores) for n in (12, 14))
+
+
+def learns():
+    """The first loss is that of a guess among V, ln V; then it falls: common tokens first."""
+    steps = 100 if GPU else 20
+    losses = train(make(), steps=steps)
+    assert abs(losses[0] - math.log(CONFIG.vocabulary)) < 0.3
+    assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
+    if not GPU:  # where gradients of an embedding are added up in any order
+        assert train(make(), steps=3) == losses[:3], "seeds are fixed"
+    rows = [{"where": device.name(), "step": i + 1, "loss": round(losses[i], 3)} for i in range(0, steps, steps // 10)]
+    note = f"ln {CONFIG.vocabulary} = {math.log(CONFIG.vocabulary):.2f} is the loss of a guess."
+    return Table("loss", rows, note, x="step", y="loss")
+
+
+LESSON = Steps(
+    (text_to_tokens, size_counted, work_counted, learns),
+    about=About(
+        teaches="a GPT in 100 lines ([workloads/gpt.py](../workloads/gpt.py)) on text that Python brings along; "
+        "a step's FLOPs by formula, counted on tensors without data",
+        hours=0.75,
+        star=True,
+    ),
+)
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,180 @@
+"""Hugging Face models with our attention: registered, not patched
+================================================================
+Models of transformers call attention through a table: config._attn_implementation names an entry, and two lines make
+one, a function that attends and a function that makes its mask. course_ops.transformers has both functions, 90 lines:
+read them first. GPT-2 and Llama (grouped keys and values, rotary
+positions) run here from a random initialisation, so nothing is downloaded, and answer as they do with "sdpa".
+
+What differs between training and generating is the shape. With a cache of keys a step has one query and S_k keys, and a
+prompt that continues a cache has 1 < S_q < S_k; query i stands at position i + S_k - S_q, so causal is aligned at the
+lower right (torch's is_causal=True at the upper left, where one query would see one key). GQA needs no repeated keys:
+for Llama 3's 32 heads on 8 that is 4 times less to read of a cache, which is all that a decoding step reads.
+
+Padding: a batch of prompts of unequal lengths comes with a mask [B, S_k] of 0 and 1. Our kernel has no mask. A padded
+sequence is a shorter one, so each is run by itself, as long as its ones are in one piece. That costs a launch a
+sequence and a wait for the mask's values a layer. A mask that is no padding (a hole, a mask of scores) is refused.
+
+You will learn: transformers' attention and mask interfaces, causal alignment with a cache, what padding costs.
+Run it:    python day4_replace_op/lesson23_transformers.py        (wants: pip install transformers)
+"""
+
+from contextlib import contextmanager
+
+from lessonkit import DEVICE, About, Steps, Table, Unsupported, device, timing
+from lessonkit.commands.show import from_a_gpu
+
+import torch
+
+import course_ops.transformers
+from course_ops.testing import kernels
+from course_ops.transformers import model_attention
+from workloads.transformers_models import causal_models
+
+GPU = DEVICE.type == "cuda"
+OURS = course_ops.transformers.NAME
+
+
+def models(**options):
+    """Name -> GPT-2 and Llama with random weights; our attention is in transformers' tables."""
+    try:
+        course_ops.transformers.register()
+    except ImportError as missing:
+        raise Unsupported(str(missing)) from missing
+    return causal_models(**options, device=DEVICE)
+
+
+def _tokens(*shape):
+    return torch.randint(1, 211, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+@contextmanager
+def _raises(says, error):
+    """The block must fail, and for this reason."""
+    try:
+        yield
+    except error as raised:
+        if says not in str(raised):
+            raise AssertionError(f"expected a reason with {says!r}") from raised
+    else:
+        raise AssertionError(f"expected a failure: {says}")
+
+
+@kernels()
+def same_logits():
+    """One word changes the attention of a model that stands; logits and gradients stay."""
+    tokens = _tokens(2, 21)
+    for model in models().values():
+        found = []
+        for implementation in ("sdpa", OURS):
+            model.set_attn_implementation(implementation)
+            out = model(tokens, labels=tokens)
+            found.append((out.logits, *torch.autograd.grad(out.loss, list(model.parameters()))))
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+
+
+@kernels()
+def same_tokens():
+    """Generated greedily, with a cache (one query, S_k keys) or without it, our tokens are sdpa's."""
+    prompt = _tokens(1, 5)
+    for name, model in models().items():
+        found = []
+        for implementation, cached in (("sdpa", True), (OURS, True), (OURS, False)):
+            model.set_attn_implementation(implementation)
+            found.append(model.generate(prompt, max_new_tokens=5, do_sample=False, use_cache=cached).tolist())
+        assert found[0] == found[1] == found[2], name
+        print(f"  {name}: {found[1][0][:5]} -> {found[1][0][5:]}")
+
+
+@kernels()
+def continued_prompt():
+    """Three tokens more on a cache of seven: S_q = 3 and S_k = 10 give the logits of ten at once."""
+    tokens = _tokens(1, 10)
+    for model in models(implementation=OURS).values():
+        with torch.no_grad():
+            whole = model(tokens).logits
+            begun = model(tokens[:, :7])
+            rest = model(tokens[:, 7:], past_key_values=begun.past_key_values).logits
+        torch.testing.assert_close(torch.cat((begun.logits, rest), 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@kernels()
+def padding():
+    """Prompts of 7 and 4 tokens in one batch, padded left or right, have the logits that each has alone; a query past
+    its sequence's end gets zeros."""
+    q, k = (torch.randn(2, 2, n, 64, device=DEVICE) for n in (1, 10))
+    ended = (torch.arange(10) < torch.tensor([[10], [4]])).to(DEVICE)
+    assert model_attention(torch.nn.Module(), q, k, k, ended)[0].ne(0).any(dim=(1, 2, 3)).tolist() == [True, False]
+    long, short = _tokens(2, 7)
+    for model in models(implementation=OURS).values():
+        with torch.no_grad():
+            alone = model(short[None, :4]).logits[0]
+            for left in (True, False):
+                tokens, mask = (
+                    torch.stack((long, torch.zeros_like(long))),
+                    torch.ones(2, 7, dtype=torch.int64).to(DEVICE),
+                )
+                place = slice(3, None) if left else slice(None, 4)
+                mask[1] = 0
+                tokens[1, place], mask[1, place] = short[:4], 1
+                positions = (mask.cumsum(1) - 1).clamp(min=0)
+                logits = model(tokens, attention_mask=mask, position_ids=positions).logits
+                torch.testing.assert_close(logits[1, place], alone, rtol=1e-4, atol=1e-5)
+            tokens[1], mask[1] = torch.cat((torch.zeros_like(short[:3]), short[:4])), mask[1].flip(0)
+            batch = model.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False)
+            lone = model.generate(short[None, :4], max_new_tokens=3, do_sample=False)
+        assert batch[1, 7:].tolist() == lone[0, 4:].tolist()
+
+
+@kernels()
+def refused():
+    """What the kernel does not do is an error that says so, not another answer."""
+    model, tokens = models(implementation=OURS)["Llama"], _tokens(1, 6)
+    hole, scores = torch.tensor([[1, 1, 0, 1, 1, 1]], device=DEVICE), torch.zeros(1, 1, 6, 6, device=DEVICE)
+    for mask, says in ((hole, "sequence 0 has a hole"), (scores, "expected (1, 6)")):
+        with _raises(says, ValueError):
+            model(tokens, attention_mask=mask)
+    q = torch.randn(1, 2, 3, 64, device=DEVICE)
+    for option, says in (({"dropout": 0.1}, "set it to 0"), ({"softcap": 30.0}, "softcap")):
+        with _raises(says, ValueError):
+            model_attention(torch.nn.Identity(), q, q, q, None, **option)
+
+
+def speed():
+    """Forward and backward of four layers as wide as Llama 3's small one, 2 x 4096 tokens in bf16: time and memory."""
+    if not GPU:
+        return from_a_gpu(__name__, "speed")
+    tokens, runs, peaks = _tokens(2, 4096), {}, {}
+    for implementation in ("eager", "sdpa", OURS):
+        sizes = {"layers": 4, "width": 2048, "heads": 32, "kv_heads": 8, "length": 4096, "vocabulary": 4096}
+        for name, model in models(**sizes, implementation=implementation).items():
+            model.bfloat16()
+
+            def run(model=model):
+                model(tokens, labels=tokens).loss.backward()
+                model.zero_grad()
+
+            run()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            run()
+            peaks[name, implementation] = (torch.cuda.max_memory_allocated() - before) / 1e9
+            runs[name, implementation] = run
+    rows = []
+    for (name, implementation), t in timing.measure(runs, flush=False, rounds=20).items():
+        row = {"where": device.name(), "model": name, "attention": implementation, "ms": round(t.p50, 2)}
+        rows.append(row | {"peak GB": round(peaks[name, implementation], 2)})
+    note = "eager writes the S x S scores. All else in these models is transformers' own, unfused."
+    return Table("speed", rows, note)
+
+
+LESSON = Steps(
+    (same_logits, same_tokens, continued_prompt, padding, refused, speed),
+    about=About(
+        teaches="GPT-2 and Llama of transformers with our attention: caches, grouped keys, padding",
+        hours=0.75,
+    ),
+    alone=GPU,
+)
+
+if __name__ == "__main__":
+    LESSON.main()
