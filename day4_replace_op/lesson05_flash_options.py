@@ -20,7 +20,7 @@ starting the longest programs first spares the SMs a last round in which only lo
 
 The tile is not chosen by timing, as lesson 4's is, but fixed: 128 x 128 in three stages, which at D = 128 fill shared
 memory (Q 32 KB, K and V 3 * 64 KB). With two stages the loads of a block start only when the block before the last one
-is done with its stage. Lesson 4's `tma` has two, its `flash_v2` three: day 5's lesson 5c shows what that costs.
+is done with its stage. Lesson 4's `tma` has two, its `flash_v2` three: day 5's lesson 8 shows what that costs.
 
 You will learn: loop bounds that replace masks, alignment of unequal lengths, empty rows, an order for uneven programs.
 Run it:    python day4_replace_op/lesson05_flash_options.py

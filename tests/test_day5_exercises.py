@@ -5,7 +5,7 @@ from lessonkit.measure import sweeps
 
 import pytest
 
-from day5_tuning import lesson05_tuning
+from day5_tuning import lesson06_tuning
 from day5_tuning.exercises import listings
 
 pytestmark = pytest.mark.kept("day5_tuning/exercises/**/*")
@@ -38,13 +38,13 @@ def test_the_listings_are_what_triton_compiles():
 
 @pytest.mark.parametrize("machine", sweeps.FAMILY, ids=lambda m: m.name)
 def test_the_exercise_has_the_lessons_model(machine):
-    """exercise01_choose_configuration predicts what lesson05_tuning does, wherever nothing is spilled."""
+    """exercise01_choose_configuration predicts what lesson06_tuning does, wherever nothing is spilled."""
     ours = solved("choose_configuration")
     gpu = ours.FAMILY[sweeps.FAMILY.index(machine)]
     for rows in (1, 4):
         for warps, registers, shared in ((1, 255, 0), (4, 72, 128), (8, 64, 49152), (32, 40, 4096)):
             config = ours.Config(rows, warps, registers, shared)
             figures = sweeps.Figures(warps, registers, shared, 0, 0)
-            for size in lesson05_tuning.SWEEP.sizes:
-                us, _ = lesson05_tuning.predict(size, {"ROWS": rows}, figures, machine)
+            for size in lesson06_tuning.SWEEP.sizes:
+                us, _ = lesson06_tuning.predict(size, {"ROWS": rows}, figures, machine)
                 assert ours.seconds(size["M"], size["N"], config, gpu) * 1e6 == pytest.approx(us)

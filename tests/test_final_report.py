@@ -11,10 +11,10 @@ from lessonkit.pages import compared, final, final_report, report, results, roof
 
 import pytest
 
-from day5_tuning import lesson08_final_report
+from day5_tuning import lesson12_final_report
 
 MEASURED = re.compile(r"\d[\d.,]*\s?(?:%|x\b|times|us\b|ms\b|TB/s|TFLOP/s)")
-WRITERS = (compared, final_report, lesson08_final_report, results, roofline)
+WRITERS = (compared, final_report, lesson12_final_report, results, roofline)
 GUIDES = sorted((ROOT / "day5_tuning").glob("README*.md"))
 FOLDERS = [folder for folder in report.device_folders() if any(results.measured(folder))]
 

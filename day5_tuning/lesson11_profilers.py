@@ -1,7 +1,7 @@
 """Profilers: four of them, one kernel
 ====================================
 Each tool asks another question, at another price. All look at the same work here: softmax of 8192 x 8192 in bf16, ten
-times, 268 MB each, about 65 us (predicted in lesson05_tuning).
+times, 268 MB each, about 65 us (predicted in lesson06_tuning).
 
     tool             asks                                       sees                           price
     torch.profiler   which operator of my model takes the time  operators, kernels, memory     some % of the host's time
@@ -13,10 +13,10 @@ None of them knows what the least would be: hold what they say against bytes and
 
 You will learn: which to take first (torch.profiler, then Systems for gaps, then Compute for one kernel), the commands,
 and to read a number out of each without opening a window.
-Run it:    python day5_tuning/lesson07_profilers.py
-By hand:   nsys profile --trace cuda,nvtx --output softmax python day5_tuning/lesson07_profilers.py work
+Run it:    python day5_tuning/lesson11_profilers.py
+By hand:   nsys profile --trace cuda,nvtx --output softmax python day5_tuning/lesson11_profilers.py work
            ncu --set full --kernel-name regex:softmax --launch-count 1 --export softmax python ... work
-           proton --name softmax day5_tuning/lesson07_profilers.py work; proton-viewer -m time/ns,count softmax.hatchet
+           proton --name softmax day5_tuning/lesson11_profilers.py work; proton-viewer -m time/ns,count softmax.hatchet
 """
 
 import csv
@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 softmax_packed = specimen("day2_triton_basics.lesson16_rows_of_any_length", "softmax_packed")
 M, N, CALLS = (8192, 8192, 10) if HAS_GPU else (32, 64, 3)
 MOVED = 2 * M * N * 2  # bytes: in and out, bf16
-SELF = "from day5_tuning import lesson07_profilers as lesson; lesson."
+SELF = "from day5_tuning import lesson11_profilers as lesson; lesson."
 
 
 def _softmax_calls():

@@ -23,7 +23,7 @@ Predict before you run: of 1024 numbers of fp32, how many can two barriers spoil
 if Triton's take 24 bytes under B's first block, in bf16, how many columns of a tile of C can be wrong?
 You will learn: to ask what lies where, and that "right each time" was measured in one circumstance.
 Source: PTX ISA, mbarrier.init and mbarrier.inval; Triton's pull request 3858.
-Run it:    python day5_tuning/lesson03b_neighbours.py
+Run it:    python day5_tuning/lesson04_neighbours.py
 """
 
 import subprocess
@@ -114,7 +114,7 @@ def triton_makes_them_too():
     assert idle in (0, 4)
 
 
-NEIGHBOUR = "from day5_tuning import lesson03b_neighbours; lesson03b_neighbours._neighbour()"
+NEIGHBOUR = "from day5_tuning import lesson04_neighbours; lesson04_neighbours._neighbour()"
 
 
 def _neighbour():

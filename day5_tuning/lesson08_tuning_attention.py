@@ -16,7 +16,7 @@ exponentials, or one program's chain. A tall tile loads K and V less often; a sm
 
 Predict before you run, for D = 64 and 128: which tile is best, and what bounds it: the products or all that is not one?
 You will learn: why overlap is what is left to win, and why the best tile for D = 64 is not that for 128.
-Run it:    python day5_tuning/lesson05c_tuning_attention.py      (compiled and predicted; on a GPU timed, two minutes)
+Run it:    python day5_tuning/lesson08_tuning_attention.py      (compiled and predicted; on a GPU timed, two minutes)
 """
 
 import math

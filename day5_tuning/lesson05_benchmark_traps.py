@@ -11,7 +11,7 @@ a product of zeros gain? (Single launches, queues and graphs by themselves: day1
 a launch that is not waited for: day2_triton_basics/lesson17_green_but_wrong.)
 You will learn: to flush, to interleave, to repeat until the median holds still, to feed random numbers, and to say what
 the clock was. lessonkit/measure/timing.py does all of it, in 110 lines.
-Run it:    python day5_tuning/lesson04_benchmark_traps.py
+Run it:    python day5_tuning/lesson05_benchmark_traps.py
 """
 
 import math

@@ -15,7 +15,7 @@ of each operator in one picture.
 
 Predict before you run: in which operator did the last rung gain most over the first? Where does a peer still win?
 You will learn: to report a performance result so that it can be trusted, and contradicted.
-Run it:    python day5_tuning/lesson08_final_report.py
+Run it:    python day5_tuning/lesson12_final_report.py
 """
 
 import re

@@ -14,7 +14,7 @@ bytes or FLOPs help; far below both it waits (for a neighbour, a barrier, an ato
 latency; and where even its limit is less than 8 us, starting it is what takes the time: bound by launches.
 
 You will learn: to place a kernel before you write it, to read what is left to win, to check counts against counters.
-Run it:    python day5_tuning/lesson06_roofline.py      (no kernel runs; the plot is reports/<device>/*roofline*.png)
+Run it:    python day5_tuning/lesson10_roofline.py      (no kernel runs; the plot is reports/<device>/*roofline*.png)
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
 """
 

@@ -11,7 +11,7 @@ hundred times. And whatever `key` does not name, the first call decides for all 
 
 Everything here runs without a GPU: what calls autotune makes, and how often, does not depend on how long they take.
 You will learn: to write a key, to bound it, to prune, and to restore what a kernel changes.
-Run it:    python day5_tuning/lesson05d_autotune.py
+Run it:    python day5_tuning/lesson09_autotune.py
 """
 
 from lessonkit import DEVICE, About, Steps, Table

@@ -22,8 +22,8 @@ to five of them has often none that can go on; `issue` spreads all instructions 
 
 Predict before you run, for each of the three lengths below: the best number of warps, and the worst.
 You will learn: to write a model of a page, to rank with it, to read a heat map for what the model missed.
-Run it:    python day5_tuning/lesson05_tuning.py      (compiled and predicted; on a GPU timed, a minute)
-Matmul: lesson05b_tuning_matmul. Flash attention: lesson05c_tuning_attention. Autotune itself: lesson05d_autotune.
+Run it:    python day5_tuning/lesson06_tuning.py      (compiled and predicted; on a GPU timed, a minute)
+Matmul: lesson07_tuning_matmul. Flash attention: lesson08_tuning_attention. Autotune itself: lesson09_autotune.
 """
 
 from lessonkit import About, Steps, device, specimen

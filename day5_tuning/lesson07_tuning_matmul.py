@@ -17,7 +17,7 @@ What shares an SM shares multiply, load and spills; each waits for itself. A ste
 
 Predict before you run, for 1024, 2048 and 8192: the best tile, and where a third and a fourth stage matter.
 You will learn: why the best tile moves with the size, what spills do, which knob is worth trying next.
-Run it:    python day5_tuning/lesson05b_tuning_matmul.py      (compiled and predicted; on a GPU timed, two minutes)
+Run it:    python day5_tuning/lesson07_tuning_matmul.py      (compiled and predicted; on a GPU timed, two minutes)
 """
 
 import math
