@@ -12,7 +12,7 @@
 //   v2 coalesced                  1 + 1                       12.5%     8
 //   v3 shared tiles               1 + 1 (compiled: 1 + 1/4)   20%      13
 //   v4 a column of 8 a thread     (8/4 + 1) / 8               67%      44
-// 03b_matrix_multiply_registers goes on from there to the speed of cuBLAS.
+// 06_matrix_multiply_registers goes on from there to the speed of cuBLAS.
 //
 // Sources: V. Volkov and J. Demmel, "Benchmarking GPUs to tune dense linear algebra", SC 2008 (registers over shared
 // memory); S. Boehm, "How to optimize a CUDA matmul kernel for cuBLAS-like performance", 2022 (the ladder).

@@ -5,7 +5,7 @@
 // element decides whether it can: an SM issues 4 warp instructions a clock, so 32 floats (128 bytes, 7 clocks' worth of
 // memory) may cost 28 instructions. v1 spends about 80, and 9 barriers; v6 some 20 and one barrier. And while a block
 // adds, it asks for nothing: a thread of v1 to v3 loads 4 bytes in its life, 8 KB an SM, where Little's law wants 25 KB
-// under way all the time (4.2 TB/s at 800 ns). 04b_reduction_one_launch mends that.
+// under way all the time (4.2 TB/s at 800 ns). 07_reduction_one_launch mends that.
 //
 // The ladder down to v5 is M. Harris, "Optimizing Parallel Reduction in CUDA" (2007), with what has changed since:
 // warps no longer run in step (Volta's independent thread scheduling), and registers are read by shuffles (Kepler).

@@ -1,6 +1,6 @@
 // Tiles: a matmul that reads like the formula, made of what the loop by hand is made of
 // =====================================================================================
-// C[M, N] = A[M, K] * B[K, N], bf16 with fp32 sums on mma.sync, as every GPU since Ampere has it. cuda_src/03b and 13
+// C[M, N] = A[M, K] * B[K, N], bf16 with fp32 sums on mma.sync, as every GPU since Ampere has it. cuda_src/06 and 13
 // wrote such loops out: which thread copies which 16 bytes, where they lie swizzled, which lane holds which element of a
 // fragment. None of that is about matmul. tiles.cuh says it once, in types, and a kernel is left with what is its own:
 // which tile is whose, and when. v1 is that kernel; v2 is the same without the library, to be compared instruction by

@@ -1,6 +1,6 @@
 """Tiles: a small library of our own, and a matmul written in it
 =============================================================
-Lesson 1's kernel says `tl.dot(a, b, acc)` of whole tiles, cuda_src/13 spells out every lane. In between lies the idea
+Lesson 1's kernel says `tl.dot(a, b, acc)` of whole tiles, cuda_src/22 spells out every lane. In between lies the idea
 on which ThunderKittens and CuTe are built: C++ types for tiles, whose layout is the type's business. tiles.cuh is such
 a library in 170 lines, made from four instructions; lesson13_tiles.cu is a matmul in it, 12 lines long, next to the
 same loop by hand. Predicted: as many copies, ldmatrix, products and stores, so the same time. The library is read, not

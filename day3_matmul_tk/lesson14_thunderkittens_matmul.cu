@@ -1,10 +1,10 @@
-// Matmul on ThunderKittens: the ladder of cuda_src/13 in words for tiles
+// Matmul on ThunderKittens: the ladder of cuda_src/22 in words for tiles
 // =====================================================================
 // C[M, N] = A[M, K] * B[K, N] in bf16, summed in fp32, both row by row as torch.matmul has them. ThunderKittens is a
 // library of headers (HazyResearch, MIT licence) whose nouns are tiles, in registers (rt), in shared memory (st), in
 // global memory (gl), and whose verbs are what a warp, a warpgroup or one thread does to a whole tile: load, store,
 // mma_AB, tma::load_async. The layouts, swizzles, descriptors and the 128 operands of a wgmma are its business; who
-// works when, and who waits for whom, is ours: every barrier of cuda_src/13 is still here.
+// works when, and who waits for whom, is ours: every barrier of cuda_src/22 is still here.
 //
 // The arithmetic is lesson 1's: an SM multiplies 2048 pairs a cycle, and L2 gives it about 39 bytes a cycle.
 //
@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_rows(const Matrix& to, rt_fl<16, N>& c, c_
 }
 
 // v1. The plain loop: a block brings tiles to shared memory, its warps take them to registers and multiply. 8 warps
-// share 128 x 128 of C, 16 rows of it each. What cuda_src/13 writes out in 60 lines (swizzle, ldmatrix, fragments, the
+// share 128 x 128 of C, 16 rows of it each. What cuda_src/22 writes out in 60 lines (swizzle, ldmatrix, fragments, the
 // mask of rows) is six calls. Predicted: 13's v1 and less: loads go through registers and are waited for, and a warp
 // reads 4.5 KB of shared memory for 65,536 FLOPs instead of 3: 100 to 250 TFLOP/s.
 constexpr int TILE = 128;

@@ -29,7 +29,7 @@ WAYS = {
     "Triton": ("day3_matmul_tk.lesson02_matmul_persistent", "subtiled", "compiler", "compiler", "compiler"),
     "Gluon": ("day3_matmul_tk.lesson09_matmul_hopper", "persistent", "you name it", "you", "you"),
     "ThunderKittens": ("day3_matmul_tk.lesson14_thunderkittens_matmul", "matmul_persistent", "library", "you", "you"),
-    "CUDA C++": ("cuda_src.13b_hopper_matmul_persistent", "matmul_persistent", "you, in bits", "you", "you"),
+    "CUDA C++": ("cuda_src.23_hopper_matmul_persistent", "matmul_persistent", "you, in bits", "you", "you"),
 }
 LADDERS = (
     "day3_matmul_tk.lesson01_matmul",
@@ -37,8 +37,8 @@ LADDERS = (
     "day3_matmul_tk.lesson09_matmul_hopper",
     "day3_matmul_tk.lesson13_tiles",
     "day3_matmul_tk.lesson14_thunderkittens_matmul",
-    "cuda_src.13_hopper_matmul",
-    "cuda_src.13b_hopper_matmul_persistent",
+    "cuda_src.22_hopper_matmul",
+    "cuda_src.23_hopper_matmul_persistent",
 )
 COUNTED = ("day", "problems.", "course_ops.")  # modules whose functions one would have to write oneself
 SIZES = tuple(f"M={n} N={n} K={n}" for n in (4096, 8192, 16384))

@@ -39,8 +39,8 @@ flash_attention = specimen("day4_replace_op.lesson07_flash_backward", "flash_att
 GPU = DEVICE.type == "cuda"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SLACK = 8  # another's may round more often than PyTorch does (as in `bench`), but must compute the same thing
-CUDA, KITTENS = "cuda_src.11_flash_attention_v1", "day3_matmul_tk.lesson15_thunderkittens_attention"
-CUDA_BACKWARD = "cuda_src.11b_flash_attention_backward"
+CUDA, KITTENS = "cuda_src.19_flash_attention_v1", "day3_matmul_tk.lesson15_thunderkittens_attention"
+CUDA_BACKWARD = "cuda_src.20_flash_attention_backward"
 
 
 def _by_hand(q, k, v, causal):

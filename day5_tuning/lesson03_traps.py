@@ -5,7 +5,7 @@ asserts that it does, mends it, and asserts that it is gone. All but the last ru
 
 Other lessons have the other traps, and they are not repeated here: day2_triton_basics/lesson02_common_errors (inside
 a kernel), lesson17_green_but_wrong (around one: tolerances that accept zeros, launches timed by the host clock),
-cuda_src/14_traps (CUDA's own: barriers, races, alignment). lesson04_neighbours has one that no test of a process alone
+cuda_src/24_traps (CUDA's own: barriers, races, alignment). lesson04_neighbours has one that no test of a process alone
 can see, lesson05_benchmark_traps those of measuring.
 
 Predict before you run: which of the seven does a GPU report by itself? Which does a CPU hide?

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 NORM = "day2_triton_basics.lesson08_layernorm"
 ADD = "day2_triton_basics.lesson01_vector_add"
-SUM = "cuda_src.10_layernorm"
+SUM = "cuda_src.16_layernorm"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_a_kernel_is_of_the_rungs_that_launch_it(name):
 
 
 def test_a_function_of_a_program_has_its_rows():
-    (only,) = dependents.dependents("cuda_src/10_layernorm.cu:layernorm_welford_kernel")
+    (only,) = dependents.dependents("cuda_src/16_layernorm.cu:layernorm_welford_kernel")
     assert "layernorm_welford" in only.through
 
 

@@ -1,4 +1,4 @@
-// What a warp needs to multiply tiles on tensor cores by hand (11_flash_attention_v1.cu, 11b): mma.sync, ldmatrix,
+// What a warp needs to multiply tiles on tensor cores by hand (19_flash_attention_v1.cu, 20): mma.sync, ldmatrix,
 // asynchronous 16-byte copies, a swizzle. PTX ISA, "Matrix fragments for mma.m16n8k16".
 //
 // A fragment is a small matrix spread over the 32 lanes; lane = 4 g + t owns, in pairs of neighbours (one register):

@@ -112,8 +112,8 @@ def of_wide_accesses():
 
 
 def as_the_emulator_counted():
-    """cuda_src/08_transpose's tiles, whose wavefronts its tests count: plain, padded, swizzled, and in float4."""
-    lesson = dict(discover("cuda_src.08_transpose"))["cuda_src.08_transpose"]
+    """cuda_src/13_transpose's tiles, whose wavefronts its tests count: plain, padded, swizzled, and in float4."""
+    lesson = dict(discover("cuda_src.13_transpose"))["cuda_src.13_transpose"]
     counts = {rung.__name__: metrics for rung, metrics in lesson.counts.items()}
     tiles = {
         "transpose_tile": ("wavefronts a shared load", lambda r, c: 32 * r + c, 4),

@@ -14,7 +14,7 @@ from lessonkit.measure.stale import device_folders
 class Dependent:
     """A lesson whose rungs, inputs or work reach a function, and how many measured rows these have."""
 
-    function: str  # its full name: "course_ops.hopper.ring_slot", "cuda_src.10_layernorm.block_sum"
+    function: str  # its full name: "course_ops.hopper.ring_slot", "cuda_src.16_layernorm.block_sum"
     lesson: str
     through: tuple[str, ...]  # rungs by name; "inputs" and "work" are of all the lesson's rows
     rows: int

@@ -1,0 +1,115 @@
+"""Several GPUs: an all-reduce by hand, everyone reading everybody's data, then the ring
+====================================================================================
+The kernels are in 21_multi_gpu.cu. Here 2 to 8 ranks share one memory, so that the algorithms are checked against
+PyTorch on any machine: the same kernels, steps and flags, only the links are missing. The program itself, on a machine
+with 2 GPUs, runs them across NVLink, beside copies between the GPUs and NCCL's all-reduce.
+
+What two H200 had to say (reports/): a copy gets six sevenths of the link, the rest is packets' headers; loads are no
+slower than stores, so enough of them are under way. Of 4 MB and more the ring with flags is ahead of NCCL; of 64 KB the
+time is launches and one microsecond a message, and whoever has fewest messages is first.
+
+Run it:    python cuda_src/21_multi_gpu.py
+Check it:  python -m lessonkit check 21_multi_gpu
+Time it:   the compile and run lines at the top of 21_multi_gpu.cu, with 2 GPUs
+"""
+
+from lessonkit import About, Lesson, Mutant, cuda, expect
+
+import torch
+
+from problems.all_reduce import PROBLEM
+
+kernels = cuda.extension(__file__)  # 21_multi_gpu.cu, built at the first call
+BLOCKS = 128  # flags a rank, as in 21_ring.cuh
+
+
+def read_all(x):
+    """[ranks, n] -> [ranks, n] float32: every rank reads the data of all and sums them."""
+    return _all_reduce(kernels.read_all, x)
+
+
+def ring_steps(x):
+    """[ranks, n] -> [ranks, n] float32: reduce-scatter and all-gather along the ring, a launch for each step."""
+    return _all_reduce(kernels.ring_steps, x)
+
+
+def ring_flags(x):
+    """[ranks, n] -> [ranks, n] float32: the ring in one launch, neighbours agree by flags."""
+    return _all_reduce(kernels.ring_flags, x)
+
+
+def _all_reduce(launch, x):
+    expect(x=x, dtypes=[torch.float32], ndim=2, contiguous=True)
+    ranks, n = x.shape
+    y, inbox = torch.empty_like(x), torch.empty_like(x)
+    flags = torch.zeros(ranks, BLOCKS, dtype=torch.int32, device=x.device)
+    launch(x, y, inbox, flags, ranks, n)
+    return y
+
+
+LESSON = Lesson(
+    about=About(
+        teaches="several GPUs: peer copies, a ring all-reduce by hand beside NCCL",
+        hours=1.5,
+        star=True,
+        operator="all-reduce",
+        language="CUDA C++",
+    ),
+    problem=PROBLEM,
+    extension=kernels,
+    rungs=(read_all, ring_steps, ring_flags),
+    prints="Between GPUs, which the rows above are not: there all ranks share one memory.",
+    wrong=(
+        Mutant("the first rank stands for all", "read_all_kernel", "(p.x[r]) + q", "(p.x[0]) + q", "read_all"),
+        Mutant(
+            "what has come is not added", "send_chunk", "0 < step && step < k", "1 < step && step < k", "ring_steps"
+        ),
+        Mutant(
+            "the sum travels one step less",
+            "send_chunk",
+            "whole = step == k - 1",
+            "whole = step == k - 2",
+            "ring_steps",
+            "nan",
+        ),
+        Mutant(
+            "chunks go round the other way",
+            "send_chunk",
+            "(rank - step + 2 * k) % k",
+            "(rank + step) % k",
+            "ring_steps",
+            "nan",
+        ),
+        Mutant("the last step is missing", "ring_steps", "step < steps", "step < steps - 1", "ring_steps", "nan"),
+        Mutant(
+            "nobody waits for the left neighbour",
+            "ring_flags_kernel",
+            "if (step > 0) wait(p.flags[rank] + block, base + step);",
+            "",
+            "ring_flags",
+            "race",
+        ),
+        Mutant(
+            "waits for one step less",
+            "ring_flags_kernel",
+            "block, base + step)",
+            "block, base + step - 1)",
+            "ring_flags",
+            "race",
+        ),
+        Mutant("the flag before the data", "signal", "__syncthreads();", "", "ring_flags", "race"),
+        Mutant(
+            "one's own flag", "ring_flags_kernel", "signal(p.flags[right]", "signal(p.flags[rank]", "ring_flags", "race"
+        ),
+    ),
+    claims={
+        "read_all_kernel": ("16-byte loads", "16-byte stores", "no spills"),
+        "ring_step_kernel": ("16-byte loads", "16-byte stores", "no spills"),
+        "ring_flags_kernel": ("16-byte loads", "16-byte stores", "no spills"),
+    },
+    # Of 4 ranks: everyone reads 4n and writes n. In the ring 6 + 5 (k - 2) = 16 quarters of n are read or written.
+    passes={read_all: 2.5, ring_steps: 2.0, ring_flags: 2.0},
+)
+
+if __name__ == "__main__":
+    LESSON.main()
