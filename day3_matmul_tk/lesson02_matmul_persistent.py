@@ -229,7 +229,7 @@ def subtiled(a, b):
 # the program by itself, if num_warps=4 and the descriptors are made in the kernel. With num_warps=8 Triton 3.6 and 3.7
 # compile the very same code as without it, and say nothing: look at the number of warps (12) in the compiled kernel.
 # Predicted: loads never wait for an epilogue. What pays is K: few steps to a tile, many ends to hide. (Not for use on a
-# GPU that is shared: Triton's compiler errs, and beside another process some answers are wrong. Day 5, lesson 3b.)
+# GPU that is shared: Triton's compiler errs, and beside another process some answers are wrong. Day 5, lesson 4.)
 def warp_specialized(a, b):
     """As tma_device, with a warpgroup that loads and two that multiply."""
     return tma_device(a, b, specialize=True)

@@ -255,7 +255,7 @@ __global__ __launch_bounds__(384, 1) void specialized_kernel(const __grid_consta
 }
 
 // The tile of C that is the `index`-th to be computed: groups of `GROUP` rows of tiles, walked column by column, so that
-// the 132 tiles that are in work together are close to a square (13b).
+// the 132 tiles that are in work together are close to a square (cuda_src/23).
 constexpr int GROUP = 16;
 __device__ __forceinline__ int2 place(int64_t index, int tiles_m, int tiles_n) {
     const int64_t in_group = int64_t(GROUP) * tiles_n, first = index / in_group * GROUP, rest = index % in_group;

@@ -3,7 +3,7 @@
 A library of headers whose words are tiles in registers, shared and global memory and what warps do to them. The kernels
 of this lesson, and what each predicts, are in lesson14_thunderkittens_matmul.cu: a plain loop, wgmma, the copy engine
 with two buffers, a producer and two consumers, the library's load-compute-store-finish template, and that loop written
-out. Lesson 13 builds the first third of such a library; cuda_src/22 and 13b are the same ladder without one. The bar is
+out. Lesson 13 builds the first third of such a library; cuda_src/22 and 23 are the same ladder without one. The bar is
 cuBLAS: at M = N = K = 4096 137 GFLOP, at the 700 to 800 TFLOP/s that an H200 sustains 0.17 to 0.2 ms.
 
 Get it. Version 2 is headers only: nothing is installed. `source env.src; python setup.py install`, which older

@@ -161,8 +161,8 @@ def merge_rows_kernel(
 # Tried instead: the last one merges, 64 KB of parts at a time. With 4 rows a head that gained 4 of 28 us; with 32 rows
 # it took 57 us for 38, for it is still one SM.
 def shares(q, k, v, lengths=None, causal=True, scale=None):
-    """As lesson 10's flash_decode; a group of heads times S_q may have 64 rows. A part in fp32 for each program and each
-    head of K and V. Deterministic: parts are merged in their order, not in that of their ends."""
+    """As lesson 10's flash_decode; a group of heads times S_q may have 64 rows. A part in fp32 for each program and
+    each head of K and V. Deterministic: parts are merged in their order, not in that of their ends."""
     return _run(q, k, v, lengths, causal, scale)
 
 

@@ -5,7 +5,7 @@ need not move the bytes at all. Three fusions for lesson 15's GPT, and what less
 of 32,768 tokens at 4.2 TB/s:
 
     add + norm (19, 20)              12 bytes an element where 24 were, 16 on the way back     10 ms -> 4 ms
-    linear + GELU (day 3, 4 and 4b)    GELU in the matmul's epilogue, its bias's gradient        4.5 ms -> 3 ms
+    linear + GELU (day 3, 4 and 5)    GELU in the matmul's epilogue, its bias's gradient        4.5 ms -> 3 ms
                                        while dz is made
     logits + loss                      a part of the rows at a time: the logits are written      14 ms -> 3 ms
                                        in bf16, read, and overwritten by their gradient; no

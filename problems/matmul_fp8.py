@@ -14,7 +14,7 @@ GROUP = 128  # of K, and of N in B: the blocks of the blockwise scheme
 
 
 def reference(a, b, scale_a, scale_b):
-    """The product of what the fp8 numbers stand for. Quantisation is not judged here: lesson 5b does."""
+    """The product of what the fp8 numbers stand for. Quantisation is not judged here: day 3's lesson 7 does."""
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     product = _spread(a, scale_a, wide) @ _spread(b, scale_b, wide)
     return product if a.dtype == torch.float64 else product.bfloat16()

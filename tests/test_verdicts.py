@@ -180,7 +180,5 @@ def test_what_answers_a_question_is_no_page_or_plot():
 
 
 def test_a_module_of_the_kit_that_is_named_without_its_group_counts():
-    lesson = verdicts.closure(
-        frozenset([ROOT / "day4_replace_op" / "lesson25_trace.py"])
-    )  # from lessonkit import rows
+    lesson = verdicts.closure(frozenset([ROOT / "day4_replace_op" / "lesson25_trace.py"]))  # from lessonkit import rows
     assert ROOT / "lessonkit" / "measure" / "rows.py" in lesson

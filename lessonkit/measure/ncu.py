@@ -62,8 +62,8 @@ Each rung ran once under Nsight Compute on the check that reports/emulated count
 distribution. Sums over all launches of a kernel in a rung; ratio: ncu's figure over the emulator's. What may differ:
 
 - how many loads, stores and launches there are: grids as large as the machine (the emulated one has 4 SMs), smaller
-  tiles in the emulator where a thread costs too much there (07, 07b), loads that nvcc has merged, hoisted out of a loop
-  or made wider and g++ has not, and waiting loops (06b, 07b), which read as often as the wait is long;
+  tiles in the emulator where a thread costs too much there (11, 12), loads that nvcc has merged, hoisted out of a loop
+  or made wider and g++ has not, and waiting loops (09, 12), which read as often as the wait is long;
 - wavefronts of shared accesses of 8 and 16 bytes: the emulator serves half and quarter warps one after the other, while
   the hardware may serve lanes together that want the same words; and shared loads by ldmatrix and stores by cp.async,
   which have counters of their own;
