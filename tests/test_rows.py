@@ -314,6 +314,10 @@ def test_links_follow(renamed):
     assert renames.link(ROOT / "paths" / "5d.md", "../day2_triton_basics/lesson99_first.py") == (
         "../day2_triton_basics/lesson01_vector_add.py"
     )
+    page = ROOT / "reports" / "nvidia-h200" / f"{ADD}.md"
+    assert renames.link(page, f"{OLD}.sizes.png") == f"{ADD}.sizes.png", (
+        "a picture of a step has a name after the lesson's"
+    )
     assert renames.link(day2 / "README.md", "README.zh-CN.md") == "README.zh-CN.md", "a dot is part of a file's name"
 
 

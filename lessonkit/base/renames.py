@@ -84,7 +84,9 @@ def link(page: Path, target: str) -> str:
     except ValueError:
         return target
     if inside.parts[0] == REPORTS:
-        new = old.with_name(f"{_now('reports', lesson(inside.stem))}{old.suffix}")
+        owner, _, part = inside.stem.rpartition(".")  # LESSON, or LESSON.TABLE
+        named = f"{lesson(owner)}.{part}" if lesson(owner) != owner else lesson(inside.stem)
+        new = old.with_name(f"{_now('reports', named)}{old.suffix}")
     elif inside.parent.name == "exercises":
         named = exercise(f"{inside.parts[0]}.{inside.stem}")
         new = ROOT / named.partition(".")[0] / "exercises" / f"{named.partition('.')[2]}{old.suffix}"
