@@ -244,8 +244,8 @@ def _tiles(q):
     if q.element_size() == 4:
         return (64, 64, 8, 1) if q.shape[-1] <= 64 else (32, 32, 4, 1)
     if q.shape[-1] > 128:
-        return (128, 32, 8, 2) if device.architecture() >= 90 else (64, 32, 8, 1)
-    return (128, 64, 8, 2) if device.architecture() >= 90 or q.shape[-1] <= 64 else (64, 64, 8, 2)
+        return (128, 32, 8, 2) if device.roomy() else (64, 32, 8, 1)
+    return (128, 64, 8, 2) if device.roomy() or q.shape[-1] <= 64 else (64, 64, 8, 2)
 
 
 def _work(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout=""):
