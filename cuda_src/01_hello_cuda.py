@@ -68,6 +68,7 @@ LESSON = Lesson(
         "occupancy",
         hours=1,
         star=True,
+        operator="thread indices",
         language="CUDA C++",
     ),
     problem=PROBLEM,

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 02_vector_add
 Time it:   python -m lessonkit bench 02_vector_add
 """
 
-from lessonkit import DEVICE, About, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect
 
 import torch
 
@@ -55,6 +55,8 @@ def head_and_tail(add):
             assert z[-1] == -7, "written past the end"
 
 
+LARGE = {"n": 2**28}
+
 LESSON = Lesson(
     about=About(
         teaches="device memory, transfers pageable, pinned and managed; grid-stride loops; 16 bytes a load; "
@@ -67,6 +69,17 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(add_one, add_grid_stride, add_vectorized),
+    predicted=(
+        Prediction(
+            rung=add_one,
+            at=LARGE,
+            percent_of_limit=64,
+            why="800 ns is the latency of a memory that is fully loaded; with 16 KB in flight on an SM it answers "
+            "sooner.",
+        ),
+        Prediction(rung=add_grid_stride, at=LARGE, times=1, over=add_one),
+        Prediction(rung=add_vectorized, at=LARGE, percent_of_limit=100),
+    ),
     checks=(
         *PROBLEM.checks,
         case("more than the emulated machine's 32 blocks: the grid-stride loop turns twice", n=8192 + 300),

@@ -113,8 +113,8 @@ void multiply_shared(const float* a, const float* b, float* c, int64_t m, int64_
 // v4. New: a thread owns 8 rows of one column, so that a number of B, once in a register, is used 8 times. For each i a
 // thread loads 1 word of b_tile and 8 of a_tile (the same for the whole warp; four steps of i in one 16-byte load) and
 // multiplies 8 times. The tile of C grows to 64 x 64 and L2 is asked half as often. Predicted: 3/8 of a wavefront an
-// FMA where v3 has 5/4: up to three times faster. Occupancy halves: 64 registers a thread, two blocks of 512. On an
-// H200 it is 1.7 times; at 512, where 64 blocks are fewer than SMs, it is slower than v3.
+// FMA where v3 has 5/4: up to three times faster. Occupancy halves: 64 registers a thread, two blocks of 512.
+// At 512 there are 64 blocks, fewer than SMs.
 constexpr int BM = 64, BN = 64, BK = 8, TM = 8;  // a block's tile of C, its step through K, a thread's rows
 
 __global__ void __launch_bounds__(BM / TM * BN)

@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check 03_matrix_multiply
 Time it:   python -m lessonkit bench 03_matrix_multiply
 """
 
-from lessonkit import About, Lesson, Mutant, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Prediction, case, cuda, expect
 
 import numpy as np
 import torch
@@ -86,6 +86,8 @@ def _masked(matrix, row, column):
     return tile
 
 
+LARGE = {"M": 4096, "N": 4096, "K": 4096}
+
 LESSON = Lesson(
     about=About(
         teaches="naive against shared-memory tiles; what one FMA may cost in wavefronts; a column of results a thread",
@@ -97,6 +99,30 @@ LESSON = Lesson(
     problem=PROBLEM_FP32,
     extension=kernels,
     rungs=(multiply_naive, multiply_coalesced, multiply_shared, multiply_column),
+    predicted=(
+        Prediction(rung=multiply_naive, at=LARGE, tflop_per_s=0.5),
+        Prediction(
+            rung=multiply_coalesced,
+            at=LARGE,
+            tflop_per_s=8,
+            why="The ceiling counts wavefronts alone; every load also waits for L1 or L2, and no thread has more "
+            "than two of them under way.",
+        ),
+        Prediction(
+            rung=multiply_shared,
+            at=LARGE,
+            tflop_per_s=13,
+            why="The ceiling counts wavefronts alone; the block also waits for each tile, and at two barriers.",
+        ),
+        Prediction(
+            rung=multiply_column,
+            at=LARGE,
+            times=3,
+            over=multiply_shared,
+            why="64 registers a thread leave room for two blocks of 512 on an SM: half as many warps to cover the "
+            "waits at each tile.",
+        ),
+    ),
     cpu_model=twin_shared,
     checks=(
         *PROBLEM_FP32.checks,

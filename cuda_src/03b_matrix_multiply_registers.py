@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 03b_matrix_multiply_registers
 Time it:   python -m lessonkit bench 03b_matrix_multiply_registers
 """
 
-from lessonkit import About, Lesson, Mutant, Unsupported, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, cuda, expect
 
 import torch
 
@@ -60,6 +60,8 @@ def _launch(name, a, b, quads=False):
     return c
 
 
+LARGE = {"M": 8192, "N": 8192, "K": 8192}
+
 LESSON = Lesson(
     about=About(
         teaches="register tiles, vector loads, warp tiles, cp.async and double buffering, to the speed of cuBLAS",
@@ -76,6 +78,24 @@ LESSON = Lesson(
         multiply_pipelined,
         multiply_wide,
         multiply_one_block,
+    ),
+    predicted=(
+        Prediction(rung=multiply_square, at=LARGE, tflop_per_s=22),
+        Prediction(
+            rung=multiply_vectorized,
+            at=LARGE,
+            tflop_per_s=45,
+            why="The ceiling has no waits: here every tile waits for memory and at two barriers.",
+        ),
+        Prediction(
+            rung=multiply_warp_tiles,
+            at=LARGE,
+            tflop_per_s=58,
+            why="As above: the waits are what is left, and the next rung takes them away.",
+        ),
+        Prediction(rung=multiply_pipelined, at=LARGE, tflop_per_s=58),
+        Prediction(rung=multiply_wide, at=LARGE, times=1.03, over=multiply_pipelined),
+        Prediction(rung=multiply_one_block, at=LARGE, tflop_per_s=54),
     ),
     checks=(
         *PROBLEM_FP32.checks,

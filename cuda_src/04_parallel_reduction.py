@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 04_parallel_reduction
 Time it:   python -m lessonkit bench 04_parallel_reduction
 """
 
-from lessonkit import About, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect
 
 import torch
 
@@ -55,6 +55,8 @@ def _launch(name, x):
     return total
 
 
+LARGE = {"n": 2**28}
+
 LESSON = Lesson(
     about=About(
         teaches="divergence, sequential addressing, unrolling, warp shuffles",
@@ -66,6 +68,26 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(sum_divergent, sum_strided, sum_sequential, sum_first_add, sum_unrolled, sum_shuffle),
+    predicted=(
+        Prediction(
+            rung=sum_divergent,
+            at=LARGE,
+            percent_of_limit=16.7,
+            why="The prediction adds the time of the load to that of the instructions; the blocks of an SM drift "
+            "apart, and one adds while another loads.",
+        ),
+        Prediction(
+            rung=sum_strided,
+            at=LARGE,
+            times=(1, 1.2),
+            over=sum_divergent,
+            why="The bank conflicts cost more than the skipped instructions save.",
+        ),
+        Prediction(rung=sum_sequential, at=LARGE, percent_of_limit=25),
+        Prediction(rung=sum_first_add, at=LARGE, times=(1.7, 1.95), over=sum_sequential),
+        Prediction(rung=sum_unrolled, at=LARGE, times=(1.11, 1.25), over=sum_first_add),
+        Prediction(rung=sum_shuffle, at=LARGE, percent_of_limit=50),
+    ),
     checks=(
         *PROBLEM.checks,
         case("the second level has more than one block", n=2 * 256 * 256 + 3),

@@ -10,7 +10,7 @@ Time it:   python -m lessonkit bench 04b_reduction_one_launch
 
 from functools import cache
 
-from lessonkit import DEVICE, About, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect
 
 import torch
 
@@ -74,6 +74,8 @@ def the_same_every_time(rung):
 
 RUNGS = (sum_vectorized, sum_atomic, sum_cooperative, sum_last_block)
 
+SMALL = {"n": 2**20}
+
 LESSON = Lesson(
     about=About(
         teaches="bytes in flight, atomics, cooperative launches, the last block's ticket",
@@ -85,6 +87,12 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=RUNGS,
+    predicted=(
+        Prediction(rung=sum_vectorized, at={"n": 2**28}, percent_of_limit=100),
+        Prediction(rung=sum_atomic, at=SMALL, times=1.3, over=sum_vectorized),
+        Prediction(rung=sum_cooperative, at=SMALL, times=(0.87, 0.93), over=sum_atomic),
+        Prediction(rung=sum_last_block, at=SMALL, times=1, over=sum_cooperative),
+    ),
     checks=(
         *PROBLEM.checks,
         case("a prime, in the middle of a block's piece", n=10_007),

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 06_scan
 Time it:   python -m lessonkit bench 06_scan
 """
 
-from lessonkit import About, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect
 
 import torch
 
@@ -57,6 +57,15 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(hillis_steele, blelloch, blelloch_padded, shuffle),
+    predicted=(
+        Prediction(
+            rung=shuffle,
+            at={"n": 2**28},
+            ms=1.02,
+            why="A thread loads one element, so an SM has 8 KB in flight where Little's law wants 25 KB; and no "
+            "byte is asked for while a block scans.",
+        ),
+    ),
     checks=(
         *PROBLEM.checks,
         case("nine blocks and a tail", n=9 * 1024 + 7),

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 06b_scan_one_pass
 Time it:   python -m lessonkit bench 06b_scan_one_pass
 """
 
-from lessonkit import DEVICE, About, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect
 
 import torch
 
@@ -48,6 +48,8 @@ def _cub(x):
     return _scan(kernels, "cub", x)
 
 
+LARGE = {"n": 2**28}
+
 LESSON = Lesson(
     about=About(
         teaches="blocks that wait for blocks: decoupled look-back, fences",
@@ -58,6 +60,11 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(propagate, reduce_then_scan, look_back),
+    predicted=(
+        Prediction(rung=propagate, at=LARGE, percent_of_limit=50),
+        Prediction(rung=reduce_then_scan, at=LARGE, times=1.33, over=propagate),
+        Prediction(rung=look_back, at=LARGE, times=(1.2, 1.5), over=reduce_then_scan),
+    ),
     checks=(
         *PROBLEM.checks,
         case("35 tiles and a tail: more than one window to look back over", n=35 * 8192 + 1021),

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 06c_scan_ahead
 Time it:   python -m lessonkit bench 06c_scan_ahead
 """
 
-from lessonkit import DEVICE, About, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect
 
 import torch
 
@@ -53,6 +53,9 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(look_back_waves, look_back_ahead),
+    predicted=(
+        Prediction(rung=look_back_ahead, at={"n": 2**28}, percent_of_limit=100),
+    ),
     checks=(
         *PROBLEM.checks,
         case("emulated: a wave of 8 blocks, two of 4, and one element", n=8 * 1024 + 1),

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 07_sort
 Time it:   python -m lessonkit bench 07_sort
 """
 
-from lessonkit import About, Lesson, Mutant, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Prediction, case, cuda, expect
 
 import torch
 
@@ -41,6 +41,8 @@ def _sort(kernels, name, keys):
     return out
 
 
+LARGE = {"n": 2**26}
+
 LESSON = Lesson(
     about=About(
         teaches="bitonic networks, then radix sort: fewer passes over memory",
@@ -52,6 +54,17 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(bitonic, bitonic_shared, radix),
+    predicted=(
+        Prediction(rung=bitonic, at=LARGE, ms=45),
+        Prediction(rung=bitonic_shared, at=LARGE, ms=17, why="The steps within shared memory were counted as free."),
+        Prediction(
+            rung=radix,
+            at=LARGE,
+            ms=0.8,
+            why="The 32 keys of a warp go to up to 32 sectors, so the writes move far more than the 4 bytes of "
+            "each key.",
+        ),
+    ),
     checks=(*PROBLEM.checks, case("whole tiles, on which requests are counted", n=4096)),
     benches=PROBLEM.benches[:-1],  # 2^28 keys would take the bitonic network most of a second
     wrong=(

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 07b_onesweep
 Time it:   python -m lessonkit bench 07b_onesweep
 """
 
-from lessonkit import DEVICE, About, Lesson, Mutant, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, case, cuda, expect
 
 import torch
 
@@ -43,6 +43,8 @@ def _cub(keys):
     return _sort(kernels, "cub", keys)
 
 
+LARGE = {"n": 2**26}
+
 LESSON = Lesson(
     about=About(
         teaches="keys put in order before they are written, look-back for 256 digits at once",
@@ -53,6 +55,10 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(radix_ordered, onesweep),
+    predicted=(
+        Prediction(rung=onesweep, at=LARGE, ms=(1.0, 1.7)),
+        Prediction(rung=onesweep, at=LARGE, times=1.33, over=radix_ordered),
+    ),
     checks=(
         *PROBLEM.checks,
         case("emulated: three whole tiles of onesweep, and a key", n=3 * 1536 + 1),

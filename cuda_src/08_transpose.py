@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check 08_transpose
 Time it:   python -m lessonkit bench 08_transpose
 """
 
-from lessonkit import About, Lesson, Mutant, cuda, expect
+from lessonkit import About, Lesson, Mutant, Prediction, cuda, expect
 
 import torch
 
@@ -69,6 +69,8 @@ def _launch(name, x):
 TILES = (transpose_tile, transpose_padded, transpose_swizzled)
 RUNGS = (transpose_read, transpose_write, *TILES, transpose_vectorized, transpose_down, transpose_any)
 
+LARGE = {"M": 16384, "N": 16384}
+
 LESSON = Lesson(
     about=About(
         teaches="coalescing counted in sectors, shared memory, bank conflicts, padding, swizzles",
@@ -80,6 +82,20 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=RUNGS,
+    predicted=(
+        Prediction(
+            rung=transpose_read,
+            at=LARGE,
+            percent_of_limit=25,
+            why="A write of 4 bytes probably costs L2 more than the one slot of the count, since it has to be "
+            "merged with the rest of its sector.",
+        ),
+        Prediction(rung=transpose_tile, at=LARGE, tb_per_s=1.8),
+        Prediction(rung=transpose_padded, at=LARGE, percent_of_limit=90),
+        Prediction(rung=transpose_swizzled, at=LARGE, times=1, over=transpose_padded),
+        Prediction(rung=transpose_vectorized, at=LARGE, percent_of_limit=100),
+        Prediction(rung=transpose_down, at=LARGE, times=(1.01, 1.03), over=transpose_vectorized),
+    ),
     wrong=(
         Mutant("M for N", "transpose_read_kernel", "x[r * N + c]", "x[r * M + c]", "transpose_read", "out of bounds"),
         Mutant(

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 09_softmax
 Time it:   python -m lessonkit bench 09_softmax
 """
 
-from lessonkit import About, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect
 
 import torch
 
@@ -59,6 +59,16 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(softmax_naive, softmax_block, softmax_online),
+    predicted=(
+        Prediction(rung=softmax_naive, at={"M": 8192, "N": 8192}, percent_of_limit=3.1),
+        Prediction(
+            rung=softmax_online,
+            at={"M": 2048, "N": 131072},
+            percent_of_limit=67,
+            why="Each turn of the loop waits for the pair of the turn before: two exponentials that no other work "
+            "of the thread hides.",
+        ),
+    ),
     checks=(
         *WHOLE,
         case("a prime width", M=7, N=127),

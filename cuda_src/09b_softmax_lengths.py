@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 09b_softmax_lengths
 Time it:   python -m lessonkit bench 09b_softmax_lengths
 """
 
-from lessonkit import About, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
+from lessonkit import About, Lesson, Mutant, Prediction, Refusal, Unsupported, case, cuda, expect, needs
 
 import torch
 
@@ -78,6 +78,11 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(softmax_registers, softmax_lanes, softmax_cluster, softmax),
+    predicted=(
+        Prediction(rung=softmax_registers, at={"M": 8192, "N": 8192}, percent_of_limit=100),
+        Prediction(rung=softmax_lanes, at={"M": 32768, "N": 256}, percent_of_limit=100),
+        Prediction(rung=softmax_cluster, at={"M": 2048, "N": 131072}, percent_of_limit=(80, 95)),
+    ),
     checks=(
         *WHOLE,
         case("a prime width: no vector is aligned, no lane count fits", M=7, N=127),

@@ -10,7 +10,7 @@ Time it:   python -m lessonkit bench 10_layernorm
 
 import math
 
-from lessonkit import About, Lesson, Mutant, Refusal, case, cuda, expect
+from lessonkit import About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect
 
 import torch
 
@@ -69,6 +69,14 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(layernorm_naive, layernorm_block, layernorm_welford),
+    predicted=(
+        Prediction(
+            rung=layernorm_welford,
+            at={"M": 2048, "N": 131072},
+            percent_of_limit=67,
+            why="Each turn of the loop divides, and waits for the mean of the turn before.",
+        ),
+    ),
     checks=(
         *(each for each in WHOLE if each.shape["N"] < 4096),  # v1 adds up a row, element after element
         case("one past a block", M=3, N=257),

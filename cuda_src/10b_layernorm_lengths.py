@@ -10,7 +10,7 @@ Time it:   python -m lessonkit bench 10b_layernorm_lengths
 
 import math
 
-from lessonkit import About, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
+from lessonkit import About, Lesson, Mutant, Prediction, Refusal, Unsupported, case, cuda, expect, needs
 
 import torch
 
@@ -90,6 +90,16 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(layernorm_registers, layernorm_lanes, layernorm_cluster, layernorm),
+    predicted=(
+        Prediction(rung=layernorm_registers, at={"M": 8192, "N": 8192}, percent_of_limit=97),
+        Prediction(rung=layernorm_lanes, at={"M": 32768, "N": 256}, percent_of_limit=100),
+        Prediction(
+            rung=layernorm_cluster,
+            at={"M": 2048, "N": 131072},
+            percent_of_limit=100,
+            why="No block stores before the whole row has come, so an SM's loads and stores do not overlap.",
+        ),
+    ),
     checks=(
         *WHOLE,
         case("a prime width: no vector is aligned, no lane count fits", M=7, N=127),

@@ -8,7 +8,7 @@ Check it:  python -m lessonkit check 10c_layernorm_backward
 Time it:   python -m lessonkit bench 10c_layernorm_backward
 """
 
-from lessonkit import About, Grad, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect, needs
+from lessonkit import About, Grad, Lesson, Mutant, Prediction, Refusal, Unsupported, case, cuda, expect, needs
 
 import torch
 
@@ -104,6 +104,22 @@ LESSON = Lesson(
     extension=kernels,
     rungs=(layernorm_backward_naive, layernorm_backward_persistent, layernorm_backward_warp, layernorm_backward_cluster,
            layernorm_backward),
+    predicted=(
+        Prediction(
+            rung=layernorm_backward_naive,
+            at={"M": 8192, "N": 8192},
+            percent_of_limit=60,
+            why="The kernel for dw and db has a block for 32 columns, whose warps wait for one row after another: "
+            "too few bytes are in flight.",
+        ),
+        Prediction(rung=layernorm_backward_persistent, at={"M": 8192, "N": 8192}, percent_of_limit=96),
+        Prediction(
+            rung=layernorm_backward_cluster,
+            at={"M": 4096, "N": 32768},
+            percent_of_limit=100,
+            why="Every row ends in a barrier of the cluster, and its blocks wait for the slowest of them.",
+        ),
+    ),
     checks=(
         *(each for each in PROBLEM_BACKWARD.checks if "pad" not in each.shape),  # rows one behind the other
         case("a prime width: v1 alone", M=7, N=127),

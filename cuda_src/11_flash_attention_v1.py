@@ -11,7 +11,7 @@ Time it:   python -m lessonkit bench 11_flash_attention_v1
 
 import math
 
-from lessonkit import DEVICE, About, Lesson, Mutant, Refusal, Unsupported, case, cuda, expect
+from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, Refusal, Unsupported, case, cuda, expect
 
 import torch
 import torch.nn.functional as F
@@ -135,6 +135,8 @@ def _torch_naive(q, k, v, causal=False):
     return s.softmax(-1) @ v, torch.logsumexp(s.float(), -1)
 
 
+FULL = {"B": 4, "H": 16, "S": 2048, "D": 128, "causal": False}
+
 LESSON = Lesson(
     about=About(
         teaches="naive attention, online softmax in tiles, tensor cores; where the scalar version loses, and "
@@ -148,6 +150,22 @@ LESSON = Lesson(
     work=lambda sharp=1.0, **shape: attention_plain.work(**shape),
     extension=kernels,
     rungs=(attention_naive, attention_online, attention_register, attention_mma, attention_pipelined),
+    predicted=(
+        Prediction(
+            rung=attention_online,
+            at=FULL,
+            tflop_per_s=6.4,
+            why="The count takes a wavefront for each word; neighbouring words probably come in one wide load.",
+        ),
+        Prediction(
+            rung=attention_register,
+            at=FULL,
+            times=(4, 5),
+            over=attention_online,
+            why="The count has the two matmuls alone; the softmax, P's way through shared memory and the barriers "
+            "come on top.",
+        ),
+    ),
     checks=(
         *PROBLEM_LSE.checks[:-1],
         case("scores past 88, where exp overflows", B=1, H=1, S=35, D=64, sharp=-20.0),

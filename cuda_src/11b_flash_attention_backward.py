@@ -11,7 +11,7 @@ Time it:   python -m lessonkit bench 11b_flash_attention_backward
 
 import math
 
-from lessonkit import DEVICE, About, Grad, Lesson, Mutant, Refusal, cuda, expect
+from lessonkit import DEVICE, About, Grad, Lesson, Mutant, Prediction, Refusal, cuda, expect
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +95,15 @@ LESSON = Lesson(
     problem=PROBLEM_BACKWARD,
     extension=kernels,
     rungs=(attention_backward_scalar, attention_backward_mma),
+    predicted=(
+        Prediction(
+            rung=attention_backward_scalar,
+            at={"B": 8, "H": 16, "S": 2048, "D": 128, "causal": False},
+            tflop_per_s=4.6,
+            why="As in the forward pass, the count takes a wavefront for each word; neighbouring words probably "
+            "come in one wide load.",
+        ),
+    ),
     wrong=(
         Mutant(
             "delta left out", "attention_backward_kernel", "p * (dp - ", "p * (dp - 0 * ", "attention_backward_scalar"

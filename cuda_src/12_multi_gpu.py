@@ -52,6 +52,7 @@ LESSON = Lesson(
         teaches="several GPUs: peer copies, a ring all-reduce by hand beside NCCL",
         hours=1.5,
         star=True,
+        operator="all-reduce",
         language="CUDA C++",
     ),
     problem=PROBLEM,

@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check 13_hopper_matmul
 Time it:   python -m lessonkit bench 13_hopper_matmul
 """
 
-from lessonkit import About, Lesson, Mutant, Unsupported, cuda, expect, needs
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, cuda, expect, needs
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,8 @@ def _aligned(t, multiple):
     return t.clone() if t.data_ptr() % (2 * multiple) else t
 
 
+LARGE = {"M": 8192, "N": 8192, "K": 8192}
+
 LESSON = Lesson(
     about=About(
         teaches="mma.sync, then TMA, mbarriers and wgmma, warps with a trade",
@@ -78,6 +80,18 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(matmul_fma, matmul_mma, matmul_wgmma, matmul_specialized),
+    predicted=(
+        Prediction(
+            rung=matmul_fma,
+            at={"M": 4096, "N": 4096, "K": 4096},
+            tflop_per_s=5.1,
+            why="A thread has 4 elements of C, so one of the two words serves four FMAs, and fewer than two are "
+            "read for each.",
+        ),
+        Prediction(rung=matmul_mma, at=LARGE, tflop_per_s=(300, 450)),
+        Prediction(rung=matmul_wgmma, at=LARGE, tflop_per_s=(450, 600)),
+        Prediction(rung=matmul_specialized, at=LARGE, tflop_per_s=(600, 700)),
+    ),
     wrong=(
         Mutant(
             "multiplied before the tiles are whole",

@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check 13b_hopper_matmul_persistent
 Time it:   python -m lessonkit bench 13b_hopper_matmul_persistent
 """
 
-from lessonkit import About, Lesson, Mutant, Unsupported, case, cuda, expect, needs
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, cuda, expect, needs
 
 import torch
 
@@ -63,6 +63,7 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(matmul_schedule, matmul_persistent, matmul_cluster),
+    predicted=(Prediction(rung=matmul_cluster, at={"M": 8192, "N": 8192, "K": 8192}, times=1, over=matmul_persistent),),
     checks=(
         *PROBLEM.checks,
         case("3 tiles down in groups of 4, more tiles than the emulated machine's 32 blocks", M=48, N=16 * 13, K=8),

@@ -130,6 +130,7 @@ LESSON = Steps(
         hours=0.5,
     ),
     steps=(pieces, nvidia_smi, days, deliverable),
+    nightly=(pieces, days, deliverable),  # each mode in a process of its own
 )
 
 if __name__ == "__main__":

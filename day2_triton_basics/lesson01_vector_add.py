@@ -9,7 +9,7 @@ Check it:  python -m lessonkit check lesson01_vector_add
 Time it:   python -m lessonkit bench lesson01_vector_add
 """
 
-from lessonkit import About, Grad, Lesson, Mutant, Unsupported, expect
+from lessonkit import About, Grad, Lesson, Mutant, Prediction, Unsupported, expect
 
 import torch
 import triton
@@ -61,7 +61,7 @@ def add_block(x, y):
 
 # Rung 3. New: eight elements a thread, which the compiler loads as 16 bytes at once, since they are neighbours and the
 # pointers are aligned. n = 98,432 = 96 * 1024 + 128 leaves 896 lanes of the last block without an element. Predicted:
-# 64 KB in flight where 25 KB do, so copy speed. More (4096 elements over 8 warps) was tried and brings nothing.
+# 64 KB in flight where 25 KB do, so copy speed.
 def add_wide(x, y):
     """[...] + [...] -> [...], 1024 elements a program, 16 bytes a thread and tensor."""
     z = _prepare(x, y)
@@ -90,6 +90,8 @@ def add(x, y):
     return _Add.apply(x, y)
 
 
+LARGE = {"n": 2**28}
+
 LESSON = Lesson(
     about=About(
         teaches="program ids, offsets, masks, wide accesses, what a launch costs",
@@ -99,6 +101,10 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(add_element, add_block, add_wide),
+    predicted=(
+        Prediction(rung=add_block, at=LARGE, percent_of_limit=32),
+        Prediction(rung=add_wide, at=LARGE, percent_of_limit=100),
+    ),
     wrong=(
         Mutant(
             "mask lets one lane too many through",

@@ -1,14 +1,24 @@
 """Sum: many programs, one answer
 ================================
-The sum of x reads n elements and writes one, so nothing but the read counts: n = 2^28 in fp32 is 1.07 GB, at
-4.2 TB/s no less than 0.26 ms. The arithmetic, one addition an element, is hundreds of times below what the GPU can do.
-What is hard is that programs share nothing but memory, and that floating-point addition is not associative: who adds
-what to what decides the speed, the error, and whether two runs agree in the last bit.
+The sum of x reads n elements and writes one, so only the read counts. n = 2^28 in fp32 is 1.07 GB: on an H200, at
+4.2 TB/s, at least 0.26 ms. One addition per element is hundreds of times less than the GPU can do.
 
-You will learn: a sum inside a program, atomics, two-kernel trees, persistent grids, finishing in the last program.
+Two things are hard. Programs share nothing but memory. And floating-point addition is not associative: the order of the
+additions decides the error, and whether two runs agree in the last bit.
+
+    rung                who adds what                                                             same bits each time
+    sum_one_program     one program, everything                                                   yes
+    sum_atomic          every program its block, all of them to one total                         no
+    sum_tree            every program its block; then one program the partial sums                yes
+    sum_persistent      264 programs many blocks each; the last one to finish the partial sums    yes
+
+You will be able to: sum inside a program and over programs, and choose between atomics, a tree and a persistent grid.
+You need: lesson 1 (programs, masks). Rung 4 is advanced: skip it at the first reading.
 Run it:    python day2_triton_basics/lesson05_sum.py
 Check it:  python -m lessonkit check lesson05_sum
 Time it:   python -m lessonkit bench lesson05_sum
+
+Answer before you read on. What is 256 + 1 in bf16? 65,536 programs add to one address: how many can do so at once?
 """
 
 import functools
@@ -22,16 +32,17 @@ import triton.language as tl
 from problems.sum import PROBLEM, inputs
 
 
-# Rung 1. One program walks over all of x. It keeps 4096 running sums, one a lane, and adds those up once at the end:
-# a sum per block would wait for a reduction across the warps each time. Sums are fp32 whatever x is: in bf16, which
-# has 8 bits, 256 + 1 is 256. Predicted: the least bytes, by one SM of 132: under 1% of the read speed.
+# Rung 1. One program walks over all of x. It keeps 4096 running sums, one per lane, and adds those up once at the end:
+# a sum per block would need a reduction across the warps in every step. Sums are fp32 whatever x is: bf16 has 8 bits,
+# and there 256 + 1 is 256.
+# Predicted: the least bytes, read by one SM of 132: under 1% of the read speed.
 @triton.jit
 def sum_one_program_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # x [n], y []
     lanes = tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for block in range(tl.cdiv(n, BLOCK)):
         offsets = block * BLOCK + lanes  # block has n's width, 64 bits past 2^31, so the product cannot overflow
-        # other=0 adds nothing; a masked lane without it holds whatever the register held.
+        # other=0 adds nothing. Without it the value of a masked lane is undefined.
         acc += tl.load(x_ptr + offsets, mask=offsets < n, other=0).to(tl.float32)
     tl.store(y_ptr, tl.sum(acc))
 
@@ -43,14 +54,14 @@ def sum_one_program(x):
     return y
 
 
-# Rung 2. New: one program a block, each adding its sum to one number in memory. Predicted: all SMs read, so near
-# read speed; but the n/4096 atomic additions meet in one address, and L2 does those one after another, in an order that
-# differs from run to run: so does the last bit of the answer. And each rounds the whole total, so errors grow with n.
+# Rung 2. New: one program per block. Each adds its sum to one total in memory, by an atomic.
+# Predicted: all SMs read, so near read speed. But the n / 4096 additions go to one address, and L2 does them one after
+# another, in an order that differs from run to run: so does the last bit. Each rounds the total, so errors grow with n.
 @triton.jit
 def sum_atomic_kernel(x_ptr, total_ptr, n, BLOCK: tl.constexpr):  # x [n], total [] in fp32, zero to begin with
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offsets, mask=offsets < n, other=0).to(tl.float32)
-    # relaxed: nobody reads anything else because of this number, so nothing has to be ordered with it.
+    # relaxed: no other memory access depends on this one, so none has to be ordered with it.
     tl.atomic_add(total_ptr, tl.sum(x), sem="relaxed")
 
 
@@ -59,7 +70,7 @@ def sum_atomic(x):
     _prepare(x)
     if x.numel() > 2**28:
         raise Unsupported("more than 65,536 additions to one fp32 total, each rounded, lose digits that a tree keeps")
-    # A 16-bit total would round at every addition (and 16-bit atomics are slow): add in fp32, convert once.
+    # A 16-bit total would be rounded at every addition, and 16-bit atomics are slow: add in fp32, convert once.
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     if x.numel():
         sum_atomic_kernel[(triton.cdiv(x.numel(), 4096),)](x, total, x.numel(), BLOCK=4096, num_warps=8)
@@ -67,8 +78,8 @@ def sum_atomic(x):
 
 
 # Rung 3. New: every program writes its own partial sum, and the kernel of rung 1 adds those in a fixed order. The end
-# of a kernel is the one point where everything it wrote is there for the next. Deterministic, for 1/4096 more bytes.
-# Predicted: at read speed but for the second kernel, one program again, with n/4096 numbers to read: 65,536 at 2^28.
+# of a kernel is the one point where everything that it wrote is there for the next kernel.
+# Predicted: 1/4096 more bytes, at read speed but for the second kernel: one program again, with 65,536 values at 2^28.
 @triton.jit
 def sum_blocks_kernel(x_ptr, partial_ptr, n, BLOCK: tl.constexpr):  # x [n], partial [ceil(n / BLOCK)]
     program = tl.program_id(0).to(tl.int64)
@@ -88,16 +99,16 @@ def sum_tree(x):
     return y
 
 
-# Rung 4. New, four things. A persistent grid: only as many programs as the SMs hold at once, each striding over the
-# tiles with its sums in registers, so one reduction and one partial sum a program, not one a block. Whole tiles need
-# no mask: a mask that ends anywhere would cut 16-byte loads into 4-byte ones for every n that 4 does not divide. And
-# one launch: whoever finishes last (a counter tells) adds the partial sums, in program order: deterministic still.
-# And a pipeline, where n is large: with 3 stages the next two tiles are on their way to shared memory while one is
-# added, 64 KB for each of an SM's two programs, where Little's law asks for 25 in all. Where n is small a program has
-# too few tiles for that (8 at 2^24) to fill and drain it: there twice the warps have a tile on its way each, and the
-# shorter road, straight to registers. x leaves L2 first (evict_first): it is read once, and what it would push out has
-# perhaps still to be written to memory. Predicted: read speed where n is large, up to what a launch and the finish cost
-# where it is small.
+# Rung 4, advanced. New: a persistent grid that finishes in one launch.
+# - Two programs per SM stride over the tiles and keep their sums in registers: one partial sum per program, not per
+#   tile.
+# - Only the tail has a mask: a mask on every tile would cut 16-byte loads into 4-byte ones for every n that 4 does not
+#   divide.
+# - The last program to finish, which a counter tells, adds the partial sums in the order of the programs.
+# - Where n is large, 3 stages keep the next two tiles on their way to shared memory: 64 KB for each program, and by
+#   Little's law 25 KB per SM are enough. Where n is small, a program has too few tiles to fill that pipeline, so twice
+#   the warps load straight to registers. x is read once: evict_first gives up its lines in L2 first.
+# Predicted: read speed where n is large; the cost of a launch and of the finish shows where n is small.
 @triton.jit
 def sum_persistent_kernel(
     x_ptr,  # [n]
@@ -120,8 +131,8 @@ def sum_persistent_kernel(
     end = tl.where(program == whole % programs, n, 0)  # for the program whose turn it is; the others load nothing
     acc += tl.load(x_ptr + tail, mask=tail < end, other=0).to(tl.float32)
     tl.store(partial_ptr + program, tl.sum(acc))
-    # The thread that stored also counts. Release: its partial sum is there before its count is. Acquire: whoever
-    # sees the last count sees every partial sum.
+    # The thread that stored also counts. Release: its partial sum is there before its count is. Acquire: the
+    # program that sees the last count sees every partial sum.
     before_me = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
     if before_me == programs - 1:
         ids = tl.arange(0, MOST)

@@ -11,7 +11,7 @@ Check it:  python -m lessonkit check lesson06_argmax
 Time it:   python -m lessonkit bench lesson06_argmax
 """
 
-from lessonkit import About, Lesson, Mutant, Unsupported, expect, num_sms
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, expect, num_sms
 
 import torch
 import triton
@@ -227,6 +227,16 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(argmax_block, argmax_online, argmax_atomic, argmax_groups),
+    predicted=(
+        Prediction(rung=argmax_online, at={"M": 2048, "N": 131072}, percent_of_limit=100),
+        Prediction(
+            rung=argmax_atomic,
+            at={"M": 64, "N": 1048576},
+            percent_of_limit=100,
+            why="Two more launches set the words up and take them apart, and every element pays for its 64-bit key.",
+        ),
+        Prediction(rung=argmax_groups, at={"M": 4096, "N": 32768}, percent_of_limit=100),
+    ),
     wrong=(
         Mutant("padding with 0", "argmax_block_kernel", '-float("inf")', "0.0", "argmax_block"),
         Mutant("negatives not flipped", "order_key", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits", "argmax_block"),

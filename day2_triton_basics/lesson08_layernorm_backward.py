@@ -1,29 +1,35 @@
 """LayerNorm backward: one sum along the row, one down the column
 =============================================================
-With x_hat = (x - mean) * rstd, g = dy * w, and c1, c2 the means over the row of g * x_hat and of g:
+With x_hat = (x - mean) * rstd and g = dy * w, and c1, c2 the means over the row of g * x_hat and of g:
 
-    dx = rstd * (g - x_hat * c1 - c2)      dw = sum over rows of dy * x_hat      db = sum over rows of dy
+    dx = rstd * (g - x_hat * c1 - c2)     along a row: a program per row
+    dw = sum over rows of dy * x_hat      down a column
+    db = sum over rows of dy              down a column
 
-It reads dy and x and writes dx, 3MN elements: 8192 x 8192 in bf16 (403 MB) cannot take less than 0.096 ms at 4.2 TB/s.
-dx wants programs that own rows, dw and db want columns; two kernels move 5MN, so one pass is worth a factor of 5/3.
+One pass reads dy and x and writes dx: 3MN elements. Two kernels, one for each direction, move 5MN. Predicted gain of
+one pass: 5/3. On an H200, at 4.2 TB/s, 8192 x 8192 in bf16 (403 MB) takes at least 0.096 ms.
 
-You will learn: partial sums in registers over many rows, the price of atomics, a second stage in fixed order.
+You will be able to: keep sums over many rows in registers, say what atomics cost, and add partial sums in a fixed
+order.
+You need: lesson 7 (LayerNorm). course_ops.layer_norm has the kernels for longer rows.
 Run it:    python day2_triton_basics/lesson08_layernorm_backward.py
 Check it:  python -m lessonkit check lesson08_layernorm_backward
 Time it:   python -m lessonkit bench lesson08_layernorm_backward
+
+Answer before you read on. Why is dx . 1 = 0 in every row? How many bytes of registers do dw and db take at N = 8192?
 """
 
-from lessonkit import About, Lesson, Mutant, Unsupported, case, expect, num_sms
+from lessonkit import About, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
 
 import torch
 import triton
 import triton.language as tl
 
-from problems.layer_norm import PROBLEM_BACKWARD
+from problems.layer_norm import PROBLEM, PROBLEM_BACKWARD
 
 
-# Rung 1. A kernel for each direction: a program a row for dx, a program a strip of 64 columns for dw and db.
-# Predicted: dy and x are read twice, 5MN, so at best 5/3 of the least; and at N = 4096 only 64 programs for dw.
+# Rung 1. A kernel for each direction: a program per row for dx, a program per 64 columns for dw and db.
+# Predicted: dy and x are read twice, 5MN elements, 5/3 of the least. At N = 4096 there are only 64 programs for dw.
 @triton.jit
 def dx_kernel(
     dy_ptr, x_ptr,  # [M, N] each, rows stride_dy and stride_x elements apart
@@ -88,10 +94,11 @@ def layernorm_backward_naive(dy, x, w, mean, rstd):
     return dx, dw, db
 
 
-# Rung 2. New: the dx program has dy and x_hat at hand, so it adds its row to dw and db itself, atomically (Triton's
-# layer-norm tutorial takes locks in groups of rows for this). Predicted: x and dy are read once, but each element
-# costs two fp32 atomics, M of them to the same address, one after another in L2: 8 bytes of traffic there for 6
-# through memory. And their order is not fixed: two runs on the same input may differ in the last digits.
+# Rung 2. New: one kernel. The program that computes dx has dy and x_hat in registers, so it adds its row to dw and db
+# by atomics. (Triton's layer-norm tutorial takes locks for groups of rows instead.)
+# Predicted: x and dy are read once. But each element costs two fp32 atomics, M of them to the same address, and L2 does
+# these one after another: 8 bytes of traffic there for 6 through HBM. Their order is not fixed, so two runs on the same
+# input may differ in the last digits.
 def layernorm_backward_atomic(dy, x, w, mean, rstd):
     """As layernorm_backward_naive, one kernel; dw and db differ from run to run."""
     M, N, dx, _, _ = _prepare(dy, x, w, mean, rstd, longest=32768)
@@ -103,11 +110,16 @@ def layernorm_backward_atomic(dy, x, w, mean, rstd):
     return dx, dw.to(w.dtype), db.to(w.dtype)
 
 
-# Rung 3. New: as many programs as the GPU runs at once, each with many rows; dw and db stay in fp32 registers from the
-# first row to the last and are written once, [programs, N]. A second kernel adds the programs up in a fixed order. The
-# next rows are on their way while these are worked on: with so few programs nobody else would ask in the meantime. The
-# row's two sums are taken together, so that the warps meet once. Predicted: 3MN, and for 264 programs at N = 4096
-# another 8.7 MB of partial sums, which the L2 holds.
+# Rung 3. New: a persistent grid, as many programs as the GPU runs at once. Each walks over many rows and keeps dw and
+# db in fp32 registers from its first row to its last. It writes them once, and a second kernel adds them in a fixed
+# order:
+#
+#     program 0    rows 0, 264, 528, ...    -> partial_dw[0, :], partial_db[0, :]  --+
+#     program 1    rows 1, 265, 529, ...    -> partial_dw[1, :], partial_db[1, :]  --+--> dw, db
+#
+# With so few programs, no other one loads while this one computes. So each loads its next rows before it works on
+# these. The row's two sums are one reduction, so the warps meet once.
+# Predicted: 3MN elements, and at N = 4096 the partial sums of 264 programs, 8.7 MB, which L2 holds.
 @triton.jit
 def layernorm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr, M, N, stride_dy, stride_x,
@@ -166,8 +178,9 @@ def layernorm_backward_persistent(dy, x, w, mean, rstd):
     M, N, dx, dw, db = _prepare(dy, x, w, mean, rstd, longest=8192)
     if dx.numel():
         block = triton.next_power_of_2(N)
-        # 16 elements a thread: dw and db take 32 of its registers, and 128 in all leave room for 512 threads on an SM.
-        # If rows are short, few programs add up the partial sums: fewer of these, from one program of twice the size.
+        # 16 elements per thread: dw and db take 32 registers, and at 128 registers an SM holds 512 threads.
+        # Few programs add up the partial sums of short rows. So there are fewer of them, from programs of twice the
+        # size.
         rows = max(1, (4096 if N <= 512 else 2048) // block)
         warps = rows * block // 512
         programs = min(triton.cdiv(M, rows), num_sms() * (1 if N <= 512 else max(1, 16 // warps)))
@@ -193,10 +206,31 @@ def _prepare(dy, x, w, mean, rstd, longest=2**31 - 1):
     if w.shape != (N,) or mean.shape != (M,):
         raise ValueError(f"w {tuple(w.shape)}, mean {tuple(mean.shape)}: expected ({N},), ({M},) for x {M} x {N}")
     if longest < N:
-        raise Unsupported(f"a row of {N} does not fit one program: at most {longest}")
+        raise Unsupported(f"rows past {longest} do not fit one program: course_ops.layer_norm takes them")
     dx = torch.empty((M, N), dtype=x.dtype, device=x.device)
     dw, db = (torch.empty if M else torch.zeros)((2, N), dtype=w.dtype, device=x.device)  # a sum of no rows is 0
     return M, N, dx, dw, db
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b):
+        y, mean, rstd = PROBLEM.reference(x, w, b)  # course_ops.layer_norm has kernels for both directions
+        ctx.save_for_backward(x, w, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return layernorm_backward_persistent(dy.contiguous(), *ctx.saved_tensors)
+
+
+def layernorm(x, w, b):
+    """x [M, N], w [N], b [N] -> LayerNorm of x, differentiable. Saves x, w and 8 bytes per row; N up to 8192."""
+    return _LayerNorm.apply(x, w, b)
+
+
+def layernorm_torch(x, w, b):
+    return torch.nn.functional.layer_norm(x, w.shape, w, b)
 
 
 # fmt: off
@@ -214,7 +248,7 @@ WRONG = (
 
 LESSON = Lesson(
     about=About(
-        teaches="dx per row, dw and db over all rows, from one read of x and dy",
+        teaches="dx per row, dw and db over all rows, from one read of x and dy; a differentiable op",
         hours=0.75,
         operator="layernorm backward",
     ),
@@ -230,9 +264,10 @@ LESSON = Lesson(
     benches=tuple({"M": m, "N": n} for m, n in ((32768, 256), (32768, 1024), (4096, 4096), (8192, 8192))),
     wrong=WRONG,
     claims={layernorm_backward_persistent: ("16-byte loads",)},
-    # In bf16. The interpreter has no cache: it counts 5/3 and w for every row in rung 1; 8 bytes of atomics an element
-    # in rung 2; in rung 3 the partial sums of 8 programs, out and back, which 128 rows do not make small.
+    # In bf16. The interpreter has no cache: rung 1 is 5/3 and w for every row; rung 2 counts 8 bytes of atomics for
+    # each element; rung 3 counts the partial sums of 8 programs, written and read, which 128 rows do not make small.
     passes={layernorm_backward_naive: 2.0, layernorm_backward_atomic: 2.65, layernorm_backward_persistent: 1.18},
+    grad=Grad(layernorm, layernorm_torch, PROBLEM.inputs),
 )
 
 if __name__ == "__main__":

@@ -1,27 +1,35 @@
 """RMSNorm backward: one pass, and a sum over rows that is the same each time
 ============================================================================
-With n = x * rstd, y = n * w and g = dy * w:    dx = rstd * (g - n * mean(g * n)),    dw = sum over rows of dy * n.
-dx needs whole rows, dw whole columns. One kernel for each reads dy and x twice, 4MN read and MN written where 2MN and
-MN would do, so one pass promises a factor of 5/3. What stands in its way is dw: M rows add to the same N sums.
+The forward is n = x * rstd, y = n * w. With g = dy * w, and rstd from the forward:
 
-You will learn: sums over rows by atomics and by partial sums, and why the order of an addition matters.
-Source: lesson 9; chain rule through rstd: d rstd / dx = -rstd^3 * x / N.
+    dx = rstd * (g - n * mean(g * n))     a program per row has all that it needs
+    dw = sum over rows of dy * n          a program per column would have all that it needs
+
+(d rstd / dx = -rstd^3 * x / N gives the second term of dx.) Two kernels read dy and x twice: 4MN read, MN written. One
+pass reads 2MN and writes MN. Predicted gain: 5/3. The difficulty is dw, because M rows add to the same N sums.
+
+You will be able to: sum over rows by atomics or by partial sums, and say which of the two gives the same bits each
+time.
+You need: lesson 9 (RMSNorm). course_ops.rms_norm has the kernels for longer rows.
 Run it:    python day2_triton_basics/lesson10_rmsnorm_backward.py
 Check it:  python -m lessonkit check lesson10_rmsnorm_backward
 Time it:   python -m lessonkit bench lesson10_rmsnorm_backward
+
+Answer before you read on. 4096 programs add to one address: does the order matter for the result? 132 programs write
+partial sums of 4096 columns in fp32: how many bytes is that beside dy, x and dx of 4096 x 4096 in bf16?
 """
 
-from lessonkit import About, Lesson, Mutant, Unsupported, case, expect, num_sms
+from lessonkit import About, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
 
 import torch
 import triton
 import triton.language as tl
 
-from problems.rms_norm import PROBLEM_BACKWARD, same_each_time
+from problems.rms_norm import PROBLEM, PROBLEM_BACKWARD, same_each_time
 
 
-# Rung 1. Two kernels: a program a row for dx, then a program for 64 columns that walks down all rows for dw.
-# Predicted: dy and x read twice, 5MN moved, 5/3 of the least; and N / 64 programs for dw are few if N is small.
+# Rung 1. Two kernels: a program per row for dx, then a program per 64 columns that walks down all rows for dw.
+# Predicted: dy and x are read twice, 5MN elements, 5/3 of the least. N / 64 programs for dw are few if N is small.
 @triton.jit
 def row_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, sums_ptr,  # [M, N], [M, N], [N], [M], [M, N], [N] for rung 2
@@ -35,7 +43,7 @@ def row_kernel(
     n = x * rstd
     g = dy * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     tl.store(dx_ptr + row * N + cols, rstd * (g - n * (tl.sum(g * n, axis=0) / N)), mask=cols < N)
-    if ADD:  # New in rung 2.
+    if ADD:  # rung 2
         tl.atomic_add(sums_ptr + cols, dy * n, mask=cols < N, sem="relaxed")
 
 
@@ -65,17 +73,17 @@ def two_reads(dy, x, w, rstd):
 def _launch_rows(dy, x, w, rstd, dx, sums, add):
     M, N = x.shape
     if N > 16384:
-        raise Unsupported("rows past 16,384: dy and x of one row do not fit in the registers of one program")
+        raise Unsupported("rows past 16,384 do not fit into registers: course_ops.rms_norm takes them")
     if dx.numel():
         block = triton.next_power_of_2(N)
         warps = max(1, block // 1024)
         row_kernel[(M,)](dy, x, w, rstd, dx, sums, N, dy.stride(0), x.stride(0), block, add, num_warps=warps)
 
 
-# Rung 2. New: one pass. The program that has a row of dy and x adds its share of dw to a common fp32 sum.
-# Predicted: 3MN through memory, but MN additions in the L2 too, M of them to each address: slower than reading twice.
-# On an H200 1.7 to 3.3 times faster: rung 1's second kernel has few programs, which walk down all rows.
-# And fp32 additions round, so their order matters: dw differs in its last bits from run to run.
+# Rung 2. New: one pass. The program that holds a row of dy and x adds its share of dw to a common sum in fp32.
+# Predicted: 3MN elements through HBM. But L2 has MN atomic additions to do too, M of them to each address, so this is
+# slower than reading twice. (Wrong: rung 1's second kernel has few programs, and they walk down all rows.)
+# fp32 additions round, so their order matters: dw differs in its last bits from run to run.
 def atomics(dy, x, w, rstd):
     """dy [M, N], x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16,384."""
     dx = _prepare(dy, x, w, rstd)
@@ -84,10 +92,14 @@ def atomics(dy, x, w, rstd):
     return dx, sums.to(w.dtype)
 
 
-# Rung 3. New: programs that stay. One on each SM walks over tiles of rows, keeps w and its share of dw in registers,
-# and writes that share once; a second kernel adds the shares in a fixed order. The loop is pipelined: two tiles are on
-# their way to shared memory while one is worked on. Predicted: 3MN, and 8N bytes a walker for the shares, which stay in
-# the L2: at 4096 x 4096 in bf16 132 walkers make 4% more. The same bits in each run. Longer rows: lesson 10b.
+# Rung 3. New: a persistent grid. One program per SM walks over tiles of rows. It keeps w and its share of dw in
+# registers, and writes that share once. A second kernel adds the shares in a fixed order.
+#
+#     program 0    tile 0, tile 132, tile 264, ...    -> shares[0, :]  --+
+#     program 1    tile 1, tile 133, tile 265, ...    -> shares[1, :]  --+--> dw, in the order 0, 1, 2, ...
+#
+# The loop is pipelined (num_stages): two tiles are on their way to shared memory while one is worked on.
+# Predicted: 3MN elements, and 8N bytes per program for its share, which stay in L2. The same bits in each run.
 @triton.jit
 def walk_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, shares_ptr,  # shares: [walkers, N] fp32
@@ -130,12 +142,12 @@ def _add_shares(shares, dtype):
 
 
 def walk(dy, x, w, rstd):
-    """dy [M, N], x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16 KB."""
+    """dy, x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16 KB."""
     dx, (M, N) = _prepare(dy, x, w, rstd), x.shape
     block = triton.next_power_of_2(max(N, 1))
     rows = 16384 // (block * x.element_size())
     if rows == 0:
-        raise Unsupported("rows past 16 KB: three tiles of x and dy would not fit in shared memory")
+        raise Unsupported("three tiles of rows past 16 KB exceed shared memory: course_ops.rms_norm takes them")
     if dx.numel() == 0:
         return dx, torch.zeros_like(w)
     walkers = min(triton.cdiv(M, rows), num_sms())
@@ -152,14 +164,31 @@ def _prepare(dy, x, w, rstd):
     expect(x=x, w=w, same_dtype=True, unit_stride=True)
     expect(rstd=rstd, dtypes=(torch.float32,), unit_stride=True)
     if w.shape != x.shape[1:]:
-        raise ValueError(f"w has shape {tuple(w.shape)}, expected {tuple(x.shape[1:])}, one weight a column of x")
+        raise ValueError(f"w has shape {tuple(w.shape)}, expected {tuple(x.shape[1:])}, one weight per column of x")
     if rstd.shape != x.shape[:1]:
-        raise ValueError(f"rstd has shape {tuple(rstd.shape)}, expected {tuple(x.shape[:1])}, one a row of x")
+        raise ValueError(f"rstd has shape {tuple(rstd.shape)}, expected {tuple(x.shape[:1])}, one per row of x")
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        y, rstd = PROBLEM.reference(x, w, eps)  # course_ops.rms_norm has kernels for both directions
+        ctx.save_for_backward(x, w, rstd)  # 4 bytes per row more than the inputs
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *walk(dy.contiguous(), *ctx.saved_tensors), None  # dy may have any strides, even 0
+
+
+def rms_norm(x, w, eps):
+    """x [M, N], w [N] -> y [M, N], differentiable, as torch.nn.functional.rms_norm; rows of at most 16 KB."""
+    return _RMSNorm.apply(x, w, eps)
+
+
 def fixed_order(rung):
-    """Two runs agree to the bit; with atomics the order of the additions, and so the last bits, are chance."""
+    """Two runs agree to the bit. Atomics add in any order, so their last bits differ."""
     if rung is atomics:
         raise Unsupported("atomics add in any order")
     same_each_time(rung)
@@ -167,7 +196,7 @@ def fixed_order(rung):
 
 LESSON = Lesson(
     about=About(
-        teaches="dx and dw in one pass; sums over rows by atomics and by partial sums, the same each time",
+        teaches="dx and dw in one pass; sums over rows by atomics and by partial sums; a differentiable op",
         hours=0.5,
         operator="rmsnorm backward",
     ),
@@ -196,6 +225,7 @@ LESSON = Lesson(
     },
     passes={two_reads: 2.0, atomics: 2.0, walk: 1.03},
     properties=(fixed_order,),
+    grad=Grad(rms_norm, lambda x, w, eps: PROBLEM.reference(x, w, eps)[0], PROBLEM.inputs),
 )
 
 if __name__ == "__main__":

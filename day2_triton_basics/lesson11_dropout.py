@@ -12,7 +12,7 @@ Check it:  python -m lessonkit check lesson11_dropout
 Time it:   python -m lessonkit bench lesson11_dropout
 """
 
-from lessonkit import About, Grad, Lesson, Mutant, expect
+from lessonkit import About, Grad, Lesson, Mutant, Prediction, expect
 
 import torch
 import triton
@@ -57,9 +57,8 @@ def stored_mask(x, p, seed):
 
 
 # Rung 2. New: no mask in memory. The word is a function of (seed, i), so whoever needs it computes it.
-# Predicted: the minimum of 2n, but 80 instructions an element, three times what an SM can issue. It turns out better: a
-# thread owns 8 neighbours, the compiler sees that i // 4 is the same for four of them, and makes 2 calls, not 8. The
-# machine code has 27 instructions an element; 4.5 elements a clock make 120, just under 128, so both limits are close.
+# Predicted: the minimum of 2n, but 80 instructions an element, three times what an SM can issue. Count the calls in
+# the machine code before you believe it.
 @triton.jit(do_not_specialize=["seed", "drop"])
 def seeded_kernel(x_ptr, y_ptr, n, seed, drop, scale, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -76,7 +75,7 @@ def seeded(x, p, seed):
 # Rung 3. New: all four words of a call are used, by design and not by the compiler's luck. A row of the [CALLS, 4] tile
 # is one call; join interleaves the words inside each thread, so no data moves. Element i still gets word i % 4 of call
 # i // 4, whatever the block size: a mask that changed with the tuning could not be recomputed by another backward.
-# Predicted: little, for rung 2 was lucky: only the choice of one word in four goes, 24 instructions for 27.
+# Predicted: little. The compiler had merged the calls of rung 2 already; only the choice of one word in four goes.
 @triton.jit(do_not_specialize=["seed", "drop"])
 def four_words_kernel(x_ptr, y_ptr, n, seed, drop, scale, CALLS: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * CALLS  # 64 bits once; what each thread adds fits in 32
@@ -171,10 +170,29 @@ def dropout(x, p, seed):
     return _Dropout.apply(x, p, seed)
 
 
+LARGE = {"n": 2**28}
+
 LESSON = Lesson(
     about=About(teaches="random numbers computed instead of stored", hours=0.75, operator="dropout"),
     problem=PROBLEM,
     rungs=(stored_mask, seeded, four_words, wide_product),
+    predicted=(
+        Prediction(
+            rung=stored_mask,
+            at=LARGE,
+            percent_of_limit=50,
+            why="The kernel that draws the mask waits for its 80 instructions an element, not for memory.",
+        ),
+        Prediction(
+            rung=seeded,
+            at=LARGE,
+            percent_of_limit=33,
+            why="A thread owns 8 neighbours and i // 4 is the same for four of them, so the compiler makes 2 "
+            "calls for 8: 27 instructions an element, just under what an SM issues.",
+        ),
+        Prediction(rung=four_words, at=LARGE, times=1.12, over=seeded),
+        Prediction(rung=wide_product, at=LARGE, percent_of_limit=100),
+    ),
     wrong=(
         Mutant("blocks start anew", "two_calls_kernel", "first + pair) * 2,", "first * 0 + pair) * 2,", "wide_product"),
         Mutant("words 1 and 2 exchanged", "four_words_kernel", "(w0, w2)", "(w0, w1)", "four_words"),

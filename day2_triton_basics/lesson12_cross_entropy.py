@@ -1,20 +1,25 @@
 """Cross-entropy: read the logits once, write almost nothing
 ========================================================
-loss = log(sum_j exp(x_j)) - x_target for each row of logits [M, V]: MV elements to read, two numbers a row to write.
-PyTorch writes out the log-softmax, MV elements more, and then reads one of each row. By count, this lesson's first rung
-moves five times the bytes of the others. At 4.2 TB/s, 8192 x 128,256 in bf16 (2.1 GB, Llama 3's vocabulary) cannot take
-less than 0.5 ms.
+loss = log(sum_j exp(x_j)) - x_target for each row of logits [M, V]. It reads MV elements and writes two per row.
 
-The loss is fp32 whatever the logits are, as under autocast: a batch's mean should not start from 8 bits. The second
-result, lse = log(sum_j exp(x_j)), is all that the backward needs (lesson 13). A target is a class, or -100 (ignored:
-loss 0). Any other raises in PyTorch on the CPU and ends the process on a GPU; here its loss is NaN.
+    two kernels    the log-softmax is written, MV elements in fp32; then one element per row is read    5 x the least
+    one kernel     the row is reduced, and the target's logit is loaded with it                          MV elements
 
-You will learn: fusing a pick into a reduction, an online reduction with no reduction in its loop. Lesson 12b goes on
-from rung 3 to the speed of memory.
+On an H200, at 4.2 TB/s, 8192 x 128,256 in bf16 (2.1 GB, Llama 3's vocabulary) takes at least 0.5 ms.
+
+The loss is fp32 whatever the logits are, as under autocast: the mean of a batch should not start from 8 bits. The
+second result, lse = log(sum_j exp(x_j)), is all that the backward needs (lesson 13). A target is a class, or -100
+(ignored: loss 0). Any other raises in PyTorch on the CPU and ends the process on a GPU; here its loss is NaN.
+
+You will be able to: fuse a gather into a reduction, and run an online reduction without a reduction in its loop.
+You need: lesson 3 (softmax and its online loop). course_ops.cross_entropy has the kernels for odd and for few rows.
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
 Run it:    python day2_triton_basics/lesson12_cross_entropy.py
 Check it:  python -m lessonkit check lesson12_cross_entropy
 Time it:   python -m lessonkit bench lesson12_cross_entropy
+
+Answer before you read on. Logits near 1000: how many digits of log(sum exp) - x_target does fp32 keep? How many
+exponentials per element does the online loop of lesson 3 need, if every lane has its own maximum?
 """
 
 import math
@@ -32,9 +37,10 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
 
-# Rung 1. As PyTorch does it: the log-softmax is written out, and a second kernel picks one element of each row. m is
-# subtracted because exp overflows fp32 past 88.7. Predicted: three reads of 2 bytes an element and a write of 4, so 10
-# bytes where 2 would do (caches may serve the second and third read of a short row).
+# Rung 1. As PyTorch does it: a kernel writes the log-softmax, and a second one picks one element of each row. m is
+# subtracted because exp overflows fp32 past 88.7.
+# Predicted: three reads of 2 bytes and a write of 4 per element, 10 bytes where 2 would do. Caches may serve the second
+# and third read of a short row.
 @triton.jit
 def log_softmax_kernel(x_ptr, log_p_ptr, lse_ptr, V, stride_x, BLOCK: tl.constexpr):  # x, log_p: [M, V], lse: [M]
     row = tl.program_id(0).to(tl.int64)  # int64 before the multiplication: M * V may be past 2^31
@@ -42,7 +48,7 @@ def log_softmax_kernel(x_ptr, log_p_ptr, lse_ptr, V, stride_x, BLOCK: tl.constex
     lanes = tl.arange(0, BLOCK)
     m = LOWEST  # not -inf: -inf - -inf is NaN
     for i in range(0, V, BLOCK):
-        # Lanes past the end must not win: a 0 there would be the maximum of every negative row.
+        # Padding lanes hold -inf: a 0 there would be the maximum of every negative row.
         x = tl.load(x_ptr + i + lanes, mask=i + lanes < V, other=-float("inf")).to(tl.float32)
         m = tl.maximum(m, tl.max(x, axis=0))
     s = 0.0
@@ -88,8 +94,9 @@ def cross_entropy_unfused(logits, targets):
     return loss, lse
 
 
-# Rung 2. New: the row stays in registers, and the target's logit is one element more to load, asked for first so that
-# it arrives along with the row. Predicted: MV, a fifth of the bytes; but nothing past 65,536 columns.
+# Rung 2. New: the row stays in registers. The target's logit is one element more to load; it is asked for first, so it
+# arrives along with the row.
+# Predicted: MV elements, a fifth of the bytes. Rows end at 65,536 columns.
 @triton.jit
 def row_kernel(
     x_ptr, targets_ptr, loss_ptr, lse_ptr,  # [M, V], [M], [M], [M]
@@ -111,7 +118,7 @@ def row_kernel(
 def finish(m, s, target, logit, loss_ptr, lse_ptr, row, M):
     log_s = log_of_sum(s)
     tl.store(lse_ptr + row, m + log_s, mask=row < M)
-    # Not lse - logit: of the difference of two numbers near 1000 fp32 keeps 4 digits.
+    # Not lse - logit: of the difference of two values near 1000 fp32 keeps 4 digits.
     tl.store(loss_ptr + row, tl.where(target == IGNORE, 0.0, log_s - (logit - m)), mask=row < M)
 
 
@@ -127,10 +134,11 @@ def cross_entropy_row(logits, targets, *, rows=1):
     return loss, lse
 
 
-# Rung 3. New: any V, in one pass. m and s are kept while the row goes by, and s is rescaled when m grows: but by each
-# lane for itself. A maximum over the block in every step would have all warps wait for each other; lanes need not agree
-# until the row is over, for (m, s) pairs combine in any order. Predicted: the same MV, at any V; but 2 exponentials an
-# element. An SM has 16 a cycle, and memory could bring it 9 bf16 elements a cycle: so at most 16/18 of memory speed.
+# Rung 3. New: any V, in one pass, by a loop that keeps m and s and rescales s when m grows. Every lane keeps its own m
+# and s. With one maximum per block, all warps would wait for each other in every step. (m, s) pairs combine in any
+# order, so the lanes need not agree before the row is over.
+# Predicted: MV elements at any V, but 2 exponentials per element. An SM computes 16 per cycle, and memory could bring
+# it 9 bf16 elements per cycle: at most 16/18 of memory speed.
 @triton.jit
 def online_kernel(x_ptr, targets_ptr, loss_ptr, lse_ptr, M, V, stride_x, BLOCK: tl.constexpr):
     row = tl.program_id(0)
@@ -148,7 +156,7 @@ def online_kernel(x_ptr, targets_ptr, loss_ptr, lse_ptr, M, V, stride_x, BLOCK: 
 
 
 def cross_entropy_online(logits, targets):
-    """[M, V], [M] -> loss [M], lse [M]; one program a row of any length, 16 elements a thread at a time."""
+    """[M, V], [M] -> loss [M], lse [M]; one program per row of any length, 16 elements per thread in each step."""
     loss, lse, M, V = _prepare(logits, targets)
     if M:
         block = min(4096, triton.next_power_of_2(V))
@@ -157,7 +165,7 @@ def cross_entropy_online(logits, targets):
     return loss, lse
 
 
-def online_twin(logits, targets, block=16):
+def online_model(logits, targets, block=16):
     """[M, V], [M] -> loss [M], lse [M]: the loop of online_kernel in plain PyTorch, to step through in a debugger."""
     M, V = logits.shape
     loss, lse = logits.new_empty(2, M, dtype=torch.float32)
@@ -183,7 +191,7 @@ def _prepare(logits, targets):
     expect(targets=targets, ndim=1, dtypes=(torch.int64,), contiguous=True)
     M, V = logits.shape
     if len(targets) != M:
-        raise ValueError(f"targets has {len(targets)} rows, but logits has {M}: pass one target a row")
+        raise ValueError(f"targets has {len(targets)} rows, but logits has {M}: pass one target per row")
     if M and not V:
         raise ValueError("logits has no classes (0 columns): pass one at least")
     loss, lse = torch.empty(2, M, dtype=torch.float32, device=logits.device)
@@ -214,7 +222,7 @@ LESSON = Lesson(
     wrong=_WRONG,
     claims={cross_entropy_online: ("no spills",)},
     passes={cross_entropy_unfused: 5.0, cross_entropy_row: 1.0, cross_entropy_online: 1.0},
-    cpu_model=online_twin,
+    cpu_model=online_model,
 )
 
 if __name__ == "__main__":

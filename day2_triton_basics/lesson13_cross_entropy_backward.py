@@ -1,14 +1,23 @@
 """Cross-entropy backward: recompute the softmax, do not keep it
 =============================================================
-dlogits = (softmax(x) - onehot(target)) * dloss, row by row: MV elements to read, MV to write. PyTorch keeps the
-log-softmax from the forward, as large as the logits; then the backward need not see the logits. Keep lse instead, one
-number a row, and softmax(x) is exp(x - lse), whenever it is wanted: one exponential an element, and no memory at all.
-At 4.2 TB/s, 8192 x 128,256 in bf16 (4.2 GB in and out) cannot take less than 1.0 ms; a kept softmax adds as much again.
+dlogits = (softmax(x) - onehot(target)) * dloss, row by row: MV elements to read, MV to write.
 
-You will learn: what to save for a backward, wide stores to rows that start at odd addresses, an op with a gradient.
+    what the forward saves     memory         the backward does
+    the softmax, in fp32       4MV bytes      reads it
+    lse, one value per row     4M bytes       reads x, and computes softmax(x) = exp(x - lse) again
+
+The second costs one exponential per element and no memory. On an H200, at 4.2 TB/s, 8192 x 128,256 in bf16 (4.2 GB read
+and written) takes at least 1.0 ms.
+
+You will be able to: say what to save for a backward; read and write 16 bytes at a time in rows that start at odd
+addresses; make an op with a gradient.
+You need: lesson 12 (cross-entropy and lse).
 Run it:    python day2_triton_basics/lesson13_cross_entropy_backward.py
 Check it:  python -m lessonkit check lesson13_cross_entropy_backward
 Time it:   python -m lessonkit bench lesson13_cross_entropy_backward
+
+Answer before you read on. What is the sum of a row of dlogits? V = 50,257 in bf16 (GPT-2): which rows start at a
+multiple of 16 bytes?
 """
 
 from lessonkit import About, Grad, Lesson, Mutant, case, expect
@@ -22,9 +31,10 @@ from problems.cross_entropy import PROBLEM, PROBLEM_BACKWARD, inputs_backward, l
 IGNORE = tl.constexpr(-100)
 
 
-# Rung 1. The softmax goes through memory: one kernel writes it (in a training step the forward would), one reads it
-# back and makes the gradient. It is kept in fp32: near 1, 16 bits would leave no digit of p - 1, the target's gradient.
-# Predicted: 2 + 4 + 4 + 2 bytes an element of bf16 where 2 + 2 would do, 3 times; and 4MV bytes of memory in between.
+# Rung 1. The softmax goes through memory: one kernel writes it (in a training step the forward would), a second one
+# reads it and makes the gradient. It is kept in fp32: near 1, 16 bits would leave no digit of p - 1, the target's
+# gradient.
+# Predicted: 2 + 4 + 4 + 2 bytes per element in bf16 where 2 + 2 would do, 3 times the least; and 4MV bytes of memory.
 @triton.jit
 def softmax_kernel(x_ptr, lse_ptr, p_ptr, V, stride_x, BLOCK: tl.constexpr):  # [M, V], [M], [M, V]
     row = tl.program_id(0).to(tl.int64)  # int64 before the multiplication: M * V may be past 2^31
@@ -63,8 +73,8 @@ def backward_saved(dloss, logits, targets, lse):
     return dlogits
 
 
-# Rung 2. New: the softmax is recomputed where it is used. Predicted: 2MV, a third of the time in 16 bits, and
-# no memory for p.
+# Rung 2. New: the softmax is computed again where it is used.
+# Predicted: 2MV elements, a third of the time in 16 bits, and no memory for p.
 @triton.jit
 def recompute_kernel(
     dloss_ptr, x_ptr, targets_ptr, lse_ptr, dx_ptr,  # [M], [M, V], [M], [M], [M, V]
@@ -80,7 +90,7 @@ def recompute_kernel(
 
 
 def backward_recomputed(dloss, logits, targets, lse):
-    """[M], [M, V], [M], [M] -> dlogits [M, V]; one program a row."""
+    """[M], [M, V], [M], [M] -> dlogits [M, V]; one program per row."""
     dlogits, M, V = _prepare(dloss, logits, targets, lse)
     if dlogits.numel():
         recompute_kernel[(M,)](
@@ -89,13 +99,17 @@ def backward_recomputed(dloss, logits, targets, lse):
     return dlogits
 
 
-# Rung 3. New: 16-byte accesses in every row. Chunks of W elements are counted from the start of the tensor, not of the
-# row; those wholly inside a row are read and written whole, the few elements on either side singly (as in lesson 12b,
-# but here it matters more: a chunk written whole across two rows would overwrite what another program wrote). And no
-# loop: nothing is carried along a row, so it is cut into blocks that any SM may take, 1024 elements in bf16 each: one
-# warp, four chunks a thread. An SM holds 28 such programs, which ask for 56 KB (lesson 1: 25 KB would do), and as each
-# of them is soon over, few wait at the end. One choice for all V: a row of 1024 is one full program, and of a long row
-# only the last block is not full. Predicted: copy speed at every V, odd ones and short ones too.
+# Rung 3. New: 16-byte accesses in every row. With V = 50,257 only every eighth row starts at a multiple of 16 bytes. So
+# chunks of W elements are counted from the start of the tensor, not from the start of the row:
+#
+#     chunks of the tensor    | 24 .. 31 | 32 .. 39 | 40 .. 47 | 48 .. 55 |      W = 8 elements in bf16
+#     row 1 of V = 27             27 .. 31 | 32 .. 39 | 40 .. 47 | 48 .. 53
+#                                  singly    16 bytes   16 bytes   singly
+#
+# A chunk that lies across two rows is never written whole: that would overwrite what another program wrote.
+# And there is no loop. Nothing is carried along a row, so it is cut into blocks, one warp each with 4 chunks per
+# thread: 1024 elements in bf16. An SM holds 28 such programs, which ask for 56 KB. By Little's law 25 KB are enough.
+# Predicted: copy speed at every V, odd and short ones too.
 @triton.jit
 def wide_kernel(
     dloss_ptr, x_ptr, targets_ptr, lse_ptr, dx_ptr,  # x and dx lie at multiples of W elements
@@ -108,7 +122,7 @@ def wide_kernel(
     begin = row * stride_x
     first = (begin + W - 1) // W  # of the chunks wholly inside the row, and `after` the last
     after = (begin + V) // W
-    # The same chunk in dx: the rows of both start at the same place within a chunk, which the host has seen to.
+    # The same chunk in dx: the host lets the rows of both start at the same place within a chunk.
     first_dx = (row * stride_dx + W - 1) // W
     chunks = block * LANES + tl.arange(0, LANES)[:, None]
     offsets = chunks * W + tl.arange(0, W)[None, :]
@@ -126,12 +140,12 @@ def wide_kernel(
 
 
 def backward_wide(dloss, logits, targets, lse, *, in_place=False):
-    """[M], [M, V], [M], [M] -> dlogits [M, V]; in_place=True: over the logits, which nobody may need any more."""
+    """[M], [M, V], [M], [M] -> dlogits [M, V]; in_place=True: over the logits, which are lost."""
     dlogits, M, V = _prepare(dloss, logits, targets, lse, in_place)
     if dlogits.numel():
         w = 16 // logits.element_size()
         if logits.data_ptr() % 16 or dlogits.data_ptr() % 16 or (logits.stride(0) - dlogits.stride(0)) % w:
-            w = 1  # no chunk is aligned in both, so a chunk is one element: slow, and right
+            w = 1  # no chunk is aligned in both: a chunk is one element, slow and right
         lanes, blocks = 128, triton.cdiv(V, 128 * w)  # four chunks a thread of one warp
         args = dloss, logits, targets, lse, dlogits, V, logits.stride(0), dlogits.stride(0), blocks
         wide_kernel[(M * blocks,)](*args, lanes, w, num_warps=1)
@@ -145,7 +159,7 @@ def _prepare(dloss, logits, targets, lse, in_place=False):
     M, V = logits.shape
     for name, t in (("dloss", dloss), ("targets", targets), ("lse", lse)):
         if len(t) != M:
-            raise ValueError(f"{name} has {len(t)} rows, but logits has {M}: pass one {name} a row")
+            raise ValueError(f"{name} has {len(t)} rows, but logits has {M}: pass one {name} per row")
     overlap = M > 1 and logits.stride(0) < V  # an expanded tensor: its rows share memory
     if in_place and overlap:
         raise ValueError("logits has rows that share memory, and cannot be overwritten: pass logits.contiguous()")
@@ -173,8 +187,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits, targets, in_place=False):
     """[M, V], [M] -> loss [M] in fp32, with a gradient.
 
-    in_place: the backward writes dlogits over the logits, and saves MV elements of memory. For the last op of a model
-    only, and for one backward: the logits are gone after it, and autograd is not told.
+    in_place: the backward writes dlogits over the logits, which saves MV elements of memory. Only for the last op of a
+    model and for one backward: afterwards the logits are gone, and autograd does not know.
     """
     return _CrossEntropy.apply(logits, targets, in_place)
 
@@ -209,7 +223,7 @@ _WRONG = (
 
 LESSON = Lesson(
     about=About(
-        teaches="the softmax computed again from the logits and one number a row, not kept",
+        teaches="the softmax computed again from the logits and one value per row; rows that start at odd addresses",
         hours=0.5,
         operator="cross-entropy backward",
     ),

@@ -13,7 +13,7 @@ Time it:   python -m lessonkit bench lesson14_scan
 
 import random
 
-from lessonkit import DEVICE, About, Grad, Lesson, Mutant, Unsupported, case, device, expect
+from lessonkit import DEVICE, About, Grad, Lesson, Mutant, Prediction, Unsupported, case, device, expect
 
 import torch
 import triton
@@ -236,6 +236,8 @@ def offsets_past_2_31(rung):
     assert not y[:-9000].any(), "something before the first number"
 
 
+LARGE = {"n": 2**28}
+
 LESSON = Lesson(
     about=About(
         teaches="cumsum in one pass: programs that wait for a neighbour without a deadlock",
@@ -244,6 +246,16 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(scan_sequential, scan_three_phase, scan_look_back),
+    predicted=(
+        Prediction(
+            rung=scan_sequential,
+            at=LARGE,
+            percent_of_limit=0.76,
+            why="The one program loads nothing while it scans a block, so its SM does not keep memory busy.",
+        ),
+        Prediction(rung=scan_three_phase, at=LARGE, percent_of_limit=67),
+        Prediction(rung=scan_look_back, at=LARGE, times=1.5, over=scan_three_phase),
+    ),
     checks=(
         *PROBLEM.checks,
         case("exactly one tile", n=TILE),

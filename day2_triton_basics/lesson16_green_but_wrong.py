@@ -10,14 +10,11 @@ You will learn: which tool can see which error, and to try every check on a wron
 Run it:    python day2_triton_basics/lesson16_green_but_wrong.py
 """
 
-import json
-import subprocess
-import sys
 import time
 
 from lessonkit import DEVICE, About, Steps, Table, check
 from lessonkit.base.device import HAS_GPU, INTERPRETED
-from lessonkit.base.files import environment
+from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
 import torch
@@ -150,7 +147,7 @@ REFUSED = {
 
 
 def _compile_for_hopper():
-    """Print what the compiler says to each kernel above ("" if it compiles); no GPU needed, nothing is interpreted."""
+    """What the compiler says to each kernel above ("" if it compiles); no GPU needed, nothing is interpreted."""
     seen = {}
     for kernel in (*REFUSED, mended_kernel):
         source = triton.compiler.ASTSource(kernel, {"x_ptr": "*fp32", "z_ptr": "*fp32", "n": "i32"})
@@ -159,7 +156,7 @@ def _compile_for_hopper():
             seen[kernel.__name__] = ""
         except triton.CompilationError as error:
             seen[kernel.__name__] = str(error).strip().splitlines()[-1]
-    print(json.dumps(seen))
+    return seen
 
 
 def refused_by_the_compiler_only():
@@ -168,11 +165,7 @@ def refused_by_the_compiler_only():
         for kernel in REFUSED:
             kernel[(1,)](torch.randn(64), torch.empty(64), 16)
     # Whether a process interprets is settled when it imports Triton, so the compiler is asked in another one.
-    env = environment(LESSONKIT_MODE="compiled")
-    code = f"import {__name__} as lesson; lesson._compile_for_hopper()"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    seen = call_in_compiler(__name__, "_compile_for_hopper")
     assert seen.pop("mended_kernel") == ""
     for kernel, says in REFUSED.items():
         assert says in seen[kernel.__name__], seen

@@ -21,7 +21,7 @@ Time it:   python -m lessonkit bench lesson01_matmul
 
 import math
 
-from lessonkit import About, Lesson, Mutant, Unsupported, case, compiled, device, num_sms, shared_memory
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, compiled, device, num_sms, shared_memory
 
 import triton
 import triton.language as tl
@@ -197,6 +197,8 @@ def stages_are_paid_for(rung):
     assert not stages or found == [stages * (128 + 128) * 64 * 2]
 
 
+LARGE = {"M": 8192, "N": 8192, "K": 8192}
+
 LESSON = Lesson(
     about=About(
         teaches="`tl.dot`, tiles counted in bytes and cycles, an order that keeps L2 useful, stages, autotuning "
@@ -207,6 +209,21 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(tiles, grouped, pipelined, autotuned),
+    predicted=(
+        Prediction(
+            rung=pipelined,
+            at=LARGE,
+            tflop_per_s=490,
+            why="A step takes less than the table's 840 cycles, so L2 gives an SM more than the 39 bytes a cycle "
+            "that the table allows.",
+        ),
+        Prediction(
+            rung=autotuned,
+            at=LARGE,
+            tflop_per_s=650,
+            why="As above: L2 gives more than the table allows, so the tensor cores are the limit.",
+        ),
+    ),
     checks=(
         *PROBLEM.checks,
         case("large enough to be autotuned", gib=0.1, M=520, N=600, K=520),

@@ -27,6 +27,7 @@ from lessonkit import (
     About,
     Lesson,
     Mutant,
+    Prediction,
     Unsupported,
     case,
     compiled,
@@ -303,6 +304,8 @@ def what_hopper_makes_of_it(rung):
 
 STAGED = {tma_device: (8, 3, 64), tma_host: (8, 3, 64), subtiled: (8, 4, 32), warp_specialized: (12, 3, 64)}
 
+LARGE = {"M": 8192, "N": 8192, "K": 8192}
+
 LESSON = Lesson(
     about=About(
         teaches="grids that stay, flattened loops, descriptors and the TMA, specialised warps, any shape and stride",
@@ -312,6 +315,11 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(persistent, tma_device, tma_host, subtiled, warp_specialized, matmul),
+    predicted=(
+        Prediction(rung=tma_device, at=LARGE, tflop_per_s=650),
+        Prediction(rung=tma_host, at={"M": 1024, "N": 1024, "K": 1024}, times=1.06, over=tma_device),
+        Prediction(rung=subtiled, at=LARGE, times=1.02, over=tma_host),
+    ),
     checks=(
         *PROBLEM.checks,
         case("rows of 16 bytes, all tiles cut off", M=77, N=88, K=72),

@@ -14,7 +14,7 @@ Time it:   python -m lessonkit bench lesson03_matmul_skinny
 
 import functools
 
-from lessonkit import About, Lesson, Mutant, Unsupported, case, device, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, device, num_sms, tma_takes
 
 import torch
 import triton
@@ -270,6 +270,20 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(tiles, matvec, split_k, stream_k, matmul_skinny),
+    predicted=(
+        Prediction(rung=tiles, at={"M": 16, "N": 4096, "K": 14336, "transposed": "b"}, percent_of_limit=25),
+        Prediction(rung=matvec, at={"M": 1, "N": 28672, "K": 8192, "transposed": "b"}, percent_of_limit=100),
+        Prediction(
+            rung=matvec,
+            at={"M": 1, "N": 4096, "K": 4096, "transposed": ""},
+            times=1,
+            over=tiles,
+            why="A program of matvec keeps fewer bytes in flight than a pipelined tile, and twice as many programs do "
+            "not make up for it.",
+        ),
+        Prediction(rung=matmul_skinny, at={"M": 16, "N": 28672, "K": 8192, "transposed": "b"}, percent_of_limit=100),
+        Prediction(rung=matmul_skinny, at={"M": 128, "N": 28672, "K": 8192, "transposed": "b"}, percent_of_limit=90),
+    ),
     checks=(
         case("no rows", M=0, N=5, K=5),
         case("nothing to add up: zeros", M=1, N=5, K=0),

@@ -20,7 +20,7 @@ Check it:  python -m lessonkit check lesson05_matmul_fp8
 Time it:   python -m lessonkit bench lesson05_matmul_fp8
 """
 
-from lessonkit import About, Lesson, Mutant, Unsupported, device, needs, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, device, needs, num_sms, tma_takes
 
 import torch
 import triton
@@ -105,8 +105,7 @@ def fp8_rows(a, b, scale_a, scale_b):
 # wgmma aligns its 32 products and the sum to the largest of them, and cuts the rest off. Cuts, not rounds: a sum of one
 # sign loses up to 2^-13 of itself each time, 1% after the 128 times of K = 4096. So every 128 of K the sum goes to fp32
 # registers and starts at 0 again: 4 cuts, not 128. Costs: 16 K additions, 128 cycles of an SM, beside 512 of its tensor
-# cores; a second set of sums in registers, so that 128 x 256 does not fit. Predicted: 20% slower. On an H200 50 to 58%:
-# the second set also costs the second program on the SM.
+# cores; a second set of sums in registers, so that 128 x 256 does not fit. Predicted: 20% slower.
 @fp8
 def fp8_promoted(a, b, scale_a, scale_b):
     """As fp8_rows, added up in fp32."""
@@ -189,6 +188,9 @@ WRONG = (
 )
 # fmt: on
 
+TENSOR = {"M": 8192, "N": 8192, "K": 8192, "scheme": "tensor"}
+ROWS = {"M": 8192, "N": 8192, "K": 8192, "scheme": "rows"}
+
 LESSON = Lesson(
     about=About(
         teaches="scales per tensor, row and block; how the tensor core adds up, and how to get its digits back",
@@ -197,6 +199,19 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(fp8_tensor, fp8_rows, fp8_promoted, fp8_blocks, matmul_fp8),
+    predicted=(
+        Prediction(rung=fp8_tensor, at=TENSOR, tflop_per_s=1400),
+        Prediction(rung=fp8_rows, at=TENSOR, times=1, over=fp8_tensor),
+        Prediction(
+            rung=fp8_promoted,
+            at=ROWS,
+            times=0.8,
+            over=fp8_rows,
+            why="The second set of sums also takes the registers of the second program on the SM, which had "
+            "covered the first one's waits.",
+        ),
+        Prediction(rung=fp8_blocks, at=ROWS, times=1, over=fp8_promoted),
+    ),
     wrong=WRONG,
     claims={
         fp8_rows: ("wgmma", "no spills"),

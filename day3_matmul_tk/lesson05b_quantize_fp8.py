@@ -21,7 +21,7 @@ Check it:  python -m lessonkit check lesson05b_quantize_fp8
 Time it:   python -m lessonkit bench lesson05b_quantize_fp8
 """
 
-from lessonkit import About, Lesson, Mutant, expect, needs
+from lessonkit import About, Lesson, Mutant, Prediction, expect, needs
 
 import torch
 import triton
@@ -151,6 +151,8 @@ WRONG = (
 )
 # fmt: on
 
+ROWS = {"M": 8192, "K": 8192, "scheme": "rows"}
+
 LESSON = Lesson(
     about=About(
         teaches="from bf16 to fp8: maxima by integers, one read or two, rounding that agrees to the bit",
@@ -159,6 +161,10 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(quantize_twice, quantize),
+    predicted=(
+        Prediction(rung=quantize_twice, at=ROWS, percent_of_limit=60),
+        Prediction(rung=quantize, at=ROWS, times=1.67, over=quantize_twice),
+    ),
     wrong=WRONG,
     claims={quantize: ("quantize_kernel: 16-byte loads", "quantize_kernel: no spills")},
     passes={quantize_twice: 1.67, quantize: 1.0},

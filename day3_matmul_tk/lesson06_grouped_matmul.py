@@ -16,7 +16,7 @@ Time it:   python -m lessonkit bench lesson06_grouped_matmul
 
 import math
 
-from lessonkit import About, Lesson, Mutant, Unsupported, device, expect, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, device, expect, num_sms, tma_takes
 
 import torch
 import triton
@@ -281,6 +281,9 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(batched, grouped, persistent, grouped_matmul),
+    predicted=(
+        Prediction(rung=persistent, at=PROBLEM.benches[0], times=1, over=grouped),
+    ),
     wrong=(
         Mutant("a group ends late", "multiply_group", "end - begin", "end - begin + 1", "grouped", "out of bounds"),
         Mutant("the end of a group is in the group", "find", "ends <= tile", "ends < tile", "grouped", "nan"),

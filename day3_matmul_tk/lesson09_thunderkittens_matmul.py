@@ -27,7 +27,7 @@ Check it:  python -m lessonkit check lesson09_thunderkittens_matmul       a Hopp
 Read it:   python -m lessonkit compile lesson09_thunderkittens_matmul     registers and instructions, no GPU needed
 """
 
-from lessonkit import About, Lesson, Mutant, case, cuda, needs
+from lessonkit import About, Lesson, Mutant, Prediction, case, cuda, needs
 
 from problems.matmul import PROBLEM_BF16, multiply_padded
 
@@ -71,6 +71,8 @@ def matmul_persistent(a, b):
     return multiply_padded(kernels, "matmul_persistent", a, b, PANEL, PANEL)
 
 
+LARGE = {"M": 8192, "N": 8192, "K": 8192}
+
 LESSON = Lesson(
     about=About(
         teaches="the ladder in ThunderKittens ([.cu](lesson09_thunderkittens_matmul.cu)), from a plain loop to "
@@ -83,6 +85,14 @@ LESSON = Lesson(
     problem=PROBLEM_BF16,
     extension=kernels,
     rungs=(matmul_loop, matmul_wgmma, matmul_double_buffer, matmul_specialized, matmul_template, matmul_persistent),
+    predicted=(
+        Prediction(rung=matmul_loop, at=LARGE, tflop_per_s=(100, 250)),
+        Prediction(rung=matmul_wgmma, at=LARGE, tflop_per_s=(250, 400)),
+        Prediction(rung=matmul_double_buffer, at=LARGE, tflop_per_s=(500, 600)),
+        Prediction(rung=matmul_specialized, at=LARGE, tflop_per_s=(600, 700)),
+        Prediction(rung=matmul_template, at=LARGE, tflop_per_s=(650, 750)),
+        Prediction(rung=matmul_persistent, at=LARGE, times=1.02, over=matmul_template),
+    ),
     checks=(
         *PROBLEM_BF16.checks,
         case("nothing is a multiple of anything", M=67, N=37, K=41),

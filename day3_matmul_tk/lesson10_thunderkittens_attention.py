@@ -17,7 +17,7 @@ Check it:  python -m lessonkit check lesson10_thunderkittens_attention     a Hop
 Read it:   python -m lessonkit compile lesson10_thunderkittens_attention   registers and instructions, no GPU needed
 """
 
-from lessonkit import About, Lesson, Mutant, Refusal, case, cuda, expect, needs
+from lessonkit import About, Lesson, Mutant, Prediction, Refusal, case, cuda, expect, needs
 
 import torch
 
@@ -78,6 +78,8 @@ def the_future_does_not_matter(rung):
     assert torch.equal(rung(q, k, v, True)[:, :, :131], before[:, :, :131])
 
 
+FULL = {"B": 8, "H": 16, "S": 2048, "D": 128, "causal": False}
+
 LESSON = Lesson(
     about=About(
         teaches="attention in the same words ([.cu](lesson10_thunderkittens_attention.cu)): tails, masks, column "
@@ -89,6 +91,11 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(attention_warps, attention_warpgroups, attention_ahead),
+    predicted=(
+        Prediction(rung=attention_warps, at=FULL, tflop_per_s=(100, 200)),
+        Prediction(rung=attention_warpgroups, at=FULL, tflop_per_s=(400, 550)),
+        Prediction(rung=attention_ahead, at=FULL, times=(1.1, 1.2), over=attention_warpgroups),
+    ),
     checks=(
         case("no tokens: an empty grid is an error in CUDA", B=1, H=2, S=0, D=64),
         case("one token: the softmax is 1, all other keys of the tile must not count", B=1, H=1, S=1, D=64),

@@ -27,15 +27,14 @@ from lessonkit.cuda import build
 # way: lesson, rung, and who decides: layout, copies and barriers, registers and warps
 WAYS = {
     "Triton": ("day3_matmul_tk.lesson02_matmul_persistent", "subtiled", "compiler", "compiler", "compiler"),
-    "Gluon": ("day3_matmul_tk.lesson07b_gluon_persistent", "persistent", "you name it", "you", "you"),
+    "Gluon": ("day3_matmul_tk.lesson07_matmul_hopper", "persistent", "you name it", "you", "you"),
     "ThunderKittens": ("day3_matmul_tk.lesson09_thunderkittens_matmul", "matmul_persistent", "library", "you", "you"),
     "CUDA C++": ("cuda_src.13b_hopper_matmul_persistent", "matmul_persistent", "you, in bits", "you", "you"),
 }
 LADDERS = (
     "day3_matmul_tk.lesson01_matmul",
     "day3_matmul_tk.lesson02_matmul_persistent",
-    "day3_matmul_tk.lesson07_gluon_matmul",
-    "day3_matmul_tk.lesson07b_gluon_persistent",
+    "day3_matmul_tk.lesson07_matmul_hopper",
     "day3_matmul_tk.lesson08_tiles",
     "day3_matmul_tk.lesson09_thunderkittens_matmul",
     "cuda_src.13_hopper_matmul",
@@ -61,17 +60,19 @@ def _lines(lesson, rung):
 
 
 def _python_lines(module, name):
-    """Lines of a function and of all functions of the course that it calls, the kit's not, without docstrings."""
+    """Lines of a function and of all functions and classes of the course that it uses, the kit's not; no docstrings."""
     todo, seen = [(module, name)], {}
     while todo:
         module, name = todo.pop()
         found = vars(module).get(name)
         function = getattr(found, "fn", found)
-        if not inspect.isfunction(function) or not function.__module__.startswith(COUNTED) or function in seen:
+        is_code = inspect.isfunction(function) or inspect.isclass(function)
+        if not is_code or not function.__module__.startswith(COUNTED) or function in seen:
             continue
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-        if ast.get_docstring(tree):
-            tree.body = tree.body[1:]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+                node.body = node.body[1:]
         seen[function] = sum(bool(line) for line in ast.unparse(tree).splitlines())
         home = inspect.getmodule(function)
         for node in ast.walk(tree):

@@ -1,286 +1,190 @@
-"""Flash attention on Hopper: a product under the softmax
-=======================================================
-Lesson 4's kernel leaves the order of things to Triton's compiler. Here it is written out in Gluon (day 3, lesson 7), as
-FlashAttention-3 has it (Shah et al. 2024, section 3), because order is what is left to gain. A program has a tile of
-128 queries; for each block of 128 keys an SM has to do, at D = 128 and at D = 64, cycles:
+"""Flash attention on Hopper: from warp specialization to lazy rescaling
+=====================================================================
+You know the loop: for each block of keys S = Q K^T, online softmax, O += P V. On Hopper it runs at the speed of a plain
+matmul if the tensor cores never wait. Lessons 3 and 4 leave the schedule to Triton's compiler. Here it is written out
+in Gluon, after FlashAttention-3 (Shah et al. 2024) and FlashAttention-4.
 
-    products       4 * 128 * 128 * D FLOPs, 4096 a cycle                          2048    1024
-    exponentials   128 * 128, 16 a cycle                                          1024    1024
-    the rest       5.5 and 5 instructions a score, 128 lanes                       700     640
-
-One after the other that is 3800 and 2700 cycles; under each other 2048 and 1024, as the first two run in units of their
-own: 1.8 and 2.6 times as fast at most. At D = 128 an H200's tensor cores do about 790 TFLOP/s for as long as power
-lasts (cuBLAS), so that is the floor's speed, it was thought; 6f and 6g reach 807 at S = 16384. At D = 64 products and
-exponentials take the same time, and one has to hide the other without a gap.
-
-    1 warp                 asks TMA for Q, K and V                     40 registers a thread
-    2 warpgroups (4 + 4)   64 queries each: scores, softmax, O        232: 64 scores, 32 of P, 64 of O at D = 128
-
-You will learn: trades for warps, wgmma with its left side in registers, a product in flight under a softmax.
-Needs a Hopper GPU to run; without one the rungs are compiled and their machine code is read.
+You will be able to: keep wgmma busy under a softmax. Say which unit bounds a rung, and by how much. Find a missing
+arrival or a wrong parity by its symptom.
+You need: day 3, lesson 7 (TMA, mbarriers with phase and parity, wgmma, a ring with a producer warp); lesson 3 here.
+A Hopper GPU runs the rungs. Without one they are compiled, their machine code is read, and a CPU model of the last
+rung's barriers runs, in any order of its warps.
 Run it:    python day4_replace_op/lesson06_flash_hopper.py
 Check it:  python -m lessonkit check lesson06_flash_hopper
 Time it:   python -m lessonkit bench lesson06_flash_hopper
+Compare:   diff day4_replace_op/flash_hopper/warp_specialized.py day4_replace_op/flash_hopper/overlap_softmax.py
+
+Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
+
+    unit           work                                              D = 128   D = 64
+    tensor cores   two matmuls, 4 * 128 * 128 * D FLOPs, 4096 a cycle   2048     1024
+    MUFU (exp2)    128 * 128, 16 a cycle                                1024     1024
+    ALU            5.5 and 5 other instructions a score, 128 lanes       700      640
+    L2             K and V of the block, 512 * D bytes, 39 a cycle      1680      840
+
+In sequence that is 3800 and 2700 cycles, fully overlapped 2048 and 1024. At D = 128 the tensor cores bound, at D = 64
+they and the exponentials equally. HBM moves Q, K, V and O once, 268 MB or 0.064 ms for the 16384 tokens below. Matmuls
+take 0.70 ms at S = 4096 and 0.087 ms at 512. cuBLAS holds about 790 TFLOP/s, so TFLOP/s = 790 * 2048 / cycles at
+D = 128, and 790 * 1024 / cycles at D = 64. A kernel that draws less power may run at a higher clock, and pass 790.
+
+    CTA = 1 producer warp                     2 consumer warpgroups (4 warps each)
+          only issues TMA loads               64 queries each: QK, softmax, PV, epilogue
+          40 registers a thread               232 registers a thread: S 64, P 32, O 64, the rest addresses
+
+    shared memory, D = 128 (192 of 227 KB)        a ring: stages with a `full` and an `empty` mbarrier each
+      Q0 Q1    2 x 64 x 128      32 KB
+      K ring   2 x 128 x 128     64 KB        producer: wait empty -> TMA -> (bytes arrive) full
+      V ring   2 x 128 x 128     64 KB        consumer: wait full -> wgmma reads it -> arrive on empty
+      O0 O1    epilogue buffers  32 KB
+
+K and V have separate rings: QK can start before V has arrived, and K is free one softmax earlier than V. `empty` counts
+one arrival a consumer. P never touches shared memory. The accumulator of QK lies in the registers in which PV wants its
+left operand, so P is packed to 16 bits and used in place.
+
+The timeline of a CTA: Q = Q K^T, P = P V, small letters: consumer 1, s = softmax, . = idle. A character is 128 cycles.
+
+    warp_specialized   producer       K V K V ...         a K and a V a block, as soon as a stage is empty
+                       tensor cores   QQQQqqqq...PPPPppppQQQQqqqq...PPPPpppp    idle when both are in their softmax
+                       softmax 0      ....sssssss............sssssss........
+                       softmax 1      ........sssssss............sssssss....
+    overlap_softmax    producer       K K V K V K V ...   K a block ahead of V
+                       tensor cores   QQQQPPPPqqqqppppQQQQPPPPqqqqpppp          QK(j + 1) is issued before PV(j),
+                       softmax 0      ....sssssss.........sssssss.....          and softmax(j + 1) runs under PV(j)
+                       softmax 1      sss.........sssssss.........ssss
+
+Each rung is a complete file in flash_hopper/ and differs from the one before by one idea, marked `# New:`.
+Predicted at S = 4096, all keys, in TFLOP/s:
+
+    file                      new                                                    D = 128   D = 64
+    warp_specialized.py       a producer warp, two consumers; half of the softmax       558      404
+                              is hidden by chance: 2900 and 2000 cycles
+    overlap_softmax.py        QK of the next block before PV: 2400 and 1700             674      476
+    lazy_rescaling.py         the row maximum off the critical path: 235 cycles less    750      550
+    persistent_scheduler.py   persistent CTAs, a dynamic tile scheduler: the 3000       780      590
+                              cycles of a tile's ends, 4% and 6%; causal 8%
+    causal_diagonal.py        causal: half of the diagonal block, 1.5%                   as before
+
+    side branches
+    three_consumers.py        of persistent_scheduler.py, D = 64: the third consumer      -      620
+                              exponentiates while two wait for matmuls: 1300 cycles
+    ping_pong.py              of overlap_softmax.py: two barriers make the consumers    770      476
+                              issue in turns, 2100 cycles. It brings nothing: measured 680 TFLOP/s after 683
+
+Where the ladder begins: lesson 3's autotuned `flash_v2` has 603 TFLOP/s at this shape, so warp specialization alone is
+worth 4%. With two stages instead of three a Triton kernel has 439: compare with the best one, or it looks like 42%.
+
+Experiments (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in brackets):
+
+    ping-pong, D = 128, all keys          683 -> 680 (770)   each consumer's PV covers its own softmax already
+    the same, S = 16384                   712 -> 688 (770)   an enforced order is one more wait in each block
+    persistent, tiles dealt in advance    677 -> 594 (+1%)   causal, S = 16384: short tiles wait for the long ones
+    lazy rescaling, D = 128, all keys     710 -> 804 (790)   the largest step; FlashAttention-4 in the same rounds: 729
+    half of the diagonal block            698 -> 722 (708)   a tile begins with it, and nothing runs under it
+    8 heads at once, not what L2 holds    722 -> 752 (722)   causal; long and short tiles run side by side
+Your own: MAX a block again in lazy_rescaling.py (LARGE_SUM = 0); STAGES = 3 at D = 64; [232, 40] -> [224, 56].
+
+Refused, since course_ops.attention takes it: other head sizes, grouped heads, windows, a diagonal across two blocks.
+Before you read on: which rung gains more at D = 64 than at D = 128, and which of the waits could a fourth barrier save?
 """
 
-from lessonkit import About, Lesson, Mutant, Unsupported, needs
+from lessonkit import About, Lesson, Refusal, Unsupported, case
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from course_ops import attention_forward
-from course_ops.hopper import allocate_barriers as barriers
-from course_ops.hopper import allocate_stages as stages
-from day4_replace_op.heads import LOWEST
-from day4_replace_op.hopper import (
-    BENCHES,
-    CHECKS,
-    ask_scores,
-    ask_values,
-    await_turn,
-    exp2,
-    hear,
-    launch,
-    leave,
-    left,
-    load_partition,
-    matrix,
-    pass_turn,
-    place,
-    skip,
-    times,
+from day4_replace_op.flash_hopper.causal_diagonal import causal_diagonal
+from day4_replace_op.flash_hopper.cpu_model import cpu_model
+from day4_replace_op.flash_hopper.lazy_rescaling import lazy_rescaling
+from day4_replace_op.flash_hopper.mutants import OF_THE_KERNELS, OF_THE_MODEL
+from day4_replace_op.flash_hopper.overlap_softmax import overlap_softmax
+from day4_replace_op.flash_hopper.persistent_scheduler import persistent_scheduler
+from day4_replace_op.flash_hopper.ping_pong import ping_pong
+from day4_replace_op.flash_hopper.three_consumers import three_consumers
+from day4_replace_op.flash_hopper.warp_specialized import warp_specialized
+from problems.attention import PROBLEM, inputs
+
+RUNGS = (
+    warp_specialized,
+    overlap_softmax,
+    ping_pong,
+    lazy_rescaling,
+    persistent_scheduler,
+    three_consumers,
+    causal_diagonal,
 )
-from problems.attention import PROBLEM
 
 
-# A row lies in four threads. Its maximum is needed at once, and costs two shuffles; its sum is not, so each thread
-# keeps a part, and the parts meet at the end: [rows, keys] -> [rows, 4].
-@gluon.jit
-def parts(p):
-    return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), axis=3), axis=1)
+def masked_keys_do_not_matter(rung):
+    """Causal: other keys from 200 on leave rows before 200 as they are, to the bit."""
+    q, k, v, *_ = inputs(1, 1, 300, 64, dtype=torch.float16)
+    before, other = rung(q, k, v, True)[0], (k.clone(), v.clone())
+    for t in other:
+        t[:, :, 200:] += 3
+    after = rung(q, *other, True)[0]
+    assert torch.equal(after[:, :, :200], before[:, :, :200])
+    assert not torch.equal(after, before)
 
 
-@gluon.jit
-def softmax(s, m, total, row, key, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """P in fp32, the maximum in powers of 2, parts of the sum, and what O has to be multiplied by."""
-    if MASKED:
-        S_q, S_k = sizes[4], sizes[5]
-        rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
-        keys = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-        seen = (keys < S_k)[None, :]
-        if CAUSAL:
-            seen = seen & (keys[None, :] <= rows[:, None] + (S_k - S_q))
-        s = gl.where(seen, s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
-    p, old = exp2(s * scale_log2 - m_new[:, None]), exp2(m - m_new)
-    kept = total * gl.convert_layout(old, gl.SliceLayout(1, total.type.layout))[:, None]
-    return p, m_new, kept + parts(p), old
+def no_key_no_nan(rung):
+    """Queries that see no key: zeros and -inf, as documented."""
+    out, lse = rung(*inputs(1, 2, 300, 64, S_k=172, causal=True, dtype=torch.float16))
+    assert (out[:, :, :128] == 0).all()
+    assert (lse[:, :, :128] == -torch.inf).all()
+    assert lse[:, :, 128:].isfinite().all()
 
 
-# Scores, softmax, O, one after the other. The stages are given back when the products that read them are over.
-@gluon.jit
-def one_by_one(
-    q, o, m, total, smem, bars, turn, begin, end, row, key, sizes, scale_log2, LAYOUT: gl.constexpr,
-    WHICH: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    _, k_smem, v_smem, _ = smem
-    _, _, k_full, k_empty, v_full, v_empty, order = bars
-    STAGES: gl.constexpr = k_full.shape[0]
-    for step in range(begin, end):
-        stage = (turn + step) % STAGES
-        await_turn(order, WHICH, turn + step, TURNS)
-        s = ask_scores(q, k_smem, k_full, turn + step, LAYOUT)
-        pass_turn(order, WHICH, TURNS)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(stage))
-        p, m, total, old = softmax(s, m, total, row, key - step * s.shape[1], sizes, scale_log2, MASKED, CAUSAL)
-        p = left(p, o, v_smem.dtype)
-        o = ask_values(p, times(o, old), v_smem, v_full, turn + step)
-        o, p = warpgroup_mma_wait(0, deps=(o, p))
-        mbarrier.arrive(v_empty.index(stage))
-    return o, m, total
-
-
-# Rung 2's loop: O's product with a block is asked for after the scores of the next, so the tensor cores have both
-# before anybody waits, and the softmax of the scores, which come first, runs while O's product may still be under way.
-@gluon.jit
-def step_ahead(
-    q, o, m, total, smem, bars, turn, begin, end, row, key, sizes, scale_log2, LAYOUT: gl.constexpr,
-    WHICH: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    _, k_smem, v_smem, _ = smem
-    _, q_empty, k_full, k_empty, v_full, v_empty, order = bars
-    STAGES: gl.constexpr = k_full.shape[0]
-    KEYS: gl.constexpr = k_smem.shape[3]
-    await_turn(order, WHICH, turn + begin, TURNS)
-    s = ask_scores(q, k_smem, k_full, turn + begin, LAYOUT)
-    pass_turn(order, WHICH, TURNS)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(k_empty.index((turn + begin) % STAGES))
-    p, m, total, old = softmax(s, m, total, row, key - begin * KEYS, sizes, scale_log2, True, CAUSAL)
-    p, o = left(p, o, v_smem.dtype), times(o, old)
-    for step in range(begin + 1, end):
-        await_turn(order, WHICH, turn + step, TURNS)
-        s = ask_scores(q, k_smem, k_full, turn + step, LAYOUT)
-        o = ask_values(p, o, v_smem, v_full, turn + step - 1)
-        pass_turn(order, WHICH, TURNS)
-        s = warpgroup_mma_wait(1, deps=(s,))  # of two products one may be unfinished: the later one, O's
-        mbarrier.arrive(k_empty.index((turn + step) % STAGES))
-        next_p, m, total, old = softmax(s, m, total, row, key - step * KEYS, sizes, scale_log2, False, CAUSAL)
-        o, p = warpgroup_mma_wait(0, deps=(o, p))
-        mbarrier.arrive(v_empty.index((turn + step - 1) % STAGES))
-        p, o = left(next_p, o, v_smem.dtype), times(o, old)
-    mbarrier.arrive(q_empty.index(WHICH))  # a product early, so that the next tile's Q is here when this one is stored
-    o = ask_values(p, o, v_smem, v_full, turn + end - 1)
-    o, p = warpgroup_mma_wait(0, deps=(o, p))
-    mbarrier.arrive(v_empty.index((turn + end - 1) % STAGES))
-    return o, m, total
-
-
-@gluon.jit
-def attend_partition(
-    shared, WHICH: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr, CAUSAL: gl.constexpr, QUEUE: gl.constexpr
-):
-    descs, smem, bars, queue, sizes, lse_ptr, scale_log2 = shared
-    q_desc, k_desc, _, _ = descs
-    q_full, q_empty, _, _, _, _, _ = bars
-    S_q, S_k = sizes[4], sizes[5]
-    ROWS: gl.constexpr = q_desc.block_type.shape[2]
-    D: gl.constexpr = q_desc.block_type.shape[3]
-    KEYS: gl.constexpr = k_desc.block_type.shape[2]
-    WGS: gl.constexpr = q_full.shape[0]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    turn, count, nth = 0, 0, hear(0, queue, QUEUE)
-    while nth < sizes[0] * sizes[2]:
-        batch, head, row, steps = place(nth, sizes, CAUSAL, WGS * ROWS, KEYS)
-        row += WHICH * ROWS
-        key = (steps - 1) * KEYS
-        hidden, masked = 0, 1  # blocks of keys that no query here sees; and those that not every query sees: the tail,
-        if CAUSAL:  # and what the diagonal crosses
-            masked = min(steps, max(1, steps - (row + S_k - S_q + 1) // KEYS))
-        if CAUSAL and WGS > 2:  # the queries of two warpgroups are as many as a block's keys
-            hidden = max(0, min(steps - 1, steps - (row + ROWS + S_k - S_q + KEYS - 1) // KEYS))
-        m = gl.full((ROWS,), LOWEST, gl.float32, ROW)
-        total = parts(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
-        o = gl.zeros((ROWS, D), gl.float32, OUT)
-        q = matrix(smem[0].index(WHICH))
-        for step in range(hidden):
-            skip(bars, turn + step)
-        mbarrier.wait(q_full.index(WHICH), count & 1)
-        o, m, total = one_by_one(
-            q, o, m, total, smem, bars, turn, hidden, masked - 1 if AHEAD else masked, row, key, sizes, scale_log2,
-            LAYOUT, WHICH, TURNS, True, CAUSAL,
-        )  # fmt: skip
-        if not AHEAD:
-            o, m, total = one_by_one(
-                q, o, m, total, smem, bars, turn, masked, steps, row, key, sizes, scale_log2, LAYOUT,
-                WHICH, TURNS, False, CAUSAL,
-            )  # fmt: skip
-        elif steps > 0:
-            o, m, total = step_ahead(
-                q, o, m, total, smem, bars, turn, masked - 1, steps, row, key, sizes, scale_log2, LAYOUT,
-                WHICH, TURNS, CAUSAL,
-            )  # fmt: skip
-        if not AHEAD or steps == 0:
-            mbarrier.arrive(q_empty.index(WHICH))
-        turn += steps
-        count += 1
-        nth = hear(count, queue, QUEUE)
-        leave(o, m, total, descs, smem, lse_ptr, WHICH, batch, head, row, sizes)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "at_once", "S_q", "S_k"])
-def flash_kernel(
-    q_desc, k_desc, v_desc, o_desc,  # of [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]
-    lse_ptr, counter_ptr,  # [B, H, S_q] in fp32; one int32, 0, if there is a queue
-    scale_log2, tiles, H, all_heads, at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, WGS: gl.constexpr, QUEUE: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr = False,
-):  # fmt: skip
-    descs = q_desc, k_desc, v_desc, o_desc
-    smem = stages(q_desc, WGS), stages(k_desc, STAGES), stages(v_desc, STAGES), stages(o_desc, WGS)
-    bars = (
-        barriers(WGS, 1), barriers(WGS, 1),  # a warpgroup's Q: come, done with
-        barriers(STAGES, 1), barriers(STAGES, WGS), barriers(STAGES, 1), barriers(STAGES, WGS),  # K: come, read; V
-        barriers(2, 1) if TURNS else None,  # whose turn it is (lesson 6b)
-    )  # fmt: skip
-    if TURNS:
-        mbarrier.arrive(bars[6].index(0))  # the first turn
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    queue = numbers, barriers(2, 1) if QUEUE else None, counter_ptr
-    sizes = tiles, H, all_heads, at_once, S_q, S_k
-    shared = descs, smem, bars, queue, sizes, lse_ptr, scale_log2
-    if WGS == 2:
-        gl.warp_specialize(
-            [
-                (attend_partition, (shared, 0, AHEAD, TURNS, CAUSAL, QUEUE)),
-                (attend_partition, (shared, 1, AHEAD, TURNS, CAUSAL, QUEUE)),
-                (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
-            ],
-            [4, 1], [232, 40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (attend_partition, (shared, 0, AHEAD, TURNS, CAUSAL, QUEUE)),
-                (attend_partition, (shared, 1, AHEAD, TURNS, CAUSAL, QUEUE)),
-                (attend_partition, (shared, 2, AHEAD, TURNS, CAUSAL, QUEUE)),
-                (load_partition, (descs, smem, bars, queue, sizes, GROUP, CAUSAL, QUEUE)),
-            ],
-            [4, 4, 1], [160, 160, 24],
-        )  # fmt: skip
-
-
-# Rung 1. Trades: one warp loads, so that the others never wait for an address, and two warpgroups attend, each to 64
-# queries and each one thing after the other. Nothing makes one multiply while the other exponentiates, but nothing
-# keeps them in step either: predicted, half of the softmax is hidden by chance, 2900 cycles of a block's 3800 at D =
-# 128, and 2000 of 2700 at D = 64.
-@needs(90, "TMA and wgmma", only=True)
-def specialized(q, k, v, causal=False, window=None, scale=None):
-    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D], fp16 or bf16, D at most 128 -> o as q, lse [B, H, S_q] in fp32."""
-    return launch(flash_kernel, q, k, v, causal, window, scale, AHEAD=False)
-
-
-# Rung 2. New: scores a step ahead. A warpgroup has 64 scores and 64 numbers of O a thread in flight, and 32 registers
-# of P that the second product reads. Predicted: the tensor cores find the next product queued when one ends, and stand
-# still only while both warpgroups exponentiate: 2400 cycles at D = 128, 1700 at D = 64.
-@needs(90, "TMA and wgmma", only=True)
-def ahead(q, k, v, causal=False, window=None, scale=None):
-    """As specialized; what this is not for (fp32, windows, D past 128, strides that TMA refuses) takes lesson 4's."""
-    try:
-        return launch(flash_kernel, q, k, v, causal, window, scale, AHEAD=True)
-    except Unsupported:
-        return attention_forward(q, k, v, causal=causal, window=window, scale=scale)
+def _refuses(why, *sizes, dtype=torch.float16, **options):
+    return Refusal(
+        why, lambda f: f(*inputs(*sizes, dtype=dtype, **options)), Unsupported, "course_ops.attention takes the rest"
+    )
 
 
 LESSON = Lesson(
     about=About(
-        teaches="in Gluon: trades for warps, P from registers, a product in flight under a softmax",
-        hours=1.5,
+        teaches="in Gluon: a producer warp, softmax under matmuls, lazy rescaling, a tile scheduler, half a block",
+        hours=3,
         star=True,
         operator="attention",
         language="Gluon",
     ),
     problem=PROBLEM,
-    rungs=(specialized, ahead),
-    checks=CHECKS,
-    benches=BENCHES[::2],
-    wrong=(
-        Mutant("the diagonal is not masked", "softmax", "rows[:, None] + (S_k", "rows[:, None] + 64 + (S_k", "ahead"),
-        Mutant("one masked block too few", "attend_partition", "row + S_k - S_q + 1", "row + S_k - S_q + 64", "ahead"),
-        Mutant("the last V is the first", "step_ahead", "v_full, turn + end - 1)", "v_full, turn + begin)", "ahead"),
-        Mutant("O is not rescaled", "step_ahead", "left(next_p, o, v_smem.dtype), times(o, old)",
-               "left(next_p, o, v_smem.dtype), o", "ahead"),
-        Mutant("a part of the sum is forgotten", "parts", "axis=3", "axis=3) * 0 + gl.max(p.reshape((p.shape[0], "
-               "p.shape[1] // 8, 4, 2)), axis=3", "specialized"),
-        Mutant("both have the upper half's Q", "attend_partition", "smem[0].index(WHICH)", "smem[0].index(0)",
-               "specialized"),
+    rungs=RUNGS,
+    checks=(
+        case("one key past a block, as a projection leaves it", B=1, H=2, S=129, D=128, layout="bshd"),
+        case("fewer queries than keys, both in one block", B=2, H=1, S=40, D=128, S_k=70),
+        case("one query of a cache, at its last key", B=2, H=4, S=3, D=64, S_k=131, causal=True),
+        case("primes, causal, three blocks and more than the rings have stages", B=1, H=3, S=691, D=128, causal=True),
+        case("a scale of one's own", B=1, H=1, S=65, D=64, scale=0.3, causal=True),
+        case("scores that outgrow the first block's maximum", B=1, H=2, S=200, D=64, S_k=700, scale=4.0),
+        case("so causal", B=1, H=2, S=150, D=64, S_k=662, causal=True, scale=4.0),
+        case("a diagonal through the corners of blocks, several tiles", B=2, H=3, S=600, D=128, causal=True),
+        case("more keys than queries", B=1, H=4, S=200, D=64, S_k=456, causal=True),
+        case("more queries than keys: the first 128 see nothing", B=1, H=2, S=300, D=64, S_k=172, causal=True),
+        case("three tiles and more for each SM", gib=0.5, B=4, H=34, S=400, D=64, S_k=300),
+        case("so causal, with tiles that see no key", gib=0.5, B=4, H=34, S=400, D=128, S_k=272, causal=True),
+        case("rows past 2^31 elements", gib=110, B=1, H=8200, S=2100, D=128, layout="bshd", causal=True),
+        case("keys past 2^31 elements", gib=70, B=1, H=8200, S=1, D=128, S_k=2100),
     ),
-    claims=dict.fromkeys((specialized, ahead), ("wgmma", "tma", "no spills")),
+    benches=(
+        *({"B": 16384 // S, "H": 16, "S": S, "D": 128, "causal": causal}
+          for causal in (True, False) for S in (512, 2048, 4096, 16384)),
+        *({"B": 16384 // S, "H": 32, "S": S, "D": 64, "causal": causal}
+          for causal in (True, False) for S in (2048, 4096, 16384)),
+        {"B": 32, "H": 12, "S": 1024, "D": 64, "causal": True},  # lesson 10's GPT
+    ),
+    properties=(masked_keys_do_not_matter, no_key_no_nan),
+    refuses=(
+        *PROBLEM.refuses,
+        _refuses("another head size", 1, 2, 128, 96),
+        _refuses("grouped heads", 1, 4, 128, 64, H_kv=2),
+        _refuses("a window", 1, 2, 128, 64, causal=True, window=50),
+        _refuses("a diagonal across two blocks", 1, 2, 128, 64, S_k=200, causal=True),
+        _refuses("fp32", 1, 2, 128, 64, dtype=torch.float32),
+        _refuses("every second element", 1, 2, 128, 64, layout="wide"),
+        _refuses("no queries", 1, 2, 0, 64),
+    ),
+    cpu_model=cpu_model,
+    wrong=(*OF_THE_KERNELS, *OF_THE_MODEL),
+    claims=dict.fromkeys(RUNGS, ("wgmma", "tma", "no spills")),
     dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
 

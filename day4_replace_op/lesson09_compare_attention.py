@@ -19,6 +19,7 @@ from functools import cache
 from importlib import import_module
 
 from lessonkit import DEVICE, About, Steps, Table, Unsupported, check, memory, rows, specimen, timing
+from lessonkit.pages import lengths
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,6 @@ flash_attention = specimen("day4_replace_op.lesson05_flash_backward", "flash_att
 GPU = DEVICE.type == "cuda"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SLACK = 8  # another's may round more often than PyTorch does (as in `bench`), but must compute the same thing
-HOPPER = "day4_replace_op.lesson06g_flash_hopper_diagonal"
 CUDA, KITTENS = "cuda_src.11_flash_attention_v1", "day3_matmul_tk.lesson10_thunderkittens_attention"
 CUDA_BACKWARD = "cuda_src.11b_flash_attention_backward"
 
@@ -121,6 +121,10 @@ def _of_lesson(name, rung):
     return call
 
 
+def _operator(q, k, v, causal):
+    return course_ops.attention(q, k, v, causal=causal)
+
+
 OURS = {
     "1 steps": attention_steps,
     "1 fused softmax": attention_fused_softmax,
@@ -129,7 +133,7 @@ OURS = {
     "3 swapped": _only_full(swapped),
     "3 v2": _only_full(flash_v2),
     "4 all options": lambda q, k, v, causal: attention(q, k, v, causal)[0],
-    "6 Hopper, in Gluon": _of_lesson(HOPPER, "attention"),
+    "course_ops": _operator,
     "CUDA v1, scalar": _of_lesson(CUDA, "attention_register"),
     "CUDA v1, tensor cores": _of_lesson(CUDA, "attention_pipelined"),
     "ThunderKittens": _of_lesson(KITTENS, "attention_ahead"),
@@ -171,11 +175,7 @@ def _cuda_trained(q, k, v, causal):
     return _CudaAttention.apply(q, k, v, causal)
 
 
-def _operator(q, k, v, causal):
-    return course_ops.attention(q, k, v, causal=causal)
-
-
-TRAINED = {  # with a gradient; on a Hopper GPU course_ops has the kernels of lessons 6g and 6e
+TRAINED = {  # with a gradient; on a Hopper GPU course_ops has kernels of its own
     "5 flash attention": flash_attention,
     "course_ops": _operator,
     "CUDA v1, tensor cores": _cuda_trained,
@@ -288,10 +288,6 @@ LADDERS = (
     "lesson03_flash_v2",
     "lesson04_flash_options",
     "lesson06_flash_hopper",
-    "lesson06b_flash_hopper_turns",
-    "lesson06c_flash_hopper_queue",
-    "lesson06f_flash_hopper_maximum",
-    "lesson06g_flash_hopper_diagonal",
 )
 
 
@@ -304,13 +300,17 @@ def every_rung(folder):
             if row.kind == "rung" and {"S=4096", "D=128"} <= set(words) and "H_kv" not in row.shape:
                 mask = "causal" if "causal=True" in words else "all keys"
                 table.append({"rung": f"{lesson[6:].split('_')[0]} {row.rung}", "keys": mask, "shape": row.shape})
-                table[-1] |= {"TFLOP/s": row.tflop_per_s, "over the best peer": row.ratio_to_best_peer}
+                table[-1] |= {
+                    "TFLOP/s": f"{row.tflop_per_s:.0f}",
+                    "over the best peer": f"{row.ratio_to_best_peer:.2f}",
+                }
     note = "Each rung in the rounds of its own lesson, in bf16; lessons 1 to 3 know no causal mask that skips."
     return Table("every rung", table, note, x="rung", y="TFLOP/s", by="keys") if table else None
 
 
 FORWARD = tuple(_step(D, causal, False) for D in (64, 128) for causal in (False, True))
 BACKWARD = tuple(_step(D, causal, True) for D in (64, 128) for causal in (False, True))
+TABLES = [lengths.compared(__name__, step.__name__.replace("_", " "), PEERS) for step in (*FORWARD, *BACKWARD)]
 LESSON = Steps(
     (agree, *FORWARD, *BACKWARD),
     about=About(
@@ -318,7 +318,7 @@ LESSON = Steps(
         hours=0.75,
         star=True,
     ),
-    compares=(every_rung,),
+    compares=(every_rung, *TABLES, lengths.memory(__name__, ("forward 128", "backward 128"))),
     alone=GPU,
 )
 

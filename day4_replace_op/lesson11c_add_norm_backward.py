@@ -105,7 +105,7 @@ def add_norm_backward_fused(dtotal, dy, total, w, mean, rstd):
 
 # Rung 3. New: num_stages=3. The compiler turns the three loads into cp.async, two tiles ahead: at N = 768 and 10 bytes
 # an element 15 KB a program, and five programs an SM have 77 KB on their way where memory needs 25 (Little's law, day
-# 2, lesson 7b). Predicted: copy speed. Longer rows get fewer stages: three of 8192 would be more than an SM has.
+# 2, lesson 16). Predicted: copy speed. Longer rows get fewer stages: three of 8192 would be more than an SM has.
 def add_norm_backward(dtotal, dy, total, w, mean, rstd):
     """As add_norm_backward_fused, the next rows on their way to shared memory."""
     width = dtotal.element_size() + dy.element_size() + total.element_size()

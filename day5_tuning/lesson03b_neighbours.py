@@ -1,6 +1,6 @@
 """A trap that no test sees: right alone, wrong beside a neighbour
 ===============================================================
-Lesson 6e of day 4 passed every test, and run after run of its benchmark. In one run, on a GPU that another process used
+Day 4's backward passed every test, and run after run of its benchmark. In one run, on a GPU that another process used
 too, its gradient held a NaN. The cause, in the fewest lines that show it: a barrier that a kernel makes and never uses.
 
 A barrier lies in shared memory. Gluon's compiler, as any that gives places to values, frees a place after the last use;

@@ -33,8 +33,8 @@ from lessonkit.pages.compared import comparisons
 import torch
 import triton
 
-SOFTMAX = specimen("day2_triton_basics.lesson03_softmax", "LESSON")
-softmax_packed_kernel = specimen("day2_triton_basics.lesson03_softmax", "softmax_packed_kernel")
+SOFTMAX = specimen("day2_triton_basics.lesson16_rows_of_any_length", "LESSON")
+softmax_packed_kernel = specimen("day2_triton_basics.lesson16_rows_of_any_length", "softmax_packed_kernel")
 CLOCK = 1.9e9  # memory leaves the SMs idle, and so their clock high
 LATENCY = 1.2e-6  # seconds from a program's first load to its first byte, when memory is busy, and of its last store
 INSTRUCTIONS = 16  # an element: widened twice, less m, scaled, exp2 twice, summed, compared, rounded

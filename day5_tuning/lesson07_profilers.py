@@ -35,7 +35,7 @@ from lessonkit.measure import ncu
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-softmax_packed = specimen("day2_triton_basics.lesson03_softmax", "softmax_packed")
+softmax_packed = specimen("day2_triton_basics.lesson16_rows_of_any_length", "softmax_packed")
 M, N, CALLS = (8192, 8192, 10) if HAS_GPU else (32, 64, 3)
 MOVED = 2 * M * N * 2  # bytes: in and out, bf16
 SELF = "from day5_tuning import lesson07_profilers as lesson; lesson."

@@ -1,5 +1,4 @@
-"""lessonkit: doctor, list, path, run, check, exercise, bench, compile, card, versions, count, report, stale,
-depends, new, diff.
+"""lessonkit: doctor, list, path, run, check, mutants, exercise, bench, compile, card, versions, report, stale, ...
 
 Exit codes: 0 all well, 1 something failed, 2 the command line is wrong, 130 a run was stopped.
 """
@@ -13,25 +12,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 from lessonkit.base import chips, device, renames
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
-from lessonkit.base.files import ROOT, environment
+from lessonkit.base.files import REPORTS, ROOT, environment
 from lessonkit.commands import course_run, exercises, new, show, versions
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.exercise import progress
 from lessonkit.judge import counters, verify
-from lessonkit.lesson import Broken, Lesson, Steps, discover, names, title
-from lessonkit.measure import dependents, ncu, stale
+from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
+from lessonkit.measure import dependents, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
 from lessonkit.modes import compiled
-from lessonkit.pages import paths, report, targets
+from lessonkit.pages import final_report, paths, report, targets
 
 import typer
 
@@ -244,9 +243,60 @@ def check(which: Which = "") -> None:
     _end(failed)
 
 
+@app.command(name="mutants")
+def judge_mutants(
+    which: Which = "",
+    again: Annotated[bool, typer.Option("--again", help="Judge also those that have a verdict of today.")] = False,
+    workers: Annotated[int, typer.Option(help="So many at a time, each in a process of its own.")] = 4,
+) -> None:
+    """Judge wrong kernels that only this kind of GPU runs, each in a process of its own, and keep the verdicts."""
+    if not device.HAS_GPU:
+        show.console.print("No GPU was found: these mutants are of kernels that run on one kind of GPU only.")
+        return
+    failed: list[str] = []
+    folder = REPORTS / device.name()
+    lessons = list(_with_kernels(which, failed))
+    todo = [
+        (name, mutant)
+        for name, mutant in gpu_mutants.of_one_gpu(lessons, device.capability())
+        if again or not gpu_mutants.fresh(folder, name, mutant)
+    ]
+    body = []
+    with ThreadPoolExecutor(workers) as pool:
+        for done in as_completed([pool.submit(gpu_mutants.judge, *each) for each in todo]):
+            try:
+                judged = done.result()
+            except RuntimeError as why:
+                failed.append(str(why))
+                continue
+            gpu_mutants.save(folder, judged)
+            line = [judged.lesson, judged.rung, judged.mutant, judged.caught_by or "ACCEPTED", judged.case]
+            show.console.print(": ".join(line[:4]))
+            body.append(line)
+    show.table(f"{len(body)} mutants judged", ["lesson", "rung", "wrong in", "caught by", "on"], body)
+    _end([*failed, *gpu_mutants.contradicted(lessons)])
+
+
 @app.command()
-def bench(which: Which = "") -> None:
-    """Time rungs beside their peers and write rows, pages and plots. Without a GPU it says so and writes nothing."""
+def bench(
+    which: Which = "",
+    operators: Annotated[
+        list[str] | None, typer.Argument(help="After `ops`: operators of course_ops (softmax), or all.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="`ops` stops after so many; the same command goes on.")] = 60.0,
+    workers: Annotated[int, typer.Option(help="`ops`: processes that compile ahead of what is timed.")] = 0,
+    release: Annotated[
+        bool, typer.Option("--release", help="`ops`: list the shapes without a row of this code.")
+    ] = False,
+) -> None:
+    """Time rungs beside their peers and write rows, pages and plots; `bench ops`: course_ops at the shapes of models.
+
+    Without a GPU it says so and writes nothing.
+    """
+    if which == "ops":
+        return _bench_operators(operators or [], minutes, workers, release)
+    if operators:
+        raise typer.BadParameter(f"{' '.join(operators)}: one name of lessons; operators are named after `bench ops`")
     if not device.HAS_GPU:
         show.console.print("No GPU was found: interpreter timings say nothing about speed, so nothing is written.")
         return
@@ -256,6 +306,28 @@ def bench(which: Which = "") -> None:
             failed.append(f"{name}: {wrong} NOT TIMED")
     report.write()
     _end(failed)
+
+
+def _bench_operators(names: list[str], minutes: float, workers: int, release: bool) -> None:
+    """Time what of course_ops has no row of today's code, or with `release` list it and fail if there is any."""
+    known = {operator.name for operator in operator_rows.operators()}
+    if wrong := sorted(set(names) - known):
+        raise typer.BadParameter(f"course_ops has no {', '.join(wrong)} to be timed. It has {', '.join(sorted(known))}")
+    if release:
+        lines = show.missing_operators(names)
+        return _end(lines)
+    if not device.HAS_GPU:
+        show.console.print("No GPU was found: nothing is timed. `bench ops --release` lists what has no row.")
+        return
+    path = rows.REPORTS / device.name() / operator_rows.FILE
+    todo = operator_rows.missing(operator_rows.read(path), operator_rows.cases(names))
+    with operator_bench.Processes(workers, minutes) as processes:
+        done = operator_bench.run(
+            todo, processes.timed, path, minutes, ahead=processes.ahead,
+            turn=max(1, operator_bench.AHEAD * workers), say=lambda line: print(line, flush=True),
+        )  # fmt: skip
+    show.console.print(f"{done} of {len(todo)} shapes timed, rows in {path}")
+    show.operators(operator_rows.read(path))
 
 
 @app.command(name="compile")
@@ -385,7 +457,7 @@ def write_report(
         raise typer.BadParameter(f"{which!r}: there is `report`, and `report final`")
     if which:
         try:
-            made = import_module("day5_tuning.lesson08_final_report").write_report(operator)
+            made = final_report.write_report(operator)
         except ValueError as why:
             raise typer.BadParameter(str(why)) from None
         for path in made:
@@ -420,7 +492,10 @@ def list_stale(
     tables = stale.old_tables()
     for line in tables:
         show.console.print(f"old table: {line}")
-    raise typer.Exit(int(release and bool(old or tables)))
+    verdicts = list(gpu_mutants.old(kernels()))
+    for line in verdicts:
+        show.console.print(f"no verdict of today on a mutant: {line}")
+    raise typer.Exit(int(release and bool(old or tables or verdicts)))
 
 
 @app.command(name="new")

@@ -15,6 +15,7 @@ import torch
 
 Rung = Callable[..., Any]
 Shape = dict[str, Any]
+Figure = float | tuple[float, float]  # one, or from and to
 
 
 class Launchers(Protocol):
@@ -79,7 +80,8 @@ class Mutant:
 
     The checks must reject it, and by the property `caught_by` names: value, nan, unwritten, dtype, shape,
     changed input, out of bounds, traffic; in CUDA C++ (`where` is then in the .cu) also misaligned, uninitialised,
-    race, barrier.
+    race, barrier; of a rung that `needs` a GPU also hang (the kernel does not end) and fault (it ends in an error).
+    "value or nan": either, where what the kernel reads has not been written.
     """
 
     why: str
@@ -88,6 +90,34 @@ class Mutant:
     new: str
     rung: str
     caught_by: str = "value"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a rung should reach on an H200 at one bench shape, said before it is timed; a report shows both.
+
+    One of `ms`, `tflop_per_s`, `tb_per_s`, `percent_of_limit`, or `times`: so many times as fast as the rung `over`.
+    Each is a figure, or two: from and to.
+    why: one sentence, where what was measured is more than 15% off; there and nowhere else.
+    """
+
+    rung: Rung
+    at: Shape
+    ms: Figure = 0
+    tflop_per_s: Figure = 0
+    tb_per_s: Figure = 0
+    percent_of_limit: Figure = 0
+    times: Figure = 0
+    over: Rung | None = None
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        said = [name for name in ("ms", "tflop_per_s", "tb_per_s", "percent_of_limit", "times") if getattr(self, name)]
+        if len(said) != 1 or (said == ["times"]) != (self.over is not None):
+            raise Misdeclared(
+                f"the prediction of {self.rung.__name__} says {' and '.join(said) or 'nothing'}: give one of ms, "
+                "tflop_per_s, tb_per_s, percent_of_limit, or times with the rung that it is `over`"
+            )
 
 
 def needs(capability: int, what: str, *, only: bool = False, interpreted: bool = False) -> Callable[[Rung], Rung]:
@@ -162,6 +192,30 @@ class Problem:
     factor: float = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """How a shipped operator answers a problem, and where it is timed (problems/operators.py).
+
+    name        the public function, as users call it; direction: forward, backward, or a use with peers of its own
+    problem     what is asked; `inputs` and `work` replace the problem's where they are given, `peers` go beside them
+    call        call(*inputs) answers like the problem's reference; a function at the top of its module
+    shapes      in the words of `inputs`, the most important first; some of them may be refused
+    data        the distribution of the inputs, as a word
+    dtype       of the inputs; the problem's bench_dtype if it is None
+    """
+
+    name: str
+    direction: str
+    problem: Problem
+    call: Rung
+    shapes: tuple[Shape, ...]
+    data: str = "random"
+    dtype: torch.dtype | None = None
+    inputs: Rung | None = None
+    work: Callable[..., Work] | None = None
+    peers: Mapping[str, Rung] = field(default_factory=dict)
+
+
 _THE_PROBLEMS: Any = None  # a field that a lesson takes from its problem, unless it says otherwise
 
 
@@ -171,7 +225,8 @@ class Lesson:
 
     about       what tables and paths say of the lesson
     problem     what is asked; each of its fields may be given here instead, where a lesson asks something of its own
-    rungs       slowest first; the name is the idea; the last one refuses no shape
+    rungs       slowest first; the name is the idea; where the last one refuses a case, it names the operator of
+                course_ops that takes it
     wrong       mutants, each of which the checks must reject
     claims      rung -> what its compiled code must show (see compiled.broken_claims); in CUDA C++ kernel's name -> that
     passes      rung -> bytes it moves, as a multiple of Work.bytes, counted without a GPU on the last check
@@ -180,6 +235,7 @@ class Lesson:
     extension   the launchers of the .cu that the rungs call, if the kernels are CUDA C++
     prints      what the program's own main measures and rungs cannot: `bench` keeps the lines that it prints
     counts      rung -> what its accesses look like: {"sectors a request": 4}, counted as `passes` (judge.counters)
+    predicted   what rungs should reach; the lesson's page shows it beside what was measured (pages.predictions)
     """
 
     about: About | None = None
@@ -205,6 +261,7 @@ class Lesson:
     extension: Launchers | None = None
     prints: str = ""
     counts: Mapping[Rung, Mapping[str, float]] = field(default_factory=dict)
+    predicted: tuple[Prediction, ...] = ()
 
     def __post_init__(self) -> None:
         for each in fields(Problem):
@@ -255,7 +312,8 @@ class Steps:
 
     alone: the claims are about time, so the suite runs the steps with nothing beside them
     nightly: those that take long and that hardly a change breaks; the suite runs them each night, not at each push
-    compares: compare(folder) -> Table (or None) made of the rows of one GPU, reports/<device>: kept fresh by `report`
+    compares: compare(folder) -> Table (or None) made of the rows of one GPU, reports/<device>: kept fresh by `report`;
+        one with the name of a step's table stands on the page in its place
     """
 
     steps: tuple[Callable[[], Table | None], ...]

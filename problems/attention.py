@@ -10,7 +10,7 @@ of exponentials. A query that sees no key gets o = 0 and lse = -inf.
 import math
 from importlib import import_module
 
-from lessonkit import DEVICE, Problem, Refusal, Unsupported, Work, case, expect
+from lessonkit import DEVICE, Problem, Refusal, Unsupported, Work, case, device, expect, tma_takes
 
 import torch
 
@@ -57,6 +57,22 @@ def expect_heads(q, k, v, causal, window, scale, **more):
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale}, expected a positive number: to negate the scores, pass -q")
     return 1 / math.sqrt(D) if scale is None else scale
+
+
+def expect_plain(q, k, v, causal, window, scale, *, head_dims=(64, 128), masks=(False, True)):
+    """As expect_heads, for the rungs of a ladder on Hopper; Unsupported for all but the case that they show."""
+    scale = expect_heads(q, k, v, causal, window, scale)
+    (H, S_q, D), (H_kv, S_k) = q.shape[1:], k.shape[1:3]
+    plain = q.element_size() == 2 and D in head_dims and H_kv == H and window is None and tma_takes(q, k, v)
+    if not plain or causal not in masks or (causal and (S_k - S_q) % 128):
+        raise Unsupported(
+            f"for 16 bits, D of {' or '.join(map(str, head_dims))}, a K and V for each head, rows that TMA can copy, "
+            f"{'causal if S_k - S_q is a multiple of 128' if True in masks else 'not causal'}, no window; "
+            "course_ops.attention takes the rest"
+        )
+    if device.INTERPRETED or device.architecture() != 90:
+        raise Unsupported("wgmma is an instruction of Hopper (sm_90a); course_ops.attention takes other GPUs")
+    return scale
 
 
 def inputs(B, H, S, D, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout="bhsd", dtype=torch.float32):
@@ -237,6 +253,20 @@ def expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale):
     for name, t, shape in (("grad_out", grad_out, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
         if t.shape != shape:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, but attention returned {tuple(shape)} for this q")
+    return scale
+
+
+def expect_plain_gradient(grad_out, q, k, v, out, lse, causal, window, scale):
+    """As expect_gradient, for the rungs of a ladder on Hopper; Unsupported for all but the case that they show."""
+    scale = expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
+    plain = q.shape == k.shape and q.shape[3] in (64, 128) and q.shape[2] % 128 == 0 and window is None
+    if not plain or q.element_size() != 2 or not tma_takes(grad_out, q, k, v, out):
+        raise Unsupported(
+            "for 16 bits, D of 64 or 128, k as long as q, S a multiple of 128, a K and V for each head, rows that TMA "
+            "can copy, no window; course_ops.attention takes the rest"
+        )
+    if device.INTERPRETED or device.architecture() != 90:
+        raise Unsupported("wgmma is an instruction of Hopper (sm_90a); course_ops.attention takes other GPUs")
     return scale
 
 

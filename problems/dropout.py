@@ -5,6 +5,7 @@ word i % 4 of Philox4x32-10 (counter i // 4, key seed) is at least p * 2^32 (Sal
 """
 
 import math
+from functools import lru_cache
 
 from lessonkit import DEVICE, Problem, Refusal, Work, by_inductor, case
 
@@ -120,4 +121,24 @@ PROBLEM = Problem(
         Refusal("every second element", lambda f: f(inputs(8)[0][::2], 0.5, 1), ValueError, "contiguous"),
         Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_(), 0.5, 1), ValueError, "requires grad"),
     ),
+)
+
+
+def _torch_backward(dy, p, seed):
+    """PyTorch's backward reads the mask that its forward stored, a byte an element."""
+    return torch.ops.aten.native_dropout_backward(dy, _stored_mask(dy, p), 1 / (1 - p))
+
+
+@lru_cache(maxsize=1)
+def _stored_mask(dy, p):
+    return torch.rand(dy.shape, device=dy.device) >= p
+
+
+# The gradient of dropout is dropout of dy with the same mask. Asked of course_ops alone.
+PROBLEM_BACKWARD = Problem(
+    reference=reference,
+    inputs=inputs,
+    work=lambda n, dtype, **_: Work(bytes=2 * n * dtype.itemsize),
+    peers={"torch": _torch_backward},
+    peers_differ="they draw other random numbers",
 )

@@ -49,3 +49,21 @@ PROBLEM = Problem(
         Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
     ),
 )
+
+
+def reference_backward(dy, x):
+    return torch.ops.aten.gelu_backward(dy, x, approximate="tanh")  # reads 2n, writes n
+
+
+def inputs_backward(n, dtype=torch.float32):
+    (x,) = inputs(n, dtype)
+    return torch.randn(n, device=DEVICE).add(0.5).to(dtype), x
+
+
+# Asked of course_ops alone; its tests hold the small cases.
+PROBLEM_BACKWARD = Problem(
+    reference=reference_backward,
+    inputs=inputs_backward,
+    work=lambda n, dtype: Work(bytes=3 * n * dtype.itemsize, flops=20 * n),
+    peers={"torch": reference_backward, "torch.compile": by_inductor(reference_backward)},
+)

@@ -97,3 +97,25 @@ PROBLEM = Problem(
     properties=(a_group_is_a_matmul,),
     refuses=REFUSES,
 )
+
+
+def reference_backward(dy, w, offsets):
+    return reference(dy, w.transpose(1, 2), offsets)
+
+
+def inputs_backward(T, E, K, N, dtype=torch.float32, **options):
+    _, w, offsets = inputs(T, E, K, N, dtype, **options)
+    return torch.randn(T, N, device=DEVICE).to(dtype), w, offsets
+
+
+# dx alone: course_ops has no gradient of w. Asked of course_ops alone; its tests hold the small cases.
+PROBLEM_BACKWARD = Problem(
+    reference=reference_backward,
+    inputs=inputs_backward,
+    work=lambda T, E, K, N, dtype, **_: Work((T * K + E * K * N + T * N) * dtype.itemsize, 2 * T * K * N),
+    peers={
+        "torch.mm, a loop": reference_backward,
+        "torch.bmm": lambda dy, w, offsets: _bmm(dy, w.transpose(1, 2), offsets),
+        "torch._grouped_mm": lambda dy, w, offsets: torch._grouped_mm(dy, w.transpose(1, 2), offs=offsets[1:]),
+    },
+)

@@ -230,3 +230,25 @@ PROBLEM_BF16 = Problem(
     ),
     dtypes=(torch.bfloat16,),
 )
+
+
+def reference_backward(dc, a, b):
+    return dc @ b.t(), a.t() @ dc
+
+
+def inputs_backward(M, N, K, dtype=torch.float32, transposed="", pad=0):
+    a, b = inputs(M, N, K, dtype, transposed, pad)
+    return torch.randn(M, N, device=DEVICE).to(dtype), a, b
+
+
+def _quack_backward(dc, a, b):
+    return _quack(dc, b.t()), _quack(a.t(), dc)
+
+
+# Two matmuls of transposed views. Asked of course_ops alone; its tests hold the small cases.
+PROBLEM_BACKWARD = Problem(
+    reference=reference_backward,
+    inputs=inputs_backward,
+    work=lambda M, N, K, dtype, **_: Work(bytes=2 * (M * K + K * N + M * N) * dtype.itemsize, flops=4 * M * N * K),
+    peers={"torch": reference_backward, "quack": _quack_backward},
+)

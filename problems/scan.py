@@ -76,3 +76,18 @@ PROBLEM = Problem(
         Refusal("gradient lost", lambda f: f(inputs(8)[0].requires_grad_()), ValueError, "requires grad"),
     ),
 )
+
+
+def reference_backward(dy):
+    """dx[i] = dy[i] + ... + dy[n - 1]: a scan from the other end."""
+    return reference(dy.flip(0)).flip(0)
+
+
+# Asked of course_ops alone; its tests hold the small cases.
+PROBLEM_BACKWARD = Problem(
+    reference=reference_backward,
+    inputs=inputs,
+    work=work,
+    bench_dtype=torch.float32,
+    peers={"torch": reference_backward, "torch.compile": by_inductor(reference_backward)},
+)

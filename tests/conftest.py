@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
     if left:
         config.hook.pytest_deselected(items=left)
     for item in [] if device.HAS_GPU else items:
-        if (files := depends_on(item)) is not None:
+        if files := depends_on(item):
             item.verdict = verdicts.key(item.nodeid, files)
             if not last and verdicts.find(item.verdict):
                 item.obj = lambda **_: None
@@ -76,15 +76,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 def depends_on(item):
-    """The files whose code decides a test that may be kept: its own, those it names in `kept`, and its lesson's."""
+    """The files whose code decides a test: its own, those it names in `kept`, and its lesson's; without `kept` all."""
     marker = item.get_closest_marker("kept")
     if marker is None:
-        return None
+        return verdicts.everything()
     files = [item.path, *(path for pattern in marker.args for path in matching(pattern))]
     for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
         if isinstance(value, Question):
             if not value.kept:
-                return None
+                return verdicts.everything()
             files.append(ROOT / f"{value.lesson.replace('.', '/')}.py")
         elif isinstance(value, Source):
             files += [p for p in (value.path, value.path.with_suffix(".cu")) if p.exists()]
@@ -117,9 +117,20 @@ def pytest_runtest_protocol(item):
 def pytest_runtest_call(item):
     if not hasattr(item, "verdict") or (TAKEN, True) in item.user_properties:
         return (yield)
-    with verdicts.watching() as read:
+    with verdicts.watching() as item.read:
         result = yield
-    verdicts.keep(item.verdict, item.nodeid, read)
+    item.has_passed = True
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """A verdict is kept when the test has put back what it changed, be it os.replace."""
+    result = yield
+    if getattr(item, "has_passed", False):
+        # A test may have had a root of its own.
+        read = (path for path in item.read if path.is_relative_to(verdicts.ROOT))
+        verdicts.keep(item.verdict, item.nodeid, read)
     return result
 
 

@@ -106,6 +106,7 @@ print(build.binding().path)
 
 
 @pytest.mark.skipif(bool(toolchain.lacks("g++", "Python.h")), reason="what g++ would be told")
+@pytest.mark.kept("lessonkit/**/*.py", "cuda_src/**/*")
 def test_another_clone_and_environment_find_the_same_builds(tmp_path):
     """What is built does not depend on the folders of the course and of pybind11, but does on pybind11's version."""
     shutil.copytree(ROOT / "lessonkit", tmp_path / "lessonkit")

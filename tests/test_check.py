@@ -3,8 +3,8 @@
 import dataclasses
 
 from lessonkit import DEVICE, Lesson, Work, case
-from lessonkit.base.errors import Misdeclared
-from lessonkit.judge import check
+from lessonkit.base.errors import Misdeclared, Unsupported
+from lessonkit.judge import check, verify
 from lessonkit.lesson import Grad
 
 import pytest
@@ -166,3 +166,21 @@ def test_a_changed_input_is_seen_whatever_its_strides(dtype, lie):
     if x.numel():
         with pytest.raises(check.Rejected, match="argument 0 is not what it was"):
             check.answer(changes, (x,))
+
+
+def one_column(x):
+    raise Unsupported("rows of more than one column")
+
+
+def one_column_and_where_to_go(x):
+    raise Unsupported("rows of more than one column: course_ops.softmax takes every length")
+
+
+def test_the_last_rung_says_which_operator_takes_what_it_refuses():
+    asked = dataclasses.replace(LESSON, rungs=(one_column, right))
+    with pytest.raises(verify.LeftOut, match="more than one column"):  # it is not the last rung
+        verify.right("", asked, one_column)
+    with pytest.raises(AssertionError, match="the last rung refuses, and names no operator: rows of more"):
+        verify.right("", dataclasses.replace(LESSON, rungs=(one_column,)), one_column)
+    with pytest.raises(verify.LeftOut, match="softmax takes every length"):
+        verify.right("", dataclasses.replace(LESSON, rungs=(one_column_and_where_to_go,)), one_column_and_where_to_go)

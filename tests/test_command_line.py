@@ -143,10 +143,11 @@ def test_diff_shows_the_idea():
     assert invoke(cli.app, ["diff", "lesson01_vector_add", "add_element", "nothing"]).exit_code == 2
 
 
-def test_diff_finds_a_kernel_of_another_lesson():
-    result = invoke(cli.app, ["diff", "lesson06b_flash_hopper_turns", "turns", "stays"])
+def test_diff_finds_rungs_in_a_lessons_folder():
+    result = invoke(cli.app, ["diff", "lesson06_flash_hopper", "warp_specialized", "overlap_softmax"])
     assert result.exit_code == 0
-    assert "+def stays" in result.output
+    assert "+def overlap_softmax" in result.output
+    assert "+def drain(c, p, o, step):" in result.output
 
 
 def test_what_is_printed_is_no_markup():

@@ -72,6 +72,19 @@ def test_words_behind_test_go_to_pytest(load, tmp_path, monkeypatch):
     assert [command[-3:] for command in commands if "pytest" in command] == [["--all", "-k", "softmax"]]
 
 
+def test_what_mypy_finds_is_kept_for_other_clones(load, tmp_path, monkeypatch):
+    course, folders = load(tmp_path / "venv"), {}
+
+    def run(command, env=None, **kwargs):
+        folders[command[2]] = (env or {}).get("MYPY_CACHE_DIR")
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(course.subprocess, "run", run)
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
+    assert course.test([]) == 0
+    assert folders["mypy"] == str(tmp_path / "mypy")
+
+
 def test_a_failed_installation_leaves_only_what_was_there(load, tmp_path, monkeypatch):
     """A folder that course.py makes goes again; an empty one that was there stays, and is empty."""
     (empty := tmp_path / "empty").mkdir()

@@ -536,30 +536,29 @@ def same_code_cases():
         lesson05_matmul_fp8,
         lesson05b_quantize_fp8,
         lesson06_grouped_matmul,
-        lesson07b_gluon_persistent,
-        lesson07c_gluon_small,
-        lesson07e_gluon_fp8_blocks,
+        lesson07_matmul_hopper,
+        lesson12_matmul_small_outputs,
+        lesson14_matmul_fp8_blocks,
     )
 
     launch = {kernel.name: kernel.launch for kernel in sys.modules["course_ops.matmul"].DISPATCH}
 
     def operands(M, N, K, transposed=""):
-        return lesson07c_gluon_small.LESSON.inputs(M, N, K, dtype=BF16, transposed=transposed)
+        return lesson12_matmul_small_outputs.LESSON.inputs(M, N, K, dtype=BF16, transposed=transposed)
 
     def fp8(scheme):
         kernel = matmul_fp8_hopper.fp8_promote_hopper if scheme == "blocks" else matmul_fp8_hopper.fp8_sum_hopper
         n = TENSORS[scheme]
         args = lesson05_matmul_fp8.LESSON.inputs(n, n, n, scheme)
-        return lesson07e_gluon_fp8_blocks.matmul_fp8, lambda *args: kernel(*args, scheme), args
+        return lesson14_matmul_fp8_blocks.matmul_fp8, lambda *args: kernel(*args, scheme), args
 
-    hopper, skinny = lesson07b_gluon_persistent.matmul, lesson03_matmul_skinny.matmul_skinny
+    hopper, skinny = lesson07_matmul_hopper.tile_choice, lesson03_matmul_skinny.matmul_skinny
     epilogue = lesson04_matmul_epilogue
     return {
         "hopper": lambda: (hopper, launch["hopper"], operands(4096, 4096, 4096)),
         "hopper, narrow tiles": lambda: (hopper, launch["hopper"], operands(1024, 1024, 1024)),
-        "hopper, transposed": lambda: (hopper, launch["hopper"], operands(4096, 4096, 4096, "ab")),
-        "split K": lambda: (lesson07c_gluon_small.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
-        "one wave": lambda: (lesson07c_gluon_small.fitted, launch["split_k"], operands(1024, 1024, 1024)),
+        "split K": lambda: (lesson12_matmul_small_outputs.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
+        "one wave": lambda: (lesson12_matmul_small_outputs.fitted, launch["split_k"], operands(1024, 1024, 1024)),
         "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 4096, "b")),
         "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
         "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
@@ -587,7 +586,7 @@ def same_code_cases():
 
 
 CASES = (
-    "hopper", "hopper, narrow tiles", "hopper, transposed", "split K", "one wave", "Stream-K", "one row", "TMA",
+    "hopper", "hopper, narrow tiles", "split K", "one wave", "Stream-K", "one row", "TMA",
     "pointers", "scan",
     "fp8 tensor", "fp8 rows", "fp8 blocks", "linear", "grouped", "quantize",
 )  # fmt: skip

@@ -1,11 +1,16 @@
-"""Day 3, beside its lessons: what a grouped matmul does with offsets that no host can refuse."""
+"""Day 3, beside its lessons: offsets of a grouped matmul that no host can refuse, the files of the Hopper ladder."""
 
+import ast
+import inspect
+from pathlib import Path
+
+from lessonkit.base.files import ROOT
 from lessonkit.judge import check
 
 import pytest
 import torch
 
-from day3_matmul_tk import lesson06_grouped_matmul
+from day3_matmul_tk import lesson06_grouped_matmul, lesson07_matmul_hopper
 from problems import grouped_matmul
 
 pytestmark = pytest.mark.kept
@@ -18,3 +23,24 @@ def test_wrong_offsets_of_groups_lead_nowhere_else(rung, ends):
     x, w, _ = grouped_matmul.inputs(40, 3, 24, 16)
     y, _ = check.answer(rung, (x, w, torch.tensor(ends, dtype=torch.int32, device=x.device)))
     assert y.shape == (40, 16)
+
+
+def test_each_rung_of_the_hopper_ladder_has_mutants_of_its_own():
+    """A CPU model's mutants say nothing of a kernel. Each rung has one that hangs or reads too early."""
+    rungs = {rung.__name__ for rung in lesson07_matmul_hopper.LESSON.rungs}
+    wrong = [mutant for mutant in lesson07_matmul_hopper.LESSON.wrong if mutant.rung in rungs]
+    assert {rung: sum(m.rung == rung for m in wrong) >= 3 for rung in rungs} == dict.fromkeys(rungs, True)
+    assert {m.rung for m in wrong if {"hang", "nan"} & set(m.caught_by.split(" or "))} == rungs
+
+
+def test_rungs_of_the_hopper_ladder_share_no_main_loop():
+    """Each file is complete: it imports the vocabulary, its problem and the kit, and no other file of its folder."""
+    folder = ROOT / "day3_matmul_tk" / "matmul_hopper"
+    for rung in lesson07_matmul_hopper.LESSON.rungs:
+        path = Path(inspect.getfile(rung))
+        assert path.parent == folder
+        allowed = {"lessonkit", "math", "triton", "course_ops", "problems"}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                name = str(node.module) if isinstance(node, ast.ImportFrom) else node.names[0].name
+                assert name.partition(".")[0] in allowed, f"{path.name} imports {name}"

@@ -1,16 +1,13 @@
 """Day 4, beside its lessons: the notebook is its script and runs, ncu's list is read right, a flame graph adds up."""
 
 import os
-from unittest import mock
 from xml.etree import ElementTree
 
-from lessonkit import Unsupported
 from lessonkit.base.files import ROOT
 
 import pytest
 import torch
 
-from day4_replace_op import hopper
 from day4_replace_op.lesson13_profile import METRICS, read_ncu, verdict
 from day4_replace_op.lesson13b_trace import Frame, labelled, svg
 from workloads.gpt import FUSED, ONE_FOR_ONE, TINY, VARIANTS, Attention, batches, make, variant
@@ -123,12 +120,3 @@ def test_labels_are_the_classes_that_a_model_had():
     assert {name: names.count(name) for name in ("Trunk", "Attention", "MLP", "FusedMLP")} == {
         "Trunk": 1, "Attention": TINY.layers, "MLP": TINY.layers, "FusedMLP": 0
     }  # fmt: skip
-
-
-def test_hopper_attention_leaves_a_result_that_tma_cannot_copy_to_others(monkeypatch):
-    """Rows of 20 elements begin 48 bytes apart in q, k, v, and 40 in the result, which has no gaps."""
-    monkeypatch.setattr(hopper.device, "INTERPRETED", False)
-    monkeypatch.setattr(hopper.device, "architecture", lambda: 90)
-    q = torch.zeros(1, 2, 64, 24, dtype=torch.bfloat16)[..., :20]
-    with pytest.raises(Unsupported, match="TMA"):
-        hopper.launch(mock.MagicMock(), q, q, q, False, None, None)

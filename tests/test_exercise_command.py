@@ -206,12 +206,13 @@ def test_unknown_exercise_names_those_there_are(answers):
 
 
 def test_runs_from_the_command_line(tmp_path):
-    """The whole command in a process of its own, in any folder."""
-    env = environment(COURSE_ANSWERS=str(tmp_path))
+    """The whole command in a process of its own, in any folder; as course.py calls it, its advice can be typed."""
+    env = environment(COURSE_ANSWERS=str(tmp_path), COURSE_PY="1")
     words = [sys.executable, "-m", "lessonkit", "exercise", "check", "mul"]
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "never written" in done.stdout
+    assert "Stuck: python3 course.py exercise hint" in done.stdout
     assert "Traceback" not in done.stderr
 
 
@@ -292,14 +293,6 @@ def test_watch_goes_on_in_the_folder(answers, monkeypatch):
     monkeypatch.setattr(exercises.time, "sleep", stop)
     _, text = run("watch", "day2")
     assert text.index("One solution") < text.index(source.find("day2")[1].title)
-
-
-def test_advice_can_be_typed_as_it_stands(tmp_path):
-    """Called through course.py, whose environment is not the shell's, the commands named are course.py's."""
-    env = environment(COURSE_ANSWERS=str(tmp_path), COURSE_PY="1")
-    words = [sys.executable, "-m", "lessonkit", "exercise", "next", "mul"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True)
-    assert "Then:  python3 course.py exercise check" in done.stdout
 
 
 @interpreted

@@ -6,6 +6,7 @@ from lessonkit.modes import compile_server
 
 import pytest
 
+pytestmark = pytest.mark.kept("lessonkit/**/*.py")
 NVCC = toolchain.lacks("nvcc", "g++", "ninja")
 LESSON = """\
 from lessonkit import DEVICE, Lesson, Work

@@ -26,7 +26,7 @@ from lessonkit.pages import report
 import pytest
 import torch
 
-from day3_matmul_tk import lesson07e_gluon_fp8_blocks
+from day3_matmul_tk import lesson14_matmul_fp8_blocks
 from problems import matmul_fp8
 
 ADD = "day2_triton_basics.lesson01_vector_add"
@@ -179,16 +179,17 @@ def test_tma_reads_fp8_scales_in_rows_at_multiples_of_16_bytes(M):
     between[:, ::2] = scales
     for scale_a in (scales, scales.contiguous(), between[:, ::2]):
         launched = mock.MagicMock()
-        lesson07e_gluon_fp8_blocks._launch(launched, a, b, scale_a, scale_b, (128, 128))
+        lesson14_matmul_fp8_blocks._launch(launched, a, b, scale_a, scale_b, (128, 128))
         desc = launched.__getitem__.return_value.call_args.args[3]
         assert (list(desc.shape), desc.block_shape) == ([4, M], [1, 64])
         assert desc.strides[0] % 4 == 0
         assert torch.equal(desc.base, scales.t())
-    lesson07e_gluon_fp8_blocks._launch(launched, a, b, scales, scale_b, (128, 128))
+    lesson14_matmul_fp8_blocks._launch(launched, a, b, scales, scale_b, (128, 128))
     desc = launched.__getitem__.return_value.call_args.args[3]
     assert (desc.base.data_ptr() == scales.data_ptr()) == (M % 4 == 0)
 
 
+@pytest.mark.kept("lessonkit/**/*.py")
 def test_a_lesson_that_does_not_compile_says_so(monkeypatch):
     with pytest.raises(RuntimeError, match="KeyError"):
         compiled.kernels("day2_triton_basics.no_such_lesson", (90,))
@@ -313,6 +314,7 @@ def test_a_generated_block_that_is_gone_is_an_error():
         filled("a page", "results", "")
 
 
+@pytest.mark.kept("lessonkit/**/*.py")
 def test_a_compiler_that_dies_is_named_and_replaced(monkeypatch):
     """As a crash in LLVM would end it; here one that is shared, and then one of this process's own."""
     monkeypatch.setenv(SHARED, (shared := Compiler()).address)
@@ -330,6 +332,7 @@ def test_a_compiler_that_dies_is_named_and_replaced(monkeypatch):
         call_in_compiler("operator", "truediv", 1, 0)
 
 
+@pytest.mark.kept("lessonkit/**/*.py")
 def test_one_script_has_one_compiler(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(parallel, "Compiler", lambda: made.append(Compiler()) or made[-1])
@@ -338,6 +341,7 @@ def test_one_script_has_one_compiler(tmp_path, monkeypatch):
     assert len(made) == 1
 
 
+@pytest.mark.kept("lessonkit/**/*.py")
 def test_scripts_side_by_side(tmp_path):
     """Each is told when it begins and when it ends, with what it printed: the second while the first waits for it."""
     wait = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
@@ -375,6 +379,7 @@ for module, name in ("first", "scale_kernel"), ("second", "times_kernel"), ("thi
 """
 
 
+@pytest.mark.kept("lessonkit/**/*.py")
 def test_normalised_machine_code(tmp_path):
     """Name, file, line, comments and a default that is not used do not count; a constant does."""
     other = KERNEL.replace("scale_kernel", "times_kernel").replace("@", "# a comment\n\n@")

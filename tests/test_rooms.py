@@ -108,6 +108,7 @@ def test_a_name_that_the_kit_does_not_have_is_an_error():
         from lessonkit import no_such_module  # noqa: F401
 
 
+@pytest.mark.kept("course_ops/**/*.py", "lessonkit/**/*.py")
 def test_course_ops_loads_no_kit():
     code = "import course_ops, sys; print([name for name in sys.modules if name.split('.')[0] == 'lessonkit'])"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)

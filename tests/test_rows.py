@@ -306,14 +306,15 @@ def test_links_follow(renamed):
     renamed(lessons={OLD: ADD}, exercises={"day2_triton_basics.exercise99_x": task.name}, reports={"counts": "ncu"})
     text = "[a](lesson99_first.py) [b](../reports/nvidia-h200/day2_triton_basics.lesson99_first.md) "
     text += "[c](https://a.b/lesson99_first.py) [d](lesson02_gelu.py) [e](exercises/exercise99_x.py) "
-    text += "[f](../reports/nvidia-h200/counts.md)"
+    text += "[f](../reports/nvidia-h200/counts.md) [g](README.zh-CN.md)"
     assert renames.relinked(day2 / "README.md", text) == (
         f"[a](lesson01_vector_add.py) [b](../reports/nvidia-h200/{ADD}.md) [c](https://a.b/lesson99_first.py) "
-        f"[d](lesson02_gelu.py) [e](exercises/{task.path.name}) [f](../reports/nvidia-h200/ncu.md)"
+        f"[d](lesson02_gelu.py) [e](exercises/{task.path.name}) [f](../reports/nvidia-h200/ncu.md) [g](README.zh-CN.md)"
     )
     assert renames.link(ROOT / "paths" / "5d.md", "../day2_triton_basics/lesson99_first.py") == (
         "../day2_triton_basics/lesson01_vector_add.py"
     )
+    assert renames.link(day2 / "README.md", "README.zh-CN.md") == "README.zh-CN.md", "a dot is part of a file's name"
 
 
 def test_commands_answer_an_old_name(renamed):

@@ -1,9 +1,10 @@
 """Kept verdicts: what a verdict depends on, when it is taken, and that a failure never is."""
 
+import subprocess
 from pathlib import Path
 
 from lessonkit.base.files import ROOT, write_atomically
-from lessonkit.judge import verdicts
+from lessonkit.judge import mutants, verdicts
 from lessonkit.judge.verify import every_question
 from lessonkit.lesson import discover, kernels
 
@@ -70,6 +71,21 @@ def test_a_verdict_is_known_by_the_tools(course, tmp_path, monkeypatch):
     assert verdicts.key("test", [tmp_path / LESSON]) != before
 
 
+def test_a_test_without_the_mark_depends_on_every_file(course, tmp_path, request):
+    """But on none that git ignores; where git knows nothing of the course, its verdict is not kept."""
+    conftest = next(p for p in request.config.pluginmanager.get_plugins() if getattr(p, "TAKEN", ""))
+    assert not conftest.depends_on(request.node)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    course(".gitignore", "made/")
+    read_by_nobody = course("docs/page.md", "1")
+    before = verdicts.key("test", conftest.depends_on(request.node))
+    course("made/page.md", "1")
+    assert verdicts.key("test", conftest.depends_on(request.node)) == before
+    read_by_nobody.write_text("2")
+    verdicts.forget()
+    assert verdicts.key("test", conftest.depends_on(request.node)) != before
+
+
 def test_what_was_read_has_to_be_unchanged(course, tmp_path):
     row, key = course("reports/rows.csv", "1"), verdicts.key("test", [tmp_path / LESSON])
     with verdicts.watching() as read:
@@ -99,13 +115,15 @@ import pytest
 pytestmark = pytest.mark.kept
 def test_holds(): assert not Path(__file__).with_name("broken").exists()
 def test_always_fails(): assert False
+def test_puts_back(monkeypatch): monkeypatch.setattr("os.replace", None)
 @pytest.mark.night
 def test_long(): pass
 """
 
 
+@pytest.mark.kept("tests/conftest.py", "lessonkit/**/*.py")
 def test_a_pass_is_taken_and_a_failure_is_not(tmp_path, monkeypatch, capsys, request):
-    """The suite's own conftest, on a suite of three tests in a course of its own: twice, then each night's."""
+    """The suite's own conftest, on a suite of four tests in a course of its own: twice, then each night's."""
     monkeypatch.setattr(verdicts, "ROOT", tmp_path)
     monkeypatch.setattr(verdicts, "FOLDER", tmp_path / ".kept")
     (tmp_path / "test_small_suite.py").write_text(SUITE)
@@ -118,10 +136,10 @@ def test_a_pass_is_taken_and_a_failure_is_not(tmp_path, monkeypatch, capsys, req
         pytest.main(["--noconftest", f"--rootdir={tmp_path}", "-pno:cacheprovider", str(tmp_path), *more], [conftest])
         said.append(capsys.readouterr().out)
     verdicts.forget()
-    assert "1 failed, 1 passed, 1 deselected" in said[0], said[0]
-    assert "1 failed, 1 deselected, 1 taken" in said[1], said[1]
-    assert "1 ran, 1 taken from earlier runs" in said[1]
-    assert "1 failed, 2 passed" in said[2], said[2]
+    assert "1 failed, 2 passed, 1 deselected" in said[0], said[0]
+    assert "1 failed, 1 deselected, 2 taken" in said[1], said[1]
+    assert "1 ran, 2 taken from earlier runs" in said[1]
+    assert "1 failed, 3 passed" in said[2], said[2]
 
 
 def test_every_question_is_in_a_tier():
@@ -132,8 +150,21 @@ def test_every_question_is_in_a_tier():
     assert {question.lesson for question in asked} == {name for name, _ in discover()}
     for name, lesson in kernels():
         mine = [question for question in asked if question.lesson == name]
-        assert {q.subject for q in mine if q.kind == "mutant"} == {m.why for m in lesson.wrong}
+        assert {q.subject for q in mine if q.kind in ("mutant", "cpu-model-mutant")} == {m.why for m in lesson.wrong}
         assert {q.subject for q in mine if q.kind == "rung"} == {r.__name__ for r in lesson.rungs}
+        push = {(q.kind, q.subject) for q in mine if q.tier == "push"}
+        assert {m.where for m in lesson.wrong} == {m.where for m in lesson.wrong if ("mutant", m.why) in push}
+        assert not lesson.properties or ("holds", lesson.rungs[-1].__name__) in push
+        assert lesson.extension or not lesson.claims or ("machine-code", "") in push
+
+
+def test_a_program_of_each_tier_has_its_mutants(monkeypatch):
+    """Those that a push asks are built without those of the night, and none is left out."""
+    ((name, lesson),) = kernels("02_vector_add")
+    texts = mutants._texts(name, lesson.wrong[0].rung)
+    push, night = (mutants._programs(name, texts, each) for each in (True, False))
+    assert len(push) == len({mutant.where for mutant in lesson.wrong}) < len(lesson.wrong)
+    assert len({*push, *night}) == len(lesson.wrong)
 
 
 def test_what_answers_a_question_is_no_page_or_plot():

@@ -89,7 +89,10 @@ def link(page: Path, target: str) -> str:
         named = exercise(f"{inside.parts[0]}.{inside.stem}")
         new = ROOT / named.partition(".")[0] / "exercises" / f"{named.partition('.')[2]}{old.suffix}"
     else:
-        new = ROOT / f"{lesson('.'.join(inside.with_suffix('').parts)).replace('.', '/')}{old.suffix}"
+        named = ".".join(inside.with_suffix("").parts)
+        if (now := lesson(named)) == named:
+            return target  # README.zh-CN.md: a dot in a file's name is none of a lesson's
+        new = ROOT / f"{now.replace('.', '/')}{old.suffix}"
     return target if new == old or old.suffix == "" else os.path.relpath(new, page.parent)
 
 

@@ -9,7 +9,8 @@ from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.judge import counters
 from lessonkit.judge.verify import LeftOut, Question, grad_checks, rung_checks
 from lessonkit.lesson import Lesson, Steps, title
-from lessonkit.measure import bench, ncu, rows
+from lessonkit.measure import bench, ncu, operator_bench, operator_rows, rows
+from lessonkit.measure.stale import device_folders
 from lessonkit.modes import compiled
 from lessonkit.pages import report
 
@@ -111,6 +112,34 @@ def timed(name: str, lesson: Lesson) -> int:
         table("measured by the program itself", printed.rows[0], (row.values() for row in printed.rows))
         console.print(f"rows in {report.save_table(name, printed, device.name())}", style="dim")
     return sum("NOT TIMED" in line for line in said)
+
+
+def missing_operators(names: list[str]) -> list[str]:
+    """A line for each shape of course_ops' operators without a row of today's code, or with one that has no ratio."""
+    asked, lines = operator_rows.cases(names), list[str]()
+    for folder in device_folders():
+        found = operator_rows.read(folder / operator_rows.FILE)
+        missing = operator_rows.missing(found, asked)
+        lines += [f"{folder.name}: {' '.join(case.key)}: no row of this code" for case in missing]
+        known = {case.key for case in asked} - {case.key for case in missing}
+        lines += [f"{folder.name}: {operator_bench.said(row)}" for row in found if row.key in known and not row.ratio]
+    return lines
+
+
+def operators(found: list[operator_rows.Row]) -> None:
+    """What the rows of course_ops' operators say."""
+    body = [
+        [
+            f"{s.operator} {s.direction}",
+            s.shapes,
+            s.failed or "",
+            f"{s.mean:.2f}" if s.shapes else "",
+            f"{s.worst.ratio:.2f} {s.worst.shape}" if s.worst else "",
+            f"{s.share_behind:.0%}",
+        ]
+        for s in operator_rows.summaries(found)
+    ]
+    table("course_ops over its best peer", ["", "shapes", "failed", "mean", "worst", "under 0.97"], body)
 
 
 def resources(name: str, targets: tuple[chips.Target, ...] = compiled.TARGETS) -> None:

@@ -7,7 +7,7 @@ with fp32 accumulation make 1.0 times PyTorch's error, 16-bit accumulators 3.4 t
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from lessonkit.modes.interpreter import watched
 import torch
 
 PART = 2**27  # elements compared at a time
+finish: Callable[[], None] = torch.cuda.synchronize  # what waits for a rung's kernels; judge.apart sets a limit
 FACTOR = {torch.float16: 2.0, torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
 
 
@@ -166,15 +167,24 @@ def answer(rung: Rung, args: tuple[Any, ...]) -> tuple[Any, Traffic]:
         with poisoned_empty(), watched() as traffic:
             result = rung(*args)
             if HAS_GPU:
-                torch.cuda.synchronize()
+                finish()
     except OutOfBounds as error:
         raise Rejected("out of bounds", str(error)) from error
     except Fault as fault:
         raise Rejected(fault.kind, str(fault)) from fault
+    except RuntimeError as error:
+        if not _is_fault(error):
+            raise
+        raise Rejected("fault", str(error).splitlines()[0]) from error
     for i, (a, b) in enumerate(zip(args, before, strict=True)):
         if isinstance(a, torch.Tensor) and not torch.equal(_bits(a), b):
             raise Rejected("changed input", f"argument {i} is not what it was")
     return result, traffic
+
+
+def _is_fault(error: RuntimeError) -> bool:
+    """Whether a kernel ended in an error, an illegal instruction or address: this process has then lost the GPU."""
+    return isinstance(error, torch.AcceleratorError) or str(error).startswith("Triton Error [CUDA]")
 
 
 def check(lesson: Lesson, rung: Rung, shape: Shape, dtype: torch.dtype) -> Traffic:

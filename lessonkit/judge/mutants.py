@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,9 +27,9 @@ def build(name: str, mutant: Mutant) -> Rung:
     Raises Misdeclared if `old` is not exactly once in `where`, or there is no such function or rung: the lesson has
     changed and the mutant has not.
     """
-    lesson = _written(_changed(_texts(name, mutant.rung), name, mutant))
+    lesson = _written(changed(_texts(name, mutant.rung), name, mutant))
     if lesson.with_suffix(".cu").exists() and not device.HAS_GPU:
-        together = _all_programs(name, _texts(name, mutant.rung))
+        together = _programs(name, _texts(name, mutant.rung), mutant in one_of_each(sys.modules[name].LESSON.wrong))
         TOGETHER.update(dict.fromkeys((program for program, _ in together), together))
     stem = lesson.stem
     spec = importlib.util.spec_from_file_location(stem, lesson)
@@ -47,7 +48,7 @@ def _texts(name: str, rung: str) -> tuple[tuple[Path, str], ...]:
     return tuple((path, path.read_text()) for path in _files(name, rung))
 
 
-def _changed(before: tuple[tuple[Path, str], ...], name: str, mutant: Mutant) -> dict[Path, str]:
+def changed(before: tuple[tuple[Path, str], ...], name: str, mutant: Mutant) -> dict[Path, str]:
     """The texts of the lesson with the one change."""
     said = f"{name}: the mutant {mutant.why!r}"
     texts = dict(before)
@@ -78,13 +79,25 @@ def _written(texts: dict[Path, str]) -> Path:
     return MUTANTS / stem / f"{stem}.py"
 
 
+def one_of_each(wrong: Sequence[Mutant]) -> tuple[Mutant, ...]:
+    """The first mutant of each function: what a push asks; the night asks the others."""
+    first: dict[str, Mutant] = {}
+    for mutant in wrong:
+        first.setdefault(mutant.where, mutant)
+    return tuple(first.values())
+
+
 @cache
-def _all_programs(name: str, texts: tuple[tuple[Path, str], ...]) -> tuple[tuple[Path, str], ...]:
-    """The program of each mutant of the lesson, and its rung; what has no place in the lesson is left out."""
-    found = []
-    for mutant in sys.modules[name].LESSON.wrong:
+def _programs(name: str, texts: tuple[tuple[Path, str], ...], each: bool) -> tuple[tuple[Path, str], ...]:
+    """(program, rung) of the mutants of the lesson that are one_of_each, or of all others: each are built as one.
+
+    What has no place in the lesson is left out.
+    """
+    found, wrong = [], sys.modules[name].LESSON.wrong
+    for mutant in wrong:
         with suppress(ValueError):
-            found.append((_written(_changed(texts, name, mutant)).with_suffix(".cu").resolve(), mutant.rung))
+            if (mutant in one_of_each(wrong)) == each:
+                found.append((_written(changed(texts, name, mutant)).with_suffix(".cu").resolve(), mutant.rung))
     return tuple(found)
 
 
@@ -122,6 +135,11 @@ def cannot_judge(lesson: Lesson, rung: Rung, mutant: Mutant) -> str:
     if device.HAS_GPU and mutant.caught_by == "out of bounds":
         return "addresses are watched in the interpreter; on a GPU compute-sanitizer does it"
     return cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0])
+
+
+def is_of_one_gpu(name: str, mutant: Mutant) -> bool:
+    """Whether the mutant's rung runs on some GPUs only, as TMA and wgmma do: nothing else can judge the mutant."""
+    return getattr(getattr(sys.modules[name], mutant.rung, None), "needs", 0) > 0
 
 
 def first_rejection(lesson: Lesson, rung: Rung) -> tuple[Rejected, str] | None:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,8 @@ def key(test: str, files: Iterable[Path]) -> str:
 @cache
 def code(files: frozenset[Path]) -> str:
     """A hash of these files and of every file of the course that they import."""
-    lines = [f"{path.relative_to(ROOT)} {content(path)}" for path in sorted(closure(files))]
+    known = files if files == everything() else closure(files)
+    lines = [f"{path.relative_to(ROOT)} {content(path)}" for path in sorted(known)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -86,8 +88,19 @@ def content(path: Path) -> str:
 
 def forget() -> None:
     """Read every file anew: for a process under which files change, as tests do."""
-    for known in (code, content, closure, imported, _files, tools):
+    for known in (code, content, closure, everything, imported, _files, tools):
         known.cache_clear()
+
+
+@cache
+def everything() -> frozenset[Path]:
+    """Every file of the course that git does not ignore; none where git knows nothing of the course."""
+    asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        return frozenset()
+    return frozenset(path for name in listed.split("\0") if name and (path := ROOT / name).is_file())
 
 
 @cache
@@ -134,11 +147,12 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those for type checkers alone."""
-    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-        return
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _run(child)
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield node
+            todo += ast.iter_child_nodes(node)
 
 
 @cache

@@ -21,8 +21,8 @@ from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.markdown import markdown
 from lessonkit.base.tables import read_csv
 from lessonkit.cuda import sass
-from lessonkit.judge import check, counters, mutants
-from lessonkit.lesson import Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, suits
+from lessonkit.judge import apart, check, counters, mutants
+from lessonkit.lesson import Broken, Case, Lesson, Mutant, Refusal, Rung, Steps, discover, shape_name, suits
 from lessonkit.modes import compiled
 
 import torch
@@ -40,7 +40,7 @@ class Question:
     """One thing asked of a lesson: `ask()` passes and may say more, raises AssertionError, or raises LeftOut.
 
     alone: nothing else may run beside it, since it measures time or fills a GPU's memory.
-    kept: its verdict depends on the lesson's code alone, so that a pass may be kept (see verdicts).
+    kept: its verdict depends on the lesson's code alone; else on every file of the course (see verdicts).
     """
 
     lesson: str
@@ -75,7 +75,8 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
         if any(others(lesson, case) for case in small(lesson.checks)):
             found.append(one("other-dtypes", right_in_other_dtypes, rung, subject=rung.__name__, tier=NIGHT))
         if lesson.properties:
-            found.append(one("holds", properties, rung, subject=rung.__name__, alone=device.HAS_GPU))
+            tier = PUSH if rung in _best(lesson) else NIGHT
+            found.append(one("holds", properties, rung, subject=rung.__name__, alone=device.HAS_GPU, tier=tier))
         if device.HAS_GPU and any(case.gib > 1 for case in lesson.checks):
             found.append(one("long-offsets", right_where_offsets_are_long, rung, subject=rung.__name__, alone=True))
     if lesson.grad:
@@ -84,7 +85,12 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
             found.append(one("gradients-in-other-dtypes", gradients, others, tier=NIGHT))
     if lesson.cpu_model:
         found.append(one("cpu-model", cpu_model))
-    found += [one("mutant", mutant, each, subject=each.why) for each in lesson.wrong]
+    each_kernel = mutants.one_of_each(lesson.wrong)
+    for each in lesson.wrong:  # a mutant of the CPU model says nothing of the kernel's checks
+        of_the_model = lesson.cpu_model is not None and each.rung == lesson.cpu_model.__name__
+        a_process = device.HAS_GPU and mutants.is_of_one_gpu(name, each)
+        tier = PUSH if each in each_kernel and not a_process else NIGHT
+        found.append(one("cpu-model-mutant" if of_the_model else "mutant", mutant, each, subject=each.why, tier=tier))
     found.append(one("checks-can-tell", checks_can_tell))
     found.append(one("refuses", refusals))
     found.append(one("declared", declared, kept=False))
@@ -93,12 +99,18 @@ def questions(name: str, lesson: Lesson | Steps | Broken) -> list[Question]:
     if lesson.extension:  # nvcc takes minutes
         found.append(one("machine-code", claims, tier=NIGHT))
     else:
-        claimed = tuple(rung.__name__ for rung in lesson.rungs if rung.__name__ in lesson.claimed())
-        found += [one("machine-code", claims, claimed)] * bool(claimed)
-        found += [one("machine-code-of-all", claims, tier=NIGHT)] * (len(claimed) < len(lesson.rungs))
+        last = tuple(rung.__name__ for rung in lesson.rungs if rung.__name__ in lesson.claimed())[-1:]
+        found += [one("machine-code", claims, last)] * bool(last)
+        found += [one("machine-code-of-all", claims, tier=NIGHT)] * (len(last) < len(lesson.rungs))
     if second_targets(name, lesson):
         found.append(one("machine-code-elsewhere", claims_elsewhere, tier=NIGHT))
     return found
+
+
+def _best(lesson: Lesson) -> list[Rung]:
+    """The last rung, and the last that needs no GPU."""
+    anywhere = [rung for rung in lesson.rungs if suits(rung, 0) or getattr(rung, "interpreted", False)]
+    return [lesson.rungs[-1], *anywhere[-1:]]
 
 
 # ---- Rungs ----------------------------------------------------------------------------------------------------------
@@ -119,10 +131,12 @@ Dtypes = Callable[[Lesson, Case], Sequence[torch.dtype]]
 
 
 def in_turn(lesson: Lesson, case: Case) -> Sequence[torch.dtype]:
-    """What a push asks: interpreted, each case in one dtype, the dtypes in turn; on the last case, in all of them."""
+    """What a push asks: interpreted, each case in one dtype, the dtypes in turn; the last case in the last of them."""
     every = check.dtypes(lesson, case)
-    if device.HAS_GPU or case is small(lesson.checks)[-1]:
+    if device.HAS_GPU:
         return every
+    if case is small(lesson.checks)[-1]:  # where bytes are counted
+        return every[-1:]
     return (every[min(lesson.checks.index(case) % 3, len(every) - 1)],)
 
 
@@ -174,7 +188,10 @@ def imports(name: str, lesson: Lesson | Steps | Broken) -> None:
 
 
 def right(name: str, lesson: Lesson, rung: Rung) -> None:
-    """On every small case. The last rung refuses nothing; the bytes counted are what `passes` says."""
+    """On every small case; the bytes counted are what `passes` says.
+
+    The last rung refuses a case only if it says which operator of course_ops takes it: tests/operators has the case.
+    """
     found = _right_on_small_cases(lesson, rung, in_turn)
     if device.INTERPRETED and rung in lesson.passes:
         says = lesson.passes[rung]
@@ -191,10 +208,16 @@ def right_in_other_dtypes(name: str, lesson: Lesson, rung: Rung) -> None:
 def _right_on_small_cases(lesson: Lesson, rung: Rung, dtypes: Dtypes) -> Checked:
     found = rung_checks(lesson, rung, small(lesson.checks), dtypes)
     assert not found.wrong, "\n".join(found.wrong)
-    assert rung is not lesson.rungs[-1] or not found.refused, f"the last rung refuses: {'; '.join(found.refused)}"
+    lost = [words for words in found.refused if not _names_operator(words)]
+    assert rung is not lesson.rungs[-1] or not lost, f"the last rung refuses, and names no operator: {'; '.join(lost)}"
     if not found.passed:
         raise LeftOut("; ".join(found.left_out | found.refused))
     return found
+
+
+def _names_operator(words: str) -> bool:
+    """Whether a refusal says what takes the case: "rows past 32,768: course_ops.softmax takes every length"."""
+    return any((ROOT / "course_ops" / f"{name}.py").exists() for name in re.findall(r"course_ops\.(\w+)", words))
 
 
 def right_where_offsets_are_long(name: str, lesson: Lesson, rung: Rung) -> None:
@@ -236,13 +259,16 @@ def mutant(name: str, lesson: Lesson, mutant: Mutant) -> str:
     wrong = mutants.build(name, mutant)
     if why := mutants.cannot_judge(lesson, wrong, mutant):
         raise LeftOut(why)
-    found = mutants.first_rejection(lesson, wrong)
-    assert found is not None, f"the checks accept a wrong version: {mutant.why}"
-    rejected, where = found
-    assert rejected.caught_by == mutant.caught_by, (
-        f"{mutant.why}: rejected by {rejected.caught_by!r} on {where}, the lesson says {mutant.caught_by!r}: {rejected}"
+    if device.HAS_GPU and mutants.is_of_one_gpu(name, mutant):
+        verdict = apart.judged(name, mutant)
+    else:
+        verdict = apart.Verdict.of(mutants.first_rejection(lesson, wrong))
+    assert verdict.caught_by, f"the checks accept a wrong version: {mutant.why}"
+    assert verdict.is_as_declared(mutant), (
+        f"{mutant.why}: rejected by {verdict.caught_by!r} on {verdict.where}, the lesson says {mutant.caught_by!r}: "
+        f"{verdict.said}"
     )
-    return f"rejected by {rejected.caught_by}, on {where}"
+    return f"rejected by {verdict.caught_by}, on {verdict.where}"
 
 
 def checks_can_tell(name: str, lesson: Lesson) -> None:
@@ -313,6 +339,10 @@ def declared(name: str, lesson: Lesson) -> None:
     undeclared = {f for f in public - {f.__name__ for f in known if f} if (name, f) not in _imported()}
     assert not undeclared, f"declare, or name with an underscore: {sorted(undeclared)}"
     assert {*lesson.passes} <= {*lesson.rungs}, "`passes` names a function that is no rung"
+    for p in lesson.predicted:
+        rungs = [p.rung, *([p.over] if p.over else [])]
+        assert {*rungs} <= {*lesson.rungs}, f"`predicted` names a function that is no rung: {p.rung.__name__}"
+        assert p.at in lesson.benches, f"`predicted` of {p.rung.__name__}: {shape_name(p.at)} is no bench"
 
 
 @cache
@@ -364,7 +394,8 @@ def claims(name: str, lesson: Lesson, rungs: tuple[str, ...] = ()) -> None:
             targets = {k.target for k in found if k.rung == rung.__name__}
             wanted = suits(rung, 90) and (not rungs or rung.__name__ in rungs)
             assert targets == ({90} if wanted else set()), rung.__name__
-    broken = sass.broken_claims(name, lesson.claimed(), found)
+    asked = {key: said for key, said in lesson.claimed().items() if not rungs or key in rungs}
+    broken = sass.broken_claims(name, asked, found)
     assert not broken, "\n".join(broken)
 
 

@@ -195,6 +195,19 @@ def step(root: Path, lesson: str, name: str) -> str:
     return source(root, lesson, name if module and name in module.statements else EVERYTHING)
 
 
+def problem(root: Path, module: str, name: str, field: str) -> str:
+    """Hash of one field of the Problem that a module binds to a name, wherever its value is defined.
+
+    Raises NotFound if the declaration does not write the field out.
+    """
+    walk = _Walk(root)
+    found = walk.module(module)
+    if found is None or (value := found.declared(field, name)) is None:
+        raise NotFound(f"{module} declares no {field} of {name}")
+    walk.value(module, value, field)
+    return walk.digest()
+
+
 def folder(path: Path) -> str:
     """Hash of every file in a folder, comments aside."""
     words = [" ".join(_cpp_words(p.read_text())) for p in sorted(path.rglob("*")) if p.suffix in (".cpp", ".h", ".cuh")]
@@ -301,11 +314,14 @@ class _Walk:
         if not module.declares_all():
             self.follow(lesson, (DECLARATION,))
         elif found := self.asked(lesson, name):
-            owner, value = found
-            if (chain := _chain(value)) and self.resolve(owner, chain):  # where a function stands does not count
-                self.follow(owner, chain, nameless=True)
-            else:
-                self.expression(owner, value, "" if chain else name)
+            self.value(*found, name)
+
+    def value(self, owner: str, value: ast.expr, name: str) -> None:
+        """Take in the value of a field; where a function stands does not count."""
+        if (chain := _chain(value)) and self.resolve(owner, chain):
+            self.follow(owner, chain, nameless=True)
+        else:
+            self.expression(owner, value, "" if chain else name)
 
     def asked(self, lesson: str, name: str) -> tuple[str, ast.expr] | None:
         """The module and the expression of a field: the declaration's own, or its problem's."""

@@ -6,9 +6,10 @@ Works offline: HTML carries its figures inside, the PDF is drawn by matplotlib.
 import base64
 import html
 import io
-import textwrap
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,32 @@ from lessonkit.pages import plots
 
 @dataclass(frozen=True)
 class Block:
-    """A heading, a paragraph, a table (its rows), a figure (its name, its data, draw(axes)), or several of these."""
+    """A heading, a paragraph, a list, a table (its rows), a figure (its name, its data, draw(axes)), or several.
+
+    page: begins a new page. own: a learner's alone, which the page that is kept in the repository leaves out.
+    In a table a cell of `**words**` is bold; in text and lists `words` are code.
+    """
 
     heading: str = ""
     text: str = ""
+    items: tuple[str, ...] = ()
     table: tuple[dict[str, Any], ...] = ()
     figure: str = ""
     data: object = None
     draw: Callable[[Any], None] | None = None
+    page: bool = False
+    own: bool = False
+
+
+def picture(block: Block) -> str:
+    """The file of a block's figure."""
+    return f"final_report.{block.figure}.png"
 
 
 def write(folder: Path, title: str, blocks: Sequence[Block]) -> list[Path]:
     """final_report.md, .html, .pdf and the figures beside them; returns what was written."""
-    images = {b.figure: plots.plot(b.draw, b.data).png() for b in blocks if b.draw}
-    made: dict[Path, str | bytes] = {folder / f"final_report.{name}.png": png for name, png in images.items()}
+    images = {picture(b): plots.plot(b.draw, b.data).png() for b in blocks if b.draw}
+    made: dict[Path, str | bytes] = {folder / name: png for name, png in images.items()}
     made[folder / "final_report.md"] = as_markdown(title, blocks)
     made[folder / "final_report.html"] = as_html(title, blocks, images)
     made[folder / "final_report.pdf"] = as_pdf(title, blocks)
@@ -42,16 +55,19 @@ def write(folder: Path, title: str, blocks: Sequence[Block]) -> list[Path]:
 
 
 def as_markdown(title: str, blocks: Sequence[Block]) -> str:
+    """The page, without what is a learner's own."""
     parts = [f"# {title}\n"]
-    for b in blocks:
+    for b in (b for b in blocks if not b.own):
         if b.heading:
             parts.append(f"## {b.heading}\n")
         if b.text:
             parts.append(f"{b.text}\n")
         if b.table:
             parts.append(markdown(b.table[0], (row.values() for row in b.table)))
+        if b.items:
+            parts.append("".join(f"- {item}\n" for item in b.items))
         if b.figure:
-            parts.append(f"![{b.figure}](final_report.{b.figure}.png)\n")
+            parts.append(f"![{b.figure}]({picture(b)})\n")
     return "\n".join(parts)
 
 
@@ -61,23 +77,34 @@ text-align:left}th{background:#f6f8fa}img{max-width:100%}h2{margin:20px 0 6px}""
 
 
 def as_html(title: str, blocks: Sequence[Block], images: dict[str, bytes]) -> str:
+    """One file that holds its figures."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for b in blocks:
         parts += [f"<h2>{html.escape(b.heading)}</h2>"] * bool(b.heading)
-        parts += [f"<p>{html.escape(b.text)}</p>"] * bool(b.text)
+        parts += [f"<p>{_marked(b.text)}</p>"] * bool(b.text)
         if b.table:
             head = "".join(f"<th>{html.escape(key)}</th>" for key in b.table[0])
-            cells = ("".join(f"<td>{html.escape(str(v))}</td>" for v in row.values()) for row in b.table)
+            cells = ("".join(f"<td>{_marked(str(v))}</td>" for v in row.values()) for row in b.table)
             parts.append(f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>")
+        if b.items:
+            parts.append(f"<ul>{''.join(f'<li>{_marked(item)}</li>' for item in b.items)}</ul>")
         if b.figure:
-            data = base64.b64encode(images[b.figure]).decode()
+            data = base64.b64encode(images[picture(b)]).decode()
             parts.append(f'<img alt="{html.escape(b.figure)}" src="data:image/png;base64,{data}">')
     head = f"<meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
     return f"<!doctype html><html lang=en>{head}{''.join(parts)}</html>\n"
 
 
-WIDE, HIGH, MARGIN = 8.27, 11.69, 0.55  # A4 in inches
-FIGURE = 3.6
+def _marked(text: str) -> str:
+    """Text in HTML: **bold** and `code`."""
+    bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)
+
+
+WIDE, HIGH, MARGIN = 8.27, 11.69, 0.5  # A4 in inches
+FIGURE = 2.55
+SIZE, SMALL = 6.6, 5.8  # points, of a table and of a long one
+LONG = 20  # lines
 
 
 def as_pdf(title: str, blocks: Sequence[Block]) -> bytes:
@@ -98,48 +125,95 @@ def as_pdf(title: str, blocks: Sequence[Block]) -> bytes:
         top -= inches
         return top
 
-    def say(text: str, size: float, weight: str = "normal", columns: int = 112, with_next: float = 0) -> None:
-        lines = textwrap.wrap(text, columns)
-        at = room(len(lines) * size * 0.0178 + 0.06, with_next)
+    def say(text: str, size: float, weight: str = "normal", with_next: float = 0) -> None:
+        lines = _wrapped(text.replace("`", ""), (WIDE - 2 * MARGIN) * 72 / size, weight == "bold")
+        at = room(len(lines) * size * 0.0178 + 0.05, with_next)
         pages[-1].text(MARGIN / WIDE, (at + 0.03) / HIGH, "\n".join(lines), fontsize=size, weight=weight, va="bottom",
                        linespacing=1.25)  # fmt: skip
 
-    say(title, 15, "bold", 70)
+    say(title, 12.5, "bold")
     for b in blocks:
+        if b.page and top < HIGH - MARGIN:
+            pages.append(Figure(figsize=(WIDE, HIGH)))
+            top = HIGH - MARGIN
         if b.heading:
-            room(0.1)
-            say(b.heading, 11, "bold", with_next=0.5 + 0.145 * min(len(b.table), 8) + FIGURE * bool(b.draw))
+            room(0.07)
+            say(b.heading, 10.5, "bold", with_next=0.4 + 0.12 * min(len(b.table), 8) + FIGURE * bool(b.draw))
         if b.text:
-            say(b.text, 8.5)
+            say(b.text, 8)
         if b.table:
             _pdf_table(pages, room, b.table)
+        for item in b.items:
+            say(f"\u2022 {item}", 8)
         if b.draw:
             at = room(FIGURE)
-            b.draw(pages[-1].add_axes((0.1, (at + 0.75) / HIGH, 0.85, (FIGURE - 0.95) / HIGH)))
+            b.draw(pages[-1].add_axes((0.09, (at + 0.72) / HIGH, 0.86, (FIGURE - 0.82) / HIGH)))
     with PdfPages(out, metadata={"Title": title, "CreationDate": None}) as pdf:
         for page in pages:
             pdf.savefig(page)
     return out.getvalue()
 
 
-def _pdf_table(pages: list[Any], room: Callable[..., float], table: Sequence[dict[str, Any]]) -> None:
-    """Columns as wide as what they hold, in the largest type that fits, up to 7; a line is 0.145 inches high."""
-    from matplotlib.textpath import TextPath
+@cache
+def _width(text: str, bold: bool = False) -> float:
+    """In units of the type's size."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
 
-    lines = [list(table[0]), *([str(v) for v in row.values()] for row in table)]
+    font = FontProperties(size=10, weight="bold" if bold else "normal")
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]) / 10
 
-    def width(text: str) -> float:
-        return float(TextPath((0, 0), text, size=10).get_extents().width) / 10 if text else 0.0
 
-    widths = [
-        max(map(width, column)) * (1.12 if i == 0 else 1.06) + 1.2 for i, column in enumerate(zip(*lines, strict=True))
+def _wrapped(text: str, wide: float, bold: bool = False) -> list[str]:
+    """Lines that are no wider than this, in units of the type's size; a longer word stands alone."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and _width(longer, bold) > wide:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def _columns(lines: Sequence[Sequence[str]], wide: float) -> list[float]:
+    """Widths of columns that fit into `wide`: each as wide as what it holds, or the widest ones cut to one width."""
+    gap = 1.3
+    natural = [
+        1.05 * max(_width(text, i == 0) for i, text in enumerate(column)) + gap for column in zip(*lines, strict=True)
     ]
-    size = min(7.0, (WIDE - 2 * MARGIN) * 72 / sum(widths))
-    height = len(lines) * 0.145
-    at = room(height + 0.08) + height
-    for n, line in enumerate(lines):
+    most = max(natural)
+    while sum(min(width, most) for width in natural) > wide and most > 4:
+        most *= 0.98
+    return [min(width, most) for width in natural]
+
+
+def _pdf_table(pages: list[Any], room: Callable[..., float], table: Sequence[dict[str, Any]]) -> None:
+    """Columns as wide as what they hold; what is wider than the page allows is wrapped."""
+    size = SMALL if len(table) > LONG else SIZE
+    high = size * 0.0178
+    lines = [list(table[0]), *([str(v) for v in row.values()] for row in table)]
+    plain = [[text.strip("*").replace("`", "") for text in line] for line in lines]
+    widths = _columns(plain, (WIDE - 2 * MARGIN) * 72 / size)
+    cells = [[_wrapped(text, wide - 1.2, n == 0) for text, wide in zip(line, widths, strict=True)]
+             for n, line in enumerate(plain)]  # fmt: skip
+    heights = [max(map(len, line)) * high + 0.025 for line in cells]
+    at = room(sum(heights) + 0.07) + sum(heights) + 0.02
+    for n, (line, said, height) in enumerate(zip(cells, lines, heights, strict=True)):
         x = MARGIN
-        for text, wide in zip(line, widths, strict=True):
-            pages[-1].text(x / WIDE, (at - 0.145 * (n + 0.5)) / HIGH, text, fontsize=size, va="center",
-                           weight="bold" if n == 0 else "normal")  # fmt: skip
+        for text, cell, wide in zip(line, said, widths, strict=True):
+            weight = "bold" if n == 0 or cell.startswith("**") else "normal"
+            for i, words in enumerate(text):  # on one base line, whatever its letters
+                y = at - 0.09 - i * high
+                pages[-1].text(x / WIDE, y / HIGH, words, fontsize=size, va="baseline", weight=weight)
             x += wide * size / 72
+        at -= height
+        if n == 0:
+            _rule(pages[-1], at + 0.015)
+
+
+def _rule(page: Any, at: float) -> None:
+    """A thin line across the page."""
+    axes = page.add_axes((MARGIN / WIDE, at / HIGH, 1 - 2 * MARGIN / WIDE, 0.001))
+    axes.axhline(0, color="0.6", linewidth=0.6)
+    axes.axis("off")

@@ -2,14 +2,16 @@
 
 import hashlib
 import io
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lessonkit.lesson import Table
 from lessonkit.measure.rows import Row
+from lessonkit.pages import results
 
 
 @dataclass(frozen=True)
@@ -48,24 +50,95 @@ def _alone(draw: Callable[[Any], None], figure: Any) -> None:
 
 
 def speed(title: str, rows: list[Row]) -> Picture:
-    """TB/s against the least bytes of the op, or TFLOP/s if those limit it; rungs solid, peers dashed, copy dotted."""
-    math = max(rows, key=lambda r: (r.kind == "rung", r.bytes)).limited_by_math
-    rows = [r for r in rows if not (math and r.kind == "limit")]
-    data = [(r.rung, r.kind, r.bytes, r.tflop_per_s if math else r.tb_per_s) for r in rows]
+    """TB/s against the least bytes of the op, or TFLOP/s if those limit it; rungs solid, peers dashed, copy dotted.
+
+    Attention has the same bytes at every length: its TFLOP/s stand over the length instead.
+    """
+    flops = max(rows, key=lambda r: (r.kind == "rung", r.bytes)).limited_by_math
+    rows = [r for r in rows if not (flops and r.kind == "limit")]
+    rungs = tuple(dict.fromkeys(r.rung for r in rows if r.kind == "rung"))
+    if flops and (found := over_length(title, [(r.rung, r) for r in rows], ours=rungs)):
+        return found
+    data = [(r.rung, r.kind, r.bytes, r.tflop_per_s if flops else r.tb_per_s) for r in rows]
 
     def draw(axes: Any) -> None:
         for name in dict.fromkeys(r.rung for r in rows):
             mine = sorted((r for r in rows if r.rung == name), key=lambda r: r.bytes)
             style = {"rung": "-o", "peer": "--s", "limit": ":k"}[mine[0].kind]
-            height = [r.tflop_per_s if math else r.tb_per_s for r in mine]
+            height = [r.tflop_per_s if flops else r.tb_per_s for r in mine]
             axes.plot([r.bytes / 1e6 for r in mine], height, style, label=name, markersize=4)
-        unit = "TFLOP/s" if math else "TB/s of least bytes"
+        unit = "TFLOP/s" if flops else "TB/s of least bytes"
         axes.set(xscale="log", xlabel="least bytes to move, MB", ylabel=unit, title=title)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
     return plot(draw, data)
+
+
+def over_length(title: str, rows: Sequence[tuple[str, Row]], ours: Collection[str]) -> Picture | None:
+    """TFLOP/s over the sequence length of named rows, a panel for each head size and mask; None without such shapes."""
+    panels: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
+    for name, row in rows:
+        shape = dict(word.split("=") for word in results.place(row)[0].split())
+        if "S" not in shape or "S_k" in shape:
+            return None
+        panel = " ".join(f"{key}={value}" for key, value in shape.items() if key not in ("B", "H", "S"))
+        heads = math.prod(int(shape[key]) for key in ("B", "H", "S"))  # a line is of one amount of work for each key
+        panels.setdefault((panel, heads), {}).setdefault(name, {})[int(shape["S"])] = row.tflop_per_s
+    most = sorted(panels.items(), key=lambda item: (len(set().union(*item[1].values())), item[0][1]))
+    several = {panel: lines for (panel, _), lines in most if len(set().union(*lines.values())) > 1}
+    if not several:
+        return None
+
+    def draw(figure: Any) -> None:
+        high = math.ceil(len(several) / 2)
+        figure.set_size_inches(11, 0.5 + 3.8 * high)
+        figure.suptitle(title, fontsize=11)
+        for i, (panel, lines) in enumerate(sorted(several.items())):
+            axes = figure.add_subplot(high, min(2, len(several)), i + 1)
+            draw_lines(axes, lines, ours)
+            axes.set(xlabel="S", ylabel="TFLOP/s")
+            axes.set_title(panel, fontsize=9)
+
+    return Picture(draw, sorted((p, n, *point) for p, lines in several.items() for n, line in lines.items()
+                                for point in line.items()))  # fmt: skip
+
+
+PEERS = {
+    "flash-attn 4": "tab:red",
+    "FA4": "tab:red",
+    "cuDNN": "tab:green",
+    "FlexAttention": "tab:orange",
+    "SDPA flash": "tab:purple",
+}
+OURS = ("navy", "tab:blue", "deepskyblue", "teal", "slateblue", "steelblue")
+
+
+def draw_lines(axes: Any, lines: Mapping[str, Mapping[int, float]], ours: Collection[str]) -> None:
+    """Ours thick and blue, the strongest peers each in its colour, the others thin and grey; each named at its end.
+
+    Names that would stand on each other are moved apart.
+    """
+    top = max(value for line in lines.values() for value in line.values())
+    blue = {name: OURS[i % len(OURS)] for i, name in enumerate(reversed([n for n in lines if n in ours]))}
+    ends: list[tuple[float, int, str, str]] = []
+    for name, line in lines.items():
+        colour = blue.get(name) or next((c for peer, c in PEERS.items() if peer in name), "0.6")
+        points = sorted(line.items())
+        axes.plot([x for x, _ in points], [y for _, y in points], "-o", color=colour, markersize=3,
+                  linewidth=2.2 if name in ours else 1.2, zorder=3 if name in ours else 2)  # fmt: skip
+        ends.append((points[-1][1], points[-1][0], name, colour))
+    axes.set_xscale("log", base=2)
+    lengths = sorted(set().union(*lines.values()))
+    axes.set_xticks(lengths, [str(s) for s in lengths], fontsize=8)
+    axes.set_xlim(right=lengths[-1] * 2 ** (0.55 * math.log2(lengths[-1] / lengths[0]) if len(lengths) > 1 else 1))
+    axes.set_ylim(0, 1.2 * top)
+    last = dict.fromkeys(lengths, -math.inf)
+    for y, x, name, colour in sorted(ends):
+        last[x] = max(y, last[x] + 0.05 * top)
+        axes.annotate(name, (x, last[x]), textcoords="offset points", xytext=(6, -3), fontsize=7, color=colour)
+    axes.grid(alpha=0.3)
 
 
 def roofline(device: str, rows: list[Row]) -> Picture:

@@ -1,6 +1,5 @@
 """Everything in reports/ that is not a measurement, the README's results, the paths: generated, never typed."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,18 @@ from lessonkit.measure import fingerprint, ncu, rows
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
 from lessonkit.modes import compiled
-from lessonkit.pages import guides, path_pages, plots, shipped, targets
+from lessonkit.pages import (
+    final_report,
+    guides,
+    operators,
+    path_pages,
+    pivots,
+    plots,
+    predictions,
+    results,
+    shipped,
+    targets,
+)
 from lessonkit.pages.guides import GUIDES
 from lessonkit.pages.plots import Picture
 
@@ -24,10 +34,12 @@ MARK = "\\*"  # at a figure that was measured before the code changed
 
 def committed(lesson: str, table: str) -> list[dict[str, str]]:
     """A step's table as measured on a GPU and committed, for readers without one; [] when there is none."""
-    for folder in device_folders():
-        if found := rows.read_csv(renames.place(folder / _file_of(lesson, table))):
-            return found
-    return []
+    return next((found for folder in device_folders() if (found := kept_table(folder, lesson, table))), [])
+
+
+def kept_table(folder: Path, lesson: str, table: str) -> list[dict[str, str]]:
+    """The rows of a step's table in reports/<device>; [] when there are none."""
+    return rows.read_csv(renames.place(folder / _file_of(lesson, table)))
 
 
 def save_table(lesson: str, table: Table, device: str, step: str = "") -> Path:
@@ -93,6 +105,8 @@ def generate() -> dict[Path, str | Picture]:
             everything += found
             made[folder / f"{name}.md"] = _lesson_page(name, lessons[name], found, today, absent(path, lessons[name]))
             made[folder / f"{name}.png"] = plots.speed(title(name), found)
+        made |= operators.pages(folder, today)
+        made |= final_report.pages(folder)
         made |= _step_pages(folder, made)
         if found_by_ncu := ncu.compared(ncu.path(folder)):
             made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
@@ -106,11 +120,10 @@ def generate() -> dict[Path, str | Picture]:
         if found_counts := rows.read_csv(renames.place(REPORTS / "emulated" / f"{name}.csv")):
             made[REPORTS / "emulated" / f"{name}.md"] = _emulated_page(name, lesson, found_counts)
     made[REPORTS / "README.md"] = _index(list(made))
-    pictures = [f"![every ladder]({p.relative_to(ROOT)})\n\n" for p in made if p.name.endswith(".ladders.png")]
     for language, readme in GUIDES.items():
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
         text = filled(text, "versions", targets.versions(language))
-        made[ROOT / readme] = filled(text, "results", "".join(pictures) + results(lessons, language, today))
+        made[ROOT / readme] = filled(text, "results", operators.overview(language, today))
         page = ROOT / readme.replace("README", "CONTRIBUTING")
         made[page] = filled(page.read_text(), "tiers", verify.tiers(language))
         guide = ROOT / "course_ops" / readme
@@ -182,22 +195,6 @@ def _measured_before(found: list[Row], why: dict[Row, str]) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def _pivot(found: list[Row], cell: Callable[[Row], str], keep: Callable[[Row], bool] = lambda row: True) -> str:
-    """A table with a line for each contender and a column for each shape."""
-    shapes = list(dict.fromkeys(row.shape for row in found))
-    names = list(dict.fromkeys(row.rung for row in found if keep(row)))
-    at = {(row.rung, row.shape): row for row in found}
-    body = (
-        [f"**{n}**" if _kind(found, n) == "rung" else n, *(cell(at[n, s]) if (n, s) in at else "" for s in shapes)]
-        for n in names
-    )
-    return markdown(["", *shapes], body)
-
-
-def _kind(found: list[Row], name: str) -> str:
-    return next(row.kind for row in found if row.rung == name)
-
-
 def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, absent: dict[tuple[str, str], str]) -> str:
     order = [r.__name__ for r in lesson.rungs] + list(lesson.peers) + ["copy"]
     shapes = [shape_name(s) for s in lesson.benches]
@@ -208,24 +205,32 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
     when = sorted({f"{r.date} at commit {r.commit}" for r in found})
     dtypes = ", ".join(sorted({r.dtype for r in found}))
 
-    def ratio(row: Row) -> str:
-        return f"{row.ratio_to_best_peer:.2f}" if row.ratio_to_best_peer else ""
+    def mark(row: Row) -> str:
+        return MARK if why[row] else ""
 
+    def rate(row: Row) -> str:
+        over = f" ({row.ratio_to_best_peer:.2f})" if row.ratio_to_best_peer and row.kind != "limit" else ""
+        return f"{pivots.rate(row, unit)}{over}{mark(row)}"
+
+    def time(row: Row) -> str:
+        return f"{row.ms_p50:.4g} ({row.percent_of_limit:.0f}%){mark(row)}"
+
+    unit, of = pivots.unit(found), results.operator(name)
+    parts = [
+        _without(found, absent),
+        _measured_before(found, why),
+        predictions.section(lesson, found, mark),
+        f"## {unit}, and the ratio to the best peer (above 1: faster)\n\n" + pivots.pivot(found, rate),
+        "## Time in ms (median), and the share of the limit\n\n" + pivots.pivot(found, time),
+        f"![speed]({name}.png)\n",
+    ]
     return (
         f"# {title(name)}\n\n{'; '.join(where)}. Measured {'; '.join(when)}, {dtypes}, random inputs, L2 flushed, "
         "rungs and peers interleaved.\n"
-        "Rungs in bold, slowest idea first; `copy` moves as many bytes as the op must.\n"
-        + "".join(f"\n{part}" for part in (_without(found, absent), _measured_before(found, why)) if part)
-        + "\n"
-        "## Time in ms (median), and the rate: FLOPs where they are the limit, else the least bytes\n\n"
-        + _pivot(found, lambda r: f"{r.ms_p50:.4g} ({r.rate}){MARK if why[r] else ''}")
-        + "\n## % of the limit: a copy of as many bytes, timed in the same rounds, or the FLOPs at cuBLAS's rate\n\n"
-        + _pivot(found, lambda r: f"{r.percent_of_limit:.0f}%", lambda r: r.kind != "limit")
-        + "\n## Against the best peer (above 1: faster)\n\n"
-        + _pivot(
-            found, lambda r: f"{r.ratio_to_best_peer:.2f}" if r.ratio_to_best_peer else "", lambda r: r.kind != "limit"
-        )
-        + f"\n![speed against size]({name}.png)\n"
+        "Rungs stand first, in the order of the lesson; the fastest of a line is bold. TB/s counts the least bytes\n"
+        "that the op must move. The limit is a copy of as many bytes (`copy`) in the same rounds, or the FLOPs at\n"
+        "cuBLAS's rate in these rounds. It is not the data sheet's peak, so a share may lie above 100%.\n"
+        f"The other lessons and languages: [{of}]({operators.file_name(of)}).\n\n" + "\n".join(filter(None, parts))
     )
 
 
@@ -289,20 +294,26 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
             part += f"\n![{table.name}]({plot.name})\n"
         pages.setdefault(lesson, []).append(part)
 
+    compared = {
+        (lesson, table.name): table
+        for lesson, steps in known.items()
+        for compare in (steps.compares if isinstance(steps, Steps) else ())
+        if (table := compare(folder)) and table.rows
+    }
+    declared = [*compared]
+    place: dict[tuple[str, str], Path] = {}
     for path in sorted(folder.glob("*.*.*.csv")):
         lesson, name = path.stem.rsplit(".", 1)
-        if (lesson := renames.lesson(lesson)) in known:
-            about = rows.head(path)
+        place[renames.lesson(lesson), name.replace("_", " ")] = path
+    for lesson, name in sorted(place, key=lambda key: declared.index(key) if key in compared else -1):
+        if lesson in known:
+            about = rows.head(path := place[lesson, name])
             measured = "Measured on {gpu}, torch {torch}, triton {triton}, {date} at commit {commit}"
             measured += ", before the step's code changed.\n\n" if table_is_old(lesson, about) else ".\n\n"
-            table = Table(
-                name.replace("_", " "), list(rows.read_csv(path)), about["note"], about["x"], about["y"], about["by"]
-            )
-            add(lesson, table, measured.format(**about))
-    for lesson, steps in known.items():
-        for compare in steps.compares if isinstance(steps, Steps) else ():
-            if (compared := compare(folder)) and compared.rows:
-                add(lesson, compared)
+            table = Table(name, list(rows.read_csv(path)), about["note"], about["x"], about["y"], about["by"])
+            add(lesson, compared.pop((lesson, name), table), measured.format(**about))
+    for (lesson, _), table in compared.items():
+        add(lesson, table)
     for lesson, parts in pages.items():
         page = folder / f"{lesson}.md"
         head = others.get(page, f"# {title(lesson)}\n")
@@ -317,57 +328,16 @@ def _index(made: list[Path]) -> str:
     pages = sorted(p for p in made if p.suffix == ".md" and p.parent.parent == REPORTS)
     for folder in sorted({p.parent.name for p in pages}):
         lines += [f"## {folder}: {WITHOUT_A_GPU.get(folder, 'measured')}", ""]
-        lines += [f"- [{p.stem}]({folder}/{p.name})" for p in pages if p.parent.name == folder]
+        here = [p for p in pages if p.parent.name == folder]
+        if (final := REPORTS / folder / "final_report.md") in here:
+            lines += [f"[What was built and how fast it is]({folder}/{final.name}), in two pages. By operator:", ""]
+        if of_operators := [p for p in here if "." not in p.stem and p != final]:
+            lines += [", ".join(f"[{p.stem}]({folder}/{p.name})" for p in of_operators), ""]
+        lines += [f"- [{p.stem}]({folder}/{p.name})" for p in here if p not in (*of_operators, final)]
         if (roof := REPORTS / folder / "roofline.png") in made:
             lines.append(f"- [roofline of every lesson]({folder}/{roof.name})")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
-
-
-RESULTS = {
-    "en": ["lesson", "largest shape", "ms", "rate", "% of limit", "over the first rung", "over the best peer"],
-    "zh": ["课", "最大的形状", "ms", "速率", "占极限 %", "相对第一级", "相对最好的对手"],
-}
-
-
-MARKED = {
-    "en": f"{MARK} Measured before the code, the inputs or a peer of that line changed; the lesson's page says which.",
-    "zh": f"{MARK} 这一行的代码、输入或对手在测量之后改过；该课的页面说明是哪些。",
-}
-
-
-def results(lessons: dict[str, Lesson], language: str, today: Today) -> str:
-    """For each lesson its last rung at the largest shape, and how it stands to the best peer over all shapes."""
-    header = RESULTS[language]
-    parts = []
-    for folder in device_folders():
-        body = []
-        for name, lesson in lessons.items():
-            found = rows.read(folder / f"{name}.csv")
-            last = [row for row in found if row.rung == lesson.rungs[-1].__name__]
-            if not last:
-                continue
-            big = max(last, key=lambda row: row.bytes)
-            here = {row.rung: row for row in found if row.shape == big.shape}
-            first = here.get(lesson.rungs[0].__name__)
-            ratios = [row.ratio_to_best_peer for row in last if row.ratio_to_best_peer]
-            said = [*last, *([first] if first else []), *(row for row in found if row.kind == "peer")]
-            old = any(map(today.why_old, said))
-            body.append(
-                [
-                    f"[{title(name)}](reports/{folder.name}/{name}.md){f' {MARK}' * old}",
-                    f"{big.shape} {big.dtype}",
-                    f"{big.ms_p50:.4g}",
-                    big.rate,
-                    f"{big.percent_of_limit:.0f}%",
-                    f"{first.ms_p50 / big.ms_p50:.1f}x" if first else "",
-                    f"{min(ratios):.2f}x to {max(ratios):.2f}x in {len(ratios)} shapes" if ratios else "",
-                ]
-            )
-        if body:
-            marked = f"\n{MARKED[language]}\n" * any(line[0].endswith(MARK) for line in body)
-            parts.append(f"### {folder.name}\n\n" + markdown(header, body) + marked)
-    return "\n".join(parts) or "No GPU has been measured yet.\n"
 
 
 __all__ = ["committed", "device_folders", "generate", "save_table", "write"]

@@ -1,5 +1,6 @@
 """The course's rows by operator: which lessons compute the same thing, in which language, and what bounds each rung."""
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ LAUNCH_US = 8  # where even the limit is less, starting the kernel is what takes
 def intensity(row: Row) -> float:
     """FLOPs for each byte that the op must move."""
     return row.tflop_per_s / row.tb_per_s if row.tb_per_s else 0.0
+
+
+def place(row: Row) -> tuple[str, str]:
+    """(shape, dtype) of a row, without the options that are off: lessons that lack an option time the same there."""
+    return re.sub(r" \w+=False\b", "", row.shape), row.dtype
 
 
 def bound(row: Row) -> str:
@@ -50,13 +56,16 @@ def largest(found: Sequence[Row], rung: str) -> Row | None:
 
 def ladder(lesson: Lesson, found: Sequence[Row], shape: str, dtype: str) -> list[Row]:
     """The lesson's rungs at one shape, in order; those that do not take it are missing."""
-    at = {row.rung: row for row in found if (row.shape, row.dtype, row.kind) == (shape, dtype, "rung")}
+    at = {row.rung: row for row in found if (*place(row), row.kind) == (shape, dtype, "rung")}
     return [at[rung.__name__] for rung in lesson.rungs if rung.__name__ in at]
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One operator at the largest shape that most of its lessons measured, beside the peers that were timed there."""
+    """One operator at the largest shape that most of its lessons measured, beside the peers that were timed there.
+
+    shape: as `place` says it.
+    """
 
     name: str
     shape: str
@@ -74,7 +83,7 @@ class Contest:
     @property
     def peer(self) -> Row | None:
         key = self.shape, self.dtype, "peer"
-        peers = [r for _, _, found in self.lessons for r in found if (r.shape, r.dtype, r.kind) == key]
+        peers = [r for _, _, found in self.lessons for r in found if (*place(r), r.kind) == key]
         return min(peers, key=lambda row: row.ms_p50, default=None)
 
     def bars(self, axes: Any) -> None:
@@ -95,13 +104,16 @@ def contests(folder: Path, languages: Collection[str] = ()) -> list[Contest]:
     for name, lesson, found in measured(folder):
         if not languages or language(name) in languages:
             grouped.setdefault(operator(name), []).append((name, lesson, found))
-    made = []
-    for op, lessons in grouped.items():
-        sizes = Counter[tuple[str, str, int]]()
-        for _, lesson, found in lessons:
-            last = [row for row in found if row.rung == lesson.rungs[-1].__name__]
-            sizes.update((row.shape, row.dtype, row.bytes) for row in last)
-        if sizes and any(row.kind == "peer" for _, _, found in lessons for row in found):
-            shape, dtype, _ = max(sizes, key=lambda s: (sizes[s], s[2]))
-            made.append(Contest(op, shape, dtype, tuple(lessons)))
-    return made
+    peers = {op for op, lessons in grouped.items() if any(r.kind == "peer" for _, _, found in lessons for r in found)}
+    sizes = {op: main_size(lessons) for op, lessons in grouped.items() if op in peers}
+    return [Contest(op, *size, tuple(grouped[op])) for op, size in sizes.items() if size]
+
+
+def main_size(lessons: Sequence[tuple[str, Lesson, Sequence[Row]]]) -> tuple[str, str] | None:
+    """(shape, dtype) as `place` says it: the largest that most of the lessons' last rungs were timed at."""
+    sizes, work = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, float]]()
+    for _, lesson, found in lessons:
+        last = [row for row in found if row.rung == lesson.rungs[-1].__name__]
+        sizes.update(map(place, last))
+        work |= {place(row): (row.bytes, row.tflop_per_s * row.ms_p50) for row in last}
+    return max(sizes, key=lambda size: (sizes[size], *work[size]), default=None)

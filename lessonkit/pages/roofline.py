@@ -19,7 +19,9 @@ def roofline(folder: Path) -> Table | None:
         first = next((r for r in found if r.rung == lesson.rungs[0].__name__ and r.shape == row.shape), None)
         copies += [r.tb_per_s for r in found if r.kind == "limit"]
         table.append({
-            "operator": operator(name), "last rung": f"{name.split('.')[1]}: {row.rung}", "shape": row.shape,
+            "operator": operator(name), "last rung": f"{name.split('.')[1]}: {row.rung}",
+            "shape": row.shape,
+            "dtype": row.dtype,
             "FLOPs a byte": f"{intensity(row):.3g}", "TFLOP/s": f"{row.tflop_per_s:.3g}",
             "first rung's": f"{first.tflop_per_s:.3g}" if first else "", "rate": row.rate,
             "% of its limit": f"{row.percent_of_limit:.0f}", "bound by": bound(row),
@@ -41,13 +43,18 @@ def roofline(folder: Path) -> Table | None:
 
 
 def draw_roofline(axes: Any, table: list[dict[str, Any]], roof: float) -> None:
-    """The rows of `roofline` under a bandwidth in TB/s, and under the fastest of them."""
-    ceiling = max(float(row["TFLOP/s"]) for row in table)
-    span = [0.05, ceiling / roof, 10_000.0]
-    axes.plot(span, [min(x * roof, ceiling) for x in span], ":k", label=f"{roof:.2f} TB/s, {ceiling:.0f} TFLOP/s")
-    fp32 = max((float(row["TFLOP/s"]) for row in table if row["operator"] == "fp32 matmul"), default=0.0)
-    if fp32:
-        axes.plot([fp32 / roof, 10_000.0], [fp32, fp32], ":", color="gray", label=f"fp32: {fp32:.0f} TFLOP/s")
+    """The rows of `roofline` under a bandwidth in TB/s, and under the fastest arithmetic of each dtype."""
+    rates: dict[str, list[float]] = {}
+    for row in (row for row in table if row["bound by"] == "compute"):
+        rates.setdefault(row["dtype"], []).append(float(row["TFLOP/s"]))
+    ceilings = {dtype: max(found) for dtype, found in rates.items()} or {"": max(float(r["TFLOP/s"]) for r in table)}
+    top, right = max(ceilings.values()), 10_000.0
+    axes.plot([0.05, top / roof], [0.05 * roof, top], ":k")
+    axes.annotate(f"{roof:.2f} TB/s", (0.6, 0.6 * roof), fontsize=7, textcoords="offset points", xytext=(-46, 4))
+    for dtype, ceiling in ceilings.items():
+        axes.plot([ceiling / roof, right], [ceiling, ceiling], ":k")
+        name = f"{dtype.replace('float8_e4m3fn', 'fp8')} {ceiling:.0f} TFLOP/s".strip()
+        axes.annotate(name, (right, ceiling), fontsize=6, textcoords="offset points", xytext=(0, 2), ha="right")
     colours = {"memory": "tab:blue", "compute": "tab:red", "latency": "tab:orange", "launch": "tab:gray"}
     for what, colour in colours.items():
         mine = [row for row in table if row["bound by"] == what and float(row["FLOPs a byte"])]
@@ -55,19 +62,20 @@ def draw_roofline(axes: Any, table: list[dict[str, Any]], roof: float) -> None:
             x, y = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
             if row["first rung's"]:
                 axes.plot([x, x], [float(row["first rung's"]), y], "-", color=colour, alpha=0.35, linewidth=1)
-        axes.plot([float(r["FLOPs a byte"]) for r in mine], [float(r["TFLOP/s"]) for r in mine], "o", color=colour,
-                  markersize=5, label=f"bound by {what}")  # fmt: skip
+        if mine:
+            axes.plot([float(r["FLOPs a byte"]) for r in mine], [float(r["TFLOP/s"]) for r in mine], "o", color=colour,
+                      markersize=4, label=f"bound by {what}")  # fmt: skip
     best: dict[str, tuple[float, float]] = {}
-    for row in table:  # one name an operator, at its fastest
+    for row in table:  # one number an operator, at its fastest
         if float(row["FLOPs a byte"]) and float(row["TFLOP/s"]) > best.get(row["operator"], (0, 0))[1]:
             best[row["operator"]] = float(row["FLOPs a byte"]), float(row["TFLOP/s"])
+    for i, (x, y) in enumerate(best.values()):  # neighbours' numbers go to different sides
+        axes.annotate(
+            str(i + 1), (x, y), textcoords="offset points", xytext=((4, -9)[i % 2], (3, -8)[i // 2 % 2]), fontsize=6
+        )
     names = [f"{i + 1} {op}" for i, op in enumerate(best)]
-    for i, place in enumerate(best.values()):
-        axes.annotate(str(i + 1), place, textcoords="offset points", xytext=(3, 2), fontsize=6)
-    for column in range(3):  # above the roof nothing can be
-        key = "\n".join(names[column::3])
-        axes.text(0.015 + 0.19 * column, 0.98, key, transform=axes.transAxes, va="top", fontsize=6)
+    axes.text(1.01, 1, "\n".join(names), transform=axes.transAxes, va="top", fontsize=5.5)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs for each byte", ylabel="TFLOP/s")
-    axes.set_ylim(top=200 * ceiling)  # room for names
+    axes.set_ylim(top=3 * top)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="lower right")

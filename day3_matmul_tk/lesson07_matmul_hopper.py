@@ -1,0 +1,116 @@
+"""Matmul on Hopper: TMA, mbarriers, wgmma, warp specialization
+=============================================================
+The same C = A B, one level below Triton. In Gluon (triton.experimental.gluon) the language is Python and a program owns
+a tile. What Triton's compiler decides stands in the source: layouts, shared memory, barriers, and which warp does what.
+
+You will be able to: write a matmul at cuBLAS's speed whose schedule you chose yourself, and name the parity of every
+wait. You can say which mistakes hang, and which give wrong values.
+You need: lessons 1 and 2. A Hopper GPU runs the rungs. Without one they are compiled, their machine code is read, and
+a CPU model of the last rung's barriers runs, in any order of its warps.
+Run it:    python day3_matmul_tk/lesson07_matmul_hopper.py
+Check it:  python -m lessonkit check lesson07_matmul_hopper
+Time it:   python -m lessonkit bench lesson07_matmul_hopper
+Compare:   diff day3_matmul_tk/matmul_hopper/tma.py day3_matmul_tk/matmul_hopper/ring.py
+
+Budget. One SM, one step of K (64) of a tile of 128 x 256, bf16:
+
+    unit           work                                     cycles
+    tensor cores   128 * 256 * 64 products, 2048 a cycle      1024
+    L2             (128 + 256) * 64 * 2 = 48 KB, 39 a cycle   1260 at worst: where every SM asks for most at a time
+    latency        until a load's first bytes arrive          600 to 1000
+    tile's ends    fill the ring 1500, write C 3000           4500 once a tile, of 64 steps at K = 4096
+
+cuBLAS holds about 790 TFLOP/s on an H200, so TFLOP/s is about 790 * 1024 / (cycles a step).
+
+Five terms:
+    TMA       copies a box of a matrix between global and shared memory. One thread starts it; no thread carries data.
+              A descriptor made on the host holds the matrix's address, shape, strides and the box. Past the end of the
+              matrix TMA reads zeros and writes nothing, so no kernel here has a mask.
+    mbarrier  8 bytes of shared memory that count arrivals and bytes. When both are complete, its phase flips. Phases
+              are numbered 0, 1, 2, ...; a wait names the parity (0 or 1) of the phase whose end it needs. Waiting for
+              parity 1 on a new mbarrier returns at once: the phase before the first counts as complete.
+    wgmma     a warpgroup (4 warps) multiplies 64 x N x 16 straight from shared memory into fp32 registers. It is
+              asynchronous: `warpgroup_mma` issues, `warpgroup_mma_wait(n)` waits until at most n still run.
+    layout    which thread holds which element. wgmma fixes that of the accumulator: NVMMADistributedLayout.
+    swizzle   shared memory has 32 banks. Rows of 128 bytes would put a column into the same banks; TMA therefore
+              permutes the 16-byte pieces of each row as it writes, and wgmma reads them back so. NVMMASharedLayout
+              names the swizzle on both sides. 64 elements of 16 bits are 128 bytes, the widest that there is.
+
+A ring of stages, and what stage and parity step n uses (4 stages):
+
+    step     0  1  2  3 | 4  5  6  7 | 8  9 ...        stage = n % 4
+    stage    0  1  2  3 | 0  1  2  3 | 0  1            parity of full  = n // 4 & 1
+    parity   0  0  0  0 | 1  1  1  1 | 0  0            parity of empty = that ^ 1, since it is the round before's
+
+The rungs, each a complete file in matmul_hopper/, and each differs from the one before by one idea:
+
+    file                 new                                             predicted, M = N = K = 4096
+    tma.py               TMA, an mbarrier, wgmma, one after the other    250 TFLOP/s: 3200 cycles a step
+    ring.py              four stages, loads three steps ahead            660 to 720: 1024 + 100 to 200 cycles
+    async_wgmma.py       one MMA in flight                               735 to 750: 1024 cycles, and 5% to 7% for ends
+    warp_specialized.py  one producer warp, two consumer warpgroups      735 to 765: 0 to 2% more
+    persistent.py        a CTA an SM; C is stored under the next tile    765 to 795: 4% more
+    tile_choice.py       128 columns where 256 leave SMs idle            the same; at 1024 3/4 of the time
+
+Experiments: change one thing, predict, then `bench`.
+    STAGES = 3 in async_wgmma.py              is a load of two steps ahead still early enough?
+    GROUP = 1 in persistent.py                which bytes does L2 no longer serve?
+    warpgroup_mma_wait(0) in persistent.py    how much do two warpgroups hide by themselves?
+    [232, 40] -> [208, 88]                    what does `compile` say of spills? 128 registers are accumulator
+Mistakes worth making on an H200: matmul_hopper/mutants.py lists wrong versions of each rung. Which hang, and which give
+wrong values? Write it down, then `python -m lessonkit mutants lesson07_matmul_hopper`.
+
+Two questions before you read on. Why does tma.py need no mbarrier that says a stage is empty? In persistent.py a
+consumer arrives on `empty` once more after its loop over steps; what happens without it, and in which round of tiles?
+"""
+
+from lessonkit import About, Lesson, case
+
+import torch
+
+from day3_matmul_tk.matmul_hopper.async_wgmma import async_wgmma
+from day3_matmul_tk.matmul_hopper.cpu_model import cpu_model
+from day3_matmul_tk.matmul_hopper.mutants import WRONG
+from day3_matmul_tk.matmul_hopper.persistent import persistent
+from day3_matmul_tk.matmul_hopper.ring import ring
+from day3_matmul_tk.matmul_hopper.tile_choice import tile_choice
+from day3_matmul_tk.matmul_hopper.tma import tma_and_wgmma
+from day3_matmul_tk.matmul_hopper.warp_specialized import warp_specialized
+from problems.matmul import LLM, PROBLEM, TMA_CHECKS
+
+RUNGS = (tma_and_wgmma, ring, async_wgmma, warp_specialized, persistent, tile_choice)
+
+
+LESSON = Lesson(
+    about=About(
+        teaches="layouts, TMA, mbarriers and their phases, a ring of stages, MMAs in flight, warp specialization, a "
+        "persistent kernel",
+        hours=1.75,
+        star=True,
+        operator="matmul",
+        language="Gluon",
+    ),
+    problem=PROBLEM,
+    rungs=RUNGS,
+    checks=(
+        *PROBLEM.checks,
+        *TMA_CHECKS,
+        case("9 tiles down: a group of 8 and one of 1", gib=0.1, M=1030, N=520, K=520),
+        case("17 tiles down: a group of 16 and one of 1", gib=0.1, M=2054, N=520, K=72),
+        case("two rounds of the grid, the second begins in the middle of the ring", gib=0.1, M=1544, N=3080, K=72),
+        case("two rounds of the grid, each turns the ring twice", gib=0.1, M=1544, N=3080, K=520),
+        case("4 rounds of 6 steps; two groups of 16 rows of tiles", gib=1.5, M=4096, N=4096, K=328),
+        case("offsets past 2^31", gib=60, M=70_001, N=32_000, K=32_000),
+    ),
+    benches=(
+        *PROBLEM.benches,
+        *({"M": m, "N": n, "K": k} for m, n, k in LLM if m == 4096 and n != k),
+    ),
+    cpu_model=cpu_model,
+    wrong=WRONG,
+    claims=dict.fromkeys(RUNGS, ("wgmma", "tma", "no spills")),
+    dtypes=(torch.float16, torch.bfloat16),
+)
+
+if __name__ == "__main__":
+    LESSON.main()

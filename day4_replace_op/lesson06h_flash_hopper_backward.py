@@ -1,0 +1,234 @@
+"""Flash attention backward on Hopper: five matmuls, TMA reduce, ping-pong
+========================================================================
+Afterwards you can fuse a backward pass in which one of three gradients has many owners, and say for each of its matmuls
+where the operands lie, what runs meanwhile, and how fast the kernel can be at best.
+Needed first: lesson 5 (dS = P (dP - delta)), lesson 6 (producer, consumers, named barriers) and day 3's lesson 7 (TMA).
+
+The budget
+----------
+Lesson 5 does seven matmuls instead of five: the owners of queries and the owners of keys each compute S and dP. At the
+650 TFLOP/s that its kernels reach at best, that counts as 5/7 of 650 = 464. Five matmuls need one owner, of keys. It
+keeps dK and dV; dQ becomes a sum in memory to which all owners of keys add.
+A step is 64 queries of a tile of 128 keys at D = 128, and 128 queries at D = 64. Cycles of an SM:
+
+                     work                                              D = 128   D = 64
+    tensor cores     5 * 2 * 64 * 128 * 128 FLOPs at 4096 a cycle         2560     2560
+    MUFU (exp2)      one a score, 16 a cycle                               512     1024
+    ALU              4 other instructions a score, 128 lanes               256      512
+    shared memory    256 KB read by wgmma, 48 KB written, 128 B a cycle   2432     2304
+    dQ to L2         32 KB of fp32: 13 bytes a cycle, of about 39
+
+Tensor cores and shared memory are both busy for the whole step, so nothing can be free. cuBLAS reaches 790 TFLOP/s on
+an H200, hence TFLOP/s = 790 * 2560 / cycles.
+
+Who holds what
+--------------
+    CTA = 1 producer warp                    2 consumer warpgroups of 4 warps, 64 keys each
+          TMA loads; stores dK and dV        240 registers a thread: dK 64, dV 64, S^T 32, dP^T 32, P^T 16, dQ 32
+          24 registers a thread              (dQ has those of dP^T)
+
+    matmul           left operand (A)      right operand (B)       accumulator
+    S^T  = K  Q^T    K    shared memory    Q    shared memory      registers, 32 a thread; begins with -lse
+    dP^T = V  dO^T   V    shared memory    dO   shared memory      registers, 32; begins with -delta
+    dV  += P^T  dO   P^T  registers        dO   shared memory      registers, 64, for the whole tile
+    dK  += dS^T Q    dS^T registers        Q    shared memory      registers, 64, for the whole tile
+    dQ   = dS   K    dS   shared memory    K    shared memory      registers, 32; added to fp32 in memory at each step
+
+    shared memory at D = 128, KB:  Q ring 32, dO ring 32, K 32, V 32 (later dK, dV), dS 32 or 48, dQ 32, lse and delta 1
+
+S and dP are computed transposed, [keys, queries]. So the accumulators of S^T and dP^T already have the layout of the
+left operands P^T and dS^T: two of the five matmuls read no scores from shared memory. Only dQ sums over keys, which two
+consumers share: each writes its dS^T, they meet at an mbarrier (`ds_full`), and each computes half of dQ from both.
+
+The rungs (flash_hopper_backward/, a complete file each: read the first one, then `diff` each with the next)
+-----------------------------------------------------------------------------------------------------------
+1. five_matmuls           the table above, one matmul after the other; dQ is added by the threads (red.global.add)
+2. overlap_matmuls        issue each matmul early, wait late: something is always on the tensor cores
+3. tma_reduce             dQ goes through shared memory, and one thread issues a TMA reduce
+4. persistent_scheduler   one CTA an SM, tiles from a counter: a tile's ends overlap with the next tile
+5. ping_pong              the consumers take turns at exponentials, dQ is a step late
+6. causal_skip            causal, D = 128: a consumer skips the block of queries that does not see its keys
+
+A consumer's step in rungs 2 to 4 (time goes to the right; each matmul starts when the one before it is done):
+
+    tensor cores    |-- dP --|-- dV --|-- dK --|-- S of the next block --|-- dQ --|
+    consumer        exp2 ....|dS ..|write dS|  wait for the other's dS   |wait ...|add dQ
+    wait            until 1 is outstanding: dP   then dV                  all
+
+Ping-pong brings nothing forward, where 14% was predicted (lesson 6). Here it brings 15 to 17% at D = 64, from S = 2048
+on. Forward, the consumers never meet. They may drift apart by themselves, until one computes its softmax under the
+other's matmuls. Here they meet at each step to exchange dS, and stay in step: both compute exponentials at the same
+time, and the tensor cores wait for both. At D = 128 there are half as many exponentials a FLOP, and dP covers them.
+
+Predictions
+-----------
+    rung                   cycles of a step at D = 128                          TFLOP/s, D = 128    D = 64
+    five_matmuls           3200: 2560, half of the other work, waits            632                 562 (3600 cycles)
+    overlap_matmuls        2800: 2560, the meeting, barriers                    722                 652 (3100 cycles)
+    tma_reduce             2800, or 2950 if shared memory decides               686 to 722          652
+    persistent_scheduler   2000 of a tile less, whose steps take 3500 each      + 7% at S = 512, + 2% at 2048;
+                                                                                causal twice that
+    ping_pong              250 of 3500 less                                     + 7%                + 17% (512 of 3100)
+    causal_skip            causal: 10% of the matmuls at S = 512, 3% at 2048    half of that        0
+
+Experiments: tried, and left out
+--------------------------------
+    part of the heads at a time, so that dQ's sum stays in L2    64 MB of it: 1% slower; 32 MB: 3% slower
+    ping-pong at D = 128, S = 512 (rows of rungs 4 and 5)        slower: the late dQ is one matmul more beside 8 steps;
+                                                                 course_ops.attention uses rung 4's loop there
+    S begins with -lse in rung 5, too                            the compiler issues an eighth of dP every 10 exp2
+    80 queries a step, as FlashAttention-4 has                   fewer bytes of shared memory a query, but Gluon's
+                                                                 blocks are powers of 2
+
+Before you read on: how many bytes are added to dQ in all (S / 128 owners, 4 S D bytes each), and is L2 fast enough for
+them? Which of the three gradients may differ in its bits from run to run?
+
+What the rungs refuse (windows, grouped heads, other lengths and head sizes) takes course_ops.attention, whose kernel is
+the last rung with these options. cpu_model.py runs all barriers of the last rung on a CPU, in any order.
+Sources: Shah et al. 2024, FlashAttention-3, section 3 and hopper/ of its code; Dao 2023, algorithm 2.
+
+Run it:    python day4_replace_op/lesson06h_flash_hopper_backward.py
+Check it:  python -m lessonkit check lesson06h_flash_hopper_backward
+Time it:   python -m lessonkit bench lesson06h_flash_hopper_backward
+"""
+
+import math
+
+from lessonkit import About, Lesson, Mutant, Refusal, Unsupported, case
+
+import torch
+
+from day4_replace_op.flash_hopper_backward.causal_skip import causal_skip
+from day4_replace_op.flash_hopper_backward.cpu_model import causal_skip_on_cpu
+from day4_replace_op.flash_hopper_backward.five_matmuls import five_matmuls
+from day4_replace_op.flash_hopper_backward.overlap_matmuls import overlap_matmuls
+from day4_replace_op.flash_hopper_backward.persistent_scheduler import persistent_scheduler
+from day4_replace_op.flash_hopper_backward.ping_pong import ping_pong
+from day4_replace_op.flash_hopper_backward.tma_reduce import tma_reduce
+from problems.attention import PROBLEM_BACKWARD, inputs_backward
+
+_CLAIMS = tuple(f"backward_kernel: {c}" for c in ("wgmma", "tma", "no spills"))
+RUNGS = five_matmuls, overlap_matmuls, tma_reduce, persistent_scheduler, ping_pong, causal_skip
+
+
+def keys_are_the_same_each_time(rung):
+    """dK and dV agree to the bit in two runs, as their sums have one owner; dQ's additions come in any order."""
+    args = inputs_backward(1, 4, 384, 64, causal=True, dtype=torch.float16)
+    assert all(torch.equal(a, b) for a, b in zip(rung(*args)[1:], rung(*args)[1:], strict=True))
+
+
+def keys_all_alike(rung):
+    """P is 1 / S and dP is delta: each row of dV is the mean of dO, dQ and dK are 0."""
+    grad_out, q, k, v, *_ = inputs_backward(1, 2, 128, 64, dtype=torch.float16)
+    k, v = (t[:, :, :1].expand_as(t).contiguous() for t in (k, v))
+    lse = ((q.double() * k.double()).sum(-1) / 8 + math.log(128)).float()
+    dq, dk, dv = rung(grad_out, q, k, v, v, lse)
+    torch.testing.assert_close(dv.float(), grad_out.float().mean(2, keepdim=True).expand_as(dv), rtol=2e-3, atol=2e-3)
+    assert max(dq.abs().max(), dk.abs().max()) < 1e-2
+
+
+def later_keys_have_no_gradient(rung):
+    """Causal: if only queries before 200 have a gradient, keys from 200 on have none, to the bit."""
+    grad_out, *rest = inputs_backward(1, 2, 384, 128, causal=True, dtype=torch.float16)
+    grad_out[:, :, 200:] = 0
+    for t in rung(grad_out, *rest)[1:]:
+        assert (t[:, :, 200:] == 0).all()
+        assert (t[:, :, :200] != 0).any(-1).all()
+
+
+def _sizes(D, S, causal):
+    return {"B": 16384 // S, "H": 2048 // D, "S": S, "D": D, "causal": causal}
+
+
+LESSON = Lesson(
+    about=About(
+        teaches="backward in Gluon: five matmuls and where their operands lie, overlap, TMA reduce, ping-pong, causal",
+        hours=2,
+        operator="attention backward",
+        language="Gluon",
+    ),
+    problem=PROBLEM_BACKWARD,
+    rungs=RUNGS,
+    cpu_model=causal_skip_on_cpu,
+    checks=(
+        case("one tile, one block of queries", B=1, H=1, S=128, D=64),
+        case("one tile, causal: both blocks of queries are on the diagonal", B=1, H=2, S=128, D=128, causal=True),
+        case("three tiles, and a ring that comes round", B=1, H=2, S=384, D=128),
+        case("causal, a block of queries as long as a tile; a scale", B=2, H=3, S=384, D=64, causal=True, scale=0.3),
+        case("as a projection leaves it", B=1, H=2, S=256, D=128, layout="bshd", causal=True),
+        case("three tiles and more for each SM", gib=0.6, B=4, H=34, S=384, D=64),
+        case("so causal", gib=0.6, B=4, H=34, S=512, D=128, causal=True),
+        case("the last one, in all dtypes", B=1, H=1, S=256, D=128),
+    ),
+    benches=(
+        *(_sizes(128, S, causal) for S in (512, 2048, 4096, 16384) for causal in (False, True)),
+        *(_sizes(64, S, causal) for S in (512, 2048, 4096, 16384) for causal in (False, True)),
+    ),
+    refuses=(
+        *PROBLEM_BACKWARD.refuses,
+        Refusal("a window", lambda f: f(*inputs_backward(1, 1, 128, 64, causal=True, window=9, dtype=torch.float16)),
+                Unsupported, "course_ops.attention"),
+        Refusal("fewer heads of k", lambda f: f(*inputs_backward(1, 4, 128, 64, H_kv=2, dtype=torch.float16)),
+                Unsupported, "course_ops.attention"),
+        Refusal("an odd length", lambda f: f(*inputs_backward(1, 1, 100, 64, dtype=torch.float16)),
+                Unsupported, "S a multiple of 128"),
+        Refusal("fp32", lambda f: f(*inputs_backward(1, 1, 128, 64)), Unsupported, "for 16 bits"),
+    ),
+    wrong=(
+        # The kernels themselves; an H200 judges them, each in a process of its own.
+        Mutant("P where dS belongs", "main_loop", "ds = (p * dp)", "ds = (p)", "five_matmuls"),
+        Mutant("lse where delta belongs", "main_loop", "issue_scores(v, do, args.delta_smem",
+               "issue_scores(v, do, args.start_smem", "five_matmuls"),
+        Mutant("dQ's sum begins with ones", "prepare_kernel", "tl.zeros([ROWS, D], tl.float32)",
+               "tl.full([ROWS, D], 1.0, tl.float32)", "five_matmuls"),
+        Mutant("dQ in another order than it was added", "finish_kernel", "x.permute(0, 4, 2, 1, 3, 5)",
+               "x.permute(0, 4, 2, 1, 5, 3)", "five_matmuls"),
+        Mutant("the next S is of the same Q", "main_loop", "ring_slot(step + 1,", "ring_slot(step,", "overlap_matmuls"),
+        Mutant("both consumers add to the same half of dQ", "add_dq", "[part * 64, 0]", "[part // 2 * 128, 0]",
+               "tma_reduce"),
+        Mutant("each tile begins a ring of its own", "consumer_partition", "first = end", "first = 0",
+               "persistent_scheduler", "hang or value or nan"),
+        Mutant("the next tile's K is not waited for", "consumer_partition",
+               "mbarrier.wait(args.k_full.index(0), count & 1)", "pass", "persistent_scheduler", "value or nan"),
+        Mutant("no consumer begins", "backward_kernel", "mbarrier.arrive(args.turn.index(0))", "pass", "ping_pong",
+               "hang"),
+        Mutant("the late dQ goes to this step's queries", "main_loop", "2 * (block - 1)", "2 * block", "ping_pong"),
+        Mutant("the last dQ goes to the next head", "consumer_partition", "c.part + 2 * (blocks - 1)",
+               "c.part + 2 * blocks", "ping_pong"),
+        Mutant("a key sees one query too few", "probabilities", "keys <= rows + (", "keys < rows + (", "causal_skip"),
+        Mutant("delta left out", "main_loop", "dp + args.delta_smem.index(stage).load(LAYOUT)", "dp", "causal_skip"),
+        Mutant("dK without the scale", "consumer_partition", "dk * (args.scale_log2 * LN2)", "dk", "causal_skip"),
+        Mutant("both consumers mask for the lower keys", "consumer_partition", "tile.key + WHICH * KEYS", "tile.key",
+               "causal_skip"),
+        Mutant("the skipped block's dS is not 0", "skip_block", "gl.zeros((KEYS, ROWS), args.ds_smem.dtype, LAYOUT)",
+               "gl.full((KEYS, ROWS), 1.0, args.ds_smem.dtype, LAYOUT)", "causal_skip"),
+        Mutant("the skipped block's turn is kept", "skip_block", "mbarrier.arrive(args.turn.index(0))", "pass",
+               "causal_skip", "hang"),
+        Mutant("a stage is released by three", "backward_kernel", "empty=allocate_barriers(STAGES, 2)",
+               "empty=allocate_barriers(STAGES, 3)", "causal_skip", "hang"),
+        Mutant("K is read by three", "backward_kernel", "k_read=allocate_barriers(1, 2)",
+               "k_read=allocate_barriers(1, 3)", "causal_skip", "hang"),
+        Mutant("the producer waits for the other phase", "producer_partition", "parity ^ 1", "parity", "causal_skip",
+               "hang"),
+        # The CPU model of the last rung.
+        Mutant("the meeting is not waited for", "_cta", "yield ds_full[late % 2], late // 2 & 1", "yield FREE",
+               "causal_skip_on_cpu"),
+        Mutant("two buffers of dS", "_cta", "o.q.shape[-1], 3", "o.q.shape[-1], 2", "causal_skip_on_cpu"),
+        Mutant("Q is released before dK", "_cta", "dv += p @ do_smem[stage, :, :D]",
+               "dv += p @ do_smem[stage, :, :D]; empty[stage].arrive(); empty[stage].missing += 1",
+               "causal_skip_on_cpu", "nan"),
+        Mutant("dK over K that the other still reads", "_cta", "yield k_read, count & 1", "yield FREE",
+               "causal_skip_on_cpu"),
+        Mutant("another tile begins a ring of its own", "_cta", "= ring_slot.fn(step, 2), ring_slot",
+               "= ring_slot.fn(step - first, 2), ring_slot", "causal_skip_on_cpu", "barrier"),
+        Mutant("stored when K is read", "_cta", "yield stored, count", "yield k_read, count", "causal_skip_on_cpu"),
+        Mutant("the turn is never passed", "_cta", "turn[1 - which].arrive()", "pass", "causal_skip_on_cpu", "barrier"),
+    ),
+    claims=dict.fromkeys(RUNGS, _CLAIMS)
+    | dict.fromkeys(RUNGS[:2], (*_CLAIMS, "backward_kernel: 16-byte stores")),  # the atomics that add dQ
+    properties=(keys_are_the_same_each_time, keys_all_alike, later_keys_have_no_gradient),
+    dtypes=(torch.float16, torch.bfloat16),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    LESSON.main()

@@ -1,0 +1,396 @@
+"""Time course_ops beside its peers at the shapes of the zoo, a row at a time; a run goes on where the last one stopped.
+
+Shapes are timed one by one in a process of their own, so that a kernel that hangs or breaks the CUDA context costs one
+row. While nothing is timed, other processes compile what the next shapes need: their caches lie on disk.
+"""
+
+import gc
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
+from multiprocessing.pool import Pool
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lessonkit.base.errors import Unsupported
+from lessonkit.judge import check
+from lessonkit.lesson import Problem
+from lessonkit.measure import memory, operator_rows, rows, timing
+from lessonkit.measure.operator_rows import BETWEEN, MISSING, Case, Key, Row
+
+import torch
+
+PATIENCE_S = 150  # for one shape: compiling for all peers takes up to a minute
+COMPILE_S = 120  # for the shapes of one turn
+ENDING_S = 30  # what a shape may take beyond the minutes that were given
+AHEAD = 3  # shapes that each compiling process gets in a turn
+AHEAD_BYTES = 2**31  # shapes that move more are compiled where they are timed, or the processes fill the GPU
+SAMPLE = 2**22  # elements of a result that are compared
+PEER_ERROR = 8  # a peer's mean error may be so many times PyTorch's; it is here for its speed
+PEER_UNEQUAL = 0.01  # of a peer's integers may differ: it may round the other way where two are as near
+PACKAGES = ("torch", "triton", "quack-kernels", "liger-kernel", "flash-attn-4", "nvidia-cudnn-cu13", "nvidia-cublas")
+# What a peer keeps of its compiler between processes, and no threads of Inductor beside ours.
+ENVIRONMENT = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+Say = Callable[[str], None]
+
+
+# ---- The run ------------------------------------------------------------------------------------------------------
+
+
+def run(
+    pending: Sequence[Case],
+    timed: Callable[[Case], Row | None],
+    path: Path,
+    minutes: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    ahead: Callable[[Sequence[Case]], None] = lambda cases: None,
+    turn: int = 1,
+    say: Say = print,
+) -> int:
+    """Time cases in order until the minutes are over, each row kept as soon as it is there; return how many.
+
+    timed: the row of a case, None if the time ran out over it. ahead: compiles the next `turn` cases before they are
+    timed. No case is begun after the last minute, so that the run ends some seconds after it at most.
+    """
+    end, done = clock() + 60 * minutes, 0
+    for start in range(0, len(pending), turn):
+        if clock() >= end:
+            break
+        ahead(pending[start : start + turn])
+        for case in pending[start : start + turn]:
+            if clock() >= end:
+                break
+            row = timed(case)
+            if row is None:
+                return done
+            operator_rows.keep(path, row)
+            done += 1
+            say(f"{done} of {len(pending)}: {said(row)}")
+    return done
+
+
+def said(row: Row) -> str:
+    """A row in one line."""
+    if row.error:
+        return f"{' '.join(row.key)}: {row.error}"
+    than = f"{row.ratio:.2f} of {row.best_peer}" if row.ratio else f"no ratio, {row.absent or 'no peer'}"
+    return f"{' '.join(row.key)}: {row.ms:.4g} ms, {than}, {row.percent_of_limit:.0f}% of the limit"
+
+
+class Processes:
+    """The process that times, and those that compile ahead of it. All are started anew after one of them hung."""
+
+    def __init__(self, workers: int, minutes: float) -> None:
+        os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+        self.workers, self.end = workers, time.monotonic() + 60 * minutes
+        self.first_calls: dict[Key, float] = {}
+        self.timer: Pool | None = None
+        self.compilers: Pool | None = None
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for pool in (self.timer, self.compilers):
+            if pool:
+                pool.terminate()
+
+    def timed(self, case: Case) -> Row | None:
+        left = self.end + ENDING_S - time.monotonic()
+        self.timer = self.timer or _pool(1)
+        asked = self.timer.apply_async(_timed_here, (case.key, self.first_calls.get(case.key, 0.0)))
+        try:
+            row, alive = asked.get(min(PATIENCE_S, max(left, 1.0)))
+        except multiprocessing.TimeoutError:
+            self.timer.terminate()
+            self.timer = None
+            if left < PATIENCE_S:
+                return None
+            return replace(_empty(case), error=f"no answer within {PATIENCE_S} s: it hangs, or its process died")
+        if not alive:
+            self.timer.terminate()
+            self.timer = None
+        return row
+
+    def ahead(self, cases: Sequence[Case]) -> None:
+        """Call every contender of each case once, many cases at a time; nothing is timed meanwhile."""
+        small = [case.key for case in cases if case.work().bytes <= AHEAD_BYTES]
+        if not self.workers or not small:
+            return
+        self.compilers = self.compilers or _pool(self.workers)
+        left = min(COMPILE_S, max(1.0, (self.end - time.monotonic()) / 2))
+        until = time.monotonic() + left
+        answers = [self.compilers.apply_async(_called_here, (key,)) for key in small]
+        for key, answer in zip(small, answers, strict=True):
+            try:
+                self.first_calls[key] = answer.get(max(0.0, until - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                self.compilers.terminate()  # or what it still compiles would disturb what is timed
+                self.compilers = None
+                return
+
+
+def _pool(workers: int) -> Pool:
+    return multiprocessing.get_context("spawn").Pool(workers)
+
+
+# ---- In a process that times ------------------------------------------------------------------------------------
+
+
+@cache
+def _by_key() -> Mapping[Key, Case]:
+    return {case.key: case for case in operator_rows.cases()}
+
+
+def _timed_here(key: Key, first_call: float) -> tuple[Row, bool]:
+    """The row of a case, and whether this process can time another."""
+    case, alive = _by_key()[key], True
+    try:
+        row = time_case(case)
+    except torch.OutOfMemoryError:
+        row = replace(_empty(case), error="this GPU has too little free memory")
+    except Exception as error:
+        row = replace(_empty(case), error=_words(error))
+    if first_call:
+        row = replace(row, first_call_s=round(first_call, 3))
+    try:
+        _cleared()
+    except Exception:  # a fault of a kernel leaves a CUDA context that answers nothing more
+        alive = False
+    return row, alive
+
+
+def _called_here(key: Key) -> float:
+    """Call ours and every peer once, so that caches on disk have their kernels; seconds of ours, 0 if it fails."""
+    case, seconds = _by_key()[key], 0.0
+    try:
+        seconds = _call_all(case)
+    except Exception as error:
+        print(f"{' '.join(key)}: not compiled ahead, {_words(error)}", flush=True)
+    with suppress(Exception):  # what is wrong with the GPU shows where the case is timed
+        _cleared()
+    return seconds
+
+
+@torch.no_grad()
+def _call_all(case: Case) -> float:
+    args = _inputs(case)
+    seconds = _first_call(case, args)
+    for peer in case.peers.values():
+        _attempt(peer, args)
+    return seconds
+
+
+def _cleared() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()  # or it would give up on torch.compile's function after eight shapes
+
+
+def _inputs(case: Case) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    return case.inputs()
+
+
+def _first_call(case: Case, args: tuple[Any, ...]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    case.operator.call(*args)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _attempt(peer: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Why a peer cannot be timed, or an empty string."""
+    try:
+        peer(*args)
+        torch.cuda.synchronize()
+    except ImportError as why:
+        return f"{MISSING}, {_words(why)}"
+    except Unsupported as why:
+        return _words(why, name=False)
+    except torch.OutOfMemoryError:
+        return "this GPU has too little free memory"
+    except Exception as error:
+        return f"refuses, {_words(error)}"
+    return ""
+
+
+def _words(error: BaseException, *, name: bool = True) -> str:
+    text = " ".join(str(error).split())[:160].replace(BETWEEN.strip(), "/")
+    return f"{type(error).__name__}: {text}" if name else text
+
+
+def time_case(case: Case) -> Row:
+    """Call, time in turns, and compare one operator and its peers at one shape."""
+    timing.limits()  # once, before a shape takes the memory
+    with torch.no_grad():
+        args, work, absent = _inputs(case), case.work(), dict[str, str]()
+
+        def contender(fn: Callable[..., Any]) -> Callable[[], Any]:
+            return lambda: fn(*args)
+
+        first_call = _first_call(case, args)
+        contenders = {"ours": contender(case.operator.call)}
+        for name, peer in case.peers.items():
+            if why := _attempt(peer, args):
+                absent[name] = why
+            else:
+                contenders[name] = contender(peer)
+        peak = memory.peak_bytes(contenders["ours"])
+        contenders["copy"] = timing.copy_of(work.bytes)
+        contenders["copy"]()
+        times = timing.measure(contenders)
+        del contenders["copy"]
+        error = ""
+        for name, why in wrong_answers(case, args, contenders).items():
+            if name == "ours":
+                error = why
+            else:
+                absent[name] = why
+                del times[name]
+    return row_of(case, times, absent, first_call_s=first_call, peak_memory=peak, error=error)
+
+
+def row_of(case: Case, times: Mapping[str, timing.Timing], absent: Mapping[str, str], **more: Any) -> Row:
+    """The row of a case from the times of "ours", "copy" and the peers."""
+    ours, work, best = times["ours"], case.work(), timing.limits()
+    names = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+    rate = best.matmul[names.get(case.key[3], "fp32")]
+    limit = max(times["copy"].p50, work.flops / rate * 1e3)
+    peers = {name: round(t.p50, 5) for name, t in times.items() if name not in ("ours", "copy")}
+    name = min(peers, key=lambda n: peers[n], default="")
+    row = replace(
+        _empty(case),
+        ms=round(ours.p50, 5),
+        p20=round(ours.p20, 5),
+        p80=round(ours.p80, 5),
+        best_peer=name,
+        best_peer_ms=peers.get(name, 0.0),
+        limit_ms=round(limit, 5),
+        peers=BETWEEN.join(f"{peer} {ms}" for peer, ms in peers.items()),
+        absent=BETWEEN.join(f"{peer}: {why}" for peer, why in absent.items()),
+        first_call_s=round(more.pop("first_call_s"), 3),
+        **more,
+    )
+    possible = max(work.bytes / best.copy, work.flops / rate) * 1e3 / timing.IMPOSSIBLE
+    if not row.error and row.ms < possible:
+        row = replace(row, error=f"a measuring error: this machine cannot be faster than {possible:.4f} ms")
+    return replace(row, percent_of_limit=round(100 * row.limit_ms / row.ms, 1), ratio=operator_rows.ratio(row))
+
+
+def _empty(case: Case) -> Row:
+    """A row without a time."""
+    operator, direction, shape, dtype, data = case.key
+    work, where = case.work(), _machine()
+    return Row(
+        operator=operator,
+        direction=direction,
+        shape=shape,
+        dtype=dtype,
+        data=data,
+        bytes=work.bytes,
+        flops=work.flops,
+        versions=where["versions"],
+        device=where["gpu"],
+        commit=where["commit"],
+        date=where["date"],
+        fingerprint=operator_rows.today(case),
+    )
+
+
+@cache
+def _machine() -> dict[str, str]:
+    found = rows.machine()
+    return found | {"versions": ", ".join([*_versions(), f"cuda {found['cuda']}", f"driver {found['driver']}"])}
+
+
+def _versions() -> Iterator[str]:
+    for package in PACKAGES:
+        try:
+            yield f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            continue
+
+
+# ---- Are the timed answers right? -----------------------------------------------------------------------------------
+
+
+def wrong_answers(case: Case, args: tuple[Any, ...], contenders: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """What is wrong with the answers of those that are called, by their names; of a large result a sample of rows.
+
+    Ours is held to the lessons' budget against PyTorch in float64, its result's memory filled with NaN before the
+    call. Peers must compute the same thing, as far as they give it.
+    """
+    problem, wrong = case.operator.problem, dict[str, str]()
+    answers = {name: _sampled((_poisoned(call) if name == "ours" else call)()) for name, call in contenders.items()}
+    try:
+        exact = _sampled(problem.reference(*map(_wide, args)))
+        usual = _sampled(problem.reference(*args))
+    except torch.OutOfMemoryError:
+        return {}  # the shape is timed and not compared; smaller ones are
+    try:
+        check.compare(check.Truth(args, exact, usual, problem.factor), answers.pop("ours"))
+    except check.Rejected as rejected:
+        wrong["ours"] = f"wrong: {_words(rejected, name=False)}"
+    if not problem.peers_differ:
+        for name, answer in answers.items():
+            if why := other(problem, answer, exact, usual):
+                wrong[name] = f"gives another answer, {why}"
+    return wrong
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _poisoned(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call, with NaN where its results will lie, as far as the allocator gives the same memory again at once."""
+    for t in check.tensors(call()):
+        if t.numel() and t.stride()[-1:] in ((), (1,)):
+            (t if t.ndim else t[None]).view(torch.uint8).fill_(255)
+    return call
+
+
+def _sampled(answer: Any) -> tuple[Any, ...]:
+    """Each result with at most SAMPLE elements: rows of it at random, the same rows in each call of this function."""
+    return tuple(map(_rows_of, check.tensors(answer)))
+
+
+def _rows_of(t: torch.Tensor | None) -> torch.Tensor | None:
+    if t is None or t.numel() <= SAMPLE:
+        return t
+    flat = t.reshape(-1, t.shape[-1]) if t.ndim > 1 else t
+    count = max(1, SAMPLE // flat[0].numel())
+    picked = torch.randint(len(flat), (count,), generator=torch.Generator().manual_seed(0))
+    return flat[picked.to(t.device)]
+
+
+def other(problem: Problem, answer: Sequence[Any], exact: Sequence[Any], usual: Sequence[Any]) -> str:
+    """How a peer's answer differs from what was asked, or an empty string. A result that is None is not compared."""
+    for i, (got, right, rounded) in enumerate(zip(answer, exact, usual, strict=False)):
+        if got is None:
+            continue
+        if got.shape != right.shape:
+            return f"result {i} has shape {tuple(got.shape)}, not {tuple(right.shape)}"
+        if not got.is_floating_point():
+            share = float((got != rounded).double().mean()) if got.numel() else 0.0
+            if share > PEER_UNEQUAL:
+                return f"{share:.0%} of result {i} differ"
+            continue
+        finite = right.isfinite() & rounded.isfinite()
+        error = (got.double() - right)[finite].abs().mean()
+        usual_error, size = (rounded.double() - right)[finite].abs().mean(), right[finite].abs().mean()
+        budget = PEER_ERROR * problem.factor * (usual_error + torch.finfo(got.dtype).eps * size)
+        if finite.any() and not error <= budget:
+            return f"result {i} is off by {error:.3g} in the mean, PyTorch's by {usual_error:.3g}"
+    return ""

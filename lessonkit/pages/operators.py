@@ -1,0 +1,200 @@
+"""One page for each operator and GPU: the whole ladder of all its lessons, and the fastest at each shape.
+
+Rows of one lesson at one shape come from the same rounds, and only within these a ratio is made.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lessonkit.base.markdown import markdown
+from lessonkit.lesson import Lesson, shape_name, title
+from lessonkit.measure.rows import Row
+from lessonkit.measure.stale import Today, device_folders
+from lessonkit.pages import pivots, plots, results
+from lessonkit.pages.plots import Picture
+
+Mark = Callable[[Row], str]  # what stands behind a figure: MARK if the row is old
+MARK = "\\*"  # at a figure that was measured before the code changed
+ABOUT = f"{MARK} Measured before the code, the inputs or a peer of that row changed; the lesson's page says what."
+HEADS = {
+    "en": ["operator", "shape", "fastest rung", "rate", "best peer", "over it", "over the best peer, all shapes"],
+    "zh": ["算子", "形状", "最快的一级", "速率", "最快的对手", "相对它", "各形状相对最快的对手"],
+}  # fmt: skip
+RANGE = {"en": "{} to {} ({} shapes)", "zh": "{} 到 {}（{} 个形状）"}
+MARKED = {
+    "en": f"{MARK} Measured before the code, the inputs or a peer of that line changed; the operator's page says it.",
+    "zh": f"{MARK} 这一行的代码、输入或对手在测量之后改过；该算子的页面说明是哪些。",
+}
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """The fastest rung at one shape, and the fastest peer of the same rounds."""
+
+    row: Row
+    peer: Row | None
+    rounds: tuple[Row, ...]  # all that was timed with it
+
+    @property
+    def ratio(self) -> str:
+        return f"{self.row.ratio_to_best_peer:.2f}" if self.row.ratio_to_best_peer else ""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The lessons of one operator that were measured on one GPU, in the order of the course, with today's rows."""
+
+    name: str
+    lessons: tuple[tuple[str, Lesson, tuple[Row, ...]], ...]
+
+    def fastest(self) -> list[Fastest]:
+        """For each shape and dtype, in the order of the lessons."""
+        best: dict[tuple[str, str], Fastest] = {}
+        for _, _, found in self.lessons:
+            for row in (row for row in found if row.kind == "rung"):
+                key = results.place(row)
+                if key not in best or row.ms_p50 < best[key].row.ms_p50:
+                    rounds = tuple(r for r in found if results.place(r) == key)
+                    peers = [r for r in rounds if r.kind == "peer"]
+                    best[key] = Fastest(row, min(peers, key=lambda r: r.ms_p50, default=None), rounds)
+        return list(best.values())
+
+
+def ladders(folder: Path) -> list[Ladder]:
+    """Every operator that has rows on this machine, in the order of the course."""
+    grouped: dict[str, list[tuple[str, Lesson, tuple[Row, ...]]]] = {}
+    for name, lesson, found in results.measured(folder):
+        order = [rung.__name__ for rung in lesson.rungs] + list(lesson.peers) + ["copy"]
+        shapes = [shape_name(shape) for shape in lesson.benches]
+        mine = [row for row in found if row.rung in order and row.shape in shapes]
+        mine.sort(key=lambda row: (shapes.index(row.shape), order.index(row.rung)))
+        if any(row.kind == "rung" for row in mine):
+            grouped.setdefault(results.operator(name), []).append((name, lesson, tuple(mine)))
+    return [Ladder(operator, tuple(lessons)) for operator, lessons in grouped.items()]
+
+
+def file_name(operator: str) -> str:
+    """attention_dq_alone.md: no spaces, small letters."""
+    return f"{re.sub(r'[^a-z0-9]+', '_', operator.lower()).strip('_')}.md"
+
+
+def pages(folder: Path, today: Today) -> dict[Path, str | Picture]:
+    """The pages of one GPU, and their pictures."""
+    made: dict[Path, str | Picture] = {}
+    for ladder in ladders(folder):
+        path = folder / file_name(ladder.name)
+        picture = _picture(ladder)
+        if picture:
+            made[path.with_suffix(".png")] = picture
+        made[path] = _page(ladder, folder.name, results.main_size(ladder.lessons), today, picture is not None)
+    return made
+
+
+def _page(ladder: Ladder, device: str, main: tuple[str, str] | None, today: Today, picture: bool) -> str:
+    old = {row: bool(today.why_old(row)) for _, _, found in ladder.lessons for row in found}
+
+    def mark(row: Row) -> str:
+        return f" {MARK}" if old[row] else ""
+
+    parts = [
+        f"# {ladder.name}: every rung on {device}\n",
+        "A ratio above 1 is faster than the best peer. Ratios are of the same rounds; rungs of different lessons were\n"
+        "timed in different rounds, which differ by a few percent."
+        + (f"\n\n{ABOUT}" if any(old.values()) else "")
+        + "\n",
+        "## The fastest rung at each shape\n",
+        _fastest(ladder, mark),
+    ]
+    if peers := [row for best in ladder.fastest() for row in best.rounds if row.kind == "peer"]:
+        unit = pivots.unit(row for _, _, found in ladder.lessons for row in found)
+        parts += [f"## Its peers, in {unit}\n", pivots.pivot(peers, lambda row: f"{pivots.rate(row, unit)}{mark(row)}")]
+    if picture:
+        parts.append(f"![over the sequence length]({file_name(ladder.name)[:-3]}.png)\n")
+    if main and len(ladder.lessons) > 1:
+        parts += [f"## The whole ladder at {main[0]}, {main[1]}\n", _rungs(ladder, main, mark)]
+    parts.append("## Every rung at every shape\n")
+    for name, _, found in ladder.lessons:
+        parts.append(f"### [{title(name)}]({name}.md) ({results.language(name)})\n\n{_lesson(found, mark)}")
+    return "\n".join(parts)
+
+
+def _fastest(ladder: Ladder, mark: Mark) -> str:
+    body = []
+    for best in ladder.fastest():
+        row, peer = best.row, best.peer
+        rung = f"`{row.rung}` ({results.language(row.lesson)})"
+        line = [" ".join(results.place(row)), rung, f"{row.ms_p50:.4g}{mark(row)}", row.rate]
+        line += [f"{row.percent_of_limit:.0f}%", peer.rung if peer else ""]
+        body.append([*line, f"{peer.ms_p50:.4g}{mark(peer)}" if peer else "", best.ratio])
+    return markdown(["shape", "rung", "ms", "rate", "of the limit", "best peer", "its ms", "ratio"], body)
+
+
+def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark) -> str:
+    """One line a rung at one shape."""
+    body, before = [], None
+    for name, lesson, found in ladder.lessons:
+        for row in results.ladder(lesson, found, *main):
+            over = f"{before.ms_p50 / row.ms_p50:.2f}" if before else ""
+            ratio = f"{row.ratio_to_best_peer:.2f}" if row.ratio_to_best_peer else ""
+            line = [f"[{name.split('.')[1]}]({name}.md)", f"`{row.rung}`", f"{row.ms_p50:.4g}{mark(row)}", row.rate]
+            body.append([*line, f"{row.percent_of_limit:.0f}%", over, ratio])
+            before = row
+    return markdown(
+        ["lesson", "rung", "ms", "rate", "of the limit", "over the rung before", "over the best peer"], body
+    )
+
+
+def _lesson(found: Sequence[Row], mark: Mark) -> str:
+    """Shapes as rows: the rungs, the best peer, and the last rung over it."""
+    unit = pivots.unit(found)
+    at: dict[tuple[str, str], list[Row]] = {}
+    for row in found:
+        at.setdefault(results.place(row), []).append(row)
+
+    def more(line: Sequence[Row]) -> list[str]:
+        peers = [row for row in at[results.place(line[0])] if row.kind == "peer"]
+        best = min(peers, key=lambda row: row.ms_p50, default=None)
+        first = min(line, key=lambda row: row.ms_p50)
+        ratio = f"{first.ratio_to_best_peer:.2f}" if first.ratio_to_best_peer else ""
+        return [f"{best.rung} {pivots.rate(best, unit)}{mark(best)}" if best else "", ratio]
+
+    rungs = [row for row in found if row.kind == "rung"]
+    heads = ["best peer", "ratio"]
+    return f"In {unit}.\n\n" + pivots.pivot(rungs, lambda row: f"{pivots.rate(row, unit)}{mark(row)}", more, heads)
+
+
+def _picture(ladder: Ladder) -> Picture | None:
+    """The rate over the sequence length: the fastest rung and the peers of its rounds."""
+    rows = [row for best in ladder.fastest() for row in best.rounds]
+    if pivots.unit(rows) != "TFLOP/s":
+        return None
+    ours = {best.row for best in ladder.fastest()}
+    points = [
+        ("the course", row) if row in ours else (row.rung, row) for row in rows if row.kind == "peer" or row in ours
+    ]
+    return plots.over_length(ladder.name, points, ours=("the course",))
+
+
+def overview(language: str, today: Today) -> str:
+    """README's results: a line for each operator, at the largest shape that most of its lessons time."""
+    parts = []
+    for folder in device_folders():
+        body = []
+        for ladder in ladders(folder):
+            all_shapes, size = ladder.fastest(), results.main_size(ladder.lessons)
+            best = next(b for b in all_shapes if size in (None, results.place(b.row)))
+            row, peer = best.row, best.peer
+            ratios = [b.row.ratio_to_best_peer for b in all_shapes if b.row.ratio_to_best_peer]
+            old = f" {MARK}" * any(today.why_old(r) for b in all_shapes for r in (b.row, b.peer) if r)
+            link = f"[{ladder.name}](reports/{folder.name}/{file_name(ladder.name)}){old}"
+            line = [link, " ".join(results.place(row)), f"`{row.rung}` ({results.language(row.lesson)})", row.rate]
+            line += [peer.rung if peer else "", best.ratio]
+            if len(ratios) > 1:
+                line.append(RANGE[language].format(f"{min(ratios):.2f}", f"{max(ratios):.2f}", len(ratios)))
+            body.append(line if len(ratios) > 1 else [*line, best.ratio])
+        if body:
+            marked = f"\n{MARKED[language]}\n" * any(MARK in line[0] for line in body)
+            parts.append(f"### {folder.name}\n\n" + markdown(HEADS[language], body) + marked)
+    return "\n".join(parts) or "No GPU has been measured yet.\n"

@@ -1,0 +1,110 @@
+"""What a lesson predicted for its rungs beside what was measured, in the unit of the lesson's report.
+
+Predictions are for an H200. Each may be given in another way (milliseconds, a share of the limit, so many times as fast
+as an earlier rung); the table brings all of them to one rate.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lessonkit.base.markdown import markdown
+from lessonkit.lesson import Figure, Lesson, Prediction, shape_name
+from lessonkit.measure.rows import Row
+from lessonkit.pages import pivots
+
+MACHINE = "nvidia-h200"  # the folder of reports/ that predictions and their reasons are about
+TOLERANCE = 0.15  # a measured rate further off than this wants a reason
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A prediction and the row that answers it."""
+
+    said: Prediction
+    row: Row
+    least_ms: float  # the prediction, as times; both are the same unless it is from one figure to another
+    most_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """The measured rate over the nearest predicted one: above 1 the rung is faster than predicted."""
+        return min(max(self.row.ms_p50, self.least_ms), self.most_ms) / self.row.ms_p50
+
+    @property
+    def off(self) -> bool:
+        return abs(self.ratio - 1) > TOLERANCE
+
+    @property
+    def how(self) -> str:
+        """The prediction as the lesson gives it."""
+        p = self.said
+        if p.over:
+            return f"{_shown(p.times)} times `{p.over.__name__}`"
+        given = {" ms": p.ms, " TFLOP/s": p.tflop_per_s, " TB/s": p.tb_per_s, "% of the limit": p.percent_of_limit}
+        return next(f"{_shown(value)}{unit}" for unit, value in given.items() if value)
+
+    def rate(self, measured: float) -> str:
+        """The predicted rate, in the unit of the measured one."""
+        all_of_it = measured * self.row.ms_p50
+        return _shown((all_of_it / self.most_ms, all_of_it / self.least_ms))
+
+
+def _both(value: Figure) -> tuple[float, float]:
+    return value if isinstance(value, tuple) else (value, value)
+
+
+def _shown(value: Figure) -> str:
+    low, high = (f"{x:.3g}" for x in _both(value))
+    return low if low == high else f"{low} to {high}"
+
+
+def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:
+    """Each prediction whose rung, and whose earlier rung, was measured at its shape."""
+    at = {(row.rung, row.shape): row for row in found if row.kind == "rung"}
+    for said in lesson.predicted:
+        shape = shape_name(said.at)
+        row = at.get((said.rung.__name__, shape))
+        before = at.get((said.over.__name__, shape)) if said.over else row
+        if row and before:
+            yield Compared(said, row, *sorted(_milliseconds(said, row, before)))
+
+
+def _milliseconds(said: Prediction, row: Row, before: Row) -> Iterator[float]:
+    """The times that a prediction is."""
+    yield from _both(said.ms) if said.ms else ()
+    rates = [(said.tflop_per_s, row.tflop_per_s), (said.tb_per_s, row.tb_per_s)]
+    for predicted, measured in [*rates, (said.percent_of_limit, row.percent_of_limit)]:
+        yield from (row.ms_p50 * measured / value for value in _both(predicted) if value)
+    yield from (before.ms_p50 / value for value in _both(said.times) if value)
+
+
+def section(lesson: Lesson, found: Sequence[Row], mark: Callable[[Row], str]) -> str:
+    """The part of a lesson's page; "" where nothing was predicted. mark: what stands behind an old row's figure."""
+    pairs = list(compared(lesson, found))
+    if not pairs:
+        return ""
+    unit = pivots.unit(found)
+    body = []
+    for pair in pairs:
+        rate = pair.row.tflop_per_s if unit == "TFLOP/s" else pair.row.tb_per_s
+        line = [f"**{pair.row.rung}**", pair.row.shape, pair.how, pair.rate(rate)]
+        body.append([*line, f"{rate:.3g}{mark(pair.row)}", f"{pair.ratio:.2f}", pair.said.why])
+    header = ["", "shape", "predicted", f"that is {unit}", f"measured {unit}", "measured / predicted", "why it differs"]
+    return "## Predicted and measured\n\n" + markdown(header, body)
+
+
+def complaints(name: str, lesson: Lesson, found: Sequence[Row]) -> list[str]:
+    """What is wrong: a row that is off without a reason, a reason where nothing is off, nothing measured."""
+    pairs = {id(pair.said): pair for pair in compared(lesson, found)}
+    wrong = []
+    for said in lesson.predicted:
+        where = f"{name} {said.rung.__name__} at {shape_name(said.at)}"
+        if (pair := pairs.get(id(said))) is None:
+            wrong.append(f"{where}: predicted, and no row was measured: run `python -m lessonkit bench` on an H200")
+        elif pair.off and not said.why:
+            wrong.append(f"{where}: {pair.ratio:.2f} of what was predicted: say in `why` what the prediction missed")
+        elif said.why and not pair.off:
+            wrong.append(
+                f"{where}: {pair.ratio:.2f} of what was predicted: take `why` away, nothing is to be explained"
+            )
+    return wrong

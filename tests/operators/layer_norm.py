@@ -1,0 +1,100 @@
+"""What is asked of course_ops' layer_norm, and mutants of its kernels."""
+
+from lessonkit import Lesson, Mutant, case
+
+from course_ops.kernels._rows import Rows, choose
+from course_ops.layer_norm import BACKWARD as BACKWARDS
+from course_ops.layer_norm import FORWARD as FORWARDS
+from problems.layer_norm import EPS, PROBLEM, PROBLEM_BACKWARD
+
+
+def layer_norm(x, w, b, eps=EPS):
+    """The kernel that course_ops chooses; the operator itself would compute CPU tensors with PyTorch."""
+    return choose(FORWARDS, Rows.of(x))(x, w, b, eps)
+
+
+def layer_norm_backward(dy, x, w, mean, rstd):
+    return choose(BACKWARDS, Rows.of(x))(dy, x, w, mean, rstd, True)
+
+
+# fmt: off
+FORWARD = Lesson(
+    problem=PROBLEM,
+    rungs=(layer_norm,),
+    checks=(
+        *PROBLEM.checks,
+        case("37 rows leave the third tile of 16 hanging over", M=37, N=101),
+        case("one past a power of two: half the lanes of a row of one program are padding", M=4, N=4097),
+        case("five programs share a row, the last has one element", M=3, N=16385, pad=7),
+        case("more parts than fit on the interpreter's 4 SMs: two passes", M=2, N=32769),
+        case("more parts than fit on a GPU", gib=1, M=2, N=2_000_000),
+        case("a row past element 2^31, in chunks", gib=13, M=3, N=8195, pad=2**30),
+        case("and split", gib=13, M=3, N=16387, pad=2**30),
+        case("whole tiles: the bytes are counted here", M=64, N=512),
+    ),
+    wrong=(
+        Mutant("the tile's last rows are not there", "layer_norm_packed_kernel", "(rows < M) & (cols < N)",
+               "(rows < M + 1) & (cols < N)", "layer_norm", "out of bounds"),
+        Mutant("rows taken to be N apart", "layer_norm_packed_kernel", "rows * stride_x", "rows * N", "layer_norm"),
+        Mutant("variance by N - 1", "layer_norm_packed_kernel", "keep_dims=True) / N + eps",
+               "keep_dims=True) / tl.maximum(N - 1, 1) + eps", "layer_norm"),
+        Mutant("lanes with no element count as zeros", "layer_norm_chunks_kernel",
+               "tl.where(there, last_mean, lane_mean)", "last_mean", "layer_norm"),
+        Mutant("lanes merged as if their means were equal", "layer_norm_chunks_kernel",
+               "lane_m2 + delta * delta * lane_count", "lane_m2", "layer_norm"),
+        Mutant("Welford with the new mean twice", "welford", "m2 + delta * (x.to(tl.float32) - mean)",
+               "m2 + (x.to(tl.float32) - mean) * (x.to(tl.float32) - mean)", "layer_norm"),
+        Mutant("parts merged as if their means were equal", "layer_norm_split_kernel", "m2s + delta", "m2s + 0 * delta",
+               "layer_norm"),
+        Mutant("a ragged part weighs as much as a full one", "layer_norm_split_kernel",
+               "tl.minimum(tl.maximum(N - slots * BLOCK_N, 0), BLOCK_N)", "tl.where(slots < PARTS, BLOCK_N, 0)",
+               "layer_norm"),
+    ),
+    claims={
+        layer_norm: (
+            "16-byte loads", "16-byte stores", "layer_norm_chunks_kernel: no spills",
+        ),
+    },
+    passes={layer_norm: 1.25},  # a program asks for w and b once for 4 rows; the interpreter counts that too
+)
+
+BACKWARD = Lesson(
+    problem=PROBLEM_BACKWARD,
+    rungs=(layer_norm_backward,),
+    checks=(
+        *PROBLEM_BACKWARD.checks,
+        case("one past the shortest row that is staged", M=23, N=2049),
+        case("three programs a row, the last with fewer columns; 7 rows for 2 groups", M=7, N=8193),
+        case("more parts than fit on the interpreter's 4 SMs", M=3, N=32769),
+        case("more parts than fit on a GPU", gib=1, M=2, N=1_200_000),
+        case("more tiles than a GPU has programs", gib=0.9, M=9001, N=1000),
+        case("more rows than a GPU has groups", gib=0.5, M=300, N=9001),
+        case("a row past element 2^31, staged", gib=25, M=3, N=4099, pad=2**30),
+        case("and by groups", gib=25, M=3, N=16387, pad=2**30),
+        case("the bytes are counted here: by groups, and interpreted in two launches", M=64, N=8208),
+    ),
+    wrong=(
+        Mutant("dw of the last tile only", "layer_norm_backward_staged_kernel", "dw += dy * x_hat", "dw = dy * x_hat",
+               "layer_norm_backward"),
+        # The staged kernel has one row per tile at the lengths that it is chosen for, so its row mask cannot be missed.
+        Mutant("columns past the last", "layer_norm_backward_staged_kernel", "mask = (rows < M) & (cols < N)",
+               "mask = rows < M", "layer_norm_backward", "out of bounds"),
+        Mutant("rows past the last", "layer_norm_backward_kernel", "rows * stride_dy + cols, mask=(rows < M) & (cols",
+               "rows * stride_dy + cols, mask=(cols", "layer_norm_backward", "out of bounds"),
+        Mutant("one part's share taken for the row's sum", "layer_norm_backward_group_kernel", "tl.sum(c1, axis=0)",
+               "tl.sum(tl.where(slots == part, c1, 0), axis=0)", "layer_norm_backward"),
+        Mutant("the two sums in each other's place", "layer_norm_backward_group_kernel",
+               "rstd * (g - x_hat * c1 - c2)", "rstd * (g - x_hat * c2 - c1)", "layer_norm_backward"),
+        Mutant("a part's columns counted from 4096", "layer_norm_backward_group_kernel", "part * width + offsets",
+               "part * BLOCK_N + offsets", "layer_norm_backward", "nan"),
+        Mutant("every group writes its partial sums to the first row", "layer_norm_backward_group_kernel",
+               "partial_dw_ptr + group_id * N", "partial_dw_ptr + 0 * N", "layer_norm_backward", "nan"),
+        Mutant("a part's sums are not published", "publish_sums", "row * PARTS + part", "row * PARTS + 0 * part",
+               "layer_norm_backward", "hang"),
+    ),
+    claims={layer_norm_backward: tuple(
+        f"layer_norm_backward_{kernel}kernel: 16-byte loads" for kernel in ("", "staged_", "group_")
+    )},
+    passes={layer_norm_backward: 1.76},
+)
+# fmt: on

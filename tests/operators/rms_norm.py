@@ -1,0 +1,95 @@
+"""What is asked of course_ops' rms_norm, and mutants of its kernels."""
+
+from lessonkit import Lesson, Mutant, case
+
+from course_ops.kernels._rows import Rows, choose
+from course_ops.rms_norm import BACKWARD as BACKWARDS
+from course_ops.rms_norm import FORWARD as FORWARDS
+from problems.rms_norm import PROBLEM, PROBLEM_BACKWARD
+
+
+def rms_norm(x, w, eps):
+    """The kernel that course_ops chooses; the operator itself would compute CPU tensors with PyTorch."""
+    return choose(FORWARDS, Rows.of(x))(x, w, eps)
+
+
+def rms_norm_backward(dy, x, w, rstd):
+    return choose(BACKWARDS, Rows.of(x))(dy, x, w, rstd)
+
+
+# fmt: off
+FORWARD = Lesson(
+    problem=PROBLEM,
+    rungs=(rms_norm,),
+    checks=(
+        *PROBLEM.checks,
+        case("16 KB in bf16, 32 KB in fp32: the other two counts of bytes a thread", M=3, N=8000),
+        case("in fp32 nine programs share a row, the last with one column", M=5, N=16385, strange=True),
+        case("in every dtype programs share two rows, of which the last pair has one", M=3, N=32770),
+        case("too many parts for the interpreter's 4 SMs, in fp32: two passes", M=2, N=65537),
+        case("more programs than fit at once", gib=0.4, M=200, N=33000),
+        case("in 16 bits parts of 64 KB, in fp32 too large for an SM", gib=0.4, M=3, N=700_000),
+        case("row offsets past 2^31, in parts", gib=13, M=3, N=40000, pad=2**30),
+        case("bytes are counted here: in bf16 four rows a program, the last with three", M=203, N=1000),
+    ),
+    wrong=(
+        Mutant("x read as if contiguous", "rms_norm_packed_kernel", "rows[:, None] * stride_x", "rows[:, None] * N",
+               "rms_norm"),
+        Mutant("rows overlap", "rms_norm_packed_kernel", "to(tl.int64) * ROWS", "to(tl.int64)", "rms_norm", "nan"),
+        Mutant("a row too many", "rms_norm_packed_kernel", "(rows < M)[:", "(rows <= M)[:", "rms_norm",
+               "out of bounds"),
+        Mutant("one part's sum", "rms_norm_split_kernel", "tl.sum((words -", "PARTS * tl.max((words -", "rms_norm"),
+        Mutant("the mean of a part", "rms_norm_split_kernel", "axis=1) / N", "axis=1) / BLOCK_N", "rms_norm"),
+        Mutant("parts overlap", "rms_norm_split_kernel", "stride_y + cols", "stride_y + 0 * cols", "rms_norm", "nan"),
+        Mutant("only the last block's squares", "rstd_kernel", "squares += x * x", "squares = x * x", "rms_norm"),
+    ),
+    # In rms_norm_split_kernel some words spill: that is cheaper than a program less on the SM.
+    claims={rms_norm: (
+        "rms_norm_packed_kernel: 16-byte loads", "rms_norm_packed_kernel: 16-byte stores",
+        "rms_norm_packed_kernel: no spills",
+        "rms_norm_split_kernel: 16-byte loads", "rms_norm_split_kernel: 16-byte stores",
+    )},
+    passes={rms_norm: 1.125},
+)
+
+BACKWARD = Lesson(
+    problem=PROBLEM_BACKWARD,
+    rungs=(rms_norm_backward,),
+    checks=(
+        *PROBLEM_BACKWARD.checks,
+        case("16 KB in fp32: one row a tile", M=9, N=4096),
+        case("several tiles a program", M=203, N=1000),
+        case("no rows of more than 16 KB", M=0, N=9000),
+        case("in fp32 a program a row, several rows each", M=9, N=5000),
+        case("in bf16 a program a row, in fp32 groups of five, the last part shorter", M=9, N=9001, strange=True),
+        case("several tiles a program on a GPU too", gib=0.5, M=4100, N=1000),
+        case("several rows, and a row for several programs, on a GPU too", gib=0.5, M=301, N=9001),
+        case("groups on a GPU", gib=0.5, M=150, N=20000),
+        case("more parts than run at once: partial sums in a launch of their own", gib=0.5, M=2, N=3_000_000),
+        case("row offsets past 2^31", gib=25, M=3, N=9000, pad=2**30),
+        case("and in groups", gib=25, M=3, N=40000, pad=2**30),
+        case("bytes are counted here: groups in every dtype, interpreted in two launches", M=23, N=16500, pad=2),
+    ),
+    wrong=(
+        Mutant("only the last row's dw", "rms_norm_backward_group_kernel", "dw += wide", "dw = wide",
+               "rms_norm_backward"),
+        Mutant("the next row in this row's place", "rms_norm_backward_group_kernel", "opaque(x).to",
+               "opaque(next_x).to", "rms_norm_backward"),
+        Mutant("the mean of a part", "rms_norm_backward_group_kernel", "(dot / N)", "(dot / width)",
+               "rms_norm_backward"),
+        Mutant("w forgotten in the mean", "row_dot", "dy.to(tl.float32) * w.to(tl.float32)", "dy.to(tl.float32)",
+               "rms_norm_backward"),
+        Mutant("a part too wide", "rms_norm_backward_group_kernel", "(tl.arange(0, BLOCK_N) < width) & ", "",
+               "rms_norm_backward"),
+        Mutant("one part's sum", "rms_norm_backward_group_kernel", "tl.sum((words - 1)", "PARTS * tl.max((words - 1)",
+               "rms_norm_backward"),
+        Mutant("only the last tile's dw", "rms_norm_backward_persistent_kernel", "dw += dy", "dw = dy",
+               "rms_norm_backward"),
+    ),
+    claims={rms_norm_backward: (
+        "rms_norm_backward_group_kernel: 16-byte loads", "rms_norm_backward_group_kernel: 16-byte stores",
+        "rms_norm_backward_group_kernel: no spills",
+    )},
+    passes={rms_norm_backward: 1.72},
+)
+# fmt: on

@@ -1,0 +1,74 @@
+"""What is asked of course_ops' softmax, and mutants of its kernels."""
+
+from lessonkit import Lesson, Mutant, case
+
+from course_ops.kernels._rows import Rows, choose
+from course_ops.softmax import BACKWARD as BACKWARDS
+from course_ops.softmax import FORWARD as FORWARDS
+from problems.softmax import PROBLEM, PROBLEM_BACKWARD
+
+
+def softmax(x):
+    """The kernel that course_ops chooses; the operator itself would compute CPU tensors with PyTorch."""
+    return choose(FORWARDS, Rows.of(x))(x)
+
+
+def softmax_backward(y, dy):
+    return choose(BACKWARDS, Rows.of(y))(y, dy)
+
+
+WIDE = ("16-byte loads", "16-byte stores", "no spills")
+
+# fmt: off
+FORWARD = Lesson(
+    problem=PROBLEM,
+    rungs=(softmax,),
+    checks=(
+        *PROBLEM.checks,
+        case("several tiles, the last one hanging over", M=9, N=1000),
+        case("past the registers of the interpreter's 4 SMs: two passes", M=1, N=262145),
+        case("bytes are counted here: rows past 64 KB are split; half a row of -inf", M=3, N=32769, strange=True),
+    ),
+    wrong=(
+        Mutant("y's stride for x", "softmax_packed_kernel", "rows * stride_x", "rows * stride_y", "softmax"),
+        Mutant("no row mask", "softmax_packed_kernel", "(rows < M) & ", "", "softmax", "out of bounds"),
+        Mutant("m subtracted after scaling", "softmax_packed_kernel", "- m) * LOG2E - tl", "* LOG2E - m * LOG2E) - tl",
+               "softmax"),
+        Mutant("parts keep their maxima", "softmax_split_kernel", "y = tl.exp2((opaque(x).to(tl.float32) - m)",
+               "y = tl.exp2((opaque(x).to(tl.float32) - tl.max(x, axis=0).to(tl.float32))", "softmax", "nan"),
+        Mutant("parts not rescaled", "softmax_split_kernel", " * tl.exp2((ms - m) * LOG2E)", "", "softmax"),
+        Mutant("a part of -inf", "softmax_split_kernel", "to(tl.float32), LOWEST)", 'to(tl.float32), -float("inf"))',
+               "softmax", "nan"),
+        Mutant("every part publishes in the first part's slot", "softmax_split_kernel", "partials_ptr + part",
+               "partials_ptr + 0 * part", "softmax", "hang"),
+        Mutant("sum not rescaled", "softmax_two_pass_kernel", "l * tl.exp(m - m_new)", "l", "softmax"),
+    ),
+    claims={softmax: tuple(f"softmax_{k}_kernel: {claim}" for k in ("packed", "split") for claim in WIDE)},
+    passes={softmax: 2.0},  # interpreted, rows are split in two launches, of which the first only publishes
+)
+
+BACKWARD = Lesson(
+    problem=PROBLEM_BACKWARD,
+    rungs=(softmax_backward,),
+    checks=(
+        *PROBLEM_BACKWARD.checks,
+        case("past the registers of the interpreter's 4 SMs: two passes", M=1, N=131073),
+        case("several tiles, the last one hanging over", M=9, N=1000),
+        case("bytes are counted here: rows past 64 KB are split", M=2, N=32769),
+    ),
+    wrong=(
+        Mutant("only the last block's delta", "softmax_backward_two_pass_kernel", "delta +=", "delta =",
+               "softmax_backward"),
+        Mutant("dy's stride for y", "softmax_backward_packed_kernel", "rows * stride_y", "rows * stride_dy",
+               "softmax_backward"),
+        Mutant("no row mask", "softmax_backward_packed_kernel", "(rows < M) & ", "", "softmax_backward",
+               "out of bounds"),
+        Mutant("one delta for all rows", "softmax_backward_packed_kernel", ", axis=1, keep_dims=True", "",
+               "softmax_backward"),
+        Mutant("one share too few", "softmax_backward_split_kernel", "delta = tl.sum", "delta = tl.max",
+               "softmax_backward"),
+    ),
+    claims={softmax_backward: tuple(f"softmax_backward_{k}_kernel: {c}" for k in ("packed", "split") for c in WIDE)},
+    passes={softmax_backward: 2.0},
+)
+# fmt: on

@@ -1,0 +1,81 @@
+"""Day 4's forward on Hopper: the last rung has the shipped kernel's machine code, and each rung can be read alone."""
+
+import ast
+import hashlib
+import re
+from importlib import import_module
+
+from lessonkit.base.files import ROOT
+from lessonkit.modes import compiled
+from lessonkit.modes.compile_server import call_in_compiler
+
+import pytest
+import torch
+
+from problems.attention import inputs
+
+FOLDER = ROOT / "day4_replace_op" / "flash_hopper"
+RUNGS = [path for path in sorted(FOLDER.glob("*.py")) if path.stem not in ("cpu_model", "mutants")]
+LAST, SHIPPED = "day4_replace_op.flash_hopper.causal_diagonal", "course_ops.kernels.attention_forward_hopper"
+
+
+def last_rung(*args):
+    return import_module(LAST).causal_diagonal(*args)
+
+
+def shipped(q, k, v, causal, *_):
+    return import_module(SHIPPED).attention_forward(q, k, v, causal, q.shape[-1] ** -0.5)
+
+
+def machine_code(D, causal):
+    """Hashes of the machine code of both for sm_90, without addresses and names. In a process that compiles."""
+    found = []
+    for fn in (last_rung, shipped):
+        with compiled.compiling(90) as made:
+            made.clear()
+            fn(*inputs(4, 2048 // D, 4096, D, causal=causal, dtype=torch.bfloat16))
+            (kernel,) = made.values()
+        with compiled.as_file(kernel.asm["cubin"]) as cubin:
+            sass = compiled.tool("cuobjdump", "-sass", cubin).replace(kernel.metadata.name, "kernel")
+        found.append(hashlib.sha256(re.sub(r"/\*.*?\*/", "", sass).encode()).hexdigest())
+    return found
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all keys"])
+@pytest.mark.parametrize("D", [128, 64])
+def test_the_last_rung_has_the_shipped_kernels_machine_code(D, causal):
+    """But for D = 64 and all keys, which three consumers compute in course_ops."""
+    rung, ours = call_in_compiler("tests.test_flash_hopper", "machine_code", D, causal)
+    assert (rung == ours) == (D == 128 or causal)
+
+
+@pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
+def test_a_rung_imports_no_other_rung(path):
+    """torch, triton, the kit's face, course_ops.hopper and the problem: all else stands in the file."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in nodes}
+    ours = {name for name in names if name.split(".")[0] not in ("torch", "triton", "math")}
+    assert ours == {"lessonkit", "course_ops.hopper", "problems.attention"}
+
+
+def functions(path):
+    return [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("warp_specialized", "overlap_softmax"),
+        ("overlap_softmax", "lazy_rescaling"),
+        ("lazy_rescaling", "persistent_scheduler"),
+        ("persistent_scheduler", "causal_diagonal"),
+        ("persistent_scheduler", "three_consumers"),
+        ("overlap_softmax", "ping_pong"),
+    ],
+)
+def test_a_rungs_functions_stand_in_the_order_of_the_rung_before(before, after):
+    """So that `diff` of the two files is the lesson: what both have stands in the same order."""
+    first, second = (functions(FOLDER / f"{name}.py") for name in (before, after))
+    assert [name for name in first if name in second] == [name for name in second if name in first]
+    assert "# New" in (FOLDER / f"{after}.py").read_text()

@@ -1,0 +1,214 @@
+"""Pages of rows: predictions beside measurements, operators, lengths. Each is made of fields and rows alone."""
+
+import dataclasses
+import re
+
+from lessonkit import Prediction
+from lessonkit.base.errors import Misdeclared
+from lessonkit.base.files import REPORTS
+from lessonkit.judge import verify
+from lessonkit.lesson import discover, kernels
+from lessonkit.measure import rows
+from lessonkit.measure.stale import Today, device_folders
+from lessonkit.pages import lengths, operators, pivots, plots, predictions, report, results
+
+import pytest
+
+ADD = "day2_triton_basics.lesson01_vector_add"
+FOLDERS = device_folders()
+N = {"n": 98432}
+
+
+def a_row(**changes):
+    """2 ms at 4 TB/s, the speed of the copy."""
+    values = {field.name: field.type(1) for field in dataclasses.fields(rows.Row)}
+    values |= {"lesson": ADD, "rung": "add_wide", "kind": "rung", "shape": "n=98432", "ms_p50": 2.0, "tb_per_s": 4.0}
+    return rows.Row(**(values | {"percent_of_limit": 100.0} | changes))
+
+
+@pytest.fixture
+def lesson():
+    return dict(discover("lesson01_vector_add"))[ADD]
+
+
+# ---- Predictions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "ratio", "how"),
+    [
+        ({"ms": 3.0}, 1.5, "3 ms"),
+        ({"tb_per_s": 2.0}, 2.0, "2 TB/s"),
+        ({"percent_of_limit": 50}, 2.0, "50% of the limit"),
+        ({"ms": (1.0, 1.6)}, 0.8, "1 to 1.6 ms"),
+        ({"tb_per_s": (1.0, 2.0)}, 2.0, "1 to 2 TB/s"),
+        ({"times": 2, "over": "add_block"}, 2.5, "2 times `add_block`"),
+    ],
+)
+def test_a_prediction_stands_beside_what_was_measured_in_one_unit(lesson, said, ratio, how):
+    """Of 2 ms, 4 TB/s, 100% of the limit; the rung before took 10 ms."""
+    first, second = lesson.rungs[1:]
+    said |= {"over": first} if "over" in said else {}
+    lesson = dataclasses.replace(lesson, predicted=(Prediction(rung=second, at=N, **said, why="Because."),))
+    found = [a_row(), a_row(rung="add_block", ms_p50=10.0, tb_per_s=0.8)]
+    rate = {"1 to 1.6 ms": "5 to 8", "1 to 2 TB/s": "1 to 2"}.get(how, f"{4 / ratio:.3g}")
+    (pair,) = predictions.compared(lesson, found)
+    assert pair.ratio == pytest.approx(ratio)
+    line = predictions.section(lesson, found, lambda row: "!").splitlines()[-1]
+    assert line == f"| **add_wide** | n=98432 | {how} | {rate} | 4! | {ratio:.2f} | Because. |"
+
+
+def test_a_prediction_that_is_off_wants_a_reason_and_one_that_is_not_wants_none(lesson):
+    def complaints(percent, why, found):
+        said = Prediction(rung=lesson.rungs[2], at=N, percent_of_limit=percent, why=why)
+        return predictions.complaints(ADD, dataclasses.replace(lesson, predicted=(said,)), found)
+
+    found = [a_row()]
+    assert not complaints(90, "", found)
+    assert not complaints((60, 90), "", found)
+    assert "say in `why`" in complaints((60, 80), "", found)[0]
+    assert not complaints(80, "A reason.", found)
+    assert "say in `why`" in complaints(80, "", found)[0]
+    assert "take `why` away" in complaints(90, "A reason.", found)[0]
+    assert "no row was measured" in complaints(90, "", [])[0]
+
+
+def test_a_prediction_says_one_thing_of_a_rung_at_a_bench(lesson):
+    rung = lesson.rungs[2]
+    for wrong in ({}, {"ms": 1.0, "tb_per_s": 1.0}, {"times": 2}, {"ms": 1.0, "over": rung}):
+        with pytest.raises(Misdeclared, match="give one of ms"):
+            Prediction(rung=rung, at=N, **wrong)
+    for said, says in (
+        (Prediction(rung=rung, at={"n": 7}, ms=1.0), "n=7 is no bench"),
+        (Prediction(rung=lesson.reference, at=N, ms=1.0), "no rung"),
+        (Prediction(rung=rung, at=N, times=2, over=lesson.reference), "no rung"),
+    ):
+        with pytest.raises(AssertionError, match=says):
+            verify.declared(ADD, dataclasses.replace(lesson, predicted=(said,)))
+
+
+@pytest.mark.release
+def test_predictions_that_failed_say_why():
+    folder = REPORTS / predictions.MACHINE
+    wrong = [
+        w for name, each in kernels() for w in predictions.complaints(name, each, rows.read(folder / f"{name}.csv"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# ---- A line for each shape ------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_lines_and_the_fastest_of_each_is_bold():
+    found = [a_row(rung="slow", ms_p50=3.0), a_row(rung="fast"), a_row(rung="torch", kind="peer", ms_p50=2.5)]
+    table = pivots.pivot(found, lambda row: f"{row.ms_p50:g}")
+    assert table.splitlines()[0] == "| shape | `slow` | `fast` | torch |"
+    assert table.splitlines()[2] == f"| {found[0].shape} | 3 | **2** | 2.5 |"
+
+
+def test_an_option_that_is_off_is_no_other_shape():
+    assert results.place(a_row(shape="S=4 causal=False")) == results.place(a_row(shape="S=4"))
+    assert results.place(a_row(shape="S=4 causal=True")) != results.place(a_row(shape="S=4"))
+
+
+# ---- Operators ------------------------------------------------------------------------------------------------------
+
+
+def test_every_lesson_with_kernels_names_its_operator_and_no_two_share_a_page():
+    lessons = [name for name, _ in kernels() if name != "cuda_src.05_stream_overlap"]  # copies, and no kernel of note
+    named = {results.operator(name) for name in lessons}
+    assert not {name for name in lessons if results.operator(name) == name.split(".")[1]}
+    assert len({operators.file_name(name) for name in named}) == len(named)
+    assert operators.file_name("attention, dQ alone") == "attention_dq_alone.md"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_an_operators_page_has_every_rung_of_all_its_lessons(folder):
+    today = Today(kernels())
+    pages = operators.pages(folder, today)
+    for ladder in operators.ladders(folder):
+        page = pages[folder / operators.file_name(ladder.name)]
+        for name, lesson, found in ladder.lessons:
+            assert f"({name}.md)" in page
+            measured = {row.rung for row in found}
+            assert all(f"`{rung.__name__}`" in page for rung in lesson.rungs if rung.__name__ in measured), name
+            for peer in {row.rung for row in found if row.kind == "peer" and row.ratio_to_best_peer == 1}:
+                assert peer in page
+        old = any(today.why_old(row) for _, _, found in ladder.lessons for row in found if row.kind != "limit")
+        assert (operators.ABOUT in page) == old, ladder.name
+
+
+def test_the_fastest_at_a_shape_stands_beside_the_peer_of_its_own_rounds(lesson):
+    slow = (a_row(rung="add_block", ms_p50=4.0), a_row(rung="torch", kind="peer", ms_p50=1.0))
+    fast = (a_row(rung="add_wide", ms_p50=2.0), a_row(rung="torch", kind="peer", ms_p50=3.0))
+    (best,) = operators.Ladder("add", (("a", lesson, slow), ("b", lesson, fast))).fastest()
+    assert (best.row, best.peer) == fast
+
+
+@pytest.mark.parametrize("language", operators.HEADS)
+def test_readme_has_a_line_for_each_operator(language):
+    lines = operators.overview(language, Today(kernels())).splitlines()
+    for folder in FOLDERS:
+        for ladder in operators.ladders(folder):
+            mine = [x for x in lines if f"(reports/{folder.name}/{operators.file_name(ladder.name)})" in x]
+            assert len(mine) == 1, ladder.name
+        for contest in results.contests(folder):
+            assert any(x.startswith(f"| [{contest.name}]") and f"| {contest.best.rate} |" in x for x in lines)
+
+
+# ---- Over the sequence length ---------------------------------------------------------------------------------------
+
+
+def attention(rung, S, rate, **of):
+    B = 16384 // S
+    return a_row(rung=rung, shape=f"B={B} H=16 S={S} D=128 causal=True", tflop_per_s=rate, **of)
+
+
+def test_attention_is_drawn_over_the_length():
+    """Its least bytes are the same at each; shapes with other work are left out."""
+    found = [("ours", attention("ours", S, rate)) for S, rate in ((512, 300.0), (4096, 700.0))]
+    found.append(("ours", a_row(rung="ours", shape="B=1 H=1 S=4096 D=128 causal=True", tflop_per_s=1.0)))
+    picture = plots.over_length("attention", found, ours=("ours",))
+    assert picture.data == [("D=128 causal=True", "ours", 512, 300.0), ("D=128 causal=True", "ours", 4096, 700.0)]
+    assert picture.is_in(picture.png())
+    assert plots.over_length("softmax", [("ours", a_row())], ours=("ours",)) is None
+    assert plots.over_length("one length", found[:1], ours=("ours",)) is None
+
+
+def test_a_table_over_the_length_becomes_a_pivot_with_ratios_and_a_sentence(monkeypatch):
+    def row(name, S, rate, peak):
+        return {"attention": name, "S": str(S), "TFLOP/s": str(rate), "peak MB": str(peak)}
+
+    kept = [row("mine", 512, 100, 7), row("mine", 1024, 300, 7), row("older", 1024, 90, 7), row("A", 512, 200, 10),
+            row("A", 1024, 200, 40), row("B", 512, 50, 7), row("B", 1024, 250, 7)]  # fmt: skip
+    monkeypatch.setattr(report, "kept_table", lambda *of: kept)
+    table = lengths.compared("some.lesson", "forward", ("A", "B", "C"))(REPORTS)
+    assert [tuple(line.values()) for line in table.rows] == [
+        ("**mine**", "100", "**300**"),
+        ("B", "50", "250"),
+        ("A", "**200**", "200"),
+        ("**older**", "", "90"),
+        (f"**{lengths.OURS}**", "**0.50**", "**1.20**"),
+    ]
+    assert table.note == (
+        "The course's fastest runs at 0.50 to 1.20 times the best peer, which is A at S = 512; B at S = 1024. "
+        "Not timed here: C."
+    )
+    assert plots.of_table(table).png()
+    memory = lengths.memory("some.lesson", ("forward",))(REPORTS)
+    assert memory.note.startswith("With S grow A:")
+    monkeypatch.setattr(report, "kept_table", lambda *of: [])
+    assert lengths.compared("some.lesson", "forward", ("A",))(REPORTS) is None
+    assert lengths.memory("some.lesson", ("forward",))(REPORTS) is None
+
+
+def test_a_comparison_stands_in_place_of_the_table_of_its_name():
+    """Lesson 9's long tables, as pivots."""
+    for folder in FOLDERS:
+        for path in folder.glob("*.lesson09_compare_attention.md"):
+            text = path.read_text()
+            names = re.findall(r"^## (\w+ \d+(?: causal)?)$", text, re.MULTILINE)
+            assert len(names) == 8
+            assert names[0].startswith("forward")
+            assert text.count(lengths.OURS) == 8
+            assert "| S | ms |" not in text
