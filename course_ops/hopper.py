@@ -17,7 +17,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from course_ops import versions
 
-async_load, async_store, tma_reduce_add = versions.async_load, versions.async_store, versions.async_atomic_add
+async_load, async_store, reinterpret = versions.async_load, versions.async_store, versions.reinterpret
+tma_reduce_add = versions.async_atomic_add
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 

@@ -93,7 +93,7 @@ def _matmuls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     def matmul(M: int) -> Tensor:
         return course_ops.matmul(_of(M, 4096, dtype=dtype).detach(), _of(4096, 4096, dtype=dtype).detach())
 
-    named = {f"matmul M={M}": partial(matmul, M) for M in (1, 16, 4096)}
+    named = {f"matmul M={M}": partial(matmul, M) for M in (1, 16, 512, 4096)}
     return {f"{name} {str(dtype)[6:]}": call for name, call in ({"grouped": grouped, "linear": linear} | named).items()}
 
 

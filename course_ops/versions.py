@@ -5,17 +5,24 @@
     async_load        tma.async_load          tma.async_copy_global_to_shared
     async_store       tma.async_store         tma.async_copy_shared_to_global
     async_atomic_add  tma.async_atomic_add    none: the compiler's operation without a name
+    reinterpret       shared.reinterpret      shared._reinterpret
 
 A kernel imports these instead of writing the old names: `from course_ops.versions import async_load`.
 """
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
-__all__ = ["aggregate", "async_atomic_add", "async_load", "async_store"]
+__all__ = ["aggregate", "async_atomic_add", "async_load", "async_store", "reinterpret"]
+
+
+@builtin
+def reinterpret(shared, dtype, shape, layout, _semantic=None):
+    """Shared memory seen as another dtype, shape and layout."""
+    return _reinterpret(shared, dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin
@@ -34,4 +41,5 @@ def _first(*places):
 aggregate = _first((gluon, "aggregate"), (core, "_aggregate"))
 async_load = _first((tma, "async_load"), (tma, "async_copy_global_to_shared"))
 async_store = _first((tma, "async_store"), (tma, "async_copy_shared_to_global"))
+_reinterpret = _first((shared_memory_descriptor, "reinterpret"), (shared_memory_descriptor, "_reinterpret"))
 async_atomic_add = getattr(tma, "async_atomic_add", _atomic_add)
