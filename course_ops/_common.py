@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+HOPPERS_SHARED_MEMORY = 232448
 _interpreted: ContextVar[bool] = ContextVar("course_ops_interpreted", default=False)
 
 
@@ -24,7 +25,7 @@ def triton_interprets() -> bool:
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Inside, operators run their kernels on CPU tensors too (course_ops.testing.interpreted)."""
+    """Inside, operators run their launchers on tensors that no GPU holds, too (course_ops.testing)."""
     token = _interpreted.set(True)
     try:
         yield
@@ -33,8 +34,8 @@ def interpreting() -> Iterator[None]:
 
 
 def runs_kernel(x: Tensor) -> bool:
-    """Whether x is computed by a kernel: on a GPU always, on a CPU only when interpreting, which is for tests."""
-    return x.is_cuda or (x.device.type == "cpu" and _interpreted.get())
+    """Whether x is computed by a kernel: on a GPU always, elsewhere only for tests (course_ops.testing)."""
+    return x.is_cuda or (x.device.type in ("cpu", "meta") and _interpreted.get())
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
@@ -43,22 +44,54 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability as one number (90 for Hopper); without a GPU what is compiled for, or 90 when interpreted."""
+    """Compute capability as one number (90 for Hopper), 0 for AMD; without a GPU that of the target.
+
+    Interpreted it is 90.
+    """
     if device.type == "cuda":
+        if torch.version.hip:
+            return 0
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor
     if triton_interprets():
         return 90
     import triton
 
-    return int(triton.runtime.driver.active.get_current_target().arch)
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return arch if isinstance(arch, int) else 0
 
 
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; an H200's when only compiling, 4 when interpreted."""
+    """Streaming multiprocessors of the device or of the target's card; 4 when interpreted."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return 4 if triton_interprets() else 132
+    return 4 if triton_interprets() else _of_target("multiprocessor_count")
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have on the device or the target's card; Hopper's when interpreted."""
+    if device.type == "cuda" and not torch.version.hip:
+        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return HOPPERS_SHARED_MEMORY if triton_interprets() else _of_target("max_shared_mem")
+
+
+def roomy(device: torch.device) -> bool:
+    """Whether a block may have about as much shared memory as on Hopper, 227 KB, for which the large tiles are made."""
+    return shared_memory(device) > 200_000
+
+
+def fitting_stages(stages: int, bytes_a_stage: int, device: torch.device, beside: int = 0) -> int:
+    """The stages of a pipeline where its chip is roomy; elsewhere as many of them as fit, with `beside` bytes more."""
+    fitting = (shared_memory(device) - 1024 - beside) // bytes_a_stage
+    return stages if roomy(device) else max(1, min(stages, fitting))
+
+
+def _of_target(limit: str) -> int:
+    """What Triton's driver says of the current GPU, or of the card that is compiled for."""
+    import triton
+
+    driver = triton.runtime.driver.active
+    return driver.utils.get_device_properties(driver.get_current_device())[limit]
 
 
 def tma_takes(*tensors: Tensor) -> bool:

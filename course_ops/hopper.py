@@ -4,24 +4,21 @@ A ring is a circle of shared-memory stages. Each stage has two mbarriers: the pr
 copy, the copy's bytes complete `full`, a consumer waits for `full` and arrives on `empty` when it has read the stage.
 Steps are numbered from 0 over all of a CTA's tiles, so stage and parity follow from the step alone.
 
-Names that differ between versions of Triton are settled here: `aggregate`, and `tma_reduce_add`.
+Names that differ between versions of Triton come from course_ops.versions.
 """
 
 from functools import cache
 
 import torch
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-try:  # public from Triton 3.9 on
-    from triton.experimental.gluon import aggregate as _aggregate
-except ImportError:
-    from triton.language.core import _aggregate
+from course_ops import versions
 
+async_load, async_store, reinterpret = versions.async_load, versions.async_store, versions.reinterpret
+tma_reduce_add = versions.async_atomic_add
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -38,7 +35,7 @@ def aggregate(cls):
 
     init.__triton_builtin__ = True  # nothing in it decides what is compiled
     cls.__init__ = init
-    return _aggregate(cls)
+    return versions.aggregate(cls)
 
 
 def tensor_descriptor(t: torch.Tensor, block_shape: list[int], *, swizzled: bool = True) -> TensorDescriptor:
@@ -161,13 +158,3 @@ def tile_counter(device: torch.device) -> torch.Tensor:
 @cache
 def _counter_of(stream):
     return torch.zeros(1, dtype=torch.int32, device=stream.device)
-
-
-@builtin
-def tma_reduce_add(desc, coord, smem, _semantic=None):
-    """Add a block of shared memory to global memory; asynchronous, as tma.async_copy_shared_to_global.
-
-    Gluon's compiler has the operation, its language has no name for it yet.
-    """
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)

@@ -37,9 +37,9 @@ def _(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
 
 
 def require_fp8(x: Tensor) -> None:
-    """Raise Unsupported on a GPU without fp8."""
-    if x.is_cuda and architecture(x.device) < 89:
-        raise Unsupported(f"fp8 needs compute capability 8.9, {x.device} has {architecture(x.device) / 10}: use bf16")
+    """Raise Unsupported where a kernel would run on an NVIDIA GPU without fp8."""
+    if runs_kernel(x) and 0 < architecture(x.device) < 89:
+        raise Unsupported(f"fp8 needs compute capability 8.9, the GPU has {architecture(x.device) / 10}: use bf16")
 
 
 def refuse_gradient(operator: str, **tensors: Tensor) -> None:

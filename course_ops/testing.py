@@ -1,10 +1,15 @@
-"""For tests without a GPU: run the operators' kernels in Triton's interpreter instead of computing with PyTorch."""
+"""For tests without a GPU: run the operators' kernels in Triton's interpreter, or only compile them."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
+from torch import Tensor
+from torch.library import custom_op
 
+import course_ops
 from course_ops import _common
 
 
@@ -29,3 +34,89 @@ def kernels() -> Iterator[None]:
     else:
         with interpreted():
             yield
+
+
+def calls() -> dict[str, Callable[[], None]]:
+    """Calls on meta tensors that launch every operator's kernels, forward and backward, by name.
+
+    For a process in which a launch only compiles. It is that process's to keep: from the first call on, operators
+    there run their launchers where PyTorch asks for shapes alone.
+    """
+    return {name: partial(_launch, call) for name, call in _examples().items()}
+
+
+def _launch(call: Callable[[], Tensor]) -> None:
+    for module in [m for name, m in sys.modules.items() if name.startswith("course_ops.")]:
+        for value in vars(module).values():
+            if isinstance(value, _Operator):
+                value.register_fake(value._init_fn)
+    with _common.interpreting():
+        out = call()
+        if out.requires_grad:
+            out.backward(torch.empty_like(out))
+
+
+_Operator = type(custom_op("course_ops::nothing", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor"))
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+def _of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=dtype in _common.FLOATS)
+
+
+def _fp8(scheme: str) -> Tensor:
+    n = 4096
+    a_scale, b_scale = {"tensor": ((1, 1), (1, 1)), "rows": ((n, 1), (1, n)), "blocks": ((n, 32), (32, 32))}[scheme]
+    scales = [torch.empty(shape, device="meta") for shape in (a_scale, b_scale)]
+    a, b = _of(n, n, dtype=FP8), _of(n, n, dtype=FP8).t()
+    return course_ops.matmul_fp8(a, scales[0], b, scales[1])
+
+
+def _heads(D: int, S_q: int = 4096, dtype: torch.dtype = BF16) -> Tensor:
+    q, k, v = _of(2, 32, S_q, D, dtype=dtype), _of(2, 8, 4096, D, dtype=dtype), _of(2, 8, 4096, D, dtype=dtype)
+    if S_q == 1:  # a step of decoding, which has no gradient
+        q, k, v = q.detach(), k.detach(), v.detach()
+    return course_ops.attention(q, k, v, causal=True)
+
+
+def _matmuls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    def grouped() -> Tensor:
+        offsets = torch.empty(9, dtype=torch.int32, device="meta")
+        return course_ops.grouped_matmul(
+            _of(8192, 4096, dtype=dtype), _of(8, 4096, 4096, dtype=dtype).detach(), offsets
+        )
+
+    def linear() -> Tensor:
+        x, w, bias, y = (_of(*shape, dtype=dtype) for shape in ((8192, 2048), (4096, 2048), (4096,), (8192, 4096)))
+        return course_ops.linear(x, w, bias, "gelu_tanh", y)
+
+    def matmul(M: int) -> Tensor:
+        return course_ops.matmul(_of(M, 4096, dtype=dtype).detach(), _of(4096, 4096, dtype=dtype).detach())
+
+    named = {f"matmul M={M}": partial(matmul, M) for M in (1, 16, 512, 4096)}
+    return {f"{name} {str(dtype)[6:]}": call for name, call in ({"grouped": grouped, "linear": linear} | named).items()}
+
+
+def _examples() -> dict[str, Callable[[], Tensor]]:
+    """At sizes of the lessons' benches; of rows two lengths, as kernels of their own serve long ones."""
+    ops, found = course_ops, dict[str, Callable[[], Tensor]]()
+    for N in (4096, 131072):
+        x, w, targets = _of(1024, N), _of(N), torch.empty(1024, dtype=torch.long, device="meta")
+        found[f"softmax N={N}"] = partial(ops.softmax, x)
+        found[f"rms_norm N={N}"] = partial(ops.rms_norm, x, w)
+        found[f"layer_norm N={N}"] = partial(ops.layer_norm, x, w, w)
+        found[f"cross_entropy N={N}"] = partial(ops.cross_entropy, x, targets)
+    x, w = _of(4096, 4096), _of(4096)
+    found["add_norm"] = lambda: ops.add_norm(x, x, w, w)[0]
+    found["gelu"] = partial(ops.gelu, x)
+    found["dropout"] = partial(ops.dropout, x, 0.5, seed=1)
+    found["scan"] = partial(ops.scan, _of(2**24))
+    for D in (64, 128, 256):
+        found[f"attention D={D} bfloat16"] = partial(_heads, D)
+    found["attention D=128 float32"] = partial(_heads, 128, dtype=FP32)
+    found["attention decoding bfloat16"] = partial(_heads, 128, 1)
+    found |= _matmuls(BF16) | _matmuls(FP32)
+    for scheme in ("tensor", "rows", "blocks"):
+        found[f"matmul_fp8 {scheme}"] = partial(_fp8, scheme)
+    found["quantize blocks"] = lambda: ops.quantize(x.detach(), "blocks")[1]
+    return found

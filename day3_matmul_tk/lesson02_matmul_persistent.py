@@ -279,7 +279,7 @@ def _aligned_like(t):
 
 
 def _blocks(a):
-    return (128, 256 if device.architecture() >= 90 else 128, 64) if a.element_size() == 2 else (64, 64, 32)
+    return (128, 256 if device.roomy() else 128, 64) if a.element_size() == 2 else (64, 64, 32)
 
 
 def _stages(a, block, parts):

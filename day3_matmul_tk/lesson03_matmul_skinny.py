@@ -238,7 +238,8 @@ def matmul_skinny(a, b):
         tma = "[N, K]" if turned else "[K, N]"  # as b lies in memory
         few = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if turned else (256, 64, 4, 5)]
         shapes = few if block_m <= 32 else [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
-        others = next((s for s in shapes if triton.cdiv(b.shape[1], s[0]) <= num_sms()), shapes[-1])
+        n, k, warps, stages = next((s for s in shapes if triton.cdiv(b.shape[1], s[0]) <= num_sms()), shapes[-1])
+        others = n, k, warps, device.fitting_stages(stages, 2 * (block_m + n) * k)
     return _stream_k(a, b, block_m, *others, tma=tma)
 
 

@@ -203,13 +203,15 @@ def linear_gelu(x, w, bias, residual=None, save=None):
     if x.element_size() != 2 or device.architecture() < 90 or not tma_takes(x, w, *outer):
         return _tiles(x, w, bias, residual, True, save)
     # 128 x 256 needs the fewest bytes from L2 (lesson 1); if that makes less than a tile an SM, halves use more SMs.
-    wide = triton.cdiv(M, 128) * triton.cdiv(N, 256) >= num_sms()
+    wide = device.roomy() and triton.cdiv(M, 128) * triton.cdiv(N, 256) >= num_sms()
     block_n, stages = (256, 3) if wide else (128, 4)
+    beside = 128 * block_n * (1 + (residual is not None) + (save is not None))
     x_desc, w_desc = (TensorDescriptor.from_tensor(t, [rows, 64]) for t, rows in ((x, 128), (w, block_n)))
     outer = (TensorDescriptor.from_tensor(t, [128, block_n // 2]) for t in outer)
     persistent_kernel[(min(num_sms(), triton.cdiv(M, 128) * triton.cdiv(N, block_n)),)](
         x_desc, w_desc, bias, *outer, M, N, x.shape[1], residual is not None, save is not None,
-        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64, num_warps=8, num_stages=stages,
+        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64, num_warps=8,
+        num_stages=device.fitting_stages(stages, 2 * (128 + block_n) * 64, beside),
     )  # fmt: skip
     return y
 

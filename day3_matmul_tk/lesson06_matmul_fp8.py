@@ -20,7 +20,7 @@ Check it:  python -m lessonkit check lesson06_matmul_fp8
 Time it:   python -m lessonkit bench lesson06_matmul_fp8
 """
 
-from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, needs, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, device, needs, num_sms, tma_takes
 
 import torch
 import triton
@@ -164,8 +164,9 @@ def matmul_fp8(a, b, scale_a, scale_b):
     c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
     if scheme == "blocks" or not tma_takes(a, b.t(), c):
         return fp8_blocks(a, b, scale_a, scale_b)
-    wide = triton.cdiv(M, 128) * triton.cdiv(N, 256) >= num_sms()
+    wide = device.roomy() and triton.cdiv(M, 128) * triton.cdiv(N, 256) >= num_sms()
     block_n, stages = (256, 3) if wide else (128, 4)
+    stages = device.fitting_stages(stages, (128 + block_n) * GROUP, 128 * block_n)
     a_desc, b_desc = (TensorDescriptor.from_tensor(t, [rows, GROUP]) for t, rows in ((a, 128), (b.t(), block_n)))
     c_desc = TensorDescriptor.from_tensor(c, [128, block_n // 2])
     fp8_persistent_kernel[(min(num_sms(), triton.cdiv(M, 128) * triton.cdiv(N, block_n)),)](

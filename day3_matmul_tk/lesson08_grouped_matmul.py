@@ -238,13 +238,14 @@ def grouped_matmul(x, w, offsets):
     if device.architecture() < 90 or x.element_size() != 2 or not args[3].numel() or not tma_takes(x, stored):
         return persistent(x, w, offsets)
     block_m, block_n, block_k, warps = _tile(T, E, x.dtype)
-    block_n = 256 if block_m == 128 else block_n
+    block_n = 256 if block_m == 128 and device.roomy() else block_n
     x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k])
     w_desc = TensorDescriptor.from_tensor(stored, [1, block_n, block_k] if turned else [1, block_k, block_n])
     programs = min(num_sms() * (1 if block_m >= 64 else 2), (T // block_m + E) * triton.cdiv(N, block_n))
     grouped_tma_kernel[(programs,)](
         x_desc, w_desc, offsets, args[3], T, N, x.shape[1], E, block_m, block_n, block_k,
-        triton.next_power_of_2(E), turned, num_warps=warps, num_stages=4,
+        triton.next_power_of_2(E), turned, num_warps=warps,
+        num_stages=device.fitting_stages(4, 2 * (block_m + block_n) * block_k),
     )  # fmt: skip
     return args[3]
 

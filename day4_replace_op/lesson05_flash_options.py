@@ -258,8 +258,8 @@ def _tile(q):
     if q.element_size() == 4:
         return (64, 64, 8, 1) if q.shape[-1] <= 128 else (32, 32, 4, 1)
     if q.shape[-1] > 128:
-        return (128, 64, 8, 2) if device.architecture() >= 90 else (64, 32, 4, 2)
-    return (128, 128, 8, 3) if device.architecture() >= 90 else (128, 64, 4 if q.shape[-1] <= 64 else 8, 2)
+        return (128, 64, 8, 2) if device.roomy() else (64, 32, 4, 2)
+    return (128, 128, 8, 3) if device.roomy() else (128, 64, 4 if q.shape[-1] <= 64 else 8, 2)
 
 
 def only_seen_blocks_cost(rung):

@@ -217,7 +217,7 @@ def _block(q):
     """Queries and keys: dq and two blocks of scores in registers, Q, dO and two stages of K and V in shared memory."""
     if q.element_size() == 4:
         return (64, 32) if q.shape[-1] <= 64 else (32, 32)
-    return (128, 64) if device.architecture() >= 90 or q.shape[-1] <= 64 else (64, 64)
+    return (128, 64) if device.roomy() or q.shape[-1] <= 64 else (64, 64)
 
 
 def _work(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout=""):

@@ -199,8 +199,8 @@ def _query_tiles(q):
     if q.element_size() == 4:
         return (64, 64, 8, 1) if q.shape[-1] <= 64 else (32, 32, 4, 1)
     if q.shape[-1] > 128:
-        return (128, 32, 8, 2) if device.architecture() >= 90 else (64, 32, 8, 1)
-    return (128, 64, 8, 2) if device.architecture() >= 90 or q.shape[-1] <= 64 else (64, 64, 8, 2)
+        return (128, 32, 8, 2) if device.roomy() else (64, 32, 8, 1)
+    return (128, 64, 8, 2) if device.roomy() or q.shape[-1] <= 64 else (64, 64, 8, 2)
 
 
 # ---- dk and dv -----------------------------------------------------------------------------------------------------
@@ -358,10 +358,12 @@ def _at_once(bytes_a_head):
 
 def _key_tiles(q):
     """Queries, keys, warps and stages. dk, dv and two tiles of scores fill the registers, K, V and stages the rest."""
-    hopper, D = device.architecture() >= 90, q.shape[-1]
+    large, D = device.roomy(), q.shape[-1]
     if q.element_size() == 4:
         return (64, 64, 8, 1) if D <= 64 else (32, 32, 4, 1)
-    return (64, 128, 8, 2) if (128 if hopper else 64) >= D else (32, 64, 8, 2 if hopper or D <= 128 else 1)
+    if D > 128 and device.shared_memory() < 2**17:
+        return 32, 32, 4, 1
+    return (64, 128, 8, 2) if (128 if large else 64) >= D else (32, 64, 8, 2 if large or D <= 128 else 1)
 
 
 class _Attention(torch.autograd.Function):

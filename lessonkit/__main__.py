@@ -1,4 +1,4 @@
-"""lessonkit: doctor, list, path, run, check, mutants, exercise, bench, compile, count, report, stale, new, diff ...
+"""lessonkit: doctor, list, path, run, check, mutants, exercise, bench, compile, card, versions, report, stale, ...
 
 Exit codes: 0 all well, 1 something failed, 2 the command line is wrong, 130 a run was stopped.
 """
@@ -17,11 +17,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-from lessonkit.base import device, renames
+from lessonkit.base import chips, device, renames
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment
-from lessonkit.commands import course_run, exercises, new, show
+from lessonkit.commands import course_run, exercises, new, show, versions
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import build, sass, toolchain
@@ -30,7 +30,7 @@ from lessonkit.judge import counters, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import dependents, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
 from lessonkit.modes import compiled
-from lessonkit.pages import final_report, paths, report
+from lessonkit.pages import final_report, paths, report, targets
 
 import typer
 
@@ -332,15 +332,88 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
 
 @app.command(name="compile")
 def compile_lessons(which: Which = "") -> None:
-    """Compile every rung for sm_80 and newer (no GPU needed), test its claims, and write reports/compiled."""
+    """Compile every rung for NVIDIA and AMD (no GPU needed), test its claims, and write reports/compiled.
+
+    All lessons, and `course_ops`: the operators too. With COURSE_GPU, for that card alone, and nothing is written.
+    """
     broken: list[str] = []
-    for name, lesson in _with_kernels(which, broken):
-        show.resources(name)
+    mine = _card()
+    wanted = (mine.target,) if mine else compiled.TARGETS
+    chosen = [] if which == compiled.COURSE_OPS else list(_with_kernels(which, broken))
+    names = [name for name, lesson in chosen if not lesson.extension]
+    if which in ("", "all", compiled.COURSE_OPS):
+        names.insert(0, compiled.COURSE_OPS)  # takes longest
+    with show.console.status("compiling"):
+        compiled.compile_ahead(names, wanted)
+    claimed = {name: lesson.claimed() for name, lesson in chosen}
+    for name in dict.fromkeys([*claimed, *names]):
+        try:
+            show.resources(name, wanted)
+        except RuntimeError as why:
+            broken.append(str(why))
+            continue
         with suppress(Missing):  # show.resources has said what
-            broken += sass.broken_claims(name, lesson.claimed(), compiled.kernels(name))
-            report.save_compiled(name)
-    report.write()
+            broken += sass.broken_claims(name, claimed.get(name, {}), compiled.kernels(name, wanted))
+            if not mine:
+                report.save_compiled(name)
+    if not mine:
+        report.write()
     _end(broken)
+
+
+def _card() -> chips.Chip | None:
+    try:
+        return chips.chosen()
+    except ValueError as why:
+        raise typer.BadParameter(str(why)) from None
+
+
+@app.command(name="versions")
+def try_versions(
+    which: Which = "",
+    torch: Annotated[list[str] | None, typer.Option(help="Only this PyTorch, 2.15.0; may be repeated.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="Only this target, 90 or gfx942; may be repeated.")] = None,
+    checks: Annotated[bool, typer.Option(help="Run the interpreted checks too.")] = True,
+) -> None:
+    """Compile every kernel, and check it interpreted, with each PyTorch and its Triton; write reports/versions.csv.
+
+    Makes an environment of 5 GB for each pair in the cache. Needs no GPU. Of some lessons nothing is written.
+    """
+    unknown = {*(torch or ())} - {*versions.PAIRS}
+    targets = [t for t in compiled.TARGETS if not target or str(t) in target]
+    if unknown or len(targets) < len({*(target or ())}):
+        known = f"PyTorch {', '.join(versions.PAIRS)} and targets {', '.join(map(str, compiled.TARGETS))}"
+        raise typer.BadParameter(f"--torch or --target: there are {known}")
+    failed: list[str] = []
+    for version in torch or versions.PAIRS:
+        try:
+            with show.console.status(f"torch {version} with Triton {versions.PAIRS[version]}"):
+                rows, words = versions.tried(version, which, targets, checks)
+        except versions.Failed as why:
+            failed.append(str(why))
+            continue
+        show.table(f"torch {version}", list(vars(rows[0])), (vars(row).values() for row in rows))
+        failed += words
+        if not which:
+            versions.save(rows)
+    report.write()
+    _end(failed)
+
+
+@app.command()
+def card(which: Which = "") -> None:
+    """Show a card's limits and its roofline over the lessons, by its data sheet: COURSE_GPU names it, or an H200's."""
+    chip = _card() or chips.of(90)
+    show.table(
+        f"{chip.name}: {chips.label(chip.target)}",
+        ["SMs", "TB/s", *(f"{rate} TFLOP/s" for rate in chip.flops), "shared a block", "an SM", "registers", "threads"],
+        [[chip.sms, f"{chip.bandwidth / 1e12:.3g}", *(f"{f / 1e12:.4g}" for f in chip.flops.values()),
+          chip.shared_block, chip.shared, chip.registers, chip.warps * chip.warp_size]],
+    )  # fmt: skip
+    failed: list[str] = []
+    titles = ["lesson", "largest shape", "FLOPs a byte", "TFLOP/s at most", "us at least", "bound by"]
+    show.table("predicted, not measured", titles, targets.roofline(chip, _with_kernels(which, failed)))
+    _end(failed)
 
 
 @app.command()

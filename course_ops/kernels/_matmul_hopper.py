@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from course_ops._common import architecture, tma_takes, triton_interprets
+from course_ops.versions import async_load, async_store
 
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a partition; renamed in Triton 3.7
 
@@ -31,8 +32,8 @@ def swizzled_tile(index, tiles_m, tiles_n, GROUP: gl.constexpr):
 def load_stage(a_desc, b_desc, a_smem, b_smem, full, row, col, k, A_T: gl.constexpr, B_T: gl.constexpr, pred=True):
     """One step's blocks of A and B into a stage; `full` completes when their bytes have arrived."""
     mbarrier.expect(full, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred)
-    tma.async_copy_global_to_shared(a_desc, [k, row] if A_T else [row, k], full, a_smem, pred)
-    tma.async_copy_global_to_shared(b_desc, [col, k] if B_T else [k, col], full, b_smem, pred)
+    async_load(a_desc, [k, row] if A_T else [row, k], full, a_smem, pred)
+    async_load(b_desc, [col, k] if B_T else [k, col], full, b_smem, pred)
 
 
 @gluon.jit
@@ -62,7 +63,7 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
         tma.store_wait(1)
         panel.store(panels[p].to(c_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [row, col + 64 * p], panel)
+        async_store(c_desc, [row, col + 64 * p], panel)
 
 
 def describe(t: Tensor, rows: int, cols: int) -> tuple[TensorDescriptor, bool]:

@@ -63,11 +63,6 @@ def precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def shared_memory(x: Tensor) -> int:
-    """Bytes of shared memory that a block may have on the device of x; Hopper's 227 KB without a GPU."""
-    return torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 232448
-
-
 def stream_zeros(x: Tensor, count: int, kind: object) -> Tensor:
     """int32 zeros that the calls on this stream share, for kernels that leave them ready for the next call.
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty_like
 
-from course_ops._common import architecture, tma_takes
+from course_ops._common import architecture, roomy, shared_memory, tma_takes
 from course_ops.kernels.attention_tiles import (
     LOG2E,
     fp32_precision,
@@ -207,17 +207,19 @@ def _queries(dout, q, k, v, out, lse, causal, window, scale):
 
 def queries_tile_shape(q: Tensor) -> tuple[int, int, int, int]:
     """dq_kernel's queries, keys, warps and stages: dq and two tiles of scores in registers, the rest shared."""
-    hopper, D = architecture(q.device) >= 90, q.shape[-1]
+    large, D = roomy(q.device), q.shape[-1]
     if q.element_size() == 4:
         return (64, 64, 8, 1) if D <= 64 else (32, 32, 4, 1)
     if D > 128:
-        return (128, 32, 8, 2) if hopper else (64, 32, 8, 1)
-    return (128, 64, 8, 2) if hopper or D <= 64 else (64, 64, 8, 2)
+        return (128, 32, 8, 2) if large else (64, 32, 8, 1)
+    return (128, 64, 8, 2) if large or D <= 64 else (64, 64, 8, 2)
 
 
 def keys_tile_shape(q: Tensor) -> tuple[int, int, int, int]:
     """dkdv_kernel's queries, keys, warps and stages: dk, dv and two tiles of scores fill the registers."""
-    hopper, D = architecture(q.device) >= 90, q.shape[-1]
+    large, D = roomy(q.device), q.shape[-1]
     if q.element_size() == 4:
         return (64, 64, 8, 1) if D <= 64 else (32, 32, 4, 1)
-    return (64, 128, 8, 2) if (128 if hopper else 64) >= D else (32, 64, 8, 2 if hopper or D <= 128 else 1)
+    if D > 128 and shared_memory(q.device) < 2**17:
+        return 32, 32, 4, 1
+    return (64, 128, 8, 2) if (128 if large else 64) >= D else (32, 64, 8, 2 if large or D <= 128 else 1)

@@ -48,6 +48,7 @@ from course_ops.hopper import (
     tma_reduce_add,
 )
 from course_ops.kernels.attention_tiles import LN2, LOG2E, heads_in_l2, load_tile
+from course_ops.versions import async_load, async_store
 
 KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO in the ring
 
@@ -173,10 +174,10 @@ class RowBlocks:
     def load(self, stage, batch, head, line, row):
         """A block, and its rows' values from line `line` of [B H, rows]; both from `row` on."""
         mbarrier.expect(self.full.index(stage), self.desc.block_type.nbytes + self.values_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
+        async_load(
             self.desc, [batch, head, row, 0], self.full.index(stage), self.smem.index(stage)
         )  # fmt: skip
-        tma.async_copy_global_to_shared(
+        async_load(
             self.values_desc, [line, row], self.full.index(stage), self.values_smem.index(stage)
         )  # fmt: skip
 
@@ -229,8 +230,8 @@ def store_tile(args, dk_desc, dv_desc, count, where):
     mbarrier.wait(args.stored.index(0), count & 1)
     for half in gl.static_range(2):
         coord = [batch, head_kv, key + half * args.k_smem.shape[3], 0]
-        tma.async_copy_shared_to_global(dk_desc, coord, args.k_smem.index(half))
-        tma.async_copy_shared_to_global(dv_desc, coord, args.v_smem.index(half))
+        async_store(dk_desc, coord, args.k_smem.index(half))
+        async_store(dv_desc, coord, args.v_smem.index(half))
     tma.store_wait(0)
 
 
@@ -239,7 +240,7 @@ def load_halves(desc, smem, full, batch, head, row):
     mbarrier.expect(full, 2 * desc.block_type.nbytes)
     for half in gl.static_range(2):
         coord = [batch, head, row + half * desc.block_type.shape[2], 0]
-        tma.async_copy_global_to_shared(desc, coord, full, smem.index(half))
+        async_load(desc, coord, full, smem.index(half))
 
 
 # An accumulator may begin with -lse (as a score) or -delta of each query instead of 0: then P = 2^(scale S') and

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
+from course_ops._common import architecture, num_sms, shared_memory, tma_takes, triton_interprets
 from course_ops.kernels.attention_tiles import (
     LN2,
     LOG2E,
@@ -146,7 +146,7 @@ def attention_decode(
     owners = B * H // group
     # One program an SM, with steps of 128 keys, has as many bytes in flight as two with 64, and half as many parts. But
     # at the end of an owner it has none in flight, so where programs have several owners there are two.
-    programs_per_sm = 1 if owners <= num_sms(q.device) and _shared_memory(q.device) > 9 * TILE_BYTES else 2
+    programs_per_sm = 1 if owners <= num_sms(q.device) and shared_memory(q.device) > 9 * TILE_BYTES else 2
     block_n = min(128, 2 * TILE_BYTES // (programs_per_sm * q.element_size() * block_d))
     blocks = max(1, triton.cdiv(S_k, block_n))
     share = share_of(owners, blocks, programs_per_sm * num_sms(q.device))
@@ -174,10 +174,3 @@ def share_of(owners: int, blocks: int, programs: int) -> int:
     """Blocks a program: equal shares, or up to 1/16 more if then owners end where programs do, and parts are fewer."""
     least = triton.cdiv(owners * blocks, programs)
     return next((n for n in range(least, least + least // 16 + 1) if n % blocks == 0 or blocks % n == 0), least)
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a block may have; 227 KB, Hopper's, where there is no GPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return 232448

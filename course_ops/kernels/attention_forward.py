@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from course_ops._common import architecture, tma_takes
+from course_ops._common import architecture, roomy, tma_takes
 from course_ops.kernels.attention_tiles import (
     LN2,
     LOG2E,
@@ -103,9 +103,9 @@ def attention_forward(
 
 def tile_shape(q: Tensor) -> tuple[int, int, int, int]:
     """Queries, keys, warps and stages: scores and O fill the registers, the stages shared memory."""
-    hopper, D = architecture(q.device) >= 90, q.shape[-1]
+    large, D = roomy(q.device), q.shape[-1]
     if q.element_size() == 4:
         return (64, 64, 8, 1) if D <= 128 else (32, 32, 4, 1)
     if D > 128:
-        return (128, 64, 8, 2) if hopper else (64, 32, 4, 2)
-    return (128, 128, 8, 2) if hopper else (128, 64, 4 if D <= 64 else 8, 2)
+        return (128, 64, 8, 2) if large else (64, 32, 4, 2)
+    return (128, 128, 8, 2) if large else (128, 64, 4 if D <= 64 else 8, 2)

@@ -44,6 +44,7 @@ from course_ops.hopper import (
     tile_order,
 )
 from course_ops.kernels.attention_tiles import LN2, LOG2E, LOWEST, empty_results, heads_in_l2
+from course_ops.versions import async_load, async_store
 
 ROWS, KEYS = 64, 128  # queries of a warpgroup, keys of a block
 LARGE_SUM = gl.constexpr(0x46000000)  # the bits of 2^13 in fp32
@@ -62,7 +63,7 @@ class Ring:
     def load(self, stage, batch, head, row):
         """Announce a block's bytes to `full`, and start its copy. Rows past a head's last one come as zeros."""
         mbarrier.expect(self.full.index(stage), self.desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
+        async_load(
             self.desc, [batch, head, row, 0], self.full.index(stage), self.smem.index(stage)
         )  # fmt: skip
 
@@ -440,7 +441,7 @@ def epilogue(args, o, m, l, batch, head, row, WHICH: gl.constexpr):
     tma.store_wait(0)  # the last tile's store, which had this whole tile's time
     as_matrix(out).store(scale_rows(o, 1 / gl.where(empty, 1.0, l)).to(out.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(args.o_desc, [batch, head, row, 0], out)
+    async_store(args.o_desc, [batch, head, row, 0], out)
 
 
 @gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k"])

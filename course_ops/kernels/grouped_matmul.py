@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, num_sms, tma_takes
+from course_ops._common import architecture, fitting_stages, num_sms, roomy, tma_takes
 from course_ops.kernels._tiles import multiply_tile, precision, swizzled_tile
 
 
@@ -120,7 +120,7 @@ def grouped_tma(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """As grouped_pointers, for what tma_fits()."""
     (T, K), (E, _, N), y = x.shape, w.shape, x.new_empty(x.shape[0], w.shape[2])
     block_m, block_n, block_k, warps = _tile(x, E)
-    block_n = 256 if block_m == 128 else block_n  # without addresses in registers 128 x 256 fits
+    block_n = 256 if block_m == 128 and roomy(x.device) else block_n  # without addresses in registers it fits there
     transposed = _transposed(w)
     x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k])
     w_desc = TensorDescriptor.from_tensor(
@@ -129,7 +129,8 @@ def grouped_tma(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     programs = num_sms(x.device) * (1 if block_m >= 64 else 2)
     tma_kernel[(min(programs, _most_tiles(T, E, N, block_m, block_n)),)](
         x_desc, w_desc, offsets, y, T, N, K, E, block_m, block_n, block_k,
-        triton.next_power_of_2(E), transposed, num_warps=warps, num_stages=4,
+        triton.next_power_of_2(E), transposed, num_warps=warps,
+        num_stages=fitting_stages(4, 2 * (block_m + block_n) * block_k, x.device),
     )  # fmt: skip
     return y
 

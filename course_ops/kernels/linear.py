@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
+from course_ops._common import architecture, fitting_stages, num_sms, roomy, tma_takes, triton_interprets
 from course_ops.kernels._tiles import swizzled_tile
 
 # gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded.
@@ -143,14 +143,16 @@ def linear_tma(
     """As linear_pointers, in 16 bits, for what tma_fits()."""
     M, N, y, sms = len(x), len(w), x.new_empty(len(x), len(w)), num_sms(x.device)
     # 128 x 256 needs the fewest bytes from L2; where that makes less than a tile an SM, halves use more SMs.
-    wide = triton.cdiv(M, 128) * triton.cdiv(N, 256) >= sms
+    wide = roomy(x.device) and triton.cdiv(M, 128) * triton.cdiv(N, 256) >= sms
     block_n, stages = (256, 3) if wide else (128, 4)
+    outer = sum(t is not None for t in (residual, y, save))
+    stages = fitting_stages(stages, 2 * (128 + block_n) * 64, x.device, beside=outer * 128 * block_n)
     x_desc, w_desc = (TensorDescriptor.from_tensor(t, [rows, 64]) for t, rows in ((x, 128), (w, block_n)))
-    outer = (
+    outer_descs = (
         TensorDescriptor.from_tensor(y if t is None else t, [128, block_n // 2]) for t in (residual, y, save)
     )  # y stands in for what is absent
     tma_kernel[(min(sms, triton.cdiv(M, 128) * triton.cdiv(N, block_n)),)](
-        x_desc, w_desc, bias, *outer, M, N, x.shape[1],
+        x_desc, w_desc, bias, *outer_descs, M, N, x.shape[1],
         bias is not None, gelu, residual is not None, save is not None,
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64, num_warps=8, num_stages=stages,
     )  # fmt: skip

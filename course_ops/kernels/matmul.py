@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, num_sms, tma_takes
-from course_ops.kernels._tiles import multiply_tile, precision, predicted_cycles, shared_memory, swizzled_tile
+from course_ops._common import architecture, num_sms, shared_memory, tma_takes
+from course_ops.kernels._tiles import multiply_tile, precision, predicted_cycles, swizzled_tile
 
 
 # A program computes one tile; programs are ordered in groups of 8 rows of tiles, for L2.
@@ -30,7 +30,7 @@ def matmul_pointers(a: Tensor, b: Tensor) -> Tensor:
     if c.numel():
         pointers_kernel[(triton.cdiv(c.shape[0], block[0]) * triton.cdiv(c.shape[1], block[1]),)](
             a, b, c, *c.shape, a.shape[1], *a.stride(), *b.stride(), c.stride(0), *block, precision(), 8,
-            num_warps=8, num_stages=min(4, shared_memory(a) // ((128 + 128) * 64 * 2)),
+            num_warps=8, num_stages=min(4, shared_memory(a.device) // ((128 + 128) * 64 * 2)),
         )  # fmt: skip
     return c
 
@@ -71,7 +71,7 @@ def matmul_tma(a: Tensor, b: Tensor) -> Tensor:
     out = c if tma_takes(c) else _aligned_like(c)
     m, n, k = block = _tma_tile(a, c)
     a_t, b_t = a.stride(-1) != 1, b.stride(-1) != 1
-    stages = (shared_memory(a) - 1024 - m * n * a.element_size() // 2) // ((m + n) * k * a.element_size())
+    stages = (shared_memory(a.device) - 1024 - m * n * a.element_size() // 2) // ((m + n) * k * a.element_size())
     tma_kernel[(min(num_sms(a.device), triton.cdiv(c.shape[0], m) * triton.cdiv(c.shape[1], n)),)](
         TensorDescriptor.from_tensor(a.t() if a_t else a, [k, m] if a_t else [m, k]),
         TensorDescriptor.from_tensor(b.t() if b_t else b, [n, k] if b_t else [k, n]),

@@ -13,6 +13,7 @@ from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import store_tile, swizzled_tile
 from course_ops.kernels._tiles import predicted_cycles
 from course_ops.kernels.matmul_fp8 import FP8
+from course_ops.versions import async_load
 
 BLOCK_K = 128
 
@@ -35,12 +36,12 @@ def producer(descs, ring, sizes, GROUP: gl.constexpr):
             mbarrier.wait(empty.index(stage), parity ^ 1)
             bar, k = full.index(stage), step * BLOCK_K
             mbarrier.expect(bar, CONSUMERS * OF_A + b_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(b_desc, [tile_n * BLOCK_N, k], bar, b_smem.index(stage))
+            async_load(b_desc, [tile_n * BLOCK_N, k], bar, b_smem.index(stage))
             for which in gl.static_range(CONSUMERS):
                 row, place = (tile_m * CONSUMERS + which) * 64, stage * CONSUMERS + which
-                tma.async_copy_global_to_shared(a_desc, [row, k], bar, a_smem.index(place))
+                async_load(a_desc, [row, k], bar, a_smem.index(place))
                 if scale_desc is not None:
-                    tma.async_copy_global_to_shared(scale_desc, [step, row], bar, scale_smem.index(place))
+                    async_load(scale_desc, [step, row], bar, scale_smem.index(place))
             count += 1
 
 

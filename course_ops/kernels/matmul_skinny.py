@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, num_sms, tma_takes
+from course_ops._common import architecture, fitting_stages, num_sms, tma_takes
 from course_ops.kernels._tiles import stream_zeros
 
 
@@ -135,7 +135,8 @@ def _tma_tile(block_m: int, b: Tensor, n_major: bool) -> tuple[int, int, int, in
     """block_n, block_k, warps, stages: the narrowest tile that makes no more tiles than SMs, else the widest."""
     few = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if n_major else (256, 64, 4, 5)]
     tiles = few if block_m <= 32 else [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
-    return next((t for t in tiles if triton.cdiv(b.shape[1], t[0]) <= num_sms(b.device)), tiles[-1])
+    n, k, warps, stages = next((t for t in tiles if triton.cdiv(b.shape[1], t[0]) <= num_sms(b.device)), tiles[-1])
+    return n, k, warps, fitting_stages(stages, 2 * (block_m + n) * k, b.device)
 
 
 def _stream_k(

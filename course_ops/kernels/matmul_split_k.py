@@ -12,6 +12,7 @@ from course_ops._common import num_sms
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describe, load_stage, split_columns
 from course_ops.kernels._tiles import stream_zeros
+from course_ops.versions import async_store, reinterpret
 
 
 @gluon.jit
@@ -71,10 +72,10 @@ def store(c_desc, a_smem, x, row, col, WHICH: gl.constexpr, A_T: gl.constexpr):
         panels = split_columns(panels[0]) + split_columns(panels[1])
     for p in gl.static_range(len(panels)):
         panel = a_smem.index(p).slice(WHICH * 64, 64, dim=1 if A_T else 0)
-        panel = panel._reinterpret(c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
+        panel = reinterpret(panel, c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
         panel.store(panels[p].to(c_desc.dtype))
         hopper.fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [row, col + 64 * p], panel)
+        async_store(c_desc, [row, col + 64 * p], panel)
     tma.store_wait(0)
 
 

@@ -94,17 +94,17 @@ def ranked(M: int, N: int, configs: list[Config], gpu: GPU) -> list[Config]:
 
 
 # The learner's file ends here.
-from unittest import mock
+from dataclasses import replace
 
-from lessonkit import compiled
+from lessonkit.base import chips
 from lessonkit.exercise import Exercise, Wrong, number, same
 from lessonkit.measure import sweeps
 
 import torch
 
 # Hopper's SM as the lessons have it, in the GPUs that they know; and SMs that nobody sells.
-FAMILY = [GPU(m.sms, *compiled.SM_LIMITS[90][:2], sweeps.SHARED, *compiled.SM_LIMITS[90][2:], m.memory)
-          for m in sweeps.FAMILY]  # fmt: skip
+SM = chips.of(90)
+FAMILY = [GPU(m.sms, SM.registers, SM.shared, sweeps.SHARED, SM.warps, SM.blocks, m.memory) for m in sweeps.FAMILY]
 OTHERS = [GPU(46, 65536, 102400, 101376, 48, 24, 6.4e11), GPU(84, 32768, 65536, 49152, 32, 16, 1.2e12)]
 
 
@@ -125,8 +125,8 @@ def _resident(c, gpu):
     """By the lessons' own count."""
     if c.shared > gpu.most_shared:
         return 0
-    with mock.patch.dict(compiled.SM_LIMITS, {0: (gpu.registers, gpu.shared, gpu.warps, gpu.programs)}):
-        return compiled.resident(0, c.warps, c.registers, c.shared)
+    sm = replace(SM, registers=gpu.registers, shared=gpu.shared, warps=gpu.warps, blocks=gpu.programs)
+    return sm.resident(c.warps, c.registers, c.shared)
 
 
 def _seconds(M, N, c, gpu):

@@ -10,6 +10,8 @@ One lesson runs in three modes, and the device alone says which:
 import os
 from typing import Any
 
+from lessonkit.base import chips
+
 import torch
 
 COMPILE_ONLY = os.environ.get("LESSONKIT_MODE") == "compiled"
@@ -34,27 +36,43 @@ def capability() -> int:
 
 
 def architecture() -> int:
-    """What kernels are compiled for here: 90 for Hopper; and when interpreted, which does what Hopper can."""
-    if INTERPRETED:
-        return 90
-    import triton
+    """Compute capability that kernels are compiled for here: 90 for Hopper, 0 for AMD.
 
-    return int(triton.runtime.driver.active.get_current_target().arch)
+    Interpreted it is 90: the interpreter does what Hopper can.
+    """
+    target = 90 if INTERPRETED else _target()
+    return 0 if isinstance(target, str) else target
 
 
 def num_sms() -> int:
-    """Streaming multiprocessors to fill: the GPU's own count, an H200's when only compiling, 4 when interpreted."""
+    """SMs to fill: the GPU's own count, when only compiling those of the target's card, 4 when interpreted."""
     if HAS_GPU:
         return torch.cuda.get_device_properties(0).multi_processor_count
-    return 132 if COMPILE_ONLY else 4
+    return chips.of(_target()).sms if COMPILE_ONLY else 4
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that a block may have; Hopper's 227 KB where there is no GPU."""
+    """Bytes of shared memory that a block may have: the GPU's or the target's card's, Hopper's when interpreted."""
     if not HAS_GPU:
-        return 232448
+        return chips.of(_target() if COMPILE_ONLY else 90).shared_block
     properties: Any = torch.cuda.get_device_properties(0)  # PyTorch's types leave the field out
     return int(properties.shared_memory_per_block_optin)
+
+
+def roomy() -> bool:
+    """Whether a block may have about as much shared memory as on Hopper, 227 KB, for which the large tiles are made."""
+    return shared_memory() > 200_000
+
+
+def fitting_stages(stages: int, bytes_a_stage: int, beside: int = 0) -> int:
+    """The stages of a pipeline where its chip is roomy; elsewhere as many of them as fit, with `beside` bytes more."""
+    return stages if roomy() else max(1, min(stages, (shared_memory() - 1024 - beside) // bytes_a_stage))
+
+
+def _target() -> chips.Target:
+    import triton
+
+    return triton.runtime.driver.active.get_current_target().arch  # type: ignore[no-any-return]
 
 
 def name() -> str:

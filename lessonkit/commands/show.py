@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from lessonkit.base import device
+from lessonkit.base import chips, device
 from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.judge import counters
 from lessonkit.judge.verify import LeftOut, Question, grad_checks, rung_checks
@@ -142,7 +142,7 @@ def operators(found: list[operator_rows.Row]) -> None:
     table("course_ops over its best peer", ["", "shapes", "failed", "mean", "worst", "under 0.97"], body)
 
 
-def resources(name: str, targets: tuple[int, ...] = compiled.TARGETS) -> None:
+def resources(name: str, targets: tuple[chips.Target, ...] = compiled.TARGETS) -> None:
     """What the compiler made of the rungs: nothing here needs a GPU."""
     with console.status("compiling"):
         try:
@@ -162,6 +162,8 @@ def resources(name: str, targets: tuple[int, ...] = compiled.TARGETS) -> None:
         "store_bytes",
     ]
     table("compiled (no GPU needed)", columns, ([getattr(k, c) for c in columns] for k in found))
+    if without := compiled.unfit(name, targets):
+        table("no kernel", ["rung", "target", "why"], ([u.rung, u.target, u.why] for u in without))
 
 
 def counted(found: list[dict[str, Any]]) -> None:

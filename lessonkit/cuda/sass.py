@@ -20,24 +20,26 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-from lessonkit.base import eviction, files
+from lessonkit.base import chips, eviction, files
 from lessonkit.base.cpp_text import codes
 from lessonkit.cuda import build, toolchain
 
 TARGETS = (80, 90)  # 90 is sm_90a
 THREADS = 256
 RESERVED = 1024  # bytes of each block's shared memory that the system takes, from sm_90 on counted in the cubin
-# Per SM: registers, shared memory in bytes, warps, blocks (CUDA programming guide, compute capabilities table).
-SM_LIMITS = {80: (65536, 167936, 64, 32), 90: (65536, 233472, 64, 32), 100: (65536, 233472, 64, 32)}
+CLAIMED = (80, 90, 100)  # the targets whose machine code is asked what a lesson claims
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel of a rung. Bytes and counts are for one program (block)."""
+    """One compiled kernel of a rung. Bytes and counts are for one program (block).
+
+    On AMD shared is LDS, a spill is one of a VGPR, mma counts MFMA, cp_async loads that go to LDS directly.
+    """
 
     rung: str
     kernel: str
-    target: int
+    target: chips.Target
     warps: int
     registers: int  # a thread
     spills: int  # local-memory loads and stores in the machine code
@@ -59,22 +61,20 @@ CLAIMS: dict[str, Callable[[Kernel], bool]] = {
     "16-byte stores": lambda k: k.store_bytes == 16,
     "mma": lambda k: k.mma > 0,
     "wgmma": lambda k: k.target != 90 or k.wgmma > 0,
-    "tma": lambda k: k.target < 90 or k.tma > 0,
+    "tma": lambda k: k.target == 80 or k.tma > 0,
     "cp.async": lambda k: k.target != 80 or k.cp_async > 0,
     "no shared memory": lambda k: k.shared == 0,
 }
 
 
-def resident(target: int, warps: int, registers: int, shared: int) -> int:
-    """Programs that an SM holds at a time. Registers come in units of 256 a warp, shared memory with 1 KB a program."""
-    all_registers, all_shared, max_warps, max_blocks = SM_LIMITS[target]
-    by_registers = all_registers // (-(-registers * 32 // 256) * 256) // warps if registers else max_blocks
-    return min(by_registers, all_shared // (shared + 1024), max_blocks, max_warps // warps)
+def resident(target: chips.Target, warps: int, registers: int, shared: int) -> int:
+    """Programs that an SM of the target's card holds at a time."""
+    return chips.of(target).resident(warps, registers, shared)
 
 
-def occupancy(target: int, warps: int, registers: int, shared: int) -> float:
-    """Resident warps over the SM's most."""
-    return resident(target, warps, registers, shared) * warps / SM_LIMITS[target][2]
+def occupancy(target: chips.Target, warps: int, registers: int, shared: int) -> float:
+    """Resident warps over the most of an SM of the target's card."""
+    return chips.of(target).occupancy(warps, registers, shared)
 
 
 def tool(name: str, *args: str) -> str:
@@ -113,7 +113,7 @@ def functions(binary: bytes) -> dict[str, bytes]:
     return {name.removeprefix(".text."): code for name, code in sections(binary) if name.startswith(".text.")}
 
 
-def opcodes(codes: Iterable[bytes], target: int) -> list[Counter[str]]:
+def opcodes(codes: Iterable[bytes], target: chips.Target) -> list[Counter[str]]:
     """How often each opcode (LDG.E.128, HGMMA.64x256x16.F32.BF16) is in the machine code of these functions.
 
     Kept on disk. What is new is disassembled by one process, as nvdisasm takes 0.4 s to start and no time for the rest.
@@ -121,7 +121,7 @@ def opcodes(codes: Iterable[bytes], target: int) -> list[Counter[str]]:
     codes = list(codes)
     kept = [_kept(code, target) for code in codes]
     new = [i for i, file in enumerate(kept) if not file.exists()]
-    architecture = f"SM{target}{'a' * (target >= 90)}"
+    architecture = f"SM{target}{'a' * (int(target) >= 90)}"
     found: list[Counter[str]] = [Counter() for _ in new]
     if new:
         with as_file(b"".join(codes[i] for i in new)) as together:
@@ -136,7 +136,7 @@ def opcodes(codes: Iterable[bytes], target: int) -> list[Counter[str]]:
     return [Counter(json.loads(file.read_text())) for file in kept]
 
 
-def _kept(code: bytes, target: int) -> Path:
+def _kept(code: bytes, target: chips.Target) -> Path:
     """Where the opcodes of machine code are kept."""
     import triton
 
@@ -165,7 +165,9 @@ def normalised(binary: bytes) -> str:
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
 
-def row(rung: str, kernel: str, target: int, ops: Iterable[str], *, warps: int, registers: int, shared: int) -> Kernel:
+def row(
+    rung: str, kernel: str, target: chips.Target, ops: Iterable[str], *, warps: int, registers: int, shared: int
+) -> Kernel:
     """A kernel's row: what is known of it, and what its instructions (a list, or how many of each) show."""
     ops = Counter(ops)
 
@@ -203,7 +205,7 @@ def row(rung: str, kernel: str, target: int, ops: Iterable[str], *, warps: int, 
 # ---- Programs of CUDA C++, compiled by nvcc ------------------------------------------------------------------------
 
 
-def kernels(source: Path, targets: Container[int] = TARGETS) -> tuple[Kernel, ...]:
+def kernels(source: Path, targets: Container[chips.Target] = TARGETS) -> tuple[Kernel, ...]:
     """Compile a program for these; a row for each instance of each kernel, `rung` being the kernel's plain name.
 
     Raises toolchain.Missing without nvcc or g++, build.BuildError with nvcc's words.
@@ -293,8 +295,8 @@ def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterabl
             kernels = [k for k in everything if k.rung == rung and only in ("", k.kernel)]
             broken += [f"{name}.{rung} launches no {only or 'kernel'}"] * (not kernels)
             broken += [
-                f"{name}.{rung}: {k.kernel} for sm_{k.target} lacks {what!r}: {k}"
+                f"{name}.{rung}: {k.kernel} for {chips.label(k.target)} lacks {what!r}: {k}"
                 for k in kernels
-                if not CLAIMS[what](k)
+                if k.target in CLAIMED and not CLAIMS[what](k)
             ]
     return broken

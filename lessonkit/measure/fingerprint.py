@@ -27,6 +27,28 @@ DECLARATION = "LESSON"
 GIVEN = {"inputs": ("inputs", "bench_dtype"), "work": ("work",)}  # what a row is of beside its code: fields that count
 # Names that the kit gave otherwise when rows were measured. They count as they were then: a new name is no new code.
 EARLIER = {"LESSONKIT_MODE": "LESSONKIT_LANE", "call_in_compiler": "elsewhere", "opaque": "again"}
+# Functions that answer on every GPU with rows as they did when these were measured, and now on other cards too. They
+# count as their words were then.
+THEN = {
+    "lessonkit.base.device": """
+def architecture() -> int:
+    if INTERPRETED:
+        return 90
+    import triton
+    return int(triton.runtime.driver.active.get_current_target().arch)
+
+def num_sms() -> int:
+    if HAS_GPU:
+        return torch.cuda.get_device_properties(0).multi_processor_count
+    return 132 if COMPILE_ONLY else 4
+
+def shared_memory() -> int:
+    if not HAS_GPU:
+        return 232448
+    properties: Any = torch.cuda.get_device_properties(0)
+    return int(properties.shared_memory_per_block_optin)
+"""
+}
 EVERYTHING = "*"  # stands for all that a module binds
 
 Chain = tuple[str, ...]  # ("hopper", "launch"); ("@day4.hopper", "launch") where a module is named by its full name
@@ -228,7 +250,9 @@ class _Walk:
             package = path.with_suffix("") / "__init__.py"
             own = path if path.is_file() else package if package.is_file() else None
             inside = name if own == package else name.rpartition(".")[0]
-            self.modules[name] = _parsed(own.read_text(), inside) if own else None
+            found = self.modules[name] = _parsed(own.read_text(), inside) if own else None
+            if found and name in THEN:
+                found.statements.update(_parsed(THEN[name], inside).statements)
         return self.modules[name]
 
     def is_here(self, name: str) -> bool:

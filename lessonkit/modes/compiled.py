@@ -5,25 +5,66 @@ names a target and launches nothing: Triton specialises and compiles exactly wha
 code come registers, spills, shared memory, the occupancy they allow, and the instructions that a rung may claim.
 """
 
+import ast
+import hashlib
+import json
+import os
 import re
+import sys
+import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from functools import cache
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from importlib import import_module
+from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from lessonkit.base import chips, eviction, files
+from lessonkit.base.chips import TARGETS, Target
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT
 from lessonkit.cuda import sass
-from lessonkit.cuda.sass import SM_LIMITS, Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
-from lessonkit.lesson import Broken, Lesson, discover, suits
+from lessonkit.cuda.sass import Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
+from lessonkit.lesson import Broken, Lesson, Rung, discover, suits
 from lessonkit.modes.compile_server import call_in_compiler
 
-TARGETS = (80, 90, 100)
+# What AMD's compiler says, and what it means.
+NOT_ON_AMD = (
+    (
+        r"error: invalid instruction|error: unknown token|error: not a valid operand",
+        "has inline PTX, NVIDIA's assembly",
+    ),
+    (r"launch_pdl", "is launched early (programmatic dependent launch), which NVIDIA alone has"),
+    (
+        r"raw\.ptr\.buffer\.atomic\.exch",
+        "exchanges atomically, which LLVM has not in the form that Triton asks for",
+    ),
+)
+COURSE_OPS = "course_ops"  # takes the place of a lesson's name: every operator, forward and backward
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A rung that a target does not get, and in one line why."""
+
+    rung: str
+    target: Target
+    why: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the rungs of a lesson for one target. failed: what nothing here explains."""
+
+    kernels: tuple[Kernel, ...]
+    unfit: tuple[Unfit, ...]
+    failed: tuple[str, ...]
 
 
 def second_target(name: str) -> int:
@@ -31,11 +72,49 @@ def second_target(name: str) -> int:
     return (80, 100)[zlib.crc32(name.encode()) % 2]
 
 
-def inspect(rung: str, compiled: Any, target: int) -> Kernel:
+def inspect(rung: str, compiled: Any, target: Target) -> Kernel:
     """The row of a kernel that Triton has compiled."""
     meta = compiled.metadata
+    if chips.is_amd(target):
+        return _amd_row(rung, meta.name, target, compiled.asm["amdgcn"], meta.num_warps)
     ops, registers = _machine_code(compiled.asm["cubin"], target)
     return row(rung, meta.name, target, ops, warps=meta.num_warps, registers=registers, shared=meta.shared)
+
+
+def _amd_row(rung: str, kernel: str, target: Target, assembly: str, warps: int) -> Kernel:
+    """The row of a kernel by its AMD assembly, which says at its end what the kernel takes."""
+    said = {key: int(n) for key, n in re.findall(r"^\s+\.(\w+): +(\d+)$", assembly, re.MULTILINE)}
+    ops = Counter(re.findall(r"^\t([a-z]\w+)", assembly, re.MULTILINE))
+
+    def count(pattern: str) -> int:
+        return sum(times for op, times in ops.items() if re.match(pattern, op))
+
+    def widest(pattern: str) -> int:
+        units = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "short": 2, "ushort": 2, "byte": 1, "ubyte": 1}
+        units |= {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "b96": 12, "b128": 16}
+        found = [units.get(m[1], 4) for op in ops if (m := re.match(pattern, op))]
+        return max(found, default=0)
+
+    registers, shared = said["vgpr_count"], said["group_segment_fixed_size"]
+    return Kernel(
+        rung=rung,
+        kernel=kernel,
+        target=target,
+        warps=warps,
+        registers=registers,
+        spills=said["vgpr_spill_count"],
+        shared=shared,
+        occupancy=round(occupancy(target, warps, registers, shared), 3),
+        load_bytes=widest(r"(?:global|buffer)_load_(?:lds_)?([a-z]+(?:x?\d+)?)"),
+        store_bytes=widest(r"(?:global|buffer)_store_([a-z]+(?:x?\d+)?)"),
+        wgmma=0,
+        mma=count(r"v_s?mfma"),
+        tma=0,
+        cp_async=count(r"(?:global|buffer)_load_lds")
+        + len(re.findall(r"^\tbuffer_load\S* .* lds$", assembly, re.MULTILINE)),
+        barriers=count(r"s_barrier"),
+        instructions=ops.total() - ops["s_nop"],
+    )
 
 
 def idle_barriers(ttgir: str) -> list[str]:
@@ -62,7 +141,7 @@ def one_dimensional_maps(ttgir: str) -> list[str]:
 
 
 @cache  # rungs share kernels
-def _machine_code(binary: bytes, target: int) -> tuple[Counter[str], int]:
+def _machine_code(binary: bytes, target: Target) -> tuple[Counter[str], int]:
     """The opcodes of a cubin with one kernel, and the registers of a thread."""
     with as_file(binary) as cubin:
         usage = tool("cuobjdump", "-res-usage", cubin)
@@ -70,7 +149,7 @@ def _machine_code(binary: bytes, target: int) -> tuple[Counter[str], int]:
 
 
 @contextmanager
-def compiling(target: int) -> Iterator[dict[str, Any]]:
+def compiling(target: Target) -> Iterator[dict[str, Any]]:
     """Inside, a launch compiles for the target and starts nothing. Only in a process whose mode is `compiled`.
 
     Yields {kernel's name: what Triton compiled}, which holds the first launch of each kernel until it is cleared.
@@ -82,14 +161,18 @@ def compiling(target: int) -> Iterator[dict[str, Any]]:
     class Driver:
         """Says which GPU to compile for; there is none to launch on."""
 
-        def __init__(self, capability: int) -> None:
-            self.target = GPUTarget("cuda", capability, 32)
+        def __init__(self) -> None:
+            self.target = GPUTarget("hip" if chip.amd else "cuda", target, chip.warp_size)
+            self.utils = self
 
         def get_current_target(self) -> GPUTarget:
             return self.target
 
         def get_current_device(self) -> int:
-            return int(self.target.arch)  # JITFunction caches by device, so each target is one
+            return TARGETS.index(target)  # JITFunction caches by device, so each target is one
+
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            return {"multiprocessor_count": chip.sms, "max_shared_mem": chip.shared_block, "warpSize": chip.warp_size}
 
         def get_current_stream(self, device: int) -> int:
             return 0
@@ -99,21 +182,87 @@ def compiling(target: int) -> Iterator[dict[str, Any]]:
 
             return torch.device("meta")
 
+    chip = chips.of(target)
     made: dict[str, Any] = {}
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if self.__name__ not in made:
+        if self.__name__ in made:
+            return
+        if chip.amd:  # has no such options
+            options = {key: value for key, value in options.items() if key != "maxnreg"}
+            if not options.get("launch_pdl", True):
+                del options["launch_pdl"]
+        with _errors_with_words():
             made[self.__name__] = launch(self, *args, grid=grid, warmup=True, **options)
 
     with mock.patch.object(JITFunction, "run", compile_only):
-        runtime.driver.set_active(Driver(target))
+        runtime.driver.set_active(Driver())
         yield made
 
 
-def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> list[dict[str, Any]]:
-    """Compile every rung of a lesson. Only in a process whose mode is `compiled` (see compile_server)."""
+@contextmanager
+def _errors_with_words() -> Iterator[None]:
+    """An error from inside carries as a note what the compiler's libraries, which know no Python, wrote to stderr."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as words:
+        os.dup2(words.fileno(), 2)
+        try:
+            yield
+        except Exception as error:
+            words.seek(0)
+            error.add_note(words.read().decode(errors="replace"))
+            raise
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
 
+
+def _compile_here(name: str, target: Target, rungs: Sequence[str]) -> dict[str, Any]:
+    """Compile every rung of a lesson. Only in a process whose mode is `compiled` (see compile_server)."""
+    kernels: dict[tuple[str, str], Kernel] = {}
+    unfit, failed, found = list[Unfit](), list[str](), list[tuple[str, Any]]()
+    with compiling(target) as made:
+        for rung, whats_wrong, calls in _calls(name, target, rungs):
+            if whats_wrong:
+                unfit.append(Unfit(rung, target, whats_wrong))
+                continue
+            made.clear()
+            refused = []
+            try:
+                for call in calls:
+                    try:
+                        call()
+                    except Unsupported as why:
+                        refused.append(str(why))
+            except Exception as error:
+                lacks = _why_not_amd(error) if chips.is_amd(target) else ""
+                if lacks:
+                    unfit.append(Unfit(rung, target, lacks))
+                else:
+                    said = " | ".join(line.strip() for line in str(error).splitlines() if line.strip())
+                    words = said[:150] + said[150:][-250:]
+                    failed.append(f"{rung} for {chips.label(target)}: {type(error).__name__}: {words}")
+                continue
+            if refused and not made:
+                unfit.append(Unfit(rung, target, refused[0].splitlines()[0]))
+            found += [(rung, compiled) for compiled in made.values()]
+    if not chips.is_amd(target):  # all at once: the disassembler starts once for a target
+        opcodes((code for _, compiled in found for code in functions(compiled.asm["cubin"]).values()), target)
+    for rung, compiled in found:
+        kernel = inspect(rung, compiled, target)
+        failed += _wrong(kernel, compiled)
+        kernels[kernel.rung, kernel.kernel] = kernel
+    return asdict(Outcome(tuple(kernels.values()), tuple(unfit), tuple(failed)))
+
+
+def _calls(name: str, target: Target, rungs: Sequence[str]) -> Iterator[tuple[str, str, list[Callable[[], object]]]]:
+    """(rung, why this target does not get it or "", its calls), one of each bench shape."""
+    if name == COURSE_OPS:
+        for call, launch in import_module("course_ops.testing").calls().items():
+            yield call, "", [launch]
+        return
     lesson = dict(discover(name)).get(name)
     if lesson is None:  # what is asked of a shipped operator: tests.operators.softmax.FORWARD
         module, _, attribute = name.rpartition(".")
@@ -121,54 +270,151 @@ def _compile_here(name: str, targets: Iterable[int], rungs: Sequence[str]) -> li
     if isinstance(lesson, Broken):
         raise lesson.error
     assert isinstance(lesson, Lesson)
-    kernels: dict[tuple[str, str, int], Kernel] = {}
-    for target in targets:
-        found: list[tuple[str, Any]] = []
-        with compiling(target) as made:
-            for rung in (r for r in lesson.rungs if suits(r, target) and (not rungs or r.__name__ in rungs)):
-                made.clear()
-                for shape in lesson.benches:
-                    with suppress(Unsupported):
-                        rung(*lesson.inputs(dtype=lesson.bench_dtype, **shape))
-                found += [(rung.__name__, compiled) for compiled in made.values()]
-        # All at once: the disassembler starts once for a target.
-        opcodes((code for _, compiled in found for code in functions(compiled.asm["cubin"]).values()), target)
-        for name_of_rung, compiled in found:
-            kernel = inspect(name_of_rung, compiled, target)
-            # Only Gluon's, as Triton's own warp specialization makes some, too.
-            if compiled.src.fn.is_gluon() and (idle := idle_barriers(compiled.asm["ttgir"])):
-                raise RuntimeError(
-                    f"{kernel.rung}: {kernel.kernel} never uses {', '.join(idle)}: barriers that nobody needs "
-                    "must not be made, for their memory is given to others"
-                )
-            if maps := one_dimensional_maps(compiled.asm["ttgir"]):
-                raise RuntimeError(
-                    f"{kernel.rung}: {kernel.kernel} has a tensor map of {', '.join(maps)}: describe it in "
-                    "two dimensions, rows at multiples of 16 bytes, or TMA may enter it between two of them"
-                )
-            kernels[kernel.rung, kernel.kernel, target] = kernel
-    return [asdict(k) for k in kernels.values()]
+    capability = 0 if isinstance(target, str) else target
+    for rung in lesson.rungs:
+        if rungs and rung.__name__ not in rungs:
+            continue
+        why = "" if suits(rung, capability) else _needs(rung)
+        inputs = partial(lesson.inputs, dtype=lesson.bench_dtype)
+        yield rung.__name__, why, [partial(_call, rung, inputs, shape) for shape in lesson.benches]
+
+
+def _call(rung: Rung, inputs: Callable[..., tuple[Any, ...]], shape: dict[str, Any]) -> object:
+    return rung(*inputs(**shape))
+
+
+def _needs(rung: Rung) -> str:
+    needed: Any = rung
+    return f"needs {needed.needs_what}: sm_{needed.needs}{' alone' if needed.needs_only else ' or newer'}"
+
+
+def _why_not_amd(error: Exception) -> str:
+    """What of NVIDIA a kernel has that AMD's compiler stopped at, or "" where that is not why."""
+    said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return next((why for pattern, why in NOT_ON_AMD if re.search(pattern, said)), "")
+
+
+def _wrong(kernel: Kernel, compiled: Any) -> list[str]:
+    """What must be in no kernel."""
+    at = f"{kernel.rung} for {chips.label(kernel.target)}: {kernel.kernel}"
+    most = chips.of(kernel.target).shared_block
+    wrong = []
+    if kernel.shared > most:
+        wrong.append(f"{at} asks for {kernel.shared} bytes of shared memory a block; the chip has {most}")
+    # Only Gluon's, as Triton's own warp specialization makes some, too.
+    if compiled.src.fn.is_gluon() and (idle := idle_barriers(compiled.asm["ttgir"])):
+        wrong.append(
+            f"{at} never uses {', '.join(idle)}: barriers that nobody needs must not be made, for their memory is "
+            "given to others"
+        )
+    if maps := one_dimensional_maps(compiled.asm["ttgir"]):
+        wrong.append(
+            f"{at} has a tensor map of {', '.join(maps)}: describe it in two dimensions, rows at multiples of "
+            "16 bytes, or TMA may enter it between two of them"
+        )
+    return wrong
+
+
+def outcome(name: str, target: Target, rungs: tuple[str, ...] = ()) -> Outcome:
+    """What became of a lesson's rungs for a target, compiled in a process of its own (this one may be interpreting).
+
+    name: a Triton lesson, or COURSE_OPS. rungs: only these, or all. Kept on disk by what the kernels depend on.
+    """
+    kept = _kept(name, target, rungs)
+    if not kept.exists():
+        found = call_in_compiler(__name__, "_compile_here", name, target, rungs)
+        files.write_atomically(kept, json.dumps(found))
+    eviction.used(kept)
+    found = json.loads(kept.read_text())
+    return Outcome(
+        tuple(Kernel(**row) for row in found["kernels"]),
+        tuple(Unfit(**each) for each in found["unfit"]),
+        tuple(found["failed"]),
+    )
+
+
+def compile_ahead(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> None:
+    """Have `outcome` of all these kept, by a process a core. What fails says so when it is asked."""
+
+    def compile_(asked: tuple[str, Target]) -> None:
+        with suppress(RuntimeError):
+            outcome(*asked)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(compile_, product(names, targets)))
+
+
+# What of the kit decides a row, beside the lesson and what it imports of the rest of the course.
+KIT = ("base/chips.py", "base/device.py", "validate.py", "cuda/sass.py", "modes/compiled.py", "modes/opaque.py")
+
+
+def _kept(name: str, target: Target, rungs: tuple[str, ...]) -> Path:
+    """Where an outcome is kept, by the names and the words of all that it depends on."""
+    import triton
+
+    said = [name, str(target), *rungs, triton.__version__, repr(chips.of(target))]
+    said += [(ROOT / "lessonkit" / path).read_text() for path in KIT]
+    said += [path.read_text() for path in _sources(name)]
+    return files.CACHE / "compiled" / f"{hashlib.sha256(chr(0).join(said).encode()).hexdigest()[:32]}.json"
 
 
 @cache
-def kernels(name: str, targets: tuple[int, ...] = TARGETS, rungs: tuple[str, ...] = ()) -> tuple[Kernel, ...]:
+def _sources(name: str) -> tuple[Path, ...]:
+    """A lesson's file, or course_ops' calls, and every file of the course but the kit that it imports."""
+    # What is asked of an operator is an attribute of a module; names that are no files are passed over.
+    todo = [name, name.rpartition(".")[0]] if name != COURSE_OPS else [f"{COURSE_OPS}.testing"]
+    found: dict[str, Path] = {}
+    while todo:
+        module = todo.pop()
+        if not module or module in found or module.split(".")[0] == "lessonkit":
+            continue
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        path = path if path.is_file() else path.with_suffix("") / "__init__.py"
+        if path.is_file():
+            found[module] = path
+            todo += _imported(path)
+    return tuple(found[module] for module in sorted(found))
+
+
+@cache
+def _imported(path: Path) -> tuple[str, ...]:
+    """The full names of what may be modules in a file's imports."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(names)
+
+
+@cache
+def kernels(name: str, targets: tuple[Target, ...] = TARGETS, rungs: tuple[str, ...] = ()) -> tuple[Kernel, ...]:
     """Compile the rungs of a lesson in a process of its own (this one may be interpreting).
 
     rungs: only these, or all. Each kernel is compiled for the first bench shape at which the rung launches it; of CUDA
     C++ every kernel that the program instantiates. Raises RuntimeError with the compiler's words, or the line that says
     which one is missing.
     """
-
     if (program := ROOT / f"{name.replace('.', '/')}.cu").exists():
         return sass.kernels(program, targets)
     try:
-        return tuple(Kernel(**row) for row in call_in_compiler(__name__, "_compile_here", name, targets, rungs))
+        found = [outcome(name, target, rungs) for target in targets]
     except RuntimeError as error:
         raise RuntimeError(f"{name} does not compile: {error}") from None
+    if failed := [line for each in found for line in each.failed]:
+        raise RuntimeError(f"{name} does not compile: {'; '.join(failed)}")
+    return tuple(kernel for each in found for kernel in each.kernels)
+
+
+def unfit(name: str, targets: tuple[Target, ...] = TARGETS) -> tuple[Unfit, ...]:
+    """The rungs that these targets do not get, each with its reason; none of CUDA C++, which names its targets."""
+    if (ROOT / f"{name.replace('.', '/')}.cu").exists():
+        return ()
+    return tuple(each for target in targets for each in outcome(name, target).unfit)
 
 
 __all__ = [
-    "SM_LIMITS",
     "TARGETS",
     "Kernel",
     "as_file",

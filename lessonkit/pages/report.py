@@ -4,22 +4,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lessonkit.base import renames
+from lessonkit.base import chips, renames
 from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.markdown import filled, markdown
-from lessonkit.cuda import build, toolchain
+from lessonkit.cuda import build, sass, toolchain
 from lessonkit.judge import verify
 from lessonkit.lesson import Lesson, Steps, Table, discover, kernels, shape_name, title
 from lessonkit.measure import fingerprint, ncu, rows
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
 from lessonkit.modes import compiled
-from lessonkit.pages import final_report, guides, operators, path_pages, pivots, plots, predictions, results, shipped
+from lessonkit.pages import (
+    final_report,
+    guides,
+    operators,
+    path_pages,
+    pivots,
+    plots,
+    predictions,
+    results,
+    shipped,
+    targets,
+)
 from lessonkit.pages.guides import GUIDES
 from lessonkit.pages.plots import Picture
 
-# Memory bandwidth by datasheet, TB/s: what a memory-bound op's predicted time divides by.
-GPUS = {"RTX 4090": 1.01, "A100 80GB": 2.04, "H100 SXM": 3.35, "H200": 4.8, "B200": 8.0}
 MARK = "\\*"  # at a figure that was measured before the code changed
 
 
@@ -51,15 +60,20 @@ def _file_of(lesson: str, table: str, kind: str = "csv") -> str:
 
 
 def save_compiled(name: str) -> Path:
+    """Keep the compiled rows of a lesson, or of course_ops; their head says which rungs a target does not get."""
     path = REPORTS / "compiled" / f"{name}.csv"
-    rows.write_atomically(
-        path, rows.with_head(compiled_by(name), rows.to_csv(asdict(k) for k in compiled.kernels(name)))
-    )
+    unfit = [[u.rung, u.target, u.why] for u in compiled.unfit(name)]
+    about = compiled_by(name) | ({"unfit": unfit} if unfit else {})
+    rows.write_atomically(path, rows.with_head(about, rows.to_csv(asdict(k) for k in compiled.kernels(name))))
     return path
 
 
 def compiled_by(name: str) -> dict[str, Any]:
     """What the compiled rows of a lesson come from: the compiler's version and the source of each rung."""
+    if name == compiled.COURSE_OPS:
+        import triton
+
+        return {"triton": triton.__version__}
     lesson = dict(kernels())[name]
     if lesson.extension:
         return {"nvcc": toolchain.release(), "source": {"program": fingerprint.program(ROOT, name)}}
@@ -100,17 +114,21 @@ def generate() -> dict[Path, str | Picture]:
             made[folder / "roofline.png"] = plots.roofline(folder.name, everything)
     for name, lesson in lessons.items():
         if found_kernels := rows.read_csv(renames.place(REPORTS / "compiled" / f"{name}.csv")):
-            made[REPORTS / "compiled" / f"{name}.md"] = _compiled_page(name, lesson, found_kernels)
+            made[REPORTS / "compiled" / f"{name}.md"] = _compiled_page(
+                name, lesson, found_kernels, targets.reasons(REPORTS / "compiled" / f"{name}.csv")
+            )
         if found_counts := rows.read_csv(renames.place(REPORTS / "emulated" / f"{name}.csv")):
             made[REPORTS / "emulated" / f"{name}.md"] = _emulated_page(name, lesson, found_counts)
     made[REPORTS / "README.md"] = _index(list(made))
     for language, readme in GUIDES.items():
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
+        text = filled(text, "versions", targets.versions(language))
         made[ROOT / readme] = filled(text, "results", operators.overview(language, today))
         page = ROOT / readme.replace("README", "CONTRIBUTING")
         made[page] = filled(page.read_text(), "tiers", verify.tiers(language))
         guide = ROOT / "course_ops" / readme
         made[guide] = filled(guide.read_text(), "speed", shipped.speed(language, today))
+    made[REPORTS / "compiled" / "targets.md"] = targets.page(lessons)
     made |= guides.pages() | path_pages.pages()
     return made | _relinked(made)
 
@@ -216,23 +234,20 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
     )
 
 
-def _compiled_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> str:
+def _compiled_page(name: str, lesson: Lesson, found: list[dict[str, str]], unfit: str) -> str:
     claims = [f"- `{what}`: {', '.join(c)}" for what, c in lesson.claimed().items()]
     where = "" if lesson.extension else ", at the first bench shape that reaches it"
-    floors = []
-    for shape in lesson.benches:
-        work = lesson.work(dtype=lesson.bench_dtype, **shape)
-        floors.append(
-            [shape_name(shape), f"{work.bytes / 1e6:.4g}", *(f"{work.bytes / bw * 1e-6:.4g}" for bw in GPUS.values())]
-        )
+    asked = ", ".join(chips.label(target) for target in (sass.TARGETS if lesson.extension else sass.CLAIMED))
     return (
         f"# {title(name)}: compiled, not run\n\n"
         f"What the compiler made of each kernel{where}; no GPU is needed here.\n"
-        "Bytes and counts are those of one program; occupancy is resident warps over the SM's most.\n\n"
+        "Bytes and counts are those of one program; occupancy is resident warps over the SM's most, by the limits of\n"
+        "the target's card.\n\n"
         + markdown([k.replace("_", " ") for k in found[0]], (line.values() for line in found))
-        + ("\nAsserted by the tests for every target:\n\n" + "\n".join(claims) + "\n" if claims else "")
-        + "\n## Predicted floor in us: least bytes over datasheet bandwidth\n\n"
-        + markdown(["shape", "MB", *(f"{gpu} ({bw} TB/s)" for gpu, bw in GPUS.items())], floors)
+        + unfit
+        + (f"\nAsserted by the tests for {asked}:\n\n" + "\n".join(claims) + "\n" if claims else "")
+        + "\n## Predicted floor in us, by the data sheet: least bytes over bandwidth, or FLOPs over their rate\n\n"
+        + markdown(["shape", "MB", *(chip.name for chip in chips.CHIPS.values())], targets.floors(lesson))
     )
 
 

@@ -1,0 +1,127 @@
+"""What the compilers made of the course for every target, and what the data sheets predict for every card."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lessonkit.base import chips
+from lessonkit.base.chips import CHIPS, Chip
+from lessonkit.base.files import REPORTS
+from lessonkit.base.markdown import markdown
+from lessonkit.base.tables import head, read_csv
+from lessonkit.lesson import Lesson, shape_name
+from lessonkit.modes.compiled import COURSE_OPS
+
+import torch
+
+FOLDER = REPORTS / "compiled"
+INTERPRETED = "interpreted"  # in reports/versions.csv, where another row names a target
+RATES = {torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}  # other dtypes are computed at the rate of bf16
+
+
+def rate(lesson: Lesson) -> str:
+    """At which of a chip's rates the timed dtype of a lesson is computed: "fp32", "bf16" or "fp8"."""
+    return "fp8" if "fp8" in lesson.inputs.__module__ else RATES.get(lesson.bench_dtype, "bf16")
+
+
+def floors(lesson: Lesson) -> list[list[Any]]:
+    """A line for each bench shape: its name, MB, and the least time on each card in us."""
+    lines = []
+    for shape in lesson.benches:
+        work = lesson.work(dtype=lesson.bench_dtype, **shape)
+        at = (chip.seconds(work.bytes, work.flops, rate(lesson))[0] * 1e6 for chip in CHIPS.values())
+        lines.append([shape_name(shape), f"{work.bytes / 1e6:.4g}", *(f"{us:.4g}" for us in at)])
+    return lines
+
+
+def roofline(chip: Chip, lessons: Iterable[tuple[str, Lesson]]) -> list[list[str]]:
+    """A line for each lesson at its largest shape: FLOPs a byte, the roof over them on a card, the least time."""
+    lines = []
+    for name, lesson in lessons:
+        works = [(lesson.work(dtype=lesson.bench_dtype, **shape), shape) for shape in lesson.benches]
+        if not works:
+            continue
+        work, shape = max(works, key=lambda each: each[0].bytes)
+        seconds, bound = chip.seconds(work.bytes, work.flops, rate(lesson))
+        if not seconds:
+            continue
+        intensity = work.flops / work.bytes if work.bytes else 0.0
+        roof = f"{work.flops / seconds / 1e12:.4g}" if work.flops else ""
+        lines.append([name, shape_name(shape), f"{intensity:.3g}", roof, f"{seconds * 1e6:.4g}", bound])
+    return lines
+
+
+def reasons(path: Path) -> str:
+    """The part of a page that says which rungs a target does not get, and why."""
+    grouped = defaultdict[tuple[str, str], list[str]](list)
+    for rung, target, why in head(path).get("unfit", ()):
+        grouped[rung, why].append(chips.label(target))
+    lines = [[f"`{rung}`", ", ".join(where), why] for (rung, why), where in grouped.items()]
+    if not lines:
+        return ""
+    return "\n## Targets without a kernel\n\n" + markdown(["rung", "target", "why"], lines)
+
+
+def page(lessons: Mapping[str, Lesson]) -> str:
+    """reports/compiled/targets.md: a line for each target, and a line for each reason that keeps a rung from it."""
+    found = [(name, FOLDER / f"{name}.csv") for name in (*lessons, COURSE_OPS)]
+    kernels = [
+        row for name, path in found for row in read_csv(path) if name not in lessons or not lessons[name].extension
+    ]
+    whys = [(str(target), why) for _, path in found for _, target, why in head(path).get("unfit", ())]
+    table = []
+    for target in chips.TARGETS:
+        chip, mine = chips.first(target), [row for row in kernels if row["target"] == str(target)]
+        over = sum(int(row["shared"]) > chip.shared_block for row in mine)
+        spills = sum(int(row["spills"]) > 0 for row in mine)
+        matrix = sum(int(row["mma"]) + int(row["wgmma"]) > 0 for row in mine)
+        without = sum(at == str(target) for at, _ in whys)
+        table.append(
+            [chips.label(target), chip.name, len(mine), matrix, spills, f"{chip.shared_block:,}", over, without]
+        )
+    counted = Counter(whys)
+    lines = [[chips.label(_target(target)), count, why] for (target, why), count in sorted(counted.items())]
+    titles = ["target", "card", "kernels", "with matrix instructions", "with spills", "most shared bytes", "over it"]
+    cards = [
+        [f"`{key}`", c.name, chips.label(c.target), c.sms, f"{c.bandwidth / 1e12:.3g}",
+         *(f"{c.flops[r] / 1e12:.4g}" if r in c.flops else "" for r in ("fp32", "tf32", "bf16", "fp8")),
+         f"{c.shared_block:,}", f"{c.shared:,}", f"{c.registers:,}", c.warps * c.warp_size]
+        for key, c in CHIPS.items()
+    ]  # fmt: skip
+    limits = ["shared a block", "shared", "registers", "threads"]
+    return (
+        "# Compiled for every target\n\n"
+        "`python -m lessonkit compile all` compiles every Triton and Gluon rung and every operator of `course_ops`\n"
+        "for these targets, without a GPU. On AMD the option `maxnreg`, which its compiler lacks, is left out.\n\n"
+        + markdown([*titles, "rungs without a kernel"], table)
+        + "\n## Why a rung has no kernel for a target\n\n"
+        + markdown(["target", "rungs", "why"], lines)
+        + "\n## Cards\n\n"
+        f"Data-sheet figures: TB/s, dense TFLOP/s, and the limits of an SM (a CU on AMD). `{chips.CHOICE}=rtx4090`\n"
+        "before a command names your card: without a GPU tiles, occupancy and predictions are then of that card.\n"
+        "`python -m lessonkit card` shows its roofline.\n\n"
+        + markdown(["name", "card", "target", "SMs", "TB/s", "fp32", "tf32", "bf16", "fp8", *limits], cards)
+    )
+
+
+def versions(language: str) -> str:
+    """A table of reports/versions.csv: a line for each pair, a column for each target and for interpreted checks."""
+    found = {(row["torch"], row["triton"], row["target"]): row for row in read_csv(REPORTS / "versions.csv")}
+    columns = [each for each in (*map(str, chips.TARGETS), INTERPRETED) if each in {target for _, _, target in found}]
+
+    def cell(pair: tuple[str, str], target: str) -> str:
+        row = found.get((*pair, target))
+        if row is None:
+            return ""
+        total = int(row["passed"]) + int(row["failed"])
+        return f"{row['passed']} of {total}" if language == "en" else f"{row['passed']}/{total}"
+
+    pairs = dict.fromkeys(key[:2] for key in found)
+    said = {INTERPRETED: {"en": "checks interpreted", "zh": "解释执行的检查"}[language]}
+    titles = [said.get(each) or chips.label(_target(each)) for each in columns]
+    return markdown(["torch", "Triton", *titles], ([*pair, *(cell(pair, each) for each in columns)] for pair in pairs))
+
+
+def _target(text: str) -> chips.Target:
+    return int(text) if text.isdigit() else text

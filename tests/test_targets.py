@@ -1,0 +1,215 @@
+"""Every card and version: the table of chips, what is compiled for which target, and what a pair of versions makes."""
+
+import ast
+import re
+from importlib import import_module
+from types import SimpleNamespace
+
+from lessonkit.base import chips, device
+from lessonkit.base.files import REPORTS, ROOT
+from lessonkit.base.tables import head, read_csv
+from lessonkit.commands import versions
+from lessonkit.lesson import kernels as lesson_kernels
+from lessonkit.lesson import names
+from lessonkit.measure import fingerprint
+from lessonkit.modes import compiled
+from lessonkit.pages import targets
+
+import pytest
+import torch
+
+from course_ops import _common
+from course_ops import versions as names_of_gluon
+
+CARDS = list(chips.CHIPS)
+AMD_ASSEMBLY = """
+mm:
+\tglobal_load_dwordx2 v[0:1], v[2:3], off
+\tbuffer_load_dwordx4 v[4:7], v8, s[0:3], 0 offen
+\tbuffer_load_dwordx4 v8, s[0:3], 0 offen lds
+\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1], v[2:3], 0
+\ts_barrier
+\ts_nop 1
+\tglobal_store_short v[0:1], v2, off
+\ts_endpgm
+    .group_segment_fixed_size: 16384
+    .sgpr_count:     22
+    .vgpr_count:     132
+    .vgpr_spill_count: 3
+"""
+
+
+@pytest.fixture
+def card(monkeypatch):
+    return lambda name: monkeypatch.setenv(chips.CHOICE, name)
+
+
+@pytest.mark.parametrize(
+    ("target", "warps", "registers", "shared", "programs"),
+    [
+        (86, 1, 16, 0, 16),  # blocks
+        (89, 4, 32, 0, 12),  # 48 warps
+        (120, 4, 32, 99 * 1024, 1),  # 99 KB and 1 KB of the system's are all of an SM
+        ("gfx942", 4, 128, 0, 4),  # 512 registers a lane of each of 4 SIMDs
+        ("gfx942", 4, 129, 0, 3),  # in units of 8: 136
+        ("gfx942", 4, 32, 40_000, 1),  # LDS of 64 KB
+        ("gfx950", 4, 32, 40_000, 4),  # of 160 KB
+    ],
+)
+def test_an_sm_holds_what_its_own_limits_allow(target, warps, registers, shared, programs):
+    assert chips.first(target).resident(warps, registers, shared) == programs
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_fits_its_own_limits(name):
+    chip = chips.CHIPS[name]
+    assert chip.shared_block + chip.reserved <= chip.shared
+    assert chip.resident(1, 8, chip.shared_block) == 1
+    assert chip.flops["fp32"] <= chip.flops["bf16"]
+
+
+def test_your_card_is_named_in_one_place(card):
+    assert chips.of(89).name == "RTX 4090"
+    card("l40s")
+    assert chips.of(89).name == "L40S"
+    assert chips.of(90).name == "H200 SXM", "of a card that compiles other code nothing is said"
+    assert chips.first(89).name == "RTX 4090"
+    card("gtx1080")
+    with pytest.raises(ValueError, match=r"COURSE_GPU=gtx1080: the table has a100, .*lessonkit/base/chips.py"):
+        chips.of(89)
+    with pytest.raises(ValueError, match="no card has target 70"):
+        chips.first(70)
+
+
+def test_a_prediction_is_of_the_card():
+    h200, rtx = chips.CHIPS["h200"], chips.CHIPS["rtx4090"]
+    assert h200.seconds(4.8e9, 1e9, "bf16") == (pytest.approx(1e-3), "memory")
+    assert rtx.seconds(1e6, 165.2e9, "bf16") == (pytest.approx(1e-3), "compute")
+    assert chips.CHIPS["a100"].seconds(1, 19.5e9, "fp8")[0] == pytest.approx(1e-3), "without fp8, as fp32"
+    lesson = dict(lesson_kernels("day3_matmul_tk.lesson01_matmul"))["day3_matmul_tk.lesson01_matmul"]
+    (line,) = targets.roofline(rtx, [("matmul", lesson)])
+    assert line[-1] == "compute"
+    assert len(targets.floors(lesson)[0]) == 2 + len(CARDS)
+
+
+@pytest.mark.parametrize("shared", [101376, 166912, 232448])
+def test_stages_fit_the_chip(monkeypatch, shared):
+    """At Hopper's limit what was measured there; elsewhere no more than a block may have."""
+    monkeypatch.setattr(device, "shared_memory", lambda: shared)
+    monkeypatch.setattr(_common, "shared_memory", lambda _: shared)
+    for stages, size, beside in ((4, 36864, 0), (5, 40960, 0), (3, 49152, 32768), (4, 32768, 49152)):
+        fitting = device.fitting_stages(stages, size, beside)
+        assert fitting == _common.fitting_stages(stages, size, torch.device("cpu"), beside)
+        assert fitting == stages if shared == 232448 else fitting * size + beside + 1024 <= shared
+
+
+def test_amd_assembly_is_read():
+    kernel = compiled._amd_row("rung", "mm", "gfx942", AMD_ASSEMBLY, 4)
+    assert (kernel.registers, kernel.spills, kernel.shared, kernel.occupancy) == (132, 3, 16384, 0.375)
+    assert (kernel.load_bytes, kernel.store_bytes, kernel.mma, kernel.cp_async) == (16, 2, 1, 1)
+    assert (kernel.barriers, kernel.instructions) == (1, 7)
+
+
+def test_what_amd_lacks_is_said_in_one_line():
+    error = RuntimeError("LLD failed to link")
+    assert compiled._why_not_amd(error) == "", "an error that nothing explains is a failure"
+    error.add_note("error: invalid instruction\n mov.b32 s2, v4;")
+    assert compiled._why_not_amd(error) == "has inline PTX, NVIDIA's assembly"
+    assert "launched early" in compiled._why_not_amd(KeyError("Keyword argument launch_pdl was specified"))
+
+
+def test_a_kernel_over_its_target_s_shared_memory_is_a_failure():
+    kernel = compiled.row("rung", "k", 120, [], warps=4, registers=32, shared=101377)
+    made = SimpleNamespace(src=SimpleNamespace(fn=SimpleNamespace(is_gluon=lambda: False)), asm={"ttgir": ""})
+    (said,) = compiled._wrong(kernel, made)
+    assert said == "rung for sm_120: k asks for 101377 bytes of shared memory a block; the chip has 101376"
+    kernel = compiled.row("rung", "k", 90, [], warps=4, registers=32, shared=101377)
+    assert not compiled._wrong(kernel, made)
+
+
+def test_an_outcome_is_kept_until_its_sources_change(monkeypatch, tmp_path):
+    name, asked = "day2_triton_basics.lesson01_vector_add", []
+    answer = {"kernels": [], "unfit": [{"rung": "r", "target": 120, "why": "w"}], "failed": ["f"]}
+    monkeypatch.setattr(compiled, "call_in_compiler", lambda *args: asked.append(args) or answer)
+    monkeypatch.setattr(compiled.files, "CACHE", tmp_path)
+    first = compiled.outcome(name, 120)
+    assert first == compiled.outcome(name, 120) == compiled.Outcome((), (compiled.Unfit("r", 120, "w"),), ("f",))
+    assert len(asked) == 1
+    with pytest.raises(RuntimeError, match=f"{name} does not compile: f"):
+        compiled.kernels.__wrapped__(name, (120,))
+    compiled.outcome(name, 89)
+    sources = compiled._sources(name)
+    assert {path.name for path in sources} >= {"lesson01_vector_add.py", "vector_add.py"}
+    monkeypatch.setattr(compiled, "_sources", lambda name: sources[:-1])
+    compiled.outcome(name, 120)
+    assert len(asked) == 3
+
+
+@pytest.mark.kept
+@pytest.mark.parametrize(
+    ("name", "target"), [("day3_matmul_tk.lesson06_grouped_matmul", 120), ("day3_matmul_tk.lesson01_matmul", "gfx942")]
+)
+def test_rungs_fit_a_target(name, target):
+    """Two that need it most; each night asks all, for every target."""
+    found = compiled.outcome(name, target)
+    assert found.kernels
+    assert not found.failed, "\n".join(found.failed)
+
+
+@pytest.mark.night
+@pytest.mark.kept
+@pytest.mark.parametrize("target", chips.TARGETS, ids=chips.label)
+@pytest.mark.parametrize("name", [*names("day2"), *names("day3"), *names("day4"), compiled.COURSE_OPS])
+def test_every_rung_and_operator_fits_or_says_why_not(name, target):
+    if name != compiled.COURSE_OPS and name not in dict(lesson_kernels(name)):
+        return
+    found = compiled.outcome(name, target)
+    assert not found.failed, "\n".join(found.failed)
+
+
+def test_no_compiled_row_is_over_its_target_s_shared_memory():
+    of_target = {str(target): chips.first(target) for target in chips.TARGETS}
+    for path in sorted((REPORTS / "compiled").glob("*.csv")):
+        for row in read_csv(path):
+            assert int(row["shared"]) <= of_target[row["target"]].shared_block, f"{path.name}: {row}"
+        for rung, target, why in head(path).get("unfit", ()):
+            assert str(target) in of_target, path.name
+            assert rung, path.name
+            assert re.fullmatch(".+", why), path.name
+
+
+def test_gluon_has_the_newest_names():
+    there = SimpleNamespace(async_copy=1), SimpleNamespace(async_copy=2, async_load=3)
+    asked = [[(module, "async_load"), (module, "async_copy")] for module in there]
+    assert [names_of_gluon._first(*places) for places in asked] == [1, 3], "a removed name may still be bound"
+    assert all(callable(getattr(names_of_gluon, name)) for name in names_of_gluon.__all__)
+
+
+def test_rows_of_versions_replace_their_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(versions, "TABLE", tmp_path / "versions.csv")
+    versions.save(
+        [versions.Tried("2.15.0", "3.9.0", "90", 1, 2, 3), versions.Tried("2.9.1", "3.5.1", "gfx942", 1, 0, 0)]
+    )
+    versions.save(
+        [versions.Tried("2.15.0", "3.9.0", "90", 4, 0, 0), versions.Tried("2.15.0", "3.9.0", "interpreted", 5, 0, 0)]
+    )
+    found = [(row["torch"], row["target"], row["passed"]) for row in read_csv(versions.TABLE)]
+    assert found == [("2.9.1", "gfx942", "1"), ("2.15.0", "90", "4"), ("2.15.0", "interpreted", "5")]
+
+
+def test_an_environment_that_cannot_be_made_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(versions, "CACHE", tmp_path)
+    monkeypatch.setattr(versions.venv, "create", lambda *args, **more: None)
+    failed = SimpleNamespace(returncode=1, stderr="No matching distribution")
+    monkeypatch.setattr(versions.subprocess, "run", lambda *args, **more: failed)
+    with pytest.raises(versions.Failed, match=r"torch 2.15.0 with Triton 3.9.0 cannot be installed: No matching"):
+        versions.python("2.15.0")
+    assert not list(tmp_path.rglob("installed.txt"))
+
+
+def test_functions_that_count_as_they_were_are_still_there():
+    for module, code in fingerprint.THEN.items():
+        then = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
+        assert then <= set(vars(import_module(module))), "a function that is gone needs no earlier words"
+        counted = fingerprint._Walk(ROOT).module(module)
+        assert {name: len(counted.statements[name]) for name in then} == dict.fromkeys(then, 1)
