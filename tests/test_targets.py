@@ -2,6 +2,7 @@
 
 import ast
 import re
+from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from lessonkit.pages import targets
 import pytest
 import torch
 
+import course_ops
 from course_ops import _common
 from course_ops import versions as names_of_gluon
 
@@ -154,6 +156,22 @@ def test_rungs_fit_a_target(name, target):
     found = compiled.outcome(name, target)
     assert found.kernels
     assert not found.failed, "\n".join(found.failed)
+
+
+@pytest.mark.parametrize("name", [compiled.COURSE_OPS, "day2_triton_basics.lesson01_vector_add"])
+def test_a_refusal_is_a_reason_and_no_failure(monkeypatch, name):
+    """course_ops refuses by an error of its own."""
+    refusal = compiled.Unsupported if name != compiled.COURSE_OPS else course_ops.Unsupported
+
+    def refuse():
+        raise refusal("fp8 needs compute capability 8.9")
+
+    monkeypatch.setattr(compiled, "_calls", lambda *asked: [("rung", "", [refuse])])
+    monkeypatch.setattr(compiled, "compiling", lambda target: nullcontext({}))
+    monkeypatch.setattr(compiled, "opcodes", lambda codes, target: list(codes))
+    found = compiled._compile_here(name, 86, ())
+    why = {"rung": "rung", "target": 86, "why": "fp8 needs compute capability 8.9"}
+    assert found == {"kernels": (), "unfit": (why,), "failed": ()}
 
 
 @pytest.mark.night

@@ -223,6 +223,8 @@ def _compile_here(name: str, target: Target, rungs: Sequence[str]) -> dict[str, 
     """Compile every rung of a lesson. Only in a process whose mode is `compiled` (see compile_server)."""
     kernels: dict[tuple[str, str], Kernel] = {}
     unfit, failed, found = list[Unfit](), list[str](), list[tuple[str, Any]]()
+    # course_ops, which knows nothing of the kit, refuses by an error of its own.
+    refusals = (import_module(COURSE_OPS).Unsupported if name == COURSE_OPS else Unsupported,)
     with compiling(target) as made:
         for rung, whats_wrong, calls in _calls(name, target, rungs):
             if whats_wrong:
@@ -234,7 +236,7 @@ def _compile_here(name: str, target: Target, rungs: Sequence[str]) -> dict[str, 
                 for call in calls:
                     try:
                         call()
-                    except Unsupported as why:
+                    except refusals as why:
                         refused.append(str(why))
             except Exception as error:
                 lacks = _why_not_amd(error) if chips.is_amd(target) else ""
