@@ -52,7 +52,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot, tensor_descriptor
+from course_ops.hopper import (
+    aggregate,
+    allocate_barriers,
+    allocate_stages,
+    async_load,
+    async_store,
+    reinterpret,
+    ring_slot,
+    tensor_descriptor,
+)
 from course_ops.matmul import kernel_for
 from problems.matmul import LAYERS, PROBLEM, TMA_CHECKS, empty_product
 
@@ -81,8 +90,8 @@ class Ring:
         pred = step < part.steps
         mbarrier.expect(full, self.a_desc.block_type.nbytes + self.b_desc.block_type.nbytes, pred)
         a_smem, b_smem = self.a_smem.index(stage), self.b_smem.index(stage)
-        tma.async_copy_global_to_shared(self.a_desc, [k, row] if self.A_T else [row, k], full, a_smem, pred)
-        tma.async_copy_global_to_shared(self.b_desc, [col, k] if self.B_T else [k, col], full, b_smem, pred)
+        async_load(self.a_desc, [k, row] if self.A_T else [row, k], full, a_smem, pred)
+        async_load(self.b_desc, [col, k] if self.B_T else [k, col], full, b_smem, pred)
 
     @gluon.jit
     def a(self, stage):
@@ -168,10 +177,10 @@ def store(c_desc, ring, x, row, col, WHICH: gl.constexpr):
         panels = split_columns(panels[0]) + split_columns(panels[1])
     for p in gl.static_range(len(panels)):
         panel = ring.a_smem.index(p).slice(WHICH * 64, 64, dim=1 if ring.A_T else 0)
-        panel = panel._reinterpret(c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
+        panel = reinterpret(panel, c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
         panel.store(panels[p].to(c_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [row, col + 64 * p], panel)
+        async_store(c_desc, [row, col + 64 * p], panel)
     tma.store_wait(0)
 
 

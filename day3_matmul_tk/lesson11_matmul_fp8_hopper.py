@@ -48,7 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import course_ops
-from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
+from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, async_load, async_store, ring_slot
 from problems.matmul_fp8 import FP8, PROBLEM, scheme_of
 
 BLOCK_K = 128
@@ -103,7 +103,7 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
         tma.store_wait(1)
         panel.store(panels[p].to(c_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [row, col + 64 * p], panel)
+        async_store(c_desc, [row, col + 64 * p], panel)
 
 
 @gluon.jit
@@ -118,10 +118,10 @@ def producer(args):
             mbarrier.wait(args.empty.index(stage), parity ^ 1)
             full, k = args.full.index(stage), step * BLOCK_K
             mbarrier.expect(full, 2 * args.a_desc.block_type.nbytes + args.b_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(args.b_desc, [tile_n * BLOCK_N, k], full, args.b_smem.index(stage))
+            async_load(args.b_desc, [tile_n * BLOCK_N, k], full, args.b_smem.index(stage))
             for which in gl.static_range(2):
                 row, half = (tile_m * 2 + which) * 64, stage * 2 + which
-                tma.async_copy_global_to_shared(args.a_desc, [row, k], full, args.a_smem.index(half))
+                async_load(args.a_desc, [row, k], full, args.a_smem.index(half))
             count += 1
 
 

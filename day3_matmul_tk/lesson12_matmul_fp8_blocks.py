@@ -51,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
+from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, async_load, async_store, ring_slot
 from course_ops.matmul_fp8 import kernel_for
 from problems.matmul_fp8 import FP8, PROBLEM, scheme_of
 
@@ -107,7 +107,7 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
         tma.store_wait(1)
         panel.store(panels[p].to(c_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [row, col + 64 * p], panel)
+        async_store(c_desc, [row, col + 64 * p], panel)
 
 
 # New against lesson 11: a step's scales of A come with it, 64 for each consumer.
@@ -125,11 +125,11 @@ def producer(args):
             mbarrier.wait(args.empty.index(stage), parity ^ 1)
             full, k = args.full.index(stage), step * BLOCK_K
             mbarrier.expect(full, CONSUMERS * OF_A + args.b_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(args.b_desc, [tile_n * BLOCK_N, k], full, args.b_smem.index(stage))
+            async_load(args.b_desc, [tile_n * BLOCK_N, k], full, args.b_smem.index(stage))
             for which in gl.static_range(CONSUMERS):
                 row, own = (tile_m * CONSUMERS + which) * 64, stage * CONSUMERS + which
-                tma.async_copy_global_to_shared(args.a_desc, [row, k], full, args.a_smem.index(own))
-                tma.async_copy_global_to_shared(args.scale_desc, [step, row], full, args.scale_smem.index(own))
+                async_load(args.a_desc, [row, k], full, args.a_smem.index(own))
+                async_load(args.scale_desc, [step, row], full, args.scale_smem.index(own))
             count += 1
 
 

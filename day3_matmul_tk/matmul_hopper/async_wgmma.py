@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from course_ops.hopper import aggregate, tensor_descriptor
+from course_ops.hopper import aggregate, async_load, async_store, tensor_descriptor
 from problems.matmul import empty_product
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64  # 64 elements of 16 bits are 128 bytes, the widest swizzle
@@ -79,8 +79,8 @@ class Ring:
         stage, _ = ring_slot(step, self.full.shape[0])
         full = self.full.index(stage)
         mbarrier.expect(full, self.a_desc.block_type.nbytes + self.b_desc.block_type.nbytes, pred)
-        tma.async_copy_global_to_shared(self.a_desc, [row, k], full, self.a_smem.index(stage), pred)
-        tma.async_copy_global_to_shared(self.b_desc, [k, col], full, self.b_smem.index(stage), pred)
+        async_load(self.a_desc, [row, k], full, self.a_smem.index(stage), pred)
+        async_load(self.b_desc, [k, col], full, self.b_smem.index(stage), pred)
 
     @gluon.jit
     def wait_full(self, step):
@@ -109,7 +109,7 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
         tma.store_wait(1)
         panel.store(panels[p].to(c_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [row, col + 64 * p], panel)
+        async_store(c_desc, [row, col + 64 * p], panel)
 
 
 # LAYOUT is how wgmma leaves the accumulator in registers: 8 warps, one below the other, each with 16 rows of all

@@ -32,6 +32,8 @@ from course_ops.hopper import (
     allocate_barriers,
     allocate_stages,
     as_matrix,
+    async_load,
+    async_store,
     exp2,
     operand_a,
     ring_slot,
@@ -61,7 +63,7 @@ class Ring:
     def load(self, stage, batch, head, row):
         """Announce a block's bytes to `full`, and start its copy. Rows past a head's last one come as zeros."""
         mbarrier.expect(self.full.index(stage), self.desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
+        async_load(
             self.desc, [batch, head, row, 0], self.full.index(stage), self.smem.index(stage)
         )  # fmt: skip
 
@@ -325,7 +327,7 @@ def epilogue(c, o, m, l, batch, head):
     out = args.o_smem.index(c.WHICH)
     as_matrix(out).store(scale_rows(o, 1 / gl.where(empty, 1.0, l)).to(out.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(args.o_desc, [batch, head, c.row, 0], out)
+    async_store(args.o_desc, [batch, head, c.row, 0], out)
     tma.store_wait(0)
 
 

@@ -33,6 +33,8 @@ from course_ops.hopper import (
     allocate_barriers,
     allocate_stages,
     as_matrix,
+    async_load,
+    async_store,
     exp2,
     operand_a,
     ring_slot,
@@ -141,8 +143,8 @@ class RowBlocks:
     def load(self, stage, head, H, row):
         full = self.full.index(stage)
         mbarrier.expect(full, self.desc.block_type.nbytes + self.values_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(self.desc, [head // H, head % H, row, 0], full, self.smem.index(stage))
-        tma.async_copy_global_to_shared(self.values_desc, [head, row], full, self.values_smem.index(stage))
+        async_load(self.desc, [head // H, head % H, row, 0], full, self.smem.index(stage))
+        async_load(self.values_desc, [head, row], full, self.values_smem.index(stage))
 
 
 @aggregate
@@ -159,13 +161,13 @@ class KeyTiles:
         mbarrier.expect(self.full.index(0), 2 * self.desc.block_type.nbytes)
         for half in gl.static_range(2):
             coord = [tile.head // H, tile.head % H, tile.key + half * self.smem.shape[3], 0]
-            tma.async_copy_global_to_shared(self.desc, coord, self.full.index(0), self.smem.index(half))
+            async_load(self.desc, coord, self.full.index(0), self.smem.index(half))
 
     @gluon.jit
     def store_gradient(self, tile, H):
         for half in gl.static_range(2):
             coord = [tile.head // H, tile.head % H, tile.key + half * self.smem.shape[3], 0]
-            tma.async_copy_shared_to_global(self.grad_desc, coord, self.smem.index(half))
+            async_store(self.grad_desc, coord, self.smem.index(half))
 
 
 # The producer also stores dK and dV: the consumers have no registers to spare for addresses.
