@@ -49,7 +49,7 @@ OF_THE_KERNELS = (
         "ring",
         "value or nan",
     ),
-    Mutant("all panels in one place", "store_tile", "col + 64 * p", "col", "async_wgmma", "nan"),
+    Mutant("all panels in one place", "store_tile", "col + 64 * p", "col", "async_wgmma", "value or nan"),
     Mutant(
         "every stage loads the same step",
         "matmul_kernel",

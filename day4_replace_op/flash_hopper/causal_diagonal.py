@@ -1,4 +1,4 @@
-"""Flash attention on Hopper: causal, half of the diagonal block.
+r"""Flash attention on Hopper: causal, half of the diagonal block.
 
 The diagonal crosses a tile's last block from corner to corner. Of that block's four quarters one is masked completely:
 

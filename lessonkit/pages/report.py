@@ -316,6 +316,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
         add(lesson, table)
     for lesson, parts in pages.items():
         page = folder / f"{lesson}.md"
+        parts = [renames.relinked(page, part) for part in parts]  # notes are as they were when the rows were measured
         head = others.get(page, f"# {title(lesson)}\n")
         assert isinstance(head, str)
         made[page] = head + "\n" + "\n".join(parts)
