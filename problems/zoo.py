@@ -126,7 +126,8 @@ def _attention() -> tuple[Shape, ...]:
     shapes += [of(2, 1024, MODELS["Llama 3 8B"], S_k=8192), of(2, 4096, MODELS["GPT-2"], causal=False, S_k=1111)]
     # Shapes of lessons.
     shapes += [{"B": b, "H": h, "S": s, "D": d, "causal": causal} for b, h, s, d, causal in (
-        (32, 32, 512, 64, False), (32, 32, 512, 64, True), (32, 12, 1024, 64, True), (4, 16, 4096, 96, True), (4, 16, 4000, 128, True),
+        (32, 32, 512, 64, False), (32, 32, 512, 64, True), (32, 12, 1024, 64, True), (4, 16, 4096, 96, True),
+        (4, 16, 4000, 128, True),
         (8, 16, 1024, 128, False), (4, 16, 2048, 128, False), (4, 16, 2048, 128, True), (2, 16, 4096, 128, False),
         (1, 4, 16384, 128, True), (4, 32, 2048, 64, False), (16, 16, 1024, 128, False),
     )]  # fmt: skip
