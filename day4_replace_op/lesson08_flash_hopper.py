@@ -81,13 +81,17 @@ Experiments (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in bracket
     lazy rescaling, D = 128, all keys     710 -> 804 (790)   the largest step; FlashAttention-4 in the same rounds: 729
     half of the diagonal block            698 -> 722 (708)   a tile begins with it, and nothing runs under it
     8 heads at once, not what L2 holds    722 -> 752 (722)   causal; long and short tiles run side by side
+
+Lazy rescaling has a price. Where scores fall along the keys, each block that the loop meets has a larger maximum, so
+each is computed again. FlashAttention-4 rescales O instead, and is faster on such data: the rows of `operators.csv`
+with data "falling" say by how much.
 Your own: MAX a block again in lazy_rescaling.py (LARGE_SUM = 0); STAGES = 3 at D = 64; [232, 40] -> [224, 56].
 
 Refused, since course_ops.attention takes it: other head sizes, grouped heads, windows, a diagonal across two blocks.
 Before you read on: which rung gains more at D = 64 than at D = 128, and which of the waits could a fourth barrier save?
 """
 
-from lessonkit import About, Lesson, Refusal, Unsupported, case
+from lessonkit import About, Lesson, Prediction, Refusal, Unsupported, case
 
 import torch
 
@@ -138,6 +142,17 @@ def _refuses(why, *sizes, dtype=torch.float16, **options):
     )
 
 
+AT_128 = {"B": 4, "H": 16, "S": 4096, "D": 128, "causal": False}
+AT_64 = {"B": 4, "H": 32, "S": 4096, "D": 64, "causal": False}
+PREDICTED_128 = {  # TFLOP/s
+    warp_specialized: 558, overlap_softmax: 674, ping_pong: 770, lazy_rescaling: 750, persistent_scheduler: 780,
+    causal_diagonal: 780,
+}  # fmt: skip
+PREDICTED_64 = {
+    warp_specialized: 404, overlap_softmax: 476, ping_pong: 476, lazy_rescaling: 550, persistent_scheduler: 590,
+    three_consumers: 620,
+}  # fmt: skip
+
 LESSON = Lesson(
     about=About(
         teaches="in Gluon: a producer warp, softmax under matmuls, lazy rescaling, a tile scheduler, half a block",
@@ -148,6 +163,10 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=RUNGS,
+    predicted=(
+        *(Prediction(rung=rung, at=AT_128, tflop_per_s=figure) for rung, figure in PREDICTED_128.items()),
+        *(Prediction(rung=rung, at=AT_64, tflop_per_s=figure) for rung, figure in PREDICTED_64.items()),
+    ),
     checks=(
         case("one key past a block, as a projection leaves it", B=1, H=2, S=129, D=128, layout="bshd"),
         case("fewer queries than keys, both in one block", B=2, H=1, S=40, D=128, S_k=70),

@@ -94,7 +94,7 @@ Time it:   python -m lessonkit bench lesson09_flash_hopper_backward
 
 import math
 
-from lessonkit import About, Lesson, Mutant, Refusal, Unsupported, case
+from lessonkit import About, Lesson, Mutant, Prediction, Refusal, Unsupported, case
 
 import torch
 
@@ -149,6 +149,15 @@ LESSON = Lesson(
     ),
     problem=PROBLEM_BACKWARD,
     rungs=RUNGS,
+    predicted=(
+        Prediction(
+            rung=causal_skip,
+            at={"B": 4, "H": 16, "S": 4096, "D": 128, "causal": True},
+            times=1.015,
+            over=ping_pong,
+            why="The shipped kernel has the same idea and gains; this rung's causal loop loses, and the cause is open.",
+        ),
+    ),
     cpu_model=causal_skip_on_cpu,
     checks=(
         case("one tile, one block of queries", B=1, H=1, S=128, D=64),
