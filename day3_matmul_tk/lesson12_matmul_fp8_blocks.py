@@ -25,7 +25,7 @@ since a consumer that waits for the tensor cores falls behind:
 
     consumer 0      MMMMMMMM..pp....MMMMMMMM..pp....         M = its MMA runs, p = promote, . = wait
     consumer 1      pp......MMMMMMMM..pp....MMMMMMMM         the tensor cores never wait
-    one of three    MMMMMMpp....MMMMMMpp....                 one multiplies, one promotes, one waits for them
+    one of three    MMMMMMpp....MMMMMMpp....                 one multiplies, one promotes, one waits
 
     tile             acc + MMA's sum, registers a thread    bytes a step    MMA    L2 delivers them in
     128 x 128, two   64 + 64                                32 KB           512    840     61% of the peak
