@@ -89,15 +89,15 @@ def tiles(a, b):
     return c
 
 
-# Rung 2. New: the grouped order. Program ids go down GROUP rows of tiles before they go to the next column of tiles, so
-# the 132 tiles that run together are 8 x 16 and not 2 x 64. For GROUP = 3, 5 rows of tiles and 4 columns:
+# Rung 2. New: the grouped order. Program ids go down GROUP rows of tiles before they go to the next column of tiles.
+# The 132 tiles that run together are then 8 x 16 and not 2 x 64. For GROUP = 3, 5 rows of tiles and 4 columns:
 #
-#     row by row        grouped              a wave of 6 programs, ids 0 to 5, reads
-#      0  1  2  3        0  3  6  9          row by row: 2 rows of tiles of A, 4 columns of tiles of B
-#      4  5  6  7        1  4  7 10          grouped:    3 rows of tiles of A, 2 columns of tiles of B
-#      8  9 10 11        2  5  8 11
-#     12 13 14 15       12 14 16 18          the last group is lower: 2 rows
-#     16 17 18 19       13 15 17 19
+# |   row by row        grouped              a wave of 6 programs, ids 0 to 5, reads
+# |    0  1  2  3        0  3  6  9          row by row: 2 rows of tiles of A, 4 columns of tiles of B
+# |    4  5  6  7        1  4  7 10          grouped:    3 rows of tiles of A, 2 columns of tiles of B
+# |    8  9 10 11        2  5  8 11
+# |   12 13 14 15       12 14 16 18          the last group is lower: 2 rows
+# |   16 17 18 19       13 15 17 19
 #
 # From L2: the same bytes. From HBM, at 8192: (8 + 16.5) * 128 rows and columns of 8192 elements for each wave of 132
 # tiles, 51 MB instead of 139. The 31 waves read 1.6 GB instead of 4.3, which saves at most 0.65 of rung 1's 3 to 4 ms.
@@ -138,12 +138,13 @@ def grouped(a, b, stages=1):
 # the thread goes on. The price is shared memory: 4 * (128 + 128) * 64 * 2 bytes = 128 KB of an SM's 227, so one program
 # fits on an SM where two did.
 #
-#     step           0     1     2     3     4     5           L: its load runs, M: its MMA runs
-#     num_stages=1   LLLLLLMMM LLLLLLMMM LLLLLLMMM
-#     num_stages=4   LLLLLLMMM
-#                      LLLLLL MMM
-#                        LLLLLL  MMM
-#                          LLLLLL   MMM                        three loads are in flight during each MMA
+# |   num_stages=1   LLLLLLMMMLLLLLLMMMLLLLLLMMM             L: a step's load runs, M: its MMA runs
+# |
+# |   num_stages=4   LLLLLLMMM
+# |                  LLLLLL...MMM                            a line for each step; . = loaded, waits for its turn
+# |                  LLLLLL......MMM
+# |                  LLLLLL.........MMM
+# |                           LLLLLL.....MMM                 step 4 takes step 0's stage, three steps ahead
 #
 # Predicted: 840 cycles a step, as the table says: 61% of the peak, 490 TFLOP/s.
 def pipelined(a, b):
@@ -151,8 +152,8 @@ def pipelined(a, b):
     return grouped(a, b, stages=min(4, shared_memory() // ((128 + 128) * 64 * 2)))
 
 
-# Rung 4. New: the tile is chosen, not guessed. No tile is best everywhere: at 1024 tiles of 128 x 256 are 32 programs
-# for 132 SMs, and at 8192 tiles of 64 x 64 ask too much of L2. To time all 54 configurations would take minutes of
+# Rung 4. New: the tile is chosen, not guessed. No tile is best everywhere. At 1024 tiles of 128 x 256 are 32 programs
+# for 132 SMs. At 8192 tiles of 64 x 64 ask too much of L2. To time all 54 configurations would take minutes of
 # compilation for each new shape. So `_prune` drops those that cannot run, the arithmetic of the table ranks the rest,
 # and the best 5 are timed (`cache_results` keeps the times on disk). Timing chooses between neighbours, not the
 # neighbourhood. Predicted at 8192: 128 x 256, 81% of the peak, 650 TFLOP/s.

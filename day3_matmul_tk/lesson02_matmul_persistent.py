@@ -28,8 +28,8 @@ operands in L2. For 4 SMs, groups of 2 rows of tiles and 4 columns:
      8 10 12 14        round 2: tiles 8 to 11
      9 11 13 15        round 3: tiles 12 to 15                        a row of 4 would read 1 + 4 blocks, these 2 + 2
 
-You will learn: persistent kernels, flattened loops, tensor descriptors and TMA, what an epilogue takes from shared
-memory, warp specialization and how to see that it happened, and a matmul for any shape and stride.
+You will learn: persistent kernels, flattened loops, tensor descriptors and TMA, and what an epilogue takes from shared
+memory. You will also learn warp specialization, how to see that it happened, and a matmul for any shape and stride.
 Run it:    python day3_matmul_tk/lesson02_matmul_persistent.py
 Check it:  python -m lessonkit check lesson02_matmul_persistent
 Time it:   python -m lessonkit bench lesson02_matmul_persistent
@@ -163,8 +163,8 @@ def multiply_tiles(
 # Rung 2. New, two things. First, descriptors. The kernel writes them into memory that `set_allocator` provides. Every
 # program writes its own three and waits until TMA can see them: a microsecond, which counts at 1024.
 # Second, flatten=True: the loop over tiles and the loop over K become one loop, pipelined as one. The first steps of
-# the next tile are loaded while the last steps of this one are multiplied and C is written. (With pointers the compiler
-# would lose their alignment where they pass from tile to tile, and with it the 16-byte copies.)
+# the next tile are loaded while the last steps of this one are multiplied and C is written. With pointers the compiler
+# would lose their alignment where they pass from tile to tile, and with it the 16-byte copies.
 # Predicted: no register holds an address, so 128 x 256 fits: 81% of the peak instead of 61%, 650 TFLOP/s. Of a tile's
 # two ends only the writing of C is left.
 @triton.jit

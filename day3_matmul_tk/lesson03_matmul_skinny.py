@@ -2,8 +2,8 @@
 ======================================
 c = a @ b with M = 1, 16 or 128 rows: the matmul of a language model that writes token by token. Each element of b, 2
 bytes, takes part in M multiply-adds, M FLOPs a byte. An H200 needs about 180 (760 TFLOP/s over 4.2 TB/s) before tensor
-cores are the limit. So b's bytes set the least time, the same for 1 row and for 128: 8 us for K = N = 4096 (33.5 MB in
-bf16), 112 us for 28672 x 8192 (470 MB).
+cores are the limit. So b's bytes set the least time, the same for 1 row and for 128. That is 8 us for K = N = 4096
+(33.5 MB in bf16), and 112 us for 28672 x 8192 (470 MB).
 
 One program for each output tile cannot reach that: 4096 columns in tiles of 128 are 32 programs for 132 SMs. By
 Little's law 4.2 TB/s at a latency of about 800 ns needs 3.4 MB in flight at any moment, 25 KB for each SM. So K is
@@ -164,10 +164,10 @@ def split_k(a, b):
 # programs takes an equal share of it, wherever tiles begin and end. So no last wave leaves most SMs idle. If a share
 # begins inside a tile, the program writes that part to the workspace and sets a flag. The program with a tile's first
 # step owns the tile: it waits for the flags of the programs with the other steps, adds their parts in order, and writes
-# c. This is one launch and deterministic, and a program writes at most one part: 8 bytes * 132 tiles of workspace
-# traffic, 17 MB at M = 128, whatever N and K are.
-# Predicted at M = 128, N = 4096, K = 14336: 33 us for 139 MB. split_k moves 34 MB for its parts and launches a second
-# kernel, 38 us: 1.15 times as fast.
+# c. This is one launch and deterministic. A program writes at most one part: 8 bytes * 132 tiles of workspace traffic,
+# 17 MB at M = 128, whatever N and K are.
+# Predicted at M = 128, N = 4096, K = 14336: 33 us for 139 MB. Rung 3 moves 34 MB for its parts and launches a second
+# kernel, 38 us. So rung 4 is 1.15 times as fast.
 # Why the waiting ends: a program writes its part first, before it waits for others. No more programs run than SMs hold
 # at once. And shares go from the last program to the first, so a program waits only for lower ids, which start earlier.
 @triton.jit
@@ -244,7 +244,7 @@ def _flags(device, stream):
 # BLOCK_M / BLOCK_N bytes of a, so wide tiles are better. But a tile that three programs share costs two parts. So the
 # launcher takes the narrowest tile that makes no more tiles than SMs. If none does, it takes for few rows the one with
 # the longest lines in memory. And shares are whole fractions of a tile where that leaves at most a fifth of the SMs
-# idle: 2 programs for each of 64 tiles, or one for each of 112.
+# idle. That is 2 programs for each of 64 tiles, or one for each of 112.
 # Predicted: copy speed at M = 16 and 1, and close to it at 128.
 def matmul_skinny(a, b):
     """a [M, K], b [K, N], any strides -> [M, N]. Fast for few rows, correct for any number."""

@@ -1,8 +1,8 @@
 """Matmul with an epilogue: bias, GELU and residual while the tile is in registers
 ================================================================================
-y = gelu(x W^T + bias) + residual, x [M, K], W [N, K] as nn.Linear stores it: half of a transformer's MLP. The matmul is
-2MNK FLOPs. The operations after it are a few FLOPs for each of MN elements, so they cost HBM traffic only. One pass is
-MN elements read or written once. Each kernel after the matmul reads what the kernel before wrote:
+y = gelu(x W^T + bias) + residual. x is [M, K], and W is [N, K] as in nn.Linear: half of a transformer's MLP. The matmul
+is 2MNK FLOPs. The operations after it are a few FLOPs for each of MN elements, so they cost HBM traffic only. One pass
+is MN elements read or written once. Each kernel after the matmul reads what the kernel before wrote:
 
     rung               matmul   bias   gelu   residual     passes (without residual)
     unfused            1        2      2      3            8 (5)

@@ -1,5 +1,5 @@
 """Matmul with an epilogue, backward: what to save, where to fuse, and a custom operator
-====================================================================================
+=====================================================================================
 y = gelu(z) + residual, z = x W^T + bias [M, N]. With dz = dy * gelu'(z):
 
     dx = dz W  [M, K]      dW = dz^T x  [N, K]      dbias = sum over rows of dz  [N]      dresidual = dy
@@ -84,8 +84,8 @@ def backward_unfused(dy, x, w, z):
     return matmul(dz, w), matmul(dz.t(), x), partial.sum(0).to(z.dtype)
 
 
-# Rung 2. New: a program walks down its columns and adds up dz while dz is in registers: 3 passes. dbias is a sum of
-# values that were never rounded to 16 bits, and without atomics its order is the same every time.
+# Rung 2. New: a program walks down its columns and adds up dz while dz is in registers: 3 passes. The values that
+# add up to dbias are never rounded to 16 bits, and without atomics its order is the same every time.
 @triton.jit
 def dz_and_sums_kernel(
     dy_ptr, z_ptr, dz_ptr, partial_ptr, M, N, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr

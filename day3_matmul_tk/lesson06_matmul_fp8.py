@@ -1,8 +1,8 @@
 """Matmul in fp8: twice the FLOPs, half the bytes, and scales that make 8 bits enough
 ==================================================================================
-e4m3 has 4 bits of exponent and 3 of mantissa: 448 is its largest value, 2^-9 its smallest. So A is stored as q_a * s_a,
-q in fp8 and s an fp32 scale that maps the largest value of a group to 448 (lesson 7). With smaller groups an outlier
-costs less accuracy. But the matmul has more to do, since it must multiply by the scales:
+The format e4m3 has 4 bits of exponent and 3 of mantissa. 448 is its largest value, 2^-9 its smallest. So A is stored as
+q_a * s_a, q in fp8 and s an fp32 scale that maps the largest value of a group to 448 (lesson 7). With smaller groups an
+outlier costs less accuracy. But the matmul has more to do, since it must multiply by the scales:
 
     scheme      scale_a [M or 1, K/128 or 1]   scale_b [K/128 or 1, N or N/128 or 1]   where they are multiplied in
     per tensor  [1, 1]                         [1, 1]                                  once a tile, in the epilogue

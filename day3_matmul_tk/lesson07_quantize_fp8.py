@@ -1,8 +1,8 @@
 """Quantisation to fp8: each group's largest value sets its scale
 ==============================================================
-x [M, K] becomes q in e4m3 and a scale for each group, so that q * scale is close to x. The scale is max |x| / 448,
-since 448 is e4m3's largest value, and q is x / scale rounded to 3 bits of mantissa. An element is off by at most 1/16
-of itself. One that is 2^15 times smaller than the largest of its group becomes a multiple of 2^-9 * scale, or 0.
+Quantisation turns x [M, K] into q in e4m3 and a scale for each group: q * scale is close to x. The scale is max |x| /
+448, since 448 is e4m3's largest value, and q is x / scale rounded to 3 bits of mantissa. An element is off by at most
+1/16 of itself. One that is 2^15 times smaller than the largest of its group becomes a multiple of 2^-9 * scale, or 0.
 
     scheme   group           scales in fp32         used for (lesson 6)
     tensor   all of x        [1, 1]                 both, per tensor

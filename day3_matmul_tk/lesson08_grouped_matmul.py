@@ -2,9 +2,9 @@
 ============================================================
 A batched matmul is E matmuls of one shape: one more axis of the grid. In a mixture of experts the shapes differ. A
 router sends each of T tokens to one of E weights, and the tokens are sorted by expert: y[rows of e] = x[rows of e] @
-w[e]. offsets [E + 1] in GPU memory says which rows belong to expert e. A loop of torch.mm must copy the offsets to the
-host first. So the host waits for all earlier work of the GPU, then launches E kernels, and a small one does not fill
-the GPU. A grouped matmul is one launch, whose programs look up their work on the GPU:
+w[e]. A tensor in GPU memory, offsets [E + 1], says which rows belong to expert e. A loop of torch.mm must copy the
+offsets to the host first. So the host waits for all earlier work of the GPU, then launches E kernels, and a small one
+does not fill the GPU. A grouped matmul is one launch, whose programs look up their work on the GPU:
 
     rows of x       | expert 0         | expert 1 | expert 3              |     offsets [0, 300, 370, 370, 800]
     rows of a tile  | 128 | 128 | 44   | 70       | 128 | 128 | 128 | 46  |     expert 2 has no rows
@@ -108,8 +108,8 @@ def zero_rows_of_no_group(y_ptr, offsets_ptr, T, N, E):
 # Rung 1. The groups are one more axis of the grid. The host knows only that no group has more than T rows. So the grid
 # is T rows high for each, and a program whose tile begins past the end of its group returns at once. Predicted: E times
 # as many programs start as have work, 200 to 400 cycles of an SM each.
-# 8192 tokens for 8 experts are 57,344 programs, 3% of the time: with 6% of padding and lesson 1's 490 TFLOP/s for 128 x
-# 128 that makes 450. 32768 tokens for 128 experts are 196,608 programs, 0.08 to 0.17 ms beside 0.15 ms of work.
+# For 8192 tokens and 8 experts that is 57,344 programs, 3% of the time. With 6% of padding, lesson 1's 490 TFLOP/s for
+# 128 x 128 become 450. For 32768 tokens and 128 experts it is 196,608 programs, 0.08 to 0.17 ms beside 0.15 ms of work.
 @triton.jit
 def batched_kernel(
     x_ptr, w_ptr, offsets_ptr, y_ptr,  # [T, K], [E, K, N], [E + 1]: rows offsets[e] to offsets[e + 1] are e's; [T, N]

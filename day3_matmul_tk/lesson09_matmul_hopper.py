@@ -37,8 +37,8 @@ Five terms:
               names the swizzle on both sides. 64 elements of 16 bits are 128 bytes, the widest that there is.
 
 A ring of four stages over six steps. Step n uses stage n % 4. A consumer waits for parity n // 4 & 1 of `full`. The
-producer waits for the other parity of `empty`, since it needs the end of the round before. [P4] is the load of step 4
-into its stage, and [C4] is the MMA that reads it:
+producer waits for the other parity of `empty`, since it needs the end of the round before. In the
+picture [P4] is the load of step 4 into its stage, and [C4] is the MMA that reads it:
 
     step n                         0       1       2       3       4       5
     producer waits empty[stage]    0, p1   1, p1   2, p1   3, p1   0, p0   1, p0     p1, p0: the parity of the wait
@@ -76,7 +76,7 @@ Mistakes worth making on an H200: matmul_hopper/mutants.py lists wrong versions 
 wrong values? Write it down, then `python -m lessonkit mutants lesson09_matmul_hopper`.
 
 Two questions before you read on. Why does tma.py need no mbarrier that says a stage is empty? In persistent.py a
-consumer arrives on `empty` once more after its loop over steps; what happens without it, and in which round of tiles?
+consumer also arrives on `empty` after its loop over steps. What happens without it, and in which round of tiles?
 """
 
 from lessonkit import About, Lesson, Prediction, case

@@ -281,8 +281,9 @@ def split_k(a, b):
     return _run(a, b, (128,))
 
 
-# Rung 3. New: the tile follows the shape as well. 28672 columns, and 2048 x 2048, are one wave of 128 x 256. 1024 x
-# 1024 is 128 tiles of 128 x 64, whose K is not split: predicted 9,800 cycles where 128 x 128 in two parts takes 12,600.
+# Rung 3. New: the tile follows the shape as well. One wave of 128 x 256 holds 28672 columns, and also 2048 x 2048. A
+# product of 1024 x 1024 is 128 tiles of 128 x 64, and K is not split. Predicted for that: 9,800 cycles where 128 x 128
+# in two parts takes 12,600.
 # Lesson 3's kernel keeps products of up to 64 rows, and of up to 128 where the estimate is less than 55,000 cycles.
 @needs(90, "TMA and wgmma", only=True)
 def fitted(a, b):

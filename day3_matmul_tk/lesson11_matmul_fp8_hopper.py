@@ -19,8 +19,8 @@ Budget of a tile of 128 x 256, in cycles:
     tile in all                 65,500           32,800
     epilogue, not overlapped    1000: 1.5%       1000 or more: 3%        waits for the last MMA, scales, rounds
 
-A step of the same cycles covers twice as much of K, so the epilogue is twice as large a share of a tile. cuBLAS holds
-about 790 TFLOP/s in bf16. Twice that less 3% is 1530.
+A step of the same cycles covers twice as much of K, so the epilogue is twice as large a share of a tile. In
+bf16 cuBLAS holds about 790 TFLOP/s. Twice that less 3% is 1530.
 
 Scales of a tensor or of rows do not change with k: the accumulator is multiplied once, at the end. A consumer loads
 them before it waits for the last MMA:

@@ -239,9 +239,9 @@ def wide(a, b, scale_a, scale_b):
 
 # Rung 3. New: three consumers, 192 x 128. Two may both promote at a time, and then the tensor cores are idle. Of three,
 # one promotes while one multiplies and one waits for the tensor cores.
-# Predicted at 8192: up to 1.2 times rung 2, if its MMAs of 512 cycles each lose the 100 cycles of waiting and these
-# lose none; less, as far as the tenth more bytes a cycle count. At 4096 704 tiles are 6 rounds of 132 SMs, an area of
-# 147,456 for the busiest one. Rung 2's 512 tiles are 4 rounds and 131,072: 0.89 of its speed.
+# Predicted at 8192: up to 1.2 times rung 2. That is if rung 2 loses 100 cycles of waiting for each MMA of 512 and this
+# rung loses none. The tenth more bytes a cycle may cost some of it. At 4096 704 tiles are 6 rounds of 132 SMs, an area
+# of 147,456 for the busiest one. Rung 2's 512 tiles are 4 rounds and 131,072: 0.89 of its speed.
 @needs(90, "TMA and wgmma", only=True)
 def three_warpgroups(a, b, scale_a, scale_b):
     """As promoted."""

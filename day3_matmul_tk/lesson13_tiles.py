@@ -1,15 +1,16 @@
 """Tiles: a small library of our own, and a matmul written in it
 =============================================================
-Lesson 1's kernel says `tl.dot(a, b, acc)` of whole tiles, and cuda_src/22 writes out every lane. ThunderKittens and
-CuTe stand between the two: C++ types for tiles, whose layout belongs to the type. tiles.cuh is such a library in 170
-lines, made from four instructions. lesson13_tiles.cu is a matmul in it, 12 lines long, next to the same loop by hand.
+Lesson 1's kernel says `tl.dot(a, b, acc)` of whole tiles. In cuda_src/22 every lane is written out. ThunderKittens and
+CuTe stand between the two: C++ types for tiles, whose layout belongs to the type. The header tiles.cuh is such a
+library in 170 lines, made from four instructions. In lesson13_tiles.cu is a matmul in it, 12 lines long, next to the
+same loop by hand.
 Predicted: as many copies, ldmatrix, MMAs and stores, so the same time.
 
 Read tiles.cuh first. Ask of each function: is it called by a lane, a warp or the block? Which line changes for another
 layout? What can it not know? Then read v1 and v2 side by side, then what v3 and v4 change.
 
-You will learn: register tiles, shared tiles, fragments; that an abstraction whose sizes are known costs no
-instruction, and what it may cost in time; that synchronisation stays outside of it.
+You will learn: register tiles, shared tiles and fragments. An abstraction whose sizes are known costs no instruction,
+but it may cost time, and synchronisation stays outside of it.
 Run it:    python day3_matmul_tk/lesson13_tiles.py
 Check it:  python -m lessonkit check lesson13_tiles
 Compare:   python -m lessonkit compile lesson13_tiles     tiles_kernel and by_hand_kernel, line by line

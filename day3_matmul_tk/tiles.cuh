@@ -8,7 +8,7 @@
 //     Sums<R, C>                registers of a warp: C's, fp32
 //
 // The whole block calls load_async and store of a SharedTile; one warp calls each other function. All sizes are
-// template arguments and all loops unroll, so at run time no trace of the types is left: a Sums<64, 32> is 64 registers
+// template arguments and all loops unroll, so at run time no trace of the types is left. A Sums<64, 32> is 64 registers
 // of a lane, and a load of a Left is ldmatrix and an exclusive or. The library does no synchronisation. The kernel says
 // when a tile is complete and when it may be overwritten (commit, wait, __syncthreads).
 #pragma once
@@ -88,7 +88,7 @@ struct Sums {
 };
 
 // The rows from `row` and the columns from `k` on of a shared tile. Lane l passes the address of row l % 16 of the left
-// (l < 16) or the right eight columns. ldmatrix gives each lane its elements of the four 8 x 8 parts.
+// (l < 16) or the right eight columns. The instruction gives each lane its elements of the four 8 x 8 parts.
 template <int R, int K, typename T, int ROWS, int COLS>
 __device__ __forceinline__ Left<T, R, K> left(const SharedTile<T, ROWS, COLS>& from, int row, int k) {
     const int lane = threadIdx.x % 32;
