@@ -195,7 +195,7 @@ ROWS = {"M": 8192, "N": 8192, "K": 8192, "scheme": "rows"}
 
 LESSON = Lesson(
     about=About(
-        teaches="scales per tensor, row and block; how tensor cores accumulate, and how to keep the lost digits",
+        teaches="scales per tensor, row and block; how tensor cores accumulate, and how to get lost digits back",
         hours=0.75,
         operator="fp8 matmul",
     ),

@@ -389,8 +389,8 @@ LAYER = {"M": 128, "N": 4096, "K": 4096, "transposed": "b"}
 
 LESSON = Lesson(
     about=About(
-        teaches="outputs with fewer tiles than SMs: split-K in one launch, reduce-scatter through L2, what a meeting "
-        "costs",
+        teaches="outputs with fewer tiles than SMs: split-K in one launch, reduce-scatter through L2, what the "
+        "exchange costs",
         hours=0.5,
         operator="matmul",
         language="Gluon",
