@@ -238,7 +238,7 @@ def reduce_scatter(acc, parts_ptr, counter_ptr, split, SPLITS: gl.constexpr):
 @gluon.jit(do_not_specialize=["tiles_m", "steps", "M"])
 def split_k_kernel(
     a_desc, b_desc, c_desc,
-    parts_ptr, counters_ptr,  # [tiles, 2, SPLITS (whose share), SPLITS (from whom), SIZE] fp32; [tiles, 2] int32
+    parts_ptr, counters_ptr,  # [tiles, 2, SPLITS (of the share), SPLITS (that wrote it), SIZE] fp32; [tiles, 2] int32
     tiles_m, steps, M, STAGES: gl.constexpr, SPLITS: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
     full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)

@@ -108,7 +108,7 @@ def split_columns(x):
 @gluon.jit
 def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
     """acc to C in 16 bits, in panels of 64 columns, through buffers FIRST and FIRST + 1 of c_smem in turn."""
-    panels = split_columns(acc)  # an even number, or a tile's last panel and the next tile's first shared a buffer
+    panels = split_columns(acc)  # even, so a tile's last panel and the next tile's first use different buffers
     if acc.shape[1] == 256:
         panels = split_columns(panels[0]) + split_columns(panels[1])
     for p in gl.static_range(len(panels)):

@@ -17,7 +17,7 @@
 //     v3's ring, 3 stages        step 0 multiplies | 1 is there or arrives | 2 arrives
 //
 // Sources: PTX ISA, "Matrix fragments for mma.m16n8k16", ldmatrix, cp.async; Spector et al., ThunderKittens (2024),
-// whose nouns and verbs these are; NVIDIA, CUTLASS: "Efficient GEMM in CUDA".
+// for the types and their functions; NVIDIA, CUTLASS: "Efficient GEMM in CUDA".
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o tiles day3_matmul_tk/lesson13_tiles.cu   (sm_80 or newer)
 // Run:      ./tiles

@@ -49,7 +49,7 @@ struct SharedTile {
     }
 };
 
-// THREADS threads start to copy the tile of `from` whose first element is (row, col); zeros where the matrix is not.
+// THREADS threads start to copy the tile of `from` with first element (row, col); zeros outside of the matrix.
 template <int THREADS, typename T, int R, int C>
 __device__ __forceinline__ void load_async(SharedTile<T, R, C>& to, const Matrix<const T>& from, int64_t row,
                                            int64_t col) {
