@@ -144,7 +144,7 @@ def grouped(a, b, stages=1):
 # |                  LLLLLL...MMM                            a line for each step; . = loaded, waits for its turn
 # |                  LLLLLL......MMM
 # |                  LLLLLL.........MMM
-# |                           LLLLLL.....MMM                 step 4 takes step 0's stage, three steps ahead
+# |                           LLLLLL...MMM                   step 4 takes step 0's stage, three steps ahead
 #
 # Predicted: 840 cycles a step, as the table says: 61% of the peak, 490 TFLOP/s.
 def pipelined(a, b):
