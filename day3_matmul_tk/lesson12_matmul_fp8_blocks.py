@@ -33,15 +33,16 @@ since a consumer that waits for the tensor cores falls behind:
     192 x 128, three 64 + 64 of 160                         40 KB           768    1050    73%, no pause between MMAs
 
 The launcher takes the tile for which the busiest SM computes the smallest area of C: rounds of the grid times the
-tile's area. At equal areas it takes 128 x 256. So the wide tile needs a C whose tiles of 128 x 256 fit into fewer
-rounds. The smallest such C on 132 SMs has one row of tiles and 133 columns of 128:
+tile's area. At equal areas it takes 128 x 256. So the launcher takes the wide tile where it needs at most half the
+rounds of 128 x 128, and at most three quarters of those of 192 x 128. The smallest such C on 132 SMs has one row of
+tiles and 133 columns of 128:
 
     C of 72 x 16904    tiles    rounds of 132 SMs    area of the busiest SM
     128 x 128          133      2                    2 * 16,384 = 32,768
     192 x 128          133      2                    2 * 24,576 = 49,152
     128 x 256           67      1                    1 * 32,768             taken: as small as 128 x 128, fewer bytes
 
-Questions before you read on. Of 192 x 128 and 128 x 256, which reads fewer bytes for a product, and which leaves more
+Questions before you read on. Of 192 x 128 and 128 x 256, which reads fewer bytes for a FLOP, and which leaves more
 SMs idle in the last round at 4096 and at 8192? Which line of `promote` waits for nothing, and why is it there?
 """
 
