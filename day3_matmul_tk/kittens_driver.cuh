@@ -1,6 +1,6 @@
-// ThunderKittens' gl makes its tensor maps with two functions of the driver, which its own builds take from libcuda.
-// That library is only where a driver is, and a program should be buildable everywhere: here both are asked for when
-// they are first called, and the linker finds these.
+// ThunderKittens' gl makes its tensor maps with two functions of the driver, which its own builds link from libcuda.
+// That library exists only on machines with a driver, and this program should build everywhere. So the linker finds
+// these two definitions, which look up the driver's functions at their first call.
 #pragma once
 #include <cuda.h>
 

@@ -1,19 +1,21 @@
 """Matmul: tiles, their order, their pipeline, their size
 ======================================================
-C = A B, A [M, K], B [K, N]: 2MNK FLOPs on (MK + KN + MN) numbers. At M = N = K = 8192 in bf16 that is 1.1 TFLOP on
-403 MB, 2731 FLOPs a byte, where an H200 (about 800 TFLOP/s, 4.2 TB/s) needs 190: arithmetic decides, if each number
-comes from memory once. No SM can hold a row of A and a column of B for all of C, so numbers come many times: an SM's
-tile of C, BLOCK_M x BLOCK_N, reads BLOCK_M + BLOCK_N numbers a step of K and does BLOCK_M * BLOCK_N products with them:
+C = A B, A [M, K], B [K, N]: 2MNK FLOPs on (MK + KN + MN) elements. At M = N = K = 8192 in bf16 that is 1.1 TFLOP on
+403 MB, 2731 FLOPs a byte. An H200 (about 800 TFLOP/s, 4.2 TB/s) needs 190. So arithmetic is the limit, if each element
+comes from HBM once. But the operands do not fit on chip, so every element of A and B is loaded many times. For each k
+a program with a tile of C, BLOCK_M x BLOCK_N, loads BLOCK_M + BLOCK_N elements and does BLOCK_M * BLOCK_N
+multiply-adds with them:
 
     tile        FLOPs a byte   bytes from L2 at 8192   cycles of a step of 64: multiply   load at 39 bytes a cycle
     64 x 64     32             34.4 GB                 128                                420
     128 x 128   64             17.2 GB                 512                                840
     128 x 256   85             12.9 GB                 1024                               1260
 
-(an SM of Hopper multiplies 2048 pairs a cycle in 16 bits; L2 gives all 132 together about 5120 bytes a cycle.) So L2 is
-what feeds a matmul, the tile is what lessens its work, and the predictions are 61% and 81% of the tensor cores' peak.
+A Hopper SM does 2048 multiply-adds a cycle in 16 bits. L2 gives all 132 SMs together about 5120 bytes a cycle, 39
+each. So L2 feeds a matmul, and a larger tile asks less of it. Predicted: 61% of the tensor cores' peak for tiles of 128
+x 128, and 81% for 128 x 256.
 
-You will learn: tl.dot, tiles, an order that keeps L2 useful, software pipelining, autotuning that is not a lottery.
+You will learn: tl.dot, tiles and their order in L2, software pipelining, autotuning of few candidates.
 Run it:    python day3_matmul_tk/lesson01_matmul.py
 Check it:  python -m lessonkit check lesson01_matmul
 Time it:   python -m lessonkit bench lesson01_matmul
@@ -29,15 +31,15 @@ import triton.language as tl
 from problems.matmul import PROBLEM, empty_product, precision
 
 
-# What a program does for one tile of C, the same in all rungs of this lesson. Its fp32 sums, acc, stay in registers:
-# 128 x 128 on 8 warps are 64 of a thread's 255.
+# What a program does for one tile of C, the same in all rungs of this lesson. The fp32 accumulator stays in registers:
+# 128 x 128 on 8 warps takes 64 of a thread's 255.
 @triton.jit
 def multiply_tile(
     a_ptr, b_ptr, c_ptr,  # [M, K], [K, N], [M, N]
     tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # int64 before any stride: a row number times a stride passes 2^31 as soon as the matrix does.
+    # int64 before any stride: a row index times a stride passes 2^31 as soon as the matrix has 2^31 elements.
     rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
@@ -47,7 +49,7 @@ def multiply_tile(
     b_step = tl.full([], BLOCK_K, tl.int64) * stride_bk
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
-        # Past K both sides are 0: one alone would not do, for 0 * inf is NaN.
+        # Past K both operands are 0. One alone would not do, since 0 * inf is NaN.
         a = tl.load(a_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0)
         b = tl.load(b_ptrs, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
@@ -57,11 +59,14 @@ def multiply_tile(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (cols[None, :] < N))
 
 
-# Rung 1. A program a tile, on a 2D grid. Blocks start in the order of axis 0: here along a row of tiles, as one would
-# number them. Predicted, from L2: MK * N/128 + KN * M/128 numbers. From memory, at 8192: 132 tiles run at a time, two
-# rows of tiles and a bit, which share A's rows but need all columns of B: 134 MB, more than L2 holds (60 MB), so that
-# all of B comes from memory 31 times: 4.2 GB, 1 ms where the multiplication takes 1.4.
-# And num_stages=1: load, wait, multiply, in turn. Only the second program that fits on an SM could use the wait.
+# Rung 1. One program for each tile, on a 2D grid. Programs start in the order of axis 0, here along a row of tiles.
+# From L2: MK * N/128 + KN * M/128 elements. From HBM, at 8192: 132 tiles run at a time, two rows of tiles and a bit.
+# They share A's rows but need all columns of B. Those are 134 MB, and L2 holds 60 MB, so all of B comes from HBM 31
+# times: 4.2 GB, 1 ms where the multiplication takes 1.4.
+#
+# num_stages=1: load, wait, multiply, one after the other. Predicted for one program alone: 600 to 1000 cycles until its
+# loads arrive, then 512 of MMA, so 34% to 46% of the peak, 270 to 370 TFLOP/s. A second program fits on the SM and can
+# use the waits, but L2 allows 61%, 490 TFLOP/s, at most.
 @triton.jit
 def tiles_kernel(
     a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
@@ -84,10 +89,19 @@ def tiles(a, b):
     return c
 
 
-# Rung 2. New: the order. Programs still start by number, but the numbers go down GROUP rows of tiles before they go to
-# the next column of tiles, so that the 132 tiles that run together are 8 x 16 and not 2 x 64. Predicted from L2: the
-# same bytes. From memory, at 8192: (8 + 16.5) * 128 rows and columns of 8192 each step, 51 MB instead of 139, 31 times:
-# 1.6 GB instead of 4.3.
+# Rung 2. New: the grouped order. Program ids go down GROUP rows of tiles before they go to the next column of tiles.
+# The 132 tiles that run together are then 8 x 16 and not 2 x 64. For GROUP = 3, 5 rows of tiles and 4 columns:
+#
+# |   row by row        grouped              a wave of 6 programs, ids 0 to 5, reads
+# |    0  1  2  3        0  3  6  9          row by row: 2 rows of tiles of A, 4 columns of tiles of B
+# |    4  5  6  7        1  4  7 10          grouped:    3 rows of tiles of A, 2 columns of tiles of B
+# |    8  9 10 11        2  5  8 11
+# |   12 13 14 15       12 14 16 18          the last group is lower: 2 rows
+# |   16 17 18 19       13 15 17 19
+#
+# From L2: the same bytes. From HBM, at 8192: (8 + 16.5) * 128 rows and columns of 8192 elements for each wave of 132
+# tiles, 51 MB instead of 139. The 31 waves read 1.6 GB instead of 4.3, which saves at most 0.65 of rung 1's 3 to 4 ms.
+# Predicted: no gain where rung 1's waits for HBM overlap with MMAs of the other program, 1.2 times where they do not.
 @triton.jit
 def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """The tile (row, column) that a program computes."""
@@ -119,35 +133,45 @@ def grouped(a, b, stages=1):
     return c
 
 
-# Rung 3. New: num_stages=4, and nothing else. The compiler turns the loop into one that asks for the tiles of step k+3
-# (cp.async: memory to shared memory, past the registers, and the thread goes on) while it multiplies those of step k.
-# Paid for in shared memory: 4 * (128 + 128) * 64 * 2 bytes = 128 KB of an SM's 227, so that one program fits on an SM
-# where two did; those hid each other's waits, this one hides its own. Predicted: 840 cycles a step, as the table says,
-# where a step waited for memory (600 to 1000 cycles), then stored into shared memory, then multiplied.
+# Rung 3. New: num_stages=4, and nothing else. The compiler pipelines the loop: it loads the blocks of step k+3 while it
+# multiplies those of step k. The loads are cp.async, which copies from global to shared memory without registers, and
+# the thread goes on. The price is shared memory: 4 * (128 + 128) * 64 * 2 bytes = 128 KB of an SM's 227, so one program
+# fits on an SM where two did.
+#
+# |   num_stages=1   LLLLLLMMMLLLLLLMMMLLLLLLMMM             L: a step's load runs, M: its MMA runs
+# |
+# |   num_stages=4   LLLLLLMMM
+# |                  LLLLLL...MMM                            a line for each step; . = loaded, waits for its turn
+# |                  LLLLLL......MMM
+# |                  LLLLLL.........MMM
+# |                           LLLLLL...MMM                   step 4 takes step 0's stage, three steps ahead
+#
+# Predicted: 840 cycles a step, as the table says: 61% of the peak, 490 TFLOP/s.
 def pipelined(a, b):
-    """As grouped, four stages deep, or three on a GPU with 99 KB for a block."""
+    """As grouped, with four stages, or three on a GPU with 99 KB for a block."""
     return grouped(a, b, stages=min(4, shared_memory() // ((128 + 128) * 64 * 2)))
 
 
-# Rung 4. New: the tile is chosen, not guessed. No tile is best everywhere: at 1024 a tile of 128 x 256 makes 32
-# programs for 132 SMs, at 8192 one of 64 x 64 drowns L2. Timing all 54 configurations would take minutes of compiling
-# for each new shape: they are pruned, by what cannot run and by the arithmetic of the table above, and the 5 with the
-# best predictions are timed (`cache_results`: kept on disk). Timing chooses between neighbours, not the neighbourhood.
+# Rung 4. New: the tile is chosen, not guessed. No tile is best everywhere. At 1024 tiles of 128 x 256 are 32 programs
+# for 132 SMs. At 8192 tiles of 64 x 64 ask too much of L2. To time all 54 configurations would take minutes of
+# compilation for each new shape. So `_prune` drops those that cannot run, the arithmetic of the table ranks the rest,
+# and the best 5 are timed (`cache_results` keeps the times on disk). Timing chooses between neighbours, not the
+# neighbourhood. Predicted at 8192: 128 x 256, 81% of the peak, 650 TFLOP/s.
 def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
-    """Cycles of a matmul in 16 bits on a Hopper GPU, if nothing but tensor cores and L2 were slow: to compare tiles."""
+    """Cycles of a 16-bit matmul on Hopper if only tensor cores and L2 cost time. For ranking tiles, not for timing."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
-    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle; an SM takes no more than 64, whoever else is idle
+    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle from L2; an SM takes no more than 64
     step = max(BLOCK_M * BLOCK_N * BLOCK_K / 2048, 2 * (BLOCK_M + BLOCK_N) * BLOCK_K / share)
-    step += 300  # to wait for a stage, and to start on it: why steps should not be short
-    ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first tiles are there, and to write C
+    step += 300  # wait for a stage and issue its MMA: why steps should not be short
+    ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first operands arrive, and to write C
     return math.ceil(tiles / num_sms()) * (math.ceil(K / BLOCK_K) * step + ends)
 
 
 def _prune(configs, named, **_):
-    """Keep what fits and can be fast; where the matmul takes microseconds, timing is not worth it: keep one."""
+    """Keep configurations that fit and can be fast, and only the best of them if the matmul takes microseconds."""
     size = named["a_ptr"].element_size()
     shape = {name: named[name] for name in "MNK"}
-    least, most = (32, 128) if size == 2 else (16, 32)  # sums a thread; in fp32 the operands take registers too
+    least, most = (32, 128) if size == 2 else (16, 32)  # accumulators a thread; fp32 operands take registers too
 
     def fits(c):
         m, n, k = (c.kwargs[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
@@ -192,7 +216,7 @@ def _prepare(a, b):
 
 def stages_are_paid_for(rung):
     """For sm_90, shared memory is the stages, to the byte."""
-    stages = {tiles: 1, grouped: 1, pipelined: 4}.get(rung)  # of autotuned it is not known
+    stages = {tiles: 1, grouped: 1, pipelined: 4}.get(rung)  # autotuned's are not known
     found = [k.shared for k in compiled.kernels(__name__, (90,)) if k.rung == rung.__name__]
     assert not stages or found == [stages * (128 + 128) * 64 * 2]
 
@@ -202,7 +226,7 @@ LARGE = {"M": 8192, "N": 8192, "K": 8192}
 LESSON = Lesson(
     about=About(
         teaches="`tl.dot`, tiles counted in bytes and cycles, an order that keeps L2 useful, stages, autotuning "
-        "that is no lottery",
+        "of few candidates",
         hours=1.5,
         star=True,
         operator="matmul",
@@ -210,6 +234,8 @@ LESSON = Lesson(
     problem=PROBLEM,
     rungs=(tiles, grouped, pipelined, autotuned),
     predicted=(
+        Prediction(rung=tiles, at=LARGE, tflop_per_s=(270, 490)),
+        Prediction(rung=grouped, at=LARGE, times=(1, 1.2), over=tiles),
         Prediction(
             rung=pipelined,
             at=LARGE,

@@ -1,20 +1,35 @@
 """Matmul: persistent kernel, TMA, warp specialization
 ===================================================
-Lesson 1's loop multiplies at the pace of L2, while it runs. Around it lies what no tile size cures: a program starts
-with an empty pipeline (about 1500 cycles until its first tiles are there), ends with writing C (64 KB for 128 x 256,
-1700 cycles), and its threads, while they multiply, compute addresses: 48 KB a step are 3072 copies of 16 bytes, each
-with a pointer and a mask. A tile of 128 x 256 at K = 4096 multiplies for 65,536 cycles (80,000 at the pace of L2): the
-ends are 4% of it, and 14% at K = 1024. This lesson takes them away one by one.
+Lesson 1's main loop runs at the rate of L2. Three costs remain, and no tile size removes them. A program starts with an
+empty pipeline: about 1500 cycles until its first operands arrive. It ends with the epilogue: 64 KB of C for 128 x 256,
+1700 cycles. And its threads compute addresses: 48 KB a step are 3072 copies of 16 bytes, each with a pointer and a
+mask. A tile of 128 x 256 at K = 4096 multiplies for 65,536 cycles, or 80,000 at the rate of L2. A tile's two ends are
+4% of that, and 14% at K = 1024. This lesson removes these costs one by one.
 
     rung              what a program's threads do beside multiplying      stages of 48 KB, and C's staging, in 227 KB
-    persistent        addresses and masks of every 16 bytes; its ends     (128 x 128, 4 of 32 KB: registers)
-    tma_device        one thread asks for a tile; writing C               3, 64
-    tma_host          the same, and no descriptor to write first          3, 64
+    persistent        addresses and masks of every 16 bytes; its ends     (128 x 128, 4 stages of 32 KB: more addresses
+                                                                          than registers for a larger tile)
+    tma_device        one thread starts a tile's copy; writing C          3, 64
+    tma_host          the same, without writing descriptors first         3, 64
     subtiled          the same, C in halves                               4, 32
-    warp_specialized  writing C, while other warps load what comes next   3, 64
+    warp_specialized  writing C, while other warps load the next tile     3, 64
 
-You will learn: persistent grids, flattened loops, tensor descriptors and the TMA, what an epilogue takes from shared
-memory, warp specialisation and how to see that it happened, and a matmul for any shape and stride.
+A program for each tile, a persistent program, and a persistent program whose loops are flattened, on one SM:
+
+    one tile each    |fill|MMMMMMMM|store|     |fill|MMMMMMMM|store|
+    persistent       |fill|MMMMMMMM|store|fill|MMMMMMMM|store|              no new start, but the pipeline still drains
+    flattened        |fill|MMMMMMMM|store|MMMMMMMM|store|                   the next tile's loads run during the store
+
+A persistent program takes every 132nd tile of the grouped order (lesson 1), so the 132 tiles of a round still share
+operands in L2. For 4 SMs, groups of 2 rows of tiles and 4 columns:
+
+     0  2  4  6        round 0: tiles 0 to 3, a square of 2 x 2       SM 0 computes tiles 0, 4, 8, 12
+     1  3  5  7        round 1: tiles 4 to 7, the next square         SM 1 computes tiles 1, 5, 9, 13
+     8 10 12 14        round 2: tiles 8 to 11
+     9 11 13 15        round 3: tiles 12 to 15                        a row of 4 would read 1 + 4 blocks, these 2 + 2
+
+You will learn: persistent kernels, flattened loops, tensor descriptors and TMA, and what an epilogue takes from shared
+memory. You will also learn warp specialization, how to see that it happened, and a matmul for any shape and stride.
 Run it:    python day3_matmul_tk/lesson02_matmul_persistent.py
 Check it:  python -m lessonkit check lesson02_matmul_persistent
 Time it:   python -m lessonkit bench lesson02_matmul_persistent
@@ -54,7 +69,7 @@ def multiply_tile(
     tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # int64 before any stride: a row number times a stride passes 2^31 as soon as the matrix does.
+    # int64 before any stride: a row index times a stride passes 2^31 as soon as the matrix has 2^31 elements.
     rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
@@ -64,7 +79,7 @@ def multiply_tile(
     b_step = tl.full([], BLOCK_K, tl.int64) * stride_bk
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
-        # Past K both sides are 0: one alone would not do, for 0 * inf is NaN.
+        # Past K both operands are 0. One alone would not do, since 0 * inf is NaN.
         a = tl.load(a_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0)
         b = tl.load(b_ptrs, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
@@ -84,9 +99,9 @@ def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
     return first + within % height, within // height
 
 
-# Rung 1. New: as many programs as SMs, each coming back for the tile 132 further on. Predicted: nothing, or little. 132
-# starts instead of 2048 at 8192; but the pipeline still runs dry at the end of a tile and fills anew for the next, and
-# at four stages no second program fits on the SM to use that time. A grid that stays is what the next rungs stand on.
+# Rung 1. New: a persistent kernel, one program for each SM, which goes on with the tile 132 further. Predicted: no gain
+# over lesson 1's `pipelined`, 490 TFLOP/s. 132 programs start instead of 4096 at 8192. But the pipeline still drains at
+# a tile's end and fills again for the next, and with four stages no second program fits on the SM to use that time.
 @triton.jit
 def persistent_kernel(
     a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
@@ -102,7 +117,7 @@ def persistent_kernel(
 
 
 def persistent(a, b):
-    """[M, K], [K, N] -> [M, N], any strides; a program an SM. Four stages, or three where a block has 99 KB."""
+    """[M, K], [K, N] -> [M, N], any strides; one program for each SM. Four stages, or three where a block has 99 KB."""
     c = empty_product(a, b)
     block = (128, 128, 64) if a.element_size() == 2 else (64, 64, 32)
     if c.numel():
@@ -113,10 +128,10 @@ def persistent(a, b):
     return c
 
 
-# What the other rungs share: tiles by descriptor. A descriptor tells the TMA, the SM's copy engine, in 128 bytes of a
-# tensor: address, shape, strides, the block's shape. One thread then names a corner, [row, column], and the engine
-# computes the addresses, writes 0 for what lies outside and stores nothing there: no masks, no pointers, no registers.
-# In return rows must begin at multiples of 16 bytes.
+# What the other rungs share: tiles by tensor descriptor. A descriptor is 128 bytes for TMA, the SM's copy engine: a
+# tensor's address, shape and strides, and the block's shape. One thread names a block's corner, [row, column], and TMA
+# computes the addresses. Outside of the tensor TMA loads zeros and stores nothing. So there are no masks, no pointers
+# and no registers for them. In return, rows must begin at multiples of 16 bytes.
 @triton.jit
 def multiply_tiles(
     a_desc, b_desc, c_desc,  # [M, K] or, if A_T, [K, M]; [K, N] or, if B_T, [N, K]; [M, N]
@@ -125,33 +140,33 @@ def multiply_tiles(
     PARTS: tl.constexpr, SPECIALIZE: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    FLAT: tl.constexpr = not SPECIALIZE  # Hopper's warp specialisation knows no flattened loops, and needs none
+    FLAT: tl.constexpr = not SPECIALIZE  # on Hopper warp specialization does not take flattened loops, nor needs them
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLAT, warp_specialize=SPECIALIZE):
         tile_m, tile_n = place(tile, M, N, BLOCK_M, BLOCK_N, GROUP)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in range(tl.cdiv(K, BLOCK_K)):
             k = step * BLOCK_K
-            # .T costs nothing: wgmma reads a 16-bit tile in either order from shared memory.
+            # .T is free: wgmma reads a 16-bit tile in either order from shared memory.
             a = a_desc.load([k, row]).T if A_T else a_desc.load([row, k])
             b = b_desc.load([col, k]).T if B_T else b_desc.load([k, col])
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if PARTS == 1:
             c_desc.store([row, col], acc.to(c_desc.dtype))
         else:
-            # A thread of wgmma's layout has columns of both halves: the split moves nothing between threads.
+            # In wgmma's layout a thread holds columns of both halves, so the split moves nothing between threads.
             left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
             c_desc.store([row, col], left.to(c_desc.dtype))
             c_desc.store([row, col + BLOCK_N // 2], right.to(c_desc.dtype))
 
 
-# Rung 2. New, two things. Descriptors, written by the kernel itself into memory that `set_allocator` provides (every
-# program writes its own three, and waits until the TMA can see them: a microsecond, which counts at 1024). And
-# flatten=True: the loop over tiles and the loop over K become one, pipelined as one: while the last steps of a tile are
-# multiplied and C is written, the first steps of the next are on their way. (With pointers that does not go well: what
-# the compiler knew of their alignment is lost where they pass from one tile to the next, and so are 16-byte copies.)
-# Predicted: no register holds an address, so that 128 x 256 fits, 81% of the peak instead of 61%; and of a tile's two
-# ends only the writing of C is left.
+# Rung 2. New, two things. First, descriptors. The kernel writes them into memory that `set_allocator` provides. Every
+# program writes its own three and waits until TMA can see them: a microsecond, which counts at 1024.
+# Second, flatten=True: the loop over tiles and the loop over K become one loop, pipelined as one. The first steps of
+# the next tile are loaded while the last steps of this one are multiplied and C is written. With pointers the compiler
+# would lose their alignment where they pass from tile to tile, and with it the 16-byte copies.
+# Predicted: no register holds an address, so 128 x 256 fits: 81% of the peak instead of 61%, 650 TFLOP/s. Of a tile's
+# two ends only the writing of C is left.
 @triton.jit
 def tma_device_kernel(
     a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_bk, stride_cm,
@@ -167,7 +182,7 @@ def tma_device_kernel(
 
 
 def tma_device(a, b, specialize=False):
-    """[M, K], [K, N] -> [M, N], rows of all three 16-byte aligned; a program an SM, descriptors made by the kernel."""
+    """[M, K], [K, N] -> [M, N], rows of all three 16-byte aligned; persistent, descriptors made by the kernel."""
     c = _prepare(a, b)
     if specialize and a.element_size() != 2:
         raise Unsupported("in fp32 there is no wgmma that reads b [K, N]: the compiler has nothing to split")
@@ -184,8 +199,8 @@ def tma_device(a, b, specialize=False):
     return c
 
 
-# Rung 3. New: descriptors made on the host and passed as arguments of the kernel, in constant memory. Predicted: a
-# microsecond less, and nothing to allocate; the same loop.
+# Rung 3. New: the host makes the descriptors and passes them as kernel arguments, in constant memory. Predicted: a
+# microsecond less, and nothing to allocate; the same loop. A microsecond is 6% at 1024 and nothing at 8192.
 @triton.jit
 def tma_host_kernel(
     a_desc, b_desc, c_desc, M, N, K,
@@ -215,42 +230,44 @@ def _launch_host(a, b, c, block, parts):
     )  # fmt: skip
 
 
-# Rung 4. New: C leaves in two halves. TMA stores from shared memory, so a tile of C needs 64 KB there, beside the
-# stages, whose next tiles are already arriving. In halves it needs 32 KB, and a fourth stage fits: 192 + 32 of 227 KB.
-# Predicted: a little, where loads come late (an L2 miss is 600 cycles and more, a step 1024).
+# Rung 4. New: C is stored in two halves. TMA stores from shared memory, so a tile of C needs 64 KB there, beside the
+# stages, into which the next tile's operands already arrive. In halves it needs 32 KB, and a fourth stage fits: 192 +
+# 32 of 227 KB. Predicted: 2%, where loads come late (an L2 miss is 600 cycles and more, a step 1024).
 def subtiled(a, b):
     """As tma_host, C stored in halves and a stage more."""
     return tma_host(a, b, parts=2)
 
 
-# Rung 5. New: warps of one program with different work. So far 8 warps waited for a stage, multiplied, and then, all of
-# them, wrote C, while the tensor cores had nothing to do. Now 4 warps load and do nothing else (24 registers each;
-# setmaxnreg gives theirs to the others), and two warpgroups of 4 multiply and write 64 x 256 each: the compiler splits
-# the program by itself, if num_warps=4 and the descriptors are made in the kernel. With num_warps=8 Triton 3.6 and 3.7
-# compile the very same code as without it, and say nothing: look at the number of warps (12) in the compiled kernel.
-# Predicted: loads never wait for an epilogue. What pays is K: few steps to a tile, many ends to hide. (Not for use on a
-# GPU that is shared: Triton's compiler errs, and beside another process some answers are wrong. Day 5, lesson 4.)
+# Rung 5. New: warp specialization. In rungs 1 to 4 all 8 warps wait for a stage, multiply, and then all write C, while
+# the tensor cores are idle. Here 4 producer warps load and do nothing else (24 registers a thread; setmaxnreg gives the
+# rest to the others). Two consumer warpgroups multiply and write 64 x 256 each. The compiler splits the program by
+# itself, if num_warps=4 and the descriptors are made in the kernel. With num_warps=8 Triton 3.6 and 3.7 compile the
+# same code as without it, and say nothing: look for 12 warps in the compiled kernel.
+# Predicted: loads never wait for an epilogue, so the 2.6% that writing C takes at K = 4096 go. Fewer steps a tile gain
+# more. (Do not use it on a GPU that is shared: beside another process some answers are wrong. Day 5, lesson 4.)
 def warp_specialized(a, b):
-    """As tma_device, with a warpgroup that loads and two that multiply."""
+    """As tma_device, with a producer warpgroup and two consumer warpgroups."""
     return tma_device(a, b, specialize=True)
 
 
 # Rung 6. New: any shape, stride and dtype, and a tile that fits the shape.
-# Tiles: a wave is 132 tiles, and the last wave costs as much as a full one, so _predicted_cycles (lesson 1) decides: at
-# 1024 128 tiles of 64 x 128, not 32 of 128 x 256; at 2048 128 of 128 x 256, one wave, not 512 small ones, four waves.
-# A tile of 64 rows is one warpgroup's, and its steps are twice as long, since a short step waits more than it does.
-# Strides: a transposed operand is a descriptor of its transpose. Rows that are not 16-byte aligned go through a copy:
-# that is 4 bytes a number, and a product uses each number M or N times. Where these are small, rung 1's pointers do.
+# Tiles: a wave is 132 tiles, and the last wave costs as much as a full one, so _predicted_cycles (lesson 1) decides. At
+# 1024 it takes 128 tiles of 64 x 128, not 32 of 128 x 256. At 2048 it takes 128 of 128 x 256, which is one wave.
+# One warpgroup computes a tile of 64 rows. Its steps are twice as long, since a short step waits longer than it works.
+# Strides: a transposed operand is a descriptor of its transpose. An operand whose rows are not 16-byte aligned is
+# copied first. That costs 4 bytes an element, and a matmul uses each element M or N times. Where these are small, rung
+# 1's pointers do.
+# Predicted at 1024: 14,100 cycles where 128 x 256 takes 23,700, so 1.68 times as fast. No change from 2048 on.
 TILES = ((128, 256, 64), (128, 128, 64), (64, 128, 128))
 
 
 def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
-    """Cycles of a matmul in 16 bits on a Hopper GPU, if nothing but tensor cores and L2 were slow: to compare tiles."""
+    """Cycles of a 16-bit matmul on Hopper if only tensor cores and L2 cost time. For ranking tiles, not for timing."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
-    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle; an SM takes no more than 64, whoever else is idle
+    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle from L2; an SM takes no more than 64
     step = max(BLOCK_M * BLOCK_N * BLOCK_K / 2048, 2 * (BLOCK_M + BLOCK_N) * BLOCK_K / share)
-    step += 300  # to wait for a stage, and to start on it: why steps should not be short
-    ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first tiles are there, and to write C
+    step += 300  # wait for a stage and issue its MMA: why steps should not be short
+    ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first operands arrive, and to write C
     return math.ceil(tiles / num_sms()) * (math.ceil(K / BLOCK_K) * step + ends)
 
 
@@ -274,7 +291,7 @@ def _prepare(a, b):
 
 
 def _aligned_like(t):
-    """As large, not yet written, with rows that begin at multiples of 16 bytes."""
+    """An uninitialised tensor of the same shape, whose rows begin at multiples of 16 bytes."""
     return t.new_empty(t.shape[0], t.shape[1] + -t.shape[1] % 8)[:, : t.shape[1]]
 
 
@@ -283,7 +300,7 @@ def _blocks(a):
 
 
 def _stages(a, block, parts):
-    """As many as shared memory holds beside a part of C, 4 at most."""
+    """As many stages as shared memory holds beside a part of C, 4 at most."""
     (m, n, k), size = block, a.element_size()
     return max(1, min(4, (shared_memory() - 1024 - m * n * size // parts) // ((m + n) * k * size)))
 
@@ -293,10 +310,10 @@ def _grid(c, block):
 
 
 def what_hopper_makes_of_it(rung):
-    """For sm_90: no spills, stages and C's staging in shared memory, and warps that are specialised where asked for."""
+    """For sm_90: no spills, stages and C's staging in shared memory, and warp specialization where the rung asks."""
     kernels = {k.rung: k for k in compiled.kernels(__name__, (90,))}
     if rung not in STAGED:
-        raise Unsupported("it has not this lesson's large tile")
+        raise Unsupported("it does not have this lesson's large tile")
     kernel, (warps, stages, staging) = kernels[rung.__name__], STAGED[rung]
     assert (kernel.warps, kernel.spills) == (warps, 0)
     assert kernel.shared // 1024 == stages * 48 + staging  # and some hundred bytes of barriers
@@ -304,11 +321,11 @@ def what_hopper_makes_of_it(rung):
 
 STAGED = {tma_device: (8, 3, 64), tma_host: (8, 3, 64), subtiled: (8, 4, 32), warp_specialized: (12, 3, 64)}
 
-LARGE = {"M": 8192, "N": 8192, "K": 8192}
+SMALL, LARGE = ({"M": n, "N": n, "K": n} for n in (1024, 8192))
 
 LESSON = Lesson(
     about=About(
-        teaches="grids that stay, flattened loops, descriptors and the TMA, specialised warps, any shape and stride",
+        teaches="persistent kernels, flattened loops, descriptors and TMA, warp specialization, any shape and stride",
         hours=1.25,
         star=True,
         operator="matmul",
@@ -316,9 +333,18 @@ LESSON = Lesson(
     problem=PROBLEM,
     rungs=(persistent, tma_device, tma_host, subtiled, warp_specialized, matmul),
     predicted=(
+        Prediction(
+            rung=persistent,
+            at=LARGE,
+            tflop_per_s=490,
+            why="As in lesson 1: a step takes less than the table's 840 cycles, so L2 gives an SM more than 39 bytes "
+            "a cycle.",
+        ),
         Prediction(rung=tma_device, at=LARGE, tflop_per_s=650),
-        Prediction(rung=tma_host, at={"M": 1024, "N": 1024, "K": 1024}, times=1.06, over=tma_device),
+        Prediction(rung=tma_host, at=SMALL, times=1.06, over=tma_device),
         Prediction(rung=subtiled, at=LARGE, times=1.02, over=tma_host),
+        Prediction(rung=warp_specialized, at={"M": 4096, "N": 4096, "K": 4096}, times=1.026, over=tma_device),
+        Prediction(rung=matmul, at=SMALL, times=1.68, over=subtiled),
     ),
     checks=(
         *PROBLEM.checks,

@@ -1,10 +1,22 @@
 """Skinny matmul: few rows, many weights
 ======================================
-c = a @ b with M = 1, 16 or 128 rows: a language model that writes token by token multiplies so all day. Each element of
-b, 2 bytes, takes part in M products, M FLOPs a byte, where this GPU needs about 180 (760 TFLOP/s over 4.2 TB/s) before
-tensor cores are the limit. So b's bytes are the floor, the same for 1 row and 128: 8 us for K = N = 4096 (33.5 MB in
-bf16), 112 us for 28672 x 8192 (470 MB). A grid of output tiles cannot get there: 4096 columns in tiles of 128 are 32
-programs for 132 SMs. By Little's law 4.2 TB/s at about 800 ns is 3.4 MB on its way at any moment, 25 KB for each SM.
+c = a @ b with M = 1, 16 or 128 rows: the matmul of a language model that writes token by token. Each element of b, 2
+bytes, takes part in M multiply-adds, M FLOPs a byte. An H200 needs about 180 (760 TFLOP/s over 4.2 TB/s) before tensor
+cores are the limit. So b's bytes set the least time, the same for 1 row and for 128. That is 8 us for K = N = 4096
+(33.5 MB in bf16), and 112 us for 28672 x 8192 (470 MB).
+
+One program for each output tile cannot reach that: 4096 columns in tiles of 128 are 32 programs for 132 SMs. By
+Little's law 4.2 TB/s at a latency of about 800 ns needs 3.4 MB in flight at any moment, 25 KB for each SM. So K is
+split as well. Three tiles of 8 steps of K each on 4 SMs, a letter for each SM:
+
+               tile 0        tile 1        tile 2
+    tiles      aaaaaaaa      bbbbbbbb      cccccccc      8 steps long, SM d is idle
+    split_k    aaaabbbb      ccccdddd      aaaabbbb      8 steps: 2 programs a tile, 6 programs for 4 SMs, then a kernel
+                                                         that adds the parts
+    stream_k   aaaaaabb      bbbbcccc      ccdddddd      6 steps: equal shares, wherever tiles begin and end
+
+In stream_k the program with a tile's first step owns the tile. Here b begins in tile 0 and writes that part to the
+workspace; a waits for b's flag, adds the part and stores tile 0.
 
 You will learn: matrix times vector without tensor cores, split-K, Stream-K, waiting for other programs and why it ends.
 Run it:    python day3_matmul_tk/lesson03_matmul_skinny.py
@@ -24,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from problems.matmul import LLM, PROBLEM, empty_product, inputs
 
 
-# What all rungs but the second share: a tile's product over some of its steps, a step being BLOCK_K of K.
+# What all rungs but the second share: a tile's accumulator over some of its steps. A step is BLOCK_K of K.
 @triton.jit
 def dot_steps(
     a_ptr, b_ptr,  # [M, K], [K, N]; in the last rung TMA descriptors of them
@@ -38,7 +50,7 @@ def dot_steps(
     for step in range(from_step, to_step):
         if TMA == "":
             ks = step * BLOCK_K + tl.arange(0, BLOCK_K).to(tl.int64)
-            # Both are masked in K: a 0 from one alone would meet what lies behind the other, and 0 * NaN is NaN.
+            # Both are masked in K: past K the other operand may hold NaN, and 0 * NaN is NaN.
             a_mask = (rows < M) & (ks < K)[None, :]
             b_mask = (ks < K)[:, None] & (columns < N)
             a = tl.load(a_ptr + rows * stride_am + ks[None, :] * stride_ak, mask=a_mask, other=0.0)
@@ -57,15 +69,15 @@ def store_tile(c_ptr, acc, M, N, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 
 # Rung 1. Lesson 1's tiles: a program owns BLOCK_M x 128 elements of c. At M = 1 tensor cores multiply 15 rows of
-# padding and it costs nothing: they wait for b anyway. What costs is that N / 128 programs are few. Predicted: at N =
-# 4096 32 of 132 SMs, a quarter of copy speed; at 14336 112 of them.
+# padding, which costs no time, since they wait for b anyway. But N / 128 programs are few. Predicted: at N = 4096 32 of
+# 132 SMs work, a quarter of copy speed; at 14336 112 of them.
 @triton.jit
 def tiles_kernel(
-    a_ptr, b_ptr, c_ptr,  # c [programs along axis 1, M, N]: here one, and all of K is its
+    a_ptr, b_ptr, c_ptr,  # c [programs along axis 1, M, N]: in this rung one program, with all of K
     M, N, K, strides, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    down, steps = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K)  # tiles under each other run together: b is read once
+    down, steps = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K)  # a column's tiles run together: b is read once
     row, column = tile % down * BLOCK_M, tile // down * BLOCK_N
     begin, end = split * steps // splits, (split + 1) * steps // splits
     acc = dot_steps(a_ptr, b_ptr, M, N, K, strides, row, column, begin, end, BLOCK_M, BLOCK_N, BLOCK_K, "")
@@ -73,7 +85,7 @@ def tiles_kernel(
 
 
 def tiles(a, b, splits=1):
-    """a [M, K], b [K, N], any strides -> [M, N], a program for each 128 columns; for rung 3 [splits, M, N] in fp32."""
+    """a [M, K], b [K, N], any strides -> [M, N], a program for each 128 columns; in rung 3 [splits, M, N] in fp32."""
     M, N, K, c = _prepare(a, b)
     block_m, block_n, block_k, warps = _tile(M, a.dtype)
     c = c if splits == 1 else c.new_empty(splits, M, N, dtype=torch.float32)
@@ -85,9 +97,10 @@ def tiles(a, b, splits=1):
 
 
 # Rung 2. New: one row needs no tensor core. A program owns a few columns and multiplies b's tile with a element by
-# element, the sums in registers, added up once at the end; a thread keeps four 16-byte loads on their way. Where K is
-# contiguous (nn.Linear's weight, transposed) it owns 4 columns: 1024 programs for 4096, predicted copy speed. Where N
-# is contiguous fewer than 64 would be less than a line of 128 bytes: 64 programs, predicted no gain on tiles.
+# element. Its partial sums stay in registers and are reduced once at the end. A thread has four 16-byte loads in
+# flight. Where K is contiguous (nn.Linear's weight, transposed) a program owns 4 columns: 1024 programs for 4096
+# columns, predicted copy speed. Where N is contiguous, a program owns 64, since fewer columns are less than a line of
+# 128 bytes: 64 programs, predicted no gain over `tiles`.
 @triton.jit
 def matvec_kernel(
     a_ptr, b_ptr, c_ptr,  # [1, K], [K, N], [1, N]
@@ -100,7 +113,7 @@ def matvec_kernel(
         b_mask = (columns < N)[:, None] & (ks < K)[None, :]
         b_ptrs = b_ptr + columns[:, None] * stride_bn + ks[None, :] * stride_bk
         b = tl.load(b_ptrs, mask=b_mask, other=0.0, eviction_policy="evict_first")  # used once: c and a may stay in L2
-        a = tl.load(a_ptr + ks * stride_ak, mask=ks < K, other=0.0).to(tl.float32)  # second: b's way is longer
+        a = tl.load(a_ptr + ks * stride_ak, mask=ks < K, other=0.0).to(tl.float32)  # second: b is in HBM, a in L2
         acc += a[None, :] * b.to(tl.float32)
     tl.store(c_ptr + columns, tl.sum(acc, axis=1).to(c_ptr.dtype.element_ty), mask=columns < N)
 
@@ -117,11 +130,13 @@ def matvec(a, b):
     return c
 
 
-# Rung 3. New: K is shared out as well: several programs work on one tile, each on its part of the steps, so that there
-# are about two an SM. Who adds up? Atomic additions would want c in fp32, cleared before and converted after, and come
-# in another order each time. Here each program writes its sums into a workspace in fp32, and another kernel adds in a
-# fixed order: 8 bytes * MN * splits, which stay in L2: 4 MB at M = 16, N = K = 4096 (8 splits), 34 at M = 128, as much
-# as b. Predicted: SMs at work at every N, minus a launch (1 to 2 us), and less gain with more rows.
+# Rung 3. New: split-K. Several programs work on one tile, each on its part of the steps of K, about two programs for
+# each SM. Atomic additions of the parts would need c in fp32, cleared before and converted after, and would add in
+# another order each time. Here each program writes its part into a workspace in fp32, and a second kernel adds the
+# parts in a fixed order. That is 8 bytes * MN * splits, which stay in L2: 4 MB at M = 16, N = K = 4096 (8 splits). At
+# M = 128 it is 34 MB, as much as b.
+# Predicted: all SMs work at every N, minus a launch of 1 to 2 us, and less gain with more rows. At M = 16, N = 4096, K
+# = 14336 that is 29 to 30 us where `tiles` takes 112: 3.7 to 3.9 times as fast.
 @triton.jit
 def add_splits_kernel(parts_ptr, c_ptr, size, splits, BLOCK: tl.constexpr):  # parts [splits, size] fp32, c [size]
     lanes = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -145,13 +160,16 @@ def split_k(a, b):
     return c
 
 
-# Rung 4. New: Stream-K (Osama et al. 2023). All steps of all tiles lie in one row, and each of a fixed number of
-# programs takes an equal share, wherever tiles begin and end: no last wave in which most SMs rest. A share may begin
-# inside a tile: that part goes to the workspace and a flag says so. Whoever holds a tile's first step owns the tile,
-# waits for the flags of those who hold the rest, adds in order, and writes c: one launch, deterministic, and a program
-# writes at most one part: predicted 8 bytes * 132 tiles of workspace traffic, 17 MB at M = 128 whatever N and K are.
-# Does the waiting end? A part comes first in its share and needs nobody; there are no more programs than the SMs hold
-# at once; and shares are dealt from the last program to the first: one waits for lower numbers, which start earlier.
+# Rung 4. New: Stream-K (Osama et al. 2023). The steps of all tiles form one sequence, and each of a fixed number of
+# programs takes an equal share of it, wherever tiles begin and end. So no last wave leaves most SMs idle. If a share
+# begins inside a tile, the program writes that part to the workspace and sets a flag. The program with a tile's first
+# step owns the tile: it waits for the flags of the programs with the other steps, adds their parts in order, and writes
+# c. This is one launch and deterministic. A program writes at most one part: 8 bytes * 132 tiles of workspace traffic,
+# 17 MB at M = 128, whatever N and K are.
+# Predicted at M = 128, N = 4096, K = 14336: 33 us for 139 MB. Rung 3 moves 34 MB for its parts and launches a second
+# kernel, 38 us. So rung 4 is 1.15 times as fast.
+# Why the waiting ends: a program writes its part first, before it waits for others. No more programs run than SMs hold
+# at once. And shares go from the last program to the first, so a program waits only for lower ids, which start earlier.
 @triton.jit
 def share(program, total, programs):
     return (program.to(tl.int64) * total // programs).to(tl.int32)  # the product may pass 2^31
@@ -175,7 +193,7 @@ def stream_k_kernel(
         acc = dot_steps(a_ptr, b_ptr, M, N, K, strides, row, column, from_step, to_step, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
         if from_step > 0:
             tl.store(parts_ptr + me * BLOCK_M * BLOCK_N + lanes, acc)
-            tl.debug_barrier()  # one thread sets the flag: the others' stores must be done
+            tl.debug_barrier()  # one thread sets the flag: every thread's stores must be done
             tl.atomic_xchg(flags_ptr + me, 1, sem="release", scope="gpu")
         else:
             helper = me + 1
@@ -217,25 +235,26 @@ def _stream_k(a, b, block_m, block_n, block_k, warps, stages=4, tma=""):
 
 @functools.cache
 def _flags(device, stream):
-    # One set for each stream: calls on one stream run one after another, on two they may overlap and would share flags.
+    # One set for each stream: calls on one stream run one after another; on two streams they may overlap.
     return torch.zeros(4 * num_sms(), dtype=torch.int32, device=device)
 
 
-# Rung 5. New: TMA fetches a tile by one instruction, and addresses take no registers; one row in nn.Linear's layout is
-# matvec's, which needs no other program; and the tile follows M and N. For each byte of b a program asks L2 for BLOCK_M
-# / BLOCK_N bytes of a, so the wider the better; but a tile that three programs share costs two parts, so the narrowest
-# whose tiles are no more than the SMs; past that, with few rows, the one with the longest lines in memory. And shares
-# are even where that leaves at most a fifth of the SMs idle: 2 programs for each of 64 tiles, or one for each of 112.
-# Predicted: copy speed at M = 16 and 1, at 128 close.
+# Rung 5. New, four things. TMA loads a tile by one instruction, and addresses take no registers. One row in nn.Linear's
+# layout goes to matvec, which exchanges no parts. The tile follows M and N: for each byte of b a program loads
+# BLOCK_M / BLOCK_N bytes of a, so wide tiles are better. But a tile that three programs share costs two parts. So the
+# launcher takes the narrowest tile that makes no more tiles than SMs. If none does, it takes for few rows the one with
+# the longest lines in memory. And shares are whole fractions of a tile where that leaves at most a fifth of the SMs
+# idle. That is 2 programs for each of 64 tiles, or one for each of 112.
+# Predicted: copy speed at M = 16 and 1, and close to it at 128.
 def matmul_skinny(a, b):
-    """a [M, K], b [K, N], any strides -> [M, N]. Made for few rows, right for any number."""
+    """a [M, K], b [K, N], any strides -> [M, N]. Fast for few rows, correct for any number."""
     M = empty_product(a, b).shape[0]
     if M == 1 and b.stride(0) == 1:
         return matvec(a, b)
     block_m, *others = _tile(M, a.dtype)
     turned, tma = b.stride(0) == 1, ""
     if a.element_size() == 2 and device.architecture() >= 90 and tma_takes(a, b.t() if turned else b):
-        tma = "[N, K]" if turned else "[K, N]"  # as b lies in memory
+        tma = "[N, K]" if turned else "[K, N]"  # b's layout in memory
         few = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if turned else (256, 64, 4, 5)]
         shapes = few if block_m <= 32 else [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
         n, k, warps, stages = next((s for s in shapes if triton.cdiv(b.shape[1], s[0]) <= num_sms()), shapes[-1])
@@ -249,15 +268,15 @@ def _prepare(a, b):
 
 
 def _tile(M, dtype):
-    """block_m, block_n, block_k, warps: as many rows as there are, 128 columns, one line of 128 bytes along K."""
+    """block_m, block_n, block_k, warps: all rows of a up to 128, 128 columns, one line of 128 bytes along K."""
     block_m = min(128, max(16, triton.next_power_of_2(M)))
-    if dtype.itemsize == 4:  # no tensor cores: sums and operands take more registers
+    if dtype.itemsize == 4:  # no tensor cores: accumulator and operands take more registers
         return min(64, block_m), 64, 32, 4
     return block_m, 128, 64, 8 if block_m == 128 else 4
 
 
 def same_bits_every_time(rung):
-    """Splitting K changes the order of the additions, but not from run to run."""
+    """Splitting K changes the order of the additions, but it is the same in every run."""
     question = inputs(1, 200, 900)
     assert len({rung(*question).double().sum().item() for _ in range(5)}) == 1
 
@@ -280,6 +299,22 @@ LESSON = Lesson(
             over=tiles,
             why="A program of matvec keeps fewer bytes in flight than a pipelined tile, and twice as many programs do "
             "not make up for it.",
+        ),
+        Prediction(
+            rung=split_k,
+            at={"M": 16, "N": 4096, "K": 14336, "transposed": "b"},
+            times=(3.7, 3.9),
+            over=tiles,
+            why="Cause not found: it is not the second launch, since stream_k with one launch takes as long, and it is "
+            "not the SMs without work, since 256 programs run.",
+        ),
+        Prediction(
+            rung=stream_k,
+            at={"M": 128, "N": 4096, "K": 14336, "transposed": "b"},
+            times=1.15,
+            over=split_k,
+            why="An owner adds its four parts of 64 KB one after the other, 1640 cycles and a trip to L2 for "
+            "each, about 5 us in which 100 SMs are idle: the prediction counted bytes only.",
         ),
         Prediction(rung=matmul_skinny, at={"M": 16, "N": 28672, "K": 8192, "transposed": "b"}, percent_of_limit=100),
         Prediction(rung=matmul_skinny, at={"M": 128, "N": 28672, "K": 8192, "transposed": "b"}, percent_of_limit=90),

@@ -1,17 +1,18 @@
 """Matmul with an epilogue: bias, GELU and residual while the tile is in registers
 ================================================================================
-y = gelu(x W^T + bias) + residual, x [M, K], W [N, K] as nn.Linear keeps it: half of a transformer's MLP. The product is
-2MNK FLOPs; all that follows it is a few FLOPs for each of MN numbers, and costs memory traffic only: times that MN
-numbers cross the bus, each kernel after the matmul reading what the one before wrote,
+y = gelu(x W^T + bias) + residual. x is [M, K], and W is [N, K] as in nn.Linear: half of a transformer's MLP. The matmul
+is 2MNK FLOPs. The operations after it are a few FLOPs for each of MN elements, so they cost HBM traffic only. One pass
+is MN elements read or written once. Each kernel after the matmul reads what the kernel before wrote:
 
-    rung               matmul   bias   gelu   residual     all (without residual)
+    rung               matmul   bias   gelu   residual     passes (without residual)
     unfused            1        2      2      3            8 (5)
     bias_fused         1               2      3            6 (3), as torch: cuBLASLt adds the bias
     gelu_fused         1                      3            4 (1)
     residual_fused     2                                   2 (1), the least
 
-A crossing is 2MN bytes in bf16 at 4.2 TB/s, the product 2MNK FLOPs at about 700 TFLOP/s: the quotient is 167/K. So
-without residual torch's pair takes 1 + 2 * 167/K of gelu_fused's time: 1.33 at K = 1024, 1.16 at 2048, 1.08 at 4096.
+A pass is 2MN bytes in bf16 at 4.2 TB/s, and the matmul is 2MNK FLOPs at about 700 TFLOP/s: their quotient is 167/K. So
+without residual PyTorch's two kernels take 1 + 2 * 167/K of gelu_fused's time: 1.33 at K = 1024, 1.16 at 2048, 1.08 at
+4096.
 
 You will learn: what an epilogue may hold, what its arithmetic costs, when fusing pays. Lesson 5 is the backward.
 Run it:    python day3_matmul_tk/lesson04_matmul_epilogue.py
@@ -46,8 +47,9 @@ def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
     return first + within % height, within // height
 
 
-# The matmul of rungs 1 to 4: a program a tile, in groups of 8 rows of tiles (lesson 1), and then what the flags want.
-# Sum, bias and residual meet in fp32, and the result is rounded once. SAVE: z for the backward (lesson 5).
+# The matmul of rungs 1 to 4: one program for each tile, in groups of 8 rows of tiles (lesson 1), then the operations
+# that the flags name. Accumulator, bias and residual are added in fp32, and the result is rounded once. SAVE: z is
+# stored for the backward (lesson 5).
 @triton.jit
 def matmul_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, z_ptr,  # [M, K], [N, K], [N], [M, N] each
@@ -78,13 +80,13 @@ def matmul_kernel(
 
 @triton.jit
 def gelu(z):
-    # Far below 0 exp2 is inf, z / inf -0. Two special functions a number, 16 a cycle: 4096 cycles for 128 x 256.
+    # Far below 0 exp2 is inf, and z / inf is -0. 2 special functions an element, 16 a cycle: 4096 cycles for 128 x 256.
     return z / (1 + tl.exp2(z * (z * z * CUBIC + LINEAR)))
 
 
 @triton.jit
 def gelu_in_one(z):
-    # One special function, tanh itself, to 11 bits: enough for a result in 16 bits. The interpreter has no PTX.
+    # One special function, tanh, exact to 11 bits: enough for a result in 16 bits. The interpreter has no PTX.
     if INTERPRETED:
         return gelu(z)
     u = z * (z * z * 0.0356774081 + 0.7978845608)  # sqrt(2 / pi) (z + 0.044715 z^3)
@@ -111,30 +113,31 @@ def pointwise_kernel(
     tl.store(y_ptr + rows * N + cols, x, mask=mask)
 
 
-# Rung 1. A kernel for every operation. Predicted: 8 crossings of MN, each of 167/K of the product's time.
+# Rung 1. A kernel for every operation. Predicted: 8 passes over MN, each 167/K of the matmul's time; without residual 4
+# after the matmul's own, at K = 2048 700 / (1 + 4 * 0.08) = 528 TFLOP/s.
 def unfused(x, w, bias, residual=None):
-    """x [M, K], w [N, K], bias [N], residual [M, N] or None -> y [M, N]. ValueError, TypeError for what is not so."""
+    """x [M, K], w [N, K], bias [N], residual [M, N] or None -> y [M, N]. ValueError, TypeError for other arguments."""
     _expect(x, w, bias, residual)
     return _pointwise(_pointwise(_pointwise(_tiles(x, w), bias=bias), gelu=True), residual=residual)
 
 
-# Rung 2. New: the bias is added to the sums before they are stored. A row of it is read for a tile: nothing. Two
-# crossings less; and z is rounded to 16 bits once, not twice.
+# Rung 2. New: the bias is added to the accumulator before it is stored. A tile reads one row of it, which is nothing.
+# Two passes fewer, and z is rounded to 16 bits once, not twice.
 def bias_fused(x, w, bias, residual=None):
     """As unfused."""
     _expect(x, w, bias, residual)
     return _pointwise(_pointwise(_tiles(x, w, bias), gelu=True), residual=residual)
 
 
-# Rung 3. New: GELU in registers. Two crossings less, the pair's 2 * 167/K; but the tensor cores wait during a tile's
-# GELU, unless another program on the SM multiplies.
+# Rung 3. New: GELU in registers. Two passes fewer, 2 * 167/K of the matmul's time. But the tensor cores wait during a
+# tile's GELU, unless another program on the SM multiplies.
 def gelu_fused(x, w, bias, residual=None):
     """As unfused."""
     _expect(x, w, bias, residual)
     return _pointwise(_tiles(x, w, bias, gelu=True), residual=residual)
 
 
-# Rung 4. New: the residual is loaded where it is added. Two crossings less: y is neither written before nor read again.
+# Rung 4. New: the residual is loaded in the epilogue. Two passes fewer: y is neither written before nor read again.
 def residual_fused(x, w, bias, residual=None):
     """As unfused."""
     _expect(x, w, bias, residual)
@@ -144,7 +147,7 @@ def residual_fused(x, w, bias, residual=None):
 def _tiles(x, w, bias=None, residual=None, gelu=False, save=None):
     M, N, y = len(x), len(w), torch.empty((len(x), len(w)), dtype=x.dtype, device=x.device)
     if y.numel():
-        # 128 bytes of K a step. 3 stages take 3 * (128 + 128) * 128 bytes, 96 KB, so that two fit on an SM of Hopper.
+        # 128 bytes of K a step. 3 stages take 3 * (128 + 128) * 128 bytes, 96 KB, so two programs fit on a Hopper SM.
         matmul_kernel[(triton.cdiv(M, 128) * triton.cdiv(N, 128),)](
             x, w, bias, residual, y, save, M, N, x.shape[1],
             x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0),
@@ -166,10 +169,11 @@ def _pointwise(x, bias=None, residual=None, gelu=False):
     return y
 
 
-# Rung 5. New: the matmul of lesson 2. A program an SM walks over tiles; TMA brings operands and residual and takes y,
-# in halves of a tile (a whole one would need a stage's shared memory), and cuts what hangs over the edges. It wants
-# rows that begin at 16 bytes; else, before Hopper, and in fp32, the pointers of rung 4. And a cheaper GELU: while it
-# computes nobody multiplies.
+# Rung 5. New: lesson 2's persistent matmul. TMA loads operands and residual and stores y, in halves of a tile, since a
+# whole one would need a stage's shared memory. It masks what lies outside. It wants rows that begin at multiples of 16
+# bytes. Otherwise, before Hopper, and in fp32, rung 4's pointers are used. And a cheaper GELU, since the tensor cores
+# are idle while it computes.
+# Predicted at K = 2048: a tile multiplies for 32,768 cycles, and 2048 of GELU come on top: 700 / 1.06 = 660 TFLOP/s.
 @triton.jit
 def persistent_kernel(
     x_desc, w_desc, bias_ptr, residual_desc, y_desc, z_desc, M, N, K, RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
@@ -202,7 +206,7 @@ def linear_gelu(x, w, bias, residual=None, save=None):
     outer = [y if t is None else t for t in (residual, y, save)]
     if x.element_size() != 2 or device.architecture() < 90 or not tma_takes(x, w, *outer):
         return _tiles(x, w, bias, residual, True, save)
-    # 128 x 256 needs the fewest bytes from L2 (lesson 1); if that makes less than a tile an SM, halves use more SMs.
+    # 128 x 256 needs the fewest bytes from L2 (lesson 1). If that is less than one tile for each SM, halve the tile.
     wide = device.roomy() and triton.cdiv(M, 128) * triton.cdiv(N, 256) >= num_sms()
     block_n, stages = (256, 3) if wide else (128, 4)
     beside = 128 * block_n * (1 + (residual is not None) + (save is not None))
@@ -250,6 +254,7 @@ LESSON = Lesson(
     problem=PROBLEM,
     rungs=(unfused, bias_fused, gelu_fused, residual_fused, linear_gelu),
     predicted=(
+        Prediction(rung=unfused, at=PLAIN, tflop_per_s=528),
         Prediction(rung=bias_fused, at=PLAIN, times=1.14, over=unfused),
         Prediction(
             rung=gelu_fused,
@@ -262,6 +267,7 @@ LESSON = Lesson(
         Prediction(
             rung=residual_fused, at={"M": 8192, "N": 4096, "K": 4096, "residual": True}, times=1.08, over=gelu_fused
         ),
+        Prediction(rung=linear_gelu, at=PLAIN, tflop_per_s=660),
     ),
     wrong=WRONG,
     claims={residual_fused: ("wgmma", "cp.async", "no spills"), linear_gelu: ("wgmma", "tma", "no spills")},

@@ -1,21 +1,21 @@
-"""Matmul with an epilogue, backward: what to save, where to fuse, and an operator of it
-====================================================================================
+"""Matmul with an epilogue, backward: what to save, where to fuse, and a custom operator
+=====================================================================================
 y = gelu(z) + residual, z = x W^T + bias [M, N]. With dz = dy * gelu'(z):
 
     dx = dz W  [M, K]      dW = dz^T x  [N, K]      dbias = sum over rows of dz  [N]      dresidual = dy
 
-Two products of 2MNK FLOPs, and around them numbers that cross the bus. (Lesson 4: a crossing of MN costs 167/K of a
-product.) Two things to choose:
+Two matmuls of 2MNK FLOPs, and HBM traffic around them. (Lesson 4: a pass over MN elements costs 167/K of a matmul.) Two
+things to choose:
 
-    What to save? gelu' needs z, and y does not give it back: GELU is not monotone. To save z costs the forward a
-    crossing, 167/K of a product, and MN numbers of memory; to recompute it costs a product. Saved, unless memory is
-    what lacks: at K = 4096 that is 4% beside 100%.
-    Where to compute dz? In both products' loads: no tensor of dz, but the slope is computed again for each of the K/128
-    tiles that use a number of it, and two operands come from L2 where one did. In a kernel of its own: reads dy and z,
-    writes dz, 3 crossings, 6% of the products at K = 4096.
+    What to save? gelu' needs z, and z cannot be computed from y, since GELU is not monotone. Saving z costs the forward
+    one pass, 167/K of a matmul, and MN elements of memory. Recomputing it costs a matmul. At K = 4096 that is 4%
+    against 100%, so z is saved, unless memory is short.
+    Where to compute dz? In the loads of both matmuls there is no tensor dz. But the slope is computed again for each of
+    the K/128 tiles that use an element of it, and two operands come from L2 instead of one. A kernel of its own reads
+    dy and z and writes dz: 3 passes, 6% of the matmuls at K = 4096.
 
-The best place is a third: where dy itself is made, in an MLP by the product dout W2, dz is an epilogue and costs one
-crossing, of z. That needs both layers in one operator, as fused MLPs have them.
+A third place is the best: the kernel that computes dy. In an MLP that is the matmul dout W2. There dz is an epilogue
+and costs one pass, over z. That needs both layers in one operator, as in fused MLPs.
 
 You will learn: how to choose what a backward saves, column sums on the way, an autograd Function and an operator.
 Run it:    python day3_matmul_tk/lesson05_matmul_epilogue_backward.py
@@ -49,7 +49,8 @@ def slope(z):
     return s - z * s * (1 - s) * (z * z * (3 * CUBIC) + LINEAR) * LN2
 
 
-# Rung 1. A kernel for each: dz, then dbias from dz. Predicted: 4 crossings. The two products are course_ops.matmul's.
+# Rung 1. A kernel for each: dz, then dbias from dz. The two matmuls are course_ops.matmul's. Predicted: 4 passes beside
+# two matmuls at 700 TFLOP/s. At K = 2048 that is 2 * 700 / (2 + 4 * 0.08) = 602 TFLOP/s.
 @triton.jit
 def dz_kernel(dy_ptr, z_ptr, dz_ptr, M, N, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # [M, N] each
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -63,7 +64,7 @@ def dz_kernel(dy_ptr, z_ptr, dz_ptr, M, N, stride_dy, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def column_sums_kernel(dz_ptr, partial_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    # dz [M, N]; partial [programs, N] in fp32: the sums over every row that a program sees
+    # dz [M, N]; partial [programs, N] in fp32: a program's sums over the rows that it reads
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
@@ -74,7 +75,7 @@ def column_sums_kernel(dz_ptr, partial_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N
 
 
 def backward_unfused(dy, x, w, z):
-    """dy, z [M, N], x [M, K], w [N, K] -> dx [M, K], dw [N, K], dbias [N]. ValueError, TypeError for what is not so."""
+    """dy, z [M, N], x [M, K], w [N, K] -> dx [M, K], dw [N, K], dbias [N]. TypeError, ValueError otherwise."""
     (M, N), dz, partial = _prepare(dy, x, w, z)
     if z.numel():
         grid = (triton.cdiv(M, 32) * triton.cdiv(N, 128),)
@@ -83,8 +84,8 @@ def backward_unfused(dy, x, w, z):
     return matmul(dz, w), matmul(dz.t(), x), partial.sum(0).to(z.dtype)
 
 
-# Rung 2. New: a program walks down its columns, and adds up dz while it has it in registers: 3 crossings. dbias is the
-# sum of numbers that were never rounded to 16 bits; in the same order every time, for there are no atomics.
+# Rung 2. New: a program walks down its columns and adds up dz while dz is in registers: 3 passes. The values that
+# add up to dbias are never rounded to 16 bits, and without atomics its order is the same every time.
 @triton.jit
 def dz_and_sums_kernel(
     dy_ptr, z_ptr, dz_ptr, partial_ptr, M, N, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
@@ -110,7 +111,7 @@ def backward_fused(dy, x, w, z):
         dz_and_sums_kernel[(triton.cdiv(N, 128), len(partial))](
             dy, z, dz, partial, M, N, dy.stride(0), BLOCK_M=32, BLOCK_N=128
         )
-    # partial has 9 to 33 rows at the shapes timed here: adding them up is nothing beside MN.
+    # partial has 9 to 33 rows at the bench shapes: to add them up costs nothing compared with MN.
     return matmul(dz, w), matmul(dz.t(), x), partial.sum(0).to(z.dtype)
 
 
@@ -127,7 +128,7 @@ def _prepare(dy, x, w, z):
 
 
 def _forward(x, w, bias, residual):
-    """y and z: lesson 4's last kernel, as course_ops has it."""
+    """y and z, by course_ops' version of lesson 4's last kernel."""
     expect(x=x, w=w, ndim=2, same_dtype=True)
     expect(x=x, bias=bias, same_dtype=True)
     if w.shape[1] != x.shape[1] or bias.shape != (len(w),):
@@ -137,7 +138,7 @@ def _forward(x, w, bias, residual):
     return torch.ops.course_ops.linear(x, w, bias, residual, "gelu_tanh", True)
 
 
-# For autograd, if nothing but PyTorch's eager mode will call it: two functions, and what passes between them.
+# For autograd in eager mode: a forward, a backward, and the tensors that pass between them.
 class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, residual):
@@ -147,19 +148,19 @@ class _LinearGelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        dy = dy if dy.stride(-1) == 1 else dy.contiguous()  # of y.sum(): one number, expanded
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()  # the gradient of y.sum() is one value, expanded
         needs_residual = ctx.needs_input_grad[3]
         return *backward_fused(dy, *ctx.saved_tensors), dy if needs_residual else None
 
 
 def linear_gelu(x, w, bias, residual=None):
-    """gelu(x W^T + bias) + residual with gradients; z is kept between forward and backward, and nothing else is."""
+    """gelu(x W^T + bias) + residual with gradients; of the intermediates only z is saved for the backward."""
     return _LinearGelu.apply(x, w, bias, residual)
 
 
-# And as an operator with a schema, for torch.compile, export and whatever else wants to know shapes without running it
-# (day 1, lesson 8). What is saved must be a result here; the backward is an operator too, so that it can be traced.
-# The namespace is the module's name: tests import copies of this file, each of which needs its own.
+# And as an operator with a schema, for torch.compile and export, which need shapes without running it (day 1, lesson
+# 8). Here a saved tensor must be a result. The backward is an operator too, so that it can be traced. The namespace is
+# the module's name: tests import copies of this file, and each copy needs a namespace of its own.
 SPACE = __name__.rpartition(".")[2]
 
 
@@ -201,7 +202,7 @@ def _with_residual(M, N, K, dtype, pad=0):
 
 
 def operator_is_sound(rung):
-    """opcheck: schema, fake and gradient of the operator agree with what it does; its gradients are the Function's."""
+    """opcheck: the operator's schema, fake and gradient agree with its results; its gradients are the Function's."""
     if rung is not backward_fused:
         return
     args = [t.requires_grad_() for t in _with_residual(9, 40, 24, torch.float32)]
@@ -224,6 +225,8 @@ WRONG = (
 )
 # fmt: on
 
+SQUARE = {"M": 8192, "N": 8192, "K": 2048}
+
 LESSON = Lesson(
     about=About(
         teaches="what a backward saves, column sums on the way, an autograd Function and an operator",
@@ -233,7 +236,8 @@ LESSON = Lesson(
     problem=PROBLEM_BACKWARD,
     rungs=(backward_unfused, backward_fused),
     predicted=(
-        Prediction(rung=backward_fused, at={"M": 8192, "N": 8192, "K": 2048}, times=1.04, over=backward_unfused),
+        Prediction(rung=backward_unfused, at=SQUARE, tflop_per_s=602),
+        Prediction(rung=backward_fused, at=SQUARE, times=1.04, over=backward_unfused),
     ),
     wrong=WRONG,
     claims={backward_fused: ("dz_and_sums_kernel: 16-byte loads", "dz_and_sums_kernel: no spills")},

@@ -1,20 +1,20 @@
 """Matmul in fp8: twice the FLOPs, half the bytes, and scales that make 8 bits enough
 ==================================================================================
-e4m3 has 4 bits of exponent and 3 of mantissa: 448 is its largest number, 2^-9 its smallest. So A is kept as q_a * s_a,
-q in fp8 and s an fp32 scale that puts the largest number of a group at 448 (lesson 7). The smaller the groups, the
-less an outlier costs; and the more there is to do in the matmul, for the scales have to come back in:
+The format e4m3 has 4 bits of exponent and 3 of mantissa. 448 is its largest value, 2^-9 its smallest. So A is stored as
+q_a * s_a, q in fp8 and s an fp32 scale that maps the largest value of a group to 448 (lesson 7). With smaller groups an
+outlier costs less accuracy. But the matmul has more to do, since it must multiply by the scales:
 
     scheme      scale_a [M or 1, K/128 or 1]   scale_b [K/128 or 1, N or N/128 or 1]   where they are multiplied in
-    per tensor  [1, 1]                         [1, 1]                                  once a tile, with the sums
-    row-wise    [M, 1]                         [1, N]                                  once a tile, with the sums
+    per tensor  [1, 1]                         [1, 1]                                  once a tile, in the epilogue
+    row-wise    [M, 1]                         [1, N]                                  once a tile, in the epilogue
     blockwise   [M, K/128]                     [K/128, N/128]                          every 128 of K
 
-Predicted against bf16: the tensor cores multiply 4096 pairs a cycle and SM in place of 2048, and a number is one byte:
-a step takes half the time, to load and to multiply. So twice the speed, 1400 TFLOP/s, if the power allows it. L2 stays
-as near as it was: tiles of 128 x 256 ask for 48 bytes a cycle and SM, and 39 are to be had (lesson 1): 81% of the peak.
-B must lie as [N, K]: wgmma transposes 16-bit tiles on its way, not 8-bit ones.
+Predicted against bf16: an SM's tensor cores do 4096 multiply-adds a cycle instead of 2048, and an element is one byte.
+So a step takes half the time, to load and to multiply: twice the speed, 1400 TFLOP/s, if the power limit allows it. The
+balance with L2 does not change: tiles of 128 x 256 need 48 bytes a cycle for each SM, and L2 gives 39 (lesson 1), 81%
+of the peak. B must be stored as [N, K]: wgmma can read 16-bit tiles transposed, but not 8-bit ones.
 
-You will learn: what a scale may depend on, how the tensor core adds up, and how to get its digits back.
+You will learn: what a scale may depend on, how tensor cores accumulate, and how promotion restores the lost digits.
 Run it:    python day3_matmul_tk/lesson06_matmul_fp8.py
 Check it:  python -m lessonkit check lesson06_matmul_fp8
 Time it:   python -m lessonkit bench lesson06_matmul_fp8
@@ -42,10 +42,10 @@ def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
     return first + within % height, within // height
 
 
-# The matmul of rungs 1 to 4: a program a tile of 128 x 128, a step of K 128 bytes.
+# The matmul of rungs 1 to 4: one program for each tile of 128 x 128, and 128 bytes of K a step.
 @triton.jit
 def fp8_kernel(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, c_ptr,  # [M, K], [K, N] lying as [N, K], scales as above, [M, N]
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, c_ptr,  # [M, K], [K, N] stored as [N, K], scales as above, [M, N]
     M, N, K, stride_a, stride_b, stride_am, stride_ak, stride_bk, stride_bn,  # of a and b, and of their scales
     SCHEME: tl.constexpr, PROMOTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def fp8_kernel(
             scale_b = tl.load(scale_b_ptr + step * stride_bk + tile_n * stride_bn)  # a tile is as wide as a block of B
             acc += tl.dot(a, b) * (scale_a * scale_b)[:, None]
         elif PROMOTE:
-            acc += tl.dot(a, b)  # a new sum, added to the old one by the thread itself
+            acc += tl.dot(a, b)  # the step's sum alone, which the threads add to acc in fp32
         else:
             acc = tl.dot(a, b, acc)
     if SCHEME != "blocks":
@@ -83,37 +83,38 @@ def outer_scales(scale_a_ptr, scale_b_ptr, rows, cols, M, N, stride_am, stride_b
     return scale
 
 
-# Rung 1. The kernel of lesson 1 with another dtype: tl.dot knows what to do. One multiplication by s_a s_b at the end.
+# Rung 1. Lesson 1's kernel with another dtype: tl.dot takes fp8. One multiplication by s_a s_b in the epilogue.
 @fp8
 def fp8_tensor(a, b, scale_a, scale_b):
     """a [M, K], b [K, N] (b.t() contiguous) in e4m3, fp32 scales [1, 1] -> [M, N] in bf16.
 
-    TypeError, ValueError for what is not so; Unsupported for the other schemes' scales.
+    TypeError, ValueError for other arguments; Unsupported for the other schemes' scales.
     """
     return _launch(a, b, scale_a, scale_b, {"tensor"})
 
 
-# Rung 2. New: a scale a row of A and a column of B, the finest that leave the sum alone: the sum over k of (q_a s_m)
-# (q_b s_n) is s_m s_n times the sum of q_a q_b. Predicted: the same time.
+# Rung 2. New: one scale for each row of A and each column of B. These are the finest scales that do not change within a
+# sum: the sum over k of (q_a s_m) (q_b s_n) is s_m s_n times the sum of q_a q_b. Predicted: the same time.
 @fp8
 def fp8_rows(a, b, scale_a, scale_b):
     """As fp8_tensor, and scales [M, 1] and [1, N]."""
     return _launch(a, b, scale_a, scale_b, {"tensor", "rows"})
 
 
-# Rung 3. New: promotion. Hopper's tensor cores add fp8 products with about 14 bits (DeepSeek-V3, section 3.3.2): each
-# wgmma aligns its 32 products and the sum to the largest of them, and cuts the rest off. Cuts, not rounds: a sum of one
-# sign loses up to 2^-13 of itself each time, 1% after the 128 times of K = 4096. So every 128 of K the sum goes to fp32
-# registers and starts at 0 again: 4 cuts, not 128. Costs: 16 K additions, 128 cycles of an SM, beside 512 of its tensor
-# cores; a second set of sums in registers, so that 128 x 256 does not fit. Predicted: 20% slower.
+# Rung 3. New: promotion. Hopper's tensor cores accumulate fp8 products with about 14 bits (DeepSeek-V3, section 3.3.2).
+# Each wgmma aligns its 32 products and the sum to the largest of them, and truncates the rest. It does not round, so a
+# sum of one sign loses up to 2^-13 of itself each time, 1% after the 128 times of K = 4096.
+# So every 128 of K the sum is added to an accumulator in fp32 registers and starts at 0 again: 4 truncations, not 128.
+# The costs are 16,384 additions, 128 cycles of an SM beside 512 of its tensor cores, and a second set of registers, so
+# 128 x 256 does not fit. Predicted: 20% slower.
 @fp8
 def fp8_promoted(a, b, scale_a, scale_b):
     """As fp8_rows, added up in fp32."""
     return _launch(a, b, scale_a, scale_b, {"tensor", "rows"}, promote=True)
 
 
-# Rung 4. New: scales that change with k. They need the promotion anyway, and its addition becomes a multiply-add: what
-# was added up is multiplied by s_a[m, k/128] s_b[k/128, n/128] on its way. Predicted: the time of rung 3.
+# Rung 4. New: scales that change with k. They need the promotion anyway, and its addition becomes a multiply-add, by
+# s_a[m, k/128] s_b[k/128, n/128]. Predicted: the time of rung 3.
 @fp8
 def fp8_blocks(a, b, scale_a, scale_b):
     """As fp8_rows, and scales [M, K/128] and [K/128, N/128] (rounded up), each any strides."""
@@ -133,9 +134,10 @@ def _launch(a, b, scale_a, scale_b, schemes, promote=False):
     return c
 
 
-# Rung 5. New: persistent, TMA, C in halves (lesson 2), tiles of 128 x 256 where there are enough of them. A row of a
-# tile is 128 bytes again, of 128 numbers: a stage holds twice the K of bf16's. Scales of blocks stay with rung 4:
-# in this kernel they took 6% longer. (Not found out why; neither has room for a second program on an SM.)
+# Rung 5. New: a persistent kernel, TMA, C in halves (lesson 2), and tiles of 128 x 256 where there are enough of them.
+# A row of a tile is 128 bytes again, now 128 elements, so a stage holds twice the K of bf16. Block scales stay with
+# rung 4's kernel: this one has no registers for a second accumulator of 128 x 256.
+# Predicted: lesson 2's gain, 81% of the peak instead of 61%, 1.33 times rung 1.
 @triton.jit
 def fp8_persistent_kernel(
     a_desc, b_desc, scale_a_ptr, scale_b_ptr, c_desc, M, N, K, stride_am, stride_bn,
@@ -159,7 +161,7 @@ def fp8_persistent_kernel(
 
 @fp8
 def matmul_fp8(a, b, scale_a, scale_b):
-    """As fp8_blocks; row-wise and per-tensor products are added up by the tensor cores alone (fast accumulation)."""
+    """As fp8_blocks; with row-wise and per-tensor scales the tensor cores alone accumulate (fast accumulation)."""
     scheme, (M, K), N = scheme_of(a, b, scale_a, scale_b), a.shape, b.shape[1]
     c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
     if scheme == "blocks" or not tma_takes(a, b.t(), c):
@@ -193,7 +195,7 @@ ROWS = {"M": 8192, "N": 8192, "K": 8192, "scheme": "rows"}
 
 LESSON = Lesson(
     about=About(
-        teaches="scales per tensor, row and block; how the tensor core adds up, and how to get its digits back",
+        teaches="scales per tensor, row and block; how tensor cores accumulate, and how to get lost digits back",
         hours=0.75,
         operator="fp8 matmul",
     ),
@@ -211,6 +213,7 @@ LESSON = Lesson(
             "covered the first one's waits.",
         ),
         Prediction(rung=fp8_blocks, at=ROWS, times=1, over=fp8_promoted),
+        Prediction(rung=matmul_fp8, at=TENSOR, times=1.33, over=fp8_tensor),
     ),
     wrong=WRONG,
     claims={

@@ -1,19 +1,19 @@
-"""Quantisation to fp8: the largest number of a group decides
-==========================================================
-x [M, K] becomes q in e4m3 and a scale for each group, so that q * scale is x, nearly: scale = max |x| / 448, for 448 is
-the largest number that e4m3 has, and q = x / scale rounded to 3 bits of mantissa. A number loses at most 1/16 of
-itself, unless it is 2^15 times smaller than the largest of its group: then it becomes a multiple of 2^-9 * scale, or 0.
+"""Quantisation to fp8: each group's largest value sets its scale
+==============================================================
+Quantisation turns x [M, K] into q in e4m3 and a scale for each group: q * scale is close to x. The scale is max |x| /
+448, since 448 is e4m3's largest value, and q is x / scale rounded to 3 bits of mantissa. An element is off by at most
+1/16 of itself. One that is 2^15 times smaller than the largest of its group becomes a multiple of 2^-9 * scale, or 0.
 
-    scheme   group           scales in fp32         who takes them (lesson 6)
+    scheme   group           scales in fp32         used for (lesson 6)
     tensor   all of x        [1, 1]                 both, per tensor
     rows     a row           [M, 1]                 both, row-wise
     blocks   1 x 128         [M, K/128]             A, blockwise: activations have outliers in some columns
     squares  128 x 128       [M/128, K/128]         B, blockwise: weights, whose transposed blocks are blocks too
 
-x in bf16 is 2 bytes a number in, q one out. But the maximum has to be known before the first number is divided: two
-kernels read x twice, 5 bytes a number; a program that holds a whole group reads it once, 3 bytes. Predicted: 1.67 times
-faster, where x is larger than L2. It is one reason for small groups, and why the scale of a tensor is often the one of
-the step before.
+x in bf16 is 2 bytes an element read, and q one byte written. But the maximum must be known before the first element is
+divided. Two kernels read x twice: 5 bytes an element. A program that holds a whole group reads it once: 3 bytes.
+Predicted: 1.67 times as fast, where x is larger than L2. This is one reason for small groups. It is also why training
+often takes a tensor's scale from the step before.
 
 You will learn: maxima by integers, rounding that must agree to the bit, what a group costs in traffic and in digits.
 Run it:    python day3_matmul_tk/lesson07_quantize_fp8.py
@@ -32,8 +32,8 @@ from problems.quantize import FP8, PROBLEM, group_counts, group_shape
 fp8 = needs(89, "fp8 conversions", interpreted=True)
 
 
-# Magnitudes are compared as integers: of floats that are not negative the larger has the larger bits, and NaN is above
-# infinity, so that a NaN makes its group's scale NaN, as in PyTorch; a maximum of floats would pass it over.
+# Magnitudes are compared as integers: of two floats that are not negative, the larger one has the larger bits. NaN is
+# above infinity, so a NaN makes its group's scale NaN, as in PyTorch. A maximum of floats would ignore it.
 @triton.jit
 def largest_bits(x, SQUARE: tl.constexpr):
     bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1, keep_dims=True)
@@ -48,13 +48,13 @@ def scale_of(bits):
 
 @triton.jit
 def quantized(x, scale):
-    # div_rn: / may be off by a bit, and a number near the middle of two of e4m3's would then go to the other one.
+    # div_rn: / may be off by a bit, and a value near the middle of two e4m3 values would then round to the other one.
     q = tl.div_rn(x, scale + tl.zeros_like(x))
     return tl.clamp(q, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
-# Rung 1. Two kernels: maxima, to which all programs with a part of a group contribute by an atomic; then the division.
-# Predicted: 5 bytes a number of x in bf16, 1.67 times the least.
+# Rung 1. Two kernels. In the first all programs with a part of a group combine their maxima by an atomic. The second
+# divides. Predicted: 5 bytes an element of x in bf16, 1.67 times the least.
 @triton.jit
 def largest_kernel(
     x_ptr, bits_ptr, M, K, stride_x, stride_g, GROUP_M, GROUP_K,  # x [M, K]; bits of each group's maximum, int32, 0
@@ -99,8 +99,8 @@ def quantize_twice(x, scheme):
     return q.view(torch.uint8), scale
 
 
-# Rung 2. New: a tile that holds whole groups, so that the maximum is known while x is still in registers. Predicted: 3
-# bytes a number. A group larger than a tile (a tensor, a very long row) still takes two kernels.
+# Rung 2. New: a tile that holds whole groups, so the maximum is known while x is still in registers. Predicted: 3 bytes
+# an element. A group larger than a tile (a tensor, a very long row) still takes two kernels.
 @triton.jit
 def quantize_kernel(
     x_ptr, q_ptr, scale_ptr, M, K, stride_x, stride_g,
@@ -118,7 +118,7 @@ def quantize_kernel(
 
 @fp8
 def quantize(x, scheme):
-    """As quantize_twice; reads x once, unless a group is larger than a tile of 16384 numbers."""
+    """As quantize_twice; reads x once, unless a group is larger than a tile of 16384 elements."""
     (M, K), group, q, scale = _prepare(x, scheme)
     if scheme == "tensor" or group[1] > 16384:
         return quantize_twice(x, scheme)

@@ -1,14 +1,21 @@
-"""Grouped matmul: many matmuls, sizes known to the GPU alone
-===========================================================
-A batched matmul is E products of one shape: one more axis of the grid. In a mixture of experts shapes differ: a router
-sends each of T tokens to one of E weights, tokens are sorted by expert, and y[rows of e] = x[rows of e] @ w[e], where
-offsets [E + 1] in GPU memory says which rows. A loop of torch.mm must fetch it first: the host waits for all that the
-GPU has left to do, then launches E kernels, of which small ones fill no GPU. So one launch has to find its work itself.
-What is lost? 8192 tokens, 8 experts of 4096 x 14336: 0.96 TFLOP, 1.3 ms at 760 TFLOP/s; the last tile of 128 rows of a
-group is half empty on average, 8 halves on 64: 6%. 32768 tokens for 128 experts are 256 rows each: 25%. And 64 tokens
-for 8 experts wait for 0.94 GB of weights: 0.22 ms.
+"""Grouped matmul: many matmuls whose sizes only the GPU knows
+============================================================
+A batched matmul is E matmuls of one shape: one more axis of the grid. In a mixture of experts the shapes differ. A
+router sends each of T tokens to one of E weights, and the tokens are sorted by expert: y[rows of e] = x[rows of e] @
+w[e]. A tensor in GPU memory, offsets [E + 1], says which rows belong to expert e. A loop of torch.mm must copy the
+offsets to the host first. So the host waits for all earlier work of the GPU, then launches E kernels, and a small one
+does not fill the GPU. A grouped matmul is one launch, whose programs look up their work on the GPU:
 
-You will learn: a grid for the worst case, finding one's work by a search, persistent programs, TMA with three axes.
+    rows of x       | expert 0         | expert 1 | expert 3              |     offsets [0, 300, 370, 370, 800]
+    rows of a tile  | 128 | 128 | 44   | 70       | 128 | 128 | 128 | 46  |     expert 2 has no rows
+    row of tiles      0     1     2      3          4     5     6     7
+    tile_ends       [3, 4, 4, 8]     row of tiles 3: one group ends at 3 or before, so it belongs to expert 1
+
+Padding costs little for large groups. 8192 tokens for 8 experts of 4096 x 14336 are 0.96 TFLOP, 1.3 ms at 760 TFLOP/s.
+A group's last tile of 128 rows is half empty on average: 8 halves on 64 rows of tiles, 6%. 32768 tokens for 128 experts
+are 256 rows each: 25%. And 64 tokens for 8 experts wait for 0.94 GB of weights: 0.22 ms.
+
+You will learn: a grid for the worst case, a search for a program's tile, persistent programs, TMA with three axes.
 Run it:    python day3_matmul_tk/lesson08_grouped_matmul.py
 Check it:  python -m lessonkit check lesson08_grouped_matmul
 Time it:   python -m lessonkit bench lesson08_grouped_matmul
@@ -34,7 +41,7 @@ def multiply_tile(
     tile_m, tile_n, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # int64 before any stride: a row number times a stride passes 2^31 as soon as the matrix does.
+    # int64 before any stride: a row index times a stride passes 2^31 as soon as the matrix has 2^31 elements.
     rows = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
@@ -44,7 +51,7 @@ def multiply_tile(
     b_step = tl.full([], BLOCK_K, tl.int64) * stride_bk
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
-        # Past K both sides are 0: one alone would not do, for 0 * inf is NaN.
+        # Past K both operands are 0. One alone would not do, since 0 * inf is NaN.
         a = tl.load(a_ptrs, mask=(rows[:, None] < M) & (ks[None, :] < K - k), other=0)
         b = tl.load(b_ptrs, mask=(ks[:, None] < K - k) & (cols[None, :] < N), other=0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
@@ -84,8 +91,8 @@ def bounds(offsets_ptr, expert, T):
     return tl.minimum(tl.maximum(begin, 0), T), tl.minimum(tl.maximum(end, 0), T)
 
 
-# Rows of no group are zeros, as the host, which does not know the offsets, cannot refuse them. Usually there are none,
-# and this is two loads and a branch; to clear all of y before would be 2 T N bytes more.
+# Rows of no group are zeros: the host does not know the offsets, so it cannot refuse them. Usually there are none, and
+# this is two loads and a branch. To clear all of y before would write 2 T N bytes more.
 @triton.jit
 def zero_rows_of_no_group(y_ptr, offsets_ptr, T, N, E):
     """Zero rows 0 to offsets[0] and offsets[E] to T of y; programs of the grid's first axis stride over them."""
@@ -98,10 +105,11 @@ def zero_rows_of_no_group(y_ptr, offsets_ptr, T, N, E):
         tl.store(y_ptr + elements, 0.0, mask=start + tl.arange(0, 1024) < count)
 
 
-# Rung 1. The groups are one more axis of the grid. The host knows only that none has more than T rows: so the grid is T
-# rows high for each, and a program whose tile begins past the end of its group returns at once. Predicted: E times as
-# many programs start as work, some hundred cycles of an SM each: 57,344 at 8192 tokens for 8 experts, hardly seen, but
-# 196,608 at 32768 for 128, whose work is 0.15 ms.
+# Rung 1. The groups are one more axis of the grid. The host knows only that no group has more than T rows. So the grid
+# is T rows high for each, and a program whose tile begins past the end of its group returns at once. Predicted: E times
+# as many programs start as have work, 200 to 400 cycles of an SM each.
+# For 8192 tokens and 8 experts that is 57,344 programs, 3% of the time. With 6% of padding, lesson 1's 490 TFLOP/s for
+# 128 x 128 become 450. For 32768 tokens and 128 experts it is 196,608 programs, 0.08 to 0.17 ms beside 0.15 ms of work.
 @triton.jit
 def batched_kernel(
     x_ptr, w_ptr, offsets_ptr, y_ptr,  # [T, K], [E, K, N], [E + 1]: rows offsets[e] to offsets[e + 1] are e's; [T, N]
@@ -122,8 +130,8 @@ def batched_kernel(
 def batched(x, w, offsets):
     """x [T, K], w [E, K, N], any strides, offsets [E + 1] int32 -> y [T, N]; rows offsets[e] to offsets[e + 1] are e's.
 
-    Rows before offsets[0] and from offsets[E] on are zeros. Offsets that descend or leave 0 to T are not looked for:
-    what is in y is undefined then, but nothing outside of x and y is touched.
+    Rows before offsets[0] and from offsets[E] on are zeros. Offsets that descend or leave 0 to T are not detected: y is
+    undefined then, but no address outside of x and y is read or written.
     """
     T, E, N, args = _prepare(x, w, offsets)
     block_m, block_n, block_k, warps = _tile(T, E, x.dtype)
@@ -135,13 +143,14 @@ def batched(x, w, offsets):
     return args[3]
 
 
-# Rung 2. New: a grid that fits. Each group wastes less than one tile, so T / 128 + E rows of tiles are enough for
-# whatever the router does, and a program finds out whose its tile is: all groups' tiles in one row, their running sum
-# over the groups (a cumsum in registers), and the number of groups that end before my tile is my group. Predicted: T /
-# 128 + E in place of E * T / 128 rows of tiles; a search costs as much as a step or two.
+# Rung 2. New: a smaller grid. Each group wastes less than one tile, so T / 128 + E rows of tiles are enough for every
+# routing. A program searches for its tile's group. It numbers the tiles of all groups in one sequence and computes the
+# running sum of their counts (a cumsum in registers). The number of groups that end before its tile is its group.
+# Predicted: T / 128 + E rows of tiles instead of E * T / 128, and a search costs as much as a step or two. At 32768
+# tokens for 128 experts rung 1's empty programs go: 1.5 to 2.1 times as fast.
 @triton.jit
 def tile_ends(offsets_ptr, T, N, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr):
-    """[MOST], a power of two no less than E: how many tiles the groups up to this one have."""
+    """[MOST], a power of two no less than E: the number of tiles of each group and all groups before it."""
     experts = tl.arange(0, MOST)
     begin = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
     end = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=0)
@@ -151,7 +160,7 @@ def tile_ends(offsets_ptr, T, N, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.jit
 def find(tile, ends, offsets_ptr, T, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Whose tile is it? -> expert, first and last row of the group, tile (row, column) within the group."""
+    """A tile's index -> its expert, the group's first row and the row after its last, the tile's place in the group."""
     before = ends <= tile
     expert = tl.sum(before.to(tl.int32))
     begin, end = bounds(offsets_ptr, expert, T)
@@ -176,16 +185,16 @@ def grouped_kernel(
 
 
 def grouped(x, w, offsets):
-    """As batched, with a program for each tile that there can be."""
+    """As batched, with one program for each tile that the worst routing has."""
     return _grouped(x, w, offsets, math.inf)
 
 
-# Rung 3. New: a persistent grid, the two programs that an SM has room for, which stride over the tiles of all groups.
-# The running sum is made once a program, and none starts in vain. Predicted: little; the next rung stands on it. In a
-# loop the compiler takes 162 registers a thread for 110, and one program fits on an SM where two did: told that it has
-# 128, it does with these and spills nothing (on Hopper; elsewhere it would).
+# Rung 3. New: a persistent kernel, two programs for each SM, which stride over the tiles of all groups. A program
+# computes the running sum once, and none starts without work. In a loop the compiler takes 162 registers a thread
+# instead of 110, and then one program fits on an SM where two did. With maxnreg=128 it takes 128 and spills nothing (on
+# Hopper; elsewhere it would). Predicted: no gain by itself; the next rung builds on it.
 def persistent(x, w, offsets):
-    """As batched, with two programs an SM."""
+    """As batched, with two programs for each SM."""
     return _grouped(x, w, offsets, 2 * num_sms(), maxnreg=128 if device.architecture() == 90 else None)
 
 
@@ -201,11 +210,12 @@ def _grouped(x, w, offsets, most, **options):
     return args[3]
 
 
-# Rung 4. New: TMA. One instruction fetches a tile, w's along three axes; addresses take no registers, so 128 x 256
-# fits: 85 FLOPs for each byte from L2 where 128 x 128 makes 64; and flatten=True (lesson 2): the next tile's first
-# steps are on their way while this one is stored. A descriptor cannot know where a group ends: a tile of x runs into
-# the next group, which is harmless, for a row of y depends on its own row of x; but the store must stop, so it has a
-# mask and no TMA. And tiles no higher than groups: at 8 rows a group 16, where all time goes into w.
+# Rung 4. New: TMA. One instruction loads a tile, w's along three axes. Addresses take no registers, so 128 x 256 fits:
+# 85 FLOPs for each byte from L2 where 128 x 128 has 64. And flatten=True (lesson 2): the next tile's first steps are
+# loaded while this tile is stored. A descriptor does not know where a group ends, so a tile of x runs into the next
+# group. That is harmless, since a row of y depends only on its own row of x. But the store must stop at the group's
+# end, so it uses a mask and no TMA. A tile is no higher than an average group: 16 rows for groups of 8, where the time
+# goes into loading w. Predicted at 8192 tokens: 85 / 64 = 1.33 times `grouped`.
 @triton.jit
 def grouped_tma_kernel(
     x_desc, w_desc, offsets_ptr, y_ptr, T, N, K, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -231,7 +241,7 @@ def grouped_tma_kernel(
 
 
 def grouped_matmul(x, w, offsets):
-    """As batched; by TMA where there is one and bases and strides are multiples of 16 bytes, else as persistent."""
+    """As batched; by TMA where the GPU has it and bases and strides are multiples of 16 bytes, else as persistent."""
     T, E, N, args = _prepare(x, w, offsets)
     turned = w.stride(1) == 1 and w.stride(2) != 1
     stored = w.transpose(1, 2) if turned else w
@@ -251,7 +261,7 @@ def grouped_matmul(x, w, offsets):
 
 
 def _prepare(x, w, offsets):
-    """T, E, N, and the arguments that every kernel starts with; the fourth is the output."""
+    """T, E, N, and the first arguments of every kernel; the fourth is the output."""
     expect(x=x, ndim=2)
     expect(w=w, ndim=3)
     expect(x=x, w=w, same_dtype=True)
@@ -267,22 +277,34 @@ def _prepare(x, w, offsets):
 
 def _tile(T, E, dtype):
     """block_m, block_n, block_k, warps: as high as an average group, from 16 to 128 rows."""
-    if dtype.itemsize == 4:  # no tensor cores: sums and operands take more registers
+    if dtype.itemsize == 4:  # no tensor cores: accumulator and operands take more registers
         return 64, 64, 32, 8
     block_m = min(128, max(16, triton.next_power_of_2(T // max(E, 1))))
     return block_m, 128, 64, 8 if block_m == 128 else 4
 
 
+EIGHT = PROBLEM.benches[0]
+
 LESSON = Lesson(
     about=About(
-        teaches="mixture of experts: sizes that only the GPU knows, a search for one's own work",
+        teaches="mixture of experts: sizes that only the GPU knows, a search for a program's tile",
         hours=0.75,
         operator="grouped matmul",
     ),
     problem=PROBLEM,
     rungs=(batched, grouped, persistent, grouped_matmul),
     predicted=(
-        Prediction(rung=persistent, at=PROBLEM.benches[0], times=1, over=grouped),
+        Prediction(
+            rung=batched,
+            at=EIGHT,
+            tflop_per_s=450,
+            why="As in lesson 1: L2 gives an SM more than the 39 bytes a cycle behind the 490 TFLOP/s.",
+        ),
+        Prediction(
+            rung=grouped, at={"T": 32768, "E": 128, "K": 2048, "N": 768}, times=(1.5, 2.1), over=batched
+        ),
+        Prediction(rung=persistent, at=EIGHT, times=1, over=grouped),
+        Prediction(rung=grouped_matmul, at=EIGHT, times=1.33, over=grouped),
     ),
     wrong=(
         Mutant("a group ends late", "multiply_group", "end - begin", "end - begin + 1", "grouped", "out of bounds"),

@@ -5,8 +5,8 @@ a tile. What Triton's compiler decides stands in the source: layouts, shared mem
 
 You will be able to: write a matmul at cuBLAS's speed whose schedule you chose yourself, and name the parity of every
 wait. You can say which mistakes hang, and which give wrong values.
-You need: lessons 1 and 2. A Hopper GPU runs the rungs. Without one they are compiled, their machine code is read, and
-a CPU model of the last rung's barriers runs, in any order of its warps.
+You need: lessons 1 and 2. A Hopper GPU runs the rungs. Without one they are compiled, their machine code is read, and a
+CPU model of the mbarriers of persistent.py runs, in any order of its warps.
 Run it:    python day3_matmul_tk/lesson09_matmul_hopper.py
 Check it:  python -m lessonkit check lesson09_matmul_hopper
 Time it:   python -m lessonkit bench lesson09_matmul_hopper
@@ -15,8 +15,8 @@ Compare:   diff day3_matmul_tk/matmul_hopper/tma.py day3_matmul_tk/matmul_hopper
 Budget. One SM, one step of K (64) of a tile of 128 x 256, bf16:
 
     unit           work                                     cycles
-    tensor cores   128 * 256 * 64 products, 2048 a cycle      1024
-    L2             (128 + 256) * 64 * 2 = 48 KB, 39 a cycle   1260 at worst: where every SM asks for most at a time
+    tensor cores   128 * 256 * 64 multiply-adds, 2048 each    1024
+    L2             (128 + 256) * 64 * 2 = 48 KB, 39 a cycle   1260 at worst: when all SMs load at the same time
     latency        until a load's first bytes arrive          600 to 1000
     tile's ends    fill the ring 1500, write C 3000           4500 once a tile, of 64 steps at K = 4096
 
@@ -36,20 +36,35 @@ Five terms:
               permutes the 16-byte pieces of each row as it writes, and wgmma reads them back so. NVMMASharedLayout
               names the swizzle on both sides. 64 elements of 16 bits are 128 bytes, the widest that there is.
 
-A ring of stages, and what stage and parity step n uses (4 stages):
+A ring of four stages over six steps. Step n uses stage n % 4. A consumer waits for parity n // 4 & 1 of `full`. The
+producer waits for the other parity of `empty`, since it needs the end of the round before. In the
+picture [P4] is the load of step 4 into its stage, and [C4] is the MMA that reads it:
 
-    step     0  1  2  3 | 4  5  6  7 | 8  9 ...        stage = n % 4
-    stage    0  1  2  3 | 0  1  2  3 | 0  1            parity of full  = n // 4 & 1
-    parity   0  0  0  0 | 1  1  1  1 | 0  0            parity of empty = that ^ 1, since it is the round before's
+    step n                         0       1       2       3       4       5
+    producer waits empty[stage]    0, p1   1, p1   2, p1   3, p1   0, p0   1, p0     p1, p0: the parity of the wait
+    consumers wait full[stage]     0, p0   1, p0   2, p0   3, p0   0, p1   1, p1
 
-The rungs, each a complete file in matmul_hopper/, and each differs from the one before by one idea:
+    stage 0    [P0..][C0..][P4..]            [C4..]                time ->
+    stage 1     [P1..]     [C1..][P5..]            [C5..]
+    stage 2      [P2..]          [C2..]
+    stage 3       [P3..]               [C3..]
+    full[0]    00000^11111111111^222222222222222222222222          the phase in progress; ^ all announced bytes arrived
+    empty[0]   00000000000^11111111111111111111111^222222          ^ both consumers have arrived
 
-    file                 new                                             predicted, M = N = K = 4096
-    tma.py               TMA, an mbarrier, wgmma, one after the other    250 TFLOP/s: 3200 cycles a step
-    ring.py              four stages, loads three steps ahead            660 to 720: 1024 + 100 to 200 cycles
-    async_wgmma.py       one MMA in flight                               735 to 750: 1024 cycles, and 5% to 7% for ends
-    warp_specialized.py  one producer warp, two consumer warpgroups      735 to 765: 0 to 2% more
-    persistent.py        a CTA an SM; C is stored under the next tile    765 to 795: 4% more
+P0 waits for parity 1 of empty[0] and passes at once: the phase before the first counts as complete. P4 waits for
+parity 0, the phase that C0 completes. A wait for the wrong parity either passes too early, which gives wrong values, or
+waits for a flip that never comes, which hangs.
+
+Each rung is a complete file in matmul_hopper/ and differs from the one before by one idea. The page in reports/ has
+these predictions in TFLOP/s beside the measured rates:
+
+    file                 new                                             predicted cycles at M = N = K = 4096
+    tma.py               TMA, an mbarrier, wgmma, one after the other    3200 a step
+    ring.py              four stages, loads three steps ahead            1024 + 100 to 200 a step
+    async_wgmma.py       one MMA in flight                               1024 a step, and 5% to 7% for a tile's ends
+    warp_specialized.py  one producer warp, two consumer warpgroups      0 to 2% fewer
+    persistent.py        one CTA for each SM; C is stored under the      4% fewer
+                         next tile's MMAs
     tile_choice.py       128 columns where 256 leave SMs idle            the same; at 1024 3/4 of the time
 
 Experiments: change one thing, predict, then `bench`.
@@ -61,10 +76,10 @@ Mistakes worth making on an H200: matmul_hopper/mutants.py lists wrong versions 
 wrong values? Write it down, then `python -m lessonkit mutants lesson09_matmul_hopper`.
 
 Two questions before you read on. Why does tma.py need no mbarrier that says a stage is empty? In persistent.py a
-consumer arrives on `empty` once more after its loop over steps; what happens without it, and in which round of tiles?
+consumer also arrives on `empty` after its loop over steps. What happens without it, and in which round of tiles?
 """
 
-from lessonkit import About, Lesson, case
+from lessonkit import About, Lesson, Prediction, case
 
 import torch
 
@@ -79,6 +94,7 @@ from day3_matmul_tk.matmul_hopper.warp_specialized import warp_specialized
 from problems.matmul import LLM, PROBLEM, TMA_CHECKS
 
 RUNGS = (tma_and_wgmma, ring, async_wgmma, warp_specialized, persistent, tile_choice)
+SMALL, MIDDLE = ({"M": n, "N": n, "K": n} for n in (1024, 4096))
 
 
 LESSON = Lesson(
@@ -92,6 +108,20 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=RUNGS,
+    predicted=(
+        Prediction(
+            rung=tma_and_wgmma,
+            at=MIDDLE,
+            tflop_per_s=250,
+            why="L2 delivers a stage faster than the 1260 cycles counted here: a whole step of `async_wgmma`, load "
+            "included, takes 1050 cycles.",
+        ),
+        Prediction(rung=ring, at=MIDDLE, tflop_per_s=(660, 720)),
+        Prediction(rung=async_wgmma, at=MIDDLE, tflop_per_s=(735, 750)),
+        Prediction(rung=warp_specialized, at=MIDDLE, tflop_per_s=(735, 765)),
+        Prediction(rung=persistent, at=MIDDLE, tflop_per_s=(765, 795)),
+        Prediction(rung=tile_choice, at=SMALL, times=1.33, over=persistent),
+    ),
     checks=(
         *PROBLEM.checks,
         *TMA_CHECKS,

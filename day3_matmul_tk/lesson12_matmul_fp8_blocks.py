@@ -16,27 +16,37 @@ Budget of one SM, for a tile of 128 x 128 and 128 of K:
     unit            work                            cycles
     tensor cores    2,097,152 pairs, 4096 a cycle   512
     FMA units       16,384 promotions, 128 a cycle  128
-    waiting         notice the MMA's end, meet,     100
-                    issue the next one
+    waiting         notice the MMA's end,           100
+                    synchronise, issue the next
 
-Triton's loop does these in sequence, all warps together, so it has at most 70% of the tensor cores. But the units
-can overlap: while one consumer promotes, another's MMA can run. The two get out of step by themselves, since a consumer
-that waits for the tensor cores stays behind:
+Triton's loop does these in sequence, all warps together, so it reaches at most 70% of the tensor cores' rate. But the
+units can overlap: while one consumer promotes, another's MMA can run. The two consumers get out of step by themselves,
+since a consumer that waits for the tensor cores falls behind:
 
-    consumer 0      MMMMMMMM..pp....MMMMMMMM..pp....         M = its MMA runs, p = promote
+    consumer 0      MMMMMMMM..pp....MMMMMMMM..pp....         M = its MMA runs, p = promote, . = wait
     consumer 1      pp......MMMMMMMM..pp....MMMMMMMM         the tensor cores never wait
-    three           MMMMMMpp....MMMMMMpp....                 one multiplies, one promotes, one waits in line
+    one of three    MMMMMMpp....MMMMMMpp....                 one multiplies, one promotes, one waits
 
-    tile             acc + MMA's sum, registers a thread    bytes a step    MMA    L2 brings them in
+    tile             acc + MMA's sum, registers a thread    bytes a step    MMA    L2 delivers them in
     128 x 128, two   64 + 64                                32 KB           512    840     61% of the peak
     128 x 256, two   128 + 64: the MMA comes in halves      48 KB           1024   1260    81%
     192 x 128, three 64 + 64 of 160                         40 KB           768    1050    73%, no pause between MMAs
 
-Questions before you read on. Of 192 x 128 and 128 x 256, which reads fewer bytes for a product, and which leaves more
+The launcher takes the tile for which the busiest SM computes the smallest area of C: rounds of the grid times the
+tile's area. At equal areas it takes 128 x 256. So the launcher takes the wide tile where it needs at most half the
+rounds of 128 x 128, and at most three quarters of those of 192 x 128. The smallest such C on 132 SMs has one row of
+tiles and 133 columns of 128:
+
+    C of 72 x 16904    tiles    rounds of 132 SMs    area of the busiest SM
+    128 x 128          133      2                    2 * 16,384 = 32,768
+    192 x 128          133      2                    2 * 24,576 = 49,152
+    128 x 256           67      1                    1 * 32,768             taken: as small as 128 x 128, fewer bytes
+
+Questions before you read on. Of 192 x 128 and 128 x 256, which reads fewer bytes for a FLOP, and which leaves more
 SMs idle in the last round at 4096 and at 8192? Which line of `promote` waits for nothing, and why is it there?
 """
 
-from lessonkit import About, Lesson, Mutant, Unsupported, case, needs, num_sms, tma_takes
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, needs, num_sms, tma_takes
 
 import torch
 import triton
@@ -99,7 +109,7 @@ def split_columns(x):
 @gluon.jit
 def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
     """acc to C in 16 bits, in panels of 64 columns, through buffers FIRST and FIRST + 1 of c_smem in turn."""
-    panels = split_columns(acc)  # an even number, or a tile's last panel and the next tile's first shared a buffer
+    panels = split_columns(acc)  # even, so a tile's last panel and the next tile's first use different buffers
     if acc.shape[1] == 256:
         panels = split_columns(panels[0]) + split_columns(panels[1])
     for p in gl.static_range(len(panels)):
@@ -133,9 +143,10 @@ def producer(args):
             count += 1
 
 
-# Rung 1. New: promotion. A sum of [64, 128] has registers of its own, 64 a thread beside the accumulator. A's scales
-# come through shared memory, so no thread keeps addresses or waits for global memory. TMA needs rows [K/128, M] at
-# multiples of 16 bytes; where M is no multiple of 4, the launch copies the scales to such rows.
+# Rung 1. New: promotion. The MMA's sum of [64, 128] has registers of its own, 64 a thread beside the accumulator. A's
+# scales come through shared memory, so no thread keeps addresses or waits for global memory. TMA needs rows [K/128, M]
+# at multiples of 16 bytes. Where M is no multiple of 4, the launcher copies the scales to such rows.
+# Predicted: 61% of the peak, as in the table.
 @gluon.jit
 def promote(acc, a, b, scale_smem, scale_b, full, parity):
     """acc + a @ b * scale_a * scale_b; a [64, 128], b [128, 128], both in shared memory, a scale of A for each row."""
@@ -148,8 +159,8 @@ def promote(acc, a, b, scale_smem, scale_b, full, parity):
     return warpgroup_mma_wait(0, deps=(acc,))
 
 
-# A consumer owns 64 rows of a tile: first their left, then their right 128 columns (rung 2). The scales of B for the
-# next step are loaded under this one. A stage is released when all of it has been multiplied.
+# A consumer owns 64 rows of a tile. In rung 2 it multiplies their left 128 columns first, then the right 128. It loads
+# B's scales for the next step during this one. It releases a stage when all of it has been multiplied.
 @gluon.jit
 def consumer(args, WHICH: gl.constexpr):
     CONSUMERS: gl.constexpr = args.CONSUMERS
@@ -161,7 +172,7 @@ def consumer(args, WHICH: gl.constexpr):
         tile_m, tile_n = tile_at(tile, args.tiles_m, args.tiles_n, args.GROUP)
         row, col = (tile_m * CONSUMERS + WHICH) * 64, tile_n * BLOCK_N
         left_ptr = args.scale_b_ptr + col // 128 * args.steps
-        right_ptr = left_ptr + (args.steps if col + 128 < args.N else 0)  # past N any scale will do: nothing is stored
+        right_ptr = left_ptr + (args.steps if col + 128 < args.N else 0)  # past N nothing is stored: any scale will do
         scale_left, scale_right = gl.load(left_ptr), gl.load(right_ptr)
         left = gl.zeros((64, 128), gl.float32, LAYOUT)
         right = left
@@ -212,14 +223,14 @@ def promote_kernel(
 def promoted(a, b, scale_a, scale_b):
     """a [M, K], b [K, N] (b.t() contiguous) in e4m3, fp32 scales [M, K/128] and [K/128, N/128] -> [M, N] in bf16.
 
-    K/128 and N/128 are rounded up. TypeError, ValueError for what is not so; Unsupported for other scales, and where
+    K/128 and N/128 are rounded up. TypeError or ValueError for other arguments. Unsupported for other scales, and where
     rows of a, b.t() or the result do not begin at multiples of 16 bytes.
     """
     return _promote(a, b, scale_a, scale_b, (128, 128))
 
 
-# Rung 2. New: 128 x 256, whose bytes serve a third more FLOPs. 64 x 256 accumulators take 128 registers a thread, and
-# there are not as many again for the MMA's sum. So the MMA comes in halves: 128 + 64 of 232 registers.
+# Rung 2. New: 128 x 256, which does a third more FLOPs for each byte. An accumulator of 64 x 256 takes 128 registers a
+# thread, and another 128 for the MMA's sum do not fit. So the MMA comes in halves: 128 + 64 of 232 registers.
 # Predicted: 81% of the peak after 61%, as in the table.
 @needs(90, "TMA and wgmma", only=True)
 def wide(a, b, scale_a, scale_b):
@@ -227,19 +238,22 @@ def wide(a, b, scale_a, scale_b):
     return _promote(a, b, scale_a, scale_b, (128, 256))
 
 
-# Rung 3. New: three consumers, 192 x 128. Two may both promote at a time, and then the tensor cores are idle. Of three
-# one promotes while one multiplies and one waits in line. Predicted: no pause between MMAs, for a tenth more bytes a
-# cycle than rung 2: faster at 8192. At 4096 704 tiles are 5.3 rounds of 132 SMs, and rung 2's 512 are 3.9: slower.
+# Rung 3. New: three consumers, 192 x 128. Two may both promote at a time, and then the tensor cores are idle. Of three,
+# one promotes while one multiplies and one waits for the tensor cores.
+# Predicted at 8192: up to 1.2 times rung 2. That is if rung 2 loses 100 cycles of waiting for each MMA of 512 and this
+# rung loses none. The tenth more bytes a cycle may cost some of it. At 4096 704 tiles are 6 rounds of 132 SMs, an area
+# of 147,456 for the busiest one. Rung 2's 512 tiles are 4 rounds and 131,072: 0.89 of its speed.
 @needs(90, "TMA and wgmma", only=True)
 def three_warpgroups(a, b, scale_a, scale_b):
     """As promoted."""
     return _promote(a, b, scale_a, scale_b, (192, 128))
 
 
-# Rung 4. New: the tile follows the shape, and each scheme has its kernel. Predicted: the better of rungs 2 and 3.
+# Rung 4. New: the tile follows the shape, by the rule at the top, and each scheme has its kernel.
+# Predicted: the better of rungs 2 and 3.
 @needs(90, "TMA and wgmma", only=True)
 def matmul_fp8(a, b, scale_a, scale_b):
-    """As promoted, and all that lesson 6's fp8_blocks takes: course_ops has the kernels of lessons 11 and 6."""
+    """As promoted, and every input of lesson 6's fp8_blocks: course_ops has the kernels of lessons 11 and 6."""
     try:
         return _promote(a, b, scale_a, scale_b, (128, 256), (192, 128), (128, 128))
     except Unsupported:
@@ -260,7 +274,7 @@ def _promote(a, b, scale_a, scale_b, *tiles):
 
 
 def _launch(kernel, a, b, scale_a, scale_b, tile, group=16, **options):
-    """Describe operands that scheme_of takes and start a program an SM; Unsupported for what TMA cannot copy.
+    """Describe operands that scheme_of takes and start one program for each SM; Unsupported for what TMA cannot copy.
 
     tile: rows and columns of C, 64 rows for each consumer.
     """
@@ -270,7 +284,7 @@ def _launch(kernel, a, b, scale_a, scale_b, tile, group=16, **options):
         raise Unsupported(f"strides {a.stride()}, {b.stride()}, {c.stride()}: TMA wants rows at multiples of 16 bytes")
     block_m, block_n = tile
     a_desc, b_desc = _describe(a, 64, BLOCK_K), _describe(b.t(), block_n, BLOCK_K)
-    # As rows, [K/128, M] and [N/128, K/128]: how PyTorch wants scales to lie.
+    # As rows, [K/128, M] and [N/128, K/128]: PyTorch's layout of scales.
     scale_a, scale_b = _aligned_rows(scale_a.t()), scale_b.t().contiguous()
     c_desc, scale_desc = _describe(c, 64, 64), _describe(scale_a, 1, 64)
     tiles_m, tiles_n, steps = triton.cdiv(M, block_m), triton.cdiv(N, block_n), triton.cdiv(K, BLOCK_K)
@@ -293,15 +307,17 @@ def _describe(t, *block):
 
 
 def _aligned_rows(scales):
-    """fp32 scales [K/128, M] as they lie if TMA can copy them, else a copy whose rows begin at multiples of 16 bytes.
+    """fp32 scales [K/128, M] if TMA can copy them in place, else a copy whose rows begin at multiples of 16 bytes.
 
-    TMA must also enter them there, so all of them as one row, entered at step * M, would not do.
+    A box of TMA must begin there too. So one long row, with a box that begins at step * M, would not do.
     """
     if tma_takes(scales):
         return scales
     steps, M = scales.shape
     return scales.new_empty(steps, triton.cdiv(M, 4) * 4)[:, :M].copy_(scales)
 
+
+MIDDLE, LARGE = ({"M": n, "N": n, "K": n, "scheme": "blocks"} for n in (4096, 8192))
 
 LESSON = Lesson(
     about=About(
@@ -312,6 +328,20 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(promoted, wide, three_warpgroups, matmul_fp8),
+    predicted=(
+        Prediction(
+            rung=promoted,
+            at=LARGE,
+            percent_of_limit=61,
+            why="As in lesson 1, L2 gives an SM more than 39 bytes a cycle: at the measured rate a step takes 700 "
+            "cycles, not 840.",
+        ),
+        Prediction(rung=wide, at=LARGE, percent_of_limit=81),
+        Prediction(rung=three_warpgroups, at=LARGE, times=(1, 1.2), over=wide),
+        Prediction(rung=three_warpgroups, at=MIDDLE, times=0.89, over=wide),
+        Prediction(rung=matmul_fp8, at=LARGE, times=1, over=three_warpgroups),
+        Prediction(rung=matmul_fp8, at=MIDDLE, times=1, over=wide),
+    ),
     checks=(
         *PROBLEM.checks,
         case("the ring goes round within a tile, and so does the grid", M=200, N=520, K=1040, scheme="blocks"),
@@ -321,6 +351,14 @@ LESSON = Lesson(
             M=1544,
             N=6280,
             K=272,
+            scheme="blocks",
+        ),
+        case(
+            "one round of 128 x 256 where 128 x 128 is two: the launcher takes the wide tile",
+            gib=0.1,
+            M=72,
+            N=16904,
+            K=144,
             scheme="blocks",
         ),
         case("four rounds of 6 steps; two groups of 16 rows of tiles", gib=1.5, M=4096, N=4096, K=656, scheme="blocks"),

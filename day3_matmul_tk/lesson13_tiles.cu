@@ -1,18 +1,23 @@
-// Tiles: a matmul that reads like the formula, made of what the loop by hand is made of
-// =====================================================================================
-// C[M, N] = A[M, K] * B[K, N], bf16 with fp32 sums on mma.sync, as every GPU since Ampere has it. cuda_src/06 and 13
-// wrote such loops out: which thread copies which 16 bytes, where they lie swizzled, which lane holds which element of a
-// fragment. None of that is about matmul. tiles.cuh says it once, in types, and a kernel is left with what is its own:
-// which tile is whose, and when. v1 is that kernel; v2 is the same without the library, to be compared instruction by
-// instruction; v3 and v4 show what the library is for: the next idea is a change of three lines.
+// Tiles: a matmul in a small tile library, with the same instructions as the loop by hand
+// =======================================================================================
+// C[M, N] = A[M, K] * B[K, N], bf16 with fp32 accumulators on mma.sync, which every GPU since Ampere has. The programs
+// cuda_src/06 and 22 write such loops out: which thread copies which 16 bytes, where a swizzle puts them, which lane
+// holds which element of a fragment. None of that is about matmul. In tiles.cuh it stands once, in types, and the
+// kernel only says which warp has which tile, and when. Kernel v1 shows this. Kernel v2 is the same without the
+// library, to compare instruction by instruction. In v3 and v4 the next idea is a change of three lines.
 //
-// A block's tile of 128 x 128 takes 32 KB a step of 64 for 2.1 MFLOP: 64 FLOPs a byte of L2 (lesson 1). A warp's 64 x 32
-// reads 3 KB of shared memory for 65,536 FLOPs: at an SM's 128 bytes a cycle that is 2700 FLOPs a cycle, two thirds of
-// what the tensor cores can do at most and about what mma.sync reaches on Hopper. v4's warps have 64 x 64: 4 KB for
-// twice the FLOPs.
+// A block's tile of 128 x 128 takes 32 KB a step of 64 for 2.1 MFLOP: 64 FLOPs a byte of L2 (lesson 1). A warp's 64 x
+// 32 reads 3 KB of shared memory for 65,536 FLOPs. At an SM's 128 bytes a cycle that is 2700 FLOPs a cycle, two thirds
+// of the tensor cores' peak and about what mma.sync reaches on Hopper. v4's warps have 64 x 64: 4 KB for twice
+// the FLOPs.
+//
+//     block, 128 x 128 of C      warp 0 | warp 1 | warp 2 | warp 3      64 rows, 32 columns each
+//                                warp 4 | warp 5 | warp 6 | warp 7
+//     one warp, 16 of K          4 fragments of A (64 x 16), 2 pairs of fragments of B (16 x 32): 6 ldmatrix, 16 mma
+//     v3's ring, 3 stages        step 0 multiplies | 1 is there or arrives | 2 arrives
 //
 // Sources: PTX ISA, "Matrix fragments for mma.m16n8k16", ldmatrix, cp.async; Spector et al., ThunderKittens (2024),
-// whose nouns and verbs these are; NVIDIA, CUTLASS: "Efficient GEMM in CUDA".
+// for the types and their functions; NVIDIA, CUTLASS: "Efficient GEMM in CUDA".
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o tiles day3_matmul_tk/lesson13_tiles.cu   (sm_80 or newer)
 // Run:      ./tiles
@@ -26,8 +31,8 @@ using Output = tiles::Matrix<bf16>;
 
 constexpr int THREADS = 256, BK = 64;  // 8 warps
 
-// v1. The plain loop in tiles. Predicted: load, wait, multiply in turn, so two blocks on an SM have to cover for each
-// other: a third to half of what mma.sync can do.
+// v1. The plain loop in tiles. Predicted: it loads, waits and multiplies one after the other. The second block on the
+// SM can use the waits only in part, so this reaches a third to half of mma.sync's rate.
 __global__ __launch_bounds__(THREADS, 2) void tiles_kernel(Input a, Input b, Output c) {
     __shared__ tiles::SharedTile<bf16, 128, BK> a_tile;
     __shared__ tiles::SharedTile<bf16, BK, 128> b_tile;
@@ -43,14 +48,14 @@ __global__ __launch_bounds__(THREADS, 2) void tiles_kernel(Input a, Input b, Out
 #pragma unroll
         for (int i = 0; i < BK; i += 16)
             tiles::mma(sums, tiles::left<64, 16>(a_tile, warp_row, i), tiles::right<16, 32>(b_tile, i, warp_col));
-        __syncthreads();  // and read: the next may come
+        __syncthreads();  // and all warps have read: the next step may overwrite
     }
     tiles::store(c, sums, row + warp_row, col + warp_col);
 }
 
-// v2. The same by hand: the same copies, fragments and products, with every index written out. Predicted: as many
-// LDGSTS, LDSM, HMMA and STG as v1, to the instruction, and v1's time. (The property `the_library_costs_nothing` of the
-// Python side holds nvcc to that.)
+// v2. The same by hand: the same copies, fragments and MMAs, with every index written out. Predicted: exactly as many
+// LDGSTS, LDSM, HMMA and STG as v1, and v1's time. (The property `the_library_costs_nothing` in lesson13_tiles.py
+// checks the counts.)
 __global__ __launch_bounds__(THREADS, 2) void by_hand_kernel(Input a, Input b, Output c) {
     __shared__ alignas(128) bf16 a_smem[128 * BK];
     __shared__ alignas(128) bf16 b_smem[BK * 128];
@@ -113,13 +118,14 @@ struct Stage {
     tiles::SharedTile<bf16, BK, N> b;
 };
 
-// v3. New: a ring of stages, each a pair of tiles. STAGES - 1 steps are on their way while one is multiplied, and a step
-// needs one barrier: what is loaded after it was multiplied before it. Predicted: no more waiting for memory within a
-// tile; the tensor cores wait for ldmatrix alone.
+// v3. New: a ring of stages, each a pair of tiles. STAGES - 1 steps are in flight while one is multiplied. A step needs
+// one barrier: the load behind it overwrites a stage that all warps multiplied before it. Predicted: no waiting for
+// memory within a tile, only for ldmatrix: all of mma.sync's rate, about 480 TFLOP/s.
 //
-// v4 is v3 with other numbers and two words more: 128 x 256 of C a block, 64 x 64 a warp (128 registers of sums), tiles in
-// groups of 8 rows (lesson 1), and C goes through the ring's memory, so that it is stored in pieces of 16 bytes.
-// Predicted: two thirds of v3's ldmatrix traffic and three quarters of its loads from L2 for the same products.
+// v4 is v3 with other constants: 128 x 256 of C a block, 64 x 64 a warp, 128 accumulator registers a thread. There are
+// two additions. Tiles come in groups of 8 rows (lesson 1). And C goes through the ring's memory, so it is stored in
+// pieces of 16 bytes. Predicted: two thirds of v3's ldmatrix traffic and three quarters of its loads from L2. No gain
+// if mma.sync itself is the limit, 1.33 times if L2 is.
 template <int M, int N, int STAGES, int GROUP, bool THROUGH_SHARED>
 __global__ __launch_bounds__(THREADS) void pipelined_kernel(Input a, Input b, Output c) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -137,13 +143,13 @@ __global__ __launch_bounds__(THREADS) void pipelined_kernel(Input a, Input b, Ou
             tiles::load_async<THREADS>(stage.a, a, row, step * BK);
             tiles::load_async<THREADS>(stage.b, b, step * BK, col);
         }
-        tiles::commit();  // an empty group where nothing is left keeps the count below right
+        tiles::commit();  // an empty group after the last step keeps the count below right
     };
     for (int i = 0; i < STAGES - 1; i++) load(i);
     tiles::Sums<WARP_M, WARP_N> sums;
     for (int64_t step = 0; step < steps; step++) {
-        tiles::wait<STAGES - 2>();  // this step's tiles are there
-        __syncthreads();            // all threads' parts of them; and all have multiplied the step before
+        tiles::wait<STAGES - 2>();  // this thread's copies of this step have arrived
+        __syncthreads();            // all threads' copies have; and all have multiplied the step before
         load(step + STAGES - 1);    // so its stage may be overwritten
         const auto& stage = stages[step % STAGES];
 #pragma unroll
@@ -152,8 +158,8 @@ __global__ __launch_bounds__(THREADS) void pipelined_kernel(Input a, Input b, Ou
                        tiles::right<16, WARP_N>(stage.b, i, warp_col));
     }
     if constexpr (THROUGH_SHARED) {
-        tiles::wait();  // nothing is on its way any more,
-        __syncthreads();  // nobody reads
+        tiles::wait();  // no copy is in flight,
+        __syncthreads();  // no thread reads the ring
         auto& c_tile = *reinterpret_cast<tiles::SharedTile<bf16, M, N>*>(shared);
         tiles::store(c_tile, sums, warp_row, warp_col);
         __syncthreads();

@@ -1,12 +1,12 @@
-// Matmul on ThunderKittens: the ladder of cuda_src/22 in words for tiles
-// =====================================================================
-// C[M, N] = A[M, K] * B[K, N] in bf16, summed in fp32, both row by row as torch.matmul has them. ThunderKittens is a
-// library of headers (HazyResearch, MIT licence) whose nouns are tiles, in registers (rt), in shared memory (st), in
-// global memory (gl), and whose verbs are what a warp, a warpgroup or one thread does to a whole tile: load, store,
-// mma_AB, tma::load_async. The layouts, swizzles, descriptors and the 128 operands of a wgmma are its business; who
-// works when, and who waits for whom, is ours: every barrier of cuda_src/22 is still here.
+// Matmul on ThunderKittens: the ladder of cuda_src/22 in a tile library
+// ====================================================================
+// C[M, N] = A[M, K] * B[K, N] in bf16, accumulated in fp32, all row-major as torch.matmul has them. ThunderKittens is a
+// library of headers (HazyResearch, MIT licence). Its types are tiles in registers (rt), in shared memory (st) and in
+// global memory (gl). Its functions are what a warp, a warpgroup or one thread does to a whole tile: load, store,
+// mma_AB, tma::load_async. The library takes care of layouts, swizzles, descriptors and the 128 operands of a wgmma.
+// The kernel still synchronises its warps: every barrier of cuda_src/22 is here too.
 //
-// The arithmetic is lesson 1's: an SM multiplies 2048 pairs a cycle, and L2 gives it about 39 bytes a cycle.
+// The arithmetic is lesson 1's: an SM does 2048 multiply-adds a cycle, and L2 gives it about 39 bytes a cycle.
 //
 // Sources: Spector et al., ThunderKittens: Simple, Fast, and Adorable AI Kernels (2024), section 3; its headers
 // include/ops/group/mma/warpgroup.cuh, include/types/shared/st.cuh and prototype/lcf/lcf.cuh.
@@ -25,10 +25,10 @@
 
 using namespace kittens;
 
-// A shared tile lies in panels of 64 columns (128 bytes, the longest row that a swizzle knows), and a tensor map takes
-// a matrix for a row of such panels. So a matrix's columns are a multiple of 64, or the last panel would reach into the
-// next row: the Python side pads K and N with zeros. Panels and rows that are not there arrive as zeros and are not
-// stored. Loads and stores by threads (v1, v2) count rows only: for them N is a multiple of the tile.
+// A shared tile is stored in panels of 64 columns: 128 bytes, the longest row that a swizzle takes. A tensor map sees a
+// matrix as a row of such panels. So a matrix's columns are a multiple of 64, or the last panel would reach into the
+// next row: the Python side pads K and N with zeros. Panels and rows outside of the matrix arrive as zeros and are not
+// stored. Loads and stores by threads (v1, v2) have a mask for rows only: for them N is a multiple of the tile.
 constexpr int BK = 64;
 using a_tile = st_bf<64, BK>;
 template <int N>
@@ -51,7 +51,7 @@ struct Globals {
     __device__ int steps() const { return a.cols() / BK; }
 };
 
-// A warpgroup's 64 x N of C by way of a shared tile, from which whole rows go to memory, those that C has.
+// Store a warpgroup's 64 x N of C through a shared tile, from which it writes the rows that C has, each as a whole.
 template <typename Matrix, int N>
 __device__ __forceinline__ void store_rows(const Matrix& to, rt_fl<16, N>& c, c_tile& panel, int row, int col) {
     const int own = 1 + warpid() / 4;  // of the 16 barriers that a block has; 0 is __syncthreads'
@@ -64,10 +64,10 @@ __device__ __forceinline__ void store_rows(const Matrix& to, rt_fl<16, N>& c, c_
     }
 }
 
-// v1. The plain loop: a block brings tiles to shared memory, its warps take them to registers and multiply. 8 warps
-// share 128 x 128 of C, 16 rows of it each. What cuda_src/22 writes out in 60 lines (swizzle, ldmatrix, fragments, the
-// mask of rows) is six calls. Predicted: 13's v1 and less: loads go through registers and are waited for, and a warp
-// reads 4.5 KB of shared memory for 65,536 FLOPs instead of 3: 100 to 250 TFLOP/s.
+// v1. The plain loop: a block copies tiles to shared memory, and its warps load them into registers and multiply. 8
+// warps share 128 x 128 of C, 16 rows each. The 60 lines of cuda_src/22 for swizzle, ldmatrix, fragments and the mask
+// of rows are six calls here. Predicted: lesson 13's v1 or less. Loads go through registers, and all warps wait for
+// them. A warp reads 4.5 KB of shared memory for 65,536 FLOPs instead of 3. So 100 to 250 TFLOP/s.
 constexpr int TILE = 128;
 
 __global__ __launch_bounds__(256) void loop_kernel(const __grid_constant__ Globals<TILE> g) {
@@ -80,7 +80,7 @@ __global__ __launch_bounds__(256) void loop_kernel(const __grid_constant__ Globa
     for (int step = 0; step < g.steps(); step++) {
         for (int i = 0; i < 2; i++) block::load(a_smem[i], g.a, {2 * row + i, step});
         block::load(b_smem, g.b, {step, col});
-        __syncthreads();  // the tiles are whole
+        __syncthreads();  // the tiles are complete
 #pragma unroll
         for (int k = 0; k < BK / 16; k++) {
             rt_bf<16, 16> a;
@@ -95,9 +95,9 @@ __global__ __launch_bounds__(256) void loop_kernel(const __grid_constant__ Globa
 }
 
 #ifdef KITTENS_HOPPER
-// v2. New: wgmma. The warpgroup's matrix unit reads both tiles from shared memory by itself: no tile of A or B in
-// registers, no ldmatrix. mma_AB is asynchronous; mma_async_wait waits for it. Predicted: the loop's shared memory
-// traffic falls to a third, and what is left is waiting for the loads: 250 to 400 TFLOP/s.
+// v2. New: wgmma, which reads both tiles from shared memory: no tile of A or B in registers, no ldmatrix. The call
+// mma_AB is asynchronous, and mma_async_wait waits for it. Predicted: the loop's shared memory traffic falls to a
+// third. The waits for the loads remain: 250 to 400 TFLOP/s.
 __global__ __launch_bounds__(256) void wgmma_kernel(const __grid_constant__ Globals<TILE> g) {
     __shared__ alignas(1024) a_tile a_smem[2];
     __shared__ alignas(1024) b_tile<TILE> b_smem;
@@ -117,15 +117,15 @@ __global__ __launch_bounds__(256) void wgmma_kernel(const __grid_constant__ Glob
     store_rows(g.c, c, a_smem[half], 2 * row + half, col);
 }
 
-// A warpgroup's 64 x N of C, by the copy engine: panels of 64 x 64 are laid down in shared memory by turns and fetched
-// from there, in whole rows of 128 bytes, while the next one is laid down.
+// Store a warpgroup's 64 x N of C by TMA. The warpgroup writes panels of 64 x 64 to two buffers in shared memory in
+// alternation. TMA reads one in whole rows of 128 bytes while the warpgroup writes the other.
 template <int N>
 __device__ __forceinline__ void store_panels(const matrix<c_tile>& to, rt_fl<16, N>& c, c_tile (&panels)[2], int row,
                                              int col) {
     const int own = 1 + warpgroup::groupid();  // of the 16 barriers that a block has; 0 is __syncthreads'
 #pragma unroll
     for (int i = 0; i < N / 64; i++) {
-        if (warpgroup::laneid() == 0) tma::store_async_read_wait<1>();  // the engine has read what was here before
+        if (warpgroup::laneid() == 0) tma::store_async_read_wait<1>();  // TMA has read this buffer's panel before
         warpgroup::sync(own);
         warpgroup::store(panels[i % 2], reinterpret_cast<rt_fl<16, 64>&>(c.tiles[0][4 * i]));
         warpgroup::sync(own);
@@ -133,17 +133,17 @@ __device__ __forceinline__ void store_panels(const matrix<c_tile>& to, rt_fl<16,
     }
 }
 
-// Dynamic shared memory, seen as one struct of tiles, which begin at multiples of 1024 bytes.
+// Dynamic shared memory as one struct of tiles, which begin at multiples of 1024 bytes.
 template <typename Shared>
 __device__ __forceinline__ Shared& tiles_in_shared() {
     extern __shared__ unsigned char shared[];
     return matmul::aligned<Shared>(shared);
 }
 
-// v3. New: the copy engine loads, and two pairs of tiles: while one is multiplied the next is on its way. One thread
-// asks; a semaphore (an mbarrier) ends its phase when the bytes that were announced have come. Predicted: a step's 512
-// cycles of multiplication hide its 840 of L2 only in part, and 64 KB of shared memory would let three blocks share an
-// SM, 90 registers a thread let two: 500 to 600 TFLOP/s, 13's v2.
+// v3. New: TMA loads, and two pairs of tiles: one is loaded while the other is multiplied. One thread starts the load,
+// and a semaphore (an mbarrier) completes its phase when all announced bytes have arrived. Predicted: a step's 512
+// cycles of MMA hide its 840 of L2 only in part. By its 64 KB of shared memory three blocks fit on an SM, by its 90
+// registers a thread two. So 500 to 600 TFLOP/s.
 struct Buffers {
     a_tile a[2][2];
     b_tile<TILE> b[2];
@@ -152,7 +152,7 @@ struct Buffers {
 __global__ __launch_bounds__(256) void double_buffer_kernel(const __grid_constant__ Globals<TILE> g, int tiles_n) {
     auto& s = tiles_in_shared<Buffers>();
     __shared__ semaphore arrived[2];
-    const int row = blockIdx.x / tiles_n, col = blockIdx.x % tiles_n;  // the last may hang over: TMA cuts it
+    const int row = blockIdx.x / tiles_n, col = blockIdx.x % tiles_n;  // TMA masks what is outside of C
     const int half = warpgroup::groupid(), steps = g.steps();
     const auto load = [&](int step) {
         const int to = step % 2;
@@ -178,11 +178,15 @@ __global__ __launch_bounds__(256) void double_buffer_kernel(const __grid_constan
     if (warpgroup::laneid() == 0) tma::store_async_read_wait();  // shared memory goes when the block ends
 }
 
-// v4. New: warps with a trade, and a tile of 128 x 256. A producer fills a ring of four stages (48 KB each), two
-// consumer warpgroups multiply 64 x 256 each; `full` and `empty` are all that they say to each other. A consumer keeps
-// one wgmma in flight and releases the stage of the one before. Predicted: within a tile nobody waits, since a step
-// takes 1024 cycles to multiply; only L2's 1260 for its load remain until tiles are walked in an order that shares
-// (lesson 1), and a tile's start and end: 600 to 700 TFLOP/s.
+// v4. New: warp specialization, and a tile of 128 x 256. A producer warp fills a ring of four stages of 48 KB, and two
+// consumer warpgroups multiply 64 x 256 each. They synchronise through `full` and `empty` alone:
+//
+//     producer    |load 0|load 1|load 2|load 3|      |load 4|      |load 5|            waits for empty[stage]
+//     consumers          |MMA 0       |MMA 1       |MMA 2       |MMA 3       |         wait for full[stage]
+//
+// A consumer keeps one wgmma in flight and releases the stage of the one before. Predicted: the tensor cores do not
+// wait within a tile, since a step's MMA takes 1024 cycles. L2 needs up to 1260 for its load, until a grouped order of
+// tiles shares operands (lesson 1), and a tile's start and end remain: 600 to 700 TFLOP/s.
 constexpr int WIDE = 256, STAGES = 4, CONSUMERS = 2;
 using WideGlobals = Globals<WIDE>;
 
@@ -192,7 +196,7 @@ struct Pipeline {
     c_tile c[CONSUMERS][2];
 };
 
-// Stages that change hands. All threads come here once, then the producer's and the consumers' loops call the others.
+// The ring's semaphores. All threads call the constructor once, then the producer and the consumers call the rest.
 struct Stages {
     semaphore full[STAGES], empty[STAGES];
 
@@ -206,7 +210,7 @@ struct Stages {
 // One step's tiles of A (for both consumers) and B into the ring's next stage. One thread.
 __device__ __forceinline__ void load_stage(const WideGlobals& g, Pipeline& s, Stages& stages,
                                            matmul::Ring<STAGES>& ring, int row, int col, int step) {
-    wait(stages.empty[ring.stage], ring.parity ^ 1);  // in the first round at once: nobody has used it
+    wait(stages.empty[ring.stage], ring.parity ^ 1);  // in the first round it returns at once
     auto& full = stages.full[ring.stage];
     tma::expect(full, s.a[ring.stage], s.b[ring.stage]);
     for (int i = 0; i < CONSUMERS; i++)
@@ -215,7 +219,7 @@ __device__ __forceinline__ void load_stage(const WideGlobals& g, Pipeline& s, St
     ring.advance();
 }
 
-// A consumer's 64 x 256 of C. The stage of a step is given back one step later, when its wgmma is known to be done.
+// A consumer's 64 x 256 of C. It releases the stage of a step one step later, when that step's wgmma is complete.
 __device__ __forceinline__ void multiply_stages(rt_fl<16, WIDE>& c, Pipeline& s, Stages& stages,
                                                 matmul::Ring<STAGES>& ring, int steps) {
     const auto release = [&](int stage) {
@@ -254,8 +258,8 @@ __global__ __launch_bounds__(384, 1) void specialized_kernel(const __grid_consta
     }
 }
 
-// The tile of C that is the `index`-th to be computed: groups of `GROUP` rows of tiles, walked column by column, so that
-// the 132 tiles that are in work together are close to a square (cuda_src/23).
+// The tile of C that is the `index`-th in order: groups of `GROUP` rows of tiles, column by column within a group. So
+// the 132 tiles that run together are close to a square (cuda_src/23).
 constexpr int GROUP = 16;
 __device__ __forceinline__ int2 place(int64_t index, int tiles_m, int tiles_n) {
     const int64_t in_group = int64_t(GROUP) * tiles_n, first = index / in_group * GROUP, rest = index % in_group;
@@ -263,10 +267,10 @@ __device__ __forceinline__ int2 place(int64_t index, int tiles_m, int tiles_n) {
     return {int(first + rest % rows), int(rest / rows)};
 }
 
-// v5. New: the load-compute-store-finish template. The loops, the ring and its semaphores come from prototype::lcf; what
-// is left to say is which tiles there are, where a task begins, how to load a step, what to do with it, how to finish.
-// And the grid stays: a block takes every 132nd tile. Predicted: the loads of the next tile run under the end of this
-// one, +5% on v4, and L2's share falls by the order of the tiles: 650 to 750.
+// v5. New: the load-compute-store-finish template. The loops, the ring and its semaphores come from prototype::lcf.
+// This file says which tiles there are, where a task begins, how to load a step, how to multiply it, and how to finish.
+// And the kernel is persistent: a block takes every 132nd tile. Predicted: the next tile's loads run during the end of
+// this tile, +5% on v4, and the grouped order saves L2 traffic: 650 to 750 TFLOP/s.
 struct MatmulTemplate {
     struct layout {
         struct globals : WideGlobals {
@@ -288,7 +292,7 @@ struct MatmulTemplate {
         };
     };
     static constexpr int NUM_CONSUMER_WARPS = 4 * CONSUMERS, INPUT_PIPE_STAGES = STAGES, PRODUCER_BARRIER_ARRIVALS = 1;
-    // All that there is but 128 bytes for the semaphores: then the finish block lies behind the last stage, and the
+    // All shared memory but 128 bytes for the semaphores. Then the finish block stands behind the last stage, and the
     // producer need not wait for it.
     static constexpr int MAX_SHARED_MEMORY = 227 * 1024 - 128 + 1024, BYTES = MAX_SHARED_MEMORY - 1024;
 
@@ -340,10 +344,10 @@ struct MatmulTemplate {
     };
 };
 
-// v6. New: the template's loop written out, since two of its habits cost time at each tile's end: its consumers wait for
-// each other before and after they finish, and its ring starts anew. Here a consumer that is done stores and goes on;
-// while it stores, the other one has the matrix unit for itself. Predicted: 1500 of a tile's 65,536 cycles at K = 4096:
-// +2% on v5, and with it cuBLAS.
+// v6. New: the template's loop written out. The template loses time at each tile's end in two ways: its consumers wait
+// for each other before and after they finish, and its ring starts anew. Here each consumer stores when it is done and
+// goes on. While it stores, the other consumer has the tensor cores for itself. Predicted: 1500 fewer of a tile's
+// 65,536 cycles at K = 4096, +2% on v5, as fast as cuBLAS.
 __global__ __launch_bounds__(384, 1) void persistent_kernel(const __grid_constant__ WideGlobals g, int tiles_m,
                                                             int tiles_n) {
     auto& s = tiles_in_shared<Pipeline>();
@@ -374,7 +378,7 @@ __global__ __launch_bounds__(384, 1) void persistent_kernel(const __grid_constan
 
 // ---- on the host ----------------------------------------------------------------------------------------------------
 
-// What every launcher is told: the Python side has made K and N multiples and has dealt with empty matrices.
+// The arguments of every launcher. The Python side has padded K and N and takes care of empty matrices.
 inline void require_whole_panels(int64_t m, int64_t n, int64_t k, int columns = 64) {
     course::require(n % columns == 0 && k % 64 == 0, "N (a multiple of 64, in v1 and v2 of 128) or K (of 64): pad it");
     course::require(std::min({m, n, k}) > 0 && std::max({m, n, k}) < int64_t(1) << 31, "M, N, K from 1 to 2^31 - 1");
@@ -386,7 +390,7 @@ struct Grid {
         : tiles_m(course::ceil_div(m, 128)), tiles_n(course::ceil_div(n, width)), tiles(tiles_m * tiles_n) {
         course::require(tiles < int64_t(1) << 31, "more than 2^31 tiles of C: split M");
     }
-    // A grid that stays has a block an SM, or fewer that take as many rounds: at 4096 cubed 128 of 132.
+    // A persistent grid has one block for each SM, or fewer that take as many rounds: at 4096 cubed 128 of 132.
     int64_t staying() const { return course::ceil_div(tiles, course::ceil_div(tiles, course::sms())); }
 };
 

@@ -1,13 +1,14 @@
-"""ThunderKittens: a matmul at the speed of cuBLAS in words for tiles
-==================================================================
-A library of headers whose words are tiles in registers, shared and global memory and what warps do to them. The kernels
-of this lesson, and what each predicts, are in lesson14_thunderkittens_matmul.cu: a plain loop, wgmma, the copy engine
-with two buffers, a producer and two consumers, the library's load-compute-store-finish template, and that loop written
-out. Lesson 13 builds the first third of such a library; cuda_src/22 and 23 are the same ladder without one. The bar is
-cuBLAS: at M = N = K = 4096 137 GFLOP, at the 700 to 800 TFLOP/s that an H200 sustains 0.17 to 0.2 ms.
+"""ThunderKittens: a matmul at the speed of cuBLAS from a tile library
+===================================================================
+ThunderKittens is a C++ library of headers: tiles in registers, shared and global memory, and what warps do to them. The
+kernels of this lesson and their predictions are in lesson14_thunderkittens_matmul.cu. They are a plain loop, wgmma, TMA
+with two buffers, a producer and two consumers, the library's load-compute-store-finish template, and that template's
+loop written out. Lesson 13 builds the first third of such a library, and cuda_src/22 and 23 are the same ladder without
+one. The mark to reach is cuBLAS. M = N = K = 4096 is 137 GFLOP: 0.17 to 0.2 ms at the 700 to 800 TFLOP/s that an H200
+sustains.
 
-Get it. Version 2 is headers only: nothing is installed. `source env.src; python setup.py install`, which older
-instructions (and the library's first version) have, no longer exists, and a package "kittens" is another thing. Today:
+Get it. Version 2 is headers only: nothing is installed. `source env.src; python setup.py install` belongs to the first
+version and fails today. The package "kittens" is unrelated:
 
     git clone https://github.com/HazyResearch/ThunderKittens
     git -C ThunderKittens checkout 0b55588                  # what this lesson was written with, April 2026
@@ -16,12 +17,13 @@ instructions (and the library's first version) have, no longer exists, and a pac
 nvcc gets two include folders, -DKITTENS_HOPPER and -arch=sm_90a (the line stands at the top of the .cu). Its own
 kernels are built by `make` in their folders under kernels/.
 
-Its limits give no error, so they are dealt with here. Tensor maps take a matrix's columns in panels of 64, and a last
-panel that is not whole reads and overwrites the start of the next row: K and N are padded to multiples of 64. Rows need
-not be: what a tile has below the last arrives as zeros and is not stored. Tiles loaded and stored by threads count rows
-too but no columns at all, and register tiles stored straight to memory count nothing; the first two rungs pad N to 128.
+Inputs past its limits give no error, so the launchers take care of them. A tensor map takes a matrix's columns in
+panels of 64. A last panel that is not whole reads and overwrites the start of the next row, so K and N are padded to
+multiples of 64. Rows need no padding: a tile's rows past the matrix arrive as zeros and are not stored. Tiles that
+threads load and store have a mask for rows and none for columns. Register tiles stored straight to memory have no mask
+at all. So the first two rungs pad N to 128.
 
-You will learn: what a tile library takes from you and what it leaves (all the waiting); how to read its template.
+You will learn: what a tile library does for you, what it leaves to you (all synchronisation), how to read its template.
 Run it:    python day3_matmul_tk/lesson14_thunderkittens_matmul.py
 Check it:  python -m lessonkit check lesson14_thunderkittens_matmul       a Hopper GPU; without one, the next line
 Read it:   python -m lessonkit compile lesson14_thunderkittens_matmul     registers and instructions, no GPU needed
@@ -43,13 +45,13 @@ def matmul_loop(a, b):
 
 @needs(90, "ThunderKittens, wgmma", only=True)
 def matmul_wgmma(a, b):
-    """As matmul_loop, the warpgroups' matrix unit reading both tiles from shared memory."""
+    """As matmul_loop; wgmma reads both tiles from shared memory."""
     return multiply_padded(kernels, "matmul_wgmma", a, b, PANEL, 2 * PANEL)
 
 
 @needs(90, "ThunderKittens, TMA and wgmma", only=True)
 def matmul_double_buffer(a, b):
-    """As matmul_wgmma, the copy engine loading the next pair of tiles meanwhile."""
+    """As matmul_wgmma; TMA loads the next pair of tiles meanwhile."""
     return multiply_padded(kernels, "matmul_double_buffer", a, b, PANEL, PANEL)
 
 
@@ -61,13 +63,13 @@ def matmul_specialized(a, b):
 
 @needs(90, "ThunderKittens, TMA and wgmma", only=True)
 def matmul_template(a, b):
-    """The same by the library's load-compute-store-finish template, on a grid that stays."""
+    """As matmul_specialized, by the library's load-compute-store-finish template, persistent."""
     return multiply_padded(kernels, "matmul_template", a, b, PANEL, PANEL)
 
 
 @needs(90, "ThunderKittens, TMA and wgmma", only=True)
 def matmul_persistent(a, b):
-    """As matmul_template, its loops written out so that the consumers do not wait for each other."""
+    """As matmul_template; its loops are written out so that the consumers do not wait for each other."""
     return multiply_padded(kernels, "matmul_persistent", a, b, PANEL, PANEL)
 
 

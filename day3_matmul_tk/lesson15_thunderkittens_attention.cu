@@ -1,18 +1,19 @@
 // Attention forward on ThunderKittens, right for every sequence length
 // ====================================================================
-// O = softmax(Q K^T / sqrt(D)) V for Q, K, V, O [B, H, S, D] in bf16, D 64 or 128, causal or not. 4 B H S S D FLOPs (half
-// if causal) over 8 B H S D bytes: 4096 tokens make it 2048 FLOPs a byte, so the tensor cores decide, and next to them
-// the exponentials: a tile of 128 keys and 64 queries is 4.2 MFLOP at D = 128, 1024 cycles of an SM's matrix units, and
-// 8192 exponentials, 512 cycles of its 16 a cycle: more than a third of all unless the two run at the same time.
+// O = softmax(Q K^T / sqrt(D)) V for Q, K, V, O [B, H, S, D] in bf16, D 64 or 128, causal or not. That is 4 B H S S D
+// FLOPs (half if causal) over 8 B H S D bytes. 4096 tokens make it 2048 FLOPs a byte, so the tensor cores are the
+// limit, and next to them the exponentials. A tile of 128 keys and 64 queries at D = 128 is 4.2 MFLOP, 1024 cycles of
+// an SM's tensor cores. Its 8192 exponentials take 512 cycles, at 16 a cycle. That is a third of the time, unless they
+// overlap.
 //
-// The scores never leave the registers (FlashAttention): a warp or a warpgroup owns rows of queries and walks along the
-// keys with a running maximum m and sum l of each row; when the maximum grows, what was summed before is scaled down.
+// The scores never leave the registers (FlashAttention). A warp or a warpgroup owns rows of queries and goes along the
+// keys with a running maximum m and sum l of each row. When the maximum grows, it scales down the accumulator and l.
 //
-// The tail. ThunderKittens' own mha_h100 (as of April 2026) takes S / 192 blocks of queries and S / 128 tiles of keys,
-// rounded down, so what lies past the last multiple of 192 is never written, without an error. Here both are rounded up:
-// rows past S arrive as zeros and are not stored, by the tensor map (a head's rows are a dimension of it, so a tile that
-// hangs over the end of one head does not touch the next), and keys past S get a score of -inf, for a zero is a score
-// like any other.
+// The tail. ThunderKittens' own mha_h100 (as of April 2026) rounds S / 192 blocks of queries and S / 128 tiles of keys
+// down. So it never writes the rows past the last multiple of 192, without an error. Here both are rounded up. Rows
+// past S arrive as zeros and are not stored: the tensor map has a head's rows as a dimension, so a tile that reaches
+// past the end of one head does not touch the next. Keys past S get a score of -inf, since a zero is a score like any
+// other.
 //
 // Sources: Dao et al., FlashAttention (2022); Shah et al., FlashAttention-3 (2024), 3.1 and 3.2; Spector et al.,
 // ThunderKittens (2024); its headers.
@@ -34,8 +35,8 @@ using tile = st_bf<ROWS_OF_TILE, D>;
 template <int D, typename... Tiles>
 using heads = gl<bf16, -1, -1, -1, D, Tiles...>;  // [B, H, S, D]
 
-// Which rows a block works on. A head's blocks follow each other, so that its K and V stay in L2; if causal, the last
-// rows, which have the most keys, come first, or they would run alone at the end.
+// The rows of a block. A head's blocks follow each other, so its K and V stay in L2. If causal, the last rows come
+// first: they have the most keys, and would run alone at the end otherwise.
 struct Place {
     int batch, head, tile;
 
@@ -46,7 +47,7 @@ struct Place {
     }
 };
 
-// What a warp keeps of its 16 rows: maximum and sum so far. Scores come in unscaled; the scale is folded into exp2.
+// A warp's running maximum and sum of its 16 rows. Scores come in unscaled; the scale is folded into exp2.
 template <int KEYS>
 struct Softmax {
     using scores = rt_fl<16, KEYS>;
@@ -58,7 +59,7 @@ struct Softmax {
         warp::zero(sum);
     }
 
-    // s becomes exp(s - maximum); what was summed up before has to be multiplied by the result.
+    // s becomes exp(s - maximum). The caller multiplies its accumulator by the returned factor.
     __device__ column step(scores& s, float scale) {
         column rescale, scaled;
         warp::copy(rescale, maximum);
@@ -76,8 +77,8 @@ struct Softmax {
     }
 };
 
-// Scores of keys that are not there, or that a causal query may not see, become -inf. `row` and `key` are the tile's
-// first; every row keeps key 0, in the first tile, so a maximum is finite from then on.
+// Scores of keys past S, and of keys that the causal mask hides from a query, become -inf. `row` and `key` are the
+// tile's first. Every row sees key 0, in the first tile, so its maximum is finite from then on.
 template <bool CAUSAL, int KEYS>
 __device__ __forceinline__ void mask(rt_fl<16, KEYS>& s, int row, int key, int keys) {
     if (key + KEYS <= keys && (!CAUSAL || key + KEYS <= row + 1)) return;  // nothing to hide
@@ -90,10 +91,10 @@ constexpr float LOG2_E = 1.4426950408889634f;
 template <int D>
 __device__ constexpr float scale() { return LOG2_E * (D == 64 ? 0.125f : 0.08838834764831845f); }  // 1 / sqrt(D)
 
-// v1. Warps: each owns 16 queries, in registers as fragments of mma.sync; a block of four brings 64 keys and values to
-// shared memory, waits, multiplies. Predicted: nothing overlaps within a block, and each warp reads 64 x D of K and of V
-// from shared memory for 16 rows: 2 KB for 32,768 FLOPs at D = 64, so at 128 bytes a cycle no more than half of the
-// tensor cores: 100 to 200 TFLOP/s.
+// v1. Warps: each owns 16 queries, in registers as fragments of mma.sync. A block of four warps copies 64 keys and
+// values to shared memory, waits, and multiplies. Predicted: nothing overlaps within a block. Each warp reads 64 x D of
+// K and of V from shared memory for 16 rows: 2 KB for 32,768 FLOPs at D = 64. At 128 bytes a cycle that feeds at most
+// half of the tensor cores: 100 to 200 TFLOP/s.
 template <int D>
 struct WarpGlobals {
     heads<D> q, k, v, o;
@@ -148,10 +149,10 @@ __global__ __launch_bounds__(128) void warps_kernel(const __grid_constant__ Warp
 }
 
 #ifdef KITTENS_HOPPER
-// v2. New: warpgroups, the copy engine, a producer. Two consumers own 64 queries each and read tiles of 128 keys and
-// values by wgmma; P goes in from registers. A producer keeps a ring of tiles filled; K and V have semaphores of their
-// own, since a K is free long before its V. Predicted: one consumer's exponentials run under the other's products when
-// they happen to be out of step: 400 to 550 TFLOP/s at D = 128.
+// v2. New: warpgroups, TMA, a producer. Two consumers own 64 queries each and read tiles of 128 keys and values by
+// wgmma. P is operand A in registers. A producer keeps a ring of tiles filled. K and V have semaphores of their own,
+// since a stage of K is released long before its V. Predicted: one consumer's exponentials overlap with the other's
+// MMAs while the two happen to be out of step: 400 to 550 TFLOP/s at D = 128.
 constexpr int KEYS = 128, CONSUMERS = 2;
 
 template <int D>
@@ -185,7 +186,7 @@ struct Semaphores {
     }
 };
 
-// One thread: the queries of both consumers, then every tile of keys and of values.
+// One thread loads the queries of both consumers, then every tile of keys and of values.
 template <int D>
 __device__ __forceinline__ void produce(const Globals<D>& g, Shared<D>& s, Semaphores<D>& sem, const Place& at, int n) {
     tma::expect(sem.q_full, s.q);
@@ -203,8 +204,8 @@ __device__ __forceinline__ void produce(const Globals<D>& g, Shared<D>& s, Semap
     }
 }
 
-// Nothing in C++ says that a wgmma is still writing its tile until the wait for it: the compiler may read it before. From
-// here on the tile counts as changed, at no cost, so what reads it stays behind this line.
+// C++ does not know that a wgmma writes its tile until the wait for it, so the compiler may move a read before the
+// wait. This marks the tile as changed here, at no cost, so reads of it stay behind this line.
 template <typename Tile>
 __device__ __forceinline__ void pin(Tile& t) {
 #pragma unroll
@@ -243,9 +244,13 @@ __device__ __forceinline__ void consume(Shared<D>& s, Semaphores<D>& sem, rt_fl<
             release(sem.v_empty[ring.stage]);
         }
     } else {
-        // v3. New: a step's scores are asked for before the last step's P V, and its exponentials run under that. P V
-        // reads p while the softmax works on the scores, so no tile is needed twice. Predicted: the matrix units no
-        // longer wait for exponentials, of which two thirds had no product above them: +10 to 20% on v2.
+        // v3. New: QK of a step is issued before PV of the last step, and its exponentials overlap with that PV. PV
+        // reads p while the softmax works on the scores, so no tile is needed twice. Predicted: the tensor cores no
+        // longer wait for exponentials, two thirds of which had no MMA to overlap with: +10 to 20% on v2.
+        //
+        //     v2    QK 1 | softmax 1 | PV 1 | QK 2 | softmax 2 | PV 2
+        //     v3    QK 1 | softmax 1 | QK 2 PV 1   | QK 3 PV 2   |
+        //                            |   softmax 2 |   softmax 3 |
         wait(sem.k_full[0], 0);
         warpgroup::mm_ABt(scores, q, s.k[0]);
         warpgroup::mma_async_wait();
@@ -369,7 +374,7 @@ COURSE_MODULE(m) {
 }
 
 #if !defined(COURSE_EXTENSION) && defined(KITTENS_HOPPER)
-// One head of Q, K, V [S, D], row `row` of the answer.
+// Row `row` of the result for one head of Q, K, V [S, D].
 std::vector<double> expected_row(const float* q, const float* k, const float* v, int64_t s, int64_t d, int64_t row,
                                  bool causal) {
     const int64_t keys = causal ? row + 1 : s;

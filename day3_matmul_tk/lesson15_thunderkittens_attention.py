@@ -1,17 +1,18 @@
 """ThunderKittens: attention forward, right for every sequence length
 ==================================================================
-softmax(Q K^T / sqrt(D)) V for D = 64 and 128, causal or not, as kernels on ThunderKittens' headers; what they predict
-is in lesson15_thunderkittens_attention.cu: warps with mma.sync, warpgroups with wgmma and a producer, and scores that
-are asked for a step ahead, so that the exponentials run under products. Day 4 is about attention itself; here it shows
-what a tile library is good for beside matmul, and what one has to check when a library's own kernel is at hand: that
-one (kernels/attention/mha_h100, April 2026) leaves all rows past the last multiple of 192 unwritten, at S = 2048 the
-last 128, and neither it nor its test says so. Every check here fills the output with NaN first.
+softmax(Q K^T / sqrt(D)) V for D = 64 and 128, causal or not, as kernels on ThunderKittens' headers. The kernels and
+their predictions are in lesson15_thunderkittens_attention.cu. They are warps with mma.sync, warpgroups with wgmma and a
+producer, and a rung that issues QK one step ahead, so that the exponentials overlap with MMAs.
 
-Where to get ThunderKittens: lesson 14. (`source env.src; python setup.py install` is of its first version and gone.)
-Peers: PyTorch's scaled_dot_product_attention by FlashAttention-2, which has no wgmma, and by cuDNN, which does.
+Day 4 is about attention itself. This lesson shows a use of a tile library beside matmul, and what to check before you
+trust a library's own kernel. ThunderKittens' (kernels/attention/mha_h100, April 2026) does not write the rows past the
+last multiple of 192, at S = 2048 the last 128. Neither the kernel nor its test says so. Every check here fills the
+output with NaN first.
 
-You will learn: tails and masks in words for tiles, online softmax as column vectors, how to make a compiler keep an
-order.
+Where to get ThunderKittens: lesson 14. Peers: PyTorch's scaled_dot_product_attention by FlashAttention-2, which does
+not use wgmma, and by cuDNN, which does.
+
+You will learn: tails and masks with tiles, online softmax with column vectors, how to make a compiler keep an order.
 Run it:    python day3_matmul_tk/lesson15_thunderkittens_attention.py
 Check it:  python -m lessonkit check lesson15_thunderkittens_attention     a Hopper GPU; without one, the next line
 Read it:   python -m lessonkit compile lesson15_thunderkittens_attention   registers and instructions, no GPU needed
@@ -34,13 +35,13 @@ def attention_warps(q, k, v, causal=False):
 
 @needs(90, "ThunderKittens, TMA and wgmma", only=True)
 def attention_warpgroups(q, k, v, causal=False):
-    """As attention_warps: 64 queries a warpgroup, wgmma, a producer that loads."""
+    """As attention_warps: 64 queries a warpgroup, wgmma, a producer warp."""
     return _run("attention_warpgroups", q, k, v, causal)
 
 
 @needs(90, "ThunderKittens, TMA and wgmma", only=True)
 def attention_ahead(q, k, v, causal=False):
-    """As attention_warpgroups, a step's scores before the last step's P V, its exponentials under it."""
+    """As attention_warpgroups: QK of a step is issued before PV of the last, and the exponentials overlap with PV."""
     return _run("attention_ahead", q, k, v, causal)
 
 
@@ -48,7 +49,7 @@ def _run(name, q, k, v, causal):
     expect(q=q, k=k, v=v, ndim=4, dtypes=[torch.bfloat16], same_shape=True, contiguous=True)
     if q.shape[-1] not in (64, 128):
         raise ValueError(f"q has D = {q.shape[-1]}, expected 64 or 128: these are the tiles that were compiled")
-    q, k, v = (t.clone() if t.data_ptr() % 16 else t for t in (q, k, v))  # the copy engine reads from 16 bytes on
+    q, k, v = (t.clone() if t.data_ptr() % 16 else t for t in (q, k, v))  # TMA wants multiples of 16 bytes
     o = torch.empty_like(q)
     if q.numel():
         getattr(kernels, name)(q, k, v, o, *q.shape, causal)
@@ -60,7 +61,7 @@ def _inputs(B, H, S, D):
 
 
 def a_head_is_alone(rung):
-    """NaN in one head's keys spoils that head and no other, although its tiles hang over its end."""
+    """NaN in one head's keys spoils that head and no other, although its last tile reaches past its end."""
     q, k, v, _ = _inputs(2, 3, 200, 64)
     k[1, 0] = float("nan")
     bad = rung(q, k, v).isnan()

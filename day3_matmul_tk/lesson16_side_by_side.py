@@ -1,14 +1,16 @@
-"""Triton, Gluon, ThunderKittens, CUDA: one product, four languages
-=================================================================
-C = A B in bf16 on a Hopper GPU is the same machine work whoever writes it: TMA fills a ring of stages in shared memory,
-barriers say full and empty, warpgroups issue wgmma on tiles of 128 x 256 and keep sums in registers, and C leaves while
-the next tile arrives. What differs is who decides: where a tile lies and in which swizzle, when a copy is asked for and
-waited for, which warp does what, how many registers it has.
+"""Triton, Gluon, ThunderKittens, CUDA: one matmul, four languages
+===============================================================
+C = A B in bf16 on a Hopper GPU is the same machine work in every language. TMA fills a ring of stages in shared memory,
+and mbarriers say full and empty. Warpgroups issue wgmma on tiles of 128 x 256 with the accumulator in registers, and C
+is stored while the next tile is loaded. The languages differ in what you decide: a tile's place and swizzle, when a
+copy is issued and waited for, each warp's role and registers.
 
-When to choose which: Triton, until a profile shows that its compiler decided wrongly, for it decides by itself what the
-others have you write out, and on any GPU; Gluon, when the schedule is the point and Python is home; ThunderKittens,
-when it has to be C++ and its tiles are the ones that are needed; CUDA, when nothing else can say it (a new instruction,
-another ring, clusters with multicast), or to know what the others do.
+When to choose which:
+
+    Triton           first, on any GPU, until a profile shows that its compiler decided wrongly
+    Gluon            when you need another schedule, and want to stay in Python
+    ThunderKittens   when the program is C++ and the library has the tiles that you need
+    CUDA C++         for a new instruction, another ring, clusters with multicast; and to know what the others do
 
 Predict before you run: how many lines do you expect of each, and how much of cuBLAS's speed do they differ by?
 You will learn: to compare languages by what they decide for you.
@@ -24,7 +26,7 @@ from lessonkit import About, Steps, Table, rows, specimen
 from lessonkit.base import cpp_text
 from lessonkit.cuda import build
 
-# way: lesson, rung, and who decides: layout, copies and barriers, registers and warps
+# language: lesson, rung, and what decides about layout, copies and barriers, registers and warps
 WAYS = {
     "Triton": ("day3_matmul_tk.lesson02_matmul_persistent", "subtiled", "compiler", "compiler", "compiler"),
     "Gluon": ("day3_matmul_tk.lesson09_matmul_hopper", "persistent", "you name it", "you", "you"),
@@ -40,12 +42,12 @@ LADDERS = (
     "cuda_src.22_hopper_matmul",
     "cuda_src.23_hopper_matmul_persistent",
 )
-COUNTED = ("day", "problems.", "course_ops.")  # modules whose functions one would have to write oneself
+COUNTED = ("day", "problems.", "course_ops.")  # modules whose functions a user of the language has to write
 SIZES = tuple(f"M={n} N={n} K={n}" for n in (4096, 8192, 16384))
 
 
 def lines_of_code():
-    """What one has to write oneself, kernel and launch: least in Triton, most in CUDA; comments are not counted."""
+    """Lines of kernel and launch that you write yourself: fewest in Triton, most in CUDA; comments do not count."""
     counted = {way: _lines(*about[:2]) for way, about in WAYS.items()}
     assert counted["Triton"] < counted["Gluon"] < counted["CUDA C++"]
     assert counted["Triton"] < counted["ThunderKittens"] < counted["CUDA C++"]
@@ -99,7 +101,7 @@ def _cpp_lines(program, launcher):
 
 
 def one_product_four_ways(folder):
-    """Who decides what, how long it is, how fast: of one GPU's rows."""
+    """For each language: what decides, lines of code, and the share of cuBLAS in one GPU's rows."""
     table = []
     for way, (lesson, rung, layout, copies, registers) in WAYS.items():
         speed = {size: _of_cublas(folder, lesson, rung, size) for size in SIZES}
@@ -113,7 +115,7 @@ def one_product_four_ways(folder):
 
 
 def percent_of_cublas_by_rung(folder):
-    """The story of the day: every rung of every matmul ladder, in the order of the course."""
+    """Every rung of every matmul ladder of the day, in the order of the course."""
     table = []
     for lesson in LADDERS:
         for rung in specimen(lesson, "LESSON").rungs:

@@ -1,16 +1,16 @@
-// A tile library from four instructions: cp.async, ldmatrix, mma.sync and a store (their wrappers, and what the emulator
-// does for them, are in cuda_src/include/mma.cuh). The nouns are tiles, and the type of a tile is its place and its layout:
+// A tile library from four instructions: cp.async, ldmatrix, mma.sync and a store. (cuda_src/include/mma.cuh has their
+// wrappers and their emulation.) A tile is a type, which fixes its memory and its layout:
 //
-//     Matrix<T>                 device memory, row by row; knows its size, so that nobody else has to
+//     Matrix<T>                 device memory, row by row, with its size
 //     SharedTile<T, R, C>       shared memory, R rows of C, in swizzled pieces of 16 bytes
 //     Left<T, R, K>             registers of a warp: A's fragments of mma.m16n8k16
 //     Right<T, K, C>            registers of a warp: B's
 //     Sums<R, C>                registers of a warp: C's, fp32
 //
-// The verbs say who does them: load_async and store of a SharedTile are the whole block's, everything else a warp's.
-// All sizes are template arguments and all loops unroll, so nothing of this is left at run time: a Sums<64, 32> is 64
-// registers of a lane, a load of a Left is ldmatrix and an exclusive or. What a library of tiles cannot take over is
-// time: when a tile is whole and when it may be overwritten (commit, wait, __syncthreads) is the kernel's to say.
+// The whole block calls load_async and store of a SharedTile; one warp calls each other function. All sizes are
+// template arguments and all loops unroll, so at run time no trace of the types is left. A Sums<64, 32> is 64 registers
+// of a lane, and a load of a Left is ldmatrix and an exclusive or. The library does no synchronisation. The kernel says
+// when a tile is complete and when it may be overwritten (commit, wait, __syncthreads).
 #pragma once
 #include "course.cuh"
 #include "mma.cuh"
@@ -28,8 +28,13 @@ struct Matrix {
 
 // ---- shared memory --------------------------------------------------------------------------------------------------
 
-// Rows of 128 bytes or a multiple. ldmatrix reads a piece of eight rows at once; one under the other they would lie in
-// the same four banks, so the piece p of row r lies at place p ^ (r % 8) of its eight.
+// Rows of 128 bytes or a multiple. ldmatrix reads one piece of 16 bytes from each of eight rows at once. Without a
+// swizzle the eight would be in the same four banks. So piece p of row r is stored at place p ^ (r % 8) of its eight.
+//
+//     place        0  1  2  3  4  5  6  7        piece 0 of rows 0 to 7 is in eight different places:
+//     row 0        0  1  2  3  4  5  6  7        no bank conflict
+//     row 1        1  0  3  2  5  4  7  6
+//     row 2        2  3  0  1  6  7  4  5
 template <typename T, int R, int C>
 struct SharedTile {
     static constexpr int ROWS = R, COLS = C, PIECES = C / 8;
@@ -44,7 +49,7 @@ struct SharedTile {
     }
 };
 
-// THREADS threads start to copy the tile of `from` whose first element is (row, col); zeros where the matrix is not.
+// THREADS threads start to copy the tile of `from` with first element (row, col); zeros outside of the matrix.
 template <int THREADS, typename T, int R, int C>
 __device__ __forceinline__ void load_async(SharedTile<T, R, C>& to, const Matrix<const T>& from, int64_t row,
                                            int64_t col) {
@@ -58,7 +63,8 @@ __device__ __forceinline__ void load_async(SharedTile<T, R, C>& to, const Matrix
     }
 }
 
-// Copies begun so far are one group; wait for all groups but the newest KEEP. Then only this thread's are there.
+// commit: this thread's copies since the last commit are one group. wait: all its groups but the newest KEEP are done.
+// Copies of other threads may still be in flight.
 __device__ __forceinline__ void commit() { __pipeline_commit(); }
 template <int KEEP = 0>
 __device__ __forceinline__ void wait() {
@@ -66,7 +72,7 @@ __device__ __forceinline__ void wait() {
 }
 
 // ---- registers ------------------------------------------------------------------------------------------------------
-// Which lane has which element is a table of the PTX ISA (mma.cuh quotes it). Only this part of the file knows it.
+// A table of the PTX ISA says which lane holds which element (mma.cuh quotes it). Only this part of the file uses it.
 
 template <typename T, int R, int K>
 struct Left {
@@ -81,8 +87,8 @@ struct Sums {
     float at[R / 16][C / 8][4] = {};
 };
 
-// The rows from `row` and the columns from `k` on of a shared tile. Lane l brings the address of row l % 16 of the left
-// (l < 16) or the right eight columns; ldmatrix gives every lane what it needs of the four 8 x 8 parts.
+// The rows from `row` and the columns from `k` on of a shared tile. Lane l passes the address of row l % 16 of the left
+// (l < 16) or the right eight columns. The instruction gives each lane its elements of the four 8 x 8 parts.
 template <int R, int K, typename T, int ROWS, int COLS>
 __device__ __forceinline__ Left<T, R, K> left(const SharedTile<T, ROWS, COLS>& from, int row, int k) {
     const int lane = threadIdx.x % 32;
@@ -96,7 +102,7 @@ __device__ __forceinline__ Left<T, R, K> left(const SharedTile<T, ROWS, COLS>& f
     return to;
 }
 
-// The same of B, whose fragments are pairs down a column while its rows lie along memory: ldmatrix transposes.
+// The same for B. Its fragments are pairs down a column, but its rows are contiguous in memory: ldmatrix transposes.
 template <int K, int C, typename T, int ROWS, int COLS>
 __device__ __forceinline__ Right<T, K, C> right(const SharedTile<T, ROWS, COLS>& from, int k, int col) {
     const int lane = threadIdx.x % 32;
@@ -124,7 +130,8 @@ __device__ __forceinline__ void mma(Sums<R, C>& c, const Left<T, R, K>& a, const
 
 // ---- back -----------------------------------------------------------------------------------------------------------
 
-// Rounded, to the rows and columns from (row, col) on that the matrix has. A row gets 16 bytes of each 8 columns.
+// Round and store to the rows and columns from (row, col) on that the matrix has. A warp writes 16 bytes of each row
+// for every 8 columns.
 template <typename T, int R, int C>
 __device__ __forceinline__ void store(const Matrix<T>& to, const Sums<R, C>& c, int64_t row, int64_t col) {
     const int lane = threadIdx.x % 32;
@@ -141,7 +148,7 @@ __device__ __forceinline__ void store(const Matrix<T>& to, const Sums<R, C>& c, 
             }
 }
 
-// Rounded, into a shared tile, which the block's store then takes to memory in pieces of 16 bytes.
+// Round and store into a shared tile, which the block's store then copies to memory in pieces of 16 bytes.
 template <typename T, int R, int C, int ROWS, int COLS>
 __device__ __forceinline__ void store(SharedTile<T, ROWS, COLS>& to, const Sums<R, C>& c, int row, int col) {
     const int lane = threadIdx.x % 32;

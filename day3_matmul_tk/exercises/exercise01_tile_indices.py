@@ -1,10 +1,11 @@
-"""Tile indices: which part of C is mine?
-======================================
-A program owns one tile of C = A B and walks along K. All of it is addresses: of a tile's rows and columns, of the block
-of A [BLOCK_M, BLOCK_K] and of B [BLOCK_K, BLOCK_N] in each step. The sizes are whole multiples of the blocks here, so
-there are no masks; the strides are anything, so that a transpose costs nothing.
+"""Tile indices: which part of C does a program own?
+=================================================
+A program owns one tile of C = A B and goes along K. The work is to compute addresses: of the tile's rows and columns,
+and of the blocks of A [BLOCK_M, BLOCK_K] and B [BLOCK_K, BLOCK_N] in each step. Here the sizes are whole multiples of
+the blocks, so there are no masks. The strides are arbitrary, so a transposed operand costs nothing.
 
-Predict: elements of A and B that a grid of tiles loads, as a multiple of their sizes (each row of tiles reads B again).
+Predict: the elements of A and B that a grid of tiles loads, as multiples of their sizes. (Each row of tiles reads B
+again.)
 """
 
 from lessonkit import expect
@@ -29,7 +30,7 @@ def matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # TODO(1): this program's tile: programs go along the columns of C first. Its rows [BLOCK_M] and columns [BLOCK_N].
+    # TODO(1): the rows [BLOCK_M] and columns [BLOCK_N] of this program's tile. Programs go along a row of tiles first.
     # stub: rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     pid, tiles_n = tl.program_id(0), N // BLOCK_N
     rows = (pid // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -75,7 +76,7 @@ EXERCISE = Exercise(
         case("one tile, one step", M=32, N=32, K=16),
         case("one tile, three steps along K", M=32, N=32, K=48),
         case("more tiles along N than along M", M=64, N=96, K=32),
-        case("A and B lie transposed in memory", M=64, N=32, K=32, transposed=True),
+        case("A and B are stored transposed", M=64, N=32, K=32, transposed=True),
         case("2 x 2 tiles, on which bytes are counted", M=64, N=64, K=64),
     ),
     reads=2,

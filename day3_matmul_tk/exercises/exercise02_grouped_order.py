@@ -1,16 +1,22 @@
-"""Grouped order: the same tiles, in an order that the cache likes
-==============================================================
-132 programs run at once. Row by row in a grid of 64 x 64 tiles they own two rows and a bit: they load 3 block rows of A
-and all 64 block columns of B. In groups of `group` rows of tiles, walked down first and then along, they own a patch
-that is nearly square, and load far fewer. The order is integer arithmetic on the program id.
+"""Grouped order: the same tiles, in an order that reuses L2
+========================================================
+132 programs run at once. Row by row in a grid of 64 x 64 tiles they own two rows of tiles and a bit. So they load 3
+block rows of A and all 64 block columns of B. The grouped order takes `group` rows of tiles together, down first and
+then along. Then the 132 tiles are nearly square, and the programs load far fewer blocks. The order is integer
+arithmetic on the program id:
+
+    row by row     group = 2
+    0  1  2        0  2  4
+    3  4  5        1  3  5
+    6  7  8        6  7  8        a last group of one row
 
 Predict: block rows of A plus block columns of B that the first 132 programs load, for group = 8.
 """
 
 
 def tile_of(pid: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, int]:
-    """Program -> (row, column) of its tile. Groups of `group` rows of tiles, the last one shorter if need be; inside a
-    group down the rows first, then the next column."""
+    """Program -> (row, column) of its tile. Groups of `group` rows of tiles, the last may have fewer; inside a group
+    down the rows first, then the next column."""
     # TODO(1): which group, how many rows has it, where in it?
     # stub: return pid // tiles_n, pid % tiles_n
     first = pid // (group * tiles_n) * group
@@ -31,7 +37,7 @@ from lessonkit.exercise import Exercise, Wrong, number, same
 
 
 def _order(tiles_m, tiles_n, group):
-    """The definition, played."""
+    """The definition, as loops."""
     for first in range(0, tiles_m, group):
         for n in range(tiles_n):
             for m in range(first, min(first + group, tiles_m)):
@@ -50,7 +56,7 @@ def whole_groups():
 
 
 def every_tile_once():
-    """No tile is left out and none is done twice, also where the last group is short."""
+    """No tile is left out and none is computed twice, also where the last group is short."""
     for m, n, group in SIZES:
         done = [tile_of(i, m, n, group) for i in range(m * n)]
         twice = next((t for i, t in enumerate(done) if t in done[:i]), None)

@@ -1,10 +1,10 @@
 """Masks for odd shapes
 ====================
-A matmul of 33 x 65 x 19 has no whole tile in any direction. Rows and columns that hang over the end may compute
-anything, as long as nobody stores it, but they must not read outside. K is different: what hangs over there is added to
-every element of C, so both blocks are to be 0 there, and then it adds nothing.
+A matmul of 33 x 65 x 19 is no multiple of the tile in any direction. Rows and columns past the end may hold any values,
+as long as they are not stored, but the kernel must not read outside. K is different: every element of C is a sum over
+all of the block's k, so both blocks must be 0 past K.
 
-Predict: of the multiplications of a 33 x 65 x 19 product in blocks of 32, 32 and 16, how many are wasted?
+Predict: of the multiplications of a 33 x 65 x 19 matmul in blocks of 32, 32 and 16, how many are wasted?
 """
 
 from lessonkit import expect

@@ -1,8 +1,12 @@
 """Split-K: work for all SMs when C is small
 =========================================
-C = A B of 128 x 128 is one tile: one SM works and 131 wait, however long K is. Cut K into S pieces and let S programs
-work on the same tile; each writes its sums, in fp32, to parts [S, M, N], and a second kernel adds the parts. The price
-is 4 S MN bytes written and read again; the gain is up to S times the SMs.
+C = A B of 128 x 128 is one tile: one SM works and 131 are idle, however long K is. Split K into S pieces, and let S
+programs work on the same tile. Each writes its partial sums, in fp32, to parts [S, M, N], and a second kernel adds the
+parts. The price is 4 S MN bytes written and read again. The gain is up to S times the SMs:
+
+    K         |  split 0  |  split 1  |  split 2  |        S = 3
+    parts        [M, N]      [M, N]      [M, N]            fp32, one for each split
+    C            [M, N] = the sum of the parts, in a fixed order
 
 Predict: for M = N = 128 and S = 32, bytes of the parts over bytes of A and B in bf16 at K = 16384.
 """
@@ -31,7 +35,7 @@ def partial_kernel(
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # TODO(1): the k of this split: from where to where? The last split ends at K.
+    # TODO(1): the first k of this split, and the k after its last. The last split ends at K.
     # stub: begin, end = 0, K
     begin = split * per_split
     end = min(begin + per_split, K)
@@ -41,7 +45,7 @@ def partial_kernel(
         a = tl.load(a_ptr + rows[:, None] * K + k[None, :], mask=(rows[:, None] < M) & (k[None, :] < end), other=0.0)
         b = tl.load(b_ptr + k[:, None] * N + cols[None, :], mask=(k[:, None] < end) & (cols[None, :] < N), other=0.0)
         acc = tl.dot(a, b, acc)
-    # TODO(2): store this split's sums where they belong in parts.
+    # TODO(2): store this split's partial sums at their place in parts.
     at = split * M * N + rows[:, None] * N + cols[None, :]
     tl.store(parts_ptr + at, acc, mask=(rows[:, None] < M) & (cols[None, :] < N))
     # END(2)
@@ -89,13 +93,13 @@ EXERCISE = Exercise(
         case("one split", M=32, N=32, K=32, S=1),
         case("two splits of two steps each", M=32, N=32, K=64, S=2),
         case("K does not divide, C hangs over", M=33, N=20, K=75, S=3),
-        case("more splits than steps: the last have nothing, and must say so", M=16, N=16, K=40, S=5),
+        case("more splits than steps: the last must still write zeros", M=16, N=16, K=40, S=5),
         case("one tile, four splits, on which bytes are counted", M=32, N=32, K=256, S=4),
     ),
     reads=1 + 4 * 4 / (2 * 2 * 256 / 32),  # A and B once, and S parts of 4 bytes
     writes=1 + 4 * 4 / 2,
     hints=(
-        "Each split owns a piece of K and a part of its own; nobody adds to what another wrote.",
+        "Each split owns a piece of K and a part of its own. No program adds to another program's part.",
         "Split s owns k in [s * per_split, min((s + 1) * per_split, K)); its part begins at s * M * N. A split whose "
         "range is "
         "empty stores zeros.",
@@ -108,7 +112,7 @@ EXERCISE = Exercise(
         Wrong("all splits write the same part", "at = split * M * N +", "at = 0 * split +", "nan"),
         Wrong("the sum leaves out the last part", "for split in range(S)", "for split in range(S - 1)"),
         Wrong(
-            "it adds to parts, where nobody has put zeros",
+            "it adds to parts, which were not set to zero",
             "    tl.store(parts_ptr + at, acc, mask=",
             "    acc += tl.load(parts_ptr + at, mask=(rows[:, None] < M) & (cols[None, :] < N))\n"
             "    tl.store(parts_ptr + at, acc, mask=",

@@ -1,8 +1,9 @@
 """A fused epilogue
 ================
-z = relu(A B + bias): PyTorch writes A B, reads it, writes it again. In the matmul's own epilogue the accumulator is
-still in registers, in fp32: the bias costs N elements and the ReLU nothing. For M = N = 8192 in bf16 that is 268 MB
-read and as many written that never happen, 0.13 ms of a product of 1.4 ms if K is 8192. Predict it for K = 512.
+For z = relu(A B + bias) PyTorch writes A B. Then one kernel for the bias and one for the ReLU each read it and write it
+again. In the matmul's own epilogue the accumulator is still in registers, in fp32: the bias costs N elements and the
+ReLU nothing. For M = N = 8192 in bf16 this saves 268 MB read and as many written. That is 0.13 ms, beside a matmul of
+1.4 ms if K is 8192. Predict the share for K = 512.
 """
 
 from lessonkit import expect

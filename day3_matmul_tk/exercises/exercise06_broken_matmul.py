@@ -1,7 +1,7 @@
 """Debug: a matmul that is right for 256 x 256 x 16
 ================================================
-This kernel moves its pointers along instead of computing addresses anew. It was tried on one product, with K as long as
-one block, and was right. It is wrong in three places. For each, say which K or which strides show it; then mend it.
+This kernel advances its pointers instead of computing addresses in each step. Its only test is one matmul whose K is
+one block, and it passes. It is wrong in three places. For each, say which K or which strides show it, then fix it.
 """
 
 from lessonkit import expect
@@ -74,7 +74,7 @@ EXERCISE = Exercise(
         case("a long K: sums of 16 bits fall behind", M=16, N=16, K=2048),
     ),
     hints=(
-        "Everything that only matters from the second step on: what moves, what is masked, what is summed in what.",
+        "Look at what matters only from the second step on: what advances, what is masked, which dtype accumulates.",
         "One block further along K is BLOCK_K elements in a row of A, and how many in B? k counts from 0 in every "
         "step: "
         "what must it be compared with? What dtype has the sum between steps?",

@@ -1,7 +1,8 @@
 """Predict: what a tile costs
 ==========================
-C = A B in bf16 with M = N = K = 4096, in tiles of 128 x 256, BLOCK_K = 64, on an H200: 132 SMs, 227 KB of shared memory
-for a program, 989 TFLOP/s and 4.8 TB/s by its datasheet. Every configuration that you will tune is six numbers first.
+C = A B in bf16 with M = N = K = 4096, in tiles of 128 x 256 with BLOCK_K = 64, on an H200. It has 132 SMs, 227 KB of
+shared memory for a program, and by its datasheet 989 TFLOP/s and 4.8 TB/s. Compute these six figures before you tune
+any configuration.
 """
 
 # TODO(1): KB (1024 bytes) of shared memory that one stage takes: a block of A and one of B.
@@ -59,7 +60,7 @@ def registers():
 
 
 def intensity():
-    """A tile twice as large in both directions has twice as much: this is why tiles are large."""
+    """A tile twice as large in both directions has twice the intensity: this is why tiles are large."""
     number("FLOPs a byte", INTENSITY, 2 * A.numel() * B.shape[1] / (A.nbytes + B.nbytes), 0.01)
 
 
@@ -71,7 +72,7 @@ def waves():
 
 
 def used():
-    """What the last round leaves idle is lost."""
+    """SMs that are idle in the last round are lost."""
     number("the share used", USED, 512 / (4 * 132), 0.01)
 
 

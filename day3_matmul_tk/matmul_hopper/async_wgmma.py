@@ -8,7 +8,7 @@ one before has ended, so the tensor cores always have work queued. A stage is re
     warps                i0  i1.......i2......i3......i4                 i = issue; . = wait for the MMA before
 
 Predicted: MMAs follow each other, 1024 cycles a step, or 1260 where all SMs ask L2 for most. A tile's two ends remain:
-1500 cycles to fill the ring and 3000 to write C, which is 5% to 7% at K = 4096.
+1500 cycles to fill the ring and 3000 to write C, 5% to 7% at K = 4096.
 """
 
 from lessonkit import Unsupported, needs, tma_takes
@@ -97,7 +97,7 @@ def split_columns(x):
 
 
 # store_wait(1): all panels but the last have left shared memory, so this one's buffer may be overwritten. The fence
-# orders the threads' writes before TMA's reads. TMA does not write what lies outside of C.
+# orders the threads' writes before TMA's reads. TMA writes nothing outside of C.
 @gluon.jit
 def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
     """acc to C in 16 bits, in panels of 64 columns, through buffers FIRST and FIRST + 1 of c_smem in turn."""
@@ -137,7 +137,7 @@ def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.con
         stage = ring.wait_full(step)
         acc = warpgroup_mma(ring.a_smem.index(stage), ring.b_smem.index(stage), acc, is_async=True)  # New
         acc = warpgroup_mma_wait(1, deps=(acc,))  # New: at most one MMA still runs, this step's
-        later = step - 1 + STAGES  # New: the stage of the step before is free, and this step comes there
+        later = step - 1 + STAGES  # New: its operands go to the stage of the step before, now free
         ring.load(later, row, col, later * K, (step > 0) & (later < steps))
     acc = warpgroup_mma_wait(0, deps=(acc,))  # New
     store_tile(c_desc, c_smem, acc, row, col, 0)

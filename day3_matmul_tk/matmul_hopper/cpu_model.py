@@ -1,8 +1,9 @@
 """A CPU model of persistent.py: its loops and mbarriers run without a GPU, in any order of its warps.
 
-What lies between the mbarriers is PyTorch. It is small (32 x 48 x 16, 3 stages, 4 CTAs), so the ring wraps often.
-Partitions are generators that yield (barrier, parity) where the kernel waits. Any of them that need not wait may run
-next, and a copy may arrive at any time; until then its stage holds NaN. The order is random, and the same each time.
+Between the mbarriers the arithmetic is PyTorch. The model is small (32 x 48 x 16, 3 stages, 4 CTAs), so the ring wraps
+often. Partitions are generators that yield (barrier, parity) where the kernel waits. Any of them that need not wait may
+run next, and a copy may arrive at any time; until then its stage holds NaN. The order is random, and the same each
+time.
 """
 
 import math

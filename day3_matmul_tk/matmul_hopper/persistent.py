@@ -8,7 +8,7 @@ still writes C while the next tile is multiplied.
     persistent       |fill|MMMMMMMM|cvt|MMMMMMMM|cvt|MMMMMMMM|store|      cvt = acc to 16 bits, about 1000 cycles
 
 Predicted: of a tile's 4500 cycles at its ends about 1000 are left: +4% at K = 4096, half of that at 8192, as far as
-power lets the clocks be.
+the power limit lets the clocks be.
 """
 
 from lessonkit import Unsupported, needs, num_sms, tma_takes
@@ -86,11 +86,11 @@ def split_columns(x):
 
 
 # store_wait(1): all panels but the last have left shared memory, so this one's buffer may be overwritten. The fence
-# orders the threads' writes before TMA's reads. TMA does not write what lies outside of C.
+# orders the threads' writes before TMA's reads. TMA writes nothing outside of C.
 @gluon.jit
 def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
     """acc to C in 16 bits, in panels of 64 columns, through buffers FIRST and FIRST + 1 of c_smem in turn."""
-    panels = split_columns(acc)  # an even number, or a tile's last panel and the next tile's first shared a buffer
+    panels = split_columns(acc)  # even, so a tile's last panel and the next tile's first use different buffers
     if acc.shape[1] == 256:
         panels = split_columns(panels[0]) + split_columns(panels[1])
     for p in gl.static_range(len(panels)):

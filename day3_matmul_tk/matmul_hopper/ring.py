@@ -4,7 +4,7 @@ TMA fills four stages of shared memory ahead of the tensor cores. Each stage has
 in place of `Stage`, the prologue, and a load that is issued three steps before it is needed.
 
     TMA             0000 1111 2222 3333      4444      5555              a digit is a step
-    tensor cores         00000000 .. 11111111 .. 22222222                .. = all warps meet, then one issues a load
+    tensor cores         00000000 .. 11111111 .. 22222222                .. = all warps synchronise, one issues a load
 
 Predicted: no waiting for loads. 100 to 200 of 1024 cycles are lost between two MMAs.
 """
@@ -95,7 +95,7 @@ def split_columns(x):
 
 
 # store_wait(1): all panels but the last have left shared memory, so this one's buffer may be overwritten. The fence
-# orders the threads' writes before TMA's reads. TMA does not write what lies outside of C.
+# orders the threads' writes before TMA's reads. TMA writes nothing outside of C.
 @gluon.jit
 def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
     """acc to C in 16 bits, in panels of 64 columns, through buffers FIRST and FIRST + 1 of c_smem in turn."""
@@ -134,7 +134,7 @@ def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.con
     for step in range(steps):
         stage = ring.wait_full(step)
         acc = warpgroup_mma(ring.a_smem.index(stage), ring.b_smem.index(stage), acc)
-        later = step + STAGES  # New: the stage just read is free, and this step comes there
+        later = step + STAGES  # New: its operands go to the stage just read
         ring.load(later, row, col, later * K, later < steps)
     store_tile(c_desc, c_smem, acc, row, col, 0)
     tma.store_wait(0)  # shared memory is gone when the CTA ends

@@ -7,7 +7,7 @@ New against persistent.py: the host chooses 256 or 128 columns for a tile, by an
     128 x 128   ################################................    64 of 132 SMs work, half as long, with more bytes
 
 Predicted: at 1024 half of the MMA time, with a third more bytes: 3/4 of the time. Nothing at the other sizes.
-course_ops/kernels/matmul_hopper.py is this kernel for operands that may lie transposed.
+course_ops/kernels/matmul_hopper.py is this kernel for operands that may be transposed.
 """
 
 import math
@@ -88,11 +88,11 @@ def split_columns(x):
 
 
 # store_wait(1): all panels but the last have left shared memory, so this one's buffer may be overwritten. The fence
-# orders the threads' writes before TMA's reads. TMA does not write what lies outside of C.
+# orders the threads' writes before TMA's reads. TMA writes nothing outside of C.
 @gluon.jit
 def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
     """acc to C in 16 bits, in panels of 64 columns, through buffers FIRST and FIRST + 1 of c_smem in turn."""
-    panels = split_columns(acc)  # an even number, or a tile's last panel and the next tile's first shared a buffer
+    panels = split_columns(acc)  # even, so a tile's last panel and the next tile's first use different buffers
     if acc.shape[1] == 256:
         panels = split_columns(panels[0]) + split_columns(panels[1])
     for p in gl.static_range(len(panels)):
@@ -192,7 +192,7 @@ def predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K):
 
 @needs(90, "TMA and wgmma", only=True)
 def tile_choice(a, b):
-    """[M, K], [K, N] -> [M, N], fp16 or bf16. What TMA does not copy by rows goes to course_ops.matmul."""
+    """[M, K], [K, N] -> [M, N], fp16 or bf16. Operands that TMA cannot copy by rows go to course_ops.matmul."""
     c = empty_product(a, b)
     if not c.numel() or not a.shape[1]:
         return c.zero_()

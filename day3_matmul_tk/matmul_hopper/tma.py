@@ -62,7 +62,7 @@ def split_columns(x):
 
 
 # store_wait(1): all panels but the last have left shared memory, so this one's buffer may be overwritten. The fence
-# orders the threads' writes before TMA's reads. TMA does not write what lies outside of C.
+# orders the threads' writes before TMA's reads. TMA writes nothing outside of C.
 @gluon.jit
 def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
     """acc to C in 16 bits, in panels of 64 columns, through buffers FIRST and FIRST + 1 of c_smem in turn."""

@@ -1,6 +1,7 @@
 """Matmul on Hopper, rung 4: warp specialization.
 
-New against async_wgmma.py: each warp has one role. They meet at mbarriers alone, two for each stage.
+New against async_wgmma.py: each warp has one role. The warps synchronise only through mbarriers, two for each
+stage.
 
     1 producer warp         wait empty -> TMA -> (bytes arrive: full)                  40 registers a thread
     2 consumer warpgroups   wait full -> wgmma, 64 x 256 each -> arrive on empty      232 registers a thread, 128 of acc
@@ -88,7 +89,7 @@ def split_columns(x):
 
 
 # store_wait(1): all panels but the last have left shared memory, so this one's buffer may be overwritten. The fence
-# orders the threads' writes before TMA's reads. TMA does not write what lies outside of C.
+# orders the threads' writes before TMA's reads. TMA writes nothing outside of C.
 @gluon.jit
 def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
     """acc to C in 16 bits, in panels of 64 columns, through buffers FIRST and FIRST + 1 of c_smem in turn."""
