@@ -112,7 +112,7 @@ def row_kernel(
     offsets = rows.to(tl.int64)[:, None] * stride_x + cols[None, :]
     x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
     m = tl.maximum(tl.max(x, axis=1), LOWEST)
-    # tl.exp spends instructions on results below 1e-38. Beside the maximum's 1 they are as good as 0, so tl.exp2 does.
+    # tl.exp takes extra instructions for results below 1e-38. Beside the maximum's 1 these count as 0: tl.exp2 will do.
     s = tl.sum(tl.exp2((x - m[:, None]) * LOG2E), axis=1)
     finish(m, s, target, logit, loss_ptr, lse_ptr, rows, M)
 
@@ -145,8 +145,8 @@ def cross_entropy_row(logits, targets, *, rows=1):
 #     the end   m = max(m_i)               s = sum of s_i exp(m_i - m)                one pair for the row
 #
 # The pairs may be merged in any order, so once at the end is enough.
-# Predicted: MV elements at any V, but 2 exponentials per element. An SM computes 16 per cycle. At 4.2 TB/s memory brings
-# it 9 bf16 elements per cycle, which need 18: so 16/18, 89% of memory speed.
+# Predicted: MV elements at any V, but 2 exponentials per element. An SM computes 16 per cycle. At 4.2 TB/s memory
+# brings it 9 bf16 elements per cycle, which need 18. So 16/18, 89% of memory speed.
 @triton.jit
 def online_kernel(x_ptr, targets_ptr, loss_ptr, lse_ptr, M, V, stride_x, BLOCK: tl.constexpr):
     row = tl.program_id(0)
@@ -237,8 +237,8 @@ LESSON = Lesson(
             rung=cross_entropy_online,
             at={"M": 8192, "V": 128256},
             percent_of_limit=89,
-            why="The loop has 18 instructions per element on sm_90, so an SM issues enough for 7.1 elements per cycle and "
-            "not for 9: 79% of memory speed before any wait.",
+            why="The loop has 18 instructions per element on sm_90, so an SM issues enough for 7.1 elements per cycle "
+            "and not for 9: 79% of memory speed before any wait.",
         ),
     ),
     checks=(

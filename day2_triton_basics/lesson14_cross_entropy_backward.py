@@ -104,8 +104,8 @@ def backward_recomputed(dloss, logits, targets, lse):
     return dlogits
 
 
-# Rung 3, advanced. New: 16-byte accesses in every row. With V = 50,257 only every eighth row starts at a multiple of 16 bytes. So
-# chunks of W elements are counted from the start of the tensor, not from the start of the row:
+# Rung 3, advanced. New: 16-byte accesses in every row. With V = 50,257 only every eighth row starts at a multiple of 16
+# bytes. So chunks of W elements are counted from the start of the tensor, not from the start of the row:
 #
 #     chunks of the tensor    | 24 .. 31 | 32 .. 39 | 40 .. 47 | 48 .. 55 |      W = 8 elements in bf16
 #     row 1 of V = 27             27 .. 31 | 32 .. 39 | 40 .. 47 | 48 .. 53
@@ -137,7 +137,8 @@ def wide_kernel(
     hit = offsets == (target - (first * W - begin)).to(tl.int32)
     tl.store(dx_ptr + first_dx * W + offsets, (tl.exp(x - lse) - hit) * scale, mask=inside)
     if block == 0:
-        # The elements before the first chunk and those after the last. A row inside one chunk has only the latter.
+        # The elements before the first chunk and those after the last. tl.maximum: in a row that lies within one chunk
+        # these must not be the same.
         side = tl.arange(0, 2 * W)
         cols = tl.where(side < W, (first - 1) * W, (tl.maximum(first, after) - 1) * W) + side - begin
         mine = (cols >= 0) & (cols < V)
