@@ -7,8 +7,8 @@ argmax of x [M, N] along the rows reads MN elements and writes M indices. On an 
 - Arithmetic. At 4.2 TB/s each SM receives about 9 bf16 elements per cycle. It executes comparisons and selects for 64
   threads per cycle. So an element has time for about 7 such instructions.
 
-You will be able to: reduce a value and its index together, with ties and NaN as in PyTorch. And to turn a float into an
-integer of the same order.
+You will be able to: reduce a value and its index together, with PyTorch's rules for ties and NaN, and turn a float into
+an integer of the same order.
 You need: lesson 5 (a row in registers, a loop over a row), lesson 4 (atomics). Rungs 3 and 4 are advanced.
 Run it:    python day2_triton_basics/lesson07_argmax.py
 Check it:  python -m lessonkit check lesson07_argmax

@@ -8,8 +8,8 @@ n = 2^28 in fp32 (2.15 GB read and written) takes at least 0.51 ms.
 
 The second is decoupled look-back (Merrill and Garland 2016). Predicted gain over three kernels: 1.5 times.
 
-You will be able to: scan inside a program, carry a sum from block to block, and publish a value and its status as one
-word. And to say why programs that wait for each other cannot deadlock here.
+You will be able to: scan inside a program, publish a value and its status as one word, and say why programs that wait
+for each other cannot deadlock here.
 You need: lesson 4 (sums of several programs, atomics). Rung 3 is advanced.
 Run it:    python day2_triton_basics/lesson15_scan.py
 Check it:  python -m lessonkit check lesson15_scan
@@ -93,8 +93,8 @@ def scan_three_phase(x):
 
 
 # Rung 3, advanced. New: decoupled look-back. A program keeps its tile of x in registers and publishes a word of 64
-# bits: first (AGGREGATE, sum of this tile), later (PREFIX, sum of everything up to its end). To find the sum before its
-# tile, it adds up aggregates backwards until it meets a prefix:
+# bits. First it is (AGGREGATE, sum of this tile), later (PREFIX, sum of x up to the tile's end). To find the sum before
+# its tile, it adds up aggregates backwards until it meets a prefix:
 #
 #     tile        0           1           2              3              4
 #     word        PREFIX 6    PREFIX 21   AGGREGATE 24   AGGREGATE 33   looks back: 33 + 24 + 21 = 78

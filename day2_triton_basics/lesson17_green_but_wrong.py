@@ -11,7 +11,7 @@ In each step something wrong passes first. The step asserts that it passes, show
 
 Predict before you run: of 64 programs that each do z += 1 without an atomic, how many additions does the interpreter
 count? How many of 65,536 does a GPU?
-You will be able to: say which tool sees which error. And to try every check on a wrong answer first.
+You will be able to: say which tool sees which error. You will try every check on a wrong answer first.
 You need: lesson 1 (programs, masks), lesson 2 (errors inside a kernel).
 Run it:    python day2_triton_basics/lesson17_green_but_wrong.py
 """
