@@ -112,7 +112,7 @@ def softmax_row(x):
 # m starts at the lowest finite value. With -inf, a first block of -inf alone would give exp(-inf - -inf), which is NaN.
 #
 # The second pass reads the row again. It goes backwards, because the caches still hold what was read last.
-# Predicted: 3MN elements are asked for, 1.5 times rung 2's. L2 has 60 MB, and 8 programs fit on an SM, 1056 on the GPU.
+# Predicted: 3MN elements are loaded, 1.5 times rung 2's. L2 has 60 MB, and 8 programs fit on an SM, 1056 on the GPU.
 # At N = 8192 their rows are 17 MB, so L2 serves the second read: the time of a copy. At N = 131,072 the rows are
 # 277 MB, so both reads go through HBM (the GPU's memory): 2/3 of a copy's speed.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)

@@ -138,7 +138,7 @@ def layernorm_row(x, w, b, eps=EPS):
 #     [1, 1] and [3, 3]:  m2 = 0 + 0 + 2^2 * 2 * 2 / 4 = 4, and the variance of [1, 1, 3, 3] is 4 / 4 = 1.
 #
 # What is squared is always a difference, x - mean or delta, and never x itself. So no digits are lost.
-# Predicted: x is asked for twice, 3MN elements. The second read comes soon after the first and finds most of the row
+# Predicted: x is loaded twice, 3MN elements. The second read comes soon after the first and finds most of the row
 # in the 60 MB of L2. So the time is between rung 2's and 1.5 times that: 0.67 to 1 times its speed.
 @triton.jit
 def layernorm_chunked_kernel(

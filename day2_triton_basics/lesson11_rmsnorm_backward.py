@@ -213,9 +213,9 @@ LESSON = Lesson(
     rungs=(two_reads, atomics, walk),
     checks=(
         *PROBLEM_BACKWARD.checks,
-        case("16 KB in fp32: one row a tile", M=9, N=4096),
-        case("several tiles a program on a GPU too", gib=0.5, M=4100, N=1000),
-        case("bytes are counted here: several tiles a program", M=203, N=1000),
+        case("16 KB in fp32: one row per tile", M=9, N=4096),
+        case("several tiles per program on a GPU too", gib=0.5, M=4100, N=1000),
+        case("bytes are counted here: several tiles per program", M=203, N=1000),
     ),
     benches=tuple(shape for shape in PROBLEM_BACKWARD.benches if shape["N"] <= 8192),
     predicted=(

@@ -11,11 +11,12 @@ four kernels for one operator, softmax. course_ops uses the same four for the ot
     131,072               64 programs in bf16, 4 KB each      softmax_shared   2MN
     10,000,000            does not fit: read twice            softmax_online   3MN
 
-    row 0 [......]   row 0 [.................]   row 0 [........|........|........|........]   row 0 [....]-->[....]-->
-    row 1 [......]                                       part 0   part 1   part 2   part 3            block 0  block 1
-    row 2 [......]
-    one program      one program                 four programs, which exchange (m, s)          one program, in a loop
-    softmax_packed   softmax_row                 softmax_shared                                softmax_online
+    softmax_packed     one program    [ row 0 ] [ row 1 ] [ row 2 ] [ row 3 ]          a tile of short rows
+    softmax_row        one program    [ row 0 ............................. ]          a row in registers
+    softmax_shared     program 0      [ row 0, part 0 ] ---+
+                       program 1      [ row 0, part 1 ] ---+--> (m, s) of the row      parts exchange statistics
+                       program 2      [ row 0, part 2 ] ---+
+    softmax_online     one program    [ block 0 ] -> [ block 1 ] -> [ block 2 ]        m and s go from block to block
 
 The budget of an H200: 132 SMs, each with 256 KB of registers (65,536 of 32 bits) and up to 2048 threads. By Little's
 law (bytes in flight = bandwidth * latency), 4.2 TB/s at about 800 ns needs 3.4 MB of loads in flight, 25 KB on each SM.
@@ -42,7 +43,7 @@ import triton.language as tl
 
 from problems.softmax import PROBLEM
 
-# Where a maximum starts. Not -inf: after a block that is all -inf, exp(-inf - -inf) makes the sum NaN for good.
+# Where a maximum starts. Not at -inf: after a block of -inf alone, exp(-inf - -inf) makes the sum NaN for good.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2E = tl.constexpr(math.log2(math.e))  # exp(a) = 2^(a log2(e)), and the hardware computes powers of 2
 

@@ -25,7 +25,7 @@ def mul_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):  # [n] each; a prog
 
 
 def mul(x, y):
-    """[...] * [...] -> [...], 1024 elements a program."""
+    """[...] * [...] -> [...], 1024 elements per program."""
     expect(x=x, y=y, same_shape=True, same_dtype=True, contiguous=True)
     z = torch.empty_like(x)
     if z.numel():

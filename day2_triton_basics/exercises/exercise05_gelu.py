@@ -38,7 +38,7 @@ def gelu_backward_kernel(x_ptr, dy_ptr, dx_ptr, n, BLOCK: tl.constexpr):  # [n] 
 
 
 def gelu(x):
-    """gelu(x [...]) -> [...], the exact one (erf), 512 elements a program."""
+    """gelu(x [...]) -> [...], the exact one (erf), 512 elements per program."""
     expect(x=x, contiguous=True)
     y = torch.empty_like(x)
     if x.numel():

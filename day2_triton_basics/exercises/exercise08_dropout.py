@@ -4,7 +4,7 @@ y = x / (1 - p) where a random number says keep, 0 elsewhere. A counter-based ge
 from (seed, i) alone: `tl.rand(seed, i)` is uniform in [0, 1). So the backward computes the same number again, and no
 mask is stored. Forward and backward move 2n elements each. With a stored mask of one byte, in bf16, it is 2.5n each.
 
-The contract: element i is kept if tl.rand(seed, i) >= p, whatever the block size. A dropped element is 0, also where x
+The contract: element i is kept if tl.rand(seed, i) >= p, for every block size. A dropped element is 0, also where x
 is infinite.
 """
 
@@ -27,7 +27,7 @@ def dropout_kernel(x_ptr, y_ptr, n, p, seed, BLOCK: tl.constexpr):  # [n] each
 
 
 def dropout(x, p, seed):
-    """[...] -> [...], each element 0 with probability p, else x / (1 - p); 0 <= p < 1; 256 elements a program."""
+    """[...] -> [...], each element 0 with probability p, else x / (1 - p); 0 <= p < 1; 256 elements per program."""
     expect(x=x, contiguous=True)
     y = torch.empty_like(x)
     if x.numel():

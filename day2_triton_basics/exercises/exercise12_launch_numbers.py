@@ -47,7 +47,7 @@ def three_kernels():
 
 
 def fused():
-    """Read once, written once, two bytes an element."""
+    """Read once, written once, two bytes per element."""
     number("milliseconds", FUSED_MS, 2 * 8192**2 * 2 / 4.2e12 * 1e3, 0.03)
 
 
@@ -59,7 +59,7 @@ def column():
 
 def registers():
     """The row is spread over all threads of the program."""
-    number("registers a thread", REGISTERS, 4096 // (8 * 32), 0)
+    number("registers per thread", REGISTERS, 4096 // (8 * 32), 0)
 
 
 EXERCISE = Exercise(
@@ -67,7 +67,7 @@ EXERCISE = Exercise(
     hints=(
         "Round up for programs. For traffic count only what is as large as the matrix.",
         "A warp has 32 threads. A sector of 32 bytes holds 16 bf16 of one row.",
-        "97 programs; 1 + 1 + 2; 4 bytes an element over 4.2e12; 2 of 32 bytes; 4096 / 256.",
+        "97 programs; 1 + 1 + 2; 4 bytes per element over 4.2e12; 2 of 32 bytes; 4096 / 256.",
     ),
     wrong=(
         Wrong("rounded down", "= 97, 97 * 1024", "= 96, 97 * 1024", "programs"),
