@@ -221,8 +221,8 @@ def tensor_on_the_wrong_device():
 
 # What shows each error:
 #
-#     a message when the kernel is compiled    block_not_a_power_of_two, runtime_value_as_a_shape, dtypes_mixed (tl.dot)
-#     a message when it is launched            tensor_on_the_wrong_device (from `expect`, or from Triton)
+#     a message from compiler or interpreter   block_not_a_power_of_two, runtime_value_as_a_shape, dtypes_mixed (tl.dot)
+#     a message at the launch                  tensor_on_the_wrong_device (from `expect`, or from Triton)
 #     a message from watched() alone           forgotten_mask
 #     a wrong number, and no message           grid_rounded_down, padding_takes_part, rows_taken_as_contiguous,
 #                                              offset_past_int32, dtypes_mixed (a store), accumulated_in_16_bits,

@@ -35,8 +35,8 @@ from problems.softmax import PROBLEM, PROBLEM_BACKWARD, logits
 
 # Rung 1. A kernel for each step: the product y * dy, its sum along the row, the result. The product goes through memory
 # in fp32. Rounded to 16 bits, it would leave its error in d, and so in dy - d.
-# Predicted: 3 + 1 + 3 = 7MN elements, 2.33 times the least, if all is fp32. In bf16 the fp32 product counts twice, once
-# written and once read: 9MN, 3 times the least.
+# Predicted: 3 + 1 + 3 = 7MN elements, 2.33 times the least, if all is fp32. In bf16 an fp32 element counts as two, so
+# the product costs 2MN to write and 2MN to read: 9MN, 3 times the least.
 @triton.jit
 def step_kernel(
     y_ptr, dy_ptr, dx_ptr, p_ptr, d_ptr, N, stride_y, stride_dy, stride_dx, STEP: tl.constexpr, BLOCK_N: tl.constexpr

@@ -9,7 +9,7 @@ program own a block of neighbouring columns and walk down the rows: each step is
 The block has two dimensions. rows[:, None] is a column of row numbers, cols[None, :] is a row of column numbers, and
 an operation on both gives every pair:
 
-    rows[:, None] * stride + cols[None, :]      rows = [0, 1], cols = [4, 5, 6], stride = 100
+    100 * rows[:, None] + cols[None, :]      rows = [0, 1], cols = [4, 5, 6], and rows lie 100 apart
 
         row 0       4    5    6
         row 1     104  105  106
