@@ -1,7 +1,7 @@
 """LayerNorm backward: one sum along the row, one down the column
 =============================================================
-The forward is x_hat = (x - mean) * rstd, y = x_hat * w + b. So g = dy * w is the gradient of x_hat. An x_j moves its
-own x_hat_j, and through mean and rstd all others of the row:
+The forward is x_hat = (x - mean) * rstd, y = x_hat * w + b. So g = dy * w is the gradient of x_hat. An x_j changes
+its own x_hat_j, and through mean and rstd all others of the row (1[i = j] is 1 if i = j, and 0 elsewhere):
 
     dx_hat_i/dx_j = rstd (1[i = j] - 1/N - x_hat_i x_hat_j / N)       from x, from the mean, from rstd
     dx_j = sum_i g_i dx_hat_i/dx_j = rstd (g_j - c2 - x_hat_j c1)     c1 = mean(g * x_hat), c2 = mean(g) over the row

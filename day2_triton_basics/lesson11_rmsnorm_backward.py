@@ -1,7 +1,7 @@
 """RMSNorm backward: one pass, and a sum over rows that is the same each time
 ============================================================================
-The forward is n = x * rstd, y = n * w. So g = dy * w is the gradient of n. An x_j moves its own n_j, and through rstd
-all others of the row (d rstd / dx_j = -rstd^3 x_j / N = -rstd^2 n_j / N):
+The forward is n = x * rstd, y = n * w. So g = dy * w is the gradient of n. An x_j changes its own n_j, and through rstd
+all others of the row. With d rstd / dx_j = -rstd^3 x_j / N = -rstd^2 n_j / N, and 1[i = j] = 1 if i = j, else 0:
 
     dn_i/dx_j = rstd (1[i = j] - n_i n_j / N)
     dx_j = sum_i g_i dn_i/dx_j = rstd (g_j - n_j mean(g * n))
