@@ -288,8 +288,8 @@ LESSON = Lesson(
             rung=layernorm_backward_persistent,
             at={"M": 4096, "N": 4096},
             percent_of_limit=100,
-            why="The time beyond a copy's is nearly the same at N = 256, 1024 and 4096. So it is a fixed cost and no "
-            "share of the bytes; the second kernel, which waits for the first, is part of it.",
+            why="The time beyond a copy's is nearly the same at N = 256, 1024 and 4096, so it is a fixed cost, and the "
+            "second kernel's wait for the first is part of it.",
         ),
     ),
     wrong=WRONG,
