@@ -1,12 +1,31 @@
 """Vector add: one program owns one block
 =======================================
-z = x + y reads 2n elements and writes n. There is nothing to save, so the whole lesson is about asking for those
-3n elements well. At 4.2 TB/s, n = 2^28 in bf16 (1.6 GB in all) cannot take less than 0.38 ms.
+z = x + y reads 2n elements and writes n. No traffic can be saved, so the lesson is about moving 3n elements well.
+On an H200 a copy reaches 4.2 TB/s. At that rate n = 2^28 in bf16 (2 bytes each, 1.6 GB in all) takes at least 0.38 ms.
 
-You will learn: program ids, offsets, masks, wide accesses, and what a launch costs.
+A kernel is a function that the GPU runs many times at once. Each run is a program, and tl.program_id(0) is its number.
+`kernel[grid](x, y, z, n)` launches as many programs as `grid` says. A tensor arrives in the kernel as a pointer to its
+first element. A tl.constexpr is a value that the compiler knows. Ten elements in blocks of BLOCK = 4:
+
+    x          | x0  x1  x2  x3 | x4  x5  x6  x7 | x8  x9         |
+    program    |       0        |       1        |       2        |    grid = (3,), 10 / 4 rounded up
+    offsets    |  0   1   2   3 |  4   5   6   7 |  8   9  10  11 |    program * BLOCK + [0, 1, 2, 3]
+    mask       |  1   1   1   1 |  1   1   1   1 |  1   1   0   0 |    offsets < 10
+
+A place in a block is called a lane. Where the mask is 0, the lane loads and stores nothing.
+
+An H200 has 132 SMs (streaming multiprocessors), and a program runs on one of them. It runs as warps of 32 threads each:
+4 warps, 128 threads, unless num_warps says otherwise. BLOCK is another number: the compiler spreads the lanes of a
+block over the threads. Memory moves in sectors of 32 bytes.
+
+You will be able to: write a kernel with program ids, offsets and masks; say how wide its accesses are.
+You need: PyTorch. `LESSON`, at the end, declares what the tests check: skip it at the first reading.
 Run it:    python day2_triton_basics/lesson01_vector_add.py
 Check it:  python -m lessonkit check lesson01_vector_add
 Time it:   python -m lessonkit bench lesson01_vector_add
+
+Answer before you read on. n = 98,432 and BLOCK = 1024: how many programs are launched, and how many lanes of the last
+one have no element? What happens to z if the number of programs is rounded down?
 """
 
 from lessonkit import About, Grad, Lesson, Mutant, Prediction, Unsupported, expect
@@ -18,9 +37,9 @@ import triton.language as tl
 from problems.vector_add import PROBLEM
 
 
-# Rung 1. One element a program: the direct translation of `for i in range(n): z[i] = x[i] + y[i]`.
-# A program is at least one warp of 32 threads that moves memory in 32-byte sectors; this one uses one thread and
-# 2 of the 32 bytes. Predicted: n programs to launch where n/1024 would do, so far from the memory limit.
+# Rung 1. One element per program: the direct translation of `for i in range(n): z[i] = x[i] + y[i]`.
+# A program has at least one warp. This one uses 1 of the 32 threads, and 2 bytes of each sector of 32.
+# Predicted: far from the memory limit. It launches n programs where n / 1024 suffice.
 @triton.jit
 def add_element_kernel(x_ptr, y_ptr, z_ptr):  # [n] each
     i = tl.program_id(0).to(tl.int64)
@@ -28,7 +47,7 @@ def add_element_kernel(x_ptr, y_ptr, z_ptr):  # [n] each
 
 
 def add_element(x, y):
-    """[...] + [...] -> [...], one program an element."""
+    """[...] + [...] -> [...], one program per element."""
     z = _prepare(x, y)
     if z.numel() >= 2**31:
         raise Unsupported("a grid has at most 2^31 - 1 programs, and this rung wants one an element")
@@ -37,10 +56,12 @@ def add_element(x, y):
     return z
 
 
-# Rung 2. New: a block of offsets a program, one for each of its 128 threads. Neighbouring threads touch neighbouring
-# addresses, so that a warp's 32 loads become one request (coalescing). The last block hangs over the end: hence the
-# mask. Predicted by Little's law: bytes in flight = bandwidth * latency; 4.2 TB/s at about 800 ns are 3.4 MB, 25 KB
-# for each of 132 SMs. An SM holds 2048 threads, and with two 2-byte loads each that is 8 KB: under half of copy speed.
+# Rung 2. New: a program owns a block of 128 elements, one for each of its 128 threads. Neighbouring threads touch
+# neighbouring addresses, so the 32 loads of a warp become one request (coalescing). The last block hangs over the end,
+# so it needs the mask.
+# Predicted by Little's law: bytes in flight = bandwidth * latency. At 4.2 TB/s and about 800 ns that is 3.4 MB, 25 KB
+# on each of 132 SMs. An SM holds up to 2048 threads. Each has two loads of 2 bytes in flight, 8 KB in all: a third of a
+# copy's speed.
 @triton.jit
 def add_block_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
     # int64 before the multiplication: past 2^31 elements a 32-bit offset turns negative.
@@ -52,18 +73,18 @@ def add_block_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
 
 
 def add_block(x, y):
-    """[...] + [...] -> [...], 128 elements a program, one a thread."""
+    """[...] + [...] -> [...], 128 elements per program, one per thread."""
     z = _prepare(x, y)
     if z.numel():
         add_block_kernel[(triton.cdiv(z.numel(), 128),)](x, y, z, z.numel(), BLOCK=128)
     return z
 
 
-# Rung 3. New: eight elements a thread, which the compiler loads as 16 bytes at once, since they are neighbours and the
-# pointers are aligned. n = 98,432 = 96 * 1024 + 128 leaves 896 lanes of the last block without an element. Predicted:
-# 64 KB in flight where 25 KB do, so copy speed.
+# Rung 3. New: a block of 1024 elements for the same 128 threads, 8 per thread. These are neighbours and the pointers
+# are aligned, so the compiler loads them as 16 bytes at once.
+# Predicted: the speed of a copy, because 64 KB are in flight on each SM and 25 KB suffice.
 def add_wide(x, y):
-    """[...] + [...] -> [...], 1024 elements a program, 16 bytes a thread and tensor."""
+    """[...] + [...] -> [...], 1024 elements per program, 16 bytes per thread and tensor."""
     z = _prepare(x, y)
     if z.numel():
         add_block_kernel[(triton.cdiv(z.numel(), 1024),)](x, y, z, z.numel(), BLOCK=1024)

@@ -1,11 +1,13 @@
 """Common errors: each one made on purpose, then mended
 ====================================================
-Most first kernels fail in one of the ways below, and most of these errors raise nothing: the kernel runs and the
-numbers are wrong, sometimes only at some sizes. Each step makes one error, asserts what you then see (the message,
-or the wrong value), mends it, and asserts that it is gone. lesson17_green_but_wrong has those around a kernel.
+Most first kernels fail in one of the ways below. Most of these errors raise nothing: the kernel runs and the numbers
+are wrong, sometimes only at some sizes. Each step makes one error and asserts what you then see: the message, or the
+wrong value. Then it mends the error and asserts that it is gone.
 
-Predict before you run: which of the steps end in an error message, and which in a wrong number without one?
-You will learn: what each error looks like, and which check finds it.
+Predict before you run: which of the steps end in an error message, and which in a wrong number without one? The answer
+stands at the end of the file.
+You will be able to: recognise each error by what it looks like, and name the check that finds it.
+You need: lesson 1 (programs, masks). lesson17_green_but_wrong has the errors around a kernel.
 Run it:    python day2_triton_basics/lesson02_common_errors.py
 """
 
@@ -75,9 +77,9 @@ def double_unmasked_kernel(x_ptr, z_ptr, BLOCK: tl.constexpr):
 
 
 def forgotten_mask():
-    """Without a mask the last block reads and writes past the end: 28 lanes of 128, and usually nobody tells you."""
-    # A GPU rarely faults here: an allocation is padded, and what follows it is somebody else's tensor. Find it without
-    # a GPU (the checks of every lesson run inside watched()), or with `compute-sanitizer python your_script.py`.
+    """Without a mask the last block reads and writes past the end: 28 lanes of 128, usually without a message."""
+    # A GPU rarely faults here, because allocations are padded and another tensor follows. The interpreter finds it:
+    # the checks of every lesson run inside watched(). On a GPU, `compute-sanitizer python your_script.py` does.
     if not INTERPRETED:
         print("  left out on a GPU: the store would overwrite other tensors. Run with CUDA_VISIBLE_DEVICES= to see it.")
         return
@@ -105,8 +107,8 @@ def row_max_kernel(x_ptr, z_ptr, stride, N, PAD: tl.constexpr, BLOCK: tl.constex
 
 def padding_takes_part():
     """Masked lanes take part in a reduction: pad with its neutral element, -inf for max, +inf for min, 0 for sum."""
-    # All negative: on randn, every row of 100 has a positive maximum and the error stays hidden. With no `other` at
-    # all, masked lanes are undefined on a GPU and 0 in the interpreter.
+    # All elements are negative here. In a row of 100 from randn the maximum is positive, and the error does not show.
+    # Without `other`, masked lanes are undefined on a GPU and 0 in the interpreter.
     x, z = torch.rand(4, 100, device=DEVICE) - 5, _unwritten(4)
     row_max_kernel[(4,)](x, z, 100, 100, PAD=0.0, BLOCK=128)
     assert z.eq(0).all()
@@ -115,7 +117,7 @@ def padding_takes_part():
 
 
 def rows_taken_as_contiguous():
-    """A slice or a transpose is not one run of memory: pass x.stride(0), or refuse with a clear error."""
+    """A slice or a transpose is not contiguous in memory: pass x.stride(0), or refuse it with a clear error."""
     x, z = torch.randn(4, 160, device=DEVICE)[:, :100], _unwritten(4)  # rows of 100 that lie 160 apart
     row_max_kernel[(4,)](x, z, x.shape[1], 100, PAD=float("-inf"), BLOCK=128)
     assert z[0] == x[0].max()  # row 0 is right with any stride: test more than one
@@ -154,7 +156,7 @@ def half_kernel(x_ptr, z_ptr):
 
 
 def dtypes_mixed():
-    """tl.dot refuses fp16 times fp32; a store converts to the pointer's dtype without a word."""
+    """tl.dot refuses fp16 times fp32; a store converts to the pointer's dtype silently."""
     a, b = (torch.randn(16, 16, device=DEVICE).to(d) for d in (torch.float16, torch.float32))
     c = torch.empty(16, 16, device=DEVICE)
     _fails(lambda: dot_kernel[(1,)](a, b, c, CAST=False), triton.TritonError, "must be same dtype. Got fp16 and fp32")
@@ -198,6 +200,7 @@ def relu_kernel(x_ptr, z_ptr, KEEP: tl.constexpr):  # [16] -> [16]
 
 def nan_lost_in_a_comparison():
     """Every comparison with NaN is false: order it so that NaN takes the branch which keeps it, as PyTorch does."""
+    # tl.maximum(x, 0.0) loses NaN on a GPU too, unless it is given propagate_nan=tl.PropagateNan.ALL.
     x, z = torch.randn(16, device=DEVICE), _unwritten(16)
     x[3] = float("nan")
     relu_kernel[(1,)](x, z, KEEP=False)
@@ -216,6 +219,14 @@ def tensor_on_the_wrong_device():
     expect(weight=torch.ones(4, device=DEVICE))
 
 
+# What shows each error:
+#
+#     a message from compiler or interpreter   block_not_a_power_of_two, runtime_value_as_a_shape, dtypes_mixed (tl.dot)
+#     a message at the launch                  tensor_on_the_wrong_device (from `expect`, or from Triton)
+#     a message from watched() alone           forgotten_mask
+#     a wrong number, and no message           grid_rounded_down, padding_takes_part, rows_taken_as_contiguous,
+#                                              offset_past_int32, dtypes_mixed (a store), accumulated_in_16_bits,
+#                                              nan_lost_in_a_comparison
 LESSON = Steps(
     about=About(teaches="each error inside a kernel, made on purpose, then mended", hours=0.75, star=True),
     steps=(

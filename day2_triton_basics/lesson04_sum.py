@@ -1,16 +1,19 @@
 """Sum: many programs, one answer
 ================================
-The sum of x reads n elements and writes one, so only the read counts. n = 2^28 in fp32 is 1.07 GB: on an H200, at
-4.2 TB/s, at least 0.26 ms. One addition per element is hundreds of times less than the GPU can do.
+The sum of x reads n elements and writes one, so only the read counts. On an H200, at 4.2 TB/s, n = 2^28 in fp32
+(1.07 GB) takes at least 0.26 ms. One addition per element is hundreds of times less than the GPU can do.
 
-Two things are hard. Programs share nothing but memory. And floating-point addition is not associative: the order of the
-additions decides the error, and whether two runs agree in the last bit.
+Two things are hard. Programs share nothing but memory. And floating-point addition is not associative, so the order of
+the additions decides the error. It also decides whether two runs agree in the last bit.
 
-    rung                who adds what                                                             same bits each time
-    sum_one_program     one program, everything                                                   yes
-    sum_atomic          every program its block, all of them to one total                         no
-    sum_tree            every program its block; then one program the partial sums                yes
-    sum_persistent      264 programs many blocks each; the last one to finish the partial sums    yes
+    rung                which program adds what                                             same bits in each run
+    sum_one_program     one program adds everything                                         yes
+    sum_atomic          each program adds its block to one total in memory                  no
+    sum_tree            each program adds its block; then one program the partial sums      yes
+    sum_persistent      each of 264 programs adds many blocks; the last the partial sums    yes
+
+tl.sum adds inside a program in three steps: each thread its own elements, each warp its 32 threads, and the warps
+through shared memory (fast memory on the SM).
 
 You will be able to: sum inside a program and over programs, and choose between atomics, a tree and a persistent grid.
 You need: lesson 1 (programs, masks). Rung 4 is advanced: skip it at the first reading.
@@ -23,7 +26,7 @@ Answer before you read on. What is 256 + 1 in bf16? 65,536 programs add to one a
 
 import functools
 
-from lessonkit import About, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
+from lessonkit import About, Grad, Lesson, Mutant, Prediction, Unsupported, case, expect, num_sms
 
 import torch
 import triton
@@ -32,16 +35,16 @@ import triton.language as tl
 from problems.sum import PROBLEM, inputs
 
 
-# Rung 1. One program walks over all of x. It keeps 4096 running sums, one per lane, and adds those up once at the end:
-# a sum per block would need a reduction across the warps in every step. Sums are fp32 whatever x is: bf16 has 8 bits,
-# and there 256 + 1 is 256.
-# Predicted: the least bytes, read by one SM of 132: under 1% of the read speed.
+# Rung 1. One program walks over all of x. It keeps 4096 running sums, one per lane, and adds those up once at the end.
+# A sum per block would need a reduction across the warps in every step. Sums are fp32 for every dtype of x: bf16 keeps
+# 8 significant bits, so 256 + 1 is 256 there.
+# Predicted: the least bytes, but read by one of 132 SMs, so 4.2 / 132 = 0.032 TB/s.
 @triton.jit
 def sum_one_program_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # x [n], y []
     lanes = tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for block in range(tl.cdiv(n, BLOCK)):
-        offsets = block * BLOCK + lanes  # block has n's width, 64 bits past 2^31, so the product cannot overflow
+        offsets = block * BLOCK + lanes  # Triton passes n past 2^31 as 64 bits, and block has n's type: no overflow
         # other=0 adds nothing. Without it the value of a masked lane is undefined.
         acc += tl.load(x_ptr + offsets, mask=offsets < n, other=0).to(tl.float32)
     tl.store(y_ptr, tl.sum(acc))
@@ -54,9 +57,10 @@ def sum_one_program(x):
     return y
 
 
-# Rung 2. New: one program per block. Each adds its sum to one total in memory, by an atomic.
-# Predicted: all SMs read, so near read speed. But the n / 4096 additions go to one address, and L2 does them one after
-# another, in an order that differs from run to run: so does the last bit. Each rounds the total, so errors grow with n.
+# Rung 2. New: one program per block. Each adds its sum to one total in memory by an atomic, an addition that no other
+# program can interrupt.
+# Predicted: read speed, because all SMs read. The n / 4096 additions go to one address, and L2 does them one after
+# another. Their order differs from run to run, and so does the last bit. Each rounds the total, so errors grow with n.
 @triton.jit
 def sum_atomic_kernel(x_ptr, total_ptr, n, BLOCK: tl.constexpr):  # x [n], total [] in fp32, zero to begin with
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -66,7 +70,7 @@ def sum_atomic_kernel(x_ptr, total_ptr, n, BLOCK: tl.constexpr):  # x [n], total
 
 
 def sum_atomic(x):
-    """[n] -> [], 4096 elements a program. Not deterministic: programs arrive in any order."""
+    """[n] -> [], 4096 elements per program. Not deterministic: programs arrive in any order."""
     _prepare(x)
     if x.numel() > 2**28:
         raise Unsupported("more than 65,536 additions to one fp32 total, each rounded, lose digits that a tree keeps")
@@ -77,9 +81,10 @@ def sum_atomic(x):
     return total.to(x.dtype)
 
 
-# Rung 3. New: every program writes its own partial sum, and the kernel of rung 1 adds those in a fixed order. The end
-# of a kernel is the one point where everything that it wrote is there for the next kernel.
-# Predicted: 1/4096 more bytes, at read speed but for the second kernel: one program again, with 65,536 values at 2^28.
+# Rung 3. New: every program writes its own partial sum, and the kernel of rung 1 adds those in a fixed order. When a
+# kernel has ended, the next one sees all that it wrote.
+# Predicted at n = 2^28: 0.256 ms for the first kernel, at read speed. The second is one program again, with 65,536
+# values of 4 bytes at rung 1's 0.032 TB/s: 0.008 ms.
 @triton.jit
 def sum_blocks_kernel(x_ptr, partial_ptr, n, BLOCK: tl.constexpr):  # x [n], partial [ceil(n / BLOCK)]
     program = tl.program_id(0).to(tl.int64)
@@ -89,7 +94,7 @@ def sum_blocks_kernel(x_ptr, partial_ptr, n, BLOCK: tl.constexpr):  # x [n], par
 
 
 def sum_tree(x):
-    """[n] -> [], 4096 elements a program, then one program for the partial sums. Deterministic."""
+    """[n] -> [], 4096 elements per program, then one program for the partial sums. Deterministic."""
     y = _prepare(x)
     programs = triton.cdiv(x.numel(), 4096)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
@@ -100,15 +105,19 @@ def sum_tree(x):
 
 
 # Rung 4, advanced. New: a persistent grid that finishes in one launch.
-# - Two programs per SM stride over the tiles and keep their sums in registers: one partial sum per program, not per
-#   tile.
-# - Only the tail has a mask: a mask on every tile would cut 16-byte loads into 4-byte ones for every n that 4 does not
-#   divide.
-# - The last program to finish, which a counter tells, adds the partial sums in the order of the programs.
-# - Where n is large, 3 stages keep the next two tiles on their way to shared memory: 64 KB for each program, and by
-#   Little's law 25 KB per SM are enough. Where n is small, a program has too few tiles to fill that pipeline, so twice
-#   the warps load straight to registers. x is read once: evict_first gives up its lines in L2 first.
-# Predicted: read speed where n is large; the cost of a launch and of the finish shows where n is small.
+# - Two programs per SM take every 264th tile and keep their sums in registers: one partial sum per program.
+#
+#       program 0      tile 0, tile 264, tile 528, ...    -> partial[0]   --+
+#       program 1      tile 1, tile 265, tile 529, ...    -> partial[1]   --+--> the last program to finish adds them
+#       program 263    tile 263, tile 527, ...            -> partial[263] --+    in the order 0, 1, 2, ...
+#
+# - Only the tail has a mask. With a mask on every tile, 16-byte loads become 4-byte loads when n is no multiple of 4.
+# - A counter in memory tells a program that it is the last to finish.
+# - Where n is large, the loop is pipelined: 3 stages keep the loads of the next two tiles in flight to shared memory.
+#   That is 64 KB for each program, and by Little's law 25 KB per SM are enough.
+# - Where n is small, a program has too few tiles to fill that pipeline. Twice the warps load straight to registers.
+# - x is read once. evict_first lets L2 give up its lines first.
+# Predicted: read speed where n is large. Where n is small, the launch and the last program's work show.
 @triton.jit
 def sum_persistent_kernel(
     x_ptr,  # [n]
@@ -128,22 +137,22 @@ def sum_persistent_kernel(
     for tile in tl.range(program, whole, programs, num_stages=STAGES):
         acc += tl.load(x_ptr + tile * BLOCK + lanes, eviction_policy="evict_first").to(tl.float32)
     tail = whole * BLOCK + lanes
-    end = tl.where(program == whole % programs, n, 0)  # for the program whose turn it is; the others load nothing
+    end = tl.where(program == whole % programs, n, 0)  # one program loads the tail; the others load nothing
     acc += tl.load(x_ptr + tail, mask=tail < end, other=0).to(tl.float32)
     tl.store(partial_ptr + program, tl.sum(acc))
-    # The thread that stored also counts. Release: its partial sum is there before its count is. Acquire: the
-    # program that sees the last count sees every partial sum.
+    # Release: the partial sum is visible before the count is. Acquire: the program that sees the last count also
+    # sees every partial sum. The thread that stores the sum is the one that counts.
     before_me = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
     if before_me == programs - 1:
         ids = tl.arange(0, MOST)
-        # .cg reads from L2, where all SMs meet: an L1 line could be older.
+        # .cg reads from L2, which all SMs share. An SM's own L1 could hold an older value.
         partial = tl.load(partial_ptr + ids, mask=ids < programs, other=0, cache_modifier=".cg")
         tl.store(y_ptr, tl.sum(partial))
-        tl.store(count_ptr, 0)  # ready for the next call, so that no call has to launch a memset
+        tl.store(count_ptr, 0)  # ready for the next call, which then needs no memset
 
 
 def sum_persistent(x):
-    """[n] -> [], two programs an SM, 8192 elements a step. Deterministic (for a given number of SMs)."""
+    """[n] -> [], two programs per SM, 8192 elements per step. Deterministic (for a given number of SMs)."""
     y = _prepare(x)
     if x.numel() == 0:
         return y.zero_()
@@ -160,7 +169,7 @@ def sum_persistent(x):
 
 @functools.cache
 def _counter(device, stream):
-    # One for each stream: calls on one stream run one after another, on two they may overlap and would share counts.
+    # One per stream. Calls on one stream run one after another; on two streams they may overlap.
     return torch.zeros((), dtype=torch.int32, device=device)
 
 
@@ -193,6 +202,8 @@ def same_bits_every_time(rung):
     assert len({rung(x).item() for _ in range(10)}) == 1
 
 
+LARGE = {"n": 2**28}
+
 LESSON = Lesson(
     about=About(
         teaches="many programs, one answer: atomics, trees, persistent grids, the order of additions",
@@ -202,6 +213,18 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(sum_one_program, sum_atomic, sum_tree, sum_persistent),
+    predicted=(
+        Prediction(
+            rung=sum_one_program,
+            at=LARGE,
+            tb_per_s=0.032,
+            why="A step loads 16 KB and waits for it, because the 32 registers of a thread hold no second step: at "
+            "800 ns that is 0.02 TB/s, and the additions come on top.",
+        ),
+        Prediction(rung=sum_atomic, at=LARGE, percent_of_limit=100),
+        Prediction(rung=sum_tree, at=LARGE, ms=0.264),
+        Prediction(rung=sum_persistent, at=LARGE, percent_of_limit=100),
+    ),
     checks=(
         *PROBLEM.checks,
         case("more tiles than programs, and a tail", n=8192 * 19 + 5),

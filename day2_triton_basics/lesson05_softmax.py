@@ -9,7 +9,8 @@ Predicted gain of one kernel: 2.5 times. On an H200, at 4.2 TB/s, 8192 x 8192 in
 least 0.064 ms.
 
 You will be able to: say why m is subtracted; reduce inside a program; write a loop that rescales its running sum.
-You need: lesson 1 (programs, offsets, masks), lesson 3 (fusing). lesson16_rows_of_any_length goes on from here.
+You need: lesson 1 (programs, offsets, masks), lesson 3 (fusing), lesson 4 (tl.sum, the sum inside a program).
+lesson16_rows_of_any_length goes on from here.
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
 Run it:    python day2_triton_basics/lesson05_softmax.py
 Check it:  python -m lessonkit check lesson05_softmax
@@ -19,7 +20,7 @@ Answer before you read on. x = [1000, 1001]: what does exp(x) / sum(exp(x)) give
 block 8 lanes: what must the other 3 lanes hold for the maximum, and what for the sum?
 """
 
-from lessonkit import About, Lesson, Mutant, Unsupported, case, expect
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, expect
 
 import torch
 import triton
@@ -28,9 +29,11 @@ import triton.language as tl
 from problems.softmax import PROBLEM
 
 
-# Rung 1. A kernel for each of the three steps, and the whole matrix goes through memory in each. One text serves all
-# three: STEP is a constexpr, so Triton compiles a kernel of its own for each value. m is subtracted because exp
-# overflows fp32 past 88.7, and then the quotient is inf / inf. With m subtracted the largest exponential is 1.
+# Rung 1. A kernel for each of the three steps, and the whole matrix goes through memory in each. One source serves all
+# three: STEP is a constexpr, so Triton compiles a kernel of its own for each value, with that value's branches only.
+#
+# m is subtracted because exp overflows fp32 past 88.7. Then the quotient is inf / inf, which is NaN. With m subtracted,
+# the largest exponential is 1.
 # Predicted: 5MN elements, 2.5 times the least time.
 @triton.jit
 def step_kernel(a_ptr, b_ptr, m_ptr, s_ptr, N, stride_a, stride_b, STEP: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -64,8 +67,12 @@ def softmax_unfused(x):
 
 
 # Rung 2. New: one program holds its row in registers through all three steps. The row is read once and written once.
-# A block is a power of two, so 12,672 columns take 16,384 lanes. Padding lanes hold -inf: they never are the maximum,
-# and exp(-inf) = 0 adds nothing to the sum.
+# A block is a power of two, so 12,672 columns take 16,384 lanes. The lanes past the end are padding. They hold -inf,
+# which is never the maximum, and exp(-inf) = 0 adds nothing to the sum:
+#
+#     N = 5, 8 lanes     [ 1    3    2    5    4    -inf -inf -inf ]      m = 5
+#     exp(x - m)         [ 0.02 0.14 0.05 1    0.37 0    0    0    ]      s = 1.57
+#
 # Predicted: 2MN elements, 2.5 times faster than rung 1.
 @triton.jit
 def softmax_row_kernel(x_ptr, y_ptr, N, stride_x, stride_y, BLOCK_N: tl.constexpr):  # x, y: [M, N]
@@ -87,18 +94,27 @@ def softmax_row(x):
     return y
 
 
-# Rung 3. New: a loop over the row in blocks, so any length will do, and two passes in place of three. The first pass
-# keeps m and s of the blocks that it has seen. When m grows, s is rescaled:
+# Rung 3. New: a loop over the row in blocks, so any length will do, and two passes in place of three.
 #
-#     exp(x - m_new) = exp(x - m) exp(m - m_new)         so  s_new = s exp(m - m_new) + sum(exp(block - m_new))
+#     pass 1, forwards     [ block 0 ] --> [ block 1 ] --> [ block 2 | padding ]      each step updates m and s
+#     pass 2, backwards    [ block 0 ] <-- [ block 1 ] <-- [ block 2 | padding ]      y = exp(x - m) / s
+#
+# The first pass keeps m, the maximum of the blocks so far, and s, the sum of exp(x - m) over them. When m grows to
+# m_new, each term changes by the same factor, so their sum does too:
+#
+#     exp(x - m_new) = exp(x - m) exp(m - m_new)        for each x of the blocks so far
+#     s_new          = s exp(m - m_new) + sum(exp(block - m_new))
 #
 #     block      m   s
 #     [1, 3]     3   exp(1 - 3) + exp(3 - 3)                     = 1.135
 #     [2, 5]     5   1.135 exp(3 - 5) + exp(2 - 5) + exp(5 - 5)  = 1.203    the sum of all four, with m = 5
 #
-# The second pass reads the row again for the result. It goes backwards: the caches still hold what was read last.
-# Predicted: 3MN elements, 1.5 times rung 2's; in time less, as far as the caches serve the second read.
-# m starts at the lowest finite value and not at -inf: after a block that is all -inf, exp(-inf - -inf) would be NaN.
+# m starts at the lowest finite value. With -inf, a first block of -inf alone would give exp(-inf - -inf), which is NaN.
+#
+# The second pass reads the row again. It goes backwards, because the caches still hold what was read last.
+# Predicted: 3MN elements are loaded, 1.5 times rung 2's. L2 has 60 MB, and 8 programs fit on an SM, 1056 on the GPU.
+# At N = 8192 their rows are 17 MB, so L2 serves the second read: the time of a copy. At N = 131,072 the rows are
+# 277 MB, so both reads go through HBM (the GPU's memory): 2/3 of a copy's speed.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -158,6 +174,18 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(softmax_unfused, softmax_row, softmax_online),
+    predicted=(
+        Prediction(rung=softmax_unfused, at={"M": 8192, "N": 8192}, percent_of_limit=40),
+        Prediction(rung=softmax_row, at={"M": 8192, "N": 8192}, times=2.5, over=softmax_unfused),
+        Prediction(
+            rung=softmax_online,
+            at={"M": 8192, "N": 8192},
+            percent_of_limit=100,
+            why="The two loops take 28 instructions per element on sm_90: an SM issues them for 4.5 elements per "
+            "cycle, no more than a copy moves, so each wait at a barrier is lost time.",
+        ),
+        Prediction(rung=softmax_online, at={"M": 2048, "N": 131072}, percent_of_limit=67),
+    ),
     checks=(
         *PROBLEM.checks,
         case("several blocks, the last one hanging over; half a row of -inf", M=3, N=32769, strange=True),

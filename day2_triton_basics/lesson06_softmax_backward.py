@@ -1,15 +1,17 @@
 """Softmax backward: a dot product and a subtraction
 ==================================================
-y = softmax(x) of a row. Let g be the gradient that comes from above, dloss/dy. The Jacobian of softmax is
-dy_i/dx_j = y_i (1[i = j] - y_j). So, in two lines:
+y = softmax(x) of a row. Let g = dloss/dy, the gradient that autograd passes in, and dx = dloss/dx, the one asked for.
+The Jacobian of softmax is dy_i/dx_j = y_i (1[i = j] - y_j), where 1[i = j] is 1 if i = j and 0 elsewhere. So:
 
-    dx_j = sum_i g_i dy_i/dx_j = sum_i g_i y_i 1[i = j] - sum_i g_i y_i y_j
+    dx_j = sum_i g_i dy_i/dx_j = sum_i g_i y_i 1[i = j] - sum_i g_i y_i y_j        (the first sum is g_j y_j)
          = y_j (g_j - d)       with d = sum_i g_i y_i, one value per row
 
-No N x N matrix is needed, and x is not needed either: y is enough. In the code g is called dy, as autograd calls it.
+No N x N matrix is needed, and x is not needed either: y is enough. In the code g is called dy.
 
-    three kernels    y and dy are read, the product is written; it is read for the sum; y and dy are read, dx is written
-    one kernel       y and dy are read once, dx is written once: 3MN elements
+    kernel 1 of 3    reads y and dy, writes their product    3MN
+    kernel 2 of 3    reads the product for its row sum d      MN
+    kernel 3 of 3    reads y and dy, writes dx               3MN
+    one kernel       reads y and dy, writes dx               3MN
 
 On an H200, at 4.2 TB/s, 8192 x 8192 in bf16 (403 MB read and written) takes at least 0.096 ms.
 
@@ -22,7 +24,7 @@ Time it:   python -m lessonkit bench lesson06_softmax_backward
 Answer before you read on. All elements of dy are equal: what is dx? Which value must padding lanes hold for d?
 """
 
-from lessonkit import About, Grad, Lesson, Mutant, Unsupported, case, expect
+from lessonkit import About, Grad, Lesson, Mutant, Prediction, Unsupported, case, expect
 
 import torch
 import triton
@@ -32,9 +34,9 @@ from problems.softmax import PROBLEM, PROBLEM_BACKWARD, logits
 
 
 # Rung 1. A kernel for each step: the product y * dy, its sum along the row, the result. The product goes through memory
-# in fp32. In 16 bits it would be rounded, and that error would stay in dy - d, where large values cancel.
-# Predicted: 7MN elements in fp32, 3 + 1 + 3, which is 2.33 times the least. In bf16 the fp32 product counts twice: 9MN,
-# 3 times the least.
+# in fp32. Rounded to 16 bits, it would leave its error in d, and so in dy - d.
+# Predicted: 3 + 1 + 3 = 7MN elements, 2.33 times the least, if all is fp32. In bf16 an fp32 element counts as two, so
+# the product costs 2MN to write and 2MN to read: 9MN, 3 times the least.
 @triton.jit
 def step_kernel(
     y_ptr, dy_ptr, dx_ptr, p_ptr, d_ptr, N, stride_y, stride_dy, stride_dx, STEP: tl.constexpr, BLOCK_N: tl.constexpr
@@ -69,7 +71,7 @@ def backward_unfused(y, dy):
 
 
 # Rung 2. New: one kernel, in which a program holds its row of y and of dy in registers. Two inputs take twice the
-# registers of the forward, so a thread holds 8 elements of each, where lesson 5 gave it 16 of x.
+# registers of the forward. So a thread holds 8 elements of each, where in lesson 5 it holds 16 of x.
 # Predicted: 3MN elements, in bf16 a third of rung 1's time.
 @triton.jit
 def backward_row_kernel(y_ptr, dy_ptr, dx_ptr, N, stride_y, stride_dy, stride_dx, BLOCK_N: tl.constexpr):  # [M, N] each
@@ -108,7 +110,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        # The gradient of y.sum() is one element with strides of 0; the kernel takes rows whose columns are neighbours.
+        # The kernel takes rows whose columns are neighbours. The gradient of y.sum() is one element with strides of 0.
         return backward_row(y, dy if dy.stride(-1) == 1 else dy.contiguous())
 
 
@@ -126,6 +128,10 @@ LESSON = Lesson(
     ),
     problem=PROBLEM_BACKWARD,
     rungs=(backward_unfused, backward_row),
+    predicted=(
+        Prediction(rung=backward_unfused, at={"M": 8192, "N": 8192}, percent_of_limit=33),
+        Prediction(rung=backward_row, at={"M": 8192, "N": 8192}, times=3, over=backward_unfused),
+    ),
     checks=(
         *PROBLEM_BACKWARD.checks,
         case("the longest row", M=1, N=32768),

@@ -1,14 +1,21 @@
 """Argmax: a reduction that carries two numbers
 =============================================
-argmax of x [M, N] along the rows reads MN elements and writes M indices: 8192x8192 in bf16 is 134 MB, at 4.2 TB/s no
-less than 0.032 ms. Two things make it more than a maximum. The rule: the first of equal maxima wins, NaN counts as the
-maximum and the first NaN wins, -0 equals +0. And arithmetic: 4.2 TB/s of bf16 are some 9 elements a cycle for each SM,
-and an SM compares or selects 64 a cycle: about 7 such instructions an element is all there is.
+argmax of x [M, N] along the rows reads MN elements and writes M indices. On an H200, at 4.2 TB/s, 8192 x 8192 in bf16
+(134 MB) takes at least 0.032 ms. Two things make it more than a maximum:
 
-You will learn: ties and NaN, running value and index, a float as a sortable integer, one word for both, groups.
+- The rule. The first of equal maxima wins. NaN counts as the maximum, and the first NaN wins. -0 equals +0.
+- Arithmetic. At 4.2 TB/s each SM receives about 9 bf16 elements per cycle. It executes comparisons and selects for 64
+  threads per cycle. So an element has time for about 7 such instructions.
+
+You will be able to: reduce a value and its index together, with PyTorch's rules for ties and NaN, and turn a float into
+an integer of the same order.
+You need: lesson 5 (a row in registers, a loop over a row), lesson 4 (atomics). Rungs 3 and 4 are advanced.
 Run it:    python day2_triton_basics/lesson07_argmax.py
 Check it:  python -m lessonkit check lesson07_argmax
 Time it:   python -m lessonkit bench lesson07_argmax
+
+Answer before you read on. What is the argmax of a row that is all -inf? Each lane keeps its best value and the step it
+came from: why is the leftmost of the best lanes not always the first index?
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, expect, num_sms
@@ -20,10 +27,12 @@ import triton.language as tl
 from problems.argmax import PROBLEM
 
 
-# Floats as integers in the same order. Bits of floats >= 0 grow with the value; those of negative ones grow with the
-# distance from zero, so all but their sign is flipped. -0 becomes +0 first, or it would lose a tie that it must win;
-# NaN becomes the largest integer. Integers have no surprises: a comparison with NaN is false, so tl.argmax on floats
-# finds a NaN or not, depending on where it stands (NumPy, and so the interpreter, always finds it).
+# A float as an integer of the same order, called its key. Read as an integer, the bits of a float >= 0 grow with its
+# value. Those of a negative float grow with its distance from zero, so all bits but the sign are flipped. Before that
+# -0 becomes +0, because the two are equal and their bits are not. NaN becomes the largest integer.
+#
+# Every comparison with a float NaN is false. So on a GPU tl.argmax of floats finds a NaN in some places of the row and
+# misses it in others. In the interpreter it always finds it, because NumPy does. Keys have no such case.
 @triton.jit
 def order_key(x):
     x = tl.where(x == 0, 0.0, x)
@@ -31,9 +40,10 @@ def order_key(x):
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-# Rung 1. A row in one block, in registers, and tl.argmax, which prefers the left of two equals. Padding is -inf, not 0:
-# a row of negative numbers would lose to it. A row of -inf ties with the padding, and wins, for it stands further left.
-# Predicted: the least bytes, but every element pays for its key (6 instructions) and for a pair at every comparison.
+# Rung 1. A row in one block, in registers, and tl.argmax, which prefers the left of two equals. Padding is -inf. A 0
+# there would win in a row of negative numbers. A row of -inf ties with the padding and wins, because it stands further
+# left.
+# Predicted: the least bytes. But every element pays 6 instructions for its key, and each comparison moves a pair.
 @triton.jit
 def argmax_block_kernel(x_ptr, y_ptr, N, stride, BLOCK_N: tl.constexpr):  # x [M, N], y [M]
     row = tl.program_id(0).to(tl.int64)
@@ -43,7 +53,7 @@ def argmax_block_kernel(x_ptr, y_ptr, N, stride, BLOCK_N: tl.constexpr):  # x [M
 
 
 def argmax_block(x):
-    """[M, N] -> [M] int64, one program a row, N up to 65,536."""
+    """[M, N] -> [M] int64, one program per row, N up to 65,536."""
     y = _prepare(x)
     if x.shape[1] > 65536:
         raise Unsupported("a row longer than 65,536 does not fit into one SM's registers")
@@ -53,10 +63,17 @@ def argmax_block(x):
     return y
 
 
-# Rung 2. New: the row in steps. A lane keeps its best value and the step that brought it: a conversion, two
-# comparisons and two selects an element. Keys and the reduction wait until the end, for one value a lane. Lanes now
-# hold candidates of different steps, so leftmost lane and first index are no longer the same: the second reduction
-# takes the smallest index among equals. Predicted: any N at the least bytes, if enough rows are there for the SMs.
+# Rung 2. New: a loop over the row. A lane keeps its best value and the step that it came from: a conversion, two
+# comparisons and two selects per element. Keys and the reduction come at the end, for one value per lane. The lanes
+# hold candidates of different steps then, so the leftmost lane need not have the first index:
+#
+#     row = 5 7 9 1 | 9 0 2 3        lane     0    1    2    3
+#     BLOCK = 4                      best     9    7    9    3
+#                                    step     1    0    0    1
+#     index = step * 4 + lane        index    4    1    2    7
+#
+# So a second reduction takes the smallest index among the lanes that have the maximum: here 2, and not 4.
+# Predicted: the least bytes at any N, if there are enough rows for all SMs.
 @triton.jit
 def keep_better(x, step, best, at):
     # "Not smaller or equal" is "larger, or NaN". best == best: the first NaN stays.
@@ -80,17 +97,18 @@ def argmax_online_kernel(x_ptr, y_ptr, N, stride, BLOCK: tl.constexpr):  # x [M,
 
 
 def argmax_online(x):
-    """[M, N] -> [M] int64, one program a row, 2048 columns a step."""
+    """[M, N] -> [M] int64, one program per row, 2048 columns per step."""
     y = _prepare(x)
     if y.numel():
         argmax_online_kernel[(x.shape[0],)](x, y, x.shape[1], x.stride(0), BLOCK=2048, num_warps=4)
     return y
 
 
-# Rung 3. New: few long rows leave SMs idle, so several programs share a row and meet in one atomic maximum. Value and
-# index must change together: key in the upper 32 bits, index in the lower, inverted so that of equal keys the smaller
-# index is the larger word. A maximum, unlike a sum, does not depend on the order: deterministic. Predicted: 64 rows
-# fill the GPU; but a launch to set the words up and one to take them apart.
+# Rung 3, advanced. New: few long rows leave SMs idle, so several programs share a row, and an atomic maximum combines
+# their answers. Value and index must change together, so both are in one word of 64 bits: the key in the upper half,
+# the inverted index in the lower. Inverted, because of two equal keys the smaller index must be the larger word. A
+# maximum does not depend on the order, so the result is deterministic.
+# Predicted: 64 rows fill the GPU, so the speed of memory. Two more launches set the words up and take them apart.
 @triton.jit
 def argmax_atomic_kernel(x_ptr, words_ptr, N, stride, steps, BLOCK: tl.constexpr):  # x [M, N], words [M] int64
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +126,7 @@ def argmax_atomic_kernel(x_ptr, words_ptr, N, stride, steps, BLOCK: tl.constexpr
 
 
 def argmax_atomic(x):
-    """[M, N] -> [M] int64, as many programs a row as fill the GPU, N below 2^32."""
+    """[M, N] -> [M] int64, as many programs per row as fill the GPU, N below 2^32."""
     y = _prepare(x)
     M, N = x.shape
     if N >= 2**32:
@@ -123,16 +141,22 @@ def argmax_atomic(x):
     return 0xFFFFFFFF - (words & 0xFFFFFFFF)
 
 
-# Rung 4. New, three things. Groups: the 8 elements of a 16-byte load (4 in fp32) are reduced to their maximum, and only
-# that is compared and remembered; which of the 8 it was is looked up once a row, at the end, in the group read again: a
-# conversion, 7/8 of a maximum and 4/8 of comparing and selecting are 2.4 instructions an element, not 5. Loads: UNROLL
-# of 16 bytes a thread are issued before the first comparison needs one. Splits, only where rows are few: each writes
-# its own word, nothing is set up, and one small kernel takes the maximum; a word's index counts from its split, so rows
-# can have any length. Predicted: rung 2's bytes, and faster than rung 2 at every shape, most where rows are short (two
+# Rung 4, advanced. New: three changes.
+#
+# Groups: the 8 elements of a 16-byte load (4 in fp32) are reduced to their maximum. Only the maximum is compared and
+# kept. At the end, the best group of the row is loaded again to find its place among the 8. A conversion, 7/8 of a
+# maximum and 4/8 of comparing and selecting are 2.4 instructions per element, where rung 2 has 5.
+#
+# Loads: each thread issues UNROLL loads of 16 bytes before the first comparison needs one.
+#
+# Splits, where rows are few: several programs share a row. Each writes its own word, so nothing has to be set up, and a
+# small kernel takes the maximum. The index in a word counts from the start of its split, so rows can have any length.
+#
+# Predicted: rung 2's bytes, and faster than rung 2 at every shape. The gain is largest where rows are short (two rows
 # share a program) or few.
 @triton.jit
 def fold(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, 2 * WIDTH] -> [ROWS, WIDTH]: the larger of two neighbours; NaN, unlike in plain tl.maximum, wins."""
+    """[ROWS, 2 * WIDTH] -> [ROWS, WIDTH]: the larger of two neighbours. NaN wins, which tl.maximum alone drops."""
     a, b = tl.split(tl.reshape(x, [ROWS, WIDTH, 2]))
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -162,7 +186,7 @@ def argmax_groups_kernel(
     top = tl.max(key, axis=1, keep_dims=True)
     starts = at * BLOCK + tl.arange(0, BLOCK // GROUP)[None, :] * GROUP
     start = tl.min(tl.where(key == top, starts, 0x7FFFFFFF), axis=1, keep_dims=True)
-    # The first group that has the maximum, once more: its first place with it.
+    # Load the first group that has the maximum again, and take its first place with that maximum.
     place = tl.arange(0, GROUP)[None, :]
     cols = first * BLOCK + start + place
     group = tl.load(x_ptr + rows * stride + cols, mask=(rows < M) & (cols < N), other=-float("inf")).to(tl.float32)
@@ -179,7 +203,7 @@ def argmax_groups_kernel(
 def best_word_kernel(words_ptr, y_ptr, splits, columns, SPLITS: tl.constexpr):  # words [M, splits], y [M]
     row = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, SPLITS)
-    # Padding repeats the last split, so it can tie with it but not win an earlier place.
+    # Padding repeats the last split. It ties with that split and has a larger index, so it never wins.
     words = tl.load(words_ptr + row * splits + tl.minimum(ids, splits - 1))
     key = words >> 32
     index = ids.to(tl.int64) * columns + (0xFFFFFFFF - (words & 0xFFFFFFFF))
@@ -198,8 +222,8 @@ def argmax_groups(x):
     steps = triton.cdiv(N, block)
     unroll = min(4, triton.next_power_of_2(steps))
     programs = triton.cdiv(M, rows)
-    # Eight programs of 8 warps fill an SM. A split is at least UNROLL steps, or its one load would not pay for its
-    # word; at most 2^31 columns, for the index counts in 32 bits.
+    # Eight programs of 8 warps fill an SM. A split has at least UNROLL steps, so that its loads outweigh its word. It
+    # has at most 2^31 columns, because the index counts in 32 bits.
     splits = max(1, min(8 * num_sms() // programs, steps // unroll), triton.cdiv(N, 2**30))
     each = triton.cdiv(triton.cdiv(steps, splits), unroll) * unroll
     splits = triton.cdiv(steps, each)

@@ -1,14 +1,16 @@
 """LayerNorm: the mean and the spread of every row
 ==================================================
-y = (x - mean) * rstd * w + b with mean and rstd = 1 / sqrt(variance + eps) of each row (Ba, Kiros and Hinton 2016).
+y = (x - mean) * rstd * w + b, with the mean and rstd = 1 / sqrt(variance + eps) of the row (Ba, Kiros and Hinton 2016).
+Each row also loads w and b, N elements each. Caches serve all rows but the first.
 
     three kernels    x is read for the mean, for the variance and for the result; y is written    4MN elements
     one kernel       x is read once and stays in registers; y is written                          2MN elements
 
 On an H200, at 4.2 TB/s, 8192 x 8192 in bf16 (268 MB) takes at least 0.064 ms.
 
-The second subject is precision. The variance as E[x^2] - E[x]^2 needs one pass only. In fp32 it loses its digits when
-the mean is large beside the spread: at mean 1000 and spread 1, x^2 is about 1,000,000 and is rounded to 0.06.
+The second subject is precision. The variance is also E[x^2] - E[x]^2, the mean of the squares minus the square of the
+mean, which needs one pass only. In fp32 it loses its digits when the mean is large beside the spread. With mean 1000
+and spread 1, x^2 is about 1,000,000, where neighbouring fp32 values lie 0.06 apart; the variance is 1.
 
 You will be able to: fuse passes over a row, and compute a variance in one pass that keeps its digits.
 You need: lesson 5 (softmax). Lesson 9 is the backward; lesson16_rows_of_any_length has short and long rows.
@@ -23,7 +25,7 @@ mean is subtracted? Two chunks have means 1 and 3 and no spread in themselves: w
 import math
 from functools import partial
 
-from lessonkit import About, Lesson, Mutant, Unsupported, case, expect
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, expect
 
 import torch
 import triton
@@ -33,7 +35,7 @@ from problems.layer_norm import EPS, PROBLEM
 
 
 # Rung 1. The definition, a kernel for each step: mean, rstd, result. A program owns a row and walks over it in blocks.
-# Predicted: x is read three times, 4MN elements through HBM, twice the least.
+# Predicted: x is read three times, 4MN elements through HBM (the GPU's memory), twice the least.
 @triton.jit
 def mean_kernel(x_ptr, mean_ptr, N, stride_x, BLOCK: tl.constexpr):  # x [M, N], mean [M]
     row = tl.program_id(0).to(tl.int64)
@@ -52,6 +54,9 @@ def rstd_kernel(x_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, BLOCK: tl.constexpr
     for start in range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32)
+        # N = 5 in a block of 8, mean 3:    loaded     1  2  3  4  5  0  0  0
+        #                                   - mean    -2 -1  0  1  2 -3 -3 -3    the padding would count
+        #                                   where     -2 -1  0  1  2  0  0  0
         centred = tl.where(cols < N, x - mean, 0.0)  # the padding is 0, and 0 - mean is not
         squares += centred * centred
     tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(squares, axis=0) / N + eps))
@@ -87,7 +92,7 @@ def layernorm_unfused(x, w, b, eps=EPS):
 
 # Rung 2. New: a block as wide as the row. x is read once, and both passes over it are passes over registers.
 # Predicted: 2MN elements, half of rung 1's time. A row of N = 4096 is 32 elements for each of 128 threads. At N = 32768
-# one program of 1024 threads fills an SM, so no loads are in flight while it stores.
+# one program of 1024 threads fills an SM, so no loads are in flight there while it computes.
 @triton.jit
 def layernorm_row_kernel(
     x_ptr,  # [M, N], rows stride_x elements apart
@@ -120,16 +125,21 @@ def layernorm_row(x, w, b, eps=EPS):
     return y, mean, rstd
 
 
-# Rung 3. New: a loop over the row in chunks, so any length will do. Each chunk has a count, a mean and m2, the sum of
-# (x - mean)^2. Two chunks are merged by Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for
-# computing sample variances", 1979, eq. 1.5). With delta = mean_b - mean_a:
+# Rung 3, advanced. New: a loop over the row in chunks, so any length will do. Each chunk has a count n, a mean and m2,
+# the sum of (x - mean)^2. Two chunks a and b are merged by Chan, Golub and LeVeque ("Updating formulae and a pairwise
+# algorithm for computing sample variances", 1979, eq. 1.5).
 #
-#     m2 = m2_a + m2_b + delta^2 count_a count_b / (count_a + count_b)
-#     chunks [1, 1] and [3, 3]: m2 = 0 + 0 + 2^2 * 2 * 2 / 4 = 4, and the variance of [1, 1, 3, 3] is 4 / 4 = 1
+# About another point than its mean, a chunk's sum of squares grows by n times the square of the distance. The means of
+# a and b lie delta = mean_b - mean_a apart, and the common mean divides delta in the ratio n_b to n_a:
 #
-# Only differences of means are squared, so no digits are lost.
-# Predicted: x is asked for twice, 3MN elements. The second read comes soon after the first and finds most of the row
-# in the 60 MB of L2, so less than 1.5 times rung 2's time.
+#     m2 = m2_a + n_a (delta n_b / n)^2 + m2_b + n_b (delta n_a / n)^2        with n = n_a + n_b
+#        = m2_a + m2_b + delta^2 n_a n_b / n
+#
+#     [1, 1] and [3, 3]:  m2 = 0 + 0 + 2^2 * 2 * 2 / 4 = 4, and the variance of [1, 1, 3, 3] is 4 / 4 = 1.
+#
+# What is squared is always a difference, x - mean or delta, and never x itself. So no digits are lost.
+# Predicted: x is loaded twice, 3MN elements. The second read comes soon after the first and finds most of the row
+# in the 60 MB of L2. So the time is between rung 2's and 1.5 times that: 0.67 to 1 times its speed.
 @triton.jit
 def layernorm_chunked_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, BLOCK: tl.constexpr
@@ -220,6 +230,11 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(layernorm_unfused, layernorm_row, layernorm_chunked),
+    predicted=(
+        Prediction(rung=layernorm_unfused, at={"M": 8192, "N": 8192}, percent_of_limit=50),
+        Prediction(rung=layernorm_row, at={"M": 8192, "N": 8192}, times=2, over=layernorm_unfused),
+        Prediction(rung=layernorm_chunked, at={"M": 8192, "N": 8192}, times=(0.67, 1), over=layernorm_row),
+    ),
     checks=(
         *PROBLEM.checks,
         case("the bytes are counted here", M=40, N=520),
@@ -227,8 +242,8 @@ LESSON = Lesson(
     benches=tuple({"M": m, "N": n} for m, n in ((4096, 4096), (8192, 8192), (4096, 32768))),
     wrong=WRONG,
     claims={layernorm_row: ("16-byte loads", "16-byte stores", "no spills"), layernorm_chunked: ("no spills",)},
-    # The interpreter has no cache. It also counts w and b, which every row loads: as many elements as x and y together.
-    # Without them these are 2, 1 and 1.5, as predicted.
+    # Counted in the interpreter, which has no cache: with w and b for every row, as many elements as x and y together.
+    # Without w and b these are 2, 1 and 1.5, as predicted.
     passes={layernorm_unfused: 3.0, layernorm_row: 2.0, layernorm_chunked: 2.5},
     cpu_model=chunked_model,
 )

@@ -1,25 +1,33 @@
 """LayerNorm backward: one sum along the row, one down the column
 =============================================================
-With x_hat = (x - mean) * rstd and g = dy * w, and c1, c2 the means over the row of g * x_hat and of g:
+The forward is x_hat = (x - mean) * rstd, y = x_hat * w + b. So g = dy * w is the gradient of x_hat. An x_j changes
+its own x_hat_j, and through mean and rstd all others of the row (1[i = j] is 1 if i = j, and 0 elsewhere):
+
+    dx_hat_i/dx_j = rstd (1[i = j] - 1/N - x_hat_i x_hat_j / N)       from x, from the mean, from rstd
+    dx_j = sum_i g_i dx_hat_i/dx_j = rstd (g_j - c2 - x_hat_j c1)     c1 = mean(g * x_hat), c2 = mean(g) over the row
 
     dx = rstd * (g - x_hat * c1 - c2)     along a row: a program per row
     dw = sum over rows of dy * x_hat      down a column
     db = sum over rows of dy              down a column
 
-One pass reads dy and x and writes dx: 3MN elements. Two kernels, one for each direction, move 5MN. Predicted gain of
-one pass: 5/3. On an H200, at 4.2 TB/s, 8192 x 8192 in bf16 (403 MB) takes at least 0.096 ms.
+    two kernels    each reads dy and x; one writes dx, the other dw and db    5MN elements
+    one kernel     dy and x are read once, dx is written                      3MN elements
+
+Predicted gain of one kernel: 5/3. On an H200, at 4.2 TB/s, 8192 x 8192 in bf16 (403 MB) takes at least 0.096 ms.
 
 You will be able to: keep sums over many rows in registers, say what atomics cost, and add partial sums in a fixed
 order.
-You need: lesson 8 (LayerNorm). course_ops.layer_norm has the kernels for longer rows.
+You need: lesson 8 (LayerNorm), lesson 4 (atomics, persistent grids). course_ops.layer_norm has the kernels for longer
+rows. Rung 3 is advanced.
 Run it:    python day2_triton_basics/lesson09_layernorm_backward.py
 Check it:  python -m lessonkit check lesson09_layernorm_backward
 Time it:   python -m lessonkit bench lesson09_layernorm_backward
 
-Answer before you read on. Why is dx . 1 = 0 in every row? How many bytes of registers do dw and db take at N = 8192?
+Answer before you read on. Why is the sum of dx 0 in every row? How many bytes of registers do dw and db take at
+N = 8192?
 """
 
-from lessonkit import About, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
+from lessonkit import About, Grad, Lesson, Mutant, Prediction, Unsupported, case, expect, num_sms
 
 import torch
 import triton
@@ -46,7 +54,7 @@ def dx_kernel(
     x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     rstd = tl.load(rstd_ptr + row)
-    x_hat = (x - tl.load(mean_ptr + row)) * rstd  # in the padding dy is 0, and so is every product below
+    x_hat = (x - tl.load(mean_ptr + row)) * rstd  # in the padding dy is 0, so every product with it below is 0
     c1 = tl.sum(dy * w * x_hat, axis=0) / N
     c2 = tl.sum(dy * w, axis=0) / N
     tl.store(dx_ptr + row * N + cols, rstd * (dy * w - x_hat * c1 - c2), mask=mask)
@@ -96,9 +104,9 @@ def layernorm_backward_naive(dy, x, w, mean, rstd):
 
 # Rung 2. New: one kernel. The program that computes dx has dy and x_hat in registers, so it adds its row to dw and db
 # by atomics. (Triton's layer-norm tutorial takes locks for groups of rows instead.)
-# Predicted: x and dy are read once. But each element costs two fp32 atomics, M of them to the same address, and L2 does
-# these one after another: 8 bytes of traffic there for 6 through HBM. Their order is not fixed, so two runs on the same
-# input may differ in the last digits.
+# Predicted: x and dy are read once, 6 bytes per element through HBM in bf16. But each element costs two fp32 atomics, 8
+# bytes in L2: 14 bytes where rung 1 moves 10, so 0.71 times its speed. M atomics go to each address, and L2 does these
+# one after another. Their order is not fixed, so two runs on the same input may differ in the last digits.
 def layernorm_backward_atomic(dy, x, w, mean, rstd):
     """As layernorm_backward_naive, one kernel; dw and db differ from run to run."""
     M, N, dx, _, _ = _prepare(dy, x, w, mean, rstd, longest=32768)
@@ -110,16 +118,16 @@ def layernorm_backward_atomic(dy, x, w, mean, rstd):
     return dx, dw.to(w.dtype), db.to(w.dtype)
 
 
-# Rung 3. New: a persistent grid, as many programs as the GPU runs at once. Each walks over many rows and keeps dw and
-# db in fp32 registers from its first row to its last. It writes them once, and a second kernel adds them in a fixed
-# order:
+# Rung 3, advanced. New: a persistent grid, as many programs as the GPU runs at once. Each walks over many rows and
+# keeps dw and db in fp32 registers from its first row to its last. It writes them once, and a second kernel adds them
+# in a fixed order:
 #
 #     program 0    rows 0, 264, 528, ...    -> partial_dw[0, :], partial_db[0, :]  --+
 #     program 1    rows 1, 265, 529, ...    -> partial_dw[1, :], partial_db[1, :]  --+--> dw, db
 #
-# With so few programs, no other one loads while this one computes. So each loads its next rows before it works on
-# these. The row's two sums are one reduction, so the warps meet once.
-# Predicted: 3MN elements, and at N = 4096 the partial sums of 264 programs, 8.7 MB, which L2 holds.
+# With so few programs, no other one loads while this one computes. So each program loads its next rows before it works
+# on the present ones. Both sums of a row are one reduction, so the warps wait for each other once per row.
+# Predicted: 3MN elements, the speed of a copy. At N = 4096 the partial sums of 264 programs are 8.7 MB, which L2 holds.
 @triton.jit
 def layernorm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr, M, N, stride_dy, stride_x,
@@ -179,8 +187,7 @@ def layernorm_backward_persistent(dy, x, w, mean, rstd):
     if dx.numel():
         block = triton.next_power_of_2(N)
         # 16 elements per thread: dw and db take 32 registers, and at 128 registers an SM holds 512 threads.
-        # Few programs add up the partial sums of short rows. So there are fewer of them, from programs of twice the
-        # size.
+        # At N <= 512 few programs add up the partial sums. So half as many programs of twice the size write them.
         rows = max(1, (4096 if N <= 512 else 2048) // block)
         warps = rows * block // 512
         programs = min(triton.cdiv(M, rows), num_sms() * (1 if N <= 512 else max(1, 16 // warps)))
@@ -262,10 +269,33 @@ LESSON = Lesson(
         case("the bytes are counted here", M=128, N=4096),
     ),
     benches=tuple({"M": m, "N": n} for m, n in ((32768, 256), (32768, 1024), (4096, 4096), (8192, 8192))),
+    predicted=(
+        Prediction(
+            rung=layernorm_backward_naive,
+            at={"M": 4096, "N": 4096},
+            percent_of_limit=60,
+            why="The 64 programs for dw and db leave half of the SMs idle, and each has one tile of 8 KB in flight: "
+            "0.5 MB in all, where Little's law asks for 3.4 MB.",
+        ),
+        Prediction(
+            rung=layernorm_backward_atomic,
+            at={"M": 4096, "N": 4096},
+            times=0.71,
+            over=layernorm_backward_naive,
+            why="Rung 1 misses its own prediction by more: its second kernel has 64 programs, and this one has 4096.",
+        ),
+        Prediction(
+            rung=layernorm_backward_persistent,
+            at={"M": 4096, "N": 4096},
+            percent_of_limit=100,
+            why="The time beyond a copy's is nearly the same at N = 256, 1024 and 4096, so it is a fixed cost, and the "
+            "second kernel's wait for the first is part of it.",
+        ),
+    ),
     wrong=WRONG,
     claims={layernorm_backward_persistent: ("16-byte loads",)},
-    # In bf16. The interpreter has no cache: rung 1 is 5/3 and w for every row; rung 2 counts 8 bytes of atomics for
-    # each element; rung 3 counts the partial sums of 8 programs, written and read, which 128 rows do not make small.
+    # In bf16, counted in the interpreter, which has no cache. Rung 1: 5/3, and w for every row. Rung 2: also 8 bytes
+    # of atomics per element. Rung 3: also the partial sums of 8 programs, written and read, beside only 128 rows.
     passes={layernorm_backward_naive: 2.0, layernorm_backward_atomic: 2.65, layernorm_backward_persistent: 1.18},
     grad=Grad(layernorm, layernorm_torch, PROBLEM.inputs),
 )

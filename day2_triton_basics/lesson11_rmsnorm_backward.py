@@ -1,25 +1,33 @@
 """RMSNorm backward: one pass, and a sum over rows that is the same each time
 ============================================================================
-The forward is n = x * rstd, y = n * w. With g = dy * w, and rstd from the forward:
+The forward is n = x * rstd, y = n * w. So g = dy * w is the gradient of n. An x_j changes its own n_j, and through rstd
+all others of the row. With d rstd / dx_j = -rstd^3 x_j / N = -rstd^2 n_j / N, and 1[i = j] = 1 if i = j, else 0:
+
+    dn_i/dx_j = rstd (1[i = j] - n_i n_j / N)
+    dx_j = sum_i g_i dn_i/dx_j = rstd (g_j - n_j mean(g * n))
 
     dx = rstd * (g - n * mean(g * n))     a program per row has all that it needs
     dw = sum over rows of dy * n          a program per column would have all that it needs
 
-(d rstd / dx = -rstd^3 * x / N gives the second term of dx.) Two kernels read dy and x twice: 4MN read, MN written. One
-pass reads 2MN and writes MN. Predicted gain: 5/3. The difficulty is dw, because M rows add to the same N sums.
+    two kernels    each reads dy and x; one writes dx, the other dw    5MN elements
+    one kernel     dy and x are read once, dx is written               3MN elements
+
+Predicted gain of one kernel: 5/3. The difficulty is dw, because M rows add to the same N sums.
 
 You will be able to: sum over rows by atomics or by partial sums, and say which of the two gives the same bits each
 time.
-You need: lesson 10 (RMSNorm). course_ops.rms_norm has the kernels for longer rows.
+You need: lesson 10 (RMSNorm), lesson 4 (atomics, persistent grids). course_ops.rms_norm has the kernels for longer
+rows. Rung 3 is advanced.
 Run it:    python day2_triton_basics/lesson11_rmsnorm_backward.py
 Check it:  python -m lessonkit check lesson11_rmsnorm_backward
 Time it:   python -m lessonkit bench lesson11_rmsnorm_backward
 
-Answer before you read on. 4096 programs add to one address: does the order matter for the result? 132 programs write
-partial sums of 4096 columns in fp32: how many bytes is that beside dy, x and dx of 4096 x 4096 in bf16?
+Answer before you read on. 4096 programs add to one address: does the order matter for the result?
+How many bytes are the partial sums of 132 programs for 4096 columns in fp32, and how many are dy, x and dx of
+4096 x 4096 in bf16?
 """
 
-from lessonkit import About, Grad, Lesson, Mutant, Unsupported, case, expect, num_sms
+from lessonkit import About, Grad, Lesson, Mutant, Prediction, Unsupported, case, expect, num_sms
 
 import torch
 import triton
@@ -81,9 +89,9 @@ def _launch_rows(dy, x, w, rstd, dx, sums, add):
 
 
 # Rung 2. New: one pass. The program that holds a row of dy and x adds its share of dw to a common sum in fp32.
-# Predicted: 3MN elements through HBM. But L2 has MN atomic additions to do too, M of them to each address, so this is
-# slower than reading twice. (Wrong: rung 1's second kernel has few programs, and they walk down all rows.)
-# fp32 additions round, so their order matters: dw differs in its last bits from run to run.
+# Predicted: 6 bytes per element through HBM in bf16, and 4 bytes in L2 for an fp32 atomic. Rung 1 moves 10 bytes too.
+# So there is no gain. The order of the additions matters, because each one rounds: the last bits of dw differ from run
+# to run.
 def atomics(dy, x, w, rstd):
     """dy [M, N], x [M, N], w [N], rstd [M] fp32 -> dx [M, N], dw [N]; rows of at most 16,384."""
     dx = _prepare(dy, x, w, rstd)
@@ -92,14 +100,15 @@ def atomics(dy, x, w, rstd):
     return dx, sums.to(w.dtype)
 
 
-# Rung 3. New: a persistent grid. One program per SM walks over tiles of rows. It keeps w and its share of dw in
-# registers, and writes that share once. A second kernel adds the shares in a fixed order.
+# Rung 3, advanced. New: a persistent grid. One program per SM walks over tiles of rows. It keeps w and its share of dw
+# in registers, and writes that share once. A second kernel adds the shares in a fixed order.
 #
 #     program 0    tile 0, tile 132, tile 264, ...    -> shares[0, :]  --+
 #     program 1    tile 1, tile 133, tile 265, ...    -> shares[1, :]  --+--> dw, in the order 0, 1, 2, ...
 #
-# The loop is pipelined (num_stages): two tiles are on their way to shared memory while one is worked on.
-# Predicted: 3MN elements, and 8N bytes per program for its share, which stay in L2. The same bits in each run.
+# The loop is pipelined (num_stages): loads of two tiles are in flight to shared memory while one is computed.
+# Predicted: 3MN elements, the speed of a copy. A share is 4N bytes, written once and read once, and stays in L2. The
+# bits are the same in each run.
 @triton.jit
 def walk_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, shares_ptr,  # shares: [walkers, N] fp32
@@ -204,11 +213,35 @@ LESSON = Lesson(
     rungs=(two_reads, atomics, walk),
     checks=(
         *PROBLEM_BACKWARD.checks,
-        case("16 KB in fp32: one row a tile", M=9, N=4096),
-        case("several tiles a program on a GPU too", gib=0.5, M=4100, N=1000),
-        case("bytes are counted here: several tiles a program", M=203, N=1000),
+        case("16 KB in fp32: one row per tile", M=9, N=4096),
+        case("several tiles per program on a GPU too", gib=0.5, M=4100, N=1000),
+        case("bytes are counted here: several tiles per program", M=203, N=1000),
     ),
     benches=tuple(shape for shape in PROBLEM_BACKWARD.benches if shape["N"] <= 8192),
+    predicted=(
+        Prediction(
+            rung=two_reads,
+            at={"M": 4096, "N": 4096},
+            percent_of_limit=60,
+            why="The 64 programs for dw leave half of the SMs idle, and each has one tile of 8 KB in flight: 0.5 MB in "
+            "all, where Little's law asks for 3.4 MB.",
+        ),
+        Prediction(
+            rung=atomics,
+            at={"M": 4096, "N": 4096},
+            times=1,
+            over=two_reads,
+            why="Rung 1 misses its own prediction by more: its second kernel has 64 programs, and this one has 4096.",
+        ),
+        Prediction(
+            rung=walk,
+            at={"M": 4096, "N": 4096},
+            percent_of_limit=100,
+            why="The time beyond a copy's is nearly the same at N = 256, 1024 and 4096, so it is a fixed cost, and the "
+            "second kernel's wait for the first is part of it.",
+        ),
+        Prediction(rung=walk, at={"M": 8192, "N": 8192}, percent_of_limit=100),
+    ),
     wrong=(
         Mutant("no mean taken off", "row_kernel", "g - n * (tl.sum(g * n, axis=0) / N)", "g", "two_reads"),
         Mutant("the mean of the padded width", "row_kernel", "axis=0) / N", "axis=0) / BLOCK_N", "two_reads"),

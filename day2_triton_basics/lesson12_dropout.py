@@ -1,15 +1,24 @@
 """Dropout: random numbers computed instead of stored
 =====================================================
-y = x / (1 - p) where a random number says keep, 0 elsewhere. At least n elements are read and n written. A mask kept
-in memory for the backward adds n written and n read, twice the traffic; a mask that any element can recompute from
-(seed, position) adds nothing. Then arithmetic decides: at 4.2 TB/s in bf16 each of 132 SMs handles 4.5 elements per
-clock, and one call of the generator costs about 80 instructions where an SM issues 128 lanes of them per clock.
+y = x / (1 - p) where a random number says keep, 0 elsewhere.
 
-You will learn: counter-based random numbers, an oracle that is exact to the bit, and when arithmetic is not free.
+    a mask in memory              written, then read for the result    4n elements
+    a mask from (seed, index)     computed where it is needed          2n elements
+
+The second is a counter-based generator: the random number of element i is a function of the seed and i. The backward
+computes the same number again, so nothing is stored. Then arithmetic decides. On an H200, at 4.2 TB/s in bf16, each of
+132 SMs has to finish 4.5 elements per cycle. It issues 4 warp instructions per cycle, one for each of 128 threads. That
+leaves 28 instructions per element, and one call of the generator has about 80.
+
+You will be able to: use counter-based random numbers, and count the instructions that an element may cost.
+You need: lesson 1 (programs, masks), lesson 3 (fusing). Rung 4 is advanced.
 Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 4.3 (Philox).
 Run it:    python day2_triton_basics/lesson12_dropout.py
 Check it:  python -m lessonkit check lesson12_dropout
 Time it:   python -m lessonkit bench lesson12_dropout
+
+Answer before you read on. x is inf and its element is dropped: what does x * 0 give? Why must the number of element i
+not depend on the block size?
 """
 
 from lessonkit import About, Grad, Lesson, Mutant, Prediction, expect
@@ -21,15 +30,16 @@ import triton.language as tl
 from problems.dropout import LOW, PROBLEM
 
 
-# Rung 1. A mask in memory, as noise = empty_like(x).bernoulli_(1 - p); y = x * noise does it.
-# Predicted: writes n, reads 2n, writes n: twice the minimum; and n elements more to keep until the backward.
+# Rung 1. A mask in memory, as `noise = empty_like(x).bernoulli_(1 - p); y = x * noise` makes one in PyTorch.
+# Predicted: the mask is written, x and the mask are read, y is written: 4n, twice the least. And the mask has to be
+# kept until the backward.
 @triton.jit
 def random_word(i, seed):
     w0, w1, w2, w3 = tl.randint4x(seed, i // 4)
     return tl.where(i % 4 < 2, tl.where(i % 4 == 0, w0, w1), tl.where(i % 4 == 2, w2, w3)).to(tl.uint32, bitcast=True)
 
 
-# seed and drop are numbers, not sizes: without do_not_specialize, seed 1 and seed 16 would each be compiled anew.
+# Triton compiles anew for an integer argument that is 1 or a multiple of 16. For these two do_not_specialize stops it.
 @triton.jit(do_not_specialize=["seed", "drop"])
 def draw_kernel(mask_ptr, n, seed, drop, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -40,7 +50,7 @@ def draw_kernel(mask_ptr, n, seed, drop, BLOCK: tl.constexpr):
 def apply_kernel(x_ptr, mask_ptr, y_ptr, n, scale, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < n).to(tl.float32)
-    # A choice, not a product: 0 * inf is NaN.
+    # tl.where, because a product with the mask would make NaN of inf * 0.
     tl.store(y_ptr + i, tl.where(tl.load(mask_ptr + i, mask=i < n) != 0, x * scale, 0.0), mask=i < n)
 
 
@@ -56,8 +66,8 @@ def stored_mask(x, p, seed):
     return y
 
 
-# Rung 2. New: no mask in memory. The word is a function of (seed, i), so whoever needs it computes it.
-# Predicted: the minimum of 2n, but 80 instructions an element, three times what an SM can issue. Count the calls in
+# Rung 2. New: no mask in memory. The random word is a function of (seed, i), so each kernel that needs it computes it.
+# Predicted: 2n, but 80 instructions per element, three times what an SM can issue at a copy's speed. Count the calls in
 # the machine code before you believe it.
 @triton.jit(do_not_specialize=["seed", "drop"])
 def seeded_kernel(x_ptr, y_ptr, n, seed, drop, scale, BLOCK: tl.constexpr):
@@ -68,21 +78,23 @@ def seeded_kernel(x_ptr, y_ptr, n, seed, drop, scale, BLOCK: tl.constexpr):
 
 
 def seeded(x, p, seed):
-    """[...] -> [...], one Philox call an element."""
+    """[...] -> [...], one Philox call per element."""
     return _launch(x, p, seed, seeded_kernel, 1, 1024, 4)
 
 
-# Rung 3. New: all four words of a call are used, by design and not by the compiler's luck. A row of the [CALLS, 4] tile
-# is one call; join interleaves the words inside each thread, so no data moves. Element i still gets word i % 4 of call
-# i // 4, whatever the block size: a mask that changed with the tuning could not be recomputed by another backward.
-# Predicted: little. The compiler had merged the calls of rung 2 already; only the choice of one word in four goes.
+# Rung 3. New: the source uses all four words of a call, and does not rely on the compiler for it. A row of the [CALLS,
+# 4] tile is one call. tl.join interleaves the words inside each thread, so no data moves between threads. Element i
+# still gets word i % 4 of call i // 4 for every block size. A mask that changes with the block size could not be
+# computed again by a backward with other blocks.
+# Predicted: a little. The compiler has merged the calls of rung 2 already. Only the choice of one word in four is
+# saved.
 @triton.jit(do_not_specialize=["seed", "drop"])
 def four_words_kernel(x_ptr, y_ptr, n, seed, drop, scale, CALLS: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * CALLS  # 64 bits once; what each thread adds fits in 32
     call = tl.arange(0, CALLS)
     i = call[:, None] * 4 + tl.arange(0, 4)[None, :]
     mask = i < tl.minimum(n - first * 4, CALLS * 4).to(tl.int32)
-    x = tl.load(x_ptr + first * 4 + i, mask=mask).to(tl.float32)  # before the arithmetic, which hides its latency
+    x = tl.load(x_ptr + first * 4 + i, mask=mask).to(tl.float32)  # in flight while the arithmetic below runs
     w0, w1, w2, w3 = tl.randint4x(seed, first + call)
     word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (CALLS, 4))
     keep = word.to(tl.uint32, bitcast=True) >= drop.to(tl.uint32)
@@ -94,9 +106,10 @@ def four_words(x, p, seed):
     return _launch(x, p, seed, four_words_kernel, 4, 512, 4)
 
 
-# Rung 4. New: a 32 x 32 -> 64-bit product gives both halves (IMAD.WIDE), where tl.randint4x multiplies twice. A row of
-# the tile is two calls, 8 elements: 16-byte accesses in bf16. Where there are many programs they have one warp, so that
-# they begin and end one by one. Predicted: half the multiplications, nearest to copy speed where n is large.
+# Rung 4, advanced. New: a 32 x 32 -> 64-bit product gives both halves at once (the instruction IMAD.WIDE), where
+# tl.randint4x multiplies twice. A row of the tile is two calls, 8 elements: 16-byte accesses in bf16. Where there are
+# many programs they have one warp each, so that they start and end at different times.
+# Predicted: half the multiplications, and the speed of a copy where n is large.
 @triton.jit
 def philox(call, seed):
     c0, c1 = call.to(tl.uint32), (call >> 32).to(tl.uint32)
@@ -157,7 +170,7 @@ def _prepare(x, p, seed):
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, p, seed):
-        ctx.p, ctx.seed = p, seed  # all that the backward needs: 16 bytes instead of a mask
+        ctx.p, ctx.seed = p, seed  # all that the backward needs: 16 bytes, and no mask
         return wide_product(x, p, seed)
 
     @staticmethod
@@ -181,14 +194,14 @@ LESSON = Lesson(
             rung=stored_mask,
             at=LARGE,
             percent_of_limit=50,
-            why="The kernel that draws the mask waits for its 80 instructions an element, not for memory.",
+            why="The kernel that draws the mask waits for its 80 instructions per element, not for memory.",
         ),
         Prediction(
             rung=seeded,
             at=LARGE,
             percent_of_limit=33,
             why="A thread owns 8 neighbours and i // 4 is the same for four of them, so the compiler makes 2 "
-            "calls for 8: 27 instructions an element, just under what an SM issues.",
+            "calls for 8: 27 instructions per element, just under what an SM issues.",
         ),
         Prediction(rung=four_words, at=LARGE, times=1.12, over=seeded),
         Prediction(rung=wide_product, at=LARGE, percent_of_limit=100),

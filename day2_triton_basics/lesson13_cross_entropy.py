@@ -1,17 +1,20 @@
 """Cross-entropy: read the logits once, write almost nothing
 ========================================================
-loss = log(sum_j exp(x_j)) - x_target for each row of logits [M, V]. It reads MV elements and writes two per row.
+loss = log(sum_j exp(x_j)) - x_target for each row of logits [M, V], the scores of V classes. It reads MV elements and
+writes two per row.
 
     two kernels    the log-softmax is written, MV elements in fp32; then one element per row is read    5 x the least
     one kernel     the row is reduced, and the target's logit is loaded with it                          MV elements
 
 On an H200, at 4.2 TB/s, 8192 x 128,256 in bf16 (2.1 GB, Llama 3's vocabulary) takes at least 0.5 ms.
 
-The loss is fp32 whatever the logits are, as under autocast: the mean of a batch should not start from 8 bits. The
-second result, lse = log(sum_j exp(x_j)), is all that the backward needs (lesson 14). A target is a class, or -100
-(ignored: loss 0). Any other raises in PyTorch on the CPU and ends the process on a GPU; here its loss is NaN.
+The loss is fp32 for every dtype of the logits, as under autocast: the mean of a batch should not start from 8 bits. The
+second result, lse = log(sum_j exp(x_j)), is all that the backward needs (lesson 14). A target is a class, or -100,
+which means that the row is ignored and its loss is 0. Any other target raises in PyTorch on the CPU and ends the
+process on a GPU. Here its loss is NaN.
 
-You will be able to: fuse a gather into a reduction, and run an online reduction without a reduction in its loop.
+You will be able to: fuse a gather (a load at an index that is data) into a reduction, and keep the statistics of an
+online loop per lane.
 You need: lesson 5 (softmax and its online loop). course_ops.cross_entropy has the kernels for odd and for few rows.
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
 Run it:    python day2_triton_basics/lesson13_cross_entropy.py
@@ -24,7 +27,7 @@ exponentials per element does the online loop of lesson 5 need, if every lane ha
 
 import math
 
-from lessonkit import About, Lesson, Mutant, Unsupported, case, expect
+from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, expect
 
 import torch
 import triton
@@ -39,8 +42,8 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
 # Rung 1. As PyTorch does it: a kernel writes the log-softmax, and a second one picks one element of each row. m is
 # subtracted because exp overflows fp32 past 88.7.
-# Predicted: three reads of 2 bytes and a write of 4 per element, 10 bytes where 2 would do. Caches may serve the second
-# and third read of a short row.
+# Predicted: three reads of 2 bytes and a write of 4 per element, 10 bytes where 2 suffice: a fifth of a copy's speed.
+# Caches may serve the second and third read of a short row.
 @triton.jit
 def log_softmax_kernel(x_ptr, log_p_ptr, lse_ptr, V, stride_x, BLOCK: tl.constexpr):  # x, log_p: [M, V], lse: [M]
     row = tl.program_id(0).to(tl.int64)  # int64 before the multiplication: M * V may be past 2^31
@@ -77,7 +80,7 @@ def pick_kernel(log_p_ptr, targets_ptr, loss_ptr, M, V, BLOCK: tl.constexpr):  #
 
 @triton.jit
 def target_value(x_ptr, targets_ptr, row, M, V, stride_x):
-    """The target of a row (or of several) and x there; NaN if it is no class, for it is never used as an address."""
+    """The target of a row (or of several) and x there. A target that is no class gives NaN and no load."""
     target = tl.load(targets_ptr + row, mask=row < M, other=IGNORE)
     inside = (target >= 0) & (target < V)
     x = tl.load(x_ptr + row.to(tl.int64) * stride_x + target, mask=inside, other=float("nan"))
@@ -94,9 +97,9 @@ def cross_entropy_unfused(logits, targets):
     return loss, lse
 
 
-# Rung 2. New: the row stays in registers. The target's logit is one element more to load; it is asked for first, so it
-# arrives along with the row.
-# Predicted: MV elements, a fifth of the bytes. Rows end at 65,536 columns.
+# Rung 2. New: the row stays in registers. The target's logit is one element more to load. Its load is issued first, so
+# it arrives along with the row.
+# Predicted: MV elements, a fifth of the bytes and of the time. Rows end at 65,536 columns.
 @triton.jit
 def row_kernel(
     x_ptr, targets_ptr, loss_ptr, lse_ptr,  # [M, V], [M], [M], [M]
@@ -109,7 +112,7 @@ def row_kernel(
     offsets = rows.to(tl.int64)[:, None] * stride_x + cols[None, :]
     x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
     m = tl.maximum(tl.max(x, axis=1), LOWEST)
-    # tl.exp takes care of results below 1e-38, which next to the maximum's 1 are as good as 0; tl.exp2 does not.
+    # tl.exp takes extra instructions for results below 1e-38. Beside the maximum's 1 these count as 0: tl.exp2 will do.
     s = tl.sum(tl.exp2((x - m[:, None]) * LOG2E), axis=1)
     finish(m, s, target, logit, loss_ptr, lse_ptr, rows, M)
 
@@ -118,7 +121,7 @@ def row_kernel(
 def finish(m, s, target, logit, loss_ptr, lse_ptr, row, M):
     log_s = log_of_sum(s)
     tl.store(lse_ptr + row, m + log_s, mask=row < M)
-    # Not lse - logit: of the difference of two values near 1000 fp32 keeps 4 digits.
+    # Not lse - logit: the difference of two fp32 values near 1000 has 4 digits.
     tl.store(loss_ptr + row, tl.where(target == IGNORE, 0.0, log_s - (logit - m)), mask=row < M)
 
 
@@ -134,11 +137,16 @@ def cross_entropy_row(logits, targets, *, rows=1):
     return loss, lse
 
 
-# Rung 3. New: any V, in one pass, by a loop that keeps m and s and rescales s when m grows. Every lane keeps its own m
-# and s. With one maximum per block, all warps would wait for each other in every step. (m, s) pairs combine in any
-# order, so the lanes need not agree before the row is over.
-# Predicted: MV elements at any V, but 2 exponentials per element. An SM computes 16 per cycle, and memory could bring
-# it 9 bf16 elements per cycle: at most 16/18 of memory speed.
+# Rung 3. New: any V, in one pass, by the online loop of lesson 5: it keeps m and s, and rescales s when m grows. Here
+# every lane keeps its own m and s. With one maximum per block, all warps would wait for each other in every step.
+#
+#     step 0    [ x0   x1   x2   x3 ]      lane i has seen x_i                        m_i, s_i
+#     step 1    [ x4   x5   x6   x7 ]      lane i has seen x_i and x_(i+4)            m_i, s_i
+#     the end   m = max(m_i)               s = sum of s_i exp(m_i - m)                one pair for the row
+#
+# The pairs may be merged in any order, so once at the end is enough.
+# Predicted: MV elements at any V, but 2 exponentials per element. An SM computes 16 per cycle. At 4.2 TB/s memory
+# brings it 9 bf16 elements per cycle, which need 18. So 16/18, 89% of memory speed.
 @triton.jit
 def online_kernel(x_ptr, targets_ptr, loss_ptr, lse_ptr, M, V, stride_x, BLOCK: tl.constexpr):
     row = tl.program_id(0)
@@ -215,6 +223,24 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(cross_entropy_unfused, cross_entropy_row, cross_entropy_online),
+    predicted=(
+        Prediction(rung=cross_entropy_unfused, at={"M": 4096, "V": 32768}, percent_of_limit=20),
+        Prediction(
+            rung=cross_entropy_row,
+            at={"M": 4096, "V": 32768},
+            times=5,
+            over=cross_entropy_unfused,
+            why="An SM holds one such program, 32 warps of 52 registers, so it loads nothing while it computes: 2.1 us "
+            "for a row's bytes at its share of 4.2 TB/s, and 1.7 us to issue 390 instructions in each warp.",
+        ),
+        Prediction(
+            rung=cross_entropy_online,
+            at={"M": 8192, "V": 128256},
+            percent_of_limit=89,
+            why="The loop has 18 instructions per element on sm_90, so an SM issues enough for 7.1 elements per cycle "
+            "and not for 9: 79% of memory speed before any wait.",
+        ),
+    ),
     checks=(
         *PROBLEM.checks,
         case("five blocks, and a stride that is not V", M=3, V=20480, pad=3, strange=True),

@@ -1,6 +1,11 @@
 """Cross-entropy backward: recompute the softmax, do not keep it
 =============================================================
-dlogits = (softmax(x) - onehot(target)) * dloss, row by row: MV elements to read, MV to write.
+The forward is loss = lse - x_target with lse = log(sum_j exp(x_j)), for each row x of logits [M, V]. So:
+
+    dloss/dx_j = exp(x_j) / sum_i exp(x_i) - 1[j = target] = exp(x_j - lse) - 1[j = target]
+
+where 1[j = target] is 1 at the target and 0 elsewhere. The first term is the softmax. Times the gradient that autograd
+passes in, that is dlogits: MV elements to read, MV to write. The forward may save one of two things:
 
     what the forward saves     memory         the backward does
     the softmax, in fp32       4MV bytes      reads it
@@ -9,8 +14,8 @@ dlogits = (softmax(x) - onehot(target)) * dloss, row by row: MV elements to read
 The second costs one exponential per element and no memory. On an H200, at 4.2 TB/s, 8192 x 128,256 in bf16 (4.2 GB read
 and written) takes at least 1.0 ms.
 
-You will be able to: say what to save for a backward; read and write 16 bytes at a time in rows that start at odd
-addresses; make an op with a gradient.
+You will be able to: say what to save for a backward, and make an op with a gradient. Rung 3 is advanced: 16-byte
+accesses in rows that start at odd addresses.
 You need: lesson 13 (cross-entropy and lse).
 Run it:    python day2_triton_basics/lesson14_cross_entropy_backward.py
 Check it:  python -m lessonkit check lesson14_cross_entropy_backward
@@ -20,7 +25,7 @@ Answer before you read on. What is the sum of a row of dlogits? V = 50,257 in bf
 multiple of 16 bytes?
 """
 
-from lessonkit import About, Grad, Lesson, Mutant, case, expect
+from lessonkit import About, Grad, Lesson, Mutant, Prediction, case, expect
 
 import torch
 import triton
@@ -32,9 +37,9 @@ IGNORE = tl.constexpr(-100)
 
 
 # Rung 1. The softmax goes through memory: one kernel writes it (in a training step the forward would), a second one
-# reads it and makes the gradient. It is kept in fp32: near 1, 16 bits would leave no digit of p - 1, the target's
-# gradient.
-# Predicted: 2 + 4 + 4 + 2 bytes per element in bf16 where 2 + 2 would do, 3 times the least; and 4MV bytes of memory.
+# reads it and makes the gradient. It is kept in fp32, because p - 1, the target's gradient, has no digits left if p is
+# near 1 and rounded to 16 bits.
+# Predicted: 2 + 4 + 4 + 2 bytes per element in bf16 where 2 + 2 suffice, 3 times the least; and 4MV bytes of memory.
 @triton.jit
 def softmax_kernel(x_ptr, lse_ptr, p_ptr, V, stride_x, BLOCK: tl.constexpr):  # [M, V], [M], [M, V]
     row = tl.program_id(0).to(tl.int64)  # int64 before the multiplication: M * V may be past 2^31
@@ -99,16 +104,17 @@ def backward_recomputed(dloss, logits, targets, lse):
     return dlogits
 
 
-# Rung 3. New: 16-byte accesses in every row. With V = 50,257 only every eighth row starts at a multiple of 16 bytes. So
-# chunks of W elements are counted from the start of the tensor, not from the start of the row:
+# Rung 3, advanced. New: 16-byte accesses in every row. With V = 50,257 only every eighth row starts at a multiple of 16
+# bytes. So chunks of W elements are counted from the start of the tensor, not from the start of the row:
 #
 #     chunks of the tensor    | 24 .. 31 | 32 .. 39 | 40 .. 47 | 48 .. 55 |      W = 8 elements in bf16
 #     row 1 of V = 27             27 .. 31 | 32 .. 39 | 40 .. 47 | 48 .. 53
 #                                  singly    16 bytes   16 bytes   singly
 #
-# A chunk that lies across two rows is never written whole: that would overwrite what another program wrote.
-# And there is no loop. Nothing is carried along a row, so it is cut into blocks, one warp each with 4 chunks per
-# thread: 1024 elements in bf16. An SM holds 28 such programs, which ask for 56 KB. By Little's law 25 KB are enough.
+# A chunk that lies across two rows is written element by element, because its other part belongs to another program.
+#
+# And there is no loop. Nothing is carried along a row, so it is cut into blocks. A block is one warp with 4 chunks per
+# thread, 1024 elements in bf16. An SM holds 28 such programs, with 56 KB in flight. By Little's law 25 KB are enough.
 # Predicted: copy speed at every V, odd and short ones too.
 @triton.jit
 def wide_kernel(
@@ -131,7 +137,8 @@ def wide_kernel(
     hit = offsets == (target - (first * W - begin)).to(tl.int32)
     tl.store(dx_ptr + first_dx * W + offsets, (tl.exp(x - lse) - hit) * scale, mask=inside)
     if block == 0:
-        # The elements before the chunks and those after; in a row that lies within one chunk these are not the same.
+        # The elements before the first chunk and those after the last. tl.maximum: in a row that lies within one chunk
+        # these must not be the same.
         side = tl.arange(0, 2 * W)
         cols = tl.where(side < W, (first - 1) * W, (tl.maximum(first, after) - 1) * W) + side - begin
         mine = (cols >= 0) & (cols < V)
@@ -146,7 +153,7 @@ def backward_wide(dloss, logits, targets, lse, *, in_place=False):
         w = 16 // logits.element_size()
         if logits.data_ptr() % 16 or dlogits.data_ptr() % 16 or (logits.stride(0) - dlogits.stride(0)) % w:
             w = 1  # no chunk is aligned in both: a chunk is one element, slow and right
-        lanes, blocks = 128, triton.cdiv(V, 128 * w)  # four chunks a thread of one warp
+        lanes, blocks = 128, triton.cdiv(V, 128 * w)  # four chunks per thread of one warp
         args = dloss, logits, targets, lse, dlogits, V, logits.stride(0), dlogits.stride(0), blocks
         wide_kernel[(M * blocks,)](*args, lanes, w, num_warps=1)
     return dlogits
@@ -188,13 +195,13 @@ def cross_entropy(logits, targets, in_place=False):
     """[M, V], [M] -> loss [M] in fp32, with a gradient.
 
     in_place: the backward writes dlogits over the logits, which saves MV elements of memory. Only for the last op of a
-    model and for one backward: afterwards the logits are gone, and autograd does not know.
+    model and for one backward: afterwards the logits are lost, and autograd does not notice.
     """
     return _CrossEntropy.apply(logits, targets, in_place)
 
 
 def usual(logits, targets):
-    """What autograd is compared with. In fp32, for that is what the loss is here."""
+    """What autograd is compared with. In fp32, the loss's dtype here."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.nn.functional.cross_entropy(x, targets, reduction="none")
 
@@ -229,6 +236,12 @@ LESSON = Lesson(
     ),
     problem=PROBLEM_BACKWARD,
     rungs=(backward_saved, backward_recomputed, backward_wide),
+    predicted=(
+        Prediction(rung=backward_saved, at={"M": 8192, "V": 128256}, percent_of_limit=33),
+        Prediction(rung=backward_recomputed, at={"M": 8192, "V": 128256}, times=3, over=backward_saved),
+        Prediction(rung=backward_wide, at={"M": 4096, "V": 50257}, percent_of_limit=100),
+        Prediction(rung=backward_wide, at={"M": 32768, "V": 1024}, percent_of_limit=100),
+    ),
     checks=(
         *PROBLEM_BACKWARD.checks,
         case("several blocks, and a stride that is not V", M=3, V=9001, pad=3),

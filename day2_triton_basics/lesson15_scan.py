@@ -1,14 +1,22 @@
 """Scan: waiting for a neighbour without a deadlock
 ================================================
-y[i] = x[0] + ... + x[i] (torch.cumsum) looks serial: every element needs the one before it. It reads n and writes n; at
-4.2 TB/s, n = 2^28 in fp32 (2.15 GB) cannot take less than 0.51 ms. The textbook's parallel scan reads x twice,
-3n in all, so 1.5 times that. Decoupled look-back (Merrill and Garland 2016) needs 2n: one pass, in which a program
-waits for sums that programs before it have yet to publish. Predicted gain over three phases: 1.5 times.
+y[i] = x[0] + ... + x[i] (torch.cumsum) looks serial: every element needs the one before it. On an H200, at 4.2 TB/s,
+n = 2^28 in fp32 (2.15 GB read and written) takes at least 0.51 ms.
 
-You will learn: scans inside a program, carries, words that are published whole, spinning that cannot deadlock.
+    three kernels    x is read for the sums of the blocks; the sums are scanned; x is read again, y is written    3n
+    one kernel       x is read, y is written; programs wait for sums of the programs before them                  2n
+
+The second is decoupled look-back (Merrill and Garland 2016). Predicted gain over three kernels: 1.5 times.
+
+You will be able to: scan inside a program, publish a value and its status as one word, and say why programs that wait
+for each other cannot deadlock here.
+You need: lesson 4 (sums of several programs, atomics). Rung 3 is advanced.
 Run it:    python day2_triton_basics/lesson15_scan.py
 Check it:  python -m lessonkit check lesson15_scan
 Time it:   python -m lessonkit bench lesson15_scan
+
+Answer before you read on. Which y depends on the last element of x, and which on the first? Of 1000 programs 600 run at
+once, and each waits for the one before it: what happens if program 900 starts before program 1?
 """
 
 import random
@@ -22,13 +30,14 @@ import triton.language as tl
 from problems.scan import PROBLEM, inputs, reference
 
 
-# Rung 1. One program, a block at a time, the sum of all blocks before it carried in a register. tl.cumsum scans inside
-# the block in log2(BLOCK) steps. Sums are fp32 for 16-bit x too. Predicted: the least bytes, at the pace of one SM.
+# Rung 1. One program takes a block at a time. A register carries the sum of all blocks before it. tl.cumsum scans
+# inside the block in log2(BLOCK) steps. Sums are fp32 for 16-bit x too.
+# Predicted: the least bytes, at the speed of one of 132 SMs.
 @triton.jit
 def scan_sequential_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # [n] each
     carry = 0.0
     for block in range(tl.cdiv(n, BLOCK)):
-        offsets = block * BLOCK + tl.arange(0, BLOCK)  # block has n's width, 64 bits past 2^31: no overflow
+        offsets = block * BLOCK + tl.arange(0, BLOCK)  # n past 2^31 has 64 bits, and block has n's type: no overflow
         mask = offsets < n
         x = tl.load(x_ptr + offsets, mask=mask, other=0).to(tl.float32)
         tl.store(y_ptr + offsets, tl.cumsum(x) + carry, mask=mask)
@@ -43,9 +52,16 @@ def scan_sequential(x):
     return y
 
 
-# Rung 2. New: three kernels, so that all SMs work: the sum of every block, a scan of those sums (rung 1: 1/4096 of the
-# data), and a scan of every block that starts from the sums before it. A kernel's end is the only barrier among all
-# programs there is, and it costs the data: x is read twice. Predicted: 3n, 1.5 times the least time.
+# Rung 2. New: three kernels, so that all SMs work.
+#
+#     blocks of x      [ 1 2 3 ]   [ 4 5 6 ]   [ 7 8 9 ]
+#     sums             6           15          24              kernel 1: one program per block
+#     ends             6           21          45              kernel 2: rung 1 on the sums, 1/4096 of the data
+#     y                [ 1 3 6 ]   [10 15 21 ] [28 36 45 ]     kernel 3: each block adds the end of the block before it
+#
+# Triton has no other barrier between all programs than the end of a kernel. Registers do not survive it, so x is read
+# twice.
+# Predicted: 3n, 1.5 times the least time.
 @triton.jit
 def block_sums_kernel(x_ptr, sums_ptr, n, BLOCK: tl.constexpr):  # x [n], sums [blocks]
     block = tl.program_id(0).to(tl.int64)
@@ -76,19 +92,28 @@ def scan_three_phase(x):
     return y
 
 
-# Rung 3. New: decoupled look-back. A program keeps its tile of x in registers and publishes a word of 64 bits: first
-# (AGGREGATE, sum of this tile), later (PREFIX, sum of everything up to its end). It finds what came before by adding
-# up aggregates backwards until it meets a prefix, and so needs nobody to be finished, only to have begun. Four traps:
-# - A program that waits for one that has no SM to start on waits forever. Here programs wait for lower ids only, and
-#   GPUs start programs in order of their ids, so those have begun. CUDA does not promise it; CUB's scan relies on it.
-# - Status and value in two words could be seen one without the other, unless fences order them. In one aligned
+# Rung 3, advanced. New: decoupled look-back. A program keeps its tile of x in registers and publishes a word of 64
+# bits. First it is (AGGREGATE, sum of this tile), later (PREFIX, sum of x up to the tile's end). To find the sum before
+# its tile, it adds up aggregates backwards until it meets a prefix:
+#
+#     tile        0           1           2              3              4
+#     word        PREFIX 6    PREFIX 21   AGGREGATE 24   AGGREGATE 33   looks back: 33 + 24 + 21 = 78
+#
+# So it waits until the programs before it have started, and not until they have finished. Four traps:
+#
+# - Starts. A program that waits for one that has no SM to start on waits forever. Here programs wait for lower ids
+#   only. GPUs start programs in the order of their ids, so those have started. CUDA does not promise this order, but
+#   CUB's scan relies on it too.
+# - Status and value. In two words, one could be seen without the other, unless fences order the writes. In one aligned
 #   64-bit word they arrive together, and relaxed accesses are enough.
-# - The words must be zero (EMPTY) at the start: a memset of 8 bytes a tile, 1/8192 of the traffic, but a launch.
-# - A waiting program holds its tile, so registers set the pace: bytes in flight per SM are the data in them. Hence the
-#   scan comes after the look-back, or x and its scan would both live through it, and full tiles branch round the
-#   masks. Some 96 registers a thread remain, 64 of them data: 5 programs of 32 KB on an SM.
-# Predicted: 2n, 1.5 times the speed of rung 2. The order of additions, so the last bit of y, varies from run to run.
-TILE = 8192  # 64 elements a thread
+# - The words must be zero (EMPTY) at the start. That is a memset of 8 bytes per tile, 1/8192 of the traffic, and a
+#   launch.
+# - Registers. A waiting program holds its tile, so the bytes in flight per SM are those in registers. So the scan comes
+#   after the look-back: before it, x and its scan would both be held. Full tiles take a branch without masks. A thread
+#   has about 96 registers then, 64 of them data: 5 programs of 32 KB on an SM.
+#
+# Predicted: 2n, 1.5 times the speed of rung 2. The order of additions varies from run to run, and so does the last bit.
+TILE = 8192  # 64 elements per thread
 EMPTY, AGGREGATE, PREFIX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -107,16 +132,16 @@ def look_back(words_ptr, tile, WINDOW: tl.constexpr):  # words [tiles]
     nearest = tile - 1
     while nearest >= 0:
         ids = nearest - lanes
-        # volatile: read memory each time round. Lanes before tile 0 stay EMPTY; tile 0 always stops the search.
+        # volatile: load from memory in each round. Lanes before tile 0 stay EMPTY; tile 0 always stops the search.
         words = tl.load(words_ptr + ids, mask=ids >= 0, other=0, volatile=True)
         state = words >> 32
         value = words.to(tl.int32).to(tl.float32, bitcast=True)
-        known = tl.min(tl.where(state == EMPTY, lanes, WINDOW))  # so many neighbours have published something
+        known = tl.min(tl.where(state == EMPTY, lanes, WINDOW))  # this many neighbours have published a word
         stop = tl.min(tl.where(state == PREFIX, lanes, WINDOW))
         found = stop < known
         take = tl.where(found, stop + 1, known)
         before += tl.sum(tl.where(lanes < take, value, 0.0))
-        nearest = tl.where(found, -1, nearest - take)  # take 0: the next one is not there yet, so look again
+        nearest = tl.where(found, -1, nearest - take)  # take = 0: the nearest word is still EMPTY, so look again
     return before
 
 
@@ -133,7 +158,7 @@ def scan_look_back_kernel(x_ptr, y_ptr, words_ptr, n, BLOCK: tl.constexpr, WINDO
     else:
         x = tl.load(x_ptr + start + lanes, mask=lanes < size, other=0).to(tl.float32)
     total = tl.sum(x)
-    # Published before the scan below, for others wait for it. Tile 0 has nothing before it: its sum is a prefix.
+    # Published before the scan below, because other programs wait for it. Tile 0's sum is a prefix at once.
     publish(words_ptr + tile, tl.where(tile == 0, PREFIX, AGGREGATE), total)
     before = look_back(words_ptr, tile, WINDOW)
     publish(words_ptr + tile, tl.full((), PREFIX, tl.int32), before + total)
@@ -154,13 +179,14 @@ def _look_back(x, reverse=False):
     tiles = triton.cdiv(x.numel(), TILE)
     if tiles:
         words = torch.zeros(tiles, dtype=torch.int64, device=x.device)
-        # WINDOW 128 for 128 threads: in a smaller one several warps would load the same word, and at times disagree.
+        # WINDOW is 128 for 128 threads. In a smaller one several warps would load the same word at different times, and
+        # could see different values.
         scan_look_back_kernel[(tiles,)](x, y, words, x.numel(), TILE, 128, reverse, num_warps=4)
     return y
 
 
 def look_back_in_slow_motion(x, BLOCK=256, WINDOW=4, resident=8):
-    """The twin: scan_look_back as Python generators, a few of them resident, run in random turns as on an SM."""
+    """scan_look_back as Python generators: a few are resident at once, and a random one of them takes the next step."""
     n, y, words = x.numel(), torch.empty_like(x), {}
 
     def program(tile):
@@ -168,7 +194,7 @@ def look_back_in_slow_motion(x, BLOCK=256, WINDOW=4, resident=8):
         total, before, nearest = part.sum(), 0.0, tile - 1
         words[tile] = ("PREFIX" if tile == 0 else "AGGREGATE", total)
         while nearest >= 0:
-            yield  # others run here: between two looks anything may have been published
+            yield  # other programs run here: between two looks any word may be published
             for _lane in range(WINDOW):
                 state, value = words.get(nearest, ("EMPTY", 0.0))
                 if state == "EMPTY":
@@ -180,7 +206,7 @@ def look_back_in_slow_motion(x, BLOCK=256, WINDOW=4, resident=8):
 
     turns, alive = random.Random(0), [program(tile) for tile in range(-(-n // BLOCK))]
     while alive:
-        turn = turns.choice(alive[:resident])  # a generator begins at its first turn: in order, as programs do
+        turn = turns.choice(alive[:resident])  # a generator starts at its first step: in order, as programs do
         if next(turn, "ended") == "ended":
             alive.remove(turn)
     return y
@@ -193,7 +219,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # x[i] is in y[i], y[i + 1], ...: its slope is the sum of dy from i on, a scan from the other end.
+        # x[i] is a term of y[i], y[i + 1], ... So dx[i] = dy[i] + dy[i + 1] + ..., a scan from the other end.
         return _look_back(dy.contiguous(), reverse=True)
 
 
@@ -267,7 +293,7 @@ LESSON = Lesson(
         Mutant("the carry includes this block", "scan_blocks_kernel", "block - 1", "block", "scan_three_phase"),
         Mutant("sums of blocks in 16 bits", "scan_three_phase", "float32", "bfloat16", "scan_three_phase"),
         Mutant("the prefix itself is left out", "look_back", "stop + 1", "stop", "scan_look_back"),
-        # Wrong whoever comes first: what depends on the order of programs may pass by luck.
+        # Wrong in every order of programs. A mutant that is wrong in some orders only could pass by luck.
         Mutant("a tile counts itself", "look_back", "nearest = tile - 1", "nearest = tile", "scan_look_back"),
         Mutant("a sum converted, not its bits", "publish", "int32, bitcast=True", "int32", "scan_look_back", "nan"),
         Mutant("a lane too many", "scan_look_back_kernel", "size, o", "size + 1, o", "scan_look_back", "out of bounds"),
@@ -276,8 +302,9 @@ LESSON = Lesson(
     passes={scan_sequential: 1.0, scan_three_phase: 1.5, scan_look_back: 1.0},
     properties=(*PROBLEM.properties, any_mixture_of_words, offsets_past_2_31),
     grad=Grad(scan),
-    # The budget is 16 times PyTorch's own error, and on a CPU that is one rounding, for it accumulates in float64. k
-    # additions in a row in fp32 make some sqrt(k) / 2 roundings: 32 in the interpreter, which scans a tile in order.
+    # The budget is 16 times PyTorch's own error. On a CPU that error is one rounding, because it accumulates in
+    # float64. k additions in a row in fp32 give about sqrt(k) / 2 roundings. The interpreter scans a tile in order, so
+    # about 32.
     factor=4,
     cpu_model=look_back_in_slow_motion,
 )

@@ -4,18 +4,25 @@ Advanced. Softmax, LayerNorm, RMSNorm and their backwards read a row, reduce it,
 kernel reads it once and keeps it on the chip in between. Where it can stay depends on its length. So this lesson has
 four kernels for one operator, softmax. course_ops uses the same four for the others (course_ops/kernels/_rows.py).
 
-    row of N elements     who holds it                        rung             bytes moved
+    row of N elements     what holds it                       rung             elements moved
     256                   a program holds several rows        softmax_packed   2MN
     8,192                 a program holds one row             softmax_row      2MN
     32,768                one program, as 16-bit data         softmax_packed   2MN
     131,072               64 programs in bf16, 4 KB each      softmax_shared   2MN
     10,000,000            does not fit: read twice            softmax_online   3MN
 
-The budget of an H200: 132 SMs, each with 256 KB of registers (65,536 of 32 bits) and up to 2048 threads. By Little's
-law, 4.2 TB/s at a latency of about 800 ns needs 3.4 MB of loads in flight, 25 KB on each SM. At 4.2 TB/s, a matrix of
-2048 x 131,072 in bf16 (1.07 GB read and written) takes at least 0.26 ms.
+    softmax_packed     one program    [ row 0 ] [ row 1 ] [ row 2 ] [ row 3 ]          a tile of short rows
+    softmax_row        one program    [ row 0 ............................. ]          a row in registers
+    softmax_shared     program 0      [ row 0, part 0 ] ---+
+                       program 1      [ row 0, part 1 ] ---+--> (m, s) of the row      parts exchange statistics
+                       program 2      [ row 0, part 2 ] ---+
+    softmax_online     one program    [ block 0 ] -> [ block 1 ] -> [ block 2 ]        m and s go from block to block
 
-You will be able to: say from N, the dtype and the registers which of the four kernels a row needs, and write it.
+The budget of an H200: 132 SMs, each with 256 KB of registers (65,536 of 32 bits) and up to 2048 threads. By Little's
+law (bytes in flight = bandwidth * latency), 4.2 TB/s at about 800 ns needs 3.4 MB of loads in flight, 25 KB on each SM.
+At 4.2 TB/s, a matrix of 2048 x 131,072 in bf16 (1.07 GB read and written) takes at least 0.26 ms.
+
+You will be able to: say which of the four kernels a row needs, from N, the dtype and the registers, and write it.
 You need: lesson 5 (softmax, and the loop with a rescaled sum), lesson 4 (sums of several programs).
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
 Run it:    python day2_triton_basics/lesson16_rows_of_any_length.py
@@ -28,7 +35,7 @@ programs share a row, and only seven fit on the GPU at once: what happens?
 
 import math
 
-from lessonkit import DEVICE, About, Lesson, Mutant, Unsupported, case, expect, num_sms, opaque
+from lessonkit import DEVICE, About, Lesson, Mutant, Prediction, Unsupported, case, expect, num_sms, opaque
 
 import torch
 import triton
@@ -36,7 +43,7 @@ import triton.language as tl
 
 from problems.softmax import PROBLEM
 
-# Where a maximum starts. Not -inf: after a block that is all -inf, exp(-inf - -inf) makes the sum NaN for good.
+# Where a maximum starts. Not at -inf: after a block of -inf alone, exp(-inf - -inf) makes the sum NaN for good.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2E = tl.constexpr(math.log2(math.e))  # exp(a) = 2^(a log2(e)), and the hardware computes powers of 2
 
@@ -80,9 +87,11 @@ def softmax_row(x):
 # Long rows: the row stays in registers as the 16 bits that were loaded. It is widened to fp32 three times: for the
 # maximum, the sum, the result. `opaque` stops the compiler from keeping the fp32 values instead. A row of 32,768 takes
 # 64 KB in bf16, so with 16 warps of 64 registers two such rows fit on an SM.
+#
 # x - m comes before the scaling by log2(e), because the difference is exact. x log2(e) is off by 0.00006 at x = 1000.
-# Predicted: 2MN. Faster at 256 columns, where a program had too little work, and from 12,672 on, where too few loads
-# were in flight; no change in between. The second exponential costs less than that wait.
+# Predicted: 2MN at the speed of a copy, at both ends. It is faster at 256 columns, where a program of rung 1 has too
+# little work, and from 12,672 on, where too few loads are in flight. In between nothing changes. The second exponential
+# costs less than that wait.
 @triton.jit
 def softmax_packed_kernel(x_ptr, y_ptr, M, N, stride_x, stride_y, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -103,22 +112,23 @@ def softmax_packed(x):
     if y.numel():
         block = triton.next_power_of_2(N)
         rows = max(1, 2048 // (block * size))
-        warps = max(min(2, rows * block * size // 2048), block * size // 4096)  # 64 bytes a thread, then 128
+        warps = max(min(2, rows * block * size // 2048), block * size // 4096)  # 64 bytes per thread, then 128
         softmax_packed_kernel[(triton.cdiv(M, rows),)](
             x, y, M, N, x.stride(0), y.stride(0), rows, block, num_warps=warps, maxnreg=64 if warps > 2 else 72
         )
     return y
 
 
-# Rung 3. New: a loop over the row in blocks, so any length will do. The loop carries the statistics of what it has
-# seen: m, the maximum, and s, the sum of exp(x - m). When m grows, s is rescaled:
+# Rung 3. New: a loop over the row in blocks, so any length will do. The loop carries the statistics of the blocks so
+# far: m, the maximum, and s, the sum of exp(x - m). When m grows to m_new, each term changes by the same factor:
 #
-#     exp(x - m_new) = exp(x - m) exp(m - m_new)         so  s_new = s exp(m - m_new) + sum(exp(block - m_new))
+#     exp(x - m_new) = exp(x - m) exp(m - m_new)        for each x of the blocks so far
+#     s_new          = s exp(m - m_new) + sum(exp(block - m_new))
 #
 # The row is not kept, so it is read again for the result. The second pass goes backwards: the caches still hold what
 # was read last.
-# Predicted: 3MN elements, 1.5 times a copy, less where the caches serve part of the second read. Rungs 1 and 2 stay
-# faster wherever they fit.
+# Predicted: 3MN elements, 2/3 of a copy's speed, more where the caches serve part of the second read. Rungs 1 and 2
+# stay faster wherever they fit.
 @triton.jit
 def softmax_online_kernel(x_ptr, y_ptr, N, stride_x, stride_y, BLOCK_N: tl.constexpr):  # x, y: [M, N]
     row = tl.program_id(0).to(tl.int64)
@@ -168,14 +178,15 @@ def online_model(x, block_n=16):
 #     program 1   [ part 1 ] -- (m, s) --> partials[row, 1] --+--> every part loads all words: m and s of the row
 #     program 2   [ part 2 ] -- (m, s) --> partials[row, 2] --+
 #
-# A pair is one word of 8 bytes, and the GPU writes and reads such a word whole. So no fence is needed.
+# A pair is one word of 8 bytes, and the GPU writes and reads such a word whole. So no fence is needed. (A fence orders
+# two writes of a program as other programs see them.)
 #
-# Does every wait end? GPUs start programs in the order of their ids. So of the oldest unfinished row every part has
-# started or starts next, provided that PARTS programs fit on the GPU at once; the host checks that. CUDA does not
-# promise the order, but CUB's single-pass scan relies on it too. An atomic counter of starts would make it certain.
+# Does every wait end? GPUs start programs in the order of their ids. So every part of the oldest unfinished row has
+# started or starts next, if PARTS programs fit on the GPU at once. The host checks that. CUDA does not promise the
+# order, but CUB's single-pass scan relies on it too. An atomic counter of starts would make it certain.
 #
-# A part is one warp, which meets no barrier. An SM holds parts of several rows: one loads while another stores.
-# Predicted: 2MN at every length that the registers of all SMs hold: 2/3 of rung 3's time at 131,072 columns.
+# A part is one warp, so it has no barrier. An SM holds parts of several rows: one loads while another stores.
+# Predicted: 2MN at every length that the registers of all SMs hold: 1.5 times rung 3's speed at 131,072 columns.
 @triton.jit
 def softmax_shared_kernel(
     x_ptr, y_ptr, partials_ptr,  # [M, N], [M, N], [M, PARTS] int64 zeros
@@ -188,7 +199,7 @@ def softmax_shared_kernel(
     x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=-float("inf"))
     m = tl.maximum(tl.max(x, axis=0).to(tl.float32), LOWEST)
     s = tl.sum(tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E), axis=0)
-    # m in the high half, s in the low. The word is never 0, which means "not published": if m is 0.0, s counts 2^0.
+    # m in the high half, s in the low. 0 means "not published", and no pair is 0: if m is 0.0, s is at least 2^0 = 1.
     word = (m.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (s.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     partials_ptr += row * PARTS
     tl.atomic_xchg(partials_ptr + part, word, sem="relaxed")
@@ -215,11 +226,11 @@ def softmax_shared(x):
         return softmax_packed(x)
     block = max(4096 // size, triton.next_power_of_2(triton.cdiv(N, 128)))  # at most 128 words per row
     parts, warps = triton.cdiv(N, block), block * size // 4096
-    if parts > 28 // warps * num_sms():  # at 72 registers a thread an SM holds 28 warps
+    if parts > 28 // warps * num_sms():  # at 72 registers per thread an SM holds 28 warps
         return softmax_online(x)
     if M:
         partials = torch.zeros(M, parts, dtype=torch.int64, device=x.device)
-        slots = max(32 * warps, triton.next_power_of_2(parts))  # or two warps would hold the same word
+        slots = max(32 * warps, triton.next_power_of_2(parts))  # with fewer, two warps would load the same word
         # Interpreted programs run one after another, so a wait would not end: a first launch publishes all words.
         for publish_only in (True, False) if DEVICE.type == "cpu" else (False,):
             softmax_shared_kernel[(M * parts,)](
@@ -242,6 +253,13 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(softmax_row, softmax_packed, softmax_online, softmax_shared),
+    predicted=(
+        Prediction(rung=softmax_row, at={"M": 8192, "N": 8192}, percent_of_limit=100),
+        Prediction(rung=softmax_packed, at={"M": 32768, "N": 256}, percent_of_limit=100),
+        Prediction(rung=softmax_packed, at={"M": 4096, "N": 32768}, percent_of_limit=100),
+        Prediction(rung=softmax_online, at={"M": 2048, "N": 131072}, percent_of_limit=67),
+        Prediction(rung=softmax_shared, at={"M": 2048, "N": 131072}, times=1.5, over=softmax_online),
+    ),
     checks=(
         *PROBLEM.checks,
         case("past the registers of the interpreter's 4 SMs: the last rung goes online", M=1, N=262145),

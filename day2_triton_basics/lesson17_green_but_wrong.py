@@ -1,12 +1,18 @@
 """Green but wrong: what a passing run does not show
 =================================================
-lesson02_common_errors has the errors inside a kernel. These are around it: a wrapper that is right for most inputs,
-a race and a compiler that the interpreter does not have, a check that accepts zeros or NaN, a clock that times the
-launch. In each, something passes first; the step asserts that it does, shows why it is worth nothing, and mends it.
+lesson02_common_errors has the errors inside a kernel. These are around it:
+
+- a wrapper that is right for most inputs only
+- a race and a compiler, which the interpreter does not have
+- a check that accepts zeros or NaN
+- a clock that times the launch and not the work
+
+In each step something wrong passes first. The step asserts that it passes, shows why that says nothing, and mends it.
 
 Predict before you run: of 64 programs that each do z += 1 without an atomic, how many additions does the interpreter
 count? How many of 65,536 does a GPU?
-You will learn: which tool can see which error, and to try every check on a wrong answer first.
+You will be able to: say which tool sees which error. You will try every check on a wrong answer first.
+You need: lesson 1 (programs, masks), lesson 2 (errors inside a kernel).
 Run it:    python day2_triton_basics/lesson17_green_but_wrong.py
 """
 
@@ -29,7 +35,7 @@ def double_kernel(x_ptr, z_ptr, n, BLOCK: tl.constexpr):
 
 
 def _double_in_place(x):
-    x = x.contiguous()  # a copy if x is a transpose; from here on `x` is not the caller's tensor
+    x = x.contiguous()  # a copy if x is a transpose: then `x` is no longer the caller's tensor
     double_kernel[(1,)](x, x, x.numel(), BLOCK=triton.next_power_of_2(x.numel()))
 
 
@@ -81,14 +87,14 @@ def accumulated_without_an_atomic():
     programs = 64 if INTERPRETED else 2**16
     z = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     count_kernel[(programs,)](z, ATOMIC=False)
-    # The interpreter runs one program after another, which is always right. Read the kernel instead: does any address
-    # get a store from two programs? (compute-sanitizer's racecheck looks at shared memory only: it is no help here.)
+    # The interpreter runs one program after another, so it loses nothing. Look in the kernel for an address that two
+    # programs store to. compute-sanitizer's racecheck cannot see it either: it checks shared memory only.
     assert z.item() == programs if INTERPRETED else z.item() < programs
     count_kernel[(programs,)](z.zero_(), ATOMIC=True)
     assert z.item() == programs
 
 
-# Five kernels that the interpreter runs like any Python. A compiler has no values yet, only types, and refuses them.
+# Five kernels that the interpreter runs like any Python. The compiler knows types and no values, and refuses them.
 SCALE = 3.0
 SCALE_CONSTEXPR = tl.constexpr(3.0)
 
@@ -124,7 +130,7 @@ def break_kernel(x_ptr, z_ptr, n):
 @triton.jit
 def chained_kernel(x_ptr, z_ptr, n):
     i = tl.arange(0, 16)
-    # Write (0 <= i) & (i < n). Not `and`: interpreted, `a and b` is b, so the first mask is dropped without a word.
+    # Write (0 <= i) & (i < n). Not `and`: interpreted, `a and b` is b, so the first mask is dropped silently.
     tl.store(z_ptr + i, tl.load(x_ptr + i), mask=0 <= i < n)
 
 
@@ -164,7 +170,7 @@ def refused_by_the_compiler_only():
     if INTERPRETED:
         for kernel in REFUSED:
             kernel[(1,)](torch.randn(64), torch.empty(64), 16)
-    # Whether a process interprets is settled when it imports Triton, so the compiler is asked in another one.
+    # A process interprets or compiles from its import of Triton on, so another process calls the compiler here.
     seen = call_in_compiler(__name__, "_compile_for_hopper")
     assert seen.pop("mended_kernel") == ""
     for kernel, says in REFUSED.items():
@@ -179,7 +185,7 @@ def tolerance_that_accepts_zeros():
     x = torch.rand(4, 8192, device=DEVICE)
     right, zeros = torch.softmax(x, 1), torch.zeros_like(x)
     assert torch.allclose(zeros, right, atol=1e-2)
-    # Measure the error against float64 and allow what PyTorch itself is off by; try a check on a wrong answer first.
+    # Measure the error against float64, and allow the error that PyTorch itself has. Try it on a wrong answer first.
     truth = check.Truth((x,), (torch.softmax(x.double(), 1),), (right,), factor=1)
     with pytest.raises(check.Rejected, match="32768 of 32768 wrong"):
         check.compare(truth, zeros)

@@ -3,7 +3,7 @@
 Write lesson01_vector_add's second rung again for z = x * y, without looking: offsets, mask, two loads, one store.
 Then its gradient: dx = dz * y and dy = dz * x need no new kernel, only the right operands.
 
-Predict: bytes moved, as a multiple of the 3n elements that the op needs. The check says it when you are right.
+Predict: bytes moved, as a multiple of the 3n elements that the op needs. The check shows the count once you pass.
 """
 
 from lessonkit import expect
@@ -25,7 +25,7 @@ def mul_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):  # [n] each; a prog
 
 
 def mul(x, y):
-    """[...] * [...] -> [...], 1024 elements a program."""
+    """[...] * [...] -> [...], 1024 elements per program."""
     expect(x=x, y=y, same_shape=True, same_dtype=True, contiguous=True)
     z = torch.empty_like(x)
     if z.numel():

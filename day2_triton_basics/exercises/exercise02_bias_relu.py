@@ -1,10 +1,10 @@
 """Bias and ReLU in one pass
 =========================
-torch.relu(x + bias) is two kernels: the sum reads MN elements and writes MN, the ReLU reads and writes them again,
-4MN in all. One kernel reads MN and writes MN (and N of bias, which stays in the cache): predict the factor.
+torch.relu(x + bias) is two kernels. The sum reads MN elements and writes MN, the ReLU reads and writes them again: 4MN
+in all. One kernel reads MN and writes MN, and N of bias, which stay in the cache. Predict the factor.
 
-Three things go wrong here: rows may lie further apart than N, so use the stride; the last block of a row hangs over
-its end; and relu(NaN) is NaN, which a comparison the wrong way round turns into 0.
+Three traps. Rows may lie further apart than N, so use the stride. The last block of a row hangs over its end. And
+relu(NaN) is NaN. A comparison the wrong way round turns it into 0, and so does tl.maximum(y, 0.0) on a GPU.
 """
 
 from lessonkit import expect

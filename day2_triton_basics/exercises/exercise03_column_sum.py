@@ -3,9 +3,18 @@
 z[n] = sum over m of x[m, n]: the gradient of a bias, and half of a norm's backward. It must read MN elements and
 write N, so one read of x is the whole cost.
 
-A reduction along a row gives each program contiguous memory. Down a column, neighbours are a whole row apart: let a
-program own a block of neighbouring columns and walk down the rows, so that each step is still one wide load.
-Predict: what does a program that owns a single column read, in 32-byte sectors, for 2 bytes that it wants?
+A reduction along a row gives each program contiguous memory. Down a column, neighbours are a whole row apart. So let a
+program own a block of neighbouring columns and walk down the rows: each step is still one wide load.
+
+The block has two dimensions. rows[:, None] is a column of row numbers, cols[None, :] is a row of column numbers, and
+an operation on both gives every pair:
+
+    100 * rows[:, None] + cols[None, :]      rows = [0, 1], cols = [4, 5, 6], and rows lie 100 apart
+
+        row 0       4    5    6
+        row 1     104  105  106
+
+Predict: what does a program that owns a single column read, in 32-byte sectors, for the 2 bytes that it uses?
 """
 
 from lessonkit import expect
@@ -28,7 +37,7 @@ def column_sum_kernel(
     # A program owns BLOCK_N columns and walks down all the rows, BLOCK_M at a time.
     # TODO(1): keep running sums in fp32, add BLOCK_M rows in each step of a loop, store N sums.
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # One running sum in fp32 for each lane of the block; the rows of the block meet once, after the loop.
+    # One running sum in fp32 for each lane of the block. The rows of the block are added once, after the loop.
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, M, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M).to(tl.int64)

@@ -1,7 +1,9 @@
 """Log-softmax from softmax
 ========================
-log(softmax(x)) is right on paper. In fp32 exp(-104) is 0 and its log is -inf, where the answer is about -104: so the
-logarithm has to be taken before anything is rounded to 0. With m = max(x): (x - m) - log(sum(exp(x - m))).
+log(softmax(x)) is right on paper. In fp32 exp(-104) is 0 and its log is -inf, where the answer is about -104. So the
+logarithm has to be taken before anything is rounded to 0. With m = max(x):
+
+    log(exp(x - m) / s) = (x - m) - log(s)        with s = sum(exp(x - m)), which is at least 1
 
 lesson05_softmax's fused rung reads MN elements and writes MN. This one does too: only the last lines differ.
 Predict: which of the cases does log(softmax(x)) pass?

@@ -1,8 +1,11 @@
 """Softmax of a row that does not fit: the online maximum
 ======================================================
-Maximum, sum and division are three passes: 3MN read, MN written. Maximum and sum can share one: keep the maximum m so
-far and the sum s of exp(x - m); when a block brings a larger maximum, the old sum is too large by exp(m_new - m_old).
-Then 2MN are read and MN written. The same step, with vectors instead of s, is flash attention.
+Maximum, sum and division are three passes: 3MN read, MN written. Maximum and sum can share one. Keep the maximum m of
+the blocks so far, and the sum s of exp(x - m). When a block brings a larger maximum m_new, s has to be rescaled:
+
+    exp(x - m_new) = exp(x - m) exp(m - m_new)        so every term of s changes by the same factor
+
+Then 2MN are read and MN written. Flash attention is the same step, with vectors in place of s.
 
 Predict: time over that of three passes, and over that of a row that stays in registers.
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
@@ -74,7 +77,8 @@ EXERCISE = Exercise(
     hints=(
         "exp(x - m_old) = exp(x - m_new) * exp(m_new - m_old): a sum on the old scale becomes one on the new by a "
         "factor.",
-        "`tl.maximum(m, tl.max(x))` is the new maximum. With m = -inf at first, exp(m - larger) is 0: no special case.",
+        "`tl.maximum(m, tl.max(x))` is the new maximum. With m = -inf at first, exp(m - larger) is 0, unless the first "
+        "block is all -inf: then it is NaN, so lesson05_softmax starts at the lowest finite value.",
         "s = s * exp(m - larger) + sum(exp(x - larger)), then m = larger. Second loop: exp(x - m) / s.",
     ),
     wrong=(

@@ -1,12 +1,12 @@
 """A layer norm of your own
 ========================
-y = (x - mean) / sqrt(var + eps) * w + b over rows, var = mean((x - mean)^2). PyTorch's formula reads x once and
-writes y once: 2MN elements, and w and b once for each row from the cache. The row stays in registers between its two
+y = (x - mean) / sqrt(var + eps) * w + b over rows, with var = mean((x - mean)^2). One kernel reads x once and writes y
+once: 2MN elements. It also reads w and b for each row, from the cache. The row stays in registers between its two
 reductions, so nothing is read twice.
 
-Two traps: lanes past N must count in neither reduction, and mean(x^2) - mean^2 loses everything where the mean is
-large.
-Predict: relative error of mean(x^2) - mean^2 in fp32 for values around 1000 with a spread of 1.
+Two traps. Lanes past N must count in neither reduction. And mean(x^2) - mean^2 loses its digits where the mean is large
+beside the spread.
+Predict: the relative error of mean(x^2) - mean^2 in fp32, for values around 1000 with a spread of 1.
 """
 
 from lessonkit import expect

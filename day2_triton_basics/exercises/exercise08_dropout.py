@@ -1,10 +1,10 @@
 """Dropout without a mask in memory
 ================================
-y = x / (1 - p) where a random number says keep, 0 elsewhere. A counter-based generator gives element i its number from
-(seed, i) alone: `tl.rand(seed, i)` is uniform in [0, 1). So the backward asks for the same number again and no mask is
-stored: 2n elements forward and 2n backward, where a stored byte mask in bf16 makes it 2.5n each.
+y = x / (1 - p) where a random number says keep, 0 elsewhere. A counter-based generator makes the number of element i
+from (seed, i) alone: `tl.rand(seed, i)` is uniform in [0, 1). So the backward computes the same number again, and no
+mask is stored. Forward and backward move 2n elements each. With a stored mask of one byte, in bf16, it is 2.5n each.
 
-The contract: element i is kept if tl.rand(seed, i) >= p, whatever the block size. A dropped element is 0, also where x
+The contract: element i is kept if tl.rand(seed, i) >= p, for every block size. A dropped element is 0, also where x
 is infinite.
 """
 
@@ -27,7 +27,7 @@ def dropout_kernel(x_ptr, y_ptr, n, p, seed, BLOCK: tl.constexpr):  # [n] each
 
 
 def dropout(x, p, seed):
-    """[...] -> [...], each element 0 with probability p, else x / (1 - p); 0 <= p < 1; 256 elements a program."""
+    """[...] -> [...], each element 0 with probability p, else x / (1 - p); 0 <= p < 1; 256 elements per program."""
     expect(x=x, contiguous=True)
     y = torch.empty_like(x)
     if x.numel():
@@ -43,7 +43,7 @@ class Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        # TODO(2): dx, with the kernel that there is.
+        # TODO(2): dx, with the kernel that you have.
         # stub: return dy, None, None
         return dropout(dy.contiguous(), ctx.p, ctx.seed), None, None
         # END(2)

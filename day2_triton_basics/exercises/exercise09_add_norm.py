@@ -1,10 +1,11 @@
 """Add and RMS norm, fused
 =======================
-A transformer block does h = x + residual, y = h / sqrt(mean(h^2) + eps) * w, and needs both. Apart: the sum reads 2MN
-and writes MN, the norm reads MN and writes MN: 5MN. Together: 2MN read, 2MN written. Predict the factor.
+A transformer block does h = x + residual, y = h / sqrt(mean(h^2) + eps) * w, and needs both. As two kernels, the sum
+reads 2MN and writes MN, and the norm reads MN and writes MN: 5MN. One kernel reads 2MN and writes 2MN. Predict the
+factor.
 
-The contract: h is rounded to the tensors' dtype, and y is the norm of the h that was rounded, as it is when the two are
-apart. Otherwise what the fused op returns depends on being fused.
+The contract: h is rounded to the tensors' dtype, and y is the norm of the rounded h. So the fused op returns what the
+two kernels return.
 """
 
 from lessonkit import expect

@@ -1,8 +1,8 @@
 """Prefix sum of a row, a block at a time
 ======================================
-y[i] = x[0] + ... + x[i]. `tl.cumsum` does it inside a block; between blocks a program hands on one number, the carry.
-Each element is read once and written once: 2MN. The carry makes the blocks of a row wait for each other, so the rows
-are the only parallelism; lesson15_scan breaks that chain.
+y[i] = x[0] + ... + x[i]. `tl.cumsum` computes it inside a block. From block to block the program carries one number,
+the sum so far. Each element is read once and written once: 2MN. Because of the carry, the blocks of a row come one
+after another, and only the rows run in parallel. lesson15_scan breaks that chain.
 
 Predict: how many programs run for a tensor of [4, 2^20], on 132 SMs.
 """
@@ -18,7 +18,7 @@ import triton.language as tl
 def prefix_sum_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr):  # [M, N] each, contiguous
     # A program owns one row and walks along it, BLOCK columns at a time.
     row = tl.program_id(0).to(tl.int64)
-    # TODO(1): a carry in fp32; in each step load a block, scan it, add the carry, store, and hand on the new carry.
+    # TODO(1): a carry in fp32. In each step load a block, scan it, add the carry, store, and update the carry.
     carry = 0.0
     for start in range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
 """Debug: an RMS norm that passed on the author's machine
 ======================================================
-y = x / sqrt(mean(x^2) + eps) * w. The author tried it on x = torch.randn(8, 1024) in float32, a whole power of two and
-contiguous, and it was right. It is wrong in three ways that this input cannot show. Find the lines, say what each needs
-to fail, and mend them; `check` shows one at a time.
+y = x / sqrt(mean(x^2) + eps) * w. The author tried it on x = torch.randn(8, 1024) in float32, contiguous and with a
+power of two as its width, and it was right. It is wrong in three ways that this input cannot show. Find the lines, and
+say for each which input makes it fail. Then mend them: `check` shows one at a time.
 """
 
 from lessonkit import expect

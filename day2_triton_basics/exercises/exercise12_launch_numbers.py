@@ -1,7 +1,7 @@
 """Predict: what a launch does
 ===========================
-Count first, run later. x has n = 98,432 elements in bf16 and the block is 1024; a matrix is 8192 x 8192 in bf16, and
-memory gives 4.2 TB/s. Each answer is checked against a count made by the grader.
+Count first, run later. x has n = 98,432 elements in bf16, and the block is 1024. A matrix is 8192 x 8192 in bf16.
+Memory gives 4.2 TB/s. Each answer is checked against a count made by the grader.
 """
 
 # TODO(1): programs of the launch over x, and lanes of the last one that have no element.
@@ -19,7 +19,7 @@ THREE_KERNELS = 1 + 1 + 1 + 1
 FUSED_MS = 2 * 8192 * 8192 * 2 / 4.2e12 * 1e3
 # END(3)
 
-# TODO(4): a program reads one column of the matrix. Which share of the bytes moved does it want (32-byte sectors)?
+# TODO(4): a program reads one column of the matrix. Which share of the bytes moved does it use (32-byte sectors)?
 # stub: WANTED = None
 WANTED = 2 / 32
 # END(4)
@@ -42,12 +42,12 @@ def programs():
 
 
 def three_kernels():
-    """The first reads x, the second reads x, the third reads x and writes y; the vectors of M numbers are nothing."""
+    """The first reads x, the second reads x, the third reads x and writes y. Vectors of M elements are not counted."""
     number("times MN", THREE_KERNELS, sum((1, 1, 1 + 1)), 0)
 
 
 def fused():
-    """Read once, written once, two bytes an element."""
+    """Read once, written once, two bytes per element."""
     number("milliseconds", FUSED_MS, 2 * 8192**2 * 2 / 4.2e12 * 1e3, 0.03)
 
 
@@ -59,7 +59,7 @@ def column():
 
 def registers():
     """The row is spread over all threads of the program."""
-    number("registers a thread", REGISTERS, 4096 // (8 * 32), 0)
+    number("registers per thread", REGISTERS, 4096 // (8 * 32), 0)
 
 
 EXERCISE = Exercise(
@@ -67,7 +67,7 @@ EXERCISE = Exercise(
     hints=(
         "Round up for programs. For traffic count only what is as large as the matrix.",
         "A warp has 32 threads. A sector of 32 bytes holds 16 bf16 of one row.",
-        "97 programs; 1 + 1 + 2; 4 bytes an element over 4.2e12; 2 of 32 bytes; 4096 / 256.",
+        "97 programs; 1 + 1 + 2; 4 bytes per element over 4.2e12; 2 of 32 bytes; 4096 / 256.",
     ),
     wrong=(
         Wrong("rounded down", "= 97, 97 * 1024", "= 96, 97 * 1024", "programs"),
