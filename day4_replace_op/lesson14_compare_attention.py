@@ -6,13 +6,10 @@ not; bf16. FLOPs are those of the op, whatever an implementation skips: 4 B H S^
 half of it if causal. So within a table work grows only with S, and TFLOP/s should rise to a plateau. Short sequences
 measure launches, tails and half-filled GPUs; long ones measure the inner loop.
 
-Predict before you run, for D = 128 at S = 512 and 16384:
-
-- Which lines cross?
-- Naive attention moves S^2 elements for S^2 D FLOPs (lesson 1). How do its TFLOP/s change with S where bytes decide?
-- Which implementations lose most with a causal mask?
-- At D = 64 a FLOP of a matmul has twice as many exponentials beside it (lesson 4). Which lose least?
-- Which memory lines are bent?
+Predict before you run, for D = 128 at S = 512 and 16384. Which lines cross? Naive attention moves S^2 elements for
+S^2 D FLOPs (lesson 1). How do its TFLOP/s change with S where bytes decide? Which implementations lose most with a
+causal mask? At D = 64 a FLOP of a matmul has twice as many exponentials beside it (lesson 4). Which implementations
+lose least by that? Which memory lines are bent?
 
 You will learn: to compare fairly: answers checked first, interleaved timing, the same work, absent peers named.
 Run it:    python day4_replace_op/lesson14_compare_attention.py      minutes on a GPU; without one, the claims alone

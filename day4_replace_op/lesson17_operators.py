@@ -2,9 +2,9 @@
 ======================================================================================
 Three declarations make a kernel an operator (day 1, lesson 8):
 
-- a schema, read from type hints;
-- a fake, which returns shapes, dtypes and strides without data;
-- a backward, here an operator itself, so that a compiler sees one node in either direction.
+- A schema, read from type hints.
+- A fake, which returns shapes, dtypes and strides without data.
+- A backward, here an operator itself, so that a compiler sees one node in either direction.
 
 A profiler needs two more things: its FLOPs, declared for FLOP counters, and its bytes, which are those of its arguments
 and results.
@@ -94,8 +94,8 @@ def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-# The fakes return what torch.compile has to know: shape, dtype, device and strides of the results. x.new_empty(x.shape)
-# is contiguous, as y is. torch.empty_like(x) would have x's strides, and opcheck would fail for a transposed x.
+# The fakes return what torch.compile has to know: shape, dtype, device and strides of the results. As y is contiguous,
+# so is x.new_empty(x.shape). With torch.empty_like(x), which has x's strides, opcheck would fail for a transposed x.
 gelu.register_fake(lambda x: x.new_empty(x.shape))
 gelu_backward.register_fake(lambda dy, x: x.new_empty(x.shape))
 gelu.register_autograd(

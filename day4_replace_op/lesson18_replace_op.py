@@ -14,12 +14,9 @@ course_ops/patch.py. For the model's own classes you pass a subclass, such as Co
 modules that a kernel cannot handle, and the list that patch returns gives each reason.
 
 Predict before you run lesson 21: which of the four pays by itself? A kernel at copy speed that replaces another at copy
-speed gains nothing.
-
-- GELU and LayerNorm: how far PyTorch's own are from copy speed stands in day 2's reports.
-- Attention: on an H200 SDPA picks cuDNN's kernel, with wgmma (lesson 16's rows); this day's kernels replace it.
-- Cross-entropy writes neither the log-softmax nor a float copy of the logits: it moves 3 times the bf16 logits, where
-  lesson 16 counts 18 times.
+speed gains nothing. Day 2's reports say how far PyTorch's GELU and LayerNorm are from copy speed. For attention SDPA
+picks cuDNN's kernel on an H200 (lesson 16's rows), and this day's kernels replace it. Cross-entropy no longer writes
+the log-softmax or a float copy of the logits. It moves 3 times the bf16 logits, where lesson 16 counts 18 times.
 
 You will learn: swapping classes, fallbacks that are listed, one graph in torch.compile, equal loss curves as the proof.
 Run it:    python day4_replace_op/lesson18_replace_op.py

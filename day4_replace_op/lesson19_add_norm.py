@@ -150,7 +150,10 @@ LESSON = Lesson(
         Prediction(rung=add_then_norm, at={**GPT, "stream": True}, percent_of_limit=50),
         Prediction(rung=add_norm, at={**GPT, "stream": True}, times=2.0, over=add_then_norm),
         Prediction(
-            rung=add_norm, at={**GPT, "stream": False}, times=1.25, over=add_then_norm,
+            rung=add_norm,
+            at={**GPT, "stream": False},
+            times=1.25,
+            over=add_then_norm,
             why="Rung 1's y.copy_ copies even when there is nothing to cast: 14 bytes an element, not 10, and 14 / 8 "
             "is 1.75 times.",
         ),

@@ -206,12 +206,17 @@ LESSON = Lesson(
     rungs=(norm_then_add, add_norm_backward_fused, add_norm_backward),
     predicted=(
         Prediction(
-            rung=norm_then_add, at=GPT, percent_of_limit=44,  # 16 of 36 bytes
+            rung=norm_then_add,
+            at=GPT,
+            percent_of_limit=44,  # 16 of 36 bytes
             why="Its norm is day 2's kernel, at 70% to 80% of copy speed (rows of day 2, lesson 9), so its 12 bytes "
             "take as long as 15 to 17. Cause of the rest not found: not spills, N = 4096 has none and loses as much.",
         ),
         Prediction(
-            rung=add_norm_backward_fused, at=GPT, times=2.75, over=norm_then_add,
+            rung=add_norm_backward_fused,
+            at=GPT,
+            times=2.75,
+            over=norm_then_add,
             why="That counts PyTorch's 44 bytes. Rung 1 moves 36, since its kernel computes dw and db from the same "
             "loads: 2.25 times.",
         ),
