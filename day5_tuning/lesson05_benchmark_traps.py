@@ -97,7 +97,7 @@ def bits_that_do_not_change():
 
 
 def constant_data():
-    """The same product of 8192 on zeros, ones and random numbers, in turn: only the random one is what users have."""
+    """The same matmul of 8192 on zeros, ones and random numbers, interleaved: only random data is like real data."""
     if not HAS_GPU:
         return from_a_gpu(__name__, "constant data")
     n = 8192
