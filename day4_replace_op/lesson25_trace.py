@@ -2,20 +2,20 @@
 ===============================================================
 Lesson 24's tables say which kernels take the time. This lesson's three views say which module called them, and when:
 
-    trace             a start and a length for every call, on the host's line and on the GPU's (open ui.perfetto.dev)
+    trace             a start and a length for every call, on the host's line and on the GPU's; see ui.perfetto.dev
     flame graph       from the trace's nesting: a box for each module, operator or step of autograd, as wide as the time
                       of all that it contains, callers above callees; the twelve blocks are one box
     memory timeline   from the trace's allocations
 
 Predicted for GPT-2 small:
 
-    GB |          /|                PyTorch: 12 layers save their activations on the way up; the spike is the logits in
-       |         / |                bf16 and fp32, their log-softmax and its gradient, 20 GB for a few ms
-       |      __/  |__
-       |   __/        \\__           fused: the same ramp, and a spike of 1.3 GB: a part's logits and dW
-       |__/              \\__
+    GB |           |
+       |           |             PyTorch: 12 layers save their activations on the way up; the spike is the logits in
+       |        ___|___          bf16 and fp32, their log-softmax and its gradient, 20 GB for a few ms
+       |    ___/       \\___
+       |___/               \\___  fused: the same ramp, and a spike of 1.3 GB: a part's logits and dW
        +------------------------ t
-         forward    backward
+           forward | backward
 
 The fused ramp is as high, since a norm, a GELU or a matmul needs the same inputs for its backward. A layer of 32,768
 tokens saves, in units of 50 MB (768 elements a token in bf16):

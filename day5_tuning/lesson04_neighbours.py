@@ -13,11 +13,11 @@ its own mbarrier.init, so the compiler gives the same bytes to the next allocati
 There is no error message, and data written there reads back unchanged. But by the PTX ISA these bytes are no ordinary
 memory until mbarrier.inval, and any other operation on them is undefined. While the process is alone nothing happens.
 Every few milliseconds, though, the GPU switches to the other process: it saves an SM's state, barriers included, and
-restores it later. The third step counts what happens to data where the hardware expects a barrier. It has three forms:
+restores it later. The third step counts what happens to data where the hardware expects a barrier, in three forms:
 
     made, idle      mbarrier.init, and nothing more         the fault
     invalidated     mbarrier.init, then mbarrier.inval      what the PTX ISA requires
-    not made        no barrier                              the best cure
+    not made        no barrier                              the cure, where its author can leave it out
 
 Triton's warp specialization for Hopper, as of 3.7, makes such barriers too (the second step). Day 3's matmul that uses
 it is wrong beside another process (the last step). Triton invalidates barriers after their last use since 2024, against
