@@ -1,9 +1,9 @@
-"""The environment check: what this machine has, and what it will be able to do
-===========================================================================
+"""The environment check: what this machine has, and which modes work on it
+========================================================================
 Every kernel of this course runs in up to three modes: *interpreted* (Triton's interpreter, no GPU), *compiled* (for
 sm_80, sm_90 and sm_100, no GPU either) and *run* (on a GPU). This lesson finds out which of them work here, what is
-missing, and the command that mends it. It writes day1_pytorch/day1_env_check.md, the first deliverable (yours alone:
-git ignores it). tests/test_doctor.py takes a machine apart piece by piece and shows what is said then.
+missing, and which command installs it. It writes day1_pytorch/day1_env_check.md, the first deliverable, which git
+ignores. tests/test_doctor.py takes away one part of a machine at a time and shows the message.
 
 You will learn: how to read nvidia-smi, which versions must fit each other, and which day needs what.
 Run it:     python day1_pytorch/lesson01_env_check.py
@@ -69,12 +69,12 @@ def what_each_day_can_do(m: Machine, gpus: int) -> list[dict[str, str]]:
 
 @cache
 def _found():
-    """This machine, and everything the doctor says of it."""
+    """This machine, and the doctor's findings."""
     return look(), findings()
 
 
 def pieces() -> Table:
-    """Every required piece is here, and each mode was tried with the course's first kernel."""
+    """Every required piece is here, and the course's first kernel tests each mode."""
     _, findings = _found()
     broken = [f"{f.name}: {f.value} ({f.meaning}). Mend it: {f.mend}" for f in findings if f.required and not f.ok]
     assert not broken, "\n".join(["this machine lacks something that every lesson needs:", *broken])
@@ -103,7 +103,7 @@ def nvidia_smi() -> Table:
 
 
 def days() -> Table:
-    """What each day does on this machine; what cannot run here is still explained, and says why."""
+    """What each day does on this machine; a lesson that cannot run here is still explained, and says why."""
     m, _ = _found()
     rows = what_each_day_can_do(m, torch.cuda.device_count() if device.HAS_GPU else 0)
     assert {row["day"] for row in rows} == {"1", "2", "3", "4", "5", "all"}

@@ -1,8 +1,12 @@
 """Tensors: a few numbers over a storage
 ======================================
-A tensor is a dtype, an offset, a shape and strides over a flat storage. Much of what looks like work (transpose,
-slice, expand) rewrites those few numbers and moves 0 bytes. A kernel is handed exactly that, a pointer and strides,
-so whoever writes kernels has to see them.
+A tensor is a dtype, an offset, a shape and strides over a flat storage:
+
+    x [3, 4], strides (4, 1)      storage  0 1 2 3 | 4 5 6 7 | 8 9 10 11
+    x.T [4, 3], strides (1, 4)    the same storage: row 1 of x.T is 1 5 9, each 4 elements apart
+
+Transpose, slice and expand look like work, but rewrite those few numbers and move 0 bytes. A kernel receives exactly
+this, a pointer and strides, so a kernel's author has to know them.
 
 You will learn: views and copies, what a layout costs, broadcasting, dtypes, seeds and the order of a sum, and what
 "asynchronous" means on a GPU. Each step states a fact and asserts it.
@@ -20,7 +24,7 @@ from torch.utils.benchmark import Timer
 
 @contextmanager
 def _raises(error, says):
-    """The block must fail with this error, for this reason."""
+    """Asserts that the block raises this error with these words."""
     try:
         yield
     except error as raised:
@@ -38,7 +42,7 @@ def _shares(a, b):
 def views():
     """A transpose moves 0 bytes: element [i, j] lives at offset + i * stride(0) + j * stride(1)."""
     x = torch.arange(12.0).reshape(3, 4)
-    storage = x.view(-1)  # the 12 numbers in the order in which they lie in memory
+    storage = x.view(-1)  # the 12 elements in memory order
     for name, view in {"x": x, "x.T": x.T, "x[1:, 2:]": x[1:, 2:], "x[:, ::2]": x[:, ::2]}.items():
         assert _shares(view, x), name
         offset, (s0, s1) = view.storage_offset(), view.stride()
@@ -62,7 +66,7 @@ def contiguous():
         x.T.view(12)  # no single stride walks the columns one after another
     assert _shares(x.reshape(12), x)
     assert not _shares(x.T.reshape(12), x)
-    # Channels last is the same tensor to Python and another order in memory: convolutions on tensor cores like it.
+    # Channels last is the same tensor to Python and another order in memory: tensor-core convolutions prefer it.
     image = torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
     assert image.shape == (2, 3, 8, 8)
     assert image.stride() == (192, 1, 24, 3)
@@ -99,7 +103,7 @@ def layouts():
 
 
 def broadcasting():
-    """A [n] bias added to [m, n] is read through stride 0: it stands for m * n numbers and stores n."""
+    """A [n] bias added to [m, n] is read through stride 0: it has the shape [m, n] and stores n elements."""
     bias = torch.arange(4.0)
     wide = bias.expand(1_000_000, 4)
     assert wide.stride() == (0, 1)
@@ -112,10 +116,10 @@ def broadcasting():
     assert torch.broadcast_shapes((8, 1, 4), (3, 1)) == (8, 3, 4)
     with _raises(RuntimeError, "must match"):
         torch.ones(3, 4) + torch.ones(3)
-    # The bug that raises nothing: [n, 1] minus [n] is [n, n], and its mean is a plausible loss.
+    # A bug without an error: [n, 1] minus [n] is [n, n], and its mean is a plausible loss.
     prediction, target = torch.rand(5, 1), torch.rand(5)
     assert (prediction - target).shape == (5, 5)
-    # What was stretched forward is summed backward: this is where a bias gradient's reduction comes from.
+    # A dimension that is stretched forward is summed backward: hence the reduction in a bias's gradient.
     bias.requires_grad_()
     x = torch.rand(3, 4)
     (x * bias).sum().backward()
@@ -125,7 +129,7 @@ def broadcasting():
 def dtypes():
     """bfloat16 keeps 8 significant bits: 256 + 1 is 256, so a sum needs a float32 accumulator."""
     assert (torch.bfloat16.itemsize, torch.float16.itemsize, torch.float32.itemsize) == (2, 2, 4)
-    # Two tensors meet in the smallest dtype that holds both kinds; a Python number only raises the kind.
+    # The result of two tensors has the smallest dtype that holds both kinds; a Python number only raises the kind.
     half, brain, single, whole = (torch.ones(1, dtype=d) for d in (torch.half, torch.bfloat16, torch.float, torch.long))
     assert (half + single).dtype == (half + brain).dtype == torch.float32
     assert (half + whole).dtype == (half + 3.0).dtype == torch.float16
@@ -138,7 +142,7 @@ def dtypes():
     assert torch.tensor(1 + 2**-9).bfloat16() == 1
     total = torch.zeros((), dtype=torch.bfloat16)
     for _ in range(1000):
-        total += 1  # from 256 on, the next bfloat16 is 2 away and the sum stands still
+        total += 1  # from 256 on, the next bfloat16 is 2 away, so the sum no longer changes
     assert total == 256
     assert torch.ones(1000, dtype=torch.bfloat16).sum() == 1000, "torch accumulates in float32 and rounds once"
     print(f"  1000 ones: {total.item():.0f} with a bfloat16 accumulator, 1000 with a float32 one")
@@ -150,7 +154,7 @@ def seeds():
     first = torch.rand(4, device=DEVICE)
     torch.manual_seed(7)
     assert torch.equal(first, torch.rand(4, device=DEVICE))
-    # A generator of one's own: data order stays the same however many numbers the model draws.
+    # A separate generator: the order of the data does not depend on the random numbers that the model uses.
     order = torch.randperm(100, generator=torch.Generator().manual_seed(1))
     torch.rand(5)
     assert torch.equal(order, torch.randperm(100, generator=torch.Generator().manual_seed(1)))
@@ -182,7 +186,7 @@ def asynchronous():
     finished = sum(event.query() for event in done)
     assert finished < len(done), "the host has queued 100 matmuls and the GPU is still at work"
     print(f"  when the host had queued {len(done)} matmuls, the GPU had finished {finished}")
-    # .item(), .cpu(), print() and bool() all wait. So does a stopwatch that wants to time the kernel, not the queue.
+    # .item(), .cpu(), print() and bool() all wait. A timer must wait too, or it times the queue and not the kernel.
     a.sum().item()
     assert all(event.query() for event in done)
 

@@ -1,9 +1,9 @@
-"""Autograd: the program recorded while the first one runs
-=======================================================
-Every operator on a tensor that requires a gradient leaves a node on a tape: what it was made from and what it must
-remember. backward() replays the tape from the end, each node once, so a gradient costs about two forwards, and the
-memory that the nodes hold is what training needs beyond inference. A kernel's author owes both: the right backward,
-and a small memory.
+"""Autograd: the tape of operators that a forward records
+======================================================
+Every operator on a tensor that requires a gradient appends a node to a tape: its inputs, and the tensors that it saves.
+backward() replays the tape from the end, each node once. So a gradient costs about two forwards, and training needs
+more memory than inference by what the nodes save. A kernel's author has two duties: a correct backward, and few saved
+bytes.
 
 You will learn: in-place changes and version counters, a tape in 30 lines, the graph, what is saved for backward,
 custom functions and gradcheck, Module state and hooks. Each step states a fact and asserts it.
@@ -25,7 +25,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 @contextmanager
 def _raises(error, says):
-    """The block must fail with this error, for this reason."""
+    """Asserts that the block raises this error with these words."""
     try:
         yield
     except error as raised:
@@ -51,7 +51,7 @@ def in_place():
         y.sum().backward()
     with _raises(RuntimeError, "leaf Variable"):
         x.add_(1)  # the gradient with respect to which x?
-    # detach() shares the counter, so the change is still seen; .data does not, and the gradient is silently wrong.
+    # detach() shares the counter, so backward notices the change; .data does not, and the gradient is silently wrong.
     for alias, seen in ((lambda t: t.detach(), True), (lambda t: t.data, False)):
         y = x.exp()
         alias(y).zero_()
@@ -67,7 +67,7 @@ class Var:
         self.value, self.parents, self.grad = value, parents, torch.zeros_like(value)
 
     def __add__(self, other):
-        # Rows that broadcasting repeated are summed on the way back.
+        # The gradient of a broadcast dimension is summed.
         return Var(
             self.value + other.value,
             (self, lambda g: g.sum_to_size(self.value.shape)),
@@ -96,7 +96,7 @@ class Var:
 
         visit(self)
         self.grad = torch.ones_like(self.value)
-        for v in reversed(order):  # so v.grad is complete: every user of v has already paid in
+        for v in reversed(order):  # so v.grad is complete: every user of v has already added its part
             for parent, pull in v.parents:
                 parent.grad = parent.grad + pull(v.grad)  # added, not set: a value may be used twice
 
@@ -190,7 +190,7 @@ class RightSoftmax(torch.autograd.Function):
 
 
 class WrongSoftmax(RightSoftmax):
-    """The row's coupling forgotten: right where a row has one element, and it still trains a little."""
+    """Without the row's coupling: right where a row has one element, and it still trains a little."""
 
     @staticmethod
     def backward(ctx, dy):
@@ -199,20 +199,20 @@ class WrongSoftmax(RightSoftmax):
 
 
 def gradcheck():
-    """gradcheck holds a backward against finite differences in float64: a right one passes, a wrong one does not."""
+    """gradcheck compares a backward with finite differences in float64: a right one passes, a wrong one does not."""
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(RightSoftmax.apply, (x,))
     with _raises(GradcheckError, "Jacobian mismatch"):
         torch.autograd.gradcheck(WrongSoftmax.apply, (x,))
-    torch.testing.assert_close(WrongSoftmax.apply(x), RightSoftmax.apply(x))  # forward alone would not have told
-    # In float32 a step of 1e-6 drowns in rounding (one part in 1.7e7), and even the right backward is refused.
+    torch.testing.assert_close(WrongSoftmax.apply(x), RightSoftmax.apply(x))  # both forwards agree
+    # In float32 rounding (one part in 1.7e7) exceeds a step of 1e-6, and even the right backward is refused.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert not torch.autograd.gradcheck(RightSoftmax.apply, (x.float(),), raise_exception=False)
 
 
 def modules():
-    """A Module is named state: 2,474 numbers to learn, buffers that move along, and a mode that changes the answer."""
+    """A Module is named state: 2,474 parameters, buffers that move along, and a mode that changes the answer."""
     torch.manual_seed(0)
 
     def make():

@@ -1,9 +1,9 @@
 """Training: a plain loop on real images
 =====================================
-Forward, loss, backward, update: four lines that every training script has, here around an MLP and a CNN on 1,437
-handwritten digits. An untrained classifier of ten classes guesses, so its loss is ln 10 = 2.30; trained for a few
-epochs it names more than 95% of 360 digits that it has never seen. What a step costs comes later
-(lesson10_step_time); no time is worth a look before a model learns.
+Forward, loss, backward, update: these four lines are in every training script. Here they train an MLP and a CNN on
+1,437 handwritten digits. An untrained classifier of ten classes guesses, so its loss is ln 10 = 2.30. Trained for a few
+epochs, it names more than 95% of 360 other digits. Lesson 10 measures what a step costs: first make sure that a model
+learns.
 
 You will learn: data on the device, the loop, what keeps the host from waiting, and how to tell that it learns.
 Run it:    python day1_pytorch/lesson04_training.py
@@ -97,7 +97,7 @@ def accuracy(model, x, y):
 
 
 def data():
-    """1,437 digits to learn from and 360 others to be judged by."""
+    """1,437 digits for training and 360 others for the test."""
     print(f"  torch.cuda.is_available() = {torch.cuda.is_available()}: tensors go to {DEVICE}")
     found = digits()
     assert found.train_x.shape == (1437, 1, 8, 8)
@@ -108,7 +108,7 @@ def data():
 
 
 def overfit():
-    """A model that cannot learn 8 images by heart has a bug: 60 steps on one batch bring its loss to nothing."""
+    """A model that cannot overfit 8 images has a bug: 60 steps on one batch bring its loss near 0."""
     torch.manual_seed(0)
     few = Data(*(part[:8] for part in digits()))
     losses = train(make_mlp().to(DEVICE), few, epochs=60)
@@ -123,13 +123,13 @@ def mlp():
 
 
 def cnn():
-    """A CNN of 29 thousand parameters, a tenth of the MLP's, does as well: its weights are shared over the image."""
+    """A CNN with 29 thousand parameters, a tenth of the MLP's, does as well: it shares its weights over the image."""
     assert sum(p.numel() for p in make_cnn().parameters()) < sum(p.numel() for p in make_mlp().parameters()) / 10
     _learns(make_cnn, epochs=8)
 
 
 def _learns(make, epochs):
-    torch.manual_seed(0)  # before the weights are drawn
+    torch.manual_seed(0)  # before the weights are initialised
     model, found = make().to(DEVICE), digits()
     with torch.no_grad():
         start = F.cross_entropy(model(found.train_x.to(DEVICE)), found.train_y.to(DEVICE)).item()

@@ -1,10 +1,17 @@
 """The GPU by measurement: lanes, warps, programs and registers
 ============================================================
-A *lane* (CUDA: thread) computes. 32 lanes are a *warp* and share each instruction. Some warps are a *program* (CUDA:
-block): it lives on one *SM*, keeps its values in that SM's *registers*, and its warps talk through the SM's *shared
-memory*. A GPU has some hundred SMs and a *grid* of programs that it deals out to them. Each step makes one of these
-visible as a number. Counted in cycles of about 0.5 ns: a multiply-add takes 4, so a warp has to have 4 of them under
-way, and an SM with its four schedulers 16 warp instructions, before arithmetic and not waiting sets the pace.
+Five terms, from the smallest to the largest:
+
+    lane        CUDA's thread; it computes
+    warp        32 lanes that share each instruction
+    program     CUDA's block: several warps on one SM, with values in its registers; they communicate through the SM's
+                shared memory
+    SM          a processor with four schedulers; a GPU has about a hundred
+    grid        the programs of a launch, which the GPU distributes over its SMs
+
+Each step makes one of these visible as a measured figure. A cycle takes about 0.5 ns, a multiply-add 4 cycles. So a
+warp needs 4 independent multiply-adds in flight, and an SM with its four schedulers 16 warp instructions, before
+arithmetic decides and not latency.
 
 You will learn: why a block is a multiple of 32, why a grid is a multiple of the SMs, what a barrier and a launch cost.
 Run it:    python day1_pytorch/lesson05_gpu_by_measurement.py
@@ -27,14 +34,14 @@ ADD = "day2_triton_basics.lesson01_vector_add"
 
 
 def seconds(contenders, flush=False):
-    """{key: median seconds on the GPU}. What is timed loops long enough that its launch is lost in it."""
+    """{key: median seconds on the GPU}. The kernels loop so long that the time of their launch is negligible."""
     for fn in contenders.values():
         fn()  # compiles
     return {key: t.p50 * 1e-3 for key, t in measure(contenders, flush=flush, rounds=20).items()}
 
 
 # A chain of multiply-adds for each element, in registers only. BLOCK elements over 32 * num_warps lanes: below one
-# element a lane some lanes repeat others' work, above it a lane has several chains, which do not depend on each other.
+# element a lane some lanes repeat the work of others, above it a lane has several independent chains.
 @triton.jit
 def chain_kernel(out_ptr, rounds, BLOCK: tl.constexpr):
     x = tl.arange(0, BLOCK).to(tl.float32)
@@ -51,7 +58,7 @@ def _chains(programs, elements, rounds, warps):
 
 
 def lanes():
-    """32 elements cost one warp what 1 element costs; so do 128, since a multiply-add takes 4 cycles to come back."""
+    """One warp takes as long for 32 elements as for 1, and for 128 too, since a multiply-add has 4 cycles' latency."""
     start = torch.arange(8.0, device=DEVICE)
     torch.testing.assert_close(_chains(1, 8, 2, 1), (start * 0.5 + 1) * 0.5 + 1)
     if not device.HAS_GPU:
@@ -98,7 +105,7 @@ def programs():
 
 
 # The mean needs every element, so every round gathers from all lanes: shuffles within a warp, shared memory and
-# barriers between warps. One element a lane, so that the exchange is all there is to pay for.
+# barriers between warps. With one element a lane nearly all of the time is the exchange.
 @triton.jit
 def center_kernel(x_ptr, rounds, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, BLOCK))
@@ -137,7 +144,7 @@ def exchange():
 
 
 def launches():
-    """Starting a kernel costs microseconds of the host, and a microsecond of the GPU even in a CUDA graph."""
+    """A launch takes microseconds of the host, and even in a CUDA graph a microsecond of the GPU."""
     x = torch.zeros(1, device=DEVICE)
     for _ in range(5):
         chain_kernel[(1,)](x, 0, BLOCK=1, num_warps=1)
@@ -157,7 +164,7 @@ def launches():
     }
     for way, (calls, fn) in ways.items():
         best = float("inf")
-        for _ in range(5):  # the best of five: the host may be interrupted, and it is never too fast
+        for _ in range(5):  # the best of five: an interruption of the host can only make it slower
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(calls):

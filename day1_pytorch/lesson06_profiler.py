@@ -1,12 +1,12 @@
 """Profiling: what takes the time, and which limit it meets
 =======================================================
-A transformer block needs 24 D^2 FLOPs a token in its matmuls and 4 T D in attention. Written out naively, attention
-also moves a [T, T] matrix for each head four times: a seventh of the FLOPs at T = D, but more than half of the bytes.
-A profiler says where the time went; only counted FLOPs and bytes say why: an operator cannot be faster than
-max(FLOPs / FLOP rate, bytes / bandwidth), its roof, and whichever is larger names what would have to improve.
+A transformer block needs 24 D^2 FLOPs a token in its matmuls and 4 T D in attention. Naive attention also moves a
+[T, T] matrix for each head four times: a seventh of the FLOPs at T = D, but more than half of the bytes. A profiler
+shows which operators take the time. Only counted FLOPs and bytes explain it: an operator cannot be faster than its
+roof, max(FLOPs / FLOP rate, bytes / bandwidth), and the larger of the two is its limit.
 
-You will learn: torch.profiler (record_function, self and total time, schedules, traces), counting FLOPs and bytes,
-the roofline verdict and an experiment that tests it, and how to go on with Nsight Systems and Nsight Compute.
+You will learn: torch.profiler (record_function, self and total time, schedules, traces), to count FLOPs and bytes, to
+test a roofline verdict by experiment, and the first commands of Nsight Systems and Nsight Compute.
 Run it:    python day1_pytorch/lesson06_profiler.py
 Trace:     open reports/traces/<device>.json in ui.perfetto.dev or chrome://tracing
 """
@@ -39,7 +39,7 @@ ACTIVITIES = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * GPU
 
 
 class _Block(nn.Module):
-    """x [B, T, D] -> [B, T, D]: attention with H heads, then an MLP, each on top of what came in."""
+    """x [B, T, D] -> [B, T, D]: attention with H heads, then an MLP, each added to its input."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ def _block():
 
 
 def _profile():
-    """What the profiler sees of STEPS forwards that have been warmed up."""
+    """The profile of STEPS forwards after a warm-up."""
     block, x = _block()
     with torch.no_grad():
         block(x)  # the first call loads kernels and plans matmuls
@@ -79,7 +79,7 @@ def _profile():
 
 
 def _host_events(seen):
-    """The calls, with the host's time; what the GPU did stands in events of its own."""
+    """The calls, with the host's time; the GPU's work is in other events."""
     return [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CPU]
 
 
@@ -96,7 +96,7 @@ def nesting():
 
 
 def scheduled():
-    """schedule(wait, warmup, active) records 2 of 6 steps: a long training is profiled in its middle, and cheaply."""
+    """schedule(wait, warmup, active) records 2 of 6 steps: it profiles the middle of a long training at low cost."""
     block, x = _block()
     ready = []
     plan = schedule(
@@ -149,7 +149,7 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.namespace in self.namespaces and not func.is_view and func._opname not in ("empty", "_unsafe_view"):
-            # Only matmuls have FLOPs here: an exp is not free, but a GPU has far more of those than bytes to feed them.
+            # Only matmuls count FLOPs here: an exp takes time too, but elementwise operators wait for their bytes.
             count = flop_registry.get(func._overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
             moved = _bytes(tree_leaves((args, kwargs, out)))
@@ -177,7 +177,7 @@ def counting():
     scores = 4 * B * H * T * T * DTYPE.itemsize
     assert scores > sum(w["bytes"] for w in work.values()) / 2
     assert work["aten::bmm"]["flops"] < 0.3 * flops.get_total_flops()
-    # So attention's time is the bytes of a matrix that nobody asked for: day 4 computes it without writing it.
+    # So attention's time is that of the matrix's bytes. The result does not need the matrix: day 4 never writes it.
 
 
 def _seconds(statement, **names):
@@ -196,12 +196,12 @@ def _limits():
 
 
 def _limit(flops, moved, flop_rate, bandwidth):
-    """The roofline's verdict: which of the two an operator would wait for if it did everything else for nothing."""
+    """The roofline's verdict: which of the two limits takes longer."""
     return "compute" if flops / flop_rate > moved / bandwidth else "memory"
 
 
 def roofline():
-    """No operator goes through its roof; on a GPU all that take long come near it, so the roof explains their time."""
+    """No operator is above its roof; on a GPU all that take long come near it, so the roof explains their time."""
     limits = flop_rate, bandwidth = _limits()
     print(f"  {flop_rate / 1e12:.3g} TFLOP/s, {bandwidth / 1e12:.3g} TB/s: ridge {flop_rate / bandwidth:.3g} FLOP/byte")
     work, seen = _counted(*limits), _host_events(_profile())
@@ -209,7 +209,7 @@ def roofline():
     for name, w in work.items():
         times = [e.device_time_total if GPU else e.cpu_time_total for e in seen if e.name == name]
         assert len(times) == STEPS * w["calls"], f"{name}: what was counted is not what was profiled"
-        # The best step: what disturbs a measurement only ever makes it slower.
+        # The best step: a disturbance can only make a step slower.
         seconds[name] = min(map(sum, zip(*[iter(times)] * w["calls"], strict=True))) * 1e-6
     rows = []
     for name in sorted(work, key=seconds.get, reverse=True):
@@ -218,9 +218,9 @@ def roofline():
         row = {"where": device.name(), "operator": name, "calls": calls, "ms": f"{s * 1e3:.3g}", "time": f"{share:.0%}"}
         row |= {"MFLOP": round(flops / 1e6), "MB": f"{moved / 1e6:.1f}", "FLOP/byte": f"{flops / moved:.3g}"}
         rows.append(row | {"limit": _limit(flops, moved, *limits), "of roof": f"{roof / s:.0%}"})
-        if GPU:  # a CPU's cores are shared: its times are shown, and nothing is asked of them
+        if GPU:  # a CPU's cores are shared, so its times are shown and not asserted
             assert roof < 1.5 * s, row  # 1.5: some of an input may still lie in the L2
-            assert roof > 0.3 * s or share < 0.05, row  # arithmetic to spare: whatever takes long is at a limit
+            assert roof > 0.3 * s or share < 0.05, row  # every operator with 5% of the time is near its limit
     note = (
         "Sorted by time. limit: the larger of FLOPs / FLOP rate and bytes / bandwidth; of roof: that over the time. "
         "What waits for memory gains from fusion and smaller dtypes, what computes from tensor cores and fewer "
@@ -240,13 +240,13 @@ def experiment():
         growth[rows] = four / once
         counted = _limit(2 * 4 * rows * n * n, _bytes([x, weight, x]), *limits)
         print(f"  {rows} -> {4 * rows} rows: {growth[rows]:.2f} times, counted as {counted}-bound")
-        # Only the clock is asked here, not the count. (A CPU core is balanced near 1 FLOP a byte: 8 rows make 4.)
+        # This measures times and counts nothing. (A CPU core is balanced near 1 FLOP a byte: 8 rows make 4.)
         assert not GPU or counted == ("compute" if growth[rows] > 2.5 else "memory")
     assert not GPU or growth[few] < growth[many]
 
 
 # ---- Deeper: Nsight -----------------------------------------------------------------------------------------------
-# Nsight Systems: the whole program on one time line; gaps between kernels are the host's fault. Labels need NVTX:
+# Nsight Systems: the whole program on one timeline; in gaps between kernels the GPU waits for the host. Labels by NVTX:
 #     with torch.autograd.profiler.emit_nvtx(): ...
 #     nsys profile --trace cuda,nvtx,osrt --output block python SCRIPT.py    then open block.nsys-rep
 # Nsight Compute: one kernel, replayed some 40 times to read every counter.
@@ -255,7 +255,7 @@ def experiment():
 # counted; sectors a request, 4 is perfect for 4-byte loads of a warp); Warp State (long scoreboard: waiting for
 # memory; math pipe throttle: at the limit; barrier); Occupancy (registers or shared memory); Source (which line).
 COUNTERS = (
-    "dram__bytes_read.sum",  # the kernel's own traffic, to hold against the count
+    "dram__bytes_read.sum",  # the kernel's own traffic, to compare with the count
     "dram__bytes_write.sum",  # less than the count: the last megabytes are still in L2 when the kernel ends
     "dram__throughput.avg.pct_of_peak_sustained_elapsed",  # 80 and more: memory-bound
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",  # 80 and more: compute-bound
@@ -264,9 +264,9 @@ GELU = "import torch; torch.nn.functional.gelu(torch.randn(2**26, device='cuda',
 
 
 def hardware_counters():
-    """The memory controllers count what we counted: GELU of 2^26 bf16 reads 134.2 MB. Busy they are not alone.
+    """The memory controllers agree with our count: GELU of 2^26 bf16 reads 134.2 MB. The SMs are busy as well.
 
-    PyTorch's exact GELU computes erf in some 20 instructions, which a FLOP count does not show and the SMs do.
+    PyTorch's exact GELU computes erf in about 20 instructions, which no FLOP count shows.
     """
     command = ["ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--metrics", ",".join(COUNTERS)]
     command += ["--kernel-name", "regex:vectorized_elementwise", "--launch-count", "1", sys.executable, "-c", GELU]

@@ -1,11 +1,16 @@
 """Distributed: many processes, one gradient
 =========================================
-A rank is one process with one device. Data parallelism gives each rank a part of the batch and adds the gradients
-up: with a ring all-reduce each rank sends 2(p-1)/p times the gradient, never more than twice, however many ranks p.
-Then every rank takes the same step, so parameters that were equal stay equal: nothing else has to be sent.
+A rank is one process with one device. Data parallelism gives each rank a part of the batch and sums the gradients. With
+a ring all-reduce over p ranks each rank sends 2(p-1)/p times the gradient, so never more than twice. For p = 4 the
+gradient is cut into 4 parts:
+
+    rounds 1 to 3    a part travels round the ring, and each rank adds its own: then each rank has the sum of one part
+    rounds 4 to 6    the sums travel round the ring: then each rank has all of them
+
+Then every rank takes the same step, so equal parameters stay equal and are never sent.
 
 You will learn: ranks and process groups, the ring, DistributedDataParallel (what it sends and when), no_sync, uneven
-batches, DistributedSampler, and what FSDP saves and what it costs.
+batches, DistributedSampler, what FSDP saves and what it costs.
 Run it:    python day1_pytorch/lesson07_distributed.py
 As ranks:  python -m torch.distributed.run --standalone --nproc-per-node 2 day1_pytorch/lesson07_distributed.py
 """
@@ -50,15 +55,15 @@ def _flat(tensors):
 
 
 def _whole():
-    """One process, the whole batch: what p ranks must find."""
+    """The gradient of one process on the whole batch, which p ranks must reproduce."""
     model, (x, y) = _model(), _batch()
     F.cross_entropy(model(x), y).backward()
     return _flat(p.grad for p in model.parameters())
 
 
 def _same(found, expected):
-    """Equal but for the order of additions: sums of 50 float64 terms through three layers lose some 100 eps = 2e-14
-    of the largest, while a wrong weight, or a part left out or counted twice, changes a gradient by percents."""
+    """Equal but for the order of additions. Sums of 50 float64 terms through three layers lose about 100 eps = 2e-14 of
+    the largest. A wrong weight, or a part left out or counted twice, changes a gradient by percents."""
     return bool((found - expected).abs().max() < 1e-13 * expected.abs().max())
 
 
@@ -67,7 +72,7 @@ def _ring_work(rank, world, where):
     expected = x.clone()
     dist.all_reduce(expected)
     parts, arriving, sent = list(x.chunk(world)), torch.empty(1000, dtype=x.dtype, device=where), 0
-    # World - 1 rounds in which a part travels round the ring and collects, then as many in which the sum travels on.
+    # World - 1 rounds in which each rank adds its own to a part that travels on, then as many for the sums.
     for step in range(2 * (world - 1)):
         gives, takes = (rank - step) % world, (rank - step - 1) % world
         swap = [dist.P2POp(dist.isend, parts[gives].contiguous(), (rank + 1) % world)]
@@ -87,10 +92,10 @@ def ring():
 
 
 def _count(model):
-    """The bytes that DDP reduces, a list that grows by one entry for each all-reduce."""
+    """The bytes that DDP reduces, one entry for each all-reduce."""
     reduced = []
 
-    def hook(_, bucket):  # called when all gradients of a bucket are there, while backward goes on: they overlap
+    def hook(_, bucket):  # called when a bucket's gradients are complete; the rest of the backward overlaps with it
         reduced.append(bucket.buffer().nbytes)
         mean = bucket.buffer().div_(dist.get_world_size())
         return dist.all_reduce(mean, async_op=True).get_future().then(lambda done: done.value()[0])
@@ -115,13 +120,13 @@ def _ddp_work(rank, world, where):
 
 
 def ddp():
-    """p ranks with a part of the batch each find the gradient that one process finds on all of it; they stay equal."""
+    """p ranks with a part of the batch each compute the whole batch's gradient, and their parameters stay equal."""
     print(f"  ranks on {device_of(0, 2).type}; NCCL wants a GPU for each rank: {torch.cuda.device_count()} found")
     ranks = on_ranks(_ddp_work)
     for found in ranks:
         assert torch.equal(found["start"], _flat(_model(seed=0).parameters()))  # rank 0's, sent when DDP was made
         assert _same(found["gradient"], _whole())  # DDP means over ranks, cross_entropy over rows: equal parts only
-        # Three steps, each gradient byte once: the same bits arrive at every rank, so the same step is taken.
+        # Three steps, each gradient byte once: every rank receives the same bits, so it takes the same step.
         assert found["reduced"] == 3 * sum(p.nbytes for p in _model().parameters())
         assert torch.equal(found["end"], ranks[0]["end"])
 
@@ -151,19 +156,19 @@ def _uneven_work(rank, world, where):
     rows = torch.tensor(float(len(y)), device=where)
     dist.all_reduce(rows)
     found = {}
-    # DDP divides by world, so that rows of this rank over rows of all are left.
+    # DDP divides by world, so the remaining weight is this rank's rows over all rows.
     for name, weight in (("mean of means", 1), ("weighted", len(y) * world / rows)):
         model = DDP(_model().to(where))
         (weight * F.cross_entropy(model(x), y)).backward()
         found[name] = _flat(p.grad for p in model.parameters())
-    with Join([model]):  # other numbers of batches: without it a rank that has more waits for the others in vain
+    with Join([model]):  # unequal numbers of batches: without it a rank with more waits for the others for ever
         for _ in range(1 + rank):
             model(x).sum().backward()
     return found
 
 
 def uneven():
-    """A mean of the ranks' means favours the rows of small batches; weighting each loss by its rows mends it."""
+    """A mean of the ranks' means gives rows of small batches more weight; weighting each loss by its rows mends it."""
     for found in on_ranks(_uneven_work):
         assert _same(found["weighted"], _whole())
         off = (found["mean of means"] - _whole()).norm() / _whole().norm()
@@ -189,7 +194,7 @@ def sampler():
 
 
 def _fsdp_work(rank, world, where):
-    warnings.simplefilter("ignore")  # about hooks that nothing here touches
+    warnings.simplefilter("ignore")  # about hooks that this lesson does not use
     model = _model().to(where)
     mesh = dist.init_device_mesh(where.type, (world,))
     for layer in (model[0], model[2], model):  # a layer is gathered just before it is used and freed after
@@ -208,8 +213,8 @@ def fsdp():
     for found in ranks:
         assert found["held"] * len(ranks) == sum(p.numel() for p in _model().parameters())
         assert _same(found["gradient"], _whole())
-        # Each of two layers: gathered for forward, again for backward, its gradient scattered. An all-reduce is a
-        # scatter and a gather, each (p-1)/p, so that makes three halves where DDP has two.
+        # Each of two layers is gathered for the forward, gathered for the backward, and its gradient scattered. An
+        # all-reduce is a scatter and a gather, each (p-1)/p, so FSDP has three of these where DDP has two.
         assert found["calls"] == [4, 2]
     # 7e9 parameters under Adam in mixed precision, 16 bytes each: 112 GB a rank with DDP, 14 GB with FSDP over 8.
 
@@ -217,17 +222,17 @@ def fsdp():
 def _failing_work(rank, world, where):
     if rank == 1:
         raise ValueError("rank 1 has no data")
-    dist.all_reduce(torch.ones(1, device=where))  # waits for a rank that will never come
+    dist.all_reduce(torch.ones(1, device=where))  # waits for the rank that has failed
 
 
 def failure():
     """A rank that fails ends the run at once, with a traceback; the others would wait for it until the timeout."""
     if LAUNCHED:
-        return  # there the launcher does this, and would end the steps with it
+        return  # under the launcher a failed rank ends the whole run, these steps too
     began = time.monotonic()
     try:
         on_ranks(_failing_work)
-    except mp.ProcessRaisedException:  # rank 1's, or rank 0's, whom gloo tells that the connection is gone
+    except mp.ProcessRaisedException:  # rank 1's own, or rank 0's when gloo reports the lost connection
         assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
     else:
         raise AssertionError("the failure was lost")

@@ -1,10 +1,10 @@
 """Custom operators: a kernel that autograd and torch.compile can see
 ==================================================================
-z = x + alpha * y reads 2n elements and writes n: written as two operators it is five passes, as one kernel three.
-(torch.add has an alpha and does it in three as well: it is the oracle here.) The subject is everything around the
-kernel. A launch from Python is invisible to autograd, and opaque Python to most compilers. An operator is a
-kernel plus what others must know of it: a schema (types, and what it changes), a fake (shapes without data), a
-backward. That is 15 lines, and torch.library.opcheck tells when one of them lies.
+z = x + alpha * y reads 2n elements and writes n: as two operators it is five passes, as one kernel three. (torch.add
+has an alpha and needs three as well: it is the oracle here.) The subject is everything around the kernel. A launch from
+Python is invisible to autograd, and opaque Python to most compilers. An operator is a kernel with three declarations: a
+schema (types, and which inputs change), a fake (shapes without data), a backward. That is 15 lines, and
+torch.library.opcheck reports a declaration that is wrong.
 
 You will learn: torch.library.custom_op, register_fake, register_autograd, opcheck, mutates_args, triton_op.
 Run it:    python day1_pytorch/lesson08_custom_op.py
@@ -30,7 +30,7 @@ BACKENDS = ("eager", "aot_eager", "inductor") if GPU else ("eager", "aot_eager")
 
 @contextmanager
 def _raises(says, error=Exception):
-    """The block must fail, and for this reason."""
+    """Asserts that the block fails with these words."""
     try:
         yield
     except error as raised:
@@ -41,7 +41,7 @@ def _raises(says, error=Exception):
 
 
 def _inputs(n, dtype=torch.float32):
-    # Two different distributions, so that x and y cannot be exchanged unseen.
+    # Two different distributions, so that a test notices if x and y are exchanged.
     return torch.randn(n, device=DEVICE).to(dtype), (torch.randn(n, device=DEVICE) + 3).to(dtype)
 
 
@@ -77,7 +77,7 @@ def kernel():
             torch.testing.assert_close(z, (x.double() + 0.3 * y.double()).to(dtype))
             assert traffic.read + traffic.written == (0 if GPU else 3 * n * dtype.itemsize)  # counted if interpreted
     assert torch.add(x.requires_grad_(), y, alpha=0.3).requires_grad
-    assert not _direct(x, y, 0.3).requires_grad  # cut off without a word: x would never learn
+    assert not _direct(x, y, 0.3).requires_grad  # no error: x would silently get no gradient
 
 
 # ---- The operator: schema, fake, backward -------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def scaled_residual(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     return _direct(x, y, alpha)
 
 
-# What the result looks like, from what the inputs look like. Compilers run this in place of the kernel: no data.
+# The result's shape, dtype and device from those of the inputs. Compilers run this instead of the kernel: no data.
 @scaled_residual.register_fake
 def _(x, y, alpha):
     torch._check(x.shape == y.shape, lambda: f"x {tuple(x.shape)} and y {tuple(y.shape)} differ")
@@ -111,7 +111,7 @@ scaled_residual.register_autograd(_backward, setup_context=_setup_context)
 
 
 def registered():
-    """The kernel has become an operator: torch.ops knows its schema, and it still answers as torch.add does."""
+    """The kernel is an operator now: torch.ops knows its schema, and its answer is still torch.add's."""
     found = torch.ops.course.scaled_residual.default
     assert str(found._schema) == "course::scaled_residual(Tensor x, Tensor y, float alpha) -> Tensor"
     x, y = _inputs(1021)
@@ -121,7 +121,7 @@ def registered():
 
 
 def fake():
-    """With a fake, shapes flow without data: a terabyte is added and no byte is allocated, no kernel launched."""
+    """A fake computes shapes without data: it adds a terabyte, allocates no byte and launches no kernel."""
     with FakeTensorMode(), watched() as traffic:
         x = torch.empty(2**38, device=DEVICE)
         z = scaled_residual(x, x, 0.3)
@@ -134,7 +134,7 @@ def gradients():
     """The registered backward gives torch.add's gradients, exactly: dx = dz, dy = alpha dz, alpha gets none."""
     for dtype in FLOATS:
         x, y = _inputs(1021, dtype)
-        dz = torch.randn_like(x)  # random: ones would hide a dz that was forgotten
+        dz = torch.randn_like(x)  # random: with ones a backward that ignores dz would pass
         results = []
         for op in (lambda x, y: scaled_residual(x, y, 0.3), lambda x, y: torch.add(x, y, alpha=0.3)):
             leaves = [t.clone().requires_grad_() for t in (x, y)]
@@ -154,7 +154,7 @@ def compiles():
     def block(x, y):
         return scaled_residual(x.relu(), y, 0.3).tanh()
 
-    torch._dynamo.reset()  # dynamo remembers, across backends too, what it compiled for this code
+    torch._dynamo.reset()  # dynamo caches what it compiled for this code, across backends too
     compiled = torch.compile(block, backend=backend, fullgraph=True, dynamic=True)
     for n in (37, 64, 1021):
         x, y = _inputs(n)
@@ -180,7 +180,7 @@ def opchecks():
             opcheck(scaled_residual, (x.requires_grad_(), y.requires_grad_(), 0.3))
 
 
-# ---- What breaks when a part is missing, or lies ------------------------------------------------------------------
+# ---- What breaks when a declaration is missing, or wrong ----------------------------------------------------------
 
 
 @custom_op("course::no_fake", mutates_args=())
@@ -193,7 +193,7 @@ def _wrong_fake(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     return _direct(x, y, alpha)
 
 
-# Right for every test that someone wrote in float32.
+# Right for every test in float32.
 _wrong_fake.register_fake(lambda x, y, alpha: torch.empty_like(x, dtype=torch.float32))
 
 
@@ -205,7 +205,7 @@ def missing():
         torch.compile(lambda x, y: _no_fake(x, y, 0.3), backend="eager", fullgraph=True)(x, y)
     with _raises("no fake impl registered"):
         opcheck(_no_fake, (x, y, 0.3))
-    z = _no_fake(x.requires_grad_(), y, 0.3)  # unlike a bare launch it knows that a gradient would be owed
+    z = _no_fake(x.requires_grad_(), y, 0.3)  # unlike a bare launch it knows that its result needs a gradient
     with _raises("no autograd formula was registered"):
         z.sum().backward()
 
@@ -222,7 +222,7 @@ def _in_place(x: Tensor, y: Tensor, alpha: float) -> None:
     _launch(x, y, alpha, x)  # each program reads its block before it writes it, and no other touches it
 
 
-@custom_op("course::silent_", mutates_args=())  # the lie: x is changed
+@custom_op("course::silent_", mutates_args=())  # wrong: x is changed
 def _silent(x: Tensor, y: Tensor, alpha: float) -> None:
     _launch(x, y, alpha, x)
 
@@ -231,7 +231,7 @@ _silent.register_fake(lambda x, y, alpha: None)
 
 
 def mutation():
-    """An undeclared change is deleted: an operator without result or change is dead code to a compiler."""
+    """A compiler deletes an undeclared change: an operator without result or change is dead code to it."""
     x, y = _inputs(37)
 
     def block(x, y, update):
@@ -241,7 +241,7 @@ def mutation():
 
     expected = torch.add(2 * x, y, alpha=0.3)
     for update, compiled in ((_in_place, expected), (_silent, 2 * x)):
-        torch.testing.assert_close(block(x, y, update), expected)  # eager runs what it is told: the lie is not seen
+        torch.testing.assert_close(block(x, y, update), expected)  # eager runs every call, so the mistake has no effect
         answer = torch.compile(block, backend="aot_eager", fullgraph=True)(x, y, update)
         torch.testing.assert_close(answer, compiled)
     opcheck(_in_place, (x.clone(), y, 0.3))
@@ -272,8 +272,8 @@ def transparent():
 
 
 def overhead():
-    """Being an operator costs host microseconds a call: it matters where kernels are short, and nowhere else."""
-    x, y = _inputs(0)  # no elements, so no launch: what is left is the way there
+    """An operator costs microseconds of the host a call, which matters only where kernels are short."""
+    x, y = _inputs(0)  # no elements, so no launch: only the call's overhead remains
     leaf = x.clone().requires_grad_()
     rows = []
     for name, op, first in (

@@ -1,13 +1,17 @@
 """Memory by measurement: latency, bandwidth and bytes in flight
 =============================================================
-Below a program's registers lie an L1 in each SM (the same silicon as shared memory), an L2 that all SMs share, and
-device memory (HBM). What a kernel waits for follows from three numbers of each: its size, its latency, its bandwidth.
-Little's law ties them together: bytes in flight = bandwidth * latency. At 4.2 TB/s and 700 ns (under load; a load alone
-takes half of that) it is 2.9 MB, 22 KB for each of 132 SMs: with fewer bytes under way the fastest memory waits for its
-reader.
+A load goes through three levels, and each has a size, a latency and a bandwidth:
 
-You will learn: where the levels are, when data is worth keeping close, and to predict a kernel's bandwidth from the
-loads that it has in flight and the sectors that it touches.
+    registers --- L1, in each SM --- L2, for all SMs --- device memory (HBM)
+                  shared memory's
+                  silicon
+
+Little's law connects them: bytes in flight = bandwidth * latency. HBM has 4.2 TB/s, and 700 ns under load, twice the
+latency of a single load. So 2.9 MB must be in flight, 22 KB for each of 132 SMs. With fewer the kernel does not reach
+HBM's bandwidth.
+
+You will learn: how large and how fast each level is, and when to keep data in it. Also to predict a kernel's bandwidth
+from the loads that it has in flight and the sectors that it touches.
 Run it:    python day1_pytorch/lesson09_memory_by_measurement.py
 Without a GPU every kernel is checked in the interpreter, and the committed figures of a GPU are shown.
 """
@@ -24,14 +28,14 @@ import triton.language as tl
 
 
 def seconds(contenders, flush=False):
-    """{key: median seconds on the GPU}. What is timed loops long enough that its launch is lost in it."""
+    """{key: median seconds on the GPU}. The kernels loop so long that the time of their launch is negligible."""
     for fn in contenders.values():
         fn()  # compiles
     return {key: t.p50 * 1e-3 for key, t in measure(contenders, flush=flush, rounds=20).items()}
 
 
-# Each load gives the address of the next, so nothing overlaps. The position is kept between launches: a second launch
-# goes on instead of finding in the caches what the first one left there.
+# Each load gives the address of the next, so nothing overlaps. The position is kept between launches, so a second
+# launch continues and does not find the first one's cells in the caches.
 @triton.jit
 def chase_kernel(next_ptr, at_ptr, steps):
     at = tl.load(at_ptr)
@@ -63,7 +67,7 @@ def latency():
     steps, rows, ns = 2**13, [], {}
     for size in (2**p for p in range(13, 31)):
         links, at = _ring(size // 128), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        links.sum()  # brings it into the L2, as far as it fits
+        links.sum()  # loads it into the L2, as far as it fits
         took = seconds({size: partial(chase_kernel[(1,)], links, at, steps, num_warps=1)})
         ns[size] = took[size] / steps * 1e9
         rows.append({"KB": size // 1024, "ns_a_load": round(ns[size], 1)})
@@ -76,8 +80,8 @@ def latency():
     return Table("latency", rows, note, x="KB", y="ns_a_load")
 
 
-# Reads the same n elements `passes` times, each program always the same blocks. ".cg" looks for them in L2 only,
-# the default ".ca" in the SM's own L1 first. n is a multiple of BLOCK, so no block needs a mask.
+# Reads the same n elements `passes` times, each program always the same blocks. With ".cg" a load looks in L2 only,
+# with the default ".ca" in the SM's L1 first. Since n is a multiple of BLOCK, no block needs a mask.
 @triton.jit
 def read_kernel(x_ptr, out_ptr, n, passes, CACHE: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
@@ -111,9 +115,9 @@ def bandwidth():
     return Table("bandwidth", rows, note, x="MB", y="TB_per_s", by="path")
 
 
-# Every lane adds what it loaded to its next offset. The data are zeros (the one place where they must be), but the
-# compiler cannot know: a lane's next loads wait for its last, and exactly BLOCK * 4 bytes a program are in flight.
-# That also hides from the compiler that neighbours stay neighbours; the hint lets a lane load 16 bytes at once.
+# Every lane adds the value that it loaded to its next offset. All values are zero here, but the compiler cannot know
+# that. So a lane's next loads wait for its last ones, and exactly BLOCK * 4 bytes a program are in flight. Nor does the
+# compiler know that neighbouring offsets stay neighbours; the hint lets a lane load 16 bytes at once.
 @triton.jit
 def in_flight_kernel(x_ptr, out_ptr, rounds, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +128,7 @@ def in_flight_kernel(x_ptr, out_ptr, rounds, BLOCK: tl.constexpr):
 
 
 def _walk(x, out, programs, loads):
-    """Walk over x, `loads` loads of 16 bytes a lane, 128 lanes a program; returns (rounds, what runs them)."""
+    """A walk over x, `loads` loads of 16 bytes a lane, 128 lanes a program; returns (rounds, the call)."""
     block = 512 * loads
     rounds = min(2048, x.numel() // (programs * block))
     return rounds, partial(in_flight_kernel[(programs,)], x, out, rounds, BLOCK=block, num_warps=4)
@@ -139,13 +143,13 @@ def in_flight():
         return from_a_gpu(__name__, "in_flight")
     x = torch.zeros(2**28, dtype=torch.int32, device=DEVICE)
     out = torch.empty(2**21, dtype=torch.int32, device=DEVICE)
-    walks = {(1, 1): _walk(x, out, 1, 1)}  # (programs, loads a lane): a lone program has nobody to wait for
+    walks = {(1, 1): _walk(x, out, 1, 1)}  # (programs, loads a lane): a lone program shares memory with no other
     for loads, shares in ((1, (0.125, 0.25, 0.5, 1, 2, 4, 8)), (4, (0.125, 0.25, 0.5, 1, 2, 4))):
         walks |= {(n, loads): _walk(x, out, n, loads) for n in (int(num_sms() * share) for share in shares)}
     took = seconds({key: run for key, (_, run) in walks.items()} | {"copy": copy_of(2**30)}, flush=True)
     alone, copy, rows = took[1, 1] / walks[1, 1][0], 2**30 / took["copy"], []
     for (programs, loads), (rounds, _) in walks.items():
-        # In the machine code four loads go out two by two: the second pair reuses the first one's registers.
+        # In the machine code four loads are issued two by two: the second pair reuses the first one's registers.
         moved, flying = programs * loads * 2048, programs * min(loads, 2) * 2048
         row = {"loads a lane": loads, "warps an SM": round(4 * programs / num_sms(), 2)}
         row |= {"KB_in_flight": flying // 1024, "TB_per_s": round(moved * rounds / took[programs, loads] * 1e-12, 4)}
@@ -168,7 +172,7 @@ def strided_kernel(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
 
 
 def coalescing():
-    """Of each 32-byte sector, stride 2 uses half and stride 8 an eighth: useful bandwidth falls by as much."""
+    """Stride 2 uses half of each 32-byte sector, stride 8 an eighth: useful bandwidth falls by as much."""
     x, out = torch.rand(4 * 16 * 3, device=DEVICE), torch.empty(4, device=DEVICE)
     strided_kernel[(4,)](x, out, 3, BLOCK=16)
     torch.testing.assert_close(out, x[::3].view(4, 16).sum(1))

@@ -6,12 +6,12 @@ batch. So a step takes about
     max(launches * time of a launch, FLOPs / rate)   on a GPU: the host launches ahead while the GPU computes
     launches * their overhead + FLOPs / rate         on a CPU, which does one after the other
 
-At 5 to 10 us a launch the GPU's floor would be 125 to 250 us; with autograd and the optimiser around the launches it is
-400 to 600 us (reports/), in which it could compute ten thousand images: on small batches the CPU wins, and what helps a
-GPU there is fewer launches, not faster arithmetic.
+At 5 to 10 us a launch the GPU's floor would be 125 to 250 us. Autograd and the optimiser around the launches add host
+time (the measured floor is in reports/). In that time the GPU could compute thousands of images. So on small batches
+the CPU is faster, and a GPU needs fewer launches there, not faster arithmetic.
 
-You will learn: to predict the batch at which CPU and GPU cross, and what TF32, bf16 autocast, torch.compile and CUDA
-graphs each change. Writes the last part of day1_env_check.md.
+You will learn: to predict the batch from which the GPU is faster than the CPU, and what TF32, bf16 autocast,
+torch.compile and CUDA graphs each change. Writes the last part of day1_env_check.md.
 Run it:    python day1_pytorch/lesson10_step_time.py
 """
 
@@ -38,7 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from workloads.data import digits
 
 CPU, GPU = torch.device("cpu"), DEVICE.type == "cuda"
-ASSUMED_US = 5  # what a launch adds to an operator, where there is no GPU to ask
+ASSUMED_US = 5  # what a launch adds to an operator, assumed where there is no GPU
 
 
 def make_mlp(width=512):
@@ -94,7 +94,7 @@ def _cost(batch):
 
 
 def _seconds(statement, **names):
-    """The fastest fifth: a laptop has other things to do. Timer waits for the GPU where there is one."""
+    """The fastest fifth, since other processes disturb a laptop. Timer waits for the GPU where there is one."""
     timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
     return torch.tensor(timer.blocked_autorange(min_run_time=0.1).times).quantile(0.2).item()
 
@@ -104,8 +104,8 @@ def step_cost():
     (few, one), (many, thousand) = _cost(1), _cost(1000)
     assert few == many
     assert thousand == 1000 * one
-    # Each weight is multiplied once forward and twice backward (its own gradient, its input's), 2 FLOPs each; the
-    # images themselves need no gradient, so the first layer's second product is left out.
+    # Each weight is multiplied once forward and twice backward (its own gradient, its input's), 2 FLOPs each. The
+    # images need no gradient, so the first layer has one matmul less.
     assert one == 6 * (64 * 512 + 512 * 512 + 512 * 10) - 2 * 64 * 512
     print(f"  {few} kernels a step, {one / 1e6:.2f} MFLOP an image")
 
@@ -138,11 +138,11 @@ def _measured():
 
 
 def cross_over():
-    """A GPU's step is flat until work outlasts launches, a CPU's grows at once: they cross where the two are equal."""
+    """A GPU's step time is flat until work takes longer than launches, a CPU's grows at once: the curves cross."""
     rows, launches = _measured(), _cost(1)[0]
     gpu = {row["batch"]: row["us_per_step"] for row in rows if row["where"].startswith("gpu")}
     cpu = {row["batch"]: row["us_per_step"] for row in rows if not row["where"].startswith("gpu")}
-    if GPU:  # a CPU has other things to do: its times are shown, and nothing is asked of them
+    if GPU:  # a CPU's times are disturbed by other processes, so they are shown and not asserted
         assert cpu[1024] > 1.2 * cpu[1], "on a CPU a large batch is more work"
         assert gpu[256] < 2 * gpu[1], "on a GPU it fits under the launches"
         cpu_wins = [batch for batch in cpu if cpu[batch] <= gpu[batch]]
@@ -162,7 +162,7 @@ def cross_over():
 
 
 def _beside(table, rows):
-    """One's own rows and, on a machine without a GPU, under them the committed rows of one that has."""
+    """This machine's rows and, without a GPU, below them the committed rows of a GPU."""
     theirs = [] if GPU else committed(__name__, table)
     return rows + [{key: row.get(key, "") for key in rows[0]} for row in theirs]
 
@@ -217,7 +217,7 @@ def _cuda_graph(model, x, y, undo):
         loss = step(x, y)
 
     def run():
-        graph.replay()  # reads x and y where they lay at capture: new data is copied into them
+        graph.replay()  # reads x and y at their addresses of the capture: copy new data into them
         return loss
 
     return run
@@ -233,7 +233,7 @@ RUNGS = {
 
 
 def rungs():
-    """Small batches pay for launches and large ones for work: a rung helps where it lowers what is being paid."""
+    """Launches decide at small batches and work at large ones; a rung helps where it lowers the one that decides."""
     rows, fp32 = [], {}
     for name, (build, changes) in RUNGS.items():
         for batch in (64, 65536 if GPU else 512):
@@ -249,7 +249,7 @@ def rungs():
                     loss = run().item()
                 count, us = _launches(run), _seconds("run()", run=run) * 1e6
             us0, count0, loss0 = fp32.setdefault(batch, (us, count, loss))
-            # Faster only counts if it still learns the same. CUDA graphs took 3 steps more to warm up.
+            # A faster step counts only if it learns the same. CUDA graphs take 3 steps more to warm up.
             assert loss < 0.5 * math.log(10)
             assert abs(loss - loss0) < 0.25, (name, batch, loss, loss0)
             if GPU and name in ("torch.compile", "CUDA graph"):
@@ -267,7 +267,7 @@ def rungs():
 
 
 def _launches(run):
-    """What the host hands to the GPU in one step: kernels, copies, graphs. On a CPU: the operators dispatched."""
+    """The launches of one step: kernels, copies, graphs. On a CPU: the operators dispatched."""
     if not GPU:
         with _Operators() as operators:
             run()
@@ -280,7 +280,7 @@ def _launches(run):
 
 
 def deliverable():
-    """day1_env_check.md gets its training times: batch sizes and the time of a step, here."""
+    """day1_env_check.md gets its training times: the time of a step over batch sizes on this machine."""
     rows = _measured()
     parts = {"training": markdown(rows[0], (row.values() for row in rows))}
     text = write_sections(ROOT / "day1_pytorch" / "day1_env_check.md", "Environment check", parts)

@@ -1,19 +1,36 @@
-"""Attention, as it is written down: an S x S matrix through memory
-================================================================
-O = softmax(Q K^T / sqrt(D)) V for each of B H heads, Q, K, V and O [S, D] each. Two products, 4 S^2 D FLOPs a head, on
-4 S D numbers: S FLOPs for each number, so arithmetic decides from S = 400 on (an H200: 800 TFLOP/s, 4.2 TB/s). But the
-matrices between, S x S scores and S x S weights, are S / D times as large as all the rest, and each kernel that works
-on them reads S^2 numbers and writes S^2. For a head with S = 4096, D = 128 in bf16:
+"""Naive attention: an S x S matrix through HBM, fused away step by step
+=====================================================================
+O = softmax(Q K^T / sqrt(D)) V for each of B H heads; Q, K, V and O are [S, D]. The two matmuls take 4 S^2 D FLOPs a
+head on 4 S D elements, so S FLOPs an element. On an H200 (800 TFLOP/s, 4.2 TB/s) arithmetic decides from S = 400 on.
+But between the matmuls stand S x S scores and S x S weights, each S / D times as large as Q. A kernel that works on
+them reads S^2 elements and writes S^2. The HBM traffic of each rung, an arrow for each S^2 elements:
 
-    what                            S x S crossings of the bus        bytes       at 4.2 TB/s   its products take
-    a kernel for each step          8: product 1, scale 2, mask 2,    268 MB      64 us         11 us
-                                    softmax 2, product 1
-    scale, mask, softmax in one     4                                 134 MB      32 us         11 us
-    the matrix computed twice       0                                 some MB     0             16 us
+    attention_steps                  attention_fused_softmax            attention_recomputed
 
-And memory: S^2 grows four times when S doubles: with 16 heads 0.5 GB a matrix at 4096, 8.6 GB at 16384 (lesson 2).
+    kernel         HBM               kernel               HBM           kernel                    HBM
+    [ Q K^T   ] ===> S x S           [ Q K^T         ] ===> S x S       [ Q K^T, max and sum ] ---> lse
+    [ scale   ] <=== S x S           [ scale, mask,  ] <=== S x S       [ Q K^T, exp, P V    ] <--- lse
+    [         ] ===> S x S           [       softmax ] ===> S x S       [                    ] ---> O
+    [ mask    ] <=== S x S           [ P V           ] <=== S x S
+    [         ] ===> S x S           [               ] ---> O
+    [ softmax ] <=== S x S
+    [         ] ===> S x S           ===>  S^2 elements
+    [ P V     ] <=== S x S           --->  S or S D elements
+    [         ] ---> O
 
-You will learn: where attention's time and memory go, what fusion can save of it, why recomputing may be the cheaper.
+The budget of a head with a mask, S = 4096, D = 128, in bf16:
+
+    rung                         passes over S^2    bytes      at 4.2 TB/s    its matmuls take
+    attention_steps              8                  268 MB     64 us          11 us
+    attention_fused_softmax      4                  134 MB     32 us          11 us
+    attention_recomputed         0                  some MB    0              16 us
+
+Memory grows like S^2 too. With 16 heads a matrix is 0.5 GB at S = 4096 and 8.6 GB at 16384 (lesson 2).
+
+The report's peer torch.compile is fast without a mask, since Inductor recognises these lines of PyTorch as attention
+and calls a fused kernel. With this mask they match none of its patterns, and it writes the matrix.
+
+You will learn: where attention's time and memory go, what fusion saves, and when recomputing is cheaper.
 Run it:    python day4_replace_op/lesson01_attention.py
 Check it:  python -m lessonkit check lesson01_attention
 Time it:   python -m lessonkit bench lesson01_attention
@@ -21,7 +38,7 @@ Time it:   python -m lessonkit bench lesson01_attention
 
 import math
 
-from lessonkit import About, Lesson, Mutant, expect
+from lessonkit import About, Lesson, Mutant, Prediction, expect
 
 import torch
 import triton
@@ -30,8 +47,8 @@ import triton.language as tl
 from problems.attention_plain import PROBLEM, precision
 
 
-# Rung 1. A kernel for each step, as a line of PyTorch each would be. A program of the first product makes a tile of
-# scores from BLOCK_M queries and BLOCK_N keys: their rows of D numbers are the whole sum, so there is no loop.
+# Rung 1. A kernel for each line of PyTorch. A program of scores_kernel computes a tile of scores from BLOCK_M queries
+# and BLOCK_N keys. It needs no loop: a sum of D terms is one tl.dot.
 @triton.jit
 def scores_kernel(
     q_ptr, k_ptr, s_ptr,  # [BH, S, D], [BH, S, D], [BH, S, S]
@@ -51,7 +68,7 @@ def scores_kernel(
 
 @triton.jit
 def load_rows(ptr, rows, S, D, BLOCK_D: tl.constexpr):
-    """Rows of a [S, D] matrix, D padded to BLOCK_D; zeros outside, which add nothing to a product."""
+    """Rows of a [S, D] matrix, D padded to BLOCK_D; zeros outside, which add nothing to a dot product."""
     cols = tl.arange(0, BLOCK_D)
     return tl.load(ptr + rows[:, None] * D + cols[None, :], mask=(rows[:, None] < S) & (cols[None, :] < D), other=0.0)
 
@@ -102,7 +119,7 @@ def store_rows(ptr, x, rows, S, D, BLOCK_D: tl.constexpr):
 
 
 def attention_steps(q, k, v, causal=False, fused=False):
-    """q, k, v [B, H, S, D] contiguous -> o [B, H, S, D]; B H S S numbers of scratch. D at most 256."""
+    """q, k, v [B, H, S, D] contiguous -> o [B, H, S, D]; B H S S elements of scratch. D at most 256."""
     o, (B, H, S, D), blocks = _prepare(q, k, v)
     if o.numel():
         s = q.new_empty(B, H, S, S)
@@ -116,18 +133,18 @@ def attention_steps(q, k, v, causal=False, fused=False):
     return o
 
 
-# Rung 2. New: scale and mask where the softmax has the row in registers anyway. Predicted: 4 crossings of S^2 instead
-# of 8 (6 without a mask), so half of the time, as long as the crossings take more of it than the products.
+# Rung 2. New: the softmax kernel scales and masks the row while it has it in registers. Predicted: 4 passes over S^2
+# instead of 8 (6 without a mask), so half of the time, as long as the passes take longer than the matmuls.
 def attention_fused_softmax(q, k, v, causal=False):
-    """As attention_steps, three kernels: product, softmax with scale and mask, product."""
+    """As attention_steps, in three kernels: matmul, softmax with scale and mask, matmul."""
     return attention_steps(q, k, v, causal, fused=True)
 
 
-# Rung 3. New: no S x S matrix. A softmax needs two numbers of a row, its maximum and its sum, together its logsumexp:
-# a first kernel computes the scores for these alone and throws them away, a second computes them again, now knows the
-# weights, and multiplies by V. Predicted: 6 S^2 D FLOPs instead of 4, and no S^2 bytes: at S = 4096, D = 128, 16 us of
-# products for 11 us and 32 us of crossings. (The keys come again for each 64 queries, but from L2.) What is left to
-# wish for: to need the scores only once. That is lesson 3.
+# Rung 3. New: no S x S matrix. A softmax needs two values a row, its maximum and its sum, or both as its logsumexp.
+# The first kernel computes the scores for the logsumexp alone. The second one computes them again, turns them into
+# weights, and multiplies by V. Predicted: 6 S^2 D FLOPs instead of 4, and no S^2 bytes. At S = 4096, D = 128 that is
+# 16 us of matmuls a head, instead of 11 us of matmuls and 32 us of traffic. (Each 64 queries read all keys, but from
+# L2.) Lesson 3 computes the scores only once.
 @triton.jit
 def logsumexp_kernel(
     q_ptr, k_ptr, lse_ptr,  # [BH, S, D], [BH, S, D], [BH, S] in fp32
@@ -143,7 +160,7 @@ def logsumexp_kernel(
     for start in range(0, S, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         s = masked_scores(q, k_ptr + head * S * D, rows, keys, scale, S, D, CAUSAL, BLOCK_D, PRECISION)
-        m_new = tl.maximum(m, tl.max(s, axis=1))  # finite from the first block on: key 0 is everyone's past
+        m_new = tl.maximum(m, tl.max(s, axis=1))  # finite from the first block on: key 0 is visible to every query
         total = total * tl.exp(m - m_new) + tl.sum(tl.exp(s - m_new[:, None]), axis=1)
         m = m_new
     tl.store(lse_ptr + head * S + rows, m + tl.log(total), mask=rows < S)
@@ -180,7 +197,7 @@ def recompute_kernel(
 
 
 def attention_recomputed(q, k, v, causal=False):
-    """As attention_steps; B H S numbers of scratch, in fp32."""
+    """As attention_steps; B H S elements of scratch, in fp32."""
     o, (B, H, S, D), blocks = _prepare(q, k, v)
     if o.numel():
         lse = torch.empty(B, H, S, device=q.device)
@@ -198,16 +215,31 @@ def _prepare(q, k, v):
     return torch.empty_like(q), q.shape, (64, 64, max(16, triton.next_power_of_2(q.shape[-1])), precision())
 
 
+LONG = {"B": 4, "H": 16, "S": 4096, "D": 128, "causal": False}
+
 LESSON = Lesson(
     about=About(
-        teaches="naive attention counted in crossings of S x S; fusing the softmax; no matrix at all, for a "
-        "third product",
+        teaches="naive attention counted in passes over S x S; fusing the softmax; no matrix at all, for a "
+        "third matmul",
         hours=1,
         star=True,
         operator="attention",
     ),
     problem=PROBLEM,
     rungs=(attention_steps, attention_fused_softmax, attention_recomputed),
+    predicted=(
+        Prediction(
+            rung=attention_steps, at=LONG, ms=3.07,  # 6 passes over 33.5 MB a head, 64 heads, at 4.2 TB/s
+            why="The two kernels with matmuls do not overlap their traffic with the 11 us of matmuls: 48 + 11 us a "
+            "head instead of 48, and 3.8 ms in all.",
+        ),
+        Prediction(rung=attention_fused_softmax, at=LONG, times=1.5, over=attention_steps),
+        Prediction(
+            rung=attention_recomputed, at=LONG, ms=1.03,  # 6 S^2 D FLOPs a head at 800 TFLOP/s
+            why="It counts matmuls alone. Two exponentials a score add 9 us a head, at 16 a cycle and SM, and about 15 "
+            "other instructions a score 8 us: 33 us in all, 2.1 ms. Lesson 4 counts them.",
+        ),
+    ),
     wrong=(
         Mutant("a query does not see itself", "elementwise_kernel", "cols > row % S", "cols >= row % S",
                "attention_steps", "nan"),
@@ -222,8 +254,8 @@ LESSON = Lesson(
                "out of bounds"),
     ),
     claims={attention_recomputed: ("wgmma", "16-byte loads", "no spills")},
-    # In units of Q + K + V + O, of which each is 1/4: a crossing of S^2 is S / D = 4 such parts, hence 1. The first
-    # product reads q and k twice (+1), the second v twice (+0.5), o is written (+0.25). Without S^2, k once more.
+    # In units of Q + K + V + O, of which each is 1/4: a pass over S^2 is S / D = 4 such parts, hence 1. The first
+    # matmul reads q and k twice (+1), the second v twice (+0.5), o is written (+0.25). Without S^2, k is read again.
     passes={attention_steps: 8 + 1.75, attention_fused_softmax: 4 + 1.75, attention_recomputed: 2.28},
 )  # fmt: skip
 

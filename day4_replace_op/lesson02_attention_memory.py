@@ -1,16 +1,17 @@
-"""Attention's cost against length: exponents, measured and fitted
-===============================================================
-Naive attention keeps S x S scores and S x S weights for every head: memory a S^2 + b S with a from those matrices and b
-from Q, K, V and O. Flash attention keeps b S. Work is S^2 for both, for each query meets each key. On log-log paper a
-power is a straight line and its exponent the slope; where two powers add, the slope between two lengths tells which of
-them rules there. With D = 128 the matrices outweigh O from S = 128 on; at S = 16384, 16 heads, in bf16:
+"""Attention's memory and time against length: fitted exponents
+============================================================
+Naive attention keeps S x S scores and S x S weights for every head. Its memory is a S^2 + b S, with a from those
+matrices and b from Q, K, V and O. Flash attention keeps b S. Both do S^2 work, since each query needs each key. On
+log-log axes a power of S is a straight line, and its slope is the exponent. Where two powers add, the slope between two
+lengths says which of them dominates there. With D = 128 a matrix outweighs O from S = 128 on. At S = 16384, with 16
+heads in bf16:
 
     naive, an operator a step      two of scores, scaled scores and weights alive at once: 17 GB
     naive, softmax in place        one: 8.6 GB
     flash                          O: 67 MB, and lse: 1 MB
 
-Predict before you run: the slopes of all lines of both plots, and at which S an 80 GB GPU gives up.
-You will learn: to measure peak memory on a GPU and without one, to fit an exponent, to tell what a slope says.
+Predict before you run: the slopes of all lines of both plots, and at which S an 80 GB GPU runs out of memory.
+You will learn: to measure peak memory on a GPU and without one, to fit an exponent, and to read a slope.
 Run it:    python day4_replace_op/lesson02_attention_memory.py
 """
 
@@ -28,7 +29,7 @@ attention_recomputed = specimen("day4_replace_op.lesson01_attention", "attention
 attention = specimen("day4_replace_op.lesson05_flash_options", "attention")
 
 GPU = DEVICE.type == "cuda"
-# Without a GPU our kernels are interpreted, which takes seconds at S = 512: the same bytes at a fraction of the sizes.
+# Without a GPU our kernels are interpreted, and S = 512 would take seconds: so the lengths are smaller there.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384) if GPU else (64, 128, 256)
 H, D = (16, 128) if GPU else (1, 16)
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -92,7 +93,7 @@ def peak_memory():
     """Doubling S takes four times the memory with an S x S matrix, twice without: exponents 2 and 1, to 0.1, 0.05."""
     found = _measured(memory.peak_bytes)
     for name, line in found.items():
-        # The last two lengths: there the S^2 term rules, if there is one. What is linear in S, O above all, is known.
+        # From the last two lengths, where the S^2 term dominates if there is one, without O, which is linear in S.
         long = {S: peak - (S * H * D * DTYPE.itemsize if name in QUADRATIC else 0) for S, peak in line.items()}
         exponent = _slope([*long][-2:], [*long.values()][-2:])
         print(f"  {name:24} peak at S = {max(line)}: {line[max(line)] / 1e6:.4g} MB, exponent {exponent:.3f}")
@@ -104,7 +105,7 @@ def peak_memory():
 
 
 def to_the_byte():
-    """Flash keeps O and lse and nothing else: S H (D itemsize + 4) bytes. An S x S matrix more would be found here."""
+    """Flash keeps O and lse and nothing else: S H (D itemsize + 4) bytes, so not one S x S matrix."""
     for S in LENGTHS:
         args = _inputs(S)
         attention(*args)

@@ -1,26 +1,41 @@
-"""Flash attention, first version: one pass over the scores, and what it costs to carry the rest
-===========================================================================================
-Lesson 1 needed the scores twice: a softmax wants its row's maximum and sum before it can weigh anything. But both can
-be corrected afterwards. If O holds the right answer for the keys seen so far, with their maximum m and sum l, then a
-block of further keys, with its own m' and l' and weights P', is taken in by
+"""Flash attention, version 1: the online softmax, and its HBM traffic
+===================================================================
+Lesson 1 computed the scores twice, since a softmax needs its row's maximum and sum before it can weigh anything. The
+online softmax corrects both afterwards. Let O be the right answer for the keys visited so far, with their maximum m
+and sum l. A further block of keys has its own maximum m', sum l' and weights P'. It is merged by
 
     m_new = max(m, m')     l_new = exp(m - m_new) l + exp(m' - m_new) l'
     O = (exp(m - m_new) l O + exp(m' - m_new) P' V') / l_new
 
-(Dao, Fu, Ermon, Rudra and Re, "FlashAttention", 2022, algorithm 1, lines 10 to 13.) The algorithm keeps a block of
-B_c keys and values on the chip and visits all queries with it, then takes the next: O, m and l go to memory and back
-for each block of keys. Counted for a head, with N tokens and an O that travels in fp32 so as not to be rounded N / B_c
-times (16 bits would do for Q, K, V):
+(Dao, Fu, Ermon, Rudra and Re, "FlashAttention", 2022, algorithm 1, lines 10 to 13.) Version 1 loops over blocks of B_c
+keys, and inside over blocks of queries:
 
-    K, V once: 4 N D bytes        for each of N / B_c blocks: Q read 2 N D, O read and written 8 N D, m and l 16 N
+    version 1: keys outside, queries inside         version 2, lesson 4: queries outside, keys inside
 
-With a chip that holds M numbers, B_c = M / 4D, the second part is 40 N^2 D^2 / M and a bit: theorem 2's
-Theta(N^2 D^2 / M), counted below to the byte. At D = 64 an SM of an H200 (M = 116,000) allows B_c = 256 and
-2.6 N^2 bytes, where lesson 1's fused softmax crossed 8 N^2; at D = 128, 128 keys and 10 N^2: no gain in bytes, only in
-memory: 4 N D of scratch for N^2. Predicted, where that traffic decides: a third of its time at D = 64, none at 128;
-and with B H programs in all (16 heads on 132 SMs at N = 16384) less than either. Lesson 4 mends both.
+    for each K, V block:      loaded once           for each Q block:         a program of its own
+        for each Q block:                               O, m, l = 0 in registers
+            load Q, O, m, l   <=== HBM                  for each K, V block:
+            S = Q K^T, merge                                load K, V         <=== mostly L2
+            store O, m, l     ===> HBM                      S = Q K^T, merge
+                                                        store O               ===> HBM, once
 
-You will learn: the online softmax with an output, an algorithm's IO counted, when a barrier is needed in Triton.
+So O, m and l go to HBM and back for each block of keys. O is kept in fp32, so that it is not rounded to 16 bits N / B_c
+times. The bytes of a head with N tokens:
+
+    K and V, once                     4 N D
+    for each of N / B_c blocks        Q read 2 N D, O read and written 8 N D, m and l 16 N
+
+A chip that holds M elements allows B_c = M / 4D. Then the second line is 40 N^2 D^2 / M and a little: theorem 2's
+Theta(N^2 D^2 / M), which the lesson counts to the byte. An SM of an H200 has M = 116,000:
+
+    D      B_c    bytes        lesson 1's fused softmax    predicted, where that traffic decides
+    64     256    2.6 N^2      8 N^2                       a third of its time
+    128    128    10 N^2       8 N^2                       no gain in time; 4 N D of scratch instead of N^2
+
+With one program a head, 16 heads at N = 16384 keep 16 of 132 SMs busy, so the gain is less there. Lesson 4 improves
+both the bytes and the number of programs.
+
+You will learn: the online softmax with an output, how to count an algorithm's IO, when Triton needs a barrier.
 Run it:    python day4_replace_op/lesson03_flash_v1.py
 Check it:  python -m lessonkit check lesson03_flash_v1
 Time it:   python -m lessonkit bench lesson03_flash_v1
@@ -28,7 +43,7 @@ Time it:   python -m lessonkit bench lesson03_flash_v1
 
 import math
 
-from lessonkit import About, Lesson, Mutant, Refusal, Unsupported, case, device, expect
+from lessonkit import About, Lesson, Mutant, Prediction, Refusal, Unsupported, case, device, expect
 from lessonkit.modes.interpreter import watched
 
 import torch
@@ -80,12 +95,12 @@ def flash_v1_kernel(
             else:
                 tl.store(o_ptr + tile, acc, mask=inside[:, None])
                 tl.store(lse_ptr + head * S + rows, m_new + tl.log(total_new), mask=inside)
-        # In the next round a number may be read by another thread of the program than the one that wrote it.
+        # In the next round another thread of the program may read an element than the one that wrote it.
         tl.debug_barrier()
 
 
-# Rung 1. Blocks of 32 keys, as if the chip had 16 KB. Predicted: at D = 64 20 N^2 bytes of Q, O, m and l for a head,
-# more than the S x S matrix ever cost. Flash attention is not a formula; it is a formula and a large B_c.
+# Rung 1. Blocks of 32 keys, as if the chip had 16 KB. Predicted: at D = 64 20 N^2 bytes of Q, O, m and l a head,
+# more than lesson 1's S x S matrix costs. The formula alone saves no traffic; it needs a large B_c.
 def flash_v1_small(q, k, v):
     """q, k, v [B, H, S, D] contiguous, D 16, 32, 64 or 128 -> o [B, H, S, D], lse [B, H, S] in fp32."""
     return _run(q, k, v, 32, 32)
@@ -99,7 +114,7 @@ def flash_v1(q, k, v):
 
 
 def _blocks(D):
-    """B_r, B_c: line 1, for the 227 KB of 16-bit numbers that a block may have on Hopper. No more than 256 keys."""
+    """B_r, B_c: line 1, for the 227 KB that a block may have on Hopper, in 16-bit elements. At most 256 keys."""
     keys = min(256, 2 ** int(math.log2(227 * 1024 // 2 / (4 * D))))
     return max(16, min(keys, D)), keys
 
@@ -111,7 +126,7 @@ def _run(q, k, v, block_r, block_c):
         raise ValueError(f"q has D = {D}, expected one of {WIDTHS}: lesson05_flash_options takes any up to 256")
     o, lse = torch.empty_like(q), torch.empty(B, H, S, device=q.device)
     if q.element_size() == 4:
-        block_c = min(block_c, 64)  # numbers twice as long, and products that keep their operands in registers
+        block_c = min(block_c, 64)  # elements twice as long, and an fp32 dot keeps its operands in registers
     if o.numel():
         acc = torch.zeros(q.shape, device=q.device)
         m, total = torch.full_like(lse, -math.inf), torch.zeros_like(lse)
@@ -135,7 +150,7 @@ def _io_bytes(B, H, S, D, dtype, block_c):
 
 
 def io_is_the_papers(rung):
-    """Counted to the byte; and for twice the tokens close to four times as much: Theta(N^2 D^2 / M)."""
+    """Counted to the byte; twice the tokens take nearly four times the bytes: Theta(N^2 D^2 / M)."""
     if not device.INTERPRETED:
         raise Unsupported("bytes are counted in the interpreter")
     counted, block_c = [], 32 if rung is flash_v1_small else 256
@@ -148,7 +163,7 @@ def io_is_the_papers(rung):
 
 
 def blocks_change_nothing(rung):
-    """A block's size is no part of the answer: 32, 64, 128 and 256 keys agree up to the order of additions."""
+    """The answer does not depend on the block's size: 16 to 256 keys agree up to the order of additions."""
     q, k, v = inputs(1, 1, 130, 16)
     for block_c in (16, 64, 128):
         torch.testing.assert_close(_run(q, k, v, 32, block_c), rung(q, k, v), rtol=1e-5, atol=1e-5)
@@ -164,6 +179,7 @@ CHECKS = (
     case("offsets past 2^31", gib=110, B=1, H=8200, S=2100, D=128),
 )
 LAST = {"B": 1, "H": 1, "S": 288, "D": 64}
+MIDDLE = {"B": 8, "H": 32, "S": 2048, "D": 64}
 
 
 def _least(block_c):
@@ -180,6 +196,19 @@ LESSON = Lesson(
     problem=PROBLEM_LSE,
     inputs=inputs,  # no mask yet
     rungs=(flash_v1_small, flash_v1),
+    predicted=(
+        Prediction(
+            rung=flash_v1_small, at=MIDDLE, ms=5.1,  # 20 N^2 bytes for each of 256 heads at 4.2 TB/s
+            why="256 programs are two an SM. Each loads 12 KB, waits, computes and stores, with one stage, so little "
+            "is in flight. With 1024 programs, at S = 512, the same traffic moves 1.4 times as fast.",
+        ),
+        Prediction(
+            rung=flash_v1, at=MIDDLE, times=7.7, over=flash_v1_small,  # 20 N^2 over 2.6 N^2
+            why="It counts bytes alone. A tile of 64 x 256 scores has the arithmetic of lesson 4's `swapped`, 3648 "
+            "cycles, and its 42 KB take 2300 more. With 255 registers a thread an SM holds one program, so "
+            "neither hides the other.",
+        ),
+    ),
     checks=(*CHECKS, case("the bytes are counted here: nine blocks of keys, or two", **LAST)),
     benches=tuple(
         {"B": 16384 // S, "H": 2048 // D, "S": S, "D": D} for S, D in ((512, 64), (2048, 64), (2048, 128), (16384, 64))

@@ -1,26 +1,39 @@
-"""Flash attention, second version: queries outside, and nothing done twice
-=======================================================================
-Version 1 carries O, m and l to memory and back for each block of keys. With the loops exchanged they never leave the
-registers: a program takes BLOCK_M queries and walks over the keys. Q, O and lse then cross the bus once, K and V once
-for each BLOCK_M queries, and mostly from L2; and programs are B H S / BLOCK_M, enough for every GPU, where version 1
-had B H. (Dao, "FlashAttention-2", 2023, section 3.) What is left is arithmetic. For a tile of 128 x 128 scores an SM of
-Hopper takes, in cycles, when nothing overlaps:
+"""Flash attention, version 2: queries outside, and fewer instructions beside the matmuls
+======================================================================================
+Version 1 moves O, m and l to HBM and back for each block of keys. With the loops exchanged they stay in registers (Dao,
+"FlashAttention-2", 2023, section 3):
 
-    tensor cores: both products                   4 * 128 * 128 * D / 4096          D = 64: 1024     D = 128: 2048
+                     version 1                     version 2
+    a program        a head                        a head's block of BLOCK_M queries
+    programs         B H                           B H S / BLOCK_M
+    its loops        over keys, then queries       over keys
+
+    steps in time      keys ->                       keys ->
+    queries       | 1  5  9 13 |                | 1  2  3  4 |   program 0
+       |          | 2  6 10 14 |                | 1  2  3  4 |   program 1
+       v          | 3  7 11 15 |                | 1  2  3  4 |   program 2
+                  | 4  8 12 16 |                | 1  2  3  4 |   program 3
+
+    HBM traffic      Q, O, m, l for each           Q, O and lse once;
+                     column; K and V once          K and V for each row, mostly from L2
+
+What remains is arithmetic. For a tile of 128 x 128 scores an SM of Hopper takes, in cycles, when nothing overlaps:
+
+    tensor cores: both matmuls                    4 * 128 * 128 * D / 4096          D = 64: 1024     D = 128: 2048
     exponentials, 16 a cycle                      128 * 128 / 16                            1024              1024
     each other instruction on a score, 128 a cycle                                           128               128
-    each instruction on a number of O                                                         64               128
+    each instruction on an element of O                                                       64               128
 
-    rung            instructions a score   on O     beside the products, D = 64, 128
+    rung            instructions a score   on O     beside the matmuls, D = 64, 128
     swapped         7.5                    10       1024 +  960 + 640, 1280          2624, 3264
     deferred        7.5                    1        1024 +  960 +  64,  128          2048, 2112
     folded          5.5                    1        1024 +  704 +  64,  128          1792, 1856
     tma             3.5                    1        1024 +  448 +  64,  128          1536, 1600
 
-A tile in tma's 3648 cycles at D = 128 would be 56% of the tensor cores' peak, and 40% at D = 64: what is beside the
-products can only be hidden under those of other warps, not removed any further.
+A tile in tma's 3648 cycles at D = 128 would be 56% of the tensor cores' peak, and 40% at D = 64. The work beside the
+matmuls cannot be reduced further. It can only overlap with the matmuls of other warps: rung 5 here, and lesson 8.
 
-You will learn: which loop to give to the grid, FLOPs that are not products, exp2, tail blocks apart, autotuned tiles.
+You will learn: which loop to give to the grid, FLOPs outside matmuls, exp2, a separate tail block, autotuned tiles.
 Run it:    python day4_replace_op/lesson04_flash_v2.py
 Check it:  python -m lessonkit check lesson04_flash_v2
 Time it:   python -m lessonkit bench lesson04_flash_v2
@@ -32,6 +45,7 @@ from lessonkit import (
     About,
     Lesson,
     Mutant,
+    Prediction,
     Refusal,
     Unsupported,
     case,
@@ -54,11 +68,12 @@ from problems.attention_plain import PROBLEM_LSE, precision
 WIDTHS = (16, 32, 64, 128)  # D: a power of two, so that a tile has no padding; lesson 5 takes any up to 256
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))
+WIDE = {"B": 4, "H": 16, "S": 4096, "D": 128}
 
 
-# Rung 1. New: version 1's loops change places, its arithmetic stays. The loop over queries is now the grid. Predicted:
-# of version 1's traffic Q, O, m and l once instead of S / B_c times; and at S = 16384 2048 programs for 16 heads, not
-# 16: the SMs are full.
+# Rung 1. New: version 1's loops exchanged, with the same arithmetic. The loop over queries becomes the grid. Predicted:
+# Q, O, m and l are moved once instead of S / B_c times. At S = 16384 16 heads are 2048 programs, not 16, which fill all
+# SMs.
 @triton.jit
 def swapped_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # [BH, S, D] each, lse [BH, S] in fp32
@@ -109,10 +124,10 @@ def swapped(q, k, v):
     return _run(swapped_kernel, q, k, v, 1.0)
 
 
-# Rung 2. New: O is divided by the sum once, after the loop; in the loop it is only brought to the new maximum. Of ten
-# instructions on each number of O (two products, a sum, a division of eight or so) one is left, and the tensor cores
-# do the addition. Predicted: at D = 128 5312 cycles a tile become 4160. In machine code it is less: a division by a sum
-# is one reciprocal a row, and a product a number.
+# Rung 2. New: O is divided by the sum once, after the loop; the loop only rescales it to the new maximum. Rung 1 has
+# ten instructions on each element of O: two multiplications, a sum, a division of about eight. One is left, and the
+# tensor cores do the addition. Predicted: at D = 128 5312 cycles a tile become 4160. The machine code gains less, since
+# rung 1's division by a sum is one reciprocal a row and one multiplication an element.
 @triton.jit
 def attend_deferred(acc, total, m, q, k, v, keys_left, scale, PRECISION: tl.constexpr):
     s = scores(q, k, keys_left, True, PRECISION) * scale
@@ -153,9 +168,9 @@ def deferred(q, k, v):
 
 
 # Rung 3. New: exp(scale s - m) = 2^(scale log2(e) s - m log2(e)). The hardware's exponential is a power of 2, so exp
-# multiplies by log2(e) first; with that factor in the scale, and m kept in powers of 2, scale, difference and factor
-# are one fused multiply-add. Predicted: two instructions a score less, 4160 cycles become 3904. In machine code it is
-# more: Triton's exp also compares, and multiplies twice, for results below 2^-126.
+# multiplies by log2(e) first. With that factor in the scale, and m kept in powers of 2, scale, difference and factor
+# are one fused multiply-add. Predicted: two instructions a score less, 4160 cycles become 3904. The machine code gains
+# more, since Triton's exp also compares, and multiplies twice, for results below 2^-126.
 @triton.jit
 def attend(acc, total, m, q, k, v, keys_left, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     s = scores(q, k, keys_left, MASKED, PRECISION)
@@ -195,9 +210,9 @@ def folded(q, k, v):
     return _run(folded_kernel, q, k, v, LOG2E)
 
 
-# Rung 4. New: descriptors of [BH, S, D], so that one thread asks for a tile and what lies past S is 0, and no head
-# reads into the next; and only the last block of keys, if it is not whole, is masked. Predicted: two instructions a
-# score less, and those that computed addresses: 3904 cycles become 3648, or less.
+# Rung 4. New: TMA descriptors of [BH, S, D]. One thread issues the load of a tile. Rows past S are 0, so no program
+# reads into the next head. Only the last block of keys is masked, if it is not whole. Predicted: two instructions a
+# score less, and none for addresses: 3904 cycles become 3648, or less.
 @triton.jit
 def tma_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr,
@@ -223,7 +238,7 @@ def tma_kernel(
 
 @needs(90, "TMA", interpreted=True)
 def tma(q, k, v):
-    """As swapped; the copy engine wants memory that begins at a multiple of 16 bytes."""
+    """As swapped; TMA needs tensors that begin at a multiple of 16 bytes."""
     o, lse, (block_m, block_n) = _prepare(q, k, v)
     if not tma_takes(q, k, v):
         raise Unsupported("the TMA wants tensors that begin at 16 bytes")
@@ -239,9 +254,9 @@ def _descriptor(t, rows):
     return TensorDescriptor.from_tensor(t.flatten(0, 1), [1, rows, t.shape[-1]])
 
 
-# Rung 5. New: the tile is chosen by timing, among eight that fit. Two forces: a tall tile reads less of K and V from
-# L2 for each product; and a program of 4 warps leaves room for a second one on the SM, whose products run under this
-# one's exponentials: together no longer 3648 cycles at D = 128 but, at best, the longer of 2048 and 1600.
+# Rung 5. New: the autotuner chooses among eight tiles. A tall tile reads less of K and V from L2 for each matmul. A
+# program of 4 warps leaves room for a second one on the SM, whose matmuls run while this one computes exponentials.
+# Predicted: at D = 128 between rung 4's 3648 cycles and, at best, the longer of 2048 and 1600.
 def _set_blocks(named):
     D, block_m, block_n = (named[name] for name in ("D", "BLOCK_M", "BLOCK_N"))
     for name, rows in (("q_desc", block_m), ("k_desc", block_n), ("v_desc", block_n), ("o_desc", block_m)):
@@ -249,7 +264,7 @@ def _set_blocks(named):
 
 
 def _prune(configs, named, **_):
-    """What shared memory holds, and registers: acc, s and half of s again as p, of a thread's 255."""
+    """The tiles that fit into shared memory, and into 208 of a thread's registers: acc, s, and p in half of s's."""
     size, D = named["q_desc"].base.element_size(), named["D"]
 
     def fits(c):
@@ -296,7 +311,7 @@ def _run(kernel, q, k, v, unit):
 
 
 def _prepare(q, k, v):
-    """What will hold the results, and a tile of 128 queries and 128 keys; of 64 in fp32, whose products take more."""
+    """Empty results, and a tile of 128 queries and 128 keys, or of 64 in fp32, whose operands need more registers."""
     expect(q=q, k=k, v=v, ndim=4, same_shape=True, same_dtype=True, contiguous=True)
     if q.shape[-1] not in WIDTHS:
         raise ValueError(f"q has D = {q.shape[-1]}, expected one of {WIDTHS}: lesson05_flash_options takes up to 256")
@@ -309,8 +324,8 @@ def inputs(B, H, S, D, dtype=torch.float32):
 
 
 def what_hopper_makes_of_it(rung):
-    """For sm_90: nothing is spilled, and products read Q, K and V where the TMA wrote them: Q and two stages of each,
-    to the byte and some barriers; a copy on the way would show."""
+    """For sm_90: no spills, and wgmma reads Q, K and V where TMA wrote them. Shared memory holds Q, two stages of K and
+    V, and barriers, to the kilobyte: there is no second copy."""
     kernel = next(k for k in compiled.kernels(__name__, (90,)) if k.rung == rung.__name__)
     assert (kernel.warps, kernel.spills) == (8, 0)
     if rung is tma:
@@ -327,6 +342,17 @@ LESSON = Lesson(
     problem=PROBLEM_LSE,
     inputs=inputs,  # no mask yet
     rungs=(swapped, deferred, folded, tma, flash_v2),
+    predicted=(  # 4096 FLOPs a cycle are the limit, so 2048 cycles over those of the table
+        Prediction(rung=swapped, at=WIDE, percent_of_limit=38.6),
+        Prediction(
+            rung=deferred, at=WIDE, percent_of_limit=49.2,
+            why="Triton's exp takes five instructions a score more than exp2, not two, as the compiled kernels of "
+            "rungs 2 and 3 show: 384 cycles, a third of what is missing. Cause of the rest not found: no spills.",
+        ),
+        Prediction(rung=folded, at=WIDE, percent_of_limit=52.5),
+        Prediction(rung=tma, at=WIDE, percent_of_limit=56.1),
+        Prediction(rung=flash_v2, at=WIDE, percent_of_limit=(56.1, 100)),
+    ),
     checks=(
         case("no tokens: an empty grid is an error in CUDA", B=1, H=2, S=0, D=16),
         case("one token: the softmax is 1, all other keys of the block must not count", B=2, H=1, S=1, D=16),

@@ -1,21 +1,35 @@
 """Ring attention: a sequence longer than one GPU's memory
 =======================================================
 Each of p processes holds a slice of the sequence, S / p of its queries, keys and values. A query needs all keys, so
-keys and values travel: in step t a process has the slice of its t-th neighbour, attends to it, and passes it on while
-it does; after p steps each slice was everywhere. What comes out of a step is lesson 5's (o, lse), and parts merge
-exactly (lesson 10). Memory a process: O(S / p). Sent by a process: (p - 1) slices of K and V forward, whatever S is:
+keys and values travel around the ring. In step t a process attends to the slice of rank r - t and sends it on to rank
+r + 1 at the same time. After p steps each process has attended to every slice (here p = 4):
 
-    4 (p - 1) (S / p) H_kv D bytes forward in bf16, against 4 (S / p)^2 H D FLOPs in each of p steps
+              rank 0          rank 1          rank 2          rank 3
+    step 0    Q0 x KV0 ---->  Q1 x KV1 ---->  Q2 x KV2 ---->  Q3 x KV3 ----> rank 0
+    step 1    Q0 x KV3 ---->  Q1 x KV0 ---->  Q2 x KV1 ---->  Q3 x KV2 ----> rank 0
+    step 2    Q0 x KV2 ---->  Q1 x KV3 ---->  Q2 x KV0 ---->  Q3 x KV1 ----> rank 0
+    step 3    Q0 x KV1        Q1 x KV2        Q2 x KV3        Q3 x KV0       no message
 
-A step hides its message if that takes no longer than its products: S / p > 4 / 4 * 500e12 / 450e9 = 1100 tokens a GPU
-at 500 TFLOP/s and NVLink's 450 GB/s, for as many heads of K as of Q; grouped heads need less. (Liu, Zaharia and Abbeel,
-"Ring attention with blockwise transformers", 2023.)
+Each step returns lesson 5's (o, lse), and such partial results merge exactly (lesson 10). A process needs O(S / p)
+memory. Forward, it sends p - 1 slices of K and V:
 
-Causal attention is uneven: with slices in a row the last process has something to do in every step and the first one
-only at home, and all wait for the slowest: p - 1/2 slices of work. In zigzag order (2 p chunks, process r holds chunks
-r and 2 p - 1 - r) each sees half of every other slice: p / 2. Predicted: (2 p - 1) / p times as fast, 1.5 with two.
+    4 (p - 1) (S / p) H_kv D bytes in bf16, against 4 (S / p)^2 H D FLOPs in each of p steps
 
-You will learn: to merge parts, to overlap a message with work, to balance a causal mask, gradients that travel.
+A step's matmuls hide its message if they take at least as long: S / p > 4 / 4 * 500e12 / 450e9 = 1100 tokens a GPU, at
+500 TFLOP/s and NVLink's 450 GB/s, for as many heads of K as of Q. Grouped heads need fewer tokens. (Liu, Zaharia and
+Abbeel, "Ring attention with blockwise transformers", 2023.)
+
+A causal mask makes the work uneven. With contiguous slices the last process has work in every step, and the first one
+only in step 0. All wait for the slowest, so a pass takes p - 1/2 slices of work. In zigzag order the sequence is cut
+into 2 p chunks, and process r holds chunks r and 2 p - 1 - r:
+
+    contiguous, p = 2    | 0  0 | 1  1 |     step 1: rank 0 sees nothing of KV1; rank 1 sees all of KV0
+    zigzag, p = 2        | 0 | 1  1 | 0 |    step 1: each rank sees half of the other's slice
+
+Then each process sees half of every other slice: p / 2. Predicted: (2 p - 1) / p times as fast, 1.5 with two.
+
+You will learn: to merge partial results, to overlap a message with work, to balance a causal mask, and how gradients
+travel around the ring.
 Run it:    python day4_replace_op/lesson12_ring_attention.py
 """
 
@@ -75,7 +89,7 @@ def merge_kernel(
 
 
 def merge(out, lse, o, part):
-    """Take (o [B, H, S, D], part [B, H, S]) into (out, lse) of the same shapes, in fp32 and in place."""
+    """Merge (o [B, H, S, D], part [B, H, S]) into (out, lse) of the same shapes, in fp32 and in place."""
     B, H, S, D = o.shape
     if o.numel():
         merge_kernel[(B * H * triton.cdiv(S, 64),)](
@@ -84,11 +98,11 @@ def merge(out, lse, o, part):
         )  # fmt: skip
 
 
-# ---- Who holds what, and who sees whom ----------------------------------------------------------------------------
+# ---- Which rank holds which tokens, and which keys they see -------------------------------------------------------
 
 
 def shard(t, rank, world, zigzag=False):
-    """This rank's slice of the whole sequence, along dimension 2: a p-th in a row, or chunks r and 2 p - 1 - r."""
+    """This rank's slice of the whole sequence, along dimension 2: a contiguous p-th, or chunks r and 2 p - 1 - r."""
     chunks = t.chunk(2 * world if zigzag else world, dim=2)
     return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]], 2) if zigzag else chunks[rank].contiguous()
 
@@ -102,13 +116,13 @@ def unshard(parts, zigzag=False):
 
 
 def _seen(rank, source, S, causal, zigzag):
-    """(rows of this rank, keys of the source, causal): what there is to do between the two, or None."""
+    """(rows of this rank, keys of the source, causal): the visible part of the two slices, or None."""
     whole = slice(0, S)
     if not causal or rank == source:
-        return whole, whole, causal  # a rank's tokens are in order, whatever lies between them
+        return whole, whole, causal  # a rank's tokens are in order, though other ranks hold those between them
     if not zigzag:
         return (whole, whole, False) if source < rank else None
-    # Chunks r < 2 p - 1 - r; a source before me has its first chunk before both of mine, its second after both.
+    # Chunks r < 2 p - 1 - r. A source of lower rank has its first chunk before both of this rank's, its second after.
     return (whole, slice(0, S // 2), False) if source < rank else (slice(S // 2, S), whole, False)
 
 
@@ -116,7 +130,7 @@ def _seen(rank, source, S, causal, zigzag):
 
 
 class Message:
-    """A tensor on its way to the next rank, and the previous one's on its way here. wait() returns that."""
+    """Sends a tensor to the next rank and receives the previous rank's, which wait() returns."""
 
     def __init__(self, t, group):
         rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -160,8 +174,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        """The same journey. dK and dV of a slice, in fp32, travel one step behind it and collect at each rank; P is
-        exp(s - lse) with the lse of all keys, so that each step's part of dQ, dK and dV only has to be added."""
+        """The same ring. dK and dV of a slice, in fp32, travel one step behind it, and each rank adds its part. P is
+        exp(s - lse) with the lse of all keys, so each step's part of dQ, dK and dV only has to be added."""
         q, k, v, out, lse = ctx.saved_tensors
         causal, scale, zigzag, group = ctx.options
         rank, world, S = dist.get_rank(group), dist.get_world_size(group), q.shape[2]
@@ -187,8 +201,9 @@ def ring_attention(q, k, v, causal=False, scale=None, zigzag=False, group=None):
     """Attention over a sequence of which each process of the group holds a slice; differentiable once.
 
     q [B, H, S / p, D], k and v [B, H_kv, S / p, D]: this process's slice, as shard() cuts it, the same size in all.
-    zigzag: the order of the slices, for causal attention. Returns out [B, H, S / p, D]. ValueError, TypeError as in
-    lesson 5, and for slices of different or, in zigzag order, odd lengths.
+    zigzag: the order of the slices, for causal attention.
+    Returns out [B, H, S / p, D]. Raises as lesson 5 does, and for slices of different lengths or, in zigzag order, of
+    odd ones.
     """
     expect_heads(q.detach(), k.detach(), v.detach(), causal, None, scale)
     if q.shape[2] != k.shape[2]:
@@ -204,7 +219,7 @@ ORDERS = {"whole": (False, False), "in a row": (True, False), "zigzag": (True, T
 
 
 def merging():
-    """Parts merge to the whole, exactly, whatever their sizes and order, one of them empty."""
+    """Partial results merge exactly to the whole, in any sizes and order, one of them empty."""
     q, k, v, *_ = inputs(1, 2, 9, 16, S_k=70)
     whole = attention_forward(q, k, v)
     for cuts in ((slice(0, 1), slice(1, 50), slice(50, 70)), (slice(50, 70), slice(0, 0), slice(0, 50))):
@@ -242,12 +257,12 @@ def _work(rank, world, where):
 
 @functools.cache
 def _ran(world):
-    """What every rank found; processes are started once for all the steps that ask."""
+    """The results of every rank; the processes are started once for all steps."""
     return on_ranks(_work, world)
 
 
 def exact():
-    """2 and 3 processes find what one finds on the whole sequence: outputs and gradients, to fp32's digits."""
+    """2 and 3 processes compute what one computes on the whole sequence: outputs and gradients, to fp32's digits."""
     for world in (2, 3):
         q, k, v, grad = (t.double().cpu() for t in _inputs(world))
         for name, (causal, zigzag) in ORDERS.items():
@@ -270,7 +285,7 @@ def messages():
 
 
 def balance():
-    """Causal, p processes: in a row their slowest steps add up to p - 1/2 slices of work, in zigzag order to p / 2."""
+    """Causal, p processes: contiguous slices take p - 1/2 slices of work at the slowest rank, zigzag order p / 2."""
 
     def slowest(world, zigzag, S=64):
         total = 0
@@ -289,7 +304,7 @@ def balance():
 
 
 def refused():
-    """Slices of different lengths, an odd one in zigzag order, bad heads: said before anything is sent."""
+    """Slices of different lengths, an odd one in zigzag order, bad heads: refused before anything is sent."""
     q, k, v, *_ = inputs(1, 2, 9, 16)
     cases = {"9 tokens and k 8": (q, k[:, :, :8], v[:, :, :8]), "make it even": (q, k, v, True, None, True)}
     cases["head_dim"] = q, k[..., :8], v[..., :8]
@@ -305,7 +320,7 @@ def refused():
 LESSON = Steps(
     (merging, exact, messages, balance, refused),
     about=About(
-        teaches="a sequence over processes: messages under products, causal in zigzag order, gradients that travel",
+        teaches="a sequence over processes: messages hidden by matmuls, causal in zigzag order, gradients that travel",
         hours=1,
     ),
 )

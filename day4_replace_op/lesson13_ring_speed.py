@@ -1,15 +1,17 @@
-"""Ring attention, timed: does a message hide, and what does an order gain?
-========================================================================
-Lesson 12 predicts two things for p GPUs. A step's message, 2 H_kv D S / p numbers, takes less time than the step's
-products from about 1100 tokens a GPU on with as many heads of K as of Q, from 280 on when four share one: so at 16384
-tokens the ring should take as long as the same work without any message. And causal attention in zigzag order should
-be (2 p - 1) / p times as fast as with slices in a row: 1.5 times on two GPUs, 1.75 on four, 1.875 on eight.
+"""Ring attention, timed: are messages hidden, and what does zigzag order gain?
+============================================================================
+Lesson 12 predicts two things for p GPUs.
 
-A ring without messages (each rank works p times on its own slice) is wrong and takes the time of the products alone;
-what the real one takes beyond that is what messages cost. On two H200 (reports/) that is nothing one could measure in
-the forward and little in the backward, and zigzag gains what it should but for a fiftieth.
+1. A step's message, 2 H_kv D S / p elements, takes less time than the step's matmuls from about 1100 tokens a GPU on.
+   When four query heads share a head of K, 280 tokens are enough. So at 16384 tokens a GPU the ring should take as long
+   as the same work without messages.
+2. Causal attention in zigzag order should be (2 p - 1) / p times as fast as with contiguous slices ("in a row"): 1.5
+   times on two GPUs, 1.75 on four, 1.875 on eight.
 
-You will learn: to measure what overlaps by taking it away.
+To measure a message's cost, the lesson also runs a ring without messages, in which each rank attends p times to its own
+slice. Its result is wrong, and its time is that of the matmuls alone. The rows of two H200 are in reports/.
+
+You will learn: to measure overlap by leaving out one of the two things that overlap.
 Run it:    python day4_replace_op/lesson13_ring_speed.py      two GPUs or more
 """
 
@@ -30,7 +32,7 @@ S, H, H_KV, D = 16384, 32, 8, 128  # tokens a GPU
 
 
 class _NoMessage:
-    """Stands for a message in a ring that computes and sends nothing."""
+    """Replaces Message in a ring that computes and sends nothing."""
 
     def __init__(self, t, group):
         self.t = t
@@ -75,7 +77,7 @@ def _timed(rank, world, where):
 
 
 def speed():
-    """On GPUs that see each other by NCCL: messages hide under products, and zigzag is near (2 p - 1) / p as fast."""
+    """On GPUs that NCCL connects: matmuls hide the messages, and zigzag order is near (2 p - 1) / p times as fast."""
     world = torch.cuda.device_count() if device.HAS_GPU else 0
     if world < 2:
         print(f"  needs two GPUs or more: {world} found")

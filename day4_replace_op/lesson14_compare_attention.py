@@ -1,17 +1,18 @@
-"""Attention, everyone's, in one table
-===================================
-Every implementation of this course and what people use instead, forward and backward, time and peak memory, in the same
-rounds: S from 512 to 16384 with 16384 tokens in all, D of 64 and 128 (2048 features in all), causal or not, bf16.
-FLOPs are counted as the op's: 4 B H S^2 D forward, 2.5 times that backward, half if causal, whoever skips what. So all
-work per table grows only with S, and TFLOP/s lines should rise to a plateau: short sequences are launches, tails and
-half-filled GPUs, long ones the inner loop.
+"""Attention implementations compared: time and peak memory in one table
+=====================================================================
+The lesson times every implementation of this course and those that people use instead, forward and backward, in the
+same rounds. S goes from 512 to 16384 with 16384 tokens in all; D is 64 or 128, with 2048 features in all; causal or
+not; bf16. FLOPs are those of the op, whatever an implementation skips: 4 B H S^2 D forward, 2.5 times that backward,
+half of it if causal. So within a table work grows only with S, and TFLOP/s should rise to a plateau. Short sequences
+measure launches, tails and half-filled GPUs; long ones measure the inner loop.
 
-Predict before you run, for D = 128 at S = 512 and 16384: which lines cross? How do naive attention's TFLOP/s go on from
-where its S x S crossings decide (lesson 1: bytes S^2 per S^2 D FLOPs: a constant)? What does causal cost whom? Who
-gains from D = 64, where exponentials weigh twice as much per product (lesson 4)? Which memory lines are bent?
+Predict before you run, for D = 128 at S = 512 and 16384. Which lines cross? Naive attention moves S^2 elements for
+S^2 D FLOPs (lesson 1). How do its TFLOP/s change with S where bytes decide? Which implementations lose most with a
+causal mask? At D = 64 a FLOP of a matmul has twice as many exponentials beside it (lesson 4). Which implementations
+lose least by that? Which memory lines are bent?
 
-You will learn: to compare fairly: checked before timed, interleaved, the same work, absent ones named.
-Run it:    python day4_replace_op/lesson14_compare_attention.py      minutes on a GPU; without one, what is true anyway
+You will learn: to compare fairly: answers checked first, interleaved timing, the same work, absent peers named.
+Run it:    python day4_replace_op/lesson14_compare_attention.py      minutes on a GPU; without one, the claims alone
 """
 
 import math
@@ -38,7 +39,7 @@ attention = specimen("day4_replace_op.lesson05_flash_options", "attention")
 flash_attention = specimen("day4_replace_op.lesson07_flash_backward", "flash_attention")
 GPU = DEVICE.type == "cuda"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-SLACK = 8  # another's may round more often than PyTorch does (as in `bench`), but must compute the same thing
+SLACK = 8  # a peer may round more often than PyTorch does (as in `bench`), but must compute the same thing
 CUDA, KITTENS = "cuda_src.19_flash_attention_v1", "day3_matmul_tk.lesson15_thunderkittens_attention"
 CUDA_BACKWARD = "cuda_src.20_flash_attention_backward"
 
@@ -62,7 +63,7 @@ def _sdpa(backend):
 def _flex():
     from torch.nn.attention.flex_attention import flex_attention
 
-    # For good: its backward, which is timed again and again, may be compiled only when it first runs.
+    # Never undone: the backward is timed many times, and may be compiled as late as its first run.
     import_module("torch._functorch.config").donated_buffer = False
     return torch.compile(flex_attention)
 
@@ -91,13 +92,13 @@ def _xformers(q, k, v, causal):
 def _flash_attn(module):
     def call(q, k, v, causal):
         found = import_module(module).flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal)
-        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)  # some answer (out, lse)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)  # some return (out, lse)
 
     return call
 
 
 def _only_full(fn):
-    """A rung from before lesson 5."""
+    """A rung of lessons 1 to 4, which have no causal mask that skips."""
 
     def call(q, k, v, causal):
         if causal:
@@ -108,7 +109,7 @@ def _only_full(fn):
 
 
 def _of_lesson(name, rung):
-    """A rung of a lesson that this machine may lack something for: it says what."""
+    """A rung of a lesson; Unsupported with the reason where this machine cannot run it."""
 
     def call(q, k, v, causal):
         lesson = import_module(name).LESSON
@@ -190,7 +191,7 @@ def _inputs(S, D):
 
 
 def _truth(q, k, v, grad, causal, backward):
-    """The exact answer of the first head, in float64, and PyTorch's: what all are judged by."""
+    """The first head's answer in float64, and PyTorch's: their difference is the error budget of all."""
 
     def answer(widen):
         parts = [t[:1, :1].detach() for t in (q, k, v, grad)]
@@ -216,7 +217,7 @@ def _contender(fn, q, k, v, grad, causal, backward):
 
 
 def _one_length(S, D, causal, backward, absent):
-    """{name: (call, peak bytes)} of those that are here and right."""
+    """{name: (call, peak bytes)} of the implementations that run here and answer correctly."""
     q, k, v, grad = _inputs(S, D)
     truth, entered = _truth(q, k, v, grad, causal, backward), {}
     for name, fn in (TRAINED if backward else OURS | PEERS).items():
@@ -225,7 +226,7 @@ def _one_length(S, D, causal, backward, absent):
             check.compare(truth, tuple(t[:1, :1] for t in check.tensors(answer())))
             whole()
             entered[name] = timed, memory.peak_bytes(whole)
-        except Exception as why:  # absent, too large, or a peer that is wrong: said, and the others go on
+        except Exception as why:  # absent, too large, or a wrong peer: it is named, and the others are timed
             if isinstance(why, check.Rejected) and name not in PEERS:
                 raise
             said = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
@@ -267,7 +268,7 @@ def _step(D, causal, backward):
 
 
 def agree():
-    """All that run here answer alike, within 8 times PyTorch's error; flash attention keeps O and lse, naive S x S."""
+    """All answers agree within 8 times PyTorch's error; flash attention keeps O and lse, naive attention S x S."""
     table, absent = [], {}
     for backward in (False, True):
         for causal in (False, True):
@@ -292,7 +293,7 @@ LADDERS = (
 
 
 def every_rung(folder):
-    """The story of the day: each rung of the ladders at S = 4096, D = 128, of one GPU's rows."""
+    """Every rung of the day's ladders at S = 4096, D = 128, from one GPU's rows."""
     table = []
     for lesson in LADDERS:
         for row in rows.read(folder / f"day4_replace_op.{lesson}.csv"):
@@ -314,7 +315,7 @@ TABLES = [lengths.compared(__name__, step.__name__.replace("_", " "), PEERS) for
 LESSON = Steps(
     (agree, *FORWARD, *BACKWARD),
     about=About(
-        teaches="everyone's attention in one table: forward, backward, time, peak memory",
+        teaches="all attention implementations in one table: forward, backward, time, peak memory",
         hours=0.75,
         star=True,
     ),

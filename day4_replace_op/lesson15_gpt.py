@@ -1,24 +1,25 @@
 """A small GPT: the model in which operators are replaced
 =======================================================
-GPT-2's smallest size has 12 layers of width D = 768 and a vocabulary V = 50,304: 12 D^2 weights a layer and V D for the
-tokens, 124 million parameters. A training step on M tokens multiplies each weight of a matmul three times (forward, its
-own gradient, its input's), 2 FLOPs each:
+GPT-2's smallest size has L = 12 layers of width D = 768 and a vocabulary of V = 50,304. With 12 D^2 weights a layer and
+V D for the tokens it has 124 million parameters. A training step on M tokens, in sequences of T, multiplies each weight
+of a matmul three times: in the forward, for its own gradient, and for its input's. Each time is 2 FLOPs a token:
 
     M (6 (12 L D^2 + V D) + 14 L T D)     FLOPs: attention's QK^T and PV are 4 T D a layer and token forward, 10 T D
-                                          backward (QK^T is computed again); half of that if the future is skipped
+                                          backward (QK^T is computed again); half of that if masked pairs are skipped
 
-At M = 32 * 1024 that is 24.3 + 4.3 TFLOP, 41 ms at 700 TFLOP/s, and 800,000 tokens a second if there were nothing else.
-Lesson 16 finds what else there is, lesson 18 replaces it.
+At M = 32 * 1024 that is 24.3 + 4.3 TFLOP. At 700 TFLOP/s that takes 41 ms, or 800,000 tokens a second if nothing else
+took time. Lesson 16 measures what else does, and lesson 18 replaces it.
 
 The model, its text and its training loop are in workloads/gpt.py, 200 lines that the next lessons use too. Read that
 file now. Predict from it the first loss of an untrained model, and which line of it needs the most memory.
 
-The text is Python's own library, which every Python brings along: nothing is downloaded. Weights are fp32, matmuls bf16
-under autocast (on a CPU all is fp32), AdamW is the fused one, attention PyTorch's scaled_dot_product_attention.
+The text is the source of Python's standard library, so nothing is downloaded. Weights are fp32. Matmuls run in bf16
+under autocast; on a CPU all is fp32. The optimizer is fused AdamW, and attention is PyTorch's
+scaled_dot_product_attention.
 
-You will learn: to read a GPT of 100 lines, what a step costs before it runs, training on text that is at hand.
+You will learn: to read a GPT of 100 lines, to compute what a step costs before it runs, to train on local text.
 Run it:    python day4_replace_op/lesson15_gpt.py
-Without a GPU it is a tiny GPT, of 0.1 million parameters, which learns 20 steps in a second.
+Without a GPU the lesson trains a tiny GPT of 0.1 million parameters, which does 20 steps in a second.
 """
 
 import math
@@ -32,7 +33,7 @@ from workloads.gpt import CONFIG, GPT, GPU, SMALL, TINY, corpus, make, text, tra
 
 
 def text_to_tokens():
-    """Nothing is downloaded, nothing lost: the text of Python's library, in bytes or in words, reads as before."""
+    """The text of Python's library becomes bytes or words, and these become the same text again."""
     for vocabulary in (256, 1000):
         stream, words = corpus(vocabulary, 2**18)
         assert b"".join(words[i] for i in stream.tolist()) == text(2**18)
@@ -40,7 +41,7 @@ def text_to_tokens():
 
 
 def size_counted():
-    """12 D^2 weights a layer, V D for tokens, T D for places; biases and norms are a thousandth: 124 million."""
+    """12 D^2 weights a layer, V D for tokens, T D for positions; biases and norms are a thousandth: 124 million."""
     for c in (TINY, SMALL):
         with torch.device("meta"):  # shapes without data
             counted = sum(p.numel() for p in GPT(c).parameters())
@@ -50,19 +51,19 @@ def size_counted():
 
 
 def work_counted():
-    """A step's FLOPs are as the formula says, on any machine: counted on tensors that have shapes and no data."""
+    """A step's FLOPs agree with the formula: counted on meta tensors, which have shapes and no data."""
     for c in (TINY, SMALL):
         with torch.device("meta"):
             model, tokens = GPT(c), torch.zeros(c.batch, c.context, dtype=torch.int64)
         with FlopCounterMode(display=False) as flops:
             model(tokens, tokens).backward()
         weights, scores = 12 * c.layers * c.width**2 + c.vocabulary * c.width, c.layers * c.context * c.width
-        # 12: on meta tensors attention is written out, and its backward need not multiply QK^T again.
+        # 12, not 14: on meta tensors attention is decomposed, and its backward does not compute QK^T again.
         assert flops.get_total_flops() in (c.batch * c.context * (6 * weights + n * scores) for n in (12, 14))
 
 
 def learns():
-    """The first loss is that of a guess among V, ln V; then it falls: common tokens first."""
+    """The first loss is that of a uniform guess, ln V; then it falls as the model learns the common tokens."""
     steps = 100 if GPU else 20
     losses = train(make(), steps=steps)
     assert abs(losses[0] - math.log(CONFIG.vocabulary)) < 0.3

@@ -1,8 +1,8 @@
 """Hot operators: found by a profiler, explained by counting
 ========================================================
-Before anything is replaced: where does a training step of lesson 15's GPT spend its time? Count first. At M = 32 * 1024
-tokens, D = 768, a crossing of [M, D] is 50 MB in bf16 and 101 MB in fp32, one of the logits [M, V] 3.3 and 6.6 GB.
-Autocast runs matmuls in bf16, norms and the loss in fp32 and casts between them; each cast is a read and a write.
+Where does a training step of lesson 15's GPT spend its time? Count before you measure. At M = 32 * 1024 tokens and
+D = 768, to read or write [M, D] once moves 50 MB in bf16 and 101 MB in fp32. For the logits [M, V] that is 3.3 and
+6.6 GB. Autocast runs matmuls in bf16, norms and the loss in fp32, and casts in between; each cast reads and writes.
 
     what                               a step, as eager PyTorch runs it                               at 4.2 TB/s
     matmuls                            24.3 TFLOP at 700 TFLOP/s                                      35 ms
@@ -13,16 +13,17 @@ Autocast runs matmuls in bf16, norms and the loss in fp32 and casts between them
     48 bias gradients                  a sum over rows reads all of dy                                1.3 ms
     AdamW, casts of weights            40 bytes a parameter                                           1.2 ms
 
-So the matmuls should take about half of the time, and of the other half 24 ms are norms and a loss that compute next to
-nothing: fused, and with nothing written in fp32 that is read back at once, they would be a third of that. Write down
-your own guess of the first five lines of the profile before you run this.
+So the matmuls should take about half of the time. Of the other half 24 ms go to norms and a loss, which hardly compute.
+Fused, without fp32 tensors that are written and read back at once, they would take a third of that. Write down your own
+guess of the first five lines of the profile before you run this.
 
-The count is day 1's (lesson 6), of the course's operators too: lessonkit.measure.operators. FLOPs are those of matmuls
-and attention. PyTorch's formula for attention counts all pairs, masked or not; the course's counts the visible ones.
+lessonkit.measure.operators counts, as in day 1's lesson 6, and knows the course's operators too. FLOPs are those of
+matmuls and attention. PyTorch's formula for attention counts all pairs, masked or not; the course's counts the visible
+ones.
 
-You will learn: a profile whose rows are explained, not only sorted; outermost operators, roofs as predictions.
+You will learn: to explain each row of a profile, to count outermost operators only, to use a roof as a prediction.
 Run it:    python day4_replace_op/lesson16_hot_operators.py
-Without a GPU the times are a CPU's, where a small operator costs what calling it costs; the counts hold anywhere.
+Without a GPU the times are a CPU's, and a small operator takes as long as its call; the counts hold anywhere.
 """
 
 from lessonkit import DEVICE, About, Steps, Table
@@ -34,7 +35,7 @@ from workloads.gpt import CONFIG, GPU, batches, make, stepper
 
 
 def hot_operators():
-    """Matmuls have nearly all FLOPs of a step and not nearly all of its time: the rest is found here, not assumed."""
+    """Matmuls have nearly all FLOPs of a step, and a smaller share of its time; the profile shows the other rows."""
     step, batch = stepper(make()), next(batches(CONFIG, 1))
     rows = operators(lambda: step(*batch))
     flops, ms = (sum(row[key] for row in rows) for key in ("GFLOP", "ms"))
@@ -51,7 +52,7 @@ def hot_operators():
 
 
 def loss_counted():
-    """The loss alone crosses the bus five times with logits in fp32: the softmax in and out, its gradient from both."""
+    """The loss alone moves fp32 logits five times: log_softmax reads and writes, its backward reads two, writes one."""
     with Work(1.0, 1.0) as counted, torch.autocast(DEVICE.type, torch.bfloat16, enabled=GPU):
         make()(*next(batches(CONFIG, 1))).backward()
     logits = CONFIG.batch * CONFIG.context * CONFIG.vocabulary * 4

@@ -1,23 +1,27 @@
 """Operators of our own: attention, LayerNorm, GELU and cross-entropy as PyTorch sees them
 ======================================================================================
-A kernel becomes an operator by three declarations (day 1, lesson 8): a schema, read from type hints; a fake, which says
-shapes, dtypes and strides without data; and a backward, here an operator itself, so that a compiler sees one node in
-either direction. Two more, for profilers: its FLOPs, which a FLOP counter asks for, and its bytes, which are those of
-its arguments and results.
+Three declarations make a kernel an operator (day 1, lesson 8):
+
+- A schema, read from type hints.
+- A fake, which returns shapes, dtypes and strides without data.
+- A backward, here an operator itself, so that a compiler sees one node in either direction.
+
+A profiler needs two more things: its FLOPs, declared for FLOP counters, and its bytes, which are those of its arguments
+and results.
 
 GELU is written out below, from its two kernels to its gradient. The finished operators are in course_ops, one file
-each, by the same declarations: read course_ops/layer_norm.py, 130 lines, after this lesson. There a CPU tensor is
-computed by PyTorch; inside course_ops.testing.kernels() the kernels run on a CPU too, interpreted.
+each, with the same declarations: read course_ops/layer_norm.py, 130 lines, after this lesson. There PyTorch computes
+CPU tensors; inside course_ops.testing.kernels() the kernels run on a CPU too, interpreted.
 
-What each keeps for its backward, a token, with D features, H heads and V classes in bf16:
+What each operator saves for its backward, a token, with D features, H heads and V classes in bf16:
 
     attention        q, k, v, out and lse    8 D + 4 H bytes; the T x T weights are computed again
     layer_norm       x, mean, rstd           2 D + 8 bytes; y is computed again, if it is needed
     gelu             x                       2 bytes a feature
     cross_entropy    logits, lse             2 V + 4 bytes; the softmax, 4 V more in eager PyTorch, is computed again
 
-An operator costs about 12 us of the host's time a call, 22 us with a gradient (day 1's reports): nothing where a kernel
-takes 100 us, and all there is to see where it takes 5.
+A call of an operator takes host time too, as day 1's lesson 8 measures. Behind a kernel of 100 us the GPU hides it;
+behind one of 5 us it decides.
 
 You will learn: operators that survive autograd, torch.compile and opcheck; what to save; what a FLOP counter counts.
 Run it:    python day4_replace_op/lesson17_operators.py
@@ -70,7 +74,7 @@ def gelu_backward_kernel(x_ptr, dy_ptr, dx_ptr, n, BLOCK: tl.constexpr):  # [n] 
 
 
 # The schema is read from the type hints. mutates_args=() promises that no argument is written to. A result must not
-# share memory with an argument or with another result: a compiler may write one in the other's place.
+# share memory with an argument or with another result, since a compiler may reuse the memory of either.
 @custom_op("course::gelu", mutates_args=())
 def gelu(x: Tensor) -> Tensor:
     """[...] -> [...], the tanh form."""
@@ -80,7 +84,7 @@ def gelu(x: Tensor) -> Tensor:
     return y
 
 
-# A gradient may have any strides: of a sum it is expanded, with strides of 0.
+# A gradient may have any strides: that of a sum is expanded, with strides of 0.
 @custom_op("course::gelu_backward", mutates_args=())
 def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -90,8 +94,8 @@ def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-# The fakes say what torch.compile has to know: shape, dtype, device and strides of the results. x.new_empty(x.shape) is
-# contiguous, as y is; torch.empty_like(x) would have x's strides, and opcheck would fail for a transposed x.
+# The fakes return what torch.compile has to know: shape, dtype, device and strides of the results. As y is contiguous,
+# so is x.new_empty(x.shape). With torch.empty_like(x), which has x's strides, opcheck would fail for a transposed x.
 gelu.register_fake(lambda x: x.new_empty(x.shape))
 gelu_backward.register_fake(lambda dy, x: x.new_empty(x.shape))
 gelu.register_autograd(
@@ -104,7 +108,7 @@ gelu.register_autograd(
 
 
 def _operator_calls():
-    """An operator, its arguments, and what PyTorch answers; sizes at which no tile is full."""
+    """An operator, its arguments, and PyTorch's answer; sizes at which no tile is full."""
     shipped = torch.ops.course_ops
     q, k, v = (torch.randn(2, h, s, 64, device=DEVICE) for h, s in ((4, 3), (2, 5), (2, 5)))
     x, w, b = torch.randn(2, 3, 37, device=DEVICE), torch.rand(37, device=DEVICE) + 0.5, torch.randn(37, device=DEVICE)
@@ -121,7 +125,7 @@ def _operator_calls():
 
 @kernels()
 def operators_are_sound():
-    """Each answers as PyTorch does, and opcheck finds schema, fake and gradient in agreement with what it does."""
+    """Each answer is PyTorch's, and opcheck confirms that schema, fake and gradient agree with the kernel."""
     for op, args, expected in _operator_calls():
         found = op(*args)
         torch.testing.assert_close(found if isinstance(found, Tensor) else found[0], expected, rtol=1e-4, atol=1e-5)
@@ -131,7 +135,7 @@ def operators_are_sound():
 
 @kernels()
 def work_is_known():
-    """A FLOP counter sees 4 D a visible pair and head forward and, with QK^T again, 10 D backward: all S^2, or half."""
+    """A FLOP counter sees 4 D a visible pair and head forward and 10 D backward: if causal, of half the pairs."""
     for causal in (False, True):
         q, k, v = (torch.randn(1, 2, 16, 64, device=DEVICE, requires_grad=True) for _ in range(3))
         with FlopCounterMode(display=False) as flops:

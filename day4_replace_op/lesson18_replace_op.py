@@ -1,25 +1,24 @@
-"""Replacing operators in a model that does not know of it
-=======================================================
-Four operators of the GPT (lesson 15, workloads/gpt.py), one for one: attention, LayerNorm, GELU and cross-entropy, by
-course_ops. The model's file is not edited and its code does not branch.
+"""Replacing operators in a model without editing it
+=================================================
+Four operators of the GPT (lesson 15, workloads/gpt.py) are replaced one for one by course_ops: attention, LayerNorm,
+GELU and cross-entropy. The model's file is not edited and its code does not branch.
 
-Into the model they come by a change of class. A subclass of nn.LayerNorm whose forward calls ours has the same
-parameters under the same names:
+A change of class puts them into the model. A subclass of nn.LayerNorm whose forward calls ours has the same parameters
+under the same names:
 
     module.__class__ = CourseLayerNorm       # the optimizer keeps its state, a checkpoint fits
     module.__class__ = nn.LayerNorm          # and back
 
-course_ops.patch does this for PyTorch's own classes, for all modules of a model, and undoes it: read the 180 lines of
-course_ops/patch.py. For the model's own classes it is given a subclass, as CourseAttention below. What a kernel cannot
-take stays with PyTorch, and the list that patch returns says why.
+course_ops.patch does this for PyTorch's own classes in all modules of a model, and undoes it: read the 180 lines of
+course_ops/patch.py. For the model's own classes you pass a subclass, such as CourseAttention below. PyTorch keeps the
+modules that a kernel cannot handle, and the list that patch returns gives each reason.
 
-Predict before you run lesson 21: which of the four pays by itself? A kernel at copy speed in place of another at copy
-speed gains nothing. PyTorch's GELU reaches 87% of a copy and its LayerNorm 50% (day 2's reports); attention goes from
-what SDPA picks (cuDNN's, with wgmma, on an H200: lesson 16's rows) to this day's kernels; cross-entropy no longer
-writes the log-softmax nor a float copy of the logits: 3 crossings in bf16 and not the 18 (of bf16 size) that lesson 16
-counted.
+Predict before you run lesson 21: which of the four pays by itself? A kernel at copy speed that replaces another at copy
+speed gains nothing. Day 2's reports say how far PyTorch's GELU and LayerNorm are from copy speed. For attention SDPA
+picks cuDNN's kernel on an H200 (lesson 16's rows), and this day's kernels replace it. Cross-entropy no longer writes
+the log-softmax or a float copy of the logits. It moves 3 times the bf16 logits, where lesson 16 counts 18 times.
 
-You will learn: swapping classes, fallbacks that are seen, one graph in torch.compile, the same loss curve as the proof.
+You will learn: swapping classes, fallbacks that are listed, one graph in torch.compile, equal loss curves as the proof.
 Run it:    python day4_replace_op/lesson18_replace_op.py
 """
 
@@ -35,7 +34,7 @@ CLASSES, OTHERS = ONE_FOR_ONE  # PyTorch's classes that patch replaces, and the 
 
 
 class CourseAttention(Attention):
-    """As the one in workloads.gpt: the forward of Attention with one call exchanged."""
+    """As the variant in workloads.gpt: the forward of Attention with one call replaced."""
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -47,7 +46,7 @@ class CourseAttention(Attention):
 
 
 def own_classes():
-    """The attention alone, by a subclass given to patch: the same loss; it is the workload's variant of it."""
+    """Attention alone is replaced, by a subclass given to patch: the loss stays the same."""
     model, batch = make(TINY), next(batches(TINY, 1))
     losses = []
     for others in ({}, {Attention: CourseAttention}, {Attention: OTHERS[Attention]}):
@@ -60,7 +59,7 @@ def own_classes():
 
 @kernels()
 def swapped():
-    """Inside, four classes are others; parameters and names stay, loss and gradients agree; outside, all is back."""
+    """Inside `with` four classes are replaced, after it none; parameters keep their names, loss and gradients agree."""
     model, batch = make(TINY), next(batches(TINY, 1))
     names, loss = list(model.state_dict()), model(*batch)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -81,7 +80,7 @@ def swapped():
 
 
 def refused():
-    """A head of 512 and a model in float64 stay with PyTorch, and the list says so."""
+    """PyTorch keeps a head of 512 and a model in float64, and the list gives the reasons."""
     wide = make(Config(vocabulary=300, context=8, layers=1, heads=1, width=512, batch=1, learning_rate=1e-3))
     with variant(wide, "one for one") as patched:
         why = [row.why for row in patched.rows if row.was == "Attention"]
@@ -95,7 +94,7 @@ def refused():
 
 @kernels()
 def compiles():
-    """One graph without a break holds each operator as one node, and compiled loss and gradients are eager's."""
+    """Each operator is one node of one graph without a break; compiled loss and gradients equal eager's."""
     graphs = []
     model, batch = make(TINY), next(batches(TINY, 1))
     with variant(model, "one for one"):
@@ -116,7 +115,7 @@ def compiles():
 
 @kernels()
 def same_curve():
-    """Trained with ours from the same seed on the same batches, the tiny GPT has the same loss, step by step."""
+    """The tiny GPT, trained with ours from the same seed on the same batches, has the same loss at each step."""
     model = make(TINY)
     with variant(model, "one for one"):
         ours = train(model, TINY, steps=5)

@@ -1,17 +1,20 @@
-"""Add and LayerNorm in one kernel: the residual stream crosses the bus once
-========================================================================
-Between two matmuls a transformer does x = x + delta, y = LayerNorm(x) w + b. Under autocast the stream x is fp32, what
-a matmul gives (delta) and takes (y) is bf16, and PyTorch runs three kernels, norm in fp32 and a cast behind it:
+"""Add and LayerNorm in one kernel: the residual stream is read and written once
+============================================================================
+Between two matmuls a transformer computes x = x + delta, y = LayerNorm(x) w + b. Under autocast the residual stream x
+is fp32, while a matmul's output delta and its input y are bf16. PyTorch runs three kernels, with the norm in fp32 and a
+cast after it:
 
     add    reads x 4, delta 2, writes x 4         10 bytes an element
     norm   reads x 4, writes y 4                   8
     cast   reads y 4, writes y 2                   6        24 bytes; in one kernel x 4, delta 2, x 4, y 2: 12
 
-Predicted: 2 times; where all is bf16 there is no cast, and 10 bytes become 8. GPT-2 small does it 24 times a step, on
-[32768, 768] (302 MB, 0.072 ms at 4.2 TB/s): 1.7 ms less forward. Lesson 20 goes back.
+Predicted: 2 times as fast. If all is bf16 there is no cast, and 10 bytes become 8. GPT-2 small runs it 24 times a step
+on [32768, 768] (302 MB, 0.072 ms at 4.2 TB/s), so a forward takes 1.7 ms less. Lesson 20 is the backward.
 
-You will learn: what a fusion may change (the sum is rounded to the stream's dtype before it is normalised, as PyTorch
-does, or forward and backward would see different numbers), kernels that mix dtypes.
+A fusion must keep one rounding: the sum is rounded to the stream's dtype before it is normalised, as in PyTorch.
+Otherwise forward and backward would normalise different values.
+
+You will learn: which roundings a fusion must keep, and kernels that mix dtypes.
 Run it:    python day4_replace_op/lesson19_add_norm.py
 Check it:  python -m lessonkit check lesson19_add_norm
 Time it:   python -m lessonkit bench lesson19_add_norm
@@ -20,7 +23,7 @@ Time it:   python -m lessonkit bench lesson19_add_norm
 import math
 from functools import partial
 
-from lessonkit import About, Lesson, Mutant, case, expect
+from lessonkit import About, Lesson, Mutant, Prediction, case, expect
 
 import torch
 import triton
@@ -31,7 +34,7 @@ from course_ops.layer_norm import FORWARD as LAYER_NORM
 from problems.add_norm import EPS, PROBLEM
 
 
-# Rung 1. A kernel for each, as PyTorch has it; the norm is day 2's, which course_ops ships: the kernel for rows of N.
+# Rung 1. An add kernel, a norm kernel and a cast, as in PyTorch; the norm is day 2's, from course_ops.
 @triton.jit
 def add_kernel(x_ptr, delta_ptr, total_ptr, N, stride_x, stride_delta, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -45,7 +48,7 @@ def add_kernel(x_ptr, delta_ptr, total_ptr, N, stride_x, stride_delta, BLOCK: tl
 def add_then_norm(x, delta, w, b, eps=EPS):
     """x (fp32, or as delta) and delta [M, N], w and b [N] as x -> x + delta as x, its norm as delta, mean and rstd [M].
 
-    ValueError, TypeError for what is not so.
+    Raises ValueError or TypeError for other shapes and dtypes.
     """
     M, N, total, y, mean, rstd = _prepare(x, delta, w, b)
     if y.numel():
@@ -55,12 +58,12 @@ def add_then_norm(x, delta, w, b, eps=EPS):
     return total, y, mean, rstd
 
 
-# Rung 2. New: a program owns a tile of rows, as in course_ops' layer_norm. It loads both, adds, rounds the sum as it
-# will be read again, and stores it while it has its mean and its spread.
-# Predicted: 12 bytes where rung 1 moves 24, or 8 where that moves 10.
+# Rung 2. New: a program owns a tile of rows, as in course_ops' layer_norm. It loads x and delta, adds them, rounds the
+# sum to the stream's dtype, stores it, and normalises it from registers.
+# Predicted: 12 bytes an element instead of rung 1's 24, or 8 instead of 10 if all is bf16.
 @triton.jit
 def normalize(x, mean, rstd, w_ptr, b_ptr, cols, mask):
-    # Every row asks for w and b, so they should outlive the streams of x and y in the caches.
+    # Every row reads w and b, so they should stay in the caches while x and y stream through.
     w = tl.load(w_ptr + cols, mask=mask, eviction_policy="evict_last").to(tl.float32)
     b = tl.load(b_ptr + cols, mask=mask, eviction_policy="evict_last").to(tl.float32)
     return (x.to(tl.float32) - mean) * rstd * w + b
@@ -89,7 +92,7 @@ def add_norm_kernel(
 
 
 def add_norm(x, delta, w, b, eps=EPS):
-    """As add_then_norm, in one kernel for N up to 16384; a longer row takes the two."""
+    """As add_then_norm, in one kernel for N up to 16384; longer rows call add_then_norm."""
     M, N, total, y, mean, rstd = _prepare(x, delta, w, b)
     if N > 16384:
         return add_then_norm(x, delta, w, b, eps)
@@ -133,6 +136,8 @@ WRONG = (
 )
 # fmt: on
 
+GPT = {"M": 32768, "N": 768}
+
 LESSON = Lesson(
     about=About(
         teaches="add and LayerNorm in one kernel, in two dtypes; which rounding may not change",
@@ -141,11 +146,23 @@ LESSON = Lesson(
     ),
     problem=PROBLEM,
     rungs=(add_then_norm, add_norm),
+    predicted=(
+        Prediction(rung=add_then_norm, at={**GPT, "stream": True}, percent_of_limit=50),
+        Prediction(rung=add_norm, at={**GPT, "stream": True}, times=2.0, over=add_then_norm),
+        Prediction(
+            rung=add_norm,
+            at={**GPT, "stream": False},
+            times=1.25,
+            over=add_then_norm,
+            why="Rung 1's y.copy_ copies even when there is nothing to cast: 14 bytes an element, not 10, and 14 / 8 "
+            "is 1.75 times.",
+        ),
+    ),
     checks=(*PROBLEM.checks, case("the bytes are counted here", M=40, N=768, stream=True)),
     wrong=WRONG,
     claims={add_norm: ("16-byte loads", "16-byte stores", "no spills")},
-    # On a stream in fp32. The interpreter has no cache, so it also counts w and b, 8 bytes for each pair of rows, which
-    # makes 16 of 12. Rung 1: 10 and 12; its cast is PyTorch's, which is not counted here.
+    # On a stream in fp32. The interpreter has no cache, so it also counts w and b, 8 bytes for each pair of rows: 16
+    # instead of 12. Rung 1: 10 and 12; its cast is PyTorch's, which is not counted here.
     passes={add_then_norm: 1.8, add_norm: 1.31},
 )
 

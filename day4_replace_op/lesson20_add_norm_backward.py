@@ -1,22 +1,30 @@
-"""Add and LayerNorm, backward: two gradients meet where one is made
-=================================================================
-total = x + delta, y = LayerNorm(total) w + b. Upstream come dy, through the norm, and dtotal, along the stream:
+"""Add and LayerNorm, backward: the norm's kernel adds both gradients
+==================================================================
+total = x + delta, y = LayerNorm(total) w + b. Two gradients arrive: dy through the norm, dtotal along the stream.
 
     dx = ddelta = dtotal + rstd (g - x_hat mean(g x_hat) - mean(g))      g = dy w
     dw = sum over rows of dy x_hat      db = sum over rows of dy
 
-PyTorch, with the stream in fp32 and the rest in bf16: dy to fp32 (6 bytes an element), dx of the norm (12), dw and db
-(8, the same two tensors again), the sum of the two gradients (12), ddelta to bf16 (6): 44. One kernel reads dtotal 4,
-dy 2, total 4 and writes dx 4, ddelta 2: 16. Predicted: 2.75 times; GPT-2 small's 24 norms on [32768, 768] (403 MB,
-0.096 ms at 4.2 TB/s) take 4 ms less a step.
+The bytes an element, with the stream in fp32 and the rest in bf16:
 
-You will learn: where autograd's own additions go, one result in two dtypes, the differentiable op.
+    PyTorch                                                              one kernel
+    dy to fp32                                                      6    reads dtotal 4, dy 2, total 4
+    dx of the norm                                                 12    writes dx 4, ddelta 2
+    dw and db, which read the same two tensors again                8
+    the sum of the two gradients                                   12
+    ddelta to bf16                                                  6
+                                                                   44                               16
+
+Predicted: 2.75 times as fast. GPT-2 small's 24 norms on [32768, 768] (403 MB, 0.096 ms at 4.2 TB/s) take 4 ms less a
+step.
+
+You will learn: where autograd's own additions can go, one result in two dtypes, the differentiable op.
 Run it:    python day4_replace_op/lesson20_add_norm_backward.py
 Check it:  python -m lessonkit check lesson20_add_norm_backward
 Time it:   python -m lessonkit bench lesson20_add_norm_backward
 """
 
-from lessonkit import About, Grad, Lesson, Mutant, case, expect, num_sms
+from lessonkit import About, Grad, Lesson, Mutant, Prediction, case, expect, num_sms
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +37,11 @@ from course_ops.layer_norm import BACKWARD as LAYER_NORM_BACKWARD
 from problems.add_norm import EPS, PROBLEM, PROBLEM_BACKWARD
 
 
-# Rung 1. Day 2's norm, which course_ops ships, and what autograd puts around it: casts, and the addition where the
-# stream has two readers.
+# Rung 1. Day 2's norm, from course_ops, and what autograd runs around it: casts, and the sum of the stream's two
+# gradients.
 def norm_then_add(dtotal, dy, total, w, mean, rstd):
     """dtotal, total [M, N] of the stream's dtype, dy [M, N], w [N], mean, rstd [M] fp32 -> dx as dtotal, ddelta as dy,
-    dw, db [N]. ValueError, TypeError for what is not so."""
+    dw, db [N]. Raises ValueError or TypeError for other shapes and dtypes."""
     M, _, _, _, _, _ = _prepare(dtotal, dy, total, w, mean, rstd)
     backward = choose(LAYER_NORM_BACKWARD, Rows.of(total))
     dx, dw, db = backward(dy.to(total.dtype), total, w, mean, rstd, True)
@@ -41,9 +49,9 @@ def norm_then_add(dtotal, dy, total, w, mean, rstd):
     return dx, dx.to(dy.dtype, copy=True), dw, db
 
 
-# Rung 2. New: dtotal is read where dx is made, and dx leaves in both dtypes. Otherwise day 2's kernel: as many programs
-# as fit, dw and db of all their rows in registers, the partial sums added in a fixed order. Predicted: 16 bytes, not
-# 44; and nothing of the next tile is on its way while this one is worked on: only the other programs of the SM are.
+# Rung 2. New: the kernel that computes dx also adds dtotal, and stores dx in both dtypes. The rest is day 2's kernel:
+# as many programs as fit, dw and db of all their rows in registers, partial sums added in a fixed order. Predicted: 16
+# bytes an element, not 44. A program has no loads in flight while it computes; only the SM's other programs have.
 @triton.jit
 def row_sums(g, x_hat):
     c1, c2 = tl.split(tl.sum(tl.join(g * x_hat, g), axis=1))  # [ROWS, BLOCK_N, 2] -> [ROWS] each
@@ -99,15 +107,15 @@ def add_norm_backward_kernel(
 
 
 def add_norm_backward_fused(dtotal, dy, total, w, mean, rstd):
-    """As norm_then_add, in one pass for N up to 8192; a longer row takes rung 1."""
+    """As norm_then_add, in one pass for N up to 8192; longer rows call rung 1."""
     return _fused(dtotal, dy, total, w, mean, rstd, stages=1)
 
 
-# Rung 3. New: num_stages=3. The compiler turns the three loads into cp.async, two tiles ahead: at N = 768 and 10 bytes
-# an element 15 KB a program, and five programs an SM have 77 KB on their way where memory needs 25 (Little's law, day
-# 2, lesson 16). Predicted: copy speed. Longer rows get fewer stages: three of 8192 would be more than an SM has.
+# Rung 3. New: num_stages=3. The compiler turns the three loads into cp.async, two tiles ahead. At N = 768 and 10 bytes
+# an element that is 15 KB a program. Five programs an SM have 77 KB in flight, where memory needs 25 (Little's law, day
+# 2, lesson 16). Predicted: copy speed. Longer rows get fewer stages, since three of 8192 exceed an SM's shared memory.
 def add_norm_backward(dtotal, dy, total, w, mean, rstd):
-    """As add_norm_backward_fused, the next rows on their way to shared memory."""
+    """As add_norm_backward_fused, with the next rows in flight to shared memory."""
     width = dtotal.element_size() + dy.element_size() + total.element_size()
     tile = max(1024, triton.next_power_of_2(max(1, dy.shape[-1]))) * width
     return _fused(dtotal, dy, total, w, mean, rstd, stages=max(1, min(3, 98304 // tile)))
@@ -165,7 +173,7 @@ def add_norm(x, delta, w, b):
 
 
 def usual(x, delta, w, b):
-    """What autograd is compared with."""
+    """The reference for autograd."""
     total = x + delta
     return total, F.layer_norm(total, w.shape, w, b).to(delta.dtype)
 
@@ -186,14 +194,34 @@ WRONG = (
 )
 # fmt: on
 
+GPT = {"M": 32768, "N": 768, "stream": True}
+
 LESSON = Lesson(
     about=About(
-        teaches="two gradients that meet where one is made, one result in two dtypes, asynchronous copies",
+        teaches="the sum of two gradients fused into the norm, one result in two dtypes, asynchronous copies",
         hours=0.75,
         operator="add + layernorm backward",
     ),
     problem=PROBLEM_BACKWARD,
     rungs=(norm_then_add, add_norm_backward_fused, add_norm_backward),
+    predicted=(
+        Prediction(
+            rung=norm_then_add,
+            at=GPT,
+            percent_of_limit=44,  # 16 of 36 bytes
+            why="Its norm is day 2's kernel, at 70% to 80% of copy speed (rows of day 2, lesson 9), so its 12 bytes "
+            "take as long as 15 to 17. Cause of the rest not found: not spills, N = 4096 has none and loses as much.",
+        ),
+        Prediction(
+            rung=add_norm_backward_fused,
+            at=GPT,
+            times=2.75,
+            over=norm_then_add,
+            why="That counts PyTorch's 44 bytes. Rung 1 moves 36, since its kernel computes dw and db from the same "
+            "loads: 2.25 times.",
+        ),
+        Prediction(rung=add_norm_backward, at=GPT, percent_of_limit=100),
+    ),
     checks=(*PROBLEM_BACKWARD.checks, case("the bytes are counted here", M=64, N=768, stream=True)),
     wrong=WRONG,
     claims={

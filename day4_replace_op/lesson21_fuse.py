@@ -1,30 +1,30 @@
-"""Fused operators: what pays is what crosses the bus less often
-=============================================================
-Replaced one for one, an operator that waits for memory can only reach the speed of memory. Fused with its neighbours it
-need not move the bytes at all. Three fusions for lesson 15's GPT, and what lesson 16's count predicts of each, a step
-of 32,768 tokens at 4.2 TB/s:
+"""Fused operators: less HBM traffic instead of faster traffic
+===========================================================
+An operator that waits for memory, replaced one for one, can at best reach copy speed. Fused with its neighbours it does
+not move the bytes at all. Three fusions for lesson 15's GPT, and what lesson 16's count predicts of each, a step of
+32,768 tokens at 4.2 TB/s:
 
-    add + norm (19, 20)              12 bytes an element where 24 were, 16 on the way back     10 ms -> 4 ms
+    add + norm (19, 20)               12 bytes an element instead of 24, 16 instead of 44       10 ms -> 4 ms
+                                      backward
     linear + GELU (day 3, 4 and 5)    GELU in the matmul's epilogue, its bias's gradient        4.5 ms -> 3 ms
-                                       while dz is made
-    logits + loss                      a part of the rows at a time: the logits are written      14 ms -> 3 ms
-                                       in bf16, read, and overwritten by their gradient; no
-                                       logits are kept for a backward
+                                      in the kernel that computes dz
+    logits + loss                     a part of the rows at a time: the logits are written      14 ms -> 3 ms
+                                      in bf16, read, and overwritten by their gradient; no
+                                      logits are kept for a backward
 
-The last one is more than an order of two operators. The loss ends the forward, so the gradient of the logits is known
-up to a factor as soon as the loss is, and the backward needs it for two matmuls alone. They are done at once, and the
-factor is applied when it comes. Liger's kernels do so; Wijmans et al. (Cut Your Losses, 2024) go further and never
-write logits. LinearCrossEntropy below is this idea in PyTorch's words.
+The third fusion also moves work from the backward into the forward. The loss ends the forward, so the gradient of the
+logits is known up to a factor as soon as the loss is. The backward needs it for two matmuls alone. The forward runs
+them at once, and the backward multiplies by the factor. Liger's kernels do so. Wijmans et al. (Cut Your Losses, 2024)
+never write logits at all. LinearCrossEntropy below shows the idea in PyTorch.
 
 All three are operators of course_ops, with the kernels of the lessons named above: add_norm, linear with an activation,
-linear_cross_entropy. The classes that put them into the model are in workloads/gpt.py: FusedTrunk, FusedMLP and
-FusedReadout, 30 lines. FusedTrunk replaces a loop over blocks, since a norm is fused with the addition before it, over
-the edge of a block too.
+linear_cross_entropy. FusedTrunk, FusedMLP and FusedReadout in workloads/gpt.py, 30 lines, put them into the model.
+FusedTrunk replaces the loop over blocks, since a norm is fused with the addition before it, across blocks too.
 
-Predicted for all of it: attention's 9 to 11 ms become 5 to 6, the matmuls' 35 ms stay as they are, and of 75 ms 53 are
-left: 1.4 times the tokens a second. Lesson 22 measures.
+Predicted for all three and attention: attention's 9 to 11 ms become 5 to 6, and the matmuls' 35 ms stay. Of 75 ms 53
+remain, so 1.4 times the tokens a second. Lesson 22 measures it.
 
-You will learn: what may be fused across a residual, a backward inside a forward, an operator with an option.
+You will learn: what can be fused across a residual, a backward inside a forward, an operator with an option.
 Run it:    python day4_replace_op/lesson21_fuse.py
 """
 
@@ -69,7 +69,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _operator_calls():
-    """An operator, its arguments, and PyTorch's words for it; 37 and 131: no tile is full."""
+    """An operator, its arguments, and the same in PyTorch; with sizes of 37 and 131 no tile is full."""
     x, delta = torch.randn(2, 3, 37, device=DEVICE) + 2, torch.randn(2, 3, 37, device=DEVICE)
     w, b, bias = torch.rand(37, device=DEVICE) + 0.5, torch.randn(37, device=DEVICE), torch.randn(131, device=DEVICE)
     weight, targets = torch.randn(131, 37, device=DEVICE), torch.tensor([0, 130, -100, 7, 7, 9], device=DEVICE)
@@ -92,7 +92,7 @@ def _operator_calls():
 
 
 def a_backward_inside_a_forward():
-    """Two rows of logits at a time, gradients before they are asked for: loss and gradients are PyTorch's."""
+    """Two rows of logits at a time, with gradients made in the forward: loss and gradients equal PyTorch's."""
     x, weight = (torch.randn(n, 37, device=DEVICE, dtype=torch.float64, requires_grad=True) for n in (5, 131))
     targets = torch.tensor([0, 130, 7, 7, 9], device=DEVICE)
     found = []
@@ -103,7 +103,7 @@ def a_backward_inside_a_forward():
 
 @kernels()
 def operators_are_sound():
-    """Values and gradients are PyTorch's, opcheck agrees; a loss in parts is the loss at once."""
+    """Values and gradients equal PyTorch's, opcheck passes; the loss in parts equals the loss of all rows at once."""
     for op, args, usual in _operator_calls():
         leaves = [a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
         wanted = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
@@ -120,7 +120,7 @@ def operators_are_sound():
 
 @kernels()
 def swapped():
-    """With the stream in fp32 and the rest in bf16, as autocast has it on a GPU, or all in fp32: the same loss."""
+    """The fused model has the same loss, with the stream in fp32 and the rest in bf16 (autocast), or all in fp32."""
     model, batch = make(TINY), next(batches(TINY, 1))
     loss = model(*batch)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -140,7 +140,7 @@ def swapped():
 
 @kernels()
 def compiles():
-    """One graph, in it each operator, and compiled gradients are eager's."""
+    """One graph holds each operator, and compiled gradients equal eager's."""
     model, batch = make(TINY), next(batches(TINY, 1))
     with variant(model, "fused"):
         torch._dynamo.reset()
@@ -151,7 +151,7 @@ def compiles():
 
 @kernels()
 def same_curve():
-    """Twenty steps of the tiny GPT with ours, from the same seed on the same batches: the same loss, step by step."""
+    """Twenty steps of the tiny GPT with ours, from the same seed on the same batches, have the same losses."""
     if GPU:
         raise Unsupported("in 16 bits 32 tokens a step say little: lesson 22 compares 200 steps of a large model")
     model = make(TINY)

@@ -1,24 +1,24 @@
 """The same training, before and after: loss, tokens a second, memory
 ===================================================================
-GPT-2 small, 32 x 1024 tokens a step, under autocast with fp32 weights: as PyTorch runs it (SDPA on), with four
-operators replaced one for one (lesson 18), and fused (21); eager and compiled. Predicted from lesson 16's count:
+The lesson trains GPT-2 small on 32 x 1024 tokens a step, under autocast with fp32 weights. It compares PyTorch's own
+operators (SDPA on), four operators replaced one for one (lesson 18), and the fused operators (lesson 21), eager and
+compiled. Predicted from lesson 16's count:
 
     a step of eager PyTorch      75 ms, of which 35 are matmuls
     one for one                  attention 10 -> 6, the loss 14 -> 4, norms 10 -> 8: 59 ms, 1.27 times the tokens
     fused                        53 ms, 1.4 times (21)
     torch.compile of PyTorch     fuses what we fuse but the attention kernel and the loss into its matmul: about 60 ms
 
-And memory at the peak, which is where the loss is: eager PyTorch holds the activations of 12 layers, about 1 GB each in
-bf16 and fp32, and logits in bf16, in fp32, their log-softmax and two gradients of it, 3.3 + 4 * 6.6 GB; fused there is
-1 GB of logits and nothing else.
+Memory peaks at the loss. Eager PyTorch then holds the activations of 12 layers, about 1 GB each in bf16 and fp32. It
+also holds logits in bf16 and fp32, their log-softmax and two gradients of it, 3.3 + 4 * 6.6 GB. Fused, 1 GB of logits
+remains of these.
 
-What an H200 had to say (reports/): one for one (1.33) and fused (1.45) gain what was predicted and a little more;
-torch.compile of PyTorch gains 1.53 and not 1.25, and at 61.7 ms passes our operators run eagerly (65.0). The step they
-are gains on is a quarter longer than its bytes, as casts and norms' gradients run below the speed of memory (lesson
-13). What torch.compile still gains on our operators (56.7 ms, 1.66) is the casts between them.
+The rows of an H200 are in reports/. Look for two things there. How much longer than its bytes is the eager step, whose
+casts and norm gradients run below copy speed (lesson 16)? And what does torch.compile gain on our operators, where only
+the casts between them are left to fuse?
 
-Faster counts only if it learns the same. Two runs that round differently drift apart, so the yardstick is PyTorch
-against itself with another attention backend: ours may be as far from it, and no further.
+A faster training counts only if it learns the same. Two runs that round differently drift apart. So the yardstick is
+PyTorch against itself with another attention backend: ours may be as far from PyTorch as that, and no further.
 
 You will learn: to compare trainings, what a compiler fuses by itself, how much of a prediction from bytes comes true.
 Run it:    python day4_replace_op/lesson22_train.py
@@ -39,14 +39,14 @@ from course_ops.testing import kernels
 from workloads.gpt import CONFIG, GPU, VARIANTS, batches, make, stepper, train, variant
 
 CURVE = 200  # steps
-# Before PyTorch 2.13 Inductor spells out, for a log that is off, all that leads to an operator it does not know. Both
-# outputs of add_norm go on into the next one, so what leads to the last of 24 would be 2^24 lines: minutes, then hours.
+# Before PyTorch 2.13 Inductor formats the whole expression tree above an operator that it does not know, for a log that
+# is off. Both outputs of add_norm enter the next one, so the tree of the last of 24 would have 2^24 lines.
 UNSPELT = mock.patch("torch._inductor.exc.OperatorIssue.operator_str", return_value="")
 
 
 @kernels()
 def counted():
-    """Fused, a step calls fewer operators and moves fewer bytes, for the same FLOPs: counted before it is timed."""
+    """Fused, a step calls fewer operators and moves fewer bytes for the same FLOPs, by counting."""
     rows, batch = [], next(batches(CONFIG, 1))
     for name in VARIANTS:
         model = make()
@@ -73,7 +73,7 @@ def counted():
 
 
 def same_loss():
-    """200 steps from the same seed: ours is no further from PyTorch than PyTorch with another attention kernel."""
+    """After 200 steps from the same seed ours is no further from PyTorch than PyTorch with another SDPA backend."""
     if not GPU:
         return from_a_gpu(__name__, "loss")
     runs = {}
@@ -95,7 +95,7 @@ def same_loss():
 
 
 def speed():
-    """Tokens a second and memory at the peak, all variants in turns: on Hopper fused is at least 1.2 times eager."""
+    """Tokens a second and peak memory of all variants, interleaved: on Hopper fused is at least 1.2 times eager."""
     if not GPU:
         return from_a_gpu(__name__, "speed")
     batch, steps, peaks = next(batches(CONFIG, 1)), {}, {}

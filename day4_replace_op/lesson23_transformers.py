@@ -1,18 +1,24 @@
 """Hugging Face models with our attention: registered, not patched
 ================================================================
-Models of transformers call attention through a table: config._attn_implementation names an entry, and two lines make
-one, a function that attends and a function that makes its mask. course_ops.transformers has both functions, 90 lines:
-read them first. GPT-2 and Llama (grouped keys and values, rotary
-positions) run here from a random initialisation, so nothing is downloaded, and answer as they do with "sdpa".
+Models of transformers look attention up in a table, by the name in config._attn_implementation. Two lines register an
+entry: a function that computes attention, and one that makes its mask. course_ops.transformers has both, 90 lines: read
+them first. GPT-2 and Llama (grouped keys and values, rotary positions) run here with random weights, so nothing is
+downloaded, and answer as they do with "sdpa".
 
-What differs between training and generating is the shape. With a cache of keys a step has one query and S_k keys, and a
-prompt that continues a cache has 1 < S_q < S_k; query i stands at position i + S_k - S_q, so causal is aligned at the
-lower right (torch's is_causal=True at the upper left, where one query would see one key). GQA needs no repeated keys:
-for Llama 3's 32 heads on 8 that is 4 times less to read of a cache, which is all that a decoding step reads.
+Training and generating differ in their shapes. With a cache of keys a step has one query and S_k keys. A prompt that
+continues a cache has 1 < S_q < S_k. Query i stands at position i + S_k - S_q, so a causal mask is aligned at the lower
+right. (torch's is_causal=True aligns at the upper left, where one query would see one key.)
 
-Padding: a batch of prompts of unequal lengths comes with a mask [B, S_k] of 0 and 1. Our kernel has no mask. A padded
-sequence is a shorter one, so each is run by itself, as long as its ones are in one piece. That costs a launch a
-sequence and a wait for the mask's values a layer. A mask that is no padding (a hole, a mask of scores) is refused.
+    S_q = 3, S_k = 6:    lower right    1 1 1 1 . .        upper left    1 . . . . .
+                                        1 1 1 1 1 .                      1 1 . . . .
+                                        1 1 1 1 1 1                      1 1 1 . . .
+
+GQA needs no repeated keys. With Llama 3's 32 heads on 8 a decoding step reads a quarter of the bytes, since it reads
+hardly anything but the cache.
+
+A batch of prompts of unequal lengths comes with a padding mask [B, S_k] of 0 and 1. Our kernel takes no mask. If a
+sequence's ones are contiguous, it is a shorter sequence, and runs by itself. That costs a launch a sequence, and in
+each layer a wait for the mask's values. Any other mask (with a hole, or of scores) is refused.
 
 You will learn: transformers' attention and mask interfaces, causal alignment with a cache, what padding costs.
 Run it:    python day4_replace_op/lesson23_transformers.py        (wants: pip install transformers)
@@ -49,7 +55,7 @@ def _tokens(*shape):
 
 @contextmanager
 def _raises(says, error):
-    """The block must fail, and for this reason."""
+    """Asserts that the block raises this error with these words."""
     try:
         yield
     except error as raised:
@@ -61,7 +67,7 @@ def _raises(says, error):
 
 @kernels()
 def same_logits():
-    """One word changes the attention of a model that stands; logits and gradients stay."""
+    """One word changes the attention of an existing model; logits and gradients stay the same."""
     tokens = _tokens(2, 21)
     for model in models().values():
         found = []
@@ -74,7 +80,7 @@ def same_logits():
 
 @kernels()
 def same_tokens():
-    """Generated greedily, with a cache (one query, S_k keys) or without it, our tokens are sdpa's."""
+    """Greedy generation gives sdpa's tokens, with a cache (one query, S_k keys) or without it."""
     prompt = _tokens(1, 5)
     for name, model in models().items():
         found = []
@@ -87,7 +93,7 @@ def same_tokens():
 
 @kernels()
 def continued_prompt():
-    """Three tokens more on a cache of seven: S_q = 3 and S_k = 10 give the logits of ten at once."""
+    """Three more tokens after a cache of seven (S_q = 3, S_k = 10) have the logits of all ten at once."""
     tokens = _tokens(1, 10)
     for model in models(implementation=OURS).values():
         with torch.no_grad():
@@ -127,7 +133,7 @@ def padding():
 
 @kernels()
 def refused():
-    """What the kernel does not do is an error that says so, not another answer."""
+    """Options that the kernel does not support raise an error that names them."""
     model, tokens = models(implementation=OURS)["Llama"], _tokens(1, 6)
     hole, scores = torch.tensor([[1, 1, 0, 1, 1, 1]], device=DEVICE), torch.zeros(1, 1, 6, 6, device=DEVICE)
     for mask, says in ((hole, "sequence 0 has a hole"), (scores, "expected (1, 6)")):
@@ -140,7 +146,7 @@ def refused():
 
 
 def speed():
-    """Forward and backward of four layers as wide as Llama 3's small one, 2 x 4096 tokens in bf16: time and memory."""
+    """Time and memory, forward and backward, of four layers as wide as Llama 3.2 1B, 2 x 4096 tokens in bf16."""
     if not GPU:
         return from_a_gpu(__name__, "speed")
     tokens, runs, peaks = _tokens(2, 4096), {}, {}

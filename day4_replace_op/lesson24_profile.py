@@ -1,25 +1,24 @@
 """The profiling report: before and after, and what each kernel waits for
 =====================================================================
-Four views of one training step, of PyTorch's operators and of ours, each for another question:
+Four views of one training step, with PyTorch's operators and with ours. Each answers another question:
 
     kernels        what ran, how often, for how long                torch.profiler's averages
     roofline       how long it had to take, from FLOPs and bytes    lesson 16's count, the machine's measured limits
-    counters       what it waited for                               Nsight Compute: bytes that crossed the bus, and how
-                                                                    busy memory and arithmetic were
+    counters       what it waited for                               Nsight Compute: HBM traffic, and how busy memory
+                                                                    and arithmetic were
     time and       in which part of the model, and when memory      lesson 25: trace, flame graph, memory timeline
     memory
 
-Predicted of fused operators: every one that waits for memory at 70% of its roof or more (day 2's kernels reach 75% to
-100% by themselves), and no kernel left in the list that only casts or copies an [M, V] or adds to an [M, D]. What
-remains above 5% is matmul, attention, AdamW.
+Predicted with the fused operators: each one that waits for memory reaches 70% of its roof or more. No kernel in the
+list only casts or copies an [M, V] or adds to an [M, D]. Above 5% of the time remain matmuls, attention and AdamW.
 
-Roofs (Williams, Waterman and Patterson, 2009): an operator of F FLOPs on B bytes takes at least max(F / rate, B /
-bandwidth). Drawn with log axes, the distance to the slanted roof does not depend on how one counts the FLOPs of a
-kernel that waits for memory: it moves along the roof. So those count one FLOP for each four bytes here.
+The roofline (Williams, Waterman and Patterson, 2009): an operator of F FLOPs on B bytes takes at least max(F / rate,
+B / bandwidth). With log axes a kernel that waits for memory moves along the slanted roof when its FLOPs are counted in
+another way, and its distance to the roof stays the same. So such kernels count one FLOP for four bytes here.
 
-You will learn: to read the four together, a roofline of a whole step, Nsight Compute's verdict by command line.
+You will learn: to combine four views, a roofline of a whole step, Nsight Compute on the command line.
 Run it:    python day4_replace_op/lesson24_profile.py
-Without a GPU all times are a CPU's, and of ours the interpreter's: they show the views, not the speed.
+Without a GPU all times are a CPU's, and ours are the interpreter's: they show the views, not the speed.
 """
 
 import csv
@@ -43,7 +42,7 @@ COMPARED = ("PyTorch", "fused")
 
 
 def each_variant(config=CONFIG):
-    """(name, run()) for a training step with PyTorch's operators and with ours; each is warm when it is yielded."""
+    """(name, run()) for a training step with PyTorch's operators and with ours, each after a warm-up."""
     batch = next(batches(config, 1))
     for name in COMPARED:
         model = make(config)
@@ -78,13 +77,13 @@ def kernels():
 
 
 def _short(kernel):
-    """A kernel's name without its namespaces and arguments; of PyTorch's, what is in the brackets says which it is."""
+    """A kernel's name without namespaces and arguments; PyTorch's keep the template arguments that tell them apart."""
     bare = re.sub(r"\b(at|native|cuda)::|\(anonymous namespace\)::|^void ", "", kernel)
     return bare.partition("(")[0].translate(str.maketrans("<>|", "[]/"))[:80]
 
 
 def roofline():
-    """Every operator's FLOPs and bytes, counted, its time, measured, and so its limit and how near it came."""
+    """Every operator's counted FLOPs and bytes, its measured time, its limit, and the share of that limit."""
     rate, bandwidth = limits()
     table = []
     for name, run in each_variant():
@@ -135,7 +134,7 @@ def _drawn(table, rate, bandwidth):
 
 
 # ---- Nsight Compute -----------------------------------------------------------------------------------------------
-# By hand, for one kernel and everything that ncu knows:
+# By hand, for one kernel and all of ncu's sections:
 #     ncu --set full --kernel-name regex:add_norm --launch-count 1 --export add_norm \
 #         python -m day4_replace_op.lesson24_profile fused
 METRICS = {
@@ -169,7 +168,7 @@ def read_ncu(printed):
 
 
 def verdict(memory, arithmetic):
-    """What a kernel waits for, from how busy (in % of peak) memory and the SMs were: the busier one, if it is busy."""
+    """What a kernel waits for: memory or the SMs, whichever is busier in % of its peak, or neither."""
     if max(memory, arithmetic) < 60:
         return "latency: neither is busy; more bytes or products in flight"
     return "memory" if memory >= arithmetic else "compute"

@@ -1,20 +1,36 @@
 """Trace, flame graph, memory timeline: where in the model, and when
 ===============================================================
-The tables of lesson 24 say which kernels take the time; these three say for whom. A trace has a start and a length for
-every call, on the host's line and on the GPU's (open it in ui.perfetto.dev). Its nesting makes a flame graph: a box for
-each module, operator or step of autograd, as wide as the time of all that it contains, callers above callees; modules
-of one class are added up, so that twelve blocks are one box. And each allocation in it makes the memory's timeline.
+Lesson 24's tables say which kernels take the time. This lesson's three views say which module called them, and when:
 
-Predicted, GPT-2 small: PyTorch's memory is a ramp (12 layers save their activations), a spike at the turn (logits in
-bf16 and fp32, their log-softmax and its gradient: 20 GB in a few ms) and a ramp down. Fused: the spike is a part's
-logits and the weight's gradient, 1.3 GB. The ramp is as high: what a norm, a GELU or a product wants for its backward
-they want from us as well. A layer of 32,768 tokens, in units of 50 MB (768 numbers a token in bf16): two sums of the
-stream in fp32 4, norms 2, q k v 3, attention's output 1, the MLP before and after its GELU 8; 18 units, 11 GB in 12.
-(One could think that PyTorch keeps a norm's output in fp32 too; but a cast saves nothing, and so nobody keeps it.)
-In the flame graph the readout is nearly half of PyTorch's forward (a third of its FLOPs, all of the loss's bytes), and
-half of ours, whose forward holds the loss's backward too.
+    trace             a start and a length for every call, on the host's line and on the GPU's; see ui.perfetto.dev
+    flame graph       from the trace's nesting: a box for each module, operator or step of autograd, as wide as the time
+                      of all that it contains, callers above callees; the twelve blocks are one box
+    memory timeline   from the trace's allocations
 
-You will learn: labels for modules that one must not edit (hooks), to build a flame graph from a trace, to read a ramp.
+Predicted for GPT-2 small:
+
+    GB |           |
+       |           |             PyTorch: 12 layers save their activations on the way up; the spike is the logits in
+       |        ___|___          bf16 and fp32, their log-softmax and its gradient, 20 GB for a few ms
+       |    ___/       \\___
+       |___/               \\___  fused: the same ramp, and a spike of 1.3 GB: a part's logits and dW
+       +------------------------ t
+           forward | backward
+
+The fused ramp is as high, since a norm, a GELU or a matmul needs the same inputs for its backward. A layer of 32,768
+tokens saves, in units of 50 MB (768 elements a token in bf16):
+
+    two sums of the stream in fp32          4
+    norms                                   2
+    q, k and v                              3
+    attention's output                      1
+    the MLP before and after its GELU       8      18 units, 11 GB in 12 layers
+
+PyTorch does not keep a norm's fp32 output, since a cast saves nothing for its backward. In the flame graph the readout
+is nearly half of PyTorch's forward: a third of its FLOPs and all of the loss's bytes. It is half of ours too, whose
+forward includes the loss's backward.
+
+You will learn: to label modules without editing them (hooks), to build a flame graph from a trace, to read a ramp.
 Run it:    python day4_replace_op/lesson25_trace.py
 Written:   reports/traces/<device>.<operators>.json; reports/<device>/day4_replace_op.lesson25_trace.<operators>.svg
 """
@@ -40,7 +56,7 @@ PARTS = ("Attention", "MLP", "LayerNorm", "Readout")
 
 @contextmanager
 def labelled(model):
-    """Inside, each forward of a module is a span with the name of the class that it has now; no edit of the model."""
+    """Inside `with`, each forward of a module is a span named after its class; the model is not edited."""
     open_spans, hooks = [], []
 
     def enter(name):
@@ -51,7 +67,7 @@ def labelled(model):
         open_spans.pop().__exit__(None, None, None)
 
     for module in model.modules():
-        name = type(module).__name__  # of an operator that is replaced later, the name before
+        name = type(module).__name__  # the class before a later replacement
         hooks.append(module.register_forward_pre_hook(lambda module, args, name=name: enter(name)))
         hooks.append(module.register_forward_hook(leave))
     try:
@@ -62,7 +78,7 @@ def labelled(model):
 
 
 def traced():
-    """(name, what the profiler saw of one warm step, the trace as a list of its events) for each variant."""
+    """(name, the profile of one warm step, the trace as a list of events) for each variant."""
     batch = next(batches(CONFIG, 1))
     for name in COMPARED:
         model = make()
@@ -85,14 +101,14 @@ def traced():
 
 @dataclass
 class Frame:
-    """A box: ms of all calls of this name under the same callers, and what they call."""
+    """A box: ms of all calls of this name under the same callers, and the boxes of what they call."""
 
     ms: float = 0.0
     below: dict[str, "Frame"] = field(default_factory=dict)
 
 
 def frames(seen):
-    """The calls of a step as nested frames, below forward, backward and optimizer; of a GPU the time of the kernels."""
+    """The calls of a step as nested frames below forward, backward and optimizer; on a GPU with the kernels' time."""
     root = Frame()
 
     def add(event, above):
@@ -117,7 +133,7 @@ def frames(seen):
 
 
 def svg(title, root, width=1200, line=18):
-    """A flame graph: callers above callees, as wide as their time; what is narrower than a pixel is left out."""
+    """A flame graph: callers above callees, as wide as their time; boxes narrower than a pixel are left out."""
     boxes, depth = [], 0
 
     def draw(name, frame, x, level):
@@ -143,7 +159,7 @@ def svg(title, root, width=1200, line=18):
 
 
 def flame_graphs():
-    """A frame holds what it calls, so no level is wider than the one above; the readout's share is seen at once."""
+    """A frame contains what it calls, so no level is wider than the one above; the table has each share."""
     table = []
     for name, seen, spans in traced():
         root = frames(seen)
@@ -180,7 +196,7 @@ def _parts(root):
 
 
 def memory():
-    """A step gives back what it takes; in between memory climbs with the layers and spikes where the logits are."""
+    """A step frees all that it allocates; in between memory climbs with the layers and peaks at the logits."""
     table, peaks = [], {}
     for name, _, spans in traced():
         mine = [e for e in spans if e["name"] == "[memory]" and (e["args"]["Device Type"] == 1) == GPU]

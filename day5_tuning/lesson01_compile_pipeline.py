@@ -1,23 +1,28 @@
 """The compile pipeline: one kernel from Python to machine code
 ============================================================
-A Triton kernel is compiled six times over, and each stage decides one thing that the stage before left open:
+A Triton kernel passes through six stages, and each decides one thing that the stage before left open:
 
     stage     what it is                             what is decided here
     AST       your function, parsed, never run       nothing yet: both branches of every `if`
-    TTIR      operations on whole tiles              constexprs are numbers, shapes are known; no thread exists
+    TTIR      operations on whole tiles              constexprs are literals, shapes are known; no thread exists
     TTGIR     the same tiles, each with a layout     which thread holds which element; copies, stages, tensor cores
-    LLVM IR   one thread of the program              addresses, how many numbers it holds
-    PTX       NVIDIA's virtual machine               registers without end, exact instructions of an architecture
-    SASS      what the SM executes                   255 registers at most, the order of instructions, what is spilled
+    LLVM IR   one thread of the program              addresses, how many values it holds
+    PTX       NVIDIA's virtual machine               unlimited registers, exact instructions of an architecture
+    SASS      what the SM executes                   255 registers at most, the order of instructions, spills
 
 Nothing here needs a GPU. Predict before you run, for a tile of 64 x 64, steps of 64, 128 threads and 3 stages in fp16:
-bytes of shared memory (3 stages of two tiles of 8 KB: 49,152); cp.async instructions of a thread (a stage is 16 KB,
-8 copies of 16 bytes a thread; in the loop and twice before it: 24); fp32 sums a thread holds (64 * 64 / 128 = 32);
-wgmma instructions (64 deep in steps of 16: 4). And which of these changes if a row is 4097 elements long, not 4096?
 
-You will learn: to read each stage, which choices change what, why a stride can switch off the pipeline, what is free.
+    bytes of shared memory            3 stages of two tiles of 8 KB                              49,152
+    cp.async instructions a thread    a stage is 8 copies of 16 bytes; one in the loop, two      24
+                                      before it
+    fp32 sums a thread holds          64 * 64 / 128                                              32
+    wgmma instructions                64 deep in steps of 16                                     4
+
+And which of these changes if a row is 4097 elements long, not 4096?
+
+You will learn: to read each stage, which choice changes which stage, and why a stride can switch off the pipeline.
 Run it:    python day5_tuning/lesson01_compile_pipeline.py     (and open the page that it names: a click on a line of
-           one stage marks what became of it in all the others)
+           one stage marks its counterparts in all the others)
 Source: the passes are in Triton's third_party/nvidia/backend/compiler.py, from make_ttir to make_cubin.
 """
 
@@ -33,7 +38,7 @@ import triton
 import triton.language as tl
 
 
-# The kernel that is followed. Its offsets are 32 bits wide, so that the listing is short: matrices to 2^31 elements.
+# The example kernel. Its offsets are 32 bits wide, so that the listing is short: matrices to 2^31 elements.
 @triton.jit
 def product_kernel(
     a_ptr, b_ptr, c_ptr,  # [M, K], [K, N], [M, N] in fp16; N a multiple of BLOCK_N, K of BLOCK_K
@@ -72,7 +77,7 @@ CHOICES = {
 
 
 def _compile_here(target, num_warps, num_stages, masked, stride):
-    """Stages and figures of one choice; in the process that compiles."""
+    """Stages and figures of one choice; called in the compile process."""
     with compiled.compiling(target) as made:
         a = torch.empty(4096, 4096, dtype=torch.float16, device=DEVICE)
         product_kernel[(64, 64)](
@@ -97,7 +102,7 @@ def _text(stage, choice=FIRST):
 
 
 def the_answer_is_the_same():
-    """A choice of warps, stages or masks changes the code and never the product."""
+    """A choice of warps, stages or masks changes the code and never the result."""
     a, b = (torch.randn(64, 128, device=DEVICE).half(), torch.randn(128, 64, device=DEVICE).half())
     for warps, stages, masked, M in ((4, 3, False, 64), (8, 1, False, 64), (4, 4, True, 40)):
         c = torch.full((64, 64), float("nan"), dtype=torch.float16, device=DEVICE)
@@ -105,7 +110,7 @@ def the_answer_is_the_same():
             a, b, c, M, 128, 128, 64, 64, 64, 64, 64, masked, num_warps=warps, num_stages=stages
         )  # fmt: skip
         torch.testing.assert_close(c[:M].double(), a[:M].double() @ b.double(), rtol=2**-10, atol=1e-3)
-        assert c[M:].isnan().all()  # what the mask leaves out is never written
+        assert c[M:].isnan().all()  # masked rows are never written
 
 
 def ast_keeps_both_branches():
@@ -119,12 +124,12 @@ def ast_keeps_both_branches():
 
 
 def ttir_knows_tiles_and_no_threads():
-    """In TTIR constexprs are numbers in the types, 64x64, and no thread, layout, stage or shared memory exists."""
+    """In TTIR constexprs are literals in the types, 64x64, and no thread, layout, stage or shared memory exists."""
     text = _text("ttir")
     assert "BLOCK" not in text
     assert "tt.dot" in text and "tensor<64x64xf16> * tensor<64x64xf16> -> tensor<64x64xf32>" in text  # noqa: PT018
     assert not re.search(r"ttg\.|#blocked|#shared|num-warps", text)
-    # What the launcher saw of the arguments came along: pointers and strides that 16 divides. The next stage needs it.
+    # The launcher's facts about the arguments are attributes here: pointers and strides that 16 divides.
     assert text.count("tt.divisibility = 16") == 8
     assert text == _text("ttir", "num_stages=4") == _text("ttir", "num_warps=8") == _text("ttir", "sm_100")
 
@@ -133,18 +138,18 @@ def ttgir_says_who_holds_what():
     """TTGIR gives each tile a layout: 8 fp16 a thread are 16 bytes, 8 threads a row are one line of 128 bytes."""
     text = _text("ttgir")
     assert "#blocked = #ttg.blocked<{sizePerThread = [1, 8], threadsPerWarp = [4, 8], warpsPerCTA = [4, 1]" in text
-    # tl.dot became wgmma: version 3, a warpgroup of 4 warps, 16 rows each; its operands are read from shared memory.
+    # tl.dot became wgmma: version 3, a warpgroup of 4 warps, 16 rows each. It reads its operands from shared memory.
     assert "versionMajor = 3" in text and "warpsPerCTA = [4, 1], instrShape = [16, 64, 16]" in text  # noqa: PT018
     assert "swizzlingByteWidth = 128" in text
-    # A layout is who holds what, not how it is fetched. Where rows may begin at any element a thread still holds 8
-    # neighbours, but asks for them in 8 loads of 2 bytes, and of a line of 128 bytes for 16 at a time.
+    # A layout says which thread holds which element, not how it is loaded. Where rows may begin at any element, a
+    # thread still holds 8 neighbours, but takes 8 loads of 2 bytes for them.
     odd = "rows 4097 elements apart"
     assert "sizePerThread = [1, 8]" in _text("ttgir", odd)
     assert _text("ptx", odd).count("ld.global.b16") == 8 * _text("ptx", "num_stages=1").count("ld.global.v4.b32") > 0
 
 
 def ttgir_is_where_loops_are_pipelined():
-    """A load in a loop becomes a copy that is not waited for: `stages` buffers a tile, stages - 1 copies before it."""
+    """A load in a loop becomes an asynchronous copy: `stages` buffers a tile, stages - 1 copies before the loop."""
     for choice, stages in (("num_stages=1", 1), (FIRST, 3), ("num_stages=4", 4)):
         text = _text("ttgir", choice)
         piped = stages > 1
@@ -152,7 +157,7 @@ def ttgir_is_where_loops_are_pipelined():
         assert text.count(f"memdesc<{stages}x64x64xf16") > 0 or not piped
         assert text.count("tt.load") == (0 if piped else 2)
         assert _stages(choice)[1].shared == stages * 2 * 64 * 64 * 2
-    # cp.async copies 4, 8 or 16 bytes. Where only 2 are known to be aligned, the compiler drops the pipeline, silently.
+    # cp.async copies 4, 8 or 16 bytes. If only 2 are known to be aligned, the compiler drops the pipeline silently.
     unaligned = _stages("rows 4097 elements apart")[1]
     assert (unaligned.cp_async, unaligned.load_bytes, unaligned.shared) == (0, 2, 2 * 64 * 64 * 2)
 
@@ -168,7 +173,7 @@ def llvm_is_one_thread():
 
 
 def ptx_is_exact_but_for_registers():
-    """PTX has the final instructions and registers without end; SASS has 255 at most, and says how many."""
+    """PTX has the final instructions and unlimited registers; SASS has 255 at most, and says how many."""
     text, figures = _text("ptx"), _stages(FIRST)[1]
     assert text.count("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16") == figures.wgmma == 64 // 16
     assert "sm_90a" in text  # without the a there is no wgmma
@@ -178,7 +183,7 @@ def ptx_is_exact_but_for_registers():
 
 
 def sass_is_what_runs():
-    """SASS shows what the claims of a lesson are read from: LDGSTS is cp.async, HGMMA wgmma, STG.E.128 16 bytes."""
+    """A lesson's claims are read from SASS: LDGSTS is cp.async, HGMMA is wgmma, STG.E.128 stores 16 bytes."""
     text, figures = _text("sass"), _stages(FIRST)[1]
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", text)) == figures.cp_async == 24
     assert len(re.findall(r"HGMMA\.64x64x16\.F32", text)) == 4
@@ -186,11 +191,11 @@ def sass_is_what_runs():
 
 
 def the_same_source_on_three_generations():
-    """One TTIR, three machines: mma.sync reads registers, wgmma shared memory, tcgen05 adds in a memory of its own."""
+    """One TTIR, three machines: mma.sync reads registers, wgmma shared memory, tcgen05 accumulates in tensor memory."""
     old, hopper, new = (_stages(choice)[1] for choice in ("sm_80", FIRST, "sm_100"))
     assert (old.mma, old.wgmma, hopper.mma, hopper.wgmma) == (32, 0, 0, 4)
     assert "tcgen05.mma" in _text("ptx", "sm_100")
-    # Ampere's operands go to registers before they are multiplied, so that a buffer is free a stage sooner.
+    # Ampere loads operands to registers before it multiplies, so a buffer is free a stage sooner.
     assert old.shared == 2 * hopper.shared // 3
     assert new.registers < hopper.registers < old.registers  # sums in tensor memory; operands in shared memory
 
@@ -211,7 +216,7 @@ def what_each_choice_changes():
     base, warps, mask = by[FIRST], by["num_warps=8"], by["a mask on the rows"]
     assert warps["cp.async"] == base["cp.async"] // 2  # twice the threads: half the copies each, and half the sums
     assert warps["registers"] < base["registers"]
-    assert mask["cp.async"] == base["cp.async"]  # a lane that is off copies 0 of its 16 bytes and fills in zeros
+    assert mask["cp.async"] == base["cp.async"]  # a masked-off lane copies 0 of its 16 bytes and fills in zeros
     assert base["instructions"] < mask["instructions"] < 1.3 * base["instructions"]
     return Table("choices", table, "Lines that differ are against the base: what a choice may touch, and what not.")
 
@@ -221,7 +226,7 @@ def _diff(choice, stage):
 
 
 def one_statement_in_every_stage():
-    """`b = tl.load(...)`: one line of Python, and what it is at every stage. Writes the page with all of them."""
+    """`b = tl.load(...)`: one line of Python at every stage. Writes the page that shows all stages side by side."""
     said = _stages(FIRST)[0]
     line = next(n for text, n in said["python"] if text.strip().startswith("b = tl.load"))
     table = []

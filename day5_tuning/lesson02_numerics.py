@@ -1,11 +1,13 @@
-"""Numerics: how wrong a right answer is, and why a tolerance is what it is
-=======================================================================
-Rounding a number once moves it by up to half a unit in its last place. Where the mantissa m is spread evenly over the
-logarithm, the mean of 1/m^2 is 3 / (8 ln 2), a twelfth of a unit squared is the variance, and so a rounding costs
+"""Numerics: the rounding error of a correct kernel, and the tolerance that follows from it
+========================================================================================
+Rounding a number once moves it by up to half a unit in its last place, and the variance of that error is a twelfth of a
+unit squared. Let the mantissa m be spread evenly over the logarithm. Then the mean of 1/m^2 is 3 / (8 ln 2), and the
+relative rms error of one rounding is
 
-    C * eps = eps / sqrt(32 ln 2) = 0.212 eps           (rms, relative; eps is 2^-23, 2^-10, 2^-7, 2^-3 in fp32 to fp8)
+    C * eps = eps / sqrt(32 ln 2) = 0.212 eps           (eps is 2^-23, 2^-10, 2^-7, 2^-3 in fp32, tf32, bf16, e4m3)
 
-Everything else follows by adding variances. A sum of K random products has the size sqrt(K); of that size it is off by
+Everything else follows by adding variances. A sum of K random products has the size sqrt(K). Its error relative to that
+size:
 
     what is rounded                           relative error               K = 4096, eps = 2^-23
     both inputs, once                         sqrt(2) C eps                3.6e-8, whatever K is
@@ -15,8 +17,8 @@ Everything else follows by adding variances. A sum of K random products has the 
     a sum in pairs, pairs of pairs ...        C eps sqrt(log2 K)           8.8e-8
     terms of one sign, cut off, not rounded   eps K / (8 ln 2)             8.8e-5: a bias grows like K, not its root
 
-You will learn: which rounding decides in fp32, tf32, bf16 and fp8; what the order of a sum is worth; where lessonkit's
-factors of 2 and 16 come from; why a fixed tolerance refuses right kernels and accepts wrong ones.
+You will learn: which rounding decides in fp32, tf32, bf16 and fp8, and what the order of a sum changes. Also where
+lessonkit's factors of 2 and 16 come from, and why a fixed tolerance refuses right kernels and accepts wrong ones.
 Source: Higham, "Accuracy and Stability of Numerical Algorithms", 2002, chapters 2 and 4; the constant is derived here.
 Run it:    python day5_tuning/lesson02_numerics.py
 """
@@ -53,7 +55,7 @@ def _rms(x):
 
 
 def _products(K):
-    """a, b [ROWS, K] in float64, normal, and already fp32 numbers: what a sum adds up has then no error of its own."""
+    """a, b [ROWS, K] in float64, normal, representable in fp32: the terms of a sum then have no error of their own."""
     torch.manual_seed(K)
     return (torch.randn(ROWS, K, device=DEVICE).double() for _ in range(2))
 
@@ -71,7 +73,7 @@ def one_rounding():
     """Rounding once costs 0.212 eps in every format: fp8 keeps 3 bits and is 2.7% off, bf16 0.17%, tf32 0.02%."""
     x, table = next(_products(256)), []
     for kind, eps in EPS.items():
-        # Numbers under 2^-6 (e4m3) have fewer bits still: scaled so that few are that small, as fp8 is used.
+        # Numbers under 2^-6 (e4m3) have even fewer bits. Scaled, as in fp8's use, few numbers are that small.
         scaled = x * 64 if kind == "e4m3" else x
         source = (scaled * math.pi) if kind == "fp32" else scaled  # fp32 numbers have nothing left to round to fp32
         measured = _rms(_rounded(source, kind) - source) / _rms(source)
@@ -86,7 +88,7 @@ def _row(about, predicted, measured, within=0.15):
                     "measured / predicted": f"{measured / predicted:.2f}"}  # fmt: skip
 
 
-# A sum of K products for each row, in blocks: inside a block the order is tl.sum's, block after block it is ours.
+# A sum of K products for each row, in blocks: tl.sum chooses the order inside a block, the loop that of the blocks.
 @triton.jit
 def row_dot_kernel(a_ptr, b_ptr, y_ptr, K, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
     # a, b: [rows, K] in fp32, y: [rows] in fp32. A program owns ROWS rows.
@@ -111,7 +113,7 @@ def _one_by_one(K):
 
 
 def order_of_additions():
-    """One by one the error grows like sqrt(K); in sums of 64 it is 8 times smaller: a tile's loop is such an order."""
+    """Added one by one, the error grows like sqrt(K); in sums of 64, as a tile's loop adds, it is 8 times smaller."""
     table = []
     for K in (256, 1024, 4096):
         a, b = _products(K)
@@ -119,14 +121,14 @@ def order_of_additions():
         for name, block, steps in (("one by one", 1, K), ("sums of 64", 64, K / 64)):
             got = _one_by_one(K) if block == 1 else _row_dot(a, b, block)
             measured = _rms(got.double() - exact) / math.sqrt(K)
-            # Beside the sums of sums: each product is rounded once, and a block's own sum, taken here as in pairs.
+            # Two more errors: each product is rounded once, and a block's own sum is taken here as in pairs.
             inner = 1 + (math.log2(block) if block > 1 else 0)
             table.append(_row({"order": name, "K": K}, C * EPS["fp32"] * math.sqrt(steps / 2 + inner), measured, 0.3))
     return Table("order of additions", table, "fp32, of sqrt(K).", x="K", y="measured", by="order")
 
 
 def narrow_accumulators():
-    """A 16-bit accumulator puts its eps where fp32's was: at K = 256 bf16 is off by 2% of a typical sum, fp16 by 0.2%.
+    """A 16-bit accumulator has its own eps in the formula: at K = 256 bf16 is off by 2% of a typical sum, fp16 by 0.2%.
 
     That is why tl.dot accumulates in fp32 whatever it multiplies.
     """
@@ -140,10 +142,10 @@ def narrow_accumulators():
 
 
 def cutting_off_is_a_bias():
-    """Sums that are cut off, not rounded, and have one sign lose eps K / (8 ln 2): a bias grows like K.
+    """Sums of one sign that are truncated, not rounded, lose eps K / (8 ln 2): a bias grows like K.
 
-    Tensor cores align the products of a step and cut them off; fp8 on Hopper keeps some 14 bits in all (day 3,
-    lesson06_matmul_fp8), which is why it wants fp32 sums outside every few steps.
+    Tensor cores align the products of a step and truncate them. For fp8, Hopper keeps about 14 bits (day 3,
+    lesson06_matmul_fp8), so every few steps the partial sums must be added to fp32 sums in registers.
     """
     table = []
     for K in (256, 1024, 4096):
@@ -164,7 +166,7 @@ def cutting_off_is_a_bias():
 def formats_of_the_inputs():
     """Rounded inputs cost sqrt(2) C eps of the result, the same for every K: tf32 0.03%, bf16 0.23%, fp8 3.8%.
 
-    So a GPU's default for fp32 products, if it is TF32, is 1000 times further off than fp32, at any size.
+    So where TF32 is the default for fp32 matmuls, the error is 1000 times that of fp32, at any size.
     """
     table = []
     for K in (256, 4096):
@@ -180,7 +182,8 @@ def formats_of_the_inputs():
 def whole_products():
     """A matmul of rounded inputs is off by its last rounding alone, if it adds in fp32: C eps of bf16, whatever K is.
 
-    Inputs are taken as they were rounded, as lessonkit's checks do: what is measured is the kernel, not the format.
+    The exact answer is computed from the rounded inputs, as in lessonkit's checks. So the error is the kernel's, not
+    the format's.
     """
     table, kinds = [], [("fp16", "highest"), ("bf16", "highest")]
     kinds += [("fp32", "high")] if HAS_GPU else []  # TF32 is a GPU's
@@ -195,7 +198,8 @@ def whole_products():
             torch.set_float32_matmul_precision("highest")
             exact = a.double() @ b.double()
             tf32 = kind == "fp32"
-            # TF32 rounds its inputs, or cuts them off: each is then off by eps / (4 ln 2) the same way, 2.4 times this.
+            # TF32 rounds its inputs, or truncates them. Truncated, each is off by eps / (4 ln 2) in one direction, 2.4
+            # times as much.
             predicted = math.sqrt(2) * C * EPS["tf32"] if tf32 else C * EPS[kind]
             for who, c in got.items():
                 off = _rms(c.double() - exact) / math.sqrt(K)
@@ -205,15 +209,16 @@ def whole_products():
 
 
 def why_the_budget_is_2_and_16():
-    """lessonkit allows PyTorch's own error in this row times 2 in 16 bits, times 16 in fp32: these are the reasons."""
+    """lessonkit allows PyTorch's own error in this row, times 2 in 16 bits and times 16 in fp32; the reasons."""
     K, rows = 4096, []
-    # 16 bits: the last rounding is all there is, and everybody makes the same one. fp32 sums, however ordered, come in
-    # far below it; a 16-bit accumulator far above. Any factor between would do; 2 is what luck needs.
+    # 16 bits: the last rounding dominates, and all kernels make the same one. The error of fp32 sums, in any order, is
+    # far below it, that of a 16-bit accumulator far above. The factor 2 lies between and allows for chance.
     last, one_by_one = C * EPS["bf16"], C * EPS["fp32"] * math.sqrt(K / 2)
     narrow = C * EPS["bf16"] * math.sqrt(K / 2)
     assert last + one_by_one < check.FACTOR[torch.bfloat16] * last < narrow
     rows.append({"dtype": "bf16", "right, worst order": 1 + one_by_one / last, "factor": 2, "wrong": narrow / last})
-    # fp32: the orders differ. The best there is against one by one is sqrt(K / 2 / log2 K): 13 at 4096, 16 at 6900.
+    # fp32: the orders differ. Between the best and one by one lies a factor of sqrt(K / 2 / log2 K): 13 at 4096, 16 at
+    # 6900.
     best = C * EPS["fp32"] * math.sqrt(math.log2(K))
     inputs_cut = math.sqrt(2) * C * EPS["tf32"]
     assert one_by_one / best < check.FACTOR[torch.float32] < inputs_cut / best
@@ -225,14 +230,14 @@ def why_the_budget_is_2_and_16():
 def a_fixed_tolerance_refuses_right_kernels():
     """assert_close's defaults in fp32 (1.3e-6 relative, 1e-5 absolute) refuse many right sums of 4096 products.
 
-    A sum that came out near zero is off nearly as much as any other: its relative error has no bound. What a sum may be
-    off by follows from what went into it, not from what came out.
+    A sum near zero has nearly the same absolute error as any other, so its relative error has no bound. The allowed
+    error of a sum follows from its terms, not from its value.
     """
     K = 4096
     a, b = _products(K)
     exact, got = (a * b).sum(1), _one_by_one(K).double()
     refused = ((got - exact).abs() > 1e-5 + 1.3e-6 * exact.abs()).double().mean().item()
-    # A sum on its way is a random walk, and each step is off by C eps of where it stands.
+    # The partial sums are a random walk, and each step adds an error of C eps of the partial sum.
     walk = torch.randn(20_000, 64, dtype=torch.float64).cumsum(1) * math.sqrt(K / 64)
     sigma = C * EPS["fp32"] * math.sqrt(K) * walk.square().mean(1).sqrt()
     predicted = (torch.randn_like(sigma) * sigma).abs() > 1e-5 + 1.3e-6 * walk[:, -1].abs()

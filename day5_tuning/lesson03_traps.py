@@ -1,16 +1,19 @@
-"""Traps: seven results that were wrong, and the line that mended each
-====================================================================
-Each step is an experiment: something passes that should not, or is slow, or fails far away from its cause; the step
-asserts that it does, mends it, and asserts that it is gone. All but the last run without a GPU.
+"""Traps: seven wrong results, and the line that mends each
+=========================================================
+Each step is an experiment. Something passes that should not, or is slow, or fails far away from its cause. The step
+asserts that it does, mends it, and asserts that the fault is gone. All but the last run without a GPU.
 
-Other lessons have the other traps, and they are not repeated here: day2_triton_basics/lesson02_common_errors (inside
-a kernel), lesson17_green_but_wrong (around one: tolerances that accept zeros, launches timed by the host clock),
-cuda_src/24_traps (CUDA's own: barriers, races, alignment). lesson04_neighbours has one that no test of a process alone
-can see, lesson05_benchmark_traps those of measuring.
+The other traps are in other lessons:
+
+    day2_triton_basics/lesson02_common_errors      inside a kernel
+    day2_triton_basics/lesson17_green_but_wrong    around one: tolerances that accept zeros, launches timed by the host
+    cuda_src/24_traps                              CUDA's own: barriers, races, alignment
+    lesson04_neighbours                            one that needs a second process on the GPU
+    lesson05_benchmark_traps                       those of measuring
 
 Predict before you run: which of the seven does a GPU report by itself? Which does a CPU hide?
-You will learn: to find an overflow without the memory for it, to read a precision from the compiled code, to believe
-neither a stride nor a default.
+You will learn: to find an overflow without the memory for it, to read a precision from the compiled code, to check
+strides and defaults.
 Run it:    python day5_tuning/lesson03_traps.py
 """
 
@@ -45,16 +48,16 @@ def corner_kernel(x_ptr, z_ptr, stride, WIDE: tl.constexpr):  # x: rows of int8,
 
 
 def offsets_of_32_bits():
-    """Row 2 of rows 1.2 GB apart: 2 * stride passes 2^31. An allocation that nobody touches costs no memory to try it.
+    """Row 2 of rows 1.2 GB apart: 2 * stride passes 2^31. An allocation that is never touched costs no memory.
 
     Program ids and arguments below 2^31 are 32 bits, and so is their product, whatever the pointer is. Every tensor of
-    a test is small, so every test passes; compute-sanitizer sees it only if the wrong address is nobody's.
+    a test is small, so every test passes. compute-sanitizer sees it only if the wrong address is in no allocation.
     """
     stride = 1_200_000_000
     if HAS_GPU and torch.cuda.mem_get_info()[0] < 3 * stride:
         print("  needs 4 GB of GPU memory")
         return
-    x = torch.empty(2 * stride + 1, dtype=torch.int8, device=DEVICE)  # only the pages that are written become real
+    x = torch.empty(2 * stride + 1, dtype=torch.int8, device=DEVICE)  # the system backs only pages that are written
     x[2 * stride] = 7
     z = torch.zeros(1, dtype=torch.int8, device=DEVICE)
     if INTERPRETED:  # on a GPU the wrong one may end the process
@@ -62,13 +65,13 @@ def offsets_of_32_bits():
             corner_kernel[(1,)](x, z, stride, WIDE=False)
     corner_kernel[(1,)](x, z, stride, WIDE=True)
     assert z.item() == 7
-    # The audit that needs no large tensor: in TTIR, what is added to a pointer should be 64 bits wide.
+    # The audit that needs no large tensor: in TTIR, each offset added to a pointer should be 64 bits wide.
     assert call_in_compiler(__name__, "_offset_widths", False) == ["i32"]
     assert call_in_compiler(__name__, "_offset_widths", True) == ["i64"]
 
 
 def _offset_widths(wide):
-    """The types of what corner_kernel multiplies by its stride, in TTIR; in the process that compiles."""
+    """The types of the factors of corner_kernel's stride in TTIR; called in the compile process."""
     with compiled.compiling(90) as made:
         x = torch.empty(8, dtype=torch.int8, device=DEVICE)
         corner_kernel[(1,)](x, x, 1024, wide)
@@ -89,7 +92,7 @@ def _scale(x, z):
 
 
 def results_laid_out_like_their_input():
-    """empty_like keeps strides: for a transposed x it is transposed too, a kernel that writes rows fills columns."""
+    """empty_like keeps strides: for a transposed x its result is transposed, and a kernel for rows fills columns."""
     x = torch.randn(8, 40, device=DEVICE).t()
     wrong = _scale(x, torch.empty_like(x))
     assert torch.empty_like(x).stride() == (1, 40)  # not (8, 1)
@@ -97,8 +100,8 @@ def results_laid_out_like_their_input():
     assert not torch.equal(wrong, 3 * x)  # ... and elsewhere: sums, means and norms agree
     assert torch.equal(_scale(x, torch.empty(x.shape, device=DEVICE)), 3 * x)
     assert torch.equal(_scale(x, torch.empty_like(x, memory_format=torch.contiguous_format)), 3 * x)
-    # The other way round: x.contiguous() in a wrapper mends every stride, and reads and writes the tensor once more.
-    # A kernel that moves 2 n then moves 4 n, and its benchmark, on contiguous inputs, never shows it.
+    # The opposite trap: x.contiguous() in a wrapper mends every stride, and reads and writes the tensor again. A
+    # kernel that moves 2 n then moves 4 n, and its benchmark, on contiguous inputs, never shows it.
     with watched() as traffic:
         _scale(x, torch.empty(x.shape, device=DEVICE))
     assert not INTERPRETED or traffic.read + traffic.written == 2 * x.nbytes
@@ -118,7 +121,7 @@ def allclose_on_tiny_numbers():
         zeros, largest = torch.zeros_like(right), right.abs().max().item()
         accepted = torch.allclose(zeros, right, rtol=1.3e-6, atol=1e-5)
         assert accepted == (V >= 1024)
-        assert (zeros - right).norm() == right.norm()  # of its own size all is lost: the measure that has no scale
+        assert (zeros - right).norm() == right.norm()  # relative to its own norm the error is 100%, at any scale
         with pytest.raises(check.Rejected):
             check.compare(check.Truth((), (right.double(),), (right,), 1), zeros)
         table.append({"N": N, "V": V, "1 / (N V^2)": f"{1 / (N * V * V):.1e}", "largest": f"{largest:.1e}",
@@ -169,16 +172,16 @@ def bf16_in_the_interpreter():
         half, bf16 = map(float, done.stdout.split())
         print(f"  the bare interpreter is off by {half:.1e} in fp16, by {bf16:.1e} in bf16")
         assert half < 1e-2
-        assert bf16 > 1e3 or bf16 < 1e-2  # if it is small, your Triton has mended it
+        assert bf16 > 1e3 or bf16 < 1e-2  # a small error: this version of Triton computes it correctly
     a, b = (torch.randn(16, 16, device=DEVICE).bfloat16() for _ in range(2))
     torch.testing.assert_close(_dot(a, b, "ieee"), a.float() @ b.float(), rtol=1e-5, atol=1e-5)
 
 
-# ---- 5. TF32, which nobody asked for --------------------------------------------------------------------------------
+# ---- 5. TF32 by default ---------------------------------------------------------------------------------------------
 def tf32_by_default():
     """tl.dot of fp32 is TF32 by default, 1000 times less exact; PyTorch's default is fp32, and the interpreter exact.
 
-    So a kernel that says nothing passes on the CPU and fails on the GPU: say input_precision, from PyTorch's setting
+    So a kernel that does not set input_precision passes on the CPU and fails on the GPU. Take it from PyTorch's setting
     (day3_matmul_tk.lesson01_matmul.precision). Predicted error: sqrt(2) * 0.212 * 2^-10 (lesson02_numerics).
     """
     silent, asked = (call_in_compiler(__name__, "_precision_compiled", p) for p in (None, "ieee"))
@@ -194,7 +197,7 @@ def tf32_by_default():
 
 
 def _precision_compiled(precision):
-    """What dot_kernel's product became; in the process that compiles."""
+    """The instruction that dot_kernel's tl.dot became; called in the compile process."""
     with compiled.compiling(90) as made:
         x = torch.empty(16, 16, device=DEVICE)
         dot_kernel[(1,)](x, x, x, precision)
@@ -205,10 +208,10 @@ def _precision_compiled(precision):
 
 # ---- 6. sm_90 is not sm_90a -----------------------------------------------------------------------------------------
 def sm_90_is_not_sm_90a():
-    """wgmma is no part of sm_90: the assembler refuses it there. The a means: this GPU, and no later one either.
+    """wgmma is not part of sm_90: the assembler refuses it there. sm_90a means this architecture, and no later one.
 
     With nvcc: -gencode arch=compute_90a,code=sm_90a. `-arch=sm_90` compiles everything else, so the error names an
-    instruction; a library that was built for sm_90 alone silently has none of its Hopper kernels.
+    instruction. A library that was built for sm_90 alone silently lacks its Hopper kernels.
     """
     says = {arch: call_in_compiler(__name__, "_assemble", arch) for arch in ("sm_90a", "sm_90", "sm_100a")}
     assert says["sm_90a"] == ""
@@ -219,7 +222,7 @@ def sm_90_is_not_sm_90a():
 
 
 def _assemble(arch):
-    """What ptxas says to a kernel with wgmma for an architecture; in the process that compiles."""
+    """ptxas's answer to a kernel with wgmma for an architecture; called in the compile process."""
     product_kernel = specimen("day5_tuning.lesson01_compile_pipeline", "product_kernel")
     with compiled.compiling(90) as made:
         a = torch.empty(4096, 4096, dtype=torch.float16, device=DEVICE)
@@ -246,7 +249,7 @@ def astray_kernel(z_ptr, far):
 
 
 def _fault():
-    """A kernel that writes astray, and a harmless addition after it. Ends the process's use of the GPU."""
+    """A kernel that writes to an illegal address, then a harmless addition. Afterwards the process has lost its GPU."""
     z, harmless = (torch.zeros(4, device=DEVICE) for _ in range(2))
     try:
         astray_kernel[(1,)](z, 2**30)
@@ -260,7 +263,7 @@ def _fault():
 
 
 def errors_arrive_late():
-    """A launch returns before its kernel runs: an illegal address is reported by whoever calls next.
+    """A launch returns before its kernel runs, so a later call reports the illegal address.
 
     CUDA_LAUNCH_BLOCKING=1 makes every launch wait, so that the traceback names it; compute-sanitizer names the line.
     """

@@ -1,27 +1,32 @@
-"""A trap that no test sees: right alone, wrong beside a neighbour
-===============================================================
-Day 4's backward passed every test, and run after run of its benchmark. In one run, on a GPU that another process used
-too, its gradient held a NaN. The cause, in the fewest lines that show it: a barrier that a kernel makes and never uses.
+"""An unused mbarrier corrupts shared memory when two processes share the GPU
+==========================================================================
+A kernel can pass every test and every benchmark run alone, and return a NaN on a GPU that another process uses too. The
+cause shown here is an mbarrier that is initialised and never used.
 
-A barrier lies in shared memory. Gluon's compiler, as any that gives places to values, frees a place after the last use;
-of an idle barrier that is its own mbarrier.init, so its bytes go to whatever comes next: there is no error to see, and
-data written there reads back as it was. But PTX says of mbarrier.init that these bytes are no ordinary memory until
-mbarrier.inval: whatever else is done with them is undefined. Alone nothing comes of it. When the GPU passes from one
-process to another, which it does every few milliseconds, an SM's state is saved and restored, barriers and all; what
-becomes of data where a barrier is thought to be, is what the third step counts.
+A barrier lies in shared memory. Gluon's compiler frees its bytes after its last use. An unused barrier's last use is
+its own mbarrier.init, so the compiler gives the same bytes to the next allocation:
 
-    made, idle      mbarrier.init, and nothing more         what the lesson had
-    invalidated     mbarrier.init, then mbarrier.inval      what PTX asks for
-    not made        no barrier                              what the lesson has now
+    byte            0          8          16                                          4096
+    mbarrier.init   [  bar 0  ][  bar 1  ]
+    data            [ x0 | x1 ][ x2 | x3 ][ x4 | x5 | ...                      | x1023 ]
 
-Nor is it ours alone: Triton's warp specialization for Hopper, as of 3.7, makes such barriers (the second step), and
-day 3's matmul that is specialized so is wrong beside a neighbour too (the last). Triton invalidates barriers after
-their last use since 2024, against "sporadic memory corruptions" (#3858); what has no use has no last one. Our `compile`
-refuses idle barriers in Gluon's kernels, where who writes the kernel can leave them out (lessonkit/modes/compiled.py).
+There is no error message, and data written there reads back unchanged. But by the PTX ISA these bytes are no ordinary
+memory until mbarrier.inval, and any other operation on them is undefined. While the process is alone nothing happens.
+Every few milliseconds, though, the GPU switches to the other process: it saves an SM's state, barriers included, and
+restores it later. The third step counts what happens to data where the hardware expects a barrier, in three forms:
 
-Predict before you run: of 1024 numbers of fp32, how many can two barriers spoil, which, and in which of the three? And
-if Triton's take 24 bytes under B's first block, in bf16, how many columns of a tile of C can be wrong?
-You will learn: to ask what lies where, and that "right each time" was measured in one circumstance.
+    made, idle      mbarrier.init, and nothing more         the fault
+    invalidated     mbarrier.init, then mbarrier.inval      what the PTX ISA requires
+    not made        no barrier                              the cure, where its author can leave it out
+
+Triton's warp specialization for Hopper, as of 3.7, makes such barriers too (the second step). Day 3's matmul that uses
+it is wrong beside another process (the last step). Triton invalidates barriers after their last use since 2024, against
+"sporadic memory corruptions" (#3858), but an unused barrier has no last use. The course's `compile` refuses unused
+barriers in Gluon's kernels, whose author can leave them out (lessonkit/modes/compiled.py).
+
+Predict before you run: of 1024 fp32 values, how many can two barriers corrupt, which, and in which of the three forms?
+And if Triton's barriers take 24 bytes under B's first block, in bf16, how many columns of a tile of C can be wrong?
+You will learn: to ask what shares an address, and that a test covers only the conditions under which it ran.
 Source: PTX ISA, mbarrier.init and mbarrier.inval; Triton's pull request 3858.
 Run it:    python day5_tuning/lesson04_neighbours.py
 """
@@ -51,19 +56,19 @@ NUMBERS, ROUNDS, SECONDS = 1024, 100_000, 2
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers whose phase ends when ARRIVALS have come, and all bytes that they announced."""
+    """COUNT barriers whose phase ends after ARRIVALS arrivals and all the bytes that these announced."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
-    fence_async_shared()  # TMA, which will count bytes there, sees it too
+    fence_async_shared()  # so that TMA, which counts bytes there, sees the initialised barriers
     return bars
 
 
-# Numbers go to shared memory and come back, to other threads than wrote them.
+# Values are written to shared memory and read back by other threads than wrote them.
 @gluon.jit
 def there_and_back_kernel(
     wrong_ptr, rounds, COUNT: gl.constexpr, MADE: gl.constexpr, INVALIDATED: gl.constexpr
-):  # wrong: COUNT of int32, how often each number was another one
+):  # wrong: COUNT of int32, how often each value differed
     WRITTEN: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     READ: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if MADE:
@@ -82,7 +87,7 @@ def there_and_back_kernel(
 
 
 def _compiled(form):
-    """What the compiler made of a form: bytes of shared memory, barriers that nobody uses; in the process it is in."""
+    """A compiled form's bytes of shared memory and number of unused barriers; called in the compile process."""
     with compiled.compiling(90) as made:
         wrong = torch.empty(NUMBERS, dtype=torch.int32, device=DEVICE)
         there_and_back_kernel[(1,)](wrong, ROUNDS, NUMBERS, *FORMS[form])
@@ -91,7 +96,7 @@ def _compiled(form):
 
 
 def two_things_in_one_place():
-    """1024 numbers take 4096 bytes, two barriers 16: but all three forms take 4096. The compiler says what is idle."""
+    """1024 values take 4096 bytes, two barriers 16, and all three forms take 4096; the compiler lists idle barriers."""
     found = {form: call_in_compiler(__name__, "_compiled", form) for form in FORMS}
     for form, (shared, idle) in found.items():
         print(f"  {form:12} {shared} bytes of shared memory, {idle} idle")
@@ -100,7 +105,7 @@ def two_things_in_one_place():
 
 
 def _warp_specialized():
-    """The barriers that nobody uses in day 3's lesson 2, `for ... in tl.range(..., warp_specialize=True)`."""
+    """The unused barriers in day 3's lesson 2, `for ... in tl.range(..., warp_specialize=True)`."""
     with compiled.compiling(90) as made:
         a, b = (torch.empty(1024, 1024, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
         warp_specialized(a, b)
@@ -108,7 +113,7 @@ def _warp_specialized():
 
 
 def triton_makes_them_too():
-    """Four arrays of idle barriers in a kernel that Triton has specialized by itself; none if yours has mended it."""
+    """Four arrays of unused barriers in a kernel with Triton's warp specialization; none if your version is mended."""
     idle = call_in_compiler(__name__, "_warp_specialized")
     print(f"  day3_matmul_tk.lesson02_matmul_persistent, warp_specialized: {idle} arrays of barriers are idle")
     assert idle in (0, 4)
@@ -118,7 +123,7 @@ NEIGHBOUR = "from day5_tuning import lesson04_neighbours; lesson04_neighbours._n
 
 
 def _neighbour():
-    """Multiply until it is killed."""
+    """Multiplies matrices until the process is killed."""
     a = torch.randn(4096, 4096, device=DEVICE).bfloat16()
     a @ a
     torch.cuda.synchronize()
@@ -144,7 +149,7 @@ def _beside(neighbour):
 
 
 def right_alone():
-    """Two seconds of each form, alone and beside a process that multiplies; 132 programs, a launch of about 10 ms."""
+    """Only the unused barrier corrupts values, and only beside another process: two seconds of each form."""
     if not HAS_GPU or torch.cuda.get_device_capability() < (9, 0):
         return from_a_gpu(__name__, "right alone")
     table, wrong = [], torch.zeros(NUMBERS, dtype=torch.int32, device=DEVICE)
@@ -168,9 +173,11 @@ def right_alone():
 
 
 def tritons_too():
-    """Day 3's lesson 2, a matmul of 4096 cubed with Triton's warp specialization and without: what differs from the
-    first answer, and in how many columns of its tiles of 128 x 256."""
-    if not HAS_GPU or torch.cuda.get_device_capability()[0] != 9:  # elsewhere its barriers lie elsewhere
+    """Beside another process only day 3's matmul with Triton's warp specialization differs from its first answer.
+
+    4096 cubed, with warp specialization and without; in at most 12 columns of its tiles of 128 x 256.
+    """
+    if not HAS_GPU or torch.cuda.get_device_capability()[0] != 9:  # its barriers are at these bytes on Hopper alone
         return from_a_gpu(__name__, "tritons too")
     a, b = (torch.randn(4096, 4096, device=DEVICE).bfloat16() for _ in range(2))
     first, table = tma_device(a, b).clone(), []
@@ -201,8 +208,8 @@ def tritons_too():
 
 LESSON = Steps(
     about=About(
-        teaches="a barrier that nobody uses, under data: right alone, wrong when another process has its turn on "
-        "the GPU; Triton makes some too",
+        teaches="an mbarrier that is initialised but never used, at the address of data: right alone, wrong when "
+        "another process shares the GPU; Triton makes some too",
         hours=0.5,
     ),
     steps=(two_things_in_one_place, triton_makes_them_too, right_alone, tritons_too),

@@ -1,16 +1,16 @@
 """Benchmark traps: eight ways to time something else
 ===================================================
-A time is only worth what was held still while it was taken. Each step here times one thing twice, once with a mistake
-that is common in published tables, and asserts how far the mistake reaches. What can be shown without a GPU is shown:
-from the noise of the rows under reports/, from bits, from the host's own clock. The rest runs on a GPU; elsewhere its
-committed table is printed, or one line that says what is missing.
+A time means little unless the other conditions were held constant. Each step here times one thing twice, once with a
+mistake that is common in published tables, and asserts how large the effect is. Some steps need no GPU: they use the
+noise of the rows under reports/, bits, or the host's own clock. The others run on a GPU; elsewhere they print their
+committed table, or one line that says what is missing.
 
 Predict before you run: an H200 has 60 MB of L2 and 4.2 TB/s of memory. By what factor does softmax of 4096 x 1024 in
-bf16 (16.8 MB in and out) look faster if you forget to flush? How many timings does a difference of 1% need? What does
-a product of zeros gain? (Single launches, queues and graphs by themselves: day1_pytorch/lesson05_gpu_by_measurement;
-a launch that is not waited for: day2_triton_basics/lesson17_green_but_wrong.)
-You will learn: to flush, to interleave, to repeat until the median holds still, to feed random numbers, and to say what
-the clock was. lessonkit/measure/timing.py does all of it, in 110 lines.
+bf16 (16.8 MB in and out) look faster if you forget to flush? How many timings does a difference of 1% need? How much
+faster is a matmul of zeros? (Single launches, queues and graphs are in day1_pytorch/lesson05_gpu_by_measurement. A
+launch without a synchronisation is in day2_triton_basics/lesson17_green_but_wrong.)
+You will learn: to flush, to interleave, to repeat until the median is stable, to use random data, and to report the
+clock. lessonkit/measure/timing.py does all of it, in 110 lines.
 Run it:    python day5_tuning/lesson05_benchmark_traps.py
 """
 
@@ -32,8 +32,8 @@ softmax_shared = specimen("day2_triton_basics.lesson16_rows_of_any_length", "sof
 def too_few_repeats():
     """Two kernels 1% apart, timings that scatter by s: n timings tell them apart when 1.25 s sqrt(2 / n) < 1% / 2.
 
-    The median of n has a deviation of 1.25 s / sqrt(n). s is taken from the committed rows (a fifth of the timings lies
-    below p20 and above p80: 1.68 s apart), simulated, and the ranking's mistakes are counted.
+    The median of n has a deviation of 1.25 s / sqrt(n). The step takes s from the committed rows, where p20 and p80 are
+    1.68 s apart. It simulates timings with that s, and counts how often the ranking is wrong.
     """
     spread = _spread()
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def too_few_repeats():
 
 
 def _spread():
-    """The deviation of a timing, relative, that a tenth of all committed rows exceeds; 1% where there are none."""
+    """The relative deviation of a timing that a tenth of all committed rows exceeds; 1% without rows."""
     found = [row for folder in report.device_folders() for path in folder.glob("*.csv") for row in _rows(path)]
     scatter = sorted((row.ms_p80 - row.ms_p20) / 1.683 / row.ms_p50 for row in found)
     return scatter[len(scatter) * 9 // 10] if scatter else 0.01
@@ -67,7 +67,7 @@ def _rows(path):
 
 
 def the_best_of_many():
-    """The least of n timings of noise falls with n: a table of minima compares how often things were repeated."""
+    """The minimum of n noisy timings falls with n: a table of minima compares numbers of repetitions."""
     torch.manual_seed(0)
     noise = torch.randn(2000, 1000, dtype=torch.float64) * 0.01 + 1
     least = {n: noise[:, :n].amin(1).mean().item() for n in (10, 100, 1000)}
@@ -78,10 +78,10 @@ def the_best_of_many():
 
 
 def bits_that_do_not_change():
-    """Power goes into bits that flip. From one random bf16 to the next 6 of 16 do; from zero to zero, none.
+    """Bits that flip cost power. From one random bf16 to the next 6 of 16 flip; from zero to zero, none.
 
-    A GPU that is at its power limit lowers its clock: with constant data it does not have to, and a product is faster
-    than it will ever be in use.
+    A GPU at its power limit lowers its clock. With constant data it need not, and a matmul is faster than it is on
+    real data.
     """
     torch.manual_seed(0)
     flips = {}
@@ -97,7 +97,7 @@ def bits_that_do_not_change():
 
 
 def constant_data():
-    """The same product of 8192 on zeros, ones and random numbers, in turn: only the random one is what users have."""
+    """The same matmul of 8192 on zeros, ones and random numbers, interleaved: only random data is like real data."""
     if not HAS_GPU:
         return from_a_gpu(__name__, "constant data")
     n = 8192
@@ -124,7 +124,7 @@ def cold_and_warm_l2():
     for columns in (512, 1024, 2048, 8192, 32768):
         x = torch.randn(4096, columns, device=DEVICE).bfloat16()
         cold = _times({"softmax": lambda x=x: softmax_shared(x)})["softmax"]
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):  # in a row, or it would be the host that is timed
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):  # back to back, so that the host is not timed
             for _ in range(10):
                 softmax_shared(x)
         warm = _times({"softmax": graph.replay}, flush=False)["softmax"] / 10
@@ -139,7 +139,7 @@ def cold_and_warm_l2():
 
 
 def clocks_and_power():
-    """A product's speed in the first 50 ms and after 3 s, and the clock beside it: a cool card is not your card."""
+    """A matmul's speed in the first 50 ms and after 3 s, and the clock: a cool card runs faster than a warm one."""
     if not HAS_GPU:
         return from_a_gpu(__name__, "clocks and power")
     n, table = 8192, []
@@ -169,7 +169,7 @@ def clocks_and_power():
 
 
 def host_time():
-    """A wrapper's checks cost microseconds of the host: below some 10 us of GPU work a user waits for them."""
+    """A wrapper's checks take microseconds on the host: below about 10 us of GPU work a user waits for them."""
     x = torch.randn(64, 64, device=DEVICE)
     ways = {"expect, one tensor": lambda: expect(x=x, ndim=2, unit_stride=True),
             "empty_like": lambda: torch.empty_like(x), "triton.cdiv": lambda: triton.cdiv(4097, 64)}  # fmt: skip
@@ -226,7 +226,7 @@ def launches_in_a_row():
 
 
 def a_graph_keeps_its_addresses():
-    """A graph replays addresses: a new tensor is not seen, a benchmark that replays has one answer for ever."""
+    """A graph replays addresses: it ignores a new tensor, and a benchmark that replays always has the same answer."""
     if not HAS_GPU:
         print("  GPU only: there are no graphs to replay elsewhere.")
         return
@@ -241,7 +241,7 @@ def a_graph_keeps_its_addresses():
     x_was, x = x, new  # the name is new, the graph's address is not
     graph.replay()
     assert torch.equal(y, old)
-    x_was.copy_(x)  # data goes where the graph reads
+    x_was.copy_(x)  # new data, at the address that the graph reads
     graph.replay()
     torch.testing.assert_close(y, torch.softmax(new, -1), rtol=1e-5, atol=1e-7)
 

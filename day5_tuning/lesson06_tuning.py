@@ -1,7 +1,8 @@
 """Tuning, softmax: how many rows, how many warps
 ==============================================
-A configuration is chosen by arithmetic first and by the clock last. For a kernel that reads a tile, waits, computes and
-writes it (day 2's packed softmax), three numbers decide, and the compiler says the first before anything runs:
+A model of the machine excludes bad configurations before the clock chooses among the good ones. Take a kernel that
+reads a tile, waits, computes and writes it (day 2's packed softmax). Three quantities decide, and the compiler gives
+the first before anything runs:
 
     resident   programs an SM holds: by registers, by warps (64), by programs (32)
     in flight  resident * its bytes: Little's law wants bandwidth * latency, 4.2 TB/s * 1 us / 132 = 32 KB an SM
@@ -9,19 +10,21 @@ writes it (day 2's packed softmax), three numbers decide, and the compiler says 
 
     memory     bytes / bandwidth                                                              8192 x 8192, bf16: 64 us
     issue      elements * 16 instructions / (132 SMs * 128 lanes a cycle)                                        33 us
-    latency    waves * (1.2 us until data comes + reductions + one program's own instructions and bytes)
+    latency    waves * (1.2 us until data arrives + reductions + one program's own instructions and bytes)
     time       close to the largest; where two are close, both cost: the fourth root of the sum of fourth powers
 
-    e.g. 8192 columns, one row a program of 16 KB: 4 warps hold 128 bytes a thread in some 72 registers, 7 programs, 112
-    KB in flight; 32 warps hold 16 bytes a thread, 2 programs (64 warps), 32 KB; 1 warp spills.
+    8192 columns, a row of 16 KB a program     1 warp     spills
+                                               4 warps    128 bytes a thread, about 72 registers: 7 programs, 112 KB
+                                                          in flight
+                                               32 warps   16 bytes a thread: 2 programs (64 warps), 32 KB in flight
 
-What an H200 had to say (reports/): the worst is found, the order of the good ones, which lie within a few percent, is
-not. The model's own mistake is the fewest warps: four short rows, or one long one, on one warp or four fill the
-registers with 8 to 21 of the 64 warps an SM can hold. Each loads, then computes, then stores, and a scheduler with two
-to five of them has often none that can go on; `issue` spreads all instructions evenly, as if there always were one.
+The model finds the worst configurations. It does not order the good ones, which lie within a few percent of each other:
+see the rank correlations in reports/. It is too optimistic for the fewest warps. Four short rows on one warp, or one
+long row on four, fill the registers with 8 to 21 of the 64 warps that an SM can hold. Each warp loads, then computes,
+then stores. A scheduler with two to five warps often has none that is ready, while `issue` assumes that one always is.
 
 Predict before you run, for each of the three lengths below: the best number of warps, and the worst.
-You will learn: to write a model of a page, to rank with it, to read a heat map for what the model missed.
+You will learn: to write a model on one page, to rank with it, to read in a heat map what the model misses.
 Run it:    python day5_tuning/lesson06_tuning.py      (compiled and predicted; on a GPU timed, a minute)
 Matmul: lesson07_tuning_matmul. Flash attention: lesson08_tuning_attention. Autotune itself: lesson09_autotune.
 """
@@ -35,8 +38,8 @@ import triton
 
 SOFTMAX = specimen("day2_triton_basics.lesson16_rows_of_any_length", "LESSON")
 softmax_packed_kernel = specimen("day2_triton_basics.lesson16_rows_of_any_length", "softmax_packed_kernel")
-CLOCK = 1.9e9  # memory leaves the SMs idle, and so their clock high
-LATENCY = 1.2e-6  # seconds from a program's first load to its first byte, when memory is busy, and of its last store
+CLOCK = 1.9e9  # a kernel that waits for memory draws little power, so the clock is high
+LATENCY = 1.2e-6  # seconds, with memory busy: from a program's first load to its first byte, and of its last store
 INSTRUCTIONS = 16  # an element: widened twice, less m, scaled, exp2 twice, summed, compared, rounded
 LAUNCH = 2.0  # microseconds between the events when the kernel does nothing
 REDUCTION = 150  # cycles of a maximum or a sum among the lanes of a warp; as much again through shared memory
@@ -53,7 +56,7 @@ def launch(args, config):
 
 
 def configs(size):
-    """Those with 8 to 256 elements a thread: below, loads are short; above, nothing fits into registers."""
+    """Those with 8 to 256 elements a thread: fewer make short loads, more do not fit into registers."""
     return [
         {"ROWS": r, "num_warps": w}
         for r in (1, 4)
@@ -93,12 +96,12 @@ compile_here = SWEEP.compile_here
 
 
 def swept():
-    """Every configuration: compiled, predicted, and on a GPU checked and timed, all of a size in turns."""
+    """Every configuration: compiled, predicted, and on a GPU checked and timed, interleaved within a size."""
     return SWEEP.step()
 
 
 def _row(size, **config):
-    """A configuration's row as compiled."""
+    """A configuration's row, with the compiler's figures."""
     return next(row for row in SWEEP.compiled() if row["size"] == size and SWEEP.config(row) == config)
 
 
@@ -114,14 +117,14 @@ def four_warps_a_row():
 
 
 def a_warp_a_row():
-    """1 warp: 256 elements a thread are more than its 255 registers, and what does not fit goes to memory and back."""
+    """1 warp: 256 elements a thread are more than its 255 registers, so some spill to memory."""
     k = figures(_row(LONG, ROWS=1, num_warps=1))
     assert k.registers == 255 and k.spills > 0  # noqa: PT018
     assert SWEEP.predicted(_row(LONG, ROWS=1, num_warps=1))[0] > SWEEP.predicted(_row(LONG, ROWS=1, num_warps=4))[0]
 
 
 def thirty_two_warps_a_row():
-    """32 warps: they fit twice at most, 32 KB in flight, and every reduction crosses all of them."""
+    """32 warps: at most two such programs fit, 32 KB are in flight, and every reduction involves all 32 warps."""
     k = figures(_row(LONG, ROWS=1, num_warps=32))
     assert k.resident <= 2
     us, limit = SWEEP.predicted(_row(LONG, ROWS=1, num_warps=32))
@@ -135,7 +138,7 @@ def few_warps_an_sm():
 
 
 def the_best_moves_with_size_and_gpu():
-    """Longer rows want more warps; a GPU whose memory is slower forgives more, one with fewer SMs less."""
+    """Longer rows need more warps; on a GPU with slower memory more configurations are good, with fewer SMs fewer."""
     for machine in FAMILY:
         best = []
         for size in SWEEP.sizes:

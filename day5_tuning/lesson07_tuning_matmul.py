@@ -1,22 +1,23 @@
 """Tuning, matmul: tile, warps, stages, order
 ===========================================
-The knobs of day 3's tile loop, and the term of the model that each one moves. A step of 64 of K costs a tile, in cycles
-of its SM (4096 FLOPs a cycle; 64 bytes a cycle from L2: day 3 counted on 39, and its rows came out faster than that):
+The parameters of day 3's tile loop, and the term of the model that each one changes. A step of 64 of K takes a tile so
+many cycles of its SM (4096 FLOPs a cycle, 64 bytes a cycle from L2):
 
     multiply   BLOCK_M * BLOCK_N * 64 / 2048, twice that without wgmma          the tile
-    load       2 (BLOCK_M + BLOCK_N) * 64 / 64                                  the tile: large ones load less a product
-    wait       1000 / (stages - 1)                                              stages, paid for in shared memory
-               one stage: 1000 + load + load / 2 (into shared memory) + multiply, in turn
+    load       2 (BLOCK_M + BLOCK_N) * 64 / 64                                  the tile: large ones load less a FLOP
+    wait       1000 / (stages - 1)                                              stages, which take shared memory
+               one stage: 1000 + load + load / 2 (into shared memory) + multiply, one after the other
     spills     128 bytes a warp each, 64 a cycle                                warps: BM BN / 32 warps sums a thread
 
-What shares an SM shares multiply, load and spills; each waits for itself. A step is close to the largest. Then
+Programs on one SM share its time for multiply, load and spills; their waits overlap. A step takes about as long as the
+largest term. Then
 
     waves      tiles / (132 resident), rounded up, times K / 64 steps and 2000 cycles of ends
-    memory     each wave reads GROUP rows of tiles and as many columns as make up the wave: the order is worth bytes,
+    memory     each wave reads GROUP rows of tiles and as many columns as make up the wave. The order changes bytes,
                not cycles: at 8192, in tiles of 128 x 256, 2.4 GB in groups of 1 and 1.5 GB in groups of 8
 
 Predict before you run, for 1024, 2048 and 8192: the best tile, and where a third and a fourth stage matter.
-You will learn: why the best tile moves with the size, what spills do, which knob is worth trying next.
+You will learn: why the best tile changes with the size, what spills do, which parameter to try next.
 Run it:    python day5_tuning/lesson07_tuning_matmul.py      (compiled and predicted; on a GPU timed, two minutes)
 """
 
@@ -30,9 +31,9 @@ from problems.matmul import empty_product
 
 MATMUL = specimen("day3_matmul_tk.lesson01_matmul", "LESSON")
 grouped_kernel = specimen("day3_matmul_tk.lesson01_matmul", "grouped_kernel")
-LATENCY = 1000  # cycles from asking L2 or memory to having it, under load
+LATENCY = 1000  # cycles of a load from L2 or memory, under load
 LAUNCH = 2.0  # microseconds
-ENDS = 2000  # cycles of a tile before its first product and after its last
+ENDS = 2000  # cycles of a tile before its first matmul step and after its last
 
 
 def launch(args, config):
@@ -104,18 +105,18 @@ compile_here = SWEEP.compile_here
 
 
 def swept():
-    """Every configuration: compiled, predicted, and on a GPU checked and timed, all of a size in turns."""
+    """Every configuration: compiled, predicted, and on a GPU checked and timed, interleaved within a size."""
     return SWEEP.step()
 
 
 def _row(n, tile, warps, stages=3, group=8):
-    """A configuration's row as compiled."""
+    """A configuration's row, with the compiler's figures."""
     config = {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "num_warps": warps, "num_stages": stages, "GROUP": group}
     return next(r for r in SWEEP.compiled() if r["size"] == f"M={n} N={n} K={n}" and SWEEP.config(r) == config)
 
 
 def small_tiles_starve_on_l2():
-    """64 x 64 multiplies 128 cycles and loads 256 a step: however many programs share the SM, they share its loads."""
+    """64 x 64 multiplies 128 cycles and loads 256 a step; more programs on the SM do not help, they share its loads."""
     row = _row(8192, (64, 64), 4)
     assert figures(row).resident >= 3
     assert SWEEP.predicted(row)[1] == "L2"
@@ -123,13 +124,13 @@ def small_tiles_starve_on_l2():
 
 
 def large_tiles_leave_sms_idle():
-    """128 x 256 is best at 8192, and at 1024 makes 32 tiles for 132 SMs, where 64 x 64 makes 256: the best moves."""
+    """128 x 256 is best at 8192, but at 1024 it makes 32 tiles for 132 SMs, where 64 x 64 makes 256."""
     assert SWEEP.predicted(_row(8192, (128, 256), 8))[0] < SWEEP.predicted(_row(8192, (128, 128), 8))[0]
     assert SWEEP.predicted(_row(1024, (128, 256), 8))[0] > 1.3 * SWEEP.predicted(_row(1024, (64, 64), 4))[0]
 
 
 def sums_must_fit_into_registers():
-    """128 x 256 on 4 warps: 256 sums a thread and 255 registers. On 8 warps it is 128, and nothing is spilled."""
+    """128 x 256 on 4 warps: 256 sums a thread and 255 registers. On 8 warps 128 sums, and no spills."""
     assert figures(_row(8192, (128, 256), 8)).spills == 0
     row = _row(8192, (128, 256), 4)
     assert figures(row).registers == 255 and figures(row).spills > 0  # noqa: PT018
@@ -137,7 +138,7 @@ def sums_must_fit_into_registers():
 
 
 def stages_pay_until_the_wait_is_hidden():
-    """Each stage of 128 x 128 is 32 KB: one waits, two hide half; from three on there is nothing left to hide."""
+    """Each stage of 128 x 128 is 32 KB: one hides no latency, two hide half, three hide all."""
     us = [SWEEP.predicted(_row(8192, (128, 128), 8, stages))[0] for stages in (1, 2, 3, 4, 5)]
     shared = [figures(_row(8192, (128, 128), 8, stages)).shared for stages in (1, 2, 3, 4, 5)]
     assert shared == [stages * 2**15 for stages in (1, 2, 3, 4, 5)]
@@ -146,7 +147,7 @@ def stages_pay_until_the_wait_is_hidden():
 
 
 def order_is_worth_bytes():
-    """Groups of 1 read half as much again as groups of 8: time only where memory comes near the products."""
+    """Groups of 1 read half as much again as groups of 8; that takes time only where memory nearly decides."""
     one, eight = (SWEEP.predicted(_row(8192, (128, 256), 8, 4, g))[0] for g in (1, 8))
     assert 1.0 < one / eight < 1.3
 

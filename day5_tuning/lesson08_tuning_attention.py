@@ -1,21 +1,26 @@
-"""Tuning, flash attention: two units that take turns
-===================================================
-Day 4's loop takes a block of keys to a block of queries. In cycles of an SM, for BLOCK_M queries and BLOCK_N keys:
+"""Tuning, flash attention: tensor cores and exponentials, one or two programs an SM
+==================================================================================
+A step of day 4's loop attends BLOCK_M queries to BLOCK_N keys. In cycles of an SM:
 
-    products      4 BLOCK_M BLOCK_N D / 4096                   128 x 128, D = 128: 2048      D = 64: 1024
-    exponentials  BLOCK_M BLOCK_N / 16, and 3.5 instructions a score, 1 a number of O, at 128 a cycle:
+    matmuls       4 BLOCK_M BLOCK_N D / 4096                   128 x 128, D = 128: 2048      D = 64: 1024
+    exponentials  BLOCK_M BLOCK_N / 16, and 3.5 instructions a score, 1 an element of O, at 128 a cycle:
                                                                1024 + 448 + 128 = 1600                1536
     load          4 BLOCK_N D bytes of K and V, at 64 a cycle  1024                          512
 
-A program alone does the first two in turn: its step is their sum. Two programs on an SM (4 warps each, 64 or 128
-queries, fewer registers) take turns at each unit: the step of both is the larger of twice the products and twice the
-exponentials, or one program's chain. A tall tile loads K and V less often; a small one starts sooner and fits twice.
+A program alone does the first two one after the other, so its step is their sum. Two programs on an SM (4 warps each,
+64 or 128 queries, fewer registers) can overlap:
 
-    step   close to the largest of  resident * products, resident * exponentials, resident * load,
-           products + exponentials (a program's own chain), and 1000 / (stages - 1) of waiting
+    one program     tensor cores   MMMM....MMMM....        two programs   tensor cores   MMMMmmmmMMMMmmmm
+                    exponentials   ....EEEE....EEEE                       exponentials   eeeeEEEEeeeeEEEE
 
-Predict before you run, for D = 64 and 128: which tile is best, and what bounds it: the products or all that is not one?
-You will learn: why overlap is what is left to win, and why the best tile for D = 64 is not that for 128.
+The step of both is then twice the longer of the two, or one program's chain. A tall tile loads K and V less often. A
+small one starts sooner, and two of it fit an SM.
+
+    step   close to the largest of  resident * matmuls, resident * exponentials, resident * load,
+           matmuls + exponentials (a program's own chain), and 1000 / (stages - 1) of waiting
+
+Predict before you run, for D = 64 and 128: which tile is best, and what limits it, the matmuls or everything else?
+You will learn: why only more overlap can make attention faster, and why D = 64 and 128 need different tiles.
 Run it:    python day5_tuning/lesson08_tuning_attention.py      (compiled and predicted; on a GPU timed, two minutes)
 """
 
@@ -58,7 +63,7 @@ def launch(args, config):
 
 
 def configs(size):
-    """Those whose tiles fit into shared memory: Q, and K and V for each stage."""
+    """The tiles that fit into shared memory: Q, and K and V for each stage."""
     found = [dict(zip(NAMES, values, strict=True)) for values in SWEPT]
     return [c for c in found if 2 * size["D"] * (c["BLOCK_M"] + 2 * c["num_stages"] * c["BLOCK_N"]) < SHARED - 1024]
 
@@ -103,7 +108,7 @@ WIDE = "B=4 H=16 S=4096 D=128"
 
 
 def swept():
-    """Every configuration: compiled, predicted, and from sm_90 on checked and timed, all of a size in turns."""
+    """Every configuration: compiled, predicted, and from sm_90 on checked and timed, interleaved within a size."""
     if device.HAS_GPU and device.capability() < 90:
         print("  needs sm_90: the TMA")
         return None
@@ -111,13 +116,13 @@ def swept():
 
 
 def _row(size, *config):
-    """A configuration's row as compiled."""
+    """A configuration's row, with the compiler's figures."""
     wanted = dict(zip(NAMES, config, strict=True))
     return next(row for row in SWEEP.compiled() if row["size"] == size and SWEEP.config(row) == wanted)
 
 
 def one_program_takes_turns_with_itself():
-    """128 x 128 on 8 warps is alone on its SM at D = 128: products and exponentials add up, 56% of the peak at best."""
+    """128 x 128 on 8 warps is alone on its SM at D = 128: matmuls and exponentials add up, 56% of the peak at best."""
     row = _row(WIDE, 128, 128, 8, 2)
     assert figures(row).resident == 1
     assert SWEEP.predicted(row)[1] == "own chain"
@@ -131,14 +136,14 @@ def two_programs_take_turns_with_each_other():
 
 
 def too_many_queries_a_warp():
-    """128 x 128 on 4 warps: 128 numbers of O and 128 scores a thread, and their copies in 16 bits: spilled."""
+    """128 x 128 on 4 warps: 128 elements of O, 128 scores and their 16-bit copies a thread spill."""
     row = _row(WIDE, 128, 128, 4, 2)
     assert figures(row).registers >= 254 and figures(row).spills > 0  # noqa: PT018
     assert SWEEP.predicted(row)[0] > SWEEP.predicted(_row(WIDE, 128, 128, 8, 2))[0]
 
 
 def the_best_moves_with_size_and_gpu():
-    """D = 64 has half the products for as many exponentials; a short sequence fills no GPU with tall tiles."""
+    """D = 64 has half the FLOPs for as many exponentials; a short sequence has too few tall tiles for a GPU."""
     table = SWEEP.compiled()
     for machine in FAMILY:
         best = []
@@ -160,7 +165,7 @@ STEPS = (
 
 LESSON = Steps(
     STEPS,
-    about=About(teaches="products and exponentials take turns; two programs on an SM", hours=0.75),
+    about=About(teaches="matmuls and exponentials alternate; two programs on an SM", hours=0.75),
     compares=comparisons(SWEEP),
     alone=device.HAS_GPU,
     nightly=STEPS,

@@ -1,16 +1,17 @@
-"""Autotune: what it keeps, what it costs, how it lies
-====================================================
-triton.autotune times each configuration at the first call for each new key, and keeps the fastest: the values of the
-arguments named in `key`, and all dtypes. That is a cache in this process, or on disk with cache_results=True. Counted:
+"""Autotune: its key, its cost, and wrong results while it times
+=============================================================
+At the first call for each new key triton.autotune times each configuration and keeps the fastest. The key holds the
+values of the arguments named in `key`, and all dtypes. The cache is in this process, or on disk with
+cache_results=True. The cost:
 
     cost of a key    configurations * (compiling, about a second + timing, do_bench's 25 ms of warming and 100 ms)
-    keys             one for each shape that ever comes: 18 configurations and 50 sequence lengths are 17 minutes
+    keys             one for each new shape: 18 configurations and 50 sequence lengths are 17 minutes
 
-A kernel is run some hundred times while it is timed, on the caller's own tensors: one that adds to its output adds a
-hundred times. And whatever `key` does not name, the first call decides for all that follow.
+While it is timed a kernel runs about a hundred times on the caller's own tensors: one that adds to its output adds a
+hundred times. For an argument that `key` does not name, the first call decides for all later ones.
 
-Everything here runs without a GPU: what calls autotune makes, and how often, does not depend on how long they take.
-You will learn: to write a key, to bound it, to prune, and to restore what a kernel changes.
+Everything here runs without a GPU, since the calls that autotune makes do not depend on how long they take.
+You will learn: to write a key, to bound it, to prune, and to restore tensors that a kernel changes.
 Run it:    python day5_tuning/lesson09_autotune.py
 """
 
@@ -24,7 +25,7 @@ BLOCKS = (32, 64, 128)
 
 
 class _Timer:
-    """Stands for do_bench: runs each configuration three times, as the real one does a hundred, and has a favourite."""
+    """Replaces do_bench: runs each configuration three times, not a hundred, and reports a given one as fastest."""
 
     def __init__(self, favourite=0):
         self.timed, self.favourite = 0, favourite
@@ -88,7 +89,7 @@ def bucket_kernel(x_ptr, z_ptr, n, BUCKET, BLOCK: tl.constexpr):  # z = 2 x; BUC
 
 
 def what_the_key_leaves_out():
-    """A key without the stride: what was fastest for neighbours is used for elements 8 apart, and never timed there."""
+    """A key without the stride: the fastest for adjacent elements is used for elements 8 apart, without timing."""
     x, z = torch.randn(8 * 256, device=DEVICE), torch.empty(256, device=DEVICE)
     timer = _Timer(favourite=2)
     short = _tuned(double_kernel, timer, ["n"])
@@ -113,7 +114,7 @@ def tuning_runs_the_kernel_on_your_tensors():
     careless[_grid(100)](x, z, 100)
     assert z.eq(10).all()
     careless[_grid(100)](x, z.zero_(), 100)
-    assert z.eq(1).all()  # the second call is right: a test that calls twice, or warms up, never sees the first
+    assert z.eq(1).all()  # the second call is right, so a test that calls twice, or warms up, passes
     careful = _tuned(add_into_kernel, _Timer(), ["n"], restore_value=["z_ptr"])
     careful[_grid(100)](x, z.zero_(), 100)
     assert z.eq(1).all()
@@ -124,7 +125,7 @@ def tuning_runs_the_kernel_on_your_tensors():
 
 
 def pruning_is_arithmetic():
-    """early_config_prune sees the arguments: what it drops is neither compiled nor timed."""
+    """early_config_prune sees the arguments; the configurations that it drops are neither compiled nor timed."""
     timer = _Timer()
     pruned = _tuned(double_kernel, timer, ["n"], prune_configs_by={
         "early_config_prune": lambda configs, named, **_: [c for c in configs if c.kwargs["BLOCK"] >= named["n"]][:1]
@@ -133,7 +134,7 @@ def pruning_is_arithmetic():
     pruned[_grid(60)](x, z, 60, 1)
     assert torch.equal(z, 2 * x)
     print(f"  {timer.timed} timings; day 3's matmul keeps 5 of 54 by its model")
-    assert timer.timed <= 1  # some versions of Triton time even the one that is left
+    assert timer.timed <= 1  # some versions of Triton time even a single configuration
 
 
 LESSON = Steps(

@@ -1,19 +1,21 @@
 """Roofline: every kernel of the course on one plot
 ================================================
 A kernel's roof is the lower of two: bandwidth times its FLOPs a byte, and the machine's FLOP rate. An H200 does about
-800 TFLOP/s in bf16 on 4.2 TB/s: the two meet at 190 FLOPs a byte, in fp32 (51 TFLOP/s) at 12. From the work that each
-lesson declares (the least bytes, the FLOPs) it is known before any run under which roof it stands:
+800 TFLOP/s in bf16 on 4.2 TB/s, so the two meet at 190 FLOPs a byte, in fp32 (51 TFLOP/s) at 12. Each lesson declares
+its work, the least bytes and the FLOPs. So its roof is known before any run:
 
     softmax     5 FLOPs on 4 bytes                1.25        memory
     matmul n    2 n^3 FLOPs on 6 n^2 bytes        n / 3       memory below n = 570, compute above
     matvec      2 n^2 on 2 n^2 bytes              1           memory, whatever n is
     attention   4 S^2 D on 8 S D bytes            S / 2       compute from S = 380 on
 
-Where it then is tells four stories. At half of its roof or more it is bound by memory or by compute, and only fewer
-bytes or FLOPs help; far below both it waits (for a neighbour, a barrier, an atomic, too few bytes in flight): bound by
-latency; and where even its limit is less than 8 us, starting it is what takes the time: bound by launches.
+A row is bound in one of four ways:
 
-You will learn: to place a kernel before you write it, to read what is left to win, to check counts against counters.
+    memory, compute    at half of its roof or more: only fewer bytes or FLOPs help
+    latency            far below both roofs: it waits for a barrier, an atomic, or has too few bytes in flight
+    launches           its limit is less than 8 us, so starting it takes longer than running it
+
+You will learn: to place a kernel before you write it, to read how much it can gain, to check counts against counters.
 Run it:    python day5_tuning/lesson10_roofline.py      (no kernel runs; the plot is reports/<device>/*roofline*.png)
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
 """
@@ -32,7 +34,7 @@ RIDGE = {torch.float32: 12, torch.float8_e4m3fn: 360}  # FLOPs a byte; 190 in 16
 
 
 def placed_before_any_run():
-    """Most of the course is bound by memory: only products of large matrices and attention have FLOPs enough."""
+    """Most of the course is bound by memory: only large matmuls and attention have enough FLOPs a byte."""
     sides = Counter()
     table = []
     for name, lesson in kernels():
@@ -54,12 +56,12 @@ def placed_before_any_run():
 
 
 def nothing_is_above_its_roof():
-    """No committed row beats a copy of its bytes, or cuBLAS's rate, by more than measuring is off by."""
+    """No committed row beats a copy of its bytes, or cuBLAS's rate, by more than the error of measurement."""
     checked = 0
     for folder in report.device_folders():
         for _, _, found in measured(folder):
             for row in found:
-                # Small tensors stay in L2 whatever is flushed: what a kernel wrote is read back by nobody.
+                # Small outputs stay in L2, although it is flushed before the kernel, so their rows are left out.
                 if row.kind != "limit" and row.bytes > 2**27 and row.limited_by_math is False:
                     assert row.percent_of_limit < 115, f"{row.lesson} {row.rung} {row.shape}: {row.percent_of_limit}%"
                     checked += 1
@@ -67,7 +69,7 @@ def nothing_is_above_its_roof():
 
 
 def counters_beside_counts(folder):
-    """What Nsight Compute read from the GPU's counters, beside what the emulator counted without one, by metric."""
+    """Nsight Compute's counters beside the emulator's counts without a GPU, by metric."""
     found = ncu.compared(ncu.path(folder))
     table = []
     for metric in dict.fromkeys(row["metric"] for row in found):

@@ -1,18 +1,18 @@
 """Profilers: four of them, one kernel
 ====================================
-Each tool asks another question, at another price. All look at the same work here: softmax of 8192 x 8192 in bf16, ten
-times, 268 MB each, about 65 us (predicted in lesson06_tuning).
+Each tool answers another question, at another price. All look at the same work here: softmax of 8192 x 8192 in bf16,
+ten times, 268 MB each, about 65 us (predicted in lesson06_tuning).
 
-    tool             asks                                       sees                           price
+    tool             answers                                    sees                           price
     torch.profiler   which operator of my model takes the time  operators, kernels, memory     some % of the host's time
-    Nsight Systems   who waits for whom                         host, copies, kernels, gaps    a few %; needs nsys
+    Nsight Systems   do host and GPU wait for each other        host, copies, kernels, gaps    a few %; needs nsys
     Nsight Compute   why is this kernel slow                    every counter of one kernel    replays it some 40 times
     Proton           which part of my Triton code               kernels by your own scopes     a few %; Triton has it
 
-None of them knows what the least would be: hold what they say against bytes and FLOPs that you counted yourself.
+None of them knows the least time that a kernel could take. Compare their figures with bytes and FLOPs that you count.
 
-You will learn: which to take first (torch.profiler, then Systems for gaps, then Compute for one kernel), the commands,
-and to read a number out of each without opening a window.
+You will learn: which to use first (torch.profiler, then Systems for gaps, then Compute for one kernel), the commands,
+and to read a figure from each without opening a window.
 Run it:    python day5_tuning/lesson11_profilers.py
 By hand:   nsys profile --trace cuda,nvtx --output softmax python day5_tuning/lesson11_profilers.py work
            ncu --set full --kernel-name regex:softmax --launch-count 1 --export softmax python ... work
@@ -42,9 +42,9 @@ SELF = "from day5_tuning import lesson11_profilers as lesson; lesson."
 
 
 def _softmax_calls():
-    """The work that everybody profiles, under a label that those who know labels show."""
+    """The work that all four profile, under a label for the tools that show labels."""
     x = torch.randn(M, N, device=DEVICE).bfloat16()
-    softmax_packed(x)  # compiled before anybody looks
+    softmax_packed(x)  # compiles before a profiler starts
     with record_function("ten softmaxes"):
         for _ in range(CALLS):
             softmax_packed(x)
@@ -53,7 +53,7 @@ def _softmax_calls():
 
 
 def _run(*command):
-    """What another process printed; it works in a folder of its own, with this course importable."""
+    """The output of another process, which runs in a folder of its own and can import this course."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=folder, timeout=240)
         files = {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.suffix == ".hatchet"}
@@ -67,9 +67,9 @@ def torch_profiler():
         _softmax_calls()
     events = {e.key: e for e in seen.key_averages()}
     assert events["ten softmaxes"].count == 1
-    assert events["aten::empty"].count >= CALLS  # the outputs; what the wrapper does on the host is here
+    assert events["aten::empty"].count >= CALLS  # the outputs, which the wrapper allocates on the host
     kernels = [e for e in events.values() if "softmax_packed_kernel" in e.key]
-    assert bool(kernels) == HAS_GPU  # interpreted it is NumPy, which PyTorch knows nothing of
+    assert bool(kernels) == HAS_GPU  # an interpreted kernel runs in NumPy, which PyTorch's profiler does not see
     if not kernels:
         print(f"  {len(events)} kinds of events, none of them a kernel: no GPU ran one")
         return None
@@ -132,9 +132,9 @@ COUNTERS = {
 
 
 def nsight_compute():
-    """Nsight Compute: the counters of one launch: 134 MB read, as counted; less written, since L2 keeps some.
+    """Nsight Compute, the counters of one launch: 134 MB read, as counted; less written, since L2 keeps some.
 
-    Clocks are left alone (--clock-control none), or the time is that of a slower card than yours.
+    --clock-control none keeps the clocks as they are; by default ncu lowers them, and times are longer than yours.
     """
     binary = ncu.find("ncu")
     if not (HAS_GPU and binary):
@@ -154,7 +154,7 @@ def nsight_compute():
 
 
 def nsight_systems():
-    """Nsight Systems: one time line of host and GPU; gaps between kernels are the host's, and only it shows them."""
+    """Nsight Systems: one timeline of host and GPU; it alone shows gaps between kernels, which are the host's time."""
     nsys = ncu.find("nsys")
     if not (HAS_GPU and nsys):
         print("  needs a GPU and nsys; the command is at the top of this file")
@@ -184,7 +184,7 @@ def nsight_systems():
 
 
 def what_they_need():
-    """Which of the four are here, and the command that each takes."""
+    """Which of the four are installed, and the command of each."""
     by_hand = (__doc__ or "").split("By hand:")[1]
     binaries = {"torch.profiler": "", "Nsight Systems": "nsys", "Nsight Compute": "ncu", "Proton": "proton"}
     table = []

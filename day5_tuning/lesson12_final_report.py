@@ -1,20 +1,23 @@
-"""The final report: everything measured, one operator's story, what limits, what to try next
-==========================================================================================
-The last deliverable of the course: one or two pages that somebody who was not there can act on. A good one says what
-was measured on what, how far each result is from the best that exists and from what the machine can do, which
-prediction was wrong and by how much, and what the next hour should go into. It is written from rows, never by hand
-(lessonkit/pages/final_report.py), and kept as reports/<device>/final_report.md:
+"""The final report: what was measured, what limits it, what to try next
+=====================================================================
+The last deliverable of the course is a report of one or two pages for a reader who did not take part. It says:
+
+    what was measured, and on which machine
+    how far each result is from the best peer and from the machine's limit
+    which predictions were wrong, and by how much
+    what to spend the next hour on
+
+It is generated from rows (lessonkit/pages/final_report.py) and kept as reports/<device>/final_report.md:
 
     python -m lessonkit report final                       Markdown, HTML and PDF under reports/<device>/
-    python -m lessonkit report final --operator softmax    with another operator's story
+    python -m lessonkit report final --operator softmax    with another operator's ladder
 
-from the learner's own rows; where there is no GPU, from the committed ones. What the learner's exercises took, hints
-among it, stands at its end. This lesson also compares everything with
-everything (compare_all): each operator in all the languages of the course, beside the best peer, and draws the ladder
-of each operator in one picture.
+The rows are the learner's own; without a GPU they are the committed ones. At the end stands what the learner's
+exercises took, hints included. This lesson also compares each operator in all the languages of the course with the best
+peer (compare_all), and puts the ladder of each operator into one picture.
 
-Predict before you run: in which operator did the last rung gain most over the first? Where does a peer still win?
-You will learn: to report a performance result so that it can be trusted, and contradicted.
+Predict before you run: in which operator does the last rung gain most over the first? Where is a peer still faster?
+You will learn: to report a performance result so that others can trust it and check it.
 Run it:    python day5_tuning/lesson12_final_report.py
 """
 
@@ -24,11 +27,11 @@ from lessonkit import About, Steps, Table, report
 from lessonkit.pages.final_report import build, write_report
 from lessonkit.pages.results import contests, language, measured
 
-LARGE = 8  # ladders are drawn: the longest
+LARGE = 8  # so many ladders are drawn, the longest
 
 
 def compare_all(folder):
-    """Each operator in each language of the course, beside the best peer, at the largest shape that most measured."""
+    """Each operator in each language, beside the best peer, at the largest shape that most rungs were measured at."""
     table = []
     for c in contests(folder):
         line = {"operator": c.name, "shape": f"{c.shape} {c.dtype}"}

@@ -1,9 +1,9 @@
 """Every window of a signal, without a copy
 ========================================
-[n] -> [count, width]: row i is x[i * step : i * step + width]. Copied, 2^20 elements in windows of 256 at step 1 are
-256 times as many bytes. Written as strides (lesson02_tensors), they are none: two numbers say where element [i, j] is.
+[n] -> [count, width]: row i is x[i * step : i * step + width]. Copying 2^20 elements in windows of 256 at step 1 moves
+256 times as many bytes. Strides (lesson02_tensors) move none: two of them give the place of element [i, j].
 
-Predict: the strides of the answer, and how often x[0] and an element in the middle are seen (their gradients).
+Predict: the strides of the answer, and how many windows contain x[0] and an element in the middle (their gradients).
 """
 
 import torch
@@ -24,7 +24,7 @@ from lessonkit.exercise import Exercise, Wrong, same
 
 
 def shape_and_values():
-    """Row i holds `width` elements of x, from i * step on; what is left over at the end is dropped."""
+    """Row i holds `width` elements of x, from i * step on; the elements left over at the end are dropped."""
     for n, width, step in ((10, 3, 1), (11, 4, 3), (7, 7, 2), (1, 1, 1), (101, 10, 10)):
         x = torch.randn(n)
         rows = [x[i : i + width] for i in range(0, n - width + 1, step)]
@@ -39,13 +39,13 @@ def any_stride():
 
 
 def moves_no_bytes():
-    """The answer lives in x's own storage."""
+    """The answer is a view of x's own storage."""
     x = torch.randn(100)
     assert windows(x, 5, 2).untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), "this is a copy"
 
 
 def gradient_counts_the_windows():
-    """The gradient of the sum counts the windows that see an element: overlaps add up."""
+    """The gradient of the sum counts the windows that contain an element: overlaps add up."""
     x = torch.zeros(8, requires_grad=True)
     total = windows(x, 3, 1).sum()
     assert total.requires_grad, "the answer has no history: was it detached?"

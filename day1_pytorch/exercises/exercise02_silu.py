@@ -1,8 +1,8 @@
 """A backward that remembers less
 ==============================
-silu(x) = x * sigmoid(x). Written with two operators, autograd keeps x, and sigmoid(x) twice over: once for the
-product, once for the sigmoid itself (the same storage, so 2n elements in all). A torch.autograd.Function that keeps
-x alone and computes sigmoid(x) again keeps n: that trade, memory for arithmetic, is what a fused kernel makes.
+silu(x) = x * sigmoid(x). With two operators autograd saves x, and sigmoid(x) twice: for the multiplication and for the
+sigmoid itself. Both share one storage, so 2n elements in all. A torch.autograd.Function that saves x alone and computes
+sigmoid(x) again saves n. A fused kernel does the same: it spends arithmetic to save memory.
 
 Predict: silu'(x) at 0, and its limits at both ends. Is silu monotonic?
 """
@@ -55,7 +55,7 @@ def gradient():
 
 
 def keeps_one_tensor():
-    """What is saved for the backward is x itself: n elements, where the two operators keep 2n."""
+    """The backward's only saved tensor is x itself: n elements, where the two operators save 2n."""
     storages = {}
 
     def pack(t):

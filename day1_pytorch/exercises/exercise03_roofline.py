@@ -1,8 +1,8 @@
 """Say what limits a layer before you time it
 ==========================================
-An op needs at least bytes / bandwidth and at least FLOPs / rate; the larger one is its floor. Where both are equal
-lies the ridge: an H200's datasheet says 4.8 TB/s and 989 TFLOP/s of dense bf16, so about 206 FLOPs for each byte.
-y[m, n] = x[m, k] @ w[n, k].T is limited by memory while m is small, since all of w is read for a few rows.
+An op takes at least bytes / bandwidth and at least FLOPs / rate; the larger one is its floor. Both are equal at the
+ridge. An H200's datasheet says 4.8 TB/s and 989 TFLOP/s of dense bf16, so its ridge is at about 206 FLOPs a byte. For
+small m, y[m, n] = x[m, k] @ w[n, k].T is limited by memory, since all of w is read for a few rows.
 
 Predict: the batch m at which a 4096 x 4096 layer in bf16 stops being limited by memory. Then compute it.
 """
@@ -21,7 +21,7 @@ def linear_cost(m: int, k: int, n: int, itemsize: int) -> tuple[int, int]:
 
 
 def floor_seconds(bytes_moved: float, flops: float) -> float:
-    """The least time that this machine can need."""
+    """The least time on this machine."""
     # TODO(2): memory and arithmetic work at the same time.
     # stub: return 0.0
     return max(bytes_moved / BANDWIDTH, flops / RATE)
@@ -64,7 +64,7 @@ def floors():
 
 
 def ridge():
-    """Below this batch a larger one is nearly free; the narrower the layer, the larger it is, and at last none is."""
+    """Below this batch a larger one takes hardly longer. It grows as the layer gets narrower; a narrow one has none."""
     for k, n in ((4096, 4096), (4096, 1024), (512, 2048)):
         m = first_compute_bound_batch(k, n, 2)
         assert isinstance(m, int), f"k={k} n={n}: there is one, and it is whole; got {m!r}"

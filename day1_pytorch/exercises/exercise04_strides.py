@@ -1,9 +1,10 @@
 """Strides in your head
 ====================
-A tensor is a storage, an offset and a stride for each dimension: element [i, j] lies at offset + i * s0 + j * s1.
-transpose, slicing, expand and view change those numbers and move nothing; contiguous() moves everything, if it must.
+A tensor is a storage, an offset and a stride for each dimension: element [i, j] lies at offset + i * s0 + j * s1. The
+operations transpose, slicing, expand and view change those numbers and move nothing. contiguous() copies everything, if
+it must.
 
-x = torch.empty(1024, 768) in float32, row-major. Answer without running anything; each answer is checked by PyTorch.
+x = torch.empty(1024, 768) in float32, row-major. Answer without running anything; PyTorch checks each answer.
 """
 
 # TODO(1): the strides, in elements, of x.T[::2], as a tuple.
@@ -57,7 +58,7 @@ def expand():
 
 
 def reshapes():
-    """reshape is a view wherever one stride for each new dimension can say it."""
+    """reshape is a view if one stride for each new dimension can reach every element."""
     made = (X.T.reshape(-1), X[:, ::2].reshape(1024, 2, 192), X[::2].reshape(-1))
     copies = {i for i, t in enumerate(made, 1) if t.untyped_storage().data_ptr() != X.untyped_storage().data_ptr()}
     assert isinstance(COPIES, set), f"a set of numbers, got {COPIES!r}"

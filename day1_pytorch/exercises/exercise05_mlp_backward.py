@@ -1,7 +1,7 @@
 """Autograd by hand
 ================
-h = relu(x @ w1 + b1), y = h @ w2, loss = mean((y - t)^2). Write what autograd does: from the loss back, each step the
-transpose of the step forward. Two products forward are four backward, but dx is not asked for: three.
+h = relu(x @ w1 + b1), y = h @ w2, loss = mean((y - t)^2). Write what autograd does: from the loss back, each step is
+the transpose of the forward's step. Two matmuls forward are four backward, or three here, since dx is not needed.
 
 Predict: the FLOPs of the backward over those of the forward, without dx and with it.
 """
@@ -58,7 +58,7 @@ def second_layer():
 
 
 def first_layer():
-    """dw1 agrees with autograd: it takes the way back through w2 and the ReLU."""
+    """dw1 agrees with autograd: its gradient passes through w2 and the ReLU."""
     _agrees(1)
 
 
@@ -68,7 +68,7 @@ def bias():
 
 
 def no_more_work():
-    """Two products forward, three backward: as many FLOPs as autograd's, with no autograd."""
+    """Two matmuls forward, three backward: as many FLOPs as autograd's, without autograd."""
     N, D, H, C = 16, 8, 4, 3
     x, t, w1, b1, w2 = (torch.randn(*s) for s in ((N, D), (N, C), (D, H), (H,), (H, C)))
     with FlopCounterMode(display=False) as counter:

@@ -1,8 +1,8 @@
 """Cross-entropy by hand: a gradient without a derivative
 ======================================================
-loss = mean over rows of log(sum(exp(z))) - z[target]. Its gradient is (softmax(z) - onehot(target)) / N: no logarithm
-is left. With V = 50,000 columns the logits are the largest tensor of a language model, so a fused kernel writes the
-gradient over them. Here you write it in PyTorch, safe for any logits.
+loss = mean over rows of log(sum(exp(z))) - z[target]. Its gradient is (softmax(z) - onehot(target)) / N, without a
+logarithm. With V = 50,000 columns the logits are the largest tensor of a language model, so a fused kernel overwrites
+them with the gradient. Here you write it in PyTorch, safe for any logits.
 
 Predict: the sum of the gradient over a row.
 """

@@ -1,8 +1,8 @@
 """Predict: numbers before measurements
 ====================================
-Six numbers that anyone who optimises says from memory or on the back of an envelope. Each is checked to a tolerance,
-and what is said of a wrong one does not give it away. H200: 4.8 TB/s and 989 TFLOP/s (dense bf16) by its datasheet,
-132 SMs; a load takes about 700 ns to come back under load.
+Six figures that a kernel engineer knows by heart or computes on the back of an envelope. Each is checked to a
+tolerance, and the message about a wrong one does not give the answer. H200: 4.8 TB/s and 989 TFLOP/s (dense bf16) by
+its datasheet, 132 SMs; with memory busy a load takes about 700 ns.
 """
 
 # TODO(1): microseconds to add two bf16 tensors of 2^26 elements into a third, at 4.8 TB/s (within 3%).
@@ -10,17 +10,17 @@ and what is said of a wrong one does not give it away. H200: 4.8 TB/s and 989 TF
 ADD_US = 3 * 2**26 * 2 / 4.8e12 * 1e6
 # END(1)
 
-# TODO(2): KB (1000 bytes) that each SM must have on the way, always, to reach 4.8 TB/s at 700 ns (within 5%).
+# TODO(2): KB (1000 bytes) that each SM must have in flight, always, to reach 4.8 TB/s at 700 ns (within 5%).
 # stub: IN_FLIGHT_KB = None
 IN_FLIGHT_KB = 4.8e12 * 700e-9 / 132 / 1000
 # END(2)
 
-# TODO(3): milliseconds of a bf16 product of two 8192 x 8192 matrices at 989 TFLOP/s (within 3%).
+# TODO(3): milliseconds of a bf16 matmul of two 8192 x 8192 matrices at 989 TFLOP/s (within 3%).
 # stub: MATMUL_MS = None
 MATMUL_MS = 2 * 8192**3 / 989e12 * 1e3
 # END(3)
 
-# TODO(4): FLOPs of that product for each byte of its three matrices (within 3%).
+# TODO(4): FLOPs of that matmul for each byte of its three matrices (within 3%).
 # stub: INTENSITY = None
 INTENSITY = 2 * 8192**3 / (3 * 8192**2 * 2)
 # END(4)
@@ -49,7 +49,7 @@ def add():
 
 
 def little():
-    """Little's law: bytes on the way = bandwidth times latency, shared by the SMs."""
+    """Little's law: bytes in flight = bandwidth times latency, shared by the SMs."""
     number("KB an SM", IN_FLIGHT_KB, 4.8e12 * 700e-9 / 132 / 1e3, 0.05)
 
 
@@ -64,7 +64,7 @@ def intensity():
 
 
 def ring():
-    """A reduce-scatter and an all-gather, 7 pieces of an eighth each; counted here by playing it."""
+    """A reduce-scatter and an all-gather, 7 pieces of an eighth each; counted here by simulation."""
     sent = 0.0
     for _ in ("reduce-scatter", "all-gather"):
         for _ in range(8 - 1):
@@ -73,7 +73,7 @@ def ring():
 
 
 def bfloat16():
-    """Tried: the next bf16 after it is two further on, and half of that rounds to even."""
+    """By computing it: the next bf16 after it is two further on, and half of that rounds to even."""
     total, one = torch.zeros((), dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)
     while total + one > total:
         total = total + one

@@ -1,11 +1,10 @@
-"""Debug: a training step that three people read and nobody saw
-============================================================
+"""Debug: a training step with three mistakes
+==========================================
 This step runs, its loss falls, and it is wrong in three places. A broken training step rarely stops with an error: it
 learns more slowly, or evaluates something else. Find the three; change as little as you can.
 
-The contract: `train` takes `steps` steps of SGD, each on the mean of the gradients of `micro` micro-batches, and
-returns the mean loss of each step as plain numbers that keep no graph alive. `evaluate` leaves the model in the mode
-it was in.
+The contract: `train` takes `steps` steps of SGD, each on the mean of the gradients of `micro` micro-batches. It returns
+the mean loss of each step as plain numbers that keep no graph alive. `evaluate` leaves the model in the mode it was in.
 """
 
 import torch
@@ -61,7 +60,7 @@ def _expected(model, batches, micro, lr):
 
 
 def steps():
-    """With one micro-batch a step, the weights go where torch.optim.SGD takes them."""
+    """With one micro-batch a step, the weights equal those of torch.optim.SGD."""
     ours, theirs, batches = _start(1)
     train(ours, batches, 1, 0.1)
     _expected(theirs, batches, 1, 0.1)

@@ -1,15 +1,15 @@
 """Choose a configuration: from registers and shared memory to a ranking
 =====================================================================
-A compiler has built softmax in eleven configurations and says of each: warps, registers of a thread, bytes of shared
-memory. Which is the fastest on which GPU? Count what an SM holds, then the rounds, then take the day's model:
+Softmax is compiled in eleven configurations. The compiler reports for each: warps, registers a thread, bytes of shared
+memory. Which is the fastest on which GPU? Count the programs that an SM holds, then the waves, then use this model:
 
     memory     bytes in and out (bf16) / bandwidth
     issue      all programs' instructions, shared by the SMs
-    latency    rounds (waves) of programs, each as long as one program's chain
+    latency    waves of programs, each as long as one program's chain
     time       the fourth root of the sum of fourth powers of the three, and the launch
 
-Allocation: registers come to a warp in units of 256, shared memory to a program with 1 KB on top, and an SM holds whole
-programs. What one program may have is less than what an SM has: what asks for more compiles, and does not start.
+A warp gets registers in units of 256, a program gets 1 KB of shared memory more than it asks for, and an SM holds whole
+programs. A program may have less shared memory than an SM has. If it asks for more, it compiles, but does not start.
 """
 
 import math
@@ -63,7 +63,7 @@ def resident(config: Config, gpu: GPU) -> int:
 
 
 def occupancy(config: Config, gpu: GPU) -> float:
-    """Warps that an SM holds, as a share of the most that it could."""
+    """Warps that an SM holds, as a share of the most that it can hold."""
     # TODO(2): from what is resident.
     # stub: return None
     return resident(config, gpu) * config.warps / gpu.warps
@@ -102,7 +102,7 @@ from lessonkit.measure import sweeps
 
 import torch
 
-# Hopper's SM as the lessons have it, in the GPUs that they know; and SMs that nobody sells.
+# Hopper's SM in the GPUs of the lessons; and SMs that do not exist.
 SM = chips.of(90)
 FAMILY = [GPU(m.sms, SM.registers, SM.shared, sweeps.SHARED, SM.warps, SM.blocks, m.memory) for m in sweeps.FAMILY]
 OTHERS = [GPU(46, 65536, 102400, 101376, 48, 24, 6.4e11), GPU(84, 32768, 65536, 49152, 32, 16, 1.2e12)]
@@ -113,7 +113,7 @@ def _any(*choices):
 
 
 def _configs(count=40):
-    """Hidden: whatever a compiler might say."""
+    """Hidden from the learner: random figures of a compiler."""
     return [
         Config(_any(1, 2, 4), _any(1, 2, 4, 8, 16, 32), int(torch.randint(16, 256, ())),
                _any(0, 128, 16384, 49152, 101376, 114688, 200000, 232448, 240000))

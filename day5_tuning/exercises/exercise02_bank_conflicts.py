@@ -1,11 +1,11 @@
 """Find the bank conflict: from addresses to wavefronts, and a layout that has none
 ================================================================================
-Shared memory has 32 banks of 4-byte words: word w is in bank w % 32. An access of a warp is answered in wavefronts; in
-one of them each bank gives one word, to every lane that wants it. Lanes of 4 bytes or less are served together, of 8
-bytes half a warp at a time, of 16 bytes a quarter (more than 128 bytes do not come in one wavefront).
+Shared memory has 32 banks of 4-byte words: word w is in bank w % 32. An access of a warp takes one or more wavefronts.
+In a wavefront each bank delivers one word, to every lane that needs it, and at most 128 bytes are delivered. So lanes
+of 4 bytes or less are served together, of 8 bytes half a warp at a time, of 16 bytes a quarter.
 
-Then mend three tiles: one by padding its rows, one of words and one of 16-byte pieces by a swizzle, a permutation
-inside each row that costs no memory. Predict: wavefronts of a column of a [32, 36] tile of words.
+Then mend three tiles. Pad the rows of one. Swizzle the other two, one of words and one of 16-byte pieces: a swizzle is
+a permutation inside each row, and needs no memory. Predict: wavefronts of a column of a [32, 36] tile of words.
 """
 
 
@@ -89,7 +89,7 @@ def _counted(addresses, size):
 
 
 def of_words():
-    """4 bytes a lane: what counts is distinct words in one bank, not lanes."""
+    """4 bytes a lane: distinct words in one bank count, not lanes."""
     for what, addresses in WORDS.items():
         same(f"wavefronts of {what}", wavefronts(list(addresses), 4), _counted(addresses, 4))
     for _ in range(20):
@@ -101,7 +101,7 @@ def of_words():
 
 
 def of_wide_accesses():
-    """8 bytes a lane in two halves, 16 in four quarters: 2 and 4 wavefronts are then the least."""
+    """8 bytes a lane take at least 2 wavefronts, a half warp each; 16 bytes at least 4."""
     for size in (8, 16):
         for what, step in (("neighbours", size), ("rows of 128 bytes", 128), ("rows of 144 bytes", 144)):
             addresses = [step * lane for lane in range(32)]
@@ -152,7 +152,7 @@ def swizzled():
 
 
 def swizzled_pieces():
-    """8 rows of one piece are one wavefront of 128 bytes, in 64 rows; the rows themselves still are."""
+    """8 rows of one piece are one wavefront of 128 bytes, in all 64 rows, and so is each row."""
     _permutes(swizzle_pieces, 64, 8)
     for first in range(0, 64, 8):
         for piece in range(8):

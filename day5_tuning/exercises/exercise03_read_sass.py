@@ -1,21 +1,22 @@
-"""Read SASS: what became of a kernel, from its machine code
-=========================================================
-Eight small kernels of Triton, compiled for an A100 or an H100 without either, lie in day5_tuning/exercises/sass: before
-you begin, look at product_hopper.sass and product_waiting.sass side by side. A listing has labels and instructions:
+"""Read SASS: a kernel's loads, spills and matmuls from its machine code
+=====================================================================
+day5_tuning/exercises/sass has the machine code of eight small Triton kernels for an A100 or an H100. Before you begin,
+look at product_hopper.sass and product_waiting.sass side by side. A listing has labels and instructions:
 
     .L_x_1:
         /*0640*/ DEPBAR.LE SB0, 0x4;                                          address, opcode, operands
         /*0870*/ HGMMA.64x16x16.F32 R24, gdesc[UR4].tnspB, R24, gsb0;
         /*0910*/ @!P0 BRA `(.L_x_1);                                          @!P0: only where P0 is false
 
-Write the reader that answers, for any of them: how wide are the loads, does it spill, what multiplies, and are the
-copies of the next steps under way while it does? It is graded on the eight, and on changed copies that you do not see.
+Write a reader that answers four questions for each of them. How wide are the loads? Does it spill? Which instruction
+multiplies? Are the copies of the next steps in flight meanwhile? It is graded on the eight, and on changed copies that
+you do not see.
 
     LDG, STG          global load and store; .64 and .128 are bits of a lane, .U8, .S8, .U16, .S16 too, none is 32
-    LDL, STL          local memory: what did not fit into registers
+    LDL, STL          local memory: values that did not fit into registers
     FFMA, HMMA, HGMMA multiply-add of a lane; mma.sync of a warp; wgmma of four warps
-    LDGSTS            cp.async: from global to shared memory, past the registers; UTMALDG: the TMA does it
-    DEPBAR.LE SB0, n  wait until at most n groups of cp.async are still under way (n in hexadecimal)
+    LDGSTS            cp.async: from global to shared memory, past the registers; UTMALDG: TMA
+    DEPBAR.LE SB0, n  wait until at most n groups of cp.async are in flight (n in hexadecimal)
 """
 
 import re
@@ -43,7 +44,7 @@ def load_bytes(listing: str) -> int:
 
 
 def spills(listing: str) -> int:
-    """How many instructions move what did not fit into registers."""
+    """How many instructions move values that did not fit into registers."""
     # TODO(3): loads and stores of local memory.
     # stub: return 0
     return sum(op.split(".")[0] in ("LDL", "STL") for op in opcodes(listing))
@@ -53,8 +54,8 @@ def spills(listing: str) -> int:
 def loop(listing: str) -> str:
     """The lines of the longest loop, from its label to its branch; empty if there is none.
 
-    A loop ends with a BRA that has a predicate (it is taken, or not) and goes back to a label further up. What ends a
-    kernel, a branch to itself without a predicate, is no loop, and neither is a jump back out of somewhere else.
+    A loop ends with a BRA that has a predicate (it is taken, or not) and goes back to a label further up. A kernel ends
+    with a branch to itself without a predicate, which is no loop. A jump back without a predicate is none either.
     """
     # TODO(4): where each label is, and which branches go back to one.
     # stub: return listing
@@ -70,7 +71,7 @@ def loop(listing: str) -> str:
 
 
 def products(listing: str) -> str:
-    """What multiplies in the loop: "wgmma", "mma", "fma" or "none"."""
+    """Which instruction multiplies in the loop: "wgmma", "mma", "fma" or "none"."""
     # TODO(5): outside of it an FFMA may be part of a division.
     # stub: return None
     names = {op.split(".")[0] for op in opcodes(loop(listing))}
@@ -80,8 +81,8 @@ def products(listing: str) -> str:
 
 
 def pipeline(listing: str) -> tuple[str, int | None]:
-    """How the loop gets its next tiles: "tma", "cp.async", "loads" or "none"; and of cp.async the number of groups that
-    its wait in the loop leaves under way, None for the others."""
+    """How the loop gets its next tiles: "tma", "cp.async", "loads" or "none". For cp.async also the number of groups
+    that the loop's wait leaves in flight; for the others None."""
     # TODO(6): in the loop. Behind it the last wait leaves nothing.
     # stub: return None
     inside = loop(listing)
@@ -127,7 +128,7 @@ def _opcodes(listing):
 
 
 def _row(listing):
-    """As the lessons' claims are read."""
+    """The listing's figures, as the lessons' claims read them."""
     return compiled.row("", "", 90, _opcodes(listing), warps=4, registers=32, shared=0)
 
 
@@ -156,20 +157,20 @@ def widths():
 
 
 def spilled():
-    """`crowded` was given 24 registers, and holds 32 numbers a thread."""
+    """`crowded` has 24 registers and needs 32 values a thread."""
     for what, listing in _hidden().items():
         same(f"spills of {what}", spills(listing), _row(listing).spills)
 
 
 def the_loop():
-    """From its label to its branch, and nothing where nothing is repeated."""
+    """From its label to its branch, and empty if the kernel has no loop."""
     for what, listing in _hidden().items():
         got = [line.strip() for line in loop(listing).splitlines() if line.strip()]
         same(f"lines of the loop of {what}", got, [line.strip() for line in _loop(listing).splitlines()])
 
 
 def what_multiplies():
-    """Three generations of it; a scale and a softmax multiply in no loop."""
+    """Three generations of instructions; scale and softmax multiply in no loop."""
     for what, listing in _hidden().items():
         row = _row(_loop(listing))
         exact = "wgmma" if row.wgmma else "mma" if row.mma else "fma" if "FFMA" in _opcodes(_loop(listing)) else "none"

@@ -1,19 +1,19 @@
-"""Debug: a benchmark that was published, and six reasons why it should not have been
-==================================================================================
-Two kernels are compared. The code runs, its numbers repeat, its table looks right, and it is wrong in six places:
-each would change who wins, or by how much. Find them; change as little as you can.
+"""Debug: a benchmark with six mistakes
+====================================
+Two kernels are compared. The code runs, its figures repeat, its table looks right, and it is wrong in six places. Each
+changes the ranking or the ratio. Find them; change as little as you can.
 
-The contract: `compare` returns for each kernel the median in microseconds of one call as a user has it: compiled
-before, on random numbers, nothing of its input in L2, as long as the GPU works on it, at the clock that both have
-then, and not misled by a stray slow call. It uses this of the machine
+The contract: `compare` returns for each kernel the median GPU time of one call, in microseconds, under a user's
+conditions. The kernel is compiled already. Its input is random, and none of it is in L2. Both kernels run at the same
+clock, and a stray slow call does not change the result. `compare` uses these functions of the machine
 (lessonkit/measure/timing.py does the same with CUDA's):
 
     gpu.zeros(), gpu.random()      an input of 8 MB
-    kernel(x)                      asks for the call and returns; the first call of a kernel compiles it
-    gpu.event() -> e               e.record() asks the GPU to write down its time when it has come this far
+    kernel(x)                      launches the call and returns; the first call of a kernel compiles it
+    gpu.event() -> e               e.record() lets the GPU record its time at this point of the queue
     start.us_until(end)            between two events, once both have happened; otherwise an error, as in CUDA
     gpu.synchronize()              the host waits until the GPU has done everything
-    gpu.flush_l2()                 asks the GPU to overwrite all of its L2
+    gpu.flush_l2()                 lets the GPU overwrite all of its L2
     gpu.host_us()                  the host's clock
 """
 
@@ -51,8 +51,12 @@ US = {"ours": 400.0, "theirs": 420.0}  # of a cold call, at full clock, alone
 class GPU:
     """A clock for the host, one for the GPU's queue, and the effects that a claim asks for.
 
-    warm: what L2 saves of a call. noise: share of stray calls, 0.7 or 10 times as long. drift: how much longer calls
-    have become after 200. constant: what zeros save. Asking costs 3 us of the host, compiling 200 ms.
+    warm        share of a call's time that L2 saves
+    noise       share of stray calls, 0.7 or 10 times as long
+    drift       how much longer calls have become after 200
+    constant    share of a call's time that zeros save
+
+    A launch takes 3 us of the host's time, compiling 200 ms.
     """
 
     def __init__(self, warm=0.0, noise=0.0, drift=0.0, constant=0.0):
@@ -133,33 +137,33 @@ def _within(got, what, us=US, tolerance=0.02):
 
 
 def waits_for_the_gpu():
-    """A call returns when it has been asked for: the host's clock sees 3 us of any kernel."""
+    """A call returns after its launch, so the host's clock sees 3 us of any kernel."""
     _within(_compare(), "a machine without any surprises")
     _within(_compare(us={"long": 9000.0}), "a long kernel", {"long": 9000.0})
 
 
 def compiles_first():
-    """One round is enough on a machine without noise, if compiling is not in it."""
+    """Without noise one round is enough, if it does not include compiling."""
     _within(_compare(rounds=1), "one round")
 
 
 def flushes():
-    """The call before left everything in L2, from where a call takes half the time: a user's input is not there."""
+    """An input that the previous call left in L2 halves the time; a user's input is not in L2."""
     _within(_compare(warm=0.5), "a call that finds its input in L2 takes half the time")
 
 
 def feeds_random_numbers():
-    """Zeros flip no bits, take less power, and leave a higher clock."""
+    """Zeros flip no bits and take less power, so the clock is higher."""
     _within(_compare(constant=0.13), "on zeros a call takes 13% less")
 
 
 def takes_the_median():
-    """One call in 6 is disturbed, or meets a moment of a higher clock: neither is what a call takes."""
+    """One call in 6 is disturbed, or runs at a higher clock: the median is neither."""
     _within(_compare(rounds=101, noise=1 / 6), "one call in 6 takes 10 times as long, or 0.7 times")
 
 
 def takes_turns():
-    """The GPU warms up and slows by 30% in 200 calls: who comes first would win, whoever it is."""
+    """The GPU warms up and slows by 30% in 200 calls, so without interleaving the first kernel looks faster."""
     for order in (("ours", "theirs"), ("theirs", "ours")):
         got = _compare(rounds=100, us={name: US[name] for name in order}, drift=0.3)
         ratio, exact = got["theirs"] / got["ours"], US["theirs"] / US["ours"]

@@ -1,15 +1,15 @@
 """A tolerance that you can derive: accept every right order, refuse every wrong kernel
 ====================================================================================
-A rounding to a format costs C eps, relative and rms, C = 1 / sqrt(32 ln 2) = 0.212 (lesson02_numerics). A kernel sums K
-products of normal numbers, so its results have the size sqrt(K). All errors here are of that size: an error of e is off
-by e sqrt(K). Independent errors add like the sides of a right angle: sqrt(a^2 + b^2).
+A rounding to a format has a relative rms error of C eps, C = 1 / sqrt(32 ln 2) = 0.212 (lesson02_numerics). A kernel
+sums K products of normal numbers, so its results have the size sqrt(K). All errors here are relative to that size: an
+error of e is an absolute error of e sqrt(K). Independent errors a and b add to sqrt(a^2 + b^2).
 
     one by one      after k of K terms the sum has the size sqrt(k), and each step rounds it once
     in blocks       sums of `block` terms one by one in one format, then the K / block sums one by one in another
     the result      is rounded once more, to the format in which it is stored
 
-Predict it, choose how long a narrow accumulator may run before its sum is taken to a wider one (why fp8 kernels on
-Hopper promote every 128 terms), and derive the tolerance of a test. eps: 2^-23 in fp32, 2^-10 in fp16, 2^-7 in bf16.
+Predict the error. Choose after how many terms a narrow accumulator must be added to a wider one, as fp8 kernels on
+Hopper do every 128 terms. Derive the tolerance of a test. eps: 2^-23 in fp32, 2^-10 in fp16, 2^-7 in bf16.
 """
 
 import math
@@ -46,7 +46,7 @@ def tolerance(K: int, eps_sum: float, eps_stored: float) -> float:
     """The largest absolute difference that a test of 4096 results may accept; results are stored in eps_stored.
 
     Right is every order of additions in a format of eps_sum; the worst is one by one. The largest of 4096 errors is 4
-    times the typical one, and a sum that wandered off on its way has up to 3 times the typical error: so 12 times.
+    times the typical one. A sum with large partial sums has up to 3 times the typical error. So 12 times.
     """
     # TODO(4): the sum's error and the last rounding together, as an absolute number.
     # stub: return 1e-2
@@ -86,7 +86,7 @@ def _rms(error, K):
 
 
 def _measured(what, predicted, measured):
-    """The model leaves out that a product is rounded too, and what a format does at the edges of its binades."""
+    """The model neglects the rounding of each product, and the jumps of eps between binades."""
     assert isinstance(predicted, int | float), f"{what}: write a number, got {predicted!r}"
     assert 0.7 < predicted / measured < 1.3, f"{what}: you predict {predicted:.2e}, measured {measured:.2e}"
 
@@ -99,7 +99,7 @@ def sums_one_by_one():
 
 
 def sums_in_blocks():
-    """Measured: a narrow accumulator that is emptied often, and fp32 in blocks."""
+    """Measured: a narrow accumulator that is added to a wider one often, and fp32 in blocks."""
     for K, block, inside in ((512, 16, torch.bfloat16), (512, 64, torch.float16), (1024, 32, torch.float32)):
         products, exact = _terms(K)
         error = _rms(_blocked(products, block, inside, torch.float32) - exact, K)
@@ -111,7 +111,7 @@ def sums_in_blocks():
 
 
 def how_long_a_block():
-    """The first block that is too long is refused, and where no block is short enough it is 0."""
+    """The first block that is too long is refused; if no block is short enough, the answer is 0."""
     for K, inside, outside, allowed in (
         (4096, 2**-10, 2**-23, 2e-3), (4096, 2**-13, 2**-23, 2e-4), (4096, 2**-7, 2**-23, 2e-3),
         (512, 2**-23, 2**-23, 1), (4096, 2**-10, 2**-10, 1e-3), (1536, 2**-13, 2**-23, 1e-2),
@@ -147,7 +147,7 @@ def accepts_what_is_right():
 
 
 def refuses_what_is_wrong():
-    """Narrow accumulators, inputs cut to TF32, a product that was forgotten, a result that is stored too narrow."""
+    """Narrow accumulators, inputs truncated to TF32, a missing product, a result stored in too narrow a format."""
     for K in (128, 1024):
         products, exact = _terms(K)
         a, b = torch.randn(K, ROWS), torch.randn(K, ROWS)

@@ -1,11 +1,13 @@
 """Predict: what a tuning session will find
 ========================================
-Eight numbers on the back of an envelope, before anything is compiled or timed. An H200 as the course measures it: 132
-SMs, 4.2 TB/s, 800 TFLOP/s in bf16, 65,536 registers of 32 bits an SM; a warp's registers come in units of 256.
+Eight figures on the back of an envelope, before anything is compiled or timed. An H200 as the course measures it:
 
-For 6: all tiles of 128 x 256 of a product of 8192, bf16, run 132 at a time, in groups of 8 rows of tiles; what tiles of
-one wave share is read once, and nothing is kept for the next wave. For 8: 18 configurations, 1 s to compile and 1/8 s
-to time each; the key is a length, rounded up to a power of 2; lengths from 100 to 8000 come.
+    132 SMs, 4.2 TB/s, 800 TFLOP/s in bf16
+    65,536 registers of 32 bits an SM; a warp gets them in units of 256
+
+For 6: all tiles of 128 x 256 of a matmul of 8192, bf16, run 132 at a time, in groups of 8 rows of tiles. Operands that
+tiles of one wave share are read once, and nothing is kept for the next wave. For 8: 18 configurations, 1 s to compile
+and 1/8 s to time each. The key is a length, rounded up to a power of 2; lengths range from 100 to 8000.
 """
 
 # TODO(1): softmax, a row a program: 4 warps, 72 registers a thread. Programs an SM, and waves of 8192 rows.
@@ -92,7 +94,7 @@ def copies():
 
 
 def moved():
-    """Played: each wave reads its distinct block rows and block columns once; C is written once."""
+    """By simulation: each wave reads its distinct block rows and block columns once; C is written once."""
     order = [(g + m, n) for g in range(0, 64, 8) for n in range(32) for m in range(8)]
     total = 2 * 8192 * 8192
     for first in range(0, len(order), 132):
@@ -102,7 +104,7 @@ def moved():
 
 
 def launches():
-    """The longer of the two: what the host asks for, or what the GPU does; a graph is asked for once."""
+    """The longer of the host's launches and the GPU's work; a graph is launched once."""
     host, gpu = 0.0, 0.0
     for _ in range(360):
         host += 8

@@ -2,8 +2,8 @@
 
     python -m day5_tuning.exercises.listings      (writes sass/*.sass anew, with the Triton that is installed)
 
-They are committed, since to compile them takes longer than to grade; a test compiles them again and compares what they
-show (lessonkit.modes.compiled.row), since another Triton schedules other instructions for the same code.
+They are committed, since compiling them takes longer than grading. A test compiles them again and compares their
+figures (lessonkit.modes.compiled.row), since another Triton schedules other instructions for the same code.
 """
 
 import re
@@ -50,7 +50,7 @@ def tma_product_kernel(a_desc, b_desc, c_ptr, K, stride, M: tl.constexpr, N: tl.
 
 
 @triton.jit
-def crowded_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # more numbers a thread than it has registers
+def crowded_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # more values a thread than it has registers
     x = tl.load(x_ptr + tl.arange(0, BLOCK))
     tl.store(y_ptr + tl.arange(0, BLOCK), x / tl.sum(x))
 
