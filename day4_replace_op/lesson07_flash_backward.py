@@ -14,10 +14,14 @@ keys: it keeps K and V, sweeps the queries that see them, and computes P and dS 
 Budget. One kernel could do dQ too, with five matmuls in all, 10 S^2 D FLOPs a head. But then the programs of all keys
 add to the same dQ, by atomics, in another order each time. Here each sum has one owner, which adds in one order, and
 two runs agree to the bit. The price is seven matmuls, three in dq_kernel and four in dkdv_kernel. The rate counts five,
-as is customary: at cuBLAS's 790 TFLOP/s these two kernels reach 5/7 of it, 564. A block of 128 x 128 scores at D = 128,
-in cycles of an SM: 7 * 1024 of matmuls, 2 * 1024 of exponentials, and 2 * 384 for three instructions a score (lesson
-6). With nothing overlapped that is 9984 for 5120 that count, 405 TFLOP/s. HBM traffic does not decide: at S = 512 there
-are 320 FLOPs for each byte of the eight tensors, at longer S more, and 190 keep the tensor cores busy.
+as is customary: at cuBLAS's 790 TFLOP/s these two kernels reach 5/7 of it, 564. HBM traffic does not decide: at S = 512
+there are 320 FLOPs for each byte of the eight tensors, at longer S more, and 190 keep the tensor cores busy. A block of
+128 x 128 scores at D = 128, in cycles of an SM:
+
+    seven matmuls                                 7 * 1024
+    exponentials, in both kernels                 2 * 1024
+    three instructions a score, lesson 6, twice   2 * 384      9984 with nothing overlapped, for 5120 that count:
+                                                               790 * 5120 / 9984 = 405 TFLOP/s
 
 Each rung is a complete file in flash_backward/, and its new lines are marked `# New:`; `diff` two neighbours.
 

@@ -15,11 +15,13 @@ and for one sequence with 32 heads 32 of 132 SMs work. Flash-Decoding (Dao, Hazi
 
     rows of a tile        h0 h1 h2 h3 | 12 empty rows    the 4 query heads that share a K head, one query each: a tensor
                                                          core's tile has 16 rows anyway
-    keys of one K head    |-- part 0 --|-- part 1 --|-- part 2 --|-- part 3 --|     a program each, on any SM
-                                |            |            |            |
-    partial results         o_0, lse_0   o_1, lse_1   o_2, lse_2   o_3, lse_3       fp32, 4 (D + 1) bytes a row
-                                 \\___________ \\_____  _____/ ____________/
-                                                   merge:  lse = log(sum exp(lse_i)),  o = sum exp(lse_i - lse) o_i
+    keys of one K head    |  part 0   |  part 1   |  part 2   |  part 3   |    a program each, on any SM
+                                |           |           |           |
+    partial results        o_0, lse_0  o_1, lse_1  o_2, lse_2  o_3, lse_3      fp32, 4 (D + 1) bytes a row
+                                |           |           |           |
+                                +-----------+-----+-----+-----------+
+                                                  |
+    merge                  lse = log(sum exp(lse_i)),  o = sum exp(lse_i - lse) o_i
 
 Merging is exact, as in lesson 12. With parts of 512 keys and 4 rows, partial results written and read are 1.6% of K
 and V.
@@ -231,8 +233,8 @@ def split(q, k, v, lengths=None, causal=True, scale=None, parts=None):
     return o, lse
 
 
-# Rung 4. The program that finishes the last part of a head merges them all, and no second launch is waited for: 3 us,
-# in which 12 MB of K and V can be read.
+# Rung 4. The program that finishes the last part of a head merges them all. That saves the second launch, 3 us, in
+# which 12 MB of K and V can be read.
 @triton.jit
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, parts_ptr, part_lse_ptr,
@@ -294,8 +296,8 @@ def counters(device, stream, size):  # calls on one stream run one after another
 
 
 def _splits(heads, S_k, parts):
-    """Parts of a head's keys, and steps of a part: as few steps as may be for the slowest SM, which has two programs at
-    a time; the ends of a part take as long as 1.5 steps."""
+    """Parts of a head's keys, and steps of a part. The slowest SM, with two programs at a time, has as few steps as may
+    be; the begin and the end of a part take as long as 1.5 steps."""
     blocks = triton.cdiv(S_k, KEYS)
     rounds = {n: math.ceil(heads * n / (2 * num_sms())) for n in range(1, min(blocks, 128) + 1)}
     steps = triton.cdiv(blocks, parts or min(rounds, key=lambda n: rounds[n] * (math.ceil(blocks / n) + 1.5)))

@@ -1,13 +1,15 @@
 """Flash decoding, second half: equal shares of all keys, parts merged together, TMA
 =================================================================================
-Lesson 10 divides the keys of each head. You will be able to divide the keys of all heads into equal shares instead, to
-number the parts that arise, and to say how often a merge waits for memory.
+Lesson 10 divides the keys of each head. You will be able to divide the keys of all heads into equal shares instead. You
+will number the parts that arise, and say how often a merge waits for memory.
 
-Two costs are left. Where heads are enough that lesson 10 does not split them, programs come in waves: 512 on 396 places
-(three programs an SM) are one wave and a third of one, in which an SM has a program or none. And where it does split,
-one program merges the parts of a head one after another. Here a grid that is resident at once, one or two programs an
-SM, takes equal shares of one row of blocks, all heads' keys one after another, wherever heads end (Stream-K, Osama et
-al. 2023, and lesson 3 of day 3). A share may end within a head: then its parts are merged.
+Lesson 10 leaves two costs. Where heads are many, it does not split them, and programs come in waves. 512 programs on
+396 places (three an SM) are one wave and a third of one, in which an SM has a program or none. Where it does split, one
+program merges the parts of a head one after another.
+
+Here all heads' blocks of keys stand in one row, and the programs take equal shares of it, wherever heads end (Stream-K,
+Osama et al. 2023, and lesson 3 of day 3). There are one or two programs an SM, all resident at once. A share may end
+within a head: then its parts are merged.
 
     blocks      0 0 0 0 0 0 0 1 1 1 1 1 1 1 2 2 2 2 2 2 2      heads of K and V 0 to 2, 7 blocks of keys each
     programs    0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 4      5 blocks a share
