@@ -99,14 +99,14 @@ def attention_kernel(
     else:
         head, nth = program // tiles, program % tiles
     b, h, row = head // H, head % H, nth * BLOCK_M
-    h_kv = h // GROUP
     rows = row + tl.arange(0, BLOCK_M)
     offset = S_k - S_q
     limits = bounds(row, S_q, S_k, offset, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     q = load_tile(q_source, q_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    h_kv = h // GROUP
     # 0 the window's edge, 1 the blocks that every query sees, which need no mask, 2 the diagonal and the tail
     for part in tl.static_range(3):
         if part > 0 or WINDOW:

@@ -77,15 +77,15 @@ def attention_kernel(
     else:
         head, nth = program // tiles, program % tiles
     b, h, row = head // H, head % H, nth * BLOCK_M
-    h_kv = h // GROUP
     rows = row + tl.arange(0, BLOCK_M)
     offset = S_k - S_q
     limits = bounds(row, S_q, S_k, offset, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     q_ptrs, q_inside = tile_ptrs(q_ptr, q_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D)
     q = tl.load(q_ptrs, mask=q_inside, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    h_kv = h // GROUP
     # 0 the window's edge, 1 the blocks that every query sees, which need no mask, 2 the diagonal and the tail
     for part in tl.static_range(3):
         if part > 0 or WINDOW:
@@ -106,8 +106,8 @@ def attention_kernel(
                 l = l * alpha + tl.sum(p, axis=1)
                 m = m_new
     empty = l == 0
-    o_ptrs, o_inside = tile_ptrs(o_ptr, o_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D)
     o = acc / tl.where(empty, 1.0, l)[:, None]
+    o_ptrs, o_inside = tile_ptrs(o_ptr, o_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D)
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=o_inside)
     lse = tl.where(empty, -float("inf"), (m + tl.log2(l)) * LN2)
     tl.store(lse_ptr + (tl.cast(b, tl.int64) * H + h) * S_q + rows, lse, mask=rows < S_q)

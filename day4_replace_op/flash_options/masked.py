@@ -48,16 +48,16 @@ def attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(S_q, BLOCK_M)
-    head, row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
-    b, h = head // H, head % H
-    h_kv = h // GROUP
+    head, nth = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    b, h, row = head // H, head % H, nth * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
     offset = S_k - S_q
     q_ptrs, q_inside = tile_ptrs(q_ptr, q_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D)
     q = tl.load(q_ptrs, mask=q_inside, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    h_kv = h // GROUP
     for start in range(0, S_k, BLOCK_N):
         k_ptrs, k_inside = tile_ptrs(k_ptr, k_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D)
         k = tl.load(k_ptrs, mask=k_inside, other=0.0)
@@ -73,8 +73,8 @@ def attention_kernel(
         l = l * alpha + tl.sum(p, axis=1)
         m = m_new
     empty = l == 0
-    o_ptrs, o_inside = tile_ptrs(o_ptr, o_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D)
     o = acc / tl.where(empty, 1.0, l)[:, None]
+    o_ptrs, o_inside = tile_ptrs(o_ptr, o_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D)
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=o_inside)
     lse = tl.where(empty, -float("inf"), (m + tl.log2(l)) * LN2)
     tl.store(lse_ptr + (tl.cast(b, tl.int64) * H + h) * S_q + rows, lse, mask=rows < S_q)
