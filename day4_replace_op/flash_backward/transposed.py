@@ -93,8 +93,8 @@ def dkdv_kernel(
                 p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)  # New
                 delta = tl.load(delta_ptr + head + rows)
                 ds = p * (tl.dot(v, do.T, input_precision=PRECISION) - delta[None, :])  # New
-                dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+                dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)  # New
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # New
         for start in range(key + KEYS if CAUSAL else 0, S, QUERIES):  # these queries see every key of the block
             rows = start + tl.arange(0, QUERIES)
             tile_q = (head + rows)[:, None] * D + cols
@@ -103,8 +103,8 @@ def dkdv_kernel(
             p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * (scale * LOG2E) - lse[None, :])  # New
             delta = tl.load(delta_ptr + head + rows)
             ds = p * (tl.dot(v, do.T, input_precision=PRECISION) - delta[None, :])  # New
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)  # New
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)  # New
     tl.store(dk_ptr + tile, (dk * scale).to(k.dtype))
     tl.store(dv_ptr + tile, dv.to(v.dtype))
 
