@@ -1,21 +1,42 @@
 """Flash attention, backward of the queries: the scores a second time
 =================================================================
-P is not kept, so the backward computes it again: from the scores and lse, P = exp(scale Q K^T - lse), with no maximum
-and no sum to look for. With delta = rowsum(dO * O), one number a query that stands for the softmax's whole Jacobian
-(Dao et al. 2022, section 3.1 and algorithm 4; Dao 2023, algorithm 2):
+The forward does not keep P. You will be able to compute it again from lse, and to say what a softmax's gradient needs
+beside it: one value a row. You need lesson 5.
+
+The forward's lse gives P = exp(scale Q K^T - lse), without another row maximum or row sum. delta = rowsum(dO * O), one
+value a query, stands for the softmax's whole Jacobian (Dao et al. 2022, section 3.1 and algorithm 4; Dao 2023,
+algorithm 2):
 
     dP = dO V^T        dS = P * (dP - delta)        dQ = scale dS K                                     this lesson
     dV = P^T dO                                     dK = scale dS^T Q                                   lesson 7
 
-dQ is a sum over keys: its owner is a block of queries, which walks over the keys that it sees, as in lesson 5. Three
-products, 6 S^2 D FLOPs a head, where the forward has two, and by lesson 4's count per tile of 128 x 128 scores the
-exponentials and three instructions a score (less a row's number in one multiply-add, dP - delta, its product with P),
-no maximum, no rescaling. Memory: lse and delta, 8 bytes a query, where P at S = 4096 in bf16 would be 32 MB a head.
+dQ is a sum over keys. So a program owns a block of queries, as in lesson 5, and sweeps the keys that they see:
 
-Each rung is a complete kernel for contiguous tensors with a K and V for each head, S a multiple of 128 and D a power of
+    P and dS of one causal head in blocks: x computed, m computed and masked, . not seen by any query
+
+                 keys ->                                 masked: all 16 blocks, each with a mask
+    queries  row 0   m . . .
+             row 1   x m . .   a program owns a row      skipped: 10 blocks, of which 4 with a mask
+             row 2   x x m .   of blocks: it keeps
+             row 3   x x x m   Q, dO and dQ, and         K and V of a block are loaded once for the scores and for dP,
+                               sweeps K and V ->         and K a second time, as the right operand of dQ
+
+Budget, a block of 128 x 128 scores at D = 128 and at D = 64, in cycles of an SM:
+
+    three matmuls, 6 * 128 * 128 * D FLOPs, 4096 a cycle     3072   1536    the forward has two
+    exponentials, 128 * 128, 16 a cycle                      1024   1024
+    three instructions a score, 128 lanes                     384    384    score - lse in one multiply-add, dP - delta,
+                                                                            times P; no maximum, no rescaling
+
+With nothing overlapped that is 4480 and 2944 cycles: 790 * 3072 / 4480 = 542 TFLOP/s, and 412; with all overlapped 790.
+Memory: lse and delta, 8 bytes a query, where P at S = 4096 in bf16 would be 32 MB a head.
+
+Each rung is a complete kernel for contiguous tensors with a K and V for each head. S is a multiple of 128, D a power of
 two up to 128. Windows, grouped heads, other lengths and strides takes course_ops.attention.
 
-You will learn: a softmax's gradient from one number a row, recomputation, what a loop without a rescaling saves.
+Before you read on: the forward rescales O in each step. Why does dQ need no rescaling? Which rounding does delta see
+that PyTorch's own backward does not?
+
 Run it:    python day4_replace_op/lesson06_flash_backward_queries.py
 Check it:  python -m lessonkit check lesson06_flash_backward_queries
 Time it:   python -m lessonkit bench lesson06_flash_backward_queries
@@ -23,7 +44,7 @@ Time it:   python -m lessonkit bench lesson06_flash_backward_queries
 
 import math
 
-from lessonkit import About, Lesson, Mutant, Refusal, Unsupported, Work, case, device, needs
+from lessonkit import About, Lesson, Mutant, Prediction, Refusal, Unsupported, Work, case, device, needs
 
 import torch
 import triton
@@ -87,7 +108,7 @@ def masked(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
 
 
 # Rung 2. New: lesson 5's bounds and its order of programs. A block of queries sees all keys before its first query,
-# some of those up to its last one, and none after it. Predicted: causal 16.5 blocks of 32 at S = 4096.
+# some of those up to its last one, and none after it: at S = 4096, causal, 16.5 blocks of 32.
 @triton.jit
 def skipped_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr,  # [B H, S, D] five times, [B H, S] twice in fp32
@@ -135,8 +156,7 @@ def skipped(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
     return dq, delta
 
 
-# Rung 3. New: descriptors. The compiler sees K once in shared memory, read there as K^T by one product and as K by
-# another.
+# Rung 3. New: TMA. A tile of K lies in shared memory once, and one matmul reads it as K^T, another as K.
 @triton.jit
 def backward_queries_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_ptr, lse_ptr, delta_ptr,  # [B H, S, D] five times, [B H, S] twice in fp32
@@ -234,7 +254,7 @@ def same_each_time(rung):
 
 
 def one_key_one_answer(rung):
-    """Where all keys are equal P does not depend on q, and where one is seen neither: dq is 0."""
+    """If all keys are equal, or a query sees one key only, P does not depend on q: dq is 0."""
     grad_out, q, k, v, _, _, *_ = inputs_backward(1, 1, 128, 16)
     k[:] = k[:, :, :1]
     out, lse = reference(q, k, v, True)
@@ -266,6 +286,8 @@ CHECKS = (
 )
 # fmt: on
 
+CAUSAL, LONG = ({"B": 16384 // S, "H": 16, "S": S, "D": 128, "causal": True} for S in (4096, 16384))
+
 LESSON = Lesson(
     about=About(
         teaches="a softmax's gradient from one number a row; dQ, whose owner is a block of queries",
@@ -275,6 +297,11 @@ LESSON = Lesson(
     problem=PROBLEM_BACKWARD,
     reference=reference_queries,
     rungs=(masked, skipped, backward_queries),
+    predicted=(
+        Prediction(rung=masked, at={"B": 4, "H": 32, "S": 4096, "D": 64, "causal": False}, tflop_per_s=(412, 790)),
+        Prediction(rung=skipped, at=CAUSAL, times=1.94, over=masked),
+        Prediction(rung=backward_queries, at=LONG, tflop_per_s=(542, 790)),
+    ),
     work=_work,
     checks=CHECKS,
     benches=tuple(shape for shape in PROBLEM_BACKWARD.benches if not shape.get("H_kv")),
@@ -293,8 +320,8 @@ LESSON = Lesson(
         masked: ("masked_kernel: wgmma",),
         backward_queries: ("backward_queries_kernel: wgmma", "backward_queries_kernel: tma"),
     },
-    # Parts of S D numbers: O and dO for delta, then Q, dO and dq, K and V twice each or 1.5 times; a row's two numbers
-    # written and read are 4 / 32 of a part each.
+    # Parts of S D elements: O and dO for delta. Then Q, dO and dq, and K and V twice each or 1.5 times. A row's two
+    # values, written and read, are 4 / 32 of a part each.
     passes={masked: (5 + 4 + 3 / 8) / 6.25, skipped: (5 + 3 + 3 / 8) / 6.25, backward_queries: (5 + 3 + 3 / 8) / 6.25},
     properties=(same_each_time, one_key_one_answer),
     peers={},

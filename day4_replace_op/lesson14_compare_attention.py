@@ -272,7 +272,7 @@ def agree():
     table, absent = [], {}
     for backward in (False, True):
         for causal in (False, True):
-            entered = _one_length(70, 32, causal, backward, absent)
+            entered = _one_length(128, 32, causal, backward, absent)
             for name, (_, peak) in entered.items():
                 table.append({"pass": "backward" if backward else "forward", "causal": causal, "attention": name})
                 table[-1]["peak KB"] = f"{peak / 1e3:.0f}"
@@ -280,7 +280,7 @@ def agree():
     print("\n".join(absent))
     keep = {row["attention"]: float(row["peak KB"]) for row in table if row["pass"] == "forward"}
     assert keep["4 all options"] < keep["1 steps"]
-    return None if GPU else Table("agreement", table, "S = 70, D = 32: checked against float64.")
+    return None if GPU else Table("agreement", table, "S = 128, D = 32: checked against float64.")
 
 
 LADDERS = (

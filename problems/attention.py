@@ -270,6 +270,19 @@ def expect_plain_gradient(grad_out, q, k, v, out, lse, causal, window, scale):
     return scale
 
 
+def expect_aligned_gradient(grad_out, q, k, v, out, lse, causal, window, scale):
+    """As expect_gradient, for the rungs of a ladder in Triton; Unsupported for all but the case that they show."""
+    scale = expect_gradient(grad_out, q, k, v, out, lse, causal, window, scale)
+    S, D = q.shape[2:]
+    plain = q.numel() and k.shape[2] == S and S % 128 == 0 and D in (16, 32, 64, 128) and window is None
+    if not plain or not all(t.is_contiguous() for t in (grad_out, q, k, v, out)):
+        raise Unsupported(
+            "for contiguous tensors, k as long as q, S a multiple of 128, D of 16, 32, 64 or 128, no window; "
+            "course_ops.attention takes the rest"
+        )
+    return scale
+
+
 def inputs_backward(*sizes, dtype=torch.float32, **options):
     # As in the forward; grad_out has a mean, so that delta is large, and leaving it out shows.
     q, k, v, *given = inputs(*sizes, dtype=dtype, **options)
