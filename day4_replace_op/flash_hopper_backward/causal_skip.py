@@ -395,7 +395,7 @@ def consumer_partition(args, WHICH: gl.constexpr):
         begin = tile.begin
         if args.CAUSAL:
             # New: of this consumer's keys, not of the tile's: one masked block, not two.
-            # Not begin + 1: in an unrolled loop of one step ptxas would wait after each wgmma (remark C7511).
+            # Not begin + 1: in an unrolled loop of one step ptxas may wait after each wgmma (remark C7511).
             begin, whole = c.key // ROWS, gl.cdiv(c.key + KEYS - 1, ROWS)
             s, dk, dv = main_loop(c, s, dk, dv, begin, whole, True)
             begin = whole

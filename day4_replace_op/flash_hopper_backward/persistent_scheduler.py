@@ -363,9 +363,7 @@ def consumer_partition(args, WHICH: gl.constexpr):
         mbarrier.wait(args.v_full.index(0), count & 1)
         begin = tile.begin
         if args.CAUSAL:
-            # New: the first block that needs no mask. It is computed from the keys, for at D = 64 begin + 1 would make
-            # a loop of one step, which the compiler unrolls. Inside the loop over tiles, ptxas then has too few
-            # registers for asynchronous wgmma, and waits after each one (remark C7511).
+            # Not begin + 1 (D = 64): in an unrolled loop of one step ptxas may wait after each wgmma (remark C7511).
             whole = gl.cdiv(tile.key + 2 * KEYS - 1, ROWS)
             s, dk, dv = main_loop(c, s, dk, dv, begin, whole, True)
             begin = whole
