@@ -392,12 +392,14 @@ def consumer_partition(args, WHICH: gl.constexpr):
         mbarrier.wait(args.k_full.index(0), count & 1)
         s = skip_block(c, first, LAYOUT) if SKIP and WHICH == 1 else first_scores(c, first, LAYOUT)  # New
         mbarrier.wait(args.v_full.index(0), count & 1)
-        begin, diagonal = tile.begin, 0
+        begin = tile.begin
         if args.CAUSAL:
-            begin += WHICH if SKIP else 0  # New
-            diagonal = 1  # New: one block, not two
-            s, dk, dv = main_loop(c, s, dk, dv, begin, begin + diagonal, True)
-        s, dk, dv = main_loop(c, s, dk, dv, begin + diagonal, blocks, False)
+            # New: of this consumer's keys, not of the tile's: one masked block, not two.
+            # Not begin + 1: in an unrolled loop of one step ptxas may wait after each wgmma (remark C7511).
+            begin, whole = c.key // ROWS, gl.cdiv(c.key + KEYS - 1, ROWS)
+            s, dk, dv = main_loop(c, s, dk, dv, begin, whole, True)
+            begin = whole
+        s, dk, dv = main_loop(c, s, dk, dv, begin, blocks, False)
         zero = opaque_zero(end)
         mbarrier.wait(args.ds_full.index((end - 1) % 2), (end - 1) // 2 & 1)  # the last step's dQ
         dq = issue_dq(args, end - 1, zero, WHICH)

@@ -1,0 +1,87 @@
+"""Day 4's backward on Hopper: wgmma stays asynchronous in every rung, and the last rung has the shipped main loops."""
+
+import re
+from collections import Counter
+from importlib import import_module
+
+from lessonkit.modes import compiled
+from lessonkit.modes.compile_server import call_in_compiler
+
+import pytest
+import torch
+
+from problems.attention import inputs_backward
+
+FOLDER = "day4_replace_op.flash_hopper_backward"
+RUNGS = ("five_matmuls", "overlap_matmuls", "tma_reduce", "persistent_scheduler", "ping_pong", "causal_skip")
+SHIPPED = "course_ops.kernels.attention_backward_hopper"
+# What a step does. Addresses and loop counters are left out: the shipped kernel takes longer keys than queries, too.
+WORK = ("HGMMA", "WARPGROUP", "MUFU", "F2FP", "FMUL", "FADD", "FFMA", "FSEL")
+WORK += ("LDS", "STS", "STSM", "LDL", "STL", "SYNCS", "BAR", "UTMAREDG", "DEPBAR")
+
+
+def shipped(*args):
+    *tensors, causal, _window, _scale = args
+    return import_module(SHIPPED).attention_backward(*tensors, causal, tensors[1].shape[-1] ** -0.5)
+
+
+def machine_code(name, D, causal):
+    """The instructions of a Gluon kernel for sm_90 as (address, text). In a process that compiles."""
+    fn = shipped if name == "shipped" else getattr(import_module(f"{FOLDER}.{name}"), name)
+    with compiled.compiling(90) as made:
+        made.clear()
+        fn(*inputs_backward(4, 2048 // D, 4096, D, causal=causal, dtype=torch.bfloat16))
+        (kernel,) = (kernel for kernel in made.values() if kernel.src.fn.is_gluon())
+    with compiled.as_file(kernel.asm["cubin"]) as cubin:
+        sass = compiled.tool("cuobjdump", "-sass", cubin)
+    return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?) *;", sass)]
+
+
+def opcode(text):
+    return re.match(r"(?:@!?U?P\w+ )?([A-Z]\w*)", text)[1]
+
+
+def main_loops(code):
+    """What each loop over blocks of queries executes: the shortest loops that contain a step's 32 wgmma."""
+    index, found = {at: i for i, (at, _) in enumerate(code)}, []
+    for end, (_, text) in enumerate(code):
+        jump = re.search(r"\bBRA\b.* (0x[0-9a-f]+)$", text)
+        begin = index.get(int(jump[1], 16), end) if jump else end
+        ops = Counter(opcode(t) for _, t in code[begin : end + 1])
+        if ops["HGMMA"] == 32 and "EXIT" not in ops and not any(begin <= b and e <= end for b, e, _ in found):
+            found.append((begin, end, ops))
+    return [{op: ops[op] for op in WORK} for _, _, ops in found]
+
+
+CASES = [
+    pytest.param(name, D, causal, marks=() if (name, causal) == ("causal_skip", True) else pytest.mark.night)
+    for name in RUNGS
+    for D in (128, 64)
+    for causal in (True, False)
+]
+
+
+@pytest.mark.parametrize(("name", "D", "causal"), CASES)
+def test_wgmma_is_asynchronous(name, D, causal):
+    """ptxas waits after each wgmma where it lacks registers; a kernel then takes 1.3 times as long, and is right."""
+    ops = Counter(
+        opcode(text) if "DEPBAR" not in text else "wait"
+        for _, text in call_in_compiler("tests.test_flash_hopper_backward", "machine_code", name, D, causal)
+        if "HGMMA" in text or "WARPGROUP.DEPBAR" in text
+    )
+    assert 0 < ops["wait"] < ops["HGMMA"] / 2, ops
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all keys"])
+@pytest.mark.parametrize("D", [128, 64])
+def test_the_last_rung_has_the_shipped_kernels_main_loops(D, causal):
+    """Masked and unmasked, of both consumers. The shipped kernel also masks keys past the last one."""
+    rung, ours = (
+        main_loops(call_in_compiler("tests.test_flash_hopper_backward", "machine_code", name, D, causal))
+        for name in ("causal_skip", "shipped")
+    )
+    if not causal:
+        ours = [loop for loop in ours if not loop["FSEL"]]
+    assert len(rung) == (4 if causal else 2)
+    assert rung == ours
