@@ -8,8 +8,9 @@ warp, which only issues TMA loads, and two consumer warpgroups (three for D <= 6
     consumer        issue S(j) = Q K(j)^T; issue O += P(j - 1) V(j - 1); softmax of S(j) under that matmul
 
 Softmax: exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the maximum of a
-tile's first block and stays, until some partial row sum passes 2^13 (fp16 holds 65504, l and O are fp32). Then the
-block is done again with its own maximum, as its K is still in shared memory: a second QK, and O is rescaled.
+tile's first block and stays, until some partial row sum passes 2^13 (fp16 holds 65504, l and O are fp32). Then m is
+raised, and P, which is still in fp32, O and l are multiplied by a power of two. A sum past 2^64 may be infinite, and
+then P is lost. That block is done again with its own maximum, as its K is still in shared memory: a second QK.
 
 Blocks of keys come last first, so that those that need a mask, the tail and the diagonal, are a tile's first ones.
 ALIGNED (causal, S_k - S_q a multiple of 128): the diagonal crosses a tile's last block only, from corner to corner,
@@ -268,8 +269,8 @@ def largest_sum(largest_sums):
     return gl.max(largest_sums.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0)
 
 
-# P in fp32 is exact up to 2^127, so a larger m takes a multiplication and no second QK. bf16 has fp32's exponents:
-# there m is raised by 48 more than P needs, so that scores may grow by 2^61 before the next time. fp16 ends at 2^-24.
+# P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
+# is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""

@@ -1,14 +1,18 @@
 """Flash attention on Hopper: lazy rescaling.
 
 exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the maximum of a tile's
-first block and stays, until a partial row sum of a block passes 2^13 (fp16 holds 65504, l and O are fp32). That block
-is done again with its own maximum, as its K is still in shared memory: a second QK, and O is rescaled.
+first block and stays, until a partial row sum of a block passes 2^13 (fp16 holds 65504, l and O are fp32). Then m is
+raised, and P, O and l are multiplied by a power of two. P is still in fp32, which holds 2^127: nothing is lost.
 
     each block's maximum   S ready |-- row max --|-- exp2, sum, pack --|-- rescale O --| PV
     lazy                   S ready |-- exp2, sum, pack --|-- sum > 2^13 ? --| PV
                                                          | yes, rare
-                                                         +-> QK again, row max, exp2, sum, rescale O
+                                                         +-> raise m, rescale P, O and l, pack P again
+                                                         | sum > 2^64 or NaN: P may be infinite
+                                                         +-> QK again (K is still there), row max, exp2, sum, rescale O
 
+How far to raise m is free, too. P in bf16 has the exponents of fp32, so m is raised by 48 more than needed. Then scores
+may grow by 2^61 before the next time. P in fp16 ends at 2^-24, so m is raised to the block's sums and no further.
 FlashAttention-4 takes each block's maximum, and skips the rescaling unless the maximum has grown by more than 2^8.
 """
 
@@ -259,8 +263,8 @@ def largest_sum(largest_sums):
     return gl.max(largest_sums.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0)
 
 
-# New: P in fp32 is exact up to 2^127, so a larger m takes a multiplication and no second QK. bf16 has fp32's exponents:
-# there m is raised by 48 more than P needs, so that scores may grow by 2^61 before the next time. fp16 ends at 2^-24.
+# New: P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so
+# m is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""

@@ -267,8 +267,8 @@ def largest_sum(largest_sums):
     return gl.max(largest_sums.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0)
 
 
-# P in fp32 is exact up to 2^127, so a larger m takes a multiplication and no second QK. bf16 has fp32's exponents:
-# there m is raised by 48 more than P needs, so that scores may grow by 2^61 before the next time. fp16 ends at 2^-24.
+# P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
+# is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
