@@ -72,13 +72,13 @@ OF_THE_KERNELS = (
 )
 
 OF_THE_MODEL = tuple(Mutant(*change, "cpu_model", caught) for *change, caught in (
-    ("K is read before it has come", "_cta", "yield k_full[stage], parity", "yield FREE", "barrier"),
+    ("K is read before it has come", "_cta", "yield k_full[stage], parity", "yield FREE", "barrier or nan"),
     ("K and V are empty when one of two has read", "_cta", "[Barrier(2) for", "[Barrier(1) for", "barrier"),
     ("V is released before PV is over", "_cta", "acc += p @ v_smem[before]",
      "v_empty[before].arrive(); yield FREE; v_empty[before].missing += 1; acc += p @ v_smem[before]", "nan"),
     ("always the first Q", "_cta", "q_full[which], count & 1", "q_full[which], 0", "barrier"),
     ("the next tile's Q over this one's", "_cta", "yield q_empty[which], count & 1 ^ 1", "yield q_empty[which], 2",
-     "nan"),
+     "value or nan"),
     ("a mailbox of one slot", "_cta", "q.shape[3], 2", "q.shape[3], 1", "barrier"),
     ("the end is not published", "_cta", "next(counter)\n        publish(index, count)", "next(counter)", "barrier"),
     ("a counter for each CTA", "cpu_model", "_cta(program, counter,", "_cta(program, numbers_from(CTAS),", "value"),
