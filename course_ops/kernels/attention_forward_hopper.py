@@ -8,8 +8,9 @@ warp, which only issues TMA loads, and two consumer warpgroups (three for D <= 6
     consumer        issue S(j) = Q K(j)^T; issue O += P(j - 1) V(j - 1); softmax of S(j) under that matmul
 
 Softmax: exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the maximum of a
-tile's first block and stays, until some partial row sum passes 2^13 (fp16 holds 65504, l and O are fp32). Then the
-block is done again with its own maximum, as its K is still in shared memory: a second QK, and O is rescaled.
+tile's first block and stays, until some partial row sum passes 2^13 (fp16 holds 65504, l and O are fp32). Then m is
+raised, and P, which is still in fp32, O and l are multiplied by a power of two. A sum past 2^64 may be infinite, and
+then P is lost. That block is done again with its own maximum, as its K is still in shared memory: a second QK.
 
 Blocks of keys come last first, so that those that need a mask, the tail and the diagonal, are a tile's first ones.
 ALIGNED (causal, S_k - S_q a multiple of 128): the diagonal crosses a tile's last block only, from corner to corner,
@@ -48,6 +49,7 @@ from course_ops.versions import async_load, async_store
 
 ROWS, KEYS = 64, 128  # queries of a warpgroup, keys of a block
 LARGE_SUM = gl.constexpr(0x46000000)  # the bits of 2^13 in fp32
+HUGE_SUM = gl.constexpr(0x5F800000)  # those of 2^64
 
 
 @aggregate
@@ -263,8 +265,21 @@ def record_largest_sum(sums, largest_sums):
 
 
 @gluon.jit
-def some_sum_is_large(largest_sums):
-    return gl.max(largest_sums.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) > LARGE_SUM
+def largest_sum(largest_sums):
+    return gl.max(largest_sums.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0)
+
+
+# P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
+# is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
+@gluon.jit
+def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
+    """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
+    HEADROOM: gl.constexpr = 48 if dtype == gl.bfloat16 else 0
+    largest = gl.convert_layout(gl.max(sums, axis=1), m.type.layout)
+    exponent = (largest.to(gl.int32, bitcast=True) >> 23) - 127
+    m_new = m + gl.maximum(exponent + HEADROOM, 0).to(gl.float32)
+    alpha = exp2(m - m_new)
+    return scale_rows(p, alpha), scale_rows(o, alpha), m_new, scale_rows(l, alpha)
 
 
 @aggregate
@@ -322,10 +337,15 @@ def next_block(c, p, o, m, l, block):
     record_largest_sum(sums, largest_sums)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     p_packed = packed_operand_a(p_new, o, c.v.smem.dtype)
-    if some_sum_is_large(largest_sums):
-        s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, step, LAYOUT),))
-        p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
-        p_packed, o = packed_operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha)
+    largest = largest_sum(largest_sums)
+    if largest > LARGE_SUM:  # rare; the same branch for all 4 warps
+        if largest > HUGE_SUM:  # P may be infinite
+            s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, step, LAYOUT),))
+            p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
+            p_packed, o = packed_operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha)
+        else:
+            p_new, o, m, l = raise_maximum(p_new, o, m, l + sums, sums, c.v.smem.dtype)
+            p_packed = packed_operand_a(p_new, o, c.v.smem.dtype)
     else:
         l += sums
     c.v.release(step - 1)

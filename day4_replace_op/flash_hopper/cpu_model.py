@@ -2,7 +2,7 @@
 
 What lies between the mbarriers is PyTorch. It is small: 2 x 8 queries, 16 keys, 2 stages, 3 CTAs. Partitions are
 generators that yield (barrier, parity) where the kernel waits for a barrier, and FREE where it waits for a matmul,
-which until then reads its tiles. A partial row sum is large from 64 on.
+which until then reads its tiles. A row sum is large from 2^6 on, and huge from 2^20 on.
 """
 
 import math
@@ -49,6 +49,12 @@ def _softmax(s, m, l):
     m_new = torch.maximum(m, s.amax(1, keepdim=True))
     p, alpha = torch.exp(s - m_new), torch.exp(m - m_new)
     return p, m_new, l * alpha + p.sum(1, keepdim=True), alpha
+
+
+def _raise_maximum(p, acc, m, l, sums):
+    growth = sums.log().clamp(min=0)
+    alpha = torch.exp(-growth)
+    return p * alpha, acc * alpha, m + growth, l * alpha
 
 
 def _cta(program, counter, copies, sizes, q, k, v, o, lse):
@@ -121,12 +127,15 @@ def _cta(program, counter, copies, sizes, q, k, v, o, lse):
                     yield FREE
                     acc += p @ v_smem[before][: p.shape[1]]
                 if 0 < block < blocks:
-                    if (sums := p_new.sum(1, keepdim=True)).max() > 64:
+                    sums = p_new.sum(1, keepdim=True)
+                    if sums.max() < 2**6:
+                        l = l + sums
+                    elif sums.max() < 2**20:
+                        p_new, acc, m, l = _raise_maximum(p_new, acc, m, l + sums, sums)
+                    else:
                         yield FREE
                         p_new, m, l, alpha = _softmax(q_smem[which] @ k_smem[stage].T, m, l)
                         acc = acc * alpha
-                    else:
-                        l = l + sums
                     k_empty[stage].arrive()
                     p = p_new
                 if block > 0:

@@ -46,6 +46,7 @@ ROWS, KEYS = gl.constexpr(64), gl.constexpr(128)  # queries of a consumer, keys 
 CONSUMERS = gl.constexpr(3)  # New
 LOWEST = gl.constexpr(torch.finfo(torch.float32).min)  # where a row's maximum starts: -inf - -inf would be NaN
 LARGE_SUM = gl.constexpr(0x46000000)  # the bits of 2^13 in fp32
+HUGE_SUM = gl.constexpr(0x5F800000)  # those of 2^64
 LOG2E, LN2 = math.log2(math.e), gl.constexpr(math.log(2))
 # The accumulator of QK [ROWS, KEYS]: warp w has rows 16 w to 16 w + 15, a quad of threads has a row.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
@@ -262,8 +263,21 @@ def record_largest_sum(sums, largest_sums):
 
 
 @gluon.jit
-def some_sum_is_large(largest_sums):
-    return gl.max(largest_sums.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0) > LARGE_SUM
+def largest_sum(largest_sums):
+    return gl.max(largest_sums.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0)
+
+
+# P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
+# is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
+@gluon.jit
+def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
+    """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
+    HEADROOM: gl.constexpr = 48 if dtype == gl.bfloat16 else 0
+    largest = gl.convert_layout(gl.max(sums, axis=1), m.type.layout)
+    exponent = (largest.to(gl.int32, bitcast=True) >> 23) - 127
+    m_new = m + gl.maximum(exponent + HEADROOM, 0).to(gl.float32)
+    alpha = exp2(m - m_new)
+    return scale_rows(p, alpha), scale_rows(o, alpha), m_new, scale_rows(l, alpha)
 
 
 @gluon.jit
@@ -289,10 +303,15 @@ def step(c, p, o, m, l, block):
     record_largest_sum(sums, largest_sums)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     p_packed = packed_operand_a(p_new, o, c.v.smem.dtype)
-    if some_sum_is_large(largest_sums):  # rare; the same branch for all 4 warps
-        s = warpgroup_mma_wait(0, deps=(issue_qk(c, ring_step),))
-        p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
-        p_packed, o = packed_operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha)
+    largest = largest_sum(largest_sums)
+    if largest > LARGE_SUM:  # rare; the same branch for all 4 warps
+        if largest > HUGE_SUM:  # P may be infinite
+            s = warpgroup_mma_wait(0, deps=(issue_qk(c, ring_step),))
+            p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
+            p_packed, o = packed_operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha)
+        else:
+            p_new, o, m, l = raise_maximum(p_new, o, m, l + sums, sums, c.v.smem.dtype)
+            p_packed = packed_operand_a(p_new, o, c.v.smem.dtype)
     else:
         l += sums
     c.v.release(ring_step - 1)
