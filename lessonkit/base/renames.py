@@ -57,7 +57,7 @@ def meant(kind: str, asked: str) -> str:
 
 def earlier(kind: str, name: str) -> list[str]:
     """The names that something had before."""
-    return [old for old in _known()[kind] if _now(kind, old) == name]
+    return list(_before(text(), kind).get(name, ()))
 
 
 def place(path: Path) -> Path:
@@ -104,7 +104,11 @@ def known() -> bool:
 
 
 def _now(kind: str, name: str) -> str:
-    known, seen = _known()[kind], [name]
+    return _end(_known()[kind], name)
+
+
+def _end(known: Mapping[str, str], name: str) -> str:
+    seen = [name]
     while seen[-1] in known:
         following = known[seen[-1]]
         if following in seen:
@@ -128,3 +132,13 @@ def _parsed(content: str) -> Mapping[str, Mapping[str, str]]:
     if unknown := set(found) - set(KINDS):
         raise ValueError(f"{FILE.name}: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
     return {kind: found.get(kind, {}) for kind in KINDS}
+
+
+@lru_cache(32)
+def _before(content: str, kind: str) -> Mapping[str, list[str]]:
+    """For each name of today, those that came before it."""
+    known = _parsed(content)[kind]
+    found: dict[str, list[str]] = {}
+    for old in known:
+        found.setdefault(_end(known, old), []).append(old)
+    return found
