@@ -190,7 +190,7 @@ def watching() -> Iterator[set[Path]]:
     try:
         yield seen[0]
     finally:
-        _reads.remove(seen)
+        _reads.pop()  # the innermost; one that is equal to it may stand before
 
 
 def _see(event: str, args: tuple[object, ...]) -> None:
