@@ -141,7 +141,8 @@ def test_a_pass_is_taken_and_a_failure_is_not(tmp_path, monkeypatch, capsys, req
     for row, more in (("1", []), ("1", []), ("2", []), ("2", ["--all"])):
         (tmp_path / "row").write_text(row)
         verdicts.forget()
-        pytest.main(["--noconftest", f"--rootdir={tmp_path}", "-pno:cacheprovider", "-s", str(tmp_path), *more], [conftest])
+        words = ["--noconftest", f"--rootdir={tmp_path}", "-pno:cacheprovider", "-s", str(tmp_path), *more]
+        pytest.main(words, [conftest])
         said.append(capsys.readouterr().out)
     verdicts.forget()
     assert "1 failed, 4 passed, 1 deselected" in said[0], said[0]
