@@ -26,6 +26,17 @@ LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 SUITE = ("pytest", "-n", "auto", "--dist", "worksteal")
 
 
+def variables() -> dict[str, str]:
+    """The environment variables of all that is started here.
+
+    Where Python is told to write no bytecode, each process would compile PyTorch anew. It goes into VENV then.
+    """
+    env = dict(os.environ)
+    if env.pop("PYTHONDONTWRITEBYTECODE", ""):
+        env.setdefault("PYTHONPYCACHEPREFIX", str(VENV / "bytecode"))
+    return env
+
+
 def extras() -> str:
     """What to install beside the course: its tests' tools, what day 4 runs, the CUDA compiler if there is none."""
     folders = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
@@ -85,12 +96,12 @@ def test(words: list[str]) -> int:
         command = [str(PYTHON), "-m", *check]
         # mypy knows files by their content: another clone and environment take what was found of PyTorch's.
         cache = Path(os.environ.get("COURSE_CACHE") or Path.home() / ".cache" / "gpu-kernel-course", "mypy")
-        env = {"MYPY_CACHE_DIR": str(cache)} | os.environ
+        env = {"MYPY_CACHE_DIR": str(cache)} | variables()
         return subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     with ThreadPoolExecutor(1) as beside:
         linted = [beside.submit(lint, check) for check in LINT]
-        suite = subprocess.run([str(PYTHON), "-m", *SUITE, *words], cwd=ROOT)
+        suite = subprocess.run([str(PYTHON), "-m", *SUITE, *words], cwd=ROOT, env=variables())
         done = [each.result() for each in linted]
     for check, said in zip(LINT, done, strict=True):
         print(f"{' '.join(check)}: {said.stdout.strip() or 'ok'}")
@@ -108,7 +119,7 @@ def main() -> int:
         return exit_status(failed.returncode)
     words = sys.argv[1:] or ["run"]
     if words[0] != "test":
-        env = os.environ | {"COURSE_PY": "1"}  # so that what it advises can be typed as it stands
+        env = variables() | {"COURSE_PY": "1"}  # so that what it advises can be typed as it stands
         os.chdir(ROOT)
         sys.stdout.flush()
         # In place of this process: Ctrl-C and kill reach the run, which ends its lessons and says how far it came.

@@ -1,7 +1,7 @@
 """The vocabulary of Hopper kernels in Gluon: what they share around their main loops, which they do not share.
 
-A ring is a circle of shared-memory stages. Each stage has two mbarriers: the producer waits for `empty` and starts a
-copy, the copy's bytes complete `full`, a consumer waits for `full` and arrives on `empty` when it has read the stage.
+A ring is a circle of shared-memory stages. Each stage has two mbarriers. The producer waits for `empty` and starts a
+copy, whose bytes complete `full`. A consumer waits for `full`, and arrives on `empty` when it has read the stage.
 Steps are numbered from 0 over all of a CTA's tiles, so stage and parity follow from the step alone.
 
 Names that differ between versions of Triton come from course_ops.versions.

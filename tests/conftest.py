@@ -26,6 +26,7 @@ import torch
 
 TIERS = ("push", "night", "release")
 TAKEN = "taken"
+READ_BY_FIXTURES = {}  # the beginning of tests' ids -> files
 
 
 def pytest_addoption(parser):
@@ -67,12 +68,26 @@ def pytest_collection_modifyitems(config, items):
     items[:] = chosen
     if left:
         config.hook.pytest_deselected(items=left)
-    for item in [] if device.HAS_GPU else items:
+    for nth, item in enumerate([] if device.HAS_GPU else chosen):
         if files := depends_on(item):
             item.verdict = verdicts.key(item.nodeid, files)
             if not last and verdicts.find(item.verdict):
-                item.obj = lambda **_: None
-                item.user_properties.append((TAKEN, True))
+                items[nth] = Taken.of(item)
+
+
+class Taken(pytest.Item):
+    """In place of a test that has passed before: it needs no fixture."""
+
+    @classmethod
+    def of(cls, item):
+        taken = cls.from_parent(item.parent, name=item.name)
+        taken.own_markers = item.own_markers
+        taken.keywords.update(item.keywords)
+        taken.user_properties.append((TAKEN, True))
+        return taken
+
+    def runtest(self):
+        pass
 
 
 def depends_on(item):
@@ -114,8 +129,17 @@ def pytest_runtest_protocol(item):
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """What a fixture reads counts for each test of its file: one of a wider scope is made for the first of them."""
+    with verdicts.watching() as read:
+        result = yield
+    READ_BY_FIXTURES.setdefault(fixturedef.baseid, set()).update(read)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    if not hasattr(item, "verdict") or (TAKEN, True) in item.user_properties:
+    if not hasattr(item, "verdict"):
         return (yield)
     with verdicts.watching() as item.read:
         result = yield
@@ -128,8 +152,8 @@ def pytest_runtest_teardown(item):
     """A verdict is kept when the test has put back what it changed, be it os.replace."""
     result = yield
     if getattr(item, "has_passed", False):
-        # A test may have had a root of its own.
-        read = (path for path in item.read if path.is_relative_to(verdicts.ROOT))
+        read = item.read.union(*(seen for base, seen in READ_BY_FIXTURES.items() if item.nodeid.startswith(base)))
+        read = (path for path in read if path.is_relative_to(verdicts.ROOT))  # a test may have had a root of its own
         verdicts.keep(item.verdict, item.nodeid, read)
     return result
 

@@ -85,6 +85,16 @@ def test_what_mypy_finds_is_kept_for_other_clones(load, tmp_path, monkeypatch):
     assert folders["mypy"] == str(tmp_path / "mypy")
 
 
+def test_bytecode_goes_into_the_environment_where_it_may_not_lie_beside_the_sources(load, tmp_path, monkeypatch):
+    course = load(tmp_path)
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    assert course.variables() == dict(course.os.environ)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in course.variables()
+    assert course.variables()["PYTHONPYCACHEPREFIX"] == str(tmp_path / "bytecode")
+
+
 def test_a_failed_installation_leaves_only_what_was_there(load, tmp_path, monkeypatch):
     """A folder that course.py makes goes again; an empty one that was there stays, and is empty."""
     (empty := tmp_path / "empty").mkdir()

@@ -13,18 +13,22 @@ import pytest
 ADD = "day2_triton_basics.lesson01_vector_add"
 LESSON = dict(discover(ADD))[ADD]
 WRONG = LESSON.wrong[0]
+OF_ONE_LESSON = pytest.mark.kept("lessonkit/**/*.py")  # what the process of its own runs beside the lesson
 
 
+@OF_ONE_LESSON
 def test_a_process_of_its_own_judges_as_this_one_does():
     here = mutants.first_rejection(LESSON, mutants.build(ADD, WRONG))
     assert apart.judged(ADD, WRONG) == apart.Verdict.of(here)
 
 
+@OF_ONE_LESSON
 def test_a_mutant_that_cannot_be_judged_is_an_error_with_its_reason():
     with pytest.raises(RuntimeError, match=r"(?s)'none of them' could not be judged.*StopIteration"):
         apart.judged(ADD, replace(WRONG, why="none of them"))
 
 
+@OF_ONE_LESSON
 def test_what_does_not_end_hangs(monkeypatch):
     with pytest.raises(Rejected, match=r"did not end in 0.01 s") as hang:
         apart.within(0.01, lambda: False)()

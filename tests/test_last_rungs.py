@@ -85,6 +85,7 @@ def resources(name, sizes):
     return found
 
 
+@pytest.mark.kept("lessonkit/**/*.py", "course_ops/**/*.py")
 @pytest.mark.parametrize("name", LADDERS)
 def test_both_are_given_the_same_resources(name):
     rung, shipped = call_in_compiler("tests.test_last_rungs", "resources", name, LADDERS[name].sizes[0])

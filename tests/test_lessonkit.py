@@ -415,6 +415,7 @@ def test_machine_code_is_disassembled_once(tmp_path, monkeypatch):
     assert asked[2:] == [second], "of another architecture"
 
 
+@pytest.mark.kept("lessonkit/**/*.py")
 def test_a_script_that_is_stopped_takes_its_programs_along(tmp_path):
     """The first has started a program when the second ends."""
     mark = tmp_path / "pid"

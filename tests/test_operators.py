@@ -301,6 +301,7 @@ def test_what_is_compiled_ahead_is_timed_next(tmp_path, timings):
     assert events == [2, ALL[0].key, ALL[1].key, 2, ALL[2].key, ALL[3].key, 1, ALL[4].key]
 
 
+@pytest.mark.kept("lessonkit/**/*.py", "problems/*.py", "course_ops/**/*.py")
 def test_one_shape_from_call_to_row(tmp_path, timings):
     """All of it but the GPU: peers that are not here are named, and leave the ratio empty."""
     case = small(OPERATORS[5])

@@ -339,6 +339,12 @@ def test_the_exercise_commands_answer_an_old_name(renamed, tmp_path, monkeypatch
     assert f"exercise exercise99_before is now called {task.name}" in said.output
 
 
+def test_a_rung_stands_under_any_name_of_its_lesson(renamed):
+    renamed(lessons={OLD: ADD}, rungs={f"{OLD}: first": "second", f"{ADD}: second": "add_wide"})
+    assert renames.rung(OLD, "first") == renames.rung(ADD, "first") == "add_wide"
+    assert renames.rung("day2_triton_basics.lesson05_softmax", "first") == "first"
+
+
 def test_a_circle_of_names_is_an_error(renamed):
     renamed(lessons={"a": "b", "b": "c", "c": "a"}, rungs={"x: f": "g", "x: g": "f"})
     with pytest.raises(renames.Circle, match="a -> b -> c -> a"):

@@ -116,6 +116,12 @@ pytestmark = pytest.mark.kept
 def test_holds(): assert not Path(__file__).with_name("broken").exists()
 def test_always_fails(): assert False
 def test_puts_back(monkeypatch): monkeypatch.setattr("os.replace", None)
+@pytest.fixture(scope="module")
+def row():
+    print("made once more")
+    return Path(__file__).with_name("row").read_text()
+def test_row_is_read(row): pass
+def test_row_was_read(row): pass
 @pytest.mark.night
 def test_long(): pass
 """
@@ -123,7 +129,8 @@ def test_long(): pass
 
 @pytest.mark.kept("tests/conftest.py", "lessonkit/**/*.py")
 def test_a_pass_is_taken_and_a_failure_is_not(tmp_path, monkeypatch, capsys, request):
-    """The suite's own conftest, on a suite of four tests in a course of its own: twice, then each night's."""
+    """The suite's own conftest, on a suite of six tests in a course of its own: twice, with another row, then the
+    night's. What is taken makes no fixture, and what a module's fixture reads counts for all tests that use it."""
     monkeypatch.setattr(verdicts, "ROOT", tmp_path)
     monkeypatch.setattr(verdicts, "FOLDER", tmp_path / ".kept")
     (tmp_path / "test_small_suite.py").write_text(SUITE)
@@ -131,15 +138,19 @@ def test_a_pass_is_taken_and_a_failure_is_not(tmp_path, monkeypatch, capsys, req
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     conftest = next(p for p in request.config.pluginmanager.get_plugins() if getattr(p, "TAKEN", ""))
     said = []
-    for more in ([], [], ["--all"]):
+    for row, more in (("1", []), ("1", []), ("2", []), ("2", ["--all"])):
+        (tmp_path / "row").write_text(row)
         verdicts.forget()
-        pytest.main(["--noconftest", f"--rootdir={tmp_path}", "-pno:cacheprovider", str(tmp_path), *more], [conftest])
+        words = ["--noconftest", f"--rootdir={tmp_path}", "-pno:cacheprovider", "-s", str(tmp_path), *more]
+        pytest.main(words, [conftest])
         said.append(capsys.readouterr().out)
     verdicts.forget()
-    assert "1 failed, 2 passed, 1 deselected" in said[0], said[0]
-    assert "1 failed, 1 deselected, 2 taken" in said[1], said[1]
-    assert "1 ran, 2 taken from earlier runs" in said[1]
-    assert "1 failed, 3 passed" in said[2], said[2]
+    assert "1 failed, 4 passed, 1 deselected" in said[0], said[0]
+    assert "1 failed, 1 deselected, 4 taken" in said[1], said[1]
+    assert "1 ran, 4 taken from earlier runs" in said[1]
+    assert "1 failed, 2 passed, 1 deselected, 2 taken" in said[2], said[2]
+    assert "1 failed, 5 passed" in said[3], said[3]
+    assert ["made once more" in each for each in said] == [True, False, True, True]
 
 
 def test_every_question_is_in_a_tier():

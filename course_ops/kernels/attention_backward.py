@@ -1,9 +1,13 @@
 """Attention, backward, in portable Triton: every option, every GPU, the same to the bit each time.
 
-Two owners and no atomics (Dao 2023, FlashAttention-2, algorithm 2, in two loops). dq_kernel: a block of queries walks
-over the keys it sees, for dQ = scale dS K. dkdv_kernel: a block of keys walks over the queries that see it, for
-dK = scale dS^T Q and dV = P^T dO. P = exp(scale Q K^T - lse) and dS = P * (dO V^T - delta) are computed in both, so
-there are 7 matmuls for 5. delta = rowsum(dO * O) stands for the softmax's Jacobian.
+Two kernels without atomics (Dao 2023, FlashAttention-2, algorithm 2, in two loops):
+
+    dq_kernel      a program owns a block of queries, loops over the keys that it sees, and sums dQ = scale dS K
+    dkdv_kernel    a program owns a block of keys, loops over the queries that see it, and sums dK = scale dS^T Q
+                   and dV = P^T dO
+
+Both compute P = exp(scale Q K^T - lse) and dS = P * (dO V^T - delta), so there are seven matmuls instead of five.
+delta = rowsum(dO * O) stands for the softmax's Jacobian.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """Attention, backward, for Hopper: five matmuls, dQ added up by TMA (16 bits, D up to 128).
 
-After FlashAttention-3 (Shah et al. 2024, section 3). A CTA owns a tile of 128 keys of a head of K and V, for which two
-consumer warpgroups keep dK and dV of 64 keys each in registers. It walks over the blocks of queries that see the tile,
-of all query heads that share it. A step: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K:
+After FlashAttention-3 (Shah et al. 2024, section 3). A CTA owns a tile of 128 keys of one head of K and V. Two consumer
+warpgroups keep dK and dV in registers, of 64 keys each. The CTA loops over the blocks of queries that see the tile, of
+all query heads that share it. A step: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K:
 
     producer    K, V of a tile; a ring of Q and dO, with lse and delta of their rows; stores dK and dV at a tile's end
     consumers   write dS to shared memory, meet, and each multiplies half of dQ with all 128 keys
@@ -11,8 +11,8 @@ of all query heads that share it. A step: S^T = K Q^T, dP^T = V dO^T, dV += P^T 
 Shared memory: K and V [2 consumers, 64, D], Q and dO [STAGES, ROWS, D], dS [buffers * 2 consumers, 64, ROWS], and a
 part of dQ's sum for each consumer. ROWS is 64 if D = 128, and 128 if D <= 64: 64 x 64 elements of dQ for each consumer.
 
-PING_PONG: dQ is a step late, so the meeting it needs was a step ago, and the consumers take turns at exponentials. Two
-that meet at each step would do these at the same time, and issue no matmul meanwhile.
+PING_PONG: dQ is computed one step late, after a barrier of the step before, and the consumers take turns at the
+exponentials. With a barrier in each step both would compute exponentials at the same time, and issue no matmul.
 
 prepare_kernel computes each row's two values and clears the sum; finish_kernel scales it to dQ.
 """

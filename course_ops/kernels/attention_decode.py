@@ -1,9 +1,9 @@
 """Attention of few queries to many keys, in portable Triton: decoding, bound by reading K and V once.
 
-Query heads that share K and V are rows of one tile. The blocks of keys of all (batch, K head) pairs, the owners, stand
-in one row, and each program takes an equal share of it, wherever owners end (Flash-Decoding: Dao, Haziza, Massa and
-Sizov 2023; Stream-K: Osama et al. 2023). An owner with keys in several shares has partial results, each with its lse;
-merge_kernel adds them up. Programs, shares and parts of one owner:
+Query heads that share K and V are rows of one tile. An owner is a (batch, K head) pair. The blocks of keys of all
+owners stand in one row. Each program takes an equal share of the row, wherever owners end (Flash-Decoding: Dao, Haziza,
+Massa and Sizov 2023; Stream-K: Osama et al. 2023). An owner with keys in several shares has a partial result of each,
+with its lse; merge_kernel adds them up. Programs, shares and parts of one owner:
 
     blocks     0 0 0 0 0 0 0 1 1 1 1 1 1 1 2 2 2 2 2 2 2     owners 0 to 2 of 7 blocks
     programs   0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 4     5 blocks a share: owner 1 has parts of programs 1 and 2

@@ -1,11 +1,11 @@
 """What lessons, rungs, exercises and reports were called: renames.toml carries rows, progress and names along.
 
-    [lessons]    "day4_replace_op.lesson08_flash_hopper" = "day4_replace_op.lesson20_warp_specialized"
-    [rungs]      "day4_replace_op.lesson20_warp_specialized: ahead" = "overlap_softmax"
-    [exercises]  "day2_triton_basics.exercise01_mul" = "day2_triton_basics.exercise01_product"
-    [reports]    "ncu" = "counters"
+    [lessons]    "day2_triton_basics.lesson05_sum" = "day2_triton_basics.lesson04_sum"
+    [rungs]      "day3_matmul_tk.lesson09_matmul_hopper: in_flight" = "async_wgmma"
+    [exercises]  "day2_triton_basics.exercise01_old" = "day2_triton_basics.exercise01_mul"
+    [reports]    "counts" = "ncu"
 
-A rung stands under the name that its lesson has now. Chains (a -> b -> c) are followed to their end.
+A rung stands under any name of its lesson. Chains (a -> b -> c) are followed to their end.
 """
 
 import os
@@ -34,13 +34,7 @@ def lesson(name: str) -> str:
 def rung(lesson_: str, name: str) -> str:
     """What a rung is called now; `lesson_` may be an old name."""
     now = lesson(lesson_)
-    known = _known()["rungs"]
-    seen = [name]
-    while (key := f"{now}: {seen[-1]}") in known:
-        if known[key] in seen:
-            raise Circle(f"{FILE.name}: rung {' -> '.join([*seen, known[key]])} of {now} goes in a circle")
-        seen.append(known[key])
-    return seen[-1]
+    return _end(_rungs(text()).get(now, {}), name, f"of {now} ")
 
 
 def exercise(name: str) -> str:
@@ -57,7 +51,7 @@ def meant(kind: str, asked: str) -> str:
 
 def earlier(kind: str, name: str) -> list[str]:
     """The names that something had before."""
-    return [old for old in _known()[kind] if _now(kind, old) == name]
+    return list(_before(text(), kind).get(name, ()))
 
 
 def place(path: Path) -> Path:
@@ -104,11 +98,15 @@ def known() -> bool:
 
 
 def _now(kind: str, name: str) -> str:
-    known, seen = _known()[kind], [name]
+    return _end(_known()[kind], name)
+
+
+def _end(known: Mapping[str, str], name: str, whose: str = "") -> str:
+    seen = [name]
     while seen[-1] in known:
         following = known[seen[-1]]
         if following in seen:
-            raise Circle(f"{FILE.name}: {' -> '.join([*seen, following])} goes in a circle")
+            raise Circle(f"{FILE.name}: {' -> '.join([*seen, following])} {whose}goes in a circle")
         seen.append(following)
     return seen[-1]
 
@@ -128,3 +126,24 @@ def _parsed(content: str) -> Mapping[str, Mapping[str, str]]:
     if unknown := set(found) - set(KINDS):
         raise ValueError(f"{FILE.name}: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
     return {kind: found.get(kind, {}) for kind in KINDS}
+
+
+@lru_cache(8)
+def _rungs(content: str) -> Mapping[str, Mapping[str, str]]:
+    """For each lesson of today, its rungs that had another name."""
+    known = _parsed(content)
+    found: dict[str, dict[str, str]] = {}
+    for key, new in known["rungs"].items():
+        owner, _, old = key.partition(": ")
+        found.setdefault(_end(known["lessons"], owner), {})[old] = new
+    return found
+
+
+@lru_cache(32)
+def _before(content: str, kind: str) -> Mapping[str, list[str]]:
+    """For each name of today, those that came before it."""
+    known = _parsed(content)[kind]
+    found: dict[str, list[str]] = {}
+    for old in known:
+        found.setdefault(_end(known, old), []).append(old)
+    return found

@@ -123,14 +123,28 @@ def imported(path: Path) -> tuple[Path, ...]:
         return (*build.local_files(path), *build.emulator_files(), build.SOURCES / "binding.cpp")
     if path.suffix != ".py":
         return ()
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # it cannot be imported, and so imports nothing
-        return ()
-    found = [p for name in _names(tree) for p in _files(name)]
+    found = [p for name in _named(path) for p in _files(name)]
     if (program := path.with_suffix(".cu")).exists():
         found.append(program)
     return tuple(found)
+
+
+def _named(path: Path) -> list[str]:
+    """What `_names` finds in a file, kept by the file's content: parsing the course takes seconds."""
+    asked = hashlib.sha256(f"{sys.version} {content(Path(__file__))} {content(path)}".encode()).hexdigest()
+    place = FOLDER / f"{asked[:32]}.names.json"
+    try:
+        found: list[str] = json.loads(place.read_text())
+        eviction.used(place)
+        return found
+    except (OSError, ValueError):
+        pass
+    try:
+        found = sorted({*_names(ast.parse(path.read_bytes()))})
+    except (SyntaxError, ValueError):  # it cannot be imported, and so imports nothing
+        found = []
+    write_atomically(place, json.dumps(found))
+    return found
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
@@ -190,7 +204,7 @@ def watching() -> Iterator[set[Path]]:
     try:
         yield seen[0]
     finally:
-        _reads.remove(seen)
+        _reads.pop()  # the innermost; one that is equal to it may stand before
 
 
 def _see(event: str, args: tuple[object, ...]) -> None:

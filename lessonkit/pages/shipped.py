@@ -48,10 +48,10 @@ is hidden behind a kernel that takes longer, and shows at small shapes (day 1, l
 }
 FROM_ROWS = {
     "en": """\
-[operators.csv](../reports/{device}/operators.csv) has each operator at sizes of published models, at sizes that hurt,
-and at random ones that change with each release, in the same rounds as its peers. A ratio is the fastest peer's time
-over ours: above 1 ours is faster. Shapes under 20 microseconds have rows and are not judged here. The host's time of a
-call is not in the rows: it is hidden behind a kernel that takes longer.
+[operators.csv](../reports/{device}/operators.csv) has each operator, timed in the same rounds as its peers. The
+shapes are sizes of published models, sizes that hurt, and random ones that change with each release. A ratio is
+the fastest peer's time over ours: above 1 ours is faster. Shapes under 20 microseconds have rows and are not judged
+here. The host's time of a call is not in the rows: it is hidden behind a kernel that takes longer.
 """,
     "zh": """\
 [operators.csv](../reports/{device}/operators.csv) 中，每个算子都在已发布模型的尺寸、棘手的尺寸、
