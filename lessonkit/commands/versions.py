@@ -127,11 +127,12 @@ def _is_there(folder: Path, wanted: Sequence[str]) -> bool:
 
 
 def _install(folder: Path, executable: Path, wanted: Sequence[str], *options: str) -> None:
-    pip = [str(executable), "-m", "pip", "install", "--quiet", "--no-compile", *options, *wanted]
-    ended = subprocess.run(pip, stderr=subprocess.PIPE, text=True)
+    pip = [str(executable), "-m", "pip", "install", "--progress-bar=off", "--no-compile", *options, *wanted]
+    # Without --quiet, as pip names the requirements that contradict each other among what it does.
+    ended = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if ended.returncode:
         shutil.rmtree(folder, ignore_errors=True)  # gigabytes, perhaps
-        raise NotInstalled(reason(ended.stderr))
+        raise NotInstalled(reason(ended.stdout))
     files.write_atomically(folder / "installed.txt", "\n".join(wanted))
 
 
@@ -198,8 +199,9 @@ def save(rows: Iterable[Tried]) -> None:
     A pair that was tried, now or before, has no row that says why it was not.
     """
     at = {(row.torch, row.triton, row.target): asdict(row) for row in rows}
-    kept = [row for row in read_csv(TABLE) if (row["torch"], row["triton"], row["target"]) not in at]
-    every = [*kept, *at.values()]
+    kept = [row | {"why": row.get("why", "")} for row in read_csv(TABLE)]
+    kept = [row for row in kept if (row["torch"], row["triton"], row["target"]) not in at]
+    every: list[dict[str, Any]] = [*kept, *at.values()]
     known = {(row["torch"], row["triton"]) for row in every if row["target"] != NOT_TRIED}
     every = [row for row in every if row["target"] != NOT_TRIED or (row["torch"], row["triton"]) not in known]
     order = [*map(str, chips.TARGETS), INTERPRETED, NOT_TRIED]
