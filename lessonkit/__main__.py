@@ -382,6 +382,8 @@ def try_versions(
     why. Needs no GPU. A stopped run goes on where it was. Of some lessons nothing is written.
     Triton 3.10 will switch fused multiply-add off by default: last bits and speed of kernels may then change.
     """
+    if which := "" if which == "all" else renames.meant("lessons", which) or which:
+        _chosen(which)  # or it is not there
     pairs = [p for p in versions.PAIRS if (not torch or p[0] in torch) and (not triton or p[1] in triton)]
     targets = [t for t in compiled.TARGETS if not target or str(t) in target]
     if not pairs or len(targets) < len({*(target or ())}):

@@ -59,7 +59,7 @@ def pip(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (CAPPED, "a constraint of this machine's pip is torch<=2.14.1"),
+        (CAPPED, "the machine's pip is constrained to torch<=2.14.1"),
         (ABSENT, "pip finds no wheel of it for this machine"),
         ("Collecting\nERROR: gone: https://a.b/c\nWARNING: x", "ERROR: gone: ..."),
         ("killed", "killed"),
@@ -104,7 +104,7 @@ def test_the_running_pair_needs_no_environment(pip, monkeypatch):
 
 def test_what_cannot_be_installed_leaves_nothing_but_its_reason(pip, monkeypatch):
     pip.says = CAPPED
-    with pytest.raises(versions.NotInstalled, match=r"pip is torch<=2\.14\.1"):
+    with pytest.raises(versions.NotInstalled, match=r"constrained to torch<=2\.14\.1"):
         versions.python("2.15.0")
     with pytest.raises(versions.NotInstalled):
         versions.overlay("3.9.0")
@@ -179,6 +179,10 @@ def test_a_pair_that_was_tried_needs_no_reason(table):
     versions.save([versions.not_tried(pair, "no room")])
     assert table() == [(*pair, "90")]
     assert targets.versions("en").endswith("| 2.15.0 | 3.9.0 | 272 of 273 |\n")
+    versions.save([versions.Tried("2.14.1", "3.8.0", "interpreted", 5, 0, 0)])
+    *_, first, second, _, empty, last = targets.versions("en").split("\n")
+    assert (first, second) == ("| 2.14.1 | 3.8.0 | 5 of 5 |  |", "| 2.15.0 | 3.9.0 |  | 272 of 273 |")
+    assert (empty, last) == ("- An empty cell was not tried.", "")
 
 
 def test_the_command_line_knows_its_pairs_and_targets():

@@ -139,7 +139,7 @@ def _install(folder: Path, executable: Path, wanted: Sequence[str], *options: st
 def reason(said: str) -> str:
     """Why pip did not install: its own words in one line, without addresses."""
     if cap := re.search(r"requested \(constraint\) (torch|triton)\s*([<>=!~]+\s*[\w.]+)", said):
-        return f"a constraint of this machine's pip is {cap[1]}{cap[2]}"
+        return f"the machine's pip is constrained to {cap[1]}{cap[2]}"
     if "No matching distribution" in said:
         return "pip finds no wheel of it for this machine"
     lines = [line.strip() for line in said.splitlines() if line.strip()]

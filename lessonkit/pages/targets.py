@@ -109,7 +109,7 @@ def page(lessons: Mapping[str, Lesson]) -> str:
 def versions(language: str) -> str:
     """A table of reports/versions.csv: a line for each pair, a column for each target and for interpreted checks.
 
-    Below it a line for each pair that was not tried.
+    Below it, what was not tried.
     """
     rows = read_csv(REPORTS / "versions.csv")
     found = {(row["torch"], row["triton"], row["target"]): row for row in rows if row["target"] != NOT_TRIED}
@@ -123,15 +123,16 @@ def versions(language: str) -> str:
         return f"{row['passed']} of {total}" if language == "en" else f"{row['passed']}/{total}"
 
     pairs = dict.fromkeys(key[:2] for key in found)
-    said = {INTERPRETED: {"en": "checks interpreted", "zh": "解释执行的检查"}[language]}
-    titles = [said.get(each) or chips.label(_target(each)) for each in columns]
+    checks = {INTERPRETED: {"en": "checks interpreted", "zh": "解释执行的检查"}[language]}
+    titles = [checks.get(each) or chips.label(_target(each)) for each in columns]
     table = markdown(["torch", "Triton", *titles], ([*pair, *(cell(pair, each) for each in columns)] for pair in pairs))
-    line = {
-        "en": "- torch {torch} with Triton {triton} was not tried: {why}.\n",
-        "zh": "- 未试 torch {torch} 与 Triton {triton}：{why}。\n",
+    said = {
+        "en": ("- An empty cell was not tried.", "- torch {torch} with Triton {triton} was not tried: {why}."),
+        "zh": ("- 空格表示未试。", "- 未试 torch {torch} 与 Triton {triton}：{why}。"),
     }[language]
-    left = [line.format(**row) for row in rows if row["target"] == NOT_TRIED]
-    return table + "".join(["\n", *left] if left else [])
+    lines = [said[0]] * (len(found) < len(pairs) * len(columns))
+    lines += [said[1].format(**row) for row in rows if row["target"] == NOT_TRIED]
+    return "\n".join([table, *lines, ""]) if lines else table
 
 
 def _target(text: str) -> chips.Target:
