@@ -162,8 +162,10 @@ def _process(pair: Pair) -> tuple[Path, dict[str, str]]:
     # What was found is kept for each pair, since it may depend on both; machine code for each Triton.
     own = CACHE / "versions" / f"torch-{torch}-triton-{triton}"
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
-    eviction.used(own)
-    settings |= {"COURSE_CACHE": str(own), "TRITON_CACHE_DIR": str(CACHE / "versions" / f"kernels-{triton}")}
+    code = CACHE / "versions" / f"kernels-{triton}"
+    for folder in (own, code):
+        eviction.used(folder)
+    settings |= {"COURSE_CACHE": str(own), "TRITON_CACHE_DIR": str(code)}
     env = environment(**settings)
     if triton != OWN[torch]:
         env["PYTHONPATH"] += f"{os.pathsep}{overlay(triton)}"
