@@ -21,7 +21,7 @@ __all__ = ["aggregate", "async_atomic_add", "async_load", "async_store", "reinte
 
 @builtin
 def reinterpret(shared, dtype, shape, layout, _semantic=None):
-    """Shared memory seen as another dtype, shape and layout."""
+    """Shared memory seen as another dtype, shape and layout. Triton 3.8 refuses a slice: index the result instead."""
     return _reinterpret(shared, dtype, shape, layout, _semantic=_semantic)
 
 

@@ -175,9 +175,10 @@ def store(c_desc, ring, x, row, col, WHICH: gl.constexpr):
         panels = split_columns(x)
     if x.shape[1] == 256:
         panels = split_columns(panels[0]) + split_columns(panels[1])
+    WIDTH: gl.constexpr = c_desc.block_type.shape[1]
     for p in gl.static_range(len(panels)):
-        panel = ring.a_smem.index(p).slice(WHICH * 64, 64, dim=1 if ring.A_T else 0)
-        panel = reinterpret(panel, c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
+        stage = reinterpret(ring.a_smem.index(p), c_desc.dtype, [128 // WIDTH, 64, WIDTH], c_desc.layout)
+        panel = stage.index(WHICH * (64 // WIDTH))
         panel.store(panels[p].to(c_desc.dtype))
         fence_async_shared()
         async_store(c_desc, [row, col + 64 * p], panel)

@@ -371,32 +371,44 @@ def _card() -> chips.Chip | None:
 @app.command(name="versions")
 def try_versions(
     which: Which = "",
-    torch: Annotated[list[str] | None, typer.Option(help="Only this PyTorch, 2.15.0; may be repeated.")] = None,
+    torch: Annotated[list[str] | None, typer.Option(help="Only this PyTorch, 2.14.1; may be repeated.")] = None,
+    triton: Annotated[list[str] | None, typer.Option(help="Only this Triton, 3.9.0; may be repeated.")] = None,
     target: Annotated[list[str] | None, typer.Option(help="Only this target, 90 or gfx942; may be repeated.")] = None,
     checks: Annotated[bool, typer.Option(help="Run the interpreted checks too.")] = True,
 ) -> None:
-    """Compile every kernel, and check it interpreted, with each PyTorch and its Triton; write reports/versions.csv.
+    """Check every kernel interpreted, and compile it, with each PyTorch and Triton; write reports/versions.csv.
 
-    Makes an environment of 5 GB for each pair in the cache. Needs no GPU. Of some lessons nothing is written.
+    Makes an environment of 6 GB for each PyTorch in the cache; a pair that cannot be installed gets a row that says
+    why. Needs no GPU. A stopped run goes on where it was. Of some lessons nothing is written.
+    Triton 3.10 will switch fused multiply-add off by default: last bits and speed of kernels may then change.
     """
-    unknown = {*(torch or ())} - {*versions.PAIRS}
+    if which := "" if which == "all" else renames.meant("lessons", which) or which:
+        _chosen(which)  # or it is not there
+    pairs = [p for p in versions.PAIRS if (not torch or p[0] in torch) and (not triton or p[1] in triton)]
     targets = [t for t in compiled.TARGETS if not target or str(t) in target]
-    if unknown or len(targets) < len({*(target or ())}):
-        known = f"PyTorch {', '.join(versions.PAIRS)} and targets {', '.join(map(str, compiled.TARGETS))}"
-        raise typer.BadParameter(f"--torch or --target: there are {known}")
+    if not pairs or len(targets) < len({*(target or ())}):
+        known = f"{'; '.join(map(versions.label, versions.PAIRS))}; targets {', '.join(map(str, compiled.TARGETS))}"
+        raise typer.BadParameter(f"--torch, --triton or --target: there are {known}")
     failed: list[str] = []
-    for version in torch or versions.PAIRS:
+    for pair in pairs:
+        rows: list[versions.Tried] = []
         try:
-            with show.console.status(f"torch {version} with Triton {versions.PAIRS[version]}"):
-                rows, words = versions.tried(version, which, targets, checks)
+            with show.console.status(versions.label(pair)):
+                for row, words in versions.tried(pair, which, targets, checks):
+                    rows.append(row)
+                    failed += [f"{versions.label(pair)}: {line}" for line in words]
+                    if not which:
+                        versions.save([row])
+        except versions.NotInstalled as why:
+            show.console.print(f"{versions.label(pair)} was not tried: {why}", style="yellow")
+            if not which:
+                versions.save([versions.not_tried(pair, str(why))])
         except versions.Failed as why:
-            failed.append(str(why))
-            continue
-        show.table(f"torch {version}", list(vars(rows[0])), (vars(row).values() for row in rows))
-        failed += words
-        if not which:
-            versions.save(rows)
-    report.write()
+            failed.append(f"{versions.label(pair)}: {why}")
+        if rows:
+            show.table(versions.label(pair), list(vars(rows[0])), (vars(row).values() for row in rows))
+    if not which:
+        report.write()
     _end(failed)
 
 

@@ -41,10 +41,10 @@ OLD_PAIR = {"triton": "3.6.0", "numpy": "2.4.1"}
 # What is wrong, the machine, the finding that must say so, what its mend must name, whether it stops the course.
 BROKEN = [
     ("Python is too old", replace(WHOLE, python="3.10.12"), "Python", "python3.12", True),
-    ("no Triton", without("triton"), "triton", f'{sys.executable} -m pip install "triton>=3.6,<3.8"', True),
-    ("torch is too old", without("", torch="2.6.0+cu124"), "torch", 'pip install "torch>=2.10,<2.14"', True),
-    ("torch is too new", without("", torch="2.14.0"), "torch", 'pip install "torch>=2.10,<2.14"', True),
-    ("Triton is too new", without("", triton="3.9.0"), "triton", 'pip install "triton>=3.6,<3.8"', True),
+    ("no Triton", without("triton"), "triton", f'{sys.executable} -m pip install "triton>=3.6,<3.10"', True),
+    ("torch is too old", without("", torch="2.6.0+cu124"), "torch", 'pip install "torch>=2.10,<2.15"', True),
+    ("torch is too new", without("", torch="2.15.0"), "torch", 'pip install "torch>=2.10,<2.15"', True),
+    ("Triton is too new", without("", triton="3.10.0"), "triton", 'pip install "triton>=3.6,<3.10"', True),
     ("3.10 is newer than 3.9, 3.8 is not", without("", matplotlib="3.8.4"), "matplotlib", "matplotlib>=3.9", True),
     ("numpy 2.4, Triton 3.6, no GPU", without("", NO_GPU, **OLD_PAIR), "triton + numpy", "numpy<2.4", True),
     ("numpy 2.4, Triton 3.6, a GPU", without("", **OLD_PAIR), "triton + numpy", "numpy<2.4", False),

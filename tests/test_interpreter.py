@@ -1,5 +1,7 @@
 """What lessonkit mends and watches in Triton's interpreter."""
 
+from unittest import mock
+
 from lessonkit import DEVICE, device
 from lessonkit.base.errors import OutOfBounds
 from lessonkit.modes.interpreter import watched
@@ -8,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 pytestmark = [
     pytest.mark.skipif(not device.INTERPRETED, reason="this machine has a GPU: nothing is interpreted"),
@@ -151,6 +154,31 @@ def test_operators_promote_and_broadcast_as_before():
 def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(triton.runtime.errors.InterpreterError, match="incompatible dimensions at index 0: 4 and 8"):
         mismatch_kernel[(1,)](torch.empty(8, device=DEVICE), M=4, N=8)
+
+
+@triton.jit
+def ones_kernel(y_ptr, n, N: tl.constexpr):  # y [N]: only the program that `n` names writes
+    tl.store(y_ptr + tl.arange(0, N), 1, mask=tl.program_id(0) == n)
+
+
+def test_a_comparison_of_scalars_is_a_mask():
+    """As integers Triton 3.9 refuses it."""
+    kinds = []
+
+    class Native:
+        def store(self, ptrs, value, mask):
+            kinds.append(mask.dtype)
+            return native.store(ptrs, value, mask)
+
+        def __getattr__(self, name):
+            return getattr(native, name)
+
+    native = interpreter._interpreter
+    with mock.patch.object(interpreter, "_interpreter", Native()):
+        y = torch.zeros(8, device=DEVICE)
+        ones_kernel[(2,)](y, 1, N=8)
+    assert y.sum() == 8
+    assert kinds == [bool, bool]
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Every card and version: the table of chips, what is compiled for which target, and what a pair of versions makes."""
+"""Every card: the table of chips, what is compiled for which target, and names that Triton has renamed."""
 
 import ast
 import re
@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from lessonkit.base import chips, device
 from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.tables import head, read_csv
-from lessonkit.commands import versions
 from lessonkit.lesson import kernels as lesson_kernels
 from lessonkit.lesson import names
 from lessonkit.measure import fingerprint
@@ -201,28 +200,6 @@ def test_gluon_has_the_newest_names():
     asked = [[(module, "async_load"), (module, "async_copy")] for module in there]
     assert [names_of_gluon._first(*places) for places in asked] == [1, 3], "a removed name may still be bound"
     assert all(callable(getattr(names_of_gluon, name)) for name in names_of_gluon.__all__)
-
-
-def test_rows_of_versions_replace_their_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(versions, "TABLE", tmp_path / "versions.csv")
-    versions.save(
-        [versions.Tried("2.15.0", "3.9.0", "90", 1, 2, 3), versions.Tried("2.9.1", "3.5.1", "gfx942", 1, 0, 0)]
-    )
-    versions.save(
-        [versions.Tried("2.15.0", "3.9.0", "90", 4, 0, 0), versions.Tried("2.15.0", "3.9.0", "interpreted", 5, 0, 0)]
-    )
-    found = [(row["torch"], row["target"], row["passed"]) for row in read_csv(versions.TABLE)]
-    assert found == [("2.9.1", "gfx942", "1"), ("2.15.0", "90", "4"), ("2.15.0", "interpreted", "5")]
-
-
-def test_an_environment_that_cannot_be_made_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(versions, "CACHE", tmp_path)
-    monkeypatch.setattr(versions.venv, "create", lambda *args, **more: None)
-    failed = SimpleNamespace(returncode=1, stderr="No matching distribution")
-    monkeypatch.setattr(versions.subprocess, "run", lambda *args, **more: failed)
-    with pytest.raises(versions.Failed, match=r"torch 2.15.0 with Triton 3.9.0 cannot be installed: No matching"):
-        versions.python("2.15.0")
-    assert not list(tmp_path.rglob("installed.txt"))
 
 
 def test_functions_that_count_as_they_were_are_still_there():

@@ -13,7 +13,7 @@ from pathlib import Path
 DAY = 24 * 3600
 UNUSED = 30 * DAY
 # Folders of things that need no lock: they are written at once.
-PARTS = ("lessonkit_mutants", "lessonkit_answers", "opcodes", "verdicts", "compiled")
+PARTS = ("lessonkit_mutants", "lessonkit_answers", "opcodes", "verdicts", "compiled", "versions")
 
 
 def used(path: Path) -> None:

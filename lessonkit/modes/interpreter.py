@@ -238,6 +238,24 @@ def mend_float8() -> None:
         setattr(builder, name, conversion(getattr(builder, name)))
 
 
+def mend_masks() -> None:
+    """Let a comparison of scalars be a part of a block's mask, as in `(rows < M) & (program == 0)`.
+
+    The interpreter spreads it over the block as integers, since it keeps the operands' type for the comparison's. The
+    loads and stores of Triton 3.9 take only booleans for a mask.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    native = builder.create_splat
+
+    def splat(self: Any, type_or_shape: Any, scalar: Any) -> Any:
+        return native(self, type_or_shape, handle(scalar.data, tl.int1) if scalar.data.dtype == np.bool_ else scalar)
+
+    builder.create_splat = splat
+
+
 def mend_calls() -> None:
     """Let a call of a device function (tl.sum, tl.cdiv, a lesson's helper) cost no more than the call.
 
@@ -352,6 +370,7 @@ def mend_operators() -> None:
 if INTERPRETED:
     mend_bfloat16()
     mend_float8()
+    mend_masks()
     mend_calls()
     mend_types()
     mend_operators()

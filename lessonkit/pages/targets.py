@@ -17,6 +17,7 @@ import torch
 
 FOLDER = REPORTS / "compiled"
 INTERPRETED = "interpreted"  # in reports/versions.csv, where another row names a target
+NOT_TRIED = "not tried"  # likewise
 RATES = {torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}  # other dtypes are computed at the rate of bf16
 
 
@@ -106,9 +107,13 @@ def page(lessons: Mapping[str, Lesson]) -> str:
 
 
 def versions(language: str) -> str:
-    """A table of reports/versions.csv: a line for each pair, a column for each target and for interpreted checks."""
-    found = {(row["torch"], row["triton"], row["target"]): row for row in read_csv(REPORTS / "versions.csv")}
-    columns = [each for each in (*map(str, chips.TARGETS), INTERPRETED) if each in {target for _, _, target in found}]
+    """A table of reports/versions.csv: a line for each pair, a column for each target and for interpreted checks.
+
+    Below it, what was not tried.
+    """
+    rows = read_csv(REPORTS / "versions.csv")
+    found = {(row["torch"], row["triton"], row["target"]): row for row in rows if row["target"] != NOT_TRIED}
+    columns = [each for each in (INTERPRETED, *map(str, chips.TARGETS)) if each in {target for _, _, target in found}]
 
     def cell(pair: tuple[str, str], target: str) -> str:
         row = found.get((*pair, target))
@@ -118,9 +123,16 @@ def versions(language: str) -> str:
         return f"{row['passed']} of {total}" if language == "en" else f"{row['passed']}/{total}"
 
     pairs = dict.fromkeys(key[:2] for key in found)
-    said = {INTERPRETED: {"en": "checks interpreted", "zh": "解释执行的检查"}[language]}
-    titles = [said.get(each) or chips.label(_target(each)) for each in columns]
-    return markdown(["torch", "Triton", *titles], ([*pair, *(cell(pair, each) for each in columns)] for pair in pairs))
+    checks = {INTERPRETED: {"en": "checks interpreted", "zh": "解释执行的检查"}[language]}
+    titles = [checks.get(each) or chips.label(_target(each)) for each in columns]
+    table = markdown(["torch", "Triton", *titles], ([*pair, *(cell(pair, each) for each in columns)] for pair in pairs))
+    said = {
+        "en": ("- An empty cell was not tried.", "- torch {torch} with Triton {triton} was not tried: {why}."),
+        "zh": ("- 空格表示未试。", "- 未试 torch {torch} 与 Triton {triton}：{why}。"),
+    }[language]
+    lines = [said[0]] * (len(found) < len(pairs) * len(columns))
+    lines += [said[1].format(**row) for row in rows if row["target"] == NOT_TRIED]
+    return "\n".join([table, *lines, ""]) if lines else table
 
 
 def _target(text: str) -> chips.Target:
