@@ -320,7 +320,8 @@ LESSON = Lesson(
         Mutant("the turn is never passed", "_cta", "turn[1 - which].arrive()", "pass", "causal_skip_on_cpu", "barrier"),
     ),
     claims=dict.fromkeys(RUNGS, _CLAIMS)
-    | dict.fromkeys(RUNGS[:2], (*_CLAIMS, "backward_kernel: 16-byte stores")),  # the atomics that add dQ
+    | dict.fromkeys(RUNGS[:2], (*_CLAIMS, "backward_kernel: 16-byte stores"))  # the atomics that add dQ
+    | {causal_skip: _CLAIMS[:2]},  # Triton 3.6 spills a few bytes outside the main loops
     properties=(keys_are_the_same_each_time, keys_all_alike, later_keys_have_no_gradient),
     dtypes=(torch.float16, torch.bfloat16),
 )  # fmt: skip
