@@ -81,13 +81,16 @@ Experiments (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in bracket
     lazy rescaling, D = 128, all keys     710 -> 804 (790)   the largest step; FlashAttention-4 in the same rounds: 729
     half of the diagonal block            698 -> 722 (708)   a tile begins with it, and nothing runs under it
     8 heads at once, not what L2 holds    722 -> 752 (722)   causal; long and short tiles run side by side
+    raise m, no second QK, D = 128        459 -> 748 (755)   all keys, falling scores; cuDNN in the same rounds: 682
+    the same, D = 64                      303 -> 511 (550)   falling scores; cuDNN: 476
 
 Lazy rescaling has a price. Where scores fall along the keys, each block that the loop meets has a larger maximum. To
 visit the keys the other way round is no cure: rising scores are then the adverse ones. To compute such a block again
 with its own maximum costs a QK, a row maximum and 128 * 128 exponentials, and nothing runs under them. To raise m costs
 about 190 instructions a warp at D = 128, and no matmul: 64 multiplications of P, 64 of O, and 32 conversions. They and
 what they wait for are 300 cycles. The scores of data "falling" in `operators.csv` grow by 2^23 a block, so that every
-third block raises m. That is 100 cycles a block. Predicted for bf16: 5% fewer TFLOP/s than of random data.
+third block raises m. That is 100 cycles a block. Predicted for bf16: 5% fewer TFLOP/s than of random data. Measured in
+the same rounds: 3% fewer at D = 128, 11% at D = 64, where a block has half of the matmuls to pay for them.
 Your own: a second QK for each large sum in lazy_rescaling.py (HUGE_SUM = LARGE_SUM); a HEADROOM of 0 in bf16, too;
 STAGES = 3 at D = 64; [232, 40] -> [224, 56].
 
