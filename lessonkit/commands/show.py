@@ -143,17 +143,11 @@ def stored(name: str, lesson: Lesson) -> None:
             ms = f"{row.ms_p50:.4g}{mark}"
             body.append([shape, row.rung, ms, times, row.rate, f"{row.percent_of_limit:.0f}%", *predicted])
             before = row
-    columns = [
-        "shape",
-        "rung",
-        "ms",
-        "over the rung before",
-        "rate",
-        "of the limit",
-        "predicted",
-        "measured / predicted",
-    ]
-    table(f"stored from a GPU, reports/{MACHINE} (none here)", columns, body)
+    columns = ["shape", "rung", "ms", "over rung before", "rate", "of limit", "predicted", "measured / predicted"]
+    heading = f"stored from a GPU (none here): reports/{MACHINE}"
+    if len(shapes) == 1:  # it stands above the table, which is then narrower
+        heading, columns, body = f"{heading}, {shapes[0]}", columns[1:], [line[1:] for line in body]
+    table(heading, columns, body)
     if old:
         console.print("* measured before the code of this rung changed", style="dim")
 
