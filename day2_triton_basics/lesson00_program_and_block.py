@@ -25,7 +25,7 @@ matrix of 2 rows and 5 columns, with blocks of 2 x 4. Row i, column j lies at of
                |  1   1   1   1 |  1   0   0   0 |
     program            0                1                              grid = (2,)
 
-Offsets 5, 6 and 7 of the first row exist in memory, but they belong to the second row. So the mask compares columns, and
+Offsets 5, 6 and 7 of the first row exist in memory, but they belong to the second row. So the mask compares columns,
 not offsets.
 
 You choose the grid and the block. What happens below that is up to the compiler and the GPU:
