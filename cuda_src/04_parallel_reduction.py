@@ -3,6 +3,7 @@
 The kernels and what they predict are in 04_parallel_reduction.cu; here they are functions of tensors, checked against
 PyTorch: on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and every race watched.
 
+New words (GLOSSARY.md): bank conflict.
 Run it:    python cuda_src/04_parallel_reduction.py
 Check it:  python -m lessonkit check 04_parallel_reduction
 Time it:   python -m lessonkit bench 04_parallel_reduction

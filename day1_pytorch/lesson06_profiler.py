@@ -5,6 +5,7 @@ A transformer block needs 24 D^2 FLOPs a token in its matmuls and 4 T D in atten
 shows which operators take the time. Only counted FLOPs and bytes explain it: an operator cannot be faster than its
 roof, max(FLOPs / FLOP rate, bytes / bandwidth), and the larger of the two is its limit.
 
+New words (GLOSSARY.md): occupancy.
 You will learn: torch.profiler (record_function, self and total time, schedules, traces), to count FLOPs and bytes, to
 test a roofline verdict by experiment, and the first commands of Nsight Systems and Nsight Compute.
 Run it:    python day1_pytorch/lesson06_profiler.py

@@ -3,23 +3,18 @@
 z = x + y reads 2n elements and writes n. No traffic can be saved, so the lesson is about moving 3n elements well.
 On an H200 a copy reaches 4.2 TB/s. At that rate n = 2^28 in bf16 (2 bytes each, 1.6 GB in all) takes at least 0.38 ms.
 
-A kernel is a function that the GPU runs many times at once. Each run is a program, and tl.program_id(0) is its number.
-`kernel[grid](x, y, z, n)` launches as many programs as `grid` says. A tensor arrives in the kernel as a pointer to its
-first element. A tl.constexpr is a value that the compiler knows. Ten elements in blocks of BLOCK = 4:
+Memory moves in sectors of 32 bytes. A thread can load up to 16 bytes with one instruction. A program has 4 warps, 128
+threads, unless num_warps says otherwise, and the compiler spreads the elements of a block over them:
 
-    x          | x0  x1  x2  x3 | x4  x5  x6  x7 | x8  x9         |
-    program    |       0        |       1        |       2        |    grid = (3,), 10 / 4 rounded up
-    offsets    |  0   1   2   3 |  4   5   6   7 |  8   9  10  11 |    program * BLOCK + [0, 1, 2, 3]
-    mask       |  1   1   1   1 |  1   1   1   1 |  1   1   0   0 |    offsets < 10
+    rung           block    per thread and tensor in bf16
+    add_element        1    1 thread of 32 has 2 bytes; 30 of the 32 bytes of its sector are not used
+    add_block        128    1 element, 2 bytes; the 32 threads of a warp use 2 whole sectors
+    add_wide        1024    8 elements, 16 bytes with one instruction; a warp uses 16 whole sectors
 
-A place in a block is called a lane. Where the mask is 0, the lane loads and stores nothing.
-
-An H200 has 132 SMs (streaming multiprocessors), and a program runs on one of them. It runs as warps of 32 threads each:
-4 warps, 128 threads, unless num_warps says otherwise. BLOCK is another number: the compiler spreads the lanes of a
-block over the threads. Memory moves in sectors of 32 bytes.
-
+New words (GLOSSARY.md): sector, coalesced access, latency, bandwidth, bytes in flight, rung, copy speed.
 You will be able to: write a kernel with program ids, offsets and masks; say how wide its accesses are.
-You need: PyTorch. `LESSON`, at the end, declares what the tests check: skip it at the first reading.
+You need: lesson 0 (programs, blocks, masks). `LESSON`, at the end, declares what the tests check: skip it at the first
+reading.
 Run it:    python day2_triton_basics/lesson01_vector_add.py
 Check it:  python -m lessonkit check lesson01_vector_add
 Time it:   python -m lessonkit bench lesson01_vector_add

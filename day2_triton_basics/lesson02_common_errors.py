@@ -6,8 +6,9 @@ wrong value. Then it mends the error and asserts that it is gone.
 
 Predict before you run: which of the steps end in an error message, and which in a wrong number without one? The answer
 stands at the end of the file.
+New words (GLOSSARY.md): reduction.
 You will be able to: recognise each error by what it looks like, and name the check that finds it.
-You need: lesson 1 (programs, masks). lesson17_green_but_wrong has the errors around a kernel.
+You need: lessons 0 and 1. lesson17_green_but_wrong has the errors around a kernel.
 Run it:    python day2_triton_basics/lesson02_common_errors.py
 """
 

@@ -11,6 +11,7 @@ Predicted gain of fusing: 9 times. On an H200, at 4.2 TB/s, n = 2^26 in bf16 (26
 This is PyTorch's approximate="tanh" (Hendrycks and Gimpel 2016, section 2), as GPT-2 and Gemma use it. It costs one
 exponential per element. The exact form, x * Phi(x), needs erf, and differs by less than 0.0005.
 
+New words (GLOSSARY.md): fusion.
 You will be able to: count what fusion saves, write tanh without overflow, and write a first backward.
 You need: lesson 1 (programs, masks). Rung 3 is advanced: skip it at the first reading.
 Run it:    python day2_triton_basics/lesson03_gelu.py

@@ -8,6 +8,7 @@ softmax(x)_j = exp(x_j - m) / s with m = max(x) and s = sum(exp(x - m)) along a 
 Predicted gain of one kernel: 2.5 times. On an H200, at 4.2 TB/s, 8192 x 8192 in bf16 (268 MB read and written) takes at
 least 0.064 ms.
 
+New words (GLOSSARY.md): online softmax.
 You will be able to: say why m is subtracted; reduce inside a program; write a loop that rescales its running sum.
 You need: lesson 1 (programs, offsets, masks), lesson 3 (fusing), lesson 4 (tl.sum, the sum inside a program).
 lesson16_rows_of_any_length goes on from here.

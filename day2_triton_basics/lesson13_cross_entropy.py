@@ -13,6 +13,7 @@ second result, lse = log(sum_j exp(x_j)), is all that the backward needs (lesson
 which means that the row is ignored and its loss is 0. Any other target raises in PyTorch on the CPU and ends the
 process on a GPU. Here its loss is NaN.
 
+New words (GLOSSARY.md): lse.
 You will be able to: fuse a gather (a load at an index that is data) into a reduction, and keep the statistics of an
 online loop per lane.
 You need: lesson 5 (softmax and its online loop). course_ops.cross_entropy has the kernels for odd and for few rows.

@@ -22,6 +22,7 @@ The budget of an H200: 132 SMs, each with 256 KB of registers (65,536 of 32 bits
 law (bytes in flight = bandwidth * latency), 4.2 TB/s at about 800 ns needs 3.4 MB of loads in flight, 25 KB on each SM.
 At 4.2 TB/s, a matrix of 2048 x 131,072 in bf16 (1.07 GB read and written) takes at least 0.26 ms.
 
+New words (GLOSSARY.md): spill.
 You will be able to: say which of the four kernels a row needs, from N, the dtype and the registers, and write it.
 You need: lesson 5 (softmax, and the loop with a rescaled sum), lesson 4 (sums of several programs).
 Source of rung 3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.

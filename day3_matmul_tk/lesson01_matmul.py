@@ -15,6 +15,7 @@ A Hopper SM does 2048 multiply-adds a cycle in 16 bits. L2 gives all 132 SMs tog
 each. So L2 feeds a matmul, and a larger tile asks less of it. Predicted: 61% of the tensor cores' peak for tiles of 128
 x 128, and 81% for 128 x 256.
 
+New words (GLOSSARY.md): arithmetic intensity, autotuning, tensor core, MMA, accumulator.
 You will learn: tl.dot, tiles and their order in L2, software pipelining, autotuning of few candidates.
 Run it:    python day3_matmul_tk/lesson01_matmul.py
 Check it:  python -m lessonkit check lesson01_matmul

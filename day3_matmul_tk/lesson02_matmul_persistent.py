@@ -28,6 +28,7 @@ operands in L2. For 4 SMs, groups of 2 rows of tiles and 4 columns:
      8 10 12 14        round 2: tiles 8 to 11
      9 11 13 15        round 3: tiles 12 to 15                        a row of 4 would read 1 + 4 blocks, these 2 + 2
 
+New words (GLOSSARY.md): warpgroup, TMA, wgmma, epilogue, warp specialization, producer and consumer.
 You will learn: persistent kernels, flattened loops, tensor descriptors and TMA, and what an epilogue takes from shared
 memory. You will also learn warp specialization, how to see that it happened, and a matmul for any shape and stride.
 Run it:    python day3_matmul_tk/lesson02_matmul_persistent.py

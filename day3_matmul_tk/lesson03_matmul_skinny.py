@@ -18,6 +18,7 @@ split as well. Three tiles of 8 steps of K each on 4 SMs, a letter for each SM:
 In stream_k the program with a tile's first step owns the tile. Here b begins in tile 0 and writes that part to the
 workspace; a waits for b's flag, adds the part and stores tile 0.
 
+New words (GLOSSARY.md): split-K.
 You will learn: matrix times vector without tensor cores, split-K, Stream-K, waiting for other programs and why it ends.
 Run it:    python day3_matmul_tk/lesson03_matmul_skinny.py
 Check it:  python -m lessonkit check lesson03_matmul_skinny

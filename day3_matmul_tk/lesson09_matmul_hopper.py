@@ -3,6 +3,7 @@
 The same C = A B, one level below Triton. In Gluon (triton.experimental.gluon) the language is Python and a program owns
 a tile. What Triton's compiler decides stands in the source: layouts, shared memory, barriers, and which warp does what.
 
+New words (GLOSSARY.md): swizzle, prologue, mbarrier, phase.
 You will be able to: write a matmul at cuBLAS's speed whose schedule you chose yourself, and name the parity of every
 wait. You can say which mistakes hang, and which give wrong values.
 You need: lessons 1 and 2. A Hopper GPU runs the rungs. Without one they are compiled, their machine code is read, and a

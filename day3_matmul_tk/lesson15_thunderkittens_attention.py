@@ -12,6 +12,7 @@ output with NaN first.
 Where to get ThunderKittens: lesson 14. Peers: PyTorch's scaled_dot_product_attention by FlashAttention-2, which does
 not use wgmma, and by cuDNN, which does.
 
+New words (GLOSSARY.md): causal, peer.
 You will learn: tails and masks with tiles, online softmax with column vectors, how to make a compiler keep an order.
 Run it:    python day3_matmul_tk/lesson15_thunderkittens_attention.py
 Check it:  python -m lessonkit check lesson15_thunderkittens_attention     a Hopper GPU; without one, the next line

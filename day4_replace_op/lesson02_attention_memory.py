@@ -11,6 +11,7 @@ heads in bf16:
     flash                          O: 67 MB, and lse: 1 MB
 
 Predict before you run: the slopes of all lines of both plots, and at which S an 80 GB GPU runs out of memory.
+New words (GLOSSARY.md): flash attention.
 You will learn: to measure peak memory on a GPU and without one, to fit an exponent, and to read a slope.
 Run it:    python day4_replace_op/lesson02_attention_memory.py
 """

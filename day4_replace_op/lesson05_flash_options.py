@@ -51,6 +51,7 @@ Each rung is a complete file in flash_options/, and its new lines are marked `# 
 Before you read on: with S_q = 3 and S_k = 10, which keys does query 0 see, here and with PyTorch's is_causal? What is
 the softmax of an empty row, and why does the answer matter to a ring of GPUs?
 
+New words (GLOSSARY.md): GQA.
 Run it:    python day4_replace_op/lesson05_flash_options.py
 Check it:  python -m lessonkit check lesson05_flash_options
 Time it:   python -m lessonkit bench lesson05_flash_options

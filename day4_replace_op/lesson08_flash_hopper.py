@@ -4,6 +4,7 @@ You know the loop: for each block of keys S = Q K^T, online softmax, O += P V. O
 matmul if the tensor cores never wait. Lessons 4 and 5 leave the schedule to Triton's compiler. Here it is written out
 in Gluon, after FlashAttention-3 (Shah et al. 2024) and FlashAttention-4.
 
+New words (GLOSSARY.md): ping-pong.
 You will be able to: keep wgmma busy under a softmax. Say which unit bounds a rung, and by how much. Find a missing
 arrival or a wrong parity by its symptom.
 You need: day 3, lesson 9 (TMA, mbarriers with phase and parity, wgmma, a ring with a producer warp); lesson 4 here.

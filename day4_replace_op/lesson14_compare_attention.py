@@ -11,6 +11,7 @@ S^2 D FLOPs (lesson 1). How do its TFLOP/s change with S where bytes decide? Whi
 causal mask? At D = 64 a FLOP of a matmul has twice as many exponentials beside it (lesson 4). Which implementations
 lose least by that? Which memory lines are bent?
 
+New words (GLOSSARY.md): error budget.
 You will learn: to compare fairly: answers checked first, interleaved timing, the same work, absent peers named.
 Run it:    python day4_replace_op/lesson14_compare_attention.py      minutes on a GPU; without one, the claims alone
 """

@@ -16,6 +16,7 @@ The roofline (Williams, Waterman and Patterson, 2009): an operator of F FLOPs on
 B / bandwidth). With log axes a kernel that waits for memory moves along the slanted roof when its FLOPs are counted in
 another way, and its distance to the roof stays the same. So such kernels count one FLOP for four bytes here.
 
+New words (GLOSSARY.md): roofline.
 You will learn: to combine four views, a roofline of a whole step, Nsight Compute on the command line.
 Run it:    python day4_replace_op/lesson24_profile.py
 Without a GPU all times are a CPU's, and ours are the interpreter's: they show the views, not the speed.

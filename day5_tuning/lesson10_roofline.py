@@ -15,6 +15,7 @@ A row is bound in one of four ways:
     latency            far below both roofs: it waits for a barrier, an atomic, or has too few bytes in flight
     launches           its limit is less than 8 us, so starting it takes longer than running it
 
+New words (GLOSSARY.md): emulated.
 You will learn: to place a kernel before you write it, to read how much it can gain, to check counts against counters.
 Run it:    python day5_tuning/lesson10_roofline.py      (no kernel runs; the plot is reports/<device>/*roofline*.png)
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.

@@ -30,7 +30,7 @@ from lessonkit.judge import counters, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import dependents, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
 from lessonkit.modes import compiled
-from lessonkit.pages import final_report, paths, report, targets
+from lessonkit.pages import final_report, glossary, paths, report, targets
 
 import typer
 
@@ -538,6 +538,18 @@ def depends(function: str) -> None:
     measured = {each.lesson: each.rows for each in found}
     title = f"{len(measured)} lessons and {sum(measured.values())} rows depend on {function}"
     show.table(title, ["function", "lesson", "through", "rows"], body)
+
+
+@app.command(name="words")
+def explain_words(
+    which: Annotated[str, typer.Argument(help="A word, or a lesson for all words of its text; nothing: all.")] = "",
+) -> None:
+    """Explain the words of the course: `words SM`, `words lesson05_softmax`."""
+    if not (found := list(glossary.explained(which))):
+        _end([f"{which!r} is no word of the glossary and no lesson: `words` lists the words"])
+    first = {term: lesson for lesson, terms in glossary.new().items() for term in terms}
+    body = ([term.term, term.says, first.get(term, "").partition(".")[2]] for term in found)
+    show.table("words", ["word", "what it means", "first in"], body)
 
 
 @app.command()

@@ -6,6 +6,7 @@ import re
 from lessonkit import Prediction
 from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import REPORTS
+from lessonkit.commands import show
 from lessonkit.judge import verify
 from lessonkit.lesson import discover, kernels
 from lessonkit.measure import rows
@@ -85,6 +86,41 @@ def test_a_prediction_says_one_thing_of_a_rung_at_a_bench(lesson):
     ):
         with pytest.raises(AssertionError, match=says):
             verify.declared(ADD, dataclasses.replace(lesson, predicted=(said,)))
+
+
+def stored(lesson, found, monkeypatch):
+    """What `run` prints of rows where there is no GPU."""
+    monkeypatch.setattr(show.rows, "read", lambda path: found)
+    monkeypatch.setattr(show.Today, "why_old", lambda self, row: "changed" if row.rung == "add_wide" else "")
+    with show.console.capture() as printed:
+        show.stored(ADD, lesson)
+    return printed.get()
+
+
+def test_run_without_a_gpu_shows_the_stored_times_beside_the_predictions(lesson, monkeypatch):
+    rungs = lesson.rungs
+    said = (Prediction(rung=rungs[1], at=N, percent_of_limit=40), Prediction(rung=rungs[2], at=N, tb_per_s=8.0))
+    lesson = dataclasses.replace(lesson, predicted=said)
+    found = [
+        a_row(rung="add_element", ms_p50=20.0, tb_per_s=0.4, percent_of_limit=10),
+        a_row(rung="add_block", ms_p50=5.0, tb_per_s=1.6, percent_of_limit=40),
+        a_row(),
+        a_row(rung="torch", kind="peer"),
+        a_row(rung="add_block", shape="n=7", bytes=10**9),
+    ]
+    printed = stored(lesson, found, monkeypatch)
+    assert "reports/nvidia-h200, n=98432" in printed
+    assert "torch" not in printed
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
+    assert cells == [
+        ["add_element", "20", "", "0.40 TB/s", "10%", "", ""],
+        ["add_block", "5", "4x", "1.60 TB/s", "40%", "40% of the limit", "1.00"],
+        ["add_wide", "2*", "2.5x", "4.00 TB/s", "100%", "8 TB/s", "0.50"],
+    ]
+    assert "* measured before" in printed
+    unsaid = dataclasses.replace(lesson, predicted=())
+    assert "reports/nvidia-h200, n=7" in stored(unsaid, found, monkeypatch)  # the one with most bytes
+    assert not stored(lesson, [], monkeypatch)
 
 
 @pytest.mark.release

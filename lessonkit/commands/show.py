@@ -6,13 +6,15 @@ from typing import Any
 
 from lessonkit.base import chips, device
 from lessonkit.base.errors import Missing, Unsupported
+from lessonkit.base.files import REPORTS
 from lessonkit.judge import counters
 from lessonkit.judge.verify import LeftOut, Question, grad_checks, rung_checks
-from lessonkit.lesson import Lesson, Steps, title
+from lessonkit.lesson import Lesson, Steps, shape_name, title
 from lessonkit.measure import bench, ncu, operator_bench, operator_rows, rows
-from lessonkit.measure.stale import device_folders
+from lessonkit.measure.stale import Today, device_folders
 from lessonkit.modes import compiled
-from lessonkit.pages import report
+from lessonkit.pages import predictions, report
+from lessonkit.pages.predictions import MACHINE
 
 from rich.console import Console
 from rich.progress import Progress
@@ -49,6 +51,7 @@ def lesson(name: str, lesson: Lesson) -> None:
         if lesson.extension:
             counted(counters.rows(counters.traffic(lesson)))
         resources(name, (90,))  # the rest takes twice as long: `compile` shows it
+        stored(name, lesson)
 
 
 def checks(lesson: Lesson) -> int:
@@ -112,6 +115,41 @@ def timed(name: str, lesson: Lesson) -> int:
         table("measured by the program itself", printed.rows[0], (row.values() for row in printed.rows))
         console.print(f"rows in {report.save_table(name, printed, device.name())}", style="dim")
     return sum("NOT TIMED" in line for line in said)
+
+
+def stored(name: str, lesson: Lesson) -> None:
+    """What an H200 measured for the rungs, beside what the lesson predicts, for a reader without a GPU.
+
+    At the shapes of the predictions; where there are none, at the shape that moves most bytes.
+    """
+    found = [row for row in rows.read(REPORTS / MACHINE / f"{name}.csv") if row.kind == "rung"]
+    if not found:
+        return
+    largest = max(found, key=lambda row: row.bytes).shape
+    shapes = list(dict.fromkeys(shape_name(said.at) for said in lesson.predicted)) or [largest]
+    pairs = {(pair.row.rung, pair.row.shape): pair for pair in predictions.compared(lesson, found)}
+    at = {(row.rung, row.shape): row for row in found}
+    today = Today([(name, lesson)])
+    body, old = list[list[str]](), False
+    for shape in shapes:
+        before = None
+        for rung in lesson.rungs:
+            if (row := at.get((rung.__name__, shape))) is None:
+                continue
+            pair, mark = pairs.get((row.rung, shape)), "*" if today.why_old(row) else ""
+            old |= bool(mark)
+            times = f"{before.ms_p50 / row.ms_p50:.3g}x" if before else ""
+            predicted = [pair.how, f"{pair.ratio:.2f}"] if pair else ["", ""]
+            ms = f"{row.ms_p50:.4g}{mark}"
+            body.append([shape, row.rung, ms, times, row.rate, f"{row.percent_of_limit:.0f}%", *predicted])
+            before = row
+    columns = ["shape", "rung", "ms", "over rung before", "rate", "of limit", "predicted", "measured / predicted"]
+    heading = f"stored from a GPU (none here): reports/{MACHINE}"
+    if len(shapes) == 1:  # it stands above the table, which is then narrower
+        heading, columns, body = f"{heading}, {shapes[0]}", columns[1:], [line[1:] for line in body]
+    table(heading, columns, body)
+    if old:
+        console.print("* measured before the code of this rung changed", style="dim")
 
 
 def missing_operators(names: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_
 from lessonkit.modes import compiled
 from lessonkit.pages import (
     final_report,
+    glossary,
     guides,
     operators,
     path_pages,
@@ -129,7 +130,7 @@ def generate() -> dict[Path, str | Picture]:
         guide = ROOT / "course_ops" / readme
         made[guide] = filled(guide.read_text(), "speed", shipped.speed(language, today))
     made[REPORTS / "compiled" / "targets.md"] = targets.page(lessons)
-    made |= guides.pages() | path_pages.pages()
+    made |= guides.pages() | path_pages.pages() | glossary.pages()
     return made | _relinked(made)
 
 
