@@ -46,6 +46,8 @@ def _scan(name, x):
     return y
 
 
+LARGE = {"n": 2**28}
+
 LESSON = Lesson(
     about=About(
         teaches="Hillis-Steele, Blelloch, shuffles: work against steps against conflicts",
@@ -59,8 +61,29 @@ LESSON = Lesson(
     rungs=(hillis_steele, blelloch, blelloch_padded, shuffle),
     predicted=(
         Prediction(
+            rung=hillis_steele,
+            at=LARGE,
+            ms=1.7,
+            why="One load of 4 bytes per thread does not keep memory busy: shuffle, with hardly any work in shared "
+            "memory, takes about twice its 4n too.",
+        ),
+        Prediction(
+            rung=blelloch,
+            at=LARGE,
+            ms=2.1,
+            why="As in hillis_steele; and the count of wavefronts has no time for the waits at 22 barriers, after "
+            "most of which a few warps work alone.",
+        ),
+        Prediction(
+            rung=blelloch_padded,
+            at=LARGE,
+            ms=1.4,
+            why="As in hillis_steele; and the padded indices more than double the kernel's instructions (see "
+            "reports/compiled).",
+        ),
+        Prediction(
             rung=shuffle,
-            at={"n": 2**28},
+            at=LARGE,
             ms=1.02,
             why="A thread loads one element, so an SM has 8 KB in flight where Little's law wants 25 KB; and no "
             "byte is asked for while a block scans.",

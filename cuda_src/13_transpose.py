@@ -90,11 +90,19 @@ LESSON = Lesson(
             why="A write of 4 bytes probably costs L2 more than the one slot of the count, since it has to be "
             "merged with the rest of its sector.",
         ),
+        Prediction(rung=transpose_write, at=LARGE, tb_per_s=1.8),
         Prediction(rung=transpose_tile, at=LARGE, tb_per_s=1.8),
         Prediction(rung=transpose_padded, at=LARGE, percent_of_limit=90),
         Prediction(rung=transpose_swizzled, at=LARGE, times=1, over=transpose_padded),
         Prediction(rung=transpose_vectorized, at=LARGE, percent_of_limit=100),
         Prediction(rung=transpose_down, at=LARGE, times=(1.01, 1.03), over=transpose_vectorized),
+        Prediction(
+            rung=transpose_any,
+            at={"M": 8191, "N": 8193},
+            percent_of_limit=(90, 100),
+            why="Sectors that are written in part cost more than the ninth that was counted: at M = N = 8192 "
+            "transpose_padded, with the same accesses on whole sectors, loses much less.",
+        ),
     ),
     wrong=(
         Mutant("M for N", "transpose_read_kernel", "x[r * N + c]", "x[r * M + c]", "transpose_read", "out of bounds"),

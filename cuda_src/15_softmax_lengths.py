@@ -82,6 +82,7 @@ LESSON = Lesson(
         Prediction(rung=softmax_registers, at={"M": 8192, "N": 8192}, percent_of_limit=100),
         Prediction(rung=softmax_lanes, at={"M": 32768, "N": 256}, percent_of_limit=100),
         Prediction(rung=softmax_cluster, at={"M": 2048, "N": 131072}, percent_of_limit=(80, 95)),
+        Prediction(rung=softmax, at={"M": 4096, "N": 32768}, percent_of_limit=100),
     ),
     checks=(
         *WHOLE,

@@ -99,6 +99,7 @@ LESSON = Lesson(
             percent_of_limit=100,
             why="No block stores before the whole row has come, so an SM's loads and stores do not overlap.",
         ),
+        Prediction(rung=layernorm, at={"M": 4096, "N": 32768}, percent_of_limit=90),
     ),
     checks=(
         *WHOLE,

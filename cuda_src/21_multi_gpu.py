@@ -13,7 +13,7 @@ Check it:  python -m lessonkit check 21_multi_gpu
 Time it:   the compile and run lines at the top of 21_multi_gpu.cu, with 2 GPUs
 """
 
-from lessonkit import About, Lesson, Mutant, cuda, expect
+from lessonkit import About, Lesson, Mutant, Prediction, cuda, expect
 
 import torch
 
@@ -47,6 +47,8 @@ def _all_reduce(launch, x):
     return y
 
 
+SHARED = {"ranks": 4, "n": 2**24}  # four ranks in the memory of one GPU
+
 LESSON = Lesson(
     about=About(
         teaches="several GPUs: peer copies, a ring all-reduce by hand beside NCCL",
@@ -58,6 +60,23 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(read_all, ring_steps, ring_flags),
+    predicted=(  # the bytes of `passes`, below, at the speed of memory
+        Prediction(
+            rung=read_all,
+            at=SHARED,
+            percent_of_limit=40,
+            why="Cause not found: accesses are 16 bytes wide and without spills, and by the count enough bytes are in "
+            "flight.",
+        ),
+        Prediction(
+            rung=ring_steps,
+            at=SHARED,
+            percent_of_limit=50,
+            why="Each step is a launch of its own, and the GPU runs empty between two; ring_flags moves the same "
+            "bytes in one launch and takes less time.",
+        ),
+        Prediction(rung=ring_flags, at=SHARED, percent_of_limit=50),
+    ),
     prints="Between GPUs, which the rows above are not: there all ranks share one memory.",
     wrong=(
         Mutant("the first rank stands for all", "read_all_kernel", "(p.x[r]) + q", "(p.x[0]) + q", "read_all"),
