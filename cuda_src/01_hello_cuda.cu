@@ -1,5 +1,6 @@
 // Hello, CUDA: who am I, and which element is mine?
 // =================================================
+//
 // A kernel is one function that very many threads run at once. The launch says how many: kernel<<<grid, block>>>()
 // starts grid.x * grid.y * grid.z blocks of block.x * block.y * block.z threads. Every thread runs the same lines.
 // Only its coordinates tell it from the others, and from them it computes which element is its own. Four words:

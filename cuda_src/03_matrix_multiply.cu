@@ -1,5 +1,6 @@
 // Matrix multiply: from one FMA for two loads to eight for three
 // ==============================================================
+//
 // C[M, N] = A[M, K] B[K, N] in fp32 without tensor cores (and without TF32): 2MNK FLOPs on 4(MK + KN + MN) bytes. At
 // 4096 that is 137 GFLOP on 0.2 GB. An H200's 16,896 lanes have 67 TFLOP/s, of which cuBLAS gets about 51: they need 2
 // ms, and memory needs 0.05 ms. So nothing here waits for HBM if each element is fetched often enough from a cache or
@@ -41,7 +42,7 @@ inline int64_t count_tiles(int64_t m, int64_t n, int tile_m, int tile_n) {
 }
 
 // v1. A thread owns one element of C. The natural mistake: x counts rows. The 32 threads of a warp differ in x, so
-// they read 32 rows of A, K floats apart: 32 sectors a request, and 4 bytes of each are used now. All read the same
+// they read 32 rows of A, K floats apart. A request touches 32 sectors and uses 4 bytes of each. All read the same
 // element of B, 1 sector, and C is written in 32 sectors. Predicted: 0.5 TFLOP/s at best, since L1 looks up one line
 // after another.
 constexpr int TILE = 32;
@@ -83,8 +84,8 @@ void multiply_coalesced(const float* a, const float* b, float* c, int64_t m, int
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v3. New: the block loads a 32 x 32 tile of A and one of B into shared memory, uses each element 32 times, and goes
-// on to the next 32 of K. A thread still loads two words an FMA, from shared memory instead of L1. Both loads are
+// v3. New: the block loads a 32 x 32 tile of A and one of B into shared memory. It uses each element 32 times, and
+// goes on to the next 32 of K. A thread still loads two words an FMA, from shared memory instead of L1. Both loads are
 // conflict-free: of A one word for the whole warp, of B 32 neighbours. Predicted: not much faster! L2 is asked 32
 // times less and the latency is shorter, but the wavefronts are nearly as many. The compiler saves some: it loads four
 // neighbours of A's row at once.
@@ -96,7 +97,8 @@ __global__ void shared_kernel(const float* a, const float* b, float* c, int64_t 
     const int64_t row = row0 + y, column = column0 + x;
     float sum = 0;
     for (int64_t k0 = 0; k0 < k; k0 += TILE) {
-        // Past an edge a tile holds zeros, which add nothing. Nobody returns early: all threads fetch, all synchronise.
+        // Past an edge a tile holds zeros, which add nothing. No thread returns early: all threads fetch, all
+        // synchronise.
         a_tile[y][x] = row < m && k0 + x < k ? a[row * k + k0 + x] : 0;
         b_tile[y][x] = k0 + y < k && column < n ? b[(k0 + y) * n + column] : 0;
         __syncthreads();  // New: the tiles are whole before anyone multiplies

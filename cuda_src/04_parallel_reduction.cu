@@ -1,5 +1,6 @@
 // Parallel reduction: many threads, one sum
 // =========================================
+//
 // sum = x[0] + ... + x[n-1] reads 4n bytes, does n additions and writes 4 bytes. On an H200 (4.2 TB/s, 132 SMs) 2^28
 // floats cannot take less than 0.26 ms, and each SM has to take in 18 bytes a clock. The instructions per element
 // decide whether it can. An SM issues 4 warp instructions a clock, and 32 floats are 128 bytes, 7 clocks' worth of

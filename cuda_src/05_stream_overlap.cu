@@ -1,5 +1,6 @@
 // Streams: copy in, compute and copy out at the same time
 // =======================================================
+//
 // y = f(x) where x and y live in the host's memory. n floats come in and n floats go out. Between them each element
 // takes `turns` fused multiply-adds. A GPU has one engine for each direction of the link and its SMs for the rest:
 // three things that can run at once. One after the other they take in + compute + out; no program can take less than

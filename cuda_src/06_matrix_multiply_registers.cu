@@ -1,5 +1,6 @@
 // Matrix multiply, on to the speed of cuBLAS: a square of C in each thread's registers
 // ====================================================================================
+//
 // Where 03_matrix_multiply ends, a thread loads 9 words for 8 FMAs. A thread that owns a square of TM x TN elements of
 // C loads TM + TN words for TM * TN FMAs, so the larger the square, the fewer loads. Its accumulators live in
 // registers, of which an SM has 65,536: 8 x 8 leaves room for 512 threads, 16 x 8 for 256. Two limits hold for an SM
@@ -83,7 +84,7 @@ square_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n, in
             if (at.row + y + r < m && at.column + x + s < n) c[(at.row + y + r) * n + at.column + x + s] = sum[r][s];
 }
 
-// v6. New: everything in 16-byte pieces, a quarter of the load instructions. b_tile keeps the layout of B. a_tile is
+// v6. New: everything in 16-byte pieces, a quarter of the load instructions. The layout of B stays in b_tile. A is
 // transposed on its way in, so that the 8 rows of a thread are neighbours. Its rows are 4 words longer than BM, so
 // that the 32 words that a warp stores (16 rows, 2 of k) are in 32 banks. Predicted: a 16-byte load takes 4 wavefronts
 // at least (8 lanes each); in b_tile 8 lanes that begin 8 words apart reach half of the banks: 8.

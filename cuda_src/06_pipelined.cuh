@@ -1,4 +1,4 @@
-// v8 to v10 of the matrix multiply: copies that nobody waits for, and operands that are there before they are needed.
+// v8 to v10 of the matrix multiply: asynchronous copies, and operands that are loaded a step ahead.
 #pragma once
 #include "copy_async.cuh"
 #include "course.cuh"

@@ -1,8 +1,9 @@
 // Parallel reduction, continued: every byte in flight, and the blocks' sums added in the same launch
 // ==================================================================================================
+//
 // 04_parallel_reduction ends with blocks that add quickly and have too few loads in flight. The sum of 2^28 floats
-// reads 1 GiB, 0.26 ms at an H200's 4.2 TB/s. 2^20 floats are 4 MiB, 1 us: there the launches decide, at 2 to 3 us
-// each. So v7 is about bytes in flight, and v8 to v10 are three ways to need one launch only.
+// reads 1 GiB, 0.26 ms at an H200's 4.2 TB/s. The sum of 2^20 floats reads 4 MiB, 1 us: there the launches decide, at
+// 2 to 3 us each. So v7 is about bytes in flight, and v8 to v10 are three ways to need one launch only.
 //
 // Sources: CUDA programming guide, "Memory Fence Functions" (the last block's ticket) and "Grid Synchronization";
 // D. Merrill's CUB is the peer.
@@ -43,10 +44,10 @@ constexpr int64_t SCRATCH = 16384;
 
 // v7. New: 16 bytes a load, and eight loads a thread before the first use: 128 bytes a thread, 128 KB an SM. The grid
 // is no larger than the machine, and its threads loop over x (grid-stride). So a block adds up once for its whole
-// share, not once for every 512 elements. __launch_bounds__ tells the compiler how many blocks an SM shall hold, hence
-// that a thread may have 64 registers. Without it the compiler saves registers: it adds before it has issued all
-// loads. Predicted: a warp adds 1024 floats with 8 loads of 16 sectors and 32 additions, so only memory is a limit:
-// its full speed.
+// share, not once for every 512 elements. The attribute __launch_bounds__ tells the compiler how many blocks an SM
+// shall hold, hence that a thread may have 64 registers. Without it the compiler saves registers: it adds before it
+// has issued all loads. Predicted: a warp adds 1024 floats with 8 loads of 16 sectors and 32 additions, so only memory
+// is a limit: its full speed.
 constexpr int LOADS = 8, BLOCKS_AN_SM = 4;
 
 __device__ float thread_sum(const float* x, int64_t n) {
@@ -132,10 +133,10 @@ void sum_cooperative(const float* x, float* scratch, float* sum, int64_t n, cuda
 }
 
 // v10. New: no block waits. Each block takes a ticket when its sum is written. The block with the last ticket adds all
-// sums, in the order of the blocks. atomicInc wraps to 0 at the last ticket, so `ticket` starts at 0 and is 0 again
-// afterwards. It is cleared once and not before every launch, and no other stream may use it. Predicted: v9's time.
-// The last block's time decides, and its chain is as long: sum, fence, ticket, sums. So v8's memset is cheaper than
-// this tail. In return v9 and v10 give the same sum in every run.
+// sums, in the order of the blocks. The function atomicInc wraps to 0 at the last ticket, so `ticket` starts at 0 and
+// is 0 again afterwards. It is cleared once and not before every launch, and no other stream may use it. Predicted:
+// v9's time. The last block's time decides, and its chain is as long: sum, fence, ticket, sums. So v8's memset is
+// cheaper than this tail. In return v9 and v10 give the same sum in every run.
 __global__ __launch_bounds__(THREADS, BLOCKS_AN_SM)
 void sum_last_block_kernel(const float* x, float* sums, unsigned* ticket, float* sum, int64_t n) {
     __shared__ bool last;
