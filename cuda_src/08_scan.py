@@ -1,7 +1,7 @@
 """Prefix sums inside a block: Hillis-Steele, Blelloch, warp shuffles
 =====================================================================
-The kernels and what they predict are in 08_scan.cu; here they are functions of tensors, checked against torch.cumsum.
-What it takes to scan across blocks in one pass is 09_scan_one_pass.
+The kernels and their predictions are in 08_scan.cu. This file wraps them as functions of tensors and checks them
+against torch.cumsum. How to scan across blocks in one pass is in 09_scan_one_pass.
 
 Run it:    python cuda_src/08_scan.py
 Check it:  python -m lessonkit check 08_scan

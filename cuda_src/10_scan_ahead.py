@@ -1,7 +1,7 @@
 """Prefix sums in one pass, the next tile under way
 =================================================
-The kernels and what they predict are in 10_scan_ahead.cu; here they are functions of tensors, checked against
-torch.cumsum. The look-back that they build on is 09_scan_one_pass.
+The kernels and their predictions are in 10_scan_ahead.cu. This file wraps them as functions of tensors and checks them
+against torch.cumsum. The look-back that they build on is in 09_scan_one_pass.
 
 Run it:    python cuda_src/10_scan_ahead.py
 Check it:  python -m lessonkit check 10_scan_ahead

@@ -1,7 +1,7 @@
 """Radix sort in one sweep a digit
 ===================================
-The kernels and what they predict are in 12_onesweep.cu; here they are functions of tensors, checked against
-torch.sort. Where radix sort comes from is 11_sort.
+The kernels and their predictions are in 12_onesweep.cu. This file wraps them as functions of tensors and checks them
+against torch.sort. The basic radix sort is in 11_sort.
 
 Run it:    python cuda_src/12_onesweep.py
 Check it:  python -m lessonkit check 12_onesweep

@@ -1,8 +1,8 @@
 """Transpose in CUDA C++: coalescing, bank conflicts, padding, swizzling
 =====================================================================
-The kernels and what they predict are in 13_transpose.cu; here they are functions of tensors, checked against PyTorch:
-on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and every race watched. The
-counts at the end of this file, sectors a request and wavefronts a shared access, are the lesson.
+The kernels and their predictions are in 13_transpose.cu. This file wraps them as functions of tensors and checks them
+against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches every address,
+barrier and race. The counts at the end of this file, sectors a request and wavefronts a shared access, are the lesson.
 
 Run it:    python cuda_src/13_transpose.py
 Check it:  python -m lessonkit check 13_transpose

@@ -1,7 +1,8 @@
 """Softmax in CUDA C++ at every row length: a row is read once
 ===========================================================
-The kernels and what they predict are in 15_softmax_lengths.cu: a row stays in the registers of a block, of a few
-lanes, of a cluster of blocks. The cluster is no part of the emulator: it runs on an sm_90 GPU and is compiled anywhere.
+The kernels and their predictions are in 15_softmax_lengths.cu. A row stays in the registers of a block, of a few
+lanes, or of a cluster of blocks. The emulator has no clusters: those rungs run on an sm_90 GPU and are compiled
+anywhere.
 
 Run it:    python cuda_src/15_softmax_lengths.py
 Check it:  python -m lessonkit check 15_softmax_lengths

@@ -1,7 +1,8 @@
 """LayerNorm backward in CUDA C++: one sum along the row, one down the column
 =========================================================================
-The kernels and what they predict are in 18_layernorm_backward.cu; here they are functions of tensors, checked against
-PyTorch, and with the forward of the reference one differentiable op. The cluster is no part of the emulator.
+The kernels and their predictions are in 18_layernorm_backward.cu. This file wraps them as functions of tensors and
+checks them against PyTorch. With the forward of the reference they are one differentiable op. The emulator has no
+clusters: those rungs run on an sm_90 GPU and are compiled anywhere.
 
 Run it:    python cuda_src/18_layernorm_backward.py
 Check it:  python -m lessonkit check 18_layernorm_backward

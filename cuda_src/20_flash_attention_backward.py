@@ -1,8 +1,8 @@
 """Flash attention, backward, in CUDA C++: two deterministic passes, scalar and on tensor cores
 ============================================================================================
-The kernels and what they predict are in 20_flash_attention_backward.cu and 20_attention_mma.cuh; here they
-are functions of tensors, checked against PyTorch. With the forward of course_ops they are one differentiable op, which
-is checked against float64 autograd.
+The kernels and their predictions are in 20_flash_attention_backward.cu and 20_attention_mma.cuh. This file wraps them
+as functions of tensors and checks them against PyTorch. With the forward of course_ops they are one differentiable op,
+which is checked against float64 autograd.
 
 Run it:    python cuda_src/20_flash_attention_backward.py
 Check it:  python -m lessonkit check 20_flash_attention_backward

@@ -1,12 +1,12 @@
-"""Several GPUs: an all-reduce by hand, everyone reading everybody's data, then the ring
-====================================================================================
+"""Several GPUs: an all-reduce by hand, all reading from all, then the ring
+========================================================================
 The kernels are in 21_multi_gpu.cu. Here 2 to 8 ranks share one memory, so that the algorithms are checked against
-PyTorch on any machine: the same kernels, steps and flags, only the links are missing. The program itself, on a machine
-with 2 GPUs, runs them across NVLink, beside copies between the GPUs and NCCL's all-reduce.
+PyTorch on any machine. The kernels, steps and flags are the same, and only the links are missing. The program itself
+runs them across NVLink on a machine with 2 GPUs, beside copies between the GPUs and NCCL's all-reduce.
 
-What two H200 had to say (reports/): a copy gets six sevenths of the link, the rest is packets' headers; loads are no
-slower than stores, so enough of them are under way. Of 4 MB and more the ring with flags is ahead of NCCL; of 64 KB the
-time is launches and one microsecond a message, and whoever has fewest messages is first.
+Between two H200 a copy stays below the link's rate, because packets have headers. Loads are no slower than stores, so
+enough of them are in flight. For large n the ring with flags is ahead of NCCL. For small n the launches and the latency
+of each message decide, and the version with the fewest messages is the fastest.
 
 Run it:    python cuda_src/21_multi_gpu.py
 Check it:  python -m lessonkit check 21_multi_gpu

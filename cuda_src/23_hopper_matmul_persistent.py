@@ -1,8 +1,9 @@
-"""Matmul on Hopper, second half: a persistent grid, clusters that share loads
-===========================================================================
-x @ w.T in bf16 with fp32 sums, at the speed of cuBLAS. The kernels and what they predict are in
-23_hopper_matmul_persistent.cu; here they are functions of tensors, checked against PyTorch. Without a GPU the schedule
-alone runs, in the emulator; the kernels that only Hopper has are compiled and their machine code is read.
+"""Matmul on Hopper, second half: a persistent kernel, clusters that share loads
+=============================================================================
+x @ w.T in bf16 with fp32 sums, at the speed of cuBLAS. The kernels and their predictions are in
+23_hopper_matmul_persistent.cu. This file wraps them as functions of tensors and checks them against PyTorch. Without a
+GPU only the schedule runs, in the emulator. The rungs that need Hopper are compiled, and their machine code is
+checked.
 
 Run it:    python cuda_src/23_hopper_matmul_persistent.py
 Check it:  python -m lessonkit check 23_hopper_matmul_persistent

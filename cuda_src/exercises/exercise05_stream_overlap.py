@@ -41,7 +41,7 @@ def pinned():
 
 
 def ordered():
-    """Whoever touches the same bytes, one of them writing, is in one order, whatever a GPU may choose."""
+    """Two operations on the same bytes, one of them a write, have one order, whatever a GPU may choose."""
     for n in (CHUNKS * SIZE, 5 * SIZE + 9):
         found = streams.order(_asked(n)).hazards()
         if found:
