@@ -122,7 +122,7 @@ void greet() {
     std::printf("%s: %d SMs, up to %d threads a block and %d an SM, warps of %d\n\n", device.name,
                 device.multiProcessorCount, device.maxThreadsPerBlock, device.maxThreadsPerMultiProcessor,
                 device.warpSize);
-    hello_kernel<<<2, 64>>>();  // the order of the lines is nobody's promise
+    hello_kernel<<<2, 64>>>();  // the order of the lines is not defined
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());  // wait, or the program ends before it is printed
 }

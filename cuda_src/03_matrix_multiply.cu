@@ -101,7 +101,7 @@ __global__ void shared_kernel(const float* a, const float* b, float* c, int64_t 
         // synchronise.
         a_tile[y][x] = row < m && k0 + x < k ? a[row * k + k0 + x] : 0;
         b_tile[y][x] = k0 + y < k && column < n ? b[(k0 + y) * n + column] : 0;
-        __syncthreads();  // New: the tiles are whole before anyone multiplies
+        __syncthreads();  // New: the tiles are whole before any thread multiplies
         for (int i = 0; i < TILE; i++) sum += a_tile[y][i] * b_tile[i][x];
         __syncthreads();  // New: everyone has multiplied before the tiles are overwritten
     }

@@ -56,7 +56,7 @@ TILE = 32
 def twin_shared(a, b):
     """shared_kernel on the CPU: [M, K] @ [K, N] -> [M, N] float32.
 
-    The two outer loops are the blocks; what the block's 32 x 32 threads do between two barriers is one line each, since
+    The two outer loops are the blocks. What the block's 32 x 32 threads do between two barriers is one line each, since
     y and x are arrays of all of them.
     """
     (m, k), n = a.shape, b.shape[1]

@@ -127,7 +127,7 @@ struct Unrolled {
         float mine = partial[t];
 #pragma unroll
         for (unsigned s = 32; s > 0; s /= 2) {  // New
-            mine += partial[t + s];             // lanes past s add what nobody will read
+            mine += partial[t + s];             // what lanes past s add is never read
             __syncwarp();                       // every lane has read before one writes
             partial[t] = mine;
             __syncwarp();                       // and every lane has written before one reads

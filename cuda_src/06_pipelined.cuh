@@ -109,7 +109,7 @@ pipelined_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n,
                 load(stage, i + 1, (i + 1) % 2);
             } else {
                 __pipeline_wait_prior(STAGES - 2);  // my part of the next tile is there,
-                __syncthreads();                    // everyone's is, and nobody reads this tile any more
+                __syncthreads();                    // everyone's is, and no thread reads this tile any more
                 fetch(stage);
                 stage = stage == tiles_smem + (STAGES - 1) * S::STAGE ? tiles_smem : stage + S::STAGE;
                 load(stage, 0, 0);
@@ -124,7 +124,7 @@ pipelined_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n,
             }
         }
     }
-    __pipeline_wait_prior(0);  // zeros may still be on their way
+    __pipeline_wait_prior(0);  // zeros may still be in flight
 
 #pragma unroll
     for (int r = 0; r < TM; r++) {

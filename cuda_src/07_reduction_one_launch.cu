@@ -51,7 +51,7 @@ constexpr int64_t SCRATCH = 16384;
 constexpr int LOADS = 8, BLOCKS_AN_SM = 4;
 
 __device__ float thread_sum(const float* x, int64_t n) {
-    // A float4 lies at a multiple of 16 bytes: what comes before the first one, and what is left over, is read singly.
+    // A float4 begins at a multiple of 16 bytes: elements before the first and after the last are read singly.
     const int64_t head = min(int64_t(-(reinterpret_cast<uintptr_t>(x) / sizeof(float)) % 4), n);
     const int64_t quads = (n - head) / 4, tail = head + 4 * quads;
     const float4* x4 = reinterpret_cast<const float4*>(x + head);
@@ -143,7 +143,7 @@ void sum_last_block_kernel(const float* x, float* sums, unsigned* ticket, float*
     const float mine = block_sum(thread_sum(x, n));
     if (threadIdx.x == 0) {
         sums[blockIdx.x] = mine;
-        __threadfence();  // New: whoever sees the ticket sees the sum
+        __threadfence();  // New: a block that sees the ticket sees the sum
         last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
     }
     __syncthreads();

@@ -68,7 +68,7 @@ def _launch(name, x):
 
 
 def the_same_every_time(rung):
-    """Equal bits in every run, but for atomic additions, whose order nobody decides."""
+    """Equal bits in every run, but for atomic additions, whose order is not defined."""
     (x,) = inputs(40_000)
     assert rung is sum_atomic or len({rung(x).item() for _ in range(4)}) == 1
 

@@ -19,12 +19,12 @@ SUFFIX = {torch.float32: "float", torch.int32: "int"}
 
 
 def look_back_waves(x):
-    """[n] -> [n] float32 or int32 in one pass, by blocks that stay; the same bits in every run."""
+    """[n] -> [n] float32 or int32 in one pass, by persistent blocks; the same bits in every run."""
     return _scan(kernels, "look_back_waves", x)
 
 
 def look_back_ahead(x):
-    """[n] -> [n] float32 or int32 in one pass, the next tile under way before this one is done; the same bits."""
+    """[n] -> [n] float32 or int32 in one pass, the next tile loaded while this one is finished; the same bits."""
     return _scan(kernels, "look_back_ahead", x)
 
 
@@ -45,7 +45,7 @@ def _cub(x):
 # fmt: off
 LESSON = Lesson(
     about=About(
-        teaches="blocks that stay; the next tile under way before this one is done; the same bits in every run",
+        teaches="persistent blocks; the next tile loaded while this one is finished; the same bits in every run",
         hours=1,
         operator="scan",
         language="CUDA C++",

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) onesweep_kernel(const uint32_
     extern __shared__ unsigned memory[];
     auto& shared = *reinterpret_cast<Shared<THREADS, ITEMS>*>(memory);
     const int t = threadIdx.x;
-    if (t == 0) shared.ticket = atomicAdd(ticket, 1u);  // not blockIdx: who waits, waits for blocks that run
+    if (t == 0) shared.ticket = atomicAdd(ticket, 1u);  // not blockIdx: a block waits only for blocks that run
     __syncthreads();
     const int64_t tile = shared.ticket;
     volatile unsigned* const mine = words + tile * BINS + t;

@@ -78,7 +78,7 @@ void transpose_write(const float* x, float* y, int64_t M, int64_t N, cudaStream_
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v3 to v5 differ in one line: where element (r, c) of the tile lies. How a row and a column of 32 fall on 32 banks:
+// v3 to v5 differ in one line: the place of element (r, c) of the tile. How a row and a column of 32 fall on 32 banks:
 struct Plain {  // a row: banks 0..31; a column: 32 words apart, all in one bank
     static constexpr int words = TILE * TILE;
     static __device__ int at(int r, int c) { return r * TILE + c; }

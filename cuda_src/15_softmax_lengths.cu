@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, WHOLE ? 2 : 1)
         float2* slot = &pairs[rank * warps + threadIdx.x / 32];
         *cluster.map_shared_rank(slot, threadIdx.x % 32) = make_float2(pair.m, pair.s);
     }
-    cluster.sync();  // after it nobody reads or writes another block's memory, so a block may leave
+    cluster.sync();  // after it no block accesses another's memory, so a block may exit
     pair = merge_all(pairs, parts * warps);
     store_share<T>(v, pair, y + row * n, n, first, blockDim.x, end, WHOLE);
 #endif

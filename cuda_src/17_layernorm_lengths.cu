@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     cluster.barrier_wait();
     if (lane < blocks)  // lane i writes to block i
         *cluster.map_shared_rank(&parts[slot], lane) = make_float4(mine.mean, mine.m2, mine.count, 0);
-    cluster.sync();  // after it nobody touches another block's memory, so a block may leave
+    cluster.sync();  // after it no block accesses another's memory, so a block may exit
     const Stats all = merge_all(parts, blocks * warps, n);
     const float r = 1 / sqrtf(all.m2 / n + eps);
     again(v);

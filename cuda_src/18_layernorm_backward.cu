@@ -35,7 +35,7 @@ namespace cg = cooperative_groups;
 // other's shared memory. Predicted: 3MN to 128 KB a row (256 KB where the GPU allows 16 blocks a cluster), where
 // registers would end at 16 KB.
 enum Meet { WARP, BLOCKWIDE, CLUSTER };
-constexpr int STAGES = 3;  // rows of dy and x under way
+constexpr int STAGES = 3;  // rows of dy and x in flight
 constexpr int MAX_PARTS = 16;
 
 template <typename T, int K, Meet MEET>
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(MEET == WARP ? 256 : 512)
 #ifdef CLUSTERS
         if constexpr (MEET == CLUSTER) {
             if (lane < parts) *cg::this_cluster().map_shared_rank(&sums[turn % 2][rank * warps + warp], lane) = all;
-            cg::this_cluster().sync();  // after the last one nobody touches another block's memory
+            cg::this_cluster().sync();  // after the last one no block accesses another's memory
         }
 #endif
         rows.fetch(stage, row + STAGES * step, row + STAGES * step < M);

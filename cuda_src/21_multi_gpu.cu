@@ -41,13 +41,13 @@ __global__ void read_all_kernel(Ranks p, int rank) {
 
 void read_all(Ring& ring) {
     if (ring.p.n == 0) return;
-    ring.meet();  // nobody reads what its owner has not written yet
+    ring.meet();  // a rank reads an array only after its owner has written it
     for (int r = 0; r < ring.p.count; r++) {
         CUDA_CHECK(cudaSetDevice(ring.device[r]));
         read_all_kernel<<<ring.blocks(ring.p.n), THREADS, 0, ring.stream[r]>>>(ring.p, r);
         CUDA_CHECK(cudaGetLastError());
     }
-    ring.meet();  // nobody overwrites what another still reads
+    ring.meet();  // no rank overwrites what another still reads
 }
 
 // v2. New: the ring, one launch a step. A rank adds the sum from its left neighbour to its own part. It stores the

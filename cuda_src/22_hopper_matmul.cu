@@ -218,7 +218,7 @@ __global__ __launch_bounds__(384, 1) void matmul_specialized_kernel(const __grid
         registers_shrink<40>();
         if (thread != 0) return;
         for (int step = 0; step < steps; step++, ring.advance()) {
-            barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);  // in the first round at once: nobody has used it
+            barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);  // returns at once in the first round: unused so far
             barrier_expect(&s.full[ring.stage], sizeof(s.a[0]) + sizeof(s.b[0]));
             load_box(s.a[ring.stage], &a_map, &s.full[ring.stage], step * BK, row0);
             load_box(s.b[ring.stage], &b_map, &s.full[ring.stage], step * BK, col0);

@@ -73,7 +73,7 @@ LARGE = {"M": 8192, "N": 8192, "K": 8192}
 
 LESSON = Lesson(
     about=About(
-        teaches="mma.sync, then TMA, mbarriers and wgmma, warps with a trade",
+        teaches="mma.sync, then TMA, mbarriers and wgmma, warp specialization",
         hours=2.5,
         operator="matmul",
         language="CUDA C++",

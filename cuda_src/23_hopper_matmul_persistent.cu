@@ -117,7 +117,7 @@ __global__ __launch_bounds__(384, 1) void matmul_persistent_kernel(
         }
         barriers_ready();
     }
-    if constexpr (P::CLUSTER > 1) cluster_sync();  // v5: nobody sends before the other's barriers are ready
+    if constexpr (P::CLUSTER > 1) cluster_sync();  // v5: no block sends before the other's barriers are ready
     else __syncthreads();
     Ring<P::STAGES> ring;
     if (warpgroup == CONSUMERS) {
@@ -150,7 +150,7 @@ __global__ __launch_bounds__(384, 1) void matmul_persistent_kernel(
             if constexpr (P::CLUSTER == 1) {
                 if (thread == 0) barrier_arrive(&s.empty[stage]);
             } else {
-                if (thread < P::CLUSTER) barrier_arrive_at(&s.empty[stage], thread);  // v5: tell all who send here
+                if (thread < P::CLUSTER) barrier_arrive_at(&s.empty[stage], thread);  // v5: tell all senders
             }
         };
         const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;  // of a panel: where this lane's pieces go
@@ -200,7 +200,7 @@ __global__ __launch_bounds__(384, 1) void matmul_persistent_kernel(
         }
         if (thread == 0) store_wait_read<0>();  // shared memory goes when the block ends
     }
-    if constexpr (P::CLUSTER > 1) cluster_sync();  // v5: and nobody ends while the other may still send
+    if constexpr (P::CLUSTER > 1) cluster_sync();  // v5: and no block exits while the other may still send
 #endif
 }
 

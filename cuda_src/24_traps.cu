@@ -9,7 +9,7 @@
 //   memcheck   addresses: outside every allocation, or not a multiple of the access's size
 //   racecheck  two threads, one byte of shared memory, one of them writes, nothing between. Not global memory
 //   initcheck  global memory that is read before it is written. Not shared memory
-//   synccheck  barriers that some threads of the block never reach, masks that leave out who calls
+//   synccheck  barriers that some threads of the block never reach, masks that leave out the calling lane
 //
 // Compile:  nvcc -std=c++20 -O3 -lineinfo -arch=native -Icuda_src/include -o traps cuda_src/24_traps.cu
 // Run:      ./traps                               (every fixed form, checked; and the list of names)
@@ -126,9 +126,10 @@ __global__ void index_overflow_kernel(const float* x, float* y, int n) {  // [n]
     y[i] = FIXED ? x[int64_t(i) * n / SAMPLES] : x[i * n / SAMPLES];  // <-
 }
 
-// 10. A float4 lies at a multiple of 16 bytes. Row 1 of 7 floats begins at byte 28. On a GPU: "misaligned address", and
-// every later call of the process fails with it. memcheck: "Invalid __global__ read of size 16 bytes", "misaligned".
-// Fix: rows padded to a multiple of 4 floats (cudaMallocPitch does that), or single loads where the pitch is not one.
+// 10. A float4 begins at a multiple of 16 bytes. Row 1 of 7 floats begins at byte 28. On a GPU: "misaligned address",
+// and every later call of the process fails with it. memcheck: "Invalid __global__ read of size 16 bytes",
+// "misaligned". Fix: rows padded to a multiple of 4 floats (cudaMallocPitch does that), or single loads where the
+// pitch is not one.
 template <bool FIXED>
 __global__ void misaligned_vector_kernel(const float* x, float* y) {  // 32 rows -> the sum of the first 4 of each
     constexpr int PITCH = FIXED ? 8 : 7;  // <-
@@ -231,7 +232,7 @@ void run(const std::string& trap, const std::string& name) {
         for (int i = 0; i < 16; i++) expected[i] += warp[i ^ 1];
         launched(warp, expected, [](auto& x, auto& y) { absent_lane_kernel<FIXED><<<1, 32>>>(x, y); });
     }
-    if (trap == "past_the_end") {  // 1000 floats: the byte after them is nobody's
+    if (trap == "past_the_end") {  // 1000 floats: the byte after them is not allocated
         const Values more = course::random(1000, 2);
         Values expected = more;
         for (float& value : expected) value *= 2;
