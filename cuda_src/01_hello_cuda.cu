@@ -1,16 +1,17 @@
 // Hello, CUDA: who am I, and which element is mine?
 // =================================================
+//
 // A kernel is one function that very many threads run at once. The launch says how many: kernel<<<grid, block>>>()
-// starts grid.x * grid.y * grid.z blocks of block.x * block.y * block.z threads. Every thread runs the same lines; all
-// that tells it from the others are its coordinates, and from them it works out which element is its own. Four words:
+// starts grid.x * grid.y * grid.z blocks of block.x * block.y * block.z threads. Every thread runs the same lines.
+// Only its coordinates tell it from the others, and from them it computes which element is its own. Four words:
 //
-//   thread   the smallest piece: its own registers, its own place in the code
-//   warp     32 threads of a block that get their instructions together; the one with number k is lane k
-//   block    1 to 1024 threads on one SM: they can share memory and wait for each other
-//   grid     all blocks of a launch, in no order; an H200 has 132 SMs with up to 2048 threads on each: 270,336 at once
+//     thread   the smallest piece: its own registers, its own place in the code
+//     warp     32 threads of a block that get their instructions together; the one with number k is lane k
+//     block    1 to 1024 threads on one SM: they can share memory and wait for each other
+//     grid     all blocks of a launch, in no order; an H200 has 132 SMs with up to 2048 threads each: 270,336 at once
 //
-// This program prints a greeting from the device, lets every thread write down its coordinates for the host to check,
-// shows what happens to a launch that cannot be, and asks how many blocks an SM holds.
+// This program prints a greeting from the device, and every thread writes its coordinates for the host to check. It
+// shows what happens to an invalid launch, and asks how many blocks an SM holds.
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o hello cuda_src/01_hello_cuda.cu
 // Run:      ./hello
@@ -47,7 +48,7 @@ __global__ void who_1d_kernel(int* out, int64_t n) {
 }
 
 // v2. New: rows of threads in a block, and rows of blocks, as for an image. x runs fastest: threads are numbered along
-// x, then along y, and it is this number that is cut into warps. A block of 8 x 8 is 2 warps of 4 rows each.
+// x, then along y. This number decides which warp a thread is in. A block of 8 x 8 is 2 warps of 4 rows each.
 __global__ void who_2d_kernel(int* out, int64_t n) {
     const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;      // New
     const int64_t block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;  // New
@@ -121,7 +122,7 @@ void greet() {
     std::printf("%s: %d SMs, up to %d threads a block and %d an SM, warps of %d\n\n", device.name,
                 device.multiProcessorCount, device.maxThreadsPerBlock, device.maxThreadsPerMultiProcessor,
                 device.warpSize);
-    hello_kernel<<<2, 64>>>();  // the order of the lines is nobody's promise
+    hello_kernel<<<2, 64>>>();  // the order of the lines is not defined
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());  // wait, or the program ends before it is printed
 }

@@ -1,7 +1,7 @@
 """Hello, CUDA: who am I, and which element is mine?
 ==================================================
-The kernels are in 01_hello_cuda.cu: every thread writes down its coordinates, in the place that its number gives it.
-Here PyTorch works the same table out backwards, from the number to the coordinates, and the two must agree.
+The kernels are in 01_hello_cuda.cu. Every thread writes its coordinates, in the place that its number gives it. Here
+PyTorch computes the same table in the other direction, from the number to the coordinates, and the two must agree.
 
 Run it:    python cuda_src/01_hello_cuda.py
 Check it:  python -m lessonkit check 01_hello_cuda

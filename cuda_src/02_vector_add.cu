@@ -1,9 +1,11 @@
-// Vector add: two memories, the road between them, and three ways to ask for what is there
-// ========================================================================================
-// z = x + y over n floats reads 8n bytes and writes 4n. A GPU has memory of its own, and this program is about both
-// distances: from the host's memory to the device's (over PCIe 5, 50 to 60 GB/s) and from there to the threads (by a
-// copy on an H200 4.2 TB/s, 80 times as much). For n = 2^26 the kernel cannot take less than 0.19 ms, while the 0.5 GB
-// that it reads take 10 ms to arrive: what is worth computing on a GPU has to be there already, or be used often.
+// Vector add: host memory, device memory, and three ways to load
+// ==============================================================
+//
+// z = x + y over n floats reads 8n bytes and writes 4n. A GPU has memory of its own, so data travel two distances. The
+// first is from the host's memory to the device's, over PCIe 5, at 50 to 60 GB/s. The second is from there to the
+// threads, at the 4.2 TB/s of a copy on an H200, 80 times as much. For n = 2^26 the kernel cannot take less than 0.19
+// ms, while the 0.5 GB that it reads take 10 ms to arrive. So the GPU pays off for data that is there already or is
+// used often.
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o vector_add cuda_src/02_vector_add.cu
 // Run:      ./vector_add                                  (checks every version, then times them all)
@@ -29,9 +31,9 @@ void add_one(const float* x, const float* y, float* z, int64_t n, cudaStream_t s
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v2. New: a grid-stride loop. The grid is as large as the machine, and each thread takes every (grid size)-th element,
-// so that one launch fits any n and what a thread sets up it sets up once. Neighbours stay neighbours in each pass:
-// still 4 sectors a request. Predicted: no faster, for as few bytes are in flight; its use is elsewhere (a reduction).
+// v2. New: a grid-stride loop. The grid is as large as the machine, and each thread takes every (grid size)-th
+// element. One launch fits any n, and a thread sets up once. Neighbours stay neighbours in each pass: still 4 sectors
+// a request. Predicted: no faster, since as few bytes are in flight. The loop is useful elsewhere, as in a reduction.
 __global__ void add_grid_stride_kernel(const float* x, const float* y, float* z, int64_t n) {
     const int64_t stride = int64_t(gridDim.x) * blockDim.x;  // New
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += stride)  // New
@@ -45,9 +47,10 @@ void add_grid_stride(const float* x, const float* y, float* z, int64_t n, cudaSt
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v3. New: 16 bytes a load. A float4 must lie at a multiple of 16 bytes, so the elements before the first such address
-// (the head) and after the last whole float4 (the tail), at most 3 each, go to six threads one by one. Predicted: 64 KB
-// in flight, twice what Little asks for: the speed of a copy. A request is 512 bytes, 16 sectors.
+// v3. New: 16 bytes a load. A float4 must start at a multiple of 16 bytes. At most 3 elements come before the first
+// such address (the head) and at most 3 after the last whole float4 (the tail): six threads take them one by one.
+// Predicted: 64 KB in flight, twice what Little's law asks for: the speed of a copy. A request is 512 bytes, 16
+// sectors.
 __global__ void add_vectorized_kernel(const float* x, const float* y, float* z, int64_t n, int head) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     const int64_t quads = (n - head) / 4;
@@ -78,10 +81,10 @@ COURSE_MODULE(m) {
 }
 
 #ifndef COURSE_EXTENSION
-// The road to the device. `pageable` is what malloc and std::vector give: the driver copies it piece by piece into a
-// buffer that the device can reach, and sends that. `pinned` memory stays where it is, so the device fetches it itself.
-// `managed` memory has one address on both sides, and a page moves when somebody touches it: here the kernel, which
-// waits for each. Predicted: pinned reaches the link's speed, pageable and managed a fraction of it.
+// From the host to the device. `pageable` is what malloc and std::vector give: the driver copies it piece by piece
+// into a buffer that the device can reach, and sends that. `pinned` memory stays where it is, so the device fetches it
+// itself. `managed` memory has one address on both sides, and a page moves at its first access: here the kernel's,
+// which waits for each page. Predicted: pinned reaches the link's speed, pageable and managed a fraction of it.
 void time_transfers(int64_t n) {
     const size_t bytes = n * sizeof(float);
     std::vector<float> pageable(n, 1.0f);

@@ -1,7 +1,8 @@
 """Vector add in CUDA C++: one thread an element, a grid-stride loop, 16 bytes a load
 ==================================================================================
-The kernels and what they predict are in 02_vector_add.cu; here they are functions of tensors, checked against PyTorch:
-on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and every race watched.
+The kernels and their predictions are in 02_vector_add.cu. This file wraps them as functions of tensors and checks them
+against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches every address,
+barrier and race.
 
 Run it:    python cuda_src/02_vector_add.py
 Check it:  python -m lessonkit check 02_vector_add

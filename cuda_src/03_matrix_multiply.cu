@@ -1,17 +1,19 @@
 // Matrix multiply: from one FMA for two loads to eight for three
 // ==============================================================
-// C[M, N] = A[M, K] B[K, N] in fp32 without tensor cores (and without TF32): 2MNK FLOPs on 4(MK + KN + MN) bytes. At
-// 4096 that is 137 GFLOP on 0.2 GB: an H200's 16,896 lanes (67 TFLOP/s; cuBLAS gets about 51) need 2 ms, its memory
-// 0.05 ms.
-// So nothing here waits for memory, if each number is fetched often enough from somewhere near. How near and how often
-// is the whole ladder, and one sum predicts it: in a cycle an SM executes 4 warp-wide FMAs, but its L1 cache and shared
-// memory answer with 128 bytes, one warp-wide load ("wavefront"). With w wavefronts an FMA, at most 1 / 4w of the peak:
 //
-//   rung                          wavefronts an FMA           ceiling
-//   v1 naive, rows across         32 + 1                      0.8%    0.5 TFLOP/s
-//   v2 coalesced                  1 + 1                       12.5%     8
-//   v3 shared tiles               1 + 1 (compiled: 1 + 1/4)   20%      13
-//   v4 a column of 8 a thread     (8/4 + 1) / 8               67%      44
+// C[M, N] = A[M, K] B[K, N] in fp32 without tensor cores (and without TF32): 2MNK FLOPs on 4(MK + KN + MN) bytes. At
+// 4096 that is 137 GFLOP on 0.2 GB. An H200's 16,896 lanes have 67 TFLOP/s, of which cuBLAS gets about 51: they need 2
+// ms, and memory needs 0.05 ms. So nothing here waits for HBM if each element is fetched often enough from a cache or
+// from shared memory. One count predicts each rung. In a cycle an SM executes 4 warp-wide FMAs, but its L1 cache and
+// shared memory answer with 128 bytes, one warp-wide load ("wavefront"). With w wavefronts an FMA, at most 1 / 4w of
+// the peak:
+//
+//     rung                          wavefronts an FMA           ceiling
+//     v1 naive, rows across         32 + 1                      0.8%    0.5 TFLOP/s
+//     v2 coalesced                  1 + 1                       12.5%     8
+//     v3 shared tiles               1 + 1 (compiled: 1 + 1/4)   20%      13
+//     v4 a column of 8 a thread     (8/4 + 1) / 8               67%      44
+//
 // 06_matrix_multiply_registers goes on from there to the speed of cuBLAS.
 //
 // Sources: V. Volkov and J. Demmel, "Benchmarking GPUs to tune dense linear algebra", SC 2008 (registers over shared
@@ -39,9 +41,10 @@ inline int64_t count_tiles(int64_t m, int64_t n, int tile_m, int tile_n) {
     return course::ceil_div(m, tile_m) * course::ceil_div(n, tile_n);
 }
 
-// v1. A thread owns one element of C. The natural mistake: x counts rows. The 32 threads of a warp differ in x, so they
-// read 32 rows of A, K floats apart: 32 sectors a request, of each 4 bytes used now. B is the same element for all, 1
-// sector, and C is written in 32 sectors. Predicted: 0.5 TFLOP/s at best, since L1 looks up one line after another.
+// v1. A thread owns one element of C. The natural mistake: x counts rows. The 32 threads of a warp differ in x, so
+// they read 32 rows of A, K floats apart. A request touches 32 sectors and uses 4 bytes of each. All read the same
+// element of B, 1 sector, and C is written in 32 sectors. Predicted: 0.5 TFLOP/s at best, since L1 looks up one line
+// after another.
 constexpr int TILE = 32;
 
 __global__ void naive_kernel(
@@ -81,11 +84,11 @@ void multiply_coalesced(const float* a, const float* b, float* c, int64_t m, int
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v3. New: the block brings a 32 x 32 tile of A and one of B into shared memory, uses each number 32 times, and goes on
-// to the next 32 of K. A thread still loads two words an FMA, from shared memory instead of L1, each conflict-free (A:
-// one word for the whole warp; B: 32 neighbours). Predicted: not much faster! L2 is asked 32 times less and the latency
-// is shorter, but the wavefronts are as many, but for those that the compiler saves: four neighbours of A's row in a
-// load.
+// v3. New: the block loads a 32 x 32 tile of A and one of B into shared memory. It uses each element 32 times, and
+// goes on to the next 32 of K. A thread still loads two words an FMA, from shared memory instead of L1. Both loads are
+// conflict-free: of A one word for the whole warp, of B 32 neighbours. Predicted: not much faster! L2 is asked 32
+// times less and the latency is shorter, but the wavefronts are nearly as many. The compiler saves some: it loads four
+// neighbours of A's row at once.
 __global__ void shared_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k) {
     __shared__ float a_tile[TILE][TILE];  // New
     __shared__ float b_tile[TILE][TILE];
@@ -94,10 +97,11 @@ __global__ void shared_kernel(const float* a, const float* b, float* c, int64_t 
     const int64_t row = row0 + y, column = column0 + x;
     float sum = 0;
     for (int64_t k0 = 0; k0 < k; k0 += TILE) {
-        // Past an edge a tile holds zeros, which add nothing. Nobody returns early: all threads fetch, all synchronise.
+        // Past an edge a tile holds zeros, which add nothing. No thread returns early: all threads fetch, all
+        // synchronise.
         a_tile[y][x] = row < m && k0 + x < k ? a[row * k + k0 + x] : 0;
         b_tile[y][x] = k0 + y < k && column < n ? b[(k0 + y) * n + column] : 0;
-        __syncthreads();  // New: the tiles are whole before anyone multiplies
+        __syncthreads();  // New: the tiles are whole before any thread multiplies
         for (int i = 0; i < TILE; i++) sum += a_tile[y][i] * b_tile[i][x];
         __syncthreads();  // New: everyone has multiplied before the tiles are overwritten
     }
@@ -110,11 +114,11 @@ void multiply_shared(const float* a, const float* b, float* c, int64_t m, int64_
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v4. New: a thread owns 8 rows of one column, so that a number of B, once in a register, is used 8 times. For each i a
-// thread loads 1 word of b_tile and 8 of a_tile (the same for the whole warp; four steps of i in one 16-byte load) and
-// multiplies 8 times. The tile of C grows to 64 x 64 and L2 is asked half as often. Predicted: 3/8 of a wavefront an
-// FMA where v3 has 5/4: up to three times faster. Occupancy halves: 64 registers a thread, two blocks of 512.
-// At 512 there are 64 blocks, fewer than SMs.
+// v4. New: a thread owns 8 rows of one column, so that an element of B, once in a register, is used 8 times. For each
+// i a thread loads 1 word of b_tile and 8 of a_tile, and multiplies 8 times. The words of a_tile are the same for the
+// whole warp, and one 16-byte load brings four steps of i. The tile of C grows to 64 x 64 and L2 is asked half as
+// often. Predicted: 3/8 of a wavefront an FMA where v3 has 5/4: up to three times faster. Occupancy halves: 64
+// registers a thread, two blocks of 512. At M = N = K = 512 there are 64 blocks, fewer than SMs.
 constexpr int BM = 64, BN = 64, BK = 8, TM = 8;  // a block's tile of C, its step through K, a thread's rows
 
 __global__ void __launch_bounds__(BM / TM * BN)

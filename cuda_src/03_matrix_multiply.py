@@ -1,8 +1,8 @@
 """Matrix multiply in CUDA C++: naive, coalesced, shared-memory tiles, a column of C a thread
 ==========================================================================================
-The kernels and what they predict are in 03_matrix_multiply.cu; here they are functions of tensors, checked against
-PyTorch: on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and every race watched.
-`twin_shared` is v3 once more in NumPy, loop for loop and name for name, to be stepped through in a debugger.
+The kernels and their predictions are in 03_matrix_multiply.cu. This file wraps them as functions of tensors and checks
+them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches every
+address, barrier and race. `twin_shared` is v3 in NumPy, loop for loop and name for name, for a debugger.
 
 Run it:    python cuda_src/03_matrix_multiply.py
 Check it:  python -m lessonkit check 03_matrix_multiply
@@ -56,7 +56,7 @@ TILE = 32
 def twin_shared(a, b):
     """shared_kernel on the CPU: [M, K] @ [K, N] -> [M, N] float32.
 
-    The two outer loops are the blocks; what the block's 32 x 32 threads do between two barriers is one line each, since
+    The two outer loops are the blocks. What the block's 32 x 32 threads do between two barriers is one line each, since
     y and x are arrays of all of them.
     """
     (m, k), n = a.shape, b.shape[1]

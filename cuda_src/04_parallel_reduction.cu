@@ -1,11 +1,12 @@
 // Parallel reduction: many threads, one sum
 // =========================================
-// sum = x[0] + ... + x[n-1] reads 4n bytes, does n additions and writes 4 bytes: on an H200 (4.2 TB/s, 132 SMs) 2^28
-// floats cannot take less than 0.26 ms, and each SM has to take in 18 bytes a clock. What a rung spends on every
-// element decides whether it can: an SM issues 4 warp instructions a clock, so 32 floats (128 bytes, 7 clocks' worth of
-// memory) may cost 28 instructions. v1 spends about 80, and 9 barriers; v6 some 20 and one barrier. And while a block
-// adds, it asks for nothing: a thread of v1 to v3 loads 4 bytes in its life, 8 KB an SM, where Little's law wants 25 KB
-// under way all the time (4.2 TB/s at 800 ns). 07_reduction_one_launch mends that.
+//
+// sum = x[0] + ... + x[n-1] reads 4n bytes, does n additions and writes 4 bytes. On an H200 (4.2 TB/s, 132 SMs) 2^28
+// floats cannot take less than 0.26 ms, and each SM has to take in 18 bytes a clock. The instructions per element
+// decide whether it can. An SM issues 4 warp instructions a clock, and 32 floats are 128 bytes, 7 clocks' worth of
+// memory. So 32 floats may cost 28 instructions. v1 spends about 80, and 9 barriers; v6 some 20 and one barrier. While
+// a block adds, it has no loads in flight: a thread of v1 to v3 loads 4 bytes in all, 8 KB an SM. Little's law wants
+// 25 KB in flight all the time (4.2 TB/s at 800 ns). 07_reduction_one_launch corrects that.
 //
 // The ladder down to v5 is M. Harris, "Optimizing Parallel Reduction in CUDA" (2007), with what has changed since:
 // warps no longer run in step (Volta's independent thread scheduling), and registers are read by shuffles (Kepler).
@@ -20,9 +21,9 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr unsigned ALL = 0xffffffff;  // every lane takes part in a shuffle
 
-// Blocks cannot wait for each other, but launches on a stream do: each level sums pieces of `per_block` numbers, until
-// one number is left. The levels after the first are short: n / 256 numbers, n / 65536, ... Their sums lie side by side
-// in `scratch`, which has room for n / 255 + 8 floats.
+// Blocks cannot wait for each other, but launches on a stream do: each level sums pieces of `per_block` elements,
+// until one is left. The levels after the first are short: n / 256 elements, n / 65536, ... Their sums lie side by
+// side in `scratch`, which has room for n / 255 + 8 floats.
 template <typename Kernel>
 void in_levels(Kernel kernel, int per_block, const float* x, float* scratch, float* sum, int64_t n,
                cudaStream_t stream) {
@@ -38,11 +39,11 @@ void in_levels(Kernel kernel, int per_block, const float* x, float* scratch, flo
     }
 }
 
-// v1. A binary tree in shared memory: in step s, the threads at multiples of 2s add what lies s further on. Sectors and
-// banks are perfect: 4 sectors a request, 1 wavefront a shared access. But the working threads are spread over all
+// v1. A binary tree in shared memory: in step s, the threads at multiples of 2s add the element s further on. Sectors
+// and banks are perfect: 4 sectors a request, 1 wavefront a shared access. But the working threads are spread over all
 // warps, so all 8 warps go through all 8 steps, in the end for one lane of 32 (divergence). Predicted: a sixth of the
-// memory's speed. 8 KB a round of blocks, which takes 0.8 us for the load and, at 80 instructions for each of 64 warps,
-// 0.7 us more.
+// memory's speed. A round of blocks loads 8 KB. The load takes 0.8 us. At 80 instructions for each of 64 warps, the
+// additions take 0.7 us more.
 struct Divergent {
     static __device__ void add_up(float* partial) {  // [THREADS], the sum comes to be in partial[0]
         const unsigned t = threadIdx.x;
@@ -70,9 +71,9 @@ void sum_divergent(const float* x, float* scratch, float* sum, int64_t n, cudaSt
     in_levels(sum_tree_kernel<Divergent, 1>, THREADS, x, scratch, sum, n, stream);
 }
 
-// v2. New: the first threads do the work, so that whole warps are idle and skip a step. But thread t now works at 2st:
-// with s = 1 neighbours are 2 words apart and share 16 banks two by two, with s = 4 and s = 8 eight lanes meet in each
-// bank. Predicted: a third less to issue than v1, but up to 8 wavefronts where 1 would do: not much is won.
+// v2. New: the first threads do the work, so that whole warps are idle and skip a step. But thread t now works at 2st.
+// With s = 1 neighbours are 2 words apart and share 16 banks two by two; with s = 4 and s = 8 eight lanes meet in each
+// bank. Predicted: a third less to issue than v1, but up to 8 wavefronts where 1 would do: a small gain.
 struct Strided {
     static __device__ void add_up(float* partial) {
         for (unsigned s = 1; s < THREADS; s *= 2) {
@@ -87,8 +88,8 @@ void sum_strided(const float* x, float* scratch, float* sum, int64_t n, cudaStre
     in_levels(sum_tree_kernel<Strided, 1>, THREADS, x, scratch, sum, n, stream);
 }
 
-// v3. New: the tree the other way round. Thread t adds what lies half an array further on, so the working threads are
-// the first ones and their words are neighbours. Predicted: no bank conflict, 1 wavefront a shared access, and a
+// v3. New: the tree the other way round. Thread t adds the element half an array further on, so the working threads
+// are the first ones and their words are neighbours. Predicted: no bank conflict, 1 wavefront a shared access, and a
 // quarter of the memory's speed: 8 KB a round of 0.8 us of latency and 0.3 us of barriers.
 struct Sequential {
     static __device__ void add_up(float* partial) {
@@ -110,10 +111,10 @@ void sum_first_add(const float* x, float* scratch, float* sum, int64_t n, cudaSt
     in_levels(sum_tree_kernel<Sequential, 2>, 2 * THREADS, x, scratch, sum, n, stream);
 }
 
-// v5. New: the last 64 numbers are one warp's business, which needs no barrier of the block, and the steps are
-// unrolled. Older texts leave out any barrier here ("a warp runs in step") and declare the array volatile: since Volta
-// that is a race, lanes may drift apart. __syncwarp() holds them together, once between reading and writing and once
-// after. Predicted: 3 barriers of the block instead of 9, so a tenth or two off.
+// v5. New: one warp adds the last 64 elements, which needs no barrier of the block, and the steps are unrolled. Older
+// texts leave out any barrier here ("a warp runs in step") and declare the array volatile. Since Volta that is a race:
+// lanes may drift apart. __syncwarp() holds them together, once between reading and writing and once after. Predicted:
+// 3 barriers of the block instead of 9, so a tenth or two off.
 struct Unrolled {
     static __device__ void add_up(float* partial) {
         const unsigned t = threadIdx.x;
@@ -126,7 +127,7 @@ struct Unrolled {
         float mine = partial[t];
 #pragma unroll
         for (unsigned s = 32; s > 0; s /= 2) {  // New
-            mine += partial[t + s];             // lanes past s add what nobody will read
+            mine += partial[t + s];             // what lanes past s add is never read
             __syncwarp();                       // every lane has read before one writes
             partial[t] = mine;
             __syncwarp();                       // and every lane has written before one reads
@@ -138,8 +139,8 @@ void sum_unrolled(const float* x, float* scratch, float* sum, int64_t n, cudaStr
     in_levels(sum_tree_kernel<Unrolled, 2>, 2 * THREADS, x, scratch, sum, n, stream);
 }
 
-// v6. New: lanes read each other's registers. 5 shuffles make one sum of a warp, without shared memory; 8 of these pass
-// through shared memory once, with one barrier, and the first warp adds them the same way.
+// v6. New: lanes read each other's registers. 5 shuffles make one sum of a warp, without shared memory. The 8 warps'
+// sums pass through shared memory once, with one barrier, and the first warp adds them the same way.
 __device__ float warp_sum(float mine) {
 #pragma unroll
     for (int s = 16; s > 0; s /= 2) mine += __shfl_down_sync(ALL, mine, s);
@@ -155,8 +156,8 @@ __device__ float block_sum(float mine) {
     return warp == 0 ? warp_sum(lane < WARPS ? of_warp[lane] : 0.0f) : 0.0f;  // right in thread 0
 }
 
-// Predicted: half of the memory's speed. It is no longer bound by instructions but by the bytes in flight: two loads of
-// 4 bytes a thread are 16 KB an SM where 25 KB are wanted, and none while a block adds, ends and the next one starts.
+// Predicted: half of the memory's speed. The bytes in flight are the limit, no longer the instructions. Two loads of 4
+// bytes a thread are 16 KB an SM where 25 KB are wanted, and none while a block adds, ends and the next one starts.
 __global__ void sum_shuffle_kernel(const float* x, float* sums, int64_t n) {
     const int64_t i = int64_t(blockIdx.x) * (2 * THREADS) + threadIdx.x;
     const float a = i < n ? x[i] : 0.0f;

@@ -1,7 +1,8 @@
 """Parallel reduction in CUDA C++: from a divergent tree to warp shuffles
 ======================================================================
-The kernels and what they predict are in 04_parallel_reduction.cu; here they are functions of tensors, checked against
-PyTorch: on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and every race watched.
+The kernels and their predictions are in 04_parallel_reduction.cu. This file wraps them as functions of tensors and
+checks them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches
+every address, barrier and race.
 
 New words (GLOSSARY.md): bank conflict.
 Run it:    python cuda_src/04_parallel_reduction.py

@@ -1,10 +1,12 @@
 // Streams: copy in, compute and copy out at the same time
 // =======================================================
-// y = f(x) where x and y live in the host's memory: n floats in, n floats out, and between them `turns` fused multiply-
-// adds an element. A GPU has one engine for each direction of the link and its SMs for the rest: three things that can
-// run at once. One after the other they take in + compute + out; no program can take less than the longest of them.
-// Sized so that all three take about as long (PCIe 5, 50 to 60 GB/s a direction; 51 TFLOP/s), that is a factor of 3. In
-// c chunks the first copy in and the last copy out stay alone: (c + 2) / c of the limit, 1.13 at 16 chunks.
+//
+// y = f(x) where x and y live in the host's memory. n floats come in and n floats go out. Between them each element
+// takes `turns` fused multiply-adds. A GPU has one engine for each direction of the link and its SMs for the rest:
+// three things that can run at once. One after the other they take in + compute + out; no program can take less than
+// the longest of them. Here all three take about as long (PCIe 5, 50 to 60 GB/s a direction; 51 TFLOP/s), so overlap
+// gains a factor of 3. In c chunks the first copy in and the last copy out stay alone: (c + 2) / c of the limit, 1.13
+// at 16 chunks.
 //
 // Sources: CUDA C++ programming guide, "Asynchronous concurrent execution" (streams, events, the default stream), "CUDA
 // graphs"; CUDA C++ best practices guide, "Asynchronous and overlapping transfers with computation".
@@ -34,9 +36,9 @@ class Pipeline {
         : x_(x), y_(y), n_(n), turns_(turns), chunks_(chunks), dx_(n), dy_(n), streams_(streams),
           events_(2 * chunks + 9) {
         course::require(chunks > 0 && streams > 0 && streams <= 8, "overlap: at least one chunk, and 1 to 8 streams");
-        // cudaStreamNonBlocking: without it every operation in the legacy default stream (stream 0, where a launch that
-        // names no stream goes) waits for all of these, and they wait for it: one forgotten stream argument and nothing
-        // overlaps any more. The last version in main's table shows the price.
+        // cudaStreamNonBlocking: without it every operation in the legacy default stream waits for all of these, and
+        // they wait for it. That is stream 0, where a launch that names no stream goes. One forgotten stream argument,
+        // and nothing overlaps any more. The last version in main's table shows the price.
         for (auto& s : streams_) CUDA_CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
         // Events that only order work need no clock, and cost less.
         for (auto& e : events_) CUDA_CHECK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
@@ -68,9 +70,9 @@ class Pipeline {
         join(stream);
     }
 
-    // v3. New: a stream for each engine, and events for what has to wait for what: chunk c's turns for its copy in, its
-    // copy out for its turns, and nothing else. Predicted: as v2 with 3 streams or more, by construction instead of
-    // luck.
+    // v3. New: a stream for each engine, and events for the dependences. Chunk c's FMAs wait for its copy in, its copy
+    // out waits for its FMAs, and there is no other wait. Predicted: as v2 with 3 streams or more, by construction
+    // instead of luck.
     void over_engines(cudaStream_t stream) {
         course::require(streams_.size() >= 3, "overlap: a stream for each of the three engines, so at least 3");
         fork(stream);

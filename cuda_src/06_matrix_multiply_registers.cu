@@ -1,24 +1,29 @@
 // Matrix multiply, on to the speed of cuBLAS: a square of C in each thread's registers
 // ====================================================================================
+//
 // Where 03_matrix_multiply ends, a thread loads 9 words for 8 FMAs. A thread that owns a square of TM x TN elements of
-// C loads TM + TN words for TM * TN FMAs, so the larger the square, the fewer loads; its accumulators live in
+// C loads TM + TN words for TM * TN FMAs, so the larger the square, the fewer loads. Its accumulators live in
 // registers, of which an SM has 65,536: 8 x 8 leaves room for 512 threads, 16 x 8 for 256. Two limits hold for an SM
 // and a cycle:
-//   wavefronts: 4 warp-wide FMAs, but 1 shared-memory wavefront of 128 bytes
-//   issue:      4 warp-wide instructions of any kind, so that whatever is no FMA takes the place of one
 //
-//   rung                        loads an FMA       wavefronts an FMA   FMAs of all instructions    ceiling
-//   v5 8 x 8 a thread           16 / 64            48 / 64             about 3/4                   33%
-//   v6 16-byte loads            4 / 64             24 / 64             0.87                        67%
-//   v7 warp tiles               4 / 64             8 to 16 / 64        0.87                        87%
-//   v8 cp.async, steps ahead    4 / 64             as v7               0.87, no waits              87%
-//   v9 16 x 8 a thread          6 / 128            12 to 24 / 128      0.91, no waits              91%
-//   v10 one block an SM         6 / 128            12 to 24 / 128      as v9, fewer copies         91%
-// of 67 TFLOP/s. What then is left are the register banks: there are two, each gives an operand a cycle, and an FMA has
-// three. It keeps the rate if one operand is that of the FMA before (.reuse in the machine code) and the other two lie
-// in different banks; which register lies where is the compiler's choice, and for one FMA in six it finds none: about
-// 80% is what remains for v9 and v10. Memory is far from a limit: 128 x 128 tiles read A and B 32 times each, at 4096
-// 4.3 GB in 2.7 ms, a third of what L2 gives.
+//     wavefronts: 4 warp-wide FMAs, but 1 shared-memory wavefront of 128 bytes
+//     issue:      4 warp-wide instructions of any kind: each one that is no FMA takes the place of an FMA
+//
+// The ceiling is a share of 67 TFLOP/s:
+//
+//     rung                        loads an FMA     wavefronts an FMA   FMAs of all instructions    ceiling
+//     v5 8 x 8 a thread           16 / 64          48 / 64             about 3/4                   33%
+//     v6 16-byte loads            4 / 64           24 / 64             0.87                        67%
+//     v7 warp tiles               4 / 64           8 to 16 / 64        0.87                        87%
+//     v8 cp.async, steps ahead    4 / 64           as v7               0.87, no waits              87%
+//     v9 16 x 8 a thread          6 / 128          12 to 24 / 128      0.91, no waits              91%
+//     v10 one block an SM         6 / 128          12 to 24 / 128      as v9, fewer copies         91%
+//
+// The register banks are the next limit. There are two, each gives one operand a cycle, and an FMA has three. An FMA
+// keeps the rate if it shares one operand with the FMA before (.reuse in the machine code) and the other two are in
+// different banks. The compiler chooses the registers, and for one FMA in six it finds no such choice. So about 80%
+// remains for v9 and v10. Memory is far from a limit: 128 x 128 tiles read A and B 32 times each, at 4096 4.3 GB in
+// 2.7 ms, a third of what L2 gives.
 //
 // Sources: NVIDIA CUTLASS, "Efficient GEMM in CUDA" (the hierarchy of tiles); S. Gray, "SGEMM" in maxas (registers and
 // banks); S. Boehm, "How to optimize a CUDA matmul kernel for cuBLAS-like performance", 2022.
@@ -34,10 +39,10 @@
 constexpr int BM = 128, BN = 128, BK = 8;  // a block's tile of C and its step through K, for v5 to v7
 constexpr int TM = 8, TN = 8, THREADS = BM / TM * (BN / TN);
 
-// v5. A thread owns 8 x 8 elements of C. For each of the 8 steps of i it takes 8 words of a_tile's column and 8 of
-// b_tile's row into registers and multiplies all pairs: 16 loads, 64 FMAs. Predicted: half of v4's wavefronts at best;
-// lost again to bank conflicts: the 16 threads of a half-warp begin 8 words apart in b_tile, that is in 4 of the 32
-// banks (4 wavefronts a load), and the two halves read rows of a_tile that are 64 words apart: one bank (2 wavefronts).
+// v5. A thread owns 8 x 8 elements of C. For each of the 8 steps of i it loads 8 words of a_tile's column and 8 of
+// b_tile's row into registers and multiplies all pairs: 16 loads, 64 FMAs. Predicted: half of v4's wavefronts at best,
+// and bank conflicts take that gain back. In b_tile the 16 threads of a half-warp begin 8 words apart, in 4 of the 32
+// banks: 4 wavefronts a load. In a_tile the two halves read rows that are 64 words apart, one bank: 2 wavefronts.
 __global__ void __launch_bounds__(THREADS)
 square_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k) {
     __shared__ float a_tile[BM][BK];
@@ -79,15 +84,15 @@ square_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n, in
             if (at.row + y + r < m && at.column + x + s < n) c[(at.row + y + r) * n + at.column + x + s] = sum[r][s];
 }
 
-// v6. New: everything in 16-byte pieces, a quarter of the load instructions. b_tile's rows lie as they are needed;
-// a_tile is turned on its way in, so that the 8 rows of a thread are neighbours. Its rows are 4 words longer than BM:
-// then the 32 words that a warp stores (16 rows, 2 of k) lie in 32 banks. Predicted: a 16-byte load takes 4 wavefronts
+// v6. New: everything in 16-byte pieces, a quarter of the load instructions. The layout of B stays in b_tile. A is
+// transposed on its way in, so that the 8 rows of a thread are neighbours. Its rows are 4 words longer than BM, so
+// that the 32 words that a warp stores (16 rows, 2 of k) are in 32 banks. Predicted: a 16-byte load takes 4 wavefronts
 // at least (8 lanes each); in b_tile 8 lanes that begin 8 words apart reach half of the banks: 8.
 //
-// v7. New, with WARP_TILES: a warp's 32 threads own a compact 32 x 64 instead of 16 x 128, and a thread's 8 rows and
-// columns come in fours, 16 rows and 32 columns apart. So the 8 columns' worth of lanes read 8 neighbouring pieces, no
-// bank twice, and fewer different ones of A and B in all: 96 numbers a step of k where v6 reads 144. Lanes that differ
-// in bit 0 share their piece of B, in bit 1 of A, and the hardware may serve such pairs at once: 2 wavefronts, not 4.
+// v7. New, with WARP_TILES: a warp's 32 threads own a compact 32 x 64 instead of 16 x 128. A thread's 8 rows and
+// columns come in fours, 16 rows and 32 columns apart. The 8 lanes along a row read 8 neighbouring pieces, so no bank
+// twice. A warp also reads fewer different elements of A and B: 96 a step of k where v6 reads 144. Lanes that differ
+// in bit 0 share their piece of B, in bit 1 of A. The hardware may serve such pairs at once: 2 wavefronts, not 4.
 // Neighbouring lanes also write neighbouring pieces of C: 16 whole sectors a store where v6 writes halves of 32.
 template <bool WARP_TILES>
 __global__ void __launch_bounds__(THREADS, 2)
@@ -170,19 +175,19 @@ void multiply_pipelined(const float* a, const float* b, float* c, int64_t m, int
     launch_pipelined<8, 8, 8, 2, 4, 2, 2>(a, b, c, m, n, k, stream);
 }
 
-// v9. New: 16 x 8 elements a thread. The same 128 x 128 of C with 128 threads of up to 255 registers, two blocks an SM.
-// Predicted: a quarter fewer loads an FMA, and 91% of the loop's instructions are FMAs (BK = 16 halves what a tile
-// costs beside them); but no more than a few percent faster than v8. For loads were no limit any more, and two warps a
-// scheduler are half as many as v8 has: whatever one waits for (a bank, a barrier, the next instruction of a loop of
-// 36 KB), there is only one other to go on with.
+// v9. New: 16 x 8 elements a thread. The same 128 x 128 of C with 128 threads of up to 255 registers, two blocks an
+// SM. Predicted: a quarter fewer loads an FMA, and 91% of the loop's instructions are FMAs, since BK = 16 halves the
+// overhead of a tile. Yet v9 is at most a few percent faster than v8. Loads are no limit any more, and a scheduler has
+// two warps, half of v8's. While one waits for a bank, a barrier or the next instruction of a 36 KB loop, there is one
+// other.
 void multiply_wide(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     launch_pipelined<16, 8, 16, 3, 2, 2, 2>(a, b, c, m, n, k, stream);
 }
 
-// v10. New: both blocks' warps in one block, which owns 128 x 256. An SM has as many warps and registers as before, but
-// a row of A that is fetched serves 256 columns, not 128: a thread copies 12 times a tile, not 20 (those of A are the
-// short ones), L2 gives 384 words a step for what took 512. Two stages: while one tile is
-// multiplied the next one arrives, and a third would only have its addresses to keep. Predicted: a few percent.
+// v10. New: both blocks' warps in one block, which owns 128 x 256. An SM has as many warps and registers as before,
+// but a row of A that is fetched serves 256 columns, not 128. A thread copies 12 times a tile, not 20, since the
+// copies saved are the short ones of A. L2 gives 384 words a step instead of 512. Two stages: while one tile is
+// multiplied the next one arrives. A third stage would only add addresses to keep. Predicted: a few percent.
 void multiply_one_block(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                         cudaStream_t stream) {
     launch_pipelined<16, 8, 16, 2, 2, 4, 1>(a, b, c, m, n, k, stream);

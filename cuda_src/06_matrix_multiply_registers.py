@@ -1,7 +1,8 @@
 """Matrix multiply in CUDA C++: register tiles, 16-byte loads, warp tiles, cp.async, to the speed of cuBLAS
 =======================================================================================================
-The kernels and what they predict are in 06_matrix_multiply_registers.cu; here they are functions of tensors, checked
-against PyTorch: on a GPU as nvcc built them, without one as g++ did, with every address, barrier and race watched.
+The kernels and their predictions are in 06_matrix_multiply_registers.cu. This file wraps them as functions of tensors
+and checks them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches
+every address, barrier and race.
 
 Run it:    python cuda_src/06_matrix_multiply_registers.py
 Check it:  python -m lessonkit check 06_matrix_multiply_registers

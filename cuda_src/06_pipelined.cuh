@@ -1,4 +1,4 @@
-// v8 to v10 of the matrix multiply: copies that nobody waits for, and operands that are there before they are needed.
+// v8 to v10 of the matrix multiply: asynchronous copies, and operands that are loaded a step ahead.
 #pragma once
 #include "copy_async.cuh"
 #include "course.cuh"
@@ -39,14 +39,14 @@ struct Shape {
     static_assert(STAGES >= 2 && BM % A_ROWS == 0 && BK % B_ROWS == 0 && BK % 8 == 0 && TM % 4 == 0 && TN % 4 == 0);
 };
 
-// New: cp.async. STAGES tiles of A and B are on their way; while one is multiplied the others arrive. A still has to be
-// turned, which copies of 4 bytes can do: a warp takes 8 steps of k from each of 4 rows (4 whole sectors) and stores
-// them at k * (BM + 4) + row, in 32 different banks. B keeps its rows and takes 16 bytes a copy.
-// New: operands a step ahead. Those of step i + 1 are loaded before the FMAs of step i, so that no FMA waits for shared
-// memory. Even at the barrier: it comes a step before the tile's end, when the last step's operands are in registers.
-// The stage is free then, and the next tile's first operands are loaded under the last step's FMAs.
-// Predicted: one barrier a tile where v7 has two, no wait for memory at all. A third stage should bring nothing: a tile
-// of 8 steps is 2000 cycles of FMAs for an SM with 16 warps, and a load from L2 takes 300 to 600.
+// New: cp.async. STAGES tiles of A and B are in flight; while one is multiplied the others arrive. A is still
+// transposed, which copies of 4 bytes can do. A warp takes 8 steps of k from each of 4 rows (4 whole sectors). It
+// stores them at k * (BM + 4) + row, in 32 different banks. B keeps its rows and takes 16 bytes a copy. New: operands
+// a step ahead. Those of step i + 1 are loaded before the FMAs of step i, so that no FMA waits for shared memory. Even
+// at the barrier: it comes a step before the tile's end, when the last step's operands are in registers. The stage is
+// free then, and the next tile's first operands are loaded under the last step's FMAs. Predicted: one barrier a tile
+// where v7 has two, no wait for memory at all. A third stage should bring nothing. A tile of 8 steps is 2000 cycles of
+// FMAs for an SM with 16 warps, and a load from L2 takes 300 to 600.
 template <int TM, int TN, int BK, int STAGES, int WARPS_M, int WARPS_N, int BLOCKS, bool QUADS>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, BLOCKS)
 pipelined_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k) {
@@ -109,7 +109,7 @@ pipelined_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n,
                 load(stage, i + 1, (i + 1) % 2);
             } else {
                 __pipeline_wait_prior(STAGES - 2);  // my part of the next tile is there,
-                __syncthreads();                    // everyone's is, and nobody reads this tile any more
+                __syncthreads();                    // everyone's is, and no thread reads this tile any more
                 fetch(stage);
                 stage = stage == tiles_smem + (STAGES - 1) * S::STAGE ? tiles_smem : stage + S::STAGE;
                 load(stage, 0, 0);
@@ -124,7 +124,7 @@ pipelined_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n,
             }
         }
     }
-    __pipeline_wait_prior(0);  // zeros may still be on their way
+    __pipeline_wait_prior(0);  // zeros may still be in flight
 
 #pragma unroll
     for (int r = 0; r < TM; r++) {

@@ -1,8 +1,9 @@
 // Parallel reduction, continued: every byte in flight, and the blocks' sums added in the same launch
 // ==================================================================================================
-// 04_parallel_reduction ends with blocks that add quickly and a memory that is not asked for enough. The sum of 2^28
-// floats reads 1 GiB, 0.26 ms at an H200's 4.2 TB/s; 2^20 floats are 4 MiB, 1 us, and there the question is what the
-// launches cost, 2 to 3 us each. So v7 is about bytes in flight, v8 to v10 are three ways to need one launch only.
+//
+// 04_parallel_reduction ends with blocks that add quickly and have too few loads in flight. The sum of 2^28 floats
+// reads 1 GiB, 0.26 ms at an H200's 4.2 TB/s. The sum of 2^20 floats reads 4 MiB, 1 us: there the launches decide, at
+// 2 to 3 us each. So v7 is about bytes in flight, and v8 to v10 are three ways to need one launch only.
 //
 // Sources: CUDA programming guide, "Memory Fence Functions" (the last block's ticket) and "Grid Synchronization";
 // D. Merrill's CUB is the peer.
@@ -41,16 +42,16 @@ __device__ float block_sum(float mine) {
 // [n] floats -> one. `scratch` has room for SCRATCH floats: a block's sum each, or what CUB wants.
 constexpr int64_t SCRATCH = 16384;
 
-// v7. New: 16 bytes a load, eight loads a thread before the first use (128 bytes a thread, 128 KB an SM), and a grid no
-// larger than the machine, whose threads go round (grid-stride): a block's sum is made once for all its share and not
-// for every 512 numbers. __launch_bounds__ tells the compiler how many blocks an SM shall hold, hence that a thread may
-// have 64 registers: left to itself it saves registers by adding before it has asked for everything. Predicted: a warp
-// adds 1024 floats with 8 loads of 16 sectors and 32 additions, so nothing but the memory is in the way: its full
-// speed.
+// v7. New: 16 bytes a load, and eight loads a thread before the first use: 128 bytes a thread, 128 KB an SM. The grid
+// is no larger than the machine, and its threads loop over x (grid-stride). So a block adds up once for its whole
+// share, not once for every 512 elements. The attribute __launch_bounds__ tells the compiler how many blocks an SM
+// shall hold, hence that a thread may have 64 registers. Without it the compiler saves registers: it adds before it
+// has issued all loads. Predicted: a warp adds 1024 floats with 8 loads of 16 sectors and 32 additions, so only memory
+// is a limit: its full speed.
 constexpr int LOADS = 8, BLOCKS_AN_SM = 4;
 
 __device__ float thread_sum(const float* x, int64_t n) {
-    // A float4 lies at a multiple of 16 bytes: what comes before the first one, and what is left over, is read singly.
+    // A float4 begins at a multiple of 16 bytes: elements before the first and after the last are read singly.
     const int64_t head = min(int64_t(-(reinterpret_cast<uintptr_t>(x) / sizeof(float)) % 4), n);
     const int64_t quads = (n - head) / 4, tail = head + 4 * quads;
     const float4* x4 = reinterpret_cast<const float4*>(x + head);
@@ -91,10 +92,10 @@ void sum_vectorized(const float* x, float* scratch, float* sum, int64_t n, cudaS
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v8. New: one atomic addition a block, so no second launch; but the sum has to be zero before. Predicted: about 500
-// additions to one address are hidden under the loads of other blocks, nobody waits for their answer, and a memset of 4
-// bytes, which is over while the kernel is being launched, takes the second launch's place: 2 us less than v7, and the
-// fastest of all. The order of the blocks, and with it the rounding, is another one in every run.
+// v8. New: one atomic addition a block, so no second launch; but the sum has to be zero before. Predicted: 2 us less
+// than v7, and the fastest of all. About 500 additions to one address are hidden under the loads of other blocks, and
+// no thread waits for their result. A memset of 4 bytes takes the second launch's place, and is over while the kernel
+// is being launched. The order of the blocks, and with it the rounding, differs in every run.
 __global__ __launch_bounds__(THREADS, BLOCKS_AN_SM)
 void sum_atomic_kernel(const float* x, float* sum, int64_t n) {
     const float mine = block_sum(thread_sum(x, n));
@@ -108,9 +109,9 @@ void sum_atomic(const float* x, float*, float* sum, int64_t n, cudaStream_t stre
 }
 
 // v9. New: the blocks of a cooperative launch are all resident, so that they can wait for each other. One launch, and
-// the same sum in every run. Predicted: half a microsecond to 1 us more than v8. After the last block's last load comes
-// a chain of journeys to L2 and back: its sum is written and fenced, it counts itself in, the first block sees that all
-// are there and reads the sums.
+// the same sum in every run. Predicted: half a microsecond to 1 us more than v8. After the last block's last load
+// comes a chain of round trips to L2. The block writes and fences its sum, and counts itself in. Then the first block
+// sees that all are there and reads the sums.
 __global__ __launch_bounds__(THREADS, BLOCKS_AN_SM)
 void sum_cooperative_kernel(const float* x, float* sums, float* sum, int64_t n) {
     const float mine = block_sum(thread_sum(x, n));
@@ -131,18 +132,18 @@ void sum_cooperative(const float* x, float* scratch, float* sum, int64_t n, cuda
     CUDA_CHECK(cudaLaunchCooperativeKernel(sum_cooperative_kernel, dim3(blocks), dim3(THREADS), arguments, 0, stream));
 }
 
-// v10. New: nobody waits. Each block takes a ticket when its sum is written, and who draws the last one adds them all,
-// in the order of the blocks. atomicInc wraps to 0 at the last ticket: `ticket` starts at 0 and is 0 again afterwards,
-// so it is cleared once and not before every launch, and must be no other stream's. Predicted: v9's time, though nobody
-// waits: what counts is how long the last block takes, and its chain is as long (sum, fence, ticket, sums). So v8's
-// memset is cheaper than this tail; what v9 and v10 buy with it is the same sum in every run.
+// v10. New: no block waits. Each block takes a ticket when its sum is written. The block with the last ticket adds all
+// sums, in the order of the blocks. The function atomicInc wraps to 0 at the last ticket, so `ticket` starts at 0 and
+// is 0 again afterwards. It is cleared once and not before every launch, and no other stream may use it. Predicted:
+// v9's time. The last block's time decides, and its chain is as long: sum, fence, ticket, sums. So v8's memset is
+// cheaper than this tail. In return v9 and v10 give the same sum in every run.
 __global__ __launch_bounds__(THREADS, BLOCKS_AN_SM)
 void sum_last_block_kernel(const float* x, float* sums, unsigned* ticket, float* sum, int64_t n) {
     __shared__ bool last;
     const float mine = block_sum(thread_sum(x, n));
     if (threadIdx.x == 0) {
         sums[blockIdx.x] = mine;
-        __threadfence();  // New: whoever sees the ticket sees the sum
+        __threadfence();  // New: a block that sees the ticket sees the sum
         last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
     }
     __syncthreads();

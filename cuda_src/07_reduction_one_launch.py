@@ -1,7 +1,8 @@
 """Parallel reduction, continued: every byte in flight, one launch
 ================================================================
-The kernels and what they predict are in 07_reduction_one_launch.cu; here they are functions of tensors, checked
-against PyTorch: on a GPU as nvcc built them, without one as g++ did, with every address, barrier and race watched.
+The kernels and their predictions are in 07_reduction_one_launch.cu. This file wraps them as functions of tensors and
+checks them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches
+every address, barrier and race.
 
 Run it:    python cuda_src/07_reduction_one_launch.py
 Check it:  python -m lessonkit check 07_reduction_one_launch
@@ -67,7 +68,7 @@ def _launch(name, x):
 
 
 def the_same_every_time(rung):
-    """Equal bits in every run, but for atomic additions, whose order nobody decides."""
+    """Equal bits in every run, but for atomic additions, whose order is not defined."""
     (x,) = inputs(40_000)
     assert rung is sum_atomic or len({rung(x).item() for _ in range(4)}) == 1
 

@@ -1,7 +1,7 @@
 """Prefix sums inside a block: Hillis-Steele, Blelloch, warp shuffles
 =====================================================================
-The kernels and what they predict are in 08_scan.cu; here they are functions of tensors, checked against torch.cumsum.
-What it takes to scan across blocks in one pass is 09_scan_one_pass.
+The kernels and their predictions are in 08_scan.cu. This file wraps them as functions of tensors and checks them
+against torch.cumsum. How to scan across blocks in one pass is in 09_scan_one_pass.
 
 Run it:    python cuda_src/08_scan.py
 Check it:  python -m lessonkit check 08_scan
@@ -46,6 +46,8 @@ def _scan(name, x):
     return y
 
 
+LARGE = {"n": 2**28}
+
 LESSON = Lesson(
     about=About(
         teaches="Hillis-Steele, Blelloch, shuffles: work against steps against conflicts",
@@ -59,8 +61,29 @@ LESSON = Lesson(
     rungs=(hillis_steele, blelloch, blelloch_padded, shuffle),
     predicted=(
         Prediction(
+            rung=hillis_steele,
+            at=LARGE,
+            ms=1.7,
+            why="One load of 4 bytes per thread does not keep memory busy: shuffle, with hardly any work in shared "
+            "memory, takes about twice its 4n too.",
+        ),
+        Prediction(
+            rung=blelloch,
+            at=LARGE,
+            ms=2.1,
+            why="As in hillis_steele; and the count of wavefronts has no time for the waits at 22 barriers, after "
+            "most of which a few warps work alone.",
+        ),
+        Prediction(
+            rung=blelloch_padded,
+            at=LARGE,
+            ms=1.4,
+            why="As in hillis_steele; and the padded indices more than double the kernel's instructions (see "
+            "reports/compiled).",
+        ),
+        Prediction(
             rung=shuffle,
-            at={"n": 2**28},
+            at=LARGE,
             ms=1.02,
             why="A thread loads one element, so an SM has 8 KB in flight where Little's law wants 25 KB; and no "
             "byte is asked for while a block scans.",

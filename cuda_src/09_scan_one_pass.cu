@@ -1,12 +1,16 @@
 // Prefix sums in one pass: decoupled look-back
 // ============================================
-// y[i] = x[0] + ... + x[i] reads n and writes n: 2^28 floats are 2.1 GB, 0.51 ms at 4.2 TB/s. A block can scan only its
-// own tile (08_scan), and its sum is needed by all tiles after it, which run in no order. Between tiles:
-//   scan, then propagate   4n   every tile's y is written, read again, and written again with what came before it
-//   reduce, then scan      3n   the first pass only reads x, for the tiles' sums
-//   decoupled look-back    2n   one pass: a tile looks back at what its predecessors have published so far
-// There memory still rests while tiles wait; 10_scan_ahead has the next tile under way by then.
-// T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
+//
+// y[i] = x[0] + ... + x[i] reads n and writes n: 2^28 floats are 2.1 GB, 0.51 ms at 4.2 TB/s. A block can scan only
+// its own tile (08_scan), and its sum is needed by all tiles after it, which run in no order. Three ways between
+// tiles:
+//
+//     scan, then propagate   4n   every tile's y is written, read again, and written again with the prefix added
+//     reduce, then scan      3n   the first pass only reads x, for the tiles' sums
+//     decoupled look-back    2n   one pass: a tile looks back at what its predecessors have published so far
+//
+// While tiles look back, memory is idle; 10_scan_ahead loads the next tile meanwhile. T is float, or unsigned for
+// int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
 // Source: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016, section 4.
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o scan cuda_src/09_scan_one_pass.cu
@@ -22,8 +26,9 @@
 
 namespace {
 
-// Rung 1: scan, then propagate, as in 08_scan, but with 16 elements a thread (scan_tile.cuh): four loads of 16 bytes
-// in flight for each thread, 16 sectors a request, all used, one barrier a tile. Predicted: the speed of copying 4n.
+// Rung 1: scan, then propagate, as in 08_scan, but with 16 elements a thread (scan_tile.cuh). Each thread has four
+// loads of 16 bytes in flight, 16 sectors a request, all used, and one barrier a tile. Predicted: the speed of copying
+// 4n.
 constexpr int THREADS = 256, VECTORS = 4;
 template <typename T>
 using Usual = Tile<T, THREADS, VECTORS>;
@@ -60,18 +65,31 @@ __global__ void __launch_bounds__(THREADS) scan_from_kernel(const T* x, T* y, co
     tile.store(y, blockIdx.x, n, (blockIdx.x > 0 ? sums[blockIdx.x - 1] : T(0)) + before);
 }
 
-// Rung 3. New: one pass (2n). A tile publishes its sum as soon as it knows it, then looks back over its predecessors:
-// one that has published only its SUM is added and passed over, one that knows its PREFIX ends the search. So tiles
-// wait for a predecessor's load, never for its look-back. How many bytes are on their way meanwhile sets the pace:
-// - A waiting tile sits in registers: 96 of a thread's 128 are data, and 2 blocks hold 192 KB on an SM; 16 of 40, as in
-//   rungs 1 and 2, would be 96 KB. Large tiles also pass on fewer words. At 4.2 TB/s some 20 of them begin each
-//   microsecond, and a round trip to L2 takes most of one, so a warp reads WINDOW * 32 words at a time.
+// Rung 3. New: one pass (2n). A tile publishes its sum as soon as it knows it, then looks back over its predecessors.
+// It adds the sum of each predecessor that has published only its SUM. One that has published its PREFIX ends the
+// search:
+//
+//     tile        0        1        2        3        4        5
+//     published   PREFIX   PREFIX   SUM      SUM      SUM      .
+//                          stop <-- add <--- add <--- add <--- looks back
+//
+//     prefix before tile 5 = PREFIX of 1 + SUM of 2 + SUM of 3 + SUM of 4
+//
+// So tiles wait for a predecessor's load, never for its look-back. The bytes in flight meanwhile set the pace:
+//
+// - A
+// waiting tile keeps its data in registers: 96 of a thread's 128, so 2 blocks hold 192 KB on an SM. With 16 of 40, as
+// in rungs 1 and 2, it would be 96 KB. Large tiles also publish fewer words. At 4.2 TB/s some 20 tiles begin each
+// microsecond. A round trip to L2 takes most of a microsecond, so a warp reads WINDOW * 32 words at a time.
+//
 // - The sum comes before the scan (5 shuffles, not 112), since others wait for it. Warps scan while warp 0 looks back.
-// - No ticket: tiles are blocks in order, and their loads leave at once. Whoever waits, waits for lower blocks, which
-//   GPUs start first. CUDA does not promise that; CUB relies on it too. (An atomicAdd would, for a round trip a tile.)
-// Predicted: two thirds of rung 2's time and what tiles wait on top, while they hold registers and load nothing.
-// Float sums now depend on when predecessors publish: the last bits may differ from run to run, where rungs 1 and 2
-// repeat theirs.
+//
+// - No ticket: tiles are blocks in order, and their loads start at once. A tile waits only for lower blocks, which
+// GPUs start first. CUDA does not promise that; CUB relies on it too. (An atomicAdd would, for a round trip a tile.)
+//
+// Predicted: two thirds of rung 2's time, plus what tiles wait while they hold registers and load nothing. Float sums
+// now depend on when predecessors publish. The last bits may differ from run to run, where rungs 1 and 2 repeat
+// theirs.
 
 // Called by one warp: the sum of all tiles before `tile`. Lane l looks l tiles further back than lane 0.
 template <typename T, int WINDOW>

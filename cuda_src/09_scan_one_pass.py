@@ -1,7 +1,7 @@
 """Prefix sums in one pass: decoupled look-back
 ===============================================
-The kernels and what they predict are in 09_scan_one_pass.cu; here they are functions of tensors, checked against
-torch.cumsum. How one block scans is 08_scan.
+The kernels and their predictions are in 09_scan_one_pass.cu. This file wraps them as functions of tensors and checks
+them against torch.cumsum. How one block scans is in 08_scan.
 
 Run it:    python cuda_src/09_scan_one_pass.py
 Check it:  python -m lessonkit check 09_scan_one_pass

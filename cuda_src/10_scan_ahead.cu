@@ -1,10 +1,13 @@
 // Prefix sums in one pass, the next tile under way
 // ================================================
-// 09_scan_one_pass moves the least there is to move, 2n, and still takes longer than a copy, 0.51 ms for 2^28 floats
-// at 4.2 TB/s: while a tile waits for what came before it, it holds registers and asks memory for nothing. Here blocks
-// stay for the whole scan, each takes every gridDim.x-th tile, and the waiting goes:
-//   look_back_waves   a tile's predecessors are the last tiles of the other blocks: one look, of known width
-//   look_back_ahead   the next tile's bytes are on their way, and its sum is known to all, before this one is finished
+//
+// 09_scan_one_pass moves the least there is to move, 2n: 0.51 ms for 2^28 floats at 4.2 TB/s. It still takes longer
+// than a copy. While a tile waits for its predecessors, it holds registers and has no loads in flight. Here the kernel
+// is persistent: each block takes every gridDim.x-th tile. The rungs remove the wait:
+//
+//     look_back_waves   a tile's predecessors are the last tiles of the other blocks: one look, of known width
+//     look_back_ahead   the next tile is loaded, and its sum published, before this one is finished
+//
 // T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
 // Source of what they build on: Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016.
 //
@@ -24,8 +27,8 @@
 
 namespace {
 
-// Called by one warp: the sum of the `window` tiles before `tile`, in the same order in every run. All of a lane's
-// words are asked for before the first is looked at; one that is still EMPTY is asked for again.
+// Called by one warp: the sum of the `window` tiles before `tile`, in the same order in every run. A lane requests all
+// its words before it looks at the first, and reads a word again while it is EMPTY.
 template <typename T>
 __device__ T window_sum(const volatile Word* words, int64_t tile, int window) {
     constexpr int AT_ONCE = 5;  // 160 tiles: an H200's 132 blocks in one look
@@ -53,11 +56,17 @@ __device__ T window_sum(const volatile Word* words, int64_t tile, int window) {
     return sum;
 }
 
-// Rung 1. New: the grid is as large as the GPU and its blocks stay (a cooperative launch: all are resident, so all may
-// wait for each other). Block b takes the tiles b, b + gridDim.x, ... It knows what came before its last tile, and
-// since then gridDim.x tiles have followed: the window is the grid. No tile has to publish a prefix, none searches for
-// one, and float sums are the same in every run. Predicted: no faster than 09's look_back. Two blocks an SM of 48 KB,
-// and all wait for the slowest of their wave, where there they drift apart.
+// Rung 1. New: the grid is as large as the GPU and its blocks are persistent. The launch is cooperative: all blocks
+// are resident, so all may wait for each other. Block b takes the tiles b, b + gridDim.x, ... It knows the prefix
+// before its last tile, and since then gridDim.x tiles have followed: the window is the grid. With 4 blocks:
+//
+//     block        0    1    2    3
+//     round 0      0    1  [ 2    3        tile 6 = prefix before tile 2, which block 2 knows from round 0,
+//     round 1      4    5 ]  6    7                 + the sums of tiles 2, 3, 4, 5: the window
+//
+// No tile has to publish a prefix, none searches for one, and float sums are the same in every run. Predicted: no
+// faster than 09's look_back, 80% of a copy. Two blocks an SM of 48 KB, and all wait for the slowest of their wave,
+// where 09's drift apart.
 template <typename T, int THREADS, int VECTORS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) waves_kernel(const T* x, T* y, Word* words, int64_t n) {
     using Part = Tile<T, THREADS, VECTORS>;
@@ -80,15 +89,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) waves_kernel(const T* x, T* y
     }
 }
 
-// Rung 2. New: a ring of tiles in shared memory, filled by cp.async. Round i adds up tile i + 1, which has arrived, and
-// publishes that; finishes tile i, whose predecessors' sums were published a round ago; and asks for tile i + STAGES.
-// So nobody waits for a sum, unless a block is a whole round late, and memory always has a tile an SM on its way. Every
-// thread reads what it copied itself, so the ring needs no barrier: the only one of a round is for the warps' sums.
-// Predicted: the speed of a copy. Shared memory is written once and read twice, 12 bytes for the 8 that cross device
-// memory, of which an SM moves about 18 a cycle where shared memory has 128. It stays below: not for the look-back,
-// since without any (and wrong) it is hardly faster; but all SMs store at once, and then all wait for what they load.
-// Tried in vain: a warp more that looks back while the others scan, cp.async past L1, smaller tiles on more blocks
-// (their window is longer, and two looks take two journeys to L2).
+// Rung 2. New: a ring of tiles in shared memory, filled by cp.async. Round i does three things. It adds up tile i + 1,
+// which has arrived, and publishes that sum. It finishes tile i, whose predecessors' sums were published a round ago.
+// It requests tile i + STAGES. So a sum has always been published in time, unless a block is a whole round late, and
+// every SM always has a tile in flight. Every thread reads what it copied itself, so the ring needs no barrier: the
+// only one of a round is for the warps' sums. Predicted: the speed of a copy. Shared memory is written once and read
+// twice, 12 bytes for each 8 of HBM traffic. An SM moves about 18 bytes of HBM traffic a cycle, and its shared memory
+// 128. What may cost time: all SMs store at once, and then all wait for their loads.
 template <typename T, int THREADS, int VECTORS, int STAGES>
 __global__ void __launch_bounds__(THREADS, 1) ahead_kernel(const T* x, T* y, Word* words, int64_t n) {
     using Part = Tile<T, THREADS, VECTORS>;

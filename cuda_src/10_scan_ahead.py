@@ -1,7 +1,7 @@
 """Prefix sums in one pass, the next tile under way
 =================================================
-The kernels and what they predict are in 10_scan_ahead.cu; here they are functions of tensors, checked against
-torch.cumsum. The look-back that they build on is 09_scan_one_pass.
+The kernels and their predictions are in 10_scan_ahead.cu. This file wraps them as functions of tensors and checks them
+against torch.cumsum. The look-back that they build on is in 09_scan_one_pass.
 
 Run it:    python cuda_src/10_scan_ahead.py
 Check it:  python -m lessonkit check 10_scan_ahead
@@ -19,12 +19,12 @@ SUFFIX = {torch.float32: "float", torch.int32: "int"}
 
 
 def look_back_waves(x):
-    """[n] -> [n] float32 or int32 in one pass, by blocks that stay; the same bits in every run."""
+    """[n] -> [n] float32 or int32 in one pass, by persistent blocks; the same bits in every run."""
     return _scan(kernels, "look_back_waves", x)
 
 
 def look_back_ahead(x):
-    """[n] -> [n] float32 or int32 in one pass, the next tile under way before this one is done; the same bits."""
+    """[n] -> [n] float32 or int32 in one pass, the next tile loaded while this one is finished; the same bits."""
     return _scan(kernels, "look_back_ahead", x)
 
 
@@ -45,7 +45,7 @@ def _cub(x):
 # fmt: off
 LESSON = Lesson(
     about=About(
-        teaches="blocks that stay; the next tile under way before this one is done; the same bits in every run",
+        teaches="persistent blocks; the next tile loaded while this one is finished; the same bits in every run",
         hours=1,
         operator="scan",
         language="CUDA C++",
@@ -54,6 +54,13 @@ LESSON = Lesson(
     extension=kernels,
     rungs=(look_back_waves, look_back_ahead),
     predicted=(
+        Prediction(
+            rung=look_back_waves,
+            at={"n": 2**28},
+            percent_of_limit=80,
+            why="All blocks wait for the slowest of their wave with no load in flight; look_back_ahead, which loads "
+            "the next tile meanwhile, gets most of that time back.",
+        ),
         Prediction(rung=look_back_ahead, at={"n": 2**28}, percent_of_limit=100),
     ),
     checks=(

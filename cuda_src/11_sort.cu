@@ -1,12 +1,15 @@
 // Sorting 32-bit keys: bitonic networks, then radix sort
 // ======================================================
-// A comparison sort moves every key about log2(n) times; a network that is the same for all inputs log2(n)^2 / 2 times.
-// A radix sort looks at 8 bits at a time and moves every key four times, whatever n is. For n = 2^26 keys of 4 bytes,
-// counted in reads and writes of all of memory (2n keys, 0.54 GB, 0.13 ms at 4.2 TB/s):
-//   bitonic          351: log2(n) (log2(n) + 1) / 2 steps, each through all of memory     predicted 45 ms
-//   bitonic_shared   136: steps within 2048 keys take place in shared memory              predicted 17 ms
-//   radix            6: each of 4 digits reads n, reads n again, writes n  predicted 0.8 ms, and more:
-//                    the writes go to 256 places at once, so a warp's 32 keys lie in up to 32 sectors
+//
+// A comparison sort moves every key about log2(n) times; a network that is the same for all inputs log2(n)^2 / 2
+// times. A radix sort looks at 8 bits at a time and moves every key four times, whatever n is. For n = 2^26 keys of 4
+// bytes, counted in reads and writes of all of memory (2n keys, 0.54 GB, 0.13 ms at 4.2 TB/s):
+//
+//     bitonic          351: log2(n) (log2(n) + 1) / 2 steps, each through all of memory     predicted 45 ms
+//     bitonic_shared   136: steps within 2048 keys take place in shared memory              predicted 17 ms
+//     radix            6: each of 4 digits reads n, reads n again, writes n                 predicted 0.8 ms, and more:
+//                      the writes go to 256 places at once, so a warp's 32 keys go to up to 32 sectors
+//
 // 12_onesweep takes it to 4.5 and to whole sectors. Keys are uint32 with flip = 0, or int32 with flip = the sign bit:
 // inverted, it orders negative numbers before the others. Any n below 2^32.
 // Sources: Batcher, "Sorting networks and their applications", 1968; Satish, Harris and Garland, "Designing efficient
@@ -22,10 +25,10 @@
 
 namespace {
 
-// Rung 1. A bitonic network merges sorted runs of `half` keys to runs of 2 * half: the first step compares each key
-// with its mirror image in the pair of runs, which leaves the smaller half on the left, each half bitonic; steps at
+// Rung 1. A bitonic network merges sorted runs of `half` keys to runs of 2 * half. The first step compares each key
+// with its mirror image in the pair of runs. It leaves the smaller half on the left, and each half bitonic. Steps at
 // distance half / 2, half / 4, ... 1 sort those. Every comparison puts the smaller key left. So n need not be a power
-// of two: keys that are missing at the end are larger than all, would never move, and need not exist.
+// of two: keys that are missing at the end count as larger than all, never move, and need not exist.
 __device__ void compare_exchange(uint32_t& left, uint32_t& right, uint32_t flip) {
     const uint32_t a = left, b = right;
     if ((a ^ flip) > (b ^ flip)) left = b, right = a;
@@ -40,8 +43,8 @@ __global__ void bitonic_step_kernel(uint32_t* keys, int64_t n, int64_t half, boo
     if (right < n) compare_exchange(keys[left], keys[right], flip);
 }
 
-// Rung 2. New: while the distance is below TILE, both keys of a pair are in the same tile, so that a block can read it
-// once, take all those steps in shared memory with a barrier between them, and write it once. Conflict-free but for
+// Rung 2. New: while the distance is below TILE, both keys of a pair are in the same tile. A block reads the tile
+// once, takes all those steps in shared memory with a barrier between them, and writes it once. Conflict-free but for
 // the shortest distances. Here the missing keys do exist, as the largest key.
 constexpr int TILE = 2048;
 
@@ -65,9 +68,17 @@ __global__ void __launch_bounds__(TILE / 2) bitonic_tile_kernel(const uint32_t* 
         if (first + k < n) out[first + k] = keys[k];
 }
 
-// Rung 3. New: no comparisons. Count how many keys of each tile have each digit; scan the counts, digit by digit and
-// tile by tile within it, to where each tile's keys of that digit go; then put every key there, behind those of its
-// tile that come before it. Three kernels a digit, four digits; how a warp ranks its keys is in radix_keys.cuh.
+// Rung 3. New: no comparisons. One kernel counts how many keys of each tile have each digit. A second scans the
+// counts, digit by digit and tile by tile within it: that is where each tile's keys of that digit begin. The third
+// writes every key there, behind those of its tile that come before it. Four digits; how a warp ranks its keys is in
+// radix_keys.cuh. For a tile of 8 keys and digits of 2 bits:
+//
+//     digit of each key                2   0   2   1   0   2   2   1
+//     rank: equal digits before it     0   0   1   0   1   2   3   1
+//     count of digit 0, 1, 2, 3        2   2   4   0
+//     begin, the scan of the counts    0   2   4   8
+//     place = begin[digit] + rank      4   0   5   2   1   6   7   3
+//
 // How many keys of each tile have each digit: counts[digit][tile], and over all tiles: totals[digit].
 template <int SIZE>
 __global__ void __launch_bounds__(BINS) count_kernel(const uint32_t* in, unsigned* counts, unsigned* totals, int64_t n,

@@ -1,7 +1,7 @@
 """Sorting 32-bit keys: bitonic networks, then radix sort
 ==========================================================
-The kernels and what they predict are in 11_sort.cu; here they are functions of tensors, checked against torch.sort.
-The fast one is 12_onesweep.
+The kernels and their predictions are in 11_sort.cu. This file wraps them as functions of tensors and checks them
+against torch.sort. The fast one is 12_onesweep.
 
 Run it:    python cuda_src/11_sort.py
 Check it:  python -m lessonkit check 11_sort

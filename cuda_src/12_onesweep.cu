@@ -1,15 +1,19 @@
 // Radix sort in one sweep a digit
 // ===============================
-// A radix sort of 32-bit keys by 8-bit digits moves every key four times: 8n of reads and writes at the least, plus one
-// read to count all four digits at once: 9n, 2.4 GB for n = 2^26, 0.57 ms at 4.2 TB/s. 11_sort's radix moves 12n, since
-// it reads the keys twice a digit, and writes 32-byte sectors for single keys. Here:
-//   radix_ordered   12n, but the keys are put in order within a tile first, so that a warp writes runs, not single keys
-//   onesweep         9n: what a tile must know of those before it comes by decoupled look-back (09_scan_one_pass),
-//                    256 of them side by side, one for each digit
-// Neither will reach the speed of a copy: to rank 32 keys costs a warp about 60 instructions and shared memory about 15
-// turns, as much time as their 256 bytes cost device memory, and all that must overlap. Predicted: 1.0 to 1.7 ms.
-// Keys are uint32 with flip = 0, or int32 with flip = the sign bit. Any n below 2^32; from 2^30 - 1 on, where counts
-// outgrow the 30 bits that a look-back word has for them, onesweep leaves the work to radix_ordered.
+//
+// A radix sort of 32-bit keys by 8-bit digits moves every key four times: 8n of reads and writes at the least. One
+// more read counts all four digits at once: 9n, 2.4 GB for n = 2^26, 0.57 ms at 4.2 TB/s. The radix rung of 11_sort
+// moves 12n, since it reads the keys twice a digit, and writes 32-byte sectors for single keys. Here:
+//
+//     radix_ordered   12n, but the keys are put in order within a tile first: a warp writes runs, not single keys
+//     onesweep         9n: a tile learns its predecessors' counts by decoupled look-back (09_scan_one_pass),
+//                      256 of them side by side, one for each digit
+//
+// Neither will reach the speed of a copy. To rank 32 keys costs a warp about 60 instructions and shared memory about
+// 15 wavefronts. That takes as much time as HBM needs for their 256 bytes, and all of it must overlap. Predicted for
+// onesweep: 1.0 to 1.7 ms; for radix_ordered, with 12n instead of 9n, 1.3 to 2.3 ms. Keys are uint32 with flip = 0, or
+// int32 with flip = the sign bit. Any n below 2^32. From 2^30 - 1 on, counts outgrow the 30 bits that a look-back word
+// has for them: there onesweep calls radix_ordered.
 // Sources: Adinets and Merrill, "Onesweep: A Faster Least Significant Digit Radix Sort for GPUs", 2022; Merrill and
 // Garland, "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016.
 //
@@ -93,8 +97,14 @@ void radix_passes(const uint32_t* in, uint32_t* out, uint32_t* scratch, int64_t 
 }
 
 // Rung 1. New against 11_sort's radix: the block first puts its keys in order of their digit in shared memory, and
-// writes them from there. Predicted: 4096 keys make runs of 16 keys a digit on average, so that a warp writes about 7
-// sectors where it wrote 32, for a round trip through shared memory (32 random digits in 32 banks: 3 to 4 wavefronts).
+// writes them from there. With a tile of 8 keys and digits of 2 bits:
+//
+//     digits as read        2   0   2   1   0   2   2   1
+//     in shared memory      0   0 | 1   1 | 2   2   2   2      at begin[digit] + rank, as in 11_sort
+//     in HBM                one run for each digit: its place in the whole output + (index in the tile - begin[digit])
+//
+// Predicted: 4096 keys make runs of 16 keys a digit on average, so a warp writes about 7 sectors instead of 32. The
+// price is a round trip through shared memory (32 random digits in 32 banks: 3 to 4 wavefronts).
 template <int THREADS, int ITEMS>
 struct Shared {
     unsigned counts[THREADS / 32][BINS];  // a warp's count of each digit, then where its keys begin in `ordered`
@@ -173,12 +183,12 @@ __global__ void __launch_bounds__(THREADS) ordered_kernel(const uint32_t* in, ui
     write(shared, out, n - int64_t(blockIdx.x) * keys.SIZE, shift, flip);
 }
 
-// Rung 2. New: one kernel a digit. A tile counts its digits, publishes the 256 counts, and thread d looks back for
-// digit d: predecessors that have published only their COUNT are added and passed over, one that knows the SUM of all
-// up to itself ends the search. Status and number share a word, so that one read gets both. The keys are put in order
-// between publishing and looking back, so that most predecessors have published by then. Where a digit begins in the
-// whole output is counted before the first pass, for all four passes at once, since a pass only permutes the keys.
-// Predicted: three quarters of rung 1's bytes, 6 launches instead of 12.
+// Rung 2. New: one kernel a digit. A tile counts its digits and publishes the 256 counts. Then thread d looks back for
+// digit d. It adds the counts of predecessors that have published only their COUNT. One that has published the SUM of
+// all tiles up to itself ends the search. Status and count share a word, so that one read gets both. The keys are put
+// in order between publishing and looking back, so that most predecessors have published by then. One kernel before
+// the first pass counts where each digit begins in the whole output, for all four passes, since a pass only permutes
+// the keys. Predicted: three quarters of rung 1's bytes, 6 launches instead of 12.
 constexpr unsigned EMPTY = 0, COUNT = 1u << 30, SUM = 2u << 30, NUMBER = COUNT - 1;
 
 __global__ void __launch_bounds__(BINS) histogram_kernel(const uint32_t* in, unsigned* starts, int64_t n,
@@ -215,7 +225,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) onesweep_kernel(const uint32_
     extern __shared__ unsigned memory[];
     auto& shared = *reinterpret_cast<Shared<THREADS, ITEMS>*>(memory);
     const int t = threadIdx.x;
-    if (t == 0) shared.ticket = atomicAdd(ticket, 1u);  // not blockIdx: who waits, waits for blocks that run
+    if (t == 0) shared.ticket = atomicAdd(ticket, 1u);  // not blockIdx: a block waits only for blocks that run
     __syncthreads();
     const int64_t tile = shared.ticket;
     volatile unsigned* const mine = words + tile * BINS + t;

@@ -1,11 +1,12 @@
 // Transpose: the same bytes in another order
 // ==========================================
-// y[c][r] = x[r][c] for a matrix of M rows and N columns reads 4MN bytes and writes 4MN: 0.13 ms at 8192 x 8192 and
-// 0.51 ms at 16384 x 16384 on an H200 (4.2 TB/s), if it goes like a copy. Nothing is computed. But neighbours in x are
-// far apart in y, so a warp that reads along a row of x writes down a column of y, 32 addresses in 32 sectors of 32
-// bytes, of which it uses 4. The way out is a detour through shared memory, where a column costs as little as a row,
-// once its 32 words lie in 32 different banks. Two counts tell the whole story of each rung: sectors a request (4 is
-// perfect for 4 bytes a lane, 16 for 16 bytes) and wavefronts a shared access (1, and 4).
+//
+// y[c][r] = x[r][c] for a matrix of M rows and N columns reads 4MN bytes and writes 4MN. At the speed of a copy (4.2
+// TB/s on an H200) that is 0.13 ms at 8192 x 8192 and 0.51 ms at 16384 x 16384. Nothing is computed. But neighbours in
+// x are far apart in y. A warp that reads along a row of x writes down a column of y: 32 addresses in 32 sectors of 32
+// bytes, and it uses 4 bytes of each. Shared memory helps: there a column costs as little as a row, once its 32 words
+// are in 32 different banks. Two counts describe each rung: sectors a request (4 is perfect for 4 bytes a lane, 16 for
+// 16 bytes) and wavefronts a shared access (1, and 4).
 //
 // Sources: M. Harris, "An Efficient Matrix Transpose in CUDA C/C++" (2013); Ruetsch and Micikevicius, "Optimizing
 // Matrix Transpose in CUDA" (2009).
@@ -41,9 +42,9 @@ int64_t tiles(int64_t M, int64_t N, int tile) {
     return count;
 }
 
-// v1. A warp reads 32 neighbours of a row and writes them where they belong, M words apart. Predicted: 4 sectors a
-// read, 32 sectors a write. The eight warps of a block fill the same sectors bit by bit, so memory itself sees little
-// more than 4MN bytes, but L2 takes one sector a clock and slice for 4 bytes: a quarter of a copy's speed.
+// v1. A warp reads 32 neighbours of a row and writes them to y, M words apart. Predicted: 4 sectors a read, 32 sectors
+// a write. The eight warps of a block fill the same sectors bit by bit, so HBM traffic is little more than 4MN bytes
+// each way. But L2 takes one sector a clock and slice for 4 bytes: a quarter of a copy's speed.
 __global__ void transpose_read_kernel(const float* __restrict__ x, float* __restrict__ y,  // [M, N] -> [N, M]
                                       int64_t M, int64_t N) {
     const Corner at = corner(N, TILE);
@@ -60,8 +61,9 @@ void transpose_read(const float* x, float* y, int64_t M, int64_t N, cudaStream_t
 }
 
 // v2. New: the other way round, a warp writes 32 neighbours of y and reads down a column of x: 32 sectors a read and 4
-// a write. Predicted: faster than v1, though it is the same count. What a read did not use of its sectors stays in L1,
-// where the block's other warps find it; a write goes through to L2 each time.
+// a write. Predicted: faster than v1, though it is the same count. The unused rest of a sector stays in L1, where the
+// block's other warps find it; a write goes through to L2 each time. L1 looks up one line a clock, 32 for a read of
+// 128 bytes: 132 SMs * 4 bytes * 1.7 GHz = 0.9 TB/s each way.
 __global__ void transpose_write_kernel(const float* __restrict__ x, float* __restrict__ y, int64_t M, int64_t N) {
     const Corner at = corner(N, TILE);
     const int64_t r = at.row + threadIdx.x;  // New
@@ -76,7 +78,7 @@ void transpose_write(const float* x, float* y, int64_t M, int64_t N, cudaStream_
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v3 to v5 differ in one line: where element (r, c) of the tile lies. How a row and a column of 32 fall on 32 banks:
+// v3 to v5 differ in one line: the place of element (r, c) of the tile. How a row and a column of 32 fall on 32 banks:
 struct Plain {  // a row: banks 0..31; a column: 32 words apart, all in one bank
     static constexpr int words = TILE * TILE;
     static __device__ int at(int r, int c) { return r * TILE + c; }
@@ -119,8 +121,17 @@ void transpose_tile(const float* x, float* y, int64_t M, int64_t N, cudaStream_t
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v4. New: one word of padding a row. Predicted: 1 wavefront a shared access, and the memory is the limit again: nine
-// tenths of a copy. A thread has 4 loads of 4 bytes under way, 32 KB an SM, just over the 25 KB of Little's law.
+// v4. New: one word of padding a row. With 4 banks instead of 32, a column [r0] is in one bank, or in all of them:
+//
+//     v3: rows of 4 words           v4: rows of 5 words, one unused      v5: rows of 4 words, column c at c ^ r
+//     bank   0    1    2    3       bank   0    1    2    3              bank   0    1    2    3
+//          [00]  01   02   03            [00]  01   02   03                   [00]  01   02   03
+//          [10]  11   12   13              -  [10]  11   12                    11  [10]  13   12
+//          [20]  21   22   23             13    -  [20]  21                    22   23  [20]  21
+//          [30]  31   32   33             22   23    -  [30]                   33   32   31  [30]
+//
+// Predicted: 1 wavefront a shared access, and HBM is the limit again: nine tenths of a copy. A thread has 4 loads of 4
+// bytes in flight, 32 KB an SM, just over the 25 KB of Little's law.
 void transpose_padded(const float* x, float* y, int64_t M, int64_t N, cudaStream_t stream) {
     if (M == 0 || N == 0) return;
     transpose_tile_kernel<Padded><<<tiles(M, N, TILE), dim3(TILE, ROWS), 0, stream>>>(x, y, M, N);
@@ -136,13 +147,13 @@ void transpose_swizzled(const float* x, float* y, int64_t M, int64_t N, cudaStre
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v6. New: 16 bytes an access, everywhere. A tile is 64 x 64, a thread owns a square of 4 x 4 of it: it loads four
-// float4 (pieces of four rows), turns the square in its registers, and stores four float4 (pieces of four columns) into
-// shared memory, from where the block writes rows of y, 256 bytes each. A float4 takes 4 banks, so a tile row of 16
-// float4 lies over the 32 banks twice, and 8 lanes (128 bytes) are served at a time. They store to the same float4
-// column in rows 4 apart: one group of banks, 8 wavefronts for 1; hence the XOR with r / 4. Predicted: 16 sectors a
-// request, 4 wavefronts a shared access, both the least there is; 64 KB and more under way on an SM, and a copy's
-// speed.
+// v6. New: 16 bytes an access, everywhere. A tile is 64 x 64, and a thread owns a square of 4 x 4 of it. It loads four
+// float4 (pieces of four rows), transposes the square in its registers, and stores four float4 (pieces of four
+// columns) into shared memory. From there the block writes rows of y, 256 bytes each. A float4 takes 4 banks, so a
+// tile row of 16 float4 spans the 32 banks twice, and 8 lanes (128 bytes) are served at a time. They store to the same
+// float4 column in rows 4 apart: one group of banks, 8 wavefronts for 1; hence the XOR with r / 4. Predicted: 16
+// sectors a request, 4 wavefronts a shared access, both the least there is. 64 KB and more are in flight on an SM: a
+// copy's speed.
 constexpr int SQUARES = 16;  // along each side of a tile: 16 x 16 threads
 
 __device__ int wide_at(int r, int quad) { return r * SQUARES + (quad ^ (r / 4)); }
@@ -191,20 +202,20 @@ void transpose_vectorized(const float* x, float* y, int64_t M, int64_t N, cudaSt
 
 // v7. New: another order of the tiles. Blocks start in the order of blockIdx and some 1000 run at a time. If those are
 // neighbours along a row of x, each row of it is read in one piece, and y is written in pieces of 256 bytes, a row
-// apart. Taken down a column they write whole rows of y, and read x in pieces. The same counts; but what is written
-// waits in L2 and leaves it line by line, and a DRAM page that is opened for a write pays more for it (the bus has to
-// turn round) than one opened for a read, so it is the writes that should be neighbours. Predicted: nothing at 1024 and
-// 2048, where L2 holds all; 1 to 3% of a copy's speed beyond. Rows of more than 64 KB keep v6's order: there the reads,
-// so far apart, cost more than the writes gain.
+// apart. Taken down a column they write whole rows of y, and read x in pieces. The counts are the same. But writes
+// wait in L2 and leave it line by line. Opening a DRAM page for a write costs more than for a read, since the bus has
+// to change direction. So it is the writes that should be neighbours. Predicted: nothing at 1024 and 2048, where L2
+// holds all; 1 to 3% of a copy's speed beyond. Rows of more than 64 KB keep v6's order: there the reads, so far apart,
+// cost more than the writes gain.
 void transpose_down(const float* x, float* y, int64_t M, int64_t N, cudaStream_t stream) {
     const auto launch = N <= 16384 ? launch_vectorized<true> : launch_vectorized<false>;
     (quads_fit(x, y, M, N) ? launch : transpose_swizzled)(x, y, M, N, stream);
 }
 
-// v8. New: an answer for the other shapes. Where M is odd, a row of y begins anywhere in a sector of 32 bytes, and so
-// does each piece of it that a tile owns: v5's 128 bytes are 5 sectors, of which 2 are written in part, and L2 has to
-// merge them with what the neighbour writes, or to ask the DRAM for the rest. Pieces twice as long have half as many
-// ends: 9 sectors for 256 bytes. Predicted: between v5 and v7, whose loads are four times as wide.
+// v8. New: a kernel for the other shapes. Where M is odd, a row of y begins anywhere in a sector of 32 bytes, and so
+// does each piece of it that a tile owns. The 128 bytes of v5 are 5 sectors, of which 2 are written in part. L2 has to
+// merge those with the neighbour's writes, or to read the rest from DRAM. Pieces twice as long have half as many ends:
+// 9 sectors for 256 bytes. Predicted: between v5 and v7, whose loads are four times as wide.
 constexpr int WIDE = 64;  // words
 
 __global__ __launch_bounds__(TILE * ROWS)

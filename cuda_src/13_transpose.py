@@ -1,8 +1,8 @@
 """Transpose in CUDA C++: coalescing, bank conflicts, padding, swizzling
 =====================================================================
-The kernels and what they predict are in 13_transpose.cu; here they are functions of tensors, checked against PyTorch:
-on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and every race watched. The
-counts at the end of this file, sectors a request and wavefronts a shared access, are the lesson.
+The kernels and their predictions are in 13_transpose.cu. This file wraps them as functions of tensors and checks them
+against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches every address,
+barrier and race. The counts at the end of this file, sectors a request and wavefronts a shared access, are the lesson.
 
 Run it:    python cuda_src/13_transpose.py
 Check it:  python -m lessonkit check 13_transpose
@@ -90,11 +90,19 @@ LESSON = Lesson(
             why="A write of 4 bytes probably costs L2 more than the one slot of the count, since it has to be "
             "merged with the rest of its sector.",
         ),
+        Prediction(rung=transpose_write, at=LARGE, tb_per_s=1.8),
         Prediction(rung=transpose_tile, at=LARGE, tb_per_s=1.8),
         Prediction(rung=transpose_padded, at=LARGE, percent_of_limit=90),
         Prediction(rung=transpose_swizzled, at=LARGE, times=1, over=transpose_padded),
         Prediction(rung=transpose_vectorized, at=LARGE, percent_of_limit=100),
         Prediction(rung=transpose_down, at=LARGE, times=(1.01, 1.03), over=transpose_vectorized),
+        Prediction(
+            rung=transpose_any,
+            at={"M": 8191, "N": 8193},
+            percent_of_limit=(90, 100),
+            why="Sectors that are written in part cost more than the ninth that was counted: at M = N = 8192 "
+            "transpose_padded, with the same accesses on whole sectors, loses much less.",
+        ),
     ),
     wrong=(
         Mutant("M for N", "transpose_read_kernel", "x[r * N + c]", "x[r * M + c]", "transpose_read", "out of bounds"),

@@ -1,7 +1,8 @@
 // Softmax: three reads of a row, then two
 // =======================================
+//
 // y_j = exp(x_j - m) / s with m = max(x), s = sum(exp(x - m)) along each row of x [M, N]. It has to read MN elements
-// and write MN: on an H200 (4.2 TB/s) 8192 x 8192 in bf16 (268 MB in and out) cannot take less than 0.064 ms. As the
+// and write MN. On an H200 (4.2 TB/s) 8192 x 8192 in bf16 (268 MB in and out) cannot take less than 0.064 ms. As the
 // formula stands it reads each row three times. Here that becomes two; 15_softmax_lengths makes it one.
 //
 // Source of v3: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
@@ -77,10 +78,10 @@ void softmax_block(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stream) 
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v3. New: m and s in one pass. A pair (m, s) stands for the sum s * exp(m); when m grows, s is rescaled, and two pairs
-// merge the same way. Lanes merge by shuffles, so that one barrier is left of 19.
-// Predicted: two reads and a write. Each turn of the loop needs the pair of the turn before: two exponentials that no
-// other work of the thread hides, in place of one.
+// v3. New: m and s in one pass. A pair (m, s) stands for the sum s * exp(m); when m grows, s is rescaled, and two
+// pairs merge the same way. Lanes merge by shuffles, so that one barrier is left of 19. Predicted: two reads and a
+// write. Each iteration needs the pair of the one before: two exponentials in place of one, and no other work of the
+// thread hides them.
 template <typename T>
 __global__ void softmax_online_kernel(const T* x, T* y, int64_t N) {
     __shared__ float2 pairs[BLOCK / 32];

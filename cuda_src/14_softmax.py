@@ -1,7 +1,7 @@
 """Softmax in CUDA C++: three reads of a row, then two
 ===================================================
-The kernels and what they predict are in 14_softmax.cu; here they are functions of tensors, checked against PyTorch.
-15_softmax_lengths goes on from here and reads a row once.
+The kernels and their predictions are in 14_softmax.cu. This file wraps them as functions of tensors and checks them
+against PyTorch. The next lesson, 15_softmax_lengths, reads a row once.
 
 Run it:    python cuda_src/14_softmax.py
 Check it:  python -m lessonkit check 14_softmax

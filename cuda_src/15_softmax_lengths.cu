@@ -1,9 +1,10 @@
 // Softmax at every row length: a row is read once
 // ===============================================
-// 14_softmax reads a row twice. To read it once, 2MN elements in all, it has to stay somewhere between the sum and the
-// result: in the registers of a block (v4), of a few lanes (v5), of several SMs (v6). At 4.2 TB/s the bf16 matrices
-// timed here cannot take less than 0.008 (32768 x 256) to 0.256 ms (2048 x 131072). Arithmetic is no limit: some 13
-// instructions an element, where 132 SMs can issue 27 in the time in which memory moves one bf16 in and out.
+//
+// 14_softmax reads a row twice. To read it once, 2MN elements in all, the row has to stay on chip between the sum and
+// the result. Rung v4 keeps it in the registers of a block, v5 of a few lanes, v6 of several SMs. At 4.2 TB/s the bf16
+// matrices timed here cannot take less than 0.008 (32768 x 256) to 0.256 ms (2048 x 131072). Arithmetic is no limit:
+// some 13 instructions an element, where 132 SMs can issue 27 in the time in which memory moves one bf16 in and out.
 //
 // Source of v6: CUDA C++ programming guide, "Thread block clusters" and "Distributed shared memory".
 //
@@ -24,11 +25,11 @@ inline bool no_rows(int64_t M, int64_t N) {
 namespace cg = cooperative_groups;
 #endif
 
-// v4. New: the row stays in registers, 16 bytes a load and eight loads a thread, all on their way before the first use.
-// It stays as it came: 128 bytes are 32 registers, widened anew for the maximum, the sum and the result (a second
-// exponential costs less than the registers that would keep the first). 64 registers a thread, so 128 KB on an SM.
+// v4. New: the row stays in registers. A thread issues eight loads of 16 bytes before the first use. The row keeps its
+// dtype: 128 bytes are 32 registers, converted to float again for the maximum, the sum and the result. A second
+// exponential costs less than the registers that would keep the first. 64 registers a thread, so 128 KB on an SM.
 // Predicted: one read and one write, copy speed while an SM holds two rows or more (to 64 KB each): one loads while
-// another stores. By Little's law 4.2 TB/s at 800 ns are 25 KB on their way for each SM.
+// another stores. By Little's law 4.2 TB/s at 800 ns are 25 KB in flight for each SM.
 constexpr int K = 8, THREADS = 512;  // vectors a thread, threads of a block at most
 
 // In 16 bits two at a time, as they lie there: widened first, the compiler would carry the floats along.
@@ -105,9 +106,8 @@ void softmax_registers(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stre
 }
 
 // v5. New: a short row needs no block. LANES lanes of a warp (1 to 32, for up to 2 KB) own a row with four vectors
-// each, 32 / LANES rows a warp: no barrier, no shared memory, and lanes that would hang over the end work on another
-// row.
-// Predicted: copy speed at 256 columns, where v4 keeps 4 of its 32 lanes' 8 vectors.
+// each, 32 / LANES rows a warp. There is no barrier and no shared memory, and lanes past a row's end work on another
+// row. Predicted: copy speed at 256 columns, where v4 keeps 4 of its 32 lanes' 8 vectors.
 template <typename T, int LANES>
 __global__ void __launch_bounds__(128)
     softmax_lanes_kernel(const T* x, T* y, int64_t M, int n, int vectors, bool whole) {
@@ -138,9 +138,9 @@ void softmax_lanes(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stream) 
 }
 
 // v6. New: a long row is shared by the blocks of a cluster, which run at the same time on neighbouring SMs and can
-// write into each other's shared memory. Each warp sends its pair to every block; one barrier of the cluster, and all
-// know.
-// Predicted: most of copy speed from 64 KB a row on, where v4 ends, to 512 KB: blocks wait for the slowest of theirs.
+// write into each other's shared memory. Each warp sends its pair to every block. After one barrier of the cluster all
+// blocks have all pairs. Predicted: most of copy speed from 64 KB a row on, where v4 ends, to 512 KB: blocks wait for
+// the slowest of theirs.
 #ifndef COURSE_EMULATED
 constexpr int MAX_PARTS = 8;
 
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, WHOLE ? 2 : 1)
         float2* slot = &pairs[rank * warps + threadIdx.x / 32];
         *cluster.map_shared_rank(slot, threadIdx.x % 32) = make_float2(pair.m, pair.s);
     }
-    cluster.sync();  // after it nobody reads or writes another block's memory, so a block may leave
+    cluster.sync();  // after it no block accesses another's memory, so a block may exit
     pair = merge_all(pairs, parts * warps);
     store_share<T>(v, pair, y + row * n, n, first, blockDim.x, end, WHOLE);
 #endif
@@ -192,8 +192,8 @@ void softmax_cluster(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stream
 }
 #endif
 
-// The rest: rows past 512 KB (64 KB without clusters), of which each thread merges the pairs of eight vectors at a time
-// and which it reads a second time, from the end: what came last is what the caches still hold.
+// The rest: rows past 512 KB (64 KB without clusters). Each thread merges the pairs of eight vectors at a time. The
+// second read begins at the row's end, since the caches still hold what was read last.
 template <typename T>
 __global__ void __launch_bounds__(512) softmax_rest_kernel(const T* x, T* y, int64_t N, bool whole) {
     __shared__ float2 pairs[16];

@@ -1,7 +1,8 @@
 """Softmax in CUDA C++ at every row length: a row is read once
 ===========================================================
-The kernels and what they predict are in 15_softmax_lengths.cu: a row stays in the registers of a block, of a few
-lanes, of a cluster of blocks. The cluster is no part of the emulator: it runs on an sm_90 GPU and is compiled anywhere.
+The kernels and their predictions are in 15_softmax_lengths.cu. A row stays in the registers of a block, of a few
+lanes, or of a cluster of blocks. The emulator has no clusters: those rungs run on an sm_90 GPU and are compiled
+anywhere.
 
 Run it:    python cuda_src/15_softmax_lengths.py
 Check it:  python -m lessonkit check 15_softmax_lengths
@@ -82,6 +83,7 @@ LESSON = Lesson(
         Prediction(rung=softmax_registers, at={"M": 8192, "N": 8192}, percent_of_limit=100),
         Prediction(rung=softmax_lanes, at={"M": 32768, "N": 256}, percent_of_limit=100),
         Prediction(rung=softmax_cluster, at={"M": 2048, "N": 131072}, percent_of_limit=(80, 95)),
+        Prediction(rung=softmax, at={"M": 4096, "N": 32768}, percent_of_limit=100),
     ),
     checks=(
         *WHOLE,

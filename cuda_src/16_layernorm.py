@@ -1,7 +1,7 @@
 """LayerNorm in CUDA C++: three reads of a row, then two
 =====================================================
-The kernels and what they predict are in 16_layernorm.cu; here they are functions of tensors, checked against PyTorch.
-17_layernorm_lengths goes on from here and reads a row once; 18_layernorm_backward is the backward.
+The kernels and their predictions are in 16_layernorm.cu. This file wraps them as functions of tensors and checks them
+against PyTorch. The next lesson, 17_layernorm_lengths, reads a row once; 18_layernorm_backward is the backward.
 
 Run it:    python cuda_src/16_layernorm.py
 Check it:  python -m lessonkit check 16_layernorm
@@ -70,6 +70,13 @@ LESSON = Lesson(
     extension=kernels,
     rungs=(layernorm_naive, layernorm_block, layernorm_welford),
     predicted=(
+        Prediction(
+            rung=layernorm_block,
+            at={"M": 2048, "N": 131072},
+            percent_of_limit=50,
+            why="Loads are 2 bytes a lane at occupancy 0.75: one load of each thread is 3 KB in flight on an SM, "
+            "where Little's law wants 25 KB.",
+        ),
         Prediction(
             rung=layernorm_welford,
             at={"M": 2048, "N": 131072},

@@ -1,9 +1,10 @@
 // LayerNorm at every row length: x is read once, w and b from the caches
 // ======================================================================
-// 16_layernorm reads a row twice. To read it once, 2MN elements in all, it has to stay somewhere between its statistics
-// and its result: in the registers of a block (v4), of a few lanes (v5), of several SMs (v6). Each row also asks for w
-// and b, 2MN more, which memory does not see: they lie in L2, and the part of them that fits in L1. At 4.2 TB/s
-// 4096 x 32768 in bf16 (537 MB in and out) cannot take less than 0.128 ms.
+//
+// 16_layernorm reads a row twice. To read it once, 2MN elements in all, the row has to stay on chip between its
+// statistics and its result. Rung v4 keeps it in the registers of a block, v5 of a few lanes, v6 of several SMs. Each
+// row also needs w and b. These 2MN reads cause no HBM traffic: w and b stay in L2, and in L1 as far as they fit. At
+// 4.2 TB/s 4096 x 32768 in bf16 (537 MB in and out) cannot take less than 0.128 ms.
 //
 // Sources: Ba, Kiros and Hinton, "Layer normalization", 2016; Chan, Golub and LeVeque 1979 (merging statistics); CUDA
 // C++ programming guide, "Thread block clusters", "Distributed shared memory".
@@ -21,10 +22,10 @@ namespace cg = cooperative_groups;
 #endif
 
 // v6. New: a long row is shared by the blocks of a cluster, which run at the same time on neighbouring SMs and can
-// write into each other's shared memory. Each keeps its part as v4 keeps a row; each warp sends its statistics to every
-// block; one barrier of the cluster, and all know.
-// Predicted: 2MN at any length to 512 KB. The row has to come whole before any of it is stored, by blocks that wait for
-// the slowest: some less than v4 at 64 KB, where two rows share an SM.
+// write into each other's shared memory. Each block keeps its part as v4 keeps a row. Each warp sends its statistics
+// to every block, and there is one barrier of the cluster. Predicted: 2MN at any length to 512 KB. All of the row has
+// to arrive before any of it is stored, and the blocks wait for the slowest. So somewhat less than v4 at 64 KB, where
+// two rows share an SM.
 #ifndef COURSE_EMULATED
 constexpr int MAX_PARTS = 8;
 
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     cluster.barrier_wait();
     if (lane < blocks)  // lane i writes to block i
         *cluster.map_shared_rank(&parts[slot], lane) = make_float4(mine.mean, mine.m2, mine.count, 0);
-    cluster.sync();  // after it nobody touches another block's memory, so a block may leave
+    cluster.sync();  // after it no block accesses another's memory, so a block may exit
     const Stats all = merge_all(parts, blocks * warps, n);
     const float r = 1 / sqrtf(all.m2 / n + eps);
     again(v);
@@ -80,8 +81,8 @@ void layernorm_cluster(const T* x, const T* w, const T* b, T* y, float* mean, fl
 }
 #endif
 
-// The rest: rows past 512 KB (64 KB without clusters), whose statistics each thread merges from four vectors at a time
-// and which it reads a second time, from the end: what came last is what the caches still hold.
+// The rest: rows past 512 KB (64 KB without clusters). Each thread merges statistics of four vectors at a time. The
+// second read begins at the row's end, since the caches still hold what was read last.
 template <typename T>
 __global__ void __launch_bounds__(512) layernorm_rest_kernel(const T* x, const T* w, const T* b, T* y, float* mean,
                                                              float* rstd, int64_t N, float eps, bool whole) {

@@ -1,7 +1,8 @@
 """LayerNorm in CUDA C++ at every row length: x is read once, w and b from the caches
 ==================================================================================
-The kernels and what they predict are in 17_layernorm_lengths.cu: a row in the registers of a block, of a few lanes, of
-a cluster of blocks. The cluster is no part of the emulator: it runs on an sm_90 GPU and is compiled anywhere.
+The kernels and their predictions are in 17_layernorm_lengths.cu. A row stays in the registers of a block, of a few
+lanes, or of a cluster of blocks. The emulator has no clusters: those rungs run on an sm_90 GPU and are compiled
+anywhere.
 
 Run it:    python cuda_src/17_layernorm_lengths.py
 Check it:  python -m lessonkit check 17_layernorm_lengths
@@ -99,6 +100,7 @@ LESSON = Lesson(
             percent_of_limit=100,
             why="No block stores before the whole row has come, so an SM's loads and stores do not overlap.",
         ),
+        Prediction(rung=layernorm, at={"M": 4096, "N": 32768}, percent_of_limit=90),
     ),
     checks=(
         *WHOLE,

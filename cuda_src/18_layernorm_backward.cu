@@ -1,10 +1,11 @@
 // LayerNorm backward: one sum along the row, one down the column
 // ==============================================================
+//
 // With x_hat = (x - mean) * rstd and g = dy * w, from what the forward saved (mean, rstd):
 //     dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))     means along the row
 //     dw = sum(dy * x_hat), db = sum(dy)                      sums down the column
-// It has to read dy and x and to write dx, 3MN elements: on an H200 (4.2 TB/s) 8192 x 8192 in bf16 (403 MB) cannot take
-// less than 0.096 ms. dx wants blocks that own rows, dw and db blocks that own columns: two kernels move 5MN.
+// It has to read dy and x and to write dx, 3MN elements. On an H200 (4.2 TB/s) 8192 x 8192 in bf16 (403 MB) cannot
+// take less than 0.096 ms. For dx blocks should own rows, for dw and db columns: two kernels move 5MN.
 //
 // Sources: Ba, Kiros and Hinton, "Layer normalization", 2016; CUDA C++ programming guide, "Asynchronous data copies",
 // "Thread block clusters", "Distributed shared memory".
@@ -24,17 +25,17 @@ namespace cg = cooperative_groups;
 #define CLUSTERS  // older GPUs, and the emulator, have none: backward_kernel is not launched as one there
 #endif
 
-// v2. New: one kernel, as many blocks as run at once, each with many rows. dw and db of its columns stay in fp32
-// registers from the first row to the last; a second kernel adds the blocks up, in a fixed order. cp.async brings the
-// next rows while this one is worked on, every thread its own vectors. The two sums of a row meet at one barrier; they
-// alternate between two places, so that no second barrier is needed.
-// Predicted: 3MN; and for 132 blocks at N = 8192 another 17 MB of partial sums through L2, 4% of the rest.
-// v3. New: a short row (to 2 KB) belongs to a warp, and needs no barrier. Predicted: v2's speed where rows are long,
-// and where they are short not a block's latency a row, but a warp's.
-// v4. New: a long row is shared by the blocks of a cluster, which write their sums into each other's shared memory.
-// Predicted: 3MN to 128 KB a row (256 KB where the GPU allows 16 blocks a cluster), where registers would end at 16 KB.
+// v2. New: one kernel, as many blocks as run at once, each with many rows. Each block's part of dw and db stays in
+// fp32 registers from the first row to the last. A second kernel adds the blocks' sums, in a fixed order. cp.async
+// loads the next rows during the work on this one, every thread its own vectors. One barrier combines the two sums of
+// a row. They alternate between two places, so that no second barrier is needed. Predicted: 3MN; and for 132 blocks at
+// N = 8192 another 17 MB of partial sums through L2, 4% of the rest. v3. New: a short row (to 2 KB) belongs to a warp,
+// and needs no barrier. Predicted: the speed that v2 has for long rows, since a short row costs the latency of a warp
+// and not of a block. v4. New: a long row is shared by the blocks of a cluster, which write their sums into each
+// other's shared memory. Predicted: 3MN to 128 KB a row (256 KB where the GPU allows 16 blocks a cluster), where
+// registers would end at 16 KB.
 enum Meet { WARP, BLOCKWIDE, CLUSTER };
-constexpr int STAGES = 3;  // rows of dy and x under way
+constexpr int STAGES = 3;  // rows of dy and x in flight
 constexpr int MAX_PARTS = 16;
 
 template <typename T, int K, Meet MEET>
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(MEET == WARP ? 256 : 512)
 #ifdef CLUSTERS
         if constexpr (MEET == CLUSTER) {
             if (lane < parts) *cg::this_cluster().map_shared_rank(&sums[turn % 2][rank * warps + warp], lane) = all;
-            cg::this_cluster().sync();  // after the last one nobody touches another block's memory
+            cg::this_cluster().sync();  // after the last one no block accesses another's memory
         }
 #endif
         rows.fetch(stage, row + STAGES * step, row + STAGES * step < M);

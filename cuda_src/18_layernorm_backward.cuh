@@ -83,7 +83,7 @@ void layernorm_backward_naive(const Task<T>& t, cudaStream_t stream) {
 }
 
 template <typename T, int K>
-struct Rows {  // the rows that a thread has under way: slots [2 * stages][K][threads]
+struct Rows {  // the rows that a thread has in flight: slots [2 * stages][K][threads]
     uint4* slots;
     const T *dy, *x;
     Share share;

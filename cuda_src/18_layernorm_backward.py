@@ -1,7 +1,8 @@
 """LayerNorm backward in CUDA C++: one sum along the row, one down the column
 =========================================================================
-The kernels and what they predict are in 18_layernorm_backward.cu; here they are functions of tensors, checked against
-PyTorch, and with the forward of the reference one differentiable op. The cluster is no part of the emulator.
+The kernels and their predictions are in 18_layernorm_backward.cu. This file wraps them as functions of tensors and
+checks them against PyTorch. With the forward of the reference they are one differentiable op. The emulator has no
+clusters: those rungs run on an sm_90 GPU and are compiled anywhere.
 
 Run it:    python cuda_src/18_layernorm_backward.py
 Check it:  python -m lessonkit check 18_layernorm_backward
@@ -114,10 +115,24 @@ LESSON = Lesson(
         ),
         Prediction(rung=layernorm_backward_persistent, at={"M": 8192, "N": 8192}, percent_of_limit=96),
         Prediction(
+            rung=layernorm_backward_warp,
+            at={"M": 32768, "N": 256},
+            percent_of_limit=96,
+            why="Cause not found: the launch that adds up the partial sums is not in the count and is not enough, "
+            "since at N = 1024, with four times the bytes, it is short of 96% too.",
+        ),
+        Prediction(
             rung=layernorm_backward_cluster,
             at={"M": 4096, "N": 32768},
             percent_of_limit=100,
             why="Every row ends in a barrier of the cluster, and its blocks wait for the slowest of them.",
+        ),
+        Prediction(
+            rung=layernorm_backward,
+            at={"M": 4096, "N": 12672},
+            percent_of_limit=96,
+            why="It is layernorm_backward_cluster at this length, and as slow: every row ends in a barrier of the "
+            "cluster.",
         ),
     ),
     checks=(

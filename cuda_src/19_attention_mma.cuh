@@ -1,15 +1,17 @@
 // v4 and v5 of 19_flash_attention_v1.cu: the same algorithm on tensor cores.
 //
-// v4. New: both products are mma.sync.m16n8k16, 4096 FLOPs an instruction of a warp where v3's has 64. A block of 4
-// warps keeps 128 queries in shared memory; a warp owns 32 of them, so that each K and V fragment that it fetches is
-// used twice. Its S, 32 x 64 scores, is born in registers as C fragments, and after the softmax *is* the left operand
-// of P V (mma.cuh): P is never stored. V is fetched transposed by ldmatrix.trans, the tiles are swizzled. The
-// scale and log2(e) are one factor in one multiply-add: exp(s scale - m scale) = exp2(s c - m c), c = scale log2(e).
-// Predicted, D = 128: for a tile of 64 keys a warp fetches 16 KB of K, 16 KB of V and its 8 KB of Q again, 320
-// wavefronts, and the four warps of a block multiply 4 x 32 x 64 x 128 x 4 FLOPs: at the 2400 FLOPs a cycle that
-// mma.sync can do on an SM, 1750 cycles for 1280 of shared memory. With 16 queries a warp it would be 1750 for 2304.
-// v5. New: two stages of K and V. The copies of tile j + 1 are on their way while tile j is multiplied, and one barrier
-// a tile is enough: it says both that tile j has arrived and that nobody reads tile j - 1 any more.
+// v4. New: both matmuls are mma.sync.m16n8k16, 4096 FLOPs an instruction of a warp where v3's has 64. A block of 4
+// warps keeps 128 queries in shared memory. A warp owns 32 of them, so it uses each K and V fragment that it fetches
+// twice. The MMA leaves its S, 32 x 64 scores, in registers as C fragments. After the softmax these *are* operand A of
+// P V (mma.cuh): P is never stored. V is fetched transposed by ldmatrix.trans, the tiles are swizzled. The scale and
+// log2(e) are one factor in one multiply-add: exp(s scale - m scale) = exp2(s c - m c), c = scale log2(e). Predicted,
+// D = 128: for a tile of 64 keys a warp fetches 16 KB of K, 16 KB of V and its 8 KB of Q again. That is 320
+// wavefronts, 1280 cycles for the four warps of a block. These multiply 4 x 32 x 64 x 128 x 4 FLOPs. mma.sync can do
+// 2400 FLOPs a cycle on an SM: 1750 cycles. With 16 queries a warp it would be 1750 for 2304. On 132 SMs at 1.7 GHz
+// that is 540 TFLOP/s if both overlap, 310 if neither does. v5. New: two stages of K and V. The copies of tile j + 1
+// are in flight while tile j is multiplied, and one barrier a tile is enough. After it tile j has arrived, and no warp
+// reads tile j - 1 any more. Predicted: a round trip of some 700 cycles for each tile is hidden, of some 3500: 1.2
+// times v4.
 #pragma once
 #include "mma.cuh"
 #include "course.cuh"

@@ -25,10 +25,11 @@ __device__ void fill(float* tile_smem, int pitch, const T* from, int live, int D
     }
 }
 
-// v3. New: register tiles. A thread owns 8 queries x 4 keys of S and 8 queries x WIDTH/16 columns of O, 16 threads
-// share 8 queries; every word that it fetches is used 4 to 8 times. P crosses shared memory (another thread needs it),
-// V takes K's place. Predicted: for 128 multiply-adds of a warp (32 cycles of the SM) 8 reads of Q, one wavefront
-// each, and 4 of K, two each: 16 wavefronts, so arithmetic is the limit and 4 to 5 times v2 is possible.
+// v3. New: register tiles. A thread owns 8 queries x 4 keys of S and 8 queries x WIDTH/16 columns of O. Sixteen
+// threads share 8 queries, and every word that a thread fetches is used 4 to 8 times. P goes through shared memory,
+// since another thread needs it, and V takes K's place. Predicted: 128 multiply-adds of a warp are 32 cycles of the
+// SM. They need 8 reads of Q, one wavefront each, and 4 of K, two each: 16 wavefronts. So arithmetic is the limit and
+// 4 to 5 times v2 is possible.
 template <int WIDTH>
 struct Tiles {
     static constexpr int ROWS = 128, KEYS = 64, PITCH = WIDTH + 4, P_PITCH = KEYS + 4;  // + 4: the next row's banks

@@ -1,19 +1,21 @@
 // Flash attention, forward: never write the S x S matrix
 // ======================================================
-// O = softmax(Q K^T / sqrt(D)) V for each of B * H heads, Q, K, V, O [S, D], causal or not. What comes in and goes out
-// is small, 8 S D bytes a head in bf16, and the matrix between is not: at S = 16384, D = 128 a head's Q, K, V, O are
+//
+// O = softmax(Q K^T / sqrt(D)) V for each of B * H heads, Q, K, V, O [S, D], causal or not. The inputs and the output
+// are small, 8 S D bytes a head in bf16, and the matrix between is not. At S = 16384, D = 128 a head's Q, K, V, O are
 // 17 MB and its scores in fp32 1.07 GB. Naive attention writes that matrix, reads and writes it for the softmax and
-// reads it again: 16 S^2 bytes against 8 S D, 256 times the least at this size. Online softmax needs none of it.
-// FLOPs: 4 S^2 D a head, half of that if causal; D/2 FLOPs for each byte of scores that naive moves.
+// reads it again. That is 16 S^2 bytes against 8 S D, 256 times the least at this size. Online softmax needs none of
+// it. FLOPs: 4 S^2 D a head, half of that if causal; D/2 FLOPs for each byte of scores that naive moves.
 //
-// On an H200: 4.2 TB/s; 51 TFLOP/s of fp32 on CUDA cores, 700 of bf16 on tensor cores through wgmma and, by the older
-// mma.sync of this file, about 60% of that. So the honest comparison (the reports have the numbers):
-//   - scalar flash attention (v2, v3) against naive attention on tensor cores (cuBLAS, torch.matmul): it may lose, with
-//     14 times fewer FLOP/s to spend and no way to spend less. What it wins is memory, O(S) for O(S^2).
-//   - flash attention on tensor cores (v4, v5) wins both, for the S x S traffic is then what naive spends its time on.
+// An H200 has 4.2 TB/s of HBM and 51 TFLOP/s of fp32 on CUDA cores. Its tensor cores have 700 TFLOP/s of bf16 through
+// wgmma and about 60% of that through mma.sync, which this file uses. So two comparisons are fair:
 //
-// Sources: Dao et al. 2022, FlashAttention, algorithm 1 (with its two loops exchanged: the paper keeps K and V and
-// visits Q, so O, m and l travel to memory and back in each round; here a block keeps Q and they stay in registers);
+//   - Scalar flash attention (v2, v3) against naive attention on tensor cores (cuBLAS, torch.matmul) may lose: it has
+//     14 times fewer FLOP/s, and as many FLOPs to do. What it wins is memory, O(S) for O(S^2).
+//   - Flash attention on tensor cores (v4, v5) wins both: naive then spends its time on the S x S traffic.
+//
+// Sources: Dao et al. 2022, FlashAttention, algorithm 1. Its two loops are exchanged here. The paper keeps K and V and
+// visits Q, so O, m and l go to memory and back in each round. Here a block keeps Q and they stay in registers.
 // Milakov and Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, section 3 (the shares of warps).
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o flash_attention cuda_src/19_flash_attention_v1.cu
@@ -74,11 +76,11 @@ void attention_naive(const T* q, const T* k, const T* v, T* o, float* lse, float
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v2. New: online softmax over tiles of 32 keys in shared memory; a warp owns a query, a lane a key of the tile, then
-// columns of the output. m is the largest score so far, l the sum of exp(s - m): when m grows, what was summed before
-// was relative to the old m and is multiplied by exp(m_old - m_new). Memory: O and lse, nothing else.
-// Predicted: each multiply-add takes two words from shared memory (a shuffle counts as one), which gives a warp's 32
-// words a cycle where the SM could multiply 128: an eighth of 51 TFLOP/s at best.
+// v2. New: online softmax over tiles of 32 keys in shared memory. A warp owns a query; a lane owns a key of the tile,
+// then columns of the output. The largest score so far is m, and l is the sum of exp(s - m). When m grows, the sums so
+// far are relative to the old m and are multiplied by exp(m_old - m_new). Memory: O and lse, nothing else. Predicted:
+// each multiply-add takes two words from shared memory (a shuffle counts as one). So 16 lanes multiply in a cycle
+// where the SM has 128: an eighth of 51 TFLOP/s at best.
 template <typename T, int WIDTH>  // WIDTH: D rounded up to what the registers are laid out for
 __global__ void __launch_bounds__(THREADS)
     attention_online_kernel(const T* q, const T* k, const T* v, T* o, float* lse, int S, int D, bool causal,

@@ -1,8 +1,8 @@
 """Flash attention, forward, in CUDA C++: naive, online softmax, register tiles, tensor cores
 ==========================================================================================
-The kernels and what they predict are in 19_flash_attention_v1.cu and its headers; here they are functions of tensors,
-checked against PyTorch: on a GPU as nvcc built them, without one as g++ did, with every address, every barrier and
-every race watched (mma and ldmatrix are spelled out in shuffles there).
+The kernels and their predictions are in 19_flash_attention_v1.cu and its headers. This file wraps them as functions of
+tensors and checks them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator
+watches every address, barrier and race. There mma and ldmatrix are written out in shuffles.
 
 Run it:    python cuda_src/19_flash_attention_v1.py
 Check it:  python -m lessonkit check 19_flash_attention_v1
@@ -165,6 +165,8 @@ LESSON = Lesson(
             why="The count has the two matmuls alone; the softmax, P's way through shared memory and the barriers "
             "come on top.",
         ),
+        Prediction(rung=attention_mma, at=FULL, tflop_per_s=(310, 540)),
+        Prediction(rung=attention_pipelined, at=FULL, times=1.2, over=attention_mma),
     ),
     checks=(
         *PROBLEM_LSE.checks[:-1],

@@ -1,11 +1,12 @@
 // v2 of 20_flash_attention_backward.cu: the same two passes on tensor cores.
 //
-// New: as in v4 of the forward pass, what a warp computes it keeps. The pass for dK and dV computes S *transposed*,
-// K Q^T, so that P^T and dS^T come out as C fragments with keys as rows, which are left operands of P^T dO and dS^T Q
-// as they stand; the pass for dQ computes S and dP and multiplies dS K. No P and no dS in shared memory, one barrier a
-// tile. Q (or K) is fetched twice, once as [n][k] and once, by ldmatrix.trans, as [k][n].
-// Predicted: 14 S^2 D FLOPs for the 10 that one pass with atomics needs, and every exponential twice. Every B fragment
-// serves 16 or, where registers allow, 32 rows: shared memory is about as busy as the tensor cores.
+// New: as in v4 of the forward pass, a warp keeps its results in registers. The pass for dK and dV computes S
+// *transposed*, K Q^T. So P^T and dS^T come out as C fragments with keys as rows, and these are operand A of P^T dO
+// and dS^T Q. The pass for dQ computes S and dP and multiplies dS K. No P and no dS in shared memory, one barrier a
+// tile. Q (or K) is fetched twice, once as [n][k] and once, by ldmatrix.trans, as [k][n]. Predicted: 14 S^2 D FLOPs
+// for the 10 that one pass with atomics needs, and every exponential twice. Of the 540 TFLOP/s that mma.sync can do,
+// 10/14 are 385. Every B fragment serves 16 or, where registers allow, 32 rows. So shared memory is about as busy as
+// the tensor cores: half of that, 190, if the two do not overlap.
 #pragma once
 #include "mma.cuh"
 #include "course.cuh"
@@ -18,8 +19,8 @@ struct BackwardTiles {
     static constexpr int BYTES = 2 * D * (2 * ROWS + 4 * COLS) + (KEYS ? 16 * COLS : 0);
 };
 
-// KEYS: rows are keys, x1, x2 = K, V, a tile is of queries, y1, y2 = Q, dO; out1, out2 = dK, dV.
-// Else: rows are queries, x1, x2 = Q, dO, a tile is of keys, y1, y2 = K, V; out1 = dQ.
+//     KEYS: rows are keys, x1, x2 = K, V, a tile is of queries, y1, y2 = Q, dO; out1, out2 = dK, dV.
+//     Else: rows are queries, x1, x2 = Q, dO, a tile is of keys, y1, y2 = K, V; out1 = dQ.
 // lse2, delta [heads, PS]: lse * log2(e) and rowsum(dO * O); past S they are infinite and 0, so that P is 0 there.
 template <typename T, int D, bool KEYS, class Tile = BackwardTiles<D, KEYS>>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)

@@ -1,19 +1,22 @@
 // Flash attention, backward: recompute the matrix that was never kept
 // ==================================================================
+//
 // With P = softmax(S), S = Q K^T scale and dO given, for each of B * H heads:
 //     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = dS K scale     dK = dS^T Q scale
-// with delta = rowsum(dO * O), one number a query: it is rowsum(P * dP), and as O = P V it takes D products instead of
-// S. The forward pass has kept lse, and P = exp(S - lse) can be had again from Q and K: 2 S^2 D more FLOPs instead of
-// 4 S^2 bytes of memory a head.
+// with delta = rowsum(dO * O), one value a query. It equals rowsum(P * dP), and as O = P V it takes D multiply-adds
+// instead of S. The forward pass has kept lse, from which P = exp(S - lse) is computed again. That is 2 S^2 D more
+// FLOPs instead of 4 S^2 bytes of memory a head.
 //
-// Five products, 10 S^2 D FLOPs, are the least. dK and dV sum over queries, dQ sums over keys: a loop that keeps one
+// Five matmuls, 10 S^2 D FLOPs, are the least. dK and dV sum over queries, dQ sums over keys. A loop that keeps one
 // side in a block has to send the other side's sums elsewhere.
+//
 //   - One pass: keep K and V, add each tile's dQ to memory with fp32 atomics, as FlashAttention-2 does. 10 S^2 D FLOPs;
-//     4 S^2 D / tile bytes of atomics a head, and the order of additions, so the last bits of dQ, differ in every run.
+//     4 S^2 D / tile bytes of atomics a head. The order of additions, so the last bits of dQ, differs in every run.
 //   - Two passes: one keeps K and V and sums dK and dV, one keeps Q and dO and sums dQ. 14 S^2 D FLOPs, because both
 //     need S and dP. No atomics, no fp32 copy of dQ, no kernel to convert it, the same bits in every run.
-// Here it is two passes: deterministic, and both are the same kernel with the roles exchanged. The price is predicted:
-// 10/14 of what the tensor cores could do, before any other loss.
+//
+// This lesson takes two passes: deterministic, and both are the same kernel with the roles exchanged. The predicted
+// price is 10/14 of what the tensor cores could do, before any other loss.
 //
 // Sources: Dao et al. 2022, FlashAttention, appendix B.2, algorithm 4; Dao 2023, FlashAttention-2, section 3.1.2.
 //
@@ -44,8 +47,9 @@ __device__ void fill(float* tile_smem, int pitch, const T* from, int live, int D
     }
 }
 
-// Before both passes, a warp a row: lse2 = lse * log2(e), so that P = exp2(S scale log2(e) - lse2), and delta, both
-// [heads, PS] with PS = S rounded up to 128. Past S lse2 is infinite: P of a query that is not there is 0, unasked.
+// Before both passes, one warp for each row writes lse2 and delta, both [heads, PS] with PS = S rounded up to 128.
+// In it lse2 = lse * log2(e), so that P = exp2(S scale log2(e) - lse2). Past S lse2 is infinite, which makes P 0
+// there.
 template <typename T>
 __global__ void row_stats_kernel(const T* dout, const T* o, const float* lse, float* lse2, float* delta, int64_t rows,
                                  int S, int PS, int D) {  // rows = heads * PS
@@ -62,12 +66,12 @@ __global__ void row_stats_kernel(const T* dout, const T* o, const float* lse, fl
     }
 }
 
-// v1. Two passes on CUDA cores, laid out as v2 of the forward pass: a warp owns a row (KEYS: a key and its value; else
-// a query and its dO), 32 rows of the other side are a tile, a lane has one of them, then columns of the sums.
+// v1. Two passes on CUDA cores, laid out as v2 of the forward pass. A warp owns a row: with KEYS a key and its value,
+// else a query and its dO. 32 rows of the other side are a tile. A lane owns one of them, then columns of the sums.
 //     x1, x2, y1, y2 = K, V, Q, dO   and   out1, out2 = dK, dV      if KEYS
 //     x1, x2, y1, y2 = Q, dO, K, V   and   out1 = dQ                else
 // In both S = x1 . y1, dP = x2 . y2, out1 = sum of dS y1 scale, and dV = sum of P y2. Predicted: two words from shared
-// memory for a multiply-add, an eighth of 51 TFLOP/s at best, and 14 S^2 D FLOPs: 3.5 times the forward pass's time.
+// memory for a multiply-add, an eighth of 51 TFLOP/s at best. 14 S^2 D FLOPs take 3.5 times the forward pass's time.
 template <typename T, int WIDTH, bool KEYS>
 __global__ void __launch_bounds__(THREADS)
     attention_backward_kernel(const T* x1, const T* x2, const T* y1, const T* y2, const float* lse2, const float* delta,
@@ -213,8 +217,8 @@ void run(int64_t heads, int64_t S, int64_t D, bool causal, bool timed) {
         return std::vector<T>(values.begin(), values.end());
     };
     const std::vector<T> hq = random(1), hk = random(2), hv = random(3), hdout = random(4);
-    // What the forward pass has kept. Timed, S is too large for plain loops; there o is small, as a mean of S values
-    // is, and scores are normal, so that lse is near log(keys) + 1/2.
+    // What the forward pass has kept. At the timed sizes S is too large for plain loops. There o is small, since it is
+    // a mean of S values, and scores are normal, so that lse is near log(keys) + 1/2.
     std::vector<double> exact[3];
     std::vector<float> ho, hlse;
     if (timed) {

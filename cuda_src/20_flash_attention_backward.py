@@ -1,8 +1,8 @@
 """Flash attention, backward, in CUDA C++: two deterministic passes, scalar and on tensor cores
 ============================================================================================
-The kernels and what they predict are in 20_flash_attention_backward.cu and 20_attention_mma.cuh; here they
-are functions of tensors, checked against PyTorch. With the forward of course_ops they are one differentiable op, which
-is checked against float64 autograd.
+The kernels and their predictions are in 20_flash_attention_backward.cu and 20_attention_mma.cuh. This file wraps them
+as functions of tensors and checks them against PyTorch. With the forward of course_ops they are one differentiable op,
+which is checked against float64 autograd.
 
 Run it:    python cuda_src/20_flash_attention_backward.py
 Check it:  python -m lessonkit check 20_flash_attention_backward
@@ -85,6 +85,8 @@ def written_out(q, k, v, causal=False):
     return s.masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
+FULL = {"B": 8, "H": 16, "S": 2048, "D": 128, "causal": False}
+
 LESSON = Lesson(
     about=About(
         teaches="recompute what was not kept: two deterministic passes",
@@ -98,11 +100,12 @@ LESSON = Lesson(
     predicted=(
         Prediction(
             rung=attention_backward_scalar,
-            at={"B": 8, "H": 16, "S": 2048, "D": 128, "causal": False},
+            at=FULL,
             tflop_per_s=4.6,
             why="As in the forward pass, the count takes a wavefront for each word; neighbouring words probably "
             "come in one wide load.",
         ),
+        Prediction(rung=attention_backward_mma, at=FULL, tflop_per_s=(190, 385)),
     ),
     wrong=(
         Mutant(

@@ -1,19 +1,19 @@
-"""Several GPUs: an all-reduce by hand, everyone reading everybody's data, then the ring
-====================================================================================
+"""Several GPUs: an all-reduce by hand, all reading from all, then the ring
+========================================================================
 The kernels are in 21_multi_gpu.cu. Here 2 to 8 ranks share one memory, so that the algorithms are checked against
-PyTorch on any machine: the same kernels, steps and flags, only the links are missing. The program itself, on a machine
-with 2 GPUs, runs them across NVLink, beside copies between the GPUs and NCCL's all-reduce.
+PyTorch on any machine. The kernels, steps and flags are the same, and only the links are missing. The program itself
+runs them across NVLink on a machine with 2 GPUs, beside copies between the GPUs and NCCL's all-reduce.
 
-What two H200 had to say (reports/): a copy gets six sevenths of the link, the rest is packets' headers; loads are no
-slower than stores, so enough of them are under way. Of 4 MB and more the ring with flags is ahead of NCCL; of 64 KB the
-time is launches and one microsecond a message, and whoever has fewest messages is first.
+Between two H200 a copy stays below the link's rate, because packets have headers. Loads are no slower than stores, so
+enough of them are in flight. For large n the ring with flags is ahead of NCCL. For small n the launches and the latency
+of each message decide, and the version with the fewest messages is the fastest.
 
 Run it:    python cuda_src/21_multi_gpu.py
 Check it:  python -m lessonkit check 21_multi_gpu
 Time it:   the compile and run lines at the top of 21_multi_gpu.cu, with 2 GPUs
 """
 
-from lessonkit import About, Lesson, Mutant, cuda, expect
+from lessonkit import About, Lesson, Mutant, Prediction, cuda, expect
 
 import torch
 
@@ -47,6 +47,8 @@ def _all_reduce(launch, x):
     return y
 
 
+SHARED = {"ranks": 4, "n": 2**24}  # four ranks in the memory of one GPU
+
 LESSON = Lesson(
     about=About(
         teaches="several GPUs: peer copies, a ring all-reduce by hand beside NCCL",
@@ -58,6 +60,23 @@ LESSON = Lesson(
     problem=PROBLEM,
     extension=kernels,
     rungs=(read_all, ring_steps, ring_flags),
+    predicted=(  # the bytes of `passes`, below, at the speed of memory
+        Prediction(
+            rung=read_all,
+            at=SHARED,
+            percent_of_limit=40,
+            why="Cause not found: accesses are 16 bytes wide and without spills, and by the count enough bytes are in "
+            "flight.",
+        ),
+        Prediction(
+            rung=ring_steps,
+            at=SHARED,
+            percent_of_limit=50,
+            why="Each step is a launch of its own, and the GPU runs empty between two; ring_flags moves the same "
+            "bytes in one launch and takes less time.",
+        ),
+        Prediction(rung=ring_flags, at=SHARED, percent_of_limit=50),
+    ),
     prints="Between GPUs, which the rows above are not: there all ranks share one memory.",
     wrong=(
         Mutant("the first rank stands for all", "read_all_kernel", "(p.x[r]) + q", "(p.x[0]) + q", "read_all"),

@@ -3,7 +3,7 @@
 #include "course.cuh"
 
 constexpr int MAX_RANKS = 8, THREADS = 512;
-constexpr int BLOCKS = 128;  // at most, and flags a rank: 128 * 512 threads of 16 bytes are 1 MB under way
+constexpr int BLOCKS = 128;  // at most, and flags a rank: 128 * 512 threads of 16 bytes are 1 MB in flight
 
 struct Ranks {  // addresses on every GPU; with peer access they are good on all of them
     const float* x[MAX_RANKS];
@@ -22,11 +22,21 @@ __device__ inline float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// One step of the ring: rank sends chunk (rank - step) mod k to the right, what it has of it added on the way.
-//   step 0            its own x            to the right neighbour's inbox
-//   1 .. k - 2        x + what has come    to the inbox
-//   k - 1             x + what has come: the whole sum, to its own y and the right neighbour's
-//   k .. 2k - 3       what has come in y   to the right neighbour's y
+// One step of the ring: rank sends chunk (rank - step) mod k to the right, with its own part added on the way.
+//     step 0            its own x            to the right neighbour's inbox
+//     1 .. k - 2        x + what has come    to the inbox
+//     k - 1             x + what has come: the whole sum, to its own y and the right neighbour's
+//     k .. 2k - 3       what has come in y   to the right neighbour's y
+//
+// The chunk that each rank sends, for k = 4. A chunk moves one rank to the right in each step:
+//                  rank 0    rank 1    rank 2    rank 3
+//     step 0       0         1         2         3          reduce-scatter: own x
+//          1       3         0         1         2            + x
+//          2       2         3         0         1            + x
+//          3       1         2         3         0            + x: the whole sum
+//          4       0         1         2         3          all-gather
+//          5       3         0         1         2
+//
 // Block b of every rank takes the same elements of a chunk. __ldcg: from L2, where a peer's stores arrive; L1 may hold
 // an older copy of the line.
 __device__ inline void send_chunk(const Ranks& p, int rank, int step, int block, int blocks) {
@@ -54,8 +64,8 @@ __device__ inline void send_chunk(const Ranks& p, int rank, int step, int block,
     }
 }
 
-// A fence of the system, not of the device: the one who waits may be another GPU. The order is all there is to it:
-// data, fence, flag; flag, fence, data.
+// A fence of the system, not of the device: the waiting block may be on another GPU. The order matters: data, fence,
+// flag when it sends; flag, fence, data when it waits.
 __device__ inline void signal(volatile unsigned* flag, unsigned value) {
     __syncthreads();  // the whole block has stored
     if (threadIdx.x == 0) {
@@ -73,8 +83,8 @@ __device__ inline void wait(const volatile unsigned* flag, unsigned value) {
     __syncthreads();
 }
 
-// The ranks and where each runs. No buffer is used too early by the next call: a rank that has all of y has what its
-// right neighbour summed too, so that one is done with its inbox; and nobody's y is written before its owner has added
+// The ranks and where each runs. The next call uses no buffer too early. A rank that has all of y has what its right
+// neighbour summed too, so that neighbour is done with its inbox. And a y is written only after its owner has added
 // its own x.
 struct Ring {
     Ranks p{};

@@ -1,11 +1,12 @@
-// Matmul on Hopper, first half: from plain arithmetic to a copy engine, a matrix unit and warps with a trade
-// =========================================================================================================
+// Matmul on Hopper, first half: from FMA to TMA, wgmma and warp specialization
+// ============================================================================
+//
 // C[M, N] = A[M, K] * B[N, K]^T in bf16, summed in fp32 (x @ w.T in PyTorch). At M = N = K = 8192 that is 1.1 TFLOP
-// over 0.4 GB: 2,730 FLOPs a byte where an H200 balances at about 170, so the multiplying units decide, and the whole
-// ladder is about keeping them fed. FMA instructions do 51 TFLOP/s (22 ms); the tensor cores sustain 700 to 800 (1.4 to
-// 1.6 ms), but only through wgmma, which reads its operands from shared memory by itself. Each rung takes work away
-// from the threads: v1 the multiplication, v2 the loads and their addresses, v3 the waiting. 23 goes on to the speed
-// of cuBLAS.
+// over 0.4 GB: 2,730 FLOPs a byte where an H200 balances at about 170. So the matrix units decide, and the whole
+// ladder is about keeping them fed. FMA instructions do 51 TFLOP/s (22 ms). The tensor cores sustain 700 to 800
+// TFLOP/s (1.4 to 1.6 ms), but only through wgmma, which reads its operands from shared memory by itself. Each rung
+// takes work away from the threads: v1 the multiplication, v2 the loads and their addresses, v3 the waiting. 23 goes
+// on to the speed of cuBLAS.
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" and "cp.async.bulk.tensor"; CUTLASS, "Efficient
 // GEMM in CUDA"; Shah et al., FlashAttention-3 (2024), section 2.2 on warp specialisation.
@@ -59,12 +60,14 @@ void matmul_fma(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, int
     CUDA_CHECK(cudaGetLastError());
 }
 
-// v1. New: tensor cores, as every GPU since Ampere has them. mma.sync multiplies 16x16 by 16x8 from a warp's registers:
-// 4096 FLOPs an instruction. ldmatrix brings the registers from shared memory in the layout that mma wants, cp.async
-// the tiles from memory past the registers, and two pairs of tiles let the next load run under this multiplication.
-// 8 warps share a 128x128 tile, each 64x32 of it: for a step of 16 a warp reads 3 KB for 65,536 FLOPs. Rows of a tile
-// are 128 bytes, their 16-byte pieces swizzled, so that ldmatrix has no bank conflicts. Predicted: Hopper runs mma.sync
-// at about 60% of its wgmma rate, and here the warps wait at two barriers in each step: 300 to 450 TFLOP/s.
+// v1. New: tensor cores, as every GPU since Ampere has them. An mma.sync multiplies 16x16 by 16x8 from a warp's
+// registers: 4096 FLOPs an instruction. Before it, ldmatrix loads the registers from shared memory in the layout that
+// mma wants. And cp.async loads the tiles from memory past the registers. Two pairs of tiles let the next load run
+// under this multiplication. Eight warps share a 128x128 tile, each 64x32 of it: for a step of 16 a warp reads 3 KB
+// for 65,536 FLOPs. Rows of a tile are 128 bytes, their 16-byte pieces swizzled, so that ldmatrix has no bank
+// conflicts.
+// Predicted: Hopper runs mma.sync at about 60% of its wgmma rate, and here the warps wait at two barriers in each
+// step: 300 to 450 TFLOP/s.
 constexpr int MMA_TILE = 128, MMA_THREADS = 256, MMA_ELEMENTS = MMA_TILE * BK, MMA_SHARED = 2 * 2 * MMA_ELEMENTS * 2;
 
 // Rows row0 on, columns k0 on of x[rows, k], zeros outside. 16 bytes are all inside or all outside, since k % 8 == 0.
@@ -128,11 +131,12 @@ void matmul_mma(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, int
 using namespace hopper;
 using matmul::CONSUMERS, matmul::Ring, matmul::aligned;
 
-// v2. New: one thread asks the copy engine for whole tiles and all wait on an mbarrier; wgmma reads both tiles from
+// v2. New: one thread requests whole tiles from TMA, and all wait on an mbarrier. Then wgmma reads both tiles from
 // shared memory itself, 64x128x16 an instruction: 262,144 FLOPs where mma.sync has 4096. No ldmatrix, no addresses, no
-// masks: what lies outside arrives as zeros. A warpgroup of 4 warps owns a 128x128 tile, 128 accumulators a thread. In
-// a block a load and a multiplication never overlap; the three blocks that fit an SM cover for each other. Predicted:
-// 450 to 600 TFLOP/s.
+// masks: elements outside the matrix arrive as zeros. A warpgroup of 4 warps owns a 128x128 tile, 128 accumulators a
+// thread. In a block a load and a multiplication never overlap; the three blocks that fit an SM overlap with each
+// other.
+// Predicted: 450 to 600 TFLOP/s.
 constexpr int WGMMA_TILE = 128;
 
 __global__ __launch_bounds__(128) void matmul_wgmma_kernel(const __grid_constant__ CUtensorMap a_map,
@@ -182,12 +186,12 @@ void matmul_wgmma(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, i
     matmul_wgmma_kernel<<<blocks, 128, 0, stream>>>(a_map, b_map, c, m, n, k);
     CUDA_CHECK(cudaGetLastError());
 }
-// v3. New: warps with a trade. One warpgroup, the producer, only loads; two, the consumers, only multiply, each 64 rows
-// of a 128x256 tile. Between them a ring of 4 stages (48 KB each): the producer waits until a stage is `empty`, the
-// consumers until it is `full`, and neither for the other's work as long as there is some of both. The producer needs
-// few registers: setmaxnreg gives what it hands back to the consumers, with 128 accumulators each. A consumer keeps one
-// wgmma group in flight while it releases the stage of the one before. Predicted: a step loads 48 KB for 4.2 MFLOP (v2:
-// 32 KB for 2.1), and the matrix unit waits at each tile's start and end only: 600 to 700 TFLOP/s.
+// v3. New: warp specialization. One warpgroup, the producer, only loads. Two, the consumers, only multiply, each 64
+// rows of a 128x256 tile. Between them is a ring of 4 stages (48 KB each). The producer waits until a stage is
+// `empty`, the consumers until it is `full`. Neither waits while the ring has stages of both kinds. The producer needs
+// few registers: setmaxnreg moves them to the consumers, with 128 accumulators each. A consumer keeps one wgmma group
+// in flight while it releases the stage of the one before. Predicted: a step loads 48 KB for 4.2 MFLOP (v2: 32 KB for
+// 2.1). The tensor cores wait at each tile's start and end only: 600 to 700 TFLOP/s.
 constexpr int TILE_M = 128, TILE_N = 256, STAGES = 4;
 
 struct SpecializedShared {
@@ -214,7 +218,7 @@ __global__ __launch_bounds__(384, 1) void matmul_specialized_kernel(const __grid
         registers_shrink<40>();
         if (thread != 0) return;
         for (int step = 0; step < steps; step++, ring.advance()) {
-            barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);  // in the first round at once: nobody has used it
+            barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);  // returns at once in the first round: unused so far
             barrier_expect(&s.full[ring.stage], sizeof(s.a[0]) + sizeof(s.b[0]));
             load_box(s.a[ring.stage], &a_map, &s.full[ring.stage], step * BK, row0);
             load_box(s.b[ring.stage], &b_map, &s.full[ring.stage], step * BK, col0);

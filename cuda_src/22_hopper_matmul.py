@@ -1,8 +1,9 @@
-"""Matmul on Hopper, first half: FMA, mma.sync, TMA and wgmma, specialised warps
-=============================================================================
-x @ w.T in bf16 with fp32 sums. The kernels and what they predict are in 22_hopper_matmul.cu; here they are functions of
-tensors, checked against PyTorch: on a GPU as nvcc built them; without one FMA and mma.sync as g++ did, with every
-address, every barrier and every race watched (what only Hopper has is compiled then, and its machine code read).
+"""Matmul on Hopper, first half: FMA, mma.sync, TMA and wgmma, warp specialization
+===============================================================================
+x @ w.T in bf16 with fp32 sums. The kernels and their predictions are in 22_hopper_matmul.cu. This file wraps them as
+functions of tensors and checks them against PyTorch. On a GPU nvcc builds all of them. Elsewhere g++ builds FMA and
+mma.sync, and the emulator watches every address, barrier and race. The rungs that need Hopper are compiled there, and
+their machine code is checked.
 
 Run it:    python cuda_src/22_hopper_matmul.py
 Check it:  python -m lessonkit check 22_hopper_matmul
@@ -72,7 +73,7 @@ LARGE = {"M": 8192, "N": 8192, "K": 8192}
 
 LESSON = Lesson(
     about=About(
-        teaches="mma.sync, then TMA, mbarriers and wgmma, warps with a trade",
+        teaches="mma.sync, then TMA, mbarriers and wgmma, warp specialization",
         hours=2.5,
         operator="matmul",
         language="CUDA C++",

@@ -1,10 +1,12 @@
-// Matmul on Hopper, second half: a grid that stays, and blocks that share
-// =======================================================================
+// Matmul on Hopper, second half: a persistent kernel, and clusters that share loads
+// =================================================================================
+//
 // The first half (22_hopper_matmul.cu) ends with a producer warp that feeds two consumer warpgroups through a ring:
-// within a tile the matrix unit never waits. At M = N = K = 8192 it has 1.1 TFLOP to do, 1.4 to 1.6 ms at the 700 to
-// 800 TFLOP/s that an H200's 700 W sustain. An SM multiplies a 128x256 tile in 65,536 cycles at K = 4096, so each 1000
-// cycles that a tile's start or end costs are 1.5%, and each byte moved costs power that the multiplication could have
-// had. v4 takes away the starts and the ends, v5 a third of the loads; the bar is the speed of cuBLAS.
+// within a tile the tensor cores never wait. At M = N = K = 8192 they have 1.1 TFLOP to do: 1.4 to 1.6 ms at the 700
+// to 800 TFLOP/s that an H200's 700 W sustain. An SM multiplies a 128x256 tile in 65,536 cycles at K = 4096. So each
+// 1000 cycles of a tile's prologue or epilogue cost 1.5%, and each byte moved costs power that the multiplication
+// could have had. Rung v4 removes the prologues and epilogues, v5 a third of the loads; the bar is the speed of
+// cuBLAS.
 //
 // Sources: CUTLASS, sm90 kernels (warp-specialised persistent cooperative) and their pipeline; Shah et al.,
 // FlashAttention-3 (2024), 2.2; P. Shankhdhar, fast.cu (2024); PTX ISA, "Asynchronous Warpgroup Level Matrix
@@ -18,10 +20,10 @@
 
 using matmul::bf16;
 
-// The tile of C that is the `index`-th to be computed. 132 tiles are in work at once and read the same columns of A and
-// B at about the same time: as a block of tiles close to square they share most, in rows of tiles the least. Groups of
-// `group` rows of tiles are walked column by column: for 128x256 tiles and groups of 16, 2048 x 2112 elements at once,
-// which read 4160 columns' worth a step from memory, where a 128 x 33,792 strip would read 33,920.
+// The tile of C that is the `index`-th to be computed. At any time 132 tiles are in work and read the same columns of
+// A and B at about the same time. They share most loads if they form a block close to square, and least if they form a
+// row. Groups of `group` rows of tiles are walked column by column. For 128x256 tiles and groups of 16, 2048 x 2112
+// elements are in work at once, and a step reads 4160 rows of A and B. A 128 x 33,792 strip would read 33,920.
 struct Place {
     int m, n;
 };
@@ -31,8 +33,10 @@ __host__ __device__ inline Place place(int64_t index, int tiles_m, int tiles_n, 
     return {int(first + rest % rows), int(rest / rows)};
 }
 
-// The schedule alone, with the arithmetic left simple (an element of C a thread, everything from memory): a grid that
-// stays and comes to each tile once is what v4 adds, and without tensor cores it can be checked without a GPU.
+// The schedule alone, with simple arithmetic: a thread computes an element of C, from global memory. This is the
+// persistent grid that v4 adds. It visits each tile once; without tensor cores it can be checked without a GPU.
+// Predicted: an FMA of a warp reads 2 rows of a and 16 of b, 18 lines in L1, which looks up one a cycle. So 32 FMAs in
+// 18 cycles on 132 SMs at 1.7 GHz are 0.8 TFLOP/s.
 constexpr int SMALL = 16, SMALL_GROUP = 4;  // tiles of 16x16
 
 __global__ void matmul_schedule_kernel(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, int64_t k) {
@@ -59,22 +63,22 @@ void matmul_schedule(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n
 using namespace hopper;
 using matmul::BK, matmul::CONSUMERS, matmul::Ring, matmul::aligned;
 
-// v4. New: a grid that stays. As many blocks as SMs, each taking every so-many-th tile in the order of `place`; the
-// ring turns on from tile to tile, so that the producer is up to 4 steps into the next tile while the consumers store
-// this one. The result goes through shared memory, in panels of 64x64: stmatrix lays them down swizzled (no bank
-// conflicts), the copy engine takes whole 128-byte rows from there, and the threads go on as soon as it has read them.
-// Predicted: a tile's end costs the conversion and 4 panels, about 1500 cycles of 64 K at K = 4096, and nothing is left
-// of its start: +5% on v3, more where K is small.
+// v4. New: a persistent kernel. As many blocks as SMs, each taking every gridDim.x-th tile in the order of `place`.
+// The ring continues from tile to tile, so that the producer is up to 4 steps into the next tile while the consumers
+// store this one. The result goes through shared memory, in panels of 64x64. Swizzled stores by stmatrix have no bank
+// conflicts. TMA takes whole 128-byte rows from there, and the threads go on as soon as it has read them. Predicted: a
+// tile's epilogue costs the conversion and 4 panels, about 1500 cycles of 64 K at K = 4096. Its prologue costs nothing
+// any more: 5% more than v3's 600 to 700 TFLOP/s, and a larger gain where K is small.
 //
 // v5. New: clusters (marked so below). The two blocks of a cluster work on tiles one above the other, which need the
-// same B: each loads half of it and the copy engine delivers it to both (multicast), 32 KB a block and step in place of
-// 48 from the L2 cache. A stage is empty when the consumers of both blocks have read it. Predicted: v4's time. At 700
-// TFLOP/s v4 takes 8 TB/s from L2, which L2 gives, and the ring has 4 steps of patience: a faster way brings nothing to
-// who does not wait. Nor does it save much of the power on which the clocks hang from 8192 on: most of it goes into the
-// products, and of what moves, a step's 48 KB from L2 are also written to shared memory once and read there 1.7 times
-// as before. Against that stands that two blocks have to keep step. So v4 is the rung to take: as fast on squares, and
-// wasting less where tiles down are odd in number. Clusters are for kernels that L2 starves: smaller tiles, or two SMs
-// that together do what one cannot.
+// same B. Each block loads half of it and TMA delivers it to both (multicast): 32 KB a block and step from L2 instead
+// of 48. A stage is empty when the consumers of both blocks have read it. Predicted: v4's time. At 700 TFLOP/s v4
+// takes 8 TB/s from L2, which L2 gives, and the ring has 4 steps in reserve. Faster loads do not help consumers that
+// never wait. Nor does v5 save much of the power that limits the clocks from 8192 on. Most of the power goes into the
+// MMAs. The 48 KB of a step are also written to shared memory once and read there 1.7 times as before. In return two
+// blocks have to stay in step. So v4 is the rung to take: as fast on squares, and it wastes less where the number of
+// tiles down is odd. Clusters are for kernels that L2 limits: smaller tiles, or two SMs that share a tile too large
+// for one.
 template <int TileM, int TileN, int StagesT, int ClusterM, int ClusterN, int GroupT, int PanelsT = 2>
 struct Plan {
     static constexpr int M = TileM, N = TileN, STAGES = StagesT;       // a block's tile, and how many of its steps fit
@@ -113,7 +117,7 @@ __global__ __launch_bounds__(384, 1) void matmul_persistent_kernel(
         }
         barriers_ready();
     }
-    if constexpr (P::CLUSTER > 1) cluster_sync();  // v5: nobody sends before the other's barriers are ready
+    if constexpr (P::CLUSTER > 1) cluster_sync();  // v5: no block sends before the other's barriers are ready
     else __syncthreads();
     Ring<P::STAGES> ring;
     if (warpgroup == CONSUMERS) {
@@ -146,7 +150,7 @@ __global__ __launch_bounds__(384, 1) void matmul_persistent_kernel(
             if constexpr (P::CLUSTER == 1) {
                 if (thread == 0) barrier_arrive(&s.empty[stage]);
             } else {
-                if (thread < P::CLUSTER) barrier_arrive_at(&s.empty[stage], thread);  // v5: tell all who send here
+                if (thread < P::CLUSTER) barrier_arrive_at(&s.empty[stage], thread);  // v5: tell all senders
             }
         };
         const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;  // of a panel: where this lane's pieces go
@@ -196,7 +200,7 @@ __global__ __launch_bounds__(384, 1) void matmul_persistent_kernel(
         }
         if (thread == 0) store_wait_read<0>();  // shared memory goes when the block ends
     }
-    if constexpr (P::CLUSTER > 1) cluster_sync();  // v5: and nobody ends while the other may still send
+    if constexpr (P::CLUSTER > 1) cluster_sync();  // v5: and no block exits while the other may still send
 #endif
 }
 
@@ -207,8 +211,8 @@ void persistent(const bf16* a, int64_t a_pitch, const bf16* b, int64_t b_pitch, 
     const CUtensorMap b_map = tensor_map(b, n, k, b_pitch, P::N / P::CM);
     const CUtensorMap c_map = tensor_map(c, m, n, c_pitch, 64);
     const int64_t tiles_m = course::ceil_div(m, P::M * P::CM), tiles_n = course::ceil_div(n, P::N * P::CN);
-    // Rounds that the tiles take, and no more clusters than they then need: at 4096 cubed 64 of 66 do it in 4 as well,
-    // and two that only work at times would make the others' clocks slower.
+    // Rounds that the tiles take, and no more clusters than these need. At 4096 cubed 64 of 66 clusters take 4 rounds
+    // as well. Two clusters that work in some rounds only would make the others' clocks slower.
     const int64_t tiles = tiles_m * tiles_n, rounds = course::ceil_div(tiles, course::sms() / P::CLUSTER);
     const int64_t clusters = course::ceil_div(tiles, rounds);
     const auto kernel = matmul_persistent_kernel<P>;
@@ -227,9 +231,8 @@ void persistent(const bf16* a, int64_t a_pitch, const bf16* b, int64_t b_pitch, 
                                   int(course::ceil_div(k, BK))));
 }
 
-// Any shape. Where rows do not begin at multiples of 16 bytes (K or N no multiple of 8, or an address that is none of
-// 16), the copy engine cannot read them: such matrices go through copies with longer rows, whose ends it takes for
-// zeros.
+// Any shape. TMA cannot read rows that do not begin at multiples of 16 bytes: K or N is no multiple of 8, or the
+// address none of 16. Such matrices are copied with longer rows, which end in zeros.
 template <typename P>
 void any_shape(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     if (!matmul::prepare(c, m, n, k, stream)) return;

@@ -1,5 +1,6 @@
 // Traps: kernels broken on purpose, the tool that finds each, and the line that mends it
 // =====================================================================================
+//
 // What goes wrong in CUDA alone goes wrong silently: most of these kernels run to their end on a GPU, and many of them
 // answer rightly today. Each trap is one kernel, `template <bool FIXED>`, whose two forms differ in the line marked
 // `// <-`. Above it: what a GPU shows without a tool (right by luck, wrong, an error, a hang), the tool of
@@ -7,8 +8,8 @@
 //
 //   memcheck   addresses: outside every allocation, or not a multiple of the access's size
 //   racecheck  two threads, one byte of shared memory, one of them writes, nothing between. Not global memory
-//   initcheck  global memory that is read before anybody wrote it. Not shared memory
-//   synccheck  barriers that some threads of the block never reach, masks that leave out who calls
+//   initcheck  global memory that is read before it is written. Not shared memory
+//   synccheck  barriers that some threads of the block never reach, masks that leave out the calling lane
 //
 // Compile:  nvcc -std=c++20 -O3 -lineinfo -arch=native -Icuda_src/include -o traps cuda_src/24_traps.cu
 // Run:      ./traps                               (every fixed form, checked; and the list of names)
@@ -19,9 +20,9 @@
 
 #include "course.cuh"
 
-// 1. Each thread writes a value and reads another thread's. On a GPU: right for the warps that happen to run in order,
-// wrong for others; may change with the next driver. racecheck: "Race reported between Write access at ... and Read
-// access at ... [N hazards]", with both lines. Fix: all have written before anybody reads.
+// 1. Each thread writes a value and reads another thread's. On a GPU: right for warps that happen to run in order,
+// wrong for others. It may change with the next driver. racecheck: "Race reported between Write access at ... and Read
+// access at ... [N hazards]", with both lines. Fix: a barrier between the writes and the reads.
 template <bool FIXED>
 __global__ void missing_barrier_kernel(const float* x, float* y) {  // [256] -> [256], reversed
     __shared__ float tile[256];
@@ -30,9 +31,9 @@ __global__ void missing_barrier_kernel(const float* x, float* y) {  // [256] -> 
     y[threadIdx.x] = tile[255 - threadIdx.x];
 }
 
-// 2. The barrier that everybody forgets: the second one of a loop. The fast warp writes the next tile while the slow
-// one still reads this one. On a GPU: right nearly always, since warps drift apart slowly. racecheck: as above, a write
-// after a read. Fix: all have read before anybody overwrites.
+// 2. The second barrier of a loop, which is often forgotten. The fast warp writes the next tile while the slow one
+// still reads this one. On a GPU: right nearly always, since warps drift apart slowly. racecheck: as above, a write
+// after a read. Fix: a barrier between the reads and the next writes.
 template <bool FIXED>
 __global__ void missing_second_barrier_kernel(const float* x, float* y, int tiles) {  // [tiles * 256] -> [256]
     __shared__ float tile[256];
@@ -65,9 +66,9 @@ __global__ void global_counter_kernel(int* total) {
     FIXED ? atomicAdd(total, 1) : *total += 1;  // <-
 }
 
-// 5. Lanes of a warp are not in step by themselves: since Volta each has its own program counter, and the compiler may
-// move loads over stores that it sees no reason to keep in order. On a GPU: right by luck, wrong after a change far
-// away. racecheck: a race between lanes of one warp. Fix: __syncwarp() orders the memory of the lanes that it names.
+// 5. Lanes of a warp are not in step by themselves. Since Volta each has its own program counter. The compiler may
+// reorder loads and stores unless it sees a dependence. On a GPU: right by luck, wrong after a change far away.
+// racecheck: a race between lanes of one warp. Fix: __syncwarp() orders the memory of the lanes that it names.
 template <bool FIXED>
 __global__ void missing_syncwarp_kernel(const float* x, float* y) {  // [32] -> [32], the sum in each
     __shared__ float row[5][32];  // one row a step: a second barrier, as in trap 2, is not needed
@@ -81,7 +82,7 @@ __global__ void missing_syncwarp_kernel(const float* x, float* y) {  // [32] -> 
 }
 
 // 6. A barrier is for the whole block; here one warp goes past it and meets the others at the next one. On a GPU: the
-// hardware counts arrivals and lets both through, so warp 1 reads the sums before warp 0 has added; where a branch
+// hardware counts arrivals and lets both through, so warp 1 reads the sums before warp 0 has added. Where a branch
 // splits a warp, the block may hang. synccheck: "Barrier error detected. Divergent thread(s) in block". Fix: the
 // barrier stands outside the branch, which holds only the work. (Threads that have returned are not waited for.)
 template <bool FIXED>
@@ -105,9 +106,9 @@ __global__ void absent_lane_kernel(const float* x, float* y) {  // [32] -> [32]:
     y[threadIdx.x] = v;
 }
 
-// 8. The last block hangs over the end. On a GPU: right by luck: allocations are padded to 512 bytes, and what follows
-// is another tensor, which is changed without a word. memcheck: "Invalid __global__ read of size 4 bytes ... is out of
-// bounds". Fix: the mask.
+// 8. The last block hangs over the end. On a GPU: right by luck. Allocations are padded to 512 bytes, and after them
+// comes another tensor, which is changed silently. The tool memcheck: "Invalid __global__ read of size 4 bytes ... is
+// out of bounds". Fix: the mask.
 template <bool FIXED>
 __global__ void past_the_end_kernel(const float* x, float* y, int n) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -115,8 +116,9 @@ __global__ void past_the_end_kernel(const float* x, float* y, int n) {
 }
 
 // 9. i * n passes 2^31 long before the index itself does. On a GPU: the product wraps to a negative number: "an illegal
-// memory access was encountered", or somebody else's data. memcheck: "Invalid __global__ read ... bytes before the
-// nearest allocation". UBSan, in an emulated build: "signed integer overflow". Fix: int64 before the product.
+// memory access was encountered", or the data of another tensor. The tool memcheck: "Invalid __global__ read ... bytes
+// before the nearest allocation". UBSan, in an emulated build: "signed integer overflow". Fix: int64 before the
+// product.
 constexpr int SAMPLES = 4096;
 template <bool FIXED>
 __global__ void index_overflow_kernel(const float* x, float* y, int n) {  // [n] -> [SAMPLES], evenly spread
@@ -124,9 +126,10 @@ __global__ void index_overflow_kernel(const float* x, float* y, int n) {  // [n]
     y[i] = FIXED ? x[int64_t(i) * n / SAMPLES] : x[i * n / SAMPLES];  // <-
 }
 
-// 10. A float4 lies at a multiple of 16 bytes. Row 1 of 7 floats begins at byte 28. On a GPU: "misaligned address", and
-// every later call of the process fails with it. memcheck: "Invalid __global__ read of size 16 bytes", "misaligned".
-// Fix: rows padded to a multiple of 4 floats (cudaMallocPitch does that), or single loads where the pitch is not one.
+// 10. A float4 begins at a multiple of 16 bytes. Row 1 of 7 floats begins at byte 28. On a GPU: "misaligned address",
+// and every later call of the process fails with it. memcheck: "Invalid __global__ read of size 16 bytes",
+// "misaligned". Fix: rows padded to a multiple of 4 floats (cudaMallocPitch does that), or single loads where the
+// pitch is not one.
 template <bool FIXED>
 __global__ void misaligned_vector_kernel(const float* x, float* y) {  // 32 rows -> the sum of the first 4 of each
     constexpr int PITCH = FIXED ? 8 : 7;  // <-
@@ -134,14 +137,14 @@ __global__ void misaligned_vector_kernel(const float* x, float* y) {  // 32 rows
     y[threadIdx.x] = v.x + v.y + v.z + v.w;
 }
 
-// 11. Nobody has set the sum to zero. On a GPU: right by luck in a fresh process, whose memory is zeros; wrong when the
-// allocator hands out what was used before. initcheck: "Uninitialized __global__ memory read of size 4 bytes". Fix: in
-// the launcher, cudaMemset (see accumulate below).
+// 11. The sum is never set to zero. On a GPU: right by luck in a fresh process, whose memory is zeros. It is wrong
+// when the allocator returns memory that was used before. The tool initcheck: "Uninitialized __global__ memory read of
+// size 4 bytes". Fix: in the launcher, cudaMemset (see accumulate below).
 __global__ void accumulate_kernel(const float* x, float* y) { y[threadIdx.x] += x[threadIdx.x]; }
 
-// 12. The block reads a whole tile and only n elements of it were written. On a GPU: what the block before on this SM
-// has left there. initcheck looks at global memory alone, so compute-sanitizer has no tool for it; the emulator fills
-// shared memory with NaN, and sees the read. Fix: the tail is padded with what the sum ignores.
+// 12. The block reads a whole tile and only n elements of it were written. On a GPU: the data of the block that ran
+// before on this SM. No tool of compute-sanitizer finds it, since initcheck looks at global memory alone. The emulator
+// fills shared memory with NaN, and sees the read. Fix: the tail is padded with what the sum ignores.
 template <bool FIXED>
 __global__ void unwritten_tail_kernel(const float* x, float* y, int n) {  // [n <= 64] -> [1]
     __shared__ float tile[64];
@@ -154,8 +157,8 @@ __global__ void unwritten_tail_kernel(const float* x, float* y, int n) {  // [n 
     }
 }
 
-// 13. cp.async only begins a copy, and a barrier does not wait for it. On a GPU: old values or new ones, by who is
-// faster; small copies from L2 often win. racecheck: a race between the copy's write and the read. Fix: the wait, and
+// 13. cp.async only begins a copy, and a barrier does not wait for it. On a GPU: old values or new ones, a matter of
+// timing; small copies from L2 often win. racecheck: a race between the copy's write and the read. Fix: the wait, and
 // then the barrier: the wait is for one's own copies, the barrier tells the others.
 template <bool FIXED>
 __global__ void forgotten_wait_kernel(const float* x, float* y) {  // [256] -> [256], reversed
@@ -229,7 +232,7 @@ void run(const std::string& trap, const std::string& name) {
         for (int i = 0; i < 16; i++) expected[i] += warp[i ^ 1];
         launched(warp, expected, [](auto& x, auto& y) { absent_lane_kernel<FIXED><<<1, 32>>>(x, y); });
     }
-    if (trap == "past_the_end") {  // 1000 floats: the byte after them is nobody's
+    if (trap == "past_the_end") {  // 1000 floats: the byte after them is not allocated
         const Values more = course::random(1000, 2);
         Values expected = more;
         for (float& value : expected) value *= 2;

@@ -1,8 +1,8 @@
 // Which element is mine? Rows, columns and a pitch
 // ================================================
 // y[r, c] = x[r, c] * s[r]. Rows of x begin `pitch` floats apart (pitch >= cols), rows of y `cols` apart. A block of
-// 32 x 8 threads owns a patch of 32 columns and 8 rows; threads that are neighbours in x must take neighbours in memory,
-// so that a warp's 32 loads are one request of 4 sectors of 32 bytes. The patch hangs over both edges.
+// 32 x 8 threads owns a patch of 32 columns and 8 rows. Threads that are neighbours in x must take neighbours in memory:
+// then a warp's 32 loads are one request of 4 sectors of 32 bytes. The patch hangs over both edges.
 //
 // Predict: sectors a request if threadIdx.x ran down the rows instead.
 #include "course.cuh"

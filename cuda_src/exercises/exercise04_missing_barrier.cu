@@ -1,11 +1,11 @@
 // Debug: two barriers are missing
 // ===============================
 // y[i] = (x[i-1] + x[i] + x[i+1]) / 3, x outside is 0. A block walks along x, 128 elements at a time, and keeps them with
-// one neighbour at each end in shared memory, so that each element is read from memory once and not three times. On the
-// author's GPU the answers are right nearly always.
+// one neighbour at each end in shared memory. So it reads each element from memory once and not three times. On a GPU
+// the answers are right nearly always.
 //
-// Two barriers are missing. Say for each, before you put it there, which thread would read what too early, or write too
-// early; a third barrier would cost time and mend nothing, and the grader counts them.
+// Two barriers are missing. Say for each, before you put it there, which thread would read or write too early
+// without it. A third barrier would cost time and fix nothing, and the grader counts them.
 #include "course.cuh"
 
 constexpr int THREADS = 128;

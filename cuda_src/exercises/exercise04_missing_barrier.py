@@ -30,7 +30,7 @@ EXERCISE = Exercise(
         case("one turn: near is used once", n=128, turns=1),
         case("two blocks of one turn, the second short", n=150, turns=1),
         case("three turns in one block: near is used again", n=300, turns=3),
-        case("the block walks on past the end: whoever has no element must wait too", n=100, turns=3),
+        case("the block walks on past the end: threads without an element must wait too", n=100, turns=3),
         case("whole turns, on which barriers are counted", n=512, turns=2),
     ),
     reads=(512 + 3 + 3) / 512,

@@ -41,7 +41,7 @@ def pinned():
 
 
 def ordered():
-    """Whoever touches the same bytes, one of them writing, is in one order, whatever a GPU may choose."""
+    """Two operations on the same bytes, one of them a write, have one order, whatever a GPU may choose."""
     for n in (CHUNKS * SIZE, 5 * SIZE + 9):
         found = streams.order(_asked(n)).hazards()
         if found:
@@ -85,10 +85,10 @@ EXERCISE = Exercise(
         case("a last chunk that is short, in slot 1", n=1000, size=300),
     ),
     hints=(
-        "The three engines meet in the slots. Ask of each call: who wrote what I read, who still reads what I write? "
+        "The three engines share the slots. Ask of each call: which call wrote its input, which reads its output? "
         "The second question is about chunk c - 2. Pageable memory makes the host wait; cudaMallocHost makes pinned.",
         "Copy in c waits for kernel c - 2 (computed), kernel c for copy in c (arrived) and copy out c - 2 (left), copy "
-        "out c for kernel c. A wait for an event that nobody has recorded yet is a wait for nothing, so the first two "
+        "out c for kernel c. A wait for an event that is not recorded yet returns at once, so the first two "
         "chunks need no special case. Around the loop: record begin in `stream`, all three wait for it; at the end "
         "record end in `out`, `stream` waits for it.",
         "in: cudaStreamWaitEvent(in, lanes.computed[slot], 0); cudaMemcpyAsync(sx, x + from, count * sizeof(float), "

@@ -1,4 +1,4 @@
-// Copies that pass by the registers and that nobody waits for yet: cp.async, from sm_80 on.
+// Asynchronous copies that bypass the registers: cp.async, from sm_80 on.
 #pragma once
 #include <cuda_pipeline.h>
 

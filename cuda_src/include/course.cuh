@@ -71,7 +71,7 @@ class Buffer {
     operator T*() const { return data_; }
     size_t size() const { return size_; }
 
-    // Every byte 0xFF: NaN in every floating type, so that an element that nobody writes is seen.
+    // Every byte 0xFF: NaN in every floating type, so that an element that is never written is seen.
     void poison() { CUDA_CHECK(cudaMemset(data_, 0xFF, size_ * sizeof(T))); }
 
     std::vector<T> host() const {
@@ -132,8 +132,8 @@ inline void run_once(const std::vector<Version>& versions) {
 #ifdef COURSE_EMULATED
 inline void time_versions(const std::vector<Version>& versions, Work) { run_once(versions); }
 #else
-// Milliseconds of each version: the median of `rounds`, in every round each version once and in a new order (a fixed
-// order gives each its own state of caches and clocks), the L2 cache overwritten before each.
+// Milliseconds of each version: the median of `rounds`. Each round times each version once, in a new order, with the
+// L2 cache overwritten before. In a fixed order each version would have its own state of caches and clocks.
 inline std::vector<float> medians(const std::vector<Version>& versions, int rounds = 30) {
     int device = 0, l2 = 0;
     CUDA_CHECK(cudaGetDevice(&device));

@@ -1,11 +1,10 @@
 // Hopper's own instructions as small functions: barriers in shared memory, the copy engine (TMA), the warpgroup's
-// matrix unit (wgmma), clusters, and registers that change hands. Each names its section of the PTX ISA (9.x of version
-// 8.8 on).
+// matrix unit (wgmma), clusters, and setmaxnreg. Each names its section of the PTX ISA (9.x of version 8.8 on).
 //
-// Who is who. The copy engine and the matrix unit reach memory through the "async proxy", threads through the "generic"
-// one: what one writes and the other reads needs a fence (fence_async) as well as a barrier. An mbarrier counts two
-// things, arrivals of threads and bytes of copies, and its phase ends when both are complete; a waiter names the parity
-// (0, 1, 0, ...) of the phase that it waits for, so two who are never a whole phase apart cannot confuse them.
+// TMA and wgmma access memory through the "async proxy", threads through the "generic" one. Data that one writes and
+// the other reads need a fence (fence_async) as well as a barrier. An mbarrier counts two things, arrivals of threads
+// and bytes of copies, and its phase ends when both are complete. A waiting thread names the parity (0, 1, 0, ...) of
+// the phase that it waits for. So two threads that are never a whole phase apart cannot confuse phases.
 #pragma once
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -45,7 +44,7 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
                  : "memory");
 }
 
-// Arrive at the barrier that lies at the same place in the shared memory of block `rank` of the cluster ("mapa").
+// Arrive at the barrier at the same offset in the shared memory of block `rank` of the cluster ("mapa").
 // Releases to this block only, which does after wgmma_wait, when nothing is on its way; .release.cluster would put a
 // fence of the whole GPU's memory before each arrival.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
@@ -156,11 +155,10 @@ __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t m0, uint32
 // ---- the matrix unit: "Asynchronous Warpgroup Level Matrix Instructions" --------------------------------------------
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// A tile of rows of 64 bf16 (128 bytes) as the copy engine lays it down with the 128-byte swizzle: 8 rows are 1024
-// bytes, in which the 16-byte piece p of row r lies at place p ^ (r % 8), so that a column of pieces touches every bank
-// once. "Matrix Descriptor Format": bits 0-13 address / 16; 16-29 leading offset (unused by a swizzled row of this
-// length); 32-45 from 8 rows to the next 8, / 16; 62-63 swizzle, 1 = 128 bytes. The tile must begin at a multiple of
-// 1024 bytes.
+// A tile of rows of 64 bf16 (128 bytes) as TMA stores it with the 128-byte swizzle. 8 rows are 1024 bytes, in which
+// the 16-byte piece p of row r is at place p ^ (r % 8). So a column of pieces touches every bank once. "Matrix
+// Descriptor Format": bits 0-13 address / 16; 16-29 leading offset (unused by a swizzled row of this length); 32-45
+// from 8 rows to the next 8, / 16; 62-63 swizzle, 1 = 128 bytes. The tile must begin at a multiple of 1024 bytes.
 __device__ __forceinline__ uint64_t tile_descriptor(const bf16* tile) {
     return uint64_t((address(tile) & 0x3FFFF) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }

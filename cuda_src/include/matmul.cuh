@@ -107,7 +107,7 @@ class Cublas {
 
     explicit operator bool() const { return library_; }
 
-    // cuBLAS counts in columns: its C is our C transposed, B (transposed once more) times A.
+    // cuBLAS counts in columns: its C is our C transposed, B (transposed again) times A.
     void operator()(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, int64_t k, cudaStream_t stream) const {
         const float one = 1, zero = 0;
         set_stream_(handle_, stream);

@@ -126,8 +126,8 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 
 // Which head and which rows a block of a grid of heads * tiles works on. Heads go in groups whose streamed tensors fit
-// in the L2 together, and in a group the tiles with the longest loops (causal: the last queries, the first keys) start
-// first, or a few of them would be left to run alone at the end.
+// in the L2 together. In a group the tiles with the longest loops start first (causal: the last queries, the first
+// keys). Otherwise a few of them would run alone at the end.
 struct Place {
     int head, first;
 };
@@ -141,8 +141,8 @@ inline int heads_in_l2(int64_t bytes_a_head, int64_t heads) {  // of 50 MB some 
     return int(std::clamp<int64_t>((int64_t(24) << 20) / bytes_a_head, 1, heads));
 }
 
-// Where 16 bytes of a tile [rows][D] lie, in bytes. A row is 128 or 256 bytes, so that without the exclusive or eight
-// rows of one column, which ldmatrix reads at once, would lie in the same four banks: 8 wavefronts instead of 1.
+// The offset of 16 bytes in a tile [rows][D], in bytes. A row is 128 or 256 bytes, and ldmatrix reads eight rows of
+// one column at once. Without the exclusive or these would be in the same four banks: 8 wavefronts instead of 1.
 template <int D>
 __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
     return uint32_t(row * D * 2 + ((chunk ^ (row & 7)) << 4));
@@ -224,7 +224,7 @@ template <typename T, int M, int D>
 __device__ __forceinline__ void store_rows(T* to, int live, const float (&acc)[M][D / 8][4], T* own_smem) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     char* tile = reinterpret_cast<char*>(own_smem);
-    __syncwarp();  // other lanes may still read what lies there
+    __syncwarp();  // other lanes may still read this memory
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll

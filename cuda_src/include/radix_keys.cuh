@@ -1,6 +1,6 @@
-// A tile of keys in the registers of a block: load it, rank the keys of a warp by their digit. An LSD radix sort is one
-// stable step a digit, from the lowest digit up; stable, because keys that agree in a digit must keep the order that
-// the lower digits gave them.
+// A tile of keys in the registers of a block: load it, rank the keys of a warp by their digit. An LSD radix sort is
+// one stable step a digit, from the lowest digit up. Stable: keys that agree in a digit keep the order that the lower
+// digits gave them.
 #pragma once
 #include "course.cuh"
 
@@ -27,9 +27,9 @@ __device__ inline int afresh(int shift) {
     return shift;
 }
 
-// The lanes of this warp whose digit is the same: what __match_any_sync answers, by one vote a bit: whoever votes
-// otherwise is another. From plain C++ the compiler makes 6 instructions a bit, since it shifts the bit down before it
-// asks for it; from this PTX it makes 3, and these 8 bits of every key are half of all the work.
+// The lanes of this warp whose digit is the same: what __match_any_sync answers, by one vote a bit. A lane that votes
+// otherwise has another digit. From plain C++ the compiler makes 6 instructions a bit, since it shifts the bit down
+// before the vote. From this PTX it makes 3, and these 8 bits of every key are half of all the work.
 __device__ inline unsigned lanes_with(unsigned digit) {
 #ifdef COURSE_EMULATED
     return __match_any_sync(ALL, digit);

@@ -115,8 +115,8 @@ struct Share {
     }
 };
 
-// From here on v is what it was, but the compiler does not know: it widens v anew where it would carry floats along,
-// which for 16-bit elements take twice the registers.
+// Hides from the compiler that v is unchanged. So it converts v to float again instead of keeping the floats, which
+// for 16-bit elements take twice the registers.
 template <int COUNT>
 __device__ __forceinline__ void again(uint4 (&v)[COUNT]) {
 #ifndef COURSE_EMULATED

@@ -13,7 +13,7 @@ struct Rung {
 constexpr size_t SPARE = 1024;  // elements of scratch past one for every 512 inputs: the sums of the sums, CUB's own
 
 // Sums of normal values wander off to about sqrt(n), and a sum near 0 is as inexact as the large ones that it is made
-// of: hence a tolerance relative to the largest. The prefix of a wrong tile is off by far more.
+// of. Hence a tolerance relative to the largest. The prefix of a wrong tile is off by far more.
 template <typename T>
 void check_all(const std::vector<Rung<T>>& rungs, const std::vector<T>& x, double tolerance) {
     std::vector<double> expected(x.size());

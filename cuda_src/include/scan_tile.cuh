@@ -9,8 +9,8 @@
 
 constexpr unsigned ALL = 0xFFFFFFFF;  // every lane of a warp
 
-// Hillis-Steele among the lanes of a warp, for several values at once: as they do not depend on each other, their
-// shuffles overlap, where the five steps of one value wait for each other.
+// Hillis-Steele among the lanes of a warp, for several values at once. The values do not depend on each other, so
+// their shuffles overlap; the five steps of one value wait for each other.
 template <typename T, int COUNT>
 __device__ void warp_inclusive(T (&values)[COUNT]) {
     const int lane = threadIdx.x % 32;
@@ -58,8 +58,8 @@ __device__ void publish(volatile Word* words, int64_t tile, unsigned status, T v
 template <typename T>
 using Four = std::conditional_t<std::is_same_v<T, float>, float4, uint4>;
 
-// THREADS * VECTORS * 4 elements. Each warp owns a stretch of them, and its lane l the groups l, l + 32, ... of four
-// neighbours, so that a request of the warp is 512 bytes in a row.
+// THREADS * VECTORS * 4 elements. Each warp owns a stretch of them. Its lane l owns the groups l, l + 32, ... of four
+// neighbours, so that a request of the warp is 512 contiguous bytes.
 template <typename T, int THREADS, int VECTORS>
 struct Tile {
     static constexpr int SIZE = THREADS * VECTORS * 4;
