@@ -63,8 +63,8 @@ def dq_kernel(
 
 
 # A program owns dK and dV of a block of keys. It sweeps the queries of each of the GROUP heads that share these keys.
-# New: With GROUP = 1 as a constant Triton drops the loop over heads, and ptxas serializes all wgmma: in Triton 3.6 where
-# CAUSAL, in 3.7 where not (its remark C7515, which Triton does not show).
+# New: with GROUP = 1 as a constant Triton drops the loop over heads, and ptxas serializes all wgmma where CAUSAL (in
+# Triton 3.6; the next rung in 3.7 where not). Its remark C7515 says so, which Triton does not show.
 @triton.jit(do_not_specialize=["GROUP"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr,  # [B H, S, D]; K, V, dK and dV [B H_kv, S, D]
