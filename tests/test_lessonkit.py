@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -137,16 +138,28 @@ def test_a_second_target_depends_on_the_name_alone():
 
 
 def test_claims_can_fail():
-    kernel = compiled.Kernel("r", "k", 90, 4, 32, 3, 0, 1.0, 4, 4, 0, 0, 0, 0, 0, 99)
+    kernel = compiled.Kernel("r", "k", 90, 4, 32, 3, 0, 1.0, 4, 4, 0, 0, 0, 0, 0, 0, 99)
     broken = sass.broken_claims("l", {"r": tuple(sass.CLAIMS)}, [kernel])
-    assert len(broken) == len(sass.CLAIMS) - 2, "on sm_90 neither cp.async nor shared memory is at fault"
+    assert len(broken) == len(sass.CLAIMS) - 3, "cp.async is not of sm_90, no shared memory is true, one is an excuse"
     assert sass.broken_claims("l", {"r": ["k: no spills"]}, [kernel])
     assert sass.broken_claims("l", {"r": ["other: no shared memory"]}, [kernel]) == ["l.r launches no other"]
     assert not sass.broken_claims("l", {"r": ["k: no shared memory"]}, [kernel])
 
 
+@pytest.mark.parametrize(("wgmma", "waits", "wrong"), [(24, 24, True), (24, 3, False), (1, 1, False), (0, 0, False)])
+def test_serialized_wgmma_is_a_failure_or_is_claimed(wgmma, waits, wrong):
+    ops = Counter({"HGMMA.64x128x16.F32.BF16": wgmma, "WARPGROUP.DEPBAR.LE": waits, "WARPGROUP.ARRIVE": 9})
+    kernel = sass.row("r", "k", 90, ops, warps=8, registers=128, shared=0)
+    assert (kernel.wgmma, kernel.waits, sass.serialized(kernel)) == (wgmma, waits, wrong)
+    said = sass.broken_claims("l", {"r": ["other: serialized wgmma"]}, [kernel])
+    words = f"l.r: ptxas serializes the wgmma of k ({waits} waits for {wgmma})"
+    assert [line.startswith(words) for line in said] == [True] * wrong + [False], "the last one: it launches no other"
+    for claim in ("k: serialized wgmma", "serialized wgmma"):
+        assert not sass.broken_claims("l", {"r": [claim]}, [kernel])
+
+
 def test_a_misspelt_claim_or_count_lists_those_that_there_are():
-    kernel = compiled.Kernel("r", "k", 90, 4, 32, 3, 0, 1.0, 4, 4, 0, 0, 0, 0, 0, 99)
+    kernel = compiled.Kernel("r", "k", 90, 4, 32, 3, 0, 1.0, 4, 4, 0, 0, 0, 0, 0, 0, 99)
     (said,) = sass.broken_claims("l", {"r": ["k: 16 byte loads"]}, [kernel])
     assert "l.r claims '16 byte loads'; a claim is one of 'no spills', '16-byte loads'" in said
     with pytest.raises(ValueError, match=r"a count is one of 'sectors a request', .*, not 'sector a load'"):

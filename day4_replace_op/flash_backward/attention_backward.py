@@ -62,7 +62,9 @@ def dq_kernel(
 
 
 # A program owns dK and dV of a block of keys. It sweeps the queries of each of the GROUP heads that share these keys.
-@triton.jit
+# With GROUP = 1 as a constant Triton drops the loop over heads, and ptxas serializes all wgmma: where CAUSAL in
+# Triton 3.6, where not in 3.7. Its remark C7515 says so, which Triton does not show.
+@triton.jit(do_not_specialize=["GROUP"])
 def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_ptr, dv_ptr,  # [B H, S, D]; K, V, dK and dV [B H_kv, S, D]
     lse_ptr, delta_ptr,  # [B H, S] in fp32

@@ -63,7 +63,9 @@ def dq_kernel(
 
 
 # A program owns dK and dV of a block of keys. It sweeps the queries of each of the GROUP heads that share these keys.
-@triton.jit
+# New: with GROUP = 1 as a constant Triton drops the loop over heads, and ptxas serializes all wgmma where CAUSAL (in
+# Triton 3.6; the next rung in 3.7 where not). Its remark C7515 says so, which Triton does not show.
+@triton.jit(do_not_specialize=["GROUP"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr,  # [B H, S, D]; K, V, dK and dV [B H_kv, S, D]
     lse_ptr, delta_ptr,  # [B H, S] in fp32

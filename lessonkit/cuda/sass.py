@@ -48,6 +48,7 @@ class Kernel:
     load_bytes: int  # widest global load a thread makes
     store_bytes: int
     wgmma: int
+    waits: int  # for wgmma; ptxas makes as many as there are wgmma where it serializes them (see `serialized`)
     mma: int
     tma: int
     cp_async: int
@@ -55,6 +56,7 @@ class Kernel:
     instructions: int
 
 
+SERIALIZED = "serialized wgmma"  # a claim that excuses a rung: without it such a kernel is a failure
 CLAIMS: dict[str, Callable[[Kernel], bool]] = {
     "no spills": lambda k: k.spills == 0,
     "16-byte loads": lambda k: k.load_bytes == 16,
@@ -64,7 +66,17 @@ CLAIMS: dict[str, Callable[[Kernel], bool]] = {
     "tma": lambda k: k.target == 80 or k.tma > 0,
     "cp.async": lambda k: k.target != 80 or k.cp_async > 0,
     "no shared memory": lambda k: k.shared == 0,
+    SERIALIZED: lambda k: True,  # at some shape: the row shows one shape alone
 }
+
+
+def serialized(kernel: Kernel) -> bool:
+    """Whether each wgmma is waited for before the next begins, so that tensor cores idle in between.
+
+    ptxas does so to a whole kernel where it lacks registers, or where other instructions write an accumulator while
+    wgmma are in flight (its remarks C7510 to C7515, which Triton does not show). The results are right.
+    """
+    return 1 < kernel.wgmma <= kernel.waits
 
 
 def resident(target: chips.Target, warps: int, registers: int, shared: int) -> int:
@@ -194,6 +206,7 @@ def row(
         load_bytes=widest("LDG"),
         store_bytes=max(widest("STG"), *(4 * int(m[1]) for op in ops if (m := re.match(r"REDG.*\.F32x(\d)", op))), 0),
         wgmma=count("HGMMA", "QGMMA", "IGMMA"),
+        waits=count("WARPGROUP.DEPBAR"),
         mma=count("HMMA", "IMMA", "UTCHMMA", "UTCQMMA"),
         tma=count("UTMALDG", "UTMASTG", "UBLKCP"),
         cp_async=count("LDGSTS"),
@@ -283,9 +296,16 @@ def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterabl
     """What a lesson claims of its rungs ({rung: claims}) and the machine code does not show.
 
     "no spills" is meant of every kernel that the rung launches, "row_kernel: no spills" of that one. A claim that is
-    not in CLAIMS is broken, and the line lists those that are.
+    not in CLAIMS is broken, and the line lists those that are. So is a kernel whose wgmma are serialized, unless its
+    rung claims that.
     """
     broken, everything = [], list(found)
+    broken += [
+        f"{name}.{k.rung}: ptxas serializes the wgmma of {k.kernel} ({k.waits} waits for {k.wgmma}): use a smaller "
+        f"tile or more warps, or claim {f'{k.kernel}: {SERIALIZED}'!r}"
+        for k in everything
+        if serialized(k) and not {SERIALIZED, f"{k.kernel}: {SERIALIZED}"} & {*claims.get(k.rung, ())}
+    ]
     for rung, wanted in claims.items():
         for claim in wanted:
             only, _, what = claim.rpartition(": ")

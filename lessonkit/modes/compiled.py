@@ -108,6 +108,7 @@ def _amd_row(rung: str, kernel: str, target: Target, assembly: str, warps: int) 
         load_bytes=widest(r"(?:global|buffer)_load_(?:lds_)?([a-z]+(?:x?\d+)?)"),
         store_bytes=widest(r"(?:global|buffer)_store_([a-z]+(?:x?\d+)?)"),
         wgmma=0,
+        waits=0,
         mma=count(r"v_s?mfma"),
         tma=0,
         cp_async=count(r"(?:global|buffer)_load_lds")
