@@ -19,6 +19,7 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import FLOATS, Unsupported, expect, on_device, runs_kernel
+from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.kernels import attention_backward as portable_backward
 from course_ops.kernels import attention_backward_hopper as hopper_backward
 from course_ops.kernels import attention_decode as decode
@@ -232,6 +233,13 @@ def _gradients(ctx, dout, _dlse):
 
 
 _attention.register_autograd(_gradients, setup_context=_save)
+once_differentiable(
+    _attention_backward,
+    "attention",
+    "torch.nn.functional.scaled_dot_product_attention inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+)
+cast_under_autocast(_attention, "q", "k", "v")
+cast_under_autocast(_attention_backward, "dout", "q", "k", "v", "out")
 
 
 # ---- FLOPs --------------------------------------------------------------------------------------------------------

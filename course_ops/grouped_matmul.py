@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import expect, on_device, runs_kernel
+from course_ops._registration import cast_under_autocast
 from course_ops.kernels import grouped_matmul as kernels
 from course_ops.quantize import refuse_gradient
 
@@ -49,6 +50,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
 
 
 _grouped_matmul.register_autograd(_backward, setup_context=_setup_context)
+cast_under_autocast(_grouped_matmul, "x", "w")
 
 
 @register_flop_formula(torch.ops.course_ops.grouped_matmul)

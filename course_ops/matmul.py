@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
+from course_ops._registration import cast_under_autocast
 from course_ops.kernels import matmul as portable
 from course_ops.kernels import matmul_hopper, matmul_skinny, matmul_split_k
 
@@ -67,6 +68,7 @@ def _backward(ctx: Any, dc: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 _matmul.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+cast_under_autocast(_matmul, "a", "b")
 
 
 @register_flop_formula(torch.ops.course_ops.matmul)
