@@ -34,7 +34,8 @@ def attention(
 ) -> Tensor:
     """out [B, H, S_q, D] of q [B, H, S_q, D], k and v [B, H_kv, S_k, D]; differentiable once.
 
-    fp32, fp16 or bf16, one dtype for all three; float64 too on the CPU. Any strides, D from 1 to 256.
+    fp32, fp16 or bf16, one dtype for all three; float64 too on the CPU. Any strides, D from 1 to 256. Under
+    torch.autocast all three are cast to its dtype; float64 stays.
     causal: query i sees keys up to i + S_k - S_q. window: of these only the last `window`; needs causal.
     scale: positive; 1 / sqrt(D) if None. Raises TypeError for a dtype, ValueError for a shape, a device or a value.
 

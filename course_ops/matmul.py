@@ -85,6 +85,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product a @ b, accumulated in fp32.
 
     a: [..., M, K], b: [K, N], both fp32, fp16 or bf16 on one device, any strides. Returns [..., M, N] in their dtype.
+    Under torch.autocast both are cast to its dtype first, so that dtypes may differ.
     fp32 is exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. Differentiable in both, any order.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for a batch of b.
     Sources: Stream-K (Osama et al. 2023) for few rows; CUTLASS's warp-specialized persistent kernel for Hopper.
