@@ -157,6 +157,12 @@ def results(name, tensors):
     return [out, *(torch.autograd.grad(out.sum(), wanted) if out.requires_grad else ())]
 
 
+def close(found, expected):
+    """Up to the roundings of bf16 and another order of additions, of the largest value."""
+    found, expected = found.detach().float(), expected.detach().float()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+
+
 def test_every_operator_is_asked():
     others = {"Unsupported", "patch"}
     assert set(CALLS) == set(course_ops.__all__) - others - {"__version__"}
@@ -216,7 +222,7 @@ def test_tensors_of_the_second_gpu_are_computed_there(name, dtype):
     torch.cuda.synchronize(1)
     for f, e in zip(found, expected, strict=True):
         assert f.device == torch.device("cuda", 1)
-        torch.testing.assert_close(f.cpu().float(), e.cpu().float(), rtol=2e-2, atol=2e-2)
+        close(f.cpu(), e.cpu())
     assert torch.cuda.current_device() == 0
 
 
@@ -524,7 +530,7 @@ def test_a_cuda_graph_of_forward_and_backward_computes_with_new_values(name, dty
             for t in floats:
                 t.copy_(torch.rand_like(t) + 0.5)
         for f in found:
-            f.zero_()
+            f.detach().zero_()
         graph.replay()
         for f, e in zip(found, results(name, tensors), strict=True):
-            torch.testing.assert_close(f, e, rtol=2e-2, atol=2e-2)
+            close(f, e)
