@@ -22,6 +22,8 @@ from course_ops.rms_norm import rms_norm
 from course_ops.scan import scan
 from course_ops.softmax import softmax
 
+__version__ = "0.1.0"  # of the course, too: pyproject.toml
+
 __all__ = [
     "Unsupported",
     "add_norm",

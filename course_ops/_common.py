@@ -115,8 +115,9 @@ def expect(
 ) -> None:
     """Check tensors, given by name, against what an operator takes: `expect(x=x, weight=w, same_dtype=True)`.
 
-    ndim: dimensions each must have. dtypes: allowed. same_shape, same_dtype: as the first tensor has it. All must be
-    on the device of the first. Raises TypeError for a type or dtype, ValueError for a device or a shape.
+    ndim: dimensions each must have. dtypes: allowed. same_shape, same_dtype: as the first tensor has it, dtypes as
+    they are after torch.autocast. All must be on the device of the first. Raises TypeError for a type or dtype,
+    ValueError for a device or a shape.
     """
     first_name, first = next(iter(tensors.items()))
     for name, t in tensors.items():
@@ -133,8 +134,16 @@ def expect(
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)}, but {first_name} has {tuple(first.shape)}: make them equal"
             )
-        if same_dtype and t.dtype != first.dtype:
+        if same_dtype and after_autocast(t) != after_autocast(first):
             raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
+
+
+def after_autocast(t: Tensor) -> torch.dtype:
+    """The dtype of t in an operator whose tensors torch.autocast casts; float64 and integers stay, as in PyTorch."""
+    device = t.device.type
+    if t.dtype in FLOATS and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return t.dtype
 
 
 def as_rows(x: Tensor) -> Tensor:

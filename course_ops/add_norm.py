@@ -1,10 +1,13 @@
 """Residual addition and LayerNorm of the sum."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
 from course_ops._common import as_rows, expect, expect_rows, on_device, runs_kernel
+from course_ops._registration import once_differentiable
 from course_ops.kernels import add_norm as kernels
 from course_ops.kernels._rows import Choice, Rows, choose
 from course_ops.layer_norm import BACKWARD as NORM_BACKWARD
@@ -85,7 +88,7 @@ def _add_norm_backward(
 
 @_add_norm.register_fake
 def _(x, residual, weight, bias, eps):
-    statistics = (x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(2))
+    statistics = (x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32) for _ in range(2))
     return x.new_empty(x.shape), residual.new_empty(x.shape), *statistics
 
 
@@ -113,3 +116,4 @@ def _gradients(ctx, dy, dtotal, *_):
 
 
 _add_norm.register_autograd(_gradients, setup_context=_setup)
+once_differentiable(_add_norm_backward, "add_norm", "residual + x and torch.nn.functional.layer_norm")

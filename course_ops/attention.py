@@ -19,6 +19,7 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import FLOATS, Unsupported, expect, on_device, runs_kernel
+from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.kernels import attention_backward as portable_backward
 from course_ops.kernels import attention_backward_hopper as hopper_backward
 from course_ops.kernels import attention_decode as decode
@@ -33,7 +34,8 @@ def attention(
 ) -> Tensor:
     """out [B, H, S_q, D] of q [B, H, S_q, D], k and v [B, H_kv, S_k, D]; differentiable once.
 
-    fp32, fp16 or bf16, one dtype for all three; float64 too on the CPU. Any strides, D from 1 to 256.
+    fp32, fp16 or bf16, one dtype for all three; float64 too on the CPU. Any strides, D from 1 to 256. Under
+    torch.autocast all three are cast to its dtype; float64 stays.
     causal: query i sees keys up to i + S_k - S_q. window: of these only the last `window`; needs causal.
     scale: positive; 1 / sqrt(D) if None. Raises TypeError for a dtype, ValueError for a shape, a device or a value.
 
@@ -232,6 +234,13 @@ def _gradients(ctx, dout, _dlse):
 
 
 _attention.register_autograd(_gradients, setup_context=_save)
+once_differentiable(
+    _attention_backward,
+    "attention",
+    "torch.nn.functional.scaled_dot_product_attention inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+)
+cast_under_autocast(_attention, "q", "k", "v")
+cast_under_autocast(_attention_backward, "dout", "q", "k", "v", "out")
 
 
 # ---- FLOPs --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import expect, on_device, runs_kernel
+from course_ops._registration import cast_under_autocast
 from course_ops.kernels import grouped_matmul as kernels
 from course_ops.quantize import refuse_gradient
 
@@ -49,6 +50,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
 
 
 _grouped_matmul.register_autograd(_backward, setup_context=_setup_context)
+cast_under_autocast(_grouped_matmul, "x", "w")
 
 
 @register_flop_formula(torch.ops.course_ops.grouped_matmul)
@@ -60,7 +62,8 @@ def _flops(x_shape: Any, w_shape: Any, *_: Any, **__: Any) -> int:
 def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """y[offsets[e] : offsets[e + 1]] = x[offsets[e] : offsets[e + 1]] @ w[e] for each group e, in one launch.
 
-    x: [T, K], w: [E, K, N], both fp32, fp16 or bf16, any strides; w[e] may be the .t() of a contiguous [N, K].
+    x: [T, K], w: [E, K, N], both fp32, fp16 or bf16, any strides; w[e] may be the .t() of a contiguous [N, K]. Under
+    torch.autocast both are cast to its dtype.
     offsets: [E + 1] int32 on the same device, ascending, within 0 to T; never copied to the host. Rows before
     offsets[0] and from offsets[E] on belong to no group: they are zeros. On a GPU offsets are not checked: if they
     descend, y is undefined, but nothing outside of it is touched. Differentiable in x; not in w.

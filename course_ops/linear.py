@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import Unsupported, expect, on_device, runs_kernel
+from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.kernels import linear as kernels
 from course_ops.kernels.matmul_skinny import matmul_skinny
 from course_ops.matmul import _matmul, as_matrix, kernel_for
@@ -107,6 +108,8 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
 
 
 _linear.register_autograd(_backward, setup_context=_setup_context)
+once_differentiable(_epilogue_backward, "linear with a bias or an activation", "torch.nn.functional.linear")
+cast_under_autocast(_linear, "x", "weight", "bias", "residual")
 
 
 @register_flop_formula(torch.ops.course_ops.linear)
@@ -123,7 +126,8 @@ def linear(
 ) -> Tensor:
     """activation(x W^T + bias) + residual, summed in fp32 and rounded once.
 
-    x: [..., K], weight: [N, K] as nn.Linear keeps it, bias: [N], residual: [..., N], all fp32, fp16 or bf16 and alike.
+    x: [..., K], weight: [N, K] as nn.Linear keeps it, bias: [N], residual: [..., N], all fp32, fp16 or bf16 and alike;
+    under torch.autocast they are cast to its dtype.
     activation: None or "gelu_tanh" (F.gelu(approximate="tanh")). Returns [..., N]. Differentiable in all tensors; with
     an activation and a gradient to come x W^T + bias is kept for the backward, [..., N] in x's dtype.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for another activation.

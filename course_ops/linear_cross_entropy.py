@@ -8,17 +8,20 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import as_rows, expect, on_device, runs_kernel
+from course_ops._registration import cast_under_autocast, once
 from course_ops.cross_entropy import _cross_entropy, _cross_entropy_backward
 from course_ops.kernels.cross_entropy import cross_entropy_backward
 
 CHUNK = 2**29  # logits at a time: 1 GiB in 16 bits
+INSTEAD = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
     """cross_entropy(x W^T, targets), the mean over the targets that are not ignored, differentiable in x and weight.
 
-    x: [..., K] in float32, float16 or bfloat16; the matmuls are in its dtype. weight: [V, K] in x's dtype or float32.
-    targets: [...] int64; a target that is no class gives NaN. Returns a scalar in float32.
+    x: [..., K] in float32, float16 or bfloat16; the matmuls are in its dtype, under torch.autocast in autocast's.
+    weight: [V, K] in x's dtype or float32. targets: [...] int64; a target that is no class gives NaN. Returns a scalar
+    in float32.
     The logits exist for a part of the rows at a time, 1 GiB in 16 bits, and nothing of them is kept. Their gradient is
     known up to a factor as soon as the loss is, so that, if a gradient is wanted, the forward makes both gradients at
     once: it keeps dx and dW, which the backward multiplies by that factor. dW is added up in float32.
@@ -94,10 +97,14 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     dx, dw = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    return dloss * dx if needs_x else None, dloss * dw if needs_weight else None, None, None, None
+    dx, dw = dloss * dx if needs_x else None, dloss * dw if needs_weight else None
+    if torch.is_grad_enabled():  # create_graph=True: to autograd what was saved are constants, with derivatives of 0
+        dx, dw = (None if g is None else once("linear_cross_entropy", INSTEAD, g) for g in (dx, dw))
+    return dx, dw, None, None, None
 
 
 _linear_cross_entropy.register_autograd(_gradients, setup_context=_setup)
+cast_under_autocast(_linear_cross_entropy, "x")
 
 
 @register_flop_formula(torch.ops.course_ops.linear_cross_entropy)

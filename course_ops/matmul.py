@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
+from course_ops._registration import cast_under_autocast
 from course_ops.kernels import matmul as portable
 from course_ops.kernels import matmul_hopper, matmul_skinny, matmul_split_k
 
@@ -67,6 +68,7 @@ def _backward(ctx: Any, dc: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 _matmul.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+cast_under_autocast(_matmul, "a", "b")
 
 
 @register_flop_formula(torch.ops.course_ops.matmul)
@@ -83,6 +85,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product a @ b, accumulated in fp32.
 
     a: [..., M, K], b: [K, N], both fp32, fp16 or bf16 on one device, any strides. Returns [..., M, N] in their dtype.
+    Under torch.autocast both are cast to its dtype first, so that dtypes may differ.
     fp32 is exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. Differentiable in both, any order.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for a batch of b.
     Sources: Stream-K (Osama et al. 2023) for few rows; CUTLASS's warp-specialized persistent kernel for Hopper.

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import architecture, expect, on_device, runs_kernel, tma_takes
+from course_ops._registration import cast_under_autocast
 from course_ops.kernels import matmul_fp8 as portable
 from course_ops.kernels import matmul_fp8_hopper as hopper
 from course_ops.kernels._matmul_hopper import runs_gluon
@@ -62,6 +63,9 @@ def _matmul_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tenso
 @_matmul_fp8.register_fake
 def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+
+
+cast_under_autocast(_matmul_fp8)  # nothing is cast, and autocast is off inside
 
 
 @register_flop_formula(torch.ops.course_ops.matmul_fp8)

@@ -1,10 +1,13 @@
 """RMSNorm over the last dimension."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
 from course_ops._common import as_rows, expect_rows, on_device, runs_kernel
+from course_ops._registration import once_differentiable
 from course_ops.kernels import rms_norm as kernels
 from course_ops.kernels._rows import Choice, Rows, choose
 
@@ -66,7 +69,7 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> t
 
 
 _rms_norm.register_fake(
-    lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32))
+    lambda x, weight, eps: (x.new_empty(x.shape), x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32))
 )
 _rms_norm_backward.register_fake(lambda dy, x, weight, rstd: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
 
@@ -80,3 +83,4 @@ def _setup(ctx, inputs, output):
 _rms_norm.register_autograd(
     lambda ctx, dy, _: (*_rms_norm_backward(dy, *ctx.saved_tensors), None), setup_context=_setup
 )
+once_differentiable(_rms_norm_backward, "rms_norm", "torch.nn.functional.rms_norm")

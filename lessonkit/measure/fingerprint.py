@@ -27,8 +27,8 @@ DECLARATION = "LESSON"
 GIVEN = {"inputs": ("inputs", "bench_dtype"), "work": ("work",)}  # what a row is of beside its code: fields that count
 # Names that the kit gave otherwise when rows were measured. They count as they were then: a new name is no new code.
 EARLIER = {"LESSONKIT_MODE": "LESSONKIT_LANE", "call_in_compiler": "elsewhere", "opaque": "again"}
-# Functions that answer on every GPU with rows as they did when these were measured, and now on other cards too. They
-# count as their words were then.
+# Functions that answer a bench on every GPU with rows as they did when these were measured, and now on other cards or
+# under autocast too. They count as their words were then.
 THEN = {
     "lessonkit.base.device": """
 def architecture() -> int:
@@ -47,7 +47,34 @@ def shared_memory() -> int:
         return 232448
     properties: Any = torch.cuda.get_device_properties(0)
     return int(properties.shared_memory_per_block_optin)
-"""
+""",
+    "course_ops._common": """
+def expect(
+    *,
+    ndim: int | None = None,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    same_shape: bool = False,
+    same_dtype: bool = False,
+    **tensors: Tensor,
+) -> None:
+    first_name, first = next(iter(tensors.items()))
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: wrap it in torch.as_tensor")
+        if t.device != first.device:
+            raise ValueError(f"{name} is on {t.device}, but {first_name} is on {first.device}: move one of them")
+        if t.dtype not in dtypes:
+            names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise TypeError(f"{name} is {t.dtype}, this operator takes {names}: convert it with {name}.to(...)")
+        if ndim is not None and t.ndim != ndim:
+            raise ValueError(f"{name} has {t.ndim} dimension(s) {tuple(t.shape)}, expected {ndim}: reshape it first")
+        if same_shape and t.shape != first.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}, but {first_name} has {tuple(first.shape)}: make them equal"
+            )
+        if same_dtype and t.dtype != first.dtype:
+            raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
+""",
 }
 EVERYTHING = "*"  # stands for all that a module binds
 

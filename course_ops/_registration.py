@@ -1,0 +1,67 @@
+"""What is registered with an operator beside its fake: its rule under autocast, and that it has one derivative."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import impl
+
+from course_ops._common import after_autocast
+
+
+def cast_under_autocast(operator: Any, *names: str) -> None:
+    """Let torch.autocast cast the tensors of these names to its dtype, as it casts those of torch.matmul.
+
+    Inside the operator autocast is off, so that a matmul of PyTorch there keeps the dtype that it is given.
+    """
+    overload = operator._opoverload
+    places = [i for i, argument in enumerate(overload._schema.arguments) if argument.name in names]
+    assert len(places) == len(names), f"{overload} has no such arguments: {names}"
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        impl(overload.name(), key, _casting(overload, places, device))
+
+
+def _casting(overload: Any, places: list[int], device: str) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        args = tuple(_cast(a) if i in places and isinstance(a, Tensor) else a for i, a in enumerate(args))
+        with torch.autocast(device, enabled=False):
+            return overload(*args)
+
+    return kernel
+
+
+def _cast(t: Tensor) -> Tensor:
+    return t.to(after_autocast(t))
+
+
+def once_differentiable(operator: Any, name: str, instead: str) -> None:
+    """Make a derivative of `operator`, which computes the gradient of course_ops.<name>, an error with advice."""
+
+    def refuse(ctx: Any, *gradients: Tensor) -> None:
+        raise RuntimeError(_advice(name, instead))
+
+    operator.register_autograd(refuse)
+
+
+def once(name: str, instead: str, gradient: Tensor) -> Tensor:
+    """A gradient of course_ops.<name> that no operator computes: its derivative is an error with advice."""
+    return _Once.apply(name, instead, gradient if gradient.requires_grad else gradient.requires_grad_())
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, instead: str, gradient: Tensor) -> Tensor:
+        ctx.advice = _advice(name, instead)
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise RuntimeError(ctx.advice)
+
+
+def _advice(name: str, instead: str) -> str:
+    return (
+        f"course_ops.{name} has no second derivative: where you differentiate twice (create_graph=True), "
+        f"call {instead} instead"
+    )
