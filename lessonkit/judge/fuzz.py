@@ -371,8 +371,8 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 def _forgiving(truth: check.Truth, answer: Sequence[torch.Tensor]) -> check.Truth:
     """The truth, with this answer in PyTorch's place where PyTorch's is infinite or NaN, and neither's is wrong.
 
-    That is where PyTorch overflows on its way to a finite result, and where a result is so near the dtype's largest
-    number that one of two right sums is infinite.
+    PyTorch may overflow on its way to a result. And near the dtype's largest number one of two right sums may be
+    infinite.
     """
     if [(t.shape, t.dtype) for t in answer] != [(t.shape, t.dtype) for t in truth.usual]:
         return truth
@@ -386,7 +386,8 @@ def _forgiven(got: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> to
     at_the_end = (exact.abs() > end) & (got.double() * exact.sign() > end) & (usual.double() * exact.sign() > end)
     rounded = exact.to(usual.dtype)
     overflowed = exact.isfinite() & rounded.isfinite() & got.isfinite() & ~usual.isfinite()
-    return torch.where(at_the_end, got, torch.where(overflowed, rounded, usual))
+    too_large = exact.isfinite() & rounded.isinf() & (got == rounded)
+    return torch.where(at_the_end | too_large, got, torch.where(overflowed, rounded, usual))
 
 
 def _refusal(

@@ -250,7 +250,7 @@ def _first_fault(
     operator: str, direction: str, mode: str, ask: Callable[[Case], Outcome], n: int, seed: int, until: float,
     kinds: Counter[str], known: set[str],
 ) -> Found | None:  # fmt: skip
-    """Draw and count cases up to the first fault that is not known, and shrink that."""
+    """Run and count cases up to the first fault that is not known, and shrink that."""
     hypothesis = import_module("hypothesis")
     shrinking = list[Found]()
 
