@@ -165,3 +165,10 @@ def expect_rows(x: Tensor, **weights: Tensor | None) -> None:
             raise ValueError(f"{name} has shape {tuple(w.shape)}, expected {tuple(x.shape[-1:])}: one element a column")
         if w.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"{name} is {w.dtype}, expected {x.dtype}, as x, or torch.float32: convert it")
+
+
+def in_one_dtype(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """As they are if their dtypes are alike; else both in float32, since kernels give both gradients one dtype."""
+    if bias is None or bias.dtype == weight.dtype:
+        return weight, bias
+    return weight.float(), bias.float()

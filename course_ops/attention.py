@@ -42,6 +42,7 @@ def attention(
     Under torch.use_deterministic_algorithms the gradient of q is the same to the bit each time, and slower. A FLOP
     counter is told 4 D FLOPs forward and 10 D backward for each pair of a query and a key that it sees.
     """
+    _expect_types(window, scale, q=q, k=k, v=v)
     return torch.ops.course_ops.attention(q, k, v, causal, window, scale)[0]
 
 
@@ -52,6 +53,7 @@ def attention_forward(
 
     Results over parts of the keys are merged by lse: lse = log(sum exp(lse_i)), out = sum exp(lse_i - lse) out_i.
     """
+    _expect_types(window, scale, q=q, k=k, v=v)
     return torch.ops.course_ops.attention(q, k, v, causal, window, scale)
 
 
@@ -72,6 +74,7 @@ def attention_backward(
     out and lse may be those over more keys than k has, merged: then dk and dv are these keys' gradients, and dq is
     their share of q's, as ring attention needs.
     """
+    _expect_types(window, scale, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
     return torch.ops.course_ops.attention_backward(dout, q, k, v, out, lse, causal, window, scale)
 
 
@@ -145,6 +148,17 @@ def launch_backward(call: Gradient) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # ---- The operators -----------------------------------------------------------------------------------------------
+
+
+def _expect_types(window, scale, **tensors) -> None:
+    """What PyTorch's dispatcher would refuse with a RuntimeError, before it is asked."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: wrap it in torch.as_tensor")
+    if window is not None and not isinstance(window, int | torch.SymInt):
+        raise TypeError(f"window is {window!r}, expected an int or None")
+    if scale is not None and not isinstance(scale, int | float | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"scale is {scale!r}, expected a number or None")
 
 
 def _checked(q, k, v, causal, window, scale, **more) -> float:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from course_ops._common import as_rows, expect_rows, on_device, runs_kernel
+from course_ops._common import as_rows, expect_rows, in_one_dtype, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import layer_norm as kernels
 from course_ops.kernels._rows import Choice, Rows, choose
@@ -40,7 +40,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, section 3.
     """
     expect_rows(x, weight=weight, bias=bias)
-    return _layer_norm(x, weight, bias, eps)[0]
+    return _layer_norm(x, *in_one_dtype(weight, bias), eps)[0]
 
 
 @custom_op("course_ops::layer_norm", mutates_args=())

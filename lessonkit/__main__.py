@@ -1,10 +1,11 @@
-"""lessonkit: doctor, list, path, run, check, mutants, exercise, bench, compile, card, versions, report, stale, ...
+"""lessonkit: doctor, list, path, run, check, mutants, exercise, bench, fuzz, compile, versions, report, ...
 
 Exit codes: 0 all well, 1 something failed, 2 the command line is wrong, 130 a run was stopped.
 """
 
 import difflib
 import inspect
+import json
 import os
 import re
 import signal
@@ -26,9 +27,9 @@ from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.exercise import progress
-from lessonkit.judge import counters, verify
+from lessonkit.judge import counters, fuzz, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
-from lessonkit.measure import dependents, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
+from lessonkit.measure import dependents, fuzzing, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
 from lessonkit.modes import compiled
 from lessonkit.pages import final_report, glossary, paths, report, targets
 
@@ -328,6 +329,48 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
         )  # fmt: skip
     show.console.print(f"{done} of {len(todo)} shapes timed, rows in {path}")
     show.operators(operator_rows.read(path))
+
+
+@app.command(name="fuzz")
+def fuzz_operators(
+    operators: Annotated[list[str] | None, typer.Argument(help="Of course_ops (softmax); nothing: all.")] = None,
+    cases: Annotated[int, typer.Option(help="So many of this commit, for each operator, direction and mode.")] = 500,
+    seconds: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 600.0,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="cpu (PyTorch computes), interpreted or gpu; nothing: what there is.")
+    ] = None,
+    replay: Annotated[str, typer.Option(help="Run this case, as JSON, and draw none.")] = "",
+) -> None:
+    """Ask course_ops what hypothesis draws: shapes, strides, dtypes, values, options, and calls to be refused.
+
+    Counts are added to reports/fuzz.csv. Each fault's smallest case is added to tests/fuzz/found.jsonl.
+    """
+    names, modes = operators or [], mode or (["gpu"] if device.HAS_GPU else ["cpu", "interpreted"])
+    known = fuzz.questions()
+    if wrong := sorted(set(names) - set(known)):
+        raise typer.BadParameter(f"course_ops has no {', '.join(wrong)}. It has {', '.join(sorted(known))}")
+    if wrong := sorted(set(modes) - set(fuzz.MODES)):
+        raise typer.BadParameter(f"{', '.join(wrong)} is no mode: {', '.join(fuzz.MODES)}")
+    if "gpu" in modes and not device.HAS_GPU:
+        raise typer.BadParameter("mode gpu needs a GPU, and none was found")
+    failed: list[str] = []
+    if replay:
+        for each in modes:
+            with fuzzing.Worker(each) as worker:
+                outcome = worker.ask(json.loads(replay))
+            print(f"{each}: {outcome.kind} {outcome.said}", flush=True)
+            failed += [] if outcome.well else [f"{each}: {outcome.kind}"]
+        return _end(failed)
+    try:
+        failures = fuzzing.run(names, modes, cases, seconds, lambda line: print(line, flush=True))
+    except Missing as missing:
+        return _end([str(missing)])
+    title = ["operator", "direction", "mode", "cases", "refused", "wrong", "crashes", "false alarms", "seconds"]
+    here = [count for count in fuzzing.counts().values() if count.mode in modes and count.operator in (names or known)]
+    fuzzed = [[c.operator, c.direction, c.mode, c.cases, c.refused, c.wrong, c.crashes, c.false_alarms, c.seconds]
+              for c in here if c.commit == fuzzing.commit()]  # fmt: skip
+    show.table("cases of this commit", title, fuzzed)
+    _end([f"{each.case['operator']}: {each.fault}" for each in failures])
 
 
 @app.command(name="compile")

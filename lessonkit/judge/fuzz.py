@@ -1,0 +1,418 @@
+"""One random call of a public operator, as plain data: how it is built, run and judged.
+
+A case is a dictionary that JSON takes: operator, direction, tensors (shape, dtype, layout, values), options, seed. It
+is drawn from problems/fuzz.py. It is judged as a rung is: within the error budget against float64, no address outside a
+tensor, no result left unwritten, no input changed. A call that no operator takes must be refused, in words.
+
+`python -m lessonkit.judge.fuzz MODE` is the process that runs cases: one line of JSON in, one line out. Modes: `cpu`
+(PyTorch computes), `interpreted`, `gpu`.
+"""
+
+import json
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from random import Random
+from typing import Any, Protocol
+
+from lessonkit.base.device import DEVICE
+from lessonkit.base.errors import Rejected
+from lessonkit.judge import check
+
+import torch
+
+MODES = ("cpu", "interpreted", "gpu")
+DIRECTIONS = ("forward", "backward")
+# Elements of a case's largest tensor: the interpreter runs one program after another.
+MOST = {"cpu": 2**16, "interpreted": 2**15, "gpu": 2**22}
+
+Spec = dict[str, Any]  # of a tensor
+Case = dict[str, Any]
+
+
+class Draw(Protocol):
+    """Where choices come from: hypothesis, or dice."""
+
+    most: int  # elements
+
+    def integer(self, low: int, high: int) -> int: ...
+
+    def one_of(self, options: Sequence[Any]) -> Any: ...
+
+
+class Dice:
+    """Choices without hypothesis: they are not shrunk."""
+
+    def __init__(self, seed: int, most: int) -> None:
+        self._random, self.most = Random(seed), most
+
+    def integer(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def one_of(self, options: Sequence[Any]) -> Any:
+        return self._random.choice(options)
+
+
+@dataclass
+class Drawn:
+    """A legal call, and how it may be spoilt.
+
+    tensors   by parameter; None for one that is left out
+    options   the other arguments
+    spoilt    (parameter, what its spec or value becomes): each alone makes the call one to be refused
+    """
+
+    tensors: dict[str, Spec | None]
+    options: dict[str, Any] = field(default_factory=dict)
+    spoilt: list[tuple[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Question:
+    """How one public operator is fuzzed (problems/fuzz.py).
+
+    draw        a legal call
+    reference   called with the function's arguments by name: what the problem says is right
+    gradients   the tensors that the operator is differentiable in; none: there is no backward to ask for
+    forward     the function asked forwards, where another one than the differentiable says more
+    factor      the problem's, or a wider one for a stated reason
+    rounds      the reference takes `rounded`, the dtype in which the operator keeps its result for the backward
+    """
+
+    draw: Callable[[Draw], Drawn]
+    reference: Callable[..., Any]
+    gradients: tuple[str, ...] = ()
+    forward: str = ""
+    factor: float = 1
+    rounds: bool = False
+
+
+def questions() -> dict[str, Question]:
+    """By operator: one for each public name that problems/operators.py says how to call."""
+    found = import_module("problems.fuzz")
+    return {op.name: getattr(found, op.name) for op in import_module("problems.operators").OPERATORS}
+
+
+# ---- Drawing --------------------------------------------------------------------------------------------------------
+
+LAYOUTS = (
+    "contiguous", "offset", "padded", "sliced", "step", "transposed", "permuted", "heads", "rows apart", "expanded",
+    "expanded columns",
+)  # fmt: skip
+PLAIN = (
+    "normal",
+    "ones",
+    "zeros",
+    "equal rows",
+    "mixed",
+    "rising",
+    "falling",
+    "rising rows",
+    "falling rows",
+    "shifted",
+)
+TINY = ("denormal",)
+STRANGE = ("nan", "inf", "-inf", "half -inf")
+FLOATS = ("float32", "float16", "bfloat16")
+NO_FLOATS = ("int64", "int32", "bool", "complex64")
+
+
+def tensor(draw: Draw, shape: Sequence[int], dtypes: Sequence[str] = FLOATS, values: Sequence[str] = PLAIN) -> Spec:
+    """A tensor of that shape; dtype, values and where they lie are drawn."""
+    return {
+        "shape": list(shape),
+        "dtype": draw.one_of(dtypes),
+        "layout": draw.one_of(LAYOUTS),
+        "values": draw.one_of(values),
+    }
+
+
+def draw_case(operator: str, direction: str, draw: Draw) -> Case:
+    """A case of an operator. One in eight is spoilt, and must be refused."""
+    question = questions()[operator]
+    drawn = question.draw(draw)
+    case: Case = {"operator": operator, "direction": direction, "tensors": drawn.tensors, "options": drawn.options}
+    case |= {"seed": draw.integer(0, 2**16), "deterministic": draw.one_of((True, False)), "spoilt": ""}
+    if direction == "backward":
+        there = [name for name in question.gradients if drawn.tensors[name] is not None]
+        left_out = draw.one_of((None, *there)) if len(there) > 1 else None
+        case["wanted"] = [name for name in there if name != left_out]
+        case["upstream"] = {"layout": draw.one_of(LAYOUTS), "values": draw.one_of(("normal", "ones", "mixed", "zeros"))}
+    if drawn.spoilt and draw.integer(0, 7) == 7:
+        name, change = draw.one_of(drawn.spoilt)
+        case["spoilt"] = name
+        if name in case["tensors"]:
+            case["tensors"] = case["tensors"] | {name: (case["tensors"][name] or {}) | change}
+        else:
+            case["options"] = case["options"] | {name: change}
+    return case
+
+
+def spoilt_tensors(tensors: dict[str, Spec | None], legal: dict[str, Sequence[str]]) -> list[tuple[str, Any]]:
+    """What is never legal: a dtype that the operator does not take there, another device, no tensor at all.
+
+    legal: the dtypes that each tensor may have.
+    """
+    found: list[tuple[str, Any]] = []
+    for i, (name, dtypes) in enumerate(legal.items()):
+        if tensors[name] is None:
+            continue
+        found += [(name, {"dtype": dtype}) for dtype in (*FLOATS, *NO_FLOATS) if dtype not in dtypes]
+        found.append((name, {"instead": [1.0]}))
+        if i:
+            found.append((name, {"device": "meta"}))
+    return found
+
+
+# ---- Building -------------------------------------------------------------------------------------------------------
+
+
+def build(spec: Spec | None, seed: int) -> Any:
+    """The tensor of a spec, on DEVICE; the same values on each device."""
+    if spec is None:
+        return None
+    if "instead" in spec:
+        return spec["instead"]
+    dtype = getattr(torch, spec["dtype"])
+    made = _values(spec, dtype, torch.Generator().manual_seed(seed)).to(spec.get("device", DEVICE))
+    laid = _laid(made, spec["layout"])
+    return laid.requires_grad_() if spec.get("requires_grad") else laid
+
+
+def _values(spec: Spec, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    shape, kind = spec["shape"], spec["values"]
+    if isinstance(kind, list):  # given, one by one
+        return torch.tensor(kind, dtype=dtype).view(shape)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        classes = spec.get("below", 2)
+        drawn = torch.randint(0, max(1, classes), shape, generator=generator)
+        for value, share in spec.get("some", ()):
+            drawn[torch.rand(shape, generator=generator) < share] = value
+        return drawn.to(dtype)
+    x = torch.randn(shape, generator=generator)
+    info = torch.finfo(dtype)
+    if x.numel():
+        x = _shaped(x, kind, info, generator)
+    x *= spec.get("scale", 1.0)
+    if spec.get("positive"):
+        x = x.abs() + 0.01
+    return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+
+
+def _shaped(x: torch.Tensor, kind: str, info: torch.finfo, generator: torch.Generator) -> torch.Tensor:
+    columns = x.shape[-1] if x.ndim else 1
+    rows = x.shape[-2] if x.ndim > 1 else 1
+    slopes = {"rising": 1.0, "falling": -1.0}
+    if kind in slopes:
+        return x / 4 + slopes[kind] * torch.linspace(-4, 4, columns).view(x.shape[-1:])
+    if kind.removesuffix(" rows") in slopes and rows > 1:
+        return x / 4 + slopes[kind.removesuffix(" rows")] * torch.linspace(-4, 4, rows)[:, None]
+    if kind == "ones" or kind == "zeros":
+        return torch.full_like(x, float(kind == "ones"))
+    if kind == "equal rows":
+        return x.flatten()[:columns].expand(x.shape).clone() if x.ndim else x
+    if kind == "mixed":
+        return x * 10.0 ** torch.empty_like(x).uniform_(-3, 2, generator=generator)
+    if kind == "shifted":
+        return x + 100
+    if kind == "denormal":
+        return x * (info.tiny / 4)
+    if kind == "large":
+        return x * (5e3 if info.max < 1e5 else 1e15)
+    if kind == "huge":
+        return x * (info.max / 16)
+    at = int(torch.randint(x.numel(), (), generator=generator))
+    if kind in ("nan", "inf", "-inf"):
+        x.view(-1)[at] = float(kind)
+    if kind == "half -inf" and x.ndim:
+        x[..., : columns // 2] = -torch.inf
+    return x
+
+
+def _laid(t: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values, lying otherwise, amid NaN (integers: -1). Expanded: the first row or column throughout."""
+    shape = tuple(t.shape)
+    if t.device.type == "meta" or not shape or layout == "contiguous":
+        return t
+    columns = shape[-1]
+    if layout == "expanded" and t.numel():
+        return t[:1].clone().expand(shape)
+    if layout == "expanded columns" and t.numel():
+        return t[..., :1].clone().expand(shape)
+    if layout == "offset":
+        view = _poison((t.numel() + 3,), t)[3:].view(shape)
+    elif layout == "padded":
+        view = _poison((*shape[:-1], columns + 3), t)[..., :columns]
+    elif layout == "sliced":
+        view = _poison((shape[0] + 2, *shape[1:-1], columns + 9) if len(shape) > 1 else (columns + 9,), t)
+        view = view[1:-1, ..., 1 : columns + 1] if len(shape) > 1 else view[1 : columns + 1]
+    elif layout == "step":
+        view = _poison((*shape[:-1], 2 * columns), t)[..., ::2]
+    elif layout == "rows apart":
+        view = _poison((2 * shape[0], *shape[1:]), t)[::2]
+    elif layout == "transposed" and len(shape) > 1:
+        view = _poison((*shape[:-2], columns, shape[-2]), t).transpose(-1, -2)
+    elif layout == "heads" and len(shape) > 2:
+        view = _poison((*shape[:-3], shape[-2], shape[-3], columns), t).transpose(-2, -3)
+    elif layout == "permuted":
+        view = _poison(shape[::-1], t).permute(*reversed(range(len(shape))))
+    else:
+        return t
+    return view.copy_(t)
+
+
+def _poison(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    if like.dtype == torch.bool:
+        return torch.ones(*shape, dtype=torch.bool, device=like.device)
+    size = like.element_size()
+    return torch.full((*shape, size), 255, dtype=torch.uint8, device=like.device).view(like.dtype).view(*shape)
+
+
+# ---- Running and judging --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: right, refused (rightly), wrong, false alarm (a legal call was refused), crash, or broken reference."""
+
+    kind: str
+    said: str = ""
+
+    @property
+    def well(self) -> bool:
+        return self.kind in ("right", "refused")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What check.judge takes of a problem."""
+
+    reference: Callable[..., Any]
+    factor: float
+
+
+def run(case: Case, mode: str) -> Outcome:
+    """Build a case, call the operator, and judge what it did."""
+    case = json.loads(json.dumps(case))  # as it is replayed
+    operators = import_module("course_ops")
+    question, backward = questions()[case["operator"]], case["direction"] == "backward"
+    function = getattr(operators, (question.forward if not backward else "") or case["operator"])
+    tensors = {name: build(spec, case["seed"] + i) for i, (name, spec) in enumerate(case["tensors"].items())}
+    inside = import_module("course_ops.testing").interpreted if mode == "interpreted" else nullcontext
+    if case["spoilt"]:
+        return _refusal(case, function, tensors, inside)
+    names = [name for name, t in tensors.items() if t is not None]
+    left_out = {name: None for name, t in tensors.items() if t is None}
+    args = tuple(tensors[name] for name in names)
+
+    def called(f: Callable[..., Any], wanted: Sequence[str], given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        leaves = {name: t.detach() for name, t in zip(names, given, strict=False)}
+        if not wanted:
+            return tuple(map(_bytes, check.tensors(f(**leaves, **left_out, **case["options"]))))
+        with torch.enable_grad():
+            leaves |= {name: leaves[name].requires_grad_() for name in wanted}
+            out = check.tensors(f(**leaves, **left_out, **case["options"]))
+            pairs = [(o, up) for o, up in zip(out, given[len(names) :], strict=True) if o.requires_grad]
+            leaf = [leaves[name] for name in wanted]
+            ends, upstream = zip(*pairs, strict=True) if pairs else ((), ())
+            found = torch.autograd.grad(ends, leaf, upstream, allow_unused=True) if pairs else [None] * len(leaf)
+        zeros = (torch.zeros_like(leaves[name]) for name in wanted)
+        return *(t.detach() for t in out), *(z if g is None else g for g, z in zip(found, zeros, strict=True))
+
+    wanted, reference = case["wanted"] if backward else (), question.reference
+    if question.rounds:
+        reference = partial(reference, rounded=args[0].dtype)
+    try:
+        if wanted:
+            with torch.no_grad():
+                like = called(reference, (), args)
+            args += tuple(
+                build({"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), **case["upstream"]}, i)
+                for i, t in enumerate(like, case["seed"] + 100)
+            )
+        truth = check.judge(_Asked(lambda *a: called(reference, wanted, a), question.factor), args)  # type: ignore[arg-type]
+    except Exception:
+        return Outcome("broken reference", traceback.format_exc(limit=-3))
+
+    def rung(*given: Any) -> tuple[torch.Tensor, ...]:
+        if not case[
+            "deterministic"
+        ]:  # check.answer asks for it, so that new memory is NaN; some kernels run only without
+            torch.use_deterministic_algorithms(False)
+        return called(function, wanted, given)
+
+    try:
+        with inside():
+            answer, _ = check.answer(rung, args)
+        check.compare(_forgiving(truth, answer), answer)
+    except Rejected as rejected:
+        return Outcome("crash" if rejected.caught_by in ("fault", "hang") else "wrong", str(rejected))
+    except (TypeError, ValueError) as error:
+        return Outcome("false alarm", f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-2)}")
+    except Exception:
+        return Outcome("crash", traceback.format_exc(limit=-3))
+    return Outcome("right")
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    """A tensor in 8 bits as its bytes, as problems ask for it; with one NaN, whatever its sign."""
+    if t.dtype != torch.float8_e4m3fn:
+        return t
+    found = t.view(torch.uint8)
+    return found.masked_fill(found & 127 == 127, 127)
+
+
+def _forgiving(truth: check.Truth, answer: Sequence[torch.Tensor]) -> check.Truth:
+    """The truth, with this answer in PyTorch's place where PyTorch's is infinite or NaN, and neither's is wrong.
+
+    PyTorch may overflow on its way to a result. And near the dtype's largest number one of two right sums may be
+    infinite.
+    """
+    if [(t.shape, t.dtype) for t in answer] != [(t.shape, t.dtype) for t in truth.usual]:
+        return truth
+    pairs = zip(answer, truth.exact, truth.usual, strict=True)
+    usual = tuple(_forgiven(*each) if each[0].is_floating_point() else each[2] for each in pairs)
+    return replace(truth, usual=usual)
+
+
+def _forgiven(got: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
+    end = 0.98 * torch.finfo(usual.dtype).max
+    at_the_end = (exact.abs() > end) & (got.double() * exact.sign() > end) & (usual.double() * exact.sign() > end)
+    rounded = exact.to(usual.dtype)
+    overflowed = exact.isfinite() & rounded.isfinite() & got.isfinite() & ~usual.isfinite()
+    too_large = exact.isfinite() & rounded.isinf() & (got == rounded)
+    return torch.where(at_the_end | too_large, got, torch.where(overflowed, rounded, usual))
+
+
+def _refusal(
+    case: Case, function: Callable[..., Any], tensors: dict[str, Any], inside: Callable[[], AbstractContextManager[Any]]
+) -> Outcome:
+    try:
+        with inside():
+            function(**tensors, **case["options"])
+    except (TypeError, ValueError) as error:
+        named = [name for name in signature(function).parameters if re.search(rf"\b{name}\b", str(error))]
+        if named:
+            return Outcome("refused", str(error))
+        return Outcome("wrong", f"refusal: no argument is named: {type(error).__name__}: {error}")
+    except Exception:
+        return Outcome("crash", f"refusal: {case['spoilt']}: {traceback.format_exc(limit=-3)}")
+    return Outcome("wrong", f"refusal: {case['spoilt']} is spoilt, and the call was answered")
+
+
+def main(mode: str) -> None:
+    """Answer each line of standard input."""
+    import_module("course_ops")
+    for line in sys.stdin:
+        outcome = run(json.loads(line), mode)
+        print(json.dumps([outcome.kind, outcome.said]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

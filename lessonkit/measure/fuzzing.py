@@ -1,0 +1,332 @@
+"""A run of the fuzzer: hypothesis draws cases, a process of its own runs them, failures shrink, counts are added up.
+
+The process may die or hang: then the case that it was asked counts as a crash, and another process goes on. A failure
+is written to tests/fuzz/found.jsonl, which the tests replay. Counts go to reports/fuzz.csv, where a later run of the
+same commit goes on.
+"""
+
+import json
+import re
+import selectors
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any, Self
+
+from lessonkit.base import device
+from lessonkit.base.errors import Missing
+from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
+from lessonkit.base.tables import read_csv, to_csv
+from lessonkit.judge import fuzz
+from lessonkit.judge.fuzz import Case, Outcome
+
+FOUND = ROOT / "tests" / "fuzz" / "found.jsonl"
+COUNTS = REPORTS / "fuzz.csv"
+PATIENCE = 60.0  # seconds for one case, with the kernels that it compiles
+TURN = 100  # cases of one operator and direction before the next ones' turn
+
+
+class Worker:
+    """The process that runs cases of one mode; it is started when it is first asked, and after it died."""
+
+    def __init__(self, mode: str, patience: float = PATIENCE) -> None:
+        self.mode, self.patience = mode, patience
+        self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[str] | None = None
+
+    def ask(self, case: Case) -> Outcome:
+        """What the process says of a case; a crash if it dies of it, or does not answer in time."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(case) + "\n")
+            process.stdin.flush()
+            with selectors.DefaultSelector() as ready:
+                ready.register(process.stdout, selectors.EVENT_READ)
+                if not ready.select(self.patience):
+                    self.stop()
+                    return Outcome("crash", f"hang: no answer in {self.patience:g} s")
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            outcome = Outcome(*json.loads(line))
+            if outcome.kind == "crash" and self.mode == "gpu":
+                self.stop()  # after an illegal address the process has lost the GPU
+            return outcome
+        said = f"the process ended with {process.wait()}: {self._last_words()}"
+        self.stop()
+        return Outcome("crash", said)
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._errors = TemporaryFile("w+")  # noqa: SIM115 - closed by stop()
+        hidden = {} if self.mode == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", fuzz.__name__, self.mode],
+            env=environment(OMP_NUM_THREADS="1", **hidden),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        return self._process
+
+    def _last_words(self) -> str:
+        if self._errors is None:
+            return ""
+        self._errors.seek(0)
+        return self._errors.read().strip()[-500:]
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+        if self._errors is not None:
+            self._errors.close()
+        self._process = self._errors = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+
+# ---- Found cases ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """A case that failed, shrunk; where, and what was said of it then. open: why it still fails, if it does."""
+
+    mode: str
+    case: Case
+    kind: str
+    said: str
+    open: str = ""
+
+    @property
+    def fault(self) -> str:
+        """Cases with one fault say the same but for numbers."""
+        lines = [line for line in self.said.strip().splitlines() if line.strip()] or [""]
+        head = lines[0] if self.kind in ("wrong", "false alarm") else lines[-1]
+        if self.kind == "wrong":  # "value: 3 of 7 wrong, ...": the property alone, and what follows a refusal
+            head = head if head.startswith("refusal") else head.partition(":")[0]
+        return f"{self.kind}: {re.sub(r'[0-9][0-9.e+-]*', '#', head)[:80]}"
+
+
+def found(path: Path = FOUND) -> list[Found]:
+    return [Found(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add(new: Found, path: Path = FOUND) -> None:
+    kept = found(path)
+    if all((new.mode, new.case) != (old.mode, old.case) for old in kept):
+        write_atomically(path, "".join(json.dumps(asdict(each)) + "\n" for each in (*kept, new)))
+
+
+# ---- Counts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """Cases of one operator and direction, in one mode, with one commit and its versions."""
+
+    operator: str
+    direction: str
+    mode: str
+    device: str
+    cases: int = 0  # run; those that only shrink a failure are not counted
+    refused: int = 0  # of these, calls that must be refused, and were
+    wrong: int = 0
+    crashes: int = 0
+    false_alarms: int = 0  # legal calls that were refused
+    seconds: float = 0.0
+    versions: str
+    commit: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.operator, self.direction, self.mode, self.device, self.versions, self.commit
+
+    def plus(self, kinds: Counter[str], seconds: float) -> "Count":
+        return replace(
+            self,
+            cases=self.cases + kinds.total(),
+            refused=self.refused + kinds["refused"],
+            wrong=self.wrong + kinds["wrong"] + kinds["broken reference"],
+            crashes=self.crashes + kinds["crash"],
+            false_alarms=self.false_alarms + kinds["false alarm"],
+            seconds=round(self.seconds + seconds, 1),
+        )
+
+
+def counts(path: Path = COUNTS) -> dict[tuple[str, ...], Count]:
+    numbers: dict[str, Any] = {"seconds": float} | dict.fromkeys(
+        ("cases", "refused", "wrong", "crashes", "false_alarms"), int
+    )
+    read = (Count(**{name: numbers.get(name, str)(value) for name, value in row.items()}) for row in read_csv(path))
+    return {count.key: count for count in read}
+
+
+def begun(operator: str, direction: str, mode: str) -> Count:
+    """The count of this commit and machine, with nothing in it."""
+    where = device.name() if mode == "gpu" else "cpu"
+    versions = " ".join(f"{name} {metadata.version(name)}" for name in ("torch", "triton", "hypothesis"))
+    return Count(
+        operator=operator, direction=direction, mode=mode, device=where, versions=versions, commit=commit()
+    )  # fmt: skip
+
+
+@cache
+def commit() -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+# ---- Drawing --------------------------------------------------------------------------------------------------------
+
+
+def need_hypothesis() -> None:
+    """Raise Missing, with the command that mends it."""
+    if find_spec("hypothesis") is None:
+        raise Missing(
+            "hypothesis is not installed: it draws the cases. Install the extra `test`: pip install -e '.[test]'"
+        )
+
+
+@dataclass
+class _ByHypothesis:
+    """Draws for fuzz.draw_case."""
+
+    data: Any
+    most: int
+
+    def integer(self, low: int, high: int) -> int:
+        drawn: int = self.data.draw(self._strategies.integers(low, high))
+        return drawn
+
+    def one_of(self, options: Any) -> Any:
+        return options[self.integer(0, len(options) - 1)]
+
+    @property
+    def _strategies(self) -> Any:
+        return import_module("hypothesis.strategies")
+
+
+class _Failed(AssertionError):
+    pass
+
+
+def drawn(
+    operator: str, direction: str, mode: str, ask: Callable[[Case], Outcome], n: int, seed: int, until: float
+) -> tuple[Counter[str], list[Found]]:
+    """Run up to n new cases before the time `until`; kinds of outcome, and a shrunk case of each fault.
+
+    After a failure the rest is drawn anew; a fault that has been found is counted, and not shrunk again.
+    """
+    kinds, faults = Counter[str](), dict[str, Found]()
+    while kinds.total() < n and time.monotonic() < until:
+        before = kinds.total()
+        failure = _first_fault(operator, direction, mode, ask, n, seed, until, kinds, set(faults))
+        if failure is not None:
+            faults[failure.fault] = failure
+        elif kinds.total() == before:
+            break
+    return kinds, list(faults.values())
+
+
+def _first_fault(
+    operator: str, direction: str, mode: str, ask: Callable[[Case], Outcome], n: int, seed: int, until: float,
+    kinds: Counter[str], known: set[str],
+) -> Found | None:  # fmt: skip
+    """Run and count cases up to the first fault that is not known, and shrink that."""
+    hypothesis = import_module("hypothesis")
+    shrinking = list[Found]()
+
+    def one(data: Any) -> None:
+        if not shrinking and (kinds.total() >= n or time.monotonic() >= until):
+            return
+        case = fuzz.draw_case(operator, direction, _ByHypothesis(data, fuzz.MOST[mode]))
+        outcome = ask(case)
+        if not shrinking:
+            kinds[outcome.kind] += 1
+        failure = Found(mode, case, outcome.kind, outcome.said)
+        if outcome.well or failure.fault in known or (shrinking and shrinking[0].fault != failure.fault):
+            return
+        shrinking.append(failure)
+        raise _Failed(failure.fault)
+
+    limited = hypothesis.settings(
+        max_examples=n - kinds.total(), database=None, deadline=None, print_blob=False, report_multiple_bugs=False,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink), suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    test = limited(hypothesis.seed(seed + kinds.total())(hypothesis.given(hypothesis.strategies.data())(one)))
+    # The shrunk case raises, or Flaky is raised where a fault does not come again: that is kept all the same.
+    expected = (_Failed, import_module("hypothesis.errors").Flaky, BaseExceptionGroup)
+    with import_module("hypothesis.reporting").with_reporter(lambda text: None), suppress(*expected):
+        test()
+    return shrinking[-1] if shrinking else None
+
+
+def run(
+    names: list[str], modes: list[str], cases: int, seconds: float, say: Callable[[str], None], *,
+    path: Path = COUNTS, found_path: Path = FOUND,
+) -> list[Found]:  # fmt: skip
+    """Until each operator and direction has so many cases of this commit in each mode, or the time is over."""
+    need_hypothesis()
+    questions = fuzz.questions()
+    todo = [
+        begun(name, direction, mode)
+        for mode in modes
+        for name in names or questions
+        for direction in fuzz.DIRECTIONS
+        if direction == "forward" or questions[name].gradients
+    ]
+    end, failures = time.monotonic() + seconds, list[Found]()
+    workers = {mode: Worker(mode) for mode in modes}
+    try:
+        while todo and time.monotonic() < end:
+            for new in list(todo):
+                known = counts(path)
+                count = known.get(new.key, new)
+                if count.cases >= cases:
+                    todo.remove(new)
+                    continue
+                start = time.monotonic()
+                if start >= end:
+                    break
+                kinds, faults = drawn(
+                    count.operator, count.direction, count.mode, workers[count.mode].ask,
+                    min(TURN, cases - count.cases), count.cases, end,
+                )  # fmt: skip
+                known[count.key] = count.plus(kinds, time.monotonic() - start)
+                write_atomically(path, to_csv([asdict(each) for _, each in sorted(known.items())]))
+                for each in faults:
+                    add(each, found_path)
+                    say(
+                        f"{count.operator} {count.direction}, {each.mode}: {each.kind}: {each.said}\n"
+                        f"{json.dumps(each.case)}"
+                    )
+                failures += faults
+                if not kinds:
+                    todo.remove(new)
+    finally:
+        for worker in workers.values():
+            worker.stop()
+    return failures
+
+
+def tonight() -> int:
+    """A seed that is another each day."""
+    return int(time.time() // 86400)

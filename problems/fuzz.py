@@ -1,0 +1,423 @@
+"""What is drawn for each public operator of `course_ops`, and how its problem answers that.
+
+The variable of an operator's name says which calls are legal; `python -m lessonkit fuzz` draws from them. Tensors are
+named as the function's parameters are. The first choice of each is the simplest: a failure shrinks towards it.
+"""
+
+import math
+
+from lessonkit.judge.fuzz import FLOATS, PLAIN, STRANGE, TINY, Drawn, Question, spoilt_tensors, tensor
+
+import torch
+
+from problems import add_norm as add_norms
+from problems import attention as attentions
+from problems import cross_entropy as cross_entropies
+from problems import dropout as dropouts
+from problems import gelu as gelus
+from problems import grouped_matmul as grouped_matmuls
+from problems import layer_norm as layer_norms
+from problems import linear as linears
+from problems import linear_cross_entropy as linear_cross_entropies
+from problems import matmul as matmuls
+from problems import matmul_fp8 as matmuls_fp8
+from problems import quantize as quantizes
+from problems import rms_norm as rms_norms
+from problems import scan as scans
+from problems import softmax as softmaxes
+
+ALL = (*PLAIN, *TINY, *STRANGE, "large", "huge")
+SUMS = (*PLAIN, *TINY, "nan", "inf", "-inf")  # sums of huge numbers depend on the order of additions
+FP8 = "float8_e4m3fn"
+
+
+# ---- Sizes ----------------------------------------------------------------------------------------------------------
+
+
+def size(draw, most, least=0):
+    """Small numbers, one beside a power of two, a multiple of 8, or any."""
+    most = max(most, least)
+    kind = draw.one_of(("small", "power", "eights", "any"))
+    if kind == "small":
+        return draw.integer(least, max(least, min(most, 20)))
+    if kind == "power":
+        return min(most, max(least, 2 ** draw.integer(0, max(1, most).bit_length()) + draw.integer(-1, 1)))
+    if kind == "eights":
+        return min(most, max(least, 8 * draw.integer(0, max(1, min(most, 512) // 8))))
+    return draw.integer(least, most)
+
+
+def rows(draw, least=0):
+    """[..., N]: any number of dimensions in front, few rows if they are long."""
+    N = size(draw, draw.most, least)
+    M = size(draw, min(300, draw.most // max(1, N)))
+    return draw.one_of(((M, N), (N,) if M else (0, N), (2, M // 2, N), (1, M, 1, N), (M, 1, N)))
+
+
+def wide(t):
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def in_one_dtype(x, *others):
+    """As they are if their dtypes are alike, else all in fp32 or wider."""
+    alike = all(t is None or t.dtype == x.dtype for t in others)
+    return (x, *others) if alike else (wide(x), *(t if t is None else wide(t) for t in others))
+
+
+# ---- Rows -----------------------------------------------------------------------------------------------------------
+
+
+def _softmax(draw):
+    tensors = {"x": tensor(draw, rows(draw), values=ALL)}
+    return Drawn(tensors, spoilt=[("x", {"shape": []}), *spoilt_tensors(tensors, {"x": FLOATS})])
+
+
+softmax = Question(_softmax, softmaxes.reference, ("x",))
+
+
+def weighted(draw, shape, *names):
+    """x, and weights of x's dtype or float32; what would be wrong with them."""
+    tensors = {"x": tensor(draw, shape, values=(*PLAIN, *TINY, "nan", "inf", "-inf", "large"))}
+    legal = {"x": FLOATS}
+    for name in names:
+        legal[name] = (tensors["x"]["dtype"], "float32")
+        tensors[name] = tensor(draw, shape[-1:], legal[name], ("normal", "ones", "shifted"))
+        if name == "bias" and draw.one_of((False, True)):
+            tensors[name] = None
+    spoilt = [(name, {"shape": [shape[-1] + 1]}) for name in names if tensors[name]]
+    spoilt += [(name, {"shape": [1, shape[-1]]}) for name in names if tensors[name]]
+    return tensors, [*spoilt, *spoilt_tensors(tensors, legal), ("x", {"shape": []})]
+
+
+def _layer_norm(draw):
+    tensors, spoilt = weighted(draw, rows(draw, 1), "weight", "bias")
+    return Drawn(tensors, {"eps": draw.one_of((1e-5, 1e-12, 1e-3, 1.0))}, spoilt)
+
+
+def layer_norm_reference(x, weight, bias, eps):
+    given = in_one_dtype(x, weight, bias)
+    return layer_norms.reference(*given, eps)[0].to(x.dtype)
+
+
+layer_norm = Question(_layer_norm, layer_norm_reference, ("x", "weight", "bias"))
+
+
+def _rms_norm(draw):
+    tensors, spoilt = weighted(draw, rows(draw, 1), "weight")
+    return Drawn(tensors, {"eps": draw.one_of((1e-5, 1e-3, 1.0))}, spoilt)
+
+
+def rms_norm_reference(x, weight, eps):
+    return rms_norms.reference(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, eps)[0].view(x.shape)
+
+
+rms_norm = Question(_rms_norm, rms_norm_reference, ("x", "weight"))
+
+
+def _add_norm(draw):
+    shape = rows(draw, 1)
+    tensors, spoilt = weighted(draw, shape, "weight", "bias")
+    legal = (tensors["x"]["dtype"], "float32")
+    tensors["residual"] = tensor(draw, shape, legal, (*PLAIN, *TINY, "nan", "inf", "large"))
+    spoilt += [("residual", {"shape": [*shape[:-1], shape[-1] + 1]})]
+    spoilt += spoilt_tensors(tensors, {"x": FLOATS, "residual": legal})
+    return Drawn(tensors, {"eps": draw.one_of((1e-5, 1e-3, 1.0))}, spoilt)
+
+
+def add_norm_reference(x, residual, weight, bias, eps):
+    if bias is not None and weight.dtype == bias.dtype == residual.dtype:
+        return add_norms.reference(residual, x, weight, bias, eps)[1::-1]
+    total = residual + x
+    return layer_norm_reference(total, weight, bias, eps).to(x.dtype), total
+
+
+add_norm = Question(_add_norm, add_norm_reference, ("x", "residual", "weight", "bias"))
+
+
+def _cross_entropy(draw):
+    shape = rows(draw, 1)
+    ignore = draw.one_of((-100, 0, -1, 5))
+    strays = draw.one_of(((), ((shape[-1], 0.1),), ((-7, 0.1), (2**40, 0.1))))
+    tensors = {
+        "logits": tensor(draw, shape, values=(*PLAIN, *TINY, *STRANGE, "large")),
+        "targets": tensor(draw, shape[:-1], ("int64",), ("classes",)) | {"below": shape[-1]},
+    }
+    tensors["targets"]["some"] = [[ignore, draw.one_of((0.0, 0.2, 1.0))], *map(list, strays)]
+    spoilt = [("targets", {"shape": [*shape[:-1], 3]}), ("logits", {"shape": [*shape[:-1], 0]}), ("reduction", "some")]
+    spoilt += spoilt_tensors(tensors, {"logits": FLOATS, "targets": ("int64",)})
+    options = {"ignore_index": ignore, "reduction": draw.one_of(("none", "sum", "mean"))}
+    return Drawn(tensors, options, spoilt)
+
+
+def cross_entropy_reference(logits, targets, ignore_index, reduction):
+    V, ignored = logits.shape[-1], targets == ignore_index
+    stray = ~ignored & ((targets < 0) | (targets >= V))
+    classes = targets.masked_fill(stray | ignored, 0)
+    loss = cross_entropies.reference(logits.reshape(-1, V), classes.reshape(-1))[0].view(targets.shape)
+    loss = torch.where(ignored, 0.0, loss * torch.where(stray, math.nan, 1.0))
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / (~ignored).sum()
+
+
+cross_entropy = Question(_cross_entropy, cross_entropy_reference, ("logits",))
+
+
+# ---- Elements -------------------------------------------------------------------------------------------------------
+
+
+def any_shape(draw):
+    return draw.one_of((rows(draw)[-1:], rows(draw), ()))
+
+
+def _gelu(draw):
+    tensors = {"x": tensor(draw, any_shape(draw), values=ALL)}
+    return Drawn(tensors, spoilt=spoilt_tensors(tensors, {"x": FLOATS}))
+
+
+gelu = Question(_gelu, gelus.reference, ("x",))
+
+
+def _dropout(draw):
+    tensors = {"x": tensor(draw, any_shape(draw), values=(*PLAIN, *TINY, "nan", "inf", "large"))}
+    options = {"p": draw.one_of((0.5, 0.0, 1.0, 0.1, 1 - 2.0**-40, 2.0**-33, 0.999))}
+    options |= {"training": draw.one_of((True, True, True, False))}
+    options["seed"] = draw.one_of((draw.integer(0, 9), draw.integer(0, 2**63 - 1), 2**32, 2**63 - 1))
+    spoilt = [("p", p) for p in (-0.1, 1.5, math.nan)] + [("seed", s) for s in (-1, 2**63, 1.0, "1")]
+    return Drawn(tensors, options, spoilt + spoilt_tensors(tensors, {"x": FLOATS}))
+
+
+def dropout_reference(x, p, training, seed):
+    return dropouts.reference(x, p, seed) if training and p else x
+
+
+dropout = Question(_dropout, dropout_reference, ("x",))
+
+
+def _scan(draw):
+    n = size(draw, draw.most)
+    tensors = {"x": tensor(draw, (n,), values=SUMS)}
+    spoilt = [("x", {"shape": [n, 1]}), ("x", {"shape": []}), *spoilt_tensors(tensors, {"x": FLOATS})]
+    return Drawn(tensors, {"reverse": draw.one_of((False, True))}, spoilt)
+
+
+def scan_reference(x, reverse):
+    return scans.reference_backward(x) if reverse else scans.reference(x)
+
+
+# Sums that come down from larger ones keep the rounding of those, and the budget is of sums of their own size.
+scan = Question(_scan, scan_reference, ("x",), factor=4)
+
+
+# ---- Matmuls --------------------------------------------------------------------------------------------------------
+
+
+def sizes(draw, least=0):
+    """M, N, K of a matmul that the draw's mode can do soon."""
+    M = size(draw, 300, least)
+    N = size(draw, min(600, draw.most // max(1, M)), least)
+    return M, N, size(draw, min(600, draw.most // max(1, M, N)), least)
+
+
+def alike(draw, shapes, values=SUMS):
+    """Tensors of one dtype, and what would be wrong with them."""
+    tensors = {name: tensor(draw, shape, values=values) for name, shape in shapes.items()}
+    dtype = draw.one_of(FLOATS)
+    for spec in tensors.values():
+        spec["dtype"] = dtype
+    return tensors, spoilt_tensors(tensors, dict.fromkeys(shapes, (dtype,)))
+
+
+def _matmul(draw):
+    M, N, K = sizes(draw)
+    a = draw.one_of(((M, K), (2, M // 2, K), (1, M, 1, K)))
+    tensors, spoilt = alike(draw, {"a": a, "b": (K, N)})
+    spoilt += [("b", {"shape": [K + 1, N]}), ("b", {"shape": [2, K, N]}), ("b", {"shape": [K]}), ("a", {"shape": [K]})]
+    return Drawn(tensors, {}, spoilt)
+
+
+matmul = Question(_matmul, matmuls.reference, ("a", "b"))
+
+
+def _linear(draw):
+    M, N, K = sizes(draw)
+    x = draw.one_of(((M, K), (K,), (2, M // 2, K)))
+    tensors, spoilt = alike(draw, {"x": x, "weight": (N, K), "bias": (N,), "residual": (*x[:-1], N)})
+    for name in ("bias", "residual"):
+        if draw.one_of((False, True)):
+            tensors[name] = None
+    spoilt = [(name, change) for name, change in spoilt if tensors[name]]
+    spoilt += [("weight", {"shape": [N, K + 1]}), ("activation", "relu")]
+    spoilt += [(name, {"shape": [N + 1]}) for name in ("bias", "residual") if tensors[name]]
+    return Drawn(tensors, {"activation": draw.one_of((None, "gelu_tanh"))}, spoilt)
+
+
+def linear_reference(x, weight, bias, residual, activation):
+    if activation and bias is not None:
+        return linears.reference(x, weight, bias, residual)
+    y = torch.nn.functional.linear(x, weight, bias)
+    y = gelus.reference(y) if activation else y
+    return y if residual is None else y + residual
+
+
+linear = Question(_linear, linear_reference, ("x", "weight", "bias", "residual"))
+
+
+def _grouped_matmul(draw):
+    T, N, K = sizes(draw)
+    E = draw.integer(1, 9)
+    ends = sorted(draw.integer(0, T) for _ in range(E + 1))
+    tensors, spoilt = alike(draw, {"x": (T, K), "w": (E, K, N)})
+    tensors["offsets"] = {
+        "shape": [E + 1],
+        "dtype": "int32",
+        "layout": draw.one_of(("contiguous", "step")),
+        "values": ends,
+    }
+    spoilt += [("w", {"shape": [E, K + 1, N]}), ("w", {"shape": [E + 1, K, N]}), ("w", {"shape": [K, N]})]
+    spoilt += [("x", {"shape": [1, T, K]}), ("w", {"requires_grad": True}), ("offsets", {"dtype": "int64"})]
+    return Drawn(tensors, {}, [*spoilt, ("offsets", {"instead": ends}), ("offsets", {"device": "meta"})])
+
+
+def grouped_matmul_reference(x, w, offsets):
+    return grouped_matmuls.reference(x, w, offsets)
+
+
+grouped_matmul = Question(_grouped_matmul, grouped_matmul_reference, ("x",))
+
+
+def _linear_cross_entropy(draw):
+    M, V, K = sizes(draw, 1)
+    x = draw.one_of(((M, K), (K,), (2, M // 2, K), (M, 1, K)))
+    tensors = {"x": tensor(draw, x, values=(*PLAIN, *TINY, "nan"))}
+    legal = (tensors["x"]["dtype"], "float32")
+    tensors["weight"] = tensor(draw, (V, K), legal, ("normal", "falling rows"))  # of equal rows dx is 0
+    tensors["weight"]["scale"] = 2 / math.sqrt(K)
+    ignore = draw.one_of((-100, 0, 5))
+    tensors["targets"] = tensor(draw, x[:-1], ("int64",), ("classes",)) | {"below": V}
+    tensors["targets"]["some"] = [[ignore, draw.one_of((0.0, 0.2, 1.0))], [V, draw.one_of((0.0, 0.0, 0.1))]]
+    spoilt = spoilt_tensors(tensors, {"x": FLOATS, "weight": legal, "targets": ("int64",)})
+    spoilt += [("weight", {"shape": [V, K + 1]}), ("weight", {"shape": [0, K]}), ("targets", {"shape": [*x[:-1], 1]})]
+    return Drawn(tensors, {"ignore_index": ignore}, spoilt)
+
+
+def linear_cross_entropy_reference(x, weight, targets, ignore_index):
+    # As the problem's reference: logits in x's dtype, the loss in fp32 at least. It takes classes and -100 alone.
+    logits = x.reshape(-1, x.shape[-1]) @ weight.to(x.dtype).t()
+    return cross_entropy_reference(wide(logits), targets.reshape(-1), ignore_index, "mean")
+
+
+linear_cross_entropy = Question(
+    _linear_cross_entropy, linear_cross_entropy_reference, ("x", "weight"), factor=linear_cross_entropies.LUCK
+)
+
+
+# ---- In 8 bits ------------------------------------------------------------------------------------------------------
+
+
+def _quantize(draw):
+    M = size(draw, 300)
+    shape = M, size(draw, min(2000, draw.most // max(1, M)))
+    tensors = {"x": tensor(draw, shape, values=(*PLAIN, "nan", "inf", "-inf", "large", "huge"))}
+    spoilt = [("x", {"shape": [*shape, 1]}), ("x", {"requires_grad": True}), ("scheme", "columns"), ("scheme", None)]
+    options = {"scheme": draw.one_of(("rows", "tensor", "blocks", "squares"))}
+    return Drawn(tensors, options, spoilt + spoilt_tensors(tensors, {"x": FLOATS}))
+
+
+def quantize_reference(x, scheme):
+    if not x.numel():  # the problem's has a row or a column of scales more there, or less
+        M, K = x.shape
+        m, k = -(-M // 128), -(-K // 128)
+        shape = {"tensor": (1, 1), "rows": (M, 1), "blocks": (M, k), "squares": (m, k)}[scheme]
+        return x.to(quantizes.FP8), torch.ones(shape, dtype=wide(x).dtype, device=x.device)
+    q, scale = quantizes.reference(x, scheme)
+    return q.view(quantizes.FP8), scale
+
+
+quantize = Question(_quantize, quantize_reference)
+
+
+def _matmul_fp8(draw):
+    M, N, K = sizes(draw)
+    scheme = draw.one_of(("tensor", "rows", "blocks"))
+    k, n = -(-K // 128), -(-N // 128)
+    of_a, of_b = {"tensor": ((1, 1), (1, 1)), "rows": ((M, 1), (1, N)), "blocks": ((M, k), (k, n))}[scheme]
+    plain = ("normal", "ones", "zeros", "equal rows", "mixed")
+    tensors = {
+        name: tensor(draw, shape, (FP8,), plain) | {"scale": 60} for name, shape in (("a", (M, K)), ("b", (K, N)))
+    }
+    for name, shape in (("a_scale", of_a), ("b_scale", of_b)):
+        tensors[name] = tensor(draw, shape, ("float32",), ("normal", "ones", "mixed")) | {"positive": True}
+    spoilt = [("b", {"shape": [K + 1, N]}), ("a_scale", {"shape": [M + 1, 2]}), ("b_scale", {"requires_grad": True})]
+    legal = {"a": (FP8,), "b": (FP8,), "a_scale": ("float32",), "b_scale": ("float32",)}
+    return Drawn(tensors, {}, spoilt + spoilt_tensors(tensors, legal))
+
+
+def matmul_fp8_reference(a, a_scale, b, b_scale):
+    return matmuls_fp8.reference(a, b, a_scale, b_scale)
+
+
+matmul_fp8 = Question(_matmul_fp8, matmul_fp8_reference)
+
+
+# ---- Attention ------------------------------------------------------------------------------------------------------
+
+
+def _attention(draw):
+    D = draw.one_of((64, 128, 16, 1, 8, 40, 80, 96, 112, 192, 256, draw.integer(1, 256)))
+    H_kv = draw.integer(1, 3)
+    B, H = draw.integer(0, 2) if draw.integer(0, 9) == 9 else draw.integer(1, 2), H_kv * draw.integer(1, 4)
+    most = max(1, min(4096, draw.most // (D * H)))
+    S_q, S_k = size(draw, most), size(draw, most)
+    S_q, S_k = draw.one_of(((S_q, S_q), (S_q, S_k), (1, S_k)))
+    tensors, spoilt = alike(draw, {"q": (B, H, S_q, D), "k": (B, H_kv, S_k, D), "v": (B, H_kv, S_k, D)}, PLAIN + TINY)
+    for name in tensors:
+        if name != "v" and tensors[name]["values"] in ("shifted", "mixed"):  # scores in the hundreds have few digits
+            tensors[name]["values"] = "normal"
+        tensors[name]["layout"] = draw.one_of((tensors[name]["layout"], "heads", "contiguous"))
+    causal = draw.one_of((False, True))
+    window = draw.one_of((None, None, 1, draw.integer(1, max(1, S_k)), 10**6)) if causal else None
+    options = {"causal": causal, "window": window, "scale": draw.one_of((None, None, 0.01, 0.5 / D**0.5, 2 / D**0.5))}
+    spoilt += [
+        ("k", {"shape": [B, H_kv, S_k + 1, D]}),
+        ("q", {"shape": [B, H, S_q, D + 1]}),
+        ("q", {"shape": [B, S_q, D]}),
+    ]
+    spoilt += [
+        ("window", 0),
+        ("window", -3),
+        ("window", 2.5),
+        ("scale", "1"),
+        ("scale", 0.0),
+        ("scale", -1.0),
+        ("scale", math.inf),
+        ("scale", math.nan),
+    ]
+    spoilt += [("v", {"shape": [B, H_kv, S_k, D + 1]}), *([] if causal else [("window", 4)])]
+    if H_kv > 1:
+        spoilt.append(("q", {"shape": [B, H + 1, S_q, D]}))
+    return Drawn(tensors, options, spoilt)
+
+
+class _Kept(torch.autograd.Function):
+    """o as it is; its gradient as of an operator that keeps o rounded, and takes dout * o from that."""
+
+    @staticmethod
+    def forward(ctx, o, lse, rounded):
+        ctx.save_for_backward(o - o.to(rounded).to(o.dtype))
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, (dout * ctx.saved_tensors[0]).sum(-1), None
+
+
+def attention_reference(q, k, v, causal, window, scale, rounded):
+    if not len(q):
+        return q.clone()  # without heads the problem's has no graph
+    o, lse = attentions.reference(q, k, v, causal, window, scale)
+    return _Kept.apply(o, lse.to(o.dtype).masked_fill(lse == -math.inf, 0), rounded)
+
+
+# The backward computes P from lse, which is rounded to fp32: another error as large as that of a score.
+attention = Question(_attention, attention_reference, ("q", "k", "v"), factor=4, rounds=True)

@@ -1,0 +1,201 @@
+"""The fuzzer: its cases are plain data, its judge refuses what is wrong, and what it once found stays mended."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+
+from lessonkit.__main__ import app
+from lessonkit.base import device
+from lessonkit.judge import fuzz
+from lessonkit.measure import fuzzing
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import course_ops
+
+QUESTIONS = fuzz.questions()
+ASKED = [
+    (name, direction)
+    for name, question in QUESTIONS.items()
+    for direction in fuzz.DIRECTIONS
+    if direction == "forward" or question.gradients
+]
+MODES = ("gpu",) if device.HAS_GPU else ("cpu", "interpreted")
+KEPT = pytest.mark.kept("problems/*.py", "course_ops/*.py", "course_ops/kernels/*.py", "tests/fuzz/found.jsonl")
+needs_hypothesis = pytest.mark.skipif(find_spec("hypothesis") is None, reason="the extra `test` installs hypothesis")
+SOFTMAX = {
+    "operator": "softmax", "direction": "forward", "options": {}, "seed": 0, "deterministic": True, "spoilt": "",
+    "tensors": {"x": {"shape": [3, 7], "dtype": "float32", "layout": "contiguous", "values": "normal"}},
+}  # fmt: skip
+
+
+def test_every_operator_is_asked_in_each_direction_that_it_has():
+    public = set(course_ops.__all__) - {"Unsupported", "patch", "attention_forward", "attention_backward"}
+    assert set(QUESTIONS) == public
+    assert public - {name for name, direction in ASKED if direction == "backward"} == {"matmul_fp8", "quantize"}
+
+
+@KEPT
+@pytest.mark.parametrize(("operator", "direction"), ASKED, ids=lambda word: word)
+def test_a_case_is_plain_data(operator, direction):
+    """It survives JSON; the same dice draw it again; some are to be refused, and are."""
+    spoilt = 0
+    for seed in range(30):
+        case = fuzz.draw_case(operator, direction, fuzz.Dice(seed, 300))
+        assert json.dumps(case) == json.dumps(json.loads(json.dumps(case)))
+        assert json.dumps(case) == json.dumps(fuzz.draw_case(operator, direction, fuzz.Dice(seed, 300)))
+        if case["spoilt"]:
+            spoilt += 1
+            assert fuzz.run(case, MODES[-1]).kind == "refused", case
+    assert spoilt
+
+
+@pytest.mark.parametrize("layout", fuzz.LAYOUTS)
+@pytest.mark.parametrize("shape", [(0, 3), (5,), (4, 3), (2, 3, 4), (2, 1, 3, 5)], ids=str)
+def test_a_layout_changes_no_value_but_the_expanded(layout, shape):
+    spec = {"shape": list(shape), "dtype": "bfloat16", "layout": layout, "values": "normal"}
+    laid, plain = fuzz.build(spec, 3), fuzz.build(spec | {"layout": "contiguous"}, 3)
+    assert laid.shape == plain.shape
+    if layout.startswith("expanded"):
+        assert not laid.numel() or 0 in laid.stride() or 1 in laid.shape
+    else:
+        assert torch.equal(laid, plain)
+
+
+@pytest.mark.parametrize("kind", [*fuzz.PLAIN, *fuzz.TINY, *fuzz.STRANGE, "large", "huge"])
+def test_values_are_what_they_are_called(kind):
+    for dtype in fuzz.FLOATS:
+        x = fuzz.build({"shape": [4, 64], "dtype": dtype, "layout": "contiguous", "values": kind}, 1)
+        strange = {"nan": x.isnan(), "inf": x == math.inf, "-inf": x == -math.inf, "half -inf": x == -math.inf}
+        count = {"nan": 1, "inf": 1, "-inf": 1, "half -inf": 128}.get(kind, 0)
+        assert int(strange.get(kind, ~x.isfinite()).sum()) == count
+        assert int((~x.isfinite()).sum()) == count
+
+
+def wrong(monkeypatch, function):
+    monkeypatch.setattr(course_ops, "softmax", function)
+    return fuzz.run(SOFTMAX, "cpu")
+
+
+def test_the_judge_tells_right_from_wrong(monkeypatch):
+    def refuse(x):
+        raise ValueError("x is not to my taste")
+
+    def overwrite(x):
+        return x.copy_(torch.softmax(x, -1))
+
+    assert fuzz.run(SOFTMAX, "cpu").kind == "right"
+    assert wrong(monkeypatch, lambda x: torch.softmax(x, 0)).said.startswith("value")
+    assert wrong(monkeypatch, lambda x: torch.softmax(x, -1).half()).said.startswith("dtype")
+    assert wrong(monkeypatch, overwrite).said.startswith("changed input")
+    assert wrong(monkeypatch, refuse).kind == "false alarm"
+    assert wrong(monkeypatch, lambda x: x.nothing).kind == "crash"
+
+
+def test_a_refusal_names_an_argument(monkeypatch):
+    spoilt = SOFTMAX | {"spoilt": "x", "tensors": {"x": SOFTMAX["tensors"]["x"] | {"dtype": "int64"}}}
+    assert fuzz.run(spoilt, "cpu").kind == "refused"
+    for function, said in ((lambda x: x, "was answered"), (lambda x: torch.zeros(2).view(3), "Traceback")):
+        monkeypatch.setattr(course_ops, "softmax", function)
+        assert said in fuzz.run(spoilt, "cpu").said
+
+    def vague(x):
+        raise ValueError("that does not do")
+
+    monkeypatch.setattr(course_ops, "softmax", vague)
+    assert "no argument is named" in fuzz.run(spoilt, "cpu").said
+
+
+def test_a_process_that_dies_or_hangs_is_a_crash_and_another_goes_on(monkeypatch):
+    dies = "import os, sys; sys.stdin.readline(); sys.stderr.write('Illegal instruction'); os.abort()"
+    hangs = "import sys, time; sys.stdin.readline(); time.sleep(60)"
+    answers = 'print(\'["right", ""]\', flush=True); input()'
+    command = []
+    popen = fuzzing.subprocess.Popen
+    monkeypatch.setattr(fuzzing.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", command[-1]], **more))
+    with fuzzing.Worker("cpu", patience=3) as worker:
+        for code, kind, said in (
+            (dies, "crash", "Illegal instruction"),
+            (hangs, "crash", "hang"),
+            (answers, "right", ""),
+        ):
+            command.append(code)
+            outcome = worker.ask(SOFTMAX)
+            assert outcome.kind == kind
+            assert said in outcome.said
+
+
+@needs_hypothesis
+def test_a_failure_shrinks_and_the_rest_is_drawn(tmp_path):
+    """An operator that is wrong where a row is longer than 5: the smallest such case, once, and all cases counted."""
+
+    def ask(case):
+        long = case["tensors"]["x"]["shape"][-1:] > [5]
+        return fuzz.Outcome("wrong", "value: 3 of 7 wrong") if long else fuzz.Outcome("right")
+
+    kinds, faults = fuzzing.drawn("softmax", "forward", "cpu", ask, 60, 0, math.inf)
+    assert kinds.total() == 60
+    assert kinds["wrong"] > 1
+    assert [each.case["tensors"]["x"]["shape"][-1] for each in faults] == [6]
+    for each in (*faults, *faults):
+        fuzzing.add(each, tmp_path / "found.jsonl")
+    assert fuzzing.found(tmp_path / "found.jsonl") == faults
+
+
+@needs_hypothesis
+def test_a_second_run_goes_on(tmp_path, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(
+        fuzzing.Worker, "ask", lambda self, case: seeds.append(json.dumps(case)) or fuzz.Outcome("right")
+    )
+    for n in (5, 5, 8):
+        fuzzing.run(["scan"], ["cpu"], n, 60, print, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl")
+    assert [count.cases for count in fuzzing.counts(tmp_path / "c.csv").values()] == [8, 8]
+    assert len(seeds) == 16
+
+
+def test_counts_add_up(monkeypatch):
+    monkeypatch.setattr(fuzzing.metadata, "version", lambda name: "1")
+    count = fuzzing.begun("scan", "forward", "cpu").plus(fuzzing.Counter(right=7, refused=2, wrong=1, crash=3), 1.5)
+    assert (count.cases, count.refused, count.wrong, count.crashes, count.false_alarms) == (13, 2, 1, 3, 0)
+    assert replace(count, cases=0).key == count.key
+    assert set(asdict(count)) >= {"versions", "commit", "seconds"}
+
+
+def test_without_hypothesis_the_command_names_the_extra(monkeypatch):
+    monkeypatch.setattr(fuzzing, "find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["fuzz", "scan", "--cases", "1"])
+    assert done.exit_code == 1
+    assert "extra `test`" in " ".join(done.output.split())
+
+
+def test_an_unknown_operator_is_refused():
+    done = CliRunner().invoke(app, ["fuzz", "softmex"])
+    assert done.exit_code == 2
+    assert "softmax" in done.output
+
+
+@KEPT
+@pytest.mark.parametrize("nth", range(len(fuzzing.found())))
+def test_what_was_found_is_mended(nth):
+    found = fuzzing.found()[nth]
+    for mode in MODES:
+        if found.mode == "gpu" and mode != "gpu":
+            continue  # kernels of one GPU
+        outcome = fuzz.run(found.case, mode)
+        assert outcome.well or (found.open and mode == found.mode), f"{mode}: {outcome.said}"
+
+
+@pytest.mark.night
+@needs_hypothesis
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("operator", "direction"), ASKED, ids=lambda word: word)
+def test_random_cases(operator, direction, mode):
+    with fuzzing.Worker(mode) as worker:
+        n = 500 if mode == MODES[-1] else 100
+        kinds, faults = fuzzing.drawn(operator, direction, mode, worker.ask, n, fuzzing.tonight(), math.inf)
+    assert kinds.total() == n
+    assert not faults, "\n".join(f"{each.fault}: {json.dumps(each.case)}" for each in faults)
