@@ -110,6 +110,7 @@ def test_a_refusal_names_an_argument(monkeypatch):
 
 
 def test_a_process_that_dies_or_hangs_is_a_crash_and_another_goes_on(monkeypatch):
+    ready = "print('ready', flush=True); "
     dies = "import os, sys; sys.stdin.readline(); sys.stderr.write('Illegal instruction'); os.abort()"
     hangs = "import sys, time; sys.stdin.readline(); time.sleep(60)"
     answers = 'print(\'["right", ""]\', flush=True); input()'
@@ -122,7 +123,7 @@ def test_a_process_that_dies_or_hangs_is_a_crash_and_another_goes_on(monkeypatch
             (hangs, "crash", "hang"),
             (answers, "right", ""),
         ):
-            command.append(code)
+            command.append(ready + code)
             outcome = worker.ask(SOFTMAX)
             assert outcome.kind == kind
             assert said in outcome.said

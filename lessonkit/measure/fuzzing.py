@@ -32,6 +32,7 @@ from lessonkit.judge.fuzz import Case, Outcome
 FOUND = ROOT / "tests" / "fuzz" / "found.jsonl"
 COUNTS = REPORTS / "fuzz.csv"
 PATIENCE = 60.0  # seconds for one case, with the kernels that it compiles
+STARTING = 600.0  # seconds for a process to import PyTorch and Triton
 TURN = 100  # cases of one operator and direction before the next ones' turn
 
 
@@ -51,11 +52,9 @@ class Worker:
         try:
             process.stdin.write(json.dumps(case) + "\n")
             process.stdin.flush()
-            with selectors.DefaultSelector() as ready:
-                ready.register(process.stdout, selectors.EVENT_READ)
-                if not ready.select(self.patience):
-                    self.stop()
-                    return Outcome("crash", f"hang: no answer in {self.patience:g} s")
+            if not self._says_something(self.patience):
+                self.stop()
+                return Outcome("crash", f"hang: no answer in {self.patience:g} s")
             line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
@@ -79,7 +78,18 @@ class Worker:
             stderr=self._errors,
             text=True,
         )
+        assert self._process.stdout is not None
+        if not self._says_something(STARTING) or self._process.stdout.readline().strip() != fuzz.READY:
+            raise RuntimeError(f"the process that runs cases did not start: {self._last_words()}")
         return self._process
+
+    def _says_something(self, seconds: float) -> bool:
+        """Whether there is a line to be read, or the process has ended, in time."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._process.stdout, selectors.EVENT_READ)
+            return bool(ready.select(seconds))
 
     def _last_words(self) -> str:
         if self._errors is None:
