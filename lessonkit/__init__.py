@@ -28,6 +28,7 @@ from lessonkit.lesson import (
     discover,
     needs,
     specimen,
+    stepwise,
 )
 from lessonkit.modes.inductor import by_inductor
 from lessonkit.modes.opaque import opaque
@@ -62,6 +63,7 @@ __all__ = [
     "opaque",
     "shared_memory",
     "specimen",
+    "stepwise",
     "tma_takes",
 ]
 

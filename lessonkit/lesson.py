@@ -134,6 +134,19 @@ def needs(capability: int, what: str, *, only: bool = False, interpreted: bool =
     return mark
 
 
+def stepwise(rung: Rung) -> Rung:
+    """Mark a rung that rounds the result of each step to the inputs' dtype, as a chain of kernels does.
+
+    Its error budget has such a rounding for each operation of the reference; other rungs round once, at the end.
+    """
+    vars(rung).update(stepwise=True)
+    return rung
+
+
+def is_stepwise(rung: Rung) -> bool:
+    return getattr(rung, "stepwise", False)
+
+
 def suits(rung: Rung, capability: int) -> bool:
     """Whether a GPU of this capability is one that the rung was written for."""
     least = getattr(rung, "needs", 0)

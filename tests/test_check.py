@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lessonkit import DEVICE, Lesson, Work, case
+from lessonkit import DEVICE, Lesson, Work, case, stepwise
 from lessonkit.base.errors import Misdeclared, Unsupported
 from lessonkit.judge import check, verify
 from lessonkit.lesson import Grad
@@ -307,6 +307,37 @@ def test_the_floor_leaves_infinities_and_the_random_state_alone():
     assert moved.isfinite().all()
     assert (moved[:, [0, 2]] > 0).all()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def gelu_in_steps(x):
+    return 0.5 * (x * (1 + torch.erf(x * 0.5**0.5)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_rung_that_rounds_each_step_says_so(dtype):
+    """1 + erf(x) is rounded where it is nearly 0: a chain of kernels loses digits that one kernel keeps."""
+    lesson = dataclasses.replace(
+        LESSON, reference=torch.nn.functional.gelu, inputs=lambda n, dtype: (torch.linspace(-4, 30, n).to(dtype),)
+    )
+    with pytest.raises(check.Rejected):
+        check.check(lesson, lambda x: gelu_in_steps(x), {"n": 999}, dtype)
+    check.check(lesson, stepwise(lambda x: gelu_in_steps(x)), {"n": 999}, dtype)
+    with pytest.raises(check.Rejected):
+        check.check(lesson, stepwise(lambda x: gelu_in_steps(x) * 1.1), {"n": 999}, dtype)
+
+
+def sum_of_rounded(x, w):
+    return (x * w).sum(0)
+
+
+def test_where_torch_rounds_each_step_its_sums_may_be_off_alike():
+    """A column whose sum is nearly 0 is off by as much as the others, whose terms are rounded to 16 bits as its are."""
+    x, w = (torch.randn(256, 64, device=DEVICE).bfloat16() for _ in range(2))
+    x[128:, :4], w[128:, :4] = -x[:128, :4], w[:128, :4]
+    question = asked(sum_of_rounded, x, w)
+    columns = torch.arange(64, device=DEVICE)
+    check.compare(question, (question.exact[0] + 0.005 * (columns < 4)).bfloat16())
+    assert not accepts(question, question.usual[0] + 0.5 * (columns < 4))
 
 
 class Doubled(torch.autograd.Function):

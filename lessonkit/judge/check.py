@@ -21,7 +21,7 @@ from lessonkit.base.device import DEVICE, HAS_GPU, INTERPRETED, capability
 from lessonkit.base.errors import Fault, Misdeclared, OutOfBounds, Rejected, Unsupported
 from lessonkit.base.traffic import Traffic
 from lessonkit.judge import rounding
-from lessonkit.lesson import Case, Lesson, Rung, Shape, shape_name, suits
+from lessonkit.lesson import Case, Lesson, Rung, Shape, is_stepwise, shape_name, suits
 from lessonkit.modes.interpreter import watched
 
 import torch
@@ -90,18 +90,23 @@ def judge(lesson: Lesson, args: tuple[Any, ...]) -> Truth:
     return Truth(args, exact, usual, lesson.factor, lambda *asked: tensors(lesson.reference(*asked)))
 
 
-def compare(truth: Truth, answer: Any) -> None:
-    """Raise Rejected unless the answer has the right shapes and dtypes and lies within the error budget."""
+def compare(truth: Truth, answer: Any, *, slack: float = 1, partly: bool = False, stepwise: bool = False) -> None:
+    """Raise Rejected unless the answer has the right shapes and dtypes and lies within `slack` times the error budget.
+
+    partly: a result that is None is not compared. stepwise: each step of the answer was rounded to its dtype.
+    """
     got = tensors(answer)
     if len(got) != len(truth.exact):
         raise Rejected("shape", f"{len(got)} results, expected {len(truth.exact)}")
     for i, (g, exact, usual) in enumerate(zip(got, truth.exact, truth.usual, strict=True)):
+        if g is None and partly:
+            continue
         which = f"result {i}: " if len(got) > 1 else ""
         if g.shape != exact.shape:
             raise Rejected("shape", f"{which}{tuple(g.shape)}, expected {tuple(exact.shape)}")
         if g.dtype != usual.dtype:
             raise Rejected("dtype", f"{which}{g.dtype}, expected {usual.dtype}")
-        _compare_values(which, g, exact, usual, truth.factor, partial(_floor, truth, i))
+        _compare_values(which, g, exact, usual, slack * truth.factor, partial(_floor, truth, i), stepwise=stepwise)
 
 
 Floor = Callable[[], torch.Tensor | None]  # how far each element moves, if that is known; asked before a refusal
@@ -112,14 +117,22 @@ def _floor(truth: Truth, i: int) -> torch.Tensor | None:
 
 
 def _compare_values(
-    which: str, got: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor, factor: float, floor: Floor
+    which: str,
+    got: torch.Tensor,
+    exact: torch.Tensor,
+    usual: torch.Tensor,
+    factor: float,
+    floor: Floor,
+    *,
+    stepwise: bool,
 ) -> None:
     if got.numel() == 0:
         return
     if got.ndim and got.shape[0] > 1 and got.numel() > PART:  # in equal parts: a dozen float64 temporaries of each
         count, start = -(-got.numel() // PART), 0
         for g, e, u in zip(got.chunk(count), exact.chunk(count), usual.chunk(count), strict=True):
-            _compare_values(f"{which}from {start} on: ", g, e, u, factor, _part(floor, start, start + len(g)))
+            part = _part(floor, start, start + len(g))
+            _compare_values(f"{which}from {start} on: ", g, e, u, factor, part, stepwise=stepwise)
             start += len(g)
         return
     if not got.is_floating_point():
@@ -136,7 +149,8 @@ def _compare_values(
         limit = factor * torch.where(finite, _budget(got.dtype, exact, usual, finite), 0.0)
         wrong = (error > limit) | strange
         if bool((wrong & ~strange).any()) and (moved := floor()) is not None:
-            limit = factor * torch.where(finite, _budget(got.dtype, exact, usual, finite, moved), 0.0)
+            budget = _budget(got.dtype, exact, usual, finite, moved, stepwise=stepwise)
+            limit = factor * torch.where(finite, budget, 0.0)
             wrong &= (error > limit) | strange
     if bool(wrong.any()):
         first = _first(wrong)
@@ -157,10 +171,14 @@ def _budget(
     usual: torch.Tensor,
     finite: torch.Tensor,
     moved: torch.Tensor | None = None,
+    *,
+    stepwise: bool = False,
 ) -> torch.Tensor:
-    """FACTOR times PyTorch's largest error beside the element, and its rounding; and FACTOR times what fp32 moves it.
+    """FACTOR times PyTorch's largest error beside the element, and its rounding; and FACTOR times how far it moves.
 
-    Beside it stands its row, with no less than a typical row's error (luck happens). In one dimension: its like.
+    Beside it stands its row, with no less than a typical row's error (luck happens). In one dimension it is its like:
+    elements of its magnitude, or if it is known how far they move, those that move as far. There the last rounding,
+    which each element has of its own, is no error of the others.
     """
     error = torch.where(finite, (usual.double() - exact).abs(), 0.0)
     info = torch.finfo(usual.dtype)
@@ -168,21 +186,23 @@ def _budget(
     if error.ndim > 1:
         rows = error.amax(-1, keepdim=True)
         beside = torch.maximum(rows, rows.median())
+    elif moved is None:
+        beside = _of_its_like(error, rounded)
     else:
-        beside = _of_its_like(error, rounded if moved is None else rounded + moved)
+        beside = _of_its_like((error - rounded / 2).clamp(min=0), moved)
     budget = FACTOR[dtype] * (beside + rounded)
     if moved is None:
         return budget
-    return budget + FACTOR[torch.float32] * moved * min(1.0, info.eps / rounding.FP32.eps)
+    steps = info.eps / rounding.FP32.eps
+    return budget + moved * (FACTOR[dtype] * steps if stepwise else FACTOR[torch.float32] * min(1.0, steps))
 
 
 def _of_its_like(error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """For each element the largest error among those of like size: from an eighth to four times as large."""
-    exponents = torch.frexp(size).exponent.flatten().long()
-    groups = (exponents - exponents.amin()) // 2
-    largest = error.new_zeros(int(groups.amax()) + 1).scatter_reduce_(0, groups, error.flatten(), "amax")
-    largest[1:] = torch.maximum(largest[1:], largest[:-1].clone())
-    return largest[groups].view(error.shape)
+    """For each element the largest error among those of like size: those within a factor of 2, and some within 4."""
+    exponents = torch.frexp(size.clamp(min=2.0**-1000)).exponent.flatten().long()
+    groups = exponents - exponents.amin() + 1
+    largest = error.new_zeros(int(groups.amax()) + 2).scatter_reduce_(0, groups, error.flatten(), "amax")
+    return largest.unfold(0, 3, 1).amax(1)[groups - 1].view(error.shape)
 
 
 def _first(wrong: torch.Tensor) -> tuple[int, ...]:
@@ -270,7 +290,7 @@ def check(lesson: Lesson, rung: Rung, shape: Shape, dtype: torch.dtype) -> Traff
     except BaseException:
         _truths.clear()  # the inputs may be half overwritten
         raise
-    compare(question, result)
+    compare(question, result, stepwise=is_stepwise(rung))
     return traffic
 
 

@@ -16,7 +16,7 @@ import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SAMPLES = 3
+SAMPLES = 4
 INJECTED = 2.0**-40  # relative; float64 itself rounds at 2^-53
 FP32 = torch.finfo(torch.float32)
 JUMP = 2.0**-20  # of the largest input or answer: what moves by more is a step of the reference, no rounding error
@@ -82,7 +82,7 @@ class _Disturbed(TorchDispatchMode):
 def moved(
     answer: Callable[..., Sequence[torch.Tensor]], args: Sequence[Any], exact: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """How far fp32 rounding errors move each element of `exact`, which is answer(*args): the mean of a few samples.
+    """How far fp32 rounding errors move each element of `exact`, which is answer(*args), in the root mean square.
 
     args: the inputs in float64. A result that is no floating-point tensor does not move.
     """
@@ -96,8 +96,8 @@ def moved(
         for sum_, f, e in zip(total, found, exact, strict=True):
             if e.is_floating_point():
                 by = (f.double() - e.double()).abs().nan_to_num(0.0, 0.0)
-                sum_ += torch.where(by > JUMP * max(largest, _largest(e)), 0.0, by)
-    return tuple(sum_ * (FP32.eps / INJECTED / SAMPLES) for sum_ in total)
+                sum_ += torch.where(by > JUMP * max(largest, _largest(e)), 0.0, by).square()
+    return tuple((sum_ / SAMPLES).sqrt() * (FP32.eps / INJECTED) for sum_ in total)
 
 
 def _is_float64(value: Any) -> bool:
