@@ -13,8 +13,8 @@ exact answer (judge.rounding).
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lessonkit.base.device import DEVICE, HAS_GPU, INTERPRETED, capability
@@ -26,6 +26,7 @@ from lessonkit.modes.interpreter import watched
 
 import torch
 
+MANY = 8  # one sample's largest movement, so many times, is more than any element's root mean square
 PART = 2**27  # elements compared at a time
 finish: Callable[[], None] = torch.cuda.synchronize  # what waits for a rung's kernels; judge.apart sets a limit
 FACTOR = {torch.float16: 2.0, torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
@@ -41,16 +42,20 @@ class Truth:
     factor: float
     asked: Callable[..., Sequence[torch.Tensor]] | None = None  # the reference; without it there is no absolute floor
 
-    @cached_property
-    def moved(self) -> tuple[torch.Tensor, ...] | None:
+    _moves: dict[int, tuple[torch.Tensor, ...] | None] = field(default_factory=dict, init=False, repr=False)
+
+    def moved(self, samples: int = rounding.SAMPLES) -> tuple[torch.Tensor, ...] | None:
         """How far fp32 rounding errors move `exact`; made for an answer that would be refused without it."""
         if self.asked is None:
             return None
-        try:
-            with torch.no_grad():
-                return rounding.moved(self.asked, [*map(_float64, self.args)], self.exact)
-        except torch.OutOfMemoryError:
-            return None
+        if samples not in self._moves:
+            try:
+                with torch.no_grad():
+                    found = rounding.moved(self.asked, [*map(_float64, self.args)], self.exact, samples)
+            except torch.OutOfMemoryError:
+                found = None
+            self._moves[samples] = found
+        return self._moves[samples]
 
 
 def tensors(value: Any) -> tuple[torch.Tensor, ...]:
@@ -109,11 +114,11 @@ def compare(truth: Truth, answer: Any, *, slack: float = 1, partly: bool = False
         _compare_values(which, g, exact, usual, slack * truth.factor, partial(_floor, truth, i), stepwise=stepwise)
 
 
-Floor = Callable[[], torch.Tensor | None]  # how far each element moves, if that is known; asked before a refusal
+Floor = Callable[[int], torch.Tensor | None]  # samples -> how far each element moves, if that is known
 
 
-def _floor(truth: Truth, i: int) -> torch.Tensor | None:
-    return truth.moved[i] if truth.moved is not None else None
+def _floor(truth: Truth, i: int, samples: int) -> torch.Tensor | None:
+    return None if (moved := truth.moved(samples)) is None else moved[i]
 
 
 def _compare_values(
@@ -148,10 +153,16 @@ def _compare_values(
         error = torch.where(finite, (got.double() - exact).abs(), 0.0)
         limit = factor * torch.where(finite, _budget(got.dtype, exact, usual, finite), 0.0)
         wrong = (error > limit) | strange
-        if bool((wrong & ~strange).any()) and (moved := floor()) is not None:
+        for samples in (1, rounding.SAMPLES):  # one, many times as far, tells what is far off; the others take longer
+            if not bool((wrong & ~strange).any()) or (moved := floor(samples)) is None:
+                break
+            moved = MANY * moved.amax().expand_as(moved) if samples == 1 else moved
             budget = _budget(got.dtype, exact, usual, finite, moved, stepwise=stepwise)
-            limit = factor * torch.where(finite, budget, 0.0)
-            wrong &= (error > limit) | strange
+            allowed = factor * torch.where(finite, budget, 0.0)
+            if samples == 1 and bool(((error > allowed) | strange).any()):
+                break
+            if samples > 1:
+                limit, wrong = allowed, wrong & ((error > allowed) | strange)
     if bool(wrong.any()):
         first = _first(wrong)
         raise Rejected(
@@ -162,7 +173,7 @@ def _compare_values(
 
 
 def _part(floor: Floor, start: int, stop: int) -> Floor:
-    return lambda: None if (moved := floor()) is None else moved[start:stop]
+    return lambda samples: None if (moved := floor(samples)) is None else moved[start:stop]
 
 
 def _budget(
