@@ -147,6 +147,20 @@ def is_stepwise(rung: Rung) -> bool:
     return getattr(rung, "stepwise", False)
 
 
+def budget(times: float, why: str) -> Callable[[Rung], Rung]:
+    """`@budget(4, "a row is added up in order")`: this rung may be off by so many times the lesson's error budget."""
+
+    def mark(rung: Rung) -> Rung:
+        vars(rung).update(budget=times, budget_why=why)
+        return rung
+
+    return mark
+
+
+def budget_of(rung: Rung) -> float:
+    return getattr(rung, "budget", 1.0)
+
+
 def suits(rung: Rung, capability: int) -> bool:
     """Whether a GPU of this capability is one that the rung was written for."""
     least = getattr(rung, "needs", 0)

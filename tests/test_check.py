@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lessonkit import DEVICE, Lesson, Work, case, stepwise
+from lessonkit import DEVICE, Lesson, Work, budget, case, stepwise
 from lessonkit.base.errors import Misdeclared, Unsupported
 from lessonkit.judge import check, verify
 from lessonkit.lesson import Grad
@@ -288,6 +288,16 @@ def test_what_fp32_flushes_to_zero_is_no_error():
     assert not accepts(question, torch.full((1, 1), 1e-30, device=DEVICE))
 
 
+def distance(x):
+    return x.amax(-1) - x[:, 0]
+
+
+def test_inputs_are_exact():
+    """What an fp32 rounding of the inputs would do is no excuse: they are what they are."""
+    x = torch.tensor([[1e4, 1e4 + 1]], device=DEVICE)
+    assert not accepts(asked(distance, x), torch.tensor([1.0005], device=DEVICE))
+
+
 def half_steps(x):
     return (x / 0.5).round() * 0.5
 
@@ -324,6 +334,17 @@ def test_a_rung_that_rounds_each_step_says_so(dtype):
     check.check(lesson, stepwise(lambda x: gelu_in_steps(x)), {"n": 999}, dtype)
     with pytest.raises(check.Rejected):
         check.check(lesson, stepwise(lambda x: gelu_in_steps(x) * 1.1), {"n": 999}, dtype)
+
+
+def test_a_rung_has_a_budget_of_its_own():
+    lesson = dataclasses.replace(LESSON, reference=lambda x: x.exp().mean(-1))
+
+    def off(x):
+        return x.exp().mean(-1) * (1 + 2e-5)
+
+    with pytest.raises(check.Rejected):
+        check.check(lesson, off, {"n": 37}, torch.float32)
+    check.check(lesson, budget(20, "it is off")(off), {"n": 37}, torch.float32)
 
 
 def sum_of_rounded(x, w):

@@ -21,7 +21,7 @@ from lessonkit.base.device import DEVICE, HAS_GPU, INTERPRETED, capability
 from lessonkit.base.errors import Fault, Misdeclared, OutOfBounds, Rejected, Unsupported
 from lessonkit.base.traffic import Traffic
 from lessonkit.judge import rounding
-from lessonkit.lesson import Case, Lesson, Rung, Shape, is_stepwise, shape_name, suits
+from lessonkit.lesson import Case, Lesson, Rung, Shape, budget_of, is_stepwise, shape_name, suits
 from lessonkit.modes.interpreter import watched
 
 import torch
@@ -301,7 +301,7 @@ def check(lesson: Lesson, rung: Rung, shape: Shape, dtype: torch.dtype) -> Traff
     except BaseException:
         _truths.clear()  # the inputs may be half overwritten
         raise
-    compare(question, result, stepwise=is_stepwise(rung))
+    compare(question, result, slack=budget_of(rung), stepwise=is_stepwise(rung))
     return traffic
 
 

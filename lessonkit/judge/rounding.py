@@ -3,8 +3,8 @@
 A gradient that is 0 because two terms cancel is exactly 0 in PyTorch where both terms round alike. Another kernel,
 just as right, rounds them differently and answers 2e-7. No multiple of PyTorch's error allows that.
 
-Monte Carlo arithmetic (Parker 1997) says what to expect: compute the reference in float64, disturb each input and the
-result of each operation by a random rounding error, and see how far the answer moves. The errors are those of fp32
+Monte Carlo arithmetic (Parker 1997) says what to expect: compute the reference in float64, disturb the result of each
+operation and the terms of each sum by random rounding errors, and see how far the answer moves. They are those of fp32
 arithmetic, in which kernels of 16-bit inputs compute too. They are injected 2^17 times smaller, and the movement is
 scaled up, so that a comparison in the reference changes its outcome only where two values are equal.
 """
@@ -46,8 +46,12 @@ EXACT = frozenset(
 )  # fmt: skip
 
 
+# Each partial sum is rounded: as much as if each term was.
+SUMS = frozenset(["addmm", "baddbmm", "bmm", "cumsum", "dot", "linalg_vector_norm", "mean", "mm", "mv", "sum"])
+
+
 class _Disturbed(TorchDispatchMode):
-    """Inside, the float64 result of each operation that rounds carries a random relative error."""
+    """Inside, what operations round in float64 carries a random relative error."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -68,6 +72,8 @@ class _Disturbed(TorchDispatchMode):
         if func in FUSED:
             with self:
                 return FUSED[func](*args, **kwargs)
+        if func.overloadpacket.__name__ in SUMS:
+            args = tuple(a + self.errors(a) if _is_float64(a) else a for a in args)
         result = func(*args, **kwargs)
         if func.overloadpacket.__name__.rstrip("_") in EXACT:
             return result
@@ -92,10 +98,8 @@ def moved(
     largest = max((_largest(a) for a in args if _is_float64(a)), default=0.0)
     total = [torch.zeros_like(e, dtype=torch.float64) for e in exact]
     for seed in range(samples):
-        disturbed = _Disturbed(seed)
-        inputs = [a + disturbed.errors(a) if _is_float64(a) else a for a in args]
-        with disturbed:
-            found = answer(*inputs)
+        with _Disturbed(seed):
+            found = answer(*args)
         for sum_, f, e in zip(total, found, exact, strict=True):
             if e.is_floating_point():
                 by = (f.double() - e.double()).abs().nan_to_num(0.0, 0.0)

@@ -12,7 +12,7 @@ from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT
 from lessonkit.cuda import build
 from lessonkit.judge import check
-from lessonkit.lesson import Lesson, Rung, Shape, Table, is_stepwise, shape_name
+from lessonkit.lesson import Lesson, Rung, Shape, Table, budget_of, is_stepwise, shape_name
 from lessonkit.measure import fingerprint, launches, rows, timing
 from lessonkit.measure.answers import Answers
 
@@ -164,7 +164,7 @@ def _rate(lesson: Lesson) -> float:
 def _verify(lesson: Lesson, question: check.Truth, answer: Any, rung: Rung | None) -> None:
     """Raise Rejected if the answer of a rung or a peer is wrong. A result of a peer that is None is not compared."""
     if rung:
-        check.compare(question, answer, stepwise=is_stepwise(rung))
+        check.compare(question, answer, slack=budget_of(rung), stepwise=is_stepwise(rung))
     elif not lesson.peers_differ:
         check.compare(question, answer, slack=PEER_SLACK, partly=True)
     elif [(t.shape, t.dtype) for t in check.tensors(answer)] != [(t.shape, t.dtype) for t in question.usual]:
