@@ -24,7 +24,7 @@ Answer before you read on. How many tensors does x + 0.044715 * x**3 read and wr
 
 import math
 
-from lessonkit import About, Grad, Lesson, Mutant, Prediction, expect
+from lessonkit import About, Grad, Lesson, Mutant, Prediction, expect, stepwise
 
 import torch
 import triton
@@ -64,6 +64,7 @@ def tanh(u):
     return 1 - 2 / (1 + tl.exp(2 * u))
 
 
+@stepwise
 def gelu_eager(x):
     """[...] -> [...], one kernel per operator: 10 tensors read, 8 written."""
     cube = _operator("cube", x)

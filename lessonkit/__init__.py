@@ -24,10 +24,12 @@ from lessonkit.lesson import (
     Steps,
     Table,
     Work,
+    budget,
     case,
     discover,
     needs,
     specimen,
+    stepwise,
 )
 from lessonkit.modes.inductor import by_inductor
 from lessonkit.modes.opaque import opaque
@@ -51,6 +53,7 @@ __all__ = [
     "Table",
     "Unsupported",
     "Work",
+    "budget",
     "by_inductor",
     "case",
     "cuda",
@@ -62,6 +65,7 @@ __all__ = [
     "opaque",
     "shared_memory",
     "specimen",
+    "stepwise",
     "tma_takes",
 ]
 

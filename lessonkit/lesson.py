@@ -134,6 +134,33 @@ def needs(capability: int, what: str, *, only: bool = False, interpreted: bool =
     return mark
 
 
+def stepwise(rung: Rung) -> Rung:
+    """Mark a rung that rounds the result of each step to the inputs' dtype, as a chain of kernels does.
+
+    Its error budget has such a rounding for each operation of the reference; other rungs round once, at the end.
+    """
+    vars(rung).update(stepwise=True)
+    return rung
+
+
+def is_stepwise(rung: Rung) -> bool:
+    return getattr(rung, "stepwise", False)
+
+
+def budget(times: float, why: str) -> Callable[[Rung], Rung]:
+    """`@budget(4, "a row is added up in order")`: this rung may be off by so many times the lesson's error budget."""
+
+    def mark(rung: Rung) -> Rung:
+        vars(rung).update(budget=times, budget_why=why)
+        return rung
+
+    return mark
+
+
+def budget_of(rung: Rung) -> float:
+    return getattr(rung, "budget", 1.0)
+
+
 def suits(rung: Rung, capability: int) -> bool:
     """Whether a GPU of this capability is one that the rung was written for."""
     least = getattr(rung, "needs", 0)

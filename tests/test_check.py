@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lessonkit import DEVICE, Lesson, Work, case
+from lessonkit import DEVICE, Lesson, Work, budget, case, stepwise
 from lessonkit.base.errors import Misdeclared, Unsupported
 from lessonkit.judge import check, verify
 from lessonkit.lesson import Grad
@@ -184,3 +184,213 @@ def test_the_last_rung_says_which_operator_takes_what_it_refuses():
         verify.right("", dataclasses.replace(LESSON, rungs=(one_column,)), one_column)
     with pytest.raises(verify.LeftOut, match="softmax takes every length"):
         verify.right("", dataclasses.replace(LESSON, rungs=(one_column_and_where_to_go,)), one_column_and_where_to_go)
+
+
+# ---- The budget -----------------------------------------------------------------------------------------------------
+
+
+def asked(reference, *args, factor=1):
+    """The question of a reference and inputs, without a lesson."""
+    return check.judge(dataclasses.replace(LESSON, reference=reference, factor=factor), args)
+
+
+def accepts(question, answer):
+    try:
+        check.compare(question, answer)
+    except check.Rejected:
+        return False
+    return True
+
+
+def row_scales(x):
+    return x.var(-1, correction=0).rsqrt()
+
+
+def test_a_result_of_one_dimension_is_judged_by_magnitude():
+    """A few reciprocal deviations of 285 are no reason to accept 7% off in those of 0.02."""
+    scales = torch.tensor([1.0, 1 / 300, 50.0], device=DEVICE)[torch.arange(96, device=DEVICE) % 3]
+    question = asked(row_scales, torch.randn(96, 257, device=DEVICE) * scales[:, None] + scales[:, None] * 50)
+    usual = question.usual[0]
+    check.compare(question, usual)
+    check.compare(question, (usual.double() * (1 + 2e-7)).float())
+    for wrong in (1.07, 1.001):
+        assert not accepts(question, torch.where(usual < 0.1, usual * wrong, usual))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_negative_tail_of_gelu_counts(dtype):
+    x = torch.linspace(-4, 30, 2000, device=DEVICE).to(dtype)
+    question = asked(torch.nn.functional.gelu, x)
+    y = question.usual[0]
+    check.compare(question, (0.5 * x.float() * (1 + torch.erf(x.float() * 0.5**0.5))).to(dtype))
+    assert not accepts(question, torch.where(x < -2, 0, y))
+    assert not accepts(question, torch.where(x < -2, y * 1.1, y))
+
+
+def sums(x):
+    return x.sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_that_cancels_may_be_off_as_its_terms_are(dtype):
+    """Each row's sum is near 0 by chance or built to be; adding one after the other rounds otherwise than PyTorch."""
+    x = torch.randn(64, 1000, device=DEVICE).to(dtype)
+    x[:8, 500:] = -x[:8, :500]
+    question = asked(sums, x)
+    one_by_one = torch.zeros(64, device=DEVICE)
+    for column in x.float().unbind(1):
+        one_by_one += column
+    check.compare(question, one_by_one.to(dtype))
+    assert not accepts(question, (x[:, :-1].float().sum(-1)).to(dtype))
+
+
+def softmax_gradient(x, dy):
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(leaf.softmax(-1), leaf, dy)[0]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_gradient_that_cancels_may_be_off_by_rounding(n):
+    """The softmax of one element is 1 whatever it is: its gradient is dy - dy, of numbers that were rounded."""
+    x, dy = torch.ones(5, n, device=DEVICE), torch.full((5, n), 3.0, device=DEVICE)
+    question = asked(softmax_gradient, x, dy)
+    assert (question.exact[0] == 0).all()
+    check.compare(question, question.usual[0] + 2e-7)
+    assert not accepts(question, question.usual[0] + 1e-4)
+    assert not accepts(dataclasses.replace(question, asked=None), question.usual[0] + 2e-7)
+
+
+def layernorm_gradient(x, dy):
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(torch.nn.functional.layer_norm(leaf, x.shape[-1:]), leaf, dy)[0]
+
+
+def test_the_gradient_of_a_row_of_one_is_zero_up_to_rounding():
+    x, dy = torch.full((4, 1), 3.0, device=DEVICE), torch.randn(4, 1, device=DEVICE)
+    question = asked(layernorm_gradient, x, dy)
+    check.compare(question, question.usual[0] + 1e-6)
+    assert not accepts(question, dy)
+
+
+def falling(s, v):
+    return s.softmax(-1) @ v
+
+
+def test_what_fp32_flushes_to_zero_is_no_error():
+    """exp(-87.5) is a denormal; a kernel that flushes it has 0 where PyTorch has 1e-38 times a value."""
+    s = torch.tensor([[0.0, -87.5]], device=DEVICE)
+    v = torch.tensor([[0.0], [1000.0]], device=DEVICE)
+    question = asked(falling, s, v)
+    assert 0 < question.exact[0].item() < 1e-34
+    check.compare(question, torch.zeros(1, 1, device=DEVICE))
+    assert not accepts(question, torch.full((1, 1), 1e-30, device=DEVICE))
+
+
+def distance(x):
+    return x.amax(-1) - x[:, 0]
+
+
+def test_inputs_are_exact():
+    """What an fp32 rounding of the inputs would do is no excuse: they are what they are."""
+    x = torch.tensor([[1e4, 1e4 + 1]], device=DEVICE)
+    assert not accepts(asked(distance, x), torch.tensor([1.0005], device=DEVICE))
+
+
+def half_steps(x):
+    return (x / 0.5).round() * 0.5
+
+
+def test_a_step_of_the_reference_is_no_rounding_error():
+    """Values halfway between two steps go either way when they are disturbed: that must not excuse a whole step."""
+    x = torch.arange(40, device=DEVICE).float() / 4
+    question = asked(half_steps, x)
+    check.compare(question, question.usual[0])
+    assert not accepts(question, question.usual[0] + 0.5)
+
+
+def test_the_floor_leaves_infinities_and_the_random_state_alone():
+    x = torch.tensor([[1.0, -torch.inf, 2.0]], device=DEVICE)
+    question, before = asked(lambda x: x.exp().cumsum(-1), x), torch.get_rng_state()
+    moved = question.moved()[0]
+    assert moved.isfinite().all()
+    assert (moved[:, [0, 2]] > 0).all()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def gelu_in_steps(x):
+    return 0.5 * (x * (1 + torch.erf(x * 0.5**0.5)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_rung_that_rounds_each_step_says_so(dtype):
+    """1 + erf(x) is rounded where it is nearly 0: a chain of kernels loses digits that one kernel keeps."""
+    lesson = dataclasses.replace(
+        LESSON, reference=torch.nn.functional.gelu, inputs=lambda n, dtype: (torch.linspace(-4, 30, n).to(dtype),)
+    )
+    with pytest.raises(check.Rejected):
+        check.check(lesson, lambda x: gelu_in_steps(x), {"n": 999}, dtype)
+    check.check(lesson, stepwise(lambda x: gelu_in_steps(x)), {"n": 999}, dtype)
+    with pytest.raises(check.Rejected):
+        check.check(lesson, stepwise(lambda x: gelu_in_steps(x) * 1.1), {"n": 999}, dtype)
+
+
+def test_a_rung_has_a_budget_of_its_own():
+    lesson = dataclasses.replace(LESSON, reference=lambda x: x.exp().mean(-1))
+
+    def off(x):
+        return x.exp().mean(-1) * (1 + 2e-5)
+
+    with pytest.raises(check.Rejected):
+        check.check(lesson, off, {"n": 37}, torch.float32)
+    check.check(lesson, budget(20, "it is off")(off), {"n": 37}, torch.float32)
+
+
+def sum_of_rounded(x, w):
+    return (x * w).sum(0)
+
+
+def test_where_torch_rounds_each_step_its_sums_may_be_off_alike():
+    """A column whose sum is nearly 0 is off by as much as the others, whose terms are rounded to 16 bits as its are."""
+    x, w = (torch.randn(256, 64, device=DEVICE).bfloat16() for _ in range(2))
+    x[128:, :4], w[128:, :4] = -x[:128, :4], w[:128, :4]
+    question = asked(sum_of_rounded, x, w)
+    columns = torch.arange(64, device=DEVICE)
+    check.compare(question, (question.exact[0] + 0.005 * (columns < 4)).bfloat16())
+    assert not accepts(question, question.usual[0] + 0.5 * (columns < 4))
+
+
+class Doubled(torch.autograd.Function):
+    """2x, whose backward does what it should not."""
+
+    fault = ""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        if Doubled.fault == "input":
+            x.data.add_(1)
+        if Doubled.fault == "upstream":
+            dy.add_(1)
+            return 2 * (dy - 1)
+        if Doubled.fault == "address":
+            raise check.OutOfBounds("1 of 4 lanes load outside every tensor")
+        return 2 * dy
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught_by"), [("input", "changed input"), ("upstream", "changed input"), ("address", "out of bounds")]
+)
+def test_gradients_are_watched_as_results_are(monkeypatch, fault, caught_by):
+    lesson = dataclasses.replace(LESSON, reference=lambda x: 2 * x, rungs=(right,), grad=Grad(Doubled.apply))
+    check.check_grad(lesson, {"n": 37}, torch.float32)
+    monkeypatch.setattr(Doubled, "fault", fault)
+    with pytest.raises(check.Rejected) as rejected:
+        check.check_grad(lesson, {"n": 37}, torch.float32)
+    assert rejected.value.caught_by == caught_by

@@ -213,36 +213,134 @@ def test_median_must_settle():
     assert not timing._settled([1.0 + 0.1 * (i % 5) for i in range(50)])
 
 
-def test_an_impossible_time_is_refused(monkeypatch):
-    found = dict(discover("lesson01_vector_add"))[ADD]
-    monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, {"bf16": 7e14}))
-    fast = timing.Timing(1e-5, 1e-5, 1e-5)
-    with pytest.raises(RuntimeError, match="measuring error"):
-        bench._rows(ADD, found, {"n": 2**28}, {"add_wide": fast, "copy": fast}, {"add_wide": "rung", "copy": "limit"})
-
-
-def test_what_is_wrong_after_the_rounds_has_no_row(monkeypatch):
-    """The others keep theirs; and who was disturbed is named."""
-    calls = iter((True, False))
-    rungs = (lambda x, y: x + y, lambda x, y: x + y if next(calls) else x)
-    for rung, name in zip(rungs, ("right", "once"), strict=True):
-        rung.__name__ = name
-    found = dataclasses.replace(dict(discover("lesson01_vector_add"))[ADD], rungs=rungs, peers={}, benches=({"n": 64},))
-
-    def measure(contenders):
-        for call in contenders.values():
-            call()
-        return {name: timing.Timing(1, 1, 1 + (name == "right")) for name in contenders}
-
-    monkeypatch.setattr(timing, "measure", measure)
+def without_a_gpu(monkeypatch, measure=None, ms=lambda name: 1):
+    """A bench of rungs that no lesson's file has, on a machine whose figures are made up."""
+    monkeypatch.setattr(check, "cannot_run", lambda *case: "")
+    made_up = lambda contenders, answers: {name: timing.Timing(*[ms(name)] * 3) for name in contenders}  # noqa: E731
+    monkeypatch.setattr(timing, "measure", measure or made_up)
     monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
     monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, dict.fromkeys(("fp32", "bf16"), 7e14)))
+    monkeypatch.setattr(bench, "_versions", lambda name, label: "")
     without_marks(monkeypatch)
+
+
+def add(x, y):
+    return x + y
+
+
+def adding(**changes):
+    found = dict(discover("lesson01_vector_add"))[ADD]
+    return dataclasses.replace(found, **({"rungs": (add,), "peers": {}, "benches": ({"n": 64},)} | changes))
+
+
+def test_an_impossible_time_is_refused_and_nothing_else(monkeypatch):
+    """The other contenders and shapes keep their rows; without the impossible peer no ratio is given."""
+    impossible = {"add": {64}, "torch": {128}, "copy": {256}}
+    shapes = iter((64, 128, 256, 512))
+
+    def measure(contenders, answers):
+        n = next(shapes)
+        times = {name: 1e-9 if n in impossible.get(name, ()) else 1.0 for name in contenders}
+        return {name: timing.Timing(ms, ms, ms) for name, ms in times.items()}
+
+    without_a_gpu(monkeypatch, measure)
+    found = adding(peers={"torch": torch.add}, benches=tuple({"n": n} for n in (64, 128, 256, 512)))
     said = []
-    assert [row.rung for row in bench.bench(ADD, found, said.append)] == ["right", "copy"]
-    assert [line.split(":")[0] for line in said] == ["right at n=64", "once at n=64"]
+    rows_ = bench.bench(ADD, found, said.append)
+    assert [(row.rung, row.shape, row.kind) for row in rows_] == [
+        ("torch", "n=64", "peer"), ("copy", "n=64", "limit"),
+        ("add", "n=128", "rung"), ("copy", "n=128", "limit"), ("torch", "n=128", rows.ABSENT),
+        ("add", "n=512", "rung"), ("torch", "n=512", "peer"), ("copy", "n=512", "limit"),
+    ]  # fmt: skip
+    assert [row.ratio_to_best_peer for row in rows_ if row.rung == "add"] == [0.0, 1.0]
+    assert [line.split(":")[0] for line in said] == ["add at n=64", "torch at n=128", "copy at n=256"]
+    assert all("NOT TIMED" in line and "measuring error" in line for line in said)
+
+
+def in_rounds(calls, disturbed=""):
+    """timing.measure without a clock: so many rounds."""
+
+    def measure(contenders, answers):
+        for _ in range(calls):
+            for name, call in contenders.items():
+                answers.called(name, call())
+            answers.round_over()
+        return {name: timing.Timing(1, 1, 1 + (name == disturbed)) for name in contenders}
+
+    return measure
+
+
+def test_what_is_wrong_in_one_round_has_no_row(monkeypatch):
+    """The others keep theirs; and who was disturbed is named."""
+    calls = iter(range(7))
+
+    def mostly(x, y):
+        return x if next(calls) == 4 else x + y
+
+    without_a_gpu(monkeypatch, in_rounds(5, disturbed="add"))
+    said = []
+    found = bench.bench(ADD, adding(rungs=(add, mostly)), said.append)
+    assert [row.rung for row in found] == ["add", "copy"]
+    assert [line.split(":")[0] for line in said] == ["add at n=64", "mostly at n=64"]
     assert "something else" in said[0]
-    assert "wrong after the rounds" in said[1]
+    assert "NOT TIMED, wrong in a round" in said[1]
+    assert next(calls, None) is None
+
+
+def test_what_a_timed_call_leaves_unwritten_is_nan(monkeypatch):
+    """A kernel that stops writing finds no earlier answer in its memory; a peer may answer in the same memory."""
+    held, writes = torch.empty(64, dtype=torch.bfloat16), [True] * 3
+
+    def stops(x, y):
+        return torch.add(x, y, out=held) if writes and writes.pop() else held
+
+    kept = torch.empty(64, dtype=torch.bfloat16)
+    peers = {"same memory": lambda x, y: torch.add(x, y, out=kept)}
+    without_a_gpu(monkeypatch, in_rounds(4))
+    said = []
+    found = bench.bench(ADD, adding(rungs=(add, stops), peers=peers), said.append)
+    assert [row.rung for row in found] == ["add", "same memory", "copy"]
+    assert "NOT TIMED, wrong in a round: nan" in said[0]
+
+
+def test_what_the_first_call_leaves_unwritten_is_nan(monkeypatch):
+    held = torch.empty(64, dtype=torch.bfloat16)
+
+    def once(x, y):
+        return held if held.isnan().any() else torch.add(x, y, out=held)
+
+    held.zero_()
+    without_a_gpu(monkeypatch)
+    said = []
+    assert [row.rung for row in bench.bench(ADD, adding(rungs=(add, once)), said.append)] == ["add", "copy"]
+    assert "NOT TIMED, Rejected: nan" in said[0]
+
+
+def test_a_contender_that_changes_its_inputs_is_not_timed(monkeypatch):
+    def in_place(x, y):
+        return x.add_(y)
+
+    without_a_gpu(monkeypatch)
+    said = []
+    assert bench.bench(ADD, adding(rungs=(in_place,)), said.append) == []
+    assert "NOT TIMED, Rejected: changed input" in said[0]
+
+
+def test_a_result_that_a_peer_does_not_give_is_not_compared(monkeypatch):
+    def both(x, y):
+        return x + y, x - y
+
+    def sum_alone(x, y):
+        return x + y, None
+
+    def wrong_sum(x, y):
+        return x - y, None
+
+    without_a_gpu(monkeypatch)
+    said = []
+    found = adding(reference=both, rungs=(both, sum_alone), peers={"sum": sum_alone, "wrong": wrong_sum})
+    assert [row.rung for row in bench.bench(ADD, found, said.append)] == ["both", "sum", "copy", "wrong"]
+    assert [line.split(":")[0] for line in said] == ["sum_alone at n=64", "wrong at n=64"]
 
 
 def test_a_shape_too_large_for_the_gpu_is_left_out(monkeypatch):
@@ -264,7 +362,7 @@ def test_a_shape_too_large_for_the_gpu_is_left_out(monkeypatch):
 
     monkeypatch.setattr(check, "truth", answered)
     monkeypatch.setattr(check, "cannot_run", lambda *case: "")
-    monkeypatch.setattr(timing, "measure", lambda contenders: {name: timing.Timing(1, 1, 1) for name in contenders})
+    monkeypatch.setattr(timing, "measure", lambda found, answers: {name: timing.Timing(1, 1, 1) for name in found})
     monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
     monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, {"bf16": 7e14}))
     without_marks(monkeypatch)
@@ -294,7 +392,7 @@ def test_a_peer_that_is_not_timed_is_a_row_with_the_reason(monkeypatch, tmp_path
     found = dataclasses.replace(found, rungs=(add,), peers=peers, benches=({"n": 64},))
     monkeypatch.setattr(check, "cannot_run", lambda *case: "")
     times = {"add": 1, "torch": 2, "copy": 1}
-    monkeypatch.setattr(timing, "measure", lambda contenders: {n: timing.Timing(*[times[n]] * 3) for n in contenders})
+    monkeypatch.setattr(timing, "measure", lambda found, answers: {n: timing.Timing(*[times[n]] * 3) for n in found})
     monkeypatch.setattr(timing, "copy_of", lambda size: lambda: None)
     monkeypatch.setattr(timing, "limits", lambda: timing.Limits(4e12, {"bf16": 7e14}))
     monkeypatch.setattr(rows, "REPORTS", tmp_path)

@@ -12,6 +12,7 @@ from lessonkit.commands import show
 from lessonkit.judge import check
 from lessonkit.lesson import kernels
 from lessonkit.measure import operator_bench, operator_rows, rows, stale, timing
+from lessonkit.measure.answers import fill_with_nan
 from lessonkit.pages import guides, shipped
 
 import pytest
@@ -163,8 +164,8 @@ def test_an_operator_answers_its_problem(operator):
     """On a CPU with course_ops' PyTorch, on a GPU with its kernels; its own peers are asked in the same words."""
     case = small(operator)
     args = operator_bench._inputs(case)
-    found = operator_bench.wrong_answers(case, args, {"ours": lambda: case.operator.call(*args)})
-    assert found == {}
+    found = operator_bench.asked(case, args, {"ours": lambda: case.operator.call(*args)})
+    assert found.wrong == {}
     for peer in case.peers.values():
         with contextlib.suppress(ValueError):  # PyTorch's built-in functions have no signature
             inspect.signature(peer).bind(*args)
@@ -174,10 +175,10 @@ def test_an_operator_answers_its_problem(operator):
 
 def test_a_result_that_is_not_written_shows():
     held = torch.zeros(4, 8)
-    operator_bench._poisoned(lambda: held)
+    fill_with_nan(held)
     assert held.isnan().all()
     scalar, gaps = torch.zeros(()), torch.zeros(4, 9)[:, :8]
-    operator_bench._poisoned(lambda: (scalar, gaps))
+    fill_with_nan(scalar), fill_with_nan(gaps)
     assert scalar.isnan()
     assert gaps.isnan().all()
 
@@ -194,18 +195,14 @@ def test_a_wrong_answer_is_found(spoil, says):
     def peer():
         return spoil(torch.softmax(args[0], -1))
 
-    found = operator_bench.wrong_answers(
+    found = operator_bench.asked(
         case, args, {"ours": lambda: spoil(case.operator.call(*args)), "same": lambda: torch.softmax(args[0], -1)}
-    )
+    ).wrong
     assert says in found.pop("ours")
     assert not found
     if says != "torch.float32":  # a peer may answer in another dtype
-        assert (
-            "gives another answer"
-            in operator_bench.wrong_answers(case, args, {"ours": lambda: case.operator.call(*args), "peer": peer})[
-                "peer"
-            ]
-        )
+        found = operator_bench.asked(case, args, {"ours": lambda: case.operator.call(*args), "peer": peer}).wrong
+        assert "gives another answer" in found["peer"]
 
 
 def test_a_large_result_is_compared_by_rows(monkeypatch):
@@ -230,7 +227,9 @@ def timings(monkeypatch):
     ms = {"ours": 0.5, "copy": 0.25}
     monkeypatch.setattr(
         timing, "measure",
-        lambda found: {n: timing.Timing(0.9 * ms.get(n, 1.0), ms.get(n, 1.0), 1.1 * ms.get(n, 1.0)) for n in found},
+        lambda found, answers: {
+            n: timing.Timing(0.9 * ms.get(n, 1.0), ms.get(n, 1.0), 1.1 * ms.get(n, 1.0)) for n in found
+        },
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -316,6 +315,24 @@ def test_one_shape_from_call_to_row(tmp_path, timings):
     (kept,) = operator_rows.read(tmp_path / "operators.csv")
     assert kept == row.sealed()
     assert operator_bench.said(row)
+
+
+def test_an_answer_that_is_wrong_in_a_timed_call_is_an_error(timings, monkeypatch):
+    """It is right before the rounds and in all of them but one."""
+    case, rounds = small(OPERATORS[5]), 5
+
+    def measure(contenders, answers):
+        for i in range(rounds):
+            for name, call in contenders.items():
+                y = call()
+                answers.called(name, y + 1 if name == "ours" and i == 2 else y)
+            answers.round_over()
+        return {name: timing.Timing(1, 1, 1) for name in contenders}
+
+    monkeypatch.setattr(timing, "measure", measure)
+    assert operator_bench.time_case(case).error.startswith("wrong: value")
+    rounds = 2
+    assert operator_bench.time_case(case).error == ""
 
 
 def test_a_shape_that_is_refused_has_a_row(timings):

@@ -4,6 +4,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -11,8 +12,9 @@ from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT
 from lessonkit.cuda import build
 from lessonkit.judge import check
-from lessonkit.lesson import Lesson, Shape, Table, shape_name
+from lessonkit.lesson import Lesson, Rung, Shape, Table, budget_of, is_stepwise, shape_name
 from lessonkit.measure import fingerprint, launches, rows, timing
+from lessonkit.measure.answers import Answers
 
 import torch
 
@@ -22,7 +24,7 @@ PEER_SLACK = 8  # a peer may round more often than PyTorch; it is here for its s
 
 
 def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list[rows.Row]:
-    """Check, time and re-check every rung and peer at every bench shape.
+    """Check and time every rung and peer at every bench shape; every answer that is timed is compared.
 
     `say` gets a line for each one left out, and for each whose times were disturbed.
     """
@@ -70,20 +72,26 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
     question = check.truth(lesson, shape, lesson.bench_dtype)
     contenders: dict[str, Callable[[], Any]] = {}
     kinds: dict[str, str] = {}
-    last: dict[str, Any] = {}
     absent: dict[str, str] = {}  # peer -> why it is not timed
+    rungs = {rung.__name__: rung for rung in lesson.rungs}
     incomplete = False  # a peer that belongs here is not: what is left is no measure of the best
+
+    def judge(label: str, answer: Any) -> str:
+        try:
+            _verify(lesson, question, answer, rungs.get(label))
+        except check.Rejected as wrong:
+            return str(wrong)
+        return ""
+
+    answers = Answers(question.args, judge)
 
     def enter(label: str, kind: str, fn: Callable[..., Any]) -> None:
         """Let a contender take part if it is here, takes the shape, and is right. Its first call also compiles it."""
         nonlocal incomplete
-
-        def call() -> None:
-            last[label] = fn(*question.args)
-
+        call = partial(fn, *question.args)
         try:
-            call()
-            _verify(lesson, question, last[label], kind)
+            with check.left_alone(question.args):
+                wrong = answers.enter(label, call)
         except (ImportError, Unsupported) as why:
             said = f"left out, {why}"
             incomplete |= kind == "peer" and isinstance(why, ImportError)
@@ -95,8 +103,11 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
             said = f"left out, it refuses: {words}" if refused else f"NOT TIMED, {words}"
             incomplete |= kind == "peer" and not refused
         else:
-            contenders[label], kinds[label] = call, kind
-            return
+            if not wrong:
+                contenders[label], kinds[label] = call, kind
+                return
+            said = f"NOT TIMED, Rejected: {wrong[:300]}"
+            incomplete |= kind == "peer"
         say(f"{label} at {shape_name(shape)}: {said}")
         if kind == "peer":
             absent[label] = said.partition(", ")[2]
@@ -113,29 +124,51 @@ def _one_shape(name: str, lesson: Lesson, shape: Shape, say: Callable[[str], Non
     work = lesson.work(dtype=lesson.bench_dtype, **shape)
     contenders["copy"], kinds["copy"] = timing.copy_of(work.bytes), "limit"
     contenders["copy"]()
-    times = timing.measure(contenders)
+    times = timing.measure(contenders, answers=answers)
+    refused = {label: f"wrong in a round: {why}" for label, why in answers.wrong.items()}
+    refused |= {label: why for label, why in impossible(lesson, shape, times, kinds).items() if label not in refused}
     for label, kind in kinds.items():
         where, time = f"{label} at {shape_name(shape)}", times[label]
         if time.p80 > DISTURBED * time.p20:
             say(f"{where}: between {time.p20:.4g} and {time.p80:.4g} ms, does something else use this GPU?")
-        try:
-            if kind != "limit":
-                _verify(lesson, question, last[label], kind)
-        except check.Rejected as wrong:
-            say(f"{where}: NOT TIMED, wrong after the rounds: {wrong}")
+        if label in refused:
+            say(f"{where}: NOT TIMED, {refused[label]}")
             del times[label]
             if kind == "peer":
-                absent[label], incomplete = f"wrong after the rounds: {wrong}", True
+                absent[label], incomplete = refused[label], True
+    if "copy" not in times:  # no row of this shape has a limit
+        return []
     return _rows(name, lesson, shape, times, kinds, complete=not incomplete) + _absent(name, lesson, shape, absent)
 
 
-def _verify(lesson: Lesson, question: check.Truth, answer: Any, kind: str) -> None:
-    if kind == "peer" and lesson.peers_differ:
-        if [(t.shape, t.dtype) for t in check.tensors(answer)] != [(t.shape, t.dtype) for t in question.usual]:
-            raise check.Rejected("shape", "the peer computes something else")
-        return
-    slack = PEER_SLACK if kind == "peer" else 1
-    check.compare(check.Truth(question.args, question.exact, question.usual, question.factor * slack), answer)
+def impossible(lesson: Lesson, shape: Shape, times: dict[str, timing.Timing], kinds: dict[str, str]) -> dict[str, str]:
+    """Contender -> what is wrong with its time: no kernel can be faster than this machine copies and multiplies."""
+    work, best, rate = lesson.work(dtype=lesson.bench_dtype, **shape), timing.limits(), _rate(lesson)
+    found = {}
+    for label, time in times.items():
+        flops = 0 if kinds[label] == "limit" else work.flops  # the copy moves the bytes and computes nothing
+        least = max(work.bytes / best.copy, flops / rate) * 1e3 / timing.IMPOSSIBLE
+        if time.p50 < least:
+            found[label] = (
+                f"{time.p50:.4f} ms is a measuring error, for this machine cannot be faster than {least:.4f} ms"
+            )
+    return found
+
+
+def _rate(lesson: Lesson) -> float:
+    """FLOP/s of matmuls in the dtype that is timed."""
+    dtype = str(lesson.bench_dtype).removeprefix("torch.")
+    return timing.limits().matmul[{"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(dtype, "fp32")]
+
+
+def _verify(lesson: Lesson, question: check.Truth, answer: Any, rung: Rung | None) -> None:
+    """Raise Rejected if the answer of a rung or a peer is wrong. A result of a peer that is None is not compared."""
+    if rung:
+        check.compare(question, answer, slack=budget_of(rung), stepwise=is_stepwise(rung))
+    elif not lesson.peers_differ:
+        check.compare(question, answer, slack=PEER_SLACK, partly=True)
+    elif [(t.shape, t.dtype) for t in check.tensors(answer)] != [(t.shape, t.dtype) for t in question.usual]:
+        raise check.Rejected("shape", "the peer computes something else")
 
 
 def _rows(
@@ -150,23 +183,12 @@ def _rows(
     """complete: every peer that takes the shape is here. Without one of them no ratio to the best is given."""
     work = lesson.work(dtype=lesson.bench_dtype, **shape)
     dtype = str(lesson.bench_dtype).removeprefix("torch.")
-    best = timing.limits()
-    rate = best.matmul[{"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}.get(dtype, "fp32")]
     # The floor at this size: a copy of as many bytes, timed in the same rounds; or the FLOPs at the matmul rate.
-    floor = max(times["copy"].p50, work.flops / rate * 1e3)
-    possible = {  # milliseconds that nobody can beat; the copy moves the bytes and computes nothing
-        kind: max(work.bytes / best.copy, 0 if kind == "limit" else work.flops / rate) * 1e3 / timing.IMPOSSIBLE
-        for kind in set(kinds.values())
-    }
+    floor = max(times["copy"].p50, work.flops / _rate(lesson) * 1e3)
     peers = [t.p50 for label, t in times.items() if kinds[label] == "peer" and complete]
     machine = rows.machine()
     measured = []
     for label, t in times.items():
-        if t.p50 < possible[kinds[label]]:
-            raise RuntimeError(
-                f"{name} {label} at {shape_name(shape)}: {t.p50:.4f} ms is a measuring error, "
-                f"for this machine cannot be faster than {possible[kinds[label]]:.4f} ms"
-            )
         measured.append(
             rows.Row(
                 lesson=name,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache, partial
 from importlib import metadata
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -22,6 +22,7 @@ from lessonkit.base.errors import Unsupported
 from lessonkit.judge import check
 from lessonkit.lesson import Problem
 from lessonkit.measure import memory, operator_rows, rows, timing
+from lessonkit.measure.answers import Answers
 from lessonkit.measure.operator_rows import BETWEEN, MISSING, Case, Key, Row
 
 import torch
@@ -231,33 +232,27 @@ def _words(error: BaseException, *, name: bool = True) -> str:
 
 
 def time_case(case: Case) -> Row:
-    """Call, time in turns, and compare one operator and its peers at one shape."""
+    """Call, compare and time in turns one operator and its peers at one shape; what is timed is compared too."""
     timing.limits()  # once, before a shape takes the memory
     with torch.no_grad():
         args, work, absent = _inputs(case), case.work(), dict[str, str]()
-
-        def contender(fn: Callable[..., Any]) -> Callable[[], Any]:
-            return lambda: fn(*args)
-
         first_call = _first_call(case, args)
-        contenders = {"ours": contender(case.operator.call)}
+        contenders: dict[str, Callable[[], Any]] = {"ours": partial(case.operator.call, *args)}
         for name, peer in case.peers.items():
             if why := _attempt(peer, args):
                 absent[name] = why
             else:
-                contenders[name] = contender(peer)
+                contenders[name] = partial(peer, *args)
+        answers = asked(case, args, contenders)
         peak = memory.peak_bytes(contenders["ours"])
         contenders["copy"] = timing.copy_of(work.bytes)
         contenders["copy"]()
-        times = timing.measure(contenders)
-        del contenders["copy"]
-        error = ""
-        for name, why in wrong_answers(case, args, contenders).items():
-            if name == "ours":
-                error = why
-            else:
-                absent[name] = why
-                del times[name]
+        times = timing.measure(contenders, answers=answers)
+        wrong = dict(answers.wrong)
+        error = wrong.pop("ours", "")
+        for name, why in wrong.items():
+            absent[name] = why
+            del times[name]
     return row_of(case, times, absent, first_call_s=first_call, peak_memory=peak, error=error)
 
 
@@ -325,40 +320,40 @@ def _versions() -> Iterator[str]:
 # ---- Are the timed answers right? -----------------------------------------------------------------------------------
 
 
-def wrong_answers(case: Case, args: tuple[Any, ...], contenders: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
-    """What is wrong with the answers of those that are called, by their names; of a large result a sample of rows.
+def asked(case: Case, args: tuple[Any, ...], contenders: Mapping[str, Callable[[], Any]]) -> Answers:
+    """The answers of contenders, judged once, to be compared with what is timed; of a large result a sample of rows.
 
     Ours is held to the lessons' budget against PyTorch in float64, its result's memory filled with NaN before the
     call. Peers must compute the same thing, as far as they give it.
     """
-    problem, wrong = case.operator.problem, dict[str, str]()
-    answers = {name: _sampled((_poisoned(call) if name == "ours" else call)()) for name, call in contenders.items()}
+    problem = case.operator.problem
+
+    def reference(*args: Any) -> tuple[Any, ...]:
+        return _sampled(problem.reference(*args))
+
     try:
-        exact = _sampled(problem.reference(*map(_wide, args)))
-        usual = _sampled(problem.reference(*args))
-    except torch.OutOfMemoryError:
-        return {}  # the shape is timed and not compared; smaller ones are
-    try:
-        check.compare(check.Truth(args, exact, usual, problem.factor), answers.pop("ours"))
-    except check.Rejected as rejected:
-        wrong["ours"] = f"wrong: {_words(rejected, name=False)}"
-    if not problem.peers_differ:
-        for name, answer in answers.items():
-            if why := other(problem, answer, exact, usual):
-                wrong[name] = f"gives another answer, {why}"
-    return wrong
+        truth = check.Truth(args, reference(*map(_wide, args)), reference(*args), problem.factor, reference)
+    except torch.OutOfMemoryError:  # the shape is timed and not compared; smaller ones are
+        return Answers(args, lambda name, answer: "")
+
+    def judge(name: str, answer: Any) -> str:
+        if name == "ours":
+            try:
+                check.compare(truth, answer)
+            except check.Rejected as rejected:
+                return f"wrong: {_words(rejected, name=False)}"
+        elif not problem.peers_differ and (why := other(problem, answer, truth.exact, truth.usual)):
+            return f"gives another answer, {why}"
+        return ""
+
+    answers = Answers(args, judge, _sampled)
+    for name, call in contenders.items():
+        answers.enter(name, call)
+    return answers
 
 
 def _wide(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def _poisoned(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call, with NaN where its results will lie, as far as the allocator gives the same memory again at once."""
-    for t in check.tensors(call()):
-        if t.numel() and t.stride()[-1:] in ((), (1,)):
-            (t if t.ndim else t[None]).view(torch.uint8).fill_(255)
-    return call
 
 
 def _sampled(answer: Any) -> tuple[Any, ...]:
@@ -368,11 +363,15 @@ def _sampled(answer: Any) -> tuple[Any, ...]:
 
 def _rows_of(t: torch.Tensor | None) -> torch.Tensor | None:
     if t is None or t.numel() <= SAMPLE:
-        return t
+        return t if t is None else t.clone()
     flat = t.reshape(-1, t.shape[-1]) if t.ndim > 1 else t
     count = max(1, SAMPLE // flat[0].numel())
-    picked = torch.randint(len(flat), (count,), generator=torch.Generator().manual_seed(0))
-    return flat[picked.to(t.device)]
+    return flat[_picked(len(flat), count, t.device)]
+
+
+@lru_cache(maxsize=16)
+def _picked(among: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(among, (count,), generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def other(problem: Problem, answer: Sequence[Any], exact: Sequence[Any], usual: Sequence[Any]) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from lessonkit.measure.answers import Answers
+
 import torch
 
 FLUSH_BYTES = 2**30  # evicts any L2 (60 MB on an H200), and takes the GPU 300 us, in which the host gets ahead of it
@@ -37,12 +39,18 @@ class Limits:
 
 
 def measure(
-    contenders: Mapping[str, Callable[[], Any]], *, flush: bool = True, rounds: int = 100, budget_s: float = 2.0
+    contenders: Mapping[str, Callable[[], Any]],
+    *,
+    flush: bool = True,
+    rounds: int = 100,
+    budget_s: float = 2.0,
+    answers: Answers | None = None,
 ) -> dict[str, Timing]:
     """Time each contender once a round until every median is known to 0.5% (or `rounds`, or the time, run out).
 
     flush: write over the L2 before each call, so that inputs come from memory; what a stream of other kernels
     leaves behind is dirty lines, and so does the flush. Call them once before: compilation is not timed.
+    answers: gets what each call returns, outside of what is timed.
     Returns {name: Timing}.
     """
     scratch = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.int8, device="cuda")
@@ -54,10 +62,15 @@ def measure(
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             scratch.zero_()
             start.record()
-            fn()
+            answer = fn()
             end.record()
             events[name] = start, end
+            if answers:
+                answers.called(name, answer)
+            del answer  # the next contender gets its memory
         torch.cuda.synchronize()
+        if answers:
+            answers.round_over()
         for name, (start, end) in events.items():
             times[name].append(start.elapsed_time(end))
             spent += times[name][-1] * 1e-3

@@ -1,0 +1,115 @@
+"""How far do rounding errors move an exact answer? An absolute floor for the error budget, from the inputs themselves.
+
+A gradient that is 0 because two terms cancel is exactly 0 in PyTorch where both terms round alike. Another kernel,
+just as right, rounds them differently and answers 2e-7. No multiple of PyTorch's error allows that.
+
+Monte Carlo arithmetic (Parker 1997) says what to expect: compute the reference in float64, disturb the result of each
+operation and the terms of each sum by random rounding errors, and see how far the answer moves. They are those of fp32
+arithmetic, in which kernels of 16-bit inputs compute too. They are injected 2^17 times smaller, and the movement is
+scaled up, so that a comparison in the reference changes its outcome only where two values are equal.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SAMPLES = 8  # of four, one element in 300 has moved by less than a fifth of what is usual; of eight one in 40,000
+INJECTED = 2.0**-40  # relative; float64 itself rounds at 2^-53
+FP32 = torch.finfo(torch.float32)
+JUMP = 2.0**-20  # of the largest input or answer: what moves by more is a step of the reference, no rounding error
+
+aten = torch.ops.aten
+# One operation for PyTorch, several for a kernel, each with a rounding error of its own.
+FUSED = get_decompositions(
+    [
+        aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data,
+        aten.logsumexp, aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward, aten.sigmoid_backward,
+        aten.tanh_backward, aten.native_layer_norm, aten.native_layer_norm_backward, aten.var, aten.var_mean, aten.std,
+    ]
+)  # fmt: skip
+# What moves, chooses or converts values, and rounds nothing.
+EXACT = frozenset(
+    [
+        "_to_copy", "abs", "amax", "amin", "arange", "argmax", "argmin", "cat", "ceil", "clamp", "clamp_max",
+        "clamp_min", "clone", "constant_pad_nd", "copy", "cummax", "cummin", "embedding", "empty", "empty_like",
+        "empty_strided", "expand_copy", "eye", "fill", "flip", "floor", "full", "full_like", "gather", "index",
+        "index_copy", "index_put", "index_select", "lift_fresh_copy", "masked_fill", "masked_scatter",
+        "masked_select", "max", "maximum", "min", "minimum", "neg", "new_empty", "new_empty_strided",
+        "new_full", "new_ones", "new_zeros", "ones", "ones_like", "rand", "rand_like", "randn", "randn_like",
+        "relu", "repeat", "repeat_interleave", "roll", "round", "scalar_tensor", "scatter", "select_backward",
+        "sign", "slice_backward", "slice_scatter", "sort", "stack", "topk", "tril", "triu", "trunc", "where",
+        "zero", "zeros", "zeros_like",
+    ]
+)  # fmt: skip
+
+
+# Each partial sum is rounded: as much as if each term was.
+SUMS = frozenset(["addmm", "baddbmm", "bmm", "cumsum", "dot", "linalg_vector_norm", "mean", "mm", "mv", "sum"])
+
+
+class _Disturbed(TorchDispatchMode):
+    """Inside, what operations round in float64 carries a random relative error."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.generators = seed, dict[torch.device, torch.Generator]()
+
+    def errors(self, t: torch.Tensor) -> torch.Tensor:
+        """The errors of t's values: half to all of INJECTED, and of a value that fp32 may flush to 0 all of it."""
+        generator = self.generators.get(t.device)
+        if generator is None:
+            generator = self.generators[t.device] = torch.Generator(t.device).manual_seed(self.seed)
+        found = torch.rand(t.shape, generator=generator, dtype=torch.float64, device=t.device) - 0.5
+        found += torch.copysign(torch.tensor(0.5, dtype=torch.float64, device=t.device), found)
+        found *= INJECTED * torch.where(t.isfinite(), t, 0.0)
+        return torch.where(t.abs() < FP32.tiny, found / FP32.eps, found)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in FUSED:
+            with self:
+                return FUSED[func](*args, **kwargs)
+        if func.overloadpacket.__name__ in SUMS:
+            args = tuple(a + self.errors(a) if _is_float64(a) else a for a in args)
+        result = func(*args, **kwargs)
+        if func.overloadpacket.__name__.rstrip("_") in EXACT:
+            return result
+        several = isinstance(result, tuple | list)
+        for t, said in zip(result if several else [result], func._schema.returns, strict=False):
+            fresh = said.alias_info is None or said.alias_info.is_write  # not a view of what is disturbed already
+            if fresh and isinstance(t, torch.Tensor) and t.dtype == torch.float64:
+                t.add_(self.errors(t))
+        return result
+
+
+def moved(
+    answer: Callable[..., Sequence[torch.Tensor]],
+    args: Sequence[Any],
+    exact: Sequence[torch.Tensor],
+    samples: int = SAMPLES,
+) -> tuple[torch.Tensor, ...]:
+    """How far fp32 rounding errors move each element of `exact`, which is answer(*args), in the root mean square.
+
+    args: the inputs in float64. A result that is no floating-point tensor does not move.
+    """
+    largest = max((_largest(a) for a in args if _is_float64(a)), default=0.0)
+    total = [torch.zeros_like(e, dtype=torch.float64) for e in exact]
+    for seed in range(samples):
+        with _Disturbed(seed):
+            found = answer(*args)
+        for sum_, f, e in zip(total, found, exact, strict=True):
+            if e.is_floating_point():
+                by = (f.double() - e.double()).abs().nan_to_num(0.0, 0.0)
+                sum_ += torch.where(by > JUMP * max(largest, _largest(e)), 0.0, by).square()
+    return tuple((sum_ / samples).sqrt() * (FP32.eps / INJECTED) for sum_ in total)
+
+
+def _is_float64(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float64
+
+
+def _largest(t: torch.Tensor) -> float:
+    return t.double().abs().nan_to_num(0.0, 0.0).amax().item() if t.numel() else 0.0
