@@ -111,13 +111,13 @@ def test_a_refusal_names_an_argument(monkeypatch):
 
 def test_a_process_that_dies_or_hangs_is_a_crash_and_another_goes_on(monkeypatch):
     ready = "print('ready', flush=True); "
-    dies = "import os, sys; sys.stdin.readline(); sys.stderr.write('Illegal instruction'); os.abort()"
+    dies = "import os, sys; sys.stdin.readline(); print('Illegal instruction', file=sys.stderr, flush=True); os.abort()"
     hangs = "import sys, time; sys.stdin.readline(); time.sleep(60)"
     answers = 'print(\'["right", ""]\', flush=True); input()'
     command = []
     popen = fuzzing.subprocess.Popen
     monkeypatch.setattr(fuzzing.subprocess, "Popen", lambda args, **more: popen([args[0], "-c", command[-1]], **more))
-    with fuzzing.Worker("cpu", patience=3) as worker:
+    with fuzzing.Worker("cpu", patience=8) as worker:
         for code, kind, said in (
             (dies, "crash", "Illegal instruction"),
             (hangs, "crash", "hang"),
