@@ -43,7 +43,8 @@ def add_norm(
     """(LayerNorm(residual + x), residual + x), the step between two branches of a transformer, differentiable.
 
     x: [..., N] in float32, float16 or bfloat16, what a branch returned; any N, any strides. residual: of x's shape, in
-    x's dtype or float32, as the stream is under autocast. weight [N], and bias [N] or None: of x's dtype or float32.
+    x's dtype or float32. Under autocast the stream is float32. weight [N], and bias [N] or None: of x's dtype or
+    float32.
     Returns the norm in x's dtype and the sum in residual's, both contiguous. The sum is rounded to residual's dtype
     before it is normalised. Saves the sum, weight and 8 bytes a row for the backward.
     TypeError for another dtype, ValueError for another shape.

@@ -1,8 +1,9 @@
 """Attention: softmax(scale q k^T) v, with grouped heads, causal masks and windows; forward and backward.
 
 All functions here have the same conventions. q [B, H, S_q, D], k and v [B, H_kv, S_k, D]; H is a multiple of H_kv, and
-query head h reads head h * H_kv // H of k and v. Positions end together: query i stands at key i + S_k - S_q, so that
-causal is aligned at the lower right corner (PyTorch's is_causal at the upper left; for S_q = S_k they are the same).
+query head h reads head h * H_kv // H of k and v. Positions end together: query i stands at key i + S_k - S_q. So a
+causal mask is aligned at the lower right corner. PyTorch's is_causal is aligned at the upper left. For S_q = S_k they
+are the same.
 lse [B, H, S_q] is the natural logarithm of the sum of a row's exponentials. A query that sees no key has out = 0 and
 lse = -inf, and no gradient.
 
@@ -71,8 +72,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of attention, as q, k, v. dout as out; out and lse as attention_forward returned them.
 
-    out and lse may be those over more keys than k has, merged: then dk and dv are these keys' gradients, and dq is
-    their share of q's, as ring attention needs.
+    out and lse may be merged over more keys than k has, as in ring attention. Then dk and dv are the gradients of k's
+    keys, and dq is their share of q's gradient.
     """
     _expect_types(window, scale, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
     return torch.ops.course_ops.attention_backward(dout, q, k, v, out, lse, causal, window, scale)

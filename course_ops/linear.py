@@ -126,8 +126,8 @@ def linear(
 ) -> Tensor:
     """activation(x W^T + bias) + residual, summed in fp32 and rounded once.
 
-    x: [..., K], weight: [N, K] as nn.Linear keeps it, bias: [N], residual: [..., N], all fp32, fp16 or bf16 and alike;
-    under torch.autocast they are cast to its dtype.
+    x: [..., K], weight: [N, K] as nn.Linear keeps it, bias: [N], residual: [..., N]. All have one dtype: fp32, fp16 or
+    bf16. Under torch.autocast they are cast to its dtype.
     activation: None or "gelu_tanh" (F.gelu(approximate="tanh")). Returns [..., N]. Differentiable in all tensors; with
     an activation and a gradient to come x W^T + bias is kept for the backward, [..., N] in x's dtype.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for another activation.

@@ -19,12 +19,12 @@ INSTEAD = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
     """cross_entropy(x W^T, targets), the mean over the targets that are not ignored, differentiable in x and weight.
 
-    x: [..., K] in float32, float16 or bfloat16; the matmuls are in its dtype, under torch.autocast in autocast's.
+    x: [..., K] in float32, float16 or bfloat16. The matmuls are in its dtype, or in autocast's under torch.autocast.
     weight: [V, K] in x's dtype or float32. targets: [...] int64; a target that is no class gives NaN. Returns a scalar
     in float32.
     The logits exist for a part of the rows at a time, 1 GiB in 16 bits, and nothing of them is kept. Their gradient is
-    known up to a factor as soon as the loss is, so that, if a gradient is wanted, the forward makes both gradients at
-    once: it keeps dx and dW, which the backward multiplies by that factor. dW is added up in float32.
+    known up to a factor as soon as the loss is. So the forward makes dx and dW at once if a gradient is wanted, and
+    keeps them. The backward multiplies them by that factor. dW is added up in float32.
     TypeError for another dtype, ValueError for another shape.
     Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (FusedLinearCrossEntropy).
     """

@@ -367,8 +367,9 @@ def fuzz_operators(
         return _end([str(missing)])
     title = ["operator", "direction", "mode", "cases", "refused", "wrong", "crashes", "false alarms", "seconds"]
     here = [count for count in fuzzing.counts().values() if count.mode in modes and count.operator in (names or known)]
+    today = rows.this_commit()
     fuzzed = [[c.operator, c.direction, c.mode, c.cases, c.refused, c.wrong, c.crashes, c.false_alarms, c.seconds]
-              for c in here if c.commit == fuzzing.commit()]  # fmt: skip
+              for c in here if c.commit == today]  # fmt: skip
     show.table("cases of this commit", title, fuzzed)
     _end([f"{each.case['operator']}: {each.fault}" for each in failures])
 

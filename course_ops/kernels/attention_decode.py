@@ -134,8 +134,8 @@ def attention_decode(
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, S_q, D], k and v [B, H_kv, S_k, D] in fp32, fp16 or bf16, any strides -> o as q, lse [B, H, S_q] fp32.
 
-    H / H_kv * S_q at most MAX_ROWS, D up to 256. lengths [B] int32: keys of each sequence that are in use, or None for
-    all; causal: the last query stands at the last key in use. Deterministic: parts are merged in their order.
+    H / H_kv * S_q is at most MAX_ROWS, D at most 256. lengths [B] int32: how many keys of each sequence are in use, or
+    None for all. causal: the last query stands at the last key in use. Deterministic: parts are merged in their order.
     """
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     group = H // H_kv

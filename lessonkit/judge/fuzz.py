@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
-from random import Random
 from typing import Any, Protocol
 
 from lessonkit.base.device import DEVICE
@@ -39,26 +38,13 @@ Case = dict[str, Any]
 
 
 class Draw(Protocol):
-    """Where choices come from: hypothesis, or dice."""
+    """Where choices come from: hypothesis, or a test's dice."""
 
     most: int  # elements
 
     def integer(self, low: int, high: int) -> int: ...
 
     def one_of(self, options: Sequence[Any]) -> Any: ...
-
-
-class Dice:
-    """Choices without hypothesis: they are not shrunk."""
-
-    def __init__(self, seed: int, most: int) -> None:
-        self._random, self.most = Random(seed), most
-
-    def integer(self, low: int, high: int) -> int:
-        return self._random.randint(low, high)
-
-    def one_of(self, options: Sequence[Any]) -> Any:
-        return self._random.choice(options)
 
 
 @dataclass

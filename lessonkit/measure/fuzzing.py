@@ -28,9 +28,11 @@ from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.judge import fuzz
 from lessonkit.judge.fuzz import Case, Outcome
+from lessonkit.measure import rows
 
 FOUND = ROOT / "tests" / "fuzz" / "found.jsonl"
 COUNTS = REPORTS / "fuzz.csv"
+_commit = cache(rows.this_commit)  # asked for each operator, direction and mode
 PATIENCE = 60.0  # seconds for one case, with the kernels that it compiles
 STARTING = 600.0  # seconds for a process to import PyTorch and Triton
 TURN = 100  # cases of one operator and direction before the next ones' turn
@@ -194,14 +196,8 @@ def begun(operator: str, direction: str, mode: str) -> Count:
     where = device.name() if mode == "gpu" else "cpu"
     versions = " ".join(f"{name} {metadata.version(name)}" for name in ("torch", "triton", "hypothesis"))
     return Count(
-        operator=operator, direction=direction, mode=mode, device=where, versions=versions, commit=commit()
+        operator=operator, direction=direction, mode=mode, device=where, versions=versions, commit=_commit()
     )  # fmt: skip
-
-
-@cache
-def commit() -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 # ---- Drawing --------------------------------------------------------------------------------------------------------

@@ -127,9 +127,14 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda or "none",
-        "commit": os.environ.get("LESSONKIT_COMMIT") or commit(ROOT),
+        "commit": this_commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def this_commit() -> str:
+    """The commit of this checkout; LESSONKIT_COMMIT says it of a copy that came without git."""
+    return os.environ.get("LESSONKIT_COMMIT") or commit(ROOT)
 
 
 def commit(root: Path) -> str:
@@ -160,6 +165,7 @@ __all__ = [
     "read_csv",
     "save",
     "seal",
+    "this_commit",
     "to_csv",
     "with_head",
     "write_atomically",
