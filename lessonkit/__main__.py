@@ -22,7 +22,7 @@ from lessonkit.base import chips, device, renames
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment
-from lessonkit.commands import course_run, exercises, new, show, versions
+from lessonkit.commands import course_run, exercises, languages, new, show, versions
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import build, sass, toolchain
@@ -39,6 +39,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A GPU-kernel course: run, check, time and report its lessons."
 )
 app.add_typer(exercises.app, name="exercise")
+app.command()(languages.translate)
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what Ctrl-C, kill, and a closed terminal send
 Which = Annotated[
     str,

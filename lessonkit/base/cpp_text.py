@@ -33,6 +33,11 @@ def without_comments(text: str) -> str:
     return _NO_CODE.sub(lambda found: _blank(found) if found[0].startswith(("//", "/*")) else found[0], text)
 
 
+def comments(text: str) -> list[tuple[int, int]]:
+    """Where each comment begins and ends."""
+    return [found.span() for found in _NO_CODE.finditer(text) if found[0].startswith(("//", "/*"))]
+
+
 def bare(text: str) -> str:
     """The text with its comments, strings and characters blanked out: what is left are names and signs."""
     return _NO_CODE.sub(_blank, text)

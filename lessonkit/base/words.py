@@ -1,28 +1,58 @@
-"""Words in another language: English stands in the source, Chinese in a gettext catalogue, locale/zh_CN/*/course.po.
+"""Words in another language: English stands in the source, Chinese in gettext catalogues (locale/zh_CN/LC_MESSAGES).
 
-What the catalogue lacks is shown in English; `pytest --release` is red for it.
+What the catalogues lack is shown in English; `pytest --release` is red for it. `said` is for what a command says: in
+the language of `--lang`, which stands in COURSE_LANG, or of the system (LANG=zh_CN.UTF-8).
 """
 
+import os
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 from lessonkit.base.files import ROOT
 
-CATALOGUES = {"zh": ROOT / "locale" / "zh_CN" / "LC_MESSAGES" / "course.po"}
+LANGUAGES = {"zh": "zh_CN"}  # as `--lang` has it -> as gettext names it
+# A message that is in several rooms stands in the first of them.
+CATALOGUES = ("course", "kit", "day1", "day2", "day3", "day4", "day5", "cuda", "ops")
+
+
+def catalogue(name: str, language: str) -> Path:
+    return ROOT / "locale" / LANGUAGES[language] / "LC_MESSAGES" / f"{name}.po"
+
+
+def language() -> str:
+    """The language of what commands say: "en", or one of LANGUAGES."""
+    asked = (os.environ.get(name) for name in ("COURSE_LANG", "LC_ALL", "LC_MESSAGES", "LANG"))
+    wanted = next(filter(None, asked), "en")
+    return next((short for short in LANGUAGES if wanted == short or wanted.startswith(f"{short}_")), "en")
 
 
 @cache
-def _known(language: str) -> dict[str, str]:
+def _known(name: str, language: str) -> dict[str, str]:
     from babel.messages.pofile import read_po  # English, and whoever only imports this, does without
 
-    with CATALOGUES[language].open("rb") as file:
+    if not (path := catalogue(name, language)).exists():
+        return {}
+    with path.open("rb") as file:
         return {str(m.id): str(m.string) for m in read_po(file) if m.id and m.string and not m.fuzzy}
 
 
+def _catalogues(language: str) -> Iterator[dict[str, str]]:
+    return (_known(name, language) for name in CATALOGUES)
+
+
 def translated(english: str, language: str) -> str:
-    """The text in a language ("en", "zh"); in English where the catalogue has no translation."""
-    return english if language == "en" else _known(language).get(english, english)
+    """The text in a language ("en", "zh"); in English where no catalogue has a translation."""
+    if language == "en":
+        return english
+    return next((known[english] for known in _catalogues(language) if english in known), english)
+
+
+def said(english: str) -> str:
+    """What a command says, in the language of this process; figures are filled in after it, with `.format(n=2)`."""
+    return translated(english, language())
 
 
 def missing(texts: list[str], language: str) -> list[str]:
-    """The English texts that a catalogue does not have."""
-    return [text for text in texts if text not in _known(language)]
+    """The English texts that no catalogue has."""
+    return [text for text in texts if not any(text in known for known in _catalogues(language))]

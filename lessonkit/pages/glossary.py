@@ -210,6 +210,13 @@ def explained(which: str) -> Iterator[Term]:
         yield from (term for term in terms() if term in among)
 
 
+def words() -> list[str]:
+    """What of the glossary is translated: headings, terms, and what is said of each."""
+    grouped = [(group, [t for t in terms() if t.group == group]) for group in dict.fromkeys(t.group for t in terms())]
+    said = [each for group, found in grouped for each in (group, *(word for t in found for word in (t.term, t.says)))]
+    return ["Glossary", *said]
+
+
 def untranslated(language: str) -> list[str]:
     """What of the glossary a catalogue lacks."""
     return missing(["Glossary", *dict.fromkeys(t.group for t in terms()), *(t.says for t in terms())], language)

@@ -1,0 +1,393 @@
+"""The prose of a file, in Python or C++: comments, docstrings and the strings of a declaration that a learner reads.
+
+`passages(text, suffix)` finds it. A passage knows its messages and how it looks with other words, so that what is
+extracted for translators and what is printed in their language come from one reading. A message is a paragraph with its
+white space normalised: wrapping it anew changes no message. Code, drawings and tables stay as they are; of a table, the
+cells that hold a phrase are messages.
+"""
+
+import ast
+import io
+import re
+import tokenize
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lessonkit.base.cpp_text import comments
+
+WIDTH = 118
+CUT = "# The learner's file ends here."  # an exercise: of the grader's part that follows no comment is read
+Translate = Callable[[str], str]
+
+# Calls of a declaration -> their arguments with prose, by position or by name.
+_SPOKEN: dict[str, tuple[int | str, ...]] = {
+    "Prediction": ("why",),
+    "Table": (2, "note"),
+    "Exercise": ("hints",),
+    "Wrong": (0, "why"),
+    "case": (0, "why"),
+}
+_DIRECTIVE = re.compile(
+    r"!|noqa|type:|fmt:|ruff:|mypy:|pragma|NOLINT|clang-format|stub:|END\(\d|The learner's file ends"
+)
+_TODO = re.compile(r"TODO\(\d+\): ")
+_BULLET = re.compile(r" {0,3}(?:[-*]|\d+[.)]) +(?=\S)")
+_UNDERLINE = re.compile(r"[=~-]{3,}$")
+_DRAWN = re.compile(r"[\u2190-\u21ff\u2500-\u259f]|\S {3,}\S|^[|+].*[|+]$")
+_HEAD = re.compile(r"New words \(|You (?:will )?(?:be able|need|learn)|(?:Run|Check|Time) it:|Needs |Without a GPU")
+_LABEL = re.compile(r"[A-Z][A-Za-z ]{1,20}:(?=  |$)")  # `Check it:  python -m lessonkit check ...`
+_NEW_WORDS = re.compile(r"New words \(GLOSSARY\.md\): ")  # generated: a list of terms
+_CELL = re.compile(r"\S+(?: \S+)*")
+_WORD = re.compile(r"[(\"'`]*[A-Za-z][a-z'-]+[.,;:!?)\"'`]*$")
+_LINKING = re.compile(
+    r"\b(?:a|an|the|of|is|are|was|be|in|to|and|for|with|from|by|as|at|on|it|its|this|that|these|each|no|not|or|than"
+    r"|then|when|if|all|which|has|have|per|so|only|both|they|them|into|over|under|every|more|less|most|any|but|what"
+    r"|how|where|while|after|before|again|there|once|does|do|can|may|must|will|already|none|between|without)\b"
+)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """text[start:stop] of a file, the messages in it, and what stands there when they are translated."""
+
+    start: int
+    stop: int
+    messages: tuple[str, ...]
+    render: Callable[[Translate], str]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of a comment or docstring: where it begins in the file, its column there, what it says."""
+
+    start: int
+    column: int
+    text: str
+
+    @property
+    def indent(self) -> int:
+        return len(self.text) - len(self.text.lstrip())
+
+
+def passages(text: str, suffix: str) -> list[Passage]:
+    """The prose of a file, in order. suffix: ".py", or one of C++."""
+    found = list(_of_python(text) if suffix == ".py" else _of_cpp(text))
+    return sorted(found, key=lambda passage: passage.start)
+
+
+def messages(text: str, suffix: str) -> list[str]:
+    """The messages of a file, in order, each once."""
+    return list(dict.fromkeys(message for passage in passages(text, suffix) for message in passage.messages))
+
+
+def read_as(text: str, suffix: str, translate: Translate) -> str:
+    """The file with its prose in other words. A passage whose words stay the same keeps its lines."""
+    parts, at = [], 0
+    for passage in passages(text, suffix):
+        if all(translate(message) == message for message in passage.messages):
+            continue
+        parts += [text[at : passage.start], passage.render(translate)]
+        at = passage.stop
+    return _underlined("".join([*parts, text[at:]]))
+
+
+def normal(text: str) -> str:
+    return " ".join(text.split())
+
+
+def is_prose(text: str) -> bool:
+    """Whether a paragraph says something in English: two words, or one alone; shapes, names and code do not."""
+    if _DIRECTIVE.match(text):
+        return False
+    tokens = re.sub(r"`[^`]*`", "", text).split()
+    words = [token for token in tokens if _WORD.match(token)]
+    return len(words) >= 2 or (len(words) == len(tokens) == 1 and len(words[0]) > 2)
+
+
+def _is_phrase(cell: str) -> bool:
+    """Whether a cell of a table, or a line beside a drawing, is a phrase and no code or figure."""
+    if _LABEL.fullmatch(cell):
+        return True
+    tokens = cell.split()
+    words = [token.lower() for token in tokens if _WORD.match(token)]
+    return len(words) >= 3 and len(words) >= 0.6 * len(tokens) and bool(_LINKING.search(" ".join(words)))
+
+
+# ---- Where the prose of a file stands ----
+
+
+def _of_python(text: str) -> Iterator[Passage]:
+    offsets = _offsets(text)
+    learners = text.find(CUT) if CUT in text else len(text)
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
+    found = [(offsets[t.start[0] - 1] + t.start[1], t.string) for t in tokens]
+    for block in _blocks(text, [each for each in found if each[0] < learners], "#"):
+        yield from _paragraphs(text, block)
+    lines = text.splitlines(True)
+
+    def place(line: int, byte: int) -> int:
+        return offsets[line - 1] + len(lines[line - 1].encode()[:byte].decode())
+
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                said = first.value
+                if isinstance(said.value, str):
+                    start, stop = (
+                        place(said.lineno, said.col_offset),
+                        place(said.end_lineno or 0, said.end_col_offset or 0),
+                    )
+                    yield from _docstring(text, start, stop)
+        elif isinstance(node, ast.Call):
+            for string in _spoken(node):
+                start = place(string.lineno, string.col_offset)
+                stop = place(string.end_lineno or 0, string.end_col_offset or 0)
+                yield _string(text, start, stop, str(string.value))
+
+
+def _of_cpp(text: str) -> Iterator[Passage]:
+    found = [(start, text[start:stop].rstrip()) for start, stop in comments(text) if text.startswith("//", start)]
+    for block in _blocks(text, found, "//"):
+        yield from _paragraphs(text, block)
+
+
+def _offsets(text: str) -> list[int]:
+    """Where each line begins."""
+    offsets = [0]
+    for line in text.splitlines(True):
+        offsets.append(offsets[-1] + len(line))
+    return offsets
+
+
+def _blocks(text: str, found: list[tuple[int, str]], mark: str) -> Iterator[list[_Line]]:
+    """Comments that follow each other in one column are a block. Only the first may stand behind code."""
+    block: list[_Line] = []
+    last, last_column = -2, 0
+    for start, comment in found:
+        begin = text.rfind("\n", 0, start) + 1
+        number, column = text.count("\n", 0, start), start - begin
+        said = comment.removeprefix(mark)
+        inset = len(mark) + said.startswith(" ")
+        line = _Line(start + inset, column + inset, said.removeprefix(" ").rstrip())
+        alone = not text[begin:start].strip()
+        if block and not (alone and number == last + 1 and column == last_column):
+            yield block
+            block = []
+        block.append(line)
+        last, last_column = number, column
+    if block:
+        yield block
+
+
+def _docstring(text: str, start: int, stop: int) -> Iterator[Passage]:
+    """The paragraphs of a docstring; one that is put together of several strings has none."""
+    found = re.fullmatch(r'([rR]?"""|[rR]?")(.*?)("""|")', text[start:stop], re.DOTALL)
+    if not found:
+        return
+    inside = start + len(found[1])
+    lines, at = list[_Line](), inside
+    margin = min(
+        (len(each) - len(each.lstrip()) for each in found[2].splitlines()[1:] if each.strip()),
+        default=start - text.rfind("\n", 0, start) - 1,
+    )
+    for number, each in enumerate(found[2].splitlines(True)):
+        if number == 0:
+            lines.append(_Line(at, inside - text.rfind("\n", 0, inside) - 1, each.rstrip()))
+        else:
+            cut = min(margin, len(each) - len(each.lstrip(" ")))
+            lines.append(_Line(at + cut, cut, each[cut:].rstrip()))
+        at += len(each)
+    yield from _paragraphs(text, lines, margin)
+
+
+def _spoken(call: ast.Call) -> Iterator[ast.Constant]:
+    """The strings of a declaration that a learner reads."""
+    wanted = _SPOKEN.get(call.func.id, ()) if isinstance(call.func, ast.Name) else ()
+    given: list[ast.expr] = [call.args[i] for i in wanted if isinstance(i, int) and i < len(call.args)]
+    given += [keyword.value for keyword in call.keywords if keyword.arg in wanted]
+    for value in given:
+        for each in value.elts if isinstance(value, ast.Tuple) else [value]:
+            if isinstance(each, ast.Constant) and isinstance(each.value, str) and is_prose(each.value):
+                yield each
+
+
+# ---- From lines to messages ----
+
+
+def _paragraphs(text: str, lines: list[_Line], margin: int | None = None) -> Iterator[Passage]:
+    """margin: the column at which further lines begin; of a comment that of its first line."""
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        begin = at
+        at += 1
+        if not line.text.strip() or _UNDERLINE.match(line.text) or _DIRECTIVE.match(line.text):
+            continue
+        if todo := _TODO.match(line.text):
+            yield from _paragraph(text, [line], todo.end(), margin)
+            continue
+        bullet = _BULLET.match(line.text)
+        if not bullet and (_set_apart(line) or (at < len(lines) and _is_row(line, lines[at]))):
+            while at < len(lines) and _continues(line, lines[at]):
+                at += 1
+            yield from _row(text, lines[begin:at], margin)
+            continue
+        hang = bullet.end() if bullet else 0
+        while at < len(lines) and _goes_on(lines[at], hang):
+            at += 1
+        yield from _paragraph(text, lines[begin:at], hang, margin)
+
+
+def _set_apart(line: _Line) -> bool:
+    return line.indent >= 2 or bool(_DRAWN.search(line.text)) or _is_labelled(line.text)
+
+
+def _is_labelled(text: str) -> bool:
+    """Whether a command stands behind a word, apart from it."""
+    return bool(re.match(rf"{_LABEL.pattern} *\S", text))
+
+
+def _is_row(line: _Line, following: _Line) -> bool:
+    """Whether a line is the first of a table without an indent: `term  what it means`, continued below."""
+    cells = _cells(line)
+    return len(cells) > 1 and following.indent > 0 and following.indent in {cell.start() for cell in cells[1:]}
+
+
+def _goes_on(line: _Line, hang: int) -> bool:
+    """Whether a line belongs to the paragraph above it."""
+    if not line.text.strip() or _UNDERLINE.match(line.text) or _DIRECTIVE.match(line.text) or _TODO.match(line.text):
+        return False
+    if _BULLET.match(line.text) or _HEAD.match(line.text) or _DRAWN.search(line.text) or _is_labelled(line.text):
+        return False
+    return line.indent == hang
+
+
+def _cells(line: _Line) -> list[re.Match[str]]:
+    return list(_CELL.finditer(line.text))
+
+
+def _continues(line: _Line, following: _Line) -> bool:
+    """Whether the next line holds nothing but more of one cell, in that cell's column."""
+    cells = _cells(following)
+    if len(cells) != 1:
+        return False
+    above = {cell.start(): cell[0] for cell in _cells(line)}
+    return cells[0].start() in above and _worded(above[cells[0].start()]) and _worded(cells[0][0])
+
+
+def _worded(cell: str) -> bool:
+    """Whether a part of a phrase may be this."""
+    tokens = cell.split()
+    return sum(bool(_WORD.match(token)) for token in tokens) >= 0.5 * len(tokens)
+
+
+def _paragraph(text: str, lines: list[_Line], hang: int, margin: int | None) -> Iterator[Passage]:
+    first, last = lines[0], lines[-1]
+    message = normal(" ".join([first.text[hang:], *(line.text for line in lines[1:])]))
+    if not is_prose(message) or _NEW_WORDS.match(message):
+        return
+    start, stop = first.start + hang, last.start + len(last.text)
+    column = first.column + hang
+    rest = _rest(text, first, margin) + " " * (0 if _TODO.match(first.text) else hang)
+
+    def render(translate: Translate) -> str:
+        return f"\n{rest}".join(wrapped(translate(message), WIDTH - len(rest), WIDTH - column))
+
+    yield Passage(start, stop, (message,), render)
+
+
+def _rest(text: str, first: _Line, margin: int | None) -> str:
+    """What stands before each further line of a block."""
+    if margin is not None:
+        return " " * margin
+    begin = text.rfind("\n", 0, first.start) + 1
+    mark = text[begin : first.start].split()[-1]
+    return " " * (first.column - 1 - len(mark)) + mark + " "
+
+
+def _row(text: str, lines: list[_Line], margin: int | None) -> Iterator[Passage]:
+    """A line set apart, with those that go on in one of its cells: the phrases in its cells are messages."""
+    first, last = lines[0], lines[-1]
+    cells = _cells(first)
+    more = [line.text.strip() for line in lines[1:]]
+    column = lines[1].indent if more else -1
+    said = [normal(" ".join([cell[0], *(more if cell.start() == column else [])])) for cell in cells]
+    spoken = tuple(message for message in said if _is_phrase(message))
+    if not spoken:
+        return
+    rest = _rest(text, first, margin)
+
+    def render(translate: Translate) -> str:
+        made, below = "", list[str]()
+        for i, (cell, message) in enumerate(zip(cells, said, strict=True)):
+            made += " " * max(cell.start() - columns(made), 1 if made else 0)
+            shown = translate(message) if message in spoken else message
+            if cell.start() == column:
+                room = max(WIDTH - first.column - column, 40)
+                if i + 1 < len(cells):
+                    room = max(cells[i + 1].start() - column - 3, 20)
+                shown, *below = wrapped(shown, room, room)
+            made += shown
+        return f"\n{rest}".join([made, *(" " * column + line for line in below)])
+
+    yield Passage(first.start, last.start + len(last.text), spoken, render)
+
+
+def _string(text: str, start: int, stop: int, said: str) -> Passage:
+    """A string of a declaration; a long one is put together of several, below each other."""
+    indent = " " * (start - text.rfind("\n", 0, start) - 1)
+
+    def render(translate: Translate) -> str:
+        lines = wrapped(translate(normal(said)), WIDTH - len(indent) - 4, WIDTH - len(indent) - 4, keep_spaces=True)
+        return f"\n{indent}".join(_quoted(line) for line in lines)
+
+    return Passage(start, stop, (normal(said),), render)
+
+
+def _quoted(said: str) -> str:
+    return '"' + said.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# ---- Lines of a width, where a Chinese character is two columns wide ----
+
+_WIDE = r"\u2e80-\u9fff\uf900-\ufaff\uff01-\uff60\u3000-\u303f\u2014\u2018\u2019\u201c\u201d\u2026"
+_CLOSING = "，。；：？！、）》」』”’…—"
+_ATOM = re.compile(rf" +|[（《「『“‘]*(?:`[^`]{{1,40}}`|[{_WIDE}]|[^\s{_WIDE}`]+|`[^\s{_WIDE}]*)[{_CLOSING}]*")
+
+
+def columns(text: str) -> int:
+    """How many columns a terminal takes for it."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def wrapped(text: str, width: int, first: int, *, keep_spaces: bool = False) -> list[str]:
+    """Lines of a width, the first one's its own. A line may end between two Chinese characters, not before a comma.
+
+    keep_spaces: a space at which a line breaks stays at its end, as strings need it that are put together again.
+    """
+    lines, line, room = list[str](), "", first
+    for atom in _ATOM.findall(text):
+        if line and columns(line + atom.rstrip()) > room:
+            lines.append(line if keep_spaces else line.rstrip())
+            line, room = "", width
+            if not atom.strip():
+                if keep_spaces:
+                    lines[-1] += atom
+                continue
+        line += atom
+    return [*lines, line if keep_spaces else line.rstrip()]
+
+
+def _underlined(text: str) -> str:
+    """Titles underlined in their own width."""
+    lines = text.split("\n")
+    for i in range(1, len(lines)):
+        mark = re.fullmatch(r"(\s*(?:#|//)? ?)(={3,})", lines[i])
+        above = lines[i - 1].lstrip('r"')
+        if mark and re.search(rf"[{_WIDE}]", above):
+            lines[i] = mark[1] + "=" * (
+                columns(above) - len(mark[1] if above.startswith(mark[1].strip() or "\0") else "")
+            )
+    return "\n".join(lines)
