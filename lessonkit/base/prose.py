@@ -29,10 +29,11 @@ _SPOKEN: dict[str, tuple[int | str, ...]] = {
     "case": (0, "why"),
 }
 _DIRECTIVE = re.compile(
-    r"!|noqa|type:|fmt:|ruff:|mypy:|pragma|NOLINT|clang-format|stub:|END\(\d|The learner's file ends"
+    r"!|noqa|type:|fmt:|ruff:|mypy:|pragma|jupyter:|NOLINT|clang-format|namespace \w+$|stub:|END\(\d|The learner's file ends"
 )
 _TODO = re.compile(r"TODO\(\d+\): ")
-_BULLET = re.compile(r" {0,3}(?:[-*]|\d+[.)]) +(?=\S)")
+_BULLET = re.compile(r" {0,3}(?:[-*]|(?P<number>\d{1,2})[.)]) +(?=\S)")
+_RULE = re.compile(r"-{3,} (.+?)(?: -{3,})?$")  # the heading of a section
 _UNDERLINE = re.compile(r"[=~-]{3,}$")
 _DRAWN = re.compile(r"[\u2190-\u21ff\u2500-\u259f]|\S {3,}\S|^[|+].*[|+]$")
 _HEAD = re.compile(r"New words \(|You (?:will )?(?:be able|need|learn)|(?:Run|Check|Time) it:|Needs |Without a GPU")
@@ -228,14 +229,20 @@ def _paragraphs(text: str, lines: list[_Line], margin: int | None = None) -> Ite
         if todo := _TODO.match(line.text):
             yield from _paragraph(text, [line], todo.end(), margin)
             continue
+        if rule := _RULE.match(line.text):
+            heading = _Line(line.start + rule.start(1), line.column + rule.start(1), rule[1])
+            yield from _paragraph(text, [heading], 0, margin)
+            continue
         bullet = _BULLET.match(line.text)
+        if bullet and bullet["number"] and at < len(lines) and _goes_on(lines[at], 0):
+            bullet = None  # a paragraph with a number
         if not bullet and (_set_apart(line) or (at < len(lines) and _is_row(line, lines[at]))):
             while at < len(lines) and _continues(line, lines[at]):
                 at += 1
             yield from _row(text, lines[begin:at], margin)
             continue
         hang = bullet.end() if bullet else 0
-        while at < len(lines) and _goes_on(lines[at], hang):
+        while at < len(lines) and _goes_on(lines[at], hang) and not _begins_list(lines[at - 1], lines[at], hang):
             at += 1
         yield from _paragraph(text, lines[begin:at], hang, margin)
 
@@ -259,9 +266,21 @@ def _goes_on(line: _Line, hang: int) -> bool:
     """Whether a line belongs to the paragraph above it."""
     if not line.text.strip() or _UNDERLINE.match(line.text) or _DIRECTIVE.match(line.text) or _TODO.match(line.text):
         return False
-    if _BULLET.match(line.text) or _HEAD.match(line.text) or _DRAWN.search(line.text) or _is_labelled(line.text):
+    if _is_item(line) or _HEAD.match(line.text) or _DRAWN.search(line.text) or _is_labelled(line.text):
         return False
     return line.indent == hang
+
+
+def _is_item(line: _Line) -> bool:
+    """Whether a line is an item of a list by its dash; a number may stand there by chance."""
+    bullet = _BULLET.match(line.text)
+    return bullet is not None and bullet["number"] is None
+
+
+def _begins_list(above: _Line, line: _Line, hang: int) -> bool:
+    """Whether a number at the beginning of a line counts items: in a list, or after a colon."""
+    bullet = _BULLET.match(line.text)
+    return bullet is not None and bullet["number"] is not None and (hang > 0 or above.text.endswith(":"))
 
 
 def _cells(line: _Line) -> list[re.Match[str]]:
