@@ -29,7 +29,7 @@ _SPOKEN: dict[str, tuple[int | str, ...]] = {
     "case": (0, "why"),
 }
 _DIRECTIVE = re.compile(
-    r"!|noqa|type:|fmt:|ruff:|mypy:|pragma|jupyter:|NOLINT|clang-format|namespace \w+$|stub:|END\(\d|The learner's file ends"
+    r"!|noqa|type:|fmt:|ruff:|mypy:|pragma|jupyter:|NOLINT|clang-format|namespace \w+$|stub:|END\(\d|The learner's file"
 )
 _TODO = re.compile(r"TODO\(\d+\): ")
 _BULLET = re.compile(r" {0,3}(?:[-*]|(?P<number>\d{1,2})[.)]) +(?=\S)")
