@@ -36,9 +36,13 @@ from lessonkit.pages import final_report, glossary, paths, report, targets
 import typer
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="A GPU-kernel course: run, check, time and report its lessons."
+    cls=languages.Spoken,
+    no_args_is_help=True,
+    add_completion=False,
+    help="A GPU-kernel course: run, check, time and report its lessons. `--lang zh` says all in Chinese.",
 )
 app.add_typer(exercises.app, name="exercise")
+app.command()(languages.read)
 app.command()(languages.translate)
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what Ctrl-C, kill, and a closed terminal send
 Which = Annotated[

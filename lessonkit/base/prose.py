@@ -78,8 +78,9 @@ def passages(text: str, suffix: str) -> list[Passage]:
 
 
 def messages(text: str, suffix: str) -> list[str]:
-    """The messages of a file, in order, each once."""
-    return list(dict.fromkeys(message for passage in passages(text, suffix) for message in passage.messages))
+    """The messages of a file that are translated, in order, each once. Its list of new words is generated."""
+    found = dict.fromkeys(message for passage in passages(text, suffix) for message in passage.messages)
+    return [message for message in found if not _NEW_WORDS.match(message)]
 
 
 def read_as(text: str, suffix: str, translate: Translate) -> str:
@@ -305,7 +306,7 @@ def _worded(cell: str) -> bool:
 def _paragraph(text: str, lines: list[_Line], hang: int, margin: int | None) -> Iterator[Passage]:
     first, last = lines[0], lines[-1]
     message = normal(" ".join([first.text[hang:], *(line.text for line in lines[1:])]))
-    if not is_prose(message) or _NEW_WORDS.match(message):
+    if not is_prose(message):
         return
     start, stop = first.start + hang, last.start + len(last.text)
     column = first.column + hang

@@ -1,30 +1,131 @@
-"""`translate` and `read`: the catalogues of translations, and a lesson in another language."""
+"""The language of commands: `--lang zh` anywhere on the command line, the help in it, `read` and `translate`."""
 
-from typing import Annotated
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
 
+from lessonkit.base import renames
 from lessonkit.base.files import ROOT
-from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue
+from lessonkit.base.prose import normal, read_as
+from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, language, said, translated
 from lessonkit.commands import show
-from lessonkit.pages import catalogues
+from lessonkit.exercise import source
+from lessonkit.lesson import names
+from lessonkit.pages import catalogues, glossary
 
 import typer
+from typer.core import TyperGroup
+
+CHOICES = ("en", *LANGUAGES)
+
+
+class Spoken(TyperGroup):
+    """A group of commands that takes `--lang`, before a command's name or after it, and says its help in it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest, wanted = _without_language(args)
+        ctx.with_resource(_speaking(wanted))
+        if language() != "en":
+            _say_help(self)
+        return super().parse_args(ctx, rest)
+
+
+def _without_language(args: list[str]) -> tuple[list[str], str]:
+    """The words of a command line without `--lang zh`, and the language; "" where there is none."""
+    rest, wanted, words = list[str](), "", iter(args)
+    for word in words:
+        option, given, value = word.partition("=")
+        if option != "--lang":
+            rest.append(word)
+        elif (wanted := value if given else next(words, "")) not in CHOICES:
+            raise typer.BadParameter(f"--lang takes one of {', '.join(CHOICES)}, not {wanted!r}")
+    return rest, wanted
+
+
+@contextmanager
+def _speaking(wanted: str) -> Iterator[None]:
+    """Say all in a language, in what this process starts too; "" leaves it as it is."""
+    before = os.environ.get("COURSE_LANG")
+    if wanted:
+        os.environ["COURSE_LANG"] = wanted
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("COURSE_LANG", None)
+        else:
+            os.environ["COURSE_LANG"] = before
+
+
+def _say_help(command: Any) -> None:
+    """Translate the help of a command, of its arguments and options, and of the commands in it."""
+    if command.help:
+        command.help = "\n\n".join(said(each) for each in catalogues.help_paragraphs(command.help))
+    for parameter in command.params:
+        if getattr(parameter, "help", None):
+            parameter.help = said(normal(parameter.help))
+    for each in getattr(command, "commands", {}).values():
+        _say_help(each)
+
+
+def read(
+    lesson: Annotated[str, typer.Argument(help="A lesson, an exercise, or a file of the course.")],
+) -> None:
+    """Print a lesson's file; with `--lang zh` its comments and docstrings in Chinese, its code as it is."""
+    path = _file(lesson)
+    text = path.read_text()
+    now = language()
+    sys.stdout.write(read_as(text, path.suffix, lambda message: in_words(message, now)))
+    if now != "en" and (left := catalogues.untranslated(path, now)):
+        words = said("{left} of {all} paragraphs have no translation yet and are shown in English")
+        print(words.format(left=len(left), all=len(catalogues.messages(path))), file=sys.stderr)
+
+
+def in_words(message: str, wanted: str) -> str:
+    """A message in a language; the list of a lesson's new words, which is generated, from its terms."""
+    if wanted != "en" and message.startswith(glossary.HEAD):
+        return glossary.new_words(message, wanted)
+    return translated(message, wanted)
+
+
+def _file(which: str) -> Path:
+    """The file that a reader means: a path, a lesson (in CUDA C++ its program), an exercise."""
+    if (
+        (path := (ROOT / which).resolve()).is_file()
+        and path.is_relative_to(ROOT)
+        and path.suffix in catalogues.SUFFIXES
+    ):
+        return path
+    found = [ROOT / f"{name.replace('.', '/')}.py" for name in names(which) or names(renames.meant("lessons", which))]
+    found = found if which else []
+    if not found:
+        found = [each.path for each in source.find(which)]
+    if len(found) != 1:
+        closest = ", ".join(each.stem for each in found[:5]) or said("`list` shows all")
+        words = said("{which} names {count} lessons and exercises, expected one: {closest}")
+        raise typer.BadParameter(words.format(which=repr(which), count=len(found), closest=closest))
+    program = found[0].with_suffix(".cu")
+    return program if program.exists() else found[0]
 
 
 def translate(
     missing: Annotated[bool, typer.Option("--missing", help="Change nothing; list what has no translation.")] = False,
 ) -> None:
     """Bring the catalogues of translations up to date with the sources; count what each still lacks."""
-    for language in LANGUAGES:
+    for each in LANGUAGES:
         if not missing:
-            catalogues.update(language)
+            catalogues.update(each)
         body = []
         for name in CATALOGUES:
-            waiting = catalogues.waiting(name, language)
+            waiting = catalogues.waiting(name, each)
             drafts = sum(message.fuzzy for message in waiting)
             words = sum(len(str(message.id).split()) for message in waiting)
-            body.append([name, len(catalogues.load(name, language)), len(waiting), drafts, words])
+            body.append([name, len(catalogues.load(name, each)), len(waiting), drafts, words])
             for message in waiting if missing else ():
                 where = message.locations[0][0] if message.locations else ""
                 show.console.print(f"{name}: {where}: {message.id}", highlight=False, soft_wrap=True)
-        folder = catalogue("", language).parent.relative_to(ROOT)
+        folder = catalogue("", each).parent.relative_to(ROOT)
         show.table(str(folder), ["catalogue", "messages", "without translation", "drafts", "words of these"], body)

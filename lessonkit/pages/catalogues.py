@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lessonkit.base import prose
 from lessonkit.base.files import ROOT, write_atomically
-from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, said
+from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, missing, said
 from lessonkit.lesson import names
 from lessonkit.pages import glossary, guides
 
@@ -62,7 +62,7 @@ def today() -> dict[str, Found]:
 def _room(room: str) -> Callable[[], Iterator[tuple[str, Path]]]:
     def found() -> Iterator[tuple[str, Path]]:
         for path in sources(room):
-            yield from ((message, path) for message in _messages(path.read_text(), path.suffix))
+            yield from ((message, path) for message in messages(path))
 
     return found
 
@@ -176,6 +176,16 @@ def update(language: str) -> None:
 def waiting(name: str, language: str) -> list[Message]:
     """The messages of a catalogue that have no translation, or a draft."""
     return [message for message in load(name, language) if message.id and (not message.string or message.fuzzy)]
+
+
+def messages(path: Path) -> list[str]:
+    """The messages of one file."""
+    return _messages(path.read_text(), path.suffix)
+
+
+def untranslated(path: Path, language: str) -> list[str]:
+    """The messages of one file that are shown in English."""
+    return missing(messages(path), language)
 
 
 def outdated(language: str) -> dict[str, tuple[list[str], list[str]]]:

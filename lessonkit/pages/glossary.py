@@ -25,6 +25,7 @@ PAGES = {"en": "GLOSSARY.md", "zh": "GLOSSARY.zh-CN.md"}
 BEFORE = ("day2", "day3", "day4", "day5")  # in reading order: the short paths begin with day 2
 WIDTH = 119
 HEAD = "New words (GLOSSARY.md): "
+HEADS = {"en": "New words ({}): {}.", "zh": "新词（见 {}）：{}。"}
 _LINE = re.compile(rf"^{re.escape(HEAD)}[^.]*\.\n", re.MULTILINE)  # no term has a dot
 _BEFORE = re.compile(r"^(?:You will|You need:|You learn|Run it:|Check it:|Without a GPU|Needs)", re.MULTILINE)
 INTRO = {
@@ -145,6 +146,14 @@ def head(text: str, new_terms: list[Term]) -> str:
     at = _BEFORE.search(text, 0, end)
     place = at.start() if at else end
     return text[:place] + line + text[place:]
+
+
+def new_words(line: str, language: str) -> str:
+    """The line of a lesson's head in another language, made from its terms."""
+    comma = NEW[language][2]
+    found = (term.strip() for term in line.removeprefix(HEAD).rstrip(".").split(","))
+    named = {term.term: _heading(term, language) for term in terms()}
+    return HEADS[language].format(PAGES[language], comma.join(named.get(each, each) for each in found))
 
 
 def below(folder: str, language: str, first: str, last: str) -> str:
