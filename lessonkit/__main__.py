@@ -22,6 +22,7 @@ from lessonkit.base import chips, device, renames
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment
+from lessonkit.base.words import counted, language, said
 from lessonkit.commands import course_run, exercises, languages, new, show, versions
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
@@ -31,7 +32,7 @@ from lessonkit.judge import counters, fuzz, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import dependents, fuzzing, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
 from lessonkit.modes import compiled
-from lessonkit.pages import final_report, glossary, paths, report, targets
+from lessonkit.pages import final_report, glossary, guides, paths, report, targets
 
 import typer
 
@@ -56,11 +57,12 @@ Which = Annotated[
 def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
     found = list(discover("" if which == "all" else which))
     if not found and (now := renames.meant("lessons", which)):
-        show.console.print(f"lesson {which} is now called {now}")
+        show.console.print(said("lesson {old} is now called {new}").format(old=which, new=now))
         found = list(discover(now))
     if not found:
         close = ", ".join(_closest(which))
-        raise typer.BadParameter(f"no lesson matches {which!r}. The closest: {close}. All: {exercises.COURSE} list")
+        words = said("no lesson matches {which}. The closest: {close}. All: {command}")
+        raise typer.BadParameter(words.format(which=repr(which), close=close, command=f"{exercises.COURSE} list"))
     return found
 
 
@@ -80,11 +82,16 @@ def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]
     chosen = _chosen(which)
     for name, lesson in chosen:
         if isinstance(lesson, Broken):
-            failed.append(f"{name}: cannot be imported: {lesson.error}")
+            failed.append(_not_imported(name, lesson))
         elif isinstance(lesson, Lesson):
             yield name, lesson
     if all(isinstance(lesson, Steps) for _, lesson in chosen):
-        show.console.print(f"Steps without rungs; running them checks what they claim: {exercises.COURSE} run {which}")
+        words = said("Steps without rungs; running them checks what they claim: {command}")
+        show.console.print(words.format(command=f"{exercises.COURSE} run {which}"))
+
+
+def _not_imported(name: str, lesson: Broken) -> str:
+    return said("{name}: cannot be imported: {error}").format(name=name, error=lesson.error)
 
 
 def _warn(routes: Iterable[paths.Route]) -> None:
@@ -103,8 +110,8 @@ def doctor() -> None:
     """Say what this machine has, what it can run, and the command that mends what is missing."""
     found = findings()
     show.table(
-        "this machine",
-        ["", "", "found", "what to do"],
+        said("this machine"),
+        ["", "", said("found"), said("what to do")],
         ([("ok" if f.ok else "--"), f.name, f.value, "" if f.ok else f.mend] for f in found),
     )
     raise typer.Exit(int(any(f.required and not f.ok for f in found)))
@@ -116,11 +123,11 @@ def list_lessons(which: Which = "") -> None:
     body = []
     for name, lesson in _chosen(which):
         if isinstance(lesson, Broken):
-            body.append([name, f"cannot be imported: {lesson.error}", ""])
+            body.append([name, _not_imported(name, lesson), ""])
             continue
         parts = lesson.rungs if isinstance(lesson, Lesson) else lesson.steps
-        body.append([name, title(name), " > ".join(p.__name__ for p in parts)])
-    show.table("lessons", ["name", "about", "rungs or steps"], body)
+        body.append([name, said(title(name)), " > ".join(p.__name__ for p in parts)])
+    show.table(said("lessons"), [said("name"), said("about"), said("rungs or steps")], body)
 
 
 @app.command(name="path")
@@ -128,20 +135,26 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
     """Show a path for the time that you have: its parts, and how many of their exercises have passed."""
     routes = {route.name: route for route in paths.routes()}
     if name not in ("", *routes):
-        raise typer.BadParameter(f"no path is called {name!r}; there are {', '.join(routes)}")
+        words = said("no path is called {name}; there are {known}")
+        raise typer.BadParameter(words.format(name=repr(name), known=", ".join(routes)))
     _warn(routes[word] for word in ([name] if name else routes))
     if not name:
-        body = [[r.name, r.ends["en"], f"paths/{r.name}.md"] for r in routes.values()]
-        return show.table("paths", ["name", "at the end", "page"], body)
+        page = guides.GUIDES[language()].removeprefix("README")
+        body = [[r.name, r.ends[language()], f"paths/{r.name}{page}"] for r in routes.values()]
+        return show.table(said("paths"), [said("name"), said("at the end"), said("page")], body)
     route, body = routes[name], []
     passed = {name for name, record in progress.load().items() if record.passed}
     for part in route.parts:
         asked = [exercise.name for item in part.items for exercise in item.exercises]
         time_ = f"{part.minutes / 60:.3g} h" if route.hours else f"{part.minutes:g} min"
-        body.append([part.title["en"], time_, f"{len(passed.intersection(asked))} of {len(asked)}" if asked else ""])
-    show.table(f"{route.title['en']}: paths/{name}.md", ["part", "time", "exercises passed"], body)
+        words = said("{done} of {count}")
+        done = words.format(done=len(passed.intersection(asked)), count=len(asked)) if asked else ""
+        body.append([part.title[language()], time_, done])
+    heading = f"{route.title[language()]}: paths/{name}{guides.GUIDES[language()].removeprefix('README')}"
+    show.table(heading, [said("part"), said("time"), said("exercises passed")], body)
     if waiting := next((exercise for exercise in route.exercises if exercise.name not in passed), None):
-        show.console.print(f"Next exercise: {exercises.COURSE} exercise next {waiting.short}")
+        command = f"{exercises.COURSE} exercise next {waiting.short}"
+        show.console.print(said("Next exercise: {command}").format(command=command))
 
 
 @app.command()
@@ -158,9 +171,10 @@ def run(
     stopped_run = kept.run_of(chosen)
     before = [] if again else stopped_run.unchanged(marks)
     if before:
-        many, since = f"{len(before)} lesson{'s' * (len(before) > 1)}", max(0.0, time.time() - stopped_run.at)
-        since_then = course_run.roughly(since)
-        show.console.print(f"going on after {many} of a run that was stopped {since_then} ago; --again starts over")
+        since = course_run.roughly(max(0.0, time.time() - stopped_run.at))
+        many = counted(len(before), said("1 lesson"), said("{count} lessons"))
+        words = said("going on after {many} of a run that was stopped {since} ago; --again starts over")
+        show.console.print(words.format(many=many, since=since))
     ended = dict.fromkeys(before, (0, ""))
     this = course_run.Run(chosen, {name: marks[name] for name in before})
     course_run.keep(this, {})
@@ -185,23 +199,22 @@ def run(
         for number, handler in handlers.items():
             signal.signal(number, handler)
     summary = [
-        [name, "ok, before" if name in before else course_run.verdict(ended[name][0]), ended[name][1]]
+        [name, said("ok, before") if name in before else course_run.verdict(ended[name][0]), ended[name][1]]
         for name in chosen
         if name in ended
     ]
-    show.table(f"{len(summary)} lessons, {show.MODES[device.DEVICE.type]}", ["lesson", "", "time"], summary)
+    heading = said("{count} lessons, {mode}").format(count=len(summary), mode=said(show.MODES[device.DEVICE.type]))
+    show.table(heading, [said("lesson"), "", said("time")], summary)
     if stopped:
-        show.console.print(
-            f"Stopped after {len(summary)} of {len(chosen)} lessons. The same command goes on; --again starts over."
-        )
+        words = said("Stopped after {done} of {count} lessons. The same command goes on; --again starts over.")
+        show.console.print(words.format(done=len(summary), count=len(chosen)))
         raise typer.Exit(130)
     if device.HAS_GPU:
         report.write()
-        show.console.print("reports and plots: reports/README.md")
+        show.console.print(said("reports and plots: {page}").format(page="reports/README.md"))
     else:
-        show.console.print(
-            "No GPU: kernels were interpreted and compiled, not timed. Committed measurements: reports/README.md"
-        )
+        words = said("No GPU: kernels were interpreted and compiled, not timed. Committed measurements: {page}")
+        show.console.print(words.format(page="reports/README.md"))
     raise typer.Exit(int(any(code for code, _ in ended.values())))
 
 
@@ -237,14 +250,14 @@ def check(which: Which = "") -> None:
     """Ask all that the tests ask of a lesson: rungs against PyTorch, mutants, machine code, guides."""
     failed: list[str] = []
     for name, lesson in _with_kernels(which, failed):
-        show.console.rule(title(name))
+        show.console.rule(said(title(name)))
         try:
             wrong = show.checks(lesson)
         except (Misdeclared, NotImplementedError) as mistake:  # the latter: begun by `new`, and not written yet
             failed.append(str(mistake))
             continue
         if wrong:
-            failed.append(f"{name}: {wrong} checks failed")
+            failed.append(said("{name}: checks failed: {count}").format(name=name, count=wrong))
         failed += show.questions(q for q in verify.questions(name, lesson) if q.kind not in ("rung", "gradients"))
     _end(failed)
 
@@ -595,10 +608,13 @@ def explain_words(
 ) -> None:
     """Explain the words of the course: `words SM`, `words lesson05_softmax`."""
     if not (found := list(glossary.explained(which))):
-        _end([f"{which!r} is no word of the glossary and no lesson: `words` lists the words"])
+        words = said("{which} is no word of the glossary and no lesson: `words` lists the words")
+        _end([words.format(which=repr(which))])
     first = {term: lesson for lesson, terms in glossary.new().items() for term in terms}
-    body = ([term.term, term.says, first.get(term, "").partition(".")[2]] for term in found)
-    show.table("words", ["word", "what it means", "first in"], body)
+    body = ([*dict.fromkeys([said(t.term), t.term])] for t in found)
+    named = (" ".join(each) for each in body)
+    lines = ([name, said(t.says), first.get(t, "").partition(".")[2]] for name, t in zip(named, found, strict=True))
+    show.table(said("words"), [said("word"), said("what it means"), said("first in")], lines)
 
 
 @app.command()

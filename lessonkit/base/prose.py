@@ -379,6 +379,8 @@ _ATOM = re.compile(rf" +|[（《「『“‘]*(?:`[^`]{{1,40}}`|[{_WIDE}]|[^\s{_
 
 def columns(text: str) -> int:
     """How many columns a terminal takes for it."""
+    if text.isascii():
+        return len(text)
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
@@ -387,16 +389,16 @@ def wrapped(text: str, width: int, first: int, *, keep_spaces: bool = False) -> 
 
     keep_spaces: a space at which a line breaks stays at its end, as strings need it that are put together again.
     """
-    lines, line, room = list[str](), "", first
+    lines, line, taken, room = list[str](), "", 0, first
     for atom in _ATOM.findall(text):
-        if line and columns(line + atom.rstrip()) > room:
+        if line and taken + columns(atom.rstrip()) > room:
             lines.append(line if keep_spaces else line.rstrip())
-            line, room = "", width
+            line, taken, room = "", 0, width
             if not atom.strip():
                 if keep_spaces:
                     lines[-1] += atom
                 continue
-        line += atom
+        line, taken = line + atom, taken + columns(atom)
     return [*lines, line if keep_spaces else line.rstrip()]
 
 

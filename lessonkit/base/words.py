@@ -53,6 +53,16 @@ def said(english: str) -> str:
     return translated(english, language())
 
 
+def counted(number: int, one: str, many: str) -> str:
+    """`counted(n, said("1 hint"), said("{count} hints"))`."""
+    return one if number == 1 else many.format(count=number)
+
+
+def later(english: str) -> str:
+    """Marks a text of a table that `said` says where it is shown."""
+    return english
+
+
 def missing(texts: list[str], language: str) -> list[str]:
     """The English texts that no catalogue has."""
     return [text for text in texts if not any(text in known for known in _catalogues(language))]

@@ -11,6 +11,7 @@ from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.words import said
 from lessonkit.commands import show
 from lessonkit.judge import verdicts
 
@@ -69,7 +70,8 @@ def keep(run: Run, seconds: Mapping[str, float]) -> None:
     try:
         write_atomically(FILE, json.dumps({machine: asdict(each) for machine, each in everything.items()}) + "\n")
     except OSError as why:
-        show.console.print(f"{FILE} cannot be written ({why}): a stopped run will not go on where it was.")
+        words = said("{file} cannot be written ({why}): a stopped run will not go on where it was.")
+        show.console.print(words.format(file=FILE, why=why))
 
 
 def _load(*, warn: bool = True) -> dict[str, Kept]:
@@ -79,7 +81,8 @@ def _load(*, warn: bool = True) -> dict[str, Kept]:
         return {}
     except (ValueError, TypeError, AttributeError, KeyError) as why:
         if warn:
-            show.console.print(f"{FILE} is damaged ({why}) and ignored: the run starts with the first lesson.")
+            words = said("{file} is damaged ({why}) and ignored: the run starts with the first lesson.")
+            show.console.print(words.format(file=FILE, why=why))
         return {}
 
 
@@ -179,8 +182,8 @@ class Watch:
             self.bar.start()
         else:
             left = self.left()
-            said = f"[{self.ended}/{self.total}] {name} {verdict(code)} {seconds:.0f} s"
-            show.console.print(said + (f", {left}" if left else ""), highlight=False, soft_wrap=True)
+            line = f"[{self.ended}/{self.total}] {name} {verdict(code)} {seconds:.0f} s"
+            show.console.print(line + (f", {left}" if left else ""), highlight=False, soft_wrap=True)
         self._update()
 
     def left(self) -> str:
@@ -189,7 +192,7 @@ class Watch:
         now = time.monotonic()
         running = {name: now - since for name, since in list(self.running.items())}
         left = seconds_left([*self.todo], running, self.before | self.now, self.at_once)
-        return "" if left is None else f"about {roughly(left)} left"
+        return "" if left is None else said("about {time} left").format(time=roughly(left))
 
     def _update(self) -> None:
         if self.bar:
@@ -209,7 +212,7 @@ class _Left(ProgressColumn):
 
 
 def verdict(code: int) -> str:
-    return "ok" if code == 0 else f"FAILED (exit {code})"
+    return "ok" if code == 0 else said("FAILED (exit {code})").format(code=code)
 
 
 def _write(printed: bytes) -> None:

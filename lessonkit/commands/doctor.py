@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lessonkit.base.device import HAS_GPU
 from lessonkit.base.files import ROOT
+from lessonkit.base.words import later, said
 from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, NVCC_PACKAGES, PIP, find_kittens, find_nvcc
 from lessonkit.modes import compiled
 
@@ -25,7 +26,7 @@ FIRST = "day2_triton_basics.lesson01_vector_add"
 FIRST_CUDA = "cuda_src.02_vector_add"
 HANGS = 900  # seconds; a first build on a busy machine of two cores has taken minutes
 NVCC = f"{PIP} {NVCC_PACKAGES}"
-BUILD = "install the torch build for the driver's CUDA (selector on pytorch.org)"
+BUILD = later("install the torch build for the driver's CUDA (selector on pytorch.org)")
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def printed(pattern: str, *command: str) -> str:
 
 def commit(clone: Path) -> str:
     """The commit that a clone is at; of a copy without its history nobody knows."""
-    return (
-        printed(r"\w+", "git", "--git-dir", str(clone / ".git"), "log", "-1", "--format=%h") or "found, of some commit"
+    return printed(r"\w+", "git", "--git-dir", str(clone / ".git"), "log", "-1", "--format=%h") or said(
+        "found, of some commit"
     )
 
 
@@ -109,49 +110,73 @@ def look() -> Machine:
 
 def judge(m: Machine) -> list[Finding]:
     """What the pieces mean together, in the order in which to mend them."""
-    found = [Finding("Python", m.python, version(m.python) >= (3, 11), "3.11 or newer", "use python3.12", True)]
+    newer = said("{version} or newer")
+    fits = version(m.python) >= (3, 11)
+    found = [Finding("Python", m.python, fits, newer.format(version="3.11"), said("use python3.12"), True)]
     for name, (least, below) in needs().items():
         have = m.packages.get(name, "")
         fits = version(have) >= version(least) and (not below or version(have) < version(below))
-        why = f"{least} or newer" + (f", older than {below}" if below else "")
+        why = newer.format(version=least) + (said(", older than {version}").format(version=below) if below else "")
         mend = f'{PIP} "{name}>={least}' + (f',<{below}"' if below else '"')
-        found += [Finding(name, have or "missing", fits, why, mend, True)]
+        found += [Finding(name, have or said("missing"), fits, why, mend, True)]
     if version(m.packages.get("triton", ""))[:2] == (3, 6) and version(m.packages.get("numpy", "")) >= (2, 4):
-        why = "Triton 3.6's interpreter fails with numpy 2.4 and newer; kernels on a GPU do not mind"
-        found += [Finding("triton + numpy", "do not fit", False, why, f'{PIP} "numpy<2.4"', not m.gpu)]
-    cpp = f"g++ {m.gxx or 'missing'}, Python.h {'found' if m.python_h else 'missing'}"
-    builds = "Triton's launcher and torch.compile are built with it; cuda_src/ too, on a CPU"
-    kittens = m.kittens or ("none" if m.capability == 90 else "none, not needed here")
+        why = said("Triton 3.6's interpreter fails with numpy 2.4 and newer; kernels on a GPU do not mind")
+        found += [Finding("triton + numpy", said("do not fit"), False, why, f'{PIP} "numpy<2.4"', not m.gpu)]
+    cpp = f"g++ {m.gxx or said('missing')}, Python.h {said('found') if m.python_h else said('missing')}"
+    builds = said("Triton's launcher and torch.compile are built with it; cuda_src/ too, on a CPU")
+    none, free = said("none"), said("{size} GB free")
+    kittens = m.kittens or (none if m.capability == 90 else said("none, not needed here"))
     if m.kittens and not m.kittens.startswith(KITTENS_TRIED):
-        kittens += f" (the course was tried with {KITTENS_TRIED})"
+        kittens += said(" (the course was tried with {commit})").format(commit=KITTENS_TRIED)
     return [
         *found,
         _gpu(m),
         Finding("C++", cpp, bool(m.gxx and m.python_h), builds, "apt install g++ python3-dev", bool(m.gpu)),
-        Finding("nvcc", m.nvcc or "none", version(m.nvcc) >= (12, 8), "cuda_src/; without it g++ emulates a GPU", NVCC),
-        Finding("disk", f"{m.disk_gb:.0f} GB free", m.disk_gb > 2, "compiled kernels", "rm -r ~/.triton/cache", True),
-        Finding("memory", f"{m.memory_gb:.0f} GB free", m.memory_gb > 3, "interpreted checks", "end other programs"),
-        Finding("ThunderKittens", kittens, kittens != "none", "the last rungs of day 3, on Hopper", KITTENS),
+        Finding(
+            "nvcc", m.nvcc or none, version(m.nvcc) >= (12, 8), said("cuda_src/; without it g++ emulates a GPU"), NVCC
+        ),
+        Finding(
+            said("disk"),
+            free.format(size=f"{m.disk_gb:.0f}"),
+            m.disk_gb > 2,
+            said("compiled kernels"),
+            "rm -r ~/.triton/cache",
+            True,
+        ),
+        Finding(
+            said("memory"),
+            free.format(size=f"{m.memory_gb:.0f}"),
+            m.memory_gb > 3,
+            said("interpreted checks"),
+            said("end other programs"),
+        ),
+        Finding("ThunderKittens", kittens, kittens != none, said("the last rungs of day 3, on Hopper"), KITTENS),
     ]
 
 
 def _gpu(m: Machine) -> Finding:
     """Is there a GPU? If torch does not use it: which of the usual three reasons is it?"""
     if m.gpu:
-        value = f"{m.gpu}, sm_{m.capability}, {m.gpu_free_gb:.0f} GB free"
-        mend = "older ones are not supported: begin commands with CUDA_VISIBLE_DEVICES= and kernels are interpreted"
-        return Finding("GPU", value, m.capability >= 80, "sm_80 (Ampere) or newer", mend)
+        free = said("{size} GB free").format(size=f"{m.gpu_free_gb:.0f}")
+        value = f"{m.gpu}, sm_{m.capability}, {free}"
+        mend = said(
+            "older ones are not supported: begin commands with CUDA_VISIBLE_DEVICES= and kernels are interpreted"
+        )
+        return Finding("GPU", value, m.capability >= 80, said("{version} or newer").format(version="sm_80"), mend)
     if not m.smi:
-        return Finding("GPU", "none (no nvidia-smi)", True, "kernels are interpreted and compiled here, not run")
+        why = said("kernels are interpreted and compiled here, not run")
+        return Finding("GPU", said("none (no nvidia-smi)"), True, why)
     driver = "".join(re.findall(r"CUDA Version\s*:\s*([\d.]+)", m.smi)[:1])
-    value, why = "torch cannot reach it", "its driver is new enough for torch"
-    mend = "unset CUDA_VISIBLE_DEVICES; start a container with --gpus all"
+    value, why = said("torch cannot reach it"), said("its driver is new enough for torch")
+    mend = said("unset CUDA_VISIBLE_DEVICES; start a container with --gpus all")
     if not m.torch_cuda:
-        value, why, mend = "torch is a CPU build", f"nvidia-smi sees a GPU and a driver for CUDA {driver}", BUILD
+        why = said("nvidia-smi sees a GPU and a driver for CUDA {version}").format(version=driver)
+        value, mend = said("torch is a CPU build"), said(BUILD)
     elif driver and version(driver)[0] < version(m.torch_cuda)[0]:
-        value, why = f"torch wants CUDA {m.torch_cuda}, the driver takes {driver}", "a driver runs no newer CUDA"
-        mend = f"update the driver, or {BUILD}"
-    return Finding("GPU", f"unused: {value}", False, why, mend)
+        value = said("torch wants CUDA {wants}, the driver takes {takes}").format(wants=m.torch_cuda, takes=driver)
+        why = said("a driver runs no newer CUDA")
+        mend = said("update the driver, or {otherwise}").format(otherwise=said(BUILD))
+    return Finding("GPU", said("unused: {why}").format(why=value), False, why, mend)
 
 
 def self_test(mode: str) -> Finding:
@@ -172,10 +197,11 @@ def self_test(mode: str) -> Finding:
             error = done.stderr if done.returncode else ""
         except subprocess.TimeoutExpired as hung:
             error = str(hung)
-    value = error.strip().splitlines()[-1][:100] if error else "works"
+    value = error.strip().splitlines()[-1][:100] if error else said("works")
     required = mode == ("run" if HAS_GPU else "interpreted")
-    mend = f"read {FIRST_CUDA if mode == 'emulated' else FIRST}"
-    return Finding(f"mode: {mode}", value, not error, "vector add was tried", mend, required)
+    mend = said("read {lesson}").format(lesson=FIRST_CUDA if mode == "emulated" else FIRST)
+    named = said("mode: {mode}").format(mode=mode)
+    return Finding(named, value, not error, said("vector add was tried"), mend, required)
 
 
 def findings() -> list[Finding]:

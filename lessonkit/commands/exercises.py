@@ -12,6 +12,8 @@ from typing import Annotated
 
 from lessonkit.base import device, renames
 from lessonkit.base.errors import BuildError, Missing
+from lessonkit.base.prose import read_as
+from lessonkit.base.words import counted, later, said
 from lessonkit.commands import show
 from lessonkit.cuda import build
 from lessonkit.exercise import progress
@@ -26,18 +28,28 @@ Which = Annotated[str, typer.Argument(help="mul, exercise01_mul, day2; without i
 COURSE = "python3 course.py" if "COURSE_PY" in os.environ else "python -m lessonkit"  # as the learner has called it
 
 MEANS = {
-    "out of bounds": "A lane reads or writes memory that belongs to nobody. On a GPU this may crash, or quietly work.",
-    "unwritten": "The output was filled with NaN before the launch, and nobody stored there.",
-    "nan": "NaN comes out where PyTorch has a number: inf - inf, 0 / 0, 0 * inf, or a lane that was never loaded.",
-    "value": "The budget is a few times PyTorch's own error in this dtype, so this is a mistake and no rounding.",
-    "dtype": "The result has to have the dtype that PyTorch's has.",
-    "shape": "The result has to have the shape that PyTorch's has.",
-    "changed input": "An input was overwritten; whoever calls still needs it.",
-    "traffic": "The answer is right; what is asked now is how many bytes your kernel moves for it.",
-    "gradient": "The forward is right; the backward is compared with float64 autograd, for a random upstream gradient.",
-    "race": "Two threads touch one address with no barrier between, and one of them writes: any order may happen.",
-    "barrier": "Some threads of the block wait at a barrier that others never reach.",
-    "uninitialised": "Shared memory is read before anybody wrote it.",
+    "out of bounds": later(
+        "A lane reads or writes memory that belongs to nobody. On a GPU this may crash, or quietly work."
+    ),
+    "unwritten": later("The output was filled with NaN before the launch, and nobody stored there."),
+    "nan": later(
+        "NaN comes out where PyTorch has a number: inf - inf, 0 / 0, 0 * inf, or a lane that was never loaded."
+    ),
+    "value": later(
+        "The budget is a few times PyTorch's own error in this dtype, so this is a mistake and no rounding."
+    ),
+    "dtype": later("The result has to have the dtype that PyTorch's has."),
+    "shape": later("The result has to have the shape that PyTorch's has."),
+    "changed input": later("An input was overwritten; whoever calls still needs it."),
+    "traffic": later("The answer is right; what is asked now is how many bytes your kernel moves for it."),
+    "gradient": later(
+        "The forward is right; the backward is compared with float64 autograd, for a random upstream gradient."
+    ),
+    "race": later(
+        "Two threads touch one address with no barrier between, and one of them writes: any order may happen."
+    ),
+    "barrier": later("Some threads of the block wait at a barrier that others never reach."),
+    "uninitialised": later("Shared memory is read before anybody wrote it."),
 }
 
 
@@ -57,11 +69,12 @@ def _some(which: str, *, one: bool = False) -> Sequence[Source]:
     """The exercises named; all of them without a name."""
     found = find(which) if which else discover()
     if not found and (now := renames.meant("exercises", which)):
-        _say(f"exercise {which} is now called {now}")
+        _say(said("exercise {old} is now called {new}").format(old=which, new=now))
         found = find(now)
     if not found or (one and len(found) > 1):
         names = "\n  ".join(s.name for s in found or discover())
-        raise typer.BadParameter(f"{which!r} names {len(found)} exercises, expected one of:\n  {names}")
+        words = said("{which} names {count} exercises, expected one of:")
+        raise typer.BadParameter(f"{words.format(which=repr(which), count=len(found))}\n  {names}")
     return found
 
 
@@ -71,7 +84,7 @@ def _one(which: str) -> Source:
     if which and not is_folder:
         return _some(which, one=True)[0]
     if not (source := progress.waiting(_some(which))):
-        _say("Every one of them has passed. `exercise list` shows the hints that you took.", "green")
+        _say(said("Every one of them has passed. `exercise list` shows the hints that you took."), "green")
         raise typer.Exit
     return source
 
@@ -86,18 +99,20 @@ def next_exercise(which: Which = "") -> None:
     source = _one(which)
     path = progress.start(source)
     progress.update(source)
-    show.console.rule(source.title)
+    show.console.rule(said(source.title))
     _say(_task(source))
     mine = path.read_text().splitlines()
     for region in source.regions:
-        at = next((f", line {n}" for n, line in enumerate(mine, 1) if f"TODO({region.number})" in line), "")
-        _say(f"TODO({region.number}){at}: {region.task}", "bold")
-    _say(f"\nEdit:  {_shown(path)}\nThen:  {COURSE} exercise check   (or watch; hint, if you are stuck)")
+        line = said(", line {number}")
+        found = (line.format(number=n) for n, line_ in enumerate(mine, 1) if f"TODO({region.number})" in line_)
+        _say(f"TODO({region.number}){next(found, '')}: {said(region.task)}", "bold")
+    _say("\n" + said("Edit:  {path}").format(path=_shown(path)))
+    _say(said("Then:  {command}   (or watch; hint, if you are stuck)").format(command=f"{COURSE} exercise check"))
 
 
 def _task(source: Source) -> str:
     """The docstring, or in CUDA C++ the comment, that the file begins with."""
-    text = source.with_marks
+    text = read_as(source.with_marks, ".cu" if source.is_cuda else ".py", said)
     if source.is_cuda:
         lines = [line.removeprefix("//").removeprefix(" ") for line in text.split("\n\n")[0].splitlines()]
         return "\n".join(line for line in lines[2:] if not line.startswith("#"))
@@ -120,7 +135,7 @@ def _check(source: Source) -> Verdict:
     verdict = grade_apart(source, answer, seed=seed)
     took = time.monotonic() - began
     progress.update(source, checks=record.checks + 1, seed=None if verdict.right else seed)
-    show.console.rule(f"{source.path.stem}: {source.title}")
+    show.console.rule(f"{source.path.stem}: {said(source.title)}")
     for held in verdict.held:
         _say(f"  ok  {held}", "green")
     if not verdict.right:
@@ -130,10 +145,13 @@ def _check(source: Source) -> Verdict:
         _say(f"  ok  {verdict.score}", "green")
     if not record.passed:
         progress.update(source, passed=progress.today())
-    effort = f"{_counted(record.checks + 1, 'check')} and {_counted(record.hints, 'hint')}"
-    _say(f"\nRight, after {effort} ({took:.1f} s). One solution:", "bold green")
+    checks = counted(record.checks + 1, said("1 check"), said("{count} checks"))
+    hints = counted(record.hints, said("1 hint"), said("{count} hints"))
+    words = said("Right, after {checks} and {hints} ({seconds} s). One solution:")
+    right = words.format(checks=checks, hints=hints, seconds=f"{took:.1f}")
+    _say(f"\n{right}", "bold green")
     show.console.print(Syntax(_solution(source), "cpp" if source.is_cuda else "python", background_color="default"))
-    _say(f"Next:  {COURSE} exercise next")
+    _say(said("Next:  {command}").format(command=f"{COURSE} exercise next"))
     return verdict
 
 
@@ -142,12 +160,8 @@ def _build_emulator(source: Source) -> None:
     with suppress(Missing, BuildError):  # the verdict says so
         products = build.emulated_extension(source.path.with_suffix(".cu")).after
         if not all(product.path.exists() for product in products):
-            _say("The emulator is built first; this happens once and takes about half a minute.", "dim")
+            _say(said("The emulator is built first; this happens once and takes about half a minute."), "dim")
             build.build(products)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _solution(source: Source) -> str:
@@ -165,13 +179,17 @@ def _explain(source: Source, path: Path, answer: str, verdict: Verdict) -> None:
     _say(f"  no  {verdict.on}", "bold red")
     _say(f"      {verdict.caught_by}: {verdict.why}", "red")
     if verdict.caught_by in MEANS:
-        _say(f"      {MEANS[verdict.caught_by]}")
+        _say(f"      {said(MEANS[verdict.caught_by])}")
     if todo := source.untouched(answer):
-        more = f" (and {len(todo) - 1} more)" if len(todo) > 1 else ""
-        _say(f"      TODO({todo[0].number}) is as it was{more}: {todo[0].task}", "yellow")
+        more = said("(and {count} more)").format(count=len(todo) - 1) if len(todo) > 1 else ""
+        words = said("TODO({number}) is as it was{more}: {task}")
+        left = words.format(number=todo[0].number, more=f" {more}" * bool(more), task=said(todo[0].task))
+        _say(f"      {left}", "yellow")
     if verdict.mistake:
-        _say(f"      Others who saw exactly this had made this mistake: {verdict.mistake}.", "yellow")
-    _say(f"\nEdit:  {_shown(path)}\nStuck: {COURSE} exercise hint {source.short}")
+        words = said("Others who saw exactly this had made this mistake: {mistake}.")
+        _say(f"      {words.format(mistake=said(verdict.mistake))}", "yellow")
+    _say("\n" + said("Edit:  {path}").format(path=_shown(path)))
+    _say(said("Stuck: {command}").format(command=f"{COURSE} exercise hint {source.short}"))
 
 
 @app.command()
@@ -190,7 +208,7 @@ def watch(which: Which = "") -> None:
                     next_exercise(source.name)
                     path = progress.answer_file(source)
                     changed = seen = path.stat().st_mtime_ns
-                _say("\nwatching: save the file to have it graded again, Ctrl-C to end", "dim")
+                _say("\n" + said("watching: save the file to have it graded again, Ctrl-C to end"), "dim")
             time.sleep(0.3)
     except KeyboardInterrupt:
         _say("")
@@ -206,7 +224,8 @@ def hint(which: Which = "") -> None:
         given += 1
         progress.update(source, hints=given)
     for number, text in enumerate(hints[:given], 1):
-        _say(f"hint {number} of {len(hints)}: {text}", "bold" if number == given else "dim")
+        words = said("hint {number} of {count}: {text}").format(number=number, count=len(hints), text=said(text))
+        _say(words, "bold" if number == given else "dim")
 
 
 @app.command()
@@ -217,10 +236,10 @@ def reset(which: Annotated[str, typer.Argument(help="The exercise to begin anew.
     if path.exists() and path.read_text() != source.stub:
         old = path.with_name(path.name + ".old")
         shutil.move(path, old)
-        _say(f"What you had is in {_shown(old)}.")
+        _say(said("What you had is in {path}.").format(path=_shown(old)))
     progress.start(source)
     progress.update(source, passed="", seed=None)
-    _say(f"{_shown(path)} is the stub again.")
+    _say(said("{path} is the stub again.").format(path=_shown(path)))
 
 
 @app.command(name="list")
@@ -231,8 +250,11 @@ def list_exercises(which: Which = "") -> None:
     body = []
     for source in chosen:
         record = records.get(source.name, progress.Record())
-        state = f"passed {record.passed}" if record.passed else "begun" if record.checks else ""
-        body.append([source.name, source.title, state, record.checks or "", record.hints or ""])
-    show.table("exercises", ["name", "about", "", "checks", "hints"], body)
-    passed = [records[s.name] for s in chosen if s.name in records and records[s.name].passed]
-    _say(f"{len(passed)} of {len(chosen)} passed, with {sum(r.hints for r in passed)} hints.")
+        passed = said("passed {day}").format(day=record.passed) if record.passed else ""
+        state = passed or (said("begun") if record.checks else "")
+        body.append([source.name, said(source.title), state, record.checks or "", record.hints or ""])
+    columns = [said("name"), said("about"), "", said("checks"), said("hints")]
+    show.table(said("exercises"), columns, body)
+    done = [records[s.name] for s in chosen if s.name in records and records[s.name].passed]
+    words = said("{passed} of {count} passed, with {hints} hints.")
+    _say(words.format(passed=len(done), count=len(chosen), hints=sum(r.hints for r in done)))

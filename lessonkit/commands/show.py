@@ -7,6 +7,8 @@ from typing import Any
 from lessonkit.base import chips, device
 from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import REPORTS
+from lessonkit.base.prose import normal
+from lessonkit.base.words import later, said
 from lessonkit.judge import counters
 from lessonkit.judge.verify import LeftOut, Question, grad_checks, rung_checks
 from lessonkit.lesson import Lesson, Steps, shape_name, title
@@ -23,7 +25,12 @@ from rich.text import Text
 
 # What is printed is data: [x^2] is no markup, [0:x:2] no emoji.
 console = Console(width=None if sys.stdout.isatty() else 150, markup=False, emoji=False)
-MODES = {"cuda": "run on the GPU", "cpu": "interpreted: no GPU was found", "meta": "compiled only"}
+MODES = {
+    "cuda": later("run on the GPU"),
+    "cpu": later("interpreted: no GPU was found"),
+    "emulated": later("emulated: no GPU was found"),
+    "meta": later("compiled only"),
+}
 
 
 def table(heading: str, columns: Iterable[str], body: Iterable[Iterable[Any]]) -> None:
@@ -36,13 +43,13 @@ def table(heading: str, columns: Iterable[str], body: Iterable[Iterable[Any]]) -
 
 
 def _rule(name: str, where: str) -> None:
-    console.rule(Text.assemble((title(name), "bold"), f" ({where})"))
+    console.rule(Text.assemble((said(title(name)), "bold"), f" ({where})"))
 
 
 def lesson(name: str, lesson: Lesson) -> None:
     """Run a kernel lesson as far as this machine can; exit code 1 if a rung is wrong."""
-    mode = MODES[device.DEVICE.type]
-    _rule(name, mode.replace("interpreted", "emulated") if lesson.extension else mode)
+    mode = device.DEVICE.type
+    _rule(name, said(MODES["emulated" if lesson.extension and mode == "cpu" else mode]))
     if checks(lesson):
         raise SystemExit(1)
     if device.HAS_GPU:
@@ -58,20 +65,23 @@ def checks(lesson: Lesson) -> int:
     """Check every rung on every case and the gradients; print a line a rung; return how many failed."""
     body, failures = [], 0
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("checking", total=len(lesson.rungs))
+        task = progress.add_task(said("checking"), total=len(lesson.rungs))
         for rung in lesson.rungs:
             found = rung_checks(lesson, rung)
             failures += len(found.wrong)
             least = f"{found.moved:.2f}" if found.moved else ""
-            more = f" (and {len(found.wrong) - 1} more)" if len(found.wrong) > 1 else ""
-            said = found.wrong[0] + more if found.wrong else "; ".join(found.left_out | found.refused)
-            body.append([rung.__name__, f"{found.passed} passed", said, least])
+            more = said("(and {count} more)").format(count=len(found.wrong) - 1) if len(found.wrong) > 1 else ""
+            words = f"{found.wrong[0]} {more}" if found.wrong else "; ".join(found.left_out | found.refused)
+            body.append([rung.__name__, said("{count} passed").format(count=found.passed), words.strip(), least])
             progress.advance(task)
-    table("checked against PyTorch", ["rung", "cases", "wrong" if failures else "left out", "bytes / least"], body)
+    wrong_or_left = said("wrong") if failures else said("left out")
+    columns = [said("rung"), said("cases"), wrong_or_left, said("bytes / least")]
+    table(said("checked against PyTorch"), columns, body)
     if lesson.grad and not failures:
         wrong = grad_checks(lesson)
         failures += len(wrong)
-        console.print(f"gradients of {lesson.grad.op.__name__}: {'; '.join(wrong) or 'agree with float64 autograd'}")
+        agree = "; ".join(wrong) or said("agree with float64 autograd")
+        console.print(said("gradients of {op}: {verdict}").format(op=lesson.grad.op.__name__, verdict=agree))
     return failures
 
 
@@ -80,41 +90,43 @@ def questions(asked: Iterable[Question]) -> list[str]:
     body, failed = [], []
     with Progress(console=console, transient=True) as progress:
         todo = list(asked)
-        task = progress.add_task("asking", total=len(todo))
+        task = progress.add_task(said("asking"), total=len(todo))
         for question in todo:
             progress.update(task, advance=1, description=f"{question.kind} {question.subject}"[:60])
             try:
                 answer = "ok", question.ask() or ""
             except LeftOut as why:
-                answer = "left out", str(why)
+                answer = said("left out"), str(why)
             except Exception as wrong:
-                said = str(wrong) if isinstance(wrong, AssertionError) else f"{type(wrong).__name__}: {wrong}"
-                answer = "WRONG", said
-                failed.append(f"{question}: {said}")
+                words = str(wrong) if isinstance(wrong, AssertionError) else f"{type(wrong).__name__}: {wrong}"
+                answer = said("WRONG"), words
+                failed.append(f"{question}: {words}")
             body.append([question.kind, question.subject, *answer])
-    table("also asked", ["question", "of", "", ""], body)
+    table(said("also asked"), [said("question"), said("of"), "", ""], body)
     return failed
 
 
 def timed(name: str, lesson: Lesson) -> int:
     """Time the lesson beside its peers and keep the rows; return how many contenders failed."""
-    said: list[str] = []
-    with console.status("timing rungs and peers"):
-        found = bench.bench(name, lesson, said.append)
-    for line in said:
+    lines: list[str] = []
+    with console.status(said("timing rungs and peers")):
+        found = bench.bench(name, lesson, lines.append)
+    for line in lines:
         console.print(line, style="dim")
     body = [
         [r.shape, r.rung, f"{r.ms_p50:.4g}", r.rate, f"{r.percent_of_limit:.0f}%", r.ratio_to_best_peer or ""]
         for r in found
         if r.kind != rows.ABSENT
     ]
-    table("measured", ["shape", "", "ms", "rate", "of the limit", "over best peer"], body)
+    columns = [said("shape"), "", "ms", said("rate"), said("of the limit"), said("over best peer")]
+    table(said("measured"), columns, body)
     if found:
-        console.print(f"rows in {rows.save(found)}", style="dim")
+        console.print(said("rows in {path}").format(path=rows.save(found)), style="dim")
     if printed := bench.printed(lesson):
-        table("measured by the program itself", printed.rows[0], (row.values() for row in printed.rows))
-        console.print(f"rows in {report.save_table(name, printed, device.name())}", style="dim")
-    return sum("NOT TIMED" in line for line in said)
+        table(said("measured by the program itself"), printed.rows[0], (row.values() for row in printed.rows))
+        path = report.save_table(name, printed, device.name())
+        console.print(said("rows in {path}").format(path=path), style="dim")
+    return sum("NOT TIMED" in line for line in lines)
 
 
 def stored(name: str, lesson: Lesson) -> None:
@@ -126,7 +138,7 @@ def stored(name: str, lesson: Lesson) -> None:
     if not found:
         return
     largest = max(found, key=lambda row: row.bytes).shape
-    shapes = list(dict.fromkeys(shape_name(said.at) for said in lesson.predicted)) or [largest]
+    shapes = list(dict.fromkeys(shape_name(each.at) for each in lesson.predicted)) or [largest]
     pairs = {(pair.row.rung, pair.row.shape): pair for pair in predictions.compared(lesson, found)}
     at = {(row.rung, row.shape): row for row in found}
     today = Today([(name, lesson)])
@@ -143,13 +155,14 @@ def stored(name: str, lesson: Lesson) -> None:
             ms = f"{row.ms_p50:.4g}{mark}"
             body.append([shape, row.rung, ms, times, row.rate, f"{row.percent_of_limit:.0f}%", *predicted])
             before = row
-    columns = ["shape", "rung", "ms", "over rung before", "rate", "of limit", "predicted", "measured / predicted"]
-    heading = f"stored from a GPU (none here): reports/{MACHINE}"
+    columns = [said("shape"), said("rung"), "ms", said("over rung before"), said("rate"), said("of the limit")]
+    columns += [said("predicted"), said("measured / predicted")]
+    heading = said("stored from a GPU (none here): {path}").format(path=f"reports/{MACHINE}")
     if len(shapes) == 1:  # it stands above the table, which is then narrower
         heading, columns, body = f"{heading}, {shapes[0]}", columns[1:], [line[1:] for line in body]
     table(heading, columns, body)
     if old:
-        console.print("* measured before the code of this rung changed", style="dim")
+        console.print(said("* measured before the code of this rung changed"), style="dim")
 
 
 def missing_operators(names: list[str]) -> list[str]:
@@ -182,7 +195,7 @@ def operators(found: list[operator_rows.Row]) -> None:
 
 def resources(name: str, targets: tuple[chips.Target, ...] = compiled.TARGETS) -> None:
     """What the compiler made of the rungs: nothing here needs a GPU."""
-    with console.status("compiling"):
+    with console.status(said("compiling")):
         try:
             found = compiled.kernels(name, targets)
         except Missing as missing:
@@ -199,23 +212,25 @@ def resources(name: str, targets: tuple[chips.Target, ...] = compiled.TARGETS) -
         "load_bytes",
         "store_bytes",
     ]
-    table("compiled (no GPU needed)", columns, ([getattr(k, c) for c in columns] for k in found))
+    table(said("compiled (no GPU needed)"), columns, ([getattr(k, c) for c in columns] for k in found))
     if without := compiled.unfit(name, targets):
-        table("no kernel", ["rung", "target", "why"], ([u.rung, u.target, u.why] for u in without))
+        table(
+            said("no kernel"), [said("rung"), said("target"), said("why")], ([u.rung, u.target, u.why] for u in without)
+        )
 
 
 def counted(found: list[dict[str, Any]]) -> None:
     """What emulated CUDA kernels ask of memory (counters.rows)."""
     if found:
         columns = [c for c in found[0] if any(row[c] for row in found)]
-        table("counted on the last check", columns, ([row[c] for c in columns] for row in found))
+        table(said("counted on the last check"), columns, ([row[c] for c in columns] for row in found))
 
 
 def counted_by_ncu(names: list[str]) -> bool:
     """What the GPU's counters say of CUDA kernels, beside what the emulator said; False if they say nothing."""
     with console.status("running every rung under ncu"):
-        said = ncu.count(names)
-    for line in said:
+        lines = ncu.count(names)
+    for line in lines:
         console.print(line, style="dim")
     body = ncu.compared(ncu.path(rows.REPORTS / device.name()), names)
     if body:
@@ -227,29 +242,31 @@ def counted_by_ncu(names: list[str]) -> bool:
 
 def steps(name: str, lesson: Steps) -> None:
     """Run a lesson of steps; a failed assertion ends it with a traceback and exit code 1."""
-    _rule(name, f"tensors on {device.DEVICE}")
+    _rule(name, said("tensors on {device}").format(device=device.DEVICE))
     for step in lesson.steps:
-        claim = (step.__doc__ or step.__name__).strip().splitlines()[0]
-        console.print(f"\n{step.__name__}: {claim}", style="bold", highlight=False)
+        claim = normal((step.__doc__ or step.__name__).strip().partition("\n\n")[0])
+        console.print(f"\n{step.__name__}: {said(claim)}", style="bold", highlight=False)
         try:
             measured = step()
         except Unsupported as why:  # here, for want of a package
-            console.print(f"  left out: {why}", highlight=False)
+            console.print(f"  {said('left out')}: {why}", highlight=False)
             continue
         if measured is not None and measured.rows:
             table(measured.name, measured.rows[0], (row.values() for row in measured.rows))
-            console.print(measured.note, highlight=False)
+            console.print(said(measured.note), highlight=False)
             report.save_table(name, measured, device.name(), step.__name__)
     for folder in report.device_folders():
         for compare in lesson.compares:
             if found := compare(folder):
                 table(f"{folder.name}: {found.name}", found.rows[0], (row.values() for row in found.rows))
-                console.print(found.note, highlight=False)
+                console.print(said(found.note), highlight=False)
 
 
 def from_a_gpu(lesson: str, name: str) -> None:
     """Print a step's table as a GPU measured it, on a machine that has none."""
     if found := report.committed(lesson, name):
-        table(f"{name}, as committed from a GPU (none here)", found[0], (row.values() for row in found))
+        heading = said("{name}, as committed from a GPU (none here)").format(name=name)
+        table(heading, found[0], (row.values() for row in found))
     else:
-        print(f"  checked in the interpreter; no GPU here, and no figures of one are committed yet for {name!r}")
+        words = said("checked in the interpreter; no GPU here, and no figures of one are committed yet for {name}")
+        print(f"  {words.format(name=repr(name))}")

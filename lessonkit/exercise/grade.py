@@ -13,6 +13,7 @@ from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.errors import BuildError, Fault, OutOfBounds, Rejected, Unsupported
+from lessonkit.base.words import said
 from lessonkit.exercise import Exercise
 from lessonkit.exercise.source import Source, build
 from lessonkit.judge import check, counters
@@ -63,13 +64,13 @@ class _Marked(TorchDispatchMode):
 def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
     """Grade in this process. `seed` makes the inputs."""
     held: list[str] = []
-    on = "importing your file"
+    on = said("importing your file")
     try:
         with _in_words(""):
             module = build(source, answer)
         exercise: Exercise = module.EXERCISE
         for claim in exercise.claims:
-            on = (claim.__doc__ or claim.__name__).strip().splitlines()[0]
+            on = said((claim.__doc__ or claim.__name__).strip().splitlines()[0])
             torch.manual_seed(seed)
             with _in_words(claim.__name__):
                 claim()
@@ -79,18 +80,18 @@ def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
             lesson = exercise.lesson()
             for case in exercise.cases:
                 for dtype in check.dtypes(lesson, case):
-                    on = f"{case.why} ({case}, {str(dtype).removeprefix('torch.')})"
+                    on = f"{said(case.why)} ({case}, {str(dtype).removeprefix('torch.')})"
                     with _in_words("error"):
                         _check(lesson, case, dtype, seed)
-                held.append(case.why)
-            on = f"the bytes moved ({exercise.cases[-1]})"
+                held.append(said(case.why))
+            on = said("the bytes moved ({case})").format(case=exercise.cases[-1])
             score = _score(exercise, lesson, seed)
             if exercise.grad:
                 for case in exercise.cases:
-                    on = f"the gradient: {case.why} ({case})"
+                    on = said("the gradient: {why} ({case})").format(why=said(case.why), case=case)
                     with _in_words("error"):
                         _check_grad(lesson, case, seed)
-                held.append("gradients")
+                held.append(said("gradients"))
     except Rejected as rejected:
         why = str(rejected).removeprefix(f"{rejected.caught_by}: ")
         return Verdict(tuple(held), rejected.caught_by, _readable(why), on)
@@ -102,7 +103,7 @@ def _check(lesson: Lesson, case: Case, dtype: torch.dtype, seed: int) -> None:
     question = check.truth(lesson, case.shape, dtype, seed=seed)
     result, _ = check.answer(op, question.args)
     if result is None:
-        raise Rejected("shape", "the function returned None")
+        raise Rejected("shape", said("the function returned None"))
     try:
         check.compare(question, result)
     except Rejected as rejected:
@@ -118,9 +119,9 @@ def _say_if_unwritten(op: Any, args: tuple[Any, ...], nans: Any) -> None:
         unwritten = (result == memory.marks.get(result.data_ptr(), torch.nan)) & before.isnan()
         if bool(unwritten.any()):
             first = tuple(int(i) for i in unwritten.nonzero()[0])
-            raise Rejected(
-                "unwritten", f"{int(unwritten.sum())} of {unwritten.numel()} elements are never written, first {first}"
-            ) from None
+            words = said("{count} of {all} elements are never written, first {first}")
+            count = int(unwritten.sum())
+            raise Rejected("unwritten", words.format(count=count, all=unwritten.numel(), first=first)) from None
 
 
 def _check_grad(lesson: Lesson, case: Case, seed: int) -> None:
@@ -138,27 +139,29 @@ def _score(exercise: Exercise, lesson: Lesson, seed: int) -> str:
     question = check.truth(lesson, last.shape, lesson.dtypes[0], seed=seed)
     _, traffic = check.answer(lesson.rungs[0], question.args)
     if not traffic.launches:
-        raise Rejected("traffic", "no kernel was launched: the answer has to come from one")
+        raise Rejected("traffic", said("no kernel was launched: the answer has to come from one"))
     read = sum(t.numel() * t.element_size() for t in question.args if isinstance(t, torch.Tensor))
     written = sum(t.numel() * t.element_size() for t in question.usual)
-    said = []
+    lines = []
     for what, moved, least, allowed in (
-        ("reads", traffic.read, read, exercise.reads),
-        ("writes", traffic.written, written, exercise.writes),
+        (said("reads"), traffic.read, read, exercise.reads),
+        (said("writes"), traffic.written, written, exercise.writes),
     ):
+        figures = {"what": what, "moved": f"{moved:,}", "times": f"{moved / least:.2f}", "allowed": f"{allowed:g}"}
         if moved > 1.01 * allowed * least:
-            raise Rejected(
-                "traffic",
-                f"{what} {moved:,} bytes on {last}, {moved / least:.2f} times the tensors' own {least:,}; "
-                f"{allowed:g} times will do",
+            words = said(
+                "{what} {moved} bytes on {case}, {times} times the tensors' own {least}; {allowed} times will do"
             )
-        said.append(f"{what} {moved:,} bytes, {moved / least:.2f} times the tensors' own (ideal {allowed:g})")
+            raise Rejected("traffic", words.format(case=last, least=f"{least:,}", **figures))
+        lines.append(said("{what} {moved} bytes, {times} times the tensors' own (ideal {allowed})").format(**figures))
     for metric, most in exercise.counts.items():
         counted = counters.measured(traffic.kernels, metric)
         if counted > 1.001 * most:
-            raise Rejected(metric, f"{counted:.2f} on {last}, {most:g} will do")
-        said.append(f"{metric}: {counted:.2f} (ideal {most:g})")
-    return "; ".join(said)
+            words = said("{counted} on {case}, {most} will do")
+            raise Rejected(metric, words.format(counted=f"{counted:.2f}", case=last, most=f"{most:g}"))
+        words = said("{metric}: {counted} (ideal {most})")
+        lines.append(words.format(metric=metric, counted=f"{counted:.2f}", most=f"{most:g}"))
+    return "; ".join(lines)
 
 
 @contextmanager
@@ -173,11 +176,12 @@ def _in_words(property_: str) -> Iterator[None]:
     except Fault as fault:
         raise Rejected(fault.kind, str(fault)) from fault
     except BuildError as error:
-        raise Rejected("error", "it does not compile:\n" + str(error)) from error
+        raise Rejected("error", said("it does not compile:") + f"\n{error}") from error
     except SyntaxError as error:
-        raise Rejected("error", f"line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
+        line = said("line {number}").format(number=error.lineno)
+        raise Rejected("error", f"{line}: {error.msg}: {(error.text or '').strip()}") from error
     except AssertionError as error:
-        why = str(error) or "does not hold"
+        why = str(error) or said("does not hold")
         raise Rejected(property_ or "error", why.strip()) from error
     except Exception as error:
         raise Rejected("error", _where(error)) from error
@@ -189,7 +193,9 @@ def _where(error: BaseException) -> str:
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     frames = [f for e in chain for f in traceback.extract_tb(e.__traceback__) if "lessonkit_answers" in f.filename]
-    at = f" in line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    at = ""
+    if frames:
+        at = said(" in line {number}: {code}").format(number=frames[-1].lineno, code=frames[-1].line)
     cause = chain[-1]
     return f"{type(cause).__name__}: {cause}{at}"
 
@@ -219,7 +225,10 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
     assert worker.pid is not None
     there.close()
     verdict, mistake, died = (
-        Verdict(caught_by="time", why=f"it has not ended after {LIMIT:.0f} s: which loop never ends?"),
+        Verdict(
+            caught_by="time",
+            why=said("it has not ended after {seconds} s: which loop never ends?").format(seconds=f"{LIMIT:.0f}"),
+        ),
         "",
         False,
     )
@@ -238,8 +247,8 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
         worker.join()
     if died:
         code = worker.exitcode or 0
-        what = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        verdict = Verdict(caught_by="crash", why=f"the process that ran it died ({what})")
+        what = signal.Signals(-code).name if code < 0 else said("exit code {code}").format(code=code)
+        verdict = Verdict(caught_by="crash", why=said("the process that ran it died ({what})").format(what=what))
     return Verdict(**{**vars(verdict), "mistake": mistake})
 
 

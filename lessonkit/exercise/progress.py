@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lessonkit.base import renames
 from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.words import said
 from lessonkit.exercise.source import Source, discover
 
 
@@ -48,7 +49,8 @@ def load() -> dict[str, Record]:
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, AttributeError) as error:
-        raise Damaged(f"{_file()} is damaged ({error}): mend it, or remove it to start anew") from None
+        words = said("{file} is damaged ({error}): mend it, or remove it to start anew")
+        raise Damaged(words.format(file=_file(), error=error)) from None
     return {renames.exercise(name): record for name, record in sorted(kept, key=lambda each: each[1].at)}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lessonkit.base import prose
 from lessonkit.base.files import ROOT, write_atomically
-from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, missing, said
+from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, later, missing, said
 from lessonkit.lesson import names
 from lessonkit.pages import glossary, guides
 
@@ -81,20 +81,21 @@ def _course() -> Iterator[tuple[str, Path]]:
 
 
 def _kit() -> Iterator[tuple[str, Path]]:
-    """What commands say: `said("...")`, their docstrings, the help of their arguments and options."""
+    """What commands say: `said("...")`, `later("...")`, their docstrings, the help of arguments and options."""
     for path in sorted((ROOT / "lessonkit").rglob("*.py")):
         yield from ((message, path) for message in spoken(path.read_text()))
 
 
 def spoken(text: str) -> Iterator[str]:
     """The messages of a file of the kit."""
-    for node in ast.walk(ast.parse(text)):
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call | ast.FunctionDef))
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else ""
-            given = [*node.args[:1]] if name == said.__name__ else []
+            given = [*node.args[:1]] if name in (said.__name__, later.__name__) else []
             given += [keyword.value for keyword in node.keywords if keyword.arg == "help"]
             yield from (each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str))
-        elif isinstance(node, ast.FunctionDef) and any(map(_is_command, node.decorator_list)):
+        elif any(map(_is_command, node.decorator_list)):
             yield from help_paragraphs(ast.get_docstring(node) or "")
 
 
