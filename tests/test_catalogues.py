@@ -3,11 +3,15 @@
 import ast
 import re
 
+from lessonkit import __main__
 from lessonkit.base import prose, words
 from lessonkit.base.cpp_text import tokens, without_comments
+from lessonkit.base.files import ROOT
+from lessonkit.commands import languages, show
 from lessonkit.pages import catalogues
 
 import pytest
+from typer.testing import CliRunner
 
 ROOMS = tuple(catalogues.ROOMS)
 MARK = "译文："
@@ -62,3 +66,144 @@ def test_a_translation_keeps_code_numbers_and_links(name):
 def test_a_release_has_every_translation(name):
     waiting = catalogues.waiting(name, "zh")
     assert not waiting, f"{name}: {len(waiting)} messages: python -m lessonkit translate --missing lists them"
+
+
+# ---- Bringing catalogues up to date ----
+
+
+@pytest.fixture
+def catalogue(tmp_path, monkeypatch):
+    """Sets what sources say, {catalogue: messages}, and what is translated; returns what the catalogues then have."""
+    monkeypatch.setattr(words, "catalogue", lambda name, language: tmp_path / f"{name}.po")
+    monkeypatch.setattr(catalogues, "catalogue", words.catalogue)
+
+    def update(**sources):
+        found = {name: dict.fromkeys(sources.get(name, ()), f"{name}.py") for name in words.CATALOGUES}
+        monkeypatch.setattr(catalogues, "today", lambda: found)
+        catalogues.update("zh")
+        return {name: {m.id: m for m in catalogues.load(name, "zh") if m.id} for name in words.CATALOGUES}
+
+    def translate(name, filled):
+        loaded = catalogues.load(name, "zh")
+        for english, chinese in filled.items():
+            loaded[english].string = chinese
+        (tmp_path / f"{name}.po").write_text(catalogues.written(loaded))
+        words._known.cache_clear()
+
+    yield update, translate
+    words._known.cache_clear()
+
+
+def test_a_changed_message_keeps_its_translation_as_a_draft(catalogue):
+    update, translate = catalogue
+    old, new = (f"the grid has {n} programs, {'which the launch asks for, ' * 9}and no more" for n in ("four", "five"))
+    update(day1=[old, "nothing else"])
+    translate("day1", {old: "网格有四个 program", "nothing else": "别无其他"})
+    found = update(day1=[new])["day1"]
+    assert list(found) == [new]
+    assert (found[new].fuzzy, found[new].string) == (True, "网格有四个 program")
+    assert " ".join(found[new].auto_comments) == f"before: {old}"
+    assert words.translated(new, "zh") == new
+    assert [message.id for message in catalogues.waiting("day1", "zh")] == [new]
+    text = words.catalogue("day1", "zh").read_text()
+    update(day1=[new])
+    assert words.catalogue("day1", "zh").read_text() == text
+
+
+def test_a_translation_goes_with_its_message(catalogue):
+    update, translate = catalogue
+    update(day2=["one element"])
+    translate("day2", {"one element": "一个元素"})
+    found = update(day1=["one element"])
+    assert not found["day2"]
+    assert found["day1"]["one element"].string == "一个元素"
+    assert words.translated("one element", "zh") == "一个元素"
+
+
+def test_what_is_missing_and_what_is_over_is_named(catalogue, monkeypatch):
+    update, _ = catalogue
+    update(day1=["one element", "two elements"])
+    monkeypatch.setattr(catalogues, "today", lambda: {"day1": dict.fromkeys(["two elements", "three"], "a.py")})
+    assert catalogues.outdated("zh") == {"day1": (["three"], ["one element"])}
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese", "lost"),
+    [
+        ("reads `x[i]` twice", "读 `x[i]` 两遍", []),
+        ("reads `x[i]` twice", "读两遍", ["the code `x[i]` is missing"]),
+        ("{count} passed", "通过", ["the placeholder {count} is missing"]),
+        ("rows of 65,536 on an H200", "H200 上每行 65536", ["the number 65,536 is missing"]),
+        ("see [the guide](a/README.md)", "见[指南](a/README.zh-CN.md)", []),
+        ("softmax_row is faster", "更快", ["the name softmax_row is missing"]),
+    ],
+)
+def test_faults_of_a_translation(english, chinese, lost):
+    assert catalogues.faults(english, chinese) == lost
+
+
+# ---- The language of a command ----
+
+
+def run(*line):
+    with show.console.capture() as printed:
+        done = CliRunner().invoke(__main__.app, line)
+    return done.exit_code, printed.get() + done.output
+
+
+@pytest.mark.parametrize("line", [("--lang", "zh", "path"), ("path", "--lang=zh"), ("path", "--lang", "zh")])
+def test_a_command_speaks_the_language_asked_for(line):
+    code, text = run(*line)
+    assert code == 0
+    assert "paths/1h.zh-CN.md" in text
+    assert words.language() == "en"
+
+
+def test_the_systems_language_counts(monkeypatch):
+    monkeypatch.delenv("COURSE_LANG")
+    monkeypatch.delenv("LC_ALL", raising=False)
+    monkeypatch.delenv("LC_MESSAGES", raising=False)
+    for value, language in (("zh_CN.UTF-8", "zh"), ("en_US.UTF-8", "en"), ("C", "en"), ("", "en")):
+        monkeypatch.setenv("LANG", value)
+        assert words.language() == language
+
+
+def test_an_unknown_language_is_refused():
+    code, text = run("path", "--lang", "fr")
+    assert code == 2
+    assert "en, zh" in text
+
+
+def test_help_is_translated(catalogue):
+    update, translate = catalogue
+    english = "Explain the words of the course: `words SM`, `words lesson05_softmax`."
+    update(kit=[english])
+    translate("kit", {english: "解释课程的用语。"})
+    assert "解释课程的用语。" in run("words", "--help", "--lang", "zh")[1]
+    assert "Explain the words" in run("words", "--help")[1]
+
+
+def test_read_prints_the_file_in_chinese(catalogue):
+    update, translate = catalogue
+    update(day2=["one past a block"])
+    translate("day2", {"one past a block": "比一块多一个"})
+    path = ROOT / "day2_triton_basics/exercises/exercise01_mul.py"
+    assert run("read", "exercise01_mul") == (0, path.read_text())
+    code, text = run("read", "exercise01_mul", "--lang", "zh")
+    assert code == 0
+    assert 'case("比一块多一个", n=1025)' in text
+    assert "paragraphs have no translation yet" in text
+
+
+def test_the_list_of_new_words_is_made_from_its_terms():
+    assert (
+        languages.in_words("New words (GLOSSARY.md): warp, lane.", "zh")
+        == "新词（见 GLOSSARY.zh-CN.md）：线程束 warp、通道 lane。"
+    )
+
+
+def test_a_file_that_is_not_one_is_refused():
+    code, text = run("read", "lesson0")
+    assert code == 2
+    assert "expected one" in text
+    assert run("read", "../etc/passwd")[0] == 2

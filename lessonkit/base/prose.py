@@ -231,8 +231,8 @@ def _paragraphs(text: str, lines: list[_Line], margin: int | None = None) -> Ite
             yield from _paragraph(text, [line], todo.end(), margin)
             continue
         if rule := _RULE.match(line.text):
-            heading = _Line(line.start + rule.start(1), line.column + rule.start(1), rule[1])
-            yield from _paragraph(text, [heading], 0, margin)
+            heading = _Line(line.start, line.column, line.text[: rule.end(1)])
+            yield from _paragraph(text, [heading], rule.start(1), margin)
             continue
         bullet = _BULLET.match(line.text)
         if bullet and bullet["number"] and at < len(lines) and _goes_on(lines[at], 0):

@@ -99,10 +99,8 @@ def _file(which: str) -> Path:
         and path.suffix in catalogues.SUFFIXES
     ):
         return path
-    found = [ROOT / f"{name.replace('.', '/')}.py" for name in names(which) or names(renames.meant("lessons", which))]
-    found = found if which else []
-    if not found:
-        found = [each.path for each in source.find(which)]
+    lessons = names(which) or names(renames.meant("lessons", which) or which)
+    found = [ROOT / f"{name.replace('.', '/')}.py" for name in lessons] or [each.path for each in source.find(which)]
     if len(found) != 1:
         closest = ", ".join(each.stem for each in found[:5]) or said("`list` shows all")
         words = said("{which} names {count} lessons and exercises, expected one: {closest}")

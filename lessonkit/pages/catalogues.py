@@ -2,7 +2,7 @@
 
 A catalogue a room, locale/zh_CN/LC_MESSAGES/ROOM.po, so that several people translate at once. Each message stands in
 one catalogue: the first of base.words.CATALOGUES in whose files it is. A paragraph that changes keeps its old
-translation as a draft (`fuzzy`, with the old English as `#|`), which counts as missing.
+translation as a draft (`fuzzy`, with the old English in a comment), which counts as missing.
 """
 
 import ast
@@ -35,6 +35,7 @@ ROOMS = {
 SUFFIXES = (".py", ".cu", ".cuh")
 SKIPPED = ("emulator",)  # for those who write it, not for those who learn
 
+BEFORE = "before: "  # the English that a draft translates, in a comment: Babel reads no `#| msgid`
 Found = dict[str, str]  # message -> the file that has it first
 
 
@@ -152,12 +153,13 @@ def updated(language: str) -> dict[Path, str]:
             before = memory.get(message)
             if before is None and (near := difflib.get_close_matches(message, gone, 1)):
                 draft = memory[near[0]].string
-                fresh.add(message, draft, [(path, 0)], flags=["fuzzy"], previous_id=near)
+                fresh.add(message, draft, [(path, 0)], flags=["fuzzy"], auto_comments=[BEFORE + near[0]])
             elif before is None:
                 fresh.add(message, "", [(path, 0)])
             else:
-                flags = before.flags & {"fuzzy"}
-                fresh.add(message, before.string, [(path, 0)], flags=flags, previous_id=before.previous_id)
+                flags = ["fuzzy"] if before.fuzzy else []
+                notes = [" ".join(before.auto_comments)] if before.fuzzy else []  # a long one stands in several lines
+                fresh.add(message, before.string, [(path, 0)], flags=flags, auto_comments=notes)
         made[catalogue(name, language)] = written(fresh)
     return made
 
@@ -165,7 +167,7 @@ def updated(language: str) -> dict[Path, str]:
 def written(loaded: Catalog) -> str:
     """The text of a catalogue's file."""
     out = BytesIO()
-    write_po(out, loaded, width=110, include_previous=True, ignore_obsolete=True)
+    write_po(out, loaded, width=110, ignore_obsolete=True)
     return out.getvalue().decode()
 
 

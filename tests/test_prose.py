@@ -1,0 +1,148 @@
+"""The prose of a file: which paragraphs are messages, and how a file looks in other words."""
+
+import re
+import textwrap
+
+from lessonkit.base import prose
+
+import pytest
+
+LESSON = '''
+"""Softmax: five passes become two
+===============================
+softmax(x) reads MN elements and writes MN. The floor on an H200 is 0.064 ms,
+whatever the kernel does.
+
+    one kernel       x is read once, y is written once    2MN
+                     and nothing else
+    y = exp(x - m) / s
+    [ 1    3    2 ] --> [ block 0 ]
+
+New words (GLOSSARY.md): warp, lane.
+Check it:  python -m lessonkit check lesson05_softmax
+
+- the first of two items, which goes
+  on in the next line
+- the second
+"""
+
+import torch  # noqa: F401
+
+
+# ---- Rungs -----------------------------------------------
+# Rung 1. New: a block owns
+# a row of x.
+def rung(x):  # [M, N] -> [M, N]
+    """[M, N] -> [M, N], a row each program."""
+    y = x + 1  # the row of this program
+    # [M, N]
+    return y  # y
+
+
+LESSON = Lesson(
+    predicted=(Prediction(rung=rung, why="The caches hold it, "
+                          "so it is faster."),),
+    wrong=(Mutant("no maximum is subtracted", "a", "b"),),
+    checks=(case("one past a block", n=5),),
+)
+'''
+
+PROGRAM = """
+// Vector add: three ways to load
+// ==============================
+//
+// z = x + y over n floats reads 8n bytes
+// and writes 4n.
+#include "course.cuh"
+
+constexpr int THREADS = 256;  // a block; 8 of them fill an SM
+const char* url = "http://x";  // New
+__global__ void f(float* z) { z[0] = 1; }  // [n]
+#endif  // COURSE_EXTENSION
+"""
+
+
+def test_messages_of_a_lesson():
+    assert prose.messages(LESSON, ".py") == [
+        "Softmax: five passes become two",
+        "softmax(x) reads MN elements and writes MN. The floor on an H200 is 0.064 ms, whatever the kernel does.",
+        "x is read once, y is written once and nothing else",
+        "Check it:",
+        "the first of two items, which goes on in the next line",
+        "the second",
+        "Rungs",
+        "Rung 1. New: a block owns a row of x.",
+        "[M, N] -> [M, N], a row each program.",
+        "the row of this program",
+        "The caches hold it, so it is faster.",
+        "one past a block",
+    ]
+
+
+def test_messages_of_a_program():
+    assert prose.messages(PROGRAM, ".cu") == [
+        "Vector add: three ways to load",
+        "z = x + y over n floats reads 8n bytes and writes 4n.",
+        "a block; 8 of them fill an SM",
+        "New",
+    ]
+
+
+@pytest.mark.parametrize(("text", "suffix"), [(LESSON, ".py"), (PROGRAM, ".cu")])
+def test_other_line_breaks_change_no_message(text, suffix):
+    paragraph = {".py": "# Rung 1. New: a block owns\n# a row of x.", ".cu": "reads 8n bytes\n// and writes 4n."}[
+        suffix
+    ]
+    mark = {".py": "# ", ".cu": "// "}[suffix]
+    words = paragraph.replace(f"\n{mark}", " ")
+    other = words.replace(" New: ", f"\n{mark}New: ").replace(" 8n ", f"\n{mark}8n ")
+    assert other != paragraph
+    assert prose.messages(text.replace(paragraph, other), suffix) == prose.messages(text, suffix)
+
+
+def test_a_file_in_the_same_words_is_the_same_file():
+    assert prose.read_as(LESSON, ".py", lambda message: message) == LESSON
+
+
+def test_a_file_in_chinese():
+    words = {
+        "Softmax: five passes become two": "Softmax：五遍变两遍",
+        "x is read once, y is written once and nothing else": "x 读一次，y 写一次",
+        "Check it:": "检查：",
+        "Rung 1. New: a block owns a row of x.": "第 1 级。新：一个块负责 x 的一行。",
+        "The caches hold it, so it is faster.": '缓存里有，"所以"更快。',
+    }
+    read = prose.read_as(LESSON, ".py", lambda message: words.get(message, message))
+    assert '"""Softmax：五遍变两遍\n===================\n' in read
+    assert "    one kernel       x 读一次，y 写一次                   2MN\n    y = exp" in read
+    assert "检查：     python -m lessonkit check lesson05_softmax" in read
+    assert "# 第 1 级。新：一个块负责 x 的一行。\ndef rung" in read
+    assert 'why="缓存里有，\\"所以\\"更快。"),' in read
+
+
+def test_long_chinese_is_wrapped_by_its_width():
+    text = "每个 program 读一行，" * 30 + "见 `tl.load(x_ptr + offsets)`。"
+    lines = prose.wrapped(text, 60, 40)
+    assert prose.columns(lines[0]) <= 40
+    assert all(50 < prose.columns(line) <= 60 for line in lines[1:-1])
+    assert not any(line.startswith(("，", "。")) for line in lines)
+    assert re.sub(r"\s", "", "".join(lines)) == re.sub(r"\s", "", text)
+    kept = prose.wrapped(text, 60, 60, keep_spaces=True)
+    assert "".join(kept) == text
+
+
+def test_a_docstring_keeps_its_margin():
+    text = textwrap.dedent('''
+        class A:
+            def f(self):
+                """What it does, in words that are
+                long enough for two lines.
+                """
+    ''')
+    read = prose.read_as(text, ".py", lambda message: "它做什么，" * 30)
+    inside = read.split('"""')[1].splitlines()
+    assert len(inside) > 3
+    assert all(
+        line.startswith("        它") or line.startswith("        做") or line[8] in "什么，" for line in inside[1:-1]
+    )
+    compile(read, "a.py", "exec")
