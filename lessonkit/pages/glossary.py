@@ -34,7 +34,7 @@ INTRO = {
     "In a terminal: `python3 course.py words SM`, or `words lesson05_softmax` for all words of a lesson.",
     "zh": "课里用到的词，每个一两句话，并注明最先用到它的那一课。课文是英文，所以这里保留英文原词。\n"
     "顺序从第 2 天算起，和短路线一样；许多词的含义在第 1 天的第 5、9 课里有实测。\n\n"
-    "在终端里查：`python3 course.py words SM`；`words lesson05_softmax` 列出一课的所有词（英文）。",
+    "在终端里查：`python3 course.py words SM --lang zh`；`words lesson05_softmax` 列出一课的所有词。",
 }
 OTHER = {
     "en": "简体中文: [{0}]({0}). The course: [README](README.md).",
