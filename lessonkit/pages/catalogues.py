@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lessonkit.base import prose
 from lessonkit.base.files import ROOT, write_atomically
-from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, later, missing, said
+from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, later, missing, said, translated
 from lessonkit.lesson import names
 from lessonkit.pages import glossary, guides
 
@@ -35,6 +35,7 @@ ROOMS = {
 SUFFIXES = (".py", ".cu", ".cuh")
 SKIPPED = ("emulator",)  # for those who write it, not for those who learn
 
+MARKS = tuple(mark.__name__ for mark in (said, later, translated))  # calls whose first argument is a message
 BEFORE = "before: "  # the English that a draft translates, in a comment: Babel reads no `#| msgid`
 Found = dict[str, str]  # message -> the file that has it first
 
@@ -82,7 +83,7 @@ def _course() -> Iterator[tuple[str, Path]]:
 
 
 def _kit() -> Iterator[tuple[str, Path]]:
-    """What commands say: `said("...")`, `later("...")`, their docstrings, the help of arguments and options."""
+    """What commands and pages say: the calls of MARKS, docstrings of commands, the help of arguments and options."""
     for path in sorted((ROOT / "lessonkit").rglob("*.py")):
         yield from ((message, path) for message in spoken(path.read_text()))
 
@@ -93,7 +94,7 @@ def spoken(text: str) -> Iterator[str]:
     for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else ""
-            given = [*node.args[:1]] if name in (said.__name__, later.__name__) else []
+            given = [*node.args[:1]] if name in MARKS else []
             given += [keyword.value for keyword in node.keywords if keyword.arg == "help"]
             yield from (each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str))
         elif any(map(_is_command, node.decorator_list)):
