@@ -7,7 +7,7 @@
 // kernel scans the blocks' sums, and a last kernel adds them. n is read and written twice, so 4n of traffic. That is a
 // predicted 1.02 ms for every rung that is not limited inside the block. The rungs differ only there:
 //
-//     Hillis-Steele      10 n adds, 11 barriers      Blelloch, padded   the same without bank conflicts
+//     Hillis-Steele      10 n adds, 10 barriers      Blelloch, padded   the same without bank conflicts
 //     Blelloch           2 n adds, 22 barriers       warp shuffles      10 n adds, 1 barrier, 32 words of shared memory
 //
 // T is float, or unsigned for int32: the same sums in two's complement, where overflow wraps as it does in PyTorch.
@@ -57,7 +57,7 @@ __global__ void hillis_steele_kernel(const T* x, T* y, T* sums, int64_t n) {
 //           stride 2      2    0    1    7    3   12    2   21
 //           stride 1      0    2    7    8   12   15   21   23     exclusive prefixes
 //
-// Predicted for rung 2: 20 barriers to rung 1's 10. The stride doubles, so lanes meet in one bank: 2-, 4-, ... 32-way
+// Predicted for rung 2: 22 barriers to rung 1's 10. The stride doubles, so lanes meet in one bank: 2-, 4-, ... 32-way
 // conflicts, some 1400 wavefronts for a block: 1.6 ms, and 0.5 ms for the second kernel. New in rung 3: one unused
 // word after every 32, so that a stride of 32 words moves on by a bank. Predicted: some 320 wavefronts, but the same
 // idle threads: half of them after one step, all but one at the root. A block takes 3100 cycles, 1360 for its loads

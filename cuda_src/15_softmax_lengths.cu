@@ -2,9 +2,10 @@
 // ===============================================
 //
 // 14_softmax reads a row twice. To read it once, 2MN elements in all, the row has to stay on chip between the sum and
-// the result. Rung v4 keeps it in the registers of a block, v5 of a few lanes, v6 of several SMs. At 4.2 TB/s the bf16
-// matrices timed here cannot take less than 0.008 (32768 x 256) to 0.256 ms (2048 x 131072). Arithmetic is no limit:
-// some 13 instructions an element, where 132 SMs can issue 27 in the time in which memory moves one bf16 in and out.
+// the result. Rung v4 keeps the row in the registers of a block, rung v5 in those of a few lanes, rung v6 in those
+// of several SMs. At 4.2 TB/s the bf16 matrices timed here cannot take less than 0.008 (32768 x 256) to 0.256 ms
+// (2048 x 131072). Arithmetic is no limit: some 13 instructions an element, where 132 SMs can issue 27 in the time in
+// which memory moves one bf16 in and out.
 //
 // Source of v6: CUDA C++ programming guide, "Thread block clusters" and "Distributed shared memory".
 //

@@ -3,8 +3,8 @@
 A load goes through three levels, and each has a size, a latency and a bandwidth:
 
     registers --- L1, in each SM --- L2, for all SMs --- device memory (HBM)
-                  shared memory's
-                  silicon
+                  L1 and shared memory
+                  are one memory
 
 Little's law connects them: bytes in flight = bandwidth * latency. HBM has 4.2 TB/s, and 700 ns under load, twice the
 latency of a single load. So 2.9 MB must be in flight, 22 KB for each of 132 SMs. With fewer the kernel does not reach

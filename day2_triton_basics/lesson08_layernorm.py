@@ -216,7 +216,8 @@ WRONG = (
            "layernorm_chunked"),
     Mutant("a ragged chunk weighs as much as a full one", "layernorm_chunked_kernel", "tl.minimum(N - start, BLOCK)",
            "tl.minimum(BLOCK, BLOCK)", "layernorm_chunked"),
-    Mutant("rows taken to be N apart", "mean_kernel", "row * stride_x", "row * N", "layernorm_unfused"),
+    Mutant("rows taken to be N apart", "mean_kernel", "row * stride_x", "row * N", "layernorm_unfused",
+           "nan"),
 )
 # fmt: on
 

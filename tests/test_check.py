@@ -136,6 +136,26 @@ def test_nan_and_infinity_must_be_where_torch_has_them():
             check.compare(question, y)
 
 
+def test_memory_between_the_rows_of_an_input_is_nan():
+    def padded(n, dtype):
+        x = torch.empty(3, n + 2, dtype=dtype, device=DEVICE)[:, :n]
+        return (x.fill_(1),)
+
+    def twice(x):
+        return 2 * x
+
+    def rows_taken_to_be_n_apart(x):
+        return 2 * x.as_strided(x.shape, (x.shape[1], 1))
+
+    lesson = Lesson(
+        reference=twice, inputs=padded, checks=(), benches=(), rungs=(), wrong=(), work=lambda n, dtype: Work(n)
+    )
+    check.check(lesson, twice, {"n": 5}, torch.float32)
+    with pytest.raises(check.Rejected) as rejected:
+        check.check(lesson, rows_taken_to_be_n_apart, {"n": 5}, torch.float32)
+    assert rejected.value.caught_by == "nan"
+
+
 STRIDES = {
     "a column": lambda t: t[:3].view(3, 1),
     "one": lambda t: t[:1].view(1, 1),

@@ -73,7 +73,10 @@ def truth(lesson: Lesson, shape: Shape, dtype: torch.dtype, *, seed: int = 0) ->
 
 
 def _inputs(lesson: Lesson, make: Rung, shape: Shape, dtype: torch.dtype) -> tuple[Any, ...]:
-    """make(dtype=dtype, **shape). Raises Misdeclared if the case has an argument that `make` does not take."""
+    """make(dtype=dtype, **shape), with NaN where `make` leaves memory as it is, between the rows of a padded input.
+
+    Raises Misdeclared if the case has an argument that `make` does not take.
+    """
     signature = inspect.signature(make)
     try:
         signature.bind(dtype=dtype, **shape)
@@ -83,7 +86,8 @@ def _inputs(lesson: Lesson, make: Rung, shape: Shape, dtype: torch.dtype) -> tup
         raise Misdeclared(
             f"{module}: the case {shape_name(shape)!r}: {why}; the lesson's inputs take {takes}"
         ) from None
-    made: tuple[Any, ...] = make(dtype=dtype, **shape)
+    with poisoned_empty():
+        made: tuple[Any, ...] = make(dtype=dtype, **shape)
     return made
 
 
