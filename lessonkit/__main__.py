@@ -22,7 +22,7 @@ from lessonkit.base import chips, device, renames
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment
-from lessonkit.commands import course_run, exercises, new, show, versions
+from lessonkit.commands import course_run, exercises, lock, new, show, versions
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import build, sass, toolchain
@@ -262,6 +262,10 @@ def judge_mutants(
         for name, mutant in gpu_mutants.of_one_gpu(lessons, device.capability())
         if again or not gpu_mutants.fresh(folder, name, mutant)
     ]
+    left = [(name, mutant, why) for name, mutant in todo if (why := gpu_mutants.lacks(name, mutant))]
+    for name, mutant, why in left:
+        todo.remove((name, mutant))
+        show.console.print(f"{name}: {mutant.why}: left out, {why}")
     body = []
     with ThreadPoolExecutor(workers) as pool:
         for done in as_completed([pool.submit(gpu_mutants.judge, *each) for each in todo]):
@@ -454,6 +458,18 @@ def try_versions(
     if not which:
         report.write()
     _end(failed)
+
+
+@app.command(name="lock")
+def lock_requirements(
+    upgrade: Annotated[bool, typer.Option(help="Take the newest versions that fit, not those of the lists.")] = False,
+) -> None:
+    """Write requirements/, the versions and hashes of all that course.py installs, from pyproject.toml. Needs uv."""
+    try:
+        for path in lock.lock(upgrade):
+            show.console.print(str(path.relative_to(ROOT)))
+    except (Missing, subprocess.CalledProcessError) as why:
+        _end([str(why)])
 
 
 @app.command()
