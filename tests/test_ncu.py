@@ -31,7 +31,8 @@ def test_program_is_clean_under_compute_sanitizer(tool, name, extension):
         pytest.skip(why)
     (program,) = build.build([build.program(extension.source)])
     one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    command = [SANITIZER, "--tool", tool, *sanitize.TOOLS[tool], "--error-exitcode", "86", "--print-limit", "5", str(program)]
+    around = [SANITIZER, "--tool", tool, *sanitize.TOOLS[tool], "--error-exitcode", "86", "--print-limit", "5"]
+    command = [*around, str(program)]
     code, out, err = ncu.output(command, 120, COURSE_SMALL="1", CUDA_VISIBLE_DEVICES=one)
     assert code == 0, f"{tool}, exit code {code}:\n{out[-6000:]}\n{err[-2000:]}"
     assert "right" in out, out[-6000:] + err[-2000:]
