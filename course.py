@@ -21,6 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("COURSE_VENV", ROOT / ".venv"))
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+REQUIREMENTS = ROOT / "requirements"  # written by `python -m lessonkit lock`
+# Nothing but the files whose hashes are listed. Compiling every installed module to bytecode would take longer than
+# unpacking it; Python compiles what it imports.
+HASHED = ("--no-deps", "--require-hashes", "--no-compile")
 LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 # A worker that has nothing left takes from the other: the slow tests of a lesson stand one behind the other.
 SUITE = ("pytest", "-n", "auto", "--dist", "worksteal")
@@ -37,11 +41,11 @@ def variables() -> dict[str, str]:
     return env
 
 
-def extras() -> str:
-    """What to install beside the course: its tests' tools, what day 4 runs, the CUDA compiler if there is none."""
+def lists() -> list[Path]:
+    """What to install: the course's packages and its tests' tools, and the CUDA compiler if there is none."""
     folders = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
     found = shutil.which("nvcc") or any(Path(folder, "bin", "nvcc").exists() for folder in folders if folder)
-    return "test,notebook,models" if found else "test,notebook,models,nvcc"
+    return [REQUIREMENTS / name for name in (("course.txt",) if found else ("course.txt", "nvcc.txt"))]
 
 
 def make_venv() -> None:
@@ -69,18 +73,29 @@ def make_venv() -> None:
 
 def environment() -> None:
     """Make the virtual environment and install the course into it, once for each version of what it needs."""
-    wanted = (ROOT / "pyproject.toml").read_text() + (ROOT / "constraints.txt").read_text() + extras()
+    needed = [*lists(), REQUIREMENTS / "torch_cpu.txt", REQUIREMENTS / "torch.txt"]
+    wanted = "".join(path.read_text() for path in (ROOT / "pyproject.toml", *needed))
     stamp = VENV / "course_installed.txt"
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print(f"installing the course into {VENV} (some minutes the first time)", flush=True)
     make_venv()
-    # Compiling every installed module to bytecode takes longer than unpacking it; Python compiles what it imports.
-    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    subprocess.run(
-        [*pip, "--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[{extras()}]"], check=True
-    )
+    *others, without_cuda, usual = needed
+    for path in others:
+        pip("install", *HASHED, "--requirement", str(path))
+    # Without a GPU PyTorch's build for CPUs will do, 3 GB smaller, where pip's settings name a place that has it.
+    if shutil.which("nvidia-smi") or not pip("install", *HASHED, "--requirement", str(without_cuda), must=False):
+        pip("install", *HASHED, "--requirement", str(usual))
+    # The course itself is built with what is installed: pip would fetch setuptools anew, and compare no hash.
+    pip("install", "--no-deps", "--no-build-isolation", "--no-compile", "--editable", str(ROOT))
+    pip("check")
     stamp.write_text(wanted)
+
+
+def pip(*words: str, must: bool = True) -> bool:
+    """Whether pip could. If it must, raises CalledProcessError, and pip's words are shown."""
+    command = [str(PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
+    return not subprocess.run(command, check=must, stderr=None if must else subprocess.DEVNULL).returncode
 
 
 def exit_status(*codes: int) -> int:

@@ -23,14 +23,24 @@ from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment
 from lessonkit.base.words import counted, language, said
-from lessonkit.commands import course_run, exercises, languages, new, show, versions
+from lessonkit.commands import course_run, exercises, languages, lock, new, show, versions
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.exercise import progress
 from lessonkit.judge import counters, fuzz, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
-from lessonkit.measure import dependents, fuzzing, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
+from lessonkit.measure import (
+    dependents,
+    fuzzing,
+    gpu_mutants,
+    ncu,
+    operator_bench,
+    operator_rows,
+    rows,
+    sanitize,
+    stale,
+)
 from lessonkit.modes import compiled
 from lessonkit.pages import final_report, glossary, guides, paths, report, targets
 
@@ -280,6 +290,10 @@ def judge_mutants(
         for name, mutant in gpu_mutants.of_one_gpu(lessons, device.capability())
         if again or not gpu_mutants.fresh(folder, name, mutant)
     ]
+    left = [(name, mutant, why) for name, mutant in todo if (why := gpu_mutants.lacks(name, mutant))]
+    for name, mutant, why in left:
+        todo.remove((name, mutant))
+        show.console.print(f"{name}: {mutant.why}: left out, {why}")
     body = []
     with ThreadPoolExecutor(workers) as pool:
         for done in as_completed([pool.submit(gpu_mutants.judge, *each) for each in todo]):
@@ -294,6 +308,41 @@ def judge_mutants(
             body.append(line)
     show.table(f"{len(body)} mutants judged", ["lesson", "rung", "wrong in", "caught by", "on"], body)
     _end([*failed, *gpu_mutants.contradicted(lessons)])
+
+
+@app.command(name="sanitize")
+def run_sanitizers(
+    which: Which = "",
+    tool: Annotated[
+        list[str] | None, typer.Option(help=f"Only this: {', '.join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))}.")
+    ] = None,
+) -> None:
+    """Run every kernel under compute-sanitizer's tools and Triton's own; a report that is not argued is an error."""
+    tools = tool or [*sanitize.TOOLS, *sanitize.INSTRUMENTED]
+    if unknown := [each for each in tools if each not in (*sanitize.TOOLS, *sanitize.INSTRUMENTED)]:
+        known = ", ".join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))
+        raise typer.BadParameter(f"--tool {unknown[0]}: there are {known}")
+    if not device.HAS_GPU:
+        show.console.print(sanitize.lacks(tools[0]))
+        return
+    failed: list[str] = []
+    known_reports = sanitize.argued()
+    lessons = list(_with_kernels(which, failed))
+    for each in tools:
+        if why := sanitize.lacks(each):
+            show.console.print(f"{each}: left out, {why}")
+            continue
+        for name, _ in lessons:
+            try:
+                found = sanitize.run(name, each)
+            except sanitize.NotUnderstood as error:
+                failed.append(str(error))
+                continue
+            sanitize.save(REPORTS / device.name(), name, each, found, known_reports)
+            errors = sanitize.unargued(found, known_reports)
+            show.console.print(f"{name}, {each}: {len(found) - len(errors)} argued, {len(errors)} not")
+            failed += [f"{name}, {each}: {report.kernel}: {report.what}" for report in errors]
+    _end(failed)
 
 
 @app.command()
@@ -472,6 +521,18 @@ def try_versions(
     if not which:
         report.write()
     _end(failed)
+
+
+@app.command(name="lock")
+def lock_requirements(
+    upgrade: Annotated[bool, typer.Option(help="Take the newest versions that fit, not those of the lists.")] = False,
+) -> None:
+    """Write requirements/, the versions and hashes of all that course.py installs, from pyproject.toml. Needs uv."""
+    try:
+        for path in lock.lock(upgrade):
+            show.console.print(str(path.relative_to(ROOT)))
+    except (Missing, subprocess.CalledProcessError) as why:
+        _end([str(why)])
 
 
 @app.command()

@@ -144,7 +144,7 @@ def test_a_cache_that_others_may_write_is_refused(anew, monkeypatch):
         assert not list(anew.iterdir())
     monkeypatch.undo()
     monkeypatch.setattr(files, "CACHE", anew / "new" / "one")
-    files.need_private_cache()
+    files.need_private()
     assert files.CACHE.stat().st_mode & 0o777 == 0o700
 
 

@@ -3,16 +3,18 @@
 import sys
 from dataclasses import replace
 
+import lessonkit.__main__ as main
 from lessonkit.base.errors import Rejected
 from lessonkit.judge import apart, check, mutants
 from lessonkit.lesson import Mutant, discover, kernels
 from lessonkit.measure import gpu_mutants, rows
 
 import pytest
+from typer.testing import CliRunner
 
 ADD = "day2_triton_basics.lesson01_vector_add"
 LESSON = dict(discover(ADD))[ADD]
-WRONG = LESSON.wrong[0]
+WRONG = next(mutant for mutant in LESSON.wrong if mutant.caught_by != "out of bounds")
 OF_ONE_LESSON = pytest.mark.kept("lessonkit/**/*.py")  # what the process of its own runs beside the lesson
 
 
@@ -108,6 +110,34 @@ def test_only_rungs_that_need_a_gpu_are_judged_apart():
     assert any("matmul" in name for name in found)
     assert not gpu_mutants.of_one_gpu(kernels(ADD), 90)
     assert not gpu_mutants.of_one_gpu([(ADD, replace(LESSON, wrong=(Mutant("", "", "", "", "nothing"),)))], 90)
+
+
+KITTENS = "day3_matmul_tk.lesson14_thunderkittens_matmul"
+
+
+def test_a_mutant_that_this_machine_lacks_something_for_is_left_out_with_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(main, "REPORTS", tmp_path)
+    monkeypatch.setattr(main.device, "HAS_GPU", True)
+    monkeypatch.setattr(main.device, "capability", lambda: 90)
+    monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
+    monkeypatch.setattr(check, "capability", lambda: 90)
+    monkeypatch.delenv("THUNDERKITTENS_ROOT", raising=False)
+    monkeypatch.setattr(gpu_mutants, "judge", lambda *mutant: pytest.fail("judged"))
+    done = CliRunner().invoke(main.app, ["mutants", KITTENS])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    mutants_of = dict(discover(KITTENS))[KITTENS].wrong
+    assert said.count("left out, no ThunderKittens in THUNDERKITTENS_ROOT") == len(mutants_of)
+
+
+def test_what_only_watched_addresses_show_is_no_gpus_to_judge():
+    """And the interpreter or the emulator can: no such mutant is of a rung that they cannot run."""
+    found = [(n, m) for n, lesson in kernels() for m in lesson.wrong if m.caught_by == mutants.OUT_OF_BOUNDS]
+    rungs = {(n, m.why): getattr(sys.modules[n], m.rung) for n, m in found}
+    needing = [key for key, rung in rungs.items() if getattr(rung, "needs", 0)]
+    assert needing, "as lesson07_quantize_fp8's"
+    assert all(rungs[key].interpreted for key in needing)
+    assert not [m for n, m in found if mutants.is_of_one_gpu(n, m)]
 
 
 def test_kept_verdicts_are_as_the_lessons_say():

@@ -7,7 +7,7 @@ import lessonkit.base.device as device
 from lessonkit.cuda import build, toolchain
 from lessonkit.judge import counters
 from lessonkit.lesson import kernels
-from lessonkit.measure import ncu, rows
+from lessonkit.measure import ncu, rows, sanitize
 from lessonkit.pages import report
 
 import pytest
@@ -15,12 +15,6 @@ import pytest
 PROGRAMS = [pytest.param(name, lesson.extension, id=name) for name, lesson in kernels() if lesson.extension]
 SANITIZER = ncu.find("compute-sanitizer")
 NO_SANITIZER = "" if device.HAS_GPU and SANITIZER else "needs a GPU and compute-sanitizer"
-TOOLS = {
-    "memcheck": ("--report-api-errors", "no"),  # a program asks for errors itself, and 01 makes some on purpose
-    "racecheck": (),
-    "initcheck": (),
-    "synccheck": (),
-}
 # (tool, the program's name) -> what of it the tool cannot judge.
 BEYOND = {
     ("initcheck", "23_hopper_matmul_persistent"): "initcheck does not see what the copy engine (TMA) writes to memory",
@@ -30,14 +24,15 @@ BEYOND = {
 
 @pytest.mark.skipif(bool(NO_SANITIZER), reason=NO_SANITIZER or "here")
 @pytest.mark.parametrize(("name", "extension"), PROGRAMS)
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
 def test_program_is_clean_under_compute_sanitizer(tool, name, extension):
     """Its main, on small sizes, on one GPU: kernels of several that wait for one another would not run together."""
     if why := extension.lacks() or BEYOND.get((tool, extension.source.stem)):
         pytest.skip(why)
     (program,) = build.build([build.program(extension.source)])
     one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    command = [SANITIZER, "--tool", tool, *TOOLS[tool], "--error-exitcode", "86", "--print-limit", "5", str(program)]
+    around = [SANITIZER, "--tool", tool, *sanitize.TOOLS[tool], "--error-exitcode", "86", "--print-limit", "5"]
+    command = [*around, str(program)]
     code, out, err = ncu.output(command, 120, COURSE_SMALL="1", CUDA_VISIBLE_DEVICES=one)
     assert code == 0, f"{tool}, exit code {code}:\n{out[-6000:]}\n{err[-2000:]}"
     assert "right" in out, out[-6000:] + err[-2000:]

@@ -248,3 +248,55 @@ def test_a_comparison_stands_in_place_of_the_table_of_its_name():
             assert names[0].startswith("forward")
             assert text.count(lengths.OURS) == 8
             assert "| S | ms |" not in text
+
+
+# ---- The yardstick --------------------------------------------------------------------------------------------------
+
+
+ROWS = [row for folder in FOLDERS for path in sorted(folder.glob("*.csv")) if path.stem in dict(kernels())
+        for row in rows.read(path)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({"tb_per_s": 2.4, "tflop_per_s": 1.0, "dtype": "float32"}, 50),
+        ({"tb_per_s": 0.1, "tflop_per_s": 494.7, "dtype": "bfloat16"}, 50),
+        ({"tb_per_s": 0.1, "tflop_per_s": 494.7, "dtype": "float16"}, 50),
+        ({"tb_per_s": 0.1, "tflop_per_s": 494.7, "dtype": "float8_e4m3fn"}, 25),
+        ({"tb_per_s": 0.1, "tflop_per_s": 33.5, "dtype": "float32"}, 50),
+        ({"tb_per_s": 2.4, "tflop_per_s": 999.0, "dtype": "bfloat16", "kind": "limit"}, 50),
+        ({"tb_per_s": 2.4, "tflop_per_s": 1.0, "gpu": "nvidia-unknown"}, 0),
+    ],
+)
+def test_the_share_of_the_data_sheet_is_of_the_rate_that_the_dtype_has(changes, share):
+    """An H200: 4.8 TB/s; 989.4 TFLOP/s in 16 bits, 1978.9 in 8, 67 in fp32. A copy computes nothing."""
+    assert results.of_sheet(a_row(**{"gpu": "nvidia-h200"} | changes)) == pytest.approx(share, abs=0.1)
+
+
+@pytest.mark.skipif(not ROWS, reason="no rows of a GPU")
+def test_no_row_is_above_the_data_sheet():
+    """A time that is better than the card's own figures is a measuring error, or the work is counted wrong."""
+    above = [f"{row.lesson} {row.rung} {row.shape}: {results.of_sheet(row):.0f}%" for row in ROWS
+             if results.of_sheet(row) > 100]  # fmt: skip
+    assert not above, above
+    assert all(results.card(row) for row in ROWS)
+
+
+def test_a_roof_for_each_dtype():
+    chip = results.card(a_row(gpu="nvidia-h200"))
+    assert results.roofs(chip, {"bfloat16", "float32"}) == {"bf16": 989.4, "fp32": 67.0}
+    assert results.roofs(chip, {"float8_e4m3fn"}) == {"fp8": 1978.9}
+    found = [a_row(gpu="nvidia-h200", lesson=f"day.{d}", dtype=d, tflop_per_s=1.0) for d in ("bfloat16", "float32")]
+    assert plots.roofline("h200", found).png()
+
+
+@pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")
+def test_the_final_report_divides_by_the_peer_that_it_names():
+    """Of the fastest rung's own rounds: that of other rounds had another clock. Without a declared peer, no ratio."""
+    for folder in FOLDERS:
+        for contest in results.contests(folder):
+            if contest.best.ratio_to_best_peer:
+                ratio = contest.peer.ms_p50 / contest.best.ms_p50
+                assert contest.best.ratio_to_best_peer == pytest.approx(ratio, rel=1e-3, abs=6e-4), contest.name
+            assert contest.peer is None or contest.peer.lesson == contest.best.lesson

@@ -1,9 +1,12 @@
 """Where things lie, and how a file is written: the checkout, its reports, the cache."""
 
+import fcntl
 import os
 import shlex
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,18 +38,36 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             raise
 
 
-def need_private_cache() -> None:
-    """Make the cache's folder. PermissionError if other users may write there: what lies in it is executed.
+@contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Hold this around the reading, the changing and the writing of a file: another process waits at its own.
 
-    One's own group may: many systems give every user a group with no one else in it, which may write by default.
+    The lock is the folder's, so that no file is left behind, and one folder is changed by one process at a time.
     """
-    CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
-    there, me = CACHE.stat(), os.getuid()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def need_private(*folders: Path) -> None:
+    """Make these folders of the cache. PermissionError if other users may write to one, or to the cache itself.
+
+    What lies there is executed, or believed. One's own group may write: many systems give every user a group with no
+    one else in it.
+    """
+    me = os.getuid()
     mend = "(or set COURSE_CACHE to a folder of your own): files in it are executed"
-    if there.st_uid != me:
-        raise PermissionError(f"the cache {CACHE} belongs to user {there.st_uid}, not to you: remove it {mend}")
-    if there.st_mode & stat.S_IWOTH or (there.st_mode & stat.S_IWGRP and there.st_gid != os.getgid()):
-        raise PermissionError(f"other users may write to the cache {CACHE}: rm -r {shlex.quote(str(CACHE))} {mend}")
+    for folder in (CACHE, *folders):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        there, what = folder.stat(), "the cache" if folder == CACHE else "the cache's"
+        if there.st_uid != me:
+            raise PermissionError(f"{what} {folder} belongs to user {there.st_uid}, not to you: remove it {mend}")
+        if there.st_mode & stat.S_IWOTH or (there.st_mode & stat.S_IWGRP and there.st_gid != os.getgid()):
+            raise PermissionError(f"other users may write to {what} {folder}: rm -r {shlex.quote(str(folder))} {mend}")
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from lessonkit.base import device
-from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.files import ROOT, changing, write_atomically
 from lessonkit.base.words import said
 from lessonkit.commands import show
 from lessonkit.judge import verdicts
@@ -63,12 +63,13 @@ def load() -> Kept:
 def keep(run: Run, seconds: Mapping[str, float]) -> None:
     """Write how far a run is; one that has done nothing, or has come to its end (no `done`), is forgotten."""
     run.at = time.time()
-    everything = _load(warn=False)
-    kept = everything.setdefault(_machine(), Kept())
-    kept.runs = [other for other in kept.runs if other.chosen != run.chosen] + [run] * bool(run.done)
-    kept.seconds |= seconds
     try:
-        write_atomically(FILE, json.dumps({machine: asdict(each) for machine, each in everything.items()}) + "\n")
+        with changing(FILE):
+            everything = _load(warn=False)
+            kept = everything.setdefault(_machine(), Kept())
+            kept.runs = [other for other in kept.runs if other.chosen != run.chosen] + [run] * bool(run.done)
+            kept.seconds |= seconds
+            write_atomically(FILE, json.dumps({machine: asdict(each) for machine, each in everything.items()}) + "\n")
     except OSError as why:
         words = said("{file} cannot be written ({why}): a stopped run will not go on where it was.")
         show.console.print(words.format(file=FILE, why=why))

@@ -96,6 +96,7 @@ def python(torch: str) -> Path:
 
     Raises NotInstalled.
     """
+    files.need_private(CACHE / "versions")
     folder = CACHE / "versions" / f"torch-{torch}"
     executable = folder / "bin" / "python"
     others = [need for need in _needs() if need.split(">")[0] not in ("torch", "triton")]
@@ -112,6 +113,7 @@ def python(torch: str) -> Path:
 
 def overlay(triton: str) -> Path:
     """A folder with this Triton alone, made in the cache if it is not there. Raises NotInstalled."""
+    files.need_private(CACHE / "versions")
     folder = CACHE / "versions" / f"triton-{triton}"
     wanted = [f"triton=={triton}"]
     if not _is_there(folder, wanted):
@@ -200,6 +202,11 @@ def save(rows: Iterable[Tried]) -> None:
 
     A pair that was tried, now or before, has no row that says why it was not.
     """
+    with files.changing(TABLE):
+        _save(rows)
+
+
+def _save(rows: Iterable[Tried]) -> None:
     at = {(row.torch, row.triton, row.target): asdict(row) for row in rows}
     kept = [row | {"why": row.get("why", "")} for row in read_csv(TABLE)]
     kept = [row for row in kept if (row["torch"], row["triton"], row["target"]) not in at]

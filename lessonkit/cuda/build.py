@@ -284,10 +284,10 @@ def program(source: Path) -> Product:
 def build(products: Iterable[Product]) -> list[Path]:
     """Build what is not there yet, several at a time. Raises BuildError with the words of each that fails."""
     toolchain.need("ninja")
-    files.need_private_cache()
     wanted = list(dict.fromkeys(products))
     if before := [first for product in wanted for first in product.after]:
         build(before)
+    files.need_private(*(product.folder for product in wanted))
     for product in wanted:
         eviction.used(product.folder)
     said = ""
@@ -307,7 +307,7 @@ def _locked(products: Iterable[Product]) -> Iterator[list[Product]]:
     ordered = sorted(products, key=lambda p: p.folder)
     with ExitStack() as held:
         for product in ordered:
-            product.folder.mkdir(parents=True, exist_ok=True)
+            product.folder.mkdir(mode=0o700, exist_ok=True)  # another process may have evicted it
             lock = held.enter_context((product.folder / "lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield [p for p in ordered if not p.path.exists()]

@@ -131,6 +131,7 @@ def opcodes(codes: Iterable[bytes], target: chips.Target) -> list[Counter[str]]:
     Kept on disk. What is new is disassembled by one process, as nvdisasm takes 0.4 s to start and no time for the rest.
     """
     codes = list(codes)
+    files.need_private(files.CACHE / "opcodes")
     kept = [_kept(code, target) for code in codes]
     new = [i for i, file in enumerate(kept) if not file.exists()]
     architecture = f"SM{target}{'a' * (int(target) >= 90)}"

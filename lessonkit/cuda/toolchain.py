@@ -1,6 +1,8 @@
 """Which C++ and CUDA compilers this machine has, and the one line that says what is missing and how to mend it."""
 
+import hashlib
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -95,8 +97,29 @@ def need(*pieces: str) -> None:
 
 @cache
 def version(compiler: str) -> str:
-    """The compiler's own words about itself: part of what a built file is known by."""
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    """The compiler's own words about itself, and which headers it brings: part of what a built file is known by."""
+    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    return "\n".join(
+        [said, *platform.libc_ver(), *(f"{path.name} {_hash(path)}" for path in _version_headers(compiler))]
+    )
+
+
+# CUDA's runtime and its C++ libraries come in packages of their own, and can change under the same nvcc.
+VERSION_HEADERS = ("cuda.h", "cuda_runtime_api.h", "cub/version.cuh", "cuda/std/__cccl/version.h")
+
+
+def _version_headers(compiler: str) -> list[Path]:
+    """The headers that say which version of CUDA's libraries this nvcc includes; none for another compiler."""
+    if "nvcc" not in Path(compiler).name:
+        return []
+    asked = [compiler, "--dryrun", "-E", "-x", "cu", os.devnull]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stderr
+    folders = re.findall(r'"(?:-I|-isystem" ")([^"]+)"', said)
+    return [path for folder in folders for name in VERSION_HEADERS if (path := Path(folder, name)).is_file()]
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def release() -> str:

@@ -146,8 +146,9 @@ def build(source: Source, answer: str) -> ModuleType:
     stem = f"answer_{hashlib.sha256((source.name + answer + grader).encode()).hexdigest()[:16]}"
     if stem in sys.modules:
         return sys.modules[stem]
-    files.need_private_cache()
-    folder = files.CACHE / "lessonkit_answers" / stem
+    answers = files.CACHE / "lessonkit_answers"
+    files.need_private(answers)
+    folder = answers / stem
     if source.is_cuda:
         write_atomically(folder / f"{stem}.cu", answer)
         write_atomically(folder / f"{stem}.py", grader)

@@ -13,12 +13,14 @@ from pathlib import Path
 from lessonkit.base import device, eviction
 from lessonkit.base.cpp_text import definitions
 from lessonkit.base.errors import Misdeclared, Rejected, Unsupported
-from lessonkit.base.files import need_private_cache, write_atomically
+from lessonkit.base.files import need_private, write_atomically
 from lessonkit.cuda.build import MUTANTS, SHARED, TOGETHER, local_files
 from lessonkit.judge.check import cannot_run, check
 from lessonkit.lesson import Lesson, Mutant, Rung, suits
 
 import torch
+
+OUT_OF_BOUNDS = "out of bounds"
 
 
 def build(name: str, mutant: Mutant) -> Rung:
@@ -70,7 +72,7 @@ def changed(before: tuple[tuple[Path, str], ...], name: str, mutant: Mutant) -> 
 def _written(texts: dict[Path, str]) -> Path:
     """The lesson of these texts. Triton reads a kernel's source from its file, and a program lies beside its lesson."""
     stem = f"mutant_{hashlib.sha256(repr(sorted(texts.values())).encode()).hexdigest()[:16]}"
-    need_private_cache()
+    need_private(MUTANTS)
     for path, text in texts.items():
         file = MUTANTS / stem / (path.name if path.suffix == ".cuh" else f"{stem}{path.suffix}")
         if not file.exists():  # another process may be reading it
@@ -132,14 +134,17 @@ def cannot_judge(lesson: Lesson, rung: Rung, mutant: Mutant) -> str:
     emulated = lesson.extension and (suits(rung, 0) or getattr(rung, "interpreted", False))
     if device.HAS_GPU and emulated:
         return "this mutant is emulated; on a GPU it would be a build by nvcc"
-    if device.HAS_GPU and mutant.caught_by == "out of bounds":
+    if device.HAS_GPU and mutant.caught_by == OUT_OF_BOUNDS:
         return "addresses are watched in the interpreter; on a GPU compute-sanitizer does it"
     return cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0])
 
 
 def is_of_one_gpu(name: str, mutant: Mutant) -> bool:
-    """Whether the mutant's rung runs on some GPUs only, as TMA and wgmma do: nothing else can judge the mutant."""
-    return getattr(getattr(sys.modules[name], mutant.rung, None), "needs", 0) > 0
+    """Whether the mutant's rung runs on some GPUs only, as TMA and wgmma do, and a GPU can tell what is wrong.
+
+    Addresses are watched in the interpreter and the emulator alone: "out of bounds" is theirs.
+    """
+    return getattr(getattr(sys.modules[name], mutant.rung, None), "needs", 0) > 0 and mutant.caught_by != OUT_OF_BOUNDS
 
 
 def first_rejection(lesson: Lesson, rung: Rung) -> tuple[Rejected, str] | None:

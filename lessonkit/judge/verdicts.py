@@ -20,7 +20,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from lessonkit.base import device, eviction
-from lessonkit.base.files import BY_NAME, CACHE, ROOT, write_atomically
+from lessonkit.base.files import BY_NAME, CACHE, ROOT, need_private, write_atomically
 from lessonkit.cuda import build, toolchain
 
 FOLDER = CACHE / "verdicts"
@@ -52,7 +52,8 @@ def tools() -> str:
 
 
 def find(key: str) -> bool:
-    """Has it passed, with all that it read as it is now?"""
+    """Has it passed, with all that it read as it is now? PermissionError if other users may write verdicts here."""
+    need_private(FOLDER)
     try:
         kept = json.loads(_place(key).read_text())
         eviction.used(_place(key))
@@ -62,8 +63,10 @@ def find(key: str) -> bool:
 
 
 def keep(key: str, test: str, read: Iterable[Path]) -> None:
+    need_private(FOLDER)
     states = {str(path.relative_to(ROOT)): _state(path) for path in sorted(read)}
     write_atomically(_place(key), json.dumps({"test": test, "read": states}))
+    eviction.evict(CACHE)
 
 
 def _place(key: str) -> Path:
@@ -131,6 +134,7 @@ def imported(path: Path) -> tuple[Path, ...]:
 
 def _named(path: Path) -> list[str]:
     """What `_names` finds in a file, kept by the file's content: parsing the course takes seconds."""
+    need_private(FOLDER)
     asked = hashlib.sha256(f"{sys.version} {content(Path(__file__))} {content(path)}".encode()).hexdigest()
     place = FOLDER / f"{asked[:32]}.names.json"
     try:

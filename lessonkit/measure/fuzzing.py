@@ -24,7 +24,7 @@ from typing import IO, Any, Self
 
 from lessonkit.base import device
 from lessonkit.base.errors import Missing
-from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
+from lessonkit.base.files import REPORTS, ROOT, changing, environment, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.judge import fuzz
 from lessonkit.judge.fuzz import Case, Outcome
@@ -142,8 +142,10 @@ def found(path: Path = FOUND) -> list[Found]:
 
 
 def add(new: Found, path: Path = FOUND) -> None:
-    kept = found(path)
-    if all((new.mode, new.case) != (old.mode, old.case) for old in kept):
+    with changing(path):
+        kept = found(path)
+        if any((new.mode, new.case) == (old.mode, old.case) for old in kept):
+            return
         write_atomically(path, "".join(json.dumps(asdict(each)) + "\n" for each in (*kept, new)))
 
 
@@ -316,8 +318,10 @@ def run(
                     count.operator, count.direction, count.mode, workers[count.mode].ask,
                     min(TURN, cases - count.cases), count.cases, end,
                 )  # fmt: skip
-                known[count.key] = count.plus(kinds, time.monotonic() - start)
-                write_atomically(path, to_csv([asdict(each) for _, each in sorted(known.items())]))
+                with changing(path):  # another process may have counted meanwhile
+                    known = counts(path)
+                    known[count.key] = known.get(count.key, new).plus(kinds, time.monotonic() - start)
+                    write_atomically(path, to_csv([asdict(each) for _, each in sorted(known.items())]))
                 for each in faults:
                     add(each, found_path)
                     say(

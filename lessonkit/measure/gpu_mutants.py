@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from lessonkit.base import renames
-from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.files import ROOT, changing, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.judge import apart, mutants
 from lessonkit.lesson import Lesson, Mutant, suits
@@ -48,6 +48,12 @@ def of_one_gpu(lessons: Iterable[tuple[str, Lesson]], capability: int) -> list[t
     ]
 
 
+def lacks(name: str, mutant: Mutant) -> str:
+    """Why this machine cannot judge the mutant though its GPU could, as without ThunderKittens; or an empty string."""
+    module = sys.modules[name]
+    return mutants.cannot_judge(module.LESSON, getattr(module, mutant.rung), mutant)
+
+
 def source(name: str, mutant: Mutant) -> str:
     """What a verdict is of: the rung's source through every import, the inputs, and the change."""
     code = fingerprint.code(ROOT, name, mutant.rung)
@@ -71,9 +77,10 @@ def judge(name: str, mutant: Mutant) -> Judged:
 
 def save(folder: Path, new: Judged) -> None:
     """Keep a verdict in place of that on the same mutant."""
-    kept = [each for each in read(folder) if (each.lesson, each.mutant) != (new.lesson, new.mutant)]
-    merged = sorted([*kept, new], key=lambda each: each.lesson)
-    write_atomically(folder / NAME, to_csv(map(asdict, merged)))
+    with changing(folder / NAME):
+        kept = [each for each in read(folder) if (each.lesson, each.mutant) != (new.lesson, new.mutant)]
+        merged = sorted([*kept, new], key=lambda each: each.lesson)
+        write_atomically(folder / NAME, to_csv(map(asdict, merged)))
 
 
 def fresh(folder: Path, name: str, mutant: Mutant) -> Judged | None:

@@ -126,11 +126,12 @@ def count(names: Sequence[str]) -> list[str]:
     if found:
         place = path(rows.REPORTS / device.name())
         fresh = {row["lesson"] for row in found}
-        kept = [row for row in rows.read_csv(place) if row["lesson"] not in fresh]
         release = re.findall(r"Version\s+([\d.]+)", output([find("ncu"), "--version"], 30)[1])
         about = {**rows.machine(), "ncu": f"ncu {release[0] if release else ''}".strip()}
-        merged = rows.to_csv(sorted([*kept, *found], key=lambda row: str(row["lesson"])))
-        rows.write_atomically(place, f"# {json.dumps(about)}\n{merged}")
+        with rows.changing(place):
+            kept = [row for row in rows.read_csv(place) if row["lesson"] not in fresh]
+            merged = rows.to_csv(sorted([*kept, *found], key=lambda row: str(row["lesson"])))
+            rows.write_atomically(place, f"# {json.dumps(about)}\n{merged}")
         said.append(f"{len(found)} kernels of {len(fresh)} lessons counted: {place.relative_to(ROOT)}")
     return said
 

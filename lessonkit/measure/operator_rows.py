@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.files import ROOT, changing, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.lesson import Operator, Problem, Shape, Work, shape_name
 from lessonkit.measure import fingerprint
@@ -175,8 +175,9 @@ def read(path: Path) -> list[Row]:
 
 def keep(path: Path, row: Row) -> None:
     """Put a row into the file, in place of the one that it measures again."""
-    found = {each.key: each for each in read(path)} | {row.key: row.sealed()}
-    write_atomically(path, as_csv(found.values()))
+    with changing(path):
+        found = {each.key: each for each in read(path)} | {row.key: row.sealed()}
+        write_atomically(path, as_csv(found.values()))
 
 
 def as_csv(rows: Iterable[Row]) -> str:

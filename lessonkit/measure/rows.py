@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base import device, renames
-from lessonkit.base.files import REPORTS, ROOT, write_atomically
+from lessonkit.base.files import REPORTS, ROOT, changing, write_atomically
 from lessonkit.base.tables import dicts, head, read_csv, seal, to_csv, with_head
 
 ABSENT = "absent"
@@ -107,12 +107,13 @@ def as_csv(rows: Iterable[Row]) -> str:
 def save(rows: list[Row]) -> Path:
     """Keep rows of one lesson. All that was there of the same shapes and GPU goes: ratios are of one run."""
     path = REPORTS / device.name() / f"{rows[0].lesson}.csv"
-    before = read_all(path)
-    anew = {(row.shape, row.gpu) for row in rows}
-    kept = [row for row in before if (row.shape, row.gpu) not in anew]
-    order = list(dict.fromkeys(row.shape for row in [*before, *rows]))
-    merged = sorted([*kept, *(row.sealed() for row in rows)], key=lambda row: order.index(row.shape))
-    write_atomically(path, as_csv(merged))
+    with changing(path):
+        before = read_all(path)
+        anew = {(row.shape, row.gpu) for row in rows}
+        kept = [row for row in before if (row.shape, row.gpu) not in anew]
+        order = list(dict.fromkeys(row.shape for row in [*before, *rows]))
+        merged = sorted([*kept, *(row.sealed() for row in rows)], key=lambda row: order.index(row.shape))
+        write_atomically(path, as_csv(merged))
     return path
 
 
@@ -157,6 +158,7 @@ __all__ = [
     "REPORTS",
     "Row",
     "as_csv",
+    "changing",
     "commit",
     "head",
     "machine",

@@ -137,10 +137,11 @@ def _with_marks(asked: Callable[[Row], bool], changed: Callable[[Row, str], Row]
             at = [i for i, row in enumerate(found) if asked(row)]
             wanted = [(found[i].rung, found[i].kind == "peer", found[i].shape) for i in at]
             marks = launches.marks(name, wanted) if wanted else []
-            new = {i: changed(found[i], mark) for i, mark in zip(at, marks, strict=True)}
-            if differ := sum(row != found[i] for i, row in new.items()):
+            new = {found[i]: changed(found[i], mark) for i, mark in zip(at, marks, strict=True)}
+            if differ := sum(row != before for before, row in new.items()):
                 count += differ
-                rows.write_atomically(path, rows.as_csv(new.get(i, row) for i, row in enumerate(found)))
+                with rows.changing(path):  # compiling took minutes: rows may have been measured meanwhile
+                    rows.write_atomically(path, rows.as_csv(new.get(row, row) for row in rows.read_all(path)))
     return count
 
 

@@ -29,7 +29,7 @@ from lessonkit.base import chips, eviction, files
 from lessonkit.base.chips import TARGETS, Target
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT
-from lessonkit.cuda import sass
+from lessonkit.cuda import sass, toolchain
 from lessonkit.cuda.sass import Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
 from lessonkit.lesson import Broken, Lesson, Rung, discover, suits
 from lessonkit.modes.compile_server import call_in_compiler
@@ -324,6 +324,7 @@ def outcome(name: str, target: Target, rungs: tuple[str, ...] = ()) -> Outcome:
     name: a Triton lesson, or COURSE_OPS. rungs: only these, or all. Kept on disk by what the kernels depend on.
     """
     kept = _kept(name, target, rungs)
+    files.need_private(kept.parent)
     if not kept.exists():
         found = call_in_compiler(__name__, "_compile_here", name, target, rungs)
         files.write_atomically(kept, json.dumps(found))
@@ -353,12 +354,22 @@ KIT = ("base/chips.py", "base/device.py", "validate.py", "cuda/sass.py", "modes/
 
 def _kept(name: str, target: Target, rungs: tuple[str, ...]) -> Path:
     """Where an outcome is kept, by the names and the words of all that it depends on."""
-    import triton
-
-    said = [name, str(target), *rungs, triton.__version__, repr(chips.of(target))]
+    said = [name, str(target), *rungs, *_compilers(), repr(chips.of(target))]
     said += [(ROOT / "lessonkit" / path).read_text() for path in KIT]
     said += [path.read_text() for path in _sources(name)]
     return files.CACHE / "compiled" / f"{hashlib.sha256(chr(0).join(said).encode()).hexdigest()[:32]}.json"
+
+
+def _compilers() -> list[str]:
+    """What turns a kernel into machine code: Triton, its ptxas, what computes its arguments, and Triton's settings."""
+    import torch
+    import triton
+
+    tools = (getattr(triton.knobs.nvidia, name, None) for name in ("ptxas", "ptxas_blackwell"))  # Triton 3.6 has one
+    known = [tool.path for tool in tools if tool]
+    apart = ("TRITON_CACHE_DIR", "TRITON_INTERPRET")  # the process that compiles interprets nothing
+    settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("TRITON_") and k not in apart]
+    return [triton.__version__, torch.__version__, sys.version, *map(toolchain.version, known), *settings]
 
 
 @cache

@@ -180,9 +180,7 @@ def _short(dtype: str) -> str:
 
 
 def _peer(best: Row, c: Contest) -> str:
-    """The best peer of the fastest rung's own rounds."""
-    mine = [r for name, _, found in c.lessons for r in found if name == best.lesson and r.shape == best.shape]
-    return min((r for r in mine if r.kind == "peer"), key=lambda r: r.ms_p50).rung if best.ratio_to_best_peer else ""
+    return c.peer.rung if c.peer and best.ratio_to_best_peer else ""
 
 
 def _failed(pair: predictions.Compared) -> dict[str, str]:

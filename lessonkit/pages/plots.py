@@ -142,21 +142,27 @@ def draw_lines(axes: Any, lines: Mapping[str, Mapping[int, float]], ours: Collec
 
 
 def roofline(device: str, rows: list[Row]) -> Picture:
-    """Each lesson's fastest rung at its largest shape: FLOP/s against FLOPs for each byte, under both roofs."""
-    points = []
+    """Each lesson's fastest rung at its largest shape: FLOP/s against FLOPs for each byte, under the card's roofs.
+
+    The roofs are the data sheet's: its bandwidth, and its rate of each dtype; of a card that is in no table the copy.
+    """
+    points, dtypes = [], set()
     for name in dict.fromkeys(r.lesson for r in rows):
         rungs = [r for r in rows if r.lesson == name and r.kind == "rung" and r.tflop_per_s > 0]
         if rungs:
             big = max(r.bytes for r in rungs)
             best = max((r for r in rungs if r.bytes == big), key=lambda r: r.tflop_per_s)
             points.append((name.split(".")[-1], best.tflop_per_s / best.tb_per_s, best.tflop_per_s))
-    roof = max((r.tb_per_s for r in rows if r.kind == "limit"), default=1.0)
-    ceiling = max((rate for _, _, rate in points), default=0.0)
+            dtypes.add(best.dtype)
+    chip = next(filter(None, map(results.card, rows)), None)
+    roof = chip.bandwidth / 1e12 if chip else max((r.tb_per_s for r in rows if r.kind == "limit"), default=1.0)
+    ceilings = results.roofs(chip, dtypes) if chip else {"fastest": max((rate for _, _, rate in points), default=0.0)}
 
     def draw(axes: Any) -> None:
-        span = [0.05, ceiling / roof, 10_000.0]
-        label = f"copy: {roof:.2f} TB/s; fastest matmul: {ceiling:.0f} TFLOP/s"
-        axes.plot(span, [min(x * roof, ceiling) for x in span], ":k", label=label)
+        for i, (name, ceiling) in enumerate(ceilings.items()):
+            span = [0.05, ceiling / roof, 10_000.0]
+            label = f"{roof:.2f} TB/s; {name} {ceiling:.0f} TFLOP/s"
+            axes.plot(span, [min(x * roof, ceiling) for x in span], linestyle=":", color=f"C{i}", label=label)
         for name, intensity, rate in points:
             axes.plot(intensity, rate, "o")
             axes.annotate(name, (intensity, rate), textcoords="offset points", xytext=(5, -3), fontsize=7)
@@ -166,7 +172,7 @@ def roofline(device: str, rows: list[Row]) -> Picture:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
 
-    return plot(draw, (points, roof, ceiling))
+    return plot(draw, (points, roof, ceilings))
 
 
 def of_table(table: Table) -> Picture:

@@ -214,7 +214,8 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
         return f"{pivots.rate(row, unit)}{over}{mark(row)}"
 
     def time(row: Row) -> str:
-        return f"{row.ms_p50:.4g} ({row.percent_of_limit:.0f}%){mark(row)}"
+        sheet = f", {results.of_sheet(row):.0f}%" if results.card(row) else ""
+        return f"{row.ms_p50:.4g} ({row.percent_of_limit:.0f}%{sheet}){mark(row)}"
 
     unit, of = pivots.unit(found), results.operator(name)
     parts = [
@@ -222,7 +223,7 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
         _measured_before(found, why),
         predictions.section(lesson, found, mark),
         f"## {unit}, and the ratio to the best peer (above 1: faster)\n\n" + pivots.pivot(found, rate),
-        "## Time in ms (median), and the share of the limit\n\n" + pivots.pivot(found, time),
+        "## Time in ms (median), with the shares of the limit and of the data sheet\n\n" + pivots.pivot(found, time),
         f"![speed]({name}.png)\n",
     ]
     return (
@@ -230,7 +231,8 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
         "rungs and peers interleaved.\n"
         "Rungs stand first, in the order of the lesson; the fastest of a line is bold. TB/s counts the least bytes\n"
         "that the op must move. The limit is a copy of as many bytes (`copy`) in the same rounds, or the FLOPs at\n"
-        "cuBLAS's rate in these rounds. It is not the data sheet's peak, so a share may lie above 100%.\n"
+        "cuBLAS's rate at a size of 8192. A copy reads and writes, so an op that mostly reads may exceed that limit.\n"
+        "Nothing exceeds the second share, which is of the bandwidth or the FLOPs that the card's data sheet states.\n"
         f"The other lessons and languages: [{of}]({operators.file_name(of)}).\n\n" + "\n".join(filter(None, parts))
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lessonkit.base import chips
 from lessonkit.lesson import Lesson, kernels
 from lessonkit.measure import rows
 from lessonkit.measure.rows import Row
@@ -18,6 +19,30 @@ LAUNCH_US = 8  # where even the limit is less, starting the kernel is what takes
 def intensity(row: Row) -> float:
     """FLOPs for each byte that the op must move."""
     return row.tflop_per_s / row.tb_per_s if row.tb_per_s else 0.0
+
+
+# At which of a card's rates a dtype is computed; others have no rate of their own.
+RATES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8_e4m3fn": "fp8"}
+
+
+def card(row: Row) -> chips.Chip | None:
+    """The card of a row, if the table has it: nvidia-h200 is `h200`."""
+    return chips.CHIPS.get(row.gpu.rpartition("-")[2])
+
+
+def roofs(chip: chips.Chip, dtypes: Collection[str]) -> dict[str, float]:
+    """The card's rates in TFLOP/s at which these dtypes are computed: {"bf16": 989.4}."""
+    names = dict.fromkeys(RATES.get(dtype, "fp32") for dtype in sorted(dtypes))
+    return {name: chip.flops[name] / 1e12 for name in names if name in chip.flops}
+
+
+def of_sheet(row: Row) -> float:
+    """The share in percent of what the card's data sheet allows at best, which nothing can exceed; 0 if unknown."""
+    if (chip := card(row)) is None or not row.ms_p50:
+        return 0.0
+    flops = row.tflop_per_s * 1e12 if row.kind != "limit" else 0.0
+    least, _ = chip.seconds(row.tb_per_s * 1e12, flops, RATES.get(row.dtype, "fp32"))
+    return 100 * least
 
 
 def place(row: Row) -> tuple[str, str]:
@@ -82,8 +107,9 @@ class Contest:
 
     @property
     def peer(self) -> Row | None:
-        key = self.shape, self.dtype, "peer"
-        peers = [r for _, _, found in self.lessons for r in found if (*place(r), r.kind) == key]
+        """The best peer of the fastest rung's own rounds: other rounds had another clock."""
+        mine = [r for name, _, found in self.lessons for r in found if name == self.best.lesson]
+        peers = [r for r in mine if (r.shape, r.dtype, r.kind) == (self.best.shape, self.best.dtype, "peer")]
         return min(peers, key=lambda row: row.ms_p50, default=None)
 
     def bars(self, axes: Any) -> None:

@@ -1,33 +1,38 @@
-"""The rows of one GPU under its two roofs: bandwidth, and the fastest arithmetic."""
+"""The rows of one GPU under the roofs of its data sheet: bandwidth, and the arithmetic of each dtype."""
 
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from lessonkit.base.chips import Chip
 from lessonkit.lesson import Table
-from lessonkit.pages.results import bound, intensity, largest, measured, operator
+from lessonkit.pages.results import bound, card, intensity, largest, measured, of_sheet, operator, roofs
 
 
 def roofline(folder: Path) -> Table | None:
-    """Every lesson's first and last rung at its largest shape, under both roofs, and what bounds the last."""
-    table, copies = list[dict[str, Any]](), list[float]()
+    """Every lesson's first and last rung at its largest shape, under the data sheet's roofs, and what bounds the last.
+
+    None where nothing was measured, or the table of cards lacks this one.
+    """
+    table, chip = list[dict[str, Any]](), None
     for name, lesson, found in measured(folder):
         row = largest(found, lesson.rungs[-1].__name__)
         if row is None:
             continue
         small = min((r for r in found if r.rung == row.rung), key=lambda r: r.bytes)
         first = next((r for r in found if r.rung == lesson.rungs[0].__name__ and r.shape == row.shape), None)
-        copies += [r.tb_per_s for r in found if r.kind == "limit"]
+        chip = card(row)
         table.append({
             "operator": operator(name), "last rung": f"{name.split('.')[1]}: {row.rung}",
             "shape": row.shape,
             "dtype": row.dtype,
             "FLOPs a byte": f"{intensity(row):.3g}", "TFLOP/s": f"{row.tflop_per_s:.3g}",
             "first rung's": f"{first.tflop_per_s:.3g}" if first else "", "rate": row.rate,
-            "% of its limit": f"{row.percent_of_limit:.0f}", "bound by": bound(row),
+            "% of its limit": f"{row.percent_of_limit:.0f}", "% of the data sheet": f"{of_sheet(row):.0f}",
+            "bound by": bound(row),
             "at its smallest": bound(small),
         })  # fmt: skip
-    if not (table and copies):  # without a copy there is no roof
+    if not table or chip is None:
         return None
     bounds = Counter(row["bound by"] for row in table)
     said = ", ".join(f"{count} by {what}" for what, count in bounds.most_common())
@@ -37,24 +42,28 @@ def roofline(folder: Path) -> Table | None:
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(11, 7)
-        draw_roofline(figure.add_subplot(), table, max(copies))
+        draw_roofline(figure.add_subplot(), table, chip)
 
     return Table("roofline", table, note, draw=draw)
 
 
-def draw_roofline(axes: Any, table: list[dict[str, Any]], roof: float) -> None:
-    """The rows of `roofline` under a bandwidth in TB/s, and under the fastest arithmetic of each dtype."""
-    rates: dict[str, list[float]] = {}
-    for row in (row for row in table if row["bound by"] == "compute"):
-        rates.setdefault(row["dtype"], []).append(float(row["TFLOP/s"]))
-    ceilings = {dtype: max(found) for dtype, found in rates.items()} or {"": max(float(r["TFLOP/s"]) for r in table)}
+def draw_roofline(axes: Any, table: list[dict[str, Any]], chip: Chip) -> None:
+    """The rows of `roofline` under the card's bandwidth, and under its rate of each dtype."""
+    roof = chip.bandwidth / 1e12
+    ceilings = roofs(chip, {row["dtype"] for row in table})
     top, right = max(ceilings.values()), 10_000.0
     axes.plot([0.05, top / roof], [0.05 * roof, top], ":k")
     axes.annotate(f"{roof:.2f} TB/s", (0.6, 0.6 * roof), fontsize=7, textcoords="offset points", xytext=(-46, 4))
     for dtype, ceiling in ceilings.items():
         axes.plot([ceiling / roof, right], [ceiling, ceiling], ":k")
-        name = f"{dtype.replace('float8_e4m3fn', 'fp8')} {ceiling:.0f} TFLOP/s".strip()
-        axes.annotate(name, (right, ceiling), fontsize=6, textcoords="offset points", xytext=(0, 2), ha="right")
+        axes.annotate(
+            f"{dtype} {ceiling:.0f} TFLOP/s",
+            (right, ceiling),
+            fontsize=6,
+            textcoords="offset points",
+            xytext=(0, 2),
+            ha="right",
+        )
     colours = {"memory": "tab:blue", "compute": "tab:red", "latency": "tab:orange", "launch": "tab:gray"}
     for what, colour in colours.items():
         mine = [row for row in table if row["bound by"] == what and float(row["FLOPs a byte"])]

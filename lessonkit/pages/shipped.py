@@ -128,7 +128,8 @@ def from_lessons(folder: Path, language: str, today: Today) -> str:
                 continue
             old = f" {MARK}" * bool(today.why_old(best) or today.why_old(peer))
             line = [f"`{function}`", contest.name, f"{contest.shape} {contest.dtype}", f"{best.ms_p50:.4g}{old}"]
-            body.append([*line, peer.rung, f"{peer.ms_p50:.4g}", f"{peer.ms_p50 / best.ms_p50:.2f}"])
+            ratio = f"{best.ratio_to_best_peer:.2f}" if best.ratio_to_best_peer else ""  # a peer was not there
+            body.append([*line, peer.rung, f"{peer.ms_p50:.4g}", ratio])
     if not body:
         return ""
     marked = f"\n{MARKED[language]}\n" * any(line[3].endswith(MARK) for line in body)

@@ -1,0 +1,217 @@
+"""All kernels under compute-sanitizer and under Triton's own instrumentation, against a list of argued reports.
+
+A report is an error unless sanitize.toml has it with an argument by the memory model why it is none. The tools see
+different things: memcheck addresses, racecheck shared memory, initcheck global memory that nothing wrote, synccheck
+barriers; `consan` and `iisan` are Triton's, compiled into the kernels. Day 5's lesson on sanitizers shows each.
+
+`python -m lessonkit.measure.sanitize LESSON` runs the rungs of a lesson once each: what the tools are put around.
+"""
+
+import faulthandler
+import importlib
+import inspect
+import re
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from lessonkit.base import device
+from lessonkit.base.errors import Unsupported
+from lessonkit.base.files import changing, write_atomically
+from lessonkit.base.tables import read_csv, to_csv
+from lessonkit.judge import check
+from lessonkit.lesson import Lesson
+from lessonkit.measure import ncu, rows
+
+import torch
+
+ARGUED = Path(__file__).with_suffix(".toml")
+NAME = "sanitized.csv"
+SECONDS = 900.0  # for one lesson under one tool
+RUNG_SECONDS = 200
+TOOLS = {
+    "memcheck": ("--report-api-errors", "no"),  # kernels ask for errors themselves, and tests make some on purpose
+    "racecheck": (),
+    "initcheck": (),
+    "synccheck": (),
+}
+INSTRUMENTED = ("consan", "iisan")  # TRITON_INSTRUMENTATION_MODE
+# What a report of each tool begins with, after "Error: " or "Warning: ". Anything else that a tool says is no report.
+BEGINNINGS = (
+    *("Invalid __", "Misaligned", "Address ", "Race reported", "Potential ", "Uninitialized ", "Barrier error"),
+    *("Invalid arguments", "Program hit", "Leaked ", "Malloc/Free error", "Unused memory", "Stack overflow"),
+)
+_HEAD = re.compile(rf"^=+ (?:Error: |ERROR: |Warning: |WARNING: )?((?:{'|'.join(BEGINNINGS)}).*)$")
+_MORE = re.compile(r"^=+ {2,}(\S.*)$")
+# `at add_kernel+0x150 in add.cu:12`, and before version 2022.4 `at 0x150 in add.cu:12:add_kernel(float *)`
+_AT = re.compile(r"\bat (?:0x[0-9a-f]+ in [^\s:]+:\d+:(?P<before>.+)|(?P<now>.+?)\+0x[0-9a-f]+(?: in .*)?$)")
+_SUMMARY = re.compile(r"^=+ (?:[A-Z]+ )?SUMMARY: (\d+)", re.MULTILINE)
+_ASSERTION = re.compile(r"^(\S+?):\d+: (\S+?): block: .* Assertion `(.*)` failed\.?$", re.MULTILINE)
+
+
+class NotUnderstood(RuntimeError):
+    """A tool that did not come to its end, or says something that this module cannot read: no verdict."""
+
+
+@dataclass(frozen=True, order=True)
+class Report:
+    """What a tool says of a kernel, without addresses and threads."""
+
+    tool: str
+    kernel: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Argued:
+    """A report that is no error.
+
+    kernel    its name; report: a part of the tool's words
+    argument  by which rule of the memory model the accesses are in order, and why the tool does not see it
+    """
+
+    kernel: str
+    tool: str
+    report: str
+    argument: str
+
+    def covers(self, report: Report) -> bool:
+        return (self.kernel, self.tool) == (report.kernel, report.tool) and self.report in report.what
+
+
+def argued(path: Path = ARGUED) -> list[Argued]:
+    """The list. Raises ValueError, with the entry, if one lacks a word or names a tool that there is not."""
+    found = []
+    for entry in tomllib.loads(path.read_text()).get("argued", []):
+        names = [field.name for field in fields(Argued)]
+        if sorted(entry) != sorted(names) or not all(str(entry[name]).strip() for name in names):
+            raise ValueError(f"{path.name}: {entry}: give {', '.join(names)}, and nothing else")
+        if entry["tool"] not in (*TOOLS, *INSTRUMENTED):
+            raise ValueError(f"{path.name}: tool={entry['tool']!r}: there are {', '.join((*TOOLS, *INSTRUMENTED))}")
+        found.append(Argued(**entry))
+    return found
+
+
+def unargued(found: Iterable[Report], known: Sequence[Argued]) -> list[Report]:
+    """The reports that nothing in the list covers: errors, until they are mended or argued."""
+    return [report for report in found if not any(each.covers(report) for each in known)]
+
+
+def parsed(tool: str, said: str) -> Counter[Report]:
+    """The reports in a tool's words, and how many there are of each. Raises NotUnderstood."""
+    if tool in INSTRUMENTED:
+        return Counter(Report(tool, _kernel(found[1]), found[2]) for found in _ASSERTION.findall(said))
+    blocks: list[list[str]] = []
+    inside = False
+    for line in said.splitlines():
+        if head := _HEAD.match(line):
+            blocks.append([head[1]])
+            inside = True
+        elif inside and (more := _MORE.match(line)):
+            blocks[-1].append(more[1])
+        else:
+            inside = False
+    summary = _SUMMARY.findall(said)
+    if not summary:
+        raise NotUnderstood(f"{tool} did not come to its end: {_last_words(said)}")
+    if any(map(int, summary)) and not blocks:
+        raise NotUnderstood(f"{tool} counts {', '.join(summary)} errors and none is understood: {_last_words(said)}")
+    return Counter(_report(tool, block) for block in blocks)
+
+
+def _report(tool: str, block: Sequence[str]) -> Report:
+    """A report of its lines: the first says what and sometimes where, the others where, who, and what it races with."""
+    where = next(filter(None, map(_AT.search, block)), None)
+    said = [line for i, line in enumerate(block) if not i or re.match(r"and (Read|Write) access", line)]
+    text = " ".join(re.sub(r"\s*\[\d+ hazards?\]|\s*\[\d+\]$", "", line) for line in said)
+    text = " ".join(_AT.sub("", line) for line in re.split(r"(?= and (?:Read|Write) access)", text))
+    return Report(tool, _kernel((where["now"] or where["before"]) if where else ""), " ".join(text.split()))
+
+
+def _kernel(name: str) -> str:
+    """`void <unnamed>::add_kernel<float>(float *)` -> add_kernel."""
+    return ncu.base(name) or re.split(r"[<(]", name.replace("<unnamed>::", "").replace("void ", ""))[0].strip()
+
+
+def _last_words(said: str) -> str:
+    return " ".join(said.split())[-400:] or "it says nothing"
+
+
+# ---- On a GPU -------------------------------------------------------------------------------------------------------
+
+
+def lacks(tool: str) -> str:
+    """The one line that says why this machine has nothing to say, or an empty string."""
+    if not device.HAS_GPU:
+        return "No GPU was found: the sanitizers watch kernels that run. `check` watches addresses without one."
+    if tool in INSTRUMENTED:
+        return "" if tool in instrumented() else f"this Triton has no {tool}"
+    if not ncu.find("compute-sanitizer"):
+        return "no compute-sanitizer: it comes with the CUDA toolkit; put its folder on PATH"
+    return ""
+
+
+def instrumented() -> list[str]:
+    """The modes of instrumentation that this Triton's compiler for NVIDIA knows."""
+    import triton.backends.nvidia.compiler as compiler
+
+    return [mode for mode in INSTRUMENTED if mode in inspect.getsource(compiler)]
+
+
+def run(name: str, tool: str) -> Counter[Report]:
+    """The reports of a tool on the rungs of a lesson, each run once in a process of its own. Raises NotUnderstood."""
+    command = [sys.executable, "-m", "lessonkit.measure.sanitize", name]
+    # Each tensor an allocation of its own: past its end begins nothing else that is valid.
+    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    if tool in INSTRUMENTED:
+        code, out, err = ncu.output(command, SECONDS, **env, TRITON_INSTRUMENTATION_MODE=tool)
+        found = parsed(tool, out + err)
+        if code and not found:
+            raise NotUnderstood(f"{name} under {tool}: exit code {code}: {_last_words(out + err)}")
+        return found
+    around = [ncu.find("compute-sanitizer"), "--tool", tool, *TOOLS[tool], "--print-limit", "100"]
+    code, out, err = ncu.output([*around, *command], SECONDS, **env)
+    if DONE not in out:
+        raise NotUnderstood(f"{name} under {tool}: not every rung ran (exit code {code}): {_last_words(out + err)}")
+    return parsed(tool, out + err)
+
+
+def save(folder: Path, name: str, tool: str, found: Counter[Report], known: Sequence[Argued]) -> None:
+    """Keep what a tool said of a lesson, in place of what it said before; of a clean one a row without a report."""
+    about = {"lesson": name, **rows.machine()}
+    new = [
+        {**about, **asdict(report), "count": count, "argued": "" if unargued([report], known) else "yes"}
+        for report, count in sorted(found.items())
+    ]
+    new = new or [{**about, **asdict(Report(tool, "", "")), "count": 0, "argued": ""}]
+    with changing(folder / NAME):
+        kept = [row for row in read_csv(folder / NAME) if (row["lesson"], row["tool"]) != (name, tool)]
+        write_atomically(folder / NAME, to_csv([*kept, *new]))
+
+
+# ---- The driver, run under a tool -----------------------------------------------------------------------------------
+
+DONE = "every rung ran"
+
+
+def main(name: str) -> None:
+    lesson: Lesson = importlib.import_module(name).LESSON
+    for rung in lesson.rungs:
+        if check.cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0]):
+            continue
+        faulthandler.dump_traceback_later(RUNG_SECONDS, exit=True)
+        for case in (case for case in lesson.checks if not case.gib):
+            try:
+                rung(*check.truth(lesson, case.shape, lesson.dtypes[-1]).args)
+            except Unsupported:
+                continue
+            torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()
+    print(DONE, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,238 @@
+"""The sanitizers' reports: read from the tools' words, matched with the argued list, and an error where unknown."""
+
+from collections import Counter
+
+import lessonkit.__main__ as main
+from lessonkit.base import device
+from lessonkit.base.cpp_text import definitions
+from lessonkit.base.files import ROOT
+from lessonkit.base.tables import read_csv
+from lessonkit.measure import sanitize
+from lessonkit.measure.sanitize import Argued, NotUnderstood, Report
+
+import pytest
+from typer.testing import CliRunner
+
+MEMCHECK = """\
+========= COMPUTE-SANITIZER
+add: right
+========= Invalid __global__ read of size 4 bytes
+=========     at add_kernel+0x160 in /course/lesson01_vector_add.py:61
+=========     by thread (96,0,0) in block (3,0,0)
+=========     Address 0x7f5d0c600190 is out of bounds
+=========     and is 1 bytes after the nearest allocation at 0x7f5d0c600000 of size 400 bytes
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========     Host Frame: [0x2e1ae3] in libcuda.so.1
+=========
+========= Invalid __global__ read of size 4 bytes
+=========     at add_kernel+0x160 in /course/lesson01_vector_add.py:61
+=========     by thread (97,0,0) in block (3,0,0)
+=========     Address 0x7f5d0c600194 is out of bounds
+=========     and is 5 bytes after the nearest allocation at 0x7f5d0c600000 of size 400 bytes
+=========
+========= Program hit cudaErrorLaunchFailure (error 719) due to "unspecified launch failure" on CUDA API call to
+=========
+========= ERROR SUMMARY: 3 errors
+"""
+OLDER = """\
+========= Invalid __shared__ write of size 4 bytes
+=========     at 0x70 in traps.cu:34:void <unnamed>::tile_kernel<float>(float *, int)
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Address 0x10 is misaligned
+=========
+========= ERROR SUMMARY: 1 error
+"""
+RACECHECK = """\
+========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at matmul_persistent_kernel+0x8c0 in /course/matmul.py:88
+=========     and Read access at matmul_persistent_kernel+0xb10 in /course/matmul.py:97 [508 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+INITCHECK = """\
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at sum_kernel(float *)+0x110 in sum.cu:9
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Address 0x7f0
+=========
+========= ERROR SUMMARY: 1 error
+"""
+SYNCCHECK = """\
+========= Barrier error detected. Divergent thread(s) in block.
+=========     at branch_kernel(int *)+0x90 in traps.cu:98
+=========     by thread (32,0,0) in block (0,0,0)
+=========
+========= ERROR SUMMARY: 1 error
+"""
+CLEAN = "========= COMPUTE-SANITIZER\nevery rung ran\n========= ERROR SUMMARY: 0 errors\n"
+CONSAN = (
+    "/course/matmul.py:88: matmul_kernel: block: [0,0,0], thread: [0,0,0] Assertion `Buffer being accessed has "
+    "outstanding writes.` failed.\n"
+) * 2
+
+
+@pytest.mark.parametrize(
+    ("tool", "said", "found"),
+    [
+        ("memcheck", OLDER, {Report("memcheck", "tile_kernel", "Invalid __shared__ write of size 4 bytes"): 1}),
+        (
+            "racecheck",
+            RACECHECK,
+            {Report("racecheck", "matmul_persistent_kernel", "Race reported between Write access and Read access"): 1},
+        ),
+        (
+            "initcheck",
+            INITCHECK,
+            {Report("initcheck", "sum_kernel", "Uninitialized __global__ memory read of size 4 bytes"): 1},
+        ),
+        (
+            "synccheck",
+            SYNCCHECK,
+            {Report("synccheck", "branch_kernel", "Barrier error detected. Divergent thread(s) in block."): 1},
+        ),
+        ("memcheck", CLEAN, {}),
+        ("consan", CONSAN, {Report("consan", "matmul_kernel", "Buffer being accessed has outstanding writes."): 2}),
+        ("iisan", "every rung ran\n", {}),
+    ],
+)
+def test_reports_are_read_from_the_words(tool, said, found):
+    assert sanitize.parsed(tool, said) == Counter(found)
+
+
+def test_the_same_report_of_several_threads_is_one():
+    """Threads, addresses and distances differ; an error of the API has no kernel."""
+    found = sanitize.parsed("memcheck", MEMCHECK)
+    assert sorted(found.values()) == [1, 2]
+    assert {report.kernel for report in found} == {"add_kernel", ""}
+    (mine,) = [report for report in found if report.kernel]
+    assert mine.what == "Invalid __global__ read of size 4 bytes"
+    assert any("cudaErrorLaunchFailure" in report.what for report in found)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("Error: Device not supported\n", "did not come to its end: Error: Device not supported"),
+        ("", "it says nothing"),
+        ("========= Some new words\n=========\n========= ERROR SUMMARY: 2 errors\n", "counts 2 errors and none is"),
+    ],
+)
+def test_what_cannot_be_read_is_no_clean_bill(said, why):
+    with pytest.raises(NotUnderstood, match=why):
+        sanitize.parsed("memcheck", said)
+
+
+HAZARD = next(iter(sanitize.parsed("racecheck", RACECHECK)))
+KNOWN = Argued(HAZARD.kernel, "racecheck", "Write access and Read access", "The mbarrier of the stage orders them.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "covered"),
+    [
+        ({}, True),
+        ({"kernel": "matmul_kernel"}, False),
+        ({"tool": "memcheck"}, False),
+        ({"report": "Write access and Write access"}, False),
+        ({"report": "Race reported"}, True),
+    ],
+)
+def test_a_report_is_argued_by_its_kernel_tool_and_words(changes, covered):
+    entry = Argued(**(vars(KNOWN) | changes))
+    assert (sanitize.unargued([HAZARD], [entry]) == []) == covered
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ('kernel = "a"\ntool = "racecheck"\nreport = "Race"', "give kernel, tool, report, argument"),
+        ('kernel = "a"\ntool = "racecheck"\nreport = "Race"\nargument = " "', "give kernel, tool, report, argument"),
+        ('kernel = "a"\ntool = "tsan"\nreport = "Race"\nargument = "b"', "tool='tsan': there are memcheck"),
+        ('kernel = "a"\ntool = "consan"\nreport = "Race"\nargument = "b"\nmore = 1', "and nothing else"),
+    ],
+)
+def test_a_list_with_a_hole_is_refused(tmp_path, entry, says):
+    (path := tmp_path / "list.toml").write_text(f"[[argued]]\n{entry}\n")
+    with pytest.raises(ValueError, match=says):
+        sanitize.argued(path)
+
+
+def test_the_list_names_kernels_that_are_there():
+    """And argues in more than a few words."""
+    sources = [path.read_text() for folder in ("day*_*", "course_ops") for path in ROOT.glob(f"{folder}/**/*.py")]
+    programs = [path.read_text() for path in ROOT.glob("*/**/*.cu")]
+    known = {d.name for text in programs for d in definitions(text)}
+    for entry in sanitize.argued():
+        assert entry.kernel in known or any(f"def {entry.kernel}(" in text for text in sources), entry
+        assert len(entry.argument.split()) >= 15, entry
+
+
+def test_what_was_said_is_kept_by_lesson_and_tool(tmp_path):
+    sanitize.save(tmp_path, "day3.a", "racecheck", Counter({HAZARD: 3}), [KNOWN])
+    sanitize.save(tmp_path, "day3.b", "racecheck", Counter({HAZARD: 1}), [])
+    sanitize.save(tmp_path, "day3.a", "memcheck", Counter(), [])
+    sanitize.save(tmp_path, "day3.b", "racecheck", Counter(), [])
+    kept = read_csv(tmp_path / sanitize.NAME)
+    assert [(r["lesson"], r["tool"], r["kernel"], r["count"], r["argued"]) for r in kept] == [
+        ("day3.a", "racecheck", HAZARD.kernel, "3", "yes"),
+        ("day3.a", "memcheck", "", "0", ""),
+        ("day3.b", "racecheck", "", "0", ""),
+    ]
+
+
+ADD = "day2_triton_basics.lesson01_vector_add"
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A machine with a GPU and the tools, whose words are given: said[tool]."""
+    said = dict.fromkeys(sanitize.TOOLS, CLEAN) | dict.fromkeys(sanitize.INSTRUMENTED, "every rung ran\n")
+    commands = []
+
+    def output(command, seconds, **env):
+        tool = env.get("TRITON_INSTRUMENTATION_MODE") or command[command.index("--tool") + 1]
+        commands.append((tool, command, env))
+        return 0, said[tool] if "every rung ran" in said[tool] else f"every rung ran\n{said[tool]}", ""
+
+    monkeypatch.setattr(main, "REPORTS", tmp_path)
+    monkeypatch.setattr(main.device, "HAS_GPU", True)
+    monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
+    monkeypatch.setattr(sanitize.ncu, "find", lambda tool: f"/bin/{tool}")
+    monkeypatch.setattr(sanitize.ncu, "output", output)
+    monkeypatch.setattr(sanitize.rows, "machine", lambda: {"gpu": "some-gpu"})
+    monkeypatch.setattr(sanitize, "argued", lambda: [KNOWN])
+    return said, commands
+
+
+def test_every_tool_is_put_around_every_lesson(gpu, tmp_path):
+    _, commands = gpu
+    done = CliRunner().invoke(main.app, ["sanitize", ADD])
+    assert done.exit_code == 0, done.output
+    assert [tool for tool, _, _ in commands] == [*sanitize.TOOLS, *sanitize.instrumented()]
+    assert {command[-1] for _, command, _ in commands} == {ADD}
+    assert all(env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for _, _, env in commands)
+    assert len(read_csv(tmp_path / "some-gpu" / sanitize.NAME)) == len(commands)
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "status"), [("racecheck", RACECHECK, 0), ("synccheck", SYNCCHECK, 1), ("memcheck", "killed", 1)]
+)
+def test_a_report_that_is_not_argued_is_an_error(gpu, tool, words, status):
+    said, _ = gpu
+    said[tool] = words
+    done = CliRunner().invoke(main.app, ["sanitize", ADD, "--tool", tool])
+    assert done.exit_code == status, done.output
+    assert {"racecheck": "1 argued", "synccheck": "branch_kernel: Barrier error", "memcheck": "did not come to"}[
+        tool
+    ] in done.output
+
+
+@pytest.mark.skipif(device.HAS_GPU, reason="a machine without a GPU")
+def test_without_a_gpu_one_line_says_so():
+    done = CliRunner().invoke(main.app, ["sanitize"])
+    assert done.exit_code == 0
+    assert "No GPU was found" in done.output
+    assert CliRunner().invoke(main.app, ["sanitize", "--tool", "helgrind"]).exit_code == 2
+
+
+def test_the_modes_of_this_triton_are_asked_of_its_compiler():
+    assert set(sanitize.instrumented()) <= set(sanitize.INSTRUMENTED)
