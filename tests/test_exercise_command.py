@@ -143,13 +143,16 @@ built = pytest.mark.skipif(bool(LACKS), reason=LACKS)
 @built
 def test_a_compiler_ends_with_the_answer_that_is_too_slow(answers, monkeypatch):
     """Ninja gives each a process group of its own; left alone it would write into the next build's folder."""
-    monkeypatch.setattr(grade, "LIMIT", 2.0)
     monkeypatch.setattr(files, "CACHE", answers)
     monkeypatch.setattr(toolchain, "version", lambda compiler: "")
     endless = ENDLESS.replace("PID", str(pid := answers / "pid"))
     answer = MUL.solution.replace("z = torch.empty_like(x)", endless)
-    assert grade.grade_apart(MUL, answer, seed=0).caught_by == "time"
-    command_line, until = Path(f"/proc/{int(pid.read_text())}/cmdline"), time.monotonic() + 10
+    for limit in (2.0, 10.0, 60.0):  # on a busy machine the compiler begins late
+        monkeypatch.setattr(grade, "LIMIT", limit)
+        assert grade.grade_apart(MUL, answer, seed=0).caught_by == "time"
+        if pid.exists():
+            break
+    command_line, until = Path(f"/proc/{int(pid.read_text())}/cmdline"), time.monotonic() + 60
     while command_line.exists() and command_line.read_text():  # of what has ended and nobody has asked for it is empty
         assert time.monotonic() < until
         time.sleep(0.05)
