@@ -19,7 +19,7 @@ from torch.library import opcheck
 
 import course_ops
 from course_ops import testing
-from course_ops.kernels._rows import Choice, Rows, choose
+from course_ops.kernels._rows import Choice, Rows, choose, common_multiple_of
 
 pytestmark = pytest.mark.kept
 
@@ -669,3 +669,14 @@ def compiled_kernels(target):
             kernels["cross_entropy"].cross_entropy_backward(m, x, targets, m, -100, x)
         names |= set(made)
     return sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "told"),
+    [((3008, 3008), 1), ((3000, 3000), 8), ((3000, 3008), 8), ((3008, 3012), 4), ((3002, 3000), 2), ((3001, 3008), 1)],
+    ids=str,
+)
+def test_the_compiler_is_told_what_divides_all_lengths_of_a_row(lengths, told):
+    """Nothing if it is 16, which Triton tells it anyway: those kernels stay as they are."""
+    assert common_multiple_of(*lengths) == told
+    assert all(length % told == 0 for length in lengths)

@@ -17,6 +17,7 @@ none is empty. A word is written and read whole, so no fence is needed. No wait 
 The interpreter runs programs one after another, where a wait would not end: see `waits`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,6 +119,14 @@ def group(rows: Rows, block: int, programs_per_sm: int) -> Group:
     return Group(parts, width, max(1, min(rows.M, programs_per_sm * rows.sms // parts)))
 
 
+def common_multiple_of(N: int, *strides: int) -> int:
+    """MULTIPLE of a kernel, for `multiple`: 8, 4 or 2 if that divides N and the strides, otherwise 1.
+
+    1 also if 16 divides them: Triton sees that by itself and tells the compiler.
+    """
+    return 1 if all(length % 16 == 0 for length in (N, *strides)) else math.gcd(8, N, *strides)
+
+
 def waits() -> tuple[bool, ...]:
     """The WAIT of each launch of a split kernel. Interpreted, a first launch publishes everything without waiting.
 
@@ -138,6 +147,16 @@ def opaque(x):
         return x
     else:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def multiple(length, MULTIPLE: tl.constexpr):
+    """`length`, which is a multiple of MULTIPLE, written so that the compiler knows it.
+
+    A load may take 16 bytes if its mask is the same for all of them and its address is a multiple of 16 bytes. Of 3000
+    columns the compiler could not know that: to it they might be 3001, and it would load single elements.
+    """
+    return length // MULTIPLE * MULTIPLE
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from course_ops.kernels._rows import Rows
+from course_ops.kernels._rows import Rows, common_multiple_of, multiple
 from course_ops.kernels.layer_norm import normalize, partial_sums, row_sums, sum_partials
 
 
@@ -15,8 +15,10 @@ from course_ops.kernels.layer_norm import normalize, partial_sums, row_sums, sum
 def add_norm_kernel(
     residual_ptr, x_ptr, w_ptr, b_ptr,  # [M, N] twice, rows stride_residual and stride_x apart, [N], [N] or None
     total_ptr, y_ptr, mean_ptr, rstd_ptr,  # [M, N], [M, N], [M] and [M] in fp32
-    M, N, stride_residual, stride_x, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    M, N, stride_residual, stride_x, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_x = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE)
+    stride_residual = multiple(stride_residual, MULTIPLE)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
@@ -43,7 +45,8 @@ def add_norm_packed(x, residual, w, b, eps):
         tile = max(1, 2048 // rows.block)  # 16 elements a thread, two rows of 768 for 4 warps
         add_norm_kernel[(triton.cdiv(rows.M, tile),)](
             residual, x, w, b, total, y, mean, rstd, rows.M, rows.N, residual.stride(0), x.stride(0), eps,
-            tile, rows.block, num_warps=tile * rows.block // 512,
+            tile, rows.block, common_multiple_of(rows.N, residual.stride(0), x.stride(0)),
+            num_warps=tile * rows.block // 512,
         )  # fmt: skip
     elif rows.M:
         mean.fill_(torch.nan), rstd.fill_(torch.nan)  # the mean of nothing
@@ -57,8 +60,10 @@ def add_norm_backward_kernel(
     dtotal_ptr, dy_ptr, total_ptr, w_ptr, mean_ptr, rstd_ptr,  # [M, N] three times, [N], [M], [M]
     dresidual_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr,  # [M, N], [M, N], [programs, N] twice, fp32
     M, N, stride_dtotal, stride_dy, stride_total,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_dtotal = multiple(N, MULTIPLE), multiple(stride_dtotal, MULTIPLE)
+    stride_dy, stride_total = multiple(stride_dy, MULTIPLE), multiple(stride_total, MULTIPLE)
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
     w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -102,6 +107,7 @@ def add_norm_backward_packed(dy, dtotal, total, w, mean, rstd, bias):
         add_norm_backward_kernel[(programs,)](
             dtotal, dy, total, w, mean, rstd, dresidual, dx, partial_dw, partial_db, rows.M, rows.N,
             dtotal.stride(0), dy.stride(0), total.stride(0), tile, rows.block, max(1, min(3, 98304 // tile_bytes)),
+            common_multiple_of(rows.N, dtotal.stride(0), dy.stride(0), total.stride(0)),
             num_warps=warps, maxnreg=96 if warps < 16 else 128,
         )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)

@@ -10,8 +10,10 @@ from course_ops._common import triton_interprets
 from course_ops.kernels._rows import (
     Rows,
     Split,
+    common_multiple_of,
     group,
     look,
+    multiple,
     opaque,
     pack_pair,
     publish,
@@ -38,8 +40,9 @@ def layer_norm_packed_kernel(
     w_ptr, b_ptr,  # [N] each; b_ptr may be None, here and below
     y_ptr,  # [M, N]
     mean_ptr, rstd_ptr,  # [M] each, fp32
-    M, N, stride_x, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, OPAQUE: tl.constexpr,
+    M, N, stride_x, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, OPAQUE: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_x = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
@@ -61,7 +64,7 @@ def layer_norm_tile(x, w, b, eps):
         tile = max(1, 2048 // rows.block)
         layer_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
             x, w, b, y, mean, rstd, rows.M, rows.N, x.stride(0), eps, tile, rows.block, OPAQUE=False,
-            num_warps=tile * rows.block // 512,
+            MULTIPLE=common_multiple_of(rows.N, x.stride(0)), num_warps=tile * rows.block // 512,
         )  # fmt: skip
     return y, mean, rstd
 
@@ -73,6 +76,7 @@ def layer_norm_packed(x, w, b, eps):
         tile = max(1, 2048 // rows.block)
         layer_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
             x, w, b, y, mean, rstd, rows.M, rows.N, x.stride(0), eps, tile, rows.block, OPAQUE=True,
+            MULTIPLE=common_multiple_of(rows.N, x.stride(0)),
             num_warps=max(1, tile * rows.block * rows.itemsize // 2048), maxnreg=64,
         )  # fmt: skip
     return y, mean, rstd
@@ -82,7 +86,9 @@ def layer_norm_packed(x, w, b, eps):
 def layer_norm_chunks_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, sixteen,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr,  # CHUNKS of BLOCK columns, of which the last may be ragged
+    MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_x = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
     y_ptr += row * N
@@ -136,8 +142,9 @@ def layer_norm_chunks(x, w, b, eps):
         warps = 8 if rows.bytes <= 32768 else 16
         block = warps * 32 * 16 // rows.itemsize
         layer_norm_chunks_kernel[(rows.M,)](
-            x, w, b, y, mean, rstd, rows.N, x.stride(0), eps, 16, triton.cdiv(rows.N, block), block, num_warps=warps
-        )
+            x, w, b, y, mean, rstd, rows.N, x.stride(0), eps, 16, triton.cdiv(rows.N, block), block,
+            common_multiple_of(rows.N, x.stride(0)), num_warps=warps,
+        )  # fmt: skip
     return y, mean, rstd
 
 
@@ -146,7 +153,9 @@ def layer_norm_split_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
     partials_ptr,  # [M, PARTS], -1 at first: two NaNs with every bit set, which arithmetic on a GPU never makes
     M, N, stride_x, stride_y, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+    MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_x, stride_y = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE), multiple(stride_y, MULTIPLE)
     part = tl.program_id(0) % PARTS
     # A tile of one row, whose mask says that the row is there, as it always is: so the compiler takes fewer registers.
     rows = (tl.program_id(0) // PARTS).to(tl.int64) + tl.arange(0, 1)
@@ -198,15 +207,17 @@ def layer_norm_split(x, w, b, eps):
         for blocking in waits():
             layer_norm_split_kernel[(rows.M * parts.parts,)](
                 x, w, b, y, mean, rstd, partials, rows.M, rows.N, x.stride(0), y.stride(0), eps,
-                parts.parts, parts.slots, parts.block, blocking, num_warps=parts.warps,
+                parts.parts, parts.slots, parts.block, blocking,
+                common_multiple_of(rows.N, x.stride(0), y.stride(0)), num_warps=parts.warps,
             )  # fmt: skip
     return y, mean, rstd
 
 
 @triton.jit
 def layer_norm_two_pass_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, BLOCK: tl.constexpr
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, BLOCK: tl.constexpr, MULTIPLE: tl.constexpr
 ):  # shapes as above
+    N, stride_x = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
     count, mean, m2 = 0.0, 0.0, 0.0
     for start in range(0, N, BLOCK):
@@ -232,7 +243,10 @@ def layer_norm_two_pass(x, w, b, eps):
     """As layer_norm_tile, a program a row of any length."""
     y, mean, rstd, rows = _results(x)
     if y.numel():
-        layer_norm_two_pass_kernel[(rows.M,)](x, w, b, y, mean, rstd, rows.N, x.stride(0), eps, BLOCK=4096, num_warps=8)
+        layer_norm_two_pass_kernel[(rows.M,)](
+            x, w, b, y, mean, rstd, rows.N, x.stride(0), eps, BLOCK=4096,
+            MULTIPLE=common_multiple_of(rows.N, x.stride(0)), num_warps=8,
+        )  # fmt: skip
     return y, mean, rstd
 
 
@@ -257,8 +271,9 @@ def layer_norm_backward_kernel(
     mean_ptr, rstd_ptr,  # [M] each, fp32
     dx_ptr,  # [M, N]
     partial_dw_ptr, partial_db_ptr,  # [programs, N] each, fp32; partial_db_ptr is None without a bias, here and below
-    M, N, stride_dy, stride_x, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    M, N, stride_dy, stride_x, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_dy, stride_x = multiple(N, MULTIPLE), multiple(stride_dy, MULTIPLE), multiple(stride_x, MULTIPLE)
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
     w = tl.load(w_ptr + cols, mask=cols < N, other=0.0)
@@ -305,7 +320,7 @@ def layer_norm_backward_registers(dy, x, w, mean, rstd, bias):
         partial_dw, partial_db = partial_sums(programs, x, bias)
         layer_norm_backward_kernel[(programs,)](
             dy, x, w, mean, rstd, dx, partial_dw, partial_db, rows.M, rows.N, dy.stride(0), x.stride(0),
-            tile, rows.block, num_warps=warps, maxnreg=128,
+            tile, rows.block, common_multiple_of(rows.N, dy.stride(0), x.stride(0)), num_warps=warps, maxnreg=128,
         )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
@@ -314,8 +329,9 @@ def layer_norm_backward_registers(dy, x, w, mean, rstd, bias):
 @triton.jit
 def layer_norm_backward_staged_kernel(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr, M, N, stride_dy, stride_x,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_dy, stride_x = multiple(N, MULTIPLE), multiple(stride_dy, MULTIPLE), multiple(stride_x, MULTIPLE)
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     cols = tl.arange(0, BLOCK_N)[None, :]
     w = tl.load(w_ptr + cols, mask=cols < N, other=0.0)
@@ -350,7 +366,7 @@ def layer_norm_backward_staged(dy, x, w, mean, rstd, bias):
         partial_dw, partial_db = partial_sums(programs, x, bias)
         layer_norm_backward_staged_kernel[(programs,)](
             dy, x, w, mean, rstd, dx, partial_dw, partial_db, rows.M, rows.N, dy.stride(0), x.stride(0),
-            tile, rows.block, num_warps=warps, maxnreg=128,
+            tile, rows.block, common_multiple_of(rows.N, dy.stride(0), x.stride(0)), num_warps=warps, maxnreg=128,
         )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
@@ -362,7 +378,9 @@ def layer_norm_backward_group_kernel(
     partials_ptr,  # [M, PARTS], -1 at first; then a part's share of c1 in the high half and of c2 in the low
     M, N, stride_dy, stride_x, width, groups,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, PUBLISH: tl.constexpr, FINISH: tl.constexpr,
+    MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_dy, stride_x = multiple(N, MULTIPLE), multiple(stride_dy, MULTIPLE), multiple(stride_x, MULTIPLE)
     part = tl.program_id(0) % PARTS
     group_id = (tl.program_id(0) // PARTS).to(tl.int64)
     offsets = tl.arange(0, BLOCK_N)
@@ -430,6 +448,7 @@ def layer_norm_backward_group(dy, x, w, mean, rstd, bias):
             layer_norm_backward_group_kernel[(programs.groups * programs.parts,)](
                 dy, x, w, mean, rstd, dx, partial_dw, partial_db, partials, rows.M, rows.N, dy.stride(0), x.stride(0),
                 programs.width, programs.groups, parts.parts, parts.slots, parts.block, publish_, finish,
+                common_multiple_of(rows.N, dy.stride(0), x.stride(0)),
                 num_warps=parts.warps, maxnreg=128, launch_cooperative_grid=at_once,
             )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
@@ -439,8 +458,9 @@ def layer_norm_backward_group(dy, x, w, mean, rstd, bias):
 @triton.jit
 def sum_partials_kernel(
     partial_dw_ptr, partial_db_ptr, dw_ptr, db_ptr,  # [P, N] in fp32 twice -> [N] twice
-    P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N = multiple(N, MULTIPLE)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     dw = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     db = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
@@ -458,7 +478,9 @@ def sum_partials_kernel(
 def sum_partials(partial_dw, partial_db, dw, db):
     """Add up [P, N] partial sums into dw and db [N], always in the same order: the same bits in every run."""
     P, N = partial_dw.shape
-    sum_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32)
+    sum_partials_kernel[(triton.cdiv(N, 32),)](
+        partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32, MULTIPLE=common_multiple_of(N)
+    )
 
 
 def partial_sums(programs, x, bias):

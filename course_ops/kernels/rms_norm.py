@@ -7,15 +7,29 @@ import triton
 import triton.language as tl
 
 from course_ops._common import triton_interprets
-from course_ops.kernels._rows import Group, Rows, Split, group, look, opaque, publish, split, wait, waits
+from course_ops.kernels._rows import (
+    Group,
+    Rows,
+    Split,
+    common_multiple_of,
+    group,
+    look,
+    multiple,
+    opaque,
+    publish,
+    split,
+    wait,
+    waits,
+)
 
 
 @triton.jit
 def rms_norm_packed_kernel(
     x_ptr, w_ptr,  # [M, N] rows stride_x elements apart, [N]
     y_ptr, rstd_ptr,  # [M, N], [M] in fp32
-    M, N, stride_x, stride_y, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    M, N, stride_x, stride_y, eps, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_x, stride_y = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE), multiple(stride_y, MULTIPLE)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
@@ -38,7 +52,7 @@ def rms_norm_packed(x, w, eps):
         tile, thread = (8192 // row, 128) if row <= 2048 else (1, 32) if row <= 16384 else (1, row // 256)
         rms_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
             x, w, y, rstd, rows.M, rows.N, x.stride(0), y.stride(0), eps, tile, rows.block,
-            num_warps=max(1, tile * row // (32 * thread)),
+            common_multiple_of(rows.N, x.stride(0), y.stride(0)), num_warps=max(1, tile * row // (32 * thread)),
         )  # fmt: skip
     return y, rstd
 
@@ -49,7 +63,9 @@ def rms_norm_split_kernel(
     partials_ptr,  # [M, PARTS] int32 zeros; then the bits of a part's sum of squares, plus one
     M, N, stride_x, stride_y, eps,
     ROWS: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+    MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_x, stride_y = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE), multiple(stride_y, MULTIPLE)
     rows = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(0) % PARTS
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -91,13 +107,15 @@ def rms_norm_split(x, w, eps):
             rms_norm_split_kernel[(triton.cdiv(rows.M, 2) * parts.parts,)](
                 x, w, y, rstd, partials, rows.M, rows.N, x.stride(0), y.stride(0), eps, ROWS=2, PARTS=parts.parts,
                 SLOTS=triton.next_power_of_2(parts.parts), BLOCK_N=parts.block, WAIT=blocking,
+                MULTIPLE=common_multiple_of(rows.N, x.stride(0), y.stride(0)),
                 num_warps=parts.warps, maxnreg=64,
             )  # fmt: skip
     return y, rstd
 
 
 @triton.jit
-def rstd_kernel(x_ptr, rstd_ptr, N, stride, eps, BLOCK_N: tl.constexpr):  # x: [M, N], rstd: [M]
+def rstd_kernel(x_ptr, rstd_ptr, N, stride, eps, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr):  # x: [M, N], rstd: [M]
+    N, stride = multiple(N, MULTIPLE), multiple(stride, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
     squares = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -108,7 +126,8 @@ def rstd_kernel(x_ptr, rstd_ptr, N, stride, eps, BLOCK_N: tl.constexpr):  # x: [
 
 
 @triton.jit
-def scale_kernel(x_ptr, w_ptr, y_ptr, rstd_ptr, N, stride, BLOCK_N: tl.constexpr):  # y: [M, N]
+def scale_kernel(x_ptr, w_ptr, y_ptr, rstd_ptr, N, stride, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr):  # y: [M, N]
+    N, stride = multiple(N, MULTIPLE), multiple(stride, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
     for start in range(0, N, BLOCK_N):
@@ -122,8 +141,9 @@ def rms_norm_two_pass(x, w, eps):
     """As rms_norm_packed for rows of any length: one kernel for rstd, one that reads x again."""
     y, rstd, rows = _results(x)
     if y.numel():
-        rstd_kernel[(rows.M,)](x, rstd, rows.N, x.stride(0), eps, BLOCK_N=1024)
-        scale_kernel[(rows.M,)](x, w, y, rstd, rows.N, x.stride(0), BLOCK_N=1024)
+        known = common_multiple_of(rows.N, x.stride(0))
+        rstd_kernel[(rows.M,)](x, rstd, rows.N, x.stride(0), eps, BLOCK_N=1024, MULTIPLE=known)
+        scale_kernel[(rows.M,)](x, w, y, rstd, rows.N, x.stride(0), BLOCK_N=1024, MULTIPLE=known)
     return y, rstd
 
 
@@ -141,8 +161,9 @@ def _results(x):
 @triton.jit
 def rms_norm_backward_persistent_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, partial_dw_ptr,  # partial_dw: [programs, N] in fp32
-    M, N, dy_stride, x_stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    M, N, dy_stride, x_stride, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, dy_stride, x_stride = multiple(N, MULTIPLE), multiple(dy_stride, MULTIPLE), multiple(x_stride, MULTIPLE)
     cols = tl.arange(0, BLOCK_N)
     w = tl.load(w_ptr + cols, mask=cols < N, other=0.0)[None, :]
     dw = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -169,7 +190,7 @@ def rms_norm_backward_persistent(dy, x, w, rstd):
         partial_dw = torch.empty((programs, rows.N), dtype=torch.float32, device=x.device)
         rms_norm_backward_persistent_kernel[(programs,)](
             dy, x, w, rstd, dx, partial_dw, rows.M, rows.N, dy.stride(0), x.stride(0), tile, rows.block, STAGES=3,
-            num_warps=8,
+            MULTIPLE=common_multiple_of(rows.N, dy.stride(0), x.stride(0)), num_warps=8,
         )  # fmt: skip
         sum_partials(partial_dw, dw)
     return dx, dw
@@ -186,8 +207,9 @@ def rms_norm_backward_group_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr,
     partial_dw_ptr, partials_ptr,  # [groups, N] in fp32, [M, PARTS] int32 zeros
     M, N, dy_stride, x_stride, width, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    PUBLISH: tl.constexpr, FINISH: tl.constexpr,
+    PUBLISH: tl.constexpr, FINISH: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, dy_stride, x_stride = multiple(N, MULTIPLE), multiple(dy_stride, MULTIPLE), multiple(x_stride, MULTIPLE)
     part = tl.program_id(0) % PARTS
     group_id = (tl.program_id(0) // PARTS).to(tl.int64)  # int64, and so are the rows: row * stride passes 2^31
     groups = tl.num_programs(0) // PARTS
@@ -258,7 +280,8 @@ def _group(dy, x, w, rstd, programs, parts, at_once):
             rms_norm_backward_group_kernel[(programs.groups * parts.parts,)](
                 dy, x, w, rstd, dx, partial_dw, partials, rows.M, rows.N, dy.stride(0), x.stride(0), programs.width,
                 PARTS=parts.parts, SLOTS=triton.next_power_of_2(parts.parts), BLOCK_N=parts.block,
-                PUBLISH=publish_, FINISH=finish, num_warps=parts.warps, maxnreg=128 if parts.parts > 1 else None,
+                PUBLISH=publish_, FINISH=finish, MULTIPLE=common_multiple_of(rows.N, dy.stride(0), x.stride(0)),
+                num_warps=parts.warps, maxnreg=128 if parts.parts > 1 else None,
                 launch_cooperative_grid=parts.parts > 1 and at_once,
             )  # fmt: skip
         sum_partials(partial_dw, dw)
@@ -267,7 +290,10 @@ def _group(dy, x, w, rstd, programs, parts, at_once):
 
 # layer_norm's has two sums; with one of them the compiler makes other code of it than of this.
 @triton.jit
-def sum_partials_kernel(partial_dw_ptr, dw_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):  # [P, N], [N]
+def sum_partials_kernel(
+    partial_dw_ptr, dw_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr
+):  # [P, N], [N]
+    N = multiple(N, MULTIPLE)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dw = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     for start in range(0, P, BLOCK_P):
@@ -280,7 +306,9 @@ def sum_partials_kernel(partial_dw_ptr, dw_ptr, P, N, BLOCK_P: tl.constexpr, BLO
 def sum_partials(partial_dw, dw):
     """Add up [P, N] partial sums into dw [N], always in the same order: the same bits in every run."""
     P, N = partial_dw.shape
-    sum_partials_kernel[(triton.cdiv(N, 32),)](partial_dw, dw, P, N, BLOCK_P=32, BLOCK_N=32)
+    sum_partials_kernel[(triton.cdiv(N, 32),)](
+        partial_dw, dw, P, N, BLOCK_P=32, BLOCK_N=32, MULTIPLE=common_multiple_of(N)
+    )
 
 
 def _gradients(x, w):

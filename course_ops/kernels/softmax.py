@@ -6,7 +6,19 @@ import torch
 import triton
 import triton.language as tl
 
-from course_ops.kernels._rows import Rows, Split, opaque, pack_pair, publish, split, unpack_pair, wait, waits
+from course_ops.kernels._rows import (
+    Rows,
+    Split,
+    common_multiple_of,
+    multiple,
+    opaque,
+    pack_pair,
+    publish,
+    split,
+    unpack_pair,
+    wait,
+    waits,
+)
 
 # Where a maximum starts. Not -inf: after a block that is all -inf, exp(-inf - -inf) makes the sum NaN for good.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -17,8 +29,9 @@ LOG2E = tl.constexpr(math.log2(math.e))  # exp(a) = 2^(a log2(e)), and powers of
 @triton.jit
 def softmax_packed_kernel(
     x_ptr, y_ptr,  # [M, N] each, rows stride_x and stride_y elements apart
-    M, N, stride_x, stride_y, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    M, N, stride_x, stride_y, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_x, stride_y = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE), multiple(stride_y, MULTIPLE)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
@@ -38,7 +51,7 @@ def softmax_packed(x):
         warps = max(min(2, tile * row // 2048), row // 4096)  # 64 bytes of a row a thread, then 128
         softmax_packed_kernel[(triton.cdiv(rows.M, tile),)](
             x, y, rows.M, rows.N, x.stride(0), y.stride(0), tile, rows.block,
-            num_warps=warps, maxnreg=64 if warps > 2 else 72,
+            common_multiple_of(rows.N, x.stride(0), y.stride(0)), num_warps=warps, maxnreg=64 if warps > 2 else 72,
         )  # fmt: skip
     return y
 
@@ -48,7 +61,9 @@ def softmax_split_kernel(
     x_ptr, y_ptr,  # [M, N] each, rows stride_x and stride_y elements apart
     partials_ptr,  # [M, PARTS] int64 zeros; then m of a part in the high half and l in the low
     N, stride_x, stride_y, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+    MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_x, stride_y = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE), multiple(stride_y, MULTIPLE)
     row = tl.program_id(0).to(tl.int64) // PARTS
     part = tl.program_id(0) % PARTS
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -86,14 +101,17 @@ def softmax_split(x):
             softmax_split_kernel[(rows.M * parts.parts,)](
                 x, y, partials, rows.N, x.stride(0), y.stride(0),
                 parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking,
-                num_warps=parts.warps, maxnreg=72,
+                common_multiple_of(rows.N, x.stride(0), y.stride(0)), num_warps=parts.warps, maxnreg=72,
             )  # fmt: skip
     return y
 
 
 # The second pass runs backwards: what was read last is what the caches still hold.
 @triton.jit
-def softmax_two_pass_kernel(x_ptr, y_ptr, N, stride_x, stride_y, BLOCK_N: tl.constexpr):  # x, y: [M, N]
+def softmax_two_pass_kernel(
+    x_ptr, y_ptr, N, stride_x, stride_y, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr
+):  # x, y: [M, N]
+    N, stride_x, stride_y = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE), multiple(stride_y, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
     m = LOWEST
     l = 0.0  # noqa: E741
@@ -116,16 +134,19 @@ def softmax_two_pass(x):
     if y.numel():
         block = min(4096, rows.block)
         softmax_two_pass_kernel[(rows.M,)](
-            x, y, rows.N, x.stride(0), y.stride(0), block, num_warps=max(1, block // 512)
-        )
+            x, y, rows.N, x.stride(0), y.stride(0), block, common_multiple_of(rows.N, x.stride(0), y.stride(0)),
+            num_warps=max(1, block // 512),
+        )  # fmt: skip
     return y
 
 
 @triton.jit
 def softmax_backward_packed_kernel(
     y_ptr, dy_ptr, dx_ptr,  # [M, N] each
-    M, N, stride_y, stride_dy, stride_dx, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    M, N, stride_y, stride_dy, stride_dx, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_y = multiple(N, MULTIPLE), multiple(stride_y, MULTIPLE)
+    stride_dy, stride_dx = multiple(stride_dy, MULTIPLE), multiple(stride_dx, MULTIPLE)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
@@ -144,6 +165,7 @@ def softmax_backward_packed(y, dy):
         tile = max(1, 4096 // row)
         softmax_backward_packed_kernel[(triton.cdiv(rows.M, tile),)](
             y, dy, dx, rows.M, rows.N, y.stride(0), dy.stride(0), dx.stride(0), tile, rows.block,
+            common_multiple_of(rows.N, y.stride(0), dy.stride(0), dx.stride(0)),
             num_warps=max(4, row // 4096), maxnreg=128,
         )  # fmt: skip
     return dx
@@ -154,8 +176,10 @@ def softmax_backward_split_kernel(
     y_ptr, dy_ptr, dx_ptr,  # [M, N] each
     partials_ptr,  # [M, PARTS] int64 zeros; then a part's share of delta in the low half and 1 in the high
     N, stride_y, stride_dy, stride_dx,
-    PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_y = multiple(N, MULTIPLE), multiple(stride_y, MULTIPLE)
+    stride_dy, stride_dx = multiple(stride_dy, MULTIPLE), multiple(stride_dx, MULTIPLE)
     row = tl.program_id(0).to(tl.int64) // PARTS
     part = tl.program_id(0) % PARTS
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -190,6 +214,7 @@ def softmax_backward_split(y, dy):
             softmax_backward_split_kernel[(rows.M * parts.parts,)](
                 y, dy, dx, partials, rows.N, y.stride(0), dy.stride(0), dx.stride(0),
                 parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking,
+                common_multiple_of(rows.N, y.stride(0), dy.stride(0), dx.stride(0)),
                 num_warps=parts.warps, maxnreg=128,
             )  # fmt: skip
     return dx
@@ -198,8 +223,10 @@ def softmax_backward_split(y, dy):
 @triton.jit
 def softmax_backward_two_pass_kernel(
     y_ptr, dy_ptr, dx_ptr,  # [M, N] each
-    N, stride_y, stride_dy, stride_dx, BLOCK_N: tl.constexpr,
+    N, stride_y, stride_dy, stride_dx, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    N, stride_y = multiple(N, MULTIPLE), multiple(stride_y, MULTIPLE)
+    stride_dy, stride_dx = multiple(stride_dy, MULTIPLE), multiple(stride_dx, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
     delta = 0.0
     for start in range(0, N, BLOCK_N):
@@ -221,8 +248,9 @@ def softmax_backward_two_pass(y, dy):
     if dx.numel():
         block = min(4096, rows.block)
         softmax_backward_two_pass_kernel[(rows.M,)](
-            y, dy, dx, rows.N, y.stride(0), dy.stride(0), dx.stride(0), block, num_warps=max(1, block // 256)
-        )
+            y, dy, dx, rows.N, y.stride(0), dy.stride(0), dx.stride(0), block,
+            common_multiple_of(rows.N, y.stride(0), dy.stride(0), dx.stride(0)), num_warps=max(1, block // 256),
+        )  # fmt: skip
     return dx
 
 
