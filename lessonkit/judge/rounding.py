@@ -9,6 +9,7 @@ arithmetic, in which kernels of 16-bit inputs compute too. They are injected 2^1
 scaled up, so that a comparison in the reference changes its outcome only where two values are equal.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,8 @@ EXACT = frozenset(
 )  # fmt: skip
 
 
-# Each partial sum is rounded: as much as if each term was.
+# Each partial sum is rounded: as much as if each term was, or where terms of one sign add up or cancel, as much as the
+# partial sums are large.
 SUMS = frozenset(["addmm", "baddbmm", "bmm", "cumsum", "dot", "linalg_vector_norm", "mean", "mm", "mv", "sum"])
 
 
@@ -75,6 +77,11 @@ class _Disturbed(TorchDispatchMode):
         if func.overloadpacket.__name__ in SUMS:
             args = tuple(a + self.errors(a) if _is_float64(a) else a for a in args)
         result = func(*args, **kwargs)
+        if func.overloadpacket is aten.cumsum and _is_float64(result):  # rounded where it was largest, before it sank
+            result.add_(self.errors(result.abs().cummax(args[1]).values))
+        elif func.overloadpacket in (aten.sum, aten.mean) and _is_float64(result):  # once at each level of a tree
+            levels = math.log2(max(args[0].numel() / max(result.numel(), 1), 2))
+            result.add_(self.errors(result) * math.sqrt(levels))
         if func.overloadpacket.__name__.rstrip("_") in EXACT:
             return result
         several = isinstance(result, tuple | list)
