@@ -22,6 +22,8 @@ INJECTED = 2.0**-40  # relative; float64 itself rounds at 2^-53
 FP32 = torch.finfo(torch.float32)
 JUMP = 2.0**-20  # of the largest input or answer: what moves by more is a step of the reference, no rounding error
 
+ONE_BY_ONE = 4096  # a kernel adds up so many elements of a prefix sum one after the other; then blocks in a tree
+
 aten = torch.ops.aten
 # One operation for PyTorch, several for a kernel, each with a rounding error of its own.
 FUSED = get_decompositions(
@@ -77,8 +79,10 @@ class _Disturbed(TorchDispatchMode):
         if func.overloadpacket.__name__ in SUMS:
             args = tuple(a + self.errors(a) if _is_float64(a) else a for a in args)
         result = func(*args, **kwargs)
-        if func.overloadpacket is aten.cumsum and _is_float64(result):  # rounded where it was largest, before it sank
-            result.add_(self.errors(result.abs().cummax(args[1]).values))
+        if func.overloadpacket is aten.cumsum and _is_float64(result) and result.ndim:
+            # One partial sum after the other is rounded, and where they were largest the most: a random walk.
+            steps = math.sqrt(max(1.0, min(result.shape[args[1]], ONE_BY_ONE) / 3))
+            result.add_(self.errors(result.abs().cummax(args[1]).values) * steps)
         elif func.overloadpacket in (aten.sum, aten.mean) and _is_float64(result):  # once at each level of a tree
             levels = math.log2(max(args[0].numel() / max(result.numel(), 1), 2))
             result.add_(self.errors(result) * math.sqrt(levels))
