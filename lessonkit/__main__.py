@@ -31,6 +31,7 @@ from lessonkit.exercise import progress
 from lessonkit.judge import counters, fuzz, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import (
+    beside,
     dependents,
     fuzzing,
     gpu_mutants,
@@ -342,6 +343,32 @@ def run_sanitizers(
             errors = sanitize.unargued(found, known_reports)
             show.console.print(f"{name}, {each}: {len(found) - len(errors)} argued, {len(errors)} not")
             failed += [f"{name}, {each}: {report.kernel}: {report.what}" for report in errors]
+    _end(failed)
+
+
+@app.command(name="beside")
+def repeat_beside(
+    which: Which = "",
+    seconds: Annotated[float, typer.Option(help="For each rung, alone and again beside the other process.")] = 5.0,
+) -> None:
+    """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows."""
+    if not device.HAS_GPU:
+        show.console.print("No GPU was found: there is nothing that two processes could share.")
+        return
+    failed: list[str] = []
+    for name, lesson in _with_kernels(which, failed):
+        found: list[beside.Repeated] = []
+        try:
+            for each in beside.measured(name, lesson, seconds):
+                found.append(each)
+                where = "beside another process" if each.neighbour else "alone"
+                show.console.print(f"{name}.{each.rung}, {where}: {each.differ} of {each.calls} answers differ")
+        except Missing as missing:
+            failed.append(f"{name}: {missing}")
+            found = found[: len(found) // 2 * 2]  # a rung counts with both of its halves
+        if found:
+            beside.save(REPORTS / device.name(), found)
+        failed += filter(None, (beside.wrong(found[i : i + 2]) for i in range(0, len(found), 2)))
     _end(failed)
 
 

@@ -9,6 +9,7 @@ arithmetic, in which kernels of 16-bit inputs compute too. They are injected 2^1
 scaled up, so that a comparison in the reference changes its outcome only where two values are equal.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ SAMPLES = 8  # of four, one element in 300 has moved by less than a fifth of wha
 INJECTED = 2.0**-40  # relative; float64 itself rounds at 2^-53
 FP32 = torch.finfo(torch.float32)
 JUMP = 2.0**-20  # of the largest input or answer: what moves by more is a step of the reference, no rounding error
+
+ONE_BY_ONE = 4096  # a kernel adds up so many elements of a prefix sum one after the other; then blocks in a tree
 
 aten = torch.ops.aten
 # One operation for PyTorch, several for a kernel, each with a rounding error of its own.
@@ -46,7 +49,8 @@ EXACT = frozenset(
 )  # fmt: skip
 
 
-# Each partial sum is rounded: as much as if each term was.
+# Each partial sum is rounded: as much as if each term was, or where terms of one sign add up or cancel, as much as the
+# partial sums are large.
 SUMS = frozenset(["addmm", "baddbmm", "bmm", "cumsum", "dot", "linalg_vector_norm", "mean", "mm", "mv", "sum"])
 
 
@@ -75,6 +79,13 @@ class _Disturbed(TorchDispatchMode):
         if func.overloadpacket.__name__ in SUMS:
             args = tuple(a + self.errors(a) if _is_float64(a) else a for a in args)
         result = func(*args, **kwargs)
+        if func.overloadpacket is aten.cumsum and _is_float64(result) and result.ndim:
+            # One partial sum after the other is rounded, and where they were largest the most: a random walk.
+            steps = math.sqrt(max(1.0, min(result.shape[args[1]], ONE_BY_ONE) / 3))
+            result.add_(self.errors(result.abs().cummax(args[1]).values) * steps)
+        elif func.overloadpacket in (aten.sum, aten.mean) and _is_float64(result):  # once at each level of a tree
+            levels = math.log2(max(args[0].numel() / max(result.numel(), 1), 2))
+            result.add_(self.errors(result) * math.sqrt(levels))
         if func.overloadpacket.__name__.rstrip("_") in EXACT:
             return result
         several = isinstance(result, tuple | list)

@@ -1,0 +1,161 @@
+"""Repeat rungs beside another process that uses the same GPU: what is right alone may be wrong there.
+
+The GPU switches between processes every few milliseconds. It saves an SM's state, barriers included, and restores it
+later. A barrier that is initialised and never used, a wait that assumes its partner is resident, and a kernel that
+starts before its predecessor has ended show only then (day 5's lesson on neighbours has such a kernel).
+
+`python -m lessonkit.measure.beside` is the neighbour: it multiplies matrices until it is killed.
+"""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lessonkit.base import device
+from lessonkit.base.errors import Missing, Unsupported
+from lessonkit.base.files import changing, environment, write_atomically
+from lessonkit.base.tables import read_csv, to_csv
+from lessonkit.judge import check, mutants
+from lessonkit.lesson import Case, Lesson, Rung
+from lessonkit.measure import rows
+
+import torch
+
+NAME = "beside.csv"
+HERE = "here"  # what the neighbour says once its kernels run
+# Words of what two processes can disturb: barriers in shared memory, waiting in a loop, starting before another's end.
+KINDS = {
+    "barriers": r"\bmbarrier\b|\bbarrier\.cluster\b|mbarrier_|\bwarp_specialize\b",
+    "spinning": r"\batomic_(?:cas|xchg)\b|\batomicCAS\b|ld\.acquire|memory_order_acquire|\bgrid\.sync|\bcluster\.sync",
+    "early launch": r"\blaunch_pdl\b|\bgdc_\w+|griddepcontrol|ProgrammaticStreamSerialization",
+}
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A rung on one check, called again and again: how many answers differed from the first, alone and beside."""
+
+    lesson: str
+    rung: str
+    kinds: str
+    case: str
+    dtype: str
+    neighbour: bool
+    calls: int
+    differ: int
+
+
+def kinds(name: str, rung: str) -> list[str]:
+    """Which of KINDS the rung's file, or its program, names."""
+    text = "\n".join(path.read_text() for path in mutants._files(name, rung))
+    return [kind for kind, words in KINDS.items() if re.search(words, text)]
+
+
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """Inside, another process computes on the same GPU. Raises Missing if it does not come to that."""
+    command = [sys.executable, "-m", "lessonkit.measure.beside"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment(), **pipes) as process:
+        try:
+            assert process.stdout
+            if (said := process.stdout.readline()).strip() != HERE:
+                raise Missing(f"the neighbour did not start: {said}{process.stdout.read()[-500:]}")
+            yield
+            if process.poll() is not None:
+                raise Missing(f"the neighbour ended with {process.returncode}: nothing was repeated beside it")
+        finally:
+            process.kill()
+
+
+def repeat(call: Callable[[], Any], seconds: float, synchronize: Callable[[], None]) -> tuple[int, int]:
+    """Call again and again for so long: how many calls, and how many answers differ in a bit from the first.
+
+    A NaN is equal to the NaN of the first. Ten calls wait in the stream at a time, as in a program that is busy.
+    """
+    first = [t.clone() for t in check.tensors(call())]
+    calls, differ, end = 0, torch.zeros((), dtype=torch.int64, device=first[0].device), time.monotonic() + seconds
+    while calls == 0 or time.monotonic() < end:
+        for _ in range(10):
+            answers = check.tensors(call())
+            differ += torch.stack([_differs(a, b) for a, b in zip(answers, first, strict=True)]).any()
+            calls += 1
+        synchronize()
+    return calls, int(differ)
+
+
+def _differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (check._bits(a) != check._bits(b)).any()
+
+
+def cases(lesson: Lesson, rung: Rung) -> Iterator[tuple[Case, torch.dtype]]:
+    """The largest check that the rung takes, in the dtype that is timed or, if it is not checked, the last."""
+    dtype = lesson.bench_dtype if lesson.bench_dtype in lesson.dtypes else lesson.dtypes[-1]
+    for case in reversed([case for case in lesson.checks if case.gib <= 1]):
+        if not check.cannot_run(lesson, rung, case, dtype):
+            yield case, dtype
+
+
+def measured(name: str, lesson: Lesson, seconds: float) -> Iterator[Repeated]:
+    """The rungs of a lesson with what a neighbour can disturb: alone, then beside one. A GPU is needed."""
+    for rung in lesson.rungs:
+        if not (found := kinds(name, rung.__name__)):
+            continue
+        for case, dtype in cases(lesson, rung):
+            args = check.truth(lesson, case.shape, dtype).args
+            try:
+                rung(*args)
+            except Unsupported:
+                continue
+            for beside in (False, True):
+                about = (name, rung.__name__, ", ".join(found), str(case), str(dtype).removeprefix("torch."), beside)
+                if beside:
+                    with neighbour():
+                        counted = repeat(partial(rung, *args), seconds, torch.cuda.synchronize)
+                else:
+                    counted = repeat(partial(rung, *args), seconds, torch.cuda.synchronize)
+                yield Repeated(*about, *counted)
+            break
+
+
+def wrong(pair: list[Repeated]) -> str:
+    """What is wrong with a rung that was repeated alone and beside another process; an empty string if nothing is.
+
+    A rung whose answers differ when it is alone adds in an order of its own: a neighbour tells nothing about it.
+    """
+    alone, beside = sorted(pair, key=lambda each: each.neighbour)
+    if alone.differ or not beside.differ:
+        return ""
+    return f"{beside.lesson}.{beside.rung}: {beside.differ} of {beside.calls} answers differ beside another process"
+
+
+def save(folder: Path, found: list[Repeated]) -> None:
+    """Keep what was repeated, in place of what was known of the same rung."""
+    about = rows.machine()
+    new = [asdict(each) | about for each in found]
+    again = {(each.lesson, each.rung) for each in found}
+    with changing(folder / NAME):
+        kept = [row for row in read_csv(folder / NAME) if (row["lesson"], row["rung"]) not in again]
+        write_atomically(folder / NAME, to_csv([*kept, *new]))
+
+
+def main() -> None:
+    a = torch.randn(4096, 4096, device=device.DEVICE).bfloat16()
+    a @ a
+    torch.cuda.synchronize()
+    print(HERE, flush=True)
+    while True:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

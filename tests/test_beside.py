@@ -1,0 +1,140 @@
+"""Rungs beside another process: which are repeated, what counts as different, what is kept. No GPU is used."""
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+
+import lessonkit.__main__ as main
+from lessonkit.base import device
+from lessonkit.base.errors import Missing
+from lessonkit.base.tables import read_csv
+from lessonkit.lesson import kernels
+from lessonkit.measure import beside
+from lessonkit.measure.beside import Repeated
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+RUNGS = {
+    (name, rung.__name__): beside.kinds(name, rung.__name__) for name, lesson in kernels() for rung in lesson.rungs
+}
+
+
+@pytest.mark.parametrize(
+    ("lesson", "rung", "kinds"),
+    [
+        ("day2_triton_basics.lesson01_vector_add", "add_wide", []),
+        ("day2_triton_basics.lesson15_scan", "scan_look_back", ["spinning"]),
+        ("day3_matmul_tk.lesson02_matmul_persistent", "warp_specialized", ["barriers"]),
+        ("day4_replace_op.lesson09_flash_hopper_backward", "causal_skip", ["barriers", "early launch"]),
+        ("day4_replace_op.lesson11_flash_decoding_shares", "decode", ["early launch"]),
+        ("cuda_src.01_hello_cuda", "who_1d", []),
+        ("cuda_src.22_hopper_matmul", "matmul_wgmma", ["barriers"]),
+    ],
+)
+def test_what_a_neighbour_can_disturb_is_read_from_the_kernels(lesson, rung, kinds):
+    assert RUNGS[lesson, rung] == kinds
+
+
+def test_every_gluon_rung_is_repeated():
+    """All of them hand shared memory over by mbarriers."""
+    left = [key for key, kinds in RUNGS.items() if "flash_hopper" in key[0] and "barriers" not in kinds]
+    assert not left
+
+
+def test_a_bit_that_differs_counts_once_a_call():
+    """NaN equals the same NaN; a negative zero is no zero."""
+    answers = itertools.cycle([torch.tensor([float("nan"), 0.0])] * 3 + [torch.tensor([float("nan"), -0.0])] * 2)
+    calls, differ = beside.repeat(lambda: next(answers), 0.0, lambda: None)
+    assert (calls, differ) == (10, 4)
+    same = torch.ones(4)
+    assert beside.repeat(lambda: (same, same), 0.0, lambda: None) == (10, 0)
+
+
+ALONE = Repeated("day.a", "rung", "barriers", "n=8", "float32", False, 100, 0)
+BESIDE = replace(ALONE, neighbour=True)
+
+
+@pytest.mark.parametrize(
+    ("alone", "busy", "wrong"),
+    [(0, 0, False), (0, 1, True), (3, 9, False), (3, 0, False)],
+    ids=["right", "wrong beside", "in an order of its own", "only alone"],
+)
+def test_what_is_right_alone_has_to_be_right_beside(alone, busy, wrong):
+    pair = [replace(BESIDE, differ=busy), replace(ALONE, differ=alone)]
+    assert bool(beside.wrong(pair)) == wrong
+
+
+def test_what_is_repeated_again_replaces_its_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(beside.rows, "machine", lambda: {"gpu": "some-gpu"})
+    beside.save(tmp_path, [ALONE, BESIDE])
+    beside.save(tmp_path, [replace(ALONE, rung="other"), replace(BESIDE, rung="other")])
+    beside.save(tmp_path, [replace(ALONE, calls=7), BESIDE])
+    kept = read_csv(tmp_path / beside.NAME)
+    assert [(row["rung"], row["neighbour"], row["calls"]) for row in kept] == [
+        ("other", "False", "100"),
+        ("other", "True", "100"),
+        ("rung", "False", "7"),
+        ("rung", "True", "100"),
+    ]
+
+
+def process(monkeypatch, code):
+    """The neighbour is this Python program."""
+    popen, started = subprocess.Popen, []
+
+    def start(command, **more):
+        started.append(popen([sys.executable, "-c", code], **more))
+        return started[-1]
+
+    monkeypatch.setattr(beside.subprocess, "Popen", start)
+    return started
+
+
+def test_a_neighbour_that_does_not_come_is_an_error(monkeypatch):
+    process(monkeypatch, "raise SystemExit('no GPU here')")
+    with pytest.raises(Missing, match="did not start: no GPU here"), beside.neighbour():
+        pytest.fail("nothing is repeated beside nobody")
+
+
+def test_a_neighbour_that_ends_is_an_error(monkeypatch):
+    started = process(monkeypatch, "print('here', flush=True)")
+    with pytest.raises(Missing, match="ended with 0"), beside.neighbour():
+        started[0].wait()
+
+
+def test_a_neighbour_is_there_inside_and_gone_after(monkeypatch):
+    started = process(monkeypatch, "print('here', flush=True)\nwhile True: pass")
+    with beside.neighbour():
+        assert started[0].poll() is None
+    assert started[0].returncode is not None
+
+
+@pytest.fixture
+def repeated(monkeypatch, tmp_path):
+    """A machine with a GPU, where one rung is repeated; `beside` says how it went."""
+    found = [ALONE, BESIDE]
+    monkeypatch.setattr(main, "REPORTS", tmp_path)
+    monkeypatch.setattr(main.device, "HAS_GPU", True)
+    monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
+    monkeypatch.setattr(beside.rows, "machine", lambda: {"gpu": "some-gpu"})
+    monkeypatch.setattr(beside, "measured", lambda name, lesson, seconds: iter(found))
+    return found
+
+
+@pytest.mark.parametrize(("differ", "status"), [(0, 0), (2, 1)])
+def test_the_command_fails_where_a_neighbour_changes_an_answer(repeated, tmp_path, differ, status):
+    repeated[1] = replace(BESIDE, differ=differ)
+    done = CliRunner().invoke(main.app, ["beside", "lesson01_vector_add"])
+    assert done.exit_code == status, done.output
+    assert f"beside another process: {differ} of 100" in " ".join(done.output.split())
+    assert len(read_csv(tmp_path / "some-gpu" / beside.NAME)) == 2
+
+
+@pytest.mark.skipif(device.HAS_GPU, reason="a machine without a GPU")
+def test_without_a_gpu_one_line_says_so():
+    done = CliRunner().invoke(main.app, ["beside"])
+    assert done.exit_code == 0
+    assert "No GPU was found" in done.output
