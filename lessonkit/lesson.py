@@ -94,8 +94,9 @@ class Mutant:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a rung should reach on an H200 at one bench shape, said before it is timed; a report shows both.
+    """What a rung should reach on a card at one bench shape, said before it is timed; a report shows both.
 
+    card: a name of the table of chips (base.chips).
     One of `ms`, `tflop_per_s`, `tb_per_s`, `percent_of_limit`, or `times`: so many times as fast as the rung `over`.
     Each is a figure, or two: from and to.
     why: one sentence, where what was measured is more than 15% off; there and nowhere else.
@@ -110,6 +111,7 @@ class Prediction:
     times: Figure = 0
     over: Rung | None = None
     why: str = ""
+    card: str = "h200"
 
     def __post_init__(self) -> None:
         said = [name for name in ("ms", "tflop_per_s", "tb_per_s", "percent_of_limit", "times") if getattr(self, name)]
