@@ -11,7 +11,7 @@ from pathlib import Path
 from lessonkit import DEVICE, Mutant, device
 from lessonkit.base.errors import Fault, Unsupported
 from lessonkit.base.files import ROOT
-from lessonkit.judge import check, mutants
+from lessonkit.judge import check, mutants, verify
 from lessonkit.modes import gluon as emulated
 
 import pytest
@@ -208,6 +208,23 @@ def test_rungs_of_the_blackwell_ladder_share_no_main_loop():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 assert str(node.module).split(".")[0] in ("lessonkit", "triton", "course_ops", "problems"), path.name
+
+
+def test_on_another_gpu_the_questions_are_left_out(monkeypatch):
+    lesson = lesson17_matmul_blackwell.LESSON
+    of = {mutant.caught_by: mutant for mutant in lesson.wrong}
+    monkeypatch.setattr(check, "INTERPRETED", False)
+    monkeypatch.setattr(check, "capability", lambda: 90)
+    says = "needs sm_100: TMA and tensor memory"
+    assert check.cannot_run(lesson, lesson.rungs[0], lesson.checks[0], torch.bfloat16) == says
+    assert mutants.cannot_judge(lesson, lesson.rungs[0], of["value"]) == says
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    assert "found without a GPU" in mutants.cannot_judge(lesson, lesson.rungs[0], of["race"])
+
+
+def test_its_machine_code_is_that_of_its_own_target():
+    assert verify.first_target(lesson17_matmul_blackwell.LESSON) == 100
+    assert verify.first_target(lesson09_matmul_hopper.LESSON) == 90
 
 
 def test_another_gpu_is_refused_before_anything_is_compiled(monkeypatch):

@@ -16,7 +16,7 @@ What it does not see: registers that an asynchronous wgmma has not written yet, 
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import signature
@@ -433,7 +433,6 @@ def _arrive(view: _Memory, *, count: int = 1, pred: bool = True) -> None:
     me = _now()
     if pred and not (view.space.in_first and me.rank and _arrives_at_home()):
         me.barrier(view, me.rank).arrive(me.clock, arrivals=count)
-        me.clock[me] += 1
 
 
 def _expect(view: _Memory, bytes_per_cta: int, pred: bool = True) -> None:
@@ -694,7 +693,7 @@ def _translated(value: Any) -> Any:
     if isinstance(value, tl.constexpr):
         return _translated(value.value)
     if isinstance(value, tl.dtype):
-        return _DTYPES[value]
+        return _DTYPES.get(value, partial(_not_here, str(value)))
     if isinstance(value, Hashable) and value in _vocabulary():
         return _vocabulary()[value]
     if isinstance(value, JITFunction):
@@ -741,8 +740,8 @@ def launch(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **more
     for traffic in watching[-1:]:
         traffic.launches.append(kernel.__name__)
     chance = random.Random(0)
-    for program in _programs(sizes):
-        cluster = _Cluster(chance, program, sizes, more.get("num_ctas", 1))
+    for z, y, x in product(*map(range, reversed(sizes))):
+        cluster = _Cluster(chance, (x, y, z), sizes, more.get("num_ctas", 1))
         _clusters.append(cluster)
         try:
             for rank in range(cluster.ctas):
@@ -750,10 +749,6 @@ def launch(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **more
             cluster.run()
         finally:
             _clusters.pop()
-
-
-def _programs(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    return ((x, y, z) for z, y, x in product(*map(range, reversed(sizes))))
 
 
 def _argument(name: str, value: Any) -> Any:
