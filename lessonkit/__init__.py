@@ -31,9 +31,10 @@ from lessonkit.lesson import (
     specimen,
     stepwise,
 )
+from lessonkit.modes import gluon as _gluon  # noqa: F401  a launch of a Gluon kernel goes there without a GPU
 from lessonkit.modes.inductor import by_inductor
 from lessonkit.modes.opaque import opaque
-from lessonkit.validate import FLOATS, expect, tma_takes
+from lessonkit.validate import FLOATS, expect, runs_on, tma_takes
 
 from lessonkit import cuda  # isort: skip - it uses what is above
 
@@ -63,6 +64,7 @@ __all__ = [
     "needs",
     "num_sms",
     "opaque",
+    "runs_on",
     "shared_memory",
     "specimen",
     "stepwise",

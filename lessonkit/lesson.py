@@ -7,6 +7,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from lessonkit.base.chips import CHIPS
 from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import ROOT
 from lessonkit.validate import FLOATS
@@ -79,8 +80,9 @@ class Mutant:
     """A wrong kernel: the lesson with `old` replaced by `new` inside function `where`, run through `rung`.
 
     The checks must reject it, and by the property `caught_by` names: value, nan, unwritten, dtype, shape,
-    changed input, out of bounds, traffic; in CUDA C++ (`where` is then in the .cu) also misaligned, uninitialised,
-    race, barrier; of a rung that `needs` a GPU also hang (the kernel does not end) and fault (it ends in an error).
+    changed input, out of bounds, traffic; in Gluon also race and barrier (a deadlock); in CUDA C++ (`where` is then in
+    the .cu) these too, misaligned and uninitialised; of a rung that `needs` a GPU also hang (the kernel does not end)
+    and fault (it ends in an error).
     "value or nan": either, where what the kernel reads has not been written.
     """
 
@@ -94,8 +96,9 @@ class Mutant:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a rung should reach on an H200 at one bench shape, said before it is timed; a report shows both.
+    """What a rung should reach on a card at one bench shape, said before it is timed; a report shows both.
 
+    card: a name of the table of chips (base.chips).
     One of `ms`, `tflop_per_s`, `tb_per_s`, `percent_of_limit`, or `times`: so many times as fast as the rung `over`.
     Each is a figure, or two: from and to.
     why: one sentence, where what was measured is more than 15% off; there and nowhere else.
@@ -110,6 +113,7 @@ class Prediction:
     times: Figure = 0
     over: Rung | None = None
     why: str = ""
+    card: str = "h200"
 
     def __post_init__(self) -> None:
         said = [name for name in ("ms", "tflop_per_s", "tb_per_s", "percent_of_limit", "times") if getattr(self, name)]
@@ -118,13 +122,17 @@ class Prediction:
                 f"the prediction of {self.rung.__name__} says {' and '.join(said) or 'nothing'}: give one of ms, "
                 "tflop_per_s, tb_per_s, percent_of_limit, or times with the rung that it is `over`"
             )
+        if self.card not in CHIPS:
+            raise Misdeclared(
+                f"the prediction of {self.rung.__name__} says card={self.card!r}: the table has {', '.join(CHIPS)}"
+            )
 
 
 def needs(capability: int, what: str, *, only: bool = False, interpreted: bool = False) -> Callable[[Rung], Rung]:
     """`@needs(90, "TMA")`: this rung runs on a GPU from sm_90 on and nowhere else; it is compiled everywhere.
 
     only: on GPUs of this capability alone, and compiled for no other: wgmma is in sm_90 and in nothing later.
-    interpreted: the interpreter can run it too, so that it is checked without a GPU.
+    interpreted: the interpreter, or modes.gluon, can run it too, so that it is checked without a GPU.
     """
 
     def mark(rung: Rung) -> Rung:

@@ -2,11 +2,18 @@
 
 from collections.abc import Sequence
 
-from lessonkit.base.device import DEVICE, INTERPRETED
+from lessonkit.base.device import DEVICE, HAS_GPU, INTERPRETED, capability
+from lessonkit.base.errors import Unsupported
 
 import torch
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def runs_on(target: int, what: str) -> None:
+    """Raise Unsupported on a GPU of another capability, where the compiler may not refuse the kernel but abort."""
+    if HAS_GPU and capability() != target:
+        raise Unsupported(f"this kernel needs {what}, which sm_{target} has; this GPU is sm_{capability()}")
 
 
 def tma_takes(*tensors: torch.Tensor) -> bool:

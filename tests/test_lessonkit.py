@@ -146,6 +146,19 @@ def test_claims_can_fail():
     assert not sass.broken_claims("l", {"r": ["k: no shared memory"]}, [kernel])
 
 
+def test_what_blackwell_adds_is_counted_and_claimed_by_number():
+    ops = Counter({"UTCHMMA.2CTA": 4, "UTCHMMA": 2, "UTCBAR.2CTA.MULTICAST": 1, "LDTM.x64": 4, "SYNCS.EXCH.64": 3})
+    kernel = sass.row("r", "k", 100, ops, warps=8, registers=128, shared=0, tensor_columns=512)
+    assert (kernel.tcgen05, kernel.pairs, kernel.commits, kernel.tensor_loads) == (6, 4, 1, 4)
+    assert (kernel.mma, kernel.mbarriers, kernel.tensor_columns) == (6, 3, 512)
+    claims = ["6 tcgen05.mma", "4 tcgen05.mma of two CTAs", "512 columns of tensor memory", "mbarriers"]
+    assert not sass.broken_claims("l", {"r": claims}, [kernel])
+    (said,) = sass.broken_claims("l", {"r": ["4 tcgen05.mma"]}, [kernel])
+    assert "lacks '4 tcgen05.mma'" in said
+    (said,) = sass.broken_claims("l", {"r": ["four tcgen05.mma"]}, [kernel])
+    assert "or a number of tcgen05.mma, " in said
+
+
 @pytest.mark.parametrize(("wgmma", "waits", "wrong"), [(24, 24, True), (24, 3, False), (1, 1, False), (0, 0, False)])
 def test_serialized_wgmma_is_a_failure_or_is_claimed(wgmma, waits, wrong):
     ops = Counter({"HGMMA.64x128x16.F32.BF16": wgmma, "WARPGROUP.DEPBAR.LE": waits, "WARPGROUP.ARRIVE": 9})

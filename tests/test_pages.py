@@ -59,6 +59,19 @@ def test_a_prediction_stands_beside_what_was_measured_in_one_unit(lesson, said, 
     assert line == f"| **add_wide** | n=98432 | {how} | {rate} | 4! | {ratio:.2f} | Because. |"
 
 
+def test_a_prediction_for_another_card_stands_beside_its_rows_alone(lesson):
+    said = Prediction(rung=lesson.rungs[2], at=N, ms=1.0, card="b200")
+    lesson = dataclasses.replace(lesson, predicted=(said,))
+    assert not list(predictions.compared(lesson, [a_row(gpu="NVIDIA H200")]))
+    assert len(list(predictions.compared(lesson, [a_row(gpu="NVIDIA B200")]))) == 1
+    assert not predictions.complaints(ADD, lesson, []), "rows of that card may be missing"
+    page = predictions.not_measured(ADD, lesson)
+    assert page.splitlines()[-1] == "| `add_wide` | n=98432 | B200 | 1 ms |"
+    assert not predictions.not_measured(ADD, dataclasses.replace(lesson, predicted=()))
+    with pytest.raises(Misdeclared, match="card='b300'"):
+        Prediction(rung=said.rung, at=N, ms=1.0, card="b300")
+
+
 def test_a_prediction_that_is_off_wants_a_reason_and_one_that_is_not_wants_none(lesson):
     def complaints(percent, why, found):
         said = Prediction(rung=lesson.rungs[2], at=N, percent_of_limit=percent, why=why)

@@ -10,7 +10,7 @@ from lessonkit.base.files import REPORTS
 from lessonkit.base.prose import normal
 from lessonkit.base.words import later, said
 from lessonkit.judge import counters
-from lessonkit.judge.verify import LeftOut, Question, grad_checks, rung_checks
+from lessonkit.judge.verify import LeftOut, Question, first_target, grad_checks, rung_checks
 from lessonkit.lesson import Lesson, Steps, shape_name, title
 from lessonkit.measure import bench, ncu, operator_bench, operator_rows, rows
 from lessonkit.measure.stale import Today, device_folders
@@ -57,7 +57,7 @@ def lesson(name: str, lesson: Lesson) -> None:
     else:
         if lesson.extension:
             counted(counters.rows(counters.traffic(lesson)))
-        resources(name, (90,))  # the rest takes twice as long: `compile` shows it
+        resources(name, (first_target(lesson),))  # the rest takes twice as long: `compile` shows it
         stored(name, lesson)
 
 

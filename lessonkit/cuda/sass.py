@@ -54,6 +54,12 @@ class Kernel:
     cp_async: int
     barriers: int
     instructions: int
+    tcgen05: int = 0  # MMAs into tensor memory
+    pairs: int = 0  # of them, those of two CTAs
+    commits: int = 0  # arrivals on an mbarrier when MMAs are complete
+    tensor_loads: int = 0  # from tensor memory to registers
+    tensor_columns: int = 0  # of tensor memory, of which an SM has 512
+    mbarriers: int = 0  # instructions that set, wait for or arrive on one
 
 
 SERIALIZED = "serialized wgmma"  # a claim that excuses a rung: without it such a kernel is a failure
@@ -64,10 +70,27 @@ CLAIMS: dict[str, Callable[[Kernel], bool]] = {
     "mma": lambda k: k.mma > 0,
     "wgmma": lambda k: k.target != 90 or k.wgmma > 0,
     "tma": lambda k: k.target == 80 or k.tma > 0,
+    "mbarriers": lambda k: k.mbarriers > 0,
     "cp.async": lambda k: k.target != 80 or k.cp_async > 0,
     "no shared memory": lambda k: k.shared == 0,
     SERIALIZED: lambda k: True,  # at some shape: the row shows one shape alone
 }
+
+COUNTED = {  # "4 tcgen05.mma" is a claim, too
+    "tcgen05.mma": "tcgen05",
+    "tcgen05.mma of two CTAs": "pairs",
+    "tcgen05.commit": "commits",
+    "tcgen05.ld": "tensor_loads",
+    "columns of tensor memory": "tensor_columns",
+}
+
+
+def predicate(said: str) -> Callable[[Kernel], bool] | None:
+    """Whether a kernel shows what is claimed; None for what is no claim."""
+    number, _, what = said.partition(" ")
+    if number.isdigit() and what in COUNTED:
+        return lambda k: bool(getattr(k, COUNTED[what]) == int(number))
+    return CLAIMS.get(said)
 
 
 def serialized(kernel: Kernel) -> bool:
@@ -179,7 +202,15 @@ def normalised(binary: bytes) -> str:
 
 
 def row(
-    rung: str, kernel: str, target: chips.Target, ops: Iterable[str], *, warps: int, registers: int, shared: int
+    rung: str,
+    kernel: str,
+    target: chips.Target,
+    ops: Iterable[str],
+    *,
+    warps: int,
+    registers: int,
+    shared: int,
+    tensor_columns: int = 0,
 ) -> Kernel:
     """A kernel's row: what is known of it, and what its instructions (a list, or how many of each) show."""
     ops = Counter(ops)
@@ -213,6 +244,12 @@ def row(
         cp_async=count("LDGSTS"),
         barriers=count("BAR"),
         instructions=ops.total() - ops["NOP"],
+        tcgen05=count("UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA"),
+        pairs=sum(times for op, times in ops.items() if re.match(r"UTC.MMA.*\.2CTA", op)),
+        commits=count("UTCBAR"),
+        tensor_loads=count("LDTM"),
+        tensor_columns=tensor_columns,
+        mbarriers=count("SYNCS"),
     )
 
 
@@ -310,14 +347,15 @@ def broken_claims(name: str, claims: Mapping[str, Sequence[str]], found: Iterabl
     for rung, wanted in claims.items():
         for claim in wanted:
             only, _, what = claim.rpartition(": ")
-            if what not in CLAIMS:
-                broken.append(f"{name}.{rung} claims {what!r}; a claim is one of {', '.join(map(repr, CLAIMS))}")
+            if (holds := predicate(what)) is None:
+                known = f"{', '.join(map(repr, CLAIMS))}, or a number of {', '.join(COUNTED)}"
+                broken.append(f"{name}.{rung} claims {what!r}; a claim is one of {known}")
                 continue
             kernels = [k for k in everything if k.rung == rung and only in ("", k.kernel)]
             broken += [f"{name}.{rung} launches no {only or 'kernel'}"] * (not kernels)
             broken += [
                 f"{name}.{rung}: {k.kernel} for {chips.label(k.target)} lacks {what!r}: {k}"
                 for k in kernels
-                if k.target in CLAIMED and not CLAIMS[what](k)
+                if k.target in CLAIMED and not holds(k)
             ]
     return broken

@@ -134,6 +134,12 @@ def cannot_judge(lesson: Lesson, rung: Rung, mutant: Mutant) -> str:
     emulated = lesson.extension and (suits(rung, 0) or getattr(rung, "interpreted", False))
     if device.HAS_GPU and emulated:
         return "this mutant is emulated; on a GPU it would be a build by nvcc"
+    if (
+        device.HAS_GPU
+        and getattr(rung, "interpreted", False)
+        and {*mutant.caught_by.split(" or ")} & {"race", "barrier"}
+    ):
+        return "races and deadlocks are found without a GPU, in any order of the hardware"
     if device.HAS_GPU and mutant.caught_by == OUT_OF_BOUNDS:
         return "addresses are watched in the interpreter; on a GPU compute-sanitizer does it"
     return cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0])

@@ -78,7 +78,16 @@ def inspect(rung: str, compiled: Any, target: Target) -> Kernel:
     if chips.is_amd(target):
         return _amd_row(rung, meta.name, target, compiled.asm["amdgcn"], meta.num_warps)
     ops, registers = _machine_code(compiled.asm["cubin"], target)
-    return row(rung, meta.name, target, ops, warps=meta.num_warps, registers=registers, shared=meta.shared)
+    return row(
+        rung,
+        meta.name,
+        target,
+        ops,
+        warps=meta.num_warps,
+        registers=registers,
+        shared=meta.shared,
+        tensor_columns=meta.tmem_size or 0,
+    )
 
 
 def _amd_row(rung: str, kernel: str, target: Target, assembly: str, warps: int) -> Kernel:

@@ -1,18 +1,21 @@
 """What a lesson predicted for its rungs beside what was measured, in the unit of the lesson's report.
 
-Predictions are for an H200. Each may be given in another way (milliseconds, a share of the limit, so many times as fast
-as an earlier rung); the table brings all of them to one rate.
+Predictions are for an H200 unless they name another card. Each may be given in another way (milliseconds, a share of
+the limit, so many times as fast as an earlier rung); the table brings all of them to one rate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lessonkit.base import chips
+from lessonkit.base.files import REPORTS
 from lessonkit.base.markdown import markdown
 from lessonkit.lesson import Figure, Lesson, Prediction, shape_name
 from lessonkit.measure.rows import Row
 from lessonkit.pages import pivots
 
 MACHINE = "nvidia-h200"  # the folder of reports/ that predictions and their reasons are about
+CARD = "h200"  # its name in the table of chips
 TOLERANCE = 0.15  # a measured rate further off than this wants a reason
 
 
@@ -37,11 +40,7 @@ class Compared:
     @property
     def how(self) -> str:
         """The prediction as the lesson gives it."""
-        p = self.said
-        if p.over:
-            return f"{_shown(p.times)} times `{p.over.__name__}`"
-        given = {" ms": p.ms, " TFLOP/s": p.tflop_per_s, " TB/s": p.tb_per_s, "% of the limit": p.percent_of_limit}
-        return next(f"{_shown(value)}{unit}" for unit, value in given.items() if value)
+        return _given(self.said)
 
     def rate(self, measured: float) -> str:
         """The predicted rate, in the unit of the measured one."""
@@ -54,8 +53,15 @@ def _both(value: Figure) -> tuple[float, float]:
 
 
 def _shown(value: Figure) -> str:
-    low, high = (f"{x:.3g}" for x in _both(value))
+    low, high = (f"{x:.0f}" if x >= 1000 else f"{x:.3g}" for x in _both(value))
     return low if low == high else f"{low} to {high}"
+
+
+def _given(p: Prediction) -> str:
+    if p.over:
+        return f"{_shown(p.times)} times `{p.over.__name__}`"
+    given = {" ms": p.ms, " TFLOP/s": p.tflop_per_s, " TB/s": p.tb_per_s, "% of the limit": p.percent_of_limit}
+    return next(f"{_shown(value)}{unit}" for unit, value in given.items() if value)
 
 
 def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:
@@ -65,7 +71,7 @@ def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:
         shape = shape_name(said.at)
         row = at.get((said.rung.__name__, shape))
         before = at.get((said.over.__name__, shape)) if said.over else row
-        if row and before:
+        if row and before and (said.card == CARD or said.card in row.gpu.lower()):
             yield Compared(said, row, *sorted(_milliseconds(said, row, before)))
 
 
@@ -93,11 +99,20 @@ def section(lesson: Lesson, found: Sequence[Row], mark: Callable[[Row], str]) ->
     return "## Predicted and measured\n\n" + markdown(header, body)
 
 
+def not_measured(name: str, lesson: Lesson) -> str:
+    """The part of a compiled page with what is predicted for cards on which nothing was timed; "" if there is none."""
+    said = [p for p in lesson.predicted if not (REPORTS / f"nvidia-{p.card}" / f"{name}.csv").exists()]
+    lines = [[f"`{p.rung.__name__}`", shape_name(p.at), chips.CHIPS[p.card].name, _given(p)] for p in said]
+    if not lines:
+        return ""
+    return "\n## Predicted, not measured\n\n" + markdown(["rung", "shape", "card", "predicted"], lines)
+
+
 def complaints(name: str, lesson: Lesson, found: Sequence[Row]) -> list[str]:
     """What is wrong: a row that is off without a reason, a reason where nothing is off, nothing measured."""
     pairs = {id(pair.said): pair for pair in compared(lesson, found)}
     wrong = []
-    for said in lesson.predicted:
+    for said in (each for each in lesson.predicted if each.card == CARD):
         where = f"{name} {said.rung.__name__} at {shape_name(said.at)}"
         if (pair := pairs.get(id(said))) is None:
             wrong.append(f"{where}: predicted, and no row was measured: run `python -m lessonkit bench` on an H200")

@@ -249,6 +249,7 @@ def _compiled_page(name: str, lesson: Lesson, found: list[dict[str, str]], unfit
         + markdown([k.replace("_", " ") for k in found[0]], (line.values() for line in found))
         + unfit
         + (f"\nAsserted by the tests for {asked}:\n\n" + "\n".join(claims) + "\n" if claims else "")
+        + predictions.not_measured(name, lesson)
         + "\n## Predicted floor in us, by the data sheet: least bytes over bandwidth, or FLOPs over their rate\n\n"
         + markdown(["shape", "MB", *(chip.name for chip in chips.CHIPS.values())], targets.floors(lesson))
     )
