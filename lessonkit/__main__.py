@@ -18,10 +18,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-from lessonkit.base import chips, device, renames
+from lessonkit import pictures
+from lessonkit.base import chips, device, renames, words
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
-from lessonkit.base.files import REPORTS, ROOT, environment
+from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
 from lessonkit.commands import course_run, exercises, new, show, versions
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
@@ -594,6 +595,24 @@ def explain_words(
     first = {term: lesson for lesson, terms in glossary.new().items() for term in terms}
     body = ([term.term, term.says, first.get(term, "").partition(".")[2]] for term in found)
     show.table("words", ["word", "what it means", "first in"], body)
+
+
+@app.command()
+def picture(
+    which: Which,
+    lang: Annotated[str, typer.Option("--lang", help="en or zh.")] = "en",
+    out: Annotated[Path, typer.Option("--out", help="The folder that gets one SVG a picture.")] = Path("pictures"),
+) -> None:
+    """Draw the explanatory pictures of lessons as SVG files: `picture lesson05_softmax --lang zh`."""
+    if lang not in ("en", *words.CATALOGUES):
+        raise typer.BadParameter(f"--lang {lang}: there are en, {', '.join(words.CATALOGUES)}")
+    drawn = [each for name, _ in _chosen(which) for each in pictures.of(name)]
+    for each in drawn:
+        path = out / f"{each.lesson.partition('.')[2]}.{each.name}.svg"
+        write_atomically(path, each.svg(lang))
+        show.console.print(f"{path}: {each.title(lang)}")
+    if not drawn:
+        _end([f"no lesson of {which!r} names a picture: a lesson does so by `pictures` of its `about`"])
 
 
 @app.command()
