@@ -6,7 +6,7 @@ labels that overlap or are cut off.
 """
 
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from xml.sax.saxutils import escape
@@ -130,8 +130,10 @@ class Canvas:
         self, x: float, y: float, w: float, h: float, kind: str = "a", label: Words = "", size: float = NORMAL
     ) -> None:
         """A rectangle with a label in its middle, which is set smaller where it would not fit."""
+        thin = " thin" if min(w, h) < 6 else ""  # an outline would hide so small a colour
         self.parts.append(
-            f'<rect class="k-{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(w, 0.5):.1f}" height="{h:.1f}" rx="2"/>'
+            f'<rect class="k-{kind}{thin}" x="{x:.1f}" y="{y:.1f}" width="{max(w, 0.5):.1f}" height="{h:.1f}" '
+            f'rx="{min(2, w / 4, h / 4):.2g}"/>'
         )
         if label:
             shown = self.words(label)
@@ -152,15 +154,14 @@ class Canvas:
         self._down(max(y1, y2))
 
     def grid(
-        self, x: float, y: float, rows: int, columns: int, cell: tuple[float, float],
-        kind: Callable[[int, int], str], label: Callable[[int, int], Words] = lambda row, column: "",
-        size: float = NORMAL,
+        self, x: float, y: float, cell: tuple[float, float], kinds: Sequence[Sequence[str]],
+        labels: Sequence[Sequence[Words]] = (), size: float = NORMAL,
     ) -> None:  # fmt: skip
-        """Cells of one size; kind and label by row and column."""
-        for row in range(rows):
-            for column in range(columns):
-                self.box(x + column * cell[0], y + row * cell[1], cell[0], cell[1], kind(row, column),
-                         label(row, column), size)  # fmt: skip
+        """Cells of one size, (width, height); kinds and labels are tables of rows."""
+        for r, row in enumerate(kinds):
+            for column, kind in enumerate(row):
+                label = labels[r][column] if labels else ""
+                self.box(x + column * cell[0], y + r * cell[1], cell[0], cell[1], kind, label, size)
 
     def lane(self, name: Words, spans: Iterable[Span], scale: float, left: float = 76, height: float = 20) -> None:
         """One line of a timeline: a name, and spans (start, length, kind, label) in units of which one is `scale`."""
@@ -254,4 +255,5 @@ STYLE = (
     + "".join(
         f".lk-picture .k-{kind}{{fill:var(--lk-{kind});stroke:var(--lk-faint);stroke-width:.6}}" for kind in KINDS
     )
+    + ".lk-picture .thin{stroke:none}"
 )

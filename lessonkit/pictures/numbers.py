@@ -100,6 +100,8 @@ def _bindings(node: ast.AST, name: str) -> Iterator[ast.expr]:
         elif isinstance(each, ast.Dict):
             keys = [key.value if isinstance(key, ast.Constant) else None for key in each.keys]
             yield from (value for key, value in zip(keys, each.values, strict=True) if key == name)
+        elif isinstance(each, ast.AnnAssign) and each.value:
+            yield from _assigned(each.target, each.value, name)
         elif isinstance(each, ast.Assign):
             for target in each.targets:
                 yield from _assigned(target, each.value, name)

@@ -38,8 +38,12 @@ def grid_and_mask(c: Canvas, lesson: str) -> None:
         x = left + p * block * cell - 0.5
         c.line(x, top - 14, x, top + 80, dashed=True)
     c.y = top + 88
-    caption(c, "n = {n}, BLOCK = {block}: the grid has {programs} programs; {masked} lanes of the last one have no "
-            "element.", n=n, block=block, programs=found["programs"], masked=found["masked"])  # fmt: skip
+    caption(
+        c,
+        "n = {n}, BLOCK = {block}: the grid has {programs} programs; {masked} lanes of the last one have "
+        "no element.",
+        n=n, block=block, programs=found['programs'], masked=found['masked'],
+    )  # fmt: skip
 
 
 @picture(
@@ -94,8 +98,11 @@ def traffic(c: Canvas, lesson: str) -> None:
         c.text(MARGIN + times * scale + 4, c.y + 20.5, f"{times:g}", 10)
         c.y += 33
     c.line(MARGIN + scale, top + 12, MARGIN + scale, c.y - 4, dashed=True)
-    caption(c, "1 is the least: each input is read once, each output is written once. Counted on the lesson's last "
-            "check.")  # fmt: skip
+    caption(
+        c,
+        "1 is the least: each input is read once, each output is written once. Counted on the lesson's "
+        "last check.",
+    )  # fmt: skip
 
 
 @picture(
@@ -121,8 +128,11 @@ def partial_sums(c: Canvas, lesson: str) -> None:
     c.arrow(MARGIN + 2 * cell, top + 158, MARGIN + 2 * cell, top + 176)
     c.box(MARGIN + 1.5 * cell, top + 176, cell, 20, "c", say("sum"))
     c.y = top + 200
-    caption(c, "Programs cannot wait for each other in one launch, but the second launch begins after the first has "
-            "ended. The order is fixed, so two runs agree to the bit.")  # fmt: skip
+    caption(
+        c,
+        "Programs cannot wait for each other in one launch, but the second launch begins after the first "
+        "has ended. The order is fixed, so two runs agree to the bit.",
+    )  # fmt: skip
 
 
 EXAMPLE = (1.0, 3.0, 2.0, 5.0, 4.0, 2.0)
@@ -154,8 +164,12 @@ def online_softmax(c: Canvas, lesson: str) -> None:
     for line, name in enumerate(("alpha", "m", "s")):
         c.text(MARGIN, top + 59 + line * 28, name)
     c.y = top + 134
-    caption(c, "alpha = exp(m - m_new), s_new = alpha s + sum(exp(block - m_new)). Here a block has {each} elements, "
-            "in softmax_online up to {block}.", each=each, block=block)  # fmt: skip
+    caption(
+        c,
+        "alpha = exp(m - m_new), s_new = alpha s + sum(exp(block - m_new)). Here a block has {each} "
+        "elements, in softmax_online up to {block}.",
+        each=each, block=block,
+    )  # fmt: skip
 
 
 @picture(
@@ -184,8 +198,12 @@ def partial_gradients(c: Canvas, lesson: str) -> None:
     c.arrow(column + 15, top + 34 * programs + 2, column + 15, top + 34 * programs + 22)
     c.box(column - 18, top + 34 * programs + 22, 66, 20, "c", "dw, db [N]", 10)
     c.y = top + 34 * programs + 50
-    caption(c, "A program takes every P-th row and keeps its sums in registers. The second kernel adds blocks of "
-            "{down} programs by {across} columns, always in the same order.", down=down, across=across)  # fmt: skip
+    caption(
+        c,
+        "A program takes every P-th row and keeps its sums in registers. The second kernel adds blocks "
+        "of {down} programs by {across} columns, always in the same order.",
+        down=down, across=across,
+    )  # fmt: skip
 
 
 @picture(
@@ -218,8 +236,12 @@ def look_back(c: Canvas, lesson: str) -> None:
     c.text(MARGIN + me * cell + cell / 2, y + 11, say("tile {i}", i=me), 10, "middle")
     c.y = y + 24
     c.legend([("c", say("sum of all elements up to here")), ("b", say("sum of this tile")), ("off", say("not yet"))])
-    caption(c, "A tile has {tile} elements. Tiles take their number from the order in which they start, so the ones "
-            "before have started, too: the wait ends.", tile=tile)  # fmt: skip
+    caption(
+        c,
+        "A tile has {tile} elements. Tiles take their number from the order in which they start, so the "
+        "ones before have started, too: the wait ends.",
+        tile=tile,
+    )  # fmt: skip
 
 
 @picture(
@@ -244,5 +266,9 @@ def shared_row(c: Canvas, lesson: str) -> None:
         c.box(x, top + 148, cell - 4, 20, "c", "y", 10)
     c.box(MARGIN, top + 110, INSIDE - 4, 22, "off", say("every program reads all words and merges them"), 10)
     c.y = top + 174
-    caption(c, "The merge is online softmax's: m is the largest m, and each s is rescaled by exp(m_p - m). A row has "
-            "at most {most} parts.", most=most)  # fmt: skip
+    caption(
+        c,
+        "The merge is online softmax's: m is the largest m, and each s is rescaled by exp(m_p - m). A "
+        "row has at most {most} parts.",
+        most=most,
+    )  # fmt: skip
