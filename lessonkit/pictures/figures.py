@@ -12,6 +12,8 @@ from lessonkit.pictures.numbers import number, stated
 SOFTMAX_ROW = (1.0, 3.0, 2.0, 5.0, 4.0, 2.0, 6.0, 1.0)
 FLASH = "day4_replace_op/flash_hopper/warp_specialized.py"
 BUDGET = "day4_replace_op/lesson08_flash_hopper.py"
+RING_OF_STAGES = "day3_matmul_tk/matmul_hopper/ring.py"
+PROGRAM_AND_BLOCK = "day2_triton_basics/lesson00_program_and_block.py"
 _PLAY = (("play", say("Play")), ("stop", say("Stop")))
 
 
@@ -35,6 +37,23 @@ def attention_stages(D: int) -> int:
     return int(number(FLASH, "stages", inside="warp_specialized", D=D))
 
 
+def ten_elements() -> tuple[int, int]:
+    """n and BLOCK of the first lesson's example."""
+    n = stated(PROGRAM_AND_BLOCK, r"owner_kernel\[\(programs,\)\]\(offsets, mask, (\d+)")
+    return int(n), number(PROGRAM_AND_BLOCK, "BLOCK")
+
+
+def ring_stages(path: str) -> tuple[int, int]:
+    """A ring's stages, and the cycles of a step's matmul at 2048 multiply-adds a cycle (day 3, lesson 1)."""
+    if path.endswith(".cu"):
+        names, k = ("TILE_M", "TILE_N"), number("cuda_src/include/matmul.cuh", "BK")
+    else:
+        names, k = ("BLOCK_M", "BLOCK_N"), number(path, "BLOCK_K")
+    m, n = (number(path, name) for name in names)
+    a_cycle = int(stated("day3_matmul_tk/lesson01_matmul.py", r"does (\d+) multiply-adds a cycle"))
+    return number(path, "STAGES"), m * n * k // a_cycle
+
+
 def _chips() -> Mapping[str, Any]:
     names = ("warps", "blocks", "registers", "shared", "shared_block", "warp_size", "reserved", "bandwidth")
     return {key: {name: getattr(chip, name) for name in names} | {"flops": dict(chip.flops)}
@@ -48,6 +67,7 @@ BLOCK_MASK = Figure(
     (Control("n", say("n, elements"), 10, 1, 80), Control("block", say("BLOCK"), 4, choices=tuple(
         (2**i, str(2**i)) for i in range(6)))),
     (("said", say("Programs: {programs}. Lanes without an element: {masked}.")),),
+    lambda: dict(zip(("n", "block"), ten_elements(), strict=True)),
 )  # fmt: skip
 SECTORS = Figure(
     "sectors", lambda: {"sector": models.SECTOR, "lanes": models.LANES},
@@ -127,6 +147,7 @@ RING = Figure(
         ("reading", say("the tensor cores read it")),
         ("said", say("All steps take {cycles} cycles; the tensor cores are busy for {percent}%.")),
     ),
+    lambda: dict(zip(("stages", "multiply"), ring_stages(RING_OF_STAGES), strict=True)),
 )  # fmt: skip
 ATTENTION = Figure(
     "attention", lambda: {"cycles": {str(D): attention_cycles(D) for D in (64, 128)}, "blocks": 8},
@@ -143,6 +164,7 @@ ATTENTION = Figure(
         ("softmax1", say("softmax 1")), ("first", say("consumer 0")), ("second", say("consumer 1")),
         ("said", say("A block takes {cycles} cycles; the tensor cores are busy for {percent}% of them.")),
     ),
+    lambda: {"stages": attention_stages(128)},
 )  # fmt: skip
 CAUSAL = Figure(
     "causal", dict,
@@ -157,6 +179,7 @@ CAUSAL = Figure(
         ("masked", say("masked: the diagonal crosses it")), ("skipped", say("skipped")),
         ("said", say("Whole: {whole}, masked: {masked}, skipped: {skipped}.")),
     ),
+    lambda: {"rows": number(FLASH, "ROWS") * number(FLASH, "CONSUMERS"), "columns": number(FLASH, "KEYS")},
 )  # fmt: skip
 ROOFLINE = Figure(
     "roofline", lambda: {"chips": _chips()},

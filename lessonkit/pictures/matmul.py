@@ -159,17 +159,6 @@ def split_k(c: Canvas, lesson: str) -> None:
     )  # fmt: skip
 
 
-def _stages(lesson: str) -> tuple[int, int]:
-    """STAGES of the lesson's ring, and cycles of a step's matmul."""
-    if lesson.startswith("cuda_src"):
-        path = "cuda_src/22_hopper_matmul.cu"
-        m, n, k = number(path, "TILE_M"), number(path, "TILE_N"), number("cuda_src/include/matmul.cuh", "BK")
-        return number(path, "STAGES"), m * n * k // 2048
-    path = f"{DAY3}/matmul_hopper/ring.py"
-    m, n, k = (number(path, name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    return number(path, "STAGES"), m * n * k // 2048  # multiply-adds a cycle: lesson 1
-
-
 @picture(
     "A ring of stages: TMA writes ahead, the tensor cores read behind",
     "A line for each stage of shared memory, time to the right. TMA writes the blocks of a step into a stage. The "
@@ -178,7 +167,8 @@ def _stages(lesson: str) -> tuple[int, int]:
     figures.RING,
 )
 def ring(c: Canvas, lesson: str) -> None:
-    stages, multiply = _stages(lesson)
+    in_cuda = lesson.startswith("cuda_src")
+    stages, multiply = figures.ring_stages("cuda_src/22_hopper_matmul.cu" if in_cuda else figures.RING_OF_STAGES)
     load, steps = 900, 2 * stages + 1
     done = models.ring(stages, load, multiply, steps)
     end = done[-1]["released"]

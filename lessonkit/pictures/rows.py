@@ -17,9 +17,7 @@ DAY2 = "day2_triton_basics"
     figures.BLOCK_MASK,
 )
 def grid_and_mask(c: Canvas, lesson: str) -> None:
-    path = f"{DAY2}/lesson00_program_and_block.py"
-    block = number(path, "BLOCK")
-    n = int(stated(path, r"owner_kernel\[\(programs,\)\]\(offsets, mask, (\d+)"))
+    n, block = figures.ten_elements()
     found = models.block_mask(n, block)
     lanes = found["programs"] * block
     left, top = 64, c.y + 16

@@ -16,20 +16,23 @@ FOLDER = Path(__file__).parent
 class Figure:
     """A figure that moves. script: its file here, which computes `model(p, data)` and draws it.
 
-    data: what Python writes for it, from the lessons' own numbers; words: what it says, by the name that the script
-    uses; controls: the sliders and choices that a reader moves, in order.
+    data: what Python writes for it, from the lessons' own numbers; start: where controls begin, if a lesson's number
+    says it; controls: the sliders and choices that a reader moves, in order; words: what it says, by the name that the
+    script uses.
     """
 
     script: str
     data: Callable[[], Mapping[str, Any]]
     controls: tuple["Control", ...]
     words: tuple[tuple[str, Say], ...]
+    start: Callable[[], Mapping[str, Any]] = dict
 
     def payload(self, language: str) -> dict[str, Any]:
+        start = self.start()
         return {
             "script": self.script,
             "data": dict(self.data()),
-            "controls": [control.written(language) for control in self.controls],
+            "controls": [control.written(language) | _begin(start, control.name) for control in self.controls],
             "words": {name: words.to(language) for name, words in self.words},
         }
 
@@ -52,6 +55,10 @@ class Figure:
             *(control.label for control in self.controls),
             *(words for control in self.controls for _, words in control.choices if isinstance(words, Say)),
         ]
+
+
+def _begin(start: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {"value": start[name]} if name in start else {}
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ const figure = {
     }
     return { banks: hit, wavefronts: Math.max(...Object.values(counts)) };
   },
-  draw(pen, m, { pad, swizzle, column }, { tile, lanes, banks }, words) {
+  draw(pen, m, p, { lanes, banks }, words) {
     const cell = 330 / banks, deep = 7;
     pen.text(8, 8, words.banks, 10);
+    pen.box(22, 18, banks * cell, lanes * deep, "off");
     for (let lane = 0; lane < lanes; lane++) {
-      for (let bank = 0; bank < banks; bank++) {
-        pen.box(22 + bank * cell, 18 + lane * deep, cell, deep, m.banks[lane] === bank ? "e" : "none");
-      }
+      pen.box(22 + m.banks[lane] * cell, 18 + lane * deep, cell, deep, "e");
       if (lane % 8 === 0) pen.text(18, 21.5 + lane * deep, String(lane), 8, "end", "faint");
     }
     pen.text(8, 28 + lanes * deep, words.lanes, 9, "start", "faint");

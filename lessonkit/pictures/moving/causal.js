@@ -21,7 +21,6 @@ const figure = {
       }),
     );
     pen.text(20, 10, words.keys, 9);
-    pen.text(8, 14, "", 8);
     pen.legend(30 + queries * unit, [["c", words.whole], ["b", words.masked], ["none", words.skipped]]);
   },
   say: (blocks, p, data, words) => {

@@ -12,7 +12,7 @@ const figure = {
   draw(pen, done, { stages, step }, { steps }, words) {
     const end = done[done.length - 1].released, scale = 300 / end, now = (end * step) / 24;
     for (let stage = 0; stage < stages; stage++) {
-      const y = 20 + stage * 26;
+      const y = 14 + stage * 34;
       pen.text(4, y + 9, fill(words.stage, { stage }), 8);
       done.forEach((d, i) => {
         if (d.stage !== stage) return;
@@ -22,10 +22,10 @@ const figure = {
       });
       // A phase completes when a step's bytes have arrived; the parity of the phase under way flips then.
       const parity = done.filter((d) => d.stage === stage && d.full <= now).length & 1;
-      pen.text(52, y + 22, fill(words.parity, { parity }), 8, "start", "faint");
+      pen.text(52, y + 24, fill(words.parity, { parity }), 8, "start", "faint");
     }
-    pen.line(52 + now * scale, 8, 52 + now * scale, 20 + stages * 26);
-    pen.legend(30 + stages * 26, [["a", words.loading], ["off", words.full], ["c", words.reading]]);
+    pen.line(52 + now * scale, 8, 52 + now * scale, 10 + stages * 34);
+    pen.legend(16 + stages * 34, [["a", words.loading], ["off", words.full], ["c", words.reading]]);
   },
   say: (done, p, data, words) => {
     const last = done[done.length - 1], busy = done.reduce((sum, d) => sum + d.released - d.use, 0);

@@ -5,9 +5,9 @@ const figure = {
   },
   draw(pen, m, { chip, rate, log2 }, { chips }, words) {
     const c = chips[chip], top = c.flops[rate] || c.flops.fp32;
-    const x = (i) => 40 + ((i + 4) / 16) * 310, y = (flops) => 190 - ((Math.log10(flops) - 11) / 5.2) * 170;
+    const x = (i) => 40 + ((i + 4) / 16) * 296, y = (flops) => 190 - ((Math.log10(flops) - 11) / 5.2) * 170;
     const ridge = Math.log2(m.ridge);
-    pen.line(40, 190, 350, 190);
+    pen.line(40, 190, 336, 190);
     pen.line(40, 20, 40, 190);
     pen.line(x(-4), y(2 ** -4 * c.bandwidth), x(ridge), y(top));
     pen.line(x(ridge), y(top), x(12), y(top));

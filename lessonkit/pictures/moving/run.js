@@ -86,7 +86,8 @@ function penOn(make) {
   const pen = {
     lowest: 0,
     box(x, y, w, h, kind, label, size) {
-      make("rect", { class: `k-${kind}`, x, y, width: Math.max(w, 0.5), height: h, rx: Math.min(2, w / 4) });
+      const thin = Math.min(w, h) < 6 ? " thin" : ""; // an outline would hide so small a colour
+      make("rect", { class: `k-${kind}${thin}`, x, y, width: Math.max(w, 0.5), height: h, rx: Math.min(2, w / 4) });
       if (label) pen.text(x + w / 2, y + h / 2, label, size || 10, "middle");
       pen.lowest = Math.max(pen.lowest, y + h);
     },
