@@ -37,6 +37,7 @@ def test_labels_neither_overlap_nor_leave_the_picture(language):
         wrong += [
             f"{at}: {a.text!r} and {b.text!r}" for a, b in itertools.combinations(canvas.labels, 2) if a.overlaps(b)
         ]
+        wrong += [f"{at}: {label!r} is wider than its box" for label in canvas.cramped]
         wrong += [
             f"{at}: {label.text!r} is cut off"
             for label in canvas.labels
@@ -57,6 +58,9 @@ def test_labels_are_compared_by_their_boxes():
     first, second, third = canvas.labels
     assert first.overlaps(second)
     assert not first.overlaps(third)
+    canvas.box(10, 60, 40, 20, "a", "fits")
+    canvas.box(10, 90, 40, 20, "a", "much too long for it")
+    assert canvas.cramped == ["much too long for it"]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

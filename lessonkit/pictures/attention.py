@@ -66,8 +66,9 @@ def causal_blocks(c: Canvas, lesson: str) -> None:
     caption(
         c,
         "S = {size}, tiles of {tile} queries. Of {all} blocks {whole} are whole and {masked} masked. On "
-        "the right the blocks of each tile: the last tile has eight times the work of the first.",
-        size=size, tile=tile, all=len(found) * len(found[0]), whole=count('whole'), masked=count('masked'),
+        "the right the blocks of each tile: the last tile has {times} times the work of the first.",
+        size=size, tile=tile, times=len(found),
+        all=len(found) * len(found[0]), whole=count("whole"), masked=count("masked"),
     )  # fmt: skip
 
 
@@ -245,7 +246,7 @@ def lazy_rescaling(c: Canvas, lesson: str) -> None:
 
 @picture(
     "The diagonal block in four quarters",
-    "A block of 128 keys and a tile of 128 queries, crossed by the diagonal from corner to corner. Consumer 0 has the "
+    "A block of keys and a tile of as many queries, crossed by the diagonal from corner to corner. Consumer 0 has the "
     "upper half: its right quarter is masked completely and is not computed.",
 )
 def diagonal_quarters(c: Canvas, lesson: str) -> None:

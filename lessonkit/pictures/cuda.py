@@ -169,8 +169,8 @@ def bitonic(c: Canvas, lesson: str) -> None:
 
 @picture(
     "A thread's tile of C in registers",
-    "A block's tile of C. One thread owns 8 x 8 elements. For each step along K it reads 8 elements of A and 8 of B "
-    "from shared memory and does 64 multiply-adds.",
+    "A block's tile of C. One thread owns a square of elements. For each step along K it reads a column of A and "
+    "a row of B from shared memory, and multiplies each with each.",
 )
 def register_tile(c: Canvas, lesson: str) -> None:
     path = "cuda_src/06_matrix_multiply_registers.cu"

@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 from lessonkit.base.words import translated
 
 WIDTH, MARGIN = 360, 8
-SMALL, NORMAL, TITLE = 9.0, 11.0, 13.0
+SMALLEST, NORMAL, TITLE = 8.0, 11.0, 13.0
 # kind: fill in light and in dark. Labels are in --ink on each of them.
 KINDS = {
     "a": ("#b9d9f7", "#1d4f80"),
@@ -58,7 +58,7 @@ def text_width(text: str, size: float) -> float:
 
 
 def _em(letter: str) -> float:
-    if unicodedata.east_asian_width(letter) in "WF":
+    if unicodedata.east_asian_width(letter) in "WF" or letter == "…":
         return 1.0
     if letter in "iljftr.,:;|!'()[] ":
         return 0.37
@@ -93,6 +93,7 @@ class Canvas:
     y: float = MARGIN
     parts: list[str] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
+    cramped: list[str] = field(default_factory=list)  # labels that are wider than their boxes
     said: list[Say] = field(default_factory=list)
     lowest: float = 0.0
 
@@ -137,8 +138,10 @@ class Canvas:
         )
         if label:
             shown = self.words(label)
-            fits = min(size, size * (w - 2) / max(text_width(shown, size), 1), h)
-            self.text(x + w / 2, y + h / 2, shown, max(fits, SMALL - 1), "middle")
+            fits = max(SMALLEST, min(size, size * (w - 2) / max(text_width(shown, size), 1), h))
+            if text_width(shown, fits) > w:
+                self.cramped.append(shown)
+            self.text(x + w / 2, y + h / 2, shown, fits, "middle")
         self._down(y + h)
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float, *, dashed: bool = False) -> None:
@@ -168,7 +171,7 @@ class Canvas:
         if name:
             shown = self.words(name)
             size = min(NORMAL - 1, (NORMAL - 1) * (left - MARGIN - 4) / max(text_width(shown, NORMAL - 1), 1))
-            self.text(MARGIN, self.y + height / 2, shown, max(size, SMALL - 1))
+            self.text(MARGIN, self.y + height / 2, shown, max(size, SMALLEST))
         top = self.y
         for start, length, kind, label in spans:
             self.box(left + start * scale, top, length * scale, height, kind, label, NORMAL - 1)

@@ -60,11 +60,11 @@ def _chips() -> Mapping[str, Any]:
             for key, chip in CHIPS.items()}  # fmt: skip
 
 
-_CHIP = Control("chip", say("GPU"), "h200", choices=tuple((key, chip.name) for key, chip in CHIPS.items()))
+_CHIP = Control("chip", "GPU", "h200", choices=tuple((key, chip.name) for key, chip in CHIPS.items()))
 
 BLOCK_MASK = Figure(
     "block_mask", dict,
-    (Control("n", say("n, elements"), 10, 1, 80), Control("block", say("BLOCK"), 4, choices=tuple(
+    (Control("n", say("n, elements"), 10, 1, 80), Control("block", "BLOCK", 4, choices=tuple(
         (2**i, str(2**i)) for i in range(6)))),
     (("said", say("Programs: {programs}. Lanes without an element: {masked}.")),),
     lambda: dict(zip(("n", "block"), ten_elements(), strict=True)),
@@ -109,7 +109,7 @@ TILE_ORDER = Figure(
     (
         Control("tiles_m", say("rows of tiles"), 12, 1, 32),
         Control("tiles_n", say("columns of tiles"), 12, 1, 32),
-        Control("group", say("GROUP"), 4, 1, 16),
+        Control("group", "GROUP", 4, 1, 16),
         Control("sms", say("programs at a time"), 16, 1, 132),
     ),
     (
@@ -152,7 +152,7 @@ RING = Figure(
 ATTENTION = Figure(
     "attention", lambda: {"cycles": {str(D): attention_cycles(D) for D in (64, 128)}, "blocks": 8},
     (
-        Control("D", say("D"), "128", choices=(("64", "64"), ("128", "128"))),
+        Control("D", "D", "128", choices=(("64", "64"), ("128", "128"))),
         Control("stages", say("stages of each ring"), 2, 1, 4),
         Control("order", say("order"), "overlap", choices=(
             ("serial", say("one after the other")), ("overlap", say("QK of the next block before PV")),

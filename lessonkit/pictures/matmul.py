@@ -246,9 +246,9 @@ def promotion(c: Canvas, lesson: str) -> None:
     c.legend([("a", say("matmul of consumer 0")), ("b", say("of consumer 1")), ("d", say("promotes"))])
     caption(
         c,
-        "128 of K for a tile of 128 x 128: {mma:.0f} cycles of matmuls and {promote:.0f} of promotions. "
-        "The tensor cores do not wait.",
-        mma=2 * mma, promote=promote,
+        "{k} of K for a tile of {tile} x {tile}: {mma:.0f} cycles of matmuls and {promote:.0f} of promotions. The "
+        "tensor cores do not wait.",
+        k=number(path, "BLOCK_K"), tile=int(stated(path, r"for a tile of (\d+) x")), mma=2 * mma, promote=promote,
     )  # fmt: skip
 
 

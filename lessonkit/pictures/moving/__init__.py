@@ -52,7 +52,7 @@ class Figure:
         """All its words, for the catalogues."""
         return [
             *(words for _, words in self.words),
-            *(control.label for control in self.controls),
+            *(control.label for control in self.controls if isinstance(control.label, Say)),
             *(words for control in self.controls for _, words in control.choices if isinstance(words, Say)),
         ]
 
@@ -66,7 +66,7 @@ class Control:
     """A slider from `least` to `most`, or choices of (value, words)."""
 
     name: str
-    label: Say
+    label: Say | str
     value: float | str
     least: float = 0
     most: float = 0
@@ -74,11 +74,15 @@ class Control:
     choices: tuple[tuple[float | str, Say | str], ...] = ()
 
     def written(self, language: str) -> dict[str, Any]:
-        chosen = [[value, w if isinstance(w, str) else w.to(language)] for value, w in self.choices]
+        chosen = [[value, _to(words, language)] for value, words in self.choices]
         return {
-            "name": self.name, "label": self.label.to(language), "value": self.value, "min": self.least,
+            "name": self.name, "label": _to(self.label, language), "value": self.value, "min": self.least,
             "max": self.most, "step": self.step, "choices": chosen,
         }  # fmt: skip
+
+
+def _to(words: Say | str, language: str) -> str:
+    return words if isinstance(words, str) else words.to(language)
 
 
 PAGE = (
