@@ -8,16 +8,20 @@ import subprocess
 import xml.etree.ElementTree as ElementTree
 
 from lessonkit import pictures
+from lessonkit.__main__ import app
 from lessonkit.base import words
 from lessonkit.base.chips import CHIPS
 from lessonkit.base.errors import Misdeclared
+from lessonkit.base.files import ROOT
 from lessonkit.lesson import names
+from lessonkit.pages import readme_pictures
 from lessonkit.pictures import figures, models, numbers
 from lessonkit.pictures.draw import WIDTH, Canvas, say, text_width, wrapped
 from lessonkit.pictures.moving import FOLDER
 from lessonkit.pictures.registry import kinds
 
 import pytest
+from typer.testing import CliRunner
 
 LANGUAGES = ("en", "zh")
 PICTURES = pictures.all_pictures()
@@ -321,3 +325,35 @@ def test_chinese_fills_the_same_fields():
         fields = set(re.findall(r"\{(\w+)[:}]", english))
         assert set(re.findall(r"\{(\w+)[:}]", say(english).english)) == fields
         assert set(re.findall(r"\{(\w+)[:}]", words.translated(english, "zh"))) == fields, english
+
+
+# ---- The READMEs' pictures, and the command ----
+
+
+def test_readmes_show_what_the_code_draws():
+    shown = readme_pictures.pages()
+    assert len(shown) == 4
+    assert set(shown) == set(ROOT.glob("assets/**/*.svg")), "a file that no README shows, or one that is missing"
+    for path, drawing in shown.items():
+        assert path.read_text() == drawing, f"{path} is old: python -m lessonkit report"
+
+
+def test_a_readme_that_shows_no_picture_is_told(monkeypatch, tmp_path):
+    (tmp_path / "README.md").write_text('<img src="assets/en/lesson01_vector_add.grid.svg">')
+    (tmp_path / "README.zh-CN.md").write_text("")
+    monkeypatch.setattr(readme_pictures, "ROOT", tmp_path)
+    with pytest.raises(Misdeclared, match="lesson01_vector_add names no picture grid"):
+        readme_pictures.pages()
+
+
+def test_the_command_writes_svg(tmp_path):
+    runner = CliRunner()
+    done = runner.invoke(app, ["picture", "lesson05_softmax", "--lang", "zh", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert set(written) == {"lesson05_softmax.online_softmax.svg", "lesson05_softmax.traffic.svg"}
+    assert "一遍之中" in written["lesson05_softmax.online_softmax.svg"]
+    assert runner.invoke(app, ["picture", "lesson05_softmax", "--lang", "fr"]).exit_code == 2
+    none = runner.invoke(app, ["picture", "lesson01_env_check", "--out", str(tmp_path)])
+    assert none.exit_code == 1
+    assert "names a picture" in none.output
