@@ -169,8 +169,8 @@ LESSON = Lesson(
         operator="attention",
         language="Gluon",
         pictures=(
-            "hopper_roles", "hopper_timeline", "ping_pong", "lazy_rescaling", "persistent_scheduler", "causal_blocks",
-            "diagonal_quarters", "fragment",
+            "hopper_roles", "hopper_timeline", "ping_pong", "lazy_rescaling", "persistent_scheduler", "causal_schedule",
+            "causal_blocks", "diagonal_quarters", "fragment",
         ),
     ),
     problem=PROBLEM,

@@ -1,11 +1,13 @@
 """Pictures of lessons: drawn from the lessons' numbers, without overlaps, and scripts that compute what Python does."""
 
+import importlib
 import itertools
 import json
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 
 from lessonkit import pictures
 from lessonkit.__main__ import app
@@ -15,10 +17,9 @@ from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import ROOT
 from lessonkit.lesson import names
 from lessonkit.pages import readme_pictures
-from lessonkit.pictures import figures, models, numbers
+from lessonkit.pictures import figures, models, numbers, registry
 from lessonkit.pictures.draw import WIDTH, Canvas, say, text_width, wrapped
 from lessonkit.pictures.moving import FOLDER
-from lessonkit.pictures.registry import kinds
 
 import pytest
 from typer.testing import CliRunner
@@ -28,7 +29,7 @@ PICTURES = pictures.all_pictures()
 
 
 def test_every_picture_belongs_to_a_lesson():
-    assert {each.name for each in PICTURES} == set(kinds())
+    assert {each.name for each in PICTURES} == set(registry.kinds())
     assert {each.lesson for each in PICTURES} <= set(names())
 
 
@@ -110,6 +111,44 @@ def test_a_changed_number_changes_the_picture(monkeypatch, lesson, name, path, o
     assert shows in "".join(ElementTree.fromstring(after).itertext())
 
 
+READERS = [importlib.import_module(f"lessonkit.pictures.{name}") for name in (*registry.MODULES, "figures")]
+
+
+class Reads:
+    """Stands for `number` and `stated`: counts what a drawing reads, and doubles one of the figures."""
+
+    def __init__(self, monkeypatch, doubled=-1):
+        self.doubled, self.read = doubled, []
+        for module in READERS:
+            for name in ("number", "stated"):
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, partial(self.value, getattr(numbers, name)))
+
+    def value(self, read, path, what, **more):
+        found = read(path, what, **more)
+        self.read.append((path, what))
+        return self.twice(found) if len(self.read) - 1 == self.doubled else found
+
+    def twice(self, found):
+        if isinstance(found, dict):
+            return {key: self.twice(value) for key, value in found.items()}
+        return tuple(map(self.twice, found)) if isinstance(found, tuple) else 2 * found
+
+
+@pytest.mark.parametrize("kind", sorted(registry.kinds()))
+def test_a_picture_shows_each_number_that_it_reads(monkeypatch, kind):
+    """Each number in turn is doubled where it is read; the drawing is another one."""
+    for each in (each for each in PICTURES if each.name == kind):
+        before = each.svg()
+        with monkeypatch.context() as patched:
+            counted = Reads(patched)
+            each.svg()
+        for nth, (path, what) in enumerate(counted.read):
+            with monkeypatch.context() as patched:
+                Reads(patched, nth)
+                assert each.svg() != before, f"{each.lesson} {kind} reads {what} of {path} and does not show it"
+
+
 def test_a_number_that_is_gone_is_named():
     with pytest.raises(Misdeclared, match=r"lesson01_vector_add.py in add_block binds no number to WIDTH"):
         numbers.number("day2_triton_basics/lesson01_vector_add.py", "WIDTH", inside="add_block")
@@ -144,8 +183,8 @@ CONFIG = Config({"GROUP": 8})
 def test_a_lesson_that_names_no_picture_of_ours_is_told(monkeypatch):
     with pytest.raises(Misdeclared, match="there is no lesson 'lesson99'"):
         pictures.of("lesson99")
-    kinds()
-    monkeypatch.delitem(pictures.registry._KINDS, "warp_sectors")
+    registry.kinds()
+    monkeypatch.delitem(registry._KINDS, "warp_sectors")
     with pytest.raises(Misdeclared, match="names the picture 'warp_sectors'; there are"):
         pictures.of("day2_triton_basics.lesson01_vector_add")
 

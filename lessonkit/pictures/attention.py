@@ -2,6 +2,7 @@
 
 import re
 
+from lessonkit.base.chips import CHIPS
 from lessonkit.pictures import figures, models
 from lessonkit.pictures.draw import MARGIN, WIDTH, Canvas, Span, Words, say
 from lessonkit.pictures.numbers import number, stated, text
@@ -50,8 +51,13 @@ def score_sweeps(c: Canvas, lesson: str) -> None:
     figures.CAUSAL,
 )
 def causal_blocks(c: Canvas, lesson: str) -> None:
-    rows, keys = number(f"{HOPPER}/warp_specialized.py", "ROWS"), number(f"{HOPPER}/warp_specialized.py", "KEYS")
-    tile = rows * number(f"{HOPPER}/warp_specialized.py", "CONSUMERS")
+    if "options" in lesson:
+        of_large = r"return \({}, 8, 3\) if device.roomy"
+        path = f"{DAY4}/flash_options/attention.py"
+        tile, keys = (int(stated(path, of_large.format(part))) for part in (r"(\d+), \d+", r"\d+, (\d+)"))
+    else:
+        path = f"{HOPPER}/warp_specialized.py"
+        tile, keys = number(path, "ROWS") * number(path, "CONSUMERS"), number(path, "KEYS")
     size = 8 * tile
     found = models.causal(size, size, tile, keys)
     kinds, cell, top, left = {"whole": "c", "masked": "b", "skipped": "none"}, 24.0, c.y + 16, MARGIN + 74
@@ -67,8 +73,8 @@ def causal_blocks(c: Canvas, lesson: str) -> None:
         c,
         "S = {size}, tiles of {tile} queries. Of {all} blocks {whole} are whole and {masked} masked. On "
         "the right the blocks of each tile: the last tile has {times} times the work of the first.",
-        size=size, tile=tile, times=len(found),
-        all=len(found) * len(found[0]), whole=count("whole"), masked=count("masked"),
+        size=size, tile=tile, times=len(found), all=len(found) * len(found[0]), whole=count('whole'),
+        masked=count('masked'),
     )  # fmt: skip
 
 
@@ -83,11 +89,11 @@ def hopper_roles(c: Canvas, lesson: str) -> None:
     stages = figures.attention_stages(D)
     registers = re.search(r"\], \[4, 1\], \[(\d+), (\d+)\]\)", text(path))
     of_consumer, of_producer = (registers[1], registers[2]) if registers else ("?", "?")
-    wide = (INSIDE - 16) / 3
+    wide = (INSIDE - 8 * consumers) / (consumers + 1)
     top = c.y
     for i in range(consumers + 1):
         x = MARGIN + i * (wide + 8)
-        c.box(x, top, wide, 62, "d" if i == 0 else "ab"[i - 1])
+        c.box(x, top, wide, 62, "d" if i == 0 else "ab"[(i - 1) % 2])
         name = say("producer warp") if i == 0 else say("consumer {i}", i=i - 1)
         c.text(x + wide / 2, top + 12, name, 10, "middle")
         c.text(x + wide / 2, top + 28, say("TMA loads") if i == 0 else say("{n} queries", n=rows), 10, "middle")
@@ -114,9 +120,8 @@ def hopper_roles(c: Canvas, lesson: str) -> None:
     )  # fmt: skip
 
 
-def _timeline(c: Canvas, order: str, D: int, blocks: int = 4) -> float:
-    cycles = figures.attention_cycles(D)
-    found = models.attention(order, **cycles, stages=figures.attention_stages(D), blocks=blocks + 4)
+def _timeline(c: Canvas, order: str, cycles: dict[str, int], stages: int, blocks: int = 4) -> float:
+    found = models.attention(order, **cycles, stages=stages, blocks=blocks + 4)
     spans = found["spans"]
     end = max(s["start"] + s["length"] for s in spans["tensor"] if s["block"] < blocks)
     scale = (WIDTH - MARGIN - 86) / end
@@ -145,17 +150,20 @@ def _timeline(c: Canvas, order: str, D: int, blocks: int = 4) -> float:
 def hopper_timeline(c: Canvas, lesson: str) -> None:
     shares = []
     D = 64
+    cycles, stages = figures.attention_cycles(D), figures.attention_stages(D)
     for order, name in [("serial", "warp_specialized"), ("overlap", "overlap_softmax")]:
         c.text(MARGIN, c.y + 8, f"{name}, D = {D}", 11, kind="bold")
         c.y += 18
-        shares.append(_timeline(c, order, D))
+        shares.append(_timeline(c, order, cycles, stages))
         c.gap(6)
     c.legend([("a", say("consumer 0")), ("b", say("consumer 1")), ("off", say("TMA loads of K and V"))])
     caption(
         c,
-        "Q: QK of a block, P: PV. Computed from the lesson's budget, without any wait for barriers: the "
-        "tensor cores are busy for {serial:.0f}% and {overlap:.0f}% of the time. A kernel reaches less.",
-        serial=shares[0], overlap=shares[1],
+        "Q: QK of a block, P: PV, {matmul} cycles each for one consumer, a softmax {softmax}, {stages} "
+        "stages. Computed from the lesson's budget, without any wait for barriers: the tensor cores are "
+        "busy for {serial:.0f}% and {overlap:.0f}% of the time. A kernel reaches less.",
+        matmul=cycles['matmul'], softmax=cycles['exps'] + cycles['others'], stages=stages, serial=shares[0],
+        overlap=shares[1],
     )  # fmt: skip
 
 
@@ -166,15 +174,18 @@ def hopper_timeline(c: Canvas, lesson: str) -> None:
 )
 def ping_pong(c: Canvas, lesson: str) -> None:
     D = 128
-    share = _timeline(c, "ping-pong", D)
-    free = models.attention("overlap", **figures.attention_cycles(D), stages=figures.attention_stages(D), blocks=8)
+    cycles, stages = figures.attention_cycles(D), figures.attention_stages(D)
+    share = _timeline(c, "ping-pong", cycles, stages)
+    free = models.attention("overlap", **cycles, stages=stages, blocks=8)
     c.gap(4)
     c.legend([("a", say("consumer 0")), ("b", say("consumer 1"))])
     caption(
         c,
-        "D = {D}, by the lesson's budget, without any wait for barriers: the tensor cores are busy for {share:.0f}% of "
-        "the time. Without the barriers the overlap inside each consumer gives {free:.0f}%.",
-        D=D, share=share, free=free["percent"],
+        "D = {D}, {stages} stages; QK or PV of one consumer takes {matmul} cycles, its softmax "
+        "{softmax}. Without any wait for barriers the tensor cores are busy for {share:.0f}% of the "
+        "time. The overlap inside each consumer alone gives {free:.0f}%.",
+        D=D, stages=stages, matmul=cycles['matmul'], softmax=cycles['exps'] + cycles['others'], share=share,
+        free=free['percent'],
     )  # fmt: skip
 
 
@@ -214,6 +225,43 @@ def persistent_scheduler(c: Canvas, lesson: str) -> None:
         "slots. A slot needs no empty barrier: it is written again only after the consumers have "
         "returned the Q of a later tile. Times are not to scale.",
         slots=slots,
+    )  # fmt: skip
+
+
+@picture(
+    "Causal tiles on the SMs: dealt in advance, longest first, dynamic",
+    "Three plots with a bar for each SM, its work in blocks of keys. Dealt out in advance, in order, some SMs "
+    "get more. Longest tiles first and dealt on demand, all end at about the same time.",
+)
+def causal_schedule(c: Canvas, lesson: str) -> None:
+    at, sms = number(f"{DAY4}/lesson08_flash_hopper.py", "AT_128"), CHIPS["h200"].sms
+    path = f"{HOPPER}/warp_specialized.py"
+    tiles = at["S"] // (number(path, "ROWS") * number(path, "CONSUMERS"))
+    heads = at["B"] * at["H"]
+    plans = models.schedules(tiles, heads, sms)
+    mean = sum(plans["dynamic"]) / sms
+    names = {
+        "in order": say("in order"),
+        "longest first": say("longest first"),
+        "dynamic": say("longest first, dynamic"),
+    }
+    tall, scale = 54.0, 54.0 / max(max(plan) for plan in plans.values())
+    cell = INSIDE / sms
+    for name, plan in plans.items():
+        c.text(MARGIN, c.y + 7, names[name], 10)
+        most = say("busiest SM: {over:.1f}% above the mean", over=100 * (max(plan) / mean - 1))
+        c.text(WIDTH - MARGIN, c.y + 7, most, 10, "end", "faint")
+        c.y += 15
+        for sm, work in enumerate(plan):
+            c.box(MARGIN + sm * cell, c.y + tall - work * scale, cell - 0.4, work * scale, "c")
+        c.line(MARGIN, c.y + tall - mean * scale, MARGIN + INSIDE, c.y + tall - mean * scale, dashed=True)
+        c.y += tall + 8
+    caption(
+        c,
+        "{heads} heads of S = {S}: tiles of 1 to {tiles} blocks on {sms} SMs; the line is the mean. "
+        "Dynamic: a CTA that is done fetches the next tile. Counted in blocks, without the ends of "
+        "tiles.",
+        heads=heads, S=at['S'], tiles=tiles, sms=sms,
     )  # fmt: skip
 
 
@@ -276,7 +324,6 @@ def diagonal_quarters(c: Canvas, lesson: str) -> None:
     "neighbouring elements in row r and two in row r + 8.",
 )
 def fragment(c: Canvas, lesson: str) -> None:
-    keys = number(f"{HOPPER}/warp_specialized.py", "KEYS")
     cell, top, left = (36.0, 15.0), c.y + 18, MARGIN + 44
     columns = 8
     for q in range(columns):
@@ -288,10 +335,9 @@ def fragment(c: Canvas, lesson: str) -> None:
     c.y = top + 16 * cell[1] + 6
     caption(
         c,
-        "16 rows of a warp, the first 8 of {keys} columns; the pattern repeats every 8. A row lies in "
-        "the four threads of a quad, so its maximum takes two shuffles. As left operand of PV, P has the "
-        "same layout: nothing moves.",
-        keys=keys,
+        "16 rows of a warp and 8 columns; the pattern repeats every 8 columns. A row lies in the four "
+        "threads of a quad, so its maximum takes two shuffles. As left operand of PV, P has the same "
+        "layout: nothing moves.",
     )  # fmt: skip
 
 
@@ -357,12 +403,48 @@ def five_matmuls(c: Canvas, lesson: str) -> None:
 
 
 @picture(
+    "A step of the backward over time, as planned",
+    "For three rungs a line of the tensor cores and a line of the consumers. One after the other the tensor cores wait "
+    "for exponentials and atomics; overlapped, another matmul runs under them.",
+)
+def backward_timeline(c: Canvas, lesson: str) -> None:
+    path = f"{DAY4}/lesson09_flash_hopper_backward.py"
+    drawn = re.findall(r"(\w+) +tensor cores +([A-Za-z.]+).*\n +consumers +([a-z.]+)", text(path))
+    cycles = int(stated(path, r"A character is (\d+) cycles"))
+    scale = (WIDTH - MARGIN - 92) / max(len(line) for _, *lines in drawn for line in lines)
+    kinds = {"s": "a", "d": "a", "v": "b", "k": "b", "q": "d", "x": "c", "g": "c", "a": "e", "r": "e"}
+    labels = {"s": "S", "d": "dP", "v": "dV", "k": "dK", "q": "dQ"}
+    for rung, tensor, consumers in drawn:
+        c.text(MARGIN, c.y + 7, rung, 10, kind="bold")
+        c.y += 14
+        spans = [(at, n, kinds[letter], labels[letter]) for at, n, letter in runs(tensor.lower())]
+        c.lane(say("tensor cores"), spans, scale, left=92, height=17)
+        c.lane(say("consumers"), [(at, n, kinds[x], "") for at, n, x in runs(consumers)], scale, left=92, height=17)
+        c.gap(2)
+    c.legend([("c", say("exp2 and dS")), ("e", say("add dQ: atomics, or one TMA reduce"))])
+    caption(
+        c,
+        "The lesson's own plan at D = 128; a character of it is {cycles} cycles, each matmul is of both "
+        "consumers.",
+        cycles=cycles,
+    )  # fmt: skip
+
+
+def runs(line: str) -> list[tuple[int, int, str]]:
+    """(start, length, letter) of each run of one letter: "SS.D" has two."""
+    return [(m.start(), len(m[0]), m[1]) for m in re.finditer(r"([a-z])\1*", line)]
+
+
+@picture(
     "Split-KV decoding: parts of the keys, then a merge",
     "The keys of one K head, cut into parts. A program for each part computes a partial output and its log-sum-exp. A "
     "merge weighs them into one output.",
 )
 def split_kv(c: Canvas, lesson: str) -> None:
-    step = number(f"{DAY4}/lesson10_flash_decoding.py", "KEYS")
+    if "shares" in lesson:  # so many bytes of K, with D = 128 in 16 bits
+        step = number(f"{DAY4}/flash_decoding_shares/shares.py", "TILE_BYTES") // (128 * 2)
+    else:
+        step = number(f"{DAY4}/lesson10_flash_decoding.py", "KEYS")
     parts, top = 4, c.y + 26
     cell = INSIDE / parts
     c.box(MARGIN, c.y, INSIDE - 4, 18, "off", say("one query of each head that shares this K head"), 10)
@@ -398,7 +480,7 @@ def ring_attention(c: Canvas, lesson: str) -> None:
         c.text(MARGIN, y + 11, say("step {i}", i=step), 10)
         for r in range(ranks):
             x = left + r * (wide + 14)
-            c.box(x, y, wide, 22, "abcd"[(r - step) % ranks], f"Q{r} KV{(r - step) % ranks}", 10)
+            c.box(x, y, wide, 22, "abcd"[(r - step) % ranks % 4], f"Q{r} KV{(r - step) % ranks}", 10)
             if step < ranks - 1 and r < ranks - 1:
                 c.arrow(x + wide + 1, y + 20, x + wide + 13, y + 31)
     c.y = top + ranks * 30 + 4

@@ -14,8 +14,13 @@ INSIDE = WIDTH - 2 * MARGIN
     "blockIdx.x * blockDim.x + threadIdx.x.",
 )
 def coordinates(c: Canvas, lesson: str) -> None:
-    threads = number("cuda_src/02_vector_add.cu", "THREADS")
-    warps, top, blocks = threads // models.LANES, c.y, 4
+    if "hello" in lesson:
+        path = "cuda_src/01_hello_cuda.cu"
+        blocks, threads = (int(stated(path, p)) for p in (r"hello_kernel<<<(\d+)", r"hello_kernel<<<\d+, (\d+)"))
+    else:
+        blocks, threads = 4, number("cuda_src/02_vector_add.cu", "THREADS")
+    warps, top = threads // models.LANES, c.y
+    shown = warps // 3  # of the warps this one is opened
     wide = INSIDE / blocks
     for b in range(blocks):
         c.box(MARGIN + b * wide, top, wide - 4, 24, "a" if b == 1 else "off", say("block {i}", i=b), 10)
@@ -23,14 +28,14 @@ def coordinates(c: Canvas, lesson: str) -> None:
     c.line(MARGIN + 2 * wide - 4, top + 24, MARGIN + INSIDE, top + 44, dashed=True)
     small = INSIDE / warps
     for w in range(warps):
-        c.box(MARGIN + w * small, top + 44, small - 2, 24, "b" if w == 2 else "off", say("warp {i}", i=w), 9)
-    c.line(MARGIN + 2 * small, top + 68, MARGIN, top + 88, dashed=True)
-    c.line(MARGIN + 3 * small - 2, top + 68, MARGIN + INSIDE, top + 88, dashed=True)
+        c.box(MARGIN + w * small, top + 44, small - 2, 24, "b" if w == shown else "off", say("warp {i}", i=w), 9)
+    c.line(MARGIN + shown * small, top + 68, MARGIN, top + 88, dashed=True)
+    c.line(MARGIN + (shown + 1) * small - 2, top + 68, MARGIN + INSIDE, top + 88, dashed=True)
     cell = INSIDE / models.LANES
     for t in range(models.LANES):
         c.box(MARGIN + t * cell, top + 88, cell - 1, 20, "c" if t == 5 else "off")
     c.y = top + 114
-    thread = 2 * models.LANES + 5
+    thread = shown * models.LANES + 5
     caption(
         c,
         "Blocks of {threads} threads are {warps} warps. The green one is thread {thread} of block 1: "
@@ -59,12 +64,41 @@ def shuffle_tree(c: Canvas, lesson: str) -> None:
                 c.arrow(left + (lane + half + 0.5) * cell, y + 14, left + (lane + 0.5) * cell + 1, y + 29)
         step, live = step + 1, half
     c.y = top + step * 30 - 8
-    warps = number("cuda_src/04_parallel_reduction.cu", "THREADS") // lanes
+    warps = number(f"{lesson.replace('.', '/')}.cu", "THREADS") // lanes
     caption(
         c,
         "Green lanes still count; of the first step every fourth arrow is drawn. A block has {warps} "
         "warps: their sums go through shared memory once, and one warp adds them in the same way.",
         warps=warps,
+    )  # fmt: skip
+
+
+@picture(
+    "A scan inside a block: Hillis and Steele's steps",
+    "Eight elements in rows, a row for each step. In step s each element adds the one 2^(s - 1) to its left. After "
+    "three steps each holds the sum of all elements up to itself.",
+)
+def block_scan(c: Canvas, lesson: str) -> None:
+    block, n, left = number("cuda_src/08_scan.cu", "BLOCK"), 8, 52
+    cell, values, distance = (WIDTH - MARGIN - left) / n, [3, 1, 4, 1, 5, 9, 2, 6], 1
+    steps, row = block.bit_length() - 1, 0
+    while True:
+        y = c.y + row * 46
+        c.text(MARGIN, y + 11, say("step {i}", i=row) if row else "x", 10)
+        for i, value in enumerate(values):
+            c.box(left + i * cell, y, cell - 4, 22, "c" if i < distance else "a", str(value))
+        if distance >= n:
+            break
+        for i in range(distance, n):
+            c.arrow(left + (i - distance + 0.5) * cell, y + 23, left + (i + 0.5) * cell - 4, y + 45)
+        values = [v + (values[i - distance] if i >= distance else 0) for i, v in enumerate(values)]
+        distance, row = 2 * distance, row + 1
+    c.y += row * 46 + 26
+    caption(
+        c,
+        "Green elements are done. A block of {block} elements takes {steps} steps with a barrier after "
+        "each.",
+        block=block, steps=steps,
     )  # fmt: skip
 
 
@@ -243,6 +277,6 @@ def multicast(c: Canvas, lesson: str) -> None:
     c.y = top + 142
     caption(
         c,
-        "Block 0 loads half 0, block 1 half 1, and each copy arrives at both. L2 is read once for two blocks. A stage "
-        "is empty only when the consumers of both blocks have released it.",
-    )
+        "Block 0 loads half 0, block 1 half 1, and each copy arrives at both. L2 is read once for two "
+        "blocks. A stage is empty only when the consumers of both blocks have released it.",
+    )  # fmt: skip

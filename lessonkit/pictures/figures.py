@@ -12,6 +12,7 @@ from lessonkit.pictures.numbers import number, stated
 SOFTMAX_ROW = (1.0, 3.0, 2.0, 5.0, 4.0, 2.0, 6.0, 1.0)
 FLASH = "day4_replace_op/flash_hopper/warp_specialized.py"
 BUDGET = "day4_replace_op/lesson08_flash_hopper.py"
+PLAIN_MATMUL = "day3_matmul_tk/lesson01_matmul.py"
 RING_OF_STAGES = "day3_matmul_tk/matmul_hopper/ring.py"
 PROGRAM_AND_BLOCK = "day2_triton_basics/lesson00_program_and_block.py"
 _PLAY = (("play", say("Play")), ("stop", say("Stop")))
@@ -44,14 +45,18 @@ def ten_elements() -> tuple[int, int]:
 
 
 def ring_stages(path: str) -> tuple[int, int]:
-    """A ring's stages, and the cycles of a step's matmul at 2048 multiply-adds a cycle (day 3, lesson 1)."""
-    if path.endswith(".cu"):
-        names, k = ("TILE_M", "TILE_N"), number("cuda_src/include/matmul.cuh", "BK")
+    """A ring's stages, and the cycles of a step's matmul by the rate that the lessons state."""
+    if "fp8" in path:
+        m, n = (int(stated(path, pattern)) for pattern in (r"tile of (\d+) x", r"tile of \d+ x (\d+)"))
+        stages, k = number(path, "stages", inside="_run", width=n), number(path, "BLOCK_K")
+        a_cycle = stated(path, r"multiply (\d+) pairs a cycle")
     else:
-        names, k = ("BLOCK_M", "BLOCK_N"), number(path, "BLOCK_K")
-    m, n = (number(path, name) for name in names)
-    a_cycle = int(stated("day3_matmul_tk/lesson01_matmul.py", r"does (\d+) multiply-adds a cycle"))
-    return number(path, "STAGES"), m * n * k // a_cycle
+        names, k_in = ("TILE_M", "TILE_N", "BK"), "cuda_src/include/matmul.cuh"
+        if path.endswith(".py"):
+            names, k_in = ("BLOCK_M", "BLOCK_N", "BLOCK_K"), path
+        stages, m, n = (number(path, name) for name in ("STAGES", *names[:2]))
+        k, a_cycle = number(k_in, names[2]), stated(PLAIN_MATMUL, r"does (\d+) multiply-adds a cycle")
+    return stages, int(m * n * k // a_cycle)
 
 
 def _chips() -> Mapping[str, Any]:

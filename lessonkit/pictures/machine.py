@@ -5,6 +5,7 @@ import math
 from lessonkit.base.chips import CHIPS
 from lessonkit.pictures import figures, models
 from lessonkit.pictures.draw import MARGIN, WIDTH, Canvas, say
+from lessonkit.pictures.numbers import stated
 from lessonkit.pictures.registry import caption, picture
 
 _CHIP = CHIPS["h200"]
@@ -84,4 +85,33 @@ def occupancy(c: Canvas, lesson: str) -> None:
         "memory. {n} fit: {percent:.0f}% of the warps.",
         chip=_CHIP.name, warps=warps, registers=registers, shared=shared, n=found['resident'],
         percent=found['percent'],
+    )  # fmt: skip
+
+
+@picture(
+    "Bytes in flight: what memory's latency asks of an SM",
+    "Bars of bytes in flight on one SM: for a full SM whose threads each have one load of 2, 4, 8 or 16 bytes on the "
+    "way. A line shows what the bandwidth times the latency asks for.",
+)
+def bytes_in_flight(c: Canvas, lesson: str) -> None:
+    path = "day1_pytorch/lesson09_memory_by_measurement.py"
+    bandwidth, latency = stated(path, r"HBM has ([\d.]+) TB/s") * 1e12, stated(path, r"and (\d+) ns") * 1e-9
+    needed = bandwidth * latency / _CHIP.sms
+    threads = _CHIP.warps * _CHIP.warp_size
+    scale, top = 200 / (threads * 16), c.y
+    for size in (2, 4, 8, 16):
+        flying = threads * size
+        c.text(MARGIN, c.y + 9, say("{bytes} bytes a thread", bytes=size), 10)
+        c.box(112, c.y, flying * scale, 18, "c" if flying >= needed else "b")
+        c.text(WIDTH - MARGIN, c.y + 9, f"{flying / 1024:.0f} KB", 10, "end")
+        c.y += 24
+    c.line(112 + needed * scale, top - 2, 112 + needed * scale, c.y, dashed=True)
+    c.text(112 + needed * scale, c.y + 8, say("needed: {kb:.0f} KB", kb=needed / 1000), 10, "middle")
+    c.y += 18
+    caption(
+        c,
+        "Little's law: {bandwidth:g} TB/s times {latency:.0f} ns is {total:.1f} MB in flight, on {sms} "
+        "SMs. A full SM has {threads} threads; with two loads each the bars are twice as long.",
+        bandwidth=bandwidth / 1000000000000.0, latency=latency * 1000000000.0, total=bandwidth * latency / 1000000.0,
+        sms=_CHIP.sms, threads=threads,
     )  # fmt: skip

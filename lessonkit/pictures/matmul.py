@@ -167,8 +167,11 @@ def split_k(c: Canvas, lesson: str) -> None:
     figures.RING,
 )
 def ring(c: Canvas, lesson: str) -> None:
-    in_cuda = lesson.startswith("cuda_src")
-    stages, multiply = figures.ring_stages("cuda_src/22_hopper_matmul.cu" if in_cuda else figures.RING_OF_STAGES)
+    if "lesson09" in lesson:
+        path = figures.RING_OF_STAGES
+    else:
+        path = lesson.replace(".", "/") + (".cu" if lesson.startswith("cuda_src") else ".py")
+    stages, multiply = figures.ring_stages(path)
     load, steps = 900, 2 * stages + 1
     done = models.ring(stages, load, multiply, steps)
     end = done[-1]["released"]

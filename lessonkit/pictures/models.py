@@ -184,6 +184,20 @@ def _plan(order: str, blocks: int) -> list[tuple[str, int]]:
     return [*plan, ("P", blocks - 1)]
 
 
+def schedules(tiles: int, heads: int, sms: int) -> dict[str, list[int]]:
+    """The work of each SM, in blocks of keys, for causal tiles of 1 to `tiles` blocks in three ways of dealing them."""
+    in_order = [tile + 1 for _ in range(heads) for tile in range(tiles)]
+    longest = sorted(in_order, reverse=True)
+    dynamic = [0] * sms
+    for work in longest:
+        dynamic[dynamic.index(min(dynamic))] += work
+    return {
+        "in order": [sum(in_order[sm::sms]) for sm in range(sms)],
+        "longest first": [sum(longest[sm::sms]) for sm in range(sms)],
+        "dynamic": dynamic,
+    }
+
+
 def causal(queries: int, keys: int, rows: int, columns: int) -> list[list[str]]:
     """Each block of a causal score matrix: whole, masked (the diagonal crosses it), or skipped."""
     found = []

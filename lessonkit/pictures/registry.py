@@ -11,7 +11,7 @@ from lessonkit.pictures.draw import NORMAL, TITLE, Canvas, Say, say
 from lessonkit.pictures.moving import Figure
 
 Draw = Callable[[Canvas, str], None]  # on a canvas, for the lesson of this name
-_MODULES = ("rows", "matmul", "attention", "cuda", "machine")
+MODULES = ("rows", "matmul", "attention", "cuda", "machine")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def picture(heading: str, description: str, figure: Figure | None = None) -> Cal
 
 @cache
 def kinds() -> dict[str, _Kind]:
-    for module in _MODULES:
+    for module in MODULES:
         importlib.import_module(f"lessonkit.pictures.{module}")
     return _KINDS
 

@@ -143,7 +143,8 @@ EXAMPLE = (1.0, 3.0, 2.0, 5.0, 4.0, 2.0)
     figures.ONLINE_SOFTMAX,
 )
 def online_softmax(c: Canvas, lesson: str) -> None:
-    block = number(f"{DAY2}/lesson05_softmax.py", "block", inside="softmax_online", N=1 << 20)
+    rung = "cross_entropy_online" if "cross_entropy" in lesson else "softmax_online"
+    block = number(f"{lesson.replace('.', '/')}.py", "block", inside=rung, N=1 << 20, V=1 << 20)
     each = 2
     steps = models.online_softmax(EXAMPLE, each)
     left, cell = 70, (WIDTH - MARGIN - 70) / len(steps)
@@ -165,8 +166,8 @@ def online_softmax(c: Canvas, lesson: str) -> None:
     caption(
         c,
         "alpha = exp(m - m_new), s_new = alpha s + sum(exp(block - m_new)). Here a block has {each} "
-        "elements, in softmax_online up to {block}.",
-        each=each, block=block,
+        "elements, in {rung} up to {block}.",
+        each=each, rung=rung, block=block,
     )  # fmt: skip
 
 
@@ -176,9 +177,6 @@ def online_softmax(c: Canvas, lesson: str) -> None:
     "one row of partial sums. A second kernel adds the partial sums down each column in a fixed order.",
 )
 def partial_gradients(c: Canvas, lesson: str) -> None:
-    path = f"{DAY2}/lesson09_layernorm_backward.py"
-    down = number(path, "BLOCK_P", inside="_add_partials")
-    across = number(path, "BLOCK_N", inside="_add_partials")
     programs, rows, top = 3, 6, c.y + 14
     wide = 118
     c.text(MARGIN + wide / 2, c.y + 6, "dy, x [M, N]", 10, "middle")
@@ -196,6 +194,12 @@ def partial_gradients(c: Canvas, lesson: str) -> None:
     c.arrow(column + 15, top + 34 * programs + 2, column + 15, top + 34 * programs + 22)
     c.box(column - 18, top + 34 * programs + 22, 66, 20, "c", "dw, db [N]", 10)
     c.y = top + 34 * programs + 50
+    if "lesson09" not in lesson:
+        return caption(c, "A program takes every P-th row and keeps its sums in registers. The second kernel adds the "
+                       "programs' rows, always in the same order.")  # fmt: skip
+    path = f"{DAY2}/lesson09_layernorm_backward.py"
+    down = number(path, "BLOCK_P", inside="_add_partials")
+    across = number(path, "BLOCK_N", inside="_add_partials")
     caption(
         c,
         "A program takes every P-th row and keeps its sums in registers. The second kernel adds blocks "
@@ -210,11 +214,6 @@ def partial_gradients(c: Canvas, lesson: str) -> None:
     "some nothing yet. A tile walks back, adds sums, and stops at the first prefix.",
 )
 def look_back(c: Canvas, lesson: str) -> None:
-    if lesson.startswith("cuda_src"):
-        path = "cuda_src/09_scan_one_pass.cu"
-        tile = 4 * number(path, "THREADS") * number(path, "VECTORS")
-    else:
-        tile = number(f"{DAY2}/lesson15_scan.py", "TILE")
     states = ["P", "P", "S", "S", "S", "?"]
     kinds = {"P": "c", "S": "b", "?": "off"}
     labels = {"P": say("prefix"), "S": say("own sum"), "?": say("empty")}
@@ -234,12 +233,13 @@ def look_back(c: Canvas, lesson: str) -> None:
     c.text(MARGIN + me * cell + cell / 2, y + 11, say("tile {i}", i=me), 10, "middle")
     c.y = y + 24
     c.legend([("c", say("sum of all elements up to here")), ("b", say("sum of this tile")), ("off", say("not yet"))])
-    caption(
-        c,
-        "A tile has {tile} elements. Tiles take their number from the order in which they start, so the "
-        "ones before have started, too: the wait ends.",
-        tile=tile,
-    )  # fmt: skip
+    tail = "Tiles take their number from the order in which they start, so the ones before have started, too."
+    if "onesweep" in lesson:
+        bins = 1 << number("cuda_src/include/radix_keys.cuh", "DIGIT_BITS")
+        return caption(c, "A tile looks back {bins} times side by side, once for each digit. " + tail, bins=bins)
+    path = f"{DAY2}/lesson15_scan.py" if "lesson15" in lesson else "cuda_src/09_scan_one_pass.cu"
+    tile = number(path, "TILE") if "lesson15" in lesson else 4 * number(path, "THREADS") * number(path, "VECTORS")
+    caption(c, "A tile has {tile} elements. " + tail, tile=tile)
 
 
 @picture(
