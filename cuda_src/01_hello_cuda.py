@@ -70,6 +70,7 @@ LESSON = Lesson(
         star=True,
         operator="thread indices",
         language="CUDA C++",
+        pictures=("coordinates",),
     ),
     problem=PROBLEM,
     extension=kernels,

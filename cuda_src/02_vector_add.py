@@ -66,6 +66,7 @@ LESSON = Lesson(
         star=True,
         operator="vector add",
         language="CUDA C++",
+        pictures=("coordinates",),
     ),
     problem=PROBLEM,
     extension=kernels,

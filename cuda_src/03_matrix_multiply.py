@@ -95,6 +95,7 @@ LESSON = Lesson(
         star=True,
         operator="fp32 matmul",
         language="CUDA C++",
+        pictures=("tile_of_c",),
     ),
     problem=PROBLEM_FP32,
     extension=kernels,

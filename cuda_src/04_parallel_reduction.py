@@ -66,6 +66,7 @@ LESSON = Lesson(
         star=True,
         operator="sum",
         language="CUDA C++",
+        pictures=("shuffle_tree",),
     ),
     problem=PROBLEM,
     extension=kernels,

@@ -97,6 +97,7 @@ LESSON = Lesson(
         hours=1.5,
         star=True,
         language="CUDA C++",
+        pictures=("streams",),
     ),
     problem=PROBLEM,
     extension=kernels,

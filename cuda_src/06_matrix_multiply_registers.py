@@ -69,6 +69,7 @@ LESSON = Lesson(
         hours=2,
         operator="fp32 matmul",
         language="CUDA C++",
+        pictures=("register_tile",),
     ),
     problem=PROBLEM_FP32,
     extension=kernels,

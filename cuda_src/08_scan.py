@@ -55,6 +55,7 @@ LESSON = Lesson(
         star=True,
         operator="scan",
         language="CUDA C++",
+        pictures=("block_scan",),
     ),
     problem=PROBLEM,
     extension=kernels,

@@ -56,6 +56,7 @@ LESSON = Lesson(
         hours=1.5,
         operator="scan",
         language="CUDA C++",
+        pictures=("look_back", "traffic"),
     ),
     problem=PROBLEM,
     extension=kernels,

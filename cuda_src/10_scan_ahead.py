@@ -49,6 +49,7 @@ LESSON = Lesson(
         hours=1,
         operator="scan",
         language="CUDA C++",
+        pictures=("look_back",),
     ),
     problem=PROBLEM,
     extension=kernels,

@@ -50,6 +50,7 @@ LESSON = Lesson(
         star=True,
         operator="sort",
         language="CUDA C++",
+        pictures=("bitonic",),
     ),
     problem=PROBLEM,
     extension=kernels,

@@ -51,6 +51,7 @@ LESSON = Lesson(
         hours=2,
         operator="sort",
         language="CUDA C++",
+        pictures=("look_back",),
     ),
     problem=PROBLEM,
     extension=kernels,

@@ -78,6 +78,7 @@ LESSON = Lesson(
         star=True,
         operator="transpose",
         language="CUDA C++",
+        pictures=("banks",),
     ),
     problem=PROBLEM,
     extension=kernels,

@@ -55,6 +55,7 @@ LESSON = Lesson(
         hours=0.75,
         operator="softmax",
         language="CUDA C++",
+        pictures=("traffic",),
     ),
     problem=PROBLEM,
     extension=kernels,

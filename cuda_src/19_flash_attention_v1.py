@@ -145,6 +145,7 @@ LESSON = Lesson(
         hours=2.5,
         operator="attention",
         language="CUDA C++",
+        pictures=("fragment",),
     ),
     problem=PROBLEM_LSE,
     inputs=inputs,

@@ -93,6 +93,7 @@ LESSON = Lesson(
         hours=2,
         operator="attention backward",
         language="CUDA C++",
+        pictures=("backward_sweeps",),
     ),
     problem=PROBLEM_BACKWARD,
     extension=kernels,

@@ -56,6 +56,7 @@ LESSON = Lesson(
         star=True,
         operator="all-reduce",
         language="CUDA C++",
+        pictures=("ring_all_reduce",),
     ),
     problem=PROBLEM,
     extension=kernels,

@@ -77,6 +77,7 @@ LESSON = Lesson(
         hours=2.5,
         operator="matmul",
         language="CUDA C++",
+        pictures=("ring",),
     ),
     problem=PROBLEM,
     extension=kernels,

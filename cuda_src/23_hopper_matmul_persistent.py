@@ -62,6 +62,7 @@ LESSON = Lesson(
         hours=2,
         operator="matmul",
         language="CUDA C++",
+        pictures=("multicast",),
     ),
     problem=PROBLEM,
     extension=kernels,

@@ -202,6 +202,7 @@ LESSON = Steps(
     about=About(
         teaches="lanes, warps, programs, registers, barriers and launches, each made visible as a number",
         hours=1,
+        pictures=("occupancy",),
     ),
     alone=device.HAS_GPU,
 )

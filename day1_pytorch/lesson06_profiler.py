@@ -292,6 +292,7 @@ LESSON = Steps(
         teaches="`torch.profiler`: which operators take the time, and which limit each of them meets; traces; on "
         "to Nsight",
         hours=0.75,
+        pictures=("roofline",),
     ),
     alone=GPU,
 )

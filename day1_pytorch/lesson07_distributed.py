@@ -243,6 +243,7 @@ LESSON = Steps(
     about=About(
         teaches="processes and collectives: the ring, DDP, FSDP; on one machine, without a GPU if need be",
         hours=1,
+        pictures=("ring_all_reduce",),
     ),
 )
 

@@ -197,7 +197,7 @@ def coalescing():
 
 LESSON = Steps(
     (latency, bandwidth, in_flight, coalescing),
-    about=About(teaches="latency, bandwidth, bytes in flight, sectors", hours=0.75),
+    about=About(teaches="latency, bandwidth, bytes in flight, sectors", hours=0.75, pictures=("bytes_in_flight",)),
     alone=device.HAS_GPU,
 )
 

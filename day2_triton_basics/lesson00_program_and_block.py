@@ -188,7 +188,12 @@ def programs_meet_in_memory():
 
 # The answer: two programs, and 6 positions of the second block have no element.
 LESSON = Steps(
-    about=About(teaches="what is launched: programs, blocks, masks, pointers, on ten elements", hours=0.25, star=True),
+    about=About(
+        teaches="what is launched: programs, blocks, masks, pointers, on ten elements",
+        hours=0.25,
+        star=True,
+        pictures=("grid_and_mask",),
+    ),
     steps=(
         one_text_many_programs,
         a_tensor_arrives_as_a_pointer,

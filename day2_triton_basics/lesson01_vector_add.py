@@ -114,6 +114,7 @@ LESSON = Lesson(
         hours=0.75,
         star=True,
         operator="vector add",
+        pictures=("warp_sectors",),
     ),
     problem=PROBLEM,
     rungs=(add_element, add_block, add_wide),

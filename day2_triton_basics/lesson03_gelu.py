@@ -179,6 +179,7 @@ LESSON = Lesson(
         hours=0.75,
         star=True,
         operator="GELU",
+        pictures=("traffic",),
     ),
     problem=PROBLEM,
     rungs=(gelu_eager, gelu_fused, gelu_lean),

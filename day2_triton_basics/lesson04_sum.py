@@ -211,6 +211,7 @@ LESSON = Lesson(
         hours=0.75,
         star=True,
         operator="sum",
+        pictures=("partial_sums",),
     ),
     problem=PROBLEM,
     rungs=(sum_one_program, sum_atomic, sum_tree, sum_persistent),

@@ -172,6 +172,7 @@ LESSON = Lesson(
         hours=1,
         star=True,
         operator="softmax",
+        pictures=("online_softmax", "traffic"),
     ),
     problem=PROBLEM,
     rungs=(softmax_unfused, softmax_row, softmax_online),

@@ -125,6 +125,7 @@ LESSON = Lesson(
         hours=0.5,
         star=True,
         operator="softmax backward",
+        pictures=("traffic",),
     ),
     problem=PROBLEM_BACKWARD,
     rungs=(backward_unfused, backward_row),

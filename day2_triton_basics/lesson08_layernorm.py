@@ -228,6 +228,7 @@ LESSON = Lesson(
         hours=1,
         star=True,
         operator="layernorm",
+        pictures=("traffic",),
     ),
     problem=PROBLEM,
     rungs=(layernorm_unfused, layernorm_row, layernorm_chunked),

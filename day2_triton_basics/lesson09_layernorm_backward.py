@@ -258,6 +258,7 @@ LESSON = Lesson(
         teaches="dx per row, dw and db over all rows, from one read of x and dy; a differentiable op",
         hours=0.75,
         operator="layernorm backward",
+        pictures=("partial_gradients", "traffic"),
     ),
     problem=PROBLEM_BACKWARD,
     rungs=(layernorm_backward_naive, layernorm_backward_atomic, layernorm_backward_persistent),

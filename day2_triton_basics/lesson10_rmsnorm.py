@@ -101,6 +101,7 @@ LESSON = Lesson(
         teaches="a row's statistic and its use in one pass; what a weight that all rows share costs",
         hours=0.5,
         operator="rmsnorm",
+        pictures=("traffic",),
     ),
     problem=PROBLEM,
     rungs=(unfused, one_row),

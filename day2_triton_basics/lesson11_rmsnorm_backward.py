@@ -208,6 +208,7 @@ LESSON = Lesson(
         teaches="dx and dw in one pass; sums over rows by atomics and by partial sums; a differentiable op",
         hours=0.5,
         operator="rmsnorm backward",
+        pictures=("partial_gradients", "traffic"),
     ),
     problem=PROBLEM_BACKWARD,
     rungs=(two_reads, atomics, walk),

@@ -186,7 +186,9 @@ def dropout(x, p, seed):
 LARGE = {"n": 2**28}
 
 LESSON = Lesson(
-    about=About(teaches="random numbers computed instead of stored", hours=0.75, operator="dropout"),
+    about=About(
+        teaches="random numbers computed instead of stored", hours=0.75, operator="dropout", pictures=("traffic",)
+    ),
     problem=PROBLEM,
     rungs=(stored_mask, seeded, four_words, wide_product),
     predicted=(

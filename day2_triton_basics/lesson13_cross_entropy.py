@@ -221,6 +221,7 @@ LESSON = Lesson(
         teaches="a pick fused into a reduction: read the logits once, write almost nothing",
         hours=0.75,
         operator="cross-entropy",
+        pictures=("online_softmax", "traffic"),
     ),
     problem=PROBLEM,
     rungs=(cross_entropy_unfused, cross_entropy_row, cross_entropy_online),

@@ -233,6 +233,7 @@ LESSON = Lesson(
         teaches="the softmax computed again from the logits and one value per row; rows that start at odd addresses",
         hours=0.5,
         operator="cross-entropy backward",
+        pictures=("traffic",),
     ),
     problem=PROBLEM_BACKWARD,
     rungs=(backward_saved, backward_recomputed, backward_wide),

@@ -270,6 +270,7 @@ LESSON = Lesson(
         teaches="cumsum in one pass: programs that wait for a neighbour without a deadlock",
         hours=1,
         operator="scan",
+        pictures=("look_back", "traffic"),
     ),
     problem=PROBLEM,
     rungs=(scan_sequential, scan_three_phase, scan_look_back),

@@ -251,6 +251,7 @@ LESSON = Lesson(
         teaches="a row in registers, several rows per program, a loop over a row, programs that share a row",
         hours=1.5,
         operator="softmax",
+        pictures=("shared_row", "traffic"),
     ),
     problem=PROBLEM,
     rungs=(softmax_row, softmax_packed, softmax_online, softmax_shared),

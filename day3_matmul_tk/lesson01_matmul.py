@@ -231,6 +231,7 @@ LESSON = Lesson(
         hours=1.5,
         star=True,
         operator="matmul",
+        pictures=("tile_of_c", "grouped_order"),
     ),
     problem=PROBLEM,
     rungs=(tiles, grouped, pipelined, autotuned),

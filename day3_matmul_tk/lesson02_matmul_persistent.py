@@ -330,6 +330,7 @@ LESSON = Lesson(
         hours=1.25,
         star=True,
         operator="matmul",
+        pictures=("persistent_program", "grouped_order"),
     ),
     problem=PROBLEM,
     rungs=(persistent, tma_device, tma_host, subtiled, warp_specialized, matmul),

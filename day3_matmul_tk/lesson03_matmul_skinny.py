@@ -287,6 +287,7 @@ LESSON = Lesson(
         teaches="1 to 128 rows: bytes decide; matrix times vector, split-K, Stream-K, waiting for other programs",
         hours=1,
         operator="skinny matmul",
+        pictures=("split_k",),
     ),
     problem=PROBLEM,
     rungs=(tiles, matvec, split_k, stream_k, matmul_skinny),

@@ -250,6 +250,7 @@ LESSON = Lesson(
         teaches="bias, GELU and residual in registers; what fusing gains and what it costs",
         hours=0.75,
         operator="epilogue",
+        pictures=("traffic",),
     ),
     problem=PROBLEM,
     rungs=(unfused, bias_fused, gelu_fused, residual_fused, linear_gelu),

@@ -198,6 +198,7 @@ LESSON = Lesson(
         teaches="scales per tensor, row and block; how tensor cores accumulate, and how to get lost digits back",
         hours=0.75,
         operator="fp8 matmul",
+        pictures=("quantisation_blocks",),
     ),
     problem=PROBLEM,
     rungs=(fp8_tensor, fp8_rows, fp8_promoted, fp8_blocks, matmul_fp8),

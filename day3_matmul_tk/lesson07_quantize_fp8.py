@@ -158,6 +158,7 @@ LESSON = Lesson(
         teaches="from bf16 to fp8: maxima by integers, one read or two, rounding that agrees to the bit",
         hours=0.5,
         operator="quantisation",
+        pictures=("quantisation_blocks",),
     ),
     problem=PROBLEM,
     rungs=(quantize_twice, quantize),

@@ -290,6 +290,7 @@ LESSON = Lesson(
         teaches="mixture of experts: sizes that only the GPU knows, a search for a program's tile",
         hours=0.75,
         operator="grouped matmul",
+        pictures=("grouped_tiles",),
     ),
     problem=PROBLEM,
     rungs=(batched, grouped, persistent, grouped_matmul),

@@ -106,6 +106,7 @@ LESSON = Lesson(
         star=True,
         operator="matmul",
         language="Gluon",
+        pictures=("ring",),
     ),
     problem=PROBLEM,
     rungs=RUNGS,

@@ -395,6 +395,7 @@ LESSON = Lesson(
         hours=0.5,
         operator="matmul",
         language="Gluon",
+        pictures=("reduce_scatter",),
     ),
     problem=PROBLEM,
     cpu_model=cpu_model,

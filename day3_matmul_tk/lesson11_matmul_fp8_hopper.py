@@ -245,6 +245,7 @@ LESSON = Lesson(
         hours=0.5,
         operator="fp8 matmul",
         language="Gluon",
+        pictures=("ring",),
     ),
     problem=PROBLEM,
     rungs=(summed, matmul_fp8),

@@ -325,6 +325,7 @@ LESSON = Lesson(
         hours=0.75,
         operator="fp8 matmul",
         language="Gluon",
+        pictures=("promotion", "quantisation_blocks"),
     ),
     problem=PROBLEM,
     rungs=(promoted, wide, three_warpgroups, matmul_fp8),

@@ -68,6 +68,7 @@ LESSON = Lesson(
         star=True,
         operator="matmul",
         language="CUDA C++",
+        pictures=("swizzle",),
     ),
     problem=PROBLEM_BF16,
     extension=kernels,

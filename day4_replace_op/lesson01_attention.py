@@ -224,6 +224,7 @@ LESSON = Lesson(
         hours=1,
         star=True,
         operator="attention",
+        pictures=("traffic",),
     ),
     problem=PROBLEM,
     rungs=(attention_steps, attention_fused_softmax, attention_recomputed),

@@ -192,6 +192,7 @@ LESSON = Lesson(
         hours=1,
         star=True,
         operator="attention",
+        pictures=("score_sweeps", "traffic"),
     ),
     problem=PROBLEM_LSE,
     inputs=inputs,  # no mask yet

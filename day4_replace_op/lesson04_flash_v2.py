@@ -338,6 +338,7 @@ LESSON = Lesson(
         hours=1.5,
         star=True,
         operator="attention",
+        pictures=("score_sweeps",),
     ),
     problem=PROBLEM_LSE,
     inputs=inputs,  # no mask yet

@@ -132,6 +132,7 @@ LESSON = Lesson(
         hours=1.5,
         star=True,
         operator="attention",
+        pictures=("causal_blocks", "traffic"),
     ),
     problem=PROBLEM,
     rungs=(masked, skipped, edges, longest_first, attention),

@@ -293,6 +293,7 @@ LESSON = Lesson(
         teaches="a softmax's gradient from one number a row; dQ, whose owner is a block of queries",
         hours=0.75,
         operator="attention, dQ alone",
+        pictures=("backward_sweeps",),
     ),
     problem=PROBLEM_BACKWARD,
     reference=reference_queries,

@@ -159,6 +159,7 @@ LESSON = Lesson(
         hours=1,
         star=True,
         operator="attention backward",
+        pictures=("backward_sweeps",),
     ),
     problem=PROBLEM_BACKWARD,
     rungs=(masked, skipped, transposed, attention_backward),

@@ -168,6 +168,10 @@ LESSON = Lesson(
         star=True,
         operator="attention",
         language="Gluon",
+        pictures=(
+            "hopper_roles", "hopper_timeline", "ping_pong", "lazy_rescaling", "persistent_scheduler", "causal_schedule",
+            "causal_blocks", "diagonal_quarters", "fragment",
+        ),
     ),
     problem=PROBLEM,
     rungs=RUNGS,

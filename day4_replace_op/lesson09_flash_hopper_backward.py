@@ -240,6 +240,7 @@ LESSON = Lesson(
         hours=2,
         operator="attention backward",
         language="Gluon",
+        pictures=("five_matmuls", "backward_timeline", "fragment"),
     ),
     problem=PROBLEM_BACKWARD,
     rungs=RUNGS,

@@ -368,6 +368,7 @@ LESSON = Lesson(
         teaches="one query, a long cache: bytes decide; heads as rows, keys shared out, the last program merges",
         hours=0.75,
         operator="decoding",
+        pictures=("split_kv",),
     ),
     problem=PROBLEM,
     rungs=(a_head, packed, split, flash_decode),

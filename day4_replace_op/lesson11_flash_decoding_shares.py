@@ -76,6 +76,7 @@ LESSON = Lesson(
         teaches="equal shares of all heads' keys; a row a program to merge; TMA, and NaN past a sequence's end",
         hours=0.5,
         operator="decoding",
+        pictures=("split_kv",),
     ),
     problem=PROBLEM,
     rungs=(shares, tma, decode),

@@ -322,6 +322,7 @@ LESSON = Steps(
     about=About(
         teaches="a sequence over processes: messages hidden by matmuls, causal in zigzag order, gradients that travel",
         hours=1,
+        pictures=("ring_attention", "zigzag"),
     ),
 )
 

@@ -98,7 +98,7 @@ def speed():
 
 LESSON = Steps(
     (speed,),
-    about=About(teaches="two GPUs or more: what messages cost, what an order gains", hours=0.25),
+    about=About(teaches="two GPUs or more: what messages cost, what an order gains", hours=0.25, pictures=("zigzag",)),
     alone=device.HAS_GPU,
 )
 

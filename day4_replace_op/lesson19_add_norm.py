@@ -143,6 +143,7 @@ LESSON = Lesson(
         teaches="add and LayerNorm in one kernel, in two dtypes; which rounding may not change",
         hours=0.75,
         operator="add + layernorm",
+        pictures=("traffic",),
     ),
     problem=PROBLEM,
     rungs=(add_then_norm, add_norm),

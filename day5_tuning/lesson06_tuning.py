@@ -168,6 +168,7 @@ LESSON = Steps(
         "heat map",
         hours=1,
         star=True,
+        pictures=("occupancy",),
     ),
     compares=comparisons(SWEEP),
     alone=device.HAS_GPU,

@@ -90,6 +90,7 @@ LESSON = Steps(
         "counters beside counts",
         hours=0.5,
         star=True,
+        pictures=("roofline",),
     ),
     steps=(placed_before_any_run, nothing_is_above_its_roof),
     compares=(roofline, counters_beside_counts),

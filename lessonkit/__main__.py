@@ -18,10 +18,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+from lessonkit import pictures
 from lessonkit.base import chips, device, renames
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
-from lessonkit.base.files import REPORTS, ROOT, environment
+from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
 from lessonkit.base.words import counted, language, said
 from lessonkit.commands import course_run, exercises, languages, lock, new, show, versions
 from lessonkit.commands.doctor import findings
@@ -703,6 +704,27 @@ def explain_words(
     named = (" ".join(each) for each in body)
     lines = ([name, said(t.says), first.get(t, "").partition(".")[2]] for name, t in zip(named, found, strict=True))
     show.table(said("words"), [said("word"), said("what it means"), said("first in")], lines)
+
+
+@app.command()
+def picture(
+    which: Which,
+    out: Annotated[Path, typer.Option("--out", help="The folder that gets one SVG a picture.")] = Path("pictures"),
+) -> None:
+    """Draw the explanatory pictures of lessons as SVG files: `picture lesson05_softmax --lang zh`."""
+    drawn = [each for name, _ in _chosen(which) for each in pictures.of(name)]
+    for each in drawn:
+        path = out / f"{each.lesson.partition('.')[2]}.{each.name}.svg"
+        write_atomically(path, each.svg(language()))
+        show.console.print(f"{path}: {each.title(language())}")
+    if not drawn:
+        _end(
+            [
+                said("no lesson of {which} names a picture: a lesson does so by `pictures` of its `about`").format(
+                    which=repr(which)
+                )
+            ]
+        )
 
 
 @app.command()

@@ -58,6 +58,7 @@ class About:
     star       it belongs to the short way through its day
     operator   what the kernels compute, as reports group lessons: "softmax", "attention backward"
     language   what the kernels are written in
+    pictures   explanatory pictures, by the names that lessonkit/pictures gives them
     """
 
     teaches: str
@@ -65,6 +66,7 @@ class About:
     star: bool = False
     operator: str = ""
     language: str = "Triton"
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ KIT = ROOT / "lessonkit"
 GROUPS = (
     ("base",),
     ("lesson", "validate"),
+    ("pictures",),
     ("cuda",),
     ("modes",),
     ("judge",),

@@ -19,6 +19,8 @@ from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, later, missing, said, translated
 from lessonkit.lesson import names
 from lessonkit.pages import glossary, guides
+from lessonkit.pictures.draw import say
+from lessonkit.pictures.registry import caption, picture
 
 from babel.messages.catalog import Catalog, Message
 from babel.messages.pofile import read_po, write_po
@@ -35,7 +37,9 @@ ROOMS = {
 SUFFIXES = (".py", ".cu", ".cuh")
 SKIPPED = ("emulator",)  # for those who write it, not for those who learn
 
-MARKS = tuple(mark.__name__ for mark in (said, later, translated))  # calls whose first argument is a message
+# Calls that take messages -> which of their arguments these are.
+MARKS = {said: (0,), later: (0,), translated: (0,), say: (0,), caption: (1,), picture: (0, 1)}
+PLACES = {mark.__name__: places for mark, places in MARKS.items()}
 BEFORE = "before: "  # the English that a draft translates, in a comment: Babel reads no `#| msgid`
 Found = dict[str, str]  # message -> the file that has it first
 
@@ -94,11 +98,17 @@ def spoken(text: str) -> Iterator[str]:
     for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else ""
-            given = [*node.args[:1]] if name in MARKS else []
+            given = [node.args[at] for at in PLACES.get(name, ()) if at < len(node.args)]
             given += [keyword.value for keyword in node.keywords if keyword.arg == "help"]
+            given = [one for each in given for one in _either(each)]
             yield from (each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str))
         elif any(map(_is_command, node.decorator_list)):
             yield from help_paragraphs(ast.get_docstring(node) or "")
+
+
+def _either(node: ast.expr) -> list[ast.expr]:
+    """Both sides of `a if x else b`."""
+    return [*_either(node.body), *_either(node.orelse)] if isinstance(node, ast.IfExp) else [node]
 
 
 def _is_command(decorator: ast.expr) -> bool:

@@ -23,6 +23,7 @@ from lessonkit.pages import (
     pivots,
     plots,
     predictions,
+    readme_pictures,
     results,
     shipped,
     targets,
@@ -130,7 +131,7 @@ def generate() -> dict[Path, str | Picture]:
         guide = ROOT / "course_ops" / readme
         made[guide] = filled(guide.read_text(), "speed", shipped.speed(language, today))
     made[REPORTS / "compiled" / "targets.md"] = targets.page(lessons)
-    made |= guides.pages() | path_pages.pages() | glossary.pages()
+    made |= guides.pages() | path_pages.pages() | glossary.pages() | readme_pictures.pages()
     return made | _relinked(made)
 
 
