@@ -5,13 +5,12 @@ The kernels here are mistakes that a rung's mutants cannot make, and the vocabul
 
 import ast
 import inspect
-import random
 from pathlib import Path
 
 from lessonkit import DEVICE, Mutant, device
 from lessonkit.base.errors import Fault, Unsupported
 from lessonkit.base.files import ROOT
-from lessonkit.judge import check, mutants, verify
+from lessonkit.judge import apart, check, mutants, verify
 from lessonkit.modes import gluon as emulated
 
 import pytest
@@ -146,13 +145,25 @@ def test_a_commit_says_nothing_of_an_mma_after_it():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_right_kernel_is_right_in_every_order(monkeypatch, seed):
-    monkeypatch.setattr(emulated.random, "Random", lambda _, new=random.Random: new(seed))
+    monkeypatch.setattr(emulated, "SEED", seed)
     for rung in lesson17_matmul_blackwell.RUNGS[2:]:
         a, b = matmul.inputs(300, 520, 520, dtype=torch.bfloat16)
         try:
             torch.testing.assert_close(rung(a, b), matmul.reference(a, b), rtol=1e-2, atol=2e-2)
         except Unsupported:  # pairs of CTAs before Triton 3.7
             continue
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_a_wrong_kernel_is_wrong_in_every_order(monkeypatch, seed):
+    monkeypatch.setattr(emulated, "SEED", seed)
+    lesson, name = lesson17_matmul_blackwell.LESSON, lesson17_matmul_blackwell.__name__
+    for mutant in lesson.wrong:
+        wrong = mutants.build(name, mutant)
+        if not mutants.cannot_judge(lesson, wrong, mutant):
+            verdict = apart.Verdict.of(mutants.first_rejection(lesson, wrong))
+            assert verdict.is_as_declared(mutant), f"{mutant.why}: {verdict}"
 
 
 @pytest.mark.parametrize("rung", lesson09_matmul_hopper.RUNGS[:5], ids=lambda rung: rung.__name__)
@@ -174,12 +185,12 @@ def test_a_stage_of_hopper_that_is_released_while_wgmma_reads_it_is_a_race(rung,
 
 @gluon.jit
 def unknown_word_kernel(x_desc):
-    gl.barrier()
+    gl.histogram(gl.zeros((64,), gl.int32, gl.BlockedLayout([1], [32], [4], [0])), 8)
 
 
 def test_a_word_that_is_not_known_is_named():
     desc = tensor_descriptor(torch.zeros(16, 64, device=DEVICE).half(), [16, 64])
-    with pytest.raises(NotImplementedError, match=r"barrier is not among the words .* add it there"):
+    with pytest.raises(NotImplementedError, match=r"histogram is not among the words .* add it there"):
         unknown_word_kernel[(1,)](desc, num_warps=4)
 
 

@@ -39,7 +39,7 @@ WRONG = (
         "parity = step & 1",
         "parity = step & 1 ^ 1",
         "tma_and_tcgen05",
-        "race",
+        "barrier or race",
     ),
     Mutant(
         "tma: threads write, TMA reads, and no fence",
@@ -129,7 +129,7 @@ WRONG = (
         "step > 0)",
         "step > 0)\n        tcgen05_commit(args.ready)",
         "warp_specialized",
-        "race",
+        "barrier or race",
     ),
     Mutant(
         "specialized: the producer stops a step early",

@@ -202,11 +202,11 @@ def pair_descriptor(t, block_shape, dim):  # New
 def two_ctas(a, b):
     """[M, K], [K, N] -> [M, N], fp16 or bf16. Rows are contiguous and begin at multiples of 16 bytes."""
     runs_on(100, "tensor memory")
-    if not HAS_PAIRS:
-        raise Unsupported("Gluon has pairs of CTAs from Triton 3.7 on; course_ops.matmul needs none")
     c = empty_product(a, b)
     if not c.numel() or not a.shape[1]:
         return c.zero_()
+    if not HAS_PAIRS:
+        raise Unsupported("Gluon has pairs of CTAs from Triton 3.7 on; course_ops.matmul needs none")
     if a.element_size() != 2 or not tma_takes(a, b, c):
         raise Unsupported("it takes fp16 or bf16 in contiguous rows of whole 16 bytes; course_ops.matmul takes all")
     a_desc = pair_descriptor(a, [BLOCK_M, BLOCK_K], 0)  # New: CTA 0 has the upper half of the rows

@@ -13,7 +13,6 @@ partitions wait for each other, that is Fault("barrier").
 What it does not see: registers that an asynchronous wgmma has not written yet, and races in global memory.
 """
 
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -22,6 +21,7 @@ from functools import cache, partial
 from inspect import signature
 from itertools import product
 from math import prod
+from random import Random
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -42,6 +42,7 @@ _DTYPES = {
     tl.int32: torch.int32,
     tl.int64: torch.int64,
 }
+SEED = 0  # of the order in which partitions, copies and MMAs go on; a test takes others
 PAIR = 2  # CTAs of a cluster, where there is one
 
 
@@ -282,7 +283,7 @@ class _Partition:
         return found
 
     def start(self, kind: str, lane: Hashable) -> tuple[Hashable, int]:
-        """Who does the next operation that this partition issues, and the how-manieth it is."""
+        """Who does the next operation that this partition issues, and its number, from 1 on."""
         who = (self, kind, lane)
         self.issued[who] = self.issued.get(who, 0) + 1
         return who, self.issued[who]
@@ -291,7 +292,7 @@ class _Partition:
 class _Cluster:
     """A CTA, or a pair of them: its partitions, its memory, and the operations that have not completed."""
 
-    def __init__(self, chance: random.Random, program: Sequence[int], grid: Sequence[int], ctas: int) -> None:
+    def __init__(self, chance: Random, program: Sequence[int], grid: Sequence[int], ctas: int) -> None:
         self.chance, self.program, self.grid, self.ctas = chance, program, grid, ctas
         self.spaces: list[_Space] = []
         self.memory: list[_Memory] = []
@@ -739,7 +740,7 @@ def launch(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **more
     sizes = [*(grid(bound.arguments) if callable(grid) else grid), 1, 1][:3]
     for traffic in watching[-1:]:
         traffic.launches.append(kernel.__name__)
-    chance = random.Random(0)
+    chance = Random(SEED)
     for z, y, x in product(*map(range, reversed(sizes))):
         cluster = _Cluster(chance, (x, y, z), sizes, more.get("num_ctas", 1))
         _clusters.append(cluster)
