@@ -125,6 +125,14 @@ LESSON = Lesson(
         ),
         Mutant("one of four is stored twice", "vectorized_kernel", "= four.w", "= four.z", "multiply_vectorized"),
         Mutant(
+            "the last row is left out",
+            "multiply_one_block",
+            "m, n, k, stream",
+            "m - 1, n, k, stream",
+            "multiply_one_block",
+            "nan",
+        ),
+        Mutant(
             "the second four rows begin too early",
             "vectorized_kernel",
             "WARP_TILES ? 16 : 4",

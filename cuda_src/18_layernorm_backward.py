@@ -155,6 +155,8 @@ LESSON = Lesson(
         Mutant("dw of the raw x", "dw_db_kernel", " - mean[row]) * rstd[row]", ")", "layernorm_backward_naive"),
         Mutant("dw of the last row alone", "accumulate", "dw[k][e] += d[e] * x_hat", "dw[k][e] = d[e] * x_hat",
                "layernorm_backward_warp"),
+        Mutant("odd widths have no rung", "layernorm_backward", "return layernorm_backward_naive(t, stream)", "return",
+               "layernorm_backward", "nan"),
         Mutant("warps replace each other's sums", "backward_kernel", "add_to<T>(block, n, i == 0,",
                "add_to<T>(block, n, true,", "layernorm_backward_warp"),
         Mutant("warps add at the same time", "backward_kernel",

@@ -133,6 +133,7 @@ LESSON = Lesson(
         ),
         Mutant("mask stops one lane early", "add_block_kernel", "offsets < n", "offsets < n - 1", "add_block", "nan"),
         Mutant("x twice", "add_block_kernel", "tl.load(y_ptr + offsets", "tl.load(x_ptr + offsets", "add_wide"),
+        Mutant("a difference", "add_element_kernel", "+ tl.load(y_ptr + i)", "- tl.load(y_ptr + i)", "add_element"),
         Mutant(
             "grid rounded down",
             "add_block",

@@ -198,6 +198,7 @@ LESSON = Lesson(
         Mutant("no maximum subtracted", "softmax_row_kernel", "x - tl.max(x, axis=0)", "x", "softmax_row", "nan"),
         Mutant("sum not rescaled", "softmax_online_kernel", "s * tl.exp(m - m_new)", "s", "softmax_online"),
         Mutant("starts at -inf", "softmax_online_kernel", "m = LOWEST", 'm = -float("inf")', "softmax_online", "nan"),
+        Mutant("x divided, not exp(x - m)", "softmax_unfused", '("divide", y)', '("divide", x)', "softmax_unfused"),
     ),
     claims={softmax_row: ("16-byte loads", "16-byte stores")},
     passes={softmax_unfused: 2.5, softmax_row: 1, softmax_online: 1.5},

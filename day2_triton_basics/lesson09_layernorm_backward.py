@@ -244,6 +244,8 @@ def layernorm_torch(x, w, b):
 WRONG = (
     Mutant("the mean of g forgotten", "dx_kernel", "- x_hat * c1 - c2", "- x_hat * c1", "layernorm_backward_naive"),
     Mutant("dw of the raw x", "load_rows", "dy, (x - mean) * rstd", "dy, x * rstd", "layernorm_backward_naive"),
+    Mutant("sums that start at nothing", "layernorm_backward_atomic", "torch.zeros((2, N)", "torch.empty((2, N)",
+           "layernorm_backward_atomic", "nan"),
     Mutant("partial dw kept in half precision", "layernorm_backward_kernel", "dw += dy * x_hat",
            "dw = (dw + dy * x_hat).to(tl.float16).to(tl.float32)", "layernorm_backward_persistent"),
     Mutant("every second tile of rows skipped", "layernorm_backward_kernel", "rows + programs * ROWS",

@@ -267,6 +267,7 @@ LESSON = Lesson(
         Mutant("past K, whatever follows", "multiply_tile", "(ks[:, None] < K - k) & ", "", "tiles", "out of bounds"),
         Mutant("steps of b as long as a's", "multiply_tile", "b_ptrs += b_step", "b_ptrs += a_step", "pipelined"),
         Mutant("all groups as high", "place", "within % height", "within % GROUP", "grouped", "nan"),
+        Mutant("as many columns of tiles as rows", "autotuned", "c.shape[1], x", "c.shape[0], x", "autotuned", "nan"),
     ),
     claims={tiles: ("wgmma", "16-byte loads"), pipelined: ("wgmma", "cp.async", "16-byte stores", "no spills")},
     passes={tiles: 1.44, grouped: 1.44, pipelined: 1.44},

@@ -374,6 +374,7 @@ LESSON = Lesson(
         Mutant("halves change places", "multiply_tiles", "left, right =", "right, left =", "subtiled"),
         Mutant("the corner of a transposed tile", "multiply_tiles", "load([col, k]).T", "load([k, col]).T", "matmul"),
         Mutant("rows of b as far apart as a's", "tma_device_kernel", "[stride_bk, 1]", "[stride_am, 1]", "tma_device"),
+        Mutant("K rounded down", "multiply_tiles", "tl.cdiv(K, BLOCK_K)", "K // BLOCK_K", "warp_specialized"),
     ),
     claims={
         persistent: ("wgmma", "no spills"),

@@ -234,6 +234,9 @@ def _expect(x, w, bias, residual):
 # fmt: off
 WRONG = (
     Mutant("bias by row", "matmul_kernel", "ptr + cols, mask=cols", "ptr + rows, mask=rows", "residual_fused"),
+    Mutant("the bias after the GELU", "unfused", "_tiles(x, w), bias=bias), gelu=True)",
+           "_tiles(x, w), gelu=True), bias=bias)", "unfused"),
+    Mutant("the bias forgotten", "bias_fused", "_tiles(x, w, bias)", "_tiles(x, w)", "bias_fused"),
     Mutant("sums rounded", "matmul_kernel", "gelu(z)", "gelu(z.to(tl.float16).to(tl.float32))", "gelu_fused"),
     Mutant("the residual inside the GELU", "persistent_kernel", "z += residual_desc.load([row, start]).to(tl.float32)",
            "z = gelu(z + residual_desc.load([row, start]).to(tl.float32))", "linear_gelu"),

@@ -181,6 +181,7 @@ def matmul_fp8(a, b, scale_a, scale_b):
 # fmt: off
 WRONG = (
     Mutant("one row's scale for all", "outer_scales", "rows * stride_am", "rows * 0", "fp8_rows"),
+    Mutant("the last step alone", "fp8_kernel", "acc += tl.dot(a, b)  #", "acc = tl.dot(a, b)  #", "fp8_promoted"),
     Mutant("the first scales of K for all", "fp8_kernel", "step * stride_ak", "0 * stride_ak", "fp8_blocks"),
     Mutant("scales of one step on all before", "fp8_kernel", "acc += tl.dot(a, b) *", "acc = (acc + tl.dot(a, b)) *",
            "matmul_fp8"),

@@ -102,6 +102,7 @@ LESSON = Lesson(
     ),
     wrong=(
         Mutant("eight rows of B twice, eight never", "right", "lane % 16", "lane % 8", "matmul_wide"),
+        Mutant("pieces of A lie unswizzled", "by_hand_kernel", "(at % 8 ^ (at / 8 & 7))", "(at % 8)", "matmul_by_hand"),
         Mutant(
             "read before all copies are there", "tiles_kernel", "__syncthreads();  // all", "//", "matmul_tiles", "race"
         ),

@@ -183,6 +183,7 @@ WRONG = (
     Mutant("the stream's gradient is lost", "add_norm_backward_kernel", "dx = dtotal + rstd", "dx = rstd",
            "add_norm_backward"),
     Mutant("the mean of g forgotten", "add_norm_backward_kernel", " - c2 / N", "", "add_norm_backward_fused"),
+    Mutant("autograd's sum is left out", "norm_then_add", "dtotal + dx", "dx", "norm_then_add"),
     Mutant("dtotal added to what the norm passes on", "add_norm_backward_kernel", "db += dy", "db += dy + dtotal",
            "add_norm_backward"),
     Mutant("dtotal's rows N apart", "add_norm_backward_kernel", "rows * stride_dtotal", "rows * N",

@@ -83,9 +83,10 @@ class _Disturbed(TorchDispatchMode):
             # One partial sum after the other is rounded, and where they were largest the most: a random walk.
             steps = math.sqrt(max(1.0, min(result.shape[args[1]], ONE_BY_ONE) / 3))
             result.add_(self.errors(result.abs().cummax(args[1]).values) * steps)
-        elif func.overloadpacket in (aten.sum, aten.mean) and _is_float64(result):  # once at each level of a tree
+        elif func.overloadpacket in (aten.sum, aten.mean) and _is_float64(result):
+            # Once at each level of a tree; equal terms are rounded alike there, so that the errors add up.
             levels = math.log2(max(args[0].numel() / max(result.numel(), 1), 2))
-            result.add_(self.errors(result) * math.sqrt(levels))
+            result.add_(self.errors(result) * levels)
         if func.overloadpacket.__name__.rstrip("_") in EXACT:
             return result
         several = isinstance(result, tuple | list)
