@@ -250,7 +250,7 @@ def _colours(theme: int) -> str:
 
 
 STYLE = (
-    f".lk-picture{{{_colours(0)}font-family:system-ui,sans-serif}}"
+    f".lk-picture{{{_colours(0)}font-family:system-ui,sans-serif;background:var(--lk-paper)}}"
     f"@media(prefers-color-scheme:dark){{.lk-picture{{{_colours(1)}}}}}"
     ".lk-picture text{fill:var(--lk-ink)}.lk-picture .faint{fill:var(--lk-faint)}.lk-picture .bold{font-weight:600}"
     ".lk-picture .paper{fill:var(--lk-paper)}.lk-picture .head{fill:var(--lk-ink)}"
