@@ -11,10 +11,13 @@ check, bench, report, ...). Repeating a command is safe; an environment that is 
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,7 +37,7 @@ def variables() -> dict[str, str]:
     env = dict(os.environ)
     if env.pop("PYTHONDONTWRITEBYTECODE", ""):
         env.setdefault("PYTHONPYCACHEPREFIX", str(VENV / "bytecode"))
-    return env
+    return env | {"PYTHONUTF8": "1"} if os.name == "nt" else env  # Windows reads files in a code page of its own
 
 
 def extras() -> str:
@@ -80,7 +83,28 @@ def environment() -> None:
     subprocess.run(
         [*pip, "--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[{extras()}]"], check=True
     )
+    if sys.platform != "linux":
+        interpreter_of_triton(pip[:3])
     stamp.write_text(wanted)
+
+
+def interpreter_of_triton(pip: list[str]) -> None:
+    """Unpack the Python files of Triton's Linux wheel, 200 MB, where it has no other: kernels are interpreted by them.
+
+    lessonkit/base/libtriton.py takes the place of the compiled part. pip compares the wheel with its index's hash.
+    """
+    pinned = re.search(r"^triton==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([str(PYTHON), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    with tempfile.TemporaryDirectory(dir=VENV) as folder:
+        which = ["--no-deps", "--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--python-version=3.11"]
+        subprocess.run([*pip, "download", "--quiet", *which, f"--dest={folder}", pinned], check=True)
+        (wheel,) = Path(folder).glob("triton-*.whl")
+        for old in [Path(packages, "triton"), *Path(packages).glob("triton-*.dist-info")]:
+            shutil.rmtree(old, ignore_errors=True)
+        with zipfile.ZipFile(wheel) as files:
+            named = [name for name in files.namelist() if name.endswith(".py") or ".dist-info/" in name]
+            files.extractall(packages, [name for name in named if not name.endswith("/RECORD")])
 
 
 def exit_status(*codes: int) -> int:
@@ -122,6 +146,8 @@ def main() -> int:
         env = variables() | {"COURSE_PY": "1"}  # so that what it advises can be typed as it stands
         os.chdir(ROOT)
         sys.stdout.flush()
+        if os.name == "nt":
+            return subprocess.run([str(PYTHON), "-m", "lessonkit", *words], env=env).returncode
         # In place of this process: Ctrl-C and kill reach the run, which ends its lessons and says how far it came.
         os.execve(PYTHON, [str(PYTHON), "-m", "lessonkit", *words], env)
     return test(words[1:])

@@ -39,7 +39,8 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A GPU-kernel course: run, check, time and report its lessons."
 )
 app.add_typer(exercises.app, name="exercise")
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what Ctrl-C, kill, and a closed terminal send
+# What Ctrl-C, kill, and a closed terminal send. Windows has no SIGHUP.
+STOPS = tuple(each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP"))
 Which = Annotated[
     str,
     typer.Argument(
@@ -194,9 +195,8 @@ def run(
         report.write()
         show.console.print("reports and plots: reports/README.md")
     else:
-        show.console.print(
-            "No GPU: kernels were interpreted and compiled, not timed. Committed measurements: reports/README.md"
-        )
+        done = "interpreted and compiled, not timed" if device.HAS_COMPILER else "interpreted, not compiled or timed"
+        show.console.print(f"No GPU: kernels were {done}. Committed measurements: reports/README.md")
     raise typer.Exit(int(any(code for code, _ in ended.values())))
 
 

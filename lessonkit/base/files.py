@@ -4,7 +4,12 @@ import os
 import shlex
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
+
+with suppress(ImportError):  # Windows has none
+    import fcntl
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = ROOT / "reports"
@@ -27,7 +32,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
         try:
             part.write(content.encode() if isinstance(content, str) else content)
-            part.flush()
+            part.close()  # Windows moves no open file
             os.chmod(part.name, 0o644)
             os.replace(part.name, path)
         except BaseException:
@@ -35,12 +40,24 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             raise
 
 
+def lock(file: IO[Any], wait: bool = True) -> None:
+    """Hold an open file's lock until it is closed. OSError if another process holds it and this one shall not wait.
+
+    On Windows it does nothing: the CUDA C++ programs, which need it, are not built there.
+    """
+    if os.name == "posix":
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def need_private_cache() -> None:
     """Make the cache's folder. PermissionError if other users may write there: what lies in it is executed.
 
     One's own group may: many systems give every user a group with no one else in it, which may write by default.
+    Windows has no such modes: there a user's folder is the user's alone.
     """
     CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not hasattr(os, "getuid"):
+        return
     there, me = CACHE.stat(), os.getuid()
     mend = "(or set COURSE_CACHE to a folder of your own): files in it are executed"
     if there.st_uid != me:

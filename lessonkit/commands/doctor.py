@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from lessonkit.base.device import HAS_GPU
+from lessonkit.base.device import HAS_COMPILER, HAS_GPU
 from lessonkit.base.files import ROOT
-from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, NVCC_PACKAGES, PIP, find_kittens, find_nvcc
+from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, MEND, NVCC_PACKAGES, PIP, find_kittens, find_nvcc
 from lessonkit.modes import compiled
 
 import torch
@@ -57,6 +57,7 @@ class Machine:
     disk_gb: float
     memory_gb: float
     kittens: str  # ThunderKittens' commit
+    compiler: bool = True  # Triton's: macOS and Windows have its Python files alone
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -104,6 +105,7 @@ def look() -> Machine:
         disk_gb=shutil.disk_usage(ROOT).free / 1e9,
         memory_gb=int(printed(r"MemAvailable:\s+(\d+)", "cat", "/proc/meminfo") or 0) / 1e6,
         kittens=commit(root) if (root := find_kittens()) else "",
+        compiler=HAS_COMPILER,
     )
 
 
@@ -130,13 +132,22 @@ def judge(m: Machine) -> list[Finding]:
         Finding("C++", cpp, bool(m.gxx and m.python_h), builds, "apt install g++ python3-dev", bool(m.gpu)),
         Finding("nvcc", m.nvcc or "none", version(m.nvcc) >= (12, 8), "cuda_src/; without it g++ emulates a GPU", NVCC),
         Finding("disk", f"{m.disk_gb:.0f} GB free", m.disk_gb > 2, "compiled kernels", "rm -r ~/.triton/cache", True),
-        Finding("memory", f"{m.memory_gb:.0f} GB free", m.memory_gb > 3, "interpreted checks", "end other programs"),
+        _memory(m),
         Finding("ThunderKittens", kittens, kittens != "none", "the last rungs of day 3, on Hopper", KITTENS),
     ]
 
 
+def _memory(m: Machine) -> Finding:
+    if not m.memory_gb:
+        return Finding("memory", "not known", True, "Linux alone says what is free")
+    return Finding("memory", f"{m.memory_gb:.0f} GB free", m.memory_gb > 3, "interpreted checks", "end other programs")
+
+
 def _gpu(m: Machine) -> Finding:
-    """Is there a GPU? If torch does not use it: which of the usual three reasons is it?"""
+    """Is there a GPU? If it is not used: which of the usual four reasons is it?"""
+    if not m.compiler:
+        value, mend = "unused: Triton has no compiler for this system", "use Linux or WSL2"
+        return Finding("GPU", value if m.smi else "none", not m.smi, MEND["Triton"], mend)
     if m.gpu:
         value = f"{m.gpu}, sm_{m.capability}, {m.gpu_free_gb:.0f} GB free"
         mend = "older ones are not supported: begin commands with CUDA_VISIBLE_DEVICES= and kernels are interpreted"
@@ -182,5 +193,6 @@ def findings() -> list[Finding]:
     """Everything that `python -m lessonkit doctor` prints. Each mode is tried, which takes some seconds."""
     machine = look()
     with ThreadPoolExecutor() as pool:
-        modes = ["interpreted", *["emulated"] * bool(machine.gxx), "compiled", *["run"] * bool(machine.gpu)]
+        has = {"interpreted": True, "emulated": machine.gxx, "compiled": machine.compiler, "run": machine.gpu}
+        modes = [mode for mode, there in has.items() if there]
         return [*judge(machine), *pool.map(self_test, modes)]

@@ -233,7 +233,7 @@ def steps(name: str, lesson: Steps) -> None:
         console.print(f"\n{step.__name__}: {claim}", style="bold", highlight=False)
         try:
             measured = step()
-        except Unsupported as why:  # here, for want of a package
+        except (Missing, Unsupported) as why:  # here, for want of a package or a compiler
             console.print(f"  left out: {why}", highlight=False)
             continue
         if measured is not None and measured.rows:

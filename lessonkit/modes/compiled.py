@@ -27,7 +27,7 @@ from unittest import mock
 
 from lessonkit.base import chips, eviction, files
 from lessonkit.base.chips import TARGETS, Target
-from lessonkit.base.errors import Unsupported
+from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import ROOT
 from lessonkit.cuda import sass
 from lessonkit.cuda.sass import Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
@@ -403,6 +403,8 @@ def kernels(name: str, targets: tuple[Target, ...] = TARGETS, rungs: tuple[str, 
         return sass.kernels(program, targets)
     try:
         found = [outcome(name, target, rungs) for target in targets]
+    except Missing:
+        raise
     except RuntimeError as error:
         raise RuntimeError(f"{name} does not compile: {error}") from None
     if failed := [line for each in found for line in each.failed]:
