@@ -31,7 +31,7 @@ from lessonkit.judge import counters, fuzz, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import dependents, fuzzing, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
 from lessonkit.modes import compiled
-from lessonkit.pages import final_report, glossary, paths, report, targets
+from lessonkit.pages import card, final_report, glossary, paths, report, targets
 
 import typer
 
@@ -381,7 +381,9 @@ def compile_lessons(which: Which = "") -> None:
     All lessons, and `course_ops`: the operators too. With COURSE_GPU, for that card alone, and nothing is written.
     """
     broken: list[str] = []
-    mine = _card()
+    mine = _card(os.environ.get(chips.CHOICE, ""))
+    if mine and not mine.compiled:
+        raise typer.BadParameter(f"{chips.CHOICE}={mine.name}: nothing is compiled for {chips.label(mine.target)}")
     wanted = (mine.target,) if mine else compiled.TARGETS
     chosen = [] if which == compiled.COURSE_OPS else list(_with_kernels(which, broken))
     names = [name for name, lesson in chosen if not lesson.extension]
@@ -405,9 +407,10 @@ def compile_lessons(which: Which = "") -> None:
     _end(broken)
 
 
-def _card() -> chips.Chip | None:
+def _card(name: str) -> chips.Chip | None:
+    """The card of this name, if it is one. What the table does not have is said in the words of the command line."""
     try:
-        return chips.chosen()
+        return chips.find(name) if name else None
     except ValueError as why:
         raise typer.BadParameter(str(why)) from None
 
@@ -457,18 +460,31 @@ def try_versions(
 
 
 @app.command()
-def card(which: Which = "") -> None:
-    """Show a card's limits and its roofline over the lessons, by its data sheet: COURSE_GPU names it, or an H200's."""
-    chip = _card() or chips.of(90)
-    show.table(
-        f"{chip.name}: {chips.label(chip.target)}",
-        ["SMs", "TB/s", *(f"{rate} TFLOP/s" for rate in chip.flops), "shared a block", "an SM", "registers", "threads"],
-        [[chip.sms, f"{chip.bandwidth / 1e12:.3g}", *(f"{f / 1e12:.4g}" for f in chip.flops.values()),
-          chip.shared_block, chip.shared, chip.registers, chip.warps * chip.warp_size]],
-    )  # fmt: skip
+def chip(
+    name: Annotated[
+        str, typer.Argument(help='Your card, "RTX 4090"; nothing: COURSE_GPU\'s, this GPU, or the table.')
+    ] = "",
+    which: Which = "",
+) -> None:
+    """Show what the lessons predict for a card, by its data sheet: its limits, its roofline, and each rung's time."""
+    mine = _card(name or os.environ.get(chips.CHOICE, "") or (device.name() if device.HAS_GPU else ""))
+    show.table("cards", targets.CARD_TITLES, targets.cards([mine] if mine else chips.CHIPS.values()))
+    if not mine:
+        show.console.print(f'What is predicted for one of them: {exercises.COURSE} chip "RTX 4090"')
+        return
     failed: list[str] = []
+    lessons = list(_with_kernels(which, failed))
     titles = ["lesson", "largest shape", "FLOPs a byte", "TFLOP/s at most", "us at least", "bound by"]
-    show.table("predicted, not measured", titles, targets.roofline(chip, _with_kernels(which, failed)))
+    show.table(f"{mine.name}: roofline", titles, targets.roofline(mine, lessons))
+    for lesson, each in lessons:
+        if body := [rung.line for rung in card.rungs(mine, lesson, each)]:
+            show.table(f"{mine.name}, predicted, not measured: {lesson}", card.TITLES, body)
+    show.console.print(
+        "A prediction is a share of the data sheet's rate, as the lesson says it of an H200; what `bench` measures on "
+        "your card is held against a copy, or cuBLAS, in the same rounds."
+    )
+    if not mine.compiled:
+        show.console.print(f"Nothing is compiled for {chips.label(mine.target)}: no registers and no occupancy.")
     _end(failed)
 
 

@@ -220,7 +220,7 @@ def ask(day):
             except Exception as why:
                 wrong.append(f"{question}: {type(why).__name__}: {why}")
     assert asked
-    sys.exit("\n".join(wrong))
+    sys.exit("\n".join(wrong) or 0)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ import os
 import shlex
 import stat
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-with suppress(ImportError):  # Windows has none
+try:
     import fcntl
+except ImportError:  # Windows has none
+    fcntl = None  # type: ignore[assignment]
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = ROOT / "reports"
@@ -45,7 +46,7 @@ def lock(file: IO[Any], wait: bool = True) -> None:
 
     On Windows it does nothing: the CUDA C++ programs, which need it, are not built there.
     """
-    if os.name == "posix":
+    if fcntl:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

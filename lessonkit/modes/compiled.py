@@ -277,7 +277,7 @@ def _calls(name: str, target: Target, rungs: Sequence[str]) -> Iterator[tuple[st
     for rung in lesson.rungs:
         if rungs and rung.__name__ not in rungs:
             continue
-        why = "" if suits(rung, capability) else _needs(rung)
+        why = "" if suits(rung, capability) else requirement(rung)
         inputs = partial(lesson.inputs, dtype=lesson.bench_dtype)
         yield rung.__name__, why, [partial(_call, rung, inputs, shape) for shape in lesson.benches]
 
@@ -286,7 +286,8 @@ def _call(rung: Rung, inputs: Callable[..., tuple[Any, ...]], shape: dict[str, A
     return rung(*inputs(**shape))
 
 
-def _needs(rung: Rung) -> str:
+def requirement(rung: Rung) -> str:
+    """What a rung needs that not every target has, in words."""
     needed: Any = rung
     return f"needs {needed.needs_what}: sm_{needed.needs}{' alone' if needed.needs_only else ' or newer'}"
 
@@ -429,6 +430,7 @@ __all__ = [
     "kernels",
     "occupancy",
     "one_dimensional_maps",
+    "requirement",
     "resident",
     "row",
     "second_target",

@@ -248,7 +248,7 @@ def _compiled_page(name: str, lesson: Lesson, found: list[dict[str, str]], unfit
         + unfit
         + (f"\nAsserted by the tests for {asked}:\n\n" + "\n".join(claims) + "\n" if claims else "")
         + "\n## Predicted floor in us, by the data sheet: least bytes over bandwidth, or FLOPs over their rate\n\n"
-        + markdown(["shape", "MB", *(chip.name for chip in chips.CHIPS.values())], targets.floors(lesson))
+        + markdown(["shape", "MB", *(chip.name for chip in targets.CARDS)], targets.floors(lesson))
     )
 
 
