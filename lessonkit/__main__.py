@@ -547,7 +547,9 @@ def write_report(
 
 @app.command(name="stale")
 def list_stale(
-    release: Annotated[bool, typer.Option("--release", help="Old rows are a failure: exit code 1.")] = False,
+    release: Annotated[
+        bool, typer.Option("--release", help="Of the GPU that a release is measured on; old rows are exit code 1.")
+    ] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Add what this machine's compilers make of the rows.")
     ] = False,
@@ -558,10 +560,11 @@ def list_stale(
         report.write()
     if record:
         show.console.print(f"{stale.record()} rows: what the compilers of this machine make of them, added")
-    old = stale.old()
+    folders = stale.released() if release else stale.device_folders()
+    old = stale.old(folders)
     body = ([each.device, each.row.lesson, each.row.rung, each.row.shape, each.why, each.row.commit] for each in old)
     show.table(f"{len(old)} old rows", ["device", "lesson", "rung", "shape", "why", "measured at"], body)
-    tables = stale.old_tables()
+    tables = stale.old_tables(folders)
     for line in tables:
         show.console.print(f"old table: {line}")
     verdicts = list(gpu_mutants.old(kernels()))

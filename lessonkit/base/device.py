@@ -8,6 +8,7 @@ One lesson runs in three modes, and the device alone says which:
 """
 
 import os
+import re
 import sys
 from typing import Any
 
@@ -84,4 +85,4 @@ def _target() -> chips.Target:
 
 def name() -> str:
     """The machine as a folder name under reports/: nvidia-h200, or cpu."""
-    return torch.cuda.get_device_name(0).lower().replace(" ", "-") if HAS_GPU else "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-") if HAS_GPU else "cpu"

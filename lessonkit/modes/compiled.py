@@ -29,7 +29,7 @@ from lessonkit.base import chips, eviction, files
 from lessonkit.base.chips import TARGETS, Target
 from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import ROOT
-from lessonkit.cuda import sass
+from lessonkit.cuda import sass, toolchain
 from lessonkit.cuda.sass import Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
 from lessonkit.lesson import Broken, Lesson, Rung, discover, suits
 from lessonkit.modes.compile_server import call_in_compiler
@@ -324,6 +324,7 @@ def outcome(name: str, target: Target, rungs: tuple[str, ...] = ()) -> Outcome:
 
     name: a Triton lesson, or COURSE_OPS. rungs: only these, or all. Kept on disk by what the kernels depend on.
     """
+    toolchain.need("Triton")
     kept = _kept(name, target, rungs)
     if not kept.exists():
         found = call_in_compiler(__name__, "_compile_here", name, target, rungs)

@@ -7,11 +7,12 @@ from lessonkit.base import chips
 from lessonkit.base.chips import Chip
 from lessonkit.base.tables import head, read_csv
 from lessonkit.lesson import Lesson, Prediction, Rung, Shape, Work, shape_name, suits
+from lessonkit.measure import rows
 from lessonkit.modes import compiled
 from lessonkit.pages import predictions, targets
 
 Share = tuple[float, float]  # of the rate at which an op's floor is reached: from and to
-H200 = chips.find(predictions.MACHINE)  # the card that the lessons' predictions are about
+H200 = chips.find(rows.MACHINE)  # the card that the lessons' predictions are about
 TITLES = ["rung", "shape", "us at least", "bound by", "us predicted", "of that rate", "occupancy", "predicted by"]
 
 

@@ -12,7 +12,6 @@ from lessonkit.lesson import Figure, Lesson, Prediction, shape_name
 from lessonkit.measure.rows import Row
 from lessonkit.pages import pivots
 
-MACHINE = "nvidia-h200"  # the folder of reports/ that predictions and their reasons are about
 TOLERANCE = 0.15  # a measured rate further off than this wants a reason
 
 
