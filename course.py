@@ -11,10 +11,13 @@ check, bench, report, ...). Repeating a command is safe; an environment that is 
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,7 +41,7 @@ def variables() -> dict[str, str]:
     env = dict(os.environ)
     if env.pop("PYTHONDONTWRITEBYTECODE", ""):
         env.setdefault("PYTHONPYCACHEPREFIX", str(VENV / "bytecode"))
-    return env
+    return env | {"PYTHONUTF8": "1"} if os.name == "nt" else env  # Windows reads files in a code page of its own
 
 
 def lists() -> list[Path]:
@@ -88,7 +91,10 @@ def environment() -> None:
         pip("install", *HASHED, "--requirement", str(usual))
     # The course itself is built with what is installed: pip would fetch setuptools anew, and compare no hash.
     pip("install", "--no-deps", "--no-build-isolation", "--no-compile", "--editable", str(ROOT))
-    pip("check")
+    if sys.platform == "linux":
+        pip("check")
+    else:
+        interpreter_of_triton()
     stamp.write_text(wanted)
 
 
@@ -96,6 +102,25 @@ def pip(*words: str, must: bool = True) -> bool:
     """Whether pip could. If it must, raises CalledProcessError, and pip's words are shown."""
     command = [str(PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
     return not subprocess.run(command, check=must, stderr=None if must else subprocess.DEVNULL).returncode
+
+
+def interpreter_of_triton() -> None:
+    """Unpack the Python files of Triton's Linux wheel, 200 MB, where it has no other: kernels are interpreted by them.
+
+    lessonkit/base/libtriton.py takes the place of the compiled part. pip compares the wheel with its index's hash.
+    """
+    pinned = re.search(r"^triton==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([str(PYTHON), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    with tempfile.TemporaryDirectory(dir=VENV) as folder:
+        which = ["--no-deps", "--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--python-version=3.11"]
+        pip("download", *which, f"--dest={folder}", pinned)
+        (wheel,) = Path(folder).glob("triton-*.whl")
+        for old in [Path(packages, "triton"), *Path(packages).glob("triton-*.dist-info")]:
+            shutil.rmtree(old, ignore_errors=True)
+        with zipfile.ZipFile(wheel) as files:
+            named = [name for name in files.namelist() if name.endswith(".py") or ".dist-info/" in name]
+            files.extractall(packages, [name for name in named if not name.endswith("/RECORD")])
 
 
 def exit_status(*codes: int) -> int:
@@ -137,6 +162,8 @@ def main() -> int:
         env = variables() | {"COURSE_PY": "1"}  # so that what it advises can be typed as it stands
         os.chdir(ROOT)
         sys.stdout.flush()
+        if os.name == "nt":
+            return subprocess.run([str(PYTHON), "-m", "lessonkit", *words], env=env).returncode
         # In place of this process: Ctrl-C and kill reach the run, which ends its lessons and says how far it came.
         os.execve(PYTHON, [str(PYTHON), "-m", "lessonkit", *words], env)
     return test(words[1:])

@@ -44,7 +44,7 @@ from lessonkit.measure import (
     stale,
 )
 from lessonkit.modes import compiled
-from lessonkit.pages import final_report, glossary, guides, paths, report, targets
+from lessonkit.pages import card, final_report, glossary, guides, paths, report, targets
 
 import typer
 
@@ -57,7 +57,8 @@ app = typer.Typer(
 app.add_typer(exercises.app, name="exercise")
 app.command()(languages.read)
 app.command()(languages.translate)
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what Ctrl-C, kill, and a closed terminal send
+# What Ctrl-C, kill, and a closed terminal send. Windows has no SIGHUP.
+STOPS = tuple(each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP"))
 Which = Annotated[
     str,
     typer.Argument(
@@ -226,6 +227,8 @@ def run(
         show.console.print(said("reports and plots: {page}").format(page="reports/README.md"))
     else:
         words = said("No GPU: kernels were interpreted and compiled, not timed. Committed measurements: {page}")
+        if not device.HAS_COMPILER:
+            words = said("No GPU: kernels were interpreted, not compiled or timed. Committed measurements: {page}")
         show.console.print(words.format(page="reports/README.md"))
     raise typer.Exit(int(any(code for code, _ in ended.values())))
 
@@ -476,7 +479,9 @@ def compile_lessons(which: Which = "") -> None:
     All lessons, and `course_ops`: the operators too. With COURSE_GPU, for that card alone, and nothing is written.
     """
     broken: list[str] = []
-    mine = _card()
+    mine = _card(os.environ.get(chips.CHOICE, ""))
+    if mine and not mine.compiled:
+        raise typer.BadParameter(f"{chips.CHOICE}={mine.name}: nothing is compiled for {chips.label(mine.target)}")
     wanted = (mine.target,) if mine else compiled.TARGETS
     chosen = [] if which == compiled.COURSE_OPS else list(_with_kernels(which, broken))
     names = [name for name, lesson in chosen if not lesson.extension]
@@ -500,9 +505,10 @@ def compile_lessons(which: Which = "") -> None:
     _end(broken)
 
 
-def _card() -> chips.Chip | None:
+def _card(name: str) -> chips.Chip | None:
+    """The card of this name, if it is one. What the table does not have is said in the words of the command line."""
     try:
-        return chips.chosen()
+        return chips.find(name) if name else None
     except ValueError as why:
         raise typer.BadParameter(str(why)) from None
 
@@ -564,18 +570,31 @@ def lock_requirements(
 
 
 @app.command()
-def card(which: Which = "") -> None:
-    """Show a card's limits and its roofline over the lessons, by its data sheet: COURSE_GPU names it, or an H200's."""
-    chip = _card() or chips.of(90)
-    show.table(
-        f"{chip.name}: {chips.label(chip.target)}",
-        ["SMs", "TB/s", *(f"{rate} TFLOP/s" for rate in chip.flops), "shared a block", "an SM", "registers", "threads"],
-        [[chip.sms, f"{chip.bandwidth / 1e12:.3g}", *(f"{f / 1e12:.4g}" for f in chip.flops.values()),
-          chip.shared_block, chip.shared, chip.registers, chip.warps * chip.warp_size]],
-    )  # fmt: skip
+def chip(
+    name: Annotated[
+        str, typer.Argument(help='Your card, "RTX 4090"; nothing: COURSE_GPU\'s, this GPU, or the table.')
+    ] = "",
+    which: Which = "",
+) -> None:
+    """Show what the lessons predict for a card, by its data sheet: its limits, its roofline, and each rung's time."""
+    mine = _card(name or os.environ.get(chips.CHOICE, "") or (device.name() if device.HAS_GPU else ""))
+    show.table("cards", targets.CARD_TITLES, targets.cards([mine] if mine else chips.CHIPS.values()))
+    if not mine:
+        show.console.print(f'What is predicted for one of them: {exercises.COURSE} chip "RTX 4090"')
+        return
     failed: list[str] = []
+    lessons = list(_with_kernels(which, failed))
     titles = ["lesson", "largest shape", "FLOPs a byte", "TFLOP/s at most", "us at least", "bound by"]
-    show.table("predicted, not measured", titles, targets.roofline(chip, _with_kernels(which, failed)))
+    show.table(f"{mine.name}: roofline", titles, targets.roofline(mine, lessons))
+    for lesson, each in lessons:
+        if body := [rung.line for rung in card.rungs(mine, lesson, each)]:
+            show.table(f"{mine.name}, predicted, not measured: {lesson}", card.TITLES, body)
+    show.console.print(
+        "A prediction is a share of the data sheet's rate, as the lesson says it of an H200; what `bench` measures on "
+        "your card is held against a copy, or cuBLAS, in the same rounds."
+    )
+    if not mine.compiled:
+        show.console.print(f"Nothing is compiled for {chips.label(mine.target)}: no registers and no occupancy.")
     _end(failed)
 
 
@@ -638,7 +657,9 @@ def write_report(
 
 @app.command(name="stale")
 def list_stale(
-    release: Annotated[bool, typer.Option("--release", help="Old rows are a failure: exit code 1.")] = False,
+    release: Annotated[
+        bool, typer.Option("--release", help="Of the GPU that a release is measured on; old rows are exit code 1.")
+    ] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Add what this machine's compilers make of the rows.")
     ] = False,
@@ -649,10 +670,11 @@ def list_stale(
         report.write()
     if record:
         show.console.print(f"{stale.record()} rows: what the compilers of this machine make of them, added")
-    old = stale.old()
+    folders = stale.released() if release else stale.device_folders()
+    old = stale.old(folders)
     body = ([each.device, each.row.lesson, each.row.rung, each.row.shape, each.why, each.row.commit] for each in old)
     show.table(f"{len(old)} old rows", ["device", "lesson", "rung", "shape", "why", "measured at"], body)
-    tables = stale.old_tables()
+    tables = stale.old_tables(folders)
     for line in tables:
         show.console.print(f"old table: {line}")
     verdicts = list(gpu_mutants.old(kernels()))

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 from lessonkit.base.files import ROOT
@@ -137,3 +138,36 @@ def test_a_failed_pip_leaves_the_environment(load, tmp_path, monkeypatch):
     assert course.main() == 143
     assert files(tmp_path) == before
     assert "--no-compile" in commands[0]
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
+def test_where_triton_has_no_wheel_its_python_files_are_unpacked(load, tmp_path, monkeypatch, platform):
+    """In the version of constraints.txt, in place of an older one, and without what was compiled for Linux."""
+    course, packages, downloads = load(tmp_path), tmp_path / "packages", []
+    (packages / "triton").mkdir(parents=True)
+    (packages / "triton" / "old.py").touch()
+    (packages / "triton-3.0.0.dist-info").mkdir()
+    wheel = ["triton/__init__.py", "triton/_C/libtriton.so", "triton-9.9.9.dist-info/METADATA", "LICENSE"]
+
+    def run(command, **kwargs):
+        if "download" in command:
+            downloads.append(command)
+            folder = next(word.removeprefix("--dest=") for word in command if word.startswith("--dest="))
+            with zipfile.ZipFile(Path(folder, "triton-9.9.9-cp311-manylinux.whl"), "w") as made:
+                for name in [*wheel, "triton-9.9.9.dist-info/RECORD"]:
+                    made.writestr(name, "")
+        return subprocess.CompletedProcess(command, 0, f"{packages}\n")
+
+    monkeypatch.setattr(course, "make_venv", lambda: None)
+    monkeypatch.setattr(course.subprocess, "run", run)
+    monkeypatch.setattr(course.sys, "platform", platform)
+    course.environment()
+    if platform == "linux":
+        assert not downloads
+        assert {*files(packages)} == {"triton/old.py"}
+        return
+    (command,) = downloads
+    (pinned,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("triton==")]
+    assert command[1:4] == ["-m", "pip", "download"]
+    assert {pinned, "--no-deps", "--only-binary=:all:"} <= {*command}
+    assert {*files(packages)} == {wheel[0], wheel[2]}

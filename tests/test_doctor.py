@@ -52,6 +52,7 @@ BROKEN = [
     ("a driver older than torch's CUDA", replace(WHOLE, gpu="", smi="CUDA Version: 12.4"), "GPU", "update", False),
     ("a GPU that the process may not see", replace(WHOLE, gpu=""), "GPU", "CUDA_VISIBLE_DEVICES", False),
     ("nvidia-smi says no CUDA version", replace(WHOLE, gpu="", smi="Driver 580"), "GPU", "--gpus all", False),
+    ("a GPU, and no compiler of Triton's", replace(WHOLE, gpu="", compiler=False), "GPU", "WSL2", False),
     ("a GPU before Ampere", replace(WHOLE, capability=75), "GPU", "CUDA_VISIBLE_DEVICES= ", False),
     ("no g++, and a GPU to launch on", replace(WHOLE, gxx=""), "C++", "apt install g++", True),
     ("no g++, interpreted only", replace(NO_GPU, gxx=""), "C++", "apt install g++", False),
@@ -64,7 +65,10 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("machine", [WHOLE, NO_GPU, replace(WHOLE, capability=80, kittens="")])
+MAC = replace(NO_GPU, compiler=False, memory_gb=0)
+
+
+@pytest.mark.parametrize("machine", [WHOLE, NO_GPU, MAC, replace(WHOLE, capability=80, kittens="")])
 def test_a_whole_machine_passes(machine):
     """A machine without a GPU is no broken machine, nor is an Ampere GPU without ThunderKittens."""
     assert all(f.ok for f in judge(machine)), [f for f in judge(machine) if not f.ok]
@@ -82,8 +86,8 @@ def test_one_piece_taken_away(machine, name, mend, required):
 def test_reasons_for_an_unused_gpu_differ():
     hidden = [m for why, m, *_ in BROKEN if m.smi and not m.gpu]
     said = {next(f for f in judge(m) if f.name == "GPU").value for m in hidden}
-    assert len(hidden) == 4
-    assert len(said) == 3, "a CPU build, an old driver, or not reachable (whatever nvidia-smi says of CUDA)"
+    assert len(hidden) == 5
+    assert len(said) == 4, "no compiler, a CPU build, an old driver, or not reachable (whatever nvidia-smi says)"
 
 
 def test_thunderkittens_by_its_commit(tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "REPORTS", tmp_path)
     monkeypatch.setitem(vars(getattr(sys.modules[ADD], WRONG.rung)), "needs", 90)
     monkeypatch.setattr(gpu_mutants.rows, "read", lambda path: [replace(A_ROW, rung=WRONG.rung)] * path.exists())
-    path = tmp_path / "some-gpu"
+    path = tmp_path / rows.MACHINE
     rows.write_atomically(path / f"{ADD}.csv", "")
     return path
 
@@ -84,9 +84,9 @@ def judged(**changes):
 
 def test_a_release_wants_a_verdict_of_today_on_each(folder):
     lessons = [(ADD, replace(LESSON, wrong=(WRONG,)))]
-    assert list(gpu_mutants.old(lessons)) == [f"some-gpu: {ADD}: {WRONG.why}"]
+    assert list(gpu_mutants.old(lessons)) == [f"{rows.MACHINE}: {ADD}: {WRONG.why}"]
     gpu_mutants.save(folder, judged(source="another"))
-    assert list(gpu_mutants.old(lessons)) == [f"some-gpu: {ADD}: {WRONG.why}"], "of code that is no longer there"
+    assert list(gpu_mutants.old(lessons)) == [f"{rows.MACHINE}: {ADD}: {WRONG.why}"], "of code that is no longer there"
     gpu_mutants.save(folder, judged())
     assert not list(gpu_mutants.old(lessons))
     assert len(gpu_mutants.read(folder)) == 1, "a new verdict replaces the one before"
@@ -100,7 +100,7 @@ def test_a_verdict_that_is_not_as_declared_is_told(folder):
     assert not list(gpu_mutants.contradicted(lessons))
     gpu_mutants.save(folder, judged(caught_by=""))
     assert list(gpu_mutants.contradicted(lessons)) == [
-        f"some-gpu: {ADD}: {WRONG.why}: caught by nothing, declared {WRONG.caught_by!r}"
+        f"{rows.MACHINE}: {ADD}: {WRONG.why}: caught by nothing, declared {WRONG.caught_by!r}"
     ]
 
 

@@ -439,16 +439,16 @@ def test_the_readmes_table_is_made_from_the_rows(tmp_path, timings, monkeypatch,
 
 def test_release_lists_what_is_missing(tmp_path, monkeypatch, timings):
     monkeypatch.setattr(rows, "REPORTS", tmp_path)
-    (tmp_path / "some-gpu").mkdir()
+    (tmp_path / rows.MACHINE).mkdir()
     run, asked = CliRunner(), operator_rows.cases(["gelu"])
     done = run.invoke(app, ["bench", "ops", "gelu", "--release"])
     assert done.exit_code == 1
     assert done.output.count("no row of this code") == len(asked)
     for case in asked:
-        operator_rows.keep(tmp_path / "some-gpu" / "operators.csv", fake(case))
+        operator_rows.keep(tmp_path / rows.MACHINE / "operators.csv", fake(case))
     assert run.invoke(app, ["bench", "ops", "gelu", "--release"]).exit_code == 0
     with show.console.capture() as said:
-        show.operators(operator_rows.read(tmp_path / "some-gpu" / "operators.csv"))
+        show.operators(operator_rows.read(tmp_path / rows.MACHINE / "operators.csv"))
     assert "gelu forward" in said.get()
     assert "gelu backward" in said.get()
 
@@ -469,7 +469,7 @@ def test_without_a_gpu_nothing_is_written():
 
 @pytest.mark.release
 def test_every_shape_has_a_row_of_this_code():
-    for folder in stale.device_folders():
+    for folder in stale.released():
         missing = operator_rows.missing(operator_rows.read(folder / operator_rows.FILE), ALL)
         assert not missing, f"{len(missing)} of {len(ALL)} shapes: python -m lessonkit bench ops --release lists them"
 

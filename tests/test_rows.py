@@ -2,18 +2,19 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 from lessonkit.__main__ import app
-from lessonkit.base import renames
+from lessonkit.base import device, renames
 from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress
 from lessonkit.exercise.source import discover as exercises
 from lessonkit.lesson import kernels, shape_name
 from lessonkit.measure import launches, rows, stale
-from lessonkit.pages import report
+from lessonkit.pages import operators, report
 
 import pytest
 from typer.testing import CliRunner
@@ -81,9 +82,31 @@ def faults(path):
     return found
 
 
-@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def doubts(path):
+    """What in a file of rows leaves open where they come from: machine, versions, commit, code, absent peers."""
+    found = [f"{path.parent.name} is no name that `bench` gives"] * (not re.fullmatch("[a-z0-9-]+", path.parent.name))
+    for row in rows.read_all(path):
+        at = f"{path.name}, {row.shape}: {row.rung}"
+        code = row.kind in ("rung", "peer")
+        wrong = {
+            f"a row of {row.gpu} among those of {path.parent.name}": row.gpu != path.parent.name,
+            f"a row of {row.lesson}": row.lesson != path.stem,
+            f"driver {row.driver}": not re.fullmatch(r"\d[\d.]+", row.driver),
+            f"CUDA {row.cuda}": not re.fullmatch(r"\d+\.\d+", row.cuda),
+            f"torch {row.torch} with Triton {row.triton}": not (row.torch[:1].isdigit() and row.triton[:1].isdigit()),
+            f"commit {row.commit}: measure what is committed": not re.fullmatch("[0-9a-f]{7,40}", row.commit),
+            f"date {row.date}": not re.fullmatch(r"20\d\d-\d\d-\d\d", row.date),
+            "no fingerprint of its code": code and not re.match(r"[0-9a-f]{8}\.[0-9a-f]{8}\.[0-9a-f]{8}\b", row.source),
+            "absent, and not said why": row.kind == rows.ABSENT and not row.reason,
+        }
+        found += [f"{at}: {what}" for what, is_so in wrong.items() if is_so]
+    return found
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_figure_follows_from_the_times(path):
     assert not faults(path)
+    assert not doubts(path)
 
 
 def test_the_tables_of_steps_fit_their_seals():
@@ -91,6 +114,78 @@ def test_the_tables_of_steps_fit_their_seals():
         about = rows.head(path)
         assert about["seal"] == rows.seal(rows.read_csv(path), about["commit"]), path
         assert about["source"], path
+        assert about["gpu"] == path.parent.name, path
+
+
+# ---- A card that somebody else has measured -------------------------------------------------------------------------
+
+CARD = "nvidia-geforce-rtx-4090"
+
+
+@pytest.fixture
+def a_card(tmp_path, monkeypatch):
+    """reports/ with the rows of vector add, as `bench` keeps them on a made-up card: three times as slow as an H200."""
+    shutil.copytree(ROOT / "reports" / DEVICE, tmp_path / DEVICE, ignore=shutil.ignore_patterns("*.md", "*.png"))
+    slow = []
+    for row in rows.read_all(ROOT / "reports" / DEVICE / f"{ADD}.csv"):
+        rates = {key: round(getattr(row, key) / 3, 4) for key in ("tb_per_s", "tflop_per_s")}
+        times = {key: round(getattr(row, key) * 3, 5) for key in ("ms_p20", "ms_p50", "ms_p80")}
+        slow.append(dataclasses.replace(row, gpu=CARD, driver="580.95.05", torch="2.13.0+cu130", **rates, **times))
+    monkeypatch.setattr(rows, "REPORTS", tmp_path)
+    monkeypatch.setattr(device, "name", lambda: CARD)
+    return rows.save(slow)
+
+
+def test_rows_of_another_card_are_checked_as_ours(a_card):
+    assert a_card.parent.name == CARD
+    assert not faults(a_card)
+    assert not doubts(a_card)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gpu": DEVICE}, f"a row of {DEVICE} among those of {CARD}"),
+        ({"lesson": "day2_triton_basics.lesson03_gelu"}, "a row of day2_triton_basics.lesson03_gelu"),
+        ({"commit": "0123456789+"}, "measure what is committed"),
+        ({"commit": "unknown"}, "measure what is committed"),
+        ({"driver": "unknown"}, "driver unknown"),
+        ({"cuda": "none"}, "CUDA none"),
+        ({"triton": ""}, "with Triton"),
+        ({"source": ""}, "no fingerprint"),
+        ({"kind": rows.ABSENT, "rung": "quack"}, "not said why"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_rows_that_leave_open_where_they_come_from_are_found(a_card, change, says):
+    first, *others = rows.read_all(a_card)
+    a_card.write_text(rows.as_csv([dataclasses.replace(first, **change).sealed(), *others]))
+    found = doubts(a_card)
+    assert any(says in doubt for doubt in found), found
+
+
+def test_pages_grow_a_column_for_a_card(a_card):
+    """At the same shape as ours; and its own pages, and a section of the README."""
+    today = stale.Today(kernels())
+    assert [folder.name for folder in stale.device_folders()] == [DEVICE, CARD], "ours are read where there are two"
+    header, _, *lines = [line for line in operators.cards(today).splitlines() if line.startswith("|")]
+    assert header == f"| operator | shape | {DEVICE} | {CARD} |"
+    (add,) = [line for line in lines if line.startswith("| vector add |")]
+    ours, theirs = (float(rate) for rate in re.findall(r"([\d.]+) TB/s", add))
+    assert ours == pytest.approx(3 * theirs, rel=0.02)
+    assert sum(not line.endswith("|  |") for line in lines) == 1, "what was not measured on it is left empty"
+    made = operators.pages(a_card.parent, today)
+    assert [path.name for path in made] == ["vector_add.md"]
+    assert f"### {CARD}" in operators.overview("en", today)
+
+
+def test_another_card_is_no_part_of_a_release(a_card):
+    """Nobody here can measure it again."""
+    found = [dataclasses.replace(row, source="0.0.0") if row.source else row for row in rows.read_all(a_card)]
+    a_card.write_text(rows.as_csv(found))
+    old = stale.old()
+    assert {each.device for each in old} >= {CARD}
+    assert CARD not in {each.device for each in stale.old(stale.released())}
 
 
 @pytest.mark.parametrize(
@@ -185,7 +280,7 @@ def measured(tmp_path, monkeypatch):
 
     def put(**changes):
         row = a_row(**({"source": now, "machine": "triton-1=aa"} | changes)).sealed()
-        rows.write_atomically(tmp_path / "some-gpu" / f"{ADD}.csv", rows.as_csv([row]))
+        rows.write_atomically(tmp_path / DEVICE / f"{ADD}.csv", rows.as_csv([row]))
         return now
 
     put()
@@ -225,7 +320,7 @@ def test_equal_machine_code_of_one_compiler_saves_a_row(measured, monkeypatch, r
     now = measured(source="0.0.0", machine=recorded)
     assert stale.show_equal() == equal
     assert bool(stale.old()) != equal
-    (row,) = rows.read(rows.REPORTS / "some-gpu" / f"{ADD}.csv")
+    (row,) = rows.read(rows.REPORTS / DEVICE / f"{ADD}.csv")
     assert row.source == ("0.0.0 =" + now if equal else "0.0.0"), "what it was measured with stays"
     assert row.sealed() == row
 
@@ -238,7 +333,7 @@ def test_a_record_gains_the_compilers_of_this_machine(measured, monkeypatch):
     assert stale.record() == 0
     measured()
     assert stale.record() == 1
-    (row,) = rows.read(rows.REPORTS / "some-gpu" / f"{ADD}.csv")
+    (row,) = rows.read(rows.REPORTS / DEVICE / f"{ADD}.csv")
     assert row.machine == "triton-1=aa triton-2=bb"
     assert stale.record() == 0
 

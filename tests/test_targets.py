@@ -3,20 +3,24 @@
 import ast
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
+from lessonkit import __main__ as command_line
 from lessonkit.base import chips, device
 from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.tables import head, read_csv
+from lessonkit.lesson import Prediction, Work, names
 from lessonkit.lesson import kernels as lesson_kernels
-from lessonkit.lesson import names
 from lessonkit.measure import fingerprint
 from lessonkit.modes import compiled
+from lessonkit.pages import card as cards
 from lessonkit.pages import targets
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import course_ops
 from course_ops import _common
@@ -76,7 +80,7 @@ def test_your_card_is_named_in_one_place(card):
     assert chips.of(90).name == "H200 SXM", "of a card that compiles other code nothing is said"
     assert chips.first(89).name == "RTX 4090"
     card("gtx1080")
-    with pytest.raises(ValueError, match=r"COURSE_GPU=gtx1080: the table has a100, .*lessonkit/base/chips.py"):
+    with pytest.raises(ValueError, match=r"^COURSE_GPU=gtx1080: no card .*lessonkit/base/chips.py"):
         chips.of(89)
     with pytest.raises(ValueError, match="no card has target 70"):
         chips.first(70)
@@ -90,7 +94,115 @@ def test_a_prediction_is_of_the_card():
     lesson = dict(lesson_kernels("day3_matmul_tk.lesson01_matmul"))["day3_matmul_tk.lesson01_matmul"]
     (line,) = targets.roofline(rtx, [("matmul", lesson)])
     assert line[-1] == "compute"
-    assert len(targets.floors(lesson)[0]) == 2 + len(CARDS)
+    assert len(targets.floors(lesson)[0]) == 2 + len(chips.TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("nvidia-h200", "h200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        *((chip.name, key) for key, chip in chips.CHIPS.items()),
+    ],
+)
+def test_a_card_is_found_by_each_of_its_names(name, key):
+    assert chips.find(name) is chips.CHIPS[key]
+
+
+@pytest.mark.parametrize("name", ["RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 PCIe", "rtx 4060"])
+def test_a_card_that_is_like_one_of_the_table_is_another(name):
+    with pytest.raises(ValueError, match=r"no card is called '.*'. The closest: (RTX 4090|A100|H100)"):
+        chips.find(name)
+
+
+def test_a_card_that_is_not_compiled_is_no_target(card):
+    assert not chips.CHIPS["rx7900xtx"].compiled
+    assert "gfx1100" not in chips.TARGETS
+    assert all(chips.first(target).compiled for target in chips.TARGETS)
+    card("RX 7900 XTX")
+    ended = CliRunner().invoke(command_line.app, ["compile", "lesson01_vector_add"])
+    assert ended.exit_code == 2
+    assert "gfx1100" in ended.output
+
+
+def lesson_of(rungs, predicted, passes):
+    """An op that reads and writes n bytes and computes nothing."""
+    return SimpleNamespace(
+        rungs=rungs, predicted=predicted, passes=passes, benches=({"n": 480}, {"n": 4_800_000}),
+        work=lambda n, dtype: Work(bytes=n), inputs=SimpleNamespace(__module__="problems.made_up"),
+        bench_dtype=torch.bfloat16, extension=None,
+    )  # fmt: skip
+
+
+def test_predictions_for_an_h200_become_those_of_a_card():
+    """By hand: 4.8 MB take 1 us on an H200, and 4.762 us on a card with 1.008 TB/s."""
+
+    def slow(): ...
+    def twice(): ...
+    def timed(): ...
+    def counted(): ...
+    def faster_than_counted(): ...
+    def silent(): ...
+
+    at = {"n": 4_800_000}
+    predicted = (
+        Prediction(rung=slow, at=at, percent_of_limit=(40, 50)),
+        Prediction(rung=twice, at=at, times=2, over=slow),
+        Prediction(rung=timed, at=at, ms=0.004),
+        Prediction(rung=faster_than_counted, at=at, times=1.5, over=counted),
+    )
+    rungs = (slow, twice, timed, counted, faster_than_counted, silent)
+    rtx = chips.find("RTX 4090")
+    found = [*cards.rungs(rtx, "made.up", lesson_of(rungs, predicted, {counted: 3.0}))]
+    assert [each.line[4:6] for each in found] == [
+        ["9.524 to 11.9", "40% to 50%"],
+        ["4.762 to 5.952", "80% to 100%"],
+        ["19.05", "25%"],
+        ["14.29", "33%"],
+        ["9.524", "50%"],
+        ["", ""],
+    ]
+    assert {each.bound for each in found} == {"memory"}
+    assert found[3].why == "moves 3 times the least bytes"
+    assert all(each.floor == pytest.approx(4.8e6 / 1.008e12) for each in found)
+
+
+def test_occupancy_is_that_of_the_card(monkeypatch, tmp_path):
+    """One kernel, compiled for sm_89: two cards with this target, of which one has an SM that is made up."""
+    monkeypatch.setattr(targets, "FOLDER", tmp_path)
+    (tmp_path / "made.up.csv").write_text(
+        '# {"unfit": [["rung", 120, "too much shared memory"]]}\n'
+        "rung,target,warps,registers,shared\nrung,89,8,64,0\nrung,89,8,128,0\nrung,90,8,255,0\n"
+    )
+
+    def rung(): ...
+
+    lesson = lesson_of((rung,), (), {})
+    rtx = chips.find("rtx4090")
+    assert [each.occupancy for each in cards.rungs(rtx, "made.up", lesson)] == [pytest.approx(1 / 3)]
+    large = replace(rtx, registers=131072)
+    assert [each.occupancy for each in cards.rungs(large, "made.up", lesson)] == [pytest.approx(2 / 3)]
+    (unfit,) = cards.rungs(chips.find("RTX 5080"), "made.up", lesson)
+    assert (unfit.why, unfit.share) == ("no kernel: too much shared memory", None)
+    lesson.extension = object()
+    (unfit,) = cards.rungs(chips.find("MI300X"), "made.up", lesson)
+    assert "NVIDIA alone" in unfit.why
+
+
+def test_the_command_shows_a_card():
+    ended = CliRunner().invoke(command_line.app, ["chip", "RTX 4090", "lesson05_softmax"])
+    assert ended.exit_code == 0
+    assert "RTX 4090, predicted, not measured: day2_triton_basics.lesson05_softmax" in ended.output
+    assert "266.3" in ended.output, "8192 x 8192 in bf16, read and written, at 1.008 TB/s"
+    table = CliRunner().invoke(command_line.app, ["chip"])
+    assert all(key in table.output for key in chips.CHIPS)
+    unknown = CliRunner().invoke(command_line.app, ["chip", "RTX 4060"])
+    assert unknown.exit_code == 2
+    assert "RTX 4070" in unknown.output
 
 
 @pytest.mark.parametrize("shared", [101376, 166912, 232448])

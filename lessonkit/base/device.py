@@ -8,16 +8,24 @@ One lesson runs in three modes, and the device alone says which:
 """
 
 import os
+import re
+import sys
 from typing import Any
 
-from lessonkit.base import chips
+from lessonkit.base import chips, libtriton
 
 import torch
 
+HAS_COMPILER = not libtriton.stand_in()  # Triton's
+if not HAS_COMPILER:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # kernels are interpreted, whatever GPU is there
 COMPILE_ONLY = os.environ.get("LESSONKIT_MODE") == "compiled"
 HAS_GPU = torch.cuda.is_available() and not COMPILE_ONLY
 DEVICE = torch.device("meta" if COMPILE_ONLY else "cuda" if HAS_GPU else "cpu")
 INTERPRETED = DEVICE.type == "cpu"
+
+# How processes start. On Windows there is no fork, and on macOS the system's libraries do not survive one.
+FORKS = hasattr(os, "fork") and sys.platform != "darwin"
 
 # Triton reads this while it is being imported (tl.max and friends are jitted then), so it has to be
 # settled here, and a lesson imports lessonkit before triton.
@@ -77,4 +85,4 @@ def _target() -> chips.Target:
 
 def name() -> str:
     """The machine as a folder name under reports/: nvidia-h200, or cpu."""
-    return torch.cuda.get_device_name(0).lower().replace(" ", "-") if HAS_GPU else "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-") if HAS_GPU else "cpu"

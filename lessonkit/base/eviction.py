@@ -1,6 +1,5 @@
 """What nobody has used for 30 days leaves the cache; its time of use is the time of its folder (or file)."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -9,6 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from lessonkit.base import files
 
 DAY = 24 * 3600
 UNUSED = 30 * DAY
@@ -34,7 +35,7 @@ def evict(cache: Path) -> None:
     builds = (path for path in cache.iterdir() if re.search(r"-[0-9a-f]{16}$", path.name) and (path / "lock").exists())
     for path in filter(_unused, builds):
         with suppress(OSError), (path / "lock").open() as lock:  # another process holds it, or has removed it
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files.lock(lock, wait=False)
             if _unused(path):
                 _remove(path)
     for path in filter(_unused, _entries(cache)):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from lessonkit.base.device import HAS_GPU
+from lessonkit.base.device import HAS_COMPILER, HAS_GPU
 from lessonkit.base.files import ROOT
 from lessonkit.base.words import later, said
-from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, NVCC_PACKAGES, PIP, find_kittens, find_nvcc
+from lessonkit.cuda.toolchain import KITTENS, KITTENS_TRIED, MEND, NVCC_PACKAGES, PIP, find_kittens, find_nvcc
 from lessonkit.modes import compiled
 
 import torch
@@ -58,6 +58,7 @@ class Machine:
     disk_gb: float
     memory_gb: float
     kittens: str  # ThunderKittens' commit
+    compiler: bool = True  # Triton's: macOS and Windows have its Python files alone
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -105,6 +106,7 @@ def look() -> Machine:
         disk_gb=shutil.disk_usage(ROOT).free / 1e9,
         memory_gb=int(printed(r"MemAvailable:\s+(\d+)", "cat", "/proc/meminfo") or 0) / 1e6,
         kittens=commit(root) if (root := find_kittens()) else "",
+        compiler=HAS_COMPILER,
     )
 
 
@@ -143,19 +145,23 @@ def judge(m: Machine) -> list[Finding]:
             "rm -r ~/.triton/cache",
             True,
         ),
-        Finding(
-            said("memory"),
-            free.format(size=f"{m.memory_gb:.0f}"),
-            m.memory_gb > 3,
-            said("interpreted checks"),
-            said("end other programs"),
-        ),
+        _memory(m),
         Finding("ThunderKittens", kittens, kittens != none, said("the last rungs of day 3, on Hopper"), KITTENS),
     ]
 
 
+def _memory(m: Machine) -> Finding:
+    if not m.memory_gb:
+        return Finding(said("memory"), said("not known"), True, said("Linux alone says what is free"))
+    free = said("{size} GB free").format(size=f"{m.memory_gb:.0f}")
+    return Finding(said("memory"), free, m.memory_gb > 3, said("interpreted checks"), said("end other programs"))
+
+
 def _gpu(m: Machine) -> Finding:
-    """Is there a GPU? If torch does not use it: which of the usual three reasons is it?"""
+    """Is there a GPU? If it is not used: which of the usual four reasons is it?"""
+    if not m.compiler:
+        value, mend = said("unused: Triton has no compiler for this system"), said("use Linux or WSL2")
+        return Finding("GPU", value if m.smi else said("none"), not m.smi, MEND["Triton"], mend)
     if m.gpu:
         free = said("{size} GB free").format(size=f"{m.gpu_free_gb:.0f}")
         value = f"{m.gpu}, sm_{m.capability}, {free}"
@@ -208,5 +214,6 @@ def findings() -> list[Finding]:
     """Everything that `python -m lessonkit doctor` prints. Each mode is tried, which takes some seconds."""
     machine = look()
     with ThreadPoolExecutor() as pool:
-        modes = ["interpreted", *["emulated"] * bool(machine.gxx), "compiled", *["run"] * bool(machine.gpu)]
+        has = {"interpreted": True, "emulated": machine.gxx, "compiled": machine.compiler, "run": machine.gpu}
+        modes = [mode for mode, there in has.items() if there]
         return [*judge(machine), *pool.map(self_test, modes)]

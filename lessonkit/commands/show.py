@@ -13,10 +13,10 @@ from lessonkit.judge import counters
 from lessonkit.judge.verify import LeftOut, Question, first_target, grad_checks, rung_checks
 from lessonkit.lesson import Lesson, Steps, shape_name, title
 from lessonkit.measure import bench, ncu, operator_bench, operator_rows, rows
-from lessonkit.measure.stale import Today, device_folders
+from lessonkit.measure.rows import MACHINE
+from lessonkit.measure.stale import Today, released
 from lessonkit.modes import compiled
 from lessonkit.pages import predictions, report
-from lessonkit.pages.predictions import MACHINE
 
 from rich.console import Console
 from rich.progress import Progress
@@ -166,9 +166,9 @@ def stored(name: str, lesson: Lesson) -> None:
 
 
 def missing_operators(names: list[str]) -> list[str]:
-    """A line for each shape of course_ops' operators without a row of today's code, or with one that has no ratio."""
+    """A line for each shape of course_ops' operators of which a release lacks a row of today's code, or its ratio."""
     asked, lines = operator_rows.cases(names), list[str]()
-    for folder in device_folders():
+    for folder in released():
         found = operator_rows.read(folder / operator_rows.FILE)
         missing = operator_rows.missing(found, asked)
         lines += [f"{folder.name}: {' '.join(case.key)}: no row of this code" for case in missing]
@@ -248,7 +248,7 @@ def steps(name: str, lesson: Steps) -> None:
         console.print(f"\n{step.__name__}: {said(claim)}", style="bold", highlight=False)
         try:
             measured = step()
-        except Unsupported as why:  # here, for want of a package
+        except (Missing, Unsupported) as why:  # here, for want of a package or a compiler
             console.print(f"  {said('left out')}: {why}", highlight=False)
             continue
         if measured is not None and measured.rows:

@@ -6,7 +6,6 @@ at a time. The hash holds no folders: another clone or virtual environment finds
 the same file wait for each other.
 """
 
-import fcntl
 import hashlib
 import platform
 import re
@@ -309,7 +308,7 @@ def _locked(products: Iterable[Product]) -> Iterator[list[Product]]:
         for product in ordered:
             product.folder.mkdir(mode=0o700, exist_ok=True)  # another process may have evicted it
             lock = held.enter_context((product.folder / "lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            files.lock(lock)
         yield [p for p in ordered if not p.path.exists()]
 
 

@@ -116,6 +116,7 @@ def tool(name: str, *args: str) -> str:
     """Output of one of the binary tools that Triton's package carries."""
     import triton
 
+    toolchain.need("Triton")
     path = getattr(triton.knobs.nvidia, name).path
     return subprocess.run([path, *args], capture_output=True, text=True, check=True).stdout
 

@@ -27,6 +27,7 @@ KITTENS = (
     f"git -C ThunderKittens checkout {KITTENS_TRIED}; export THUNDERKITTENS_ROOT=$PWD/ThunderKittens"
 )
 MEND = {
+    "Triton": "Triton has no compiler for this system: right in values; not compiled here",
     "nvcc": f"no nvcc, so CUDA C++ is not compiled for GPUs: {PIP} {NVCC_PACKAGES}",
     "g++": "no g++, so CUDA C++ is neither compiled nor emulated: apt install g++ python3-dev",
     "ninja": f"no ninja, so CUDA C++ is not built: {PIP} ninja",
@@ -79,6 +80,7 @@ def kittens_files() -> list[Path]:
 def lacks(*pieces: str) -> str:
     """The line about the first of these pieces (a key of MEND) that is not here, or an empty string."""
     found = {
+        "Triton": lambda: device.HAS_COMPILER,
         "nvcc": find_nvcc,
         "g++": find_gxx,
         "ninja": find_ninja,

@@ -207,20 +207,10 @@ def _readable(why: str) -> str:
 
 def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
     """Grade in a process of its own, which may loop or crash; a refused answer is compared with the known mistakes."""
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context("fork" if device.FORKS else "spawn")
     here, there = context.Pipe(duplex=False)
-
-    def work() -> None:
-        os.setsid()  # a process group with all that it starts
-        signal.alarm(int(LIMIT + PATIENCE) + 1)  # the end, should nobody be left to end it
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of an overflow that the verdict is about
-        verdict = grade(source, answer, seed=seed)
-        there.send(verdict)
-        begun = answer != source.stub and not source.untouched(answer)
-        there.send("" if verdict.right or not begun else recognised(source, verdict, seed))
-
-    worker = context.Process(target=work)
+    # Without what it has found out of its file, which is a module of this process.
+    worker = context.Process(target=_grade_there, args=(Source(source.path), answer, seed, there))
     worker.start()
     assert worker.pid is not None
     there.close()
@@ -241,7 +231,7 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
     finally:
         # Ninja is to hear of it: its compilers have groups of their own, and would write on while another builds.
         # Before the worker is joined: its number may be another process's then.
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, AttributeError):  # Windows has no groups of processes
             os.killpg(worker.pid, signal.SIGTERM)
         worker.kill()
         worker.join()
@@ -250,6 +240,19 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
         what = signal.Signals(-code).name if code < 0 else said("exit code {code}").format(code=code)
         verdict = Verdict(caught_by="crash", why=said("the process that ran it died ({what})").format(what=what))
     return Verdict(**{**vars(verdict), "mistake": mistake})
+
+
+def _grade_there(source: Source, answer: str, seed: int, line: Any) -> None:
+    """The life of the process that grades: the verdict, then the mistake that it recognises."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # a process group with all that it starts
+        signal.alarm(int(LIMIT + PATIENCE) + 1)  # the end, should nobody be left to end it
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of an overflow that the verdict is about
+    verdict = grade(source, answer, seed=seed)
+    line.send(verdict)
+    begun = answer != source.stub and not source.untouched(answer)
+    line.send("" if verdict.right or not begun else recognised(source, verdict, seed))
 
 
 def recognised(source: Source, verdict: Verdict, seed: int) -> str:

@@ -232,11 +232,16 @@ def right_where_offsets_are_long(name: str, lesson: Lesson, rung: Rung) -> None:
 def properties(name: str, lesson: Lesson, rung: Rung) -> None:
     if why := check.cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0]):
         raise LeftOut(why)
+    lacks = ""
     for holds in lesson.properties:
         try:
             holds(rung)
         except Unsupported:
             continue
+        except Missing as missing:
+            lacks = str(missing)
+    if lacks:
+        raise LeftOut(lacks)
 
 
 def gradients(name: str, lesson: Lesson, dtypes: Dtypes = in_turn) -> None:
@@ -446,7 +451,7 @@ def step(name: str, lesson: Steps, step: Callable[[], Any]) -> None:
     assert step.__doc__, f"{name}.{step.__name__} has no docstring: it is the claim that the body asserts"
     try:
         step()
-    except Unsupported as why:
+    except (Missing, Unsupported) as why:
         raise LeftOut(str(why)) from None
 
 

@@ -47,6 +47,9 @@ def shared_memory() -> int:
         return 232448
     properties: Any = torch.cuda.get_device_properties(0)
     return int(properties.shared_memory_per_block_optin)
+
+def name() -> str:
+    return torch.cuda.get_device_name(0).lower().replace(" ", "-") if HAS_GPU else "cpu"
 """,
     "course_ops._common": """
 def expect(

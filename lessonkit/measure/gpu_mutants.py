@@ -90,9 +90,9 @@ def fresh(folder: Path, name: str, mutant: Mutant) -> Judged | None:
 
 
 def old(lessons: Iterable[tuple[str, Lesson]]) -> Iterator[str]:
-    """What a release lacks: on each GPU that a rung was timed on, a verdict of today on each of its mutants."""
+    """What a release lacks: a verdict of today on each mutant of a rung that it has rows of."""
     lessons = list(lessons)
-    for folder in stale.device_folders():
+    for folder in stale.released():
         for name, lesson in lessons:
             timed = {row.rung for row in rows.read(folder / f"{name}.csv") if row.kind == "rung"}
             for mutant in lesson.wrong:

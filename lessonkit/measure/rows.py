@@ -15,6 +15,7 @@ from lessonkit.base.files import REPORTS, ROOT, changing, write_atomically
 from lessonkit.base.tables import dicts, head, read_csv, seal, to_csv, with_head
 
 ABSENT = "absent"
+MACHINE = "nvidia-h200"  # the folder of reports/ that predictions are about, and of which a release wants every row
 PROVENANCE = ("source", "machine", "seal")  # columns that say which code a row is of; the others are what was measured
 CODE = ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")
 
@@ -155,6 +156,7 @@ def _output(*command: str) -> str:
 
 __all__ = [
     "ABSENT",
+    "MACHINE",
     "REPORTS",
     "Row",
     "as_csv",

@@ -39,8 +39,17 @@ class Old:
 
 
 def device_folders() -> list[Path]:
-    """The GPUs that have rows here: reports/<device>/. What a machine without one writes (cpu/) is for its owner."""
-    return sorted(p for p in rows.REPORTS.glob("*") if p.is_dir() and p.name not in WITHOUT_A_GPU)
+    """The GPUs that have rows here: reports/<device>/, the one of the predictions first, then others' cards.
+
+    What a machine without a GPU writes (cpu/) is for its owner.
+    """
+    found = (p for p in rows.REPORTS.glob("*") if p.is_dir() and p.name not in WITHOUT_A_GPU)
+    return sorted(found, key=lambda p: (p.name != rows.MACHINE, p.name))
+
+
+def released() -> list[Path]:
+    """The GPUs of which a release wants every row to be of today's code: others' cards cannot be measured again."""
+    return [folder for folder in device_folders() if folder.name == rows.MACHINE]
 
 
 class Today:
@@ -156,12 +165,12 @@ def table_is_old(lesson: str, about: dict[str, Any]) -> bool:
     return bool(then != now)
 
 
-def old_tables() -> list[str]:
+def old_tables(folders: Iterable[Path] | None = None) -> list[str]:
     """The tables of steps that have changed since they were measured: device/lesson.table."""
     lessons = {name for name, _ in discover()}
     return [
         f"{folder.name}/{path.stem}"
-        for folder in device_folders()
+        for folder in (device_folders() if folders is None else folders)
         for path in sorted(folder.glob("*.*.*.csv"))
         if (lesson := renames.lesson(path.stem.rsplit(".", 1)[0])) in lessons and table_is_old(lesson, rows.head(path))
     ]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.files import environment
+from lessonkit.cuda import toolchain
 
 SHARED = "LESSONKIT_COMPILER"  # where a process that outlives this one listens
 
@@ -26,8 +27,10 @@ def call_in_compiler(module: str, function: str, *args: Any) -> Any:
     """What module.function(*args) answers there; arguments and answer travel as JSON.
 
     Threads that ask at the same time have a process each. Raises RuntimeError with the traceback from there, or with
-    the last words of a process that did not survive it; the next to ask then starts another.
+    the last words of a process that did not survive it; the next to ask then starts another. Raises Missing where
+    Triton has no compiler.
     """
+    toolchain.need("Triton")
     own = None if SHARED in os.environ else _idle_compiler()
     address = own.address if own else os.environ[SHARED]
     try:

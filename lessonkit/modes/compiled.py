@@ -27,7 +27,7 @@ from unittest import mock
 
 from lessonkit.base import chips, eviction, files
 from lessonkit.base.chips import TARGETS, Target
-from lessonkit.base.errors import Unsupported
+from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import ROOT
 from lessonkit.cuda import sass, toolchain
 from lessonkit.cuda.sass import Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
@@ -286,7 +286,7 @@ def _calls(name: str, target: Target, rungs: Sequence[str]) -> Iterator[tuple[st
     for rung in lesson.rungs:
         if rungs and rung.__name__ not in rungs:
             continue
-        why = "" if suits(rung, capability) else _needs(rung)
+        why = "" if suits(rung, capability) else requirement(rung)
         inputs = partial(lesson.inputs, dtype=lesson.bench_dtype)
         yield rung.__name__, why, [partial(_call, rung, inputs, shape) for shape in lesson.benches]
 
@@ -295,7 +295,8 @@ def _call(rung: Rung, inputs: Callable[..., tuple[Any, ...]], shape: dict[str, A
     return rung(*inputs(**shape))
 
 
-def _needs(rung: Rung) -> str:
+def requirement(rung: Rung) -> str:
+    """What a rung needs that not every target has, in words."""
     needed: Any = rung
     return f"needs {needed.needs_what}: sm_{needed.needs}{' alone' if needed.needs_only else ' or newer'}"
 
@@ -332,6 +333,7 @@ def outcome(name: str, target: Target, rungs: tuple[str, ...] = ()) -> Outcome:
 
     name: a Triton lesson, or COURSE_OPS. rungs: only these, or all. Kept on disk by what the kernels depend on.
     """
+    toolchain.need("Triton")
     kept = _kept(name, target, rungs)
     files.need_private(kept.parent)
     if not kept.exists():
@@ -423,6 +425,8 @@ def kernels(name: str, targets: tuple[Target, ...] = TARGETS, rungs: tuple[str, 
         return sass.kernels(program, targets)
     try:
         found = [outcome(name, target, rungs) for target in targets]
+    except Missing:
+        raise
     except RuntimeError as error:
         raise RuntimeError(f"{name} does not compile: {error}") from None
     if failed := [line for each in found for line in each.failed]:
@@ -447,6 +451,7 @@ __all__ = [
     "kernels",
     "occupancy",
     "one_dimensional_maps",
+    "requirement",
     "resident",
     "row",
     "second_target",

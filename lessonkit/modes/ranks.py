@@ -56,9 +56,11 @@ def on_ranks(work: Work, world: int = 2) -> list[Any]:
         return found
     # Ranks are forked from a server that has imported torch and done nothing else: faster than spawn, which imports
     # torch in every rank, and safe unlike fork, which copies this process with its threads, locks and CUDA context.
-    mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    if device.FORKS:
+        mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    start = "forkserver" if device.FORKS else "spawn"
     with tempfile.TemporaryDirectory() as folder:
-        ranks = start_processes(_rank, (world, folder, work), world, join=False, start_method="forkserver")
+        ranks = start_processes(_rank, (world, folder, work), world, join=False, start_method=start)
         try:
             # join raises, and ends the others, as soon as one rank has failed.
             if not any(ranks.join(timeout=TIMEOUT.total_seconds()) for _ in range(world)):

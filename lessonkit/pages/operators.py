@@ -4,7 +4,7 @@ Rows of one lesson at one shape come from the same rounds, and only within these
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from lessonkit.measure.stale import Today, device_folders
 from lessonkit.pages import pivots, plots, results
 from lessonkit.pages.plots import Picture
 
+Size = tuple[str, str]  # shape and dtype, as results.place says them
 Mark = Callable[[Row], str]  # what stands behind a figure: MARK if the row is old
 MARK = "\\*"  # at a figure that was measured before the code changed
 ABOUT = f"{MARK} Measured before the code, the inputs or a peer of that row changed; the lesson's page says what."
@@ -175,6 +176,49 @@ def _picture(ladder: Ladder) -> Picture | None:
         ("the course", row) if row in ours else (row.rung, row) for row in rows if row.kind == "peer" or row in ours
     ]
     return plots.over_length(ladder.name, points, ours=("the course",))
+
+
+def cards(today: Today) -> str:
+    """reports/cards.md: a line for each operator, a column for each card that has rows."""
+    folders = device_folders()
+    every = [{ladder.name: ladder for ladder in ladders(folder)} for folder in folders]
+    body, old = list[list[str]](), False
+    for name in dict.fromkeys(name for found in every for name in found):
+        main = results.main_size(next(found[name].lessons for found in every if name in found))
+        there = [
+            {results.place(best.row): best for best in found[name].fastest()} if name in found else {}
+            for found in every
+        ]
+        size = _shared(there, main)
+        line = [name, " ".join(size)]
+        for folder, here in zip(folders, there, strict=True):
+            best = here.get(size)
+            mark = f" {MARK}" if best and today.why_old(best.row) else ""
+            old |= bool(mark)
+            line.append(f"{_of_a_card(best)}{mark} ([page]({folder.name}/{file_name(name)}))" if best else "")
+        body.append(line)
+    said = (
+        "The fastest rung of each operator at one shape: its rate, the share of that card's own limit, and how many\n"
+        "times as fast as the best peer in the same rounds. Cards were measured on different machines, with the\n"
+        "versions that their pages name. An empty cell was not measured there.\n\n"
+    )
+    table = markdown(["operator", "shape", *(folder.name for folder in folders)], body)
+    return "# Every card\n\n" + said + table + f"\n{MARK} Measured before the code or the inputs changed.\n" * old
+
+
+def _shared(there: Sequence[Mapping[Size, Fastest]], main: Size | None) -> Size:
+    """The size that most cards have measured: of several the main one, or else the largest."""
+
+    def rank(size: Size) -> tuple[int, bool, int]:
+        having = [here[size].row.bytes for here in there if size in here]
+        return len(having), size == main, max(having)
+
+    return max((size for here in there for size in here), key=rank)
+
+
+def _of_a_card(best: Fastest) -> str:
+    ratio = f", {best.ratio} of {best.peer.rung}" if best.peer and best.ratio else ""
+    return f"`{best.row.rung}` {best.row.rate}, {best.row.percent_of_limit:.0f}%{ratio}"
 
 
 def overview(language: str, today: Today) -> str:

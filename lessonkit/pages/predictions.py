@@ -14,8 +14,7 @@ from lessonkit.lesson import Figure, Lesson, Prediction, shape_name
 from lessonkit.measure.rows import Row
 from lessonkit.pages import pivots
 
-MACHINE = "nvidia-h200"  # the folder of reports/ that predictions and their reasons are about
-CARD = "h200"  # its name in the table of chips
+CARD = "h200"  # of MACHINE, in the table of chips
 TOLERANCE = 0.15  # a measured rate further off than this wants a reason
 
 
@@ -39,8 +38,7 @@ class Compared:
 
     @property
     def how(self) -> str:
-        """The prediction as the lesson gives it."""
-        return _given(self.said)
+        return how(self.said)
 
     def rate(self, measured: float) -> str:
         """The predicted rate, in the unit of the measured one."""
@@ -48,20 +46,26 @@ class Compared:
         return _shown((all_of_it / self.most_ms, all_of_it / self.least_ms))
 
 
-def _both(value: Figure) -> tuple[float, float]:
+def how(said: Prediction) -> str:
+    """A prediction as the lesson gives it."""
+    if said.over:
+        return f"{_shown(said.times)} times `{said.over.__name__}`"
+    given = {
+        " ms": said.ms,
+        " TFLOP/s": said.tflop_per_s,
+        " TB/s": said.tb_per_s,
+        "% of the limit": said.percent_of_limit,
+    }
+    return next(f"{_shown(value)}{unit}" for unit, value in given.items() if value)
+
+
+def both(value: Figure) -> tuple[float, float]:
     return value if isinstance(value, tuple) else (value, value)
 
 
 def _shown(value: Figure) -> str:
-    low, high = (f"{x:.0f}" if x >= 1000 else f"{x:.3g}" for x in _both(value))
+    low, high = (f"{x:.0f}" if x >= 1000 else f"{x:.3g}" for x in both(value))
     return low if low == high else f"{low} to {high}"
-
-
-def _given(p: Prediction) -> str:
-    if p.over:
-        return f"{_shown(p.times)} times `{p.over.__name__}`"
-    given = {" ms": p.ms, " TFLOP/s": p.tflop_per_s, " TB/s": p.tb_per_s, "% of the limit": p.percent_of_limit}
-    return next(f"{_shown(value)}{unit}" for unit, value in given.items() if value)
 
 
 def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:
@@ -77,11 +81,11 @@ def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:
 
 def _milliseconds(said: Prediction, row: Row, before: Row) -> Iterator[float]:
     """The times that a prediction is."""
-    yield from _both(said.ms) if said.ms else ()
+    yield from both(said.ms) if said.ms else ()
     rates = [(said.tflop_per_s, row.tflop_per_s), (said.tb_per_s, row.tb_per_s)]
     for predicted, measured in [*rates, (said.percent_of_limit, row.percent_of_limit)]:
-        yield from (row.ms_p50 * measured / value for value in _both(predicted) if value)
-    yield from (before.ms_p50 / value for value in _both(said.times) if value)
+        yield from (row.ms_p50 * measured / value for value in both(predicted) if value)
+    yield from (before.ms_p50 / value for value in both(said.times) if value)
 
 
 def section(lesson: Lesson, found: Sequence[Row], mark: Callable[[Row], str]) -> str:
@@ -93,7 +97,7 @@ def section(lesson: Lesson, found: Sequence[Row], mark: Callable[[Row], str]) ->
     body = []
     for pair in pairs:
         rate = pair.row.tflop_per_s if unit == "TFLOP/s" else pair.row.tb_per_s
-        line = [f"**{pair.row.rung}**", pair.row.shape, pair.how, pair.rate(rate)]
+        line = [f"**{pair.row.rung}**", pair.row.shape, how(pair.said), pair.rate(rate)]
         body.append([*line, f"{rate:.3g}{mark(pair.row)}", f"{pair.ratio:.2f}", pair.said.why])
     header = ["", "shape", "predicted", f"that is {unit}", f"measured {unit}", "measured / predicted", "why it differs"]
     return "## Predicted and measured\n\n" + markdown(header, body)
@@ -102,7 +106,7 @@ def section(lesson: Lesson, found: Sequence[Row], mark: Callable[[Row], str]) ->
 def not_measured(name: str, lesson: Lesson) -> str:
     """The part of a compiled page with what is predicted for cards on which nothing was timed; "" if there is none."""
     said = [p for p in lesson.predicted if not (REPORTS / f"nvidia-{p.card}" / f"{name}.csv").exists()]
-    lines = [[f"`{p.rung.__name__}`", shape_name(p.at), chips.CHIPS[p.card].name, _given(p)] for p in said]
+    lines = [[f"`{p.rung.__name__}`", shape_name(p.at), chips.CHIPS[p.card].name, how(p)] for p in said]
     if not lines:
         return ""
     return "\n## Predicted, not measured\n\n" + markdown(["rung", "shape", "card", "predicted"], lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base import chips
-from lessonkit.base.chips import CHIPS, Chip
+from lessonkit.base.chips import CHIPS, TARGETS, Chip
 from lessonkit.base.files import REPORTS
 from lessonkit.base.markdown import markdown
 from lessonkit.base.tables import head, read_csv
@@ -18,6 +18,7 @@ import torch
 FOLDER = REPORTS / "compiled"
 INTERPRETED = "interpreted"  # in reports/versions.csv, where another row names a target
 NOT_TRIED = "not tried"  # likewise
+CARDS = tuple(map(chips.first, TARGETS))  # the columns of floors
 RATES = {torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}  # other dtypes are computed at the rate of bf16
 
 
@@ -27,11 +28,11 @@ def rate(lesson: Lesson) -> str:
 
 
 def floors(lesson: Lesson) -> list[list[Any]]:
-    """A line for each bench shape: its name, MB, and the least time on each card in us."""
+    """A line for each bench shape: its name, MB, and the least time in us on the first card of each target."""
     lines = []
     for shape in lesson.benches:
         work = lesson.work(dtype=lesson.bench_dtype, **shape)
-        at = (chip.seconds(work.bytes, work.flops, rate(lesson))[0] * 1e6 for chip in CHIPS.values())
+        at = (chip.seconds(work.bytes, work.flops, rate(lesson))[0] * 1e6 for chip in CARDS)
         lines.append([shape_name(shape), f"{work.bytes / 1e6:.4g}", *(f"{us:.4g}" for us in at)])
     return lines
 
@@ -51,6 +52,22 @@ def roofline(chip: Chip, lessons: Iterable[tuple[str, Lesson]]) -> list[list[str
         roof = f"{work.flops / seconds / 1e12:.4g}" if work.flops else ""
         lines.append([name, shape_name(shape), f"{intensity:.3g}", roof, f"{seconds * 1e6:.4g}", bound])
     return lines
+
+
+CARD_TITLES = ["name", "card", "target", "SMs", "TB/s", "L2", "fp32", "tf32", "bf16", "fp8",
+               "shared a block", "shared", "registers", "threads"]  # fmt: skip
+
+
+def cards(which: Iterable[Chip]) -> list[list[Any]]:
+    """A line for each card: TB/s, MB, TFLOP/s, and the limits of an SM."""
+    keys = {chip.name: key for key, chip in CHIPS.items()}
+    return [
+        [keys[c.name], c.name, chips.label(c.target) + ", not compiled" * (not c.compiled), c.sms,
+         f"{c.bandwidth / 1e12:.3g}", c.l2,
+         *(f"{c.flops[r] / 1e12:.4g}" if r in c.flops else "" for r in ("fp32", "tf32", "bf16", "fp8")),
+         f"{c.shared_block:,}", f"{c.shared:,}", f"{c.registers:,}", c.warps * c.warp_size]
+        for c in which
+    ]  # fmt: skip
 
 
 def reasons(path: Path) -> str:
@@ -83,14 +100,8 @@ def page(lessons: Mapping[str, Lesson]) -> str:
         )
     counted = Counter(whys)
     lines = [[chips.label(_target(target)), count, why] for (target, why), count in sorted(counted.items())]
+    every = tuple(CHIPS.values())
     titles = ["target", "card", "kernels", "with matrix instructions", "with spills", "most shared bytes", "over it"]
-    cards = [
-        [f"`{key}`", c.name, chips.label(c.target), c.sms, f"{c.bandwidth / 1e12:.3g}",
-         *(f"{c.flops[r] / 1e12:.4g}" if r in c.flops else "" for r in ("fp32", "tf32", "bf16", "fp8")),
-         f"{c.shared_block:,}", f"{c.shared:,}", f"{c.registers:,}", c.warps * c.warp_size]
-        for key, c in CHIPS.items()
-    ]  # fmt: skip
-    limits = ["shared a block", "shared", "registers", "threads"]
     return (
         "# Compiled for every target\n\n"
         "`python -m lessonkit compile all` compiles every Triton and Gluon rung and every operator of `course_ops`\n"
@@ -99,10 +110,12 @@ def page(lessons: Mapping[str, Lesson]) -> str:
         + "\n## Why a rung has no kernel for a target\n\n"
         + markdown(["target", "rungs", "why"], lines)
         + "\n## Cards\n\n"
-        f"Data-sheet figures: TB/s, dense TFLOP/s, and the limits of an SM (a CU on AMD). `{chips.CHOICE}=rtx4090`\n"
-        "before a command names your card: without a GPU tiles, occupancy and predictions are then of that card.\n"
-        "`python -m lessonkit card` shows its roofline.\n\n"
-        + markdown(["name", "card", "target", "SMs", "TB/s", "fp32", "tf32", "bf16", "fp8", *limits], cards)
+        "Data-sheet figures: TB/s, MB of L2, dense TFLOP/s, and the limits of an SM (a CU on AMD).\n"
+        '`python -m lessonkit chip "RTX 4090"` shows what the lessons predict for a card, and its roofline;\n'
+        "`chip rtx4090 softmax` for one lesson. "
+        f"`{chips.CHOICE}=rtx4090` before a command names your card: without a GPU tiles,\n"
+        "occupancy and predictions are then of that card.\n\n"
+        + markdown([*CARD_TITLES, "source"], ([*line, c.source] for line, c in zip(cards(every), every, strict=True)))
     )
 
 
