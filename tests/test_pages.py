@@ -138,7 +138,7 @@ def test_run_without_a_gpu_shows_the_stored_times_beside_the_predictions(lesson,
 
 @pytest.mark.release
 def test_predictions_that_failed_say_why():
-    folder = REPORTS / predictions.MACHINE
+    folder = REPORTS / rows.MACHINE
     wrong = [
         w for name, each in kernels() for w in predictions.complaints(name, each, rows.read(folder / f"{name}.csv"))
     ]

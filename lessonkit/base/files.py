@@ -1,6 +1,5 @@
 """Where things lie, and how a file is written: the checkout, its reports, the cache."""
 
-import fcntl
 import os
 import shlex
 import stat
