@@ -25,6 +25,7 @@ GROUPS = (
     ("exercise",),
     ("measure",),
     ("pages",),
+    ("web",),
     ("commands", "__main__"),
 )
 FACE = "lessonkit"
