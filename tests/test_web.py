@@ -3,6 +3,8 @@
 import http.client
 import json
 import re
+import shutil
+import subprocess
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
@@ -28,7 +30,8 @@ def lesson(name):
 
 
 def page(name, language="en"):
-    return lessons.Page(name, lesson(name), language, lambda path: f"files/{path.name}").text()
+    made = lessons.Page(name, lesson(name), language, lambda path: f"files/{path.name}").pages()
+    return made[places.lesson_page(name)]
 
 
 # ---- Prose ----
@@ -199,6 +202,24 @@ def test_a_few_pages_build_and_their_links_resolve(book):
     shown = (book / "zh" / f"{SOME[4]}.html").read_text()
     assert 'lang="en"' in shown, "English in a Chinese page is marked"
     assert len((book / "en" / f"{SOME[4]}.html").read_bytes()) < 500_000
+
+
+@pytest.mark.night
+def test_all_pages_build_without_a_warning_or_a_broken_link(tmp_path):
+    """Every page of both languages, and a chart that a browser draws from a file."""
+    pytest.importorskip("sphinx", reason="the extra `web` is not installed: pip install -e '.[web]'")
+    said = []
+    site.build(tmp_path, say=said.append)
+    assert not [line for line in said if "WARNING" in line or "ERROR" in line]
+    assert not broken(tmp_path)
+    for page in tmp_path.glob("*/*/lesson*.html"):
+        assert page.stat().st_size < 500_000, page
+    if not (browser := shutil.which("chromium")):
+        pytest.skip("the pages are right; no chromium here that would draw a chart")
+    address = (tmp_path / "en" / f"{SOME[4]}.html").as_uri()
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
+    drawn = subprocess.run([*command, address], capture_output=True, text=True, timeout=300).stdout
+    assert 'class="mark"' in drawn
 
 
 # ---- The server ----

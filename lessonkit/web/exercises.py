@@ -32,16 +32,17 @@ class Page:
         todo = "\n".join(f"{r.number}. {prose.escaped(self.say(r.task))}" for r in source.regions)
         commands = f"{COURSE} exercise next {source.short}\n{COURSE} exercise watch {source.short}"
         guide = places.relative(f"{folder}/index", places.exercise_page(source))
+        start, count = translated("The file you start from", self.language), translated("Hint {number}", self.language)
         said = [
             f"# {prose.escaped(title or self.say(source.title))}",
-            f"[{self.say('The guide of this day')}]({guide}.md)",
+            f"[{translated('The guide of this day', self.language)}]({guide}.md)",
             prose.markdown(task),
-            *([f"## {self.say('To be written')}", todo] if todo else []),
-            f"## {self.say('Begin')}",
+            *([f"## {translated('To be written', self.language)}", todo] if todo else []),
+            f"## {translated('Begin', self.language)}",
             prose.fence("bash", commands),
-            _folded(self.say("The file you start from"), prose.code(source.stub, self.suffix), unfolded=True),
-            f"## {self.say('Hints')}",
-            *(_folded(self.say("Hint {number}").format(number=n), prose.escaped(self.say(" ".join(hint.split()))))
+            _folded(start, prose.code(source.stub, self.suffix), unfolded=True),
+            f"## {translated('Hints', self.language)}",
+            *(_folded(count.format(number=n), prose.escaped(self.say(" ".join(hint.split()))))
               for n, hint in enumerate(self.hints, 1)),
         ]  # fmt: skip
         return "\n\n".join(said) + "\n"

@@ -33,18 +33,28 @@ class Page:
     def say(self, english: str) -> str:
         return translated(english, self.language)
 
-    def text(self) -> str:
-        files = glossary.files(self.name)
-        own, program = files[0], files[0].with_suffix(".cu")
-        first = program if program in files else own
-        said = [self._file(first, top=True)]
-        for path in files:
-            if path != first:
-                said.append(self._file(path, top=False))
+    def pages(self) -> dict[str, str]:
+        """The lesson's page, and one for each file of its ladder, which would make a single page too long."""
+        own, *others = glossary.files(self.name)
+        program = own.with_suffix(".cu")
+        ladder = [path for path in others if path != program]
+        first, *more = [program, own] if program in others else [own]
+        said = [self._file(first, top=True), *(self._file(path, top=False) for path in more)]
+        below = {}
+        for path in ladder:
+            self.here = f"{places.lesson_page(self.name)}/{path.stem}"
+            below[self.here] = self._file(path, top=False).replace("## ", "# ", 1) + "\n"
+        self.here = places.lesson_page(self.name)
+        if ladder:
+            said += [f"## {translated('The files of its rungs', self.language)}", self._contents(list(below))]
         if self.diffs:
-            said += [f"## {self.say('What changes between rungs')}", *self._rest()]
+            said += [f"## {translated('What changes between rungs', self.language)}", *self._rest()]
         said += [*self._measured(), *self._compiled(), *self._exercises()]
-        return "\n\n".join(part for part in said if part) + "\n"
+        return {self.here: "\n\n".join(part for part in said if part) + "\n"} | below
+
+    def _contents(self, pages: list[str]) -> str:
+        listed = "\n".join(places.relative(page, self.here) for page in pages)
+        return f"```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```"
 
     # ---- The file ----
 
@@ -83,7 +93,7 @@ class Page:
 
     def _heading(self, title: str, path: Path, wrapper: bool) -> str:
         if wrapper:
-            return f"## {self.say('The program as functions of tensors')}"
+            return f"## {translated('The program as functions of tensors', self.language)}"
         return f"## {prose.escaped(title)}" + (f" (`{path.stem}`)" if path.stem in self.rungs else "")
 
     def _named(self, number: str) -> str:
@@ -92,19 +102,21 @@ class Page:
 
     def _rung_heading(self, number: str, more: str) -> str:
         name = self._named(number)
-        said = self.say("Rung {number}").format(number=number) + (f", {prose.escaped(more)}" if more else "")
+        said = translated("Rung {number}", self.language).format(number=number) + (
+            f", {prose.escaped(more)}" if more else ""
+        )
         return f"## {said}" + (f": `{name}`" if name else "")
 
     def _code(self, text: str, path: Path, number: str) -> str:
         names = list(_defined(text, path.suffix))
         declares = re.search(r"^LESSON = ", text, re.MULTILINE) is not None
         if declares and not names[:-1]:
-            summary = self.say("The declaration: predictions, wrong kernels, claims")
+            summary = translated("The declaration: predictions, wrong kernels, claims", self.language)
         elif names:
             summary = ", ".join(f"<code>{html.escape(name)}</code>" for name in names[:6])
             summary += " …" * (len(names) > 6)
         elif re.search(r"^(?:import|from|#include)", text, re.MULTILINE):
-            summary = self.say("Imports")
+            summary = translated("Imports", self.language)
         else:
             summary = f"<code>{html.escape(text.splitlines()[0][:80])}</code>"
         unfolded = " open" if isinstance(self.lesson, Steps) and names and not declares else ""
@@ -121,7 +133,7 @@ class Page:
             words = [w.strip() for w in found[2].replace("\\", "").replace("`", "").split(",")]
             linked = [f"[{prose.escaped(w)}]({target}.md#{glossary._anchor(by[w], self.language)})" if w in by
                       else prose.escaped(w) for w in words]  # fmt: skip
-            return f"**{self.say('New words')}**: {', '.join(linked)}.\n"
+            return f"**{translated('New words', self.language)}**: {', '.join(linked)}.\n"
 
         return re.sub(r"^(New words \(GLOSSARY\.md\)): (.*)\.\n", one, markdown, flags=re.MULTILINE)
 
@@ -133,7 +145,7 @@ class Page:
             before, after = rung_source.lines(self.name, old), rung_source.lines(self.name, new)
             changed = list(difflib.unified_diff(before, after, old, new, lineterm="", n=2))
             if changed:
-                summary = self.say("Diff: {old} to {new}").format(old=old, new=new)
+                summary = translated("Diff: {old} to {new}", self.language).format(old=old, new=new)
                 yield new, _folded(html.escape(summary), prose.diff("\n".join(changed)), "diff")
 
     def _rest(self) -> Iterator[str]:
@@ -148,22 +160,24 @@ class Page:
         pages = [page for folder in folders if (page := folder / f"{self.name}.md").exists()]
         if not (data or pages):
             return
-        yield f"## {self.say('Predicted and measured')}"
+        yield f"## {translated('Predicted and measured', self.language)}"
         if data:
-            caption = self.say("Measured rows; a short bar is a prediction")
+            caption = translated("Measured rows; a short bar is a prediction", self.language)
             yield charts.figure("rows", data, caption, self.language)
         for page in pages:
             shown = self._report(page, pictures=data is None)
-            summary = self.say("All rows of {device} as tables").format(device=page.parent.name)
+            summary = translated("All rows of {device} as tables", self.language).format(device=page.parent.name)
             yield _folded(html.escape(summary), shown, "tables", "" if data else " open")
 
     def _compiled(self) -> Iterator[str]:
-        for folder, heading in (
-            ("compiled", self.say("Compiled for each target")), ("emulated", self.say("Counted by the emulator")),
-        ):  # fmt: skip
+        compiled = translated("Compiled for each target", self.language)
+        emulated = translated("Counted by the emulator", self.language)
+        for folder, heading in (("compiled", compiled), ("emulated", emulated)):
             if (page := REPORTS / folder / f"{self.name}.md").exists():
                 yield f"## {heading}"
-                yield _folded(html.escape(self.say("Table")), self._report(page, pictures=False), "tables")
+                yield _folded(
+                    html.escape(translated("Table", self.language)), self._report(page, pictures=False), "tables"
+                )
 
     def _report(self, page: Path, *, pictures: bool) -> str:
         """A page of reports/ as a part of this one."""
@@ -179,12 +193,12 @@ class Page:
         mine, others = exercises_of(self.name)
         if not (mine or others):
             return
-        yield f"## {self.say('Exercises')}"
+        yield f"## {translated('Exercises', self.language)}"
         for source in mine:
             yield f"- **[{prose.escaped(self.say(source.title))}]({self._to(source)})**"
         if others:
             linked = ", ".join(f"[{source.short.replace('_', ' ')}]({self._to(source)})" for source in others)
-            yield f"{self.say('Of the same day:')} {linked}."
+            yield f"{translated('Of the same day:', self.language)} {linked}."
 
     def _to(self, source: Source) -> str:
         return places.relative(places.exercise_page(source), self.here) + ".md"

@@ -37,7 +37,8 @@ class Sources:
         for name in names():
             if self._wanted(page := places.lesson_page(name)):
                 lesson = dict(discover(name))[name]
-                self._put(page, lessons.Page(name, lesson, self.language, self.copied).text())
+                for each, text in lessons.Page(name, lesson, self.language, self.copied).pages().items():
+                    self._put(each, text)
         for source in places.exercises():
             if self._wanted(page := places.exercise_page(source)):
                 self._put(page, exercises.Page(source, self.language).text())
