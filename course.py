@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("COURSE_VENV", ROOT / ".venv"))
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 REQUIREMENTS = ROOT / "requirements"  # written by `python -m lessonkit lock`
-# Nothing but the files whose hashes are listed. Compiling every installed module to bytecode would take longer than
-# unpacking it; Python compiles what it imports.
-HASHED = ("--no-deps", "--require-hashes", "--no-compile")
+# Nothing but the files whose hashes are listed: what must be built is built with what is installed. Compiling every
+# installed module to bytecode would take longer than unpacking it; Python compiles what it imports.
+HASHED = ("--no-deps", "--require-hashes", "--no-build-isolation", "--no-compile")
 LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 # A worker that has nothing left takes from the other: the slow tests of a lesson stand one behind the other.
 SUITE = ("pytest", "-n", "auto", "--dist", "worksteal")
@@ -45,10 +45,10 @@ def variables() -> dict[str, str]:
 
 
 def lists() -> list[Path]:
-    """What to install: the course's packages and its tests' tools, and the CUDA compiler if there is none."""
+    """What to install: the course's packages and its tests' tools, the book's, the CUDA compiler if there is none."""
     folders = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
     found = shutil.which("nvcc") or any(Path(folder, "bin", "nvcc").exists() for folder in folders if folder)
-    return [REQUIREMENTS / name for name in (("course.txt",) if found else ("course.txt", "nvcc.txt"))]
+    return [REQUIREMENTS / name for name in ("course.txt", "web.txt", *(() if found else ("nvcc.txt",)))]
 
 
 def make_venv() -> None:

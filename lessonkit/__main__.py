@@ -4,10 +4,8 @@ Exit codes: 0 all well, 1 something failed, 2 the command line is wrong, 130 a r
 """
 
 import difflib
-import inspect
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,14 +18,13 @@ from typing import Annotated, NoReturn
 
 from lessonkit import pictures
 from lessonkit.base import chips, device, renames
-from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
 from lessonkit.base.words import counted, language, said
-from lessonkit.commands import course_run, exercises, languages, lock, new, show, versions
+from lessonkit.commands import course_run, exercises, languages, lock, new, show, versions, web
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
-from lessonkit.cuda import build, sass, toolchain
+from lessonkit.cuda import sass, toolchain
 from lessonkit.exercise import progress
 from lessonkit.judge import counters, fuzz, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
@@ -44,7 +41,7 @@ from lessonkit.measure import (
     stale,
 )
 from lessonkit.modes import compiled
-from lessonkit.pages import card, final_report, glossary, guides, paths, report, targets
+from lessonkit.pages import card, final_report, glossary, guides, paths, report, rung_source, targets
 
 import typer
 
@@ -758,38 +755,25 @@ def diff(lesson: str, old: str, new: str) -> None:
         raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one: {several}")
     if isinstance(found, Broken):
         _end([f"{name}: cannot be imported: {found.error}"])
-    module, folder = sys.modules[name], name.partition(".")[0]
 
     def source(rung: str) -> list[str]:
-        if not hasattr(module, rung):
+        if not hasattr(sys.modules[name], rung):
             raise typer.BadParameter(f"{name} has no function {rung!r}")
-        if (own := Path(inspect.getfile(inspect.unwrap(getattr(module, rung))))).parent.parent == ROOT / folder:
-            return own.read_text().splitlines()  # a rung of a ladder is a file
-        wrapper = inspect.getsource(getattr(module, rung))
-        if (program := Path(module.__file__ or "").with_suffix(".cu")).exists():
-            used = list(reached(build.local_files(program)[:1], set(re.findall(r"\w+", wrapper))))
-            code = program.read_text()
-            parts = [code[d.start : d.stop] for d in definitions(code) if d.name in used]
-            return "\n\n".join([*parts, wrapper]).splitlines()
-        used = [k for k, v in vars(module).items() if k.endswith("_kernel") and hasattr(v, "fn") and k in wrapper]
-        text = Path(module.__file__ or "").read_text().splitlines()
-        lines: list[str] = []
-        for kernel in used:
-            at = (i for i, line in enumerate(text) if line.startswith((f"def {kernel}(", f"{kernel} = ")))
-            if (start := next(at, None)) is None:  # another lesson's
-                fn = getattr(module, kernel)
-                while hasattr(fn, "fn"):  # what tunes or compiles a function holds it so
-                    fn = fn.fn
-                lines += inspect.getsource(fn).splitlines()
-                continue
-            stop = next((i for i in range(start + 1, len(text)) if text[i] and text[i][0] not in " )#"), len(text))
-            lines += [*text[start:stop]]
-        return lines + wrapper.splitlines()
+        return rung_source.lines(name, rung)
 
     for line in difflib.unified_diff(source(old), source(new), old, new, lineterm="", n=2):
         show.console.print(
             line, style="green" if line[0] == "+" else "red" if line[0] == "-" else None, highlight=False
         )
+
+
+@app.command(name="web")
+def web_edition(
+    build: Annotated[Path | None, typer.Option(help="Write the book to this folder instead of serving it.")] = None,
+    port: Annotated[int, typer.Option(help="Serve on this port of the loopback address; 0: any free one.")] = 0,
+) -> None:
+    """Build the course as a book in English and Chinese, and serve it on this machine."""
+    raise typer.Exit(web.run(build, port))
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def test_what_is_installed(course, monkeypatch, gpu, has_cpu, torch):
     course.environment()
     installed = [command for command in commands if "install" in command]
     lists = [course.Path(command[-1]).name for command in installed if "--requirement" in command]
-    assert lists == ["course.txt", *([] if gpu else ["torch_cpu.txt"]), *([torch] if torch else [])]
+    assert lists == ["course.txt", "web.txt", *([] if gpu else ["torch_cpu.txt"]), *([torch] if torch else [])]
     for command in installed[:-1]:
         assert "--require-hashes" in command
     assert {"--no-deps", "--no-build-isolation", "--editable"} < set(installed[-1])

@@ -26,6 +26,7 @@ GROUPS = (
     ("exercise",),
     ("measure",),
     ("pages",),
+    ("web",),
     ("commands", "__main__"),
 )
 FACE = "lessonkit"

@@ -1,0 +1,39 @@
+"""`python course.py web`: build the book and serve it, or write it to a folder."""
+
+from pathlib import Path
+
+from lessonkit.base.errors import Missing
+from lessonkit.base.files import CACHE
+from lessonkit.base.words import said
+from lessonkit.commands import show
+from lessonkit.web import serve, site
+
+
+def run(build: Path | None, port: int) -> int:
+    """The exit code."""
+    out = build or CACHE / "web" / "book"
+    if build and build.exists() and any(build.iterdir()) and not (build / ".nojekyll").exists():
+        show.console.print(
+            said("{path} holds other files: name a new folder, or one of an earlier build.").format(path=build)
+        )
+        return 2
+    try:
+        site.build(out, say=show.console.print)
+    except Missing as why:
+        show.console.print(str(why), style="red")
+        return 1
+    if build:
+        show.console.print(said("Open {path}").format(path=out / "index.html"))
+        return 0
+    try:
+        serve.serve(
+            out, port, lambda address: show.console.print(said("{address}   Ctrl-C ends it.").format(address=address))
+        )
+    except KeyboardInterrupt:
+        return 0
+    except OSError as why:
+        show.console.print(
+            said("Port {port} cannot be used ({why}): choose another by --port.").format(port=port, why=why)
+        )
+        return 1
+    return 0

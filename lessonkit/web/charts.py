@@ -1,0 +1,129 @@
+"""Rows as the data of an interactive chart: JSON in the page, which static/chart.js draws."""
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lessonkit.base.words import translated
+from lessonkit.lesson import Lesson, shape_name
+from lessonkit.measure import rows
+from lessonkit.measure.rows import Row
+from lessonkit.pages import pivots, predictions
+from lessonkit.pages.results import bound, intensity, measured, operator
+from lessonkit.web.places import lesson_page, relative
+
+FIELDS = ("rung", "kind", "shape", "dtype", "ms_p50", "tb_per_s", "tflop_per_s", "percent_of_limit", "bytes",
+          "ratio_to_best_peer", "date", "commit")  # fmt: skip
+
+
+def of_lesson(lesson: Lesson, name: str, folders: Iterable[Path]) -> dict[str, Any] | None:
+    """The rows of a lesson on each GPU, with what was predicted for them."""
+    found = {folder.name: _declared(lesson, rows.read(folder / f"{name}.csv")) for folder in folders}
+    return _chart(found, [(lesson, found.get(rows.MACHINE, []))])
+
+
+def of_operator(lessons: Sequence[tuple[str, Lesson, Sequence[Row]]], device: str) -> dict[str, Any] | None:
+    """The rows of all lessons of an operator on one GPU."""
+    everything = [row for _, _, found in lessons for row in found]
+    said = [(lesson, found) for _, lesson, found in lessons] if device == rows.MACHINE else []
+    return _chart({device: everything}, said)
+
+
+def _declared(lesson: Lesson, found: Sequence[Row]) -> list[Row]:
+    """The rows of what the lesson still has, in its order."""
+    order = [rung.__name__ for rung in lesson.rungs] + list(lesson.peers) + ["copy"]
+    shapes = [shape_name(shape) for shape in lesson.benches]
+    kept = [row for row in found if row.rung in order and row.shape in shapes]
+    return sorted(kept, key=lambda row: (order.index(row.rung), shapes.index(row.shape)))
+
+
+def _chart(found: dict[str, list[Row]], said: Iterable[tuple[Lesson, Sequence[Row]]]) -> dict[str, Any] | None:
+    everything = [row for rows_ in found.values() for row in rows_]
+    if not everything:
+        return None
+    predicted = [
+        {"rung": pair.row.rung, "shape": pair.row.shape, "dtype": pair.row.dtype, "how": pair.how.replace("`", ""),
+         "ms": [_round(pair.least_ms), _round(pair.most_ms)], "why": pair.said.why}
+        for lesson, mine in said
+        for pair in predictions.compared(lesson, mine)
+    ]  # fmt: skip
+    return {
+        "unit": pivots.unit(everything),
+        "fields": list(FIELDS),
+        "devices": {name: [[getattr(row, field) for field in FIELDS] for row in mine]
+                    for name, mine in found.items() if mine},
+        "predicted": predicted,
+    }  # fmt: skip
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def of_roofline(folder: Path) -> dict[str, Any] | None:
+    """Each lesson's first and last rung at its largest shape, and the roofs: the copy of the rows, the fastest rate."""
+    points, everything = list[dict[str, Any]](), list[Row]()
+    for name, lesson, found in measured(folder):
+        everything += found
+        last = lesson.rungs[-1].__name__
+        row = max((r for r in found if r.rung == last), key=lambda r: r.bytes, default=None)
+        if row is None or not row.tflop_per_s:
+            continue
+        first = next((r for r in found if r.rung == lesson.rungs[0].__name__ and r.shape == row.shape), row)
+        points.append({
+            "lesson": name.partition(".")[2], "rung": row.rung, "operator": operator(name), "shape": row.shape,
+            "dtype": row.dtype, "x": _round(intensity(row)), "y": row.tflop_per_s, "first": first.tflop_per_s,
+            "percent": row.percent_of_limit, "bound": bound(row),
+            "href": relative(lesson_page(name), "roofline") + ".html",
+        })  # fmt: skip
+    if not points:
+        return None
+    return {
+        "points": points,
+        "copy": max(r.tb_per_s for r in everything if r.kind == "limit"),
+        "top": max(r.tflop_per_s for r in everything if r.kind != "limit"),
+        "device": folder.name,
+    }
+
+
+def figure(kind: str, data: dict[str, Any], caption: str, language: str) -> str:
+    """The place of a chart in a page. kind: "rows" or "roofline"."""
+    without = translated("The chart needs JavaScript; the tables below hold the same rows.", language)
+    return (
+        f'<figure class="chart" data-kind="{kind}"><figcaption>{html.escape(caption)}</figcaption>\n'
+        f'<script type="application/json" class="chart-data">{_json(data)}</script>\n'
+        f'<script type="application/json" class="chart-words">{_json(_words(language))}</script>\n'
+        f"<noscript>{html.escape(without)}</noscript></figure>\n"
+    )
+
+
+def _json(data: object) -> str:
+    """JSON that may stand inside of a script element."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+
+
+def _words(language: str) -> dict[str, str]:
+    return {
+        "gpu": translated("GPU", language),
+        "dtype": translated("dtype", language),
+        "shape": translated("shape", language),
+        "all": translated("all shapes", language),
+        "y": translated("show", language),
+        "rate": translated("rate", language),
+        "ms": translated("time, ms", language),
+        "percent": translated("% of the limit", language),
+        "logx": translated("log x", language),
+        "logy": translated("log y", language),
+        "bytes": translated("least bytes to move, MB", language),
+        "predicted": translated("predicted", language),
+        "measured": translated("measured", language),
+        "why": translated("why it differs", language),
+        "ratio": translated("ratio to the best peer", language),
+        "date": translated("measured on", language),
+        "intensity": translated("FLOPs for each byte", language),
+        "bound": translated("bound by", language),
+        "first": translated("first rung", language),
+        "hint": translated("Point at a mark, or go through the marks by Tab, to see its row.", language),
+    }

@@ -1,0 +1,38 @@
+"""What Sphinx does for this book beside its own work: marks English in Chinese pages, links the other language."""
+
+import re
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+_HAN = re.compile(r"[\u4e00-\u9fff]")
+_WORDS = re.compile(r"\b[A-Za-z][a-z'-]+\b")
+LANGUAGES = {"en": "English", "zh": "简体中文"}
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_config_value("book_language", "en", "env", str)
+    app.connect("doctree-read", _mark_english)
+    app.connect("html-page-context", _languages)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _mark_english(app: Sphinx, doctree: nodes.document) -> None:
+    """In a Chinese page, `lang="en"` on each text that is shown in English: Docutils makes it of a class."""
+    if app.config.book_language == "en":
+        return
+    for node in doctree.findall(lambda n: isinstance(n, nodes.paragraph | nodes.title)):
+        assert isinstance(node, nodes.Element)
+        text = node.astext()
+        if not _HAN.search(text) and len(_WORDS.findall(text)) > 2:
+            node["classes"].append("language-en")
+
+
+def _languages(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """The same page in each language, as a relative address: it opens from files too."""
+    up = "../" * (page.count("/") + 1)
+    here = app.config.book_language
+    context["other_languages"] = [
+        (name, code, f"{up}{code}/{page}.html") for code, name in LANGUAGES.items() if code != here
+    ]

@@ -1,0 +1,98 @@
+"""Which page of the book a file of the repository becomes, and Markdown whose links lead there."""
+
+import posixpath
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from lessonkit.base.files import ROOT
+from lessonkit.exercise import source
+from lessonkit.lesson import names
+from lessonkit.measure.stale import device_folders
+
+_TRANSLATED = ".zh-CN.md"
+_LINK = re.compile(r"(?<!\\)(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_CODE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)\s*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+HOME = "index"
+
+
+def guides() -> list[Path]:
+    """The pages that somebody wrote or `report` generates, in English, without those that a lesson's page shows."""
+    tops = ("README.md", "SYLLABUS.md", "GLOSSARY.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    found = [ROOT / name for name in tops if (ROOT / name).exists()]
+    found += sorted(ROOT.glob("day*/*.md")) + sorted(ROOT.glob("cuda_src/*.md")) + sorted(ROOT.glob("course_ops/*.md"))
+    found += sorted(ROOT.glob("paths/*.md"))
+    found += [ROOT / "reports/README.md", ROOT / "reports/compiled/targets.md"]
+    lessons = set(names())
+    found += [p for folder in device_folders() for p in sorted(folder.glob("*.md")) if p.stem not in lessons]
+    return [path for path in found if path.exists() and not path.name.endswith(_TRANSLATED)]
+
+
+def page(path: Path) -> str:
+    """The page of a guide: README.md stands at the head of its folder."""
+    name = path.relative_to(ROOT).with_suffix("")
+    return (name.with_name(HOME) if name.name == "README" else PurePosixPath(name.as_posix().lower())).__str__()
+
+
+def lesson_page(lesson: str) -> str:
+    return lesson.replace(".", "/")
+
+
+def exercise_page(exercise: source.Source) -> str:
+    return f"{exercise.path.parent.parent.name}/exercises/{exercise.path.stem}"
+
+
+@cache
+def exercises() -> list[source.Source]:
+    return source.discover()
+
+
+@cache
+def pages() -> dict[str, str]:
+    """File of the repository -> its page."""
+    found = {path.relative_to(ROOT).as_posix(): page(path) for path in guides()}
+    for lesson in names():
+        file = lesson.replace(".", "/")
+        shown = [f"{file}.py", f"{file}.cu", f"reports/compiled/{lesson}.md", f"reports/emulated/{lesson}.md"]
+        shown += [f"reports/{folder.name}/{lesson}.md" for folder in device_folders()]
+        found |= dict.fromkeys(shown, lesson_page(lesson))
+    for each in exercises():
+        relative = each.path.relative_to(ROOT)
+        found |= dict.fromkeys((relative.as_posix(), relative.with_suffix(".cu").as_posix()), exercise_page(each))
+    return found
+
+
+def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str]) -> str:
+    """The Markdown of a file as the page `here` has it.
+
+    Links go to pages; to what has none, to a copy of the file (`copied` makes it and says where); a link to a folder
+    without a page, or to nothing, becomes its words.
+    """
+
+    def one(found: re.Match[str]) -> str:
+        image, words, target = found.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return found[0]
+        where, _, anchor = target.partition("#")
+        path = Path(posixpath.normpath((file.parent / where).as_posix()))
+        if not path.exists() or not path.is_relative_to(ROOT):
+            return words
+        if path.is_dir():
+            path = path / "README.md"
+        english = path.with_name(path.name.replace(_TRANSLATED, ".md"))
+        name = pages().get(english.relative_to(ROOT).as_posix())
+        if name and not image:
+            return f"[{words}]({relative(name, here)}.md{'#' + anchor if anchor else ''})"
+        if not path.is_file():
+            return words
+        return f"{image}[{words}]({relative(copied(path), here)})"
+
+    pieces = _CODE.split(text)
+    pieces[::2] = [_LINK.sub(one, piece) for piece in pieces[::2]]
+    return "".join(pieces)
+
+
+def relative(target: str, here: str) -> str:
+    """A page or file of the book as seen from a page."""
+    return posixpath.relpath(target, posixpath.dirname(here) or ".")

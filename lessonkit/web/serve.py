@@ -1,0 +1,80 @@
+"""The built book on this machine's loopback address. No other machine reaches it, and no other site's page may ask it.
+
+A page of another site can make a browser send requests to 127.0.0.1, or give its own name that address. So a request
+must name this server in `Host`, and an `Origin`, where there is one, must be this server's.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ADDRESS = "127.0.0.1"
+NAMES = (ADDRESS, "localhost")
+POLICY = (  # what a page may load: its own files, and the small scripts that the theme writes into it
+    "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+)
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Files below one folder, by GET and HEAD."""
+
+    server: "Server"
+
+    def parse_request(self) -> bool:
+        """Refuse, before a method is chosen, what does not come from a page of this server."""
+        if not super().parse_request():
+            return False
+        allowed = {f"{name}:{self.server.server_port}" for name in NAMES}
+        if self.headers.get_all("Host", []) not in [[host] for host in allowed]:
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "Host is not this server")
+            return False
+        if (origin := self.headers.get("Origin")) and origin not in {f"http://{host}" for host in allowed}:
+            self.send_error(HTTPStatus.FORBIDDEN, "Origin is not this server")
+            return False
+        return True
+
+    def send_head(self):  # type: ignore[no-untyped-def]
+        """A file of the folder. One outside of it, by .. or by a link, is not found; folders are not listed."""
+        root = Path(self.directory).resolve()
+        asked = unquote(urlsplit(self.path).path)
+        path = (root / asked.lstrip("/")).resolve() if "\0" not in asked else root.parent
+        if path.is_dir():
+            path = path / "index.html"
+        if ".." in asked.replace("\\", "/").split("/") or not path.is_relative_to(root) or not path.is_file():
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return None
+        return super().send_head()
+
+    def end_headers(self) -> None:
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cache-Control", "no-cache")  # a page that is built anew is shown anew
+        super().end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A reader's terminal stays empty."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves `folder` on the loopback address. port 0: any that is free."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        super().__init__((ADDRESS, port), partial(Handler, directory=str(folder)))
+
+    @property
+    def address(self) -> str:
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+
+def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C. Raises OSError if the port is taken."""
+    with Server(folder, port) as server:
+        say(server.address)
+        server.serve_forever()

@@ -1,0 +1,224 @@
+"""The whole book: its sources as MyST, one build of Sphinx for each language, and the files of a static site."""
+
+import json
+import multiprocessing
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lessonkit.base.errors import Missing
+from lessonkit.base.files import CACHE, ROOT, need_private, write_atomically
+from lessonkit.base.markdown import markdown
+from lessonkit.base.words import translated
+from lessonkit.lesson import discover, names
+from lessonkit.measure.stale import device_folders
+from lessonkit.pages import operators
+from lessonkit.web import charts, exercises, lessons, places
+from lessonkit.web.extension import LANGUAGES
+
+OWN = Path(__file__).parent
+PACKAGES = ("sphinx", "myst_parser", "shibuya", "jieba")
+
+
+class Sources:
+    """The MyST files of one language below `folder`, which keeps the modification times of files that stay the same."""
+
+    def __init__(self, folder: Path, language: str, only: Iterable[str] = ()) -> None:
+        self.folder, self.language, self.only = folder, language, frozenset(only)
+        self.written = set[Path]()
+        self.copies = dict[str, Path]()
+
+    def write(self) -> None:
+        """Write all of them, and remove what an earlier build left."""
+        self._guides()
+        for name in names():
+            if self._wanted(page := places.lesson_page(name)):
+                lesson = dict(discover(name))[name]
+                for each, text in lessons.Page(name, lesson, self.language, self.copied).pages().items():
+                    self._put(each, text)
+        for source in places.exercises():
+            if self._wanted(page := places.exercise_page(source)):
+                self._put(page, exercises.Page(source, self.language).text())
+        for folder in dict.fromkeys(source.path.parent.parent.name for source in places.exercises()):
+            if self._wanted(page := f"{folder}/exercises/index"):
+                self._put(page, exercises.index(folder, self.language))
+        self._roofline()
+        for relative, path in self.copies.items():
+            self._file(relative, path.read_bytes())
+        if self.folder.exists():
+            for path in self.folder.rglob("*"):
+                if path.is_file() and path not in self.written:
+                    path.unlink()
+
+    def copied(self, path: Path) -> str:
+        """The place of a copy of a file that has no page. A browser shows text, so source files get that ending."""
+        relative = path.relative_to(ROOT)
+        picture = path.suffix in (".png", ".svg", ".pdf")
+        name = f"files/{relative.as_posix()}" + ("" if picture else ".txt")
+        self.copies[name] = path
+        return name
+
+    def _wanted(self, page: str) -> bool:
+        return not self.only or page in self.only
+
+    def _put(self, page: str, text: str) -> None:
+        self._file(f"{page}.md", text.encode())
+
+    def _file(self, relative: str, content: bytes) -> None:
+        path = self.folder / relative
+        self.written.add(path)
+        if not path.exists() or path.read_bytes() != content:
+            write_atomically(path, content)
+
+    def _guides(self) -> None:
+        by_page = {places.page(path): path for path in places.guides()}
+        charted = {folder.name: {operators.file_name(ladder.name): ladder for ladder in operators.ladders(folder)}
+                   for folder in device_folders()}  # fmt: skip
+        for page, english in by_page.items():
+            if not self._wanted(page):
+                continue
+            path = english
+            if self.language == "zh" and (translation := english.with_name(f"{english.stem}.zh-CN.md")).exists():
+                path = translation
+            text = places.relinked(path.read_text(), path, page, self.copied)
+            ladder = charted.get(english.parent.name, {}).get(english.name)
+            if ladder and (data := charts.of_operator(ladder.lessons, english.parent.name)):
+                figure = charts.figure(
+                    "rows", data, translated("The rows of all its lessons", self.language), self.language
+                )
+                head, _, rest = text.partition("\n")
+                text = f"{head}\n\n{figure}\n{re.sub(r'^!.*png.*$', '', rest, flags=re.MULTILINE)}"
+            self._put(page, text + self._toctree(page, list(by_page)))
+
+    def _roofline(self) -> None:
+        said = [f"# {translated('Roofline', self.language)}"]
+        said.append(translated(
+            "Each mark is the last rung of a lesson at its largest shape; the line below it begins at the first rung. "
+            "The roofs are the copy and the fastest matmul of the same rows.", self.language,
+        ))  # fmt: skip
+        for folder in device_folders():
+            if data := charts.of_roofline(folder):
+                said += [f"## {folder.name}", charts.figure("roofline", data, folder.name, self.language)]
+                heads = ["", "FLOP/B", "TFLOP/s", "%", ""]
+                said.append(markdown(heads, (self._point(point) for point in data["points"])))
+        if self._wanted("roofline"):
+            self._put("roofline", "\n\n".join(said) + "\n")
+
+    @staticmethod
+    def _point(point: dict[str, Any]) -> list[str]:
+        lesson = f"[{point['lesson']}]({point['href'].removesuffix('.html')}.md) `{point['rung']}`"
+        return [lesson, f"{point['x']:.3g}", f"{point['y']:.3g}", f"{point['percent']:.0f}", point["bound"]]
+
+    def _toctree(self, page: str, guides: list[str]) -> str:
+        """The pages below this one, for the book's contents and for previous and next."""
+        if page == places.HOME:
+            days = dict.fromkeys(name.partition(".")[0] for name in names())
+            order = ["syllabus", "paths", "glossary", *(f"{day}/index" for day in days), "course_ops/index", "roofline"]
+            order += ["reports/index", "contributing", "changelog"]
+            below = [p for each in order for p in self._section(each, guides)]
+        elif page.endswith("/index"):
+            folder = page.removesuffix("/index")
+            below = [p for p in guides if p != page and p.startswith(f"{folder}/")]
+            lessons_here = [places.lesson_page(name) for name in names(f"{folder}.") if name.startswith(f"{folder}.")]
+            exercised = any(s.name.startswith(f"{folder}.") for s in places.exercises())
+            below = [*lessons_here, *([f"{folder}/exercises/index"] if exercised else []), *below]
+        else:
+            return ""
+        here = [places.relative(p, page) for p in below if self._wanted(p)]
+        return f"\n\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{chr(10).join(here)}\n```\n" if here else ""
+
+    @staticmethod
+    def _section(name: str, guides: list[str]) -> list[str]:
+        if name == "paths":
+            return [p for p in guides if p.startswith("paths/")]
+        return [name] if name in guides or name == "roofline" else []
+
+
+def lacking() -> list[str]:
+    """The packages that a build needs and this environment does not have."""
+    from importlib.util import find_spec
+
+    return [name for name in PACKAGES if find_spec(name) is None]
+
+
+def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = print) -> None:
+    """Write the book below `out`: a folder a language and an index. only: pages, for a quick look.
+
+    Raises Missing if Sphinx or its theme is not installed.
+    """
+    if wanting := lacking():
+        raise Missing(f"the web edition needs {', '.join(wanting)}: pip install -e '.[web]', or `python course.py web`")
+    need_private(CACHE)
+    work = CACHE / "web"
+    jobs = []
+    for language in LANGUAGES:
+        sources = Sources(work / ("some" if only else "all") / language, language, only)
+        sources.write()
+        jobs.append((language, str(sources.folder), str(out / language)))
+        say(f"{language}: {sum(path.suffix == '.md' for path in sources.written)} pages")
+    out.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(len(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for warnings in pool.map(_sphinx, jobs):
+            for line in warnings.splitlines():
+                say(line)
+    order = json.dumps(lessons.order(names()), ensure_ascii=False)
+    for language in LANGUAGES:
+        write_atomically(out / language / "_static" / "paths.js", f"window.COURSE_PATHS = {order};\n")
+    write_atomically(out / "index.html", _FRONT)
+    (out / ".nojekyll").touch()  # GitHub's pages leave out folders that begin with _ otherwise
+
+
+_FRONT = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>GPU kernels in five days</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<script>location.replace((/^zh/.test(navigator.language) ? "zh" : "en") + "/index.html")</script></head>
+<body><main><h1>GPU kernels in five days</h1>
+<p><a href="en/index.html">English</a> · <a href="zh/index.html" lang="zh">简体中文</a></p></main></body></html>
+"""
+
+
+def _sphinx(job: tuple[str, str, str]) -> str:
+    """Build one language in a process of its own; what Sphinx warns of."""
+    import io
+
+    from sphinx.application import Sphinx
+
+    language, source, out = job
+    warnings = io.StringIO()
+    app = Sphinx(
+        source, None, out, f"{source}.doctrees", "html", confoverrides=_settings(language), status=None,
+        warning=warnings, parallel=1,
+    )  # fmt: skip
+    app.build()
+    if (files := Path(source) / "files").exists():
+        shutil.copytree(files, Path(out) / "files", dirs_exist_ok=True)
+    return re.sub(r"\x1b\[[\d;]*m", "", warnings.getvalue())
+
+
+def _settings(language: str) -> dict[str, object]:
+    return {
+        "project": translated("GPU kernels in five days", language),
+        "language": {"en": "en", "zh": "zh_CN"}[language],
+        "book_language": language,
+        "extensions": ["myst_parser", "lessonkit.web.extension"],
+        "source_suffix": {".md": "markdown"},
+        "exclude_patterns": ["files"],
+        "myst_heading_anchors": 4,
+        "myst_enable_extensions": ["colon_fence"],
+        "myst_links_external_new_tab": False,
+        "suppress_warnings": ["misc.highlighting_failure", "myst.header", "toc.not_included"],
+        "html_theme": "shibuya",
+        "html_theme_options": {"accent_color": "green", "show_ai_links": False, "toctree_collapse": True},
+        "html_static_path": [str(OWN / "static")],
+        "templates_path": [str(OWN / "templates")],
+        "html_css_files": ["course.css"],
+        "html_js_files": ["paths.js", "course.js", "chart.js"],
+        "html_copy_source": False,
+        "html_show_sphinx": False,
+        "html_title": translated("GPU kernels in five days", language),
+        "html_sidebars": {"**": ["sidebars/localtoc.html"]},
+        "pygments_style": "github-light-default",
+    }

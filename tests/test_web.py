@@ -1,0 +1,276 @@
+"""The web edition: prose and charts are those of lessons and rows, links resolve, the server answers its own pages."""
+
+import http.client
+import json
+import re
+import shutil
+import subprocess
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from lessonkit.base.files import ROOT
+from lessonkit.lesson import discover, names
+from lessonkit.measure import rows
+from lessonkit.measure.stale import device_folders
+from lessonkit.pages import predictions
+from lessonkit.web import charts, exercises, lessons, places, prose, site
+from lessonkit.web.serve import Server
+
+import pytest
+
+SOFTMAX = "day2_triton_basics.lesson05_softmax"
+SOME = ("index", "glossary", "roofline", "day2_triton_basics/index", places.lesson_page(SOFTMAX),
+        "day2_triton_basics/exercises/exercise01_mul")  # fmt: skip
+
+
+def lesson(name):
+    return dict(discover(name))[name]
+
+
+def page(name, language="en"):
+    made = lessons.Page(name, lesson(name), language, lambda path: f"files/{path.name}").pages()
+    return made[places.lesson_page(name)]
+
+
+# ---- Prose ----
+
+
+def test_a_file_becomes_prose_and_code_and_loses_nothing():
+    """Every line of a lesson's file is in one part, in order."""
+    for path in (ROOT / "day2_triton_basics/lesson05_softmax.py", ROOT / "cuda_src/10_scan_ahead.cu"):
+        text = path.read_text()
+        found = "\n".join(part.text for part in prose.parts(text, path.suffix))
+        words = re.findall(r"\w+", re.sub(r"^(?:#|//)", "", text, flags=re.MULTILINE))
+        assert re.findall(r"\w+", found) == words
+
+
+@pytest.mark.parametrize(
+    ("said", "becomes"),
+    [
+        ("a * b * c < 3 and [x](y)", r"a \* b \* c \< 3 and \[x\](y)"),
+        ("call row_sum, then `a * b`", "call `row_sum`, then `a * b`"),
+        ("1. is no list", r"1\. is no list"),
+        ("- is no list", r"\- is no list"),
+        ("2 + 2", "2 + 2"),
+    ],
+)
+def test_plain_text_is_no_markup_by_accident(said, becomes):
+    assert prose.escaped(said) == becomes
+
+
+def test_drawings_lists_labels_and_predictions_keep_their_form():
+    said = "A row:\n\n    [ 1  2 ]   m = 2\n    [ 3 ]\n\n- one\n  goes on\n- two\n\nIt is read. Predicted: 2 times.\n"
+    said += "Run it:    python x.py"
+    assert prose.markdown(said) == (
+        "A row:\n\n```text\n[ 1  2 ]   m = 2\n[ 3 ]\n```\n\n- one goes on\n- two\n\nIt is read.\n\n"
+        "::::{container} prediction\nPredicted: 2 times.\n::::\n\n- **Run it** `python x.py`\n"
+    )
+
+
+def test_a_fence_is_longer_than_those_in_it_and_new_lines_are_lit():
+    assert prose.fence("text", "```\nx").startswith("````text")
+    assert ":emphasize-lines: 2\n" in prose.code("a = 1\nb = 2  # New: b", ".py")
+    assert "emphasize" not in prose.code("a = 1", ".py")
+
+
+@pytest.mark.parametrize(
+    ("said", "number"), [("Rung 3, advanced. New: x", "3"), ("第 2 级。新：x", "2"), ("Rungs x", "")]
+)
+def test_a_rung_is_found_in_both_languages(said, number):
+    found = prose.rung(said)
+    assert (found[0] if found else "") == number
+
+
+# ---- Pages ----
+
+
+def test_a_lesson_has_its_rungs_their_code_and_what_changes():
+    text, declared = page(SOFTMAX), lesson(SOFTMAX)
+    for number, rung in enumerate(declared.rungs, 1):
+        assert f"## Rung {number}: `{rung.__name__}`" in text
+    assert text.count('class="fold diff"') == len(declared.rungs) - 1
+    assert f"def {declared.rungs[-1].__name__}(" in text
+
+
+def test_a_chart_has_the_figures_of_the_rows():
+    """Nothing is typed twice: each figure is that of the CSV, each prediction that of the lesson."""
+    declared, folders = lesson(SOFTMAX), device_folders()
+    found = re.search(r'class="chart-data">(.*?)</script>', page(SOFTMAX))
+    data = json.loads(found[1])
+    for folder in folders:
+        kept = {(r.rung, r.shape, r.dtype): r for r in rows.read(folder / f"{SOFTMAX}.csv")}
+        shown = [dict(zip(data["fields"], line, strict=True)) for line in data["devices"][folder.name]]
+        assert len(shown) == len(kept)
+        for row in shown:
+            measured = kept[row["rung"], row["shape"], row["dtype"]]
+            assert all(row[field] == getattr(measured, field) for field in charts.FIELDS)
+    machine = next(folder for folder in folders if folder.name == predictions.MACHINE)
+    pairs = list(predictions.compared(declared, rows.read(machine / f"{SOFTMAX}.csv")))
+    assert [(p["rung"], p["shape"]) for p in data["predicted"]] == [(p.row.rung, p.row.shape) for p in pairs]
+    assert pairs
+
+
+def test_a_chart_does_not_end_its_script():
+    assert "</script><b>" not in charts.figure("rows", {"rung": "</script><b>"}, "x", "en")
+
+
+def test_hints_are_the_exercises_own():
+    source = places.exercises()[0]
+    assert tuple(exercises.Page(source, "en").hints) == source.exercise.hints
+
+
+def test_links_lead_to_pages_copies_or_words():
+    copied = []
+
+    def copy(path):
+        copied.append(path)
+        return f"files/{path.name}.txt"
+
+    text = "[a](day2_triton_basics/README.zh-CN.md#x) [b](course.py) [c](nowhere.md) [d](https://x.org) `[e](f.md)`"
+    made = places.relinked(text, ROOT / "README.md", "index", copy)
+    assert made == "[a](day2_triton_basics/index.md#x) [b](files/course.py.txt) c [d](https://x.org) `[e](f.md)`"
+    assert copied == [ROOT / "course.py"]
+
+
+def test_paths_lead_through_lessons():
+    found = lessons.order(names())
+    assert set(found) == {path.stem for path in ROOT.glob("paths/*.toml")}
+    assert all(each["pages"] for each in found.values())
+
+
+# ---- What Sphinx makes of it ----
+
+
+class Links(HTMLParser):
+    """The addresses and anchors of a page, and what it loads."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.ids, self.loads = [], set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.ids |= {given["id"]} if given.get("id") else set()
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+        if tag in ("script", "img", "iframe") and given.get("src"):
+            self.loads.append(given["src"])
+        if tag == "link" and given.get("href") and given.get("rel") not in ("alternate",):
+            self.loads.append(given["href"])
+
+
+def broken(out: Path, also: frozenset[str] = frozenset()) -> list[str]:
+    """Links of the built pages that lead nowhere, and what is loaded from elsewhere. also: may be missing."""
+    parsed = {path: Links(path.read_text()) for path in out.rglob("*.html")}
+    wrong = []
+    for path, found in parsed.items():
+        for address in found.links + found.loads:
+            parts = urlsplit(address)
+            if parts.scheme or parts.netloc:
+                wrong += [f"{path}: loads {address}"] if address in found.loads and parts.scheme != "data" else []
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            name = target.relative_to(out.resolve()).as_posix() if target.is_relative_to(out.resolve()) else "outside"
+            if not target.is_file():
+                wrong += [] if name in also else [f"{path}: {address}"]
+            elif parts.fragment and target in parsed and unquote(parts.fragment) not in parsed[target].ids:
+                wrong.append(f"{path}: no anchor {address}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    pytest.importorskip("sphinx", reason="the extra `web` is not installed: pip install -e '.[web]'")
+    out = tmp_path_factory.mktemp("book")
+    site.build(out, SOME, say=lambda line: None)
+    return out
+
+
+@pytest.mark.kept("lessonkit/web/**/*", "locale/**/*", "**/*.md", "reports/**/*.csv")
+def test_a_few_pages_build_and_their_links_resolve(book):
+    there = {f"{language}/{name}.html" for language in ("en", "zh") for name in places.pages().values()}
+    links = [line for line in broken(book, frozenset(there)) if not line.endswith(".md")]
+    assert not links, "\n".join(links)
+    for name in SOME:
+        english, chinese = ((book / language / f"{name}.html").read_text() for language in ("en", "zh"))
+        assert f'href="{"../" * (name.count("/") + 1)}zh/{name}.html"' in english
+        assert '<html lang="zh-CN"' in chinese or 'lang="zh_CN"' in chinese
+    shown = (book / "zh" / f"{SOME[4]}.html").read_text()
+    assert 'lang="en"' in shown, "English in a Chinese page is marked"
+    assert len((book / "en" / f"{SOME[4]}.html").read_bytes()) < 500_000
+
+
+@pytest.mark.night
+def test_all_pages_build_without_a_warning_or_a_broken_link(tmp_path):
+    """Every page of both languages, and a chart that a browser draws from a file."""
+    pytest.importorskip("sphinx", reason="the extra `web` is not installed: pip install -e '.[web]'")
+    said = []
+    site.build(tmp_path, say=said.append)
+    assert not [line for line in said if "WARNING" in line or "ERROR" in line]
+    assert not broken(tmp_path)
+    for page in tmp_path.glob("*/*/lesson*.html"):
+        assert page.stat().st_size < 500_000, page
+    if not (browser := shutil.which("chromium")):
+        pytest.skip("the pages are right; no chromium here that would draw a chart")
+    address = (tmp_path / "en" / f"{SOME[4]}.html").as_uri()
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
+    drawn = subprocess.run([*command, address], capture_output=True, text=True, timeout=300).stdout
+    assert 'class="mark"' in drawn
+
+
+# ---- The server ----
+
+
+@pytest.fixture
+def server(tmp_path):
+    book = tmp_path / "book"
+    book.mkdir()
+    (book / "index.html").write_text("the book")
+    (tmp_path / "secret").write_text("not for readers")
+    (book / "link").symlink_to(tmp_path / "secret")
+    with Server(book) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def ask(server, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.putrequest(method, path, skip_host=True)
+    for name, value in ({"Host": f"127.0.0.1:{server.server_port}"} | headers).items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_the_server_gives_its_pages_on_loopback(server):
+    assert server.server_address[0] == "127.0.0.1"
+    assert ask(server, "/") == (200, "the book")
+    own = {"Host": f"localhost:{server.server_port}", "Origin": f"http://localhost:{server.server_port}"}
+    assert ask(server, "/index.html?x=1", **own)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/../secret", "/%2e%2e/secret", "/..%2fsecret", "/a/../../secret", "/link", "/%00",
+                                  "/..%5csecret", "//etc/passwd"])  # fmt: skip
+def test_what_lies_outside_of_the_book_is_not_found(server, path):
+    status, text = ask(server, path)
+    assert status == 404
+    assert "not for readers" not in text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Host": "example.org"}, {"Host": "127.0.0.1"}, {"Host": "127.0.0.1:1"}, {"Origin": "http://example.org"},
+     {"Origin": "null"}, {"Origin": "https://127.0.0.1"}],
+)  # fmt: skip
+def test_pages_of_other_sites_are_refused(server, headers):
+    assert ask(server, "/", **headers)[0] in (403, 421)
+
+
+def test_nothing_but_reading_is_served(server):
+    assert ask(server, "/", "POST")[0] == 501
