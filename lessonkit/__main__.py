@@ -22,7 +22,7 @@ from lessonkit.base import chips, device, renames
 from lessonkit.base.cpp_text import definitions, reached
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment
-from lessonkit.commands import course_run, exercises, new, show, versions
+from lessonkit.commands import course_run, exercises, new, show, tracing, versions
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import build, sass, toolchain
@@ -31,7 +31,7 @@ from lessonkit.judge import counters, fuzz, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import dependents, fuzzing, gpu_mutants, ncu, operator_bench, operator_rows, rows, stale
 from lessonkit.modes import compiled
-from lessonkit.pages import final_report, glossary, paths, report, targets
+from lessonkit.pages import final_report, glossary, paths, report, targets, trace_page
 
 import typer
 
@@ -87,7 +87,7 @@ def _warn(routes: Iterable[paths.Route]) -> None:
         show.console.print(f"warning: {line}", style="yellow")
 
 
-def _end(failed: list[str]) -> None:
+def _end(failed: list[str]) -> NoReturn:
     for line in failed:
         show.console.print(line, style="red")
     raise typer.Exit(int(bool(failed)))
@@ -316,7 +316,7 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
         raise typer.BadParameter(f"course_ops has no {', '.join(wrong)} to be timed. It has {', '.join(sorted(known))}")
     if release:
         lines = show.missing_operators(names)
-        return _end(lines)
+        _end(lines)
     if not device.HAS_GPU:
         show.console.print("No GPU was found: nothing is timed. `bench ops --release` lists what has no row.")
         return
@@ -360,11 +360,11 @@ def fuzz_operators(
                 outcome = worker.ask(json.loads(replay))
             print(f"{each}: {outcome.kind} {outcome.said}", flush=True)
             failed += [] if outcome.well else [f"{each}: {outcome.kind}"]
-        return _end(failed)
+        _end(failed)
     try:
         failures = fuzzing.run(names, modes, cases, seconds, lambda line: print(line, flush=True))
     except Missing as missing:
-        return _end([str(missing)])
+        _end([str(missing)])
     title = ["operator", "direction", "mode", "cases", "refused", "wrong", "crashes", "false alarms", "seconds"]
     here = [count for count in fuzzing.counts().values() if count.mode in modes and count.operator in (names or known)]
     today = rows.this_commit()
@@ -596,15 +596,45 @@ def explain_words(
     show.table("words", ["word", "what it means", "first in"], body)
 
 
+def _one(which: str) -> tuple[str, Lesson | Steps]:
+    """The one lesson that is named."""
+    (name, found), *more = _chosen(which)
+    if more:
+        several = ", ".join([name, *(other for other, _ in more)])
+        raise typer.BadParameter(f"{which!r} names {len(more) + 1} lessons, expected one: {several}")
+    if isinstance(found, Broken):
+        _end([f"{name}: cannot be imported: {found.error}"])
+    return name, found
+
+
+@app.command(name="trace")
+def trace_rung(
+    lesson: Annotated[str, typer.Argument(help="lesson01_vector_add")],
+    rung: Annotated[str, typer.Argument(help="One of its rungs: add_block; `list` shows them.")],
+    shape: Annotated[list[str] | None, typer.Argument(help="Sizes: n=300; others as in the smallest check.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write an HTML page with a slider over the steps here.")] = None,
+    lang: Annotated[str, typer.Option(help=f"Of the page: {', '.join(trace_page.LANGUAGES)}.")] = "en",
+) -> None:
+    """Show step by step which program of a rung reads and writes what, in the interpreter: `n=300` says how much."""
+    exercises.without_gpu()
+    name, found = _one(lesson)
+    if lang not in trace_page.LANGUAGES:
+        raise typer.BadParameter(f"--lang {lang!r}: there are {', '.join(trace_page.LANGUAGES)}")
+    if isinstance(found, Steps):
+        raise typer.BadParameter(f"{name} has steps and no rungs: there is nothing to trace")
+    try:
+        heading, steps = tracing.traced(found, rung, shape or [])
+    except ValueError as why:
+        raise typer.BadParameter(f"{name}: {why}") from None
+    if page:
+        return tracing.write_page(page, heading, steps, lang)
+    tracing.print_steps(heading, steps)
+
+
 @app.command()
 def diff(lesson: str, old: str, new: str) -> None:
     """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
-    (name, found), *more = _chosen(lesson)
-    if more:
-        several = ", ".join([name, *(other for other, _ in more)])
-        raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one: {several}")
-    if isinstance(found, Broken):
-        _end([f"{name}: cannot be imported: {found.error}"])
+    name, _ = _one(lesson)
     module, folder = sys.modules[name], name.partition(".")[0]
 
     def source(rung: str) -> list[str]:
