@@ -21,7 +21,7 @@ from lessonkit.base import chips, device, renames
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
 from lessonkit.base.words import counted, language, said
-from lessonkit.commands import course_run, exercises, languages, lock, new, show, versions, web
+from lessonkit.commands import course_run, exercises, languages, lock, new, show, tracing, versions, web
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import sass, toolchain
@@ -109,7 +109,7 @@ def _warn(routes: Iterable[paths.Route]) -> None:
         show.console.print(f"warning: {line}", style="yellow")
 
 
-def _end(failed: list[str]) -> None:
+def _end(failed: list[str]) -> NoReturn:
     for line in failed:
         show.console.print(line, style="red")
     raise typer.Exit(int(bool(failed)))
@@ -411,7 +411,7 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
         raise typer.BadParameter(f"course_ops has no {', '.join(wrong)} to be timed. It has {', '.join(sorted(known))}")
     if release:
         lines = show.missing_operators(names)
-        return _end(lines)
+        _end(lines)
     if not device.HAS_GPU:
         show.console.print("No GPU was found: nothing is timed. `bench ops --release` lists what has no row.")
         return
@@ -455,11 +455,11 @@ def fuzz_operators(
                 outcome = worker.ask(json.loads(replay))
             print(f"{each}: {outcome.kind} {outcome.said}", flush=True)
             failed += [] if outcome.well else [f"{each}: {outcome.kind}"]
-        return _end(failed)
+        _end(failed)
     try:
         failures = fuzzing.run(names, modes, cases, seconds, lambda line: print(line, flush=True))
     except Missing as missing:
-        return _end([str(missing)])
+        _end([str(missing)])
     title = ["operator", "direction", "mode", "cases", "refused", "wrong", "crashes", "false alarms", "seconds"]
     here = [count for count in fuzzing.counts().values() if count.mode in modes and count.operator in (names or known)]
     today = rows.this_commit()
@@ -746,15 +746,42 @@ def picture(
         )
 
 
+def _one(which: str) -> tuple[str, Lesson | Steps]:
+    """The one lesson that is named."""
+    (name, found), *more = _chosen(which)
+    if more:
+        several = ", ".join([name, *(other for other, _ in more)])
+        raise typer.BadParameter(f"{which!r} names {len(more) + 1} lessons, expected one: {several}")
+    if isinstance(found, Broken):
+        _end([f"{name}: cannot be imported: {found.error}"])
+    return name, found
+
+
+@app.command(name="trace")
+def trace_rung(
+    lesson: Annotated[str, typer.Argument(help="lesson01_vector_add")],
+    rung: Annotated[str, typer.Argument(help="One of its rungs: add_block; `list` shows them.")],
+    shape: Annotated[list[str] | None, typer.Argument(help="Sizes: n=300; others as in the smallest check.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write an HTML page with a slider over the steps here.")] = None,
+) -> None:
+    """Show step by step which program of a rung reads and writes what, in the interpreter: `n=300` says how much."""
+    exercises.without_gpu()
+    name, found = _one(lesson)
+    if isinstance(found, Steps):
+        raise typer.BadParameter(f"{name} has steps and no rungs: there is nothing to trace")
+    try:
+        heading, steps = tracing.traced(found, rung, shape or [])
+    except ValueError as why:
+        raise typer.BadParameter(f"{name}: {why}") from None
+    if page:
+        return tracing.write_page(page, heading, steps)
+    tracing.print_steps(heading, steps)
+
+
 @app.command()
 def diff(lesson: str, old: str, new: str) -> None:
     """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
-    (name, found), *more = _chosen(lesson)
-    if more:
-        several = ", ".join([name, *(other for other, _ in more)])
-        raise typer.BadParameter(f"{lesson!r} names {len(more) + 1} lessons, expected one: {several}")
-    if isinstance(found, Broken):
-        _end([f"{name}: cannot be imported: {found.error}"])
+    name, _ = _one(lesson)
 
     def source(rung: str) -> list[str]:
         if not hasattr(sys.modules[name], rung):

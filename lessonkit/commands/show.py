@@ -1,5 +1,6 @@
 """What a lesson prints when it runs: its checks, what its rungs cost, and on a GPU how fast they are."""
 
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -23,8 +24,8 @@ from rich.progress import Progress
 from rich.table import Table as RichTable
 from rich.text import Text
 
-# What is printed is data: [x^2] is no markup, [0:x:2] no emoji.
-console = Console(width=None if sys.stdout.isatty() else 150, markup=False, emoji=False)
+# What is printed is data: [x^2] is no markup, [0:x:2] no emoji. As wide as the terminal or as COLUMNS says.
+console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150, markup=False, emoji=False)
 MODES = {
     "cuda": later("run on the GPU"),
     "cpu": later("interpreted: no GPU was found"),

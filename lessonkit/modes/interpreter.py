@@ -4,10 +4,12 @@ Without a GPU each program of the grid runs in turn in NumPy. That shows wrong v
 past the end whose value is masked off later, so the loads and stores are watched here.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lessonkit.base.device import INTERPRETED
@@ -16,6 +18,41 @@ from lessonkit.base.traffic import Traffic, watching
 
 import numpy as np
 import torch
+import triton
+
+
+@dataclass(frozen=True)
+class Access:
+    """One load, store or atomic update of one program.
+
+    kind       load, store or update
+    argument   the kernel's argument whose tensor it touches, `tensor`
+    launch     the number of the launch since watching began, from 1; `kernel` is what was launched
+    program    its three ids
+    line       where the kernel asks for it: (file, line)
+    addresses  [*block], in bytes; where `live` is false the mask leaves the element out
+    """
+
+    kind: str
+    kernel: str
+    launch: int
+    program: tuple[int, int, int]
+    line: tuple[str, int]
+    argument: str
+    tensor: torch.Tensor
+    addresses: np.ndarray
+    live: np.ndarray
+
+
+OWN = (str(Path(triton.__file__).parent), __file__)  # code between a kernel's line and the native access
+
+
+def _line() -> tuple[str, int]:
+    """The line of the kernel, or of a device function of a lesson, that is being interpreted."""
+    frame = sys._getframe(1)
+    while frame.f_back and (frame.f_code.co_filename.startswith(OWN) or frame.f_code.co_filename.startswith("<")):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 @dataclass
@@ -24,6 +61,7 @@ class _Watch:
 
     native: Any
     traffic: Traffic
+    observe: Callable[[Access], None] | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # by the name of the kernel's argument
     argument: str = ""  # the one from which the addresses of this access were computed, if that is known
     _spans: list[tuple[int, int]] = field(default_factory=list)
@@ -53,7 +91,31 @@ class _Watch:
             raise OutOfBounds(
                 f"{wrong} of {addresses.size} lanes {what} outside every tensor of the launch{where}: mask them"
             )
+        if self.observe:
+            self._tell(what, ptrs, mask)
         return int(addresses.size) * size
+
+    def _tell(self, what: str, ptrs: np.ndarray, mask: np.ndarray) -> None:
+        from triton.runtime import interpreter
+
+        live = np.broadcast_to(mask, ptrs.shape).astype(bool)
+        first = int(ptrs[live][0]) if live.any() else 0
+        begins = {name: t.data_ptr() for name, t in self.tensors.items() if t.data_ptr() <= first}
+        name = self.argument or max(begins, key=lambda name: begins[name], default="")
+        if self.observe and name:
+            self.observe(
+                Access(
+                    what,
+                    self.traffic.launches[-1],
+                    len(self.traffic.launches),
+                    interpreter.interpreter_builder.grid_idx,
+                    _line(),
+                    name,
+                    self.tensors[name],
+                    ptrs.astype(np.int64),
+                    live,
+                )
+            )
 
     def load(self, ptrs: Any, mask: Any, other: Any, dtype: Any) -> Any:
         self.traffic.read += self._check("load", ptrs, mask, np.dtype(dtype).itemsize)
@@ -102,8 +164,11 @@ POINTER = {"create_masked_load": 0, "create_masked_store": 0, "create_atomic_cas
 
 
 @contextmanager
-def watched() -> Iterator[Traffic]:
-    """Check and count every access of the kernels launched inside. On a GPU it watches nothing."""
+def watched(observe: Callable[[Access], None] | None = None) -> Iterator[Traffic]:
+    """Check and count every access of the kernels launched inside, and tell `observe` of each.
+
+    On a GPU it watches nothing.
+    """
     traffic = Traffic()
     if not INTERPRETED:
         yield traffic
@@ -111,7 +176,7 @@ def watched() -> Iterator[Traffic]:
     from triton.runtime import interpreter
     from triton.runtime.errors import InterpreterError
 
-    watch = _Watch(interpreter._interpreter, traffic)
+    watch = _Watch(interpreter._interpreter, traffic, observe)
     launch = interpreter.GridExecutor.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
