@@ -34,6 +34,9 @@ MEANS = {
     "shape": "The result has to have the shape that PyTorch's has.",
     "changed input": "An input was overwritten; whoever calls still needs it.",
     "traffic": "The answer is right; what is asked now is how many bytes your kernel moves for it.",
+    "memory": "An allocation failed. How large are the tensors, and what grows from step to step?",
+    "processes": "A fork that is never waited for, or that forks again, would take the machine down.",
+    "compiler": "The values are right in the interpreter, which runs a kernel as Python. A GPU needs it compiled.",
     "gradient": "The forward is right; the backward is compared with float64 autograd, for a random upstream gradient.",
     "race": "Two threads touch one address with no barrier between, and one of them writes: any order may happen.",
     "barrier": "Some threads of the block wait at a barrier that others never reach.",
@@ -128,6 +131,8 @@ def _check(source: Source) -> Verdict:
         return verdict
     if verdict.score:
         _say(f"  ok  {verdict.score}", "green")
+    if verdict.compiled:
+        _say(f"  ok  {verdict.compiled}", "green")
     if not record.passed:
         progress.update(source, passed=progress.today())
     effort = f"{_counted(record.checks + 1, 'check')} and {_counted(record.hints, 'hint')}"
