@@ -90,6 +90,7 @@ EXERCISE = Exercise(
             "tl.zeros([BLOCK_M, BLOCK_N], tl.float32)",
             "tl.zeros([BLOCK_M, BLOCK_N], z_ptr.dtype.element_ty)",
         ),
+        Wrong("masked lanes take part in the sum, and hold anything", "mask=mask, other=0.0", "mask=mask", "nan"),
         Wrong("the loop stops after one block of rows", "range(0, M, BLOCK_M)", "range(1)"),
         Wrong("the rows have no mask", "(rows[:, None] < M) & ", "", "out of bounds"),
         Wrong("rows are taken to lie N apart", "rows[:, None] * stride", "rows[:, None] * N"),
