@@ -75,7 +75,7 @@ EXERCISE = Exercise(
         case("no rows: the sum is 0, not unwritten", M=0, N=5),
         case("one element", M=1, N=1),
         case("rows lie 100 apart, 65 of them used: one column past a block", M=7, N=65, pad=35),
-        case("one row past a block of rows", M=33, N=3),
+        case("one row past a block of rows, one column short of two blocks", M=33, N=127),
         case("a long column: 16-bit accumulators stop growing", M=24577, N=64),
     ),
     hints=(
