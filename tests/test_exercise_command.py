@@ -119,8 +119,20 @@ def test_watch_grades_each_save(answers, monkeypatch):
             "SIGKILL",
         ),
         ("z = torch.empty_like(x)", "z = torch.empty_like(x)\n    while True: pass", "has not ended"),
+        ("z = torch.empty_like(x)", "z = torch.zeros(2**32)", "memory: an answer may have 4 GiB"),
+        ("z = torch.empty_like(x)", "z = [bytearray(2**26) for _ in iter(int, 1)]", "memory: an answer may have 4 GiB"),
+        (
+            "z = torch.empty_like(x)",
+            "import os\n    while True: os.fork()",
+            "processes: it has started more than 64 processes",
+        ),
+        (
+            "mask = offsets < n",
+            "mask = 0 <= offsets < n",
+            "multiple comparison is not supported in line 20: mask = 0 <=",
+        ),
     ],
-    ids=["syntax", "name", "none", "crash", "endless"],
+    ids=["syntax", "name", "none", "crash", "endless", "memory", "objects", "forks", "compiler"],
 )
 def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
     if says == "has not ended":  # grading the others takes 2 s of CPU, more where others work too
@@ -181,6 +193,17 @@ def test_a_gpu_is_hidden(monkeypatch):
     ((_, words, env),) = called
     assert words[1:] == ["-m", "lessonkit", "exercise", "list"]
     assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_two_commands_at_a_time_keep_both_records(answers):
+    """Each reads the file, changes its own exercise and writes all: without a lock the other's change is lost."""
+    change = "from lessonkit.exercise import progress, source\n(one,) = source.find({name!r})\n"
+    change += "for n in range(1, 101): progress.update(one, hints=n)"
+    names = ("day2_triton_basics.exercise01_mul", "day2_triton_basics.exercise02_bias_relu")
+    env = environment(COURSE_ANSWERS=str(answers))
+    both = [subprocess.Popen([sys.executable, "-c", change.format(name=name)], env=env) for name in names]
+    assert [process.wait() for process in both] == [0, 0]
+    assert {name: record.hints for name, record in progress.load().items()} == dict.fromkeys(names, 100)
 
 
 @pytest.mark.parametrize("text", ["{", json.dumps({"x": {"unknown": 1}})])

@@ -7,9 +7,12 @@ from pathlib import Path
 
 from lessonkit import device
 from lessonkit.base import files
+from lessonkit.base.chips import label
 from lessonkit.base.errors import Fault
-from lessonkit.exercise import grade, number, same, source
+from lessonkit.cuda import toolchain
+from lessonkit.exercise import compiled, grade, number, same, source
 from lessonkit.exercise.source import Source
+from lessonkit.modes.compiled import second_target
 
 import pytest
 import torch
@@ -51,10 +54,18 @@ def test_right_answer_passes(exercise, seed):
     """The answer as it is shown, without the stub's lines."""
     skip_what_cannot_run(exercise)
     assert "stub:" not in exercise.solution
-    verdict = grade.grade(exercise, exercise.solution, seed=seed)
+    targets = compiled.TARGETS if seed else [second_target(exercise.name)]  # all of them at night
+    verdict = grade.grade_and_compile(exercise, exercise.solution, seed=seed, targets=targets)
     assert verdict.right, verdict
     if exercise.exercise.op and device.INTERPRETED:
         assert verdict.score
+    has_kernels = exercise.is_cuda or "@triton.jit" in exercise.solution
+    if not has_kernels or device.HAS_GPU:
+        assert not verdict.compiled
+    elif compiled.lacks_compiler() or (exercise.is_cuda and toolchain.lacks("nvcc")):
+        assert verdict.compiled.startswith("right in values, not compiled here: ")
+    else:
+        assert verdict.compiled == f"compiled for {', '.join(map(label, targets))}"
 
 
 @pytest.mark.parametrize(("exercise", "wrong"), WRONG)
@@ -105,6 +116,38 @@ def test_declares_enough(exercise):
     assert [r.number for r in exercise.regions] == list(range(1, len(exercise.regions) + 1))
     for path in (exercise.path, exercise.path.with_suffix(".cu")):
         assert not path.exists() or len(path.read_text().splitlines()) <= 300
+
+
+# What a reader of day 2 tried that Triton's own interpreter takes, and what is no slip of the solution.
+TRIED = [
+    ("mul", "offsets = tl.program_id(0).to(tl.int64) * BLOCK", "offsets = tl.program_id(0)", "unwritten"),
+    ("mul", "return mul(dz, y), mul(dz, x)", "return mul(dz, x), mul(dz, y)", "gradient"),
+    ("bias_relu", "tl.where(y < 0, 0.0, y)", "tl.maximum(y, 0)", "value"),
+    ("gelu", "* (cdf + x * pdf)", "* (cdf + pdf)", "gradient"),
+    ("layernorm", "tl.sum(centred * centred) / N", "tl.sum(x * x) / N - mean * mean", "value"),
+    ("layernorm", "mask=mask, other=0.0).to(tl.float32)", "mask=mask, other=0.0)", "value"),
+    ("column_sum", "mask=mask, other=0.0", "mask=mask", "nan"),
+    ("log_softmax", ', other=-float("inf")', "", "nan"),
+    ("mul", "mask = offsets < n", "mask = 0 <= offsets < n", "compiler"),
+    ("gelu", "\n\n@triton.jit\ndef gelu_kernel", "\nHALF = 0.5\n\n\n@triton.jit\ndef gelu_kernel", ""),
+]
+
+
+@pytest.mark.skipif(device.HAS_GPU, reason="exercises are graded where every address is watched")
+@pytest.mark.parametrize(("name", "old", "new", "caught_by"), TRIED)
+def test_what_a_gpu_would_refuse_is_refused(name, old, new, caught_by):
+    (exercise,) = [e for e in ALL if e.path.stem.endswith(f"_{name}") and e.path.parts[-3].startswith("day2")]
+    assert exercise.solution.count(old) == 1
+    answer = exercise.solution.replace(old, new)
+    if not caught_by:  # a global of the module: Python finds it, the compiler does not
+        answer, caught_by = answer.replace("x * 0.5 * (1", "x * HALF * (1"), "compiler"
+    if caught_by == "compiler" and compiled.lacks_compiler():
+        pytest.skip(compiled.lacks_compiler())
+    verdict = grade.grade_and_compile(exercise, answer, targets=[90])
+    assert verdict.caught_by == caught_by, verdict
+    if caught_by == "compiler":
+        number = int(re.search(r" in line (\d+): ", verdict.why)[1])
+        assert verdict.why.endswith(answer.splitlines()[number - 1].strip())
 
 
 def test_answers_lie_where_no_other_user_writes():

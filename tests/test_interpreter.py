@@ -197,3 +197,70 @@ def test_a_fault_names_the_pointer_and_not_what_lies_nearest(order):
     far = (x.data_ptr() - y.data_ptr()) // 4 - order * 14  # two elements of x, and fourteen of no tensor
     with watched(), pytest.raises(OutOfBounds, match=r"the first is element -?\d+ of y_ptr, whose shape is \(16,\)"):
         far_kernel[(1,)](x, y, FAR=far, N=16)
+
+
+@triton.jit
+def nan_kernel(x_ptr, y_ptr, KEEP: tl.constexpr, N: tl.constexpr):  # x [N] -> y [5, N]
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    keep: tl.constexpr = tl.PropagateNan.ALL if KEEP else tl.PropagateNan.NONE
+    tl.store(y_ptr + i, tl.maximum(x, 0.0, propagate_nan=keep))
+    tl.store(y_ptr + N + i, tl.minimum(x, 0.0, propagate_nan=keep))
+    tl.store(y_ptr + 2 * N + i, tl.clamp(x, -1.0, 1.0, propagate_nan=keep))
+    tl.store(y_ptr + 3 * N + i, tl.max(x, 0))
+    tl.store(y_ptr + 4 * N + i, tl.min(x, 0))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nan_is_dropped_as_a_gpu_does(keep, dtype):
+    """max.f32 and min.f32 give the other operand, max.NaN.f32 gives NaN; tl.max and tl.min are made of the first."""
+    nan, inf = torch.nan, torch.inf
+    x = torch.tensor([nan, -2.0, 2.0, inf], dtype=dtype, device=DEVICE)
+    y = torch.empty(5, 4, dtype=dtype, device=DEVICE)
+    nan_kernel[(1,)](x, y, KEEP=keep, N=4)
+    kept = torch.tensor([[nan if keep else 0], [nan if keep else 0], [nan if keep else -1]], dtype=dtype)
+    expected = torch.cat([kept, torch.tensor([[0, 2, inf], [-2, 0, 0], [-1, 1, 1]], dtype=dtype)], 1)
+    torch.testing.assert_close(y[:3].cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(y[3:, 0].cpu(), torch.tensor([inf, -2], dtype=dtype), rtol=0, atol=0)
+
+
+@triton.jit
+def undefined_kernel(x_ptr, y_ptr, n, OTHER: tl.constexpr, N: tl.constexpr):  # x [n] -> y [N]
+    i = tl.arange(0, N)
+    if OTHER:
+        x = tl.load(x_ptr + i, mask=i < n, other=0)
+        scalar = tl.load(x_ptr + n, mask=n < 0, other=0)
+    else:
+        x = tl.load(x_ptr + i, mask=i < n)
+        scalar = tl.load(x_ptr + n, mask=n < 0)
+    tl.store(y_ptr + i, x)
+    tl.store(y_ptr + N, scalar)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_what_a_load_leaves_undefined_is_garbage(dtype):
+    """NaN, or what tl.max and tl.min do not drop; with `other`, and of a scalar that is 0 too, it is `other`."""
+    x, y = torch.ones(3, device=DEVICE).to(dtype), torch.zeros(9, device=DEVICE).to(dtype)
+    largest = torch.finfo(dtype).max
+    for poison, undefined in ((0, [torch.nan] * 6), (1, [-largest, *[largest, -largest] * 2, largest])):
+        with watched(poison):
+            undefined_kernel[(1,)](x, y, 3, OTHER=False, N=8)
+        got = y.double().tolist()
+        assert got[:3] == [1, 1, 1]
+        torch.testing.assert_close(got[3:], undefined, rtol=0, atol=0, equal_nan=True)
+        if dtype.itemsize == 1:  # `other=0` has no such type in the interpreter
+            continue
+        with watched(poison):
+            undefined_kernel[(1,)](x, y, 3, OTHER=True, N=8)
+        assert y.double().tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.uint8])
+def test_undefined_integers_are_large_and_odd(dtype):
+    x, y = torch.ones(3, device=DEVICE, dtype=dtype), torch.zeros(9, device=DEVICE, dtype=dtype)
+    with watched():
+        undefined_kernel[(1,)](x, y, 3, OTHER=False, N=8)
+    assert set(y[3:].tolist()) == {torch.iinfo(dtype).max}

@@ -82,6 +82,11 @@ EXERCISE = Exercise(
     wrong=(
         Wrong("rows of x are taken to lie N apart", "x_ptr + row * x_stride", "x_ptr + row * N"),
         Wrong("relu(NaN) becomes 0", "tl.where(y < 0, 0.0, y)", "tl.where(y > 0, y, 0.0)"),
+        Wrong(
+            "tl.maximum drops NaN on a GPU, unless propagate_nan asks for it",
+            "tl.where(y < 0, 0.0, y)",
+            "tl.maximum(y, 0.0)",
+        ),
         Wrong("every program takes the first block of columns", "tl.program_id(1)", "0", "unwritten"),
         Wrong("the bias is added after the ReLU's rounding to 16 bits", "y = x +", "y = x.to(tl.float16) +"),
         Wrong("no mask on x", "row * x_stride + cols, mask=mask", "row * x_stride + cols", "out of bounds"),

@@ -75,7 +75,7 @@ EXERCISE = Exercise(
         case("no rows: the sum is 0, not unwritten", M=0, N=5),
         case("one element", M=1, N=1),
         case("rows lie 100 apart, 65 of them used: one column past a block", M=7, N=65, pad=35),
-        case("one row past a block of rows", M=33, N=3),
+        case("one row past a block of rows, one column short of two blocks", M=33, N=127),
         case("a long column: 16-bit accumulators stop growing", M=24577, N=64),
     ),
     hints=(
@@ -90,6 +90,7 @@ EXERCISE = Exercise(
             "tl.zeros([BLOCK_M, BLOCK_N], tl.float32)",
             "tl.zeros([BLOCK_M, BLOCK_N], z_ptr.dtype.element_ty)",
         ),
+        Wrong("masked lanes take part in the sum, and hold anything", "mask=mask, other=0.0", "mask=mask", "nan"),
         Wrong("the loop stops after one block of rows", "range(0, M, BLOCK_M)", "range(1)"),
         Wrong("the rows have no mask", "(rows[:, None] < M) & ", "", "out of bounds"),
         Wrong("rows are taken to lie N apart", "rows[:, None] * stride", "rows[:, None] * N"),

@@ -17,12 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
 
 @triton.jit
 def softmax_kernel(x_ptr, y_ptr, x_stride, N, BLOCK: tl.constexpr):  # x, y [M, N]; y is contiguous
     # A program owns one row and walks along it twice, BLOCK columns at a time.
     row = tl.program_id(0).to(tl.int64)
-    m = -float("inf")  # the maximum so far
+    m = LOWEST  # the maximum so far; not -inf, since after a block that is all -inf, exp(-inf - -inf) is NaN
     s = 0.0  # the sum so far of exp(x - m)
     for start in range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -55,10 +57,12 @@ from lessonkit import DEVICE, case
 from lessonkit.exercise import Exercise, Wrong
 
 
-def inputs(M, N, rising=0.0, pad=0, dtype=torch.float32):
+def inputs(M, N, rising=0.0, pad=0, hidden=0, dtype=torch.float32):
     # Centred at -5, so that 0 is larger than all of a short row. Rising: each block brings a larger maximum.
     ramp = torch.linspace(0, rising, N + pad, device=DEVICE)
-    return ((torch.randn(M, N + pad, device=DEVICE) - 5 + ramp).to(dtype)[:, :N],)
+    x = (torch.randn(M, N + pad, device=DEVICE) - 5 + ramp).to(dtype)[:, :N]
+    x[:, :hidden] = -float("inf")
+    return (x,)
 
 
 EXERCISE = Exercise(
@@ -69,7 +73,8 @@ EXERCISE = Exercise(
         case("no rows", M=0, N=5),
         case("one column: the answer is 1", M=3, N=1),
         case("one block, rows further apart than they are long", M=2, N=100, pad=28),
-        case("three blocks, one of them short", M=2, N=300),
+        case("three blocks, one of them short", M=2, N=300, rising=5.0),
+        case("a mask hides the first block: all of it is -inf", M=2, N=300, hidden=128),
         case("the maximum grows from block to block, to where exp overflows", M=2, N=513, rising=200.0),
         case("and shrinks", M=2, N=512, rising=-200.0),
     ),
@@ -77,19 +82,19 @@ EXERCISE = Exercise(
     hints=(
         "exp(x - m_old) = exp(x - m_new) * exp(m_new - m_old): a sum on the old scale becomes one on the new by a "
         "factor.",
-        "`tl.maximum(m, tl.max(x))` is the new maximum. With m = -inf at first, exp(m - larger) is 0, unless the first "
-        "block is all -inf: then it is NaN, so lesson05_softmax starts at the lowest finite value.",
+        "`tl.maximum(m, tl.max(x))` is the new maximum. m starts at the lowest finite value, as in lesson05_softmax: "
+        "exp(m - larger) is then 0 after the first block, and not NaN after a block that is all -inf.",
         "s = s * exp(m - larger) + sum(exp(x - larger)), then m = larger. Second loop: exp(x - m) / s.",
     ),
     wrong=(
         Wrong("the old sum is not brought to the new scale", "s * tl.exp(m - larger) +", "s +"),
         Wrong("the maximum is only the last block's", "tl.maximum(m, tl.max(x))", "tl.max(x) + 0 * m", "nan"),
+        Wrong("the maximum starts at -inf: a first block of -inf gives NaN", "m = LOWEST", 'm = -float("inf")', "nan"),
         Wrong("the factor the wrong way round", "tl.exp(m - larger) +", "tl.exp(larger - m) +", "nan"),
         Wrong(
             "the block's exponentials are on the old scale",
             "tl.sum(tl.exp(x - larger))",
             "tl.sum(tl.exp(x - m))",
-            "nan",
         ),
         Wrong("masked lanes count: padded with 0", 'mask=cols < N, other=-float("inf")', "mask=cols < N, other=0.0"),
         Wrong(

@@ -90,6 +90,7 @@ EXERCISE = Exercise(
         Wrong("lanes past the end count in the variance", "tl.where(mask, x - mean, 0.0)", "x - mean"),
         Wrong("the mean is over BLOCK lanes", "mean = tl.sum(x) / N", "mean = tl.sum(x) / BLOCK"),
         Wrong("mean(x^2) - mean^2 cancels", "tl.sum(centred * centred) / N", "tl.sum(x * x) / N - mean * mean"),
+        Wrong("masked lanes take part in the sum, and hold anything", "mask=mask, other=0.0", "mask=mask", "nan"),
         Wrong("divided by N - 1", "tl.sum(centred * centred) / N", "tl.sum(centred * centred) / (N - 1)", "nan"),
         Wrong("eps is outside the root", "tl.rsqrt(var + eps)", "(1 / (tl.sqrt(var) + eps))"),
         Wrong("the shift is scaled too", "rsqrt(var + eps) * w + b", "rsqrt(var + eps) * (w + b)"),

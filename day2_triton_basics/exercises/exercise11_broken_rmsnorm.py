@@ -57,6 +57,7 @@ EXERCISE = Exercise(
         case("a width that is no power of two", M=3, N=100),
         case("a view of wider rows", M=3, N=64, pad=36),
         case("values to 300: their squares are too large for fp16", M=2, N=128, scale=100.0),
+        case("values so small that eps counts", M=2, N=64, scale=1e-4),
         case("whole rows, on which bytes are counted", M=32, N=64),
     ),
     reads=(32 + 32) / (32 + 1),

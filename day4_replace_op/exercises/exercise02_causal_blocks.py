@@ -152,6 +152,7 @@ EXERCISE = Exercise(
         case("tails of both", S_q=41, S_k=41, D=32),
         case("one query of a cache: no mask at all", S_q=1, S_k=48, D=16),
         case("more queries than keys: the first 13 see nothing", S_q=50, S_k=37, D=16),
+        case("the first query sees all of a block but its last key", S_q=40, S_k=54, D=16),
         case("96 and 128 of 128 keys, on which bytes are counted", S_q=64, S_k=128, D=16),
     ),
     reads=(64 + 2 * (96 + 128)) / (64 + 2 * 128),

@@ -42,6 +42,11 @@ MEANS = {
     "shape": later("The result has to have the shape that PyTorch's has."),
     "changed input": later("An input was overwritten; whoever calls still needs it."),
     "traffic": later("The answer is right; what is asked now is how many bytes your kernel moves for it."),
+    "memory": later("An allocation failed. How large are the tensors, and what grows from step to step?"),
+    "processes": later("A fork that is never waited for, or that forks again, would take the machine down."),
+    "compiler": later(
+        "The values are right in the interpreter, which runs a kernel as Python. A GPU needs it compiled."
+    ),
     "gradient": later(
         "The forward is right; the backward is compared with float64 autograd, for a random upstream gradient."
     ),
@@ -143,6 +148,8 @@ def _check(source: Source) -> Verdict:
         return verdict
     if verdict.score:
         _say(f"  ok  {verdict.score}", "green")
+    if verdict.compiled:
+        _say(f"  ok  {verdict.compiled}", "green")
     if not record.passed:
         progress.update(source, passed=progress.today())
     checks = counted(record.checks + 1, said("1 check"), said("{count} checks"))

@@ -4,17 +4,20 @@ import multiprocessing
 import os
 import re
 import signal
+import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.errors import BuildError, Fault, OutOfBounds, Rejected, Unsupported
 from lessonkit.base.words import said
-from lessonkit.exercise import Exercise
+from lessonkit.exercise import Exercise, compiled
 from lessonkit.exercise.source import Source, build
 from lessonkit.judge import check, counters
 from lessonkit.lesson import Case, Lesson
@@ -24,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MARK = -7776  # exact in every floating type, and no kernel of an exercise computes it
 LIMIT = 60.0  # seconds: an answer that takes longer does not end
+MEMORY = 4 * 2**30  # bytes of address space that an answer, or a process that it starts, may take beside the grader's
+PROCESSES = 64  # at a time: a build has about a dozen
 PATIENCE = 2.0  # seconds for naming the mistake: the verdict should not wait long for that
 
 
@@ -37,6 +42,7 @@ class Verdict:
     on: str = ""  # the case or claim
     mistake: str = ""  # the known wrong answer that fails in just this way
     score: str = ""  # reads and writes against the ideal
+    compiled: str = ""  # for which targets, or why not; empty where there is no kernel
 
     @property
     def right(self) -> bool:
@@ -79,10 +85,12 @@ def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
         if exercise.op:
             lesson = exercise.lesson()
             for case in exercise.cases:
-                for dtype in check.dtypes(lesson, case):
+                first, *others = check.dtypes(lesson, case)
+                # Once more with other inputs and other garbage: luck with the first is not enough.
+                for dtype, turn in ((first, 0), *((other, 0) for other in others), (first, 1)):
                     on = f"{said(case.why)} ({case}, {str(dtype).removeprefix('torch.')})"
                     with _in_words("error"):
-                        _check(lesson, case, dtype, seed)
+                        _check(lesson, case, dtype, seed + turn, turn)
                 held.append(said(case.why))
             on = said("the bytes moved ({case})").format(case=exercise.cases[-1])
             score = _score(exercise, lesson, seed)
@@ -98,10 +106,25 @@ def grade(source: Source, answer: str, *, seed: int = 0) -> Verdict:
     return Verdict(tuple(held), score=score)
 
 
-def _check(lesson: Lesson, case: Case, dtype: torch.dtype, seed: int) -> None:
+def grade_and_compile(
+    source: Source, answer: str, *, seed: int = 0, targets: Sequence[int] = compiled.TARGETS
+) -> Verdict:
+    """Grade in this process; what is right in values is compiled, too."""
+    with compiled.recorded() as launches:
+        verdict = grade(source, answer, seed=seed)
+    if not verdict.right:
+        return verdict
+    try:
+        return replace(verdict, compiled=compiled.compile_answer(source, answer, [*launches.values()], targets))
+    except Rejected as rejected:
+        why = str(rejected).removeprefix(f"{rejected.caught_by}: ")
+        return Verdict(verdict.held, rejected.caught_by, _readable(why), said("compiling your file"))
+
+
+def _check(lesson: Lesson, case: Case, dtype: torch.dtype, seed: int, poison: int) -> None:
     op = lesson.rungs[0]
     question = check.truth(lesson, case.shape, dtype, seed=seed)
-    result, _ = check.answer(op, question.args)
+    result, _ = check.answer(op, question.args, poison=poison)
     if result is None:
         raise Rejected("shape", said("the function returned None"))
     try:
@@ -184,6 +207,10 @@ def _in_words(property_: str) -> Iterator[None]:
         why = str(error) or said("does not hold")
         raise Rejected(property_ or "error", why.strip()) from error
     except Exception as error:
+        if isinstance(error, MemoryError) or re.search("can't allocate memory|std::bad_alloc", str(error)):
+            words = said("an answer may have {size} GiB: {where}")
+            why = words.format(size=f"{MEMORY / 2**30:.0f}", where=_where(error))
+            raise Rejected("memory", why) from error
         raise Rejected("error", _where(error)) from error
 
 
@@ -223,9 +250,11 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
         False,
     )
     try:
-        if here.poll(LIMIT):
+        if _has_said(here, worker.pid):
             verdict = here.recv()
             mistake = here.recv() if here.poll(PATIENCE) else ""
+    except TooManyProcesses as many:
+        verdict = Verdict(caught_by="processes", why=str(many))
     except EOFError:
         died = True
     finally:
@@ -233,13 +262,67 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
         # Before the worker is joined: its number may be another process's then.
         with suppress(ProcessLookupError, AttributeError):  # Windows has no groups of processes
             os.killpg(worker.pid, signal.SIGTERM)
+        if verdict.caught_by == "processes":
+            _end_session(worker.pid)
         worker.kill()
         worker.join()
     if died:
         code = worker.exitcode or 0
         what = signal.Signals(-code).name if code < 0 else said("exit code {code}").format(code=code)
         verdict = Verdict(caught_by="crash", why=said("the process that ran it died ({what})").format(what=what))
-    return Verdict(**{**vars(verdict), "mistake": mistake})
+    return replace(verdict, mistake=mistake)
+
+
+class TooManyProcesses(RuntimeError):
+    """An answer has started more processes than PROCESSES."""
+
+
+def _has_said(here: Connection, session: int) -> bool:
+    """Wait for a verdict, at most LIMIT seconds. Raises TooManyProcesses.
+
+    They are counted from outside: RLIMIT_NPROC counts all that its user has running, and does not hold for root.
+    """
+    end = time.monotonic() + LIMIT
+    while not here.poll(min(0.05, max(0.0, end - time.monotonic()))):
+        if time.monotonic() >= end:
+            return False
+        if len(_session(session)) > PROCESSES:
+            words = said("it has started more than {most} processes: an answer needs none")
+            raise TooManyProcesses(words.format(most=PROCESSES))
+    return True
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session, by /proc; none where there is no /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            # pid (name) state parent group session ...; the name may have spaces and parentheses
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == leader:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _end_session(leader: int) -> None:
+    """Kill what is left of a session, which may start more while it is killed."""
+    while left := _session(leader):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if left == [leader]:  # it stays in /proc until it is waited for
+            return
+        time.sleep(0.01)
+
+
+def _limit_memory() -> None:
+    """Let this process, and each that it starts, have MEMORY more of address space than this one has now."""
+    with suppress(FileNotFoundError, ImportError):  # no /proc; Windows has no such limits
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
 
 
 def _grade_there(source: Source, answer: str, seed: int, line: Any) -> None:
@@ -247,9 +330,10 @@ def _grade_there(source: Source, answer: str, seed: int, line: Any) -> None:
     if hasattr(os, "setsid"):
         os.setsid()  # a process group with all that it starts
         signal.alarm(int(LIMIT + PATIENCE) + 1)  # the end, should nobody be left to end it
+    _limit_memory()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of an overflow that the verdict is about
-    verdict = grade(source, answer, seed=seed)
+    verdict = grade_and_compile(source, answer, seed=seed)
     line.send(verdict)
     begun = answer != source.stub and not source.untouched(answer)
     line.send("" if verdict.right or not begun else recognised(source, verdict, seed))
@@ -280,4 +364,4 @@ def _without_numbers(why: str) -> str:
     return re.sub(r"-?\d+", "", why)
 
 
-__all__ = ["Verdict", "grade", "grade_apart", "recognised"]
+__all__ = ["Verdict", "grade", "grade_and_compile", "grade_apart", "recognised"]

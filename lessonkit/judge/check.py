@@ -255,9 +255,9 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return t.detach().clone(memory_format=torch.contiguous_format).unsqueeze(-1).view(torch.uint8)
 
 
-def answer(rung: Rung, args: tuple[Any, ...]) -> tuple[Any, Traffic]:
-    """Run a rung once, watched, on inputs that it must leave alone."""
-    with left_alone(args), _watched() as traffic:
+def answer(rung: Rung, args: tuple[Any, ...], *, poison: int = 0) -> tuple[Any, Traffic]:
+    """Run a rung once, watched, on inputs that it must leave alone. poison: see interpreter.garbage."""
+    with left_alone(args), _watched(poison=poison) as traffic:
         result = rung(*args)
     return result, traffic
 
@@ -273,10 +273,10 @@ def left_alone(args: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched() -> Iterator[Traffic]:
+def _watched(poison: int = 0) -> Iterator[Traffic]:
     """Inside, addresses are watched and new memory is NaN; what a kernel does wrong there is Rejected."""
     try:
-        with poisoned_empty(), watched() as traffic:
+        with poisoned_empty(), watched(poison=poison) as traffic:
             yield traffic
             if HAS_GPU:
                 finish()

@@ -64,6 +64,8 @@ class _Watch:
     observe: Callable[[Access], None] | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # by the name of the kernel's argument
     argument: str = ""  # the one from which the addresses of this access were computed, if that is known
+    poison: int = 0  # which garbage a masked element of a load without `other` holds
+    padded: bool = False  # whether the load that is being made has an `other`: a scalar 0 gets lost on its way
     _spans: list[tuple[int, int]] = field(default_factory=list)
 
     def begin(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -121,6 +123,30 @@ class _Watch:
         self.traffic.read += self._check("load", ptrs, mask, np.dtype(dtype).itemsize)
         return self.native.load(ptrs, mask, other, dtype)
 
+    def poisoning(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """The interpreter's masked load, which without `other` gives 0, as undefined as the contract says."""
+        from triton.runtime.interpreter import TensorHandle
+
+        def poisoned(ptrs: Any, mask: Any, other: Any, *rest: Any, **options: Any) -> Any:
+            if other is None and not self.padded and not np.all(mask.data):
+                kind = ptrs.get_element_ty()
+                other = TensorHandle(garbage(kind, ptrs.data.shape, self.poison), kind)
+            return load(ptrs, mask, other, *rest, **options)
+
+        return poisoned
+
+    def noting_other(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """tl.load that says first whether it has an `other`."""
+
+        def noted(semantic: Any, ptr: Any, mask: Any, other: Any, *options: Any) -> Any:
+            self.padded = other is not None
+            try:
+                return load(semantic, ptr, mask, other, *options)
+            finally:
+                self.padded = False
+
+        return noted
+
     def store(self, ptrs: Any, value: Any, mask: Any) -> Any:
         self.traffic.written += self._check("store", ptrs, mask, value.dtype.itemsize)
         return self.native.store(ptrs, value, mask)
@@ -160,23 +186,48 @@ class _Watch:
         return noted
 
 
+def garbage(kind: Any, shape: tuple[int, ...], poison: int) -> Any:
+    """What undefined elements of a Triton type hold, in NumPy's type for it.
+
+    Of an integer its largest value, which is odd. Of a float NaN if `poison` is even; tl.max and tl.min drop NaN, so if
+    it is odd the largest value and the smallest in turn.
+    """
+    from triton import language as tl
+    from triton.runtime.interpreter import _get_np_dtype
+
+    usual = _get_np_dtype(kind)
+    if kind.is_floating() and not np.issubdtype(usual, np.floating):  # the bits of bfloat16 and float8
+        exact = getattr(torch, {"bf16": "bfloat16", "fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2"}[kind.name])
+        largest, nan = torch.finfo(exact).max, torch.tensor(torch.nan).to(exact).view(KINDS[kind.primitive_bitwidth])
+        pair = torch.tensor([largest, -largest]).to(exact).view(KINDS[kind.primitive_bitwidth]).numpy()
+        return np.resize(pair if poison % 2 else nan.numpy(), shape).astype(usual)
+    if kind.is_floating():
+        most = np.finfo(usual).max
+        return np.resize(np.array([most, -most] if poison % 2 else [np.nan], usual), shape)
+    return np.full(shape, True if kind == tl.int1 or usual == np.bool_ else np.iinfo(usual).max, usual)
+
+
+KINDS = {8: torch.uint8, 16: torch.uint16}
 POINTER = {"create_masked_load": 0, "create_masked_store": 0, "create_atomic_cas": 0, "create_atomic_rmw": 1}
 
 
 @contextmanager
-def watched(observe: Callable[[Access], None] | None = None) -> Iterator[Traffic]:
+def watched(observe: Callable[[Access], None] | None = None, *, poison: int = 0) -> Iterator[Traffic]:
     """Check and count every access of the kernels launched inside, and tell `observe` of each.
 
     On a GPU it watches nothing.
+
+    What a load leaves undefined is garbage (see `garbage`): a result that depends on it is wrong.
     """
     traffic = Traffic()
     if not INTERPRETED:
         yield traffic
         return
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     from triton.runtime.errors import InterpreterError
 
-    watch = _Watch(interpreter._interpreter, traffic, observe)
+    watch = _Watch(interpreter._interpreter, traffic, observe, poison=poison)
     launch = interpreter.GridExecutor.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,9 +247,12 @@ def watched(observe: Callable[[Access], None] | None = None) -> Iterator[Traffic
 
     builder, convert = interpreter.interpreter_builder, interpreter._implicit_cvt
     accesses = {name: getattr(builder, name) for name in POINTER}
+    watching_them = {**accesses, "create_masked_load": watch.poisoning(accesses["create_masked_load"])}
     interpreter._interpreter, interpreter.GridExecutor.__call__ = watch, call
     interpreter._implicit_cvt = watch.converted(convert)
-    for name, access in accesses.items():
+    loads = TritonSemantic._load_legacy
+    TritonSemantic._load_legacy = watch.noting_other(loads)
+    for name, access in watching_them.items():
         setattr(builder, name, watch.noting_whose(access, POINTER[name]))
     watching.append(traffic)
     try:
@@ -208,6 +262,7 @@ def watched(observe: Callable[[Access], None] | None = None) -> Iterator[Traffic
         for name, access in accesses.items():
             setattr(builder, name, access)
         interpreter._implicit_cvt = convert
+        TritonSemantic._load_legacy = loads
         interpreter._interpreter, interpreter.GridExecutor.__call__ = watch.native, launch
 
 
@@ -319,6 +374,28 @@ def mend_masks() -> None:
         return native(self, type_or_shape, handle(scalar.data, tl.int1) if scalar.data.dtype == np.bool_ else scalar)
 
     builder.create_splat = splat
+
+
+def mend_nan() -> None:
+    """Let maximum, minimum and clamp treat NaN as a GPU does: they drop it, unless propagate_nan asks for it.
+
+    The interpreter keeps it (Triton 3.7.1). The compiled code is max.f32 and min.f32, with PropagateNan.ALL max.NaN.f32
+    and min.NaN.f32; tl.max and tl.min are made of the first, and the interpreter's drop NaN, too.
+    """
+    from triton._C.libtriton import ir
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    native = builder.create_clampf
+
+    def clamp(self: Any, x: Any, low: Any, high: Any, propagate_nan: Any) -> Any:
+        if propagate_nan == ir.PROPAGATE_NAN.ALL:
+            return native(self, x, low, high, propagate_nan)
+        return self.create_minnumf(self.create_maxnumf(x, low), high)
+
+    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    builder.create_clampf = clamp
 
 
 def mend_calls() -> None:
@@ -436,6 +513,7 @@ if INTERPRETED:
     mend_bfloat16()
     mend_float8()
     mend_masks()
+    mend_nan()
     mend_calls()
     mend_types()
     mend_operators()
