@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from lessonkit import pictures
 from lessonkit.base.cpp_text import definitions
 from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.prose import read_as
@@ -49,7 +50,7 @@ class Page:
             said += [f"## {translated('The files of its rungs', self.language)}", self._contents(list(below))]
         if self.diffs:
             said += [f"## {translated('What changes between rungs', self.language)}", *self._rest()]
-        said += [*self._measured(), *self._compiled(), *self._exercises()]
+        said += [*self._pictures(), *self._measured(), *self._compiled(), *self._exercises()]
         return {self.here: "\n\n".join(part for part in said if part) + "\n"} | below
 
     def _contents(self, pages: list[str]) -> str:
@@ -152,6 +153,17 @@ class Page:
         while self.diffs:
             yield self.diffs.pop(next(iter(self.diffs)))
 
+    # ---- Pictures ----
+
+    def _pictures(self) -> Iterator[str]:
+        if isinstance(self.lesson, Broken) or not (drawn := pictures.of(self.name)):
+            return
+        yield f"## {translated('Pictures', self.language)}"
+        for picture in drawn:
+            moving = picture.moving(self.language)
+            figure = f'<figure class="picture">{picture.svg(self.language)}{moving}</figure>'
+            yield f"``````{{raw}} html\n{figure}\n``````"
+
     # ---- Rows ----
 
     def _measured(self) -> Iterator[str]:
@@ -165,7 +177,7 @@ class Page:
             caption = translated("Measured rows; a short bar is a prediction", self.language)
             yield charts.figure("rows", data, caption, self.language)
         for page in pages:
-            shown = self._report(page, pictures=data is None)
+            shown = self._report(page, plots=data is None)
             summary = translated("All rows of {device} as tables", self.language).format(device=page.parent.name)
             yield _folded(html.escape(summary), shown, "tables", "" if data else " open")
 
@@ -176,14 +188,14 @@ class Page:
             if (page := REPORTS / folder / f"{self.name}.md").exists():
                 yield f"## {heading}"
                 yield _folded(
-                    html.escape(translated("Table", self.language)), self._report(page, pictures=False), "tables"
+                    html.escape(translated("Table", self.language)), self._report(page, plots=False), "tables"
                 )
 
-    def _report(self, page: Path, *, pictures: bool) -> str:
+    def _report(self, page: Path, *, plots: bool) -> str:
         """A page of reports/ as a part of this one."""
         text = re.sub(r"^# .*\n", "", page.read_text(), count=1)
         text = re.sub(r"^##", "###", text, flags=re.MULTILINE)
-        if not pictures:
+        if not plots:
             text = re.sub(r"^!\[.*\n", "", text, flags=re.MULTILINE)
         return places.relinked(text, page, self.here, self.copied)
 
