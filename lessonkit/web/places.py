@@ -13,6 +13,7 @@ from lessonkit.measure.stale import device_folders
 
 _TRANSLATED = ".zh-CN.md"
 _LINK = re.compile(r"(?<!\\)(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_IMAGE = re.compile(r'(<img src=")(?![a-z]+:)([^"]+)"')
 _CODE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)\s*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 HOME = "index"
 
@@ -88,8 +89,11 @@ def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str]) ->
             return words
         return f"{image}[{words}]({relative(copied(path), here)})"
 
+    def shown(found: re.Match[str]) -> str:
+        return f'{found[1]}{relative(copied((file.parent / found[2]).resolve()), here)}"'
+
     pieces = _CODE.split(text)
-    pieces[::2] = [_LINK.sub(one, piece) for piece in pieces[::2]]
+    pieces[::2] = [_IMAGE.sub(shown, _LINK.sub(one, piece)) for piece in pieces[::2]]
     return "".join(pieces)
 
 
