@@ -14,6 +14,7 @@ from functools import cache
 # Each worker has one core's worth of work; torch's own threads would only fight over it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COURSE_LANG"] = "en"  # what commands say is compared with English
+os.environ.pop("COLUMNS", None)  # what tables say is compared where nothing says how wide they may be
 
 from lessonkit import device
 from lessonkit.base.files import ROOT

@@ -246,14 +246,14 @@ def test_what_a_load_leaves_undefined_is_garbage(dtype):
     x, y = torch.ones(3, device=DEVICE).to(dtype), torch.zeros(9, device=DEVICE).to(dtype)
     largest = torch.finfo(dtype).max
     for poison, undefined in ((0, [torch.nan] * 6), (1, [-largest, *[largest, -largest] * 2, largest])):
-        with watched(poison):
+        with watched(poison=poison):
             undefined_kernel[(1,)](x, y, 3, OTHER=False, N=8)
         got = y.double().tolist()
         assert got[:3] == [1, 1, 1]
         torch.testing.assert_close(got[3:], undefined, rtol=0, atol=0, equal_nan=True)
         if dtype.itemsize == 1:  # `other=0` has no such type in the interpreter
             continue
-        with watched(poison):
+        with watched(poison=poison):
             undefined_kernel[(1,)](x, y, 3, OTHER=True, N=8)
         assert y.double().tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0]
 
