@@ -125,12 +125,11 @@ LESSON = Lesson(
         ),
         Mutant("one of four is stored twice", "vectorized_kernel", "= four.w", "= four.z", "multiply_vectorized"),
         Mutant(
-            "the last row is left out",
+            "rows of A taken to be k - 1 apart",
             "multiply_one_block",
             "m, n, k, stream",
-            "m - 1, n, k, stream",
+            "m, n, k - 1, stream",
             "multiply_one_block",
-            "nan",
         ),
         Mutant(
             "the second four rows begin too early",

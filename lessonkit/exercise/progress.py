@@ -1,17 +1,15 @@
 """What a learner has done, kept in answers/progress.json, which git ignores, beside their answers."""
 
-import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
 from lessonkit.base import renames
-from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.files import ROOT, changing, write_atomically
 from lessonkit.base.words import said
 from lessonkit.exercise.source import Source, discover
 
@@ -66,19 +64,10 @@ def of(source: Source) -> Record:
 
 def update(source: Source, **fields: object) -> None:
     """Change what is known of one exercise, which is then where the learner is: `update(source, hints=2)`."""
-    with _alone():
+    with changing(_file()):  # `watch` may run in one terminal, `hint` in another
         records = load()
         records[source.name] = Record(**{**asdict(records.get(source.name, Record())), "at": time.time(), **fields})
         save(records)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """No other command reads and writes the file meanwhile: `watch` may run in one terminal, `hint` in another."""
-    folder().mkdir(parents=True, exist_ok=True)
-    with (folder() / "progress.lock").open("w") as lock:  # a file of its own, since progress.json is replaced
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def by_folder() -> dict[str, list[Record]]:
