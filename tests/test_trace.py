@@ -3,6 +3,7 @@
 import html.parser
 import itertools
 import json
+import re
 
 import lessonkit.__main__ as cli
 from lessonkit import device
@@ -69,6 +70,11 @@ def test_ranges_say_steps_and_single_indices():
     assert trace.ranges((np.array([2, 2]), np.array([0, 4]), np.array([5, 6]))) == ["2", "0:5:4", "5:7"]
 
 
+def in_one_line(text):
+    """What a box of a terminal says, however wide the terminal is."""
+    return " ".join(re.sub("[╭─╮│╰╯]", " ", text).split())
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -81,18 +87,16 @@ def test_ranges_say_steps_and_single_indices():
         (["add_block", "--lang", "fr"], "--lang takes one of en, zh"),
     ],
 )
-def test_what_cannot_be_traced_is_said(words, says, monkeypatch):
-    monkeypatch.setenv("TERMINAL_WIDTH", "1000")
+def test_what_cannot_be_traced_is_said(words, says):
     result = invoke(cli.app, ["trace", ADD, *words])
     assert result.exit_code == 2, result.output
-    assert says in result.output
+    assert says in in_one_line(result.output)
 
 
-def test_several_lessons_are_named(monkeypatch):
-    monkeypatch.setenv("TERMINAL_WIDTH", "1000")
+def test_several_lessons_are_named():
     result = invoke(cli.app, ["trace", "vector_add", "add_block"])
     assert result.exit_code == 2
-    assert "cuda_src.02_vector_add" in result.output
+    assert "cuda_src.02_vector_add" in in_one_line(result.output)
 
 
 def test_the_terminal_has_80_columns(monkeypatch):
