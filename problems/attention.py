@@ -142,13 +142,11 @@ def _sdpa_cudnn(q, k, v, causal=False, window=None, scale=None):
     return o, lse.view(q.shape[:-1])
 
 
-def _fa4(q, k, v, causal=False, window=None, scale=None):
+def fa4(q, k, v, causal=False, window=None, scale=None):
     """FlashAttention in CuTe's Python, as of 2026; the package is flash-attn-4."""
-    if window:
-        raise Unsupported("timed without a window")
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    flash_attn_func = import_module("flash_attn.cute").flash_attn_func
-    o, lse = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+    forward, window_size = import_module("flash_attn.cute").flash_attn_func, (window and window - 1, None)
+    o, lse = forward(q, k, v, softmax_scale=scale, causal=causal, window_size=window_size, return_lse=True)
     return o.transpose(1, 2), lse
 
 
@@ -210,7 +208,7 @@ PROBLEM = Problem(
     work=work,
     checks=CHECKS,
     benches=BENCHES,
-    peers={**PEERS, "FA4": _fa4},
+    peers={**PEERS, "FA4": fa4},
     properties=(what_is_not_seen_does_not_matter, no_key_no_nan),
     refuses=REFUSES,
 )
@@ -319,17 +317,15 @@ def _sdpa_cudnn_backward(grad_out, q, k, v, out, lse, causal=False, window=None,
     )
 
 
-def _fa4_backward(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
-    """FlashAttention in CuTe's Python, as of 2026; the package is flash-attn-4."""
-    if window:
-        raise Unsupported("timed without a window")
+def fa4_backward(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
     q, k, v, out, grad_out = (t.transpose(1, 2) for t in (q, k, v, out, grad_out))
     backward = import_module("flash_attn.cute.interface")._flash_attn_bwd
-    gradients = backward(q, k, v, out, grad_out, lse, softmax_scale=scale, causal=causal)
+    left = window and window - 1
+    gradients = backward(q, k, v, out, grad_out, lse, softmax_scale=scale, causal=causal, window_size_left=left)
     return tuple(t.transpose(1, 2) for t in gradients[:3])
 
 
-BACKWARD_PEERS = {"SDPA flash": _sdpa_flash_backward, "SDPA cuDNN": _sdpa_cudnn_backward, "FA4": _fa4_backward}
+BACKWARD_PEERS = {"SDPA flash": _sdpa_flash_backward, "SDPA cuDNN": _sdpa_cudnn_backward, "FA4": fa4_backward}
 
 
 def what_is_not_seen_has_no_gradient(rung):

@@ -80,6 +80,6 @@ PROBLEM = Problem(
         )
     ),
     peers={name: lambda q, k, v, lengths, causal, scale, sdpa=sdpa: sdpa(q, k, v, q.shape[2] > 1, None, scale)
-           for name, sdpa in heads.PEERS.items()},
+           for name, sdpa in (heads.PEERS | {"FA4": heads.fa4}).items()},
     refuses=REFUSES,
 )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from problems.attention import precision
+from problems.attention import fa4, fa4_backward, precision
 
 __all__ = ["PROBLEM", "PROBLEM_BACKWARD", "PROBLEM_LSE", "precision"]
 
@@ -123,6 +123,7 @@ PROBLEM = Problem(
         "SDPA math": _sdpa_math,
         "SDPA flash": _sdpa(SDPBackend.FLASH_ATTENTION),
         "SDPA cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION),
+        "FA4": lambda q, k, v, causal=False: fa4(q, k, v, causal)[0],
     },
     properties=(the_past_is_alone,),
     refuses=REFUSES,
@@ -174,7 +175,7 @@ PROBLEM_LSE = Problem(
         {"B": 1, "H": 4, "S": 16384, "D": 128, "causal": True},
         {"B": 4, "H": 32, "S": 2048, "D": 64, "causal": False},
     ),
-    peers={"SDPA flash": _flash_with_lse, "SDPA cuDNN": _cudnn_with_lse},
+    peers={"SDPA flash": _flash_with_lse, "SDPA cuDNN": _cudnn_with_lse, "FA4": fa4},
     properties=(weights_sum_to_one, scores_past_88),
     refuses=REFUSES,
     factor=2,
@@ -243,6 +244,10 @@ def _sdpa_flash_backward(q, k, v, o, lse, dout, causal=False):
     )
 
 
+def _fa4_backward(q, k, v, o, lse, dout, causal=False):
+    return fa4_backward(dout, q, k, v, o, lse, causal)
+
+
 def _bad_gradient(which, change):
     args = list(inputs_backward(1, 2, 5, 5))
     args[which] = change(args[which])
@@ -275,7 +280,7 @@ PROBLEM_BACKWARD = Problem(
         {"B": 8, "H": 32, "S": 2048, "D": 64, "causal": False},
         {"B": 4, "H": 32, "S": 4096, "D": 64, "causal": True},
     ),
-    peers={"torch naive": _by_hand_backward, "SDPA flash": _sdpa_flash_backward},
+    peers={"torch naive": _by_hand_backward, "SDPA flash": _sdpa_flash_backward, "FA4": _fa4_backward},
     properties=(same_each_time, zero_where_nothing_can_change),
     refuses=(
         Refusal("lse of another shape", lambda f: f(*_bad_gradient(4, lambda t: t[..., 1:])), ValueError, "lse"),

@@ -6,6 +6,7 @@ Backward: dloss [M] fp32, logits [M, V], targets [M], lse [M] -> dlogits [M, V] 
 """
 
 import math
+from importlib import import_module
 
 from lessonkit import DEVICE, Problem, Refusal, Unsupported, Work, by_inductor, case
 
@@ -37,6 +38,12 @@ def inputs(M, V, pad=0, skip=0, strange=False, dtype=torch.float32):
 def _torch(logits, targets):
     log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
     return torch.nn.functional.nll_loss(log_p, targets, reduction="none"), logits[:, 0] - log_p[:, 0]
+
+
+def _liger(logits, targets):
+    """The loss alone, in the logits' dtype; None for lse. Its gradient overwrites the logits, so no backward of it."""
+    forward = import_module("liger_kernel.ops.cross_entropy").cross_entropy_forward
+    return forward(logits, targets, None, -100, 0.0, 0.0, "none", None, False)[0].float(), None
 
 
 def _quack(logits, targets):
@@ -83,7 +90,7 @@ PROBLEM = Problem(
     benches=tuple(
         {"M": M, "V": V} for M, V in ((4096, 32768), (4096, 50257), (8192, 128256), (2048, 131072), (32768, 1024))
     ),
-    peers={"torch": _torch, "torch.compile": by_inductor(_torch), "quack": _quack},
+    peers={"torch": _torch, "torch.compile": by_inductor(_torch), "liger": _liger, "quack": _quack},
     properties=(strange_numbers, shift_invariance),
     refuses=(
         Refusal("a target too many", lambda f: f(inputs(2, 8)[0], inputs(3, 8)[1]), ValueError, "targets has 3"),

@@ -5,7 +5,6 @@ custom op, as the public function calls it after its checks: it gives what the p
 """
 
 from functools import lru_cache
-from importlib import import_module
 from types import SimpleNamespace
 
 from lessonkit import DEVICE, Operator, Work
@@ -102,32 +101,6 @@ def attention_work(B, H, S, D, dtype, D_v=None, **options):
 def attention_backward_work(B, H, S, D, dtype, D_v=None, **options):
     least = attention.work_backward(B, H, S, (D + (D_v or D)) // 2, dtype, **options)
     return Work(bytes=least.bytes, flops=least.flops // (5 * (D + (D_v or D))) * (6 * D + 4 * (D_v or D)))
-
-
-def fa4(q, k, v, causal=False, window=None, scale=None):
-    """FlashAttention-4 with its window, which the lessons time without."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    forward, window_size = import_module("flash_attn.cute").flash_attn_func, (window and window - 1, None)
-    o, lse = forward(q, k, v, softmax_scale=scale, causal=causal, window_size=window_size, return_lse=True)
-    return o.transpose(1, 2), lse
-
-
-def fa4_backward(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
-    q, k, v, out, grad_out = (t.transpose(1, 2) for t in (q, k, v, out, grad_out))
-    backward = import_module("flash_attn.cute.interface")._flash_attn_bwd
-    left = window and window - 1
-    gradients = backward(q, k, v, out, grad_out, lse, softmax_scale=scale, causal=causal, window_size_left=left)
-    return tuple(t.transpose(1, 2) for t in gradients[:3])
-
-
-def fa4_decoding(q, k, v, lengths, causal, scale):
-    return fa4(q, k, v, q.shape[2] > 1, None, scale)
-
-
-def liger_cross_entropy(logits, targets):
-    """The loss alone, in the logits' dtype; None for lse. Its gradient overwrites the logits, so no backward of it."""
-    forward = import_module("liger_kernel.ops.cross_entropy").cross_entropy_forward
-    return forward(logits, targets, None, -100, 0.0, 0.0, "none", None, False)[0].float(), None
 
 
 # ---- How each problem is answered ---------------------------------------------------------------------------------
@@ -267,8 +240,8 @@ def _entry(name, direction, problem, call, **more):
     return Operator(name=name, direction=direction, problem=problem, call=call, shapes=listed, **more)
 
 
-_ATTENTION = {"inputs": random_heads, "work": attention_work, "peers": {"FA4": fa4}}
-_GRADIENT = {"inputs": random_gradient, "work": attention_backward_work, "peers": {"FA4": fa4_backward}}
+_ATTENTION = {"inputs": random_heads, "work": attention_work}
+_GRADIENT = {"inputs": random_gradient, "work": attention_backward_work}
 
 OPERATORS = (
     _entry("attention", "forward", attention.PROBLEM, attention_forward_call, **_ATTENTION),
@@ -277,15 +250,12 @@ OPERATORS = (
     _entry("rms_norm", "forward", rms_norm.PROBLEM, rms_norm_call),
     _entry("layer_norm", "forward", layer_norm.PROBLEM, layer_norm_call),
     _entry("softmax", "forward", softmax.PROBLEM, softmax_call),
-    _entry("cross_entropy", "forward", cross_entropy.PROBLEM, cross_entropy_call, peers={"liger": liger_cross_entropy}),
+    _entry("cross_entropy", "forward", cross_entropy.PROBLEM, cross_entropy_call),
     _entry("rms_norm", "backward", rms_norm.PROBLEM_BACKWARD, rms_norm_backward_call),
     _entry("layer_norm", "backward", layer_norm.PROBLEM_BACKWARD, layer_norm_backward_call),
     _entry("cross_entropy", "backward", cross_entropy.PROBLEM_BACKWARD, cross_entropy_backward_call),
     _entry("linear", "forward", linear.PROBLEM, linear_call),
-    _entry(
-        "attention", "decoding", attention_decode.PROBLEM, decoding_call,
-        inputs=random_cache, peers={"FA4": fa4_decoding},
-    ),
+    _entry("attention", "decoding", attention_decode.PROBLEM, decoding_call, inputs=random_cache),
     _entry("matmul_fp8", "forward", matmul_fp8.PROBLEM, matmul_fp8_call),
     _entry("linear", "backward", linear.PROBLEM_BACKWARD, linear_backward_call),
     _entry("softmax", "backward", softmax.PROBLEM_BACKWARD, softmax_backward_call),
