@@ -2,9 +2,12 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 
 import lessonkit.__main__ as cli
 from lessonkit import device, lesson
+from lessonkit.base.files import ROOT, environment
 from lessonkit.commands import show
 from lessonkit.lesson import Broken, Lesson, case, discover
 from lessonkit.measure import bench, rows
@@ -25,6 +28,20 @@ def test_list_names_every_lesson(monkeypatch):
         assert name in result.output
         for part in found.rungs if isinstance(found, Lesson) else found.steps:
             assert part.__name__ in result.output
+
+
+def test_every_command_but_the_book_does_without_sphinx():
+    code = """
+import sys
+for name in ("sphinx", "docutils", "myst_parser", "shibuya", "jieba"):
+    sys.modules[name] = None  # its import fails
+sys.argv = ["lessonkit", "list"]
+import lessonkit.__main__ as cli
+cli.app()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "softmax" in done.stdout
 
 
 @pytest.mark.parametrize(

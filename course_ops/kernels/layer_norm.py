@@ -219,17 +219,20 @@ def layer_norm_two_pass_kernel(
 ):  # shapes as above
     N, stride_x = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
+    # Distances from the first element: a running mean of 50 would round away what 500 chunks add to it.
+    first = tl.load(x_ptr + row * stride_x).to(tl.float32)
     count, mean, m2 = 0.0, 0.0, 0.0
     for start in range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32) - first
         chunk_count = tl.minimum(N - start, BLOCK).to(tl.float32)
-        chunk_mean = tl.sum(x, axis=0) / chunk_count
+        chunk_mean = tl.sum(tl.where(cols < N, x, 0.0), axis=0) / chunk_count
         centred = tl.where(cols < N, x - chunk_mean, 0.0)
         delta = chunk_mean - mean
         m2 += tl.sum(centred * centred, axis=0) + delta * delta * (count * chunk_count / (count + chunk_count))
         count += chunk_count
         mean += delta * (chunk_count / count)
+    mean += first
     rstd = tl.rsqrt(m2 / N + eps)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)

@@ -6,11 +6,12 @@ from lessonkit.base.errors import Missing
 from lessonkit.base.files import CACHE
 from lessonkit.base.words import said
 from lessonkit.commands import show
-from lessonkit.web import serve, site
 
 
 def run(build: Path | None, port: int) -> int:
     """The exit code."""
+    from lessonkit.web import serve, site  # Sphinx, which no other command needs
+
     out = build or CACHE / "web" / "book"
     if build and build.exists() and any(build.iterdir()) and not (build / ".nojekyll").exists():
         show.console.print(

@@ -307,8 +307,9 @@ def _fakes(usual: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def refusals(name: str, lesson: Lesson) -> None:
-    """Each bad call meets its error, in words that say what is wrong."""
-    wrong = [said for bad in lesson.refuses for rung in lesson.rungs if (said := _not_refused(bad, rung))]
+    """Each bad call meets its error, in words that say what is wrong; a rung of another GPU refuses every call."""
+    rungs = [rung for rung in lesson.rungs if not device.HAS_GPU or suits(rung, device.capability())]
+    wrong = [said for bad in lesson.refuses for rung in rungs if (said := _not_refused(bad, rung))]
     assert not wrong, "\n".join(wrong)
 
 
