@@ -112,7 +112,7 @@ LESSON = Lesson(
             "CONSUMERS * row",
             "matmul_persistent",
         ),
-        Mutant("panels that overlap", "store_panels", "N / 64 * col + i", "col + i", "matmul_specialized"),
+        Mutant("panels that overlap", "store_panels", "N / 64 * col + i", "col + i", "matmul_specialized", "nan"),
         Mutant(
             "both warpgroups store the upper half",
             "loop_kernel",
@@ -130,6 +130,7 @@ LESSON = Lesson(
             "warpgroup::mm_AB",
             "warpgroup::mma_AB",
             "matmul_persistent",
+            "value or nan",
         ),
         Mutant("a tile too few", "MatmulTemplate", "task >= ", "task + 1 >= ", "matmul_template", "nan"),
         Mutant(

@@ -39,7 +39,7 @@ OF_THE_KERNELS = (
         "// STAGES & 1",
         "// STAGES & 1 ^ 1",
         "ring",
-        "value or nan",
+        "hang or value or nan",
     ),
     Mutant(
         "ring: no wait for a stage",
