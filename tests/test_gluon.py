@@ -194,9 +194,31 @@ def test_a_word_that_is_not_known_is_named():
         unknown_word_kernel[(1,)](desc, num_warps=4)
 
 
-def test_pointers_are_not_emulated():
-    with pytest.raises(NotImplementedError, match="x_desc is a pointer"):
-        unknown_word_kernel[(1,)](torch.zeros(4, device=DEVICE), num_warps=4)
+@gluon.jit
+def flag_kernel(x_ptr, flags_ptr, BEFORE: gl.constexpr):
+    """A CTA adds 1 to the block of the CTA that is BEFORE numbers before, when that one has set its flag."""
+    i = gl.program_id(0)
+    if i > 0:
+        asm: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
+        while gl.inline_asm_elementwise(asm, "=r,l", [flags_ptr + (i - BEFORE)], gl.int32, False, 1) == 0:
+            pass
+        block = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(x_ptr + 128 * i + block, gl.load(x_ptr + 128 * (i - BEFORE) + block) + 1)
+    gl.atomic_xchg(flags_ptr + i, 1, sem="release", scope="gpu")
+
+
+def test_ctas_meet_in_global_memory_in_the_order_of_their_numbers():
+    x, flags = torch.zeros(4, 128, device=DEVICE), torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    flag_kernel[(4,)](x, flags, 1, num_warps=4)
+    assert x[:, 5].tolist() == [0, 1, 2, 3]
+    assert flags.all()
+
+
+def test_a_cta_that_waits_for_itself_waits_for_ever():
+    x, flags = torch.zeros(4, 128, device=DEVICE), torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(Fault, match="flag_kernel waits for a flag in global memory") as found:
+        flag_kernel[(4,)](x, flags, 0, num_warps=4)
+    assert found.value.kind == "barrier"
 
 
 # ---- The Blackwell ladder, beside its lesson ------------------------------------------------------------------------

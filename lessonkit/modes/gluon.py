@@ -193,8 +193,21 @@ class _TensorMemory(_Memory):
 class _Block(torch.Tensor):
     """A block in registers. Gluon's `split` takes the last dimension, which is 2, apart."""
 
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]  # layouts are not modelled
+
     def split(self) -> Any:  # type: ignore[override]
         return self.unbind(-1)
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """To elements of a tensor in global memory: one, or a block of them."""
+
+    data: torch.Tensor  # all elements as they lie in memory
+    at: Any
+
+    def __add__(self, n: Any) -> "_Pointer":
+        return _Pointer(self.data, self.at + n)
 
 
 class _Descriptor:
@@ -616,6 +629,30 @@ def _allocate_tensor_memory(dtype: torch.dtype, shape: Sequence[int], layout: An
     return memory
 
 
+def _load(pointer: _Pointer, cache_modifier: str = "") -> torch.Tensor:
+    return pointer.data[pointer.at].as_subclass(_Block)
+
+
+def _store(pointer: _Pointer, value: Any) -> None:
+    pointer.data[pointer.at] = value
+
+
+def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -> torch.Tensor:
+    before = _load(pointer).clone()
+    _store(pointer, value)
+    return before
+
+
+def _inline_asm(asm: str, constraints: str, args: Sequence[Any], *options: Any, **more: Any) -> Any:
+    """A flag's load. Who polls one that is not set would do so for ever: the CTAs before have ended, others wait."""
+    if not asm.startswith("ld.acquire"):
+        _not_here(f"inline_asm_elementwise of {asm!r}")
+    flag = _load(args[0])
+    if not flag:
+        raise Fault("barrier", f"{_now().name} waits for a flag in global memory that no CTA before this one has set")
+    return flag
+
+
 @cache
 def _gluon() -> Any:
     """The modules of Gluon, which only a kernel in Gluon loads."""
@@ -639,6 +676,14 @@ def _vocabulary() -> dict[Any, Any]:
             "zeros": _zeros,
             "convert_layout": lambda value, layout, assert_trivial=False: value,
             "warp_specialize": _warp_specialize,
+            "arange": lambda start, end, layout=None: torch.arange(start, end).as_subclass(_Block),
+            "to_tensor": lambda value: value,
+            "barrier": lambda *asked, **more: None,  # a partition's threads are one
+            "thread_barrier": lambda *asked, **more: None,
+            "load": _load,
+            "store": _store,
+            "atomic_xchg": _atomic_xchg,
+            "inline_asm_elementwise": _inline_asm,
         },
         "mbarrier": {
             "init": _init,
@@ -736,7 +781,7 @@ def launch(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **more
     takes = signature(kernel.fn)
     bound = takes.bind(*args, **{name: value for name, value in more.items() if name in takes.parameters})
     bound.apply_defaults()
-    given = [_argument(name, value) for name, value in bound.arguments.items()]
+    given = [*map(_argument, bound.arguments.values())]
     sizes = [*(grid(bound.arguments) if callable(grid) else grid), 1, 1][:3]
     for traffic in watching[-1:]:
         traffic.launches.append(kernel.__name__)
@@ -752,11 +797,11 @@ def launch(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **more
             _clusters.pop()
 
 
-def _argument(name: str, value: Any) -> Any:
+def _argument(value: Any) -> Any:
     if hasattr(value, "block_shape"):
         return _Descriptor(value)
     if isinstance(value, torch.Tensor):
-        raise NotImplementedError(f"{name} is a pointer: lessonkit/modes/gluon.py runs kernels that take descriptors")
+        return _Pointer(value.view(-1), 0)
     return value
 
 
