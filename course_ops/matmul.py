@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
 from course_ops.kernels import matmul as portable
-from course_ops.kernels import matmul_hopper, matmul_skinny, matmul_split_k
+from course_ops.kernels import matmul_hopper, matmul_skinny, matmul_split_k, matmul_stream_k_hopper
 
 
 class Kernel(NamedTuple):
@@ -36,6 +36,12 @@ DISPATCH = (
     Kernel("zeros", lambda a, b: not (len(a) and b.shape[1] and a.shape[1]), portable.zeros, "nothing to add up"),
     Kernel("split_k", _one_wave, matmul_split_k.matmul_split_k, "Hopper, C of one wave: tile and split of K fit it"),
     Kernel("skinny", lambda a, b: len(a) <= 128, matmul_skinny.matmul_skinny, "few rows: reading B is all the time"),
+    Kernel(
+        "stream_k_hopper",
+        matmul_stream_k_hopper.pays,
+        matmul_stream_k_hopper.matmul_stream_k_hopper,
+        "Hopper, 16 bits: the last wave would be short, or rows of both begin within a sector of L2",
+    ),
     Kernel("hopper", matmul_hopper.takes, matmul_hopper.matmul_hopper, "Hopper, 16 bits: persistent, warp-specialized"),
     Kernel("tma", portable.tma_pays, portable.matmul_tma, "Hopper or later; copies rows that are not 16-byte aligned"),
     Kernel("pointers", lambda a, b: True, portable.matmul_pointers, "any GPU, any strides"),
@@ -88,7 +94,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     Under torch.autocast both are cast to its dtype first, so that dtypes may differ.
     fp32 is exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. Differentiable in both, any order.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for a batch of b.
-    Sources: Stream-K (Osama et al. 2023) for few rows; CUTLASS's warp-specialized persistent kernel for Hopper.
+    Sources: Stream-K (Osama et al. 2023) for few rows and for short last waves; CUTLASS's warp-specialized persistent
+    kernel for Hopper.
     """
     expect(a=a, b=b, same_dtype=True)
     if b.ndim > 2:

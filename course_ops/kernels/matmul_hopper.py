@@ -17,7 +17,7 @@ from course_ops.kernels._matmul_hopper import (
     swizzled_tile,
     wgmma_takes,
 )
-from course_ops.kernels._tiles import predicted_cycles
+from course_ops.kernels._matmul_plan import plan_of
 
 BLOCK_M, BLOCK_K, STAGES, GROUP = 128, 64, 4, 16
 
@@ -104,7 +104,7 @@ def matmul_hopper(a: Tensor, b: Tensor) -> Tensor:
     """[M, K], [K, N] -> [M, N] in 16 bits, K > 0; rows or columns contiguous and 16-byte aligned (takes)."""
     c = a.new_empty(a.shape[0], b.shape[1])
     (M, N), K, sms = c.shape, a.shape[1], num_sms(a.device)
-    block_n = min((256, 128), key=lambda n: predicted_cycles(M, N, K, BLOCK_M, n, BLOCK_K, sms))
+    block_n = plan_of(a, b, sms, whole_tiles_of=BLOCK_M).block_n
     (a_desc, a_t), (b_desc, b_t) = describe(a, BLOCK_M, BLOCK_K), describe(b, BLOCK_K, block_n)
     c_desc, _ = describe(c, BLOCK_M // 2, 64)
     tiles_m, tiles_n, steps = triton.cdiv(M, BLOCK_M), triton.cdiv(N, block_n), triton.cdiv(K, BLOCK_K)

@@ -1,0 +1,92 @@
+"""Which tile, and how tiles are dealt out: a model of a 16-bit matmul's cycles on Hopper, for any M, N and K.
+
+Each SM has one CTA, which multiplies tiles of C by steps of 64 along K. A step lasts as long as the longer of two: its
+MMAs, and the copies of its rows of A and B from L2. A row of a block is 64 elements, 128 bytes: 4 sectors of L2, which
+are 32 bytes, or 5 of them where the row does not begin at a multiple of 32. Its copy then takes 1.7 times as long. A
+tile of 192 x 256 copies 22% fewer rows for a multiply-add than one of 128 x 256: with such rows of both matrices that
+decides between MMA-bound and L2-bound.
+
+Whole tiles come in waves of as many as there are SMs, and the last wave may be nearly empty. Stream-K (Osama et al.
+2023, section 5.2) has no last wave: the steps of the first tiles, more than a wave and less than two, are dealt out
+evenly. A tile whose steps have two owners costs a trip of fp32 sums through L2.
+
+The constants are fits to an H200's rows of 4992^3, 5000 x 5000 x 5056, 5000^3 and 3000 x 7000 x 2048 with 128 x 256
+tiles, and to nothing else. The model ranks plans; it does not predict a kernel's time.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+STEP = 64  # elements of K in a block: 128 bytes, the widest swizzle
+SECTOR = 32  # bytes of L2 that are read together
+TILES = ((128, 256), (192, 256), (128, 128), (192, 128))  # 64 rows for each consumer warpgroup
+
+MMA = 2048 * 0.95  # multiply-adds a cycle that an SM sustains
+HANDOVER, OWN_LOADS = 40, 60  # cycles to hand over a stage; and to load it, where a consumer does
+ROW, SHIFTED_ROW = 2.27, 3.84  # cycles to copy a row of a block that begins at a sector, and one that does not
+ENDS, STORE = 500, 64  # cycles in which a tile multiplies nothing; bytes of C a cycle
+MEETING, SUMS = 1500, 24  # cycles to wait for another CTA; bytes of fp32 sums a cycle, each way
+DRIFT = 0.001  # of the copies, for each step of a tile: what CTAs that drift apart do not find in L2
+APART = 0.007  # of a shared step's copies, for each step of a tile: what CTAs apart along K do not find in L2
+
+
+class Plan(NamedTuple):
+    """A tile, and how many tiles, from the first on, are dealt out by steps; the others are dealt out whole."""
+
+    block_m: int
+    block_n: int
+    shared_tiles: int
+    cycles: float
+
+
+def plans(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> Iterator[Plan]:
+    """Every plan for C [M, N] with its estimated cycles. a_aligned, b_aligned: rows begin at sectors."""
+    steps = math.ceil(K / STEP)
+    for block_m, block_n in TILES:
+        tiles = math.ceil(M / block_m) * math.ceil(N / block_n)
+        copies = block_m * (ROW if a_aligned else SHIFTED_ROW) + block_n * (ROW if b_aligned else SHIFTED_ROW)
+        copies *= 1 + DRIFT * steps
+        step = HANDOVER + OWN_LOADS * (block_m == 192) + max(block_m * block_n * STEP / MMA, copies)
+        ends = ENDS + 2 * block_m * block_n / STORE
+        waves = math.ceil(tiles / sms)
+        yield Plan(block_m, block_n, 0, waves * (steps * step + ends))
+        # Less than half a wave: the split-K kernel divides the tiles. At most eight steps a CTA: nothing to divide.
+        shared_tiles = tiles if tiles < sms else tiles % sms + sms
+        if 2 * tiles >= sms and tiles % sms and shared_tiles * steps >= 8 * sms:
+            meeting = MEETING + 2 * 4 * block_m * block_n / SUMS
+            share, whole = math.ceil(shared_tiles * steps / sms), (tiles - shared_tiles) // sms * steps
+            apart = share * copies * APART * steps
+            yield Plan(block_m, block_n, shared_tiles, (share + whole) * step + apart + (waves + 1) * ends + meeting)
+
+
+@lru_cache(maxsize=4096)  # the host's time of a call is part of it
+def best_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int, whole_tiles_of: int = 0) -> Plan:
+    """The plan of the fewest estimated cycles. whole_tiles_of: of whole tiles with that many rows, if given."""
+    choices = plans(M, N, K, a_aligned, b_aligned, sms)
+    if whole_tiles_of:
+        choices = (each for each in choices if each.block_m == whole_tiles_of and not each.shared_tiles)
+    return min(choices, key=lambda each: each.cycles)
+
+
+def aligned_rows(t: Tensor) -> bool:
+    """Whether each row or, if it lies transposed, each column begins at a sector of L2."""
+    return t.data_ptr() % SECTOR == 0 and max(t.stride()) * t.element_size() % SECTOR == 0
+
+
+def plan_of(a: Tensor, b: Tensor, sms: int, whole_tiles_of: int = 0) -> Plan:
+    """The best plan for a [M, K] times b [K, N]; whole_tiles_of as best_plan has it."""
+    shape = a.shape[0], b.shape[1], a.shape[1]
+    return best_plan(*shape, aligned_rows(a), aligned_rows(b), sms, whole_tiles_of)
+
+
+def group_of(tiles_m: int, block_m: int, block_n: int, sms: int) -> int:
+    """Rows of tiles in a group: those of a wave form about a square, which has the fewest rows of A and B to read.
+
+    All groups are about equally high: 27 rows of tiles are 14 and 13, not 13, 13 and 1.
+    """
+    square = max(1.0, math.sqrt(sms * block_n / block_m))
+    return math.ceil(tiles_m / max(1, round(tiles_m / square)))

@@ -1,0 +1,215 @@
+"""The plan of a Hopper matmul: what each CTA multiplies, checked in Python at any shape, and what ptxas makes of it."""
+
+import math
+from itertools import pairwise
+
+from lessonkit import Mutant, device
+from lessonkit.base.errors import Fault
+from lessonkit.cuda import sass
+from lessonkit.judge import mutants
+from lessonkit.modes import compiled
+from lessonkit.modes import gluon as emulated
+from lessonkit.modes.compile_server import call_in_compiler
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from course_ops.kernels import _matmul_hopper, _matmul_plan, matmul_stream_k_hopper
+
+SIZES = st.integers(1, 40_000)
+SHAPES = {"M": SIZES, "N": SIZES, "K": SIZES, "a_aligned": st.booleans(), "b_aligned": st.booleans()}
+SMS = st.sampled_from((4, 78, 114, 132, 144))  # of the H200 132
+
+
+def work_of(plan, M, N, K, sms):
+    """{tile: [(first step, step after the last, CTA)]}, by the functions that the kernel runs."""
+    tiles = math.ceil(M / plan.block_m) * math.ceil(N / plan.block_n)
+    steps, ctas = math.ceil(K / _matmul_plan.STEP), sms if plan.shared_tiles else min(sms, tiles)
+    found = {}
+    for cta in range(ctas):
+        begin, end = (
+            matmul_stream_k_hopper.share_begin.fn(which, plan.shared_tiles * steps, ctas) for which in (cta, cta + 1)
+        )
+        share = ctas, begin, end, steps, plan.shared_tiles
+        for index in range(matmul_stream_k_hopper.units_of.fn(cta, *share, tiles)):
+            tile, first, last = matmul_stream_k_hopper.unit_of.fn(index, cta, *share)
+            found.setdefault(tile, []).append((first, last, cta))
+    return found, tiles, steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(**SHAPES, sms=SMS)
+@example(M=5000, N=5000, K=5000, a_aligned=False, b_aligned=False, sms=132)
+@example(M=1, N=1, K=1, a_aligned=True, b_aligned=True, sms=132)
+def test_every_step_of_every_tile_is_multiplied_once(M, N, K, a_aligned, b_aligned, sms):
+    M, N = min(M, 9000), min(N, 9000)
+    for plan in _matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms):
+        found, tiles, steps = work_of(plan, M, N, K, sms)
+        assert sorted(found) == list(range(tiles))
+        for parts in found.values():
+            parts.sort()
+            assert (parts[0][0], parts[-1][1]) == (0, steps)
+            assert all(first < last for first, last, _ in parts)
+            assert all((b[0], b[2]) == (a[1], a[2] + 1) for a, b in pairwise(parts)), "the helpers are the next CTAs"
+
+
+@settings(max_examples=60, deadline=None)
+@given(**SHAPES, sms=SMS)
+def test_a_cta_leaves_sums_of_one_tile_at_most_and_before_it_waits(M, N, K, a_aligned, b_aligned, sms):
+    """So sums and flags have a place for each CTA, and no CTA waits for one that waits."""
+    M, N = min(M, 9000), min(N, 9000)
+    for plan in _matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms):
+        found, _, _ = work_of(plan, M, N, K, sms)
+        left = [cta for parts in found.values() for first, _, cta in parts if first]
+        assert len(left) == len(set(left))
+        if not plan.shared_tiles:
+            assert not left
+            continue
+        ctas = {cta for parts in found.values() for _, _, cta in parts}
+        assert ctas == set(range(sms)), "there is work for every SM"
+        for cta in left:
+            begin = matmul_stream_k_hopper.share_begin.fn(
+                cta, plan.shared_tiles * math.ceil(K / _matmul_plan.STEP), sms
+            )
+            tile, first, _ = matmul_stream_k_hopper.unit_of.fn(
+                0, cta, sms, begin, begin + 1, math.ceil(K / _matmul_plan.STEP), plan.shared_tiles
+            )
+            assert first > 0, f"CTA {cta} leaves the sums of tile {tile} first"
+
+
+@settings(max_examples=100, deadline=None)
+@given(**SHAPES, sms=SMS)
+def test_the_best_plan_is_one_of_the_plans_and_aligned_rows_cost_no_more(M, N, K, a_aligned, b_aligned, sms):
+    plans = list(_matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms))
+    best = _matmul_plan.best_plan(M, N, K, a_aligned, b_aligned, sms)
+    assert best in plans
+    assert best.cycles == min(plan.cycles for plan in plans)
+    assert _matmul_plan.best_plan(M, N, K, True, True, sms).cycles <= best.cycles
+    whole = _matmul_plan.best_plan(M, N, K, a_aligned, b_aligned, sms, whole_tiles_of=128)
+    assert (whole.block_m, whole.shared_tiles) == (128, 0)
+    # No plan multiplies faster than all SMs do without a pause.
+    assert best.cycles >= M * N * K / (sms * _matmul_plan.MMA)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tiles_m=st.integers(1, 400), tiles_n=st.integers(1, 40), tile=st.sampled_from(_matmul_plan.TILES), sms=SMS)
+def test_groups_hold_every_tile_once_and_are_about_equally_high(tiles_m, tiles_n, tile, sms):
+    group = _matmul_plan.group_of(tiles_m, *tile, sms)
+    assert 1 <= group <= tiles_m
+    order = [_matmul_hopper.swizzled_tile.fn(i, tiles_m, tiles_n, group) for i in range(tiles_m * tiles_n)]
+    assert sorted(order) == [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
+    groups = math.ceil(tiles_m / group)
+    assert groups * group - tiles_m < groups or groups * (group - 1) < tiles_m
+
+
+@pytest.mark.parametrize(
+    ("shape", "aligned", "expected"),
+    [
+        ((4992, 4992, 4992), True, "six full waves of 128 x 256: whole tiles"),
+        ((5120, 5120, 5120), True, "a seventh wave with 8 tiles: steps dealt out"),
+        ((5000, 5000, 5000), False, "rows that no sector begins: tiles of 192 rows"),
+    ],
+)
+def test_what_the_plan_is_for(shape, aligned, expected):
+    plan = _matmul_plan.best_plan(*shape, aligned, aligned, 132)
+    if "whole" in expected:
+        assert (plan.block_m, plan.block_n, plan.shared_tiles) == (128, 256, 0)
+    if "dealt" in expected:
+        assert plan.shared_tiles > 132
+    if "192" in expected:
+        assert plan.block_m == 192
+
+
+def test_rows_that_begin_at_sectors_are_seen_whichever_way_a_matrix_lies():
+    def columns(n):
+        return torch.empty(64, 128 + n, dtype=torch.bfloat16, device="meta")[:, :128]
+
+    for t, aligned in ((columns(0), True), (columns(16), True), (columns(8), False), (columns(24), False)):
+        assert _matmul_plan.aligned_rows(t) == aligned
+        assert _matmul_plan.aligned_rows(t.t()) == aligned
+
+
+# ---- The kernel's own Python, in any order of its partitions --------------------------------------------------------
+
+emulated_here = pytest.mark.skipif(not device.INTERPRETED, reason="with a GPU nothing is emulated")
+# On 5 SMs. The last two: tiles that more than two CTAs share, and CTAs with less than a tile and more than two.
+PRODUCTS = (
+    ((200, 520, 328), "", (128, 256), 0),
+    ((390, 520, 136), "b", (192, 256), 0),
+    ((200, 1032, 328), "", (128, 256), 5),
+    ((390, 1032, 520), "", (192, 256), 7),
+    ((504, 520, 1000), "a", (128, 128), 5),
+    ((704, 520, 1000), "ab", (192, 128), 5),
+    ((104, 264, 5000), "a", (128, 128), 3),
+    ((1544, 520, 328), "b", (192, 256), 7),
+)
+
+
+def operands(M, N, K, transposed):
+    torch.manual_seed(0)
+    a = torch.randn((K, M) if "a" in transposed else (M, K), device=device.DEVICE).bfloat16()
+    b = torch.randn((N, K) if "b" in transposed else (K, N), device=device.DEVICE).bfloat16()
+    return a.t() if "a" in transposed else a, b.t() if "b" in transposed else b
+
+
+@emulated_here
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.night) for seed in range(1, 6))])
+@pytest.mark.parametrize(("shape", "transposed", "tile", "shared_tiles"), PRODUCTS)
+def test_the_kernel_is_right_in_every_order(monkeypatch, shape, transposed, tile, shared_tiles, seed):
+    monkeypatch.setattr(matmul_stream_k_hopper, "num_sms", lambda _: 5)
+    monkeypatch.setattr(emulated, "SEED", seed)
+    flags = torch.zeros(20, dtype=torch.int32)
+    monkeypatch.setattr(matmul_stream_k_hopper, "stream_zeros", lambda x, count, kind: flags[:count])
+    a, b = operands(*shape, transposed)
+    c = matmul_stream_k_hopper.by_plan(a, b, _matmul_plan.Plan(*tile, shared_tiles, 0.0))
+    exact = a.float() @ b.float()
+    torch.testing.assert_close(c.float(), exact, rtol=2**-8, atol=2**-9)  # rounded once
+    assert not flags.any(), "left for the next launch"
+
+
+@emulated_here
+@pytest.mark.parametrize(
+    ("function", "old", "new", "says"),
+    [
+        ("load_next", "parity ^ 1", "parity", "wait for each other"),
+        ("consumer", "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,", "this is over: a wgmma of"),
+        ("store_sum", "fence_async_shared()", "pass", "no fence_async_shared after this"),
+        ("leave_sums", "WHICH, 1, sem", "WHICH, 0, sem", "waits for a flag"),
+    ],
+)
+def test_a_mistake_in_it_is_found(monkeypatch, function, old, new, says):
+    wrong = mutants.build(matmul_stream_k_hopper.__name__, Mutant("wrong", function, old, new, "by_plan"))
+    monkeypatch.setitem(wrong.__globals__, "num_sms", lambda _: 5)
+    monkeypatch.setitem(wrong.__globals__, "stream_zeros", lambda *_: torch.zeros(20, dtype=torch.int32))
+    with pytest.raises(Fault, match=says):
+        wrong(*operands(390, 1032, 520, ""), _matmul_plan.Plan(192, 256, 7, 0.0))
+
+
+# ---- What the compiler makes of it ---------------------------------------------------------------------------------
+
+
+def compiled_plans(transposed):
+    """[registers, shared memory, serialized?] of every tile. In a process that compiles."""
+    a, b = (torch.empty(5000, 5000, dtype=torch.bfloat16, device="meta") for _ in "ab")
+    a, b = a.t() if "a" in transposed else a, b.t() if "b" in transposed else b
+    found = []
+    with compiled.compiling(90) as made:
+        for tile in _matmul_plan.TILES:
+            made.clear()
+            matmul_stream_k_hopper.by_plan(a, b, _matmul_plan.Plan(*tile, 140, 0.0))
+            for each in made.values():
+                kernel = compiled.inspect("", each, 90)
+                found.append([kernel.registers * 32 * kernel.warps, kernel.shared, sass.serialized(kernel)])
+    return found
+
+
+@pytest.mark.parametrize("transposed", ["", pytest.param("ab", marks=pytest.mark.night)])
+def test_every_tile_fits_on_an_sm_and_its_mmas_overlap(transposed):
+    found = call_in_compiler("tests.test_matmul_plan", "compiled_plans", transposed)
+    assert len(found) == len(_matmul_plan.TILES)
+    for registers, shared, serialized in found:
+        assert registers <= 65536
+        assert shared <= 232448
+        assert not serialized
