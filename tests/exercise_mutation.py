@@ -9,6 +9,7 @@ import ast
 import copy
 import random
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 SEED = 20261124
@@ -58,9 +59,17 @@ def slips(source):
     """Every mutant of an exercise's solution, in the order in which a sample is drawn."""
     text = source.solution
     found = list(_of_cpp(text) if source.is_cuda else _of_python(text, _lines(source, text)))
-    unique = list({slip.text: slip for slip in found if slip.text != text}.values())
+    unique = list(_named_apart({slip.text: slip for slip in found if slip.text != text}.values()))
     random.Random(f"{SEED} {source.name}").shuffle(unique)
     return unique
+
+
+def _named_apart(found):
+    """A second slip of the same words in the same line gets a number."""
+    said = Counter()
+    for slip in found:
+        said[slip.said] += 1
+        yield Slip(slip.said + f" (number {said[slip.said]})" * (said[slip.said] > 1), slip.text)
 
 
 def _lines(source, text):

@@ -29,6 +29,8 @@ EXERCISE = Exercise(
         case("more columns than rows, both hang over", rows=9, cols=65),
         case("more rows than columns", rows=70, cols=3),
         case("rows begin 40 apart, 33 of them used", rows=5, cols=33, pad=7),
+        case("130 blocks along a column", rows=1040, cols=2),
+        case("130 blocks along a row", rows=2, cols=4160),
         case("whole patches, on which sectors are counted", rows=16, cols=64),
     ),
     # Without a cache every element asks for its row's s: one word for a whole warp, which one sector serves.

@@ -28,6 +28,7 @@ EXERCISE = Exercise(
     cases=(
         case("one element, both neighbours outside", n=1, turns=1),
         case("one turn: near is used once", n=128, turns=1),
+        case("the second block has one element, which the first needs, too", n=129, turns=1),
         case("two blocks of one turn, the second short", n=150, turns=1),
         case("three turns in one block: near is used again", n=300, turns=3),
         case("the block walks on past the end: threads without an element must wait too", n=100, turns=3),

@@ -108,7 +108,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s) {
     return emu::log_wait("synchronise", s), cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
+// The only other flag, cudaEventWaitExternal, is for streams that are captured as a graph.
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) {
+    if (flags) return set(cudaErrorInvalidValue);
     return submit([stream = emu::StreamId(s), event = e->number] {
         return emu::log_wait("wait", stream, event), cudaSuccess;
     });
