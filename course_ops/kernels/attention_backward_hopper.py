@@ -58,7 +58,7 @@ KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO in the ring
 # from the last head to the first: what was written last is still in L2.
 @triton.jit
 def prepare_kernel(
-    out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D] twice, [B, H, S_q]; [B H, rows] twice, dQ's
+    out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D] twice, [B, H, S_q]; [B H, rows] twice, dQ's or None
     out_strides, dout_strides, unit, H, S_q, rows, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
@@ -70,10 +70,11 @@ def prepare_kernel(
     lse = tl.load(lse_ptr + head * S_q + at, mask=at < S_q, other=float("-inf"))
     tl.store(starts_ptr + head * rows + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
     tl.store(deltas_ptr + head * rows + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
-    tl.store(
-        sum_ptr + (head * rows + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
-        tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
-    )
+    if sum_ptr is not None:
+        tl.store(
+            sum_ptr + (head * rows + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
+            tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
+        )
 
 
 # dQ's sum lies in parts of 64 x 64, each in the order of a warpgroup's registers, so that adding is contiguous: warp

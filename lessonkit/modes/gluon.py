@@ -644,7 +644,10 @@ def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") 
 
 
 def _inline_asm(asm: str, constraints: str, args: Sequence[Any], *options: Any, **more: Any) -> Any:
-    """A flag's load. Who polls one that is not set would do so for ever: the CTAs before have ended, others wait."""
+    """A power of 2, or a flag's load. Who polls a flag that is not set would do so for ever: the CTAs before have ended,
+    others wait."""
+    if asm.startswith("ex2.approx.ftz.f32"):
+        return args[0].exp2()
     if not asm.startswith("ld.acquire"):
         _not_here(f"inline_asm_elementwise of {asm!r}")
     flag = _load(args[0])
@@ -658,8 +661,10 @@ def _gluon() -> Any:
     """The modules of Gluon, which only a kernel in Gluon loads."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.language.nvidia import blackwell, hopper
+    from triton.language.extra import cuda
 
-    return SimpleNamespace(gl=language, blackwell=blackwell, hopper=hopper, mbarrier=hopper.mbarrier, tma=hopper.tma)
+    shared = {"mbarrier": hopper.mbarrier, "tma": hopper.tma}
+    return SimpleNamespace(gl=language, blackwell=blackwell, hopper=hopper, cuda=cuda, **shared)
 
 
 @cache
@@ -674,6 +679,7 @@ def _vocabulary() -> dict[Any, Any]:
             "static_range": range,
             "allocate_shared_memory": _allocate_shared_memory,
             "zeros": _zeros,
+            "where": torch.where,
             "convert_layout": lambda value, layout, assert_trivial=False: value,
             "warp_specialize": _warp_specialize,
             "arange": lambda start, end, layout=None: torch.arange(start, end).as_subclass(_Block),
@@ -704,6 +710,10 @@ def _vocabulary() -> dict[Any, Any]:
             "fence_async_shared": _fence,
             "warpgroup_mma": _warpgroup_mma,
             "warpgroup_mma_wait": _warpgroup_mma_wait,
+        },
+        "cuda": {  # kernels run one after the other
+            "gdc_wait": lambda: None,
+            "gdc_launch_dependents": lambda: None,
         },
         "blackwell": {
             "allocate_tensor_memory": _allocate_tensor_memory,
