@@ -50,7 +50,7 @@ from course_ops.hopper import (
     tensor_descriptor,
     tile_order,
 )
-from course_ops.kernels.attention_backward_hopper import prepare_kernel
+from course_ops.kernels.attention_backward_hopper import opaque_zero, prepare_kernel
 from course_ops.kernels.attention_tiles import LN2, LOG2E, heads_in_l2
 from course_ops.versions import async_load, async_store
 
@@ -253,12 +253,12 @@ def add_keys(args, s, first, rest, starts, deltas, row, cta_begin, begin, stop, 
     LAYOUT: gl.constexpr = s.type.layout
     ROWS: gl.constexpr = s.shape[0]
     for block in range(begin, stop):
-        step = block - cta_begin
+        step, mine = block - cta_begin, WHICH + opaque_zero(block)
         k_stage, _ = ring_slot(step, args.k_full.shape[0])
         k_after, parity_after = ring_slot(step + 1, args.k_full.shape[0])
         v_stage, v_parity = ring_slot(step, args.v_full.shape[0])
         mbarrier.wait(args.v_full.index(v_stage), v_parity)
-        dp = issue_scores(args.do, WHICH, args.v, v_stage, LAYOUT)
+        dp = issue_scores(args.do, mine, args.v, v_stage, LAYOUT)
         p = exp2(s * args.scale_log2 + starts[:, None])
         if MASKED:
             rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
@@ -269,7 +269,7 @@ def add_keys(args, s, first, rest, starts, deltas, row, cta_begin, begin, stop, 
         ds = operand_a(p * (dp + deltas[:, None]), first, args.k.first.dtype)
         first, rest = issue_sum(ds, args.k, k_stage, first, rest)
         mbarrier.wait(args.k_full.index(k_after), parity_after, pred=block + 1 < end)
-        s_after = issue_scores(args.q, WHICH, args.k, k_after, LAYOUT)
+        s_after = issue_scores(args.q, mine, args.k, k_after, LAYOUT)
         first, rest, ds, s = warpgroup_mma_wait(0, deps=(first, rest, ds, s_after))
         mbarrier.arrive(args.k_empty.index(k_stage))
     return s, first, rest

@@ -644,10 +644,12 @@ def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") 
 
 
 def _inline_asm(asm: str, constraints: str, args: Sequence[Any], *options: Any, **more: Any) -> Any:
-    """A power of 2, or a flag's load. Who polls a flag that is not set would do so for ever: the CTAs before have ended,
+    """A power of 2, a zero, or a flag's load. Who polls a flag that is not set would do so for ever: the CTAs before have ended,
     others wait."""
     if asm.startswith("ex2.approx.ftz.f32"):
         return args[0].exp2()
+    if asm == "mov.b32 $0, 0;":
+        return 0
     if not asm.startswith("ld.acquire"):
         _not_here(f"inline_asm_elementwise of {asm!r}")
     flag = _load(args[0])
