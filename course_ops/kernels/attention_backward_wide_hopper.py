@@ -249,7 +249,7 @@ def query_producer(args, descs):
 # dP runs under the exponentials, dQ and the next S follow each other. The other consumer's matmuls run under the rest.
 # `end` is the CTA's, so that the last S is of a block that has come; it is not used.
 @gluon.jit
-def add_keys(args, s, first, rest, starts, deltas, row, cta_begin, begin, stop, end, WHICH: gl.constexpr, MASKED: gl.constexpr):
+def add_keys(args, s, first, rest, deltas, row, cta_begin, begin, stop, end, WHICH: gl.constexpr, MASKED: gl.constexpr):
     LAYOUT: gl.constexpr = s.type.layout
     ROWS: gl.constexpr = s.shape[0]
     for block in range(begin, stop):
@@ -259,12 +259,17 @@ def add_keys(args, s, first, rest, starts, deltas, row, cta_begin, begin, stop, 
         v_stage, v_parity = ring_slot(step, args.v_full.shape[0])
         mbarrier.wait(args.v_full.index(v_stage), v_parity)
         dp = issue_scores(args.do, mine, args.v, v_stage, LAYOUT)
+        # The next two waits return at once. No instruction moves across: all of dP is issued before the exponentials,
+        # which are complete before dP is awaited. Without them the compiler mixes them, or delays them.
+        mbarrier.wait(args.v_full.index(v_stage), v_parity)
+        starts = args.start_smem.index(WHICH).reshape((ROWS,)).load(gl.SliceLayout(1, LAYOUT))
         p = exp2(s * args.scale_log2 + starts[:, None])
         if MASKED:
             rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
             keys = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
             p = gl.where(args.problem.visible(rows, keys), p, 0.0)
-        dp = warpgroup_mma_wait(0, deps=(dp,))
+        mbarrier.wait(args.v_full.index(v_stage), v_parity)
+        dp, p = warpgroup_mma_wait(0, deps=(dp, p))
         mbarrier.arrive(args.v_empty.index(v_stage))
         ds = operand_a(p * (dp + deltas[:, None]), first, args.k.first.dtype)
         first, rest = issue_sum(ds, args.k, k_stage, first, rest)
@@ -291,7 +296,6 @@ def pass_blocks(args, cta_begin, begin, stop):
 def query_consumer(args, dq_descs, scale, WHICH: gl.constexpr):
     ROWS: gl.constexpr = args.q.first.shape[3]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     row = args.row + WHICH * ROWS
     cta_begin, cta_end = args.range()
     begin, whole, last, end = args.problem.key_blocks(row, ROWS)
@@ -299,19 +303,18 @@ def query_consumer(args, dq_descs, scale, WHICH: gl.constexpr):
     pass_blocks(args, cta_begin, cta_begin, begin)
     stage, parity = ring_slot(begin - cta_begin, args.k_full.shape[0])
     mbarrier.wait(args.q_full.index(WHICH), 0)
-    starts = args.start_smem.index(WHICH).reshape((ROWS,)).load(OF_ROWS)
     mbarrier.wait(args.k_full.index(stage), parity)
     s = warpgroup_mma_wait(0, deps=(issue_scores(args.q, WHICH, args.k, stage, LAYOUT),))
     mbarrier.wait(args.do_full.index(WHICH), 0)
-    deltas = args.delta_smem.index(WHICH).reshape((ROWS,)).load(OF_ROWS)
+    deltas = args.delta_smem.index(WHICH).reshape((ROWS,)).load(gl.SliceLayout(1, LAYOUT))
     if args.problem.WINDOW:
         s, first, rest = add_keys(
-            args, s, first, rest, starts, deltas, row, cta_begin, begin, whole, cta_end, WHICH, True
+            args, s, first, rest, deltas, row, cta_begin, begin, whole, cta_end, WHICH, True
         )  # fmt: skip
     s, first, rest = add_keys(
-        args, s, first, rest, starts, deltas, row, cta_begin, whole, last, cta_end, WHICH, False
+        args, s, first, rest, deltas, row, cta_begin, whole, last, cta_end, WHICH, False
     )  # fmt: skip
-    s, first, rest = add_keys(args, s, first, rest, starts, deltas, row, cta_begin, last, end, cta_end, WHICH, True)
+    s, first, rest = add_keys(args, s, first, rest, deltas, row, cta_begin, last, end, cta_end, WHICH, True)
     pass_blocks(args, cta_begin, end, cta_end)
     store_block(dq_descs, args.q, WHICH, first * scale, rest * scale, args.batch, args.head, row)
 
