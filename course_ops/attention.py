@@ -23,6 +23,7 @@ from course_ops._common import FLOATS, Unsupported, expect, on_device, runs_kern
 from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.kernels import attention_backward as portable_backward
 from course_ops.kernels import attention_backward_hopper as hopper_backward
+from course_ops.kernels import attention_backward_wide_hopper as wide_backward
 from course_ops.kernels import attention_decode as decode
 from course_ops.kernels import attention_forward as portable
 from course_ops.kernels import attention_forward_hopper as hopper
@@ -85,6 +86,7 @@ def attention_backward(
 #                hopper     sm_90, 16 bits, D <= 128, strides that TMA takes; no window
 #                portable   everything: sm_80 on, fp32, windows, D <= 256, any strides
 #     backward   hopper     as forward, unless deterministic algorithms are asked for (dQ is added up in any order)
+#                wide       sm_90, 16 bits, D from 136 to 256, strides that TMA takes; the same to the bit each time
 #                portable   everything; the same to the bit each time
 
 
@@ -134,6 +136,7 @@ FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor,
 )
 BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
     ("hopper", _gradient_on_hopper, lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale)),
+    ("wide", lambda c: wide_backward.takes(*c[:4]), lambda c: wide_backward.attention_backward(*c)),
     ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
 )
 

@@ -54,11 +54,11 @@ KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO in the ring
 
 
 # A row's two values, negative because they are added: lse, in units of what it is added to, and delta = rowsum(dO * O).
-# A row that sees no key, or is past the last one, gets -1e30, so that its P are 0. This kernel and finish_kernel go
-# from the last head to the first: what was written last is still in L2.
+# A row that sees no key, or is past the last one, gets -1e30, so that its P are 0. sum_ptr may be None. This kernel
+# and finish_kernel go from the last head to the first: what was written last is still in L2.
 @triton.jit
 def prepare_kernel(
-    out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D] twice, [B, H, S_q]; [B H, rows] twice, dQ's or None
+    out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D] twice, [B, H, S_q]; [B H, rows] twice, dQ's
     out_strides, dout_strides, unit, H, S_q, rows, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()

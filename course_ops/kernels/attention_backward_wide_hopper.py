@@ -280,9 +280,10 @@ def add_keys(args, s, first, rest, deltas, row, cta_begin, begin, stop, end, WHI
     return s, first, rest
 
 
+# After the last block of consumer 0 the CTA may have one more. Nothing is loaded over it, so it is not released.
 @gluon.jit
 def pass_blocks(args, cta_begin, begin, stop):
-    """Blocks that the other consumer's queries see alone."""
+    """Release blocks before the window that the other consumer's queries see alone."""
     for block in range(begin, stop):
         stage, parity = ring_slot(block - cta_begin, args.k_full.shape[0])
         mbarrier.wait(args.k_full.index(stage), parity)  # released earlier, it would count for the block before
@@ -315,7 +316,6 @@ def query_consumer(args, dq_descs, scale, WHICH: gl.constexpr):
         args, s, first, rest, deltas, row, cta_begin, whole, last, cta_end, WHICH, False
     )  # fmt: skip
     s, first, rest = add_keys(args, s, first, rest, deltas, row, cta_begin, last, end, cta_end, WHICH, True)
-    pass_blocks(args, cta_begin, end, cta_end)
     store_block(dq_descs, args.q, WHICH, first * scale, rest * scale, args.batch, args.head, row)
 
 
@@ -368,9 +368,9 @@ class KeyArgs:
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor  # with -lse
-    q_empty: gl.shared_memory_descriptor  # both consumers have read the block
+    q_empty: gl.shared_memory_descriptor  # consumer 1 has read the block, after it has got P^T from consumer 0
     do_full: gl.shared_memory_descriptor  # with -delta
-    do_empty: gl.shared_memory_descriptor
+    do_empty: gl.shared_memory_descriptor  # both consumers have read the block
     p_full: gl.shared_memory_descriptor  # consumer 0 has written P^T
     p_empty: gl.shared_memory_descriptor  # consumer 1 has read it
     problem: Problem
@@ -417,7 +417,6 @@ def add_queries(args, s, first, rest, base, begin, stop, steps, MASKED: gl.const
         buffer, p_parity = ring_slot(step, 2)
         starts = args.start_smem.index(stage).reshape((ROWS,)).load(gl.SliceLayout(0, LAYOUT))
         p = exp2(s * args.scale_log2 + starts[None, :])
-        mbarrier.arrive(args.q_empty.index(stage))
         if MASKED:
             rows = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
             keys = args.key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
@@ -507,7 +506,7 @@ def key_kernel(
         start_smem=allocate_stages(start_desc, STAGES), delta_smem=allocate_stages(delta_desc, STAGES),
         p_smem=gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, ROWS], SQUARE),
         k_full=allocate_barriers(1, 1), v_full=allocate_barriers(1, 1),
-        q_full=allocate_barriers(STAGES, 2), q_empty=allocate_barriers(STAGES, 2),  # full: a block and its values
+        q_full=allocate_barriers(STAGES, 2), q_empty=allocate_barriers(STAGES, 1),  # full: a block and its values
         do_full=allocate_barriers(STAGES, 2), do_empty=allocate_barriers(STAGES, 2),
         p_full=allocate_barriers(2, 1), p_empty=allocate_barriers(2, 1),
         problem=Problem(H=H, S_q=S_q, S_k=S_k, window=window, GROUP=GROUP, CAUSAL=CAUSAL, WINDOW=WINDOW),

@@ -644,8 +644,10 @@ def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") 
 
 
 def _inline_asm(asm: str, constraints: str, args: Sequence[Any], *options: Any, **more: Any) -> Any:
-    """A power of 2, a zero, or a flag's load. Who polls a flag that is not set would do so for ever: the CTAs before have ended,
-    others wait."""
+    """A power of 2, a zero, or a flag's load.
+
+    Who polls a flag that is not set would do so for ever: the CTAs before have ended, others wait.
+    """
     if asm.startswith("ex2.approx.ftz.f32"):
         return args[0].exp2()
     if asm == "mov.b32 $0, 0;":
