@@ -126,7 +126,7 @@ def _on_hopper(c: Call) -> bool:
 
 def _gradient_on_hopper(c: Gradient) -> bool:
     nondeterministic = not torch.are_deterministic_algorithms_enabled()
-    return nondeterministic and hopper_backward.takes(c.dout, c.q, c.k, c.v, c.window)
+    return nondeterministic and hopper_backward.takes(c.dout, c.q, c.k, c.v)
 
 
 FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor, Tensor]]], ...] = (
@@ -135,7 +135,7 @@ FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor,
     ("portable", lambda c: True, lambda c: portable.attention_forward(*c)),
 )
 BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
-    ("hopper", _gradient_on_hopper, lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale)),
+    ("hopper", _gradient_on_hopper, lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window)),
     ("wide", lambda c: wide_backward.takes(*c[:4]), lambda c: wide_backward.attention_backward(*c)),
     ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
 )

@@ -513,6 +513,22 @@ def _async_store(desc: _Descriptor, coord: Sequence[int], src: _Memory) -> None:
     me.cluster.queues.setdefault(who, deque()).append(complete)
 
 
+def _async_atomic_add(desc: _Descriptor, coord: Sequence[int], src: _Memory) -> None:
+    """TMA adds to what lies in global memory; who waits for it, and how, as of a store."""
+    me, view = _now(), src.mine()
+    who, tick = me.start("store", "")
+    what = f"TMA reads {view.space.name} for {me.name}"
+    me.cluster.record(view.space, _Access(view.box, False, who, tick, False, what), {**me.clock, who: tick})
+    inside, part = desc.box(coord, view.data)
+
+    def complete() -> None:
+        inside.add_(part)
+        for traffic in watching[-1:]:
+            traffic.written += part.numel() * part.element_size()
+
+    me.cluster.queues.setdefault(who, deque()).append(complete)
+
+
 def _store_wait(pendings: int) -> None:
     me = _now()
     who = (me, "store", "")
@@ -633,8 +649,16 @@ def _load(pointer: _Pointer, cache_modifier: str = "") -> torch.Tensor:
     return pointer.data[pointer.at].as_subclass(_Block)
 
 
-def _store(pointer: _Pointer, value: Any) -> None:
-    pointer.data[pointer.at] = value
+def _store(pointer: _Pointer, value: Any, mask: bool = True) -> None:
+    if mask:
+        pointer.data[pointer.at] = value
+
+
+def _atomic_add(pointer: _Pointer, value: int) -> int:
+    """Of an integer in global memory; what it was."""
+    before = int(_load(pointer))
+    _store(pointer, before + value)
+    return before
 
 
 def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -> torch.Tensor:
@@ -672,8 +696,8 @@ def _gluon() -> Any:
 
 
 @cache
-def _vocabulary() -> dict[Any, Any]:
-    """What stands here for a function of Gluon, by that function."""
+def _vocabulary() -> dict[int, Any]:
+    """What stands here for a function of Gluon, by its id: a hash of what Triton interprets is not always to be had."""
     here: dict[str, dict[str, Any]] = {
         "gl": {
             "program_id": lambda axis=0: _clusters[-1].program[axis],
@@ -693,6 +717,10 @@ def _vocabulary() -> dict[Any, Any]:
             "load": _load,
             "store": _store,
             "atomic_xchg": _atomic_xchg,
+            "atomic_add": _atomic_add,
+            "full": lambda shape, value, dtype, layout=None: torch.full(list(shape), value, dtype=dtype),
+            "max": lambda block, axis: int(block.amax(axis)),
+            "maximum": max,
             "inline_asm_elementwise": _inline_asm,
         },
         "mbarrier": {
@@ -708,6 +736,7 @@ def _vocabulary() -> dict[Any, Any]:
             "async_copy_global_to_shared": _async_load,
             "async_store": _async_store,
             "async_copy_shared_to_global": _async_store,
+            "async_atomic_add": _async_atomic_add,
             "store_wait": _store_wait,
         },
         "hopper": {
@@ -729,7 +758,7 @@ def _vocabulary() -> dict[Any, Any]:
     found = {}
     for place, functions in here.items():
         module = getattr(_gluon(), place)
-        found.update({getattr(module, name): f for name, f in functions.items() if hasattr(module, name)})
+        found.update({id(getattr(module, name)): f for name, f in functions.items() if hasattr(module, name)})
     return found
 
 
@@ -754,13 +783,15 @@ def _translated(value: Any) -> Any:
         return _translated(value.value)
     if isinstance(value, tl.dtype):
         return _DTYPES.get(value, partial(_not_here, str(value)))
-    if isinstance(value, Hashable) and value in _vocabulary():
-        return _vocabulary()[value]
+    if id(value) in _vocabulary():
+        return _vocabulary()[id(value)]
     if isinstance(value, JITFunction):
         return _plain(value)
     if getattr(value, "__triton_aggregate__", False):
         return _aggregate(value)
     if getattr(value, "__triton_builtin__", False) and not isinstance(value, type):
+        if value.__name__ == "_atomic_add":  # of course_ops.versions, where tma has no async_atomic_add
+            return _async_atomic_add
         return partial(_not_here, value.__name__)
     return value
 
