@@ -721,7 +721,7 @@ def explain_words(
     body = ([*dict.fromkeys([said(t.term), t.term])] for t in found)
     named = (" ".join(each) for each in body)
     lines = ([name, said(t.says), first.get(t, "").partition(".")[2]] for name, t in zip(named, found, strict=True))
-    show.table(said("words"), [said("word"), said("what it means"), said("first in")], lines)
+    show.table(said("words of the course"), [said("word"), said("what it means"), said("first in")], lines)
 
 
 @app.command()
