@@ -1,4 +1,4 @@
-"""Attention, backward, for Hopper: five matmuls, dQ added up by TMA (16 bits, D up to 128).
+"""Attention, backward, for Hopper: five matmuls, dQ added up by TMA (16 bits, D up to 128, windows).
 
 After FlashAttention-3 (Shah et al. 2024, section 3). A CTA owns a tile of 128 keys of one head of K and V. Two consumer
 warpgroups keep dK and dV in registers, of 64 keys each. The CTA loops over the blocks of queries that see the tile, of
