@@ -85,8 +85,8 @@ def attention_backward(
 #     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window
 #                hopper     sm_90, 16 bits, D <= 128, strides that TMA takes; no window
 #                portable   everything: sm_80 on, fp32, windows, D <= 256, any strides
-#     backward   hopper     as forward, and windows; not if deterministic algorithms are asked for (dQ is added up in any
-#                           order)
+#     backward   hopper     as forward, with windows too, unless deterministic algorithms are asked for: dQ is added up
+#                           in any order
 #                wide       sm_90, 16 bits, D from 136 to 256, strides that TMA takes; the same to the bit each time
 #                portable   everything; the same to the bit each time
 
