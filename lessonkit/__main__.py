@@ -804,6 +804,27 @@ def predict(
         raise typer.BadParameter(f"{name}: {why}") from None
 
 
+@app.command(name="quiz")
+def take_quiz(
+    name: Annotated[str, typer.Argument(help="day1 to day5, cuda; nothing: which there are.")] = "",
+    part: Annotated[str, typer.Argument(help="before or after: the same skills, other questions.")] = "before",
+    answers: Annotated[str, typer.Option(help='In order, with commas: "274, b, 5". Nothing is asked.')] = "",
+    only_show: Annotated[bool, typer.Option("--show", help="Print the questions and ask nothing.")] = False,
+) -> None:
+    """Take the short test of a day, before it and after it: predict a number, find the bug, choose the repair.
+
+    Answers are judged by the lessons' own numbers and kernels. `progress` shows before and after side by side.
+    """
+    try:
+        if not name:
+            return evidence.quizzes()
+        if only_show:
+            return evidence.show_questions(name, part)
+        evidence.take(name, part, answers)
+    except ValueError as why:
+        raise typer.BadParameter(str(why)) from None
+
+
 @app.command(name="progress")
 def show_progress(
     files: Annotated[list[Path] | None, typer.Argument(help="Files of learners: a summary of the class.")] = None,

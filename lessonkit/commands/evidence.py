@@ -1,4 +1,4 @@
-"""predict, progress and quiz: what a learner says before looking, and what became of it."""
+"""predict, quiz and progress: what a learner says before looking, and what became of it."""
 
 import json
 import os
@@ -9,11 +9,14 @@ from pathlib import Path
 
 from lessonkit.base.files import write_atomically
 from lessonkit.base.words import counted, said
-from lessonkit.commands import course_run, show
-from lessonkit.exercise import progress, source
+from lessonkit.commands import course_run, exercises, show
+from lessonkit.exercise import progress, quiz, source
 from lessonkit.exercise.progress import Guess
 from lessonkit.lesson import Lesson
+from lessonkit.measure import facts
 from lessonkit.pages import learned
+
+from rich.syntax import Syntax
 
 
 def can_ask() -> bool:
@@ -93,6 +96,96 @@ def after_run(name: str) -> None:
     """What was predicted of a lesson that has just run, beside what was measured."""
     if mine := [guess for guess in progress.guesses() if guess.lesson == name]:
         _predictions(learned.all_answered(mine))
+
+
+# ---- quiz -----------------------------------------------------------------------------------------------------------
+
+
+def quizzes() -> None:
+    """Which quizzes there are, and what was right in them."""
+    sat = learned.sat(progress.sittings())
+    body = []
+    for name in quiz.files():
+        parts = [sat.get(name, {}).get(part) for part in quiz.PARTS]
+        body.append([name, *(f"{s.right} / {len(s.answers)}" if s else said("not yet") for s in parts)])
+    show.table(said("quizzes: right answers"), [said("quiz"), said("before"), said("after")], body)
+    show.console.print(said("Then:  {command}").format(command=f"{exercises.COURSE} quiz day2 before"), highlight=False)
+
+
+def take(name: str, part: str, given: str) -> None:
+    """Ask the questions of a quiz, or take the answers that are given; judge and keep them. Raises ValueError."""
+    questions = quiz.load(name, part)
+    answers = [each.strip() for each in given.split(",")] if given else []
+    if given and len(answers) != len(questions):
+        words = said("--answers has {given} answers, expected {count}, with commas between")
+        raise ValueError(words.format(given=len(answers), count=len(questions)))
+    if not given and not can_ask():
+        words = said("no terminal to ask in: give --answers, {count} with commas between; --show prints the questions")
+        raise ValueError(words.format(count=len(questions)))
+    marked = []
+    for nth, question in enumerate(questions, 1):
+        if not given:
+            _print_question(question, nth, len(questions))
+        answer = answers[nth - 1] if given else _asked(question)
+        marked.append((question, answer, quiz.mark(question, answer, facts.compute)))
+    sitting = progress.Sitting(name, part, {q.skill: [answer, m.right] for q, answer, m in marked}, time.time())
+    again = part in learned.sat(progress.sittings()).get(name, {})
+    progress.add("quizzes", sitting)
+    _print_marks(marked, part)
+    if again:
+        show.console.print(said("You have taken this quiz before: the first time counts."), highlight=False)
+
+
+def show_questions(name: str, part: str) -> None:
+    questions = quiz.load(name, part)
+    for nth, question in enumerate(questions, 1):
+        _print_question(question, nth, len(questions))
+
+
+def _print_question(question: quiz.Question, nth: int, count: int) -> None:
+    console = show.console
+    console.print(f"\n{nth} / {count}  {said(question.skill)}", style="bold", highlight=False)
+    console.print(question.asks, highlight=False)
+    if code := question.code():
+        lexer = "cpp" if question.is_cuda else "python"
+        console.print(Syntax(code, lexer, line_numbers=question.kind == "bug", background_color="default"))
+    if question.kind in ("choice", "fix"):
+        choices = question.choices(facts.compute)
+        for letter, choice in zip(quiz.letter_range(len(choices)), choices, strict=True):
+            console.print(f"  {letter}) {choice.says}", highlight=False)
+
+
+def _asked(question: quiz.Question) -> str:
+    prompts = {"number": said("a number"), "bug": said("the number of a line")}
+    prompt = prompts.get(question.kind, said("a letter"))
+    while True:
+        answer = input(f"{prompt}: ")
+        try:
+            quiz.mark(question, answer, facts.compute)
+        except ValueError as why:
+            show.console.print(str(why), style="yellow", highlight=False)
+        else:
+            return answer.strip()
+
+
+def _print_marks(marked: Sequence[tuple[quiz.Question, str, quiz.Marked]], part: str) -> None:
+    """What is right, and where it is taught. Reasons come after the day alone: before it they would be the lesson."""
+    console = show.console
+    console.print()
+    for question, answer, mark in marked:
+        style, word = ("green", said("right")) if mark.right else ("red", said("wrong"))
+        console.print(f"{word}: {said(question.skill)}: {answer}", style=style, highlight=False)
+        if not mark.right and part == "after":
+            console.print(f"  {mark.why}" * bool(mark.why), highlight=False)
+            right = quiz.answer_of(question, facts.compute)
+            words = said("Right is {answer}. {because}").format(answer=right, because=question.because)
+            console.print(f"  {words}", highlight=False)
+        if not mark.right:
+            where = f"{question.lesson.replace('.', '/')}.py" + (f", {question.rung}" if question.rung else "")
+            console.print(f"  {said('Taught in {where}').format(where=where)}", highlight=False)
+    words = said("{right} of {count} right; `progress` shows before and after side by side.")
+    count = sum(mark.right for _, _, mark in marked)
+    console.print("\n" + words.format(right=count, count=len(marked)), style="bold", highlight=False)
 
 
 # ---- progress -------------------------------------------------------------------------------------------------------
