@@ -148,7 +148,9 @@ def _print_question(question: quiz.Question, nth: int, count: int) -> None:
     console.print(question.asks, highlight=False)
     if code := question.code():
         lexer = "cpp" if question.is_cuda else "python"
-        console.print(Syntax(code, lexer, line_numbers=question.kind == "bug", background_color="default"))
+        console.print(
+            Syntax(code, lexer, line_numbers=question.kind == "bug", background_color="default", word_wrap=True)
+        )
     if question.kind in ("choice", "fix"):
         choices = question.choices(facts.compute)
         for letter, choice in zip(quiz.letter_range(len(choices)), choices, strict=True):
