@@ -139,7 +139,8 @@ def _check(source: Source) -> Verdict:
     began = time.monotonic()
     verdict = grade_apart(source, answer, seed=seed)
     took = time.monotonic() - began
-    progress.update(source, checks=record.checks + 1, seed=None if verdict.right else seed)
+    event = "right" if verdict.right else verdict.caught_by
+    progress.update(source, event, checks=record.checks + 1, seed=None if verdict.right else seed)
     show.console.rule(f"{source.path.stem}: {said(source.title)}")
     for held in verdict.held:
         _say(f"  ok  {held}", "green")
@@ -229,7 +230,7 @@ def hint(which: Which = "") -> None:
     hints = source.exercise.hints
     if given < len(hints):
         given += 1
-        progress.update(source, hints=given)
+        progress.update(source, f"hint {given}", hints=given)
     for number, text in enumerate(hints[:given], 1):
         words = said("hint {number} of {count}: {text}").format(number=number, count=len(hints), text=said(text))
         _say(words, "bold" if number == given else "dim")
