@@ -15,6 +15,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("book_language", "en", "env", str)
     app.connect("doctree-read", _mark_english)
     app.connect("html-page-context", _languages)
+    app.connect("html-page-context", _scripts)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -36,3 +37,11 @@ def _languages(app: Sphinx, page: str, template: str, context: dict[str, Any], d
     context["other_languages"] = [
         (name, code, f"{up}{code}/{page}.html") for code, name in LANGUAGES.items() if code != here
     ]
+
+
+def _scripts(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """The scripts that only some pages have a use for."""
+    if "/exercises/" in page:
+        app.add_js_file("exercise.js", loading_method="defer")
+    if 'class="chart"' in context.get("body", ""):
+        app.add_js_file("chart.js", loading_method="defer")

@@ -215,7 +215,7 @@ def _settings(language: str) -> dict[str, object]:
         "html_static_path": [str(OWN / "static")],
         "templates_path": [str(OWN / "templates")],
         "html_css_files": ["course.css"],
-        "html_js_files": ["paths.js", "course.js", "chart.js"],
+        "html_js_files": ["paths.js", "course.js"],
         "html_copy_source": False,
         "html_show_sphinx": False,
         "html_title": translated("GPU kernels in five days", language),
