@@ -9,11 +9,13 @@ import hmac
 import io
 import json
 import secrets
+import sys
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from lessonkit.web.grader import Busy, Ended, Grader
@@ -124,6 +126,11 @@ class Server(ThreadingHTTPServer):
         self.grader = Grader()
         self.token = secrets.token_urlsafe()
         self.mark = f'<meta name="course-token" content="{self.token}">'.encode()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader who leaves a page before its answer has come is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def server_close(self) -> None:
         super().server_close()

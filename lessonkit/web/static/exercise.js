@@ -52,13 +52,14 @@
   const button = (label) => make("button", { type: "button" }, label);
   const check = button(words.check), hint = button(words.hint), reset = button(words.reset);
   const state = make("p", { class: "exercise-state" });
-  const hints = make("ol", { class: "exercise-hints" });
+  const waiting = make("p", { class: "exercise-wait", role: "status" });
+  const hints = make("ul", { class: "exercise-hints" });
   const said = make("div", { class: "exercise-said", role: "status" });
   const solved = make("div", {});
   const keys = make("p", { class: "exercise-keys", id: "exercise-keys" }, words.keys);
   place.replaceChildren(
     make("div", { class: "exercise-editor" }, numbers, text), keys,
-    make("div", { class: "exercise-buttons" }, check, hint, reset), said, hints, solved, state,
+    make("div", { class: "exercise-buttons" }, check, hint, reset), waiting, said, hints, solved, state,
   );
   document.querySelector(".exercise-terminal").hidden = true;
 
@@ -128,15 +129,15 @@
     if (busy) return null;
     busy = true;
     place.setAttribute("aria-busy", "true");
-    said.replaceChildren(note("wait", what));
+    waiting.textContent = what;
     let answer = null;
     try {
       answer = await ask({ exercise, ...fields });
-      said.replaceChildren();
       if (answer.error) throw new Error(answer.error);
       if (answer.hints) known(answer);
+      waiting.textContent = "";
     } catch (error) {
-      said.replaceChildren(note("refused", words.status[error.message] || error.message));
+      waiting.textContent = words.status[error.message] || error.message;
       answer = null;
     }
     busy = false;
@@ -151,6 +152,7 @@
   check.addEventListener("click", async () => {
     if (seen === null) return;
     const sent = text.value;
+    said.replaceChildren();
     const answer = await request({ do: "check", answer: sent, seen }, words.checking);
     if (!answer) return;
     if (answer.changed !== undefined) {
@@ -168,9 +170,10 @@
   reset.addEventListener("click", async () => {
     if (!confirm(words.surely)) return;
     const answer = await request({ do: "reset" }, words.loading);
+    said.replaceChildren();
     if (answer) show(answer.answer);
   });
   // Back from another editor: what it has saved is shown, unless something was written here.
-  addEventListener("focus", () => { if (seen !== null && text.value === seen && !said.hasChildNodes()) open(); });
+  addEventListener("focus", () => { if (seen !== null && text.value === seen) open(); });
   open();
 })();
