@@ -16,8 +16,7 @@ from lessonkit.base.words import translated
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import operators
-from lessonkit.web import charts, exercises, lessons, places
-from lessonkit.web.extension import LANGUAGES
+from lessonkit.web import LANGUAGES, charts, exercises, lessons, places
 
 OWN = Path(__file__).parent
 PACKAGES = ("sphinx", "myst_parser", "shibuya", "jieba")
@@ -153,16 +152,17 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
         raise Missing(f"the web edition needs {', '.join(wanting)}: pip install -e '.[web]', or `python course.py web`")
     need_private(CACHE)
     work = CACHE / "web"
-    jobs = []
-    for language in LANGUAGES:
-        sources = Sources(work / ("some" if only else "all") / language, language, only)
-        sources.write()
-        jobs.append((language, str(sources.folder), str(out / language)))
-        say(f"{language}: {sum(path.suffix == '.md' for path in sources.written)} pages")
+    built = []
     out.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(len(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for warnings in pool.map(_sphinx, jobs):
-            for line in warnings.splitlines():
+    # Sphinx reads one language while the sources of the next are written.
+    with ProcessPoolExecutor(len(LANGUAGES), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for language in LANGUAGES:
+            sources = Sources(work / ("some" if only else "all") / language, language, only)
+            sources.write()
+            say(f"{language}: {sum(path.suffix == '.md' for path in sources.written)} pages")
+            built.append(pool.submit(_sphinx, (language, str(sources.folder), str(out / language))))
+        for warnings in built:
+            for line in warnings.result().splitlines():
                 say(line)
     order = json.dumps(lessons.order(names()), ensure_ascii=False)
     for language in LANGUAGES:
@@ -183,8 +183,12 @@ _FRONT = """<!DOCTYPE html>
 def _sphinx(job: tuple[str, str, str]) -> str:
     """Build one language in a process of its own; what Sphinx warns of."""
     import io
+    import logging
 
+    import jieba
     from sphinx.application import Sphinx
+
+    jieba.setLogLevel(logging.WARNING)  # it says on stderr that it reads its dictionary
 
     language, source, out = job
     warnings = io.StringIO()
