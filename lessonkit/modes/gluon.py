@@ -198,7 +198,7 @@ class _Block(torch.Tensor):
     def split(self) -> Any:  # type: ignore[override]
         return self.unbind(-1)
 
-    def to(self, dtype: Any, *given: Any, bitcast: bool = False, **more: Any) -> Any:
+    def to(self, dtype: Any, *given: Any, bitcast: bool = False, **more: Any) -> Any:  # type: ignore[override]
         return self.view(dtype) if bitcast else super().to(dtype, *given, **more)
 
 
