@@ -489,7 +489,7 @@ def test_a_lessons_last_rung_is_the_operators_kernel(cases):
         on_hopper = sizes["dtype"] != "float32" and what != "decode"
         assert any("hopper" in name for name in found["names"]) == on_hopper
         if what == "forward" and on_hopper:
-            assert found["spills"] == 0 or sizes["D"] == 256, sizes  # there, scalars of a tile
+            assert found["spills"] == 0 or sizes["D"] == 256 or sizes["window"], sizes  # there, scalars of a tile
 
 
 def print_launches():
