@@ -198,6 +198,9 @@ class _Block(torch.Tensor):
     def split(self) -> Any:  # type: ignore[override]
         return self.unbind(-1)
 
+    def to(self, dtype: Any, *given: Any, bitcast: bool = False, **more: Any) -> Any:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype, *given, **more)
+
 
 @dataclass(frozen=True)
 class _Pointer:
@@ -629,12 +632,43 @@ def _allocate_tensor_memory(dtype: torch.dtype, shape: Sequence[int], layout: An
     return memory
 
 
+def _full(shape: Sequence[int], value: Any, dtype: torch.dtype, layout: Any = None) -> torch.Tensor:
+    return torch.full(list(shape), value, dtype=dtype).as_subclass(_Block)
+
+
+def _reduced(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A reduction along an axis; a number if there is no other."""
+
+    def reduce(x: torch.Tensor, axis: int) -> Any:
+        found = function(x, dim=axis)
+        return found if found.ndim else found.item()
+
+    return reduce
+
+
+def _larger(a: Any, b: Any) -> torch.Tensor:
+    return torch.maximum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
+
+
+def _smaller(a: Any, b: Any) -> torch.Tensor:
+    return torch.minimum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
+
+
 def _load(pointer: _Pointer, cache_modifier: str = "") -> torch.Tensor:
     return pointer.data[pointer.at].as_subclass(_Block)
 
 
-def _store(pointer: _Pointer, value: Any) -> None:
-    pointer.data[pointer.at] = value
+def _store(pointer: _Pointer, value: Any, mask: Any = True) -> None:
+    if isinstance(pointer.at, torch.Tensor) and isinstance(mask, torch.Tensor):
+        pointer.data[pointer.at[mask]] = value[mask]
+    elif mask:
+        pointer.data[pointer.at] = value
+
+
+def _atomic_add(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -> Any:
+    before = pointer.data[pointer.at].item()
+    _store(pointer, before + value)
+    return before
 
 
 def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -> torch.Tensor:
@@ -643,8 +677,16 @@ def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") 
     return before
 
 
-def _inline_asm(asm: str, constraints: str, args: Sequence[Any], *options: Any, **more: Any) -> Any:
-    """A flag's load. Who polls one that is not set would do so for ever: the CTAs before have ended, others wait."""
+def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *options: Any, **more: Any) -> Any:
+    """2^x, a conversion to 16 bits, or a flag's load.
+
+    A CTA that polls a flag that is not set would do so for ever: the CTAs before have ended, others wait.
+    """
+    if asm.startswith("ex2.approx.ftz"):
+        found = torch.exp2(args[0])
+        return found.where(found.abs() >= torch.finfo(torch.float32).tiny, 0)
+    if asm.startswith("cvt.rn."):
+        return args[0].to(dtype)
     if not asm.startswith("ld.acquire"):
         _not_here(f"inline_asm_elementwise of {asm!r}")
     flag = _load(args[0])
@@ -663,8 +705,8 @@ def _gluon() -> Any:
 
 
 @cache
-def _vocabulary() -> dict[Any, Any]:
-    """What stands here for a function of Gluon, by that function."""
+def _vocabulary() -> dict[int, Any]:
+    """What stands here for a function of Gluon, by that function's id: some cannot be hashed without a compiler."""
     here: dict[str, dict[str, Any]] = {
         "gl": {
             "program_id": lambda axis=0: _clusters[-1].program[axis],
@@ -674,6 +716,14 @@ def _vocabulary() -> dict[Any, Any]:
             "static_range": range,
             "allocate_shared_memory": _allocate_shared_memory,
             "zeros": _zeros,
+            "full": _full,
+            "max": _reduced(torch.amax),
+            "sum": _reduced(torch.sum),
+            "maximum": _larger,
+            "minimum": _smaller,
+            "where": lambda which, a, b: torch.where(which, a, b).as_subclass(_Block),
+            "log2": torch.log2,
+            "cast": lambda value, dtype: value if isinstance(value, int) else value.to(dtype),
             "convert_layout": lambda value, layout, assert_trivial=False: value,
             "warp_specialize": _warp_specialize,
             "arange": lambda start, end, layout=None: torch.arange(start, end).as_subclass(_Block),
@@ -683,6 +733,7 @@ def _vocabulary() -> dict[Any, Any]:
             "load": _load,
             "store": _store,
             "atomic_xchg": _atomic_xchg,
+            "atomic_add": _atomic_add,
             "inline_asm_elementwise": _inline_asm,
         },
         "mbarrier": {
@@ -715,7 +766,7 @@ def _vocabulary() -> dict[Any, Any]:
     found = {}
     for place, functions in here.items():
         module = getattr(_gluon(), place)
-        found.update({getattr(module, name): f for name, f in functions.items() if hasattr(module, name)})
+        found.update({id(getattr(module, name)): f for name, f in functions.items() if hasattr(module, name)})
     return found
 
 
@@ -740,8 +791,8 @@ def _translated(value: Any) -> Any:
         return _translated(value.value)
     if isinstance(value, tl.dtype):
         return _DTYPES.get(value, partial(_not_here, str(value)))
-    if isinstance(value, Hashable) and value in _vocabulary():
-        return _vocabulary()[value]
+    if id(value) in _vocabulary():
+        return _vocabulary()[id(value)]
     if isinstance(value, JITFunction):
         return _plain(value)
     if getattr(value, "__triton_aggregate__", False):
