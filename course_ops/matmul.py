@@ -11,7 +11,14 @@ from torch.utils.flop_counter import register_flop_formula
 from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
 from course_ops.kernels import matmul as portable
-from course_ops.kernels import matmul_hopper, matmul_skinny, matmul_split_k, matmul_stream_k_hopper
+from course_ops.kernels import (
+    matmul_hopper,
+    matmul_skinny,
+    matmul_split_k,
+    matmul_stream_k_hopper,
+    matmul_tiles_hopper,
+)
+from course_ops.kernels._matmul_plan import aligned_rows, plan_pays
 
 
 class Kernel(NamedTuple):
@@ -24,18 +31,32 @@ class Kernel(NamedTuple):
 
 
 def _one_wave(a: Tensor, b: Tensor) -> bool:
-    """At most one tile an SM. With 65 to 128 rows only from 55,000 estimated cycles on: below, skinny is as fast."""
+    """At most one tile an SM, and no plan of other tiles is faster.
+
+    With 65 to 128 rows only from 55,000 estimated cycles on: below, skinny is as fast.
+    """
     (M, K), N = a.shape, b.shape[1]
     if M <= 64 or not matmul_hopper.takes(a, b):
         return False
-    chosen = matmul_split_k.choose(M, N, K, num_sms(a.device))
-    return chosen is not None and (M > 128 or chosen[2] >= 55_000)
+    sms = num_sms(a.device)
+    chosen = matmul_split_k.choose(M, N, K, sms)
+    if chosen is None:
+        return False
+    if M <= 128:
+        return chosen[2] >= 55_000
+    return not plan_pays(chosen[0], chosen[1], M, N, K, aligned_rows(a), aligned_rows(b), sms)
 
 
 DISPATCH = (
     Kernel("zeros", lambda a, b: not (len(a) and b.shape[1] and a.shape[1]), portable.zeros, "nothing to add up"),
     Kernel("split_k", _one_wave, matmul_split_k.matmul_split_k, "Hopper, C of one wave: tile and split of K fit it"),
     Kernel("skinny", lambda a, b: len(a) <= 128, matmul_skinny.matmul_skinny, "few rows: reading B is all the time"),
+    Kernel(
+        "tiles_hopper",
+        matmul_tiles_hopper.pays,
+        matmul_tiles_hopper.matmul_tiles_hopper,
+        "Hopper, 16 bits: a tile of another width or of 256 rows has fewer or fuller waves",
+    ),
     Kernel(
         "stream_k_hopper",
         matmul_stream_k_hopper.pays,

@@ -629,8 +629,11 @@ def _allocate_tensor_memory(dtype: torch.dtype, shape: Sequence[int], layout: An
     return memory
 
 
-def _load(pointer: _Pointer, cache_modifier: str = "") -> torch.Tensor:
-    return pointer.data[pointer.at].as_subclass(_Block)
+def _load(pointer: _Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> torch.Tensor:
+    if mask is None:
+        return pointer.data[pointer.at].as_subclass(_Block)
+    found = pointer.data[torch.where(mask, pointer.at, 0)]
+    return torch.where(mask, found, torch.full_like(found, other)).as_subclass(_Block)
 
 
 def _store(pointer: _Pointer, value: Any) -> None:
@@ -644,7 +647,9 @@ def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") 
 
 
 def _inline_asm(asm: str, constraints: str, args: Sequence[Any], *options: Any, **more: Any) -> Any:
-    """A flag's load. Who polls one that is not set would do so for ever: the CTAs before have ended, others wait."""
+    """A flag's load, or tanh. A poll of a flag that is not set would never end: CTAs before have ended, others wait."""
+    if asm.startswith("tanh.approx"):
+        return args[0].tanh()
     if not asm.startswith("ld.acquire"):
         _not_here(f"inline_asm_elementwise of {asm!r}")
     flag = _load(args[0])
