@@ -280,6 +280,8 @@ def compiled_parts(transposed):
     with compiled.compiling(90) as made:
         for tile in _matmul_plan.OTHER_TILES:
             for epilogue in ((None, False, None), (bias, True, torch.empty_like(c))):
+                if epilogue[1] and tile in _matmul_plan.NO_EPILOGUE:
+                    continue
                 made.clear()
                 matmul_tiles_hopper.by_plan(a, b, _matmul_plan.Plan(*tile, 0, 0.0), c, *epilogue)
                 for each in made.values():
@@ -291,7 +293,7 @@ def compiled_parts(transposed):
 @pytest.mark.parametrize("transposed", ["b", pytest.param("a", marks=pytest.mark.night)])
 def test_every_tile_of_two_parts_fits_on_an_sm_and_its_mmas_overlap(transposed):
     found = call_in_compiler("tests.test_matmul_plan", "compiled_parts", transposed)
-    assert len(found) == 2 * len(_matmul_plan.OTHER_TILES)
+    assert len(found) == 2 * len(_matmul_plan.OTHER_TILES) - 1
     for spills, shared, serialized in found:
         assert spills == 0
         assert shared <= 232448

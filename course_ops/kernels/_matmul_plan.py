@@ -27,6 +27,7 @@ SECTOR = 32  # bytes of L2 that are read together
 TILES = ((128, 256), (192, 256), (128, 128), (192, 128))  # 64 rows for each consumer warpgroup
 # Of matmul_tiles_hopper, always whole: two consumers, and a width that may have two parts.
 OTHER_TILES = ((128, 64), (128, 96), (128, 160), (128, 192), (128, 288), (128, 320), (256, 128), (256, 160), (256, 192))
+NO_EPILOGUE = ((192, 256), (192, 128), (256, 192))  # three consumers, or as many sums as registers
 
 MMA = 2048 * 0.95  # multiply-adds a cycle that an SM sustains
 HANDOVER, OWN_LOADS = 40, 60  # cycles to hand over a stage; and to load it, where a consumer does
@@ -102,22 +103,29 @@ def fastest(choices: Iterable[Plan]) -> Plan:
 
 
 @lru_cache(maxsize=4096)
-def best_whole_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> Plan:
-    """The best of matmul_tiles_hopper: whole tiles for two consumers."""
+def best_epilogue_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> Plan:
+    """The best of matmul_tiles_hopper that has registers for an epilogue: whole tiles for two consumers."""
     choices = plans(M, N, K, a_aligned, b_aligned, sms)
-    return fastest(each for each in choices if not each.shared_tiles and each.block_m != 192)
+    return fastest(each for each in choices if not each.shared_tiles and each[:2] not in NO_EPILOGUE)
+
+
+@lru_cache(maxsize=4096)
+def cycles_of(
+    tile: tuple[int, int], M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int
+) -> float:
+    """Estimated cycles of whole tiles of a given size."""
+    return next(each.cycles for each in plans(M, N, K, a_aligned, b_aligned, sms) if each[:3] == (*tile, 0))
 
 
 @lru_cache(maxsize=4096)
 def plan_pays(
     block_n: int, splits: int, M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int
 ) -> bool:
-    """Whether the best plan beats one wave of tiles of 128 x block_n whose K is split; never if it has two parts or more."""
-    if splits > 1:
+    """Whether the best plan beats one wave of tiles of 128 x block_n. Not if the wave splits K, or has few steps."""
+    if splits > 1 or K < 8 * STEP:
         return False
-    choices = list(plans(M, N, K, a_aligned, b_aligned, sms))
-    one_wave = next(each.cycles for each in choices if each[:3] == (128, block_n, 0))
-    return best_plan(M, N, K, a_aligned, b_aligned, sms).cycles < LEAD * one_wave
+    shape = M, N, K, a_aligned, b_aligned, sms
+    return best_plan(*shape).cycles < LEAD * cycles_of((128, block_n), *shape)
 
 
 def aligned_rows(t: Tensor) -> bool:
