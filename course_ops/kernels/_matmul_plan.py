@@ -110,17 +110,13 @@ def best_epilogue_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool,
 
 
 @lru_cache(maxsize=4096)
-def cycles_of(
-    tile: tuple[int, int], M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int
-) -> float:
+def cycles_of(tile: tuple[int, int], M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> float:
     """Estimated cycles of whole tiles of a given size."""
     return next(each.cycles for each in plans(M, N, K, a_aligned, b_aligned, sms) if each[:3] == (*tile, 0))
 
 
 @lru_cache(maxsize=4096)
-def plan_pays(
-    block_n: int, splits: int, M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int
-) -> bool:
+def plan_pays(block_n: int, splits: int, M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> bool:
     """Whether the best plan beats one wave of tiles of 128 x block_n. Not if the wave splits K, or has few steps."""
     if splits > 1 or K < 8 * STEP:
         return False
