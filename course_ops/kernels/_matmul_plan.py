@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
 
 def mma_cycles(block_m: int, block_n: int) -> float:
-    """Cycles of a step's MMAs. One of 64 x n x 16 takes n / 2, and reads 2 KB of A and 32 n bytes of B at 128 a cycle."""
+    """Cycles of a step's MMAs. One of 64 x n x 16 takes n / 2, or the time to read 2 KB and 32 n bytes, 128 a cycle."""
     cycles = sum(max(n / 2, 16 + n / 4) for n in parts_of(block_n) if n)
     return block_m / 64 * STEP / 16 * cycles * 2048 / MMA
 

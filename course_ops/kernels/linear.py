@@ -242,7 +242,7 @@ def column_sums(dz: Tensor) -> Tensor:
 
 
 def _partial(z: Tensor) -> Tensor:
-    """[programs, N] fp32: about 8 programs an SM, each with a row of partial sums. A single row is the result: z's dtype.
+    """[programs, N] fp32: about 8 programs an SM, each with a row of partial sums. A single row is the result.
 
     Up to 128 rows one program walks down each column: to add up a few rows takes longer than to read them.
     """

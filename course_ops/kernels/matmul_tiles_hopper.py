@@ -154,7 +154,7 @@ def gelu(z):
 
 @gluon.jit
 def store_part(args, acc, row, col, WHICH: gl.constexpr):
-    """A part of the tile through the epilogue to C, and before GELU to z, in panels. Past the ends TMA writes nothing."""
+    """A part of the tile through the epilogue to C, and before GELU to z. Past the ends TMA writes nothing."""
     PANEL: gl.constexpr = args.c_desc.block_type.shape[1]
     panels = panels_of(acc, PANEL)
     for p in gl.static_range(len(panels)):
@@ -213,7 +213,7 @@ def matmul_tiles_hopper(a: Tensor, b: Tensor) -> Tensor:
 def by_plan(
     a: Tensor, b: Tensor, plan: Plan, c: Tensor, bias: Tensor | None = None, gelu: bool = False, z: Tensor | None = None
 ) -> Tensor:
-    """c [M, N] = gelu(a [M, K] b [K, N] + bias) in 16 bits, K > 0, by the plan's whole tiles; what GELU takes goes to z.
+    """c [M, N] = gelu(a [M, K] b [K, N] + bias) in 16 bits, K > 0, by a plan's whole tiles; z: before GELU.
 
     Operands as for matmul_hopper. Rows of c and z begin at multiples of 16 bytes.
     """
