@@ -64,6 +64,7 @@ DISPATCH = (
         "Hopper, 16 bits: the last wave would be short, or rows of both begin within a sector of L2",
     ),
     Kernel("hopper", matmul_hopper.takes, matmul_hopper.matmul_hopper, "Hopper, 16 bits: persistent, warp-specialized"),
+    Kernel("ieee", portable.ieee_pays, portable.matmul_ieee, "exact fp32: FMAs, 8 x 8 of a tile for each thread"),
     Kernel("tma", portable.tma_pays, portable.matmul_tma, "Hopper or later; copies rows that are not 16-byte aligned"),
     Kernel("pointers", lambda a, b: True, portable.matmul_pointers, "any GPU, any strides"),
 )
