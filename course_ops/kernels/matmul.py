@@ -36,12 +36,12 @@ def matmul_pointers(a: Tensor, b: Tensor) -> Tensor:
 
 
 # fp32 without TF32 has no tensor cores: each thread multiplies 8 x 8 of the tile by FMAs, 13 for a 16-byte load from
-# shared memory. Triton copies 16 bytes at a time only where it knows that rows, columns and strides are multiples of 16.
+# shared memory. Triton copies 16 bytes at a time only where it knows that sizes and strides are multiples of 16.
 IEEE_TILES = ((128, 64, 16), (64, 64, 16))
 
 
 def matmul_ieee(a: Tensor, b: Tensor) -> Tensor:
-    """[M, K], [K, N] -> [M, N] in fp32, exact, any strides. What is no multiple of 16 is copied, with zeros around it."""
+    """[M, K], [K, N] -> [M, N] in fp32, exact, any strides. What is no multiple of 16 is copied beside zeros."""
     (M, K), N, c = a.shape, b.shape[1], a.new_empty(a.shape[0], b.shape[1])
     k = _to_16(K)
     a = _fitted(a, _to_16(M) if a.stride(1) != 1 else M, k)

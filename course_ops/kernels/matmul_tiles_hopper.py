@@ -92,10 +92,14 @@ def consumer(args, WHICH: gl.constexpr):
     ROWS: gl.constexpr = args.c_desc.block_type.shape[0]
     LEFT: gl.constexpr = args.LEFT
     RIGHT: gl.constexpr = args.RIGHT
-    left_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LEFT, 16])
+    left_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, LEFT, 16]
+    )
     left = gl.zeros((ROWS, LEFT), gl.float32, left_layout)
     if RIGHT:
-        right_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
+        right_layout: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, RIGHT, 16]
+        )
         right = gl.zeros((ROWS, RIGHT), gl.float32, right_layout)
     count = 0
     for tile in range(gl.program_id(0), args.tiles_m * args.tiles_n, gl.num_programs(0)):
