@@ -654,8 +654,11 @@ def _smaller(a: Any, b: Any) -> torch.Tensor:
     return torch.minimum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
 
 
-def _load(pointer: _Pointer, cache_modifier: str = "") -> torch.Tensor:
-    return pointer.data[pointer.at].as_subclass(_Block)
+def _load(pointer: _Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> torch.Tensor:
+    if mask is None:
+        return pointer.data[pointer.at].as_subclass(_Block)
+    found = pointer.data[torch.where(mask, pointer.at, 0)]
+    return torch.where(mask, found, torch.full_like(found, other)).as_subclass(_Block)
 
 
 def _store(pointer: _Pointer, value: Any, mask: Any = True) -> None:
@@ -678,7 +681,7 @@ def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") 
 
 
 def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *options: Any, **more: Any) -> Any:
-    """2^x, a conversion to 16 bits, or a flag's load.
+    """2^x, tanh, a conversion to 16 bits, or a flag's load.
 
     A CTA that polls a flag that is not set would do so for ever: the CTAs before have ended, others wait.
     """
@@ -687,6 +690,8 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *op
         return found.where(found.abs() >= torch.finfo(torch.float32).tiny, 0)
     if asm.startswith("cvt.rn."):
         return args[0].to(dtype)
+    if asm.startswith("tanh.approx"):
+        return args[0].tanh()
     if not asm.startswith("ld.acquire"):
         _not_here(f"inline_asm_elementwise of {asm!r}")
     flag = _load(args[0])
