@@ -516,6 +516,22 @@ def _async_store(desc: _Descriptor, coord: Sequence[int], src: _Memory) -> None:
     me.cluster.queues.setdefault(who, deque()).append(complete)
 
 
+def _async_atomic_add(desc: _Descriptor, coord: Sequence[int], src: _Memory) -> None:
+    """TMA adds to what lies in global memory; who waits for it, and how, as of a store."""
+    me, view = _now(), src.mine()
+    who, tick = me.start("store", "")
+    what = f"TMA reads {view.space.name} for {me.name}"
+    me.cluster.record(view.space, _Access(view.box, False, who, tick, False, what), {**me.clock, who: tick})
+    inside, part = desc.box(coord, view.data)
+
+    def complete() -> None:
+        inside.add_(part)
+        for traffic in watching[-1:]:
+            traffic.written += part.numel() * part.element_size()
+
+    me.cluster.queues.setdefault(who, deque()).append(complete)
+
+
 def _store_wait(pendings: int) -> None:
     me = _now()
     who = (me, "store", "")
@@ -646,11 +662,15 @@ def _reduced(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return reduce
 
 
-def _larger(a: Any, b: Any) -> torch.Tensor:
+def _larger(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
     return torch.maximum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
 
 
-def _smaller(a: Any, b: Any) -> torch.Tensor:
+def _smaller(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
     return torch.minimum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
 
 
@@ -681,7 +701,7 @@ def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") 
 
 
 def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *options: Any, **more: Any) -> Any:
-    """2^x, tanh, a conversion to 16 bits, or a flag's load.
+    """2^x, tanh, a conversion to 16 bits, a zero, or a flag's load.
 
     A CTA that polls a flag that is not set would do so for ever: the CTAs before have ended, others wait.
     """
@@ -692,6 +712,8 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *op
         return args[0].to(dtype)
     if asm.startswith("tanh.approx"):
         return args[0].tanh()
+    if asm == "mov.b32 $0, 0;":
+        return 0
     if not asm.startswith("ld.acquire"):
         _not_here(f"inline_asm_elementwise of {asm!r}")
     flag = _load(args[0])
@@ -705,8 +727,10 @@ def _gluon() -> Any:
     """The modules of Gluon, which only a kernel in Gluon loads."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.language.nvidia import blackwell, hopper
+    from triton.language.extra import cuda
 
-    return SimpleNamespace(gl=language, blackwell=blackwell, hopper=hopper, mbarrier=hopper.mbarrier, tma=hopper.tma)
+    shared = {"mbarrier": hopper.mbarrier, "tma": hopper.tma}
+    return SimpleNamespace(gl=language, blackwell=blackwell, hopper=hopper, cuda=cuda, **shared)
 
 
 @cache
@@ -754,12 +778,17 @@ def _vocabulary() -> dict[int, Any]:
             "async_copy_global_to_shared": _async_load,
             "async_store": _async_store,
             "async_copy_shared_to_global": _async_store,
+            "async_atomic_add": _async_atomic_add,
             "store_wait": _store_wait,
         },
         "hopper": {
             "fence_async_shared": _fence,
             "warpgroup_mma": _warpgroup_mma,
             "warpgroup_mma_wait": _warpgroup_mma_wait,
+        },
+        "cuda": {  # kernels run one after the other
+            "gdc_wait": lambda: None,
+            "gdc_launch_dependents": lambda: None,
         },
         "blackwell": {
             "allocate_tensor_memory": _allocate_tensor_memory,
@@ -803,6 +832,8 @@ def _translated(value: Any) -> Any:
     if getattr(value, "__triton_aggregate__", False):
         return _aggregate(value)
     if getattr(value, "__triton_builtin__", False) and not isinstance(value, type):
+        if value.__name__ == "_atomic_add":  # of course_ops.versions, where tma has no async_atomic_add
+            return _async_atomic_add
         return partial(_not_here, value.__name__)
     return value
 
