@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from course_ops._common import triton_interprets
-from course_ops.kernels._rows import common_multiple_of, multiple, opaque
+from course_ops.kernels._rows import common_multiple_of, in_chunks, multiple, widen
 
 FP8 = torch.float8_e4m3fn
 _INTERPRETED = tl.constexpr(triton_interprets())
@@ -15,8 +15,13 @@ _INTERPRETED = tl.constexpr(triton_interprets())
 # Magnitudes are compared as integers: of floats that are not negative the larger has the larger bits, and NaN is above
 # infinity, so that a NaN makes its group's scale NaN, as in PyTorch; a maximum of floats would pass it over.
 @triton.jit
-def largest_bits(x, SQUARE: tl.constexpr):
-    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1, keep_dims=True)
+def magnitude(x):
+    return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def largest_bits(bits, SQUARE: tl.constexpr):
+    bits = tl.max(bits, axis=1, keep_dims=True)
     return tl.max(bits, axis=0, keep_dims=True) if SQUARE else bits
 
 
@@ -46,21 +51,40 @@ def quantized(x, scale):
     return tl.clamp(q, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
-# A tile holds whole groups, so that the maximum is known while x is still in registers: x is read once.
+# A program holds whole groups, so that the maximum is known while x is still in registers: x is read once. It holds
+# them as CHUNKS tiles, all of them loaded before the first use: STEP_M rows or STEP_K columns on from one to the next.
 @triton.jit
 def quantize_kernel(
-    x_ptr, q_ptr, scale_ptr, M, K, stride_x, stride_g,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SQUARE: tl.constexpr, MULTIPLE: tl.constexpr,
+    x_ptr, q_ptr, scale_ptr, M, K, stride_x, stride_g, sixteen,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, STEP_M: tl.constexpr, STEP_K: tl.constexpr,
+    SQUARE: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     K, stride_x = multiple(K, MULTIPLE), multiple(stride_x, MULTIPLE)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    ks = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    mask = (rows < M) & (ks < K)
-    x = tl.load(x_ptr + rows * stride_x + ks, mask=mask, other=0.0)
-    scale = scale_of(largest_bits(x.to(tl.float32), SQUARE))
-    tl.store(q_ptr + rows * K + ks, quantized(opaque(x).to(tl.float32), scale), mask=mask)
-    group = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64) if SQUARE else rows
-    tl.store(scale_ptr + group * stride_g + tl.program_id(1), scale, mask=group * (BLOCK_M if SQUARE else 1) < M)
+    SHARED: tl.constexpr = SQUARE or STEP_K > 0  # all tiles are one group, or the same rows
+    TALL: tl.constexpr = STEP_M * (CHUNKS - 1) + BLOCK_M
+    WIDE: tl.constexpr = STEP_K * (CHUNKS - 1) + BLOCK_K
+    rows = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, BLOCK_M)[:, None]
+    ks = tl.program_id(1) * WIDE + tl.arange(0, BLOCK_K)[None, :]
+    tiles = ()
+    for chunk in tl.static_range(CHUNKS):
+        row, k = rows + chunk * STEP_M, ks + chunk * STEP_K
+        tile = tl.load(x_ptr + row * stride_x + k, mask=(row < M) & (k < K), other=0.0, eviction_policy="evict_first")
+        tiles = tiles + (tile,)  # noqa: RUF005
+    bits = magnitude(tiles[0])
+    if SHARED:
+        for chunk in tl.static_range(1, CHUNKS):
+            bits = tl.maximum(bits, magnitude(tiles[chunk]))
+    scale = scale_of(largest_bits(bits, SQUARE))
+    for chunk in tl.static_range(CHUNKS):
+        row, k = rows + chunk * STEP_M, ks + chunk * STEP_K
+        if not SHARED and chunk > 0:
+            scale = scale_of(largest_bits(magnitude(tiles[chunk]), SQUARE))
+        q = quantized(widen(tiles[chunk], sixteen), scale)
+        tl.store(q_ptr + row * K + k, q, mask=(row < M) & (k < K))
+        if not SHARED or chunk == 0:
+            group = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64) if SQUARE else row
+            here = group * (TALL if SQUARE else 1) < M
+            tl.store(scale_ptr + group * stride_g + tl.program_id(1), scale, mask=here)
 
 
 # A group larger than a tile takes two kernels: maxima, to which all programs with a part of it contribute by an atomic;
@@ -73,8 +97,8 @@ def largest_kernel(
     K, stride_x = multiple(K, MULTIPLE), multiple(stride_x, MULTIPLE)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     ks = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    x = tl.load(x_ptr + rows * stride_x + ks, mask=(rows < M) & (ks < K), other=0.0).to(tl.float32)
-    bits = largest_bits(x, SQUARE)
+    x = tl.load(x_ptr + rows * stride_x + ks, mask=(rows < M) & (ks < K), other=0.0)
+    bits = largest_bits(magnitude(x), SQUARE)
     first = rows if not SQUARE else tl.program_id(0).to(tl.int64) * BLOCK_M + tl.zeros((1, 1), tl.int64)
     at = first // GROUP_M * stride_g + tl.program_id(1) * BLOCK_K // GROUP_K
     # Most programs come too late to raise the maximum, and need not queue for its address.
@@ -127,13 +151,25 @@ def quantize(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     elif scheme == "tensor" or group[1] > 16384:
         _two_passes(x, q, scale, group)
     else:
-        cols = triton.next_power_of_2(group[1])
-        rows = 128 if scheme == "squares" else max(1, 4096 // cols)
-        quantize_kernel[triton.cdiv(M, rows), triton.cdiv(K, group[1])](
-            x, q, scale, M, K, x.stride(0), scale.stride(0), rows, cols, scheme == "squares",
-            common_multiple_of(K, x.stride(0)), num_warps=min(16, max(4, rows * cols // 1024)), maxnreg=64,
+        block, chunks, step, warps = _tiles(group, x.element_size())
+        quantize_kernel[triton.cdiv(M, step[0] * (chunks - 1) + block[0]), triton.cdiv(K, group[1])](
+            x, q, scale, M, K, x.stride(0), scale.stride(0), 16, *block, chunks, *step, group[0] > 1,
+            common_multiple_of(K, x.stride(0)), num_warps=warps,
         )  # fmt: skip
     return q, scale
+
+
+def _tiles(group: tuple[int, int], itemsize: int) -> tuple[tuple[int, int], int, tuple[int, int], int]:
+    """Rows and columns of a tile, tiles of a program, how far apart they are, warps."""
+    if group == (128, 128):
+        return (32, 128), 4, (32, 0), 16
+    if group[1] == 128:
+        return (16, 128), 2, (16, 0), 4
+    if group[1] <= 1024:  # several rows
+        cols = triton.next_power_of_2(group[1])
+        return (2048 // cols, cols), 1, (0, 0), 4
+    plan = in_chunks(group[1], itemsize)
+    return (1, plan.block), plan.count, (0, plan.block), plan.warps
 
 
 def _two_passes(x: Tensor, q: Tensor, scale: Tensor, group: tuple[int, int]) -> None:
