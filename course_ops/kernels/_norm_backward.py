@@ -120,9 +120,7 @@ def unpacked(chunks, ptr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def store_partials(
-    partial_dw_ptr, partial_db_ptr, dw, db, start, lanes, N, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
-):
+def store_partials(partial_dw_ptr, partial_db_ptr, dw, db, start, lanes, N, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
         tl.store(partial_dw_ptr + start + cols, dw[chunk], mask=cols < N)

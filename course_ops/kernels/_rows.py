@@ -59,7 +59,7 @@ class Rows:
     @property
     def ragged(self) -> bool:
         """Whether more than an eighth of that program's lanes would idle."""
-        return 8 * self.N < 7 * self.block
+        return 7 * self.block > 8 * self.N
 
 
 @dataclass(frozen=True)

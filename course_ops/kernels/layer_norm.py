@@ -165,7 +165,8 @@ def layer_norm_chunks(x, w, b, eps, residual=None):
 def layer_norm_split_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, residual_ptr, total_ptr,
     partials_ptr,  # [M, PARTS], -1 at first: two NaNs with every bit set, which arithmetic on a GPU never makes
-    M, N, stride_x, stride_residual, stride_y, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+    M, N, stride_x, stride_residual, stride_y, eps,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
     MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     N, stride_x, stride_y = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE), multiple(stride_y, MULTIPLE)
