@@ -275,8 +275,9 @@ def norm_backward_walk(dy, x, w, mean, rstd, bias=False, dtotal=None):
         programs = min(rows.M, plan.per_sm * rows.sms)
         partial_dw, partial_db = partial_sums(programs, x, bias)
         norm_backward_walk_kernel[(programs,)](
-            dtotal, dy, x, w, mean, rstd, dx, dresidual, partial_dw, partial_db, rows.M, rows.N, *_strides(dtotal, dy, x),
-            plan.chunks, plan.block, plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)),
+            dtotal, dy, x, w, mean, rstd, dx, dresidual, partial_dw, partial_db, rows.M, rows.N,
+            *_strides(dtotal, dy, x), plan.chunks, plan.block,
+            plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)),
             common_multiple_of(rows.N, *strides), num_warps=plan.warps, maxnreg=plan.registers,
         )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
