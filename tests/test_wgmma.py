@@ -82,8 +82,8 @@ def _attention(D: int) -> Iterator[tuple[Any, ...]]:
 
     for name, qkv, causal, window in _heads(D):
         yield f"portable {name}", attention_forward.attention_forward, *Call(*qkv, causal, window, 0.1)
-        if attention_forward_hopper.takes(*qkv, window):
-            yield f"hopper {name}", attention_forward_hopper.attention_forward, *qkv, causal, 0.1
+        if attention_forward_hopper.takes(*qkv):
+            yield f"hopper {name}", attention_forward_hopper.attention_forward, *Call(*qkv, causal, window, 0.1)
 
 
 def _attention_backward(D: int) -> Iterator[tuple[Any, ...]]:

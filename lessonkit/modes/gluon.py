@@ -198,6 +198,9 @@ class _Block(torch.Tensor):
     def split(self) -> Any:  # type: ignore[override]
         return self.unbind(-1)
 
+    def to(self, dtype: Any, *given: Any, bitcast: bool = False, **more: Any) -> Any:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype, *given, **more)
+
 
 @dataclass(frozen=True)
 class _Pointer:
@@ -645,18 +648,48 @@ def _allocate_tensor_memory(dtype: torch.dtype, shape: Sequence[int], layout: An
     return memory
 
 
-def _load(pointer: _Pointer, cache_modifier: str = "") -> torch.Tensor:
-    return pointer.data[pointer.at].as_subclass(_Block)
+def _full(shape: Sequence[int], value: Any, dtype: torch.dtype, layout: Any = None) -> torch.Tensor:
+    return torch.full(list(shape), value, dtype=dtype).as_subclass(_Block)
 
 
-def _store(pointer: _Pointer, value: Any, mask: bool = True) -> None:
-    if mask:
+def _reduced(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A reduction along an axis; a number if there is no other."""
+
+    def reduce(x: torch.Tensor, axis: int) -> Any:
+        found = function(x, dim=axis)
+        return found if found.ndim else found.item()
+
+    return reduce
+
+
+def _larger(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    return torch.maximum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    return torch.minimum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
+
+
+def _load(pointer: _Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> torch.Tensor:
+    if mask is None:
+        return pointer.data[pointer.at].as_subclass(_Block)
+    found = pointer.data[torch.where(mask, pointer.at, 0)]
+    return torch.where(mask, found, torch.full_like(found, other)).as_subclass(_Block)
+
+
+def _store(pointer: _Pointer, value: Any, mask: Any = True) -> None:
+    if isinstance(pointer.at, torch.Tensor) and isinstance(mask, torch.Tensor):
+        pointer.data[pointer.at[mask]] = value[mask]
+    elif mask:
         pointer.data[pointer.at] = value
 
 
-def _atomic_add(pointer: _Pointer, value: int) -> int:
-    """Of an integer in global memory; what it was."""
-    before = int(_load(pointer))
+def _atomic_add(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -> Any:
+    before = pointer.data[pointer.at].item()
     _store(pointer, before + value)
     return before
 
@@ -667,13 +700,18 @@ def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") 
     return before
 
 
-def _inline_asm(asm: str, constraints: str, args: Sequence[Any], *options: Any, **more: Any) -> Any:
-    """A power of 2, a zero, or a flag's load.
+def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *options: Any, **more: Any) -> Any:
+    """2^x, tanh, a conversion to 16 bits, a zero, or a flag's load.
 
-    Who polls a flag that is not set would do so for ever: the CTAs before have ended, others wait.
+    A CTA that polls a flag that is not set would do so for ever: the CTAs before have ended, others wait.
     """
-    if asm.startswith("ex2.approx.ftz.f32"):
-        return args[0].exp2()
+    if asm.startswith("ex2.approx.ftz"):
+        found = torch.exp2(args[0])
+        return found.where(found.abs() >= torch.finfo(torch.float32).tiny, 0)
+    if asm.startswith("cvt.rn."):
+        return args[0].to(dtype)
+    if asm.startswith("tanh.approx"):
+        return args[0].tanh()
     if asm == "mov.b32 $0, 0;":
         return 0
     if not asm.startswith("ld.acquire"):
@@ -697,7 +735,7 @@ def _gluon() -> Any:
 
 @cache
 def _vocabulary() -> dict[int, Any]:
-    """What stands here for a function of Gluon, by its id: a hash of what Triton interprets is not always to be had."""
+    """What stands here for a function of Gluon, by that function's id: some cannot be hashed without a compiler."""
     here: dict[str, dict[str, Any]] = {
         "gl": {
             "program_id": lambda axis=0: _clusters[-1].program[axis],
@@ -707,7 +745,14 @@ def _vocabulary() -> dict[int, Any]:
             "static_range": range,
             "allocate_shared_memory": _allocate_shared_memory,
             "zeros": _zeros,
-            "where": torch.where,
+            "full": _full,
+            "max": _reduced(torch.amax),
+            "sum": _reduced(torch.sum),
+            "maximum": _larger,
+            "minimum": _smaller,
+            "where": lambda which, a, b: torch.where(which, a, b).as_subclass(_Block),
+            "log2": torch.log2,
+            "cast": lambda value, dtype: value if isinstance(value, int) else value.to(dtype),
             "convert_layout": lambda value, layout, assert_trivial=False: value,
             "warp_specialize": _warp_specialize,
             "arange": lambda start, end, layout=None: torch.arange(start, end).as_subclass(_Block),
@@ -718,9 +763,6 @@ def _vocabulary() -> dict[int, Any]:
             "store": _store,
             "atomic_xchg": _atomic_xchg,
             "atomic_add": _atomic_add,
-            "full": lambda shape, value, dtype, layout=None: torch.full(list(shape), value, dtype=dtype),
-            "max": lambda block, axis: int(block.amax(axis)),
-            "maximum": max,
             "inline_asm_elementwise": _inline_asm,
         },
         "mbarrier": {
