@@ -440,7 +440,7 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
 @app.command(name="fuzz")
 def fuzz_operators(
     operators: Annotated[list[str] | None, typer.Argument(help="Of course_ops (softmax); nothing: all.")] = None,
-    cases: Annotated[int, typer.Option(help="So many of this commit, for each operator, direction and mode.")] = 500,
+    cases: Annotated[int, typer.Option(help="So many of today's code, for each operator, direction and mode.")] = 500,
     seconds: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 600.0,
     mode: Annotated[
         list[str] | None, typer.Option(help="cpu (PyTorch computes), interpreted or gpu; nothing: what there is.")
@@ -473,10 +473,9 @@ def fuzz_operators(
         _end([str(missing)])
     title = ["operator", "direction", "mode", "cases", "refused", "wrong", "crashes", "false alarms", "seconds"]
     here = [count for count in fuzzing.counts().values() if count.mode in modes and count.operator in (names or known)]
-    today = rows.this_commit()
     fuzzed = [[c.operator, c.direction, c.mode, c.cases, c.refused, c.wrong, c.crashes, c.false_alarms, c.seconds]
-              for c in here if c.commit == today]  # fmt: skip
-    show.table("cases of this commit", title, fuzzed)
+              for c in here if c.code == operator_rows.code(c.operator)]  # fmt: skip
+    show.table("cases of today's code", title, fuzzed)
     _end([f"{each.case['operator']}: {each.fault}" for each in failures])
 
 
@@ -737,7 +736,7 @@ def explain_words(
     body = ([*dict.fromkeys([said(t.term), t.term])] for t in found)
     named = (" ".join(each) for each in body)
     lines = ([name, said(t.says), first.get(t, "").partition(".")[2]] for name, t in zip(named, found, strict=True))
-    show.table(said("words"), [said("word"), said("what it means"), said("first in")], lines)
+    show.table(said("words of the course"), [said("word"), said("what it means"), said("first in")], lines)
 
 
 @app.command()
