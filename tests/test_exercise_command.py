@@ -13,7 +13,7 @@ from lessonkit.base import files
 from lessonkit.base.files import environment
 from lessonkit.commands import exercises
 from lessonkit.cuda import build, toolchain
-from lessonkit.exercise import grade, progress, source
+from lessonkit.exercise import desk, grade, progress, source
 
 import pytest
 from typer.testing import CliRunner
@@ -178,7 +178,7 @@ def test_the_emulator_is_built_before_the_time_counts(answers, monkeypatch):
     asked = []
     monkeypatch.setattr(files, "CACHE", answers)
     monkeypatch.setattr(build, "build", lambda products: asked.extend(p.name for p in products))
-    monkeypatch.setattr(exercises, "grade_apart", lambda *a, **k: asked.append("grade") or grade.Verdict())
+    monkeypatch.setattr(desk, "grade_apart", lambda *a, **k: asked.append("grade") or grade.Verdict())
     code, text = run("check", "scale_rows")
     assert code == 0
     assert "built first" in text
