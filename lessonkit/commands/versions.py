@@ -242,17 +242,17 @@ def _here(which: str, targets: Sequence[chips.Target], checks: bool) -> Iterator
     names = [compiled.COURSE_OPS] * (not which) + [*chosen]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         counts = [(target, [(name, pool.submit(compiled.count, name, target)) for name in names]) for target in targets]
-        for target, found in counts:
-            yield _compiled(pair, target, found, broken)
+        for target, counting in counts:
+            yield _compiled(pair, target, counting, broken)
 
 
 def _compiled(
-    pair: Pair, target: chips.Target, found: Iterable[tuple[str, Future[compiled.Count]]], broken: list[str]
+    pair: Pair, target: chips.Target, counting: Iterable[tuple[str, Future[compiled.Count]]], broken: list[str]
 ) -> tuple[Tried, list[str]]:
     passed, without, words = 0, 0, list(broken)
-    for name, counting in found:
+    for name, future in counting:
         try:
-            count = counting.result()
+            count = future.result()
         except RuntimeError as why:
             words.append(f"{name} for {chips.label(target)}: {str(why)[-300:]}")
         else:
