@@ -310,13 +310,15 @@ def test_every_rung_and_operator_fits_or_says_why_not(name, target):
     assert not found.failed, "\n".join(found.failed)
 
 
+@pytest.mark.night
+@pytest.mark.kept
 def test_every_kernel_of_course_ops_is_compiled():
-    """By one of the calls of course_ops.testing, for one target at least."""
+    """By one of the calls of course_ops.testing, for sm_90."""
     there = set()
     for path in (ROOT / "course_ops" / "kernels").glob("*.py"):
         functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
         there |= {f.name for f in functions if f.decorator_list and f.name.endswith("_kernel")}
-    assert there == {row["kernel"] for row in read_csv(REPORTS / "compiled" / "course_ops.csv")}
+    assert there == {each.kernel for each in compiled.outcome(compiled.COURSE_OPS, 90).kernels}
 
 
 def test_no_compiled_row_is_over_its_target_s_shared_memory():
