@@ -200,7 +200,9 @@ def test_readme_has_a_line_for_each_operator(language):
     for folder in FOLDERS:
         said = lines[lines.index(f"### {folder.name}") + 2]
         for ladder in operators.ladders(folder):
-            assert all(f"torch {b.row.torch.partition('+')[0]}, Triton {b.row.triton}" in said for b in ladder.fastest())
+            assert all(
+                f"torch {b.row.torch.partition('+')[0]}, Triton {b.row.triton}" in said for b in ladder.fastest()
+            )
             mine = [x for x in lines if f"(reports/{folder.name}/{operators.file_name(ladder.name)})" in x]
             assert len(mine) == 1, ladder.name
         for contest in results.contests(folder):
