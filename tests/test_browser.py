@@ -152,7 +152,9 @@ def test_each_figure_responds_to_its_controls(tab, whole, language):
             found += 1
             assert figure.query_selector(".lk-picture").inner_html(), page
             for control in figure.query_selector_all("input, select"):
+                first = control.input_value()
                 shown = {_drawn(figure, control, value) for value in _values(control)}
+                _drawn(figure, control, first)
                 name = control.evaluate("node => node.closest('label').textContent")
                 assert len(shown) > 1, f"{page}: {name!r} changes nothing"
             if play := figure.query_selector(".lk-controls button"):
