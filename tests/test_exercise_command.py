@@ -77,6 +77,8 @@ def test_a_learners_way(answers, monkeypatch):
     assert "1.00 times" in text
     record = progress.of(MUL)
     assert (record.checks, record.hints, record.seed) == (3, 3, None)
+    events = [what for _, what in record.events]
+    assert events == ["unwritten", "hint 1", "hint 2", "hint 3", "out of bounds", "right"]
     assert record.passed
 
     _, text = run("list", "day2")

@@ -12,12 +12,12 @@ from lessonkit.base.prose import normal
 from lessonkit.base.words import later, said
 from lessonkit.judge import counters
 from lessonkit.judge.verify import LeftOut, Question, first_target, grad_checks, rung_checks
-from lessonkit.lesson import Lesson, Steps, shape_name, title
+from lessonkit.lesson import Lesson, Steps, title
 from lessonkit.measure import bench, ncu, operator_bench, operator_rows, rows
 from lessonkit.measure.rows import MACHINE
 from lessonkit.measure.stale import Today, released
 from lessonkit.modes import compiled
-from lessonkit.pages import predictions, report
+from lessonkit.pages import learned, predictions, report
 
 from rich.console import Console
 from rich.progress import Progress
@@ -138,8 +138,7 @@ def stored(name: str, lesson: Lesson) -> None:
     found = [row for row in rows.read(REPORTS / MACHINE / f"{name}.csv") if row.kind == "rung"]
     if not found:
         return
-    largest = max(found, key=lambda row: row.bytes).shape
-    shapes = list(dict.fromkeys(shape_name(each.at) for each in lesson.predicted)) or [largest]
+    shapes = learned.shown_shapes(lesson, found)
     pairs = {(pair.row.rung, pair.row.shape): pair for pair in predictions.compared(lesson, found)}
     at = {(row.rung, row.shape): row for row in found}
     today = Today([(name, lesson)])

@@ -73,7 +73,8 @@ def check(source: Source, say: Callable[[str], None] = lambda words: None) -> tu
     began = time.monotonic()
     verdict = grade_apart(source, answer, seed=seed)
     took = time.monotonic() - began
-    progress.update(source, checks=record.checks + 1, seed=None if verdict.right else seed)
+    event = "right" if verdict.right else verdict.caught_by
+    progress.update(source, event, checks=record.checks + 1, seed=None if verdict.right else seed)
     lines = [Line("held", held) for held in verdict.held]
     if not verdict.right:
         return verdict, [*lines, *_explained(source, answer, verdict)]
@@ -126,9 +127,9 @@ def hints(source: Source, *, more: bool) -> list[str]:
     if not (given or more):
         return []  # without its grader's part, which in CUDA C++ has to be compiled
     known = source.exercise.hints
-    if more:
-        given = min(given + 1, len(known))
-        progress.update(source, hints=given)
+    if more and given < len(known):
+        given += 1
+        progress.update(source, f"hint {given}", hints=given)
     words = said("hint {number} of {count}: {text}")
     return [words.format(number=n, count=len(known), text=said(text)) for n, text in enumerate(known[:given], 1)]
 
