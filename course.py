@@ -99,9 +99,16 @@ def environment() -> None:
 
 
 def pip(*words: str, must: bool = True) -> bool:
-    """Whether pip could. If it must, raises CalledProcessError, and pip's words are shown."""
+    """Whether pip could. If it must, raises CalledProcessError, and pip's words are shown.
+
+    Where it can, its warnings are not shown: they speak of the machine's other packages and of pip's settings.
+    """
     command = [str(PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
-    return not subprocess.run(command, check=must, stderr=None if must else subprocess.DEVNULL).returncode
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode and must:
+        print(done.stdout, end="", file=sys.stderr, flush=True)
+        done.check_returncode()
+    return not done.returncode
 
 
 def interpreter_of_triton() -> None:

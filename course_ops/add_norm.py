@@ -10,7 +10,7 @@ from course_ops._common import as_rows, expect, expect_rows, in_one_dtype, on_de
 from course_ops._registration import once_differentiable
 from course_ops.kernels import add_norm as kernels
 from course_ops.kernels._rows import Choice, Rows, choose
-from course_ops.layer_norm import BACKWARD as NORM_BACKWARD
+from course_ops.kernels.layer_norm import layer_norm_parts
 from course_ops.layer_norm import FORWARD as NORM_FORWARD
 from course_ops.layer_norm import layer_norm_backward_cpu, layer_norm_cpu
 
@@ -21,19 +21,20 @@ def _add_then_norm(x, residual, w, b, eps):
     return y.to(x.dtype), total, mean, rstd
 
 
-def _norm_then_add(dy, dtotal, total, w, mean, rstd, bias):
-    dx, dw, db = choose(NORM_BACKWARD, Rows.of(total))(dy.to(total.dtype), total, w, mean, rstd, bias)
-    dx += dtotal
-    return dx.to(dy.dtype, copy=True), dx, dw, db
-
-
 FORWARD = (
-    Choice(kernels.add_norm_packed, lambda r: r.N <= 16384, "rows in the registers of one program: one kernel"),
+    Choice(kernels.add_norm_packed, lambda r: r.N <= 8192, "rows in the registers of one program"),
+    Choice(kernels.add_norm_chunks, lambda r: r.N <= 16384, "a power of two would waste too many lanes"),
+    Choice(
+        kernels.add_norm_split,
+        lambda r: layer_norm_parts(r).fits(r, warps_per_sm=8),
+        "programs of 4096 columns share a row, up to about a million columns",
+    ),
     Choice(_add_then_norm, lambda r: True, "an addition, then layer_norm's kernel for that length"),
 )
 BACKWARD = (
-    Choice(kernels.add_norm_backward_packed, lambda r: r.N <= 8192, "programs walk over rows: one kernel"),
-    Choice(_norm_then_add, lambda r: True, "layer_norm's kernel for that length, then an addition"),
+    Choice(kernels.add_norm_backward_packed, lambda r: r.N <= 2048, "tiles of several short rows"),
+    Choice(kernels.add_norm_backward_walk, lambda r: r.N <= 8192, "the next rows are on their way to shared memory"),
+    Choice(kernels.add_norm_backward_group, lambda r: True, "programs share a row; two launches if it is too long"),
 )
 
 

@@ -23,6 +23,7 @@ from course_ops._common import FLOATS, Unsupported, expect, on_device, runs_kern
 from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.kernels import attention_backward as portable_backward
 from course_ops.kernels import attention_backward_hopper as hopper_backward
+from course_ops.kernels import attention_backward_wide_hopper as wide_backward
 from course_ops.kernels import attention_decode as decode
 from course_ops.kernels import attention_forward as portable
 from course_ops.kernels import attention_forward_hopper as hopper
@@ -82,9 +83,11 @@ def attention_backward(
 # ---- Which kernel takes what: the first row whose condition holds ------------------------------------------------
 #
 #     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window
-#                hopper     sm_90, 16 bits, D <= 128, strides that TMA takes; no window
-#                portable   everything: sm_80 on, fp32, windows, D <= 256, any strides
-#     backward   hopper     as forward, unless deterministic algorithms are asked for (dQ is added up in any order)
+#                hopper     sm_90, 16 bits, D <= 256 a multiple of 8, strides that TMA takes
+#                portable   everything: sm_80 on, fp32, D <= 256, any strides
+#     backward   hopper     sm_90, 16 bits, D <= 128, strides that TMA takes; unless deterministic algorithms are asked
+#                           for (dQ is added up in any order)
+#                wide       sm_90, 16 bits, D from 136 to 256, strides that TMA takes; the same to the bit each time
 #                portable   everything; the same to the bit each time
 
 
@@ -119,21 +122,22 @@ def _few_queries(c: Call) -> bool:
 
 
 def _on_hopper(c: Call) -> bool:
-    return hopper.takes(c.q, c.k, c.v, c.window)
+    return hopper.takes(c.q, c.k, c.v)
 
 
 def _gradient_on_hopper(c: Gradient) -> bool:
     nondeterministic = not torch.are_deterministic_algorithms_enabled()
-    return nondeterministic and hopper_backward.takes(c.dout, c.q, c.k, c.v, c.window)
+    return nondeterministic and hopper_backward.takes(c.dout, c.q, c.k, c.v)
 
 
 FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor, Tensor]]], ...] = (
     ("decode", _few_queries, lambda c: decode.attention_decode(c.q, c.k, c.v, c.causal, c.scale)),
-    ("hopper", _on_hopper, lambda c: hopper.attention_forward(c.q, c.k, c.v, c.causal, c.scale)),
+    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c)),
     ("portable", lambda c: True, lambda c: portable.attention_forward(*c)),
 )
 BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
-    ("hopper", _gradient_on_hopper, lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale)),
+    ("hopper", _gradient_on_hopper, lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window)),
+    ("wide", lambda c: wide_backward.takes(*c[:4]), lambda c: wide_backward.attention_backward(*c)),
     ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
 )
 

@@ -13,7 +13,11 @@ from course_ops.kernels._rows import Choice, Rows, choose
 
 FORWARD = (
     Choice(kernels.layer_norm_tile, lambda r: r.N <= 2048, "several short rows a program"),
-    Choice(kernels.layer_norm_packed, lambda r: r.N <= 8192, "16-bit rows stay 16 bits wide: four rows on an SM"),
+    Choice(
+        kernels.layer_norm_packed,
+        lambda r: r.N <= 8192 and not r.ragged,
+        "16-bit rows stay 16 bits wide: four rows on an SM",
+    ),
     Choice(kernels.layer_norm_chunks, lambda r: r.N <= 16384, "a power of two would waste too many lanes"),
     Choice(
         kernels.layer_norm_split,
@@ -24,7 +28,7 @@ FORWARD = (
 )
 BACKWARD = (
     Choice(kernels.layer_norm_backward_registers, lambda r: r.N <= 2048, "the next rows wait in registers"),
-    Choice(kernels.layer_norm_backward_staged, lambda r: r.bytes <= 16384, "three stages of dy and x in shared memory"),
+    Choice(kernels.layer_norm_backward_walk, lambda r: r.N <= 8192, "the next rows are on their way to shared memory"),
     Choice(kernels.layer_norm_backward_group, lambda r: True, "programs share a row; two launches if it is too long"),
 )
 

@@ -7,17 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import Unsupported, expect, on_device, runs_kernel
+from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.kernels import linear as kernels
+from course_ops.kernels._matmul_plan import LEAD, Plan, aligned_rows, best_epilogue_plan, cycles_of
+from course_ops.kernels.matmul_hopper import takes
 from course_ops.kernels.matmul_skinny import matmul_skinny
-from course_ops.matmul import _matmul, as_matrix, kernel_for
+from course_ops.kernels.matmul_tiles_hopper import by_plan
+from course_ops.matmul import _matmul, as_matrix, kernel_for, multiply
 
 ACTIVATIONS = ("gelu_tanh",)
 
 
 # Dispatch, the first that holds: no epilogue, so matmul's own table; few rows, where a tile of 128 would leave SMs idle
-# and the epilogue is cheap; TMA; pointers.
+# and the epilogue is cheap; a tile of the plan that beats TMA's; TMA; pointers.
 def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
 ) -> Tensor:
@@ -27,9 +30,20 @@ def _launch(
     if len(x) <= 128:
         # In fp32 between the two kernels: z is rounded once, as in the others.
         return kernels.epilogue(matmul_skinny(x, w.t(), torch.float32), x.dtype, bias, residual, gelu, save)
+    plan = _plan(x, w.t()) if residual is None and takes(x, w.t()) else None
+    if plan:
+        return by_plan(x, w.t(), plan, x.new_empty(len(x), len(w)), bias, gelu, save)
     if kernels.tma_fits(x, w, residual):
         return kernels.linear_tma(x, w, bias, residual, gelu, save)
     return kernels.linear_pointers(x, w, bias, residual, gelu, save)
+
+
+def _plan(x: Tensor, w: Tensor) -> Plan | None:
+    """The tile for x [M, K] w [K, N] with an epilogue, if linear_tma's own takes longer."""
+    shape = x.shape[0], w.shape[1], x.shape[1], aligned_rows(x), aligned_rows(w), num_sms(x.device)
+    plan = best_epilogue_plan(*shape)
+    tile = 128, kernels.tile_width(x.shape[0], w.shape[1], x.device)
+    return plan if plan.cycles < LEAD * cycles_of(tile, *shape) else None
 
 
 def _unit_stride(t: Tensor) -> Tensor:
@@ -66,18 +80,54 @@ def _(
 @torch.library.custom_op("course_ops::linear_epilogue_backward", mutates_args=())
 def _epilogue_backward(dy: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
     """dz = dy gelu'(z) and its sums over rows; without z only the sums of dy, beside an empty tensor."""
+    with on_device(dy):
+        dz, sums = _dz_and_sums(dy, z)
+    return dy.new_empty(0) if z is None else dz, sums
+
+
+def _dz_and_sums(dy: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dz = dy gelu'(z), or dy itself without z, and its sums over rows."""
     if runs_kernel(dy):
-        with on_device(dy):
-            if z is None:
-                return dy.new_empty(0), kernels.column_sums(dy.contiguous())
-            return kernels.gelu_backward(dy if dy.stride(-1) == 1 else dy.contiguous(), z)
+        if z is None:
+            return dy, kernels.column_sums(dy.contiguous())
+        return kernels.gelu_backward(dy if dy.stride(-1) == 1 else dy.contiguous(), z)
     dz = dy if z is None else torch.ops.aten.gelu_backward(dy, z, approximate="tanh")
-    return dy.new_empty(0) if z is None else dz, dz.sum(0)
+    return dz, dz.sum(0)
 
 
 @_epilogue_backward.register_fake
 def _(dy: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
     return dy.new_empty(0) if z is None else torch.empty_like(z), dy.new_empty(dy.shape[1])
+
+
+# One operator for all gradients: to call one costs the host as much as to launch a kernel, and with few rows the GPU
+# waits for the host.
+@torch.library.custom_op("course_ops::linear_backward", mutates_args=())
+def _linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, z: Tensor | None, needs_x: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dw and dbias; an empty tensor for each that is not needed."""
+    dz, dx, dw, dbias = dy, dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
+    with on_device(dy):
+        if needs_bias or (z is not None and (needs_x or needs_weight)):
+            dz, sums = _dz_and_sums(dy, z)
+            dbias = sums if needs_bias else dbias
+        if needs_x:
+            dx = multiply(dz, weight)
+        if needs_weight:
+            dw = multiply(dz.t(), x)
+    return dx, dw, dbias
+
+
+@_linear_backward.register_fake
+def _(
+    dy: Tensor, x: Tensor, weight: Tensor, z: Tensor | None, needs_x: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        dy.new_empty(x.shape if needs_x else 0),
+        dy.new_empty(weight.shape if needs_weight else 0),
+        dy.new_empty(weight.shape[0] if needs_bias else 0),
+    )
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -93,7 +143,11 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, z = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
-    dz, sums = dy, None
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (dy, x, weight))):
+        gradients = _linear_backward(dy, x, weight, z, needs_x, needs_weight, needs_bias)
+        wanted = zip(gradients, (needs_x, needs_weight, needs_bias), strict=True)
+        return (*(t if needed else None for t, needed in wanted), dy if needs_residual else None, None, None)
+    dz, sums = dy, None  # create_graph=True: by operators of which some have derivatives
     if (ctx.gelu and (needs_x or needs_weight)) or needs_bias:
         dz, sums = _epilogue_backward(dy, z)
         dz = dz if ctx.gelu else dy
@@ -109,7 +163,15 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
 
 _linear.register_autograd(_backward, setup_context=_setup_context)
 once_differentiable(_epilogue_backward, "linear with a bias or an activation", "torch.nn.functional.linear")
+once_differentiable(_linear_backward, "linear", "torch.nn.functional.linear")
 cast_under_autocast(_linear, "x", "weight", "bias", "residual")
+
+
+@register_flop_formula(torch.ops.course_ops.linear_backward)
+def _flops_backward(
+    dy_shape: Any, x_shape: Any, weight_shape: Any, z: Any, needs_x: bool, needs_weight: bool, *_: Any, **__: Any
+) -> int:
+    return int(2 * (needs_x + needs_weight) * x_shape[0] * x_shape[1] * weight_shape[0])
 
 
 @register_flop_formula(torch.ops.course_ops.linear)

@@ -7,10 +7,15 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import as_rows, expect, on_device, runs_kernel
+from course_ops._common import as_rows, expect, num_sms, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast, once
 from course_ops.cross_entropy import _cross_entropy, _cross_entropy_backward
+from course_ops.kernels._matmul_hopper import runs_gluon, wgmma_takes
+from course_ops.kernels._matmul_plan import aligned_rows, best_epilogue_plan
 from course_ops.kernels.cross_entropy import cross_entropy_backward
+from course_ops.kernels.matmul_hopper import takes
+from course_ops.kernels.matmul_tiles_hopper import by_plan
+from course_ops.matmul import multiply
 
 CHUNK = 2**29  # logits at a time: 1 GiB in 16 bits
 INSTEAD = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
@@ -59,16 +64,38 @@ def _linear_cross_entropy(
     dx = x.new_empty(x.shape if gradients else 0)
     chunks = (t.chunk(parts) for t in (x, targets, each, dx if gradients else x))
     for x1, targets1, each1, dx1 in zip(*chunks, strict=True):
-        logits = x1 @ w.t()
+        logits = _logits(x1, w)
         losses, lse = _cross_entropy(logits, targets1, ignore_index)
         loss += losses.sum()
         if gradients:
             dlogits = _logits_gradient(each1, logits, targets1, lse, ignore_index)
-            torch.mm(dlogits, w, out=dx1)
-            product = dlogits.t() @ x1
+            if _odd(logits) and runs_kernel(x1) and takes(dlogits, w):
+                dx1.copy_(multiply(dlogits, w))
+                product = multiply(dlogits.t(), x1)
+            else:
+                torch.mm(dlogits, w, out=dx1)
+                product = dlogits.t() @ x1
             dw = product.float() if dw is None else dw.add_(product)
         logits = dlogits = None  # or the next part's would be made beside this one's
     return loss / count, dx, weight.new_empty(0) if dw is None else dw.to(weight.dtype)
+
+
+# Neither TMA nor cuBLAS's fast kernels write rows that begin anywhere, as those of 50257 elements do. So the logits'
+# rows begin at multiples of 128 bytes. What lies between two rows is neither written nor read.
+def _logits(x: Tensor, w: Tensor) -> Tensor:
+    """x W^T [M, V] with rows at multiples of 128 bytes."""
+    (M, V), pad = (len(x), len(w)), -len(w) % (128 // x.element_size())
+    logits = x.new_empty(M, V + pad)[:, :V]
+    if _odd(logits) and M and runs_kernel(x) and runs_gluon(x) and wgmma_takes(x, w):
+        with on_device(x):
+            shape = M, V, x.shape[1], aligned_rows(x), aligned_rows(w), num_sms(x.device)
+            return by_plan(x, w.t(), best_epilogue_plan(*shape), logits)
+    return torch.mm(x, w.t(), out=logits)
+
+
+def _odd(logits: Tensor) -> bool:
+    """Whether rows of V elements would not begin at multiples of 16 bytes."""
+    return logits.shape[1] * logits.element_size() % 16 != 0
 
 
 def _logits_gradient(dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int) -> Tensor:

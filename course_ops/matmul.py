@@ -11,7 +11,14 @@ from torch.utils.flop_counter import register_flop_formula
 from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
 from course_ops.kernels import matmul as portable
-from course_ops.kernels import matmul_hopper, matmul_skinny, matmul_split_k, matmul_stream_k_hopper
+from course_ops.kernels import (
+    matmul_hopper,
+    matmul_skinny,
+    matmul_split_k,
+    matmul_stream_k_hopper,
+    matmul_tiles_hopper,
+)
+from course_ops.kernels._matmul_plan import aligned_rows, plan_pays
 
 
 class Kernel(NamedTuple):
@@ -24,12 +31,20 @@ class Kernel(NamedTuple):
 
 
 def _one_wave(a: Tensor, b: Tensor) -> bool:
-    """At most one tile an SM. With 65 to 128 rows only from 55,000 estimated cycles on: below, skinny is as fast."""
+    """At most one tile an SM, and no plan of other tiles is faster.
+
+    With 65 to 128 rows only from 55,000 estimated cycles on: below, skinny is as fast.
+    """
     (M, K), N = a.shape, b.shape[1]
     if M <= 64 or not matmul_hopper.takes(a, b):
         return False
-    chosen = matmul_split_k.choose(M, N, K, num_sms(a.device))
-    return chosen is not None and (M > 128 or chosen[2] >= 55_000)
+    sms = num_sms(a.device)
+    chosen = matmul_split_k.choose(M, N, K, sms)
+    if chosen is None:
+        return False
+    if M <= 128:
+        return chosen[2] >= 55_000
+    return not plan_pays(chosen[0], chosen[1], M, N, K, aligned_rows(a), aligned_rows(b), sms)
 
 
 DISPATCH = (
@@ -37,12 +52,19 @@ DISPATCH = (
     Kernel("split_k", _one_wave, matmul_split_k.matmul_split_k, "Hopper, C of one wave: tile and split of K fit it"),
     Kernel("skinny", lambda a, b: len(a) <= 128, matmul_skinny.matmul_skinny, "few rows: reading B is all the time"),
     Kernel(
+        "tiles_hopper",
+        matmul_tiles_hopper.pays,
+        matmul_tiles_hopper.matmul_tiles_hopper,
+        "Hopper, 16 bits: a tile of another width or of 256 rows has fewer or fuller waves",
+    ),
+    Kernel(
         "stream_k_hopper",
         matmul_stream_k_hopper.pays,
         matmul_stream_k_hopper.matmul_stream_k_hopper,
         "Hopper, 16 bits: the last wave would be short, or rows of both begin within a sector of L2",
     ),
     Kernel("hopper", matmul_hopper.takes, matmul_hopper.matmul_hopper, "Hopper, 16 bits: persistent, warp-specialized"),
+    Kernel("ieee", portable.ieee_pays, portable.matmul_ieee, "exact fp32: FMAs, 8 x 8 of a tile for each thread"),
     Kernel("tma", portable.tma_pays, portable.matmul_tma, "Hopper or later; copies rows that are not 16-byte aligned"),
     Kernel("pointers", lambda a, b: True, portable.matmul_pointers, "any GPU, any strides"),
 )
@@ -53,12 +75,15 @@ def kernel_for(a: Tensor, b: Tensor) -> Kernel:
     return next(kernel for kernel in DISPATCH if kernel.takes(a, b))
 
 
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] b [K, N] on the current device; for operators that hold a matmul."""
+    return kernel_for(a, b).launch(a, b) if runs_kernel(a) else a @ b
+
+
 @torch.library.custom_op("course_ops::matmul", mutates_args=())
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    if not runs_kernel(a):
-        return a @ b
     with on_device(a):
-        return kernel_for(a, b).launch(a, b)
+        return multiply(a, b)
 
 
 @_matmul.register_fake

@@ -12,7 +12,12 @@ from course_ops.kernels import rms_norm as kernels
 from course_ops.kernels._rows import Choice, Rows, choose
 
 FORWARD = (
-    Choice(kernels.rms_norm_packed, lambda r: r.block * r.itemsize <= 65536, "rows in the registers of one program"),
+    Choice(
+        kernels.rms_norm_packed,
+        lambda r: r.N <= 2048 or (r.N <= 8192 and not r.ragged and r.itemsize == 2),
+        "rows in the registers of one program",
+    ),
+    Choice(kernels.rms_norm_chunks, lambda r: r.bytes <= 65536, "a power of two would waste too many lanes"),
     Choice(
         kernels.rms_norm_split,
         lambda r: kernels.rms_norm_parts(r).fits(r, warps_per_sm=32),
@@ -21,12 +26,8 @@ FORWARD = (
     Choice(kernels.rms_norm_two_pass, lambda r: True, "any length, x is read twice"),
 )
 BACKWARD = (
-    Choice(
-        kernels.rms_norm_backward_persistent,
-        lambda r: r.block * r.itemsize <= 16384,
-        "three tiles of dy and x in shared memory",
-    ),
-    Choice(kernels.rms_norm_backward_row, lambda r: r.block * r.itemsize <= 32768, "the next row waits in registers"),
+    Choice(kernels.rms_norm_backward_persistent, lambda r: r.N <= 2048, "tiles of several short rows"),
+    Choice(kernels.rms_norm_backward_walk, lambda r: r.N <= 8192, "the next rows are on their way to shared memory"),
     Choice(kernels.rms_norm_backward_group, lambda r: True, "programs share a row; two launches if it is too long"),
 )
 

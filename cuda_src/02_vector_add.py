@@ -62,7 +62,7 @@ LESSON = Lesson(
     about=About(
         teaches="device memory, transfers pageable, pinned and managed; grid-stride loops; 16 bytes a load; "
         "bytes in flight",
-        hours=1.5,
+        hours=1.25,
         star=True,
         operator="vector add",
         language="CUDA C++",

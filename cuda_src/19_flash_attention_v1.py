@@ -142,7 +142,7 @@ LESSON = Lesson(
     about=About(
         teaches="naive attention, online softmax in tiles, tensor cores; where the scalar version loses, and "
         "what it saves",
-        hours=2.5,
+        hours=1.75,
         operator="attention",
         language="CUDA C++",
         pictures=("fragment",),

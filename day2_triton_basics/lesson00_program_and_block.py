@@ -190,7 +190,7 @@ def programs_meet_in_memory():
 LESSON = Steps(
     about=About(
         teaches="what is launched: programs, blocks, masks, pointers, on ten elements",
-        hours=0.25,
+        hours=0.5,
         star=True,
         pictures=("grid_and_mask",),
     ),

@@ -231,7 +231,7 @@ _WRONG = (
 LESSON = Lesson(
     about=About(
         teaches="the softmax computed again from the logits and one value per row; rows that start at odd addresses",
-        hours=0.5,
+        hours=0.75,
         operator="cross-entropy backward",
         pictures=("traffic",),
     ),

@@ -228,7 +228,7 @@ LESSON = Lesson(
     about=About(
         teaches="`tl.dot`, tiles counted in bytes and cycles, an order that keeps L2 useful, stages, autotuning "
         "of few candidates",
-        hours=1.5,
+        hours=1.25,
         star=True,
         operator="matmul",
         pictures=("tile_of_c", "grouped_order"),

@@ -392,7 +392,7 @@ LESSON = Lesson(
     about=About(
         teaches="outputs with fewer tiles than SMs: split-K in one launch, reduce-scatter through L2, what the "
         "exchange costs",
-        hours=0.5,
+        hours=1,
         operator="matmul",
         language="Gluon",
         pictures=("reduce_scatter",),

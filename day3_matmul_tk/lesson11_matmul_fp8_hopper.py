@@ -242,7 +242,7 @@ def _describe(t, *block):
 LESSON = Lesson(
     about=About(
         teaches="the ring in fp8: what 8 bits change in a Hopper kernel, scales at the end of a tile",
-        hours=0.5,
+        hours=0.75,
         operator="fp8 matmul",
         language="Gluon",
         pictures=("ring",),

@@ -86,7 +86,7 @@ LESSON = Lesson(
     about=About(
         teaches="attention in the same words ([.cu](lesson15_thunderkittens_attention.cu)): tails, masks, column "
         "vectors, order",
-        hours=1,
+        hours=1.25,
         operator="attention",
         language="ThunderKittens",
     ),

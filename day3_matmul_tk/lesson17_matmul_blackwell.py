@@ -110,7 +110,7 @@ SHOWN = ("4 tcgen05.mma", "4 tcgen05.ld", "tma", "mbarriers", "no spills")
 LESSON = Lesson(
     about=About(
         teaches="tensor memory, tcgen05 and its commits, epilogue warps, two accumulators, two CTAs that share B",
-        hours=0.75,
+        hours=3,
         operator="matmul",
         language="Gluon",
     ),

@@ -129,7 +129,7 @@ LESSON = Lesson(
     about=About(
         teaches="causal, windows, grouped heads, D to 256, any length and stride, lse; blocks skipped, edges "
         "masked, order",
-        hours=1.5,
+        hours=1.75,
         star=True,
         operator="attention",
         pictures=("causal_blocks", "traffic"),

@@ -366,7 +366,7 @@ SIXTEEN, ONE = ({"B": B, "H": 32, "S_k": 8192, "D": 128, "H_kv": 8, "S": 1} for 
 LESSON = Lesson(
     about=About(
         teaches="one query, a long cache: bytes decide; heads as rows, keys shared out, the last program merges",
-        hours=0.75,
+        hours=1,
         operator="decoding",
         pictures=("split_kv",),
     ),

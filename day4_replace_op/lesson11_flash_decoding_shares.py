@@ -74,7 +74,7 @@ def _at(B, S_k=8192, D=128, H_kv=8):
 LESSON = Lesson(
     about=About(
         teaches="equal shares of all heads' keys; a row a program to merge; TMA, and NaN past a sequence's end",
-        hours=0.5,
+        hours=1.5,
         operator="decoding",
         pictures=("split_kv",),
     ),

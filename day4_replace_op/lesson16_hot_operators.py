@@ -64,7 +64,7 @@ LESSON = Steps(
     (hot_operators, loss_counted),
     about=About(
         teaches="a prediction of a step's time from bytes and FLOPs, and a profile that is held against it",
-        hours=0.75,
+        hours=0.5,
         star=True,
     ),
 )

@@ -21,7 +21,7 @@ from lessonkit.base import chips, device, renames
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
 from lessonkit.base.words import counted, language, said
-from lessonkit.commands import course_run, exercises, languages, lock, new, show, tracing, versions, web
+from lessonkit.commands import course_run, evidence, exercises, languages, lock, new, show, tracing, versions, web
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import sass, toolchain
@@ -176,7 +176,15 @@ def run(
 
     A run that was stopped goes on where it was. Ctrl-C ends the lessons that run; the exit code is then 130.
     """
-    chosen = [name for name, _ in _chosen(which)]
+    found = _chosen(which)
+    chosen = [name for name, _ in found]
+    if len(found) == 1:
+        evidence.ask_before_run(*found[0])
+    elif which not in ("", "all") and not any(name.startswith((f"{which}_", f"{which}.")) for name in chosen):
+        words = said("{which} names {count} lessons: {names}. One alone: {command}")
+        command = f"{exercises.COURSE} run {chosen[0]}"
+        names_ = ", ".join(chosen)
+        show.console.print(words.format(which=which, count=len(chosen), names=names_, command=command), highlight=False)
     kept, marks = course_run.load(), course_run.marks(chosen)
     stopped_run = kept.run_of(chosen)
     before = [] if again else stopped_run.unchanged(marks)
@@ -213,8 +221,11 @@ def run(
         for name in chosen
         if name in ended
     ]
-    heading = said("{count} lessons, {mode}").format(count=len(summary), mode=said(show.MODES[device.DEVICE.type]))
+    many = counted(len(summary), said("1 lesson"), said("{count} lessons"))
+    heading = f"{many}, {said(show.MODES[device.DEVICE.type])}"
     show.table(heading, [said("lesson"), "", said("time")], summary)
+    if len(chosen) == 1:
+        evidence.after_run(chosen[0])
     if stopped:
         words = said("Stopped after {done} of {count} lessons. The same command goes on; --again starts over.")
         show.console.print(words.format(done=len(summary), count=len(chosen)))
@@ -429,7 +440,7 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
 @app.command(name="fuzz")
 def fuzz_operators(
     operators: Annotated[list[str] | None, typer.Argument(help="Of course_ops (softmax); nothing: all.")] = None,
-    cases: Annotated[int, typer.Option(help="So many of this commit, for each operator, direction and mode.")] = 500,
+    cases: Annotated[int, typer.Option(help="So many of today's code, for each operator, direction and mode.")] = 500,
     seconds: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 600.0,
     mode: Annotated[
         list[str] | None, typer.Option(help="cpu (PyTorch computes), interpreted or gpu; nothing: what there is.")
@@ -462,10 +473,9 @@ def fuzz_operators(
         _end([str(missing)])
     title = ["operator", "direction", "mode", "cases", "refused", "wrong", "crashes", "false alarms", "seconds"]
     here = [count for count in fuzzing.counts().values() if count.mode in modes and count.operator in (names or known)]
-    today = rows.this_commit()
     fuzzed = [[c.operator, c.direction, c.mode, c.cases, c.refused, c.wrong, c.crashes, c.false_alarms, c.seconds]
-              for c in here if c.commit == today]  # fmt: skip
-    show.table("cases of this commit", title, fuzzed)
+              for c in here if c.code == operator_rows.code(c.operator)]  # fmt: skip
+    show.table("cases of today's code", title, fuzzed)
     _end([f"{each.case['operator']}: {each.fault}" for each in failures])
 
 
@@ -575,7 +585,11 @@ def chip(
 ) -> None:
     """Show what the lessons predict for a card, by its data sheet: its limits, its roofline, and each rung's time."""
     mine = _card(name or os.environ.get(chips.CHOICE, "") or (device.name() if device.HAS_GPU else ""))
-    show.table("cards", targets.CARD_TITLES, targets.cards([mine] if mine else chips.CHIPS.values()))
+    legend = said(
+        "TB/s of memory; L2 in MB; fp32 to fp8 in TFLOP/s; shared: bytes of shared memory, of a block and of an SM; "
+        "registers and threads of an SM; all from the data sheets"
+    )
+    show.table("cards", targets.CARD_TITLES, targets.cards([mine] if mine else chips.CHIPS.values()), legend)
     if not mine:
         show.console.print(f'What is predicted for one of them: {exercises.COURSE} chip "RTX 4090"')
         return
@@ -722,7 +736,7 @@ def explain_words(
     body = ([*dict.fromkeys([said(t.term), t.term])] for t in found)
     named = (" ".join(each) for each in body)
     lines = ([name, said(t.says), first.get(t, "").partition(".")[2]] for name, t in zip(named, found, strict=True))
-    show.table(said("words"), [said("word"), said("what it means"), said("first in")], lines)
+    show.table(said("words of the course"), [said("word"), said("what it means"), said("first in")], lines)
 
 
 @app.command()
@@ -776,6 +790,66 @@ def trace_rung(
     if page:
         return tracing.write_page(page, heading, steps)
     tracing.print_steps(heading, steps)
+
+
+@app.command()
+def predict(
+    lesson: Annotated[str, typer.Argument(help="lesson05_softmax")],
+    rung: Annotated[str, typer.Argument(help="One of its rungs; nothing: you are asked for each.")] = "",
+    words: Annotated[
+        list[str] | None, typer.Argument(help="1.2ms, 3TB/s, 85%, x1.5, 2least; before it sizes: M=4096.")
+    ] = None,
+) -> None:
+    """Write down what you expect of a rung before you look: `predict lesson05_softmax softmax_row x2`.
+
+    ms, us, TB/s, TFLOP/s, % of the limit, x: times as fast as the rung before, least: times the least bytes.
+    """
+    name, found = _one(lesson)
+    if isinstance(found, Steps):
+        raise typer.BadParameter(said("{name} has steps and no rungs: there is nothing to predict").format(name=name))
+    try:
+        evidence.predict(name, found, rung, words or [])
+    except ValueError as why:
+        raise typer.BadParameter(f"{name}: {why}") from None
+
+
+@app.command(name="quiz")
+def take_quiz(
+    name: Annotated[str, typer.Argument(help="day1 to day5, cuda; nothing: which there are.")] = "",
+    part: Annotated[str, typer.Argument(help="before or after: the same skills, other questions.")] = "before",
+    answers: Annotated[str, typer.Option(help='In order, with commas: "274, b, 5". Nothing is asked.')] = "",
+    only_show: Annotated[bool, typer.Option("--show", help="Print the questions and ask nothing.")] = False,
+) -> None:
+    """Take the short test of a day, before it and after it: predict a number, find the bug, choose the repair.
+
+    Answers are judged by the lessons' own numbers and kernels. `progress` shows before and after side by side.
+    """
+    try:
+        if not name:
+            return evidence.quizzes()
+        if only_show:
+            return evidence.show_questions(name, part)
+        evidence.take(name, part, answers)
+    except ValueError as why:
+        raise typer.BadParameter(str(why)) from None
+
+
+@app.command(name="progress")
+def show_progress(
+    files: Annotated[list[Path] | None, typer.Argument(help="Files of learners: a summary of the class.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is kept as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write it to this file, for your teacher.")] = None,
+    name: Annotated[str, typer.Option(help="Your name in that file.")] = "",
+) -> None:
+    """Show your predictions against what was measured, tries and hints of exercises, and quizzes before and after."""
+    if files:
+        try:
+            return evidence.of_class(files)
+        except ValueError as why:
+            raise typer.BadParameter(str(why)) from None
+    if as_json or out:
+        return evidence.write(name, out)
+    evidence.mine()
 
 
 @app.command()

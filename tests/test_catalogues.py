@@ -61,6 +61,53 @@ def test_a_translation_keeps_code_numbers_and_links(name):
     assert not (bad := {english: lost for english, lost in found.items() if lost}), bad
 
 
+# An English term -> its forms in Chinese: one word, beside it the glossary's heading or the name that code has.
+TERMS = {
+    "accumulators?": "累加器",
+    "barriers?": "barrier",
+    "bank conflicts?": "bank 冲突|bank conflict|存储体冲突",
+    "consumers?": "消费者",
+    "copy speed|speed of a copy": "拷贝速度",
+    "emulator": "模拟器",
+    "epilogues?": "epilogue|尾声",
+    "error budgets?": "误差上限",
+    "fences?": "fence",
+    "gradients?": "梯度",
+    "interpreter": "解释器",
+    "lanes?": "lane|通道",
+    "lazy rescaling": "延迟缩放",
+    "(a|the) loss": "loss",
+    "masks?": "掩|mask",
+    "mutants?": "错误版本",
+    "producers?": "生产者",
+    "prologues?": "prologue|序幕",
+    "shared memory": "共享内存",
+    "strides": "步长|strides",
+    "swizzl(e|ed|ing)": "swizzle|重排",
+    "warp specialization": "warp 专门化",
+    "warpgroups?": "warp 组",
+}
+
+
+def unlike(english, chinese):
+    """The terms of TERMS that a translation says in another word. Code, quotations and names do not count."""
+    prose_of = re.sub(r'`[^`]*`|"[^"]*"|\{[^}]*\}', "", english)
+    said = (re.search(rf"(?<![\w./-])(?:{term})(?![\w-])", prose_of) for term in TERMS)
+    return [term for term, found in zip(TERMS, said, strict=True) if found and not re.search(TERMS[term], chinese)]
+
+
+def test_one_term_has_one_translation():
+    loaded = [message for name in words.CATALOGUES for message in catalogues.load(name, "zh")]
+    ready = {message.id: message.string for message in loaded if message.id and message.string and not message.fuzzy}
+    other = {english: bad for english, chinese in ready.items() if (bad := unlike(english, chinese))}
+    assert not other, f"use the words of TERMS: {other}"
+
+
+def test_another_word_for_a_term_is_found():
+    assert unlike("a barrier for the warpgroup", "warp 组的屏障") == ["barriers?"]
+    assert unlike('"Shared memory" and `barrier`', "无") == []
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("name", words.CATALOGUES)
 def test_a_release_has_every_translation(name):

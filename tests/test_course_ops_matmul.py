@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import course_ops
 from course_ops import testing
+from course_ops.kernels import matmul as portable
 from course_ops.kernels import matmul_hopper
 from course_ops.matmul import kernel_for
 
@@ -100,6 +101,15 @@ def test_matmul_of_a_batch_and_of_one_element_expanded(dev):
     torch.testing.assert_close(course_ops.matmul(ones, ones.t()), torch.full((130, 130), 70.0, device=dev))
 
 
+@pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "pad"), [(130, 70, 67, 0), (128, 64, 80, 0), (100, 96, 64, 3), (65, 64, 64, 16)]
+)
+def test_exact_fp32_copies_what_is_no_multiple_of_16(dev, transposed, M, N, K, pad):
+    a, b = matrix(M, K, dev, transposed="a" in transposed, pad=pad), matrix(K, N, dev, transposed="b" in transposed)
+    near(portable.matmul_ieee(a, b), a @ b, a.double() @ b.double())
+
+
 def test_inf_and_nan_stay_in_their_row_and_column(dev):
     a, b = torch.randn(16, 40, device=dev), torch.randn(40, 24, device=dev)
     a[1, 39], b[1, 4] = math.inf, math.nan
@@ -133,6 +143,8 @@ def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
     assert kernel_for(a, b).name == kernel
     if kernel == "hopper":
         assert kernel_for(a, torch.empty_like(b, dtype=torch.bfloat16).t().contiguous().t()).name == kernel
+        assert kernel_for(a.float(), b.float()).name == "ieee"
+        monkeypatch.setattr("course_ops.kernels.matmul.precision", lambda: "tf32")
         assert kernel_for(a.float(), b.float()).name == "tma"
         monkeypatch.undo()
         monkeypatch.setattr("course_ops.kernels.matmul.architecture", lambda _: 80)

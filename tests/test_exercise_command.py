@@ -13,7 +13,7 @@ from lessonkit.base import files
 from lessonkit.base.files import environment
 from lessonkit.commands import exercises
 from lessonkit.cuda import build, toolchain
-from lessonkit.exercise import grade, progress, source
+from lessonkit.exercise import desk, grade, progress, source
 
 import pytest
 from typer.testing import CliRunner
@@ -77,6 +77,8 @@ def test_a_learners_way(answers, monkeypatch):
     assert "1.00 times" in text
     record = progress.of(MUL)
     assert (record.checks, record.hints, record.seed) == (3, 3, None)
+    events = [what for _, what in record.events]
+    assert events == ["unwritten", "hint 1", "hint 2", "hint 3", "out of bounds", "right"]
     assert record.passed
 
     _, text = run("list", "day2")
@@ -176,7 +178,7 @@ def test_the_emulator_is_built_before_the_time_counts(answers, monkeypatch):
     asked = []
     monkeypatch.setattr(files, "CACHE", answers)
     monkeypatch.setattr(build, "build", lambda products: asked.extend(p.name for p in products))
-    monkeypatch.setattr(exercises, "grade_apart", lambda *a, **k: asked.append("grade") or grade.Verdict())
+    monkeypatch.setattr(desk, "grade_apart", lambda *a, **k: asked.append("grade") or grade.Verdict())
     code, text = run("check", "scale_rows")
     assert code == 0
     assert "built first" in text

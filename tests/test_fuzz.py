@@ -8,8 +8,9 @@ from random import Random
 
 from lessonkit.__main__ import app
 from lessonkit.base import device
+from lessonkit.base.files import ROOT
 from lessonkit.judge import fuzz
-from lessonkit.measure import fuzzing
+from lessonkit.measure import fingerprint, fuzzing, operator_rows
 
 import pytest
 import torch
@@ -178,6 +179,24 @@ def test_counts_add_up(monkeypatch):
     assert (count.cases, count.refused, count.wrong, count.crashes, count.false_alarms) == (13, 2, 1, 3, 0)
     assert replace(count, cases=0).key == count.key
     assert set(asdict(count)) >= {"versions", "commit", "seconds"}
+
+
+@needs_hypothesis
+def test_a_count_goes_on_in_another_commit_until_the_code_of_the_operator_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing.Worker, "ask", lambda self, case: fuzz.Outcome("right"))
+    counted = []
+    for commit, code in (("a", "one"), ("b", "one"), ("b", "two")):
+        monkeypatch.setattr(fuzzing, "_commit", lambda commit=commit: commit)
+        monkeypatch.setattr(fuzzing.operator_rows, "code", lambda operator, code=code: code)
+        fuzzing.run(["quantize"], ["cpu"], 6, 60, print, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl")
+        counted.append([(c.code, c.cases) for c in fuzzing.counts(tmp_path / "c.csv").values()])
+    assert counted == [[("one", 6)], [("one", 6)], [("one", 6), ("two", 6)]]
+
+
+def test_the_code_of_an_operator_reaches_its_kernels():
+    for name in fuzz.questions():
+        call = next(op.call for op in operator_rows.operators() if op.name == name)
+        assert any(".kernels." in each for each in fingerprint.reaches(ROOT, call.__module__, call.__name__)), name
 
 
 def test_without_hypothesis_the_command_names_the_extra(monkeypatch):

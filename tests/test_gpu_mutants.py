@@ -1,10 +1,14 @@
 """Mutants that one kind of GPU alone can judge: each in a process of its own, their verdicts kept and of today."""
 
+import json
+import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import lessonkit.__main__ as main
 from lessonkit.base.errors import Rejected
+from lessonkit.base.files import environment
 from lessonkit.judge import apart, check, mutants
 from lessonkit.lesson import Mutant, discover, kernels
 from lessonkit.measure import gpu_mutants, rows
@@ -39,6 +43,31 @@ def test_what_does_not_end_hangs(monkeypatch):
     apart.within(10, lambda: next(answers))()
     monkeypatch.setattr(apart, "LIMIT", 0.01)
     assert apart.judged(ADD, WRONG).caught_by == "hang", "nor may the process be stuck anywhere else"
+
+
+@OF_ONE_LESSON
+def test_a_call_that_does_not_return_to_the_host_hangs():
+    """A process of its own, since the verdict ends it. The call sleeps for longer than the test may take."""
+    code = (
+        "import time; from lessonkit.judge import apart, mutants; apart.CALL_PATIENCE = 0.1;"
+        "mutants.first_rejection = lambda *a: time.sleep(3600);"
+        f"apart.main({ADD!r}, {WRONG.why!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=600)
+    assert json.loads(done.stdout.splitlines()[-1])["caught_by"] == "hang", done.stderr
+
+
+@OF_ONE_LESSON
+def test_a_call_in_time_sets_the_watch_again():
+    late = threading.Event()
+    watch = apart.Watch(3600, late.set)
+    first = watch._timer
+    watch.again()
+    assert first.finished.is_set()
+    assert not watch._timer.finished.is_set()
+    watch.stop()
+    assert watch._timer.finished.is_set()
+    assert not late.is_set()
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,9 @@ def both(name):
     shipped, rung = import_module(ladder.shipped), import_module(ladder.rung)
 
     def operator(*args):
-        *tensors, causal, _window, scale = args
-        return getattr(shipped, ladder.function)(*tensors, causal, scale or tensors[1].shape[-1] ** -0.5)
+        *tensors, causal, window, scale = args
+        options = (causal, window) if name == "flash attention" else (causal,)  # its backward takes no window
+        return getattr(shipped, ladder.function)(*tensors, *options, scale or tensors[1].shape[-1] ** -0.5)
 
     return getattr(rung, ladder.rung.rpartition(".")[2]), operator
 

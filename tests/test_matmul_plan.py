@@ -16,7 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from course_ops.kernels import _matmul_hopper, _matmul_plan, matmul_stream_k_hopper
+from course_ops.kernels import _matmul_hopper, _matmul_plan, matmul_stream_k_hopper, matmul_tiles_hopper
 
 SIZES = st.integers(1, 40_000)
 SHAPES = {"M": SIZES, "N": SIZES, "K": SIZES, "a_aligned": st.booleans(), "b_aligned": st.booleans()}
@@ -46,6 +46,8 @@ def work_of(plan, M, N, K, sms):
 def test_every_step_of_every_tile_is_multiplied_once(M, N, K, a_aligned, b_aligned, sms):
     M, N = min(M, 9000), min(N, 9000)
     for plan in _matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms):
+        if plan.other:  # by matmul_tiles_hopper
+            continue
         found, tiles, steps = work_of(plan, M, N, K, sms)
         assert sorted(found) == list(range(tiles))
         for parts in found.values():
@@ -61,6 +63,8 @@ def test_a_cta_leaves_sums_of_one_tile_at_most_and_before_it_waits(M, N, K, a_al
     """So sums and flags have a place for each CTA, and no CTA waits for one that waits."""
     M, N = min(M, 9000), min(N, 9000)
     for plan in _matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms):
+        if plan.other:
+            continue
         found, _, _ = work_of(plan, M, N, K, sms)
         left = [cta for parts in found.values() for first, _, cta in parts if first]
         assert len(left) == len(set(left))
@@ -85,8 +89,9 @@ def test_the_best_plan_is_one_of_the_plans_and_aligned_rows_cost_no_more(M, N, K
     plans = list(_matmul_plan.plans(M, N, K, a_aligned, b_aligned, sms))
     best = _matmul_plan.best_plan(M, N, K, a_aligned, b_aligned, sms)
     assert best in plans
-    assert best.cycles == min(plan.cycles for plan in plans)
-    assert _matmul_plan.best_plan(M, N, K, True, True, sms).cycles <= best.cycles
+    assert _matmul_plan.LEAD * best.cycles <= min(plan.cycles for plan in plans)
+    assert best.other or best.cycles == min(plan.cycles for plan in plans if not plan.other)
+    assert _matmul_plan.LEAD * _matmul_plan.best_plan(M, N, K, True, True, sms).cycles <= best.cycles
     whole = _matmul_plan.best_plan(M, N, K, a_aligned, b_aligned, sms, whole_tiles_of=128)
     assert (whole.block_m, whole.shared_tiles) == (128, 0)
     # No plan multiplies faster than all SMs do without a pause.
@@ -108,8 +113,10 @@ def test_groups_hold_every_tile_once_and_are_about_equally_high(tiles_m, tiles_n
     ("shape", "aligned", "expected"),
     [
         ((4992, 4992, 4992), True, "six full waves of 128 x 256: whole tiles"),
-        ((5120, 5120, 5120), True, "a seventh wave with 8 tiles: steps dealt out"),
-        ((5000, 5000, 5000), False, "rows that no sector begins: tiles of 192 rows"),
+        ((8192, 14336, 4096), True, "a 28th wave with 20 tiles: steps dealt out"),
+        ((4097, 3072, 24576), True, "a last row of tiles, where 22 rows of 192 fit: tiles of 192 rows"),
+        ((1000, 4608, 3584), True, "144 tiles of 128 x 256, and 128 of another width"),
+        ((768, 3072, 32768), True, "72 tiles of 128 x 256, and 120 of another width"),
     ],
 )
 def test_what_the_plan_is_for(shape, aligned, expected):
@@ -120,6 +127,10 @@ def test_what_the_plan_is_for(shape, aligned, expected):
         assert plan.shared_tiles > 132
     if "192" in expected:
         assert plan.block_m == 192
+    if "another width" in expected:
+        tiles = math.ceil(shape[0] / plan.block_m) * math.ceil(shape[1] / plan.block_n)
+        assert plan.other
+        assert str(tiles) in expected or tiles <= 132
 
 
 def test_rows_that_begin_at_sectors_are_seen_whichever_way_a_matrix_lies():
@@ -187,6 +198,61 @@ def test_a_mistake_in_it_is_found(monkeypatch, function, old, new, says):
         wrong(*operands(390, 1032, 520, ""), _matmul_plan.Plan(192, 256, 7, 0.0))
 
 
+# Of two parts, with one panel in the second or two; 128 rows for each consumer; fewer programs than tiles.
+PARTS = (
+    ((200, 520, 328), "", (128, 160)),
+    ((200, 520, 136), "b", (128, 288)),
+    ((392, 1032, 200), "a", (128, 320)),
+    ((392, 520, 136), "ab", (256, 192)),
+    ((520, 200, 72), "", (256, 160)),
+    ((130, 264, 72), "b", (128, 64)),
+)
+
+
+def by_parts(of, shape, transposed, tile, epilogue=False):
+    """(C, z) by a kernel of matmul_tiles_hopper, and in fp32; rows of C and z are longer than used."""
+    a, b = operands(*shape, transposed)
+    M, N, K = shape
+    c, z = (torch.full((M, N + 8), math.nan).bfloat16()[:, :N] for _ in "cz")
+    bias = torch.randn(N).bfloat16() if epilogue else None
+    b = (b / math.sqrt(K)).bfloat16().t().contiguous().t() if "b" in transposed else (b / math.sqrt(K)).bfloat16()
+    of(a, b, _matmul_plan.Plan(*tile, 0, 0.0), c, bias, epilogue, z if epilogue else None)
+    exact = a.float() @ b.float() + (bias.float() if epilogue else 0)
+    return c, z, exact
+
+
+@emulated_here
+@pytest.mark.parametrize("epilogue", [False, True])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.night) for seed in range(1, 6))])
+@pytest.mark.parametrize(("shape", "transposed", "tile"), PARTS)
+def test_tiles_of_two_parts_are_right_in_every_order(monkeypatch, shape, transposed, tile, seed, epilogue):
+    monkeypatch.setattr(matmul_tiles_hopper, "num_sms", lambda _: 3)
+    monkeypatch.setattr(emulated, "SEED", seed)
+    c, z, exact = by_parts(matmul_tiles_hopper.by_plan, shape, transposed, tile, epilogue)
+    if epilogue:
+        torch.testing.assert_close(z.float(), exact, rtol=2**-8, atol=2**-9)
+        exact = torch.nn.functional.gelu(exact, approximate="tanh")
+    torch.testing.assert_close(c.float(), exact, rtol=2**-8, atol=2**-9)
+
+
+@emulated_here
+@pytest.mark.parametrize(
+    ("function", "old", "new", "says"),
+    [
+        ("producer", "parity ^ 1", "parity", "wait for each other"),
+        ("consumer", "warpgroup_mma_wait(2,", "warpgroup_mma_wait(3,", "this is over: a wgmma of"),
+        ("store_panel", "fence_async_shared()", "pass", "no fence_async_shared after this"),
+        ("store_panel", "tma.store_wait(1)", "pass", "this is over: TMA reads"),
+        ("consumer", "tma.store_wait(0)  # of", "tma.store_wait(1)  # of", "this is over: TMA reads"),
+    ],
+)
+def test_a_mistake_in_tiles_of_two_parts_is_found(monkeypatch, function, old, new, says):
+    wrong = mutants.build(matmul_tiles_hopper.__name__, Mutant("wrong", function, old, new, "by_plan"))
+    monkeypatch.setitem(wrong.__globals__, "num_sms", lambda _: 2)
+    with pytest.raises(Fault, match=says):
+        by_parts(wrong, (390, 800, 520), "", (128, 160))
+
+
 # ---- What the compiler makes of it ---------------------------------------------------------------------------------
 
 
@@ -203,6 +269,35 @@ def compiled_plans(transposed):
                 kernel = compiled.inspect("", each, 90)
                 found.append([kernel.registers * 32 * kernel.warps, kernel.shared, sass.serialized(kernel)])
     return found
+
+
+def compiled_parts(transposed):
+    """As compiled_plans, of every tile of matmul_tiles_hopper, with and without the epilogue, and spills."""
+    a, b = (torch.empty(5000, 5000, dtype=torch.bfloat16, device="meta") for _ in "ab")
+    a, b = a.t() if "a" in transposed else a, b.t() if "b" in transposed else b
+    c, bias = a.new_empty(5000, 5000), a.new_empty(5000)
+    found = []
+    with compiled.compiling(90) as made:
+        for tile in _matmul_plan.OTHER_TILES:
+            for epilogue in ((None, False, None), (bias, True, torch.empty_like(c))):
+                if epilogue[1] and tile in _matmul_plan.NO_EPILOGUE:
+                    continue
+                made.clear()
+                matmul_tiles_hopper.by_plan(a, b, _matmul_plan.Plan(*tile, 0, 0.0), c, *epilogue)
+                for each in made.values():
+                    kernel = compiled.inspect("", each, 90)
+                    found.append([kernel.spills, kernel.shared, sass.serialized(kernel)])
+    return found
+
+
+@pytest.mark.parametrize("transposed", ["b", pytest.param("a", marks=pytest.mark.night)])
+def test_every_tile_of_two_parts_fits_on_an_sm_and_its_mmas_overlap(transposed):
+    found = call_in_compiler("tests.test_matmul_plan", "compiled_parts", transposed)
+    assert len(found) == 2 * len(_matmul_plan.OTHER_TILES) - 1
+    for spills, shared, serialized in found:
+        assert spills == 0
+        assert shared <= 232448
+        assert not serialized
 
 
 @pytest.mark.parametrize("transposed", ["", pytest.param("ab", marks=pytest.mark.night)])

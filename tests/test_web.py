@@ -11,12 +11,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from lessonkit.base.files import ROOT
+from lessonkit.exercise import progress, source
 from lessonkit.lesson import discover, names
 from lessonkit.measure import rows
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import predictions
-from lessonkit.web import charts, exercises, lessons, places, prose, site
-from lessonkit.web.serve import Server
+from lessonkit.web import charts, exercises, grader, lessons, places, prose, site
+from lessonkit.web.serve import EXERCISE, TOKEN, Server
 
 import pytest
 
@@ -238,12 +239,13 @@ def server(tmp_path):
         server.shutdown()
 
 
-def ask(server, path, method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+def ask(server, path, method="GET", body=b"", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=300)
     connection.putrequest(method, path, skip_host=True)
     for name, value in ({"Host": f"127.0.0.1:{server.server_port}"} | headers).items():
         connection.putheader(name, value)
     connection.endheaders()
+    connection.send(body)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
 
@@ -272,5 +274,142 @@ def test_pages_of_other_sites_are_refused(server, headers):
     assert ask(server, "/", **headers)[0] in (403, 421)
 
 
-def test_nothing_but_reading_is_served(server):
-    assert ask(server, "/", "POST")[0] == 501
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS"])
+def test_nothing_but_pages_and_answers_is_served(server, method):
+    assert ask(server, "/", method)[0] == 501
+
+
+# ---- Answers that the server runs ----
+
+MUL = source.find("day2_triton_basics.exercise01_mul")[0]
+
+
+def test_a_page_has_the_token_that_answers_need(server, tmp_path):
+    (tmp_path / "book" / "page.html").write_text("<html><head></head></html>")
+    assert f'content="{server.token}"' in ask(server, "/page.html")[1]
+    with Server(tmp_path) as other:
+        assert other.token != server.token
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (403, {TOKEN: None}),
+        (403, {TOKEN: ""}),
+        (403, {TOKEN: "guessed"}),
+        (403, {TOKEN: "\xff"}),
+        (403, {"Origin": "http://example.org"}),
+        (403, {"Origin": "null"}),
+        (421, {"Host": "example.org"}),
+        (415, {"Content-Type": "text/plain"}),  # a form of another site could send that without asking first
+        (415, {"Content-Type": "application/x-www-form-urlencoded"}),
+        (411, {"Content-Length": None}),
+        (411, {"Content-Length": "-1"}),
+        (413, {"Content-Length": str(2**30)}),
+        (400, {"request": b"{"}),
+        (400, {"request": b"[]"}),
+        (400, {"request": b"\xff"}),
+        (404, {"path": "/api/other"}),
+        (404, {"path": "/../api/exercise"}),
+    ],
+)
+def test_answers_of_others_are_not_run(server, status, headers, monkeypatch):
+    monkeypatch.setattr(server.grader, "ask", lambda request: pytest.fail("it reached the grader"))
+    headers = dict(headers)
+    request, path = headers.pop("request", {"do": "open", "exercise": MUL.name}), headers.pop("path", EXERCISE)
+    body = request if isinstance(request, bytes) else json.dumps(request).encode()
+    usual = {"Content-Type": "application/json", "Content-Length": str(len(body)), TOKEN: server.token}
+    given = {name: value for name, value in (usual | headers).items() if value is not None}
+    assert ask(server, path, "POST", body, **given)[0] == status
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """Asks a server's grader as a page does; one for all tests, since it begins by importing PyTorch."""
+    folder = tmp_path_factory.mktemp("served")
+    with pytest.MonkeyPatch.context() as patch, Server(folder) as server:
+        patch.setenv("COURSE_ANSWERS", str(folder / "answers"))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def asked(do, **fields):
+            body = json.dumps({"do": do, "exercise": MUL.name} | fields).encode()
+            headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), TOKEN: server.token}
+            status, text = ask(server, EXERCISE, "POST", body, **headers)
+            assert status == 200, text
+            return json.loads(text)
+
+        yield asked
+        server.shutdown()
+
+
+@pytest.mark.kept("*/exercises/*")
+def test_an_exercise_is_failed_hinted_and_passed_and_the_terminal_knows(desk):
+    begun = desk("open")
+    assert (begun["answer"], begun["checks"], begun["hints"], begun["passed"]) == (MUL.stub, 0, [], "")
+    assert not progress.answer_file(MUL).exists(), "to look at a page begins nothing"
+
+    failed = desk(
+        "check", answer=MUL.stub.replace("import torch\n", "import torch\n\nprint('printed')\n"), seen=MUL.stub
+    )
+    assert not failed["right"]
+    assert [kind for kind, _ in failed["lines"]][-1] == "help", "the TODO that is as it was"
+    assert failed["printed"].startswith("printed")
+    assert "print" in progress.answer_file(MUL).read_text()
+
+    hinted = desk("hint", language="zh")
+    assert hinted["hints"][0].startswith("提示 1")
+
+    elsewhere = desk("check", answer=MUL.solution, seen=MUL.stub)
+    assert elsewhere == {"changed": failed["answer"]}, "another editor's text is not overwritten"
+
+    passed = desk("check", answer=MUL.solution, seen=failed["answer"])
+    assert passed["right"]
+    assert passed["solution"]
+    record = progress.of(MUL)
+    assert (record.checks, record.hints, record.passed) == (2, 1, progress.today())
+    assert desk("list") == {"passed": {MUL.name: record.passed}}
+
+    assert desk("reset")["answer"] == MUL.stub
+    assert progress.of(MUL).passed == ""
+    progress.save({})
+
+
+@pytest.mark.parametrize(
+    ("harm", "caught_by"),
+    [
+        ("import os\nwhile True: os.fork()\n", "processes"),
+        ("kept = [bytearray(2**28) for _ in range(64)]\n", "memory"),
+        ("import os\nos.abort()\n", "crash"),
+    ],
+)
+@pytest.mark.kept("*/exercises/*")
+def test_an_answer_that_forks_or_fills_memory_is_refused(desk, harm, caught_by):
+    before = desk("open")
+    answer = desk("check", answer=harm + MUL.solution, seen=before["answer"])
+    assert not answer["right"]
+    assert any(kind == "why" and text.startswith(f"{caught_by}:") for kind, text in answer["lines"])
+    assert desk("open")["checks"] == before["checks"] + 1, "the grader goes on"
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "../../etc/passwd", f"../{MUL.name}", "day2_triton_basics", None, 3])
+def test_only_exercises_have_files(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path / "answers"))
+    with (tmp_path / "printed").open("w+b") as printed:
+        assert set(grader.answer({"do": "check", "exercise": name, "answer": "x", "seen": "x"}, printed)) == {"error"}
+    assert not (tmp_path / "answers").exists()
+
+
+def test_one_answer_is_graded_at_a_time(server, monkeypatch):
+    monkeypatch.setattr(grader, "WAIT", 0.1)
+    server.grader._lock.acquire()
+    body = b"{}"
+    headers = {"Content-Type": "application/json", "Content-Length": "2", TOKEN: server.token}
+    assert ask(server, EXERCISE, "POST", body, **headers)[0] == 409
+
+
+def test_a_grader_that_has_ended_is_begun_again(server):
+    first = server.grader.begin()
+    first.kill()
+    first.wait()
+    assert server.grader.ask({"do": "open", "exercise": "none"})["error"]
+    server.grader.begin().kill()

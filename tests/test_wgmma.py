@@ -82,18 +82,20 @@ def _attention(D: int) -> Iterator[tuple[Any, ...]]:
 
     for name, qkv, causal, window in _heads(D):
         yield f"portable {name}", attention_forward.attention_forward, *Call(*qkv, causal, window, 0.1)
-        if attention_forward_hopper.takes(*qkv, window):
-            yield f"hopper {name}", attention_forward_hopper.attention_forward, *qkv, causal, 0.1
+        if attention_forward_hopper.takes(*qkv):
+            yield f"hopper {name}", attention_forward_hopper.attention_forward, *Call(*qkv, causal, window, 0.1)
 
 
 def _attention_backward(D: int) -> Iterator[tuple[Any, ...]]:
-    from course_ops.kernels import attention_backward, attention_backward_hopper
+    from course_ops.kernels import attention_backward, attention_backward_hopper, attention_backward_wide_hopper
 
     for name, (q, k, v), causal, window in _heads(D):
         given = q, q, k, v, q, _of(*q.shape[:3], dtype=torch.float32)
         yield f"portable {name}", attention_backward.attention_backward, *given, causal, window, 0.1
-        if attention_backward_hopper.takes(q, q, k, v, window):
-            yield f"hopper {name}", attention_backward_hopper.attention_backward, *given, causal, 0.1
+        if attention_backward_hopper.takes(q, q, k, v):
+            yield f"hopper {name}", attention_backward_hopper.attention_backward, *given, causal, 0.1, window
+        if attention_backward_wide_hopper.takes(q, q, k, v):
+            yield f"wide {name}", attention_backward_wide_hopper.attention_backward, *given, causal, window, 0.1
 
 
 def _matmul() -> Iterator[tuple[Any, ...]]:

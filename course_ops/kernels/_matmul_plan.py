@@ -16,7 +16,7 @@ in the mean than the better of two tiles by waves alone. The model ranks plans; 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,6 +25,9 @@ from torch import Tensor
 STEP = 64  # elements of K in a block: 128 bytes, the widest swizzle
 SECTOR = 32  # bytes of L2 that are read together
 TILES = ((128, 256), (192, 256), (128, 128), (192, 128))  # 64 rows for each consumer warpgroup
+# Of matmul_tiles_hopper, always whole: two consumers, and a width that may have two parts.
+OTHER_TILES = ((128, 64), (128, 96), (128, 160), (128, 192), (128, 288), (128, 320), (256, 128), (256, 160), (256, 192))
+NO_EPILOGUE = ((192, 256), (192, 128), (256, 192))  # three consumers, or as many sums as registers
 
 MMA = 2048 * 0.95  # multiply-adds a cycle that an SM sustains
 HANDOVER, OWN_LOADS = 40, 60  # cycles to hand over a stage; and to load it, where a consumer does
@@ -32,7 +35,14 @@ ROW, SHIFTED_ROW = 2.27, 3.84  # cycles to copy a row of a block that begins at 
 ENDS, STORE = 500, 64  # cycles in which a tile multiplies nothing; bytes of C a cycle
 MEETING, SUMS = 1500, 24  # cycles to wait for another CTA; bytes of fp32 sums a cycle, each way
 DRIFT = 0.001  # of the copies, for each step of a tile: what CTAs that drift apart do not find in L2
+LEAD = 0.97  # of the cycles of a tile in TILES, for which the constants are fitted: what another has to beat
 APART = 0.007  # of a shared step's copies, for each step of a tile: what CTAs apart along K do not find in L2
+
+
+def parts_of(block_n: int) -> tuple[int, int]:
+    """A tile's columns as those of its left and its right part: powers of two, the right one 0, 32 or 64."""
+    left = 2 ** (block_n.bit_length() - 1)
+    return left, block_n - left
 
 
 class Plan(NamedTuple):
@@ -43,18 +53,31 @@ class Plan(NamedTuple):
     shared_tiles: int
     cycles: float
 
+    @property
+    def other(self) -> bool:
+        """Whether matmul_tiles_hopper alone has this tile."""
+        return (self.block_m, self.block_n) not in TILES
+
+
+def mma_cycles(block_m: int, block_n: int) -> float:
+    """Cycles of a step's MMAs. One of 64 x n x 16 takes n / 2, or the time to read 2 KB and 32 n bytes, 128 a cycle."""
+    cycles = sum(max(n / 2, 16 + n / 4) for n in parts_of(block_n) if n)
+    return block_m / 64 * STEP / 16 * cycles * 2048 / MMA
+
 
 def plans(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> Iterator[Plan]:
     """Every plan for C [M, N] with its estimated cycles. a_aligned, b_aligned: rows begin at sectors."""
     steps = math.ceil(K / STEP)
-    for block_m, block_n in TILES:
+    for block_m, block_n in TILES + OTHER_TILES:
         tiles = math.ceil(M / block_m) * math.ceil(N / block_n)
         copies = block_m * (ROW if a_aligned else SHIFTED_ROW) + block_n * (ROW if b_aligned else SHIFTED_ROW)
         copies *= 1 + DRIFT * steps
-        step = HANDOVER + OWN_LOADS * (block_m == 192) + max(block_m * block_n * STEP / MMA, copies)
+        step = HANDOVER + OWN_LOADS * (block_m == 192) + max(mma_cycles(block_m, block_n), copies)
         ends = ENDS + 2 * block_m * block_n / STORE
         waves = math.ceil(tiles / sms)
         yield Plan(block_m, block_n, 0, waves * (steps * step + ends))
+        if (block_m, block_n) in OTHER_TILES:
+            continue
         # Less than half a wave: the split-K kernel divides the tiles. At most eight steps a CTA: nothing to divide.
         shared_tiles = tiles if tiles < sms else tiles % sms + sms
         if 2 * tiles >= sms and tiles % sms and shared_tiles * steps >= 8 * sms:
@@ -66,11 +89,39 @@ def plans(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) ->
 
 @lru_cache(maxsize=4096)  # the host's time of a call is part of it
 def best_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int, whole_tiles_of: int = 0) -> Plan:
-    """The plan of the fewest estimated cycles. whole_tiles_of: of whole tiles with that many rows, if given."""
-    choices = plans(M, N, K, a_aligned, b_aligned, sms)
+    """The plan of the fewest estimated cycles. whole_tiles_of: of whole tiles in TILES with that many rows."""
+    choices = list(plans(M, N, K, a_aligned, b_aligned, sms))
+    fitted = [each for each in choices if not each.other]
     if whole_tiles_of:
-        choices = (each for each in choices if each.block_m == whole_tiles_of and not each.shared_tiles)
+        return fastest(each for each in fitted if each.block_m == whole_tiles_of and not each.shared_tiles)
+    best, of_fitted = fastest(choices), fastest(fitted)
+    return best if best.cycles < LEAD * of_fitted.cycles else of_fitted
+
+
+def fastest(choices: Iterable[Plan]) -> Plan:
     return min(choices, key=lambda each: each.cycles)
+
+
+@lru_cache(maxsize=4096)
+def best_epilogue_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> Plan:
+    """The best of matmul_tiles_hopper that has registers for an epilogue: whole tiles for two consumers."""
+    choices = plans(M, N, K, a_aligned, b_aligned, sms)
+    return fastest(each for each in choices if not each.shared_tiles and each[:2] not in NO_EPILOGUE)
+
+
+@lru_cache(maxsize=4096)
+def cycles_of(tile: tuple[int, int], M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> float:
+    """Estimated cycles of whole tiles of a given size."""
+    return next(each.cycles for each in plans(M, N, K, a_aligned, b_aligned, sms) if each[:3] == (*tile, 0))
+
+
+@lru_cache(maxsize=4096)
+def plan_pays(block_n: int, splits: int, M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> bool:
+    """Whether the best plan beats one wave of tiles of 128 x block_n. Not if the wave splits K, or has few steps."""
+    if splits > 1 or K < 8 * STEP:
+        return False
+    shape = M, N, K, a_aligned, b_aligned, sms
+    return best_plan(*shape).cycles < LEAD * cycles_of((128, block_n), *shape)
 
 
 def aligned_rows(t: Tensor) -> bool:

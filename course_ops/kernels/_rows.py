@@ -3,8 +3,9 @@
 A kernel has one of these shapes, and each operator lists which of them it takes for which rows:
 
     packed      a program owns one row, or several short ones, and holds them in registers: read once
+    chunks      a row of one program as a list of tensors, where a single one, a power of two, would have idle lanes
     split       a row is split by columns over PARTS programs, which exchange partial statistics: read once
-    persistent  a program walks over many rows and keeps sums over rows (dw, db) in registers
+    walk        a program walks over many rows and keeps sums over rows (dw, db) in registers
     group       both: PARTS programs walk together, each over its own columns of every row
     two-pass    a program walks along a row of any length, twice
 
@@ -55,6 +56,11 @@ class Rows:
         """Columns of a program that holds a whole row."""
         return triton.next_power_of_2(max(self.N, 1))
 
+    @property
+    def ragged(self) -> bool:
+        """Whether more than an eighth of that program's lanes would idle."""
+        return 7 * self.block > 8 * self.N
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -103,20 +109,23 @@ def split(rows: Rows, *, part_bytes: int, most_parts: int, warp_bytes: int) -> S
 
 
 @dataclass(frozen=True)
-class Group:
-    """Programs that walk over rows together: `parts` of `width` columns each, in `groups` groups."""
+class Chunks:
+    """A row as `count` tensors of `block` columns, 16 bytes a thread each: 2560 columns are five of 512, not 4096."""
 
-    parts: int
-    width: int
-    groups: int
+    warps: int
+    count: int
+    block: int
 
 
-def group(rows: Rows, block: int, programs_per_sm: int) -> Group:
-    """At most `block` columns a program, and as many groups as run at once."""
-    parts = triton.cdiv(rows.N, block)
-    width = triton.cdiv(triton.cdiv(rows.N, parts), 16) * 16  # equal shares that begin at whole 16-byte words
-    parts = triton.cdiv(rows.N, width)
-    return Group(parts, width, max(1, min(rows.M, programs_per_sm * rows.sms // parts)))
+def in_chunks(N: int, itemsize: int) -> Chunks:
+    """The fewest idle lanes, to a sixteenth of the row; then about 64 bytes a thread, which are under way at once."""
+    found = []
+    for warps in (1, 2, 4, 8, 16):
+        block = 512 * warps // itemsize
+        count = max(1, triton.cdiv(N, block))
+        if count <= 9 or warps == 16:
+            found.append(Chunks(warps, count, block))
+    return min(found, key=lambda c: (round(16 * c.count * c.block / max(N, 1)), abs(c.count - 4)))
 
 
 def common_multiple_of(N: int, *strides: int) -> int:
@@ -147,6 +156,16 @@ def opaque(x):
         return x
     else:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def widen(x, sixteen):
+    # opaque in arithmetic: the compiler cannot see that a shift by an argument is .to(tl.float32). It may not move
+    # opaque's instruction, so with many chunks it would keep the w and b of all of them as well.
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << sixteen).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -187,6 +206,68 @@ def wait(words, ptrs, mask, other):
     while any_empty(words):
         words = look(ptrs, mask, other)
     return words
+
+
+@triton.jit
+def settled(words, ptrs):
+    """`words`, 64 bits each, loaded again from their ptrs until none of them is -1.
+
+    A loop in PTX and not in Triton, whose compiler loads nothing ahead in a loop that holds another one. Each thread
+    waits for its own words; words that several warps hold are equal then, as each is written once. Interpreted,
+    nothing waits.
+    """
+    if _INTERPRETED:
+        return words
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred there;
+                mov.b64 $0, $1;
+            AGAIN:
+                setp.ne.s64 there, $0, -1;
+                @there bra THERE;
+                ld.relaxed.gpu.global.b64 $0, [$2];
+                bra AGAIN;
+            THERE:
+            }
+            """,
+            "=l,l,l",
+            [words, ptrs],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def pack_columns(x, PACK: tl.constexpr):
+    """16-bit x as half as many 32-bit words, in which a row waits from one turn of a loop to the next.
+
+    Between turns the compiler would give each element a register of its own. Without PACK, and of 32 bits, x itself:
+    neighbours that lie in different threads are dear to pack.
+    """
+    if PACK and x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32)
+        low, high = tl.split(tl.reshape(bits, [x.shape[0] // 2, 2]))
+        return low | (high << 16)
+    else:
+        return x
+
+
+@triton.jit
+def unpack_columns(x, dtype: tl.constexpr):
+    """What pack_columns was given, in fp32."""
+    if x.dtype != tl.uint32:
+        return x.to(tl.float32)
+    else:
+        if dtype == tl.bfloat16:
+            low = (x << 16).to(tl.float32, bitcast=True)
+            high = (x & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            low = x.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+            high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        return tl.reshape(tl.join(low, high), [2 * x.shape[0]])
 
 
 @triton.jit

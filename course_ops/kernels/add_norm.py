@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from course_ops.kernels._norm_backward import norm_backward_group, norm_backward_walk, partial_sums, sum_partials
 from course_ops.kernels._rows import Rows, common_multiple_of, multiple
-from course_ops.kernels.layer_norm import normalize, partial_sums, row_sums, sum_partials
+from course_ops.kernels.layer_norm import layer_norm_chunks, layer_norm_split, normalize, row_sums
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def add_norm_kernel(
 
 
 def add_norm_packed(x, residual, w, b, eps):
-    """x, residual [M, N], w and b [N] -> y as x, residual + x as residual, mean and rstd [M] in fp32; N <= 16384."""
+    """x, residual [M, N], w and b [N] -> y as x, residual + x as residual, mean and rstd [M] in fp32; N <= 8192."""
     rows = Rows.of(x)
     total, y = (torch.empty(x.shape, dtype=t.dtype, device=x.device) for t in (residual, x))
     mean, rstd = (torch.empty(rows.M, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -50,6 +51,18 @@ def add_norm_packed(x, residual, w, b, eps):
         )  # fmt: skip
     elif rows.M:
         mean.fill_(torch.nan), rstd.fill_(torch.nan)  # the mean of nothing
+    return y, total, mean, rstd
+
+
+def add_norm_chunks(x, residual, w, b, eps):
+    """As add_norm_packed: a row is a list of chunks of a program's threads. N <= 16384."""
+    y, mean, rstd, total = layer_norm_chunks(x, w, b, eps, residual)
+    return y, total, mean, rstd
+
+
+def add_norm_split(x, residual, w, b, eps):
+    """As add_norm_packed, a row shared by programs that all run at once."""
+    y, mean, rstd, total = layer_norm_split(x, w, b, eps, residual)
     return y, total, mean, rstd
 
 
@@ -91,7 +104,7 @@ def add_norm_backward_kernel(
 
 
 def add_norm_backward_packed(dy, dtotal, total, w, mean, rstd, bias):
-    """dy as x, dtotal and total as residual, all [M, N] -> dx, dresidual, dw, db (None without bias); N <= 8192."""
+    """dy as x, dtotal and total as residual, all [M, N] -> dx, dresidual, dw, db (None without bias); N <= 2048."""
     rows = Rows.of(total)
     dx, dresidual = (torch.empty(total.shape, dtype=t.dtype, device=total.device) for t in (dy, total))
     dw, db = (torch.zeros_like(w) if rows.M == 0 else torch.empty_like(w) for _ in range(2))
@@ -99,16 +112,24 @@ def add_norm_backward_packed(dy, dtotal, total, w, mean, rstd, bias):
     if dx.numel():
         tile = max(1, 1024 // rows.block)
         # 8 elements a thread: dw and db are 16 of its registers, and 96 in all leave room for 20 warps on an SM.
-        warps = min(16, tile * rows.block // 256)
-        programs = min(triton.cdiv(rows.M, tile), rows.sms * max(1, 20 // warps))
-        # Tiles on their way to shared memory: three of a wide row would be more than an SM has.
-        tile_bytes = max(1024, rows.block) * sum(t.element_size() for t in (dtotal, dy, total))
+        warps = tile * rows.block // 256
+        programs = min(triton.cdiv(rows.M, tile), rows.sms * (20 // warps))
         partial_dw, partial_db = partial_sums(programs, total, bias)
         add_norm_backward_kernel[(programs,)](
             dtotal, dy, total, w, mean, rstd, dresidual, dx, partial_dw, partial_db, rows.M, rows.N,
-            dtotal.stride(0), dy.stride(0), total.stride(0), tile, rows.block, max(1, min(3, 98304 // tile_bytes)),
+            dtotal.stride(0), dy.stride(0), total.stride(0), tile, rows.block, 3,
             common_multiple_of(rows.N, dtotal.stride(0), dy.stride(0), total.stride(0)),
-            num_warps=warps, maxnreg=96 if warps < 16 else 128,
+            num_warps=warps, maxnreg=96,
         )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
     return dx, dresidual, dw, db
+
+
+def add_norm_backward_walk(dy, dtotal, total, w, mean, rstd, bias):
+    """As add_norm_backward_packed, up to 8192 columns: a list of chunks has few idle lanes."""
+    return norm_backward_walk(dy, total, w, mean, rstd, bias, dtotal)
+
+
+def add_norm_backward_group(dy, dtotal, total, w, mean, rstd, bias):
+    """As add_norm_backward_packed for rows of any length, in one launch where all parts of a row run at once."""
+    return norm_backward_group(dy, total, w, mean, rstd, bias, dtotal)

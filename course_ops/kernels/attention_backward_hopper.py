@@ -1,4 +1,4 @@
-"""Attention, backward, for Hopper: five matmuls, dQ added up by TMA (16 bits, D up to 128).
+"""Attention, backward, for Hopper: five matmuls, dQ added up by TMA (16 bits, D up to 128, windows).
 
 After FlashAttention-3 (Shah et al. 2024, section 3). A CTA owns a tile of 128 keys of one head of K and V. Two consumer
 warpgroups keep dK and dV in registers, of 64 keys each. The CTA loops over the blocks of queries that see the tile, of
@@ -54,8 +54,8 @@ KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO in the ring
 
 
 # A row's two values, negative because they are added: lse, in units of what it is added to, and delta = rowsum(dO * O).
-# A row that sees no key, or is past the last one, gets -1e30, so that its P are 0. This kernel and finish_kernel go
-# from the last head to the first: what was written last is still in L2.
+# A row that sees no key, or is past the last one, gets -1e30, so that its P are 0. sum_ptr may be None. This kernel
+# and finish_kernel go from the last head to the first: what was written last is still in L2.
 @triton.jit
 def prepare_kernel(
     out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D] twice, [B, H, S_q]; [B H, rows] twice, dQ's
@@ -70,10 +70,11 @@ def prepare_kernel(
     lse = tl.load(lse_ptr + head * S_q + at, mask=at < S_q, other=float("-inf"))
     tl.store(starts_ptr + head * rows + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
     tl.store(deltas_ptr + head * rows + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
-    tl.store(
-        sum_ptr + (head * rows + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
-        tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
-    )
+    if sum_ptr is not None:
+        tl.store(
+            sum_ptr + (head * rows + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
+            tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
+        )
 
 
 # dQ's sum lies in parts of 64 x 64, each in the order of a warpgroup's registers, so that adding is contiguous: warp
@@ -103,6 +104,7 @@ class Problem:
     heads_at_once: gl.tensor
     S_q: gl.tensor
     S_k: gl.tensor
+    window: gl.tensor | gl.constexpr  # None, or how many keys a query sees
     CAUSAL: gl.constexpr
 
     @gluon.jit
@@ -112,7 +114,7 @@ class Problem:
     @gluon.jit
     def tile(self, index, ROWS: gl.constexpr, KEYS: gl.constexpr):
         """Of the index-th tile: batch, head, the first of its 2 * KEYS keys; of the blocks of queries the first that
-        sees one of these, the first that needs no mask, and the end."""
+        sees one of these, the first that needs no mask, the next one that does, and the end."""
         blocks = (self.S_q + ROWS - 1) // ROWS
         if self.CAUSAL:
             head, rank = tile_order(index, self.tiles, self.all_heads, self.heads_at_once)
@@ -122,13 +124,26 @@ class Problem:
         else:
             head, key, begin = index // self.tiles, index % self.tiles * 2 * KEYS, 0
             whole = blocks if key + 2 * KEYS > self.S_k else 0
-        return head // self.H_kv, head % self.H_kv, key, begin, whole, blocks
+        last, end = blocks, blocks
+        if self.window is not None:  # a tile that no query sees has a step, too
+            ahead = key + self.S_q - self.S_k + self.window
+            end = min(blocks, max(begin + 1, (max(0, ahead + 2 * KEYS - 1) + ROWS - 1) // ROWS))
+            whole, last = min(whole, end), self.first_past(key, end, ROWS)
+        return head // self.H_kv, head % self.H_kv, key, begin, whole, last, end
 
     @gluon.jit
-    def own_blocks(self, key, blocks, ROWS: gl.constexpr, KEYS: gl.constexpr):
-        """Of a warpgroup's own KEYS keys: the first block that sees one of them, and the first that needs no mask."""
-        ahead = key + self.S_q - self.S_k
-        return min(blocks, max(0, ahead) // ROWS), min(blocks, (max(0, ahead + KEYS - 1) + ROWS - 1) // ROWS)
+    def own_blocks(self, key, end, ROWS: gl.constexpr, KEYS: gl.constexpr):
+        """Of a warpgroup's own KEYS keys: the first block that sees one of them, the first that needs no mask, and the
+        next one that does."""
+        ahead, last = key + self.S_q - self.S_k, end
+        if self.window is not None:
+            last = self.first_past(key, end, ROWS)
+        return min(end, max(0, ahead) // ROWS), min(end, (max(0, ahead + KEYS - 1) + ROWS - 1) // ROWS), last
+
+    @gluon.jit
+    def first_past(self, key, end, ROWS: gl.constexpr):
+        """The first block with a query whose window begins after `key`."""
+        return min(end, max(0, key + self.S_q - self.S_k + self.window) // ROWS)
 
 
 @aggregate
@@ -202,11 +217,11 @@ def producer_partition(args, descs):
     before = 0, 0, 0
     while index < args.problem.num_tiles():
         args.scheduler.publish(index, count)
-        batch, head_kv, key, begin, _whole, blocks = args.problem.tile(index, ROWS, KEYS)
+        batch, head_kv, key, begin, _whole, _last, end = args.problem.tile(index, ROWS, KEYS)
         first = step
         for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
             line = batch * args.problem.H_kv * GROUP + head
-            for block in range(begin, blocks):
+            for block in range(begin, end):
                 stage, parity = ring_slot(step, args.q_full.shape[0])
                 mbarrier.wait(args.empty.index(stage), parity ^ 1)
                 q.load(stage, batch, head, line, block * ROWS)
@@ -308,6 +323,8 @@ def probabilities(s, starts, key, row, args, MASKED: gl.constexpr):
         if args.problem.CAUSAL:  # this includes the tail: a query that sees keys past S_k is past S_q
             rows = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
             p = gl.where(keys <= rows + (row + S_k - S_q - key), p, 0.0)
+            if args.problem.window is not None:
+                p = gl.where(keys > rows + (row + S_k - S_q - key - args.problem.window), p, 0.0)
         else:
             p = gl.where(keys < S_k - key, p, 0.0)
     return p
@@ -323,6 +340,7 @@ class ConsumerTile:
     end: gl.tensor  # the step after its last one
     key: gl.tensor  # the first key
     begin: gl.tensor | gl.constexpr  # each head's first block of queries, if GROUP > 1
+    unseen: gl.tensor | gl.constexpr  # if there is a window, each head's blocks before the first and after the last one
 
 
 @gluon.jit
@@ -416,6 +434,8 @@ def ping_pong_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
         if step > c.first:
             # At a head's first block the late dQ belongs to the head before.
             skipped = 2 * c.begin if MASKED and c.begin is not None and block == c.begin else 0
+            if c.unseen is not None and c.begin is not None:
+                skipped = 2 * c.unseen if block == c.begin else 0
             add_dq(args, dq, part + 2 * block - 2 - skipped, WHICH)
         s = warpgroup_mma_wait(0, deps=(s_after,))
     return s, dk, dv
@@ -463,13 +483,19 @@ def consumer_partition(args, WHICH: gl.constexpr):
     LOOP: gl.constexpr = ping_pong_loop if PING_PONG else main_loop
     first, count, index = 0, 0, args.scheduler.receive(0)
     while index < problem.num_tiles():
-        batch, head_kv, key, begin, whole, blocks = problem.tile(index, ROWS, KEYS)
+        batch, head_kv, key, begin, whole, last, stop = problem.tile(index, ROWS, KEYS)
         key += WHICH * KEYS
-        end = first + (blocks - begin) * GROUP  # at least one step: some query sees a tile's first key
+        end = first + (stop - begin) * GROUP  # at least one step: some query sees a tile's first key
         own, zero = begin, opaque_zero(first)
         if OWN:
-            own, whole = problem.own_blocks(key, blocks, ROWS, KEYS)
-        c = ConsumerTile(WHICH=WHICH, args=args, first=first, end=end, key=key, begin=begin if GROUP > 1 else None)
+            own, whole, last = problem.own_blocks(key, stop, ROWS, KEYS)
+        blocks, unseen = stop, None
+        if problem.window is not None:
+            blocks = (problem.S_q + ROWS - 1) // ROWS
+            unseen = blocks - stop + begin
+        c = ConsumerTile(
+            WHICH=WHICH, args=args, first=first, end=end, key=key, begin=begin if GROUP > 1 else None, unseen=unseen
+        )  # fmt: skip
         dk, dv = gl.zeros((KEYS, D), gl.float32, OUT), gl.zeros((KEYS, D), gl.float32, OUT)
         mbarrier.wait(args.k_full.index(0), count & 1)
         s = gl.zeros((KEYS, ROWS), gl.float32, LAYOUT)
@@ -481,12 +507,19 @@ def consumer_partition(args, WHICH: gl.constexpr):
             if OWN and WHICH == 1 and own > begin:
                 s = unseen_block(c, part + 2 * begin + 1, base + begin, LAYOUT)
             s, dk, dv = LOOP(c, s, dk, dv, base, own, whole, part, True)
-            s, dk, dv = LOOP(c, s, dk, dv, base, gl.maximum(own, whole), blocks, part, False)
-            base, part = base + blocks - begin, part + 2 * blocks
+            if problem.window is None:
+                s, dk, dv = LOOP(c, s, dk, dv, base, gl.maximum(own, whole), stop, part, False)
+            else:
+                last = gl.maximum(gl.maximum(own, whole), last)
+                s, dk, dv = LOOP(c, s, dk, dv, base, gl.maximum(own, whole), last, part, False)
+                s, dk, dv = LOOP(c, s, dk, dv, base, last, stop, part, True)
+            base, part = base + stop - begin, part + 2 * blocks
         zero = opaque_zero(end)
         if PING_PONG:  # the last step's dQ
             mbarrier.wait(args.met.index((end - 1) % 2), (end - 1) // 2 & 1)
             dq = issue_dq(args, (end - 1) % (args.ds_smem.shape[0] // 2) * 2, zero, WHICH)
+            if problem.window is not None:
+                part -= 2 * (blocks - stop)
             add_dq(args, warpgroup_mma_wait(0, deps=(dq,)), part - 2 + WHICH, WHICH)
         # dK and dV go where K and V were. This half of V is read by this consumer alone; K is read by both.
         mbarrier.arrive(args.k_read.index(0))
@@ -501,17 +534,17 @@ def consumer_partition(args, WHICH: gl.constexpr):
     tma.store_wait(0)  # TMA still adds from shared memory, which ends with the CTA
 
 
-@gluon.jit(do_not_specialize=["tiles", "H_kv", "all_heads", "heads_at_once", "S_q", "S_k"])
+@gluon.jit(do_not_specialize=["tiles", "H_kv", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
 def attention_backward_hopper_kernel(
     q_desc, do_desc, start_desc, delta_desc,  # of [B, H, S_q, D] twice, [B H, rows] twice
     k_desc, v_desc, dk_desc, dv_desc,  # of [B, H_kv, S_k, D]
     sum_desc, counter_ptr,  # of dQ's sum, B H rows D elements of fp32; the scheduler's counter
-    scale_log2, tiles, H_kv, all_heads, heads_at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    scale_log2, tiles, H_kv, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], q_desc.dtype)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_smem, do_smem = allocate_stages(q_desc, STAGES), allocate_stages(do_desc, STAGES)
     start_smem, delta_smem = allocate_stages(start_desc, STAGES), allocate_stages(delta_desc, STAGES)
     k_smem, v_smem = allocate_stages(k_desc, 2), allocate_stages(v_desc, 2)
@@ -528,7 +561,8 @@ def attention_backward_hopper_kernel(
         met=met, k_read=k_read, stored=stored, turn=turn, sum_desc=sum_desc, sum_smem=allocate_stages(sum_desc, 2),
         scheduler=allocate_scheduler(counter_ptr),
         problem=Problem(
-            tiles=tiles, H_kv=H_kv, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, CAUSAL=CAUSAL
+            tiles=tiles, H_kv=H_kv, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, window=window,
+            CAUSAL=CAUSAL,
         ),
         scale_log2=scale_log2, GROUP=GROUP, PING_PONG=PING_PONG,
     )  # fmt: skip
@@ -540,16 +574,24 @@ def attention_backward_hopper_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def takes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
-    """Hopper, 16 bits, D at most 128 and a multiple of 8, at least one row, strides that TMA takes, no window."""
-    if triton_interprets() or architecture(q.device) != 90 or window is not None:
+def takes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Hopper, 16 bits, D at most 128 and a multiple of 8, at least one row, strides that TMA takes."""
+    if triton_interprets() or architecture(q.device) != 90:
         return False
     D = q.shape[-1]
     return q.element_size() == 2 and D <= 128 and D % 8 == 0 and tma_takes(q, k, v, dout)  # D: dk's and dv's rows, too
 
 
 def attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dout, q, out [B, H, S_q, D], k, v [B, H_kv, S_k, D] that `takes` takes -> dq as q, dk and dv as k, v.
 
@@ -559,7 +601,7 @@ def attention_backward(
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
     width = 64 if D <= 64 else 128
     # With few steps a tile, the late dQ's extra matmul at its end counts.
-    ping_pong = not (D > 64 and S_q <= 512)
+    ping_pong = not (D > 64 and min(S_q, S_q if window is None else window + 2 * KEYS) <= 512)
     block = 8192 // width  # queries of a step: 64 x 64 elements of dQ for each consumer
     rows, tiles, group = triton.cdiv(S_q, block) * block, triton.cdiv(S_k, 2 * KEYS), H // H_kv
     starts, deltas, total = (empty(B * H, rows * n, device=q.device) for n in (1, 1, width))
@@ -575,7 +617,8 @@ def attention_backward(
         *(tensor_descriptor(t, [1, block], swizzled=False) for t in (starts, deltas)),
         *(tensor_descriptor(t, [1, 1, KEYS, width]) for t in (k, v, dk, dv)),
         tensor_descriptor(total.view(-1, 64), [64, 64], swizzled=False), tile_counter(q.device),
-        scale * LOG2E.value, tiles, H_kv, B * H_kv, at_once, S_q, S_k, group, causal, STAGES, ping_pong,
+        scale * LOG2E.value, tiles, H_kv, B * H_kv, at_once, S_q, S_k, window, group, causal, STAGES,
+        ping_pong,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     finish_kernel[(B * H * rows * width // 4096,)](

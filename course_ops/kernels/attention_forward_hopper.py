@@ -1,9 +1,9 @@
-"""Attention, forward, for Hopper: warp-specialized, persistent, with lazy rescaling (16 bits, D up to 128).
+"""Attention, forward, for Hopper: warp-specialized, persistent, with lazy rescaling (16 bits, D up to 256).
 
 After FlashAttention-3 (Shah et al. 2024, section 3) and FlashAttention-4's conditional rescaling. A CTA is a producer
 warp, which only issues TMA loads, and two consumer warpgroups (three for D <= 64) with 64 queries each of a tile:
 
-    shared memory   Q, O [consumers, 64, D]; rings of K and V [stages, 128, D] with a `full` and an `empty` barrier
+    shared memory   Q, O [consumers, 64, D]; rings of K and V [stages, keys, D] with a `full` and an `empty` barrier
     producer        next tile from the scheduler; Q; then for each block of keys K(j), V(j - 1), as stages get empty
     consumer        issue S(j) = Q K(j)^T; issue O += P(j - 1) V(j - 1); softmax of S(j) under that matmul
 
@@ -15,6 +15,11 @@ then P is lost. That block is done again with its own maximum, as its K is still
 Blocks of keys come last first, so that those that need a mask, the tail and the diagonal, are a tile's first ones.
 ALIGNED (causal, S_k - S_q a multiple of 128): the diagonal crosses a tile's last block only, from corner to corner,
 and of its four quarters one is masked: the first warpgroup computes 64 of the 128 keys.
+
+D > 128: a row of Q, K, V and O lies in two chunks of columns, 128 and 64 or 128 and 128, since the sizes of blocks are
+powers of two. S is the sum of both chunks' QK. Each chunk of O has an accumulator of its own, and a block has 64 keys.
+window: a tile's blocks end with the first that one of its queries sees. Those that the window's edge crosses come last,
+and the main loop masks them.
 """
 
 import triton
@@ -28,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.runtime.jit import constexpr_function
 
 from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
 from course_ops.hopper import (
@@ -47,27 +53,32 @@ from course_ops.hopper import (
 from course_ops.kernels.attention_tiles import LN2, LOG2E, LOWEST, empty_results, heads_in_l2
 from course_ops.versions import async_load, async_store
 
-ROWS, KEYS = 64, 128  # queries of a warpgroup, keys of a block
+ROWS = 64  # queries of a warpgroup
 LARGE_SUM = gl.constexpr(0x46000000)  # the bits of 2^13 in fp32
 HUGE_SUM = gl.constexpr(0x5F800000)  # those of 2^64
 
 
 @aggregate
 class Ring:
-    """Stages of one tensor in shared memory, and their barriers."""
+    """Stages of one tensor in shared memory, and their barriers. A tuple has one element for each chunk of columns."""
 
-    desc: tma.tensor_descriptor
-    smem: gl.shared_memory_descriptor
+    descs: gl.tuple
+    smems: gl.tuple  # [stages, 1, 1, rows, columns]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.jit
     def load(self, stage, batch, head, row):
         """Announce a block's bytes to `full`, and start its copy. Rows past a head's last one come as zeros."""
-        mbarrier.expect(self.full.index(stage), self.desc.block_type.nbytes)
-        async_load(
-            self.desc, [batch, head, row, 0], self.full.index(stage), self.smem.index(stage)
-        )  # fmt: skip
+        full, first = self.full.index(stage), self.descs[0]
+        if len(self.descs) == 1:
+            mbarrier.expect(full, first.block_type.nbytes)
+            async_load(first, [batch, head, row, 0], full, self.smems[0].index(stage))
+        else:
+            second = self.descs[1]
+            mbarrier.expect(full, first.block_type.nbytes + second.block_type.nbytes)
+            async_load(first, [batch, head, row, 0], full, self.smems[0].index(stage))
+            async_load(second, [batch, head, row, first.block_type.shape[3]], full, self.smems[1].index(stage))
 
     @gluon.jit
     def wait_full(self, step):
@@ -99,6 +110,7 @@ class Problem:
     heads_at_once: gl.tensor
     S_q: gl.tensor
     S_k: gl.tensor
+    window: gl.tensor | gl.constexpr  # or None
     CAUSAL: gl.constexpr
 
     @gluon.jit
@@ -107,92 +119,114 @@ class Problem:
 
     @gluon.jit
     def tile(self, index, TILE_ROWS: gl.constexpr, KEYS: gl.constexpr):
-        """Of the index-th tile: batch, head, its first query, and how many blocks of keys its queries see."""
+        """Of the index-th tile: batch, head, its first query, how many blocks of keys its queries see, and where these
+        end, in blocks."""
         if self.CAUSAL:
             head, rank = tile_order(index, self.tiles, self.all_heads, self.heads_at_once)
             tile = self.tiles - 1 - rank
             end = min(self.S_k, max(0, (tile + 1) * TILE_ROWS + self.S_k - self.S_q))
         else:
             head, tile, end = index // self.tiles, index % self.tiles, self.S_k
-        return head // self.H, head % self.H, tile * TILE_ROWS, (end + KEYS - 1) // KEYS
+        last = (end + KEYS - 1) // KEYS
+        blocks = last
+        if self.window is not None:
+            blocks = last - max(0, self.first_key(tile * TILE_ROWS)) // KEYS
+        return head // self.H, head % self.H, tile * TILE_ROWS, blocks, last
+
+    @gluon.jit
+    def first_key(self, row):
+        """Where a query's window begins; negative if before the first key."""
+        return row + (self.S_k - self.S_q + 1 - self.window)
 
 
 @aggregate
 class PartitionArgs:
     """What all warps of a CTA share."""
 
-    q_desc: tma.tensor_descriptor
-    k_desc: tma.tensor_descriptor
-    v_desc: tma.tensor_descriptor
-    o_desc: tma.tensor_descriptor
-    q_smem: gl.shared_memory_descriptor  # [CONSUMERS, 1, 1, ROWS, D]; a consumer's Q is a ring of one stage
-    k_smem: gl.shared_memory_descriptor  # [STAGES, 1, 1, KEYS, D]
-    v_smem: gl.shared_memory_descriptor
-    o_smem: gl.shared_memory_descriptor  # as q_smem
-    q_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
+    q: Ring  # a consumer's Q is a ring of one stage
+    k: Ring
+    v: Ring
+    o_descs: gl.tuple
+    o_smems: gl.tuple  # as q's
     largest_sums: gl.shared_memory_descriptor  # [CONSUMERS, 4 warps] int32
     scheduler: TileScheduler
     problem: Problem
     lse_ptr: gl.tensor
     scale_log2: gl.tensor
 
-    @gluon.jit
-    def k_ring(self):
-        return Ring(desc=self.k_desc, smem=self.k_smem, full=self.k_full, empty=self.k_empty)
-
-    @gluon.jit
-    def v_ring(self):
-        return Ring(desc=self.v_desc, smem=self.v_smem, full=self.v_full, empty=self.v_empty)
-
 
 @gluon.jit
 def producer_partition(args, GROUP: gl.constexpr):
-    q = Ring(desc=args.q_desc, smem=args.q_smem, full=args.q_full, empty=args.q_empty)
-    k, v = args.k_ring(), args.v_ring()
+    q, k, v = args.q, args.k, args.v
     CONSUMERS: gl.constexpr = q.full.shape[0]
-    ROWS: gl.constexpr = q.desc.block_type.shape[2]
-    KEYS: gl.constexpr = k.desc.block_type.shape[2]
+    ROWS: gl.constexpr = q.descs[0].block_type.shape[2]
+    KEYS: gl.constexpr = k.descs[0].block_type.shape[2]
     step, count, index = 0, 0, gl.program_id(0)
     while index < args.problem.num_tiles():
         args.scheduler.publish(index, count)
-        batch, head, row, blocks = args.problem.tile(index, CONSUMERS * ROWS, KEYS)
+        batch, head, row, blocks, last = args.problem.tile(index, CONSUMERS * ROWS, KEYS)
         for consumer in gl.static_range(CONSUMERS):
             mbarrier.wait(q.empty.index(consumer), count & 1 ^ 1)
             q.load(consumer, batch, head, row + consumer * ROWS)
         for block in range(blocks + 1):  # K of a block, then V of the one before: the order in which they are needed
             if block < blocks:
                 stage = k.wait_empty(step + block)
-                k.load(stage, batch, head // GROUP, (blocks - 1 - block) * KEYS)
+                k.load(stage, batch, head // GROUP, (last - 1 - block) * KEYS)
             if block > 0:
                 stage = v.wait_empty(step + block - 1)
-                v.load(stage, batch, head // GROUP, (blocks - block) * KEYS)
+                v.load(stage, batch, head // GROUP, (last - block) * KEYS)
         step += blocks
         count += 1
         index = args.scheduler.fetch(args.problem.num_tiles())
     args.scheduler.publish(index, count)
 
 
+@constexpr_function
+def accumulator(columns):
+    """The layout of a warpgroup's accumulator [64, columns]."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
 @gluon.jit
-def issue_qk(q, k, step, LAYOUT: gl.constexpr):
-    """Issue S = Q K^T [rows, keys] with a block's first keys, as many as LAYOUT has."""
+def issue_qk(q, k, step, KEYS: gl.constexpr):
+    """Issue S = Q K^T [rows, KEYS] with a block's first KEYS keys."""
+    ROWS: gl.constexpr = q[0].shape[0]
     stage = k.wait_full(step)
-    ROWS: gl.constexpr = q.shape[0]
-    KEYS: gl.constexpr = LAYOUT.instr_shape[1]
-    zeros = gl.zeros((ROWS, KEYS), gl.float32, LAYOUT)
-    keys = first_rows(as_matrix(k.smem.index(stage)), KEYS)
-    return warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = gl.zeros((ROWS, KEYS), gl.float32, accumulator(KEYS))
+    keys = first_rows(as_matrix(k.smems[0].index(stage)), KEYS)
+    s = warpgroup_mma(q[0], keys.permute((1, 0)), s, use_acc=False, is_async=True)
+    if len(q) > 1:
+        keys = first_rows(as_matrix(k.smems[1].index(stage)), KEYS)
+        s = warpgroup_mma(q[1], keys.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
 def issue_pv(p, o, v, step):
-    """Issue O += P V with a block's first keys, as many as P has. P and O are in registers."""
+    """Issue O += P V with a block's first keys, as many as P has, one matmul for each chunk. P and O: registers."""
     stage = v.wait_full(step)
-    return warpgroup_mma(p, first_rows(as_matrix(v.smem.index(stage)), p.shape[1]), o, is_async=True)
+    first = multiply_chunk(p, o[0], v.smems[0].index(stage))
+    if len(o) == 1:
+        return (first,)
+    else:
+        return (first, multiply_chunk(p, o[1], v.smems[1].index(stage)))
+
+
+@gluon.jit
+def multiply_chunk(p, o, tile):
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, o.type.layout, 2))  # another name only
+    return warpgroup_mma(p, first_rows(as_matrix(tile), p.shape[1]), o, is_async=True)
+
+
+@gluon.jit
+def wait_pv(o, p):
+    """O and P, when no matmul is on its way."""
+    if len(o) == 1:
+        first, p = warpgroup_mma_wait(0, deps=(o[0], p))
+        return (first,), p
+    else:
+        first, second, p = warpgroup_mma_wait(0, deps=(o[0], o[1], p))
+        return (first, second), p
 
 
 @gluon.jit
@@ -207,16 +241,21 @@ def partial_sums(p):
 
 
 @gluon.jit
-def scale_rows(o, factor):
-    """O [rows, D] times a factor a row; both have a row in the same threads, so nothing moves."""
-    return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
+def scale_rows(x, factor):
+    """x [rows, columns] times a factor a row; both have a row in the same threads, so nothing moves."""
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def scale_chunks(o, factor):
+    return (scale_rows(o[0], factor),) if len(o) == 1 else (scale_rows(o[0], factor), scale_rows(o[1], factor))
 
 
 # As operand_a, in assembly, or the compiler merges the conversions of both branches of next_block into one behind them.
 # Then 64 fp32 values are alive across the branch instead of 32 registers of 16-bit pairs, and three consumers spill.
 @gluon.jit
 def packed_operand_a(p, o, dtype: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, 2)
     if dtype == gl.bfloat16:
         p = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.bfloat16, True, 2)
     else:
@@ -234,7 +273,17 @@ def apply_mask(s, row, key, problem):
     last = rows * 0 + (problem.S_k - 1 - key)
     if problem.CAUSAL:
         last = gl.minimum(last, rows + (problem.S_k - problem.S_q - key))
-    return gl.where((keys & ~6)[None, :] <= last[:, None] - (keys & 6)[None, :], s, float("-inf"))
+    s = gl.where((keys & ~6)[None, :] <= last[:, None] - (keys & 6)[None, :], s, float("-inf"))
+    return s if problem.window is None else apply_window(s, row, key, problem)
+
+
+@gluon.jit
+def apply_window(s, row, key, problem):
+    """As apply_mask, for keys before a query's window alone."""
+    rows = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+    keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    first = rows + (problem.first_key(row) - key)
+    return gl.where((keys & ~6)[None, :] >= first[:, None] - (keys & 6)[None, :], s, float("-inf"))
 
 
 @gluon.jit
@@ -244,7 +293,8 @@ def apply_causal_mask(s, row, key, problem):
     keys = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     seen = (keys < problem.S_k)[None, :]
     seen = seen & (keys[None, :] <= rows[:, None] + (problem.S_k - problem.S_q))
-    return gl.where(seen, s, float("-inf"))
+    s = gl.where(seen, s, float("-inf"))
+    return s if problem.window is None else apply_window(s, row, key, problem)
 
 
 @gluon.jit
@@ -279,7 +329,7 @@ def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     exponent = (largest.to(gl.int32, bitcast=True) >> 23) - 127
     m_new = m + gl.maximum(exponent + HEADROOM, 0).to(gl.float32)
     alpha = exp2(m - m_new)
-    return scale_rows(p, alpha), scale_rows(o, alpha), m_new, scale_rows(l, alpha)
+    return scale_rows(p, alpha), scale_chunks(o, alpha), m_new, scale_rows(l, alpha)
 
 
 @aggregate
@@ -288,7 +338,7 @@ class ConsumerTile:
 
     WHICH: gl.constexpr  # of the CTA's consumers
     args: PartitionArgs
-    q: gl.shared_memory_descriptor  # [ROWS, D]
+    q: gl.tuple  # [ROWS, columns]
     k: Ring
     v: Ring
     step: gl.tensor  # the rings' step of block 0
@@ -299,53 +349,61 @@ class ConsumerTile:
 @gluon.jit
 def masked_blocks(c, o, m, l, begin, end):
     """Blocks on the diagonal: QK, softmax, PV, one after the other. A stage is released when its matmul is over."""
-    LAYOUT: gl.constexpr = m.type.layout.parent
+    KEYS: gl.constexpr = c.k.descs[0].block_type.shape[2]
     for block in range(begin, end):
-        s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, LAYOUT),))
+        s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, KEYS),))
         c.k.release(c.step + block)
-        s = apply_causal_mask(s, c.row, c.key - block * s.shape[1], c.args.problem)
+        s = apply_causal_mask(s, c.row, c.key - block * KEYS, c.args.problem)
         p, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
-        p = operand_a(p, o, c.v.smem.dtype)
-        o = issue_pv(p, scale_rows(o, alpha), c.v, c.step + block)
-        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        p = operand_a(p, o[0], c.v.smems[0].dtype)
+        o = issue_pv(p, scale_chunks(o, alpha), c.v, c.step + block)
+        o, p = wait_pv(o, p)
         c.v.release(c.step + block)
     return o, m, l
 
 
 @gluon.jit
-def first_block(c, o, m, l, block):
-    """Prologue: QK and the softmax of the last block that needs a mask, which gives m. P is left for next_block."""
-    LAYOUT: gl.constexpr = m.type.layout.parent
-    key = c.key - block * c.k.smem.shape[3]
-    s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, LAYOUT),))
+def first_block(c, o, m, l, block, KEYS: gl.constexpr):
+    """Prologue: QK and the softmax of the last block that the diagonal or the tail crosses, which gives m. P is left
+    for next_block. KEYS: all of the block's keys, or its first half."""
+    key = c.key - block * c.k.descs[0].block_type.shape[2]
+    s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, KEYS),))
     c.k.release(c.step + block)
     p, m, l, alpha = online_softmax(apply_mask(s, c.row, key, c.args.problem), m, l, c.args.scale_log2)
-    return packed_operand_a(p, o, c.v.smem.dtype), scale_rows(o, alpha), m, l
+    return packed_operand_a(p, o, c.v.smems[0].dtype), scale_chunks(o, alpha), m, l
 
 
 @gluon.jit
-def next_block(c, p, o, m, l, block):
-    """QK of a block, and its softmax under PV of the block before. K is released after the test of the sums."""
-    LAYOUT: gl.constexpr = m.type.layout.parent
-    step = c.step + block
+def next_block(c, p, o, m, l, block, EDGE: gl.constexpr):
+    """QK of a block, and its softmax under PV of the block before. K is released after the test of the sums.
+
+    EDGE: the window's edge may cross the block.
+    """
+    KEYS: gl.constexpr = c.k.descs[0].block_type.shape[2]
+    step, key = c.step + block, c.key - block * KEYS
+    dtype: gl.constexpr = c.v.smems[0].dtype
     largest_sums = c.args.largest_sums.index(c.WHICH)
-    s = issue_qk(c.q, c.k, step, LAYOUT)
+    s = issue_qk(c.q, c.k, step, KEYS)
     o = issue_pv(p, o, c.v, step - 1)
-    s = warpgroup_mma_wait(1, deps=(s,))  # of two matmuls one may be unfinished: the later one, PV
+    s = warpgroup_mma_wait(len(o), deps=(s,))  # the last matmuls, PV, may be unfinished: one for each chunk
+    if EDGE:
+        s = apply_window(s, c.row, key, c.args.problem)
     p_new = exp2(s * c.args.scale_log2 - m[:, None])
     sums = partial_sums(p_new)
     record_largest_sum(sums, largest_sums)
-    o, p = warpgroup_mma_wait(0, deps=(o, p))
-    p_packed = packed_operand_a(p_new, o, c.v.smem.dtype)
+    o, p = wait_pv(o, p)
+    p_packed = packed_operand_a(p_new, o, dtype)
     largest = largest_sum(largest_sums)
     if largest > LARGE_SUM:  # rare; the same branch for all 4 warps
         if largest > HUGE_SUM:  # P may be infinite
-            s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, step, LAYOUT),))
+            s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, step, KEYS),))
+            if EDGE:
+                s = apply_window(s, c.row, key, c.args.problem)
             p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
-            p_packed, o = packed_operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha)
+            p_packed, o = packed_operand_a(p_new, o, dtype), scale_chunks(o, alpha)
         else:
-            p_new, o, m, l = raise_maximum(p_new, o, m, l + sums, sums, c.v.smem.dtype)
-            p_packed = packed_operand_a(p_new, o, c.v.smem.dtype)
+            p_new, o, m, l = raise_maximum(p_new, o, m, l + sums, sums, dtype)
+            p_packed = packed_operand_a(p_new, o, dtype)
     else:
         l += sums
     c.v.release(step - 1)
@@ -354,18 +412,22 @@ def next_block(c, p, o, m, l, block):
 
 
 @gluon.jit
-def main_loop(c, p, o, m, l, begin, end):
-    """Blocks begin + 1 to end - 1, and the drain. P is that of block `begin`."""
-    for block in range(begin + 1, end):
-        p, o, m, l = next_block(c, p, o, m, l, block)
+def main_loop(c, p, o, m, l, begin, edge, end):
+    """Blocks begin + 1 to end - 1, and the drain. P is that of block `begin`. The window's edge may cross blocks from
+    `edge` on."""
+    for block in range(begin + 1, edge):
+        p, o, m, l = next_block(c, p, o, m, l, block, False)
+    if c.args.problem.window is not None:
+        for block in range(edge, end):
+            p, o, m, l = next_block(c, p, o, m, l, block, True)
     return drain(c, p, o, c.step + end - 1), m, l
 
 
 @gluon.jit
 def drain(c, p, o, step):
     """The last PV. Q is released a matmul early, so that the next tile's Q is loaded under the epilogue."""
-    mbarrier.arrive(c.args.q_empty.index(c.WHICH))
-    o, p = warpgroup_mma_wait(0, deps=(issue_pv(p, o, c.v, step), p))
+    c.args.q.release(c.WHICH)
+    o, p = wait_pv(issue_pv(p, o, c.v, step), p)
     c.v.release(step)
     return o
 
@@ -374,18 +436,16 @@ def drain(c, p, o, step):
 # whole block is computed here, and not by the loop.
 @gluon.jit
 def half_block_first(c, o, m, l, end):
-    ROWS: gl.constexpr = c.q.shape[0]
-    HALF_KEYS: gl.constexpr = c.k.smem.shape[3] // 2
-    HALF: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_KEYS, 16]
-    )  # fmt: skip
+    HALF_KEYS: gl.constexpr = c.k.descs[0].block_type.shape[2] // 2
+    HALF: gl.constexpr = accumulator(HALF_KEYS)
+    ROWS: gl.constexpr = m.shape[0]
     no_sums = partial_sums(gl.zeros((ROWS, HALF_KEYS), gl.float32, HALF))
     m_half = gl.convert_layout(m, gl.SliceLayout(1, HALF))
-    p, o, m_half, l_half = first_block(c, o, m_half, no_sums, 0)
+    p, o, m_half, l_half = first_block(c, o, m_half, no_sums, 0, HALF_KEYS)
     m, l = gl.convert_layout(m_half, m.type.layout), gl.convert_layout(l_half, l.type.layout)
     if end > 1:
-        p_whole, o, m, l = next_block(c, p, o, m, l, 1)
-        o, m, l = main_loop(c, p_whole, o, m, l, 1, end)
+        p_whole, o, m, l = next_block(c, p, o, m, l, 1, False)
+        o, m, l = main_loop(c, p_whole, o, m, l, 1, end, end)
     else:
         o = drain(c, p, o, c.step)
     return o, m, l
@@ -395,47 +455,71 @@ def half_block_first(c, o, m, l, end):
 def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
     problem = args.problem
     CAUSAL: gl.constexpr = problem.CAUSAL
-    CONSUMERS: gl.constexpr = args.q_full.shape[0]
-    ROWS: gl.constexpr = args.q_desc.block_type.shape[2]
-    D: gl.constexpr = args.q_desc.block_type.shape[3]
-    KEYS: gl.constexpr = args.k_desc.block_type.shape[2]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    WINDOW: gl.constexpr = problem.window is not None
+    CONSUMERS: gl.constexpr = args.q.full.shape[0]
+    ROWS: gl.constexpr = args.q.descs[0].block_type.shape[2]
+    KEYS: gl.constexpr = args.k.descs[0].block_type.shape[2]
+    LAYOUT: gl.constexpr = accumulator(KEYS)
     step, count, index = 0, 0, args.scheduler.receive(0)
     while index < problem.num_tiles():
-        batch, head, row, blocks = problem.tile(index, CONSUMERS * ROWS, KEYS)
+        batch, head, row, blocks, last = problem.tile(index, CONSUMERS * ROWS, KEYS)
         row += WHICH * ROWS
-        key = (blocks - 1) * KEYS
-        # Blocks before `unseen` are seen by no query of this warpgroup; blocks before `masked` need a mask.
-        unseen, masked = 0, 1
+        key = (last - 1) * KEYS
+        # Blocks before `unseen` and from `end` on are seen by no query of this warpgroup. Blocks before `masked` are
+        # crossed by the diagonal or the tail, those from `edge` on by the window's edge.
+        unseen, masked, edge, end = 0, 1, blocks, blocks
         if CAUSAL and not ALIGNED:
-            masked = min(blocks, max(1, blocks - (row + problem.S_k - problem.S_q + 1) // KEYS))
-        if CAUSAL and CONSUMERS > 2:  # the queries of two warpgroups are as many as a block's keys
-            unseen = max(0, min(blocks - 1, blocks - (row + ROWS + problem.S_k - problem.S_q + KEYS - 1) // KEYS))
+            masked = min(blocks, max(1, last - (row + problem.S_k - problem.S_q + 1) // KEYS))
+        if CAUSAL and CONSUMERS * ROWS > KEYS:
+            unseen = max(0, min(blocks - 1, last - (row + ROWS + problem.S_k - problem.S_q + KEYS - 1) // KEYS))
+        if WINDOW:
+            first_key = problem.first_key(row)
+            end = max(masked, min(blocks, last - max(0, first_key) // KEYS))
+            edge = max(masked, min(end, last - (max(0, first_key + ROWS - 1) + KEYS - 1) // KEYS))
         m = gl.full((ROWS,), LOWEST, gl.float32, gl.SliceLayout(1, LAYOUT))
         l = partial_sums(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
-        o = gl.zeros((ROWS, D), gl.float32, OUT)
-        c = ConsumerTile(
-            WHICH=WHICH, args=args, q=as_matrix(args.q_smem.index(WHICH)), k=args.k_ring(), v=args.v_ring(),
-            step=step, row=row, key=key,
-        )  # fmt: skip
+        o = zero_chunks(args.v.descs, ROWS)
+        q = matrices_of(args.q.smems, WHICH)
+        c = ConsumerTile(WHICH=WHICH, args=args, q=q, k=args.k, v=args.v, step=step, row=row, key=key)
         for block in range(unseen):
             release_unread(c, block)
-        mbarrier.wait(args.q_full.index(WHICH), count & 1)
+        mbarrier.wait(args.q.full.index(WHICH), count & 1)
         if CAUSAL and not ALIGNED:
             o, m, l = masked_blocks(c, o, m, l, unseen, masked - 1)
         if blocks > 0:
             if ALIGNED and WHICH == 0:
                 o, m, l = half_block_first(c, o, m, l, blocks)
             else:
-                p, o, m, l = first_block(c, o, m, l, masked - 1)
-                o, m, l = main_loop(c, p, o, m, l, masked - 1, blocks)
+                p, o, m, l = first_block(c, o, m, l, masked - 1, KEYS)
+                o, m, l = main_loop(c, p, o, m, l, masked - 1, edge, end)
         else:
-            mbarrier.arrive(args.q_empty.index(WHICH))
+            args.q.release(WHICH)
+        if WINDOW:
+            for block in range(end, blocks):
+                release_unread(c, block)
         step, count = step + blocks, count + 1
         index = args.scheduler.receive(count)
         epilogue(args, o, m, l, batch, head, row, WHICH)
     tma.store_wait(0)
+
+
+@gluon.jit
+def zero_chunks(descs, ROWS: gl.constexpr):
+    """Accumulators of zeros, one for each chunk."""
+    FIRST: gl.constexpr = descs[0].block_type.shape[3]
+    first = gl.zeros((ROWS, FIRST), gl.float32, accumulator(FIRST))
+    if len(descs) == 1:
+        return (first,)
+    else:
+        SECOND: gl.constexpr = descs[1].block_type.shape[3]
+        return (first, gl.zeros((ROWS, SECOND), gl.float32, accumulator(SECOND)))
+
+
+@gluon.jit
+def matrices_of(smems, stage):
+    """A stage's chunks as [rows, columns] each."""
+    first = as_matrix(smems[0].index(stage))
+    return (first,) if len(smems) == 1 else (first, as_matrix(smems[1].index(stage)))
 
 
 @gluon.jit
@@ -456,32 +540,61 @@ def epilogue(args, o, m, l, batch, head, row, WHICH: gl.constexpr):
     rows = row + gl.arange(0, m.shape[0], layout=m.type.layout)
     lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
     S_q, first = args.problem.S_q, batch * args.problem.H + head
-    gl.store(args.lse_ptr + first.to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
-    out = args.o_smem.index(WHICH)
-    tma.store_wait(0)  # the last tile's store, which had this whole tile's time
-    as_matrix(out).store(scale_rows(o, 1 / gl.where(empty, 1.0, l)).to(out.dtype))
-    fence_async_shared()
-    async_store(args.o_desc, [batch, head, row, 0], out)
+    gl.store(args.lse_ptr + gl.cast(first, gl.int64) * S_q + rows, lse, mask=rows < S_q)
+    factor = 1 / gl.where(empty, 1.0, l)
+    for i in gl.static_range(len(o)):
+        # The last tile's store had this whole tile's time. Both chunks of D = 256 have one buffer.
+        tma.store_wait(0)
+        out = args.o_smems[i].index(WHICH)
+        as_matrix(out).store(scale_rows(o[i], factor).to(out.dtype))
+        fence_async_shared()
+        async_store(args.o_descs[i], [batch, head, row, i * args.o_descs[0].block_type.shape[3]], out)
 
 
-@gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k"])
+@gluon.jit
+def allocate_ring(desc, rest, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of blocks of one or two chunks; a stage is empty when so many consumers have read it."""
+    descs, smems = chunks(desc, rest), (allocate_stages(desc, STAGES),)
+    if rest is not None:
+        smems = (smems[0], allocate_stages(rest, STAGES))
+    full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, CONSUMERS)
+    return Ring(descs=descs, smems=smems, full=full, empty=empty)
+
+
+@gluon.jit
+def chunks(first, second):
+    return (first,) if second is None else (first, second)
+
+
+@gluon.jit
+def allocate_out(desc, rest, CONSUMERS: gl.constexpr):
+    """Shared memory of O, for each chunk. Chunks of equal width share it, as there is no more."""
+    first = allocate_stages(desc, CONSUMERS)
+    if rest is None:
+        return (first,)
+    elif rest.block_type.shape[3] == desc.block_type.shape[3]:
+        return (first, first)
+    else:
+        return (first, allocate_stages(rest, CONSUMERS))
+
+
+@gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
 def attention_hopper_kernel(
-    q_desc, k_desc, v_desc, o_desc,  # of [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]
+    q_desc, k_desc, v_desc, o_desc,  # of [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]: their first columns
+    q_rest, k_rest, v_rest, o_rest,  # of the columns from 128 on, or None
     lse_ptr, counter_ptr,  # [B, H, S_q] in fp32; the scheduler's counter
-    scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
+    scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     args = PartitionArgs(
-        q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, o_desc=o_desc,
-        q_smem=allocate_stages(q_desc, CONSUMERS), k_smem=allocate_stages(k_desc, STAGES),
-        v_smem=allocate_stages(v_desc, STAGES), o_smem=allocate_stages(o_desc, CONSUMERS),
-        q_full=allocate_barriers(CONSUMERS, 1), q_empty=allocate_barriers(CONSUMERS, 1),
-        k_full=allocate_barriers(STAGES, 1), k_empty=allocate_barriers(STAGES, CONSUMERS),
-        v_full=allocate_barriers(STAGES, 1), v_empty=allocate_barriers(STAGES, CONSUMERS),
+        q=allocate_ring(q_desc, q_rest, CONSUMERS, 1), k=allocate_ring(k_desc, k_rest, K_STAGES, CONSUMERS),
+        v=allocate_ring(v_desc, v_rest, V_STAGES, CONSUMERS),
+        o_descs=chunks(o_desc, o_rest), o_smems=allocate_out(o_desc, o_rest, CONSUMERS),
         largest_sums=gl.allocate_shared_memory(gl.int32, [CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         scheduler=allocate_scheduler(counter_ptr),
         problem=Problem(
-            tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, CAUSAL=CAUSAL
+            tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, window=window,
+            CAUSAL=CAUSAL,
         ),
         lse_ptr=lse_ptr, scale_log2=scale_log2,
     )  # fmt: skip
@@ -501,43 +614,67 @@ def attention_hopper_kernel(
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
-    """Hopper, 16 bits, D at most 128 and a multiple of 8, at least one row, strides that TMA takes, no window."""
-    if triton_interprets() or architecture(q.device) != 90 or window is not None:
+def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Hopper, 16 bits, D a multiple of 8 and at most 256, at least one row, strides that TMA takes."""
+    if triton_interprets() or architecture(q.device) != 90:
         return False
     D = q.shape[-1]
-    return q.element_size() == 2 and D <= 128 and D % 8 == 0 and tma_takes(q, k, v)  # D: out's rows, too
+    return q.element_size() == 2 and D <= 256 and D % 8 == 0 and tma_takes(q, k, v)  # D: out's rows, too
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D] that `takes` takes -> o as q, lse [B, H, S_q] in fp32."""
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D] that `takes` takes -> o as q, lse [B, H, S_q] in fp32.
+
+    window needs causal.
+    """
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     o, lse = empty_results(q)
-    group, width = H // H_kv, 64 if D <= 64 else 128
-    consumers, aligned = variant(S_q, S_k, D, causal)
-    stages = 4 if D <= 64 else 2  # what fits beside Q and O
+    group, (keys, k_stages, v_stages) = H // H_kv, blocks_of_keys(D)
+    consumers, aligned = variant(S_q, S_k, D, causal, window)
     tiles = triton.cdiv(S_q, consumers * ROWS)
     if aligned:
         # Few heads at a time: tiles bound by compute and short ones, bound by bytes, are then under way together.
         at_once = min(B * H, max(1, min(8, num_sms(q.device) // max(1, triton.cdiv(S_q, 128)))))
     else:
         at_once = min(B * H, group * heads_in_l2(4 * S_k * D, q.device))
-    q_desc, k_desc, v_desc, o_desc = (
-        tensor_descriptor(t, [1, 1, rows, width]) for t, rows in ((q, ROWS), (k, KEYS), (v, KEYS), (o, ROWS))
-    )
+    rows = (q, ROWS), (k, keys), (v, keys), (o, ROWS)
+    first, rest = chunk_widths(D)
+    descs = (tensor_descriptor(t, [1, 1, n, first]) for t, n in rows)
+    rest_descs = (tensor_descriptor(t, [1, 1, n, rest]) if rest else None for t, n in rows)
+    if window is not None:
+        window = min(window, S_k)  # no query sees more, and an int32 holds it
     attention_hopper_kernel[(min(tiles * B * H, num_sms(q.device)),)](
-        q_desc, k_desc, v_desc, o_desc, lse, tile_counter(q.device), scale * LOG2E.value,
-        tiles, H, B * H, at_once, S_q, S_k, group, causal, stages, consumers, aligned, num_warps=4,
+        *descs, *rest_descs, lse, tile_counter(q.device), scale * LOG2E.value,
+        tiles, H, B * H, at_once, S_q, S_k, window, group, causal, k_stages, v_stages, consumers, aligned, num_warps=4,
     )  # fmt: skip
     return o, lse
 
 
-def variant(S_q: int, S_k: int, D: int, causal: bool) -> tuple[int, bool]:
+def chunk_widths(D: int) -> tuple[int, int]:
+    """The widths of the chunks that hold D columns: powers of two, the second 0, 64 or 128."""
+    if D <= 128:
+        return (64 if D <= 64 else 128), 0
+    return 128, (64 if D <= 192 else 128)
+
+
+def blocks_of_keys(D: int) -> tuple[int, int, int]:
+    """Keys of a block, and the stages of K and of V: what fits beside Q and O."""
+    if D <= 128:
+        return 128, *((4, 4) if D <= 64 else (2, 2))
+    return 64, *((3, 2) if D <= 192 else (2, 2))
+
+
+def variant(S_q: int, S_k: int, D: int, causal: bool, window: int | None = None) -> tuple[int, bool]:
     """How many consumer warpgroups, and whether the kernel for aligned diagonals.
 
     D <= 64 leaves registers for a third consumer. Causal, its tiles of 192 queries compute more of the diagonal's
-    blocks in vain, which is a third more work at S = 1024 and little at 16384.
+    blocks in vain, which is a third more work at S = 1024 and little at 16384. With D > 128 a block has as many keys as
+    a warpgroup has queries, so that none is computed in vain.
     """
-    if causal and (S_k - S_q) % KEYS == 0 and (D > 64 or S_k <= 4096):
+    if window is not None or D > 128:
+        return 2, False
+    if causal and (S_k - S_q) % 128 == 0 and (D > 64 or S_k <= 4096):
         return 2, True
     return (3 if D <= 64 and not (causal and S_k < 2048) else 2), False

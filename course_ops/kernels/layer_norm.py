@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from course_ops._common import triton_interprets
+from course_ops.kernels._norm_backward import norm_backward_group, norm_backward_walk, partial_sums, sum_partials
 from course_ops.kernels._rows import (
     Rows,
     Split,
     common_multiple_of,
-    group,
+    in_chunks,
     look,
     multiple,
     opaque,
@@ -19,6 +19,7 @@ from course_ops.kernels._rows import (
     publish,
     unpack_pair,
     waits,
+    widen,
 )
 
 
@@ -59,7 +60,7 @@ def layer_norm_packed_kernel(
 
 def layer_norm_tile(x, w, b, eps):
     """x [M, N], w and b [N] -> y [M, N], mean and rstd [M] in fp32. About 2048 elements a program, 16 a thread."""
-    y, mean, rstd, rows = _results(x)
+    y, mean, rstd, rows, _, _ = _results(x)
     if y.numel():
         tile = max(1, 2048 // rows.block)
         layer_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
@@ -71,7 +72,7 @@ def layer_norm_tile(x, w, b, eps):
 
 def layer_norm_packed(x, w, b, eps):
     """As layer_norm_tile, for longer rows: 64 bytes a thread, four rows of 8192 on an SM."""
-    y, mean, rstd, rows = _results(x)
+    y, mean, rstd, rows, _, _ = _results(x)
     if y.numel():
         tile = max(1, 2048 // rows.block)
         layer_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
@@ -84,19 +85,33 @@ def layer_norm_packed(x, w, b, eps):
 
 @triton.jit
 def layer_norm_chunks_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N, stride_x, eps, sixteen,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
+    residual_ptr, total_ptr,  # [M, N] each; None, or x is added to residual first, and total is what is normalised
+    N, stride_x, stride_residual, eps, sixteen,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr,  # CHUNKS of BLOCK columns, of which the last may be ragged
     MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     N, stride_x = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE)
+    stride_residual = multiple(stride_residual, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
     y_ptr += row * N
     lanes = tl.arange(0, BLOCK)
     chunks = ()
+    residuals = ()
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
         chunks = chunks + (tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first"),)  # noqa: RUF005
+        if residual_ptr is not None:
+            at = residual_ptr + row * stride_residual + cols
+            residuals = residuals + (tl.load(at, mask=cols < N, other=0.0, eviction_policy="evict_first"),)  # noqa: RUF005
+    if residual_ptr is not None:  # in a loop of its own: no load passes a store
+        branch = chunks
+        chunks = ()
+        for chunk in tl.static_range(CHUNKS):
+            cols = chunk * BLOCK + lanes
+            chunks = chunks + (added(branch[chunk], residuals[chunk]),)  # noqa: RUF005
+            tl.store(total_ptr + row * N + cols, chunks[chunk], mask=cols < N)
     lane_mean = tl.zeros((BLOCK,), tl.float32)
     lane_m2 = tl.zeros((BLOCK,), tl.float32)
     for chunk in tl.static_range(CHUNKS - 1):
@@ -118,13 +133,9 @@ def layer_norm_chunks_kernel(
 
 
 @triton.jit
-def widen(x, sixteen):
-    # opaque in arithmetic: the compiler cannot see that a shift by an argument is .to(tl.float32). It may not move
-    # opaque's instruction, so with many chunks it would keep the w and b of all of them as well.
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << sixteen).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
+def added(x, residual):
+    """Rounded to the stream's dtype before it is normalised: forward and backward see the same values."""
+    return (residual.to(tl.float32) + x.to(tl.float32)).to(residual.dtype)
 
 
 @triton.jit
@@ -135,33 +146,41 @@ def welford(x, count, mean, m2):
     return mean, m2 + delta * (x.to(tl.float32) - mean)
 
 
-def layer_norm_chunks(x, w, b, eps):
-    """As layer_norm_tile; a row is a list of chunks of 16 bytes a thread, all of them loaded before the first use."""
-    y, mean, rstd, rows = _results(x)
+def layer_norm_chunks(x, w, b, eps, residual=None):
+    """As layer_norm_tile; a row is a list of chunks of 16 bytes a thread, all of them loaded before the first use.
+
+    With residual [M, N]: of residual + x, which is a fourth result.
+    """
+    y, mean, rstd, rows, total, stride = _results(x, residual)
     if y.numel():
-        warps = 8 if rows.bytes <= 32768 else 16
-        block = warps * 32 * 16 // rows.itemsize
+        plan = in_chunks(rows.N, max(x.element_size(), 0 if total is None else total.element_size()))
         layer_norm_chunks_kernel[(rows.M,)](
-            x, w, b, y, mean, rstd, rows.N, x.stride(0), eps, 16, triton.cdiv(rows.N, block), block,
-            common_multiple_of(rows.N, x.stride(0)), num_warps=warps,
+            x, w, b, y, mean, rstd, residual, total, rows.N, x.stride(0), stride, eps, 16, plan.count, plan.block,
+            common_multiple_of(rows.N, x.stride(0), stride), num_warps=plan.warps,
         )  # fmt: skip
-    return y, mean, rstd
+    return (y, mean, rstd) if total is None else (y, mean, rstd, total)
 
 
 @triton.jit
 def layer_norm_split_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, residual_ptr, total_ptr,
     partials_ptr,  # [M, PARTS], -1 at first: two NaNs with every bit set, which arithmetic on a GPU never makes
-    M, N, stride_x, stride_y, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
+    M, N, stride_x, stride_residual, stride_y, eps,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
     MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     N, stride_x, stride_y = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE), multiple(stride_y, MULTIPLE)
+    stride_residual = multiple(stride_residual, MULTIPLE)
     part = tl.program_id(0) % PARTS
     # A tile of one row, whose mask says that the row is there, as it always is: so the compiler takes fewer registers.
     rows = (tl.program_id(0) // PARTS).to(tl.int64) + tl.arange(0, 1)
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + rows[:, None] * stride_residual + cols[None, :], mask=mask, other=0.0)
+        x = added(x, residual)
+        tl.store(total_ptr + rows[:, None] * N + cols[None, :], x, mask=mask)
     count = tl.minimum(N - part * BLOCK_N, BLOCK_N).to(tl.float32)
     mean = tl.sum(x.to(tl.float32), axis=1) / count
     x = opaque(x)
@@ -198,19 +217,19 @@ def layer_norm_parts(rows: Rows) -> Split:
     return Split(triton.cdiv(rows.N, 4096), 4096, 4)
 
 
-def layer_norm_split(x, w, b, eps):
-    """As layer_norm_tile, a row shared by programs that all run at once: two on each SM, however many registers."""
-    y, mean, rstd, rows = _results(x)
+def layer_norm_split(x, w, b, eps, residual=None):
+    """As layer_norm_chunks, a row shared by programs that all run at once: two on each SM, however many registers."""
+    y, mean, rstd, rows, total, stride = _results(x, residual)
     parts = layer_norm_parts(rows)
     if y.numel():
         partials = torch.full((rows.M, parts.parts), -1, dtype=torch.int64, device=x.device)
         for blocking in waits():
             layer_norm_split_kernel[(rows.M * parts.parts,)](
-                x, w, b, y, mean, rstd, partials, rows.M, rows.N, x.stride(0), y.stride(0), eps,
-                parts.parts, parts.slots, parts.block, blocking,
-                common_multiple_of(rows.N, x.stride(0), y.stride(0)), num_warps=parts.warps,
+                x, w, b, y, mean, rstd, residual, total, partials, rows.M, rows.N, x.stride(0), stride, y.stride(0),
+                eps, parts.parts, parts.slots, parts.block, blocking,
+                common_multiple_of(rows.N, x.stride(0), stride, y.stride(0)), num_warps=parts.warps,
             )  # fmt: skip
-    return y, mean, rstd
+    return (y, mean, rstd) if total is None else (y, mean, rstd, total)
 
 
 @triton.jit
@@ -244,7 +263,7 @@ def layer_norm_two_pass_kernel(
 
 def layer_norm_two_pass(x, w, b, eps):
     """As layer_norm_tile, a program a row of any length."""
-    y, mean, rstd, rows = _results(x)
+    y, mean, rstd, rows, _, _ = _results(x)
     if y.numel():
         layer_norm_two_pass_kernel[(rows.M,)](
             x, w, b, y, mean, rstd, rows.N, x.stride(0), eps, BLOCK=4096,
@@ -253,13 +272,15 @@ def layer_norm_two_pass(x, w, b, eps):
     return y, mean, rstd
 
 
-def _results(x):
+def _results(x, residual=None):
+    """y, mean, rstd, rows; and of a sum that is normalised: total, and the distance of residual's rows."""
     rows = Rows.of(x)
+    total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = (torch.empty(rows.M, dtype=torch.float32, device=x.device) for _ in range(2))
     if not rows.N:  # the mean of nothing
         mean.fill_(math.nan), rstd.fill_(math.nan)
-    return y, mean, rstd, rows
+    return y, mean, rstd, rows, total, 0 if residual is None else residual.stride(0)
 
 
 # Backward. With x_hat = (x - mean) rstd, g = dy w, and c1, c2 the means over the row of g x_hat and of g:
@@ -329,167 +350,16 @@ def layer_norm_backward_registers(dy, x, w, mean, rstd, bias):
     return dx, dw, db
 
 
-@triton.jit
-def layer_norm_backward_staged_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr, M, N, stride_dy, stride_x,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
-):  # fmt: skip
-    N, stride_dy, stride_x = multiple(N, MULTIPLE), multiple(stride_dy, MULTIPLE), multiple(stride_x, MULTIPLE)
-    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    w = tl.load(w_ptr + cols, mask=cols < N, other=0.0)
-    dw = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    db = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for tile in tl.range(program, tl.cdiv(M, ROWS), programs, num_stages=3):  # by cp.async, two tiles ahead
-        rows = tile * ROWS + tl.arange(0, ROWS)[:, None]  # int64, as program is
-        mask = (rows < M) & (cols < N)
-        dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
-        x_hat = (x - mean) * rstd  # in the padding dy is 0, and so is every product below
-        g = dy * w.to(tl.float32)
-        c1, c2 = row_sums(g, x_hat)
-        dx = rstd * (g - x_hat * (c1 / N) - c2 / N)
-        tl.store(dx_ptr + rows * N + cols, dx, mask=(rows < M) & (cols < N))
-        dw += dy * x_hat
-        db += dy
-    tl.store(partial_dw_ptr + program * N + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
-    if partial_db_ptr is not None:
-        tl.store(partial_db_ptr + program * N + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
-
-
-def layer_norm_backward_staged(dy, x, w, mean, rstd, bias):
-    """As layer_norm_backward_registers; the next rows are on their way to shared memory. Rows of at most 16 KB."""
-    dx, dw, db, rows = _gradients(x, w, bias)
-    if dx.numel():
-        tile = max(1, 4096 // rows.block * 2 // rows.itemsize)
-        warps = max(1, tile * rows.block // 512)
-        programs = min(triton.cdiv(rows.M, tile), rows.sms * max(1, 16 // warps))
-        partial_dw, partial_db = partial_sums(programs, x, bias)
-        layer_norm_backward_staged_kernel[(programs,)](
-            dy, x, w, mean, rstd, dx, partial_dw, partial_db, rows.M, rows.N, dy.stride(0), x.stride(0),
-            tile, rows.block, common_multiple_of(rows.N, dy.stride(0), x.stride(0)), num_warps=warps, maxnreg=128,
-        )  # fmt: skip
-        sum_partials(partial_dw, partial_db, dw, db)
+def layer_norm_backward_walk(dy, x, w, mean, rstd, bias):
+    """As layer_norm_backward_registers; the next rows are on their way to shared memory. N <= 8192."""
+    dx, _, dw, db = norm_backward_walk(dy, x, w, mean, rstd, bias)
     return dx, dw, db
-
-
-@triton.jit
-def layer_norm_backward_group_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr,  # partial [groups, N]
-    partials_ptr,  # [M, PARTS], -1 at first; then a part's share of c1 in the high half and of c2 in the low
-    M, N, stride_dy, stride_x, width, groups,
-    PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, PUBLISH: tl.constexpr, FINISH: tl.constexpr,
-    MULTIPLE: tl.constexpr,
-):  # fmt: skip
-    N, stride_dy, stride_x = multiple(N, MULTIPLE), multiple(stride_dy, MULTIPLE), multiple(stride_x, MULTIPLE)
-    part = tl.program_id(0) % PARTS
-    group_id = (tl.program_id(0) // PARTS).to(tl.int64)
-    offsets = tl.arange(0, BLOCK_N)
-    cols = part * width + offsets
-    mask = (offsets < width) & (cols < N)
-    w = tl.load(w_ptr + cols, mask=mask, other=0.0)
-    dw = tl.zeros((BLOCK_N,), tl.float32)
-    db = tl.zeros((BLOCK_N,), tl.float32)
-    slots = tl.arange(0, SLOTS)
-    dy = tl.load(dy_ptr + group_id * stride_dy + cols, mask=mask & (group_id < M), other=0.0)
-    x = tl.load(x_ptr + group_id * stride_x + cols, mask=mask & (group_id < M), other=0.0)
-    if PUBLISH:
-        publish_sums(dy, x, w, mean_ptr, rstd_ptr, partials_ptr, group_id, M, part, PARTS)
-    for row in tl.range(group_id, M, groups, num_stages=1):
-        # The next row is loaded and its sums published before this row's are waited for: the others published theirs
-        # for this row a whole step ago, so programs in step do not wait for long.
-        after = row + groups
-        next_dy = tl.load(dy_ptr + after * stride_dy + cols, mask=mask & (after < M), other=0.0)
-        next_x = tl.load(x_ptr + after * stride_x + cols, mask=mask & (after < M), other=0.0)
-        if PUBLISH:
-            publish_sums(next_dy, next_x, w, mean_ptr, rstd_ptr, partials_ptr, after, M, part, PARTS)
-        if FINISH:
-            rstd = tl.load(rstd_ptr + row)
-            x_hat = (x.to(tl.float32) - tl.load(mean_ptr + row)) * rstd
-            at = partials_ptr + row * PARTS + slots
-            partials = look(at, slots < PARTS, 0)
-            while tl.max((partials == -1).to(tl.int32), axis=0) == 1:
-                partials = look(at, slots < PARTS, 0)
-            c1, c2 = unpack_pair(partials)
-            c1 = tl.sum(c1, axis=0) / N
-            c2 = tl.sum(c2, axis=0) / N
-            g = dy.to(tl.float32) * w.to(tl.float32)
-            tl.store(dx_ptr + row * N + cols, rstd * (g - x_hat * c1 - c2), mask=mask)
-            dw += dy.to(tl.float32) * x_hat
-            db += dy.to(tl.float32)
-        dy, x = next_dy, next_x
-    if FINISH:
-        tl.store(partial_dw_ptr + group_id * N + cols, dw, mask=mask)
-        if partial_db_ptr is not None:
-            tl.store(partial_db_ptr + group_id * N + cols, db, mask=mask)
-
-
-@triton.jit
-def publish_sums(dy, x, w, mean_ptr, rstd_ptr, partials_ptr, row, M, part, PARTS: tl.constexpr):
-    mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
-    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
-    g = dy.to(tl.float32) * w.to(tl.float32)
-    c1 = tl.sum(g * ((x.to(tl.float32) - mean) * rstd), axis=0)
-    c2 = tl.sum(g, axis=0)
-    publish(partials_ptr + row * PARTS + part, pack_pair(c1, c2), mask=row < M)
 
 
 def layer_norm_backward_group(dy, x, w, mean, rstd, bias):
-    """As layer_norm_backward_registers for rows of any length, in one launch where all parts of a row run at once."""
-    dx, dw, db, rows = _gradients(x, w, bias)
-    if dx.numel():
-        programs = group(rows, block=4096, programs_per_sm=2)  # 256 threads at no more than 128 registers
-        parts = Split(programs.parts, 4096, 8)
-        partials = torch.full((rows.M, programs.parts), -1, dtype=torch.int64, device=x.device)
-        partial_dw, partial_db = partial_sums(programs.groups, x, bias)
-        # One launch needs all programs at once: a cooperative launch is refused where they do not fit. Otherwise, and
-        # in the interpreter, the first launch publishes all sums and the second one uses them.
-        at_once = not triton_interprets() and parts.fits(rows, warps_per_sm=16)
-        for publish_, finish in ((True, True),) if at_once else ((True, False), (False, True)):
-            layer_norm_backward_group_kernel[(programs.groups * programs.parts,)](
-                dy, x, w, mean, rstd, dx, partial_dw, partial_db, partials, rows.M, rows.N, dy.stride(0), x.stride(0),
-                programs.width, programs.groups, parts.parts, parts.slots, parts.block, publish_, finish,
-                common_multiple_of(rows.N, dy.stride(0), x.stride(0)),
-                num_warps=parts.warps, maxnreg=128, launch_cooperative_grid=at_once,
-            )  # fmt: skip
-        sum_partials(partial_dw, partial_db, dw, db)
+    """As layer_norm_backward_walk for rows of any length, in one launch where all parts of a row run at once."""
+    dx, _, dw, db = norm_backward_group(dy, x, w, mean, rstd, bias)
     return dx, dw, db
-
-
-@triton.jit
-def sum_partials_kernel(
-    partial_dw_ptr, partial_db_ptr, dw_ptr, db_ptr,  # [P, N] in fp32 twice -> [N] twice
-    P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
-):  # fmt: skip
-    N = multiple(N, MULTIPLE)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    dw = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-    db = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
-    for start in range(0, P, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P).to(tl.int64)[:, None]
-        mask = (p < P) & (cols < N)
-        dw += tl.load(partial_dw_ptr + p * N + cols, mask=mask, other=0.0)
-        if partial_db_ptr is not None:
-            db += tl.load(partial_db_ptr + p * N + cols, mask=mask, other=0.0)
-    tl.store(dw_ptr + cols, tl.sum(dw, axis=0, keep_dims=True), mask=cols < N)
-    if partial_db_ptr is not None:
-        tl.store(db_ptr + cols, tl.sum(db, axis=0, keep_dims=True), mask=cols < N)
-
-
-def sum_partials(partial_dw, partial_db, dw, db):
-    """Add up [P, N] partial sums into dw and db [N], always in the same order: the same bits in every run."""
-    P, N = partial_dw.shape
-    sum_partials_kernel[(triton.cdiv(N, 32),)](
-        partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32, MULTIPLE=common_multiple_of(N)
-    )
-
-
-def partial_sums(programs, x, bias):
-    """Of dw and, with a bias, of db: [programs, N] in fp32."""
-    partial_dw, partial_db = torch.empty((2, programs, x.shape[1]), dtype=torch.float32, device=x.device)
-    return partial_dw, partial_db if bias else None
 
 
 def _gradients(x, w, bias):

@@ -142,9 +142,8 @@ def linear_tma(
 ) -> Tensor:
     """As linear_pointers, in 16 bits, for what tma_fits()."""
     M, N, y, sms = len(x), len(w), x.new_empty(len(x), len(w)), num_sms(x.device)
-    # 128 x 256 needs the fewest bytes from L2; where that makes less than a tile an SM, halves use more SMs.
-    wide = roomy(x.device) and triton.cdiv(M, 128) * triton.cdiv(N, 256) >= sms
-    block_n, stages = (256, 3) if wide else (128, 4)
+    block_n = tile_width(M, N, x.device)
+    stages = 3 if block_n == 256 else 4
     outer = sum(t is not None for t in (residual, y, save))
     stages = fitting_stages(stages, 2 * (128 + block_n) * 64, x.device, beside=outer * 128 * block_n)
     x_desc, w_desc = (TensorDescriptor.from_tensor(t, [rows, 64]) for t, rows in ((x, 128), (w, block_n)))
@@ -157,6 +156,14 @@ def linear_tma(
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64, num_warps=8, num_stages=stages,
     )  # fmt: skip
     return y
+
+
+def tile_width(M: int, N: int, device: torch.device) -> int:
+    """Columns of linear_tma's tile, which has 128 rows.
+
+    128 x 256 needs the fewest bytes from L2; where that makes less than a tile an SM, halves use more SMs.
+    """
+    return 256 if roomy(device) and triton.cdiv(M, 128) * triton.cdiv(N, 256) >= num_sms(device) else 128
 
 
 def tma_fits(x: Tensor, w: Tensor, residual: Tensor | None) -> bool:
@@ -223,7 +230,7 @@ def gelu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         dz_and_sums_kernel[(triton.cdiv(N, 128), len(partial))](
             dy, z, dz, partial, M, N, dy.stride(0), BLOCK_M=32, BLOCK_N=128
         )
-    return dz, partial.sum(0).to(z.dtype)
+    return dz, _total(partial, z.dtype)
 
 
 def column_sums(dz: Tensor) -> Tensor:
@@ -231,11 +238,20 @@ def column_sums(dz: Tensor) -> Tensor:
     (M, N), partial = dz.shape, _partial(dz)
     if dz.numel():
         column_sums_kernel[(triton.cdiv(N, 128), len(partial))](dz, partial, M, N, BLOCK_M=32, BLOCK_N=128)
-    return partial.sum(0).to(dz.dtype)
+    return _total(partial, dz.dtype)
 
 
 def _partial(z: Tensor) -> Tensor:
-    """[programs, N] fp32: about 8 programs an SM, each with a row of partial sums."""
+    """[programs, N] fp32: about 8 programs an SM, each with a row of partial sums. A single row is the result.
+
+    Up to 128 rows one program walks down each column: to add up a few rows takes longer than to read them.
+    """
     M, N = z.shape
-    programs = max(1, min(triton.cdiv(M, 32), 8 * num_sms(z.device) // max(1, triton.cdiv(N, 128))))
-    return (torch.empty if M else torch.zeros)((programs, N), dtype=torch.float32, device=z.device)
+    most = 1 if M <= 128 else 8 * num_sms(z.device) // max(1, triton.cdiv(N, 128))
+    programs = max(1, min(triton.cdiv(M, 32), most))
+    dtype = torch.float32 if programs > 1 else z.dtype
+    return (torch.empty if M else torch.zeros)((programs, N), dtype=dtype, device=z.device)
+
+
+def _total(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    return partial[0] if len(partial) == 1 else partial.sum(0).to(dtype)

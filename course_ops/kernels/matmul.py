@@ -35,6 +35,46 @@ def matmul_pointers(a: Tensor, b: Tensor) -> Tensor:
     return c
 
 
+# fp32 without TF32 has no tensor cores: each thread multiplies 8 x 8 of the tile by FMAs, 13 for a 16-byte load from
+# shared memory. Triton copies 16 bytes at a time only where it knows that sizes and strides are multiples of 16.
+IEEE_TILES = ((128, 64, 16), (64, 64, 16))
+
+
+def matmul_ieee(a: Tensor, b: Tensor) -> Tensor:
+    """[M, K], [K, N] -> [M, N] in fp32, exact, any strides. What is no multiple of 16 is copied beside zeros."""
+    (M, K), N, c = a.shape, b.shape[1], a.new_empty(a.shape[0], b.shape[1])
+    k = _to_16(K)
+    a = _fitted(a, _to_16(M) if a.stride(1) != 1 else M, k)
+    b = _fitted(b, k, _to_16(N) if b.stride(0) != 1 else N)
+    out = c if c.shape == (len(a), b.shape[1]) else c.new_empty(len(a), b.shape[1])
+    sms = num_sms(a.device)
+    tile = min(IEEE_TILES, key=lambda t: triton.cdiv(triton.cdiv(M, t[0]) * triton.cdiv(N, t[1]), sms) * t[0] * t[1])
+    pointers_kernel[(triton.cdiv(len(a), tile[0]) * triton.cdiv(b.shape[1], tile[1]),)](
+        a, b, out, *out.shape, k, *a.stride(), *b.stride(), out.stride(0), *tile, "ieee", 8, num_warps=4, num_stages=4
+    )
+    return c if out is c else c.copy_(out[:M, :N])
+
+
+def _to_16(n: int) -> int:
+    return n + -n % 16
+
+
+def _fitted(t: Tensor, rows: int, cols: int) -> Tensor:
+    """t if it is rows x cols and its rows, or columns, begin at multiples of 64 bytes; else a copy with zeros."""
+    outer = max(t.stride())
+    if t.shape == (rows, cols) and min(t.stride()) == 1 and outer % 16 == 0 and t.data_ptr() % 16 == 0:
+        return t
+    copy = t.new_zeros(rows, _to_16(cols))[:, :cols] if t.stride(0) != 1 else t.new_zeros(cols, _to_16(rows)).t()[:rows]
+    copy[: t.shape[0], : t.shape[1]] = t
+    return copy
+
+
+def ieee_pays(a: Tensor, b: Tensor) -> bool:
+    """Whether matmul_ieee takes them: fp32, exact, and no side so small that a copy costs."""
+    large = min(a.shape[0], b.shape[1], a.shape[1]) >= 64
+    return a.dtype == torch.float32 and precision() == "ieee" and large and architecture(a.device) >= 80
+
+
 # Persistent: a program an SM. flatten makes one pipelined loop of tiles and steps, so that the next tile's loads run
 # under this tile's epilogue. C is stored in halves: a whole tile's staging would take a stage of the ring.
 @triton.jit

@@ -1,5 +1,7 @@
 """C = A B on Hopper for outputs of at most one tile an SM: K is split, partial sums meet by a reduce-scatter in L2."""
 
+from functools import lru_cache
+
 import torch
 import triton
 from torch import Tensor
@@ -154,6 +156,7 @@ def _cycles(N: int, K: int, block_n: int, splits: int) -> float:
     return max(2 * (128 + block_n) * K / splits / 40, 2 * N * K / 2300) + meeting
 
 
+@lru_cache(maxsize=4096)  # the host's time of a call is part of it
 def choose(M: int, N: int, K: int, sms: int) -> tuple[int, int, float] | None:
     """block_n, splits and estimated cycles of the best choice within one wave of programs; None if there is none."""
     tiles_m, steps = triton.cdiv(M, 128), triton.cdiv(K, 64)

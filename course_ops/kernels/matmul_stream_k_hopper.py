@@ -338,7 +338,7 @@ def pays(a: Tensor, b: Tensor) -> bool:
     if not takes(a, b):
         return False
     plan = plan_of(a, b, num_sms(a.device))
-    return plan.shared_tiles > 0 or plan.block_m != BLOCK_M
+    return not plan.other and (plan.shared_tiles > 0 or plan.block_m != BLOCK_M)
 
 
 def matmul_stream_k_hopper(a: Tensor, b: Tensor) -> Tensor:

@@ -6,13 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from course_ops._common import triton_interprets
+from course_ops.kernels._norm_backward import norm_backward_group, norm_backward_walk, sum_partials
 from course_ops.kernels._rows import (
-    Group,
     Rows,
     Split,
     common_multiple_of,
-    group,
+    in_chunks,
     look,
     multiple,
     opaque,
@@ -20,6 +19,7 @@ from course_ops.kernels._rows import (
     split,
     wait,
     waits,
+    widen,
 )
 
 
@@ -53,6 +53,44 @@ def rms_norm_packed(x, w, eps):
         rms_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
             x, w, y, rstd, rows.M, rows.N, x.stride(0), y.stride(0), eps, tile, rows.block,
             common_multiple_of(rows.N, x.stride(0), y.stride(0)), num_warps=max(1, tile * row // (32 * thread)),
+        )  # fmt: skip
+    return y, rstd
+
+
+@triton.jit
+def rms_norm_chunks_kernel(
+    x_ptr, w_ptr, y_ptr, rstd_ptr, N, stride_x, eps, sixteen,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,  # CHUNKS of BLOCK columns, of which the last may be ragged
+    MULTIPLE: tl.constexpr,
+):  # fmt: skip
+    N, stride_x = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE)
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    chunks = ()
+    for chunk in tl.static_range(CHUNKS):
+        at = x_ptr + row * stride_x + chunk * BLOCK + lanes
+        mask = chunk * BLOCK + lanes < N
+        chunks = chunks + (tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first"),)  # noqa: RUF005
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        wide = chunks[chunk].to(tl.float32)
+        squares += wide * wide
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / N + eps)
+    tl.store(rstd_ptr + row, rstd)
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * BLOCK + lanes
+        w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last").to(tl.float32)
+        tl.store(y_ptr + row * N + cols, widen(chunks[chunk], sixteen) * rstd * w, mask=cols < N)
+
+
+def rms_norm_chunks(x, w, eps):
+    """As rms_norm_packed; a row is a list of chunks of 16 bytes a thread, all of them loaded before the first use."""
+    y, rstd, rows = _results(x)
+    if y.numel():
+        plan = in_chunks(rows.N, rows.itemsize)
+        rms_norm_chunks_kernel[(rows.M,)](
+            x, w, y, rstd, rows.N, x.stride(0), eps, 16, plan.count, plan.block,
+            common_multiple_of(rows.N, x.stride(0)), num_warps=plan.warps,
         )  # fmt: skip
     return y, rstd
 
@@ -192,123 +230,20 @@ def rms_norm_backward_persistent(dy, x, w, rstd):
             dy, x, w, rstd, dx, partial_dw, rows.M, rows.N, dy.stride(0), x.stride(0), tile, rows.block, STAGES=3,
             MULTIPLE=common_multiple_of(rows.N, dy.stride(0), x.stride(0)), num_warps=8,
         )  # fmt: skip
-        sum_partials(partial_dw, dw)
+        sum_partials(partial_dw, None, dw, None)
     return dx, dw
 
 
-@triton.jit
-def row_dot(dy, x, w, rstd_ptr, row, M):
-    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
-    return tl.sum(dy.to(tl.float32) * w.to(tl.float32) * (x.to(tl.float32) * rstd), axis=0)
-
-
-@triton.jit
-def rms_norm_backward_group_kernel(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr,
-    partial_dw_ptr, partials_ptr,  # [groups, N] in fp32, [M, PARTS] int32 zeros
-    M, N, dy_stride, x_stride, width, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    PUBLISH: tl.constexpr, FINISH: tl.constexpr, MULTIPLE: tl.constexpr,
-):  # fmt: skip
-    N, dy_stride, x_stride = multiple(N, MULTIPLE), multiple(dy_stride, MULTIPLE), multiple(x_stride, MULTIPLE)
-    part = tl.program_id(0) % PARTS
-    group_id = (tl.program_id(0) // PARTS).to(tl.int64)  # int64, and so are the rows: row * stride passes 2^31
-    groups = tl.num_programs(0) // PARTS
-    cols = part * width + tl.arange(0, BLOCK_N)
-    own = (tl.arange(0, BLOCK_N) < width) & (cols < N)
-    slots = tl.arange(0, SLOTS)
-    w = tl.load(w_ptr + cols, mask=own, other=0.0)
-    dw = tl.zeros([BLOCK_N], tl.float32)
-    dy = tl.load(dy_ptr + group_id * dy_stride + cols, mask=own, other=0.0)
-    x = tl.load(x_ptr + group_id * x_stride + cols, mask=own, other=0.0)
-    if PARTS > 1 and PUBLISH:  # 0 is "not yet", so the bits of the sum plus one
-        bits = row_dot(dy, x, w, rstd_ptr, group_id, M).to(tl.int32, bitcast=True)
-        publish(partials_ptr + group_id * PARTS + part, bits + 1)
-    for row in tl.range(group_id, M, groups, num_stages=1):
-        after = row + groups
-        there = own & (after < M)
-        rstd = tl.load(rstd_ptr + row)
-        if PARTS == 1:  # before the next row arrives: 1024 threads have 64 registers each
-            dot = row_dot(dy, x, w, rstd_ptr, row, M)
-            dw += dy.to(tl.float32) * (x.to(tl.float32) * rstd)
-        next_dy = tl.load(dy_ptr + after * dy_stride + cols, mask=there, other=0.0)
-        next_x = tl.load(x_ptr + after * x_stride + cols, mask=there, other=0.0)
-        if PARTS > 1:
-            if PUBLISH:
-                dot = row_dot(opaque(next_dy), opaque(next_x), opaque(w), rstd_ptr, after, M)
-                bits = dot.to(tl.int32, bitcast=True)
-                publish(partials_ptr + after * PARTS + part, bits + 1, mask=after < M)
-            at = partials_ptr + row * PARTS + slots
-            words = look(at, slots < PARTS, 1)
-            if PUBLISH and FINISH:
-                words = wait(words, at, slots < PARTS, 1)
-            dot = tl.sum((words - 1).to(tl.float32, bitcast=True), axis=0)
-        if FINISH:
-            n = opaque(x).to(tl.float32) * rstd
-            wide = opaque(dy).to(tl.float32)
-            if PARTS > 1:
-                dw += wide * n
-            dx = rstd * (wide * opaque(w).to(tl.float32) - n * (dot / N))
-            tl.store(dx_ptr + row * N + cols, dx, mask=own)
-        dy, x = next_dy, next_x
-    if FINISH:
-        tl.store(partial_dw_ptr + group_id * N + cols, dw, mask=own)
-
-
-def rms_norm_backward_row(dy, x, w, rstd):
-    """As rms_norm_backward_persistent; one row of at most 32 KB a program, the next one in registers."""
-    rows = Rows.of(x)
-    width = triton.cdiv(rows.N, 16) * 16
-    return _group(dy, x, w, rstd, Group(1, width, max(1, min(rows.M, rows.sms))), Split(1, rows.block, 32), True)
+def rms_norm_backward_walk(dy, x, w, rstd):
+    """As rms_norm_backward_persistent for longer rows, up to 8192 columns: a list of chunks has few idle lanes."""
+    dx, _, dw, _ = norm_backward_walk(dy, x, w, None, rstd)
+    return dx, dw
 
 
 def rms_norm_backward_group(dy, x, w, rstd):
     """As rms_norm_backward_persistent for rows of any length, in one launch where all parts of a row run at once."""
-    rows = Rows.of(x)
-    programs = group(rows, block=8192 // rows.itemsize, programs_per_sm=2)  # 256 threads of 128 registers
-    parts = Split(programs.parts, 8192 // rows.itemsize, 8)
-    at_once = not triton_interprets() and parts.fits(rows, warps_per_sm=16)
-    return _group(dy, x, w, rstd, programs, parts, at_once)
-
-
-def _group(dy, x, w, rstd, programs, parts, at_once):
-    dx, dw, rows = _gradients(x, w)
-    if dx.numel():
-        partial_dw = torch.empty((programs.groups, rows.N), dtype=torch.float32, device=x.device)
-        partials = torch.zeros((rows.M, parts.parts), dtype=torch.int32, device=x.device)
-        # One launch needs all programs at once: a cooperative launch is refused where they do not fit.
-        for publish_, finish in ((True, True),) if at_once else ((True, False), (False, True)):
-            rms_norm_backward_group_kernel[(programs.groups * parts.parts,)](
-                dy, x, w, rstd, dx, partial_dw, partials, rows.M, rows.N, dy.stride(0), x.stride(0), programs.width,
-                PARTS=parts.parts, SLOTS=triton.next_power_of_2(parts.parts), BLOCK_N=parts.block,
-                PUBLISH=publish_, FINISH=finish, MULTIPLE=common_multiple_of(rows.N, dy.stride(0), x.stride(0)),
-                num_warps=parts.warps, maxnreg=128 if parts.parts > 1 else None,
-                launch_cooperative_grid=parts.parts > 1 and at_once,
-            )  # fmt: skip
-        sum_partials(partial_dw, dw)
+    dx, _, dw, _ = norm_backward_group(dy, x, w, None, rstd)
     return dx, dw
-
-
-# layer_norm's has two sums; with one of them the compiler makes other code of it than of this.
-@triton.jit
-def sum_partials_kernel(
-    partial_dw_ptr, dw_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr
-):  # [P, N], [N]
-    N = multiple(N, MULTIPLE)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dw = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-    for start in range(0, P, BLOCK_P):
-        p = start + tl.arange(0, BLOCK_P).to(tl.int64)
-        mask = (p < P)[:, None] & (cols < N)[None, :]
-        dw += tl.load(partial_dw_ptr + p[:, None] * N + cols[None, :], mask=mask, other=0.0)
-    tl.store(dw_ptr + cols, tl.sum(dw, axis=0), mask=cols < N)
-
-
-def sum_partials(partial_dw, dw):
-    """Add up [P, N] partial sums into dw [N], always in the same order: the same bits in every run."""
-    P, N = partial_dw.shape
-    sum_partials_kernel[(triton.cdiv(N, 32),)](
-        partial_dw, dw, P, N, BLOCK_P=32, BLOCK_N=32, MULTIPLE=common_multiple_of(N)
-    )
 
 
 def _gradients(x, w):

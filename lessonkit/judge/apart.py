@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from lessonkit.lesson import Mutant
 import torch
 
 PATIENCE = 20.0  # seconds for a rung's kernels on the small tensors of a check; right ones take milliseconds
+CALL_PATIENCE = 90.0  # seconds for one call on the host, with what it compiles: loading code waits for a hung kernel
 LIMIT = 600.0  # seconds for the process, with all that it compiles
 
 
@@ -71,13 +73,44 @@ def within(seconds: float, done: Callable[[], bool]) -> Callable[[], None]:
     return wait
 
 
+class Watch:
+    """Calls `late` if nobody calls `again` for so many seconds: the host itself may be stuck behind a hung kernel."""
+
+    def __init__(self, seconds: float, late: Callable[[], None]) -> None:
+        self.seconds, self.late = seconds, late
+        self.again()
+
+    def again(self) -> None:
+        self.stop()
+        self._timer = threading.Timer(self.seconds, self.late)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        if hasattr(self, "_timer"):
+            self._timer.cancel()
+
+
+def _end(verdict: Verdict) -> None:
+    print(json.dumps(asdict(verdict)), flush=True)
+    os._exit(0)  # an orderly end would wait for a kernel that hangs
+
+
 def main(name: str, why: str) -> None:
     lesson = import_module(name).LESSON
     mutant = next(each for each in lesson.wrong if each.why == why)
-    check.finish = within(PATIENCE, lambda: torch.cuda.current_stream().query())
+    stuck = Verdict("hang", "", f"a call did not return to the host in {CALL_PATIENCE:g} s")
+    watch = Watch(CALL_PATIENCE, lambda: _end(stuck))
+    ended = within(PATIENCE, lambda: torch.cuda.current_stream().query())
+
+    def finish() -> None:
+        ended()
+        watch.again()
+
+    check.finish = finish
     verdict = Verdict.of(mutants.first_rejection(lesson, mutants.build(name, mutant)))
-    print(json.dumps(asdict(verdict)), flush=True)
-    os._exit(0)  # an orderly end would wait for a kernel that hangs
+    watch.stop()
+    _end(verdict)
 
 
 if __name__ == "__main__":

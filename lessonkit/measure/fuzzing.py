@@ -1,8 +1,8 @@
 """A run of the fuzzer: hypothesis draws cases, a process of its own runs them, failures shrink, counts are added up.
 
 The process may die or hang: then the case that it was asked counts as a crash, and another process goes on. A failure
-is written to tests/fuzz/found.jsonl, which the tests replay. Counts go to reports/fuzz.csv, where a later run of the
-same commit goes on.
+is written to tests/fuzz/found.jsonl, which the tests replay. Counts go to reports/fuzz.csv, where a later run goes on
+as long as the operator's code is the same.
 """
 
 import json
@@ -28,7 +28,7 @@ from lessonkit.base.files import REPORTS, ROOT, changing, environment, write_ato
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.judge import fuzz
 from lessonkit.judge.fuzz import Case, Outcome
-from lessonkit.measure import rows
+from lessonkit.measure import operator_rows, rows
 
 FOUND = ROOT / "tests" / "fuzz" / "found.jsonl"
 COUNTS = REPORTS / "fuzz.csv"
@@ -154,7 +154,7 @@ def add(new: Found, path: Path = FOUND) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """Cases of one operator and direction, in one mode, with one commit and its versions."""
+    """Cases of one operator and direction, in one mode, with the operator's code and the versions of its compilers."""
 
     operator: str
     direction: str
@@ -167,11 +167,12 @@ class Count:
     false_alarms: int = 0  # legal calls that were refused
     seconds: float = 0.0
     versions: str
-    commit: str
+    code: str  # of the operator, through every import: a change of anything else keeps the count
+    commit: str  # of the last run
 
     @property
     def key(self) -> tuple[str, ...]:
-        return self.operator, self.direction, self.mode, self.device, self.versions, self.commit
+        return self.operator, self.direction, self.mode, self.device, self.versions, self.code
 
     def plus(self, kinds: Counter[str], seconds: float) -> "Count":
         return replace(
@@ -194,11 +195,12 @@ def counts(path: Path = COUNTS) -> dict[tuple[str, ...], Count]:
 
 
 def begun(operator: str, direction: str, mode: str) -> Count:
-    """The count of this commit and machine, with nothing in it."""
+    """The count of today's code on this machine, with nothing in it."""
     where = device.name() if mode == "gpu" else "cpu"
     versions = " ".join(f"{name} {metadata.version(name)}" for name in ("torch", "triton", "hypothesis"))
     return Count(
-        operator=operator, direction=direction, mode=mode, device=where, versions=versions, commit=_commit()
+        operator=operator, direction=direction, mode=mode, device=where, versions=versions,
+        code=operator_rows.code(operator), commit=_commit(),
     )  # fmt: skip
 
 
@@ -291,7 +293,7 @@ def run(
     names: list[str], modes: list[str], cases: int, seconds: float, say: Callable[[str], None], *,
     path: Path = COUNTS, found_path: Path = FOUND,
 ) -> list[Found]:  # fmt: skip
-    """Until each operator and direction has so many cases of this commit in each mode, or the time is over."""
+    """Until each operator and direction has so many cases of today's code in each mode, or the time is over."""
     need_hypothesis()
     questions = fuzz.questions()
     todo = [
@@ -320,7 +322,8 @@ def run(
                 )  # fmt: skip
                 with changing(path):  # another process may have counted meanwhile
                     known = counts(path)
-                    known[count.key] = known.get(count.key, new).plus(kinds, time.monotonic() - start)
+                    sum_of_both = known.get(count.key, new).plus(kinds, time.monotonic() - start)
+                    known[count.key] = replace(sum_of_both, commit=new.commit)
                     write_atomically(path, to_csv([asdict(each) for _, each in sorted(known.items())]))
                 for each in faults:
                     add(each, found_path)

@@ -143,6 +143,13 @@ def source(operator: int) -> str:
     return ".".join(part[:8] for part in parts)
 
 
+@cache
+def code(operator: str) -> str:
+    """A hash of what an operator's calls run, forward and backward, through every import."""
+    calls = {_function(op.call) for op in operators() if op.name == operator}
+    return hashlib.sha256(" ".join(sorted(calls)).encode()).hexdigest()[:12]
+
+
 def _function(function: Any) -> str:
     return fingerprint.source(ROOT, function.__module__, function.__name__)
 

@@ -198,6 +198,9 @@ class _Block(torch.Tensor):
     def split(self) -> Any:  # type: ignore[override]
         return self.unbind(-1)
 
+    def to(self, dtype: Any, *given: Any, bitcast: bool = False, **more: Any) -> Any:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype, *given, **more)
+
 
 @dataclass(frozen=True)
 class _Pointer:
@@ -513,6 +516,22 @@ def _async_store(desc: _Descriptor, coord: Sequence[int], src: _Memory) -> None:
     me.cluster.queues.setdefault(who, deque()).append(complete)
 
 
+def _async_atomic_add(desc: _Descriptor, coord: Sequence[int], src: _Memory) -> None:
+    """TMA adds to what lies in global memory; who waits for it, and how, as of a store."""
+    me, view = _now(), src.mine()
+    who, tick = me.start("store", "")
+    what = f"TMA reads {view.space.name} for {me.name}"
+    me.cluster.record(view.space, _Access(view.box, False, who, tick, False, what), {**me.clock, who: tick})
+    inside, part = desc.box(coord, view.data)
+
+    def complete() -> None:
+        inside.add_(part)
+        for traffic in watching[-1:]:
+            traffic.written += part.numel() * part.element_size()
+
+    me.cluster.queues.setdefault(who, deque()).append(complete)
+
+
 def _store_wait(pendings: int) -> None:
     me = _now()
     who = (me, "store", "")
@@ -629,12 +648,50 @@ def _allocate_tensor_memory(dtype: torch.dtype, shape: Sequence[int], layout: An
     return memory
 
 
-def _load(pointer: _Pointer, cache_modifier: str = "") -> torch.Tensor:
-    return pointer.data[pointer.at].as_subclass(_Block)
+def _full(shape: Sequence[int], value: Any, dtype: torch.dtype, layout: Any = None) -> torch.Tensor:
+    return torch.full(list(shape), value, dtype=dtype).as_subclass(_Block)
 
 
-def _store(pointer: _Pointer, value: Any) -> None:
-    pointer.data[pointer.at] = value
+def _reduced(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A reduction along an axis; a number if there is no other."""
+
+    def reduce(x: torch.Tensor, axis: int) -> Any:
+        found = function(x, dim=axis)
+        return found if found.ndim else found.item()
+
+    return reduce
+
+
+def _larger(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    return torch.maximum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    return torch.minimum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
+
+
+def _load(pointer: _Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> torch.Tensor:
+    if mask is None:
+        return pointer.data[pointer.at].as_subclass(_Block)
+    found = pointer.data[torch.where(mask, pointer.at, 0)]
+    return torch.where(mask, found, torch.full_like(found, other)).as_subclass(_Block)
+
+
+def _store(pointer: _Pointer, value: Any, mask: Any = True) -> None:
+    if isinstance(pointer.at, torch.Tensor) and isinstance(mask, torch.Tensor):
+        pointer.data[pointer.at[mask]] = value[mask]
+    elif mask:
+        pointer.data[pointer.at] = value
+
+
+def _atomic_add(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -> Any:
+    before = pointer.data[pointer.at].item()
+    _store(pointer, before + value)
+    return before
 
 
 def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -> torch.Tensor:
@@ -643,8 +700,20 @@ def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") 
     return before
 
 
-def _inline_asm(asm: str, constraints: str, args: Sequence[Any], *options: Any, **more: Any) -> Any:
-    """A flag's load. Who polls one that is not set would do so for ever: the CTAs before have ended, others wait."""
+def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *options: Any, **more: Any) -> Any:
+    """2^x, tanh, a conversion to 16 bits, a zero, or a flag's load.
+
+    A CTA that polls a flag that is not set would do so for ever: the CTAs before have ended, others wait.
+    """
+    if asm.startswith("ex2.approx.ftz"):
+        found = torch.exp2(args[0])
+        return found.where(found.abs() >= torch.finfo(torch.float32).tiny, 0)
+    if asm.startswith("cvt.rn."):
+        return args[0].to(dtype)
+    if asm.startswith("tanh.approx"):
+        return args[0].tanh()
+    if asm == "mov.b32 $0, 0;":
+        return 0
     if not asm.startswith("ld.acquire"):
         _not_here(f"inline_asm_elementwise of {asm!r}")
     flag = _load(args[0])
@@ -658,13 +727,15 @@ def _gluon() -> Any:
     """The modules of Gluon, which only a kernel in Gluon loads."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.language.nvidia import blackwell, hopper
+    from triton.language.extra import cuda
 
-    return SimpleNamespace(gl=language, blackwell=blackwell, hopper=hopper, mbarrier=hopper.mbarrier, tma=hopper.tma)
+    shared = {"mbarrier": hopper.mbarrier, "tma": hopper.tma}
+    return SimpleNamespace(gl=language, blackwell=blackwell, hopper=hopper, cuda=cuda, **shared)
 
 
 @cache
-def _vocabulary() -> dict[Any, Any]:
-    """What stands here for a function of Gluon, by that function."""
+def _vocabulary() -> dict[int, Any]:
+    """What stands here for a function of Gluon, by that function's id: some cannot be hashed without a compiler."""
     here: dict[str, dict[str, Any]] = {
         "gl": {
             "program_id": lambda axis=0: _clusters[-1].program[axis],
@@ -674,6 +745,14 @@ def _vocabulary() -> dict[Any, Any]:
             "static_range": range,
             "allocate_shared_memory": _allocate_shared_memory,
             "zeros": _zeros,
+            "full": _full,
+            "max": _reduced(torch.amax),
+            "sum": _reduced(torch.sum),
+            "maximum": _larger,
+            "minimum": _smaller,
+            "where": lambda which, a, b: torch.where(which, a, b).as_subclass(_Block),
+            "log2": torch.log2,
+            "cast": lambda value, dtype: value if isinstance(value, int) else value.to(dtype),
             "convert_layout": lambda value, layout, assert_trivial=False: value,
             "warp_specialize": _warp_specialize,
             "arange": lambda start, end, layout=None: torch.arange(start, end).as_subclass(_Block),
@@ -683,6 +762,7 @@ def _vocabulary() -> dict[Any, Any]:
             "load": _load,
             "store": _store,
             "atomic_xchg": _atomic_xchg,
+            "atomic_add": _atomic_add,
             "inline_asm_elementwise": _inline_asm,
         },
         "mbarrier": {
@@ -698,12 +778,17 @@ def _vocabulary() -> dict[Any, Any]:
             "async_copy_global_to_shared": _async_load,
             "async_store": _async_store,
             "async_copy_shared_to_global": _async_store,
+            "async_atomic_add": _async_atomic_add,
             "store_wait": _store_wait,
         },
         "hopper": {
             "fence_async_shared": _fence,
             "warpgroup_mma": _warpgroup_mma,
             "warpgroup_mma_wait": _warpgroup_mma_wait,
+        },
+        "cuda": {  # kernels run one after the other
+            "gdc_wait": lambda: None,
+            "gdc_launch_dependents": lambda: None,
         },
         "blackwell": {
             "allocate_tensor_memory": _allocate_tensor_memory,
@@ -715,7 +800,7 @@ def _vocabulary() -> dict[Any, Any]:
     found = {}
     for place, functions in here.items():
         module = getattr(_gluon(), place)
-        found.update({getattr(module, name): f for name, f in functions.items() if hasattr(module, name)})
+        found.update({id(getattr(module, name)): f for name, f in functions.items() if hasattr(module, name)})
     return found
 
 
@@ -740,13 +825,15 @@ def _translated(value: Any) -> Any:
         return _translated(value.value)
     if isinstance(value, tl.dtype):
         return _DTYPES.get(value, partial(_not_here, str(value)))
-    if isinstance(value, Hashable) and value in _vocabulary():
-        return _vocabulary()[value]
+    if id(value) in _vocabulary():
+        return _vocabulary()[id(value)]
     if isinstance(value, JITFunction):
         return _plain(value)
     if getattr(value, "__triton_aggregate__", False):
         return _aggregate(value)
     if getattr(value, "__triton_builtin__", False) and not isinstance(value, type):
+        if value.__name__ == "_atomic_add":  # of course_ops.versions, where tma has no async_atomic_add
+            return _async_atomic_add
         return partial(_not_here, value.__name__)
     return value
 

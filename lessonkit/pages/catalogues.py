@@ -17,6 +17,7 @@ from pathlib import Path
 from lessonkit.base import prose
 from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, later, missing, said, translated
+from lessonkit.exercise import quiz
 from lessonkit.lesson import names
 from lessonkit.pages import glossary, guides
 from lessonkit.pictures.draw import say
@@ -69,6 +70,8 @@ def _room(room: str) -> Callable[[], Iterator[tuple[str, Path]]]:
     def found() -> Iterator[tuple[str, Path]]:
         for path in sources(room):
             yield from ((message, path) for message in messages(path))
+        if test := quiz.files().get(room):
+            yield from ((message, test) for message in quiz.messages(test))
 
     return found
 

@@ -32,7 +32,7 @@ INTRO = {
     "en": "The words of the lessons, each in a sentence or two, and the lesson that uses it first. The count\n"
     "begins with day 2, as the short paths do. Day 1's lessons 5 and 9 measure what many of the words stand for.\n\n"
     "In a terminal: `python3 course.py words SM`, or `words lesson05_softmax` for all words of a lesson.",
-    "zh": "课里用到的词，每个一两句话，并注明最先用到它的那一课。课文是英文，所以这里保留英文原词。\n"
+    "zh": "课里用到的词，每个一两句话，并注明最先用到它的那一课。代码与论文用英文，所以这里保留英文原词。\n"
     "顺序从第 2 天算起，和短路线一样；许多词的含义在第 1 天的第 5、9 课里有实测。\n\n"
     "在终端里查：`python3 course.py words SM --lang zh`；`words lesson05_softmax` 列出一课的所有词。",
 }

@@ -8,7 +8,7 @@ more or less than its hours is a warning (`Route.warnings`), so that a new exerc
     [[part]]
     plan = [
       "day2_triton_basics.lesson04_sum",    a lesson, for as long as it says
-      { lesson = "...", minutes = 8, en = "which part of it", zh = "..." },
+      { lesson = "...", minutes = 8, parts = ["top", "add_block"], en = "which parts of it", zh = "..." },
       { exercises = ["mul"] },              so many times 20 minutes
       { exercises = ["day2"] },             those of a folder that the path names nowhere else
       { exercises = ["day2"], hours = 1 },  as many of them as fit
@@ -31,23 +31,35 @@ from lessonkit.base.files import ROOT
 from lessonkit.base.words import translated
 from lessonkit.exercise import source
 from lessonkit.exercise.source import Source
-from lessonkit.pages import guides
+from lessonkit.pages import guides, minutes
 from lessonkit.pages.guides import GUIDES
 
 FOLDER = ROOT / "paths"
-EXERCISE = 20  # minutes, for somebody who has read the lesson
+EXERCISE = 20  # minutes, for a reader of the lesson
+WRITING = 5  # minutes at least, behind the reading of an exercise's task
 Words = dict[str, str]  # by language
 
 
 @dataclass(frozen=True)
 class Item:
-    """A line of a plan: a lesson, exercises (`boxed`: as many as fit), or only what the text says."""
+    """A line of a plan: a lesson or parts of it, exercises (`boxed`: as many as fit), or only what the text says."""
 
     minutes: float
     lesson: str = ""
+    parts: tuple[str, ...] = ()  # of the lesson, where it is not read as a whole
     exercises: tuple[Source, ...] = ()
     boxed: bool = False
     text: Words = field(default_factory=dict)
+
+    @property
+    def least(self) -> float:
+        """The minutes that it takes to read, by the pace of pages.minutes; an exercise takes more than its task."""
+        if self.lesson and not self.parts:
+            return minutes.reading(self.lesson).minutes
+        if self.lesson:
+            return sum(minutes.part(self.lesson, part).minutes for part in self.parts)
+        tasks = [minutes.of_text(each.stub, ".cu" if each.is_cuda else ".py") for each in self.exercises]
+        return sum(task.minutes + WRITING for task in tasks) if not self.boxed else 0
 
 
 @dataclass(frozen=True)
@@ -163,20 +175,20 @@ def _title(text: str) -> str:
 
 
 def _item(data: dict[str, Any], named: set[str]) -> Item:
-    minutes = data.get("minutes") or 60 * data.get("hours", 0)
+    given = data.get("minutes") or 60 * data.get("hours", 0)
     text = {language: data[language] for language in GUIDES if language in data}
     if lesson := data.get("lesson", ""):
         folder, _, stem = lesson.partition(".")
         if not (file := ROOT / folder / f"{stem}.py").exists():
             raise ValueError(f"there is no lesson {lesson!r}; a lesson is FOLDER.FILE without .py")
         text = text or {"en": _title(file.read_text()), "zh": teaches(lesson, "zh")}
-        return Item(minutes or 60 * guides.about(lesson).hours, lesson, text=text)
+        return Item(given or 60 * guides.about(lesson).hours, lesson, tuple(data.get("parts", ())), text=text)
     if not (words := data.get("exercises", ())):
-        return Item(minutes, text=text)
+        return Item(given, text=text)
     found: list[Source] = []
     for word in words:
         if not list(ROOT.glob(f"{word}*/README.md")) and [s.short for s in source.find(word)] != [word]:
             raise ValueError(f"there is no exercise {word!r}")
         found += [s for s in source.find(word) if s.short == word or s.name not in named]
-    time = minutes or EXERCISE * len(found)
-    return Item(time if found else 0, "", tuple(found), boxed=bool(minutes) and len(found) > 1, text=text)
+    time = given or EXERCISE * len(found)
+    return Item(time if found else 0, "", (), tuple(found), boxed=bool(given) and len(found) > 1, text=text)

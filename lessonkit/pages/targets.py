@@ -141,7 +141,7 @@ def versions(language: str) -> str:
         return f"{row['passed']} of {total}" if language == "en" else f"{row['passed']}/{total}"
 
     pairs = dict.fromkeys(key[:2] for key in found)
-    checks = {INTERPRETED: {"en": "checks interpreted", "zh": "解释执行的检查"}[language]}
+    checks = {INTERPRETED: {"en": "checks interpreted", "zh": "解释运行的检查"}[language]}
     titles = [checks.get(each) or chips.label(_target(each)) for each in columns]
     table = markdown(["torch", "Triton", *titles], ([*pair, *(cell(pair, each) for each in columns)] for pair in pairs))
     said = {

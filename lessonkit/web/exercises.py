@@ -2,6 +2,7 @@
 
 import ast
 import html
+import json
 import re
 from functools import cached_property
 
@@ -38,14 +39,58 @@ class Page:
             f"[{translated('The guide of this day', self.language)}]({guide}.md)",
             prose.markdown(task),
             *([f"## {translated('To be written', self.language)}", todo] if todo else []),
-            f"## {translated('Begin', self.language)}",
+            f"## {translated('Your answer', self.language)}",
+            f'<div class="exercise" data-exercise="{source.name}" data-words="{_attribute(self.words())}"></div>',
+            '<div class="exercise-terminal">',
             prose.fence("bash", commands),
+            self._why_terminal(),
             _folded(start, prose.code(source.stub, self.suffix), unfolded=True),
-            f"## {translated('Hints', self.language)}",
             *(_folded(count.format(number=n), prose.escaped(self.say(" ".join(hint.split()))))
               for n, hint in enumerate(self.hints, 1)),
+            "</div>",
         ]  # fmt: skip
         return "\n\n".join(said) + "\n"
+
+    def _why_terminal(self) -> str:
+        served = translated("`python3 course.py web` serves this page with an editor that grades.", self.language)
+        alone = translated(
+            "A page from files cannot grade: the Python of browsers, Pyodide, has no PyTorch, and its NumPy is in none "
+            "of the registries that this course installs from.", self.language,
+        )  # fmt: skip
+        return f"{served} {alone}"
+
+    def words(self) -> dict[str, object]:
+        """What static/exercise.js says."""
+        lost = translated("The server has ended: start it again, then load this page again.", self.language)
+        other = translated(
+            "This page is of an earlier server: copy your text, then load the page again.", self.language
+        )
+        return {
+            "editor": translated("Your answer", self.language),
+            "keys": translated(
+                "Tab indents, Escape and then Tab leaves the editor, Ctrl+Enter checks.", self.language
+            ),
+            "check": translated("Check", self.language),
+            "hint": translated("Hint", self.language),
+            "reset": translated("Begin anew", self.language),
+            "surely": translated("Put the stub back? What you have is kept beside it.", self.language),
+            "loading": translated("one moment", self.language),
+            "checking": translated("It is being graded; the first time takes longest.", self.language),
+            "file": translated("Your file: {file}", self.language),
+            "checks": translated("checks: {count}", self.language),
+            "passed": _passed(self.language),
+            "solution": translated("One solution", self.language),
+            "printed": translated("Your answer printed:", self.language),
+            "changed": translated("Your file has changed since this page read it.", self.language),
+            "take": translated("Take the file's text", self.language),
+            "keep": translated("Keep this text", self.language),
+            "status": {
+                "0": lost, "403": other, "404": other, "421": other,
+                "409": translated("Another answer is being graded: try again in a moment.", self.language),
+                "413": translated("An answer of this size is not taken.", self.language),
+                "502": translated("The grader has ended unexpectedly: try again.", self.language),
+            },
+        }  # fmt: skip
 
     @cached_property
     def hints(self) -> list[str]:
@@ -55,6 +100,14 @@ class Page:
             if isinstance(node, ast.keyword) and node.arg == "hints":
                 return [str(hint) for hint in ast.literal_eval(node.value)]
         raise ValueError(f"{self.source.path}: its Exercise has no `hints` written out")
+
+
+def _passed(language: str) -> str:
+    return translated("passed {day}", language)
+
+
+def _attribute(data: object) -> str:
+    return html.escape(json.dumps(data, ensure_ascii=False))
 
 
 def _folded(summary: str, body: str, *, unfolded: bool = False) -> str:
@@ -67,5 +120,9 @@ def index(folder: str, language: str) -> str:
     here = [source for source in places.exercises() if source.name.startswith(f"{folder}.")]
     lines = [f"1. [{prose.escaped(translated(s.title, language))}]({s.path.stem}.md)" for s in here]
     toctree = "\n".join(s.path.stem for s in here)
-    said = [f"# {translated('Exercises', language)}", "\n".join(lines), f"```{{toctree}}\n:hidden:\n\n{toctree}\n```"]
+    words = _attribute({"passed": _passed(language)})
+    listed = (
+        f'<div class="exercise-list" data-folder="{folder}" data-words="{words}">\n\n{chr(10).join(lines)}\n\n</div>'
+    )
+    said = [f"# {translated('Exercises', language)}", listed, f"```{{toctree}}\n:hidden:\n\n{toctree}\n```"]
     return re.sub(r"\n{3,}", "\n\n", "\n\n".join(said)) + "\n"

@@ -3,18 +3,22 @@
 import re
 from typing import Any
 
+from lessonkit.web import LANGUAGES
+from lessonkit.web.search import HAN, Chinese, English
+
 from docutils import nodes
 from sphinx.application import Sphinx
 
-_HAN = re.compile(r"[\u4e00-\u9fff]")
 _WORDS = re.compile(r"\b[A-Za-z][a-z'-]+\b")
-LANGUAGES = {"en": "English", "zh": "简体中文"}
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("book_language", "en", "env", str)
+    for language in (English, Chinese):
+        app.add_search_language(language)
     app.connect("doctree-read", _mark_english)
     app.connect("html-page-context", _languages)
+    app.connect("html-page-context", _scripts)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -25,7 +29,7 @@ def _mark_english(app: Sphinx, doctree: nodes.document) -> None:
     for node in doctree.findall(lambda n: isinstance(n, nodes.paragraph | nodes.title)):
         assert isinstance(node, nodes.Element)
         text = node.astext()
-        if not _HAN.search(text) and len(_WORDS.findall(text)) > 2:
+        if not HAN.search(text) and len(_WORDS.findall(text)) > 2:
             node["classes"].append("language-en")
 
 
@@ -36,3 +40,11 @@ def _languages(app: Sphinx, page: str, template: str, context: dict[str, Any], d
     context["other_languages"] = [
         (name, code, f"{up}{code}/{page}.html") for code, name in LANGUAGES.items() if code != here
     ]
+
+
+def _scripts(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """The scripts that only some pages have a use for."""
+    if "/exercises/" in page:
+        app.add_js_file("exercise.js", loading_method="defer")
+    if 'class="chart"' in context.get("body", ""):
+        app.add_js_file("chart.js", loading_method="defer")

@@ -86,7 +86,7 @@ class Page:
     def _head(self, title: str, path: Path) -> list[str]:
         about = guides.about(self.name)
         facts = [f"{about.hours:g} h", about.language, *([about.operator] if about.operator else [])]
-        teaches = places.relinked(self.say(about.teaches), path, self.here, self.copied)
+        teaches = places.relinked(self.say(about.teaches), path, self.here, self.copied, self.language)
         file = places.relative(self.copied(path), self.here)
         source = f"[{path.relative_to(ROOT)}]({file})"
         return [f"# {prose.escaped(title or self.name)}", f"**{teaches}**" if "]" not in teaches else teaches,
@@ -197,7 +197,7 @@ class Page:
         text = re.sub(r"^##", "###", text, flags=re.MULTILINE)
         if not plots:
             text = re.sub(r"^!\[.*\n", "", text, flags=re.MULTILINE)
-        return places.relinked(text, page, self.here, self.copied)
+        return places.relinked(text, page, self.here, self.copied, self.language)
 
     # ---- Exercises ----
 

@@ -64,12 +64,13 @@ def pages() -> dict[str, str]:
     return found
 
 
-def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str]) -> str:
-    """The Markdown of a file as the page `here` has it.
+def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str], language: str = "en") -> str:
+    """The Markdown of a file as the page `here` of the book in `language` has it.
 
     Links go to pages; to what has none, to a copy of the file (`copied` makes it and says where); a link to a folder
-    without a page, or to nothing, becomes its words.
+    without a page, or to nothing, becomes its words. English names no heading of a page that is shown in Chinese.
     """
+    foreign = language != "en" and not file.name.endswith(_TRANSLATED)
 
     def one(found: re.Match[str]) -> str:
         image, words, target = found.groups()
@@ -84,6 +85,8 @@ def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str]) ->
         english = path.with_name(path.name.replace(_TRANSLATED, ".md"))
         name = pages().get(english.relative_to(ROOT).as_posix())
         if name and not image:
+            if foreign and english.with_name(f"{english.stem}{_TRANSLATED}").exists():
+                anchor = ""
             return f"[{words}]({relative(name, here)}.md{'#' + anchor if anchor else ''})"
         if not path.is_file():
             return words

@@ -16,8 +16,7 @@ from lessonkit.base.words import translated
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import operators
-from lessonkit.web import charts, exercises, lessons, places
-from lessonkit.web.extension import LANGUAGES
+from lessonkit.web import LANGUAGES, charts, exercises, lessons, places
 
 OWN = Path(__file__).parent
 PACKAGES = ("sphinx", "myst_parser", "shibuya", "jieba")
@@ -83,7 +82,7 @@ class Sources:
             path = english
             if self.language == "zh" and (translation := english.with_name(f"{english.stem}.zh-CN.md")).exists():
                 path = translation
-            text = places.relinked(path.read_text(), path, page, self.copied)
+            text = places.relinked(path.read_text(), path, page, self.copied, self.language)
             ladder = charted.get(english.parent.name, {}).get(english.name)
             if ladder and (data := charts.of_operator(ladder.lessons, english.parent.name)):
                 figure = charts.figure(
@@ -153,16 +152,17 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
         raise Missing(f"the web edition needs {', '.join(wanting)}: pip install -e '.[web]', or `python course.py web`")
     need_private(CACHE)
     work = CACHE / "web"
-    jobs = []
-    for language in LANGUAGES:
-        sources = Sources(work / ("some" if only else "all") / language, language, only)
-        sources.write()
-        jobs.append((language, str(sources.folder), str(out / language)))
-        say(f"{language}: {sum(path.suffix == '.md' for path in sources.written)} pages")
+    built = []
     out.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(len(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
-        for warnings in pool.map(_sphinx, jobs):
-            for line in warnings.splitlines():
+    # Sphinx reads one language while the sources of the next are written.
+    with ProcessPoolExecutor(len(LANGUAGES), mp_context=multiprocessing.get_context("spawn")) as pool:
+        for language in LANGUAGES:
+            sources = Sources(work / ("some" if only else "all") / language, language, only)
+            sources.write()
+            say(f"{language}: {sum(path.suffix == '.md' for path in sources.written)} pages")
+            built.append(pool.submit(_sphinx, (language, str(sources.folder), str(out / language))))
+        for warnings in built:
+            for line in warnings.result().splitlines():
                 say(line)
     order = json.dumps(lessons.order(names()), ensure_ascii=False)
     for language in LANGUAGES:
@@ -173,7 +173,7 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
 
 _FRONT = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>GPU kernels in five days</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="en/_static/icon.svg">
 <script>location.replace((/^zh/.test(navigator.language) ? "zh" : "en") + "/index.html")</script></head>
 <body><main><h1>GPU kernels in five days</h1>
 <p><a href="en/index.html">English</a> · <a href="zh/index.html" lang="zh">简体中文</a></p></main></body></html>
@@ -183,8 +183,12 @@ _FRONT = """<!DOCTYPE html>
 def _sphinx(job: tuple[str, str, str]) -> str:
     """Build one language in a process of its own; what Sphinx warns of."""
     import io
+    import logging
 
+    import jieba
     from sphinx.application import Sphinx
+
+    jieba.setLogLevel(logging.WARNING)  # it says on stderr that it reads its dictionary
 
     language, source, out = job
     warnings = io.StringIO()
@@ -195,7 +199,20 @@ def _sphinx(job: tuple[str, str, str]) -> str:
     app.build()
     if (files := Path(source) / "files").exists():
         shutil.copytree(files, Path(out) / "files", dirs_exist_ok=True)
+    _own(Path(out) / "_static")
     return re.sub(r"\x1b\[[\d;]*m", "", warnings.getvalue())
+
+
+def _own(static: Path) -> None:
+    """Take out of the theme's files what a page must not do: load a font from another host, evaluate a string."""
+    css, translations = static / "shibuya.css", static / "translations.js"
+    css.write_text(re.sub(r"@font-face\{[^{}]*url\(https?:[^{}]*\}", "", css.read_text()))
+    if translations.exists():  # `addTranslations` evaluates the rule for plurals; Chinese has one form
+        assign = (
+            "((catalog) => { Object.assign(Documentation.TRANSLATIONS, catalog.messages); "
+            "Documentation.LOCALE = catalog.locale; Documentation.PLURAL_EXPR = () => 0; })("
+        )
+        translations.write_text(translations.read_text().replace("Documentation.addTranslations(", assign))
 
 
 def _settings(language: str) -> dict[str, object]:
@@ -214,8 +231,9 @@ def _settings(language: str) -> dict[str, object]:
         "html_theme_options": {"accent_color": "green", "show_ai_links": False, "toctree_collapse": True},
         "html_static_path": [str(OWN / "static")],
         "templates_path": [str(OWN / "templates")],
+        "html_favicon": str(OWN / "static" / "icon.svg"),
         "html_css_files": ["course.css"],
-        "html_js_files": ["paths.js", "course.js", "chart.js"],
+        "html_js_files": ["paths.js", "course.js"],
         "html_copy_source": False,
         "html_show_sphinx": False,
         "html_title": translated("GPU kernels in five days", language),

@@ -1,0 +1,569 @@
+"""Attention, backward, for Hopper and heads of 129 to 256: two kernels, seven matmuls (16 bits, windows too).
+
+The sums of 64 keys, dK and dV [64, 256] in fp32, take half of an SM's registers. So a CTA cannot own more keys. Bytes
+are counted for each pair of 64 queries and 64 keys. One kernel with five matmuls would load 64 KB of Q and dO, and L2
+would add up 64 KB of dQ. Two kernels load 32 KB of K and V for dQ, as a CTA owns 128 queries, and 64 KB of Q and dO for
+dK and dV. Predicted:
+
+                       bytes, D = 256    FLOPs     at 5 TB/s of L2    at 600 TFLOP/s
+    five matmuls       128 KB            10.5 M    3.5 us             2.3 us            limited by L2
+    seven matmuls      96 KB             14.7 M    2.6 us             3.2 us            limited by tensor cores
+
+Nothing is added up in memory, so the gradients are the same to the bit each time.
+
+    query_kernel       a CTA owns 128 queries, a consumer warpgroup 64 of them and their dQ: S = Q K^T, dP = dO V^T,
+                       dQ += dS K. P and dS stay in registers.
+    key_kernel         a CTA owns 64 keys. Consumer 0 computes S^T = K Q^T and P^T, and sums dV += P^T dO. Consumer 1
+                       computes dP^T = V dO^T, gets P^T through shared memory, and sums dK += dS^T Q.
+
+Blocks have 64 rows. Their columns are split: the first 128, and a rest of 64 (D <= 192) or 128.
+
+Shared memory in KB           D = 192    D = 256
+    query_kernel    Q, dO          96        128
+                    K, V       2 x 48    64 + 32    of K two blocks, of V as many as fit
+    key_kernel      K, V           48         64
+                    Q, dO      3 x 48     2 x 64
+                    P              16         16    two buffers
+"""
+
+import triton
+from torch import Tensor, empty, empty_like
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from course_ops._common import architecture, tma_takes, triton_interprets
+from course_ops.hopper import (
+    aggregate,
+    allocate_barriers,
+    allocate_stages,
+    as_matrix,
+    exp2,
+    operand_a,
+    ring_slot,
+    tensor_descriptor,
+    tile_order,
+)
+from course_ops.kernels.attention_backward_hopper import opaque_zero, prepare_kernel
+from course_ops.kernels.attention_tiles import LN2, LOG2E, heads_in_l2
+from course_ops.versions import async_load, async_store
+
+ROWS, FIRST = 64, 128  # queries or keys of a block, its first columns
+
+
+@aggregate
+class Problem:
+    """Sizes and masks. Query i stands at key i + S_k - S_q."""
+
+    H: gl.tensor
+    S_q: gl.tensor
+    S_k: gl.tensor
+    window: gl.tensor
+    GROUP: gl.constexpr  # query heads that share a head of K and V
+    CAUSAL: gl.constexpr
+    WINDOW: gl.constexpr
+
+    @gluon.jit
+    def key_blocks(self, row, ROWS: gl.constexpr):
+        """(begin, first, last, end) of ROWS queries from `row` on: some query sees blocks begin to end, which is at
+        least one; blocks first to last need no mask."""
+        blocks, at = (self.S_k + ROWS - 1) // ROWS, row + self.S_k - self.S_q
+        begin, first, last, end = 0, 0, self.S_k // ROWS, blocks
+        if self.WINDOW:
+            begin = min(blocks - 1, max(0, at - self.window + 1) // ROWS)
+            first = (max(0, at + ROWS - self.window) + ROWS - 1) // ROWS
+        if self.CAUSAL:  # the last keys, too: a query that sees keys past S_k is past S_q
+            end = min(blocks, max(begin + 1, (max(0, at + ROWS) + ROWS - 1) // ROWS))
+            first = min(first, end)
+            last = max(first, min(end, max(0, at + 1) // ROWS))
+        return begin, first, last, end
+
+    @gluon.jit
+    def query_blocks(self, key, ROWS: gl.constexpr):
+        """As key_blocks, of ROWS keys from `key` on. What is summed for keys past S_k is not stored."""
+        blocks, at = (self.S_q + ROWS - 1) // ROWS, key + self.S_q - self.S_k
+        begin, first, last, end = 0, 0, blocks, blocks
+        if self.CAUSAL:
+            begin = max(0, at) // ROWS
+            first = min(blocks, (max(0, at + ROWS - 1) + ROWS - 1) // ROWS)
+        if self.WINDOW:
+            end = min(blocks, max(begin + 1, (max(0, at + ROWS - 1 + self.window) + ROWS - 1) // ROWS))
+            first = min(first, end)
+            last = max(first, min(end, max(0, at + self.window) // ROWS))
+        return begin, first, last, end
+
+    @gluon.jit
+    def visible(self, rows, keys):
+        """rows [:, None] and keys [None, :], or transposed."""
+        ahead = keys - rows - (self.S_k - self.S_q)
+        mask = keys < self.S_k
+        if self.CAUSAL:
+            mask = mask & (ahead <= 0)
+        if self.WINDOW:
+            mask = mask & (ahead > -self.window)
+        return mask
+
+
+# ---- Blocks of 64 rows in two parts ------------------------------------------------------------------------------
+
+
+@aggregate
+class Blocks:
+    """Blocks in shared memory, [COUNT, 1, 1, ROWS, 128] and [COUNT, 1, 1, ROWS, 64 or 128]."""
+
+    first: gl.shared_memory_descriptor
+    rest: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def allocate_blocks(desc, rest_desc, COUNT: gl.constexpr):
+    return Blocks(first=allocate_stages(desc, COUNT), rest=allocate_stages(rest_desc, COUNT))
+
+
+@gluon.jit
+def load_block(descs, blocks, i, full, batch, head, row):
+    """TMA copies rows from `row` on to block i. Its bytes are announced here."""
+    desc, rest_desc = descs
+    mbarrier.expect(full, desc.block_type.nbytes + rest_desc.block_type.nbytes)
+    async_load(desc, [batch, head, row, 0], full, blocks.first.index(i))
+    async_load(rest_desc, [batch, head, row, desc.block_type.shape[3]], full, blocks.rest.index(i))
+
+
+@gluon.jit
+def load_values(desc, smem, full, line, row):
+    """A value for each row of a block, from line `line` of [B H, rows]."""
+    mbarrier.expect(full, desc.block_type.nbytes)
+    async_load(desc, [line, row], full, smem)
+
+
+@gluon.jit
+def store_block(descs, blocks, i, first, rest, batch, head, row):
+    """A consumer writes its sums over block i, which it alone has read, and TMA stores them."""
+    desc, rest_desc = descs
+    as_matrix(blocks.first.index(i)).store(first.to(blocks.first.dtype))
+    as_matrix(blocks.rest.index(i)).store(rest.to(blocks.rest.dtype))
+    fence_async_shared()
+    async_store(desc, [batch, head, row, 0], blocks.first.index(i))
+    async_store(rest_desc, [batch, head, row, desc.block_type.shape[3]], blocks.rest.index(i))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def issue_scores(a, i, b, j, LAYOUT: gl.constexpr):
+    """Issue A B^T [ROWS, ROWS] of block i of `a` and block j of `b`."""
+    ROWS: gl.constexpr = a.first.shape[3]
+    s = gl.zeros((ROWS, ROWS), gl.float32, LAYOUT)
+    x, y = as_matrix(a.first.index(i)), as_matrix(b.first.index(j))
+    s = warpgroup_mma(x, y.permute((1, 0)), s, use_acc=False, is_async=True)
+    x, y = as_matrix(a.rest.index(i)), as_matrix(b.rest.index(j))
+    return warpgroup_mma(x, y.permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def issue_sum(left, b, j, first, rest):
+    """Issue [first, rest] += left B of block j of `b`; left [ROWS, ROWS] lies in registers."""
+    first = warpgroup_mma(left, as_matrix(b.first.index(j)), first, is_async=True)
+    rest = warpgroup_mma(left, as_matrix(b.rest.index(j)), rest, is_async=True)
+    return first, rest
+
+
+@gluon.jit
+def accumulators(blocks):
+    """Zeros for the sums of a block's rows."""
+    ROWS: gl.constexpr = blocks.first.shape[3]
+    N: gl.constexpr = blocks.first.shape[4]
+    M: gl.constexpr = blocks.rest.shape[4]
+    FIRST: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    REST: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
+    return gl.zeros((ROWS, N), gl.float32, FIRST), gl.zeros((ROWS, M), gl.float32, REST)
+
+
+# ---- dQ ----------------------------------------------------------------------------------------------------------
+
+
+@aggregate
+class QueryArgs:
+    """What all warps of a CTA of query_kernel share."""
+
+    q: Blocks  # a block for each consumer; at the end dQ
+    do: Blocks
+    k: Blocks  # a ring
+    v: Blocks  # a ring
+    start_smem: gl.shared_memory_descriptor  # [2, 1, ROWS] fp32: -lse in powers of 2
+    delta_smem: gl.shared_memory_descriptor  # -delta
+    q_full: gl.shared_memory_descriptor  # with -lse
+    do_full: gl.shared_memory_descriptor  # with -delta
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor  # both consumers have read the block
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    problem: Problem
+    scale_log2: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor  # the first of the CTA's queries
+
+    @gluon.jit
+    def range(self):
+        """The blocks of keys that some query of the CTA sees."""
+        ROWS: gl.constexpr = self.q.first.shape[3]
+        begin, _, _, end = self.problem.key_blocks(self.row, ROWS)
+        _, _, _, last_end = self.problem.key_blocks(self.row + ROWS, ROWS)
+        return begin, max(end, last_end)
+
+
+@gluon.jit
+def query_producer(args, descs):
+    q_descs, do_descs, k_descs, v_descs, start_desc, delta_desc = descs
+    ROWS: gl.constexpr = args.q.first.shape[3]
+    gdc_wait()
+    gdc_launch_dependents()
+    batch, head, line = args.batch, args.head, args.batch * args.problem.H + args.head
+    for half in gl.static_range(2):
+        row = args.row + half * ROWS
+        load_block(q_descs, args.q, half, args.q_full.index(half), batch, head, row)
+        load_values(start_desc, args.start_smem.index(half), args.q_full.index(half), line, row)
+    begin, end = args.range()
+    head_kv = head // args.problem.GROUP
+    for block in range(begin, end):
+        step = block - begin
+        stage, parity = ring_slot(step, args.k_full.shape[0])
+        mbarrier.wait(args.k_empty.index(stage), parity ^ 1)
+        load_block(k_descs, args.k, stage, args.k_full.index(stage), batch, head_kv, block * ROWS)
+        if step == 0:
+            for half in gl.static_range(2):
+                row = args.row + half * ROWS
+                load_block(do_descs, args.do, half, args.do_full.index(half), batch, head, row)
+                load_values(delta_desc, args.delta_smem.index(half), args.do_full.index(half), line, row)
+        stage, parity = ring_slot(step, args.v_full.shape[0])
+        mbarrier.wait(args.v_empty.index(stage), parity ^ 1)
+        load_block(v_descs, args.v, stage, args.v_full.index(stage), batch, head_kv, block * ROWS)
+
+
+# dP runs under the exponentials, dQ and the next S follow each other. The other consumer's matmuls run under the rest.
+# `end` is the CTA's, so that the last S is of a block that has come; it is not used.
+@gluon.jit
+def add_keys(args, s, first, rest, deltas, row, cta_begin, begin, stop, end, WHICH: gl.constexpr, MASKED: gl.constexpr):
+    LAYOUT: gl.constexpr = s.type.layout
+    ROWS: gl.constexpr = s.shape[0]
+    for block in range(begin, stop):
+        step, mine = block - cta_begin, WHICH + opaque_zero(block)
+        k_stage, _ = ring_slot(step, args.k_full.shape[0])
+        k_after, parity_after = ring_slot(step + 1, args.k_full.shape[0])
+        v_stage, v_parity = ring_slot(step, args.v_full.shape[0])
+        mbarrier.wait(args.v_full.index(v_stage), v_parity)
+        dp = issue_scores(args.do, mine, args.v, v_stage, LAYOUT)
+        # The next two waits return at once. No instruction moves across: all of dP is issued before the exponentials,
+        # which are complete before dP is awaited. Without them the compiler mixes them, or delays them.
+        mbarrier.wait(args.v_full.index(v_stage), v_parity)
+        starts = args.start_smem.index(WHICH).reshape((ROWS,)).load(gl.SliceLayout(1, LAYOUT))
+        p = exp2(s * args.scale_log2 + starts[:, None])
+        if MASKED:
+            rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+            keys = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+            p = gl.where(args.problem.visible(rows, keys), p, 0.0)
+        mbarrier.wait(args.v_full.index(v_stage), v_parity)
+        dp, p = warpgroup_mma_wait(0, deps=(dp, p))
+        mbarrier.arrive(args.v_empty.index(v_stage))
+        ds = operand_a(p * (dp + deltas[:, None]), first, args.k.first.dtype)
+        first, rest = issue_sum(ds, args.k, k_stage, first, rest)
+        mbarrier.wait(args.k_full.index(k_after), parity_after, pred=block + 1 < end)
+        s_after = issue_scores(args.q, mine, args.k, k_after, LAYOUT)
+        first, rest, ds, s = warpgroup_mma_wait(0, deps=(first, rest, ds, s_after))
+        mbarrier.arrive(args.k_empty.index(k_stage))
+    return s, first, rest
+
+
+# After the last block of consumer 0 the CTA may have one more. Nothing is loaded over it, so it is not released.
+@gluon.jit
+def pass_blocks(args, cta_begin, begin, stop):
+    """Release blocks before the window that the other consumer's queries see alone."""
+    for block in range(begin, stop):
+        stage, parity = ring_slot(block - cta_begin, args.k_full.shape[0])
+        mbarrier.wait(args.k_full.index(stage), parity)  # released earlier, it would count for the block before
+        mbarrier.arrive(args.k_empty.index(stage))
+        stage, parity = ring_slot(block - cta_begin, args.v_full.shape[0])
+        mbarrier.wait(args.v_full.index(stage), parity)
+        mbarrier.arrive(args.v_empty.index(stage))
+
+
+@gluon.jit
+def query_consumer(args, dq_descs, scale, WHICH: gl.constexpr):
+    ROWS: gl.constexpr = args.q.first.shape[3]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    row = args.row + WHICH * ROWS
+    cta_begin, cta_end = args.range()
+    begin, whole, last, end = args.problem.key_blocks(row, ROWS)
+    first, rest = accumulators(args.q)
+    pass_blocks(args, cta_begin, cta_begin, begin)
+    stage, parity = ring_slot(begin - cta_begin, args.k_full.shape[0])
+    mbarrier.wait(args.q_full.index(WHICH), 0)
+    mbarrier.wait(args.k_full.index(stage), parity)
+    s = warpgroup_mma_wait(0, deps=(issue_scores(args.q, WHICH, args.k, stage, LAYOUT),))
+    mbarrier.wait(args.do_full.index(WHICH), 0)
+    deltas = args.delta_smem.index(WHICH).reshape((ROWS,)).load(gl.SliceLayout(1, LAYOUT))
+    if args.problem.WINDOW:
+        s, first, rest = add_keys(
+            args, s, first, rest, deltas, row, cta_begin, begin, whole, cta_end, WHICH, True
+        )  # fmt: skip
+    s, first, rest = add_keys(
+        args, s, first, rest, deltas, row, cta_begin, whole, last, cta_end, WHICH, False
+    )  # fmt: skip
+    s, first, rest = add_keys(args, s, first, rest, deltas, row, cta_begin, last, end, cta_end, WHICH, True)
+    store_block(dq_descs, args.q, WHICH, first * scale, rest * scale, args.batch, args.head, row)
+
+
+@gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
+def query_kernel(
+    q_desc, q_rest, do_desc, do_rest, dq_desc, dq_rest,  # of [B, H, S_q, D]
+    k_desc, k_rest, v_desc, v_rest,  # of [B, H_kv, S_k, D]
+    start_desc, delta_desc,  # of [B H, rows] fp32
+    scale, scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    if CAUSAL:  # the last queries see most keys
+        line, rank = tile_order(gl.program_id(0), tiles, all_heads, heads_at_once)
+        tile = tiles - 1 - rank
+    else:
+        line, tile = gl.program_id(0) // tiles, gl.program_id(0) % tiles
+    args = QueryArgs(
+        q=allocate_blocks(q_desc, q_rest, 2), do=allocate_blocks(do_desc, do_rest, 2),
+        k=allocate_blocks(k_desc, k_rest, K_STAGES), v=allocate_blocks(v_desc, v_rest, V_STAGES),
+        start_smem=allocate_stages(start_desc, 2), delta_smem=allocate_stages(delta_desc, 2),
+        q_full=allocate_barriers(2, 2), do_full=allocate_barriers(2, 2),  # a block and its values: two announcements
+        k_full=allocate_barriers(K_STAGES, 1), k_empty=allocate_barriers(K_STAGES, 2),
+        v_full=allocate_barriers(V_STAGES, 1), v_empty=allocate_barriers(V_STAGES, 2),
+        problem=Problem(H=H, S_q=S_q, S_k=S_k, window=window, GROUP=GROUP, CAUSAL=CAUSAL, WINDOW=WINDOW),
+        scale_log2=scale_log2, batch=line // H, head=line % H, row=tile * 2 * ROWS,
+    )  # fmt: skip
+    descs = (q_desc, q_rest), (do_desc, do_rest), (k_desc, k_rest), (v_desc, v_rest), start_desc, delta_desc
+    gl.warp_specialize([
+        (query_consumer, (args, (dq_desc, dq_rest), scale, 0)),
+        (query_consumer, (args, (dq_desc, dq_rest), scale, 1)),
+        (query_producer, (args, descs)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+# ---- dK and dV ---------------------------------------------------------------------------------------------------
+
+
+@aggregate
+class KeyArgs:
+    """What all warps of a CTA of key_kernel share."""
+
+    k: Blocks  # one; read by consumer 0 alone, at the end dV
+    v: Blocks  # one; read by consumer 1 alone, at the end dK
+    q: Blocks  # a ring
+    do: Blocks  # a ring
+    start_smem: gl.shared_memory_descriptor  # [STAGES, 1, ROWS] fp32: -lse in powers of 2
+    delta_smem: gl.shared_memory_descriptor  # -delta
+    p_smem: gl.shared_memory_descriptor  # [2, ROWS, ROWS]: P^T of a step
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor  # with -lse
+    q_empty: gl.shared_memory_descriptor  # consumer 1 has read the block, after it has got P^T from consumer 0
+    do_full: gl.shared_memory_descriptor  # with -delta
+    do_empty: gl.shared_memory_descriptor  # both consumers have read the block
+    p_full: gl.shared_memory_descriptor  # consumer 0 has written P^T
+    p_empty: gl.shared_memory_descriptor  # consumer 1 has read it
+    problem: Problem
+    scale_log2: gl.tensor
+    batch: gl.tensor
+    head_kv: gl.tensor
+    key: gl.tensor  # the first of the CTA's keys
+
+
+@gluon.jit
+def key_producer(args, descs):
+    q_descs, do_descs, k_descs, v_descs, start_desc, delta_desc = descs
+    GROUP: gl.constexpr = args.problem.GROUP
+    ROWS: gl.constexpr = args.q.first.shape[3]
+    load_block(k_descs, args.k, 0, args.k_full.index(0), args.batch, args.head_kv, args.key)
+    load_block(v_descs, args.v, 0, args.v_full.index(0), args.batch, args.head_kv, args.key)
+    begin, _, _, end = args.problem.query_blocks(args.key, ROWS)
+    step = 0
+    for head in range(args.head_kv * GROUP, args.head_kv * GROUP + GROUP):
+        line = args.batch * args.problem.H + head
+        for block in range(begin, end):
+            stage, parity = ring_slot(step, args.q_full.shape[0])
+            mbarrier.wait(args.q_empty.index(stage), parity ^ 1)
+            load_block(q_descs, args.q, stage, args.q_full.index(stage), args.batch, head, block * ROWS)
+            load_values(start_desc, args.start_smem.index(stage), args.q_full.index(stage), line, block * ROWS)
+            mbarrier.wait(args.do_empty.index(stage), parity ^ 1)
+            load_block(do_descs, args.do, stage, args.do_full.index(stage), args.batch, head, block * ROWS)
+            load_values(delta_desc, args.delta_smem.index(stage), args.do_full.index(stage), line, block * ROWS)
+            step += 1
+    gdc_wait()  # for query_kernel: what comes after this kernel reads dQ
+
+
+# dV and the next S follow each other; consumer 1's matmuls run under the exponentials. The S after the last step is
+# that of an old Q, and not used.
+@gluon.jit
+def add_queries(args, s, first, rest, base, begin, stop, steps, MASKED: gl.constexpr):
+    """Consumer 0: S^T of the step after the last one, and dV."""
+    LAYOUT: gl.constexpr = s.type.layout
+    ROWS: gl.constexpr = s.shape[0]
+    for block in range(begin, stop):
+        step = base + block
+        stage, parity = ring_slot(step, args.q_full.shape[0])
+        after, parity_after = ring_slot(step + 1, args.q_full.shape[0])
+        buffer, p_parity = ring_slot(step, 2)
+        starts = args.start_smem.index(stage).reshape((ROWS,)).load(gl.SliceLayout(0, LAYOUT))
+        p = exp2(s * args.scale_log2 + starts[None, :])
+        if MASKED:
+            rows = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+            keys = args.key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+            p = gl.where(args.problem.visible(rows, keys), p, 0.0)
+        p = p.to(args.q.first.dtype)
+        mbarrier.wait(args.p_empty.index(buffer), p_parity ^ 1)
+        args.p_smem.index(buffer).store(p)
+        mbarrier.arrive(args.p_full.index(buffer))
+        p = operand_a(p, first, args.q.first.dtype)
+        mbarrier.wait(args.do_full.index(stage), parity)
+        first, rest = issue_sum(p, args.do, stage, first, rest)
+        mbarrier.wait(args.q_full.index(after), parity_after, pred=step + 1 < steps)
+        s_after = issue_scores(args.k, 0, args.q, after, LAYOUT)
+        first, rest, p, s = warpgroup_mma_wait(0, deps=(first, rest, p, s_after))
+        mbarrier.arrive(args.do_empty.index(stage))
+    return s, first, rest
+
+
+@gluon.jit
+def value_consumer(args, dv_descs):
+    """Consumer 0: S^T, P^T and dV."""
+    ROWS: gl.constexpr = args.q.first.shape[3]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    begin, whole, last, end = args.problem.query_blocks(args.key, ROWS)
+    first, rest = accumulators(args.k)
+    mbarrier.wait(args.k_full.index(0), 0)
+    mbarrier.wait(args.q_full.index(0), 0)
+    s = warpgroup_mma_wait(0, deps=(issue_scores(args.k, 0, args.q, 0, LAYOUT),))
+    base, steps = -begin, (end - begin) * args.problem.GROUP
+    for _head in range(args.problem.GROUP):
+        if args.problem.CAUSAL:
+            s, first, rest = add_queries(args, s, first, rest, base, begin, whole, steps, True)
+        s, first, rest = add_queries(args, s, first, rest, base, whole, last, steps, False)
+        if args.problem.WINDOW:
+            s, first, rest = add_queries(args, s, first, rest, base, last, end, steps, True)
+        base += end - begin
+    store_block(dv_descs, args.k, 0, first, rest, args.batch, args.head_kv, args.key)
+
+
+@gluon.jit
+def key_consumer(args, dk_descs, scale):
+    """Consumer 1: dP^T, dS^T and dK. It needs no mask: where P is 0, dS is."""
+    ROWS: gl.constexpr = args.q.first.shape[3]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    begin, _, _, end = args.problem.query_blocks(args.key, ROWS)
+    first, rest = accumulators(args.v)
+    mbarrier.wait(args.v_full.index(0), 0)
+    mbarrier.wait(args.do_full.index(0), 0)
+    dp = warpgroup_mma_wait(0, deps=(issue_scores(args.v, 0, args.do, 0, LAYOUT),))
+    steps = (end - begin) * args.problem.GROUP
+    for step in range(steps):
+        stage, parity = ring_slot(step, args.q_full.shape[0])
+        after, parity_after = ring_slot(step + 1, args.q_full.shape[0])
+        buffer, p_parity = ring_slot(step, 2)
+        dp += args.delta_smem.index(stage).reshape((ROWS,)).load(gl.SliceLayout(0, LAYOUT))[None, :]
+        mbarrier.arrive(args.do_empty.index(stage))
+        mbarrier.wait(args.p_full.index(buffer), p_parity)
+        ds = args.p_smem.index(buffer).load(LAYOUT).to(gl.float32) * dp
+        mbarrier.arrive(args.p_empty.index(buffer))
+        ds = operand_a(ds, first, args.q.first.dtype)
+        mbarrier.wait(args.q_full.index(stage), parity)
+        first, rest = issue_sum(ds, args.q, stage, first, rest)
+        mbarrier.wait(args.do_full.index(after), parity_after, pred=step + 1 < steps)
+        dp_after = issue_scores(args.v, 0, args.do, after, LAYOUT)
+        first, rest, ds, dp = warpgroup_mma_wait(0, deps=(first, rest, ds, dp_after))
+        mbarrier.arrive(args.q_empty.index(stage))
+    store_block(dk_descs, args.v, 0, first * scale, rest * scale, args.batch, args.head_kv, args.key)
+
+
+@gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
+def key_kernel(
+    q_desc, q_rest, do_desc, do_rest,  # of [B, H, S_q, D]
+    k_desc, k_rest, v_desc, v_rest, dk_desc, dk_rest, dv_desc, dv_rest,  # of [B, H_kv, S_k, D]
+    start_desc, delta_desc,  # of [B H, rows] fp32
+    scale, scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    if CAUSAL:  # the first keys are seen by most queries
+        line, tile = tile_order(gl.program_id(0), tiles, all_heads, heads_at_once)
+    else:
+        line, tile = gl.program_id(0) // tiles, gl.program_id(0) % tiles
+    args = KeyArgs(
+        k=allocate_blocks(k_desc, k_rest, 1), v=allocate_blocks(v_desc, v_rest, 1),
+        q=allocate_blocks(q_desc, q_rest, STAGES), do=allocate_blocks(do_desc, do_rest, STAGES),
+        start_smem=allocate_stages(start_desc, STAGES), delta_smem=allocate_stages(delta_desc, STAGES),
+        p_smem=gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, ROWS], SQUARE),
+        k_full=allocate_barriers(1, 1), v_full=allocate_barriers(1, 1),
+        q_full=allocate_barriers(STAGES, 2), q_empty=allocate_barriers(STAGES, 1),  # full: a block and its values
+        do_full=allocate_barriers(STAGES, 2), do_empty=allocate_barriers(STAGES, 2),
+        p_full=allocate_barriers(2, 1), p_empty=allocate_barriers(2, 1),
+        problem=Problem(H=H, S_q=S_q, S_k=S_k, window=window, GROUP=GROUP, CAUSAL=CAUSAL, WINDOW=WINDOW),
+        scale_log2=scale_log2, batch=line // (H // GROUP), head_kv=line % (H // GROUP), key=tile * ROWS,
+    )  # fmt: skip
+    descs = (q_desc, q_rest), (do_desc, do_rest), (k_desc, k_rest), (v_desc, v_rest), start_desc, delta_desc
+    gl.warp_specialize([
+        (value_consumer, (args, (dv_desc, dv_rest))),
+        (key_consumer, (args, (dk_desc, dk_rest), scale)),
+        (key_producer, (args, descs)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+# ---- The launches ------------------------------------------------------------------------------------------------
+
+
+def takes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Hopper, 16 bits, D from 136 to 256 and a multiple of 8, at least one row, strides that TMA takes; windows."""
+    if triton_interprets() or architecture(q.device) != 90:
+        return False
+    D = q.shape[-1]
+    return q.element_size() == 2 and 128 < D <= 256 and D % 8 == 0 and tma_takes(q, k, v, dout)
+
+
+def attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, window: int | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dout, q, out [B, H, S_q, D], k, v [B, H_kv, S_k, D] that `takes` takes -> dq as q, dk and dv as k, v.
+
+    lse [B, H, S_q] in fp32, contiguous. Deterministic.
+    """
+    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
+    dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+    group, wide = H // H_kv, D > 192
+    tiles = triton.cdiv(S_q, 2 * ROWS)
+    rows = tiles * 2 * ROWS
+    starts, deltas = (empty(B * H, rows, device=q.device) for _ in range(2))
+    prepare_kernel[(B * H * rows // 32,)](
+        out, dout, lse, starts, deltas, None, out.stride(), dout.stride(), LN2.value, H, S_q, rows, D, 32, 256
+    )  # fmt: skip
+    shapes = [1, 1, ROWS, FIRST], [1, 1, ROWS, 128 if wide else 64]
+    queries, grads, keys, values, dqs, dks, dvs = (
+        [tensor_descriptor(t, shape) for shape in shapes] for t in (q, dout, k, v, dq, dk, dv)
+    )
+    of_rows = [tensor_descriptor(t, [1, ROWS], swizzled=False) for t in (starts, deltas)]
+    sizes = S_q, S_k, window or 0, group, causal, window is not None
+    at_once = min(B * H, group * heads_in_l2(2 * S_k * D * 2, q.device))
+    query_kernel[(B * H * tiles,)](
+        *queries, *grads, *dqs, *keys, *values, *of_rows, scale, scale * LOG2E.value, tiles, H, B * H, at_once,
+        *sizes, 2, 1 if wide else 2, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    tiles = triton.cdiv(S_k, ROWS)
+    at_once = min(B * H_kv, heads_in_l2(2 * group * S_q * D * 2, q.device))
+    key_kernel[(B * H_kv * tiles,)](
+        *queries, *grads, *keys, *values, *dks, *dvs, *of_rows, scale, scale * LOG2E.value, tiles, H, B * H_kv,
+        at_once, *sizes, 2 if wide else 3, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,280 @@
+"""predict, quiz and progress: what a learner says before looking, and what became of it."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lessonkit.base.files import write_atomically
+from lessonkit.base.words import counted, said
+from lessonkit.commands import course_run, exercises, show
+from lessonkit.exercise import progress, quiz, source
+from lessonkit.exercise.progress import Guess
+from lessonkit.lesson import Lesson
+from lessonkit.measure import facts
+from lessonkit.pages import learned
+
+from rich.syntax import Syntax
+
+
+def can_ask() -> bool:
+    """Whether there is a terminal to ask in; a CI has none."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and not os.environ.get("CI")
+
+
+# ---- predict --------------------------------------------------------------------------------------------------------
+
+
+def predict(name: str, lesson: Lesson, rung: str, words: Sequence[str]) -> None:
+    """Keep a prediction: `words` are sizes (n=300) and one figure. Without a figure ask for it. Raises ValueError."""
+    figures = [word for word in words if "=" not in word]
+    if len(figures) > 1:
+        raise ValueError(said("{words} are several predictions, expected one").format(words=" ".join(figures)))
+    known = [each.__name__ for each in lesson.rungs]
+    if rung and rung not in known:
+        said_ = said("{name} has no rung {rung}; it has {rungs}")
+        raise ValueError(said_.format(name=name, rung=repr(rung), rungs=", ".join(known)))
+    if figures:
+        keep(name, lesson, rung, [word for word in words if "=" in word], figures[0])
+        return
+    if not can_ask():
+        raise ValueError(said("write a prediction behind the rung, as 1.2ms or x1.5: there is no terminal to ask in"))
+    ask(name, lesson, [rung] if rung else known, [word for word in words if "=" in word])
+
+
+def keep(name: str, lesson: Lesson, rung: str, words: Sequence[str], figure: str) -> None:
+    _, unit = learned.parsed(figure)
+    at = "" if unit == "least" else learned.shape(name, lesson, rung, words)
+    guess = Guess(name, rung, at, figure.replace(" ", ""), time.time(), _has_run(name))
+    again = [g for g in progress.guesses() if (g.lesson, g.rung, g.shape) == (name, rung, at)]
+    progress.add("predictions", guess)
+    where = f" ({at})" if at else ""
+    kept = said("kept: {rung}{where}: {figure}").format(rung=rung, where=where, figure=figure)
+    show.console.print(kept, highlight=False)
+    if again:
+        words_ = said("You have predicted this before ({figure}): the first prediction counts.")
+        show.console.print(words_.format(figure=again[0].said), highlight=False)
+
+
+def _has_run(name: str) -> bool:
+    """Whether the lesson has come to an end here before: it prints what was measured."""
+    return name in course_run.load().seconds
+
+
+def ask(name: str, lesson: Lesson, rungs: Sequence[str], words: Sequence[str] = ()) -> None:
+    """Ask for a prediction of each rung that has stored times; an empty line ends it."""
+    _, found = learned.stored(name)
+    there = [rung for rung in rungs if any(row.rung == rung for row in found)]
+    for nth, rung in enumerate(there):
+        at = learned.shape(name, lesson, rung, words)
+        hint = said("a time or rate, as 0.4ms or 3TB/s") if not nth else said("or x2: twice as fast as the rung before")
+        question = said("{rung} at {shape} on an H200: your prediction ({hint}; Enter: none)")
+        while figure := input(f"{question.format(rung=rung, shape=at, hint=hint)} ").strip():
+            try:
+                keep(name, lesson, rung, words or at.split(), figure)
+                break
+            except ValueError as why:
+                show.console.print(str(why), style="yellow", highlight=False)
+        if not figure:
+            return
+
+
+def ask_before_run(name: str, lesson: object) -> None:
+    """Before one lesson runs: ask once for predictions, if there is a terminal."""
+    if not isinstance(lesson, Lesson) or not can_ask() or name in progress.asked():
+        return
+    progress.add("asked", name)
+    if not [g for g in progress.guesses() if g.lesson == name]:
+        words = said("Before it runs: what do you expect? This is asked once a lesson; `progress` compares.")
+        show.console.print(words, highlight=False)
+        ask(name, lesson, [rung.__name__ for rung in lesson.rungs])
+
+
+def after_run(name: str) -> None:
+    """What was predicted of a lesson that has just run, beside what was measured."""
+    if mine := [guess for guess in progress.guesses() if guess.lesson == name]:
+        _predictions(learned.all_answered(mine))
+
+
+# ---- quiz -----------------------------------------------------------------------------------------------------------
+
+
+def quizzes() -> None:
+    """Which quizzes there are, and what was right in them."""
+    sat = learned.sat(progress.sittings())
+    body = []
+    for name in quiz.files():
+        parts = [sat.get(name, {}).get(part) for part in quiz.PARTS]
+        body.append([name, *(f"{s.right} / {len(s.answers)}" if s else said("not yet") for s in parts)])
+    show.table(said("quizzes: right answers"), [said("quiz"), said("before"), said("after")], body)
+    show.console.print(said("Then:  {command}").format(command=f"{exercises.COURSE} quiz day2 before"), highlight=False)
+
+
+def take(name: str, part: str, given: str) -> None:
+    """Ask the questions of a quiz, or take the answers that are given; judge and keep them. Raises ValueError."""
+    questions = quiz.load(name, part)
+    answers = [each.strip() for each in given.split(",")] if given else []
+    if given and len(answers) != len(questions):
+        words = said("--answers has {given} answers, expected {count}, with commas between")
+        raise ValueError(words.format(given=len(answers), count=len(questions)))
+    if not given and not can_ask():
+        words = said("no terminal to ask in: give --answers, {count} with commas between; --show prints the questions")
+        raise ValueError(words.format(count=len(questions)))
+    marked = []
+    for nth, question in enumerate(questions, 1):
+        if not given:
+            _print_question(question, nth, len(questions))
+        answer = answers[nth - 1] if given else _asked(question)
+        marked.append((question, answer, quiz.mark(question, answer, facts.compute)))
+    sitting = progress.Sitting(name, part, {q.skill: [answer, m.right] for q, answer, m in marked}, time.time())
+    again = part in learned.sat(progress.sittings()).get(name, {})
+    progress.add("quizzes", sitting)
+    _print_marks(marked, part)
+    if again:
+        show.console.print(said("You have taken this quiz before: the first time counts."), highlight=False)
+
+
+def show_questions(name: str, part: str) -> None:
+    questions = quiz.load(name, part)
+    for nth, question in enumerate(questions, 1):
+        _print_question(question, nth, len(questions))
+
+
+def _print_question(question: quiz.Question, nth: int, count: int) -> None:
+    console = show.console
+    console.print(f"\n{nth} / {count}  {said(question.skill)}", style="bold", highlight=False)
+    console.print(question.asks, highlight=False)
+    if code := question.code():
+        lexer = "cpp" if question.is_cuda else "python"
+        console.print(
+            Syntax(code, lexer, line_numbers=question.kind == "bug", background_color="default", word_wrap=True)
+        )
+    if question.kind in ("choice", "fix"):
+        choices = question.choices(facts.compute)
+        for letter, choice in zip(quiz.letter_range(len(choices)), choices, strict=True):
+            console.print(f"  {letter}) {choice.says}", highlight=False)
+
+
+def _asked(question: quiz.Question) -> str:
+    prompts = {"number": said("a number"), "bug": said("the number of a line")}
+    prompt = prompts.get(question.kind, said("a letter"))
+    while True:
+        answer = input(f"{prompt}: ")
+        try:
+            quiz.mark(question, answer, facts.compute)
+        except ValueError as why:
+            show.console.print(str(why), style="yellow", highlight=False)
+        else:
+            return answer.strip()
+
+
+def _print_marks(marked: Sequence[tuple[quiz.Question, str, quiz.Marked]], part: str) -> None:
+    """What is right, and where it is taught. Reasons come after the day alone: before it they would be the lesson."""
+    console = show.console
+    console.print()
+    for question, answer, mark in marked:
+        style, word = ("green", said("right")) if mark.right else ("red", said("wrong"))
+        console.print(f"{word}: {said(question.skill)}: {answer}", style=style, highlight=False)
+        if not mark.right and part == "after":
+            console.print(f"  {mark.why}" * bool(mark.why), highlight=False)
+            right = quiz.answer_of(question, facts.compute)
+            words = said("Right is {answer}. {because}").format(answer=right, because=question.because)
+            console.print(f"  {words}", highlight=False)
+        if not mark.right:
+            where = f"{question.lesson.replace('.', '/')}.py" + (f", {question.rung}" if question.rung else "")
+            console.print(f"  {said('Taught in {where}').format(where=where)}", highlight=False)
+    words = said("{right} of {count} right; `progress` shows before and after side by side.")
+    count = sum(mark.right for _, _, mark in marked)
+    console.print("\n" + words.format(right=count, count=len(marked)), style="bold", highlight=False)
+
+
+# ---- progress -------------------------------------------------------------------------------------------------------
+
+
+def mine() -> None:
+    """The learner's own evidence, as tables."""
+    found = learned.all_answered(progress.guesses())
+    _predictions(found)
+    records = progress.load()
+    body = []
+    for each in source.discover():
+        record = records.get(each.name, progress.Record())
+        if record.checks or record.hints or record.passed:
+            body.append([each.short, record.checks, record.hints, record.passed, learned.refusals(record)])
+    if body:
+        columns = [said("exercise"), said("checks"), said("hints"), said("passed"), said("tries refused by")]
+        show.table(said("exercises"), columns, body)
+    lines = []
+    for name, parts in sorted(learned.sat(progress.sittings()).items()):
+        scores = [
+            f"{parts[part].right} / {len(parts[part].answers)}" if part in parts else "" for part in ("before", "after")
+        ]
+        lines.append([name, *scores])
+    if lines:
+        show.table(said("quizzes: right answers"), [said("quiz"), said("before"), said("after")], lines)
+    if not (found or body or lines):
+        words = said("Nothing is kept yet. `predict`, `exercise` and `quiz` write it down.")
+        show.console.print(words, highlight=False)
+
+
+def _predictions(found: list[learned.Answered]) -> None:
+    lessons = dict.fromkeys(each.guess.lesson for each in found)
+    for lesson in lessons:
+        of_lesson = [each for each in found if each.guess.lesson == lesson]
+        cards = "; ".join(sorted({each.card for each in of_lesson if each.card and each.card != "bytes"}))
+        heading = said("predicted and measured: {lesson}").format(lesson=lesson.partition(".")[2])
+        body = [[e.guess.rung + "*" * e.guess.seen, e.guess.shape, e.guess.said, e.shown, e.verdict] for e in of_lesson]
+        columns = [said("rung"), said("shape"), said("predicted"), said("measured"), said("the prediction is")]
+        show.table(f"{heading} ({cards})" if cards else heading, columns, body)
+    if any(each.guess.seen for each in found):
+        show.console.print(said("* written after the lesson had run here"), style="dim", highlight=False)
+    fresh = [each.off for each in found if not each.guess.seen and each.off]
+    if (factor := learned.typical(fresh)) is not None:
+        words = said("Of {count}, half are within {factor}x of what was measured.")
+        many = counted(len(fresh), said("1 prediction"), said("{count} predictions"))
+        show.console.print(words.format(count=many, factor=f"{factor:.2f}"), highlight=False)
+
+
+def write(name: str, out: Path | None) -> None:
+    """The learner's evidence as JSON: to a file, or printed."""
+    text = json.dumps(learned.evidence(name), indent=1, ensure_ascii=False) + "\n"
+    if out is None:
+        print(text, end="")
+        return
+    write_atomically(out, text)
+    words = said("wrote {file}: your predictions, tries, hints and quizzes, for your teacher")
+    show.console.print(words.format(file=out), highlight=False)
+
+
+def of_class(files: Sequence[Path]) -> None:
+    """Tables over the files of several learners. Raises ValueError for a file that is none of a learner."""
+    learners = []
+    for file in files:
+        try:
+            data = json.loads(file.read_text())
+        except (OSError, ValueError) as why:
+            words = said("{file} cannot be read: {why}")
+            raise ValueError(words.format(file=file, why=why)) from None
+        learners.append(learned.Learner.of(data, file.stem))
+    words = counted(len(learners), said("1 learner"), said("{count} learners"))
+    show.console.print(f"{words}: {', '.join(learner.name for learner in learners)}", highlight=False)
+    if lines := learned.quizzes(learners):
+        body = [
+            [quiz, skill or said("all questions"), count, f"{before:.0%}", f"{after:.0%}", f"{after - before:+.0%}"]
+            for quiz, skill, count, before, after in lines
+        ]
+        columns = [said("quiz"), said("skill"), said("learners"), said("before"), said("after"), said("change")]
+        show.table(said("quizzes: share of right answers, of learners who took both"), columns, body)
+    if lines := learned.predictions(learners):
+        body = [[day, who, count, f"{factor:.2f}x" if factor else ""] for day, who, count, factor in lines]
+        columns = [said("day"), said("learners"), said("predictions"), said("half are within")]
+        show.table(said("predictions, written before the lesson ran"), columns, body)
+    if lines := learned.exercises(learners):
+        body = [
+            [name, begun, passed, f"{checks:g}", f"{hints:g}", what]
+            for name, begun, passed, checks, hints, what in lines
+        ]
+        columns = [said("exercise"), said("begun"), said("passed"), said("checks"), said("hints"), said("refused by")]
+        show.table(said("exercises: medians of those who began"), columns, body)

@@ -1,0 +1,142 @@
+"""The backward for heads up to 128 on Hopper, emulated: plain, causal, and windows. Each CTA has one tile here."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from lessonkit import device
+from lessonkit.base.errors import Fault
+from lessonkit.modes.compile_server import call_in_compiler
+
+import pytest
+import torch
+
+from course_ops.attention import _computed
+from course_ops.kernels import attention_backward_hopper as hopper
+from tests.test_course_ops_attention import heads, near, theirs
+from tests.test_flash_hopper_backward import main_loops
+
+pytestmark = [
+    pytest.mark.kept("course_ops/*.py", "course_ops/kernels/*.py"),
+    pytest.mark.skipif(not device.INTERPRETED, reason="with a GPU nothing is emulated"),
+]
+
+
+def nothing():
+    """Interpreted, no kernel is launched early."""
+
+
+nothing.__module__ = "triton.language.extra.libdevice"  # of which a kernel's hash is not made
+
+
+def prepared(monkeypatch, module):
+    """A CTA for each tile: after a tile's last step S is that of an old Q, over which the next tile's may be loaded; it
+    is not used, but reading it is a race. finish_kernel and prepare_kernel are Triton's, whose interpreter lacks words.
+    """
+    monkeypatch.setattr(module, "num_sms", lambda device: 1000)
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(module, name, nothing)
+
+
+def expect_right(shape, causal, window, dtype=torch.bfloat16, backward=hopper.attention_backward):
+    torch.manual_seed(0)
+    q, k, v = heads("cpu", *shape, dtype=dtype)
+    dout, scale = (torch.randn(q.shape) + 0.5).to(dtype), q.shape[-1] ** -0.5
+    out, lse = _computed(*(t.double() for t in (q, k, v)), causal, window, scale)
+    found = [backward(dout, q, k, v, out.to(dtype), lse.float(), causal, scale, window)]
+    for other in (dtype, torch.float64):
+        q_, k_, v_ = (t.to(other).requires_grad_() for t in (q, k, v))
+        expected, _ = theirs(q_, k_, v_, causal, window, None)
+        found.append([g.nan_to_num() for g in torch.autograd.grad(expected, (q_, k_, v_), dout.to(other))])
+    for mine, their, exact in zip(*found, strict=True):
+        near(mine, their + (their - exact.to(their.dtype)), exact)
+
+
+CASES = (  # B, H, S_q, D, S_k, H_kv; causal, window
+    ((1, 1, 200, 128, 333, 1), False, None),
+    ((1, 2, 600, 64, 600, 1), True, None),
+    ((1, 2, 600, 128, 600, 2), True, 70),  # few steps: no ping-pong
+    ((1, 1, 600, 128, 600, 1), True, 450),  # ping-pong, and consumer 1 leaves out an unseen block
+    ((1, 2, 600, 128, 700, 1), True, 450),  # the late dQ of a head that ends before the last block
+    ((1, 2, 600, 64, 700, 1), True, 33),
+    ((1, 1, 700, 96, 130, 1), True, 33),  # the first 570 queries see nothing
+    ((1, 2, 100, 128, 900, 1), True, 64),  # no query sees the first keys
+    ((1, 2, 900, 64, 900, 1), True, 256),
+)
+
+
+@pytest.mark.parametrize("i", range(len(CASES)))
+def test_values(monkeypatch, i):
+    prepared(monkeypatch, hopper)
+    expect_right(*CASES[i], (torch.bfloat16, torch.float16)[i % 2])
+
+
+MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
+    "the window's edge is not masked": ("whole, last = min(whole, end), self.first_past(key, end, ROWS)",
+                                        "whole, last = min(whole, end), end", "value", 8),
+    "a consumer's edge is not masked": ("            last = self.first_past(key, end, ROWS)\n",
+                                        "            last = end\n", "value", 3),
+    "a window one key too long": ("keys > rows + (row + S_k - S_q - key - args",
+                                  "keys >= rows + (row + S_k - S_q - key - args", "value", 3),
+    "a window ends a block early": ("(max(0, ahead + 2 * KEYS - 1) + ROWS - 1) // ROWS))", "max(0, ahead) // ROWS))",
+                                    "value", 8),
+    "a tile that no query sees has no step": ("max(begin + 1, (max(0, ahead + 2", "max(begin, (max(0, ahead + 2",
+                                              "barrier", 7),
+    "the late dQ of a head as without a window": ("unseen = blocks - stop + begin", "unseen = begin", "value", 5),
+    "the last dQ as without a window": ("part -= 2 * (blocks - stop)", "part -= 0", "value", 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", MUTANTS)
+def test_mutants_are_rejected(monkeypatch, tmp_path, why):
+    old, new, kind, i = MUTANTS[why]
+    text = Path(hopper.__file__).read_text()
+    assert text.count(old) == 1, f"stands {text.count(old)} times: write the line as it is now"
+    path = tmp_path / "mutant.py"
+    path.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutant_of_hopper", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    prepared(monkeypatch, module)
+    found = "nothing"
+    try:
+        expect_right(*CASES[i], backward=module.attention_backward)
+    except Fault as fault:
+        found = fault.kind
+    except AssertionError:
+        found = "value"
+    assert found == kind
+
+
+def compiled_kernel(D, H_kv, window):
+    """In the process that compiles: machine code, shared memory, whether wgmma is serialized."""
+    from lessonkit.cuda import sass
+    from lessonkit.modes import compiled
+
+    q = torch.empty(2, 8, 4096, D, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(2, 8, 4096, device="meta")
+    with compiled.compiling(90) as made:
+        hopper.attention_backward(q, q, q[:, :H_kv], q[:, :H_kv], q, lse, True, 0.1, window)
+        kernel = made["attention_backward_hopper_kernel"]
+        row = compiled.inspect("hopper", kernel, 90)
+        with compiled.as_file(kernel.asm["cubin"]) as cubin:
+            text = compiled.tool("cuobjdump", "-sass", cubin)
+    code = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?) *;", text)]
+    return [code, row.shared, bool(sass.serialized(row))]
+
+
+@pytest.mark.parametrize(
+    ("D", "H_kv", "window"),
+    [pytest.param(D, H_kv, window, marks=() if (D, H_kv, window) == (128, 8, 1024) else pytest.mark.night)
+     for D in (64, 128) for H_kv in (8, 2) for window in (256, 1024)],
+)  # fmt: skip
+def test_machine_code(D, H_kv, window):
+    """wgmma stays asynchronous with a window, too, and the loops without masks spill nothing."""
+    code, shared, serialized = call_in_compiler(
+        "tests.test_attention_backward_window", "compiled_kernel", D, H_kv, window
+    )
+    assert not serialized
+    assert shared <= 232448
+    whole = [loop for loop in main_loops(code) if not loop["FSEL"]]
+    assert len(whole) == 2  # of each consumer
+    assert all(loop["LDL"] == loop["STL"] == 0 for loop in whole)

@@ -1,0 +1,333 @@
+"""The book as a browser shows it: pages without an error, figures that move, an exercise that is done, search; on a
+phone, on paper, by keyboard, to a screen reader.
+
+Needs a Chromium of the system and the extra `browser`; skipped elsewhere.
+"""
+
+import re
+import shutil
+import threading
+import warnings
+from contextlib import contextmanager
+
+from lessonkit.exercise import progress, source
+from lessonkit.pictures import all_pictures
+from lessonkit.web import places, site
+from lessonkit.web.serve import Server
+
+import pytest
+
+SOFTMAX = places.lesson_page("day2_triton_basics.lesson05_softmax")
+EXERCISE = "day2_triton_basics/exercises/exercise01_mul"
+FIGURE = places.lesson_page("day2_triton_basics.lesson01_vector_add")
+SOME = ("index", "glossary", "roofline", "day2_triton_basics/index", SOFTMAX, FIGURE, EXERCISE,
+        "day2_triton_basics/exercises/index", "reports/nvidia-h200/softmax")  # fmt: skip
+LANGUAGES = ("en", "zh")
+QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update")  # fmt: skip
+PATIENCE = 300_000  # milliseconds: the machine may be busy
+
+pytestmark = pytest.mark.kept("lessonkit/web/**/*", "lessonkit/pictures/**/*", "locale/**/*", "**/*.md", "reports/**/*")
+
+
+def lacking():
+    """What this machine lacks for these tests, or nothing."""
+    if not any(map(shutil.which, ("chromium", "google-chrome"))):
+        return "no browser here: apt install chromium"
+    try:
+        import axe_playwright_python  # noqa: F401
+        import playwright  # noqa: F401
+        import sphinx  # noqa: F401
+    except ImportError as why:
+        return f"{why}: pip install -e '.[web,browser]'"
+    return ""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needed():
+    if why := lacking():
+        warnings.warn(f"the book was not opened in a browser: {why}", stacklevel=1)  # pytest prints it at its end
+        pytest.skip(why)
+
+
+@contextmanager
+def serving(folder):
+    with Server(folder) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    """A few pages."""
+    out = tmp_path_factory.mktemp("some")
+    site.build(out, SOME, say=lambda line: None)
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """All pages."""
+    out = tmp_path_factory.mktemp("whole")
+    site.build(out, say=lambda line: None)
+    return out
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(chromium):
+    """A page, whose `wrong` lists what its console and its requests complain of."""
+    context = chromium.new_context()
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
+    page.wrong = []
+    page.on("console", lambda said: page.wrong.append(f"{page.url}: {said.text}") if said.type == "error" else None)
+    page.on("pageerror", lambda error: page.wrong.append(f"{page.url}: {error}"))
+    page.on(
+        "requestfailed",
+        lambda request: (
+            page.wrong.append(f"{page.url}: {request.url} {request.failure}")
+            if request.failure != "net::ERR_ABORTED"
+            else None
+        ),
+    )  # by leaving a page
+    page.on("request", lambda request: None if request.url.startswith(("http://127.0.0.1", "file:", "data:"))
+            else page.wrong.append(f"{page.url}: asks {request.url}"))  # fmt: skip
+    yield page
+    context.close()
+
+
+def pages_of(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/**/*.html"))
+
+
+# ---- Every page ----
+
+
+def tour(tab, folder, addresses):
+    """Open each page on a screen and on a phone."""
+    tab.set_viewport_size({"width": 360, "height": 740})
+    with serving(folder) as server:
+        for address in addresses:
+            tab.goto(server.address + address)
+            width = tab.evaluate("document.documentElement.scrollWidth")
+            if width > 360:
+                tab.wrong.append(f"{address}: {width} pixels wide on a phone of 360")
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+def test_a_few_pages_load_without_an_error_and_fit_a_phone(tab, book):
+    tour(tab, book, [f"{language}/{name}.html" for language in LANGUAGES for name in SOME])
+
+
+@pytest.mark.night
+def test_all_pages_load_without_an_error_and_fit_a_phone(tab, whole):
+    tour(tab, whole, pages_of(whole))
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_each_figure_responds_to_its_controls(tab, whole, language):
+    """Each slider at both ends, and each choice: the figure shows another picture or says other words."""
+    moving = {places.lesson_page(picture.lesson) for picture in all_pictures() if picture.figure}
+    assert moving
+    found = 0
+    for page in sorted(moving):
+        tab.goto((whole / language / f"{page}.html").as_uri())
+        for figure in tab.query_selector_all(".lk-moving"):
+            found += 1
+            assert figure.query_selector(".lk-picture").inner_html(), page
+            for control in figure.query_selector_all("input, select"):
+                shown = {_drawn(figure, control, value) for value in _values(control)}
+                name = control.evaluate("node => node.closest('label').textContent")
+                assert len(shown) > 1, f"{page}: {name!r} changes nothing"
+            if play := figure.query_selector(".lk-controls button"):
+                before = play.inner_text()
+                play.click()
+                assert play.inner_text() != before
+                play.click()
+    assert found >= 10
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+def _values(control):
+    return control.evaluate("n => n.options ? [...n.options].map((o) => o.value) : [n.min, n.max]")
+
+
+def _drawn(figure, control, value):
+    control.evaluate(
+        "(n, value) => { n.value = value; n.dispatchEvent(new Event('input')); n.dispatchEvent(new Event('change')); }",
+        value,
+    )
+    return figure.query_selector(".lk-picture").inner_html() + figure.query_selector(".lk-said").inner_text()
+
+
+def test_a_chart_shows_its_rows_to_the_mouse_and_to_the_keyboard(tab, book):
+    tab.goto((book / "en" / f"{SOFTMAX}.html").as_uri())
+    chart = tab.query_selector("figure.chart")
+    readout = chart.query_selector(".chart-readout")
+    marks = chart.query_selector_all(".mark")
+    marks[0].hover()
+    first = readout.inner_text()
+    assert "TB/s" in first
+    marks[1].focus()
+    assert readout.inner_text() != first
+    before = chart.query_selector("svg").inner_html()
+    chart.query_selector("select >> nth=2").select_option(index=1)
+    assert chart.query_selector("svg").inner_html() != before
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+# ---- Search ----
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(("language", "words"), [("en", "warp specialization"), ("zh", "在线 softmax")])
+def test_search_finds(tab, whole, language, words):
+    """From the server, and from files."""
+    with serving(whole) as server:
+        for base in (server.address, f"{whole.as_uri()}/"):
+            tab.goto(f"{base}{language}/search.html?q={words.replace(' ', '+')}")
+            tab.wait_for_selector("#search-results li a")
+            tab.wait_for_function("document.querySelectorAll('#search-results li').length > 2")
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+# ---- An exercise ----
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path, monkeypatch, language):
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
+    mul = source.find("day2_triton_basics.exercise01_mul")[0]
+    with serving(book) as server:
+        tab.goto(f"{server.address}{language}/{EXERCISE}.html")
+        check, hint, reset = (tab.locator(".exercise > .exercise-buttons button").nth(n) for n in range(3))
+        tab.wait_for_selector(".exercise-state:not(:empty)")
+        assert tab.input_value("#exercise-text") == mul.stub
+        assert not tab.is_visible(".exercise-terminal")
+
+        check.click()
+        tab.wait_for_selector(".exercise-refused")
+        assert "TODO(1)" in tab.inner_text(".exercise-help")
+        hint.click()
+        tab.wait_for_selector(".exercise-hints li")
+        tab.wait_for_selector(".exercise:not([aria-busy])")
+
+        mine = progress.answer_file(mul)  # another editor saves, and the terminal checks
+        mine.write_text(mul.stub + "# mine\n")
+        tab.fill("#exercise-text", mul.solution)
+        tab.press("#exercise-text", "Control+Enter")
+        keep = tab.locator(".exercise-said button").nth(1)
+        keep.click()
+        tab.wait_for_selector(".exercise-right")
+        assert mine.read_text() == mul.solution
+        record = progress.of(mul)
+        assert (record.checks, record.hints, record.passed) == (2, 1, progress.today())
+        assert not tab.wrong, "\n".join(tab.wrong)
+
+        tab.goto(f"{server.address}{language}/day2_triton_basics/exercises/index.html")
+        tab.wait_for_selector(".exercise-passed")
+        tab.goto(f"{server.address}{language}/{EXERCISE}.html")
+        tab.wait_for_selector(".exercise-state:not(:empty)")
+        tab.on("dialog", lambda dialog: dialog.accept())
+        reset.click()
+        tab.wait_for_function("stub => document.querySelector('#exercise-text').value === stub", arg=mul.stub)
+    assert progress.of(mul).passed == ""
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+def test_the_editor_is_used_by_the_keyboard(tab, book, monkeypatch, tmp_path):
+    monkeypatch.setattr("lessonkit.web.grader.Grader.ask", lambda self, request: {
+        "answer": "a\nb", "file": "f", "checks": 0, "passed": "", "hints": [], "solution": ""})  # fmt: skip
+    with serving(book) as server:
+        tab.goto(f"{server.address}en/{EXERCISE}.html")
+        tab.wait_for_selector(".exercise-state:not(:empty)")
+        text = "#exercise-text"
+        tab.evaluate("document.querySelector('#exercise-text').setSelectionRange(0, 0)")
+        tab.press(text, "Tab")
+        assert tab.input_value(text) == "    a\nb"
+        tab.press(text, "Shift+Tab")
+        assert tab.input_value(text) == "a\nb"
+        tab.press(text, "Control+a")
+        tab.press(text, "Tab")
+        assert tab.input_value(text) == "    a\n    b"
+        tab.press(text, "Control+z")
+        assert tab.input_value(text) == "a\nb"
+        tab.press(text, "Control+End")
+        tab.keyboard.type(":")
+        tab.press(text, "Enter")
+        assert tab.input_value(text) == "a\nb:\n    "
+        assert tab.inner_text(".exercise-numbers").split() == ["1", "2", "3"]
+        tab.keyboard.press("Escape")
+        tab.keyboard.press("Tab")
+        assert tab.evaluate("document.activeElement.textContent") == "Check"
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+def test_a_page_from_a_file_shows_the_terminals_command(tab, book):
+    tab.goto((book / "en" / f"{EXERCISE}.html").as_uri())
+    assert "python3 course.py exercise next mul" in tab.inner_text(".exercise-terminal")
+    assert not tab.query_selector("#exercise-text")
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+# ---- Whoever reads otherwise ----
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_no_serious_violation_of_accessibility(chromium, book, language, scheme):
+    from axe_playwright_python.sync_playwright import Axe
+
+    wrong = []
+    context = chromium.new_context(color_scheme=scheme, bypass_csp=True)
+    tab = context.new_page()
+    tab.set_default_timeout(PATIENCE)
+    with serving(book) as server:
+        for name in SOME:
+            tab.goto(f"{server.address}{language}/{name}.html")
+            if name == EXERCISE:
+                tab.wait_for_selector(".exercise-state:not(:empty)")
+            for details in tab.query_selector_all("article details"):
+                details.evaluate("node => { node.open = true; }")
+            for each in Axe().run(tab).response["violations"]:
+                if each["impact"] in ("serious", "critical"):
+                    targets = [str(node["target"]) for node in each["nodes"]]
+                    why = each["nodes"][0]["failureSummary"]
+                    wrong.append(f"{language}/{name}, {scheme}: {each['id']}: {why}: {', '.join(targets)}")
+    context.close()
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_page_is_light_and_its_charts_script_is_loaded_once(tab, book):
+    got = {}
+    tab.on("response", lambda answer: got.setdefault(answer.url, []).append(len(answer.body())))
+    with serving(book) as server:
+        tab.goto(f"{server.address}en/{SOFTMAX}.html", wait_until="networkidle")
+    charts = [sizes for url, sizes in got.items() if re.search(r"/chart\.js", url)]
+    assert [len(sizes) for sizes in charts] == [1]
+    assert sum(map(sum, got.values())) - charts[0][0] < 500_000, got
+
+
+def test_paper_shows_what_is_folded_and_no_buttons(tab, book):
+    tab.goto((book / "en" / f"{SOFTMAX}.html").as_uri())
+    code = tab.query_selector("details.fold.code:not([open]) pre")
+    tab.emulate_media(media="print")
+    assert code.bounding_box()["height"] > 20
+    assert not tab.is_visible(".fold-all")
+    assert not tab.is_visible(".chart-controls")
+    assert tab.pdf()[:5] == b"%PDF-"
