@@ -84,6 +84,8 @@ SHAPES = (
         ((200, 1000, 1000), "", 0),  # K in parts
         ((1544, 6152, 72), "", 0),  # more tiles than SMs; the second begins in the middle of the ring
         ((1544, 6152, 328), "ab", 8),
+        ((5000, 5000, 5000), "", 0),  # copies with aligned rows
+        ((4008, 5000, 5000), "ab", 0),
     ),
 )
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, cdiv, fitting_stages, num_sms, tma_takes
+from course_ops._common import architecture, cdiv, fitting_stages, num_sms, shared_memory, tma_takes
 from course_ops.kernels._tiles import stream_zeros
 
 
@@ -128,7 +128,8 @@ def _pointer_tile(a: Tensor) -> tuple[int, int, int, int, int]:
     block_m = min(128, max(16, triton.next_power_of_2(a.shape[0])))
     if a.element_size() == 4:  # no tensor cores: sums and operands take more registers
         return min(64, block_m), 64, 32, 4, 4
-    return block_m, 128, 64, 8 if block_m == 128 else 4, 4
+    stages = min(4, shared_memory(a.device) // (2 * (block_m + 128) * 64))
+    return block_m, 128, 64, 8 if block_m == 128 else 4, stages
 
 
 def _tma_tile(block_m: int, b: Tensor, n_major: bool) -> tuple[int, int, int, int]:

@@ -18,6 +18,11 @@ import torch
 FOLDER = REPORTS / "compiled"
 INTERPRETED = "interpreted"  # in reports/versions.csv, where another row names a target
 NOT_TRIED = "not tried"  # likewise
+FEWER = {
+    "en": "- Where a column has several totals, the lower ones were tried before checks or kernels were added, or that "
+    "Triton lacks what some of them need.",
+    "zh": "- 同一列的总数不同时，较小的是在增加检查或 kernel 之前试的，或者该版本的 Triton 缺少其中一些所需的功能。",
+}
 CARDS = tuple(map(chips.first, TARGETS))  # the columns of floors
 RATES = {torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}  # other dtypes are computed at the rate of bf16
 
@@ -144,6 +149,8 @@ def versions(language: str) -> str:
         "zh": ("- 空格表示未试。", "- 未试 torch {torch} 与 Triton {triton}：{why}。"),
     }[language]
     lines = [said[0]] * (len(found) < len(pairs) * len(columns))
+    totals = [{int(row["passed"]) + int(row["failed"]) for key, row in found.items() if key[2] == at} for at in columns]
+    lines += [FEWER[language]] * any(len(each) > 1 for each in totals)
     lines += [said[1].format(**row) for row in rows if row["target"] == NOT_TRIED]
     return "\n".join([table, *lines, ""]) if lines else table
 
