@@ -3,7 +3,7 @@
 After FlashAttention-3 (Shah et al. 2024, section 3) and FlashAttention-4's conditional rescaling. A CTA is a producer
 warp, which only issues TMA loads, and two consumer warpgroups (three for D <= 64) with 64 queries each of a tile:
 
-    shared memory   Q, O [consumers, 64, D]; rings of K and V [stages, keys, D] with a `full` and an `empty` barrier
+    shared memory   Q [consumers, 64, D], O [.., D_v]; rings of K [stages, keys, D] and V with `full` and `empty` barriers
     producer        next tile from the scheduler; Q; then for each block of keys K(j), V(j - 1), as stages get empty
     consumer        issue S(j) = Q K(j)^T; issue O += P(j - 1) V(j - 1); softmax of S(j) under that matmul
 
@@ -18,6 +18,7 @@ and of its four quarters one is masked: the first warpgroup computes 64 of the 1
 
 D > 128: a row of Q, K, V and O lies in two chunks of columns, 128 and 64 or 128 and 128, since the sizes of blocks are
 powers of two. S is the sum of both chunks' QK. Each chunk of O has an accumulator of its own, and a block has 64 keys.
+D_v, the columns of V and O, may differ from D. D = 192 and D_v = 128 have two chunks of Q and K, and one of V and O.
 window: a tile's blocks end with the first that one of its queries sees. Those that the window's edge crosses come last,
 and the main loop masks them.
 """
@@ -580,7 +581,7 @@ def allocate_out(desc, rest, CONSUMERS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
 def attention_hopper_kernel(
-    q_desc, k_desc, v_desc, o_desc,  # of [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]: their first columns
+    q_desc, k_desc, v_desc, o_desc,  # the first columns of q, k [.., D] and v, o [.., D_v]
     q_rest, k_rest, v_rest, o_rest,  # of the columns from 128 on, or None
     lse_ptr, counter_ptr,  # [B, H, S_q] in fp32; the scheduler's counter
     scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
@@ -615,34 +616,33 @@ def attention_hopper_kernel(
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Hopper, 16 bits, D a multiple of 8 and at most 256, at least one row, strides that TMA takes."""
+    """Hopper, 16 bits, D and D_v multiples of 8 and at most 256, at least one row, strides that TMA takes."""
     if triton_interprets() or architecture(q.device) != 90:
         return False
-    D = q.shape[-1]
-    return q.element_size() == 2 and D <= 256 and D % 8 == 0 and tma_takes(q, k, v)  # D: out's rows, too
+    sizes = q.shape[-1], v.shape[-1]  # D_v: out's rows, too
+    return q.element_size() == 2 and all(D <= 256 and D % 8 == 0 for D in sizes) and tma_takes(q, k, v)
 
 
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D] that `takes` takes -> o as q, lse [B, H, S_q] in fp32.
+    """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
-    window needs causal.
+    Tensors that `takes` takes. window needs causal.
     """
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    o, lse = empty_results(q)
-    group, (keys, k_stages, v_stages) = H // H_kv, blocks_of_keys(D)
-    consumers, aligned = variant(S_q, S_k, D, causal, window)
+    (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
+    o, lse = empty_results(q, D_v)
+    group, (keys, k_stages, v_stages) = H // H_kv, blocks_of_keys(max(D, D_v))
+    consumers, aligned = variant(S_q, S_k, max(D, D_v), causal, window)
     tiles = triton.cdiv(S_q, consumers * ROWS)
     if aligned:
         # Few heads at a time: tiles bound by compute and short ones, bound by bytes, are then under way together.
         at_once = min(B * H, max(1, min(8, num_sms(q.device) // max(1, triton.cdiv(S_q, 128)))))
     else:
-        at_once = min(B * H, group * heads_in_l2(4 * S_k * D, q.device))
-    rows = (q, ROWS), (k, keys), (v, keys), (o, ROWS)
-    first, rest = chunk_widths(D)
-    descs = (tensor_descriptor(t, [1, 1, n, first]) for t, n in rows)
-    rest_descs = (tensor_descriptor(t, [1, 1, n, rest]) if rest else None for t, n in rows)
+        at_once = min(B * H, group * heads_in_l2(2 * S_k * (D + D_v), q.device))
+    tensors = [(t, n, *chunk_widths(t.shape[3])) for t, n in ((q, ROWS), (k, keys), (v, keys), (o, ROWS))]
+    descs = (tensor_descriptor(t, [1, 1, n, first]) for t, n, first, _ in tensors)
+    rest_descs = (tensor_descriptor(t, [1, 1, n, rest]) if rest else None for t, n, _, rest in tensors)
     if window is not None:
         window = min(window, S_k)  # no query sees more, and an int32 holds it
     attention_hopper_kernel[(min(tiles * B * H, num_sms(q.device)),)](
@@ -660,7 +660,7 @@ def chunk_widths(D: int) -> tuple[int, int]:
 
 
 def blocks_of_keys(D: int) -> tuple[int, int, int]:
-    """Keys of a block, and the stages of K and of V: what fits beside Q and O."""
+    """Keys of a block, and the stages of K and of V: what fits beside Q and O. D: of the longer rows."""
     if D <= 128:
         return 128, *((4, 4) if D <= 64 else (2, 2))
     return 64, *((3, 2) if D <= 192 else (2, 2))
