@@ -1,9 +1,9 @@
 """Attention: softmax(scale q k^T) v, with grouped heads, causal masks and windows; forward and backward.
 
-All functions here have the same conventions. q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v]. H is a
-multiple of H_kv, and query head h reads head h * H_kv // H of k and v. D_v may differ from D. Positions end together: query
-i stands at key i + S_k - S_q. So a causal mask is aligned at the lower right corner. PyTorch's is_causal is aligned at
-the upper left. For S_q = S_k they are the same.
+All functions here have the same conventions. q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v]. D_v may
+differ from D. H is a multiple of H_kv, and query head h reads head h * H_kv // H of k and v. Positions end together:
+query i stands at key i + S_k - S_q. So a causal mask is aligned at the lower right corner. PyTorch's is_causal is
+aligned at the upper left. For S_q = S_k they are the same.
 lse [B, H, S_q] is the natural logarithm of the sum of a row's exponentials. A query that sees no key has out = 0 and
 lse = -inf, and no gradient.
 
@@ -88,7 +88,7 @@ def attention_backward(
 #                portable   everything: sm_80 on, fp32, D and D_v <= 256, any strides
 #     backward   hopper     sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; unless deterministic algorithms
 #                           are asked for (dQ is added up in any order)
-#                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; the same to the bit each time
+#                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; the same to the bit always
 #                portable   everything; the same to the bit each time
 
 

@@ -67,6 +67,8 @@ CASES = {
     "D_v = 128, scores that grow": {"S": 130, "D": 192, "D_v": 128, "S_k": 500, "growth": 3},
     "D_v = 128, a block is done again": {"S": 130, "D": 192, "D_v": 128, "S_k": 500, "growth": 20},
     "D_v = 128, a window": {"S": 450, "D": 192, "D_v": 128, "window": 150},
+    "D_v = 72 beside D = 136": {"S": 300, "D": 136, "D_v": 72},
+    "D_v = 64 beside D = 192": {"S": 300, "D": 192, "D_v": 64, "S_k": 411},
     "D_v = 64 beside D = 128": {"S": 300, "D": 128, "D_v": 64},
     "D_v = 256 beside D = 64": {"S": 130, "D": 64, "D_v": 256, "S_k": 190},
     "D_v = 136 beside D = 72": {"S": 130, "D": 72, "D_v": 136, "window": 40},
@@ -98,7 +100,7 @@ def test_it_is_right_in_every_order(monkeypatch, name, seed):
 def test_bytes_of_a_window_are_those_of_its_keys(D):
     """Keys that no query of a tile sees are not loaded, so the bytes grow with the window and not with its square."""
     S, window = 1024, 200
-    rows, keys = 2 * hopper.ROWS, hopper.blocks_of_keys(D)[0]
+    rows, keys = 2 * hopper.ROWS, hopper.blocks_of_keys(D, D)[0]
     watching.append(Traffic())
     try:
         hopper.attention_forward(*case(S, D, window=window), 0.1)

@@ -3,7 +3,7 @@
 After FlashAttention-3 (Shah et al. 2024, section 3) and FlashAttention-4's conditional rescaling. A CTA is a producer
 warp, which only issues TMA loads, and two consumer warpgroups (three for D <= 64) with 64 queries each of a tile:
 
-    shared memory   Q [consumers, 64, D], O [.., D_v]; rings of K [stages, keys, D] and V with `full` and `empty` barriers
+    shared memory   Q, O [consumers, 64, D]; rings of K and V [stages, keys, D] with a `full` and an `empty` barrier
     producer        next tile from the scheduler; Q; then for each block of keys K(j), V(j - 1), as stages get empty
     consumer        issue S(j) = Q K(j)^T; issue O += P(j - 1) V(j - 1); softmax of S(j) under that matmul
 
@@ -18,7 +18,9 @@ and of its four quarters one is masked: the first warpgroup computes 64 of the 1
 
 D > 128: a row of Q, K, V and O lies in two chunks of columns, 128 and 64 or 128 and 128, since the sizes of blocks are
 powers of two. S is the sum of both chunks' QK. Each chunk of O has an accumulator of its own, and a block has 64 keys.
-D_v, the columns of V and O, may differ from D. D = 192 and D_v = 128 have two chunks of Q and K, and one of V and O.
+D_v, the columns of V and O, may differ from D. Up to D = 192 and D_v = 128 a block has 128 keys: a QK with 128 keys
+reads 0.75 of the shared memory that two with 64 read. O's accumulators are then two of 64 columns, which leave through
+one buffer of shared memory, as there is no more.
 window: a tile's blocks end with the first that one of its queries sees. Those that the window's edge crosses come last,
 and the main loop masks them.
 """
@@ -632,15 +634,16 @@ def attention_forward(
     """
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     o, lse = empty_results(q, D_v)
-    group, (keys, k_stages, v_stages) = H // H_kv, blocks_of_keys(max(D, D_v))
-    consumers, aligned = variant(S_q, S_k, max(D, D_v), causal, window)
+    group, (keys, k_stages, v_stages) = H // H_kv, blocks_of_keys(D, D_v)
+    consumers, aligned = variant(S_q, S_k, max(D, D_v), keys, causal, window)
     tiles = triton.cdiv(S_q, consumers * ROWS)
     if aligned:
         # Few heads at a time: tiles bound by compute and short ones, bound by bytes, are then under way together.
         at_once = min(B * H, max(1, min(8, num_sms(q.device) // max(1, triton.cdiv(S_q, 128)))))
     else:
         at_once = min(B * H, group * heads_in_l2(2 * S_k * (D + D_v), q.device))
-    tensors = [(t, n, *chunk_widths(t.shape[3])) for t, n in ((q, ROWS), (k, keys), (v, keys), (o, ROWS))]
+    columns, v_columns = chunk_widths(D), value_chunk_widths(D, D_v)
+    tensors = [(q, ROWS, *columns), (k, keys, *columns), (v, keys, *v_columns), (o, ROWS, *v_columns)]
     descs = (tensor_descriptor(t, [1, 1, n, first]) for t, n, first, _ in tensors)
     rest_descs = (tensor_descriptor(t, [1, 1, n, rest]) if rest else None for t, n, _, rest in tensors)
     if window is not None:
@@ -659,21 +662,29 @@ def chunk_widths(D: int) -> tuple[int, int]:
     return 128, (64 if D <= 192 else 128)
 
 
-def blocks_of_keys(D: int) -> tuple[int, int, int]:
-    """Keys of a block, and the stages of K and of V: what fits beside Q and O. D: of the longer rows."""
-    if D <= 128:
-        return 128, *((4, 4) if D <= 64 else (2, 2))
-    return 64, *((3, 2) if D <= 192 else (2, 2))
+def value_chunk_widths(D: int, D_v: int) -> tuple[int, int]:
+    """As chunk_widths, for V and O."""
+    return (64, 64) if 128 < D <= 192 and 64 < D_v <= 128 else chunk_widths(D_v)
 
 
-def variant(S_q: int, S_k: int, D: int, causal: bool, window: int | None = None) -> tuple[int, bool]:
-    """How many consumer warpgroups, and whether the kernel for aligned diagonals.
+def blocks_of_keys(D: int, D_v: int) -> tuple[int, int, int]:
+    """Keys of a block, and the stages of K and of V: what fits beside Q and O."""
+    longer = max(D, D_v)
+    if longer <= 64:
+        return 128, 4, 4
+    if D <= 192 and D_v <= 128:
+        return 128, 2, 2
+    return 64, *((3, 2) if longer <= 192 else (2, 2))
+
+
+def variant(S_q: int, S_k: int, D: int, keys: int, causal: bool, window: int | None = None) -> tuple[int, bool]:
+    """How many consumer warpgroups, and whether the kernel for aligned diagonals. D: of the longer rows.
 
     D <= 64 leaves registers for a third consumer. Causal, its tiles of 192 queries compute more of the diagonal's
-    blocks in vain, which is a third more work at S = 1024 and little at 16384. With D > 128 a block has as many keys as
-    a warpgroup has queries, so that none is computed in vain.
+    blocks in vain, which is a third more work at S = 1024 and little at 16384. A block of 64 keys has as many as a
+    warpgroup has queries, so that none is computed in vain.
     """
-    if window is not None or D > 128:
+    if window is not None or keys == 64:
         return 2, False
     if causal and (S_k - S_q) % 128 == 0 and (D > 64 or S_k <= 4096):
         return 2, True
