@@ -656,7 +656,7 @@ def test_the_same_bits_each_time(by_kernels):
 @pytest.mark.night
 @pytest.mark.parametrize("target", [80, 90])
 def test_kernels_compile(target):
-    """For real GPUs too, with and without a bias, in 16 and 32 bits, at lengths for every kernel; and they fit there."""
+    """For real GPUs too, with and without a bias, in 16 and 32 bits, at lengths for every kernel; and they fit."""
     names, too_large = call_in_compiler("tests.test_course_ops_rows", "compiled_kernels", target)
     assert names == sorted(KERNELS)
     assert not too_large

@@ -314,7 +314,8 @@ def norm_backward_group(dy, x, w, mean, rstd, bias=False, dtotal=None):
                 sums, words = sums.view(torch.float32).view(rows.M, parts, 2).sum(1).view(torch.int64), 1
             norm_backward_group_kernel[(groups * parts,)](
                 dtotal, dy, x, w, mean, rstd, dx, dresidual, partial_dw, partial_db, sums, rows.M, rows.N,
-                *_strides(dtotal, dy, x), groups, parts, words, _slots(words, plan.warps) if finish else 1, plan.chunks, plan.block,
+                *_strides(dtotal, dy, x), groups, parts, words, _slots(words, plan.warps) if finish else 1,
+                plan.chunks, plan.block,
                 plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)), publish_, finish,
                 common_multiple_of(rows.N, *strides), all(length % COLUMNS == 0 for length in (rows.N, *strides)),
                 num_warps=plan.warps, maxnreg=plan.registers, launch_cooperative_grid=at_once,
