@@ -57,13 +57,13 @@ def test_the_machine_code_shows_what_is_claimed(name, asked):
     "module", [pytest.param(m, marks=[pytest.mark.night] * (m.rpartition(".")[2] not in QUICK)) for m in MODULES]
 )
 def test_mutants_are_rejected(module):
-    """Each by the property that it names."""
+    """Each by the property that it names, or by one of the two."""
     found = operators.verdicts(module)
     wanted = {(key, m.why): m.caught_by for key, asked in operators.declared(module).items() for m in asked.wrong}
     wrong = {
         which: f"{found[which]}, expected {caught_by!r}"
         for which, caught_by in wanted.items()
-        if found[which].caught_by != caught_by
+        if found[which].caught_by not in caught_by.split(" or ")
     }
     assert not wrong, "\n".join(f"{which}: {said}" for which, said in wrong.items())
 

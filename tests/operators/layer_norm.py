@@ -40,7 +40,8 @@ FORWARD = Lesson(
     wrong=(
         Mutant("the tile's last rows are not there", "layer_norm_packed_kernel", "(rows < M) & (cols < N)",
                "(rows < M + 1) & (cols < N)", "layer_norm", "out of bounds"),
-        Mutant("rows taken to be N apart", "layer_norm_packed_kernel", "rows * stride_x", "rows * N", "layer_norm"),
+        Mutant("rows taken to be N apart", "layer_norm_packed_kernel", "rows * stride_x", "rows * N", "layer_norm",
+               "value or nan"),
         Mutant("variance by N - 1", "layer_norm_packed_kernel", "keep_dims=True) / N + eps",
                "keep_dims=True) / tl.maximum(N - 1, 1) + eps", "layer_norm"),
         Mutant("lanes with no element count as zeros", "layer_norm_chunks_kernel",
