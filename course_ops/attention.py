@@ -1,9 +1,9 @@
 """Attention: softmax(scale q k^T) v, with grouped heads, causal masks and windows; forward and backward.
 
-All functions here have the same conventions. q [B, H, S_q, D], k and v [B, H_kv, S_k, D]; H is a multiple of H_kv, and
-query head h reads head h * H_kv // H of k and v. Positions end together: query i stands at key i + S_k - S_q. So a
-causal mask is aligned at the lower right corner. PyTorch's is_causal is aligned at the upper left. For S_q = S_k they
-are the same.
+All functions here have the same conventions. q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v]. D_v may
+differ from D. H is a multiple of H_kv, and query head h reads head h * H_kv // H of k and v. Positions end together:
+query i stands at key i + S_k - S_q. So a causal mask is aligned at the lower right corner. PyTorch's is_causal is
+aligned at the upper left. For S_q = S_k they are the same.
 lse [B, H, S_q] is the natural logarithm of the sum of a row's exponentials. A query that sees no key has out = 0 and
 lse = -inf, and no gradient.
 
@@ -27,6 +27,7 @@ from course_ops.kernels import attention_backward_wide_hopper as wide_backward
 from course_ops.kernels import attention_decode as decode
 from course_ops.kernels import attention_forward as portable
 from course_ops.kernels import attention_forward_hopper as hopper
+from course_ops.kernels.attention_tiles import empty_out
 
 MAX_HEAD_DIM = 256
 
@@ -34,15 +35,15 @@ MAX_HEAD_DIM = 256
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: int | None = None, scale: float | None = None
 ) -> Tensor:
-    """out [B, H, S_q, D] of q [B, H, S_q, D], k and v [B, H_kv, S_k, D]; differentiable once.
+    """out [B, H, S_q, D_v] of q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v]; differentiable once.
 
-    fp32, fp16 or bf16, one dtype for all three; float64 too on the CPU. Any strides, D from 1 to 256. Under
+    fp32, fp16 or bf16, one dtype for all three; float64 too on the CPU. Any strides, D and D_v from 1 to 256. Under
     torch.autocast all three are cast to its dtype; float64 stays.
     causal: query i sees keys up to i + S_k - S_q. window: of these only the last `window`; needs causal.
     scale: positive; 1 / sqrt(D) if None. Raises TypeError for a dtype, ValueError for a shape, a device or a value.
 
     Under torch.use_deterministic_algorithms the gradient of q is the same to the bit each time, and slower. A FLOP
-    counter is told 4 D FLOPs forward and 10 D backward for each pair of a query and a key that it sees.
+    counter is told 2 D + 2 D_v FLOPs forward and 6 D + 4 D_v backward for each pair of a query and a key that it sees.
     """
     _expect_types(window, scale, q=q, k=k, v=v)
     return torch.ops.course_ops.attention(q, k, v, causal, window, scale)[0]
@@ -83,11 +84,11 @@ def attention_backward(
 # ---- Which kernel takes what: the first row whose condition holds ------------------------------------------------
 #
 #     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window
-#                hopper     sm_90, 16 bits, D <= 256 a multiple of 8, strides that TMA takes
-#                portable   everything: sm_80 on, fp32, D <= 256, any strides
-#     backward   hopper     sm_90, 16 bits, D <= 128, strides that TMA takes; unless deterministic algorithms are asked
-#                           for (dQ is added up in any order)
-#                wide       sm_90, 16 bits, D from 136 to 256, strides that TMA takes; the same to the bit each time
+#                hopper     sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes
+#                portable   everything: sm_80 on, fp32, D and D_v <= 256, any strides
+#     backward   hopper     sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; unless deterministic algorithms
+#                           are asked for (dQ is added up in any order)
+#                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; the same to the bit always
 #                portable   everything; the same to the bit each time
 
 
@@ -170,7 +171,7 @@ def _checked(q, k, v, causal, window, scale, **more) -> float:
     """The scale, or the error that a bad argument deserves. more: what else has q's dimensions and dtype."""
     dtypes = FLOATS if runs_kernel(q) else (*FLOATS, torch.float64)
     expect(q=q, k=k, v=v, **more, ndim=4, same_dtype=True, dtypes=dtypes)
-    if k.shape != v.shape:
+    if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"v has shape {tuple(v.shape)}, but k has {tuple(k.shape)}: a value belongs to each key")
     (B, H, _, D), (B_kv, H_kv, _, D_kv) = q.shape, k.shape
     if (B_kv, D_kv) != (B, D):
@@ -179,6 +180,8 @@ def _checked(q, k, v, causal, window, scale, **more) -> float:
         raise ValueError(f"q has {H} heads, k {H_kv}: expected a multiple, so that each serves as many")
     if not 0 < D <= MAX_HEAD_DIM:
         raise Unsupported(f"q has head_dim {D}, expected 1 to {MAX_HEAD_DIM}: no kernel keeps a longer row on the chip")
+    if not 0 < (D_v := v.shape[-1]) <= MAX_HEAD_DIM:
+        raise Unsupported(f"v has head_dim {D_v}, expected 1 to {MAX_HEAD_DIM}: no kernel keeps a longer row of out")
     if window is not None and not (causal and window > 0):
         raise ValueError(f"window = {window}, causal = {causal}: a window is 1 or more keys, and needs causal=True")
     if scale is not None and not 0 < scale < math.inf:
@@ -192,10 +195,11 @@ def _checked_gradient(dout, q, k, v, out, lse, causal, window, scale) -> float:
     expect(lse=lse, dtypes=(_lse_dtype(q),))
     if lse.device != q.device:
         raise ValueError(f"lse is on {lse.device}, but q is on {q.device}: move one of them")
-    for name, t, shape in (("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
+    of_out = torch.Size((*q.shape[:-1], v.shape[-1]))
+    for name, t, shape in (("dout", dout, of_out), ("out", out, of_out), ("lse", lse, q.shape[:-1])):
         if t.shape != shape:
             raise ValueError(
-                f"{name} has shape {tuple(t.shape)}, expected {tuple(shape)}: as attention returned it for this q"
+                f"{name} has shape {tuple(t.shape)}, expected {tuple(shape)}: as attention returned it for this q and v"
             )
     return scale
 
@@ -230,7 +234,7 @@ def _attention_backward(
 @_attention.register_fake
 def _(q, k, v, causal=False, window=None, scale=None):
     _checked(q, k, v, causal, window, scale)
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+    return empty_out(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
 
 
 @_attention_backward.register_fake
@@ -279,16 +283,16 @@ def visible_pairs(S_q: int, S_k: int, causal: bool = False, window: int | None =
 
 @register_flop_formula(torch.ops.course_ops.attention)
 def _(q, k, v, causal=False, window=None, scale=None, *args, out_shape=None, **kwargs) -> int:
-    """Two matmuls, 4 D FLOPs for each visible pair. (PyTorch's own formula counts all pairs, masked or not.)"""
+    """Two matmuls for each visible pair. (PyTorch's own formula counts all pairs, masked or not.)"""
     B, H, S_q, D = q
-    return 4 * B * H * D * visible_pairs(S_q, k[2], causal, window)
+    return B * H * (2 * D + 2 * v[3]) * visible_pairs(S_q, k[2], causal, window)
 
 
 @register_flop_formula(torch.ops.course_ops.attention_backward)
 def _(dout, q, k, v, out, lse, causal=False, window=None, scale=None, *args, out_shape=None, **kwargs) -> int:
-    """Five matmuls, 10 D FLOPs for each visible pair, though the portable kernels do seven."""
+    """Five matmuls for each visible pair, though the portable kernels do seven: three of D columns, two of D_v."""
     B, H, S_q, D = q
-    return 10 * B * H * D * visible_pairs(S_q, k[2], causal, window)
+    return B * H * (6 * D + 4 * v[3]) * visible_pairs(S_q, k[2], causal, window)
 
 
 # ---- CPU tensors: PyTorch, a head of k and v at a time, in fp32 or float64 ----------------------------------------
@@ -306,9 +310,9 @@ def _hidden(S_q: int, S_k: int, causal: bool, window: int | None) -> Tensor:
 
 
 def _computed(q, k, v, causal, window, scale):
-    """out as q, and lse."""
+    """out and lse."""
     (B, _, S_q, _), (_, H_kv, S_k, _), group, wide = q.shape, k.shape, q.shape[1] // k.shape[1], _lse_dtype(q)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=wide)
+    out, lse = empty_out(q, v.shape[-1]), torch.empty(q.shape[:-1], dtype=wide)
     hidden = _hidden(S_q, S_k, causal, window)
     for b, h in ((b, h) for b in range(B) for h in range(H_kv)):
         heads = slice(h * group, h * group + group)

@@ -3,7 +3,8 @@
 q [B, H, S_q, D]; k and v [B, H_kv, S_k, D], H a multiple of H_kv: query head h reads head h * H_kv // H of k and v.
 causal: query i sees keys j <= i + S_k - S_q, so the last query sees all keys (PyTorch's is_causal aligns the first
 query with the first key, which is the same only if S_q = S_k). window: of these the last `window` keys; needs causal.
-scale: positive, None for 1 / sqrt(D). Results: o as q, lse [B, H, S_q] in fp32, the natural logarithm of each row's sum
+scale: positive, None for 1 / sqrt(D). v may have another head size, D_v; kernels of lessons take one. Results:
+o [B, H, S_q, D_v], lse [B, H, S_q] in fp32, the natural logarithm of each row's sum
 of exponentials. A query that sees no key gets o = 0 and lse = -inf.
 """
 
@@ -20,10 +21,10 @@ __all__ = ["PROBLEM", "PROBLEM_BACKWARD", "precision"]
 
 
 def reference(q, k, v, causal=False, window=None, scale=None):
-    """A head at a time; q [B, H, S_q, D], k and v [B, H_kv, S_k, D] -> o as q, lse [B, H, S_q]."""
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
+    """A head at a time; q [B, H, S_q, D], k [.., D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q]."""
+    (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    o, lse = torch.zeros_like(q), torch.empty(B, H, S_q, dtype=wide, device=q.device)
+    o, lse = q.new_zeros(B, H, S_q, D_v), torch.empty(B, H, S_q, dtype=wide, device=q.device)
     hidden = ~visible(S_q, S_k, causal, window, q.device)
     for b, h in ((b, h) for b in range(B) for h in range(H)):
         s = (q[b, h] @ k[b, h * H_kv // H].T) * (1 / math.sqrt(D) if scale is None else scale)
@@ -75,10 +76,12 @@ def expect_plain(q, k, v, causal, window, scale, *, head_dims=(64, 128), masks=(
     return scale
 
 
-def inputs(B, H, S, D, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout="bhsd", dtype=torch.float32):
+def inputs(
+    B, H, S, D, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout="bhsd", D_v=None, dtype=torch.float32
+):
     # Scores are far from 0, so that a key that is not there (a score of 0) would drown the others. They grow along the
     # keys, so that every block brings a new maximum. layout: of memory; "wide" takes every second element.
-    def make(H, S, mean):
+    def make(H, S, mean, D=D):
         t = torch.randn(B, H, S, D, device=DEVICE) + mean
         t = t.to(dtype)
         if layout == "bshd":
@@ -86,15 +89,15 @@ def inputs(B, H, S, D, S_k=None, H_kv=None, causal=False, window=None, scale=Non
         return torch.stack([t, t + 1], -1)[..., 0] if layout == "wide" else t
 
     S_k = S if S_k is None else S_k
-    q, k, v = make(H, S, 1.0), make(H_kv or H, S_k, -1.0), make(H_kv or H, S_k, 0.5)
+    q, k, v = make(H, S, 1.0), make(H_kv or H, S_k, -1.0), make(H_kv or H, S_k, 0.5, D_v or D)
     k += torch.linspace(-0.5, 0.5, S_k, device=DEVICE)[:, None].to(dtype)
     return q, k, v, causal, window, scale
 
 
-def work(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, **_):
-    S_k = S if S_k is None else S_k
-    bytes = (2 * B * H * S * D + 2 * B * (H_kv or H) * S_k * D) * dtype.itemsize + 4 * B * H * S
-    return Work(bytes=bytes, flops=4 * B * H * D * pairs(S, S_k, causal, window))
+def work(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, D_v=None, **_):
+    S_k, columns = S if S_k is None else S_k, D + (D_v or D)
+    bytes = B * (H * S + (H_kv or H) * S_k) * columns * dtype.itemsize + 4 * B * H * S
+    return Work(bytes=bytes, flops=2 * B * H * columns * pairs(S, S_k, causal, window))
 
 
 def pairs(S, S_k, causal, window):
@@ -234,7 +237,7 @@ def reference_backward(grad_out, q, k, v, out, lse, causal=False, window=None, s
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     dq, delta = reference_queries(grad_out, q, k, v, out, lse, causal, window, scale)
     scale, hidden = scale or 1 / math.sqrt(D), ~visible(S_q, S_k, causal, window, q.device)
-    dk, dv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=q.device)
+    dk, dv = (torch.zeros(t.shape, dtype=lse.dtype, device=q.device) for t in (k, v))
     for b, h in ((b, h) for b in range(B) for h in range(H)):
         kv = b, h * H_kv // H
         p = torch.exp(q[b, h] @ k[kv].T * scale - lse[b, h, :, None]).masked_fill(hidden, 0)
@@ -284,19 +287,20 @@ def expect_aligned_gradient(grad_out, q, k, v, out, lse, causal, window, scale):
 def inputs_backward(*sizes, dtype=torch.float32, **options):
     # As in the forward; grad_out has a mean, so that delta is large, and leaving it out shows.
     q, k, v, *given = inputs(*sizes, dtype=dtype, **options)
-    grad_out = torch.empty_like(q).copy_(torch.randn(q.shape, device=DEVICE) + 0.5)
+    like = q if q.shape[-1] == v.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
+    grad_out = torch.empty_like(like).copy_(torch.randn(like.shape, device=DEVICE) + 0.5)
     if DEVICE.type == "meta":
-        return grad_out, q, k, v, torch.empty_like(q), torch.empty(q.shape[:-1], device=DEVICE), *given
+        return grad_out, q, k, v, torch.empty_like(like), torch.empty(q.shape[:-1], device=DEVICE), *given
     wide = torch.float32 if DEVICE.type == "cuda" else torch.float64  # S x S in float64 would take seconds on a GPU
     out, lse = reference(*(t.to(wide) for t in (q, k, v)), *given)
     return grad_out, q, k, v, out.to(dtype), lse.float(), *given
 
 
-def work_backward(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout=""):
+def work_backward(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, D_v=None, **_):
     """Q, O, dO, K, V and lse read, dQ, dK and dV written; five products of each seen pair."""
-    S_k = S if S_k is None else S_k
-    bytes = B * D * (4 * H * S + 4 * (H_kv or H) * S_k) * dtype.itemsize + 4 * B * H * S
-    return Work(bytes=bytes, flops=10 * B * H * D * pairs(S, S_k, causal, window))
+    S_k, D_v = S if S_k is None else S_k, D_v or D
+    bytes = 2 * B * (D + D_v) * (H * S + (H_kv or H) * S_k) * dtype.itemsize + 4 * B * H * S
+    return Work(bytes=bytes, flops=B * H * (6 * D + 4 * D_v) * pairs(S, S_k, causal, window))
 
 
 def _sdpa_flash_backward(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):

@@ -367,10 +367,12 @@ def _attention(draw):
     D = draw.one_of((64, 128, 16, 1, 8, 40, 80, 96, 112, 192, 256, draw.integer(1, 256)))
     H_kv = draw.integer(1, 3)
     B, H = draw.integer(0, 2) if draw.integer(0, 9) == 9 else draw.integer(1, 2), H_kv * draw.integer(1, 4)
-    most = max(1, min(4096, draw.most // (D * H)))
+    D_v = draw.one_of((D, D, 128, draw.integer(1, 256)))
+    most = max(1, min(4096, draw.most // (max(D, D_v) * H)))
     S_q, S_k = size(draw, most), size(draw, most)
     S_q, S_k = draw.one_of(((S_q, S_q), (S_q, S_k), (1, S_k)))
-    tensors, spoilt = alike(draw, {"q": (B, H, S_q, D), "k": (B, H_kv, S_k, D), "v": (B, H_kv, S_k, D)}, PLAIN + TINY)
+    shapes = {"q": (B, H, S_q, D), "k": (B, H_kv, S_k, D), "v": (B, H_kv, S_k, D_v)}
+    tensors, spoilt = alike(draw, shapes, PLAIN + TINY)
     for name in tensors:
         if name != "v" and tensors[name]["values"] in ("shifted", "mixed"):  # scores in the hundreds have few digits
             tensors[name]["values"] = "normal"
@@ -393,7 +395,7 @@ def _attention(draw):
         ("scale", math.inf),
         ("scale", math.nan),
     ]
-    spoilt += [("v", {"shape": [B, H_kv, S_k, D + 1]}), *([] if causal else [("window", 4)])]
+    spoilt += [("v", {"shape": [B, H_kv, S_k + 1, D_v]}), *([] if causal else [("window", 4)])]
     if H_kv > 1:
         spoilt.append(("q", {"shape": [B, H + 1, S_q, D]}))
     return Drawn(tensors, options, spoilt)
@@ -413,8 +415,8 @@ class _Kept(torch.autograd.Function):
 
 
 def attention_reference(q, k, v, causal, window, scale, rounded):
-    if not len(q):
-        return q.clone()  # without heads the problem's has no graph
+    if not len(q):  # without heads the problem's has no graph
+        return q[..., :1].expand(*q.shape[:-1], v.shape[-1]).clone()
     o, lse = attentions.reference(q, k, v, causal, window, scale)
     return _Kept.apply(o, lse.to(o.dtype).masked_fill(lse == -math.inf, 0), rounded)
 

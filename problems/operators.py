@@ -7,7 +7,7 @@ custom op, as the public function calls it after its checks: it gives what the p
 from functools import lru_cache
 from types import SimpleNamespace
 
-from lessonkit import DEVICE, Operator, Work
+from lessonkit import DEVICE, Operator
 
 import torch
 
@@ -47,7 +47,7 @@ from problems import (
     zoo,
 )
 
-# ---- Attention: data, work and peers of its own -------------------------------------------------------------------
+# ---- Attention: data of its own -----------------------------------------------------------------------------------
 
 
 def random_heads(B, H, S, D, S_k=None, H_kv=None, causal=False, window=None, scale=None, D_v=None, dtype=torch.float32):
@@ -82,7 +82,7 @@ def falling_gradient(
 
 def _with_gradient(q, k, v, *given):
     grad_out = torch.randn(*q.shape[:-1], v.shape[-1], device=DEVICE).to(q.dtype)
-    if DEVICE.type == "meta" or v.shape[-1] != q.shape[-1]:  # the reference knows one head size
+    if DEVICE.type == "meta":
         return grad_out, q, k, v, torch.zeros_like(grad_out), torch.zeros(q.shape[:-1], device=DEVICE), *given
     wide = torch.float32 if DEVICE.type == "cuda" else torch.float64
     out, lse = attention.reference(*(t.to(wide) for t in (q, k, v)), *given)
@@ -92,15 +92,6 @@ def _with_gradient(q, k, v, *given):
 def random_cache(B, H, S_k, D, H_kv=None, S=1, causal=True, scale=None, dtype=torch.float32):
     q, k, v, *_ = random_heads(B, H, S, D, S_k, H_kv, dtype=dtype)
     return q, k, v, None, causal, scale
-
-
-def attention_work(B, H, S, D, dtype, D_v=None, **options):
-    return attention.work(B, H, S, (D + (D_v or D)) // 2, dtype, **options)
-
-
-def attention_backward_work(B, H, S, D, dtype, D_v=None, **options):
-    least = attention.work_backward(B, H, S, (D + (D_v or D)) // 2, dtype, **options)
-    return Work(bytes=least.bytes, flops=least.flops // (5 * (D + (D_v or D))) * (6 * D + 4 * (D_v or D)))
 
 
 # ---- How each problem is answered ---------------------------------------------------------------------------------
@@ -240,8 +231,7 @@ def _entry(name, direction, problem, call, **more):
     return Operator(name=name, direction=direction, problem=problem, call=call, shapes=listed, **more)
 
 
-_ATTENTION = {"inputs": random_heads, "work": attention_work}
-_GRADIENT = {"inputs": random_gradient, "work": attention_backward_work}
+_ATTENTION, _GRADIENT = {"inputs": random_heads}, {"inputs": random_gradient}
 
 OPERATORS = (
     _entry("attention", "forward", attention.PROBLEM, attention_forward_call, **_ATTENTION),

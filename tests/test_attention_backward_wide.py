@@ -34,7 +34,7 @@ def gradients(shape, causal, window, mean=0.0, dtype=torch.bfloat16, backward=wi
     """Ours, PyTorch's own in this dtype, and exact ones, each of q, k and v. mean: q is larger, and k smaller."""
     q, k, v = heads("cpu", *shape, dtype=dtype)
     q, k = q + mean, k - mean
-    dout, scale = (torch.randn(q.shape) + 0.5).to(dtype), q.shape[-1] ** -0.5
+    dout, scale = (torch.randn(*q.shape[:-1], v.shape[-1]) + 0.5).to(dtype), q.shape[-1] ** -0.5
     out, lse = _computed(*(t.double() for t in (q, k, v)), causal, window, scale)
     found = [backward(dout, q, k, v, out.to(dtype), lse.float(), causal, window, scale)]
     for other in (dtype, torch.float64):
@@ -50,7 +50,7 @@ def expect_right(found):
         near(mine, their + (their - exact.to(their.dtype)), exact)
 
 
-CASES = (  # B, H, S_q, D, S_k, H_kv; causal, window
+CASES = (  # B, H, S_q, D, S_k, H_kv, D_v if not D; causal, window
     ((1, 1, 64, 256, 64, 1), False, None),  # one block
     ((1, 1, 40, 136, 64, 1), True, None),  # the second consumer of dQ has no query
     ((2, 1, 70, 256, 333, 1), False, None),  # tails of queries and of keys
@@ -63,6 +63,9 @@ CASES = (  # B, H, S_q, D, S_k, H_kv; causal, window
     ((1, 1, 400, 200, 400, 1), True, 256),
     ((1, 1, 300, 256, 130, 1), True, 33),
     ((1, 1, 70, 256, 70, 1), False, None, 3.0),  # scores of -150: 2^-lse of a key past the last one is infinite
+    ((1, 2, 200, 192, 200, 1, 128), True, None),  # of V the rest is zeros
+    ((1, 1, 130, 256, 190, 1, 72), False, None),
+    ((1, 1, 200, 128, 200, 1, 200), True, 70),
 )
 
 

@@ -41,7 +41,7 @@ def prepared(monkeypatch, module):
 def expect_right(shape, causal, window, dtype=torch.bfloat16, backward=hopper.attention_backward):
     torch.manual_seed(0)
     q, k, v = heads("cpu", *shape, dtype=dtype)
-    dout, scale = (torch.randn(q.shape) + 0.5).to(dtype), q.shape[-1] ** -0.5
+    dout, scale = (torch.randn(*q.shape[:-1], v.shape[-1]) + 0.5).to(dtype), q.shape[-1] ** -0.5
     out, lse = _computed(*(t.double() for t in (q, k, v)), causal, window, scale)
     found = [backward(dout, q, k, v, out.to(dtype), lse.float(), causal, scale, window)]
     for other in (dtype, torch.float64):
@@ -52,7 +52,7 @@ def expect_right(shape, causal, window, dtype=torch.bfloat16, backward=hopper.at
         near(mine, their + (their - exact.to(their.dtype)), exact)
 
 
-CASES = (  # B, H, S_q, D, S_k, H_kv; causal, window
+CASES = (  # B, H, S_q, D, S_k, H_kv, D_v if not D; causal, window
     ((1, 1, 200, 128, 333, 1), False, None),
     ((1, 2, 600, 64, 600, 1), True, None),
     ((1, 2, 600, 128, 600, 2), True, 70),  # few steps: no ping-pong
@@ -62,6 +62,9 @@ CASES = (  # B, H, S_q, D, S_k, H_kv; causal, window
     ((1, 1, 700, 96, 130, 1), True, 33),  # the first 570 queries see nothing
     ((1, 2, 100, 128, 900, 1), True, 64),  # no query sees the first keys
     ((1, 2, 900, 64, 900, 1), True, 256),
+    ((1, 2, 200, 128, 333, 1, 64), True, None),
+    ((1, 1, 300, 40, 200, 1, 104), False, None),
+    ((1, 2, 200, 24, 200, 2, 64), True, 70),
 )
 
 

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.kept("course_ops/kernels/*.py", "course_ops/*.py")
 emulated_here = pytest.mark.skipif(not device.INTERPRETED, reason="with a GPU nothing is emulated")
 
 
-def case(S, D, causal=True, window=None, S_k=None, H=1, H_kv=None, dtype=torch.bfloat16, growth=0.0):
+def case(S, D, causal=True, window=None, S_k=None, H=1, H_kv=None, D_v=None, dtype=torch.bfloat16, growth=0.0):
     """q, k, v, causal, window. growth: of the scores, from the last key to the first."""
     torch.manual_seed(0)
-    q, k, v, *_ = attention.inputs(1, H, S, D, S_k=S_k, H_kv=H_kv, dtype=dtype)
+    q, k, v, *_ = attention.inputs(1, H, S, D, S_k=S_k, H_kv=H_kv, D_v=D_v, dtype=dtype)
     if growth:
         q, k = q.abs(), k.abs() * torch.linspace(growth, 0.1, k.shape[2])[:, None].to(dtype)
     return q, k, v, causal, window
@@ -61,6 +61,18 @@ CASES = {
     "D = 256, scores that grow": {"S": 130, "D": 256, "S_k": 400, "growth": 3},
     "D = 256, a block is done again": {"S": 130, "D": 256, "S_k": 400, "growth": 20},
     "D = 192, a block is done again": {"S": 130, "D": 192, "S_k": 400, "growth": 20},
+    "D_v = 128 beside D = 192": {"S": 300, "D": 192, "D_v": 128, "H": 2, "H_kv": 1},
+    "D_v = 128, an aligned diagonal": {"S": 512, "D": 192, "D_v": 128, "S_k": 384},
+    "D_v = 128, all keys": {"S": 200, "D": 192, "D_v": 128, "S_k": 333, "causal": False, "dtype": torch.float16},
+    "D_v = 128, scores that grow": {"S": 130, "D": 192, "D_v": 128, "S_k": 500, "growth": 3},
+    "D_v = 128, a block is done again": {"S": 130, "D": 192, "D_v": 128, "S_k": 500, "growth": 20},
+    "D_v = 128, a window": {"S": 450, "D": 192, "D_v": 128, "window": 150},
+    "D_v = 72 beside D = 136": {"S": 300, "D": 136, "D_v": 72},
+    "D_v = 64 beside D = 192": {"S": 300, "D": 192, "D_v": 64, "S_k": 411},
+    "D_v = 64 beside D = 128": {"S": 300, "D": 128, "D_v": 64},
+    "D_v = 256 beside D = 64": {"S": 130, "D": 64, "D_v": 256, "S_k": 190},
+    "D_v = 136 beside D = 72": {"S": 130, "D": 72, "D_v": 136, "window": 40},
+    "D_v = 40 beside D = 256": {"S": 130, "D": 256, "D_v": 40, "causal": False},
     "a window of 1": {"S": 200, "D": 128, "window": 1},
     "a window within a block": {"S": 450, "D": 64, "window": 50},
     "a window of a block": {"S": 450, "D": 128, "window": 128},
@@ -88,7 +100,7 @@ def test_it_is_right_in_every_order(monkeypatch, name, seed):
 def test_bytes_of_a_window_are_those_of_its_keys(D):
     """Keys that no query of a tile sees are not loaded, so the bytes grow with the window and not with its square."""
     S, window = 1024, 200
-    rows, keys = 2 * hopper.ROWS, hopper.blocks_of_keys(D)[0]
+    rows, keys = 2 * hopper.ROWS, hopper.blocks_of_keys(D, D)[0]
     watching.append(Traffic())
     try:
         hopper.attention_forward(*case(S, D, window=window), 0.1)
@@ -149,12 +161,12 @@ def test_a_wrong_kernel_is_found(why, function, old, new, shape, found_by):
 # ---- What the compiler makes of it ---------------------------------------------------------------------------------
 
 
-def resources(D, causal, window):
+def resources(D, causal, window, D_v):
     """[registers of a CTA, shared memory, serialized?, spills]. In a process that compiles."""
-    q, k = (torch.empty(2, H, 4096, D, dtype=torch.bfloat16, device="meta") for H in (8, 2))
+    q, k, v = (torch.empty(2, H, 4096, N, dtype=torch.bfloat16, device="meta") for H, N in ((8, D), (2, D), (2, D_v)))
     with compiled.compiling(90) as made:
         made.clear()
-        hopper.attention_forward(q, k, k, causal, window, 0.1)
+        hopper.attention_forward(q, k, v, causal, window, 0.1)
         (each,) = made.values()
     kernel = compiled.inspect("", each, 90)
     return [kernel.registers * 32 * kernel.warps, kernel.shared, sass.serialized(kernel), kernel.spills]
@@ -162,17 +174,18 @@ def resources(D, causal, window):
 
 NIGHT = pytest.mark.night
 SHAPES = (
-    pytest.param(192, True, None, marks=NIGHT), (256, False, None), pytest.param(256, True, None, marks=NIGHT),
-    pytest.param(64, True, 1024, marks=NIGHT), pytest.param(128, True, 1024, marks=NIGHT),
-    pytest.param(192, True, 1024, marks=NIGHT), pytest.param(256, True, 1024, marks=NIGHT),
+    pytest.param(192, True, None, 192, marks=NIGHT), (256, False, None, 256),
+    pytest.param(256, True, None, 256, marks=NIGHT), (192, True, None, 128),
+    pytest.param(192, False, None, 128, marks=NIGHT), pytest.param(192, True, 1024, 128, marks=NIGHT),
+    *(pytest.param(D, True, 1024, D, marks=NIGHT) for D in (64, 128, 192, 256)),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("D", "causal", "window"), SHAPES)
-def test_it_fits_on_an_sm_and_its_matmuls_overlap(D, causal, window):
+@pytest.mark.parametrize(("D", "causal", "window", "D_v"), SHAPES)
+def test_it_fits_on_an_sm_and_its_matmuls_overlap(D, causal, window, D_v):
     """D = 256 and windows may spill scalars of a tile, outside the loops over blocks; the others spill nothing."""
     registers, shared, serialized, spills = call_in_compiler(
-        "tests.test_attention_forward_hopper", "resources", D, causal, window
+        "tests.test_attention_forward_hopper", "resources", D, causal, window, D_v
     )
     assert registers <= 65536
     assert shared <= 232448

@@ -49,17 +49,17 @@ def near(ours, theirs, exact, size=0.0):
         assert (ours.double() - exact).abs().max() <= most
 
 
-def heads(dev, B, H, S_q, D, S_k=None, H_kv=None, dtype=torch.float32, layout="bhsd"):
+def heads(dev, B, H, S_q, D, S_k=None, H_kv=None, D_v=None, dtype=torch.float32, layout="bhsd"):
     """q, k, v with scores far from 0. layout: of memory; "wide" has every second element."""
 
-    def make(H, S, mean):
+    def make(H, S, mean, D=D):
         t = (torch.randn(B, H, S, D, device=dev) + mean).to(dtype)
         if layout == "bshd":
             return t.transpose(1, 2).contiguous().transpose(1, 2)
         return torch.stack([t, t + 1], -1)[..., 0] if layout == "wide" else t
 
     S_k = S_q if S_k is None else S_k
-    return make(H, S_q, 0.5), make(H_kv or H, S_k, -0.5), make(H_kv or H, S_k, 0.5)
+    return make(H, S_q, 0.5), make(H_kv or H, S_k, -0.5), make(H_kv or H, S_k, 0.5, D_v or D)
 
 
 def mask(S_q, S_k, causal, window, dev):
@@ -81,7 +81,7 @@ def theirs(q, k, v, causal, window, scale):
     return torch.where(seen.any(-1, keepdim=True), out, 0), s.logsumexp(-1)
 
 
-CASES = (  # B, H, S_q, D, S_k, H_kv; causal, window, scale, layout
+CASES = (  # B, H, S_q, D, S_k, H_kv, D_v if not D; causal, window, scale, layout
     ((1, 2, 0, 16, 5, 1), True, None, None, "bhsd"),  # no queries
     ((2, 2, 3, 16, 0, 2), False, None, None, "bhsd"),  # no keys: zeros and -inf
     ((0, 2, 3, 16, 3, 2), False, None, None, "bhsd"),
@@ -95,8 +95,17 @@ CASES = (  # B, H, S_q, D, S_k, H_kv; causal, window, scale, layout
     ((1, 1, 20, 256, 23, 1), True, None, None, "bhsd"),
     ((2, 4, 1, 16, 300, 2), True, None, None, "bhsd"),  # decoding
     ((1, 8, 3, 24, 290, 1), False, None, 0.5, "bshd"),
+    ((1, 4, 70, 24, 90, 2, 40), True, None, None, "bhsd"),  # values longer than keys
+    ((1, 2, 67, 40, 67, 1, 16), True, 9, 0.3, "bshd"),
+    ((1, 1, 20, 192, 23, 1, 128), True, None, None, "wide"),
+    ((2, 4, 1, 16, 300, 2, 40), True, None, None, "bshd"),
+    ((1, 2, 3, 16, 0, 2, 24), False, None, None, "bhsd"),
 )
-KERNELS = dict(zip(range(len(CASES)), (*("portable",) * 11, "decode", "decode"), strict=True))
+DECODED = (11, 12, 16)
+
+
+def gradient_of_out(q, v):
+    return torch.randn(*q.shape[:-1], v.shape[-1], device=q.device)
 
 
 @pytest.mark.parametrize("i", range(len(CASES)))
@@ -115,7 +124,7 @@ def test_forward(dev, i):
 def test_backward(dev, i):
     shape, causal, window, scale, layout = CASES[i]
     q, k, v = (t.requires_grad_() for t in heads(dev, *shape, layout=layout))
-    dout = torch.randn(q.shape, device=dev) + 0.5
+    dout = gradient_of_out(q, v) + 0.5
     options = {"causal": causal, "window": window, "scale": scale}
     ours = torch.autograd.grad(course_ops.attention(q, k, v, **options), (q, k, v), dout)
     found = []
@@ -132,11 +141,11 @@ def test_backward(dev, i):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("i", [5, 6, 7, 11])
+@pytest.mark.parametrize("i", [5, 6, 7, 11, 13, 14, 15, 16])
 def test_16_bits(dev, dtype, i):
     shape, causal, window, scale, layout = CASES[i]
     q, k, v = (t.requires_grad_() for t in heads(dev, *shape, layout=layout, dtype=dtype))
-    dout = torch.randn(q.shape, device=dev).to(dtype)
+    dout = gradient_of_out(q, v).to(dtype)
     out = course_ops.attention(q, k, v, causal=causal, window=window, scale=scale)
     found = [(out, *torch.autograd.grad(out, (q, k, v), dout))]
     for wide in (dtype, torch.float64):
@@ -156,16 +165,19 @@ def test_16_bits(dev, dtype, i):
     [
         (2, 4, 512, 128, 512, 4), (2, 4, 640, 128, 512, 2), (3, 8, 1000, 128, 1500, 2), (1, 6, 77, 64, 150, 2),
         (2, 4, 300, 96, 300, 4), (4, 34, 400, 64, 300, 34), (1, 2, 2500, 64, 2500, 1), (1, 2, 40, 32, 160, 1),
-        (2, 4, 600, 128, 600, 1), (1, 2, 5000, 64, 5000, 2), (16, 16, 400, 128, 272, 8),
+        (2, 4, 600, 128, 600, 1), (1, 2, 5000, 64, 5000, 2), (16, 16, 400, 128, 272, 8), (2, 4, 640, 128, 640, 2, 64),
+        (2, 4, 500, 40, 700, 4, 96), (2, 4, 640, 192, 640, 4, 128), (2, 8, 700, 192, 1000, 4, 128),
+        (1, 4, 512, 64, 512, 4, 256),
     ],
 )  # fmt: skip
 def test_hopper(dtype, causal, shape):
     q, k, v = heads("cuda", *shape, dtype=dtype)
     scale = q.shape[-1] ** -0.5
-    dout = torch.randn(q.shape, device="cuda").to(dtype)
+    dout = gradient_of_out(q, v).to(dtype)
     out, lse = course_ops.attention_forward(q, k, v, causal=causal)
     assert chosen(FORWARD, Call(q, k, v, causal, None, scale)) == "hopper"
-    assert chosen(BACKWARD, Gradient(dout, q, k, v, out, lse, causal, None, scale)) == "hopper"
+    kernel = "hopper" if max(q.shape[-1], v.shape[-1]) <= 128 else "wide"
+    assert chosen(BACKWARD, Gradient(dout, q, k, v, out, lse, causal, None, scale)) == kernel
     ours = (out, *course_ops.attention_backward(dout, q, k, v, out, lse, causal=causal))
     found = []
     for wide in (dtype, torch.float64):
@@ -195,6 +207,9 @@ def test_hopper(dtype, causal, shape):
         *(((2, 4, 1500, D, 1500, 2), True, window) for D in (64, 96, 128, 192, 256) for window in (1, 100, 128, 700)),
         ((1, 8, 700, 128, 3000, 4), True, 300), ((1, 8, 3000, 128, 700, 4), True, 300),
         ((1, 8, 700, 256, 3000, 4), True, 300), ((1, 8, 3000, 64, 700, 4), True, 10**10),
+        *(((2, 4, 1000, 192, 1100, 2, 128), True, window) for window in (None, 1, 100, 300)),
+        ((2, 4, 1000, 192, 1000, 4, 128), True, None), ((2, 4, 1000, 192, 700, 4, 128), False, None),
+        ((1, 4, 700, 128, 700, 1, 200), True, 130), ((1, 4, 700, 256, 700, 1, 64), True, None),
     ],
     ids=str,
 )  # fmt: skip
@@ -223,12 +238,13 @@ def test_which_kernel():
         for i, (shape, causal, window, _, layout) in enumerate(CASES):
             call = Call(*heads("cpu", *shape, layout=layout), causal, window, 1.0)
             if call.q.numel() and not device.HAS_GPU:
-                assert chosen(FORWARD, call) == KERNELS[i]
+                assert chosen(FORWARD, call) == ("decode" if i in DECODED else "portable")
 
 
 def test_float64_on_a_cpu():
-    q, k, v = (t.double().requires_grad_() for t in heads("cpu", 1, 4, 5, 8, S_k=7, H_kv=2))
-    assert torch.autograd.gradcheck(lambda *t: course_ops.attention(*t, causal=True, window=3), (q, k, v))
+    for D_v in (3, 8):
+        q, k, v = (t.double().requires_grad_() for t in heads("cpu", 1, 4, 5, 8, S_k=7, H_kv=2, D_v=D_v))
+        assert torch.autograd.gradcheck(lambda *t: course_ops.attention(*t, causal=True, window=3), (q, k, v))
     out, lse = course_ops.attention_forward(q, k, v, causal=True)
     expected = theirs(q, k, v, True, None, None)
     torch.testing.assert_close((out, lse), expected)
@@ -300,6 +316,9 @@ def test_operators_are_sound(dev):
     torch.library.opcheck(OPS.attention, tuple(t.requires_grad_() for t in (q, k, v)))
     torch.library.opcheck(OPS.attention, (q.detach().mT, k.detach()[..., :9, :].mT, v.detach()[..., :9, :].mT, True, 3))
     torch.library.opcheck(OPS.attention_backward, tuple(t.detach() for t in (dout, q, k, v, out, lse)))
+    for layout in ("bhsd", "bshd", "wide"):
+        given = heads(dev, 1, 2, 9, 8, S_k=11, H_kv=1, D_v=24, layout=layout)
+        torch.library.opcheck(OPS.attention, tuple(t.requires_grad_() for t in given))
 
 
 def test_in_a_compiled_graph(dev):
@@ -323,6 +342,10 @@ def test_flops_are_those_of_visible_pairs():
         with FlopCounterMode(display=False) as flops:
             course_ops.attention(q, k, v, causal=causal).sum().backward()
         assert flops.get_total_flops() == 14 * 2 * 4 * 8 * pairs
+    q, k, v = (t.requires_grad_() for t in heads("cpu", 2, 4, 16, 8, H_kv=2, D_v=24))
+    with FlopCounterMode(display=False) as flops:
+        course_ops.attention(q, k, v).sum().backward()
+    assert flops.get_total_flops() == 2 * 4 * 256 * (8 * 8 + 6 * 24)
 
 
 def test_a_second_derivative_is_an_error():
@@ -354,6 +377,10 @@ REFUSED = (
     (refused(lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0])), ValueError, "head_dim 0"),
     (refused(lambda q, k, v: (q, k[..., :8], v[..., :8])), ValueError, "head_dim"),
     (refused(lambda q, k, v: (q, k, v[:, :, 1:])), ValueError, "v has shape"),
+    (refused(lambda q, k, v: (q, k, v[..., :1].expand(1, 4, 8, 272))), course_ops.Unsupported, "v has head_dim 272"),
+    (refused(lambda q, k, v: (q, k, v[..., :0])), course_ops.Unsupported, "v has head_dim 0"),
+    (refused_gradient(0, lambda t: t[..., :8]), ValueError, "dout has shape"),
+    (refused_gradient(3, lambda t: t[..., :8]), ValueError, "dout has shape"),
     (refused(lambda q, k, v: (q, k.half(), v)), TypeError, "k is torch.float16, but q"),
     (refused(lambda q, k, v: (q.long(), k, v)), TypeError, "q is torch.int64"),
     (refused(lambda q, k, v: (q, k.to("meta"), v)), ValueError, "k is on meta"),

@@ -336,11 +336,11 @@ def test_an_answer_that_is_wrong_in_a_timed_call_is_an_error(timings, monkeypatc
 
 
 def test_a_shape_that_is_refused_has_a_row(timings):
-    refused = next(case for case in ALL if case.shape.get("D_v"))
-    small_one = operator_rows.Case(refused.operator, {"B": 1, "H": 1, "S": 8, "D": 24, "D_v": 16, "causal": True})
-    with pytest.raises(ValueError, match="v has shape"):
-        operator_bench.time_case(small_one)
-    row = dataclasses.replace(operator_bench._empty(refused), error="ValueError: v has shape")
+    case = next(case for case in ALL if case.shape.get("D_v"))
+    refused = operator_rows.Case(case.operator, {"B": 1, "H": 1, "S": 8, "D": 24, "D_v": 272, "causal": True})
+    with pytest.raises(ValueError, match="v has head_dim 272"):
+        operator_bench.time_case(refused)
+    row = dataclasses.replace(operator_bench._empty(case), error="ValueError: v has head_dim 272")
     assert not row.sealed().judged
     assert not operator_rows.faults([row.sealed()])
 

@@ -188,6 +188,22 @@ def test_a_pair_that_was_tried_needs_no_reason(table):
     assert targets.FEWER["en"] in targets.versions("en")
 
 
+@pytest.mark.parametrize(
+    ("why", "chinese"),
+    [
+        (versions.reason(CAPPED), "本机的 pip 限定为 torch<=2.14.1"),
+        (versions.reason(ABSENT), "pip 找不到适合本机的 wheel"),
+        (versions.reason(""), "pip 没有给出原因"),
+        (targets.NO_ROOM.format(needed=7, free="1.0"), "一个环境占 7 GiB，缓存所在的磁盘只剩 1.0 GiB"),
+        ("ERROR: gone: ...", "ERROR: gone: ..."),
+    ],
+)
+def test_the_chinese_page_says_why_in_chinese(why, chinese, table):
+    versions.save([versions.not_tried(("2.15.0", "3.9.0"), why)])
+    assert targets.versions("zh").endswith(f"\n- 未试 torch 2.15.0 与 Triton 3.9.0：{chinese}。\n")
+    assert targets.versions("en").endswith(f" was not tried: {why}.\n")
+
+
 def test_the_command_line_knows_its_pairs_and_targets():
     for words in (["--torch", "2.9.1"], ["--torch", "2.10.0", "--triton", "3.9.0"], ["--target", "75"]):
         ended = CliRunner().invoke(command_line.app, ["versions", *words])

@@ -24,19 +24,20 @@ from course_ops.kernels.attention_tiles import (
     store_tile,
     tile_descriptors,
     tile_of_program,
+    tile_width,
     visible,
 )
 
 
 @triton.jit
 def delta_kernel(
-    out, dout, delta_ptr,  # [B, H, S_q, D] twice, [B, H, S_q] in fp32
-    out_strides, dout_strides, H, S_q, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    out, dout, delta_ptr,  # [B, H, S_q, D_v] twice, [B, H, S_q] in fp32
+    out_strides, dout_strides, H, S_q, D_v, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(S_q, BLOCK_M)
     head, row = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK_M
-    o_tile = load_tile(out, out_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
-    do_tile = load_tile(dout, dout_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
+    o_tile = load_tile(out, out_strides, head // H, head % H, row, S_q, D_v, BLOCK_M, BLOCK_V, False)
+    do_tile = load_tile(dout, dout_strides, head // H, head % H, row, S_q, D_v, BLOCK_M, BLOCK_V, False)
     rows = row + tl.arange(0, BLOCK_M)
     delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1)
     tl.store(delta_ptr + head * S_q + rows, delta, mask=rows < S_q)
@@ -45,13 +46,13 @@ def delta_kernel(
 @triton.jit
 def add_keys(
     dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, b, h_kv, rows, start_at, stop_at,
-    S_k, D, offset, window, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    S_k, D, D_v, offset, window, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to dq [BLOCK_M, BLOCK_D] of a block of queries what some blocks of keys have for them."""
     for start in range(start_at, stop_at, BLOCK_N):
         k_tile = load_tile(k, k_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
-        v_tile = load_tile(v, v_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
+        v_tile = load_tile(v, v_strides, b, h_kv, start, S_k, D_v, BLOCK_N, BLOCK_V, TMA)
         p = tl.exp2(tl.dot(q_tile, k_tile.T, input_precision=PRECISION) * scale_log2 - lse[:, None])
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
@@ -63,18 +64,19 @@ def add_keys(
 
 @triton.jit
 def dq_kernel(
-    q, k, v, dout,  # [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]: pointers, or descriptors if TMA
+    q, k, v, dout,  # [B, H, S_q, D], [B, H_kv, S_k, D] and D_v, [B, H, S_q, D_v]: pointers, or descriptors if TMA
     dq_ptr, lse_ptr, delta_ptr,  # [B, H, S_q, D], twice [B, H, S_q] in fp32
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
-    scale, scale_log2, window, B, H, S_q, S_k, D, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    scale, scale_log2, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h, row = tile_of_program(B, H, S_q, HEADS_AT_ONCE, BLOCK_M, CAUSAL)
     rows = row + tl.arange(0, BLOCK_M)
     offset = S_k - S_q
     edges = key_bounds(row, S_q, S_k, offset, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     q_tile = load_tile(q, q_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
-    do_tile = load_tile(dout, dout_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
+    do_tile = load_tile(dout, dout_strides, b, h, row, S_q, D_v, BLOCK_M, BLOCK_V, TMA)
     head = (tl.cast(b, tl.int64) * H + h) * S_q
     lse = tl.load(lse_ptr + head + rows, mask=rows < S_q, other=0.0) * LOG2E
     delta = tl.load(delta_ptr + head + rows, mask=rows < S_q, other=0.0)
@@ -83,8 +85,8 @@ def dq_kernel(
         if part > 0 or WINDOW:
             dq = add_keys(
                 dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, b, h // GROUP, rows,
-                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, offset, window, scale_log2,
-                CAUSAL, WINDOW, part != 1, TMA, BLOCK_N, BLOCK_D, PRECISION,
+                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, D_v, offset, window, scale_log2,
+                CAUSAL, WINDOW, part != 1, TMA, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
             )  # fmt: skip
     store_tile(dq_ptr, dq * scale, dq_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, False)
 
@@ -110,15 +112,15 @@ def query_bounds(
 @triton.jit
 def add_queries(
     dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, keys, start_at, stop_at,
-    S_q, S_k, D, offset, window, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    S_q, S_k, D, D_v, offset, window, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv [BLOCK_N, BLOCK_D] of a block of keys what some blocks of queries have for them.
+    """Add to dk [BLOCK_N, BLOCK_D] and dv [BLOCK_N, BLOCK_V] of keys what some blocks of queries have for them.
 
     P and dS are computed transposed, keys down, as wgmma takes a left operand from registers only as it lies."""
     for start in range(start_at, stop_at, BLOCK_M):
         q_tile = load_tile(q, q_strides, b, h, start, S_q, D, BLOCK_M, BLOCK_D, TMA)
-        do_tile = load_tile(dout, dout_strides, b, h, start, S_q, D, BLOCK_M, BLOCK_D, TMA)
+        do_tile = load_tile(dout, dout_strides, b, h, start, S_q, D_v, BLOCK_M, BLOCK_V, TMA)
         rows = start + tl.arange(0, BLOCK_M)
         head = (tl.cast(b, tl.int64) * H + h) * S_q
         lse = tl.load(lse_ptr + head + rows, mask=rows < S_q, other=0.0) * LOG2E
@@ -134,11 +136,12 @@ def add_queries(
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, dout, dk_ptr, dv_ptr,  # [B, H, S_q, D], twice [B, H_kv, S_k, D], as q; as k twice
+    q, k, v, dout, dk_ptr, dv_ptr,  # [B, H, S_q, D], [B, H_kv, S_k, D] and D_v, [B, H, S_q, D_v]; as k, as v
     lse_ptr, delta_ptr,  # [B, H, S_q] in fp32
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-    scale, scale_log2, window, B, H, S_q, S_k, D, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    scale, scale_log2, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h_kv, key = tile_of_program(B, H // GROUP, S_k, HEADS_AT_ONCE, BLOCK_N, CAUSAL)
     if CAUSAL:
@@ -147,71 +150,73 @@ def dkdv_kernel(
     offset = S_k - S_q
     edges = query_bounds(key, S_q, S_k, offset, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     k_tile = load_tile(k, k_strides, b, h_kv, key, S_k, D, BLOCK_N, BLOCK_D, TMA)
-    v_tile = load_tile(v, v_strides, b, h_kv, key, S_k, D, BLOCK_N, BLOCK_D, TMA)
+    v_tile = load_tile(v, v_strides, b, h_kv, key, S_k, D_v, BLOCK_N, BLOCK_V, TMA)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     for h in range(h_kv * GROUP, h_kv * GROUP + GROUP):  # heads that share K and V, one after the other
         for part in tl.static_range(3):  # the diagonal, the blocks without masks, the window's edge
             if part == 1 or (part == 0 and CAUSAL) or (part == 2 and WINDOW):
                 dk, dv = add_queries(
                     dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, keys,
-                    edges[part], tl.minimum(edges[part + 1], edges[3]), S_q, S_k, D, offset, window, scale_log2,
-                    CAUSAL, WINDOW, part != 1, TMA, BLOCK_M, BLOCK_D, PRECISION,
+                    edges[part], tl.minimum(edges[part + 1], edges[3]), S_q, S_k, D, D_v, offset, window, scale_log2,
+                    CAUSAL, WINDOW, part != 1, TMA, BLOCK_M, BLOCK_D, BLOCK_V, PRECISION,
                 )  # fmt: skip
     store_tile(dk_ptr, dk * scale, dk_strides, b, h_kv, key, S_k, D, BLOCK_N, BLOCK_D, False)
-    store_tile(dv_ptr, dv, dv_strides, b, h_kv, key, S_k, D, BLOCK_N, BLOCK_D, False)
+    store_tile(dv_ptr, dv, dv_strides, b, h_kv, key, S_k, D_v, BLOCK_N, BLOCK_V, False)
 
 
 def attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dout, q, out [B, H, S_q, D], k, v [B, H_kv, S_k, D] in one dtype, any strides -> dq as q, dk and dv as k, v.
+    """q, k [.., D] and v, out, dout [.., D_v] as in the forward, any strides -> dq as q, dk and dv as k, v.
 
-    lse [B, H, S_q] in fp32, contiguous. What the forward kernel takes, D up to 256. Deterministic.
+    lse [B, H, S_q] in fp32, contiguous. What the forward kernel takes, D and D_v up to 256. Deterministic.
     """
     dk, dv = empty_like(k), empty_like(v)
     dq, delta = _queries(dout, q, k, v, out, lse, causal, window, scale)
     if not q.numel() or not k.numel():
         return dq, dk.zero_(), dv.zero_()
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    block_m, block_n, warps, stages = keys_tile_shape(q)
+    (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
+    block_m, block_n, warps, stages = keys_tile_shape(q, v)
     tma = architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
-    block_d, group = max(16, triton.next_power_of_2(D)), H // H_kv
-    at_once = min(B * H_kv, heads_in_l2(2 * group * S_q * block_d * q.element_size(), q.device))
+    block_d, block_v, group = tile_width(D), tile_width(D_v), H // H_kv
+    at_once = min(B * H_kv, heads_in_l2(group * S_q * (block_d + block_v) * q.element_size(), q.device))
     dkdv_kernel[(B * H_kv * triton.cdiv(S_k, block_n),)](
         *tile_descriptors((q, k, v, dout), (block_m, block_n, block_n, block_m), tma), dk, dv, lse, delta,
         q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
-        scale, scale * LOG2E.value, window or 0, B, H, S_q, S_k, D, group, at_once, causal, window is not None,
-        tma, block_m, block_n, block_d, fp32_precision(), num_warps=warps, num_stages=stages,
+        scale, scale * LOG2E.value, window or 0, B, H, S_q, S_k, D, D_v, group, at_once, causal,
+        window is not None, tma, block_m, block_n, block_d, block_v, fp32_precision(),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dq, dk, dv
 
 
 def _queries(dout, q, k, v, out, lse, causal, window, scale):
     """dq as q, and delta [B, H, S_q] in fp32."""
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    dq, delta, block_d = empty_like(q), empty_like(lse), max(16, triton.next_power_of_2(D))
+    (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
+    dq, delta, block_d, block_v = empty_like(q), empty_like(lse), tile_width(D), tile_width(D_v)
     if not dq.numel():
         return dq, delta
     delta_kernel[(B * H * triton.cdiv(S_q, 32),)](
-        out, dout, delta, out.stride(), dout.stride(), H, S_q, D, 32, block_d
+        out, dout, delta, out.stride(), dout.stride(), H, S_q, D_v, 32, block_v
     )  # fmt: skip
-    block_m, block_n, warps, stages = queries_tile_shape(q)
+    block_m, block_n, warps, stages = queries_tile_shape(q, v)
     tma = architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
-    at_once = min(B * H, H // H_kv * heads_in_l2(2 * S_k * block_d * q.element_size(), q.device))
+    at_once = min(B * H, H // H_kv * heads_in_l2(S_k * (block_d + block_v) * q.element_size(), q.device))
     dq_kernel[(B * H * triton.cdiv(S_q, block_m),)](
         *tile_descriptors((q, k, v, dout), (block_m, block_n, block_n, block_m), tma), dq, lse, delta,
         q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
-        scale, scale * LOG2E.value, window or 0, B, H, S_q, S_k, D, H // H_kv, at_once, causal, window is not None,
-        tma, block_m, block_n, block_d, fp32_precision(), num_warps=warps, num_stages=stages,
+        scale, scale * LOG2E.value, window or 0, B, H, S_q, S_k, D, D_v, H // H_kv, at_once, causal,
+        window is not None, tma, block_m, block_n, block_d, block_v, fp32_precision(),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dq, delta
 
 
-def queries_tile_shape(q: Tensor) -> tuple[int, int, int, int]:
+def queries_tile_shape(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """dq_kernel's queries, keys, warps and stages: dq and two tiles of scores in registers, the rest shared."""
-    large, D = roomy(q.device), q.shape[-1]
+    large, D = roomy(q.device), max(q.shape[-1], v.shape[-1])
     if q.element_size() == 4:
         return (64, 64, 8, 1) if D <= 64 else (32, 32, 4, 1)
     if D > 128:
@@ -219,9 +224,9 @@ def queries_tile_shape(q: Tensor) -> tuple[int, int, int, int]:
     return (128, 64, 8, 2) if large or D <= 64 else (64, 64, 8, 2)
 
 
-def keys_tile_shape(q: Tensor) -> tuple[int, int, int, int]:
+def keys_tile_shape(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """dkdv_kernel's queries, keys, warps and stages: dk, dv and two tiles of scores fill the registers."""
-    large, D = roomy(q.device), q.shape[-1]
+    large, D = roomy(q.device), max(q.shape[-1], v.shape[-1])
     if q.element_size() == 4:
         return (64, 64, 8, 1) if D <= 64 else (32, 32, 4, 1)
     if D > 128 and shared_memory(q.device) < 2**17:

@@ -58,14 +58,14 @@ KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO in the ring
 # and finish_kernel go from the last head to the first: what was written last is still in L2.
 @triton.jit
 def prepare_kernel(
-    out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D] twice, [B, H, S_q]; [B H, rows] twice, dQ's
-    out_strides, dout_strides, unit, H, S_q, rows, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D_v] twice, [B, H, S_q]; [B H, rows] twice, dQ's
+    out_strides, dout_strides, unit, H, S_q, rows, D_v, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     tiles, nth = rows // BLOCK_M, tl.num_programs(0) - 1 - tl.program_id(0)
     head, row = (nth // tiles).to(tl.int64), nth % tiles * BLOCK_M
-    o_tile = load_tile(out, out_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
-    do_tile = load_tile(dout, dout_strides, head // H, head % H, row, S_q, D, BLOCK_M, BLOCK_D, False)
+    o_tile = load_tile(out, out_strides, head // H, head % H, row, S_q, D_v, BLOCK_M, BLOCK_D, False)
+    do_tile = load_tile(dout, dout_strides, head // H, head % H, row, S_q, D_v, BLOCK_M, BLOCK_D, False)
     at = row + tl.arange(0, BLOCK_M)
     lse = tl.load(lse_ptr + head * S_q + at, mask=at < S_q, other=float("-inf"))
     tl.store(starts_ptr + head * rows + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
@@ -575,11 +575,11 @@ def attention_backward_hopper_kernel(
 
 
 def takes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Hopper, 16 bits, D at most 128 and a multiple of 8, at least one row, strides that TMA takes."""
+    """Hopper, 16 bits, D and D_v at most 128 and multiples of 8, at least one row, strides that TMA takes."""
     if triton_interprets() or architecture(q.device) != 90:
         return False
-    D = q.shape[-1]
-    return q.element_size() == 2 and D <= 128 and D % 8 == 0 and tma_takes(q, k, v, dout)  # D: dk's and dv's rows, too
+    sizes = q.shape[-1], v.shape[-1]  # dk's and dv's rows, too
+    return q.element_size() == 2 and all(D <= 128 and D % 8 == 0 for D in sizes) and tma_takes(q, k, v, dout)
 
 
 def attention_backward(
@@ -593,21 +593,22 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dout, q, out [B, H, S_q, D], k, v [B, H_kv, S_k, D] that `takes` takes -> dq as q, dk and dv as k, v.
+    """q, k [.., D] and v, out, dout [.., D_v] as in the forward, that `takes` takes -> dq as q, dk and dv as k, v.
 
-    lse [B, H, S_q] in fp32, contiguous. dk and dv are deterministic, dq is not.
+    lse [B, H, S_q] in fp32, contiguous. dk and dv are deterministic, dq is not. Tiles are as wide as the longer rows
+    need. TMA fills the shorter ones with zeros, and stores no column past their end.
     """
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
+    (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-    width = 64 if D <= 64 else 128
+    width = 64 if max(D, D_v) <= 64 else 128
     # With few steps a tile, the late dQ's extra matmul at its end counts.
-    ping_pong = not (D > 64 and min(S_q, S_q if window is None else window + 2 * KEYS) <= 512)
+    ping_pong = not (width > 64 and min(S_q, S_q if window is None else window + 2 * KEYS) <= 512)
     block = 8192 // width  # queries of a step: 64 x 64 elements of dQ for each consumer
     rows, tiles, group = triton.cdiv(S_q, block) * block, triton.cdiv(S_k, 2 * KEYS), H // H_kv
     starts, deltas, total = (empty(B * H, rows * n, device=q.device) for n in (1, 1, width))
     unit = LN2.value if ping_pong else scale  # added to scaled scores, as powers of 2; or to scores
     prepare_kernel[(B * H * rows // 32,)](
-        out, dout, lse, starts, deltas, total, out.stride(), dout.stride(), unit, H, S_q, rows, D, 32, width
+        out, dout, lse, starts, deltas, total, out.stride(), dout.stride(), unit, H, S_q, rows, D_v, 32, width
     )
     # Few heads at a time, so that long and short tiles are under way together. 16 if L2 holds twice what their programs
     # share (Q, dO, twice as much of dQ), else 8. Most counts of heads are multiples of these.

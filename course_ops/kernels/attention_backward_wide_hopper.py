@@ -525,29 +525,30 @@ def key_kernel(
 
 
 def takes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Hopper, 16 bits, D from 136 to 256 and a multiple of 8, at least one row, strides that TMA takes; windows."""
+    """Hopper, 16 bits, D or D_v from 136 to 256, both multiples of 8, at least one row, strides that TMA takes."""
     if triton_interprets() or architecture(q.device) != 90:
         return False
-    D = q.shape[-1]
-    return q.element_size() == 2 and 128 < D <= 256 and D % 8 == 0 and tma_takes(q, k, v, dout)
+    D, D_v = q.shape[-1], v.shape[-1]
+    return q.element_size() == 2 and 128 < max(D, D_v) <= 256 and D % 8 == D_v % 8 == 0 and tma_takes(q, k, v, dout)
 
 
 def attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dout, q, out [B, H, S_q, D], k, v [B, H_kv, S_k, D] that `takes` takes -> dq as q, dk and dv as k, v.
+    """q, k [.., D] and v, out, dout [.., D_v] as in the forward, that `takes` takes -> dq as q, dk and dv as k, v.
 
-    lse [B, H, S_q] in fp32, contiguous. Deterministic.
+    lse [B, H, S_q] in fp32, contiguous. Deterministic. Blocks are as wide as the longer rows need. TMA fills the
+    shorter ones with zeros, and stores no column past their end: with D_v = 128, D = 192 costs what D_v = 192 does.
     """
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
+    (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-    group, wide = H // H_kv, D > 192
+    group, wide = H // H_kv, max(D, D_v) > 192
     tiles = triton.cdiv(S_q, 2 * ROWS)
     rows = tiles * 2 * ROWS
     starts, deltas = (empty(B * H, rows, device=q.device) for _ in range(2))
     prepare_kernel[(B * H * rows // 32,)](
-        out, dout, lse, starts, deltas, None, out.stride(), dout.stride(), LN2.value, H, S_q, rows, D, 32, 256
+        out, dout, lse, starts, deltas, None, out.stride(), dout.stride(), LN2.value, H, S_q, rows, D_v, 32, 256
     )  # fmt: skip
     shapes = [1, 1, ROWS, FIRST], [1, 1, ROWS, 128 if wide else 64]
     queries, grads, keys, values, dqs, dks, dvs = (
@@ -555,13 +556,13 @@ def attention_backward(
     )
     of_rows = [tensor_descriptor(t, [1, ROWS], swizzled=False) for t in (starts, deltas)]
     sizes = S_q, S_k, window or 0, group, causal, window is not None
-    at_once = min(B * H, group * heads_in_l2(2 * S_k * D * 2, q.device))
+    at_once = min(B * H, group * heads_in_l2(2 * S_k * (D + D_v), q.device))
     query_kernel[(B * H * tiles,)](
         *queries, *grads, *dqs, *keys, *values, *of_rows, scale, scale * LOG2E.value, tiles, H, B * H, at_once,
         *sizes, 2, 1 if wide else 2, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     tiles = triton.cdiv(S_k, ROWS)
-    at_once = min(B * H_kv, heads_in_l2(2 * group * S_q * D * 2, q.device))
+    at_once = min(B * H_kv, heads_in_l2(2 * group * S_q * (D + D_v), q.device))
     key_kernel[(B * H_kv * tiles,)](
         *queries, *grads, *keys, *values, *dks, *dvs, *of_rows, scale, scale * LOG2E.value, tiles, H, B * H_kv,
         at_once, *sizes, 2 if wide else 3, num_warps=4, launch_pdl=True,

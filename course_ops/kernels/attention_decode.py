@@ -24,6 +24,7 @@ from course_ops.kernels.attention_tiles import (
     fp32_precision,
     load_tile,
     tile_descriptors,
+    tile_width,
 )
 
 MAX_ROWS = 64  # query heads of a K head, times queries
@@ -56,12 +57,15 @@ def owner_rows(
 
 @triton.jit
 def decode_kernel(
-    q_ptr, k, v, o_ptr, lse_ptr, lengths_ptr,  # q, o [B, H, S_q, D], k, v [B, H_kv, S_k, D]; [B] int32, or None
-    parts_ptr, part_lse_ptr,  # [parts, USED, BLOCK_D], [parts, USED] fp32
-    q_strides, k_strides, v_strides, o_strides, scale_log2, H, S_q, S_k, D, group, owners, blocks, share,
+    q_ptr, k, v, o_ptr, lse_ptr, lengths_ptr,  # q, o [B, H, S_q, D or D_v], k, v [B, H_kv, S_k, D or D_v]; [B] or None
+    parts_ptr, part_lse_ptr,  # [parts, USED, BLOCK_V], [parts, USED] fp32
+    q_strides, k_strides, v_strides, o_strides, scale_log2, H, S_q, S_k, D, D_v, group, owners, blocks, share,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr, EARLY_MERGE: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    if D_v is None:  # the same as D
+        D_v = D
     if EARLY_MERGE:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -73,7 +77,7 @@ def decode_kernel(
         length = tl.load(lengths_ptr + b) if RAGGED else S_k
         last = length + tl.arange(0, ROWS) // GROUP - S_q if CAUSAL else length - 1 + tl.zeros([ROWS], tl.int32)
         begin, stop = tl.maximum(first - owner * blocks, 0), tl.minimum(end - owner * blocks, blocks)
-        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
         m = tl.full([ROWS], LOWEST, tl.float32)
         l = tl.zeros([ROWS], tl.float32)
         for start in range(begin * BLOCK_N, tl.minimum(length, stop * BLOCK_N), BLOCK_N):
@@ -83,19 +87,19 @@ def decode_kernel(
             m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
             p = tl.exp2(s * scale_log2 - m_new[:, None])
             alpha = tl.exp2(m - m_new)
-            values = load_tile(v, v_strides, b, h_kv, start, length, D, BLOCK_N, BLOCK_D, TMA)
+            values = load_tile(v, v_strides, b, h_kv, start, length, D_v, BLOCK_N, BLOCK_V, TMA)
             if TMA and RAGGED:  # TMA knows where the cache ends, not where a sequence does; 0 times NaN is NaN
                 values = tl.where(start + tl.arange(0, BLOCK_N)[:, None] < length, values, 0.0)
             acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
             l = l * alpha + tl.sum(p, axis=1)
             m = m_new
         if stop - begin == blocks:  # all keys: nothing to merge
-            epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, GROUP, ROWS, BLOCK_D))
+            epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D_v, GROUP, ROWS, BLOCK_V))
         else:
             used = tl.arange(0, ROWS) < USED
             # Parts are numbered by program + owner: from one part to the next, one of the two grows, or both.
             line = tl.cast(program + owner, tl.int64) * USED + tl.arange(0, ROWS)
-            part_ptrs = parts_ptr + line[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+            part_ptrs = parts_ptr + line[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
             epilogue(acc, l, m, part_ptrs, part_lse_ptr + line, used[:, None], used)
 
 
@@ -132,40 +136,41 @@ def merge_kernel(
 def attention_decode(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D] in fp32, fp16 or bf16, any strides -> o as q, lse [B, H, S_q] fp32.
+    """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
-    H / H_kv * S_q is at most MAX_ROWS, D at most 256. lengths [B] int32: how many keys of each sequence are in use, or
-    None for all. causal: the last query stands at the last key in use. Deterministic: parts are merged in their order.
+    fp32, fp16 or bf16, any strides. H / H_kv * S_q is at most MAX_ROWS, D and D_v at most 256. lengths [B] int32: how
+    many keys of each sequence are in use, or None for all. causal: the last query stands at the last key in use.
+    Deterministic: parts are merged in their order.
     """
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
+    (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     group = H // H_kv
-    o, lse = empty_results(q)
+    o, lse = empty_results(q, D_v)
     if not o.numel():
         return o, lse
-    used, block_d = triton.next_power_of_2(group * S_q), max(16, triton.next_power_of_2(D))
+    used, block_d, block_v = triton.next_power_of_2(group * S_q), tile_width(D), tile_width(D_v)
     owners = B * H // group
     # One program an SM, with steps of 128 keys, has as many bytes in flight as two with 64, and half as many parts. But
     # at the end of an owner it has none in flight, so where programs have several owners there are two.
     programs_per_sm = 1 if owners <= num_sms(q.device) and roomy(q.device) else 2
-    block_n = min(128, 2 * TILE_BYTES // (programs_per_sm * q.element_size() * block_d))
+    block_n = min(128, 2 * TILE_BYTES // (programs_per_sm * q.element_size() * max(block_d, block_v)))
     blocks = max(1, triton.cdiv(S_k, block_n))
     share = share_of(owners, blocks, programs_per_sm * num_sms(q.device))
     programs = triton.cdiv(owners * blocks, share)
-    parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_d,), ()))
+    parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_v,), ()))
     hopper = architecture(q.device) >= 90
     tma = q.element_size() == 2 and hopper and tma_takes(k, v)
     early = hopper and not triton_interprets()  # programmatic dependent launch
     decode_kernel[(programs,)](
         q, *tile_descriptors((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse,
-        q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, H, S_q, S_k, D, group,
-        owners, blocks, share, causal, lengths is not None, tma, early, group, max(16, used), used,
-        block_n, block_d, fp32_precision(), num_warps=4, num_stages=3,
+        q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, H, S_q, S_k, D,
+        None if D_v == D else D_v, group, owners, blocks, share, causal, lengths is not None, tma, early, group,
+        max(16, used), used, block_n, block_d, block_v, fp32_precision(), num_warps=4, num_stages=3,
     )  # fmt: skip
     if share % blocks:
-        most = min(blocks // share + 2, blocks, 16384 // block_d)
+        most = min(blocks // share + 2, blocks, 16384 // block_v)
         merge_kernel[(owners * group * S_q,)](
-            parts, part_lse, o, lse, o.stride(), H, S_q, D, blocks, share,
-            early, group, used, block_d, triton.next_power_of_2(most), num_warps=4, launch_pdl=early,
+            parts, part_lse, o, lse, o.stride(), H, S_q, D_v, blocks, share,
+            early, group, used, block_v, triton.next_power_of_2(most), num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return o, lse
 

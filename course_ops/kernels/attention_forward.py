@@ -21,17 +21,18 @@ from course_ops.kernels.attention_tiles import (
     store_tile,
     tile_descriptors,
     tile_of_program,
+    tile_width,
     visible,
 )
 
 
 @triton.jit
 def attend_blocks(
-    acc, l, m, q_tile, k, v, k_strides, v_strides, b, h_kv, rows, start_at, stop_at, S_k, D, offset, window,
-    scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    acc, l, m, q_tile, k, v, k_strides, v_strides, b, h_kv, rows, start_at, stop_at, S_k, D, D_v, offset,
+    window, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take some blocks of keys into acc [BLOCK_M, BLOCK_D], the row sums l and maxima m [BLOCK_M], in powers of 2."""
+    """Take some blocks of keys into acc [BLOCK_M, BLOCK_V], the row sums l and maxima m [BLOCK_M], in powers of 2."""
     for start in range(start_at, stop_at, BLOCK_N):
         k_tile = load_tile(k, k_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
         s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
@@ -41,7 +42,7 @@ def attend_blocks(
         m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         alpha = tl.exp2(m - m_new)
-        v_tile = load_tile(v, v_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
+        v_tile = load_tile(v, v_strides, b, h_kv, start, S_k, D_v, BLOCK_N, BLOCK_V, TMA)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
         l = l * alpha + tl.sum(p, axis=1)
         m = m_new
@@ -50,29 +51,30 @@ def attend_blocks(
 
 @triton.jit
 def attention_kernel(
-    q, k, v, o,  # [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]: pointers, or descriptors if TMA
+    q, k, v, o,  # [B, H, S_q, D], [B, H_kv, S_k, D] and D_v, [B, H, S_q, D_v]: pointers, or descriptors if TMA
     lse_ptr,  # [B, H, S_q] in fp32
     q_strides, k_strides, v_strides, o_strides,
-    scale_log2, window, B, H, S_q, S_k, D, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    scale_log2, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h, row = tile_of_program(B, H, S_q, HEADS_AT_ONCE, BLOCK_M, CAUSAL)
     rows = row + tl.arange(0, BLOCK_M)
     offset = S_k - S_q
     edges = key_bounds(row, S_q, S_k, offset, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     q_tile = load_tile(q, q_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     for part in tl.static_range(3):  # the window's edge, the blocks without masks, the diagonal and the tail
         if part > 0 or WINDOW:
             acc, l, m = attend_blocks(
                 acc, l, m, q_tile, k, v, k_strides, v_strides, b, h // GROUP, rows,
-                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, offset, window, scale_log2,
-                CAUSAL, WINDOW, part != 1, TMA, BLOCK_N, BLOCK_D, PRECISION,
+                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, D_v, offset, window, scale_log2,
+                CAUSAL, WINDOW, part != 1, TMA, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
             )  # fmt: skip
     empty = l == 0
-    store_tile(o, acc / tl.where(empty, 1.0, l)[:, None], o_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
+    store_tile(o, acc / tl.where(empty, 1.0, l)[:, None], o_strides, b, h, row, S_q, D_v, BLOCK_M, BLOCK_V, TMA)
     lse = tl.where(empty, -float("inf"), (m + tl.log2(l)) * LN2)
     tl.store(lse_ptr + (tl.cast(b, tl.int64) * H + h) * S_q + rows, lse, mask=rows < S_q)
 
@@ -80,30 +82,30 @@ def attention_kernel(
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D] in fp32, fp16 or bf16, D up to 256 -> o as q, lse [B, H, S_q] fp32.
+    """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
-    Any strides. window needs causal. scale: positive.
+    fp32, fp16 or bf16, D and D_v up to 256, any strides. window needs causal. scale: positive.
     """
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    o, lse = empty_results(q)
+    (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
+    o, lse = empty_results(q, D_v)
     if not o.numel():
         return o, lse
     tma = architecture(q.device) >= 90 and tma_takes(q, k, v, o)
-    (block_m, block_n, warps, stages), block_d = tile_shape(q), max(16, triton.next_power_of_2(D))
-    group = H // H_kv
-    at_once = min(B * H, group * heads_in_l2(2 * S_k * block_d * q.element_size(), q.device))
+    block_m, block_n, warps, stages = tile_shape(q, v)
+    block_d, block_v, group = tile_width(D), tile_width(D_v), H // H_kv
+    at_once = min(B * H, group * heads_in_l2(S_k * (block_d + block_v) * q.element_size(), q.device))
     attention_kernel[(B * H * triton.cdiv(S_q, block_m),)](
         *tile_descriptors((q, k, v, o), (block_m, block_n, block_n, block_m), tma), lse,
         q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, window or 0,
-        B, H, S_q, S_k, D, group, at_once, causal, window is not None,
-        tma, block_m, block_n, block_d, fp32_precision(), num_warps=warps, num_stages=stages,
+        B, H, S_q, S_k, D, D_v, group, at_once, causal, window is not None,
+        tma, block_m, block_n, block_d, block_v, fp32_precision(), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return o, lse
 
 
-def tile_shape(q: Tensor) -> tuple[int, int, int, int]:
+def tile_shape(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """Queries, keys, warps and stages: scores and O fill the registers, the stages shared memory."""
-    large, D = roomy(q.device), q.shape[-1]
+    large, D = roomy(q.device), max(q.shape[-1], v.shape[-1])
     if q.element_size() == 4:
         return (64, 64, 8, 1) if D <= 128 else (32, 32, 4, 1)
     if D > 128:

@@ -18,6 +18,9 @@ and of its four quarters one is masked: the first warpgroup computes 64 of the 1
 
 D > 128: a row of Q, K, V and O lies in two chunks of columns, 128 and 64 or 128 and 128, since the sizes of blocks are
 powers of two. S is the sum of both chunks' QK. Each chunk of O has an accumulator of its own, and a block has 64 keys.
+D_v, the columns of V and O, may differ from D. Up to D = 192 and D_v = 128 a block has 128 keys: a QK with 128 keys
+reads 0.75 of the shared memory that two with 64 read. O's accumulators are then two of 64 columns, which leave through
+one buffer of shared memory, as there is no more.
 window: a tile's blocks end with the first that one of its queries sees. Those that the window's edge crosses come last,
 and the main loop masks them.
 """
@@ -580,7 +583,7 @@ def allocate_out(desc, rest, CONSUMERS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
 def attention_hopper_kernel(
-    q_desc, k_desc, v_desc, o_desc,  # of [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]: their first columns
+    q_desc, k_desc, v_desc, o_desc,  # the first columns of q, k [.., D] and v, o [.., D_v]
     q_rest, k_rest, v_rest, o_rest,  # of the columns from 128 on, or None
     lse_ptr, counter_ptr,  # [B, H, S_q] in fp32; the scheduler's counter
     scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
@@ -615,34 +618,34 @@ def attention_hopper_kernel(
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Hopper, 16 bits, D a multiple of 8 and at most 256, at least one row, strides that TMA takes."""
+    """Hopper, 16 bits, D and D_v multiples of 8 and at most 256, at least one row, strides that TMA takes."""
     if triton_interprets() or architecture(q.device) != 90:
         return False
-    D = q.shape[-1]
-    return q.element_size() == 2 and D <= 256 and D % 8 == 0 and tma_takes(q, k, v)  # D: out's rows, too
+    sizes = q.shape[-1], v.shape[-1]  # D_v: out's rows, too
+    return q.element_size() == 2 and all(D <= 256 and D % 8 == 0 for D in sizes) and tma_takes(q, k, v)
 
 
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D] that `takes` takes -> o as q, lse [B, H, S_q] in fp32.
+    """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
-    window needs causal.
+    Tensors that `takes` takes. window needs causal.
     """
-    (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
-    o, lse = empty_results(q)
-    group, (keys, k_stages, v_stages) = H // H_kv, blocks_of_keys(D)
-    consumers, aligned = variant(S_q, S_k, D, causal, window)
+    (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
+    o, lse = empty_results(q, D_v)
+    group, (keys, k_stages, v_stages) = H // H_kv, blocks_of_keys(D, D_v)
+    consumers, aligned = variant(S_q, S_k, max(D, D_v), keys, causal, window)
     tiles = triton.cdiv(S_q, consumers * ROWS)
     if aligned:
         # Few heads at a time: tiles bound by compute and short ones, bound by bytes, are then under way together.
         at_once = min(B * H, max(1, min(8, num_sms(q.device) // max(1, triton.cdiv(S_q, 128)))))
     else:
-        at_once = min(B * H, group * heads_in_l2(4 * S_k * D, q.device))
-    rows = (q, ROWS), (k, keys), (v, keys), (o, ROWS)
-    first, rest = chunk_widths(D)
-    descs = (tensor_descriptor(t, [1, 1, n, first]) for t, n in rows)
-    rest_descs = (tensor_descriptor(t, [1, 1, n, rest]) if rest else None for t, n in rows)
+        at_once = min(B * H, group * heads_in_l2(2 * S_k * (D + D_v), q.device))
+    columns, v_columns = chunk_widths(D), value_chunk_widths(D, D_v)
+    tensors = [(q, ROWS, *columns), (k, keys, *columns), (v, keys, *v_columns), (o, ROWS, *v_columns)]
+    descs = (tensor_descriptor(t, [1, 1, n, first]) for t, n, first, _ in tensors)
+    rest_descs = (tensor_descriptor(t, [1, 1, n, rest]) if rest else None for t, n, _, rest in tensors)
     if window is not None:
         window = min(window, S_k)  # no query sees more, and an int32 holds it
     attention_hopper_kernel[(min(tiles * B * H, num_sms(q.device)),)](
@@ -659,21 +662,29 @@ def chunk_widths(D: int) -> tuple[int, int]:
     return 128, (64 if D <= 192 else 128)
 
 
-def blocks_of_keys(D: int) -> tuple[int, int, int]:
+def value_chunk_widths(D: int, D_v: int) -> tuple[int, int]:
+    """As chunk_widths, for V and O."""
+    return (64, 64) if 128 < D <= 192 and 64 < D_v <= 128 else chunk_widths(D_v)
+
+
+def blocks_of_keys(D: int, D_v: int) -> tuple[int, int, int]:
     """Keys of a block, and the stages of K and of V: what fits beside Q and O."""
-    if D <= 128:
-        return 128, *((4, 4) if D <= 64 else (2, 2))
-    return 64, *((3, 2) if D <= 192 else (2, 2))
+    longer = max(D, D_v)
+    if longer <= 64:
+        return 128, 4, 4
+    if D <= 192 and D_v <= 128:
+        return 128, 2, 2
+    return 64, *((3, 2) if longer <= 192 else (2, 2))
 
 
-def variant(S_q: int, S_k: int, D: int, causal: bool, window: int | None = None) -> tuple[int, bool]:
-    """How many consumer warpgroups, and whether the kernel for aligned diagonals.
+def variant(S_q: int, S_k: int, D: int, keys: int, causal: bool, window: int | None = None) -> tuple[int, bool]:
+    """How many consumer warpgroups, and whether the kernel for aligned diagonals. D: of the longer rows.
 
     D <= 64 leaves registers for a third consumer. Causal, its tiles of 192 queries compute more of the diagonal's
-    blocks in vain, which is a third more work at S = 1024 and little at 16384. With D > 128 a block has as many keys as
-    a warpgroup has queries, so that none is computed in vain.
+    blocks in vain, which is a third more work at S = 1024 and little at 16384. A block of 64 keys has as many as a
+    warpgroup has queries, so that none is computed in vain.
     """
-    if window is not None or D > 128:
+    if window is not None or keys == 64:
         return 2, False
     if causal and (S_k - S_q) % 128 == 0 and (D > 64 or S_k <= 4096):
         return 2, True

@@ -20,8 +20,13 @@ def tile_descriptors(tensors, rows, tma):
     """Descriptors of [B, H, S, D] tensors for tiles of so many rows each if tma, else the tensors."""
     if not tma:
         return tensors
-    block_d = max(16, triton.next_power_of_2(tensors[0].shape[-1]))
-    return [TensorDescriptor.from_tensor(t, [1, 1, n, block_d]) for t, n in zip(tensors, rows, strict=True)]
+    blocks = ([1, 1, n, tile_width(t.shape[-1])] for t, n in zip(tensors, rows, strict=True))
+    return [TensorDescriptor.from_tensor(t, block) for t, block in zip(tensors, blocks, strict=True)]
+
+
+def tile_width(D: int) -> int:
+    """Columns of a tile that holds rows of D: a power of two, and at least 16 for tensor cores."""
+    return max(16, triton.next_power_of_2(D))
 
 
 def heads_in_l2(bytes_per_head: int, device: torch.device) -> int:
@@ -38,9 +43,19 @@ def fp32_precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """out as q, in the order of its strides where it is dense, and lse [B, H, S_q] in fp32."""
-    return torch.empty_like(q), torch.empty(q.shape[:-1], device=q.device)
+def empty_out(q: Tensor, D_v: int) -> Tensor:
+    """out [B, H, S_q, D_v] in the order of q's strides."""
+    B, H, S_q, D = q.shape
+    if D_v == D:
+        return torch.empty_like(q)
+    if q.stride(1) < q.stride(2):  # heads beside each other in memory, as a projection leaves them
+        return q.new_empty(B, S_q, H, D_v).transpose(1, 2)
+    return q.new_empty(B, H, S_q, D_v)
+
+
+def empty_results(q: Tensor, D_v: int) -> tuple[Tensor, Tensor]:
+    """out as empty_out has it, and lse [B, H, S_q] in fp32."""
+    return empty_out(q, D_v), torch.empty(q.shape[:-1], device=q.device)
 
 
 @triton.jit

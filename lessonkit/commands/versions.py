@@ -29,7 +29,7 @@ from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.judge import verdicts, verify
 from lessonkit.lesson import Broken, Lesson, discover
 from lessonkit.modes import compiled
-from lessonkit.pages.targets import INTERPRETED, NOT_TRIED
+from lessonkit.pages.targets import CONSTRAINED, INTERPRETED, NO_ROOM, NO_WHEEL, NOT_TRIED, SILENT
 
 Pair = tuple[str, str]  # PyTorch, Triton
 
@@ -104,7 +104,7 @@ def python(torch: str) -> Path:
     if not _is_there(folder, wanted):
         free = shutil.disk_usage(CACHE).free / 2**30
         if free < GIB:
-            raise NotInstalled(f"an environment takes {GIB} GiB; {free:.1f} are free on the cache's disk")
+            raise NotInstalled(NO_ROOM.format(needed=GIB, free=f"{free:.1f}"))
         venv.create(folder, clear=True, with_pip=True)
         _install(folder, executable, wanted)
     eviction.used(folder)
@@ -141,11 +141,11 @@ def _install(folder: Path, executable: Path, wanted: Sequence[str], *options: st
 def reason(said: str) -> str:
     """Why pip did not install: its own words in one line, without addresses."""
     if cap := re.search(r"requested \(constraint\) (torch|triton)\s*([<>=!~]+\s*[\w.]+)", said):
-        return f"the machine's pip is constrained to {cap[1]}{cap[2]}"
+        return CONSTRAINED.format(bound=f"{cap[1]}{cap[2]}")
     if "No matching distribution" in said:
-        return "pip finds no wheel of it for this machine"
+        return NO_WHEEL
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["pip says nothing"]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or [SILENT]
     return re.sub(r"\S+://\S+", "...", errors[-1])[:200]
 
 
