@@ -102,7 +102,7 @@ def _matmuls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     def copied() -> Tensor:  # rows of 10,000 bytes begin within a sector
         return course_ops.matmul(_of(5000, 5000, dtype=dtype).detach(), _of(5000, 5000, dtype=dtype).detach())
 
-    # On Hopper in 16 bits: 3200 rows are tiles that Stream-K deals out, 4608 are tiles of 192 rows.
+    # On Hopper in 16 bits: 3200 rows are tiles of 160 columns, 4608 are tiles of 192 rows.
     rows = (1, 16, 512, 4096) if dtype == FP32 else (1, 16, 512, 3200, 4096, 4608)
     named = {"grouped": grouped, "linear": linear, "linear M=16": few_rows}
     named |= {f"matmul M={M}": partial(matmul, M) for M in rows} | {"matmul M=1 transposed": transposed}

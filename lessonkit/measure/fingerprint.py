@@ -52,6 +52,35 @@ def name() -> str:
     return torch.cuda.get_device_name(0).lower().replace(" ", "-") if HAS_GPU else "cpu"
 """,
     "course_ops._common": """
+def architecture(device: torch.device) -> int:
+    if device.type == "cuda":
+        if torch.version.hip:
+            return 0
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    if triton_interprets():
+        return 90
+    import triton
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return arch if isinstance(arch, int) else 0
+
+def num_sms(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 if triton_interprets() else _of_target("multiprocessor_count")
+
+def shared_memory(device: torch.device) -> int:
+    if device.type == "cuda" and not torch.version.hip:
+        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return HOPPERS_SHARED_MEMORY if triton_interprets() else _of_target("max_shared_mem")
+
+def tma_takes(*tensors: Tensor) -> bool:
+    def fits(t: Tensor) -> bool:
+        *outer, inner = t.stride()
+        steps = [stride * t.element_size() for stride in outer]
+        return inner == 1 and t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    return all(t.numel() > 0 and fits(t) for t in tensors)
+
 def expect(
     *,
     ndim: int | None = None,
