@@ -28,6 +28,7 @@ REQUIREMENTS = ROOT / "requirements"  # written by `python -m lessonkit lock`
 # Nothing but the files whose hashes are listed: what must be built is built with what is installed. Compiling every
 # installed module to bytecode would take longer than unpacking it; Python compiles what it imports.
 HASHED = ("--no-deps", "--require-hashes", "--no-build-isolation", "--no-compile")
+BROWSERS = ("chromium", "google-chrome")
 LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 # A worker that has nothing left takes from the other: the slow tests of a lesson stand one behind the other.
 SUITE = ("pytest", "-n", "auto", "--dist", "worksteal")
@@ -98,10 +99,26 @@ def environment() -> None:
     stamp.write_text(wanted)
 
 
+def browsers_tests() -> None:
+    """What the book's tests in a browser need, where there is one. Without it they are skipped, and say so."""
+    needed, stamp = (REQUIREMENTS / "browser.txt").read_text(), VENV / "browser_installed.txt"
+    if not any(map(shutil.which, BROWSERS)) or (stamp.exists() and stamp.read_text() == needed):
+        return
+    if pip("install", *HASHED, "--requirement", str(REQUIREMENTS / "browser.txt"), must=False):
+        stamp.write_text(needed)
+
+
 def pip(*words: str, must: bool = True) -> bool:
-    """Whether pip could. If it must, raises CalledProcessError, and pip's words are shown."""
+    """Whether pip could. If it must, raises CalledProcessError, and pip's words are shown.
+
+    Where it can, its warnings are not shown: they speak of the machine's other packages and of pip's settings.
+    """
     command = [str(PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
-    return not subprocess.run(command, check=must, stderr=None if must else subprocess.DEVNULL).returncode
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode and must:
+        print(done.stdout, end="", file=sys.stderr, flush=True)
+        done.check_returncode()
+    return not done.returncode
 
 
 def interpreter_of_triton() -> None:
@@ -166,6 +183,7 @@ def main() -> int:
             return subprocess.run([str(PYTHON), "-m", "lessonkit", *words], env=env).returncode
         # In place of this process: Ctrl-C and kill reach the run, which ends its lessons and says how far it came.
         os.execve(PYTHON, [str(PYTHON), "-m", "lessonkit", *words], env)
+    browsers_tests()
     return test(words[1:])
 
 

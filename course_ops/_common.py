@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -49,10 +50,7 @@ def architecture(device: torch.device) -> int:
     Interpreted it is 90.
     """
     if device.type == "cuda":
-        if torch.version.hip:
-            return 0
-        major, minor = torch.cuda.get_device_capability(device)
-        return 10 * major + minor
+        return 0 if torch.version.hip else _gpu(device)[2]
     if triton_interprets():
         return 90
     import triton
@@ -64,15 +62,28 @@ def architecture(device: torch.device) -> int:
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of the device or of the target's card; 4 when interpreted."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
+        return _gpu(device)[0]
     return 4 if triton_interprets() else _of_target("multiprocessor_count")
 
 
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block may have on the device or the target's card; Hopper's when interpreted."""
     if device.type == "cuda" and not torch.version.hip:
-        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        return _gpu(device)[1]
     return HOPPERS_SHARED_MEMORY if triton_interprets() else _of_target("max_shared_mem")
+
+
+@cache  # each launch asks
+def _gpu(device: torch.device) -> tuple[int, int, int]:
+    """A GPU's multiprocessors, the shared memory of a block in bytes, its compute capability as one number."""
+    properties = torch.cuda.get_device_properties(device)
+    memory = 0 if torch.version.hip else properties.shared_memory_per_block_optin
+    return properties.multi_processor_count, memory, 10 * properties.major + properties.minor
+
+
+def cdiv(n: int, d: int) -> int:
+    """n / d, rounded up. triton.cdiv, which device code can call too, costs the host some microseconds."""
+    return -(-n // d)
 
 
 def roomy(device: torch.device) -> bool:
@@ -97,12 +108,15 @@ def _of_target(limit: str) -> int:
 def tma_takes(*tensors: Tensor) -> bool:
     """Whether TMA can copy each tensor in place: unit last stride, base and other strides multiples of 16 bytes."""
 
-    def fits(t: Tensor) -> bool:
+    for t in tensors:
         *outer, inner = t.stride()
-        steps = [stride * t.element_size() for stride in outer]
-        return inner == 1 and t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
-
-    return all(t.numel() > 0 and fits(t) for t in tensors)
+        if inner != 1 or t.numel() == 0 or t.data_ptr() % 16:
+            return False
+        size = t.element_size()
+        for stride in outer:
+            if stride <= 0 or stride * size % 16:
+                return False
+    return True
 
 
 def expect(

@@ -107,16 +107,13 @@ def _linear_backward(
     dy: Tensor, x: Tensor, weight: Tensor, z: Tensor | None, needs_x: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dw and dbias; an empty tensor for each that is not needed."""
-    dz, dx, dw, dbias = dy, dy.new_empty(0), dy.new_empty(0), dy.new_empty(0)
+    dz, dbias = dy, None
     with on_device(dy):
         if needs_bias or (z is not None and (needs_x or needs_weight)):
-            dz, sums = _dz_and_sums(dy, z)
-            dbias = sums if needs_bias else dbias
-        if needs_x:
-            dx = multiply(dz, weight)
-        if needs_weight:
-            dw = multiply(dz.t(), x)
-    return dx, dw, dbias
+            dz, dbias = _dz_and_sums(dy, z)
+        dx = multiply(dz, weight) if needs_x else dy.new_empty(0)
+        dw = multiply(dz.t(), x) if needs_weight else dy.new_empty(0)
+    return dx, dw, dbias if needs_bias and dbias is not None else dy.new_empty(0)
 
 
 @_linear_backward.register_fake

@@ -12,13 +12,14 @@ from course_ops._common import Unsupported, expect, num_sms, on_device, runs_ker
 from course_ops._registration import cast_under_autocast
 from course_ops.kernels import matmul as portable
 from course_ops.kernels import (
+    matmul_aligned,
     matmul_hopper,
     matmul_skinny,
     matmul_split_k,
     matmul_stream_k_hopper,
     matmul_tiles_hopper,
 )
-from course_ops.kernels._matmul_plan import aligned_rows, plan_pays
+from course_ops.kernels._matmul_plan import SECTOR, aligned_rows, plan_pays
 
 
 class Kernel(NamedTuple):
@@ -52,6 +53,12 @@ DISPATCH = (
     Kernel("split_k", _one_wave, matmul_split_k.matmul_split_k, "Hopper, C of one wave: tile and split of K fit it"),
     Kernel("skinny", lambda a, b: len(a) <= 128, matmul_skinny.matmul_skinny, "few rows: reading B is all the time"),
     Kernel(
+        "aligned_copies",
+        lambda a, b: any(matmul_aligned.which(a, b)),
+        lambda a, b: matmul_aligned.multiply_copies(a, b, lambda a, b: kernel_for(a, b).launch(a, b)),
+        "Hopper, 16 bits: rows begin within a sector of L2, and copies of A or B cost less than that; then as below",
+    ),
+    Kernel(
         "tiles_hopper",
         matmul_tiles_hopper.pays,
         matmul_tiles_hopper.matmul_tiles_hopper,
@@ -72,7 +79,28 @@ DISPATCH = (
 
 def kernel_for(a: Tensor, b: Tensor) -> Kernel:
     """The kernel that computes a [M, K] times b [K, N]."""
-    return next(kernel for kernel in DISPATCH if kernel.takes(a, b))
+    if not _remembers(a):
+        return next(kernel for kernel in DISPATCH if kernel.takes(a, b))
+    key = a.device, a.dtype, *_lies(a), *_lies(b), portable.precision()
+    kernel = _chosen.get(key)
+    if kernel is None:
+        if len(_chosen) >= 4096:
+            _chosen.clear()
+        kernel = _chosen[key] = next(kernel for kernel in DISPATCH if kernel.takes(a, b))
+    return kernel
+
+
+_chosen: dict[object, Kernel] = {}  # the host's time of a call is part of it
+
+
+def _remembers(a: Tensor) -> bool:
+    """Whether a's device stays what it is: a GPU does, what is interpreted or compiled for may change."""
+    return a.is_cuda
+
+
+def _lies(t: Tensor) -> tuple[object, ...]:
+    """All that a kernel's choice may know of where a matrix lies."""
+    return t.shape, t.stride(), t.data_ptr() % SECTOR
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -117,6 +145,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
     a: [..., M, K], b: [K, N], both fp32, fp16 or bf16 on one device, any strides. Returns [..., M, N] in their dtype.
     Under torch.autocast both are cast to its dtype first, so that dtypes may differ.
+    Memory: the result; on Hopper in 16 bits also copies of a and b, where rows begin at no multiple of 32 bytes and
+    the copies are estimated to save time.
     fp32 is exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. Differentiable in both, any order.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for a batch of b.
     Sources: Stream-K (Osama et al. 2023) for few rows and for short last waves; CUTLASS's warp-specialized persistent

@@ -90,27 +90,64 @@ def _matmuls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
         x, w, bias, y = (_of(*shape, dtype=dtype) for shape in ((8192, 2048), (4096, 2048), (4096,), (8192, 4096)))
         return course_ops.linear(x, w, bias, "gelu_tanh", y)
 
+    def few_rows() -> Tensor:
+        return course_ops.linear(*(_of(*shape, dtype=dtype) for shape in ((16, 2048), (4096, 2048), (4096,))))
+
     def matmul(M: int) -> Tensor:
         return course_ops.matmul(_of(M, 4096, dtype=dtype).detach(), _of(4096, 4096, dtype=dtype).detach())
 
-    named = {f"matmul M={M}": partial(matmul, M) for M in (1, 16, 512, 4096)}
-    return {f"{name} {str(dtype)[6:]}": call for name, call in ({"grouped": grouped, "linear": linear} | named).items()}
+    def transposed() -> Tensor:
+        return course_ops.matmul(_of(1, 4096, dtype=dtype).detach(), _of(4096, 4096, dtype=dtype).detach().t())
+
+    def copied() -> Tensor:  # rows of 10,000 bytes begin within a sector
+        return course_ops.matmul(_of(5000, 5000, dtype=dtype).detach(), _of(5000, 5000, dtype=dtype).detach())
+
+    # On Hopper in 16 bits: 3200 rows are tiles that Stream-K deals out, 4608 are tiles of 192 rows.
+    rows = (1, 16, 512, 4096) if dtype == FP32 else (1, 16, 512, 3200, 4096, 4608)
+    named = {"grouped": grouped, "linear": linear, "linear M=16": few_rows}
+    named |= {f"matmul M={M}": partial(matmul, M) for M in rows} | {"matmul M=1 transposed": transposed}
+    if dtype == BF16:
+        named["matmul M=5000"] = copied
+    return {f"{name} {str(dtype)[6:]}": call for name, call in named.items()}
+
+
+def _in_one_order() -> Tensor:
+    """A scan of the same bits in every run."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return course_ops.scan(_of(2**24))
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+# Lengths of rows that have kernels of their own.
+LENGTHS = {
+    "softmax": (4096, 131072, 2**23),
+    "rms_norm": (4096, 131072, 2**23),
+    "layer_norm": (1024, 4096, 12288, 131072, 2**23),
+    "cross_entropy": (1024, 4096, 131072),
+}
 
 
 def _examples() -> dict[str, Callable[[], Tensor]]:
-    """At sizes of the lessons' benches; of rows two lengths, as kernels of their own serve long ones."""
+    """At sizes of the lessons' benches, and where another kernel serves: together they launch every kernel there is."""
     ops, found = course_ops, dict[str, Callable[[], Tensor]]()
-    for N in (4096, 131072):
+    for N in sorted({N for lengths in LENGTHS.values() for N in lengths}):
         x, w, targets = _of(1024, N), _of(N), torch.empty(1024, dtype=torch.long, device="meta")
-        found[f"softmax N={N}"] = partial(ops.softmax, x)
-        found[f"rms_norm N={N}"] = partial(ops.rms_norm, x, w)
-        found[f"layer_norm N={N}"] = partial(ops.layer_norm, x, w, w)
-        found[f"cross_entropy N={N}"] = partial(ops.cross_entropy, x, targets)
+        of_length = {
+            "softmax": partial(ops.softmax, x),
+            "rms_norm": partial(ops.rms_norm, x, w),
+            "layer_norm": partial(ops.layer_norm, x, w, w),
+            "cross_entropy": partial(ops.cross_entropy, x, targets),
+        }
+        found |= {f"{name} N={N}": call for name, call in of_length.items() if N in LENGTHS[name]}
     x, w = _of(4096, 4096), _of(4096)
     found["add_norm"] = lambda: ops.add_norm(x, x, w, w)[0]
     found["gelu"] = partial(ops.gelu, x)
     found["dropout"] = partial(ops.dropout, x, 0.5, seed=1)
     found["scan"] = partial(ops.scan, _of(2**24))
+    found["scan in one order"] = _in_one_order
     for D in (64, 128, 256):
         found[f"attention D={D} bfloat16"] = partial(_heads, D)
     found["attention D=128 float32"] = partial(_heads, 128, dtype=FP32)
@@ -118,5 +155,6 @@ def _examples() -> dict[str, Callable[[], Tensor]]:
     found |= _matmuls(BF16) | _matmuls(FP32)
     for scheme in ("tensor", "rows", "blocks"):
         found[f"matmul_fp8 {scheme}"] = partial(_fp8, scheme)
-    found["quantize blocks"] = lambda: ops.quantize(x.detach(), "blocks")[1]
+    for scheme in ("tensor", "blocks"):
+        found[f"quantize {scheme}"] = lambda scheme=scheme: ops.quantize(x.detach(), scheme)[1]
     return found

@@ -301,9 +301,10 @@ def _blocks(a):
 
 
 def _stages(a, block, parts):
-    """As many stages as shared memory holds beside a part of C, 4 at most."""
+    """As many stages as shared memory holds beside a part of C, 4 at most; without TMA all of C lies there in fp32."""
     (m, n, k), size = block, a.element_size()
-    return max(1, min(4, (shared_memory() - 1024 - m * n * size // parts) // ((m + n) * k * size)))
+    beside = m * n * size // parts if device.architecture() >= 90 else m * n * 4
+    return max(1, min(4, (shared_memory() - 1024 - beside) // ((m + n) * k * size)))
 
 
 def _grid(c, block):

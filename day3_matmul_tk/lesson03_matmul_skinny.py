@@ -210,10 +210,16 @@ def stream_k_kernel(
 
 def stream_k(a, b):
     """a [M, K], b [K, N], any strides -> [M, N]. One program an SM; deterministic for a given number of SMs."""
-    return _stream_k(a, b, *_tile(a.shape[0] if a.ndim else 0, a.dtype))
+    return _stream_k(a, b, *_stages_of(_tile(a.shape[0] if a.ndim else 0, a.dtype), a))
 
 
-def _stream_k(a, b, block_m, block_n, block_k, warps, stages=4, tma=""):
+def _stages_of(tile, a):
+    """The tile with its stages: 4, or as many as shared memory holds."""
+    block_m, block_n, block_k, _ = tile
+    return *tile, min(4, device.shared_memory() // ((block_m + block_n) * block_k * a.element_size()))
+
+
+def _stream_k(a, b, block_m, block_n, block_k, warps, stages, tma=""):
     M, N, K, c = _prepare(a, b)
     count = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     steps = count * triton.cdiv(K, block_k)
@@ -252,7 +258,7 @@ def matmul_skinny(a, b):
     M = empty_product(a, b).shape[0]
     if M == 1 and b.stride(0) == 1:
         return matvec(a, b)
-    block_m, *others = _tile(M, a.dtype)
+    block_m, *others = _stages_of(_tile(M, a.dtype), a)
     turned, tma = b.stride(0) == 1, ""
     if a.element_size() == 2 and device.architecture() >= 90 and tma_takes(a, b.t() if turned else b):
         tma = "[N, K]" if turned else "[K, N]"  # b's layout in memory

@@ -180,6 +180,11 @@ def run(
     chosen = [name for name, _ in found]
     if len(found) == 1:
         evidence.ask_before_run(*found[0])
+    elif which not in ("", "all") and not any(name.startswith((f"{which}_", f"{which}.")) for name in chosen):
+        words = said("{which} names {count} lessons: {names}. One alone: {command}")
+        command = f"{exercises.COURSE} run {chosen[0]}"
+        names_ = ", ".join(chosen)
+        show.console.print(words.format(which=which, count=len(chosen), names=names_, command=command), highlight=False)
     kept, marks = course_run.load(), course_run.marks(chosen)
     stopped_run = kept.run_of(chosen)
     before = [] if again else stopped_run.unchanged(marks)
@@ -216,7 +221,8 @@ def run(
         for name in chosen
         if name in ended
     ]
-    heading = said("{count} lessons, {mode}").format(count=len(summary), mode=said(show.MODES[device.DEVICE.type]))
+    many = counted(len(summary), said("1 lesson"), said("{count} lessons"))
+    heading = f"{many}, {said(show.MODES[device.DEVICE.type])}"
     show.table(heading, [said("lesson"), "", said("time")], summary)
     if len(chosen) == 1:
         evidence.after_run(chosen[0])
@@ -579,7 +585,11 @@ def chip(
 ) -> None:
     """Show what the lessons predict for a card, by its data sheet: its limits, its roofline, and each rung's time."""
     mine = _card(name or os.environ.get(chips.CHOICE, "") or (device.name() if device.HAS_GPU else ""))
-    show.table("cards", targets.CARD_TITLES, targets.cards([mine] if mine else chips.CHIPS.values()))
+    legend = said(
+        "TB/s of memory; L2 in MB; fp32 to fp8 in TFLOP/s; shared: bytes of shared memory, of a block and of an SM; "
+        "registers and threads of an SM; all from the data sheets"
+    )
+    show.table("cards", targets.CARD_TITLES, targets.cards([mine] if mine else chips.CHIPS.values()), legend)
     if not mine:
         show.console.print(f'What is predicted for one of them: {exercises.COURSE} chip "RTX 4090"')
         return

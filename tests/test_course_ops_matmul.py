@@ -1,5 +1,6 @@
 """course_ops' matmul family against PyTorch: values, gradients, refusals, graphs, and the lessons' machine code."""
 
+import collections
 import itertools
 import math
 import sys
@@ -11,12 +12,14 @@ from lessonkit.modes.compile_server import call_in_compiler
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import course_ops
 from course_ops import testing
+from course_ops.kernels import _matmul_hopper, _matmul_plan, matmul_aligned, matmul_hopper, matmul_split_k
 from course_ops.kernels import matmul as portable
-from course_ops.kernels import matmul_hopper
+from course_ops.kernels._matmul_plan import aligned_rows
 from course_ops.matmul import kernel_for
 
 pytestmark = pytest.mark.kept
@@ -81,6 +84,8 @@ SHAPES = (
         ((200, 1000, 1000), "", 0),  # K in parts
         ((1544, 6152, 72), "", 0),  # more tiles than SMs; the second begins in the middle of the ring
         ((1544, 6152, 328), "ab", 8),
+        ((5000, 5000, 5000), "", 0),  # copies with aligned rows
+        ((4008, 5000, 5000), "ab", 0),
     ),
 )
 
@@ -105,8 +110,10 @@ def test_matmul_of_a_batch_and_of_one_element_expanded(dev):
 @pytest.mark.parametrize(
     ("M", "N", "K", "pad"), [(130, 70, 67, 0), (128, 64, 80, 0), (100, 96, 64, 3), (65, 64, 64, 16)]
 )
-def test_exact_fp32_copies_what_is_no_multiple_of_16(dev, transposed, M, N, K, pad):
-    a, b = matrix(M, K, dev, transposed="a" in transposed, pad=pad), matrix(K, N, dev, transposed="b" in transposed)
+@testing.kernels()
+def test_exact_fp32_copies_what_is_no_multiple_of_16(transposed, M, N, K, pad):
+    a = matrix(M, K, DEVICE, transposed="a" in transposed, pad=pad)
+    b = matrix(K, N, DEVICE, transposed="b" in transposed)
     near(portable.matmul_ieee(a, b), a @ b, a.double() @ b.double())
 
 
@@ -128,13 +135,15 @@ def test_inf_and_nan_stay_in_their_row_and_column(dev):
         ((3000, 1000, 8), "split_k"),
         ((4096, 4096, 4096), "hopper"),
         ((8192, 50304, 768), "hopper"),
+        ((5000, 5000, 5000), "aligned_copies"),
         ((1000, 1001, 999), "tma"),
         ((300, 40, 35), "pointers"),
     ],
 )
 def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
     monkeypatch.setattr(matmul_hopper, "runs_gluon", lambda _: True)
-    monkeypatch.setattr(sys.modules["course_ops.matmul"], "num_sms", lambda _: 132)
+    for name in ("matmul", "kernels.matmul_aligned"):
+        monkeypatch.setattr(sys.modules[f"course_ops.{name}"], "num_sms", lambda _: 132)
     M, N, K = shape
     a, b = (
         torch.empty(M, K, dtype=torch.bfloat16, device="meta"),
@@ -150,6 +159,99 @@ def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
         monkeypatch.setattr("course_ops.kernels.matmul.architecture", lambda _: 80)
         monkeypatch.setattr("course_ops.kernels._matmul_hopper.architecture", lambda _: 80)
         assert kernel_for(a, b).name == "pointers"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@testing.kernels()
+def test_a_copy_with_aligned_rows(transposed):
+    t = matrix(40, 1032, DEVICE, torch.bfloat16)
+    t = t[:, 8:].t() if transposed else t[:, 8:]
+    copy = matmul_aligned.aligned_copy(t)
+    assert torch.equal(copy, t)
+    assert (min(copy.stride()), max(copy.stride()) % 64) == (1, 0)
+    assert aligned_rows(copy)
+    assert not aligned_rows(t)
+
+
+def test_a_product_of_copies(monkeypatch):
+    a, b = matrix(16, 24, DEVICE, torch.bfloat16), matrix(24, 40, DEVICE, torch.bfloat16)
+    monkeypatch.setattr(matmul_aligned, "which", lambda a, b: (True, False))
+    seen = []
+    with testing.kernels():
+        matmul_aligned.multiply_copies(a, b, lambda *operands: seen.extend(operands))
+    assert torch.equal(seen[0], a)
+    assert aligned_rows(seen[0])
+    assert seen[1] is b
+
+
+# The host's time by what it does, which is the same on every machine. Launches are counted, not made.
+@pytest.mark.skipif(device.HAS_GPU, reason="stands for a GPU of 132 SMs")
+@pytest.mark.parametrize(("M", "N", "K"), [(24, 12648, 928), (413, 840, 1720), (2048, 3072, 768)])
+def test_a_second_backward_of_linear_plans_nothing(monkeypatch, M, N, K):
+    counts = collections.Counter()
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: counts.update(["launches"])
+
+    def counted(name, fn):
+        return lambda *arguments: (counts.update([name]), fn(*arguments))[1]
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("course_ops."):
+            for attribute in vars(module).copy():
+                if attribute.endswith("_kernel") and "kernels." in name:
+                    monkeypatch.setattr(module, attribute, Launched())
+            if hasattr(module, "num_sms"):
+                monkeypatch.setattr(module, "num_sms", lambda _: 132)
+            if hasattr(module, "runs_gluon"):
+                monkeypatch.setattr(module, "runs_gluon", lambda _: True)
+    matmul = sys.modules["course_ops.matmul"]
+    monkeypatch.setattr(matmul, "_remembers", lambda _: True)
+    monkeypatch.setattr(matmul, "_chosen", {})
+    monkeypatch.setattr(
+        matmul, "DISPATCH", [kernel._replace(takes=counted("choices", kernel.takes)) for kernel in matmul.DISPATCH]
+    )
+    monkeypatch.setattr(_matmul_plan, "plans", counted("plans", _matmul_plan.plans))
+    monkeypatch.setattr(matmul_split_k, "_cycles", counted("plans", matmul_split_k._cycles))
+    for cached in (_matmul_plan.best_plan, matmul_split_k.choose, _matmul_hopper.layout_of):
+        cached.cache_clear()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+            counts.update(["operators"] * (operator.namespace == "course_ops"))
+            return operator(*arguments, **(keywords or {}))
+
+    with testing.interpreted():
+        x, weight, bias = (torch.empty(*s, dtype=torch.bfloat16, requires_grad=True) for s in ((M, K), (N, K), (N,)))
+        y = course_ops.linear(x, weight, bias, "gelu_tanh")
+        dy = torch.empty_like(y)
+
+        def backward():
+            torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True)
+
+        backward()
+        assert counts["plans"] > 0
+        assert counts["choices"] > 0
+        layouts = _matmul_hopper.layout_of.cache_info().misses
+        assert layouts > 0
+        counts.clear()
+        with Operators():
+            backward()
+        assert counts == {"launches": 3, "operators": 1}
+        assert _matmul_hopper.layout_of.cache_info().misses == layouts
+        calls = 0
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            backward()
+        finally:
+            sys.setprofile(None)
+        assert calls < 250, "functions of Python, each of which costs the host about 0.1 us or more"
 
 
 def leaf(*shape, dev, dtype=torch.float32, scale=1.0):

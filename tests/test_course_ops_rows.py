@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
 from lessonkit import DEVICE, device
+from lessonkit.base import chips
 from lessonkit.modes import compiled, interpreter
 from lessonkit.modes.compile_server import call_in_compiler
 
@@ -19,6 +20,7 @@ from torch.library import opcheck
 
 import course_ops
 from course_ops import testing
+from course_ops._common import num_sms
 from course_ops.kernels._rows import Choice, Rows, choose, common_multiple_of
 
 pytestmark = pytest.mark.kept
@@ -118,9 +120,9 @@ def add_norm(x, residual, w, b):
 
 # Each kernel of each list, by the interpreter's 4 SMs, in float32. (M, N); the last one is read twice.
 SOFTMAX = ((17, 1), (7, 127), (2, 16400), (1, 114689))
-LAYER_NORM = ((2, 1), (37, 101), (3, 2049), (2, 5000), (1, 12672), (1, 16387), (1, 32769))
+LAYER_NORM = ((2, 1), (37, 101), (3, 2049), (2, 4000), (2, 5000), (1, 12672), (1, 16387), (1, 32769))
 RMS_NORM = ((17, 1), (37, 127), (3, 5000), (1, 16385), (1, 65537))
-ADD_NORM = ((2, 1), (37, 101), (3, 5000), (2, 8193), (2, 16385))
+ADD_NORM = ((2, 1), (37, 101), (3, 5000), (2, 8193), (2, 16385), (1, 32769))
 CROSS_ENTROPY = ((3, 1), (5, 7), (17, 1000), (65, 1025), (5, 1153), (2, 16411))
 
 
@@ -181,8 +183,10 @@ def test_each_kernel_by_itself(by_kernels, monkeypatch, op, direction, kernel):
     module = import_module(f"course_ops.{op}")
     (choice,) = (c for c in getattr(module, direction) if c.launch.__name__ == kernel)
     monkeypatch.setattr(module, direction, (Choice(choice.launch, lambda r: True, ""),))
-    n = 4090 if op in ("softmax", "rms_norm") else 5000
     m = 9 if direction == "BACKWARD" else 3
+    n = 4090 if op in ("softmax", "rms_norm") else 5000
+    if not choice.takes(Rows(m, n, 4, num_sms(by_kernels))):
+        n = 2000
     x, (w, b) = rows(m, n, at=by_kernels, shift=2, pad=5), weights(n, at=by_kernels)
     ours, theirs, args = {
         "softmax": (course_ops.softmax, softmax, (x,)),
@@ -223,13 +227,19 @@ def test_every_kernel_of_every_list_is_tested(op, shapes):
         (
             "layer_norm",
             "BACKWARD",
-            ["backward_registers", "backward_staged", "backward_group", "backward_group", "backward_group"],
+            ["backward_registers", "backward_walk", "backward_group", "backward_group", "backward_group"],
         ),
-        ("rms_norm", "FORWARD", ["packed", "packed", "packed", "split", "two_pass"]),
+        ("rms_norm", "FORWARD", ["packed", "packed", "chunks", "split", "two_pass"]),
         (
             "rms_norm",
             "BACKWARD",
-            ["backward_persistent", "backward_persistent", "backward_row"] + ["backward_group"] * 2,
+            ["backward_persistent", "backward_walk", "backward_group", "backward_group", "backward_group"],
+        ),
+        ("add_norm", "FORWARD", ["packed", "packed", "chunks", "split", "_add_then_norm"]),
+        (
+            "add_norm",
+            "BACKWARD",
+            ["backward_packed", "backward_walk", "backward_group", "backward_group", "backward_group"],
         ),
         ("cross_entropy", "FORWARD", ["packed", "warp", "warp", "split", "split"]),
     ],
@@ -238,6 +248,29 @@ def test_kernels_of_an_h200(op, direction, expected):
     """16-bit rows, 132 SMs. These are the reports' shapes: another kernel would make them slower."""
     shapes = ((32768, 1024), (8192, 8192), (4096, 12672), (2048, 131072), (1, 20_000_000))
     assert taken(op, direction, *shapes, itemsize=2, sms=132)[0] == expected
+
+
+@pytest.mark.parametrize("op", ["softmax", "layer_norm", "rms_norm"])
+def test_thousands_of_steps_lose_no_digits(by_kernels, op):
+    """A row of two values, over and over: each step adds the same, which a sum of one level rounds the same way."""
+    n = 4_000_000
+    x = torch.tensor([0.3, -0.4], device=by_kernels).repeat(n // 2).view(1, n)
+    w, b = torch.ones(n, device=by_kernels), torch.zeros(n, device=by_kernels)
+    kernels = import_module(f"course_ops.kernels.{op}")
+    if op == "softmax":
+        found = kernels.softmax_two_pass(x)
+        found = found, kernels.softmax_backward_two_pass(found, x)
+        wide = x.double().requires_grad_()
+        y = torch.softmax(wide, -1)
+        expected = y.detach(), torch.autograd.grad(y, wide, x.double())[0]
+    elif op == "layer_norm":
+        found = (kernels.layer_norm_two_pass(x, w, b, 0.0)[0],)
+        expected = (F.layer_norm(x.double(), (n,), eps=0.0),)
+    else:
+        found = (kernels.rms_norm_two_pass(x, w, 0.0)[0],)
+        expected = (F.rms_norm(x.double(), (n,), eps=0.0),)
+    for f, e in zip(found, expected, strict=True):
+        assert ((f - e) / e).abs().max() < 20 * EPS
 
 
 @pytest.mark.skipif(not device.HAS_GPU, reason="rows longer than a GPU's registers")
@@ -623,27 +656,34 @@ def test_the_same_bits_each_time(by_kernels):
 @pytest.mark.night
 @pytest.mark.parametrize("target", [80, 90])
 def test_kernels_compile(target):
-    """For real GPUs too, with and without a bias, in 16 and 32 bits, at lengths for every kernel."""
-    assert call_in_compiler("tests.test_course_ops_rows", "compiled_kernels", target) == sorted(KERNELS)
+    """For real GPUs too, with and without a bias, in 16 and 32 bits, at lengths for every kernel; and they fit there."""
+    names, too_large = call_in_compiler("tests.test_course_ops_rows", "compiled_kernels", target)
+    assert names == sorted(KERNELS)
+    assert not too_large
 
 
 KERNELS = {
     *("softmax_packed_kernel", "softmax_split_kernel", "softmax_two_pass_kernel"),
     *("softmax_backward_packed_kernel", "softmax_backward_split_kernel", "softmax_backward_two_pass_kernel"),
     *("layer_norm_packed_kernel", "layer_norm_chunks_kernel", "layer_norm_split_kernel", "layer_norm_two_pass_kernel"),
-    *("layer_norm_backward_kernel", "layer_norm_backward_staged_kernel", "layer_norm_backward_group_kernel"),
-    *("rms_norm_packed_kernel", "rms_norm_split_kernel", "rstd_kernel", "scale_kernel"),
-    *("rms_norm_backward_persistent_kernel", "rms_norm_backward_group_kernel", "sum_partials_kernel"),
+    *("layer_norm_backward_kernel", "norm_backward_walk_kernel", "norm_backward_group_kernel", "sum_partials_kernel"),
+    *("rms_norm_packed_kernel", "rms_norm_chunks_kernel", "rms_norm_split_kernel", "rstd_kernel", "scale_kernel"),
+    "rms_norm_backward_persistent_kernel",
     *("add_norm_kernel", "add_norm_backward_kernel", "gelu_kernel", "gelu_backward_kernel", "dropout_kernel"),
     *("cross_entropy_packed_kernel", "cross_entropy_chunks_kernel", "merge_kernel", "cross_entropy_backward_kernel"),
 }
 
 
 def compiled_kernels(target):
-    """In a process that only compiles: the names of the kernels that every choice of every list launches."""
-    names = set()
+    """In a process that only compiles: the names of the kernels that every choice of every list launches.
+
+    And which of them, at what length, take more shared memory or registers than the target has: these are refused only
+    where they are launched.
+    """
+    names, too_large, card = set(), [], chips.of(target)
     for dtype in (torch.float32, torch.bfloat16):
-        for n in (7, 3000, 6000, 12001, 40000, 20_000_000):
+        # Among them the longest rows that a program holds, that programs share, and that they walk over.
+        for n in (7, 2048, 3000, 6000, 8192, 12001, 16384, 40000, 800_000, 1_000_003, 20_000_000):
             x, w = torch.empty(100, n, dtype=dtype, device="meta"), torch.empty(n, dtype=dtype, device="meta")
             m, targets = x[:, 0].float().contiguous(), torch.empty(100, dtype=torch.long, device="meta")
             for bias in (w, None):
@@ -661,6 +701,11 @@ def compiled_kernels(target):
                             with compiled.compiling(target) as made:
                                 choose(choices, Rows.of(x))(*args)
                             names |= set(made)
+                            for kernel in (compiled.inspect(op, each, target) for each in made.values()):
+                                held = kernel.registers * 32 * kernel.warps
+                                if kernel.shared > card.shared_block or held > 65536:
+                                    what = f"{kernel.kernel}: {kernel.shared} bytes, {held} registers"
+                                    too_large.append(f"{op}, N={n}, {dtype}, {what}")
         kernels = {op: import_module(f"course_ops.kernels.{op}") for op in ("gelu", "dropout", "cross_entropy")}
         with compiled.compiling(target) as made:
             kernels["gelu"].gelu_backward(x, kernels["gelu"].gelu(x))
@@ -668,7 +713,7 @@ def compiled_kernels(target):
             kernels["cross_entropy"].cross_entropy_split(x[:4], targets[:4], -100)
             kernels["cross_entropy"].cross_entropy_backward(m, x, targets, m, -100, x)
         names |= set(made)
-    return sorted(names)
+    return sorted(names), too_large
 
 
 @pytest.mark.parametrize(

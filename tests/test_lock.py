@@ -43,7 +43,22 @@ def listed(text, environment):
 def test_the_lists_are_those_that_are_installed(course, monkeypatch):
     monkeypatch.setattr(course.shutil, "which", lambda name: None)
     monkeypatch.setattr(course.Path, "exists", lambda path: False)
-    assert {path.name for path in course.lists()} | {"torch.txt", "torch_cpu.txt"} == set(LISTS)
+    assert {path.name for path in course.lists()} | {"torch.txt", "torch_cpu.txt", "browser.txt"} == set(LISTS)
+
+
+def test_a_machine_with_a_browser_gets_what_its_tests_need(course, monkeypatch):
+    """Once for each list, and only where there is a browser."""
+    asked = []
+    course.VENV.mkdir()
+    monkeypatch.setattr(course, "pip", lambda *words, must: asked.append(words) or True)
+    monkeypatch.setattr(course.shutil, "which", lambda name: None)
+    course.browsers_tests()
+    assert asked == []
+    monkeypatch.setattr(course.shutil, "which", lambda name: name == "chromium")
+    course.browsers_tests()
+    course.browsers_tests()
+    ((*_, path),) = asked
+    assert path.endswith("browser.txt")
 
 
 @pytest.mark.parametrize("name", LISTS)

@@ -198,7 +198,11 @@ def test_the_fastest_at_a_shape_stands_beside_the_peer_of_its_own_rounds(lesson)
 def test_readme_has_a_line_for_each_operator(language):
     lines = operators.overview(language, Today(kernels())).splitlines()
     for folder in FOLDERS:
+        said = lines[lines.index(f"### {folder.name}") + 2]
         for ladder in operators.ladders(folder):
+            assert all(
+                f"torch {b.row.torch.partition('+')[0]}, Triton {b.row.triton}" in said for b in ladder.fastest()
+            )
             mine = [x for x in lines if f"(reports/{folder.name}/{operators.file_name(ladder.name)})" in x]
             assert len(mine) == 1, ladder.name
         for contest in results.contests(folder):

@@ -71,6 +71,21 @@ CONSAN = (
 ) * 2
 
 
+def test_a_race_names_the_lines_of_code_and_not_their_numbers():
+    """Two lines of a file of the course; a file that is not here is not named."""
+    file = ROOT / "day3_matmul_tk/matmul_hopper/warp_specialized.py"
+    lines = file.read_text().splitlines()
+    nth = next(i for i, line in enumerate(lines, 1) if "gl.warp_specialize(" in line)
+    said = (
+        f"========= Error: Race reported between Read access at matmul_kernel+0x110 in {file}:{nth}\n"
+        "=========     and Write access at matmul_kernel+0x28b0 in nowhere.py:1 [7 hazards]\n"
+        "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+    )
+    (report,) = sanitize.parsed("racecheck", said)
+    words = f"Race reported between Read access in `{lines[nth - 1].strip()[:60]}` and Write access"
+    assert report == Report("racecheck", "matmul_kernel", words)
+
+
 @pytest.mark.parametrize(
     ("tool", "said", "found"),
     [

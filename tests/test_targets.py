@@ -15,6 +15,7 @@ from lessonkit.lesson import Prediction, Work, names
 from lessonkit.lesson import kernels as lesson_kernels
 from lessonkit.measure import fingerprint
 from lessonkit.modes import compiled
+from lessonkit.modes.compile_server import call_in_compiler
 from lessonkit.pages import card as cards
 from lessonkit.pages import targets
 
@@ -231,13 +232,17 @@ def test_what_amd_lacks_is_said_in_one_line():
     assert "launched early" in compiled._why_not_amd(KeyError("Keyword argument launch_pdl was specified"))
 
 
-def test_a_kernel_over_its_target_s_shared_memory_is_a_failure():
-    kernel = compiled.row("rung", "k", 120, [], warps=4, registers=32, shared=101377)
-    made = SimpleNamespace(src=SimpleNamespace(fn=SimpleNamespace(is_gluon=lambda: False)), asm={"ttgir": ""})
-    (said,) = compiled._wrong(kernel, made)
+def test_a_kernel_over_its_target_s_shared_memory_is_a_failure(monkeypatch):
+    made = SimpleNamespace(
+        metadata=SimpleNamespace(name="k", shared=101377),
+        src=SimpleNamespace(fn=SimpleNamespace(is_gluon=lambda: False)),
+        asm={"ttgir": ""},
+    )
+    (said,) = compiled._wrong("rung", 120, made, 101377)
     assert said == "rung for sm_120: k asks for 101377 bytes of shared memory a block; the chip has 101376"
-    kernel = compiled.row("rung", "k", 90, [], warps=4, registers=32, shared=101377)
-    assert not compiled._wrong(kernel, made)
+    assert not compiled._wrong("rung", 90, made, 101377)
+    monkeypatch.setattr(compiled, "_launched", lambda *asked: ([("rung", made)] * 2, [], ["f"]))
+    assert compiled._count_here("lesson", 120) == {"kernels": 1, "unfit": 0, "failed": ("f", said, said)}
 
 
 def test_an_outcome_is_kept_until_its_sources_change(monkeypatch, tmp_path):
@@ -269,6 +274,15 @@ def test_rungs_fit_a_target(name, target):
     assert not found.failed, "\n".join(found.failed)
 
 
+@pytest.mark.kept
+def test_a_tile_that_was_tuned_for_one_target_is_not_taken_for_the_next():
+    """One process compiles for both; the autotuner keeps its choice by shape and dtype."""
+    asked = "day3_matmul_tk.lesson01_matmul", ("autotuned",)
+    for target in (90, 120):
+        found = call_in_compiler(compiled.__name__, "_compile_here", asked[0], target, asked[1])
+        assert not found["failed"], target
+
+
 @pytest.mark.parametrize("name", [compiled.COURSE_OPS, "day2_triton_basics.lesson01_vector_add"])
 def test_a_refusal_is_a_reason_and_no_failure(monkeypatch, name):
     """course_ops refuses by an error of its own."""
@@ -294,6 +308,17 @@ def test_every_rung_and_operator_fits_or_says_why_not(name, target):
         return
     found = compiled.outcome(name, target)
     assert not found.failed, "\n".join(found.failed)
+
+
+@pytest.mark.night
+@pytest.mark.kept
+def test_every_kernel_of_course_ops_is_compiled():
+    """By one of the calls of course_ops.testing, for sm_90."""
+    there = set()
+    for path in (ROOT / "course_ops" / "kernels").glob("*.py"):
+        functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        there |= {f.name for f in functions if f.decorator_list and f.name.endswith("_kernel")}
+    assert there == {each.kernel for each in compiled.outcome(compiled.COURSE_OPS, 90).kernels}
 
 
 def test_no_compiled_row_is_over_its_target_s_shared_memory():

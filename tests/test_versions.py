@@ -183,6 +183,25 @@ def test_a_pair_that_was_tried_needs_no_reason(table):
     *_, first, second, _, empty, last = targets.versions("en").split("\n")
     assert (first, second) == ("| 2.14.1 | 3.8.0 | 5 of 5 |  |", "| 2.15.0 | 3.9.0 |  | 272 of 273 |")
     assert (empty, last) == ("- An empty cell was not tried.", "")
+    assert targets.FEWER["en"] not in targets.versions("en")
+    versions.save([versions.Tried("2.14.1", "3.8.0", "90", 271, 0, 0)])
+    assert targets.FEWER["en"] in targets.versions("en")
+
+
+@pytest.mark.parametrize(
+    ("why", "chinese"),
+    [
+        (versions.reason(CAPPED), "本机的 pip 限定为 torch<=2.14.1"),
+        (versions.reason(ABSENT), "pip 找不到适合本机的 wheel"),
+        (versions.reason(""), "pip 没有给出原因"),
+        (targets.NO_ROOM.format(needed=7, free="1.0"), "一个环境占 7 GiB，缓存所在的磁盘只剩 1.0 GiB"),
+        ("ERROR: gone: ...", "ERROR: gone: ..."),
+    ],
+)
+def test_the_chinese_page_says_why_in_chinese(why, chinese, table):
+    versions.save([versions.not_tried(("2.15.0", "3.9.0"), why)])
+    assert targets.versions("zh").endswith(f"\n- 未试 torch 2.15.0 与 Triton 3.9.0：{chinese}。\n")
+    assert targets.versions("en").endswith(f" was not tried: {why}.\n")
 
 
 def test_the_command_line_knows_its_pairs_and_targets():

@@ -1,5 +1,7 @@
 """Idioms that the Hopper matmuls share, in Gluon: a ring of stages with mbarriers, TMA loads, C by TMA in panels."""
 
+from functools import cache
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -71,8 +73,13 @@ def describe(t: Tensor, rows: int, cols: int) -> tuple[TensorDescriptor, bool]:
     transposed = t.stride(1) != 1
     if transposed:
         t, rows, cols = t.t(), cols, rows
-    layout = gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)  # any 16 bits: 128-byte swizzle
-    return TensorDescriptor.from_tensor(t, [rows, cols], layout), transposed
+    return TensorDescriptor.from_tensor(t, [rows, cols], layout_of(rows, cols)), transposed
+
+
+@cache  # each launch describes three matrices or more
+def layout_of(rows: int, cols: int) -> gl.NVMMASharedLayout:
+    """How a block of any 16-bit dtype lies in shared memory for wgmma: a swizzle of 128 bytes, or of a shorter row."""
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
 
 
 def wgmma_takes(*matrices: Tensor) -> bool:

@@ -134,9 +134,10 @@ def store_partials(partial_dw_ptr, partial_db_ptr, dw, db, start, lanes, N, CHUN
 def norm_backward_group_kernel(
     dtotal_ptr, dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dresidual_ptr,  # as above
     partial_dw_ptr, partial_db_ptr,  # [groups, N] each
-    sums_ptr,  # [M, PARTS], -1 at first; then a part's share of c1 in the high half and of c2 in the low
+    sums_ptr,  # [M, WORDS], -1 at first; then a part's share of c1 in the high half and of c2 in the low
     M, N, stride_dtotal, stride_dy, stride_x, groups,
-    PARTS: tl.constexpr, SLOTS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, WORDS: tl.constexpr,  # PARTS words of a row; or 1, where they have been added up
+    SLOTS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     PUBLISH: tl.constexpr, FINISH: tl.constexpr, MULTIPLE: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     N, stride_dtotal = multiple(N, MULTIPLE), multiple(stride_dtotal, MULTIPLE)
@@ -170,8 +171,9 @@ def norm_backward_group_kernel(
         publish(sums_ptr + group * PARTS + part + one, pack_pair(*first))
     slots = tl.arange(0, SLOTS)
     for row in tl.range(group, M, groups, num_stages=STAGES):
-        at = sums_ptr + row * PARTS + slots
-        sums = look(at, slots < PARTS, 0)
+        at = sums_ptr + row * WORDS + slots
+        if FINISH:
+            sums = look(at, slots < WORDS, 0)
         after = row + groups
         there = (after + one) < M
         next_rstd = tl.load(rstd_ptr + after + one, mask=there, other=0.0)
@@ -193,7 +195,7 @@ def norm_backward_group_kernel(
             publish(sums_ptr + after * PARTS + part + one, pack_pair(*ahead), mask=there)
         if FINISH:
             if PUBLISH:
-                sums = settled(sums, tl.where(slots < PARTS, at, sums_ptr))
+                sums = settled(sums, tl.where(slots < WORDS, at, sums_ptr))
             c1, c2 = unpack_pair(sums)
             c1 = tl.sum(c1, axis=0) / N
             c2 = tl.sum(c2, axis=0) / N if CENTRED else 0.0
@@ -302,12 +304,18 @@ def norm_backward_group(dy, x, w, mean, rstd, bias=False, dtotal=None):
         partial_dw, partial_db = partial_sums(groups, x, bias)
         strides = [t.stride(0) for t in tensors]
         # One launch needs all programs at once: a cooperative launch is refused where they do not fit. Otherwise, and
-        # in the interpreter, the first launch publishes all sums and the second one uses them.
-        at_once = not triton_interprets() and parts <= plan.per_sm * rows.sms
+        # in the interpreter, the first launch publishes all sums and the second one uses them: those of more parts than
+        # run at once, which may be more words than a program can hold, added up in between.
+        fits = parts <= plan.per_sm * rows.sms
+        at_once = fits and not triton_interprets()
+        words = parts
         for publish_, finish in ((True, True),) if at_once else ((True, False), (False, True)):
+            if finish and not fits:
+                sums, words = sums.view(torch.float32).view(rows.M, parts, 2).sum(1).view(torch.int64), 1
             norm_backward_group_kernel[(groups * parts,)](
                 dtotal, dy, x, w, mean, rstd, dx, dresidual, partial_dw, partial_db, sums, rows.M, rows.N,
-                *_strides(dtotal, dy, x), groups, parts, _slots(parts, plan.warps), plan.chunks, plan.block,
+                *_strides(dtotal, dy, x), groups, parts, words, _slots(words, plan.warps) if finish else 1,
+                plan.chunks, plan.block,
                 plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)), publish_, finish,
                 common_multiple_of(rows.N, *strides), all(length % COLUMNS == 0 for length in (rows.N, *strides)),
                 num_warps=plan.warps, maxnreg=plan.registers, launch_cooperative_grid=at_once,
@@ -316,9 +324,9 @@ def norm_backward_group(dy, x, w, mean, rstd, bias=False, dtotal=None):
     return dx, dresidual, dw, db
 
 
-def _slots(parts: int, warps: int) -> int:
+def _slots(words: int, warps: int) -> int:
     """Lanes to look at the parts' sums with: within one warp, or one for each thread."""
-    slots = triton.next_power_of_2(parts)
+    slots = triton.next_power_of_2(words)
     return slots if slots <= 32 else max(slots, 32 * warps)
 
 

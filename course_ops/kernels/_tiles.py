@@ -70,10 +70,12 @@ def stream_zeros(x: Tensor, count: int, kind: object) -> Tensor:
     """
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=x.device)
-    key = x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0, count, kind
-    if key not in _zeros:
-        _zeros[key] = torch.zeros(count, dtype=torch.int32, device=x.device)
-    return _zeros[key]
+    stream = triton.runtime.driver.active.get_current_stream(x.device.index) if x.is_cuda else 0
+    key = x.device, stream, count, kind
+    zeros = _zeros.get(key)
+    if zeros is None:
+        zeros = _zeros[key] = torch.zeros(count, dtype=torch.int32, device=x.device)
+    return zeros
 
 
 _zeros: dict[object, Tensor] = {}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, num_sms, shared_memory, tma_takes, triton_interprets
+from course_ops._common import architecture, num_sms, roomy, tma_takes, triton_interprets
 from course_ops.kernels.attention_tiles import (
     LN2,
     LOG2E,
@@ -162,7 +162,7 @@ def attention_decode(
     owners = B * H // group
     # One program an SM, with steps of 128 keys, has as many bytes in flight as two with 64, and half as many parts. But
     # at the end of an owner it has none in flight, so where programs have several owners there are two.
-    programs_per_sm = 1 if owners <= num_sms(q.device) and shared_memory(q.device) > 9 * TILE_BYTES else 2
+    programs_per_sm = 1 if owners <= num_sms(q.device) and roomy(q.device) else 2
     block_n = min(128, 2 * TILE_BYTES // (programs_per_sm * q.element_size() * max(block_d, block_v)))
     blocks = max(1, triton.cdiv(S_k, block_n))
     share = share_of(owners, blocks, programs_per_sm * num_sms(q.device))

@@ -10,6 +10,7 @@ from course_ops.kernels._norm_backward import norm_backward_group, norm_backward
 from course_ops.kernels._rows import (
     Rows,
     Split,
+    add_step,
     common_multiple_of,
     in_chunks,
     look,
@@ -240,19 +241,20 @@ def layer_norm_two_pass_kernel(
     row = tl.program_id(0).to(tl.int64)
     # Distances from the first element: a running mean of 50 would round away what 500 chunks add to it.
     first = tl.load(x_ptr + row * stride_x).to(tl.float32)
-    count, mean, m2 = 0.0, 0.0, 0.0
-    for start in range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+    count, mean, m2, latest = 0.0, 0.0, 0.0, 0.0
+    for step in range(tl.cdiv(N, BLOCK)):
+        cols = step * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32) - first
-        chunk_count = tl.minimum(N - start, BLOCK).to(tl.float32)
+        chunk_count = tl.minimum(N - step * BLOCK, BLOCK).to(tl.float32)
         chunk_mean = tl.sum(tl.where(cols < N, x, 0.0), axis=0) / chunk_count
         centred = tl.where(cols < N, x - chunk_mean, 0.0)
         delta = chunk_mean - mean
-        m2 += tl.sum(centred * centred, axis=0) + delta * delta * (count * chunk_count / (count + chunk_count))
+        apart = delta * delta * (count * chunk_count / (count + chunk_count))
+        m2, latest = add_step(m2, latest, step, tl.sum(centred * centred, axis=0) + apart)
         count += chunk_count
         mean += delta * (chunk_count / count)
     mean += first
-    rstd = tl.rsqrt(m2 / N + eps)
+    rstd = tl.rsqrt((m2 + latest) / N + eps)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, N, BLOCK):

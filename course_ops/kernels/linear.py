@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, fitting_stages, num_sms, roomy, tma_takes, triton_interprets
+from course_ops._common import architecture, cdiv, fitting_stages, num_sms, roomy, tma_takes, triton_interprets
 from course_ops.kernels._tiles import swizzled_tile
 
 # gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded.
@@ -128,7 +128,7 @@ def linear_pointers(
     M, N, y = len(x), len(w), x.new_empty(len(x), len(w))
     if y.numel():
         # 128 bytes of K a step; 3 stages of 32 KB, so that two programs fit on an SM of Hopper.
-        pointers_kernel[(triton.cdiv(M, 128) * triton.cdiv(N, 128),)](
+        pointers_kernel[(cdiv(M, 128) * cdiv(N, 128),)](
             x, w, bias, residual, y, save, M, N, x.shape[1],
             x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0),
             bias is not None, gelu, residual is not None, save is not None,
@@ -150,7 +150,7 @@ def linear_tma(
     outer_descs = (
         TensorDescriptor.from_tensor(y if t is None else t, [128, block_n // 2]) for t in (residual, y, save)
     )  # y stands in for what is absent
-    tma_kernel[(min(sms, triton.cdiv(M, 128) * triton.cdiv(N, block_n)),)](
+    tma_kernel[(min(sms, cdiv(M, 128) * cdiv(N, block_n)),)](
         x_desc, w_desc, bias, *outer_descs, M, N, x.shape[1],
         bias is not None, gelu, residual is not None, save is not None,
         BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64, num_warps=8, num_stages=stages,
@@ -163,7 +163,7 @@ def tile_width(M: int, N: int, device: torch.device) -> int:
 
     128 x 256 needs the fewest bytes from L2; where that makes less than a tile an SM, halves use more SMs.
     """
-    return 256 if roomy(device) and triton.cdiv(M, 128) * triton.cdiv(N, 256) >= num_sms(device) else 128
+    return 256 if roomy(device) and cdiv(M, 128) * cdiv(N, 256) >= num_sms(device) else 128
 
 
 def tma_fits(x: Tensor, w: Tensor, residual: Tensor | None) -> bool:
@@ -184,7 +184,7 @@ def epilogue(
     """gelu(x + bias) + residual of a contiguous [M, N], in dtype; x + bias goes to `save`."""
     (M, N), y = x.shape, torch.empty_like(x, dtype=dtype)
     if y.numel():
-        epilogue_kernel[(triton.cdiv(M, 8) * triton.cdiv(N, 512),)](
+        epilogue_kernel[(cdiv(M, 8) * cdiv(N, 512),)](
             x, bias, residual, y, save, M, N, 0 if residual is None else residual.stride(0),
             bias is not None, gelu, residual is not None, save is not None, BLOCK_M=8, BLOCK_N=512,
         )  # fmt: skip
@@ -227,7 +227,7 @@ def gelu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """dy [M, N] with unit last stride, z [M, N] contiguous -> dz = dy gelu'(z) and its sums over rows, in z's dtype."""
     (M, N), dz, partial = z.shape, torch.empty_like(z), _partial(z)
     if z.numel():
-        dz_and_sums_kernel[(triton.cdiv(N, 128), len(partial))](
+        dz_and_sums_kernel[(cdiv(N, 128), len(partial))](
             dy, z, dz, partial, M, N, dy.stride(0), BLOCK_M=32, BLOCK_N=128
         )
     return dz, _total(partial, z.dtype)
@@ -237,7 +237,7 @@ def column_sums(dz: Tensor) -> Tensor:
     """The sums over the rows of a contiguous [M, N], added in fp32, in its dtype."""
     (M, N), partial = dz.shape, _partial(dz)
     if dz.numel():
-        column_sums_kernel[(triton.cdiv(N, 128), len(partial))](dz, partial, M, N, BLOCK_M=32, BLOCK_N=128)
+        column_sums_kernel[(cdiv(N, 128), len(partial))](dz, partial, M, N, BLOCK_M=32, BLOCK_N=128)
     return _total(partial, dz.dtype)
 
 
@@ -247,8 +247,8 @@ def _partial(z: Tensor) -> Tensor:
     Up to 128 rows one program walks down each column: to add up a few rows takes longer than to read them.
     """
     M, N = z.shape
-    most = 1 if M <= 128 else 8 * num_sms(z.device) // max(1, triton.cdiv(N, 128))
-    programs = max(1, min(triton.cdiv(M, 32), most))
+    most = 1 if M <= 128 else 8 * num_sms(z.device) // max(1, cdiv(N, 128))
+    programs = max(1, min(cdiv(M, 32), most))
     dtype = torch.float32 if programs > 1 else z.dtype
     return (torch.empty if M else torch.zeros)((programs, N), dtype=dtype, device=z.device)
 

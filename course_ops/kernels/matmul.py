@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, num_sms, shared_memory, tma_takes
+from course_ops._common import architecture, cdiv, num_sms, shared_memory, tma_takes
 from course_ops.kernels._tiles import multiply_tile, precision, predicted_cycles, swizzled_tile
 
 
@@ -28,7 +28,7 @@ def matmul_pointers(a: Tensor, b: Tensor) -> Tensor:
     c = a.new_empty(a.shape[0], b.shape[1])
     block = (128, 128, 64) if a.element_size() == 2 else (64, 64, 32)  # fp32 operands take more registers
     if c.numel():
-        pointers_kernel[(triton.cdiv(c.shape[0], block[0]) * triton.cdiv(c.shape[1], block[1]),)](
+        pointers_kernel[(cdiv(c.shape[0], block[0]) * cdiv(c.shape[1], block[1]),)](
             a, b, c, *c.shape, a.shape[1], *a.stride(), *b.stride(), c.stride(0), *block, precision(), 8,
             num_warps=8, num_stages=min(4, shared_memory(a.device) // ((128 + 128) * 64 * 2)),
         )  # fmt: skip
@@ -48,8 +48,8 @@ def matmul_ieee(a: Tensor, b: Tensor) -> Tensor:
     b = _fitted(b, k, _to_16(N) if b.stride(0) != 1 else N)
     out = c if c.shape == (len(a), b.shape[1]) else c.new_empty(len(a), b.shape[1])
     sms = num_sms(a.device)
-    tile = min(IEEE_TILES, key=lambda t: triton.cdiv(triton.cdiv(M, t[0]) * triton.cdiv(N, t[1]), sms) * t[0] * t[1])
-    pointers_kernel[(triton.cdiv(len(a), tile[0]) * triton.cdiv(b.shape[1], tile[1]),)](
+    tile = min(IEEE_TILES, key=lambda t: cdiv(cdiv(M, t[0]) * cdiv(N, t[1]), sms) * t[0] * t[1])
+    pointers_kernel[(cdiv(len(a), tile[0]) * cdiv(b.shape[1], tile[1]),)](
         a, b, out, *out.shape, k, *a.stride(), *b.stride(), out.stride(0), *tile, "ieee", 8, num_warps=4, num_stages=4
     )
     return c if out is c else c.copy_(out[:M, :N])
@@ -112,7 +112,7 @@ def matmul_tma(a: Tensor, b: Tensor) -> Tensor:
     m, n, k = block = _tma_tile(a, c)
     a_t, b_t = a.stride(-1) != 1, b.stride(-1) != 1
     stages = (shared_memory(a.device) - 1024 - m * n * a.element_size() // 2) // ((m + n) * k * a.element_size())
-    tma_kernel[(min(num_sms(a.device), triton.cdiv(c.shape[0], m) * triton.cdiv(c.shape[1], n)),)](
+    tma_kernel[(min(num_sms(a.device), cdiv(c.shape[0], m) * cdiv(c.shape[1], n)),)](
         TensorDescriptor.from_tensor(a.t() if a_t else a, [k, m] if a_t else [m, k]),
         TensorDescriptor.from_tensor(b.t() if b_t else b, [n, k] if b_t else [k, n]),
         TensorDescriptor.from_tensor(out, [m, n // 2]),

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import fitting_stages, num_sms, roomy
+from course_ops._common import cdiv, fitting_stages, num_sms, roomy
 from course_ops.kernels._tiles import swizzled_tile
 
 FP8 = torch.float8_e4m3fn
@@ -58,7 +58,7 @@ def fp8_pointers(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scheme:
     (M, K), N = a.shape, b.shape[1]
     c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
     if c.numel():
-        pointers_kernel[(triton.cdiv(M, 128) * triton.cdiv(N, 128),)](
+        pointers_kernel[(cdiv(M, 128) * cdiv(N, 128),)](
             a, b, scale_a, scale_b, c, M, N, K, a.stride(0), b.stride(1), *scale_a.stride(), *scale_b.stride(),
             scheme, BLOCK_M=128, BLOCK_N=128, BLOCK_K=GROUP, num_warps=8, num_stages=3,
         )  # fmt: skip
@@ -91,12 +91,12 @@ def fp8_tma(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scheme: str)
     """As fp8_pointers for "tensor" and "rows", rows at multiples of 16 bytes; summed by the tensor cores alone."""
     (M, K), N, sms = a.shape, b.shape[1], num_sms(a.device)
     c = torch.empty((M, N), dtype=torch.bfloat16, device=a.device)
-    wide = roomy(a.device) and triton.cdiv(M, 128) * triton.cdiv(N, 256) >= sms
+    wide = roomy(a.device) and cdiv(M, 128) * cdiv(N, 256) >= sms
     block_n, stages = (256, 3) if wide else (128, 4)
     stages = fitting_stages(stages, (128 + block_n) * GROUP, a.device, beside=128 * block_n)
     a_desc, b_desc = (TensorDescriptor.from_tensor(t, [rows, GROUP]) for t, rows in ((a, 128), (b.t(), block_n)))
     c_desc = TensorDescriptor.from_tensor(c, [128, block_n // 2])
-    tma_kernel[(min(sms, triton.cdiv(M, 128) * triton.cdiv(N, block_n)),)](
+    tma_kernel[(min(sms, cdiv(M, 128) * cdiv(N, block_n)),)](
         a_desc, b_desc, scale_a, scale_b, c_desc, M, N, K, scale_a.stride(0), scale_b.stride(1),
         scheme, BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=GROUP, num_warps=8, num_stages=stages,
     )  # fmt: skip

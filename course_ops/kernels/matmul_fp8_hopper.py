@@ -1,14 +1,13 @@
 """C = (A scale_a) (B scale_b) in e4m3 on Hopper: scales at the end of a tile, or promoted every 128 of K."""
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from course_ops._common import num_sms, tma_takes
+from course_ops._common import cdiv, num_sms, tma_takes
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import store_tile, swizzled_tile
 from course_ops.kernels._tiles import predicted_cycles
@@ -198,8 +197,8 @@ def fp8_promote_hopper(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, s
     sms = num_sms(a.device)
 
     def area_of_an_sm(tile: tuple[int, int]) -> int:
-        tiles = triton.cdiv(a.shape[0], tile[0]) * triton.cdiv(b.shape[1], tile[1])
-        return triton.cdiv(tiles, sms) * tile[0] * tile[1]
+        tiles = cdiv(a.shape[0], tile[0]) * cdiv(b.shape[1], tile[1])
+        return cdiv(tiles, sms) * tile[0] * tile[1]
 
     tile = min(PROMOTE_TILES, key=area_of_an_sm)
     scale_a = _aligned_rows(scale_a.t())
@@ -214,8 +213,8 @@ def _launch(kernel, a, b, scale_a, scale_b, tile, scale_desc, group=16, **option
     block_m, block_n = tile
     a_desc, b_desc, c_desc = _describe(a, 64, BLOCK_K), _describe(b.t(), block_n, BLOCK_K), _describe(c, 64, 64)
     scale_b = scale_b.t().contiguous()  # rows [N/128 or N or 1, K/128 or 1], as PyTorch wants scales to lie
-    tiles_m, tiles_n, steps = triton.cdiv(M, block_m), triton.cdiv(N, block_n), triton.cdiv(K, BLOCK_K)
-    programs = triton.cdiv(tiles_m * tiles_n, triton.cdiv(tiles_m * tiles_n, sms))
+    tiles_m, tiles_n, steps = cdiv(M, block_m), cdiv(N, block_n), cdiv(K, BLOCK_K)
+    programs = cdiv(tiles_m * tiles_n, cdiv(tiles_m * tiles_n, sms))
     kernel[(programs,)](
         a_desc, b_desc, c_desc, scale_desc, scale_a, scale_b, tiles_m, tiles_n, steps, M, N,
         5 if tile == (128, 128) else 4, group, num_warps=4, **options,
@@ -238,4 +237,4 @@ def _aligned_rows(scales: Tensor) -> Tensor:
     if tma_takes(scales):
         return scales
     steps, M = scales.shape
-    return scales.new_empty(steps, triton.cdiv(M, 4) * 4)[:, :M].copy_(scales)
+    return scales.new_empty(steps, cdiv(M, 4) * 4)[:, :M].copy_(scales)

@@ -1,12 +1,11 @@
 """C = A B on Hopper: persistent and warp-specialized. One producer warp loads, two consumer warpgroups multiply."""
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from course_ops._common import num_sms
+from course_ops._common import cdiv, num_sms
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import (
     as_operand,
@@ -107,9 +106,9 @@ def matmul_hopper(a: Tensor, b: Tensor) -> Tensor:
     block_n = plan_of(a, b, sms, whole_tiles_of=BLOCK_M).block_n
     (a_desc, a_t), (b_desc, b_t) = describe(a, BLOCK_M, BLOCK_K), describe(b, BLOCK_K, block_n)
     c_desc, _ = describe(c, BLOCK_M // 2, 64)
-    tiles_m, tiles_n, steps = triton.cdiv(M, BLOCK_M), triton.cdiv(N, block_n), triton.cdiv(K, BLOCK_K)
+    tiles_m, tiles_n, steps = cdiv(M, BLOCK_M), cdiv(N, block_n), cdiv(K, BLOCK_K)
     tiles = tiles_m * tiles_n
-    programs = triton.cdiv(tiles, triton.cdiv(tiles, sms))  # as few as make as many rounds as all SMs would
+    programs = cdiv(tiles, cdiv(tiles, sms))  # as few as make as many rounds as all SMs would
     persistent_kernel[(programs,)](
         a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, STAGES, GROUP, a_t, b_t, num_warps=4
     )  # fmt: skip

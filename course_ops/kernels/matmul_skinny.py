@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, fitting_stages, num_sms, tma_takes
+from course_ops._common import architecture, cdiv, fitting_stages, num_sms, shared_memory, tma_takes
 from course_ops.kernels._tiles import stream_zeros
 
 
@@ -119,7 +119,7 @@ def matmul_skinny(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) ->
 
 def _matvec(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     N, K = c.shape[1], a.shape[1]
-    matvec_kernel[(triton.cdiv(N, 4),)](a, b, c, N, K, a.stride(1), *b.stride(), 4, 1024, num_stages=1)
+    matvec_kernel[(cdiv(N, 4),)](a, b, c, N, K, a.stride(1), *b.stride(), 4, 1024, num_stages=1)
     return c
 
 
@@ -128,14 +128,15 @@ def _pointer_tile(a: Tensor) -> tuple[int, int, int, int, int]:
     block_m = min(128, max(16, triton.next_power_of_2(a.shape[0])))
     if a.element_size() == 4:  # no tensor cores: sums and operands take more registers
         return min(64, block_m), 64, 32, 4, 4
-    return block_m, 128, 64, 8 if block_m == 128 else 4, 4
+    stages = min(4, shared_memory(a.device) // (2 * (block_m + 128) * 64))
+    return block_m, 128, 64, 8 if block_m == 128 else 4, stages
 
 
 def _tma_tile(block_m: int, b: Tensor, n_major: bool) -> tuple[int, int, int, int]:
     """block_n, block_k, warps, stages: the narrowest tile that makes no more tiles than SMs, else the widest."""
     few = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if n_major else (256, 64, 4, 5)]
     tiles = few if block_m <= 32 else [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
-    n, k, warps, stages = next((t for t in tiles if triton.cdiv(b.shape[1], t[0]) <= num_sms(b.device)), tiles[-1])
+    n, k, warps, stages = next((t for t in tiles if cdiv(b.shape[1], t[0]) <= num_sms(b.device)), tiles[-1])
     return n, k, warps, fitting_stages(stages, 2 * (block_m + n) * k, b.device)
 
 
@@ -143,8 +144,8 @@ def _stream_k(
     a: Tensor, b: Tensor, c: Tensor, block_m: int, block_n: int, block_k: int, warps: int, stages: int, tma: str
 ) -> Tensor:
     (M, N), K, sms = c.shape, a.shape[1], num_sms(a.device)
-    tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
-    programs = min(sms, tiles * triton.cdiv(K, block_k))
+    tiles = cdiv(M, block_m) * cdiv(N, block_n)
+    programs = min(sms, tiles * cdiv(K, block_k))
     if tma and 5 * (programs // tiles * tiles) >= 4 * programs:  # even shares, where at most a fifth of the SMs idle
         programs = programs // tiles * tiles
     parts = torch.empty(programs, block_m, block_n, dtype=torch.float32, device=a.device)

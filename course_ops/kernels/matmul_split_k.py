@@ -3,14 +3,13 @@
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from course_ops._common import num_sms
+from course_ops._common import cdiv, num_sms
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describe, load_stage, split_columns
 from course_ops.kernels._tiles import stream_zeros
@@ -159,12 +158,12 @@ def _cycles(N: int, K: int, block_n: int, splits: int) -> float:
 @lru_cache(maxsize=4096)  # the host's time of a call is part of it
 def choose(M: int, N: int, K: int, sms: int) -> tuple[int, int, float] | None:
     """block_n, splits and estimated cycles of the best choice within one wave of programs; None if there is none."""
-    tiles_m, steps = triton.cdiv(M, 128), triton.cdiv(K, 64)
+    tiles_m, steps = cdiv(M, 128), cdiv(K, 64)
     choices = [
         (block_n, splits, _cycles(N, K, block_n, splits))
         for block_n in (64, 128, 256)
         for splits in (1, 2, 4, 8)
-        if splits <= min(sms // (tiles_m * triton.cdiv(N, block_n)), steps)
+        if splits <= min(sms // (tiles_m * cdiv(N, block_n)), steps)
     ]
     return min(choices, key=lambda choice: choice[2], default=None)
 
@@ -178,12 +177,12 @@ def matmul_split_k(a: Tensor, b: Tensor) -> Tensor:
     block_n, splits, _ = chosen
     (a_desc, a_t), (b_desc, b_t) = describe(a, 128, 64), describe(b, 64, block_n)
     c_desc, _ = describe(c, 64, min(64, block_n // splits))
-    tiles_m = triton.cdiv(M, 128)
-    tiles = tiles_m * triton.cdiv(N, block_n)
+    tiles_m = cdiv(M, 128)
+    tiles = tiles_m * cdiv(N, block_n)
     parts = torch.empty(tiles * splits if splits > 1 else 0, 128, block_n, dtype=torch.float32, device=a.device)
     counters = stream_zeros(a, 2 * sms, splits)  # of each number of splits, so that they stay its multiples
     split_k_kernel[(tiles * splits,)](
-        a_desc, b_desc, c_desc, parts, counters, tiles_m, triton.cdiv(K, 64), M,
+        a_desc, b_desc, c_desc, parts, counters, tiles_m, cdiv(K, 64), M,
         224 * 1024 // (128 * (128 + block_n)), splits, a_t, b_t, num_warps=4,
     )  # fmt: skip
     return c

@@ -14,7 +14,6 @@ waits for it, adds the sums in the order of K, and stores C: the result is the s
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from course_ops._common import num_sms, shared_memory
+from course_ops._common import cdiv, num_sms, shared_memory
 from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describe, split_columns, swizzled_tile
 from course_ops.kernels._matmul_plan import STEP, Plan, group_of, plan_of
@@ -352,14 +351,14 @@ def by_plan(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     consumers, block_n = plan.block_m // ROWS, plan.block_n
     (a_desc, a_t), (b_desc, b_t) = describe(a, ROWS, STEP), describe(b, STEP, block_n)
     c_desc, _ = describe(c, ROWS, PANEL)
-    tiles_m, tiles_n = triton.cdiv(c.shape[0], plan.block_m), triton.cdiv(c.shape[1], block_n)
+    tiles_m, tiles_n = cdiv(c.shape[0], plan.block_m), cdiv(c.shape[1], block_n)
     ctas = sms if plan.shared_tiles else min(sms, tiles_m * tiles_n)
     sums = a.new_empty(ctas * plan.block_m * block_n if plan.shared_tiles else 0, dtype=torch.float32)
     beside = 2 * consumers * ROWS * PANEL * 2 + 1024  # bytes: panels of C, barriers
     stages = min(6, (shared_memory(a.device) - beside) // (2 * STEP * (plan.block_m + block_n)))
     stream_k_hopper_kernel[(ctas,)](
         a_desc, b_desc, c_desc, sums, stream_zeros(a, 4 * sms, "stream-k hopper"),
-        triton.cdiv(a.shape[1], STEP), plan.shared_tiles, tiles_m, tiles_n,
+        cdiv(a.shape[1], STEP), plan.shared_tiles, tiles_m, tiles_n,
         group_of(tiles_m, plan.block_m, block_n, sms), consumers, stages, a_t, b_t, num_warps=4,
     )  # fmt: skip
     return c

@@ -8,7 +8,6 @@ none, 32 or 64. Each part has a block of B and an accumulator of its own, and on
       128 x 288 = | left: 256 | right: 32 |      256 x 160 = | left: 128 | right: 32 |, 128 rows for each consumer
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from course_ops._common import num_sms, shared_memory
+from course_ops._common import cdiv, num_sms, shared_memory
 from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import as_operand, describe, split_columns, swizzled_tile
 from course_ops.kernels._matmul_plan import STEP, Plan, group_of, parts_of, plan_of
@@ -228,12 +227,17 @@ def by_plan(
     right_desc = describe(b, STEP, right)[0] if right else None
     panel = right or 64
     c_desc, z_desc = (None if t is None else describe(t, rows, panel)[0] for t in (c, z))
-    tiles_m, tiles_n = triton.cdiv(M, plan.block_m), triton.cdiv(N, plan.block_n)
+    tiles_m, tiles_n = cdiv(M, plan.block_m), cdiv(N, plan.block_n)
     tiles = tiles_m * tiles_n
-    beside = 2 * CONSUMERS * rows * panel * 2 + 1024  # bytes: panels of C, barriers
-    stages = min(6, (shared_memory(a.device) - beside) // (2 * STEP * (plan.block_m + plan.block_n)))
-    tiles_kernel[(triton.cdiv(tiles, triton.cdiv(tiles, sms)),)](
-        a_desc, left_desc, right_desc, c_desc, z_desc, bias, tiles_m, tiles_n, triton.cdiv(K, STEP),
+    stages = stages_of(plan.block_m, plan.block_n, shared_memory(a.device))
+    tiles_kernel[(cdiv(tiles, cdiv(tiles, sms)),)](
+        a_desc, left_desc, right_desc, c_desc, z_desc, bias, tiles_m, tiles_n, cdiv(K, STEP),
         group_of(tiles_m, plan.block_m, plan.block_n, sms), N, left, right, stages, a_t, b_t, gelu, num_warps=4,
     )  # fmt: skip
     return c
+
+
+def stages_of(block_m: int, block_n: int, memory: int) -> int:
+    """How many steps' blocks of A and B have room in so many bytes of shared memory; six at most."""
+    beside = 2 * block_m * (parts_of(block_n)[1] or 64) * 2 + 1024  # bytes: two panels of C a consumer; barriers
+    return min(6, (memory - beside) // (2 * STEP * (block_m + block_n)))

@@ -10,6 +10,7 @@ from course_ops.kernels._norm_backward import norm_backward_group, norm_backward
 from course_ops.kernels._rows import (
     Rows,
     Split,
+    add_step,
     common_multiple_of,
     in_chunks,
     look,
@@ -156,11 +157,12 @@ def rstd_kernel(x_ptr, rstd_ptr, N, stride, eps, BLOCK_N: tl.constexpr, MULTIPLE
     N, stride = multiple(N, MULTIPLE), multiple(stride, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
     squares = tl.zeros([BLOCK_N], tl.float32)
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
+    latest = tl.zeros([BLOCK_N], tl.float32)
+    for step in range(tl.cdiv(N, BLOCK_N)):
+        cols = step * BLOCK_N + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + row * stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-        squares += x * x
-    tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(squares, axis=0) / N + eps))
+        squares, latest = add_step(squares, latest, step, x * x)
+    tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(squares + latest, axis=0) / N + eps))
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton.language as tl
 from course_ops.kernels._rows import (
     Rows,
     Split,
+    add_step,
     common_multiple_of,
     multiple,
     opaque,
@@ -114,14 +115,16 @@ def softmax_two_pass_kernel(
     N, stride_x, stride_y = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE), multiple(stride_y, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
     m = LOWEST
-    l = 0.0  # noqa: E741
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
+    l, latest = 0.0, 0.0  # noqa: E741
+    blocks = tl.cdiv(N, BLOCK_N)
+    for step in range(blocks):
+        cols = step * BLOCK_N + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=-float("inf")).to(tl.float32)
         m_new = tl.maximum(m, tl.max(x, axis=0))
-        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)  # noqa: E741
+        less = tl.exp(m - m_new)
+        l, latest = add_step(l * less, latest * less, step, tl.sum(tl.exp(x - m_new), axis=0))  # noqa: E741
         m = m_new
-    blocks = tl.cdiv(N, BLOCK_N)
+    l += latest  # noqa: E741
     for i in range(blocks):
         cols = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N).to(tl.float32)
@@ -228,13 +231,14 @@ def softmax_backward_two_pass_kernel(
     N, stride_y = multiple(N, MULTIPLE), multiple(stride_y, MULTIPLE)
     stride_dy, stride_dx = multiple(stride_dy, MULTIPLE), multiple(stride_dx, MULTIPLE)
     row = tl.program_id(0).to(tl.int64)
-    delta = 0.0
-    for start in range(0, N, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
+    delta, latest = 0.0, 0.0
+    blocks = tl.cdiv(N, BLOCK_N)
+    for step in range(blocks):
+        cols = step * BLOCK_N + tl.arange(0, BLOCK_N)
         y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0).to(tl.float32)
-        delta += tl.sum(y * dy, axis=0)
-    blocks = tl.cdiv(N, BLOCK_N)
+        delta, latest = add_step(delta, latest, step, tl.sum(y * dy, axis=0))
+    delta += latest
     for i in range(blocks):
         cols = (blocks - 1 - i) * BLOCK_N + tl.arange(0, BLOCK_N)
         y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N).to(tl.float32)

@@ -2,7 +2,7 @@
 
 import math
 
-from lessonkit import Unsupported, num_sms, shared_memory
+from lessonkit import Unsupported, device, num_sms
 
 import torch
 import triton
@@ -158,7 +158,7 @@ def shares(q, k, v, lengths=None, causal=True, scale=None, programs=None):
 def _shares(owners, S_k, row_bytes, programs):
     """Keys of a block, blocks of an owner, blocks of a program, and programs. Shares are equal, or up to 1/16 more if
     then owners end where programs do, and parts are fewer."""
-    programs_per_sm = 1 if owners <= num_sms() and shared_memory() > 9 * TILE_BYTES else 2
+    programs_per_sm = 1 if owners <= num_sms() and device.roomy() else 2
     block_n = min(128, 2 * TILE_BYTES // (programs_per_sm * row_bytes))
     blocks = max(1, triton.cdiv(S_k, block_n))
     least = triton.cdiv(owners * blocks, programs or programs_per_sm * num_sms())

@@ -384,6 +384,11 @@ def columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
+def atoms(text: str) -> list[str]:
+    """The pieces of a text that `wrapped` does not break, spaces among them."""
+    return _ATOM.findall(text)
+
+
 def wrapped(text: str, width: int, first: int, *, keep_spaces: bool = False) -> list[str]:
     """Lines of a width, the first one's its own. A line may end between two Chinese characters, not before a comma.
 

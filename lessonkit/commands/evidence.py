@@ -20,7 +20,7 @@ from rich.syntax import Syntax
 
 
 def can_ask() -> bool:
-    """Whether somebody sits at a terminal who may be asked."""
+    """Whether there is a terminal to ask in; a CI has none."""
     return sys.stdin.isatty() and sys.stdout.isatty() and not os.environ.get("CI")
 
 
@@ -82,7 +82,7 @@ def ask(name: str, lesson: Lesson, rungs: Sequence[str], words: Sequence[str] = 
 
 
 def ask_before_run(name: str, lesson: object) -> None:
-    """Before one lesson runs: ask once for predictions, where somebody can answer."""
+    """Before one lesson runs: ask once for predictions, if there is a terminal."""
     if not isinstance(lesson, Lesson) or not can_ask() or name in progress.asked():
         return
     progress.add("asked", name)

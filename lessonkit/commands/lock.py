@@ -47,12 +47,12 @@ def lock(upgrade: bool) -> list[Path]:
         raise Missing(UV.format(sys.executable))
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = settings["project"]
-    nvcc, web = (project["optional-dependencies"][extra] for extra in ("nvcc", "web"))
+    nvcc, web, browser = (project["optional-dependencies"][extra] for extra in ("nvcc", "web", "browser"))
     course = [*project["dependencies"], *settings["build-system"]["requires"]]
     course += [need for extra in EXTRAS for need in project["optional-dependencies"][extra]]
     before = "" if upgrade else "".join(path.read_text() for path in sorted(FOLDER.glob("*.txt")))
     pinned = [f"{name}=={version}" for name, version in pins((ROOT / "constraints.txt").read_text()).items()]
-    whole = _compiled(uv, [*course, *nvcc, *web], pinned, before)
+    whole = _compiled(uv, [*course, *nvcc, *web, *browser], pinned, before)
     ours = [name for name in pins(whole) if not name.startswith(CUDA)]
     without = [name for name in pins(whole) if name == "torch" or name.startswith(CUDA)]
     torch = f"torch=={pins(whole)['torch']}"
@@ -62,6 +62,7 @@ def lock(upgrade: bool) -> list[Path]:
         "torch_cpu.txt": _of_cpu(f"{torch}+cpu"),
         "nvcc.txt": _compiled(uv, nvcc, [], whole),
         "web.txt": _compiled(uv, web, pinned, whole),
+        "browser.txt": _compiled(uv, browser, pinned, whole),
     }
     for name, text in written.items():
         write_atomically(FOLDER / name, text)

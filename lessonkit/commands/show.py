@@ -1,14 +1,17 @@
 """What a lesson prints when it runs: its checks, what its rungs cost, and on a GPU how fast they are."""
 
 import os
+import re
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lessonkit.base import chips, device
 from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import REPORTS
-from lessonkit.base.prose import normal
+from lessonkit.base.prose import atoms, normal, wrapped
+from lessonkit.base.prose import columns as columns_of
 from lessonkit.base.words import later, said
 from lessonkit.judge import counters
 from lessonkit.judge.verify import LeftOut, Question, first_target, grad_checks, rung_checks
@@ -24,8 +27,15 @@ from rich.progress import Progress
 from rich.table import Table as RichTable
 from rich.text import Text
 
+# An overflow in an interpreted kernel is what a check is about: NumPy's word on it would stand between the tables.
+warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.")
 # What is printed is data: [x^2] is no markup, [0:x:2] no emoji. As wide as the terminal or as COLUMNS says.
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150, markup=False, emoji=False)
+COMPILED = later(
+    "regs: registers per thread; spills: bytes of registers kept in memory; shared: bytes of shared memory "
+    "per program; occ: occupancy, the share of an SM's warps; ld, st: bytes of the widest load and store of a thread"
+)
+CUT = "…"  # behind a piece of a word that is longer than a line
 MODES = {
     "cuda": later("run on the GPU"),
     "cpu": later("interpreted: no GPU was found"),
@@ -34,13 +44,100 @@ MODES = {
 }
 
 
-def table(heading: str, columns: Iterable[str], body: Iterable[Iterable[Any]]) -> None:
+def table(heading: str, columns: Iterable[str], body: Iterable[Iterable[Any]], legend: str = "") -> None:
+    """Print a table as wide as the terminal: cells wrap between words, and names behind a `_`, `.`, `/` or `=`.
+
+    Where even these pieces do not fit side by side, each line becomes a block of its own, `column: cell`.
+    legend: what abbreviations mean, one line below the table.
+    """
+    columns, lines = list(columns), [list(map(str, line)) for line in body]
+    for split, frame in ((_words, True), (_words, False), (_parts, True), (_parts, False)):
+        room = console.width - (3 * len(columns) + 1 if frame else 2 * len(columns) - 2)
+        if widths := _widths([columns, *lines], room, split):
+            _grid(heading, [columns, *lines], widths, split, frame)
+            break
+    else:
+        _blocks(heading, columns, lines)
+    if legend:
+        console.print(legend, style="dim", highlight=False)
+
+
+def _words(text: str) -> list[str]:
+    return [piece for line in text.split("\n") for piece in atoms(line)]
+
+
+def _parts(text: str) -> list[str]:
+    """Words, and the parts of a name: softmax_, online_, kernel."""
+    return [part for word in _words(text) for part in re.findall(r"[^_./=]*[_./=]+|[^_./=]+", word)]
+
+
+def _widths(lines: Sequence[Sequence[str]], room: int, split: Callable[[str], list[str]]) -> list[int]:
+    """A width for each column, at least its longest piece and at most its longest cell; [] if pieces do not fit."""
+    cells = [[line[nth] for line in lines] for nth in range(len(lines[0]))]
+    least = [
+        max((columns_of(piece.strip()) for cell in column for piece in split(cell)), default=0) for column in cells
+    ]
+    most = [max(columns_of(line) for cell in column for line in cell.split("\n")) for column in cells]
+    if sum(least) > room:
+        return []
+    widths, spare = list(least), room - sum(least)
+    wishes = sorted(range(len(least)), key=lambda nth: most[nth] - least[nth])
+    for left, nth in zip(range(len(wishes), 0, -1), wishes, strict=True):  # short cells first: they need not wrap
+        more = max(0, min(most[nth] - least[nth], spare // left))
+        widths[nth] += more
+        spare -= more
+    return widths
+
+
+def _grid(
+    heading: str, lines: Sequence[Sequence[str]], widths: list[int], split: Callable[[str], list[str]], frame: bool
+) -> None:
     grid = RichTable(title=heading, title_justify="left", title_style="bold")
-    for column in columns:
-        grid.add_column(column, overflow="fold")
-    for line in body:
-        grid.add_row(*map(str, line))
+    if not frame:
+        grid.box, grid.padding, grid.pad_edge = None, (0, 2, 0, 0), False
+    first, *others = (
+        [_wrapped(cell, width, split) for cell, width in zip(line, widths, strict=True)] for line in lines
+    )
+    for column, width in zip(first, widths, strict=True):
+        grid.add_column(column, no_wrap=True, min_width=width)
+    for line in others:
+        grid.add_row(*line)
     console.print(grid)
+
+
+def _wrapped(cell: str, width: int, split: Callable[[str], list[str]]) -> str:
+    lines = []
+    for text in cell.split("\n"):
+        line = ""
+        for piece in split(text):
+            if line and columns_of(line + piece.rstrip()) > width:
+                lines.append(line.rstrip())
+                line = ""
+            line += piece if line or piece.strip() else ""
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _blocks(heading: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """Each line of a table by itself: its first cell, and below it the others that say something."""
+    console.print(heading, style="bold", highlight=False)
+    for first, *others in lines:
+        console.print(Text(_marked(first, console.width)), highlight=False)
+        for column, cell in zip(columns[1:], others, strict=True):
+            if cell:
+                name = f"{column}: " if column else ""
+                for nth, line in enumerate(wrapped(name + cell, console.width - 6, console.width - 4)):
+                    indent = "      " if nth else "    "
+                    console.print(Text(_marked(indent + line, console.width)), highlight=False)
+
+
+def _marked(line: str, width: int) -> str:
+    """A line cut where it must be, with a mark that the word goes on."""
+    pieces = []
+    while columns_of(line) > width:
+        pieces.append(line[: width - 1] + CUT)
+        line = "      " + line[width - 1 :]
+    return "\n".join([*pieces, line])
 
 
 def _rule(name: str, where: str) -> None:
@@ -77,7 +174,8 @@ def checks(lesson: Lesson) -> int:
             progress.advance(task)
     wrong_or_left = said("wrong") if failures else said("left out")
     columns = [said("rung"), said("cases"), wrong_or_left, said("bytes / least")]
-    table(said("checked against PyTorch"), columns, body)
+    legend = said("bytes / least: bytes that the rung moves, as a multiple of the least that the operator needs")
+    table(said("checked against PyTorch"), columns, body, legend if any(line[3] for line in body) else "")
     if lesson.grad and not failures:
         wrong = grad_checks(lesson)
         failures += len(wrong)
@@ -160,7 +258,8 @@ def stored(name: str, lesson: Lesson) -> None:
     heading = said("stored from a GPU (none here): {path}").format(path=f"reports/{MACHINE}")
     if len(shapes) == 1:  # it stands above the table, which is then narrower
         heading, columns, body = f"{heading}, {shapes[0]}", columns[1:], [line[1:] for line in body]
-    table(heading, columns, body)
+    legend = said("limit: a copy of the same bytes, or cuBLAS at the same shape, timed in the same rounds")
+    table(heading, columns, body, legend)
     if old:
         console.print(said("* measured before the code of this rung changed"), style="dim")
 
@@ -200,19 +299,22 @@ def resources(name: str, targets: tuple[chips.Target, ...] = compiled.TARGETS) -
             found = compiled.kernels(name, targets)
         except Missing as missing:
             return console.print(str(missing), style="yellow")
-    columns = [
-        "rung",
-        "kernel",
-        "target",
-        "warps",
-        "registers",
-        "spills",
-        "shared",
-        "occupancy",
-        "load_bytes",
-        "store_bytes",
-    ]
-    table(said("compiled (no GPU needed)"), columns, ([getattr(k, c) for c in columns] for k in found))
+    columns = {
+        "rung": "rung",
+        "kernel": "kernel",
+        "target": "target",
+        "warps": "warps",
+        "regs": "registers",
+        "spills": "spills",
+        "shared": "shared",
+        "occ": "occupancy",
+        "ld": "load_bytes",
+        "st": "store_bytes",
+    }
+    body = [[getattr(k, field) for field in columns.values()] for k in found]
+    for line, kernel in zip(body, found, strict=True):
+        line[2] = chips.label(kernel.target)
+    table(said("compiled (no GPU needed)"), columns, body, said(COMPILED))
     if without := compiled.unfit(name, targets):
         table(
             said("no kernel"), [said("rung"), said("target"), said("why")], ([u.rung, u.target, u.why] for u in without)

@@ -17,7 +17,7 @@ import tempfile
 import tomllib
 import venv
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
 from pathlib import Path
@@ -29,7 +29,7 @@ from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.judge import verdicts, verify
 from lessonkit.lesson import Broken, Lesson, discover
 from lessonkit.modes import compiled
-from lessonkit.pages.targets import INTERPRETED, NOT_TRIED
+from lessonkit.pages.targets import CONSTRAINED, INTERPRETED, NO_ROOM, NO_WHEEL, NOT_TRIED, SILENT
 
 Pair = tuple[str, str]  # PyTorch, Triton
 
@@ -37,7 +37,7 @@ Pair = tuple[str, str]  # PyTorch, Triton
 PAIRS: tuple[Pair, ...] = (
     ("2.10.0", "3.6.0"),
     ("2.11.0", "3.6.0"),
-    ("2.12.1", "3.7.0"),
+    ("2.12.1", "3.7.1"),
     ("2.13.0", "3.7.1"),
     ("2.14.1", "3.8.0"),
     ("2.14.1", "3.9.0"),
@@ -104,7 +104,7 @@ def python(torch: str) -> Path:
     if not _is_there(folder, wanted):
         free = shutil.disk_usage(CACHE).free / 2**30
         if free < GIB:
-            raise NotInstalled(f"an environment takes {GIB} GiB; {free:.1f} are free on the cache's disk")
+            raise NotInstalled(NO_ROOM.format(needed=GIB, free=f"{free:.1f}"))
         venv.create(folder, clear=True, with_pip=True)
         _install(folder, executable, wanted)
     eviction.used(folder)
@@ -141,11 +141,11 @@ def _install(folder: Path, executable: Path, wanted: Sequence[str], *options: st
 def reason(said: str) -> str:
     """Why pip did not install: its own words in one line, without addresses."""
     if cap := re.search(r"requested \(constraint\) (torch|triton)\s*([<>=!~]+\s*[\w.]+)", said):
-        return f"the machine's pip is constrained to {cap[1]}{cap[2]}"
+        return CONSTRAINED.format(bound=f"{cap[1]}{cap[2]}")
     if "No matching distribution" in said:
-        return "pip finds no wheel of it for this machine"
+        return NO_WHEEL
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["pip says nothing"]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or [SILENT]
     return re.sub(r"\S+://\S+", "...", errors[-1])[:200]
 
 
@@ -167,7 +167,9 @@ def _process(pair: Pair) -> tuple[Path, dict[str, str]]:
     code = CACHE / "versions" / f"kernels-{triton}"
     for folder in (own, code):
         eviction.used(folder)
-    settings |= {"COURSE_CACHE": str(own), "TRITON_CACHE_DIR": str(code)}
+    settings["COURSE_CACHE"] = str(own)
+    if triton != here()[1]:  # the running Triton's machine code lies where it always does
+        settings["TRITON_CACHE_DIR"] = str(code)
     env = environment(**settings)
     if triton != OWN[torch]:
         env["PYTHONPATH"] += f"{os.pathsep}{overlay(triton)}"
@@ -236,22 +238,26 @@ def _here(which: str, targets: Sequence[chips.Target], checks: bool) -> Iterator
     chosen = {name: each for name, each in found.items() if isinstance(each, Lesson) and not each.extension}
     if checks:
         yield _checked(pair, list(chosen), broken)
-    names = [*chosen] + [compiled.COURSE_OPS] * (not which)
-    for target in targets:
-        yield _compiled(pair, names, target, broken)
+    # The operators first, for they take longest: the others then fill what is left of each core's time.
+    names = [compiled.COURSE_OPS] * (not which) + [*chosen]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        counts = [(target, [(name, pool.submit(compiled.count, name, target)) for name in names]) for target in targets]
+        for target, counting in counts:
+            yield _compiled(pair, target, counting, broken)
 
 
-def _compiled(pair: Pair, names: Sequence[str], target: chips.Target, broken: list[str]) -> tuple[Tried, list[str]]:
-    compiled.compile_ahead(names, [target])
+def _compiled(
+    pair: Pair, target: chips.Target, counting: Iterable[tuple[str, Future[compiled.Count]]], broken: list[str]
+) -> tuple[Tried, list[str]]:
     passed, without, words = 0, 0, list(broken)
-    for name in names:
+    for name, future in counting:
         try:
-            found = compiled.outcome(name, target)
+            count = future.result()
         except RuntimeError as why:
             words.append(f"{name} for {chips.label(target)}: {str(why)[-300:]}")
         else:
-            passed, without = passed + len(found.kernels), without + len(found.unfit)
-            words += [f"{name}: {line}" for line in found.failed]
+            passed, without = passed + count.kernels, without + count.unfit
+            words += [f"{name}: {line}" for line in count.failed]
     return Tried(*pair, str(target), passed, without, len(words)), words
 
 

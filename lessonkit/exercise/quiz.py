@@ -1,8 +1,8 @@
 """A short test before and after a day: FOLDER/quiz.toml says the questions, and no answer stands in it.
 
 Each skill is asked twice, before the day and after it, with other figures, code or kernels. Answers come from the
-lessons: a number is computed, a choice follows from a fact, the wrong line of a kernel is that of one of the lesson's
-mutants, which the lesson's own checks refuse. The words `{n}` in a text are figures of the part.
+lessons. A number is computed, and a choice follows from a fact. The wrong line of a kernel is that of one of the
+lesson's mutants, which the lesson's own checks refuse. The words `{n}` in a text are figures of the part.
 
     [[skill]]
     name = "programs of a grid"          as a teacher's summary has it
@@ -32,6 +32,7 @@ from typing import Any
 from lessonkit.base.cpp_text import definitions
 from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import ROOT
+from lessonkit.base.prose import is_prose
 from lessonkit.base.words import said
 from lessonkit.lesson import Mutant
 
@@ -242,7 +243,7 @@ def messages(path: Path) -> Iterator[str]:
         elif isinstance(value, list):
             for each in value:
                 yield from walk(each, key)
-        elif key in TEXTS and value:
+        elif key in TEXTS and is_prose(str(value)):  # a choice may be code
             yield str(value)
 
     yield from dict.fromkeys(walk(tomllib.loads(path.read_text())))

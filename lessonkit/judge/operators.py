@@ -71,9 +71,7 @@ def verdicts(module: str) -> dict[tuple[str, str], Verdict]:
 def write(place: Path, module: str, mutant: Mutant) -> None:
     """Copy course_ops into the folder `place`, with the mutant's one change."""
     shutil.copytree(ROOT / PACKAGE, place / PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "*.md"))
-    stem = module.rpartition(".")[2]
-    files = [ROOT / PACKAGE / "kernels" / f"{stem}.py", ROOT / PACKAGE / "kernels" / "_rows.py"]
-    before = tuple((path, path.read_text()) for path in files)
+    before = tuple((path, path.read_text()) for path in sorted(ROOT.glob(f"{PACKAGE}/kernels/*.py")))
     for path, text in mutants.changed(before, module, mutant).items():
         (place / path.relative_to(ROOT)).write_text(text)
 

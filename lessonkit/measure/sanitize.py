@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lessonkit.base import device
 from lessonkit.base.errors import Unsupported
-from lessonkit.base.files import changing, write_atomically
+from lessonkit.base.files import ROOT, changing, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.judge import check
 from lessonkit.lesson import Lesson
@@ -38,6 +38,7 @@ TOOLS = {
     "initcheck": (),
     "synccheck": (),
 }
+OPTIONS = ("--strip-paths", "no", "--print-limit", "100")  # a file of the course is found by its whole path
 INSTRUMENTED = ("consan", "iisan")  # TRITON_INSTRUMENTATION_MODE
 # What a report of each tool begins with, after "Error: " or "Warning: ". Anything else that a tool says is no report.
 BEGINNINGS = (
@@ -47,7 +48,9 @@ BEGINNINGS = (
 _HEAD = re.compile(rf"^=+ (?:Error: |ERROR: |Warning: |WARNING: )?((?:{'|'.join(BEGINNINGS)}).*)$")
 _MORE = re.compile(r"^=+ {2,}(\S.*)$")
 # `at add_kernel+0x150 in add.cu:12`, and before version 2022.4 `at 0x150 in add.cu:12:add_kernel(float *)`
-_AT = re.compile(r"\bat (?:0x[0-9a-f]+ in [^\s:]+:\d+:(?P<before>.+)|(?P<now>.+?)\+0x[0-9a-f]+(?: in .*)?$)")
+_AT = re.compile(
+    r"\bat (?:0x[0-9a-f]+ in [^\s:]+:\d+:(?P<before>.+)|(?P<now>.+?)\+0x[0-9a-f]+(?: in (?P<file>.*):(?P<line>\d+))?$)"
+)
 _SUMMARY = re.compile(r"^=+ (?:[A-Z]+ )?SUMMARY: (\d+)", re.MULTILINE)
 _ASSERTION = re.compile(r"^(\S+?):\d+: (\S+?): block: .* Assertion `(.*)` failed\.?$", re.MULTILINE)
 
@@ -58,7 +61,7 @@ class NotUnderstood(RuntimeError):
 
 @dataclass(frozen=True, order=True)
 class Report:
-    """What a tool says of a kernel, without addresses and threads."""
+    """What a tool says of a kernel, without addresses and threads; of accesses that race, with their lines of code."""
 
     tool: str
     kernel: str
@@ -127,8 +130,17 @@ def _report(tool: str, block: Sequence[str]) -> Report:
     where = next(filter(None, map(_AT.search, block)), None)
     said = [line for i, line in enumerate(block) if not i or re.match(r"and (Read|Write) access", line)]
     text = " ".join(re.sub(r"\s*\[\d+ hazards?\]|\s*\[\d+\]$", "", line) for line in said)
-    text = " ".join(_AT.sub("", line) for line in re.split(r"(?= and (?:Read|Write) access)", text))
+    text = " ".join(_AT.sub(_code, line) for line in re.split(r"(?= and (?:Read|Write) access)", text))
     return Report(tool, _kernel((where["now"] or where["before"]) if where else ""), " ".join(text.split()))
+
+
+def _code(at: re.Match[str]) -> str:
+    """The line of the course that an access is in, as "in `lines[i] = x`": its number changes more often."""
+    path = Path(at["file"] or "")
+    if not (path.is_relative_to(ROOT) and path.is_file()):
+        return ""
+    lines = path.read_text().splitlines()
+    return f"in `{lines[int(at['line']) - 1].strip()[:60]}`" if int(at["line"]) <= len(lines) else ""
 
 
 def _kernel(name: str) -> str:
@@ -172,7 +184,7 @@ def run(name: str, tool: str) -> Counter[Report]:
         if code and not found:
             raise NotUnderstood(f"{name} under {tool}: exit code {code}: {_last_words(out + err)}")
         return found
-    around = [ncu.find("compute-sanitizer"), "--tool", tool, *TOOLS[tool], "--print-limit", "100"]
+    around = [ncu.find("compute-sanitizer"), *OPTIONS, "--tool", tool, *TOOLS[tool]]
     code, out, err = ncu.output([*around, *command], SECONDS, **env)
     if DONE not in out:
         raise NotUnderstood(f"{name} under {tool}: not every rung ran (exit code {code}): {_last_words(out + err)}")

@@ -59,6 +59,15 @@ class Unfit:
 
 
 @dataclass(frozen=True)
+class Count:
+    """How many kernels a target gets of a lesson, and rungs it does not. failed: what nothing here explains."""
+
+    kernels: int
+    unfit: int
+    failed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What became of the rungs of a lesson for one target. failed: what nothing here explains."""
 
@@ -166,6 +175,7 @@ def compiling(target: Target) -> Iterator[dict[str, Any]]:
     """
     from triton import runtime
     from triton.backends.compiler import GPUTarget
+    from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
     class Driver:
@@ -194,7 +204,11 @@ def compiling(target: Target) -> Iterator[dict[str, Any]]:
 
     chip = chips.of(target)
     made: dict[str, Any] = {}
-    launch = JITFunction.run
+    launch, tune = JITFunction.run, Autotuner.run
+
+    def tune_anew(self: Any, *args: Any, **options: Any) -> Any:
+        self.cache.clear()  # a tile is kept by shape and dtype alone: another target's may not fit this one
+        return tune(self, *args, **options)
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if self.__name__ in made:
@@ -206,7 +220,7 @@ def compiling(target: Target) -> Iterator[dict[str, Any]]:
         with _errors_with_words():
             made[self.__name__] = launch(self, *args, grid=grid, warmup=True, **options)
 
-    with mock.patch.object(JITFunction, "run", compile_only):
+    with mock.patch.object(JITFunction, "run", compile_only), mock.patch.object(Autotuner, "run", tune_anew):
         runtime.driver.set_active(Driver())
         yield made
 
@@ -231,7 +245,27 @@ def _errors_with_words() -> Iterator[None]:
 
 def _compile_here(name: str, target: Target, rungs: Sequence[str]) -> dict[str, Any]:
     """Compile every rung of a lesson. Only in a process whose mode is `compiled` (see compile_server)."""
+    found, unfit, failed = _launched(name, target, rungs)
+    if not chips.is_amd(target):  # all at once: the disassembler starts once for a target
+        opcodes((code for _, compiled in found for code in functions(compiled.asm["cubin"]).values()), target)
     kernels: dict[tuple[str, str], Kernel] = {}
+    for rung, compiled in found:
+        kernel = inspect(rung, compiled, target)
+        failed += _wrong(rung, target, compiled, kernel.shared)
+        kernels[kernel.rung, kernel.kernel] = kernel
+    return asdict(Outcome(tuple(kernels.values()), tuple(unfit), tuple(failed)))
+
+
+def _count_here(name: str, target: Target) -> dict[str, Any]:
+    """As _compile_here, without a look into the machine code: a tenth of the time is the disassembler's."""
+    found, unfit, failed = _launched(name, target, ())
+    for rung, compiled in found:
+        failed += _wrong(rung, target, compiled, compiled.metadata.shared)
+    return asdict(Count(len({(rung, compiled.metadata.name) for rung, compiled in found}), len(unfit), tuple(failed)))
+
+
+def _launched(name: str, target: Target, rungs: Sequence[str]) -> tuple[list[tuple[str, Any]], list[Unfit], list[str]]:
+    """Launch every rung of a lesson: (rung, what Triton compiled of it), rungs left out, and what failed."""
     unfit, failed, found = list[Unfit](), list[str](), list[tuple[str, Any]]()
     # course_ops, which knows nothing of the kit, refuses by an error of its own.
     refusals = (import_module(COURSE_OPS).Unsupported if name == COURSE_OPS else Unsupported,)
@@ -260,13 +294,7 @@ def _compile_here(name: str, target: Target, rungs: Sequence[str]) -> dict[str, 
             if refused and not made:
                 unfit.append(Unfit(rung, target, refused[0].splitlines()[0]))
             found += [(rung, compiled) for compiled in made.values()]
-    if not chips.is_amd(target):  # all at once: the disassembler starts once for a target
-        opcodes((code for _, compiled in found for code in functions(compiled.asm["cubin"]).values()), target)
-    for rung, compiled in found:
-        kernel = inspect(rung, compiled, target)
-        failed += _wrong(kernel, compiled)
-        kernels[kernel.rung, kernel.kernel] = kernel
-    return asdict(Outcome(tuple(kernels.values()), tuple(unfit), tuple(failed)))
+    return found, unfit, failed
 
 
 def _calls(name: str, target: Target, rungs: Sequence[str]) -> Iterator[tuple[str, str, list[Callable[[], object]]]]:
@@ -307,13 +335,13 @@ def _why_not_amd(error: Exception) -> str:
     return next((why for pattern, why in NOT_ON_AMD if re.search(pattern, said)), "")
 
 
-def _wrong(kernel: Kernel, compiled: Any) -> list[str]:
+def _wrong(rung: str, target: Target, compiled: Any, shared: int) -> list[str]:
     """What must be in no kernel."""
-    at = f"{kernel.rung} for {chips.label(kernel.target)}: {kernel.kernel}"
-    most = chips.of(kernel.target).shared_block
+    at = f"{rung} for {chips.label(target)}: {compiled.metadata.name}"
+    most = chips.of(target).shared_block
     wrong = []
-    if kernel.shared > most:
-        wrong.append(f"{at} asks for {kernel.shared} bytes of shared memory a block; the chip has {most}")
+    if shared > most:
+        wrong.append(f"{at} asks for {shared} bytes of shared memory a block; the chip has {most}")
     # Only Gluon's, as Triton's own warp specialization makes some, too.
     if compiled.src.fn.is_gluon() and (idle := idle_barriers(compiled.asm["ttgir"])):
         wrong.append(
@@ -333,19 +361,29 @@ def outcome(name: str, target: Target, rungs: tuple[str, ...] = ()) -> Outcome:
 
     name: a Triton lesson, or COURSE_OPS. rungs: only these, or all. Kept on disk by what the kernels depend on.
     """
-    toolchain.need("Triton")
-    kept = _kept(name, target, rungs)
-    files.need_private(kept.parent)
-    if not kept.exists():
-        found = call_in_compiler(__name__, "_compile_here", name, target, rungs)
-        files.write_atomically(kept, json.dumps(found))
-    eviction.used(kept)
-    found = json.loads(kept.read_text())
+    found = _once("_compile_here", name, target, rungs)
     return Outcome(
         tuple(Kernel(**row) for row in found["kernels"]),
         tuple(Unfit(**each) for each in found["unfit"]),
         tuple(found["failed"]),
     )
+
+
+def count(name: str, target: Target) -> Count:
+    """How many kernels `outcome` would show, in less time: nothing is disassembled."""
+    found = _once("_count_here", name, target)
+    return Count(found["kernels"], found["unfit"], tuple(found["failed"]))
+
+
+def _once(function: str, *asked: Any) -> Any:
+    """What a function of this module says in the process that compiles; kept on disk."""
+    toolchain.need("Triton")
+    kept = _kept(function, *asked)
+    files.need_private(kept.parent)
+    if not kept.exists():
+        files.write_atomically(kept, json.dumps(call_in_compiler(__name__, function, *asked)))
+    eviction.used(kept)
+    return json.loads(kept.read_text())
 
 
 def compile_ahead(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> None:
@@ -363,9 +401,9 @@ def compile_ahead(names: Sequence[str], targets: Sequence[Target] = TARGETS) -> 
 KIT = ("base/chips.py", "base/device.py", "validate.py", "cuda/sass.py", "modes/compiled.py", "modes/opaque.py")
 
 
-def _kept(name: str, target: Target, rungs: tuple[str, ...]) -> Path:
-    """Where an outcome is kept, by the names and the words of all that it depends on."""
-    said = [name, str(target), *rungs, *_compilers(), repr(chips.of(target))]
+def _kept(function: str, name: str, target: Target, rungs: tuple[str, ...] = ()) -> Path:
+    """Where an answer is kept, by the names and the words of all that it depends on."""
+    said = [function, name, str(target), *rungs, *_compilers(), repr(chips.of(target))]
     said += [(ROOT / "lessonkit" / path).read_text() for path in KIT]
     said += [path.read_text() for path in _sources(name)]
     return files.CACHE / "compiled" / f"{hashlib.sha256(chr(0).join(said).encode()).hexdigest()[:32]}.json"

@@ -250,8 +250,9 @@ def watched(observe: Callable[[Access], None] | None = None, *, poison: int = 0)
     watching_them = {**accesses, "create_masked_load": watch.poisoning(accesses["create_masked_load"])}
     interpreter._interpreter, interpreter.GridExecutor.__call__ = watch, call
     interpreter._implicit_cvt = watch.converted(convert)
-    loads = TritonSemantic._load_legacy
-    TritonSemantic._load_legacy = watch.noting_other(loads)
+    load = "_load_legacy" if hasattr(TritonSemantic, "_load_legacy") else "load"  # one with `load` from Triton 3.8 on
+    loads = getattr(TritonSemantic, load)
+    setattr(TritonSemantic, load, watch.noting_other(loads))
     for name, access in watching_them.items():
         setattr(builder, name, watch.noting_whose(access, POINTER[name]))
     watching.append(traffic)
@@ -262,7 +263,7 @@ def watched(observe: Callable[[Access], None] | None = None, *, poison: int = 0)
         for name, access in accesses.items():
             setattr(builder, name, access)
         interpreter._implicit_cvt = convert
-        TritonSemantic._load_legacy = loads
+        setattr(TritonSemantic, load, loads)
         interpreter._interpreter, interpreter.GridExecutor.__call__ = watch.native, launch
 
 

@@ -1,7 +1,7 @@
 """What a learner's predictions, tries and quizzes say: one learner's evidence, and the summary of a class.
 
-A prediction is a figure with a unit: `1.2ms`, `350us`, `3.9TB/s`, `600TFLOP/s`, `85%` of the limit, `x1.5` (so many
-times as fast as the rung before), or `2least` (so many times the least bytes). It is held against a stored row.
+A prediction is a figure with a unit: `1.2ms`, `350us`, `3.9TB/s`, `600TFLOP/s`, or `85%` of the limit. `x1.5` is so
+many times as fast as the rung before, `2least` so many times the least bytes. It is held against a stored row.
 """
 
 import re

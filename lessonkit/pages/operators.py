@@ -23,6 +23,10 @@ HEADS = {
     "en": ["operator", "shape", "fastest rung", "rate", "best peer", "over it", "over the best peer, all shapes"],
     "zh": ["算子", "形状", "最快的一级", "速率", "最快的对手", "相对它", "各形状相对最快的对手"],
 }  # fmt: skip
+MEASURED = {
+    "en": "Measured with {}. Other versions are compiled and checked without a GPU, and not timed.",
+    "zh": "测量所用版本：{}。其他版本只在没有 GPU 的情况下编译和检查，没有计时。",
+}
 RANGE = {"en": "{} to {} ({} shapes)", "zh": "{} 到 {}（{} 个形状）"}
 MARKED = {
     "en": f"{MARK} Measured before the code, the inputs or a peer of that line changed; the operator's page says it.",
@@ -225,11 +229,12 @@ def overview(language: str, today: Today) -> str:
     """README's results: a line for each operator, at the largest shape that most of its lessons time."""
     parts = []
     for folder in device_folders():
-        body = []
+        body, used = [], set[str]()
         for ladder in ladders(folder):
             all_shapes, size = ladder.fastest(), results.main_size(ladder.lessons)
             best = next(b for b in all_shapes if size in (None, results.place(b.row)))
             row, peer = best.row, best.peer
+            used |= {f"torch {b.row.torch.partition('+')[0]}, Triton {b.row.triton}" for b in all_shapes}
             ratios = [b.row.ratio_to_best_peer for b in all_shapes if b.row.ratio_to_best_peer]
             old = f" {MARK}" * any(today.why_old(r) for b in all_shapes for r in (b.row, b.peer) if r)
             link = f"[{ladder.name}](reports/{folder.name}/{file_name(ladder.name)}){old}"
@@ -240,5 +245,6 @@ def overview(language: str, today: Today) -> str:
             body.append(line if len(ratios) > 1 else [*line, best.ratio])
         if body:
             marked = f"\n{MARKED[language]}\n" * any(MARK in line[0] for line in body)
-            parts.append(f"### {folder.name}\n\n" + markdown(HEADS[language], body) + marked)
+            measured = MEASURED[language].format("; ".join(sorted(used)))
+            parts.append(f"### {folder.name}\n\n{measured}\n\n" + markdown(HEADS[language], body) + marked)
     return "\n".join(parts) or "No GPU has been measured yet.\n"

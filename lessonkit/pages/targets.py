@@ -1,5 +1,6 @@
 """What the compilers made of the course for every target, and what the data sheets predict for every card."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from lessonkit.base.chips import CHIPS, TARGETS, Chip
 from lessonkit.base.files import REPORTS
 from lessonkit.base.markdown import markdown
 from lessonkit.base.tables import head, read_csv
+from lessonkit.base.words import later, translated
 from lessonkit.lesson import Lesson, shape_name
 from lessonkit.modes.compiled import COURSE_OPS
 
@@ -18,6 +20,16 @@ import torch
 FOLDER = REPORTS / "compiled"
 INTERPRETED = "interpreted"  # in reports/versions.csv, where another row names a target
 NOT_TRIED = "not tried"  # likewise
+# Why a pair was not tried, in reports/versions.csv; other reasons are pip's own words.
+NO_ROOM = later("an environment takes {needed} GiB; {free} are free on the cache's disk")
+CONSTRAINED = later("the machine's pip is constrained to {bound}")
+NO_WHEEL = later("pip finds no wheel of it for this machine")
+SILENT = later("pip says nothing")
+FEWER = {
+    "en": "- Where a column has several totals, the lower ones were tried before checks or kernels were added, or that "
+    "Triton lacks what some of them need.",
+    "zh": "- 同一列的总数不同时，较小的是在增加检查或 kernel 之前试的，或者该版本的 Triton 缺少其中一些所需的功能。",
+}
 CARDS = tuple(map(chips.first, TARGETS))  # the columns of floors
 RATES = {torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}  # other dtypes are computed at the rate of bf16
 
@@ -144,8 +156,20 @@ def versions(language: str) -> str:
         "zh": ("- 空格表示未试。", "- 未试 torch {torch} 与 Triton {triton}：{why}。"),
     }[language]
     lines = [said[0]] * (len(found) < len(pairs) * len(columns))
-    lines += [said[1].format(**row) for row in rows if row["target"] == NOT_TRIED]
+    totals = [{int(row["passed"]) + int(row["failed"]) for key, row in found.items() if key[2] == at} for at in columns]
+    lines += [FEWER[language]] * any(len(each) > 1 for each in totals)
+    left_out = [row | {"why": _reason(row["why"], language)} for row in rows if row["target"] == NOT_TRIED]
+    lines += [said[1].format(**row) for row in left_out]
     return "\n".join([table, *lines, ""]) if lines else table
+
+
+def _reason(why: str, language: str) -> str:
+    """Why a pair was not tried, in a language; pip's own words as they are."""
+    for message in (NO_ROOM, CONSTRAINED, NO_WHEEL, SILENT):
+        pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>.+)", re.escape(message))
+        if found := re.fullmatch(pattern, why):
+            return translated(message, language).format(**found.groupdict())
+    return why
 
 
 def _target(text: str) -> chips.Target:

@@ -19,6 +19,8 @@ class English(SearchEnglish):
 class Chinese(SearchChinese):
     """Only what is Chinese in a text is cut into words by jieba's dictionary: of these pages, most is code."""
 
+    language_name = "English"  # whose stemmer the page has: it looks for `EnglishStemmer`
+
     def __init__(self, options: dict[str, str]) -> None:
         super().__init__(options)
         self.stem = cache(super().stem)  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ must name this server in `Host`, and an `Origin`, where there is one, must be th
 is run only for a page that this server has served: such a page has a token, which other sites cannot read.
 """
 
+import gzip
 import hmac
 import io
 import json
@@ -28,6 +29,7 @@ POLICY = (  # what a page may load: its own files, and the small scripts that th
 )
 EXERCISE = "/api/exercise"
 TOKEN = "X-Course-Token"
+TEXT = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}  # sent compressed
 MOST = 256 * 1024  # bytes of a request; an answer has some thousand
 
 
@@ -60,11 +62,16 @@ class Handler(SimpleHTTPRequestHandler):
         if ".." in asked.replace("\\", "/").split("/") or not path.is_relative_to(root) or not path.is_file():
             self.send_error(HTTPStatus.NOT_FOUND)
             return None
-        if path.suffix != ".html":
+        if path.suffix not in TEXT:
             return super().send_head()
-        page = path.read_bytes().replace(b"</head>", self.server.mark + b"</head>", 1)
+        page = path.read_bytes()
+        if path.suffix == ".html":
+            page = page.replace(b"</head>", self.server.mark + b"</head>", 1)
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
+        if "gzip" in self.headers.get("Accept-Encoding", ""):
+            page = gzip.compress(page, 5)
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Type", f"{TEXT[path.suffix]}; charset=utf-8")
         self.send_header("Content-Length", str(len(page)))
         self.end_headers()
         return io.BytesIO(page)

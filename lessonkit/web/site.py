@@ -19,6 +19,7 @@ from lessonkit.pages import operators
 from lessonkit.web import LANGUAGES, charts, exercises, lessons, places
 
 OWN = Path(__file__).parent
+ACCENT = "green"
 PACKAGES = ("sphinx", "myst_parser", "shibuya", "jieba")
 
 
@@ -204,9 +205,16 @@ def _sphinx(job: tuple[str, str, str]) -> str:
 
 
 def _own(static: Path) -> None:
-    """Take out of the theme's files what a page must not do: load a font from another host, evaluate a string."""
+    """Take out of the theme's files what a page must not do, load a font from another host or evaluate a string, and
+    what no page needs: its other colours, half of its style.
+    """
     css, translations = static / "shibuya.css", static / "translations.js"
-    css.write_text(re.sub(r"@font-face\{[^{}]*url\(https?:[^{}]*\}", "", css.read_text()))
+    text = re.sub(r"@font-face\{[^{}]*url\(https?:[^{}]*\}", "", css.read_text())
+    others = set(re.findall(r"\[data-accent-color=(\w+)\]", text)) - {ACCENT}
+    text = re.sub(rf"\[data-accent-color=(?:{'|'.join(others)})\]\{{[^{{}}]*\}}", "", text)
+    for colour in others - set(re.findall(r"var\(--([a-z]+)-", text)):
+        text = re.sub(rf"--{colour}-[\w-]+:[^;{{}}]*(?:;|(?=\}}))", "", text)
+    css.write_text(text)
     if translations.exists():  # `addTranslations` evaluates the rule for plurals; Chinese has one form
         assign = (
             "((catalog) => { Object.assign(Documentation.TRANSLATIONS, catalog.messages); "
@@ -228,7 +236,7 @@ def _settings(language: str) -> dict[str, object]:
         "myst_links_external_new_tab": False,
         "suppress_warnings": ["misc.highlighting_failure", "myst.header", "toc.not_included"],
         "html_theme": "shibuya",
-        "html_theme_options": {"accent_color": "green", "show_ai_links": False, "toctree_collapse": True},
+        "html_theme_options": {"accent_color": ACCENT, "show_ai_links": False, "toctree_collapse": True},
         "html_static_path": [str(OWN / "static")],
         "templates_path": [str(OWN / "templates")],
         "html_favicon": str(OWN / "static" / "icon.svg"),

@@ -3,6 +3,8 @@
   "use strict";
   const zh = document.documentElement.lang.startsWith("zh");
   const say = (en, chinese) => (zh ? chinese : en);
+  // A page from a file may not read the pages that a search finds, so it shows their titles alone.
+  if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
   const article = document.querySelector("article");
   if (!article) return;
   const folds = [...article.querySelectorAll("details.fold.code")];

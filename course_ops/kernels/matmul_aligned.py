@@ -1,0 +1,55 @@
+"""C = A B on Hopper where rows begin within a sector of L2: first a copy whose rows begin at sectors, if that pays.
+
+Each tile reads its rows of A and B from L2, and a matrix is read by many tiles. Rows that begin within a sector cost
+1.7 times as much each time. A copy is read and written once, at the speed of memory.
+"""
+
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from course_ops._common import cdiv, num_sms
+from course_ops.kernels._matmul_plan import aligned_rows, copies_that_pay
+from course_ops.kernels.matmul_hopper import takes
+
+
+# Sizes along a row in eights of elements: so the compiler knows that 16 bytes can be copied at a time.
+@triton.jit
+def copy_kernel(
+    from_ptr, to_ptr, rows, eights, stride_from, stride_to, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # [rows, 8 * eights] each
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
+    mask = (row < rows) & (col < eights * 8)
+    x = tl.load(from_ptr + row * (stride_from * 8) + col, mask=mask)
+    tl.store(to_ptr + row * (stride_to * 8) + col, x, mask=mask)
+
+
+def aligned_copy(t: Tensor) -> Tensor:
+    """A copy of a 16-bit matrix whose rows, or columns if it lies so, begin at multiples of 128 bytes.
+
+    Rows of t have a multiple of 8 elements, and begin at multiples of 16 bytes.
+    """
+    stored = t if t.stride(1) == 1 else t.t()
+    rows, cols = stored.shape
+    copy = t.new_empty(rows, cols + -cols % 64)[:, :cols]
+    copy_kernel[(cdiv(rows, 8), cdiv(cols, 1024))](
+        stored, copy, rows, cols // 8, stored.stride(0) // 8, copy.stride(0) // 8, ROWS=8, COLS=1024
+    )
+    return copy if stored is t else copy.t()
+
+
+def which(a: Tensor, b: Tensor) -> tuple[bool, bool]:
+    """Whether to copy a, and b: what the model says of operands that the Hopper kernels take."""
+    (M, K), N = a.shape, b.shape[1]
+    if M % 8 or N % 8 or K % 8 or not takes(a, b):
+        return False, False
+    return copies_that_pay(M, N, K, aligned_rows(a), aligned_rows(b), num_sms(a.device))
+
+
+def multiply_copies(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """multiply(a, b) after the copies that pay. They take as much memory as the matrices, until it returns."""
+    copy_a, copy_b = which(a, b)
+    return multiply(aligned_copy(a) if copy_a else a, aligned_copy(b) if copy_b else b)

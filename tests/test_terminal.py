@@ -1,0 +1,127 @@
+"""What commands print at 80 columns: no row is wider, and no cell is cut in the middle of a word without a mark."""
+
+import re
+import warnings
+
+import lessonkit.__main__ as cli
+from lessonkit import device
+from lessonkit.base.prose import columns
+from lessonkit.commands import course_run, exercises, show
+from lessonkit.exercise import progress
+from lessonkit.lesson import discover
+
+import pytest
+from typer.testing import CliRunner
+
+WIDTH = 80
+NAME = "day2_triton_basics.lesson05_softmax"
+COMMANDS = [
+    "list", "list day2", "path", "path 1h", "path 5d", "path 11w", "words", "words SM", "words lesson05_softmax",
+    "chip", "chip h100 lesson05_softmax", "exercise list", "exercise list day2", "progress", "quiz", "stale",
+    "count 02_vector_add", "depends softmax_row", "trace lesson01_vector_add add_block n=300",
+    "compile lesson05_softmax", "check lesson01_vector_add", "doctor",
+]  # fmt: skip
+SLOW = ("count", "compile", "doctor")  # builds, compilers
+
+
+@pytest.fixture
+def terminal(tmp_path, monkeypatch):
+    """A terminal of 80 columns; returns (run a command, the cells of its tables)."""
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
+    monkeypatch.setattr(course_run, "FILE", tmp_path / "run.json")
+    monkeypatch.setattr(show.console, "_width", WIDTH)
+    monkeypatch.setattr(cli.report, "write", list)
+    monkeypatch.setattr(cli.report, "save_compiled", lambda name: None)
+    monkeypatch.setattr(cli.report, "save_emulated", lambda name, lines: None)
+    cells = []
+    table = show.table
+
+    def recorded(heading, columns, body, legend=""):
+        body = [list(map(str, line)) for line in body]
+        cells.extend(cell for line in [list(columns)[1:], *body] for cell in line)
+        table(heading, columns, body, legend)
+
+    monkeypatch.setattr(show, "table", recorded)
+
+    def run(command):
+        app = exercises.app if command.startswith("exercise ") else cli.app
+        with show.console.capture() as printed:
+            CliRunner().invoke(app, command.removeprefix("exercise ").split())
+        return printed.get()
+
+    return run, cells
+
+
+def words(text):
+    """What a reader sees, without frames and white space."""
+    return re.sub(r"[\s│┃━─┏┓┗┛┡┩┳┻╇└┘┴┬├┤]+", "", text)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(each, marks=[pytest.mark.night] * each.startswith(SLOW)) for each in COMMANDS],
+)
+def test_a_command_fits_into_80_columns(command, terminal):
+    run, cells = terminal
+    progress.add("predictions", progress.Guess(NAME, "softmax_row", "M=8192 N=8192", "x2"))
+    printed = run(command)
+    assert printed.strip(), "it prints something"
+    assert not [line for line in printed.splitlines() if columns(line.rstrip()) > WIDTH]
+    seen = words(printed)
+    cut = [piece for cell in cells for piece in show._parts(cell) if words(piece) not in seen]
+    assert not cut or show.CUT in printed, cut
+
+
+@pytest.mark.skipif(device.HAS_GPU, reason="it shows stored rows")
+@pytest.mark.parametrize("name", ["day2_triton_basics.lesson05_softmax", "day3_matmul_tk.lesson01_matmul"])
+def test_stored_times_fit_into_80_columns(name, terminal):
+    ((_, lesson),) = discover(name)
+    with show.console.capture() as printed:
+        show.stored(name, lesson)
+    lines = printed.get().splitlines()
+    assert max(map(columns, map(str.rstrip, lines))) <= WIDTH
+    assert "limit: a copy of the same bytes" in printed.get()
+
+
+@pytest.mark.parametrize("width", [24, 40, 80, 200])
+def test_a_table_is_cut_between_words_or_behind_the_joints_of_a_name(width, monkeypatch):
+    monkeypatch.setattr(show.console, "_width", width)
+    body = [["softmax_online_kernel", "several words that need a line or two of their own", "12"], ["x", "", "1,234"]]
+    with show.console.capture() as printed:
+        show.table("heading", ["name", "what it is", "count"], body, "count: how many")
+    text = printed.get()
+    assert max(map(columns, map(str.rstrip, text.splitlines()))) <= width
+    pieces = [piece.strip() for line in body for cell in line for piece in show._parts(cell)]
+    assert all(piece in text for piece in pieces)
+    assert "count: how many" in text
+    assert ("┏" in text) == (width >= 80)
+
+
+def test_a_word_longer_than_the_terminal_is_cut_with_a_mark(monkeypatch):
+    monkeypatch.setattr(show.console, "_width", 20)
+    with show.console.capture() as printed:
+        show.table("", ["a", "b"], [["x" * 30, "y"]])
+    assert f"{'x' * 19}{show.CUT}" in printed.get()
+    assert max(map(len, printed.get().splitlines())) <= 20
+
+
+def test_chinese_cells_are_as_wide_as_they_look(monkeypatch):
+    monkeypatch.setattr(show.console, "_width", 40)
+    with show.console.capture() as printed:
+        show.table("表", ["词", "意思"], [["流", "在显卡上按次序执行的一串操作，不同的流可以同时进行。" * 2]])
+    assert max(map(columns, map(str.rstrip, printed.get().splitlines()))) <= 40
+
+
+def test_a_name_that_several_lessons_have_says_which(terminal, monkeypatch):
+    monkeypatch.setattr(cli, "_scripts", lambda names, at_once, began: (x for x in ()))
+    run, _ = terminal
+    text = " ".join(run("run lesson01").split())
+    assert re.search(r"lesson01 names \d lessons: day1_pytorch\.lesson01_env_check, day2", text)
+    assert "One alone:" in text
+    assert "names" not in run("run day2")
+
+
+def test_an_overflow_of_an_interpreted_kernel_is_no_warning():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.warn_explicit("overflow", RuntimeWarning, "interpreter.py", 1, module="triton.runtime.interpreter")
+    assert not seen
