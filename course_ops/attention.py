@@ -33,31 +33,47 @@ MAX_HEAD_DIM = 256
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: int | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """out [B, H, S_q, D_v] of q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v]; differentiable once.
 
     fp32, fp16 or bf16, one dtype for all three; float64 too on the CPU. Any strides, D and D_v from 1 to 256. Under
     torch.autocast all three are cast to its dtype; float64 stays.
     causal: query i sees keys up to i + S_k - S_q. window: of these only the last `window`; needs causal.
-    scale: positive; 1 / sqrt(D) if None. Raises TypeError for a dtype, ValueError for a shape, a device or a value.
+    scale: positive; 1 / sqrt(D) if None. softcap: scores become softcap * tanh(scores / softcap) before they are masked
+    (Gemma 2); positive, or None for scores as they are. On Hopper the portable kernels compute it.
+    Raises TypeError for a dtype, ValueError for a shape, a device or a value.
 
     Under torch.use_deterministic_algorithms the gradient of q is the same to the bit each time, and slower. A FLOP
     counter is told 2 D + 2 D_v FLOPs forward and 6 D + 4 D_v backward for each pair of a query and a key that it sees.
     """
-    _expect_types(window, scale, q=q, k=k, v=v)
-    return torch.ops.course_ops.attention(q, k, v, causal, window, scale)[0]
+    _expect_types(window, scale, softcap, q=q, k=k, v=v)
+    return torch.ops.course_ops.attention(q, k, v, causal, window, scale, softcap)[0]
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: int | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As attention, with lse [B, H, S_q] in fp32 (float64 for float64), which has no gradient.
 
     Results over parts of the keys are merged by lse: lse = log(sum exp(lse_i)), out = sum exp(lse_i - lse) out_i.
     """
-    _expect_types(window, scale, q=q, k=k, v=v)
-    return torch.ops.course_ops.attention(q, k, v, causal, window, scale)
+    _expect_types(window, scale, softcap, q=q, k=k, v=v)
+    return torch.ops.course_ops.attention(q, k, v, causal, window, scale, softcap)
 
 
 def attention_backward(
@@ -71,24 +87,26 @@ def attention_backward(
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of attention, as q, k, v. dout as out; out and lse as attention_forward returned them.
 
     out and lse may be merged over more keys than k has, as in ring attention. Then dk and dv are the gradients of k's
     keys, and dq is their share of q's gradient.
     """
-    _expect_types(window, scale, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    return torch.ops.course_ops.attention_backward(dout, q, k, v, out, lse, causal, window, scale)
+    _expect_types(window, scale, softcap, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    return torch.ops.course_ops.attention_backward(dout, q, k, v, out, lse, causal, window, scale, softcap)
 
 
 # ---- Which kernel takes what: the first row whose condition holds ------------------------------------------------
 #
 #     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window
-#                hopper     sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes
+#                hopper     sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes; no softcap
 #                portable   everything: sm_80 on, fp32, D and D_v <= 256, any strides
 #     backward   hopper     sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; unless deterministic algorithms
-#                           are asked for (dQ is added up in any order)
-#                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; the same to the bit always
+#                           are asked for (dQ is added up in any order); no softcap
+#                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap; the same to
+#                           the bit each time
 #                portable   everything; the same to the bit each time
 
 
@@ -101,6 +119,7 @@ class Call(NamedTuple):
     causal: bool
     window: int | None
     scale: float
+    softcap: float | None = None
 
 
 class Gradient(NamedTuple):
@@ -115,6 +134,7 @@ class Gradient(NamedTuple):
     causal: bool
     window: int | None
     scale: float
+    softcap: float | None = None
 
 
 def _few_queries(c: Call) -> bool:
@@ -123,22 +143,26 @@ def _few_queries(c: Call) -> bool:
 
 
 def _on_hopper(c: Call) -> bool:
-    return hopper.takes(c.q, c.k, c.v)
+    return c.softcap is None and hopper.takes(c.q, c.k, c.v)
 
 
 def _gradient_on_hopper(c: Gradient) -> bool:
     nondeterministic = not torch.are_deterministic_algorithms_enabled()
-    return nondeterministic and hopper_backward.takes(c.dout, c.q, c.k, c.v)
+    return nondeterministic and c.softcap is None and hopper_backward.takes(*c[:4])
+
+
+def _gradient_of_long_heads(c: Gradient) -> bool:
+    return c.softcap is None and wide_backward.takes(*c[:4])
 
 
 FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor, Tensor]]], ...] = (
-    ("decode", _few_queries, lambda c: decode.attention_decode(c.q, c.k, c.v, c.causal, c.scale)),
-    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c)),
+    ("decode", _few_queries, lambda c: decode.attention_decode(*c[:4], c.scale, softcap=c.softcap)),
+    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c[:6])),
     ("portable", lambda c: True, lambda c: portable.attention_forward(*c)),
 )
 BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
     ("hopper", _gradient_on_hopper, lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window)),
-    ("wide", lambda c: wide_backward.takes(*c[:4]), lambda c: wide_backward.attention_backward(*c)),
+    ("wide", _gradient_of_long_heads, lambda c: wide_backward.attention_backward(*c[:9])),
     ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
 )
 
@@ -156,18 +180,19 @@ def launch_backward(call: Gradient) -> tuple[Tensor, Tensor, Tensor]:
 # ---- The operators -----------------------------------------------------------------------------------------------
 
 
-def _expect_types(window, scale, **tensors) -> None:
+def _expect_types(window, scale, softcap, **tensors) -> None:
     """What PyTorch's dispatcher would refuse with a RuntimeError, before it is asked."""
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: wrap it in torch.as_tensor")
     if window is not None and not isinstance(window, int | torch.SymInt):
         raise TypeError(f"window is {window!r}, expected an int or None")
-    if scale is not None and not isinstance(scale, int | float | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"scale is {scale!r}, expected a number or None")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and not isinstance(number, int | float | torch.SymFloat | torch.SymInt):
+            raise TypeError(f"{name} is {number!r}, expected a number or None")
 
 
-def _checked(q, k, v, causal, window, scale, **more) -> float:
+def _checked(q, k, v, causal, window, scale, softcap, **more) -> float:
     """The scale, or the error that a bad argument deserves. more: what else has q's dimensions and dtype."""
     dtypes = FLOATS if runs_kernel(q) else (*FLOATS, torch.float64)
     expect(q=q, k=k, v=v, **more, ndim=4, same_dtype=True, dtypes=dtypes)
@@ -186,12 +211,14 @@ def _checked(q, k, v, causal, window, scale, **more) -> float:
         raise ValueError(f"window = {window}, causal = {causal}: a window is 1 or more keys, and needs causal=True")
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale}, expected a positive number: to negate the scores, pass -q")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap = {softcap}, expected a positive number, or None for scores as they are")
     return 1 / math.sqrt(D) if scale is None else scale
 
 
-def _checked_gradient(dout, q, k, v, out, lse, causal, window, scale) -> float:
+def _checked_gradient(dout, q, k, v, out, lse, causal, window, scale, softcap) -> float:
     """As _checked, for a backward."""
-    scale = _checked(q, k, v, causal, window, scale, dout=dout, out=out)
+    scale = _checked(q, k, v, causal, window, scale, softcap, dout=dout, out=out)
     expect(lse=lse, dtypes=(_lse_dtype(q),))
     if lse.device != q.device:
         raise ValueError(f"lse is on {lse.device}, but q is on {q.device}: move one of them")
@@ -210,36 +237,37 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 @custom_op("course_ops::attention", mutates_args=())
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window: int | None = None, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    scale = _checked(q, k, v, causal, window, scale)
+    q: Tensor, k: Tensor, v: Tensor,
+    causal: bool = False, window: int | None = None, scale: float | None = None, softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scale = _checked(q, k, v, causal, window, scale, softcap)
     if not runs_kernel(q):
-        return _computed(q, k, v, causal, window, scale)
+        return _computed(q, k, v, causal, window, scale, softcap)
     with on_device(q):
-        return launch_forward(Call(q, k, v, causal, window, scale))
+        return launch_forward(Call(q, k, v, causal, window, scale, softcap))
 
 
 @custom_op("course_ops::attention_backward", mutates_args=())
 def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    causal: bool = False, window: int | None = None, scale: float | None = None,
+    causal: bool = False, window: int | None = None, scale: float | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    scale = _checked_gradient(dout, q, k, v, out, lse, causal, window, scale)
+    scale = _checked_gradient(dout, q, k, v, out, lse, causal, window, scale, softcap)
     if not runs_kernel(q):
-        return _computed_gradient(dout, q, k, v, out, lse, causal, window, scale)
+        return _computed_gradient(dout, q, k, v, out, lse, causal, window, scale, softcap)
     with on_device(q):
-        return launch_backward(Gradient(dout, q, k, v, out, lse.contiguous(), causal, window, scale))
+        return launch_backward(Gradient(dout, q, k, v, out, lse.contiguous(), causal, window, scale, softcap))
 
 
 @_attention.register_fake
-def _(q, k, v, causal=False, window=None, scale=None):
-    _checked(q, k, v, causal, window, scale)
+def _(q, k, v, causal=False, window=None, scale=None, softcap=None):
+    _checked(q, k, v, causal, window, scale, softcap)
     return empty_out(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
 
 
 @_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, causal=False, window=None, scale=None):
-    _checked_gradient(dout, q, k, v, out, lse, causal, window, scale)
+def _(dout, q, k, v, out, lse, causal=False, window=None, scale=None, softcap=None):
+    _checked_gradient(dout, q, k, v, out, lse, causal, window, scale, softcap)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -252,8 +280,8 @@ def _save(ctx, inputs, output):
 
 def _gradients(ctx, dout, _dlse):
     if dout is None:
-        return None, None, None, None, None, None
-    return *torch.ops.course_ops.attention_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None
+        return (None,) * 7
+    return *torch.ops.course_ops.attention_backward(dout, *ctx.saved_tensors, *ctx.options), *(None,) * 4
 
 
 _attention.register_autograd(_gradients, setup_context=_save)
@@ -309,21 +337,25 @@ def _hidden(S_q: int, S_k: int, causal: bool, window: int | None) -> Tensor:
     return hidden
 
 
-def _computed(q, k, v, causal, window, scale):
+def _capped(s: Tensor, softcap: float | None) -> Tensor:
+    return s if softcap is None else softcap * torch.tanh(s / softcap)
+
+
+def _computed(q, k, v, causal, window, scale, softcap=None):
     """out and lse."""
     (B, _, S_q, _), (_, H_kv, S_k, _), group, wide = q.shape, k.shape, q.shape[1] // k.shape[1], _lse_dtype(q)
     out, lse = empty_out(q, v.shape[-1]), torch.empty(q.shape[:-1], dtype=wide)
     hidden = _hidden(S_q, S_k, causal, window)
     for b, h in ((b, h) for b in range(B) for h in range(H_kv)):
         heads = slice(h * group, h * group + group)
-        s = (q[b, heads].to(wide) @ k[b, h].to(wide).T * scale).masked_fill(hidden, -math.inf)
+        s = _capped(q[b, heads].to(wide) @ k[b, h].to(wide).T * scale, softcap).masked_fill(hidden, -math.inf)
         lse[b, heads] = torch.logsumexp(s, -1)
         p = torch.exp(s - lse[b, heads, :, None]).masked_fill(hidden, 0)  # a row without keys: -inf - -inf is NaN
         out[b, heads] = (p @ v[b, h].to(wide)).to(q.dtype)
     return out, lse
 
 
-def _computed_gradient(dout, q, k, v, out, lse, causal, window, scale):
+def _computed_gradient(dout, q, k, v, out, lse, causal, window, scale, softcap=None):
     """dq as q, dk and dv as k and v."""
     (B, _, S_q, _), (_, H_kv, S_k, _), group, wide = q.shape, k.shape, q.shape[1] // k.shape[1], _lse_dtype(q)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -332,9 +364,12 @@ def _computed_gradient(dout, q, k, v, out, lse, causal, window, scale):
         heads = slice(h * group, h * group + group)
         q_wide, do_wide = q[b, heads].to(wide), dout[b, heads].to(wide)
         k_wide, v_wide = k[b, h].to(wide), v[b, h].to(wide)
-        p = torch.exp(q_wide @ k_wide.T * scale - lse[b, heads, :, None]).masked_fill(hidden, 0)
+        s = _capped(q_wide @ k_wide.T * scale, softcap)
+        p = torch.exp(s - lse[b, heads, :, None]).masked_fill(hidden, 0)
         delta = (do_wide * out[b, heads].to(wide)).sum(-1, keepdim=True)
         ds = p * (do_wide @ v_wide.T - delta) * scale
+        if softcap is not None:
+            ds *= 1 - (s / softcap).square()  # tanh's derivative
         dq[b, heads] = (ds @ k_wide).to(q.dtype)
         dk[b, h] = torch.einsum("gqk,gqd->kd", ds, q_wide).to(k.dtype)
         dv[b, h] = torch.einsum("gqk,gqd->kd", p, do_wide).to(v.dtype)

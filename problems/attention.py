@@ -3,7 +3,8 @@
 q [B, H, S_q, D]; k and v [B, H_kv, S_k, D], H a multiple of H_kv: query head h reads head h * H_kv // H of k and v.
 causal: query i sees keys j <= i + S_k - S_q, so the last query sees all keys (PyTorch's is_causal aligns the first
 query with the first key, which is the same only if S_q = S_k). window: of these the last `window` keys; needs causal.
-scale: positive, None for 1 / sqrt(D). v may have another head size, D_v; kernels of lessons take one. Results:
+scale: positive, None for 1 / sqrt(D). v may have another head size, D_v; softcap: scores
+become softcap * tanh(scores / softcap) before the mask. Kernels of lessons have neither. Results:
 o [B, H, S_q, D_v], lse [B, H, S_q] in fp32, the natural logarithm of each row's sum
 of exponentials. A query that sees no key gets o = 0 and lse = -inf.
 """
@@ -20,7 +21,7 @@ from problems.matmul import precision
 __all__ = ["PROBLEM", "PROBLEM_BACKWARD", "precision"]
 
 
-def reference(q, k, v, causal=False, window=None, scale=None):
+def reference(q, k, v, causal=False, window=None, scale=None, softcap=None):
     """A head at a time; q [B, H, S_q, D], k [.., D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q]."""
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -28,6 +29,8 @@ def reference(q, k, v, causal=False, window=None, scale=None):
     hidden = ~visible(S_q, S_k, causal, window, q.device)
     for b, h in ((b, h) for b in range(B) for h in range(H)):
         s = (q[b, h] @ k[b, h * H_kv // H].T) * (1 / math.sqrt(D) if scale is None else scale)
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
         s = s.masked_fill(hidden, -math.inf)
         lse[b, h] = torch.logsumexp(s.to(wide), -1)
         p = s.softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0)  # of a row that sees nothing it is 0 / 0

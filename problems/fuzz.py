@@ -380,6 +380,7 @@ def _attention(draw):
     causal = draw.one_of((False, True))
     window = draw.one_of((None, None, 1, draw.integer(1, max(1, S_k)), 10**6)) if causal else None
     options = {"causal": causal, "window": window, "scale": draw.one_of((None, None, 0.01, 0.5 / D**0.5, 2 / D**0.5))}
+    options["softcap"] = draw.one_of((None, None, 50.0, 3.0, 1e4))
     spoilt += [
         ("k", {"shape": [B, H_kv, S_k + 1, D]}),
         ("q", {"shape": [B, H, S_q, D + 1]}),
@@ -394,6 +395,9 @@ def _attention(draw):
         ("scale", -1.0),
         ("scale", math.inf),
         ("scale", math.nan),
+        ("softcap", 0.0),
+        ("softcap", -50.0),
+        ("softcap", "50"),
     ]
     spoilt += [("v", {"shape": [B, H_kv, S_k + 1, D_v]}), *([] if causal else [("window", 4)])]
     if H_kv > 1:
@@ -414,10 +418,10 @@ class _Kept(torch.autograd.Function):
         return dout, (dout * ctx.saved_tensors[0]).sum(-1), None
 
 
-def attention_reference(q, k, v, causal, window, scale, rounded):
+def attention_reference(q, k, v, causal, window, scale, rounded, softcap=None):
     if not len(q):  # without heads the problem's has no graph
         return q[..., :1].expand(*q.shape[:-1], v.shape[-1]).clone()
-    o, lse = attentions.reference(q, k, v, causal, window, scale)
+    o, lse = attentions.reference(q, k, v, causal, window, scale, softcap)
     return _Kept.apply(o, lse.to(o.dtype).masked_fill(lse == -math.inf, 0), rounded)
 
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import course_ops
 from course_ops import testing
 from course_ops.attention import BACKWARD, FORWARD, Call, Gradient, visible_pairs
-from course_ops.kernels import attention_decode
+from course_ops.kernels import attention_backward_hopper, attention_decode, attention_forward_hopper
 
 pytestmark = pytest.mark.kept
 
@@ -157,6 +157,42 @@ def test_16_bits(dev, dtype, i):
         near(mine, their + (their - exact.to(dtype)), exact)
 
 
+def capped(q, k, v, causal, window, scale, softcap):
+    """As theirs, out alone, with softcap * tanh(scores / softcap)."""
+    seen = mask(q.shape[2], k.shape[2], causal, window, q.device)
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    p = (softcap * torch.tanh(s / softcap)).masked_fill(~seen, -1e30).softmax(-1)  # -inf alone has no gradient
+    return torch.where(seen.any(-1, keepdim=True), p @ v, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 3.0, 50.0])
+@pytest.mark.parametrize("i", [4, 5, 7, 10, 11, 12, 14])
+def test_softcap(dev, i, softcap, dtype):
+    shape, causal, window, scale, layout = CASES[i]
+    q, k, v = (t.requires_grad_() for t in heads(dev, *shape, layout=layout, dtype=dtype))
+    dout, options = gradient_of_out(q, v).to(dtype), {"causal": causal, "window": window, "scale": scale}
+    out = course_ops.attention(q, k, v, **options, softcap=softcap)
+    found = [(out, *torch.autograd.grad(out, (q, k, v), dout))]
+    for wide in (dtype, torch.float64):
+        q_, k_, v_ = (t.detach().to(wide).requires_grad_() for t in (q, k, v))
+        out = capped(q_, k_, v_, causal, window, scale, softcap)
+        found.append((out, *(g.nan_to_num() for g in torch.autograd.grad(out, (q_, k_, v_), dout.to(wide)))))
+    for mine, their, exact in zip(*found, strict=True):
+        near(mine, their + (their - exact.to(dtype)), exact)
+    assert softcap == 50 or not torch.allclose(found[0][0], course_ops.attention(q, k, v, **options), atol=1e-3)
+
+
+def test_softcap_is_not_computed_on_hopper(monkeypatch):
+    monkeypatch.setattr(attention_forward_hopper, "takes", lambda *args: True)
+    monkeypatch.setattr(attention_backward_hopper, "takes", lambda *args: True)
+    q, k, v = heads("cpu", 1, 2, 100, 16)
+    for softcap, kernel in ((None, "hopper"), (50.0, "portable")):
+        assert chosen(FORWARD, Call(q, k, v, True, None, 0.25, softcap)) == kernel
+        assert chosen(BACKWARD, Gradient(q, q, k, v, q, q[..., 0], True, None, 0.25, softcap)) == kernel
+
+
 @pytest.mark.skipif(not device.HAS_GPU or device.architecture() != 90, reason="wgmma needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
@@ -244,7 +280,9 @@ def test_which_kernel():
 def test_float64_on_a_cpu():
     for D_v in (3, 8):
         q, k, v = (t.double().requires_grad_() for t in heads("cpu", 1, 4, 5, 8, S_k=7, H_kv=2, D_v=D_v))
-        assert torch.autograd.gradcheck(lambda *t: course_ops.attention(*t, causal=True, window=3), (q, k, v))
+        for softcap in (None, 0.7):
+            options = {"causal": True, "window": 3, "softcap": softcap}
+            assert torch.autograd.gradcheck(lambda *t, o=options: course_ops.attention(*t, **o), (q, k, v))
     out, lse = course_ops.attention_forward(q, k, v, causal=True)
     expected = theirs(q, k, v, True, None, None)
     torch.testing.assert_close((out, lse), expected)
@@ -387,6 +425,8 @@ REFUSED = (
     (refused(window=4), ValueError, "needs causal=True"),
     (refused(window=0, causal=True), ValueError, "1 or more keys"),
     (refused(scale=-1.0), ValueError, "pass -q"),
+    (refused(softcap=0.0), ValueError, "softcap = 0.0, expected a positive"),
+    (refused(softcap="50"), TypeError, "softcap is '50'"),
     (refused(scale=math.nan), ValueError, "positive number"),
     (refused_gradient(5, lambda t: t[..., 1:]), ValueError, "lse has shape"),
     (refused_gradient(5, torch.Tensor.half), TypeError, "lse is torch.float16"),

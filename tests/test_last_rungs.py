@@ -35,7 +35,7 @@ class Ladder:
 
 
 LADDERS = {
-    "flash attention": Ladder(  # tests/test_flash_hopper.py: the machine code is the same
+    "flash attention": Ladder(  # tests/test_flash_hopper.py: the instructions are the same
         rung="day4_replace_op.flash_hopper.causal_diagonal",
         shipped="course_ops.kernels.attention_forward_hopper",
         function="attention_forward",

@@ -6,8 +6,9 @@ Two kernels without atomics (Dao 2023, FlashAttention-2, algorithm 2, in two loo
     dkdv_kernel    a program owns a block of keys, loops over the queries that see it, and sums dK = scale dS^T Q
                    and dV = P^T dO
 
-Both compute P = exp(scale Q K^T - lse) and dS = P * (dO V^T - delta), so there are seven matmuls instead of five.
-delta = rowsum(dO * O) stands for the softmax's Jacobian.
+Both compute P = exp(S - lse), S = scale Q K^T, and dS = P * (dO V^T - delta), so there are seven matmuls instead of
+five. delta = rowsum(dO * O) stands for the softmax's Jacobian. With a softcap, S = cap T, T = tanh(scale / cap Q K^T),
+and dS is multiplied by tanh's derivative, 1 - T^2.
 """
 
 import triton
@@ -21,7 +22,9 @@ from course_ops.kernels.attention_tiles import (
     heads_in_l2,
     key_bounds,
     load_tile,
+    score_scales,
     store_tile,
+    tanh,
     tile_descriptors,
     tile_of_program,
     tile_width,
@@ -46,18 +49,24 @@ def delta_kernel(
 @triton.jit
 def add_keys(
     dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, b, h_kv, rows, start_at, stop_at,
-    S_k, D, D_v, offset, window, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    S_k, D, D_v, offset, window, scale_log2, cap_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to dq [BLOCK_M, BLOCK_D] of a block of queries what some blocks of keys have for them."""
     for start in range(start_at, stop_at, BLOCK_N):
         k_tile = load_tile(k, k_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
         v_tile = load_tile(v, v_strides, b, h_kv, start, S_k, D_v, BLOCK_N, BLOCK_V, TMA)
-        p = tl.exp2(tl.dot(q_tile, k_tile.T, input_precision=PRECISION) * scale_log2 - lse[:, None])
+        s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        if cap_scale is not None:
+            s = tanh(s * cap_scale)
+        p = tl.exp2(s * scale_log2 - lse[:, None])
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
             p = tl.where(visible(rows[:, None], keys[None, :], S_k, offset, window, CAUSAL, WINDOW), p, 0.0)
         ds = p * (tl.dot(do_tile, v_tile.T, input_precision=PRECISION) - delta[:, None])
+        if cap_scale is not None:
+            ds *= 1 - s * s
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq
 
@@ -67,7 +76,7 @@ def dq_kernel(
     q, k, v, dout,  # [B, H, S_q, D], [B, H_kv, S_k, D] and D_v, [B, H, S_q, D_v]: pointers, or descriptors if TMA
     dq_ptr, lse_ptr, delta_ptr,  # [B, H, S_q, D], twice [B, H, S_q] in fp32
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
-    scale, scale_log2, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr,
+    scale, scale_log2, cap_scale, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +94,7 @@ def dq_kernel(
         if part > 0 or WINDOW:
             dq = add_keys(
                 dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, b, h // GROUP, rows,
-                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, D_v, offset, window, scale_log2,
+                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, D_v, offset, window, scale_log2, cap_scale,
                 CAUSAL, WINDOW, part != 1, TMA, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
             )  # fmt: skip
     store_tile(dq_ptr, dq * scale, dq_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, False)
@@ -112,8 +121,9 @@ def query_bounds(
 @triton.jit
 def add_queries(
     dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, keys, start_at, stop_at,
-    S_q, S_k, D, D_v, offset, window, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    S_q, S_k, D, D_v, offset, window, scale_log2, cap_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to dk [BLOCK_N, BLOCK_D] and dv [BLOCK_N, BLOCK_V] of keys what some blocks of queries have for them.
 
@@ -125,10 +135,15 @@ def add_queries(
         head = (tl.cast(b, tl.int64) * H + h) * S_q
         lse = tl.load(lse_ptr + head + rows, mask=rows < S_q, other=0.0) * LOG2E
         deltas, inside = delta_ptr + head + rows, rows < S_q  # loaded where needed: 16 registers for a long time
-        p = tl.exp2(tl.dot(k_tile, q_tile.T, input_precision=PRECISION) * scale_log2 - lse[None, :])
+        s = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
+        if cap_scale is not None:
+            s = tanh(s * cap_scale)
+        p = tl.exp2(s * scale_log2 - lse[None, :])
         if MASKED:
             p = tl.where(visible(rows[None, :], keys[:, None], S_k, offset, window, CAUSAL, WINDOW), p, 0.0)
         ds = p * (tl.dot(v_tile, do_tile.T, input_precision=PRECISION) - tl.load(deltas, inside, 0.0)[None, :])
+        if cap_scale is not None:
+            ds *= 1 - s * s
         dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
@@ -139,7 +154,7 @@ def dkdv_kernel(
     q, k, v, dout, dk_ptr, dv_ptr,  # [B, H, S_q, D], [B, H_kv, S_k, D] and D_v, [B, H, S_q, D_v]; as k, as v
     lse_ptr, delta_ptr,  # [B, H, S_q] in fp32
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-    scale, scale_log2, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr,
+    scale, scale_log2, cap_scale, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -158,8 +173,8 @@ def dkdv_kernel(
             if part == 1 or (part == 0 and CAUSAL) or (part == 2 and WINDOW):
                 dk, dv = add_queries(
                     dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, keys,
-                    edges[part], tl.minimum(edges[part + 1], edges[3]), S_q, S_k, D, D_v, offset, window, scale_log2,
-                    CAUSAL, WINDOW, part != 1, TMA, BLOCK_M, BLOCK_D, BLOCK_V, PRECISION,
+                    edges[part], tl.minimum(edges[part + 1], edges[3]), S_q, S_k, D, D_v, offset, window,
+                    scale_log2, cap_scale, CAUSAL, WINDOW, part != 1, TMA, BLOCK_M, BLOCK_D, BLOCK_V, PRECISION,
                 )  # fmt: skip
     store_tile(dk_ptr, dk * scale, dk_strides, b, h_kv, key, S_k, D, BLOCK_N, BLOCK_D, False)
     store_tile(dv_ptr, dv, dv_strides, b, h_kv, key, S_k, D_v, BLOCK_N, BLOCK_V, False)
@@ -167,14 +182,14 @@ def dkdv_kernel(
 
 def attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, window: int | None, scale: float,
+    causal: bool, window: int | None, scale: float, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k [.., D] and v, out, dout [.., D_v] as in the forward, any strides -> dq as q, dk and dv as k, v.
 
     lse [B, H, S_q] in fp32, contiguous. What the forward kernel takes, D and D_v up to 256. Deterministic.
     """
     dk, dv = empty_like(k), empty_like(v)
-    dq, delta = _queries(dout, q, k, v, out, lse, causal, window, scale)
+    dq, delta = _queries(dout, q, k, v, out, lse, causal, window, scale, softcap)
     if not q.numel() or not k.numel():
         return dq, dk.zero_(), dv.zero_()
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
@@ -185,14 +200,14 @@ def attention_backward(
     dkdv_kernel[(B * H_kv * triton.cdiv(S_k, block_n),)](
         *tile_descriptors((q, k, v, dout), (block_m, block_n, block_n, block_m), tma), dk, dv, lse, delta,
         q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
-        scale, scale * LOG2E.value, window or 0, B, H, S_q, S_k, D, D_v, group, at_once, causal,
+        scale, *score_scales(scale, softcap), window or 0, B, H, S_q, S_k, D, D_v, group, at_once, causal,
         window is not None, tma, block_m, block_n, block_d, block_v, fp32_precision(),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _queries(dout, q, k, v, out, lse, causal, window, scale):
+def _queries(dout, q, k, v, out, lse, causal, window, scale, softcap):
     """dq as q, and delta [B, H, S_q] in fp32."""
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     dq, delta, block_d, block_v = empty_like(q), empty_like(lse), tile_width(D), tile_width(D_v)
@@ -207,7 +222,7 @@ def _queries(dout, q, k, v, out, lse, causal, window, scale):
     dq_kernel[(B * H * triton.cdiv(S_q, block_m),)](
         *tile_descriptors((q, k, v, dout), (block_m, block_n, block_n, block_m), tma), dq, lse, delta,
         q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
-        scale, scale * LOG2E.value, window or 0, B, H, S_q, S_k, D, D_v, H // H_kv, at_once, causal,
+        scale, *score_scales(scale, softcap), window or 0, B, H, S_q, S_k, D, D_v, H // H_kv, at_once, causal,
         window is not None, tma, block_m, block_n, block_d, block_v, fp32_precision(),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

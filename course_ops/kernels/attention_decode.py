@@ -23,6 +23,8 @@ from course_ops.kernels.attention_tiles import (
     empty_results,
     fp32_precision,
     load_tile,
+    score_scales,
+    tanh,
     tile_descriptors,
     tile_width,
 )
@@ -59,12 +61,13 @@ def owner_rows(
 def decode_kernel(
     q_ptr, k, v, o_ptr, lse_ptr, lengths_ptr,  # q, o [B, H, S_q, D or D_v], k, v [B, H_kv, S_k, D or D_v]; [B] or None
     parts_ptr, part_lse_ptr,  # [parts, USED, BLOCK_V], [parts, USED] fp32
-    q_strides, k_strides, v_strides, o_strides, scale_log2, H, S_q, S_k, D, D_v, group, owners, blocks, share,
+    q_strides, k_strides, v_strides, o_strides, scale_log2, cap_scale, H, S_q, S_k, D, D_v, group,
+    owners, blocks, share,  # cap_scale: None without a softcap; D_v: None if it is D
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr, EARLY_MERGE: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if D_v is None:  # the same as D
+    if D_v is None:
         D_v = D
     if EARLY_MERGE:
         gdc_launch_dependents()
@@ -83,6 +86,8 @@ def decode_kernel(
         for start in range(begin * BLOCK_N, tl.minimum(length, stop * BLOCK_N), BLOCK_N):
             keys = load_tile(k, k_strides, b, h_kv, start, length, D, BLOCK_N, BLOCK_D, TMA)
             s = tl.dot(q, keys.T, input_precision=PRECISION)
+            if cap_scale is not None:
+                s = tanh(s * cap_scale)
             s = tl.where(start + tl.arange(0, BLOCK_N)[None, :] <= last[:, None], s, -float("inf"))
             m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
             p = tl.exp2(s * scale_log2 - m_new[:, None])
@@ -134,7 +139,13 @@ def merge_kernel(
 
 
 def attention_decode(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, lengths: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    lengths: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
@@ -162,7 +173,7 @@ def attention_decode(
     early = hopper and not triton_interprets()  # programmatic dependent launch
     decode_kernel[(programs,)](
         q, *tile_descriptors((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse,
-        q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, H, S_q, S_k, D,
+        q.stride(), k.stride(), v.stride(), o.stride(), *score_scales(scale, softcap), H, S_q, S_k, D,
         None if D_v == D else D_v, group, owners, blocks, share, causal, lengths is not None, tma, early, group,
         max(16, used), used, block_n, block_d, block_v, fp32_precision(), num_warps=4, num_stages=3,
     )  # fmt: skip

@@ -11,14 +11,15 @@ from torch import Tensor
 from course_ops._common import architecture, roomy, tma_takes
 from course_ops.kernels.attention_tiles import (
     LN2,
-    LOG2E,
     LOWEST,
     empty_results,
     fp32_precision,
     heads_in_l2,
     key_bounds,
     load_tile,
+    score_scales,
     store_tile,
+    tanh,
     tile_descriptors,
     tile_of_program,
     tile_width,
@@ -29,13 +30,15 @@ from course_ops.kernels.attention_tiles import (
 @triton.jit
 def attend_blocks(
     acc, l, m, q_tile, k, v, k_strides, v_strides, b, h_kv, rows, start_at, stop_at, S_k, D, D_v, offset,
-    window, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    window, scale_log2, cap_scale, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take some blocks of keys into acc [BLOCK_M, BLOCK_V], the row sums l and maxima m [BLOCK_M], in powers of 2."""
     for start in range(start_at, stop_at, BLOCK_N):
         k_tile = load_tile(k, k_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
         s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+        if cap_scale is not None:
+            s = tanh(s * cap_scale)
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
             s = tl.where(visible(rows[:, None], keys[None, :], S_k, offset, window, CAUSAL, WINDOW), s, -float("inf"))
@@ -54,7 +57,8 @@ def attention_kernel(
     q, k, v, o,  # [B, H, S_q, D], [B, H_kv, S_k, D] and D_v, [B, H, S_q, D_v]: pointers, or descriptors if TMA
     lse_ptr,  # [B, H, S_q] in fp32
     q_strides, k_strides, v_strides, o_strides,
-    scale_log2, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    scale_log2, cap_scale, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE,  # cap_scale: None without a softcap
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +74,7 @@ def attention_kernel(
         if part > 0 or WINDOW:
             acc, l, m = attend_blocks(
                 acc, l, m, q_tile, k, v, k_strides, v_strides, b, h // GROUP, rows,
-                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, D_v, offset, window, scale_log2,
+                edges[part], tl.minimum(edges[part + 1], edges[3]), S_k, D, D_v, offset, window, scale_log2, cap_scale,
                 CAUSAL, WINDOW, part != 1, TMA, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
             )  # fmt: skip
     empty = l == 0
@@ -80,11 +84,11 @@ def attention_kernel(
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
-    fp32, fp16 or bf16, D and D_v up to 256, any strides. window needs causal. scale: positive.
+    fp32, fp16 or bf16, D and D_v up to 256, any strides. window needs causal. scale and softcap: positive.
     """
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     o, lse = empty_results(q, D_v)
@@ -96,7 +100,7 @@ def attention_forward(
     at_once = min(B * H, group * heads_in_l2(S_k * (block_d + block_v) * q.element_size(), q.device))
     attention_kernel[(B * H * triton.cdiv(S_q, block_m),)](
         *tile_descriptors((q, k, v, o), (block_m, block_n, block_n, block_m), tma), lse,
-        q.stride(), k.stride(), v.stride(), o.stride(), scale * LOG2E.value, window or 0,
+        q.stride(), k.stride(), v.stride(), o.stride(), *score_scales(scale, softcap), window or 0,
         B, H, S_q, S_k, D, D_v, group, at_once, causal, window is not None,
         tma, block_m, block_n, block_d, block_v, fp32_precision(), num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -38,6 +38,13 @@ def heads_in_l2(bytes_per_head: int, device: torch.device) -> int:
     return max(1, l2 // 2 // max(1, bytes_per_head))
 
 
+def score_scales(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """(a, None) if the exponent of a score s is a s, in powers of 2; (a, b) if it is a tanh(b s), with a softcap."""
+    if softcap is None:
+        return scale * LOG2E.value, None
+    return softcap * LOG2E.value, scale / softcap
+
+
 def fp32_precision() -> str:
     """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) where PyTorch is told to."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -56,6 +63,15 @@ def empty_out(q: Tensor, D_v: int) -> Tensor:
 def empty_results(q: Tensor, D_v: int) -> tuple[Tensor, Tensor]:
     """out as empty_out has it, and lse [B, H, S_q] in fp32."""
     return empty_out(q, D_v), torch.empty(q.shape[:-1], device=q.device)
+
+
+@triton.jit
+def tanh(x):
+    """In fp32. Below 0.3 by its series, since there 1 - exp(-2 x) has lost digits."""
+    y, e = x * x, tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    series = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    large = (1 - e) / (1 + e)
+    return tl.where(y < 0.09, series, tl.where(x < 0, -large, large))
 
 
 @triton.jit
