@@ -49,6 +49,7 @@ def test_the_first_failure_is_the_exit_status(load, tmp_path, codes, status):
 @pytest.mark.parametrize("ended", ["pytest", "mypy", "ruff"])
 def test_a_check_that_a_signal_ends_is_a_failure(load, tmp_path, monkeypatch, ended, capsys):
     course = load(tmp_path / "venv")
+    course.VENV.mkdir()  # where there is a browser, a note of its packages is left there
     monkeypatch.setattr(course, "environment", lambda: None)
 
     def run(command, **kwargs):
@@ -62,6 +63,7 @@ def test_a_check_that_a_signal_ends_is_a_failure(load, tmp_path, monkeypatch, en
 
 def test_words_behind_test_go_to_pytest(load, tmp_path, monkeypatch):
     course, commands = load(tmp_path / "venv"), []
+    course.VENV.mkdir()
     monkeypatch.setattr(course, "environment", lambda: None)
     monkeypatch.setattr(
         course.subprocess,

@@ -42,8 +42,8 @@ OLD_PAIR = {"triton": "3.6.0", "numpy": "2.4.1"}
 BROKEN = [
     ("Python is too old", replace(WHOLE, python="3.10.12"), "Python", "python3.12", True),
     ("no Triton", without("triton"), "triton", f'{sys.executable} -m pip install "triton>=3.6,<3.10"', True),
-    ("torch is too old", without("", torch="2.6.0+cu124"), "torch", 'pip install "torch>=2.10,<2.15"', True),
-    ("torch is too new", without("", torch="2.15.0"), "torch", 'pip install "torch>=2.10,<2.15"', True),
+    ("torch is too old", without("", torch="2.6.0+cu124"), "torch", 'pip install "torch>=2.10,<2.16"', True),
+    ("torch is too new", without("", torch="2.16.0"), "torch", 'pip install "torch>=2.10,<2.16"', True),
     ("Triton is too new", without("", triton="3.10.0"), "triton", 'pip install "triton>=3.6,<3.10"', True),
     ("3.10 is newer than 3.9, 3.8 is not", without("", matplotlib="3.8.4"), "matplotlib", "matplotlib>=3.9", True),
     ("numpy 2.4, Triton 3.6, no GPU", without("", NO_GPU, **OLD_PAIR), "triton + numpy", "numpy<2.4", True),

@@ -406,7 +406,7 @@ def test_the_command_writes_svg(tmp_path):
     assert done.exit_code == 0, done.output
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert set(written) == {"lesson05_softmax.online_softmax.svg", "lesson05_softmax.traffic.svg"}
-    assert "一遍之中" in written["lesson05_softmax.online_softmax.svg"]
+    assert "只走一遍" in written["lesson05_softmax.online_softmax.svg"]
     assert runner.invoke(app, ["picture", "lesson05_softmax", "--lang", "fr"]).exit_code == 2
     none = runner.invoke(app, ["picture", "lesson01_env_check", "--out", str(tmp_path)])
     assert none.exit_code == 1

@@ -346,3 +346,25 @@ def test_functions_that_count_as_they_were_are_still_there():
         assert then <= set(vars(import_module(module))), "a function that is gone needs no earlier words"
         counted = fingerprint._Walk(ROOT).module(module)
         assert {name: len(counted.statements[name]) for name in then} == dict.fromkeys(then, 1)
+
+
+def test_attention_gives_the_inputs_and_the_work_of_the_words_that_count():
+    """The earlier words, run in the module of today, beside its functions."""
+    attention = import_module("problems.attention")
+    then = dict(vars(attention))
+    exec(compile(fingerprint.THEN["problems.attention"], "then", "exec"), then)
+    for shape in (
+        {"B": 1, "H": 2, "S": 5, "D": 8},
+        {"B": 2, "H": 4, "S": 3, "D": 8, "S_k": 7, "H_kv": 2, "causal": True, "window": 2, "layout": "bshd"},
+    ):
+        sizes = {name: value for name, value in shape.items() if name != "layout"}
+        for work in ("work", "work_backward"):
+            now = getattr(attention, work)(dtype=torch.float16, **sizes)
+            assert now == then[work](dtype=torch.float16, **sizes)
+        for inputs in ("inputs", "inputs_backward"):
+            both = []
+            for ask in (getattr(attention, inputs), then[inputs]):
+                torch.manual_seed(0)
+                both.append(ask(*(shape[n] for n in "BHSD"), **{n: v for n, v in shape.items() if n not in "BHSD"}))
+            for one, other in zip(*both, strict=True):
+                assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

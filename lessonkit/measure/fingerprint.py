@@ -27,8 +27,8 @@ DECLARATION = "LESSON"
 GIVEN = {"inputs": ("inputs", "bench_dtype"), "work": ("work",)}  # what a row is of beside its code: fields that count
 # Names that the kit gave otherwise when rows were measured. They count as they were then: a new name is no new code.
 EARLIER = {"LESSONKIT_MODE": "LESSONKIT_LANE", "call_in_compiler": "elsewhere", "opaque": "again"}
-# Functions that answer a bench on every GPU with rows as they did when these were measured, and now on other cards or
-# under autocast too. They count as their words were then.
+# Functions that answer a bench on every GPU with rows as they did when these were measured. Now they also answer on
+# other cards, under autocast, or for options that those rows have not. They count as their words were then.
 THEN = {
     "lessonkit.base.device": """
 def architecture() -> int:
@@ -106,6 +106,66 @@ def expect(
             )
         if same_dtype and t.dtype != first.dtype:
             raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
+""",
+    # With one head size and no softcap: the same inputs, work and answers.
+    "problems.attention": """
+def reference(q, k, v, causal=False, window=None, scale=None):
+    (B, H, S_q, D), (_, H_kv, S_k, _) = (q.shape, k.shape)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    o, lse = (torch.zeros_like(q), torch.empty(B, H, S_q, dtype=wide, device=q.device))
+    hidden = ~visible(S_q, S_k, causal, window, q.device)
+    for b, h in ((b, h) for b in range(B) for h in range(H)):
+        s = q[b, h] @ k[b, h * H_kv // H].T * (1 / math.sqrt(D) if scale is None else scale)
+        s = s.masked_fill(hidden, -math.inf)
+        lse[b, h] = torch.logsumexp(s.to(wide), -1)
+        p = s.softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0)
+        o[b, h] = p @ v[b, h * H_kv // H]
+    return (o, lse)
+
+def inputs(B, H, S, D, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout='bhsd', dtype=torch.float32):
+
+    def make(H, S, mean):
+        t = torch.randn(B, H, S, D, device=DEVICE) + mean
+        t = t.to(dtype)
+        if layout == 'bshd':
+            return t.transpose(1, 2).contiguous().transpose(1, 2)
+        return torch.stack([t, t + 1], -1)[..., 0] if layout == 'wide' else t
+    S_k = S if S_k is None else S_k
+    q, k, v = (make(H, S, 1.0), make(H_kv or H, S_k, -1.0), make(H_kv or H, S_k, 0.5))
+    k += torch.linspace(-0.5, 0.5, S_k, device=DEVICE)[:, None].to(dtype)
+    return (q, k, v, causal, window, scale)
+
+def work(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, **_):
+    S_k = S if S_k is None else S_k
+    bytes = (2 * B * H * S * D + 2 * B * (H_kv or H) * S_k * D) * dtype.itemsize + 4 * B * H * S
+    return Work(bytes=bytes, flops=4 * B * H * D * pairs(S, S_k, causal, window))
+
+def reference_backward(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
+    (B, H, S_q, D), (_, H_kv, S_k, _) = (q.shape, k.shape)
+    dq, delta = reference_queries(grad_out, q, k, v, out, lse, causal, window, scale)
+    scale, hidden = (scale or 1 / math.sqrt(D), ~visible(S_q, S_k, causal, window, q.device))
+    dk, dv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=q.device)
+    for b, h in ((b, h) for b in range(B) for h in range(H)):
+        kv = (b, h * H_kv // H)
+        p = torch.exp(q[b, h] @ k[kv].T * scale - lse[b, h, :, None]).masked_fill(hidden, 0)
+        ds = p * (grad_out[b, h] @ v[kv].T - delta[b, h, :, None])
+        dk[kv] += ds.to(q.dtype).T @ q[b, h] * scale
+        dv[kv] += p.to(q.dtype).T @ grad_out[b, h]
+    return (dq, dk.to(q.dtype), dv.to(q.dtype))
+
+def inputs_backward(*sizes, dtype=torch.float32, **options):
+    q, k, v, *given = inputs(*sizes, dtype=dtype, **options)
+    grad_out = torch.empty_like(q).copy_(torch.randn(q.shape, device=DEVICE) + 0.5)
+    if DEVICE.type == 'meta':
+        return (grad_out, q, k, v, torch.empty_like(q), torch.empty(q.shape[:-1], device=DEVICE), *given)
+    wide = torch.float32 if DEVICE.type == 'cuda' else torch.float64
+    out, lse = reference(*(t.to(wide) for t in (q, k, v)), *given)
+    return (grad_out, q, k, v, out.to(dtype), lse.float(), *given)
+
+def work_backward(B, H, S, D, dtype, S_k=None, H_kv=None, causal=False, window=None, scale=None, layout=''):
+    S_k = S if S_k is None else S_k
+    bytes = B * D * (4 * H * S + 4 * (H_kv or H) * S_k) * dtype.itemsize + 4 * B * H * S
+    return Work(bytes=bytes, flops=10 * B * H * D * pairs(S, S_k, causal, window))
 """,
 }
 EVERYTHING = "*"  # stands for all that a module binds
