@@ -502,22 +502,16 @@ def _async_load(
 
 
 def _async_store(desc: _Descriptor, coord: Sequence[int], src: _Memory) -> None:
-    me, view = _now(), src.mine()
-    who, tick = me.start("store", "")
-    what = f"TMA reads {view.space.name} for {me.name}"
-    me.cluster.record(view.space, _Access(view.box, False, who, tick, False, what), {**me.clock, who: tick})
-    inside, part = desc.box(coord, view.data)
-
-    def complete() -> None:
-        inside.copy_(part)
-        for traffic in watching[-1:]:
-            traffic.written += part.numel() * part.element_size()
-
-    me.cluster.queues.setdefault(who, deque()).append(complete)
+    _async_write(desc, coord, src, torch.Tensor.copy_)
 
 
 def _async_atomic_add(desc: _Descriptor, coord: Sequence[int], src: _Memory) -> None:
-    """TMA adds to what lies in global memory; who waits for it, and how, as of a store."""
+    """TMA adds to what lies in global memory."""
+    _async_write(desc, coord, src, torch.Tensor.add_)
+
+
+def _async_write(desc: _Descriptor, coord: Sequence[int], src: _Memory, write: Callable[..., Any]) -> None:
+    """TMA reads shared memory and writes global memory: write(there, part) when the thread that asked waits for it."""
     me, view = _now(), src.mine()
     who, tick = me.start("store", "")
     what = f"TMA reads {view.space.name} for {me.name}"
@@ -525,7 +519,7 @@ def _async_atomic_add(desc: _Descriptor, coord: Sequence[int], src: _Memory) -> 
     inside, part = desc.box(coord, view.data)
 
     def complete() -> None:
-        inside.add_(part)
+        write(inside, part)
         for traffic in watching[-1:]:
             traffic.written += part.numel() * part.element_size()
 
