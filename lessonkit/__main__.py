@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -31,6 +32,7 @@ from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, ti
 from lessonkit.measure import (
     beside,
     dependents,
+    fuzz_bursts,
     fuzzing,
     gpu_mutants,
     ncu,
@@ -442,6 +444,9 @@ def fuzz_operators(
     operators: Annotated[list[str] | None, typer.Argument(help="Of course_ops (softmax); nothing: all.")] = None,
     cases: Annotated[int, typer.Option(help="So many of today's code, for each operator, direction and mode.")] = 500,
     seconds: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 600.0,
+    workers: Annotated[
+        int, typer.Option(help="So many processes run bursts of cases that share kernels, on a GPU 14; 0: one by one.")
+    ] = -1,
     mode: Annotated[
         list[str] | None, typer.Option(help="cpu (PyTorch computes), interpreted or gpu; nothing: what there is.")
     ] = None,
@@ -468,12 +473,19 @@ def fuzz_operators(
             failed += [] if outcome.well else [f"{each}: {outcome.kind}"]
         _end(failed)
     try:
-        failures = fuzzing.run(names, modes, cases, seconds, lambda line: print(line, flush=True))
+        workers = (14 if device.HAS_GPU else 0) if workers < 0 else workers
+        say = partial(print, flush=True)
+        if workers:
+            failures = fuzz_bursts.run(names, modes, cases, seconds, workers, say)
+        else:
+            failures = fuzzing.run(names, modes, cases, seconds, say)
     except Missing as missing:
         _end([str(missing)])
-    title = ["operator", "direction", "mode", "cases", "refused", "wrong", "crashes", "false alarms", "seconds"]
+    title = ["operator", "direction", "mode", "cases", "shapes", "kernels", "refused", "wrong", "crashes"]
+    title += ["false alarms", "seconds"]
     here = [count for count in fuzzing.counts().values() if count.mode in modes and count.operator in (names or known)]
-    fuzzed = [[c.operator, c.direction, c.mode, c.cases, c.refused, c.wrong, c.crashes, c.false_alarms, c.seconds]
+    fuzzed = [[c.operator, c.direction, c.mode, c.cases, c.shapes, c.kernels, c.refused, c.wrong, c.crashes,
+               c.false_alarms, c.seconds]
               for c in here if c.code == operator_rows.code(c.operator)]  # fmt: skip
     show.table("cases of today's code", title, fuzzed)
     _end([f"{each.case['operator']}: {each.fault}" for each in failures])
