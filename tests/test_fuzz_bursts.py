@@ -1,11 +1,15 @@
 """Bursts of random cases: few kernels, no case twice, honest counts, nothing waits for the device, all shrunk."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
 from random import Random
 
+from lessonkit.base import device
+from lessonkit.base.files import ROOT, environment
 from lessonkit.judge import bursts, check, fuzz
 from lessonkit.judge.bursts import Choices, Job, NewKernel
 from lessonkit.judge.fuzz import Outcome
@@ -266,3 +270,45 @@ def test_a_process_runs_bursts_of_every_operator(tmp_path):
             for direction in fuzz.DIRECTIONS[: 2 if question.gradients else 1]:
                 lines = list(worker.lines(Job(name, direction, 1, 8, 60.0)))
                 assert sum(map(Counter, of(lines, "judged")), Counter()) == {"right": 7, "refused": 1}, lines[-1]
+
+
+COUNTED = """
+import torch, course_ops
+from course_ops import _common
+from lessonkit.judge.bursts import Kernels, NewKernel
+from lessonkit.modes import compiled
+
+def softmax(columns, backward=False):
+    made.clear()  # or a launch of the same function would do nothing
+    x = torch.empty(4, columns, device="cpu", requires_grad=backward)
+    with _common.interpreting():
+        y = course_ops.softmax(x)
+        if backward:
+            y.backward(torch.empty_like(y))
+
+with compiled.compiling(90) as made, Kernels().counted() as kernels:
+    softmax(64)
+    softmax(64)
+    softmax(48)  # a power of two covers it, and 16 divides it: the same kernel
+    first = len(kernels.new)
+    kernels.closed = True
+    softmax(64)
+    refused = 0
+    for columns, backward in ((63, False), (64, True)):
+        try:
+            softmax(columns, backward)
+        except NewKernel:
+            refused += 1
+    kernels.closed = False
+    softmax(63)
+    print(first, refused, len(set(kernels.new)), kernels.seconds > 0)
+"""
+
+
+@pytest.mark.skipif(not device.HAS_COMPILER, reason="Triton has no compiler here")
+def test_kernels_are_counted_and_refused_where_triton_compiles():
+    """Forward, and in a backward that the autograd engine runs."""
+    env = environment(LESSONKIT_MODE="compiled", CUDA_VISIBLE_DEVICES="")
+    command = [sys.executable, "-W", "ignore", "-c", COUNTED]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "2", "2", "True"], done.stderr[-2000:]

@@ -24,6 +24,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+from lessonkit.base.device import DEVICE
 from lessonkit.judge import check, fuzz
 from lessonkit.judge.fuzz import Case, Outcome
 
@@ -34,6 +35,7 @@ GROUP = 16  # cases that the host waits for together
 KEEPS = (0.5, 0.7, 0.85, 0.95)  # how much a case repeats of an earlier one
 BASES = 32  # the latest cases drawn afresh, which others repeat
 LARGE = 16  # one case in so many may have tensors of fuzz.MOST elements; the others of a sixteenth
+RESERVED = 4 * 2**30  # bytes of the GPU that a process keeps between groups; others run beside it
 SPOILT = 8  # one case in so many is to be refused
 TRIES = 200  # cases dropped in a row before a new kernel is compiled anyway
 
@@ -187,7 +189,7 @@ class Bursts:
                 dropped += 1
                 continue
             except Exception:  # judged by itself, it says what is wrong
-                found = torch.ones((), dtype=torch.bool, device=fuzz.DEVICE)
+                found = torch.ones((), dtype=torch.bool, device=DEVICE)
             finally:
                 self.kernels.closed = False
             self._seen.add(name)
@@ -226,6 +228,8 @@ class Bursts:
             if not outcome.well:
                 self.say({"failed": vars(drawing), "kind": outcome.kind, "said": outcome.said})
         shapes = {digest([spec and spec["shape"] for spec in case["tensors"].values()]) for _, case, _ in group}
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > RESERVED:
+            torch.cuda.empty_cache()
         self.say({"judged": kinds, "again": again, "kernels": self.kernels.new, "shapes": sorted(shapes)})
         self.kernels.new = []
 
