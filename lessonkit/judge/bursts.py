@@ -32,7 +32,8 @@ import torch
 
 COMPILING = 0.5  # of an operator's time may go into new kernels
 GROUP = 16  # cases that the host waits for together
-KEEPS = (0.5, 0.7, 0.85, 0.95)  # how much a case repeats of an earlier one
+KEEPS = (0.5, 0.7, 0.85, 0.95)  # how much a case repeats of an earlier one, most often what needs no new kernel
+WIDE = 2**16  # a choice among so many is a seed, which no kernel depends on: it is drawn anew
 BASES = 32  # the latest cases drawn afresh, which others repeat
 LARGE = 16  # one case in so many may have tensors of fuzz.MOST elements; the others of a sixteenth
 RESERVED = 4 * 2**30  # bytes of the GPU that a process keeps between groups; others run beside it
@@ -74,7 +75,7 @@ class Kernels:
 class Choices:
     """Draws for fuzz.draw_case, written down. Each repeats the one of `base` with a probability, as far as it may.
 
-    Without a source of random numbers all are repeated, and what comes after the last is the least.
+    Seeds do not. Without a source of random numbers all are repeated, and what comes after the last is the least.
     """
 
     def __init__(self, most: int, random: Random | None, base: Sequence[int] = (), keep: float = 1.0) -> None:
@@ -83,7 +84,8 @@ class Choices:
 
     def integer(self, low: int, high: int) -> int:
         nth, chosen = len(self.made), low
-        if nth < len(self.base) and (self.random is None or self.random.random() < self.keep):
+        repeats = self.random is None or (high - low < WIDE and self.random.random() < self.keep)
+        if nth < len(self.base) and repeats:
             chosen = min(high, max(low, self.base[nth]))
         elif self.random is not None:
             chosen = self.random.randint(low, high)
@@ -126,6 +128,12 @@ class _Known:
     bases: list[Drawing] = field(default_factory=list)
     seconds: float = 0.0
     compiling: float = 0.0  # of these
+    ran: Counter[float] = field(default_factory=Counter)  # by how much was repeated: cases without a new kernel
+    tried: Counter[float] = field(default_factory=Counter)
+
+    def keep(self, random: Random) -> float:
+        """How much to repeat, by the share of cases that could be run so far."""
+        return random.choices(KEEPS, [(self.ran[keep] + 1) / (self.tried[keep] + 2) for keep in KEEPS])[0]
 
     @property
     def may_compile(self) -> bool:
@@ -173,12 +181,14 @@ class Bursts:
         while len(group) < n and time.monotonic() < until:
             self._pass_time(known)
             afresh = known.may_compile or dropped >= TRIES
-            drawing, case = self._drawn(job, known, random, afresh, spoilt=len(group) % SPOILT == SPOILT - 1)
+            keep = 0.0 if afresh else known.keep(random)
+            drawing, case = self._drawn(job, known, random, keep, spoilt=len(group) % SPOILT == SPOILT - 1)
             if (name := digest(case)) in self._seen:
                 dropped += 1
                 continue
             self.say({"drawn": vars(drawing)})
             self.kernels.closed = not afresh
+            known.tried[keep] += 1
             try:
                 found = self.look(case, self.mode)
             except NewKernel:
@@ -193,6 +203,7 @@ class Bursts:
             finally:
                 self.kernels.closed = False
             self._seen.add(name)
+            known.ran[keep] += 1
             group.append((drawing, case, found))
             if afresh and not case["spoilt"]:
                 known.bases = [*known.bases, drawing][-BASES:]
@@ -200,16 +211,15 @@ class Bursts:
         return group
 
     def _drawn(
-        self, job: Job, known: _Known, random: Random, afresh: bool, *, spoilt: bool
+        self, job: Job, known: _Known, random: Random, keep: float, *, spoilt: bool
     ) -> tuple[Drawing, Case]:  # fmt: skip
         """A case drawn afresh or after an earlier one; to be refused or not. Drawing costs little, so it may repeat."""
         while True:
-            if afresh:
-                most = fuzz.MOST[self.mode] // (1 if random.randrange(LARGE) == 0 else LARGE)
-                draw = Choices(most, random)
-            else:
+            if keep:
                 base = random.choice(known.bases)
-                draw = Choices(base.most, random, base.choices, random.choice(KEEPS))
+                draw = Choices(base.most, random, base.choices, keep)
+            else:
+                draw = Choices(fuzz.MOST[self.mode] // (1 if random.randrange(LARGE) == 0 else LARGE), random)
             case = fuzz.draw_case(job.operator, job.direction, draw)
             if bool(case["spoilt"]) == spoilt:
                 return Drawing(job.operator, job.direction, draw.most, tuple(draw.made)), case

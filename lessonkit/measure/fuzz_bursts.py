@@ -1,7 +1,8 @@
 """Bursts of random cases by many processes at once (judge.bursts), their counts, and their failures shrunk.
 
-Each process has the GPU by turns, and takes the next burst of the operator and direction that has the fewest cases. A
-process that dies or hangs is asked again, by another one, for each case that was under way.
+Each process has the GPU by turns. It takes the next burst of an operator and direction that no other process has, with
+the least time so far; of like ones, one that it has kernels of. A process that dies or hangs is asked again, by another
+one, for each case that was under way.
 """
 
 import json
@@ -22,7 +23,7 @@ from lessonkit.judge.fuzz import Case, Outcome
 from lessonkit.measure import fuzzing
 from lessonkit.measure.fuzzing import COUNTS, FOUND, Count, Found, Worker
 
-BURST = 500  # cases of one operator and direction before a process takes the next
+BURST = 1000  # cases of one operator and direction before a process takes the next
 BURST_S = 25.0  # seconds of one burst at most
 PATIENCE = 120.0  # seconds for one case, while all processes compile
 SAVING_S = 10.0  # seconds between two writes of a count
@@ -91,6 +92,8 @@ class Tally:
     unsaved: Count  # of these, what is not in the file yet
     begun_with: int  # cases
     promised: int = 0  # cases of bursts that are under way
+    under_way: int = 0  # bursts
+    seconds: float = 0.0  # of processes
     bursts: int = 0
     saved: float = 0.0  # when
     shapes: set[str] = field(default_factory=set)
@@ -135,16 +138,15 @@ class Run:
                 worker.stop()
 
     def _next(self, mine: Counter[tuple[str, ...]]) -> tuple[Tally, Job] | None:
-        """The operator and direction with the fewest cases; of like ones, one that this process has kernels of."""
+        """An operator and direction with as few bursts under way, and as little time, as any; rather one of `mine`."""
         with self.lock:
             left = self.end - time.monotonic()
             waiting = [t for t in self.tallies if t.count.cases + t.promised < self.cases]
             if left <= 0 or not waiting:
                 return None
 
-            def order(tally: Tally) -> tuple[int, bool, int]:
-                cases = tally.count.cases + tally.promised
-                return cases // BURST, tally.count.key not in mine, cases
+            def order(tally: Tally) -> tuple[int, int, bool, float]:
+                return tally.under_way, int(tally.seconds / BURST_S), tally.count.key not in mine, tally.seconds
 
             tally = min(waiting, key=order)
             count = tally.count
@@ -152,12 +154,14 @@ class Run:
             # The seeds of a later run are others, since it begins with more cases.
             seed = 1000 * tally.begun_with + tally.bursts
             tally.promised += n
+            tally.under_way += 1
             tally.bursts += 1
             return tally, Job(count.operator, count.direction, seed, n, min(BURST_S, left))
 
     def _burst(self, tally: Tally, job: Job, worker: BurstWorker) -> None:
         worker.started()
-        start, under_way = time.monotonic(), list[Drawing]()
+        start = began = time.monotonic()
+        under_way = list[Drawing]()
         left = job.cases  # of what was promised
         for line in worker.lines(job):
             if "drawn" in line:
@@ -174,6 +178,8 @@ class Run:
                 self._died(tally, worker.mode, under_way, line["died"], time.monotonic() - start)
         with self.lock:
             tally.promised -= left
+            tally.under_way -= 1
+            tally.seconds += time.monotonic() - began
             self._save(tally)
 
     def _count(self, tally: Tally, kinds: Counter[str], seconds: float, shapes: list[str], kernels: list[str]) -> None:
