@@ -119,7 +119,7 @@ def test_the_first_look_doubts_whatever_the_judge_refuses(name, monkeypatch):
             return tuple(change(t.float() if t.dtype == torch.float8_e4m3fn else t) for t in out)
 
         refused = 0
-        for _ in range(12):
+        for _ in range(24):
             case = fuzz.draw_case(name, "forward", Choices(400, random))
             if case["spoilt"]:
                 continue

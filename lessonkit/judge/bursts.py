@@ -84,13 +84,15 @@ class Choices:
 
     def integer(self, low: int, high: int) -> int:
         nth, chosen = len(self.made), low
-        repeats = self.random is None or (high - low < WIDE and self.random.random() < self.keep)
-        if nth < len(self.base) and repeats:
+        if nth < len(self.base) and self._repeats(high - low):
             chosen = min(high, max(low, self.base[nth]))
         elif self.random is not None:
             chosen = self.random.randint(low, high)
         self.made.append(chosen)
         return chosen
+
+    def _repeats(self, among: int) -> bool:
+        return self.random is None or (among < WIDE and self.random.random() < self.keep)
 
     def one_of(self, options: Sequence[Any]) -> Any:
         return options[self.integer(0, len(options) - 1)]
