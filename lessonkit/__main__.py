@@ -331,31 +331,45 @@ def run_sanitizers(
     tool: Annotated[
         list[str] | None, typer.Option(help=f"Only this: {', '.join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))}.")
     ] = None,
+    rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
+    shape: Annotated[
+        str, typer.Option(help="One case in place of the checks: 'B=1 H=3 S=384 D=128 causal=True'.")
+    ] = "",
+    sms: Annotated[
+        int, typer.Option(help="Fill so many SMs: with few, a small shape gives a persistent program several tiles.")
+    ] = 0,
 ) -> None:
     """Run every kernel under compute-sanitizer's tools and Triton's own; a report that is not argued is an error."""
     tools = tool or [*sanitize.TOOLS, *sanitize.INSTRUMENTED]
     if unknown := [each for each in tools if each not in (*sanitize.TOOLS, *sanitize.INSTRUMENTED)]:
         known = ", ".join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))
         raise typer.BadParameter(f"--tool {unknown[0]}: there are {known}")
+    try:
+        part = sanitize.Part(rung, sanitize.shape_of(shape), sms)
+    except ValueError as error:
+        raise typer.BadParameter(f"--{error}") from None
     if not device.HAS_GPU:
         show.console.print(sanitize.lacks(tools[0]))
         return
     failed: list[str] = []
     known_reports = sanitize.argued()
     lessons = list(_with_kernels(which, failed))
+    if rung and not any(rung == each.__name__ for _, lesson in lessons for each in lesson.rungs):
+        raise typer.BadParameter(f"--rung {rung}: {which or 'no lesson'} has no rung of that name")
     for each in tools:
         if why := sanitize.lacks(each):
             show.console.print(f"{each}: left out, {why}")
             continue
         for name, _ in lessons:
             try:
-                found = sanitize.run(name, each)
+                found = sanitize.run(name, each, part)
             except sanitize.NotUnderstood as error:
                 failed.append(str(error))
                 continue
-            sanitize.save(REPORTS / device.name(), name, each, found, known_reports)
+            sanitize.save(REPORTS / device.name(), name, each, found, known_reports, part)
             errors = sanitize.unargued(found, known_reports)
-            show.console.print(f"{name}, {each}: {len(found) - len(errors)} argued, {len(errors)} not")
+            what = f"{name} {part}".strip()
+            show.console.print(f"{what}, {each}: {len(found) - len(errors)} argued, {len(errors)} not")
             failed += [f"{name}, {each}: {report.kernel}: {report.what}" for report in errors]
     _end(failed)
 

@@ -68,8 +68,13 @@ def _float64(value: Any) -> Any:
 
 def truth(lesson: Lesson, shape: Shape, dtype: torch.dtype, *, seed: int = 0) -> Truth:
     """Make the inputs of a case and the exact answer to them. Raises Misdeclared as `_inputs` does."""
+    return judge(lesson, inputs(lesson, shape, dtype, seed=seed))
+
+
+def inputs(lesson: Lesson, shape: Shape, dtype: torch.dtype, *, seed: int = 0) -> tuple[Any, ...]:
+    """The inputs of a case alone. Raises Misdeclared as `_inputs` does."""
     torch.manual_seed(seed)
-    return judge(lesson, _inputs(lesson, lesson.inputs, shape, dtype))
+    return _inputs(lesson, lesson.inputs, shape, dtype)
 
 
 def _inputs(lesson: Lesson, make: Rung, shape: Shape, dtype: torch.dtype) -> tuple[Any, ...]:
