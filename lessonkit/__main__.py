@@ -378,6 +378,7 @@ def run_sanitizers(
 def repeat_beside(
     which: Which = "",
     seconds: Annotated[float, typer.Option(help="For each rung, alone and again beside the other process.")] = 5.0,
+    rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
 ) -> None:
     """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows."""
     if not device.HAS_GPU:
@@ -387,16 +388,16 @@ def repeat_beside(
     for name, lesson in _with_kernels(which, failed):
         found: list[beside.Repeated] = []
         try:
-            for each in beside.measured(name, lesson, seconds):
+            for each in beside.measured(name, lesson, seconds, rung):
                 found.append(each)
                 where = "beside another process" if each.neighbour else "alone"
                 show.console.print(f"{name}.{each.rung}, {where}: {each.differ} of {each.calls} answers differ")
         except Missing as missing:
             failed.append(f"{name}: {missing}")
-            found = found[: len(found) // 2 * 2]  # a rung counts with both of its halves
-        if found:
-            beside.save(REPORTS / device.name(), found)
-        failed += filter(None, (beside.wrong(found[i : i + 2]) for i in range(0, len(found), 2)))
+        pairs = beside.pairs(found)
+        if pairs:
+            beside.save(REPORTS / device.name(), [each for pair in pairs for each in pair])
+        failed += filter(None, map(beside.wrong, pairs))
     _end(failed)
 
 
