@@ -257,9 +257,10 @@ def test_a_failure_is_shrunk_kept_once_and_can_be_replayed(tmp_path, monkeypatch
     monkeypatch.setattr(fuzz_bursts, "BURST", 20)
     found, count, said = run(tmp_path, monkeypatch, code + END)
     assert (count.cases, count.crashes) == (40, 2)
-    assert len(found) == len(said) == 1
-    assert found[0].case["tensors"]["x"]["shape"][-1] == 6
-    assert json.loads(said[0].splitlines()[1]) == found[0].case
+    first, last = (json.loads(each.splitlines()[-1]) for each in said)
+    assert first == fuzz.draw_case("softmax", "forward", Choices(4000, None, choices))
+    assert [each.case for each in found] == [last]
+    assert last["tensors"]["x"]["shape"][-1] == 6
 
 
 @KEPT

@@ -6,6 +6,7 @@ one, for each case that was under way.
 """
 
 import json
+import math
 import os
 import subprocess
 import time
@@ -27,6 +28,7 @@ BURST = 1000  # cases of one operator and direction before a process takes the n
 BURST_S = 25.0  # seconds of one burst at most
 PATIENCE = 120.0  # seconds for one case, while all processes compile
 SAVING_S = 10.0  # seconds between two writes of a count
+ENDING_S = 30.0  # seconds that a failure may shrink beyond the time of the run
 SHRINKING = 120  # cases to shrink a failure with
 Say = Callable[[str], None]
 
@@ -222,28 +224,33 @@ class Run:
             if failure.fault in tally.faults:
                 return
             tally.faults[failure.fault] = failure
+        self.say(failure.in_words)  # now, in case that the run is stopped while it shrinks
+        smallest = failure
         if shrink:
             with self.judge(tally.count.mode) as judge:
-                failure = shrunk(drawing, failure, judge.ask)
+                smallest = shrunk(drawing, failure, judge.ask, until=self.end + ENDING_S)
         with self.lock:
-            tally.faults[failure.fault] = failure
-            fuzzing.add(failure, self.found_path)
-            self.say(failure.in_words)
+            tally.faults[failure.fault] = smallest
+            fuzzing.add(smallest, self.found_path)
+        if smallest != failure:
+            self.say(smallest.in_words)
 
 
 def _drawing(said: dict[str, Any]) -> Drawing:
     return Drawing(**said | {"choices": tuple(said["choices"])})
 
 
-def shrunk(drawing: Drawing, failure: Found, ask: Callable[[Case], Outcome], tries: int = SHRINKING) -> Found:
-    """The same fault of a simpler case: fewer choices, each as small as it may be, in so many tries."""
+def shrunk(
+    drawing: Drawing, failure: Found, ask: Callable[[Case], Outcome], *, tries: int = SHRINKING, until: float = math.inf
+) -> Found:  # fmt: skip
+    """The same fault of a simpler case: fewer choices, each as small as it may be, in so many tries and that time."""
     nth, asked = 0, {json.dumps(failure.case)}
     while nth < len(drawing.choices):
         for choices in _simpler(drawing.choices, nth):
             simpler = replace(drawing, choices=choices)
             if (name := json.dumps(simpler.case)) in asked:
                 continue
-            if len(asked) > tries:
+            if len(asked) > tries or time.monotonic() > until:
                 return failure
             asked.add(name)
             outcome = ask(simpler.case)
