@@ -337,6 +337,8 @@ def test_a_contender_that_changes_its_inputs_is_not_timed(monkeypatch):
     said = []
     assert bench.bench(ADD, adding(rungs=(in_place,)), said.append) == []
     assert "NOT TIMED, Rejected: changed input" in said[0]
+    # The next contender has the inputs as they were.
+    assert [row.rung for row in bench.bench(ADD, adding(rungs=(in_place, add)), said.append)] == ["add", "copy"]
 
 
 def test_a_result_that_a_peer_does_not_give_is_not_compared(monkeypatch):
