@@ -1,0 +1,341 @@
+"""Decoding from pages of keys and values, in portable Triton: bound by reading the keys in use once.
+
+Query heads that share K and V are rows of one tile, as in attention_decode. An owner is a sequence, a K head and a tile
+of rows. Its work is its steps: BLOCK_N keys each, from the first key that its window shows to the last in use. Lengths
+are on the GPU, so the programs divide the work there: each adds up the steps of all sequences, takes an equal share of
+them, wherever owners end, and finds where its share begins. Sequences of unequal length so keep every SM busy to the
+end, and the host waits for nothing. An owner with steps in several shares has a partial result of each.
+
+    steps      0 0 0 0 0 0 0 1 1 2 2 2 2 2 2 2 2 2 2 2     owners 0 to 2 of 7, 2 and 11 steps
+    programs   0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3     5 steps a share: owner 1 has one part, the others have two
+
+The table of pages is read a step ahead, so that the address of a key never waits for it. Where a step lies within a
+page, TMA copies it.
+
+Sources: Kwon et al. 2023, PagedAttention; Dao, Haziza, Massa and Sizov 2023, Flash-Decoding; Osama et al. 2023,
+Stream-K.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from course_ops._common import architecture, num_sms, roomy, tma_takes, triton_interprets
+from course_ops.kernels.attention_decode import MAX_ROWS, TILE_BYTES, epilogue, merge_parts, owner_rows
+from course_ops.kernels.attention_tiles import (
+    LOWEST,
+    fp32_precision,
+    score_scales,
+    tanh,
+    tile_descriptors,
+    tile_width,
+)
+
+LENGTHS_AT_ONCE = tl.constexpr(256)
+AHEAD = 2  # steps of K and V on the way while one is computed
+
+
+@triton.jit
+def work_of(length, capacity, S_q, window, BLOCK_N: tl.constexpr):
+    """(keys in use, the first that some query sees, steps) of a sequence; without a key it has a step of nothing."""
+    length = tl.minimum(tl.maximum(length, 0), capacity)
+    low = length * 0
+    if window is not None:
+        low = tl.maximum(length - S_q + 1 - window, 0)
+    return length, low, tl.maximum(tl.cdiv(length, BLOCK_N) - low // BLOCK_N, 1)
+
+
+@triton.jit
+def share_of(total, most, B, owners, programs, part_weight):
+    """Steps a program: as choose_share has it."""
+    least = tl.cdiv(total, programs)
+    least = tl.maximum(least, tl.ceil(tl.sqrt(total.to(tl.float32) * part_weight)).to(tl.int32))
+    near = least + tl.arange(0, 128)
+    even = (near % most == 0) | (most % near == 0)
+    even = even & (near <= least + least // 16) & (total == most * B * owners)
+    found = tl.min(tl.where(even, near, least + 128), axis=0)
+    return tl.where(found < least + 128, found, least)
+
+
+@triton.jit
+def find_share(
+    lengths_ptr, capacity, S_q, window, B, owners, programs, program, part_weight, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """(first step, end, sequence of the first step, steps before that sequence) of a program, among all steps."""
+    total, most = 0, 0
+    for start in range(0, B, LENGTHS_AT_ONCE):
+        b = start + tl.arange(0, LENGTHS_AT_ONCE)
+        _, _, steps = work_of(tl.load(lengths_ptr + b, mask=b < B, other=0), capacity, S_q, window, BLOCK_N)
+        steps = tl.where(b < B, steps, 0)
+        total += tl.sum(steps, axis=0)
+        most = tl.maximum(most, tl.max(steps, axis=0))
+    total *= owners
+    share = share_of(total, most, B, owners, programs, part_weight)
+    first = tl.minimum(program * share, total)
+    before, sequence, skipped = 0, 0, 0
+    for start in range(0, B, LENGTHS_AT_ONCE):
+        b = start + tl.arange(0, LENGTHS_AT_ONCE)
+        _, _, steps = work_of(tl.load(lengths_ptr + b, mask=b < B, other=0), capacity, S_q, window, BLOCK_N)
+        steps = tl.where(b < B, steps, 0)
+        past = (b < B) & ((before + tl.cumsum(steps, axis=0)) * owners <= first)  # sequences that end before the share
+        sequence += tl.sum(past.to(tl.int32), axis=0)
+        skipped += tl.sum(tl.where(past, steps, 0), axis=0) * owners
+        before += tl.sum(steps, axis=0)
+    return first, tl.minimum(first + share, total), sequence, skipped
+
+
+@triton.jit
+def pages_of(table_ptr, b, start, low, length, PAGE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each key of a step or, where a step lies within one (WHOLE), of all of them."""
+    if PAGE is None:  # each sequence has its keys in one piece
+        return b
+    elif WHOLE:
+        return tl.load(table_ptr + start // PAGE, mask=start < length, other=0)
+    else:
+        keys = start + tl.arange(0, BLOCK_N)
+        return tl.load(table_ptr + keys // PAGE, mask=(keys >= low) & (keys < length), other=0)
+
+
+@triton.jit
+def load_keys(
+    source, strides, pages, h, start, low, length, num_pages, D,
+    PAGE: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Keys or values from `start` on of a head; zeros before low, from length on, and of a page that is not there."""
+    if TMA:
+        return source.load([pages, h, start if PAGE is None else start % PAGE, 0]).reshape(BLOCK_N, BLOCK_D)
+    else:
+        keys, cols = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+        inside = (keys >= low) & (keys < length) & (pages >= 0) & (pages < num_pages)
+        if PAGE is None:
+            slots = keys
+        elif WHOLE:
+            slots = start % PAGE + tl.arange(0, BLOCK_N)
+        else:
+            slots = keys % PAGE
+        # int64 before each stride: any of these may pass 2^31
+        lines = pages.to(tl.int64) * strides[0] + slots.to(tl.int64) * strides[2]
+        ptrs = source + h.to(tl.int64) * strides[1] + lines[:, None] + cols[None, :].to(tl.int64) * strides[3]
+        return tl.load(ptrs, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
+
+
+@triton.jit
+def paged_step(
+    acc, m, l, q, k, v, k_strides, v_strides, pages, h, start, low, length, last, window, num_pages,
+    scale_log2, cap_scale, D, D_v, PAGE: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc, m and l with the keys of a step. TAIL: the last step of a sequence may have fewer keys than BLOCK_N."""
+    keys = load_keys(k, k_strides, pages, h, start, low, length, num_pages, D, PAGE, WHOLE, TMA, BLOCK_N, BLOCK_D)
+    s = tl.dot(q, keys.T, input_precision=PRECISION)
+    if cap_scale is not None:
+        s = tanh(s * cap_scale)
+    at = start + tl.arange(0, BLOCK_N)[None, :]
+    seen = at <= last[:, None]
+    if window is not None:
+        seen = seen & (at > last[:, None] - window)
+    s = tl.where(seen, s, -float("inf"))
+    m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
+    p = tl.exp2(s * scale_log2 - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    values = load_keys(v, v_strides, pages, h, start, low, length, num_pages, D_v, PAGE, WHOLE, TMA, BLOCK_N, BLOCK_V)
+    if TMA and TAIL:  # TMA knows where a page ends, not where a sequence does; 0 times NaN is NaN
+        values = tl.where(start + tl.arange(0, BLOCK_N)[:, None] < length, values, 0.0)
+    acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_new, l * alpha + tl.sum(p, axis=1)
+
+
+@triton.jit
+def paged_kernel(
+    q_ptr, k, v, o_ptr, lse_ptr, lengths_ptr, table_ptr,  # q, o [B, H, S_q, D or D_v]; k, v [pages, H_kv, PAGE, D or D_v]
+    spans_ptr, parts_ptr, part_lse_ptr,  # [owners, 2] int32; [parts, USED, BLOCK_V], [parts, USED] fp32
+    q_strides, k_strides, v_strides, o_strides, table_stride, scale_log2, cap_scale, window,
+    B, H, S_q, D, D_v, num_pages, capacity, tiles, part_weight,  # cap_scale, window, D_v: None where there is none
+    CAUSAL: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr, EARLY_MERGE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    if D_v is None:
+        D_v = D
+    if EARLY_MERGE:
+        gdc_launch_dependents()
+    program, owners = tl.program_id(0), H // GROUP * tiles  # owners of a sequence
+    now, end, b, skipped = find_share(
+        lengths_ptr, capacity, S_q, window, B, owners, tl.num_programs(0), program, part_weight, BLOCK_N
+    )
+    within = now - skipped  # steps of sequence b that other programs have
+    while now < end:
+        given = tl.load(lengths_ptr + b)
+        length, low, steps = work_of(given, capacity, S_q, window, BLOCK_N)
+        unit = within // steps
+        begin = within - unit * steps
+        stop = tl.minimum(steps, begin + end - now)
+        owner, h, row = b * (H // GROUP) + unit // tiles, unit // tiles, unit % tiles * USED
+        q_ptrs, _, inside, _ = owner_rows(q_ptr, lse_ptr, q_strides, owner, H, S_q, D, GROUP, ROWS, BLOCK_D, row)
+        q = tl.load(q_ptrs, mask=inside, other=0.0)
+        last = length - 1 + tl.zeros([ROWS], tl.int32)
+        if CAUSAL:
+            last = length + (row + tl.arange(0, ROWS)) // GROUP - S_q
+        acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
+        m = tl.full([ROWS], LOWEST, tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        table = table_ptr + b.to(tl.int64) * table_stride
+        first = low // BLOCK_N * BLOCK_N
+        start = first + begin * BLOCK_N
+        finish = tl.minimum(length, first + stop * BLOCK_N)
+        pages = pages_of(table, b, start, low, length, PAGE, WHOLE, BLOCK_N)
+        outside = (pages < 0) | (pages >= num_pages)
+        for at in range(start, finish // BLOCK_N * BLOCK_N if TMA else finish, BLOCK_N):
+            ahead = pages_of(table, b, at + BLOCK_N, low, length, PAGE, WHOLE, BLOCK_N)
+            acc, m, l = paged_step(
+                acc, m, l, q, k, v, k_strides, v_strides, pages, h, at, low, length, last, window, num_pages,
+                scale_log2, cap_scale, D, D_v, PAGE, WHOLE, TMA, False, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
+            )  # fmt: skip
+            pages = ahead
+            outside = outside | (pages < 0) | (pages >= num_pages)
+        if TMA and finish % BLOCK_N:
+            acc, m, l = paged_step(
+                acc, m, l, q, k, v, k_strides, v_strides, pages, h, finish // BLOCK_N * BLOCK_N, low, length, last,
+                window, num_pages, scale_log2, cap_scale, D, D_v, PAGE, WHOLE, TMA, True, BLOCK_N, BLOCK_D, BLOCK_V,
+                PRECISION,
+            )  # fmt: skip
+        broken = (given < 0) | (given > capacity)
+        if PAGE is not None:
+            broken = broken | ((outside if WHOLE else tl.max(outside.to(tl.int32), axis=0) > 0) & (length > 0))
+        l = tl.where(broken, float("nan"), l)  # a table or a length that is wrong: the result says so
+        place = b * owners + unit
+        if stop - begin == steps:  # all keys: nothing to merge
+            epilogue(
+                acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row)
+            )
+        else:
+            used = tl.arange(0, ROWS) < USED
+            # Parts are numbered by program + owner: from one part to the next, one of the two grows, or both.
+            line = tl.cast(program + place, tl.int64) * USED + tl.arange(0, ROWS)
+            part_ptrs = parts_ptr + line[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+            epilogue(acc, l, m, part_ptrs, part_lse_ptr + line, used[:, None], used)
+        if begin == 0:
+            tl.store(spans_ptr + 2 * place, program)
+        if stop == steps:
+            tl.store(spans_ptr + 2 * place + 1, program)
+        now += stop - begin
+        within += stop - begin
+        if within == owners * steps:
+            b += 1
+            within = 0
+
+
+@triton.jit
+def paged_merge_kernel(
+    spans_ptr, parts_ptr, part_lse_ptr, o_ptr, lse_ptr, o_strides, H, S_q, D, tiles, rows,
+    EARLY: tl.constexpr, GROUP: tl.constexpr, USED: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """A program a row. It writes nothing where one program had all keys of the row's owner."""
+    place, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    rows_of = owner_rows(
+        o_ptr, lse_ptr, o_strides, place // tiles, H, S_q, D, GROUP, 1, BLOCK_D, place % tiles * USED + row
+    )
+    if EARLY:
+        gdc_wait()
+    first = tl.load(spans_ptr + 2 * place, cache_modifier=".cg")
+    parts = tl.load(spans_ptr + 2 * place + 1, cache_modifier=".cg") - first + 1
+    if parts > 1:
+        merge_parts(parts_ptr, part_lse_ptr, rows_of, first + place, parts, row, USED, BLOCK_D, AT_ONCE)
+
+
+def attention_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    table: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """q [B, H, S_q, D], k [pages, H_kv, page, D], v [pages, H_kv, page, D_v] -> o [B, H, S_q, D_v], lse in fp32.
+
+    fp32, fp16 or bf16, any strides; D and D_v at most 256. lengths [B] int32. table [B, n] int32, n * page keys at most
+    of each sequence; None: sequence b has page b. Deterministic: parts are merged in their order.
+    """
+    (B, H, S_q, D), (num_pages, H_kv, page, D_v) = q.shape, v.shape
+    o = q.new_empty(B, S_q, H, D_v).transpose(1, 2)  # a token's heads side by side, as in the cache
+    lse = torch.empty(B, H, S_q, device=q.device)
+    if not o.numel():
+        return o, lse
+    group = H // H_kv
+    used = min(MAX_ROWS, triton.next_power_of_2(group * S_q))
+    tiles, block_d, block_v = triton.cdiv(group * S_q, used), tile_width(D), tile_width(D_v)
+    owners, sms = B * H_kv * tiles, num_sms(q.device)
+    hopper = architecture(q.device) >= 90
+    tma = hopper and q.element_size() == 2 and window is None and tma_takes(k, v)
+    programs_per_sm, block_n = step_size(owners, max(block_d, block_v) * q.element_size(), sms, roomy(q.device))
+    stages, whole = 1 + AHEAD, table is None or page % block_n == 0
+    if tma and not whole and page % 32 == 0:  # shorter steps, each a copy by TMA, and as many bytes on the way
+        shorter = 64 if page % 64 == 0 and block_n >= 64 else 32
+        block_n, whole, stages = shorter, True, 1 + AHEAD * block_n // shorter
+    tma = tma and whole
+    capacity = page if table is None else page * table.shape[1]
+    programs = min(programs_per_sm * sms, owners * max(1, triton.cdiv(capacity, block_n)))
+    spans = torch.empty(owners, 2, dtype=torch.int32, device=q.device)
+    parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_v,), ()))
+    weight = part_weight(used * block_v * 4, block_n * (block_d + block_v) * q.element_size(), sms)
+    early = hopper and not triton_interprets()  # programmatic dependent launch
+    paged_kernel[(programs,)](
+        q, *tile_descriptors((k, v), (block_n, block_n), tma), o, lse, lengths, lengths if table is None else table,
+        spans, parts, part_lse, q.stride(), k.stride(), v.stride(), o.stride(), 0 if table is None else table.stride(0),
+        *score_scales(scale, softcap), window, B, H, S_q, D, None if D_v == D else D_v, num_pages, capacity, tiles,
+        weight, causal, None if table is None else page, whole, tma, early, group, max(16, used), used, block_n,
+        block_d, block_v, fp32_precision(), num_warps=4, num_stages=stages,
+    )  # fmt: skip
+    # One sequence may have all programs, divided among its K heads.
+    at_once = triton.next_power_of_2(min(programs // (H_kv * tiles) + 2, 16384 // block_v))
+    paged_merge_kernel[(owners * min(used, group * S_q),)](
+        spans, parts, part_lse, o, lse, o.stride(), H, S_q, D_v, tiles, min(used, group * S_q),
+        early, group, used, block_v, at_once, num_warps=4, launch_pdl=early,
+    )  # fmt: skip
+    return o, lse
+
+
+# ---- The model: waves and bytes ----------------------------------------------------------------------------------
+#
+# All programs run at once, so there is one wave, and it ends when the largest share does: equal shares are best. Only
+# two things speak for fewer, larger shares. A part is written and read again through L2. And where all sequences are
+# alike, shares that end where owners end have no parts to merge.
+
+
+def step_size(owners: int, bytes_a_key: int, sms: int, is_roomy: bool) -> tuple[int, int]:
+    """(programs an SM, keys a step). Two programs hide the end of one's owner behind the other's loads.
+
+    With one owner a program at most there are few such ends. Then one program with steps twice as long has as many
+    bytes on the way, and half as many parts.
+    """
+    programs_per_sm = 1 if owners <= sms and is_roomy else 2
+    return programs_per_sm, min(128, 2 * TILE_BYTES // (programs_per_sm * bytes_a_key))
+
+
+def part_weight(part_bytes: int, step_bytes: int, sms: int) -> float:
+    """w, where shares of sqrt(w * steps) cost least if memory's rate is no limit.
+
+    A share of n steps takes n * step_bytes / r, r the rate of an SM alone. All steps have steps / n parts, whose bytes
+    go to L2 and back at a rate R: 2 * part_bytes * steps / (n * R). The sum is least at n^2 = 2 * steps * part_bytes /
+    step_bytes * r / R. An SM alone gets about twice its share of memory's rate, and L2 has about 1.5 of that rate.
+    """
+    return 2 * part_bytes / step_bytes * (2 / sms) / 1.5
+
+
+def choose_share(steps: list[int], owners: int, programs: int, weight: float) -> int:
+    """Steps a program, of sequences with `owners` owners of so many steps each: what share_of computes on the GPU.
+
+    An equal share for each program, or the share whose parts cost no more than they save. Where all sequences are
+    alike up to 1/16 more, if then owners end where programs do.
+    """
+    total, most = owners * sum(steps), max(steps)
+    least = max(triton.cdiv(total, programs), -int(-((total * weight) ** 0.5) // 1))
+    if min(steps) < most:
+        return least
+    near = range(least, min(least + least // 16 + 1, least + 128))
+    return next((n for n in near if n % most == 0 or most % n == 0), least)
