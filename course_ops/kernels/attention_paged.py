@@ -33,7 +33,6 @@ from course_ops.kernels.attention_tiles import (
     tile_width,
 )
 
-LENGTHS_AT_ONCE = tl.constexpr(256)
 AHEAD = 2  # steps of K and V on the way while one is computed
 
 
@@ -61,29 +60,31 @@ def share_of(total, most, B, owners, programs, part_weight):
 
 @triton.jit
 def find_share(
-    lengths_ptr, capacity, S_q, window, B, owners, programs, program, part_weight, BLOCK_N: tl.constexpr
+    lengths_ptr, capacity, S_q, window, B, owners, programs, program, part_weight,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """(first step, end, sequence of the first step, steps before that sequence) of a program, among all steps."""
-    total, most = 0, 0
-    for start in range(0, B, LENGTHS_AT_ONCE):
-        b = start + tl.arange(0, LENGTHS_AT_ONCE)
-        _, _, steps = work_of(tl.load(lengths_ptr + b, mask=b < B, other=0), capacity, S_q, window, BLOCK_N)
-        steps = tl.where(b < B, steps, 0)
-        total += tl.sum(steps, axis=0)
-        most = tl.maximum(most, tl.max(steps, axis=0))
-    total *= owners
-    share = share_of(total, most, B, owners, programs, part_weight)
+    """(first step, end, first owner, last owner, steps before the first owner's sequence) of a program's share.
+
+    All lengths at once: in a loop over them Triton 3.9 loses what it knows of the addresses of K, and 16-byte loads.
+    """
+    b = tl.arange(0, BLOCK_B)
+    _, _, steps = work_of(tl.load(lengths_ptr + b, mask=b < B, other=0), capacity, S_q, window, BLOCK_N)
+    steps = tl.where(b < B, steps, 0)
+    begins = (tl.cumsum(steps, axis=0) - steps) * owners  # the first step of each sequence
+    total = tl.sum(steps, axis=0) * owners
+    share = share_of(total, tl.max(steps, axis=0), B, owners, programs, part_weight)
     first = tl.minimum(program * share, total)
-    before, sequence, skipped = 0, 0, 0
-    for start in range(0, B, LENGTHS_AT_ONCE):
-        b = start + tl.arange(0, LENGTHS_AT_ONCE)
-        _, _, steps = work_of(tl.load(lengths_ptr + b, mask=b < B, other=0), capacity, S_q, window, BLOCK_N)
-        steps = tl.where(b < B, steps, 0)
-        past = (b < B) & ((before + tl.cumsum(steps, axis=0)) * owners <= first)  # sequences that end before the share
-        sequence += tl.sum(past.to(tl.int32), axis=0)
-        skipped += tl.sum(tl.where(past, steps, 0), axis=0) * owners
-        before += tl.sum(steps, axis=0)
-    return first, tl.minimum(first + share, total), sequence, skipped
+    end = tl.minimum(first + share, total)
+    first_owner = tl.sum(owners_before(first, begins, steps, owners), axis=0)
+    last_owner = tl.sum(owners_before(end - 1, begins, steps, owners), axis=0)
+    skipped = tl.max(tl.where(begins <= first, begins, 0), axis=0)
+    return first, end, first_owner, last_owner, skipped
+
+
+@triton.jit
+def owners_before(step, begins, steps, owners):
+    """How many owners of each sequence have their last step before `step`; none where there is no sequence."""
+    return tl.where(steps > 0, tl.minimum(tl.maximum(step - begins, 0) // tl.maximum(steps, 1), owners), 0)
 
 
 @triton.jit
@@ -155,21 +156,21 @@ def paged_kernel(
     B, H, S_q, D, D_v, num_pages, capacity, tiles, part_weight,  # cap_scale, window, D_v: None where there is none
     CAUSAL: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr, EARLY_MERGE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if D_v is None:
         D_v = D
     if EARLY_MERGE:
         gdc_launch_dependents()
     program, owners = tl.program_id(0), H // GROUP * tiles  # owners of a sequence
-    now, end, b, skipped = find_share(
-        lengths_ptr, capacity, S_q, window, B, owners, tl.num_programs(0), program, part_weight, BLOCK_N
+    now, end, first_owner, last_owner, skipped = find_share(
+        lengths_ptr, capacity, S_q, window, B, owners, tl.num_programs(0), program, part_weight, BLOCK_N, BLOCK_B
     )
-    within = now - skipped  # steps of sequence b that other programs have
-    while now < end:
+    within = now - skipped  # steps of its sequence that come before
+    for place in tl.range(first_owner, last_owner + 1 if now < end else first_owner, num_stages=1):
+        b, unit = place // owners, place % owners
         given = tl.load(lengths_ptr + b)
         length, low, steps = work_of(given, capacity, S_q, window, BLOCK_N)
-        unit = within // steps
         begin = within - unit * steps
         stop = tl.minimum(steps, begin + end - now)
         owner, h, row = b * (H // GROUP) + unit // tiles, unit // tiles, unit % tiles * USED
@@ -205,7 +206,6 @@ def paged_kernel(
         if PAGE is not None:
             broken = broken | ((outside if WHOLE else tl.max(outside.to(tl.int32), axis=0) > 0) & (length > 0))
         l = tl.where(broken, float("nan"), l)  # a table or a length that is wrong: the result says so
-        place = b * owners + unit
         if stop - begin == steps:  # all keys: nothing to merge
             epilogue(
                 acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row)
@@ -221,10 +221,7 @@ def paged_kernel(
         if stop == steps:
             tl.store(spans_ptr + 2 * place + 1, program)
         now += stop - begin
-        within += stop - begin
-        if within == owners * steps:
-            b += 1
-            within = 0
+        within = 0 if unit == owners - 1 else within + stop - begin
 
 
 @triton.jit
@@ -289,7 +286,7 @@ def attention_paged(
         spans, parts, part_lse, q.stride(), k.stride(), v.stride(), o.stride(), 0 if table is None else table.stride(0),
         *score_scales(scale, softcap), window, B, H, S_q, D, None if D_v == D else D_v, num_pages, capacity, tiles,
         weight, causal, None if table is None else page, whole, tma, early, group, max(16, used), used, block_n,
-        block_d, block_v, fp32_precision(), num_warps=4, num_stages=stages,
+        block_d, block_v, max(128, triton.next_power_of_2(B)), fp32_precision(), num_warps=4, num_stages=stages,
     )  # fmt: skip
     # One sequence may have all programs, divided among its K heads.
     at_once = triton.next_power_of_2(min(programs // (H_kv * tiles) + 2, 16384 // block_v))
