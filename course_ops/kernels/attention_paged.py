@@ -65,7 +65,7 @@ def find_share(
 ):  # fmt: skip
     """(first step, end, first owner, last owner, steps before the first owner's sequence) of a program's share.
 
-    All lengths at once: in a loop over them Triton 3.9 loses what it knows of the addresses of K, and 16-byte loads.
+    All lengths at once: in a loop over them Triton 3.7 loses what it knows of the addresses of K, and 16-byte loads.
     """
     b = tl.arange(0, BLOCK_B)
     _, _, steps = work_of(tl.load(lengths_ptr + b, mask=b < B, other=0), capacity, S_q, window, BLOCK_N)
