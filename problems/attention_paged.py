@@ -207,7 +207,7 @@ PROBLEM = Problem(
         case("many parts", gib=0.5, B=7, H=32, S_k=10_007, D=128, H_kv=4, spread="even", poison=False),
         case("the bytes are counted here: 16 or 32 steps for the interpreter's 4 SMs", **LAST),
     ),
-    benches=({"B": 64, "H": 32, "S_k": 4096, "D": 128, "H_kv": 8, "block_size": 16, "poison": False},),
+    benches=({"B": 64, "H": 32, "S_k": 4096, "D": 128, "H_kv": 8, "block_size": 16},),
     peers=PEERS,
     properties=(a_block_belongs_to_whom_the_table_says, a_sequence_is_alone, same_each_time),
     refuses=REFUSES,
