@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import FLOATS, Unsupported, expect, on_device, runs_kernel
+from course_ops._common import Unsupported, expect, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
 from course_ops.attention import MAX_HEAD_DIM, _computed, visible_pairs
 from course_ops.kernels import attention_paged as kernels
@@ -32,21 +32,22 @@ def attention_paged(
     The layout is that of FlashAttention's and vLLM's caches, where a token's heads lie side by side:
     k_cache [num_blocks, block_size, H_kv, D] and v_cache [num_blocks, block_size, H_kv, D_v]. (course_ops.attention has
     the heads before the tokens.) H is a multiple of H_kv, and query head h reads head h * H_kv // H.
-    block_table [B, max_blocks] int32: key j of sequence b is in block block_table[b, j // block_size], at j % block_size.
-    Blocks may be in any order, and in several tables. None: the cache has a block for each sequence, [B, S_k, H_kv, D].
+    block_table [B, max_blocks] int32: key j of sequence b is in block block_table[b, j // block_size], at place
+    j % block_size. Blocks may be in any order, and in several rows. None: sequence b has block b, [B, S_k, H_kv, D].
     cache_seqlens [B] int32: how many keys of each sequence are in use, the new tokens' own among them. What lies past
-    them, in a block or in the table, is not read.
-    causal: the last query stands at the last key in use, the others before it. window: each query sees the last `window`
-    keys up to its own; needs causal. scale and softcap: as for course_ops.attention. A query that sees no key has
-    out = 0.
+    them, in a block or in the table, is not used, and may be NaN.
+    causal: the last query stands at the last key in use, the others before it. window: each query sees the last
+    `window` keys up to its own; needs causal. scale and softcap: as for course_ops.attention. A query that sees no key
+    has out = 0.
 
-    fp32, fp16 or bf16, one dtype for q and the cache, which torch.autocast leaves as they are. Any strides, D and D_v
-    from 1 to 256, any block_size. One kernel serves all; it is fastest with block_size a multiple of 32, up to 64 rows
-    of H / H_kv * S_q, and is made for few queries: course_ops.attention takes many. The same to the bit each time.
-    A FLOP counter, which cannot see lengths, is told as much as if the table were full.
-    Raises TypeError for a dtype, ValueError for a shape, a device, a value or a wanted gradient. On a GPU the entries of
-    cache_seqlens and block_table are not checked, since the host would wait for them. There a sequence whose length is
-    negative or longer than the table, or that has a block outside the cache, gets NaN; nothing outside is touched.
+    fp32, fp16 or bf16, one dtype for q and the cache, which torch.autocast leaves as they are; float64 is not taken.
+    Any strides, D and D_v from 1 to 256, any block_size. One kernel serves all. On Hopper TMA copies blocks whose size
+    is a multiple of 32, where there is no window. It is made for few queries; course_ops.attention takes many. The
+    result is the same to the bit each time. A FLOP counter, which cannot see lengths, is told those of a full table.
+
+    Raises TypeError for a dtype, ValueError for a shape, a device, a value or a wanted gradient. On a GPU the entries
+    of cache_seqlens and block_table are not checked, since the host would wait for them. There a sequence whose length
+    is negative or longer than the table, or that uses a block outside the cache, gets NaN. Nothing outside is touched.
     Source: Kwon et al. 2023, PagedAttention.
     """
     for name, number in (("scale", scale), ("softcap", softcap)):
@@ -72,7 +73,7 @@ def _checked(q, k_cache, v_cache, cache_seqlens, block_table, causal, window, sc
     if D_k != D:
         raise ValueError(f"k_cache has head_dim {D_k}, but q has {D}: make them equal")
     if H_kv == 0 or H % H_kv:
-        raise ValueError(f"q has {H} heads, k_cache {H_kv}: expected a multiple (is the layout [.., tokens, heads, D]?)")
+        raise ValueError(f"q has {H} heads, k_cache {H_kv}: expected a multiple (is it [.., tokens, heads, D]?)")
     for name, t in (("q", q), ("v_cache", v_cache)):
         if not 0 < t.shape[-1] <= MAX_HEAD_DIM:
             raise Unsupported(f"{name} has head_dim {t.shape[-1]}, expected 1 to {MAX_HEAD_DIM}: no kernel keeps more")
@@ -84,7 +85,7 @@ def _checked(q, k_cache, v_cache, cache_seqlens, block_table, causal, window, sc
     if block_table is None and num_blocks != B:
         raise ValueError(f"k_cache has {num_blocks} blocks for {B} sequences: pass block_table, or one block for each")
     if block_table is not None and (block_table.ndim != 2 or block_table.shape[0] != B):
-        raise ValueError(f"block_table is {tuple(block_table.shape)}, expected ({B}, max_blocks): a row for each sequence")
+        raise ValueError(f"block_table is {tuple(block_table.shape)}, expected ({B}, max_blocks): a row a sequence")
     if window is not None and not (causal and window > 0):
         raise ValueError(f"window = {window}, causal = {causal}: a window is 1 or more keys, and needs causal=True")
     if scale is not None and not 0 < scale < math.inf:
@@ -129,16 +130,17 @@ def _on_cpu(q, k_cache, v_cache, cache_seqlens, block_table, causal, window, sca
     for b, n in enumerate(cache_seqlens.tolist()):
         if not 0 <= n <= capacity:
             raise ValueError(f"cache_seqlens[{b}] is {n}, expected 0 to {capacity}: what the blocks of a sequence hold")
-        # Blocks before the window may be gone.
-        first = 0 if window is None else max(0, n - S_q + 1 - window) // block_size
+        low = 0 if window is None else max(0, n - S_q + 1 - window)  # blocks before the window may be gone
+        first = low // block_size
         blocks = [b] if block_table is None else block_table[b, first : -(-n // block_size)].tolist()
         for i, block in enumerate(blocks, first):
             if not 0 <= block < num_blocks:
-                raise ValueError(f"block_table[{b}, {i}] is {block}, expected 0 to {num_blocks - 1}: a block of k_cache")
-        used = slice(0, n - first * block_size)
+                raise ValueError(
+                    f"block_table[{b}, {i}] is {block}, expected 0 to {num_blocks - 1}, a block of k_cache"
+                )
+        used = slice(low, n) if block_table is None else slice(low - first * block_size, n - first * block_size)
         k, v = (t[blocks].flatten(0, 1)[used].transpose(0, 1)[None] for t in (k_cache, v_cache))
-        low = 0 if window is None else max(0, n - S_q + 1 - window) - first * block_size
-        o, lse[b] = _computed(q[b : b + 1].transpose(1, 2), k[:, :, low:], v[:, :, low:], causal, window, scale, softcap)
+        o, lse[b] = _computed(q[b : b + 1].transpose(1, 2), k, v, causal, window, scale, softcap)
         out[b] = o[0].transpose(0, 1)
     return out, lse
 

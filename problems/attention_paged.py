@@ -77,9 +77,11 @@ def inputs(
     return q, *caches, lengths, table.to(DEVICE) if paged else None, causal, window, scale
 
 
-def work(B, H, S_k, D, dtype, H_kv=None, block_size=16, S=1, spread="", causal=True, window=None, D_v=None, paged=True, **_):
+def work(
+    B, H, S_k, D, dtype, H_kv=None, block_size=16, S=1, spread="", causal=True, window=None, D_v=None, paged=True, **_
+):
     """Keys that some query sees, and the table's entries of their blocks, are read once."""
-    used, columns, flops = sequence_lengths(B, S_k, spread), D + (D_v or D), 0
+    used, columns = sequence_lengths(B, S_k, spread), D + (D_v or D)
     seen = [min(n, S - 1 + window) if window else n for n in used]
     flops = sum(2 * H * columns * heads.pairs(S, n, causal, window) for n in used)
     bytes = (B * S * H + (H_kv or H) * sum(seen)) * columns * dtype.itemsize + 4 * B * H * S + 4 * B
@@ -153,15 +155,19 @@ def _bad(**changes):
 
 # fmt: off
 REFUSES = (
-    Refusal("a table in 64 bits", lambda f: f(*_bad(table=lambda t: t.long())), TypeError, "block_table is torch.int64"),
-    Refusal("lengths in 64 bits", lambda f: f(*_bad(lengths=lambda t: t.long())), TypeError, "cache_seqlens is torch.int64"),
-    Refusal("a table for another batch", lambda f: f(*_bad(table=lambda t: t[:1])), ValueError, r"block_table is \(1, 6\)"),
+    Refusal("a table in 64 bits", lambda f: f(*_bad(table=lambda t: t.long())), TypeError,
+            "block_table is torch.int64"),
+    Refusal("lengths in 64 bits", lambda f: f(*_bad(lengths=lambda t: t.long())), TypeError,
+            "cache_seqlens is torch.int64"),
+    Refusal("a table for another batch", lambda f: f(*_bad(table=lambda t: t[:1])), ValueError,
+            r"block_table is \(1, 6\)"),
     Refusal("a length too few", lambda f: f(*_bad(lengths=lambda t: t[:1])), ValueError, r"cache_seqlens is \(1,\)"),
     Refusal("a cache without a table", lambda f: f(*_bad(table=lambda t: None)), ValueError, "pass block_table"),
     Refusal("heads and tokens exchanged", lambda f: f(*_bad(q=lambda t: t[:, :, :3])), ValueError, "q has 3 heads"),
     Refusal("head_dim of k", lambda f: f(*_bad(k_cache=lambda t: t[..., :8])), ValueError, "k_cache has head_dim 8"),
     Refusal("a block too few of v", lambda f: f(*_bad(v_cache=lambda t: t[1:])), ValueError, "v_cache is"),
-    Refusal("a cache in another dtype", lambda f: f(*_bad(k_cache=lambda t: t.half())), TypeError, "k_cache is torch.float16"),
+    Refusal("a cache in another dtype", lambda f: f(*_bad(k_cache=lambda t: t.half())), TypeError,
+            "k_cache is torch.float16"),
     Refusal("another device", lambda f: f(*_bad(table=lambda t: t.to("meta"))), ValueError, "block_table is on meta"),
     Refusal("a window without causal", lambda f: f(*_bad(causal=lambda t: False, window=lambda t: 4)), ValueError,
             "needs causal=True"),

@@ -150,7 +150,8 @@ def paged_step(
 
 @triton.jit
 def paged_kernel(
-    q_ptr, k, v, o_ptr, lse_ptr, lengths_ptr, table_ptr,  # q, o [B, H, S_q, D or D_v]; k, v [pages, H_kv, PAGE, D or D_v]
+    q_ptr, k, v, o_ptr, lse_ptr,  # q, o [B, H, S_q, D or D_v]; k, v [pages, H_kv, PAGE, D or D_v]
+    lengths_ptr, table_ptr,  # [B], [B, blocks] int32
     spans_ptr, parts_ptr, part_lse_ptr,  # [owners, 2] int32; [parts, USED, BLOCK_V], [parts, USED] fp32
     q_strides, k_strides, v_strides, o_strides, table_stride, scale_log2, cap_scale, window,
     B, H, S_q, D, D_v, num_pages, capacity, tiles, part_weight,  # cap_scale, window, D_v: None where there is none
@@ -207,9 +208,7 @@ def paged_kernel(
             broken = broken | ((outside if WHOLE else tl.max(outside.to(tl.int32), axis=0) > 0) & (length > 0))
         l = tl.where(broken, float("nan"), l)  # a table or a length that is wrong: the result says so
         if stop - begin == steps:  # all keys: nothing to merge
-            epilogue(
-                acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row)
-            )
+            epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row))
         else:
             used = tl.arange(0, ROWS) < USED
             # Parts are numbered by program + owner: from one part to the next, one of the two grows, or both.

@@ -27,8 +27,8 @@ FORWARD = Lesson(
              _bench(D=256, H=16), _bench(paged=False)),
     rungs=(attention_paged,),
     wrong=(
-        Mutant("the block before", "pages_of", "table_ptr + keys // PAGE", "table_ptr + tl.maximum(keys // PAGE - 1, 0)",
-               "attention_paged"),
+        Mutant("the block before", "pages_of", "table_ptr + keys // PAGE",
+               "table_ptr + tl.maximum(keys // PAGE - 1, 0)", "attention_paged"),
         Mutant("the block of the next key", "pages_of", "table_ptr + keys // PAGE", "table_ptr + (keys + 1) // PAGE",
                "attention_paged", "values or nan or out of bounds"),
         Mutant("a step's block, where it lies within one", "pages_of", "table_ptr + start // PAGE",
