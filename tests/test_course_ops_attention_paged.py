@@ -200,20 +200,22 @@ def test_flops_are_those_of_a_full_table():
 
 
 def test_shares_are_equal_or_end_where_owners_do():
-    assert kernels.choose_share([10, 3, 7], 2, 8, 0) == 5  # 40 steps, 8 programs
-    assert kernels.choose_share([64] * 64, 8, 264, 0) == 128  # 125 would be equal; 128 is two owners, and no part
-    assert kernels.choose_share([63, 64], 8, 4, 0) == 254  # unlike each other: nothing ends together
+    """An owner's start counts as two steps."""
+    assert kernels.choose_share([10, 3, 7], 2, 8, 0) == 7  # 52 in all, 8 programs
+    assert kernels.choose_share([64] * 64, 8, 264, 0) == 132  # 128 would be equal; 132 is two owners, and no part
+    assert kernels.choose_share([63, 64], 8, 4, 0) == 262  # unlike each other: nothing ends together
     assert kernels.choose_share([1], 1, 264, 0) == 1
 
 
 def test_large_parts_make_larger_shares():
     """64 rows of 128 in fp32 are as many bytes as a step of 64 keys; 4 rows are none to speak of."""
     heavy, light = (kernels.part_weight(rows * 128 * 4, 64 * 256 * 2, 132) for rows in (64, 4))
-    assert kernels.choose_share([256], 1, 264, heavy) == math.ceil((256 * heavy) ** 0.5) == 3
-    assert kernels.choose_share([256], 1, 264, light) == 1
+    assert kernels.choose_share([254], 1, 264, heavy) == math.ceil((256 * heavy) ** 0.5) == 3
+    assert kernels.choose_share([254], 1, 264, light) == 1
 
 
-def test_the_gpu_divides_the_work_as_the_model_says(monkeypatch):
+@pytest.mark.parametrize("spread", ["one long", "even", ""])
+def test_the_gpu_divides_the_work_as_the_model_says(monkeypatch, spread):
     """Where each owner begins and ends, in programs: spans, as paged_kernel has written them."""
     seen, empty = [], torch.empty
 
@@ -223,16 +225,17 @@ def test_the_gpu_divides_the_work_as_the_model_says(monkeypatch):
             seen.append(made)
         return made
 
-    q, k, v, lengths, table = pages(torch.device("cpu"), 4, 2, 700, 16, spread="one long")
+    q, k, v, lengths, table = pages(torch.device("cpu"), 4, 2, 700, 128, H_kv=1, spread=spread)
     monkeypatch.setattr(torch, "empty", kept)
     with testing.interpreted():
         course_ops.attention_paged(q, k, v, lengths, table)
     monkeypatch.undo()
     (spans,) = seen
-    per_sm, block_n = kernels.step_size(8, 16 * 4, 4, True)
-    steps = [-(-n // block_n) for n in lengths.tolist()]
-    programs = per_sm * 4
-    share = kernels.choose_share(steps, 2, programs, kernels.part_weight(16 * 4, block_n * 32 * 4, 4))
-    ends = torch.tensor([n for n in steps for _ in range(2)]).cumsum(0)
-    begins = ends - torch.tensor([n for n in steps for _ in range(2)])
-    assert torch.equal(spans, torch.stack([begins // share, (ends - 1) // share], 1).to(torch.int32))
+    start, steps = kernels.START.value, [max(1, -(-n // 32)) for n in lengths.tolist()]  # of 16 KB
+    programs = 4 * kernels.PROGRAMS_PER_SM
+    share = kernels.choose_share(steps, 1, programs, kernels.part_weight(2 * 128 * 4, 32 * 256 * 4, 4))
+    expected, begin = [], 0
+    for n in steps:
+        expected.append([(begin + start) // share, (begin + start + n - 1) // share])
+        begin += start + n
+    assert spans.tolist() == expected

@@ -1,13 +1,15 @@
 """Decoding from pages of keys and values, in portable Triton: bound by reading the keys in use once.
 
 Query heads that share K and V are rows of one tile, as in attention_decode. An owner is a sequence, a K head and a tile
-of rows. Its work is its steps: BLOCK_N keys each, from the first key that its window shows to the last in use. Lengths
-are on the GPU, so the programs divide the work there: each adds up the steps of all sequences, takes an equal share of
-them, wherever owners end, and finds where its share begins. Sequences of unequal length so keep every SM busy to the
-end, and the host waits for nothing. An owner with steps in several shares has a partial result of each.
+of rows. Its work is its steps, of BLOCK_N keys each, from the first key that its window shows to the last in use, and
+its start: the first loads of an owner take as long as START steps, since nothing else is on the way. Lengths are on the
+GPU, so the programs divide the work there. Each adds up the work of all sequences, takes an equal share, wherever
+owners end, and finds where its share begins. Sequences of unequal length so keep every SM busy to the end, and the host
+waits for nothing. An owner with steps in several shares has a partial result of each.
 
-    steps      0 0 0 0 0 0 0 1 1 2 2 2 2 2 2 2 2 2 2 2     owners 0 to 2 of 7, 2 and 11 steps
-    programs   0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3     5 steps a share: owner 1 has one part, the others have two
+    work       s s 0 0 0 0 0 s s 1 s s 2 2 2 2 2 2 2 2     owners 0 to 2 of 5, 1 and 8 steps, each with its start
+    programs   0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3     5 a share: owners 0 and 2 have two parts each
+    a share that would begin within a start begins where the start does: program 1 leaves owner 1 to no other
 
 The table of pages is read a step ahead, so that the address of a key never waits for it. Where a step lies within a
 page, TMA copies it.
@@ -16,13 +18,15 @@ Sources: Kwon et al. 2023, PagedAttention; Dao, Haziza, Massa and Sizov 2023, Fl
 Stream-K.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, num_sms, roomy, tma_takes, triton_interprets
+from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
 from course_ops.kernels.attention_decode import MAX_ROWS, TILE_BYTES, epilogue, merge_parts, owner_rows
 from course_ops.kernels.attention_tiles import (
     LOWEST,
@@ -34,6 +38,8 @@ from course_ops.kernels.attention_tiles import (
 )
 
 AHEAD = 2  # steps of K and V on the way while one is computed
+PROGRAMS_PER_SM = 2  # one loads while the other begins or ends an owner
+START = tl.constexpr(2)  # steps that the first loads of an owner take as long as: length, queries and page, keys
 
 
 @triton.jit
@@ -48,7 +54,7 @@ def work_of(length, capacity, S_q, window, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def share_of(total, most, B, owners, programs, part_weight):
-    """Steps a program: as choose_share has it."""
+    """The work of a program: as choose_share has it."""
     least = tl.cdiv(total, programs)
     least = tl.maximum(least, tl.ceil(tl.sqrt(total.to(tl.float32) * part_weight)).to(tl.int32))
     near = least + tl.arange(0, 128)
@@ -63,28 +69,30 @@ def find_share(
     lengths_ptr, capacity, S_q, window, B, owners, programs, program, part_weight,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """(first step, end, first owner, last owner, steps before the first owner's sequence) of a program's share.
+    """(owner, step) where a program's share begins, and where the next one's does.
 
     All lengths at once: in a loop over them Triton 3.7 loses what it knows of the addresses of K, and 16-byte loads.
     """
     b = tl.arange(0, BLOCK_B)
     _, _, steps = work_of(tl.load(lengths_ptr + b, mask=b < B, other=0), capacity, S_q, window, BLOCK_N)
-    steps = tl.where(b < B, steps, 0)
-    begins = (tl.cumsum(steps, axis=0) - steps) * owners  # the first step of each sequence
-    total = tl.sum(steps, axis=0) * owners
-    share = share_of(total, tl.max(steps, axis=0), B, owners, programs, part_weight)
-    first = tl.minimum(program * share, total)
-    end = tl.minimum(first + share, total)
-    first_owner = tl.sum(owners_before(first, begins, steps, owners), axis=0)
-    last_owner = tl.sum(owners_before(end - 1, begins, steps, owners), axis=0)
-    skipped = tl.max(tl.where(begins <= first, begins, 0), axis=0)
-    return first, end, first_owner, last_owner, skipped
+    work = tl.where(b < B, steps + START, 0)  # of one owner of each sequence
+    ends = tl.cumsum(work, axis=0) * owners
+    total = tl.sum(work, axis=0) * owners
+    share = share_of(total, tl.max(work, axis=0), B, owners, programs, part_weight)
+    owner, step = place_of(tl.minimum(program * share, total), work, ends, owners, B)
+    next_owner, next_step = place_of(tl.minimum(program * share + share, total), work, ends, owners, B)
+    return owner, step, next_owner, next_step
 
 
 @triton.jit
-def owners_before(step, begins, steps, owners):
-    """How many owners of each sequence have their last step before `step`; none where there is no sequence."""
-    return tl.where(steps > 0, tl.minimum(tl.maximum(step - begins, 0) // tl.maximum(steps, 1), owners), 0)
+def place_of(at, work, ends, owners, B):
+    """(owner, step) of a place in the row of all work; within a start, and at the end of the row, step is 0."""
+    here = (ends - work * owners <= at) & (at < ends)  # the sequence that has it, if there is one
+    of_owner = tl.maximum(tl.sum(tl.where(here, work, 0), axis=0), 1)
+    within = at - tl.sum(tl.where(here, ends - work * owners, 0), axis=0)
+    before = tl.sum(((ends <= at) & (work > 0)).to(tl.int32), axis=0)  # sequences
+    unit = tl.where(before < B, within // of_owner, 0)
+    return before * owners + unit, tl.where(before < B, tl.maximum(within - unit * of_owner - START, 0), 0)
 
 
 @triton.jit
@@ -164,18 +172,16 @@ def paged_kernel(
     if EARLY_MERGE:
         gdc_launch_dependents()
     program, owners = tl.program_id(0), H // GROUP * tiles  # owners of a sequence
-    now, end, first_owner, last_owner, skipped = find_share(
+    owner, step, next_owner, next_step = find_share(
         lengths_ptr, capacity, S_q, window, B, owners, tl.num_programs(0), program, part_weight, BLOCK_N, BLOCK_B
     )
-    within = now - skipped  # steps of its sequence that come before
-    for place in tl.range(first_owner, last_owner + 1 if now < end else first_owner, num_stages=1):
+    for place in tl.range(owner, tl.where(next_step > 0, next_owner + 1, next_owner), num_stages=1):
         b, unit = place // owners, place % owners
         given = tl.load(lengths_ptr + b)
         length, low, steps = work_of(given, capacity, S_q, window, BLOCK_N)
-        begin = within - unit * steps
-        stop = tl.minimum(steps, begin + end - now)
-        owner, h, row = b * (H // GROUP) + unit // tiles, unit // tiles, unit % tiles * USED
-        q_ptrs, _, inside, _ = owner_rows(q_ptr, lse_ptr, q_strides, owner, H, S_q, D, GROUP, ROWS, BLOCK_D, row)
+        begin, stop = tl.where(place == owner, step, 0), tl.where(place == next_owner, next_step, steps)
+        head, h, row = b * (H // GROUP) + unit // tiles, unit // tiles, unit % tiles * USED
+        q_ptrs, _, inside, _ = owner_rows(q_ptr, lse_ptr, q_strides, head, H, S_q, D, GROUP, ROWS, BLOCK_D, row)
         q = tl.load(q_ptrs, mask=inside, other=0.0)
         last = length - 1 + tl.zeros([ROWS], tl.int32)
         if CAUSAL:
@@ -189,7 +195,8 @@ def paged_kernel(
         finish = tl.minimum(length, first + stop * BLOCK_N)
         pages = pages_of(table, b, start, low, length, PAGE, WHOLE, BLOCK_N)
         outside = (pages < 0) | (pages >= num_pages)
-        for at in range(start, finish // BLOCK_N * BLOCK_N if TMA else finish, BLOCK_N):
+        whole = finish // BLOCK_N * BLOCK_N if TMA else finish
+        for at in range(start, whole, BLOCK_N):
             ahead = pages_of(table, b, at + BLOCK_N, low, length, PAGE, WHOLE, BLOCK_N)
             acc, m, l = paged_step(
                 acc, m, l, q, k, v, k_strides, v_strides, pages, h, at, low, length, last, window, num_pages,
@@ -197,18 +204,18 @@ def paged_kernel(
             )  # fmt: skip
             pages = ahead
             outside = outside | (pages < 0) | (pages >= num_pages)
-        if TMA and finish % BLOCK_N:
-            acc, m, l = paged_step(
-                acc, m, l, q, k, v, k_strides, v_strides, pages, h, finish // BLOCK_N * BLOCK_N, low, length, last,
-                window, num_pages, scale_log2, cap_scale, D, D_v, PAGE, WHOLE, TMA, True, BLOCK_N, BLOCK_D, BLOCK_V,
-                PRECISION,
-            )  # fmt: skip
+        if TMA:
+            for at in tl.range(whole, finish, BLOCK_N, num_stages=2):  # one at most: a loop loads K and V together
+                acc, m, l = paged_step(
+                    acc, m, l, q, k, v, k_strides, v_strides, pages, h, at, low, length, last, window, num_pages,
+                    scale_log2, cap_scale, D, D_v, PAGE, WHOLE, TMA, True, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
+                )  # fmt: skip
         broken = (given < 0) | (given > capacity)
         if PAGE is not None:
             broken = broken | ((outside if WHOLE else tl.max(outside.to(tl.int32), axis=0) > 0) & (length > 0))
         l = tl.where(broken, float("nan"), l)  # a table or a length that is wrong: the result says so
         if stop - begin == steps:  # all keys: nothing to merge
-            epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row))
+            epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, head, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row))
         else:
             used = tl.arange(0, ROWS) < USED
             # Parts are numbered by program + owner: from one part to the next, one of the two grows, or both.
@@ -219,8 +226,6 @@ def paged_kernel(
             tl.store(spans_ptr + 2 * place, program)
         if stop == steps:
             tl.store(spans_ptr + 2 * place + 1, program)
-        now += stop - begin
-        within = 0 if unit == owners - 1 else within + stop - begin
 
 
 @triton.jit
@@ -268,14 +273,14 @@ def attention_paged(
     owners, sms = B * H_kv * tiles, num_sms(q.device)
     hopper = architecture(q.device) >= 90
     tma = hopper and q.element_size() == 2 and window is None and tma_takes(k, v)
-    programs_per_sm, block_n = step_size(owners, max(block_d, block_v) * q.element_size(), sms, roomy(q.device))
+    block_n = min(128, TILE_BYTES // (max(block_d, block_v) * q.element_size()))
     stages, whole = 1 + AHEAD, table is None or page % block_n == 0
     if tma and not whole and page % 32 == 0:  # shorter steps, each a copy by TMA, and as many bytes on the way
         shorter = 64 if page % 64 == 0 and block_n >= 64 else 32
         block_n, whole, stages = shorter, True, 1 + AHEAD * block_n // shorter
     tma = tma and whole
     capacity = page if table is None else page * table.shape[1]
-    programs = min(programs_per_sm * sms, owners * max(1, triton.cdiv(capacity, block_n)))
+    programs = min(PROGRAMS_PER_SM * sms, owners * max(1, triton.cdiv(capacity, block_n)))
     spans = torch.empty(owners, 2, dtype=torch.int32, device=q.device)
     parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_v,), ()))
     weight = part_weight(used * block_v * 4, block_n * (block_d + block_v) * q.element_size(), sms)
@@ -303,16 +308,6 @@ def attention_paged(
 # alike, shares that end where owners end have no parts to merge.
 
 
-def step_size(owners: int, bytes_a_key: int, sms: int, is_roomy: bool) -> tuple[int, int]:
-    """(programs an SM, keys a step). Two programs hide the end of one's owner behind the other's loads.
-
-    With one owner a program at most there are few such ends. Then one program with steps twice as long has as many
-    bytes on the way, and half as many parts.
-    """
-    programs_per_sm = 1 if owners <= sms and is_roomy else 2
-    return programs_per_sm, min(128, 2 * TILE_BYTES // (programs_per_sm * bytes_a_key))
-
-
 def part_weight(part_bytes: int, step_bytes: int, sms: int) -> float:
     """w, where shares of sqrt(w * steps) cost least if memory's rate is no limit.
 
@@ -324,14 +319,15 @@ def part_weight(part_bytes: int, step_bytes: int, sms: int) -> float:
 
 
 def choose_share(steps: list[int], owners: int, programs: int, weight: float) -> int:
-    """Steps a program, of sequences with `owners` owners of so many steps each: what share_of computes on the GPU.
+    """The work of a program, of sequences with `owners` owners of so many steps each: as share_of on the GPU.
 
     An equal share for each program, or the share whose parts cost no more than they save. Where all sequences are
     alike up to 1/16 more, if then owners end where programs do.
     """
-    total, most = owners * sum(steps), max(steps)
-    least = max(triton.cdiv(total, programs), -int(-((total * weight) ** 0.5) // 1))
-    if min(steps) < most:
+    work = [n + START.value for n in steps]
+    total, most = owners * sum(work), max(work)
+    least = max(triton.cdiv(total, programs), math.ceil((total * weight) ** 0.5))
+    if min(work) < most:
         return least
     near = range(least, min(least + least // 16 + 1, least + 128))
     return next((n for n in near if n % most == 0 or most % n == 0), least)
