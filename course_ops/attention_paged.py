@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import Unsupported, expect, on_device, runs_kernel
+from course_ops._common import Unsupported, expect, expect_device, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
 from course_ops.attention import MAX_HEAD_DIM, _computed, visible_pairs
 from course_ops.kernels import attention_paged as kernels
@@ -79,7 +79,10 @@ def _checked(q, k_cache, v_cache, cache_seqlens, block_table, causal, window, sc
             raise Unsupported(f"{name} has head_dim {t.shape[-1]}, expected 1 to {MAX_HEAD_DIM}: no kernel keeps more")
     if block_size == 0:
         raise ValueError(f"k_cache is {tuple(k_cache.shape)}: expected a block_size of 1 or more")
-    _expect_integers(q, cache_seqlens=cache_seqlens, block_table=block_table)
+    integers = {"cache_seqlens": cache_seqlens} | ({} if block_table is None else {"block_table": block_table})
+    for name, t in integers.items():
+        expect(**{name: t}, dtypes=(torch.int32,))
+        expect_device(q=q, **{name: t})
     if tuple(cache_seqlens.shape) != (B,):
         raise ValueError(f"cache_seqlens is {tuple(cache_seqlens.shape)}, expected ({B},): a length for each sequence")
     if block_table is None and num_blocks != B:
@@ -93,15 +96,6 @@ def _checked(q, k_cache, v_cache, cache_seqlens, block_table, causal, window, sc
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap = {softcap}, expected a positive number, or None for scores as they are")
     return 1 / math.sqrt(D) if scale is None else scale
-
-
-def _expect_integers(q: Tensor, **tensors: Tensor | None) -> None:
-    for name, t in tensors.items():
-        if t is None and name == "block_table":
-            continue
-        expect(**{name: t}, dtypes=(torch.int32,))  # type: ignore[arg-type]
-        if t.device != q.device:  # type: ignore[union-attr]
-            raise ValueError(f"{name} is on {t.device}, but q is on {q.device}: move one of them")  # type: ignore[union-attr]
 
 
 @custom_op("course_ops::attention_paged", mutates_args=())

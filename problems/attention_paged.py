@@ -1,7 +1,7 @@
 """Decoding from pages: attention of a few new queries to keys and values that lie in blocks, in any order.
 
-q [B, S_q, H, D]; k_cache and v_cache [num_blocks, block_size, H_kv, D]; lengths [B] int32: how many keys of each
-sequence are in use; table [B, max_blocks] int32: key j of sequence b is in block table[b, j // block_size], at
+q [B, S_q, H, D]; k_cache and v_cache [num_blocks, block_size, H_kv, D]. lengths [B] int32: how many keys of each
+sequence are in use. table [B, max_blocks] int32: key j of sequence b is in block table[b, j // block_size], at
 j % block_size. table None: sequence b has block b. causal: the last query stands at the last key in use. window: each
 query sees the last `window` keys up to its own. Results: o [B, S_q, H, D_v], lse [B, H, S_q] in fp32.
 """
@@ -141,7 +141,7 @@ def sdpa_gathered(q, k_cache, v_cache, lengths, table, causal, window, scale):
     mask = torch.arange(k_cache.shape[1], device=q.device) < lengths[:, None]
     q, k, v = (t.transpose(1, 2) for t in (q, k_cache, v_cache))
     o = F.scaled_dot_product_attention(q, k, v, mask[:, None, None], scale=scale, enable_gqa=True)
-    return o.transpose(1, 2), None
+    return o.transpose(1, 2).masked_fill((lengths == 0)[:, None, None, None], 0), None
 
 
 PEERS = {"FA4": fa4, "SDPA gathered": sdpa_gathered}

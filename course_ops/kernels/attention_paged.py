@@ -1,15 +1,15 @@
 """Decoding from pages of keys and values, in portable Triton: bound by reading the keys in use once.
 
 Query heads that share K and V are rows of one tile, as in attention_decode. An owner is a sequence, a K head and a tile
-of rows. Its work is its steps, of BLOCK_N keys each, from the first key that its window shows to the last in use, and
-its start: the first loads of an owner take as long as START steps, since nothing else is on the way. Lengths are on the
-GPU, so the programs divide the work there. Each adds up the work of all sequences, takes an equal share, wherever
-owners end, and finds where its share begins. Sequences of unequal length so keep every SM busy to the end, and the host
-waits for nothing. An owner with steps in several shares has a partial result of each.
+of rows. Its work is its start and its steps. A step is BLOCK_N keys, from the first key that its window shows to the
+last in use. The start stands for an owner's first loads: they take as long as START steps, with nothing else on the
+way. Lengths are on the GPU, so the programs divide the work there, and the host waits for nothing. Each program adds up
+the work of all sequences, takes an equal share of it, wherever owners end, and finds where its share begins. So
+sequences of unequal length keep every SM busy to the end. An owner with steps in several shares has a part in each.
 
     work       s s 0 0 0 0 0 s s 1 s s 2 2 2 2 2 2 2 2     owners 0 to 2 of 5, 1 and 8 steps, each with its start
     programs   0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3     5 a share: owners 0 and 2 have two parts each
-    a share that would begin within a start begins where the start does: program 1 leaves owner 1 to no other
+A share that would begin within a start begins where the start does.
 
 The table of pages is read a step ahead, so that the address of a key never waits for it. Where a step lies within a
 page, TMA copies it.
@@ -26,11 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
+from course_ops._common import architecture, fp32_precision, num_sms, tma_takes, triton_interprets
 from course_ops.kernels.attention_decode import MAX_ROWS, TILE_BYTES, epilogue, merge_parts, owner_rows
 from course_ops.kernels.attention_tiles import (
     LOWEST,
-    fp32_precision,
     score_scales,
     tanh,
     tile_descriptors,
@@ -39,7 +38,7 @@ from course_ops.kernels.attention_tiles import (
 
 AHEAD = 2  # steps of K and V on the way while one is computed
 PROGRAMS_PER_SM = 2  # one loads while the other begins or ends an owner
-START = tl.constexpr(2)  # steps that the first loads of an owner take as long as: length, queries and page, keys
+START = tl.constexpr(2)  # steps in the time of an owner's first loads: its length, its queries and page, its keys
 
 
 @triton.jit
