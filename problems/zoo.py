@@ -147,6 +147,21 @@ def _decoding() -> tuple[Shape, ...]:
     return _each_once(shapes)
 
 
+def _paged() -> tuple[Shape, ...]:
+    """Decoding from pages: batches and lengths of serving, blocks of 16 to 256 tokens, sequences of unequal length."""
+    shapes: list[Shape] = [{"B": b, "H": 32, "S_k": s_k, "D": 128, "H_kv": 8, "block_size": size} for b, s_k, size in (
+        (64, 4096, 16), (8, 8192, 16), (1, 32768, 16), (64, 4096, 64), (64, 32768, 64), (8, 8192, 256), (64, 1024, 256),
+    )]  # fmt: skip
+    shapes += [{**shapes[0], "spread": "even"}, {**shapes[3], "spread": "one long"}, {**shapes[3], "S": 4}]
+    lengths = (8191, 1000, 4096, 16384)
+    for i, m in enumerate(MODELS.values()):
+        window = {"window": m.window} if m.window else {}
+        values = {"D_v": m.D_v} if m.D_v else {}
+        sizes = {"B": (8, 64, 1)[i % 3], "H": m.heads, "S_k": lengths[i % 4], "D": m.D, "H_kv": m.kv_heads}
+        shapes.append({**sizes, "block_size": (16, 64, 256)[i % 3], **values, **window})
+    return _each_once(shapes)
+
+
 _ROWS = _rows()
 _MATMULS = _matmuls()
 MATMULS_FP32: tuple[Shape, ...] = (
@@ -193,6 +208,7 @@ SHAPES: dict[tuple[str, str], tuple[Shape, ...]] = {
     ("cross_entropy", "backward"): _logits(),
     ("linear", "forward"): (*_LINEAR, {"M": 8192, "N": 4096, "K": 4096, "residual": True}),
     ("attention", "decoding"): _decoding(),
+    ("attention_paged", "forward"): _paged(),
     ("matmul_fp8", "forward"): _FP8,
     ("linear", "backward"): _LINEAR,
     ("softmax", "backward"): _ROWS,
@@ -219,7 +235,8 @@ SHAPES: dict[tuple[str, str], tuple[Shape, ...]] = {
 # ---- Random shapes: 100 in all, others in each release --------------------------------------------------------------
 
 RANDOM = {
-    ("attention", "forward"): 14, ("attention", "backward"): 10, ("attention", "decoding"): 5,
+    ("attention", "forward"): 14, ("attention", "backward"): 10, ("attention", "decoding"): 3,
+    ("attention_paged", "forward"): 2,
     ("matmul", "forward"): 16, ("rms_norm", "forward"): 5, ("rms_norm", "backward"): 4,
     ("layer_norm", "forward"): 5, ("layer_norm", "backward"): 4, ("softmax", "forward"): 5, ("softmax", "backward"): 4,
     ("cross_entropy", "forward"): 5, ("cross_entropy", "backward"): 4, ("add_norm", "forward"): 3,
@@ -305,6 +322,11 @@ def _draw_decoding(draw: random.Random) -> Shape:
     return {"B": B, "H": H, "S_k": S_k, "D": D, "H_kv": H_kv}
 
 
+def _draw_paged(draw: random.Random) -> Shape:
+    sizes = {**_draw_decoding(draw), "block_size": draw.choice((16, 32, 64, 128, 256))}
+    return {**sizes, "spread": draw.choice(("", "even", "one long"))}
+
+
 _DRAWN = {
     **{(op, way): _draw_rows for op in ("softmax", "layer_norm", "rms_norm") for way in ("forward", "backward")},
     **{("add_norm", way): _draw_stream for way in ("forward", "backward")},
@@ -312,6 +334,7 @@ _DRAWN = {
     **{("linear", way): _draw_linear for way in ("forward", "backward")},
     **{("attention", way): _draw_attention for way in ("forward", "backward")},
     ("attention", "decoding"): _draw_decoding,
+    ("attention_paged", "forward"): _draw_paged,
     ("matmul", "forward"): _draw_matmul,
     ("matmul_fp8", "forward"): _draw_fp8,
     ("grouped_matmul", "forward"): _draw_grouped,

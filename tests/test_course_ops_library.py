@@ -77,6 +77,15 @@ def _heads_backward(k, at, dtype):
     }
 
 
+def _pages(k, at, dtype):
+    B, blocks = 3 + k, 7 + k
+    q = torch.randn(B, 2, 4, 16, device=at).to(dtype)
+    caches = {name: torch.randn(B * blocks, 16, 2, 16, device=at).to(dtype) for name in ("k_cache", "v_cache")}
+    table = torch.arange(B * blocks, device=at).flip(0).view(B, blocks).to(torch.int32)
+    lengths = torch.arange(B, device=at, dtype=torch.int32) * 16 + 5
+    return {"q": q, **caches, "cache_seqlens": lengths, "block_table": table}
+
+
 def _matmul(k, at, dtype):
     return {"a": leaf(2, 9 + k, 24 + 8 * k, at=at, dtype=dtype), "b": leaf(24 + 8 * k, 40 + k, at=at, dtype=dtype)}
 
@@ -128,6 +137,7 @@ CALLS = {
     "attention": (lambda **t: course_ops.attention(**t, causal=True), _heads),
     "attention_forward": (lambda **t: course_ops.attention_forward(**t, causal=True)[0], _heads),
     "attention_backward": (lambda **t: course_ops.attention_backward(**t, causal=True)[0], _heads_backward),
+    "attention_paged": (course_ops.attention_paged, _pages),
     "matmul": (course_ops.matmul, _matmul),
     "linear": (lambda **t: course_ops.linear(**t, activation="gelu_tanh"), _linear),
     "grouped_matmul": (course_ops.grouped_matmul, _groups),
@@ -135,7 +145,8 @@ CALLS = {
     "quantize": (lambda x: course_ops.quantize(x, "blocks")[1], _no_gradient),
 }
 each = pytest.mark.parametrize("name", CALLS)
-differentiable = [name for name in CALLS if name not in ("attention_backward", "matmul_fp8", "quantize")]
+WITHOUT_GRADIENT = ("attention_backward", "attention_paged", "matmul_fp8", "quantize")
+differentiable = [name for name in CALLS if name not in WITHOUT_GRADIENT]
 # Where the second derivative is right, since the first is made of operators that have one.
 ANY_ORDER = {"matmul", "scan", "dropout", "grouped_matmul"}
 
