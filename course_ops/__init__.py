@@ -7,6 +7,7 @@ FLOP counters see it. CUDA tensors are computed by kernels, CPU tensors by PyTor
 from course_ops._common import Unsupported
 from course_ops.add_norm import add_norm
 from course_ops.attention import attention, attention_backward, attention_forward
+from course_ops.attention_varlen import attention_varlen
 from course_ops.cross_entropy import cross_entropy
 from course_ops.dropout import dropout
 from course_ops.gelu import gelu
@@ -30,6 +31,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
+    "attention_varlen",
     "cross_entropy",
     "dropout",
     "gelu",

@@ -28,6 +28,7 @@ from course_ops.kernels import attention_decode as decode
 from course_ops.kernels import attention_forward as portable
 from course_ops.kernels import attention_forward_hopper as hopper
 from course_ops.kernels.attention_tiles import empty_out
+from course_ops.kernels.sequences import Sequences
 
 MAX_HEAD_DIM = 256
 
@@ -111,7 +112,7 @@ def attention_backward(
 
 
 class Call(NamedTuple):
-    """The arguments of a forward call."""
+    """The arguments of a forward call. sequences: of rows that are packed (attention_varlen), as [1, H, total, D]."""
 
     q: Tensor
     k: Tensor
@@ -120,6 +121,7 @@ class Call(NamedTuple):
     window: int | None
     scale: float
     softcap: float | None = None
+    sequences: Sequences | None = None
 
 
 class Gradient(NamedTuple):
@@ -135,24 +137,25 @@ class Gradient(NamedTuple):
     window: int | None
     scale: float
     softcap: float | None = None
+    sequences: Sequences | None = None
 
 
 def _few_queries(c: Call) -> bool:
     H, S_q, H_kv, S_k = *c.q.shape[1:3], *c.k.shape[1:3]
-    return c.window is None and H // H_kv * S_q <= decode.MAX_ROWS and S_k >= 64
+    return c.sequences is None and c.window is None and H // H_kv * S_q <= decode.MAX_ROWS and S_k >= 64
 
 
 def _on_hopper(c: Call) -> bool:
-    return c.softcap is None and hopper.takes(c.q, c.k, c.v)
+    return c.sequences is None and c.softcap is None and hopper.takes(c.q, c.k, c.v)
 
 
 def _gradient_on_hopper(c: Gradient) -> bool:
     nondeterministic = not torch.are_deterministic_algorithms_enabled()
-    return nondeterministic and c.softcap is None and hopper_backward.takes(*c[:4])
+    return c.sequences is None and nondeterministic and c.softcap is None and hopper_backward.takes(*c[:4])
 
 
 def _gradient_of_long_heads(c: Gradient) -> bool:
-    return c.softcap is None and wide_backward.takes(*c[:4])
+    return c.sequences is None and c.softcap is None and wide_backward.takes(*c[:4])
 
 
 FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor, Tensor]]], ...] = (
