@@ -83,3 +83,88 @@ def packed_tile(own_ptr, other_ptr, B, total, ROWS: tl.constexpr, REVERSED: tl.c
 def skip_rows(ptr, strides, rows):
     """Where a row of [B, H, S, D] lies."""
     return ptr + rows.to(tl.int64) * strides[2]
+
+
+# ---- Records: what a persistent kernel reads of a tile's sequence ---------------------------------------------------
+
+WORDS = tl.constexpr(8)  # of a record
+
+
+@triton.jit
+def records_kernel(records_ptr, own_ptr, other_ptr, B, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """A program writes the records of a sequence's tiles. In front stands how many tiles there are."""
+    CHUNK: tl.constexpr = 256
+    b = tl.program_id(0)
+    end, other_end = tl.load(own_ptr + b + 1), tl.load(other_ptr + b + 1)
+    length, other = end - tl.load(own_ptr + b), other_end - tl.load(other_ptr + b)
+    first, total = 0, 0
+    for start in range(0, B, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        rows = tl.load(own_ptr + at + 1, mask=at < B, other=0) - tl.load(own_ptr + at, mask=at < B, other=0)
+        others = tl.load(other_ptr + at + 1, mask=at < B, other=0) - tl.load(other_ptr + at, mask=at < B, other=0)
+        tiles = (rows + ROWS - 1) // ROWS
+        first += tl.sum(tl.where((others > other) | ((others == other) & (at < b)), tiles, 0))
+        total += tl.sum(tiles)
+    if b == 0:
+        tl.store(records_ptr, total)
+    tiles = (length + ROWS - 1) // ROWS
+    for start in range(0, tiles, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        to, inside = records_ptr + (1 + first + at) * WORDS, at < tiles
+        tl.store(to, end, mask=inside)
+        tl.store(to + 1, length, mask=inside)
+        tl.store(to + 2, other_end, mask=inside)
+        tl.store(to + 3, other, mask=inside)
+        tl.store(to + 4, first, mask=inside)
+        tl.store(to + 5, tiles, mask=inside)
+        tl.store(to + 6, b, mask=inside)
+
+
+def records(own: Tensor, other: Tensor, total: int, rows: int) -> tuple[Tensor, int]:
+    """The records of tiles of so many rows, and how many tiles there may be at most.
+
+    own: the cu_seqlens of the rows that tiles are of; the longest sequence is the one with the largest length in other.
+    """
+    sequences = len(own) - 1
+    most = total // rows + sequences
+    listed = empty((most + 2) * WORDS.value, dtype=int32, device=own.device)
+    records_kernel[(sequences,)](listed, own, other, sequences, rows, WORDS.value)
+    return listed, most
+
+
+@gluon.jit
+def sequence_record(records_ptr, index, tiles, heads):
+    """The index-th unit of work, and of its sequence: the end and length of own rows, both of the other rows, the
+    first unit of work, its tiles, its number. A sequence's units are all tiles of all heads."""
+    at = records_ptr + (1 + min(index // heads, tiles)) * 8  # of an index that is no unit the record is not used
+    first = gl.load(at + 4) * heads
+    return index, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), first, gl.load(at + 5), gl.load(at + 6)
+
+
+# ---- Ragged tensors: TMA that ends where a sequence ends -----------------------------------------------------------
+#
+# A descriptor of a fixed number of rows, LIMIT, and two dimensions more. Row r of a sequence with n rows that ends at
+# `end` is row LIMIT - n + r of the descriptor, so that the sequence's last row is the descriptor's last. The other two
+# coordinates, LIMIT and end, move the address back to where row r lies, as addresses have 64 bits and go round:
+# LIMIT * (2^34 - s) + end * s + (LIMIT - n + r) * s = 2^64 + (end - n + r) * s for rows s elements apart. The base stays
+# the tensor's own, since TMA reads there for elements that it replaces by zeros. After Triton's ragged_tma.
+
+LIMIT = gl.constexpr(2**30)
+
+
+def ragged_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """For blocks of so many rows of sequences of t [1, H, total, D], see coordinates."""
+    (_, H, total, D), (_, head, row, column) = t.shape, t.stride()
+    block, limit = [1, 1, 1, rows, columns], LIMIT.value
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[t.dtype])
+    strides = [2**64 // limit - row, row, head, row, column]
+    return TensorDescriptor(t, [limit + 1, total + 1, H, limit, D], strides, block, layout)
+
+
+@gluon.jit
+def coordinates(where, head, row, column):
+    """Of a block for TMA. where: (batch,) in [B, H, S, D], or a sequence's (end, length) in a ragged tensor."""
+    if len(where) == 1:
+        return (where[0], head, row, column)
+    else:
+        return (LIMIT, where[0], head, LIMIT - where[1] + row, column)
