@@ -101,13 +101,13 @@ def attention_backward(
 
 # ---- Which kernel takes what: the first row whose condition holds ------------------------------------------------
 #
-#     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window
+#     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window, not packed
 #                hopper     sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes; no softcap
 #                portable   everything: sm_80 on, fp32, D and D_v <= 256, any strides
 #     backward   hopper     sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; unless deterministic algorithms
 #                           are asked for (dQ is added up in any order); no softcap
-#                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap; the same to
-#                           the bit each time
+#                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap, not packed;
+#                           the same to the bit each time
 #                portable   everything; the same to the bit each time
 
 
@@ -146,12 +146,12 @@ def _few_queries(c: Call) -> bool:
 
 
 def _on_hopper(c: Call) -> bool:
-    return c.sequences is None and c.softcap is None and hopper.takes(c.q, c.k, c.v)
+    return c.softcap is None and hopper.takes(c.q, c.k, c.v)
 
 
 def _gradient_on_hopper(c: Gradient) -> bool:
     nondeterministic = not torch.are_deterministic_algorithms_enabled()
-    return c.sequences is None and nondeterministic and c.softcap is None and hopper_backward.takes(*c[:4])
+    return nondeterministic and c.softcap is None and hopper_backward.takes(*c[:4])
 
 
 def _gradient_of_long_heads(c: Gradient) -> bool:
@@ -160,14 +160,15 @@ def _gradient_of_long_heads(c: Gradient) -> bool:
 
 FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor, Tensor]]], ...] = (
     ("decode", _few_queries, lambda c: decode.attention_decode(*c[:4], c.scale, softcap=c.softcap)),
-    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c[:6])),
+    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c[:6], c.sequences)),
     ("portable", lambda c: True, lambda c: portable.attention_forward(*c)),
 )
 BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
-    ("hopper", _gradient_on_hopper, lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window)),
+    ("hopper", _gradient_on_hopper,
+     lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window, c.sequences)),
     ("wide", _gradient_of_long_heads, lambda c: wide_backward.attention_backward(*c[:9])),
     ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
-)
+)  # fmt: skip
 
 
 def launch_forward(call: Call) -> tuple[Tensor, Tensor]:

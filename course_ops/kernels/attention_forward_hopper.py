@@ -36,7 +36,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import constexpr_function
 
 from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
@@ -50,12 +49,18 @@ from course_ops.hopper import (
     exp2,
     operand_a,
     ring_slot,
-    tensor_descriptor,
     tile_counter,
     tile_order,
 )
 from course_ops.kernels.attention_tiles import LN2, LOG2E, LOWEST, empty_results, heads_in_l2
-from course_ops.kernels.sequences import Sequences, coordinates, ragged_descriptor, records, sequence_record
+from course_ops.kernels.sequences import (
+    Sequences,
+    coordinates,
+    ragged_descriptor,
+    records,
+    sequence_record,
+    whole_descriptor,
+)
 from course_ops.versions import async_load, async_store
 
 ROWS = 64  # queries of a warpgroup
@@ -721,11 +726,6 @@ def attention_forward(
         tiles, H, B * H, at_once, S_q, S_k, window, group, causal, k_stages, v_stages, consumers, aligned, num_warps=4,
     )  # fmt: skip
     return o, lse
-
-
-def whole_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """For blocks of so many rows of t [B, H, S, D]."""
-    return tensor_descriptor(t, [1, 1, rows, columns])
 
 
 def chunk_widths(D: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from course_ops.hopper import DTYPES
+from course_ops.hopper import DTYPES, tensor_descriptor
 
 
 class Sequences(NamedTuple):
@@ -159,6 +159,11 @@ def ragged_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[t.dtype])
     strides = [2**64 // limit - row, row, head, row, column]
     return TensorDescriptor(t, [limit + 1, total + 1, H, limit, D], strides, block, layout)
+
+
+def whole_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """For blocks of so many rows of t [B, H, S, D], see coordinates."""
+    return tensor_descriptor(t, [1, 1, rows, columns])
 
 
 @gluon.jit
