@@ -76,7 +76,7 @@ def prepare_kernel(
     gdc_launch_dependents()
     tiles, nth = rows // BLOCK_M, tl.num_programs(0) - 1 - tl.program_id(0)
     head, row = (nth // tiles).to(tl.int64), nth % tiles * BLOCK_M
-    line, end = head * rows, S_q
+    end = S_q
     if cu_ptr is not None:
         begin, end, row, line, stored = padded_row(cu_ptr, B, H, head, row, BLOCK_D)
         if row >= stored:
@@ -86,6 +86,8 @@ def prepare_kernel(
     do_tile = load_tile(dout, dout_strides, head // H, head % H, row, end, D_v, BLOCK_M, BLOCK_D, False)
     at = row + tl.arange(0, BLOCK_M)
     lse = tl.load(lse_ptr + head * S_q + at, mask=at < end, other=float("-inf"))
+    if cu_ptr is None:
+        line = head * rows
     tl.store(starts_ptr + line + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
     tl.store(deltas_ptr + line + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
     if sum_ptr is not None:
