@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
@@ -86,10 +87,9 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal, 
         expect(**{name: cu}, ndim=1, dtypes=(torch.int32,))
         if cu.device != q.device:
             raise ValueError(f"{name} is on {cu.device}, but q is on {q.device}: move one of them")
-    if len(cu_seqlens_q) != len(cu_seqlens_k) or not len(cu_seqlens_q):
-        raise ValueError(
-            f"cu_seqlens_q has {len(cu_seqlens_q)} entries, cu_seqlens_k {len(cu_seqlens_k)}: expected B + 1 each"
-        )
+    (entries_q,), (entries_k,) = cu_seqlens_q.shape, cu_seqlens_k.shape
+    if entries_q != entries_k or entries_q < 1:
+        raise ValueError(f"cu_seqlens_q has {entries_q} entries, cu_seqlens_k {entries_k}: expected B + 1 each")
     if min(longest_q, longest_k) < 0:
         raise ValueError(f"max_seqlen_q = {longest_q}, max_seqlen_k = {longest_k}: expected the longest lengths")
     return _checked_heads(*map(_as_heads, (q, k, v)), causal, window, scale, softcap)
@@ -188,9 +188,9 @@ cast_under_autocast(_attention_varlen_backward, "dout", "q", "k", "v", "out")
 
 
 def _pairs(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, causal: bool, window: int | None) -> int:
-    """Visible pairs of all sequences. Of tensors without values (meta): as if each were as long as the longest."""
-    if cu_q.device.type == "meta":
-        return (len(cu_q) - 1) * visible_pairs(longest_q, longest_k, causal, window)
+    """Visible pairs of all sequences. Of tensors without values: as if each were as long as the longest."""
+    if cu_q.device.type == "meta" or isinstance(cu_q, FakeTensor):
+        return (cu_q.shape[0] - 1) * visible_pairs(longest_q, longest_k, causal, window)
     lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
     return sum(visible_pairs(S_q, S_k, causal, window) for S_q, S_k in lengths)
 
@@ -221,7 +221,9 @@ def _rows_of_each(q: Tensor, k: Tensor, given: Sequences) -> list[tuple[slice, s
         if ends != sorted(ends) or ends[0] != 0 or ends[-1] != total:
             raise ValueError(f"{name} is {ends}: expected 0 <= ... <= {total}, ascending, from 0 to the number of rows")
         if max((end - begin for begin, end in pairwise(ends)), default=0) > longest:
-            raise ValueError(f"{name} is {ends}, but {name.replace('cu_seqlens', 'max_seqlen')} is {longest}: pass more")
+            raise ValueError(
+                f"{name} is {ends}, but {name.replace('cu_seqlens', 'max_seqlen')} is {longest}: pass more"
+            )
     pairs = zip(pairwise(given.q.tolist()), pairwise(given.k.tolist()), strict=True)
     return [(slice(*of_q), slice(*of_k)) for of_q, of_k in pairs]
 

@@ -79,9 +79,7 @@ def _packed(q, k, v, lengths, keys, causal, window, scale):
 def work(lengths, H, D, dtype, keys=None, H_kv=None, D_v=None, causal=False, window=None, **_):
     pairs = _pairs(lengths, keys, causal, window)
     columns, rows = D + (D_v or D), H * sum(lengths_of(lengths)) + (H_kv or H) * sum(lengths_of(keys or lengths))
-    return Work(
-        bytes=rows * columns * dtype.itemsize + 4 * H * sum(lengths_of(lengths)), flops=2 * H * columns * pairs
-    )
+    return Work(bytes=rows * columns * dtype.itemsize + 4 * H * sum(lengths_of(lengths)), flops=2 * H * columns * pairs)
 
 
 def _pairs(lengths, keys, causal, window):
@@ -186,20 +184,11 @@ CHECKS = (
     case("more sequences than a program counts at a time", lengths="300x2+33", H=1, D=16, causal=True),
 )  # fmt: skip
 
-MIXED = "6000+3x2048+1500+1000+700+5x300+16x33"  # 17,372 rows
-BENCHES = (
-    {"lengths": "4x4096", "H": 16, "D": 128, "causal": True},
-    {"lengths": "4x4096", "H": 16, "D": 128},
-    {"lengths": "8192+128x64", "H": 16, "D": 128, "causal": True},
-    {"lengths": MIXED, "H": 32, "D": 128, "H_kv": 8, "causal": True},
-)
-
 PROBLEM = Problem(
     reference=reference,
     inputs=inputs,
     work=work,
     checks=CHECKS,
-    benches=BENCHES,
     peers={"torch varlen": _torch_flash, "cuDNN": _cudnn, "FA4": fa4},
     properties=(a_sequence_is_alone,),
     refuses=REFUSES,
@@ -250,7 +239,6 @@ PROBLEM_BACKWARD = Problem(
     inputs=inputs_backward,
     work=work_backward,
     checks=CHECKS,
-    benches=BENCHES,
     peers={"torch varlen": _torch_flash_backward, "FA4": fa4_backward},
     factor=2,  # as in problems/attention.py
 )

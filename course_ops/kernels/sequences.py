@@ -32,7 +32,7 @@ class Sequences(NamedTuple):
 
     @property
     def count(self) -> int:
-        return len(self.q) - 1
+        return self.q.shape[0] - 1
 
     def contiguous(self) -> "Sequences":
         return self._replace(q=self.q.contiguous(), k=self.k.contiguous())
@@ -125,7 +125,7 @@ def records(own: Tensor, other: Tensor, total: int, rows: int) -> tuple[Tensor, 
 
     own: the cu_seqlens of the rows that tiles are of; the longest sequence is the one with the largest length in other.
     """
-    sequences = len(own) - 1
+    sequences = own.shape[0] - 1
     most = total // rows + sequences
     listed = empty((most + 2) * WORDS.value, dtype=int32, device=own.device)
     records_kernel[(sequences,)](listed, own, other, sequences, rows, WORDS.value)
@@ -138,7 +138,16 @@ def sequence_record(records_ptr, index, tiles, heads):
     first unit of work, its tiles, its number. A sequence's units are all tiles of all heads."""
     at = records_ptr + (1 + min(index // heads, tiles)) * 8  # of an index that is no unit the record is not used
     first = gl.load(at + 4) * heads
-    return index, gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), first, gl.load(at + 5), gl.load(at + 6)
+    return (
+        index,
+        gl.load(at),
+        gl.load(at + 1),
+        gl.load(at + 2),
+        gl.load(at + 3),
+        first,
+        gl.load(at + 5),
+        gl.load(at + 6),
+    )
 
 
 # ---- Ragged tensors: TMA that ends where a sequence ends -----------------------------------------------------------
