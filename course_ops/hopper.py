@@ -76,7 +76,7 @@ def ring_slot(step, STAGES: gl.constexpr):
 
 @gluon.jit
 def as_matrix(tile):
-    """A shared tile [1, .., rows, columns], as a descriptor of four or five dimensions copies it, as [rows, columns]."""
+    """A shared tile [1, .., rows, columns], as a descriptor of more dimensions copies it, as [rows, columns]."""
     return tile.reshape((tile.shape[-2], tile.shape[-1]))
 
 

@@ -8,6 +8,7 @@ Lengths are written as words: "3x512+7" is three sequences of 512 and one of 7.
 """
 
 from importlib import import_module
+from itertools import pairwise
 
 from lessonkit import DEVICE, Problem, Refusal, Unsupported, Work, case
 
@@ -25,7 +26,7 @@ def lengths_of(words):
 def _sequences(cu_q, cu_k):
     """(rows of queries, rows of keys) of each."""
     ends = [cu.tolist() for cu in (cu_q, cu_q if cu_k is None else cu_k)]
-    starts = zip(*(zip(cu, cu[1:], strict=False) for cu in ends), strict=True)
+    starts = zip(*map(pairwise, ends), strict=True)
     return [(slice(*of_q), slice(*of_k)) for of_q, of_k in starts]
 
 
@@ -174,7 +175,7 @@ REFUSES = (
 CHECKS = (
     case("no rows at all", lengths="2x0", H=2, D=16),
     case("sequences of one", lengths="70x1", H=2, D=16, causal=True),
-    case("empty ones in between, one past a tile, grouped heads", lengths="5+0+129+1+0", H=4, D=16, H_kv=2, causal=True),
+    case("empty ones, one past a tile, grouped heads", lengths="5+0+129+1+0", H=4, D=16, H_kv=2, causal=True),
     case("no keys, no queries, more queries than keys", lengths="5+0+70", keys="0+9+37", H=2, D=16, causal=True),
     case("one long and many short", lengths="300+40x3", H=1, D=16, causal=True),
     case("equal lengths, all keys", lengths="3x96", H=2, D=24),

@@ -79,8 +79,8 @@ def dq_kernel(
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
     scale, scale_log2, cap_scale, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE,
     cu_q_ptr, cu_k_ptr,  # None, or of B sequences packed in one: S_q and S_k are totals then
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     line = S_q
     if cu_q_ptr is None:
@@ -133,8 +133,8 @@ def query_bounds(
 
 @triton.jit
 def add_queries(
-    dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, line, keys, start_at, stop_at,
-    S_q, S_k, D, D_v, offset, window, scale_log2, cap_scale,
+    dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, line, keys,
+    start_at, stop_at, S_q, S_k, D, D_v, offset, window, scale_log2, cap_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -170,8 +170,8 @@ def dkdv_kernel(
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     scale, scale_log2, cap_scale, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE,
     cu_q_ptr, cu_k_ptr,  # None, or of B sequences packed in one: S_q and S_k are totals then
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     line = S_q
     if cu_q_ptr is None:

@@ -316,7 +316,7 @@ def producer_partition(args, descs):
     step, count, index = 0, 0, gl.program_id(0)
     before = 0, 0, 0
     if args.problem.records_ptr is not None:
-        before = 0, 0, 0, 0
+        before = 0, 0, 0, 0  # a sequence without rows: a CTA without a tile stores nothing
     while index < args.problem.num_tiles():
         args.scheduler.publish(index, count)
         problem, within = problem_of(args.problem, args.problem.work(index))
@@ -342,18 +342,11 @@ def producer_partition(args, descs):
                     load_halves(k_desc, args.k_smem, args.k_full.index(0), keys, head_kv, key)
                     load_halves(v_desc, args.v_smem, args.v_full.index(0), keys, head_kv, key)
                 step += 1
-        if problem.q_end is None:
-            before = batch, head_kv, key
-        else:
-            before = keys[0], keys[1], head_kv, key
+        before = (batch, head_kv, key) if problem.q_end is None else (keys[0], keys[1], head_kv, key)
         count += 1
         index = args.scheduler.fetch(args.problem.num_tiles())
     args.scheduler.publish(index, count)
-    if args.problem.records_ptr is None:
-        store_tile(args, dk_desc, dv_desc, count - 1, before)
-    else:
-        if count > 0:  # there may be fewer tiles than CTAs
-            store_tile(args, dk_desc, dv_desc, count - 1, before)
+    store_tile(args, dk_desc, dv_desc, count - 1, before)
 
 
 @gluon.jit

@@ -101,8 +101,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
-    fp32, fp16 or bf16, D and D_v up to 256, any strides. window needs causal. scale and softcap: positive. sequences: of
-    rows that are packed, B = 1; positions end together in each.
+    fp32, fp16 or bf16, D and D_v up to 256, any strides. window needs causal. scale and softcap: positive.
+    sequences: of rows that are packed, B = 1; positions end together in each.
     """
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     o, lse = empty_results(q, D_v)

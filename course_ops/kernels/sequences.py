@@ -154,9 +154,10 @@ def sequence_record(records_ptr, index, tiles, heads):
 #
 # A descriptor of a fixed number of rows, LIMIT, and two dimensions more. Row r of a sequence with n rows that ends at
 # `end` is row LIMIT - n + r of the descriptor, so that the sequence's last row is the descriptor's last. The other two
-# coordinates, LIMIT and end, move the address back to where row r lies, as addresses have 64 bits and go round:
-# LIMIT * (2^34 - s) + end * s + (LIMIT - n + r) * s = 2^64 + (end - n + r) * s for rows s elements apart. The base stays
-# the tensor's own, since TMA reads there for elements that it replaces by zeros. After Triton's ragged_tma.
+# coordinates are LIMIT and `end`. They move the address back to where row r lies, as addresses have 64 bits and wrap
+# around. For rows s elements apart: LIMIT * (2^34 - s) + end * s + (LIMIT - n + r) * s = 2^64 + (end - n + r) * s.
+# The descriptor's base stays the tensor's own, and the other dimensions end where their largest coordinate is: TMA
+# reads near the base for elements that it replaces by zeros. After triton.tools.ragged_tma.
 
 LIMIT = gl.constexpr(2**30)
 

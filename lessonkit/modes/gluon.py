@@ -238,7 +238,10 @@ class _Descriptor:
         nbytes = self.base.element_size()
         offset = ((offset * nbytes + 2**63) % 2**64 - 2**63) // nbytes
         strides = [stride if n > 1 else 1 for stride, n in zip(self.strides, part.shape, strict=True)]
-        return self.base.as_strided(part.shape, strides, self.base.storage_offset() + offset), part
+        try:
+            return self.base.as_strided(part.shape, strides, self.base.storage_offset() + offset), part
+        except RuntimeError as error:
+            raise Fault("out of bounds", f"TMA leaves its tensor: {error}") from error
 
 
 def _bases(layout: Any) -> list[Any]:
@@ -676,8 +679,8 @@ def _smaller(a: Any, b: Any) -> Any:
 
 def _load(pointer: _Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Any:
     if mask is None:
-        found = pointer.data[pointer.at].as_subclass(_Block)
-        return found if found.ndim or found.is_floating_point() else found.item()  # a scalar may be an index
+        whole = pointer.data[pointer.at].as_subclass(_Block)
+        return whole if whole.ndim or whole.is_floating_point() else whole.item()  # a scalar may be an index
     found = pointer.data[torch.where(mask, pointer.at, 0)]
     return torch.where(mask, found, torch.full_like(found, other)).as_subclass(_Block)
 
