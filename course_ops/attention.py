@@ -49,7 +49,8 @@ def attention(
     torch.autocast all three are cast to its dtype; float64 stays.
     causal: query i sees keys up to i + S_k - S_q. window: of these only the last `window`; needs causal.
     scale: positive; 1 / sqrt(D) if None. softcap: scores become softcap * tanh(scores / softcap) before they are masked
-    (Gemma 2); positive, or None for scores as they are. On Hopper the portable kernels compute it.
+    (Gemma 2); positive, or None for scores as they are. On Hopper tanh has a relative error up to 2^-11, and the
+    portable kernel computes the backward of head sizes above 128.
     Raises TypeError for a dtype, ValueError for a shape, a device or a value.
 
     Under torch.use_deterministic_algorithms the gradient of q is the same to the bit each time, and slower. A FLOP
@@ -102,10 +103,10 @@ def attention_backward(
 # ---- Which kernel takes what: the first row whose condition holds ------------------------------------------------
 #
 #     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window, not packed
-#                hopper     sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes; no softcap
+#                hopper     sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes
 #                portable   everything: sm_80 on, fp32, D and D_v <= 256, any strides
 #     backward   hopper     sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; unless deterministic algorithms
-#                           are asked for (dQ is added up in any order); no softcap
+#                           are asked for (dQ is added up in any order)
 #                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap, not packed;
 #                           the same to the bit each time
 #                portable   everything; the same to the bit each time
@@ -146,12 +147,12 @@ def _few_queries(c: Call) -> bool:
 
 
 def _on_hopper(c: Call) -> bool:
-    return c.softcap is None and hopper.takes(c.q, c.k, c.v)
+    return hopper.takes(c.q, c.k, c.v)
 
 
 def _gradient_on_hopper(c: Gradient) -> bool:
     nondeterministic = not torch.are_deterministic_algorithms_enabled()
-    return nondeterministic and c.softcap is None and hopper_backward.takes(*c[:4])
+    return nondeterministic and hopper_backward.takes(*c[:4])
 
 
 def _gradient_of_long_heads(c: Gradient) -> bool:
@@ -160,12 +161,12 @@ def _gradient_of_long_heads(c: Gradient) -> bool:
 
 FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor, Tensor]]], ...] = (
     ("decode", _few_queries, lambda c: decode.attention_decode(*c[:4], c.scale, softcap=c.softcap)),
-    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c[:6], c.sequences)),
+    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c)),
     ("portable", lambda c: True, lambda c: portable.attention_forward(*c)),
 )
 BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
     ("hopper", _gradient_on_hopper,
-     lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window, c.sequences)),
+     lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window, *c[9:])),
     ("wide", _gradient_of_long_heads, lambda c: wide_backward.attention_backward(*c[:9])),
     ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
 )  # fmt: skip

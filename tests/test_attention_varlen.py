@@ -21,6 +21,7 @@ from course_ops import testing
 from course_ops.attention import BACKWARD, FORWARD, Call, Gradient
 from course_ops.attention_varlen import _as_heads, _as_rows, _computed, _computed_gradient
 from course_ops.kernels import attention_backward_hopper as backward_hopper
+from course_ops.kernels import attention_backward_wide_hopper as wide_backward
 from course_ops.kernels import attention_forward_hopper as forward_hopper
 from course_ops.kernels import sequences
 from course_ops.kernels.sequences import Sequences
@@ -185,10 +186,11 @@ def test_which_kernel(monkeypatch):
     monkeypatch.setattr(backward_hopper, "takes", lambda *args: True)
     q, k, v, *given = packed("1+1", keys="100+100", H=4)
     heads, of = [_as_heads(t) for t in (q, k, v)], Sequences(*given)
-    for softcap, kernel in ((None, "hopper"), (3.0, "portable")):
-        assert chosen(FORWARD, Call(*heads, True, None, 0.25, softcap, of)) == kernel  # never decode
-        gradient = Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, softcap, of)
-        assert chosen(BACKWARD, gradient) == kernel
+    assert chosen(FORWARD, Call(*heads, True, None, 0.25, None, of)) == "hopper"  # never decode
+    assert chosen(BACKWARD, Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, None, of)) == "hopper"
+    monkeypatch.setattr(backward_hopper, "takes", lambda *args: False)
+    monkeypatch.setattr(wide_backward, "takes", lambda *args: True)
+    assert chosen(BACKWARD, Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, None, of)) == "portable"
 
 
 # ---- Hopper's kernels ----------------------------------------------------------------------------------------------
@@ -203,14 +205,16 @@ def on_hopper(monkeypatch, forward=forward_hopper, backward=backward_hopper):
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(backward, name, nothing)
 
-    def attend(q, k, v, *given, causal=False, window=None):
+    def attend(q, k, v, *given, causal=False, window=None, softcap=None):
         heads = [_as_heads(t) for t in (q, k, v)]
-        out, lse = forward.attention_forward(*heads, causal, window, q.shape[-1] ** -0.5, Sequences(*given))
+        scale = q.shape[-1] ** -0.5
+        out, lse = forward.attention_forward(*heads, causal, window, scale, softcap, Sequences(*given))
         return _as_rows(out), lse[0]
 
-    def gradients(dout, q, k, v, out, lse, *given, causal=False, window=None):
+    def gradients(dout, q, k, v, out, lse, *given, causal=False, window=None, softcap=None):
         heads = [_as_heads(t) for t in (dout, q, k, v, out)]
-        found = backward.attention_backward(*heads, lse[None], causal, q.shape[-1] ** -0.5, window, Sequences(*given))
+        scale = q.shape[-1] ** -0.5
+        found = backward.attention_backward(*heads, lse[None], causal, scale, window, softcap, Sequences(*given))
         return tuple(map(_as_rows, found))
 
     return attend, gradients
@@ -224,6 +228,12 @@ HOPPER = {
     "grouped heads, late dQ": ({"lengths": "600+130", "D": 128, "H_kv": 1}, {"causal": True}),
     "a window, late dQ": ({"lengths": "600+130", "keys": "600+30", "D": 128}, {"causal": True, "window": 300}),
     "one after the other": ({"lengths": "40x5", "D": 128, "H": 1}, {"causal": True}),
+    "a softcap": ({"lengths": "300+129", "D": 128, "H_kv": 1}, {"causal": True, "softcap": 3.0}),
+    "a softcap, late dQ, a window": (
+        {"lengths": "600+70", "D": 128, "H": 1},
+        {"causal": True, "softcap": 3.0, "window": 450},
+    ),
+    "a softcap, D = 64": ({"lengths": "200+70", "keys": "100+333", "D": 64, "H": 1}, {"softcap": 1.0}),
     "more keys, D_v of 64": ({"lengths": "70+200", "keys": "333+201", "D": 128, "D_v": 64, "H": 1}, {"causal": True}),
 }
 WIDE = {
@@ -262,8 +272,8 @@ def agrees_backward(gradients, shape, options, dtype):
     return True
 
 
-def whole(q, causal=False, window=None):
-    return causal, window, q.shape[-1] ** -0.5
+def whole(q, causal=False, window=None, softcap=None):
+    return causal, window, q.shape[-1] ** -0.5, softcap
 
 
 @emulated_here
@@ -328,6 +338,7 @@ def test_records():
 
 KEYS, PLAIN = HOPPER["other lengths of keys"], HOPPER["an aligned diagonal, empty ones"]
 LAST_LONG = ({"lengths": "30+300", "D": 128, "H": 1}, {"causal": True})
+CAPPED = HOPPER["a softcap"]
 LATE, MANY = HOPPER["grouped heads, late dQ"], HOPPER["one after the other"]
 EMPTY = ({"lengths": "30x0+64", "D": 128, "H": 1}, {"causal": True})
 WRONG = {  # why: module, old, new, forward or backward, case
@@ -344,6 +355,11 @@ WRONG = {  # why: module, old, new, forward or backward, case
                                       "index, q_end, S_q, k_end, S_k, first", 1, KEYS),
     "values of another head": (backward_hopper, "GROUP + head * blocks\n", "GROUP + head\n", 1, LATE),
     "blocks of the sequence before": (backward_hopper, "// ROWS + self.number)", "// ROWS)", 1, MANY),
+    "no cap": (forward_hopper, "s = capped(s, c.args.cap_scale)\n", "s = s\n", 0, CAPPED),
+    "the mask under the cap": (forward_hopper, "apply_mask(capped(s, c.args.cap_scale), c.row, key, c.problem)",
+                               "capped(apply_mask(s, c.row, key, c.problem), c.args.cap_scale)", 0, CAPPED),
+    "no derivative of tanh": (backward_hopper, "p * (1 - s * s)", "p", 1, CAPPED),
+    "dK without the scale": (backward_hopper, "scale *= args.cap_scale", "scale *= 1", 1, CAPPED),
     "no step without queries": (backward_hopper, "S_q = max(1, S_q)", "S_q = S_q", 1, KEYS),
 }  # fmt: skip
 
@@ -387,7 +403,7 @@ def test_the_copies_are_right_without_a_change(monkeypatch, tmp_path):
 # ---- What the compiler makes of it ---------------------------------------------------------------------------------
 
 
-def resources(D, causal, window):
+def resources(D, causal, window, softcap):
     """[shared memory, serialized?, spills] of the forward and, to D = 128, the backward. In a process that compiles."""
     q, k = (torch.empty(8192, H, D, dtype=torch.bfloat16, device="meta") for H in (8, 2))
     cu = torch.empty(5, dtype=torch.int32, device="meta")
@@ -395,10 +411,10 @@ def resources(D, causal, window):
     found = []
     with compiled.compiling(90) as made:
         made.clear()
-        forward_hopper.attention_forward(*heads, causal, window, 0.1, of)
+        forward_hopper.attention_forward(*heads, causal, window, 0.1, softcap, of)
         if D <= 128:
             lse = torch.empty(1, 8, 8192, device="meta")
-            backward_hopper.attention_backward(heads[0], *heads, heads[0], lse, causal, 0.1, window, of)
+            backward_hopper.attention_backward(heads[0], *heads, heads[0], lse, causal, 0.1, window, softcap, of)
         for name in ("attention_hopper_kernel", "attention_backward_hopper_kernel")[: 2 if D <= 128 else 1]:
             kernel = compiled.inspect("", made[name], 90)
             found.append([kernel.shared, sass.serialized(kernel), kernel.spills])
@@ -409,14 +425,16 @@ NIGHT = pytest.mark.night
 
 
 @pytest.mark.parametrize(
-    ("D", "causal", "window"),
+    ("D", "causal", "window", "softcap"),
     [
-        (128, True, None), pytest.param(128, False, None, marks=NIGHT), pytest.param(64, True, None, marks=NIGHT),
-        pytest.param(64, False, None, marks=NIGHT), pytest.param(128, True, 1024, marks=NIGHT),
-        pytest.param(192, True, None, marks=NIGHT), pytest.param(256, True, None, marks=NIGHT),
+        (128, True, None, None), pytest.param(128, False, None, None, marks=NIGHT),
+        pytest.param(64, True, None, None, marks=NIGHT), pytest.param(64, False, None, None, marks=NIGHT),
+        pytest.param(128, True, 1024, None, marks=NIGHT), pytest.param(192, True, None, None, marks=NIGHT),
+        pytest.param(256, True, None, None, marks=NIGHT), (128, True, None, 50.0),
+        pytest.param(64, False, None, 50.0, marks=NIGHT), pytest.param(256, True, 1024, 50.0, marks=NIGHT),
     ],
 )  # fmt: skip
-def test_it_fits_on_an_sm_and_its_matmuls_overlap(D, causal, window):
-    forward, *backward = call_in_compiler("tests.test_attention_varlen", "resources", D, causal, window)
+def test_it_fits_on_an_sm_and_its_matmuls_overlap(D, causal, window, softcap):
+    forward, *backward = call_in_compiler("tests.test_attention_varlen", "resources", D, causal, window, softcap)
     assert all(shared <= 232448 and not serialized for shared, serialized, _ in (forward, *backward))
     assert forward[2] == 0 or D == 256

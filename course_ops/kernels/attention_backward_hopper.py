@@ -42,12 +42,13 @@ from course_ops.hopper import (
     exp2,
     operand_a,
     ring_slot,
+    tanh,
     tensor_descriptor,
     tile_counter,
     tile_order,
     tma_reduce_add,
 )
-from course_ops.kernels.attention_tiles import LN2, LOG2E, heads_in_l2, load_tile
+from course_ops.kernels.attention_tiles import LN2, heads_in_l2, load_tile, score_scales
 from course_ops.kernels.sequences import (
     Sequences,
     coordinates,
@@ -271,6 +272,7 @@ class PartitionArgs:
     scheduler: TileScheduler
     problem: Problem
     scale_log2: gl.tensor
+    cap_scale: gl.tensor | gl.constexpr  # None without a softcap, see score_scales
     GROUP: gl.constexpr  # query heads that share a head of K and V
     PING_PONG: gl.constexpr
 
@@ -428,8 +430,11 @@ def share_ds(args, ds, buffer, met, WHICH: gl.constexpr):
 
 @gluon.jit
 def probabilities(s, starts, c, row, MASKED: gl.constexpr):
-    """P^T [keys, queries] of S^T that has begun with `starts` (None), or has not; row: the block's first one."""
+    """P^T [keys, queries] of S^T that has begun with `starts` (None), or has not; row: the block's first one. And what
+    dP - delta is multiplied by: P^T, or with a softcap P^T times tanh's derivative, 1 - tanh^2."""
     scale_log2, key = c.args.scale_log2, c.key
+    if c.args.cap_scale is not None:
+        s = tanh(s * c.args.cap_scale)
     p = exp2(s * scale_log2 if starts is None else s * scale_log2 + starts)
     if MASKED:
         S_q, S_k = c.problem.S_q, c.problem.S_k
@@ -441,7 +446,7 @@ def probabilities(s, starts, c, row, MASKED: gl.constexpr):
                 p = gl.where(keys > rows + (row + S_k - S_q - key - c.problem.window), p, 0.0)
         else:
             p = gl.where(keys < S_k - key, p, 0.0)
-    return p
+    return p, p if c.args.cap_scale is None else p * (1 - s * s)
 
 
 @aggregate
@@ -465,7 +470,13 @@ def issue_first_scores(c, step, zero, LAYOUT: gl.constexpr):
     stage, parity = ring_slot(step, args.q_smem.shape[0])
     mbarrier.wait(args.q_full.index(stage), parity, pred=step < c.end)
     k, q = as_matrix(args.k_smem.index(c.WHICH + zero)), as_matrix(args.q_smem.index(stage))
-    return issue_scores(k, q, None if args.PING_PONG else args.start_smem.index(stage), LAYOUT)
+    return issue_scores(k, q, first_values(args, stage), LAYOUT)
+
+
+@gluon.jit
+def first_values(args, stage):
+    """What S^T begins with. Under a tanh -lse cannot be added, and PING_PONG adds it later."""
+    return None if args.PING_PONG or args.cap_scale is not None else args.start_smem.index(stage)
 
 
 # Each matmul is issued as soon as its operands are there and awaited as late as its result is needed: dP runs under the
@@ -486,17 +497,20 @@ def main_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
         q, do = as_matrix(args.q_smem.index(stage)), as_matrix(args.do_smem.index(stage))
         mbarrier.wait(args.do_full.index(stage), parity)
         dp = issue_scores(v, do, args.delta_smem.index(stage), LAYOUT)
-        p = probabilities(s, None, c, block * args.q_smem.shape[-2], MASKED)
+        starts = None
+        if args.cap_scale is not None:
+            starts = args.start_smem.index(stage).load(LAYOUT)
+        p, p_capped = probabilities(s, starts, c, block * args.q_smem.shape[-2], MASKED)
         p_left = operand_a(p, dv, args.q_smem.dtype)
         dv = warpgroup_mma(p_left, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = (p * dp).to(args.q_smem.dtype)
+        ds = (p_capped * dp).to(args.q_smem.dtype)
         share_ds(args, ds, buffer, args.met.index(step % 2), WHICH)
         ds = operand_a(ds, dk, args.q_smem.dtype)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         dv, p_left = warpgroup_mma_wait(1, deps=(dv, p_left))
         mbarrier.wait(args.q_full.index(after), parity_after, pred=step + 1 < c.end)
-        s_after = issue_scores(k, as_matrix(args.q_smem.index(after)), args.start_smem.index(after), LAYOUT)
+        s_after = issue_scores(k, as_matrix(args.q_smem.index(after)), first_values(args, after), LAYOUT)
         mbarrier.wait(args.met.index(step % 2), step // 2 & 1)
         dq = issue_dq(args, buffer, zero, WHICH)
         dq, dk, ds, s = warpgroup_mma_wait(0, deps=(dq, dk, ds, s_after))
@@ -527,13 +541,13 @@ def ping_pong_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
         # began with -lse, the compiler would issue an eighth of dP every ten exponentials.
         mbarrier.wait(args.turn.index(WHICH), step & 1)
         starts = args.start_smem.index(stage).load(LAYOUT)
-        p = probabilities(s, starts, c, block * args.q_smem.shape[-2], MASKED)
+        p, p_capped = probabilities(s, starts, c, block * args.q_smem.shape[-2], MASKED)
         p_left = operand_a(p, dv, args.q_smem.dtype)
         dv = warpgroup_mma(p_left, do, dv, is_async=True)
         if not WIDE:
             mbarrier.arrive(args.turn.index(1 - WHICH))
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = (p * (dp + args.delta_smem.index(stage).load(LAYOUT))).to(args.q_smem.dtype)
+        ds = (p_capped * (dp + args.delta_smem.index(stage).load(LAYOUT))).to(args.q_smem.dtype)
         share_ds(args, ds, step % BUFFERS * 2, args.met.index(step % 2), WHICH)
         if WIDE:
             mbarrier.arrive(args.turn.index(1 - WHICH))
@@ -641,7 +655,10 @@ def consumer_partition(args, WHICH: gl.constexpr):
         mbarrier.arrive(args.k_read.index(0))
         as_matrix(args.v_smem.index(WHICH + zero)).store(dv.to(args.v_smem.dtype))
         mbarrier.wait(args.k_read.index(0), count & 1)
-        as_matrix(args.k_smem.index(WHICH + zero)).store((dk * (args.scale_log2 * LN2)).to(args.k_smem.dtype))
+        scale = args.scale_log2 * LN2
+        if args.cap_scale is not None:
+            scale *= args.cap_scale
+        as_matrix(args.k_smem.index(WHICH + zero)).store((dk * scale).to(args.k_smem.dtype))
         fence_async_shared()
         mbarrier.arrive(args.stored.index(0))
         first = end
@@ -656,7 +673,8 @@ def attention_backward_hopper_kernel(
     k_desc, v_desc, dk_desc, dv_desc,  # of [B, H_kv, S_k, D]
     sum_desc, counter_ptr,  # of dQ's sum, B H rows D elements of fp32; the scheduler's counter
     records_ptr,  # None, or of packed sequences: S_q and S_k are totals then, and all_heads is H_kv
-    scale_log2, tiles, H_kv, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    scale_log2, cap_scale,  # see score_scales
+    tiles, H_kv, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     if records_ptr is not None:
@@ -683,7 +701,7 @@ def attention_backward_hopper_kernel(
             tiles=tiles, H_kv=H_kv, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, window=window,
             CAUSAL=CAUSAL, records_ptr=records_ptr, q_end=None, k_end=None, number=None,
         ),
-        scale_log2=scale_log2, GROUP=GROUP, PING_PONG=PING_PONG,
+        scale_log2=scale_log2, cap_scale=cap_scale, GROUP=GROUP, PING_PONG=PING_PONG,
     )  # fmt: skip
     descs = q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc
     gl.warp_specialize([
@@ -711,6 +729,7 @@ def attention_backward(
     causal: bool,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [.., D] and v, out, dout [.., D_v] as in the forward, that `takes` takes -> dq as q, dk and dv as k, v.
@@ -733,7 +752,9 @@ def attention_backward(
         cu_q, count, descriptor = sequences.q, sequences.count, ragged_descriptor
         rows = (S_q // block + count) * block
     starts, deltas, total = (empty(B * H, rows * n, device=q.device) for n in (1, 1, width))
-    unit = LN2.value if ping_pong else scale  # added to scaled scores, as powers of 2; or to scores
+    unit = (
+        scale if not ping_pong and softcap is None else LN2.value
+    )  # added to scaled scores, as powers of 2; or to scores
     prepare_kernel[(B * H * rows // 32,)](
         out, dout, lse, starts, deltas, total, out.stride(), dout.stride(), unit, H, S_q, rows, D_v, cu_q, count,
         32, width,
@@ -747,7 +768,7 @@ def attention_backward(
         *(tensor_descriptor(t, [1, block], swizzled=False) for t in values),
         *(descriptor(t, KEYS, width) for t in (k, v, dk, dv)),
         tensor_descriptor(total.view(-1, 64), [64, 64], swizzled=False), tile_counter(q.device), listed,
-        scale * LOG2E.value, tiles, H_kv, B * H_kv, at_once, S_q, S_k, window, group, causal, STAGES,
+        *score_scales(scale, softcap), tiles, H_kv, B * H_kv, at_once, S_q, S_k, window, group, causal, STAGES,
         ping_pong,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -21,6 +21,7 @@ powers of two. S is the sum of both chunks' QK. Each chunk of O has an accumulat
 D_v, the columns of V and O, may differ from D. Up to D = 192 and D_v = 128 a block has 128 keys: a QK with 128 keys
 reads 0.75 of the shared memory that two with 64 read. O's accumulators are then two of 64 columns, which leave through
 one buffer of shared memory, as there is no more.
+softcap: S becomes tanh(S scale / softcap) before the masks, and the exponents are softcap times that.
 window: a tile's blocks end with the first that one of its queries sees. Those that the window's edge crosses come last,
 and the main loop masks them.
 """
@@ -49,10 +50,11 @@ from course_ops.hopper import (
     exp2,
     operand_a,
     ring_slot,
+    tanh,
     tile_counter,
     tile_order,
 )
-from course_ops.kernels.attention_tiles import LN2, LOG2E, LOWEST, empty_results, heads_in_l2
+from course_ops.kernels.attention_tiles import LN2, LOWEST, empty_results, heads_in_l2, score_scales
 from course_ops.kernels.sequences import (
     Sequences,
     coordinates,
@@ -208,6 +210,7 @@ class PartitionArgs:
     problem: Problem
     lse_ptr: gl.tensor
     scale_log2: gl.tensor
+    cap_scale: gl.tensor | gl.constexpr  # None without a softcap, see score_scales
 
 
 @gluon.jit
@@ -256,6 +259,11 @@ def issue_qk(q, k, step, KEYS: gl.constexpr):
         keys = first_rows(as_matrix(k.smems[1].index(stage)), KEYS)
         s = warpgroup_mma(q[1], keys.permute((1, 0)), s, is_async=True)
     return s
+
+
+@gluon.jit
+def capped(s, cap_scale):
+    return s if cap_scale is None else tanh(s * cap_scale)
 
 
 @gluon.jit
@@ -411,7 +419,7 @@ def masked_blocks(c, o, m, l, begin, end):
     for block in range(begin, end):
         s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, KEYS),))
         c.k.release(c.step + block)
-        s = apply_causal_mask(s, c.row, c.key - block * KEYS, c.problem)
+        s = apply_causal_mask(capped(s, c.args.cap_scale), c.row, c.key - block * KEYS, c.problem)
         p, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
         p = operand_a(p, o[0], c.v.smems[0].dtype)
         o = issue_pv(p, scale_chunks(o, alpha), c.v, c.step + block)
@@ -427,7 +435,8 @@ def first_block(c, o, m, l, block, KEYS: gl.constexpr):
     key = c.key - block * c.k.descs[0].block_type.shape[-2]
     s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, KEYS),))
     c.k.release(c.step + block)
-    p, m, l, alpha = online_softmax(apply_mask(s, c.row, key, c.problem), m, l, c.args.scale_log2)
+    s = apply_mask(capped(s, c.args.cap_scale), c.row, key, c.problem)
+    p, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
     return packed_operand_a(p, o, c.v.smems[0].dtype), scale_chunks(o, alpha), m, l
 
 
@@ -444,6 +453,7 @@ def next_block(c, p, o, m, l, block, EDGE: gl.constexpr):
     s = issue_qk(c.q, c.k, step, KEYS)
     o = issue_pv(p, o, c.v, step - 1)
     s = warpgroup_mma_wait(len(o), deps=(s,))  # the last matmuls, PV, may be unfinished: one for each chunk
+    s = capped(s, c.args.cap_scale)
     if EDGE:
         s = apply_window(s, c.row, key, c.problem)
     p_new = exp2(s * c.args.scale_log2 - m[:, None])
@@ -454,7 +464,7 @@ def next_block(c, p, o, m, l, block, EDGE: gl.constexpr):
     largest = largest_sum(largest_sums)
     if largest > LARGE_SUM:  # rare; the same branch for all 4 warps
         if largest > HUGE_SUM:  # P may be infinite
-            s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, step, KEYS),))
+            s = capped(warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, step, KEYS),)), c.args.cap_scale)
             if EDGE:
                 s = apply_window(s, c.row, key, c.problem)
             p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
@@ -647,7 +657,8 @@ def attention_hopper_kernel(
     q_rest, k_rest, v_rest, o_rest,  # of the columns from 128 on, or None
     lse_ptr, counter_ptr,  # [B, H, S_q] in fp32; the scheduler's counter
     records_ptr,  # None, or of packed sequences: S_q and S_k are totals then, and all_heads is H
-    scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    scale_log2, cap_scale,  # see score_scales
+    tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     if records_ptr is not None:
@@ -662,7 +673,7 @@ def attention_hopper_kernel(
             tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, window=window,
             CAUSAL=CAUSAL, records_ptr=records_ptr, q_end=None, k_end=None,
         ),
-        lse_ptr=lse_ptr, scale_log2=scale_log2,
+        lse_ptr=lse_ptr, scale_log2=scale_log2, cap_scale=cap_scale,
     )  # fmt: skip
     # The first partition runs in the kernel's own warps. Registers a thread: 128 * (232 + 232 + 40) <= 65536.
     if CONSUMERS == 2:
@@ -689,7 +700,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float, softcap: float | None = None,
     sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
@@ -722,7 +733,7 @@ def attention_forward(
     if window is not None:
         window = min(window, S_k)  # no query sees more, and an int32 holds it
     attention_hopper_kernel[(min(tiles * B * H, num_sms(q.device)),)](
-        *descs, *rest_descs, lse, tile_counter(q.device), listed, scale * LOG2E.value,
+        *descs, *rest_descs, lse, tile_counter(q.device), listed, *score_scales(scale, softcap),
         tiles, H, B * H, at_once, S_q, S_k, window, group, causal, k_stages, v_stages, consumers, aligned, num_warps=4,
     )  # fmt: skip
     return o, lse
