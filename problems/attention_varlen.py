@@ -10,7 +10,7 @@ Lengths are written as words: "3x512+7" is three sequences of 512 and one of 7.
 from importlib import import_module
 from itertools import pairwise
 
-from lessonkit import DEVICE, Problem, Refusal, Unsupported, Work, case
+from lessonkit import DEVICE, Problem, Refusal, Work, case
 
 import torch
 
@@ -102,6 +102,7 @@ def a_sequence_is_alone(rung):
 
 
 # ---- Peers ---------------------------------------------------------------------------------------------------------
+# cuDNN is none: for packed sequences PyTorch builds its graph in each call, and the host takes far longer than the GPU.
 
 
 def _both(cu_q, cu_k):
@@ -123,15 +124,6 @@ def _torch_flash_backward(grad_out, q, k, v, out, lse, cu_q, cu_k, longest_q, lo
         grad_out, q, k, v, out, lse, *_both(cu_q, cu_k), longest_q, longest_k, 0.0, causal, zero, zero, scale=scale,
         window_size_left=window and window - 1, window_size_right=None,
     )  # fmt: skip
-
-
-def _cudnn(q, k, v, cu_q, cu_k, longest_q, longest_k, causal=False, window=None, scale=None):
-    if window or q.shape[1] != k.shape[1] or cu_k is not None:
-        raise Unsupported("cuDNN's packed sequences in PyTorch: no window, no grouped heads, no other lengths of keys")
-    o, lse, *_ = torch.ops.aten._cudnn_attention_forward(
-        q, k, v, None, cu_q, cu_q, longest_q, longest_k, True, 0.0, causal, False, scale=scale
-    )
-    return o, lse.view(-1, q.shape[1]).t() if lse.numel() == q.shape[0] * q.shape[1] else lse
 
 
 def fa4(q, k, v, cu_q, cu_k, longest_q, longest_k, causal=False, window=None, scale=None):
@@ -190,7 +182,7 @@ PROBLEM = Problem(
     inputs=inputs,
     work=work,
     checks=CHECKS,
-    peers={"torch varlen": _torch_flash, "cuDNN": _cudnn, "FA4": fa4},
+    peers={"torch varlen": _torch_flash, "FA4": fa4},
     properties=(a_sequence_is_alone,),
     refuses=REFUSES,
 )
