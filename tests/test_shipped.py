@@ -8,7 +8,7 @@ import pytest
 
 import course_ops
 
-# None has rows of lessons: parts of attention, an operator without a lesson, an operator made of others' kernels, and what is no operator.
+# None has rows of lessons: parts of attention, what no lesson teaches or is made of others, and what is no operator.
 WITHOUT_ROWS = {
     "attention_forward", "attention_backward", "attention_varlen", "linear_cross_entropy", "patch", "Unsupported"
 }  # fmt: skip
