@@ -8,8 +8,8 @@ import pytest
 
 import course_ops
 
-# No lesson has rows of these: parts of attention, decoding from pages, packed sequences, an operator made of others' kernels, and what is
-# no operator.
+# No lesson has rows of these: parts of attention, decoding from pages, packed sequences, an operator made of others'
+# kernels, and what is no operator.
 WITHOUT_ROWS = {
     "attention_forward",
     "attention_backward",
