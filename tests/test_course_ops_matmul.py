@@ -238,7 +238,7 @@ def test_a_second_backward_of_linear_plans_nothing(monkeypatch, M, N, K):
         counts.clear()
         with Operators():
             backward()
-        assert counts == {"launches": 3, "operators": 1}
+        assert counts == {"launches": 3 if M <= 128 else 4, "operators": 1}  # 4: programs' sums are added up
         assert _matmul_hopper.layout_of.cache_info().misses == layouts
         calls = 0
 
