@@ -39,12 +39,16 @@ def unobserved(*tensors: Tensor | None) -> bool:
     and where a mode, a transform, a compiler or a profiler has to see the operator.
     """
     return (
-        all(t is None or (t.is_cuda and type(t) in (Tensor, Parameter)) for t in tensors)
+        all(t is None or _plain_on_gpu(t) for t in tensors)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
         and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         and not torch.compiler.is_compiling()
     )
+
+
+def _plain_on_gpu(t: Tensor) -> bool:
+    return t.is_cuda and type(t) in (Tensor, Parameter)
 
 
 def _cast(t: Tensor) -> Tensor:
