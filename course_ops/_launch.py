@@ -26,9 +26,9 @@ def descriptor(kind: type, base: Tensor, shape: Any, strides: Any, block: list[i
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], key: tuple[Any, ...], **options: Any) -> None:
     """kernel[grid](*args, **options), faster from the second launch with this key on.
 
-    args: every argument, constants too. options: of the compiler, as num_warps. key: all that Triton specializes the
-    kernel for: dtypes and the constants, which tensors begin at multiples of 16 bytes, and integers unless the kernel
-    says do_not_specialize. The first argument is a tensor, or a descriptor of one.
+    args: every argument, constants too. The first is a tensor, or a descriptor of one. options: of the compiler, as
+    num_warps. key: all that Triton specializes the kernel for. These are dtypes, constants, which tensors begin at
+    multiples of 16 bytes, and integers unless the kernel says do_not_specialize.
     """
     first = args[0]
     tensor: Tensor = first if isinstance(first, Tensor) else first.base

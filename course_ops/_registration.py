@@ -35,15 +35,18 @@ def _casting(overload: Any, places: list[int], device: str) -> Callable[..., Any
 def unobserved(*tensors: Tensor | None) -> bool:
     """Whether an operator on these may be called as the plain function that it is.
 
-    The dispatcher costs the host as much as several launches. It is needed off the GPU, for tensors of other types,
-    and where a mode, a transform, a compiler or a profiler has to see the operator.
+    The dispatcher costs the host as much as several launches. It is needed off the GPU, for tensors of other types, for
+    a gradient, and where autocast, a mode, a transform, a compiler or a profiler has to see the operator.
     """
+    if torch.compiler.is_compiling():  # first, since the compiler cannot trace what follows
+        return False
     return (
         all(t is None or _plain_on_gpu(t) for t in tensors)
+        and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+        and not torch.is_autocast_enabled("cuda")
         and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
-        and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd._profiler_enabled()
     )
 
 

@@ -52,8 +52,7 @@ def _unit_stride(t: Tensor) -> Tensor:
 
 # z = x W^T + bias is a second result: the gradient of GELU needs it, and y does not give it back. Without `save` it
 # is empty.
-@torch.library.custom_op("course_ops::linear", mutates_args=())
-def _linear(
+def _result(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
     gelu = activation == "gelu_tanh"
@@ -67,6 +66,9 @@ def _linear(
         z.copy_(y)
     y = F.gelu(y, approximate="tanh") if gelu else y
     return (y if residual is None else y + residual), z
+
+
+_linear = torch.library.custom_op("course_ops::linear", _result, mutates_args=())
 
 
 @_linear.register_fake
@@ -211,7 +213,8 @@ def linear(
     if residual is not None and residual.shape != shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}: expected {shape}, the result's; expand it first")
     wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    y, _ = _linear(
+    call = _result if unobserved(x, weight, bias, residual) else _linear
+    y, _ = call(
         as_matrix(x),
         weight,
         bias,

@@ -286,6 +286,10 @@ def test_what_has_to_see_an_operator(monkeypatch):
     assert not _registration.unobserved(x), "not on a GPU"
     monkeypatch.setattr(_registration, "_plain_on_gpu", lambda t: True)
     assert _registration.unobserved(x, None)
+    assert not _registration.unobserved(x, torch.ones(2, requires_grad=True))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+        assert not _registration.unobserved(x)
     with FlopCounterMode(display=False):
         assert not _registration.unobserved(x)
     with torch.profiler.profile():

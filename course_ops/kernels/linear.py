@@ -228,9 +228,10 @@ def gelu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """dy [M, N] with unit last stride, z [M, N] contiguous -> dz = dy gelu'(z) and its sums over rows, in z's dtype."""
     (M, N), dz, partial = z.shape, torch.empty_like(z), _partial(z)
     if z.numel():
-        sizes = M, N, dy.stride(0), 32, 128
+        block_m, block_n = _block(M, N, num_sms(z.device))
+        sizes = M, N, dy.stride(0), block_m, block_n
         key = z.dtype, partial.dtype, dy.data_ptr() % 16 == 0, z.data_ptr() % 16 == 0, *sizes
-        launch(dz_and_sums_kernel, (cdiv(N, 128), len(partial)), (dy, z, dz, partial, *sizes), key)
+        launch(dz_and_sums_kernel, (cdiv(N, block_n), len(partial)), (dy, z, dz, partial, *sizes), key)
     return dz, _total(partial, z.dtype)
 
 
@@ -238,10 +239,19 @@ def column_sums(dz: Tensor) -> Tensor:
     """The sums over the rows of a contiguous [M, N], added in fp32, in its dtype."""
     (M, N), partial = dz.shape, _partial(dz)
     if dz.numel():
-        sizes = M, N, 32, 128
+        block_m, block_n = _block(M, N, num_sms(dz.device))
+        sizes = M, N, block_m, block_n
         key = dz.dtype, partial.dtype, dz.data_ptr() % 16 == 0, *sizes
-        launch(column_sums_kernel, (cdiv(N, 128), len(partial)), (dz, partial, *sizes), key)
+        launch(column_sums_kernel, (cdiv(N, block_n), len(partial)), (dz, partial, *sizes), key)
     return _total(partial, dz.dtype)
+
+
+def _block(M: int, N: int, sms: int) -> tuple[int, int]:
+    """Rows and columns of a step, 4096 elements.
+
+    Up to 128 rows one program has all rows of its columns. Narrow steps then make more programs, down to 32 columns.
+    """
+    return (128, 32) if M <= 128 and cdiv(N, 128) < sms else (32, 128)
 
 
 def _partial(z: Tensor) -> Tensor:
