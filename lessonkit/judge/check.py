@@ -99,17 +99,15 @@ def judge(lesson: Lesson, args: tuple[Any, ...]) -> Truth:
     return Truth(args, exact, usual, lesson.factor, lambda *asked: tensors(lesson.reference(*asked)))
 
 
-def compare(truth: Truth, answer: Any, *, slack: float = 1, partly: bool = False, stepwise: bool = False) -> None:
+def compare(truth: Truth, answer: Any, *, slack: float = 1, stepwise: bool = False) -> None:
     """Raise Rejected unless the answer has the right shapes and dtypes and lies within `slack` times the error budget.
 
-    partly: a result that is None is not compared. stepwise: each step of the answer was rounded to its dtype.
+    stepwise: each step of the answer was rounded to its dtype.
     """
     got = tensors(answer)
     if len(got) != len(truth.exact):
         raise Rejected("shape", f"{len(got)} results, expected {len(truth.exact)}")
     for i, (g, exact, usual) in enumerate(zip(got, truth.exact, truth.usual, strict=True)):
-        if g is None and partly:
-            continue
         which = f"result {i}: " if len(got) > 1 else ""
         if g.shape != exact.shape:
             raise Rejected("shape", f"{which}{tuple(g.shape)}, expected {tuple(exact.shape)}")
