@@ -567,7 +567,7 @@ def print_launches():
     from triton.runtime.jit import JITFunction
 
     from course_ops.attention import launch_forward
-    from day4_replace_op import lesson11_flash_decoding_shares as lesson7b
+    from day4_replace_op import lesson11_flash_decoding_shares as shares
     from problems.attention import PROBLEM
 
     made, answers = [], []
@@ -591,7 +591,7 @@ def print_launches():
             call = Call(q, k, v, causal, window, q.shape[-1] ** -0.5)
             lesson = {
                 "forward": lambda: None,
-                "decode": lambda c=call: lesson7b.decode(*c[:3], None, c.causal),
+                "decode": lambda c=call: shares.decode(*c[:3], None, c.causal),
             }[what]
             answer = {}
             for name, fn in (("lesson", lesson), ("operator", lambda c=call: launch_forward(c))):
