@@ -160,8 +160,8 @@ def store_partials(
             tl.store(partial_db_ptr + start + cols, db[chunk], mask=cols < N)
 
 
-# PARTS programs share a row. While a part waits for nothing it works one row ahead: it publishes its sums of the next
-# row before it needs the others' sums of this one, which those published a whole step ago.
+# PARTS programs share a row. Each part works one row ahead: it publishes its sums of the next row, and only then needs
+# the other parts' sums of this row. They published those a whole step ago.
 @triton.jit
 def norm_backward_group_kernel(
     dtotal_ptr, dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dresidual_ptr,  # as above
@@ -376,8 +376,8 @@ def norm_backward_group(dy, x, w, mean, rstd, bias=False, dtotal=None):
         sums = torch.full((rows.M, parts), -1, dtype=torch.int64, device=x.device)
         partial_dw, partial_db = partial_sums(groups, x, bias)
         # One launch needs all programs at once: a cooperative launch is refused where they do not fit. Otherwise, and
-        # in the interpreter, the first launch publishes all sums and the second one uses them: those of more parts than
-        # run at once, which may be more words than a program can hold, added up in between.
+        # in the interpreter, there are two launches. The first publishes all sums, and the second uses them. Sums of
+        # more parts than run at once may be too many for a program: they are added up in between.
         fits = parts <= plan.per_sm * rows.sms
         at_once = fits and not triton_interprets()
         words = parts
