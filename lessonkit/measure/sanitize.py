@@ -263,7 +263,7 @@ DONE = "every rung ran"
 
 def main(name: str, part: Part) -> None:
     if part.sms:  # before the lesson takes the name
-        vars(importlib.import_module("lessonkit"))["num_sms"] = lambda: part.sms
+        vars(sys.modules["lessonkit"])["num_sms"] = lambda: part.sms
     lesson: Lesson = importlib.import_module(name).LESSON
     shapes = [part.shape] if part.shape else [case.shape for case in lesson.checks if not case.gib]
     ran = 0
