@@ -134,6 +134,24 @@ def _attention() -> tuple[Shape, ...]:
     return _each_once(shapes)
 
 
+def _packed() -> tuple[Shape, ...]:
+    """Sequences of a training step with packing, of a batch of prompts; lengths as problems/attention_varlen.py reads
+    them: equal ones, one long and many short, one alone."""
+    mixed = "6000+3x2048+1500+1000+700+5x300+16x33"
+    llama: Shape = {"H": 32, "D": 128, "H_kv": 8, "causal": True}
+    plain: Shape = {"H": 16, "D": 128}
+    shapes: list[Shape] = [
+        {"lengths": "4x4096", **plain, "causal": True}, {"lengths": "4x4096", **plain},
+        {"lengths": "8192+128x64", **plain, "causal": True}, {"lengths": mixed, **llama},
+        {"lengths": "32x512", **plain, "causal": True}, {"lengths": "1x16384", **plain, "causal": True},
+        {"lengths": "4x4096", "H": 32, "D": 64}, {"lengths": "256x64", **plain, "causal": True},
+        {"lengths": "8192+128x64", **plain}, {"lengths": mixed, **llama, "window": 1024},
+        {"lengths": "4x4096", "H": 8, "D": 256, "causal": True}, {"lengths": "2x333+17x127+4097", **llama},
+        {"lengths": "64x1+8x100", "keys": "64x1000+8x3000", **llama},
+    ]  # fmt: skip
+    return _each_once(shapes)
+
+
 def _decoding() -> tuple[Shape, ...]:
     """One or a few new queries a sequence on a cache."""
     shapes: list[Shape] = [{"B": b, "H": 32, "S_k": s_k, "D": d, "H_kv": h_kv, "S": s} for b, s_k, h_kv, d, s in (
@@ -199,6 +217,8 @@ SHAPES: dict[tuple[str, str], tuple[Shape, ...]] = {
     ("attention", "forward"): _attention(),
     ("matmul", "forward"): _MATMULS,
     ("attention", "backward"): _attention(),
+    ("attention_varlen", "forward"): _packed(),
+    ("attention_varlen", "backward"): _packed(),
     ("rms_norm", "forward"): _ROWS,
     ("layer_norm", "forward"): _ROWS,
     ("softmax", "forward"): _ROWS,

@@ -37,6 +37,7 @@ SMALL = {
     "cross_entropy": {"M": 3, "V": 40},
     "linear_cross_entropy": {"M": 8, "K": 16, "V": 40},
     "attention": {"B": 1, "H": 4, "S": 9, "D": 16, "H_kv": 2, "causal": True},
+    "attention_varlen": {"lengths": "9+0+5", "H": 4, "D": 16, "H_kv": 2, "causal": True},
     "decoding": {"B": 1, "H": 4, "S_k": 70, "D": 16, "H_kv": 2},
     "attention_paged": {"B": 2, "H": 4, "S_k": 70, "D": 16, "H_kv": 2},
     "matmul": {"M": 8, "N": 16, "K": 24},

@@ -8,12 +8,13 @@ import pytest
 
 import course_ops
 
-# No lesson has rows of these: parts of attention, decoding from pages, an operator made of others' kernels, and what is
-# no operator.
+# No lesson has rows of these: parts of attention, decoding from pages, packed sequences, an operator made of others'
+# kernels, and what is no operator.
 WITHOUT_ROWS = {
     "attention_forward",
     "attention_backward",
     "attention_paged",
+    "attention_varlen",
     "linear_cross_entropy",
     "patch",
     "Unsupported",
