@@ -476,7 +476,10 @@ def issue_first_scores(c, step, zero, LAYOUT: gl.constexpr):
 @gluon.jit
 def first_values(args, stage):
     """What S^T begins with. Under a tanh -lse cannot be added, and PING_PONG adds it later."""
-    return None if args.PING_PONG or args.cap_scale is not None else args.start_smem.index(stage)
+    values = None  # no conditional expression: Triton 3.6 wants a tensor on both of its sides
+    if not args.PING_PONG and args.cap_scale is None:
+        values = args.start_smem.index(stage)
+    return values
 
 
 # Each matmul is issued as soon as its operands are there and awaited as late as its result is needed: dP runs under the

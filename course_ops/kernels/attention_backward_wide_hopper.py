@@ -548,7 +548,8 @@ def attention_backward(
     rows = tiles * 2 * ROWS
     starts, deltas = (empty(B * H, rows, device=q.device) for _ in range(2))
     prepare_kernel[(B * H * rows // 32,)](
-        out, dout, lse, starts, deltas, None, out.stride(), dout.stride(), LN2.value, H, S_q, rows, D_v, 32, 256
+        out, dout, lse, starts, deltas, None, out.stride(), dout.stride(), LN2.value, H, S_q, rows, D_v, None, None,
+        32, 256,
     )  # fmt: skip
     shapes = [1, 1, ROWS, FIRST], [1, 1, ROWS, 128 if wide else 64]
     queries, grads, keys, values, dqs, dks, dvs = (
