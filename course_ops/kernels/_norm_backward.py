@@ -4,9 +4,14 @@ With x_hat = (x - mean) rstd, g = dy w, and c1, c2 the means over the row of g x
     dx = rstd (g - x_hat c1 - c2)      dw = sum over rows of dy x_hat      db = sum over rows of dy
 RMSNorm has no mean, so no c2 and no db. If x was the sum of a residual and a branch, both get dx + dtotal.
 
-As many programs as the GPU runs at once walk over the rows; dw and db of all their rows stay in fp32 registers. The
-next rows are on their way to shared memory meanwhile. A program owns CHUNKS times BLOCK columns, four neighbours a
-thread in each chunk: few lanes idle whatever N is, and 16-bit and 32-bit tensors lie in threads alike.
+The idea: dw and db are sums over rows, so a program takes many rows, one after the other, and keeps its sums in fp32
+registers. There are as many programs as the GPU runs at once. Each stores its sums once, at the end:
+
+    program 0   row 0, row P, row 2P, ...     -> partial dw, db     P programs
+    program 1   row 1, row P + 1, ...         -> partial dw, db     the next rows are copied to shared memory meanwhile
+
+A program owns CHUNKS times BLOCK columns. In each chunk a thread has four neighbouring columns. So few lanes idle
+whatever N is, and a thread has the same columns of 16-bit and of 32-bit tensors.
 """
 
 import math
@@ -128,8 +133,8 @@ def store_partials(partial_dw_ptr, partial_db_ptr, dw, db, start, lanes, N, CHUN
             tl.store(partial_db_ptr + start + cols, db[chunk], mask=cols < N)
 
 
-# PARTS programs share a row. While a part waits for nothing it works one row ahead: it publishes its sums of the next
-# row before it needs the others' sums of this one, which those published a whole step ago.
+# PARTS programs share a row, and each needs the others' sums. So that no part waits, each works one row ahead: it
+# publishes its sums of the next row before it reads the others' sums of this row. They published those a step ago.
 @triton.jit
 def norm_backward_group_kernel(
     dtotal_ptr, dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dresidual_ptr,  # as above
@@ -250,8 +255,10 @@ class Walk:
 
 
 def walk(N: int, held: float) -> Walk:
-    """The programs for rows of N columns, of each of which a thread holds `held` registers: 16 warps on an SM if its
-    registers suffice, then as few idle lanes as possible."""
+    """The programs for rows of N columns. A thread holds `held` registers of each of its columns.
+
+    The first aim is 16 warps on an SM, as far as its registers suffice; the second is few idle lanes.
+    """
     found = []
     for warps in (4, 8, 16):
         chunks = triton.cdiv(N, COLUMNS * 32 * warps)
@@ -304,8 +311,8 @@ def norm_backward_group(dy, x, w, mean, rstd, bias=False, dtotal=None):
         partial_dw, partial_db = partial_sums(groups, x, bias)
         strides = [t.stride(0) for t in tensors]
         # One launch needs all programs at once: a cooperative launch is refused where they do not fit. Otherwise, and
-        # in the interpreter, the first launch publishes all sums and the second one uses them: those of more parts than
-        # run at once, which may be more words than a program can hold, added up in between.
+        # in the interpreter, the first launch publishes all sums, and the second one uses them. Where a row has more
+        # parts than run at once, their words may be more than a program can hold, so they are added up in between.
         fits = parts <= plan.per_sm * rows.sms
         at_once = fits and not triton_interprets()
         words = parts
