@@ -87,13 +87,13 @@ LESSON = Lesson(
             rung=layernorm_welford,
             at={"M": 2048, "N": 131072},
             percent_of_limit=67,
-            why="Each turn of the loop divides, and waits for the mean of the turn before.",
+            why="Each iteration of the loop divides, and waits for the mean of the one before.",
         ),
     ),
     checks=(
         *(each for each in WHOLE if each.shape["N"] < 4096),  # v1 adds up a row, element after element
         case("one past a block", M=3, N=257),
-        case("several turns of each thread, the last one ragged", M=4, N=781),
+        case("several iterations of each thread, the last one ragged", M=4, N=781),
         case("row offsets past 2^31, in rows short enough for v1 to add up", gib=120, M=2**21 + 3, N=1025),
         case("whole warps, on which requests are counted", M=64, N=256),
     ),

@@ -1,9 +1,9 @@
 // Several GPUs: copies between them, loads and stores into peer memory, and an all-reduce by hand
 // ===============================================================================================
 //
-// Two H200 of one host are joined by NVLink: 450 GB/s in each direction, a tenth of what each has to its own memory,
-// and about seven times the 64 GB/s of 16 lanes of PCIe 5. With peer access on, a kernel may use an address of another
-// GPU as it uses its own.
+// Two H200 of one host are joined by NVLink, at 450 GB/s in each direction. That is a tenth of what each has to its own
+// memory, and about seven times the 64 GB/s of 16 lanes of PCIe 5. With peer access on, a kernel may use an address of
+// another GPU as it uses its own.
 //
 // All-reduce: k GPUs hold n floats each, and each wants the sum of all. If every GPU reads the data of all, (k - 1) 4n
 // bytes enter each GPU. The ring cuts the data into k chunks. In k - 1 steps a chunk passes all ranks and each adds

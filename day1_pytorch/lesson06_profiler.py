@@ -6,8 +6,8 @@ shows which operators take the time. Only counted FLOPs and bytes explain it: an
 roof, max(FLOPs / FLOP rate, bytes / bandwidth), and the larger of the two is its limit.
 
 New words (GLOSSARY.md): occupancy.
-You will learn: torch.profiler (record_function, self and total time, schedules, traces), to count FLOPs and bytes, to
-test a roofline verdict by experiment, and the first commands of Nsight Systems and Nsight Compute.
+You will learn: to read torch.profiler (record_function, self and total time, schedules, traces), and to count FLOPs and
+bytes. You will test a roofline verdict by experiment, and know the first commands of Nsight Systems and Nsight Compute.
 Run it:    python day1_pytorch/lesson06_profiler.py
 Trace:     open reports/traces/<device>.json in ui.perfetto.dev or chrome://tracing
 """

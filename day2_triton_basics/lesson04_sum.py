@@ -220,8 +220,8 @@ LESSON = Lesson(
             rung=sum_one_program,
             at=LARGE,
             tb_per_s=0.032,
-            why="A step loads 16 KB and waits for it, because the 32 registers of a thread hold no second step: at "
-            "800 ns that is 0.02 TB/s, and the additions come on top.",
+            why="A step loads 16 KB and waits for it, because the 32 registers of a thread hold no second step. At "
+            "800 ns per step that is 0.02 TB/s, and the additions come on top.",
         ),
         Prediction(rung=sum_atomic, at=LARGE, percent_of_limit=100),
         Prediction(rung=sum_tree, at=LARGE, ms=0.264),

@@ -183,8 +183,8 @@ LESSON = Lesson(
             rung=softmax_online,
             at={"M": 8192, "N": 8192},
             percent_of_limit=100,
-            why="The two loops take 28 instructions per element on sm_90: an SM issues them for 4.5 elements per "
-            "cycle, no more than a copy moves, so each wait at a barrier is lost time.",
+            why="The two loops take 28 instructions per element on sm_90. An SM issues them for 4.5 elements per "
+            "cycle, which is no more than a copy moves. So each wait at a barrier is lost time.",
         ),
         Prediction(rung=softmax_online, at={"M": 2048, "N": 131072}, percent_of_limit=67),
     ),

@@ -321,8 +321,8 @@ LESSON = Lesson(
             at={"M": 128, "N": 4096, "K": 14336, "transposed": "b"},
             times=1.15,
             over=split_k,
-            why="An owner adds its four parts of 64 KB one after the other, 1640 cycles and a trip to L2 for "
-            "each, about 5 us in which 100 SMs are idle: the prediction counted bytes only.",
+            why="An owner adds its four parts of 64 KB one after the other, with 1640 cycles and a trip to L2 for "
+            "each. That is about 5 us in which 100 SMs are idle. The prediction counted bytes only.",
         ),
         Prediction(rung=matmul_skinny, at={"M": 16, "N": 28672, "K": 8192, "transposed": "b"}, percent_of_limit=100),
         Prediction(rung=matmul_skinny, at={"M": 128, "N": 28672, "K": 8192, "transposed": "b"}, percent_of_limit=90),

@@ -407,8 +407,8 @@ LESSON = Lesson(
             at=LAYER,
             times=2.5,
             over=whole,
-            why="The budget leaves out a kernel's start and end: a copy of as many bytes takes 13.5 us where the "
-            "table's 14,600 cycles are 8 us, and the exchange of 3.3 us comes on top.",
+            why="The budget leaves out a kernel's start and end. A copy of as many bytes takes 13.5 us, where the "
+            "table's 14,600 cycles are 8 us. The exchange of 3.3 us comes on top.",
         ),
         Prediction(rung=fitted, at={"M": 1024, "N": 1024, "K": 1024}, times=1.28, over=split_k),
     ),

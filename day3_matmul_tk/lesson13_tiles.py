@@ -86,9 +86,9 @@ LESSON = Lesson(
             rung=matmul_pipelined,
             at=LARGE,
             tflop_per_s=480,
-            why="Cause not found: it is not the wait for memory, since matmul_tiles without a ring is nearly as fast; "
-            "nor ldmatrix alone, since matmul_wide does two thirds as much and gains 15%; nor the order of tiles, "
-            "since 4096, where B stays in L2, is no faster.",
+            why="Cause not found. It is not the wait for memory, since matmul_tiles without a ring is nearly as fast. "
+            "It is not ldmatrix alone, since matmul_wide does two thirds as much and gains 15%. Nor is it the order of "
+            "tiles, since 4096, where B stays in L2, is no faster.",
         ),
         Prediction(rung=matmul_wide, at=LARGE, times=(1, 1.33), over=matmul_pipelined),
     ),

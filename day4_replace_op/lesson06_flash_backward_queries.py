@@ -3,9 +3,9 @@
 The forward does not keep P. You will be able to compute it again from lse, and to say what a softmax's gradient needs
 beside it: one value a row. You need lesson 5.
 
-The forward's lse gives P = exp(scale Q K^T - lse), without another row maximum or row sum. delta = rowsum(dO * O), one
-value a query, stands for the softmax's whole Jacobian (Dao et al. 2022, section 3.1 and algorithm 4; Dao 2023,
-algorithm 2):
+The forward's lse gives P = exp(scale Q K^T - lse), without another row maximum or row sum. The softmax's Jacobian of
+S x S values a query is not needed either. One value a query stands for it, delta = rowsum(dO * O). (Dao et al. 2022,
+section 3.1 and algorithm 4; Dao 2023, algorithm 2.)
 
     dP = dO V^T        dS = P * (dP - delta)        dQ = scale dS K                                     this lesson
     dV = P^T dO                                     dK = scale dS^T Q                                   lesson 7
@@ -108,7 +108,7 @@ def masked(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
 
 
 # Rung 2. New: lesson 5's bounds and its order of programs. A block of queries sees all keys before its first query,
-# some of those up to its last one, and none after it: at S = 4096, causal, 16.5 blocks of 32.
+# some of the keys up to its last query, and none after it. At S = 4096, causal, that is 16.5 of 32 blocks on average.
 @triton.jit
 def skipped_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr,  # [B H, S, D] five times, [B H, S] twice in fp32

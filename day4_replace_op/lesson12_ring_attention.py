@@ -201,9 +201,8 @@ def ring_attention(q, k, v, causal=False, scale=None, zigzag=False, group=None):
     """Attention over a sequence of which each process of the group holds a slice; differentiable once.
 
     q [B, H, S / p, D], k and v [B, H_kv, S / p, D]: this process's slice, as shard() cuts it, the same size in all.
-    zigzag: the order of the slices, for causal attention.
-    Returns out [B, H, S / p, D]. Raises as lesson 5 does, and for slices of different lengths or, in zigzag order, of
-    odd ones.
+    With zigzag=True the slices are in zigzag order, for causal attention. Returns out [B, H, S / p, D]. Raises as
+    lesson 5 does, and for slices of different lengths or, in zigzag order, of odd ones.
     """
     expect_heads(q.detach(), k.detach(), v.detach(), causal, None, scale)
     if q.shape[2] != k.shape[2]:

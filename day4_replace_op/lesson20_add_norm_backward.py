@@ -210,7 +210,7 @@ LESSON = Lesson(
             rung=norm_then_add,
             at=GPT,
             percent_of_limit=44,  # 16 of 36 bytes
-            why="Its norm is day 2's kernel, at 70% to 80% of copy speed (rows of day 2, lesson 9), so its 12 bytes "
+            why="Its norm is day 2's kernel, at 70% to 80% of copy speed (rows of day 2, lesson 9). So its 12 bytes "
             "take as long as 15 to 17. Cause of the rest not found: not spills, N = 4096 has none and loses as much.",
         ),
         Prediction(

@@ -7,8 +7,8 @@ still writes C while the next tile is multiplied.
     a CTA per tile   |fill|MMMMMMMM|store|   |fill|MMMMMMMM|store|
     persistent       |fill|MMMMMMMM|cvt|MMMMMMMM|cvt|MMMMMMMM|store|      cvt = acc to 16 bits, about 1000 cycles
 
-Predicted: of a tile's 4500 cycles at its ends about 1000 are left: +4% at K = 4096, half of that at 8192, as far as
-the power limit lets the clocks be.
+Predicted: a tile spends 4500 cycles at its two ends, and about 1000 of them are left. That is +4% at K = 4096 and +2%
+at K = 8192, if the power limit does not lower the clock.
 """
 
 from lessonkit import Unsupported, needs, num_sms, tma_takes

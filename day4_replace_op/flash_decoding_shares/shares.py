@@ -124,9 +124,15 @@ def merge_rows_kernel(
 
 
 def shares(q, k, v, lengths=None, causal=True, scale=None, programs=None):
-    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D], any strides; lengths [B] int32: keys in use, or None for all.
-    -> o as q, lse [B, H, S_q] in fp32. causal: the last query stands at the last key in use. A group of heads times S_q
-    may have 64 rows. programs: how many, or as many as run at once. Deterministic: parts are merged in their order."""
+    """Attention of a few queries to a cache: o as q, and lse [B, H, S_q] in fp32.
+
+    - q [B, H, S_q, D], k and v [B, H_kv, S_k, D]: any strides. A group of heads times S_q may have 64 rows.
+    - lengths: [B] int32, how many keys of each sequence are in use, or None for all.
+    - causal: the last query stands at the last key in use.
+    - programs: how many. None stands for as many as run at once.
+
+    Deterministic: parts are merged in their order.
+    """
     scale = expect_cache(q, k, v, lengths, causal, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     group = H // H_kv

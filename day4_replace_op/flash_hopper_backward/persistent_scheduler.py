@@ -7,8 +7,8 @@ dV. One CTA an SM works through many tiles instead, and the producer warp overla
     persistent       |load K V Q dO|== steps ==|write|== steps ==|write|== steps ==| ...
        producer                     next Q dO in the ring; stores dK dV; loads the next K V
 
-A causal tile has between 1 and S / 64 steps, so tiles are not dealt out in advance: the producer fetches the next index
-from a counter in global memory and publishes it to the consumers (course_ops.hopper.TileScheduler).
+A causal tile has between 1 and S / 64 steps, so tiles are not dealt out in advance. The producer fetches the next index
+from a counter in global memory, and publishes it to the consumers (course_ops.hopper.TileScheduler).
 """
 
 import math
