@@ -6,7 +6,8 @@ New against persistent.py: the host chooses 256 or 128 columns for a tile, by an
     128 x 256   ################................................    32 of 132 SMs work
     128 x 128   ################################................    64 of 132 SMs work, half as long, with more bytes
 
-Predicted: at 1024 half of the MMA time, with a third more bytes: 3/4 of the time. Nothing at the other sizes.
+Predicted: at M = N = K = 1024 half of the MMA time, with a third more bytes, so 3/4 of the time. At the other sizes the
+tile stays as it is, and so does the time.
 course_ops/kernels/matmul_hopper.py is this kernel for operands that may be transposed.
 """
 

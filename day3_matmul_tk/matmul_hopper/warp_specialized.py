@@ -10,8 +10,8 @@ stage.
     producer ---------- full[stage] ----------> consumers
              <--------- empty[stage] ----------
 
-Predicted: 0 to 2% over async_wgmma. A step costs its MMA and nothing else in both. But the two warpgroups need not keep
-step, so one may issue or wait while the other's MMA runs.
+Predicted: 0 to 2% over async_wgmma. In both a step costs its MMA and nothing else. But here the two warpgroups need not
+be at the same step, so one may issue or wait while the other's MMA runs.
 """
 
 from lessonkit import Unsupported, needs, tma_takes

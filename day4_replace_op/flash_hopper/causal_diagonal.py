@@ -8,7 +8,8 @@ The diagonal crosses a tile's last block from corner to corner. Of that block's 
     (64 queries each)
 
 A head with n = S / 128 tiles has n (n + 1) / 2 blocks and n such quarters: 10% of the work at S = 512, 1.5% at 4096.
-The block is a tile's first one, and nothing of its consumer runs under it. So its mask is one comparison an element.
+The block is a tile's first one, and no matmul of its consumer runs under its softmax. So each instruction of its mask
+costs time, and the mask is one comparison an element.
 
 This is the plain case of course_ops/kernels/attention_forward_hopper.py.
 """
@@ -228,8 +229,8 @@ def first_rows(tile, ROWS: gl.constexpr):
     return tile.slice(0, ROWS, dim=0) if tile.shape[0] > ROWS else tile
 
 
-# New: one comparison an element. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. Of a column, keys & ~6 is a constant
-# of the register that holds it, and keys & 6 is the thread's own, so that it compares with a constant.
+# New: one comparison an element. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. So keys & ~6 is a constant of the
+# register that holds the column, and keys & 6 is one value for the whole thread. It compares with a constant.
 @gluon.jit
 def apply_mask(s, row, key, problem):
     """-inf where a query does not see a key; row, key: the block's first ones."""

@@ -417,8 +417,8 @@ def attend_tile(args, index, count, first_step, WHICH: gl.constexpr):
     return blocks, index
 
 
-# New: O has a buffer of its own, because the next tile's Q is on its way into this one's. It waits for the store of the
-# tile before, not for its own. A query without visible keys has O = 0 and lse = -inf.
+# New: O has a buffer of its own, because the next tile's Q is being loaded into the buffer of this tile's Q. The
+# consumer waits for the store of the tile before, not for its own. A query without visible keys has O = 0, lse = -inf.
 @gluon.jit
 def epilogue(c, o, m, l, batch, head):
     """O / l in 16 bits by way of shared memory and a TMA store, and lse by plain stores."""
@@ -429,7 +429,7 @@ def epilogue(c, o, m, l, batch, head):
     lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
     gl.store(args.lse_ptr + (batch * args.problem.H + head).to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
     out = args.o_smem.index(c.WHICH)
-    tma.store_wait(0)  # New: the last tile's store, which had this whole tile's time
+    tma.store_wait(0)  # New: for the store of the tile before, which ran during this whole tile
     as_matrix(out).store(scale_rows(o, 1 / gl.where(empty, 1.0, l)).to(out.dtype))
     fence_async_shared()
     async_store(args.o_desc, [batch, head, c.row, 0], out)

@@ -1,7 +1,8 @@
 """Flash attention on Hopper: three consumer warpgroups, for D = 64.
 
-A side branch of persistent_scheduler.py. At D = 64 a block's matmuls and its exponentials take 1024 cycles each, so
-whatever one unit waits for, the other loses. O needs 32 registers a thread instead of 64, so a third consumer fits:
+A side branch of persistent_scheduler.py. At D = 64 a block's matmuls and its exponentials take 1024 cycles each.
+Neither unit has time to spare, so each wait costs time. O needs 32 registers a thread instead of 64, so a third
+consumer fits:
 
     two consumers     128 * (232 + 232 + 40)       <= 65536 registers, tiles of 128 queries
     three consumers   128 * (160 + 160 + 160 + 24) <= 65536 registers, tiles of 192 queries
