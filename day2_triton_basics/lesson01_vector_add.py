@@ -54,9 +54,9 @@ def add_element(x, y):
 # Rung 2. New: a program owns a block of 128 elements, one for each of its 128 threads. Neighbouring threads touch
 # neighbouring addresses, so the 32 loads of a warp become one request (coalescing). The last block hangs over the end,
 # so it needs the mask.
-# Predicted by Little's law: bytes in flight = bandwidth * latency. To read 4.2 TB each second, when a load takes about
-# 800 ns, 3.4 MB have to be in flight all the time. That is 25 KB on each of 132 SMs. An SM holds up to 2048 threads.
-# Each has two loads of 2 bytes in flight, 8 KB in all: a third of a copy's speed.
+# Predicted by Little's law: bytes in flight = bandwidth * latency. A load takes about 800 ns, and 4.2 TB/s * 800 ns is
+# 3.4 MB, 25 KB on each of 132 SMs. An SM holds up to 2048 threads. Each has two loads of 2 bytes in flight, 8 KB in
+# all: a third of a copy's speed.
 @triton.jit
 def add_block_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
     # int64 before the multiplication: past 2^31 elements a 32-bit offset turns negative.

@@ -26,8 +26,8 @@ Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
 In sequence that is 3800 and 2700 cycles, fully overlapped 2048 and 1024. At D = 128 the tensor cores are the limit, at
 D = 64 they and the exponentials equally. HBM moves Q, K, V and O once. The shapes that are timed have 16,384 tokens and
 16 heads of 128: these are 268 MB, or 0.064 ms. Their matmuls take 0.70 ms at S = 4096 and 0.087 ms at S = 512. On an
-H200 cuBLAS holds about 790 TFLOP/s. So TFLOP/s = 790 * 2048 / cycles at D = 128, and 790 * 1024 / cycles at D =
-64. A kernel that draws less power may run at a higher clock, and pass 790.
+H200 cuBLAS holds about 790 TFLOP/s. So TFLOP/s = 790 * 2048 / cycles at D = 128, and 790 * 1024 / cycles at
+D = 64. A kernel that draws less power may run at a higher clock, and pass 790.
 
     CTA = 1 producer warp                     2 consumer warpgroups (4 warps each)
           only issues TMA loads               64 queries each: QK, softmax, PV, epilogue
