@@ -1,13 +1,13 @@
 """Matmul: tiles, their order, their pipeline, their size
 ======================================================
 C = A B, A [M, K], B [K, N]: 2MNK FLOPs on (MK + KN + MN) elements. At M = N = K = 8192 in bf16 that is 1.1 TFLOP on
-403 MB, 2731 FLOPs a byte. An H200 (about 800 TFLOP/s, 4.2 TB/s) does 190 FLOPs in the time of one byte. So arithmetic
+403 MB, 2731 FLOPs a byte. An H200 (about 800 TFLOP/s, 4.2 TB/s) does 190 in the time of one byte. So arithmetic
 is the limit, if each element comes from HBM once. But the operands do not fit on chip, so every element of A and B is
 loaded many times.
 
-A program computes a tile of C, BLOCK_M x BLOCK_N, in steps of BLOCK_K = 64 along K. In each step it loads a block of A
-and a block of B. tl.dot(a, b, acc) multiplies the two blocks on the tensor cores and adds the product to acc. For each
-k the program loads BLOCK_M + BLOCK_N elements, and does BLOCK_M * BLOCK_N multiply-adds with them:
+A program computes a tile of C, BLOCK_M x BLOCK_N, in steps of 64 along K. In each step it loads a block of A and one of
+B, and tl.dot multiplies them on the tensor cores. For each k that is BLOCK_M + BLOCK_N elements, and BLOCK_M * BLOCK_N
+multiply-adds:
 
     tile        FLOPs a byte   bytes from L2 at 8192   cycles of a step of 64: multiply   load at 39 bytes a cycle
     64 x 64     32             34.4 GB                 128                                420
@@ -19,14 +19,11 @@ each. So L2 feeds a matmul, and a larger tile asks less of it. Predicted: 61% of
 x 128, and 81% for 128 x 256.
 
 New words (GLOSSARY.md): arithmetic intensity, autotuning, tensor core, MMA, accumulator.
-You will be able to: write a tiled matmul with tl.dot, and say which tile, order and pipeline it needs and why.
-You need: day 2, lessons 0 (blocks of two dimensions), 1 (bytes in flight) and 4 (a loop with a pipeline).
+You will be able to: write a tiled matmul, and say which tile, order and pipeline it needs.
+You need: day 2, lessons 0 (blocks of two dimensions), 1 (bytes in flight) and 4 (a pipelined loop).
 Run it:    python day3_matmul_tk/lesson01_matmul.py
 Check it:  python -m lessonkit check lesson01_matmul
 Time it:   python -m lessonkit bench lesson01_matmul
-
-Answer before you read on. A tile of 256 x 256 would do 128 FLOPs a byte. How many accumulators does a thread then hold,
-in a program of 8 warps? Which of the four rungs reads fewer bytes from HBM, and which from L2?
 """
 
 import math
@@ -69,8 +66,8 @@ def multiply_tile(
 
 # Rung 1. One program for each tile, on a 2D grid. Programs start in the order of axis 0, here along a row of tiles.
 # From L2: MK * N/128 + KN * M/128 elements. From HBM, at 8192: 132 of the 4096 tiles run at a time, two rows of 64
-# tiles and a bit. They share A's rows but need all columns of B. B is 134 MB, and L2 holds 60 MB. So each of the 31
-# waves of tiles reads all of B from HBM: 4.2 GB, 1 ms, where the multiplication takes 1.4 ms.
+# tiles and a bit. They need all columns of B: 134 MB, and L2 holds 60 MB. So each of the 31 waves reads all of B from
+# HBM: 4.2 GB, 1 ms, where the multiplication takes 1.4 ms.
 #
 # num_stages=1: load, wait, multiply, one after the other. Predicted for one program alone: 600 to 1000 cycles until its
 # loads arrive, then 512 of MMA, so 34% to 46% of the peak, 270 to 370 TFLOP/s. A second program fits on the SM and can
@@ -166,6 +163,9 @@ def pipelined(a, b):
 # SMs. At 8192, tiles of 64 x 64 ask too much of L2. To time all 54 configurations would take minutes of compilation for
 # each new shape. So `_prune` drops those that cannot run, the arithmetic of the table ranks the rest, and the best 5
 # are timed (`cache_results` keeps the times on disk). Predicted at 8192: 128 x 256, 81% of the peak, 650 TFLOP/s.
+#
+# Answer before you read on. A tile of 256 x 256 would do 128 FLOPs a byte. How many accumulators would a thread hold,
+# in a program of 8 warps? Which of the rungs reads fewer bytes from HBM than the one before, and which from L2?
 def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
     """Cycles of a 16-bit matmul on Hopper if only tensor cores and L2 cost time. For ranking tiles, not for timing."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)

@@ -19,15 +19,16 @@ Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
 
     unit           work                                              D = 128   D = 64
     tensor cores   two matmuls, 4 * 128 * 128 * D FLOPs, 4096 a cycle   2048     1024
-    MUFU (exp2)    128 * 128 special functions, 16 a cycle              1024     1024
+    MUFU (exp2)    128 * 128, 16 a cycle                                1024     1024
     ALU            5.5 and 5 other instructions a score, 128 lanes       700      640
     L2             K and V of the block, 512 * D bytes, 39 a cycle      1680      840
 
-In sequence that is 3800 and 2700 cycles, fully overlapped 2048 and 1024. At D = 128 the tensor cores are the limit, at
-D = 64 they and the exponentials equally. HBM moves Q, K, V and O once. The shapes that are timed have 16,384 tokens and
-16 heads of 128: these are 268 MB, or 0.064 ms. Their matmuls take 0.70 ms at S = 4096 and 0.087 ms at S = 512. On an
-H200 cuBLAS holds about 790 TFLOP/s. So TFLOP/s = 790 * 2048 / cycles at D = 128, and 790 * 1024 / cycles at
-D = 64. A kernel that draws less power may run at a higher clock, and pass 790.
+The MUFU is the unit for special functions. In sequence all that is 3800 and 2700 cycles, without L2; fully overlapped
+it is 2048 and 1024. At D = 128 the tensor cores are the limit, at D = 64 they and the exponentials equally. HBM moves
+Q, K, V and O once. The shapes that are timed have 16,384 tokens and 16 heads of 128: these are 268 MB, or 0.064 ms.
+Their matmuls take 0.70 ms at S = 4096 and 0.087 ms at S = 512. On an H200 cuBLAS holds about 790 TFLOP/s. So TFLOP/s =
+790 * 2048 / cycles at D = 128, and 790 * 1024 / cycles at D = 64. A kernel that draws less power may run at a higher
+clock, and pass 790.
 
     CTA = 1 producer warp                     2 consumer warpgroups (4 warps each)
           only issues TMA loads               64 queries each: QK, softmax, PV, epilogue
