@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def softmax_naive(x):
-    """[M, N] -> [M, N] float32 or bfloat16, one thread a row, three reads."""
+    """[M, N] -> [M, N] float32 or bfloat16, one thread per row, three reads."""
     return _launch(kernels, "softmax_naive", x)
 
 

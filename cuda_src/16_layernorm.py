@@ -25,7 +25,7 @@ ADDED_UP = 16384  # elements that one thread adds up: over more, the fp32 sums o
 
 @budget(4, "one thread adds a row up in order: of 12,672 elements in 16 bits, rstd is off in its fifth digit")
 def layernorm_naive(x, w, b, eps=EPS):
-    """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32; float32 or bfloat16, one thread a row."""
+    """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32; float32 or bfloat16, one thread per row."""
     if x.ndim == 2 and x.shape[1] > ADDED_UP:
         raise Unsupported(f"rows past {ADDED_UP:,}: one thread adds a row up in order, and the mean loses its digits")
     return _launch(kernels, "layernorm_naive", x, w, b, eps)

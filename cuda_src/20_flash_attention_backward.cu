@@ -3,7 +3,7 @@
 //
 // With P = softmax(S), S = Q K^T scale and dO given, for each of B * H heads:
 //     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = dS K scale     dK = dS^T Q scale
-// with delta = rowsum(dO * O), one value a query. It equals rowsum(P * dP), and as O = P V it takes D multiply-adds
+// with delta = rowsum(dO * O), one value per query. It equals rowsum(P * dP), and as O = P V it takes D multiply-adds
 // instead of S. The forward pass has kept lse, from which P = exp(S - lse) is computed again. That is 2 S^2 D more
 // FLOPs instead of 4 S^2 bytes of memory a head.
 //
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(THREADS)
         }
 }
 
-// What both versions begin with. `stats` [2, heads, PS] is scratch of 8 bytes a row.
+// What both versions begin with. `stats` [2, heads, PS] is scratch of 8 bytes per row.
 template <typename T>
 void row_stats(const T* o, const float* lse, const T* dout, float* stats, int64_t heads, int64_t S, int64_t D,
                cudaStream_t stream) {

@@ -74,7 +74,7 @@ void ring_steps(Ring& ring) {
 // synchronise by a flag for each block, in the memory of the waiting rank: no launch, no event, no barrier of the
 // whole GPU between steps. `first`, `here`: the ranks that share this launch. On one GPU each it is one; simulated it
 // is all, interleaved block by block, so that blocks that wait for each other run together. Predicted: the link's time
-// and about 2 us a step.
+// and about 2 us per step.
 __global__ void __launch_bounds__(THREADS) ring_flags_kernel(Ranks p, int first, int here, unsigned base) {
     const int rank = first + blockIdx.x % here, block = blockIdx.x / here, blocks = gridDim.x / here;
     const int steps = 2 * (p.count - 1), right = (rank + 1) % p.count;

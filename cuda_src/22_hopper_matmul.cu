@@ -2,8 +2,8 @@
 // ============================================================================
 //
 // C[M, N] = A[M, K] * B[N, K]^T in bf16, summed in fp32 (x @ w.T in PyTorch). At M = N = K = 8192 that is 1.1 TFLOP
-// over 0.4 GB: 2,730 FLOPs a byte. An H200 does about 170 FLOPs in the time of one byte (700 TFLOP/s over 4.2 TB/s). So
-// the tensor cores are the limit, and the whole ladder is about keeping them fed. FMA instructions do 51 TFLOP/s (22
+// over 0.4 GB: 2,730 FLOPs per byte. An H200 does about 170 FLOPs in the time of one byte (700 TFLOP/s over 4.2 TB/s).
+// So the tensor cores are the limit, and the whole ladder is about keeping them fed. FMA instructions do 51 TFLOP/s (22
 // ms). The tensor cores sustain 700 to 800 TFLOP/s (1.4 to 1.6 ms), but only through wgmma, which reads its operands
 // from shared memory by itself. Each rung takes work away from the threads: v1 the multiplication, v2 the loads and
 // their addresses, v3 the waiting. Lesson 23 goes on to the speed of cuBLAS.
@@ -137,8 +137,9 @@ using matmul::CONSUMERS, matmul::Ring, matmul::aligned;
 // a whole tile. An mbarrier, 8 bytes of shared memory, counts the bytes that arrive, and all threads wait on it. Then
 // wgmma reads both tiles from shared memory itself, 64x128x16 an instruction: 262,144 FLOPs where mma.sync has 4096.
 // There is no ldmatrix, no address and no mask: elements outside the matrix arrive as zeros. A warpgroup of 4 warps
-// owns a 128x128 tile, 128 accumulators a thread. In a block a load and a multiplication never overlap; the three
-// blocks that fit an SM overlap with each other. Predicted: 450 to 600 TFLOP/s.
+// owns a 128x128 tile, 128 accumulators per thread. In a block a load and a multiplication never overlap; the three
+// blocks that fit an SM overlap with each other.
+// Predicted: 450 to 600 TFLOP/s.
 constexpr int WGMMA_TILE = 128;
 
 __global__ __launch_bounds__(128) void matmul_wgmma_kernel(const __grid_constant__ CUtensorMap a_map,

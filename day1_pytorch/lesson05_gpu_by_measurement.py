@@ -182,7 +182,7 @@ def launches():
 
 
 def occupancy():
-    """An SM has 65,536 registers: 32 a thread let all 64 warps in, 64 half of them, 255 an eighth."""
+    """An SM has 65,536 registers: 32 per thread let all 64 warps in, 64 half of them, 255 an eighth."""
     rows = []
     for registers in (32, 40, 48, 64, 96, 128, 168, 255):
         part = compiled.occupancy(90, 4, registers, 0)

@@ -1,7 +1,7 @@
 """Matmul: tiles, their order, their pipeline, their size
 ======================================================
 C = A B, A [M, K], B [K, N]: 2MNK FLOPs on (MK + KN + MN) elements. At M = N = K = 8192 in bf16 that is 1.1 TFLOP on
-403 MB, 2731 FLOPs a byte. An H200 (about 800 TFLOP/s, 4.2 TB/s) does 190 in the time of one byte. So arithmetic
+403 MB, 2731 FLOPs per byte. An H200 (about 800 TFLOP/s, 4.2 TB/s) does 190 in the time of one byte. So arithmetic
 is the limit, if each element comes from HBM once. But the operands do not fit on chip, so every element of A and B is
 loaded many times.
 
@@ -14,7 +14,7 @@ multiply-adds:
     128 x 128   64             17.2 GB                 512                                840
     128 x 256   85             12.9 GB                 1024                               1260
 
-A Hopper SM does 2048 multiply-adds a cycle in 16 bits. L2 gives all 132 SMs together about 5120 bytes a cycle, 39
+A Hopper SM does 2048 multiply-adds per cycle in 16 bits. L2 gives all 132 SMs together about 5120 bytes per cycle, 39
 each. So L2 feeds a matmul, and a larger tile asks less of it. Predicted: 61% of the tensor cores' peak for tiles of 128
 x 128, and 81% for 128 x 256.
 
@@ -152,7 +152,7 @@ def grouped(a, b, stages=1):
 # |                  LLLLLL.........MMM
 # |                           LLLLLL...MMM                   step 4 takes step 0's stage, three steps ahead
 #
-# Predicted: 840 cycles a step, as the table says: 61% of the peak, 490 TFLOP/s.
+# Predicted: 840 cycles per step, as the table says: 61% of the peak, 490 TFLOP/s.
 def pipelined(a, b):
     """As grouped, with four stages, or three on a GPU with 99 KB for a block."""
     return grouped(a, b, stages=min(4, shared_memory() // ((128 + 128) * 64 * 2)))
@@ -164,7 +164,7 @@ def pipelined(a, b):
 # each new shape. So `_prune` drops those that cannot run, the arithmetic of the table ranks the rest, and the best 5
 # are timed (`cache_results` keeps the times on disk). Predicted at 8192: 128 x 256, 81% of the peak, 650 TFLOP/s.
 #
-# Answer before you read on. A tile of 256 x 256 would do 128 FLOPs a byte. How many accumulators would a thread hold,
+# Answer before you read on. A tile of 256 x 256 would do 128 FLOPs per byte. How many accumulators would a thread hold,
 # in a program of 8 warps? Which of the rungs reads fewer bytes from HBM than the one before, and which from L2?
 def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
     """Cycles of a 16-bit matmul on Hopper if only tensor cores and L2 cost time. For ranking tiles, not for timing."""

@@ -21,7 +21,7 @@ Budget. One SM, one step of K (64) of a tile of 128 x 256, bf16:
     latency        until a load's first bytes arrive          600 to 1000
     tile's ends    fill the ring 1500, write C 3000           4500 once a tile; at K = 4096 a tile has 64 steps
 
-cuBLAS holds about 790 TFLOP/s on an H200, so TFLOP/s is about 790 * 1024 / (cycles a step).
+cuBLAS holds about 790 TFLOP/s on an H200, so TFLOP/s is about 790 * 1024 / (cycles per step).
 
 Six terms:
     producer  with warp specialization each warp has one role. A producer warp only starts loads. A consumer warpgroup

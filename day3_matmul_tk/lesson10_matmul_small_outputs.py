@@ -10,7 +10,7 @@ Run it:    python day3_matmul_tk/lesson10_matmul_small_outputs.py
 Check it:  python -m lessonkit check lesson10_matmul_small_outputs
 Time it:   python -m lessonkit bench lesson10_matmul_small_outputs
 
-Budget for M = 128, N = K = 4096, in cycles of 0.55 ns (2300 bytes a cycle are HBM's 4.2 TB/s). An SM loads 40 bytes a
+Budget for M = 128, N = K = 4096, in cycles of 0.55 ns (2300 bytes per cycle are HBM's 4.2 TB/s). An SM loads 40 bytes a
 cycle, and HBM gives 2300 to all SMs. The two overlap. The partial sums come afterwards:
 
     tile, SPLITS     loads of an SM    HBM: b, 33.5 MB    parts, written and read    in all

@@ -41,7 +41,7 @@ def matmul_pipelined(a, b):
 
 
 def matmul_wide(a, b):
-    """As matmul_pipelined, 128 x 256 a block and 64 x 64 a warp, stored in pieces of 16 bytes."""
+    """As matmul_pipelined, 128 x 256 per block and 64 x 64 per warp, stored in pieces of 16 bytes."""
     return multiply_padded(kernels, "matmul_wide", a, b, PIECE, PIECE)
 
 

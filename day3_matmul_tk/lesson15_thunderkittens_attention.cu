@@ -1,7 +1,7 @@
 // Attention forward on ThunderKittens, right for every sequence length
 // ====================================================================
 // O = softmax(Q K^T / sqrt(D)) V for Q, K, V, O [B, H, S, D] in bf16, D 64 or 128, causal or not. That is 4 B H S S D
-// FLOPs (half if causal) over 8 B H S D bytes. With S = 4096 it is 2048 FLOPs a byte. So the tensor cores are the
+// FLOPs (half if causal) over 8 B H S D bytes. With S = 4096 it is 2048 FLOPs per byte. So the tensor cores are the
 // limit, and next to them the exponentials. A tile of 128 keys and 64 queries at D = 128 is 4.2 MFLOP, 1024 cycles of
 // an SM's tensor cores. Its 8192 exponentials take 512 cycles, at 16 a cycle. That is a third of the time, unless they
 // overlap.

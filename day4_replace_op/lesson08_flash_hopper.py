@@ -91,9 +91,9 @@ Experiments (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in bracket
 Lazy rescaling has a price. The loop visits the last block of keys first. So if scores fall along the keys, each block
 that the loop meets has a larger maximum. To visit the keys in the other order is no cure: then rising scores are the
 adverse ones. To compute such a block again with its own maximum costs a QK, a row maximum and 128 * 128 exponentials,
-and nothing runs under them. To raise m costs about 190 instructions a warp at D = 128, and no matmul: 64
+and nothing runs under them. To raise m costs about 190 instructions per warp at D = 128, and no matmul: 64
 multiplications of P, 64 of O, and 32 conversions. They and what they wait for are 300 cycles. The scores of data
-"falling" in `operators.csv` grow by 2^23 a block, so that every third block raises m. That is 100 cycles a block.
+"falling" in `operators.csv` grow by 2^23 per block, so that every third block raises m. That is 100 cycles per block.
 Predicted for bf16: 5% fewer TFLOP/s than of random data. Measured in the same rounds: 3% fewer at D = 128, 11% at D =
 64, where a block has half of the matmuls to pay for them.
 

@@ -8,7 +8,7 @@ for 396 programs at once, three an SM. So 512 programs are one wave and a third 
 none. Where lesson 10 does split, one program merges the parts of a head one after another.
 
 Here all heads' blocks of keys stand in one row. The programs take equal shares of it, wherever heads end. This is
-Stream-K (Osama et al. 2023, and lesson 3 of day 3). There are one or two programs an SM, all resident at once. A share
+Stream-K (Osama et al. 2023, and lesson 3 of day 3). There are one or two programs per SM, all resident at once. A share
 may end within a head: then its parts are merged.
 
     blocks      0 0 0 0 0 0 0 1 1 1 1 1 1 1 2 2 2 2 2 2 2      heads of K and V 0 to 2, 7 blocks of keys each

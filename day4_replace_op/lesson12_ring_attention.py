@@ -15,8 +15,8 @@ memory. Forward, it sends p - 1 slices of K and V:
 
     4 (p - 1) (S / p) H_kv D bytes in bf16, against 4 (S / p)^2 H D FLOPs in each of p steps
 
-A step's matmuls hide its message if they take at least as long: S / p > 4 / 4 * 500e12 / 450e9 = 1100 tokens a GPU, at
-500 TFLOP/s and NVLink's 450 GB/s, for as many heads of K as of Q. Grouped heads need fewer tokens. (Liu, Zaharia and
+A step's matmuls hide its message if they take at least as long: S / p > 4 / 4 * 500e12 / 450e9 = 1100 tokens per GPU,
+at 500 TFLOP/s and NVLink's 450 GB/s, for as many heads of K as of Q. Grouped heads need fewer tokens. (Liu, Zaharia and
 Abbeel, "Ring attention with blockwise transformers", 2023.)
 
 A causal mask makes the work uneven. With contiguous slices the last process has work in every step, and the first one

@@ -18,7 +18,7 @@ Predicted for GPT-2 small:
            forward | backward
 
 The fused ramp is as high, since a norm, a GELU or a matmul needs the same inputs for its backward. A layer of 32,768
-tokens saves, in units of 50 MB (768 elements a token in bf16):
+tokens saves, in units of 50 MB (768 elements per token in bf16):
 
     two sums of the stream in fp32          4
     norms                                   2

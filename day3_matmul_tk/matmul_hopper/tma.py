@@ -78,8 +78,8 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
 
 
 # LAYOUT is how wgmma leaves the accumulator in registers: 8 warps, one below the other, each with 16 rows of all
-# columns. That is 128 fp32 registers a thread. warpgroup_mma without is_async waits until the MMA is complete, so every
-# stage is read before the next load begins: no mbarrier has to say so.
+# columns. That is 128 fp32 registers per thread. warpgroup_mma without is_async waits until the MMA is complete, so
+# every stage is read before the next load begins: no mbarrier has to say so.
 @gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "steps"])
 def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.constexpr):
     M: gl.constexpr = a_desc.block_type.shape[0]

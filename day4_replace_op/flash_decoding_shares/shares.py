@@ -1,4 +1,4 @@
-"""Rung 5: equal shares of all heads' keys, and a second kernel that merges, a program a row."""
+"""Rung 5: equal shares of all heads' keys, and a second kernel that merges, a program per row."""
 
 import math
 
@@ -159,7 +159,7 @@ def shares(q, k, v, lengths=None, causal=True, scale=None, programs=None):
     return o, lse
 
 
-# One program an SM with steps of 128 keys has as many bytes in flight as two with 64, and half as many parts and ends.
+# One program per SM with steps of 128 keys has as many bytes in flight as two with 64, and half as many parts and ends.
 # But at the end of a head it has none in flight, so where programs have several heads there are two.
 def _shares(owners, S_k, row_bytes, programs):
     """Keys of a block, blocks of an owner, blocks of a program, and programs. Shares are equal, or up to 1/16 more if

@@ -9,7 +9,7 @@ The diagonal crosses a tile's last block from corner to corner. Of that block's 
 
 A head with n = S / 128 tiles has n (n + 1) / 2 blocks and n such quarters: 10% of the work at S = 512, 1.5% at 4096.
 The block is a tile's first one, and no matmul of its consumer runs under its softmax. So each instruction of its mask
-costs time, and the mask is one comparison an element.
+costs time, and the mask is one comparison per element.
 
 This is the plain case of course_ops/kernels/attention_forward_hopper.py.
 """
@@ -229,7 +229,7 @@ def first_rows(tile, ROWS: gl.constexpr):
     return tile.slice(0, ROWS, dim=0) if tile.shape[0] > ROWS else tile
 
 
-# New: one comparison an element. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. So keys & ~6 is a constant of the
+# New: one comparison per element. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. So keys & ~6 is a constant of the
 # register that holds the column, and keys & 6 is one value for the whole thread. It compares with a constant.
 @gluon.jit
 def apply_mask(s, row, key, problem):
@@ -276,7 +276,7 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# The largest partial sum, by way of shared memory, one value a warp. Positive floats compare as their bits do, and
+# The largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do, and
 # for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):

@@ -252,8 +252,8 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# New: the largest partial sum, by way of shared memory, one value a warp. Positive floats compare as their bits do, and
-# for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
+# New: the largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do,
+# and for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):
     bits = sums.to(gl.int32, bitcast=True)

@@ -1,6 +1,6 @@
 """Flash attention on Hopper: persistent CTAs and a dynamic tile scheduler.
 
-One CTA an SM works through many tiles, so that a tile's two ends run under its neighbours' matmuls:
+One CTA per SM works through many tiles, so that a tile's two ends run under its neighbours' matmuls:
 
     one CTA a tile   |load|Q s==main loop==P|store|     |load|Q s==main loop==P|store|
     persistent       |load|Q s==main loop==PQ s==main loop==PQ s==main loop==P|store|
@@ -300,7 +300,7 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# The largest partial sum, by way of shared memory, one value a warp. Positive floats compare as their bits do, and
+# The largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do, and
 # for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):

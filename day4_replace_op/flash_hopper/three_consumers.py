@@ -1,7 +1,7 @@
 """Flash attention on Hopper: three consumer warpgroups, for D = 64.
 
 A side branch of persistent_scheduler.py. At D = 64 a block's matmuls and its exponentials take 1024 cycles each.
-Neither unit has time to spare, so each wait costs time. O needs 32 registers a thread instead of 64, so a third
+Neither unit has time to spare, so each wait costs time. O needs 32 registers per thread instead of 64, so a third
 consumer fits:
 
     two consumers     128 * (232 + 232 + 40)       <= 65536 registers, tiles of 128 queries
@@ -255,7 +255,7 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# The largest partial sum, by way of shared memory, one value a warp. Positive floats compare as their bits do, and
+# The largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do, and
 # for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):
@@ -411,7 +411,7 @@ def flash_kernel(
         problem=Problem(tiles=tiles, H=H, all_heads=all_heads, S_q=S_q, S_k=S_k),
         lse_ptr=lse_ptr, scale_log2=scale_log2,
     )  # fmt: skip
-    # The first partition runs in the kernel's own warps, with what the others leave: 160 registers a thread.
+    # The first partition runs in the kernel's own warps, with what the others leave: 160 registers per thread.
     gl.warp_specialize([
         (consumer_partition, (args, 0)),
         (consumer_partition, (args, 1)),
