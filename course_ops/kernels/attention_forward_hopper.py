@@ -334,7 +334,7 @@ def largest_sum(largest_sums):
 
 
 # P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
-# is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
+# is raised by 48 more than needed: the next time is when exponentials have grown by 2^61. P in fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
@@ -545,7 +545,7 @@ def release_unread(c, block):
     c.v.release(c.step + block)
 
 
-# O has a buffer of its own, because the next tile's Q is on its way into this one's. A query without visible keys has
+# O has a buffer of its own: the next tile's Q is being loaded into that of this tile. A query without visible keys has
 # O = 0 and lse = -inf.
 @gluon.jit
 def epilogue(args, o, m, l, batch, head, row, WHICH: gl.constexpr):

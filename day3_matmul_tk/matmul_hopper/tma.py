@@ -65,7 +65,7 @@ def split_columns(x):
 # orders the threads' writes before TMA's reads. TMA writes nothing outside of C.
 @gluon.jit
 def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
-    """acc to C in 16 bits, in panels of 64 columns, alternately through buffers FIRST and FIRST + 1 of c_smem."""
+    """acc to C in 16 bits, in panels of 64 columns, through buffers FIRST and FIRST + 1 of c_smem in turn."""
     panels = split_columns(acc)
     if acc.shape[1] == 256:
         panels = split_columns(panels[0]) + split_columns(panels[1])
@@ -78,8 +78,7 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
 
 
 # LAYOUT is how wgmma leaves the accumulator in registers: 8 warps, one below the other, each with 16 rows of all
-# columns. That is 128 fp32 registers per thread. warpgroup_mma without is_async waits until the MMA is complete, so
-# every stage is read before the next load begins: no mbarrier has to say so.
+# columns. That is 128 fp32 registers per thread.
 @gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "steps"])
 def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.constexpr):
     M: gl.constexpr = a_desc.block_type.shape[0]
@@ -103,6 +102,8 @@ def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.con
     for step in range(steps):
         stage.load(row, col, step * K)
         mbarrier.wait(stage.full, step & 1)  # one phase per step: the phases are numbered as the steps are
+        # This waits until the MMA is complete. So the stage has been read when the next load begins: no mbarrier has to
+        # say that it is empty.
         acc = warpgroup_mma(stage.a_smem, stage.b_smem, acc)
     store_tile(c_desc, c_smem, acc, row, col, 0)
     tma.store_wait(0)  # shared memory is gone when the CTA ends

@@ -287,8 +287,8 @@ def online_softmax(s, m, l, scale_log2):
     return p, m_new, kept + partial_sums(p), alpha
 
 
-# course_ops.hopper.operand_a in assembly, or the compiler merges the conversions of both branches of step into one
-# behind them. Then 64 fp32 values are alive across the branch instead of 32 registers of 16-bit pairs.
+# course_ops.hopper.operand_a, in assembly. Otherwise the compiler merges the conversions of both branches of step()
+# into one behind the branch. Then 64 fp32 values are alive across the branch, and not 32 registers of pairs.
 @gluon.jit
 def packed_operand_a(p, o, dtype: gl.constexpr):
     """p in 16 bits as the left operand of wgmma in registers."""
@@ -314,7 +314,7 @@ def largest_sum(largest_sums):
 
 
 # P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
-# is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
+# is raised by 48 more than needed: the next time is when exponentials have grown by 2^61. P in fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
