@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from course_ops._common import as_rows, expect, expect_rows, in_one_dtype, on_device, runs_kernel
+from course_ops._common import as_rows, expect, expect_dtype_of, expect_rows, in_one_dtype, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import add_norm as kernels
 from course_ops.kernels._rows import Choice, Rows, choose
@@ -53,8 +53,7 @@ def add_norm(
     """
     expect_rows(x, weight=weight, bias=bias)
     expect(x=x, residual=residual, same_shape=True)
-    if residual.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"residual is {residual.dtype}, expected {x.dtype}, as x, or torch.float32: convert it")
+    expect_dtype_of(x, residual=residual)
     return _add_norm(x, residual, *in_one_dtype(weight, bias), eps)[:2]
 
 

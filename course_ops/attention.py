@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import FLOATS, Unsupported, expect, on_device, runs_kernel
+from course_ops._common import FLOATS, Unsupported, expect, expect_device, expect_tensor, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.kernels import attention_backward as portable_backward
 from course_ops.kernels import attention_backward_hopper as hopper_backward
@@ -191,8 +191,7 @@ def launch_backward(call: Gradient) -> tuple[Tensor, Tensor, Tensor]:
 def _expect_types(window, scale, softcap, **tensors) -> None:
     """What PyTorch's dispatcher would refuse with a RuntimeError, before it is asked."""
     for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: wrap it in torch.as_tensor")
+        expect_tensor(name, t)
     if window is not None and not isinstance(window, int | torch.SymInt):
         raise TypeError(f"window is {window!r}, expected an int or None")
     for name, number in (("scale", scale), ("softcap", softcap)):
@@ -228,8 +227,7 @@ def _checked_gradient(dout, q, k, v, out, lse, causal, window, scale, softcap) -
     """As _checked, for a backward."""
     scale = _checked(q, k, v, causal, window, scale, softcap, dout=dout, out=out)
     expect(lse=lse, dtypes=(_lse_dtype(q),))
-    if lse.device != q.device:
-        raise ValueError(f"lse is on {lse.device}, but q is on {q.device}: move one of them")
+    expect_device(q=q, lse=lse)
     of_out = torch.Size((*q.shape[:-1], v.shape[-1]))
     for name, t, shape in (("dout", dout, of_out), ("out", out, of_out), ("lse", lse, q.shape[:-1])):
         if t.shape != shape:

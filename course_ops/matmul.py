@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
+from course_ops._common import Unsupported, expect, fp32_precision, num_sms, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
 from course_ops.kernels import matmul as portable
 from course_ops.kernels import (
@@ -81,7 +81,7 @@ def kernel_for(a: Tensor, b: Tensor) -> Kernel:
     """The kernel that computes a [M, K] times b [K, N]."""
     if not _remembers(a):
         return next(kernel for kernel in DISPATCH if kernel.takes(a, b))
-    key = a.device, a.dtype, *_lies(a), *_lies(b), portable.precision()
+    key = a.device, a.dtype, *_lies(a), *_lies(b), fp32_precision()
     kernel = _chosen.get(key)
     if kernel is None:
         if len(_chosen) >= 4096:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from lessonkit import device
+from lessonkit.base.files import ROOT
 
 import pytest
 import torch
@@ -242,6 +243,15 @@ def test_tensors_of_two_devices_are_an_error_that_names_both(name, argument):
     with pytest.raises(ValueError, match=rf"\b{argument} is on {elsewhere}\b.*: move one of them") as error:
         CALLS[name][0](**tensors)
     assert "on cpu" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["move one of them", "must be a torch.Tensor", "as x, or torch.float32", 'float32_matmul_precision() == "highest"'],
+)
+def test_what_operators_say_alike_is_written_once(words):
+    package = ROOT / "course_ops"
+    assert sum(path.read_text().count(words) for path in package.rglob("*.py")) == 1
 
 
 # ---- Autocast -----------------------------------------------------------------------------------------------------

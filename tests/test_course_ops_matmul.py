@@ -153,7 +153,7 @@ def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
     if kernel == "hopper":
         assert kernel_for(a, torch.empty_like(b, dtype=torch.bfloat16).t().contiguous().t()).name == kernel
         assert kernel_for(a.float(), b.float()).name == "ieee"
-        monkeypatch.setattr("course_ops.kernels.matmul.precision", lambda: "tf32")
+        monkeypatch.setattr("course_ops.kernels.matmul.fp32_precision", lambda: "tf32")
         assert kernel_for(a.float(), b.float()).name == "tma"
         monkeypatch.undo()
         monkeypatch.setattr("course_ops.kernels.matmul.architecture", lambda _: 80)

@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty_like
 
-from course_ops._common import architecture, roomy, shared_memory, tma_takes
+from course_ops._common import architecture, fp32_precision, roomy, shared_memory, tma_takes
 from course_ops.kernels.attention_tiles import (
     LOG2E,
-    fp32_precision,
     heads_in_l2,
     key_bounds,
     load_tile,

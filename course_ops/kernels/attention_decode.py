@@ -15,13 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, num_sms, roomy, tma_takes, triton_interprets
+from course_ops._common import architecture, fp32_precision, num_sms, roomy, tma_takes, triton_interprets
 from course_ops.kernels.attention_tiles import (
     LN2,
     LOG2E,
     LOWEST,
     empty_results,
-    fp32_precision,
     load_tile,
     score_scales,
     tanh,

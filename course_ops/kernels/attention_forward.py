@@ -8,12 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from course_ops._common import architecture, roomy, tma_takes
+from course_ops._common import architecture, fp32_precision, roomy, tma_takes
 from course_ops.kernels.attention_tiles import (
     LN2,
     LOWEST,
     empty_results,
-    fp32_precision,
     heads_in_l2,
     key_bounds,
     load_tile,

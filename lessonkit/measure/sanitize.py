@@ -70,32 +70,44 @@ class Report:
 
 @dataclass(frozen=True)
 class Argued:
-    """A report that is no error.
+    """Reports that are no errors, for one reason.
 
-    kernel    its name; report: a part of the tool's words
+    kernels   their names; reports: parts of the tool's words, of which a report has one
     argument  by which rule of the memory model the accesses are in order, and why the tool does not see it
     """
 
-    kernel: str
+    kernels: tuple[str, ...]
     tool: str
-    report: str
+    reports: tuple[str, ...]
     argument: str
 
     def covers(self, report: Report) -> bool:
-        return (self.kernel, self.tool) == (report.kernel, report.tool) and self.report in report.what
+        ours = report.tool == self.tool and report.kernel in self.kernels
+        return ours and any(part in report.what for part in self.reports)
 
 
 def argued(path: Path = ARGUED) -> list[Argued]:
     """The list. Raises ValueError, with the entry, if one lacks a word or names a tool that there is not."""
+    names = [field.name for field in fields(Argued)]
     found = []
     for entry in tomllib.loads(path.read_text()).get("argued", []):
-        names = [field.name for field in fields(Argued)]
-        if sorted(entry) != sorted(names) or not all(str(entry[name]).strip() for name in names):
-            raise ValueError(f"{path.name}: {entry}: give {', '.join(names)}, and nothing else")
+        words = {name: entry.get(name) for name in names}
+        whole = all(_words(words[name], several=name in ("kernels", "reports")) for name in names)
+        if sorted(entry) != sorted(names) or not whole:
+            raise ValueError(
+                f"{path.name}: {entry}: give {', '.join(names)}, and nothing else; kernels and reports are lists"
+            )
         if entry["tool"] not in (*TOOLS, *INSTRUMENTED):
             raise ValueError(f"{path.name}: tool={entry['tool']!r}: there are {', '.join((*TOOLS, *INSTRUMENTED))}")
-        found.append(Argued(**entry))
+        found.append(Argued(tuple(entry["kernels"]), entry["tool"], tuple(entry["reports"]), entry["argument"]))
     return found
+
+
+def _words(value: object, *, several: bool) -> bool:
+    """Whether it is a text with a word in it, or a list of one or more of them."""
+    if several:
+        return isinstance(value, list) and bool(value) and all(_words(each, several=False) for each in value)
+    return isinstance(value, str) and bool(value.strip())
 
 
 def unargued(found: Iterable[Report], known: Sequence[Argued]) -> list[Report]:
