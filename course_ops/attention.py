@@ -28,6 +28,7 @@ from course_ops.kernels import attention_decode as decode
 from course_ops.kernels import attention_forward as portable
 from course_ops.kernels import attention_forward_hopper as hopper
 from course_ops.kernels.attention_tiles import empty_out
+from course_ops.kernels.sequences import Sequences
 
 MAX_HEAD_DIM = 256
 
@@ -51,7 +52,8 @@ def attention(
     - window: of these keys a query sees only the last `window`. It needs causal=True.
     - scale: a positive number. None stands for 1 / sqrt(D).
     - softcap: scores become softcap * tanh(scores / softcap) before they are masked (Gemma 2). It is positive, or None
-      for scores as they are. On Hopper the portable kernels compute it.
+      for scores as they are. On Hopper tanh has a relative error up to 2^-11, and the portable kernel computes the
+      backward of head sizes above 128.
 
     Raises TypeError for a dtype, ValueError for a shape, a device or a value.
 
@@ -105,21 +107,21 @@ def attention_backward(
 # ---- Dispatch: the first kernel of a list whose condition holds takes the call -----------------------------------
 #
 #     forward     takes the call if
-#     decode      queries are few and keys are many: H / H_kv * S_q <= 64 rows, S_k >= 64; no window
-#     hopper      sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes; no softcap
+#     decode      queries are few and keys are many: H / H_kv * S_q <= 64 rows, S_k >= 64; no window, not packed
+#     hopper      sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes
 #     portable    always: from sm_80 on, fp32 too, D and D_v <= 256, any strides
 #
 #     backward    takes the call if
-#     hopper      sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; no softcap; no deterministic algorithms are
-#                 asked for, since this kernel adds dQ up in any order
-#     wide        sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap
+#     hopper      sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; no deterministic algorithms are asked for,
+#                 since this kernel adds dQ up in any order
+#     wide        sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap, not packed
 #     portable    always
 #
 # The gradients of wide and portable are the same to the bit each time.
 
 
 class Call(NamedTuple):
-    """The arguments of a forward call."""
+    """The arguments of a forward call. sequences: of rows that are packed (attention_varlen), as [1, H, total, D]."""
 
     q: Tensor
     k: Tensor
@@ -128,6 +130,7 @@ class Call(NamedTuple):
     window: int | None
     scale: float
     softcap: float | None = None
+    sequences: Sequences | None = None
 
 
 class Gradient(NamedTuple):
@@ -143,36 +146,38 @@ class Gradient(NamedTuple):
     window: int | None
     scale: float
     softcap: float | None = None
+    sequences: Sequences | None = None
 
 
 def _few_queries(c: Call) -> bool:
     H, S_q, H_kv, S_k = *c.q.shape[1:3], *c.k.shape[1:3]
-    return c.window is None and H // H_kv * S_q <= decode.MAX_ROWS and S_k >= 64
+    return c.sequences is None and c.window is None and H // H_kv * S_q <= decode.MAX_ROWS and S_k >= 64
 
 
 def _on_hopper(c: Call) -> bool:
-    return c.softcap is None and hopper.takes(c.q, c.k, c.v)
+    return hopper.takes(c.q, c.k, c.v)
 
 
 def _gradient_on_hopper(c: Gradient) -> bool:
     nondeterministic = not torch.are_deterministic_algorithms_enabled()
-    return nondeterministic and c.softcap is None and hopper_backward.takes(*c[:4])
+    return nondeterministic and hopper_backward.takes(*c[:4])
 
 
 def _gradient_of_long_heads(c: Gradient) -> bool:
-    return c.softcap is None and wide_backward.takes(*c[:4])
+    return c.sequences is None and c.softcap is None and wide_backward.takes(*c[:4])
 
 
 FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor, Tensor]]], ...] = (
     ("decode", _few_queries, lambda c: decode.attention_decode(*c[:4], c.scale, softcap=c.softcap)),
-    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c[:6])),
+    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c)),
     ("portable", lambda c: True, lambda c: portable.attention_forward(*c)),
 )
 BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
-    ("hopper", _gradient_on_hopper, lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window)),
+    ("hopper", _gradient_on_hopper,
+     lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window, *c[9:])),
     ("wide", _gradient_of_long_heads, lambda c: wide_backward.attention_backward(*c[:9])),
     ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
-)
+)  # fmt: skip
 
 
 def launch_forward(call: Call) -> tuple[Tensor, Tensor]:
