@@ -45,12 +45,16 @@ def attention(
 ) -> Tensor:
     """out [B, H, S_q, D_v] of q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v]; differentiable once.
 
-    fp32, fp16 or bf16, one dtype for all three; float64 too on the CPU. Any strides, D and D_v from 1 to 256. Under
-    torch.autocast all three are cast to its dtype; float64 stays.
-    causal: query i sees keys up to i + S_k - S_q. window: of these only the last `window`; needs causal.
-    scale: positive; 1 / sqrt(D) if None. softcap: scores become softcap * tanh(scores / softcap) before they are masked
-    (Gemma 2); positive, or None for scores as they are. On Hopper tanh has a relative error up to 2^-11, and the
-    portable kernel computes the backward of head sizes above 128.
+    All three have one dtype: fp32, fp16 or bf16, on the CPU float64 too. Any strides, D and D_v from 1 to 256. Under
+    torch.autocast all three are cast to its dtype, except float64.
+
+    - causal: query i sees keys up to i + S_k - S_q.
+    - window: of these keys a query sees only the last `window`. It needs causal=True.
+    - scale: a positive number. None stands for 1 / sqrt(D).
+    - softcap: scores become softcap * tanh(scores / softcap) before they are masked (Gemma 2). It is positive, or None
+      for scores as they are. On Hopper tanh has a relative error up to 2^-11, and the portable kernel computes the
+      backward of head sizes above 128.
+
     Raises TypeError for a dtype, ValueError for a shape, a device or a value.
 
     Under torch.use_deterministic_algorithms the gradient of q is the same to the bit each time, and slower. A FLOP
@@ -100,16 +104,20 @@ def attention_backward(
     return torch.ops.course_ops.attention_backward(dout, q, k, v, out, lse, causal, window, scale, softcap)
 
 
-# ---- Which kernel takes what: the first row whose condition holds ------------------------------------------------
+# ---- Dispatch: the first kernel of a list whose condition holds takes the call -----------------------------------
 #
-#     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window, not packed
-#                hopper     sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes
-#                portable   everything: sm_80 on, fp32, D and D_v <= 256, any strides
-#     backward   hopper     sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; unless deterministic algorithms
-#                           are asked for (dQ is added up in any order)
-#                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap, not packed;
-#                           the same to the bit each time
-#                portable   everything; the same to the bit each time
+#     forward     takes the call if
+#     decode      queries are few and keys are many: H / H_kv * S_q <= 64 rows, S_k >= 64; no window, not packed
+#     hopper      sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes
+#     portable    always: from sm_80 on, fp32 too, D and D_v <= 256, any strides
+#
+#     backward    takes the call if
+#     hopper      sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; no deterministic algorithms are asked for,
+#                 since this kernel adds dQ up in any order
+#     wide        sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap, not packed
+#     portable    always
+#
+# The gradients of wide and portable are the same to the bit each time.
 
 
 class Call(NamedTuple):

@@ -13,12 +13,14 @@ _LOW = 0xFFFFFFFF
 def dropout(x: Tensor, p: float, *, training: bool = True, seed: int | None = None) -> Tensor:
     """Each element is 0 with probability p, otherwise x / (1 - p), differentiable.
 
-    x: any shape and strides, in float32, float16 or bfloat16. p: from 0 to 1. seed: from 0 to 2^63 - 1; the same seed
-    gives the same mask on every device, for every dtype, now and in later versions. None draws a seed from PyTorch's
-    CPU generator, so torch.manual_seed makes it reproducible. Returns x itself if not training or if p is 0, otherwise
-    a contiguous tensor of x's shape and dtype. Nothing is saved for the backward but the seed. A dropped inf or NaN is
-    0; torch.nn.functional.dropout makes it NaN.
-    TypeError for another dtype or a seed that is no int, ValueError for p or a seed out of range.
+    - x: any shape and strides, in float32, float16 or bfloat16.
+    - p: from 0 to 1.
+    - seed: from 0 to 2^63 - 1. The same seed gives the same mask on every device, for every dtype, now and in later
+      versions. For None the seed comes from PyTorch's CPU generator, so torch.manual_seed makes it reproducible.
+
+    Returns x itself if not training or if p is 0, otherwise a contiguous tensor of x's shape and dtype. The backward
+    needs the seed alone. A dropped inf or NaN is 0; torch.nn.functional.dropout makes it NaN.
+    Raises TypeError for another dtype or a seed that is no int, ValueError for p or a seed out of range.
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 4.3 (Philox).
     """
     expect(x=x)
@@ -30,7 +32,7 @@ def dropout(x: Tensor, p: float, *, training: bool = True, seed: int | None = No
         raise ValueError(f"seed is {seed!r}, expected an int from 0 to 2^63 - 1")
     if not training or p == 0:
         return x
-    # The seed is a tensor, so that a compiled graph draws a new one in each call.
+    # The seed is a tensor, so that a compiled graph gets a new one in each call.
     drawn = torch.randint(2**63 - 1, ()) if seed is None else torch.tensor(seed)
     return _dropout(x, p, drawn)
 

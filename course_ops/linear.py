@@ -19,8 +19,11 @@ from course_ops.matmul import _matmul, as_matrix, kernel_for, multiply
 ACTIVATIONS = ("gelu_tanh",)
 
 
-# Dispatch, the first that holds: no epilogue, so matmul's own table; few rows, where a tile of 128 would leave SMs idle
-# and the epilogue is cheap; a tile of the plan that beats TMA's; TMA; pointers.
+# Dispatch, the first that holds:
+# - no epilogue: matmul's own table
+# - few rows: a tile of 128 would leave SMs idle, and an epilogue in a kernel of its own is cheap
+# - a tile of the plan that beats TMA's
+# - TMA, or else pointers
 def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
 ) -> Tensor:

@@ -56,7 +56,7 @@ def _table(n):
 
 
 def an_sm_holds_what_it_has(rung):
-    """More threads a block, fewer blocks: never more than 2048 threads an SM, never none."""
+    """More threads per block, fewer blocks: never more than 2048 threads per SM, never none."""
     blocks = {threads: kernels.blocks_an_sm(threads, 0) for threads in (32, 64, 128, 256, 512, 1024)}
     assert all(count >= 1 and count * threads <= 2048 for threads, count in blocks.items()), blocks
     assert sorted(blocks.values(), reverse=True) == list(blocks.values())

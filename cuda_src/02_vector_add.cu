@@ -15,7 +15,7 @@
 
 constexpr int THREADS = 256;  // a block; 8 of them fill an SM's 2048 threads
 
-// v1. One thread an element: the grid is as large as the problem. Neighbouring threads read neighbouring words, so a
+// v1. One thread per element: the grid is as large as the problem. Neighbouring threads read neighbouring words, so a
 // warp's 32 loads are one request of 128 bytes: 4 sectors of 32 bytes, none of them wasted. The last block hangs over
 // the end, hence the `if`. Predicted: under the copy. Little's law: 4.2 TB/s at 800 ns latency want 25 KB in flight on
 // each of 132 SMs; 2048 threads with two loads of 4 bytes are 16 KB.

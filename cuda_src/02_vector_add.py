@@ -1,4 +1,4 @@
-"""Vector add in CUDA C++: one thread an element, a grid-stride loop, 16 bytes a load
+"""Vector add in CUDA C++: one thread per element, a grid-stride loop, 16 bytes a load
 ==================================================================================
 The kernels and their predictions are in 02_vector_add.cu. This file wraps them as functions of tensors and checks them
 against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches every address,
@@ -19,7 +19,7 @@ kernels = cuda.extension(__file__)  # 02_vector_add.cu, built at the first call
 
 
 def add_one(x, y):
-    """[...] + [...] -> [...] float32, one thread an element."""
+    """[...] + [...] -> [...] float32, one thread per element."""
     z = _prepare(x, y)
     kernels.add_one(x, y, z, z.numel())
     return z
@@ -33,7 +33,7 @@ def add_grid_stride(x, y):
 
 
 def add_vectorized(x, y):
-    """[...] + [...] -> [...] float32, 16 bytes a thread and array, wherever the arrays begin."""
+    """[...] + [...] -> [...] float32, 16 bytes per thread and array, wherever the arrays begin."""
     z = _prepare(x, y)
     kernels.add_vectorized(x, y, z, z.numel())
     return z

@@ -118,7 +118,7 @@ void multiply_shared(const float* a, const float* b, float* c, int64_t m, int64_
 // i a thread loads 1 word of b_tile and 8 of a_tile, and multiplies 8 times. The words of a_tile are the same for the
 // whole warp, and one 16-byte load brings four steps of i. The tile of C grows to 64 x 64 and L2 is asked half as
 // often. Predicted: 3/8 of a wavefront an FMA where v3 has 5/4: up to three times faster. Occupancy halves: 64
-// registers a thread, two blocks of 512. At M = N = K = 512 there are 64 blocks, fewer than SMs.
+// registers per thread, two blocks of 512. At M = N = K = 512 there are 64 blocks, fewer than SMs.
 constexpr int BM = 64, BN = 64, BK = 8, TM = 8;  // a block's tile of C, its step through K, a thread's rows
 
 __global__ void __launch_bounds__(BM / TM * BN)

@@ -5,7 +5,7 @@
 // floats cannot take less than 0.26 ms, and each SM has to take in 18 bytes a clock. The instructions per element
 // decide whether it can. An SM issues 4 warp instructions a clock, and 32 floats are 128 bytes, 7 clocks' worth of
 // memory. So 32 floats may cost 28 instructions. v1 spends about 80, and 9 barriers; v6 some 20 and one barrier. While
-// a block adds, it has no loads in flight: a thread of v1 to v3 loads 4 bytes in all, 8 KB an SM. Little's law wants
+// a block adds, it has no loads in flight: a thread of v1 to v3 loads 4 bytes in all, 8 KB per SM. Little's law wants
 // 25 KB in flight all the time (4.2 TB/s at 800 ns). 07_reduction_one_launch corrects that.
 //
 // The ladder down to v5 is M. Harris, "Optimizing Parallel Reduction in CUDA" (2007), with what has changed since:
@@ -157,7 +157,7 @@ __device__ float block_sum(float mine) {
 }
 
 // Predicted: half of the memory's speed. The bytes in flight are the limit, no longer the instructions. Two loads of 4
-// bytes a thread are 16 KB an SM where 25 KB are wanted, and none while a block adds, ends and the next one starts.
+// bytes per thread are 16 KB per SM where 25 KB are wanted, and none while a block adds, ends and the next one starts.
 __global__ void sum_shuffle_kernel(const float* x, float* sums, int64_t n) {
     const int64_t i = int64_t(blockIdx.x) * (2 * THREADS) + threadIdx.x;
     const float a = i < n ? x[i] : 0.0f;

@@ -169,13 +169,13 @@ void multiply_warp_tiles(const float* a, const float* b, float* c, int64_t m, in
     launch_vectorized<true>(a, b, c, m, n, k, stream);
 }
 
-// v8. Two tiles in flight and still 8 x 8 elements a thread: 256 threads, 128 registers each, two blocks an SM.
+// v8. Two tiles in flight and still 8 x 8 elements per thread: 256 threads, 128 registers each, two blocks an SM.
 void multiply_pipelined(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                         cudaStream_t stream) {
     launch_pipelined<8, 8, 8, 2, 4, 2, 2>(a, b, c, m, n, k, stream);
 }
 
-// v9. New: 16 x 8 elements a thread. The same 128 x 128 of C with 128 threads of up to 255 registers, two blocks an
+// v9. New: 16 x 8 elements per thread. The same 128 x 128 of C with 128 threads of up to 255 registers, two blocks an
 // SM. Predicted: a quarter fewer loads an FMA, and 91% of the loop's instructions are FMAs, since BK = 16 halves the
 // overhead of a tile. Yet v9 is at most a few percent faster than v8. Loads are no limit any more, and a scheduler has
 // two warps, half of v8's. While one waits for a bank, a barrier or the next instruction of a 36 KB loop, there is one

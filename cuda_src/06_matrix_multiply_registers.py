@@ -19,7 +19,7 @@ kernels = cuda.extension(__file__)  # 06_matrix_multiply_registers.cu, built at 
 
 
 def multiply_square(a, b):
-    """[M, K] @ [K, N] -> [M, N] float32, 8 x 8 elements a thread."""
+    """[M, K] @ [K, N] -> [M, N] float32, 8 x 8 elements per thread."""
     return _launch("multiply_square", a, b)
 
 
@@ -29,7 +29,7 @@ def multiply_vectorized(a, b):
 
 
 def multiply_warp_tiles(a, b):
-    """[M, K] @ [K, N] -> [M, N] float32, a compact 32 x 64 a warp; N and K are multiples of 4."""
+    """[M, K] @ [K, N] -> [M, N] float32, a compact 32 x 64 per warp; N and K are multiples of 4."""
     return _launch("multiply_warp_tiles", a, b, quads=True)
 
 
@@ -39,12 +39,12 @@ def multiply_pipelined(a, b):
 
 
 def multiply_wide(a, b):
-    """[M, K] @ [K, N] -> [M, N] float32, 16 x 8 elements a thread."""
+    """[M, K] @ [K, N] -> [M, N] float32, 16 x 8 elements per thread."""
     return _launch("multiply_wide", a, b)
 
 
 def multiply_one_block(a, b):
-    """[M, K] @ [K, N] -> [M, N] float32, 128 x 256 a block, one block an SM."""
+    """[M, K] @ [K, N] -> [M, N] float32, 128 x 256 per block, one block an SM."""
     return _launch("multiply_one_block", a, b)
 
 

@@ -26,7 +26,7 @@
 
 namespace {
 
-// Rung 1: scan, then propagate, as in 08_scan, but with 16 elements a thread (scan_tile.cuh). Each thread has four
+// Rung 1: scan, then propagate, as in 08_scan, but with 16 elements per thread (scan_tile.cuh). Each thread has four
 // loads of 16 bytes in flight, 16 sectors a request, all used, and one barrier a tile. Predicted: the speed of copying
 // 4n.
 constexpr int THREADS = 256, VECTORS = 4;
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(THREADS) scan_from_kernel(const T* x, T* y, co
 // as in rungs 1 and 2, it would be 96 KB. Large tiles also publish fewer words. At 4.2 TB/s some 20 tiles begin each
 // microsecond. A round trip to L2 takes most of a microsecond, so a warp reads WINDOW * 32 words at a time.
 //
-// - The tile's sum is published before the tile is scanned, because other tiles wait for it. The sum takes 5 shuffles of
-// a warp, the scan 112. The warps scan while warp 0 looks back.
+// - The tile's sum is published before the tile is scanned, because other tiles wait for it. The sum takes 5 shuffles
+//   of a warp, the scan 112. The warps scan while warp 0 looks back.
 //
 // - No ticket: tiles are blocks in order, and their loads start at once. A tile waits only for lower blocks, which
 // GPUs start first. CUDA does not promise that; CUB relies on it too. (An atomicAdd would, for a round trip a tile.)

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) waves_kernel(const T* x, T* y
 // every SM always has a tile in flight. Every thread reads what it copied itself, so the ring needs no barrier: the
 // only one of a round is for the warps' sums. Predicted: the speed of a copy. Shared memory is written once and read
 // twice, 12 bytes for each 8 of HBM traffic. An SM moves about 18 bytes of HBM traffic a cycle. Its shared memory
-// moves 128 bytes a cycle. What may cost time: all SMs store at once, and then all wait for their loads.
+// moves 128 bytes per cycle. What may cost time: all SMs store at once, and then all wait for their loads.
 template <typename T, int THREADS, int VECTORS, int STAGES>
 __global__ void __launch_bounds__(THREADS, 1) ahead_kernel(const T* x, T* y, Word* words, int64_t n) {
     using Part = Tile<T, THREADS, VECTORS>;

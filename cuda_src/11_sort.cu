@@ -7,8 +7,9 @@
 //
 //     bitonic          351: log2(n) (log2(n) + 1) / 2 steps, each through all of memory     predicted 45 ms
 //     bitonic_shared   136: steps within 2048 keys take place in shared memory              predicted 17 ms
-//     radix            6: each of 4 digits reads n, reads n again, writes n                 predicted 0.8 ms, and more:
-//                      the writes go to 256 places at once, so a warp's 32 keys go to up to 32 sectors
+//     radix            6: each of 4 digits reads n, reads n again, writes n                 predicted 0.8 ms or more
+//
+// The writes of a radix sort go to 256 places at once. So a warp's 32 keys may go to 32 sectors, and that costs more.
 //
 // 12_onesweep takes it to 4.5 and to whole sectors. Keys are uint32 with flip = 0, or int32 with flip = the sign bit:
 // inverted, it orders negative numbers before the others. Any n below 2^32.

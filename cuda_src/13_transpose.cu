@@ -5,8 +5,8 @@
 // TB/s on an H200) that is 0.13 ms at 8192 x 8192 and 0.51 ms at 16384 x 16384. Nothing is computed. But neighbours in
 // x are far apart in y. A warp that reads along a row of x writes down a column of y: 32 addresses in 32 sectors of 32
 // bytes, and it uses 4 bytes of each. Shared memory helps: there a column costs as little as a row, once its 32 words
-// are in 32 different banks. Two counts describe each rung: sectors a request (4 is perfect for 4 bytes a lane, 16 for
-// 16 bytes) and wavefronts a shared access (1, and 4).
+// are in 32 different banks. Two counts describe each rung: sectors a request (4 is perfect for 4 bytes per lane, 16
+// for 16 bytes) and wavefronts a shared access (1, and 4).
 //
 // Sources: M. Harris, "An Efficient Matrix Transpose in CUDA C/C++" (2013); Ruetsch and Micikevicius, "Optimizing
 // Matrix Transpose in CUDA" (2009).
@@ -131,7 +131,7 @@ void transpose_tile(const float* x, float* y, int64_t M, int64_t N, cudaStream_t
 //          [30]  31   32   33             22   23    -  [30]                   33   32   31  [30]
 //
 // Predicted: 1 wavefront a shared access, and HBM is the limit again: nine tenths of a copy. A thread has 4 loads of 4
-// bytes in flight, 32 KB an SM, just over the 25 KB of Little's law.
+// bytes in flight, 32 KB per SM, just over the 25 KB of Little's law.
 void transpose_padded(const float* x, float* y, int64_t M, int64_t N, cudaStream_t stream) {
     if (M == 0 || N == 0) return;
     transpose_tile_kernel<Padded><<<tiles(M, N, TILE), dim3(TILE, ROWS), 0, stream>>>(x, y, M, N);

@@ -20,7 +20,7 @@ inline bool no_rows(int64_t M, int64_t N) {
     return M * N == 0;
 }
 
-// v1. One thread a row, as the formula reads. m is subtracted because exp overflows past 88.7 in fp32.
+// v1. One thread per row, as the formula reads. m is subtracted because exp overflows past 88.7 in fp32.
 // Predicted: neighbouring lanes are a row apart, so a request of a warp touches 32 sectors for 32 elements, and M
 // threads fill the GPU only from M = 270,000 on. Three reads and a write of 32 bytes for each element of 2.
 template <typename T>

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def softmax_naive(x):
-    """[M, N] -> [M, N] float32 or bfloat16, one thread a row, three reads."""
+    """[M, N] -> [M, N] float32 or bfloat16, one thread per row, three reads."""
     return _launch(kernels, "softmax_naive", x)
 
 
@@ -66,7 +66,7 @@ LESSON = Lesson(
             rung=softmax_online,
             at={"M": 2048, "N": 131072},
             percent_of_limit=67,
-            why="Each turn of the loop waits for the pair of the turn before: two exponentials that no other work "
+            why="Each iteration of the loop waits for the pair of the one before: two exponentials that no other work "
             "of the thread hides.",
         ),
     ),

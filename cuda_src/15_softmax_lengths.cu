@@ -4,7 +4,7 @@
 // 14_softmax reads a row twice. To read it once, 2MN elements in all, the row has to stay on chip between the sum and
 // the result. Rung v4 keeps the row in the registers of a block, rung v5 in those of a few lanes, rung v6 in those
 // of several SMs. At 4.2 TB/s the bf16 matrices timed here cannot take less than 0.008 (32768 x 256) to 0.256 ms
-// (2048 x 131072). Arithmetic is no limit: some 13 instructions an element, where 132 SMs can issue 27 in the time in
+// (2048 x 131072). Arithmetic is no limit: some 13 instructions per element, where 132 SMs can issue 27 in the time in
 // which memory moves one bf16 in and out.
 //
 // Source of v6: CUDA C++ programming guide, "Thread block clusters" and "Distributed shared memory".
@@ -28,7 +28,7 @@ namespace cg = cooperative_groups;
 
 // v4. New: the row stays in registers. A thread issues eight loads of 16 bytes before the first use. The row keeps its
 // dtype: 128 bytes are 32 registers, converted to float again for the maximum, the sum and the result. A second
-// exponential costs less than the registers that would keep the first. 64 registers a thread, so 128 KB on an SM.
+// exponential costs less than the registers that would keep the first. 64 registers per thread, so 128 KB on an SM.
 // Predicted: one read and one write, copy speed while an SM holds two rows or more (to 64 KB each): one loads while
 // another stores. By Little's law 4.2 TB/s at 800 ns are 25 KB in flight for each SM.
 constexpr int K = 8, THREADS = 512;  // vectors a thread, threads of a block at most
@@ -107,7 +107,7 @@ void softmax_registers(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stre
 }
 
 // v5. New: a short row needs no block. LANES lanes of a warp (1 to 32, for up to 2 KB) own a row with four vectors
-// each, 32 / LANES rows a warp. There is no barrier and no shared memory, and lanes past a row's end work on another
+// each, 32 / LANES rows per warp. There is no barrier and no shared memory, and lanes past a row's end work on another
 // row. Predicted: copy speed at 256 columns, where v4 keeps 4 of its 32 lanes' 8 vectors.
 template <typename T, int LANES>
 __global__ void __launch_bounds__(128)
@@ -140,7 +140,7 @@ void softmax_lanes(const T* x, T* y, int64_t M, int64_t N, cudaStream_t stream) 
 
 // v6. New: a long row is shared by the blocks of a cluster, which run at the same time on neighbouring SMs and can
 // write into each other's shared memory. Each warp sends its pair to every block. After one barrier of the cluster all
-// blocks have all pairs. Predicted: most of copy speed from 64 KB a row on, where v4 ends, to 512 KB: blocks wait for
+// blocks have all pairs. Predicted: most of copy speed from 64 KB per row on, where v4 ends, to 512 KB: blocks wait for
 // the slowest of theirs.
 #ifndef COURSE_EMULATED
 constexpr int MAX_PARTS = 8;

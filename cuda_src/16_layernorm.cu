@@ -21,8 +21,8 @@ inline bool no_rows(int64_t M, int64_t N) {
     return M * N == 0;
 }
 
-// v1. One thread a row, as the definition reads. Predicted: neighbouring lanes are a row apart, so a request touches 32
-// sectors for 32 elements, and M threads fill the GPU only from M = 270,000 on.
+// v1. One thread per row, as the definition reads. Predicted: neighbouring lanes are a row apart, so a request touches
+// 32 sectors for 32 elements, and M threads fill the GPU only from M = 270,000 on.
 template <typename T>
 __global__ void layernorm_naive_kernel(const T* x, const T* w, const T* b, T* y, float* mean, float* rstd, int64_t M,
                                        int64_t N, float eps) {  // x, y: [M, N]; w, b: [N]; mean, rstd: [M]

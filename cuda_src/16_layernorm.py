@@ -25,7 +25,7 @@ ADDED_UP = 16384  # elements that one thread adds up: over more, the fp32 sums o
 
 @budget(4, "one thread adds a row up in order: of 12,672 elements in 16 bits, rstd is off in its fifth digit")
 def layernorm_naive(x, w, b, eps=EPS):
-    """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32; float32 or bfloat16, one thread a row."""
+    """x [M, N], w [N], b [N] -> y [M, N], mean [M] and rstd [M] in fp32; float32 or bfloat16, one thread per row."""
     if x.ndim == 2 and x.shape[1] > ADDED_UP:
         raise Unsupported(f"rows past {ADDED_UP:,}: one thread adds a row up in order, and the mean loses its digits")
     return _launch(kernels, "layernorm_naive", x, w, b, eps)
@@ -87,13 +87,13 @@ LESSON = Lesson(
             rung=layernorm_welford,
             at={"M": 2048, "N": 131072},
             percent_of_limit=67,
-            why="Each turn of the loop divides, and waits for the mean of the turn before.",
+            why="Each iteration of the loop divides, and waits for the mean of the one before.",
         ),
     ),
     checks=(
         *(each for each in WHOLE if each.shape["N"] < 4096),  # v1 adds up a row, element after element
         case("one past a block", M=3, N=257),
-        case("several turns of each thread, the last one ragged", M=4, N=781),
+        case("several iterations of each thread, the last one ragged", M=4, N=781),
         case("row offsets past 2^31, in rows short enough for v1 to add up", gib=120, M=2**21 + 3, N=1025),
         case("whole warps, on which requests are counted", M=64, N=256),
     ),

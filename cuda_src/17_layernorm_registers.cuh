@@ -91,10 +91,10 @@ inline bool no_rows(int64_t M, int64_t N) {
 
 // v4. The row stays in registers between its statistics and its result. A thread issues eight loads of 16 bytes before
 // the first use. The row keeps its dtype: in 16 bits 32 registers, converted to float again for the mean, the variance
-// and the result. Last come w and b, from L1 or L2, a vector at a time. One barrier. Predicted: one read and one
-// write. 64 registers a thread leave room for 128 KB of rows on an SM. Little's law wants 25 KB in flight, so one row
-// loads while another stores: nearly copy speed to 32 KB a row. The reads of w and b are 2MN more from L1 or L2, which
-// are faster than HBM but not free: a tenth less past 16 KB a row.
+// and the result. Last come w and b, from L1 or L2, a vector at a time. One barrier. Predicted: one read and one write.
+// 64 registers per thread leave room for 128 KB of rows on an SM. Little's law wants 25 KB in flight, so one row loads
+// while another stores: nearly copy speed to 32 KB per row. The reads of w and b are 2MN more from L1 or L2, which are
+// faster than HBM but not free: a tenth less past 16 KB per row.
 constexpr int K = 8, THREADS = 512;  // vectors a thread, threads of a block at most
 
 template <typename T, bool WHOLE>

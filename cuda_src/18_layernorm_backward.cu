@@ -32,7 +32,7 @@ namespace cg = cooperative_groups;
 // N = 8192 another 17 MB of partial sums through L2, 4% of the rest. v3. New: a short row (to 2 KB) belongs to a warp,
 // and needs no barrier. Predicted: the speed that v2 has for long rows, since a short row costs the latency of a warp
 // and not of a block. v4. New: a long row is shared by the blocks of a cluster, which write their sums into each
-// other's shared memory. Predicted: 3MN to 128 KB a row (256 KB where the GPU allows 16 blocks a cluster), where
+// other's shared memory. Predicted: 3MN to 128 KB per row (256 KB where the GPU allows 16 blocks a cluster), where
 // registers would end at 16 KB.
 enum Meet { WARP, BLOCKWIDE, CLUSTER };
 constexpr int STAGES = 3;  // rows of dy and x in flight

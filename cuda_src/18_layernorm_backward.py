@@ -118,8 +118,8 @@ LESSON = Lesson(
             rung=layernorm_backward_warp,
             at={"M": 32768, "N": 256},
             percent_of_limit=96,
-            why="Cause not found: the launch that adds up the partial sums is not in the count and is not enough, "
-            "since at N = 1024, with four times the bytes, it is short of 96% too.",
+            why="Cause not found. The launch that adds up the partial sums is not in the count, but it is not enough: "
+            "at N = 1024, with four times the bytes, the rung is short of 96% too.",
         ),
         Prediction(
             rung=layernorm_backward_cluster,
@@ -139,7 +139,7 @@ LESSON = Lesson(
         *(each for each in PROBLEM_BACKWARD.checks if "pad" not in each.shape),  # rows one behind the other
         case("a prime width: v1 alone", M=7, N=127),
         case("more rows than warps, so that they turn", M=150, N=120),
-        case("two warps a row, several turns of each block", M=70, N=520),
+        case("two warps a row, several rows of each block", M=70, N=520),
         case("rows of 4 KB, the last thread without a vector", M=5, N=1028),
         case("a cluster of 8 in 32 bits, of 4 in 16", gib=1, M=300, N=32768),
         case("past 256 KB", gib=1, M=5, N=140008),

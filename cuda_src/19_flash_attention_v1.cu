@@ -2,7 +2,7 @@
 // ======================================================
 //
 // O = softmax(Q K^T / sqrt(D)) V for each of B * H heads, Q, K, V, O [S, D], causal or not. The inputs and the output
-// are small, 8 S D bytes a head in bf16, and the matrix between is not. At S = 16384, D = 128 a head's Q, K, V, O are
+// are small, 8 S D bytes per head in bf16, and the matrix between is not. At S = 16384, D = 128 a head's Q, K, V, O are
 // 17 MB and its scores in fp32 1.07 GB. Naive attention writes that matrix, reads and writes it for the softmax and
 // reads it again. That is 16 S^2 bytes against 8 S D, 256 times the least at this size. Online softmax needs none of
 // it. FLOPs: 4 S^2 D a head, half of that if causal; D/2 FLOPs for each byte of scores that naive moves.
@@ -26,7 +26,7 @@
 #include "19_attention_register.cuh"
 #include "course.cuh"
 
-// v1. Naive: three kernels, and the S x S matrix P between them. Predicted: 16 S^2 bytes a head for P, and in
+// v1. Naive: three kernels, and the S x S matrix P between them. Predicted: 16 S^2 bytes per head for P, and in
 // scores_kernel 32 neighbouring threads read 32 rows of K: each request touches 32 sectors where 4 would do.
 template <typename T>
 __global__ void scores_kernel(const T* q, const T* k, float* p, int S, int D, bool causal, float scale) {

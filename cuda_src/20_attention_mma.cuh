@@ -11,7 +11,7 @@
 #include "mma.cuh"
 #include "course.cuh"
 
-// M * 16 rows a warp, COLS rows of the other side a tile. Two accumulators of [16 M][D] fp32 (dK, dV) or one (dQ).
+// M * 16 rows per warp, COLS rows of the other side a tile. Two accumulators of [16 M][D] fp32 (dK, dV) or one (dQ).
 template <int D, bool KEYS>
 struct BackwardTiles {
     static constexpr int WARPS = 4, M = KEYS ? 1 : 2, COLS = D == 128 && !KEYS ? 32 : 64;

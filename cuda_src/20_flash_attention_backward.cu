@@ -3,17 +3,19 @@
 //
 // With P = softmax(S), S = Q K^T scale and dO given, for each of B * H heads:
 //     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = dS K scale     dK = dS^T Q scale
-// with delta = rowsum(dO * O), one value a query. It equals rowsum(P * dP), and as O = P V it takes D multiply-adds
+// with delta = rowsum(dO * O), one value per query. It equals rowsum(P * dP), and as O = P V it takes D multiply-adds
 // instead of S. The forward pass has kept lse, from which P = exp(S - lse) is computed again. That is 2 S^2 D more
 // FLOPs instead of 4 S^2 bytes of memory a head.
 //
 // Five matmuls, 10 S^2 D FLOPs, are the least. dK and dV sum over queries, dQ sums over keys. A loop that keeps one
 // side in a block has to send the other side's sums elsewhere.
 //
-//   - One pass: keep K and V, add each tile's dQ to memory with fp32 atomics, as FlashAttention-2 does. 10 S^2 D FLOPs;
-//     4 S^2 D / tile bytes of atomics a head. The order of additions, so the last bits of dQ, differs in every run.
-//   - Two passes: one keeps K and V and sums dK and dV, one keeps Q and dO and sums dQ. 14 S^2 D FLOPs, because both
-//     need S and dP. No atomics, no fp32 copy of dQ, no kernel to convert it, the same bits in every run.
+//   - One pass: keep K and V, add each tile's dQ to memory with fp32 atomics, as FlashAttention-2 does. That costs 10
+//     S^2 D FLOPs, and 4 S^2 D / tile bytes of atomics a head. The order of additions differs in every run, and so do
+//     the last bits of dQ.
+//   - Two passes: one keeps K and V and sums dK and dV, one keeps Q and dO and sums dQ. Both need S and dP, so that
+//     costs 14 S^2 D FLOPs. It needs no atomics, no fp32 copy of dQ, and no kernel to convert it. The bits are the same
+//     in every run.
 //
 // This lesson takes two passes: deterministic, and both are the same kernel with the roles exchanged. The predicted
 // price is 10/14 of what the tensor cores could do, before any other loss.
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(THREADS)
         }
 }
 
-// What both versions begin with. `stats` [2, heads, PS] is scratch of 8 bytes a row.
+// What both versions begin with. `stats` [2, heads, PS] is scratch of 8 bytes per row.
 template <typename T>
 void row_stats(const T* o, const float* lse, const T* dout, float* stats, int64_t heads, int64_t S, int64_t D,
                cudaStream_t stream) {

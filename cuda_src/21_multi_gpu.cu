@@ -1,9 +1,9 @@
 // Several GPUs: copies between them, loads and stores into peer memory, and an all-reduce by hand
 // ===============================================================================================
 //
-// Two H200 of one host are joined by NVLink: 450 GB/s in each direction, a tenth of what each has to its own memory,
-// and about seven times the 64 GB/s of 16 lanes of PCIe 5. With peer access on, a kernel may use an address of another
-// GPU as it uses its own.
+// Two H200 of one host are joined by NVLink, at 450 GB/s in each direction. That is a tenth of what each has to its own
+// memory, and about seven times the 64 GB/s of 16 lanes of PCIe 5. With peer access on, a kernel may use an address of
+// another GPU as it uses its own.
 //
 // All-reduce: k GPUs hold n floats each, and each wants the sum of all. If every GPU reads the data of all, (k - 1) 4n
 // bytes enter each GPU. The ring cuts the data into k chunks. In k - 1 steps a chunk passes all ranks and each adds
@@ -74,7 +74,7 @@ void ring_steps(Ring& ring) {
 // synchronise by a flag for each block, in the memory of the waiting rank: no launch, no event, no barrier of the
 // whole GPU between steps. `first`, `here`: the ranks that share this launch. On one GPU each it is one; simulated it
 // is all, interleaved block by block, so that blocks that wait for each other run together. Predicted: the link's time
-// and about 2 us a step.
+// and about 2 us per step.
 __global__ void __launch_bounds__(THREADS) ring_flags_kernel(Ranks p, int first, int here, unsigned base) {
     const int rank = first + blockIdx.x % here, block = blockIdx.x / here, blocks = gridDim.x / here;
     const int steps = 2 * (p.count - 1), right = (rank + 1) % p.count;

@@ -2,11 +2,13 @@
 // ============================================================================
 //
 // C[M, N] = A[M, K] * B[N, K]^T in bf16, summed in fp32 (x @ w.T in PyTorch). At M = N = K = 8192 that is 1.1 TFLOP
-// over 0.4 GB: 2,730 FLOPs a byte where an H200 balances at about 170. So the matrix units decide, and the whole
-// ladder is about keeping them fed. FMA instructions do 51 TFLOP/s (22 ms). The tensor cores sustain 700 to 800
-// TFLOP/s (1.4 to 1.6 ms), but only through wgmma, which reads its operands from shared memory by itself. Each rung
-// takes work away from the threads: v1 the multiplication, v2 the loads and their addresses, v3 the waiting. 23 goes
-// on to the speed of cuBLAS.
+// over 0.4 GB: 2,730 FLOPs per byte. An H200 does about 170 FLOPs in the time of one byte (700 TFLOP/s over 4.2 TB/s).
+// So the tensor cores are the limit, and the whole ladder is about keeping them fed. FMA instructions do 51 TFLOP/s (22
+// ms). The tensor cores sustain 700 to 800 TFLOP/s (1.4 to 1.6 ms), but only through wgmma, which reads its operands
+// from shared memory by itself. Each rung takes work away from the threads: v1 the multiplication, v2 the loads and
+// their addresses, v3 the waiting. Lesson 23 goes on to the speed of cuBLAS.
+//
+// You need: 03 and 06 (tiles in shared memory and in registers, cp.async), and 13 (swizzles).
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" and "cp.async.bulk.tensor"; CUTLASS, "Efficient
 // GEMM in CUDA"; Shah et al., FlashAttention-3 (2024), section 2.2 on warp specialisation.
@@ -62,10 +64,10 @@ void matmul_fma(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, int
 
 // v1. New: tensor cores, as every GPU since Ampere has them. An mma.sync multiplies 16x16 by 16x8 from a warp's
 // registers: 4096 FLOPs an instruction. Before it, ldmatrix loads the registers from shared memory in the layout that
-// mma wants. And cp.async loads the tiles from memory past the registers. Two pairs of tiles let the next load run
-// under this multiplication. Eight warps share a 128x128 tile, each 64x32 of it: for a step of 16 a warp reads 3 KB
-// for 65,536 FLOPs. Rows of a tile are 128 bytes, their 16-byte pieces swizzled, so that ldmatrix has no bank
-// conflicts.
+// mma wants. The instruction cp.async copies the tiles from global to shared memory without passing through registers.
+// Two pairs of tiles let the next load run under this multiplication. Eight warps share a 128x128 tile, each 64x32 of
+// it: for a step of 16 a warp reads 3 KB for 65,536 FLOPs. Rows of a tile are 128 bytes, their 16-byte pieces swizzled,
+// so that ldmatrix has no bank conflicts.
 // Predicted: Hopper runs mma.sync at about 60% of its wgmma rate, and here the warps wait at two barriers in each
 // step: 300 to 450 TFLOP/s.
 constexpr int MMA_TILE = 128, MMA_THREADS = 256, MMA_ELEMENTS = MMA_TILE * BK, MMA_SHARED = 2 * 2 * MMA_ELEMENTS * 2;
@@ -131,11 +133,12 @@ void matmul_mma(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, int
 using namespace hopper;
 using matmul::CONSUMERS, matmul::Ring, matmul::aligned;
 
-// v2. New: one thread requests whole tiles from TMA, and all wait on an mbarrier. Then wgmma reads both tiles from
-// shared memory itself, 64x128x16 an instruction: 262,144 FLOPs where mma.sync has 4096. No ldmatrix, no addresses, no
-// masks: elements outside the matrix arrive as zeros. A warpgroup of 4 warps owns a 128x128 tile, 128 accumulators a
-// thread. In a block a load and a multiplication never overlap; the three blocks that fit an SM overlap with each
-// other.
+// v2. New: TMA, the Tensor Memory Accelerator, copies a box of a matrix to shared memory. One thread starts the copy of
+// a whole tile. An mbarrier, 8 bytes of shared memory, counts the bytes that arrive, and all threads wait on it. Then
+// wgmma reads both tiles from shared memory itself, 64x128x16 an instruction: 262,144 FLOPs where mma.sync has 4096.
+// There is no ldmatrix, no address and no mask: elements outside the matrix arrive as zeros. A warpgroup of 4 warps
+// owns a 128x128 tile, 128 accumulators per thread. In a block a load and a multiplication never overlap; the three
+// blocks that fit an SM overlap with each other.
 // Predicted: 450 to 600 TFLOP/s.
 constexpr int WGMMA_TILE = 128;
 
@@ -186,12 +189,18 @@ void matmul_wgmma(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, i
     matmul_wgmma_kernel<<<blocks, 128, 0, stream>>>(a_map, b_map, c, m, n, k);
     CUDA_CHECK(cudaGetLastError());
 }
+
 // v3. New: warp specialization. One warpgroup, the producer, only loads. Two, the consumers, only multiply, each 64
-// rows of a 128x256 tile. Between them is a ring of 4 stages (48 KB each). The producer waits until a stage is
-// `empty`, the consumers until it is `full`. Neither waits while the ring has stages of both kinds. The producer needs
-// few registers: setmaxnreg moves them to the consumers, with 128 accumulators each. A consumer keeps one wgmma group
-// in flight while it releases the stage of the one before. Predicted: a step loads 48 KB for 4.2 MFLOP (v2: 32 KB for
-// 2.1). The tensor cores wait at each tile's start and end only: 600 to 700 TFLOP/s.
+// rows of a 128x256 tile. Between them is a ring of 4 stages (48 KB each). The producer waits until a stage is `empty`,
+// the consumers until it is `full`. Neither waits while the ring has stages of both kinds. The producer needs few
+// registers. So setmaxnreg gives most of its registers to the consumers, whose threads have 128 accumulators each. A
+// consumer keeps one wgmma group in flight while it releases the stage of the group before.
+//
+//     producer     load 0   load 1   load 2   load 3   wait empty 0   load 4 ...
+//     consumers             wait full 0   multiply 0   multiply 1, release 0   multiply 2, release 1 ...
+//
+// Predicted: a step loads 48 KB for 4.2 MFLOP (v2: 32 KB for 2.1 MFLOP). The tensor cores wait only at each tile's
+// start and end: 600 to 700 TFLOP/s.
 constexpr int TILE_M = 128, TILE_N = 256, STAGES = 4;
 
 struct SpecializedShared {
@@ -237,7 +246,7 @@ __global__ __launch_bounds__(384, 1) void matmul_specialized_kernel(const __grid
                 wgmma<TILE_N>(d, a_stage + i * DESCRIPTOR_16_COLUMNS, b_stage + i * DESCRIPTOR_16_COLUMNS,
                               i > 0 || step > 0);
             wgmma_commit();
-            wgmma_wait<1>();  // the step before is done, so its stage is free; this one goes on
+            wgmma_wait<1>();  // the MMAs of the step before are done, so its stage may be filled; this step's go on
             if (step > 0 && thread == 0) barrier_arrive(&s.empty[ring.before()]);
         }
         wgmma_wait<0>();

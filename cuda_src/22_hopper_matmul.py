@@ -34,7 +34,7 @@ def matmul_mma(x, w):
 
 @needs(90, "TMA and wgmma", only=True)
 def matmul_wgmma(x, w):
-    """As matmul_mma, by TMA and wgmma, a block loading and multiplying in turn."""
+    """As matmul_mma, by TMA and wgmma; a block loads and multiplies one after the other."""
     return _run("matmul_wgmma", x, w)
 
 

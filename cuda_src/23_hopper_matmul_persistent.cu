@@ -71,7 +71,7 @@ using matmul::BK, matmul::CONSUMERS, matmul::Ring, matmul::aligned;
 // any more: 5% more than v3's 600 to 700 TFLOP/s, and a larger gain where K is small.
 //
 // v5. New: clusters (marked so below). The two blocks of a cluster work on tiles one above the other, which need the
-// same B. Each block loads half of it and TMA delivers it to both (multicast): 32 KB a block and step from L2 instead
+// same B. Each block loads half of it and TMA delivers it to both (multicast): 32 KB per block and step from L2 instead
 // of 48. A stage is empty when the consumers of both blocks have read it. Predicted: v4's time. At 700 TFLOP/s v4
 // takes 8 TB/s from L2, which L2 gives, and the ring has 4 steps in reserve. Faster loads do not help consumers that
 // never wait. Nor does v5 save much of the power that limits the clocks from 8192 on. Most of the power goes into the

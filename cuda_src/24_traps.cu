@@ -60,7 +60,7 @@ __global__ void shared_counter_kernel(const int* x, int* y) {  // [256] in 0..7 
 }
 
 // 4. The same between blocks, in global memory. On a GPU: too small. compute-sanitizer has no tool for it: racecheck
-// looks at shared memory alone. The emulator does find it. Fix: atomicAdd, or one value a block and a second launch.
+// looks at shared memory alone. The emulator does find it. Fix: atomicAdd, or one value per block and a second launch.
 template <bool FIXED>
 __global__ void global_counter_kernel(int* total) {
     FIXED ? atomicAdd(total, 1) : *total += 1;  // <-

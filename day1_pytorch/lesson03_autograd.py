@@ -1,9 +1,9 @@
 """Autograd: the tape of operators that a forward records
 ======================================================
 Every operator on a tensor that requires a gradient appends a node to a tape: its inputs, and the tensors that it saves.
-backward() replays the tape from the end, each node once. So a gradient costs about two forwards, and training needs
-more memory than inference by what the nodes save. A kernel's author has two duties: a correct backward, and few saved
-bytes.
+The call of backward() replays the tape from the end, each node once. So a gradient costs about two forwards, and
+training needs more memory than inference by what the nodes save. A kernel's author has two duties: a correct backward,
+and few saved bytes.
 
 You will learn: in-place changes and version counters, a tape in 30 lines, the graph, what is saved for backward,
 custom functions and gradcheck, Module state and hooks. Each step states a fact and asserts it.

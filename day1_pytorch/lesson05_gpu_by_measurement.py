@@ -9,9 +9,11 @@ Five terms, from the smallest to the largest:
     SM          a processor with four schedulers; a GPU has about a hundred
     grid        the programs of a launch, which the GPU distributes over its SMs
 
-Each step makes one of these visible as a measured figure. A cycle takes about 0.5 ns, a multiply-add 4 cycles. So a
-warp needs 4 independent multiply-adds in flight, and an SM with its four schedulers 16 warp instructions, before
-arithmetic decides and not latency.
+Each step makes one of these visible as a measured figure. On an H200 a cycle takes about 0.5 ns. A scheduler issues one
+instruction of a warp in a cycle, and the result of a multiply-add is ready 4 cycles later: that is its latency. A lane
+that waits for each result uses one cycle in four. So a scheduler needs 4 independent multiply-adds in flight, from one
+warp or from several, and an SM with its four schedulers needs 16. With fewer, latency limits the time; with more,
+arithmetic does.
 
 You will learn: why a block is a multiple of 32, why a grid is a multiple of the SMs, what a barrier and a launch cost.
 Run it:    python day1_pytorch/lesson05_gpu_by_measurement.py
@@ -180,7 +182,7 @@ def launches():
 
 
 def occupancy():
-    """An SM has 65,536 registers: 32 a thread let all 64 warps in, 64 half of them, 255 an eighth."""
+    """An SM has 65,536 registers: 32 per thread let all 64 warps in, 64 half of them, 255 an eighth."""
     rows = []
     for registers in (32, 40, 48, 64, 96, 128, 168, 255):
         part = compiled.occupancy(90, 4, registers, 0)

@@ -1,13 +1,13 @@
 """Profiling: what takes the time, and which limit it meets
 =======================================================
-A transformer block needs 24 D^2 FLOPs a token in its matmuls and 4 T D in attention. Naive attention also moves a
+A transformer block needs 24 D^2 FLOPs per token in its matmuls and 4 T D in attention. Naive attention also moves a
 [T, T] matrix for each head four times: a seventh of the FLOPs at T = D, but more than half of the bytes. A profiler
 shows which operators take the time. Only counted FLOPs and bytes explain it: an operator cannot be faster than its
 roof, max(FLOPs / FLOP rate, bytes / bandwidth), and the larger of the two is its limit.
 
 New words (GLOSSARY.md): occupancy.
-You will learn: torch.profiler (record_function, self and total time, schedules, traces), to count FLOPs and bytes, to
-test a roofline verdict by experiment, and the first commands of Nsight Systems and Nsight Compute.
+You will learn: to read torch.profiler (record_function, self and total time, schedules, traces), and to count FLOPs and
+bytes. You will test a roofline verdict by experiment, and know the first commands of Nsight Systems and Nsight Compute.
 Run it:    python day1_pytorch/lesson06_profiler.py
 Trace:     open reports/traces/<device>.json in ui.perfetto.dev or chrome://tracing
 """
@@ -241,7 +241,7 @@ def experiment():
         growth[rows] = four / once
         counted = _limit(2 * 4 * rows * n * n, _bytes([x, weight, x]), *limits)
         print(f"  {rows} -> {4 * rows} rows: {growth[rows]:.2f} times, counted as {counted}-bound")
-        # This measures times and counts nothing. (A CPU core is balanced near 1 FLOP a byte: 8 rows make 4.)
+        # This measures times and counts nothing. (A CPU core is balanced near 1 FLOP per byte: 8 rows make 4.)
         assert not GPU or counted == ("compute" if growth[rows] > 2.5 else "memory")
     assert not GPU or growth[few] < growth[many]
 

@@ -116,8 +116,8 @@ def bandwidth():
 
 
 # Every lane adds the value that it loaded to its next offset. All values are zero here, but the compiler cannot know
-# that. So a lane's next loads wait for its last ones, and exactly BLOCK * 4 bytes a program are in flight. Nor does the
-# compiler know that neighbouring offsets stay neighbours; the hint lets a lane load 16 bytes at once.
+# that. So a lane's next loads wait for its last ones, and exactly BLOCK * 4 bytes per program are in flight. Nor does
+# the compiler know that neighbouring offsets stay neighbours; the hint lets a lane load 16 bytes at once.
 @triton.jit
 def in_flight_kernel(x_ptr, out_ptr, rounds, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -128,7 +128,7 @@ def in_flight_kernel(x_ptr, out_ptr, rounds, BLOCK: tl.constexpr):
 
 
 def _walk(x, out, programs, loads):
-    """A walk over x, `loads` loads of 16 bytes a lane, 128 lanes a program; returns (rounds, the call)."""
+    """A walk over x, `loads` loads of 16 bytes per lane, 128 lanes a program; returns (rounds, the call)."""
     block = 512 * loads
     rounds = min(2048, x.numel() // (programs * block))
     return rounds, partial(in_flight_kernel[(programs,)], x, out, rounds, BLOCK=block, num_warps=4)

@@ -1,12 +1,12 @@
 """Step time: where the time of a training step goes
 =================================================
-An MLP of 64-512-512-10 needs 1.7 million FLOPs an image to train and launches about 25 kernels a step, whatever the
+An MLP of 64-512-512-10 needs 1.7 million FLOPs per image to train and launches about 25 kernels a step, whatever the
 batch. So a step takes about
 
     max(launches * time of a launch, FLOPs / rate)   on a GPU: the host launches ahead while the GPU computes
     launches * their overhead + FLOPs / rate         on a CPU, which does one after the other
 
-At 5 to 10 us a launch the GPU's floor would be 125 to 250 us. Autograd and the optimiser around the launches add host
+At 5 to 10 us per launch the GPU's floor would be 125 to 250 us. Autograd and the optimiser around the launches add host
 time (the measured floor is in reports/). In that time the GPU could compute thousands of images. So on small batches
 the CPU is faster, and a GPU needs fewer launches there, not faster arithmetic.
 

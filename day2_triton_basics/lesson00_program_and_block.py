@@ -7,7 +7,7 @@ differs is a number, tl.program_id(0): from it each program computes which eleme
 `kernel[grid](x, z, n, BLOCK=4)` launches the kernel. The square brackets hold the grid: how many programs there are.
 The parentheses hold the arguments. A tensor arrives in the kernel as a pointer: the address of its first element,
 without shape and without strides. The kernel adds offsets to it, counted in elements. n arrives as an integer. BLOCK is
-a tl.constexpr: the compiler knows its value, and compiles the kernel again for another one.
+a tl.constexpr: the compiler knows its value, and compiles the kernel again for another value.
 
 A program works on a block: on several elements at once. Ten elements in blocks of BLOCK = 4 need three programs:
 
@@ -32,12 +32,13 @@ You choose the grid and the block. What happens below that is up to the compiler
 
     GPU        SM 0, SM 1, ... SM 131          132 SMs on an H200, and one memory (HBM) for all of them
     SM         program 7, program 140, ...     several at once, in any order; a program stays on its SM until it ends
-    program    warp 0, warp 1, warp 2, warp 3  4 warps, unless num_warps says otherwise
+    program    warp 0, warp 1, warp 2, warp 3  4 warps; kernel[grid](..., num_warps=8) asks for 8
     warp       thread 0, ... thread 31         32 threads that run each instruction together
     thread     some elements of the block      in its registers; with BLOCK = 1024 it has 1024 / 128 = 8 elements
 
-An SM is a streaming multiprocessor, the part of a GPU that computes. BLOCK and the number of threads are two different
-numbers: the compiler spreads the elements of a block over the threads. A position in a block is also called a lane.
+An SM is a streaming multiprocessor, the part of a GPU that computes. A grid may have more programs than fit on all SMs
+at once: the others start when earlier ones end. BLOCK and the number of threads are two different numbers: the compiler
+spreads the elements of a block over the threads. A position in a block is also called a lane.
 
 New words (GLOSSARY.md): kernel, launch, program, grid, block, pointer, stride, mask, constexpr, thread, warp, lane,
 SM, register, HBM, interpreted.

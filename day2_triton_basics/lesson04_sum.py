@@ -10,7 +10,8 @@ the additions decides the error. It also decides whether two runs agree in the l
     sum_one_program     one program adds everything                                         yes
     sum_atomic          each program adds its block to one total in memory                  no
     sum_tree            each program adds its block; then one program the partial sums      yes
-    sum_persistent      each of 264 programs adds many blocks; the last the partial sums    yes
+    sum_persistent      264 programs, two per SM, add many blocks each; the last program    yes
+                        to finish adds the partial sums
 
 tl.sum adds inside a program in three steps: each thread its own elements, each warp its 32 threads, and the warps
 through shared memory (fast memory on the SM).
@@ -61,7 +62,8 @@ def sum_one_program(x):
 # Rung 2. New: one program per block. Each adds its sum to one total in memory by an atomic, an addition that no other
 # program can interrupt.
 # Predicted: read speed, because all SMs read. The n / 4096 additions go to one address, and L2 does them one after
-# another. Their order differs from run to run, and so does the last bit. Each rounds the total, so errors grow with n.
+# another. Their order differs from run to run, and so does the last bit. Each addition rounds the total, so errors grow
+# with n.
 @triton.jit
 def sum_atomic_kernel(x_ptr, total_ptr, n, BLOCK: tl.constexpr):  # x [n], total [] in fp32, zero to begin with
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -82,8 +84,8 @@ def sum_atomic(x):
     return total.to(x.dtype)
 
 
-# Rung 3. New: every program writes its own partial sum, and the kernel of rung 1 adds those in a fixed order. When a
-# kernel has ended, the next one sees all that it wrote.
+# Rung 3. New: every program writes its own partial sum, and the kernel of rung 1 adds those in a fixed order. The
+# additions form a tree of two levels. When a kernel has ended, the next one sees all that it wrote.
 # Predicted at n = 2^28: 0.256 ms for the first kernel, at read speed. The second is one program again, with 65,536
 # values of 4 bytes at rung 1's 0.032 TB/s: 0.008 ms.
 @triton.jit
@@ -106,7 +108,8 @@ def sum_tree(x):
 
 
 # Rung 4, advanced. New: a persistent grid that finishes in one launch.
-# - Two programs per SM take every 264th tile and keep their sums in registers: one partial sum per program.
+# - There are two programs per SM, 264 on an H200. Each takes every 264th tile and keeps its sums in registers: one
+#   partial sum per program.
 #
 #       program 0      tile 0, tile 264, tile 528, ...    -> partial[0]   --+
 #       program 1      tile 1, tile 265, tile 529, ...    -> partial[1]   --+--> the last program to finish adds them
@@ -115,7 +118,7 @@ def sum_tree(x):
 # - Only the tail has a mask. With a mask on every tile, 16-byte loads become 4-byte loads when n is no multiple of 4.
 # - A counter in memory tells a program that it is the last to finish.
 # - Where n is large, the loop is pipelined: 3 stages keep the loads of the next two tiles in flight to shared memory.
-#   That is 64 KB for each program, and by Little's law 25 KB per SM are enough.
+#   Two tiles of 8192 fp32 elements are 64 KB for each program, and by Little's law 25 KB per SM are enough (lesson 1).
 # - Where n is small, a program has too few tiles to fill that pipeline. Twice the warps load straight to registers.
 # - x is read once. evict_first lets L2 give up its lines first.
 # Predicted: read speed where n is large. Where n is small, the launch and the last program's work show.
@@ -203,6 +206,11 @@ def same_bits_every_time(rung):
     assert len({rung(x).item() for _ in range(10)}) == 1
 
 
+# Which one to choose? An atomic is the shortest code. It is enough where additions to one address are few, and where
+# the last bit may differ. The tree gives the same bits each time, at the price of a second launch. The persistent grid
+# gives them in one launch, at the price of a counter and of the most code.
+#
+# The answers: 256 + 1 is 256 in bf16. One program at a time can add to one address.
 LARGE = {"n": 2**28}
 
 LESSON = Lesson(
@@ -220,8 +228,8 @@ LESSON = Lesson(
             rung=sum_one_program,
             at=LARGE,
             tb_per_s=0.032,
-            why="A step loads 16 KB and waits for it, because the 32 registers of a thread hold no second step: at "
-            "800 ns that is 0.02 TB/s, and the additions come on top.",
+            why="A step loads 16 KB and waits for it, because the 32 registers of a thread hold no second step. At "
+            "800 ns per step that is 0.02 TB/s, and the additions come on top.",
         ),
         Prediction(rung=sum_atomic, at=LARGE, percent_of_limit=100),
         Prediction(rung=sum_tree, at=LARGE, ms=0.264),

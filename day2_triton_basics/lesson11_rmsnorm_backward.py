@@ -224,8 +224,8 @@ LESSON = Lesson(
             rung=two_reads,
             at={"M": 4096, "N": 4096},
             percent_of_limit=60,
-            why="The 64 programs for dw leave half of the SMs idle, and each has one tile of 8 KB in flight: 0.5 MB in "
-            "all, where Little's law asks for 3.4 MB.",
+            why="The 64 programs for dw leave half of the SMs idle, and each has one tile of 8 KB in flight. That is "
+            "0.5 MB in all, where Little's law asks for 3.4 MB.",
         ),
         Prediction(
             rung=atomics,
@@ -238,7 +238,7 @@ LESSON = Lesson(
             rung=walk,
             at={"M": 4096, "N": 4096},
             percent_of_limit=100,
-            why="The time beyond a copy's is nearly the same at N = 256, 1024 and 4096, so it is a fixed cost, and the "
+            why="The time beyond a copy's is nearly the same at N = 256, 1024 and 4096. So it is a fixed cost. The "
             "second kernel's wait for the first is part of it.",
         ),
         Prediction(rung=walk, at={"M": 8192, "N": 8192}, percent_of_limit=100),

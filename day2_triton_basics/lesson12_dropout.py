@@ -196,14 +196,14 @@ LESSON = Lesson(
             rung=stored_mask,
             at=LARGE,
             percent_of_limit=50,
-            why="The kernel that draws the mask waits for its 80 instructions per element, not for memory.",
+            why="The kernel that makes the mask waits for its 80 instructions per element, not for memory.",
         ),
         Prediction(
             rung=seeded,
             at=LARGE,
             percent_of_limit=33,
-            why="A thread owns 8 neighbours and i // 4 is the same for four of them, so the compiler makes 2 "
-            "calls for 8: 27 instructions per element, just under what an SM issues.",
+            why="A thread owns 8 neighbours, and i // 4 is the same for four of them. So the compiler makes 2 calls "
+            "for 8 elements: 27 instructions per element, just under what an SM issues.",
         ),
         Prediction(rung=four_words, at=LARGE, times=1.12, over=seeded),
         Prediction(rung=wide_product, at=LARGE, percent_of_limit=100),

@@ -234,8 +234,9 @@ LESSON = Lesson(
             at={"M": 4096, "V": 32768},
             times=5,
             over=cross_entropy_unfused,
-            why="An SM holds one such program, 32 warps of 52 registers, so it loads nothing while it computes: 2.1 us "
-            "for a row's bytes at its share of 4.2 TB/s, and 1.7 us to issue 390 instructions in each warp.",
+            why="An SM holds one such program, 32 warps of 52 registers, so it loads nothing while it computes. It "
+            "needs 2.1 us for a row's bytes at its share of 4.2 TB/s, and 1.7 us to issue 390 instructions in each "
+            "warp.",
         ),
         Prediction(
             rung=cross_entropy_online,

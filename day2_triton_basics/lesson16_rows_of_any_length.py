@@ -221,7 +221,7 @@ def softmax_shared_kernel(
 
 
 def softmax_shared(x):
-    """[M, N] -> [M, N], every M and N: rung 2 up to 64 KB a row, then shared, and rung 3 where the parts do not fit."""
+    """[M, N] -> [M, N], every M and N: rung 2 up to 64 KB per row, then shared; rung 3 where parts do not fit."""
     y, (M, N), size = _prepare(x), x.shape, x.element_size()
     if N * size <= 65536:
         return softmax_packed(x)

@@ -1,22 +1,26 @@
 """Matmul: tiles, their order, their pipeline, their size
 ======================================================
 C = A B, A [M, K], B [K, N]: 2MNK FLOPs on (MK + KN + MN) elements. At M = N = K = 8192 in bf16 that is 1.1 TFLOP on
-403 MB, 2731 FLOPs a byte. An H200 (about 800 TFLOP/s, 4.2 TB/s) needs 190. So arithmetic is the limit, if each element
-comes from HBM once. But the operands do not fit on chip, so every element of A and B is loaded many times. For each k
-a program with a tile of C, BLOCK_M x BLOCK_N, loads BLOCK_M + BLOCK_N elements and does BLOCK_M * BLOCK_N
-multiply-adds with them:
+403 MB, 2731 FLOPs per byte. An H200 (about 800 TFLOP/s, 4.2 TB/s) does 190 in the time of one byte. So arithmetic
+is the limit, if each element comes from HBM once. But the operands do not fit on chip, so every element of A and B is
+loaded many times.
+
+A program computes a tile of C, BLOCK_M x BLOCK_N, in steps of 64 along K. In each step it loads a block of A and one of
+B, and tl.dot multiplies them on the tensor cores. For each k that is BLOCK_M + BLOCK_N elements, and BLOCK_M * BLOCK_N
+multiply-adds:
 
     tile        FLOPs a byte   bytes from L2 at 8192   cycles of a step of 64: multiply   load at 39 bytes a cycle
     64 x 64     32             34.4 GB                 128                                420
     128 x 128   64             17.2 GB                 512                                840
     128 x 256   85             12.9 GB                 1024                               1260
 
-A Hopper SM does 2048 multiply-adds a cycle in 16 bits. L2 gives all 132 SMs together about 5120 bytes a cycle, 39
+A Hopper SM does 2048 multiply-adds per cycle in 16 bits. L2 gives all 132 SMs together about 5120 bytes per cycle, 39
 each. So L2 feeds a matmul, and a larger tile asks less of it. Predicted: 61% of the tensor cores' peak for tiles of 128
 x 128, and 81% for 128 x 256.
 
 New words (GLOSSARY.md): arithmetic intensity, autotuning, tensor core, MMA, accumulator.
-You will learn: tl.dot, tiles and their order in L2, software pipelining, autotuning of few candidates.
+You will be able to: write a tiled matmul, and say which tile, order and pipeline it needs.
+You need: day 2, lessons 0 (blocks of two dimensions), 1 (bytes in flight) and 4 (a pipelined loop).
 Run it:    python day3_matmul_tk/lesson01_matmul.py
 Check it:  python -m lessonkit check lesson01_matmul
 Time it:   python -m lessonkit bench lesson01_matmul
@@ -61,9 +65,9 @@ def multiply_tile(
 
 
 # Rung 1. One program for each tile, on a 2D grid. Programs start in the order of axis 0, here along a row of tiles.
-# From L2: MK * N/128 + KN * M/128 elements. From HBM, at 8192: 132 tiles run at a time, two rows of tiles and a bit.
-# They share A's rows but need all columns of B. Those are 134 MB, and L2 holds 60 MB, so all of B comes from HBM 31
-# times: 4.2 GB, 1 ms where the multiplication takes 1.4.
+# From L2: MK * N/128 + KN * M/128 elements. From HBM, at 8192: 132 of the 4096 tiles run at a time, two rows of 64
+# tiles and a bit. They need all columns of B: 134 MB, and L2 holds 60 MB. So each of the 31 waves reads all of B from
+# HBM: 4.2 GB, 1 ms, where the multiplication takes 1.4 ms.
 #
 # num_stages=1: load, wait, multiply, one after the other. Predicted for one program alone: 600 to 1000 cycles until its
 # loads arrive, then 512 of MMA, so 34% to 46% of the peak, 270 to 370 TFLOP/s. A second program fits on the SM and can
@@ -101,7 +105,8 @@ def tiles(a, b):
 # |   16 17 18 19       13 15 17 19
 #
 # From L2: the same bytes. From HBM, at 8192: (8 + 16.5) * 128 rows and columns of 8192 elements for each wave of 132
-# tiles, 51 MB instead of 139. The 31 waves read 1.6 GB instead of 4.3, which saves at most 0.65 of rung 1's 3 to 4 ms.
+# tiles, 51 MB instead of 139. The 31 waves read 1.6 GB instead of 4.3 GB. At 4.2 TB/s that saves at most 0.65 ms of
+# rung 1's 3 to 4 ms.
 # Predicted: no gain where rung 1's waits for HBM overlap with MMAs of the other program, 1.2 times where they do not.
 @triton.jit
 def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
@@ -147,17 +152,20 @@ def grouped(a, b, stages=1):
 # |                  LLLLLL.........MMM
 # |                           LLLLLL...MMM                   step 4 takes step 0's stage, three steps ahead
 #
-# Predicted: 840 cycles a step, as the table says: 61% of the peak, 490 TFLOP/s.
+# Predicted: 840 cycles per step, as the table says: 61% of the peak, 490 TFLOP/s.
 def pipelined(a, b):
     """As grouped, with four stages, or three on a GPU with 99 KB for a block."""
     return grouped(a, b, stages=min(4, shared_memory() // ((128 + 128) * 64 * 2)))
 
 
-# Rung 4. New: the tile is chosen, not guessed. No tile is best everywhere. At 1024 tiles of 128 x 256 are 32 programs
-# for 132 SMs. At 8192 tiles of 64 x 64 ask too much of L2. To time all 54 configurations would take minutes of
-# compilation for each new shape. So `_prune` drops those that cannot run, the arithmetic of the table ranks the rest,
-# and the best 5 are timed (`cache_results` keeps the times on disk). Timing chooses between neighbours, not the
-# neighbourhood. Predicted at 8192: 128 x 256, 81% of the peak, 650 TFLOP/s.
+# Rung 4. New: triton.autotune chooses the tile. For a new shape it runs the kernel with several configurations (tile,
+# warps, stages), and keeps the fastest. No tile is best everywhere. At 1024, tiles of 128 x 256 are 32 programs for 132
+# SMs. At 8192, tiles of 64 x 64 ask too much of L2. To time all 54 configurations would take minutes of compilation for
+# each new shape. So `_prune` drops those that cannot run, the arithmetic of the table ranks the rest, and the best 5
+# are timed (`cache_results` keeps the times on disk). Predicted at 8192: 128 x 256, 81% of the peak, 650 TFLOP/s.
+#
+# Answer before you read on. A tile of 256 x 256 would do 128 FLOPs per byte. How many accumulators would a thread hold,
+# in a program of 8 warps? Which of the rungs reads fewer bytes from HBM than the one before, and which from L2?
 def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
     """Cycles of a 16-bit matmul on Hopper if only tensor cores and L2 cost time. For ranking tiles, not for timing."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
@@ -222,6 +230,8 @@ def stages_are_paid_for(rung):
     assert not stages or found == [stages * (128 + 128) * 64 * 2]
 
 
+# The answers: 256 * 256 / 256 threads are 256 accumulators, and a thread has at most 255 registers. Rung 2 reads fewer
+# bytes from HBM. Rung 4 reads fewer from L2, since its tile is larger.
 LARGE = {"M": 8192, "N": 8192, "K": 8192}
 
 LESSON = Lesson(

@@ -2,7 +2,7 @@
 ===================================================
 Lesson 1's main loop runs at the rate of L2. Three costs remain, and no tile size removes them. A program starts with an
 empty pipeline: about 1500 cycles until its first operands arrive. It ends with the epilogue: 64 KB of C for 128 x 256,
-1700 cycles. And its threads compute addresses: 48 KB a step are 3072 copies of 16 bytes, each with a pointer and a
+1700 cycles. And its threads compute addresses: 48 KB per step are 3072 copies of 16 bytes, each with a pointer and a
 mask. A tile of 128 x 256 at K = 4096 multiplies for 65,536 cycles, or 80,000 at the rate of L2. A tile's two ends are
 4% of that, and 14% at K = 1024. This lesson removes these costs one by one.
 
@@ -240,12 +240,13 @@ def subtiled(a, b):
 
 
 # Rung 5. New: warp specialization. In rungs 1 to 4 all 8 warps wait for a stage, multiply, and then all write C, while
-# the tensor cores are idle. Here 4 producer warps load and do nothing else (24 registers a thread; setmaxnreg gives the
-# rest to the others). Two consumer warpgroups multiply and write 64 x 256 each. The compiler splits the program by
+# the tensor cores are idle. Here 4 producer warps load and do nothing else (24 registers per thread; setmaxnreg gives
+# the rest to the others). Two consumer warpgroups multiply and write 64 x 256 each. The compiler splits the program by
 # itself, if num_warps=4 and the descriptors are made in the kernel. With num_warps=8 Triton 3.6 and 3.7 compile the
 # same code as without it, and say nothing: look for 12 warps in the compiled kernel.
-# Predicted: loads never wait for an epilogue, so the 2.6% that writing C takes at K = 4096 go. Fewer steps a tile gain
-# more. (Do not use it on a GPU that is shared: beside another process some answers are wrong. Day 5, lesson 4.)
+# Predicted: loads never wait for an epilogue, so the 2.6% that writing C takes at K = 4096 are saved. With fewer steps
+# per tile the gain is larger. (Do not use it on a GPU that is shared: beside another process some answers are wrong.
+# Day 5, lesson 4.)
 def warp_specialized(a, b):
     """As tma_device, with a producer warpgroup and two consumer warpgroups."""
     return tma_device(a, b, specialize=True)
@@ -256,7 +257,7 @@ def warp_specialized(a, b):
 # 1024 it takes 128 tiles of 64 x 128, not 32 of 128 x 256. At 2048 it takes 128 of 128 x 256, which is one wave.
 # One warpgroup computes a tile of 64 rows. Its steps are twice as long, since a short step waits longer than it works.
 # Strides: a transposed operand is a descriptor of its transpose. An operand whose rows are not 16-byte aligned is
-# copied first. That costs 4 bytes an element, and a matmul uses each element M or N times. Where these are small, rung
+# copied first. That costs 4 bytes per element, and a matmul uses each element M or N times. Where these are small, rung
 # 1's pointers do.
 # Predicted at 1024: 14,100 cycles where 128 x 256 takes 23,700, so 1.68 times as fast. No change from 2048 on.
 TILES = ((128, 256, 64), (128, 128, 64), (64, 128, 128))

@@ -1,9 +1,9 @@
 """Skinny matmul: few rows, many weights
 ======================================
 c = a @ b with M = 1, 16 or 128 rows: the matmul of a language model that writes token by token. Each element of b, 2
-bytes, takes part in M multiply-adds, M FLOPs a byte. An H200 needs about 180 (760 TFLOP/s over 4.2 TB/s) before tensor
-cores are the limit. So b's bytes set the least time, the same for 1 row and for 128. That is 8 us for K = N = 4096
-(33.5 MB in bf16), and 112 us for 28672 x 8192 (470 MB).
+bytes, takes part in M multiply-adds, M FLOPs per byte. An H200 needs about 180 (760 TFLOP/s over 4.2 TB/s) before
+tensor cores are the limit. So b's bytes set the least time, the same for 1 row and for 128. That is 8 us for K = N =
+4096 (33.5 MB in bf16), and 112 us for 28672 x 8192 (470 MB).
 
 One program for each output tile cannot reach that: 4096 columns in tiles of 128 are 32 programs for 132 SMs. By
 Little's law 4.2 TB/s at a latency of about 800 ns needs 3.4 MB in flight at any moment, 25 KB for each SM. So K is
@@ -149,7 +149,7 @@ def add_splits_kernel(parts_ptr, c_ptr, size, splits, BLOCK: tl.constexpr):  # p
 
 
 def split_k(a, b):
-    """a [M, K], b [K, N], any strides -> [M, N]. About two programs an SM; deterministic."""
+    """a [M, K], b [K, N], any strides -> [M, N]. About two programs per SM; deterministic."""
     M, N, K, c = _prepare(a, b)
     block_m, block_n, block_k, _ = _tile(M, a.dtype)
     programs = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
@@ -209,7 +209,7 @@ def stream_k_kernel(
 
 
 def stream_k(a, b):
-    """a [M, K], b [K, N], any strides -> [M, N]. One program an SM; deterministic for a given number of SMs."""
+    """a [M, K], b [K, N], any strides -> [M, N]. One program per SM; deterministic for a given number of SMs."""
     return _stream_k(a, b, *_stages_of(_tile(a.shape[0] if a.ndim else 0, a.dtype), a))
 
 
@@ -321,8 +321,8 @@ LESSON = Lesson(
             at={"M": 128, "N": 4096, "K": 14336, "transposed": "b"},
             times=1.15,
             over=split_k,
-            why="An owner adds its four parts of 64 KB one after the other, 1640 cycles and a trip to L2 for "
-            "each, about 5 us in which 100 SMs are idle: the prediction counted bytes only.",
+            why="An owner adds its four parts of 64 KB one after the other, with 1640 cycles and a trip to L2 for "
+            "each. That is about 5 us in which 100 SMs are idle. The prediction counted bytes only.",
         ),
         Prediction(rung=matmul_skinny, at={"M": 16, "N": 28672, "K": 8192, "transposed": "b"}, percent_of_limit=100),
         Prediction(rung=matmul_skinny, at={"M": 128, "N": 28672, "K": 8192, "transposed": "b"}, percent_of_limit=90),

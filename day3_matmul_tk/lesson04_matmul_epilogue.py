@@ -80,7 +80,8 @@ def matmul_kernel(
 
 @triton.jit
 def gelu(z):
-    # Far below 0 exp2 is inf, and z / inf is -0. 2 special functions an element, 16 a cycle: 4096 cycles for 128 x 256.
+    # Far below 0 exp2 is inf, and z / inf is -0. There are 2 special functions per element, and an SM does 16 per
+    # cycle: 4096 cycles for 128 x 256.
     return z / (1 + tl.exp2(z * (z * z * CUBIC + LINEAR)))
 
 

@@ -9,10 +9,10 @@ outlier costs less accuracy. But the matmul has more to do, since it must multip
     row-wise    [M, 1]                         [1, N]                                  once a tile, in the epilogue
     blockwise   [M, K/128]                     [K/128, N/128]                          every 128 of K
 
-Predicted against bf16: an SM's tensor cores do 4096 multiply-adds a cycle instead of 2048, and an element is one byte.
-So a step takes half the time, to load and to multiply: twice the speed, 1400 TFLOP/s, if the power limit allows it. The
-balance with L2 does not change: tiles of 128 x 256 need 48 bytes a cycle for each SM, and L2 gives 39 (lesson 1), 81%
-of the peak. B must be stored as [N, K]: wgmma can read 16-bit tiles transposed, but not 8-bit ones.
+Predicted against bf16: an SM's tensor cores do 4096 multiply-adds per cycle instead of 2048, and an element is one
+byte. So a step takes half the time, to load and to multiply: twice the speed, 1400 TFLOP/s, if the power limit allows
+it. The balance with L2 does not change: tiles of 128 x 256 need 48 bytes per cycle for each SM, and L2 gives 39 (lesson
+1), 81% of the peak. B must be stored as [N, K]: wgmma can read 16-bit tiles transposed, but not 8-bit ones.
 
 You will learn: what a scale may depend on, how tensor cores accumulate, and how promotion restores the lost digits.
 Run it:    python day3_matmul_tk/lesson06_matmul_fp8.py

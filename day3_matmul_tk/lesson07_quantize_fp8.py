@@ -10,8 +10,8 @@ Quantisation turns x [M, K] into q in e4m3 and a scale for each group: q * scale
     blocks   1 x 128         [M, K/128]             A, blockwise: activations have outliers in some columns
     squares  128 x 128       [M/128, K/128]         B, blockwise: weights, whose transposed blocks are blocks too
 
-x in bf16 is 2 bytes an element read, and q one byte written. But the maximum must be known before the first element is
-divided. Two kernels read x twice: 5 bytes an element. A program that holds a whole group reads it once: 3 bytes.
+x in bf16 is 2 bytes per element read, and q one byte written. But the maximum must be known before the first element is
+divided. Two kernels read x twice: 5 bytes per element. A program that holds a whole group reads it once: 3 bytes.
 Predicted: 1.67 times as fast, where x is larger than L2. This is one reason for small groups. It is also why training
 often takes a tensor's scale from the step before.
 

@@ -190,7 +190,7 @@ def grouped(x, w, offsets):
 
 
 # Rung 3. New: a persistent kernel, two programs for each SM, which stride over the tiles of all groups. A program
-# computes the running sum once, and none starts without work. In a loop the compiler takes 162 registers a thread
+# computes the running sum once, and none starts without work. In a loop the compiler takes 162 registers per thread
 # instead of 110, and then one program fits on an SM where two did. With maxnreg=128 it takes 128 and spills nothing (on
 # Hopper; elsewhere it would). Predicted: no gain by itself; the next rung builds on it.
 def persistent(x, w, offsets):

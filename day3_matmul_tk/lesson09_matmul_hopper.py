@@ -16,14 +16,16 @@ Compare:   diff day3_matmul_tk/matmul_hopper/tma.py day3_matmul_tk/matmul_hopper
 Budget. One SM, one step of K (64) of a tile of 128 x 256, bf16:
 
     unit           work                                     cycles
-    tensor cores   128 * 256 * 64 multiply-adds, 2048 each    1024
-    L2             (128 + 256) * 64 * 2 = 48 KB, 39 a cycle   1260 at worst: when all SMs load at the same time
+    tensor cores   128 * 256 * 64 multiply-adds, 2048 a cycle 1024
+    L2             48 KB of A and B, 39 bytes a cycle         1260 at worst: when all SMs load at the same time
     latency        until a load's first bytes arrive          600 to 1000
-    tile's ends    fill the ring 1500, write C 3000           4500 once a tile, of 64 steps at K = 4096
+    tile's ends    fill the ring 1500, write C 3000           4500 once a tile; at K = 4096 a tile has 64 steps
 
-cuBLAS holds about 790 TFLOP/s on an H200, so TFLOP/s is about 790 * 1024 / (cycles a step).
+cuBLAS holds about 790 TFLOP/s on an H200, so TFLOP/s is about 790 * 1024 / (cycles per step).
 
-Five terms:
+Six terms:
+    producer  with warp specialization each warp has one role. A producer warp only starts loads. A consumer warpgroup
+              (4 warps) only multiplies and stores. A CTA is CUDA's word for Triton's program.
     TMA       copies a box of a matrix between global and shared memory. One thread starts it; no thread carries data.
               A descriptor made on the host holds the matrix's address, shape, strides and the box. Past the end of the
               matrix TMA reads zeros and writes nothing, so no kernel here has a mask.
@@ -33,13 +35,16 @@ Five terms:
     wgmma     a warpgroup (4 warps) multiplies 64 x N x 16 straight from shared memory into fp32 registers. It is
               asynchronous: `warpgroup_mma` issues, `warpgroup_mma_wait(n)` waits until at most n still run.
     layout    which thread holds which element. wgmma fixes that of the accumulator: NVMMADistributedLayout.
-    swizzle   shared memory has 32 banks. Rows of 128 bytes would put a column into the same banks; TMA therefore
-              permutes the 16-byte pieces of each row as it writes, and wgmma reads them back so. NVMMASharedLayout
-              names the swizzle on both sides. 64 elements of 16 bits are 128 bytes, the widest that there is.
+    swizzle   shared memory has 32 banks of 4 bytes, and each serves one access at a time. Rows of 128 bytes would put
+              a column into the same banks. So TMA permutes the 16-byte pieces of each row as it writes, and wgmma reads
+              them in that order. NVMMASharedLayout names the swizzle on both sides. 64 elements of 16 bits are 128
+              bytes, the widest row that a swizzle takes.
 
-A ring of four stages over six steps. Step n uses stage n % 4. A consumer waits for parity n // 4 & 1 of `full`. The
-producer waits for the other parity of `empty`, since it needs the end of the round before. In the
-picture [P4] is the load of step 4 into its stage, and [C4] is the MMA that reads it:
+The blocks of a step lie in a stage of shared memory, and several stages form a ring, which is used again and again.
+Here is a ring of four stages over six steps. Step n uses stage n % 4. A consumer waits for parity n // 4 & 1 of the
+stage's mbarrier `full`: the blocks have arrived. The producer waits for the other parity of its mbarrier `empty`: the
+consumers have read the blocks of the round before. In the picture [P4] is the load of step 4 into its stage, and [C4]
+is the MMA that reads it:
 
     step n                         0       1       2       3       4       5
     producer waits empty[stage]    0, p1   1, p1   2, p1   3, p1   0, p0   1, p0     p1, p0: the parity of the wait
@@ -66,13 +71,14 @@ these predictions in TFLOP/s beside the measured rates:
     warp_specialized.py  one producer warp, two consumer warpgroups      0 to 2% fewer
     persistent.py        one CTA for each SM; C is stored under the      4% fewer
                          next tile's MMAs
-    tile_choice.py       128 columns where 256 leave SMs idle            the same; at 1024 3/4 of the time
+    tile_choice.py       128 columns where 256 leave SMs idle            the same; at M = N = K = 1024 3/4 of the time
 
 Experiments: change one thing, predict, then `bench`.
     STAGES = 3 in async_wgmma.py              is a load of two steps ahead still early enough?
     GROUP = 1 in persistent.py                which bytes does L2 no longer serve?
-    warpgroup_mma_wait(0) in persistent.py    how much do two warpgroups hide by themselves?
-    [232, 40] -> [208, 88]                    what does `compile` say of spills? 128 registers are accumulator
+    warpgroup_mma_wait(0) in persistent.py    how much of the waits do two warpgroups hide by themselves?
+    [232, 40] -> [208, 88] registers          of a consumer's and the producer's threads: what does `compile` say of
+                                              spills? 128 registers of a consumer are accumulator
 Mistakes worth making on an H200: matmul_hopper/mutants.py lists wrong versions of each rung. Which hang, and which give
 wrong values? Write it down, then `python -m lessonkit mutants lesson09_matmul_hopper`.
 

@@ -10,7 +10,7 @@ Run it:    python day3_matmul_tk/lesson10_matmul_small_outputs.py
 Check it:  python -m lessonkit check lesson10_matmul_small_outputs
 Time it:   python -m lessonkit bench lesson10_matmul_small_outputs
 
-Budget for M = 128, N = K = 4096, in cycles of 0.55 ns (2300 bytes a cycle are HBM's 4.2 TB/s). An SM loads 40 bytes a
+Budget for M = 128, N = K = 4096, in cycles of 0.55 ns (2300 bytes per cycle are HBM's 4.2 TB/s). An SM loads 40 bytes a
 cycle, and HBM gives 2300 to all SMs. The two overlap. The partial sums come afterwards:
 
     tile, SPLITS     loads of an SM    HBM: b, 33.5 MB    parts, written and read    in all
@@ -407,8 +407,8 @@ LESSON = Lesson(
             at=LAYER,
             times=2.5,
             over=whole,
-            why="The budget leaves out a kernel's start and end: a copy of as many bytes takes 13.5 us where the "
-            "table's 14,600 cycles are 8 us, and the exchange of 3.3 us comes on top.",
+            why="The budget leaves out a kernel's start and end. A copy of as many bytes takes 13.5 us, where the "
+            "table's 14,600 cycles are 8 us. The exchange of 3.3 us comes on top.",
         ),
         Prediction(rung=fitted, at={"M": 1024, "N": 1024, "K": 1024}, times=1.28, over=split_k),
     ),

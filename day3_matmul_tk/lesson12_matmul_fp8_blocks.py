@@ -143,7 +143,7 @@ def producer(args):
             count += 1
 
 
-# Rung 1. New: promotion. The MMA's sum of [64, 128] has registers of its own, 64 a thread beside the accumulator. A's
+# Rung 1. New: promotion. The MMA's sum of [64, 128] has registers of its own, 64 per thread beside the accumulator. A's
 # scales come through shared memory, so no thread keeps addresses or waits for global memory. TMA needs rows [K/128, M]
 # at multiples of 16 bytes. Where M is no multiple of 4, the launcher copies the scales to such rows.
 # Predicted: 61% of the peak, as in the table.

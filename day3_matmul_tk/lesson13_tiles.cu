@@ -7,9 +7,9 @@
 // library, to compare instruction by instruction. In v3 and v4 the next idea is a change of three lines.
 //
 // A block's tile of 128 x 128 takes 32 KB a step of 64 for 2.1 MFLOP: 64 FLOPs a byte of L2 (lesson 1). A warp's 64 x
-// 32 reads 3 KB of shared memory for 65,536 FLOPs. At an SM's 128 bytes a cycle that is 2700 FLOPs a cycle, two thirds
-// of the tensor cores' peak and about what mma.sync reaches on Hopper. v4's warps have 64 x 64: 4 KB for twice
-// the FLOPs.
+// 32 reads 3 KB of shared memory for 65,536 FLOPs. At an SM's 128 bytes a cycle that is 2700 FLOPs per cycle, two
+// thirds of the tensor cores' peak and about what mma.sync reaches on Hopper. Kernel v4's warps have 64 x 64: 4 KB for
+// twice the FLOPs.
 //
 //     block, 128 x 128 of C      warp 0 | warp 1 | warp 2 | warp 3      64 rows, 32 columns each
 //                                warp 4 | warp 5 | warp 6 | warp 7
@@ -122,10 +122,10 @@ struct Stage {
 // one barrier: the load behind it overwrites a stage that all warps multiplied before it. Predicted: no waiting for
 // memory within a tile, only for ldmatrix: all of mma.sync's rate, about 480 TFLOP/s.
 //
-// v4 is v3 with other constants: 128 x 256 of C a block, 64 x 64 a warp, 128 accumulator registers a thread. There are
-// two additions. Tiles come in groups of 8 rows (lesson 1). And C goes through the ring's memory, so it is stored in
-// pieces of 16 bytes. Predicted: two thirds of v3's ldmatrix traffic and three quarters of its loads from L2. No gain
-// if mma.sync itself is the limit, 1.33 times if L2 is.
+// v4 is v3 with other constants: 128 x 256 of C a block, 64 x 64 per warp, 128 accumulator registers per thread. There
+// are two additions. Tiles come in groups of 8 rows (lesson 1). And C goes through the ring's memory, so it is stored
+// in pieces of 16 bytes. Predicted: two thirds of v3's ldmatrix traffic and three quarters of its loads from L2. No
+// gain if mma.sync itself is the limit, 1.33 times if L2 is.
 template <int M, int N, int STAGES, int GROUP, bool THROUGH_SHARED>
 __global__ __launch_bounds__(THREADS) void pipelined_kernel(Input a, Input b, Output c) {
     extern __shared__ __align__(128) unsigned char shared[];

@@ -41,7 +41,7 @@ def matmul_pipelined(a, b):
 
 
 def matmul_wide(a, b):
-    """As matmul_pipelined, 128 x 256 a block and 64 x 64 a warp, stored in pieces of 16 bytes."""
+    """As matmul_pipelined, 128 x 256 per block and 64 x 64 per warp, stored in pieces of 16 bytes."""
     return multiply_padded(kernels, "matmul_wide", a, b, PIECE, PIECE)
 
 
@@ -86,9 +86,9 @@ LESSON = Lesson(
             rung=matmul_pipelined,
             at=LARGE,
             tflop_per_s=480,
-            why="Cause not found: it is not the wait for memory, since matmul_tiles without a ring is nearly as fast; "
-            "nor ldmatrix alone, since matmul_wide does two thirds as much and gains 15%; nor the order of tiles, "
-            "since 4096, where B stays in L2, is no faster.",
+            why="Cause not found. It is not the wait for memory, since matmul_tiles without a ring is nearly as fast. "
+            "It is not ldmatrix alone, since matmul_wide does two thirds as much and gains 15%. Nor is it the order of "
+            "tiles, since 4096, where B stays in L2, is no faster.",
         ),
         Prediction(rung=matmul_wide, at=LARGE, times=(1, 1.33), over=matmul_pipelined),
     ),

@@ -6,7 +6,7 @@
 // mma_AB, tma::load_async. The library takes care of layouts, swizzles, descriptors and the 128 operands of a wgmma.
 // The kernel still synchronises its warps: every barrier of cuda_src/22 is here too.
 //
-// The arithmetic is lesson 1's: an SM does 2048 multiply-adds a cycle, and L2 gives it about 39 bytes a cycle.
+// The arithmetic is lesson 1's: an SM does 2048 multiply-adds per cycle, and L2 gives it about 39 bytes per cycle.
 //
 // Sources: Spector et al., ThunderKittens: Simple, Fast, and Adorable AI Kernels (2024), section 3; its headers
 // include/ops/group/mma/warpgroup.cuh, include/types/shared/st.cuh and prototype/lcf/lcf.cuh.
@@ -143,7 +143,7 @@ __device__ __forceinline__ Shared& tiles_in_shared() {
 // v3. New: TMA loads, and two pairs of tiles: one is loaded while the other is multiplied. One thread starts the load,
 // and a semaphore (an mbarrier) completes its phase when all announced bytes have arrived. Predicted: a step's 512
 // cycles of MMA hide its 840 of L2 only in part. By its 64 KB of shared memory three blocks fit on an SM, by its 90
-// registers a thread two. So 500 to 600 TFLOP/s.
+// registers per thread two. So 500 to 600 TFLOP/s.
 struct Buffers {
     a_tile a[2][2];
     b_tile<TILE> b[2];

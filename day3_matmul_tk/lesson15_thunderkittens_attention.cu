@@ -1,7 +1,7 @@
 // Attention forward on ThunderKittens, right for every sequence length
 // ====================================================================
 // O = softmax(Q K^T / sqrt(D)) V for Q, K, V, O [B, H, S, D] in bf16, D 64 or 128, causal or not. That is 4 B H S S D
-// FLOPs (half if causal) over 8 B H S D bytes. 4096 tokens make it 2048 FLOPs a byte, so the tensor cores are the
+// FLOPs (half if causal) over 8 B H S D bytes. With S = 4096 it is 2048 FLOPs per byte. So the tensor cores are the
 // limit, and next to them the exponentials. A tile of 128 keys and 64 queries at D = 128 is 4.2 MFLOP, 1024 cycles of
 // an SM's tensor cores. Its 8192 exponentials take 512 cycles, at 16 a cycle. That is a third of the time, unless they
 // overlap.
@@ -10,8 +10,8 @@
 // keys with a running maximum m and sum l of each row. When the maximum grows, it scales down the accumulator and l.
 //
 // The tail. ThunderKittens' own mha_h100 (as of April 2026) rounds S / 192 blocks of queries and S / 128 tiles of keys
-// down. So it never writes the rows past the last multiple of 192, without an error. Here both are rounded up. Rows
-// past S arrive as zeros and are not stored: the tensor map has a head's rows as a dimension, so a tile that reaches
+// down. So it never writes the rows past the last multiple of 192, and raises no error. Here both are rounded up. Rows
+// past S arrive as zeros and are not stored. For the tensor map has a head's rows as a dimension: a tile that reaches
 // past the end of one head does not touch the next. Keys past S get a score of -inf, since a zero is a score like any
 // other.
 //

@@ -30,7 +30,7 @@ kernels = cuda.extension(__file__)  # lesson15_thunderkittens_attention.cu, buil
 
 @needs(90, "ThunderKittens as built for Hopper", only=True)
 def attention_warps(q, k, v, causal=False):
-    """q, k, v [B, H, S, D] bfloat16, contiguous, D 64 or 128 -> o: 16 queries a warp, mma.sync."""
+    """q, k, v [B, H, S, D] bfloat16, contiguous, D 64 or 128 -> o: 16 queries per warp, mma.sync."""
     return _run("attention_warps", q, k, v, causal)
 
 

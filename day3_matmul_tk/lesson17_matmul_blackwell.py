@@ -22,10 +22,10 @@ Budget. One SM of a B200, one step of K (64) of a tile of 128 x 256, bf16:
     latency        until a load's first bytes arrive                800    Hopper's
     tile's ends    fill the ring 1500, write C 3000                4500    Hopper's, once a tile
 
-The data sheet's 2250 TFLOP/s on 148 SMs are 4096 multiply-adds a cycle at 1.86 GHz. At 4096 cubed there are 512 tiles,
-four rounds of 148 SMs, and 13.5% of the SMs have none. So TFLOP/s is at most 1946 * 512 / (cycles a step). The tensor
-cores are twice as fast as Hopper's, and a tile's bytes are the same: 96 bytes a cycle keep them busy. That is why a
-pair of CTAs shares B.
+The data sheet's 2250 TFLOP/s on 148 SMs are 4096 multiply-adds per cycle at 1.86 GHz. At 4096 cubed there are 512
+tiles, four rounds of 148 SMs, and 13.5% of the SMs have none. So TFLOP/s is at most 1946 * 512 / (cycles per step). The
+tensor cores are twice as fast as Hopper's, and a tile's bytes are the same: 96 bytes per cycle keep them busy. That is
+why a pair of CTAs shares B.
 
 Five terms:
     tensor memory   256 KB an SM beside registers and shared memory: 128 rows ("lanes") x 512 columns of 32 bits. A

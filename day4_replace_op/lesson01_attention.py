@@ -1,7 +1,7 @@
 """Naive attention: an S x S matrix through HBM, fused away step by step
 =====================================================================
 O = softmax(Q K^T / sqrt(D)) V for each of B H heads; Q, K, V and O are [S, D]. The two matmuls take 4 S^2 D FLOPs a
-head on 4 S D elements, so S FLOPs an element. On an H200 (800 TFLOP/s, 4.2 TB/s) arithmetic decides from S = 400 on.
+head on 4 S D elements, so S FLOPs per element. On an H200 (800 TFLOP/s, 4.2 TB/s) arithmetic decides from S = 400 on.
 But between the matmuls stand S x S scores and S x S weights, each S / D times as large as Q. A kernel that works on
 them reads S^2 elements and writes S^2. The HBM traffic of each rung, an arrow for each S^2 elements:
 
@@ -140,7 +140,7 @@ def attention_fused_softmax(q, k, v, causal=False):
     return attention_steps(q, k, v, causal, fused=True)
 
 
-# Rung 3. New: no S x S matrix. A softmax needs two values a row, its maximum and its sum, or both as its logsumexp.
+# Rung 3. New: no S x S matrix. A softmax needs two values per row, its maximum and its sum, or both as its logsumexp.
 # The first kernel computes the scores for the logsumexp alone. The second one computes them again, turns them into
 # weights, and multiplies by V. Predicted: 6 S^2 D FLOPs instead of 4, and no S^2 bytes. At S = 4096, D = 128 that is
 # 16 us of matmuls a head, instead of 11 us of matmuls and 32 us of traffic. (Each 64 queries read all keys, but from

@@ -7,8 +7,10 @@ and sum l. A further block of keys has its own maximum m', sum l' and weights P'
     m_new = max(m, m')     l_new = exp(m - m_new) l + exp(m' - m_new) l'
     O = (exp(m - m_new) l O + exp(m' - m_new) P' V') / l_new
 
-(Dao, Fu, Ermon, Rudra and Re, "FlashAttention", 2022, algorithm 1, lines 10 to 13.) Version 1 loops over blocks of B_c
-keys, and inside over blocks of queries:
+Why: l O is the sum of weights times values before the division, with the maximum m. The block's own sum is P' V', with
+m'. The two factors bring both sums to m_new. Then they are added, and divided by the new l. (Dao, Fu, Ermon, Rudra and
+Re, "FlashAttention", 2022, algorithm 1, lines 10 to 13.) Version 1 loops over blocks of B_c keys, and inside over
+blocks of queries:
 
     version 1: keys outside, queries inside         version 2, lesson 4: queries outside, keys inside
 
@@ -20,22 +22,26 @@ keys, and inside over blocks of queries:
                                                         store O               ===> HBM, once
 
 So O, m and l go to HBM and back for each block of keys. O is kept in fp32, so that it is not rounded to 16 bits N / B_c
-times. The bytes of a head with N tokens:
+times. The bytes of a head with N tokens and 16-bit Q, K and V:
 
     K and V, once                     4 N D
     for each of N / B_c blocks        Q read 2 N D, O read and written 8 N D, m and l 16 N
 
-A chip that holds M elements allows B_c = M / 4D. Then the second line is 40 N^2 D^2 / M and a little: theorem 2's
-Theta(N^2 D^2 / M), which the lesson counts to the byte. An SM of an H200 has M = 116,000:
+If the shared memory of an SM holds M elements, B_c may be M / 4D: room for a block of K, V, Q and O each. Then the
+second line is 40 N^2 D^2 / M and a little for m and l. This is theorem 2's Theta(N^2 D^2 / M), which the lesson counts
+to the byte. An SM of an H200 has room for M = 116,000 elements of 16 bits. B_c is rounded down to a power of two:
 
-    D      B_c    bytes        lesson 1's fused softmax    predicted, where that traffic decides
+    D      B_c    bytes        lesson 1's fused softmax    predicted, if that traffic limits the time
     64     256    2.6 N^2      8 N^2                       a third of its time
     128    128    10 N^2       8 N^2                       no gain in time; 4 N D of scratch instead of N^2
 
-With one program a head, 16 heads at N = 16384 keep 16 of 132 SMs busy, so the gain is less there. Lesson 4 improves
+With one program per head, 16 heads at N = 16384 keep 16 of 132 SMs busy, so the gain is less there. Lesson 4 improves
 both the bytes and the number of programs.
 
-You will learn: the online softmax with an output, how to count an algorithm's IO, when Triton needs a barrier.
+You will be able to: derive the online softmax with an output, count an algorithm's traffic, and say when Triton needs a
+barrier.
+You need: lessons 1 and 2 (attention with a stored S x S matrix, and its bytes); day 2, lesson 5 (online softmax).
+Before you read on: which of the bytes above disappear if queries are the outer loop, as in version 2?
 Run it:    python day4_replace_op/lesson03_flash_v1.py
 Check it:  python -m lessonkit check lesson03_flash_v1
 Time it:   python -m lessonkit bench lesson03_flash_v1
@@ -56,7 +62,7 @@ from problems.attention_plain import PROBLEM_LSE, precision, work
 WIDTHS = (16, 32, 64, 128)  # D: a power of two, so that a tile has no padding; lesson 5 takes any up to 256
 
 
-# The algorithm, line by line, one program a head as in the paper: its two loops are the program's.
+# Algorithm 1 of the paper: `line 9` is its line 9. One program per head runs both loops.
 @triton.jit
 def flash_v1_kernel(
     q_ptr, k_ptr, v_ptr,  # [BH, S, D]
@@ -95,7 +101,7 @@ def flash_v1_kernel(
             else:
                 tl.store(o_ptr + tile, acc, mask=inside[:, None])
                 tl.store(lse_ptr + head * S + rows, m_new + tl.log(total_new), mask=inside)
-        # In the next round another thread of the program may read an element than the one that wrote it.
+        # In the next round a thread may read an element that another thread of the program wrote. Wait for all threads.
         tl.debug_barrier()
 
 

@@ -126,8 +126,8 @@ def swapped(q, k, v):
 
 # Rung 2. New: O is divided by the sum once, after the loop; the loop only rescales it to the new maximum. Rung 1 has
 # ten instructions on each element of O: two multiplications, a sum, a division of about eight. One is left, and the
-# tensor cores do the addition. Predicted: at D = 128 5312 cycles a tile become 4160. The machine code gains less, since
-# rung 1's division by a sum is one reciprocal a row and one multiplication an element.
+# tensor cores do the addition. Predicted: at D = 128 5312 cycles per tile become 4160. The machine code gains less,
+# since rung 1's division by a sum is one reciprocal a row and one multiplication an element.
 @triton.jit
 def attend_deferred(acc, total, m, q, k, v, keys_left, scale, PRECISION: tl.constexpr):
     s = scores(q, k, keys_left, True, PRECISION) * scale
@@ -169,8 +169,8 @@ def deferred(q, k, v):
 
 # Rung 3. New: exp(scale s - m) = 2^(scale log2(e) s - m log2(e)). The hardware's exponential is a power of 2, so exp
 # multiplies by log2(e) first. With that factor in the scale, and m kept in powers of 2, scale, difference and factor
-# are one fused multiply-add. Predicted: two instructions a score less, 4160 cycles become 3904. The machine code gains
-# more, since Triton's exp also compares, and multiplies twice, for results below 2^-126.
+# are one fused multiply-add. Predicted: two instructions per score less, 4160 cycles become 3904. The machine code
+# gains more, since Triton's exp also compares, and multiplies twice, for results below 2^-126.
 @triton.jit
 def attend(acc, total, m, q, k, v, keys_left, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     s = scores(q, k, keys_left, MASKED, PRECISION)

@@ -3,9 +3,9 @@
 What a model asks of attention beside softmax(Q K^T) V. You will be able to replace a mask by the bounds of a loop, to
 say what a row without keys answers, and to order programs of unequal length. You need lesson 4.
 
-    causal              query i of S_q sees keys j <= i + S_k - S_q: aligned at the lower right corner, so that the last
-                        query sees all keys, as with a cache of keys (flash-attn since 2.1 does so too; PyTorch's
-                        is_causal aligns at the upper left, which is the same only if S_q = S_k). Half of the FLOPs.
+    causal              query i of S_q sees keys j <= i + S_k - S_q. This is aligned at the lower right corner: the last
+                        query sees all keys, as with a cache of keys. flash-attn since 2.1 does so too. PyTorch's
+                        is_causal aligns at the upper left, which is the same only if S_q = S_k. Half of the FLOPs.
     window              at most the last `window` keys up to one's own position: S window FLOPs instead of S^2 / 2
     grouped heads       H query heads share H_kv heads of K and V (GQA; MQA if H_kv = 1): less K and V to read and keep
     any S_q, S_k, D     tails masked; D up to 256, padded to a power of two on the chip, never in memory

@@ -1,11 +1,11 @@
 """Flash attention, backward of the queries: the scores a second time
 =================================================================
 The forward does not keep P. You will be able to compute it again from lse, and to say what a softmax's gradient needs
-beside it: one value a row. You need lesson 5.
+beside it: one value per row. You need lesson 5.
 
-The forward's lse gives P = exp(scale Q K^T - lse), without another row maximum or row sum. delta = rowsum(dO * O), one
-value a query, stands for the softmax's whole Jacobian (Dao et al. 2022, section 3.1 and algorithm 4; Dao 2023,
-algorithm 2):
+The forward's lse gives P = exp(scale Q K^T - lse), without another row maximum or row sum. The softmax's Jacobian of
+S x S values a query is not needed either. One value per query stands for it, delta = rowsum(dO * O). (Dao et al. 2022,
+section 3.1 and algorithm 4; Dao 2023, algorithm 2.)
 
     dP = dO V^T        dS = P * (dP - delta)        dQ = scale dS K                                     this lesson
     dV = P^T dO                                     dK = scale dS^T Q                                   lesson 7
@@ -29,7 +29,7 @@ Budget, a block of 128 x 128 scores at D = 128 and at D = 64, in cycles of an SM
                                                                             times P; no maximum, no rescaling
 
 With nothing overlapped that is 4480 and 2944 cycles: 790 * 3072 / 4480 = 542 TFLOP/s, and 412; with all overlapped 790.
-Memory: lse and delta, 8 bytes a query, where P at S = 4096 in bf16 would be 32 MB a head.
+Memory: lse and delta, 8 bytes per query, where P at S = 4096 in bf16 would be 32 MB per head.
 
 Each rung is a complete kernel for contiguous tensors with a K and V for each head. S is a multiple of 128, D a power of
 two up to 128. Windows, grouped heads, other lengths and strides takes course_ops.attention.
@@ -108,7 +108,7 @@ def masked(grad_out, q, k, v, out, lse, causal=False, window=None, scale=None):
 
 
 # Rung 2. New: lesson 5's bounds and its order of programs. A block of queries sees all keys before its first query,
-# some of those up to its last one, and none after it: at S = 4096, causal, 16.5 blocks of 32.
+# some of the keys up to its last query, and none after it. At S = 4096, causal, that is 16.5 of 32 blocks on average.
 @triton.jit
 def skipped_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr,  # [B H, S, D] five times, [B H, S] twice in fp32

@@ -11,7 +11,7 @@ keys: it keeps K and V, sweeps the queries that see them, and computes P and dS 
              row 2   x x m .   dq_kernel owns a row:    row 2   x x m .   it sweeps queries, downwards from the
              row 3   x x x m   it sweeps keys ->        row 3   x x x m   diagonal, and adds to dK and dV
 
-Budget. One kernel could do dQ too, with five matmuls in all, 10 S^2 D FLOPs a head. But then the programs of all keys
+Budget. One kernel could do dQ too, with five matmuls in all, 10 S^2 D FLOPs per head. But then the programs of all keys
 add to the same dQ, by atomics, in another order each time. Here each sum has one owner, which adds in one order, and
 two runs agree to the bit. The price is seven matmuls, three in dq_kernel and four in dkdv_kernel. The rate counts five,
 as is customary: at cuBLAS's 790 TFLOP/s these two kernels reach 5/7 of it, 564. HBM traffic does not decide: at S = 512
@@ -38,7 +38,7 @@ Grouped heads need no atomics either: dK and dV are sums over the heads of a gro
 one after the other. Refused, since course_ops.attention takes it: windows, other lengths and head sizes, strides.
 
 Before you read on: in which order do programs of dkdv_kernel start, so that the long ones come first? Which of the two
-kernels needs more registers a thread, and for what?
+kernels needs more registers per thread, and for what?
 
 You will learn: which program owns a sum, operands that need no transpose, a differentiable op, why a second derivative
 has to be refused.
@@ -207,7 +207,7 @@ LESSON = Lesson(
         attention_backward: ("dkdv_kernel: wgmma", "dkdv_kernel: tma"),
     },
     # Parts of S D elements: lesson 6's 9 or 8 and its rows; K, V, dK and dV, and Q and dO for both blocks of keys or
-    # 1.5 times, with their two values a row. Of 8 parts and lse.
+    # 1.5 times, with their two values per row. Of 8 parts and lse.
     passes={
         masked: (9 + 3 / 8 + 4 + 4 + 4 / 8) / 8.125,
         skipped: (8 + 3 / 8 + 4 + 3 + 3 / 8) / 8.125,

@@ -23,10 +23,12 @@ Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
     ALU            5.5 and 5 other instructions a score, 128 lanes       700      640
     L2             K and V of the block, 512 * D bytes, 39 a cycle      1680      840
 
-In sequence that is 3800 and 2700 cycles, fully overlapped 2048 and 1024. At D = 128 the tensor cores bound, at D = 64
-they and the exponentials equally. HBM moves Q, K, V and O once, 268 MB or 0.064 ms for the 16384 tokens below. Matmuls
-take 0.70 ms at S = 4096 and 0.087 ms at 512. cuBLAS holds about 790 TFLOP/s, so TFLOP/s = 790 * 2048 / cycles at
-D = 128, and 790 * 1024 / cycles at D = 64. A kernel that draws less power may run at a higher clock, and pass 790.
+The MUFU is the unit for special functions. In sequence all that is 3800 and 2700 cycles, without L2; fully overlapped
+it is 2048 and 1024. At D = 128 the tensor cores are the limit, at D = 64 they and the exponentials equally. HBM moves
+Q, K, V and O once. The shapes that are timed have 16,384 tokens and 16 heads of 128: these are 268 MB, or 0.064 ms.
+Their matmuls take 0.70 ms at S = 4096 and 0.087 ms at S = 512. On an H200 cuBLAS holds about 790 TFLOP/s. So TFLOP/s =
+790 * 2048 / cycles at D = 128, and 790 * 1024 / cycles at D = 64. A kernel that draws less power may run at a higher
+clock, and pass 790.
 
     CTA = 1 producer warp                     2 consumer warpgroups (4 warps each)
           only issues TMA loads               64 queries each: QK, softmax, PV, epilogue
@@ -58,7 +60,7 @@ Predicted at S = 4096, all keys, in TFLOP/s:
 
     file                      new                                                    D = 128   D = 64
     warp_specialized.py       a producer warp, two consumers; half of the softmax       558      404
-                              is hidden by chance: 2900 and 2000 cycles
+                              overlaps by chance: 2900 and 2000 cycles
     overlap_softmax.py        QK of the next block before PV: 2400 and 1700             674      476
     lazy_rescaling.py         the row maximum off the critical path: 235 cycles less    750      550
     persistent_scheduler.py   persistent CTAs, a dynamic tile scheduler: the 3000       780      590
@@ -72,7 +74,8 @@ Predicted at S = 4096, all keys, in TFLOP/s:
                               issue in turns, 2100 cycles. It brings nothing: measured 680 TFLOP/s after 683
 
 Where the ladder begins: lesson 4's autotuned `flash_v2` has 603 TFLOP/s at this shape, so warp specialization alone is
-worth 4%. With two stages instead of three a Triton kernel has 439: compare with the best one, or it looks like 42%.
+worth 4%. A Triton kernel with two stages instead of three has 439 TFLOP/s. Compared with that one, the same rung would
+seem to be worth 42%. So compare with the best kernel.
 
 Experiments (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in brackets):
 
@@ -85,18 +88,21 @@ Experiments (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in bracket
     raise m, no second QK, D = 128        459 -> 748 (755)   all keys, falling scores; cuDNN in the same rounds: 682
     the same, D = 64                      303 -> 511 (550)   falling scores; cuDNN: 476
 
-Lazy rescaling has a price. Where scores fall along the keys, each block that the loop meets has a larger maximum. To
-visit the keys the other way round is no cure: rising scores are then the adverse ones. To compute such a block again
-with its own maximum costs a QK, a row maximum and 128 * 128 exponentials, and nothing runs under them. To raise m costs
-about 190 instructions a warp at D = 128, and no matmul: 64 multiplications of P, 64 of O, and 32 conversions. They and
-what they wait for are 300 cycles. The scores of data "falling" in `operators.csv` grow by 2^23 a block, so that every
-third block raises m. That is 100 cycles a block. Predicted for bf16: 5% fewer TFLOP/s than of random data. Measured in
-the same rounds: 3% fewer at D = 128, 11% at D = 64, where a block has half of the matmuls to pay for them.
-Your own: a second QK for each large sum in lazy_rescaling.py (HUGE_SUM = LARGE_SUM); a HEADROOM of 0 in bf16, too;
-STAGES = 3 at D = 64; [232, 40] -> [224, 56].
+Lazy rescaling has a price. The loop visits the last block of keys first. So if scores fall along the keys, each block
+that the loop meets has a larger maximum. To visit the keys in the other order is no cure: then rising scores are the
+adverse ones. To compute such a block again with its own maximum costs a QK, a row maximum and 128 * 128 exponentials,
+and nothing runs under them. To raise m costs about 190 instructions per warp at D = 128, and no matmul: 64
+multiplications of P, 64 of O, and 32 conversions. They and what they wait for are 300 cycles. The scores of data
+"falling" in `operators.csv` grow by 2^23 per block, so that every third block raises m. That is 100 cycles per block.
+Predicted for bf16: 5% fewer TFLOP/s than of random data. Measured in the same rounds: 3% fewer at D = 128, 11% at D =
+64, where a block has half of the matmuls to pay for them.
+
+Experiments of your own: a second QK for each large sum in lazy_rescaling.py (HUGE_SUM = LARGE_SUM); a HEADROOM of 0 in
+bf16, too; STAGES = 3 at D = 64; [232, 40] -> [224, 56] registers of consumers and producer.
 
 Refused, since course_ops.attention takes it: other head sizes, grouped heads, windows, a diagonal across two blocks.
-Before you read on: which rung gains more at D = 64 than at D = 128, and which of the waits could a fourth barrier save?
+Before you read on: which rungs should gain more at D = 64 than at D = 128, by the two columns of the budget? Why does
+overlap_softmax.py load K a block ahead of V?
 """
 
 from lessonkit import About, Lesson, Prediction, Refusal, Unsupported, case

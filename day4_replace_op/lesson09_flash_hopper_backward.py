@@ -1,14 +1,16 @@
 """Flash attention backward on Hopper: five matmuls, TMA reduce, ping-pong
 ========================================================================
-Afterwards you can fuse a backward pass in which one of three gradients has many owners, and say for each of its matmuls
-where the operands lie, what runs meanwhile, and how fast the kernel can be at best.
-Needed first: lesson 7 (dS = P (dP - delta)), lesson 8 (producer, consumers, named barriers) and day 3's lesson 9 (TMA).
+You will be able to: fuse a backward pass in which many programs add to one of the three gradients. You can say for each
+matmul where its operands lie and what runs meanwhile, and how fast the kernel can be at best.
+You need: lesson 7 (dS = P (dP - delta)), lesson 8 (producer and consumers), day 3's lesson 9 (TMA, mbarriers).
 
 The budget
 ----------
-Lesson 7 does seven matmuls instead of five: the owners of queries and the owners of keys each compute S and dP. At the
-650 TFLOP/s that its kernels reach at best, that counts as 5/7 of 650 = 464. Five matmuls need one owner, of keys. It
-keeps dK and dV; dQ becomes a sum in memory to which all owners of keys add.
+Lesson 7 does seven matmuls instead of five: the programs that own queries and the programs that own keys each compute S
+and dP. A rate counts the FLOPs of five. So kernels that run at 650 TFLOP/s are reported with 5/7 of 650 = 464 TFLOP/s.
+Five matmuls are enough if each CTA owns keys only. It keeps dK and dV of its keys in registers. dQ becomes a sum in
+memory, to which the CTAs of all keys add.
+
 A step is 64 queries of a tile of 128 keys at D = 128, and 128 queries at D = 64. Cycles of an SM:
 
                      work                                              D = 128   D = 64
@@ -19,7 +21,7 @@ A step is 64 queries of a tile of 128 keys at D = 128, and 128 queries at D = 64
     dQ to L2         32 KB of fp32: 13 bytes a cycle, of about 39
 
 Tensor cores and shared memory are both busy for the whole step, so any other work costs time unless it runs under
-them. cuBLAS reaches 790 TFLOP/s on an H200, hence TFLOP/s = 790 * 2560 / cycles.
+them. On an H200 cuBLAS reaches 790 TFLOP/s. So TFLOP/s = 790 * 2560 / cycles.
 
 Who holds what
 --------------
@@ -91,10 +93,10 @@ The same as code, in rungs 2 to 4 (each matmul starts when the one before it is 
     consumer        exp2 ....|dS ..|write dS|  wait for the other's dS   |wait ...|add dQ
     wait            until 1 is outstanding: dP   then dV                  all
 
-Ping-pong brings nothing forward (lesson 8), and most at D = 64 here. Forward, the consumers never wait for each other.
-They may drift apart by themselves, until one computes its softmax under the other's matmuls. Here they exchange dS at
-each step, and stay in step: both compute exponentials at the same time, and the tensor cores wait for both. At D = 128
-there are half as many exponentials a FLOP, and dP covers them.
+In the forward pass ping-pong gains nothing (lesson 8). Here it is expected to gain most at D = 64. In the forward pass
+the consumers never wait for each other. They may drift apart by themselves, until one computes its softmax under the
+other's matmuls. Here they exchange dS at each step, so they cannot drift apart. Both compute exponentials at the same
+time, and the tensor cores wait for both. At D = 128 there are half as many exponentials per FLOP, and dP covers them.
 
 Where the predictions come from
 -------------------------------
@@ -114,7 +116,7 @@ Experiments
     part of the heads at a time, so that dQ's sum stays in L2    64 MB of it: 1% slower; 32 MB: 3% slower
     ping-pong at D = 128, S = 512 (rows of rungs 4 and 5)        slower: the late dQ is one matmul more beside 8 steps;
                                                                  course_ops.attention uses rung 4's loop there
-    S begins with -lse in rung 5, too                            the compiler issues an eighth of dP every 10 exp2
+    S begins with -lse in rung 5, too                            the compiler issues dP in eighths, one every 10 exp2
     80 queries a step, as FlashAttention-4 has                   fewer bytes of shared memory a query, but Gluon's
                                                                  blocks are powers of 2
     a masked loop of one step with constant bounds               right and slow: see below
@@ -128,9 +130,9 @@ counts the waits.
 Before you read on: how many bytes are added to dQ in all (S / 128 owners, 4 S D bytes each), and is L2 fast enough for
 them? Which of the three gradients may differ in its bits from run to run?
 
-What the rungs refuse (windows, grouped heads, other lengths and head sizes) takes course_ops.attention. A step of its
-kernel has the instructions of the last rung's step. cpu_model.py runs all barriers of the last rung on a CPU, in any
-order.
+course_ops.attention takes what the rungs refuse: windows, grouped heads, other lengths and head sizes. A step of its
+kernel has the instructions of the last rung's step. The file cpu_model.py runs all barriers of the last rung on a CPU,
+in any order of its warps.
 Sources: Shah et al. 2024, FlashAttention-3, section 3 and hopper/ of its code; Dao 2023, algorithm 2.
 
 Run it:    python day4_replace_op/lesson09_flash_hopper_backward.py
@@ -168,8 +170,8 @@ PREDICTED = (
         rung=five_matmuls,
         at=AT_128,
         tflop_per_s=632,
-        why="The consumers stay in step, so neither hides the other's work: 2560 + 512 + 256 cycles, and 500 to 1000 "
-        "of atomics (32 KB at 32 to 64 bytes a cycle) are 3800 to 4300, which is 470 to 530 TFLOP/s.",
+        why="The consumers stay in step, so neither hides the other's work. A step takes 2560 + 512 + 256 cycles, and "
+        "500 to 1000 for atomics: 32 KB at 32 to 64 bytes a cycle. That is 3800 to 4300, or 470 to 530 TFLOP/s.",
     ),
     Prediction(
         rung=five_matmuls,

@@ -4,7 +4,7 @@ A model that writes text asks, for each new token, one query of all keys so far.
 kernel has to be measured in TB/s, and to spread a reduction over all SMs. You need lesson 5: online softmax, and lse.
 
 Budget, of a head of K and V in bf16, with S keys: 4 S D bytes, and 4 S D FLOPs for each query head that shares it. That
-is one FLOP a byte and query head, where an H200 can do 190 FLOPs a byte. So the floor is bytes: K and V read once.
+is one FLOP per byte and query head, where an H200 can do 190 FLOPs per byte. So the floor is bytes: K and V read once.
 
     B = 16, 8 heads of K and V, S = 8192, D = 128      537 MB    0.13 ms at 4.2 TB/s, for 8 or 32 query heads
     B = 1, the same                                     34 MB    0.008 ms; with a launch and the first answers 0.015,

@@ -3,13 +3,13 @@
 Lesson 10 divides the keys of each head. You will be able to divide the keys of all heads into equal shares instead. You
 will number the parts that arise, and say how often a merge waits for memory.
 
-Lesson 10 leaves two costs. Where heads are many, it does not split them, and programs come in waves. 512 programs on
-396 places (three an SM) are one wave and a third of one, in which an SM has a program or none. Where it does split, one
-program merges the parts of a head one after another.
+Lesson 10 leaves two costs. Where heads are many, it does not split them, and programs run in waves. An H200 has room
+for 396 programs at once, three an SM. So 512 programs are one wave and a third of one, in which an SM has a program or
+none. Where lesson 10 does split, one program merges the parts of a head one after another.
 
-Here all heads' blocks of keys stand in one row, and the programs take equal shares of it, wherever heads end (Stream-K,
-Osama et al. 2023, and lesson 3 of day 3). There are one or two programs an SM, all resident at once. A share may end
-within a head: then its parts are merged.
+Here all heads' blocks of keys stand in one row. The programs take equal shares of it, wherever heads end. This is
+Stream-K (Osama et al. 2023, and lesson 3 of day 3). There are one or two programs per SM, all resident at once. A share
+may end within a head: then its parts are merged.
 
     blocks      0 0 0 0 0 0 0 1 1 1 1 1 1 1 2 2 2 2 2 2 2      heads of K and V 0 to 2, 7 blocks of keys each
     programs    0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 4      5 blocks a share
@@ -25,9 +25,9 @@ Each rung is a complete file in flash_decoding_shares/, and its new lines are ma
     shares.py    equal shares; a second kernel merges, a program a row, which loads all its parts at once
     tma.py       one thread issues the copy of a tile: in machine code 128 keys are 361 instructions a warp for 651. But
                  bytes decide, so some percent
-    decode.py    programmatic dependent launch: the merging programs start while the first kernel runs, take the room
-                 that it leaves, and wait for its end: 1 to 2 us, which lie between one kernel's end and the next one's
-                 begin
+    decode.py    programmatic dependent launch. The merging programs start while the first kernel runs, take the room
+                 that it leaves, and wait for its end. Predicted gain: the 1 to 2 us between one kernel's end and the
+                 next one's begin
 
 Experiments (H200, one sequence of 8192, D = 128; us before -> after):
 

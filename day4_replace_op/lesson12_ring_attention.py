@@ -15,8 +15,8 @@ memory. Forward, it sends p - 1 slices of K and V:
 
     4 (p - 1) (S / p) H_kv D bytes in bf16, against 4 (S / p)^2 H D FLOPs in each of p steps
 
-A step's matmuls hide its message if they take at least as long: S / p > 4 / 4 * 500e12 / 450e9 = 1100 tokens a GPU, at
-500 TFLOP/s and NVLink's 450 GB/s, for as many heads of K as of Q. Grouped heads need fewer tokens. (Liu, Zaharia and
+A step's matmuls hide its message if they take at least as long: S / p > 4 / 4 * 500e12 / 450e9 = 1100 tokens per GPU,
+at 500 TFLOP/s and NVLink's 450 GB/s, for as many heads of K as of Q. Grouped heads need fewer tokens. (Liu, Zaharia and
 Abbeel, "Ring attention with blockwise transformers", 2023.)
 
 A causal mask makes the work uneven. With contiguous slices the last process has work in every step, and the first one
@@ -201,9 +201,8 @@ def ring_attention(q, k, v, causal=False, scale=None, zigzag=False, group=None):
     """Attention over a sequence of which each process of the group holds a slice; differentiable once.
 
     q [B, H, S / p, D], k and v [B, H_kv, S / p, D]: this process's slice, as shard() cuts it, the same size in all.
-    zigzag: the order of the slices, for causal attention.
-    Returns out [B, H, S / p, D]. Raises as lesson 5 does, and for slices of different lengths or, in zigzag order, of
-    odd ones.
+    With zigzag=True the slices are in zigzag order, for causal attention. Returns out [B, H, S / p, D]. Raises as
+    lesson 5 does, and for slices of different lengths or, in zigzag order, of odd ones.
     """
     expect_heads(q.detach(), k.detach(), v.detach(), causal, None, scale)
     if q.shape[2] != k.shape[2]:

@@ -2,11 +2,11 @@
 ============================================================================
 Lesson 12 predicts two things for p GPUs.
 
-1. A step's message, 2 H_kv D S / p elements, takes less time than the step's matmuls from about 1100 tokens a GPU on.
-   When four query heads share a head of K, 280 tokens are enough. So at 16384 tokens a GPU the ring should take as long
-   as the same work without messages.
-2. Causal attention in zigzag order should be (2 p - 1) / p times as fast as with contiguous slices ("in a row"): 1.5
-   times on two GPUs, 1.75 on four, 1.875 on eight.
+1. A step's message, 2 H_kv D S / p elements, takes less time than the step's matmuls from about 1100 tokens per GPU on.
+   When four query heads share a head of K, 280 tokens are enough. So at 16384 tokens per GPU the ring should take as
+   long as the same work without messages.
+2. Causal attention in zigzag order should be (2 p - 1) / p times as fast as with contiguous slices ("in a row"). That
+   is 1.5 times on two GPUs, 1.75 on four, 1.875 on eight.
 
 To measure a message's cost, the lesson also runs a ring without messages, in which each rank attends p times to its own
 slice. Its result is wrong, and its time is that of the matmuls alone. The rows of two H200 are in reports/.

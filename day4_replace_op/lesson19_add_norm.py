@@ -60,7 +60,7 @@ def add_then_norm(x, delta, w, b, eps=EPS):
 
 # Rung 2. New: a program owns a tile of rows, as in course_ops' layer_norm. It loads x and delta, adds them, rounds the
 # sum to the stream's dtype, stores it, and normalises it from registers.
-# Predicted: 12 bytes an element instead of rung 1's 24, or 8 instead of 10 if all is bf16.
+# Predicted: 12 bytes per element instead of rung 1's 24, or 8 instead of 10 if all is bf16.
 @triton.jit
 def normalize(x, mean, rstd, w_ptr, b_ptr, cols, mask):
     # Every row reads w and b, so they should stay in the caches while x and y stream through.

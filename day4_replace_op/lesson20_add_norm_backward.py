@@ -5,7 +5,7 @@ total = x + delta, y = LayerNorm(total) w + b. Two gradients arrive: dy through 
     dx = ddelta = dtotal + rstd (g - x_hat mean(g x_hat) - mean(g))      g = dy w
     dw = sum over rows of dy x_hat      db = sum over rows of dy
 
-The bytes an element, with the stream in fp32 and the rest in bf16:
+The bytes per element, with the stream in fp32 and the rest in bf16:
 
     PyTorch                                                              one kernel
     dy to fp32                                                      6    reads dtotal 4, dy 2, total 4
@@ -51,7 +51,7 @@ def norm_then_add(dtotal, dy, total, w, mean, rstd):
 
 # Rung 2. New: the kernel that computes dx also adds dtotal, and stores dx in both dtypes. The rest is day 2's kernel:
 # as many programs as fit, dw and db of all their rows in registers, partial sums added in a fixed order. Predicted: 16
-# bytes an element, not 44. A program has no loads in flight while it computes; only the SM's other programs have.
+# bytes per element, not 44. A program has no loads in flight while it computes; only the SM's other programs have.
 @triton.jit
 def row_sums(g, x_hat):
     c1, c2 = tl.split(tl.sum(tl.join(g * x_hat, g), axis=1))  # [ROWS, BLOCK_N, 2] -> [ROWS] each
@@ -112,8 +112,9 @@ def add_norm_backward_fused(dtotal, dy, total, w, mean, rstd):
 
 
 # Rung 3. New: num_stages=3. The compiler turns the three loads into cp.async, two tiles ahead. At N = 768 and 10 bytes
-# an element that is 15 KB a program. Five programs an SM have 77 KB in flight, where memory needs 25 (Little's law, day
-# 2, lesson 16). Predicted: copy speed. Longer rows get fewer stages, since three of 8192 exceed an SM's shared memory.
+# an element that is 15 KB per program. Five programs per SM have 77 KB in flight, where memory needs 25 (Little's law,
+# day 2, lesson 16). Predicted: copy speed. Longer rows get fewer stages, since three of 8192 exceed an SM's shared
+# memory.
 def add_norm_backward(dtotal, dy, total, w, mean, rstd):
     """As add_norm_backward_fused, with the next rows in flight to shared memory."""
     width = dtotal.element_size() + dy.element_size() + total.element_size()
@@ -128,7 +129,7 @@ def _fused(dtotal, dy, total, w, mean, rstd, stages):
     if dx.numel():
         block = triton.next_power_of_2(N)
         rows = max(1, 1024 // block)
-        # 8 elements a thread: dw and db are 16 of its registers, and 96 in all leave room for 20 warps on an SM.
+        # 8 elements per thread: dw and db are 16 of its registers, and 96 in all leave room for 20 warps on an SM.
         warps = min(16, rows * block // 256)
         programs = min(triton.cdiv(M, rows), num_sms() * max(1, 20 // warps))
         partial_dw, partial_db = torch.empty((2, programs, N), dtype=torch.float32, device=dx.device)
@@ -168,7 +169,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def add_norm(x, delta, w, b):
-    """x + delta and its LayerNorm, as lesson 19, with gradients. Saves the sum, w and 8 bytes a row."""
+    """x + delta and its LayerNorm, as lesson 19, with gradients. Saves the sum, w and 8 bytes per row."""
     return _AddNorm.apply(x, delta, w, b)
 
 
@@ -210,7 +211,7 @@ LESSON = Lesson(
             rung=norm_then_add,
             at=GPT,
             percent_of_limit=44,  # 16 of 36 bytes
-            why="Its norm is day 2's kernel, at 70% to 80% of copy speed (rows of day 2, lesson 9), so its 12 bytes "
+            why="Its norm is day 2's kernel, at 70% to 80% of copy speed (rows of day 2, lesson 9). So its 12 bytes "
             "take as long as 15 to 17. Cause of the rest not found: not spills, N = 4096 has none and loses as much.",
         ),
         Prediction(

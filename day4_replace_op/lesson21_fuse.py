@@ -22,7 +22,7 @@ linear_cross_entropy. FusedTrunk, FusedMLP and FusedReadout in workloads/gpt.py,
 FusedTrunk replaces the loop over blocks, since a norm is fused with the addition before it, across blocks too.
 
 Predicted for all three and attention: attention's 9 to 11 ms become 5 to 6, and the matmuls' 35 ms stay. Of 75 ms 53
-remain, so 1.4 times the tokens a second. Lesson 22 measures it.
+remain, so 1.4 times the tokens per second. Lesson 22 measures it.
 
 You will learn: what can be fused across a residual, a backward inside a forward, an operator with an option.
 Run it:    python day4_replace_op/lesson21_fuse.py

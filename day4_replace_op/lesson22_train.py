@@ -1,6 +1,6 @@
-"""The same training, before and after: loss, tokens a second, memory
+"""The same training, before and after: loss, tokens per second, memory
 ===================================================================
-The lesson trains GPT-2 small on 32 x 1024 tokens a step, under autocast with fp32 weights. It compares PyTorch's own
+The lesson trains GPT-2 small on 32 x 1024 tokens per step, under autocast with fp32 weights. It compares PyTorch's own
 operators (SDPA on), four operators replaced one for one (lesson 18), and the fused operators (lesson 21), eager and
 compiled. Predicted from lesson 16's count:
 

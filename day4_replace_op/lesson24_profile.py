@@ -13,8 +13,8 @@ Predicted with the fused operators: each one that waits for memory reaches 70% o
 list only casts or copies an [M, V] or adds to an [M, D]. Above 5% of the time remain matmuls, attention and AdamW.
 
 The roofline (Williams, Waterman and Patterson, 2009): an operator of F FLOPs on B bytes takes at least max(F / rate,
-B / bandwidth). With log axes a kernel that waits for memory moves along the slanted roof when its FLOPs are counted in
-another way, and its distance to the roof stays the same. So such kernels count one FLOP for four bytes here.
+B / bandwidth). A kernel that waits for memory may count its FLOPs in several ways. With log axes another count moves it
+along the slanted roof, and its distance to the roof stays the same. So such kernels count one FLOP for four bytes here.
 
 New words (GLOSSARY.md): roofline.
 You will learn: to combine four views, a roofline of a whole step, Nsight Compute on the command line.

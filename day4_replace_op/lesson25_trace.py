@@ -3,8 +3,8 @@
 Lesson 24's tables say which kernels take the time. This lesson's three views say which module called them, and when:
 
     trace             a start and a length for every call, on the host's line and on the GPU's; see ui.perfetto.dev
-    flame graph       from the trace's nesting: a box for each module, operator or step of autograd, as wide as the time
-                      of all that it contains, callers above callees; the twelve blocks are one box
+    flame graph       from the trace's nesting: a box for each module, operator or step of autograd. It is as wide as
+                      the time of all that it contains. Callers are above callees. The twelve blocks are one box.
     memory timeline   from the trace's allocations
 
 Predicted for GPT-2 small:
@@ -18,7 +18,7 @@ Predicted for GPT-2 small:
            forward | backward
 
 The fused ramp is as high, since a norm, a GELU or a matmul needs the same inputs for its backward. A layer of 32,768
-tokens saves, in units of 50 MB (768 elements a token in bf16):
+tokens saves, in units of 50 MB (768 elements per token in bf16):
 
     two sums of the stream in fp32          4
     norms                                   2

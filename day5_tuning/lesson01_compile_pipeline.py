@@ -135,7 +135,7 @@ def ttir_knows_tiles_and_no_threads():
 
 
 def ttgir_says_who_holds_what():
-    """TTGIR gives each tile a layout: 8 fp16 a thread are 16 bytes, 8 threads a row are one line of 128 bytes."""
+    """TTGIR gives each tile a layout: 8 fp16 a thread are 16 bytes, 8 threads per row are one line of 128 bytes."""
     text = _text("ttgir")
     assert "#blocked = #ttg.blocked<{sizePerThread = [1, 8], threadsPerWarp = [4, 8], warpsPerCTA = [4, 1]" in text
     # tl.dot became wgmma: version 3, a warpgroup of 4 warps, 16 rows each. It reads its operands from shared memory.

@@ -46,7 +46,7 @@ REDUCTION = 150  # cycles of a maximum or a sum among the lanes of a warp; as mu
 
 
 def launch(args, config):
-    """Softmax of [M, N] with ROWS rows a program and `warps` warps; blocks are rows rounded up."""
+    """Softmax of [M, N] with ROWS rows per program and `warps` warps; blocks are rows rounded up."""
     (x,) = args
     y, (M, N) = torch.empty_like(x), x.shape
     softmax_packed_kernel[(triton.cdiv(M, config["ROWS"]),)](
@@ -56,7 +56,7 @@ def launch(args, config):
 
 
 def configs(size):
-    """Those with 8 to 256 elements a thread: fewer make short loads, more do not fit into registers."""
+    """Those with 8 to 256 elements per thread: fewer make short loads, more do not fit into registers."""
     return [
         {"ROWS": r, "num_warps": w}
         for r in (1, 4)
@@ -109,7 +109,7 @@ LONG = "M=8192 N=8192"
 
 
 def four_warps_a_row():
-    """Three configurations for rows of 8192. 4 warps: 64 elements a thread, several programs, 64 KB and more."""
+    """Three configurations for rows of 8192. 4 warps: 64 elements per thread, several programs, 64 KB and more."""
     k = figures(_row(LONG, ROWS=1, num_warps=4))
     assert k.spills == 0
     assert k.resident * 16384 > 64 * 1024  # twice what Little's law wants
@@ -117,7 +117,7 @@ def four_warps_a_row():
 
 
 def a_warp_a_row():
-    """1 warp: 256 elements a thread are more than its 255 registers, so some spill to memory."""
+    """1 warp: 256 elements per thread are more than its 255 registers, so some spill to memory."""
     k = figures(_row(LONG, ROWS=1, num_warps=1))
     assert k.registers == 255 and k.spills > 0  # noqa: PT018
     assert SWEEP.predicted(_row(LONG, ROWS=1, num_warps=1))[0] > SWEEP.predicted(_row(LONG, ROWS=1, num_warps=4))[0]

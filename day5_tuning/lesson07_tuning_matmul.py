@@ -1,7 +1,7 @@
 """Tuning, matmul: tile, warps, stages, order
 ===========================================
 The parameters of day 3's tile loop, and the term of the model that each one changes. A step of 64 of K takes a tile so
-many cycles of its SM (4096 FLOPs a cycle, 64 bytes a cycle from L2):
+many cycles of its SM (4096 FLOPs per cycle, 64 bytes a cycle from L2):
 
     multiply   BLOCK_M * BLOCK_N * 64 / 2048, twice that without wgmma          the tile
     load       2 (BLOCK_M + BLOCK_N) * 64 / 64                                  the tile: large ones load less a FLOP
@@ -116,7 +116,7 @@ def _row(n, tile, warps, stages=3, group=8):
 
 
 def small_tiles_starve_on_l2():
-    """64 x 64 multiplies 128 cycles and loads 256 a step; more programs on the SM do not help, they share its loads."""
+    """64 x 64 multiplies 128 cycles per step and loads 256. More programs per SM do not help: they share its loads."""
     row = _row(8192, (64, 64), 4)
     assert figures(row).resident >= 3
     assert SWEEP.predicted(row)[1] == "L2"

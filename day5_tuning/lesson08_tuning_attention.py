@@ -1,4 +1,4 @@
-"""Tuning, flash attention: tensor cores and exponentials, one or two programs an SM
+"""Tuning, flash attention: tensor cores and exponentials, one or two programs per SM
 ==================================================================================
 A step of day 4's loop attends BLOCK_M queries to BLOCK_N keys. In cycles of an SM:
 

@@ -1,7 +1,7 @@
 """Roofline: every kernel of the course on one plot
 ================================================
-A kernel's roof is the lower of two: bandwidth times its FLOPs a byte, and the machine's FLOP rate. An H200 does about
-800 TFLOP/s in bf16 on 4.2 TB/s, so the two meet at 190 FLOPs a byte, in fp32 (51 TFLOP/s) at 12. Each lesson declares
+A kernel's roof is the lower of two: bandwidth times its FLOPs per byte, and the machine's FLOP rate. An H200 does about
+800 TFLOP/s in bf16 on 4.2 TB/s, so the two meet at 190 FLOPs per byte, in fp32 (51 TFLOP/s) at 12. Each lesson declares
 its work, the least bytes and the FLOPs. So its roof is known before any run:
 
     softmax     5 FLOPs on 4 bytes                1.25        memory
@@ -35,7 +35,7 @@ RIDGE = {torch.float32: 12, torch.float8_e4m3fn: 360}  # FLOPs a byte; 190 in 16
 
 
 def placed_before_any_run():
-    """Most of the course is bound by memory: only large matmuls and attention have enough FLOPs a byte."""
+    """Most of the course is bound by memory: only large matmuls and attention have enough FLOPs per byte."""
     sides = Counter()
     table = []
     for name, lesson in kernels():

@@ -11,8 +11,8 @@ ten times, 268 MB each, about 65 us (predicted in lesson06_tuning).
 
 None of them knows the least time that a kernel could take. Compare their figures with bytes and FLOPs that you count.
 
-You will learn: which to use first (torch.profiler, then Systems for gaps, then Compute for one kernel), the commands,
-and to read a figure from each without opening a window.
+You will learn: which profiler to use first, the commands, and to read a figure from each without opening a window. The
+order is torch.profiler, then Systems for gaps, then Compute for one kernel.
 Run it:    python day5_tuning/lesson11_profilers.py
 By hand:   nsys profile --trace cuda,nvtx --output softmax python day5_tuning/lesson11_profilers.py work
            ncu --set full --kernel-name regex:softmax --launch-count 1 --export softmax python ... work

@@ -12,12 +12,15 @@ It is generated from rows (lessonkit/pages/final_report.py) and kept as reports/
     python -m lessonkit report final                       Markdown, HTML and PDF under reports/<device>/
     python -m lessonkit report final --operator softmax    with another operator's ladder
 
-The rows are the learner's own; without a GPU they are the committed ones. At the end stands what the learner's
-exercises took, hints included. This lesson also compares each operator in all the languages of the course with the best
-peer (compare_all), and puts the ladder of each operator into one picture.
+The rows are your own; without a GPU they are the committed ones, and reports/nvidia-h200/final_report.md is the result.
+At the end stands how many tries and hints your exercises took. No program can write three things: which operator you
+chose and why, what surprised you, and what you would try next. Add these in a summary of your own. This lesson also
+compares each operator in all the languages of the course with the best peer (compare_all), and puts the ladder of each
+operator into one picture.
 
 Predict before you run: in which operator does the last rung gain most over the first? Where is a peer still faster?
-You will learn: to report a performance result so that others can trust it and check it.
+You will be able to: report a performance result so that others can trust it and check it.
+You need: lesson 10 (the roofline, and what a limit is).
 Run it:    python day5_tuning/lesson12_final_report.py
 """
 

@@ -81,11 +81,13 @@ class Work:
 class Mutant:
     """A wrong kernel: the lesson with `old` replaced by `new` inside function `where`, run through `rung`.
 
-    The checks must reject it, and by the property `caught_by` names: value, nan, unwritten, dtype, shape,
-    changed input, out of bounds, traffic; in Gluon also race and barrier (a deadlock); in CUDA C++ (`where` is then in
-    the .cu) these too, misaligned and uninitialised; of a rung that `needs` a GPU also hang (the kernel does not end)
-    and fault (it ends in an error).
-    "value or nan": either, where what the kernel reads has not been written.
+    The checks must reject it, by the property that `caught_by` names:
+
+    - value, nan, unwritten, dtype, shape, changed input, out of bounds, traffic
+    - "value or nan": either, where what the kernel reads has not been written
+    - in Gluon also race and barrier (a deadlock)
+    - in CUDA C++ these too, misaligned and uninitialised; `where` is then in the .cu
+    - of a rung that `needs` a GPU also hang (the kernel does not end) and fault (it ends in an error)
     """
 
     why: str
@@ -133,8 +135,9 @@ class Prediction:
 def needs(capability: int, what: str, *, only: bool = False, interpreted: bool = False) -> Callable[[Rung], Rung]:
     """`@needs(90, "TMA")`: this rung runs on a GPU from sm_90 on and nowhere else; it is compiled everywhere.
 
-    only: on GPUs of this capability alone, and compiled for no other: wgmma is in sm_90 and in nothing later.
-    interpreted: the interpreter, or modes.gluon, can run it too, so that it is checked without a GPU.
+    With only=True it runs on GPUs of this capability alone, and is compiled for no other: wgmma is in sm_90 and in
+    nothing later. With interpreted=True the interpreter, or modes.gluon, can run it too, so it is checked without a
+    GPU.
     """
 
     def mark(rung: Rung) -> Rung:
@@ -385,8 +388,8 @@ class Broken:
 def names(which: str = "") -> list[str]:
     """The lessons' names in reading order; the folders are the only list there is.
 
-    which: a lesson's name (lesson05_softmax, day2_triton_basics.lesson05_softmax); if there is none, the beginning of
-    names (day2, cuda, 02_vector); if there is none, a part of names without their folder (softmax). "" is all.
+    What `which` may be, in this order: a lesson's name (lesson05_softmax, day2_triton_basics.lesson05_softmax), the
+    beginning of names (day2, cuda, 02_vector), a part of names without their folder (softmax). "" is all.
     """
     paths = [*sorted(ROOT.glob("day*_*/lesson*.py")), *sorted(ROOT.glob("cuda_src/[0-9]*.py"))]
     found = {f"{path.parent.name}.{path.stem}": path.stem for path in paths}

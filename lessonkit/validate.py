@@ -40,9 +40,13 @@ def expect(
 ) -> None:
     """Check the tensors, given by name, against what a kernel takes: `expect(x=x, y=y, same_shape=True)`.
 
-    ndim: dimensions each must have. dtypes: allowed. same_shape, same_dtype: as the first tensor has it.
-    unit_stride: neighbours in the last dimension are neighbours in memory. contiguous: the whole tensor is.
-    differentiable: the caller provides a backward, so an input may require grad.
+    - ndim: dimensions that each must have
+    - dtypes: those that are allowed
+    - same_shape, same_dtype: as the first tensor has it
+    - unit_stride: neighbours in the last dimension are neighbours in memory
+    - contiguous: the whole tensor is contiguous
+    - differentiable: the caller provides a backward, so an input may require grad
+
     Raises TypeError for a wrong type or dtype, ValueError for a wrong device, shape, stride or grad flag.
     """
     first_name, first = next(iter(tensors.items()))

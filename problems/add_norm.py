@@ -1,8 +1,8 @@
 """Add and LayerNorm: total = x + delta, y = LayerNorm(total) w + b, with each row's mean and rstd; and the gradients.
 
-x [M, N] is the residual stream, fp32 or of delta's dtype; delta [M, N] is what a branch adds to it. w, b [N] as x ->
-total as x, y as delta, mean and rstd [M] in fp32. PROBLEM_BACKWARD: dtotal, dy, total, w, mean, rstd -> dx as dtotal,
-ddelta as dy, dw, db.
+x [M, N] is the residual stream, in fp32 or in delta's dtype. delta [M, N] is what a branch adds to it. w and b [N] have
+x's dtype. Results: total as x, y as delta, mean and rstd [M] in fp32. PROBLEM_BACKWARD: dtotal, dy, total, w, mean,
+rstd -> dx as dtotal, ddelta as dy, dw, db.
 """
 
 import math
@@ -24,8 +24,8 @@ def reference(x, delta, w, b, eps=EPS):
 
 
 def inputs(M, N, stream=False, dtype=torch.float32, pad=0):
-    # As day 2's norm: rows of three scales, so that one taken for its neighbour shows, around a mean that a variance
-    # by E[x^2] would not survive. delta has a mean and a spread of its own, or a forgotten one would be noise.
+    # As day 2's norm. Rows have three scales, so that a row read in place of its neighbour shows. The mean is so large
+    # that a variance by E[x^2] loses its digits. With a mean and a spread of delta's own, a forgotten delta shows.
     x = torch.randn(M, N, device=DEVICE) + torch.linspace(-2, 2, N, device=DEVICE)
     x = (x + 8) * torch.tensor([1.0, 0.25, 4.0], device=DEVICE)[torch.arange(M, device=DEVICE) % 3][:, None]
     delta = torch.randn(M, N + pad, device=DEVICE).mul_(2).add_(torch.linspace(1, -1, N + pad, device=DEVICE))
@@ -106,8 +106,8 @@ def reference_backward(dtotal, dy, total, w, mean, rstd):
 
 
 def inputs_backward(M, N, stream=False, dtype=torch.float32, pad=0):
-    # The forward's sums. The two gradients are of the same size, so that neither hides the other, and dy is not
-    # centred: with a mean of 0 a forgotten mean(g) would hide in the noise. 8 bits each: see day 2, lesson 8.
+    # The forward's sums. The two gradients are of the same size, so that neither hides the other. The mean of dy is not
+    # 0: a forgotten mean(g) would hide in the noise. An element of dy has 8 bits (day 2, lesson 8).
     x, delta, w, b = inputs(M, N, stream, dtype, pad)
     total, _, mean, rstd = reference(x, delta, w, b)
     dy = (torch.randn(M, N + pad, device=DEVICE) + 0.5).bfloat16().to(dtype)[:, :N]

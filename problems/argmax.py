@@ -16,8 +16,8 @@ def reference(x):
 
 
 def inputs(M, N, dtype=torch.float32):
-    # Centred at -8, so that padding with 0 would win; clamped, so that a sixth of a row is its maximum and the first
-    # must be found; every fourth row has it in its last column alone, where a tail could be lost.
+    # Centred at -8, so that padding with 0 would win. Clamped, so that a sixth of a row is its maximum and the first
+    # must be found. Every fourth row has its maximum in the last column alone, where a tail could be lost.
     x = (torch.randn(M, N, device=DEVICE) * 2 - 8).clamp(max=-6)
     x[::4, -1] = -1
     return (x.to(dtype),)

@@ -1,12 +1,16 @@
 """Attention: softmax(scale q k^T) v, with the options of models, and its gradient.
 
-q [B, H, S_q, D]; k and v [B, H_kv, S_k, D], H a multiple of H_kv: query head h reads head h * H_kv // H of k and v.
-causal: query i sees keys j <= i + S_k - S_q, so the last query sees all keys (PyTorch's is_causal aligns the first
-query with the first key, which is the same only if S_q = S_k). window: of these the last `window` keys; needs causal.
-scale: positive, None for 1 / sqrt(D). v may have another head size, D_v; softcap: scores
-become softcap * tanh(scores / softcap) before the mask. Kernels of lessons have neither. Results:
-o [B, H, S_q, D_v], lse [B, H, S_q] in fp32, the natural logarithm of each row's sum
-of exponentials. A query that sees no key gets o = 0 and lse = -inf.
+q [B, H, S_q, D]; k and v [B, H_kv, S_k, D]. H is a multiple of H_kv: query head h reads head h * H_kv // H of k and v.
+
+- causal: query i sees keys j <= i + S_k - S_q, so the last query sees all keys. PyTorch's is_causal aligns the first
+  query with the first key, which is the same only if S_q = S_k.
+- window: of these keys a query sees the last `window`. It needs causal=True.
+- scale: positive, None for 1 / sqrt(D).
+- softcap: scores become softcap * tanh(scores / softcap) before the mask.
+- The head size of v, D_v, may differ from D. Kernels of lessons have neither this nor softcap.
+
+Results: o [B, H, S_q, D_v], and lse [B, H, S_q] in fp32, the natural logarithm of each row's sum of exponentials. A
+query that sees no key gets o = 0 and lse = -inf.
 """
 
 import math
@@ -110,8 +114,8 @@ def pairs(S, S_k, causal, window):
 
 
 def what_is_not_seen_does_not_matter(rung):
-    """Causal: other keys from 200 on leave rows before 200 as they are, to the bit; with a window of 50 so do keys
-    before 100 for rows from 150 on."""
+    """Causal: other keys from 200 on leave rows before 200 as they are, to the bit. With a window of 50, other keys
+    before 100 leave rows from 150 on as they are."""
     q, k, v, *_ = inputs(1, 1, 300, 16, dtype=torch.float16)
     for window, rows, changed in ((None, slice(200), slice(200, 300)), (50, slice(150, 300), slice(100))):
         before = rung(q, k, v, True, window)[0]
@@ -336,8 +340,8 @@ BACKWARD_PEERS = {"SDPA flash": _sdpa_flash_backward, "SDPA cuDNN": _sdpa_cudnn_
 
 
 def what_is_not_seen_has_no_gradient(rung):
-    """P's rows sum to 1, so dV sums to what dO sums to; and with a window of 20, queries from 100 on see no key before
-    81, so that these have no gradient from them."""
+    """P's rows sum to 1, so dV sums to what dO sums to. With a window of 20, queries from 100 on see no key before 81,
+    so they give these keys no gradient."""
     grad_out, *rest = inputs_backward(1, 2, 150, 16, causal=True, window=20)
     torch.testing.assert_close(rung(grad_out, *rest)[2].sum(2), grad_out.sum(2), rtol=1e-4, atol=1e-4)
     grad_out[:, :, :100] = 0

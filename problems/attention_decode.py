@@ -1,7 +1,8 @@
 """Decoding: attention of a few new queries to a cache of keys that is longer than what is in use.
 
-q [B, H, S_q, D], k and v [B, H_kv, S_k, D]; lengths [B] int32: how many keys of each sequence are in use, or None for
-all. causal: the last query stands at the last key in use. Results as in problems/attention.py: o and lse.
+q [B, H, S_q, D], k and v [B, H_kv, S_k, D]. The lengths, [B] int32, say how many keys of each sequence are in use; None
+stands for all. With causal=True the last query stands at the last key in use. Results as in problems/attention.py: o
+and lse.
 """
 
 import functools

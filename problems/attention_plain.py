@@ -44,8 +44,8 @@ def reference_with_lse(q, k, v, causal=False):
 
 
 def inputs(B, H, S, D, causal=False, dtype=torch.float32):
-    # Scores are around -sqrt(D) and grow along the keys: a key that is not there (zeros, so a score of 0) would drown
-    # all others, and every block of keys brings a new maximum, without which a rescaling left out would not be seen.
+    # Scores are around -sqrt(D). A key past the end, read as zeros, has a score of 0, which would drown all others.
+    # Scores grow along the keys. So every block of keys brings a new maximum, and a forgotten rescaling shows.
     q, k, v = (torch.randn(B, H, S, D, device=DEVICE) + mean for mean in (1.0, -1.0, 0.5))
     k += torch.linspace(-0.5, 0.5, S, device=DEVICE)[:, None]
     return q.to(dtype), k.to(dtype), v.to(dtype), causal

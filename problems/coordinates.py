@@ -1,7 +1,8 @@
 """Coordinates: which block, thread, warp and lane has element i of a launch.
 
-grid and block, three sizes each (x, y, z), and n -> [9, n] int32: block x, y, z; thread x, y, z; the thread's number
-in its block; its warp; its lane. Blocks and threads are numbered along x, then y, then z.
+Inputs: grid and block, three sizes each (x, y, z), and n. The result is [9, n] int32. Rows 0 to 2 are the block's x, y
+and z, rows 3 to 5 the thread's. Then come the thread's number in its block, its warp, and its lane. Blocks and threads
+are numbered along x, then y, then z.
 """
 
 from math import prod

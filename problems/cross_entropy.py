@@ -22,8 +22,8 @@ def reference(logits, targets):
 
 
 def inputs(M, V, pad=0, skip=0, strange=False, dtype=torch.float32):
-    # Centred at -8: a lane past the end that counts as 0 would be the largest of its row.
-    # pad, skip: a slice of a wider matrix, so stride(0) is not V and rows start anywhere.
+    # Centred at -8: a lane past the end that counts as 0 would be the largest of its row. With pad or skip, x is a
+    # slice of a wider matrix, so stride(0) is not V and rows start anywhere.
     x = torch.randn(M, skip + V + pad, device=DEVICE) * 3 - 8
     if strange:
         # Without the maximum rows at 3000 overflow (lse - logit loses digits there) and rows at -110 are log(0). The
@@ -119,8 +119,8 @@ def reference_backward(dloss, logits, targets, lse):
 
 
 def logits_and_targets(M, V, pad=0, skip=0, dtype=torch.float32):
-    # Narrow, so that p is not all 0 and 1. dlogits of a row sum to 0: a lost target shows in the sum.
-    # pad, skip: the rows are a slice of a wider matrix, so stride(0) is not V and the first row starts anywhere.
+    # Narrow, so that p is not all 0 and 1. The dlogits of a row sum to 0: a lost target shows in the sum. With pad or
+    # skip, x is a slice of a wider matrix, so stride(0) is not V and the first row starts anywhere.
     x = (torch.randn(M, skip + V + pad, device=DEVICE) * 2 - 8).to(dtype)[:, skip : skip + V]
     targets = V - 1 - torch.arange(M, device=DEVICE) * 7919 % V  # the last column first: it lies in a partial block
     targets[2::5] = -100

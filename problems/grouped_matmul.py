@@ -20,8 +20,9 @@ def reference(x, w, offsets):
 
 
 def inputs(T, E, K, N, dtype=torch.float32, even=False, transposed=False, before=0, after=0):
-    # Experts are not chosen equally often, one never: the next begins where it ends. even: all alike, a batched matmul.
-    # transposed: w[e] is the .t() of a contiguous [N, K], as in nn.Linear. before, after: rows of no group.
+    # Experts are not chosen equally often, and one is never chosen: the next begins where it ends. With even=True all
+    # have as many rows, as in a batched matmul. With transposed=True w[e] is the .t() of a contiguous [N, K], as in
+    # nn.Linear. There are `before` and `after` rows of no group.
     chance = torch.randn(E).mul(0.5).exp()
     chance[E // 2 : E // 2 + (E > 2)] = 0
     grouped = T - before - after

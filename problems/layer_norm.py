@@ -23,8 +23,8 @@ def reference(x, w, b, eps=EPS):
 
 
 def inputs(M, N, dtype=torch.float32, pad=0):
-    # Mean 50 with a spread of about 1.5 makes E[x^2] - E[x]^2 lose three digits; the slope makes chunks' means differ;
-    # rows of three scales tell a row from its neighbour, and in the rows of 1/1000 eps is larger than the variance.
+    # Mean 50 with a spread of about 1.5 makes E[x^2] - E[x]^2 lose three digits. The slope makes chunks' means differ.
+    # Three scales tell a row from its neighbour. In rows of scale 1/1000, eps is larger than the variance.
     x = torch.randn(M, N, device=DEVICE) + 50 + torch.linspace(-2, 2, N, device=DEVICE)
     x *= torch.tensor([1.0, 1e-3, 30.0], device=DEVICE)[torch.arange(M, device=DEVICE) % 3][:, None]
     wide = torch.empty(M, N + pad, dtype=dtype, device=DEVICE)[:, :N]  # rows N + pad apart
@@ -123,8 +123,8 @@ def reference_backward(dy, x, w, mean, rstd):
 
 
 def inputs_backward(M, N, dtype=torch.float32, pad=0):
-    # The forward's x has rows of three scales and a large mean, so a row taken for its neighbour shows. dy is not
-    # centred: with a mean of 0 a forgotten c2 would hide in the noise.
+    # The forward's x has rows of three scales and a large mean, so a row read in place of its neighbour shows. The mean
+    # of dy is not 0: a forgotten c2 would hide in the noise.
     x, w, b = inputs(M, N, dtype, pad)
     _, mean, rstd = reference(x, w, b)
     dy = torch.empty(M, N + pad, dtype=dtype, device=DEVICE)[:, :N]

@@ -84,8 +84,8 @@ def reference_backward(dy, x, w, z):
 
 
 def inputs_backward(M, N, K, dtype=torch.float32, pad=0):
-    # The forward's z, in GELU's bend, where the slope goes from -0.13 to 1.13. dy has a mean, so that sums over rows
-    # are no noise: a row left out or counted twice moves dbias.
+    # The forward's z, in GELU's bend, where the slope goes from -0.13 to 1.13. The mean of dy is not 0. So sums over
+    # rows are no noise, and a row left out or counted twice moves dbias.
     x, w, bias, _ = inputs(M, N, K, dtype=dtype, pad=pad)
     dy = torch.randn(M, N + pad, device=DEVICE).add(0.5).bfloat16().to(dtype)[:, :N]
     return dy, x, w, F.linear(x, w, bias)

@@ -34,8 +34,9 @@ def precision():
 
 
 def inputs(M, N, K, dtype=torch.float32, transposed="", pad=0):
-    # Random: a swapped row, a lost or doubled step of K then moves sums by what the sums are, about 1 whatever K.
-    # transposed: a, b or both ("ab") are the .t() of a tensor with rows; pad: elements between a row and the next.
+    # Random: a swapped row, or a lost or doubled step of K, moves sums by as much as they are, about 1 for every K.
+    # What `transposed` names, a, b or both ("ab"), is the .t() of a tensor with rows. There are `pad` elements between
+    # a row and the next.
     def matrix(name, rows, cols):
         if name in transposed:
             return torch.randn(cols, rows + pad, device=DEVICE).to(dtype)[:, :rows].t()

@@ -1,7 +1,7 @@
 """Out and back: a vector of the host is copied to the device, goes through a recurrence there, and is copied back.
 
-x [n] in fp32 in the host's memory (pinned where there is a GPU), turns -> y [n] in the host's memory: what begins as
-the sign of x moves to 0.999 y + 0.001 x, `turns` times. An element's arithmetic grows with turns, its bytes do not.
+x [n] in fp32 and y [n] lie in the host's memory, pinned where there is a GPU. An element of y begins as the sign of x.
+Then `turns` times it becomes 0.999 y + 0.001 x. An element's arithmetic grows with `turns`, its bytes do not.
 """
 
 from lessonkit import Problem, Refusal, Work, case, device

@@ -18,14 +18,14 @@ SHAPES = ((2048, 131072), (4096, 12672), (4096, 32768), (8192, 8192), (4096, 409
 def reference(x, w, eps):
     wide = x if x.dtype == torch.float64 else x.float()
     rstd = torch.rsqrt(wide.square().mean(-1) + eps)  # reads MN, writes M; the backward needs it
-    # Reads MN and N, writes MN. Written out: in a row with an inf, inf * 0 is NaN and the others are 0, here and in
-    # PyTorch on a CPU, while its fused kernel for GPUs makes the whole row NaN.
+    # Reads MN and N, writes MN. Written out, and not torch.nn.functional.rms_norm, for rows with an inf: here and in
+    # PyTorch on a CPU inf * 0 is NaN and the others are 0. PyTorch's fused kernel for GPUs makes the whole row NaN.
     return (wide * rstd[:, None] * w.to(wide.dtype)).to(x.dtype), rstd
 
 
 def inputs(M, N, pad=0, eps=1e-3, strange=False, dtype=torch.float32):
-    # A mean of 1, or taking off the mean as layernorm does would change little; rows of sizes 0.03 to 30, so that
-    # another row's rstd is far off, and eps counts in the small ones. Rows are slices of a matrix `pad` wider.
+    # A mean of 1: with a mean of 0, subtracting the mean as layernorm does would change little. Rows of sizes 0.03 to
+    # 30: another row's rstd is far off, and eps counts in the small ones. Rows are slices of a matrix `pad` wider.
     size = 10 ** torch.linspace(-1.5, 1.5, M, device=DEVICE)[torch.randperm(M, device=DEVICE)]
     x = torch.full((M, N + pad), 7.0, dtype=dtype, device=DEVICE)[:, :N]
     x.copy_((torch.randn(M, N, device=DEVICE) + 1) * size[:, None])
@@ -108,8 +108,8 @@ def reference_backward(dy, x, w, rstd):
 
 
 def inputs_backward(M, N, pad=0, strange=False, dtype=torch.float32):
-    # dy has a mean along rows and along columns, as n does: then the mean of g * n, which dx takes off, and dw, a sum
-    # of M products, are large, and leaving one out or adding one twice shows. Its row stride is not that of x.
+    # The means of dy along rows and along columns are not 0, nor those of n. So the mean of g * n, which dx subtracts,
+    # is large, and dw, a sum of M products, too. One left out or added twice shows. The row stride is not that of x.
     x, w, eps = inputs(M, N, pad, strange=strange, dtype=dtype)
     dy = torch.full((M, N + pad + min(pad, 5)), 7.0, dtype=dtype, device=DEVICE)[:, :N]
     dy.copy_(torch.randn(M, N, device=DEVICE) + 0.5)

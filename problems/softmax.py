@@ -20,7 +20,8 @@ def reference(x):
 
 def inputs(M, N, pad=0, strange=False, dtype=torch.float32):
     # Centred at -5: a lane past the end that counts as 0 would win. Rows that lie at 1000 overflow without the maximum.
-    # pad: stride(0) is not N. strange: a first half of -inf; not timed, as quack answers NaN and would be left out.
+    # With `pad`, stride(0) is not N. With `strange`, the first half of some rows is -inf. That is not timed: quack
+    # answers NaN there, and would be left out.
     x = torch.randn(M, N + pad, device=DEVICE) * 3 - 5
     x[1::3] += 1000
     if strange:

@@ -30,7 +30,7 @@ def swizzled_tile(index, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 
 # Past the end of A or B, TMA fills the block with zeros and counts them as arrived bytes. A transposed matrix is copied
-# as it lies in memory; as_operand permutes the block.
+# in the order of memory; as_operand permutes the block.
 @gluon.jit
 def load_stage(a_desc, b_desc, a_smem, b_smem, full, row, col, k, A_T: gl.constexpr, B_T: gl.constexpr, pred=True):
     """One step's blocks of A and B into a stage; `full` completes when their bytes have arrived."""

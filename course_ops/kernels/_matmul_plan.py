@@ -1,18 +1,29 @@
 """Which tile, and how tiles are dealt out: a model of a 16-bit matmul's cycles on Hopper, for any M, N and K.
 
-Each SM has one CTA, which multiplies tiles of C by steps of 64 along K. A step lasts as long as the longer of two: its
-MMAs, and the copies of its rows of A and B from L2. A row of a block is 64 elements, 128 bytes: 4 sectors of L2, which
-are 32 bytes, or 5 of them where the row does not begin at a multiple of 32. Its copy then takes 1.7 times as long. A
-tile of 192 x 256 copies 22% fewer rows for a multiply-add than one of 128 x 256: with such rows of both matrices that
-decides between MMA-bound and L2-bound.
+The model estimates the cycles of each plan and takes the plan with the fewest. Two questions decide.
 
-Whole tiles come in waves of as many as there are SMs, and the last wave may be nearly empty. Stream-K (Osama et al.
-2023, section 5.2) has no last wave: the steps of the first tiles, more than a wave and less than two, are dealt out
-evenly. A tile whose steps have two owners costs a trip of fp32 sums through L2.
+How long does a step take? Each SM has one CTA, which multiplies tiles of C by steps of 64 along K. The MMAs of a step
+and the copies of its rows of A and B from L2 run at the same time, so the longer of the two counts. A row of a block is
+64 elements, 128 bytes. L2 reads sectors of 32 bytes: 4 for the row, or 5 if it does not begin at a multiple of 32
+bytes. Its copy then takes 1.7 times as long. A tile of 192 x 256 copies 22% fewer rows per multiply-add than one of 128
+x 256. Where the rows of both matrices need 5 sectors, that decides between MMA-bound and L2-bound.
 
-The constants are fits to the times of all plans at 76 shapes on an H200. At 37 other shapes, drawn at random, the
-chosen plan was 1.5% slower than the best of the eight in the mean and 28% at worst (8664 x 552 x 1872), and 3% faster
-in the mean than the better of two tiles by waves alone. The model ranks plans; it does not predict a kernel's time.
+How full is the machine? Whole tiles run in waves, one tile per SM, and the last wave may be nearly empty. Stream-K
+(Osama et al. 2023, section 5.2) has no such last wave. It deals out the steps of the first tiles, more than one wave
+and less than two, in equal shares:
+
+    five tiles on three SMs; a digit is the tile that an SM multiplies, . is idle
+
+    whole tiles   SM 0  000000000333333333      Stream-K   SM 0  000000000111111
+                  SM 1  111111111444444444                 SM 1  111222222222333
+                  SM 2  222222222.........                 SM 2  333333444444444
+
+A tile whose steps have two owners costs a trip of fp32 sums through L2.
+
+The constants are fits to the times of all plans at 76 shapes on an H200. Then 37 other shapes were chosen at random.
+There the chosen plan was 1.5% slower than the best of the eight in the mean, and 28% at worst (8664 x 552 x 1872). It
+was 3% faster in the mean than the better of two tiles by waves alone. So the model ranks plans; it does not predict a
+kernel's time.
 """
 
 import math

@@ -12,9 +12,10 @@ A kernel has one of these shapes, and each operator lists which of them it takes
 Split rows. Each part publishes its partial statistics, one word for each row, and loads those of the other parts until
 none is empty. A word is written and read whole, so no fence is needed. No wait is for ever, for two reasons:
 - GPUs start programs in the order of their ids. So of the oldest unfinished row, every part has started or starts next,
-  and waits for that row alone. CUDA does not promise this order, but CUB's single-pass scan relies on it too.
-- All parts of a row fit on the GPU at once: the operator's list sees to that. It counts on a GPU without another such
-  kernel; two on streams of different priority could each hold the room that the other needs.
+  and waits for that row alone. CUDA does not promise this order. CUB's single-pass scan relies on it too.
+- All parts of a row fit on the GPU at once: the operator's list sees to that. It assumes that no other such kernel runs
+  on the GPU. Two on streams of different priority could each hold the room that the other needs.
+
 The interpreter runs programs one after another, where a wait would not end: see `waits`.
 """
 
@@ -148,9 +149,9 @@ def waits() -> tuple[bool, ...]:
 def opaque(x):
     """x, in a way that makes the compiler keep its 16 bits in registers and not the fp32 values computed from it.
 
-    A row that is used twice waits in registers in between. To the compiler this empty instruction makes a new x, so
-    what it keeps is what was loaded, and widening that again costs one instruction: half the registers, so twice the
-    rows on an SM. For an even number of 16-bit elements a thread; others are returned as they are.
+    A row that is used twice waits in registers in between. To the compiler this empty instruction makes a new x, so it
+    keeps what was loaded. Widening that again costs one instruction. In exchange the row needs half the registers, and
+    an SM holds twice the rows. For an even number of 16-bit elements a thread; others are returned as they are.
     """
     if _INTERPRETED or x.dtype.primitive_bitwidth != 16:
         return x
@@ -242,10 +243,10 @@ def settled(words, ptrs):
 
 @triton.jit
 def pack_columns(x, PACK: tl.constexpr):
-    """16-bit x as half as many 32-bit words, in which a row waits from one turn of a loop to the next.
+    """16-bit x as half as many 32-bit words, in which a row waits from one iteration of a loop to the next.
 
-    Between turns the compiler would give each element a register of its own. Without PACK, and of 32 bits, x itself:
-    neighbours that lie in different threads are dear to pack.
+    Between iterations the compiler would give each element a register of its own. Without PACK, and for 32-bit x, this
+    returns x itself: packing neighbours that lie in different threads costs too much.
     """
     if PACK and x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32)

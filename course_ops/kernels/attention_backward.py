@@ -6,8 +6,8 @@ Two kernels without atomics (Dao 2023, FlashAttention-2, algorithm 2, in two loo
     dkdv_kernel    a program owns a block of keys, loops over the queries that see it, and sums dK = scale dS^T Q
                    and dV = P^T dO
 
-Both compute P = exp(S - lse), S = scale Q K^T, and dS = P * (dO V^T - delta), so there are seven matmuls instead of
-five. delta = rowsum(dO * O) stands for the softmax's Jacobian. With a softcap, S = cap T, T = tanh(scale / cap Q K^T),
+Both compute S = scale Q K^T, P = exp(S - lse) and dS = P * (dO V^T - delta), so there are seven matmuls and not five.
+The softmax's Jacobian shrinks to delta = rowsum(dO * O). With a softcap, S = cap T, T = tanh(scale / cap Q K^T),
 and dS is multiplied by tanh's derivative, 1 - T^2.
 """
 
@@ -140,7 +140,7 @@ def add_queries(
     """Add to dk [BLOCK_N, BLOCK_D] and dv [BLOCK_N, BLOCK_V] of keys what some blocks of queries have for them.
     line: rows of a head in lse and delta.
 
-    P and dS are computed transposed, keys down, as wgmma takes a left operand from registers only as it lies."""
+    P and dS are computed transposed, one row per key, because wgmma cannot transpose a left operand in registers."""
     for start in range(start_at, stop_at, BLOCK_M):
         q_tile = load_tile(q, q_strides, b, h, start, S_q, D, BLOCK_M, BLOCK_D, TMA)
         do_tile = load_tile(dout, dout_strides, b, h, start, S_q, D_v, BLOCK_M, BLOCK_V, TMA)

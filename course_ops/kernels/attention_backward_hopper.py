@@ -1,20 +1,28 @@
 """Attention, backward, for Hopper: five matmuls, dQ added up by TMA (16 bits, D up to 128, windows).
 
-After FlashAttention-3 (Shah et al. 2024, section 3). A CTA owns a tile of 128 keys of one head of K and V. Two consumer
-warpgroups keep dK and dV in registers, of 64 keys each. The CTA loops over the blocks of queries that see the tile, of
-all query heads that share it. A step: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K:
+After FlashAttention-3 (Shah et al. 2024, section 3). The idea: each pair of a query block and a key block computes S
+and dP once, and all three gradients use them. A CTA owns a tile of 128 keys of one head of K and V, and so dK and dV of
+these keys. It loops over the blocks of queries that see the tile, of all query heads that share it. Each of its two
+consumer warpgroups has 64 of the keys. One step, in all of it transposed:
 
-    producer    K, V of a tile; a ring of Q and dO, with lse and delta of their rows; stores dK and dV at a tile's end
-    consumers   write dS to shared memory, meet, and each multiplies half of dQ with all 128 keys
-    TMA         adds dQ to a sum in fp32 in memory. The order of additions varies, so dQ is not the same to the bit.
+    S^T  = K Q^T       P^T  = exp(scale S^T - lse)
+    dP^T = V dO^T      dS^T = P^T * (dP^T - delta)
+    dV  += P^T dO      in registers: the consumer's own 64 keys
+    dK  += dS^T Q      in registers
+    dQ   = dS K        over all 128 keys: needs the other consumer's dS too, and all CTAs add to the same dQ
+
+    producer    loads K and V of a tile, and a ring of Q and dO with lse and delta of their rows; stores dK and dV
+    consumers   write dS to shared memory, meet at a barrier, and each computes half of dQ with all 128 keys
+    TMA         adds dQ to a sum in fp32 in global memory; the order varies, so dQ may differ in its last bits
 
 Shared memory: K and V [2 consumers, 64, D], Q and dO [STAGES, ROWS, D], dS [buffers * 2 consumers, 64, ROWS], and a
 part of dQ's sum for each consumer. ROWS is 64 if D = 128, and 128 if D <= 64: 64 x 64 elements of dQ for each consumer.
 
-PING_PONG: dQ is computed one step late, after a barrier of the step before, and the consumers take turns at the
-exponentials. With a barrier in each step both would compute exponentials at the same time, and issue no matmul.
+PING_PONG: with a barrier in each step both consumers would compute exponentials at the same time, and issue no matmul.
+So they take turns at the exponentials. dQ is computed one step late, after the barrier of the step before.
 
-prepare_kernel computes each row's two values and clears the sum; finish_kernel scales it to dQ.
+Before it, prepare_kernel computes lse and delta of each row in the form that is added, and clears the sum. After it,
+finish_kernel scales the sum to dQ.
 """
 
 import triton
@@ -111,8 +119,9 @@ def padded_row(cu_ptr, B, H, head, row, BLOCK_D: tl.constexpr):
     return begin, length, first + row % ROWS, line, stored
 
 
-# dQ's sum lies in parts of 64 x 64, each in the order of a warpgroup's registers, so that adding is contiguous: warp
-# (4), column block (8), thread (8 x 4), then a thread's 4 elements there, 2 rows that are 8 apart by 2 columns.
+# dQ's sum lies in parts of 64 x 64. A part is in the order of a warpgroup's registers, so that adding is contiguous:
+# warp (4), column block (8), thread (8 x 4), then the thread's 4 elements of that block. These are in 2 rows, 8 apart,
+# and 2 columns.
 @triton.jit
 def finish_kernel(
     dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, cu_ptr, B, BLOCK_D: tl.constexpr
@@ -199,8 +208,11 @@ class Problem:
 
     @gluon.jit
     def tile(self, index, ROWS: gl.constexpr, KEYS: gl.constexpr):
-        """Of the index-th tile: batch, head, the first of its 2 * KEYS keys; of the blocks of queries the first that
-        sees one of these, the first that needs no mask, the next one that does, and the end."""
+        """The index-th tile: its batch, its head and the first of its 2 * KEYS keys, then four blocks of queries.
+
+        These are the first block that sees a key of the tile, the first that needs no mask, the next that does, and
+        the end.
+        """
         blocks = self.blocks(ROWS)
         if self.CAUSAL:
             head, rank = tile_order(index, self.tiles, self.all_heads, self.heads_at_once)
@@ -373,8 +385,8 @@ def load_halves(desc, smem, full, where, head, row):
         async_load(desc, coord, full, smem.index(half))
 
 
-# An accumulator may begin with -lse (as a score) or -delta of each query instead of 0: then P = 2^(scale S') and
-# dS = P dP', and the rows' values need no registers while S^T and dP^T have theirs.
+# An accumulator may begin with -lse (as a score) or -delta of each query instead of 0. Then P = 2^(scale S') and
+# dS = P dP'. The rows' values need no registers while the accumulators of S^T and dP^T are in use.
 @gluon.jit
 def issue_scores(keys, queries, values, LAYOUT: gl.constexpr):
     """Issue S^T = K Q^T or dP^T = V dO^T [keys, queries], plus the queries' values, if there are any."""
@@ -386,15 +398,15 @@ def issue_scores(keys, queries, values, LAYOUT: gl.constexpr):
     return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=values is not None, is_async=True)
 
 
-# A zero that the compiler cannot know. Without it the addresses of K and V in shared memory, 16 registers of wgmma's
-# descriptors, are computed before the loop and kept, and from a tile's end to the next tile's begin.
+# A zero that the compiler cannot know. Without it, the compiler computes the addresses of K and V in shared memory
+# before the loop and keeps them, also between tiles: 16 registers of wgmma's descriptors.
 @gluon.jit
 def opaque_zero(x):
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], gl.int32, False, 1)
 
 
-# Both consumers' dS times all 128 keys, for a half of the step's dQ: 64 queries x 64 columns of D if D is 128, else 64
-# of 128 queries. wgmma reads dS [keys, queries] as its transpose.
+# Both consumers' dS times all 128 keys, for a half of the step's dQ. The half is 64 queries x 64 columns of D if D is
+# 128, else 64 of 128 queries. The matmul reads dS [keys, queries] as its transpose.
 @gluon.jit
 def issue_dq(args, buffer, zero, WHICH: gl.constexpr, HALVES: gl.constexpr = 2):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
@@ -419,8 +431,8 @@ def add_dq(args, dq, part, WHICH: gl.constexpr):
     tma_reduce_add(args.sum_desc, [part * 64, 0], args.sum_smem.index(WHICH))
 
 
-# Two buffers in turn: a consumer that has come to a step's meeting has multiplied the dS of the step before, so what is
-# overwritten next has been read by both. With PING_PONG, where dQ is a step late, three.
+# Steps alternate between two buffers. A consumer that has arrived at a step's barrier has multiplied the dS of the step
+# before. So both consumers have read what is overwritten next. With PING_PONG dQ is a step late, and buffers are three.
 @gluon.jit
 def share_ds(args, ds, buffer, met, WHICH: gl.constexpr):
     args.ds_smem.index(buffer + WHICH).store(ds)
@@ -482,9 +494,9 @@ def first_values(args, stage):
     return values
 
 
-# Each matmul is issued as soon as its operands are there and awaited as late as its result is needed: dP runs under the
-# exponentials, dV under dS, dK and the next S while the consumers meet. After the last step S is that of an old Q and
-# not used: a branch around it would cost every step.
+# Each matmul is issued as soon as its operands are there, and awaited when its result is needed. dP runs under the
+# exponentials, dV under dS, and dK and the next S while the consumers meet. After the last step S is computed from an
+# old Q and is not used: a branch around it would cost every step.
 @gluon.jit
 def main_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
     args = c.args
@@ -762,8 +774,8 @@ def attention_backward(
         out, dout, lse, starts, deltas, total, out.stride(), dout.stride(), unit, H, S_q, rows, D_v, cu_q, count,
         32, width,
     )  # fmt: skip
-    # Few heads at a time, so that long and short tiles are under way together. 16 if L2 holds twice what their programs
-    # share (Q, dO, twice as much of dQ), else 8. Most counts of heads are multiples of these.
+    # Few heads at a time, so that long and short tiles run at the same time. There are 16 if L2 holds twice what their
+    # programs share: Q, dO, and twice as much of dQ. Otherwise 8. Most counts of heads are multiples of these.
     at_once = min(B * H_kv, 16 if heads_in_l2(8 * group * longest * width, q.device) >= 32 else 8)
     values = [t if sequences is None else t.view(-1, block) for t in (starts, deltas)]
     attention_backward_hopper_kernel[(min(tiles * B * H_kv, num_sms(q.device)),)](

@@ -1,9 +1,10 @@
 """Attention, backward, for Hopper and heads of 129 to 256: two kernels, seven matmuls (16 bits, windows too).
 
-The sums of 64 keys, dK and dV [64, 256] in fp32, take half of an SM's registers. So a CTA cannot own more keys. Bytes
-are counted for each pair of 64 queries and 64 keys. One kernel with five matmuls would load 64 KB of Q and dO, and L2
-would add up 64 KB of dQ. Two kernels load 32 KB of K and V for dQ, as a CTA owns 128 queries, and 64 KB of Q and dO for
-dK and dV. Predicted:
+Why two kernels, and not one with five matmuls as up to D = 128? The sums of 64 keys, dK and dV [64, 256] in fp32, take
+half of an SM's registers. So a CTA cannot own more keys, and L2 has to serve many bytes for each of them. For a pair of
+64 queries and 64 keys, one kernel with five matmuls would load 64 KB of Q and dO, and L2 would add up 64 KB of dQ. Two
+kernels compute S and dP twice. The first loads 32 KB of K and V for dQ, since its CTA owns 128 queries. The second
+loads 64 KB of Q and dO for dK and dV. Predicted:
 
                        bytes, D = 256    FLOPs     at 5 TB/s of L2    at 600 TFLOP/s
     five matmuls       128 KB            10.5 M    3.5 us             2.3 us            limited by L2

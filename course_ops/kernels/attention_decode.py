@@ -157,8 +157,11 @@ def attention_decode(
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
-    fp32, fp16 or bf16, any strides. H / H_kv * S_q is at most MAX_ROWS, D and D_v at most 256. lengths [B] int32: how
-    many keys of each sequence are in use, or None for all. causal: the last query stands at the last key in use.
+    fp32, fp16 or bf16, any strides. H / H_kv * S_q is at most MAX_ROWS, D and D_v at most 256.
+
+    - lengths: [B] int32, how many keys of each sequence are in use, or None for all.
+    - causal: the last query stands at the last key in use.
+
     Deterministic: parts are merged in their order.
     """
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape

@@ -1,29 +1,40 @@
 """Attention, forward, for Hopper: warp-specialized, persistent, with lazy rescaling (16 bits, D up to 256).
 
-After FlashAttention-3 (Shah et al. 2024, section 3) and FlashAttention-4's conditional rescaling. A CTA is a producer
-warp, which only issues TMA loads, and two consumer warpgroups (three for D <= 64) with 64 queries each of a tile:
+After FlashAttention-3 (Shah et al. 2024, section 3) and FlashAttention-4's conditional rescaling. The idea: the tensor
+cores multiply P V of one block of keys while the other units compute the softmax of the next block:
+
+    tensor cores   QK(0)             QK(1) PV(0)      QK(2) PV(1)      QK(3) PV(2)      ...
+    other units          softmax(0)        softmax(1)       softmax(2)       softmax(3)
+
+A CTA is a producer warp and two consumer warpgroups (three for D <= 64). Each consumer has 64 queries of a tile.
 
     shared memory   Q, O [consumers, 64, D]; rings of K and V [stages, keys, D] with a `full` and an `empty` barrier
-    producer        next tile from the scheduler; Q; then for each block of keys K(j), V(j - 1), as stages get empty
+    producer        only issues TMA loads: the Q of the next tile, then for each block K(j) and V(j - 1), as stages
+                    get empty. It fetches the tile from the scheduler.
     consumer        issue S(j) = Q K(j)^T; issue O += P(j - 1) V(j - 1); softmax of S(j) under that matmul
 
-Softmax: exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the maximum of a
-tile's first block and stays, until some partial row sum passes 2^13 (fp16 holds 65504, l and O are fp32). Then m is
-raised, and P, which is still in fp32, O and l are multiplied by a power of two. A sum past 2^64 may be infinite, and
-then P is lost. That block is done again with its own maximum, as its K is still in shared memory: a second QK.
+Lazy rescaling: exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the row
+maximum of the tile's first block, and stays. A consumer raises m only if some partial row sum passes 2^13: fp16 holds
+65504, and l and O are fp32. It then multiplies l, O and P, which is still in fp32, by a power of two. A sum past 2^64
+may be infinite, and then P is lost. The consumer computes that block again with the block's own maximum. The block's K
+is still in shared memory, so the price is a second QK.
 
-Blocks of keys come last first, so that those that need a mask, the tail and the diagonal, are a tile's first ones.
-ALIGNED (causal, S_k - S_q a multiple of 128): the diagonal crosses a tile's last block only, from corner to corner,
-and of its four quarters one is masked: the first warpgroup computes 64 of the 128 keys.
+Order: the last block of keys comes first. So the blocks that need a mask, the tail and the diagonal, are a tile's
+first ones. ALIGNED (causal, S_k - S_q a multiple of 128): the diagonal crosses only the last block, from corner to
+corner. One of its four quarters is masked whole, so the first warpgroup computes 64 of the 128 keys:
 
-D > 128: a row of Q, K, V and O lies in two chunks of columns, 128 and 64 or 128 and 128, since the sizes of blocks are
-powers of two. S is the sum of both chunks' QK. Each chunk of O has an accumulator of its own, and a block has 64 keys.
+                      keys 0 to 63    keys 64 to 127
+    queries 0 to 63   masked partly   masked whole
+    queries 64 to 127 no mask         masked partly
+
+D > 128: sizes of blocks are powers of two, so a row of Q, K, V and O lies in two chunks of columns: 128 and 64, or 128
+and 128. S is the sum of both chunks' QK. Each chunk of O has an accumulator of its own, and a block has 64 keys.
 D_v, the columns of V and O, may differ from D. Up to D = 192 and D_v = 128 a block has 128 keys: a QK with 128 keys
-reads 0.75 of the shared memory that two with 64 read. O's accumulators are then two of 64 columns, which leave through
-one buffer of shared memory, as there is no more.
-softcap: S becomes tanh(S scale / softcap) before the masks, and the exponents are softcap times that.
-window: a tile's blocks end with the first that one of its queries sees. Those that the window's edge crosses come last,
-and the main loop masks them.
+reads 0.75 of the shared memory that two with 64 read. O then has two accumulators of 64 columns. They leave through
+one buffer, since shared memory has no room for two.
+Softcap: S becomes tanh(S scale / softcap) before the masks, and the exponents are softcap times that.
+Window: a tile ends with the first block that one of its queries sees. The blocks that the window's edge crosses come
+last, and the main loop masks them.
 """
 
 import triton
@@ -328,8 +339,8 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# A thread has columns 8 j + 2 (lane % 4) + {0, 1}. Of a column, keys & ~6 is a constant of the register that holds it,
-# and keys & 6 is the thread's own, so that a comparison is one instruction with a constant.
+# A thread has columns 8 j + 2 (lane % 4) + {0, 1}. So keys & ~6 is a constant of the register that holds the column,
+# and keys & 6 is one value for the whole thread. A comparison is then one instruction with a constant.
 @gluon.jit
 def apply_mask(s, row, key, problem):
     """-inf where a query does not see a key; row, key: the block's first ones. With few registers."""
@@ -385,7 +396,7 @@ def largest_sum(largest_sums):
 
 
 # P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
-# is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
+# is raised by 48 more than needed: the next time is when exponentials have grown by 2^61. P in fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
@@ -601,7 +612,7 @@ def release_unread(c, block):
     c.v.release(c.step + block)
 
 
-# O has a buffer of its own, because the next tile's Q is on its way into this one's. A query without visible keys has
+# O has a buffer of its own: the next tile's Q is being loaded into that of this tile. A query without visible keys has
 # O = 0 and lse = -inf.
 @gluon.jit
 def epilogue(args, problem, o, m, l, batch, head, row, WHICH: gl.constexpr):

@@ -28,8 +28,8 @@ def philox(call, seed):
     return c0, c1, c2, c3
 
 
-# A row of the tile is two calls, 8 elements: 16-byte accesses in 16 bits. join interleaves the words inside each
-# thread. seed and drop are values, not sizes: without do_not_specialize, seed 1 and seed 16 would be compiled anew.
+# A row of the tile is two calls, 8 elements: 16-byte accesses in 16 bits. The word join interleaves the values inside
+# each thread. Without do_not_specialize, seed 1 and seed 16 would each be compiled anew, as if they were sizes.
 @triton.jit(do_not_specialize=["seed", "drop"])
 def dropout_kernel(x_ptr, y_ptr, n, seed, drop, scale, PAIRS: tl.constexpr):  # [n] each
     first = tl.program_id(0).to(tl.int64) * PAIRS  # 64 bits once; what each thread adds fits in 32

@@ -287,6 +287,7 @@ def _results(x, residual=None):
 
 # Backward. With x_hat = (x - mean) rstd, g = dy w, and c1, c2 the means over the row of g x_hat and of g:
 #     dx = rstd (g - x_hat c1 - c2)      dw = sum over rows of dy x_hat      db = sum over rows of dy
+#
 # As many programs as the GPU runs at once walk over the rows; dw and db of all their rows stay in fp32 registers.
 
 

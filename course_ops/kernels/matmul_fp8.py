@@ -24,8 +24,8 @@ def outer_scales(scale_a_ptr, scale_b_ptr, rows, cols, M, N, stride_am, stride_b
     return scale
 
 
-# Promotion: tensor cores add fp8 products with about 14 bits (DeepSeek-V3, section 3.3.2), so every 128 of K the sum
-# goes to fp32 registers, on its way multiplied by the scales of the block if these change with k.
+# Promotion: tensor cores add fp8 products with about 14 bits (DeepSeek-V3, section 3.3.2). So after every 128 of K the
+# sum is added to fp32 registers. If the scales change with k, it is multiplied by those of the block first.
 @triton.jit
 def pointers_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, c_ptr,  # [M, K], [K, N] lying as [N, K], scales, [M, N]

@@ -67,9 +67,10 @@ def share(program, total, programs):
     return (program.to(tl.int64) * total // programs).to(tl.int32)  # the product may pass 2^31
 
 
-# Stream-K: all steps of all tiles lie in one row and every program takes an equal share. A share that begins inside a
-# tile leaves its partial sums in the workspace and sets a flag; the program with the tile's first step waits, adds the
-# parts in order and stores C. Waiting ends: there are no more programs than SMs, and a program waits for lower ids.
+# Stream-K: all steps of all tiles lie in one row, and every program takes an equal share. A program whose share begins
+# inside a tile leaves its partial sums in the workspace and sets a flag. The program with the tile's first step waits
+# for the flags, adds the parts in order and stores C. Waiting ends: there are no more programs than SMs, and a program
+# waits for lower ids.
 @triton.jit
 def stream_k_kernel(
     a_ptr, b_ptr, c_ptr,

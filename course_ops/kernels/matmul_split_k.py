@@ -127,8 +127,9 @@ def reduce_scatter(acc, parts_ptr, counter_ptr, split, SPLITS: gl.constexpr):
     return from_share(gl.sum(gl.where(each == split, mine[None, :], theirs), axis=0))
 
 
-# Waiting ends: there are no more programs than SMs. If another kernel holds some SMs, programs still start by number
-# and a tile's programs are neighbours, so all tiles but one are complete, end, and make room for the rest of that one.
+# Waiting ends: there are no more programs than SMs. If another kernel holds some SMs, programs still start by number,
+# and a tile's programs are neighbours. So at most one tile has some of its programs running and some not. All other
+# tiles end, and make room for the rest of that one.
 @gluon.jit(do_not_specialize=["tiles_m", "steps", "M"])
 def split_k_kernel(
     a_desc, b_desc, c_desc,

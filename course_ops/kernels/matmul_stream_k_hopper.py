@@ -1,16 +1,17 @@
 """C = A B on Hopper for shapes whose last wave of tiles is nearly empty, or whose rows begin within a sector of L2.
 
-As matmul_hopper a CTA an SM, with a producer warp and a consumer warpgroup for each 64 rows of a tile. New are
+As in matmul_hopper, each SM has one CTA: a producer warp, and a consumer warpgroup for each 64 rows of a tile. New are
 
-- tiles of 192 rows, by a third consumer: fewer bytes from L2 for a multiply-add;
-- Stream-K (Osama et al. 2023, section 5.2): the steps along K of the first tiles, more than a wave and less than two,
-  lie in one row, and every CTA takes an equal share of it. Then the other tiles, a whole number of waves, come whole.
+- tiles of 192 rows, by a third consumer: fewer bytes from L2 for a multiply-add.
+- Stream-K (Osama et al. 2023, section 5.2). It takes the first tiles, more than a wave and less than two. Their steps
+  along K lie in one row, and every CTA takes an equal share of it. The other tiles are a whole number of waves, and
+  come whole:
 
       CTA 0   | tile 0             | tile 1: last steps -> sums |   5 CTAs, 7 tiles: 1.4 tiles each
       CTA 1   | tile 1: first | tile 2             | tile 3 ...
 
-A share that begins inside a tile leaves its sums in global memory and sets a flag. The CTA with the tile's first step
-waits for it, adds the sums in the order of K, and stores C: the result is the same to the bit each time.
+A CTA whose share begins inside a tile leaves its sums in global memory and sets a flag. The CTA with the tile's first
+step waits for it, adds the sums in the order of K, and stores C. So the result is the same to the bit each time.
 """
 
 import torch

@@ -1,9 +1,10 @@
 """C = A B on Hopper in tiles whose width is no power of two, and y = gelu(x W^T + bias) with the epilogue in registers.
 
-As matmul_hopper persistent and warp-specialized, in whole tiles. Whole tiles come in waves of as many as there are SMs,
-so the last wave decides: 1000 x 4608 has 144 tiles of 128 x 256 on 132 SMs, two waves, but 128 tiles of 128 x 288, one.
-Triton's blocks have powers of two as sizes. So a tile has a left part, of 64, 128 or 256 columns, and a right part of
-none, 32 or 64. Each part has a block of B and an accumulator of its own, and one step is two MMAs.
+As matmul_hopper persistent and warp-specialized, in whole tiles. Whole tiles run in waves, one tile per SM, so the last
+wave decides. An H200 has 132 SMs. On it, C of 1000 x 4608 takes two waves in its 144 tiles of 128 x 256, and one wave
+in its 128 tiles of 128 x 288. Triton's blocks have powers of two as sizes. So a tile has a left part, of 64, 128 or 256
+columns, and a right part of none, 32 or 64. Each part has a block of B and an accumulator of its own, and one step is
+two MMAs.
 
       128 x 288 = | left: 256 | right: 32 |      256 x 160 = | left: 128 | right: 32 |, 128 rows for each consumer
 """
@@ -85,8 +86,8 @@ def producer(args):
             count += 1
 
 
-# Each MMA is a group that can be waited for, so of a step with two parts two groups are still running when the step
-# before is complete, and its stage is released.
+# Each MMA is a group that can be waited for. A step with two parts is two groups. So the step before is complete when
+# at most two groups are still running, and then its stage is released.
 @gluon.jit
 def consumer(args, WHICH: gl.constexpr):
     ROWS: gl.constexpr = args.c_desc.block_type.shape[0]

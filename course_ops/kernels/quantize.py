@@ -12,8 +12,8 @@ FP8 = torch.float8_e4m3fn
 _INTERPRETED = tl.constexpr(triton_interprets())
 
 
-# Magnitudes are compared as integers: of floats that are not negative the larger has the larger bits, and NaN is above
-# infinity, so that a NaN makes its group's scale NaN, as in PyTorch; a maximum of floats would pass it over.
+# Magnitudes are compared as integers. Of two floats that are not negative, the larger has the larger bits. The bits of
+# NaN are above those of infinity. So a NaN makes its group's scale NaN, as in PyTorch; a maximum of floats drops NaN.
 @triton.jit
 def magnitude(x):
     return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
@@ -31,9 +31,9 @@ def scale_of(bits):
     return tl.where(most == 0, 1.0, tl.div_rn(most, tl.full(most.shape, 448.0, tl.float32)))
 
 
-# A quotient of e4m3's precision needs the fp32 quotient rounded rightly: one off by a bit, near the middle of two of
-# e4m3's numbers, would go to the other one. div_rn costs 30 instructions an element; this is Markstein's way, with one
-# division for a group: x times 1/scale, and once more the remainder that this leaves.
+# The fp32 quotient must be rounded correctly. If it were off by one bit near the middle of two values of e4m3, it would
+# be rounded to the wrong one. An exact division, div_rn, costs 30 instructions an element. This is Markstein's way: x
+# times 1/scale, with one division for a group, and then a correction by the remainder that this leaves.
 @triton.jit
 def quantized(x, scale):
     if _INTERPRETED:  # its fma rounds twice

@@ -48,8 +48,8 @@ def rms_norm_packed(x, w, eps):
     y, rstd, rows = _results(x)
     if y.numel():
         row = rows.block * rows.itemsize
-        # Rows of a program, and bytes of x a thread. Two 16-byte loads a thread do while four rows of so many threads
-        # fit on an SM, up to 16 KB; past that 8 warps hold the row, as a sum waits for the slowest.
+        # Rows of a program, and bytes of x a thread. Two 16-byte loads a thread are enough while four rows of so many
+        # threads fit on an SM: up to 16 KB. Past that 8 warps hold the row, since a sum waits for the slowest warp.
         tile, thread = (8192 // row, 128) if row <= 2048 else (1, 32) if row <= 16384 else (1, row // 256)
         rms_norm_packed_kernel[(triton.cdiv(rows.M, tile),)](
             x, w, y, rstd, rows.M, rows.N, x.stride(0), y.stride(0), eps, tile, rows.block,
@@ -120,7 +120,7 @@ def rms_norm_split_kernel(
     words = look(at, there, 1)
     if WAIT:
         words = wait(words, at, there, 1)
-        # Two warps may hold the same word, of which one looked too early: once more, now that all have been seen.
+        # Two warps may hold the same word, and one of them looked too early. All words are there now, so look again.
         tl.debug_barrier()
         words = look(at, there, 1)
     rstd = tl.rsqrt(tl.sum((words - 1).to(tl.float32, bitcast=True), axis=1) / N + eps)
@@ -195,6 +195,7 @@ def _results(x):
 
 
 # Backward. With n = x rstd and g = dy w:    dx = rstd (g - n mean(g n))    dw = sum over rows of dy n
+#
 # As many programs as the GPU runs at once walk over the rows; dw of all their rows stays in fp32 registers.
 
 

@@ -1,9 +1,10 @@
 // Streams: copy in, compute and copy out at once, through two slots
 // ==============================================================
-// y = x / (1 + x^2). The arrays x and y are in the host's memory. The device has room for two chunks of each: chunk c goes
-// through slot c % 2. A GPU has an engine for copies in, one for copies out, and its SMs: three things that can run at
-// once, if each waits only for its inputs. Give each a stream, and use events for three kinds of waiting: for a chunk
-// that is copied in, for a result that is computed, and for a slot that is still in use.
+// y = x / (1 + x^2). The arrays x and y are in the host's memory. The device has room for two chunks of each: chunk c
+// goes through slot c % 2. A GPU has an engine for copies in, one for copies out, and its SMs: three things that can
+// run at once, if each waits only for its inputs. Give each a stream, and use events for three kinds of waiting. The
+// SMs wait for a chunk that is copied in, a copy out for a result that is computed, and all for a slot that is still in
+// use.
 //
 // Each of the three takes one step a chunk. The grader runs your calls on a model of that machine, in every order that
 // your streams and events allow. Predict the steps for 16 chunks: in one stream; in three; and with a single slot.

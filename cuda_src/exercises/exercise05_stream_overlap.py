@@ -134,7 +134,7 @@ EXERCISE = Exercise(
             "ordered",
         ),
         Wrong(
-            "nobody waits for what was asked of `stream` before",
+            "the copies do not wait for what was asked of `stream` before",
             "    for (cudaStream_t s : {in, work, out}) CUDA_CHECK(cudaStreamWaitEvent(s, lanes.begin, 0));\n",
             "",
             "ordered",

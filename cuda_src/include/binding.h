@@ -1,5 +1,5 @@
-// The door to Python: launchers with their types erased, so that pybind11, which takes longer to compile than a program
-// does, is compiled once for all of them (binding.cpp) and not by nvcc.
+// The door to Python: launchers with their types erased. So pybind11, which takes longer to compile than a program, is
+// compiled once for all of them (binding.cpp) and not by nvcc.
 #pragma once
 #include <cstdint>
 #include <functional>

@@ -155,10 +155,11 @@ __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t m0, uint32
 // ---- the matrix unit: "Asynchronous Warpgroup Level Matrix Instructions" --------------------------------------------
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// A tile of rows of 64 bf16 (128 bytes) as TMA stores it with the 128-byte swizzle. 8 rows are 1024 bytes, in which
-// the 16-byte piece p of row r is at place p ^ (r % 8). So a column of pieces touches every bank once. "Matrix
-// Descriptor Format": bits 0-13 address / 16; 16-29 leading offset (unused by a swizzled row of this length); 32-45
-// from 8 rows to the next 8, / 16; 62-63 swizzle, 1 = 128 bytes. The tile must begin at a multiple of 1024 bytes.
+// A tile of rows of 64 bf16 (128 bytes) as TMA stores it with the 128-byte swizzle. Eight rows are 1024 bytes, in which
+// the 16-byte piece p of row r is at place p ^ (r % 8). So a column of pieces touches every bank once. The tile must
+// begin at a multiple of 1024 bytes. The descriptor ("Matrix Descriptor Format") has
+//     bits 0-13 address / 16       bits 16-29 leading offset (unused by a swizzled row of this length)
+//     bits 32-45 bytes from 8 rows to the next 8, / 16      bits 62-63 swizzle, 1 = 128 bytes
 __device__ __forceinline__ uint64_t tile_descriptor(const bf16* tile) {
     return uint64_t((address(tile) & 0x3FFFF) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
@@ -199,8 +200,8 @@ __device__ __forceinline__ void wgmma_wait() {
     "{ .reg .pred add;\nsetp.ne.b32 add, " p ", 0;\n" \
     "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" registers "}, " a ", " b ", add, 1, 1, 0, 0; }"
 
-// d[64, N] = a[64, 16] * b[N, 16]^T (+ d if `add`), by all 128 threads. Warp w has rows 16w to 16w + 15, and lane l of
-// it d[4j], d[4j + 1] at row l / 4, columns 8j + 2(l % 4) and the next; d[4j + 2], d[4j + 3] eight rows below.
+// d[64, N] = a[64, 16] * b[N, 16]^T (+ d if `add`), by all 128 threads. Warp w has rows 16w to 16w + 15. Its lane l has
+// d[4j] and d[4j + 1] at row l / 4, columns 8j + 2(l % 4) and the next. Eight rows below are d[4j + 2] and d[4j + 3].
 template <int N>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, int add) {
     static_assert(N == 64 || N == 128 || N == 192 || N == 256);

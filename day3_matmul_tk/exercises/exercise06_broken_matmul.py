@@ -75,9 +75,8 @@ EXERCISE = Exercise(
     ),
     hints=(
         "Look at what matters only from the second step on: what advances, what is masked, which dtype accumulates.",
-        "One block further along K is BLOCK_K elements in a row of A, and how many in B? k counts from 0 in every "
-        "step: "
-        "what must it be compared with? What dtype has the sum between steps?",
+        "One block further along K is BLOCK_K elements in a row of A. How many is it in B? The index k counts from 0 "
+        "in every step: what must it be compared with? What dtype has the sum between steps?",
         "`b_ptrs += BLOCK_K * b_k`; compare k with K - start; `acc += tl.dot(a, b)`, which stays fp32.",
     ),
     wrong=(

@@ -7,8 +7,8 @@ one before has ended, so the tensor cores always have work queued. A stage is re
     tensor cores         0000000011111111222222223333333344444444
     warps                i0  i1.......i2......i3......i4                 i = issue; . = wait for the MMA before
 
-Predicted: MMAs follow each other, 1024 cycles a step, or 1260 where all SMs ask L2 for most. A tile's two ends remain:
-1500 cycles to fill the ring and 3000 to write C, 5% to 7% at K = 4096.
+Predicted: MMAs follow each other, 1024 cycles per step, or 1260 when all SMs load from L2 at the same time. A tile's
+two ends remain: 1500 cycles to fill the ring and 3000 to write C, 5% to 7% at K = 4096.
 """
 
 from lessonkit import Unsupported, needs, tma_takes
@@ -113,7 +113,7 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
 
 
 # LAYOUT is how wgmma leaves the accumulator in registers: 8 warps, one below the other, each with 16 rows of all
-# columns. That is 128 fp32 registers a thread.
+# columns. That is 128 fp32 registers per thread.
 @gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "steps"])
 def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.constexpr, STAGES: gl.constexpr):
     M: gl.constexpr = a_desc.block_type.shape[0]

@@ -7,8 +7,8 @@ still writes C while the next tile is multiplied.
     a CTA per tile   |fill|MMMMMMMM|store|   |fill|MMMMMMMM|store|
     persistent       |fill|MMMMMMMM|cvt|MMMMMMMM|cvt|MMMMMMMM|store|      cvt = acc to 16 bits, about 1000 cycles
 
-Predicted: of a tile's 4500 cycles at its ends about 1000 are left: +4% at K = 4096, half of that at 8192, as far as
-the power limit lets the clocks be.
+Predicted: a tile spends 4500 cycles at its two ends, and about 1000 of them are left. That is +4% at K = 4096 and +2%
+at K = 8192, if the power limit does not lower the clock.
 """
 
 from lessonkit import Unsupported, needs, num_sms, tma_takes
@@ -172,8 +172,8 @@ def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.con
     args = PartitionArgs(
         ring=ring, c_desc=c_desc, c_smem=c_smem, tiles_m=tiles_m, tiles_n=tiles_n, steps=steps, GROUP=GROUP
     )
-    # The first partition runs in the kernel's own 4 warps. An SM has 65,536 registers: 232 a thread for each consumer,
-    # 40 for the producer warp. The first partition takes what the others leave.
+    # The first partition runs in the kernel's own 4 warps. An SM has 65,536 registers: 232 per thread for each
+    # consumer, 40 for the producer warp. The first partition takes what the others leave.
     gl.warp_specialize([(consumer, (args, 0)), (consumer, (args, 1)), (producer, (args,))], [4, 1], [232, 40])
 
 

@@ -111,7 +111,7 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
 
 
 # LAYOUT is how wgmma leaves the accumulator in registers: 8 warps, one below the other, each with 16 rows of all
-# columns. That is 128 fp32 registers a thread.
+# columns. That is 128 fp32 registers per thread.
 @gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "steps"])
 def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.constexpr, STAGES: gl.constexpr):
     M: gl.constexpr = a_desc.block_type.shape[0]

@@ -6,7 +6,8 @@ New against persistent.py: the host chooses 256 or 128 columns for a tile, by an
     128 x 256   ################................................    32 of 132 SMs work
     128 x 128   ################################................    64 of 132 SMs work, half as long, with more bytes
 
-Predicted: at 1024 half of the MMA time, with a third more bytes: 3/4 of the time. Nothing at the other sizes.
+Predicted: at M = N = K = 1024 half of the MMA time, with a third more bytes, so 3/4 of the time. At the other sizes the
+tile stays as it is, and so does the time.
 course_ops/kernels/matmul_hopper.py is this kernel for operands that may be transposed.
 """
 
@@ -174,8 +175,8 @@ def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.con
     args = PartitionArgs(
         ring=ring, c_desc=c_desc, c_smem=c_smem, tiles_m=tiles_m, tiles_n=tiles_n, steps=steps, GROUP=GROUP
     )
-    # The first partition runs in the kernel's own 4 warps. An SM has 65,536 registers: 232 a thread for each consumer,
-    # 40 for the producer warp. The first partition takes what the others leave.
+    # The first partition runs in the kernel's own 4 warps. An SM has 65,536 registers: 232 per thread for each
+    # consumer, 40 for the producer warp. The first partition takes what the others leave.
     gl.warp_specialize([(consumer, (args, 0)), (consumer, (args, 1)), (producer, (args,))], [4, 1], [232, 40])
 
 

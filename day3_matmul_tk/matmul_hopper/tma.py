@@ -78,7 +78,7 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
 
 
 # LAYOUT is how wgmma leaves the accumulator in registers: 8 warps, one below the other, each with 16 rows of all
-# columns. That is 128 fp32 registers a thread.
+# columns. That is 128 fp32 registers per thread.
 @gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "steps"])
 def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.constexpr):
     M: gl.constexpr = a_desc.block_type.shape[0]
@@ -101,7 +101,9 @@ def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.con
     acc = gl.zeros((M, N), gl.float32, LAYOUT)
     for step in range(steps):
         stage.load(row, col, step * K)
-        mbarrier.wait(stage.full, step & 1)  # a phase a step, so the parity is the step's
+        mbarrier.wait(stage.full, step & 1)  # one phase per step: the phases are numbered as the steps are
+        # This waits until the MMA is complete. So the stage has been read when the next load begins: no mbarrier has to
+        # say that it is empty.
         acc = warpgroup_mma(stage.a_smem, stage.b_smem, acc)
     store_tile(c_desc, c_smem, acc, row, col, 0)
     tma.store_wait(0)  # shared memory is gone when the CTA ends

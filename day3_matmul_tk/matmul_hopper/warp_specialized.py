@@ -10,8 +10,8 @@ stage.
     producer ---------- full[stage] ----------> consumers
              <--------- empty[stage] ----------
 
-Predicted: 0 to 2% over async_wgmma. A step costs its MMA and nothing else in both. But the two warpgroups need not keep
-step, so one may issue or wait while the other's MMA runs.
+Predicted: 0 to 2% over async_wgmma. In both a step costs its MMA and nothing else. But here the two warpgroups need not
+be at the same step, so one may issue or wait while the other's MMA runs.
 """
 
 from lessonkit import Unsupported, needs, tma_takes
@@ -166,8 +166,8 @@ def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.con
     args = PartitionArgs(
         ring=ring, c_desc=c_desc, c_smem=c_smem, tiles_m=tiles_m, tiles_n=tiles_n, steps=steps, GROUP=GROUP
     )
-    # The first partition runs in the kernel's own 4 warps. An SM has 65,536 registers: 232 a thread for each consumer,
-    # 40 for the producer warp. The first partition takes what the others leave.
+    # The first partition runs in the kernel's own 4 warps. An SM has 65,536 registers: 232 per thread for each
+    # consumer, 40 for the producer warp. The first partition takes what the others leave.
     gl.warp_specialize([(consumer, (args, 0)), (consumer, (args, 1)), (producer, (args,))], [4, 1], [232, 40])
 
 

@@ -1,9 +1,10 @@
 """Causal: which blocks of keys a block of queries visits
 ======================================================
 Query i of S_q sees keys j <= i + S_k - S_q: the last query sees all. A program owns BLOCK_M queries and walks over
-blocks of keys. The first blocks are seen whole by every query it has, and need no mask; then come some on the diagonal,
-which do; the rest nobody sees, and whoever visits them does twice the work. Two numbers say it all. S_q need not be
-S_k: with a cache of keys it is less, and where it is more the first queries see nothing.
+blocks of keys. All its queries see all keys of the first blocks, so these need no mask. Then come some blocks on the
+diagonal, which need one. No query sees the rest, and a program that visits them does twice the work. Two numbers
+describe the three kinds of blocks. S_q need not be S_k: with a cache of keys it is less. If it is more, the first
+queries see nothing.
 
 Predict: for S_q = S_k = 8192 and blocks of 128 x 128, blocks visited over blocks there are.
 Source: Dao, "FlashAttention-2", 2023, section 3.1, causal masking.

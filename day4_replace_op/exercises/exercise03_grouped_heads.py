@@ -1,9 +1,10 @@
 """Grouped heads: one head of K and V, read once for all that share it
 ===================================================================
-In decoding, one query of each sequence meets a cache of S keys: bytes decide. With grouped heads (GQA) H query heads
-share H_kv heads of K and V: query head h uses head h // (H / H_kv), so neighbours share. If every query head has a
-program of its own, K and V are asked for H / H_kv times; if the heads of a group are rows of one tile, once, and a
-tensor core's tile has 16 rows anyway. The cache is [B, S, H_kv, D], of any strides, and K and V need not lie alike.
+In decoding, one query of each sequence meets a cache of S keys, so the bytes of the cache decide the time. With grouped
+heads (GQA) H query heads share H_kv heads of K and V: query head h uses head h // (H / H_kv), so neighbours share. If
+every query head has a program of its own, the programs load K and V H / H_kv times. If the heads of a group are rows of
+one tile, its program loads them once. A tensor core's tile has 16 rows anyway. The cache is [B, S, H_kv, D], of any
+strides, and the strides of K and V may differ.
 
 Predict: for H = 32, H_kv = 8 bytes of the cache in bf16 a token and layer at D = 128, and with H_kv = 32.
 Source: Ainslie et al., "GQA: training generalized multi-query transformer models", 2023.

@@ -1,8 +1,8 @@
 """Predict: what attention costs
 =============================
-Count first, run later. One layer: S = 16,384 tokens, H = 32 heads of D = 128, bf16, on an H200 that multiplies at 989
-TFLOP/s and reads 4.2 TB/s; attention in tiles of 128 x 128. Each answer is checked against a count made by the grader,
-within 1%.
+Count first, run later. One layer has S = 16,384 tokens and H = 32 heads of D = 128, in bf16. It computes attention in
+tiles of 128 x 128, on an H200 that multiplies at 989 TFLOP/s and reads 4.2 TB/s. Each answer is checked against a count
+made by the grader, within 1%.
 """
 
 # TODO(1): GB (1e9 bytes) of the scores of all heads, and of Q, K, V and O together.

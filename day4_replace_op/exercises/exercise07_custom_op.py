@@ -1,11 +1,12 @@
 """An operator of your own: SwiGLU, as PyTorch has to see it
 ========================================================
-Llama's MLP is down(silu(gate) * up). In eager PyTorch silu and product cross memory five times, in one kernel three.
-But a launch is invisible to autograd and to torch.compile. An operator is a kernel and what others must know of it: a
-fake (shape, dtype, strides, without data), what to save, and a backward, here a kernel again and so an operator with a
-fake of its own. With s = sigmoid(gate), y = gate s up, and the derivative of gate s is s (1 + gate (1 - s)).
+Llama's MLP is down(silu(gate) * up). In eager PyTorch, silu and the product read or write five tensors in memory; one
+kernel reads or writes three. But a launch is invisible to autograd and to torch.compile. An operator is a kernel and
+three things beside it: a fake (shape, dtype, strides, without data), what to save, and a backward. Here the backward is
+a kernel again, and so an operator with a fake of its own. With s = sigmoid(gate), y = gate s up, and the derivative of
+gate s is s (1 + gate (1 - s)).
 
-Predict: how often a backward in one kernel crosses memory, and how often autograd's own.
+Predict: how many tensors a backward in one kernel reads or writes, and how many autograd's own.
 Source: torch.library's documentation; Shazeer, "GLU variants improve transformer", 2020.
 """
 

@@ -172,7 +172,7 @@ def _descriptors(tensors, rows):
     return [TensorDescriptor.from_tensor(t, [1, 1, rows, block_d]) for t in tensors]
 
 
-# One program an SM with steps of 128 keys has as many bytes in flight as two with 64, and half as many parts and ends.
+# One program per SM with steps of 128 keys has as many bytes in flight as two with 64, and half as many parts and ends.
 # But at the end of a head it has none in flight, so where programs have several heads there are two.
 def _shares(owners, S_k, row_bytes):
     """Keys of a block, blocks of an owner, blocks of a program, and programs. Shares are equal, or up to 1/16 more if

@@ -1,4 +1,4 @@
-"""Rung 5: equal shares of all heads' keys, and a second kernel that merges, a program a row."""
+"""Rung 5: equal shares of all heads' keys, and a second kernel that merges, a program per row."""
 
 import math
 
@@ -124,9 +124,15 @@ def merge_rows_kernel(
 
 
 def shares(q, k, v, lengths=None, causal=True, scale=None, programs=None):
-    """q [B, H, S_q, D], k and v [B, H_kv, S_k, D], any strides; lengths [B] int32: keys in use, or None for all.
-    -> o as q, lse [B, H, S_q] in fp32. causal: the last query stands at the last key in use. A group of heads times S_q
-    may have 64 rows. programs: how many, or as many as run at once. Deterministic: parts are merged in their order."""
+    """Attention of a few queries to a cache: o as q, and lse [B, H, S_q] in fp32.
+
+    - q [B, H, S_q, D], k and v [B, H_kv, S_k, D]: any strides. A group of heads times S_q may have 64 rows.
+    - lengths: [B] int32, how many keys of each sequence are in use, or None for all.
+    - causal: the last query stands at the last key in use.
+    - programs: how many. None stands for as many as run at once.
+
+    Deterministic: parts are merged in their order.
+    """
     scale = expect_cache(q, k, v, lengths, causal, scale)
     (B, H, S_q, D), (_, H_kv, S_k, _) = q.shape, k.shape
     group = H // H_kv
@@ -153,7 +159,7 @@ def shares(q, k, v, lengths=None, causal=True, scale=None, programs=None):
     return o, lse
 
 
-# One program an SM with steps of 128 keys has as many bytes in flight as two with 64, and half as many parts and ends.
+# One program per SM with steps of 128 keys has as many bytes in flight as two with 64, and half as many parts and ends.
 # But at the end of a head it has none in flight, so where programs have several heads there are two.
 def _shares(owners, S_k, row_bytes, programs):
     """Keys of a block, blocks of an owner, blocks of a program, and programs. Shares are equal, or up to 1/16 more if

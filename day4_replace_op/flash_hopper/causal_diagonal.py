@@ -8,7 +8,8 @@ The diagonal crosses a tile's last block from corner to corner. Of that block's 
     (64 queries each)
 
 A head with n = S / 128 tiles has n (n + 1) / 2 blocks and n such quarters: 10% of the work at S = 512, 1.5% at 4096.
-The block is a tile's first one, and nothing of its consumer runs under it. So its mask is one comparison an element.
+The block is a tile's first one, and no matmul of its consumer runs under its softmax. So each instruction of its mask
+costs time, and the mask is one comparison per element.
 
 This is the plain case of course_ops/kernels/attention_forward_hopper.py.
 """
@@ -228,8 +229,8 @@ def first_rows(tile, ROWS: gl.constexpr):
     return tile.slice(0, ROWS, dim=0) if tile.shape[0] > ROWS else tile
 
 
-# New: one comparison an element. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. Of a column, keys & ~6 is a constant
-# of the register that holds it, and keys & 6 is the thread's own, so that it compares with a constant.
+# New: one comparison per element. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. So keys & ~6 is a constant of the
+# register that holds the column, and keys & 6 is one value for the whole thread. It compares with a constant.
 @gluon.jit
 def apply_mask(s, row, key, problem):
     """-inf where a query does not see a key; row, key: the block's first ones."""
@@ -262,8 +263,8 @@ def online_softmax(s, m, l, scale_log2):
     return p, m_new, kept + partial_sums(p), alpha
 
 
-# course_ops.hopper.operand_a in assembly, or the compiler merges the conversions of both branches of step into one
-# behind them. Then 64 fp32 values are alive across the branch instead of 32 registers of 16-bit pairs.
+# course_ops.hopper.operand_a, in assembly. Otherwise the compiler merges the conversions of both branches of step()
+# into one behind the branch. Then 64 fp32 values are alive across the branch, and not 32 registers of pairs.
 @gluon.jit
 def packed_operand_a(p, o, dtype: gl.constexpr):
     """p in 16 bits as the left operand of wgmma in registers."""
@@ -275,7 +276,7 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# The largest partial sum, by way of shared memory, one value a warp. Positive floats compare as their bits do, and
+# The largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do, and
 # for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):
@@ -289,7 +290,7 @@ def largest_sum(largest_sums):
 
 
 # P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
-# is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
+# is raised by 48 more than needed: the next time is when exponentials have grown by 2^61. P in fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
@@ -411,8 +412,8 @@ def attend_tile(args, index, count, first_step, WHICH: gl.constexpr):
     return blocks, index
 
 
-# O has a buffer of its own, because the next tile's Q is on its way into this one's. It waits for the store of the
-# tile before, not for its own. A query without visible keys has O = 0 and lse = -inf.
+# O has a buffer of its own, because the next tile's Q is being loaded into the buffer of this tile's Q. The consumer
+# waits for the store of the tile before, not for its own. A query without visible keys has O = 0, lse = -inf.
 @gluon.jit
 def epilogue(c, o, m, l, batch, head):
     """O / l in 16 bits by way of shared memory and a TMA store, and lse by plain stores."""
@@ -423,7 +424,7 @@ def epilogue(c, o, m, l, batch, head):
     lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
     gl.store(args.lse_ptr + (batch * args.problem.H + head).to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
     out = args.o_smem.index(c.WHICH)
-    tma.store_wait(0)  # the last tile's store, which had this whole tile's time
+    tma.store_wait(0)  # for the store of the tile before, which ran during this whole tile
     as_matrix(out).store(scale_rows(o, 1 / gl.where(empty, 1.0, l)).to(out.dtype))
     fence_async_shared()
     async_store(args.o_desc, [batch, head, c.row, 0], out)

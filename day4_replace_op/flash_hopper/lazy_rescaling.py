@@ -1,8 +1,9 @@
 """Flash attention on Hopper: lazy rescaling.
 
-exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the maximum of a tile's
-first block and stays, until a partial row sum of a block passes 2^13 (fp16 holds 65504, l and O are fp32). Then m is
-raised, and P, O and l are multiplied by a power of two. P is still in fp32, which holds 2^127: nothing is lost.
+exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the row maximum of a tile's
+first block, and stays. No other block waits for its own maximum. A consumer raises m only if a partial row sum of a
+block passes 2^13: fp16 holds 65504, and l and O are fp32. It then multiplies P, O and l by a power of two. P is still
+in fp32, which holds 2^127: nothing is lost.
 
     each block's maximum   S ready |-- row max --|-- exp2, sum, pack --|-- rescale O --| PV
     lazy                   S ready |-- exp2, sum, pack --|-- sum > 2^13 ? --| PV
@@ -11,9 +12,10 @@ raised, and P, O and l are multiplied by a power of two. P is still in fp32, whi
                                                          | sum > 2^64 or NaN: P may be infinite
                                                          +-> QK again (K is still there), row max, exp2, sum, rescale O
 
-How far to raise m is free, too. P in bf16 has the exponents of fp32, so m is raised by 48 more than needed. Then scores
-may grow by 2^61 before the next time. P in fp16 ends at 2^-24, so m is raised to the block's sums and no further.
-FlashAttention-4 takes each block's maximum, and skips the rescaling unless the maximum has grown by more than 2^8.
+How far to raise m is free, too. P in bf16 has the exponents of fp32, so m is raised by 48 more than needed. Then the
+exponentials may grow by a factor of 2^61 before m has to be raised again. P in fp16 ends at 2^-24, so m is raised to
+the block's sums and no further. FlashAttention-4 takes each block's maximum, and skips the rescaling unless the maximum
+has grown by more than 2^8.
 """
 
 import math
@@ -237,8 +239,8 @@ def online_softmax(s, m, l, scale_log2):
     return p, m_new, kept + partial_sums(p), alpha
 
 
-# New: course_ops.hopper.operand_a in assembly, or the compiler merges the conversions of both branches of step into one
-# behind them. Then 64 fp32 values are alive across the branch instead of 32 registers of 16-bit pairs.
+# New: course_ops.hopper.operand_a, in assembly. Otherwise the compiler merges the conversions of both branches of
+# step() into one behind the branch. Then 64 fp32 values are alive across the branch, and not 32 registers of pairs.
 @gluon.jit
 def packed_operand_a(p, o, dtype: gl.constexpr):
     """p in 16 bits as the left operand of wgmma in registers."""
@@ -250,8 +252,8 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# New: the largest partial sum, by way of shared memory, one value a warp. Positive floats compare as their bits do, and
-# for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
+# New: the largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do,
+# and for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):
     bits = sums.to(gl.int32, bitcast=True)
@@ -264,7 +266,7 @@ def largest_sum(largest_sums):
 
 
 # New: P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so
-# m is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
+# m is raised by 48 more than needed: the next time is when exponentials have grown by 2^61. P in fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""

@@ -6,7 +6,7 @@ matmul is unfinished, S(j + 1) is ready and PV(j) may still run. So the softmax 
     tensor cores      Q0......Q1P0....Q2P1....Q3P2....      Q = Q K^T   P = P V
     softmax             s0s0s0  s1s1s1  s2s2s2  s3s3s3      s = softmax, under P of the block before
 
-S and P are in registers at once: of 232 a thread, S has 64, P 32 and O 64 at D = 128.
+S and P are in registers at once: of 232 per thread, S has 64, P 32 and O 64 at D = 128.
 """
 
 import math

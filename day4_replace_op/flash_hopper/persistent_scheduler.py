@@ -1,6 +1,6 @@
 """Flash attention on Hopper: persistent CTAs and a dynamic tile scheduler.
 
-One CTA an SM works through many tiles, so that a tile's two ends run under its neighbours' matmuls:
+One CTA per SM works through many tiles, so that a tile's two ends run under its neighbours' matmuls:
 
     one CTA a tile   |load|Q s==main loop==P|store|     |load|Q s==main loop==P|store|
     persistent       |load|Q s==main loop==PQ s==main loop==PQ s==main loop==P|store|
@@ -287,8 +287,8 @@ def online_softmax(s, m, l, scale_log2):
     return p, m_new, kept + partial_sums(p), alpha
 
 
-# course_ops.hopper.operand_a in assembly, or the compiler merges the conversions of both branches of step into one
-# behind them. Then 64 fp32 values are alive across the branch instead of 32 registers of 16-bit pairs.
+# course_ops.hopper.operand_a, in assembly. Otherwise the compiler merges the conversions of both branches of step()
+# into one behind the branch. Then 64 fp32 values are alive across the branch, and not 32 registers of pairs.
 @gluon.jit
 def packed_operand_a(p, o, dtype: gl.constexpr):
     """p in 16 bits as the left operand of wgmma in registers."""
@@ -300,7 +300,7 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# The largest partial sum, by way of shared memory, one value a warp. Positive floats compare as their bits do, and
+# The largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do, and
 # for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):
@@ -314,7 +314,7 @@ def largest_sum(largest_sums):
 
 
 # P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
-# is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
+# is raised by 48 more than needed: the next time is when exponentials have grown by 2^61. P in fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
@@ -417,8 +417,8 @@ def attend_tile(args, index, count, first_step, WHICH: gl.constexpr):
     return blocks, index
 
 
-# New: O has a buffer of its own, because the next tile's Q is on its way into this one's. It waits for the store of the
-# tile before, not for its own. A query without visible keys has O = 0 and lse = -inf.
+# New: O has a buffer of its own, because the next tile's Q is being loaded into the buffer of this tile's Q. The
+# consumer waits for the store of the tile before, not for its own. A query without visible keys has O = 0, lse = -inf.
 @gluon.jit
 def epilogue(c, o, m, l, batch, head):
     """O / l in 16 bits by way of shared memory and a TMA store, and lse by plain stores."""
@@ -429,7 +429,7 @@ def epilogue(c, o, m, l, batch, head):
     lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
     gl.store(args.lse_ptr + (batch * args.problem.H + head).to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
     out = args.o_smem.index(c.WHICH)
-    tma.store_wait(0)  # New: the last tile's store, which had this whole tile's time
+    tma.store_wait(0)  # New: for the store of the tile before, which ran during this whole tile
     as_matrix(out).store(scale_rows(o, 1 / gl.where(empty, 1.0, l)).to(out.dtype))
     fence_async_shared()
     async_store(args.o_desc, [batch, head, c.row, 0], out)

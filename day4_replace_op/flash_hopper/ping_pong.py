@@ -1,14 +1,14 @@
 """Flash attention on Hopper: ping-pong scheduling. Predicted 770 TFLOP/s, measured 680 after 683: no gain.
 
-A side branch of overlap_softmax.py, after FlashAttention-3 (section 3.1). Two barriers make the consumers issue in
-turns, so that one multiplies while the other exponentiates:
+A side branch of overlap_softmax.py, after FlashAttention-3 (section 3.1). Two barriers make the consumers take turns at
+issuing, so that one multiplies while the other exponentiates:
 
     tensor cores  QQQQPPPPqqqqppppQQQQPPPPqqqqpppp      capitals: consumer 0, small: consumer 1
     softmax 0     ....sssssss.........sssssss.....      period: 16 characters = 2048 cycles at D = 128
     softmax 1     sss.........sssssss.........ssss
 
-Why nothing is gained: with the overlap inside each consumer the two fall into this order by themselves, or need none,
-as one consumer's PV already covers its own softmax. What is left is the wait for the other at each step.
+Why nothing is gained: inside each consumer the softmax already runs under its own PV. So the two need no order, or fall
+into this one by themselves. What the barriers add is a wait for the other consumer at each step.
 """
 
 import math

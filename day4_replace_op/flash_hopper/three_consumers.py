@@ -1,7 +1,8 @@
 """Flash attention on Hopper: three consumer warpgroups, for D = 64.
 
-A side branch of persistent_scheduler.py. At D = 64 a block's matmuls and its exponentials take 1024 cycles each, so
-whatever one unit waits for, the other loses. O needs 32 registers a thread instead of 64, so a third consumer fits:
+A side branch of persistent_scheduler.py. At D = 64 a block's matmuls and its exponentials take 1024 cycles each.
+Neither unit has time to spare, so each wait costs time. O needs 32 registers per thread instead of 64, so a third
+consumer fits:
 
     two consumers     128 * (232 + 232 + 40)       <= 65536 registers, tiles of 128 queries
     three consumers   128 * (160 + 160 + 160 + 24) <= 65536 registers, tiles of 192 queries
@@ -209,8 +210,8 @@ def issue_pv(c, p, o, step):
     return warpgroup_mma(p, as_matrix(c.v.smem.index(stage)), o, is_async=True)
 
 
-# New: few registers. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. Of a column, keys & ~6 is a constant of the
-# register that holds it, and keys & 6 is the thread's own, so that a comparison is one instruction with a constant.
+# New: few registers. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. So keys & ~6 is a constant of the register that
+# holds the column, and keys & 6 is one value for the whole thread. A comparison is one instruction with a constant.
 @gluon.jit
 def apply_mask(s, row, key, problem):
     """-inf past the last key; row, key: the block's first ones."""
@@ -241,8 +242,8 @@ def online_softmax(s, m, l, scale_log2):
     return p, m_new, kept + partial_sums(p), alpha
 
 
-# course_ops.hopper.operand_a in assembly, or the compiler merges the conversions of both branches of step into one
-# behind them. Then 64 fp32 values are alive across the branch instead of 32 registers of 16-bit pairs.
+# course_ops.hopper.operand_a, in assembly. Otherwise the compiler merges the conversions of both branches of step()
+# into one behind the branch. Then 64 fp32 values are alive across the branch, and not 32 registers of pairs.
 @gluon.jit
 def packed_operand_a(p, o, dtype: gl.constexpr):
     """p in 16 bits as the left operand of wgmma in registers."""
@@ -254,7 +255,7 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# The largest partial sum, by way of shared memory, one value a warp. Positive floats compare as their bits do, and
+# The largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do, and
 # for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):
@@ -268,7 +269,7 @@ def largest_sum(largest_sums):
 
 
 # P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
-# is raised by 48 more than needed. Then scores may grow by 2^61 before the next time. P in fp16 ends at 2^-24.
+# is raised by 48 more than needed: the next time is when exponentials have grown by 2^61. P in fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
@@ -371,8 +372,8 @@ def attend_tile(args, index, count, first_step, WHICH: gl.constexpr):
     return blocks, index
 
 
-# O has a buffer of its own, because the next tile's Q is on its way into this one's. It waits for the store of the
-# tile before, not for its own. A query without visible keys has O = 0 and lse = -inf.
+# O has a buffer of its own, because the next tile's Q is being loaded into the buffer of this tile's Q. The consumer
+# waits for the store of the tile before, not for its own. A query without visible keys has O = 0, lse = -inf.
 @gluon.jit
 def epilogue(c, o, m, l, batch, head):
     """O / l in 16 bits by way of shared memory and a TMA store, and lse by plain stores."""
@@ -383,7 +384,7 @@ def epilogue(c, o, m, l, batch, head):
     lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
     gl.store(args.lse_ptr + (batch * args.problem.H + head).to(gl.int64) * S_q + rows, lse, mask=rows < S_q)
     out = args.o_smem.index(c.WHICH)
-    tma.store_wait(0)  # the last tile's store, which had this whole tile's time
+    tma.store_wait(0)  # for the store of the tile before, which ran during this whole tile
     as_matrix(out).store(scale_rows(o, 1 / gl.where(empty, 1.0, l)).to(out.dtype))
     fence_async_shared()
     async_store(args.o_desc, [batch, head, c.row, 0], out)
@@ -410,7 +411,7 @@ def flash_kernel(
         problem=Problem(tiles=tiles, H=H, all_heads=all_heads, S_q=S_q, S_k=S_k),
         lse_ptr=lse_ptr, scale_log2=scale_log2,
     )  # fmt: skip
-    # The first partition runs in the kernel's own warps, with what the others leave: 160 registers a thread.
+    # The first partition runs in the kernel's own warps, with what the others leave: 160 registers per thread.
     gl.warp_specialize([
         (consumer_partition, (args, 0)),
         (consumer_partition, (args, 1)),

@@ -9,9 +9,9 @@ At D = 128 the first block of a causal tile has 64 queries. The last 64 of the t
     block 2 ...  all            all
 
 Consumer 1's P and dS of block 0 are 0. It writes zeros to shared memory, as dQ reads the dS of both consumers, and
-issues the next S. The other matmuls of its step are left out. Consumer 0 masks one block instead of two.
-This comes before the loop: a branch inside it would cost every step. At D = 64 a block has 128 queries, and all blocks
-have a key that they see.
+issues the next S. It leaves out the other matmuls of this step. Consumer 0 masks one block instead of two.
+The skipped step stands before the loop: a branch inside the loop would cost every step. At D = 64 a block has 128
+queries, and every block sees a key of either consumer, so nothing can be skipped.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Five matmuls: one pass over the score matrix makes dQ, dK and dV (rung 1 of lesson 9).
 
-A CTA has a tile of 128 keys, for which its two consumer warpgroups keep dK and dV of 64 keys each in registers. For
-each block of queries it computes S and dP once, and all three gradients of them. dQ has many owners, so it is added up
-in fp32 in global memory (red.global.add). Here each matmul is awaited before anything else happens.
+A CTA has a tile of 128 keys. Each of its two consumer warpgroups keeps dK and dV of 64 keys in registers. For each
+block of queries the consumers compute S and dP once, and all three gradients from them. Many CTAs have a share of one
+dQ, so they add it up in fp32 in global memory (red.global.add). A consumer issues a matmul, and waits for it before it
+does anything else.
 """
 
 import math
@@ -315,9 +316,9 @@ def consumer_partition(args, WHICH: gl.constexpr):
     mbarrier.wait(args.v_full.index(0), 0)
     begin = tile.begin
     if args.CAUSAL:
-        # The first block that needs no mask. It is computed from the keys, for at D = 64 begin + 1 would make a loop
-        # of one step, which the compiler unrolls. ptxas may then have too few registers for asynchronous wgmma, and
-        # waits after each one (its remark C7511).
+        # The first block that needs no mask. It is computed from the keys. At D = 64 begin + 1 would make a loop of one
+        # step, which the compiler unrolls. Then ptxas may have too few registers for asynchronous wgmma, and waits
+        # after each one (its remark C7511).
         whole = gl.cdiv(tile.key + 2 * KEYS - 1, ROWS)
         dk, dv = main_loop(c, dk, dv, begin, whole, LAYOUT, True)
         begin = whole

@@ -7,7 +7,7 @@ last is complete. So a consumer always has one in flight while it does anything 
     meanwhile     exp2    dS, store   wait for the other's dS    wait(0), then add dQ
                   wait for dP         wait for dV
 
-After the last step S(next) is that of an old Q, and is not used: a branch around it would cost every step.
+After the last step S(next) is computed from an old Q, and is not used: a branch around it would cost every step.
 """
 
 import math

@@ -1,14 +1,14 @@
 """Persistent kernel with a dynamic tile scheduler (rung 4 of lesson 9).
 
 With a CTA for each tile, a tile's two ends have no matmuls: barriers, the first loads, the last dQ, the store of dK and
-dV. One CTA an SM works through many tiles instead, and the producer warp overlaps the ends of two tiles:
+dV. One CTA per SM works through many tiles instead, and the producer warp overlaps the ends of two tiles:
 
     one CTA a tile   |load K V Q dO|== steps ==|write dK dV|   |load K V Q dO|== steps ==|write dK dV|
     persistent       |load K V Q dO|== steps ==|write|== steps ==|write|== steps ==| ...
        producer                     next Q dO in the ring; stores dK dV; loads the next K V
 
-A causal tile has between 1 and S / 64 steps, so tiles are not dealt out in advance: the producer fetches the next index
-from a counter in global memory and publishes it to the consumers (course_ops.hopper.TileScheduler).
+A causal tile has between 1 and S / 64 steps, so tiles are not dealt out in advance. The producer fetches the next index
+from a counter in global memory, and publishes it to the consumers (course_ops.hopper.TileScheduler).
 """
 
 import math

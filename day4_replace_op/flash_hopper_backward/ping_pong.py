@@ -8,7 +8,7 @@ and at D = 64 the exponentials take twice as long. One character is 128 cycles a
     ping-pong   tensor cores   SSDDvvkkqqVVKKQQssdd        each consumer's exponentials run under the other's
                 exponentials   eeEEEE............ee        matmuls; a step takes 20 characters, 2560 cycles
 
-1. An mbarrier a consumer says whose turn it is. The other consumer completes it when its own exponentials are done.
+1. An mbarrier per consumer says whose turn it is. The other consumer completes it when its own exponentials are done.
 2. A meeting at each step would force the two back into step. So dQ is a step late: the dS that it reads was written a
    step ago, and the barrier it waits for has usually completed. That takes a third buffer of dS.
 3. -lse and -delta are added after the matmuls, not before: see the comment in main_loop.

@@ -1,8 +1,8 @@
 """TMA reduce: dQ is added up by TMA, not by the consumers' threads (rung 3 of lesson 9).
 
-In rung 2 a consumer's threads issue 32 atomic instructions of 512 bytes a step. They leave an SM at 32 to 64 bytes a
-cycle, and a warp whose queue is full stalls. A TMA reduce (cp.reduce.async.bulk.tensor, .add) takes one thread: the
-consumer writes its 16 KB part of dQ to shared memory, issues the reduce and goes on.
+In rung 2 a consumer's threads issue 32 atomic instructions of 512 bytes per step. These leave an SM at 32 to 64 bytes a
+cycle, and a warp stalls when its queue is full. A TMA reduce (cp.reduce.async.bulk.tensor, .add) takes one thread. The
+consumer writes its 16 KB part of dQ to shared memory, one of its threads issues the reduce, and all go on.
 
     atomics      registers -> 128 threads x 32 red.global.add.v4.f32 -> L2
     TMA reduce   registers -> shared memory -> one cp.reduce.async.bulk -> L2

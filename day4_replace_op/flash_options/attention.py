@@ -135,10 +135,14 @@ def attention(q, k, v, causal=False, window=None, scale=None):
     """softmax(scale q k^T) v, and the logsumexp of each row.
 
     q [B, H, S_q, D], k and v [B, H_kv, S_k, D] in fp32, fp16 or bf16, any strides, D up to 256, H a multiple of H_kv.
-    causal: query i sees keys up to i + S_k - S_q. window: of these only the last `window`; needs causal.
-    scale: positive; 1 / sqrt(D) if None. A query that sees no key gets zeros, and -inf as lse.
-    Returns o [B, H, S_q, D] in q's dtype and, where they are dense, in the order of its strides; lse [B, H, S_q] in
-    fp32, natural logarithm. Raises TypeError, ValueError for what is not so.
+
+    - causal: query i sees keys up to i + S_k - S_q.
+    - window: of these keys a query sees only the last `window`. It needs causal=True.
+    - scale: positive. None stands for 1 / sqrt(D).
+
+    A query that sees no key gets zeros, and -inf as lse. Returns o [B, H, S_q, D] in q's dtype, and, if they are dense,
+    in the order of q's strides; lse [B, H, S_q] in fp32, natural logarithm. Raises TypeError or ValueError for an
+    argument that is not as said here.
     """
     scale = expect_heads(q, k, v, causal, window, scale)
     (B, H, S_q, D), (H_kv, S_k) = q.shape, k.shape[1:3]

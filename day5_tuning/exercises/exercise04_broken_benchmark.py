@@ -200,7 +200,7 @@ EXERCISE = Exercise(
         Wrong("compiling is timed", "    for kernel in kernels.values():\n        kernel(x)  # compiles\n", "",
               "compiles_first", planted=True),
         Wrong("everything lies in L2", "        gpu.flush_l2()\n", "", "flushes", planted=True),
-        Wrong("zeros in, which nobody has", "x = gpu.random()", "x = gpu.zeros()", "feeds_random_numbers",
+        Wrong("zeros in, which no user has", "x = gpu.random()", "x = gpu.zeros()", "feeds_random_numbers",
               planted=True),
         Wrong("a mean, which one stray call moves", "statistics.median(each)", "statistics.mean(each)",
               "takes_the_median", planted=True),

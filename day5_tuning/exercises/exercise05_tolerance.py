@@ -6,7 +6,7 @@ error of e is an absolute error of e sqrt(K). Independent errors a and b add to 
 
     one by one      after k of K terms the sum has the size sqrt(k), and each step rounds it once
     in blocks       sums of `block` terms one by one in one format, then the K / block sums one by one in another
-    the result      is rounded once more, to the format in which it is stored
+    the result      is rounded again, to the format in which it is stored
 
 Predict the error. Choose after how many terms a narrow accumulator must be added to a wider one, as fp8 kernels on
 Hopper do every 128 terms. Derive the tolerance of a test. eps: 2^-23 in fp32, 2^-10 in fp16, 2^-7 in bf16.
@@ -173,7 +173,7 @@ EXERCISE = Exercise(
     claims=(sums_one_by_one, sums_in_blocks, how_long_a_block, accepts_what_is_right, refuses_what_is_wrong),
     hints=(
         "Add variances, not errors. Step k rounds a number of the size sqrt(k) once, and the result has the size "
-        "sqrt(K). The terms of the outer sum are sqrt(block) large, and so is everything in it: relative to the "
+        "sqrt(K). The terms of the outer sum are sqrt(block) large, and so is everything in it. So relative to the "
         "result it is a sum of K / block terms like any other.",
         "The sum of k for k up to K is about K^2 / 2: over K that is K / 2. Blocks: each has a relative error of its "
         "own, and independent ones keep it relative to the whole. An absolute error is the relative one times sqrt(K).",

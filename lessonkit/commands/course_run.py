@@ -133,8 +133,8 @@ def roughly(seconds: float) -> str:
 class Watch:
     """Shows a run: a bar on a terminal, else a line when a lesson ends; what lessons print comes in reading order.
 
-    all_names: the run's lessons; todo: those that are left; known: lesson -> seconds that it took before; at_once: how
-    many run side by side. live: whether a bar may be drawn, which it may not where lessons write to the terminal.
+    all_names: the run's lessons; todo: those that are left; known: lesson -> seconds that it took before.
+    at_once: how many run side by side. live: a bar may be drawn, because lessons do not write to the terminal.
     """
 
     def __init__(

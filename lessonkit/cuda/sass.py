@@ -1,7 +1,7 @@
 """Machine code: what is in a cubin, of Triton or of nvcc, and what a kernel's row says of it.
 
 A kernel of CUDA C++ that names no __launch_bounds__ is taken to have blocks of 256 threads, as most of the course's
-have; shared memory that the launch asks for is not known here, so an occupancy says what registers and static shared
+have. Shared memory that the launch asks for is not known here, so an occupancy says what registers and static shared
 memory allow.
 """
 
@@ -96,8 +96,8 @@ def predicate(said: str) -> Callable[[Kernel], bool] | None:
 def serialized(kernel: Kernel) -> bool:
     """Whether each wgmma is waited for before the next begins, so that tensor cores idle in between.
 
-    ptxas does so to a whole kernel where it lacks registers, or where other instructions write an accumulator while
-    wgmma are in flight (its remarks C7510 to C7515, which Triton does not show). The results are right.
+    ptxas does so to a whole kernel if it lacks registers, or if other instructions write an accumulator while wgmma are
+    in flight. It says so in its remarks C7510 to C7515, which Triton does not show. The results are right.
     """
     return 1 < kernel.wgmma <= kernel.waits
 

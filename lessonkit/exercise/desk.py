@@ -18,9 +18,9 @@ from lessonkit.exercise.source import Source
 
 MEANS = {
     "out of bounds": later(
-        "A lane reads or writes memory that belongs to nobody. On a GPU this may crash, or quietly work."
+        "A lane reads or writes memory that belongs to no tensor. On a GPU this may crash, or quietly work."
     ),
-    "unwritten": later("The output was filled with NaN before the launch, and nobody stored there."),
+    "unwritten": later("The output was filled with NaN before the launch, and no program stored there."),
     "nan": later(
         "NaN comes out where PyTorch has a number: inf - inf, 0 / 0, 0 * inf, or a lane that was never loaded."
     ),
@@ -29,7 +29,7 @@ MEANS = {
     ),
     "dtype": later("The result has to have the dtype that PyTorch's has."),
     "shape": later("The result has to have the shape that PyTorch's has."),
-    "changed input": later("An input was overwritten; whoever calls still needs it."),
+    "changed input": later("An input was overwritten; the caller still needs it."),
     "traffic": later("The answer is right; what is asked now is how many bytes your kernel moves for it."),
     "memory": later("An allocation failed. How large are the tensors, and what grows from step to step?"),
     "processes": later("A fork that is never waited for, or that forks again, would take the machine down."),
@@ -43,7 +43,7 @@ MEANS = {
         "Two threads touch one address with no barrier between, and one of them writes: any order may happen."
     ),
     "barrier": later("Some threads of the block wait at a barrier that others never reach."),
-    "uninitialised": later("Shared memory is read before anybody wrote it."),
+    "uninitialised": later("Shared memory is read before any thread wrote it."),
 }
 
 

@@ -1,9 +1,11 @@
 """Is a rung right? An error budget instead of a fixed tolerance, and nothing that a value check would miss.
 
 The exact answer is the reference computed in float64 from the same rounded inputs. A rung may be off by FACTOR
-times what PyTorch itself is off by in this dtype and row. Measured on matmuls with K to 4096: right 16-bit kernels
-with fp32 accumulation make 1.0 times PyTorch's error, 16-bit accumulators 3.4 to 12 times, a forgotten product
-12 to 620 times; a sequential fp32 loop makes 6.4 times: hence 2 for 16-bit dtypes and 16 for fp32.
+times what PyTorch itself is off by in this dtype and row. FACTOR is 2 for 16-bit dtypes and 16 for fp32. Measured on
+matmuls with K up to 4096, as multiples of PyTorch's error:
+
+    right 16-bit kernels with fp32 accumulation    1.0        16-bit accumulators     3.4 to 12
+    a sequential loop in fp32                      6.4        a forgotten product     12 to 620
 
 A result of one dimension (mean, rstd, a sum of each row) has no rows: PyTorch's error counts among elements of like
 magnitude. Where PyTorch is right by luck, or because terms cancel, the budget is what fp32 rounding errors do to the

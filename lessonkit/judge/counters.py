@@ -1,7 +1,7 @@
 """What a rung's accesses look like to the memory system, as the emulator counted them: coalescing and bank conflicts.
 
-A request is one access of a warp: to global memory it takes a sector for each 32 bytes that it touches (4 is the least
-for 32 words), to shared memory a wavefront for each time that the 32 banks must answer (1 is the least for words).
+A request is one access of a warp. In global memory it takes a sector for each 32 bytes that it touches; 4 is the least
+for 32 words. In shared memory it takes a wavefront for each time that the 32 banks must answer; 1 is the least.
 """
 
 from collections.abc import Iterable, Mapping

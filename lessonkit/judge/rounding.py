@@ -3,10 +3,10 @@
 A gradient that is 0 because two terms cancel is exactly 0 in PyTorch where both terms round alike. Another kernel,
 just as right, rounds them differently and answers 2e-7. No multiple of PyTorch's error allows that.
 
-Monte Carlo arithmetic (Parker 1997) says what to expect: compute the reference in float64, disturb the result of each
-operation and the terms of each sum by random rounding errors, and see how far the answer moves. They are those of fp32
-arithmetic, in which kernels of 16-bit inputs compute too. They are injected 2^17 times smaller, and the movement is
-scaled up, so that a comparison in the reference changes its outcome only where two values are equal.
+Monte Carlo arithmetic (Parker 1997) says what to expect. Compute the reference in float64. Disturb the result of each
+operation and the terms of each sum by random rounding errors. See how far the answer moves. The errors are those of
+fp32 arithmetic, in which kernels of 16-bit inputs compute too. They are injected 2^17 times smaller, and the movement
+is scaled up, so that a comparison in the reference changes its outcome only where two values are equal.
 """
 
 import math

@@ -1,9 +1,10 @@
 """What a program asked of its streams: what a GPU may reorder, whether that is right, and how long it takes.
 
 The emulator does all work at once, in the order of the calls, and logs it: copies, kernels with the addresses that they
-touched, events, waits. From the log follow the order that streams and events promise, pairs of calls that nothing
-orders and that touch the same bytes, and the time on a model of a GPU: an engine for copies in, one for copies out,
-and SMs that one kernel fills; each takes what can start first. To free memory is not to wait, though a driver may.
+touched, events, waits. Three things follow from the log: the order that streams and events promise, the races (pairs of
+calls that nothing orders and that touch the same bytes), and the time on a model of a GPU. The model has an engine for
+copies in, one for copies out, and SMs that one kernel fills. Each takes what can start first. To free memory is not to
+wait, though a driver may.
 """
 
 import ctypes

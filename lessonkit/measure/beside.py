@@ -1,8 +1,8 @@
 """Repeat rungs beside another process that uses the same GPU: what is right alone may be wrong there.
 
 The GPU switches between processes every few milliseconds. It saves an SM's state, barriers included, and restores it
-later. A barrier that is initialised and never used, a wait that assumes its partner is resident, and a kernel that
-starts before its predecessor has ended show only then (day 5's lesson on neighbours has such a kernel).
+later. Three faults show only then: a barrier that is initialised and never used, a wait that assumes its partner is
+resident, and a kernel that starts before its predecessor has ended. Day 5's lesson on neighbours has such a kernel.
 
 `python -m lessonkit.measure.beside` is the neighbour: it multiplies matrices until it is killed.
 """

@@ -306,8 +306,11 @@ def program(root: Path, lesson: str) -> str:
 
 
 def step(root: Path, lesson: str, name: str) -> str:
-    """Hash of the step that measured a table: of all of the lesson if its file does not bind the name, and of the
-    lesson's program where the name is empty. Raises NotFound without such a lesson."""
+    """Hash of the step that measured a table.
+
+    If the lesson's file does not bind the name, it is the hash of all of the lesson. If the name is empty, it is that
+    of the lesson's program. Raises NotFound without such a lesson.
+    """
     if not name:
         return program(root, lesson)
     module = _Walk(root).module(lesson)

@@ -1,8 +1,8 @@
 """What the GPU is given by one call of a rung: machine code, grids and arguments, as one hash and without a GPU.
 
-In a process of the `compiled` mode (see compile_server) tensors have shapes but no data and a launch only compiles.
-There a call is recorded: every kernel's machine code for sm_90 with its grid, warps, shared memory, scalars and the
-layouts of its tensors, and every operator of PyTorch that is more than a view. Two versions of a rung with the same
+In a process of the `compiled` mode (see compile_server) tensors have shapes but no data, and a launch only compiles.
+There a call is recorded: every operator of PyTorch that is more than a view, and every kernel's machine code for sm_90,
+with its grid, warps, shared memory, scalars and the layouts of its tensors. Two versions of a rung with the same
 record and the same compiler give the GPU the same work, whatever their source looks like. The inputs and the work are
 recorded too.
 """
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 def marks(name: str, wanted: Sequence[tuple[str, bool, str]]) -> list[str]:
     """The records of contenders of a lesson, each (label, is it a peer, shape as in its row).
 
-    One is "triton-3.7.1=0123456789ab", with the compiler that it is of; "" where the call cannot be recorded here: a
+    One is "triton-3.7.1=0123456789ab", with the compiler that it is of. It is "" if the call cannot be recorded here: a
     package or a compiler is missing, or the host needs a tensor's data.
     """
     return list(call_in_compiler(__name__, "_marks_here", name, list(wanted)))

@@ -61,13 +61,13 @@ ABOUT = """\
 Each rung ran once under Nsight Compute on the check that reports/emulated counts it on, with inputs from the same
 distribution. Sums over all launches of a kernel in a rung; ratio: ncu's figure over the emulator's. What may differ:
 
-- how many loads, stores and launches there are: grids as large as the machine (the emulated one has 4 SMs), smaller
-  tiles in the emulator where a thread costs too much there (11, 12), loads that nvcc has merged, hoisted out of a loop
-  or made wider and g++ has not, and waiting loops (09, 12), which read as often as the wait is long;
-- wavefronts of shared accesses of 8 and 16 bytes: the emulator serves half and quarter warps one after the other, while
-  the hardware may serve lanes together that want the same words; and shared loads by ldmatrix and stores by cp.async,
-  which have counters of their own;
-- sectors where addresses are not multiples of 32 bytes or depend on random inputs: other addresses, other sectors.
+- How many loads, stores and launches there are. Grids are as large as the machine, and the emulated one has 4 SMs.
+  Tiles are smaller in the emulator where a thread costs too much there (11, 12). nvcc merges loads, hoists them out of
+  a loop or makes them wider, and g++ does not. Waiting loops (09, 12) read as often as the wait is long.
+- Wavefronts of shared accesses of 8 and 16 bytes. The emulator serves half and quarter warps one after the other. The
+  hardware may serve lanes together that want the same words. Shared loads by ldmatrix and stores by cp.async have
+  counters of their own.
+- Sectors where addresses are not multiples of 32 bytes or depend on random inputs: other addresses, other sectors.
 
 Caches change none of it: a request that the L1 cache answers is counted as any other.
 """

@@ -60,8 +60,8 @@ def _bytes(values: Iterable[Any]) -> int:
 def operators(run: Callable[[], Any], steps: int = 3) -> list[dict[str, Any]]:
     """A row for each operator of run(), the slowest first: calls, time, FLOPs, bytes, and the roof that they make.
 
-    ms: of its kernels on a GPU, else of the CPU; each at its best of `steps` runs. roof ms: a prediction, the larger of
-    FLOPs / FLOP rate and bytes / bandwidth of this machine.
+    The column ms is the time of its kernels on a GPU, else of the CPU, each at its best of `steps` runs. The column
+    roof ms is a prediction: the larger of FLOPs / FLOP rate and bytes / bandwidth of this machine.
     """
     run()
     with Work(*limits()) as counted:

@@ -1,9 +1,9 @@
 """How fast, in a way that can be believed: interleaved, L2 flushed, repeated until the median holds still.
 
-A card's power state drifts by 10% and more within a minute, so contenders are timed in turns in one process: their
-ratio is the result, the absolute figure is orientation. Who ran before matters too (in a fixed order A B C A B C the
-same kernel differed by 6% with its place in the round, flushed L2 or not), so each round has an order of its own.
-GPU only.
+A card's power state drifts by 10% and more within a minute. So contenders are timed in one process, interleaved: their
+ratio is the result, the absolute figure is orientation. It also matters which kernel ran before. In a fixed order A B C
+A B C the same kernel differed by 6% with its place in the round, flushed L2 or not. So each round has an order of its
+own. GPU only.
 """
 
 import math

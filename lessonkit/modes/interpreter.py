@@ -281,9 +281,9 @@ def _narrow(values: Any) -> Any:
 def mend_bfloat16() -> None:
     """Make bfloat16 arithmetic right under the interpreter.
 
-    NumPy has no bfloat16, so the interpreter holds its 16 bits as integers, and x + y, exp(x) or tl.dot(a, b)
-    then compute with those integers (dot errors of 1e10, seen in Triton 3.7.1 and 3.9.0); a conversion from
-    float32 truncates. Here operands are widened to float32 first, which is exact, and a result is rounded once.
+    NumPy has no bfloat16, so the interpreter holds its 16 bits as integers. Then x + y, exp(x) or tl.dot(a, b) compute
+    with those integers: dot errors of 1e10, seen in Triton 3.7.1 and 3.9.0. A conversion from float32 truncates. Here
+    operands are widened to float32 first, which is exact, and a result is rounded once.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -380,8 +380,8 @@ def mend_masks() -> None:
 def mend_nan() -> None:
     """Let maximum, minimum and clamp treat NaN as a GPU does: they drop it, unless propagate_nan asks for it.
 
-    The interpreter keeps it (Triton 3.7.1). The compiled code is max.f32 and min.f32, with PropagateNan.ALL max.NaN.f32
-    and min.NaN.f32; tl.max and tl.min are made of the first, and the interpreter's drop NaN, too.
+    The interpreter keeps it (Triton 3.7.1). The compiled code is max.f32 and min.f32, or, with PropagateNan.ALL,
+    max.NaN.f32 and min.NaN.f32. tl.max and tl.min are made of the first two. The interpreter's drop NaN, too.
     """
     from triton._C.libtriton import ir
     from triton.runtime import interpreter
@@ -402,9 +402,9 @@ def mend_nan() -> None:
 def mend_calls() -> None:
     """Let a call of a device function (tl.sum, tl.cdiv, a lesson's helper) cost no more than the call.
 
-    At each one the interpreter puts its functions into triton.language again, and looks through all of it for that:
-    half a millisecond, a third of the time of a kernel with reductions (Triton 3.7.1). What is there already stays.
-    And for each tensor that it makes it writes a table of all dtypes, to look one up.
+    At each call the interpreter puts its functions into triton.language again, and looks through all of it for that.
+    This takes half a millisecond, a third of the time of a kernel with reductions (Triton 3.7.1). Here, what is there
+    already stays. Also, for each tensor that it makes, the interpreter writes a table of all dtypes, to look one up.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -463,9 +463,9 @@ def mend_types() -> None:
 def mend_operators() -> None:
     """Let an operator on two tensors of one type cost no more than NumPy's.
 
-    Triton asks for each operator which type the result has and to which shape both operands are broadcast, by comparing
-    shapes as tuples of constants and types by their names: half the time of a kernel (Triton 3.7.1). Where both
-    operands have the same type there is nothing to ask.
+    Triton asks for each operator which type the result has and to which shape both operands are broadcast. It compares
+    shapes as tuples of constants, and types by their names. That takes half the time of a kernel (Triton 3.7.1). Where
+    both operands have the same type there is nothing to ask.
     """
     from triton import language as tl
     from triton.language.semantic import TritonSemantic

@@ -54,8 +54,9 @@ def on_ranks(work: Work, world: int = 2) -> list[Any]:
         found: list[Any] = [None] * world
         dist.all_gather_object(found, work(rank, world, device_of(rank, world)))
         return found
-    # Ranks are forked from a server that has imported torch and done nothing else: faster than spawn, which imports
-    # torch in every rank, and safe unlike fork, which copies this process with its threads, locks and CUDA context.
+    # Ranks are forked from a server that has imported torch and done nothing else. That is faster than spawn, which
+    # imports torch in every rank. It is safe, unlike fork, which copies this process with its threads, locks and CUDA
+    # context.
     if device.FORKS:
         mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
     start = "forkserver" if device.FORKS else "spawn"

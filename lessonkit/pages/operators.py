@@ -202,9 +202,9 @@ def cards(today: Today) -> str:
             line.append(f"{_of_a_card(best)}{mark} ([page]({folder.name}/{file_name(name)}))" if best else "")
         body.append(line)
     said = (
-        "The fastest rung of each operator at one shape: its rate, the share of that card's own limit, and how many\n"
-        "times as fast as the best peer in the same rounds. Cards were measured on different machines, with the\n"
-        "versions that their pages name. An empty cell was not measured there.\n\n"
+        "The fastest rung of each operator at one shape: its rate, and the share of that card's own limit. The last\n"
+        "figure says how many times as fast as the best peer in the same rounds it is. Cards were measured on\n"
+        "different machines, with the versions that their pages name. An empty cell was not measured there.\n\n"
     )
     table = markdown(["operator", "shape", *(folder.name for folder in folders)], body)
     return "# Every card\n\n" + said + table + f"\n{MARK} Measured before the code or the inputs changed.\n" * old

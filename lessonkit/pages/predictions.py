@@ -1,7 +1,7 @@
 """What a lesson predicted for its rungs beside what was measured, in the unit of the lesson's report.
 
-Predictions are for an H200 unless they name another card. Each may be given in another way (milliseconds, a share of
-the limit, so many times as fast as an earlier rung); the table brings all of them to one rate.
+Predictions are for an H200 unless they name another card. Each may be given in another way: milliseconds, a share of
+the limit, so many times as fast as an earlier rung. The table brings all of them to one rate.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -266,8 +266,9 @@ def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
     return (
         f"# {title(name)}: counted, not run\n\n"
         "What each kernel asks of memory, counted by the emulator on the last check that the rung takes. A request is\n"
-        "one access of a warp: a sector for each 32 bytes of global memory that it touches (4 is the least for 32\n"
-        "words), a wavefront for each time that the banks of shared memory must answer (1 is the least for words).\n\n"
+        "one access of a warp. In global memory it counts a sector for each 32 bytes that it touches; 4 is the least\n"
+        "for 32 words. In shared memory it counts a wavefront for each time that the banks must answer; 1 is the\n"
+        "least.\n\n"
         + markdown([key.replace("_", " ") for key in used], ([row[key] for key in used] for row in found))
         + ("\nAsserted by the tests:\n\n" + "\n".join(said) + "\n" if said else "")
     )

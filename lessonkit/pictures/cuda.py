@@ -124,8 +124,8 @@ def streams(c: Canvas, lesson: str) -> None:
     usual = int(stated("cuda_src/05_stream_overlap.cu", r"at (\d+) chunks"))
     caption(
         c,
-        "All three take equally long here. In c chunks the whole takes (c + 2) / c of one of them: "
-        "{shown:.4g} for {n} chunks, {usual:.4g} for the lesson's {c}; one after the other it takes 3.",
+        "All three take equally long here. In c chunks the whole takes (c + 2) / c of the time of one: {shown:.4g} for "
+        "{n} chunks, {usual:.4g} for the lesson's {c}. One after the other they take 3.",
         shown=(shown + 2) / shown, n=shown, usual=(usual + 2) / usual, c=usual,
     )  # fmt: skip
 

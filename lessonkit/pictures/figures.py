@@ -55,7 +55,7 @@ def ring_stages(path: str) -> tuple[int, int]:
         if path.endswith(".py"):
             names, k_in = ("BLOCK_M", "BLOCK_N", "BLOCK_K"), path
         stages, m, n = (number(path, name) for name in ("STAGES", *names[:2]))
-        k, a_cycle = number(k_in, names[2]), stated(PLAIN_MATMUL, r"does (\d+) multiply-adds a cycle")
+        k, a_cycle = number(k_in, names[2]), stated(PLAIN_MATMUL, r"does (\d+) multiply-adds per cycle")
     return stages, int(m * n * k // a_cycle)
 
 

@@ -122,8 +122,9 @@ def attention(order: str, matmul: int, exps: int, others: int, load: int, stages
 
     matmul: of QK or PV of one consumer; exps: its exponentials; others: its softmax's other instructions;
     load: of K or V of a block. Loads share the way to L2, matmuls the tensor cores, exponentials the MUFU; each serves
-    requests in the order in which they come. order: QK, softmax and PV of a block in turn ("serial"), QK of the next
-    block before PV of this one ("overlap"), or so and with a barrier that lets one consumer issue at a time.
+    requests in the order in which they come. What `order` may be: QK, softmax and PV of a block one after the other
+    ("serial"), QK of the next block before PV of this one ("overlap"), or the latter with a barrier that lets one
+    consumer issue at a time.
     """
     spans: dict[str, list[dict[str, int]]] = {"loads": [], "tensor": [], "softmax0": [], "softmax1": []}
     l2 = tensor = mufu = turn = 0

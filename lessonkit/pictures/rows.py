@@ -138,8 +138,8 @@ EXAMPLE = (1.0, 3.0, 2.0, 5.0, 4.0, 2.0)
 
 @picture(
     "Online softmax: one pass keeps the maximum and the rescaled sum",
-    "A row in blocks. After each block the running maximum m and the running sum s are shown, and alpha = exp(m - "
-    "m_new), the factor by which the sum of the blocks before is rescaled.",
+    "A row in blocks. After each block the running maximum m and the running sum s are shown. The factor alpha = exp(m "
+    "- m_new) rescales the sum of the blocks before.",
     figures.ONLINE_SOFTMAX,
 )
 def online_softmax(c: Canvas, lesson: str) -> None:

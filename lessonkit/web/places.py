@@ -19,7 +19,7 @@ HOME = "index"
 
 
 def guides() -> list[Path]:
-    """The pages that somebody wrote or `report` generates, in English, without those that a lesson's page shows."""
+    """The English pages, written by hand or by `report`, without those that a lesson's page shows."""
     tops = ("README.md", "SYLLABUS.md", "GLOSSARY.md", "CONTRIBUTING.md", "CHANGELOG.md")
     found = [ROOT / name for name in tops if (ROOT / name).exists()]
     found += sorted(ROOT.glob("day*/*.md")) + sorted(ROOT.glob("cuda_src/*.md")) + sorted(ROOT.glob("course_ops/*.md"))
@@ -67,8 +67,9 @@ def pages() -> dict[str, str]:
 def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str], language: str = "en") -> str:
     """The Markdown of a file as the page `here` of the book in `language` has it.
 
-    Links go to pages; to what has none, to a copy of the file (`copied` makes it and says where); a link to a folder
-    without a page, or to nothing, becomes its words. English names no heading of a page that is shown in Chinese.
+    Links go to pages. If a file has no page, the link goes to a copy of the file: `copied` makes it and says where. A
+    link to a folder without a page, or to nothing, becomes its words. English names no heading of a page that is shown
+    in Chinese.
     """
     foreign = language != "en" and not file.name.endswith(_TRANSLATED)
 

@@ -205,8 +205,10 @@ def _sphinx(job: tuple[str, str, str]) -> str:
 
 
 def _own(static: Path) -> None:
-    """Take out of the theme's files what a page must not do, load a font from another host or evaluate a string, and
-    what no page needs: its other colours, half of its style.
+    """Take out of the theme's files what a page must not do, and what no page needs.
+
+    A page must not load a font from another host or evaluate a string. No page needs the other colours, half of its
+    style.
     """
     css, translations = static / "shibuya.css", static / "translations.js"
     text = re.sub(r"@font-face\{[^{}]*url\(https?:[^{}]*\}", "", css.read_text())

@@ -1,4 +1,4 @@
-// Atomics. Only one fiber runs at a time, so reading, computing and writing is atomic already; what matters is that the
+// Atomics. Only one fiber runs at a time, so reading, computing and writing is atomic already. What matters is that the
 // access is checked and counted as one, and that it orders what a __threadfence published.
 #pragma once
 #include <type_traits>

@@ -1,5 +1,6 @@
-// 16-bit floating types for both headers. Values live in 16 bits; every operation is done in float and rounded once to
-// the type, as the GPU's own instructions do (exactly so for +, -, *, / and sqrt: float has more than twice the bits).
+// 16-bit floating types for both headers. Values live in 16 bits. Every operation is done in float and rounded once to
+// the type, as by the GPU's own instructions. For +, -, *, / and sqrt that is exact: float has more than twice the
+// bits.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -1,5 +1,5 @@
-// float4 and its family. A copy of one is ONE access of its whole size, as on the GPU: g++ would read the parts one by
-// one (a GPU's compiler does not), so copies go through a type of that size.
+// float4 and its family. A copy of one is ONE access of its whole size, as on the GPU. g++ would read the parts one by
+// one, unlike a GPU's compiler, so copies go through a type of that size.
 #pragma once
 #include <cstdint>
 

@@ -28,8 +28,8 @@ uint32_t sectors(const Request& r) {
     return n;
 }
 
-// Lanes that want the same word share it; different words of one bank wait for one another. 8 bytes a lane are served
-// half a warp at a time, 16 bytes a quarter: more than 128 bytes do not come in one pass.
+// Lanes that want the same word share it; different words of one bank wait for one another. One pass serves at most 128
+// bytes: half a warp at 8 bytes a lane, a quarter of it at 16 bytes.
 uint32_t wavefronts(const Request& r) {
     const uint32_t lanes = r.bytes <= 4 ? 32 : 128 / r.bytes;
     uint32_t passes = 0;
@@ -97,8 +97,8 @@ void count(Thread& t, Site& s, uint64_t address, uint32_t bytes, Space space) {
     }
 }
 
-// At a barrier nobody can still join what was begun before it. At a block's end the next one, which takes its place,
-// begins at nought: lanes that returned early have come less often than the others.
+// After a barrier no lane can join a request that was begun before it. At a block's end the next block, which takes its
+// place, begins at zero: lanes that returned early have come less often than the others.
 void count_flush(Warp& warp, bool block_ends) {
     if (!warp.open && !block_ends) return;
     for (Site* s : touched) {

@@ -46,8 +46,8 @@ struct Thread {
     std::vector<uint32_t> groups;  // how many copies each committed group holds
 };
 
-// Two lanes are ordered if both took part in an exchange, or through a chain of these: before[j][i] is the time up to
-// which lane j knows what lane i did. Exchanges of all lanes, nearly every one, are the one number `synced`.
+// Two lanes are ordered if both took part in an exchange, or through a chain of exchanges. Up to the time before[j][i]
+// lane j knows what lane i did. Exchanges of all lanes, nearly every one, are the one number `synced`.
 struct Warp {
     Thread* lanes[32];
     Lane values[32];
@@ -113,7 +113,8 @@ extern uint32_t now;  // grows with every event that orders threads
 
 // schedule.cpp
 [[noreturn]] void fault(const char* kind, const std::string& text);  // on a fiber: ends the launch
-// A read of what nobody has written may be half of a race: the fault waits for the other half until the next barrier.
+// A read of what no thread has written may be half of a race: the fault waits for the other half until the next
+// barrier.
 void fault_later(const Block&, const char* kind, const std::string& text);
 bool fault_is_due();
 void settle(const Block&);  // that moment has come

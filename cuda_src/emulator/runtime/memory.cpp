@@ -42,7 +42,7 @@ Cell* region_cells(const Region& region) {
 void add_region(Region::Kind kind, uint64_t low, uint64_t bytes, const std::string& name, bool watch_init,
                 bool watch_races) {
     regions_epoch++;
-    // What was freed here is somebody else's now, and so is a mistake beside it.
+    // Freed memory at this place belongs to the new allocation now, and so does an access beside it.
     std::erase_if(freed, [=](const Freed& f) { return f.low < low + bytes && low < f.high; });
     regions.insert({low, Region{kind, low, low + bytes, name, watch_init, watch_races}});
 }

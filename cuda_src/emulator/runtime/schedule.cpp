@@ -1,5 +1,6 @@
-// Who runs when. Threads run one after the other until they wait; a block's threads in a shuffled order, which every
-// barrier turns round, so that both "a before b" and "b before a" are met; blocks in turn, unless they wait for others.
+// Which thread runs when. Threads run one after the other until they wait. A block's threads run in a shuffled order,
+// which every barrier reverses, so that both "a before b" and "b before a" are met. Blocks run one after the other,
+// unless they wait for others.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -239,7 +240,8 @@ void run(Running& l) {
     fault_kind.clear();
     due = {};
     count_begin();
-    // The last of those that run together goes first: whoever relies on an order that nobody promised, waits.
+    // The last of the blocks that run together goes first. So a block that relies on an order, which CUDA does not
+    // promise, waits.
     l.next_block = std::min(resident, l.total_blocks);
     for (uint64_t i = l.next_block; i-- > 0;) begin_block(i);
     while (l.done_blocks < l.total_blocks && fault_kind.empty()) {

@@ -16,9 +16,10 @@ FOLDER = Path(__file__).parent
 class Figure:
     """A figure that moves. script: its file here, which computes `model(p, data)` and draws it.
 
-    data: what Python writes for it, from the lessons' own numbers; start: where controls begin, if a lesson's number
-    says it; controls: the sliders and choices that a reader moves, in order; words: what it says, by the name that the
-    script uses.
+    - data: what Python writes for it, from the lessons' own numbers
+    - start: where controls begin, if a lesson's number says it
+    - controls: the sliders and choices that a reader moves, in order
+    - words: what it says, by the name that the script uses
     """
 
     script: str
