@@ -105,6 +105,11 @@ def _of_target(limit: str) -> int:
     return driver.utils.get_device_properties(driver.get_current_device())[limit]
 
 
+def fp32_precision() -> str:
+    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) where PyTorch is told to."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 def tma_takes(*tensors: Tensor) -> bool:
     """Whether TMA can copy each tensor in place: unit last stride, base and other strides multiples of 16 bytes."""
 
@@ -135,10 +140,8 @@ def expect(
     """
     first_name, first = next(iter(tensors.items()))
     for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: wrap it in torch.as_tensor")
-        if t.device != first.device:
-            raise ValueError(f"{name} is on {t.device}, but {first_name} is on {first.device}: move one of them")
+        expect_tensor(name, t)
+        _expect_device(name, t, first_name, first)
         if t.dtype not in dtypes:
             names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
             raise TypeError(f"{name} is {t.dtype}, this operator takes {names}: convert it with {name}.to(...)")
@@ -150,6 +153,31 @@ def expect(
             )
         if same_dtype and after_autocast(t) != after_autocast(first):
             raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
+
+
+def expect_tensor(name: str, t: object) -> None:
+    """TypeError unless the argument of that name is a tensor: PyTorch's dispatcher would refuse in other words."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: wrap it in torch.as_tensor")
+
+
+def expect_device(**tensors: Tensor) -> None:
+    """ValueError unless all are on the device of the first: of tensors whose dtypes are expected one by one."""
+    first_name, first = next(iter(tensors.items()))
+    for name, t in tensors.items():
+        _expect_device(name, t, first_name, first)
+
+
+def _expect_device(name: str, t: Tensor, first_name: str, first: Tensor) -> None:
+    if t.device != first.device:
+        raise ValueError(f"{name} is on {t.device}, but {first_name} is on {first.device}: move one of them")
+
+
+def expect_dtype_of(x: Tensor, **tensors: Tensor) -> None:
+    """TypeError unless each has the dtype of x, which is named x, or float32."""
+    for name, t in tensors.items():
+        if t.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"{name} is {t.dtype}, expected {x.dtype}, as x, or torch.float32: convert it")
 
 
 def after_autocast(t: Tensor) -> torch.dtype:
@@ -177,8 +205,7 @@ def expect_rows(x: Tensor, **weights: Tensor | None) -> None:
         expect(x=x, **{name: w})
         if w.shape != x.shape[-1:]:
             raise ValueError(f"{name} has shape {tuple(w.shape)}, expected {tuple(x.shape[-1:])}: one element a column")
-        if w.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"{name} is {w.dtype}, expected {x.dtype}, as x, or torch.float32: convert it")
+        expect_dtype_of(x, **{name: w})
 
 
 def in_one_dtype(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from course_ops._common import as_rows, expect, on_device, runs_kernel
+from course_ops._common import as_rows, expect, expect_device, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import cross_entropy as kernels
 from course_ops.kernels._rows import Choice, Rows, choose
@@ -35,8 +35,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
     """
     expect(logits=logits)
     expect(targets=targets, dtypes=(torch.int64,))
-    if targets.device != logits.device:
-        raise ValueError(f"targets is on {targets.device}, but logits is on {logits.device}: move one of them")
+    expect_device(logits=logits, targets=targets)
     if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
         raise ValueError(
             f"targets has shape {tuple(targets.shape)}, expected logits' {tuple(logits.shape)} without the last "

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import expect, on_device, runs_kernel
+from course_ops._common import expect, expect_device, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
 from course_ops.kernels import grouped_matmul as kernels
 from course_ops.quantize import refuse_gradient
@@ -74,8 +74,7 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     expect(w=w, ndim=3)
     expect(x=x, w=w, same_dtype=True)
     expect(offsets=offsets, ndim=1, dtypes=(torch.int32,))
-    if offsets.device != x.device:
-        raise ValueError(f"offsets is on {offsets.device}, but x is on {x.device}: move one of them")
+    expect_device(x=x, offsets=offsets)
     (T, K), E = x.shape, len(w)
     if w.shape[1] != K:
         raise ValueError(f"x has {K} columns and w[e] {w.shape[1]} rows: make them equal (is w transposed?)")

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import as_rows, expect, num_sms, on_device, runs_kernel
+from course_ops._common import as_rows, expect, expect_device, expect_dtype_of, num_sms, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast, once
 from course_ops.cross_entropy import _cross_entropy, _cross_entropy_backward
 from course_ops.kernels._matmul_hopper import runs_gluon, wgmma_takes
@@ -36,8 +36,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     expect(x=x)
     expect(x=x, weight=weight)
     expect(targets=targets, dtypes=(torch.int64,))
-    if weight.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"weight is {weight.dtype}, expected {x.dtype}, as x, or torch.float32: convert it")
+    expect_dtype_of(x, weight=weight)
     if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1] or len(weight) == 0:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [V, K], V > 0")
     if targets.shape != x.shape[:-1]:
@@ -45,8 +44,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
             f"targets has shape {tuple(targets.shape)}, expected x's {tuple(x.shape)} without the last dimension: "
             "pass one target a row"
         )
-    if targets.device != x.device:
-        raise ValueError(f"targets is on {targets.device}, but x is on {x.device}: move one of them")
+    expect_device(x=x, targets=targets)
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     rows = x.reshape(-1, x.shape[-1])
     return _linear_cross_entropy(rows, weight, targets.reshape(-1), ignore_index, gradients)[0]

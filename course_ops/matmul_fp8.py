@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import architecture, expect, on_device, runs_kernel, tma_takes
+from course_ops._common import architecture, expect, expect_device, on_device, runs_kernel, tma_takes
 from course_ops._registration import cast_under_autocast
 from course_ops.kernels import matmul_fp8 as portable
 from course_ops.kernels import matmul_fp8_hopper as hopper
@@ -108,9 +108,7 @@ def matmul_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor
     """
     expect(a=a, b=b, ndim=2, dtypes=(FP8,))
     expect(a_scale=a_scale, b_scale=b_scale, ndim=2, dtypes=(torch.float32,))
-    for name, t in (("b", b), ("a_scale", a_scale), ("b_scale", b_scale)):
-        if t.device != a.device:
-            raise ValueError(f"{name} is on {t.device}, but a is on {a.device}: move one of them")
+    expect_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale)
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"a has {a.shape[1]} columns and b {b.shape[0]} rows: make them equal (is b w.t()?)")
     scheme_of(a, a_scale, b, b_scale)

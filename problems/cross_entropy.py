@@ -11,6 +11,7 @@ from importlib import import_module
 from lessonkit import DEVICE, Problem, Refusal, Unsupported, Work, by_inductor, case
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def reference(logits, targets):
@@ -40,10 +41,19 @@ def _torch(logits, targets):
     return torch.nn.functional.nll_loss(log_p, targets, reduction="none"), logits[:, 0] - log_p[:, 0]
 
 
+_LIGERS = WeakTensorKeyDictionary()  # logits -> the copy that Liger writes into
+
+
 def _liger(logits, targets):
-    """The loss alone, in the logits' dtype; None for lse. Its gradient overwrites the logits, so no backward of it."""
+    """The loss alone, rounded to the logits' dtype; None for lse.
+
+    Liger writes into the logits: zeros where a row has no target, and the gradient if one is asked for. So there is no
+    backward of it here, and the forward has a copy of the logits, made at the first call.
+    """
     forward = import_module("liger_kernel.ops.cross_entropy").cross_entropy_forward
-    return forward(logits, targets, None, -100, 0.0, 0.0, "none", None, False)[0].float(), None
+    if logits not in _LIGERS:
+        _LIGERS[logits] = logits.clone()
+    return forward(_LIGERS[logits], targets, None, -100, 0.0, 0.0, "none", None, False)[0], None
 
 
 def _quack(logits, targets):

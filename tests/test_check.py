@@ -95,6 +95,20 @@ def test_a_case_that_the_inputs_do_not_take_is_named():
             ask(lesson, {"m": 37}, torch.float32)
 
 
+def test_changed_inputs_are_put_back():
+    wide = torch.arange(12.0).view(3, 4)
+    args = (wide[:, 1:3], torch.zeros(1).expand(5), 7)
+    before = [a.clone() for a in args[:2]]
+
+    def overwrite():
+        args[0].zero_()
+        args[1][0].fill_(1)
+
+    with pytest.raises(check.Rejected, match="argument 0"), check.left_alone(args):
+        overwrite()
+    assert all(torch.equal(a, b) for a, b in zip(args[:2], before, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_right_passes(dtype):
     check.check(LESSON, right, {"n": 37}, dtype)

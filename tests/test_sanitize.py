@@ -1,7 +1,10 @@
 """The sanitizers' reports: read from the tools' words, matched with the argued list, and an error where unknown."""
 
+import importlib
+import json
 from collections import Counter
 
+import lessonkit
 import lessonkit.__main__ as main
 from lessonkit.base import device
 from lessonkit.base.cpp_text import definitions
@@ -138,17 +141,21 @@ def test_what_cannot_be_read_is_no_clean_bill(said, why):
 
 
 HAZARD = next(iter(sanitize.parsed("racecheck", RACECHECK)))
-KNOWN = Argued(HAZARD.kernel, "racecheck", "Write access and Read access", "The mbarrier of the stage orders them.")
+KNOWN = Argued(
+    (HAZARD.kernel,), "racecheck", ("Write access and Read access",), "The mbarrier of the stage orders them."
+)
 
 
 @pytest.mark.parametrize(
     ("changes", "covered"),
     [
         ({}, True),
-        ({"kernel": "matmul_kernel"}, False),
+        ({"kernels": ("matmul_kernel",)}, False),
+        ({"kernels": ("matmul_kernel", HAZARD.kernel)}, True),
         ({"tool": "memcheck"}, False),
-        ({"report": "Write access and Write access"}, False),
-        ({"report": "Race reported"}, True),
+        ({"reports": ("Write access and Write access",)}, False),
+        ({"reports": ("Race reported",)}, True),
+        ({"reports": ("Write access and Write access", "Race reported")}, True),
     ],
 )
 def test_a_report_is_argued_by_its_kernel_tool_and_words(changes, covered):
@@ -159,10 +166,13 @@ def test_a_report_is_argued_by_its_kernel_tool_and_words(changes, covered):
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ('kernel = "a"\ntool = "racecheck"\nreport = "Race"', "give kernel, tool, report, argument"),
-        ('kernel = "a"\ntool = "racecheck"\nreport = "Race"\nargument = " "', "give kernel, tool, report, argument"),
-        ('kernel = "a"\ntool = "tsan"\nreport = "Race"\nargument = "b"', "tool='tsan': there are memcheck"),
-        ('kernel = "a"\ntool = "consan"\nreport = "Race"\nargument = "b"\nmore = 1', "and nothing else"),
+        ('kernels = ["a"]\ntool = "racecheck"\nreports = ["Race"]', "give kernels, tool, reports, argument"),
+        ('kernels = ["a"]\ntool = "racecheck"\nreports = ["Race"]\nargument = " "', "give kernels, tool, reports, arg"),
+        ('kernels = ["a"]\ntool = "racecheck"\nreports = []\nargument = "b"', "give kernels, tool, reports, argument"),
+        ('kernels = "a"\ntool = "racecheck"\nreports = ["Race"]\nargument = "b"', "kernels and reports are lists"),
+        ('kernels = ["a"]\ntool = "racecheck"\nreports = ["R", " "]\nargument = "b"', "kernels and reports are lists"),
+        ('kernels = ["a"]\ntool = "tsan"\nreports = ["Race"]\nargument = "b"', "tool='tsan': there are memcheck"),
+        ('kernels = ["a"]\ntool = "consan"\nreports = ["R"]\nargument = "b"\nmore = 1', "and nothing else"),
     ],
 )
 def test_a_list_with_a_hole_is_refused(tmp_path, entry, says):
@@ -176,8 +186,11 @@ def test_the_list_names_kernels_that_are_there():
     sources = [path.read_text() for folder in ("day*_*", "course_ops") for path in ROOT.glob(f"{folder}/**/*.py")]
     programs = [path.read_text() for path in ROOT.glob("*/**/*.cu")]
     known = {d.name for text in programs for d in definitions(text)}
-    for entry in sanitize.argued():
-        assert entry.kernel in known or any(f"def {entry.kernel}(" in text for text in sources), entry
+    entries = sanitize.argued()
+    assert len({entry.argument for entry in entries}) == len(entries)  # one reason stands once
+    for entry in entries:
+        for kernel in entry.kernels:
+            assert kernel in known or any(f"def {kernel}(" in text for text in sources), entry
         assert len(entry.argument.split()) >= 15, entry
 
 
@@ -223,7 +236,7 @@ def test_every_tool_is_put_around_every_lesson(gpu, tmp_path):
     done = CliRunner().invoke(main.app, ["sanitize", ADD])
     assert done.exit_code == 0, done.output
     assert [tool for tool, _, _ in commands] == [*sanitize.TOOLS, *sanitize.instrumented()]
-    assert {command[-1] for _, command, _ in commands} == {ADD}
+    assert {command[-2] for _, command, _ in commands} == {ADD}
     assert all(env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for _, _, env in commands)
     assert len(read_csv(tmp_path / "some-gpu" / sanitize.NAME)) == len(commands)
 
@@ -239,6 +252,44 @@ def test_a_report_that_is_not_argued_is_an_error(gpu, tool, words, status):
     assert {"racecheck": "1 argued", "synccheck": "branch_kernel: Barrier error", "memcheck": "did not come to"}[
         tool
     ] in done.output
+
+
+def test_a_tool_may_watch_one_rung_at_one_shape(gpu, tmp_path):
+    """Its row stands beside that of the whole lesson."""
+    _, commands = gpu
+    about = ["--tool", "racecheck", "--rung", "add_block", "--shape", "n=300 layout=odd", "--sms", "2"]
+    for options in (about, about, about[:2]):
+        done = CliRunner().invoke(main.app, ["sanitize", ADD, *options])
+        assert done.exit_code == 0, done.output
+    part = sanitize.Part(**json.loads(commands[0][1][-1]))
+    assert part == sanitize.Part("add_block", {"n": 300, "layout": "odd"}, 2)
+    rows = read_csv(tmp_path / "some-gpu" / sanitize.NAME)
+    assert [row["part"] for row in rows] == ["add_block n=300 layout=odd sms=2", ""]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [(["--rung", "add_blok"], "has no rung"), (["--shape", "n300"], "'n300' is no size")]
+)
+def test_a_part_that_there_is_not_is_refused(gpu, options, says):
+    done = CliRunner().invoke(main.app, ["sanitize", ADD, *options])
+    assert done.exit_code == 2
+    assert says in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(device.HAS_GPU, reason="a machine without a GPU")
+def test_the_driver_runs_the_part_and_says_so(monkeypatch, capsys):
+    """One rung, its inputs alone (the reference's kernels would be watched too), and the SMs that it is told."""
+    asked = []
+    rung = next(rung for rung in importlib.import_module(ADD).LESSON.rungs if rung.__name__ == "add_block")
+    monkeypatch.setattr(sanitize.torch.cuda, "synchronize", lambda: asked.append(lessonkit.num_sms()))
+    monkeypatch.setattr(sanitize.check, "judge", lambda *args: pytest.fail("the reference was asked"))
+    monkeypatch.setattr(lessonkit, "num_sms", lambda: 132)
+    monkeypatch.setattr(sanitize.faulthandler, "dump_traceback_later", lambda *args, **more: None)
+    sanitize.main(ADD, sanitize.Part(rung.__name__, {"n": 300}, 2))
+    assert asked == [2]
+    assert sanitize.DONE in capsys.readouterr().out
+    sanitize.main(ADD, sanitize.Part("no_such_rung"))
+    assert sanitize.DONE not in capsys.readouterr().out
 
 
 @pytest.mark.skipif(device.HAS_GPU, reason="a machine without a GPU")

@@ -229,6 +229,9 @@ def test_what_amd_lacks_is_said_in_one_line():
     assert compiled._why_not_amd(error) == "", "an error that nothing explains is a failure"
     error.add_note("error: invalid instruction\n mov.b32 s2, v4;")
     assert compiled._why_not_amd(error) == "has inline PTX, NVIDIA's assembly"
+    pipelined = RuntimeError("PassManager::run failed")
+    pipelined.add_note("error: 'tt.elementwise_inline_asm' op pipeliner doesn't know how to predicate this op.")
+    assert compiled._why_not_amd(pipelined) == "has inline PTX, NVIDIA's assembly"
     assert "launched early" in compiled._why_not_amd(KeyError("Keyword argument launch_pdl was specified"))
 
 

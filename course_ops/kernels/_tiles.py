@@ -1,4 +1,4 @@
-"""What the matmul kernels share: the order of tiles, an estimate of a tile's time, the precision of fp32."""
+"""What the matmul kernels share: the order of tiles, an estimate of a tile's time, zeros that calls share."""
 
 import math
 
@@ -56,11 +56,6 @@ def predicted_cycles(M: int, N: int, K: float, block_m: int, block_n: int, block
     step += 300  # wait for a stage and issue its MMA: why steps should not be short
     ends = 1500 + 2 * block_m * block_n / share  # until the first operands arrive, and to write C
     return math.ceil(tiles / sms) * (math.ceil(K / block_k) * step + ends)
-
-
-def precision() -> str:
-    """How tl.dot multiplies fp32: exactly, or in TF32 where torch.set_float32_matmul_precision allows it."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def stream_zeros(x: Tensor, count: int, kind: object) -> Tensor:

@@ -45,11 +45,6 @@ def score_scales(scale: float, softcap: float | None) -> tuple[float, float | No
     return softcap * LOG2E.value, scale / softcap
 
 
-def fp32_precision() -> str:
-    """How tl.dot multiplies fp32: exactly, or in TF32 (10 bits, on tensor cores) where PyTorch is told to."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
 def empty_out(q: Tensor, D_v: int) -> Tensor:
     """out [B, H, S_q, D_v] in the order of q's strides."""
     B, H, S_q, D = q.shape

@@ -5,8 +5,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, fitting_stages, num_sms, roomy, tma_takes
-from course_ops.kernels._tiles import multiply_tile, precision, swizzled_tile
+from course_ops._common import architecture, fitting_stages, fp32_precision, num_sms, roomy, tma_takes
+from course_ops.kernels._tiles import multiply_tile, swizzled_tile
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def grouped_pointers(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     # Two programs fit on an SM of Hopper if the compiler is told to take 128 registers; elsewhere it would spill.
     options = {"maxnreg": 128} if architecture(x.device) == 90 else {}
     pointers_kernel[(min(2 * num_sms(x.device), _most_tiles(T, E, N, block_m, block_n)),)](
-        x, w, offsets, y, T, N, K, x.stride() + w.stride(), E, block_m, block_n, block_k, precision(),
+        x, w, offsets, y, T, N, K, x.stride() + w.stride(), E, block_m, block_n, block_k, fp32_precision(),
         triton.next_power_of_2(E), num_warps=warps, num_stages=3, **options,
     )  # fmt: skip
     return y

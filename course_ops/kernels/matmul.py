@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, cdiv, num_sms, shared_memory, tma_takes
-from course_ops.kernels._tiles import multiply_tile, precision, predicted_cycles, swizzled_tile
+from course_ops._common import architecture, cdiv, fp32_precision, num_sms, shared_memory, tma_takes
+from course_ops.kernels._tiles import multiply_tile, predicted_cycles, swizzled_tile
 
 
 # A program computes one tile; programs are ordered in groups of 8 rows of tiles, for L2.
@@ -29,7 +29,7 @@ def matmul_pointers(a: Tensor, b: Tensor) -> Tensor:
     block = (128, 128, 64) if a.element_size() == 2 else (64, 64, 32)  # fp32 operands take more registers
     if c.numel():
         pointers_kernel[(cdiv(c.shape[0], block[0]) * cdiv(c.shape[1], block[1]),)](
-            a, b, c, *c.shape, a.shape[1], *a.stride(), *b.stride(), c.stride(0), *block, precision(), 8,
+            a, b, c, *c.shape, a.shape[1], *a.stride(), *b.stride(), c.stride(0), *block, fp32_precision(), 8,
             num_warps=8, num_stages=min(4, shared_memory(a.device) // ((128 + 128) * 64 * 2)),
         )  # fmt: skip
     return c
@@ -72,7 +72,7 @@ def _fitted(t: Tensor, rows: int, cols: int) -> Tensor:
 def ieee_pays(a: Tensor, b: Tensor) -> bool:
     """Whether matmul_ieee takes them: fp32, exact, and no side so small that a copy costs."""
     large = min(a.shape[0], b.shape[1], a.shape[1]) >= 64
-    return a.dtype == torch.float32 and precision() == "ieee" and large and architecture(a.device) >= 80
+    return a.dtype == torch.float32 and fp32_precision() == "ieee" and large and architecture(a.device) >= 80
 
 
 # Persistent: a program an SM. flatten makes one pipelined loop of tiles and steps, so that the next tile's loads run
@@ -116,7 +116,7 @@ def matmul_tma(a: Tensor, b: Tensor) -> Tensor:
         TensorDescriptor.from_tensor(a.t() if a_t else a, [k, m] if a_t else [m, k]),
         TensorDescriptor.from_tensor(b.t() if b_t else b, [n, k] if b_t else [k, n]),
         TensorDescriptor.from_tensor(out, [m, n // 2]),
-        *c.shape, a.shape[1], *block, precision(), 16, a_t, b_t,
+        *c.shape, a.shape[1], *block, fp32_precision(), 16, a_t, b_t,
         num_warps=8 if m > 64 or a.element_size() != 2 else 4, num_stages=max(1, min(4, stages)),
     )  # fmt: skip
     return c if out is c else c.copy_(out)

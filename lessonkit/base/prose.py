@@ -29,7 +29,8 @@ _SPOKEN: dict[str, tuple[int | str, ...]] = {
     "case": (0, "why"),
 }
 _DIRECTIVE = re.compile(
-    r"!|%%|noqa|type:|fmt:|ruff:|mypy:|pragma|jupyter:|NOLINT|clang-format|namespace \w+$|stub:|END\(\d|The learner's file"
+    r"!|%%|noqa|type:|fmt:|ruff:|mypy:|pragma|jupyter:|NOLINT|clang-format|namespace \w+$|stub:|END\(\d"
+    r"|The learner's file"
 )
 _TODO = re.compile(r"TODO\(\d+\): ")
 _BULLET = re.compile(r" {0,3}(?:[-*]|(?P<number>\d{1,2})[.)]) +(?=\S)")
@@ -271,7 +272,13 @@ def _goes_on(line: _Line, hang: int) -> bool:
     """Whether a line belongs to the paragraph above it."""
     if not line.text.strip() or _UNDERLINE.match(line.text) or _DIRECTIVE.match(line.text) or _TODO.match(line.text):
         return False
-    if _HASHES.match(line.text) or _is_item(line) or _HEAD.match(line.text) or _DRAWN.search(line.text) or _is_labelled(line.text):
+    if (
+        _HASHES.match(line.text)
+        or _is_item(line)
+        or _HEAD.match(line.text)
+        or _DRAWN.search(line.text)
+        or _is_labelled(line.text)
+    ):
         return False
     return line.indent == hang
 

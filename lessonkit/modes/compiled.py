@@ -37,7 +37,9 @@ from lessonkit.modes.compile_server import call_in_compiler
 # What AMD's compiler says, and what it means.
 NOT_ON_AMD = (
     (
-        r"error: invalid instruction|error: unknown token|error: not a valid operand",
+        # The assembler's words, or those of AMD's pipeliner in Triton 3.7 when it meets the instruction in a loop.
+        r"error: invalid instruction|error: unknown token|error: not a valid operand|"
+        r"elementwise_inline_asm' op pipeliner doesn't know how to predicate",
         "has inline PTX, NVIDIA's assembly",
     ),
     (r"launch_pdl", "is launched early (programmatic dependent launch), which NVIDIA alone has"),
