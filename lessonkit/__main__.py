@@ -359,8 +359,8 @@ def run_sanitizers(
     known_reports = sanitize.argued()
     lessons = list(_with_kernels(which, failed))
     if rung and not any(rung == each.__name__ for _, lesson in lessons for each in lesson.rungs):
-        words = said("{option}: no lesson chosen has a rung of that name")
-        raise typer.BadParameter(words.format(option=f"--rung {rung}"))
+        words = said("{option}: {which} has no rung of that name")
+        raise typer.BadParameter(words.format(option=f"--rung {rung}", which=which or said("no lesson")))
     for each in tools:
         if why := sanitize.lacks(each):
             show.console.print(said("{name}: left out: {why}").format(name=each, why=why))
@@ -649,7 +649,7 @@ def chip(
     for lesson, each in lessons:
         if body := [rung.line for rung in card.rungs(mine, lesson, each)]:
             heading = said("{card}, predicted, not measured: {lesson}").format(card=mine.name, lesson=lesson)
-            show.table(heading, map(said, card.TITLES), body)
+            show.table(heading, [*map(said, card.TITLES)], body)
     show.console.print(
         said(
             "A prediction is a share of the data sheet's rate, as the lesson says it of an H200; what `bench` measures "
