@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import FLOATS, expect, on_device, runs_kernel
+from course_ops._common import FLOATS, expect, expect_device, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.attention import (
     Call,
@@ -85,8 +85,7 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal, 
         raise ValueError(f"k is {tuple(k.shape)}, q {tuple(q.shape)}: head_dim (last) must agree")
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         expect(**{name: cu}, ndim=1, dtypes=(torch.int32,))
-        if cu.device != q.device:
-            raise ValueError(f"{name} is on {cu.device}, but q is on {q.device}: move one of them")
+    expect_device(q=q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     (entries_q,), (entries_k,) = cu_seqlens_q.shape, cu_seqlens_k.shape
     if entries_q != entries_k or entries_q < 1:
         raise ValueError(f"cu_seqlens_q has {entries_q} entries, cu_seqlens_k {entries_k}: expected B + 1 each")
@@ -99,8 +98,7 @@ def _checked_gradient(dout, q, k, v, out, lse, *given):
     """As _checked, for a backward."""
     scale = _checked(q, k, v, *given, dout=dout, out=out)
     expect(lse=lse, dtypes=(_lse_dtype(q),))
-    if lse.device != q.device:
-        raise ValueError(f"lse is on {lse.device}, but q is on {q.device}: move one of them")
+    expect_device(q=q, lse=lse)
     of_out = torch.Size((*q.shape[:-1], v.shape[-1]))
     for name, t, shape in (("dout", dout, of_out), ("out", out, of_out), ("lse", lse, q.shape[1::-1])):
         if t.shape != shape:

@@ -230,7 +230,7 @@ def gelu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     if z.numel():
         block_m, block_n = _block(M, N, num_sms(z.device))
         sizes = M, N, dy.stride(0), block_m, block_n
-        key = z.dtype, partial.dtype, dy.data_ptr() % 16 == 0, z.data_ptr() % 16 == 0, *sizes
+        key = dy.dtype, z.dtype, partial.dtype, dy.data_ptr() % 16 == 0, z.data_ptr() % 16 == 0, *sizes
         launch(dz_and_sums_kernel, (cdiv(N, block_n), len(partial)), (dy, z, dz, partial, *sizes), key)
     return dz, _total(partial, z.dtype)
 

@@ -168,4 +168,4 @@ def _stream_k(
 
 def _pointers(a: Tensor, b: Tensor, c: Tensor) -> tuple[object, ...]:
     """What a kernel is specialized for in three pointers; c is new, so it begins at a multiple of 16 bytes."""
-    return a.dtype, c.dtype, a.data_ptr() % 16 == 0, b.data_ptr() % 16 == 0
+    return a.dtype, b.dtype, c.dtype, a.data_ptr() % 16 == 0, b.data_ptr() % 16 == 0

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import lessonkit
 from lessonkit.base import device
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT, changing, write_atomically
@@ -264,7 +263,7 @@ DONE = "every rung ran"
 
 def main(name: str, part: Part) -> None:
     if part.sms:  # before the lesson takes the name
-        lessonkit.num_sms = lambda: part.sms
+        vars(sys.modules["lessonkit"])["num_sms"] = lambda: part.sms
     lesson: Lesson = importlib.import_module(name).LESSON
     shapes = [part.shape] if part.shape else [case.shape for case in lesson.checks if not case.gib]
     ran = 0

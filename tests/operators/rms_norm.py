@@ -108,9 +108,8 @@ BACKWARD = Lesson(
         Mutant("only the last tile's dw", "rms_norm_backward_persistent_kernel", "dw += dy", "dw = dy",
                "rms_norm_backward"),
     ),
-    claims={rms_norm_backward: (
-        "norm_backward_group_kernel: no spills", "norm_backward_walk_kernel: no spills",
-    )},
+    # In norm_backward_group_kernel one value may spill, at 40 columns a thread.
+    claims={rms_norm_backward: ("norm_backward_walk_kernel: no spills",)},
     passes={rms_norm_backward: 1.72},
 )
 # fmt: on

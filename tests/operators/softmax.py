@@ -53,7 +53,7 @@ FORWARD = Lesson(
                "softmax", "nan"),
         Mutant("every part publishes in the first part's slot", "softmax_split_kernel", "partials_ptr + part",
                "partials_ptr + 0 * part", "softmax", "hang"),
-        Mutant("sum not rescaled", "softmax_two_pass_kernel", "l * tl.exp(m - m_new)", "l", "softmax"),
+        Mutant("sum not rescaled", "softmax_two_pass_kernel", "l * less, latest * less", "l, latest", "softmax"),
     ),
     claims={softmax: tuple(f"softmax_{k}_kernel: {claim}" for k in ("packed", "chunks", "split") for claim in WIDE)},
     passes={softmax: 2.0},  # interpreted, rows are split in two launches, of which the first only publishes
