@@ -108,7 +108,7 @@ def _not_imported(name: str, lesson: Broken) -> str:
 
 def _warn(routes: Iterable[paths.Route]) -> None:
     for line in (line for route in routes for line in route.warnings):
-        show.console.print(f"warning: {line}", style="yellow")
+        show.console.print(said("warning: {line}").format(line=line), style="yellow")
 
 
 def _end(failed: list[str]) -> NoReturn:
@@ -158,11 +158,14 @@ def show_path(name: Annotated[str, typer.Argument(help="30min, 1h, ...; nothing:
     passed = {name for name, record in progress.load().items() if record.passed}
     for part in route.parts:
         asked = [exercise.name for item in part.items for exercise in item.exercises]
-        time_ = f"{part.minutes / 60:.3g} h" if route.hours else f"{part.minutes:g} min"
+        time_ = said("{count} h").format(count=f"{part.minutes / 60:.3g}")
+        if not route.hours:
+            time_ = said("{count} min").format(count=f"{part.minutes:g}")
         words = said("{done} of {count}")
         done = words.format(done=len(passed.intersection(asked)), count=len(asked)) if asked else ""
         body.append([part.title[language()], time_, done])
-    heading = f"{route.title[language()]}: paths/{name}{guides.GUIDES[language()].removeprefix('README')}"
+    page = f"paths/{name}{guides.GUIDES[language()].removeprefix('README')}"
+    heading = said("{name}: {page}").format(name=route.title[language()], page=page)
     show.table(heading, [said("part"), said("time"), said("exercises passed")], body)
     if waiting := next((exercise for exercise in route.exercises if exercise.name not in passed), None):
         command = f"{exercises.COURSE} exercise next {waiting.short}"
@@ -295,7 +298,7 @@ def judge_mutants(
 ) -> None:
     """Judge wrong kernels that only this kind of GPU runs, each in a process of its own, and keep the verdicts."""
     if not device.HAS_GPU:
-        show.console.print("No GPU was found: these mutants are of kernels that run on one kind of GPU only.")
+        show.console.print(said("No GPU was found: these mutants are of kernels that run on one kind of GPU only."))
         return
     failed: list[str] = []
     folder = REPORTS / device.name()
@@ -308,7 +311,7 @@ def judge_mutants(
     left = [(name, mutant, why) for name, mutant in todo if (why := gpu_mutants.lacks(name, mutant))]
     for name, mutant, why in left:
         todo.remove((name, mutant))
-        show.console.print(f"{name}: {mutant.why}: left out, {why}")
+        show.console.print(said("{name}: left out: {why}").format(name=f"{name}: {mutant.why}", why=why))
     body = []
     with ThreadPoolExecutor(workers) as pool:
         for done in as_completed([pool.submit(gpu_mutants.judge, *each) for each in todo]):
@@ -321,7 +324,8 @@ def judge_mutants(
             line = [judged.lesson, judged.rung, judged.mutant, judged.caught_by or "ACCEPTED", judged.case]
             show.console.print(": ".join(line[:4]))
             body.append(line)
-    show.table(f"{len(body)} mutants judged", ["lesson", "rung", "wrong in", "caught by", "on"], body)
+    heading = counted(len(body), said("1 mutant judged"), said("{count} mutants judged"))
+    show.table(heading, [said("lesson"), said("rung"), said("wrong in"), said("caught by"), said("on")], body)
     _end([*failed, *gpu_mutants.contradicted(lessons)])
 
 
@@ -343,7 +347,7 @@ def run_sanitizers(
     tools = tool or [*sanitize.TOOLS, *sanitize.INSTRUMENTED]
     if unknown := [each for each in tools if each not in (*sanitize.TOOLS, *sanitize.INSTRUMENTED)]:
         known = ", ".join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))
-        raise typer.BadParameter(f"--tool {unknown[0]}: there are {known}")
+        raise typer.BadParameter(said("{what}: there are {known}").format(what=f"--tool {unknown[0]}", known=known))
     try:
         part = sanitize.Part(rung, sanitize.shape_of(shape), sms)
     except ValueError as error:
@@ -355,10 +359,11 @@ def run_sanitizers(
     known_reports = sanitize.argued()
     lessons = list(_with_kernels(which, failed))
     if rung and not any(rung == each.__name__ for _, lesson in lessons for each in lesson.rungs):
-        raise typer.BadParameter(f"--rung {rung}: {which or 'no lesson'} has no rung of that name")
+        words = said("{option}: {which} has no rung of that name")
+        raise typer.BadParameter(words.format(option=f"--rung {rung}", which=which or said("no lesson")))
     for each in tools:
         if why := sanitize.lacks(each):
-            show.console.print(f"{each}: left out, {why}")
+            show.console.print(said("{name}: left out: {why}").format(name=each, why=why))
             continue
         for name, _ in lessons:
             try:
@@ -368,8 +373,9 @@ def run_sanitizers(
                 continue
             sanitize.save(REPORTS / device.name(), name, each, found, known_reports, part)
             errors = sanitize.unargued(found, known_reports)
-            what = f"{name} {part}".strip()
-            show.console.print(f"{what}, {each}: {len(found) - len(errors)} argued, {len(errors)} not")
+            words = said("{name}, {tool}: {argued} argued, {errors} not")
+            counts = {"argued": len(found) - len(errors), "errors": len(errors)}
+            show.console.print(words.format(name=f"{name} {part}".strip(), tool=each, **counts))
             failed += [f"{name}, {each}: {report.kernel}: {report.what}" for report in errors]
     _end(failed)
 
@@ -382,7 +388,7 @@ def repeat_beside(
 ) -> None:
     """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows."""
     if not device.HAS_GPU:
-        show.console.print("No GPU was found: there is nothing that two processes could share.")
+        show.console.print(said("No GPU was found: there is nothing that two processes could share."))
         return
     failed: list[str] = []
     for name, lesson in _with_kernels(which, failed):
@@ -390,8 +396,10 @@ def repeat_beside(
         try:
             for each in beside.measured(name, lesson, seconds, rung):
                 found.append(each)
-                where = "beside another process" if each.neighbour else "alone"
-                show.console.print(f"{name}.{each.rung}, {where}: {each.differ} of {each.calls} answers differ")
+                where = said("beside another process") if each.neighbour else said("alone")
+                words = said("{rung}, {where}: {differ} of {calls} answers differ")
+                which_rung = f"{name}.{each.rung}"
+                show.console.print(words.format(rung=which_rung, where=where, differ=each.differ, calls=each.calls))
         except Missing as missing:
             failed.append(f"{name}: {missing}")
         pairs = beside.pairs(found)
@@ -420,9 +428,12 @@ def bench(
     if which == "ops":
         return _bench_operators(operators or [], minutes, workers, release)
     if operators:
-        raise typer.BadParameter(f"{' '.join(operators)}: one name of lessons; operators are named after `bench ops`")
+        words = said("{names}: one name of lessons; operators are named after `bench ops`")
+        raise typer.BadParameter(words.format(names=" ".join(operators)))
     if not device.HAS_GPU:
-        show.console.print("No GPU was found: interpreter timings say nothing about speed, so nothing is written.")
+        show.console.print(
+            said("No GPU was found: interpreter timings say nothing about speed, so nothing is written.")
+        )
         return
     failed: list[str] = []
     for name, lesson in _with_kernels(which, failed):
@@ -436,12 +447,13 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
     """Time what of course_ops has no row of today's code, or with `release` list it and fail if there is any."""
     known = {operator.name for operator in operator_rows.operators()}
     if wrong := sorted(set(names) - known):
-        raise typer.BadParameter(f"course_ops has no {', '.join(wrong)} to be timed. It has {', '.join(sorted(known))}")
+        words = said("course_ops has no {wrong} to be timed. It has {known}")
+        raise typer.BadParameter(words.format(wrong=", ".join(wrong), known=", ".join(sorted(known))))
     if release:
         lines = show.missing_operators(names)
         _end(lines)
     if not device.HAS_GPU:
-        show.console.print("No GPU was found: nothing is timed. `bench ops --release` lists what has no row.")
+        show.console.print(said("No GPU was found: nothing is timed. `bench ops --release` lists what has no row."))
         return
     path = rows.REPORTS / device.name() / operator_rows.FILE
     todo = operator_rows.missing(operator_rows.read(path), operator_rows.cases(names))
@@ -450,7 +462,8 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
             todo, processes.timed, path, minutes, ahead=processes.ahead,
             turn=max(1, operator_bench.AHEAD * workers), say=lambda line: print(line, flush=True),
         )  # fmt: skip
-    show.console.print(f"{done} of {len(todo)} shapes timed, rows in {path}")
+    words = said("{done} of {count} shapes timed, rows in {path}")
+    show.console.print(words.format(done=done, count=len(todo), path=path))
     show.operators(operator_rows.read(path))
 
 
@@ -474,11 +487,13 @@ def fuzz_operators(
     names, modes = operators or [], mode or (["gpu"] if device.HAS_GPU else ["cpu", "interpreted"])
     known = fuzz.questions()
     if wrong := sorted(set(names) - set(known)):
-        raise typer.BadParameter(f"course_ops has no {', '.join(wrong)}. It has {', '.join(sorted(known))}")
+        words = said("course_ops has no {wrong}. It has {known}")
+        raise typer.BadParameter(words.format(wrong=", ".join(wrong), known=", ".join(sorted(known))))
     if wrong := sorted(set(modes) - set(fuzz.MODES)):
-        raise typer.BadParameter(f"{', '.join(wrong)} is no mode: {', '.join(fuzz.MODES)}")
+        words = said("{wrong} is no mode: {known}")
+        raise typer.BadParameter(words.format(wrong=", ".join(wrong), known=", ".join(fuzz.MODES)))
     if "gpu" in modes and not device.HAS_GPU:
-        raise typer.BadParameter("mode gpu needs a GPU, and none was found")
+        raise typer.BadParameter(said("mode gpu needs a GPU, and none was found"))
     failed: list[str] = []
     if replay:
         for each in modes:
@@ -496,13 +511,13 @@ def fuzz_operators(
             failures = fuzzing.run(names, modes, cases, seconds, say)
     except Missing as missing:
         _end([str(missing)])
-    title = ["operator", "direction", "mode", "cases", "shapes", "kernels", "refused", "wrong", "crashes"]
-    title += ["false alarms", "seconds"]
+    title = [said("operator"), said("direction"), said("mode"), said("cases"), said("shapes"), said("kernels")]
+    title += [said("refused"), said("wrong"), said("crashes"), said("false alarms"), said("seconds")]
     here = [count for count in fuzzing.counts().values() if count.mode in modes and count.operator in (names or known)]
     fuzzed = [[c.operator, c.direction, c.mode, c.cases, c.shapes, c.kernels, c.refused, c.wrong, c.crashes,
                c.false_alarms, c.seconds]
               for c in here if c.code == operator_rows.code(c.operator)]  # fmt: skip
-    show.table("cases of today's code", title, fuzzed)
+    show.table(said("cases of today's code"), title, fuzzed)
     _end([f"{each.case['operator']}: {each.fault}" for each in failures])
 
 
@@ -515,13 +530,14 @@ def compile_lessons(which: Which = "") -> None:
     broken: list[str] = []
     mine = _card(os.environ.get(chips.CHOICE, ""))
     if mine and not mine.compiled:
-        raise typer.BadParameter(f"{chips.CHOICE}={mine.name}: nothing is compiled for {chips.label(mine.target)}")
+        words = said("{card}: nothing is compiled for {target}")
+        raise typer.BadParameter(words.format(card=f"{chips.CHOICE}={mine.name}", target=chips.label(mine.target)))
     wanted = (mine.target,) if mine else compiled.TARGETS
     chosen = [] if which == compiled.COURSE_OPS else list(_with_kernels(which, broken))
     names = [name for name, lesson in chosen if not lesson.extension]
     if which in ("", "all", compiled.COURSE_OPS):
         names.insert(0, compiled.COURSE_OPS)  # takes longest
-    with show.console.status("compiling"):
+    with show.console.status(said("compiling")):
         compiled.compile_ahead(names, wanted)
     claimed = {name: lesson.claimed() for name, lesson in chosen}
     for name in dict.fromkeys([*claimed, *names]):
@@ -564,22 +580,25 @@ def try_versions(
     if which := "" if which == "all" else renames.meant("lessons", which) or which:
         _chosen(which)  # or it is not there
     pairs = [p for p in versions.PAIRS if (not torch or p[0] in torch) and (not triton or p[1] in triton)]
-    targets = [t for t in compiled.TARGETS if not target or str(t) in target]
-    if not pairs or len(targets) < len({*(target or ())}):
-        known = f"{'; '.join(map(versions.label, versions.PAIRS))}; targets {', '.join(map(str, compiled.TARGETS))}"
-        raise typer.BadParameter(f"--torch, --triton or --target: there are {known}")
+    wanted = [t for t in compiled.TARGETS if not target or str(t) in target]
+    if not pairs or len(wanted) < len({*(target or ())}):
+        known = "; ".join([*map(versions.label, versions.PAIRS), ", ".join(map(str, compiled.TARGETS))])
+        what = said("{a}, {b} or {c}").format(a="--torch", b="--triton", c="--target")
+        raise typer.BadParameter(said("{what}: there are {known}").format(what=what, known=known))
     failed: list[str] = []
     for pair in pairs:
         rows: list[versions.Tried] = []
         try:
             with show.console.status(versions.label(pair)):
-                for row, words in versions.tried(pair, which, targets, checks):
+                for row, words in versions.tried(pair, which, wanted, checks):
                     rows.append(row)
                     failed += [f"{versions.label(pair)}: {line}" for line in words]
                     if not which:
                         versions.save([row])
         except versions.NotInstalled as why:
-            show.console.print(f"{versions.label(pair)} was not tried: {why}", style="yellow")
+            sentence = said("{pair} was not tried: {why}")
+            told = sentence.format(pair=versions.label(pair), why=targets.reason(str(why), language()))
+            show.console.print(told, style="yellow")
             if not which:
                 versions.save([versions.not_tried(pair, str(why))])
         except versions.Failed as why:
@@ -616,23 +635,30 @@ def chip(
         "TB/s of memory; L2 in MB; fp32 to fp8 in TFLOP/s; shared: bytes of shared memory, of a block and of an SM; "
         "registers and threads of an SM; all from the data sheets"
     )
-    show.table("cards", targets.CARD_TITLES, targets.cards([mine] if mine else chips.CHIPS.values()), legend)
+    titles = [*map(said, targets.CARD_TITLES)]
+    show.table(said("cards"), titles, targets.cards([mine] if mine else chips.CHIPS.values(), language()), legend)
     if not mine:
-        show.console.print(f'What is predicted for one of them: {exercises.COURSE} chip "RTX 4090"')
+        words = said("What is predicted for one of them: {command}")
+        show.console.print(words.format(command=f'{exercises.COURSE} chip "RTX 4090"'))
         return
     failed: list[str] = []
     lessons = list(_with_kernels(which, failed))
-    titles = ["lesson", "largest shape", "FLOPs a byte", "TFLOP/s at most", "us at least", "bound by"]
-    show.table(f"{mine.name}: roofline", titles, targets.roofline(mine, lessons))
+    titles = [said("lesson"), said("largest shape"), said("FLOPs a byte"), said("TFLOP/s at most")]
+    titles += [said("us at least"), said("bound by")]
+    show.table(said("{card}: roofline").format(card=mine.name), titles, targets.roofline(mine, lessons, language()))
     for lesson, each in lessons:
         if body := [rung.line for rung in card.rungs(mine, lesson, each)]:
-            show.table(f"{mine.name}, predicted, not measured: {lesson}", card.TITLES, body)
+            heading = said("{card}, predicted, not measured: {lesson}").format(card=mine.name, lesson=lesson)
+            show.table(heading, [*map(said, card.TITLES)], body)
     show.console.print(
-        "A prediction is a share of the data sheet's rate, as the lesson says it of an H200; what `bench` measures on "
-        "your card is held against a copy, or cuBLAS, in the same rounds."
+        said(
+            "A prediction is a share of the data sheet's rate, as the lesson says it of an H200; what `bench` measures "
+            "on your card is held against a copy, or cuBLAS, in the same rounds."
+        )
     )
     if not mine.compiled:
-        show.console.print(f"Nothing is compiled for {chips.label(mine.target)}: no registers and no occupancy.")
+        words = said("Nothing is compiled for {target}: no registers and no occupancy.")
+        show.console.print(words.format(target=chips.label(mine.target)))
     _end(failed)
 
 
@@ -651,10 +677,10 @@ def count(
             show.console.print(why)
             return
         if not show.counted_by_ncu([name for name, _ in chosen]):
-            broken.append("ncu counted nothing")
+            broken.append(said("ncu counted nothing"))
         report.write()
         _end(broken)
-    why = "On this machine kernels run on the GPU; with CUDA_VISIBLE_DEVICES= they are emulated and counted."
+    why = said("On this machine kernels run on the GPU; with CUDA_VISIBLE_DEVICES= they are emulated and counted.")
     if device.HAS_GPU or (why := toolchain.lacks("g++", "Python.h", "ninja")):
         show.console.print(why)
         return
@@ -674,23 +700,22 @@ def write_report(
 ) -> None:
     """Rebuild every page, plot and results block from the rows; `report final`: the final report."""
     if which not in ("", "final"):
-        raise typer.BadParameter(f"{which!r}: there is `report`, and `report final`")
+        words = said("{which}: there is `report`, and `report final`")
+        raise typer.BadParameter(words.format(which=repr(which)))
     if which:
         try:
             made = final_report.write_report(operator)
         except ValueError as why:
             raise typer.BadParameter(str(why)) from None
         for path in made:
-            show.console.print(f"wrote {path.relative_to(ROOT)}")
+            show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
         return
     for path in report.write():
-        show.console.print(f"wrote {path.relative_to(ROOT)}")
+        show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
     _warn(paths.routes())
     if old := stale.old():
-        show.console.print(
-            f"{len(old)} rows were measured before their code changed; the pages mark them, `stale` lists them.",
-            style="yellow",
-        )
+        words = said("{count} rows were measured before their code changed; the pages mark them, `stale` lists them.")
+        show.console.print(words.format(count=len(old)), style="yellow")
 
 
 @app.command(name="stale")
@@ -704,20 +729,25 @@ def list_stale(
 ) -> None:
     """List measured rows whose code has changed since, after comparing machine code where this machine can."""
     if shown := stale.show_equal():
-        show.console.print(f"{shown} rows: machine code shown to be equal, and kept so in their files")
+        words = said("{count} rows: machine code shown to be equal, and kept so in their files")
+        show.console.print(words.format(count=shown))
         report.write()
     if record:
-        show.console.print(f"{stale.record()} rows: what the compilers of this machine make of them, added")
+        words = said("{count} rows: what the compilers of this machine make of them, added")
+        show.console.print(words.format(count=stale.record()))
     folders = stale.released() if release else stale.device_folders()
     old = stale.old(folders)
-    body = ([each.device, each.row.lesson, each.row.rung, each.row.shape, each.why, each.row.commit] for each in old)
-    show.table(f"{len(old)} old rows", ["device", "lesson", "rung", "shape", "why", "measured at"], body)
+    body = (
+        [each.device, each.row.lesson, each.row.rung, each.row.shape, each.reason(), each.row.commit] for each in old
+    )
+    titles = [said("device"), said("lesson"), said("rung"), said("shape"), said("why"), said("measured at")]
+    show.table(counted(len(old), said("1 old row"), said("{count} old rows")), titles, body)
     tables = stale.old_tables(folders)
     for line in tables:
-        show.console.print(f"old table: {line}")
+        show.console.print(said("old table: {line}").format(line=line))
     verdicts = list(gpu_mutants.old(kernels()))
     for line in verdicts:
-        show.console.print(f"no verdict of today on a mutant: {line}")
+        show.console.print(said("no verdict of today on a mutant: {line}").format(line=line))
     raise typer.Exit(int(release and bool(old or tables or verdicts)))
 
 
@@ -733,8 +763,9 @@ def new_lesson(
     except ValueError as why:
         raise typer.BadParameter(str(why)) from None
     for path in made:
-        show.console.print(f"wrote {path.relative_to(ROOT)}")
-    show.console.print(f"What it still lacks says: {exercises.COURSE} check {name.partition('.')[2]}")
+        show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
+    command = f"{exercises.COURSE} check {name.partition('.')[2]}"
+    show.console.print(said("What it still lacks says: {command}").format(command=command))
 
 
 @app.command()
@@ -743,12 +774,14 @@ def depends(function: str) -> None:
     found = dependents.dependents(function)
     if not found:
         if dependents.is_of_the_kit(function):
-            _end([f"{function} judges lessons: no row depends on it, and every lesson's checks may"])
-        _end([f"no lesson's rungs, inputs or work reach {function}"])
+            words = said("{function} judges lessons: no row depends on it, and every lesson's checks may")
+            _end([words.format(function=function)])
+        _end([said("no lesson's rungs, inputs or work reach {function}").format(function=function)])
     body = ([each.function, each.lesson, ", ".join(each.through), each.rows or ""] for each in found)
     measured = {each.lesson: each.rows for each in found}
-    title = f"{len(measured)} lessons and {sum(measured.values())} rows depend on {function}"
-    show.table(title, ["function", "lesson", "through", "rows"], body)
+    words = said("{lessons} lessons and {rows} rows depend on {function}")
+    heading = words.format(lessons=len(measured), rows=sum(measured.values()), function=function)
+    show.table(heading, [said("function"), said("lesson"), said("through"), said("rows")], body)
 
 
 @app.command(name="words")
@@ -792,9 +825,10 @@ def _one(which: str) -> tuple[str, Lesson | Steps]:
     (name, found), *more = _chosen(which)
     if more:
         several = ", ".join([name, *(other for other, _ in more)])
-        raise typer.BadParameter(f"{which!r} names {len(more) + 1} lessons, expected one: {several}")
+        words = said("{which} names {count} lessons, expected one: {several}")
+        raise typer.BadParameter(words.format(which=repr(which), count=len(more) + 1, several=several))
     if isinstance(found, Broken):
-        _end([f"{name}: cannot be imported: {found.error}"])
+        _end([_not_imported(name, found)])
     return name, found
 
 
@@ -809,7 +843,7 @@ def trace_rung(
     exercises.without_gpu()
     name, found = _one(lesson)
     if isinstance(found, Steps):
-        raise typer.BadParameter(f"{name} has steps and no rungs: there is nothing to trace")
+        raise typer.BadParameter(said("{name} has steps and no rungs: there is nothing to trace").format(name=name))
     try:
         heading, steps = tracing.traced(found, rung, shape or [])
     except ValueError as why:
@@ -886,7 +920,7 @@ def diff(lesson: str, old: str, new: str) -> None:
 
     def source(rung: str) -> list[str]:
         if not hasattr(sys.modules[name], rung):
-            raise typer.BadParameter(f"{name} has no function {rung!r}")
+            raise typer.BadParameter(said("{name} has no function {rung}").format(name=name, rung=repr(rung)))
         return rung_source.lines(name, rung)
 
     for line in difflib.unified_diff(source(old), source(new), old, new, lineterm="", n=2):

@@ -67,8 +67,10 @@ TERMS = {
     "barriers?": "barrier",
     "bank conflicts?": "bank 冲突|bank conflict|存储体冲突",
     "consumers?": "消费者",
+    "data sheets?": "数据手册",
     "copy speed|speed of a copy": "拷贝速度",
     "emulator": "模拟器",
+    "events?": "事件|event",
     "epilogues?": "epilogue|尾声",
     "error budgets?": "误差上限",
     "fences?": "fence",
@@ -79,11 +81,21 @@ TERMS = {
     "(a|the) loss": "loss",
     "masks?": "掩|mask",
     "mutants?": "错误版本",
+    "occupancy": "占用率",
+    "page-locked": "锁页",
+    "panels": "条带|panel",
+    "persistent": "常驻|persistent",
     "producers?": "生产者",
     "prologues?": "prologue|序幕",
+    "sectors?": "sector|扇区",
     "shared memory": "共享内存",
+    "spills": "溢出|spill",
+    "streams": "流|stream",
     "strides": "步长|strides",
     "swizzl(e|ed|ing)": "swizzle|重排",
+    "tensor cores?": "tensor core|张量核心",
+    "tensor memory": "tensor memory|张量内存",
+    "warps": "warp|线程束",
     "warp specialization": "warp 专门化",
     "warpgroups?": "warp 组",
 }
@@ -106,6 +118,102 @@ def test_one_term_has_one_translation():
 def test_another_word_for_a_term_is_found():
     assert unlike("a barrier for the warpgroup", "warp 组的屏障") == ["barriers?"]
     assert unlike('"Shared memory" and `barrier`', "无") == []
+
+
+# What is wrong of a Chinese text wherever it stands. A bracket behind / or * is one of a formula.
+HAN, WIDE = "[\u4e00-\u9fff]", "[，。；：！？（）、“”]"
+ILL = {
+    "a space between Chinese words": rf"{HAN} +{HAN}",
+    "no space between Chinese and Latin": rf"{HAN}[A-Za-z0-9`]|[A-Za-z0-9`%]{HAN}",
+    "a space beside full-width punctuation": rf" {WIDE}|{WIDE} (?=\S)",
+    "half-width punctuation beside Chinese": rf"{HAN}[,;:!?]|[,;!?] *{HAN}|{HAN}\.(?=\s|$)",
+    "half-width quotes beside Chinese": rf'{HAN}"|"{HAN}',
+    "half-width brackets around Chinese": rf"(?<![/*] )\([^()]*{HAN}[^()]*\)",
+    "a mark or a word twice": r"，，|。。|、、|；；|的的|了了",
+}
+
+
+def ill_written(chinese):
+    """What is wrong with the punctuation of a translation. The addresses of links do not count."""
+    bare = re.sub(r"\]\([^)]*\)", "]()", chinese)
+    return [what for what, pattern in ILL.items() if re.search(pattern, bare)]
+
+
+@pytest.mark.parametrize("name", words.CATALOGUES)
+def test_translations_are_punctuated_as_chinese_is(name):
+    ready = [m.string for m in catalogues.load(name, "zh") if m.id and m.string and not m.fuzzy]
+    assert not (bad := {chinese: what for chinese in ready if (what := ill_written(chinese))}), bad
+
+
+def test_the_guides_are_punctuated_as_chinese_is():
+    bad = []
+    for path in (each for depth in ("", "*/", "*/*/") for each in ROOT.glob(f"{depth}*.zh-CN.md")):
+        text = re.sub(r"```.*?```|<!--.*?-->|<[^>]*>|^    .*$", "", path.read_text(), flags=re.S | re.M)
+        cells = (re.sub(r"`[^`]*`", "`c`", cell).strip() for line in text.splitlines() for cell in line.split("|"))
+        bad += [f"{path.name}: {what}: {cell}" for cell in cells for what in ill_written(cell)]
+    assert not bad
+
+
+@pytest.mark.parametrize(
+    ("chinese", "wrong"),
+    [
+        ("每个 warp 读 `x[i]`，再写一次（见 [指南](a/README.md)）。", []),
+        ("最多 2048 / (寄存器数 x 32)", []),
+        ("默认 关闭", ["a space between Chinese words"]),
+        ("view的步长", ["no space between Chinese and Latin"]),
+        ("读 ，再写", ["a space beside full-width punctuation"]),
+        ("读,再写", ["half-width punctuation beside Chinese"]),
+        ("读 (两次)", ["half-width brackets around Chinese"]),
+        ('叫做"块"', ["half-width quotes beside Chinese"]),
+        ("块的的大小", ["a mark or a word twice"]),
+    ],
+)
+def test_wrong_punctuation_is_found(chinese, wrong):
+    assert ill_written(chinese) == wrong
+
+
+# English in words that Chinese keeps: terms, a program's own text, and words between others.
+KEPT = (
+    " and ",
+    "flash attention",
+    "tensor cores",
+    "the prologue",
+    "the softmax, in fp32",
+    "for each K, V block:",
+    "for each Q block:",
+    "with course_ops.patch(model) as patched:",
+    'with gpt.variant(model, "fused") as patched:',
+)
+
+
+def is_english(english, chinese):
+    """Whether a translation of two words or more has no Chinese. Code, quotations and names do not count."""
+    prose_of = re.sub(r'`[^`]*`|"[^"]*"|\{[^}]*\}|\[[^]]*\]|\w+ in \w+', "", english)
+    return bool(re.search(r"\b[a-z]{2,} [a-z]{2,}\b", prose_of)) and not re.search(HAN, chinese)
+
+
+@pytest.mark.parametrize("name", words.CATALOGUES)
+def test_no_translation_is_english(name):
+    ready = [(m.id, m.string) for m in catalogues.load(name, "zh") if m.id and m.string and not m.fuzzy]
+    assert not (same := [each for each, chinese in ready if each not in KEPT and is_english(each, chinese)]), same
+
+
+def test_english_left_over_is_found():
+    assert is_english("two tensors of one shape", "two tensors of one shape")
+    assert not is_english("GPU `a few words`", "GPU `a few words`")
+
+
+def shapes(text):
+    """The brackets of a text that hold names and numbers alone: [M, N]."""
+    return {
+        each.replace(" ", "") for each in re.findall(r"\[[\w ,.*+/:-]*\]", text) if not re.search(r"[a-z]{3}|or ", each)
+    }
+
+
+@pytest.mark.parametrize("name", words.CATALOGUES)
+def test_a_translation_keeps_shapes(name):
+    ready = [m for m in catalogues.load(name, "zh") if m.id and m.string and not m.fuzzy]
+    assert not (lost := {m.id: found for m in ready if (found := shapes(m.id) - shapes(m.string))}), lost
 
 
 @pytest.mark.release
@@ -228,6 +336,40 @@ def test_help_is_translated(catalogue):
     translate("kit", {english: "解释课程的用语。"})
     assert "解释课程的用语。" in run("words", "--help", "--lang", "zh")[1]
     assert "Explain the words" in run("words", "--help")[1]
+
+
+def test_typers_own_words_are_translated():
+    code, text = run("bench", "--help", "--lang", "zh")
+    assert code == 0
+    for english in ("Usage", "Options", "Arguments", "Show this", "default"):
+        assert english not in text
+        assert english in run("bench", "--help")[1]
+
+
+def test_an_error_is_a_sentence_in_chinese():
+    code, text = run("chip", "--lang", "zh", "rtx4090", "no_such_lesson")
+    assert code == 2
+    assert "没有课匹配" in text
+    assert "Invalid value" not in text
+    assert "Invalid value" in run("chip", "rtx4090", "no_such_lesson")[1]
+
+
+@pytest.mark.parametrize("line", [("chip", "rtx4090", "lesson05_softmax"), ("stale",), ("depends", "ring_slot")])
+def test_tables_have_no_english_heading(line):
+    code, text = run(*line, "--lang", "zh")
+    assert code == 0
+    headings = "\n".join(line for line in text.splitlines() if "┃" in line)
+    assert headings
+    assert not re.search(r"\b(lesson|rung|shape|why|rows|bound by|predicted)\b", headings)
+
+
+def test_a_heading_of_a_notebook_stays_a_line(catalogue):
+    update, translate = catalogue
+    update(day4=["Baseline", "Written out."])
+    translate("day4", {"Baseline": "基线", "Written out.": "逐步写出。"})
+    text = "# %% [markdown]\n# ## Baseline\n# Written out.\n"
+    read = prose.read_as(text, ".py", lambda message: words.translated(message, "zh"))
+    assert read == "# %% [markdown]\n# ## 基线\n# 逐步写出。\n"
 
 
 def test_read_prints_the_file_in_chinese(catalogue):

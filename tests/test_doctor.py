@@ -60,7 +60,7 @@ BROKEN = [
     ("nvcc too old for ThunderKittens", replace(WHOLE, nvcc="12.4"), "nvcc", "nvidia-cuda-nvcc", False),
     ("no nvcc", replace(WHOLE, nvcc=""), "nvcc", "nvidia-cuda-nvcc", False),
     ("a full disk", replace(WHOLE, disk_gb=0.5), "disk", "triton/cache", True),
-    ("little memory", replace(WHOLE, memory_gb=1), "memory", "end other programs", False),
+    ("little memory", replace(WHOLE, memory_gb=1), "main memory", "end other programs", False),
     ("Hopper without ThunderKittens", replace(WHOLE, kittens=""), "ThunderKittens", "git clone", False),
 ]
 

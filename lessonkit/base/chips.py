@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lessonkit.base.words import later
+
 Target = int | str  # 90 for sm_90, "gfx942"
 CHOICE = "COURSE_GPU"
 
@@ -53,7 +55,7 @@ class Chip:
     def seconds(self, moved: float, flops: float, rate: str) -> tuple[float, str]:
         """The least time of an op, and what sets it: "memory" or "compute". A rate that it lacks is that of fp32."""
         by_memory, by_compute = moved / self.bandwidth, flops / self.flops.get(rate, self.flops["fp32"])
-        return (by_compute, "compute") if by_compute > by_memory else (by_memory, "memory")
+        return (by_compute, later("compute")) if by_compute > by_memory else (by_memory, later("memory"))
 
 
 def is_amd(target: Target) -> bool:

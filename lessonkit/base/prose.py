@@ -29,11 +29,13 @@ _SPOKEN: dict[str, tuple[int | str, ...]] = {
     "case": (0, "why"),
 }
 _DIRECTIVE = re.compile(
-    r"!|noqa|type:|fmt:|ruff:|mypy:|pragma|jupyter:|NOLINT|clang-format|namespace \w+$|stub:|END\(\d|The learner's file"
+    r"!|%%|noqa|type:|fmt:|ruff:|mypy:|pragma|jupyter:|NOLINT|clang-format|namespace \w+$|stub:|END\(\d"
+    r"|The learner's file"
 )
 _TODO = re.compile(r"TODO\(\d+\): ")
 _BULLET = re.compile(r" {0,3}(?:[-*]|(?P<number>\d{1,2})[.)]) +(?=\S)")
 _RULE = re.compile(r"-{3,} (.+?)(?: -{3,})?$")  # the heading of a section
+_HASHES = re.compile(r"#{1,6} +(?=\S)")  # a heading of Markdown
 _UNDERLINE = re.compile(r"[=~-]{3,}$")
 _DRAWN = re.compile(r"[\u2190-\u21ff\u2500-\u259f]|\S {3,}\S|^[|+].*[|+]$")
 _HEAD = re.compile(r"New words \(|You (?:will )?(?:be able|need|learn)|(?:Run|Check|Time) it:|Needs |Without a GPU")
@@ -234,6 +236,9 @@ def _paragraphs(text: str, lines: list[_Line], margin: int | None = None) -> Ite
             heading = _Line(line.start, line.column, line.text[: rule.end(1)])
             yield from _paragraph(text, [heading], rule.start(1), margin)
             continue
+        if hashes := _HASHES.match(line.text):
+            yield from _paragraph(text, [line], hashes.end(), margin)
+            continue
         bullet = _BULLET.match(line.text)
         if bullet and bullet["number"] and at < len(lines) and _goes_on(lines[at], 0):
             bullet = None  # a paragraph with a number
@@ -267,7 +272,13 @@ def _goes_on(line: _Line, hang: int) -> bool:
     """Whether a line belongs to the paragraph above it."""
     if not line.text.strip() or _UNDERLINE.match(line.text) or _DIRECTIVE.match(line.text) or _TODO.match(line.text):
         return False
-    if _is_item(line) or _HEAD.match(line.text) or _DRAWN.search(line.text) or _is_labelled(line.text):
+    if (
+        _HASHES.match(line.text)
+        or _is_item(line)
+        or _HEAD.match(line.text)
+        or _DRAWN.search(line.text)
+        or _is_labelled(line.text)
+    ):
         return False
     return line.indent == hang
 

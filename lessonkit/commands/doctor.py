@@ -152,9 +152,9 @@ def judge(m: Machine) -> list[Finding]:
 
 def _memory(m: Machine) -> Finding:
     if not m.memory_gb:
-        return Finding(said("memory"), said("not known"), True, said("Linux alone says what is free"))
+        return Finding(said("main memory"), said("not known"), True, said("Linux alone says what is free"))
     free = said("{size} GB free").format(size=f"{m.memory_gb:.0f}")
-    return Finding(said("memory"), free, m.memory_gb > 3, said("interpreted checks"), said("end other programs"))
+    return Finding(said("main memory"), free, m.memory_gb > 3, said("interpreted checks"), said("end other programs"))
 
 
 def _gpu(m: Machine) -> Finding:

@@ -10,16 +10,37 @@ from typing import Annotated, Any
 from lessonkit.base import renames
 from lessonkit.base.files import ROOT
 from lessonkit.base.prose import normal, read_as
-from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, language, said, translated
+from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, language, later, said, translated
 from lessonkit.commands import show
 from lessonkit.exercise import source
 from lessonkit.lesson import names
 from lessonkit.pages import catalogues, glossary
 
 import typer
+from typer import rich_utils
 from typer.core import TyperGroup
 
 CHOICES = ("en", *LANGUAGES)
+# What typer itself says, by its name there.
+FRAME = {
+    "ARGUMENTS_PANEL_TITLE": later("Arguments"),
+    "OPTIONS_PANEL_TITLE": later("Options"),
+    "COMMANDS_PANEL_TITLE": later("Commands"),
+    "ERRORS_PANEL_TITLE": later("Error"),
+    "DEFAULT_STRING": later("[default: {}]"),
+    "REQUIRED_LONG_STRING": later("[required]"),
+    "RICH_HELP": later("Try [blue]'{command_path} {help_option}'[/] for help."),
+}
+USAGE, HELP = later("Usage: "), later("Show this message and exit.")
+
+
+class Usage(typer.Context.formatter_class):  # type: ignore[valid-type,misc]
+    """How a command is called, behind a word of the language."""
+
+    word = USAGE
+
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        super().write_usage(prog, args, prefix or self.word)
 
 
 class Spoken(TyperGroup):
@@ -29,8 +50,23 @@ class Spoken(TyperGroup):
         rest, wanted = _without_language(args)
         ctx.with_resource(_speaking(wanted))
         if language() != "en":
-            _say_help(self)
+            _say_help(self, ctx)
+        _frame(ctx)
         return super().parse_args(ctx, rest)
+
+    def invoke(self, ctx: Any) -> Any:
+        """What is wrong of an argument is a sentence of its own: in another language it has no "Invalid value: "."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as wrong:
+            if language() == "en" or wrong.param or wrong.param_hint:
+                raise
+            raise _Sentence(wrong.message, wrong.ctx) from None
+
+
+class _Sentence(typer.BadParameter):
+    def format_message(self) -> str:
+        return self.message
 
 
 def _without_language(args: list[str]) -> tuple[list[str], str]:
@@ -41,7 +77,8 @@ def _without_language(args: list[str]) -> tuple[list[str], str]:
         if option != "--lang":
             rest.append(word)
         elif (wanted := value if given else next(words, "")) not in CHOICES:
-            raise typer.BadParameter(f"--lang takes one of {', '.join(CHOICES)}, not {wanted!r}")
+            sentence = said("{option} takes one of {choices}, not {wanted}")
+            raise typer.BadParameter(sentence.format(option="--lang", choices=", ".join(CHOICES), wanted=repr(wanted)))
     return rest, wanted
 
 
@@ -60,15 +97,24 @@ def _speaking(wanted: str) -> Iterator[None]:
             os.environ["COURSE_LANG"] = before
 
 
-def _say_help(command: Any) -> None:
+def _frame(ctx: Any) -> None:
+    """Say in the language what typer says around the help of a command and around an error."""
+    for name, english in FRAME.items():
+        setattr(rich_utils, name, said(english))
+    Usage.word = said(USAGE)
+    context: Any = next(each for each in type(ctx).__mro__ if "formatter_class" in vars(each))
+    context.formatter_class = Usage
+
+
+def _say_help(command: Any, ctx: Any) -> None:
     """Translate the help of a command, of its arguments and options, and of the commands in it."""
     if command.help:
         command.help = "\n\n".join(said(each) for each in catalogues.help_paragraphs(command.help))
-    for parameter in command.params:
+    for parameter in command.get_params(ctx):
         if getattr(parameter, "help", None):
             parameter.help = said(normal(parameter.help))
     for each in getattr(command, "commands", {}).values():
-        _say_help(each)
+        _say_help(each, ctx)
 
 
 def read(
@@ -126,4 +172,11 @@ def translate(
                 where = message.locations[0][0] if message.locations else ""
                 show.console.print(f"{name}: {where}: {message.id}", highlight=False, soft_wrap=True)
         folder = catalogue("", each).parent.relative_to(ROOT)
-        show.table(str(folder), ["catalogue", "messages", "without translation", "drafts", "words of these"], body)
+        titles = [
+            said("catalogue"),
+            said("messages"),
+            said("without translation"),
+            said("drafts"),
+            said("words of these"),
+        ]
+        show.table(str(folder), titles, body)

@@ -12,7 +12,7 @@ from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import REPORTS
 from lessonkit.base.prose import atoms, normal, wrapped
 from lessonkit.base.prose import columns as columns_of
-from lessonkit.base.words import later, said
+from lessonkit.base.words import language, later, said
 from lessonkit.judge import counters
 from lessonkit.judge.verify import LeftOut, Question, first_target, grad_checks, rung_checks
 from lessonkit.lesson import Lesson, Steps, title
@@ -249,7 +249,7 @@ def stored(name: str, lesson: Lesson) -> None:
             pair, mark = pairs.get((row.rung, shape)), "*" if today.why_old(row) else ""
             old |= bool(mark)
             times = f"{before.ms_p50 / row.ms_p50:.3g}x" if before else ""
-            predicted = [pair.how, f"{pair.ratio:.2f}"] if pair else ["", ""]
+            predicted = [predictions.how(pair.said, language()), f"{pair.ratio:.2f}"] if pair else ["", ""]
             ms = f"{row.ms_p50:.4g}{mark}"
             body.append([shape, row.rung, ms, times, row.rate, f"{row.percent_of_limit:.0f}%", *predicted])
             before = row
@@ -270,7 +270,8 @@ def missing_operators(names: list[str]) -> list[str]:
     for folder in released():
         found = operator_rows.read(folder / operator_rows.FILE)
         missing = operator_rows.missing(found, asked)
-        lines += [f"{folder.name}: {' '.join(case.key)}: no row of this code" for case in missing]
+        words = said("{which}: no row of this code")
+        lines += [words.format(which=f"{folder.name}: {' '.join(case.key)}") for case in missing]
         known = {case.key for case in asked} - {case.key for case in missing}
         lines += [f"{folder.name}: {operator_bench.said(row)}" for row in found if row.key in known and not row.ratio]
     return lines
@@ -289,7 +290,8 @@ def operators(found: list[operator_rows.Row]) -> None:
         ]
         for s in operator_rows.summaries(found)
     ]
-    table("course_ops over its best peer", ["", "shapes", "failed", "mean", "worst", "under 0.97"], body)
+    titles = ["", said("shapes"), said("failed"), said("mean"), said("worst"), said("under 0.97")]
+    table(said("course_ops over its best peer"), titles, body)
 
 
 def resources(name: str, targets: tuple[chips.Target, ...] = compiled.TARGETS) -> None:
@@ -300,9 +302,9 @@ def resources(name: str, targets: tuple[chips.Target, ...] = compiled.TARGETS) -
         except Missing as missing:
             return console.print(str(missing), style="yellow")
     columns = {
-        "rung": "rung",
+        said("rung"): "rung",
         "kernel": "kernel",
-        "target": "target",
+        said("target"): "target",
         "warps": "warps",
         "regs": "registers",
         "spills": "spills",
@@ -330,14 +332,14 @@ def counted(found: list[dict[str, Any]]) -> None:
 
 def counted_by_ncu(names: list[str]) -> bool:
     """What the GPU's counters say of CUDA kernels, beside what the emulator said; False if they say nothing."""
-    with console.status("running every rung under ncu"):
+    with console.status(said("running every rung under ncu")):
         lines = ncu.count(names)
     for line in lines:
         console.print(line, style="dim")
     body = ncu.compared(ncu.path(rows.REPORTS / device.name()), names)
     if body:
         apart = [row for row in body if row["ratio"] != "1.00"]
-        heading = f"{len(body)} figures; not the same:"
+        heading = said("{count} figures; not the same:").format(count=len(body))
         table(heading, body[0], (row.values() for row in apart))
     return bool(body)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lessonkit.base.files import write_atomically
-from lessonkit.base.words import language
+from lessonkit.base.words import language, later, said
 from lessonkit.commands import show
 from lessonkit.judge import trace
 from lessonkit.judge.trace import Step
@@ -14,10 +14,10 @@ from lessonkit.pages import trace_page
 from rich.text import Text
 
 FIRST, LAST = 36, 12  # steps of a long trace that the terminal shows
-LEGEND = (
+LEGEND = later(
     "program: its ids; line: of the code below; access: in the tensor's own indices, a:b ends before b; "
-    f"off: elements that the mask leaves out, of how many; sect: the most sectors of {trace.SECTOR} bytes that "
-    f"{trace.WARP} neighbouring elements (a warp with one element per thread) lie in; bytes: asked for by the program"
+    "masked: elements that the mask leaves out, of how many; sect: the most sectors of {sector} bytes that "
+    "{warp} neighbouring elements (a warp with one element per thread) lie in; bytes: asked for by the program"
 )
 
 
@@ -38,37 +38,41 @@ def print_steps(heading: str, steps: Sequence[Step]) -> None:
 
     def flush() -> None:
         if body:
-            show.table(kernel, ["step", "program", "line", "access", "off", "sect", "bytes"], body)
+            titles = [said("step"), "program", said("line"), said("access"), said("masked"), said("sect")]
+            show.table(kernel, [*titles, said("bytes")], body)
             body.clear()
 
     for nth, step in shown:
         if cut and nth == len(steps) - LAST + 1:
             flush()
-            show.console.print(f"... {len(steps) - FIRST - LAST} steps left out; --page FILE shows all")
-        if kernel != (launched := f"{heading}: launch {step.launch}, {step.kernel}"):
+            words = said("... {count} steps left out; {option} shows all")
+            show.console.print(words.format(count=len(steps) - FIRST - LAST, option="--page FILE"))
+        words = said("{heading}: launch {number}, {kernel}")
+        if kernel != (launched := words.format(heading=heading, number=step.launch, kernel=step.kernel)):
             flush()
             kernel = launched
         access = f"{step.kind} {step.tensor.argument}[{step.where}]"
         program = ", ".join(map(str, step.program))
         body.append([nth, program, step.line, access, f"{step.masked}/{step.lanes}", step.sectors, step.bytes])
     flush()
-    show.console.print(LEGEND, style="dim", highlight=False)
+    show.console.print(said(LEGEND).format(sector=trace.SECTOR, warp=trace.WARP), style="dim", highlight=False)
     show.console.print()
     for (file, number), source in trace.lines(steps).items():
         where = f"{file}:{number}" if several else str(number)
         show.console.print(Text(f"{where:>5}  {source}", overflow="ellipsis", no_wrap=True))
     show.console.print()
     show.table(
-        "in all",
-        ["kernel", "argument", "loads", "stores", "bytes", "in sectors"],
+        said("in all"),
+        ["kernel", said("argument"), said("loads"), said("stores"), said("bytes"), said("in sectors")],
         (
             [kernel, argument, t.reads, t.writes, t.asked, t.fetched]
             for (kernel, argument), t in trace.totals(steps).items()
         ),
     )
-    show.console.print("in sectors: the bytes of all sectors that the warps ask for, each warp by itself", style="dim")
+    words = said("in sectors: the bytes of all sectors that the warps ask for, each warp by itself")
+    show.console.print(words, style="dim")
 
 
 def write_page(file: Path, heading: str, steps: Sequence[Step]) -> None:
     write_atomically(file, trace_page.page(heading, steps, language()))
-    show.console.print(f"wrote {file}: open it in a browser")
+    show.console.print(said("wrote {file}: open it in a browser").format(file=file))

@@ -26,6 +26,7 @@ from typing import Any
 from lessonkit.base import chips, eviction, files
 from lessonkit.base.files import CACHE, REPORTS, ROOT, environment
 from lessonkit.base.tables import read_csv, to_csv
+from lessonkit.base.words import said
 from lessonkit.judge import verdicts, verify
 from lessonkit.lesson import Broken, Lesson, discover
 from lessonkit.modes import compiled
@@ -76,7 +77,7 @@ class Tried:
 
 
 def label(pair: Pair) -> str:
-    return f"torch {pair[0]} with Triton {pair[1]}"
+    return said("torch {torch} with Triton {triton}").format(torch=pair[0], triton=pair[1])
 
 
 def here() -> Pair:

@@ -12,11 +12,12 @@ from typing import Any
 
 from lessonkit.base import renames
 from lessonkit.base.files import ROOT
+from lessonkit.base.words import later, said
 from lessonkit.lesson import Lesson, discover, kernels, shape_name
 from lessonkit.measure import fingerprint, launches, rows
 from lessonkit.measure.rows import Row
 
-PARTS = ("code", "inputs", "work")  # of a source fingerprint
+PARTS = (later("code"), later("inputs"), later("work"))  # of a source fingerprint
 WITHOUT_A_GPU = {  # folders of reports/ that are no GPU's
     "compiled": "what the compiler made of each rung (no GPU needed)",
     "emulated": "what each CUDA kernel asks of memory, counted (no GPU needed)",
@@ -36,6 +37,13 @@ class Old:
     def __str__(self) -> str:
         row = self.row
         return f"{self.device}: {row.lesson} {row.rung} at {row.shape}: {self.why}, measured at {row.commit}"
+
+    def reason(self) -> str:
+        """Why, in the language of this process."""
+        parts, changed, _ = self.why.partition(" changed")
+        if not changed:
+            return said(self.why)
+        return said("{parts} changed").format(parts=said(" and ").join(map(said, parts.split(" and "))))
 
 
 def device_folders() -> list[Path]:
@@ -77,12 +85,12 @@ class Today:
         """What has changed since the row was measured; "" if nothing has, or nothing that the GPU would notice."""
         lesson = self.lessons.get(row.lesson)
         if row.kind == "limit" or lesson is None:
-            return "" if lesson else "no such lesson"
+            return "" if lesson else later("no such lesson")
         names = lesson.peers if row.kind != "rung" else [rung.__name__ for rung in lesson.rungs]
         if row.rung not in names:
-            return f"no such {'rung' if row.kind == 'rung' else 'peer'}"
+            return later("no such rung") if row.kind == "rung" else later("no such peer")
         if row.shape not in map(shape_name, lesson.benches):
-            return "this shape is no longer timed"
+            return later("this shape is no longer timed")
         now = self.source(row)
         if row.is_of(now):
             return ""

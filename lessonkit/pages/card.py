@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from lessonkit.base import chips
 from lessonkit.base.chips import Chip
 from lessonkit.base.tables import head, read_csv
+from lessonkit.base.words import language, later, said
 from lessonkit.lesson import Lesson, Prediction, Rung, Shape, Work, shape_name, suits
 from lessonkit.measure import rows
 from lessonkit.modes import compiled
@@ -13,7 +14,8 @@ from lessonkit.pages import predictions, targets
 
 Share = tuple[float, float]  # of the rate at which an op's floor is reached: from and to
 H200 = chips.find(rows.MACHINE)  # the card that the lessons' predictions are about
-TITLES = ["rung", "shape", "us at least", "bound by", "us predicted", "of that rate", "occupancy", "predicted by"]
+TITLES = [later("rung"), later("shape"), later("us at least"), later("bound by"), later("us predicted"),
+          later("of that rate"), later("occupancy"), later("predicted by")]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,11 @@ class Predicted:
             shares = _from_to(f"{least:.0%}", f"{most:.0%}")
             times = _from_to(*(f"{self.floor * 1e6 / share:.4g}" for share in (most, least)))
         taken = "" if self.occupancy is None else f"{self.occupancy:.0%}"
-        return [self.rung, self.shape, f"{self.floor * 1e6:.4g}", self.bound, times, shares, taken, self.why]
+        return [self.rung, self.shape, f"{self.floor * 1e6:.4g}", said(self.bound), times, shares, taken, self.why]
 
 
 def _from_to(least: str, most: str) -> str:
-    return least if least == most else f"{least} to {most}"
+    return least if least == most else said("{low} to {high}").format(low=least, high=most)
 
 
 def rungs(chip: Chip, name: str, lesson: Lesson) -> Iterator[Predicted]:
@@ -54,14 +56,16 @@ def rungs(chip: Chip, name: str, lesson: Lesson) -> Iterator[Predicted]:
         return
     for rung in lesson.rungs:
         mine = [each for each in lesson.predicted if each.rung is rung]
-        said = [(each.at, _share(lesson, each), predictions.how(each)) for each in mine]
+        found = [(each.at, _share(lesson, each), predictions.how(each, language())) for each in mine]
         if why := unfit.get(rung.__name__):
-            said = [(largest, None, f"no kernel: {why}")]
-        elif not said:
+            found = [(largest, None, said("no kernel: {why}").format(why=why))]
+        elif not found:
             share = _share_of_bytes(chip, lesson, rung, largest)
-            words = f"moves {lesson.passes[rung]:.3g} times the least bytes" if share else ""
-            said = [(largest, share, words)]
-        for shape, share, words in said:
+            words = (
+                said("moves {times} times the least bytes").format(times=f"{lesson.passes[rung]:.3g}") if share else ""
+            )
+            found = [(largest, share, words)]
+        for shape, share, words in found:
             floor = _floor(chip, lesson, shape)
             yield Predicted(rung.__name__, shape_name(shape), *floor, share, words, taken.get(rung.__name__))
 

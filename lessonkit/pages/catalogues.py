@@ -105,7 +105,7 @@ def spoken(text: str) -> Iterator[str]:
             given += [keyword.value for keyword in node.keywords if keyword.arg == "help"]
             given = [one for each in given for one in _either(each)]
             yield from (each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str))
-        elif any(map(_is_command, node.decorator_list)):
+        elif any(map(_is_command, node.decorator_list)) or "typer." in ast.unparse(node.args):
             yield from help_paragraphs(ast.get_docstring(node) or "")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lessonkit.base import chips
 from lessonkit.base.files import REPORTS
 from lessonkit.base.markdown import markdown
+from lessonkit.base.words import translated
 from lessonkit.lesson import Figure, Lesson, Prediction, shape_name
 from lessonkit.measure.rows import Row
 from lessonkit.pages import pivots
@@ -46,26 +47,27 @@ class Compared:
         return _shown((all_of_it / self.most_ms, all_of_it / self.least_ms))
 
 
-def how(said: Prediction) -> str:
+def how(said: Prediction, language: str = "en") -> str:
     """A prediction as the lesson gives it."""
     if said.over:
-        return f"{_shown(said.times)} times `{said.over.__name__}`"
+        words = translated("{times} times `{rung}`", language)
+        return words.format(times=_shown(said.times, language), rung=said.over.__name__)
     given = {
-        " ms": said.ms,
-        " TFLOP/s": said.tflop_per_s,
-        " TB/s": said.tb_per_s,
-        "% of the limit": said.percent_of_limit,
+        "{figure} ms": said.ms,
+        "{figure} TFLOP/s": said.tflop_per_s,
+        "{figure} TB/s": said.tb_per_s,
+        translated("{figure}% of the limit", language): said.percent_of_limit,
     }
-    return next(f"{_shown(value)}{unit}" for unit, value in given.items() if value)
+    return next(words.format(figure=_shown(value, language)) for words, value in given.items() if value)
 
 
 def both(value: Figure) -> tuple[float, float]:
     return value if isinstance(value, tuple) else (value, value)
 
 
-def _shown(value: Figure) -> str:
+def _shown(value: Figure, language: str = "en") -> str:
     low, high = (f"{x:.0f}" if x >= 1000 else f"{x:.3g}" for x in both(value))
-    return low if low == high else f"{low} to {high}"
+    return low if low == high else translated("{low} to {high}", language).format(low=low, high=high)
 
 
 def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:

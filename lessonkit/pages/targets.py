@@ -49,7 +49,7 @@ def floors(lesson: Lesson) -> list[list[Any]]:
     return lines
 
 
-def roofline(chip: Chip, lessons: Iterable[tuple[str, Lesson]]) -> list[list[str]]:
+def roofline(chip: Chip, lessons: Iterable[tuple[str, Lesson]], language: str = "en") -> list[list[str]]:
     """A line for each lesson at its largest shape: FLOPs a byte, the roof over them on a card, the least time."""
     lines = []
     for name, lesson in lessons:
@@ -62,19 +62,22 @@ def roofline(chip: Chip, lessons: Iterable[tuple[str, Lesson]]) -> list[list[str
             continue
         intensity = work.flops / work.bytes if work.bytes else 0.0
         roof = f"{work.flops / seconds / 1e12:.4g}" if work.flops else ""
-        lines.append([name, shape_name(shape), f"{intensity:.3g}", roof, f"{seconds * 1e6:.4g}", bound])
+        lines.append(
+            [name, shape_name(shape), f"{intensity:.3g}", roof, f"{seconds * 1e6:.4g}", translated(bound, language)]
+        )
     return lines
 
 
-CARD_TITLES = ["name", "card", "target", "SMs", "TB/s", "L2", "fp32", "tf32", "bf16", "fp8",
-               "shared a block", "shared", "registers", "threads"]  # fmt: skip
+CARD_TITLES = [later("name"), later("card"), later("target"), later("SMs"), "TB/s", "L2", "fp32", "tf32", "bf16", "fp8",
+               later("shared a block"), later("shared"), later("registers"), later("threads")]  # fmt: skip
 
 
-def cards(which: Iterable[Chip]) -> list[list[Any]]:
+def cards(which: Iterable[Chip], language: str = "en") -> list[list[Any]]:
     """A line for each card: TB/s, MB, TFLOP/s, and the limits of an SM."""
     keys = {chip.name: key for key, chip in CHIPS.items()}
+    without = translated(", not compiled", language)
     return [
-        [keys[c.name], c.name, chips.label(c.target) + ", not compiled" * (not c.compiled), c.sms,
+        [keys[c.name], c.name, chips.label(c.target) + without * (not c.compiled), c.sms,
          f"{c.bandwidth / 1e12:.3g}", c.l2,
          *(f"{c.flops[r] / 1e12:.4g}" if r in c.flops else "" for r in ("fp32", "tf32", "bf16", "fp8")),
          f"{c.shared_block:,}", f"{c.shared:,}", f"{c.registers:,}", c.warps * c.warp_size]
@@ -158,12 +161,12 @@ def versions(language: str) -> str:
     lines = [said[0]] * (len(found) < len(pairs) * len(columns))
     totals = [{int(row["passed"]) + int(row["failed"]) for key, row in found.items() if key[2] == at} for at in columns]
     lines += [FEWER[language]] * any(len(each) > 1 for each in totals)
-    left_out = [row | {"why": _reason(row["why"], language)} for row in rows if row["target"] == NOT_TRIED]
+    left_out = [row | {"why": reason(row["why"], language)} for row in rows if row["target"] == NOT_TRIED]
     lines += [said[1].format(**row) for row in left_out]
     return "\n".join([table, *lines, ""]) if lines else table
 
 
-def _reason(why: str, language: str) -> str:
+def reason(why: str, language: str) -> str:
     """Why a pair was not tried, in a language; pip's own words as they are."""
     for message in (NO_ROOM, CONSTRAINED, NO_WHEEL, SILENT):
         pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>.+)", re.escape(message))
