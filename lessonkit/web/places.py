@@ -7,9 +7,10 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from lessonkit.base.files import ROOT
-from lessonkit.exercise import source
+from lessonkit.exercise import quiz, source
 from lessonkit.lesson import names
 from lessonkit.measure.stale import device_folders
+from lessonkit.pages.guides import GUIDES
 
 _TRANSLATED = ".zh-CN.md"
 _LINK = re.compile(r"(?<!\\)(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
@@ -44,6 +45,16 @@ def exercise_page(exercise: source.Source) -> str:
     return f"{exercise.path.parent.parent.name}/exercises/{exercise.path.stem}"
 
 
+def quiz_page(folder: str, part: str) -> str:
+    return f"{folder}/quiz_{part}"
+
+
+def heading(folder: str, language: str) -> str:
+    """What the guide of a folder is called in its heading, up to the colon: Day 2."""
+    guide = ROOT / folder / GUIDES[language]
+    return re.split("[:：]", guide.read_text().partition("\n")[0].removeprefix("# "), maxsplit=1)[0]
+
+
 @cache
 def exercises() -> list[source.Source]:
     return source.discover()
@@ -61,6 +72,8 @@ def pages() -> dict[str, str]:
     for each in exercises():
         relative = each.path.relative_to(ROOT)
         found |= dict.fromkeys((relative.as_posix(), relative.with_suffix(".cu").as_posix()), exercise_page(each))
+    for path in quiz.files().values():
+        found[path.relative_to(ROOT).as_posix()] = quiz_page(path.parent.name, quiz.PARTS[0])
     return found
 
 

@@ -13,10 +13,11 @@ from lessonkit.base.errors import Missing
 from lessonkit.base.files import CACHE, ROOT, need_private, write_atomically
 from lessonkit.base.markdown import markdown
 from lessonkit.base.words import translated
+from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import operators
-from lessonkit.web import LANGUAGES, charts, exercises, lessons, places
+from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes
 
 OWN = Path(__file__).parent
 ACCENT = "green"
@@ -45,6 +46,10 @@ class Sources:
         for folder in dict.fromkeys(source.path.parent.parent.name for source in places.exercises()):
             if self._wanted(page := f"{folder}/exercises/index"):
                 self._put(page, exercises.index(folder, self.language))
+        for name, path in quiz.files().items():
+            for part in quiz.PARTS:
+                if self._wanted(page := places.quiz_page(path.parent.name, part)):
+                    self._put(page, quizzes.Page(name, part, self.language).text())
         self._roofline()
         for relative, path in self.copies.items():
             self._file(relative, path.read_bytes())
@@ -91,6 +96,10 @@ class Sources:
                 )
                 head, _, rest = text.partition("\n")
                 text = f"{head}\n\n{figure}\n{re.sub(r'^!.*png.*$', '', rest, flags=re.MULTILINE)}"
+            folder = page.removesuffix("/index")
+            if folder in quizzes.folders():
+                head, _, rest = text.partition("\n")
+                text = f"{head}\n\n{quizzes.links(folder, self.language)}\n{rest}"
             self._put(page, text + self._toctree(page, list(by_page)))
 
     def _roofline(self) -> None:
@@ -124,7 +133,8 @@ class Sources:
             below = [p for p in guides if p != page and p.startswith(f"{folder}/")]
             lessons_here = [places.lesson_page(name) for name in names(f"{folder}.") if name.startswith(f"{folder}.")]
             exercised = any(s.name.startswith(f"{folder}.") for s in places.exercises())
-            below = [*lessons_here, *([f"{folder}/exercises/index"] if exercised else []), *below]
+            before, after = ([places.quiz_page(folder, part)] * (folder in quizzes.folders()) for part in quiz.PARTS)
+            below = [*before, *lessons_here, *([f"{folder}/exercises/index"] if exercised else []), *after, *below]
         else:
             return ""
         here = [places.relative(p, page) for p in below if self._wanted(p)]
