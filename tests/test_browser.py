@@ -211,7 +211,7 @@ def test_search_finds(tab, whole, language, words):
         for base in (server.address, f"{whole.as_uri()}/"):
             tab.goto(f"{base}{language}/search.html?q={words.replace(' ', '+')}")
             tab.wait_for_selector("#search-results li a")
-            tab.wait_for_function("document.querySelectorAll('#search-results li').length > 2")
+            tab.wait_for_selector("#search-results li >> nth=2")
     assert not tab.wrong, "\n".join(tab.wrong)
 
 
@@ -221,6 +221,8 @@ def test_search_finds(tab, whole, language, words):
 @pytest.mark.night
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path, monkeypatch, language):
+    from playwright.sync_api import expect
+
     monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
     mul = source.find("day2_triton_basics.exercise01_mul")[0]
     with serving(book) as server:
@@ -255,7 +257,7 @@ def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path
         tab.wait_for_selector(".exercise-state:not(:empty)")
         tab.on("dialog", lambda dialog: dialog.accept())
         reset.click()
-        tab.wait_for_function("stub => document.querySelector('#exercise-text').value === stub", arg=mul.stub)
+        expect(tab.locator("#exercise-text")).to_have_value(mul.stub, timeout=PATIENCE)
     assert progress.of(mul).passed == ""
     assert not tab.wrong, "\n".join(tab.wrong)
 
@@ -291,7 +293,7 @@ def test_a_quiz_is_taken_in_the_page_by_the_keyboard_and_kept(tab, book, tmp_pat
             assert question.locator(".quiz-right" if nth else ".quiz-wrong").is_visible()
             assert question.locator(".quiz-answer").get_attribute("open") is not None
         assert tab.locator(".quiz-why").inner_text() == why
-        tab.wait_for_function("document.querySelector('.quiz-result').textContent.includes('progress')")
+        tab.wait_for_selector(".quiz-result:has-text('progress.json')")
         (sitting,) = progress.sittings()
         assert [given for given, _ in sitting.answers.values()] == answers
         assert [right for _, right in sitting.answers.values()] == [False] + [True] * (len(answers) - 1)

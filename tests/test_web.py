@@ -16,8 +16,8 @@ from lessonkit.exercise import progress, quiz, source
 from lessonkit.lesson import discover, names
 from lessonkit.measure import facts, rows
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import predictions
-from lessonkit.web import charts, exercises, grader, lessons, places, prose, quizzes, site
+from lessonkit.pages import guides, predictions
+from lessonkit.web import charts, exercises, grader, lessons, places, prose, quizzes, site, start
 from lessonkit.web.serve import ASK, TOKEN, Server
 
 import pytest
@@ -118,6 +118,28 @@ def test_a_chart_has_the_figures_of_the_rows():
 
 def test_a_chart_does_not_end_its_script():
     assert "</script><b>" not in charts.figure("rows", {"rung": "</script><b>"}, "x", "en")
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_start_page_is_made_of_readme_rows_and_paths(language):
+    """What it is, where to begin without a GPU, ladders with the figures of the rows, every path with its minutes."""
+    text = start.text(language)
+    readme = (ROOT / guides.GUIDES[language]).read_text()
+    assert text.split("\n\n")[2].replace(" ", "") in readme.replace("\n", "").replace(" ", "")
+    assert 'href="paths/30min.html"' in text.split("start-go")[1].split("</p>")[0]
+    assert text.count('class="race-ladder"') == len(start.LADDERS)
+    for name in start.LADDERS:
+        shown = text.split(f'{places.lesson_page(name)}.html">')[0].split('class="race-ladder"')[-1]
+        found = rows.read(next(f for f in device_folders() if f.name == rows.MACHINE) / f"{name}.csv")
+        times = {row.rung: row.ms_p50 for row in found if row.shape in shown and row.dtype in shown}
+        bars = re.findall(r"<code>(.*?)</code>.*?--share:([\d.]+).*?<span>(\S+) ms", shown)
+        assert [bar[0] for bar in bars][: len(lesson(name).rungs)] == [rung.__name__ for rung in lesson(name).rungs]
+        fastest = min(times[rung] for rung, _, _ in bars)
+        for rung, share, ms in bars:
+            assert (share, ms) == (f"{fastest / times[rung]:.5f}", f"{times[rung]:.3g}")
+    for path in ROOT.glob("paths/*.toml"):
+        assert f'href="paths/{path.stem}.html"' in text
+    assert 'class="lk-moving"' in text
 
 
 def test_hints_are_the_exercises_own():

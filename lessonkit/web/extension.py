@@ -48,5 +48,7 @@ def _scripts(app: Sphinx, page: str, template: str, context: dict[str, Any], doc
         app.add_js_file("exercise.js", loading_method="defer")
     if 'class="quiz"' in context.get("body", ""):
         app.add_js_file("quiz.js", loading_method="defer")
+    if 'class="race"' in context.get("body", ""):
+        app.add_js_file("start.js", loading_method="defer")
     if 'class="chart"' in context.get("body", ""):
         app.add_js_file("chart.js", loading_method="defer")

@@ -16,7 +16,9 @@ _TRANSLATED = ".zh-CN.md"
 _LINK = re.compile(r"(?<!\\)(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _IMAGE = re.compile(r'(<img src=")(?![a-z]+:)([^"]+)"')
 _CODE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)\s*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
-HOME = "index"
+_OTHER = re.compile(r" ?(?:简体中文|English)[:：] ?\[[^\]]*\]\([^)]*\)[.。]? ?")
+HOME = "index"  # lessonkit/web/start.py writes it
+COURSE = "course"  # the README of the course
 
 
 def guides() -> list[Path]:
@@ -32,7 +34,9 @@ def guides() -> list[Path]:
 
 
 def page(path: Path) -> str:
-    """The page of a guide: README.md stands at the head of its folder."""
+    """The page of a guide: README.md stands at the head of its folder, that of the course beside the start page."""
+    if path == ROOT / "README.md":
+        return COURSE
     name = path.relative_to(ROOT).with_suffix("")
     return (name.with_name(HOME) if name.name == "README" else PurePosixPath(name.as_posix().lower())).__str__()
 
@@ -100,6 +104,8 @@ def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str], la
         if name and not image:
             if foreign and english.with_name(f"{english.stem}{_TRANSLATED}").exists():
                 anchor = ""
+            if name == COURSE and not anchor:
+                name = HOME
             return f"[{words}]({relative(name, here)}.md{'#' + anchor if anchor else ''})"
         if not path.is_file():
             return words
@@ -111,6 +117,11 @@ def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str], la
     pieces = _CODE.split(text)
     pieces[::2] = [_IMAGE.sub(shown, _LINK.sub(one, piece)) for piece in pieces[::2]]
     return "".join(pieces)
+
+
+def without_language(text: str) -> str:
+    """A guide without its link to the other language, which each page of the book has at its top."""
+    return _OTHER.sub("", text, count=1)
 
 
 def relative(target: str, here: str) -> str:

@@ -17,7 +17,7 @@ from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import operators
-from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes
+from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start
 
 OWN = Path(__file__).parent
 ACCENT = "green"
@@ -34,7 +34,9 @@ class Sources:
 
     def write(self) -> None:
         """Write all of them, and remove what an earlier build left."""
-        self._guides()
+        guides = self._guides()
+        if self._wanted(places.HOME):
+            self._put(places.HOME, start.text(self.language) + self._toctree(places.HOME, guides))
         for name in names():
             if self._wanted(page := places.lesson_page(name)):
                 lesson = dict(discover(name))[name]
@@ -78,7 +80,8 @@ class Sources:
         if not path.exists() or path.read_bytes() != content:
             write_atomically(path, content)
 
-    def _guides(self) -> None:
+    def _guides(self) -> list[str]:
+        """Write the guides; which pages they are."""
         by_page = {places.page(path): path for path in places.guides()}
         charted = {folder.name: {operators.file_name(ladder.name): ladder for ladder in operators.ladders(folder)}
                    for folder in device_folders()}  # fmt: skip
@@ -88,7 +91,10 @@ class Sources:
             path = english
             if self.language == "zh" and (translation := english.with_name(f"{english.stem}.zh-CN.md")).exists():
                 path = translation
-            text = places.relinked(path.read_text(), path, page, self.copied, self.language)
+            text = places.without_language(path.read_text())
+            text = places.relinked(text, path, page, self.copied, self.language)
+            if page == places.COURSE:
+                text = re.sub("^# .*", f"# {translated('About this course', self.language)}", text, count=1)
             ladder = charted.get(english.parent.name, {}).get(english.name)
             if ladder and (data := charts.of_operator(ladder.lessons, english.parent.name)):
                 figure = charts.figure(
@@ -101,6 +107,7 @@ class Sources:
                 head, _, rest = text.partition("\n")
                 text = f"{head}\n\n{quizzes.links(folder, self.language)}\n{rest}"
             self._put(page, text + self._toctree(page, list(by_page)))
+        return list(by_page)
 
     def _roofline(self) -> None:
         said = [f"# {translated('Roofline', self.language)}"]
@@ -125,8 +132,8 @@ class Sources:
         """The pages below this one, for the book's contents and for previous and next."""
         if page == places.HOME:
             days = dict.fromkeys(name.partition(".")[0] for name in names())
-            order = ["syllabus", "paths", "glossary", *(f"{day}/index" for day in days), "course_ops/index", "roofline"]
-            order += ["reports/index", "contributing", "changelog"]
+            order = ["paths", *(f"{day}/index" for day in days), "course_ops/index", "roofline", "reports/index"]
+            order += ["glossary", places.COURSE, "syllabus", "contributing", "changelog"]
             below = [p for each in order for p in self._section(each, guides)]
         elif page.endswith("/index"):
             folder = page.removesuffix("/index")
