@@ -16,7 +16,7 @@ from lessonkit.base.words import translated
 from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import operators
+from lessonkit.pages import operators, paths
 from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start
 
 OWN = Path(__file__).parent
@@ -150,7 +150,7 @@ class Sources:
     @staticmethod
     def _section(name: str, guides: list[str]) -> list[str]:
         if name == "paths":
-            return [p for p in guides if p.startswith("paths/")]
+            return [f"paths/{route.name}" for route in paths.routes()]
         return [name] if name in guides or name == "roofline" else []
 
 
