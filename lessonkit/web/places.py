@@ -16,7 +16,7 @@ _TRANSLATED = ".zh-CN.md"
 _LINK = re.compile(r"(?<!\\)(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _IMAGE = re.compile(r'(<img src=")(?![a-z]+:)([^"]+)"')
 _CODE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)\s*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
-_OTHER = re.compile(r" ?(?:简体中文|English)[:：] ?\[[^\]]*\]\([^)]*\)[.。]? ?")
+_OTHER = re.compile(r" ?(?:简体中文|中文|English)[:：] ?\[[^\]]*\]\([^)]*\)[.。]? ?")
 HOME = "index"  # lessonkit/web/start.py writes it
 COURSE = "course"  # the README of the course
 

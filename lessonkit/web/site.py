@@ -119,14 +119,14 @@ class Sources:
             if data := charts.of_roofline(folder):
                 said += [f"## {folder.name}", charts.figure("roofline", data, folder.name, self.language)]
                 heads = ["", "FLOP/B", "TFLOP/s", "%", ""]
-                said.append(markdown(heads, (self._point(point) for point in data["points"])))
+                said.append(markdown(heads, map(self._point, data["points"])))
         if self._wanted("roofline"):
             self._put("roofline", "\n\n".join(said) + "\n")
 
-    @staticmethod
-    def _point(point: dict[str, Any]) -> list[str]:
+    def _point(self, point: dict[str, Any]) -> list[str]:
         lesson = f"[{point['lesson']}]({point['href'].removesuffix('.html')}.md) `{point['rung']}`"
-        return [lesson, f"{point['x']:.3g}", f"{point['y']:.3g}", f"{point['percent']:.0f}", point["bound"]]
+        bound = translated(point["bound"], self.language)
+        return [lesson, f"{point['x']:.3g}", f"{point['y']:.3g}", f"{point['percent']:.0f}", bound]
 
     def _toctree(self, page: str, guides: list[str]) -> str:
         """The pages below this one, for the book's contents and for previous and next."""
