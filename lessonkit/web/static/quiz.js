@@ -20,6 +20,10 @@
     return [close(right), wrong.find(([exact]) => close(exact))?.[1] ?? ""];
   };
 
+  const opened = token && ask({ do: "quiz", quiz: quiz.dataset.quiz, part: quiz.dataset.part })
+    .then((answer) => { if (answer.day && !given.some(Boolean)) result.textContent = filled(words.taken, answer); })
+    .catch(() => {});
+
   const keep = async () => {
     const right = given.filter(([, is]) => is).length;
     result.textContent = filled(words.result, { right, count: given.length });
@@ -28,6 +32,7 @@
       return;
     }
     const request = { do: "quiz", quiz: quiz.dataset.quiz, part: quiz.dataset.part, answers: given.map(([answer]) => answer) };
+    await opened; // the server answers one request at a time
     try {
       const answer = await ask(request);
       if (answer.error) throw new Error(answer.error);
@@ -69,9 +74,4 @@
     field?.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); check(); } });
   });
 
-  if (token) {
-    ask({ do: "quiz", quiz: quiz.dataset.quiz, part: quiz.dataset.part })
-      .then((answer) => { if (answer.day && !given.some(Boolean)) result.textContent = filled(words.taken, answer); })
-      .catch(() => {});
-  }
 })();
