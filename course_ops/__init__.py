@@ -7,6 +7,8 @@ FLOP counters see it. CUDA tensors are computed by kernels, CPU tensors by PyTor
 from course_ops._common import Unsupported
 from course_ops.add_norm import add_norm
 from course_ops.attention import attention, attention_backward, attention_forward
+from course_ops.attention_paged import attention_paged
+from course_ops.attention_varlen import attention_varlen
 from course_ops.cross_entropy import cross_entropy
 from course_ops.dropout import dropout
 from course_ops.gelu import gelu
@@ -30,6 +32,8 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
+    "attention_paged",
+    "attention_varlen",
     "cross_entropy",
     "dropout",
     "gelu",

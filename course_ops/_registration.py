@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import impl
+from torch.nn import Parameter
 
 from course_ops._common import after_autocast
 
@@ -29,6 +30,28 @@ def _casting(overload: Any, places: list[int], device: str) -> Callable[..., Any
             return overload(*args)
 
     return kernel
+
+
+def unobserved(*tensors: Tensor | None) -> bool:
+    """Whether an operator on these may be called as the plain function that it is.
+
+    The dispatcher costs the host as much as several launches. It is needed off the GPU, for tensors of other types, for
+    a gradient, and where autocast, a mode, a transform, a compiler or a profiler has to see the operator.
+    """
+    if torch.compiler.is_compiling():  # first, since the compiler cannot trace what follows
+        return False
+    return (
+        all(t is None or _plain_on_gpu(t) for t in tensors)
+        and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+        and not torch.is_autocast_enabled("cuda")
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd._profiler_enabled()
+    )
+
+
+def _plain_on_gpu(t: Tensor) -> bool:
+    return t.is_cuda and type(t) in (Tensor, Parameter)
 
 
 def _cast(t: Tensor) -> Tensor:

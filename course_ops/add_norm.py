@@ -9,6 +9,7 @@ from torch.library import custom_op
 from course_ops._common import as_rows, expect, expect_dtype_of, expect_rows, in_one_dtype, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import add_norm as kernels
+from course_ops.kernels._norm_backward import walks
 from course_ops.kernels._rows import Choice, Rows, choose
 from course_ops.kernels.layer_norm import layer_norm_parts
 from course_ops.layer_norm import FORWARD as NORM_FORWARD
@@ -33,7 +34,11 @@ FORWARD = (
 )
 BACKWARD = (
     Choice(kernels.add_norm_backward_packed, lambda r: r.N <= 2048, "tiles of several short rows"),
-    Choice(kernels.add_norm_backward_walk, lambda r: r.N <= 8192, "the next rows are on their way to shared memory"),
+    Choice(
+        kernels.add_norm_backward_walk,
+        lambda r: walks(r.N, r.itemsize, bias=True),
+        "the next rows are on their way to shared memory",
+    ),
     Choice(kernels.add_norm_backward_group, lambda r: True, "programs share a row; two launches if it is too long"),
 )
 

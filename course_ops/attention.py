@@ -28,6 +28,7 @@ from course_ops.kernels import attention_decode as decode
 from course_ops.kernels import attention_forward as portable
 from course_ops.kernels import attention_forward_hopper as hopper
 from course_ops.kernels.attention_tiles import empty_out
+from course_ops.kernels.sequences import Sequences
 
 MAX_HEAD_DIM = 256
 
@@ -48,7 +49,8 @@ def attention(
     torch.autocast all three are cast to its dtype; float64 stays.
     causal: query i sees keys up to i + S_k - S_q. window: of these only the last `window`; needs causal.
     scale: positive; 1 / sqrt(D) if None. softcap: scores become softcap * tanh(scores / softcap) before they are masked
-    (Gemma 2); positive, or None for scores as they are. On Hopper the portable kernels compute it.
+    (Gemma 2); positive, or None for scores as they are. On Hopper tanh has a relative error up to 2^-11, and the
+    portable kernel computes the backward of head sizes above 128.
     Raises TypeError for a dtype, ValueError for a shape, a device or a value.
 
     Under torch.use_deterministic_algorithms the gradient of q is the same to the bit each time, and slower. A FLOP
@@ -100,18 +102,18 @@ def attention_backward(
 
 # ---- Which kernel takes what: the first row whose condition holds ------------------------------------------------
 #
-#     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window
-#                hopper     sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes; no softcap
+#     forward    decode     few queries on many keys: H / H_kv * S_q <= 64 rows, S_k >= 64; no window, not packed
+#                hopper     sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes
 #                portable   everything: sm_80 on, fp32, D and D_v <= 256, any strides
 #     backward   hopper     sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; unless deterministic algorithms
-#                           are asked for (dQ is added up in any order); no softcap
-#                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap; the same to
-#                           the bit each time
+#                           are asked for (dQ is added up in any order)
+#                wide       sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap, not packed;
+#                           the same to the bit each time
 #                portable   everything; the same to the bit each time
 
 
 class Call(NamedTuple):
-    """The arguments of a forward call."""
+    """The arguments of a forward call. sequences: of rows that are packed (attention_varlen), as [1, H, total, D]."""
 
     q: Tensor
     k: Tensor
@@ -120,6 +122,7 @@ class Call(NamedTuple):
     window: int | None
     scale: float
     softcap: float | None = None
+    sequences: Sequences | None = None
 
 
 class Gradient(NamedTuple):
@@ -135,36 +138,38 @@ class Gradient(NamedTuple):
     window: int | None
     scale: float
     softcap: float | None = None
+    sequences: Sequences | None = None
 
 
 def _few_queries(c: Call) -> bool:
     H, S_q, H_kv, S_k = *c.q.shape[1:3], *c.k.shape[1:3]
-    return c.window is None and H // H_kv * S_q <= decode.MAX_ROWS and S_k >= 64
+    return c.sequences is None and c.window is None and H // H_kv * S_q <= decode.MAX_ROWS and S_k >= 64
 
 
 def _on_hopper(c: Call) -> bool:
-    return c.softcap is None and hopper.takes(c.q, c.k, c.v)
+    return hopper.takes(c.q, c.k, c.v)
 
 
 def _gradient_on_hopper(c: Gradient) -> bool:
     nondeterministic = not torch.are_deterministic_algorithms_enabled()
-    return nondeterministic and c.softcap is None and hopper_backward.takes(*c[:4])
+    return nondeterministic and hopper_backward.takes(*c[:4])
 
 
 def _gradient_of_long_heads(c: Gradient) -> bool:
-    return c.softcap is None and wide_backward.takes(*c[:4])
+    return c.sequences is None and c.softcap is None and wide_backward.takes(*c[:4])
 
 
 FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor, Tensor]]], ...] = (
     ("decode", _few_queries, lambda c: decode.attention_decode(*c[:4], c.scale, softcap=c.softcap)),
-    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c[:6])),
+    ("hopper", _on_hopper, lambda c: hopper.attention_forward(*c)),
     ("portable", lambda c: True, lambda c: portable.attention_forward(*c)),
 )
 BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
-    ("hopper", _gradient_on_hopper, lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window)),
+    ("hopper", _gradient_on_hopper,
+     lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window, *c[9:])),
     ("wide", _gradient_of_long_heads, lambda c: wide_backward.attention_backward(*c[:9])),
     ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
-)
+)  # fmt: skip
 
 
 def launch_forward(call: Call) -> tuple[Tensor, Tensor]:

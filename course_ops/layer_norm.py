@@ -9,6 +9,7 @@ from torch.library import custom_op
 from course_ops._common import as_rows, expect_rows, in_one_dtype, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import layer_norm as kernels
+from course_ops.kernels._norm_backward import walks
 from course_ops.kernels._rows import Choice, Rows, choose
 
 FORWARD = (
@@ -28,7 +29,11 @@ FORWARD = (
 )
 BACKWARD = (
     Choice(kernels.layer_norm_backward_registers, lambda r: r.N <= 2048, "the next rows wait in registers"),
-    Choice(kernels.layer_norm_backward_walk, lambda r: r.N <= 8192, "the next rows are on their way to shared memory"),
+    Choice(
+        kernels.layer_norm_backward_walk,
+        lambda r: walks(r.N, r.itemsize, bias=True),
+        "the next rows are on their way to shared memory",
+    ),
     Choice(kernels.layer_norm_backward_group, lambda r: True, "programs share a row; two launches if it is too long"),
 )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
-from course_ops._registration import cast_under_autocast, once_differentiable
+from course_ops._registration import cast_under_autocast, once_differentiable, unobserved
 from course_ops.kernels import linear as kernels
 from course_ops.kernels._matmul_plan import LEAD, Plan, aligned_rows, best_epilogue_plan, cycles_of
 from course_ops.kernels.matmul_hopper import takes
@@ -52,8 +52,7 @@ def _unit_stride(t: Tensor) -> Tensor:
 
 # z = x W^T + bias is a second result: the gradient of GELU needs it, and y does not give it back. Without `save` it
 # is empty.
-@torch.library.custom_op("course_ops::linear", mutates_args=())
-def _linear(
+def _result(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
     gelu = activation == "gelu_tanh"
@@ -67,6 +66,9 @@ def _linear(
         z.copy_(y)
     y = F.gelu(y, approximate="tanh") if gelu else y
     return (y if residual is None else y + residual), z
+
+
+_linear = torch.library.custom_op("course_ops::linear", _result, mutates_args=())
 
 
 @_linear.register_fake
@@ -100,10 +102,9 @@ def _(dy: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
     return dy.new_empty(0) if z is None else torch.empty_like(z), dy.new_empty(dy.shape[1])
 
 
-# One operator for all gradients: to call one costs the host as much as to launch a kernel, and with few rows the GPU
-# waits for the host.
-@torch.library.custom_op("course_ops::linear_backward", mutates_args=())
-def _linear_backward(
+# One operator for all gradients, and a plain function where nothing else has to see it: to call an operator costs the
+# host as much as to launch kernels, and with few rows the GPU waits for the host.
+def _gradients(
     dy: Tensor, x: Tensor, weight: Tensor, z: Tensor | None, needs_x: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dw and dbias; an empty tensor for each that is not needed."""
@@ -114,6 +115,9 @@ def _linear_backward(
         dx = multiply(dz, weight) if needs_x else dy.new_empty(0)
         dw = multiply(dz.t(), x) if needs_weight else dy.new_empty(0)
     return dx, dw, dbias if needs_bias and dbias is not None else dy.new_empty(0)
+
+
+_linear_backward = torch.library.custom_op("course_ops::linear_backward", _gradients, mutates_args=())
 
 
 @_linear_backward.register_fake
@@ -141,7 +145,8 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
     x, weight, z = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (dy, x, weight))):
-        gradients = _linear_backward(dy, x, weight, z, needs_x, needs_weight, needs_bias)
+        call = _gradients if unobserved(dy, x, weight, z) else _linear_backward
+        gradients = call(dy, x, weight, z, needs_x, needs_weight, needs_bias)
         wanted = zip(gradients, (needs_x, needs_weight, needs_bias), strict=True)
         return (*(t if needed else None for t, needed in wanted), dy if needs_residual else None, None, None)
     dz, sums = dy, None  # create_graph=True: by operators of which some have derivatives
@@ -208,7 +213,8 @@ def linear(
     if residual is not None and residual.shape != shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}: expected {shape}, the result's; expand it first")
     wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    y, _ = _linear(
+    call = _result if unobserved(x, weight, bias, residual) else _linear
+    y, _ = call(
         as_matrix(x),
         weight,
         bias,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import Unsupported, expect, fp32_precision, num_sms, on_device, runs_kernel
-from course_ops._registration import cast_under_autocast
+from course_ops._registration import cast_under_autocast, unobserved
 from course_ops.kernels import matmul as portable
 from course_ops.kernels import (
     matmul_aligned,
@@ -108,10 +108,12 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return kernel_for(a, b).launch(a, b) if runs_kernel(a) else a @ b
 
 
-@torch.library.custom_op("course_ops::matmul", mutates_args=())
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     with on_device(a):
         return multiply(a, b)
+
+
+_matmul = torch.library.custom_op("course_ops::matmul", _product, mutates_args=())
 
 
 @_matmul.register_fake
@@ -161,4 +163,5 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         )
     if a.shape[-1] != b.shape[0]:
         raise ValueError(f"a has {a.shape[-1]} columns and b {b.shape[0]} rows: make them equal (is one transposed?)")
-    return _matmul(as_matrix(a), b).view(*a.shape[:-1], b.shape[1])
+    call = _product if unobserved(a, b) else _matmul
+    return call(as_matrix(a), b).view(*a.shape[:-1], b.shape[1])

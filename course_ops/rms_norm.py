@@ -9,6 +9,7 @@ from torch.library import custom_op
 from course_ops._common import as_rows, expect_rows, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import rms_norm as kernels
+from course_ops.kernels._norm_backward import walks
 from course_ops.kernels._rows import Choice, Rows, choose
 
 FORWARD = (
@@ -27,7 +28,11 @@ FORWARD = (
 )
 BACKWARD = (
     Choice(kernels.rms_norm_backward_persistent, lambda r: r.N <= 2048, "tiles of several short rows"),
-    Choice(kernels.rms_norm_backward_walk, lambda r: r.N <= 8192, "the next rows are on their way to shared memory"),
+    Choice(
+        kernels.rms_norm_backward_walk,
+        lambda r: walks(r.N, r.itemsize, bias=False),
+        "the next rows are on their way to shared memory",
+    ),
     Choice(kernels.rms_norm_backward_group, lambda r: True, "programs share a row; two launches if it is too long"),
 )
 

@@ -10,7 +10,16 @@ from course_ops.kernels import softmax as kernels
 from course_ops.kernels._rows import Choice, Rows, choose
 
 FORWARD = (
-    Choice(kernels.softmax_packed, lambda r: r.bytes <= 65536, "a row, or several, in the registers of one program"),
+    Choice(
+        kernels.softmax_packed,
+        lambda r: r.bytes <= 16384 or (r.bytes <= 65536 and not (r.ragged and r.bytes <= 40960)),
+        "a row, or several, in the registers of one program",
+    ),
+    Choice(
+        kernels.softmax_chunks,
+        lambda r: r.bytes <= 40960,
+        "a power of two would waste too many lanes, and two rows in chunks fit on an SM",
+    ),
     Choice(
         kernels.softmax_split,
         lambda r: kernels.softmax_parts(r).fits(r, warps_per_sm=28),
@@ -19,7 +28,12 @@ FORWARD = (
     Choice(kernels.softmax_two_pass, lambda r: True, "any length, x is read twice"),
 )
 BACKWARD = (
-    Choice(kernels.softmax_backward_packed, lambda r: r.bytes <= 65536, "as forward"),
+    Choice(
+        kernels.softmax_backward_packed,
+        lambda r: r.bytes <= 16384 or (r.bytes <= 65536 and not r.ragged),
+        "as forward",
+    ),
+    Choice(kernels.softmax_backward_chunks, lambda r: r.bytes <= 65536, "as forward"),
     Choice(
         kernels.softmax_backward_split,
         lambda r: kernels.softmax_backward_parts(r).fits(r, warps_per_sm=16),

@@ -79,6 +79,18 @@ def _heads(D: int, S_q: int = 4096, dtype: torch.dtype = BF16) -> Tensor:
     return course_ops.attention(q, k, v, causal=True)
 
 
+def _pages(block_size: int, D: int = 128, S_q: int = 1, dtype: torch.dtype = BF16, **options: int) -> Tensor:
+    q, k, v = (_of(*shape, D, dtype=dtype).detach() for shape in ((8, S_q, 32), *2 * ((4096, block_size, 8),)))
+    lengths, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((8,), (8, 512)))
+    return course_ops.attention_paged(q, k, v, lengths, table, **options)
+
+
+def _packed(D: int, dtype: torch.dtype) -> Tensor:
+    q, k, v = (_of(16384, H, D, dtype=dtype) for H in (32, 8, 8))
+    cu_seqlens = torch.empty(9, dtype=torch.int32, device="meta")
+    return course_ops.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 4096, 4096, causal=True)
+
+
 def _matmuls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     def grouped() -> Tensor:
         offsets = torch.empty(9, dtype=torch.int32, device="meta")
@@ -150,8 +162,15 @@ def _examples() -> dict[str, Callable[[], Tensor]]:
     found["scan in one order"] = _in_one_order
     for D in (64, 128, 256):
         found[f"attention D={D} bfloat16"] = partial(_heads, D)
+    for D, dtype in ((128, BF16), (64, FP32)):
+        found[f"attention_varlen D={D} {str(dtype)[6:]}"] = partial(_packed, D, dtype)
     found["attention D=128 float32"] = partial(_heads, 128, dtype=FP32)
     found["attention decoding bfloat16"] = partial(_heads, 128, 1)
+    for size in (16, 64, 256):  # by pointers, and a step by TMA that is as long as a block, and shorter
+        found[f"attention_paged block_size={size} bfloat16"] = partial(_pages, size)
+    found["attention_paged window=1024 bfloat16"] = partial(_pages, 64, window=1024)
+    found["attention_paged D=256 S_q=16 bfloat16"] = partial(_pages, 64, 256, 16)
+    found["attention_paged D=64 float32"] = partial(_pages, 16, 64, dtype=FP32)
     found |= _matmuls(BF16) | _matmuls(FP32)
     for scheme in ("tensor", "rows", "blocks"):
         found[f"matmul_fp8 {scheme}"] = partial(_fp8, scheme)

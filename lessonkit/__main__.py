@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -31,6 +32,7 @@ from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, ti
 from lessonkit.measure import (
     beside,
     dependents,
+    fuzz_bursts,
     fuzzing,
     gpu_mutants,
     ncu,
@@ -329,31 +331,45 @@ def run_sanitizers(
     tool: Annotated[
         list[str] | None, typer.Option(help=f"Only this: {', '.join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))}.")
     ] = None,
+    rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
+    shape: Annotated[
+        str, typer.Option(help="One case in place of the checks: 'B=1 H=3 S=384 D=128 causal=True'.")
+    ] = "",
+    sms: Annotated[
+        int, typer.Option(help="Fill so many SMs: with few, a small shape gives a persistent program several tiles.")
+    ] = 0,
 ) -> None:
     """Run every kernel under compute-sanitizer's tools and Triton's own; a report that is not argued is an error."""
     tools = tool or [*sanitize.TOOLS, *sanitize.INSTRUMENTED]
     if unknown := [each for each in tools if each not in (*sanitize.TOOLS, *sanitize.INSTRUMENTED)]:
         known = ", ".join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))
         raise typer.BadParameter(f"--tool {unknown[0]}: there are {known}")
+    try:
+        part = sanitize.Part(rung, sanitize.shape_of(shape), sms)
+    except ValueError as error:
+        raise typer.BadParameter(f"--{error}") from None
     if not device.HAS_GPU:
         show.console.print(sanitize.lacks(tools[0]))
         return
     failed: list[str] = []
     known_reports = sanitize.argued()
     lessons = list(_with_kernels(which, failed))
+    if rung and not any(rung == each.__name__ for _, lesson in lessons for each in lesson.rungs):
+        raise typer.BadParameter(f"--rung {rung}: {which or 'no lesson'} has no rung of that name")
     for each in tools:
         if why := sanitize.lacks(each):
             show.console.print(f"{each}: left out, {why}")
             continue
         for name, _ in lessons:
             try:
-                found = sanitize.run(name, each)
+                found = sanitize.run(name, each, part)
             except sanitize.NotUnderstood as error:
                 failed.append(str(error))
                 continue
-            sanitize.save(REPORTS / device.name(), name, each, found, known_reports)
+            sanitize.save(REPORTS / device.name(), name, each, found, known_reports, part)
             errors = sanitize.unargued(found, known_reports)
-            show.console.print(f"{name}, {each}: {len(found) - len(errors)} argued, {len(errors)} not")
+            what = f"{name} {part}".strip()
+            show.console.print(f"{what}, {each}: {len(found) - len(errors)} argued, {len(errors)} not")
             failed += [f"{name}, {each}: {report.kernel}: {report.what}" for report in errors]
     _end(failed)
 
@@ -362,6 +378,7 @@ def run_sanitizers(
 def repeat_beside(
     which: Which = "",
     seconds: Annotated[float, typer.Option(help="For each rung, alone and again beside the other process.")] = 5.0,
+    rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
 ) -> None:
     """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows."""
     if not device.HAS_GPU:
@@ -371,16 +388,16 @@ def repeat_beside(
     for name, lesson in _with_kernels(which, failed):
         found: list[beside.Repeated] = []
         try:
-            for each in beside.measured(name, lesson, seconds):
+            for each in beside.measured(name, lesson, seconds, rung):
                 found.append(each)
                 where = "beside another process" if each.neighbour else "alone"
                 show.console.print(f"{name}.{each.rung}, {where}: {each.differ} of {each.calls} answers differ")
         except Missing as missing:
             failed.append(f"{name}: {missing}")
-            found = found[: len(found) // 2 * 2]  # a rung counts with both of its halves
-        if found:
-            beside.save(REPORTS / device.name(), found)
-        failed += filter(None, (beside.wrong(found[i : i + 2]) for i in range(0, len(found), 2)))
+        pairs = beside.pairs(found)
+        if pairs:
+            beside.save(REPORTS / device.name(), [each for pair in pairs for each in pair])
+        failed += filter(None, map(beside.wrong, pairs))
     _end(failed)
 
 
@@ -442,6 +459,9 @@ def fuzz_operators(
     operators: Annotated[list[str] | None, typer.Argument(help="Of course_ops (softmax); nothing: all.")] = None,
     cases: Annotated[int, typer.Option(help="So many of today's code, for each operator, direction and mode.")] = 500,
     seconds: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 600.0,
+    workers: Annotated[
+        int, typer.Option(help="So many processes run bursts of cases that share kernels, on a GPU 14; 0: one by one.")
+    ] = -1,
     mode: Annotated[
         list[str] | None, typer.Option(help="cpu (PyTorch computes), interpreted or gpu; nothing: what there is.")
     ] = None,
@@ -468,12 +488,19 @@ def fuzz_operators(
             failed += [] if outcome.well else [f"{each}: {outcome.kind}"]
         _end(failed)
     try:
-        failures = fuzzing.run(names, modes, cases, seconds, lambda line: print(line, flush=True))
+        workers = (14 if device.HAS_GPU else 0) if workers < 0 else workers
+        say = partial(print, flush=True)
+        if workers:
+            failures = fuzz_bursts.run(names, modes, cases, seconds, workers, say)
+        else:
+            failures = fuzzing.run(names, modes, cases, seconds, say)
     except Missing as missing:
         _end([str(missing)])
-    title = ["operator", "direction", "mode", "cases", "refused", "wrong", "crashes", "false alarms", "seconds"]
+    title = ["operator", "direction", "mode", "cases", "shapes", "kernels", "refused", "wrong", "crashes"]
+    title += ["false alarms", "seconds"]
     here = [count for count in fuzzing.counts().values() if count.mode in modes and count.operator in (names or known)]
-    fuzzed = [[c.operator, c.direction, c.mode, c.cases, c.refused, c.wrong, c.crashes, c.false_alarms, c.seconds]
+    fuzzed = [[c.operator, c.direction, c.mode, c.cases, c.shapes, c.kernels, c.refused, c.wrong, c.crashes,
+               c.false_alarms, c.seconds]
               for c in here if c.code == operator_rows.code(c.operator)]  # fmt: skip
     show.table("cases of today's code", title, fuzzed)
     _end([f"{each.case['operator']}: {each.fault}" for each in failures])

@@ -45,7 +45,7 @@ _LIGERS = WeakTensorKeyDictionary()  # logits -> the copy that Liger writes into
 
 
 def _liger(logits, targets):
-    """The loss alone, in the logits' dtype; None for lse.
+    """The loss alone, rounded to the logits' dtype; None for lse.
 
     Liger writes into the logits: zeros where a row has no target, and the gradient if one is asked for. So there is no
     backward of it here, and the forward has a copy of the logits, made at the first call.
@@ -53,7 +53,7 @@ def _liger(logits, targets):
     forward = import_module("liger_kernel.ops.cross_entropy").cross_entropy_forward
     if logits not in _LIGERS:
         _LIGERS[logits] = logits.clone()
-    return forward(_LIGERS[logits], targets, None, -100, 0.0, 0.0, "none", None, False)[0].float(), None
+    return forward(_LIGERS[logits], targets, None, -100, 0.0, 0.0, "none", None, False)[0], None
 
 
 def _quack(logits, targets):

@@ -12,6 +12,8 @@ import torch
 
 from problems import add_norm as add_norms
 from problems import attention as attentions
+from problems import attention_paged as attentions_paged
+from problems import attention_varlen as attentions_varlen
 from problems import cross_entropy as cross_entropies
 from problems import dropout as dropouts
 from problems import gelu as gelus
@@ -427,3 +429,89 @@ def attention_reference(q, k, v, causal, window, scale, rounded, softcap=None):
 
 # The backward computes P from lse, which is rounded to fp32: another error as large as that of a score.
 attention = Question(_attention, attention_reference, ("q", "k", "v"), factor=4, rounds=True)
+
+
+def _attention_paged(draw):
+    D = draw.one_of((64, 128, 16, 1, 8, 40, 80, 96, 192, 256, draw.integer(1, 256)))
+    D_v = draw.one_of((D, D, 128, draw.integer(1, 256)))
+    H_kv, B, S_q = draw.integer(1, 3), draw.integer(0, 4), draw.one_of((1, 1, 2, 7, 20))
+    H = H_kv * draw.integer(1, 5)
+    block_size = draw.one_of((16, 64, 32, 128, 256, 1, 5, draw.integer(1, 100)))
+    most = max(1, min(2048, draw.most // (max(D, D_v) * H_kv)) // block_size)
+    max_blocks = draw.integer(0, most)
+    paged = draw.one_of((True, True, True, False))
+    num_blocks = draw.integer(1, most) if paged else B
+    capacity = block_size * (max_blocks if paged else 1)
+    lengths = [draw.one_of((capacity, size(draw, capacity), 0, min(1, capacity))) for _ in range(B)]
+    shape = (num_blocks, block_size, H_kv)
+    shapes = {"q": (B, S_q, H, D), "k_cache": (*shape, D), "v_cache": (*shape, D_v)}
+    tensors, spoilt = alike(draw, shapes, PLAIN + TINY)
+    for name in tensors:
+        if name != "v_cache" and tensors[name]["values"] in ("shifted", "mixed"):  # as for attention
+            tensors[name]["values"] = "normal"
+        tensors[name]["layout"] = draw.one_of((tensors[name]["layout"], "heads", "contiguous"))
+    integers = {"dtype": "int32", "layout": draw.one_of(("contiguous", "step", "padded"))}
+    entries = [[draw.integer(0, num_blocks - 1) for _ in range(max_blocks)] for _ in range(B)] if paged else None
+    tensors["cache_seqlens"] = {"shape": [B], **integers, "values": lengths}
+    tensors["block_table"] = {"shape": [B, max_blocks], **integers, "values": entries} if paged else None
+    causal = draw.one_of((True, True, False))
+    window = draw.one_of((None, None, 1, draw.integer(1, max(1, capacity)), 10**6)) if causal else None
+    options = {"causal": causal, "window": window, "scale": draw.one_of((None, None, 0.01, 2 / D**0.5))}
+    options["softcap"] = draw.one_of((None, None, 50.0, 3.0))
+    spoilt += [("k_cache", {"shape": [*shape, D + 1]}), ("v_cache", {"shape": [num_blocks + 1, *shape[1:], D_v]})]
+    spoilt += [("q", {"shape": [B, S_q, D]}), ("k_cache", {"requires_grad": True}), ("window", 0), ("window", 2.5)]
+    spoilt += [("scale", -1.0), ("scale", "1"), ("softcap", 0.0), ("cache_seqlens", {"dtype": "int64"})]
+    spoilt += [("cache_seqlens", {"device": "meta"}), ("cache_seqlens", {"shape": [B, 1]})]
+    if H_kv > 1:
+        spoilt.append(("q", {"shape": [B, S_q, H + 1, D]}))
+    if paged:
+        spoilt += [("block_table", {"dtype": "int64"}), ("block_table", {"device": "meta"})]
+    if paged and num_blocks != B:
+        spoilt.append(("block_table", {"instead": None}))
+    return Drawn(tensors, options, spoilt)
+
+
+def attention_paged_reference(q, k_cache, v_cache, cache_seqlens, block_table, causal, window, scale, softcap):
+    given = (causal, window, scale, softcap)
+    return attentions_paged.reference(q, k_cache, v_cache, cache_seqlens, block_table, *given)[0]
+
+
+attention_paged = Question(_attention_paged, attention_paged_reference, factor=4)
+
+
+def _attention_varlen(draw):
+    D, H_kv = draw.one_of((64, 128, 16, 1, 40, 96, 192, draw.integer(1, 256))), draw.integer(1, 2)
+    H, D_v, B = H_kv * draw.integer(1, 3), draw.one_of((D, D, draw.integer(1, 256))), draw.integer(0, 6)
+    most = max(1, min(1000, draw.most // (max(D, D_v) * H * max(1, B))))
+    of_q = [draw.one_of((0, 1, size(draw, most), size(draw, most))) for _ in range(B)]
+    of_k = draw.one_of((of_q, [draw.one_of((n, size(draw, most))) for n in of_q]))
+    shapes = {"q": (sum(of_q), H, D), "k": (sum(of_k), H_kv, D), "v": (sum(of_k), H_kv, D_v)}
+    tensors, spoilt = alike(draw, shapes, ("normal", "ones", "zeros"))
+    for name, lengths in (("cu_seqlens_q", of_q), ("cu_seqlens_k", of_k)):
+        ends = [sum(lengths[:b]) for b in range(B + 1)]
+        layout = draw.one_of(("contiguous", "step"))
+        tensors[name] = {"shape": [B + 1], "dtype": "int32", "layout": layout, "values": ends}
+        spoilt += [(name, {"dtype": "int64"}), (name, {"instead": ends}), (name, {"device": "meta"})]
+    causal = draw.one_of((False, True))
+    window = draw.one_of((None, None, 1, draw.integer(1, most), 10**6)) if causal else None
+    options = {"max_seqlen_q": max(of_q, default=0), "max_seqlen_k": max(of_k, default=0), "causal": causal}
+    options |= {"window": window, "scale": draw.one_of((None, 0.5 / D**0.5)), "softcap": draw.one_of((None, 3.0, 50.0))}
+    spoilt += [("window", 0), ("scale", 0.0), ("softcap", -1.0), ("max_seqlen_q", -1), ("max_seqlen_k", "9")]
+    spoilt += [("q", {"shape": [sum(of_q), H, D + 1]}), ("q", {"shape": [sum(of_q), D]})]
+    spoilt += [("v", {"shape": [sum(of_k) + 1, H_kv, D_v]}), *([] if causal else [("window", 4)])]
+    return Drawn(tensors, options, spoilt)
+
+
+def attention_varlen_reference(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale, rounded, softcap=None
+):  # fmt: skip
+    given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale, softcap
+    if not len(q):
+        return q[..., :1].expand(*q.shape[:-1], v.shape[-1]).clone()
+    o, lse = attentions_varlen.reference(q, k, v, *given)
+    return _Kept.apply(o, lse.to(o.dtype).masked_fill(lse == -math.inf, 0).t(), rounded)
+
+
+attention_varlen = Question(
+    _attention_varlen, attention_varlen_reference, ("q", "k", "v"), factor=4, rounds=True
+)  # fmt: skip

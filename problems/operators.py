@@ -13,6 +13,8 @@ import torch
 
 from course_ops.add_norm import _add_norm, _add_norm_backward
 from course_ops.attention import _attention, _attention_backward
+from course_ops.attention_paged import _attention_paged
+from course_ops.attention_varlen import _attention_varlen, _attention_varlen_backward
 from course_ops.cross_entropy import _cross_entropy, _cross_entropy_backward
 from course_ops.dropout import _dropout
 from course_ops.gelu import _gelu, _gelu_backward
@@ -31,6 +33,8 @@ from problems import (
     add_norm,
     attention,
     attention_decode,
+    attention_paged,
+    attention_varlen,
     cross_entropy,
     dropout,
     gelu,
@@ -94,6 +98,16 @@ def random_cache(B, H, S_k, D, H_kv=None, S=1, causal=True, scale=None, dtype=to
     return q, k, v, None, causal, scale
 
 
+def random_pages(
+    B, H, S_k, D, H_kv=None, block_size=16, S=1, spread="", causal=True, window=None, scale=None, D_v=None,
+    paged=True, dtype=torch.float32,
+):  # fmt: skip
+    """As the problem's inputs, of which nothing is NaN: one pass over gigabytes less."""
+    return attention_paged.inputs(
+        B, H, S_k, D, H_kv, block_size, S, spread, causal, window, scale, D_v, paged, poison=False, dtype=dtype
+    )
+
+
 # ---- How each problem is answered ---------------------------------------------------------------------------------
 
 
@@ -107,6 +121,23 @@ def attention_backward_call(grad_out, q, k, v, out, lse, causal, window, scale):
 
 def decoding_call(q, k, v, lengths, causal, scale):
     return _attention(q, k, v, causal, None, scale)
+
+
+def attention_paged_call(q, k_cache, v_cache, lengths, table, causal, window, scale):
+    return _attention_paged(q, k_cache, v_cache, lengths, table, causal, window, scale)
+
+
+def varlen_forward_call(q, k, v, cu_q, cu_k, longest_q, longest_k, causal, window, scale):
+    cu_k = cu_q if cu_k is None else cu_k
+    return _attention_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, causal, window, scale)
+
+
+def varlen_backward_call(
+    grad_out, q, k, v, out, lse, cu_q, cu_k, longest_q, longest_k, causal, window, scale
+):  # fmt: skip
+    cu_k = cu_q if cu_k is None else cu_k
+    given = grad_out, q, k, v, out, lse, cu_q, cu_k, longest_q, longest_k
+    return _attention_varlen_backward(*given, causal, window, scale)
 
 
 def matmul_call(a, b):
@@ -246,6 +277,11 @@ OPERATORS = (
     _entry("cross_entropy", "backward", cross_entropy.PROBLEM_BACKWARD, cross_entropy_backward_call),
     _entry("linear", "forward", linear.PROBLEM, linear_call),
     _entry("attention", "decoding", attention_decode.PROBLEM, decoding_call, inputs=random_cache),
+    _entry("attention_paged", "forward", attention_paged.PROBLEM, attention_paged_call, inputs=random_pages),
+    _entry("attention_varlen", "forward", attention_varlen.PROBLEM, varlen_forward_call,
+           inputs=attention_varlen.random_inputs),
+    _entry("attention_varlen", "backward", attention_varlen.PROBLEM_BACKWARD, varlen_backward_call,
+           inputs=attention_varlen.random_gradient),
     _entry("matmul_fp8", "forward", matmul_fp8.PROBLEM, matmul_fp8_call),
     _entry("linear", "backward", linear.PROBLEM_BACKWARD, linear_backward_call),
     _entry("softmax", "backward", softmax.PROBLEM_BACKWARD, softmax_backward_call),

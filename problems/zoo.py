@@ -134,6 +134,24 @@ def _attention() -> tuple[Shape, ...]:
     return _each_once(shapes)
 
 
+def _packed() -> tuple[Shape, ...]:
+    """Sequences of a training step with packing, of a batch of prompts; lengths as problems/attention_varlen.py reads
+    them: equal ones, one long and many short, one alone."""
+    mixed = "6000+3x2048+1500+1000+700+5x300+16x33"
+    llama: Shape = {"H": 32, "D": 128, "H_kv": 8, "causal": True}
+    plain: Shape = {"H": 16, "D": 128}
+    shapes: list[Shape] = [
+        {"lengths": "4x4096", **plain, "causal": True}, {"lengths": "4x4096", **plain},
+        {"lengths": "8192+128x64", **plain, "causal": True}, {"lengths": mixed, **llama},
+        {"lengths": "32x512", **plain, "causal": True}, {"lengths": "1x16384", **plain, "causal": True},
+        {"lengths": "4x4096", "H": 32, "D": 64}, {"lengths": "256x64", **plain, "causal": True},
+        {"lengths": "8192+128x64", **plain}, {"lengths": mixed, **llama, "window": 1024},
+        {"lengths": "4x4096", "H": 8, "D": 256, "causal": True}, {"lengths": "2x333+17x127+4097", **llama},
+        {"lengths": "64x1+8x100", "keys": "64x1000+8x3000", **llama},
+    ]  # fmt: skip
+    return _each_once(shapes)
+
+
 def _decoding() -> tuple[Shape, ...]:
     """One or a few new queries a sequence on a cache."""
     shapes: list[Shape] = [{"B": b, "H": 32, "S_k": s_k, "D": d, "H_kv": h_kv, "S": s} for b, s_k, h_kv, d, s in (
@@ -144,6 +162,21 @@ def _decoding() -> tuple[Shape, ...]:
     for i, m in enumerate(MODELS.values()):
         if m.D_v is None:
             shapes.append({"B": (8, 64, 1)[i % 3], "H": m.heads, "S_k": lengths[i % 4], "D": m.D, "H_kv": m.kv_heads})
+    return _each_once(shapes)
+
+
+def _paged() -> tuple[Shape, ...]:
+    """Decoding from pages: batches and lengths of serving, blocks of 16 to 256 tokens, sequences of unequal length."""
+    shapes: list[Shape] = [{"B": b, "H": 32, "S_k": s_k, "D": 128, "H_kv": 8, "block_size": size} for b, s_k, size in (
+        (64, 4096, 16), (8, 8192, 16), (1, 32768, 16), (64, 4096, 64), (64, 32768, 64), (8, 8192, 256), (64, 1024, 256),
+    )]  # fmt: skip
+    shapes += [{**shapes[0], "spread": "even"}, {**shapes[3], "spread": "one long"}, {**shapes[3], "S": 4}]
+    lengths = (8191, 1000, 4096, 16384)
+    for i, m in enumerate(MODELS.values()):
+        window = {"window": m.window} if m.window else {}
+        values = {"D_v": m.D_v} if m.D_v else {}
+        sizes = {"B": (8, 64, 1)[i % 3], "H": m.heads, "S_k": lengths[i % 4], "D": m.D, "H_kv": m.kv_heads}
+        shapes.append({**sizes, "block_size": (16, 64, 256)[i % 3], **values, **window})
     return _each_once(shapes)
 
 
@@ -184,6 +217,8 @@ SHAPES: dict[tuple[str, str], tuple[Shape, ...]] = {
     ("attention", "forward"): _attention(),
     ("matmul", "forward"): _MATMULS,
     ("attention", "backward"): _attention(),
+    ("attention_varlen", "forward"): _packed(),
+    ("attention_varlen", "backward"): _packed(),
     ("rms_norm", "forward"): _ROWS,
     ("layer_norm", "forward"): _ROWS,
     ("softmax", "forward"): _ROWS,
@@ -193,6 +228,7 @@ SHAPES: dict[tuple[str, str], tuple[Shape, ...]] = {
     ("cross_entropy", "backward"): _logits(),
     ("linear", "forward"): (*_LINEAR, {"M": 8192, "N": 4096, "K": 4096, "residual": True}),
     ("attention", "decoding"): _decoding(),
+    ("attention_paged", "forward"): _paged(),
     ("matmul_fp8", "forward"): _FP8,
     ("linear", "backward"): _LINEAR,
     ("softmax", "backward"): _ROWS,
@@ -219,7 +255,8 @@ SHAPES: dict[tuple[str, str], tuple[Shape, ...]] = {
 # ---- Random shapes: 100 in all, others in each release --------------------------------------------------------------
 
 RANDOM = {
-    ("attention", "forward"): 14, ("attention", "backward"): 10, ("attention", "decoding"): 5,
+    ("attention", "forward"): 14, ("attention", "backward"): 10, ("attention", "decoding"): 3,
+    ("attention_paged", "forward"): 2,
     ("matmul", "forward"): 16, ("rms_norm", "forward"): 5, ("rms_norm", "backward"): 4,
     ("layer_norm", "forward"): 5, ("layer_norm", "backward"): 4, ("softmax", "forward"): 5, ("softmax", "backward"): 4,
     ("cross_entropy", "forward"): 5, ("cross_entropy", "backward"): 4, ("add_norm", "forward"): 3,
@@ -305,6 +342,11 @@ def _draw_decoding(draw: random.Random) -> Shape:
     return {"B": B, "H": H, "S_k": S_k, "D": D, "H_kv": H_kv}
 
 
+def _draw_paged(draw: random.Random) -> Shape:
+    sizes = {**_draw_decoding(draw), "block_size": draw.choice((16, 32, 64, 128, 256))}
+    return {**sizes, "spread": draw.choice(("", "even", "one long"))}
+
+
 _DRAWN = {
     **{(op, way): _draw_rows for op in ("softmax", "layer_norm", "rms_norm") for way in ("forward", "backward")},
     **{("add_norm", way): _draw_stream for way in ("forward", "backward")},
@@ -312,6 +354,7 @@ _DRAWN = {
     **{("linear", way): _draw_linear for way in ("forward", "backward")},
     **{("attention", way): _draw_attention for way in ("forward", "backward")},
     ("attention", "decoding"): _draw_decoding,
+    ("attention_paged", "forward"): _draw_paged,
     ("matmul", "forward"): _draw_matmul,
     ("matmul_fp8", "forward"): _draw_fp8,
     ("grouped_matmul", "forward"): _draw_grouped,

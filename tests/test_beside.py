@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import lessonkit.__main__ as main
@@ -99,6 +100,31 @@ def test_a_neighbour_that_does_not_come_is_an_error(monkeypatch):
         pytest.fail("nothing is repeated beside nobody")
 
 
+def test_a_neighbour_may_have_something_to_say_before_it_is_there(monkeypatch):
+    """PyTorch warns at its import of packages that it does not like; stderr comes with stdout."""
+    process(monkeypatch, "import time\nprint('FutureWarning: pynvml')\nprint('here', flush=True)\ntime.sleep(60)")
+    with beside.neighbour():
+        pass
+
+
+@pytest.mark.parametrize("only", ["", "scan_look_back"])
+def test_rungs_are_repeated_alone_and_then_beside_one_neighbour(monkeypatch, only):
+    """It takes seconds to start."""
+    name = "day2_triton_basics.lesson15_scan"
+    lesson = next(lesson for found, lesson in kernels() if found == name)
+    neighbours = []
+    monkeypatch.setattr(beside, "neighbour", lambda: nullcontext(neighbours.append(1)))
+    monkeypatch.setattr(beside, "kinds", lambda name, rung: ["spinning"])
+    monkeypatch.setattr(beside, "repeat", lambda call, seconds, synchronize: (7, 0))
+    monkeypatch.setattr(beside, "_taken", lambda lesson, rung: (lesson.checks[0], torch.float32))
+    found = list(beside.measured(name, lesson, 0.0, only))
+    rungs = [rung.__name__ for rung in lesson.rungs if only in ("", rung.__name__)]
+    assert [(each.rung, each.neighbour) for each in found] == [(r, n) for n in (False, True) for r in rungs]
+    assert neighbours == [1]
+    assert beside.pairs(found) == [[each for each in found if each.rung == rung] for rung in rungs]
+    assert beside.pairs(found[:-1]) == beside.pairs(found)[:-1], "half of a pair says nothing"
+
+
 def test_a_neighbour_that_ends_is_an_error(monkeypatch):
     started = process(monkeypatch, "print('here', flush=True)")
     with pytest.raises(Missing, match="ended with 0"), beside.neighbour():
@@ -120,7 +146,7 @@ def repeated(monkeypatch, tmp_path):
     monkeypatch.setattr(main.device, "HAS_GPU", True)
     monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
     monkeypatch.setattr(beside.rows, "machine", lambda: {"gpu": "some-gpu"})
-    monkeypatch.setattr(beside, "measured", lambda name, lesson, seconds: iter(found))
+    monkeypatch.setattr(beside, "measured", lambda name, lesson, seconds, rung: iter(found))
     return found
 
 

@@ -99,9 +99,13 @@ def test_changed_inputs_are_put_back():
     wide = torch.arange(12.0).view(3, 4)
     args = (wide[:, 1:3], torch.zeros(1).expand(5), 7)
     before = [a.clone() for a in args[:2]]
-    with pytest.raises(check.Rejected, match="argument 0"), check.left_alone(args):
+
+    def overwrite():
         args[0].zero_()
         args[1][0].fill_(1)
+
+    with pytest.raises(check.Rejected, match="argument 0"), check.left_alone(args):
+        overwrite()
     assert all(torch.equal(a, b) for a, b in zip(args[:2], before, strict=True))
 
 

@@ -20,7 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import course_ops
 from course_ops import testing
 from course_ops.attention import BACKWARD, FORWARD, Call, Gradient, visible_pairs
-from course_ops.kernels import attention_backward_hopper, attention_decode, attention_forward_hopper
+from course_ops.kernels import (
+    attention_backward_wide_hopper,
+    attention_decode,
+    attention_forward_hopper,
+)
 
 pytestmark = pytest.mark.kept
 
@@ -184,13 +188,36 @@ def test_softcap(dev, i, softcap, dtype):
     assert softcap == 50 or not torch.allclose(found[0][0], course_ops.attention(q, k, v, **options), atol=1e-3)
 
 
-def test_softcap_is_not_computed_on_hopper(monkeypatch):
+def test_softcap_is_not_computed_by_the_wide_backward(monkeypatch):
     monkeypatch.setattr(attention_forward_hopper, "takes", lambda *args: True)
-    monkeypatch.setattr(attention_backward_hopper, "takes", lambda *args: True)
-    q, k, v = heads("cpu", 1, 2, 100, 16)
-    for softcap, kernel in ((None, "hopper"), (50.0, "portable")):
-        assert chosen(FORWARD, Call(q, k, v, True, None, 0.25, softcap)) == kernel
+    monkeypatch.setattr(attention_backward_wide_hopper, "takes", lambda *args: True)
+    q, k, v = heads("cpu", 1, 2, 100, 256)
+    for softcap, kernel in ((None, "wide"), (50.0, "portable")):
+        assert chosen(FORWARD, Call(q, k, v, True, None, 0.25, softcap)) == "hopper"
         assert chosen(BACKWARD, Gradient(q, q, k, v, q, q[..., 0], True, None, 0.25, softcap)) == kernel
+
+
+@pytest.mark.skipif(not device.HAS_GPU or device.architecture() != 90, reason="wgmma needs a Hopper GPU")
+@pytest.mark.parametrize("softcap", [1.0, 20.0, 50.0])
+@pytest.mark.parametrize(
+    ("shape", "causal", "window"),
+    [
+        ((2, 4, 640, 128, 640, 2), True, None), ((1, 4, 1000, 128, 700, 4), False, None),
+        ((2, 4, 333, 64, 500, 4), True, 100), ((1, 4, 700, 256, 700, 2), True, 300),
+        ((1, 2, 2500, 64, 2500, 1), False, None),
+    ],
+)  # fmt: skip
+def test_softcap_on_hopper(shape, causal, window, softcap):
+    q, k, v = (t.requires_grad_() for t in heads("cuda", *shape, dtype=torch.bfloat16))
+    dout = gradient_of_out(q, v).bfloat16()
+    out = course_ops.attention(q, k, v, causal=causal, window=window, softcap=softcap)
+    found = [(out, *torch.autograd.grad(out, (q, k, v), dout))]
+    for wide in (torch.bfloat16, torch.float64):
+        q_, k_, v_ = (t.detach().to(wide).requires_grad_() for t in (q, k, v))
+        out = capped(q_, k_, v_, causal, window, None, softcap)
+        found.append((out, *(g.nan_to_num() for g in torch.autograd.grad(out, (q_, k_, v_), dout.to(wide)))))
+    for mine, their, exact in zip(*found, strict=True):
+        near(mine, their + (their - exact.to(torch.bfloat16)), exact)
 
 
 @pytest.mark.skipif(not device.HAS_GPU or device.architecture() != 90, reason="wgmma needs a Hopper GPU")

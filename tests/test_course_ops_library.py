@@ -77,6 +77,22 @@ def _heads_backward(k, at, dtype):
     }
 
 
+def _pages(k, at, dtype):
+    B, blocks = 3 + k, 7 + k
+    q = torch.randn(B, 2, 4, 16, device=at).to(dtype)
+    caches = {name: torch.randn(B * blocks, 16, 2, 16, device=at).to(dtype) for name in ("k_cache", "v_cache")}
+    table = torch.arange(B * blocks, device=at).flip(0).view(B, blocks).to(torch.int32)
+    lengths = torch.arange(B, device=at, dtype=torch.int32) * 16 + 5
+    return {"q": q, **caches, "cache_seqlens": lengths, "block_table": table}
+
+
+def _packed(k, at, dtype):
+    lengths = [3 + k, 40 + 5 * k, 0, 70 + k]
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(at, torch.int32)
+    tensors = {name: leaf(sum(lengths), H, 16, at=at, dtype=dtype) for name, H in (("q", 4), ("k", 2), ("v", 2))}
+    return tensors | {"cu_seqlens_q": cu, "cu_seqlens_k": cu.clone()}
+
+
 def _matmul(k, at, dtype):
     return {"a": leaf(2, 9 + k, 24 + 8 * k, at=at, dtype=dtype), "b": leaf(24 + 8 * k, 40 + k, at=at, dtype=dtype)}
 
@@ -128,6 +144,11 @@ CALLS = {
     "attention": (lambda **t: course_ops.attention(**t, causal=True), _heads),
     "attention_forward": (lambda **t: course_ops.attention_forward(**t, causal=True)[0], _heads),
     "attention_backward": (lambda **t: course_ops.attention_backward(**t, causal=True)[0], _heads_backward),
+    "attention_paged": (course_ops.attention_paged, _pages),
+    "attention_varlen": (
+        lambda **t: course_ops.attention_varlen(**t, max_seqlen_q=99, max_seqlen_k=99, causal=True),
+        _packed,
+    ),
     "matmul": (course_ops.matmul, _matmul),
     "linear": (lambda **t: course_ops.linear(**t, activation="gelu_tanh"), _linear),
     "grouped_matmul": (course_ops.grouped_matmul, _groups),
@@ -135,7 +156,8 @@ CALLS = {
     "quantize": (lambda x: course_ops.quantize(x, "blocks")[1], _no_gradient),
 }
 each = pytest.mark.parametrize("name", CALLS)
-differentiable = [name for name in CALLS if name not in ("attention_backward", "matmul_fp8", "quantize")]
+WITHOUT_GRADIENT = ("attention_backward", "attention_paged", "matmul_fp8", "quantize")
+differentiable = [name for name in CALLS if name not in WITHOUT_GRADIENT]
 # Where the second derivative is right, since the first is made of operators that have one.
 ANY_ORDER = {"matmul", "scan", "dropout", "grouped_matmul"}
 
@@ -256,7 +278,9 @@ def test_what_operators_say_alike_is_written_once(words):
 
 # ---- Autocast -----------------------------------------------------------------------------------------------------
 
-CAST = {"attention", "attention_forward", "attention_backward", "matmul", "linear", "grouped_matmul"}
+CAST = {
+    "attention", "attention_forward", "attention_backward", "attention_varlen", "matmul", "linear", "grouped_matmul"
+}  # fmt: skip
 
 
 def cast(t, dtype):
@@ -283,7 +307,7 @@ def where(request):
 def test_matmuls_are_in_autocasts_dtype_whatever_their_tensors_are(where, name):
     """float32 weights beside 16-bit activations, too; the gradients have the tensors' own dtypes."""
     tensors = made(name, at=where)
-    first, *others = (n for n in tensors if n not in ("lse", "offsets"))
+    first, *others = (n for n in tensors if n not in ("lse", "offsets", "cu_seqlens_q", "cu_seqlens_k"))
     mixed = tensors | {first: cast(tensors[first], torch.float16)}
     rounded = tensors | {n: cast(tensors[n], torch.bfloat16) for n in (first, *others)}
     expected = results(name, rounded)

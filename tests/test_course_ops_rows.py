@@ -119,7 +119,7 @@ def add_norm(x, residual, w, b):
 
 
 # Each kernel of each list, by the interpreter's 4 SMs, in float32. (M, N); the last one is read twice.
-SOFTMAX = ((17, 1), (7, 127), (2, 16400), (1, 114689))
+SOFTMAX = ((17, 1), (7, 127), (3, 5000), (2, 16400), (1, 114689))
 LAYER_NORM = ((2, 1), (37, 101), (3, 2049), (2, 4000), (2, 5000), (1, 12672), (1, 16387), (1, 32769))
 RMS_NORM = ((17, 1), (37, 127), (3, 5000), (1, 16385), (1, 65537))
 ADD_NORM = ((2, 1), (37, 101), (3, 5000), (2, 8193), (2, 16385), (1, 32769))
@@ -221,8 +221,12 @@ def test_every_kernel_of_every_list_is_tested(op, shapes):
 @pytest.mark.parametrize(
     ("op", "direction", "expected"),
     [
-        ("softmax", "FORWARD", ["packed", "packed", "packed", "split", "two_pass"]),
-        ("softmax", "BACKWARD", ["backward_packed"] * 3 + ["backward_split", "backward_two_pass"]),
+        ("softmax", "FORWARD", ["packed", "packed", "chunks", "split", "two_pass"]),
+        (
+            "softmax",
+            "BACKWARD",
+            ["backward_packed", "backward_packed", "backward_chunks", "backward_split", "backward_two_pass"],
+        ),
         ("layer_norm", "FORWARD", ["tile", "packed", "chunks", "split", "two_pass"]),
         (
             "layer_norm",
@@ -233,7 +237,7 @@ def test_every_kernel_of_every_list_is_tested(op, shapes):
         (
             "rms_norm",
             "BACKWARD",
-            ["backward_persistent", "backward_walk", "backward_group", "backward_group", "backward_group"],
+            ["backward_persistent", "backward_walk", "backward_walk", "backward_group", "backward_group"],
         ),
         ("add_norm", "FORWARD", ["packed", "packed", "chunks", "split", "_add_then_norm"]),
         (
@@ -663,8 +667,9 @@ def test_kernels_compile(target):
 
 
 KERNELS = {
-    *("softmax_packed_kernel", "softmax_split_kernel", "softmax_two_pass_kernel"),
-    *("softmax_backward_packed_kernel", "softmax_backward_split_kernel", "softmax_backward_two_pass_kernel"),
+    *("softmax_packed_kernel", "softmax_chunks_kernel", "softmax_split_kernel", "softmax_two_pass_kernel"),
+    *("softmax_backward_packed_kernel", "softmax_backward_chunks_kernel"),
+    *("softmax_backward_split_kernel", "softmax_backward_two_pass_kernel"),
     *("layer_norm_packed_kernel", "layer_norm_chunks_kernel", "layer_norm_split_kernel", "layer_norm_two_pass_kernel"),
     *("layer_norm_backward_kernel", "norm_backward_walk_kernel", "norm_backward_group_kernel", "sum_partials_kernel"),
     *("rms_norm_packed_kernel", "rms_norm_chunks_kernel", "rms_norm_split_kernel", "rstd_kernel", "scale_kernel"),

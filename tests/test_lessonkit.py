@@ -20,6 +20,7 @@ from lessonkit.cuda import sass
 from lessonkit.judge import check, counters, mutants
 from lessonkit.lesson import Broken, Mutant, discover
 from lessonkit.measure import bench, memory, rows, timing
+from lessonkit.measure.answers import another
 from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import SHARED, Compiler, call_in_compiler
 from lessonkit.pages import report
@@ -221,6 +222,12 @@ def test_a_lesson_that_does_not_compile_says_so(monkeypatch):
         compiled.kernels("day2_triton_basics.no_such_lesson", (90,))
 
 
+def test_the_flush_takes_longer_than_the_host():
+    assert timing.flushes(host_ms=0.1, flush_ms=0.3) == 1
+    assert timing.flushes(host_ms=0.26, flush_ms=0.3) == 2, "linear's backward launches three kernels"
+    assert timing.flushes(host_ms=38.0, flush_ms=0.3) == timing.MOST_FLUSHES, "it waits for the GPU"
+
+
 def test_median_must_settle():
     assert timing._settled([1.0 + 0.0001 * (i % 5) for i in range(50)])
     assert not timing._settled([1.0 + 0.1 * (i % 5) for i in range(50)])
@@ -339,6 +346,20 @@ def test_a_contender_that_changes_its_inputs_is_not_timed(monkeypatch):
     assert "NOT TIMED, Rejected: changed input" in said[0]
     # The next contender has the inputs as they were.
     assert [row.rung for row in bench.bench(ADD, adding(rungs=(in_place, add)), said.append)] == ["add", "copy"]
+
+
+def test_a_peer_may_round_to_fewer_digits():
+    right = torch.linspace(1, 2, 1000, dtype=torch.float64)
+    truth = check.Truth((), (right,), (right.float(),), 1.0, None)
+    assert another(truth, right.bfloat16()) == ""
+    assert another(truth, right.bfloat16().float()).startswith("result 0 is off by"), "fp32 promises more"
+    assert another(truth, right.bfloat16() * 1.05).startswith("result 0 is off by")
+
+
+@pytest.mark.parametrize(("differ", "said"), [(3, ""), (30, "3% of result 0 differ")])
+def test_a_few_integers_of_a_peer_may_be_rounded_the_other_way(differ, said):
+    right = torch.arange(1000)
+    assert another(check.Truth((), (right,), (right,), 1.0, None), right + (right < differ)) == said
 
 
 def test_a_result_that_a_peer_does_not_give_is_not_compared(monkeypatch):

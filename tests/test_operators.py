@@ -37,7 +37,9 @@ SMALL = {
     "cross_entropy": {"M": 3, "V": 40},
     "linear_cross_entropy": {"M": 8, "K": 16, "V": 40},
     "attention": {"B": 1, "H": 4, "S": 9, "D": 16, "H_kv": 2, "causal": True},
+    "attention_varlen": {"lengths": "9+0+5", "H": 4, "D": 16, "H_kv": 2, "causal": True},
     "decoding": {"B": 1, "H": 4, "S_k": 70, "D": 16, "H_kv": 2},
+    "attention_paged": {"B": 2, "H": 4, "S_k": 70, "D": 16, "H_kv": 2},
     "matmul": {"M": 8, "N": 16, "K": 24},
     "linear": {"M": 8, "N": 16, "K": 24},
     "matmul_fp8": {"M": 16, "N": 32, "K": 256, "scheme": "rows"},
@@ -60,7 +62,7 @@ def small(operator):
 def test_every_operator_is_timed_in_both_directions():
     timed = {(op.name, op.direction) for op in OPERATORS}
     assert {name for name, _ in timed} == set(course_ops.__all__) - OTHERS
-    forward_alone = {"matmul_fp8", "quantize"}  # not differentiable
+    forward_alone = {"attention_paged", "matmul_fp8", "quantize"}  # not differentiable
     for name in {name for name, _ in timed} - forward_alone:
         assert {(name, "forward"), (name, "backward")} <= timed
     assert all(op.direction in ("forward", "backward", "decoding") for op in OPERATORS)

@@ -1,7 +1,10 @@
 """The sanitizers' reports: read from the tools' words, matched with the argued list, and an error where unknown."""
 
+import importlib
+import json
 from collections import Counter
 
+import lessonkit
 import lessonkit.__main__ as main
 from lessonkit.base import device
 from lessonkit.base.cpp_text import definitions
@@ -233,7 +236,7 @@ def test_every_tool_is_put_around_every_lesson(gpu, tmp_path):
     done = CliRunner().invoke(main.app, ["sanitize", ADD])
     assert done.exit_code == 0, done.output
     assert [tool for tool, _, _ in commands] == [*sanitize.TOOLS, *sanitize.instrumented()]
-    assert {command[-1] for _, command, _ in commands} == {ADD}
+    assert {command[-2] for _, command, _ in commands} == {ADD}
     assert all(env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for _, _, env in commands)
     assert len(read_csv(tmp_path / "some-gpu" / sanitize.NAME)) == len(commands)
 
@@ -249,6 +252,44 @@ def test_a_report_that_is_not_argued_is_an_error(gpu, tool, words, status):
     assert {"racecheck": "1 argued", "synccheck": "branch_kernel: Barrier error", "memcheck": "did not come to"}[
         tool
     ] in done.output
+
+
+def test_a_tool_may_watch_one_rung_at_one_shape(gpu, tmp_path):
+    """Its row stands beside that of the whole lesson."""
+    _, commands = gpu
+    about = ["--tool", "racecheck", "--rung", "add_block", "--shape", "n=300 layout=odd", "--sms", "2"]
+    for options in (about, about, about[:2]):
+        done = CliRunner().invoke(main.app, ["sanitize", ADD, *options])
+        assert done.exit_code == 0, done.output
+    part = sanitize.Part(**json.loads(commands[0][1][-1]))
+    assert part == sanitize.Part("add_block", {"n": 300, "layout": "odd"}, 2)
+    rows = read_csv(tmp_path / "some-gpu" / sanitize.NAME)
+    assert [row["part"] for row in rows] == ["add_block n=300 layout=odd sms=2", ""]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [(["--rung", "add_blok"], "has no rung"), (["--shape", "n300"], "'n300' is no size")]
+)
+def test_a_part_that_there_is_not_is_refused(gpu, options, says):
+    done = CliRunner().invoke(main.app, ["sanitize", ADD, *options])
+    assert done.exit_code == 2
+    assert says in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(device.HAS_GPU, reason="a machine without a GPU")
+def test_the_driver_runs_the_part_and_says_so(monkeypatch, capsys):
+    """One rung, its inputs alone (the reference's kernels would be watched too), and the SMs that it is told."""
+    asked = []
+    rung = next(rung for rung in importlib.import_module(ADD).LESSON.rungs if rung.__name__ == "add_block")
+    monkeypatch.setattr(sanitize.torch.cuda, "synchronize", lambda: asked.append(lessonkit.num_sms()))
+    monkeypatch.setattr(sanitize.check, "judge", lambda *args: pytest.fail("the reference was asked"))
+    monkeypatch.setattr(lessonkit, "num_sms", lambda: 132)
+    monkeypatch.setattr(sanitize.faulthandler, "dump_traceback_later", lambda *args, **more: None)
+    sanitize.main(ADD, sanitize.Part(rung.__name__, {"n": 300}, 2))
+    assert asked == [2]
+    assert sanitize.DONE in capsys.readouterr().out
+    sanitize.main(ADD, sanitize.Part("no_such_rung"))
+    assert sanitize.DONE not in capsys.readouterr().out
 
 
 @pytest.mark.skipif(device.HAS_GPU, reason="a machine without a GPU")

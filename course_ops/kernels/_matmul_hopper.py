@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from course_ops._common import architecture, tma_takes, triton_interprets
+from course_ops._launch import descriptor
 from course_ops.versions import async_load, async_store
 
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a partition; renamed in Triton 3.7
@@ -70,10 +71,10 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
 
 def describe(t: Tensor, rows: int, cols: int) -> tuple[TensorDescriptor, bool]:
     """A TMA descriptor of a 16-bit matrix for blocks of rows x cols, and whether it lies transposed."""
-    transposed = t.stride(1) != 1
+    shape, strides, transposed = t.shape, t.stride(), t.stride(1) != 1
     if transposed:
-        t, rows, cols = t.t(), cols, rows
-    return TensorDescriptor.from_tensor(t, [rows, cols], layout_of(rows, cols)), transposed
+        shape, strides, rows, cols = shape[::-1], strides[::-1], cols, rows
+    return descriptor(TensorDescriptor, t, shape, strides, [rows, cols], layout=layout_of(rows, cols)), transposed
 
 
 @cache  # each launch describes three matrices or more

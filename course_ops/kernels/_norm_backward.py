@@ -4,9 +4,16 @@ With x_hat = (x - mean) rstd, g = dy w, and c1, c2 the means over the row of g x
     dx = rstd (g - x_hat c1 - c2)      dw = sum over rows of dy x_hat      db = sum over rows of dy
 RMSNorm has no mean, so no c2 and no db. If x was the sum of a residual and a branch, both get dx + dtotal.
 
-As many programs as the GPU runs at once walk over the rows; dw and db of all their rows stay in fp32 registers. The
-next rows are on their way to shared memory meanwhile. A program owns CHUNKS times BLOCK columns, four neighbours a
-thread in each chunk: few lanes idle whatever N is, and 16-bit and 32-bit tensors lie in threads alike.
+Two kernels compute this:
+    walk     a program owns whole rows
+    group    several programs share a row, each with its own columns; they exchange their shares of c1 and c2 through L2
+
+Both launch as many programs as the GPU runs at once. Each program works on one row after another, and keeps dw and db
+in fp32 registers until its last row. Meanwhile cp.async copies its next rows to shared memory.
+
+A program's columns are a list of chunks. In a full chunk each thread has 16 bytes, so that one cp.async copies 16
+bytes. The last chunk may be a half or a quarter of a full one, so that few lanes idle whatever N is. If one call mixes
+16 and 32 bits, a full chunk has four columns a thread. Then both lie in the same threads.
 """
 
 import math
@@ -16,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from course_ops._common import shared_memory, triton_interprets
+from course_ops._common import num_sms, shared_memory, triton_interprets
 from course_ops.kernels._rows import (
     Rows,
     common_multiple_of,
@@ -33,15 +40,34 @@ from course_ops.kernels._rows import (
 
 
 @triton.jit
-def centred_sums(dy, x, w, mean, rstd, CHUNKS: tl.constexpr, CENTRED: tl.constexpr):
+def columns(chunk: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr):
+    """Of a chunk, counted from the program's first one."""
+    SIZE: tl.constexpr = BLOCK if chunk < CHUNKS - 1 else LAST
+    return chunk * BLOCK + tl.arange(0, SIZE)
+
+
+@triton.jit
+def in_threads(x, THREADS: tl.constexpr, WIDTH: tl.constexpr):
+    """[columns] -> [THREADS]: the sum of what each thread has, if it loads WIDTH columns at once."""
+    EACH: tl.constexpr = x.shape[0] // THREADS
+    NEXT: tl.constexpr = min(EACH, WIDTH)
+    return tl.sum(tl.sum(tl.reshape(x, [EACH // NEXT, THREADS, NEXT]), axis=2), axis=0)
+
+
+@triton.jit
+def centred_sums(
+    dy, x, w, mean, rstd, CHUNKS: tl.constexpr, CENTRED: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr
+):
     """Sums over the columns in fp32: of g x_hat, and of g if CENTRED, otherwise 0."""
-    g = dy[0] * w[0]
-    lanes_g = g
-    lanes_gx = g * (x[0] - mean)
-    for chunk in tl.static_range(1, CHUNKS):
+    # Where single elements are loaded, neighbours lie in different threads, and all chunks are of one length.
+    LANES: tl.constexpr = THREADS if WIDTH > 1 else dy[0].shape[0]
+    lanes_g = tl.zeros((LANES,), tl.float32)
+    lanes_gx = tl.zeros((LANES,), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
         g = dy[chunk] * w[chunk]
-        lanes_g += g
-        lanes_gx += g * (x[chunk] - mean)
+        gx = g * (x[chunk] - mean)
+        lanes_g += in_threads(g, THREADS, WIDTH) if WIDTH > 1 else g
+        lanes_gx += in_threads(gx, THREADS, WIDTH) if WIDTH > 1 else gx
     if CENTRED:  # both in one reduction, so that the warps meet once
         c1, c2 = tl.split(tl.sum(tl.join(lanes_gx, lanes_g), axis=0))
     else:
@@ -57,21 +83,22 @@ def norm_backward_walk_kernel(
     dx_ptr, dresidual_ptr,  # [M, N] each; dresidual_ptr is None where dtotal_ptr is
     partial_dw_ptr, partial_db_ptr,  # [programs, N] each, fp32; partial_db_ptr is None without a bias
     M, N, stride_dtotal, stride_dy, stride_x,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, MULTIPLE: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,  # columns of a chunk, and of the last one
+    THREADS: tl.constexpr, WIDTH: tl.constexpr,  # of the program; columns that a thread loads at once, at most
+    STAGES: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     N, stride_dtotal = multiple(N, MULTIPLE), multiple(stride_dtotal, MULTIPLE)
     stride_dy, stride_x = multiple(stride_dy, MULTIPLE), multiple(stride_x, MULTIPLE)
     CENTRED: tl.constexpr = mean_ptr is not None
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    lanes = tl.arange(0, BLOCK)
     w = ()
     dw = ()
     db = ()
     for chunk in tl.static_range(CHUNKS):
-        cols = chunk * BLOCK + lanes
+        cols = columns(chunk, CHUNKS, BLOCK, LAST)
         w = w + (tl.load(w_ptr + cols, mask=cols < N, other=0.0),)  # noqa: RUF005
-        dw = dw + (tl.zeros((BLOCK,), tl.float32),)  # noqa: RUF005
-        db = db + (tl.zeros((BLOCK,), tl.float32),)  # noqa: RUF005
+        dw = dw + (tl.zeros(cols.shape, tl.float32),)  # noqa: RUF005
+        db = db + (tl.zeros(cols.shape, tl.float32),)  # noqa: RUF005
     for row in tl.range(program, M, programs, num_stages=STAGES):
         at = row + tl.arange(0, 1)  # a tensor, which is loaded ahead as the rows are
         rstd = tl.load(rstd_ptr + at)
@@ -79,17 +106,19 @@ def norm_backward_walk_kernel(
         dy = ()
         x = ()
         for chunk in tl.static_range(CHUNKS):
-            cols = chunk * BLOCK + lanes
+            cols = columns(chunk, CHUNKS, BLOCK, LAST)
             dy = dy + (tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0),)  # noqa: RUF005
             x = x + (tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0),)  # noqa: RUF005
-        c1, c2 = centred_sums(widened(dy, CHUNKS), widened(x, CHUNKS), widened(w, CHUNKS), mean, rstd, CHUNKS, CENTRED)
+        c1, c2 = centred_sums(
+            widened(dy, CHUNKS), widened(x, CHUNKS), widened(w, CHUNKS), mean, rstd, CHUNKS, CENTRED, THREADS, WIDTH
+        )
         c1, c2 = c1 / N, c2 / N  # [1] each
         before_dw = dw
         before_db = db
         dw = ()
         db = ()
         for chunk in tl.static_range(CHUNKS):
-            cols = chunk * BLOCK + lanes
+            cols = columns(chunk, CHUNKS, BLOCK, LAST)
             wide = opaque(dy[chunk]).to(tl.float32)
             x_hat = (opaque(x[chunk]).to(tl.float32) - mean) * rstd  # in the padding dy is 0, and so is dw
             dx = rstd * (wide * opaque(w[chunk]).to(tl.float32) - x_hat * c1 - c2)
@@ -99,7 +128,7 @@ def norm_backward_walk_kernel(
             tl.store(dx_ptr + row * N + cols, dx, mask=cols < N)
             dw = dw + (before_dw[chunk] + wide * x_hat,)  # noqa: RUF005
             db = db + (before_db[chunk] + wide,)  # noqa: RUF005
-    store_partials(partial_dw_ptr, partial_db_ptr, dw, db, program * N, lanes, N, CHUNKS, BLOCK)
+    store_partials(partial_dw_ptr, partial_db_ptr, dw, db, program * N, 0, N, CHUNKS, BLOCK, LAST)
 
 
 @triton.jit
@@ -120,16 +149,19 @@ def unpacked(chunks, ptr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def store_partials(partial_dw_ptr, partial_db_ptr, dw, db, start, lanes, N, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+def store_partials(
+    partial_dw_ptr, partial_db_ptr, dw, db, start, first, N,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
     for chunk in tl.static_range(CHUNKS):
-        cols = chunk * BLOCK + lanes
+        cols = first + columns(chunk, CHUNKS, BLOCK, LAST)
         tl.store(partial_dw_ptr + start + cols, dw[chunk], mask=cols < N)
         if partial_db_ptr is not None:
             tl.store(partial_db_ptr + start + cols, db[chunk], mask=cols < N)
 
 
-# PARTS programs share a row. While a part waits for nothing it works one row ahead: it publishes its sums of the next
-# row before it needs the others' sums of this one, which those published a whole step ago.
+# PARTS programs share a row. Each part works one row ahead: it publishes its sums of the next row, and only then needs
+# the other parts' sums of this row. They published those a whole step ago.
 @triton.jit
 def norm_backward_group_kernel(
     dtotal_ptr, dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dresidual_ptr,  # as above
@@ -137,15 +169,17 @@ def norm_backward_group_kernel(
     sums_ptr,  # [M, WORDS], -1 at first; then a part's share of c1 in the high half and of c2 in the low
     M, N, stride_dtotal, stride_dy, stride_x, groups,
     PARTS: tl.constexpr, WORDS: tl.constexpr,  # PARTS words of a row; or 1, where they have been added up
-    SLOTS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    PUBLISH: tl.constexpr, FINISH: tl.constexpr, MULTIPLE: tl.constexpr, PACK: tl.constexpr,
+    SLOTS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
+    THREADS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    PUBLISH: tl.constexpr, FINISH: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     N, stride_dtotal = multiple(N, MULTIPLE), multiple(stride_dtotal, MULTIPLE)
     stride_dy, stride_x = multiple(stride_dy, MULTIPLE), multiple(stride_x, MULTIPLE)
     CENTRED: tl.constexpr = mean_ptr is not None
     part = tl.program_id(0) % PARTS
     group = (tl.program_id(0) // PARTS).to(tl.int64)  # int64, and so are the rows: row * stride passes 2^31
-    lanes = part * (CHUNKS * BLOCK) + tl.arange(0, BLOCK)
+    PACK: tl.constexpr = WIDTH > 1
+    begin = part * ((CHUNKS - 1) * BLOCK + LAST)
     one = tl.arange(0, 1)
     w = ()
     dw = ()
@@ -153,10 +187,10 @@ def norm_backward_group_kernel(
     dy = ()
     x = ()
     for chunk in tl.static_range(CHUNKS):
-        cols = chunk * BLOCK + lanes
+        cols = begin + columns(chunk, CHUNKS, BLOCK, LAST)
         w = w + (pack_columns(tl.load(w_ptr + cols, mask=cols < N, other=0.0), PACK),)  # noqa: RUF005
-        dw = dw + (tl.zeros((BLOCK,), tl.float32),)  # noqa: RUF005
-        db = db + (tl.zeros((BLOCK,), tl.float32),)  # noqa: RUF005
+        dw = dw + (tl.zeros(cols.shape, tl.float32),)  # noqa: RUF005
+        db = db + (tl.zeros(cols.shape, tl.float32),)  # noqa: RUF005
         first_dy = tl.load(dy_ptr + group * stride_dy + cols, mask=cols < N, other=0.0)
         first_x = tl.load(x_ptr + group * stride_x + cols, mask=cols < N, other=0.0)
         dy = dy + (pack_columns(first_dy, PACK),)  # noqa: RUF005
@@ -166,7 +200,7 @@ def norm_backward_group_kernel(
     if PUBLISH:
         first = centred_sums(
             unpacked(dy, dy_ptr, CHUNKS), unpacked(x, x_ptr, CHUNKS), unpacked(w, w_ptr, CHUNKS), mean, rstd,
-            CHUNKS, CENTRED,
+            CHUNKS, CENTRED, THREADS, WIDTH,
         )  # fmt: skip
         publish(sums_ptr + group * PARTS + part + one, pack_pair(*first))
     slots = tl.arange(0, SLOTS)
@@ -181,7 +215,7 @@ def norm_backward_group_kernel(
         next_dy = ()
         next_x = ()
         for chunk in tl.static_range(CHUNKS):
-            cols = chunk * BLOCK + lanes
+            cols = begin + columns(chunk, CHUNKS, BLOCK, LAST)
             own = (cols < N) & (after < M)
             loaded_dy = tl.load(dy_ptr + after * stride_dy + cols, mask=own, other=0.0)
             loaded_x = tl.load(x_ptr + after * stride_x + cols, mask=own, other=0.0)
@@ -190,7 +224,7 @@ def norm_backward_group_kernel(
         if PUBLISH:
             ahead = centred_sums(
                 unpacked(next_dy, dy_ptr, CHUNKS), unpacked(next_x, x_ptr, CHUNKS), unpacked(w, w_ptr, CHUNKS),
-                next_mean, next_rstd, CHUNKS, CENTRED,
+                next_mean, next_rstd, CHUNKS, CENTRED, THREADS, WIDTH,
             )  # fmt: skip
             publish(sums_ptr + after * PARTS + part + one, pack_pair(*ahead), mask=there)
         if FINISH:
@@ -204,7 +238,7 @@ def norm_backward_group_kernel(
             dw = ()
             db = ()
             for chunk in tl.static_range(CHUNKS):
-                cols = chunk * BLOCK + lanes
+                cols = begin + columns(chunk, CHUNKS, BLOCK, LAST)
                 wide = unpack_columns(dy[chunk], dy_ptr.dtype.element_ty)
                 x_hat = (unpack_columns(x[chunk], x_ptr.dtype.element_ty) - mean) * rstd
                 dx = rstd * (wide * unpack_columns(w[chunk], w_ptr.dtype.element_ty) - x_hat * c1 - c2)
@@ -219,24 +253,28 @@ def norm_backward_group_kernel(
         mean = next_mean
         rstd = next_rstd
     if FINISH:
-        store_partials(partial_dw_ptr, partial_db_ptr, dw, db, group * N, lanes, N, CHUNKS, BLOCK)
+        store_partials(partial_dw_ptr, partial_db_ptr, dw, db, group * N, begin, N, CHUNKS, BLOCK, LAST)
 
 
 REGISTERS = 65536  # of an SM
-COLUMNS = 4  # neighbours of a thread in a chunk: 16 bytes in fp32, 8 in 16 bits
 
 
 @dataclass(frozen=True)
-class Walk:
-    """Programs of `warps` warps that own `chunks` chunks of a row, `per_sm` of them on an SM at a time."""
+class Plan:
+    """Programs of `warps` warps, `per_sm` of them on an SM at a time; their columns as `chunks` of `block`.
+
+    The last chunk has `last` columns.
+    """
 
     warps: int
-    chunks: int
     per_sm: int
+    chunks: int
+    block: int
+    last: int
 
     @property
-    def block(self) -> int:
-        return COLUMNS * 32 * self.warps
+    def columns(self) -> int:
+        return (self.chunks - 1) * self.block + self.last
 
     @property
     def registers(self) -> int:
@@ -244,52 +282,87 @@ class Walk:
         return min(255, REGISTERS // (32 * self.warps * self.per_sm) // 8 * 8)
 
     def stages(self, bytes_a_column: int, shared: int) -> int:
-        """Of the pipeline of rows: two are under way beside the one in use where `shared`, of an SM, holds them."""
+        """Of the pipeline of rows: one is in use, and the others are at least 72 KB on an SM, which has `shared`."""
+        row = self.columns * bytes_a_column
         room = shared // self.per_sm - 3072  # what the reductions take
-        return max(1, min(3, 1 + room // (self.chunks * self.block * bytes_a_column)))
+        return max(1, min(1 + math.ceil(72 * 1024 / (self.per_sm * row)), 1 + room // row, 6))
 
 
-def walk(N: int, held: float) -> Walk:
-    """The programs for rows of N columns, of each of which a thread holds `held` registers: 16 warps on an SM if its
-    registers suffice, then as few idle lanes as possible."""
-    found = []
-    for warps in (4, 8, 16):
-        chunks = triton.cdiv(N, COLUMNS * 32 * warps)
-        thread = 48 + COLUMNS * chunks * held  # 48: addresses, masks, what one chunk is computed with
-        per_sm = REGISTERS // (32 * warps * 8 * math.ceil(thread / 8))
-        if per_sm and thread <= 168:
-            found.append(Walk(warps, chunks, per_sm))
-    return max(found, key=lambda w: (min(16, w.warps * w.per_sm), -w.chunks * w.block), default=Walk(16, chunks, 1))
+@dataclass(frozen=True)
+class Load:
+    """How a thread loads: `width` columns in a full chunk, `at_once` of them by one load."""
+
+    width: int
+    at_once: int
+
+    def plan(self, N: int, warps: int, per_sm: int) -> Plan:
+        """The fewest columns that are at least N: full chunks, and a last one of two columns a thread or more."""
+        threads = 32 * warps
+        full, rest = divmod(N, self.width * threads)
+        last = next(each for each in (2, 4, 8) if rest <= each * threads) if rest and self.at_once > 1 else self.width
+        return Plan(warps, per_sm, full + (rest > 0), self.width * threads, last * threads)
+
+    def most_columns(self, warps: int, held: float) -> int:
+        """Of a thread, if so many warps share an SM. Addresses, masks and terms take three eighths of its registers."""
+        return max(4, int(REGISTERS / (32 * warps) * 5 / 8 / held) // 4 * 4)
+
+
+def held(dy_bytes: int, x_bytes: int, bias: bool, rows: int, at_once: int) -> float:
+    """Registers for a column: w and the sums in fp32, and `rows` rows of dy and x.
+
+    Pairs of 16 bits share a register, but not where they are loaded one by one.
+    """
+    return 2 + bias + rows * (3 if at_once == 1 else (dy_bytes + x_bytes) / 4)
+
+
+def walk(N: int, held: float, load: Load) -> Plan | None:
+    """The programs for whole rows; None where an SM's registers do not suffice.
+
+    The smallest programs that do: a thread with many columns spends less on reductions, and programs do not wait for
+    each other.
+    """
+    for warps, per_sm in ((4, 4), (4, 3), (4, 2), (8, 1)):
+        plan = load.plan(N, warps, per_sm)
+        if plan.columns <= 32 * warps * load.most_columns(warps * per_sm, held):
+            return plan
+    return None
+
+
+def walks(N: int, itemsize: int, bias: bool) -> bool:
+    """Whether norm_backward_walk takes rows of N columns, where dy and x have `itemsize` bytes an element."""
+    load = Load(4, 1) if N % 2 else Load(16 // itemsize, 2)
+    return walk(N, held(itemsize, itemsize, bias, 1, load.at_once), load) is not None
+
+
+def group(N: int, held: float, load: Load) -> tuple[int, Plan]:
+    """The fewest parts of a row for two programs of 4 warps on an SM, and these programs."""
+    most = 128 * load.most_columns(8, held)
+    parts = triton.cdiv(N, most)
+    return parts, load.plan(triton.cdiv(N, parts), 4, 2)
 
 
 def norm_backward_walk(dy, x, w, mean, rstd, bias=False, dtotal=None):
-    """dy, x [M, N], w [N], mean (None: RMSNorm) and rstd [M] -> dx, dresidual, dw, db; N <= 8192.
+    """dy, x [M, N], w [N], mean (None: RMSNorm) and rstd [M] -> dx, dresidual, dw, db; N as `walks` says.
 
     With dtotal [M, N], of x's dtype: dresidual as x, dx as dy. Otherwise dresidual is None, and dx as x.
     """
     rows = Rows.of(x)
     dx, dresidual, dw, db = _gradients(dy, x, w, bias, dtotal)
     if dx.numel():
-        tensors = [t for t in (dtotal, dy, x) if t is not None]
-        strides = [t.stride(0) for t in tensors]
-        # dw, perhaps db, and w; dy and x, which wait for the row's sums.
-        plan = walk(rows.N, (3 if bias else 2) + (dy.element_size() + x.element_size()) / 4)
+        tensors, load, known = _layout(dtotal, dy, x, w)
+        # `walks` does not see how far rows are apart. Where that makes a row too long, the largest program spills.
+        needs = held(dy.element_size(), x.element_size(), bias, 1, load.at_once)
+        plan = walk(rows.N, needs, load) or load.plan(rows.N, 8, 1)
         programs = min(rows.M, plan.per_sm * rows.sms)
         partial_dw, partial_db = partial_sums(programs, x, bias)
         norm_backward_walk_kernel[(programs,)](
             dtotal, dy, x, w, mean, rstd, dx, dresidual, partial_dw, partial_db, rows.M, rows.N,
-            *_strides(dtotal, dy, x), plan.chunks, plan.block,
-            plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)),
-            common_multiple_of(rows.N, *strides), num_warps=plan.warps, maxnreg=plan.registers,
+            *_strides(dtotal, dy, x), plan.chunks, plan.block, plan.last, 32 * plan.warps,
+            load.at_once, plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)), known,
+            num_warps=plan.warps, maxnreg=plan.registers,
         )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
     return dx, dresidual, dw, db
-
-
-def group(N: int) -> tuple[int, Walk]:
-    """Parts of a row, and the programs that have one each: of at most 2048 columns, since those work on two rows."""
-    parts = max(1, triton.cdiv(N, 2048))
-    return parts, Walk(4, triton.cdiv(triton.cdiv(N, parts), 512), 3)
 
 
 def norm_backward_group(dy, x, w, mean, rstd, bias=False, dtotal=None):
@@ -297,15 +370,14 @@ def norm_backward_group(dy, x, w, mean, rstd, bias=False, dtotal=None):
     rows = Rows.of(x)
     dx, dresidual, dw, db = _gradients(dy, x, w, bias, dtotal)
     if dx.numel():
-        parts, plan = group(rows.N)
+        tensors, load, known = _layout(dtotal, dy, x, w)
+        parts, plan = group(rows.N, held(dy.element_size(), x.element_size(), bias, 2, load.at_once), load)
         groups = max(1, min(rows.M, plan.per_sm * rows.sms // parts))
-        tensors = [t for t in (dtotal, dy, x) if t is not None]
         sums = torch.full((rows.M, parts), -1, dtype=torch.int64, device=x.device)
         partial_dw, partial_db = partial_sums(groups, x, bias)
-        strides = [t.stride(0) for t in tensors]
         # One launch needs all programs at once: a cooperative launch is refused where they do not fit. Otherwise, and
-        # in the interpreter, the first launch publishes all sums and the second one uses them: those of more parts than
-        # run at once, which may be more words than a program can hold, added up in between.
+        # in the interpreter, there are two launches. The first publishes all sums, and the second uses them. Sums of
+        # more parts than run at once may be too many for a program: they are added up in between.
         fits = parts <= plan.per_sm * rows.sms
         at_once = fits and not triton_interprets()
         words = parts
@@ -315,9 +387,8 @@ def norm_backward_group(dy, x, w, mean, rstd, bias=False, dtotal=None):
             norm_backward_group_kernel[(groups * parts,)](
                 dtotal, dy, x, w, mean, rstd, dx, dresidual, partial_dw, partial_db, sums, rows.M, rows.N,
                 *_strides(dtotal, dy, x), groups, parts, words, _slots(words, plan.warps) if finish else 1,
-                plan.chunks, plan.block,
-                plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)), publish_, finish,
-                common_multiple_of(rows.N, *strides), all(length % COLUMNS == 0 for length in (rows.N, *strides)),
+                plan.chunks, plan.block, plan.last, 32 * plan.warps, load.at_once,
+                plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)), publish_, finish, known,
                 num_warps=plan.warps, maxnreg=plan.registers, launch_cooperative_grid=at_once,
             )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
@@ -328,6 +399,15 @@ def _slots(words: int, warps: int) -> int:
     """Lanes to look at the parts' sums with: within one warp, or one for each thread."""
     slots = triton.next_power_of_2(words)
     return slots if slots <= 32 else max(slots, 32 * warps)
+
+
+def _layout(dtotal, dy, x, w):
+    """What is read row by row; how a thread loads it; what divides the lengths, as common_multiple_of says it."""
+    tensors = [t for t in (dtotal, dy, x) if t is not None]
+    lengths = [x.shape[1], *(t.stride(0) for t in tensors)]
+    at_once = math.gcd(16 // max(t.element_size() for t in (*tensors, w)), *lengths)
+    width = 4 if at_once == 1 else 16 // max(t.element_size() for t in (*tensors, w))
+    return tensors, Load(width, at_once), common_multiple_of(*lengths)
 
 
 def _strides(dtotal, dy, x):
@@ -362,11 +442,16 @@ def sum_partials_kernel(
 
 
 def sum_partials(partial_dw, partial_db, dw, db):
-    """Add up [P, N] partial sums into dw and db [N], always in the same order: the same bits in every run."""
+    """Add up [P, N] partial sums into dw and db [N], always in the same order: the same bits in every run.
+
+    All P rows are under way at once, up to 256, and a program for each SM has 8 columns or more.
+    """
     P, N = partial_dw.shape
-    sum_partials_kernel[(triton.cdiv(N, 32),)](
-        partial_dw, partial_db, dw, db, P, N, BLOCK_P=64, BLOCK_N=32, MULTIPLE=common_multiple_of(N)
-    )
+    block_n = max(8, min(32, triton.next_power_of_2(N // num_sms(dw.device) + 1) // 2))
+    sum_partials_kernel[(triton.cdiv(N, block_n),)](
+        partial_dw, partial_db, dw, db, P, N, BLOCK_P=min(256, triton.next_power_of_2(P)), BLOCK_N=block_n,
+        MULTIPLE=common_multiple_of(N), num_warps=8,
+    )  # fmt: skip
 
 
 def partial_sums(programs, x, bias):

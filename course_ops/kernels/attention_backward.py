@@ -29,6 +29,7 @@ from course_ops.kernels.attention_tiles import (
     tile_width,
     visible,
 )
+from course_ops.kernels.sequences import Sequences, grid_tiles, packed_tile, skip_rows
 
 
 @triton.jit
@@ -75,17 +76,29 @@ def dq_kernel(
     q, k, v, dout,  # [B, H, S_q, D], [B, H_kv, S_k, D] and D_v, [B, H, S_q, D_v]: pointers, or descriptors if TMA
     dq_ptr, lse_ptr, delta_ptr,  # [B, H, S_q, D], twice [B, H, S_q] in fp32
     q_strides, k_strides, v_strides, dout_strides, dq_strides,
-    scale, scale_log2, cap_scale, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    scale, scale_log2, cap_scale, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE,
+    cu_q_ptr, cu_k_ptr,  # None, or of B sequences packed in one: S_q and S_k are totals then
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    b, h, row = tile_of_program(B, H, S_q, HEADS_AT_ONCE, BLOCK_M, CAUSAL)
+    line = S_q
+    if cu_q_ptr is None:
+        b, h, row = tile_of_program(B, H, S_q, HEADS_AT_ONCE, BLOCK_M, CAUSAL)
+    else:
+        h, row, q_begin, S_q, k_begin, S_k = packed_tile(cu_q_ptr, cu_k_ptr, B, line, BLOCK_M, CAUSAL)
+        b = 0
+        if row >= S_q:
+            return
+        q, dq_ptr = skip_rows(q, q_strides, q_begin), skip_rows(dq_ptr, dq_strides, q_begin)
+        k, v = skip_rows(k, k_strides, k_begin), skip_rows(v, v_strides, k_begin)
+        dout = skip_rows(dout, dout_strides, q_begin)
+        lse_ptr, delta_ptr = lse_ptr + q_begin, delta_ptr + q_begin
     rows = row + tl.arange(0, BLOCK_M)
     offset = S_k - S_q
     edges = key_bounds(row, S_q, S_k, offset, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     q_tile = load_tile(q, q_strides, b, h, row, S_q, D, BLOCK_M, BLOCK_D, TMA)
     do_tile = load_tile(dout, dout_strides, b, h, row, S_q, D_v, BLOCK_M, BLOCK_V, TMA)
-    head = (tl.cast(b, tl.int64) * H + h) * S_q
+    head = (tl.cast(b, tl.int64) * H + h) * line
     lse = tl.load(lse_ptr + head + rows, mask=rows < S_q, other=0.0) * LOG2E
     delta = tl.load(delta_ptr + head + rows, mask=rows < S_q, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -119,19 +132,20 @@ def query_bounds(
 
 @triton.jit
 def add_queries(
-    dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, keys, start_at, stop_at,
-    S_q, S_k, D, D_v, offset, window, scale_log2, cap_scale,
+    dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, line, keys,
+    start_at, stop_at, S_q, S_k, D, D_v, offset, window, scale_log2, cap_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to dk [BLOCK_N, BLOCK_D] and dv [BLOCK_N, BLOCK_V] of keys what some blocks of queries have for them.
+    line: rows of a head in lse and delta.
 
     P and dS are computed transposed, keys down, as wgmma takes a left operand from registers only as it lies."""
     for start in range(start_at, stop_at, BLOCK_M):
         q_tile = load_tile(q, q_strides, b, h, start, S_q, D, BLOCK_M, BLOCK_D, TMA)
         do_tile = load_tile(dout, dout_strides, b, h, start, S_q, D_v, BLOCK_M, BLOCK_V, TMA)
         rows = start + tl.arange(0, BLOCK_M)
-        head = (tl.cast(b, tl.int64) * H + h) * S_q
+        head = (tl.cast(b, tl.int64) * H + h) * line
         lse = tl.load(lse_ptr + head + rows, mask=rows < S_q, other=0.0) * LOG2E
         deltas, inside = delta_ptr + head + rows, rows < S_q  # loaded where needed: 16 registers for a long time
         s = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
@@ -153,13 +167,25 @@ def dkdv_kernel(
     q, k, v, dout, dk_ptr, dv_ptr,  # [B, H, S_q, D], [B, H_kv, S_k, D] and D_v, [B, H, S_q, D_v]; as k, as v
     lse_ptr, delta_ptr,  # [B, H, S_q] in fp32
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-    scale, scale_log2, cap_scale, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    scale, scale_log2, cap_scale, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE,
+    cu_q_ptr, cu_k_ptr,  # None, or of B sequences packed in one: S_q and S_k are totals then
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    b, h_kv, key = tile_of_program(B, H // GROUP, S_k, HEADS_AT_ONCE, BLOCK_N, CAUSAL)
-    if CAUSAL:
-        key = (tl.cdiv(S_k, BLOCK_N) - 1) * BLOCK_N - key  # of keys the first ones are seen by most queries
+    line = S_q
+    if cu_q_ptr is None:
+        b, h_kv, key = tile_of_program(B, H // GROUP, S_k, HEADS_AT_ONCE, BLOCK_N, CAUSAL)
+        if CAUSAL:
+            key = (tl.cdiv(S_k, BLOCK_N) - 1) * BLOCK_N - key  # of keys the first ones are seen by most queries
+    else:
+        h_kv, key, k_begin, S_k, q_begin, S_q = packed_tile(cu_k_ptr, cu_q_ptr, B, S_k, BLOCK_N, False)
+        b = 0
+        if key >= S_k:
+            return
+        q, dout = skip_rows(q, q_strides, q_begin), skip_rows(dout, dout_strides, q_begin)
+        k, dk_ptr = skip_rows(k, k_strides, k_begin), skip_rows(dk_ptr, dk_strides, k_begin)
+        v, dv_ptr = skip_rows(v, v_strides, k_begin), skip_rows(dv_ptr, dv_strides, k_begin)
+        lse_ptr, delta_ptr = lse_ptr + q_begin, delta_ptr + q_begin
     keys = key + tl.arange(0, BLOCK_N)
     offset = S_k - S_q
     edges = query_bounds(key, S_q, S_k, offset, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
@@ -171,7 +197,8 @@ def dkdv_kernel(
         for part in tl.static_range(3):  # the diagonal, the blocks without masks, the window's edge
             if part == 1 or (part == 0 and CAUSAL) or (part == 2 and WINDOW):
                 dk, dv = add_queries(
-                    dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, keys,
+                    dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, b, h, H, line,
+                    keys,
                     edges[part], tl.minimum(edges[part + 1], edges[3]), S_q, S_k, D, D_v, offset, window,
                     scale_log2, cap_scale, CAUSAL, WINDOW, part != 1, TMA, BLOCK_M, BLOCK_D, BLOCK_V, PRECISION,
                 )  # fmt: skip
@@ -182,31 +209,34 @@ def dkdv_kernel(
 def attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, window: int | None, scale: float, softcap: float | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k [.., D] and v, out, dout [.., D_v] as in the forward, any strides -> dq as q, dk and dv as k, v.
 
     lse [B, H, S_q] in fp32, contiguous. What the forward kernel takes, D and D_v up to 256. Deterministic.
+    sequences: of rows that are packed, B = 1.
     """
     dk, dv = empty_like(k), empty_like(v)
-    dq, delta = _queries(dout, q, k, v, out, lse, causal, window, scale, softcap)
+    dq, delta = _queries(dout, q, k, v, out, lse, causal, window, scale, softcap, sequences)
     if not q.numel() or not k.numel():
         return dq, dk.zero_(), dv.zero_()
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     block_m, block_n, warps, stages = keys_tile_shape(q, v)
-    tma = architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
+    tma = sequences is None and architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
     block_d, block_v, group = tile_width(D), tile_width(D_v), H // H_kv
     at_once = min(B * H_kv, heads_in_l2(group * S_q * (block_d + block_v) * q.element_size(), q.device))
-    dkdv_kernel[(B * H_kv * triton.cdiv(S_k, block_n),)](
+    B, tiles, cu_q, cu_k = grid_tiles(B, S_k, block_n, sequences)
+    dkdv_kernel[(H_kv * tiles,)](
         *tile_descriptors((q, k, v, dout), (block_m, block_n, block_n, block_m), tma), dk, dv, lse, delta,
         q.stride(), k.stride(), v.stride(), dout.stride(), dk.stride(), dv.stride(),
-        scale, *score_scales(scale, softcap), window or 0, B, H, S_q, S_k, D, D_v, group, at_once, causal,
-        window is not None, tma, block_m, block_n, block_d, block_v, fp32_precision(),
+        scale, *score_scales(scale, softcap), window or 0, B, H, S_q, S_k, D, D_v, group, at_once, cu_q, cu_k,
+        causal, window is not None, tma, block_m, block_n, block_d, block_v, fp32_precision(),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _queries(dout, q, k, v, out, lse, causal, window, scale, softcap):
+def _queries(dout, q, k, v, out, lse, causal, window, scale, softcap, sequences):
     """dq as q, and delta [B, H, S_q] in fp32."""
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     dq, delta, block_d, block_v = empty_like(q), empty_like(lse), tile_width(D), tile_width(D_v)
@@ -216,13 +246,14 @@ def _queries(dout, q, k, v, out, lse, causal, window, scale, softcap):
         out, dout, delta, out.stride(), dout.stride(), H, S_q, D_v, 32, block_v
     )  # fmt: skip
     block_m, block_n, warps, stages = queries_tile_shape(q, v)
-    tma = architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
+    tma = sequences is None and architecture(q.device) >= 90 and tma_takes(q, k, v, dout)
     at_once = min(B * H, H // H_kv * heads_in_l2(S_k * (block_d + block_v) * q.element_size(), q.device))
-    dq_kernel[(B * H * triton.cdiv(S_q, block_m),)](
+    B, tiles, cu_q, cu_k = grid_tiles(B, S_q, block_m, sequences)
+    dq_kernel[(H * tiles,)](
         *tile_descriptors((q, k, v, dout), (block_m, block_n, block_n, block_m), tma), dq, lse, delta,
         q.stride(), k.stride(), v.stride(), dout.stride(), dq.stride(),
-        scale, *score_scales(scale, softcap), window or 0, B, H, S_q, S_k, D, D_v, H // H_kv, at_once, causal,
-        window is not None, tma, block_m, block_n, block_d, block_v, fp32_precision(),
+        scale, *score_scales(scale, softcap), window or 0, B, H, S_q, S_k, D, D_v, H // H_kv, at_once, cu_q, cu_k,
+        causal, window is not None, tma, block_m, block_n, block_d, block_v, fp32_precision(),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dq, delta

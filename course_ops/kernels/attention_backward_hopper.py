@@ -42,12 +42,23 @@ from course_ops.hopper import (
     exp2,
     operand_a,
     ring_slot,
+    tanh,
     tensor_descriptor,
     tile_counter,
     tile_order,
     tma_reduce_add,
 )
-from course_ops.kernels.attention_tiles import LN2, LOG2E, heads_in_l2, load_tile
+from course_ops.kernels.attention_tiles import LN2, heads_in_l2, load_tile, score_scales
+from course_ops.kernels.sequences import (
+    Sequences,
+    coordinates,
+    ragged_descriptor,
+    records,
+    sequence_of_tile,
+    sequence_record,
+    skip_rows,
+    whole_descriptor,
+)
 from course_ops.versions import async_load, async_store
 
 KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO in the ring
@@ -59,34 +70,64 @@ KEYS, STAGES = 64, 2  # keys of a warpgroup, blocks of Q and dO in the ring
 @triton.jit
 def prepare_kernel(
     out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D_v] twice, [B, H, S_q]; [B H, rows] twice, dQ's
-    out_strides, dout_strides, unit, H, S_q, rows, D_v, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    out_strides, dout_strides, unit, H, S_q, rows, D_v,
+    cu_ptr, B,  # None, or of B packed sequences
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     tiles, nth = rows // BLOCK_M, tl.num_programs(0) - 1 - tl.program_id(0)
     head, row = (nth // tiles).to(tl.int64), nth % tiles * BLOCK_M
-    o_tile = load_tile(out, out_strides, head // H, head % H, row, S_q, D_v, BLOCK_M, BLOCK_D, False)
-    do_tile = load_tile(dout, dout_strides, head // H, head % H, row, S_q, D_v, BLOCK_M, BLOCK_D, False)
+    end = S_q
+    if cu_ptr is not None:
+        begin, end, row, line, stored = padded_row(cu_ptr, B, H, head, row, BLOCK_D)
+        if row >= stored:
+            return
+        out, dout, lse_ptr = skip_rows(out, out_strides, begin), skip_rows(dout, dout_strides, begin), lse_ptr + begin
+    o_tile = load_tile(out, out_strides, head // H, head % H, row, end, D_v, BLOCK_M, BLOCK_D, False)
+    do_tile = load_tile(dout, dout_strides, head // H, head % H, row, end, D_v, BLOCK_M, BLOCK_D, False)
     at = row + tl.arange(0, BLOCK_M)
-    lse = tl.load(lse_ptr + head * S_q + at, mask=at < S_q, other=float("-inf"))
-    tl.store(starts_ptr + head * rows + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
-    tl.store(deltas_ptr + head * rows + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
+    lse = tl.load(lse_ptr + head * S_q + at, mask=at < end, other=float("-inf"))
+    if cu_ptr is None:
+        line = head * rows
+    tl.store(starts_ptr + line + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
+    tl.store(deltas_ptr + line + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
     if sum_ptr is not None:
         tl.store(
-            sum_ptr + (head * rows + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
+            sum_ptr + (line + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
             tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
         )
+
+
+# Packed sequences have their values and sums in blocks of their own, in the order sequence, head, block. Of a sequence
+# without queries there is a block, too, as a tile has at least one step.
+@triton.jit
+def padded_row(cu_ptr, B, H, head, row, BLOCK_D: tl.constexpr):
+    """Of a row of a head among all blocks: its sequence's first row and length, the row there, where the head's rows
+    begin in values and sums, and how many these are with padding."""
+    ROWS: tl.constexpr = 8192 // BLOCK_D
+    b, begin, length, first = sequence_of_tile(cu_ptr, B, row // ROWS, ROWS)
+    stored = tl.cdiv(tl.maximum(length, 1), ROWS) * ROWS
+    line = (begin // ROWS + b).to(tl.int64) * H * ROWS + head * stored
+    return begin, length, first + row % ROWS, line, stored
 
 
 # dQ's sum lies in parts of 64 x 64, each in the order of a warpgroup's registers, so that adding is contiguous: warp
 # (4), column block (8), thread (8 x 4), then a thread's 4 elements there, 2 rows that are 8 apart by 2 columns.
 @triton.jit
 def finish_kernel(
-    dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, BLOCK_D: tl.constexpr
+    dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, cu_ptr, B, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     gdc_wait()
     parts, nth = rows // 64 * (BLOCK_D // 64), tl.num_programs(0) - 1 - tl.program_id(0)
     head, part = (nth // parts).to(tl.int64), nth % parts
-    x = tl.load(sum_ptr + (head * parts + part) * 4096 + tl.arange(0, 4096)).reshape(4, 8, 8, 4, 2, 2)
+    first = head * parts
+    if cu_ptr is not None:
+        begin, S_q, row, line, _ = padded_row(cu_ptr, B, H, head, part // (BLOCK_D // 64) * 64, BLOCK_D)
+        if row >= S_q:
+            return
+        first, part = line // 64 * (BLOCK_D // 64), row // 64 * (BLOCK_D // 64) + part % (BLOCK_D // 64)
+        dq = skip_rows(dq, dq_strides, begin)
+    x = tl.load(sum_ptr + (first + part) * 4096 + tl.arange(0, 4096)).reshape(4, 8, 8, 4, 2, 2)
     x = x.permute(0, 4, 2, 1, 3, 5).reshape(64, 64) * scale
     at = part // (BLOCK_D // 64) * 64 + tl.arange(0, 64)[:, None]
     cols = part % (BLOCK_D // 64) * 64 + tl.arange(0, 64)[None, :]
@@ -96,7 +137,10 @@ def finish_kernel(
 
 @aggregate
 class Problem:
-    """Sizes, and which tile is which. CAUSAL: the first keys are seen by most queries, so they come first."""
+    """Sizes, and which tile is which. CAUSAL: the first keys are seen by most queries, so they come first.
+
+    If sequences are packed, a kernel has a Problem with the sums over all of them, and one of each tile's sequence.
+    """
 
     tiles: gl.tensor  # of a head of K and V
     H_kv: gl.tensor
@@ -106,16 +150,58 @@ class Problem:
     S_k: gl.tensor
     window: gl.tensor | gl.constexpr  # None, or how many keys a query sees
     CAUSAL: gl.constexpr
+    records_ptr: gl.tensor | gl.constexpr  # None, or of packed sequences (sequences.records)
+    q_end: gl.tensor | gl.constexpr  # None, or where the tile's sequence ends among all rows
+    k_end: gl.tensor | gl.constexpr
+    number: gl.tensor | gl.constexpr  # None, or the sequence's
 
     @gluon.jit
     def num_tiles(self):
         return self.tiles * self.all_heads
 
     @gluon.jit
+    def work(self, index):
+        """The index-th unit of work: the index, with a sequence's record if there is one."""
+        if self.records_ptr is None:
+            return index
+        else:
+            return sequence_record(self.records_ptr, index, self.tiles, self.H_kv)
+
+    @gluon.jit
+    def has(self, work):
+        """Whether that is a tile. The first index that is none ends the work."""
+        return (work if self.records_ptr is None else work[0]) < self.num_tiles()
+
+    @gluon.jit
+    def queries_of(self, batch):
+        """Where queries lie, see coordinates."""
+        return (batch,) if self.q_end is None else (self.q_end, self.S_q)
+
+    @gluon.jit
+    def keys_of(self, batch):
+        return (batch,) if self.k_end is None else (self.k_end, self.S_k)
+
+    @gluon.jit
+    def blocks(self, ROWS: gl.constexpr):
+        """Blocks of queries. A sequence without queries has one, which adds nothing: each tile has a step."""
+        S_q = self.S_q
+        if self.q_end is not None:
+            S_q = max(1, S_q)
+        return (S_q + ROWS - 1) // ROWS
+
+    @gluon.jit
+    def blocks_before(self, batch, head, blocks, GROUP: gl.constexpr, ROWS: gl.constexpr):
+        """Blocks of rows' values, and of dQ's sum, before those of a query head."""
+        if self.q_end is None:
+            return (batch * self.H_kv * GROUP + head) * blocks
+        else:
+            return ((self.q_end - self.S_q) // ROWS + self.number) * self.H_kv * GROUP + head * blocks
+
+    @gluon.jit
     def tile(self, index, ROWS: gl.constexpr, KEYS: gl.constexpr):
         """Of the index-th tile: batch, head, the first of its 2 * KEYS keys; of the blocks of queries the first that
         sees one of these, the first that needs no mask, the next one that does, and the end."""
-        blocks = (self.S_q + ROWS - 1) // ROWS
+        blocks = self.blocks(ROWS)
         if self.CAUSAL:
             head, rank = tile_order(index, self.tiles, self.all_heads, self.heads_at_once)
             key = rank * 2 * KEYS
@@ -146,6 +232,21 @@ class Problem:
         return min(end, max(0, key + self.S_q - self.S_k + self.window) // ROWS)
 
 
+@gluon.jit
+def problem_of(problem, work):
+    """The problem that a unit of work belongs to, and its index there."""
+    if problem.records_ptr is None:
+        return problem, work
+    else:
+        index, k_end, S_k, q_end, S_q, first, tiles, number = work
+        of_sequence = Problem(
+            tiles=tiles, H_kv=problem.H_kv, all_heads=problem.all_heads, heads_at_once=problem.heads_at_once, S_q=S_q,
+            S_k=S_k, window=problem.window, CAUSAL=problem.CAUSAL, records_ptr=problem.records_ptr, q_end=q_end,
+            k_end=k_end, number=number,
+        )  # fmt: skip
+        return of_sequence, index - first
+
+
 @aggregate
 class PartitionArgs:
     """What all warps of a CTA share."""
@@ -171,6 +272,7 @@ class PartitionArgs:
     scheduler: TileScheduler
     problem: Problem
     scale_log2: gl.tensor
+    cap_scale: gl.tensor | gl.constexpr  # None without a softcap, see score_scales
     GROUP: gl.constexpr  # query heads that share a head of K and V
     PING_PONG: gl.constexpr
 
@@ -186,14 +288,14 @@ class RowBlocks:
     full: gl.shared_memory_descriptor
 
     @gluon.jit
-    def load(self, stage, batch, head, line, row):
-        """A block, and its rows' values from line `line` of [B H, rows]; both from `row` on."""
+    def load(self, stage, where, head, row, line, column):
+        """A block from `row` on, and its rows' values from `column` on in a line of theirs. where: see coordinates."""
         mbarrier.expect(self.full.index(stage), self.desc.block_type.nbytes + self.values_desc.block_type.nbytes)
         async_load(
-            self.desc, [batch, head, row, 0], self.full.index(stage), self.smem.index(stage)
+            self.desc, coordinates(where, head, row, 0), self.full.index(stage), self.smem.index(stage)
         )  # fmt: skip
         async_load(
-            self.values_desc, [line, row], self.full.index(stage), self.values_smem.index(stage)
+            self.values_desc, [line, column], self.full.index(stage), self.values_smem.index(stage)
         )  # fmt: skip
 
 
@@ -203,8 +305,8 @@ class RowBlocks:
 def producer_partition(args, descs):
     q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc = descs
     GROUP: gl.constexpr = args.GROUP
-    ROWS: gl.constexpr = q_desc.block_type.shape[2]
-    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    ROWS: gl.constexpr = q_desc.block_type.shape[-2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[-2]
     q = RowBlocks(
         desc=q_desc, values_desc=start_desc, smem=args.q_smem, values_smem=args.start_smem, full=args.q_full
     )  # fmt: skip
@@ -215,24 +317,34 @@ def producer_partition(args, descs):
     gdc_launch_dependents()
     step, count, index = 0, 0, gl.program_id(0)
     before = 0, 0, 0
+    if args.problem.records_ptr is not None:
+        before = 0, 0, 0, 0  # a sequence without rows: a CTA without a tile stores nothing
     while index < args.problem.num_tiles():
         args.scheduler.publish(index, count)
-        batch, head_kv, key, begin, _whole, _last, end = args.problem.tile(index, ROWS, KEYS)
+        problem, within = problem_of(args.problem, args.problem.work(index))
+        batch, head_kv, key, begin, _whole, _last, end = problem.tile(within, ROWS, KEYS)
+        queries, keys = problem.queries_of(batch), problem.keys_of(batch)
         first = step
         for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
-            line = batch * args.problem.H_kv * GROUP + head
+            line = batch * problem.H_kv * GROUP + head
+            if problem.q_end is not None:  # values lie in lines of a block each
+                line = problem.blocks_before(batch, head, problem.blocks(ROWS), GROUP, ROWS)
             for block in range(begin, end):
                 stage, parity = ring_slot(step, args.q_full.shape[0])
                 mbarrier.wait(args.empty.index(stage), parity ^ 1)
-                q.load(stage, batch, head, line, block * ROWS)
-                do.load(stage, batch, head, line, block * ROWS)
+                if problem.q_end is None:
+                    q.load(stage, queries, head, block * ROWS, line, block * ROWS)
+                    do.load(stage, queries, head, block * ROWS, line, block * ROWS)
+                else:
+                    q.load(stage, queries, head, block * ROWS, line + block, 0)
+                    do.load(stage, queries, head, block * ROWS, line + block, 0)
                 if step == first:
                     if count > 0:
                         store_tile(args, dk_desc, dv_desc, count - 1, before)
-                    load_halves(k_desc, args.k_smem, args.k_full.index(0), batch, head_kv, key)
-                    load_halves(v_desc, args.v_smem, args.v_full.index(0), batch, head_kv, key)
+                    load_halves(k_desc, args.k_smem, args.k_full.index(0), keys, head_kv, key)
+                    load_halves(v_desc, args.v_smem, args.v_full.index(0), keys, head_kv, key)
                 step += 1
-        before = batch, head_kv, key
+        before = (batch, head_kv, key) if problem.q_end is None else (keys[0], keys[1], head_kv, key)
         count += 1
         index = args.scheduler.fetch(args.problem.num_tiles())
     args.scheduler.publish(index, count)
@@ -240,21 +352,24 @@ def producer_partition(args, descs):
 
 
 @gluon.jit
-def store_tile(args, dk_desc, dv_desc, count, where):
-    batch, head_kv, key = where
+def store_tile(args, dk_desc, dv_desc, count, before):
+    if len(before) == 3:
+        where, head_kv, key = (before[0],), before[1], before[2]
+    else:
+        where, head_kv, key = (before[0], before[1]), before[2], before[3]
     mbarrier.wait(args.stored.index(0), count & 1)
     for half in gl.static_range(2):
-        coord = [batch, head_kv, key + half * args.k_smem.shape[3], 0]
+        coord = coordinates(where, head_kv, key + half * args.k_smem.shape[-2], 0)
         async_store(dk_desc, coord, args.k_smem.index(half))
         async_store(dv_desc, coord, args.v_smem.index(half))
     tma.store_wait(0)
 
 
 @gluon.jit
-def load_halves(desc, smem, full, batch, head, row):
+def load_halves(desc, smem, full, where, head, row):
     mbarrier.expect(full, 2 * desc.block_type.nbytes)
     for half in gl.static_range(2):
-        coord = [batch, head, row + half * desc.block_type.shape[2], 0]
+        coord = coordinates(where, head, row + half * desc.block_type.shape[-2], 0)
         async_load(desc, coord, full, smem.index(half))
 
 
@@ -314,20 +429,24 @@ def share_ds(args, ds, buffer, met, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(s, starts, key, row, args, MASKED: gl.constexpr):
-    """P^T [keys, queries] of S^T that has begun with `starts` (None), or has not; key, row: the block's first ones."""
-    p = exp2(s * args.scale_log2 if starts is None else s * args.scale_log2 + starts)
+def probabilities(s, starts, c, row, MASKED: gl.constexpr):
+    """P^T [keys, queries] of S^T that has begun with `starts` (None), or has not; row: the block's first one. And what
+    dP - delta is multiplied by: P^T, or with a softcap P^T times tanh's derivative, 1 - tanh^2."""
+    scale_log2, key = c.args.scale_log2, c.key
+    if c.args.cap_scale is not None:
+        s = tanh(s * c.args.cap_scale)
+    p = exp2(s * scale_log2 if starts is None else s * scale_log2 + starts)
     if MASKED:
-        S_q, S_k = args.problem.S_q, args.problem.S_k
+        S_q, S_k = c.problem.S_q, c.problem.S_k
         keys = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))[:, None]
-        if args.problem.CAUSAL:  # this includes the tail: a query that sees keys past S_k is past S_q
+        if c.problem.CAUSAL:  # this includes the tail: a query that sees keys past S_k is past S_q
             rows = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
             p = gl.where(keys <= rows + (row + S_k - S_q - key), p, 0.0)
-            if args.problem.window is not None:
-                p = gl.where(keys > rows + (row + S_k - S_q - key - args.problem.window), p, 0.0)
+            if c.problem.window is not None:
+                p = gl.where(keys > rows + (row + S_k - S_q - key - c.problem.window), p, 0.0)
         else:
             p = gl.where(keys < S_k - key, p, 0.0)
-    return p
+    return p, p if c.args.cap_scale is None else p * (1 - s * s)
 
 
 @aggregate
@@ -336,6 +455,7 @@ class ConsumerTile:
 
     WHICH: gl.constexpr
     args: PartitionArgs
+    problem: Problem
     first: gl.tensor  # the ring's step of the tile's first block of queries
     end: gl.tensor  # the step after its last one
     key: gl.tensor  # the first key
@@ -350,7 +470,13 @@ def issue_first_scores(c, step, zero, LAYOUT: gl.constexpr):
     stage, parity = ring_slot(step, args.q_smem.shape[0])
     mbarrier.wait(args.q_full.index(stage), parity, pred=step < c.end)
     k, q = as_matrix(args.k_smem.index(c.WHICH + zero)), as_matrix(args.q_smem.index(stage))
-    return issue_scores(k, q, None if args.PING_PONG else args.start_smem.index(stage), LAYOUT)
+    return issue_scores(k, q, first_values(args, stage), LAYOUT)
+
+
+@gluon.jit
+def first_values(args, stage):
+    """What S^T begins with. Under a tanh -lse cannot be added, and PING_PONG adds it later."""
+    return None if args.PING_PONG or args.cap_scale is not None else args.start_smem.index(stage)
 
 
 # Each matmul is issued as soon as its operands are there and awaited as late as its result is needed: dP runs under the
@@ -371,17 +497,20 @@ def main_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
         q, do = as_matrix(args.q_smem.index(stage)), as_matrix(args.do_smem.index(stage))
         mbarrier.wait(args.do_full.index(stage), parity)
         dp = issue_scores(v, do, args.delta_smem.index(stage), LAYOUT)
-        p = probabilities(s, None, c.key, block * args.q_smem.shape[3], args, MASKED)
+        starts = None
+        if args.cap_scale is not None:
+            starts = args.start_smem.index(stage).load(LAYOUT)
+        p, p_capped = probabilities(s, starts, c, block * args.q_smem.shape[-2], MASKED)
         p_left = operand_a(p, dv, args.q_smem.dtype)
         dv = warpgroup_mma(p_left, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = (p * dp).to(args.q_smem.dtype)
+        ds = (p_capped * dp).to(args.q_smem.dtype)
         share_ds(args, ds, buffer, args.met.index(step % 2), WHICH)
         ds = operand_a(ds, dk, args.q_smem.dtype)
         dk = warpgroup_mma(ds, q, dk, is_async=True)
         dv, p_left = warpgroup_mma_wait(1, deps=(dv, p_left))
         mbarrier.wait(args.q_full.index(after), parity_after, pred=step + 1 < c.end)
-        s_after = issue_scores(k, as_matrix(args.q_smem.index(after)), args.start_smem.index(after), LAYOUT)
+        s_after = issue_scores(k, as_matrix(args.q_smem.index(after)), first_values(args, after), LAYOUT)
         mbarrier.wait(args.met.index(step % 2), step // 2 & 1)
         dq = issue_dq(args, buffer, zero, WHICH)
         dq, dk, ds, s = warpgroup_mma_wait(0, deps=(dq, dk, ds, s_after))
@@ -398,7 +527,7 @@ def ping_pong_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
     WHICH: gl.constexpr = c.WHICH
     LAYOUT: gl.constexpr = s.type.layout
     BUFFERS: gl.constexpr = args.ds_smem.shape[0] // 2
-    WIDE: gl.constexpr = args.q_smem.shape[4] > 64
+    WIDE: gl.constexpr = args.q_smem.shape[-1] > 64
     part += WHICH
     for block in range(begin, end):
         step, zero = base + block, opaque_zero(base + block)
@@ -412,13 +541,13 @@ def ping_pong_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
         # began with -lse, the compiler would issue an eighth of dP every ten exponentials.
         mbarrier.wait(args.turn.index(WHICH), step & 1)
         starts = args.start_smem.index(stage).load(LAYOUT)
-        p = probabilities(s, starts, c.key, block * args.q_smem.shape[3], args, MASKED)
+        p, p_capped = probabilities(s, starts, c, block * args.q_smem.shape[-2], MASKED)
         p_left = operand_a(p, dv, args.q_smem.dtype)
         dv = warpgroup_mma(p_left, do, dv, is_async=True)
         if not WIDE:
             mbarrier.arrive(args.turn.index(1 - WHICH))
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = (p * (dp + args.delta_smem.index(stage).load(LAYOUT))).to(args.q_smem.dtype)
+        ds = (p_capped * (dp + args.delta_smem.index(stage).load(LAYOUT))).to(args.q_smem.dtype)
         share_ds(args, ds, step % BUFFERS * 2, args.met.index(step % 2), WHICH)
         if WIDE:
             mbarrier.arrive(args.turn.index(1 - WHICH))
@@ -471,18 +600,18 @@ def unseen_block(c, part, step, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def consumer_partition(args, WHICH: gl.constexpr):
-    problem = args.problem
     GROUP: gl.constexpr = args.GROUP
     PING_PONG: gl.constexpr = args.PING_PONG
-    ROWS: gl.constexpr = args.q_smem.shape[3]
-    KEYS: gl.constexpr = args.k_smem.shape[3]
-    D: gl.constexpr = args.k_smem.shape[4]
+    ROWS: gl.constexpr = args.q_smem.shape[-2]
+    KEYS: gl.constexpr = args.k_smem.shape[-2]
+    D: gl.constexpr = args.k_smem.shape[-1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    OWN: gl.constexpr = problem.CAUSAL and ROWS == KEYS and (GROUP == 1 or not PING_PONG)  # see unseen_block
+    OWN: gl.constexpr = args.problem.CAUSAL and ROWS == KEYS and (GROUP == 1 or not PING_PONG)  # see unseen_block
     LOOP: gl.constexpr = ping_pong_loop if PING_PONG else main_loop
-    first, count, index = 0, 0, args.scheduler.receive(0)
-    while index < problem.num_tiles():
+    first, count, work = 0, 0, args.problem.work(args.scheduler.receive(0))
+    while args.problem.has(work):
+        problem, index = problem_of(args.problem, work)
         batch, head_kv, key, begin, whole, last, stop = problem.tile(index, ROWS, KEYS)
         key += WHICH * KEYS
         end = first + (stop - begin) * GROUP  # at least one step: some query sees a tile's first key
@@ -491,10 +620,11 @@ def consumer_partition(args, WHICH: gl.constexpr):
             own, whole, last = problem.own_blocks(key, stop, ROWS, KEYS)
         blocks, unseen = stop, None
         if problem.window is not None:
-            blocks = (problem.S_q + ROWS - 1) // ROWS
+            blocks = problem.blocks(ROWS)
             unseen = blocks - stop + begin
         c = ConsumerTile(
-            WHICH=WHICH, args=args, first=first, end=end, key=key, begin=begin if GROUP > 1 else None, unseen=unseen
+            WHICH=WHICH, args=args, problem=problem, first=first, end=end, key=key,
+            begin=begin if GROUP > 1 else None, unseen=unseen,
         )  # fmt: skip
         dk, dv = gl.zeros((KEYS, D), gl.float32, OUT), gl.zeros((KEYS, D), gl.float32, OUT)
         mbarrier.wait(args.k_full.index(0), count & 1)
@@ -502,7 +632,7 @@ def consumer_partition(args, WHICH: gl.constexpr):
         if own == begin:
             s = warpgroup_mma_wait(0, deps=(issue_first_scores(c, first, zero, LAYOUT),))
         mbarrier.wait(args.v_full.index(0), count & 1)
-        base, part = first - begin, (batch * problem.H_kv + head_kv) * GROUP * blocks * 2
+        base, part = first - begin, problem.blocks_before(batch, head_kv * GROUP, blocks, GROUP, ROWS) * 2
         for _head in range(GROUP):
             if OWN and WHICH == 1 and own > begin:
                 s = unseen_block(c, part + 2 * begin + 1, base + begin, LAYOUT)
@@ -525,12 +655,15 @@ def consumer_partition(args, WHICH: gl.constexpr):
         mbarrier.arrive(args.k_read.index(0))
         as_matrix(args.v_smem.index(WHICH + zero)).store(dv.to(args.v_smem.dtype))
         mbarrier.wait(args.k_read.index(0), count & 1)
-        as_matrix(args.k_smem.index(WHICH + zero)).store((dk * (args.scale_log2 * LN2)).to(args.k_smem.dtype))
+        scale = args.scale_log2 * LN2
+        if args.cap_scale is not None:
+            scale *= args.cap_scale
+        as_matrix(args.k_smem.index(WHICH + zero)).store((dk * scale).to(args.k_smem.dtype))
         fence_async_shared()
         mbarrier.arrive(args.stored.index(0))
         first = end
         count += 1
-        index = args.scheduler.receive(count)
+        work = args.problem.work(args.scheduler.receive(count))
     tma.store_wait(0)  # TMA still adds from shared memory, which ends with the CTA
 
 
@@ -539,11 +672,15 @@ def attention_backward_hopper_kernel(
     q_desc, do_desc, start_desc, delta_desc,  # of [B, H, S_q, D] twice, [B H, rows] twice
     k_desc, v_desc, dk_desc, dv_desc,  # of [B, H_kv, S_k, D]
     sum_desc, counter_ptr,  # of dQ's sum, B H rows D elements of fp32; the scheduler's counter
-    scale_log2, tiles, H_kv, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    records_ptr,  # None, or of packed sequences: S_q and S_k are totals then, and all_heads is H_kv
+    scale_log2, cap_scale,  # see score_scales
+    tiles, H_kv, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = q_desc.block_type.shape[2]
-    KEYS: gl.constexpr = k_desc.block_type.shape[2]
+    if records_ptr is not None:
+        tiles = gl.load(records_ptr)
+    ROWS: gl.constexpr = q_desc.block_type.shape[-2]
+    KEYS: gl.constexpr = k_desc.block_type.shape[-2]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_smem, do_smem = allocate_stages(q_desc, STAGES), allocate_stages(do_desc, STAGES)
     start_smem, delta_smem = allocate_stages(start_desc, STAGES), allocate_stages(delta_desc, STAGES)
@@ -562,9 +699,9 @@ def attention_backward_hopper_kernel(
         scheduler=allocate_scheduler(counter_ptr),
         problem=Problem(
             tiles=tiles, H_kv=H_kv, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, window=window,
-            CAUSAL=CAUSAL,
+            CAUSAL=CAUSAL, records_ptr=records_ptr, q_end=None, k_end=None, number=None,
         ),
-        scale_log2=scale_log2, GROUP=GROUP, PING_PONG=PING_PONG,
+        scale_log2=scale_log2, cap_scale=cap_scale, GROUP=GROUP, PING_PONG=PING_PONG,
     )  # fmt: skip
     descs = q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc
     gl.warp_specialize([
@@ -592,37 +729,50 @@ def attention_backward(
     causal: bool,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [.., D] and v, out, dout [.., D_v] as in the forward, that `takes` takes -> dq as q, dk and dv as k, v.
 
     lse [B, H, S_q] in fp32, contiguous. dk and dv are deterministic, dq is not. Tiles are as wide as the longer rows
-    need. TMA fills the shorter ones with zeros, and stores no column past their end.
+    need. TMA fills the shorter ones with zeros, and stores no column past their end. sequences: of rows that are
+    packed, B = 1.
     """
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
     width = 64 if max(D, D_v) <= 64 else 128
     # With few steps a tile, the late dQ's extra matmul at its end counts.
-    ping_pong = not (width > 64 and min(S_q, S_q if window is None else window + 2 * KEYS) <= 512)
+    longest = S_q if sequences is None else sequences.longest_q
+    ping_pong = not (width > 64 and min(longest, longest if window is None else window + 2 * KEYS) <= 512)
     block = 8192 // width  # queries of a step: 64 x 64 elements of dQ for each consumer
     rows, tiles, group = triton.cdiv(S_q, block) * block, triton.cdiv(S_k, 2 * KEYS), H // H_kv
+    listed, cu_q, count, descriptor = None, None, None, whole_descriptor
+    if sequences is not None:
+        listed, tiles = records(sequences.k, sequences.q, S_k, 2 * KEYS)
+        cu_q, count, descriptor = sequences.q, sequences.count, ragged_descriptor
+        rows = (S_q // block + count) * block
     starts, deltas, total = (empty(B * H, rows * n, device=q.device) for n in (1, 1, width))
-    unit = LN2.value if ping_pong else scale  # added to scaled scores, as powers of 2; or to scores
+    unit = (
+        scale if not ping_pong and softcap is None else LN2.value
+    )  # added to scaled scores, as powers of 2; or to scores
     prepare_kernel[(B * H * rows // 32,)](
-        out, dout, lse, starts, deltas, total, out.stride(), dout.stride(), unit, H, S_q, rows, D_v, 32, width
-    )
+        out, dout, lse, starts, deltas, total, out.stride(), dout.stride(), unit, H, S_q, rows, D_v, cu_q, count,
+        32, width,
+    )  # fmt: skip
     # Few heads at a time, so that long and short tiles are under way together. 16 if L2 holds twice what their programs
     # share (Q, dO, twice as much of dQ), else 8. Most counts of heads are multiples of these.
-    at_once = min(B * H_kv, 16 if heads_in_l2(8 * group * S_q * width, q.device) >= 32 else 8)
+    at_once = min(B * H_kv, 16 if heads_in_l2(8 * group * longest * width, q.device) >= 32 else 8)
+    values = [t if sequences is None else t.view(-1, block) for t in (starts, deltas)]
     attention_backward_hopper_kernel[(min(tiles * B * H_kv, num_sms(q.device)),)](
-        *(tensor_descriptor(t, [1, 1, block, width]) for t in (q, dout)),
-        *(tensor_descriptor(t, [1, block], swizzled=False) for t in (starts, deltas)),
-        *(tensor_descriptor(t, [1, 1, KEYS, width]) for t in (k, v, dk, dv)),
-        tensor_descriptor(total.view(-1, 64), [64, 64], swizzled=False), tile_counter(q.device),
-        scale * LOG2E.value, tiles, H_kv, B * H_kv, at_once, S_q, S_k, window, group, causal, STAGES,
+        *(descriptor(t, block, width) for t in (q, dout)),
+        *(tensor_descriptor(t, [1, block], swizzled=False) for t in values),
+        *(descriptor(t, KEYS, width) for t in (k, v, dk, dv)),
+        tensor_descriptor(total.view(-1, 64), [64, 64], swizzled=False), tile_counter(q.device), listed,
+        *score_scales(scale, softcap), tiles, H_kv, B * H_kv, at_once, S_q, S_k, window, group, causal, STAGES,
         ping_pong,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     finish_kernel[(B * H * rows * width // 4096,)](
-        dq, total, dq.stride(), scale, H, S_q, rows, D, width, launch_pdl=True
+        dq, total, dq.stride(), scale, H, S_q, rows, D, cu_q, count, width, launch_pdl=True
     )
     return dq, dk, dv

@@ -108,6 +108,29 @@ def decode_kernel(
 
 
 @triton.jit
+def merge_parts(
+    parts_ptr, part_lse_ptr, place, first, parts, row,
+    USED: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Write a row of an owner, from its parts first to first + parts - 1. place: as owner_rows gives it."""
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    m = tl.full([1], LOWEST, tl.float32)
+    l = tl.zeros([1], tl.float32)
+    for start in range(0, parts, AT_ONCE):  # in this order every time: deterministic
+        part = start + tl.arange(0, AT_ONCE)
+        line = (first + part).to(tl.int64) * USED + row
+        # .cg reads from L2, where all SMs meet: where a program began early, an L1 line could be older.
+        lse = tl.load(part_lse_ptr + line, mask=part < parts, other=-float("inf"), cache_modifier=".cg") * LOG2E
+        o_ptrs = parts_ptr + line[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        o = tl.load(o_ptrs, mask=(part < parts)[:, None], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(lse, axis=0))  # an empty part has lse = -inf and weighs nothing
+        alpha, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new)
+        acc = acc * alpha[:, None] + tl.sum(o * weight[:, None], axis=0)[None, :]
+        l, m = l * alpha + tl.sum(weight, axis=0), m_new
+    epilogue(acc, l, m, *place)
+
+
+@triton.jit
 def merge_kernel(
     parts_ptr, part_lse_ptr, o_ptr, lse_ptr, o_strides, H, S_q, D, blocks, share,
     EARLY: tl.constexpr, GROUP: tl.constexpr, USED: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -117,24 +140,10 @@ def merge_kernel(
     writer = owner * blocks // share  # the first program that has keys of this owner
     parts = ((owner + 1) * blocks - 1) // share - writer + 1
     place = owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D, GROUP, 1, BLOCK_D, row)
-    acc = tl.zeros([1, BLOCK_D], tl.float32)
-    m = tl.full([1], LOWEST, tl.float32)
-    l = tl.zeros([1], tl.float32)
     if EARLY:
         gdc_wait()
     if parts > 1:
-        for start in range(0, parts, AT_ONCE):  # in this order every time: deterministic
-            part = start + tl.arange(0, AT_ONCE)
-            line = (writer + owner + part).to(tl.int64) * USED + row
-            # .cg reads from L2, where all SMs meet: where a program began early, an L1 line could be older.
-            lse = tl.load(part_lse_ptr + line, mask=part < parts, other=-float("inf"), cache_modifier=".cg") * LOG2E
-            o_ptrs = parts_ptr + line[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-            o = tl.load(o_ptrs, mask=(part < parts)[:, None], other=0.0, cache_modifier=".cg")
-            m_new = tl.maximum(m, tl.max(lse, axis=0))  # an empty part has lse = -inf and weighs nothing
-            alpha, weight = tl.exp2(m - m_new), tl.exp2(lse - m_new)
-            acc = acc * alpha[:, None] + tl.sum(o * weight[:, None], axis=0)[None, :]
-            l, m = l * alpha + tl.sum(weight, axis=0), m_new
-        epilogue(acc, l, m, *place)
+        merge_parts(parts_ptr, part_lse_ptr, place, writer + owner, parts, row, USED, BLOCK_D, AT_ONCE)
 
 
 def attention_decode(

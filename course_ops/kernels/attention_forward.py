@@ -24,6 +24,7 @@ from course_ops.kernels.attention_tiles import (
     tile_width,
     visible,
 )
+from course_ops.kernels.sequences import Sequences, grid_tiles, packed_tile, skip_rows
 
 
 @triton.jit
@@ -57,11 +58,22 @@ def attention_kernel(
     lse_ptr,  # [B, H, S_q] in fp32
     q_strides, k_strides, v_strides, o_strides,
     scale_log2, cap_scale, window, B, H, S_q, S_k, D, D_v, GROUP, HEADS_AT_ONCE,  # cap_scale: None without a softcap
+    cu_q_ptr, cu_k_ptr,  # None, or of B sequences packed in one: S_q and S_k are totals then
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    b, h, row = tile_of_program(B, H, S_q, HEADS_AT_ONCE, BLOCK_M, CAUSAL)
+    line = S_q
+    if cu_q_ptr is None:
+        b, h, row = tile_of_program(B, H, S_q, HEADS_AT_ONCE, BLOCK_M, CAUSAL)
+    else:
+        h, row, q_begin, S_q, k_begin, S_k = packed_tile(cu_q_ptr, cu_k_ptr, B, line, BLOCK_M, CAUSAL)
+        b = 0
+        if row >= S_q:
+            return
+        q, o = skip_rows(q, q_strides, q_begin), skip_rows(o, o_strides, q_begin)
+        k, v = skip_rows(k, k_strides, k_begin), skip_rows(v, v_strides, k_begin)
+        lse_ptr += q_begin
     rows = row + tl.arange(0, BLOCK_M)
     offset = S_k - S_q
     edges = key_bounds(row, S_q, S_k, offset, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
@@ -79,28 +91,31 @@ def attention_kernel(
     empty = l == 0
     store_tile(o, acc / tl.where(empty, 1.0, l)[:, None], o_strides, b, h, row, S_q, D_v, BLOCK_M, BLOCK_V, TMA)
     lse = tl.where(empty, -float("inf"), (m + tl.log2(l)) * LN2)
-    tl.store(lse_ptr + (tl.cast(b, tl.int64) * H + h) * S_q + rows, lse, mask=rows < S_q)
+    tl.store(lse_ptr + (tl.cast(b, tl.int64) * H + h) * line + rows, lse, mask=rows < S_q)
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float, softcap: float | None = None,
+    sequences: Sequences | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
     fp32, fp16 or bf16, D and D_v up to 256, any strides. window needs causal. scale and softcap: positive.
+    sequences: of rows that are packed, B = 1; positions end together in each.
     """
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     o, lse = empty_results(q, D_v)
     if not o.numel():
         return o, lse
-    tma = architecture(q.device) >= 90 and tma_takes(q, k, v, o)
+    tma = sequences is None and architecture(q.device) >= 90 and tma_takes(q, k, v, o)
     block_m, block_n, warps, stages = tile_shape(q, v)
     block_d, block_v, group = tile_width(D), tile_width(D_v), H // H_kv
     at_once = min(B * H, group * heads_in_l2(S_k * (block_d + block_v) * q.element_size(), q.device))
-    attention_kernel[(B * H * triton.cdiv(S_q, block_m),)](
+    B, tiles, cu_q, cu_k = grid_tiles(B, S_q, block_m, sequences)
+    attention_kernel[(H * tiles,)](
         *tile_descriptors((q, k, v, o), (block_m, block_n, block_n, block_m), tma), lse,
         q.stride(), k.stride(), v.stride(), o.stride(), *score_scales(scale, softcap), window or 0,
-        B, H, S_q, S_k, D, D_v, group, at_once, causal, window is not None,
+        B, H, S_q, S_k, D, D_v, group, at_once, cu_q, cu_k, causal, window is not None,
         tma, block_m, block_n, block_d, block_v, fp32_precision(), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return o, lse

@@ -21,6 +21,7 @@ powers of two. S is the sum of both chunks' QK. Each chunk of O has an accumulat
 D_v, the columns of V and O, may differ from D. Up to D = 192 and D_v = 128 a block has 128 keys: a QK with 128 keys
 reads 0.75 of the shared memory that two with 64 read. O's accumulators are then two of 64 columns, which leave through
 one buffer of shared memory, as there is no more.
+softcap: S becomes tanh(S scale / softcap) before the masks, and the exponents are softcap times that.
 window: a tile's blocks end with the first that one of its queries sees. Those that the window's edge crosses come last,
 and the main loop masks them.
 """
@@ -49,11 +50,19 @@ from course_ops.hopper import (
     exp2,
     operand_a,
     ring_slot,
-    tensor_descriptor,
+    tanh,
     tile_counter,
     tile_order,
 )
-from course_ops.kernels.attention_tiles import LN2, LOG2E, LOWEST, empty_results, heads_in_l2
+from course_ops.kernels.attention_tiles import LN2, LOWEST, empty_results, heads_in_l2, score_scales
+from course_ops.kernels.sequences import (
+    Sequences,
+    coordinates,
+    ragged_descriptor,
+    records,
+    sequence_record,
+    whole_descriptor,
+)
 from course_ops.versions import async_load, async_store
 
 ROWS = 64  # queries of a warpgroup
@@ -66,22 +75,24 @@ class Ring:
     """Stages of one tensor in shared memory, and their barriers. A tuple has one element for each chunk of columns."""
 
     descs: gl.tuple
-    smems: gl.tuple  # [stages, 1, 1, rows, columns]
+    smems: gl.tuple  # [stages, 1, .., rows, columns]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.jit
-    def load(self, stage, batch, head, row):
-        """Announce a block's bytes to `full`, and start its copy. Rows past a head's last one come as zeros."""
+    def load(self, stage, where, head, row):
+        """Announce a block's bytes to `full`, and start its copy. Rows past a head's last one come as zeros.
+        where: see coordinates."""
         full, first = self.full.index(stage), self.descs[0]
         if len(self.descs) == 1:
             mbarrier.expect(full, first.block_type.nbytes)
-            async_load(first, [batch, head, row, 0], full, self.smems[0].index(stage))
+            async_load(first, coordinates(where, head, row, 0), full, self.smems[0].index(stage))
         else:
             second = self.descs[1]
             mbarrier.expect(full, first.block_type.nbytes + second.block_type.nbytes)
-            async_load(first, [batch, head, row, 0], full, self.smems[0].index(stage))
-            async_load(second, [batch, head, row, first.block_type.shape[3]], full, self.smems[1].index(stage))
+            async_load(first, coordinates(where, head, row, 0), full, self.smems[0].index(stage))
+            column: gl.constexpr = first.block_type.shape[-1]
+            async_load(second, coordinates(where, head, row, column), full, self.smems[1].index(stage))
 
     @gluon.jit
     def wait_full(self, step):
@@ -105,7 +116,10 @@ class Ring:
 
 @aggregate
 class Problem:
-    """Sizes, and which tile is which. CAUSAL tiles see 1 to S_k / KEYS blocks of keys, so the longest come first."""
+    """Sizes, and which tile is which. CAUSAL tiles see 1 to S_k / KEYS blocks of keys, so the longest come first.
+
+    If sequences are packed, a kernel has a Problem with the sums over all of them, and one of each tile's sequence.
+    """
 
     tiles: gl.tensor  # of a head
     H: gl.tensor
@@ -115,10 +129,35 @@ class Problem:
     S_k: gl.tensor
     window: gl.tensor | gl.constexpr  # or None
     CAUSAL: gl.constexpr
+    records_ptr: gl.tensor | gl.constexpr  # None, or of packed sequences (sequences.records)
+    q_end: gl.tensor | gl.constexpr  # None, or where the tile's sequence ends among all rows
+    k_end: gl.tensor | gl.constexpr
 
     @gluon.jit
     def num_tiles(self):
         return self.tiles * self.all_heads
+
+    @gluon.jit
+    def work(self, index):
+        """The index-th unit of work: the index, with a sequence's record if there is one."""
+        if self.records_ptr is None:
+            return index
+        else:
+            return sequence_record(self.records_ptr, index, self.tiles, self.H)
+
+    @gluon.jit
+    def has(self, work):
+        """Whether that is a tile. The first index that is none ends the work."""
+        return (work if self.records_ptr is None else work[0]) < self.num_tiles()
+
+    @gluon.jit
+    def queries_of(self, batch):
+        """Where queries lie, see coordinates."""
+        return (batch,) if self.q_end is None else (self.q_end, self.S_q)
+
+    @gluon.jit
+    def keys_of(self, batch):
+        return (batch,) if self.k_end is None else (self.k_end, self.S_k)
 
     @gluon.jit
     def tile(self, index, TILE_ROWS: gl.constexpr, KEYS: gl.constexpr):
@@ -142,6 +181,21 @@ class Problem:
         return row + (self.S_k - self.S_q + 1 - self.window)
 
 
+@gluon.jit
+def problem_of(problem, work):
+    """The problem that a unit of work belongs to, and its index there."""
+    if problem.records_ptr is None:
+        return problem, work
+    else:
+        index, q_end, S_q, k_end, S_k, first, tiles, _number = work
+        of_sequence = Problem(
+            tiles=tiles, H=problem.H, all_heads=problem.all_heads, heads_at_once=problem.heads_at_once, S_q=S_q,
+            S_k=S_k, window=problem.window, CAUSAL=problem.CAUSAL, records_ptr=problem.records_ptr, q_end=q_end,
+            k_end=k_end,
+        )  # fmt: skip
+        return of_sequence, index - first
+
+
 @aggregate
 class PartitionArgs:
     """What all warps of a CTA share."""
@@ -156,28 +210,31 @@ class PartitionArgs:
     problem: Problem
     lse_ptr: gl.tensor
     scale_log2: gl.tensor
+    cap_scale: gl.tensor | gl.constexpr  # None without a softcap, see score_scales
 
 
 @gluon.jit
 def producer_partition(args, GROUP: gl.constexpr):
     q, k, v = args.q, args.k, args.v
     CONSUMERS: gl.constexpr = q.full.shape[0]
-    ROWS: gl.constexpr = q.descs[0].block_type.shape[2]
-    KEYS: gl.constexpr = k.descs[0].block_type.shape[2]
+    ROWS: gl.constexpr = q.descs[0].block_type.shape[-2]
+    KEYS: gl.constexpr = k.descs[0].block_type.shape[-2]
     step, count, index = 0, 0, gl.program_id(0)
     while index < args.problem.num_tiles():
         args.scheduler.publish(index, count)
-        batch, head, row, blocks, last = args.problem.tile(index, CONSUMERS * ROWS, KEYS)
+        problem, within = problem_of(args.problem, args.problem.work(index))
+        batch, head, row, blocks, last = problem.tile(within, CONSUMERS * ROWS, KEYS)
+        queries, keys = problem.queries_of(batch), problem.keys_of(batch)
         for consumer in gl.static_range(CONSUMERS):
             mbarrier.wait(q.empty.index(consumer), count & 1 ^ 1)
-            q.load(consumer, batch, head, row + consumer * ROWS)
+            q.load(consumer, queries, head, row + consumer * ROWS)
         for block in range(blocks + 1):  # K of a block, then V of the one before: the order in which they are needed
             if block < blocks:
                 stage = k.wait_empty(step + block)
-                k.load(stage, batch, head // GROUP, (last - 1 - block) * KEYS)
+                k.load(stage, keys, head // GROUP, (last - 1 - block) * KEYS)
             if block > 0:
                 stage = v.wait_empty(step + block - 1)
-                v.load(stage, batch, head // GROUP, (last - block) * KEYS)
+                v.load(stage, keys, head // GROUP, (last - block) * KEYS)
         step += blocks
         count += 1
         index = args.scheduler.fetch(args.problem.num_tiles())
@@ -202,6 +259,11 @@ def issue_qk(q, k, step, KEYS: gl.constexpr):
         keys = first_rows(as_matrix(k.smems[1].index(stage)), KEYS)
         s = warpgroup_mma(q[1], keys.permute((1, 0)), s, is_async=True)
     return s
+
+
+@gluon.jit
+def capped(s, cap_scale):
+    return s if cap_scale is None else tanh(s * cap_scale)
 
 
 @gluon.jit
@@ -341,6 +403,7 @@ class ConsumerTile:
 
     WHICH: gl.constexpr  # of the CTA's consumers
     args: PartitionArgs
+    problem: Problem
     q: gl.tuple  # [ROWS, columns]
     k: Ring
     v: Ring
@@ -352,11 +415,11 @@ class ConsumerTile:
 @gluon.jit
 def masked_blocks(c, o, m, l, begin, end):
     """Blocks on the diagonal: QK, softmax, PV, one after the other. A stage is released when its matmul is over."""
-    KEYS: gl.constexpr = c.k.descs[0].block_type.shape[2]
+    KEYS: gl.constexpr = c.k.descs[0].block_type.shape[-2]
     for block in range(begin, end):
         s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, KEYS),))
         c.k.release(c.step + block)
-        s = apply_causal_mask(s, c.row, c.key - block * KEYS, c.args.problem)
+        s = apply_causal_mask(capped(s, c.args.cap_scale), c.row, c.key - block * KEYS, c.problem)
         p, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
         p = operand_a(p, o[0], c.v.smems[0].dtype)
         o = issue_pv(p, scale_chunks(o, alpha), c.v, c.step + block)
@@ -369,10 +432,11 @@ def masked_blocks(c, o, m, l, begin, end):
 def first_block(c, o, m, l, block, KEYS: gl.constexpr):
     """Prologue: QK and the softmax of the last block that the diagonal or the tail crosses, which gives m. P is left
     for next_block. KEYS: all of the block's keys, or its first half."""
-    key = c.key - block * c.k.descs[0].block_type.shape[2]
+    key = c.key - block * c.k.descs[0].block_type.shape[-2]
     s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, c.step + block, KEYS),))
     c.k.release(c.step + block)
-    p, m, l, alpha = online_softmax(apply_mask(s, c.row, key, c.args.problem), m, l, c.args.scale_log2)
+    s = apply_mask(capped(s, c.args.cap_scale), c.row, key, c.problem)
+    p, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
     return packed_operand_a(p, o, c.v.smems[0].dtype), scale_chunks(o, alpha), m, l
 
 
@@ -382,15 +446,16 @@ def next_block(c, p, o, m, l, block, EDGE: gl.constexpr):
 
     EDGE: the window's edge may cross the block.
     """
-    KEYS: gl.constexpr = c.k.descs[0].block_type.shape[2]
+    KEYS: gl.constexpr = c.k.descs[0].block_type.shape[-2]
     step, key = c.step + block, c.key - block * KEYS
     dtype: gl.constexpr = c.v.smems[0].dtype
     largest_sums = c.args.largest_sums.index(c.WHICH)
     s = issue_qk(c.q, c.k, step, KEYS)
     o = issue_pv(p, o, c.v, step - 1)
     s = warpgroup_mma_wait(len(o), deps=(s,))  # the last matmuls, PV, may be unfinished: one for each chunk
+    s = capped(s, c.args.cap_scale)
     if EDGE:
-        s = apply_window(s, c.row, key, c.args.problem)
+        s = apply_window(s, c.row, key, c.problem)
     p_new = exp2(s * c.args.scale_log2 - m[:, None])
     sums = partial_sums(p_new)
     record_largest_sum(sums, largest_sums)
@@ -399,9 +464,9 @@ def next_block(c, p, o, m, l, block, EDGE: gl.constexpr):
     largest = largest_sum(largest_sums)
     if largest > LARGE_SUM:  # rare; the same branch for all 4 warps
         if largest > HUGE_SUM:  # P may be infinite
-            s = warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, step, KEYS),))
+            s = capped(warpgroup_mma_wait(0, deps=(issue_qk(c.q, c.k, step, KEYS),)), c.args.cap_scale)
             if EDGE:
-                s = apply_window(s, c.row, key, c.args.problem)
+                s = apply_window(s, c.row, key, c.problem)
             p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
             p_packed, o = packed_operand_a(p_new, o, dtype), scale_chunks(o, alpha)
         else:
@@ -420,7 +485,7 @@ def main_loop(c, p, o, m, l, begin, edge, end):
     `edge` on."""
     for block in range(begin + 1, edge):
         p, o, m, l = next_block(c, p, o, m, l, block, False)
-    if c.args.problem.window is not None:
+    if c.problem.window is not None:
         for block in range(edge, end):
             p, o, m, l = next_block(c, p, o, m, l, block, True)
     return drain(c, p, o, c.step + end - 1), m, l
@@ -439,7 +504,7 @@ def drain(c, p, o, step):
 # whole block is computed here, and not by the loop.
 @gluon.jit
 def half_block_first(c, o, m, l, end):
-    HALF_KEYS: gl.constexpr = c.k.descs[0].block_type.shape[2] // 2
+    HALF_KEYS: gl.constexpr = c.k.descs[0].block_type.shape[-2] // 2
     HALF: gl.constexpr = accumulator(HALF_KEYS)
     ROWS: gl.constexpr = m.shape[0]
     no_sums = partial_sums(gl.zeros((ROWS, HALF_KEYS), gl.float32, HALF))
@@ -456,15 +521,15 @@ def half_block_first(c, o, m, l, end):
 
 @gluon.jit
 def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
-    problem = args.problem
-    CAUSAL: gl.constexpr = problem.CAUSAL
-    WINDOW: gl.constexpr = problem.window is not None
+    CAUSAL: gl.constexpr = args.problem.CAUSAL
+    WINDOW: gl.constexpr = args.problem.window is not None
     CONSUMERS: gl.constexpr = args.q.full.shape[0]
-    ROWS: gl.constexpr = args.q.descs[0].block_type.shape[2]
-    KEYS: gl.constexpr = args.k.descs[0].block_type.shape[2]
+    ROWS: gl.constexpr = args.q.descs[0].block_type.shape[-2]
+    KEYS: gl.constexpr = args.k.descs[0].block_type.shape[-2]
     LAYOUT: gl.constexpr = accumulator(KEYS)
-    step, count, index = 0, 0, args.scheduler.receive(0)
-    while index < problem.num_tiles():
+    step, count, work = 0, 0, args.problem.work(args.scheduler.receive(0))
+    while args.problem.has(work):
+        problem, index = problem_of(args.problem, work)
         batch, head, row, blocks, last = problem.tile(index, CONSUMERS * ROWS, KEYS)
         row += WHICH * ROWS
         key = (last - 1) * KEYS
@@ -483,7 +548,9 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
         l = partial_sums(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
         o = zero_chunks(args.v.descs, ROWS)
         q = matrices_of(args.q.smems, WHICH)
-        c = ConsumerTile(WHICH=WHICH, args=args, q=q, k=args.k, v=args.v, step=step, row=row, key=key)
+        c = ConsumerTile(
+            WHICH=WHICH, args=args, problem=problem, q=q, k=args.k, v=args.v, step=step, row=row, key=key
+        )  # fmt: skip
         for block in range(unseen):
             release_unread(c, block)
         mbarrier.wait(args.q.full.index(WHICH), count & 1)
@@ -501,20 +568,20 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
             for block in range(end, blocks):
                 release_unread(c, block)
         step, count = step + blocks, count + 1
-        index = args.scheduler.receive(count)
-        epilogue(args, o, m, l, batch, head, row, WHICH)
+        work = args.problem.work(args.scheduler.receive(count))  # a record is loaded under the epilogue
+        epilogue(args, problem, o, m, l, batch, head, row, WHICH)
     tma.store_wait(0)
 
 
 @gluon.jit
 def zero_chunks(descs, ROWS: gl.constexpr):
     """Accumulators of zeros, one for each chunk."""
-    FIRST: gl.constexpr = descs[0].block_type.shape[3]
+    FIRST: gl.constexpr = descs[0].block_type.shape[-1]
     first = gl.zeros((ROWS, FIRST), gl.float32, accumulator(FIRST))
     if len(descs) == 1:
         return (first,)
     else:
-        SECOND: gl.constexpr = descs[1].block_type.shape[3]
+        SECOND: gl.constexpr = descs[1].block_type.shape[-1]
         return (first, gl.zeros((ROWS, SECOND), gl.float32, accumulator(SECOND)))
 
 
@@ -537,13 +604,15 @@ def release_unread(c, block):
 # O has a buffer of its own, because the next tile's Q is on its way into this one's. A query without visible keys has
 # O = 0 and lse = -inf.
 @gluon.jit
-def epilogue(args, o, m, l, batch, head, row, WHICH: gl.constexpr):
+def epilogue(args, problem, o, m, l, batch, head, row, WHICH: gl.constexpr):
     l = gl.convert_layout(gl.sum(l, axis=1), m.type.layout)
     empty = l == 0
     rows = row + gl.arange(0, m.shape[0], layout=m.type.layout)
     lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
-    S_q, first = args.problem.S_q, batch * args.problem.H + head
-    gl.store(args.lse_ptr + gl.cast(first, gl.int64) * S_q + rows, lse, mask=rows < S_q)
+    S_q, first, lse_ptr = args.problem.S_q, batch * problem.H + head, args.lse_ptr
+    if problem.q_end is not None:
+        lse_ptr += problem.q_end - problem.S_q
+    gl.store(lse_ptr + gl.cast(first, gl.int64) * S_q + rows, lse, mask=rows < problem.S_q)
     factor = 1 / gl.where(empty, 1.0, l)
     for i in gl.static_range(len(o)):
         # The last tile's store had this whole tile's time. Both chunks of D = 256 have one buffer.
@@ -551,7 +620,8 @@ def epilogue(args, o, m, l, batch, head, row, WHICH: gl.constexpr):
         out = args.o_smems[i].index(WHICH)
         as_matrix(out).store(scale_rows(o[i], factor).to(out.dtype))
         fence_async_shared()
-        async_store(args.o_descs[i], [batch, head, row, i * args.o_descs[0].block_type.shape[3]], out)
+        where, column = problem.queries_of(batch), i * args.o_descs[0].block_type.shape[-1]
+        async_store(args.o_descs[i], coordinates(where, head, row, column), out)
 
 
 @gluon.jit
@@ -575,7 +645,7 @@ def allocate_out(desc, rest, CONSUMERS: gl.constexpr):
     first = allocate_stages(desc, CONSUMERS)
     if rest is None:
         return (first,)
-    elif rest.block_type.shape[3] == desc.block_type.shape[3]:
+    elif rest.block_type.shape[-1] == desc.block_type.shape[-1]:
         return (first, first)
     else:
         return (first, allocate_stages(rest, CONSUMERS))
@@ -586,9 +656,13 @@ def attention_hopper_kernel(
     q_desc, k_desc, v_desc, o_desc,  # the first columns of q, k [.., D] and v, o [.., D_v]
     q_rest, k_rest, v_rest, o_rest,  # of the columns from 128 on, or None
     lse_ptr, counter_ptr,  # [B, H, S_q] in fp32; the scheduler's counter
-    scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    records_ptr,  # None, or of packed sequences: S_q and S_k are totals then, and all_heads is H
+    scale_log2, cap_scale,  # see score_scales
+    tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
+    if records_ptr is not None:
+        tiles = gl.load(records_ptr)
     args = PartitionArgs(
         q=allocate_ring(q_desc, q_rest, CONSUMERS, 1), k=allocate_ring(k_desc, k_rest, K_STAGES, CONSUMERS),
         v=allocate_ring(v_desc, v_rest, V_STAGES, CONSUMERS),
@@ -597,9 +671,9 @@ def attention_hopper_kernel(
         scheduler=allocate_scheduler(counter_ptr),
         problem=Problem(
             tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, window=window,
-            CAUSAL=CAUSAL,
+            CAUSAL=CAUSAL, records_ptr=records_ptr, q_end=None, k_end=None,
         ),
-        lse_ptr=lse_ptr, scale_log2=scale_log2,
+        lse_ptr=lse_ptr, scale_log2=scale_log2, cap_scale=cap_scale,
     )  # fmt: skip
     # The first partition runs in the kernel's own warps. Registers a thread: 128 * (232 + 232 + 40) <= 65536.
     if CONSUMERS == 2:
@@ -626,30 +700,40 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float, softcap: float | None = None,
+    sequences: Sequences | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
-    Tensors that `takes` takes. window needs causal.
+    Tensors that `takes` takes. window needs causal. sequences: of rows that are packed, B = 1; positions end together
+    in each.
     """
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     o, lse = empty_results(q, D_v)
     group, (keys, k_stages, v_stages) = H // H_kv, blocks_of_keys(D, D_v)
-    consumers, aligned = variant(S_q, S_k, max(D, D_v), keys, causal, window)
-    tiles = triton.cdiv(S_q, consumers * ROWS)
+    longest_q, longest_k, in_step = S_q, S_k, (S_k - S_q) % 128 == 0
+    if sequences is not None:
+        longest_q, longest_k = sequences.longest_q, sequences.longest_k
+        in_step = sequences.q.data_ptr() == sequences.k.data_ptr()  # so all lengths are alike
+    consumers, aligned = variant(longest_k, max(D, D_v), keys, causal, window, in_step)
     if aligned:
         # Few heads at a time: tiles bound by compute and short ones, bound by bytes, are then under way together.
-        at_once = min(B * H, max(1, min(8, num_sms(q.device) // max(1, triton.cdiv(S_q, 128)))))
+        at_once = min(B * H, max(1, min(8, num_sms(q.device) // max(1, triton.cdiv(longest_q, 128)))))
     else:
-        at_once = min(B * H, group * heads_in_l2(2 * S_k * (D + D_v), q.device))
+        at_once = min(B * H, group * heads_in_l2(2 * longest_k * (D + D_v), q.device))
+    if sequences is None:
+        listed, tiles, descriptor = None, triton.cdiv(S_q, consumers * ROWS), whole_descriptor
+    else:
+        listed, tiles = records(sequences.q, sequences.k, S_q, consumers * ROWS)
+        descriptor = ragged_descriptor
     columns, v_columns = chunk_widths(D), value_chunk_widths(D, D_v)
     tensors = [(q, ROWS, *columns), (k, keys, *columns), (v, keys, *v_columns), (o, ROWS, *v_columns)]
-    descs = (tensor_descriptor(t, [1, 1, n, first]) for t, n, first, _ in tensors)
-    rest_descs = (tensor_descriptor(t, [1, 1, n, rest]) if rest else None for t, n, _, rest in tensors)
+    descs = (descriptor(t, n, first) for t, n, first, _ in tensors)
+    rest_descs = (descriptor(t, n, rest) if rest else None for t, n, _, rest in tensors)
     if window is not None:
         window = min(window, S_k)  # no query sees more, and an int32 holds it
     attention_hopper_kernel[(min(tiles * B * H, num_sms(q.device)),)](
-        *descs, *rest_descs, lse, tile_counter(q.device), scale * LOG2E.value,
+        *descs, *rest_descs, lse, tile_counter(q.device), listed, *score_scales(scale, softcap),
         tiles, H, B * H, at_once, S_q, S_k, window, group, causal, k_stages, v_stages, consumers, aligned, num_warps=4,
     )  # fmt: skip
     return o, lse
@@ -677,8 +761,9 @@ def blocks_of_keys(D: int, D_v: int) -> tuple[int, int, int]:
     return 64, *((3, 2) if longer <= 192 else (2, 2))
 
 
-def variant(S_q: int, S_k: int, D: int, keys: int, causal: bool, window: int | None = None) -> tuple[int, bool]:
-    """How many consumer warpgroups, and whether the kernel for aligned diagonals. D: of the longer rows.
+def variant(S_k: int, D: int, keys: int, causal: bool, window: int | None, in_step: bool) -> tuple[int, bool]:
+    """How many consumer warpgroups, and whether the kernel for aligned diagonals. D: of the longer rows. in_step:
+    S_k - S_q is a multiple of 128.
 
     D <= 64 leaves registers for a third consumer. Causal, its tiles of 192 queries compute more of the diagonal's
     blocks in vain, which is a third more work at S = 1024 and little at 16384. A block of 64 keys has as many as a
@@ -686,6 +771,6 @@ def variant(S_q: int, S_k: int, D: int, keys: int, causal: bool, window: int | N
     """
     if window is not None or keys == 64:
         return 2, False
-    if causal and (S_k - S_q) % 128 == 0 and (D > 64 or S_k <= 4096):
+    if causal and in_step and (D > 64 or S_k <= 4096):
         return 2, True
     return (3 if D <= 64 and not (causal and S_k < 2048) else 2), False

@@ -102,10 +102,10 @@ def layer_norm_chunks_kernel(
     residuals = ()
     for chunk in tl.static_range(CHUNKS):
         cols = chunk * BLOCK + lanes
-        chunks = chunks + (tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first"),)  # noqa: RUF005
+        chunks = chunks + (tl.load(x_ptr + cols, mask=cols < N, other=0.0),)  # noqa: RUF005
         if residual_ptr is not None:
             at = residual_ptr + row * stride_residual + cols
-            residuals = residuals + (tl.load(at, mask=cols < N, other=0.0, eviction_policy="evict_first"),)  # noqa: RUF005
+            residuals = residuals + (tl.load(at, mask=cols < N, other=0.0),)  # noqa: RUF005
     if residual_ptr is not None:  # in a loop of its own: no load passes a store
         branch = chunks
         chunks = ()

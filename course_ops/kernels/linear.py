@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from course_ops._common import architecture, cdiv, fitting_stages, num_sms, roomy, tma_takes, triton_interprets
+from course_ops._launch import launch
 from course_ops.kernels._tiles import swizzled_tile
 
 # gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded.
@@ -227,9 +228,10 @@ def gelu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """dy [M, N] with unit last stride, z [M, N] contiguous -> dz = dy gelu'(z) and its sums over rows, in z's dtype."""
     (M, N), dz, partial = z.shape, torch.empty_like(z), _partial(z)
     if z.numel():
-        dz_and_sums_kernel[(cdiv(N, 128), len(partial))](
-            dy, z, dz, partial, M, N, dy.stride(0), BLOCK_M=32, BLOCK_N=128
-        )
+        block_m, block_n = _block(M, N, num_sms(z.device))
+        sizes = M, N, dy.stride(0), block_m, block_n
+        key = dy.dtype, z.dtype, partial.dtype, dy.data_ptr() % 16 == 0, z.data_ptr() % 16 == 0, *sizes
+        launch(dz_and_sums_kernel, (cdiv(N, block_n), len(partial)), (dy, z, dz, partial, *sizes), key)
     return dz, _total(partial, z.dtype)
 
 
@@ -237,8 +239,19 @@ def column_sums(dz: Tensor) -> Tensor:
     """The sums over the rows of a contiguous [M, N], added in fp32, in its dtype."""
     (M, N), partial = dz.shape, _partial(dz)
     if dz.numel():
-        column_sums_kernel[(cdiv(N, 128), len(partial))](dz, partial, M, N, BLOCK_M=32, BLOCK_N=128)
+        block_m, block_n = _block(M, N, num_sms(dz.device))
+        sizes = M, N, block_m, block_n
+        key = dz.dtype, partial.dtype, dz.data_ptr() % 16 == 0, *sizes
+        launch(column_sums_kernel, (cdiv(N, block_n), len(partial)), (dz, partial, *sizes), key)
     return _total(partial, dz.dtype)
+
+
+def _block(M: int, N: int, sms: int) -> tuple[int, int]:
+    """Rows and columns of a step, 4096 elements.
+
+    Up to 128 rows one program has all rows of its columns. Narrow steps then make more programs, down to 32 columns.
+    """
+    return (128, 32) if M <= 128 and cdiv(N, 128) < sms else (32, 128)
 
 
 def _partial(z: Tensor) -> Tensor:
@@ -254,4 +267,9 @@ def _partial(z: Tensor) -> Tensor:
 
 
 def _total(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    return partial[0] if len(partial) == 1 else partial.sum(0).to(dtype)
+    programs, N = partial.shape
+    if programs == 1:
+        return partial[0]
+    total, sizes = partial.new_empty(1, N, dtype=dtype), (programs, N, 128, 32)
+    launch(column_sums_kernel, (cdiv(N, 32), 1), (partial, total, *sizes), (partial.dtype, dtype, True, *sizes))
+    return total[0]

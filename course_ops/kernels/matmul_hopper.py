@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from course_ops._common import cdiv, num_sms
+from course_ops._launch import launch
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import (
     as_operand,
@@ -109,9 +110,8 @@ def matmul_hopper(a: Tensor, b: Tensor) -> Tensor:
     tiles_m, tiles_n, steps = cdiv(M, BLOCK_M), cdiv(N, block_n), cdiv(K, BLOCK_K)
     tiles = tiles_m * tiles_n
     programs = cdiv(tiles, cdiv(tiles, sms))  # as few as make as many rounds as all SMs would
-    persistent_kernel[(programs,)](
-        a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, STAGES, GROUP, a_t, b_t, num_warps=4
-    )  # fmt: skip
+    sizes = tiles_m, tiles_n, steps, STAGES, GROUP, a_t, b_t
+    launch(persistent_kernel, (programs,), (a_desc, b_desc, c_desc, *sizes), (a.dtype, block_n, *sizes), num_warps=4)
     return c
 
 

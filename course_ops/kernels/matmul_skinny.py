@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from course_ops._common import architecture, cdiv, fitting_stages, num_sms, shared_memory, tma_takes
+from course_ops._launch import descriptor, launch
 from course_ops.kernels._tiles import stream_zeros
 
 
@@ -119,13 +120,14 @@ def matmul_skinny(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) ->
 
 def _matvec(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     N, K = c.shape[1], a.shape[1]
-    matvec_kernel[(cdiv(N, 4),)](a, b, c, N, K, a.stride(1), *b.stride(), 4, 1024, num_stages=1)
+    sizes = N, K, a.stride(1), *b.stride(), 4, 1024
+    launch(matvec_kernel, (cdiv(N, 4),), (a, b, c, *sizes), (*_pointers(a, b, c), *sizes), num_stages=1)
     return c
 
 
 def _pointer_tile(a: Tensor) -> tuple[int, int, int, int, int]:
     """block_m, block_n, block_k, warps, stages: as many rows as there are, 128 columns, 128 bytes along K."""
-    block_m = min(128, max(16, triton.next_power_of_2(a.shape[0])))
+    block_m = min(128, max(16, 1 << (a.shape[0] - 1).bit_length()))  # triton.next_power_of_2 costs microseconds
     if a.element_size() == 4:  # no tensor cores: sums and operands take more registers
         return min(64, block_m), 64, 32, 4, 4
     stages = min(4, shared_memory(a.device) // (2 * (block_m + 128) * 64))
@@ -150,11 +152,20 @@ def _stream_k(
         programs = programs // tiles * tiles
     parts = torch.empty(programs, block_m, block_n, dtype=torch.float32, device=a.device)
     flags = stream_zeros(a, 4 * sms, "stream-k")
-    strides = a.stride() + b.stride()
+    sizes = M, N, K, a.stride() + b.stride(), block_m, block_n, block_k, tma
+    key = *_pointers(a, b, c), *sizes
+    operands: tuple[object, object] = a, b
     if tma:
-        stored, block = (b.t(), [block_n, block_k]) if tma == "[N, K]" else (b, [block_k, block_n])
-        a, b = TensorDescriptor.from_tensor(a, [block_m, block_k]), TensorDescriptor.from_tensor(stored, block)
-    stream_k_kernel[(programs,)](
-        a, b, c, parts, flags, M, N, K, strides, block_m, block_n, block_k, tma, num_warps=warps, num_stages=stages
-    )
+        shape, lies, block = b.shape, b.stride(), [block_k, block_n]
+        if tma == "[N, K]":
+            shape, lies, block = shape[::-1], lies[::-1], block[::-1]
+        of_a = descriptor(TensorDescriptor, a, a.shape, a.stride(), [block_m, block_k])
+        operands = of_a, descriptor(TensorDescriptor, b, shape, lies, block)
+    args = *operands, c, parts, flags, *sizes
+    launch(stream_k_kernel, (programs,), args, key, num_warps=warps, num_stages=stages)
     return c
+
+
+def _pointers(a: Tensor, b: Tensor, c: Tensor) -> tuple[object, ...]:
+    """What a kernel is specialized for in three pointers; c is new, so it begins at a multiple of 16 bytes."""
+    return a.dtype, b.dtype, c.dtype, a.data_ptr() % 16 == 0, b.data_ptr() % 16 == 0

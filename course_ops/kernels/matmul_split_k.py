@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from course_ops._common import cdiv, num_sms
+from course_ops._launch import launch
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describe, load_stage, split_columns
 from course_ops.kernels._tiles import stream_zeros
@@ -181,8 +182,7 @@ def matmul_split_k(a: Tensor, b: Tensor) -> Tensor:
     tiles = tiles_m * cdiv(N, block_n)
     parts = torch.empty(tiles * splits if splits > 1 else 0, 128, block_n, dtype=torch.float32, device=a.device)
     counters = stream_zeros(a, 2 * sms, splits)  # of each number of splits, so that they stay its multiples
-    split_k_kernel[(tiles * splits,)](
-        a_desc, b_desc, c_desc, parts, counters, tiles_m, cdiv(K, 64), M,
-        224 * 1024 // (128 * (128 + block_n)), splits, a_t, b_t, num_warps=4,
-    )  # fmt: skip
+    sizes = tiles_m, cdiv(K, 64), M, 224 * 1024 // (128 * (128 + block_n)), splits, a_t, b_t
+    args = a_desc, b_desc, c_desc, parts, counters, *sizes
+    launch(split_k_kernel, (tiles * splits,), args, (a.dtype, block_n, *sizes), num_warps=4)
     return c

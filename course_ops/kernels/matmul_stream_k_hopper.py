@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from course_ops._common import cdiv, num_sms, shared_memory
+from course_ops._launch import launch
 from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describe, split_columns, swizzled_tile
 from course_ops.kernels._matmul_plan import STEP, Plan, group_of, plan_of
@@ -356,9 +357,8 @@ def by_plan(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     sums = a.new_empty(ctas * plan.block_m * block_n if plan.shared_tiles else 0, dtype=torch.float32)
     beside = 2 * consumers * ROWS * PANEL * 2 + 1024  # bytes: panels of C, barriers
     stages = min(6, (shared_memory(a.device) - beside) // (2 * STEP * (plan.block_m + block_n)))
-    stream_k_hopper_kernel[(ctas,)](
-        a_desc, b_desc, c_desc, sums, stream_zeros(a, 4 * sms, "stream-k hopper"),
-        cdiv(a.shape[1], STEP), plan.shared_tiles, tiles_m, tiles_n,
-        group_of(tiles_m, plan.block_m, block_n, sms), consumers, stages, a_t, b_t, num_warps=4,
-    )  # fmt: skip
+    group = group_of(tiles_m, plan.block_m, block_n, sms)
+    sizes = cdiv(a.shape[1], STEP), plan.shared_tiles, tiles_m, tiles_n, group, consumers, stages, a_t, b_t
+    args = a_desc, b_desc, c_desc, sums, stream_zeros(a, 4 * sms, "stream-k hopper"), *sizes
+    launch(stream_k_hopper_kernel, (ctas,), args, (a.dtype, block_n, *sizes), num_warps=4)
     return c

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from course_ops._common import cdiv, num_sms, shared_memory
+from course_ops._launch import launch
 from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import as_operand, describe, split_columns, swizzled_tile
 from course_ops.kernels._matmul_plan import STEP, Plan, group_of, parts_of, plan_of
@@ -230,10 +231,12 @@ def by_plan(
     tiles_m, tiles_n = cdiv(M, plan.block_m), cdiv(N, plan.block_n)
     tiles = tiles_m * tiles_n
     stages = stages_of(plan.block_m, plan.block_n, shared_memory(a.device))
-    tiles_kernel[(cdiv(tiles, cdiv(tiles, sms)),)](
-        a_desc, left_desc, right_desc, c_desc, z_desc, bias, tiles_m, tiles_n, cdiv(K, STEP),
-        group_of(tiles_m, plan.block_m, plan.block_n, sms), N, left, right, stages, a_t, b_t, gelu, num_warps=4,
-    )  # fmt: skip
+    group = group_of(tiles_m, plan.block_m, plan.block_n, sms)
+    sizes = tiles_m, tiles_n, cdiv(K, STEP), group, N, left, right, stages, a_t, b_t, gelu
+    args = a_desc, left_desc, right_desc, c_desc, z_desc, bias, *sizes
+    of_bias = None if bias is None else (bias.dtype, bias.data_ptr() % 16 == 0)
+    key = a.dtype, plan.block_m, z is None, of_bias, *sizes
+    launch(tiles_kernel, (cdiv(tiles, cdiv(tiles, sms)),), args, key, num_warps=4)
     return c
 
 

@@ -71,7 +71,7 @@ def rms_norm_chunks_kernel(
     for chunk in tl.static_range(CHUNKS):
         at = x_ptr + row * stride_x + chunk * BLOCK + lanes
         mask = chunk * BLOCK + lanes < N
-        chunks = chunks + (tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first"),)  # noqa: RUF005
+        chunks = chunks + (tl.load(at, mask=mask, other=0.0),)  # noqa: RUF005
     squares = tl.zeros((BLOCK,), tl.float32)
     for chunk in tl.static_range(CHUNKS):
         wide = chunks[chunk].to(tl.float32)

@@ -11,6 +11,7 @@ from course_ops.kernels._rows import (
     Split,
     add_step,
     common_multiple_of,
+    in_chunks,
     multiple,
     opaque,
     pack_pair,
@@ -53,6 +54,46 @@ def softmax_packed(x):
         softmax_packed_kernel[(triton.cdiv(rows.M, tile),)](
             x, y, rows.M, rows.N, x.stride(0), y.stride(0), tile, rows.block,
             common_multiple_of(rows.N, x.stride(0), y.stride(0)), num_warps=warps, maxnreg=64 if warps > 2 else 72,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit
+def softmax_chunks_kernel(
+    x_ptr, y_ptr, N, stride_x, stride_y,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,  # CHUNKS of BLOCK columns, of which the last may be ragged
+    MULTIPLE: tl.constexpr,
+):  # fmt: skip
+    N, stride_x, stride_y = multiple(N, MULTIPLE), multiple(stride_x, MULTIPLE), multiple(stride_y, MULTIPLE)
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    chunks = ()
+    for chunk in tl.static_range(CHUNKS):
+        at = x_ptr + row * stride_x + chunk * BLOCK + lanes
+        mask = chunk * BLOCK + lanes < N
+        chunks = chunks + (tl.load(at, mask=mask, other=-float("inf")),)  # noqa: RUF005
+    lane_m = chunks[0]
+    for chunk in tl.static_range(1, CHUNKS):
+        lane_m = tl.maximum(lane_m, chunks[chunk])
+    m = tl.max(lane_m, axis=0).to(tl.float32)
+    lane_l = tl.zeros((BLOCK,), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        lane_l += tl.exp2((opaque(chunks[chunk]).to(tl.float32) - m) * LOG2E)
+    log_l = tl.log2(tl.sum(lane_l, axis=0))
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * BLOCK + lanes
+        y = tl.exp2((opaque(chunks[chunk]).to(tl.float32) - m) * LOG2E - log_l)
+        tl.store(y_ptr + row * stride_y + cols, y, mask=cols < N)
+
+
+def softmax_chunks(x):
+    """As softmax_packed; a row is a list of chunks of 16 bytes a thread, all of them loaded before the first use."""
+    y, rows = _empty(x), Rows.of(x)
+    if y.numel():
+        plan = in_chunks(rows.N, rows.itemsize)
+        softmax_chunks_kernel[(rows.M,)](
+            x, y, rows.N, x.stride(0), y.stride(0), plan.count, plan.block,
+            common_multiple_of(rows.N, x.stride(0), y.stride(0)), num_warps=plan.warps,
         )  # fmt: skip
     return y
 
@@ -170,6 +211,43 @@ def softmax_backward_packed(y, dy):
             y, dy, dx, rows.M, rows.N, y.stride(0), dy.stride(0), dx.stride(0), tile, rows.block,
             common_multiple_of(rows.N, y.stride(0), dy.stride(0), dx.stride(0)),
             num_warps=max(4, row // 4096), maxnreg=128,
+        )  # fmt: skip
+    return dx
+
+
+@triton.jit
+def softmax_backward_chunks_kernel(
+    y_ptr, dy_ptr, dx_ptr, N, stride_y, stride_dy, stride_dx,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr, MULTIPLE: tl.constexpr,
+):  # fmt: skip
+    N, stride_y = multiple(N, MULTIPLE), multiple(stride_y, MULTIPLE)
+    stride_dy, stride_dx = multiple(stride_dy, MULTIPLE), multiple(stride_dx, MULTIPLE)
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    y = ()
+    dy = ()
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * BLOCK + lanes
+        y = y + (tl.load(y_ptr + row * stride_y + cols, mask=cols < N, other=0.0),)  # noqa: RUF005
+        dy = dy + (tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0),)  # noqa: RUF005
+    shares = tl.zeros((BLOCK,), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        shares += opaque(y[chunk]).to(tl.float32) * opaque(dy[chunk]).to(tl.float32)
+    delta = tl.sum(shares, axis=0)
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * BLOCK + lanes
+        dx = opaque(y[chunk]).to(tl.float32) * (opaque(dy[chunk]).to(tl.float32) - delta)
+        tl.store(dx_ptr + row * stride_dx + cols, dx, mask=cols < N)
+
+
+def softmax_backward_chunks(y, dy):
+    """As softmax_backward_packed, in chunks as softmax_chunks."""
+    dx, rows = _empty(y), Rows.of(y)
+    if dx.numel():
+        plan = in_chunks(rows.N, rows.itemsize)
+        softmax_backward_chunks_kernel[(rows.M,)](
+            y, dy, dx, rows.N, y.stride(0), dy.stride(0), dx.stride(0), plan.count, plan.block,
+            common_multiple_of(rows.N, y.stride(0), dy.stride(0), dx.stride(0)), num_warps=plan.warps,
         )  # fmt: skip
     return dx
 

@@ -68,8 +68,13 @@ def _float64(value: Any) -> Any:
 
 def truth(lesson: Lesson, shape: Shape, dtype: torch.dtype, *, seed: int = 0) -> Truth:
     """Make the inputs of a case and the exact answer to them. Raises Misdeclared as `_inputs` does."""
+    return judge(lesson, inputs(lesson, shape, dtype, seed=seed))
+
+
+def inputs(lesson: Lesson, shape: Shape, dtype: torch.dtype, *, seed: int = 0) -> tuple[Any, ...]:
+    """The inputs of a case alone. Raises Misdeclared as `_inputs` does."""
     torch.manual_seed(seed)
-    return judge(lesson, _inputs(lesson, lesson.inputs, shape, dtype))
+    return _inputs(lesson, lesson.inputs, shape, dtype)
 
 
 def _inputs(lesson: Lesson, make: Rung, shape: Shape, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -99,23 +104,65 @@ def judge(lesson: Lesson, args: tuple[Any, ...]) -> Truth:
     return Truth(args, exact, usual, lesson.factor, lambda *asked: tensors(lesson.reference(*asked)))
 
 
-def compare(truth: Truth, answer: Any, *, slack: float = 1, partly: bool = False, stepwise: bool = False) -> None:
+def compare(truth: Truth, answer: Any, *, slack: float = 1, stepwise: bool = False) -> None:
     """Raise Rejected unless the answer has the right shapes and dtypes and lies within `slack` times the error budget.
 
-    partly: a result that is None is not compared. stepwise: each step of the answer was rounded to its dtype.
+    stepwise: each step of the answer was rounded to its dtype.
     """
     got = tensors(answer)
     if len(got) != len(truth.exact):
         raise Rejected("shape", f"{len(got)} results, expected {len(truth.exact)}")
     for i, (g, exact, usual) in enumerate(zip(got, truth.exact, truth.usual, strict=True)):
-        if g is None and partly:
-            continue
         which = f"result {i}: " if len(got) > 1 else ""
         if g.shape != exact.shape:
             raise Rejected("shape", f"{which}{tuple(g.shape)}, expected {tuple(exact.shape)}")
         if g.dtype != usual.dtype:
             raise Rejected("dtype", f"{which}{g.dtype}, expected {usual.dtype}")
         _compare_values(which, g, exact, usual, slack * truth.factor, partial(_floor, truth, i), stepwise=stepwise)
+
+
+def suspected(truth: Truth, answer: Any) -> torch.Tensor:
+    """Whether `compare` may refuse the answer: one bool on the answer's device, which nothing here waits for.
+
+    It knows no absolute floor: some right answers are suspected, and no wrong one is not.
+    """
+    got = tensors(answer)
+    device = truth.exact[0].device if truth.exact else None
+    alike = [(e.shape, u.dtype) for e, u in zip(truth.exact, truth.usual, strict=True)]
+    if [(g.shape, g.dtype) for g in got] != alike:
+        return torch.ones((), dtype=torch.bool, device=device)
+    found = [torch.zeros((), dtype=torch.bool, device=device)]
+    for g, exact, usual in zip(got, truth.exact, truth.usual, strict=True):
+        if not g.numel():
+            continue
+        if g.is_floating_point():
+            look = _first_look(g, exact, usual, truth.factor)
+            found.append((look.wrong | look.strange).any())
+        else:
+            found.append((g != usual).any())
+    return torch.stack(found).any()
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Floating-point results beside the truth, element by element, by the budget without a floor."""
+
+    finite: torch.Tensor  # in PyTorch's answer and the exact one: only finite values have an error
+    strange: torch.Tensor  # an infinity is either there or not; a NaN too
+    error: torch.Tensor
+    limit: torch.Tensor
+
+    @property
+    def wrong(self) -> torch.Tensor:
+        return self.error > self.limit
+
+
+def _first_look(got: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor, factor: float) -> _Look:
+    finite = usual.isfinite() & exact.isfinite()
+    strange = (got.isnan() != usual.isnan()) | (got.isinf() != usual.isinf()) | (got.isinf() & (got != usual))
+    error = torch.where(finite, (got.double() - exact).abs(), 0.0)
+    limit = factor * torch.where(finite, _budget(got.dtype, exact, usual, finite), 0.0)
+    return _Look(finite, strange, error, limit)
 
 
 Floor = Callable[[int], torch.Tensor | None]  # samples -> how far each element moves, if that is known
@@ -148,15 +195,12 @@ def _compare_values(
         wrong = got != usual
         limit = torch.zeros_like(wrong, dtype=torch.float64)
     else:
-        # An infinity is either there or not; a NaN too. Only finite values have an error.
-        finite = usual.isfinite() & exact.isfinite()
-        strange = (got.isnan() != usual.isnan()) | (got.isinf() != usual.isinf()) | (got.isinf() & (got != usual))
+        look = _first_look(got, exact, usual, factor)
+        finite, strange, error, limit = look.finite, look.strange, look.error, look.limit
         if bool((got.isnan() & ~usual.isnan()).any()):
             first = _first(got.isnan() & ~usual.isnan())
             raise Rejected("nan", f"{which}NaN at {first}: computed from a NaN, or never written")
-        error = torch.where(finite, (got.double() - exact).abs(), 0.0)
-        limit = factor * torch.where(finite, _budget(got.dtype, exact, usual, finite), 0.0)
-        wrong = (error > limit) | strange
+        wrong = look.wrong | strange
         for samples in (1, rounding.SAMPLES):  # one, many times as far, tells what is far off; the others take longer
             if not bool((wrong & ~strange).any()) or (moved := floor(samples)) is None:
                 break
@@ -213,10 +257,12 @@ def _budget(
 
 
 def _of_its_like(error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """For each element the largest error among those of like size: those within a factor of 2, and some within 4."""
-    exponents = torch.frexp(size.clamp(min=2.0**-1000)).exponent.flatten().long()
-    groups = exponents - exponents.amin() + 1
-    largest = error.new_zeros(int(groups.amax()) + 2).scatter_reduce_(0, groups, error.flatten(), "amax")
+    """For each element the largest error among those of like size: those within a factor of 2, and some within 4.
+
+    There is a group for each exponent of float64 from 2^-1000 on: how many are used, the host need not know.
+    """
+    groups = torch.frexp(size.clamp(min=2.0**-1000)).exponent.flatten().long() + 1001
+    largest = error.new_zeros(2027).scatter_reduce_(0, groups, error.flatten(), "amax")
     return largest.unfold(0, 3, 1).amax(1)[groups - 1].view(error.shape)
 
 

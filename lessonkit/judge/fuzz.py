@@ -13,7 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -168,7 +168,11 @@ def build(spec: Spec | None, seed: int) -> Any:
     if "instead" in spec:
         return spec["instead"]
     dtype = getattr(torch, spec["dtype"])
-    made = _values(spec, dtype, torch.Generator().manual_seed(seed)).to(spec.get("device", DEVICE))
+    made = _values(spec, dtype, torch.Generator().manual_seed(seed))
+    to = torch.device(spec.get("device", DEVICE))
+    if to.type == "cuda":  # from pinned memory the copy waits in the stream, and the host goes on
+        made = made.pin_memory()
+    made = made.to(to, non_blocking=True)
     laid = _laid(made, spec["layout"])
     return laid.requires_grad_() if spec.get("requires_grad") else laid
 
@@ -285,59 +289,91 @@ class _Asked:
     factor: float
 
 
-def run(case: Case, mode: str) -> Outcome:
-    """Build a case, call the operator, and judge what it did."""
-    case = json.loads(json.dumps(case))  # as it is replayed
-    operators = import_module("course_ops")
-    question, backward = questions()[case["operator"]], case["direction"] == "backward"
-    function = getattr(operators, (question.forward if not backward else "") or case["operator"])
-    tensors = {name: build(spec, case["seed"] + i) for i, (name, spec) in enumerate(case["tensors"].items())}
-    inside = import_module("course_ops.testing").interpreted if mode == "interpreted" else nullcontext
-    if case["spoilt"]:
-        return _refusal(case, function, tensors, inside)
-    names = [name for name, t in tensors.items() if t is not None]
-    left_out = {name: None for name, t in tensors.items() if t is None}
-    args = tuple(tensors[name] for name in names)
+class Call:
+    """A case with its tensors, ready to be asked of the operator and of the reference."""
 
-    def called(f: Callable[..., Any], wanted: Sequence[str], given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        leaves = {name: t.detach() for name, t in zip(names, given, strict=False)}
-        if not wanted:
-            return tuple(map(_bytes, check.tensors(f(**leaves, **left_out, **case["options"]))))
+    def __init__(self, case: Case, mode: str) -> None:
+        self.case = case = json.loads(json.dumps(case))  # as it is replayed
+        question, backward = questions()[case["operator"]], case["direction"] == "backward"
+        operators = import_module("course_ops")
+        self.function = getattr(operators, (question.forward if not backward else "") or case["operator"])
+        self.inside = import_module("course_ops.testing").interpreted if mode == "interpreted" else nullcontext
+        self.tensors = {name: build(spec, case["seed"] + i) for i, (name, spec) in enumerate(case["tensors"].items())}
+        self.names = [name for name, t in self.tensors.items() if t is not None]
+        self.left_out = {name: None for name, t in self.tensors.items() if t is None}
+        self.args = tuple(self.tensors[name] for name in self.names)
+        self.wanted = case["wanted"] if backward else ()
+        self.factor, self.reference = question.factor, question.reference
+        if question.rounds and not case["spoilt"]:
+            self.reference = partial(question.reference, rounded=self.args[0].dtype)
+
+    def upstream(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """A gradient for each result, given by the case; none in a forward."""
+        kind = self.case.get("upstream", {})
+        specs = [{"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), **kind} for t in out]
+        return tuple(build(spec, i) for i, spec in enumerate(specs, self.case["seed"] + 100)) if self.wanted else ()
+
+    def of(self, f: Callable[..., Any], given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """What f answers to the tensors given, in order; then, by the upstream gradients behind them, its gradients."""
+        leaves = {name: t.detach() for name, t in zip(self.names, given, strict=False)}
+        if not self.wanted:
+            return tuple(map(_bytes, check.tensors(f(**leaves, **self.left_out, **self.case["options"]))))
         with torch.enable_grad():
-            leaves |= {name: leaves[name].requires_grad_() for name in wanted}
-            out = check.tensors(f(**leaves, **left_out, **case["options"]))
-            pairs = [(o, up) for o, up in zip(out, given[len(names) :], strict=True) if o.requires_grad]
-            leaf = [leaves[name] for name in wanted]
-            ends, upstream = zip(*pairs, strict=True) if pairs else ((), ())
-            found = torch.autograd.grad(ends, leaf, upstream, allow_unused=True) if pairs else [None] * len(leaf)
-        zeros = (torch.zeros_like(leaves[name]) for name in wanted)
+            leaves |= {name: leaves[name].requires_grad_() for name in self.wanted}
+            out = check.tensors(f(**leaves, **self.left_out, **self.case["options"]))
+            upstream = given[len(self.names) :] or self.upstream(out)
+            pairs = [(o, up) for o, up in zip(out, upstream, strict=True) if o.requires_grad]
+            leaf = [leaves[name] for name in self.wanted]
+            ends, ups = zip(*pairs, strict=True) if pairs else ((), ())
+            found = torch.autograd.grad(ends, leaf, ups, allow_unused=True) if pairs else [None] * len(leaf)
+        zeros = (torch.zeros_like(leaves[name]) for name in self.wanted)
         return *(t.detach() for t in out), *(z if g is None else g for g, z in zip(found, zeros, strict=True))
 
-    wanted, reference = case["wanted"] if backward else (), question.reference
-    if question.rounds:
-        reference = partial(reference, rounded=args[0].dtype)
+    def answer(self, *given: Any) -> tuple[torch.Tensor, ...]:
+        """The operator's. Where new memory is NaN, deterministic algorithms are on: some kernels run only without."""
+        if not self.case["deterministic"]:
+            torch.use_deterministic_algorithms(False)
+        return self.of(self.function, given)
+
+    def truth(self, given: tuple[Any, ...]) -> check.Truth:
+        return check.judge(_Asked(lambda *args: self.of(self.reference, args), self.factor), given)  # type: ignore[arg-type]
+
+
+def doubt(case: Case, mode: str) -> Outcome | torch.Tensor:
+    """A first look at a case, without a wait for the device: of a spoilt one its outcome, else a bool that stays there.
+
+    It is true of whatever `run` would not call right, and of some right answers too: ask `run` of these.
+    """
+    call = Call(case, mode)
+    if case["spoilt"]:
+        return _refusal(call)
+    before = [check._bits(t) for t in call.args]
+    with call.inside(), check.poisoned_empty():
+        answer = call.answer(*call.args)
+    given = call.args + call.upstream(answer[: len(answer) - len(call.wanted)])
+    changed = [(check._bits(t) != b).any() for t, b in zip(call.args, before, strict=True)]
+    return torch.stack([check.suspected(call.truth(given), answer), *changed]).any()
+
+
+def run(case: Case, mode: str) -> Outcome:
+    """Build a case, call the operator, and judge what it did."""
+    call = Call(case, mode)
+    if case["spoilt"]:
+        return _refusal(call)
     try:
-        if wanted:
+        args = call.args
+        if call.wanted:
             with torch.no_grad():
-                like = called(reference, (), args)
-            args += tuple(
-                build({"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), **case["upstream"]}, i)
-                for i, t in enumerate(like, case["seed"] + 100)
-            )
-        truth = check.judge(_Asked(lambda *a: called(reference, wanted, a), question.factor), args)  # type: ignore[arg-type]
+                wanted, call.wanted = call.wanted, ()
+                like = call.of(call.reference, args)
+            call.wanted = wanted
+            args += call.upstream(like)
+        truth = call.truth(args)
     except Exception:
         return Outcome("broken reference", traceback.format_exc(limit=-3))
-
-    def rung(*given: Any) -> tuple[torch.Tensor, ...]:
-        if not case[
-            "deterministic"
-        ]:  # check.answer asks for it, so that new memory is NaN; some kernels run only without
-            torch.use_deterministic_algorithms(False)
-        return called(function, wanted, given)
-
     try:
-        with inside():
-            answer, _ = check.answer(rung, args)
+        with call.inside():
+            answer, _ = check.answer(call.answer, args)
         check.compare(_forgiving(truth, answer), answer)
     except Rejected as rejected:
         return Outcome("crash" if rejected.caught_by in ("fault", "hang") else "wrong", str(rejected))
@@ -378,14 +414,13 @@ def _forgiven(got: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> to
     return torch.where(at_the_end | too_large, got, torch.where(overflowed, rounded, usual))
 
 
-def _refusal(
-    case: Case, function: Callable[..., Any], tensors: dict[str, Any], inside: Callable[[], AbstractContextManager[Any]]
-) -> Outcome:
+def _refusal(call: Call) -> Outcome:
+    case = call.case
     try:
-        with inside():
-            function(**tensors, **case["options"])
+        with call.inside():
+            call.function(**call.tensors, **case["options"])
     except (TypeError, ValueError) as error:
-        named = [name for name in signature(function).parameters if re.search(rf"\b{name}\b", str(error))]
+        named = [name for name in signature(call.function).parameters if re.search(rf"\b{name}\b", str(error))]
         if named:
             return Outcome("refused", str(error))
         return Outcome("wrong", f"refusal: no argument is named: {type(error).__name__}: {error}")

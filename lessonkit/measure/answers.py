@@ -7,9 +7,12 @@ answer's memory is filled with NaN once it has been compared: the calls of the n
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lessonkit.judge.check import tensors
+from lessonkit.judge.check import Truth, tensors
 
 import torch
+
+PEER_ERROR, PEER_ROUNDINGS = 8, 2  # a peer's mean error may be so many times PyTorch's, and so many steps of its dtype
+PEER_UNEQUAL = 0.01  # of a peer's integers may differ
 
 
 class Answers:
@@ -86,3 +89,28 @@ def fill_with_nan(t: torch.Tensor) -> None:
     t = t.detach()
     if t.numel() and t.stride()[-1:] in ((), (1,)) and 0 not in t.stride():
         (t if t.ndim else t[None]).view(torch.uint8).fill_(255)
+
+
+def another(truth: Truth, answer: Any) -> str:
+    """How a peer's answer differs from what was asked, or an empty string. A result that is None is not compared.
+
+    A peer is here for its speed, and rounds as it does: to fewer digits, or the other way where two integers are as
+    near. But it must compute the same thing.
+    """
+    for i, (g, right, rounded) in enumerate(zip(tensors(answer), truth.exact, truth.usual, strict=False)):
+        if g is None:
+            continue
+        if g.shape != right.shape:
+            return f"result {i} has shape {tuple(g.shape)}, not {tuple(right.shape)}"
+        if not g.is_floating_point():
+            share = float((g != rounded).double().mean()) if g.numel() else 0.0
+            if share > PEER_UNEQUAL:
+                return f"{share:.0%} of result {i} differ"
+            continue
+        finite = right.isfinite() & rounded.isfinite()
+        error = (g.double() - right)[finite].abs().mean()
+        usual_error, size = (rounded.double() - right)[finite].abs().mean(), right[finite].abs().mean()
+        budget = truth.factor * (PEER_ERROR * usual_error + PEER_ROUNDINGS * torch.finfo(g.dtype).eps * size)
+        if finite.any() and not error <= budget:
+            return f"result {i} is off by {error:.3g} in the mean, PyTorch's by {usual_error:.3g}"
+    return ""

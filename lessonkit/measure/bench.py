@@ -14,13 +14,12 @@ from lessonkit.cuda import build
 from lessonkit.judge import check
 from lessonkit.lesson import Lesson, Rung, Shape, Table, budget_of, is_stepwise, shape_name
 from lessonkit.measure import fingerprint, launches, rows, timing
-from lessonkit.measure.answers import Answers
+from lessonkit.measure.answers import Answers, another
 
 import torch
 
 DISTURBED = 1.5  # the middle three fifths of a contender's times differ by a few percent, if it has the GPU to itself
 TOO_SMALL = "this GPU has too little free memory"
-PEER_SLACK = 8  # a peer may round more often than PyTorch; it is here for its speed, but it must compute the same thing
 
 
 def bench(name: str, lesson: Lesson, say: Callable[[str], None] = print) -> list[rows.Row]:
@@ -166,7 +165,8 @@ def _verify(lesson: Lesson, question: check.Truth, answer: Any, rung: Rung | Non
     if rung:
         check.compare(question, answer, slack=budget_of(rung), stepwise=is_stepwise(rung))
     elif not lesson.peers_differ:
-        check.compare(question, answer, slack=PEER_SLACK, partly=True)
+        if why := another(question, answer):
+            raise check.Rejected("value", why)
     elif [(t.shape, t.dtype) for t in check.tensors(answer)] != [(t.shape, t.dtype) for t in question.usual]:
         raise check.Rejected("shape", "the peer computes something else")
 

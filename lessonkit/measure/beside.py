@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -61,13 +61,16 @@ def kinds(name: str, rung: str) -> list[str]:
 @contextmanager
 def neighbour() -> Iterator[None]:
     """Inside, another process computes on the same GPU. Raises Missing if it does not come to that."""
-    command = [sys.executable, "-m", "lessonkit.measure.beside"]
+    command = [sys.executable, "-W", "ignore", "-m", "lessonkit.measure.beside"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment(), **pipes) as process:
         try:
             assert process.stdout
-            if (said := process.stdout.readline()).strip() != HERE:
-                raise Missing(f"the neighbour did not start: {said}{process.stdout.read()[-500:]}")
+            said = ""
+            while (line := process.stdout.readline()).strip() != HERE:  # libraries may have something to say first
+                if not line:
+                    raise Missing(f"the neighbour did not start: {said[-500:]}")
+                said += line
             yield
             if process.poll() is not None:
                 raise Missing(f"the neighbour ended with {process.returncode}: nothing was repeated beside it")
@@ -103,26 +106,35 @@ def cases(lesson: Lesson, rung: Rung) -> Iterator[tuple[Case, torch.dtype]]:
             yield case, dtype
 
 
-def measured(name: str, lesson: Lesson, seconds: float) -> Iterator[Repeated]:
-    """The rungs of a lesson with what a neighbour can disturb: alone, then beside one. A GPU is needed."""
-    for rung in lesson.rungs:
-        if not (found := kinds(name, rung.__name__)):
-            continue
-        for case, dtype in cases(lesson, rung):
-            args = check.truth(lesson, case.shape, dtype).args
-            try:
-                rung(*args)
-            except Unsupported:
-                continue
-            for beside in (False, True):
-                about = (name, rung.__name__, ", ".join(found), str(case), str(dtype).removeprefix("torch."), beside)
-                if beside:
-                    with neighbour():
-                        counted = repeat(partial(rung, *args), seconds, torch.cuda.synchronize)
-                else:
-                    counted = repeat(partial(rung, *args), seconds, torch.cuda.synchronize)
-                yield Repeated(*about, *counted)
-            break
+def measured(name: str, lesson: Lesson, seconds: float, only: str = "") -> Iterator[Repeated]:
+    """The rungs of a lesson with what a neighbour can disturb: all alone, then all beside one. A GPU is needed.
+
+    only: the rung of that name.
+    """
+    disturbed = [rung for rung in lesson.rungs if only in ("", rung.__name__) and kinds(name, rung.__name__)]
+    asked = [(rung, *found) for rung in disturbed if (found := _taken(lesson, rung))]
+    for beside in (False, True):
+        with neighbour() if beside and asked else nullcontext():
+            for rung, case, dtype in asked:
+                args = check.inputs(lesson, case.shape, dtype)
+                counted = repeat(partial(rung, *args), seconds, torch.cuda.synchronize)
+                words = ", ".join(kinds(name, rung.__name__)), str(case), str(dtype).removeprefix("torch.")
+                yield Repeated(name, rung.__name__, *words, beside, *counted)
+
+
+def _taken(lesson: Lesson, rung: Rung) -> tuple[Case, torch.dtype] | None:
+    """The first of the cases that the rung takes; its kernels are compiled then."""
+    for case, dtype in cases(lesson, rung):
+        with suppress(Unsupported):
+            rung(*check.inputs(lesson, case.shape, dtype))
+            return case, dtype
+    return None
+
+
+def pairs(found: list[Repeated]) -> list[list[Repeated]]:
+    """Of each rung what was counted alone and beside another process; a rung with one half alone has not been asked."""
+    of_rungs = {each.rung: [other for other in found if other.rung == each.rung] for each in found}
+    return [pair for pair in of_rungs.values() if len(pair) == 2]
 
 
 def wrong(pair: list[Repeated]) -> str:

@@ -41,6 +41,8 @@ TURN = 100  # cases of one operator and direction before the next ones' turn
 class Worker:
     """The process that runs cases of one mode; it is started when it is first asked, and after it died."""
 
+    module = fuzz.__name__
+
     def __init__(self, mode: str, patience: float = PATIENCE) -> None:
         self.mode, self.patience = mode, patience
         self._process: subprocess.Popen[str] | None = None
@@ -73,7 +75,7 @@ class Worker:
         self._errors = TemporaryFile("w+")  # noqa: SIM115 - closed by stop()
         hidden = {} if self.mode == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", fuzz.__name__, self.mode],
+            [sys.executable, "-W", "ignore", "-m", self.module, self.mode],
             env=environment(OMP_NUM_THREADS="1", **hidden),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -128,6 +130,12 @@ class Found:
     open: str = ""
 
     @property
+    def in_words(self) -> str:
+        """What was said, and the case for `fuzz --replay`."""
+        about = f"{self.case['operator']} {self.case['direction']}, {self.mode}: {self.kind}: {self.said}"
+        return f"{about}\n{json.dumps(self.case)}"
+
+    @property
     def fault(self) -> str:
         """Cases with one fault say the same but for numbers."""
         lines = [line for line in self.said.strip().splitlines() if line.strip()] or [""]
@@ -152,6 +160,9 @@ def add(new: Found, path: Path = FOUND) -> None:
 # ---- Counts ---------------------------------------------------------------------------------------------------------
 
 
+NUMBERS = ("cases", "shapes", "kernels", "refused", "wrong", "crashes", "false_alarms")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Count:
     """Cases of one operator and direction, in one mode, with the operator's code and the versions of its compilers."""
@@ -161,6 +172,8 @@ class Count:
     mode: str
     device: str
     cases: int = 0  # run; those that only shrink a failure are not counted
+    shapes: int = 0  # in bursts: of the arguments, different ones; a later run that meets one again counts it again
+    kernels: int = 0  # in bursts: that these compiled, different ones; likewise
     refused: int = 0  # of these, calls that must be refused, and were
     wrong: int = 0
     crashes: int = 0
@@ -185,13 +198,25 @@ class Count:
             seconds=round(self.seconds + seconds, 1),
         )
 
+    def with_those_of(self, other: "Count") -> "Count":
+        sums = {name: getattr(self, name) + getattr(other, name) for name in NUMBERS}
+        return replace(other, **sums | {"seconds": round(self.seconds + other.seconds, 1)})
+
 
 def counts(path: Path = COUNTS) -> dict[tuple[str, ...], Count]:
-    numbers: dict[str, Any] = {"seconds": float} | dict.fromkeys(
-        ("cases", "refused", "wrong", "crashes", "false_alarms"), int
-    )
+    numbers: dict[str, Any] = {"seconds": float} | dict.fromkeys(NUMBERS, int)
     read = (Count(**{name: numbers.get(name, str)(value) for name, value in row.items()}) for row in read_csv(path))
     return {count.key: count for count in read}
+
+
+def counted(new: Count, path: Path = COUNTS) -> Count:
+    """Put what is counted of `new` to what is known of the same code; another process may have counted meanwhile."""
+    with changing(path):
+        known = counts(path)
+        before = known.get(new.key)
+        known[new.key] = new if before is None else before.with_those_of(new)
+        write_atomically(path, to_csv([asdict(each) for _, each in sorted(known.items())]))
+    return known[new.key]
 
 
 def begun(operator: str, direction: str, mode: str) -> Count:
@@ -289,20 +314,25 @@ def _first_fault(
     return shrinking[-1] if shrinking else None
 
 
-def run(
-    names: list[str], modes: list[str], cases: int, seconds: float, say: Callable[[str], None], *,
-    path: Path = COUNTS, found_path: Path = FOUND,
-) -> list[Found]:  # fmt: skip
-    """Until each operator and direction has so many cases of today's code in each mode, or the time is over."""
-    need_hypothesis()
+def asked(names: list[str], modes: list[str]) -> list[Count]:
+    """Each operator and direction in each mode, with nothing counted yet. names: of these alone."""
     questions = fuzz.questions()
-    todo = [
+    return [
         begun(name, direction, mode)
         for mode in modes
         for name in names or questions
         for direction in fuzz.DIRECTIONS
         if direction == "forward" or questions[name].gradients
     ]
+
+
+def run(
+    names: list[str], modes: list[str], cases: int, seconds: float, say: Callable[[str], None], *,
+    path: Path = COUNTS, found_path: Path = FOUND,
+) -> list[Found]:  # fmt: skip
+    """Until each operator and direction has so many cases of today's code in each mode, or the time is over."""
+    need_hypothesis()
+    todo = asked(names, modes)
     end, failures = time.monotonic() + seconds, list[Found]()
     workers = {mode: Worker(mode) for mode in modes}
     try:
@@ -320,17 +350,10 @@ def run(
                     count.operator, count.direction, count.mode, workers[count.mode].ask,
                     min(TURN, cases - count.cases), count.cases, end,
                 )  # fmt: skip
-                with changing(path):  # another process may have counted meanwhile
-                    known = counts(path)
-                    sum_of_both = known.get(count.key, new).plus(kinds, time.monotonic() - start)
-                    known[count.key] = replace(sum_of_both, commit=new.commit)
-                    write_atomically(path, to_csv([asdict(each) for _, each in sorted(known.items())]))
+                counted(new.plus(kinds, time.monotonic() - start), path)
                 for each in faults:
                     add(each, found_path)
-                    say(
-                        f"{count.operator} {count.direction}, {each.mode}: {each.kind}: {each.said}\n"
-                        f"{json.dumps(each.case)}"
-                    )
+                    say(each.in_words)
                 failures += faults
                 if not kinds:
                     todo.remove(new)

@@ -20,9 +20,8 @@ from typing import Any
 
 from lessonkit.base.errors import Unsupported
 from lessonkit.judge import check
-from lessonkit.lesson import Problem
 from lessonkit.measure import memory, operator_rows, rows, timing
-from lessonkit.measure.answers import Answers
+from lessonkit.measure.answers import Answers, another
 from lessonkit.measure.operator_rows import BETWEEN, MISSING, Case, Key, Row
 
 import torch
@@ -33,8 +32,6 @@ ENDING_S = 30  # what a shape may take beyond the minutes that were given
 AHEAD = 3  # shapes that each compiling process gets in a turn
 AHEAD_BYTES = 2**31  # shapes that move more are compiled where they are timed, or the processes fill the GPU
 SAMPLE = 2**22  # elements of a result that are compared
-PEER_ERROR = 8  # a peer's mean error may be so many times PyTorch's; it is here for its speed
-PEER_UNEQUAL = 0.01  # of a peer's integers may differ: it may round the other way where two are as near
 PACKAGES = ("torch", "triton", "quack-kernels", "liger-kernel", "flash-attn-4", "nvidia-cudnn-cu13", "nvidia-cublas")
 # What a peer keeps of its compiler between processes, and no threads of Inductor beside ours.
 ENVIRONMENT = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -342,7 +339,7 @@ def asked(case: Case, args: tuple[Any, ...], contenders: Mapping[str, Callable[[
                 check.compare(truth, answer)
             except check.Rejected as rejected:
                 return f"wrong: {_words(rejected, name=False)}"
-        elif not problem.peers_differ and (why := other(problem, answer, truth.exact, truth.usual)):
+        elif not problem.peers_differ and (why := another(truth, answer)):
             return f"gives another answer, {why}"
         return ""
 
@@ -372,24 +369,3 @@ def _rows_of(t: torch.Tensor | None) -> torch.Tensor | None:
 @lru_cache(maxsize=16)
 def _picked(among: int, count: int, device: torch.device) -> torch.Tensor:
     return torch.randint(among, (count,), generator=torch.Generator().manual_seed(0)).to(device)
-
-
-def other(problem: Problem, answer: Sequence[Any], exact: Sequence[Any], usual: Sequence[Any]) -> str:
-    """How a peer's answer differs from what was asked, or an empty string. A result that is None is not compared."""
-    for i, (got, right, rounded) in enumerate(zip(answer, exact, usual, strict=False)):
-        if got is None:
-            continue
-        if got.shape != right.shape:
-            return f"result {i} has shape {tuple(got.shape)}, not {tuple(right.shape)}"
-        if not got.is_floating_point():
-            share = float((got != rounded).double().mean()) if got.numel() else 0.0
-            if share > PEER_UNEQUAL:
-                return f"{share:.0%} of result {i} differ"
-            continue
-        finite = right.isfinite() & rounded.isfinite()
-        error = (got.double() - right)[finite].abs().mean()
-        usual_error, size = (rounded.double() - right)[finite].abs().mean(), right[finite].abs().mean()
-        budget = PEER_ERROR * problem.factor * (usual_error + torch.finfo(got.dtype).eps * size)
-        if finite.any() and not error <= budget:
-            return f"result {i} is off by {error:.3g} in the mean, PyTorch's by {usual_error:.3g}"
-    return ""

@@ -4,19 +4,24 @@ A report is an error unless sanitize.toml has it with an argument by the memory 
 different things: memcheck addresses, racecheck shared memory, initcheck global memory that nothing wrote, synccheck
 barriers; `consan` and `iisan` are Triton's, compiled into the kernels. Day 5's lesson on sanitizers shows each.
 
-`python -m lessonkit.measure.sanitize LESSON` runs the rungs of a lesson once each: what the tools are put around.
+`python -m lessonkit.measure.sanitize LESSON PART` runs the rungs of a lesson once each, or that part of them: what the
+tools are put around. racecheck of a persistent kernel takes minutes, so a part may be one rung at one small shape, as
+on a GPU of few SMs: each program still has several tiles, and each stage of its ring is used again.
 """
 
+import ast
 import faulthandler
 import importlib
 import inspect
+import json
 import re
 import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.errors import Unsupported
@@ -185,9 +190,41 @@ def instrumented() -> list[str]:
     return [mode for mode in INSTRUMENTED if mode in inspect.getsource(compiler)]
 
 
-def run(name: str, tool: str) -> Counter[Report]:
+@dataclass(frozen=True)
+class Part:
+    """What of a lesson a tool watches; by itself everything.
+
+    rung   by name; of all
+    shape  the sizes of one case, in place of the lesson's checks
+    sms    as many SMs as kernels shall fill, in place of the GPU's own count
+    """
+
+    rung: str = ""
+    shape: dict[str, Any] = field(default_factory=dict)
+    sms: int = 0
+
+    def __str__(self) -> str:
+        words = [self.rung, *(f"{name}={value}" for name, value in self.shape.items())]
+        return " ".join(filter(None, [*words, f"sms={self.sms}" * bool(self.sms)]))
+
+
+def shape_of(words: str) -> dict[str, Any]:
+    """The sizes in B=1 S=384 causal=True layout=bshd. Raises ValueError with the word that is none."""
+    found: dict[str, Any] = {}
+    for word in words.split():
+        name, _, value = word.partition("=")
+        if not (name.isidentifier() and value):
+            raise ValueError(f"shape: {word!r} is no size: write NAME=VALUE, as in 'B=1 S=384 causal=True'")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):  # a name of a layout
+            found[name] = value
+    return found
+
+
+def run(name: str, tool: str, part: Part = Part()) -> Counter[Report]:
     """The reports of a tool on the rungs of a lesson, each run once in a process of its own. Raises NotUnderstood."""
-    command = [sys.executable, "-m", "lessonkit.measure.sanitize", name]
+    command = [sys.executable, "-m", "lessonkit.measure.sanitize", name, json.dumps(vars(part))]
     # Each tensor an allocation of its own: past its end begins nothing else that is valid.
     env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     if tool in INSTRUMENTED:
@@ -203,16 +240,19 @@ def run(name: str, tool: str) -> Counter[Report]:
     return parsed(tool, out + err)
 
 
-def save(folder: Path, name: str, tool: str, found: Counter[Report], known: Sequence[Argued]) -> None:
-    """Keep what a tool said of a lesson, in place of what it said before; of a clean one a row without a report."""
-    about = {"lesson": name, **rows.machine()}
+def save(
+    folder: Path, name: str, tool: str, found: Counter[Report], known: Sequence[Argued], part: Part = Part()
+) -> None:  # fmt: skip
+    """Keep what a tool said of a lesson or a part of it, in place of what it said before; a clean one has a row too."""
+    about = {"lesson": name, "part": str(part), **rows.machine()}
     new = [
         {**about, **asdict(report), "count": count, "argued": "" if unargued([report], known) else "yes"}
         for report, count in sorted(found.items())
     ]
     new = new or [{**about, **asdict(Report(tool, "", "")), "count": 0, "argued": ""}]
     with changing(folder / NAME):
-        kept = [row for row in read_csv(folder / NAME) if (row["lesson"], row["tool"]) != (name, tool)]
+        before = [{"lesson": row["lesson"], "part": "", **row} for row in read_csv(folder / NAME)]
+        kept = [row for row in before if (row["lesson"], row["part"], row["tool"]) != (name, str(part), tool)]
         write_atomically(folder / NAME, to_csv([*kept, *new]))
 
 
@@ -221,21 +261,31 @@ def save(folder: Path, name: str, tool: str, found: Counter[Report], known: Sequ
 DONE = "every rung ran"
 
 
-def main(name: str) -> None:
+def main(name: str, part: Part) -> None:
+    if part.sms:  # before the lesson takes the name
+        vars(sys.modules["lessonkit"])["num_sms"] = lambda: part.sms
     lesson: Lesson = importlib.import_module(name).LESSON
+    shapes = [part.shape] if part.shape else [case.shape for case in lesson.checks if not case.gib]
+    ran = 0
     for rung in lesson.rungs:
+        if part.rung not in ("", rung.__name__):
+            continue
         if check.cannot_run(lesson, rung, lesson.checks[0], lesson.dtypes[0]):
             continue
         faulthandler.dump_traceback_later(RUNG_SECONDS, exit=True)
-        for case in (case for case in lesson.checks if not case.gib):
+        for shape in shapes:
             try:
-                rung(*check.truth(lesson, case.shape, lesson.dtypes[-1]).args)
+                rung(*check.inputs(lesson, shape, lesson.dtypes[-1]))
             except Unsupported:
                 continue
             torch.cuda.synchronize()
+            ran += 1
     faulthandler.cancel_dump_traceback_later()
-    print(DONE, flush=True)
+    if ran or part == Part():
+        print(DONE, flush=True)
+    else:
+        print(f"no rung of {name} takes {part}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], Part(**json.loads(sys.argv[2])))

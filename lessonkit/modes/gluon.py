@@ -217,7 +217,8 @@ class _Descriptor:
     """A TMA descriptor: a matrix, and the shape and layout of its blocks."""
 
     def __init__(self, host: Any) -> None:
-        self.base, self.layout, self.shape, self.dtype = host.base, host.layout, host.shape, host.base.dtype
+        self.base, self.layout, self.dtype = host.base, host.layout, host.base.dtype
+        self.shape, self.strides = list(host.shape), list(host.strides)
         self.block_shape = list(host.block_shape)
         nbytes = prod(self.block_shape) * self.base.element_size()
         self.block_type = SimpleNamespace(shape=self.block_shape, nbytes=nbytes)
@@ -226,13 +227,21 @@ class _Descriptor:
 
     def box(self, coord: Sequence[int], block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the running CTA has of the matrix at these coordinates, and the part of the block that holds it."""
-        inside, part = self.base, block
+        part, offset = block, 0
         for dim, start in enumerate(coord):
-            start += _now().rank * block.shape[dim] if dim == self.split else 0
-            count = max(0, min(block.shape[dim], inside.shape[dim] - start))
-            inside = inside.narrow(dim, min(start, inside.shape[dim]), count)
-            part = part.narrow(dim, 0, count)
-        return inside, part
+            start = int(start) + (_now().rank * block.shape[dim] if dim == self.split else 0)
+            part = part.narrow(dim, 0, max(0, min(block.shape[dim], self.shape[dim] - start)))
+            offset += start * self.strides[dim]
+        if not part.numel():
+            return part, part
+        # Addresses have 64 bits, and a descriptor may count on that they go round.
+        nbytes = self.base.element_size()
+        offset = ((offset * nbytes + 2**63) % 2**64 - 2**63) // nbytes
+        strides = [stride if n > 1 else 1 for stride, n in zip(self.strides, part.shape, strict=True)]
+        try:
+            return self.base.as_strided(part.shape, strides, self.base.storage_offset() + offset), part
+        except RuntimeError as error:
+            raise Fault("out of bounds", f"TMA leaves its tensor: {error}") from error
 
 
 def _bases(layout: Any) -> list[Any]:
@@ -668,9 +677,10 @@ def _smaller(a: Any, b: Any) -> Any:
     return torch.minimum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
 
 
-def _load(pointer: _Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> torch.Tensor:
+def _load(pointer: _Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Any:
     if mask is None:
-        return pointer.data[pointer.at].as_subclass(_Block)
+        whole = pointer.data[pointer.at].as_subclass(_Block)
+        return whole if whole.ndim or whole.is_floating_point() else whole.item()  # a scalar may be an index
     found = pointer.data[torch.where(mask, pointer.at, 0)]
     return torch.where(mask, found, torch.full_like(found, other)).as_subclass(_Block)
 
@@ -689,7 +699,7 @@ def _atomic_add(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -
 
 
 def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -> torch.Tensor:
-    before = _load(pointer).clone()
+    before = pointer.data[pointer.at].clone()
     _store(pointer, value)
     return before
 

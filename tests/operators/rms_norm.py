@@ -92,8 +92,8 @@ BACKWARD = Lesson(
         Mutant("the mean of a chunk", "norm_backward_walk_kernel", "c1 / N, c2 / N", "c1 / BLOCK, c2 / BLOCK",
                "rms_norm_backward"),
         Mutant("columns past the last", "norm_backward_walk_kernel", "x_ptr + row * stride_x + cols, mask=cols < N",
-               "x_ptr + row * stride_x + cols, mask=lanes < N", "rms_norm_backward", "out of bounds"),
-        Mutant("only the first chunk's sum", "centred_sums", "lanes_gx += g * (x[chunk] - mean)", "lanes_gx += 0 * g",
+               "x_ptr + row * stride_x + cols, mask=cols < N + 1", "rms_norm_backward", "out of bounds"),
+        Mutant("only the last chunk's sum", "centred_sums", "lanes_gx += in_threads", "lanes_gx = in_threads",
                "rms_norm_backward"),
         Mutant("w forgotten in the mean", "centred_sums", "g = dy[chunk] * w[chunk]", "g = dy[chunk]",
                "rms_norm_backward"),
@@ -102,15 +102,14 @@ BACKWARD = Lesson(
         Mutant("the next row in this row's place", "norm_backward_group_kernel", "unpack_columns(x[chunk]",
                "unpack_columns(next_x[chunk]", "rms_norm_backward"),
         Mutant("the mean of a part", "norm_backward_group_kernel", "tl.sum(c1, axis=0) / N",
-               "tl.sum(c1, axis=0) / (CHUNKS * BLOCK)", "rms_norm_backward"),
+               "tl.sum(c1, axis=0) / BLOCK", "rms_norm_backward"),
         Mutant("one part's sum", "norm_backward_group_kernel", "tl.sum(c1, axis=0)", "PARTS * tl.max(c1, axis=0)",
                "rms_norm_backward"),
         Mutant("only the last tile's dw", "rms_norm_backward_persistent_kernel", "dw += dy", "dw = dy",
                "rms_norm_backward"),
     ),
-    claims={rms_norm_backward: (
-        "norm_backward_group_kernel: no spills", "norm_backward_walk_kernel: no spills",
-    )},
+    # In norm_backward_group_kernel one value may spill, at 40 columns a thread.
+    claims={rms_norm_backward: ("norm_backward_walk_kernel: no spills",)},
     passes={rms_norm_backward: 1.72},
 )
 # fmt: on

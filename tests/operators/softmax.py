@@ -31,6 +31,7 @@ FORWARD = Lesson(
         *PROBLEM.checks,
         case("4 divides the length, 8 does not", M=5, N=1012),
         case("several tiles, the last one hanging over", M=9, N=1000),
+        case("chunks, of which the last is ragged; rows of -inf and NaN", M=5, N=9001, strange=True),
         case("past the registers of the interpreter's 4 SMs: two passes", M=1, N=262145),
         case("bytes are counted here: rows past 64 KB are split; half a row of -inf", M=3, N=32769, strange=True),
     ),
@@ -39,6 +40,12 @@ FORWARD = Lesson(
         Mutant("no row mask", "softmax_packed_kernel", "(rows < M) & ", "", "softmax", "out of bounds"),
         Mutant("m subtracted after scaling", "softmax_packed_kernel", "- m) * LOG2E - tl", "* LOG2E - m * LOG2E) - tl",
                "softmax"),
+        Mutant("only the last chunk's sum", "softmax_chunks_kernel", "lane_l += tl.exp2", "lane_l = tl.exp2",
+               "softmax"),
+        Mutant("the first chunk's maximum alone", "softmax_chunks_kernel", "tl.maximum(lane_m, chunks[chunk])",
+               "lane_m", "softmax", "nan"),
+        Mutant("columns past the last, in chunks", "softmax_chunks_kernel", "chunk * BLOCK + lanes < N", "lanes < N",
+               "softmax", "out of bounds"),
         Mutant("parts keep their maxima", "softmax_split_kernel", "y = tl.exp2((opaque(x).to(tl.float32) - m)",
                "y = tl.exp2((opaque(x).to(tl.float32) - tl.max(x, axis=0).to(tl.float32))", "softmax", "nan"),
         Mutant("parts not rescaled", "softmax_split_kernel", " * tl.exp2((ms - m) * LOG2E)", "", "softmax"),
@@ -46,9 +53,9 @@ FORWARD = Lesson(
                "softmax", "nan"),
         Mutant("every part publishes in the first part's slot", "softmax_split_kernel", "partials_ptr + part",
                "partials_ptr + 0 * part", "softmax", "hang"),
-        Mutant("sum not rescaled", "softmax_two_pass_kernel", "l * tl.exp(m - m_new)", "l", "softmax"),
+        Mutant("sum not rescaled", "softmax_two_pass_kernel", "l * less, latest * less", "l, latest", "softmax"),
     ),
-    claims={softmax: tuple(f"softmax_{k}_kernel: {claim}" for k in ("packed", "split") for claim in WIDE)},
+    claims={softmax: tuple(f"softmax_{k}_kernel: {claim}" for k in ("packed", "chunks", "split") for claim in WIDE)},
     passes={softmax: 2.0},  # interpreted, rows are split in two launches, of which the first only publishes
 )
 
@@ -58,6 +65,7 @@ BACKWARD = Lesson(
     rungs=(softmax_backward,),
     checks=(
         *PROBLEM_BACKWARD.checks,
+        case("chunks, of which the last is ragged", M=5, N=9001),
         case("past the registers of the interpreter's 4 SMs: two passes", M=1, N=131073),
         case("several tiles, the last one hanging over", M=9, N=1000),
         case("bytes are counted here: rows past 64 KB are split", M=2, N=32769),
@@ -71,10 +79,16 @@ BACKWARD = Lesson(
                "out of bounds"),
         Mutant("one delta for all rows", "softmax_backward_packed_kernel", ", axis=1, keep_dims=True", "",
                "softmax_backward"),
+        Mutant("only the last chunk's share", "softmax_backward_chunks_kernel", "shares += opaque", "shares = opaque",
+               "softmax_backward"),
+        Mutant("y's stride for dy, in chunks", "softmax_backward_chunks_kernel", "row * stride_dy", "row * stride_y",
+               "softmax_backward"),
         Mutant("one share too few", "softmax_backward_split_kernel", "delta = tl.sum", "delta = tl.max",
                "softmax_backward"),
     ),
-    claims={softmax_backward: tuple(f"softmax_backward_{k}_kernel: {c}" for k in ("packed", "split") for c in WIDE)},
+    claims={softmax_backward: tuple(
+        f"softmax_backward_{k}_kernel: {claim}" for k in ("packed", "chunks", "split") for claim in WIDE
+    )},
     passes={softmax_backward: 2.0},
 )
 # fmt: on
