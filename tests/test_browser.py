@@ -140,6 +140,15 @@ def test_a_few_pages_load_without_an_error_and_fit_a_phone(tab, book):
     tour(tab, book, [f"{language}/{name}.html" for language in LANGUAGES for name in SOME])
 
 
+def test_a_table_on_a_phone_scrolls_and_keeps_its_words_whole(tab, book):
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.goto((book / "en" / "reports/nvidia-h200/softmax.html").as_uri())
+    lines = tab.evaluate("[...document.querySelectorAll('td code')].map((node) => node.getClientRects().length)")
+    assert lines
+    assert max(lines) == 1, "names of rungs have no spaces"
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
+
+
 @pytest.mark.night
 def test_all_pages_load_without_an_error_and_fit_a_phone(tab, whole):
     tour(tab, whole, pages_of(whole))

@@ -98,6 +98,14 @@ def test_a_lesson_has_its_rungs_their_code_and_what_changes():
     assert f"def {declared.rungs[-1].__name__}(" in text
 
 
+def test_the_head_of_a_chinese_lesson_is_a_list_of_words_and_paragraphs():
+    shown = page(SOFTMAX, "zh").split("\n## ")[0]
+    assert "New words" not in shown
+    assert re.search(r"^\*\*新词\*\*：\[在线 softmax online softmax\]\(\S*glossary\.md#\S+\)。$", shown, re.MULTILINE)
+    assert re.search(r"^学完你能", shown, re.MULTILINE)
+    assert re.search(r"^需要：", shown, re.MULTILINE)
+
+
 def test_a_chart_has_the_figures_of_the_rows():
     """Nothing is typed twice: each figure is that of the CSV, each prediction that of the lesson."""
     declared, folders = lesson(SOFTMAX), device_folders()

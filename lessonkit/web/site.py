@@ -251,6 +251,7 @@ def _settings(language: str) -> dict[str, object]:
         "myst_heading_anchors": 4,
         "myst_enable_extensions": ["colon_fence"],
         "myst_links_external_new_tab": False,
+        "smartquotes": False,
         "suppress_warnings": ["misc.highlighting_failure", "myst.header", "toc.not_included"],
         "html_theme": "shibuya",
         "html_theme_options": {"accent_color": ACCENT, "show_ai_links": False, "toctree_collapse": True},
