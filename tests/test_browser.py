@@ -29,7 +29,7 @@ EXERCISE = "day2_triton_basics/exercises/exercise01_mul"
 QUIZ = "day2_triton_basics/quiz_after"
 PLACE = "node => [...document.querySelectorAll(`[name=${node.name}]`)].indexOf(node)"
 FIGURE = places.lesson_page("day2_triton_basics.lesson01_vector_add")
-SOME = ("index", "glossary", "roofline", "day2_triton_basics/index", SOFTMAX, FIGURE, EXERCISE,
+SOME = ("index", "course", "paths/30min", "glossary", "roofline", "day2_triton_basics/index", SOFTMAX, FIGURE, EXERCISE,
         QUIZ,
         "day2_triton_basics/exercises/index", "reports/nvidia-h200/softmax")  # fmt: skip
 LANGUAGES = ("en", "zh")
