@@ -99,10 +99,15 @@ def environment() -> None:
     stamp.write_text(wanted)
 
 
+def browser() -> str:
+    """The path of the first of BROWSERS that is here, or ""."""
+    return next(filter(None, map(shutil.which, BROWSERS)), "")
+
+
 def browsers_tests() -> None:
     """What the book's tests in a browser need, where there is one. Without it they are skipped, and say so."""
     needed, stamp = (REQUIREMENTS / "browser.txt").read_text(), VENV / "browser_installed.txt"
-    if not any(map(shutil.which, BROWSERS)) or (stamp.exists() and stamp.read_text() == needed):
+    if not browser() or (stamp.exists() and stamp.read_text() == needed):
         return
     if pip("install", *HASHED, "--requirement", str(REQUIREMENTS / "browser.txt"), must=False):
         stamp.write_text(needed)

@@ -13,17 +13,24 @@ import threading
 import warnings
 from contextlib import contextmanager
 
-from lessonkit.exercise import progress, source
+from lessonkit.base.words import speaking
+from lessonkit.exercise import progress, quiz, source
+from lessonkit.measure import facts
 from lessonkit.pictures import all_pictures
 from lessonkit.web import places, site
 from lessonkit.web.serve import Server
 
 import pytest
 
+import course
+
 SOFTMAX = places.lesson_page("day2_triton_basics.lesson05_softmax")
 EXERCISE = "day2_triton_basics/exercises/exercise01_mul"
+QUIZ = "day2_triton_basics/quiz_after"
+PLACE = "node => [...document.querySelectorAll(`[name=${node.name}]`)].indexOf(node)"
 FIGURE = places.lesson_page("day2_triton_basics.lesson01_vector_add")
-SOME = ("index", "glossary", "roofline", "day2_triton_basics/index", SOFTMAX, FIGURE, EXERCISE,
+SOME = ("index", "course", "paths/30min", "glossary", "roofline", "day2_triton_basics/index", SOFTMAX, FIGURE, EXERCISE,
+        QUIZ,
         "day2_triton_basics/exercises/index", "reports/nvidia-h200/softmax")  # fmt: skip
 LANGUAGES = ("en", "zh")
 QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -35,8 +42,8 @@ pytestmark = pytest.mark.kept("lessonkit/web/**/*", "lessonkit/pictures/**/*", "
 
 def lacking():
     """What this machine lacks for these tests, or nothing."""
-    if not any(map(shutil.which, ("chromium", "google-chrome"))):
-        return "no browser here: apt install chromium"
+    if not course.browser():
+        return f"no browser here ({', '.join(course.BROWSERS)}): apt install chromium"
     try:
         import axe_playwright_python  # noqa: F401
         import playwright  # noqa: F401
@@ -81,9 +88,8 @@ def whole(tmp_path_factory):
 def chromium(tmp_path_factory):
     from playwright.sync_api import sync_playwright
 
-    path = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=QUIET)
+        browser = driver.chromium.launch(executable_path=course.browser(), args=QUIET)
         yield browser
         browser.close()
 
@@ -132,6 +138,15 @@ def tour(tab, folder, addresses):
 
 def test_a_few_pages_load_without_an_error_and_fit_a_phone(tab, book):
     tour(tab, book, [f"{language}/{name}.html" for language in LANGUAGES for name in SOME])
+
+
+def test_a_table_on_a_phone_scrolls_and_keeps_its_words_whole(tab, book):
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.goto((book / "en" / "reports/nvidia-h200/softmax.html").as_uri())
+    lines = tab.evaluate("[...document.querySelectorAll('td code')].map((node) => node.getClientRects().length)")
+    assert lines
+    assert max(lines) == 1, "names of rungs have no spaces"
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
 
 
 @pytest.mark.night
@@ -205,7 +220,7 @@ def test_search_finds(tab, whole, language, words):
         for base in (server.address, f"{whole.as_uri()}/"):
             tab.goto(f"{base}{language}/search.html?q={words.replace(' ', '+')}")
             tab.wait_for_selector("#search-results li a")
-            tab.wait_for_function("document.querySelectorAll('#search-results li').length > 2")
+            tab.wait_for_selector("#search-results li >> nth=2")
     assert not tab.wrong, "\n".join(tab.wrong)
 
 
@@ -215,6 +230,8 @@ def test_search_finds(tab, whole, language, words):
 @pytest.mark.night
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path, monkeypatch, language):
+    from playwright.sync_api import expect
+
     monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
     mul = source.find("day2_triton_basics.exercise01_mul")[0]
     with serving(book) as server:
@@ -249,8 +266,65 @@ def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path
         tab.wait_for_selector(".exercise-state:not(:empty)")
         tab.on("dialog", lambda dialog: dialog.accept())
         reset.click()
-        tab.wait_for_function("stub => document.querySelector('#exercise-text').value === stub", arg=mul.stub)
+        expect(tab.locator("#exercise-text")).to_have_value(mul.stub, timeout=PATIENCE)
     assert progress.of(mul).passed == ""
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+# ---- A quiz ----
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_quiz_is_taken_in_the_page_by_the_keyboard_and_kept(tab, book, tmp_path, monkeypatch, language):
+    """One answer is wrong, the others are right; what the terminal keeps says the same."""
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
+    with speaking(language):
+        questions = quiz.load("day2", "after")
+        answers = [quiz.answer_of(q, facts.compute) for q in questions]
+        (wrong, why), *_ = questions[0].wrong_numbers(facts.compute)
+    answers[0] = f"{wrong:g}"
+    with serving(book) as server:
+        tab.goto(f"{server.address}{language}/{QUIZ}.html")
+        for nth, answer in enumerate(answers):
+            question = tab.locator(".quiz-question").nth(nth)
+            check = question.locator(".quiz-check")
+            check.press("Enter")
+            assert question.locator(".quiz-first").is_visible(), "nothing was answered yet"
+            assert not question.locator(".quiz-answer").get_attribute("open")
+            if question.get_attribute("data-kind") == "number":
+                tab.keyboard.type(answer)  # the field has the focus now
+                tab.keyboard.press("Enter")
+            else:
+                for _ in range(question.locator(f"input[value='{answer}']").evaluate(PLACE)):
+                    tab.keyboard.press("ArrowDown")
+                tab.keyboard.press("Space")
+                check.press("Enter")
+            assert question.locator(".quiz-right" if nth else ".quiz-wrong").is_visible()
+            assert question.locator(".quiz-answer").get_attribute("open") is not None
+        assert tab.locator(".quiz-why").inner_text() == why
+        tab.wait_for_selector(".quiz-result:has-text('progress.json')")
+        (sitting,) = progress.sittings()
+        assert [given for given, _ in sitting.answers.values()] == answers
+        assert [right for _, right in sitting.answers.values()] == [False] + [True] * (len(answers) - 1)
+        tab.reload()
+        tab.wait_for_selector(".quiz-result:not(:empty)")
+        assert f"{len(answers) - 1}" in tab.inner_text(".quiz-result")
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+def test_a_quiz_from_a_file_is_marked_and_says_where_it_is_kept(tab, book):
+    tab.goto((book / "en" / f"{QUIZ}.html").as_uri())
+    assert tab.query_selector(".quiz-answer:not([open])")
+    for nth, question in enumerate(quiz.load("day2", "after")):
+        shown = tab.locator(".quiz-question").nth(nth)
+        answer = quiz.answer_of(question, facts.compute)
+        if question.kind == "number":
+            shown.locator("input").fill(answer)
+        else:
+            shown.locator(f"input[value='{answer}']").check()
+        shown.locator(".quiz-check").click()
+        assert shown.locator(".quiz-right").is_visible()
+    assert "python3 course.py quiz day2 after" in tab.inner_text(".quiz-result")
     assert not tab.wrong, "\n".join(tab.wrong)
 
 
@@ -346,14 +420,13 @@ def test_lighthouse_finds_a_lesson_fast(book, tmp_path, preset):
     if not (lighthouse := shutil.which("lighthouse")):
         pytest.skip("no lighthouse here: npm install -g lighthouse")
     flags = " ".join((*QUIET, f"--user-data-dir={tmp_path / 'profile'}"))
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
     best = 0
     with serving(book) as server:
         for _ in range(3):
             command = [lighthouse, f"{server.address}en/{SOFTMAX}.html", "--quiet", "--only-categories=performance",
                        "--output=json", f"--chrome-flags={flags}", *preset]  # fmt: skip
             found = subprocess.run(
-                command, env=os.environ | {"CHROME_PATH": chromium}, capture_output=True, text=True, check=True
+                command, env=os.environ | {"CHROME_PATH": course.browser()}, capture_output=True, text=True, check=True
             )
             best = max(best, json.loads(found.stdout)["categories"]["performance"]["score"])
             if best >= 0.9:

@@ -1,9 +1,9 @@
 """The web edition: prose and charts are those of lessons and rows, links resolve, the server answers its own pages."""
 
+import html
 import http.client
 import json
 import re
-import shutil
 import subprocess
 import threading
 from html.parser import HTMLParser
@@ -11,19 +11,22 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from lessonkit.base.files import ROOT
-from lessonkit.exercise import progress, source
+from lessonkit.base.words import speaking
+from lessonkit.exercise import progress, quiz, source
 from lessonkit.lesson import discover, names
-from lessonkit.measure import rows
+from lessonkit.measure import facts, rows
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import predictions
-from lessonkit.web import charts, exercises, grader, lessons, places, prose, site
-from lessonkit.web.serve import EXERCISE, TOKEN, Server
+from lessonkit.pages import guides, predictions
+from lessonkit.web import charts, exercises, grader, lessons, places, prose, quizzes, site, start
+from lessonkit.web.serve import ASK, TOKEN, Server
 
 import pytest
 
+import course
+
 SOFTMAX = "day2_triton_basics.lesson05_softmax"
 SOME = ("index", "glossary", "roofline", "day2_triton_basics/index", places.lesson_page(SOFTMAX),
-        "day2_triton_basics/exercises/exercise01_mul")  # fmt: skip
+        "day2_triton_basics/exercises/exercise01_mul", "day2_triton_basics/quiz_before")  # fmt: skip
 
 
 def lesson(name):
@@ -95,6 +98,14 @@ def test_a_lesson_has_its_rungs_their_code_and_what_changes():
     assert f"def {declared.rungs[-1].__name__}(" in text
 
 
+def test_the_head_of_a_chinese_lesson_is_a_list_of_words_and_paragraphs():
+    shown = page(SOFTMAX, "zh").split("\n## ")[0]
+    assert "New words" not in shown
+    assert re.search(r"^\*\*新词\*\*：\[在线 softmax online softmax\]\(\S*glossary\.md#\S+\)。$", shown, re.MULTILINE)
+    assert re.search(r"^学完你能", shown, re.MULTILINE)
+    assert re.search(r"^需要：", shown, re.MULTILINE)
+
+
 def test_a_chart_has_the_figures_of_the_rows():
     """Nothing is typed twice: each figure is that of the CSV, each prediction that of the lesson."""
     declared, folders = lesson(SOFTMAX), device_folders()
@@ -117,9 +128,56 @@ def test_a_chart_does_not_end_its_script():
     assert "</script><b>" not in charts.figure("rows", {"rung": "</script><b>"}, "x", "en")
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_start_page_is_made_of_readme_rows_and_paths(language):
+    """What it is, where to begin without a GPU, ladders with the figures of the rows, every path with its minutes."""
+    text = start.text(language)
+    readme = (ROOT / guides.GUIDES[language]).read_text()
+    assert text.split("\n\n")[2].replace(" ", "") in readme.replace("\n", "").replace(" ", "")
+    assert 'href="paths/30min.html"' in text.split("start-go")[1].split("</p>")[0]
+    assert text.count('class="race-ladder"') == len(start.LADDERS)
+    for name in start.LADDERS:
+        shown = text.split(f'{places.lesson_page(name)}.html">')[0].split('class="race-ladder"')[-1]
+        found = rows.read(next(f for f in device_folders() if f.name == rows.MACHINE) / f"{name}.csv")
+        times = {row.rung: row.ms_p50 for row in found if row.shape in shown and row.dtype in shown}
+        bars = re.findall(r"<code>(.*?)</code>.*?--share:([\d.]+).*?<span>(\S+) ms", shown)
+        assert [bar[0] for bar in bars][: len(lesson(name).rungs)] == [rung.__name__ for rung in lesson(name).rungs]
+        fastest = min(times[rung] for rung, _, _ in bars)
+        for rung, share, ms in bars:
+            assert (share, ms) == (f"{fastest / times[rung]:.5f}", f"{times[rung]:.3g}")
+    for path in ROOT.glob("paths/*.toml"):
+        assert f'href="paths/{path.stem}.html"' in text
+    assert 'class="lk-moving"' in text
+
+
 def test_hints_are_the_exercises_own():
     source = places.exercises()[0]
     assert tuple(exercises.Page(source, "en").hints) == source.exercise.hints
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_quiz_has_every_question_and_marks_as_the_terminal_does(language):
+    for name in quiz.files():
+        for part in quiz.PARTS:
+            text = quizzes.Page(name, part, language).text()
+            found = [json.loads(html.unescape(data)) for data in re.findall(r'data-marks="(.*?)"', text)]
+            with speaking(language):
+                questions = quiz.load(name, part)
+                assert len(found) == len(questions)
+                for question, marks in zip(questions, found, strict=True):
+                    right, number = marks["right"], question.kind == "number"
+                    assert quiz.mark(question, repr(right) if number else right, facts.compute).right
+                    for value, why in marks["wrong"]:
+                        marked = quiz.mark(question, repr(value) if number else value, facts.compute)
+                        assert marked == quiz.Marked(False, why)
+
+
+def test_the_answer_of_a_quiz_is_folded_and_computed():
+    text = quizzes.Page("day2", "before", "en").text()
+    first = quiz.load("day2", "before")[0]
+    shown = text.split("<details")[1]
+    assert f"**{quiz.answer_of(first, facts.compute)}.** {first.because.partition(' ')[0]}" in shown
+    assert "Taught in [lesson01\\_vector\\_add]" in shown or "Taught in [lesson01_vector_add]" in shown
 
 
 def test_links_lead_to_pages_copies_or_words():
@@ -215,8 +273,8 @@ def test_all_pages_build_without_a_warning_or_a_broken_link(tmp_path):
     assert not broken(tmp_path)
     for page in tmp_path.glob("*/*/lesson*.html"):
         assert page.stat().st_size < 500_000, page
-    if not (browser := shutil.which("chromium")):
-        pytest.skip("the pages are right; no chromium here that would draw a chart")
+    if not (browser := course.browser()):
+        pytest.skip("the pages are right; no browser here that would draw a chart")
     address = (tmp_path / "en" / f"{SOME[4]}.html").as_uri()
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
     drawn = subprocess.run([*command, address], capture_output=True, text=True, timeout=300).stdout
@@ -310,13 +368,13 @@ def test_a_page_has_the_token_that_answers_need(server, tmp_path):
         (400, {"request": b"[]"}),
         (400, {"request": b"\xff"}),
         (404, {"path": "/api/other"}),
-        (404, {"path": "/../api/exercise"}),
+        (404, {"path": "/../api/ask"}),
     ],
 )
 def test_answers_of_others_are_not_run(server, status, headers, monkeypatch):
     monkeypatch.setattr(server.grader, "ask", lambda request: pytest.fail("it reached the grader"))
     headers = dict(headers)
-    request, path = headers.pop("request", {"do": "open", "exercise": MUL.name}), headers.pop("path", EXERCISE)
+    request, path = headers.pop("request", {"do": "open", "exercise": MUL.name}), headers.pop("path", ASK)
     body = request if isinstance(request, bytes) else json.dumps(request).encode()
     usual = {"Content-Type": "application/json", "Content-Length": str(len(body)), TOKEN: server.token}
     given = {name: value for name, value in (usual | headers).items() if value is not None}
@@ -334,7 +392,7 @@ def desk(tmp_path_factory):
         def asked(do, **fields):
             body = json.dumps({"do": do, "exercise": MUL.name} | fields).encode()
             headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), TOKEN: server.token}
-            status, text = ask(server, EXERCISE, "POST", body, **headers)
+            status, text = ask(server, ASK, "POST", body, **headers)
             assert status == 200, text
             return json.loads(text)
 
@@ -399,12 +457,38 @@ def test_only_exercises_have_files(name, tmp_path, monkeypatch):
     assert not (tmp_path / "answers").exists()
 
 
+def test_a_quiz_is_kept_with_the_terminals(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
+    monkeypatch.setenv("COURSE_LANG", "en")
+    questions = quiz.load("day2", "before")
+    about = {"do": "quiz", "quiz": "day2", "part": "before"}
+    assert grader.answer(about, None) == {"day": "", "right": 0, "count": len(questions)}
+    answers = [quiz.answer_of(q, facts.compute) for q in questions[:-1]] + ["a"]
+    kept = grader.answer(about | {"answers": answers}, None)
+    assert kept["right"] == [True] * len(questions[:-1]) + [questions[-1].fields["fixes"][0]["new"] == "a"]
+    assert (kept["again"], kept["file"]) == (False, str(tmp_path / "progress.json"))
+    (sitting,) = progress.sittings()
+    assert (sitting.quiz, sitting.part, sitting.right) == ("day2", "before", len(questions) - 1)
+    assert grader.answer(about, None)["day"] == progress.today()
+    assert grader.answer(about | {"answers": answers}, None)["again"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"quiz": "day9"}, {"part": "between"}, {"answers": ["1"]}, {"answers": ["?"] * 6}, {"quiz": None}]
+)
+def test_what_is_no_sitting_of_a_quiz_is_not_kept(tmp_path, monkeypatch, wrong):
+    monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
+    about = {"do": "quiz", "quiz": "day2", "part": "before", "answers": []}
+    assert set(grader.answer(about | wrong, None)) == {"error"}
+    assert not progress.sittings()
+
+
 def test_one_answer_is_graded_at_a_time(server, monkeypatch):
     monkeypatch.setattr(grader, "WAIT", 0.1)
     server.grader._lock.acquire()
     body = b"{}"
     headers = {"Content-Type": "application/json", "Content-Length": "2", TOKEN: server.token}
-    assert ask(server, EXERCISE, "POST", body, **headers)[0] == 409
+    assert ask(server, ASK, "POST", body, **headers)[0] == 409
 
 
 def test_a_grader_that_has_ended_is_begun_again(server):

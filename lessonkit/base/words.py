@@ -6,6 +6,7 @@ the language of `--lang`, which stands in COURSE_LANG, or of the system (LANG=zh
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -51,6 +52,21 @@ def translated(english: str, language: str) -> str:
 def said(english: str) -> str:
     """What a command says, in the language of this process; figures are filled in after it, with `.format(n=2)`."""
     return translated(english, language())
+
+
+@contextmanager
+def speaking(wanted: str) -> Iterator[None]:
+    """Say all in a language, in what this process starts too; "" leaves it as it is."""
+    before = os.environ.get("COURSE_LANG")
+    if wanted:
+        os.environ["COURSE_LANG"] = wanted
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("COURSE_LANG", None)
+        else:
+            os.environ["COURSE_LANG"] = before
 
 
 def counted(number: int, one: str, many: str) -> str:

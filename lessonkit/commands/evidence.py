@@ -122,16 +122,12 @@ def take(name: str, part: str, given: str) -> None:
     if not given and not can_ask():
         words = said("no terminal to ask in: give --answers, {count} with commas between; --show prints the questions")
         raise ValueError(words.format(count=len(questions)))
-    marked = []
-    for nth, question in enumerate(questions, 1):
-        if not given:
-            _print_question(question, nth, len(questions))
-        answer = answers[nth - 1] if given else _asked(question)
-        marked.append((question, answer, quiz.mark(question, answer, facts.compute)))
-    sitting = progress.Sitting(name, part, {q.skill: [answer, m.right] for q, answer, m in marked}, time.time())
+    for nth, question in enumerate([] if given else questions, 1):
+        _print_question(question, nth, len(questions))
+        answers.append(_asked(question))
     again = part in learned.sat(progress.sittings()).get(name, {})
-    progress.add("quizzes", sitting)
-    _print_marks(marked, part)
+    marks = learned.sit(questions, answers)
+    _print_marks(list(zip(questions, answers, marks, strict=True)), part)
     if again:
         show.console.print(said("You have taken this quiz before: the first time counts."), highlight=False)
 

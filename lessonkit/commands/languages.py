@@ -1,16 +1,13 @@
 """The language of commands: `--lang zh` anywhere on the command line, the help in it, `read` and `translate`."""
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from lessonkit.base import renames
 from lessonkit.base.files import ROOT
 from lessonkit.base.prose import normal, read_as
-from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, language, later, said, translated
+from lessonkit.base.words import CATALOGUES, LANGUAGES, catalogue, language, later, said, speaking, translated
 from lessonkit.commands import show
 from lessonkit.exercise import source
 from lessonkit.lesson import names
@@ -48,7 +45,7 @@ class Spoken(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest, wanted = _without_language(args)
-        ctx.with_resource(_speaking(wanted))
+        ctx.with_resource(speaking(wanted))
         if language() != "en":
             _say_help(self, ctx)
         _frame(ctx)
@@ -80,21 +77,6 @@ def _without_language(args: list[str]) -> tuple[list[str], str]:
             sentence = said("{option} takes one of {choices}, not {wanted}")
             raise typer.BadParameter(sentence.format(option="--lang", choices=", ".join(CHOICES), wanted=repr(wanted)))
     return rest, wanted
-
-
-@contextmanager
-def _speaking(wanted: str) -> Iterator[None]:
-    """Say all in a language, in what this process starts too; "" leaves it as it is."""
-    before = os.environ.get("COURSE_LANG")
-    if wanted:
-        os.environ["COURSE_LANG"] = wanted
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("COURSE_LANG", None)
-        else:
-            os.environ["COURSE_LANG"] = before
 
 
 def _frame(ctx: Any) -> None:

@@ -79,7 +79,8 @@ def folder() -> Path:
     return Path(os.environ.get("COURSE_ANSWERS") or ROOT / "answers")
 
 
-def _file() -> Path:
+def file() -> Path:
+    """Where all that is kept stands."""
     return folder() / "progress.json"
 
 
@@ -108,7 +109,7 @@ def asked() -> list[str]:
 def add(key: str, entry: Any) -> None:
     """Keep one more: `add("predictions", guess)`, `add("quizzes", sitting)`, `add("asked", lesson)`."""
     assert key in OTHERS
-    with changing(_file()):
+    with changing(file()):
         raw = _raw()
         raw[key] = [*raw.get(key, []), entry if isinstance(entry, str) else asdict(entry)]
         _write(raw)
@@ -122,7 +123,7 @@ def save(records: dict[str, Record]) -> None:
 
 def _raw() -> dict[str, Any]:
     try:
-        return _parsed(lambda text: dict(json.loads(text)), _file().read_text())
+        return _parsed(lambda text: dict(json.loads(text)), file().read_text())
     except FileNotFoundError:
         return {}
 
@@ -132,11 +133,11 @@ def _parsed(read: Callable[[Any], T], raw: Any) -> T:
         return read(raw)
     except (ValueError, TypeError, AttributeError) as error:
         words = said("{file} is damaged ({error}): mend it, or remove it to start anew")
-        raise Damaged(words.format(file=_file(), error=error)) from None
+        raise Damaged(words.format(file=file(), error=error)) from None
 
 
 def _write(raw: dict[str, Any]) -> None:
-    write_atomically(_file(), json.dumps(raw, indent=1) + "\n")
+    write_atomically(file(), json.dumps(raw, indent=1) + "\n")
 
 
 def of(source: Source) -> Record:
@@ -145,7 +146,7 @@ def of(source: Source) -> Record:
 
 def update(source: Source, event: str = "", **fields: object) -> None:
     """Change what is known of one exercise, which is then where the learner is: `update(source, "hint 2", hints=2)`."""
-    with changing(_file()):  # `watch` may run in one terminal, `hint` in another
+    with changing(file()):  # `watch` may run in one terminal, `hint` in another
         records, now = load(), time.time()
         before = asdict(records.get(source.name, Record()))
         before["events"] += [[round(now), event]] if event else []

@@ -152,7 +152,7 @@ def new_words(line: str, language: str) -> str:
     """The line of a lesson's head in another language, made from its terms."""
     comma = NEW[language][2]
     found = (term.strip() for term in line.removeprefix(HEAD).rstrip(".").split(","))
-    named = {term.term: _heading(term, language) for term in terms()}
+    named = {term.term: heading(term, language) for term in terms()}
     return HEADS[language].format(PAGES[language], comma.join(named.get(each, each) for each in found))
 
 
@@ -164,7 +164,7 @@ def below(folder: str, language: str, first: str, last: str) -> str:
         own_folder, _, stem = lesson.partition(".")
         number = stem.removeprefix("lesson").partition("_")[0]
         if own_folder == folder and first <= number <= last and found:
-            linked = comma.join(f"[{_named(t, language)}](../{PAGES[language]}#{_anchor(t, language)})" for t in found)
+            linked = comma.join(f"[{_named(t, language)}](../{PAGES[language]}#{anchor(t, language)})" for t in found)
             lines.append(f"- {number}{colon}{linked}")
     return "\n".join([intro.format(PAGES[language]), "", *lines]) + "\n" if lines else ""
 
@@ -190,7 +190,7 @@ def _page(language: str, first: dict[Term, str]) -> str:
         where = ""
         if lesson := first.get(term):
             where = FIRST[language].format(f"[{lesson.partition('.')[2]}]({lesson.replace('.', '/')}.py)")
-        said += [f"### {_heading(term, language)}", translated(term.says, language) + where]
+        said += [f"### {heading(term, language)}", translated(term.says, language) + where]
     return "\n\n".join([*said, MADE[language]]) + "\n"
 
 
@@ -198,14 +198,14 @@ def _named(term: Term, language: str) -> str:
     return translated(term.term, language)
 
 
-def _heading(term: Term, language: str) -> str:
+def heading(term: Term, language: str) -> str:
     """In Chinese with the English word, which the lessons use."""
     said = _named(term, language)
     return said if said == term.term else f"{said} {term.term}"
 
 
-def _anchor(term: Term, language: str) -> str:
-    return re.sub(r"[^\w\- ]", "", _heading(term, language).lower()).replace(" ", "-")
+def anchor(term: Term, language: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading(term, language).lower()).replace(" ", "-")
 
 
 def explained(which: str) -> Iterator[Term]:

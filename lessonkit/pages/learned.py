@@ -6,6 +6,7 @@ many times as fast as the rung before, `2least` so many times the least bytes. I
 
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -15,10 +16,11 @@ from typing import Any
 from lessonkit.base import device
 from lessonkit.base.files import REPORTS
 from lessonkit.base.words import said
-from lessonkit.exercise import progress, source
+from lessonkit.exercise import progress, quiz, source
 from lessonkit.exercise.progress import Guess, Record, Sitting
+from lessonkit.exercise.quiz import Marked, Question
 from lessonkit.lesson import Lesson, discover, shape_name
-from lessonkit.measure import rows
+from lessonkit.measure import facts, rows
 from lessonkit.measure.rows import MACHINE, Row
 
 VERSION = 1  # of the file that a learner hands to a teacher
@@ -190,6 +192,20 @@ def sat(sittings: Iterable[Sitting]) -> dict[str, dict[str, Sitting]]:
     return found
 
 
+def sit(questions: Sequence[Question], answers: Sequence[str]) -> list[Marked]:
+    """Judge the answers to all questions of a part, in their order, and keep the sitting.
+
+    Raises ValueError if there are more or fewer answers, or one is no answer to its question.
+    """
+    if len(answers) != len(questions):
+        words = said("there are {given} answers, expected {count}")
+        raise ValueError(words.format(given=len(answers), count=len(questions)))
+    marks = [quiz.mark(q, answer, facts.compute) for q, answer in zip(questions, answers, strict=True)]
+    kept = {q.skill: [a.strip(), m.right] for q, a, m in zip(questions, answers, marks, strict=True)}
+    progress.add("quizzes", Sitting(questions[0].quiz, questions[0].part, kept, time.time()))
+    return marks
+
+
 def refusals(record: Record) -> str:
     """What refused the tries of an exercise, the most frequent first: `value 3, out of bounds 1`."""
     whats = [str(what) for _, what in record.events]
@@ -239,16 +255,16 @@ def quizzes(learners: Sequence[Learner]) -> list[list[Any]]:
     lines = []
     both: dict[str, list[tuple[Sitting, Sitting]]] = {}
     for learner in learners:
-        for quiz, parts in sat(learner.sittings).items():
+        for name, parts in sat(learner.sittings).items():
             if "before" in parts and "after" in parts:
-                both.setdefault(quiz, []).append((parts["before"], parts["after"]))
-    for quiz, pairs in sorted(both.items()):
+                both.setdefault(name, []).append((parts["before"], parts["after"]))
+    for name, pairs in sorted(both.items()):
         share = [mean(s.right / max(1, len(s.answers)) for s in part) for part in zip(*pairs, strict=True)]
-        lines.append([quiz, "", len(pairs), *share])
+        lines.append([name, "", len(pairs), *share])
         for skill in dict.fromkeys(skill for pair in pairs for s in pair for skill in s.answers):
             asked = [[s.answers[skill][1] for s in part if skill in s.answers] for part in zip(*pairs, strict=True)]
             if all(asked):
-                lines.append([quiz, skill, len(pairs), *(mean(map(bool, each)) for each in asked)])
+                lines.append([name, skill, len(pairs), *(mean(map(bool, each)) for each in asked)])
     return lines
 
 

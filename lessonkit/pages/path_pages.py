@@ -36,11 +36,14 @@ def overview(lang: str) -> str:
     header = _Page(lang).say(["time", "lessons", "exercises", "at the end"], ["时间", "课", "练习", "学完之后"])
     return markdown(
         header,
-        (
-            [f"[{r.title[lang]}](paths/{_file(r, lang)})", len(r.lessons), _Page(lang).some(r), r.ends[lang]]
-            for r in routes()
-        ),
+        ([f"[{r.title[lang]}](paths/{_file(r, lang)})", len(r.lessons), some(r, lang), r.ends[lang]] for r in routes()),
     )
+
+
+def some(route: Route, lang: str) -> str:
+    """How many exercises; those of a box are as many as fit."""
+    most = _Page(lang).say("up to ", "至多 ") if any(item.boxed for item in route.items) else ""
+    return f"{most}{len(route.exercises)}"
 
 
 def _file(route: Route, lang: str) -> str:
@@ -53,11 +56,6 @@ class _Page:
 
     def say(self, en: T, zh: T) -> T:
         return {"en": en, "zh": zh}[self.lang]
-
-    def some(self, route: Route) -> str:
-        """How many exercises; those of a box are as many as fit."""
-        most = self.say("up to ", "至多 ") if any(item.boxed for item in route.items) else ""
-        return f"{most}{len(route.exercises)}"
 
     def of(self, route: Route, all_routes: Iterable[Route]) -> str:
         other = _file(route, self.say("zh", "en"))
@@ -77,8 +75,8 @@ class _Page:
             n, hours = len(route.lessons), round(sum(part.minutes for part in route.parts) / 60)
             said.append(
                 self.say(
-                    f"In all {n} lessons, {self.some(route)} exercises, {hours} hours.",
-                    f"共 {n} 课、{self.some(route)} 个练习、{hours} 小时。",
+                    f"In all {n} lessons, {some(route, self.lang)} exercises, {hours} hours.",
+                    f"共 {n} 课、{some(route, self.lang)} 个练习、{hours} 小时。",
                 )
             )
         at = 0.0

@@ -13,6 +13,7 @@ from lessonkit.measure import rows
 from lessonkit.measure.rows import Row
 from lessonkit.pages import guides
 
+BOUNDS = ("launch", "latency", "compute", "memory")
 LAUNCH_US = 8  # where even the limit is less, starting the kernel is what takes the time
 
 

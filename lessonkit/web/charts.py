@@ -11,7 +11,7 @@ from lessonkit.lesson import Lesson, shape_name
 from lessonkit.measure import rows
 from lessonkit.measure.rows import Row
 from lessonkit.pages import pivots, predictions
-from lessonkit.pages.results import bound, intensity, measured, operator
+from lessonkit.pages.results import BOUNDS, bound, intensity, measured, operator
 from lessonkit.web.places import lesson_page, relative
 
 FIELDS = ("rung", "kind", "shape", "dtype", "ms_p50", "tb_per_s", "tflop_per_s", "percent_of_limit", "bytes",
@@ -104,7 +104,7 @@ def _json(data: object) -> str:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
 
 
-def _words(language: str) -> dict[str, str]:
+def _words(language: str) -> dict[str, object]:
     return {
         "gpu": translated("GPU", language),
         "dtype": translated("dtype", language),
@@ -124,6 +124,7 @@ def _words(language: str) -> dict[str, str]:
         "date": translated("measured on", language),
         "intensity": translated("FLOPs for each byte", language),
         "bound": translated("bound by", language),
+        "bounds": {each: translated(each, language) for each in BOUNDS},
         "first": translated("first rung", language),
         "hint": translated("Point at a mark, or go through the marks by Tab, to see its row.", language),
     }

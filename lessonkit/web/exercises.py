@@ -40,7 +40,7 @@ class Page:
             prose.markdown(task),
             *([f"## {translated('To be written', self.language)}", todo] if todo else []),
             f"## {translated('Your answer', self.language)}",
-            f'<div class="exercise" data-exercise="{source.name}" data-words="{_attribute(self.words())}"></div>',
+            f'<div class="exercise" data-exercise="{source.name}" data-words="{attribute(self.words())}"></div>',
             '<div class="exercise-terminal">',
             prose.fence("bash", commands),
             self._why_terminal(),
@@ -61,15 +61,9 @@ class Page:
 
     def words(self) -> dict[str, object]:
         """What static/exercise.js says."""
-        lost = translated("The server has ended: start it again, then load this page again.", self.language)
-        other = translated(
-            "This page is of an earlier server: copy your text, then load the page again.", self.language
-        )
         return {
             "editor": translated("Your answer", self.language),
-            "keys": translated(
-                "Tab indents, Escape and then Tab leaves the editor, Ctrl+Enter checks.", self.language
-            ),
+            "keys": translated("Tab indents, Escape and then Tab leaves the editor, Ctrl+Enter checks.", self.language),
             "check": translated("Check", self.language),
             "hint": translated("Hint", self.language),
             "reset": translated("Begin anew", self.language),
@@ -84,13 +78,8 @@ class Page:
             "changed": translated("Your file has changed since this page read it.", self.language),
             "take": translated("Take the file's text", self.language),
             "keep": translated("Keep this text", self.language),
-            "status": {
-                "0": lost, "403": other, "404": other, "421": other,
-                "409": translated("Another answer is being graded: try again in a moment.", self.language),
-                "413": translated("An answer of this size is not taken.", self.language),
-                "502": translated("The grader has ended unexpectedly: try again.", self.language),
-            },
-        }  # fmt: skip
+            "status": status_words(self.language),
+        }
 
     @cached_property
     def hints(self) -> list[str]:
@@ -102,11 +91,23 @@ class Page:
         raise ValueError(f"{self.source.path}: its Exercise has no `hints` written out")
 
 
+def status_words(language: str) -> dict[str, str]:
+    """What a page says where the server has not answered: by the status, 0 for none."""
+    lost = translated("The server has ended: start it again, then load this page again.", language)
+    other = translated("This page is of an earlier server: copy your text, then load the page again.", language)
+    return {
+        "0": lost, "403": other, "404": other, "421": other,
+        "409": translated("Another answer is being graded: try again in a moment.", language),
+        "413": translated("An answer of this size is not taken.", language),
+        "502": translated("The grader has ended unexpectedly: try again.", language),
+    }  # fmt: skip
+
+
 def _passed(language: str) -> str:
     return translated("passed {day}", language)
 
 
-def _attribute(data: object) -> str:
+def attribute(data: object) -> str:
     return html.escape(json.dumps(data, ensure_ascii=False))
 
 
@@ -120,7 +121,7 @@ def index(folder: str, language: str) -> str:
     here = [source for source in places.exercises() if source.name.startswith(f"{folder}.")]
     lines = [f"1. [{prose.escaped(translated(s.title, language))}]({s.path.stem}.md)" for s in here]
     toctree = "\n".join(s.path.stem for s in here)
-    words = _attribute({"passed": _passed(language)})
+    words = attribute({"passed": _passed(language)})
     listed = (
         f'<div class="exercise-list" data-folder="{folder}" data-words="{words}">\n\n{chr(10).join(lines)}\n\n</div>'
     )

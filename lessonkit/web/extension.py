@@ -46,5 +46,9 @@ def _scripts(app: Sphinx, page: str, template: str, context: dict[str, Any], doc
     """The scripts that only some pages have a use for."""
     if "/exercises/" in page:
         app.add_js_file("exercise.js", loading_method="defer")
+    if 'class="quiz"' in context.get("body", ""):
+        app.add_js_file("quiz.js", loading_method="defer")
+    if 'class="race"' in context.get("body", ""):
+        app.add_js_file("start.js", loading_method="defer")
     if 'class="chart"' in context.get("body", ""):
         app.add_js_file("chart.js", loading_method="defer")

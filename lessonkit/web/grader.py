@@ -1,4 +1,4 @@
-"""Answers of the exercises' pages, graded in a process beside the server: `Grader` there, `main` in the process.
+"""Answers of exercises and quizzes, graded in a process beside the server: `Grader` there, `main` in the process.
 
 The process imports PyTorch once and has no threads, so it can fork. Each answer is graded in a child of it, by the
 function and within the limits of the terminal's command, and progress goes to the same file.
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from datetime import date
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,6 +83,8 @@ def answer(request: Answer, printed: IO[bytes]) -> Answer:
     from lessonkit.exercise import desk, progress, source  # PyTorch, which the server does without
 
     os.environ["COURSE_LANG"] = "zh" if request.get("language") == "zh" else "en"
+    if request.get("do") == "quiz":
+        return _quiz(request)
     if request.get("do") == "list":
         return {"passed": {name: record.passed for name, record in progress.load().items() if record.passed}}
     found = {each.name: each for each in source.discover()}.get(str(request.get("exercise")))
@@ -108,15 +111,35 @@ def answer(request: Answer, printed: IO[bytes]) -> Answer:
         case _:
             return {"error": said("The page asks what this server does not know: load it again.")}
     record = progress.of(found)
-    file = progress.answer_file(found)
     return made | {
         "answer": _text(found),
-        "file": str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file),
+        "file": _shown(progress.answer_file(found)),
         "checks": record.checks,
         "passed": record.passed,
         "hints": desk.hints(found, more=False),
         "solution": desk.solution(found) if record.passed else "",
     }
+
+
+def _quiz(request: Answer) -> Answer:
+    """What was answered is kept, as the terminal keeps it. Without answers: the first sitting of this part."""
+    from lessonkit.exercise import progress, quiz
+    from lessonkit.pages import learned
+
+    try:
+        questions = quiz.load(str(request.get("quiz")), str(request.get("part")))
+        first = learned.sat(progress.sittings()).get(questions[0].quiz, {}).get(questions[0].part)
+        if "answers" not in request:
+            day = date.fromtimestamp(first.at).isoformat() if first else ""
+            return {"day": day, "right": first.right if first else 0, "count": len(questions)}
+        marks = learned.sit(questions, [str(each) for each in request["answers"]])
+    except ValueError as why:
+        return {"error": str(why)}
+    return {"right": [mark.right for mark in marks], "again": first is not None, "file": _shown(progress.file())}
+
+
+def _shown(file: Path) -> str:
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
 def _text(found: Any) -> str:

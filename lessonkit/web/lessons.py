@@ -19,6 +19,7 @@ from lessonkit.measure.stale import device_folders
 from lessonkit.pages import glossary, guides, paths, rung_source
 from lessonkit.web import charts, places, prose
 
+_NEW_WORDS = re.compile(rf"^{re.escape(glossary.HEAD)}[^.]*\.\n", re.MULTILINE)  # no term has a dot
 Declared = Lesson | Steps | Broken
 
 
@@ -67,7 +68,7 @@ class Page:
             if part.kind == prose.CODE:
                 said.append(self._code(part.text, path, number))
                 continue
-            words = part.text
+            words = _NEW_WORDS.sub(lambda line: f"\n{' '.join(line[0].split())}\n\n", part.text)
             if i == 0:
                 title, words = prose.title(words)
                 said += (
@@ -106,7 +107,7 @@ class Page:
         said = translated("Rung {number}", self.language).format(number=number) + (
             f", {prose.escaped(more)}" if more else ""
         )
-        return f"## {said}" + (f": `{name}`" if name else "")
+        return f"## {said}" + (f"{'：' if self.language == 'zh' else ': '}`{name}`" if name else "")
 
     def _code(self, text: str, path: Path, number: str) -> str:
         names = list(_defined(text, path.suffix))
@@ -132,9 +133,15 @@ class Page:
         def one(found: re.Match[str]) -> str:
             by = {term.term: term for term in glossary.terms()}
             words = [w.strip() for w in found[2].replace("\\", "").replace("`", "").split(",")]
-            linked = [f"[{prose.escaped(w)}]({target}.md#{glossary._anchor(by[w], self.language)})" if w in by
-                      else prose.escaped(w) for w in words]  # fmt: skip
-            return f"**{translated('New words', self.language)}**: {', '.join(linked)}.\n"
+            linked = [
+                f"[{prose.escaped(glossary.heading(by[w], self.language))}]"
+                f"({target}.md#{glossary.anchor(by[w], self.language)})"
+                if w in by
+                else prose.escaped(w)
+                for w in words
+            ]
+            colon, comma, stop = ("：", "、", "。") if self.language == "zh" else (": ", ", ", ".")
+            return f"**{translated('New words', self.language)}**{colon}{comma.join(linked)}{stop}\n"
 
         return re.sub(r"^(New words \(GLOSSARY\.md\)): (.*)\.\n", one, markdown, flags=re.MULTILINE)
 

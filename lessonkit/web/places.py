@@ -7,15 +7,18 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from lessonkit.base.files import ROOT
-from lessonkit.exercise import source
+from lessonkit.exercise import quiz, source
 from lessonkit.lesson import names
 from lessonkit.measure.stale import device_folders
+from lessonkit.pages.guides import GUIDES
 
 _TRANSLATED = ".zh-CN.md"
 _LINK = re.compile(r"(?<!\\)(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _IMAGE = re.compile(r'(<img src=")(?![a-z]+:)([^"]+)"')
 _CODE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)\s*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
-HOME = "index"
+_OTHER = re.compile(r" ?(?:简体中文|中文|English)[:：] ?\[[^\]]*\]\([^)]*\)[.。]? ?")
+HOME = "index"  # lessonkit/web/start.py writes it
+COURSE = "course"  # the README of the course
 
 
 def guides() -> list[Path]:
@@ -31,7 +34,9 @@ def guides() -> list[Path]:
 
 
 def page(path: Path) -> str:
-    """The page of a guide: README.md stands at the head of its folder."""
+    """The page of a guide: README.md stands at the head of its folder, that of the course beside the start page."""
+    if path == ROOT / "README.md":
+        return COURSE
     name = path.relative_to(ROOT).with_suffix("")
     return (name.with_name(HOME) if name.name == "README" else PurePosixPath(name.as_posix().lower())).__str__()
 
@@ -42,6 +47,16 @@ def lesson_page(lesson: str) -> str:
 
 def exercise_page(exercise: source.Source) -> str:
     return f"{exercise.path.parent.parent.name}/exercises/{exercise.path.stem}"
+
+
+def quiz_page(folder: str, part: str) -> str:
+    return f"{folder}/quiz_{part}"
+
+
+def heading(folder: str, language: str) -> str:
+    """What the guide of a folder is called in its heading, up to the colon: Day 2."""
+    guide = ROOT / folder / GUIDES[language]
+    return re.split("[:：]", guide.read_text().partition("\n")[0].removeprefix("# "), maxsplit=1)[0]
 
 
 @cache
@@ -61,6 +76,8 @@ def pages() -> dict[str, str]:
     for each in exercises():
         relative = each.path.relative_to(ROOT)
         found |= dict.fromkeys((relative.as_posix(), relative.with_suffix(".cu").as_posix()), exercise_page(each))
+    for path in quiz.files().values():
+        found[path.relative_to(ROOT).as_posix()] = quiz_page(path.parent.name, quiz.PARTS[0])
     return found
 
 
@@ -88,6 +105,8 @@ def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str], la
         if name and not image:
             if foreign and english.with_name(f"{english.stem}{_TRANSLATED}").exists():
                 anchor = ""
+            if name == COURSE and not anchor:
+                name = HOME
             return f"[{words}]({relative(name, here)}.md{'#' + anchor if anchor else ''})"
         if not path.is_file():
             return words
@@ -99,6 +118,11 @@ def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str], la
     pieces = _CODE.split(text)
     pieces[::2] = [_IMAGE.sub(shown, _LINK.sub(one, piece)) for piece in pieces[::2]]
     return "".join(pieces)
+
+
+def without_language(text: str) -> str:
+    """A guide without its link to the other language, which each page of the book has at its top."""
+    return _OTHER.sub("", text, count=1)
 
 
 def relative(target: str, here: str) -> str:

@@ -18,7 +18,7 @@ _PREDICTED = re.compile(r"(?:(?<=[.:?)])\s+|(?<=[。？）])\s*)(?=Predicted[: ]
 _LABEL = re.compile(r"(?P<label>[A-Z][A-Za-z ]{1,20}|[\u4e00-\u9fff ]{2,10}|Needs)[:：](?P<gap> *)(?P<said>\S.*)")
 _HEAD = re.compile(
     r"New words \(|You (?:will )?(?:be able|need|learn)|(?:Run|Check|Time) it:|Needs |Without a GPU|"
-    r"(?:新词|运行|检查|计时)"
+    r"(?:学完|你将|你?需要[:：]|运行|检查|计时)"
 )
 _BULLET = re.compile(r" {0,3}[-*] +(?=\S)")
 _DRAWN = re.compile(r"[\u2190-\u21ff\u2500-\u259f]|\S {3,}\S|^[|+].*[|+]$")

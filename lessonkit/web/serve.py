@@ -27,14 +27,14 @@ POLICY = (  # what a page may load: its own files, and the small scripts that th
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
 )
-EXERCISE = "/api/exercise"
+ASK = "/api/ask"
 TOKEN = "X-Course-Token"
 TEXT = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}  # sent compressed
 MOST = 256 * 1024  # bytes of a request; an answer has some thousand
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Files below one folder, by GET and HEAD; answers to exercises, by POST."""
+    """Files below one folder, by GET and HEAD; answers to exercises and quizzes, by POST."""
 
     server: "Server"
     timeout = 30  # seconds for the next bytes of a request
@@ -77,11 +77,11 @@ class Handler(SimpleHTTPRequestHandler):
         return io.BytesIO(page)
 
     def do_POST(self) -> None:
-        """An exercise's page asks for its state, a hint, the stub, or a verdict."""
+        """A page asks for an exercise's state, a hint, the stub or a verdict, or has a quiz's answers kept."""
         length = self.headers.get("Content-Length", "")
         if not hmac.compare_digest(self.headers.get(TOKEN, "").encode(), self.server.token.encode()):
             self.send_error(HTTPStatus.FORBIDDEN, "The token is not this server's: load the page again")
-        elif self.path != EXERCISE:
+        elif self.path != ASK:
             self.send_error(HTTPStatus.NOT_FOUND)
         elif self.headers.get_content_type() != "application/json":
             self.send_error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)

@@ -13,10 +13,11 @@ from lessonkit.base.errors import Missing
 from lessonkit.base.files import CACHE, ROOT, need_private, write_atomically
 from lessonkit.base.markdown import markdown
 from lessonkit.base.words import translated
+from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import operators
-from lessonkit.web import LANGUAGES, charts, exercises, lessons, places
+from lessonkit.pages import operators, paths
+from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start
 
 OWN = Path(__file__).parent
 ACCENT = "green"
@@ -33,7 +34,9 @@ class Sources:
 
     def write(self) -> None:
         """Write all of them, and remove what an earlier build left."""
-        self._guides()
+        guides = self._guides()
+        if self._wanted(places.HOME):
+            self._put(places.HOME, start.text(self.language) + self._toctree(places.HOME, guides))
         for name in names():
             if self._wanted(page := places.lesson_page(name)):
                 lesson = dict(discover(name))[name]
@@ -45,6 +48,10 @@ class Sources:
         for folder in dict.fromkeys(source.path.parent.parent.name for source in places.exercises()):
             if self._wanted(page := f"{folder}/exercises/index"):
                 self._put(page, exercises.index(folder, self.language))
+        for name, path in quiz.files().items():
+            for part in quiz.PARTS:
+                if self._wanted(page := places.quiz_page(path.parent.name, part)):
+                    self._put(page, quizzes.Page(name, part, self.language).text())
         self._roofline()
         for relative, path in self.copies.items():
             self._file(relative, path.read_bytes())
@@ -73,7 +80,8 @@ class Sources:
         if not path.exists() or path.read_bytes() != content:
             write_atomically(path, content)
 
-    def _guides(self) -> None:
+    def _guides(self) -> list[str]:
+        """Write the guides; which pages they are."""
         by_page = {places.page(path): path for path in places.guides()}
         charted = {folder.name: {operators.file_name(ladder.name): ladder for ladder in operators.ladders(folder)}
                    for folder in device_folders()}  # fmt: skip
@@ -83,7 +91,10 @@ class Sources:
             path = english
             if self.language == "zh" and (translation := english.with_name(f"{english.stem}.zh-CN.md")).exists():
                 path = translation
-            text = places.relinked(path.read_text(), path, page, self.copied, self.language)
+            text = places.without_language(path.read_text())
+            text = places.relinked(text, path, page, self.copied, self.language)
+            if page == places.COURSE:
+                text = re.sub("^# .*", f"# {translated('About this course', self.language)}", text, count=1)
             ladder = charted.get(english.parent.name, {}).get(english.name)
             if ladder and (data := charts.of_operator(ladder.lessons, english.parent.name)):
                 figure = charts.figure(
@@ -91,7 +102,12 @@ class Sources:
                 )
                 head, _, rest = text.partition("\n")
                 text = f"{head}\n\n{figure}\n{re.sub(r'^!.*png.*$', '', rest, flags=re.MULTILINE)}"
+            folder = page.removesuffix("/index")
+            if folder in quizzes.folders():
+                head, _, rest = text.partition("\n")
+                text = f"{head}\n\n{quizzes.links(folder, self.language)}\n{rest}"
             self._put(page, text + self._toctree(page, list(by_page)))
+        return list(by_page)
 
     def _roofline(self) -> None:
         said = [f"# {translated('Roofline', self.language)}"]
@@ -103,28 +119,29 @@ class Sources:
             if data := charts.of_roofline(folder):
                 said += [f"## {folder.name}", charts.figure("roofline", data, folder.name, self.language)]
                 heads = ["", "FLOP/B", "TFLOP/s", "%", ""]
-                said.append(markdown(heads, (self._point(point) for point in data["points"])))
+                said.append(markdown(heads, map(self._point, data["points"])))
         if self._wanted("roofline"):
             self._put("roofline", "\n\n".join(said) + "\n")
 
-    @staticmethod
-    def _point(point: dict[str, Any]) -> list[str]:
+    def _point(self, point: dict[str, Any]) -> list[str]:
         lesson = f"[{point['lesson']}]({point['href'].removesuffix('.html')}.md) `{point['rung']}`"
-        return [lesson, f"{point['x']:.3g}", f"{point['y']:.3g}", f"{point['percent']:.0f}", point["bound"]]
+        bound = translated(point["bound"], self.language)
+        return [lesson, f"{point['x']:.3g}", f"{point['y']:.3g}", f"{point['percent']:.0f}", bound]
 
     def _toctree(self, page: str, guides: list[str]) -> str:
         """The pages below this one, for the book's contents and for previous and next."""
         if page == places.HOME:
             days = dict.fromkeys(name.partition(".")[0] for name in names())
-            order = ["syllabus", "paths", "glossary", *(f"{day}/index" for day in days), "course_ops/index", "roofline"]
-            order += ["reports/index", "contributing", "changelog"]
+            order = ["paths", *(f"{day}/index" for day in days), "course_ops/index", "roofline", "reports/index"]
+            order += ["glossary", places.COURSE, "syllabus", "contributing", "changelog"]
             below = [p for each in order for p in self._section(each, guides)]
         elif page.endswith("/index"):
             folder = page.removesuffix("/index")
             below = [p for p in guides if p != page and p.startswith(f"{folder}/")]
             lessons_here = [places.lesson_page(name) for name in names(f"{folder}.") if name.startswith(f"{folder}.")]
             exercised = any(s.name.startswith(f"{folder}.") for s in places.exercises())
-            below = [*lessons_here, *([f"{folder}/exercises/index"] if exercised else []), *below]
+            before, after = ([places.quiz_page(folder, part)] * (folder in quizzes.folders()) for part in quiz.PARTS)
+            below = [*before, *lessons_here, *([f"{folder}/exercises/index"] if exercised else []), *after, *below]
         else:
             return ""
         here = [places.relative(p, page) for p in below if self._wanted(p)]
@@ -133,7 +150,7 @@ class Sources:
     @staticmethod
     def _section(name: str, guides: list[str]) -> list[str]:
         if name == "paths":
-            return [p for p in guides if p.startswith("paths/")]
+            return [f"paths/{route.name}" for route in paths.routes()]
         return [name] if name in guides or name == "roofline" else []
 
 
@@ -207,11 +224,14 @@ def _sphinx(job: tuple[str, str, str]) -> str:
 def _own(static: Path) -> None:
     """Take out of the theme's files what a page must not do, and what no page needs.
 
-    A page must not load a font from another host or evaluate a string. No page needs the other colours, half of its
-    style.
+    A page must not load a font from another host or evaluate a string. No page needs the other colours, nor those for
+    screens of a wider gamut: two thirds of the style.
     """
     css, translations = static / "shibuya.css", static / "translations.js"
     text = re.sub(r"@font-face\{[^{}]*url\(https?:[^{}]*\}", "", css.read_text())
+    text = re.sub(
+        r"@supports \(color:color\(display-p3[^{]*\{@media \(color-gamut:p3\)\{(?:[^{}]*\{[^{}]*\})+\}\}", "", text
+    )
     others = set(re.findall(r"\[data-accent-color=(\w+)\]", text)) - {ACCENT}
     text = re.sub(rf"\[data-accent-color=(?:{'|'.join(others)})\]\{{[^{{}}]*\}}", "", text)
     for colour in others - set(re.findall(r"var\(--([a-z]+)-", text)):
@@ -236,6 +256,7 @@ def _settings(language: str) -> dict[str, object]:
         "myst_heading_anchors": 4,
         "myst_enable_extensions": ["colon_fence"],
         "myst_links_external_new_tab": False,
+        "smartquotes": False,
         "suppress_warnings": ["misc.highlighting_failure", "myst.header", "toc.not_included"],
         "html_theme": "shibuya",
         "html_theme_options": {"accent_color": ACCENT, "show_ai_links": False, "toctree_collapse": True},

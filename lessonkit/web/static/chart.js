@@ -206,12 +206,12 @@
       const icon = make("svg", { viewBox: "0 0 16 16", width: 14, height: 14, "aria-hidden": "true" }, item);
       const [tag, place] = MARKS[nth % MARKS.length](8, 8);
       make(tag, { ...place, fill: colour(nth) }, icon);
-      item.append(` ${words.bound}: ${kind}`);
+      item.append(` ${words.bound}: ${words.bounds[kind]}`);
     });
     for (const p of points) {
       const nth = kinds.indexOf(p.bound);
       make("line", { x1: x.at(p.x), x2: x.at(p.x), y1: y.at(p.first), y2: y.at(p.y), stroke: colour(nth), class: "rise" }, svg);
-      const said = `${p.operator}: ${p.lesson}, ${p.rung}, ${p.shape}, ${p.dtype}: ${p.y.toPrecision(3)} TFLOP/s, ${Math.round(p.percent)}${words.percent}; ${words.first} ${p.first.toPrecision(3)} TFLOP/s; ${words.bound}: ${p.bound}`;
+      const said = `${p.operator}: ${p.lesson}, ${p.rung}, ${p.shape}, ${p.dtype}: ${p.y.toPrecision(3)} TFLOP/s, ${Math.round(p.percent)}${words.percent}; ${words.first} ${p.first.toPrecision(3)} TFLOP/s; ${words.bound}: ${words.bounds[p.bound]}`;
       mark(svg, x.at(p.x), y.at(p.y), nth, colour(nth), said, (t) => { readout.textContent = t; }, p.href);
     }
   };

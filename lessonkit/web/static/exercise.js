@@ -2,27 +2,8 @@
 // page. Without it the page keeps the commands for the terminal.
 (() => {
   "use strict";
-  const token = document.querySelector('meta[name="course-token"]')?.content;
+  const { ask, make, token } = window.course;
   if (!token) return;
-  const language = document.documentElement.lang.startsWith("zh") ? "zh" : "en";
-
-  // Who grades: one function from a request to its answer. It throws an Error whose message is a status.
-  const ask = async (request) => {
-    const answer = await fetch("/api/exercise", {
-      method: "POST",
-      headers: { "Content-Type": "application/json", "X-Course-Token": token },
-      body: JSON.stringify({ language, ...request }),
-    }).catch(() => { throw new Error("0"); });
-    if (!answer.ok) throw new Error(String(answer.status));
-    return answer.json();
-  };
-
-  const make = (tag, attributes, ...inside) => {
-    const node = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-    node.append(...inside);
-    return node;
-  };
 
   // ---- The list of a folder's exercises: which have passed ----
   const list = document.querySelector(".exercise-list");

@@ -1,0 +1,135 @@
+"""The start page: what the course is, where to begin, ladders that race, a figure to move, the paths and the days."""
+
+import html
+
+from lessonkit import pictures
+from lessonkit.base.files import ROOT
+from lessonkit.base.words import said, speaking
+from lessonkit.lesson import Lesson, discover, names
+from lessonkit.measure import rows
+from lessonkit.measure.stale import device_folders
+from lessonkit.pages import path_pages, paths, results
+from lessonkit.pages.guides import GUIDES
+from lessonkit.pages.paths import Route
+from lessonkit.web import exercises, places, prose
+
+# Of each language one: the first kernel of all, and two that take days.
+LADDERS = ("day2_triton_basics.lesson01_vector_add", "cuda_src.03_matrix_multiply", "cuda_src.19_flash_attention_v1")
+
+
+def text(language: str) -> str:
+    with speaking(language):
+        routes = paths.routes()
+        first = routes[0]
+        lesson = next(name for name in first.lessons if any(p.figure for p in pictures.of(name)))
+        what, without = _readme(language)
+        commands = ("doctor", f"path {first.name}", "web")
+        begin = said("Start here, without a GPU: {path}").format(path=first.title[language])
+        shown = [
+            f"# {said('GPU kernels in five days')}",
+            f'<div class="start-lead">\n\n{what}\n\n</div>',
+            without,
+            f'<p class="start-go"><a href="paths/{first.name}.html">{html.escape(begin)}</a></p>',
+            _race(language),
+            f"## {said('A path for the time you have')}",
+            _routes(routes, language),
+            f"## {said('Try it: what a kernel is launched on')}",
+            _figure(lesson, language),
+            f"## {said('On your own machine')}",
+            prose.fence("bash", "\n".join(f"{exercises.COURSE} {each}" for each in commands)),
+            said("The first installs the course, the second shows your path, the third serves this book: exercises and "
+                 "quizzes are graded in their pages then."),
+            f"## {said('The days')}",
+            _days(language),
+        ]  # fmt: skip
+        about = said("Commands, modes, and why to believe a result")
+        more = [(about, places.COURSE), (said("Results"), "reports/index"), (said("Roofline"), "roofline"),
+                (said("Glossary"), "glossary")]  # fmt: skip
+        shown.append(" · ".join(f"[{words}]({page}.md)" for words, page in more))
+    return "\n\n".join(shown) + "\n"
+
+
+def _readme(language: str) -> tuple[str, str]:
+    """The first sentence of the README, and what it says of a machine without a GPU."""
+    path = ROOT / GUIDES[language]
+    _, what, without, *_ = places.without_language(path.read_text()).split("\n\n")
+    end = "。" if language == "zh" else ". "
+    first = " ".join(what.splitlines()).partition(end)[0] + end.strip()
+    return first, without.replace("\n", "" if language == "zh" else " ")
+
+
+def _routes(routes: list[Route], language: str) -> str:
+    cards = []
+    for route in routes:
+        minutes = sum(part.minutes for part in route.parts)
+        takes = said("{count} minutes") if minutes <= 60 else said("{count} hours")
+        counts = said("lessons: {lessons}, exercises: {exercises}").format(
+            lessons=len(route.lessons), exercises=path_pages.some(route, language)
+        )
+        cards.append(
+            f'<li><a href="paths/{route.name}.html">{html.escape(route.title[language])}</a>'
+            f"<span>{takes.format(count=round(minutes if minutes <= 60 else minutes / 60))} · {counts}</span>"
+            f"<span>{html.escape(route.ends[language])}</span></li>"
+        )
+    return f'<ul class="start-paths">\n{chr(10).join(cards)}\n</ul>'
+
+
+def _figure(lesson: str, language: str) -> str:
+    picture = next(p for p in pictures.of(lesson) if p.figure)
+    words = said("From {lesson}").format(lesson=f"[{lesson.partition('.')[2]}]({places.lesson_page(lesson)}.md)")
+    figure = f'<figure class="picture">{picture.moving(language)}</figure>'
+    return f"**{prose.escaped(picture.title(language))}.** {words}.\n\n``````{{raw}} html\n{figure}\n``````"
+
+
+def _days(language: str) -> str:
+    folders = dict.fromkeys(name.partition(".")[0] for name in names())
+    titles = {folder: (ROOT / folder / GUIDES[language]).read_text().partition("\n")[0] for folder in folders}
+    return "\n".join(f"- [{title.removeprefix('# ')}]({folder}/index.md)" for folder, title in titles.items())
+
+
+# ---- The race -------------------------------------------------------------------------------------------------------
+
+
+def _race(language: str) -> str:
+    """Bars of how far each rung of a ladder is when the fastest has finished; static/start.js starts them anew."""
+    ladders = [made for name in LADDERS if (made := _ladder(name, language))]
+    if not ladders:
+        return ""
+    words = exercises.attribute({"again": said("Again"), "ladder": said("ladder")})
+    caption = said("Measured: how far each kernel is when the fastest has finished")
+    return (
+        f'<figure class="race" data-words="{words}"><figcaption>{html.escape(caption)}</figcaption>\n'
+        f"{chr(10).join(ladders)}\n</figure>"
+    )
+
+
+def _ladder(name: str, language: str) -> str:
+    lesson = dict(discover(name))[name]
+    folder = next((each for each in device_folders() if each.name == rows.MACHINE), None)
+    if folder is None or not isinstance(lesson, Lesson):
+        return ""
+    found = rows.read(folder / f"{name}.csv")
+    if (last := results.largest(found, lesson.rungs[-1].__name__)) is None:
+        return ""
+    here = [row for row in found if (row.shape, row.dtype) == (last.shape, last.dtype)]
+    ladder = [row for rung in lesson.rungs for row in here if row.rung == rung.__name__]
+    peer = min((row for row in here if row.kind == "peer"), key=lambda row: row.ms_p50, default=None)
+    fastest = min(row.ms_p50 for row in [*ladder, *([peer] if peer else [])])
+    card = results.card(last)
+    title = said("{operator}: {times} times as fast from the first kernel to the last").format(
+        operator=said(results.operator(name)), times=f"{ladder[0].ms_p50 / last.ms_p50:.0f}"
+    )
+    bars = [
+        f"<li{' class=race-peer' * (row is peer)}><code>{html.escape(row.rung)}</code>"
+        f'<span class="race-bar"><span style="--share:{fastest / row.ms_p50:.5f}"></span></span>'
+        f"<span>{row.ms_p50:.3g} ms</span></li>"
+        for row in [*ladder, *([peer] if peer else [])]
+    ]
+    where = f"{card.name if card else last.gpu}, {last.shape}, {last.dtype}. "
+    where += said("Grey: the fastest library.") if peer else ""
+    link = f'<a href="{places.lesson_page(name)}.html">{html.escape(said("How: the lesson"))}</a>'
+    return (
+        f'<div class="race-ladder" data-title="{html.escape(said(results.operator(name)))}"><p><strong>'
+        f"{html.escape(title)}</strong></p>\n<ol>\n{chr(10).join(bars)}\n</ol>\n"
+        f"<p>{html.escape(where)} {link}</p></div>"
+    )
