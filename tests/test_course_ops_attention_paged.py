@@ -214,6 +214,7 @@ def test_large_parts_make_larger_shares():
     assert kernels.choose_share([254], 1, 264, light) == 1
 
 
+@pytest.mark.skipif(device.HAS_GPU, reason="with a GPU nothing is interpreted")
 @pytest.mark.parametrize("spread", ["one long", "even", ""])
 def test_the_gpu_divides_the_work_as_the_model_says(monkeypatch, spread):
     """Where each owner begins and ends, in programs: spans, as paged_kernel has written them."""
