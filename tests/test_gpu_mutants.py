@@ -156,7 +156,7 @@ def test_a_mutant_that_this_machine_lacks_something_for_is_left_out_with_the_rea
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     mutants_of = dict(discover(KITTENS))[KITTENS].wrong
-    assert said.count("left out, no ThunderKittens in THUNDERKITTENS_ROOT") == len(mutants_of)
+    assert said.count("left out: no ThunderKittens in THUNDERKITTENS_ROOT") == len(mutants_of)
 
 
 def test_what_only_watched_addresses_show_is_no_gpus_to_judge():
