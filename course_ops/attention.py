@@ -219,6 +219,11 @@ def _checked(q, k, v, causal, window, scale, softcap, **more) -> float:
         raise Unsupported(f"q has head_dim {D}, expected 1 to {MAX_HEAD_DIM}: no kernel keeps a longer row on the chip")
     if not 0 < (D_v := v.shape[-1]) <= MAX_HEAD_DIM:
         raise Unsupported(f"v has head_dim {D_v}, expected 1 to {MAX_HEAD_DIM}: no kernel keeps a longer row of out")
+    return checked_scale(D, causal, window, scale, softcap)
+
+
+def checked_scale(D, causal, window, scale, softcap) -> float:
+    """What scores are multiplied by, or the error that a bad number deserves."""
     if window is not None and not (causal and window > 0):
         raise ValueError(f"window = {window}, causal = {causal}: a window is 1 or more keys, and needs causal=True")
     if scale is not None and not 0 < scale < math.inf:
@@ -231,15 +236,18 @@ def _checked(q, k, v, causal, window, scale, softcap, **more) -> float:
 def _checked_gradient(dout, q, k, v, out, lse, causal, window, scale, softcap) -> float:
     """As _checked, for a backward."""
     scale = _checked(q, k, v, causal, window, scale, softcap, dout=dout, out=out)
+    expect_from_forward(dout, q, v, out, lse, q.shape[:-1], "attention returned it for this q and v")
+    return scale
+
+
+def expect_from_forward(dout, q, v, out, lse, lse_shape, origin: str) -> None:
+    """Check what a forward gave, and the gradient of it, against q and v. origin: who gives such shapes."""
     expect(lse=lse, dtypes=(_lse_dtype(q),))
     expect_device(q=q, lse=lse)
     of_out = torch.Size((*q.shape[:-1], v.shape[-1]))
-    for name, t, shape in (("dout", dout, of_out), ("out", out, of_out), ("lse", lse, q.shape[:-1])):
+    for name, t, shape in (("dout", dout, of_out), ("out", out, of_out), ("lse", lse, lse_shape)):
         if t.shape != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(t.shape)}, expected {tuple(shape)}: as attention returned it for this q and v"
-            )
-    return scale
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {tuple(shape)}: as {origin}")
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

@@ -1,6 +1,5 @@
 """Attention of new tokens to a cache of keys and values that lies in pages, or in one piece a sequence: decoding."""
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import Unsupported, expect, expect_device, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
-from course_ops.attention import MAX_HEAD_DIM, _computed, visible_pairs
+from course_ops.attention import MAX_HEAD_DIM, _computed, checked_scale, visible_pairs
 from course_ops.kernels import attention_paged as kernels
 from course_ops.quantize import refuse_gradient
 
@@ -89,13 +88,7 @@ def _checked(q, k_cache, v_cache, cache_seqlens, block_table, causal, window, sc
         raise ValueError(f"k_cache has {num_blocks} blocks for {B} sequences: pass block_table, or one block for each")
     if block_table is not None and (block_table.ndim != 2 or block_table.shape[0] != B):
         raise ValueError(f"block_table is {tuple(block_table.shape)}, expected ({B}, max_blocks): a row a sequence")
-    if window is not None and not (causal and window > 0):
-        raise ValueError(f"window = {window}, causal = {causal}: a window is 1 or more keys, and needs causal=True")
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale = {scale}, expected a positive number: to negate the scores, pass -q")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap = {softcap}, expected a positive number, or None for scores as they are")
-    return 1 / math.sqrt(D) if scale is None else scale
+    return checked_scale(D, causal, window, scale, softcap)
 
 
 @custom_op("course_ops::attention_paged", mutates_args=())

@@ -21,6 +21,7 @@ from course_ops.attention import (
     Gradient,
     _expect_types,
     _lse_dtype,
+    expect_from_forward,
     launch_backward,
     launch_forward,
     visible_pairs,
@@ -97,14 +98,7 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal, 
 def _checked_gradient(dout, q, k, v, out, lse, *given):
     """As _checked, for a backward."""
     scale = _checked(q, k, v, *given, dout=dout, out=out)
-    expect(lse=lse, dtypes=(_lse_dtype(q),))
-    expect_device(q=q, lse=lse)
-    of_out = torch.Size((*q.shape[:-1], v.shape[-1]))
-    for name, t, shape in (("dout", dout, of_out), ("out", out, of_out), ("lse", lse, q.shape[1::-1])):
-        if t.shape != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(t.shape)}, expected {tuple(shape)}: as attention_varlen returned it"
-            )
+    expect_from_forward(dout, q, v, out, lse, q.shape[1::-1], "attention_varlen returned it")
     return scale
 
 
