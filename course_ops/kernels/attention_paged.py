@@ -27,11 +27,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from course_ops._common import architecture, fp32_precision, num_sms, tma_takes, triton_interprets
-from course_ops.kernels.attention_decode import MAX_ROWS, TILE_BYTES, epilogue, merge_parts, owner_rows
+from course_ops.kernels.attention_decode import MAX_ROWS, TILE_BYTES, epilogue, merge_parts, owner_rows, store_part
 from course_ops.kernels.attention_tiles import (
     LOWEST,
+    capped,
+    online_softmax,
     score_scales,
-    tanh,
     tile_descriptors,
     tile_width,
 )
@@ -137,22 +138,18 @@ def paged_step(
 ):  # fmt: skip
     """acc, m and l with the keys of a step. TAIL: the last step of a sequence may have fewer keys than BLOCK_N."""
     keys = load_keys(k, k_strides, pages, h, start, low, length, num_pages, D, PAGE, WHOLE, TMA, BLOCK_N, BLOCK_D)
-    s = tl.dot(q, keys.T, input_precision=PRECISION)
-    if cap_scale is not None:
-        s = tanh(s * cap_scale)
+    s = capped(tl.dot(q, keys.T, input_precision=PRECISION), cap_scale)
     at = start + tl.arange(0, BLOCK_N)[None, :]
     seen = at <= last[:, None]
     if window is not None:
         seen = seen & (at > last[:, None] - window)
     s = tl.where(seen, s, -float("inf"))
-    m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
-    p = tl.exp2(s * scale_log2 - m_new[:, None])
-    alpha = tl.exp2(m - m_new)
+    p, m, alpha = online_softmax(s, m, scale_log2)
     values = load_keys(v, v_strides, pages, h, start, low, length, num_pages, D_v, PAGE, WHOLE, TMA, BLOCK_N, BLOCK_V)
     if TMA and TAIL:  # TMA knows where a page ends, not where a sequence does; 0 times NaN is NaN
         values = tl.where(start + tl.arange(0, BLOCK_N)[:, None] < length, values, 0.0)
     acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, m_new, l * alpha + tl.sum(p, axis=1)
+    return acc, m, l * alpha + tl.sum(p, axis=1)
 
 
 @triton.jit
@@ -216,11 +213,7 @@ def paged_kernel(
         if stop - begin == steps:  # all keys: nothing to merge
             epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, head, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row))
         else:
-            used = tl.arange(0, ROWS) < USED
-            # Parts are numbered by program + owner: from one part to the next, one of the two grows, or both.
-            line = tl.cast(program + place, tl.int64) * USED + tl.arange(0, ROWS)
-            part_ptrs = parts_ptr + line[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-            epilogue(acc, l, m, part_ptrs, part_lse_ptr + line, used[:, None], used)
+            store_part(acc, l, m, parts_ptr, part_lse_ptr, program, place, ROWS, USED, BLOCK_V)
         if begin == 0:
             tl.store(spans_ptr + 2 * place, program)
         if stop == steps:
