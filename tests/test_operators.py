@@ -11,7 +11,7 @@ from lessonkit.base import device
 from lessonkit.commands import show
 from lessonkit.judge import check
 from lessonkit.lesson import kernels
-from lessonkit.measure import operator_bench, operator_rows, rows, stale, timing
+from lessonkit.measure import launches, operator_bench, operator_rows, rows, stale, timing
 from lessonkit.measure.answers import fill_with_nan
 from lessonkit.pages import guides, shipped
 
@@ -381,6 +381,87 @@ def test_a_changed_figure_is_found(timings, change, says):
 def test_two_rows_of_one_shape_are_found(timings):
     row = fake(ALL[0]).sealed()
     assert any("2 rows" in fault for fault in operator_rows.faults([row, row]))
+
+
+@pytest.fixture
+def kept(tmp_path, timings, monkeypatch):
+    """put(**changes) -> the file with one operator's row, which was measured with the versions that are here."""
+    monkeypatch.setattr(rows, "REPORTS", tmp_path)
+    monkeypatch.setattr(stale, "kernels", lambda: [])
+    monkeypatch.setattr(launches, "compilers", lambda: ["triton-1", "torch-2", "nvcc-3"])
+
+    def put(**changes):
+        row = fake(ALL[0], versions="torch 2+cu130, triton 1, driver 5", machine="triton-1=aa")
+        operator_rows.keep(path := tmp_path / "gpu" / "operators.csv", dataclasses.replace(row, **changes))
+        return path
+
+    return put
+
+
+def parts(**changes):
+    """Today's fingerprint of the first case, with some parts changed."""
+    now = zip(operator_rows.PARTS, operator_rows.today(ALL[0]).split("."), strict=True)
+    return ".".join(changes.get(part, value) for part, value in now)
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "changes", "today", "equal"),
+    [
+        (parts(code="0"), {}, "triton-1=aa", True),
+        (parts(code="0", work="0"), {}, "triton-1=aa", True),
+        (parts(code="0"), {}, "triton-1=bb", False),
+        (parts(code="0"), {}, "", False),
+        (parts(code="0"), {"machine": ""}, "triton-1=aa", False),
+        (parts(code="0", inputs="0"), {}, "triton-1=aa", False),
+        (parts(code="0", peers="0"), {}, "triton-1=aa", False),
+        (parts(code="0", work="0"), {"flops": 1}, "triton-1=aa", False),
+        (parts(code="0"), {"versions": "torch 2, triton 0"}, "triton-1=aa", False),
+    ],
+)
+def test_a_row_outlives_a_refactor_that_the_gpu_does_not_notice(kept, monkeypatch, fingerprint, changes, today, equal):
+    monkeypatch.setattr(launches, "marks_of_operators", lambda keys: [today] * len(keys))
+    path = kept(fingerprint=fingerprint, **changes)
+    (before,) = operator_rows.read(path)
+    assert [old.why.endswith("changed") for old in stale.old()] == [True]
+    assert operator_rows.missing([before], ALL[:1])
+    assert stale.show_equal() == equal
+    assert bool(stale.old()) != equal
+    (row,) = operator_rows.read(path)
+    assert row == dataclasses.replace(before, fingerprint=parts() if equal else fingerprint)
+    assert row.sealed() == row
+    assert bool(operator_rows.missing([row], ALL[:1])) != equal
+
+
+def test_an_edited_row_is_found_also_after_it_was_kept(kept, monkeypatch):
+    monkeypatch.setattr(launches, "marks_of_operators", lambda keys: ["triton-1=aa"] * len(keys))
+    path = kept(fingerprint=parts(code="0"))
+    (row,) = operator_rows.read(path)
+    path.write_text(operator_rows.as_csv([dataclasses.replace(row, ms=0.45)]))
+    assert stale.show_equal() == 1
+    assert any("the seal does not fit" in fault for fault in operator_rows.faults(operator_rows.read(path)))
+
+
+def test_a_record_is_made_of_rows_of_today(kept, monkeypatch):
+    """Of others it would not be what was measured; nor in other versions."""
+    monkeypatch.setattr(launches, "marks_of_operators", lambda keys: ["triton-1=cc"] * len(keys))
+    for changes in ({"fingerprint": parts(code="0")}, {"versions": "torch 2, triton 0"}):
+        kept(machine="", **changes)
+        assert stale.record() == 0
+    path = kept(machine="")
+    assert stale.record() == 1
+    (row,) = operator_rows.read(path)
+    assert row.machine == "triton-1=cc"
+    assert row.sealed() == row
+    assert stale.record() == 0
+
+
+def test_old_rows_of_operators_are_listed(kept):
+    kept(fingerprint=parts(code="0", peers="0"))
+    (old,) = stale.old()
+    assert old.named[:2] == (f"course_ops.{ALL[0].key[0]}", ALL[0].key[1])
+    assert old.why == "code and peers changed"
+    kept(fingerprint="0.0.0.0", shape="a shape of the last release")
+    assert len(stale.old()) == 1, "shapes that are asked no longer do not count"
 
 
 @pytest.mark.parametrize("folder", stale.device_folders(), ids=lambda p: p.name)
