@@ -229,7 +229,7 @@ def timings(monkeypatch):
     ms = {"ours": 0.5, "copy": 0.25}
     monkeypatch.setattr(
         timing, "measure",
-        lambda found, answers: {
+        lambda found, answers, needed: {
             n: timing.Timing(0.9 * ms.get(n, 1.0), ms.get(n, 1.0), 1.1 * ms.get(n, 1.0)) for n in found
         },
     )  # fmt: skip
@@ -323,7 +323,7 @@ def test_an_answer_that_is_wrong_in_a_timed_call_is_an_error(timings, monkeypatc
     """It is right before the rounds and in all of them but one."""
     case, rounds = small(OPERATORS[5]), 5
 
-    def measure(contenders, answers):
+    def measure(contenders, answers, needed):
         for i in range(rounds):
             for name, call in contenders.items():
                 y = call()
@@ -335,6 +335,32 @@ def test_an_answer_that_is_wrong_in_a_timed_call_is_an_error(timings, monkeypatc
     assert operator_bench.time_case(case).error.startswith("wrong: value")
     rounds = 2
     assert operator_bench.time_case(case).error == ""
+
+
+def test_a_peer_that_is_wrong_takes_no_rounds(timings):
+    operator = dataclasses.replace(OPERATORS[5], peers={"doubled": lambda x: 2 * torch.softmax(x, -1)})
+    timed, measure = [], timing.measure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "measure", lambda found, **more: timed.extend(found) or measure(found, **more))
+        row = operator_bench.time_case(operator_rows.Case(operator, small(operator).shape))
+    assert "another answer" in operator_rows.absences(row)["doubled"]
+    assert {"ours", "copy", "torch"} <= {*timed}
+    assert "doubled" not in timed
+
+
+@pytest.mark.parametrize(
+    ("ms", "needed"),
+    [
+        ({"fast": 1.0, "slow": 3.0}, {"fast", "slow"}),
+        ({"fast": 0.86, "slow": 3.0}, {"fast", "slow"}),
+        ({"fast": 1.09, "slow": 3.0}, {"fast", "slow"}),
+        ({"fast": 1.2, "close": 1.3, "slow": 3.0}, {"fast", "close"}),
+        ({"fast": 0.8, "slow": 1.0}, {"fast"}),
+        ({}, set()),
+    ],
+)
+def test_near_a_bar_every_median_must_be_known(ms, needed):
+    assert {*operator_bench._needed({"ours": 1.0, "copy": 0.5} | ms)} == {"ours", "copy"} | needed
 
 
 def test_a_shape_that_is_refused_has_a_row(timings):

@@ -197,7 +197,7 @@ def keep(path: Path, row: Row) -> None:
 
 
 def as_csv(rows: Iterable[Row]) -> str:
-    return to_csv({name: value or "" for name, value in asdict(row).items()} for row in rows)
+    return to_csv({name: value or "" for name, value in vars(row).items()} for row in rows)
 
 
 def missing(found: Iterable[Row], asked: Iterable[Case]) -> list[Case]:
