@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -34,6 +36,20 @@ def kernels() -> Iterator[None]:
     else:
         with interpreted():
             yield
+
+
+@contextmanager
+def launchers() -> Iterator[None]:
+    """Inside, calling an operator runs its launcher directly, on meta tensors too, and PyTorch records no gradient.
+
+    For a process in which a launch only compiles: what the launcher asks of PyTorch and of Triton can be watched.
+    """
+
+    def launcher(operator: Any, *args: Any, **options: Any) -> Any:
+        return operator._init_fn(*args, **options)
+
+    with _common.interpreting(), mock.patch.object(_Operator, "__call__", launcher), torch.no_grad():
+        yield
 
 
 def calls() -> dict[str, Callable[[], None]]:
