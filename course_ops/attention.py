@@ -152,7 +152,7 @@ class Gradient(NamedTuple):
 
 def _few_queries(c: Call) -> bool:
     H, S_q, H_kv, S_k = *c.q.shape[1:3], *c.k.shape[1:3]
-    return c.sequences is None and c.window is None and H // H_kv * S_q <= decode.MAX_ROWS and S_k >= 64
+    return c.sequences is None and c.window is None and H // H_kv * S_q <= decode.most_rows(c.q) and S_k >= 64
 
 
 def _on_hopper(c: Call) -> bool:

@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import course_ops
-from course_ops import testing
+from course_ops import _common, testing
+from course_ops.kernels import attention_decode as decode
 from course_ops.kernels import attention_paged as kernels
 from problems import attention_paged as problem
 
@@ -240,3 +241,18 @@ def test_the_gpu_divides_the_work_as_the_model_says(monkeypatch, spread):
         expected.append([(begin + start) // share, (begin + start + n - 1) // share])
         begin += start + n
     assert spans.tolist() == expected
+
+
+@pytest.mark.parametrize("memory", [64 * 1024, 99 * 1024, 163 * 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_steps_fit_the_shared_memory_of_every_chip(monkeypatch, memory, dtype, D):
+    """A tile of queries, the steps on the way, and a step's probabilities: of AMD, of GeForce, of an A100."""
+    monkeypatch.setattr(_common, "shared_memory", lambda at: memory)
+    q, size = torch.empty(1, 64, 16, D, dtype=dtype, device="meta"), dtype.itemsize
+    rows, block_n = decode.most_rows(q), min(128, decode.TILE_BYTES // (D * size))
+    ahead = decode.steps_ahead(q, rows, block_n, 2 * block_n * D)
+    assert 16 <= rows <= decode.MAX_ROWS
+    assert 1 <= ahead <= decode.AHEAD
+    of_q = 0 if memory == 64 * 1024 else rows * D * size  # AMD's compiler keeps it in registers
+    assert of_q + (2 * ahead * block_n * D + rows * block_n) * size <= memory

@@ -15,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, fp32_precision, num_sms, roomy, tma_takes, triton_interprets
+from course_ops._common import (
+    architecture,
+    fitting_stages,
+    fp32_precision,
+    num_sms,
+    roomy,
+    tma_takes,
+    triton_interprets,
+)
 from course_ops.kernels.attention_tiles import (
     LN2,
     LOG2E,
@@ -31,6 +39,7 @@ from course_ops.kernels.attention_tiles import (
 
 MAX_ROWS = 64  # query heads of a K head, times queries
 TILE_BYTES = 2**14  # of K, and of V, a step: 64 keys with D = 128 in 16 bits
+AHEAD = 2  # steps of K and V on the way while one is computed, where shared memory holds them
 
 
 @triton.jit
@@ -161,7 +170,7 @@ def attention_decode(
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
-    fp32, fp16 or bf16, any strides. H / H_kv * S_q is at most MAX_ROWS, D and D_v at most 256.
+    fp32, fp16 or bf16, any strides. H / H_kv * S_q is at most most_rows of q, D and D_v at most 256.
 
     - lengths: [B] int32, how many keys of each sequence are in use, or None for all.
     - causal: the last query stands at the last key in use.
@@ -190,7 +199,8 @@ def attention_decode(
         q, *tile_descriptors((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse,
         q.stride(), k.stride(), v.stride(), o.stride(), *score_scales(scale, softcap), H, S_q, S_k, D,
         None if D_v == D else D_v, group, owners, blocks, share, causal, lengths is not None, tma, early, group,
-        max(16, used), used, block_n, block_d, block_v, fp32_precision(), num_warps=4, num_stages=3,
+        max(16, used), used, block_n, block_d, block_v, fp32_precision(), num_warps=4,
+        num_stages=1 + steps_ahead(q, max(16, used), block_n, block_n * (block_d + block_v)),
     )  # fmt: skip
     if share % blocks:
         most = min(blocks // share + 2, blocks, 16384 // block_v)
@@ -199,6 +209,18 @@ def attention_decode(
             early, group, used, block_v, triton.next_power_of_2(most), num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return o, lse
+
+
+def most_rows(q: Tensor) -> int:
+    """Query heads of a K head, times queries, of a tile: fewer if wide rows would leave no room for K and V."""
+    fitting = 2 * TILE_BYTES // (tile_width(q.shape[-1]) * q.element_size())
+    return MAX_ROWS if roomy(q.device) else min(MAX_ROWS, fitting)
+
+
+def steps_ahead(q: Tensor, rows: int, block_n: int, elements: int) -> int:
+    """Steps of so many elements of K and V that fit beside Q's tile and its probabilities, AHEAD at most."""
+    beside = rows * (tile_width(q.shape[-1]) + block_n)
+    return fitting_stages(AHEAD, elements * q.element_size(), q.device, beside * q.element_size())
 
 
 def share_of(owners: int, blocks: int, programs: int) -> int:

@@ -27,7 +27,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from course_ops._common import architecture, fp32_precision, num_sms, tma_takes, triton_interprets
-from course_ops.kernels.attention_decode import MAX_ROWS, TILE_BYTES, epilogue, merge_parts, owner_rows, store_part
+from course_ops.kernels.attention_decode import (
+    TILE_BYTES,
+    epilogue,
+    merge_parts,
+    most_rows,
+    owner_rows,
+    steps_ahead,
+    store_part,
+)
 from course_ops.kernels.attention_tiles import (
     LOWEST,
     capped,
@@ -37,7 +45,6 @@ from course_ops.kernels.attention_tiles import (
     tile_width,
 )
 
-AHEAD = 2  # steps of K and V on the way while one is computed
 PROGRAMS_PER_SM = 2  # one loads while the other begins or ends an owner
 START = tl.constexpr(2)  # steps in the time of an owner's first loads: its length, its queries and page, its keys
 
@@ -260,16 +267,17 @@ def attention_paged(
     if not o.numel():
         return o, lse
     group = H // H_kv
-    used = min(MAX_ROWS, triton.next_power_of_2(group * S_q))
+    used = min(most_rows(q), triton.next_power_of_2(group * S_q))
     tiles, block_d, block_v = triton.cdiv(group * S_q, used), tile_width(D), tile_width(D_v)
     owners, sms = B * H_kv * tiles, num_sms(q.device)
     hopper = architecture(q.device) >= 90
     tma = hopper and q.element_size() == 2 and window is None and tma_takes(k, v)
     block_n = min(128, TILE_BYTES // (max(block_d, block_v) * q.element_size()))
-    stages, whole = 1 + AHEAD, table is None or page % block_n == 0
+    ahead = steps_ahead(q, max(16, used), block_n, block_n * (block_d + block_v))
+    stages, whole = 1 + ahead, table is None or page % block_n == 0
     if tma and not whole and page % 32 == 0:  # shorter steps, each a copy by TMA, and as many bytes on the way
         shorter = 64 if page % 64 == 0 and block_n >= 64 else 32
-        block_n, whole, stages = shorter, True, 1 + AHEAD * block_n // shorter
+        block_n, whole, stages = shorter, True, 1 + ahead * block_n // shorter
     tma = tma and whole
     capacity = page if table is None else page * table.shape[1]
     programs = min(PROGRAMS_PER_SM * sms, owners * max(1, triton.cdiv(capacity, block_n)))
