@@ -472,9 +472,7 @@ def fuzz_operators(
     seconds: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 600.0,
     workers: Annotated[
         int,
-        typer.Option(
-            help="So many processes run bursts of cases that share kernels, on a GPU one a core; 0: one by one."
-        ),
+        typer.Option(help="So many processes run bursts that share kernels, on a GPU one a core; 0: one by one."),
     ] = -1,
     mode: Annotated[
         list[str] | None, typer.Option(help="cpu (PyTorch computes), interpreted or gpu; nothing: what there is.")

@@ -109,7 +109,7 @@ def test_a_neighbour_may_have_something_to_say_before_it_is_there(monkeypatch):
 
 @pytest.mark.parametrize("only", ["", "scan_look_back"])
 def test_rungs_are_repeated_alone_and_then_beside_one_neighbour(monkeypatch, only):
-    """It takes seconds to start: those of all lessons beside the same one, and rungs of two lessons may share a name."""
+    """It takes seconds to start. So all lessons share it; two of them may have rungs of one name."""
     name = "day2_triton_basics.lesson15_scan"
     lesson = next(lesson for found, lesson in kernels() if found == name)
     neighbours = []

@@ -229,7 +229,8 @@ class _Pooled:
         return torch.cat(parts).view(tuple(shape))  # a copy
 
     def exponents(self, shape: Sequence[int]) -> torch.Tensor:
-        return 5 * torch.special.ndtr(self.normal(shape)) - 3
+        share: torch.Tensor = torch.special.ndtr(self.normal(shape))  # even, where x is normal
+        return 5 * share - 3
 
     def place(self, n: int) -> int:
         return self.at % n
