@@ -156,6 +156,13 @@ def _tma_tile(block_m: int, b: Tensor, n_major: bool) -> tuple[int, int, int, in
     return n, k, warps, fitting_stages(stages, 2 * (block_m + n) * k, b.device)
 
 
+def _programs(tiles: int, steps: int, sms: int, tma: bool) -> int:
+    """At most one an SM. Even shares of whole tiles, where at most a fifth of the SMs idle and TMA loads."""
+    programs = min(sms, tiles * steps)
+    even = programs // tiles * tiles
+    return even if tma and 5 * even >= 4 * programs else programs
+
+
 def _stream_k(
     a: Tensor,
     b: Tensor,
@@ -168,10 +175,7 @@ def _stream_k(
     tma: str,
 ) -> Callable[[Tensor, Tensor], Tensor]:
     (M, K), N, sms = a.shape, b.shape[1], num_sms(a.device)
-    tiles = cdiv(M, block_m) * cdiv(N, block_n)
-    programs = min(sms, tiles * cdiv(K, block_k))
-    if tma and 5 * (programs // tiles * tiles) >= 4 * programs:  # even shares, where at most a fifth of the SMs idle
-        programs = programs // tiles * tiles
+    programs = _programs(cdiv(M, block_m) * cdiv(N, block_n), cdiv(K, block_k), sms, tma != "")
     sizes = M, N, K, a.stride() + b.stride(), block_m, block_n, block_k, tma
     shape, lies, block = b.shape, b.stride(), [block_k, block_n]
     if tma == "[N, K]":
