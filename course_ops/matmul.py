@@ -83,7 +83,7 @@ DISPATCH = (
     ),
     Kernel("hopper", matmul_hopper.takes, matmul_hopper.prepare, "Hopper, 16 bits: persistent, warp-specialized"),
     Kernel(
-        "ieee", portable.ieee_pays, _always(portable.matmul_ieee), "exact fp32: FMAs, 8 x 8 of a tile for each thread"
+        "ieee", portable.ieee_pays, _always(portable.matmul_ieee), "exact fp32: FMAs, many of a tile for each thread"
     ),
     Kernel(
         "tma",

@@ -71,7 +71,7 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
 
 
 def describer(t: Tensor, rows: int, cols: int) -> tuple[Callable[[Tensor], TensorDescriptor], bool]:
-    """What describes 16-bit matrices that lie as t does to TMA, for blocks of rows x cols; whether t lies transposed."""
+    """A function that describes to TMA what lies as the 16-bit matrix t, in blocks; whether t lies transposed."""
     shape, strides, transposed = t.shape, t.stride(), t.stride(1) != 1
     if transposed:
         shape, strides, rows, cols = shape[::-1], strides[::-1], cols, rows

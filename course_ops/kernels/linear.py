@@ -241,7 +241,7 @@ def gelu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _prepare_gelu_backward(dy: Tensor, z: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    (M, N), dtype = z.shape, z.dtype
+    M, N = z.shape
     if not z.numel():
         return lambda dy, z: (torch.empty_like(z), z.new_zeros(N))
     rows, (block_m, block_n) = _partial_rows(z), _block(M, N, num_sms(z.device))
