@@ -35,9 +35,9 @@ def matmul_pointers(a: Tensor, b: Tensor) -> Tensor:
     return c
 
 
-# fp32 without TF32 has no tensor cores: each thread multiplies a part of the tile by FMAs. A small tile leaves registers
-# for many programs on an SM, and while one waits at a barrier the others multiply. Triton copies 16 bytes at a time only
-# where it knows that sizes and strides are multiples of 16.
+# fp32 without TF32 has no tensor cores: each thread multiplies a part of the tile by FMAs. A small tile leaves room for
+# many programs on an SM. While one waits at a barrier, the others multiply. Triton copies 16 bytes at a time only where
+# it knows that sizes and strides are multiples of 16.
 IEEE_TILE = (64, 64, 16)
 
 
