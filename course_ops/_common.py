@@ -154,7 +154,7 @@ def expect(
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)}, but {first_name} has {tuple(first.shape)}: make them equal"
             )
-        if same_dtype and after_autocast(t) != after_autocast(first):
+        if same_dtype and t.dtype != first.dtype and after_autocast(t) != after_autocast(first):
             raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
 
 

@@ -32,13 +32,13 @@ def _launch(
     if bias is None and residual is None and not gelu:
         return multiply(x, w.t())
     x, w, residual = _unit_stride(x), _unit_stride(w), None if residual is None else _unit_stride(residual)
-    if len(x) <= 128:
+    if x.shape[0] <= 128:
         w = w.t()
         return kernels.epilogue(remembered(_prepare_few_rows, x, w)(x, w), x.dtype, bias, residual, gelu, save)
     if residual is None:
         run = remembered(_prepare_gelu_tiles if gelu else _prepare_tiles, x, w, save, bias)
         if run is not None:
-            return run(x, w.t(), x.new_empty(len(x), len(w)), bias, save)
+            return run(x, w.t(), x.new_empty(x.shape[0], w.shape[0]), bias, save)
     if kernels.tma_fits(x, w, residual):
         return kernels.linear_tma(x, w, bias, residual, gelu, save)
     return kernels.linear_pointers(x, w, bias, residual, gelu, save)
@@ -79,7 +79,7 @@ def _result(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
     gelu = activation == "gelu_tanh"
-    z = x.new_empty((len(x), len(weight)) if save else 0)
+    z = x.new_empty((x.shape[0], weight.shape[0]) if save else 0)
     if runs_kernel(x):
         with on_device(x):
             bias = None if bias is None else bias.contiguous()
@@ -228,8 +228,8 @@ def linear(
         )
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [N, K]")
-    shape = (*x.shape[:-1], len(weight))
-    if bias is not None and bias.shape != (len(weight),):
+    shape = (*x.shape[:-1], weight.shape[0])
+    if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}: expected [N] = ({len(weight)},), one for each row of weight"
         )
