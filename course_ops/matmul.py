@@ -41,19 +41,16 @@ def _always(launch: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Ten
 
 
 def _one_wave(a: Tensor, b: Tensor) -> bool:
-    """At most one tile an SM, and no plan of other tiles is faster.
-
-    With 65 to 128 rows only from 55,000 estimated cycles on: below, skinny is as fast.
-    """
+    """At most one tile an SM, and no plan of other tiles is faster. Up to 64 rows skinny is, if K needs few parts."""
     (M, K), N = a.shape, b.shape[1]
-    if M <= 64 or not matmul_hopper.takes(a, b):
+    if M <= 32 or not matmul_hopper.takes(a, b):
         return False
     sms = num_sms(a.device)
     chosen = matmul_split_k.choose(M, N, K, sms)
     if chosen is None:
         return False
     if M <= 128:
-        return chosen[2] >= 55_000
+        return M > 64 or chosen[2] < 0.9 * matmul_skinny.plan(M, N, K, sms, b.stride(0) == 1)[1]
     return not plan_pays(chosen[0], chosen[1], M, N, K, aligned_rows(a), aligned_rows(b), sms)
 
 

@@ -130,7 +130,9 @@ def test_inf_and_nan_stay_in_their_row_and_column(dev):
         ((0, 8, 8), "zeros"),
         ((1, 4096, 4096), "skinny"),
         ((64, 14336, 4096), "skinny"),
-        ((128, 4096, 4096), "skinny"),
+        ((64, 4864, 896), "skinny"),
+        ((64, 896, 4864), "split_k"),
+        ((128, 4096, 4096), "split_k"),
         ((128, 28672, 8192), "split_k"),
         ((1024, 1024, 1024), "split_k"),
         ((3000, 1000, 8), "split_k"),
@@ -252,7 +254,7 @@ def test_a_second_backward_of_linear_plans_nothing(monkeypatch, M, N, K):
             backward()
         finally:
             sys.setprofile(None)
-        assert calls < 185, "functions of Python, each of which costs the host about 0.1 us or more"
+        assert calls < 195, "functions of Python, each of which costs the host about 0.1 us or more"
 
 
 def test_a_second_launch_takes_the_compiled_kernel(monkeypatch):
@@ -770,7 +772,7 @@ def same_code_cases():
         "hopper, narrow tiles": lambda: (hopper, launch["hopper"], operands(1024, 1024, 1024)),
         "split K": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
         "one wave": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(1024, 1024, 1024)),
-        "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 4096, "b")),
+        "Stream-K": lambda: (skinny, launch["skinny"], operands(64, 4096, 8192, "b")),
         "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
         "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
         "pointers": lambda: (lesson01_matmul.pipelined, launch["pointers"], operands(300, 40, 35)),

@@ -36,9 +36,10 @@ def matmul_pointers(a: Tensor, b: Tensor) -> Tensor:
 
 
 # fp32 without TF32 has no tensor cores: each thread multiplies a part of the tile by FMAs. A small tile leaves room for
-# many programs on an SM. While one waits at a barrier, the others multiply. Triton copies 16 bytes at a time only where
-# it knows that sizes and strides are multiples of 16.
-IEEE_TILE = (64, 64, 16)
+# many programs on an SM. While one waits at a barrier, the others multiply. Where a matrix lies transposed, a thread
+# reads shared memory in pieces of 4 bytes, and the larger part of a larger tile reads less. Triton copies 16 bytes at a
+# time only where it knows that sizes and strides are multiples of 16.
+IEEE_TILE, IEEE_LARGE_TILE = (64, 64, 16), (128, 64, 16)
 
 
 def matmul_ieee(a: Tensor, b: Tensor) -> Tensor:
@@ -48,10 +49,13 @@ def matmul_ieee(a: Tensor, b: Tensor) -> Tensor:
     a = _fitted(a, _to_16(M) if a.stride(1) != 1 else M, k)
     b = _fitted(b, k, _to_16(N) if b.stride(0) != 1 else N)
     out = c if c.shape == (len(a), b.shape[1]) else c.new_empty(len(a), b.shape[1])
-    pointers_kernel[(cdiv(len(a), IEEE_TILE[0]) * cdiv(b.shape[1], IEEE_TILE[1]),)](
-        a, b, out, *out.shape, k, *a.stride(), *b.stride(), out.stride(0), *IEEE_TILE, "ieee", 8,
-        num_warps=4, num_stages=4,
-    )  # fmt: skip
+    tile, sms = IEEE_TILE, num_sms(a.device)
+    if a.stride(1) != 1 or b.stride(1) != 1:
+        tiles = IEEE_LARGE_TILE, IEEE_TILE
+        tile = min(tiles, key=lambda t: cdiv(cdiv(M, t[0]) * cdiv(N, t[1]), sms) * t[0] * t[1])
+    pointers_kernel[(cdiv(len(a), tile[0]) * cdiv(b.shape[1], tile[1]),)](
+        a, b, out, *out.shape, k, *a.stride(), *b.stride(), out.stride(0), *tile, "ieee", 8, num_warps=4, num_stages=4
+    )
     return c if out is c else c.copy_(out[:M, :N])
 
 

@@ -122,7 +122,8 @@ def prepare(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Calla
     tma = ""
     if a.element_size() == 2 and architecture(a.device) >= 90 and tma_takes(a, b.t() if n_major else b):
         tma = "[N, K]" if n_major else "[K, N]"
-        block = _tma_tile(block_m, b, n_major)
+        n, k, warps, stages = _tma_tile(block_m, b.shape[1], num_sms(b.device), n_major)
+        block = [n, k, warps, fitting_stages(stages, 2 * (block_m + n) * k, b.device)]
     return _stream_k(a, b, dtype, block_m, *block, tma)
 
 
@@ -141,26 +142,40 @@ def _matvec(a: Tensor, b: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tenso
 
 def _pointer_tile(a: Tensor) -> tuple[int, int, int, int, int]:
     """block_m, block_n, block_k, warps, stages: as many rows as there are, 128 columns, 128 bytes along K."""
-    block_m = min(128, max(16, 1 << (a.shape[0] - 1).bit_length()))  # triton.next_power_of_2 costs microseconds
+    block_m = _block_m(a.shape[0])
     if a.element_size() == 4:  # no tensor cores: sums and operands take more registers
         return min(64, block_m), 64, 32, 4, 4
     stages = min(4, shared_memory(a.device) // (2 * (block_m + 128) * 64))
     return block_m, 128, 64, 8 if block_m == 128 else 4, stages
 
 
-def _tma_tile(block_m: int, b: Tensor, n_major: bool) -> tuple[int, int, int, int]:
+def _tma_tile(block_m: int, N: int, sms: int, n_major: bool) -> tuple[int, int, int, int]:
     """block_n, block_k, warps, stages: the narrowest tile that makes no more tiles than SMs, else the widest."""
     few = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if n_major else (256, 64, 4, 5)]
     tiles = few if block_m <= 32 else [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
-    n, k, warps, stages = next((t for t in tiles if cdiv(b.shape[1], t[0]) <= num_sms(b.device)), tiles[-1])
-    return n, k, warps, fitting_stages(stages, 2 * (block_m + n) * k, b.device)
+    return next((t for t in tiles if cdiv(N, t[0]) <= sms), tiles[-1])
 
 
-def _programs(tiles: int, steps: int, sms: int, tma: bool) -> int:
-    """At most one an SM. Even shares of whole tiles, where at most a fifth of the SMs idle and TMA loads."""
-    programs = min(sms, tiles * steps)
-    even = programs // tiles * tiles
-    return even if tma and 5 * even >= 4 * programs else programs
+def cycles_of(M: int, N: int, K: int, block_n: int, per_tile: int) -> float:
+    """Estimated cycles where so many programs share a tile of all rows.
+
+    An SM loads 57 bytes a cycle, memory gives 2300, and to add a program's part takes 3500 cycles: fits on an H200.
+    """
+    return max(2 * (M + block_n) * K / per_tile / 57, 2 * N * K / 2300) + 3500 * (per_tile - 1)
+
+
+def plan(M: int, N: int, K: int, sms: int, n_major: bool) -> tuple[int, float]:
+    """Programs of a tile and estimated cycles where TMA loads, for M <= 128; 0 programs: more tiles than SMs."""
+    block_n, block_k, *_ = _tma_tile(_block_m(M), N, sms, n_major)
+    most = min(sms // cdiv(N, block_n), cdiv(K, block_k))
+    if not most:
+        return 0, cycles_of(M, N, K, N, 1)
+    per_tile = min(range(1, most + 1), key=lambda each: cycles_of(M, N, K, block_n, each))
+    return per_tile, cycles_of(M, N, K, block_n, per_tile)
+
+
+def _block_m(M: int) -> int:
+    return min(128, max(16, 1 << (M - 1).bit_length()))  # triton.next_power_of_2 costs microseconds
 
 
 def _stream_k(
@@ -175,7 +190,10 @@ def _stream_k(
     tma: str,
 ) -> Callable[[Tensor, Tensor], Tensor]:
     (M, K), N, sms = a.shape, b.shape[1], num_sms(a.device)
-    programs = _programs(cdiv(M, block_m) * cdiv(N, block_n), cdiv(K, block_k), sms, tma != "")
+    tiles = cdiv(M, block_m) * cdiv(N, block_n)
+    # Where TMA loads, whole tiles or even parts of them; otherwise equal shares of all steps.
+    per_tile = plan(M, N, K, sms, tma == "[N, K]")[0] if tma and block_m >= M else 0
+    programs = per_tile * tiles or min(sms, tiles * cdiv(K, block_k))
     sizes = M, N, K, a.stride() + b.stride(), block_m, block_n, block_k, tma
     shape, lies, block = b.shape, b.stride(), [block_k, block_n]
     if tma == "[N, K]":
