@@ -283,18 +283,20 @@ def test_a_second_launch_takes_the_compiled_kernel(monkeypatch):
     assert seen[1][1:] == ((7, 1, 1), (x, 5))
 
 
-def test_a_prepared_launch_takes_the_compiled_kernel():
+def test_a_prepared_launch_takes_the_compiled_kernel(monkeypatch):
+    monkeypatch.setattr(_launch, "_stream", lambda device: ("stream of", device))
     seen = []
 
     class Compiled:
         def __getitem__(self, grid):
-            return lambda *args: seen.append(("again", grid, args))
+            return lambda *args, stream: seen.append(("again", grid, args, stream))
 
     class Jitted:
         def __getitem__(self, grid):
             return lambda *args, **options: (seen.append(("first", grid, args, options)), Compiled())[1]
 
-    on_gpu, elsewhere = (SimpleNamespace(base=SimpleNamespace(is_cuda=gpu)) for gpu in (True, False))
+    device = SimpleNamespace(index=1)
+    on_gpu, elsewhere = (SimpleNamespace(base=SimpleNamespace(is_cuda=gpu, device=device)) for gpu in (True, False))
     for tensor, calls in ((on_gpu, ["first", "again", "again"]), (elsewhere, ["first"] * 3)):
         seen.clear()
         go = _launch.Launch(Jitted(), (7,), num_warps=4)
@@ -302,6 +304,8 @@ def test_a_prepared_launch_takes_the_compiled_kernel():
             go(tensor, number)
         assert [each[0] for each in seen] == calls
         assert seen[0][1:] == ((7,), (tensor, 0), {"num_warps": 4})
+        if tensor is on_gpu:
+            assert seen[1][1:] == ((7, 1, 1), (tensor, 1), ("stream of", 1))
     assert _launch.Launch(Jitted(), (7,)).again is None
 
 

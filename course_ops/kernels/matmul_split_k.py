@@ -192,10 +192,11 @@ def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     tiles = tiles_m * cdiv(N, block_n)
     partial = tiles * splits * 128 * block_n if splits > 1 else 0
     sizes = tiles_m, cdiv(K, 64), M, 224 * 1024 // (128 * (128 + block_n)), splits, a_t, b_t
+    no_parts = a.new_empty(0, dtype=torch.float32)
     go = Launch(split_k_kernel, (tiles * splits,), num_warps=4)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
-        c, parts = a.new_empty(M, N), a.new_empty(partial, dtype=torch.float32)
+        c, parts = a.new_empty(M, N), a.new_empty(partial, dtype=torch.float32) if partial else no_parts
         counters = stream_zeros(a, 2 * sms, splits)  # of each number of splits, so that they stay its multiples
         go(of_a(a), of_b(b), of_c(c), parts, counters, *sizes)
         return c

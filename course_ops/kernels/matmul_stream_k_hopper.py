@@ -372,10 +372,11 @@ def planned(a: Tensor, b: Tensor, plan: Plan) -> Callable[[Tensor, Tensor], Tens
     stages = min(6, (shared_memory(a.device) - beside) // (2 * STEP * (plan.block_m + block_n)))
     group = group_of(tiles_m, plan.block_m, block_n, sms)
     sizes = cdiv(a.shape[1], STEP), plan.shared_tiles, tiles_m, tiles_n, group, consumers, stages, a_t, b_t
+    no_sums = a.new_empty(0, dtype=torch.float32)
     go = Launch(stream_k_hopper_kernel, (ctas,), num_warps=4)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
-        c, sums = a.new_empty(shape), a.new_empty(partial, dtype=torch.float32)
+        c, sums = a.new_empty(shape), a.new_empty(partial, dtype=torch.float32) if partial else no_sums
         go(of_a(a), of_b(b), of_c(c), sums, stream_zeros(a, 4 * sms, "stream-k hopper"), *sizes)
         return c
 
