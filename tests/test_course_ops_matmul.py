@@ -18,7 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import course_ops
 from course_ops import _launch, _registration, testing
-from course_ops.kernels import _matmul_hopper, _matmul_plan, matmul_aligned, matmul_hopper, matmul_split_k
+from course_ops.kernels import (
+    _matmul_hopper,
+    _matmul_plan,
+    matmul_aligned,
+    matmul_hopper,
+    matmul_skinny,
+    matmul_split_k,
+)
 from course_ops.kernels import matmul as portable
 from course_ops.kernels._matmul_plan import aligned_rows
 from course_ops.matmul import kernel_for
@@ -162,6 +169,20 @@ def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
         monkeypatch.setattr("course_ops.kernels.matmul.architecture", lambda _: 80)
         monkeypatch.setattr("course_ops.kernels._matmul_hopper.architecture", lambda _: 80)
         assert kernel_for(a, b).name == "pointers"
+
+
+@pytest.mark.parametrize(
+    ("shape", "n_major", "per_tile"),
+    [
+        ((48, 4800, 1600), True, 1),  # few steps: a part would cost more than it saves
+        ((16, 4096, 4096), True, 1),  # B's bytes from memory take as long with more programs
+        ((48, 24576, 6144), True, 1),  # 96 tiles: no second program has room
+        ((24, 928, 12648), False, 3),  # 15 tiles of many steps; all SMs would be 8 parts, which are added up in a row
+        ((64, 128256, 4096), True, 0),  # more tiles than SMs
+    ],
+)
+def test_how_many_programs_share_a_tile_of_few_rows(shape, n_major, per_tile):
+    assert matmul_skinny.plan(*shape, 132, n_major)[0] == per_tile
 
 
 @pytest.mark.parametrize("transposed", [False, True])
