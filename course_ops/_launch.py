@@ -5,8 +5,8 @@ answers. That costs the host more than the launch itself. Operators of small mat
 the GPU. They know the answers from the shapes, so a second launch with the same key takes the kernel that the first
 one compiled.
 
-A matmul's launcher is made in two steps. prepare(a, b) chooses the tile, the grid and all constants, and returns a
-function of the tensors that only allocates, describes and launches. `remembered` keeps that function.
+A matmul is launched in two steps. prepare(a, b) chooses the tile, the grid and all constants, and returns a function.
+That function only allocates, describes and launches. `remembered` keeps it for tensors that lie alike.
 """
 
 from collections.abc import Callable
