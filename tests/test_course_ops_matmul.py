@@ -125,6 +125,23 @@ def test_exact_fp32_copies_what_is_no_multiple_of_16(transposed, M, N, K, pad):
     near(portable.matmul_ieee(a, b), a @ b, a.double() @ b.double())
 
 
+@testing.kernels()
+def test_exact_fp32_multiplies_rows_of_b(monkeypatch):
+    """B that lies transposed is copied: the kernel reads its columns from shared memory 4 bytes at a time."""
+    seen = []
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda a, b, *arguments, **options: seen.append((a, b))
+
+    monkeypatch.setattr(matmul_portable, "pointers_kernel", Launched())
+    a, b = torch.randn(128, 64, device=DEVICE), torch.randn(80, 64, device=DEVICE)
+    matmul_portable.matmul_ieee(a, b.t())
+    assert seen[0][0] is a
+    assert seen[0][1].stride() == (80, 1)
+    assert torch.equal(seen[0][1], b.t())
+
+
 def test_inf_and_nan_stay_in_their_row_and_column(dev):
     a, b = torch.randn(16, 40, device=dev), torch.randn(40, 24, device=dev)
     a[1, 39], b[1, 4] = math.inf, math.nan
