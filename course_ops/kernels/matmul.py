@@ -43,7 +43,7 @@ IEEE_TILE, IEEE_LARGE_TILE = (64, 64, 16), (128, 64, 16)
 
 
 def matmul_ieee(a: Tensor, b: Tensor) -> Tensor:
-    """[M, K], [K, N] -> [M, N] in fp32, exact, any strides. What is no multiple of 16 is copied, and b if transposed."""
+    """[M, K], [K, N] -> [M, N] in fp32, exact, any strides. Copies what is no multiple of 16, and b if transposed."""
     (M, K), N, c = a.shape, b.shape[1], a.new_empty(a.shape[0], b.shape[1])
     k = _to_16(K)
     transposed = a.stride(1) != 1
