@@ -19,12 +19,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from course_ops._common import cdiv, num_sms, shared_memory, tma_takes
 from course_ops._launch import descriptor
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import block_barrier, runs_gluon
-from course_ops.kernels._norm_backward import Load, Plan, partial_sums, sum_partials
+from course_ops.kernels._norm_backward import Load, Plan, early_sum, partial_sums, sum_partials
 from course_ops.kernels._rows import waits
 from course_ops.versions import async_load, reinterpret
 
@@ -170,7 +171,7 @@ def producer(descs, ring, sizes, PARTS: gl.constexpr):
 @gluon.jit
 def consumer(
     ring, tensors, sums_ptr, sizes, PARTS: gl.constexpr, WAIT: gl.constexpr, CENTRED: gl.constexpr,
-    BIAS: gl.constexpr, WARPS: gl.constexpr,
+    BIAS: gl.constexpr, EARLY_SUM: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr = tensors
     dy_smem, dy_last_smem, x_smem, x_last_smem, full, empty, w_smem, w_last_smem = ring
@@ -239,6 +240,8 @@ def consumer(
         block_barrier()  # all warps have read the stage
         mbarrier.arrive(empty.index(stage))
         count += 1
+    if EARLY_SUM:
+        gdc_launch_dependents()
     start = gl.cast(group, gl.int64) * N
     for chunk in gl.static_range(FULL + 1):
         put_partials(partial_dw_ptr + start, begin + chunk * BLOCK, N, dw[chunk], WARPS)
@@ -254,7 +257,7 @@ def norm_backward_hopper_kernel(
     partial_dw_ptr, partial_db_ptr,  # [groups, N] each, fp32; without BIAS nothing writes partial_db_ptr
     sums_ptr,  # [M, PARTS], -1 at first; then a part's share of c1 in the high half and of c2 in the low
     M, N, groups, PARTS: gl.constexpr, FULL: gl.constexpr, STAGES: gl.constexpr, WAIT: gl.constexpr,
-    CENTRED: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr,
+    CENTRED: gl.constexpr, BIAS: gl.constexpr, EARLY_SUM: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     N = N // 8 * 8  # which it is: so the compiler stores 16 bytes at once
     BLOCK: gl.constexpr = dy_desc.block_type.shape[1] * dy_desc.block_type.shape[2]
@@ -279,7 +282,7 @@ def norm_backward_hopper_kernel(
     sizes = (M, N, groups, gl.program_id(0) % PARTS * (FULL * BLOCK + LAST))
     gl.warp_specialize(
         [
-            (consumer, (as_rows, tensors, sums_ptr, sizes, PARTS, WAIT, CENTRED, BIAS, WARPS)),
+            (consumer, (as_rows, tensors, sums_ptr, sizes, PARTS, WAIT, CENTRED, BIAS, EARLY_SUM, WARPS)),
             (producer, (descs, ring, sizes, PARTS)),
         ],
         [1],
@@ -304,8 +307,8 @@ def norm_backward_hopper(dy, x, w, mean, rstd, bias=False, parts=None, warps=WAR
     db = torch.empty_like(w) if bias else None
     parts = parts or parts_of(N, bias)
     plan = Load(8, 8).plan(cdiv(N, parts), warps, 1)
-    stages = stages or stages_of(plan, w.element_size(), shared_memory(x.device))
-    per_sm = 8 // warps if parts > 1 or warps < 8 else 1
+    per_sm = 2 if warps == 4 else 1
+    stages = stages or stages_of(plan, w.element_size(), shared_memory(x.device) // per_sm)
     groups = max(1, min(M, per_sm * num_sms(x.device) // parts))
     sums = torch.full((M, parts), -1, dtype=torch.int64, device=x.device) if parts > 1 else None
     partial_dw, partial_db = partial_sums(groups, x, bias)
@@ -313,8 +316,8 @@ def norm_backward_hopper(dy, x, w, mean, rstd, bias=False, parts=None, warps=WAR
     for wait in waits() if parts > 1 else (True,):
         norm_backward_hopper_kernel[(groups * parts,)](
             *descs, w, mean if centred else rstd, rstd, dx, partial_dw, partial_db if bias else partial_dw,
-            sums if parts > 1 else rstd, M, N, groups, parts, plan.chunks - 1, stages, wait, centred, bias, warps,
-            num_warps=warps, launch_cooperative_grid=parts > 1,
+            sums if parts > 1 else rstd, M, N, groups, parts, plan.chunks - 1, stages, wait, centred, bias,
+            early_sum(x.device), warps, num_warps=warps, maxnreg=65536 // (32 * (warps + 4) * per_sm) // 8 * 8 if warps != 8 else None, launch_cooperative_grid=parts > 1,
         )  # fmt: skip
     sum_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
