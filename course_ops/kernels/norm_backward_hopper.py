@@ -140,7 +140,20 @@ def sums_of_row(ring, stage, left, mean, CENTRED: gl.constexpr, FLAT: gl.constex
         dy_last_smem.index(stage), x_last_smem.index(stage), w_last_smem.index(0), left - FULL * BLOCK, mean, gx, g,
         CENTRED, FLAT, WARPS,
     )  # fmt: skip
-    return gl.sum(gl.join(gx, g), axis=0).split()  # in one reduction, so that the warps meet once
+    return gx, g
+
+
+@gluon.jit
+def of_warps(gx, g, WARPS: gl.constexpr):
+    """The sums of each warp, as words."""
+    return pack_pair(gl.sum(gx.reshape((WARPS, 32)), axis=1), gl.sum(g.reshape((WARPS, 32)), axis=1))
+
+
+@gluon.jit
+def of_program(gx, g):
+    """The sums of all threads, as a word; in one reduction, so that the warps meet once."""
+    all_gx, all_g = gl.sum(gl.join(gx, g), axis=0).split()
+    return pack_pair(all_gx, all_g)
 
 
 @gluon.jit
@@ -238,7 +251,7 @@ def consumer(
     STAGES: gl.constexpr = full.shape[0]
     FULL: gl.constexpr = w_smem.shape[0]
     BLOCK: gl.constexpr = w_smem.shape[2]
-    AHEAD: gl.constexpr = 1 if PARTS > 1 else 0
+    WORDS: gl.constexpr = PARTS if PARTS > 1 else WARPS  # of a row
     part = gl.program_id(0) % PARTS
     group = gl.program_id(0) // PARTS
     dw = ()
@@ -248,10 +261,14 @@ def consumer(
     db = dw
     next_rstd = gl.load(rstd_ptr + group)
     next_mean = gl.load(mean_ptr + group) if CENTRED else 0.0
-    if AHEAD:
-        mbarrier.wait(full.index(0), 0)
-        first_c1, first_c2 = sums_of_row(ring, 0, N - begin, next_mean, CENTRED, FLAT, WARPS)
-        gl.atomic_xchg(sums_ptr + group * PARTS + part, pack_pair(first_c1, first_c2), sem="relaxed")
+    mbarrier.wait(full.index(0), 0)
+    first_gx, first_g = sums_of_row(ring, 0, N - begin, next_mean, CENTRED, FLAT, WARPS)
+    if PARTS > 1:
+        gl.atomic_xchg(sums_ptr + group * PARTS + part, of_program(first_gx, first_g), sem="relaxed")
+    else:
+        first_words = of_warps(first_gx, first_g, WARPS)
+        gl.store(sums_ptr + group * 2 * WARPS + gl.arange(0, WARPS, first_words.type.layout), first_words)
+        block_barrier()
     SLOTS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     slots = gl.arange(0, 32, SLOTS)
     count = 0
@@ -262,19 +279,25 @@ def consumer(
         next_rstd = gl.load(rstd_ptr + after)
         next_mean = gl.load(mean_ptr + after) if CENTRED else 0.0
         stage, parity = ring_slot(count, STAGES)
-        ahead_stage, ahead_parity = ring_slot(count + AHEAD, STAGES)
-        there = row + AHEAD * groups < M
+        ahead_stage, ahead_parity = ring_slot(count + 1, STAGES)
+        there = row + groups < M
         if PARTS > 1:
             at = sums_ptr + row * PARTS + gl.minimum(slots, PARTS - 1)
-            words = gl.load(at, volatile=True)
+        else:
+            at = sums_ptr + (group * 2 + count % 2) * WARPS + gl.minimum(slots, WARPS - 1)
+        words = gl.load(at, volatile=True)
         mbarrier.wait(full.index(ahead_stage), ahead_parity, there)
-        c1, c2 = sums_of_row(ring, ahead_stage, N - begin, next_mean if AHEAD else mean, CENTRED, FLAT, WARPS)
+        gx, g = sums_of_row(ring, ahead_stage, N - begin, next_mean, CENTRED, FLAT, WARPS)
         if PARTS > 1:
-            gl.atomic_xchg(sums_ptr + after * PARTS + part, pack_pair(c1, c2), mask=there, sem="relaxed")
+            gl.atomic_xchg(sums_ptr + after * PARTS + part, of_program(gx, g), mask=there, sem="relaxed")
             if WAIT:
                 words = settled(words, at)
-            c1 = gl.sum(gl.where(slots < PARTS, (words >> 32).to(gl.int32).to(gl.float32, bitcast=True), 0.0), axis=0)
-            c2 = gl.sum(gl.where(slots < PARTS, words.to(gl.int32).to(gl.float32, bitcast=True), 0.0), axis=0)
+        else:
+            next_words = of_warps(gx, g, WARPS)
+            to = sums_ptr + (group * 2 + (count + 1) % 2) * WARPS
+            gl.store(to + gl.arange(0, WARPS, next_words.type.layout), next_words)
+        c1 = gl.sum(gl.where(slots < WORDS, (words >> 32).to(gl.int32).to(gl.float32, bitcast=True), 0.0), axis=0)
+        c2 = gl.sum(gl.where(slots < WORDS, words.to(gl.int32).to(gl.float32, bitcast=True), 0.0), axis=0)
         a = -(c1 / N) * rstd * rstd * rstd
         b = -(c2 / N) * rstd
         before_dw = dw
@@ -296,7 +319,7 @@ def consumer(
         )  # fmt: skip
         dw = dw + (new_dw,)  # noqa: RUF005
         db = db + (new_db,)  # noqa: RUF005
-        block_barrier()  # all warps have read the stage
+        block_barrier()  # all warps have read the stage, and stored their sums of the next row
         mbarrier.arrive(empty.index(stage))
         count += 1
     if EARLY_SUM:
@@ -372,13 +395,13 @@ def norm_backward_hopper(dy, x, w, mean, rstd, bias=False, parts=None, warps=WAR
     per_sm = 2 if warps == 4 else 1
     stages = stages or stages_of(plan, w.element_size(), shared_memory(x.device) // per_sm)
     groups = max(1, min(M, per_sm * num_sms(x.device) // parts))
-    sums = torch.full((M, parts), -1, dtype=torch.int64, device=x.device) if parts > 1 else None
+    sums = torch.full((M, parts), -1, dtype=torch.int64, device=x.device) if parts > 1 else torch.empty((groups, 2, warps), dtype=torch.int64, device=x.device)
     partial_dw, partial_db = partial_sums(groups, x, bias)
     descs = [d for t in (dy, x) for d in (_line if flat else _blocks)(t, plan)]
     for wait in waits() if parts > 1 else (True,):
         norm_backward_hopper_kernel[(groups * parts,)](
             *descs, w, mean if centred else rstd, rstd, dx, partial_dw, partial_db if bias else partial_dw,
-            sums if parts > 1 else rstd, M, N, groups, dy.stride(0), x.stride(0), parts, plan.chunks - 1, stages, wait, centred, bias,
+            sums, M, N, groups, dy.stride(0), x.stride(0), parts, plan.chunks - 1, stages, wait, centred, bias,
             early_sum(x.device), flat, warps, num_warps=warps, maxnreg=65536 // (32 * (warps + 4) * per_sm) // 8 * 8 if warps != 8 else None, launch_cooperative_grid=parts > 1,
         )  # fmt: skip
     sum_partials(partial_dw, partial_db, dw, db)
