@@ -21,7 +21,7 @@ SAMPLES = 8  # of four, one element in 300 has moved by less than a fifth of wha
 INJECTED = 2.0**-40  # relative; float64 itself rounds at 2^-53
 FP32 = torch.finfo(torch.float32)
 JUMP = 2.0**-20  # of the largest input or answer: what moves by more may be a step of the reference, no rounding error
-LESS = 16  # errors so many times smaller tell: a rounding error moves so many times less, a step as far or not at all
+LESS = 16  # errors so many times smaller tell: what they multiply moves less, a step moves as far or not at all
 
 ONE_BY_ONE = 4096  # a kernel adds up so many elements of a prefix sum one after the other; then blocks in a tree
 
@@ -115,8 +115,7 @@ def moved(
         far = [by > JUMP * max(largest, _largest(e)) for by, e in zip(found, exact, strict=True)]
         if any(bool(f.any()) for f in far):  # as where a row's rstd of 1e6 multiplies a rounding error
             less = _distances(answer, args, exact, _Disturbed(seed, INJECTED / LESS))
-            steps = [f & ((LESS * n - by).abs() > by / 4) for f, n, by in zip(far, less, found, strict=True)]
-            found = [torch.where(step, 0.0, by) for step, by in zip(steps, found, strict=True)]
+            found = [torch.where(f, _in_proportion(n, by), by) for f, n, by in zip(far, less, found, strict=True)]
         for sum_, by in zip(total, found, strict=True):
             sum_ += by.square()
     return tuple((sum_ / samples).sqrt() * (FP32.eps / INJECTED) for sum_ in total)
@@ -137,6 +136,11 @@ def _distances(
         else torch.zeros_like(e, dtype=torch.float64)
         for f, e in zip(found, exact, strict=True)
     ]
+
+
+def _in_proportion(less: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """A movement, from the one by errors LESS times smaller; 0 of a step. Where errors are squared it moves LESS^2."""
+    return torch.where((less < 2 * by / LESS) & (less > by / LESS**2 / 2), LESS * less, 0.0)
 
 
 def _is_float64(value: Any) -> bool:
