@@ -29,9 +29,6 @@ from course_ops.kernels._norm_backward import Load, Plan, early_sum, partial_sum
 from course_ops.kernels._rows import waits
 from course_ops.versions import async_load, reinterpret
 
-WARPS = 8
-
-
 @gluon.jit
 def start_row(descs, ring, row, begin, stage):
     """TMA begins to copy a row of dy and x. Past the row's end it fills in zeros."""
@@ -53,40 +50,6 @@ def start_row(descs, ring, row, begin, stage):
 
 
 @gluon.jit
-def start_flat_row(descs, ring, row, M, stride_dy, stride_x, begin, stage):
-    """As start_row, of rows that do not begin at multiples of 16 bytes. Past a row's end come the next one's elements.
-
-    The first descriptors see all rows as one line: from [i, j] on, a block takes the elements from 256 i + j on. These
-    blocks may pass the last row's end, beyond which no memory may be. So that row has descriptors of its own.
-    """
-    dy_desc, dy_end_desc, x_desc, x_end_desc = descs
-    dy_smem, dy_last_smem, x_smem, x_last_smem, full, empty, w_smem, w_last_smem = ring
-    FULL: gl.constexpr = w_smem.shape[0]
-    BLOCK: gl.constexpr = w_smem.shape[2]
-    VIEW: gl.constexpr = dy_desc.block_type.shape
-    bar = full.index(stage)
-    mbarrier.expect(bar, 2 * (FULL + 1) * dy_desc.block_type.nbytes)
-    for chunk in gl.static_range(FULL + 1):
-        if chunk < FULL:
-            dy_rows = dy_smem.index(stage * FULL + chunk)
-            x_rows = x_smem.index(stage * FULL + chunk)
-        else:
-            dy_rows = dy_last_smem.index(stage)
-            x_rows = x_last_smem.index(stage)
-        at = begin + chunk * BLOCK
-        if row < M - 1:
-            dy_at = gl.cast(row, gl.int64) * stride_dy + at
-            x_at = gl.cast(row, gl.int64) * stride_x + at
-            dy_to = reinterpret(dy_rows, dy_desc.dtype, VIEW, dy_desc.layout)
-            x_to = reinterpret(x_rows, x_desc.dtype, VIEW, x_desc.layout)
-            async_load(dy_desc, [gl.cast(dy_at // 256, gl.int32), gl.cast(dy_at % 256, gl.int32)], bar, dy_to)
-            async_load(x_desc, [gl.cast(x_at // 256, gl.int32), gl.cast(x_at % 256, gl.int32)], bar, x_to)
-        else:
-            async_load(dy_end_desc, [0, at + (M - 1) * stride_dy % 8], bar, dy_rows)
-            async_load(x_end_desc, [0, at + (M - 1) * stride_x % 8], bar, x_rows)
-
-
-@gluon.jit
 def in_threads(x, THREADS: gl.constexpr):
     """[1, columns] -> [THREADS]: the sum of what each thread holds."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [THREADS // 32], [0])
@@ -95,24 +58,12 @@ def in_threads(x, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def load_fp32(smem, LAYOUT: gl.constexpr, left, FLAT: gl.constexpr):
-    """A block of a row. If it may hold elements of the next row, only `left` columns are this row's, and the rest 0."""
-    x = smem.load(LAYOUT).to(gl.float32)
-    if FLAT:
-        x = gl.where(gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))[None, :] < left, x, 0.0)
-    return x
-
-
-@gluon.jit
-def add_products(
-    dy_smem, x_smem, w_smem, left, mean, lanes_gx, lanes_g, CENTRED: gl.constexpr, FLAT: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+def add_products(dy_smem, x_smem, w_smem, mean, lanes_gx, lanes_g, CENTRED: gl.constexpr, WARPS: gl.constexpr):
     """Of a block's columns: g (x - mean), and g if CENTRED, added to the sums of each thread."""
     SIZE: gl.constexpr = dy_smem.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, SIZE // (32 * WARPS)], [1, 32], [1, WARPS], [1, 0])
-    g = load_fp32(dy_smem, LAYOUT, left, FLAT) * w_smem.load(LAYOUT).to(gl.float32)
-    x = load_fp32(x_smem, LAYOUT, left, FLAT)
+    g = dy_smem.load(LAYOUT).to(gl.float32) * w_smem.load(LAYOUT).to(gl.float32)
+    x = x_smem.load(LAYOUT).to(gl.float32)
     if CENTRED:
         lanes_gx += in_threads(g * (x - mean), 32 * WARPS)
         lanes_g += in_threads(g, 32 * WARPS)
@@ -122,24 +73,19 @@ def add_products(
 
 
 @gluon.jit
-def sums_of_row(ring, stage, left, mean, CENTRED: gl.constexpr, FLAT: gl.constexpr, WARPS: gl.constexpr):
+def sums_of_row(ring, stage, mean, CENTRED: gl.constexpr, WARPS: gl.constexpr):
     """The program's sums of g (x - mean), and of g if CENTRED, otherwise 0."""
     dy_smem, dy_last_smem, x_smem, x_last_smem, full, empty, w_smem, w_last_smem = ring
     FULL: gl.constexpr = w_smem.shape[0]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     gx = gl.zeros((32 * WARPS,), gl.float32, LANES)
     g = gl.zeros((32 * WARPS,), gl.float32, LANES)
-    BLOCK: gl.constexpr = w_smem.shape[2]
     for chunk in gl.static_range(FULL):
         slot = stage * FULL + chunk
-        gx, g = add_products(
-            dy_smem.index(slot), x_smem.index(slot), w_smem.index(chunk), left - chunk * BLOCK, mean, gx, g,
-            CENTRED, FLAT, WARPS,
-        )  # fmt: skip
+        gx, g = add_products(dy_smem.index(slot), x_smem.index(slot), w_smem.index(chunk), mean, gx, g, CENTRED, WARPS)
     gx, g = add_products(
-        dy_last_smem.index(stage), x_last_smem.index(stage), w_last_smem.index(0), left - FULL * BLOCK, mean, gx, g,
-        CENTRED, FLAT, WARPS,
-    )  # fmt: skip
+        dy_last_smem.index(stage), x_last_smem.index(stage), w_last_smem.index(0), mean, gx, g, CENTRED, WARPS
+    )
     return gx, g
 
 
@@ -157,20 +103,16 @@ def of_program(gx, g):
 
 
 @gluon.jit
-def gradients(
-    dy_smem, x_smem, w_smem, dx_ptr, begin, N, mean, rstd, a, b, dw, db, FLAT: gl.constexpr, WARPS: gl.constexpr
-):
+def gradients(dy_smem, x_smem, w_smem, dx_ptr, begin, N, mean, rstd, a, b, dw, db, WARPS: gl.constexpr):
     """dx of a block's columns is stored: dy w rstd + (x - mean) a + b. dw and db, of the rows before, are returned."""
     SIZE: gl.constexpr = dy_smem.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, SIZE // (32 * WARPS)], [1, 32], [1, WARPS], [1, 0])
-    dy = load_fp32(dy_smem, LAYOUT, N - begin, FLAT)
-    centred = load_fp32(x_smem, LAYOUT, N - begin, FLAT) - mean
+    dy = dy_smem.load(LAYOUT).to(gl.float32)
+    centred = x_smem.load(LAYOUT).to(gl.float32) - mean
     scaled = dy * rstd
     dx = scaled * w_smem.load(LAYOUT).to(gl.float32) + (centred * a + b)
-    # A thread stores its columns at once; where these are not aligned, threads next to each other store columns so.
-    STORED: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0]) if FLAT else LAYOUT
-    cols = begin + gl.arange(0, SIZE, gl.SliceLayout(0, STORED))[None, :]
-    gl.store(dx_ptr + cols, gl.convert_layout(dx.to(dx_ptr.dtype.element_ty), STORED), mask=cols < N)
+    cols = begin + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
     return dw + scaled * centred, db + dy
 
 
@@ -224,30 +166,26 @@ def put_partials(partial_ptr, begin, N, x, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def producer(descs, ring, sizes, PARTS: gl.constexpr, FLAT: gl.constexpr):
+def producer(descs, ring, sizes, PARTS: gl.constexpr):
     """Of the program's rows, one after the other, as stages become empty. At first all are: parity ^ 1 is over."""
-    M, N, groups, begin, stride_dy, stride_x = sizes
+    M, N, groups, begin = sizes
     full, empty = ring[4], ring[5]
     count = 0
     for row in range(gl.program_id(0) // PARTS, M, groups):
         stage, parity = ring_slot(count, full.shape[0])
         mbarrier.wait(empty.index(stage), parity ^ 1)
-        if FLAT:
-            start_flat_row(descs, ring, row, M, stride_dy, stride_x, begin, stage)
-        else:
-            start_row(descs, ring, row, begin, stage)
+        start_row(descs, ring, row, begin, stage)
         count += 1
 
 
 @gluon.jit
 def consumer(
     ring, tensors, sums_ptr, sizes, PARTS: gl.constexpr, WAIT: gl.constexpr, CENTRED: gl.constexpr,
-    BIAS: gl.constexpr, EARLY_SUM: gl.constexpr, FLAT: gl.constexpr,
-    WARPS: gl.constexpr,
+    BIAS: gl.constexpr, EARLY_SUM: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr = tensors
     dy_smem, dy_last_smem, x_smem, x_last_smem, full, empty, w_smem, w_last_smem = ring
-    M, N, groups, begin, stride_dy, stride_x = sizes
+    M, N, groups, begin = sizes
     STAGES: gl.constexpr = full.shape[0]
     FULL: gl.constexpr = w_smem.shape[0]
     BLOCK: gl.constexpr = w_smem.shape[2]
@@ -262,7 +200,7 @@ def consumer(
     next_rstd = gl.load(rstd_ptr + group)
     next_mean = gl.load(mean_ptr + group) if CENTRED else 0.0
     mbarrier.wait(full.index(0), 0)
-    first_gx, first_g = sums_of_row(ring, 0, N - begin, next_mean, CENTRED, FLAT, WARPS)
+    first_gx, first_g = sums_of_row(ring, 0, next_mean, CENTRED, WARPS)
     if PARTS > 1:
         gl.atomic_xchg(sums_ptr + group * PARTS + part, of_program(first_gx, first_g), sem="relaxed")
     else:
@@ -287,7 +225,7 @@ def consumer(
             at = sums_ptr + (group * 2 + count % 2) * WARPS + gl.minimum(slots, WARPS - 1)
         words = gl.load(at, volatile=True)
         mbarrier.wait(full.index(ahead_stage), ahead_parity, there)
-        gx, g = sums_of_row(ring, ahead_stage, N - begin, next_mean, CENTRED, FLAT, WARPS)
+        gx, g = sums_of_row(ring, ahead_stage, next_mean, CENTRED, WARPS)
         if PARTS > 1:
             gl.atomic_xchg(sums_ptr + after * PARTS + part, of_program(gx, g), mask=there, sem="relaxed")
             if WAIT:
@@ -309,13 +247,13 @@ def consumer(
             slot = stage * FULL + chunk
             new_dw, new_db = gradients(
                 dy_smem.index(slot), x_smem.index(slot), w_smem.index(chunk), dx, begin + chunk * BLOCK, N,
-                mean, rstd, a, b, before_dw[chunk], before_db[chunk], FLAT, WARPS,
+                mean, rstd, a, b, before_dw[chunk], before_db[chunk], WARPS,
             )  # fmt: skip
             dw = dw + (new_dw,)  # noqa: RUF005
             db = db + (new_db,)  # noqa: RUF005
         new_dw, new_db = gradients(
             dy_last_smem.index(stage), x_last_smem.index(stage), w_last_smem.index(0), dx, begin + FULL * BLOCK, N,
-            mean, rstd, a, b, before_dw[FULL], before_db[FULL], FLAT, WARPS,
+            mean, rstd, a, b, before_dw[FULL], before_db[FULL], WARPS,
         )  # fmt: skip
         dw = dw + (new_dw,)  # noqa: RUF005
         db = db + (new_db,)  # noqa: RUF005
@@ -338,13 +276,11 @@ def norm_backward_hopper_kernel(
     w_ptr, mean_ptr, rstd_ptr, dx_ptr,  # [N], [M] twice, [M, N]; without CENTRED nothing reads mean_ptr
     partial_dw_ptr, partial_db_ptr,  # [groups, N] each, fp32; without BIAS nothing writes partial_db_ptr
     sums_ptr,  # [M, PARTS], -1 at first; then a part's share of c1 in the high half and of c2 in the low
-    M, N, groups, stride_dy, stride_x, PARTS: gl.constexpr, FULL: gl.constexpr, STAGES: gl.constexpr, WAIT: gl.constexpr,
-    CENTRED: gl.constexpr, BIAS: gl.constexpr, EARLY_SUM: gl.constexpr, FLAT: gl.constexpr,
-    WARPS: gl.constexpr,
+    M, N, groups, PARTS: gl.constexpr, FULL: gl.constexpr, STAGES: gl.constexpr, WAIT: gl.constexpr,
+    CENTRED: gl.constexpr, BIAS: gl.constexpr, EARLY_SUM: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    if not FLAT:
-        N = N // 8 * 8  # which it is: so the compiler stores 16 bytes at once
-    BLOCK: gl.constexpr = dy_last_desc.block_type.shape[1] if FLAT else dy_desc.block_type.shape[1] * dy_desc.block_type.shape[2]
+    N = N // 8 * 8  # which it is: so the compiler stores 16 bytes at once
+    BLOCK: gl.constexpr = dy_desc.block_type.shape[1] * dy_desc.block_type.shape[2]
     LAST: gl.constexpr = dy_last_desc.block_type.shape[1]
     W_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     dy_smem = allocate_stages(dy_desc, STAGES * FULL)
@@ -363,46 +299,47 @@ def norm_backward_hopper_kernel(
     ) + ring[4:]  # fmt: skip  # noqa: RUF005
     descs = (dy_desc, dy_last_desc, x_desc, x_last_desc)
     tensors = (w_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dw_ptr, partial_db_ptr)
-    sizes = (M, N, groups, gl.program_id(0) % PARTS * (FULL * BLOCK + LAST), stride_dy, stride_x)
+    sizes = (M, N, groups, gl.program_id(0) % PARTS * (FULL * BLOCK + LAST))
     gl.warp_specialize(
         [
-            (consumer, (as_rows, tensors, sums_ptr, sizes, PARTS, WAIT, CENTRED, BIAS, EARLY_SUM, FLAT, WARPS)),
-            (producer, (descs, as_rows if FLAT else ring, sizes, PARTS, FLAT)),
+            (consumer, (as_rows, tensors, sums_ptr, sizes, PARTS, WAIT, CENTRED, BIAS, EARLY_SUM, WARPS)),
+            (producer, (descs, ring, sizes, PARTS)),
         ],
         [1],
         [32],
     )
 
 
-def parts_of(N: int, bias: bool) -> int:
-    """The fewest programs of 8 warps for a row: sums of a thread's columns in 148 registers, and stages enough."""
-    return 1 if N <= (12800 if bias else 16384) else cdiv(N, 10240)
+def programs_of(N: int, bias: bool) -> tuple[int, int]:
+    """Programs that share a row, and their warps. 16 warps hide more latency, and have 112 registers a thread.
+
+    dw and db of a thread's columns take half of these, and three rows of 13312 columns fit in shared memory.
+    """
+    return 1, 16
 
 
 def stages_of(plan: Plan, w_bytes: int, shared: int) -> int:
-    row = 4 * plan.columns
-    return min(6, (shared - 4096 - plan.columns * w_bytes) // row)
+    """Rows in the ring: two are in use, and the others are on their way."""
+    return min(6, (shared - 4096 - plan.columns * w_bytes) // (4 * plan.columns))
 
 
-def norm_backward_hopper(dy, x, w, mean, rstd, bias=False, parts=None, warps=WARPS, stages=None):
+def norm_backward_hopper(dy, x, w, mean, rstd, bias=False):
     """As norm_backward_walk, of rows that norm_backward_hopper_takes -> dx, dw, db."""
-    (M, N), centred = x.shape, mean is not None
+    (M, N), centred, sms = x.shape, mean is not None, num_sms(x.device)
+    parts, warps = programs_of(N, bias)
+    plan = Load(8, 8).plan(cdiv(N, parts), warps, 1)
+    groups = max(1, min(M, sms // parts))
     dx, dw = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(w)
     db = torch.empty_like(w) if bias else None
-    parts = parts or parts_of(N, bias)
-    flat = not _is_aligned(dy, x)
-    plan = Load(8, 1 if flat else 8).plan(cdiv(N, parts), warps, 1)
-    per_sm = 2 if warps == 4 else 1
-    stages = stages or stages_of(plan, w.element_size(), shared_memory(x.device) // per_sm)
-    groups = max(1, min(M, per_sm * num_sms(x.device) // parts))
-    sums = torch.full((M, parts), -1, dtype=torch.int64, device=x.device) if parts > 1 else torch.empty((groups, 2, warps), dtype=torch.int64, device=x.device)
+    shape = (M, parts) if parts > 1 else (groups, 2, warps)
+    sums = torch.full(shape, -1, dtype=torch.int64, device=x.device)
     partial_dw, partial_db = partial_sums(groups, x, bias)
-    descs = [d for t in (dy, x) for d in (_line if flat else _blocks)(t, plan)]
     for wait in waits() if parts > 1 else (True,):
         norm_backward_hopper_kernel[(groups * parts,)](
-            *descs, w, mean if centred else rstd, rstd, dx, partial_dw, partial_db if bias else partial_dw,
-            sums, M, N, groups, dy.stride(0), x.stride(0), parts, plan.chunks - 1, stages, wait, centred, bias,
-            early_sum(x.device), flat, warps, num_warps=warps, maxnreg=65536 // (32 * (warps + 4) * per_sm) // 8 * 8 if warps != 8 else None, launch_cooperative_grid=parts > 1,
+            *_blocks(dy, plan), *_blocks(x, plan), w, mean if centred else rstd, rstd, dx, partial_dw,
+            partial_db if bias else partial_dw, sums, M, N, groups, parts, plan.chunks - 1,
+            stages_of(plan, w.element_size(), shared_memory(x.device)), wait, centred, bias, early_sum(x.device), warps,
+            num_warps=warps, launch_cooperative_grid=parts > 1,
         )  # fmt: skip
     sum_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
@@ -422,26 +359,11 @@ def _blocks(t: Tensor, plan: Plan) -> tuple[TensorDescriptor, TensorDescriptor]:
     )
 
 
-def _line(t: Tensor, plan: Plan) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Of all rows as one line, and of the last row, from the multiple of 16 bytes before it on."""
-    (M, N), (stride, _) = t.shape, t.stride()
-    start = (M - 1) * stride
-    end = t.as_strided((1, start % 8 + N), (8, 1), t.storage_offset() + start - start % 8)
-    line = ((start + N - 512) // 256 + 1, 512)  # all of it is memory of the matrix, and all rows but the last lie in it
-    return (
-        descriptor(TensorDescriptor, t, line, (256, 1), [plan.block // 256, 256], layout=_row_by_row(2)),
-        descriptor(TensorDescriptor, end, end.shape, (-(-end.shape[1] // 8) * 8, 1), [1, plan.block], layout=_row_by_row(2)),
-    )
-
-
-def _is_aligned(*tensors: Tensor) -> bool:
-    return tma_takes(*tensors) and tensors[0].shape[1] % 64 == 0
-
-
 @cache
 def _row_by_row(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=rank)
 
 
 def norm_backward_hopper_takes(dy: Tensor, x: Tensor) -> bool:
-    return runs_gluon(x) and x.element_size() == 2 and dy.dtype == x.dtype and (dy.data_ptr() | x.data_ptr()) % 16 == 0
+    """Whether this GPU, and rows of dy and x, suit norm_backward_hopper: TMA, 16 bits, a multiple of 64 columns."""
+    return runs_gluon(x) and x.element_size() == 2 and dy.dtype == x.dtype and x.shape[1] % 64 == 0 and tma_takes(dy, x)

@@ -1,0 +1,115 @@
+"""The norms' backward on Hopper: values, races and deadlocks emulated, mutants, machine code."""
+
+import importlib.util
+from pathlib import Path
+
+from lessonkit import device
+from lessonkit.base.errors import Fault
+from lessonkit.modes import compiled
+from lessonkit.modes import gluon as emulated
+from lessonkit.modes.compile_server import call_in_compiler
+
+import pytest
+import torch
+
+from course_ops.kernels import norm_backward_hopper as hopper
+from course_ops.layer_norm import layer_norm_backward_cpu
+
+pytestmark = pytest.mark.kept("course_ops/*.py", "course_ops/kernels/*.py")
+emulates = pytest.mark.skipif(not device.INTERPRETED, reason="with a GPU nothing is emulated")
+
+
+def gradients(module, M, N, parts, warps, centred=True, bias=True, dtype=torch.bfloat16, pad=0):
+    """Ours of few columns, by `parts` programs of `warps` warps; and PyTorch's, in fp32. Rows are N + pad apart."""
+    torch.manual_seed(0)
+    module.programs_of = lambda *asked: (parts, warps)
+    dy, x = (torch.randn(M, N + pad).to(dtype)[:, :N] for _ in range(2))
+    x += 3
+    w = torch.randn(N).to(dtype)
+    mean = x.float().mean(-1) if centred else torch.zeros(M)
+    rstd = torch.rsqrt((x.float() - mean[:, None]).square().mean(-1) + 1e-5)
+    found = module.norm_backward_hopper(dy, x, w, mean if centred else None, rstd, bias)
+    dx, dw, db = layer_norm_backward_cpu(dy, x, w, mean, rstd)
+    if not centred:
+        dx += rstd[:, None] * (dy.float() * w.float()).mean(-1, keepdim=True)
+    return zip(found if bias else found[:2], (dx, dw, db) if bias else (dx, dw), strict=True)
+
+
+def expect_right(pairs):
+    for found, exact in pairs:
+        torch.testing.assert_close(found.float(), exact, rtol=2**-7, atol=2**-7 * exact.abs().amax().item() / 4)
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch):
+    monkeypatch.setattr(hopper, "programs_of", hopper.programs_of)
+
+
+# Four SMs are emulated: four groups of one program, two of two, one of four.
+CASES = (
+    {"M": 14, "N": 4224, "parts": 1, "warps": 16},
+    {"M": 3, "N": 4224, "parts": 1, "warps": 8, "bias": False},  # fewer rows than SMs
+    {"M": 13, "N": 6208, "parts": 1, "warps": 8, "centred": False, "bias": False},
+    {"M": 9, "N": 8256, "parts": 2, "warps": 8, "dtype": torch.float16},
+    {"M": 7, "N": 16640, "parts": 4, "warps": 8, "centred": False, "bias": False},
+    {"M": 6, "N": 4160, "parts": 1, "warps": 8, "pad": 24},
+)
+
+
+@emulates
+@pytest.mark.parametrize("i", range(len(CASES)))
+def test_values(i):
+    expect_right(gradients(hopper, **CASES[i]))
+
+
+@emulates
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_values_in_other_orders_of_the_hardware(monkeypatch, seed):
+    monkeypatch.setattr(emulated, "SEED", seed)
+    for i in (0, 3):
+        expect_right(gradients(hopper, **CASES[i]))
+
+
+MUTANTS = {  # what is wrong: (old, new, kinds of Fault or "value", case)
+    "a stage is released before dx is computed": (
+        "        a = -(c1 / N)", "        mbarrier.arrive(empty.index(stage))\n        a = -(c1 / N)", "race barrier", 0,
+    ),
+    "no stage is released": ("        mbarrier.arrive(empty.index(stage))\n", "", "barrier", 0),
+    "the next row is not waited for": (
+        "        mbarrier.wait(full.index(ahead_stage), ahead_parity, there)\n", "", "race", 0,
+    ),
+    "the sums of the next row": ("(group * 2 + count % 2) * WARPS", "(group * 2 + (count + 1) % 2) * WARPS", "value", 0),
+    "half of the bytes are waited for": ("BYTES: gl.constexpr = 2 *", "BYTES: gl.constexpr = 1 *", "race barrier", 0),
+    "the mean of the row before": ("ahead_stage, next_mean,", "ahead_stage, mean,", "value", 0),
+    "parts begin at one column": ("% PARTS * (FULL * BLOCK + LAST)", "% PARTS * 0", "value", 3),
+    "a part's own sums alone": ("gl.where(slots < WORDS, (words >> 32)", "gl.where(slots < 1, (words >> 32)", "value", 3),
+    "c2 is forgotten": ("        b = -(c2 / N) * rstd", "        b = -(c2 / N) * 0.0", "value", 0),
+    "dw of the last row alone": ("return dw + scaled * centred", "return scaled * centred", "value", 0),
+}  # fmt: skip
+
+
+@emulates
+@pytest.mark.parametrize("why", MUTANTS)
+def test_mutants_are_rejected(tmp_path, why):
+    """By what each names, in this order of the hardware or in another."""
+    old, new, kinds, i = MUTANTS[why]
+    text = Path(hopper.__file__).read_text()
+    assert text.count(old) == 1, f"stands {text.count(old)} times: write the line as it is now"
+    path = tmp_path / "mutant.py"
+    path.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutant_of_norm_backward", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for seed in range(4):
+        emulated.SEED, found = seed, "nothing"
+        try:
+            expect_right(gradients(module, **CASES[i]))
+        except Fault as fault:
+            found = fault.kind
+        except AssertionError:
+            found = "value"
+        finally:
+            emulated.SEED = 0
+        if found != "nothing":
+            break
+    assert found in kinds.split()
