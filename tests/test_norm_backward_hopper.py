@@ -24,7 +24,7 @@ def gradients(module, M, N, parts, warps, centred=True, bias=True, dtype=torch.b
     torch.manual_seed(0)
     module.programs_of = lambda *asked: (parts, warps)
     dy, x = (torch.randn(M, N + pad).to(dtype)[:, :N] for _ in range(2))
-    x += 3
+    x += torch.arange(M)[:, None] % 7
     w = torch.randn(N).to(dtype)
     mean = x.float().mean(-1) if centred else torch.zeros(M)
     rstd = torch.rsqrt((x.float() - mean[:, None]).square().mean(-1) + 1e-5)
@@ -47,7 +47,7 @@ def _as_before(monkeypatch):
 
 # Four SMs are emulated: four groups of one program, two of two, one of four.
 CASES = (
-    {"M": 14, "N": 4224, "parts": 1, "warps": 16},
+    {"M": 30, "N": 4224, "parts": 1, "warps": 16},  # more rows than stages
     {"M": 3, "N": 4224, "parts": 1, "warps": 8, "bias": False},  # fewer rows than SMs
     {"M": 13, "N": 6208, "parts": 1, "warps": 8, "centred": False, "bias": False},
     {"M": 9, "N": 8256, "parts": 2, "warps": 8, "dtype": torch.float16},
