@@ -6,8 +6,7 @@ thread's registers hold little but dw and db of its columns, and an SM takes row
 PARTS = 1: a program owns whole rows. PARTS > 1: so many programs share a row. Each of them works one row ahead, as in
 norm_backward_group_kernel: it publishes its share of c1 and c2 of the next row before it needs those of this row.
 
-A stage of the ring is a row of dy and x: FULL blocks of BLOCK columns, and one of LAST columns. All warps meet when
-they reduce a row's sums. By then each has left the row before, and TMA may fill that stage anew.
+A stage of the ring is a row of dy and x: FULL blocks of BLOCK columns, and one of LAST columns.
 """
 
 import math
@@ -28,6 +27,7 @@ from course_ops.kernels._matmul_hopper import block_barrier, runs_gluon
 from course_ops.kernels._norm_backward import Load, Plan, early_sum, partial_sums, sum_partials
 from course_ops.kernels._rows import waits
 from course_ops.versions import async_load, reinterpret
+
 
 @gluon.jit
 def start_row(descs, ring, row, begin, stage):
@@ -86,20 +86,7 @@ def sums_of_row(ring, stage, mean, CENTRED: gl.constexpr, WARPS: gl.constexpr):
     gx, g = add_products(
         dy_last_smem.index(stage), x_last_smem.index(stage), w_last_smem.index(0), mean, gx, g, CENTRED, WARPS
     )
-    return gx, g
-
-
-@gluon.jit
-def of_warps(gx, g, WARPS: gl.constexpr):
-    """The sums of each warp, as words."""
-    return pack_pair(gl.sum(gx.reshape((WARPS, 32)), axis=1), gl.sum(g.reshape((WARPS, 32)), axis=1))
-
-
-@gluon.jit
-def of_program(gx, g):
-    """The sums of all threads, as a word; in one reduction, so that the warps meet once."""
-    all_gx, all_g = gl.sum(gl.join(gx, g), axis=0).split()
-    return pack_pair(all_gx, all_g)
+    return gl.sum(gl.join(gx, g), axis=0).split()  # in one reduction, so that the warps meet once
 
 
 @gluon.jit
@@ -189,7 +176,7 @@ def consumer(
     STAGES: gl.constexpr = full.shape[0]
     FULL: gl.constexpr = w_smem.shape[0]
     BLOCK: gl.constexpr = w_smem.shape[2]
-    WORDS: gl.constexpr = PARTS if PARTS > 1 else WARPS  # of a row
+    AHEAD: gl.constexpr = 1 if PARTS > 1 else 0  # rows whose sums are made before this row's are used
     part = gl.program_id(0) % PARTS
     group = gl.program_id(0) // PARTS
     dw = ()
@@ -199,14 +186,10 @@ def consumer(
     db = dw
     next_rstd = gl.load(rstd_ptr + group)
     next_mean = gl.load(mean_ptr + group) if CENTRED else 0.0
-    mbarrier.wait(full.index(0), 0)
-    first_gx, first_g = sums_of_row(ring, 0, next_mean, CENTRED, WARPS)
-    if PARTS > 1:
-        gl.atomic_xchg(sums_ptr + group * PARTS + part, of_program(first_gx, first_g), sem="relaxed")
-    else:
-        first_words = of_warps(first_gx, first_g, WARPS)
-        gl.store(sums_ptr + group * 2 * WARPS + gl.arange(0, WARPS, first_words.type.layout), first_words)
-        block_barrier()
+    if AHEAD:
+        mbarrier.wait(full.index(0), 0)
+        first_c1, first_c2 = sums_of_row(ring, 0, next_mean, CENTRED, WARPS)
+        gl.atomic_xchg(sums_ptr + group * PARTS + part, pack_pair(first_c1, first_c2), sem="relaxed")
     SLOTS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     slots = gl.arange(0, 32, SLOTS)
     count = 0
@@ -217,25 +200,19 @@ def consumer(
         next_rstd = gl.load(rstd_ptr + after)
         next_mean = gl.load(mean_ptr + after) if CENTRED else 0.0
         stage, parity = ring_slot(count, STAGES)
-        ahead_stage, ahead_parity = ring_slot(count + 1, STAGES)
-        there = row + groups < M
+        ahead_stage, ahead_parity = ring_slot(count + AHEAD, STAGES)
+        there = row + AHEAD * groups < M
         if PARTS > 1:
             at = sums_ptr + row * PARTS + gl.minimum(slots, PARTS - 1)
-        else:
-            at = sums_ptr + (group * 2 + count % 2) * WARPS + gl.minimum(slots, WARPS - 1)
-        words = gl.load(at, volatile=True)
+            words = gl.load(at, volatile=True)
         mbarrier.wait(full.index(ahead_stage), ahead_parity, there)
-        gx, g = sums_of_row(ring, ahead_stage, next_mean, CENTRED, WARPS)
+        c1, c2 = sums_of_row(ring, ahead_stage, next_mean if AHEAD else mean, CENTRED, WARPS)
         if PARTS > 1:
-            gl.atomic_xchg(sums_ptr + after * PARTS + part, of_program(gx, g), mask=there, sem="relaxed")
+            gl.atomic_xchg(sums_ptr + after * PARTS + part, pack_pair(c1, c2), mask=there, sem="relaxed")
             if WAIT:
                 words = settled(words, at)
-        else:
-            next_words = of_warps(gx, g, WARPS)
-            to = sums_ptr + (group * 2 + (count + 1) % 2) * WARPS
-            gl.store(to + gl.arange(0, WARPS, next_words.type.layout), next_words)
-        c1 = gl.sum(gl.where(slots < WORDS, (words >> 32).to(gl.int32).to(gl.float32, bitcast=True), 0.0), axis=0)
-        c2 = gl.sum(gl.where(slots < WORDS, words.to(gl.int32).to(gl.float32, bitcast=True), 0.0), axis=0)
+            c1 = gl.sum(gl.where(slots < PARTS, (words >> 32).to(gl.int32).to(gl.float32, bitcast=True), 0.0), axis=0)
+            c2 = gl.sum(gl.where(slots < PARTS, words.to(gl.int32).to(gl.float32, bitcast=True), 0.0), axis=0)
         a = -(c1 / N) * rstd * rstd * rstd
         b = -(c2 / N) * rstd
         before_dw = dw
@@ -257,7 +234,7 @@ def consumer(
         )  # fmt: skip
         dw = dw + (new_dw,)  # noqa: RUF005
         db = db + (new_db,)  # noqa: RUF005
-        block_barrier()  # all warps have read the stage, and stored their sums of the next row
+        block_barrier()  # all warps have read the stage
         mbarrier.arrive(empty.index(stage))
         count += 1
     if EARLY_SUM:
@@ -310,16 +287,18 @@ def norm_backward_hopper_kernel(
     )
 
 
-def programs_of(N: int, bias: bool) -> tuple[int, int]:
-    """Programs that share a row, and their warps. 16 warps hide more latency, and have 112 registers a thread.
+def programs_of(N: int, bias: bool) -> tuple[int, int] | None:
+    """Programs that share a row, and their warps; None for lengths at which the kernels of _norm_backward are faster.
 
-    dw and db of a thread's columns take half of these, and three rows of 13312 columns fit in shared memory.
+    16 warps hide more latency than 8, but leave 112 registers a thread: too few for the longest parts.
     """
-    return 1, 16
+    if bias:
+        return (1, 16) if 10240 < N <= 13312 else (2, 8) if 16384 < N < 20480 else None
+    return (1, 16) if 13312 < N <= 16384 else (cdiv(N, 11264), 8) if 16384 < N <= 3 * 11264 else None
 
 
 def stages_of(plan: Plan, w_bytes: int, shared: int) -> int:
-    """Rows in the ring: two are in use, and the others are on their way."""
+    """Rows in the ring, beside w: one is in use, or two where parts work ahead; the others are on their way."""
     return min(6, (shared - 4096 - plan.columns * w_bytes) // (4 * plan.columns))
 
 
@@ -331,8 +310,7 @@ def norm_backward_hopper(dy, x, w, mean, rstd, bias=False):
     groups = max(1, min(M, sms // parts))
     dx, dw = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(w)
     db = torch.empty_like(w) if bias else None
-    shape = (M, parts) if parts > 1 else (groups, 2, warps)
-    sums = torch.full(shape, -1, dtype=torch.int64, device=x.device)
+    sums = torch.full((M, parts), -1, dtype=torch.int64, device=x.device) if parts > 1 else rstd  # which nothing reads
     partial_dw, partial_db = partial_sums(groups, x, bias)
     for wait in waits() if parts > 1 else (True,):
         norm_backward_hopper_kernel[(groups * parts,)](
@@ -364,6 +342,10 @@ def _row_by_row(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=rank)
 
 
-def norm_backward_hopper_takes(dy: Tensor, x: Tensor) -> bool:
-    """Whether this GPU, and rows of dy and x, suit norm_backward_hopper: TMA, 16 bits, a multiple of 64 columns."""
-    return runs_gluon(x) and x.element_size() == 2 and dy.dtype == x.dtype and x.shape[1] % 64 == 0 and tma_takes(dy, x)
+def norm_backward_hopper_takes(dy: Tensor, x: Tensor, bias: bool) -> bool:
+    """Whether this GPU, and these rows, suit norm_backward_hopper: TMA, 16 bits, and four rows of a program or more."""
+    M, N = x.shape
+    if not (runs_gluon(x) and x.element_size() == 2 and dy.dtype == x.dtype and N % 64 == 0 and tma_takes(dy, x)):
+        return False
+    programs = programs_of(N, bias)
+    return programs is not None and M >= 4 * (num_sms(x.device) // programs[0])
