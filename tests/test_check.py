@@ -356,7 +356,9 @@ def test_a_rounding_error_that_is_multiplied_by_a_million_is_none_the_less_one()
             y = torch.nn.functional.layer_norm(leaf, w.shape, w, eps=1e-12)
         return torch.autograd.grad(y, leaf, dy)
 
-    dy, x, w = (torch.tensor(v, device=DEVICE) for v in ([[-1.5494], [6.4899], [4.7]], [[-48.44], [-153.2], [-3.0]], [0.3923]))
+    dy, x, w = (
+        torch.tensor(v, device=DEVICE) for v in ([[-1.5494], [6.4899], [4.7]], [[-48.44], [-153.2], [-3.0]], [0.3923])
+    )
     question = asked(dx, dy, x, w)
     rounded = dy * w
     missed = (dy.double() * w.double() - rounded.double()).float() * 1e6  # what a fused multiply-add leaves over

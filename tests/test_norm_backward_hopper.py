@@ -142,3 +142,28 @@ def test_machine_code(N, centred):
     assert (spills, load, store) == (0, 16, 16)
     assert registers * 32 * (16 + 4 if registers < 128 else 8 + 4) <= 65536
     assert shared <= 232448
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "bias", "expected"),
+    [
+        (5440, 12672, True, (1, 16)),
+        (4096, 18944, True, (2, 8)),
+        (4096, 16384, False, (1, 16)),
+        (2048, 32768, False, (3, 8)),
+        (8192, 8192, True, None),  # whole rows in registers are as fast
+        (2048, 32768, True, None),
+        (5440, 12672, False, None),
+        (4096, 131072, False, None),
+        (5440, 12680, True, None),  # TMA sees a row as a matrix of 64 columns or more
+        (100, 12672, True, None),  # a row of its own for each SM: parts of a row are sooner done
+    ],
+)
+def test_rows_of_an_h200_that_it_takes(monkeypatch, M, N, bias, expected):
+    """Each was measured, but for the last two."""
+    monkeypatch.setattr(hopper, "runs_gluon", lambda x: True)
+    monkeypatch.setattr(hopper, "num_sms", lambda device: 132)
+    monkeypatch.setattr(hopper, "tma_takes", lambda *tensors: True)
+    x = torch.empty(M, N, dtype=torch.bfloat16, device="meta")
+    assert hopper.norm_backward_hopper_takes(x, x, bias) == (expected is not None)
+    assert expected is None or hopper.programs_of(N, bias) == expected
