@@ -73,7 +73,8 @@ def test_values_in_other_orders_of_the_hardware(monkeypatch, seed):
 
 MUTANTS = {  # what is wrong: (old, new, kinds of Fault or "value", case)
     "a stage is released before dx is computed": (
-        "        a = -(c1 / N)", "        mbarrier.arrive(empty.index(stage))\n        a = -(c1 / N)", "race barrier", 0,
+        "        a = -(c1 / N)", "        mbarrier.arrive(empty.index(stage))\n        a = -(c1 / N)",
+        "race barrier", 0,
     ),
     "no stage is released": ("        mbarrier.arrive(empty.index(stage))\n", "", "barrier", 0),
     "a row is not waited for": (
@@ -87,7 +88,8 @@ MUTANTS = {  # what is wrong: (old, new, kinds of Fault or "value", case)
     "c2 is forgotten": ("        b = -(c2 / N) * rstd", "        b = -(c2 / N) * 0.0", "value", 0),
     "dw of the last row alone": ("return dw + scaled * centred", "return scaled * centred", "value", 0),
     "w of the first block in each": (
-        "w_smem.index(chunk), begin + chunk * BLOCK, N, WARPS),)", "w_smem.index(chunk), begin, N, WARPS),)", "value", 3,
+        "w_smem.index(chunk), begin + chunk * BLOCK, N, WARPS),)", "w_smem.index(chunk), begin, N, WARPS),)",
+        "value", 3,
     ),
     "x in the first block's place": ("async_load(x_desc, [row, at, 0]", "async_load(x_desc, [row, 0, 0]", "value", 3),
 }  # fmt: skip
