@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SAMPLES = 8  # of four, one element in 300 has moved by less than a fifth of what is usual; of eight one in 40,000
 INJECTED = 2.0**-40  # relative; float64 itself rounds at 2^-53
 FP32 = torch.finfo(torch.float32)
-JUMP = 2.0**-20  # of the largest input or answer: what moves by more may be a step of the reference, no rounding error
-LESS = 16  # errors so many times smaller tell: what they multiply moves less, a step moves as far or not at all
+JUMP = 2.0**-20  # of the largest input or answer: what moves by more is asked whether it is a step of the reference
+LESS = 64.0  # so much smaller errors move what is no step less far, if not quite so much less
 
 ONE_BY_ONE = 4096  # a kernel adds up so many elements of a prefix sum one after the other; then blocks in a tree
 
@@ -56,9 +56,9 @@ SUMS = frozenset(["addmm", "baddbmm", "bmm", "cumsum", "dot", "linalg_vector_nor
 
 
 class _Disturbed(TorchDispatchMode):
-    """Inside, what operations round in float64 carries a random relative error."""
+    """Inside, what operations round in float64 carries a random relative error, up to `injected`."""
 
-    def __init__(self, seed: int, injected: float = INJECTED) -> None:
+    def __init__(self, seed: int, injected: float) -> None:
         super().__init__()
         self.seed, self.injected, self.generators = seed, injected, dict[torch.device, torch.Generator]()
 
@@ -106,41 +106,31 @@ def moved(
 ) -> tuple[torch.Tensor, ...]:
     """How far fp32 rounding errors move each element of `exact`, which is answer(*args), in the root mean square.
 
-    args: the inputs in float64. A result that is no floating-point tensor does not move.
+    args: the inputs in float64. A result that is no floating-point tensor does not move. Neither does what jumps: a
+    step of the reference is as high for a smaller error. Of what only moves far, as the quotient of two values that
+    nearly cancel, fp32 keeps no digit, and no answer can be right in one.
     """
     largest = max((_largest(a) for a in args if _is_float64(a)), default=0.0)
     total = [torch.zeros_like(e, dtype=torch.float64) for e in exact]
+
+    def by(seed: int, injected: float) -> list[torch.Tensor | None]:
+        with _Disturbed(seed, injected):
+            found = answer(*args)
+        both = zip(found, exact, strict=True)
+        return [
+            (f.double() - e.double()).abs().nan_to_num(0.0, 0.0) if e.is_floating_point() else None for f, e in both
+        ]
+
     for seed in range(samples):
-        found = _distances(answer, args, exact, _Disturbed(seed))
-        far = [by > JUMP * max(largest, _largest(e)) for by, e in zip(found, exact, strict=True)]
-        if any(bool(f.any()) for f in far):  # as where a row's rstd of 1e6 multiplies a rounding error
-            less = _distances(answer, args, exact, _Disturbed(seed, INJECTED / LESS))
-            found = [torch.where(f, _in_proportion(n, by), by) for f, n, by in zip(far, less, found, strict=True)]
-        for sum_, by in zip(total, found, strict=True):
-            sum_ += by.square()
+        moves = by(seed, INJECTED)
+        limits = [JUMP * max(largest, _largest(e)) for e in exact]
+        far = any(m is not None and bool((m > limit).any()) for m, limit in zip(moves, limits, strict=True))
+        smaller = by(seed, INJECTED / LESS) if far else moves
+        for sum_, move, less, limit in zip(total, moves, smaller, limits, strict=True):
+            if move is not None and less is not None:
+                jumps = (move > limit) & (less > 8 / LESS * move)
+                sum_ += torch.where(jumps, 0.0, move).square()
     return tuple((sum_ / samples).sqrt() * (FP32.eps / INJECTED) for sum_ in total)
-
-
-def _distances(
-    answer: Callable[..., Sequence[torch.Tensor]],
-    args: Sequence[Any],
-    exact: Sequence[torch.Tensor],
-    errors: _Disturbed,
-) -> list[torch.Tensor]:
-    """Of answer(*args) with these errors from `exact`, element by element; 0 for what is no floating-point tensor."""
-    with errors:
-        found = answer(*args)
-    return [
-        (f.double() - e.double()).abs().nan_to_num(0.0, 0.0)
-        if e.is_floating_point()
-        else torch.zeros_like(e, dtype=torch.float64)
-        for f, e in zip(found, exact, strict=True)
-    ]
-
-
-def _in_proportion(less: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """A movement, from the one by errors LESS times smaller; 0 of a step. Where errors are squared it moves LESS^2."""
-    return torch.where((less < 2 * by / LESS) & (less > by / LESS**2 / 2), LESS * less, 0.0)
 
 
 def _is_float64(value: Any) -> bool:
