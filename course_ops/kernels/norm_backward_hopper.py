@@ -20,10 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from course_ops._common import cdiv, num_sms, shared_memory, tma_takes
+from course_ops._common import cdiv, num_sms, runs_gluon, shared_memory, tma_takes
 from course_ops._launch import descriptor
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
-from course_ops.kernels._matmul_hopper import block_barrier, runs_gluon
+from course_ops.kernels._matmul_hopper import block_barrier
 from course_ops.kernels._norm_backward import Load, Plan, early_sum, partial_sums, sum_partials
 from course_ops.kernels._rows import waits
 from course_ops.versions import async_load, reinterpret
