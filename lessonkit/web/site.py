@@ -18,6 +18,7 @@ from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import operators, paths
 from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start
+from lessonkit.web.page import pack
 
 OWN = Path(__file__).parent
 ACCENT = "green"
@@ -27,8 +28,8 @@ PACKAGES = ("sphinx", "myst_parser", "shibuya", "jieba")
 class Sources:
     """The MyST files of one language below `folder`, which keeps the modification times of files that stay the same."""
 
-    def __init__(self, folder: Path, language: str, only: Iterable[str] = ()) -> None:
-        self.folder, self.language, self.only = folder, language, frozenset(only)
+    def __init__(self, folder: Path, language: str, only: Iterable[str] = (), python: float = 0) -> None:
+        self.folder, self.language, self.only, self.python = folder, language, frozenset(only), python
         self.written = set[Path]()
         self.copies = dict[str, Path]()
 
@@ -44,10 +45,12 @@ class Sources:
                     self._put(each, text)
         for source in places.exercises():
             if self._wanted(page := places.exercise_page(source)):
-                self._put(page, exercises.Page(source, self.language).text())
+                self._put(
+                    page, exercises.Page(source, self.language, self._python(source.path.parent.parent.name)).text()
+                )
         for folder in dict.fromkeys(source.path.parent.parent.name for source in places.exercises()):
             if self._wanted(page := f"{folder}/exercises/index"):
-                self._put(page, exercises.index(folder, self.language))
+                self._put(page, exercises.index(folder, self.language, self._python(folder)))
         for name, path in quiz.files().items():
             for part in quiz.PARTS:
                 if self._wanted(page := places.quiz_page(path.parent.name, part)):
@@ -67,6 +70,9 @@ class Sources:
         name = f"files/{relative.as_posix()}" + ("" if picture else ".txt")
         self.copies[name] = path
         return name
+
+    def _python(self, folder: str) -> float:
+        return self.python if folder == pack.FOLDER else 0
 
     def _wanted(self, page: str) -> bool:
         return not self.only or page in self.only
@@ -161,9 +167,10 @@ def lacking() -> list[str]:
     return [name for name in PACKAGES if find_spec(name) is None]
 
 
-def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = print) -> None:
+def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = print, *, alone: bool = False) -> None:
     """Write the book below `out`: a folder a language and an index. only: pages, for a quick look.
 
+    alone: for a host that is not the course's own server. Pages of exercises then have Python, if it can be had.
     Raises Missing if Sphinx or its theme is not installed.
     """
     if wanting := lacking():
@@ -172,10 +179,16 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
     work = CACHE / "web"
     built = []
     out.mkdir(parents=True, exist_ok=True)
+    python = 0.0
+    if alone:
+        try:
+            python = pack.write(out)
+        except Missing as why:
+            say(str(why))
     # Sphinx reads one language while the sources of the next are written.
     with ProcessPoolExecutor(len(LANGUAGES), mp_context=multiprocessing.get_context("spawn")) as pool:
         for language in LANGUAGES:
-            sources = Sources(work / ("some" if only else "all") / language, language, only)
+            sources = Sources(work / ("some" if only else "all") / language, language, only, python)
             sources.write()
             say(f"{language}: {sum(path.suffix == '.md' for path in sources.written)} pages")
             built.append(pool.submit(_sphinx, (language, str(sources.folder), str(out / language))))
