@@ -12,12 +12,16 @@ import subprocess
 import threading
 import warnings
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
+from lessonkit.base.errors import Missing
 from lessonkit.base.words import speaking
 from lessonkit.exercise import progress, quiz, source
 from lessonkit.measure import facts
 from lessonkit.pictures import all_pictures
-from lessonkit.web import places, site
+from lessonkit.web import exercises, places, site
+from lessonkit.web.page import pack
 from lessonkit.web.serve import Server
 
 import pytest
@@ -269,6 +273,79 @@ def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path
         expect(tab.locator("#exercise-text")).to_have_value(mul.stub, timeout=PATIENCE)
     assert progress.of(mul).passed == ""
     assert not tab.wrong, "\n".join(tab.wrong)
+
+
+# ---- An exercise without a server ----
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """The address of a static host, whose pages have Python of their own."""
+    out = tmp_path_factory.mktemp("alone")
+    try:
+        pack.released()
+    except Missing as why:
+        pytest.skip(str(why))
+    site.build(out, ("index", EXERCISE, "day2_triton_basics/exercises/index"), say=lambda line: None, alone=True)
+    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *words: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(out))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_an_exercise_is_failed_hinted_and_passed_without_a_server(tab, host, language):
+    mul = source.find("day2_triton_basics.exercise01_mul")[0]
+    tab.clock.install()
+    tab.goto(f"{host}{language}/{EXERCISE}.html")
+    assert tab.is_visible(".exercise-terminal"), "until Python is asked for"
+    tab.click(".exercise button")
+    tab.wait_for_selector("#exercise-text")
+    assert tab.input_value("#exercise-text") == mul.stub
+    check, hint, _ = (tab.locator(".exercise > .exercise-buttons button").nth(n) for n in range(3))
+    check.click()
+    tab.wait_for_selector(".exercise-refused")
+    assert "TODO(1)" in tab.inner_text(".exercise-help")
+    hint.click()
+    tab.wait_for_selector(".exercise-hints li")
+    assert ("提示 1" if language == "zh" else "hint 1") in tab.inner_text(".exercise-hints li")
+
+    tab.fill("#exercise-text", "while True: pass\n" + mul.solution)
+    check.click()
+    tab.wait_for_selector(".exercise[aria-busy]")
+    tab.clock.fast_forward(1000 * exercises.LIMIT)
+    tab.wait_for_selector(".exercise:not([aria-busy])")
+    assert str(exercises.LIMIT) in tab.inner_text(".exercise-wait")
+
+    tab.fill("#exercise-text", mul.solution)
+    check.click()  # in a new worker, which knows what was kept
+    tab.wait_for_selector(".exercise-right")
+    assert tab.locator(".exercise-hints li").count() == 1
+    tab.goto(f"{host}{language}/day2_triton_basics/exercises/index.html")
+    tab.wait_for_selector(".exercise-passed")
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+@pytest.mark.night
+def test_a_page_grades_as_the_terminal_does(tab, host):
+    """Each right answer of day 2 passes, and each wrong one is refused by the property that it names."""
+    tab.goto(f"{host}en/{EXERCISE}.html")
+    tab.evaluate("() => { window.python = coursePython(document.querySelector('.exercise').dataset.python, 0); }")
+    ask = (
+        "async ([exercise, answer, seen]) => { localStorage.clear(); "
+        "return python.ask({do: 'check', exercise, answer, seen}); }"
+    )
+    wrong = []
+    for each in source.find(pack.FOLDER):
+        if not tab.evaluate(ask, [each.name, each.solution, each.stub])["right"]:
+            wrong.append(f"{each.name}: the right answer is refused")
+        for answer in each.exercise.wrong:
+            lines = tab.evaluate(ask, [each.name, each.wrong(answer), each.stub])["lines"]
+            if not any(kind == "why" and text.startswith(f"{answer.caught_by}: ") for kind, text in lines):
+                wrong.append(f"{each.name}: {answer.why}: {lines}")
+    assert not wrong, "\n".join(wrong)
 
 
 # ---- A quiz ----

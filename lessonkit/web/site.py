@@ -17,7 +17,7 @@ from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import operators, paths
-from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start
+from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start, style
 from lessonkit.web.page import pack
 
 OWN = Path(__file__).parent
@@ -231,25 +231,22 @@ def _sphinx(job: tuple[str, str, str]) -> str:
     if (files := Path(source) / "files").exists():
         shutil.copytree(files, Path(out) / "files", dirs_exist_ok=True)
     _own(Path(out) / "_static")
+    style.trim(Path(out))
     return re.sub(r"\x1b\[[\d;]*m", "", warnings.getvalue())
 
 
 def _own(static: Path) -> None:
-    """Take out of the theme's files what a page must not do, and what no page needs.
+    """Take out of the theme's files what a page must not do, and colours that no page has.
 
-    A page must not load a font from another host or evaluate a string. No page needs the other colours, nor those for
-    screens of a wider gamut: two thirds of the style.
+    A page must not load a font from another host or evaluate a string. No page needs other accents, nor colours for
+    screens of a wider gamut.
     """
     css, translations = static / "shibuya.css", static / "translations.js"
     text = re.sub(r"@font-face\{[^{}]*url\(https?:[^{}]*\}", "", css.read_text())
     text = re.sub(
         r"@supports \(color:color\(display-p3[^{]*\{@media \(color-gamut:p3\)\{(?:[^{}]*\{[^{}]*\})+\}\}", "", text
     )
-    others = set(re.findall(r"\[data-accent-color=(\w+)\]", text)) - {ACCENT}
-    text = re.sub(rf"\[data-accent-color=(?:{'|'.join(others)})\]\{{[^{{}}]*\}}", "", text)
-    for colour in others - set(re.findall(r"var\(--([a-z]+)-", text)):
-        text = re.sub(rf"--{colour}-[\w-]+:[^;{{}}]*(?:;|(?=\}}))", "", text)
-    css.write_text(text)
+    css.write_text(re.sub(rf"\[data-accent-color=(?!{ACCENT}\])\w+\]\{{[^{{}}]*\}}", "", text))
     if translations.exists():  # `addTranslations` evaluates the rule for plurals; Chinese has one form
         assign = (
             "((catalog) => { Object.assign(Documentation.TRANSLATIONS, catalog.messages); "

@@ -7,6 +7,7 @@ system is put in place first. A page has no PyTorch, no compiled Triton and no o
 import io
 import json
 import os
+import shutil
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
@@ -77,6 +78,7 @@ def answer(request: str, kept: str) -> str:
     """The answer to a request, and what the page is to keep: the learner's files, by name. All are JSON."""
     from lessonkit.web import grader
 
+    shutil.rmtree(ANSWERS, ignore_errors=True)
     for name, text in json.loads(kept).items():
         path = ANSWERS / name
         path.parent.mkdir(parents=True, exist_ok=True)

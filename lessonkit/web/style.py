@@ -1,0 +1,115 @@
+"""Styles of the book without what no page of it uses: half of the theme's bytes, which hold up the first paint."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lessonkit.pictures.draw import THEMES
+
+_WORD = re.compile(r"[\w-]+")
+_TOKEN = re.compile(r"/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[;{}]", re.DOTALL)
+_CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
+_DEFINED = re.compile(r"(--[\w-]+)\s*:([^;{}]*)(?:;|$)")
+_ASKED = re.compile(r"var\(\s*(--[\w-]+)")
+NESTED = ("@media", "@supports", "@layer")
+
+
+def trim(book: Path) -> None:
+    """Leave in each style of a built book what its pages can use, and add the pictures' colours."""
+    static = book / "_static"
+    styles = {path: path.read_text() for path in static.glob("*.css")}
+    course = static / "course.css"
+    if course in styles and THEMES not in styles[course]:
+        styles[course] += THEMES
+    pages = [path.read_text() for path in book.rglob("*.html")]
+    classes = set[str]()
+    for page in pages:
+        for names in re.findall(r'class="([^"]*)"', page):
+            classes.update(names.split())
+        for script in re.findall(r"<script(?![^>]*json)[^>]*>(.*?)</script>", page, re.DOTALL):
+            classes.update(_WORD.findall(script))
+    for path in static.glob("*.js"):
+        classes.update(_WORD.findall(path.read_text()))
+    trimmed = {path: without_classes(text, classes) for path, text in styles.items()}
+    asked = _variables(["\n".join(trimmed.values()), *(style for page in pages for style in _inline(page))])
+    for path, text in trimmed.items():
+        path.write_text(_DEFINED.sub(lambda found: found[0] if found[1] in asked else "", text))
+
+
+def _inline(page: str) -> list[str]:
+    return re.findall(r"<style>(.*?)</style>", page, re.DOTALL) + re.findall(r'style="([^"]*)"', page)
+
+
+def without_classes(css: str, known: set[str]) -> str:
+    """The style without selectors that name a class of no page."""
+    kept = []
+    for head, body in _statements(css):
+        if body is None:
+            kept.append(f"{head};")
+        elif head.startswith(NESTED):
+            if inside := without_classes(body, known):
+                kept.append(f"{head}{{{inside}}}")
+        elif head.startswith("@"):
+            kept.append(f"{head}{{{body}}}")
+        elif selectors := [each for each in _selectors(head) if _names(each) <= known]:
+            kept.append(f"{','.join(selectors)}{{{body}}}")
+    return "".join(kept)
+
+
+def _statements(css: str) -> Iterator[tuple[str, str | None]]:
+    """Each statement of the outermost level: its head, and what its braces hold."""
+    start = depth = inside = 0
+    for token in _TOKEN.finditer(css):
+        if token[0] == "{":
+            depth += 1
+            if depth == 1:
+                inside = token.end()
+        elif token[0] == "}":
+            depth -= 1
+            if depth == 0:
+                yield _plain(css[start : inside - 1]), css[inside : token.start()]
+                start = token.end()
+        elif token[0] == ";" and depth == 0:
+            yield _plain(css[start : token.start()]), None
+            start = token.end()
+
+
+def _plain(head: str) -> str:
+    return re.sub(r"/\*.*?\*/", "", head, flags=re.DOTALL).strip()
+
+
+def _selectors(head: str) -> list[str]:
+    """Split at the commas that no parenthesis holds."""
+    parts, depth = [""], 0
+    for letter in head:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _names(selector: str) -> set[str]:
+    """The classes that an element must have. One in :not(), :is() or an attribute is no condition."""
+    bare = re.sub(r"\[[^\]]*\]", "", selector)
+    while (shorter := re.sub(r":(?:not|is|where|has)\([^()]*\)", "", bare)) != bare:
+        bare = shorter
+    return {re.sub(r"\\(.)", r"\1", name) for name in _CLASS.findall(bare)}
+
+
+def _variables(styles: list[str]) -> set[str]:
+    """The variables that a property asks for, or a variable that is asked for."""
+    defined: dict[str, list[str]] = {}
+    asked = set[str]()
+    for text in styles:
+        for name, value in _DEFINED.findall(text.replace("}", ";")):
+            defined.setdefault(name, []).append(value)
+        asked.update(_ASKED.findall(re.sub(r"--[\w-]+\s*:[^;{}]*", "", text)))
+    left = list(asked)
+    while left:
+        for value in defined.get(left.pop(), []):
+            more = set(_ASKED.findall(value)) - asked
+            asked |= more
+            left += more
+    return asked
