@@ -32,7 +32,7 @@ class Page:
         words = read_as(source.with_marks, self.suffix, self.say)
         first = next(part for part in prose.parts(words, self.suffix) if part.kind == prose.PROSE)
         title, task = prose.title(first.text)
-        todo = "\n".join(f"{r.number}. {prose.escaped(self.say(r.task))}" for r in source.regions)
+        todo = "\n".join(f"{r.number}. {prose.escaped(_sentence(self.say(r.task)))}" for r in source.regions)
         commands = f"{COURSE} exercise next {source.short}\n{COURSE} exercise watch {source.short}"
         guide = places.relative(f"{folder}/index", places.exercise_page(source))
         start, count = translated("The file you start from", self.language), translated("Hint {number}", self.language)
@@ -85,6 +85,7 @@ class Page:
             "loading": translated("one moment", self.language),
             "checking": translated("It is being graded; the first time takes longest.", self.language),
             "file": translated("Your file: {file}", self.language),
+            "browser": translated("This browser keeps your answer", self.language),
             "checks": translated("checks: {count}", self.language),
             "passed": _passed(self.language),
             "solution": translated("One solution", self.language),
@@ -121,6 +122,11 @@ def status_words(language: str) -> dict[str, str]:
         "413": translated("An answer of this size is not taken.", language),
         "502": translated("The grader has ended unexpectedly: try again.", language),
     }  # fmt: skip
+
+
+def _sentence(text: str) -> str:
+    """In the file it follows `# TODO(1): `."""
+    return text[:1].upper() + text[1:]
 
 
 def _passed(language: str) -> str:

@@ -97,11 +97,14 @@ class Sources:
             path = english
             if self.language == "zh" and (translation := english.with_name(f"{english.stem}.zh-CN.md")).exists():
                 path = translation
-            text = places.without_language(path.read_text())
+            text = path.read_text()
+            ladder = charted.get(english.parent.name, {}).get(english.name)
+            if ladder and self.language != "en":
+                text = operators.in_language(text, self.language)
+            text = places.without_language(text)
             text = places.relinked(text, path, page, self.copied, self.language)
             if page == places.COURSE:
                 text = re.sub("^# .*", f"# {translated('About this course', self.language)}", text, count=1)
-            ladder = charted.get(english.parent.name, {}).get(english.name)
             if ladder and (data := charts.of_operator(ladder.lessons, english.parent.name)):
                 figure = charts.figure(
                     "rows", data, translated("The rows of all its lessons", self.language), self.language

@@ -9,7 +9,7 @@ from lessonkit.pictures.draw import THEMES
 _WORD = re.compile(r"[\w-]+")
 _TOKEN = re.compile(r"/\*.*?\*/|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[;{}]", re.DOTALL)
 _CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
-_DEFINED = re.compile(r"(--[\w-]+)\s*:([^;{}]*)(?:;|$)")
+_DEFINED = re.compile(r"(--[\w-]+)\s*:((?:\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[^;{}\"'])*)(?:;|(?=\})|$)")
 _ASKED = re.compile(r"var\(\s*(--[\w-]+)")
 NESTED = ("@media", "@supports", "@layer")
 
@@ -24,8 +24,8 @@ def trim(book: Path) -> None:
     pages = [path.read_text() for path in book.rglob("*.html")]
     classes = set[str]()
     for page in pages:
-        for names in re.findall(r'class="([^"]*)"', page):
-            classes.update(names.split())
+        for names in re.findall(r'class=(?:"([^"]*)"|([\w-]+))', page):
+            classes.update(" ".join(names).split())
         for script in re.findall(r"<script(?![^>]*json)[^>]*>(.*?)</script>", page, re.DOTALL):
             classes.update(_WORD.findall(script))
     for path in static.glob("*.js"):
@@ -103,9 +103,9 @@ def _variables(styles: list[str]) -> set[str]:
     defined: dict[str, list[str]] = {}
     asked = set[str]()
     for text in styles:
-        for name, value in _DEFINED.findall(text.replace("}", ";")):
+        for name, value in _DEFINED.findall(text):
             defined.setdefault(name, []).append(value)
-        asked.update(_ASKED.findall(re.sub(r"--[\w-]+\s*:[^;{}]*", "", text)))
+        asked.update(_ASKED.findall(_DEFINED.sub("", text)))
     left = list(asked)
     while left:
         for value in defined.get(left.pop(), []):

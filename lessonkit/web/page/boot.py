@@ -29,12 +29,13 @@ def begin() -> None:
     for name in ("_multiprocessing", "_posixshmem"):
         sys.modules.setdefault(name, _Nothing(name))
     from lessonkit.base import words
+    from lessonkit.base.words import said
     from lessonkit.exercise import compiled, desk
 
     for module, name, here in (
         (words, "_known", _catalogue),
         (desk, "grade_apart", _graded),
-        (compiled, "lacks_compiler", lambda: words.said("a browser has no compiler")),
+        (compiled, "lacks_compiler", lambda: said("a browser has no compiler")),
     ):
         setattr(module, name, here)
     warnings.simplefilter("ignore")

