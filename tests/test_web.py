@@ -582,17 +582,19 @@ def test_pages_have_python_for_day_2_alone():
 
 def test_a_style_loses_what_no_page_uses_and_nothing_else(tmp_path):
     (tmp_path / "_static").mkdir()
-    (tmp_path / "page.html").write_text('<p class="a b"></p><li class=c><script>n.className = "made"</script>')
+    (tmp_path / "page.html").write_text(
+        '<p class="a b"></p><li class=c><script>n.className = "made"; n.fill = `var(--of-${n})`</script>'
+    )
     style_file = tmp_path / "_static" / "some.css"
     style_file.write_text(
-        ':root{--used:1;--asked:url("data:x;utf8,{}");--lost:url("data:x;y")}'
+        ':root{--used:1;--asked:url("data:x;utf8,{}");--of-0:red;--lost:url("data:x;y")}'
         ".a,.gone{color:var(--used)}.a:not(.gone) .b{left:0}.gone{top:0}@media print{.gone{top:0}}"
         "@media (min-width:1px){.c{background:var(--asked)}.gone{top:0}}.made{top:1px}/* {; */p{margin:0}"
         "@font-face{a:b}"
     )
     style.trim(tmp_path)
     assert style_file.read_text() == (
-        ':root{--used:1;--asked:url("data:x;utf8,{}");}'
+        ':root{--used:1;--asked:url("data:x;utf8,{}");--of-0:red;}'
         ".a{color:var(--used)}.a:not(.gone) .b{left:0}"
         "@media (min-width:1px){.c{background:var(--asked)}}.made{top:1px}p{margin:0}@font-face{a:b}"
     )

@@ -22,16 +22,16 @@ def trim(book: Path) -> None:
     if course in styles and THEMES not in styles[course]:
         styles[course] += THEMES
     pages = [path.read_text() for path in book.rglob("*.html")]
+    scripts = {path.read_text() for path in static.glob("*.js")}
     classes = set[str]()
     for page in pages:
         for names in re.findall(r'class=(?:"([^"]*)"|([\w-]+))', page):
             classes.update(" ".join(names).split())
-        for script in re.findall(r"<script(?![^>]*json)[^>]*>(.*?)</script>", page, re.DOTALL):
-            classes.update(_WORD.findall(script))
-    for path in static.glob("*.js"):
-        classes.update(_WORD.findall(path.read_text()))
+        scripts.update(re.findall(r"<script(?![^>]*json)[^>]*>(.*?)</script>", page, re.DOTALL))
+    for script in scripts:
+        classes.update(_WORD.findall(script))
     trimmed = {path: without_classes(text, classes) for path, text in styles.items()}
-    asked = _variables(["\n".join(trimmed.values()), *(style for page in pages for style in _inline(page))])
+    asked = _variables("\n".join(trimmed.values()), {style for page in pages for style in _inline(page)}, scripts)
     for path, text in trimmed.items():
         path.write_text(_DEFINED.sub(lambda found: found[0] if found[1] in asked else "", text))
 
@@ -98,14 +98,19 @@ def _names(selector: str) -> set[str]:
     return {re.sub(r"\\(.)", r"\1", name) for name in _CLASS.findall(bare)}
 
 
-def _variables(styles: list[str]) -> set[str]:
-    """The variables that a property asks for, or a variable that is asked for."""
+def _variables(style: str, inline: set[str], scripts: set[str]) -> set[str]:
+    """The variables that a property or a script asks for, or a variable that is asked for.
+
+    A script may ask for `--chart-${n}`: for all that begin like this.
+    """
     defined: dict[str, list[str]] = {}
-    asked = set[str]()
-    for text in styles:
-        for name, value in _DEFINED.findall(text):
-            defined.setdefault(name, []).append(value)
-        asked.update(_ASKED.findall(_DEFINED.sub("", text)))
+    for name, value in _DEFINED.findall(style):
+        defined.setdefault(name, []).append(value)
+    asked = set(_ASKED.findall(_DEFINED.sub("", style)))
+    for text in inline:
+        asked.update(_ASKED.findall(text))
+    for begin in {name for script in scripts for name in re.findall(r"--[\w-]+", script)}:
+        asked.update(name for name in defined if name == begin or (begin.endswith("-") and name.startswith(begin)))
     left = list(asked)
     while left:
         for value in defined.get(left.pop(), []):
