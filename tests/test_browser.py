@@ -278,6 +278,16 @@ def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path
 # ---- An exercise without a server ----
 
 
+@contextmanager
+def on_a_static_host(folder):
+    """Its address. Such a host compresses nothing."""
+    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *words: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
     """The address of a static host, whose pages have Python of their own."""
@@ -287,11 +297,8 @@ def host(tmp_path_factory):
     except Missing as why:
         pytest.skip(str(why))
     site.build(out, ("index", EXERCISE, "day2_triton_basics/exercises/index"), say=lambda line: None, alone=True)
-    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *words: None})
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(out))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with on_a_static_host(out) as address:
+        yield address
 
 
 @pytest.mark.night
@@ -492,15 +499,17 @@ def test_paper_shows_what_is_folded_and_no_buttons(tab, book):
 @pytest.mark.night
 @pytest.mark.alone
 @pytest.mark.parametrize("preset", [[], ["--preset=desktop"]], ids=["phone", "desktop"])
-def test_lighthouse_finds_a_lesson_fast(book, tmp_path, preset):
+@pytest.mark.parametrize("host", ["own server", "static host"])
+def test_lighthouse_finds_a_lesson_fast(book, tmp_path, preset, host):
     """Its simulated slow line and processor. The best of three: a busy machine is slower still."""
     if not (lighthouse := shutil.which("lighthouse")):
         pytest.skip("no lighthouse here: npm install -g lighthouse")
     flags = " ".join((*QUIET, f"--user-data-dir={tmp_path / 'profile'}"))
     best = 0
-    with serving(book) as server:
+    with serving(book) as server, on_a_static_host(book) as plain:
+        address = server.address if host == "own server" else plain
         for _ in range(3):
-            command = [lighthouse, f"{server.address}en/{SOFTMAX}.html", "--quiet", "--only-categories=performance",
+            command = [lighthouse, f"{address}en/{SOFTMAX}.html", "--quiet", "--only-categories=performance",
                        "--output=json", f"--chrome-flags={flags}", *preset]  # fmt: skip
             found = subprocess.run(
                 command, env=os.environ | {"CHROME_PATH": course.browser()}, capture_output=True, text=True, check=True

@@ -600,6 +600,16 @@ def test_a_style_loses_what_no_page_uses_and_nothing_else(tmp_path):
     )
 
 
+def test_code_in_a_page_loses_marks_that_no_style_colours(tmp_path):
+    (tmp_path / "_static").mkdir()
+    (tmp_path / "_static" / "pygments.css").write_text(".highlight .k{color:red}")
+    code = '<div class="highlight"><pre><span></span><span class="k">def</span> <span class="n">f</span></pre></div>'
+    page = tmp_path / "page.html"
+    page.write_text(f'{code}<span class="n">n</span>')
+    style.trim(tmp_path)
+    assert page.read_text() == code.replace('<span class="n">f</span>', "f") + '<span class="n">n</span>'
+
+
 def test_a_page_of_an_operator_in_another_language_has_the_same_figures():
     for folder in device_folders():
         for ladder in operators.ladders(folder):
