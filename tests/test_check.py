@@ -344,6 +344,45 @@ def test_a_step_of_the_reference_is_no_rounding_error():
     assert not accepts(question, question.usual[0] + 0.5)
 
 
+def test_a_rounding_error_that_is_multiplied_by_a_million_is_none_the_less_one():
+    """LayerNorm's dx of a row of one element is rstd (g - g): with eps = 1e-12 a GPU's fused product makes it 1e6 ulp.
+
+    A dx of rstd g, with nothing subtracted, is wrong.
+    """
+
+    def dx(dy, x, w):
+        leaf = x.requires_grad_()
+        with torch.enable_grad():
+            y = torch.nn.functional.layer_norm(leaf, w.shape, w, eps=1e-12)
+        return torch.autograd.grad(y, leaf, dy)
+
+    dy, x, w = (
+        torch.tensor(v, device=DEVICE) for v in ([[-1.5494], [6.4899], [4.7]], [[-48.44], [-153.2], [-3.0]], [0.3923])
+    )
+    question = asked(dx, dy, x, w)
+    rounded = dy * w
+    missed = (dy.double() * w.double() - rounded.double()).float() * 1e6  # what a fused multiply-add leaves over
+    assert 0.01 < missed.abs().max() < 2
+    assert (question.moved()[0] > missed.abs() / 16).all()  # PyTorch's own error is 0 on some devices, so no help
+    check.compare(question, missed)
+    assert not accepts(question, missed + 1e6 * dy)
+
+
+def layernorm_of_little(x):
+    return 100 * torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-12)
+
+
+def test_equal_values_may_differ_from_their_mean_by_its_rounding():
+    """1 / sqrt(eps) makes it a million times as large. It is no step: an error of a 64th moves the answer by a 64th."""
+    x = torch.full((2, 700), 3.1, device=DEVICE)
+    question = asked(layernorm_of_little, x)
+    rounding = 100 * (3.1 * 2**-24) / (1e-12) ** 0.5
+    check.compare(question, question.usual[0] + rounding)
+    spread = torch.randn(2, 700, device=DEVICE)
+    question = asked(layernorm_of_little, spread)
+    assert not accepts(question, question.usual[0] + 0.1)
+
+
 def test_the_floor_leaves_infinities_and_the_random_state_alone():
     x = torch.tensor([[1.0, -torch.inf, 2.0]], device=DEVICE)
     question, before = asked(lambda x: x.exp().cumsum(-1), x), torch.get_rng_state()
