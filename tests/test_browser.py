@@ -213,6 +213,18 @@ def test_a_chart_shows_its_rows_to_the_mouse_and_to_the_keyboard(tab, book):
     assert not tab.wrong, "\n".join(tab.wrong)
 
 
+def test_a_chart_of_many_contenders_begins_with_one_shape_and_names_each_bar(tab, book):
+    tab.goto((book / "en" / "reports/nvidia-h200/softmax.html").as_uri())
+    chart = tab.query_selector("figure.chart")
+    assert chart.query_selector("select >> nth=2").input_value()
+    named = [node.text_content() for node in chart.query_selector_all("text[transform^='rotate(-50']")]
+    assert len(named) == len(chart.query_selector_all("rect.mark")) > 12
+    assert "softmax_online" in named
+    chart.query_selector("select >> nth=2").select_option(index=0)
+    assert chart.query_selector(".line")
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
 # ---- Search ----
 
 

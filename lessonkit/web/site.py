@@ -101,7 +101,7 @@ class Sources:
             ladder = charted.get(english.parent.name, {}).get(english.name)
             if ladder and self.language != "en":
                 text = operators.in_language(text, self.language)
-            text = places.without_language(text)
+            text = re.sub(r"^(\s*- )\[ \] ", r"\1☐ ", places.without_language(text), flags=re.MULTILINE)
             text = places.relinked(text, path, page, self.copied, self.language)
             if page == places.COURSE:
                 text = re.sub("^# .*", f"# {translated('About this course', self.language)}", text, count=1)
