@@ -14,12 +14,12 @@ from urllib.parse import unquote, urlsplit
 
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import ROOT, environment
-from lessonkit.base.words import speaking
+from lessonkit.base.words import retold, speaking
 from lessonkit.exercise import progress, quiz, source
 from lessonkit.lesson import discover, names
 from lessonkit.measure import facts, rows
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import guides, operators, predictions
+from lessonkit.pages import guides, operators, predictions, report
 from lessonkit.web import charts, exercises, grader, lessons, places, prose, quizzes, site, start, style
 from lessonkit.web.page import pack
 from lessonkit.web.serve import ASK, TOKEN, Server
@@ -620,3 +620,12 @@ def test_a_page_of_an_operator_in_another_language_has_the_same_figures():
             assert re.findall(r"\d[\d.]*%?", chinese.split("\n## ", 1)[1].replace("\n", " ")) == re.findall(
                 r"\d[\d.]*%?", english.split("\n## ", 1)[1].replace("\n", " ")
             )
+
+
+def test_the_index_of_reports_is_in_chinese_where_it_has_words():
+    english = (ROOT / "reports" / "README.md").read_text()
+    chinese = retold(english, report.INDEX, "zh")
+    assert retold(english, report.INDEX, "en") == english
+    for line in chinese.splitlines():
+        words = re.sub(r"\[[^\]]*\]\([^)]*\)|`[^`]*`", "", line).strip("-#, ")
+        assert not words or re.search("[\u4e00-\u9fff]", words), line

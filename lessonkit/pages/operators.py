@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import later, translated
+from lessonkit.base.words import later, retold, translated
 from lessonkit.lesson import Lesson, shape_name, title
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import Today, device_folders
@@ -193,15 +193,7 @@ def _lesson(found: Sequence[Row], mark: Mark) -> str:
 def in_language(text: str, language: str) -> str:
     """A page of an operator in another language, from the English one: every figure in it is the same."""
     text = re.sub(r"(?<=\S)\n(?=timed in different rounds)", " ", text)
-    for template in (TITLE, PEERS, LADDER, UNIT, RATIOS, ABOUT, FASTEST, EVERY):
-        shape = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(template))
-        words = translated(template, language)
-
-        def filled(found: re.Match[str], words: str = words) -> str:
-            named = {name: translated(value, language) for name, value in found.groupdict().items() if name != "mark"}
-            return found["mark"] + words.format(**named)
-
-        text = re.sub(rf"^(?P<mark>(?:#+ )?){shape}$", filled, text, flags=re.MULTILINE)
+    text = retold(text, (TITLE, PEERS, LADDER, UNIT, RATIOS, ABOUT, FASTEST, EVERY), language)
     lines = text.splitlines()
     for at, line in enumerate(lines[1:]):
         if line.startswith("|---"):

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.errors import Missing
-from lessonkit.base.files import CACHE, ROOT, need_private, write_atomically
+from lessonkit.base.files import CACHE, REPORTS, ROOT, need_private, write_atomically
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import translated
+from lessonkit.base.words import retold, translated
 from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import operators, paths
+from lessonkit.pages import operators, paths, report
 from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start, style
 from lessonkit.web.page import pack
 
@@ -101,6 +101,8 @@ class Sources:
             ladder = charted.get(english.parent.name, {}).get(english.name)
             if ladder and self.language != "en":
                 text = operators.in_language(text, self.language)
+            elif english == REPORTS / "README.md":
+                text = retold(text, report.INDEX, self.language)
             text = re.sub(r"^(\s*- )\[ \] ", r"\1☐ ", places.without_language(text), flags=re.MULTILINE)
             text = places.relinked(text, path, page, self.copied, self.language)
             if page == places.COURSE:
