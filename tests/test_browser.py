@@ -197,6 +197,18 @@ def _drawn(figure, control, value):
     return figure.query_selector(".lk-picture").inner_html() + figure.query_selector(".lk-said").inner_text()
 
 
+def test_a_figure_follows_the_light_and_dark_that_the_reader_chooses(chromium, book):
+    context = chromium.new_context(color_scheme="dark")
+    tab = context.new_page()
+    tab.goto((book / "en" / f"{FIGURE}.html").as_uri())
+    ink = "getComputedStyle(document.querySelector('.lk-picture text')).fill"
+    dark = tab.evaluate(ink)
+    tab.click(".js-theme")
+    tab.wait_for_selector("html.light")
+    assert tab.evaluate(ink) != dark
+    context.close()
+
+
 def test_a_chart_shows_its_rows_to_the_mouse_and_to_the_keyboard(tab, book):
     tab.goto((book / "en" / f"{SOFTMAX}.html").as_uri())
     chart = tab.query_selector("figure.chart")
