@@ -192,7 +192,7 @@ ROOFLINE = Figure(
         _CHIP,
         Control("rate", say("data type"), "bf16", choices=(("fp32", "fp32"), ("tf32", "tf32"), ("bf16", "bf16"),
                                                            ("fp8", "fp8"))),
-        Control("log2", say("log2 of FLOPs a byte"), 0, -4, 12, 0.5),
+        Control("log2", say("FLOPs for each byte"), 0, -4, 12, 0.5),
     ),
     (
         ("across", say("FLOPs for each byte")), ("memory", say("memory")), ("compute", say("arithmetic")),
