@@ -137,7 +137,7 @@ __device__ __forceinline__ Place place(int S, int rows, int heads, int group, bo
     const int in_group = min(group, heads - first_head), tile = nth / in_group;
     return {first_head + nth % in_group, (last_first ? tiles - 1 - tile : tile) * rows};
 }
-inline int heads_in_l2(int64_t bytes_a_head, int64_t heads) {  // of 50 MB some are for what streams through
+inline int heads_in_l2(int64_t bytes_a_head, int64_t heads) {  // L2 has 50 MB or more, some for what streams by
     return int(std::clamp<int64_t>((int64_t(24) << 20) / bytes_a_head, 1, heads));
 }
 

@@ -23,6 +23,7 @@ Translate = Callable[[str], str]
 # Calls of a declaration -> their arguments with prose, by position or by name.
 _SPOKEN: dict[str, tuple[int | str, ...]] = {
     "Prediction": ("why",),
+    "Lesson": ("passes_why",),
     "Table": (2, "note"),
     "Exercise": ("hints",),
     "Wrong": (0, "why"),
