@@ -87,6 +87,7 @@ LESSON = Lesson(
         hours=1,
         operator="layernorm",
         language="CUDA C++",
+        pictures=("row_on_chip",),
     ),
     problem=PROBLEM,
     extension=kernels,

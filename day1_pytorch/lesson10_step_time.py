@@ -293,6 +293,7 @@ LESSON = Steps(
         teaches="where a step's time goes: CPU and GPU over batch sizes, TF32, bf16, `torch.compile`, CUDA "
         "graphs; ends `day1_env_check.md`",
         hours=0.75,
+        pictures=("launch_ahead",),
     ),
     alone=GPU,
     nightly=(rungs,),

@@ -113,6 +113,7 @@ LESSON = Lesson(
         hours=3,
         operator="matmul",
         language="Gluon",
+        pictures=("two_accumulators",),
     ),
     problem=PROBLEM,
     rungs=RUNGS,

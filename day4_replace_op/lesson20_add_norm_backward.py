@@ -203,6 +203,7 @@ LESSON = Lesson(
         teaches="the sum of two gradients fused into the norm, one result in two dtypes, asynchronous copies",
         hours=0.75,
         operator="add + layernorm backward",
+        pictures=("partial_gradients",),
     ),
     problem=PROBLEM_BACKWARD,
     rungs=(norm_then_add, add_norm_backward_fused, add_norm_backward),

@@ -36,7 +36,8 @@ ANSWERS = {
     ],
     "day2_triton_basics.exercise02_bias_relu": [
         ("axes of the grid exchanged", "unwritten",
-         ("program_id(0).to", "program_id(2).to"), ("program_id(1)", "program_id(0)"), ("program_id(2)", "program_id(1)")),
+         ("program_id(0).to", "program_id(2).to"), ("program_id(1)", "program_id(0)"),
+         ("program_id(2)", "program_id(1)")),
         ("N as the stride of rows", "value", ("row * x_stride", "row * N")),
         ("tl.maximum drops NaN", "value", ("tl.where(y < 0, 0.0, y)", "tl.maximum(y, 0)")),
         ("the stride of x for z", "out of bounds", ("z_ptr + row * N", "z_ptr + row * x_stride")),
