@@ -47,11 +47,11 @@ MMA = 2048 * 0.95  # multiply-adds a cycle that an SM sustains
 HANDOVER, OWN_LOADS = 40, 60  # cycles to hand over a stage; and to load it, where a consumer does
 ROW, SHIFTED_ROW = 2.27, 3.84  # cycles to copy a row of a block that begins at a sector, and one that does not
 ENDS, STORE = 500, 64  # cycles in which a tile multiplies nothing; bytes of C a cycle
-MEETING, SUMS = 1500, 24  # cycles to wait for another CTA; bytes of fp32 sums a cycle, each way
+MEETING, SUMS = 1500, 24  # cycles to wait for another CTA; bytes of fp32 sums per cycle, each way
 DRIFT = 0.001  # of the copies, for each step of a tile: what CTAs that drift apart do not find in L2
 LEAD = 0.97  # of the cycles of a tile in TILES, for which the constants are fitted: what another has to beat
 SHIFTED_OTHER = 1.13  # of the cycles of a tile in OTHER_TILES, where rows begin within a sector: at three shapes, H200
-COPY, LAUNCH = 2000, 7000  # assumed: bytes a cycle that a copy of a matrix reads and writes; cycles until it runs
+COPY, LAUNCH = 2000, 7000  # assumed: bytes per cycle that a copy of a matrix reads and writes; cycles until it runs
 COPIES = 0.95  # of the cycles without copies: what copies and the plan after them have to come to
 APART = 0.007  # of a shared step's copies, for each step of a tile: what CTAs apart along K do not find in L2
 
@@ -97,7 +97,7 @@ def plans(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) ->
             yield Plan(block_m, block_n, 0, cycles if a_aligned and b_aligned else SHIFTED_OTHER * cycles)
             continue
         yield Plan(block_m, block_n, 0, cycles)
-        # Less than half a wave: the split-K kernel divides the tiles. At most eight steps a CTA: nothing to divide.
+        # Less than half a wave: the split-K kernel divides the tiles. At most eight steps per CTA: nothing to divide.
         shared_tiles = tiles if tiles < sms else tiles % sms + sms
         if 2 * tiles >= sms and tiles % sms and shared_tiles * steps >= 8 * sms:
             meeting = MEETING + 2 * 4 * block_m * block_n / SUMS

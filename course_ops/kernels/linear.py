@@ -255,7 +255,7 @@ def _block(M: int, N: int, sms: int) -> tuple[int, int]:
 
 
 def _partial(z: Tensor) -> Tensor:
-    """[programs, N] fp32: about 8 programs an SM, each with a row of partial sums. A single row is the result.
+    """[programs, N] fp32: about 8 programs per SM, each with a row of partial sums. A single row is the result.
 
     Up to 128 rows one program walks down each column: to add up a few rows takes longer than to read them.
     """

@@ -83,7 +83,7 @@ def store(c_desc, a_smem, x, row, col, WHICH: gl.constexpr, A_T: gl.constexpr):
 
 
 # A thread of wgmma's layout holds, of every 8 columns, 2 neighbours in each of 2 rows. In this order its 4 elements
-# are neighbours, and a warp's too: 16 bytes a thread, 512 in a row. No element moves between threads.
+# are neighbours, and a warp's too: 16 bytes per thread, 512 in a row. No element moves between threads.
 @gluon.jit
 def to_shares(x, SPLITS: gl.constexpr):
     """[64, N] -> [SPLITS, 64 * N / SPLITS]: shares of N / SPLITS columns."""
@@ -152,7 +152,7 @@ def split_k_kernel(
 
 
 def _cycles(N: int, K: int, block_n: int, splits: int) -> float:
-    """Estimate: an SM loads 40 bytes a cycle, memory gives 2300, parts cross L2 at 64 and wait 4000 cycles."""
+    """Estimate: an SM loads 40 bytes per cycle, memory gives 2300, parts cross L2 at 64 and wait 4000 cycles."""
     meeting = 4000 + 2 * 4 * 128 * block_n / 64 if splits > 1 else 0
     return max(2 * (128 + block_n) * K / splits / 40, 2 * N * K / 2300) + meeting
 
