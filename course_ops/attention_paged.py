@@ -33,16 +33,16 @@ def attention_paged(
     the heads before the tokens.) H is a multiple of H_kv, and query head h reads head h * H_kv // H.
     block_table [B, max_blocks] int32: key j of sequence b is in block block_table[b, j // block_size], at place
     j % block_size. Blocks may be in any order, and in several rows. None: sequence b has block b, [B, S_k, H_kv, D].
-    cache_seqlens [B] int32: how many keys of each sequence are in use, the new tokens' own among them. What lies past
-    them, in a block or in the table, is not used, and may be NaN.
+    cache_seqlens [B] int32: how many keys of each sequence are in use, the new tokens' own among them. Anything
+    past them, in a block or in the table, is not used, and may be NaN.
     causal: the last query stands at the last key in use, the others before it. window: each query sees the last
     `window` keys up to its own; needs causal. scale and softcap: as for course_ops.attention. A query that sees no key
     has out = 0.
 
     fp32, fp16 or bf16, one dtype for q and the cache, which torch.autocast leaves as they are; float64 is not taken.
     Any strides, D and D_v from 1 to 256, any block_size. One kernel serves all. On Hopper TMA copies blocks whose size
-    is a multiple of 32, where there is no window. It is made for few queries; course_ops.attention takes many. The
-    result is the same to the bit each time. A FLOP counter, which cannot see lengths, is told those of a full table.
+    is a multiple of 32, if there is no window. The kernel is for few queries per sequence; course_ops.attention is for
+    many. The result has the same bits each time. A FLOP counter cannot see lengths, so it counts a full table.
 
     Raises TypeError for a dtype, ValueError for a shape, a device, a value or a wanted gradient. On a GPU the entries
     of cache_seqlens and block_table are not checked, since the host would wait for them. There a sequence whose length

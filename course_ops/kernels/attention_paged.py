@@ -1,18 +1,20 @@
-"""Decoding from pages of keys and values, in portable Triton: bound by reading the keys in use once.
+"""Decoding from pages of keys and values, in portable Triton. Its limit is to read the keys in use once.
 
 Query heads that share K and V are rows of one tile, as in attention_decode. An owner is a sequence, a K head and a tile
-of rows. Its work is its start and its steps. A step is BLOCK_N keys, from the first key that its window shows to the
-last in use. The start stands for an owner's first loads: they take as long as START steps, with nothing else on the
-way. Lengths are on the GPU, so the programs divide the work there, and the host waits for nothing. Each program adds up
-the work of all sequences, takes an equal share of it, wherever owners end, and finds where its share begins. So
-sequences of unequal length keep every SM busy to the end. An owner with steps in several shares has a part in each.
+of rows. Its work is a start and some steps. A step is BLOCK_N keys, from the first key that its window shows to the
+last in use. The start counts an owner's first loads: they take as long as START steps, with no other load in flight.
+
+Lengths are on the GPU, so the programs divide the work there, and the host does not wait. Each program adds up the work
+of all sequences, takes an equal share of it, and finds where its share begins. A share may begin and end inside an
+owner. So sequences of unequal length keep every SM busy to the end. An owner with steps in several shares has a part in
+each.
 
     work       s s 0 0 0 0 0 s s 1 s s 2 2 2 2 2 2 2 2     owners 0 to 2 of 5, 1 and 8 steps, each with its start
-    programs   0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3     5 a share: owners 0 and 2 have two parts each
-A share that would begin within a start begins where the start does.
+    programs   0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3     5 per share: owners 0 and 2 have two parts each
 
-The table of pages is read a step ahead, so that the address of a key never waits for it. Where a step lies within a
-page, TMA copies it.
+A share that would begin inside a start begins where that start does.
+
+The table of pages is read a step ahead, so no load of keys waits for it. TMA copies a step that lies inside one page.
 
 Sources: Kwon et al. 2023, PagedAttention; Dao, Haziza, Massa and Sizov 2023, Flash-Decoding; Osama et al. 2023,
 Stream-K.
@@ -36,14 +38,14 @@ from course_ops.kernels.attention_tiles import (
     tile_width,
 )
 
-AHEAD = 2  # steps of K and V on the way while one is computed
+AHEAD = 2  # steps of K and V in flight while one is computed
 PROGRAMS_PER_SM = 2  # one loads while the other begins or ends an owner
 START = tl.constexpr(2)  # steps in the time of an owner's first loads: its length, its queries and page, its keys
 
 
 @triton.jit
 def work_of(length, capacity, S_q, window, BLOCK_N: tl.constexpr):
-    """(keys in use, the first that some query sees, steps) of a sequence; without a key it has a step of nothing."""
+    """(keys in use, the first that some query sees, steps) of a sequence; one without keys has one empty step."""
     length = tl.minimum(tl.maximum(length, 0), capacity)
     low = length * 0
     if window is not None:
@@ -302,9 +304,9 @@ def attention_paged(
 
 # ---- The model: waves and bytes ----------------------------------------------------------------------------------
 #
-# All programs run at once, so there is one wave, and it ends when the largest share does: equal shares are best. Only
-# two things speak for fewer, larger shares. A part is written and read again through L2. And where all sequences are
-# alike, shares that end where owners end have no parts to merge.
+# All programs run at once, so there is one wave. It ends when the largest share does, so equal shares are best. There
+# are two reasons for fewer, larger shares. A part is written and read again through L2. And if all sequences are alike,
+# shares that end where owners end leave no parts to merge.
 
 
 def part_weight(part_bytes: int, step_bytes: int, sms: int) -> float:
