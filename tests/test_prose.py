@@ -47,7 +47,7 @@ LESSON = Lesson(
 )
 '''
 
-NOTED = '''
+NOTED = """
 def step():
     note = (
         "Sorted by time, "
@@ -56,7 +56,7 @@ def step():
     note = f"{note} more"
     other = "these words are for nobody"
     return Table("x", rows, note)
-'''
+"""
 
 PROGRAM = """
 // Vector add: three ways to load

@@ -1,4 +1,4 @@
-"""Sequences of different lengths, packed one after another into tensors [1, H, total, D]: which sequence a tile belongs to.
+"""Sequences of different lengths, one after another in tensors [1, H, total, D]: which sequence a tile belongs to.
 
 cu_seqlens [B + 1] int32: sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, so the first entry is 0 and the
 last one is total. Kernels read lengths on the device, so that a launch does not wait for the GPU.
