@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -34,6 +36,20 @@ def kernels() -> Iterator[None]:
     else:
         with interpreted():
             yield
+
+
+@contextmanager
+def launchers() -> Iterator[None]:
+    """Inside, calling an operator runs its launcher directly, on meta tensors too, and PyTorch records no gradient.
+
+    For a process in which a launch only compiles: what the launcher asks of PyTorch and of Triton can be watched.
+    """
+
+    def launcher(operator: Any, *args: Any, **options: Any) -> Any:
+        return operator._init_fn(*args, **options)
+
+    with _common.interpreting(), mock.patch.object(_Operator, "__call__", launcher), torch.no_grad():
+        yield
 
 
 def calls() -> dict[str, Callable[[], None]]:
@@ -74,7 +90,7 @@ def _fp8(scheme: str) -> Tensor:
 
 def _heads(D: int, S_q: int = 4096, dtype: torch.dtype = BF16) -> Tensor:
     q, k, v = _of(2, 32, S_q, D, dtype=dtype), _of(2, 8, 4096, D, dtype=dtype), _of(2, 8, 4096, D, dtype=dtype)
-    if S_q == 1:  # a step of decoding, which has no gradient
+    if S_q < 4096:  # steps of decoding, whose gradient is not asked for
         q, k, v = q.detach(), k.detach(), v.detach()
     return course_ops.attention(q, k, v, causal=True)
 
@@ -166,11 +182,13 @@ def _examples() -> dict[str, Callable[[], Tensor]]:
         found[f"attention_varlen D={D} {str(dtype)[6:]}"] = partial(_packed, D, dtype)
     found["attention D=128 float32"] = partial(_heads, 128, dtype=FP32)
     found["attention decoding bfloat16"] = partial(_heads, 128, 1)
-    for size in (16, 64, 256):  # by pointers, and a step by TMA that is as long as a block, and shorter
+    found["attention decoding D=256 S_q=8 float32"] = partial(_heads, 256, 8, FP32)
+    for size in (16, 64, 256):  # a step has keys of several blocks, or of one
         found[f"attention_paged block_size={size} bfloat16"] = partial(_pages, size)
     found["attention_paged window=1024 bfloat16"] = partial(_pages, 64, window=1024)
     found["attention_paged D=256 S_q=16 bfloat16"] = partial(_pages, 64, 256, 16)
     found["attention_paged D=64 float32"] = partial(_pages, 16, 64, dtype=FP32)
+    found["attention_paged D=256 S_q=16 float32"] = partial(_pages, 16, 256, 16, FP32)
     found |= _matmuls(BF16) | _matmuls(FP32)
     for scheme in ("tensor", "rows", "blocks"):
         found[f"matmul_fp8 {scheme}"] = partial(_fp8, scheme)

@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import course_ops
-from course_ops import testing
+from course_ops import _common, testing
+from course_ops.kernels import attention_decode as decode
 from course_ops.kernels import attention_paged as kernels
 from problems import attention_paged as problem
 
@@ -47,7 +48,7 @@ def close(found, expected, dtype):
     [{}, {"softcap": 2.0}, {"window": 30}, {"window": 30, "softcap": 2.0}, {"causal": False, "scale": 0.3}],
     ids=str,
 )
-@pytest.mark.parametrize("block_size", [16, 32])  # by pointers, and by TMA in 16 bits
+@pytest.mark.parametrize("block_size", [16, 256])  # a step's keys in several pages, and in one
 def test_values(computed, dtype, options, block_size):
     given = pages(
         computed, 3, 4, 150, 16, H_kv=2, S=2, block_size=block_size, spread="even", window=options.get("window"),
@@ -97,8 +98,8 @@ def test_other_sequences_do_not_matter_at_any_number_of_them(computed):
 # ---- Wrong entries --------------------------------------------------------------------------------------------------
 
 
-def wrong(which, at):
-    q, k, v, lengths, table = pages(at, 3, 4, 90, 16, H_kv=2, dtype=torch.float16, block_size=32)
+def wrong(which, at, D=16):
+    q, k, v, lengths, table = pages(at, 3, 4, 90, D, H_kv=2, block_size=32)
     if which == "block":
         table[1, 2] = len(k)
     elif which == "negative block":
@@ -122,12 +123,11 @@ def test_a_wrong_entry_is_an_error_on_the_cpu(which):
         course_ops.attention_paged(*wrong(which, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # by pointers, and by TMA
+@pytest.mark.parametrize("D", [16, 256])  # a step's keys in several pages, and in one
 @pytest.mark.parametrize("which", WRONG)
-def test_a_kernel_makes_it_nan_and_leaves_other_sequences_alone(which, dtype):
+def test_a_kernel_makes_it_nan_and_leaves_other_sequences_alone(which, D):
     with testing.interpreted() if not device.HAS_GPU else nullcontext():
-        q, k, v, lengths, table = wrong(which, device.DEVICE)
-        out = course_ops.attention_paged(q.to(dtype), k.to(dtype), v.to(dtype), lengths, table)
+        out = course_ops.attention_paged(*wrong(which, device.DEVICE, D))
     assert [bool(t.isnan().all()) for t in out] == [False, True, False]
     assert out[::2].isfinite().all()
 
@@ -240,3 +240,18 @@ def test_the_gpu_divides_the_work_as_the_model_says(monkeypatch, spread):
         expected.append([(begin + start) // share, (begin + start + n - 1) // share])
         begin += start + n
     assert spans.tolist() == expected
+
+
+@pytest.mark.parametrize("memory", [64 * 1024, 99 * 1024, 163 * 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_steps_fit_the_shared_memory_of_every_chip(monkeypatch, memory, dtype, D):
+    """A tile of queries, the steps on the way, and a step's probabilities: of AMD, of GeForce, of an A100."""
+    monkeypatch.setattr(_common, "shared_memory", lambda at: memory)
+    q, size = torch.empty(1, 64, 16, D, dtype=dtype, device="meta"), dtype.itemsize
+    rows, block_n = decode.most_rows(q), min(128, decode.TILE_BYTES // (D * size))
+    ahead = decode.steps_ahead(q, rows, block_n, 2 * block_n * D)
+    assert 16 <= rows <= decode.MAX_ROWS
+    assert 1 <= ahead <= decode.AHEAD
+    of_q = 0 if memory == 64 * 1024 else rows * D * size  # AMD's compiler keeps it in registers
+    assert of_q + (2 * ahead * block_n * D + rows * block_n) * size <= memory

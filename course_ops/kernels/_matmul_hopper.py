@@ -1,5 +1,6 @@
 """Idioms that the Hopper matmuls share, in Gluon: a ring of stages with mbarriers, TMA loads, C by TMA in panels."""
 
+from collections.abc import Callable
 from functools import cache
 
 from torch import Tensor
@@ -8,16 +9,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from course_ops._common import architecture, tma_takes, triton_interprets
+from course_ops._common import tma_takes
 from course_ops._launch import descriptor
 from course_ops.versions import async_load, async_store
 
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a partition; renamed in Triton 3.7
-
-
-def runs_gluon(x: Tensor) -> bool:
-    """Whether kernels with wgmma run: sm_90 alone has it, and Triton's interpreter has no Gluon."""
-    return architecture(x.device) == 90 and not triton_interprets()
 
 
 @gluon.jit
@@ -69,15 +65,16 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
         async_store(c_desc, [row, col + 64 * p], panel)
 
 
-def describe(t: Tensor, rows: int, cols: int) -> tuple[TensorDescriptor, bool]:
-    """A TMA descriptor of a 16-bit matrix for blocks of rows x cols, and whether it lies transposed."""
+def describer(t: Tensor, rows: int, cols: int) -> tuple[Callable[[Tensor], TensorDescriptor], bool]:
+    """A function that describes to TMA what lies as the 16-bit matrix t, in blocks; whether t lies transposed."""
     shape, strides, transposed = t.shape, t.stride(), t.stride(1) != 1
     if transposed:
         shape, strides, rows, cols = shape[::-1], strides[::-1], cols, rows
-    return descriptor(TensorDescriptor, t, shape, strides, [rows, cols], layout=layout_of(rows, cols)), transposed
+    block, layout = [rows, cols], layout_of(rows, cols)
+    return lambda t: descriptor(TensorDescriptor, t, shape, strides, block, layout=layout), transposed
 
 
-@cache  # each launch describes three matrices or more
+@cache
 def layout_of(rows: int, cols: int) -> gl.NVMMASharedLayout:
     """How a block of any 16-bit dtype lies in shared memory for wgmma: a swizzle of 128 bytes, or of a shorter row."""
     return gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)

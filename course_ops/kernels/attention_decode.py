@@ -15,21 +15,31 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, fp32_precision, num_sms, roomy, tma_takes, triton_interprets
+from course_ops._common import (
+    architecture,
+    fitting_stages,
+    fp32_precision,
+    num_sms,
+    roomy,
+    tma_takes,
+    triton_interprets,
+)
 from course_ops.kernels.attention_tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    capped,
     empty_results,
     load_tile,
+    online_softmax,
     score_scales,
-    tanh,
     tile_descriptors,
     tile_width,
 )
 
 MAX_ROWS = 64  # query heads of a K head, times queries
 TILE_BYTES = 2**14  # of K, and of V, a step: 64 keys with D = 128 in 16 bits
+AHEAD = 2  # steps of K and V on the way while one is computed, where shared memory holds them
 
 
 @triton.jit
@@ -54,6 +64,18 @@ def owner_rows(
     live = i < S_q
     ptrs = o_ptr + line[:, None] + cols[None, :].to(tl.int64) * o_strides[3]
     return ptrs, lse_ptr + (tl.cast(b, tl.int64) * H + h) * S_q + i, live[:, None] & (cols[None, :] < D), live
+
+
+@triton.jit
+def store_part(
+    acc, l, m, parts_ptr, part_lse_ptr, program, owner, ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    """Write what a program has of an owner's rows. Parts are numbered by program + owner: from one part to the next,
+    one of the two grows, or both."""
+    used = tl.arange(0, ROWS) < USED
+    line = tl.cast(program + owner, tl.int64) * USED + tl.arange(0, ROWS)
+    part_ptrs = parts_ptr + line[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    epilogue(acc, l, m, part_ptrs, part_lse_ptr + line, used[:, None], used)
 
 
 @triton.jit
@@ -84,27 +106,18 @@ def decode_kernel(
         l = tl.zeros([ROWS], tl.float32)
         for start in range(begin * BLOCK_N, tl.minimum(length, stop * BLOCK_N), BLOCK_N):
             keys = load_tile(k, k_strides, b, h_kv, start, length, D, BLOCK_N, BLOCK_D, TMA)
-            s = tl.dot(q, keys.T, input_precision=PRECISION)
-            if cap_scale is not None:
-                s = tanh(s * cap_scale)
+            s = capped(tl.dot(q, keys.T, input_precision=PRECISION), cap_scale)
             s = tl.where(start + tl.arange(0, BLOCK_N)[None, :] <= last[:, None], s, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
-            p = tl.exp2(s * scale_log2 - m_new[:, None])
-            alpha = tl.exp2(m - m_new)
+            p, m, alpha = online_softmax(s, m, scale_log2)
             values = load_tile(v, v_strides, b, h_kv, start, length, D_v, BLOCK_N, BLOCK_V, TMA)
             if TMA and RAGGED:  # TMA knows where the cache ends, not where a sequence does; 0 times NaN is NaN
                 values = tl.where(start + tl.arange(0, BLOCK_N)[:, None] < length, values, 0.0)
             acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
             l = l * alpha + tl.sum(p, axis=1)
-            m = m_new
         if stop - begin == blocks:  # all keys: nothing to merge
             epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D_v, GROUP, ROWS, BLOCK_V))
         else:
-            used = tl.arange(0, ROWS) < USED
-            # Parts are numbered by program + owner: from one part to the next, one of the two grows, or both.
-            line = tl.cast(program + owner, tl.int64) * USED + tl.arange(0, ROWS)
-            part_ptrs = parts_ptr + line[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-            epilogue(acc, l, m, part_ptrs, part_lse_ptr + line, used[:, None], used)
+            store_part(acc, l, m, parts_ptr, part_lse_ptr, program, owner, ROWS, USED, BLOCK_V)
 
 
 @triton.jit
@@ -157,7 +170,7 @@ def attention_decode(
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v] -> o [B, H, S_q, D_v], lse [B, H, S_q] in fp32.
 
-    fp32, fp16 or bf16, any strides. H / H_kv * S_q is at most MAX_ROWS, D and D_v at most 256.
+    fp32, fp16 or bf16, any strides. H / H_kv * S_q is at most most_rows of q, D and D_v at most 256.
 
     - lengths: [B] int32, how many keys of each sequence are in use, or None for all.
     - causal: the last query stands at the last key in use.
@@ -186,7 +199,8 @@ def attention_decode(
         q, *tile_descriptors((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse,
         q.stride(), k.stride(), v.stride(), o.stride(), *score_scales(scale, softcap), H, S_q, S_k, D,
         None if D_v == D else D_v, group, owners, blocks, share, causal, lengths is not None, tma, early, group,
-        max(16, used), used, block_n, block_d, block_v, fp32_precision(), num_warps=4, num_stages=3,
+        max(16, used), used, block_n, block_d, block_v, fp32_precision(), num_warps=4,
+        num_stages=1 + steps_ahead(q, max(16, used), block_n, block_n * (block_d + block_v)),
     )  # fmt: skip
     if share % blocks:
         most = min(blocks // share + 2, blocks, 16384 // block_v)
@@ -195,6 +209,18 @@ def attention_decode(
             early, group, used, block_v, triton.next_power_of_2(most), num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return o, lse
+
+
+def most_rows(q: Tensor) -> int:
+    """Query heads of a K head, times queries, of a tile: fewer if wide rows would leave no room for K and V."""
+    fitting = 2 * TILE_BYTES // (tile_width(q.shape[-1]) * q.element_size())
+    return MAX_ROWS if roomy(q.device) else min(MAX_ROWS, fitting)
+
+
+def steps_ahead(q: Tensor, rows: int, block_n: int, elements: int) -> int:
+    """Steps of so many elements of K and V that fit beside Q's tile and its probabilities, AHEAD at most."""
+    beside = rows * (tile_width(q.shape[-1]) + block_n)
+    return fitting_stages(AHEAD, elements * q.element_size(), q.device, beside * q.element_size())
 
 
 def share_of(owners: int, blocks: int, programs: int) -> int:
