@@ -59,6 +59,11 @@ def architecture(device: torch.device) -> int:
     return arch if isinstance(arch, int) else 0
 
 
+def runs_gluon(x: Tensor) -> bool:
+    """Whether kernels with wgmma run: sm_90 alone has it, and Triton's interpreter has no Gluon."""
+    return architecture(x.device) == 90 and not triton_interprets()
+
+
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of the device or of the target's card; 4 when interpreted."""
     if device.type == "cuda":

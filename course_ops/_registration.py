@@ -33,10 +33,10 @@ def _casting(overload: Any, places: list[int], device: str) -> Callable[..., Any
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
-    """Whether an operator on these may be called as the plain function that it is.
+    """Whether an operator's Python function may be called on these tensors directly, past PyTorch's dispatcher.
 
-    The dispatcher costs the host as much as several launches. It is needed off the GPU, for tensors of other types, for
-    a gradient, and where autocast, a mode, a transform, a compiler or a profiler has to see the operator.
+    The dispatcher costs the host as much as several launches. An operator needs it for tensors that are not on a GPU,
+    for subclasses of Tensor, and for a gradient. Autocast, modes, transforms, compilers and profilers need it too.
     """
     if torch.compiler.is_compiling():  # first, since the compiler cannot trace what follows
         return False

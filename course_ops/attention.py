@@ -95,29 +95,30 @@ def attention_backward(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of attention, as q, k, v. dout as out; out and lse as attention_forward returned them.
+    """The gradients dq, dk and dv of attention, in the shapes of q, k and v.
 
-    out and lse may be merged over more keys than k has, as in ring attention. Then dk and dv are the gradients of k's
-    keys, and dq is their share of q's gradient.
+    dout is the gradient of out, in its shape. out and lse are what attention_forward returned for q, k and v. They may
+    also be merged over more keys than k has, as in ring attention. Then dk and dv are the gradients of the keys in k,
+    and dq is the part of q's gradient that comes from these keys.
     """
     _expect_types(window, scale, softcap, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
     return torch.ops.course_ops.attention_backward(dout, q, k, v, out, lse, causal, window, scale, softcap)
 
 
-# ---- Dispatch: the first kernel of a list whose condition holds takes the call -----------------------------------
+# ---- Dispatch: FORWARD and BACKWARD list the kernels in order, and the first whose condition holds is launched -----
 #
-#     forward     takes the call if
-#     decode      queries are few and keys are many: H / H_kv * S_q <= 64 rows, S_k >= 64; no window, not packed
+#     forward     condition
+#     decode      few queries (H / H_kv * S_q <= 64 rows) of 64 keys or more; no window, no packed sequences
 #     hopper      sm_90, 16 bits, D and D_v multiples of 8, strides that TMA takes
-#     portable    always: from sm_80 on, fp32 too, D and D_v <= 256, any strides
+#     portable    none: it runs from sm_80 on, in fp32 too, with D and D_v <= 256 and any strides
 #
-#     backward    takes the call if
-#     hopper      sm_90, 16 bits, D and D_v <= 128, strides that TMA takes; no deterministic algorithms are asked for,
-#                 since this kernel adds dQ up in any order
-#     wide        sm_90, 16 bits, D or D_v from 136 to 256, strides that TMA takes; no softcap, not packed
-#     portable    always
+#     backward    condition
+#     hopper      as forward, D and D_v <= 128; not under torch.use_deterministic_algorithms, since the order in which
+#                 this kernel adds up dQ varies
+#     wide        as forward, D or D_v from 136 to 256; no softcap, no packed sequences
+#     portable    none
 #
-# The gradients of wide and portable are the same to the bit each time.
+# wide and portable are deterministic: their gradients are the same to the bit each time.
 
 
 class Call(NamedTuple):

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import Unsupported, expect, expect_device, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
-from course_ops.attention import MAX_HEAD_DIM, _computed, checked_scale, visible_pairs
+from course_ops.attention import MAX_HEAD_DIM, _computed, _expect_types, checked_scale, visible_pairs
 from course_ops.kernels import attention_paged as kernels
 from course_ops.quantize import refuse_gradient
 
@@ -28,32 +28,32 @@ def attention_paged(
 ) -> Tensor:
     """out [B, S_q, H, D_v] of q [B, S_q, H, D] on a cache of keys and values. For inference: it has no gradient.
 
-    The layout is that of FlashAttention's and vLLM's caches, where a token's heads lie side by side:
-    k_cache [num_blocks, block_size, H_kv, D] and v_cache [num_blocks, block_size, H_kv, D_v]. (course_ops.attention has
-    the heads before the tokens.) H is a multiple of H_kv, and query head h reads head h * H_kv // H.
-    block_table [B, max_blocks] int32: key j of sequence b is in block block_table[b, j // block_size], at place
-    j % block_size. Blocks may be in any order, and in several rows. None: sequence b has block b, [B, S_k, H_kv, D].
-    cache_seqlens [B] int32: how many keys of each sequence are in use, the new tokens' own among them. What lies past
-    them, in a block or in the table, is not used, and may be NaN.
-    causal: the last query stands at the last key in use, the others before it. window: each query sees the last
-    `window` keys up to its own; needs causal. scale and softcap: as for course_ops.attention. A query that sees no key
-    has out = 0.
+    The cache has the layout of FlashAttention and vLLM, in which a token's heads lie side by side:
+    k_cache [num_blocks, block_size, H_kv, D] and v_cache [num_blocks, block_size, H_kv, D_v]. In course_ops.attention
+    the heads come before the tokens. H is a multiple of H_kv, and query head h reads head h * H_kv // H.
 
-    fp32, fp16 or bf16, one dtype for q and the cache, which torch.autocast leaves as they are; float64 is not taken.
-    Any strides, D and D_v from 1 to 256, any block_size. One kernel serves all. On Hopper TMA copies blocks whose size
-    is a multiple of 32, where there is no window. It is made for few queries; course_ops.attention takes many. The
-    result is the same to the bit each time. A FLOP counter, which cannot see lengths, is told those of a full table.
+    - block_table [B, max_blocks] int32: key j of sequence b is in block block_table[b, j // block_size], at place
+      j % block_size. Blocks may come in any order, and sequences may share a block. None: sequence b has block b alone.
+    - cache_seqlens [B] int32: how many keys each sequence has, with those of the new tokens. Nothing past them is used,
+      in a block or in the table, so NaN may stand there.
+    - causal: the last query stands at the sequence's last key, and each other query one key before the next query.
+    - window: a query sees only the last `window` keys up to its own. It needs causal=True.
+    - scale and softcap: as for course_ops.attention.
+
+    A query that sees no key has out = 0. The result is the same to the bit each time.
+
+    q and the cache have one dtype, fp32, fp16 or bf16, which torch.autocast leaves as it is. Strides and block_size may
+    be any, D and D_v from 1 to 256. One kernel computes all of these. On Hopper, without a window, TMA copies blocks
+    whose size is a multiple of 32. The kernel is made for few queries; for many, use course_ops.attention. A FLOP
+    counter cannot see the lengths, so it is told the FLOPs of a full table.
 
     Raises TypeError for a dtype, ValueError for a shape, a device, a value or a wanted gradient. On a GPU the entries
-    of cache_seqlens and block_table are not checked, since the host would wait for them. There a sequence whose length
-    is negative or longer than the table, or that uses a block outside the cache, gets NaN. Nothing outside is touched.
+    of cache_seqlens and block_table are not checked, since the host would wait for them. There a sequence gets NaN if
+    its length is negative or longer than the table, or if it uses a block outside the cache. No memory outside is read
+    or written.
     Source: Kwon et al. 2023, PagedAttention.
     """
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and not isinstance(number, int | float | torch.SymFloat | torch.SymInt):
-            raise TypeError(f"{name} is {number!r}, expected a number or None")
-    if window is not None and not isinstance(window, int | torch.SymInt):
-        raise TypeError(f"window is {window!r}, expected an int or None")
+    _expect_types(window, scale, softcap)
     _checked(q, k_cache, v_cache, cache_seqlens, block_table, causal, window, scale, softcap)
     refuse_gradient("attention_paged", q=q, k_cache=k_cache, v_cache=v_cache)
     options = (causal, window, scale, softcap)

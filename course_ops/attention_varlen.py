@@ -1,9 +1,10 @@
 """Attention of sequences of different lengths that are packed into one tensor; forward and backward.
 
-All functions here have the same conventions. q [total_q, H, D], k [total_k, H_kv, D], v [total_k, H_kv, D_v]:
-sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, and its queries see its own keys alone. A sequence may
-have no queries, no keys, or neither. Within each sequence everything is as in course_ops.attention: positions end
-together, and a query that sees no key has out = 0 and lse = -inf. lse is [H, total_q].
+All functions here have the same conventions. The sequences lie one behind the other in q [total_q, H, D],
+k [total_k, H_kv, D] and v [total_k, H_kv, D_v]. Sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. It may have
+no queries, no keys, or neither. A query sees only keys of its own sequence. Within a sequence the rules are those of
+course_ops.attention: positions end together, and a query that sees no key has out = 0 and lse = -inf. lse is
+[H, total_q].
 """
 
 from itertools import pairwise

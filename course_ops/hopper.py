@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import constexpr_function
 
 from course_ops import versions
 
@@ -78,6 +79,12 @@ def ring_slot(step, STAGES: gl.constexpr):
 def as_matrix(tile):
     """A shared tile [1, .., rows, columns], as a descriptor of more dimensions copies it, as [rows, columns]."""
     return tile.reshape((tile.shape[-2], tile.shape[-1]))
+
+
+@constexpr_function
+def accumulator(columns):
+    """The layout of a warpgroup's accumulator of wgmma, [64, columns] in fp32, of operands in 16 bits."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit

@@ -19,11 +19,12 @@ from course_ops.matmul import _matmul, as_matrix, kernel_for, multiply
 ACTIVATIONS = ("gelu_tanh",)
 
 
-# Dispatch, the first that holds:
-# - no epilogue: matmul's own table
-# - few rows: a tile of 128 would leave SMs idle, and an epilogue in a kernel of its own is cheap
-# - a tile of the plan that beats TMA's
-# - TMA, or else pointers
+# Dispatch: the first condition that holds chooses the kernel.
+# - There is no epilogue: matmul's own dispatch.
+# - x has 128 rows or fewer: matmul_skinny, since tiles of 128 rows would leave SMs idle. Its epilogue is a kernel of
+#   its own, which is cheap for few rows.
+# - There is no residual, and the planned tile takes fewer cycles than linear_tma's: matmul_tiles_hopper.
+# - TMA takes the strides: linear_tma. Otherwise linear_pointers.
 def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
 ) -> Tensor:

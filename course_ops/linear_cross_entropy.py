@@ -7,10 +7,19 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import as_rows, expect, expect_device, expect_dtype_of, num_sms, on_device, runs_kernel
+from course_ops._common import (
+    as_rows,
+    expect,
+    expect_device,
+    expect_dtype_of,
+    num_sms,
+    on_device,
+    runs_gluon,
+    runs_kernel,
+)
 from course_ops._registration import cast_under_autocast, once
 from course_ops.cross_entropy import _cross_entropy, _cross_entropy_backward
-from course_ops.kernels._matmul_hopper import runs_gluon, wgmma_takes
+from course_ops.kernels._matmul_hopper import wgmma_takes
 from course_ops.kernels._matmul_plan import aligned_rows, best_epilogue_plan
 from course_ops.kernels.cross_entropy import cross_entropy_backward
 from course_ops.kernels.matmul_hopper import takes

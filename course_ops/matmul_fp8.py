@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import architecture, expect, expect_device, on_device, runs_kernel, tma_takes
+from course_ops._common import architecture, expect, expect_device, on_device, runs_gluon, runs_kernel, tma_takes
 from course_ops._registration import cast_under_autocast
 from course_ops.kernels import matmul_fp8 as portable
 from course_ops.kernels import matmul_fp8_hopper as hopper
-from course_ops.kernels._matmul_hopper import runs_gluon
 from course_ops.kernels.matmul_fp8 import FP8, GROUP
 from course_ops.quantize import refuse_gradient, require_fp8
 

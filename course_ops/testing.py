@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -34,6 +36,20 @@ def kernels() -> Iterator[None]:
     else:
         with interpreted():
             yield
+
+
+@contextmanager
+def launchers() -> Iterator[None]:
+    """Inside, calling an operator runs its launcher directly, on meta tensors too, and PyTorch records no gradient.
+
+    For a process in which a launch only compiles: what the launcher asks of PyTorch and of Triton can be watched.
+    """
+
+    def launcher(operator: Any, *args: Any, **options: Any) -> Any:
+        return operator._init_fn(*args, **options)
+
+    with _common.interpreting(), mock.patch.object(_Operator, "__call__", launcher), torch.no_grad():
+        yield
 
 
 def calls() -> dict[str, Callable[[], None]]:
@@ -167,7 +183,7 @@ def _examples() -> dict[str, Callable[[], Tensor]]:
     found["attention D=128 float32"] = partial(_heads, 128, dtype=FP32)
     found["attention decoding bfloat16"] = partial(_heads, 128, 1)
     found["attention decoding D=256 S_q=8 float32"] = partial(_heads, 256, 8, FP32)
-    for size in (16, 64, 256):  # by pointers, and a step by TMA that is as long as a block, and shorter
+    for size in (16, 64, 256):  # a step has keys of several blocks, or of one
         found[f"attention_paged block_size={size} bfloat16"] = partial(_pages, size)
     found["attention_paged window=1024 bfloat16"] = partial(_pages, 64, window=1024)
     found["attention_paged D=256 S_q=16 bfloat16"] = partial(_pages, 64, 256, 16)

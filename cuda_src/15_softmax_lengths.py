@@ -109,6 +109,8 @@ LESSON = Lesson(
         Mutant("a warp is forgotten", "merge_all", "i < count", "i < count - 1", "softmax_registers"),
         Mutant("chunks replace each other", "softmax_rest_kernel", "merge(pair, pair_of<T>(v))", "pair_of<T>(v)",
                "softmax"),
+        Mutant("the other blocks' pairs are left out", "softmax_cluster_kernel", "merge_all(pairs, parts * warps)",
+               "merge_all(pairs, warps)", "softmax_cluster"),
     ),
     claims={
         "softmax_registers_kernel": _whole("softmax_registers_kernel", "16-byte loads", "16-byte stores", "no spills"),

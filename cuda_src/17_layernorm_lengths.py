@@ -128,6 +128,8 @@ LESSON = Lesson(
                "load_constant(w, share.first, share)", "layernorm_registers"),
         Mutant("chunks replace each other", "layernorm_rest_kernel", "mine = merge(mine, ",
                "mine = merge(Stats{0, 0, 0}, ", "layernorm"),
+        Mutant("the other blocks' parts are left out", "layernorm_cluster_kernel",
+               "merge_all(parts, blocks * warps, n)", "merge_all(parts, warps, n)", "layernorm_cluster"),
     ),
     claims={
         "layernorm_registers_kernel": (

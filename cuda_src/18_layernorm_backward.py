@@ -170,6 +170,8 @@ LESSON = Lesson(
                "if (lane == 0) sums[0][warp] = all;", "layernorm_backward_persistent", "uninitialised"),
         Mutant("the last block forgotten", "add_partials_kernel", "i < blocks", "i < blocks - 1",
                "layernorm_backward_persistent"),
+        Mutant("the other blocks' sums are left out", "backward_kernel", "i < parts * warps; i += 32",
+               "i < warps; i += 32", "layernorm_backward_cluster"),
     ),
     claims={"backward_kernel": ("cp.async", "16-byte stores", "no spills"), "dx_kernel": ("no spills",)},
     refuses=(

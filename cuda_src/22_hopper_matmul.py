@@ -141,6 +141,20 @@ LESSON = Lesson(
         ),
         Mutant("K's tail from the next row", "copy_tile", "&& k0 + piece * 8 < k", "", "matmul_mma", "out of bounds"),
         Mutant("an odd row's pairs", "store_pair", "n % 2 == 0", "true", "matmul_mma", "out of bounds"),
+        Mutant(
+            "the lower 64 rows are the upper ones again",
+            "matmul_wgmma_kernel",
+            "a_from + half * DESCRIPTOR_64_ROWS",
+            "a_from",
+            "matmul_wgmma",
+        ),
+        Mutant(
+            "both consumers multiply the same rows",
+            "matmul_specialized_kernel",
+            "tile_descriptor(s.a[0] + warpgroup * 64 * BK)",
+            "tile_descriptor(s.a[0])",
+            "matmul_specialized",
+        ),
     ),
     claims={
         "matmul_fma_kernel": ("no spills",),

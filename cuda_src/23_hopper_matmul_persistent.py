@@ -124,6 +124,21 @@ LESSON = Lesson(
         ),
         Mutant("a row too many", "matmul_schedule_kernel", "row >= m", "row > m", "matmul_schedule", "out of bounds"),
         Mutant("the last product is left out", "matmul_schedule_kernel", "j < k", "j < k - 1", "matmul_schedule"),
+        Mutant(
+            "a tile's panels are stored over each other",
+            "matmul_persistent_kernel",
+            "c_col + 64 * q",
+            "c_col",
+            "matmul_persistent",
+            "nan",
+        ),
+        Mutant(
+            "both blocks send the same part of B",
+            "matmul_persistent_kernel",
+            "P::N + rank_m * B_ROWS",
+            "P::N",
+            "matmul_cluster",
+        ),
     ),
     claims={"matmul_persistent_kernel": ("wgmma", "tma", "no spills")},
 )

@@ -140,6 +140,13 @@ LESSON = Lesson(
             "s.b[0]);",
             "matmul_double_buffer",
         ),
+        Mutant(
+            "both warpgroups multiply the upper half",
+            "wgmma_kernel",
+            "a_smem[half], b_smem);",
+            "a_smem[0], b_smem);",
+            "matmul_wgmma",
+        ),
     ),
     claims={
         "loop_kernel": ("mma", "16-byte loads", "no spills"),

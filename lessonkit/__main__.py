@@ -391,21 +391,19 @@ def repeat_beside(
         show.console.print(said("No GPU was found: there is nothing that two processes could share."))
         return
     failed: list[str] = []
-    for name, lesson in _with_kernels(which, failed):
-        found: list[beside.Repeated] = []
-        try:
-            for each in beside.measured(name, lesson, seconds, rung):
-                found.append(each)
-                where = said("beside another process") if each.neighbour else said("alone")
-                words = said("{rung}, {where}: {differ} of {calls} answers differ")
-                which_rung = f"{name}.{each.rung}"
-                show.console.print(words.format(rung=which_rung, where=where, differ=each.differ, calls=each.calls))
-        except Missing as missing:
-            failed.append(f"{name}: {missing}")
-        pairs = beside.pairs(found)
-        if pairs:
-            beside.save(REPORTS / device.name(), [each for pair in pairs for each in pair])
-        failed += filter(None, map(beside.wrong, pairs))
+    found: list[beside.Repeated] = []
+    try:
+        for each in beside.measured(list(_with_kernels(which, failed)), seconds, rung):
+            found.append(each)
+            where = said("beside another process") if each.neighbour else said("alone")
+            words = said("{rung}, {where}: {differ} of {calls} answers differ")
+            which_rung = f"{each.lesson}.{each.rung}"
+            show.console.print(words.format(rung=which_rung, where=where, differ=each.differ, calls=each.calls))
+            if each.neighbour:  # now, in case that the command is stopped before its end
+                beside.save(REPORTS / device.name(), next(pair for pair in beside.pairs(found) if each in pair))
+    except Missing as missing:
+        failed.append(str(missing))
+    failed += filter(None, map(beside.wrong, beside.pairs(found)))
     _end(failed)
 
 
@@ -473,7 +471,8 @@ def fuzz_operators(
     cases: Annotated[int, typer.Option(help="So many of today's code, for each operator, direction and mode.")] = 500,
     seconds: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 600.0,
     workers: Annotated[
-        int, typer.Option(help="So many processes run bursts of cases that share kernels, on a GPU 14; 0: one by one.")
+        int,
+        typer.Option(help="So many processes run bursts that share kernels, on a GPU one a core; 0: one by one."),
     ] = -1,
     mode: Annotated[
         list[str] | None, typer.Option(help="cpu (PyTorch computes), interpreted or gpu; nothing: what there is.")
@@ -503,7 +502,7 @@ def fuzz_operators(
             failed += [] if outcome.well else [f"{each}: {outcome.kind}"]
         _end(failed)
     try:
-        workers = (14 if device.HAS_GPU else 0) if workers < 0 else workers
+        workers = (len(os.sched_getaffinity(0)) if device.HAS_GPU else 0) if workers < 0 else workers
         say = partial(print, flush=True)
         if workers:
             failures = fuzz_bursts.run(names, modes, cases, seconds, workers, say)
@@ -511,12 +510,10 @@ def fuzz_operators(
             failures = fuzzing.run(names, modes, cases, seconds, say)
     except Missing as missing:
         _end([str(missing)])
-    title = [said("operator"), said("direction"), said("mode"), said("cases"), said("shapes"), said("kernels")]
-    title += [said("refused"), said("wrong"), said("crashes"), said("false alarms"), said("seconds")]
-    here = [count for count in fuzzing.counts().values() if count.mode in modes and count.operator in (names or known)]
-    fuzzed = [[c.operator, c.direction, c.mode, c.cases, c.shapes, c.kernels, c.refused, c.wrong, c.crashes,
-               c.false_alarms, c.seconds]
-              for c in here if c.code == operator_rows.code(c.operator)]  # fmt: skip
+    title = [said("operator"), said("direction"), said("mode"), said("cases"), said("of older code"), said("shapes")]
+    title += [said("kernels"), said("refused"), said("wrong"), said("crashes"), said("false alarms"), said("seconds")]
+    fuzzed = [[c.operator, c.direction, c.mode, c.cases, older, c.shapes, c.kernels, c.refused, c.wrong, c.crashes,
+               c.false_alarms, c.seconds] for c, older in fuzzing.table(fuzzing.asked(names, modes))]  # fmt: skip
     show.table(said("cases of today's code"), title, fuzzed)
     _end([f"{each.case['operator']}: {each.fault}" for each in failures])
 
@@ -737,9 +734,7 @@ def list_stale(
         show.console.print(words.format(count=stale.record()))
     folders = stale.released() if release else stale.device_folders()
     old = stale.old(folders)
-    body = (
-        [each.device, each.row.lesson, each.row.rung, each.row.shape, each.reason(), each.row.commit] for each in old
-    )
+    body = ([each.device, *each.named, each.reason(), each.row.commit] for each in old)
     titles = [said("device"), said("lesson"), said("rung"), said("shape"), said("why"), said("measured at")]
     show.table(counted(len(old), said("1 old row"), said("{count} old rows")), titles, body)
     tables = stale.old_tables(folders)

@@ -346,7 +346,7 @@ WRONG = {  # why: module, old, new, forward or backward, case
     "dK is stored whole": (sequences, "H, limit, D], strides", "H, limit + 64, D], strides", 1, LAST_LONG),
     "a row late": (sequences, "- where[1] + row, column", "- where[1] + row + 1, column", 0, PLAIN),
     "a record is one too early": (sequences, "(1 + min(index // heads", "(min(index // heads", 0, PLAIN),
-    "keys end where queries do": (forward_hopper, "(self.k_end, self.S_k)", "(self.q_end, self.S_k)", 0, KEYS),
+    "keys end where queries do": (forward_hopper, "problem.k_end, problem", "problem.q_end, problem", 0, KEYS),
     "lse of another sequence": (forward_hopper, "+= problem.q_end - problem.S_q", "+= problem.q_end", 0, LAST_LONG),
     "lse over the next one": (forward_hopper, "mask=rows < problem.S_q", "mask=rows < args.problem.S_q", 0, LAST_LONG),
     "tiles of all sequences": (forward_hopper, "of_sequence, index - first", "of_sequence, index", 0, PLAIN),

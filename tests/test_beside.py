@@ -109,7 +109,7 @@ def test_a_neighbour_may_have_something_to_say_before_it_is_there(monkeypatch):
 
 @pytest.mark.parametrize("only", ["", "scan_look_back"])
 def test_rungs_are_repeated_alone_and_then_beside_one_neighbour(monkeypatch, only):
-    """It takes seconds to start."""
+    """It takes seconds to start. So all lessons share it; two of them may have rungs of one name."""
     name = "day2_triton_basics.lesson15_scan"
     lesson = next(lesson for found, lesson in kernels() if found == name)
     neighbours = []
@@ -117,11 +117,13 @@ def test_rungs_are_repeated_alone_and_then_beside_one_neighbour(monkeypatch, onl
     monkeypatch.setattr(beside, "kinds", lambda name, rung: ["spinning"])
     monkeypatch.setattr(beside, "repeat", lambda call, seconds, synchronize: (7, 0))
     monkeypatch.setattr(beside, "_taken", lambda lesson, rung: (lesson.checks[0], torch.float32))
-    found = list(beside.measured(name, lesson, 0.0, only))
-    rungs = [rung.__name__ for rung in lesson.rungs if only in ("", rung.__name__)]
-    assert [(each.rung, each.neighbour) for each in found] == [(r, n) for n in (False, True) for r in rungs]
+    found = list(beside.measured([(name, lesson), ("day.b", lesson)], 0.0, only))
+    rungs = [(of, rung.__name__) for of in (name, "day.b") for rung in lesson.rungs if only in ("", rung.__name__)]
+    assert [(each.lesson, each.rung, each.neighbour) for each in found] == [
+        (*r, n) for n in (False, True) for r in rungs
+    ]
     assert neighbours == [1]
-    assert beside.pairs(found) == [[each for each in found if each.rung == rung] for rung in rungs]
+    assert beside.pairs(found) == [[each for each in found if (each.lesson, each.rung) == rung] for rung in rungs]
     assert beside.pairs(found[:-1]) == beside.pairs(found)[:-1], "half of a pair says nothing"
 
 
@@ -146,7 +148,7 @@ def repeated(monkeypatch, tmp_path):
     monkeypatch.setattr(main.device, "HAS_GPU", True)
     monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
     monkeypatch.setattr(beside.rows, "machine", lambda: {"gpu": "some-gpu"})
-    monkeypatch.setattr(beside, "measured", lambda name, lesson, seconds, rung: iter(found))
+    monkeypatch.setattr(beside, "measured", lambda lessons, seconds, rung: iter(found))
     return found
 
 
@@ -157,6 +159,18 @@ def test_the_command_fails_where_a_neighbour_changes_an_answer(repeated, tmp_pat
     assert done.exit_code == status, done.output
     assert f"beside another process: {differ} of 100" in " ".join(done.output.split())
     assert len(read_csv(tmp_path / "some-gpu" / beside.NAME)) == 2
+
+
+def test_what_is_whole_is_kept_where_the_command_is_stopped(repeated, tmp_path, monkeypatch):
+    """The second rung has been repeated alone when the process dies."""
+
+    def dies(lessons, seconds, rung):
+        yield from (ALONE, replace(ALONE, rung="other"), BESIDE)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(beside, "measured", dies)
+    CliRunner().invoke(main.app, ["beside", "lesson01_vector_add"])
+    assert [row["rung"] for row in read_csv(tmp_path / "some-gpu" / beside.NAME)] == ["rung", "rung"]
 
 
 @pytest.mark.skipif(device.HAS_GPU, reason="a machine without a GPU")

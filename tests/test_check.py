@@ -344,6 +344,21 @@ def test_a_step_of_the_reference_is_no_rounding_error():
     assert not accepts(question, question.usual[0] + 0.5)
 
 
+def layernorm_of_little(x):
+    return 100 * torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-12)
+
+
+def test_equal_values_may_differ_from_their_mean_by_its_rounding():
+    """1 / sqrt(eps) makes it a million times as large. It is no step: an error of a 64th moves the answer by a 64th."""
+    x = torch.full((2, 700), 3.1, device=DEVICE)
+    question = asked(layernorm_of_little, x)
+    rounding = 100 * (3.1 * 2**-24) / (1e-12) ** 0.5
+    check.compare(question, question.usual[0] + rounding)
+    spread = torch.randn(2, 700, device=DEVICE)
+    question = asked(layernorm_of_little, spread)
+    assert not accepts(question, question.usual[0] + 0.1)
+
+
 def test_the_floor_leaves_infinities_and_the_random_state_alone():
     x = torch.tensor([[1.0, -torch.inf, 2.0]], device=DEVICE)
     question, before = asked(lambda x: x.exp().cumsum(-1), x), torch.get_rng_state()

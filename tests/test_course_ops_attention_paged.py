@@ -48,7 +48,7 @@ def close(found, expected, dtype):
     [{}, {"softcap": 2.0}, {"window": 30}, {"window": 30, "softcap": 2.0}, {"causal": False, "scale": 0.3}],
     ids=str,
 )
-@pytest.mark.parametrize("block_size", [16, 32])  # by pointers, and by TMA in 16 bits
+@pytest.mark.parametrize("block_size", [16, 256])  # a step's keys in several pages, and in one
 def test_values(computed, dtype, options, block_size):
     given = pages(
         computed, 3, 4, 150, 16, H_kv=2, S=2, block_size=block_size, spread="even", window=options.get("window"),
@@ -98,8 +98,8 @@ def test_other_sequences_do_not_matter_at_any_number_of_them(computed):
 # ---- Wrong entries --------------------------------------------------------------------------------------------------
 
 
-def wrong(which, at):
-    q, k, v, lengths, table = pages(at, 3, 4, 90, 16, H_kv=2, dtype=torch.float16, block_size=32)
+def wrong(which, at, D=16):
+    q, k, v, lengths, table = pages(at, 3, 4, 90, D, H_kv=2, block_size=32)
     if which == "block":
         table[1, 2] = len(k)
     elif which == "negative block":
@@ -123,12 +123,11 @@ def test_a_wrong_entry_is_an_error_on_the_cpu(which):
         course_ops.attention_paged(*wrong(which, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # by pointers, and by TMA
+@pytest.mark.parametrize("D", [16, 256])  # a step's keys in several pages, and in one
 @pytest.mark.parametrize("which", WRONG)
-def test_a_kernel_makes_it_nan_and_leaves_other_sequences_alone(which, dtype):
+def test_a_kernel_makes_it_nan_and_leaves_other_sequences_alone(which, D):
     with testing.interpreted() if not device.HAS_GPU else nullcontext():
-        q, k, v, lengths, table = wrong(which, device.DEVICE)
-        out = course_ops.attention_paged(q.to(dtype), k.to(dtype), v.to(dtype), lengths, table)
+        out = course_ops.attention_paged(*wrong(which, device.DEVICE, D))
     assert [bool(t.isnan().all()) for t in out] == [False, True, False]
     assert out[::2].isfinite().all()
 

@@ -158,7 +158,7 @@ def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
         assert kernel_for(a.float(), b.float()).name == "tma"
         monkeypatch.undo()
         monkeypatch.setattr("course_ops.kernels.matmul.architecture", lambda _: 80)
-        monkeypatch.setattr("course_ops.kernels._matmul_hopper.architecture", lambda _: 80)
+        monkeypatch.setattr("course_ops._common.architecture", lambda _: 80)
         assert kernel_for(a, b).name == "pointers"
 
 

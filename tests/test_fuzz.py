@@ -92,6 +92,27 @@ def test_values_are_what_they_are_called(kind):
         assert int((~x.isfinite()).sum()) == count
 
 
+def test_random_numbers_come_from_a_pool_and_are_copies():
+    """No two seeds give the same, also where the pool begins anew; what an operator overwrites is not the pool."""
+    spec = {"shape": [300, 40], "dtype": "float32", "layout": "contiguous", "values": "normal"}
+    a, again = fuzz.build(spec, 5), fuzz.build(spec, 5)
+    assert torch.equal(a, again)
+    again.fill_(torch.nan)
+    assert torch.equal(fuzz.build(spec, 5), a)
+    assert not torch.equal(fuzz.build(spec, 6), a)
+    wraps = next(seed for seed in range(10**6) if 0 < fuzz.POOL - seed * 2654435761 % fuzz.POOL < 12000)
+    assert abs(fuzz.build(spec, wraps).std().item() - 1) < 0.05
+    long = fuzz.build(spec | {"shape": [fuzz.POOL + 7], "layout": "contiguous"}, 1)
+    assert torch.equal(long[:7], long[-7:])
+
+
+def test_a_case_that_says_nothing_of_noise_has_the_numbers_that_it_was_found_with():
+    case = SOFTMAX | {"seed": 11}
+    (found,), (new,) = fuzz.Call(case, "cpu").args, fuzz.Call(case | {"noise": "pool"}, "cpu").args
+    assert torch.equal(found.cpu(), torch.randn(3, 7, generator=torch.Generator().manual_seed(11)))
+    assert not torch.equal(found, new)
+
+
 def wrong(monkeypatch, function):
     monkeypatch.setattr(course_ops, "softmax", function)
     return fuzz.run(SOFTMAX, "cpu")
@@ -193,6 +214,16 @@ def test_a_count_goes_on_in_another_commit_until_the_code_of_the_operator_change
         fuzzing.run(["quantize"], ["cpu"], 6, 60, print, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl")
         counted.append([(c.code, c.cases) for c in fuzzing.counts(tmp_path / "c.csv").values()])
     assert counted == [[("one", 6)], [("one", 6)], [("one", 6), ("two", 6)]]
+
+
+def test_cases_of_older_code_are_told_apart_and_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing.metadata, "version", lambda name: "1")
+    for code, cases in (("one", 7), ("two", 5)):
+        monkeypatch.setattr(fuzzing.operator_rows, "code", lambda operator, code=code: code)
+        new = fuzzing.begun("quantize", "forward", "cpu")
+        fuzzing.counted(replace(new, cases=cases), tmp_path / "c.csv")
+    other = fuzzing.begun("scan", "forward", "cpu")
+    assert [(c.cases, older) for c, older in fuzzing.table([new, other], tmp_path / "c.csv")] == [(5, 7), (0, 0)]
 
 
 def test_the_code_of_an_operator_reaches_its_kernels():

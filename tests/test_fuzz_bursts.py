@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
@@ -81,6 +82,19 @@ def test_a_drawing_gives_its_case_again():
     for line in of(said, "drawn"):
         drawing = fuzz_bursts._drawing(json.loads(json.dumps(line)))
         assert drawing.case == fuzz.draw_case("softmax", "forward", Choices(drawing.most, None, drawing.choices))
+
+
+def test_a_case_to_be_refused_takes_no_hundred_draws(monkeypatch):
+    """Even where nearly all is repeated of a case that is not."""
+    drawn = []
+    draw_case = fuzz.draw_case
+    monkeypatch.setattr(fuzz, "draw_case", lambda *args: drawn.append(args) or draw_case(*args))
+    it = bursts.Bursts("cpu", Compiler(), lambda line: None, lambda case, mode: RIGHT)
+    known = bursts._Known(bases=[it._drawn(SOFTMAX, bursts._Known(), Random(1), 0.0, spoilt=False)[0]])
+    drawn.clear()
+    for seed in range(40):
+        assert it._drawn(SOFTMAX, known, Random(seed), 0.95, spoilt=True)[1]["spoilt"]
+    assert len(drawn) <= 100
 
 
 def test_what_is_doubted_is_judged_by_itself():
@@ -261,6 +275,35 @@ def test_a_failure_is_shrunk_kept_once_and_can_be_replayed(tmp_path, monkeypatch
     assert first == fuzz.draw_case("softmax", "forward", Choices(4000, None, choices))
     assert [each.case for each in found] == [last]
     assert last["tensors"]["x"]["shape"][-1] == 6
+
+
+def test_a_process_goes_on_while_a_failure_shrinks(tmp_path, monkeypatch):
+    """The judge, in which it shrinks, waits until all cases are counted."""
+    counted = []
+
+    class Patient(Judge):
+        def ask(self, case):
+            for _ in range(100):
+                if sum(c.cases for c in fuzzing.counts(tmp_path / "c.csv").values()) >= 40:
+                    counted.append(True)
+                    return Outcome("crash", "illegal address")
+                time.sleep(0.1)
+            return Outcome("right")
+
+    drawing = {"operator": "softmax", "direction": "forward", "most": 400, "choices": (2, 0, 9)}
+    code = f"  print(json.dumps({{'failed': {drawing!r}, 'kind': 'crash', 'said': 'illegal address'}}), flush=True)\n"
+    code += JUDGED.replace("'right': job['cases']", "'crash': 1, 'right': job['cases'] - 1")
+    monkeypatch.setattr(fuzz_bursts, "BURST", 20)
+    found, count, _ = run(tmp_path, monkeypatch, code + END, judge=Patient)
+    assert (count.cases, len(found), counted[0]) == (40, 1, True)
+
+
+def test_an_operator_that_had_no_turn_comes_before_one_that_had(tmp_path):
+    """Also where the turn was in an earlier run."""
+    todo = [replace(fuzzing.begun(name, "forward", "cpu"), versions="1") for name in ("softmax", "gelu")]
+    fuzzing.counted(replace(todo[0], cases=5, seconds=90.0), tmp_path / "c.csv")
+    it = fuzz_bursts.Run(todo, 5000, 60, print, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl")
+    assert [it._next(Counter())[1].operator for _ in range(3)] == ["gelu", "softmax", "gelu"]
 
 
 @KEPT

@@ -11,7 +11,7 @@ from lessonkit.base import device
 from lessonkit.commands import show
 from lessonkit.judge import check
 from lessonkit.lesson import kernels
-from lessonkit.measure import operator_bench, operator_rows, rows, stale, timing
+from lessonkit.measure import launches, operator_bench, operator_rows, rows, stale, timing
 from lessonkit.measure.answers import fill_with_nan
 from lessonkit.pages import guides, shipped
 
@@ -229,7 +229,7 @@ def timings(monkeypatch):
     ms = {"ours": 0.5, "copy": 0.25}
     monkeypatch.setattr(
         timing, "measure",
-        lambda found, answers: {
+        lambda found, answers, needed: {
             n: timing.Timing(0.9 * ms.get(n, 1.0), ms.get(n, 1.0), 1.1 * ms.get(n, 1.0)) for n in found
         },
     )  # fmt: skip
@@ -323,7 +323,7 @@ def test_an_answer_that_is_wrong_in_a_timed_call_is_an_error(timings, monkeypatc
     """It is right before the rounds and in all of them but one."""
     case, rounds = small(OPERATORS[5]), 5
 
-    def measure(contenders, answers):
+    def measure(contenders, answers, needed):
         for i in range(rounds):
             for name, call in contenders.items():
                 y = call()
@@ -335,6 +335,33 @@ def test_an_answer_that_is_wrong_in_a_timed_call_is_an_error(timings, monkeypatc
     assert operator_bench.time_case(case).error.startswith("wrong: value")
     rounds = 2
     assert operator_bench.time_case(case).error == ""
+
+
+def test_a_peer_that_is_wrong_takes_no_rounds(timings):
+    operator = dataclasses.replace(OPERATORS[5], peers={"doubled": lambda x: 2 * torch.softmax(x, -1)})
+    timed, measure = [], timing.measure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator_rows, "today", lambda case: "0.0.0.0")
+        patch.setattr(timing, "measure", lambda found, **more: timed.extend(found) or measure(found, **more))
+        row = operator_bench.time_case(operator_rows.Case(operator, small(operator).shape))
+    assert "another answer" in operator_rows.absences(row)["doubled"]
+    assert {"ours", "copy", "torch"} <= {*timed}
+    assert "doubled" not in timed
+
+
+@pytest.mark.parametrize(
+    ("ms", "needed"),
+    [
+        ({"fast": 1.0, "slow": 3.0}, {"fast", "slow"}),
+        ({"fast": 0.86, "slow": 3.0}, {"fast", "slow"}),
+        ({"fast": 1.09, "slow": 3.0}, {"fast", "slow"}),
+        ({"fast": 1.2, "close": 1.3, "slow": 3.0}, {"fast", "close"}),
+        ({"fast": 0.8, "slow": 1.0}, {"fast"}),
+        ({}, set()),
+    ],
+)
+def test_near_a_bar_every_median_must_be_known(ms, needed):
+    assert {*operator_bench._needed({"ours": 1.0, "copy": 0.5} | ms)} == {"ours", "copy"} | needed
 
 
 def test_a_shape_that_is_refused_has_a_row(timings):
@@ -381,6 +408,87 @@ def test_a_changed_figure_is_found(timings, change, says):
 def test_two_rows_of_one_shape_are_found(timings):
     row = fake(ALL[0]).sealed()
     assert any("2 rows" in fault for fault in operator_rows.faults([row, row]))
+
+
+@pytest.fixture
+def kept(tmp_path, timings, monkeypatch):
+    """put(**changes) -> the file with one operator's row, which was measured with the versions that are here."""
+    monkeypatch.setattr(rows, "REPORTS", tmp_path)
+    monkeypatch.setattr(stale, "kernels", lambda: [])
+    monkeypatch.setattr(launches, "compilers", lambda: ["triton-1", "torch-2", "nvcc-3"])
+
+    def put(**changes):
+        row = fake(ALL[0], versions="torch 2+cu130, triton 1, driver 5", machine="triton-1=aa")
+        operator_rows.keep(path := tmp_path / "gpu" / "operators.csv", dataclasses.replace(row, **changes))
+        return path
+
+    return put
+
+
+def parts(**changes):
+    """Today's fingerprint of the first case, with some parts changed."""
+    now = zip(operator_rows.PARTS, operator_rows.today(ALL[0]).split("."), strict=True)
+    return ".".join(changes.get(part, value) for part, value in now)
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "changes", "today", "equal"),
+    [
+        (parts(code="0"), {}, "triton-1=aa", True),
+        (parts(code="0", work="0"), {}, "triton-1=aa", True),
+        (parts(code="0"), {}, "triton-1=bb", False),
+        (parts(code="0"), {}, "", False),
+        (parts(code="0"), {"machine": ""}, "triton-1=aa", False),
+        (parts(code="0", inputs="0"), {}, "triton-1=aa", False),
+        (parts(code="0", peers="0"), {}, "triton-1=aa", False),
+        (parts(code="0", work="0"), {"flops": 1}, "triton-1=aa", False),
+        (parts(code="0"), {"versions": "torch 2, triton 0"}, "triton-1=aa", False),
+    ],
+)
+def test_a_row_outlives_a_refactor_that_the_gpu_does_not_notice(kept, monkeypatch, fingerprint, changes, today, equal):
+    monkeypatch.setattr(launches, "marks_of_operators", lambda keys: [today] * len(keys))
+    path = kept(fingerprint=fingerprint, **changes)
+    (before,) = operator_rows.read(path)
+    assert [old.why.endswith("changed") for old in stale.old()] == [True]
+    assert operator_rows.missing([before], ALL[:1])
+    assert stale.show_equal() == equal
+    assert bool(stale.old()) != equal
+    (row,) = operator_rows.read(path)
+    assert row == dataclasses.replace(before, fingerprint=parts() if equal else fingerprint)
+    assert row.sealed() == row
+    assert bool(operator_rows.missing([row], ALL[:1])) != equal
+
+
+def test_an_edited_row_is_found_also_after_it_was_kept(kept, monkeypatch):
+    monkeypatch.setattr(launches, "marks_of_operators", lambda keys: ["triton-1=aa"] * len(keys))
+    path = kept(fingerprint=parts(code="0"))
+    (row,) = operator_rows.read(path)
+    path.write_text(operator_rows.as_csv([dataclasses.replace(row, ms=0.45)]))
+    assert stale.show_equal() == 1
+    assert any("the seal does not fit" in fault for fault in operator_rows.faults(operator_rows.read(path)))
+
+
+def test_a_record_is_made_of_rows_of_today(kept, monkeypatch):
+    """Of others it would not be what was measured; nor in other versions."""
+    monkeypatch.setattr(launches, "marks_of_operators", lambda keys: ["triton-1=cc"] * len(keys))
+    for changes in ({"fingerprint": parts(code="0")}, {"versions": "torch 2, triton 0"}):
+        kept(machine="", **changes)
+        assert stale.record() == 0
+    path = kept(machine="")
+    assert stale.record() == 1
+    (row,) = operator_rows.read(path)
+    assert row.machine == "triton-1=cc"
+    assert row.sealed() == row
+    assert stale.record() == 0
+
+
+def test_old_rows_of_operators_are_listed(kept):
+    kept(fingerprint=parts(code="0", peers="0"))
+    (old,) = stale.old()
+    assert old.named[:2] == (f"course_ops.{ALL[0].key[0]}", ALL[0].key[1])
+    assert old.why == "code and peers changed"
+    kept(fingerprint="0.0.0.0", shape="a shape of the last release")
+    assert len(stale.old()) == 1, "shapes that are asked no longer do not count"
 
 
 @pytest.mark.parametrize("folder", stale.device_folders(), ids=lambda p: p.name)

@@ -8,16 +8,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from course_ops._common import architecture, tma_takes, triton_interprets
+from course_ops._common import tma_takes
 from course_ops._launch import descriptor
 from course_ops.versions import async_load, async_store
 
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a partition; renamed in Triton 3.7
-
-
-def runs_gluon(x: Tensor) -> bool:
-    """Whether kernels with wgmma run: sm_90 alone has it, and Triton's interpreter has no Gluon."""
-    return architecture(x.device) == 90 and not triton_interprets()
 
 
 @gluon.jit

@@ -37,23 +37,25 @@ from torch import Tensor
 STEP = 64  # elements of K in a block: 128 bytes, the widest swizzle
 SECTOR = 32  # bytes of L2 that are read together
 TILES = ((128, 256), (192, 256), (128, 128), (192, 128))  # 64 rows for each consumer warpgroup
-# Of matmul_tiles_hopper, always whole: two consumers, and a width that may have two parts. All have room for three
-# stages. 256 x 192 has room for two, so it is absent: a copy would wait for the MMAs of the step before. On an H200
-# 8192 x 8192 x 28672 took 9.65 ms in it, and 5.49 ms in tiles of 192 x 256.
+# Tiles of matmul_tiles_hopper, which computes only whole tiles. Each has two consumers, and its columns may be in two
+# parts (parts_of). Shared memory holds three stages of each. Of 256 x 192 it holds two, so that tile is absent: a copy
+# would wait for the MMAs of the step before. On an H200 8192 x 8192 x 28672 took 9.65 ms in tiles of 256 x 192, and
+# 5.49 ms in tiles of 192 x 256.
 OTHER_TILES = ((128, 64), (128, 96), (128, 160), (128, 192), (128, 288), (128, 320), (256, 128), (256, 160))
 NO_EPILOGUE = ((192, 256), (192, 128))  # three consumers
 
 MMA = 2048 * 0.95  # multiply-adds a cycle that an SM sustains
-HANDOVER, OWN_LOADS = 40, 60  # cycles to hand over a stage; and to load it, where a consumer does
+HANDOVER, OWN_LOADS = 40, 60  # cycles to hand over a stage; cycles more where a consumer starts its loads
 ROW, SHIFTED_ROW = 2.27, 3.84  # cycles to copy a row of a block that begins at a sector, and one that does not
-ENDS, STORE = 500, 64  # cycles in which a tile multiplies nothing; bytes of C a cycle
+ENDS, STORE = 500, 64  # cycles of a tile in which no MMA runs; bytes of C that are stored in a cycle
 MEETING, SUMS = 1500, 24  # cycles to wait for another CTA; bytes of fp32 sums a cycle, each way
-DRIFT = 0.001  # of the copies, for each step of a tile: what CTAs that drift apart do not find in L2
-LEAD = 0.97  # of the cycles of a tile in TILES, for which the constants are fitted: what another has to beat
-SHIFTED_OTHER = 1.13  # of the cycles of a tile in OTHER_TILES, where rows begin within a sector: at three shapes, H200
+# DRIFT and APART stand for bytes that L2 no longer has when a CTA copies them.
+DRIFT = 0.001  # each step of a tile adds this share of the copies' cycles, since CTAs drift apart
+LEAD = 0.97  # a tile outside TILES, for which the constants are fitted, has to take less than this share of the cycles
+SHIFTED_OTHER = 1.13  # times the cycles of OTHER_TILES where rows begin within a sector: measured at three shapes, H200
 COPY, LAUNCH = 2000, 7000  # assumed: bytes a cycle that a copy of a matrix reads and writes; cycles until it runs
-COPIES = 0.95  # of the cycles without copies: what copies and the plan after them have to come to
-APART = 0.007  # of a shared step's copies, for each step of a tile: what CTAs apart along K do not find in L2
+COPIES = 0.95  # copies and the plan after them have to take less than this share of the cycles without copies
+APART = 0.007  # as DRIFT, of a shared step's copies: its CTAs are at different places along K
 
 
 def parts_of(block_n: int) -> tuple[int, int]:

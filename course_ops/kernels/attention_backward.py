@@ -18,18 +18,17 @@ from torch import Tensor, empty_like
 from course_ops._common import architecture, fp32_precision, roomy, shared_memory, tma_takes
 from course_ops.kernels.attention_tiles import (
     LOG2E,
+    capped,
     heads_in_l2,
     key_bounds,
     load_tile,
     score_scales,
     store_tile,
-    tanh,
     tile_descriptors,
-    tile_of_program,
     tile_width,
     visible,
 )
-from course_ops.kernels.sequences import Sequences, grid_tiles, packed_tile, skip_rows
+from course_ops.kernels.sequences import Sequences, find_tile, grid_tiles, skip_rows
 
 
 @triton.jit
@@ -57,9 +56,7 @@ def add_keys(
     for start in range(start_at, stop_at, BLOCK_N):
         k_tile = load_tile(k, k_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
         v_tile = load_tile(v, v_strides, b, h_kv, start, S_k, D_v, BLOCK_N, BLOCK_V, TMA)
-        s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-        if cap_scale is not None:
-            s = tanh(s * cap_scale)
+        s = capped(tl.dot(q_tile, k_tile.T, input_precision=PRECISION), cap_scale)
         p = tl.exp2(s * scale_log2 - lse[:, None])
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
@@ -82,11 +79,10 @@ def dq_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     line = S_q
-    if cu_q_ptr is None:
-        b, h, row = tile_of_program(B, H, S_q, HEADS_AT_ONCE, BLOCK_M, CAUSAL)
-    else:
-        h, row, q_begin, S_q, k_begin, S_k = packed_tile(cu_q_ptr, cu_k_ptr, B, line, BLOCK_M, CAUSAL)
-        b = 0
+    b, h, row, q_begin, S_q, k_begin, S_k = find_tile(
+        cu_q_ptr, cu_k_ptr, B, H, S_q, S_k, HEADS_AT_ONCE, BLOCK_M, CAUSAL, False
+    )
+    if cu_q_ptr is not None:
         if row >= S_q:
             return
         q, dq_ptr = skip_rows(q, q_strides, q_begin), skip_rows(dq_ptr, dq_strides, q_begin)
@@ -148,9 +144,7 @@ def add_queries(
         head = (tl.cast(b, tl.int64) * H + h) * line
         lse = tl.load(lse_ptr + head + rows, mask=rows < S_q, other=0.0) * LOG2E
         deltas, inside = delta_ptr + head + rows, rows < S_q  # loaded where needed: 16 registers for a long time
-        s = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
-        if cap_scale is not None:
-            s = tanh(s * cap_scale)
+        s = capped(tl.dot(k_tile, q_tile.T, input_precision=PRECISION), cap_scale)
         p = tl.exp2(s * scale_log2 - lse[None, :])
         if MASKED:
             p = tl.where(visible(rows[None, :], keys[:, None], S_k, offset, window, CAUSAL, WINDOW), p, 0.0)
@@ -173,13 +167,10 @@ def dkdv_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     line = S_q
-    if cu_q_ptr is None:
-        b, h_kv, key = tile_of_program(B, H // GROUP, S_k, HEADS_AT_ONCE, BLOCK_N, CAUSAL)
-        if CAUSAL:
-            key = (tl.cdiv(S_k, BLOCK_N) - 1) * BLOCK_N - key  # of keys the first ones are seen by most queries
-    else:
-        h_kv, key, k_begin, S_k, q_begin, S_q = packed_tile(cu_k_ptr, cu_q_ptr, B, S_k, BLOCK_N, False)
-        b = 0
+    b, h_kv, key, k_begin, S_k, q_begin, S_q = find_tile(
+        cu_k_ptr, cu_q_ptr, B, H // GROUP, S_k, S_q, HEADS_AT_ONCE, BLOCK_N, CAUSAL, True
+    )
+    if cu_k_ptr is not None:
         if key >= S_k:
             return
         q, dout = skip_rows(q, q_strides, q_begin), skip_rows(dout, dout_strides, q_begin)

@@ -39,9 +39,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
+from course_ops._common import num_sms
 from course_ops.hopper import (
     TileScheduler,
+    accumulator,
     aggregate,
     allocate_barriers,
     allocate_scheduler,
@@ -56,15 +57,16 @@ from course_ops.hopper import (
     tile_order,
     tma_reduce_add,
 )
-from course_ops.kernels.attention_tiles import LN2, heads_in_l2, load_tile, score_scales
+from course_ops.kernels.attention_tiles import LN2, heads_in_l2, hopper_takes, load_tile, score_scales
 from course_ops.kernels.sequences import (
     Sequences,
     coordinates,
+    place_of,
     ragged_descriptor,
     records,
     sequence_of_tile,
-    sequence_record,
     skip_rows,
+    unit_of_work,
     whole_descriptor,
 )
 from course_ops.versions import async_load, async_store
@@ -170,25 +172,7 @@ class Problem:
 
     @gluon.jit
     def work(self, index):
-        """The index-th unit of work: the index, with a sequence's record if there is one."""
-        if self.records_ptr is None:
-            return index
-        else:
-            return sequence_record(self.records_ptr, index, self.tiles, self.H_kv)
-
-    @gluon.jit
-    def has(self, work):
-        """Whether that is a tile. The first index that is none ends the work."""
-        return (work if self.records_ptr is None else work[0]) < self.num_tiles()
-
-    @gluon.jit
-    def queries_of(self, batch):
-        """Where queries lie, see coordinates."""
-        return (batch,) if self.q_end is None else (self.q_end, self.S_q)
-
-    @gluon.jit
-    def keys_of(self, batch):
-        return (batch,) if self.k_end is None else (self.k_end, self.S_k)
+        return unit_of_work(self.records_ptr, index, self.tiles, self.H_kv)
 
     @gluon.jit
     def blocks(self, ROWS: gl.constexpr):
@@ -248,7 +232,7 @@ class Problem:
 def problem_of(problem, work):
     """The problem that a unit of work belongs to, and its index there."""
     if problem.records_ptr is None:
-        return problem, work
+        return problem, work[0]
     else:
         index, k_end, S_k, q_end, S_q, first, tiles, number = work
         of_sequence = Problem(
@@ -335,7 +319,7 @@ def producer_partition(args, descs):
         args.scheduler.publish(index, count)
         problem, within = problem_of(args.problem, args.problem.work(index))
         batch, head_kv, key, begin, _whole, _last, end = problem.tile(within, ROWS, KEYS)
-        queries, keys = problem.queries_of(batch), problem.keys_of(batch)
+        queries, keys = place_of(batch, problem.q_end, problem.S_q), place_of(batch, problem.k_end, problem.S_k)
         first = step
         for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
             line = batch * problem.H_kv * GROUP + head
@@ -409,7 +393,7 @@ def opaque_zero(x):
 # 128, else 64 of 128 queries. The matmul reads dS [keys, queries] as its transpose.
 @gluon.jit
 def issue_dq(args, buffer, zero, WHICH: gl.constexpr, HALVES: gl.constexpr = 2):
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    LAYOUT: gl.constexpr = accumulator(64)
     dq = gl.zeros((64, 64), gl.float32, LAYOUT)
     for half in gl.static_range(HALVES):
         ds, k = args.ds_smem.index(buffer + half), as_matrix(args.k_smem.index(half + zero))
@@ -620,12 +604,12 @@ def consumer_partition(args, WHICH: gl.constexpr):
     ROWS: gl.constexpr = args.q_smem.shape[-2]
     KEYS: gl.constexpr = args.k_smem.shape[-2]
     D: gl.constexpr = args.k_smem.shape[-1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    LAYOUT: gl.constexpr = accumulator(ROWS)
+    OUT: gl.constexpr = accumulator(D)
     OWN: gl.constexpr = args.problem.CAUSAL and ROWS == KEYS and (GROUP == 1 or not PING_PONG)  # see unseen_block
     LOOP: gl.constexpr = ping_pong_loop if PING_PONG else main_loop
     first, count, work = 0, 0, args.problem.work(args.scheduler.receive(0))
-    while args.problem.has(work):
+    while work[0] < args.problem.num_tiles():
         problem, index = problem_of(args.problem, work)
         batch, head_kv, key, begin, whole, last, stop = problem.tile(index, ROWS, KEYS)
         key += WHICH * KEYS
@@ -727,11 +711,8 @@ def attention_backward_hopper_kernel(
 
 
 def takes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Hopper, 16 bits, D and D_v at most 128 and multiples of 8, at least one row, strides that TMA takes."""
-    if triton_interprets() or architecture(q.device) != 90:
-        return False
-    sizes = q.shape[-1], v.shape[-1]  # dk's and dv's rows, too
-    return q.element_size() == 2 and all(D <= 128 and D % 8 == 0 for D in sizes) and tma_takes(q, k, v, dout)
+    """What hopper_takes asks, with rows up to 128."""
+    return hopper_takes(128, q, k, v, dout)
 
 
 def attention_backward(

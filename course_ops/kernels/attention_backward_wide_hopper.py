@@ -40,8 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, tma_takes, triton_interprets
 from course_ops.hopper import (
+    accumulator,
     aggregate,
     allocate_barriers,
     allocate_stages,
@@ -53,7 +53,7 @@ from course_ops.hopper import (
     tile_order,
 )
 from course_ops.kernels.attention_backward_hopper import opaque_zero, prepare_kernel
-from course_ops.kernels.attention_tiles import LN2, LOG2E, heads_in_l2
+from course_ops.kernels.attention_tiles import LN2, LOG2E, heads_in_l2, hopper_takes
 from course_ops.versions import async_load, async_store
 
 ROWS, FIRST = 64, 128  # queries or keys of a block, its first columns
@@ -181,9 +181,7 @@ def accumulators(blocks):
     ROWS: gl.constexpr = blocks.first.shape[3]
     N: gl.constexpr = blocks.first.shape[4]
     M: gl.constexpr = blocks.rest.shape[4]
-    FIRST: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
-    REST: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
-    return gl.zeros((ROWS, N), gl.float32, FIRST), gl.zeros((ROWS, M), gl.float32, REST)
+    return gl.zeros((ROWS, N), gl.float32, accumulator(N)), gl.zeros((ROWS, M), gl.float32, accumulator(M))
 
 
 # ---- dQ ----------------------------------------------------------------------------------------------------------
@@ -298,7 +296,7 @@ def pass_blocks(args, cta_begin, begin, stop):
 @gluon.jit
 def query_consumer(args, dq_descs, scale, WHICH: gl.constexpr):
     ROWS: gl.constexpr = args.q.first.shape[3]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    LAYOUT: gl.constexpr = accumulator(ROWS)
     row = args.row + WHICH * ROWS
     cta_begin, cta_end = args.range()
     begin, whole, last, end = args.problem.key_blocks(row, ROWS)
@@ -441,7 +439,7 @@ def add_queries(args, s, first, rest, base, begin, stop, steps, MASKED: gl.const
 def value_consumer(args, dv_descs):
     """Consumer 0: S^T, P^T and dV."""
     ROWS: gl.constexpr = args.q.first.shape[3]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    LAYOUT: gl.constexpr = accumulator(ROWS)
     begin, whole, last, end = args.problem.query_blocks(args.key, ROWS)
     first, rest = accumulators(args.k)
     mbarrier.wait(args.k_full.index(0), 0)
@@ -462,7 +460,7 @@ def value_consumer(args, dv_descs):
 def key_consumer(args, dk_descs, scale):
     """Consumer 1: dP^T, dS^T and dK. It needs no mask: where P is 0, dS is."""
     ROWS: gl.constexpr = args.q.first.shape[3]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    LAYOUT: gl.constexpr = accumulator(ROWS)
     begin, _, _, end = args.problem.query_blocks(args.key, ROWS)
     first, rest = accumulators(args.v)
     mbarrier.wait(args.v_full.index(0), 0)
@@ -526,11 +524,8 @@ def key_kernel(
 
 
 def takes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Hopper, 16 bits, D or D_v from 136 to 256, both multiples of 8, at least one row, strides that TMA takes."""
-    if triton_interprets() or architecture(q.device) != 90:
-        return False
-    D, D_v = q.shape[-1], v.shape[-1]
-    return q.element_size() == 2 and 128 < max(D, D_v) <= 256 and D % 8 == D_v % 8 == 0 and tma_takes(q, k, v, dout)
+    """What hopper_takes asks, with rows from 136 to 256: shorter ones have attention_backward_hopper."""
+    return max(q.shape[-1], v.shape[-1]) > 128 and hopper_takes(256, q, k, v, dout)
 
 
 def attention_backward(

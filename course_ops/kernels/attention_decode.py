@@ -28,10 +28,11 @@ from course_ops.kernels.attention_tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    capped,
     empty_results,
     load_tile,
+    online_softmax,
     score_scales,
-    tanh,
     tile_descriptors,
     tile_width,
 )
@@ -66,6 +67,18 @@ def owner_rows(
 
 
 @triton.jit
+def store_part(
+    acc, l, m, parts_ptr, part_lse_ptr, program, owner, ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    """Write what a program has of an owner's rows. Parts are numbered by program + owner: from one part to the next,
+    one of the two grows, or both."""
+    used = tl.arange(0, ROWS) < USED
+    line = tl.cast(program + owner, tl.int64) * USED + tl.arange(0, ROWS)
+    part_ptrs = parts_ptr + line[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    epilogue(acc, l, m, part_ptrs, part_lse_ptr + line, used[:, None], used)
+
+
+@triton.jit
 def decode_kernel(
     q_ptr, k, v, o_ptr, lse_ptr, lengths_ptr,  # q, o [B, H, S_q, D or D_v], k, v [B, H_kv, S_k, D or D_v]; [B] or None
     parts_ptr, part_lse_ptr,  # [parts, USED, BLOCK_V], [parts, USED] fp32
@@ -93,27 +106,18 @@ def decode_kernel(
         l = tl.zeros([ROWS], tl.float32)
         for start in range(begin * BLOCK_N, tl.minimum(length, stop * BLOCK_N), BLOCK_N):
             keys = load_tile(k, k_strides, b, h_kv, start, length, D, BLOCK_N, BLOCK_D, TMA)
-            s = tl.dot(q, keys.T, input_precision=PRECISION)
-            if cap_scale is not None:
-                s = tanh(s * cap_scale)
+            s = capped(tl.dot(q, keys.T, input_precision=PRECISION), cap_scale)
             s = tl.where(start + tl.arange(0, BLOCK_N)[None, :] <= last[:, None], s, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
-            p = tl.exp2(s * scale_log2 - m_new[:, None])
-            alpha = tl.exp2(m - m_new)
+            p, m, alpha = online_softmax(s, m, scale_log2)
             values = load_tile(v, v_strides, b, h_kv, start, length, D_v, BLOCK_N, BLOCK_V, TMA)
             if TMA and RAGGED:  # TMA knows where the cache ends, not where a sequence does; 0 times NaN is NaN
                 values = tl.where(start + tl.arange(0, BLOCK_N)[:, None] < length, values, 0.0)
             acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
             l = l * alpha + tl.sum(p, axis=1)
-            m = m_new
         if stop - begin == blocks:  # all keys: nothing to merge
             epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, owner, H, S_q, D_v, GROUP, ROWS, BLOCK_V))
         else:
-            used = tl.arange(0, ROWS) < USED
-            # Parts are numbered by program + owner: from one part to the next, one of the two grows, or both.
-            line = tl.cast(program + owner, tl.int64) * USED + tl.arange(0, ROWS)
-            part_ptrs = parts_ptr + line[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-            epilogue(acc, l, m, part_ptrs, part_lse_ptr + line, used[:, None], used)
+            store_part(acc, l, m, parts_ptr, part_lse_ptr, program, owner, ROWS, USED, BLOCK_V)
 
 
 @triton.jit

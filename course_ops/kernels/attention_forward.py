@@ -12,19 +12,19 @@ from course_ops._common import architecture, fp32_precision, roomy, tma_takes
 from course_ops.kernels.attention_tiles import (
     LN2,
     LOWEST,
+    capped,
     empty_results,
     heads_in_l2,
     key_bounds,
     load_tile,
+    online_softmax,
     score_scales,
     store_tile,
-    tanh,
     tile_descriptors,
-    tile_of_program,
     tile_width,
     visible,
 )
-from course_ops.kernels.sequences import Sequences, grid_tiles, packed_tile, skip_rows
+from course_ops.kernels.sequences import Sequences, find_tile, grid_tiles, skip_rows
 
 
 @triton.jit
@@ -36,19 +36,14 @@ def attend_blocks(
     """Take some blocks of keys into acc [BLOCK_M, BLOCK_V], the row sums l and maxima m [BLOCK_M], in powers of 2."""
     for start in range(start_at, stop_at, BLOCK_N):
         k_tile = load_tile(k, k_strides, b, h_kv, start, S_k, D, BLOCK_N, BLOCK_D, TMA)
-        s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-        if cap_scale is not None:
-            s = tanh(s * cap_scale)
+        s = capped(tl.dot(q_tile, k_tile.T, input_precision=PRECISION), cap_scale)
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
             s = tl.where(visible(rows[:, None], keys[None, :], S_k, offset, window, CAUSAL, WINDOW), s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
-        p = tl.exp2(s * scale_log2 - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
+        p, m, alpha = online_softmax(s, m, scale_log2)
         v_tile = load_tile(v, v_strides, b, h_kv, start, S_k, D_v, BLOCK_N, BLOCK_V, TMA)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
         l = l * alpha + tl.sum(p, axis=1)
-        m = m_new
     return acc, l, m
 
 
@@ -64,11 +59,10 @@ def attention_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     line = S_q
-    if cu_q_ptr is None:
-        b, h, row = tile_of_program(B, H, S_q, HEADS_AT_ONCE, BLOCK_M, CAUSAL)
-    else:
-        h, row, q_begin, S_q, k_begin, S_k = packed_tile(cu_q_ptr, cu_k_ptr, B, line, BLOCK_M, CAUSAL)
-        b = 0
+    b, h, row, q_begin, S_q, k_begin, S_k = find_tile(
+        cu_q_ptr, cu_k_ptr, B, H, S_q, S_k, HEADS_AT_ONCE, BLOCK_M, CAUSAL, False
+    )
+    if cu_q_ptr is not None:
         if row >= S_q:
             return
         q, o = skip_rows(q, q_strides, q_begin), skip_rows(o, o_strides, q_begin)

@@ -48,11 +48,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.runtime.jit import constexpr_function
 
-from course_ops._common import architecture, num_sms, tma_takes, triton_interprets
+from course_ops._common import num_sms
 from course_ops.hopper import (
     TileScheduler,
+    accumulator,
     aggregate,
     allocate_barriers,
     allocate_scheduler,
@@ -65,13 +65,14 @@ from course_ops.hopper import (
     tile_counter,
     tile_order,
 )
-from course_ops.kernels.attention_tiles import LN2, LOWEST, empty_results, heads_in_l2, score_scales
+from course_ops.kernels.attention_tiles import LN2, LOWEST, empty_results, heads_in_l2, hopper_takes, score_scales
 from course_ops.kernels.sequences import (
     Sequences,
     coordinates,
+    place_of,
     ragged_descriptor,
     records,
-    sequence_record,
+    unit_of_work,
     whole_descriptor,
 )
 from course_ops.versions import async_load, async_store
@@ -150,25 +151,7 @@ class Problem:
 
     @gluon.jit
     def work(self, index):
-        """The index-th unit of work: the index, with a sequence's record if there is one."""
-        if self.records_ptr is None:
-            return index
-        else:
-            return sequence_record(self.records_ptr, index, self.tiles, self.H)
-
-    @gluon.jit
-    def has(self, work):
-        """Whether that is a tile. The first index that is none ends the work."""
-        return (work if self.records_ptr is None else work[0]) < self.num_tiles()
-
-    @gluon.jit
-    def queries_of(self, batch):
-        """Where queries lie, see coordinates."""
-        return (batch,) if self.q_end is None else (self.q_end, self.S_q)
-
-    @gluon.jit
-    def keys_of(self, batch):
-        return (batch,) if self.k_end is None else (self.k_end, self.S_k)
+        return unit_of_work(self.records_ptr, index, self.tiles, self.H)
 
     @gluon.jit
     def tile(self, index, TILE_ROWS: gl.constexpr, KEYS: gl.constexpr):
@@ -196,7 +179,7 @@ class Problem:
 def problem_of(problem, work):
     """The problem that a unit of work belongs to, and its index there."""
     if problem.records_ptr is None:
-        return problem, work
+        return problem, work[0]
     else:
         index, q_end, S_q, k_end, S_k, first, tiles, _number = work
         of_sequence = Problem(
@@ -235,7 +218,7 @@ def producer_partition(args, GROUP: gl.constexpr):
         args.scheduler.publish(index, count)
         problem, within = problem_of(args.problem, args.problem.work(index))
         batch, head, row, blocks, last = problem.tile(within, CONSUMERS * ROWS, KEYS)
-        queries, keys = problem.queries_of(batch), problem.keys_of(batch)
+        queries, keys = place_of(batch, problem.q_end, problem.S_q), place_of(batch, problem.k_end, problem.S_k)
         for consumer in gl.static_range(CONSUMERS):
             mbarrier.wait(q.empty.index(consumer), count & 1 ^ 1)
             q.load(consumer, queries, head, row + consumer * ROWS)
@@ -250,12 +233,6 @@ def producer_partition(args, GROUP: gl.constexpr):
         count += 1
         index = args.scheduler.fetch(args.problem.num_tiles())
     args.scheduler.publish(index, count)
-
-
-@constexpr_function
-def accumulator(columns):
-    """The layout of a warpgroup's accumulator [64, columns]."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.jit
@@ -539,7 +516,7 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
     KEYS: gl.constexpr = args.k.descs[0].block_type.shape[-2]
     LAYOUT: gl.constexpr = accumulator(KEYS)
     step, count, work = 0, 0, args.problem.work(args.scheduler.receive(0))
-    while args.problem.has(work):
+    while work[0] < args.problem.num_tiles():
         problem, index = problem_of(args.problem, work)
         batch, head, row, blocks, last = problem.tile(index, CONSUMERS * ROWS, KEYS)
         row += WHICH * ROWS
@@ -631,7 +608,8 @@ def epilogue(args, problem, o, m, l, batch, head, row, WHICH: gl.constexpr):
         out = args.o_smems[i].index(WHICH)
         as_matrix(out).store(scale_rows(o[i], factor).to(out.dtype))
         fence_async_shared()
-        where, column = problem.queries_of(batch), i * args.o_descs[0].block_type.shape[-1]
+        where = place_of(batch, problem.q_end, problem.S_q)
+        column = i * args.o_descs[0].block_type.shape[-1]
         async_store(args.o_descs[i], coordinates(where, head, row, column), out)
 
 
@@ -703,11 +681,8 @@ def attention_hopper_kernel(
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Hopper, 16 bits, D and D_v multiples of 8 and at most 256, at least one row, strides that TMA takes."""
-    if triton_interprets() or architecture(q.device) != 90:
-        return False
-    sizes = q.shape[-1], v.shape[-1]  # D_v: out's rows, too
-    return q.element_size() == 2 and all(D <= 256 and D % 8 == 0 for D in sizes) and tma_takes(q, k, v)
+    """What hopper_takes asks, with rows up to 256."""
+    return hopper_takes(256, q, k, v)
 
 
 def attention_forward(

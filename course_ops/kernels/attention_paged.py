@@ -11,8 +11,8 @@ sequences of unequal length keep every SM busy to the end. An owner with steps i
     programs   0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3     5 a share: owners 0 and 2 have two parts each
 A share that would begin within a start begins where the start does.
 
-The table of pages is read a step ahead, so that the address of a key never waits for it. Where a step lies within a
-page, TMA copies it.
+The table of pages is read a step ahead, so that the address of a key never waits for it. Pointers load the keys, with a
+mask at a sequence's end. TMA is no faster here, and it does not know where a sequence ends.
 
 Sources: Kwon et al. 2023, PagedAttention; Dao, Haziza, Massa and Sizov 2023, Flash-Decoding; Osama et al. 2023,
 Stream-K.
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, fp32_precision, num_sms, tma_takes, triton_interprets
+from course_ops._common import architecture, fp32_precision, num_sms, triton_interprets
 from course_ops.kernels.attention_decode import (
     TILE_BYTES,
     epilogue,
@@ -34,12 +34,13 @@ from course_ops.kernels.attention_decode import (
     most_rows,
     owner_rows,
     steps_ahead,
+    store_part,
 )
 from course_ops.kernels.attention_tiles import (
     LOWEST,
+    capped,
+    online_softmax,
     score_scales,
-    tanh,
-    tile_descriptors,
     tile_width,
 )
 
@@ -102,7 +103,7 @@ def place_of(at, work, ends, owners, B):
 
 @triton.jit
 def pages_of(table_ptr, b, start, low, length, PAGE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of each key of a step or, where a step lies within one (WHOLE), of all of them."""
+    """The page of each key of a step or, where each step lies within a page (WHOLE), of all of them."""
     if PAGE is None:  # each sequence has its keys in one piece
         return b
     elif WHOLE:
@@ -114,61 +115,52 @@ def pages_of(table_ptr, b, start, low, length, PAGE: tl.constexpr, WHOLE: tl.con
 
 @triton.jit
 def load_keys(
-    source, strides, pages, h, start, low, length, num_pages, D,
-    PAGE: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ptr, strides, pages, h, start, low, length, num_pages, D,
+    PAGE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Keys or values from `start` on of a head; zeros before low, from length on, and of a page that is not there."""
-    if TMA:
-        return source.load([pages, h, start if PAGE is None else start % PAGE, 0]).reshape(BLOCK_N, BLOCK_D)
+    keys, cols = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    inside = (keys >= low) & (keys < length) & (pages >= 0) & (pages < num_pages)
+    if PAGE is None:
+        slots = keys
+    elif WHOLE:
+        slots = start % PAGE + tl.arange(0, BLOCK_N)
     else:
-        keys, cols = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-        inside = (keys >= low) & (keys < length) & (pages >= 0) & (pages < num_pages)
-        if PAGE is None:
-            slots = keys
-        elif WHOLE:
-            slots = start % PAGE + tl.arange(0, BLOCK_N)
-        else:
-            slots = keys % PAGE
-        # int64 before each stride: any of these may pass 2^31
-        lines = pages.to(tl.int64) * strides[0] + slots.to(tl.int64) * strides[2]
-        ptrs = source + h.to(tl.int64) * strides[1] + lines[:, None] + cols[None, :].to(tl.int64) * strides[3]
-        return tl.load(ptrs, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
+        slots = keys % PAGE
+    # int64 before each stride: any of these may pass 2^31
+    lines = pages.to(tl.int64) * strides[0] + slots.to(tl.int64) * strides[2]
+    ptrs = ptr + h.to(tl.int64) * strides[1] + lines[:, None] + cols[None, :].to(tl.int64) * strides[3]
+    return tl.load(ptrs, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
 
 
 @triton.jit
 def paged_step(
-    acc, m, l, q, k, v, k_strides, v_strides, pages, h, start, low, length, last, window, num_pages,
-    scale_log2, cap_scale, D, D_v, PAGE: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
+    acc, m, l, q, k_ptr, v_ptr, k_strides, v_strides, pages, h, start, low, length, last, window, num_pages,
+    scale_log2, cap_scale, D, D_v, PAGE: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc, m and l with the keys of a step. TAIL: the last step of a sequence may have fewer keys than BLOCK_N."""
-    keys = load_keys(k, k_strides, pages, h, start, low, length, num_pages, D, PAGE, WHOLE, TMA, BLOCK_N, BLOCK_D)
-    s = tl.dot(q, keys.T, input_precision=PRECISION)
-    if cap_scale is not None:
-        s = tanh(s * cap_scale)
+    """acc, m and l with the keys of a step."""
+    keys = load_keys(k_ptr, k_strides, pages, h, start, low, length, num_pages, D, PAGE, WHOLE, BLOCK_N, BLOCK_D)
+    s = capped(tl.dot(q, keys.T, input_precision=PRECISION), cap_scale)
     at = start + tl.arange(0, BLOCK_N)[None, :]
     seen = at <= last[:, None]
     if window is not None:
         seen = seen & (at > last[:, None] - window)
     s = tl.where(seen, s, -float("inf"))
-    m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
-    p = tl.exp2(s * scale_log2 - m_new[:, None])
-    alpha = tl.exp2(m - m_new)
-    values = load_keys(v, v_strides, pages, h, start, low, length, num_pages, D_v, PAGE, WHOLE, TMA, BLOCK_N, BLOCK_V)
-    if TMA and TAIL:  # TMA knows where a page ends, not where a sequence does; 0 times NaN is NaN
-        values = tl.where(start + tl.arange(0, BLOCK_N)[:, None] < length, values, 0.0)
+    p, m, alpha = online_softmax(s, m, scale_log2)
+    values = load_keys(v_ptr, v_strides, pages, h, start, low, length, num_pages, D_v, PAGE, WHOLE, BLOCK_N, BLOCK_V)
     acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, m_new, l * alpha + tl.sum(p, axis=1)
+    return acc, m, l * alpha + tl.sum(p, axis=1)
 
 
 @triton.jit
 def paged_kernel(
-    q_ptr, k, v, o_ptr, lse_ptr,  # q, o [B, H, S_q, D or D_v]; k, v [pages, H_kv, PAGE, D or D_v]
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # q, o [B, H, S_q, D or D_v]; k, v [pages, H_kv, PAGE, D or D_v]
     lengths_ptr, table_ptr,  # [B], [B, blocks] int32
     spans_ptr, parts_ptr, part_lse_ptr,  # [owners, 2] int32; [parts, USED, BLOCK_V], [parts, USED] fp32
     q_strides, k_strides, v_strides, o_strides, table_stride, scale_log2, cap_scale, window,
     B, H, S_q, D, D_v, num_pages, capacity, tiles, part_weight,  # cap_scale, window, D_v: None where there is none
-    CAUSAL: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr, EARLY_MERGE: tl.constexpr,
+    CAUSAL: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr, EARLY_MERGE: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -200,21 +192,14 @@ def paged_kernel(
         finish = tl.minimum(length, first + stop * BLOCK_N)
         pages = pages_of(table, b, start, low, length, PAGE, WHOLE, BLOCK_N)
         outside = (pages < 0) | (pages >= num_pages)
-        whole = finish // BLOCK_N * BLOCK_N if TMA else finish
-        for at in range(start, whole, BLOCK_N):
+        for at in range(start, finish, BLOCK_N):
             ahead = pages_of(table, b, at + BLOCK_N, low, length, PAGE, WHOLE, BLOCK_N)
             acc, m, l = paged_step(
-                acc, m, l, q, k, v, k_strides, v_strides, pages, h, at, low, length, last, window, num_pages,
-                scale_log2, cap_scale, D, D_v, PAGE, WHOLE, TMA, False, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
+                acc, m, l, q, k_ptr, v_ptr, k_strides, v_strides, pages, h, at, low, length, last, window, num_pages,
+                scale_log2, cap_scale, D, D_v, PAGE, WHOLE, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
             )  # fmt: skip
             pages = ahead
             outside = outside | (pages < 0) | (pages >= num_pages)
-        if TMA:
-            for at in tl.range(whole, finish, BLOCK_N, num_stages=2):  # one at most: a loop loads K and V together
-                acc, m, l = paged_step(
-                    acc, m, l, q, k, v, k_strides, v_strides, pages, h, at, low, length, last, window, num_pages,
-                    scale_log2, cap_scale, D, D_v, PAGE, WHOLE, TMA, True, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
-                )  # fmt: skip
         broken = (given < 0) | (given > capacity)
         if PAGE is not None:
             broken = broken | ((outside if WHOLE else tl.max(outside.to(tl.int32), axis=0) > 0) & (length > 0))
@@ -222,11 +207,7 @@ def paged_kernel(
         if stop - begin == steps:  # all keys: nothing to merge
             epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, head, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row))
         else:
-            used = tl.arange(0, ROWS) < USED
-            # Parts are numbered by program + owner: from one part to the next, one of the two grows, or both.
-            line = tl.cast(program + place, tl.int64) * USED + tl.arange(0, ROWS)
-            part_ptrs = parts_ptr + line[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-            epilogue(acc, l, m, part_ptrs, part_lse_ptr + line, used[:, None], used)
+            store_part(acc, l, m, parts_ptr, part_lse_ptr, program, place, ROWS, USED, BLOCK_V)
         if begin == 0:
             tl.store(spans_ptr + 2 * place, program)
         if stop == steps:
@@ -276,27 +257,20 @@ def attention_paged(
     used = min(most_rows(q), triton.next_power_of_2(group * S_q))
     tiles, block_d, block_v = triton.cdiv(group * S_q, used), tile_width(D), tile_width(D_v)
     owners, sms = B * H_kv * tiles, num_sms(q.device)
-    hopper = architecture(q.device) >= 90
-    tma = hopper and q.element_size() == 2 and window is None and tma_takes(k, v)
     block_n = min(128, TILE_BYTES // (max(block_d, block_v) * q.element_size()))
-    ahead = steps_ahead(q, max(16, used), block_n, block_n * (block_d + block_v))
-    stages, whole = 1 + ahead, table is None or page % block_n == 0
-    if tma and not whole and page % 32 == 0:  # shorter steps, each a copy by TMA, and as many bytes on the way
-        shorter = 64 if page % 64 == 0 and block_n >= 64 else 32
-        block_n, whole, stages = shorter, True, 1 + ahead * block_n // shorter
-    tma = tma and whole
+    ahead, whole = steps_ahead(q, max(16, used), block_n, block_n * (block_d + block_v)), page % block_n == 0
     capacity = page if table is None else page * table.shape[1]
     programs = min(PROGRAMS_PER_SM * sms, owners * max(1, triton.cdiv(capacity, block_n)))
     spans = torch.empty(owners, 2, dtype=torch.int32, device=q.device)
     parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_v,), ()))
     weight = part_weight(used * block_v * 4, block_n * (block_d + block_v) * q.element_size(), sms)
-    early = hopper and not triton_interprets()  # programmatic dependent launch
+    early = architecture(q.device) >= 90 and not triton_interprets()  # programmatic dependent launch
     paged_kernel[(programs,)](
-        q, *tile_descriptors((k, v), (block_n, block_n), tma), o, lse, lengths, lengths if table is None else table,
-        spans, parts, part_lse, q.stride(), k.stride(), v.stride(), o.stride(), 0 if table is None else table.stride(0),
+        q, k, v, o, lse, lengths, lengths if table is None else table, spans, parts, part_lse,
+        q.stride(), k.stride(), v.stride(), o.stride(), 0 if table is None else table.stride(0),
         *score_scales(scale, softcap), window, B, H, S_q, D, None if D_v == D else D_v, num_pages, capacity, tiles,
-        weight, causal, None if table is None else page, whole, tma, early, group, max(16, used), used, block_n,
-        block_d, block_v, max(128, triton.next_power_of_2(B)), fp32_precision(), num_warps=4, num_stages=stages,
+        weight, causal, None if table is None else page, whole, early, group, max(16, used), used, block_n,
+        block_d, block_v, max(128, triton.next_power_of_2(B)), fp32_precision(), num_warps=4, num_stages=1 + ahead,
     )  # fmt: skip
     # One sequence may have all programs, divided among its K heads.
     at_once = triton.next_power_of_2(min(programs // (H_kv * tiles) + 2, 16384 // block_v))

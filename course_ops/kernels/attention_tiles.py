@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import triton_interprets
+from course_ops._common import runs_gluon, tma_takes, triton_interprets
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -60,6 +60,13 @@ def empty_results(q: Tensor, D_v: int) -> tuple[Tensor, Tensor]:
     return empty_out(q, D_v), torch.empty(q.shape[:-1], device=q.device)
 
 
+def hopper_takes(longest: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
+    """Hopper, 16 bits, D and D_v multiples of 8 and at most `longest`, at least one row, strides that TMA takes."""
+    D, D_v = q.shape[-1], v.shape[-1]  # each other tensor has rows of one of them
+    fits = q.element_size() == 2 and max(D, D_v) <= longest and D % 8 == D_v % 8 == 0
+    return runs_gluon(q) and fits and tma_takes(q, k, v, *others)
+
+
 @triton.jit
 def tanh(x):
     """In fp32. Below 0.3 by its series, since there 1 - exp(-2 x) has lost digits."""
@@ -67,6 +74,23 @@ def tanh(x):
     series = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
     large = (1 - e) / (1 + e)
     return tl.where(y < 0.09, series, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def capped(s, cap_scale):
+    """Scores, or with a softcap their tanh, see score_scales."""
+    if cap_scale is not None:
+        s = tanh(s * cap_scale)
+    return s
+
+
+@triton.jit
+def online_softmax(s, m, scale_log2):
+    """P of a block's scores, the rows' new maximum in powers of 2, and alpha, by which sums so far are multiplied."""
+    m_new = tl.maximum(m, tl.max(s, axis=1) * scale_log2)
+    p = tl.exp2(s * scale_log2 - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    return p, m_new, alpha
 
 
 @triton.jit

@@ -5,14 +5,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from course_ops._common import cdiv, num_sms
+from course_ops._common import cdiv, num_sms, runs_gluon
 from course_ops._launch import launch
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import (
     as_operand,
     describe,
     load_stage,
-    runs_gluon,
     store_tile,
     swizzled_tile,
     wgmma_takes,

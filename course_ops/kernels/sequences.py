@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from course_ops.hopper import DTYPES, tensor_descriptor
+from course_ops.kernels.attention_tiles import tile_of_program
 
 
 class Sequences(NamedTuple):
@@ -66,17 +67,30 @@ def sequence_of_tile(cu_ptr, B, number, ROWS: tl.constexpr):
 
 
 @triton.jit
-def packed_tile(own_ptr, other_ptr, B, total, ROWS: tl.constexpr, REVERSED: tl.constexpr):
-    """A program's head and first row, the first row and the length of its sequence, and both of the other tensor's.
+def find_tile(
+    own_ptr, other_ptr, B, H, S, S_other, HEADS_AT_ONCE,
+    ROWS: tl.constexpr, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr,
+):  # fmt: skip
+    """A program's tile of ROWS queries, or OF_KEYS of ROWS keys: its batch, head and first row. Then the first row and
+    the length of its sequence, and both of the other tensor's.
 
-    own_ptr: the cu_seqlens of the rows that tiles are of. REVERSED: a sequence's last tile comes first."""
-    tiles = total // ROWS + B
-    h, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    if REVERSED:
-        number = tiles - 1 - number
-    b, begin, length, row = sequence_of_tile(own_ptr, B, number, ROWS)
-    other = tl.load(other_ptr + b)
-    return h, row, begin, length, other, tl.load(other_ptr + b + 1) - other
+    own_ptr: the cu_seqlens of the tensor that tiles are of, which has S rows; other_ptr: those of the other one. None:
+    rows are not packed, and each batch is a sequence from row 0 on. CAUSAL: the tiles with most work come first: the
+    last queries, or the first keys. Of packed rows the batch is 0, and a row that is not below the length is no tile's.
+    """
+    if own_ptr is None:
+        b, h, row = tile_of_program(B, H, S, HEADS_AT_ONCE, ROWS, CAUSAL)
+        if CAUSAL and OF_KEYS:
+            row = (tl.cdiv(S, ROWS) - 1) * ROWS - row
+        return b, h, row, 0, S, 0, S_other
+    else:
+        tiles = S // ROWS + B
+        h, number = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+        if CAUSAL and not OF_KEYS:
+            number = tiles - 1 - number
+        b, begin, length, row = sequence_of_tile(own_ptr, B, number, ROWS)
+        other = tl.load(other_ptr + b)
+        return 0, h, row, begin, length, other, tl.load(other_ptr + b + 1) - other
 
 
 @triton.jit
@@ -133,21 +147,26 @@ def records(own: Tensor, other: Tensor, total: int, rows: int) -> tuple[Tensor, 
 
 
 @gluon.jit
-def sequence_record(records_ptr, index, tiles, heads):
-    """The index-th unit of work, and of its sequence: the end and length of own rows, both of the other rows, the
-    first unit of work, its tiles, its number. A sequence's units are all tiles of all heads."""
-    at = records_ptr + (1 + min(index // heads, tiles)) * 8  # of an index that is no unit the record is not used
-    first = gl.load(at + 4) * heads
-    return (
-        index,
-        gl.load(at),
-        gl.load(at + 1),
-        gl.load(at + 2),
-        gl.load(at + 3),
-        first,
-        gl.load(at + 5),
-        gl.load(at + 6),
-    )
+def unit_of_work(records_ptr, index, tiles, heads):
+    """The index-th unit of work, a tile of a head: (index,) if records_ptr is None, since rows are not packed.
+
+    Otherwise the index, and of the unit's sequence the end and length of own rows, both of the other rows, the first
+    unit, the tiles, the number."""
+    if records_ptr is None:
+        return (index,)
+    else:
+        at = records_ptr + (1 + min(index // heads, tiles)) * 8  # of an index that is no unit the record is not used
+        first = gl.load(at + 4) * heads
+        return (
+            index,
+            gl.load(at),
+            gl.load(at + 1),
+            gl.load(at + 2),
+            gl.load(at + 3),
+            first,
+            gl.load(at + 5),
+            gl.load(at + 6),
+        )
 
 
 # ---- Ragged tensors: TMA that ends where a sequence ends -----------------------------------------------------------
@@ -177,8 +196,14 @@ def whole_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 @gluon.jit
+def place_of(batch, end, length):
+    """Where a tensor's rows lie: (batch,) in [B, H, S, D], where end is None, or (end, length) in a ragged tensor."""
+    return (batch,) if end is None else (end, length)
+
+
+@gluon.jit
 def coordinates(where, head, row, column):
-    """Of a block for TMA. where: (batch,) in [B, H, S, D], or a sequence's (end, length) in a ragged tensor."""
+    """Of a block for TMA. where: as place_of gives it."""
     if len(where) == 1:
         return (where[0], head, row, column)
     else:

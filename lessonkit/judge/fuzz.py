@@ -9,13 +9,14 @@ tensor, no result left unwritten, no input changed. A call that no operator take
 """
 
 import json
+import math
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from typing import Any, Protocol
@@ -30,6 +31,9 @@ MODES = ("cpu", "interpreted", "gpu")
 DIRECTIONS = ("forward", "backward")
 # Elements of a case's largest tensor: the interpreter runs one program after another.
 MOST = {"cpu": 2**16, "interpreted": 2**15, "gpu": 2**22}
+
+SPOILS = 7  # a choice from 0 to this: this one spoils the case
+POOL = 2**22 + 9001  # random numbers that tensors take theirs from
 
 READY = "ready"
 
@@ -81,6 +85,7 @@ class Question:
     rounds: bool = False
 
 
+@cache
 def questions() -> dict[str, Question]:
     """By operator: one for each public name that problems/operators.py says how to call."""
     found = import_module("problems.fuzz")
@@ -126,13 +131,14 @@ def draw_case(operator: str, direction: str, draw: Draw) -> Case:
     question = questions()[operator]
     drawn = question.draw(draw)
     case: Case = {"operator": operator, "direction": direction, "tensors": drawn.tensors, "options": drawn.options}
+    case |= {"noise": "pool"}
     case |= {"seed": draw.integer(0, 2**16), "deterministic": draw.one_of((True, False)), "spoilt": ""}
     if direction == "backward":
         there = [name for name in question.gradients if drawn.tensors[name] is not None]
         left_out = draw.one_of((None, *there)) if len(there) > 1 else None
         case["wanted"] = [name for name in there if name != left_out]
         case["upstream"] = {"layout": draw.one_of(LAYOUTS), "values": draw.one_of(("normal", "ones", "mixed", "zeros"))}
-    if drawn.spoilt and draw.integer(0, 7) == 7:
+    if drawn.spoilt and draw.integer(0, SPOILS) == SPOILS:
         name, change = draw.one_of(drawn.spoilt)
         case["spoilt"] = name
         if name in case["tensors"]:
@@ -161,56 +167,117 @@ def spoilt_tensors(tensors: dict[str, Spec | None], legal: dict[str, Sequence[st
 # ---- Building -------------------------------------------------------------------------------------------------------
 
 
-def build(spec: Spec | None, seed: int) -> Any:
-    """The tensor of a spec, on DEVICE; the same values on each device."""
+def build(spec: Spec | None, seed: int, noise: str = "pool") -> Any:
+    """The tensor of a spec, on DEVICE; the same values on each device, but for the last bits of some.
+
+    noise: where a case says that its random numbers come from; the oldest found ones say nothing.
+    """
     if spec is None:
         return None
     if "instead" in spec:
         return spec["instead"]
     dtype = getattr(torch, spec["dtype"])
-    made = _values(spec, dtype, torch.Generator().manual_seed(seed))
+    made = _values(spec, dtype, _Pooled(seed) if noise == "pool" else _Generated(seed))
     to = torch.device(spec.get("device", DEVICE))
-    if to.type == "cuda":  # from pinned memory the copy waits in the stream, and the host goes on
+    if to.type == "cuda" and not made.is_cuda:  # from pinned memory the copy waits in the stream; the host goes on
         made = made.pin_memory()
     made = made.to(to, non_blocking=True)
     laid = _laid(made, spec["layout"])
     return laid.requires_grad_() if spec.get("requires_grad") else laid
 
 
-def _values(spec: Spec, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+class _Noise(Protocol):
+    """The random numbers of one tensor."""
+
+    def normal(self, shape: Sequence[int]) -> torch.Tensor: ...
+
+    def exponents(self, shape: Sequence[int]) -> torch.Tensor:
+        """Between -3 and 2."""
+
+    def place(self, n: int) -> int:
+        """Below n."""
+
+
+class _Generated:
+    """Made anew on the CPU."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def exponents(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.empty(shape).uniform_(-3, 2, generator=self.generator)
+
+    def place(self, n: int) -> int:
+        return int(torch.randint(n, (), generator=self.generator))
+
+
+class _Pooled:
+    """Parts of a pool that stays on the device: a case costs no draws of the host, and no copy to the device."""
+
+    def __init__(self, seed: int) -> None:
+        self.at = seed * 2654435761 % POOL  # the parts of two seeds in a row begin far from each other
+
+    def normal(self, shape: Sequence[int]) -> torch.Tensor:
+        pool, n = _pool(), math.prod(shape)
+        parts = [pool[self.at : self.at + n]]
+        while (left := n - sum(map(len, parts))) > 0:
+            parts.append(pool[:left])
+        self.at = (self.at + n) % POOL
+        return torch.cat(parts).view(tuple(shape))  # a copy
+
+    def exponents(self, shape: Sequence[int]) -> torch.Tensor:
+        share: torch.Tensor = torch.special.ndtr(self.normal(shape))  # even, where x is normal
+        return 5 * share - 3
+
+    def place(self, n: int) -> int:
+        return self.at % n
+
+
+@cache
+def _pool() -> torch.Tensor:
+    return torch.randn(POOL, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+def _values(spec: Spec, dtype: torch.dtype, noise: _Noise) -> torch.Tensor:
     shape, kind = spec["shape"], spec["values"]
     if isinstance(kind, list):  # given, one by one
         return torch.tensor(kind, dtype=dtype).view(shape)
     if not (dtype.is_floating_point or dtype.is_complex):
+        generator = torch.Generator().manual_seed(noise.place(2**31))
         classes = spec.get("below", 2)
         drawn = torch.randint(0, max(1, classes), shape, generator=generator)
         for value, share in spec.get("some", ()):
             drawn[torch.rand(shape, generator=generator) < share] = value
         return drawn.to(dtype)
-    x = torch.randn(shape, generator=generator)
+    x = noise.normal(shape)
     info = torch.finfo(dtype)
     if x.numel():
-        x = _shaped(x, kind, info, generator)
-    x *= spec.get("scale", 1.0)
+        x = _shaped(x, kind, info, noise)
+    if "scale" in spec:
+        x *= spec["scale"]
     if spec.get("positive"):
         x = x.abs() + 0.01
     return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
-def _shaped(x: torch.Tensor, kind: str, info: torch.finfo, generator: torch.Generator) -> torch.Tensor:
+def _shaped(x: torch.Tensor, kind: str, info: torch.finfo, noise: _Noise) -> torch.Tensor:
     columns = x.shape[-1] if x.ndim else 1
     rows = x.shape[-2] if x.ndim > 1 else 1
     slopes = {"rising": 1.0, "falling": -1.0}
     if kind in slopes:
-        return x / 4 + slopes[kind] * torch.linspace(-4, 4, columns).view(x.shape[-1:])
+        return x / 4 + slopes[kind] * torch.linspace(-4, 4, columns, device=x.device).view(x.shape[-1:])
     if kind.removesuffix(" rows") in slopes and rows > 1:
-        return x / 4 + slopes[kind.removesuffix(" rows")] * torch.linspace(-4, 4, rows)[:, None]
+        slope = slopes[kind.removesuffix(" rows")]
+        return x / 4 + slope * torch.linspace(-4, 4, rows, device=x.device)[:, None]
     if kind == "ones" or kind == "zeros":
         return torch.full_like(x, float(kind == "ones"))
     if kind == "equal rows":
         return x.flatten()[:columns].expand(x.shape).clone() if x.ndim else x
     if kind == "mixed":
-        return x * 10.0 ** torch.empty_like(x).uniform_(-3, 2, generator=generator)
+        return x * 10.0 ** noise.exponents(x.shape)
     if kind == "shifted":
         return x + 100
     if kind == "denormal":
@@ -219,7 +286,7 @@ def _shaped(x: torch.Tensor, kind: str, info: torch.finfo, generator: torch.Gene
         return x * (5e3 if info.max < 1e5 else 1e15)
     if kind == "huge":
         return x * (info.max / 16)
-    at = int(torch.randint(x.numel(), (), generator=generator))
+    at = noise.place(x.numel())
     if kind in ("nan", "inf", "-inf"):
         x.view(-1)[at] = float(kind)
     if kind == "half -inf" and x.ndim:
@@ -298,7 +365,9 @@ class Call:
         operators = import_module("course_ops")
         self.function = getattr(operators, (question.forward if not backward else "") or case["operator"])
         self.inside = import_module("course_ops.testing").interpreted if mode == "interpreted" else nullcontext
-        self.tensors = {name: build(spec, case["seed"] + i) for i, (name, spec) in enumerate(case["tensors"].items())}
+        self.noise = case.get("noise", "")
+        specs = enumerate(case["tensors"].items(), case["seed"])
+        self.tensors = {name: build(spec, seed, self.noise) for seed, (name, spec) in specs}
         self.names = [name for name, t in self.tensors.items() if t is not None]
         self.left_out = {name: None for name, t in self.tensors.items() if t is None}
         self.args = tuple(self.tensors[name] for name in self.names)
@@ -311,7 +380,9 @@ class Call:
         """A gradient for each result, given by the case; none in a forward."""
         kind = self.case.get("upstream", {})
         specs = [{"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), **kind} for t in out]
-        return tuple(build(spec, i) for i, spec in enumerate(specs, self.case["seed"] + 100)) if self.wanted else ()
+        if not self.wanted:
+            return ()
+        return tuple(build(spec, seed, self.noise) for seed, spec in enumerate(specs, self.case["seed"] + 100))
 
     def of(self, f: Callable[..., Any], given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """What f answers to the tensors given, in order; then, by the upstream gradients behind them, its gradients."""

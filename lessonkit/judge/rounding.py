@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SAMPLES = 8  # of four, one element in 300 has moved by less than a fifth of what is usual; of eight one in 40,000
 INJECTED = 2.0**-40  # relative; float64 itself rounds at 2^-53
 FP32 = torch.finfo(torch.float32)
-JUMP = 2.0**-20  # of the largest input or answer: what moves by more is a step of the reference, no rounding error
+JUMP = 2.0**-20  # of the largest input or answer: what moves by more is asked whether it is a step of the reference
+LESS = 64.0  # so much smaller errors move what is no step less far, if not quite so much less
 
 ONE_BY_ONE = 4096  # a kernel adds up so many elements of a prefix sum one after the other; then blocks in a tree
 
@@ -55,20 +56,20 @@ SUMS = frozenset(["addmm", "baddbmm", "bmm", "cumsum", "dot", "linalg_vector_nor
 
 
 class _Disturbed(TorchDispatchMode):
-    """Inside, what operations round in float64 carries a random relative error."""
+    """Inside, what operations round in float64 carries a random relative error, up to `injected`."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, injected: float) -> None:
         super().__init__()
-        self.seed, self.generators = seed, dict[torch.device, torch.Generator]()
+        self.seed, self.injected, self.generators = seed, injected, dict[torch.device, torch.Generator]()
 
     def errors(self, t: torch.Tensor) -> torch.Tensor:
-        """The errors of t's values: half to all of INJECTED, and of a value that fp32 may flush to 0 all of it."""
+        """The errors of t's values: half to all of `injected`, and of a value that fp32 may flush to 0 all of it."""
         generator = self.generators.get(t.device)
         if generator is None:
             generator = self.generators[t.device] = torch.Generator(t.device).manual_seed(self.seed)
         found = torch.rand(t.shape, generator=generator, dtype=torch.float64, device=t.device) - 0.5
         found += torch.copysign(torch.tensor(0.5, dtype=torch.float64, device=t.device), found)
-        found *= INJECTED * torch.where(t.isfinite(), t, 0.0)
+        found *= self.injected * torch.where(t.isfinite(), t, 0.0)
         return torch.where(t.abs() < FP32.tiny, found / FP32.eps, found)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,17 +106,30 @@ def moved(
 ) -> tuple[torch.Tensor, ...]:
     """How far fp32 rounding errors move each element of `exact`, which is answer(*args), in the root mean square.
 
-    args: the inputs in float64. A result that is no floating-point tensor does not move.
+    args: the inputs in float64. A result that is no floating-point tensor does not move. Neither does what jumps: a
+    step of the reference is as high for a smaller error. Of what only moves far, as the quotient of two values that
+    nearly cancel, fp32 keeps no digit, and no answer can be right in one.
     """
     largest = max((_largest(a) for a in args if _is_float64(a)), default=0.0)
     total = [torch.zeros_like(e, dtype=torch.float64) for e in exact]
-    for seed in range(samples):
-        with _Disturbed(seed):
+
+    def by(seed: int, injected: float) -> list[torch.Tensor | None]:
+        with _Disturbed(seed, injected):
             found = answer(*args)
-        for sum_, f, e in zip(total, found, exact, strict=True):
-            if e.is_floating_point():
-                by = (f.double() - e.double()).abs().nan_to_num(0.0, 0.0)
-                sum_ += torch.where(by > JUMP * max(largest, _largest(e)), 0.0, by).square()
+        both = zip(found, exact, strict=True)
+        return [
+            (f.double() - e.double()).abs().nan_to_num(0.0, 0.0) if e.is_floating_point() else None for f, e in both
+        ]
+
+    for seed in range(samples):
+        moves = by(seed, INJECTED)
+        limits = [JUMP * max(largest, _largest(e)) for e in exact]
+        far = any(m is not None and bool((m > limit).any()) for m, limit in zip(moves, limits, strict=True))
+        smaller = by(seed, INJECTED / LESS) if far else moves
+        for sum_, move, less, limit in zip(total, moves, smaller, limits, strict=True):
+            if move is not None and less is not None:
+                jumps = (move > limit) & (less > 8 / LESS * move)
+                sum_ += torch.where(jumps, 0.0, move).square()
     return tuple((sum_ / samples).sqrt() * (FP32.eps / INJECTED) for sum_ in total)
 
 

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -106,16 +106,21 @@ def cases(lesson: Lesson, rung: Rung) -> Iterator[tuple[Case, torch.dtype]]:
             yield case, dtype
 
 
-def measured(name: str, lesson: Lesson, seconds: float, only: str = "") -> Iterator[Repeated]:
-    """The rungs of a lesson with what a neighbour can disturb: all alone, then all beside one. A GPU is needed.
+def measured(lessons: Sequence[tuple[str, Lesson]], seconds: float, only: str = "") -> Iterator[Repeated]:
+    """The rungs with what a neighbour can disturb: all alone, then all beside one. A GPU is needed.
 
-    only: the rung of that name.
+    only: the rungs of that name.
     """
-    disturbed = [rung for rung in lesson.rungs if only in ("", rung.__name__) and kinds(name, rung.__name__)]
-    asked = [(rung, *found) for rung in disturbed if (found := _taken(lesson, rung))]
+    disturbed = [
+        (name, lesson, rung)
+        for name, lesson in lessons
+        for rung in lesson.rungs
+        if only in ("", rung.__name__) and kinds(name, rung.__name__)
+    ]
+    asked = [(*each, *found) for each in disturbed if (found := _taken(*each[1:]))]
     for beside in (False, True):
         with neighbour() if beside and asked else nullcontext():
-            for rung, case, dtype in asked:
+            for name, lesson, rung, case, dtype in asked:
                 args = check.inputs(lesson, case.shape, dtype)
                 counted = repeat(partial(rung, *args), seconds, torch.cuda.synchronize)
                 words = ", ".join(kinds(name, rung.__name__)), str(case), str(dtype).removeprefix("torch.")
@@ -133,7 +138,9 @@ def _taken(lesson: Lesson, rung: Rung) -> tuple[Case, torch.dtype] | None:
 
 def pairs(found: list[Repeated]) -> list[list[Repeated]]:
     """Of each rung what was counted alone and beside another process; a rung with one half alone has not been asked."""
-    of_rungs = {each.rung: [other for other in found if other.rung == each.rung] for each in found}
+    of_rungs: dict[tuple[str, str], list[Repeated]] = {}
+    for each in found:
+        of_rungs.setdefault((each.lesson, each.rung), []).append(each)
     return [pair for pair in of_rungs.values() if len(pair) == 2]
 
 

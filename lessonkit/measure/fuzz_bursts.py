@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -25,10 +25,11 @@ from lessonkit.measure import fuzzing
 from lessonkit.measure.fuzzing import COUNTS, FOUND, Count, Found, Worker
 
 BURST = 1000  # cases of one operator and direction before a process takes the next
+LEAST = 2 * bursts.GROUP  # as long as so many are left
 BURST_S = 25.0  # seconds of one burst at most
 PATIENCE = 120.0  # seconds for one case, while all processes compile
 SAVING_S = 10.0  # seconds between two writes of a count
-ENDING_S = 30.0  # seconds that a failure may shrink beyond the time of the run
+ENDING_S = 10.0  # seconds that a failure may shrink beyond the time of the run
 SHRINKING = 120  # cases to shrink a failure with
 Say = Callable[[str], None]
 
@@ -95,7 +96,7 @@ class Tally:
     begun_with: int  # cases
     promised: int = 0  # cases of bursts that are under way
     under_way: int = 0  # bursts
-    seconds: float = 0.0  # of processes
+    seconds: float = 0.0  # of processes, of all runs
     bursts: int = 0
     saved: float = 0.0  # when
     shapes: set[str] = field(default_factory=set)
@@ -115,13 +116,20 @@ class Run:
         known = fuzzing.counts(path)
         before = {count.key: known.get(count.key, count) for count in todo}
         self.begun = {count.key: count for count in todo}
-        self.tallies = [Tally(before[count.key], count, before[count.key].cases) for count in todo]
+        self.tallies = [
+            Tally(known, count, known.cases, seconds=known.seconds)
+            for known, count in zip(before.values(), todo, strict=True)
+        ]
         self.lock = Lock()
+        self.shrinking = ThreadPoolExecutor(1)  # one failure after the other, while the processes go on
+        self.shrinks: list[Future[None]] = []
 
     def run(self, workers: int) -> list[Found]:
-        with ThreadPoolExecutor(workers) as pool:
+        with self.shrinking, ThreadPoolExecutor(workers) as pool:
             for done in [pool.submit(self._drive) for _ in range(workers)]:
                 done.result()
+        for shrink in self.shrinks:
+            shrink.result()
         return [each for tally in self.tallies for each in tally.faults.values()]
 
     def _drive(self) -> None:
@@ -152,7 +160,8 @@ class Run:
 
             tally = min(waiting, key=order)
             count = tally.count
-            n = min(BURST, self.cases - count.cases - tally.promised)
+            left_over = self.cases - count.cases - tally.promised
+            n = min(BURST, left_over, max(LEAST, left_over // 2))  # at the end several processes share what is left
             # The seeds of a later run are others, since it begins with more cases.
             seed = 1000 * tally.begun_with + tally.bursts
             tally.promised += n
@@ -225,15 +234,25 @@ class Run:
                 return
             tally.faults[failure.fault] = failure
         self.say(failure.in_words)  # now, in case that the run is stopped while it shrinks
-        smallest = failure
         if shrink:
+            self.shrinks.append(self.shrinking.submit(self._shrink, tally, drawing, failure))
+        else:
+            self._keep(failure)
+
+    def _shrink(self, tally: Tally, drawing: Drawing, failure: Found) -> None:
+        smallest = failure
+        if time.monotonic() < self.end + ENDING_S:
             with self.judge(tally.count.mode) as judge:
                 smallest = shrunk(drawing, failure, judge.ask, until=self.end + ENDING_S)
         with self.lock:
             tally.faults[failure.fault] = smallest
-            fuzzing.add(smallest, self.found_path)
+        self._keep(smallest)
         if smallest != failure:
             self.say(smallest.in_words)
+
+    def _keep(self, failure: Found) -> None:
+        with self.lock:
+            fuzzing.add(failure, self.found_path)
 
 
 def _drawing(said: dict[str, Any]) -> Drawing:
@@ -244,8 +263,8 @@ def shrunk(
     drawing: Drawing, failure: Found, ask: Callable[[Case], Outcome], *, tries: int = SHRINKING, until: float = math.inf
 ) -> Found:  # fmt: skip
     """The same fault of a simpler case: fewer choices, each as small as it may be, in so many tries and that time."""
-    nth, asked = 0, {json.dumps(failure.case)}
-    while nth < len(drawing.choices):
+    asked, nth, last = {json.dumps(failure.case)}, 0, 0  # last: the place that was simplified last
+    while True:
         for choices in _simpler(drawing.choices, nth):
             simpler = replace(drawing, choices=choices)
             if (name := json.dumps(simpler.case)) in asked:
@@ -256,11 +275,12 @@ def shrunk(
             outcome = ask(simpler.case)
             found = Found(failure.mode, simpler.case, outcome.kind, outcome.said)
             if not outcome.well and found.fault == failure.fault:
-                drawing, failure = simpler, found
+                drawing, failure, last = simpler.settled, found, nth
                 break
         else:
-            nth += 1
-    return failure
+            nth = (nth + 1) % len(drawing.choices)
+            if nth == last:
+                return failure
 
 
 def _simpler(choices: tuple[int, ...], nth: int) -> Iterator[tuple[int, ...]]:

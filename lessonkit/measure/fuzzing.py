@@ -229,6 +229,16 @@ def begun(operator: str, direction: str, mode: str) -> Count:
     )  # fmt: skip
 
 
+def table(todo: list[Count], path: Path = COUNTS) -> list[tuple[Count, int]]:
+    """What is known of each: the count of today's code, and how many cases ran of other code or by other versions."""
+    known = counts(path)
+    found = []
+    for new in todo:
+        alike = [c for c in known.values() if c.key[:4] == new.key[:4]]
+        found.append((known.get(new.key, new), sum(c.cases for c in alike if c.key != new.key)))
+    return found
+
+
 # ---- Drawing --------------------------------------------------------------------------------------------------------
 
 

@@ -5,12 +5,18 @@ There a call is recorded: every operator of PyTorch that is more than a view, an
 with its grid, warps, shared memory, scalars and the layouts of its tensors. Two versions of a rung with the same
 record and the same compiler give the GPU the same work, whatever their source looks like. The inputs and the work are
 recorded too.
+
+A call of an operator of course_ops is recorded likewise. Its launcher runs without PyTorch's dispatcher, so that the
+operators of PyTorch inside it are seen (cuBLAS is aten.mm). Only what gives the GPU something to do counts, so
+allocations do not. What the launcher does for CUDA tensors alone is not seen.
 """
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
@@ -23,12 +29,15 @@ from lessonkit.base.files import ROOT
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.cuda.extension import Extension
 from lessonkit.lesson import shape_name
-from lessonkit.measure import fingerprint
+from lessonkit.measure import fingerprint, operator_rows
+from lessonkit.measure.operator_rows import Case, Key
 from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import call_in_compiler
 
 TARGET = 90
 ANSWER = 1  # stands for what a launcher answers, which is not known here; the code that computes it is recorded
+
+ALLOCATES = re.compile(r"aten\.(?:new_)?empty")
 
 Event = tuple[Any, ...]
 _log = logging.getLogger(__name__)
@@ -66,6 +75,45 @@ def _mark(lesson: Any, fn: Callable[..., Any], shape: dict[str, Any], events: li
     except Exception as error:  # whatever stops it here, what the GPU would be given is not known
         _log.info("%s at %s: %s", getattr(fn, "__name__", fn), shape_name(shape), str(error)[:200])
         return ""
+    return _named(events)
+
+
+def marks_of_operators(wanted: Sequence[Key]) -> list[str]:
+    """The records of calls of course_ops, each the key of a case; "" if the call cannot be recorded, as in `marks`.
+
+    Inputs are no part of it, but what kernels are specialised on: the row's fingerprint names them.
+    """
+    names = list(dict.fromkeys(key[:2] for key in wanted))
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # each thread has a process that compiles
+        asked = [[key for key in wanted if key[:2] == name] for name in names]
+        found = pool.map(lambda keys: call_in_compiler(__name__, "_operators_here", keys), asked)
+        known = {
+            key: mark for keys, marks in zip(asked, found, strict=True) for key, mark in zip(keys, marks, strict=True)
+        }
+    return [known[key] for key in wanted]
+
+
+def _operators_here(wanted: Sequence[Sequence[str]]) -> list[str]:
+    """As `marks_of_operators`, in a process whose mode is `compiled`."""
+    cases = {case.key: case for case in operator_rows.cases()}
+    with recording() as events, import_module("course_ops.testing").launchers():
+        return [_mark_of(case, events) if (case := cases.get((*key,))) else "" for key in wanted]  # type: ignore[arg-type]
+
+
+def _mark_of(case: Case, events: list[Event]) -> str:
+    try:
+        args = case.inputs()
+        case.operator.call(*args)  # makes what later calls find, as a counter at 0: those are timed
+        events.clear()
+        case.operator.call(*args)
+    except Exception as error:  # whatever stops it here, what the GPU would be given is not known
+        _log.info("%s: %s", " ".join(case.key), str(error)[:200])
+        return ""
+    return _named([event for event in events if not ALLOCATES.match(event[0])])
+
+
+def _named(events: Sequence[Event]) -> str:
+    """The hash of what was recorded, behind the compilers that made it."""
     compilers = sorted({event[1] for event in events if event[0] in ("kernel", "launcher")}) or [_release("torch")]
     digest = hashlib.sha256("\n".join(map(repr, events)).encode()).hexdigest()[:16]
     return f"{'+'.join(compilers)}={digest}"

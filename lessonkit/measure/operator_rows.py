@@ -14,6 +14,7 @@ from typing import Any
 
 from lessonkit.base.files import ROOT, changing, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
+from lessonkit.base.words import later
 from lessonkit.lesson import Operator, Problem, Shape, Work, shape_name
 from lessonkit.measure import fingerprint
 
@@ -22,7 +23,8 @@ BETWEEN = " | "  # entries of one cell
 MISSING = "not installed"  # a peer that is absent for this reason leaves the ratio empty: the best is not known
 BEHIND = 0.97  # of the best peer
 JUDGED_MS = 0.02  # shorter calls are reported and not judged: a launch takes a good part of them
-PROVENANCE = ("fingerprint", "seal")
+PROVENANCE = ("fingerprint", "machine", "seal")  # say which code a row is of; the other columns are what was measured
+PARTS = (later("code"), later("inputs"), later("work"), later("peers"))  # of a fingerprint
 
 Key = tuple[str, str, str, str, str]  # operator, direction, shape, dtype, data
 
@@ -55,7 +57,8 @@ class Row:
     device: str
     commit: str
     date: str
-    fingerprint: str
+    fingerprint: str  # of the code that was timed, or of later code whose machine code was shown to be equal (stale)
+    machine: str = ""  # launches.marks_of_operators
     seal: str = ""  # a hash of what was measured: a figure that is changed by accident no longer fits it
 
     @property
@@ -169,6 +172,12 @@ def today(case: Case) -> str:
     return source(next(i for i, op in enumerate(operators()) if op is case.operator))
 
 
+def changed(row: Row, case: Case) -> list[str]:
+    """The parts of a row's fingerprint that are others in this checkout."""
+    parts = zip(PARTS, row.fingerprint.split("."), today(case).split("."), strict=False)
+    return [part for part, then, now in parts if then != now]
+
+
 # ---- The file -----------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +197,7 @@ def keep(path: Path, row: Row) -> None:
 
 
 def as_csv(rows: Iterable[Row]) -> str:
-    return to_csv({name: value or "" for name, value in asdict(row).items()} for row in rows)
+    return to_csv({name: value or "" for name, value in vars(row).items()} for row in rows)
 
 
 def missing(found: Iterable[Row], asked: Iterable[Case]) -> list[Case]:

@@ -3,21 +3,26 @@
 A row is old if the source of its rung or peer, its inputs or its work is another one today. It is not if the machine
 code is shown to be equal: recorded by one version of the compiler then and now (launches). What was shown is kept in
 the row, behind the source that it was measured with, so that to ask takes a second and no compiler.
+
+A row of operators.csv is old by its fingerprint. A changed operator is compared in the versions of PyTorch and Triton
+that the row was measured with. If its launches are equal, the row gets today's fingerprint. Its inputs and peers must
+have the source that they had, and its work the same figures.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lessonkit.base import renames
 from lessonkit.base.files import ROOT
 from lessonkit.base.words import later, said
 from lessonkit.lesson import Lesson, discover, kernels, shape_name
-from lessonkit.measure import fingerprint, launches, rows
+from lessonkit.measure import fingerprint, launches, operator_rows, rows
 from lessonkit.measure.rows import Row
 
-PARTS = (later("code"), later("inputs"), later("work"))  # of a source fingerprint
+PARTS = operator_rows.PARTS[:3]  # of a source fingerprint; a lesson's peer has a row of its own
 WITHOUT_A_GPU = {  # folders of reports/ that are no GPU's
     "compiled": "what the compiler made of each rung (no GPU needed)",
     "emulated": "what each CUDA kernel asks of memory, counted (no GPU needed)",
@@ -31,12 +36,20 @@ class Old:
     """A row that is no longer of this code, and why."""
 
     device: str
-    row: Row
+    row: Row | operator_rows.Row
     why: str
 
+    @property
+    def named(self) -> tuple[str, str, str]:
+        """Lesson, rung and shape; of an operator's row the function, its direction and its shape."""
+        if isinstance(self.row, operator_rows.Row):
+            operator, direction, *shape = self.row.key
+            return f"course_ops.{operator}", direction, " ".join(shape)
+        return self.row.lesson, self.row.rung, self.row.shape
+
     def __str__(self) -> str:
-        row = self.row
-        return f"{self.device}: {row.lesson} {row.rung} at {row.shape}: {self.why}, measured at {row.commit}"
+        lesson, rung, shape = self.named
+        return f"{self.device}: {lesson} {rung} at {shape}: {self.why}, measured at {self.row.commit}"
 
     def reason(self) -> str:
         """Why, in the language of this process."""
@@ -100,14 +113,21 @@ class Today:
 
 
 def old(folders: Iterable[Path] | None = None, today: Today | None = None) -> list[Old]:
-    """Every row that is old, by device and lesson."""
-    today = today or Today(kernels())
-    return [
+    """Every row that is old, by device and lesson, then those of operators at shapes that are still timed."""
+    today, folders = today or Today(kernels()), list(device_folders() if folders is None else folders)
+    of_lessons = [
         Old(folder.name, row, why)
-        for folder in (device_folders() if folders is None else folders)
+        for folder in folders
         for name in today.lessons
         for row in rows.read(folder / f"{name}.csv")
         if (why := today.why_old(row))
+    ]
+    cases = {case.key: case for case in operator_rows.cases()}
+    return of_lessons + [
+        Old(folder.name, row, f"{' and '.join(changed)} changed")
+        for folder in folders
+        for row in operator_rows.read(folder / operator_rows.FILE)
+        if row.key in cases and (changed := operator_rows.changed(row, cases[row.key]))
     ]
 
 
@@ -125,7 +145,19 @@ def show_equal() -> int:
         equal = launches.shown_equal(row.machine, mark)
         return replace(row, source=f"{row.source} ={today.source(row)}") if equal else row
 
-    return _with_marks(asked, changed)
+    cases = {case.key: case for case in operator_rows.cases()}
+
+    def operator_asked(row: operator_rows.Row) -> bool:
+        if not (row.machine and row.key in cases and _versions_are_here(row)):
+            return False
+        work, parts = cases[row.key].work(), operator_rows.changed(row, cases[row.key])
+        return bool(parts) and {*parts} <= {"code", "work"} and (row.bytes, row.flops) == (work.bytes, work.flops)
+
+    def operator_changed(row: operator_rows.Row, mark: str) -> operator_rows.Row:
+        equal = launches.shown_equal(row.machine, mark)
+        return replace(row, fingerprint=operator_rows.today(cases[row.key])) if equal else row
+
+    return _with_marks(asked, changed) + _operators_with_marks(operator_asked, operator_changed)
 
 
 def record() -> int:
@@ -141,25 +173,73 @@ def record() -> int:
     def changed(row: Row, mark: str) -> Row:
         return replace(row, machine=f"{row.machine} {mark}".strip()) if mark else row
 
-    return _with_marks(asked, changed)
+    cases = {case.key: case for case in operator_rows.cases()}
+
+    def operator_asked(row: operator_rows.Row) -> bool:
+        if row.machine or row.key not in cases or not _versions_are_here(row):
+            return False
+        return not operator_rows.changed(row, cases[row.key])
+
+    def operator_changed(row: operator_rows.Row, mark: str) -> operator_rows.Row:
+        return replace(row, machine=mark)
+
+    return _with_marks(asked, changed) + _operators_with_marks(operator_asked, operator_changed)
+
+
+def _versions_are_here(row: operator_rows.Row) -> bool:
+    """Whether an operator's row was measured with the PyTorch and the Triton of this process."""
+    triton, torch, _ = launches.compilers()
+    then = {version.partition("+")[0].replace(" ", "-") for version in row.versions.split(", ")}
+    return {triton, torch} <= then
 
 
 def _with_marks(asked: Callable[[Row], bool], changed: Callable[[Row, str], Row]) -> int:
     """Replace the rows that are asked for by what `changed` makes of them and of their marks here; how many differ."""
-    count = 0
-    for folder in device_folders():
-        for name, _ in kernels():
-            path = folder / f"{name}.csv"
-            found = rows.read_all(path)
-            at = [i for i, row in enumerate(found) if asked(row)]
-            wanted = [(found[i].rung, found[i].kind == "peer", found[i].shape) for i in at]
-            marks = launches.marks(name, wanted) if wanted else []
-            new = {found[i]: changed(found[i], mark) for i, mark in zip(at, marks, strict=True)}
-            if differ := sum(row != before for before, row in new.items()):
-                count += differ
-                with rows.changing(path):  # compiling took minutes: rows may have been measured meanwhile
-                    rows.write_atomically(path, rows.as_csv(new.get(row, row) for row in rows.read_all(path)))
-    return count
+
+    def marks(name: str, old: Sequence[Row]) -> list[str]:
+        return launches.marks(name, [(row.rung, row.kind == "peer", row.shape) for row in old])
+
+    return sum(
+        _in_file(folder / f"{name}.csv", rows.read_all, rows.as_csv, asked, partial(marks, name), changed)
+        for folder in device_folders()
+        for name, _ in kernels()
+    )
+
+
+def _operators_with_marks(
+    asked: Callable[[operator_rows.Row], bool], changed: Callable[[operator_rows.Row, str], operator_rows.Row]
+) -> int:
+    """As _with_marks, of the rows of operators."""
+
+    def marks(old: Sequence[operator_rows.Row]) -> list[str]:
+        return launches.marks_of_operators([row.key for row in old])
+
+    return sum(
+        _in_file(folder / operator_rows.FILE, operator_rows.read, operator_rows.as_csv, asked, marks, changed)
+        for folder in device_folders()
+    )
+
+
+R = TypeVar("R", Row, operator_rows.Row)
+
+
+def _in_file(
+    path: Path,
+    read: Callable[[Path], list[R]],
+    as_csv: Callable[[Iterable[R]], str],
+    asked: Callable[[R], bool],
+    marks: Callable[[Sequence[R]], list[str]],
+    changed: Callable[[R, str], R],
+) -> int:
+    """Replace the rows of one file that are asked for by what `changed` makes of them and of their marks."""
+    if not (old := [row for row in read(path) if asked(row)]):
+        return 0
+    new = {row: changed(row, mark) for row, mark in zip(old, marks(old), strict=True)}
+    differ = sum(row != before for before, row in new.items())
+    if differ:
+        with rows.changing(path):  # compiling took minutes: rows may have been measured meanwhile
+            rows.write_atomically(path, as_csv(new.get(row, row) for row in read(path)))
+    return differ
 
 
 def table_is_old(lesson: str, about: dict[str, Any]) -> bool:

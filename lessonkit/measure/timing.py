@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -20,6 +20,7 @@ from lessonkit.measure.answers import Answers
 import torch
 
 FLUSH_BYTES = 2**30  # evicts any L2 (60 MB on an H200), and takes the GPU 300 us, in which the host gets ahead of it
+LEAST_ROUNDS = 20
 MOST_FLUSHES = 8  # a contender that waits for the GPU cannot be hidden
 IMPOSSIBLE = 1.08  # above the machine's own best by more than this is a measuring error, not a fast kernel
 
@@ -48,6 +49,7 @@ def measure(
     rounds: int = 100,
     budget_s: float = 2.0,
     answers: Answers | None = None,
+    needed: Callable[[Mapping[str, float]], Iterable[str]] = tuple,
 ) -> dict[str, Timing]:
     """Time each contender once a round until every median is known to 0.5% (or `rounds`, or the time, run out).
 
@@ -55,6 +57,7 @@ def measure(
     leaves behind is dirty lines, and so does the flush. Where a call takes the host long, the flush is repeated until
     the GPU has as much to do: the host's time is not timed. Call them once before: compilation is not timed either.
     answers: gets what each call returns, outside of what is timed.
+    needed: the contenders whose medians have to be known so well, by the medians so far; without it all of them.
     Returns {name: Timing}.
     """
     scratch = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.int8, device="cuda")
@@ -80,8 +83,10 @@ def measure(
         for name, (start, end) in events.items():
             times[name].append(start.elapsed_time(end))
             spent += times[name][-1] * 1e-3
-        if done >= 20 and (spent > budget_s or all(_settled(t) for t in times.values())):
-            break
+        if done >= LEAST_ROUNDS:
+            medians = {name: statistics.median(t) for name, t in times.items()}
+            if spent > budget_s or all(_settled(times[name]) for name in needed(medians)):
+                break
     return {name: _summary(t) for name, t in times.items()}
 
 

@@ -43,10 +43,8 @@ FORWARD = Lesson(
                "attention_paged", "nan"),
         Mutant("a score past the length", "paged_kernel", "last = length + (row", "last = length + 1 + (row",
                "attention_paged"),
-        Mutant("values past the length by TMA", "paged_step", "values = tl.where(start", "values = tl.where(0 * start",
-               "attention_paged", "nan"),
-        Mutant("the step that TMA leaves over is forgotten", "paged_kernel", "tl.range(whole, finish",
-               "tl.range(whole, whole", "attention_paged"),
+        Mutant("the last keys are forgotten", "paged_kernel", "range(start, finish,",
+               "range(start, finish // BLOCK_N * BLOCK_N,", "attention_paged", "value or nan"),
         Mutant("a window one key longer", "paged_step", "last[:, None] - window", "last[:, None] - window - 1",
                "attention_paged"),
         Mutant("work before the window", "work_of", "S_q + 1 - window", "S_q - window", "attention_paged",
@@ -67,6 +65,6 @@ FORWARD = Lesson(
                "attention_paged", "value or nan"),
     ),
     claims={attention_paged: ("paged_kernel: no spills", "paged_kernel: 16-byte loads")},
-    passes={attention_paged: 1.0},
+    passes={attention_paged: 1.07},  # an entry of the table for each of its keys, all in L1
 )
 # fmt: on
