@@ -12,6 +12,7 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 HOPPERS_SHARED_MEMORY = 232448
+_UNCHANGED = nullcontext()
 _interpreted: ContextVar[bool] = ContextVar("course_ops_interpreted", default=False)
 
 
@@ -41,7 +42,9 @@ def runs_kernel(x: Tensor) -> bool:
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device: make that the device of x."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or torch.cuda.current_device() == x.device.index:
+        return _UNCHANGED
+    return torch.cuda.device(x.device)
 
 
 def architecture(device: torch.device) -> int:
@@ -156,7 +159,7 @@ def expect(
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)}, but {first_name} has {tuple(first.shape)}: make them equal"
             )
-        if same_dtype and after_autocast(t) != after_autocast(first):
+        if same_dtype and t.dtype != first.dtype and after_autocast(t) != after_autocast(first):
             raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
 
 

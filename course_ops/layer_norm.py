@@ -11,6 +11,7 @@ from course_ops._registration import once_differentiable
 from course_ops.kernels import layer_norm as kernels
 from course_ops.kernels._norm_backward import walks
 from course_ops.kernels._rows import Choice, Rows, choose
+from course_ops.kernels.norm_backward_hopper import norm_backward_hopper, norm_backward_hopper_takes
 
 FORWARD = (
     Choice(kernels.layer_norm_tile, lambda r: r.N <= 2048, "several short rows a program"),
@@ -71,7 +72,9 @@ def _layer_norm_backward(
         return dx.to(x.dtype).view(x.shape), dw.to(weight.dtype), db.to(weight.dtype) if bias else weight.new_empty(0)
     drows, rows, w = as_rows(dy), as_rows(x), weight.contiguous()
     with on_device(x):
-        dx, dw, db = choose(BACKWARD, Rows.of(rows))(drows, rows, w, mean, rstd, bias)
+        hopper = bias and norm_backward_hopper_takes(drows, rows, bias)
+        backward = norm_backward_hopper if hopper else choose(BACKWARD, Rows.of(rows))
+        dx, dw, db = backward(drows, rows, w, mean, rstd, bias)
     return dx.view(x.shape), dw, db if bias else weight.new_empty(0)
 
 

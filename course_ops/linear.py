@@ -1,5 +1,6 @@
 """linear: x W^T with bias, GELU and residual in the matmul's epilogue, differentiable."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,13 +9,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
+from course_ops._launch import remembered
 from course_ops._registration import cast_under_autocast, once_differentiable, unobserved
 from course_ops.kernels import linear as kernels
+from course_ops.kernels import matmul_skinny
 from course_ops.kernels._matmul_plan import LEAD, Plan, aligned_rows, best_epilogue_plan, cycles_of
 from course_ops.kernels.matmul_hopper import takes
-from course_ops.kernels.matmul_skinny import matmul_skinny
-from course_ops.kernels.matmul_tiles_hopper import by_plan
-from course_ops.matmul import _matmul, as_matrix, kernel_for, multiply
+from course_ops.kernels.matmul_tiles_hopper import planned
+from course_ops.matmul import _matmul, as_matrix, multiply
 
 ACTIVATIONS = ("gelu_tanh",)
 
@@ -29,14 +31,15 @@ def _launch(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
 ) -> Tensor:
     if bias is None and residual is None and not gelu:
-        return kernel_for(x, w.t()).launch(x, w.t())
+        return multiply(x, w.t())
     x, w, residual = _unit_stride(x), _unit_stride(w), None if residual is None else _unit_stride(residual)
-    if len(x) <= 128:
-        # In fp32 between the two kernels: z is rounded once, as in the others.
-        return kernels.epilogue(matmul_skinny(x, w.t(), torch.float32), x.dtype, bias, residual, gelu, save)
-    plan = _plan(x, w.t()) if residual is None and takes(x, w.t()) else None
-    if plan:
-        return by_plan(x, w.t(), plan, x.new_empty(len(x), len(w)), bias, gelu, save)
+    if x.shape[0] <= 128:
+        w = w.t()
+        return kernels.epilogue(remembered(_prepare_few_rows, x, w)(x, w), x.dtype, bias, residual, gelu, save)
+    if residual is None:
+        run = remembered(_prepare_gelu_tiles if gelu else _prepare_tiles, x, w, save, bias)
+        if run is not None:
+            return run(x, w.t(), x.new_empty(x.shape[0], w.shape[0]), bias, save)
     if kernels.tma_fits(x, w, residual):
         return kernels.linear_tma(x, w, bias, residual, gelu, save)
     return kernels.linear_pointers(x, w, bias, residual, gelu, save)
@@ -50,6 +53,23 @@ def _plan(x: Tensor, w: Tensor) -> Plan | None:
     return plan if plan.cycles < LEAD * cycles_of(tile, *shape) else None
 
 
+# In fp32: z is rounded once, as in the other kernels.
+def _prepare_few_rows(x: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return matmul_skinny.prepare(x, w, torch.float32)
+
+
+def _prepare_tiles(
+    x: Tensor, w: Tensor, z: Tensor | None, _: Tensor | None, gelu: bool = False
+) -> Callable[..., Tensor] | None:
+    w = w.t()
+    plan = _plan(x, w) if takes(x, w) else None
+    return planned(x, w, plan, x.new_empty(x.shape[0], w.shape[1], device="meta"), gelu, z) if plan else None
+
+
+def _prepare_gelu_tiles(x: Tensor, w: Tensor, z: Tensor | None, bias: Tensor | None) -> Callable[..., Tensor] | None:
+    return _prepare_tiles(x, w, z, bias, gelu=True)
+
+
 def _unit_stride(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
@@ -60,7 +80,7 @@ def _result(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
     gelu = activation == "gelu_tanh"
-    z = x.new_empty((len(x), len(weight)) if save else 0)
+    z = x.new_empty((x.shape[0], weight.shape[0]) if save else 0)
     if runs_kernel(x):
         with on_device(x):
             bias = None if bias is None else bias.contiguous()
@@ -209,8 +229,8 @@ def linear(
         )
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [N, K]")
-    shape = (*x.shape[:-1], len(weight))
-    if bias is not None and bias.shape != (len(weight),):
+    shape = (*x.shape[:-1], weight.shape[0])
+    if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}: expected [N] = ({len(weight)},), one for each row of weight"
         )

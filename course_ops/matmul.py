@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import Unsupported, expect, fp32_precision, num_sms, on_device, runs_kernel
+from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
+from course_ops._launch import remembered
 from course_ops._registration import cast_under_autocast, unobserved
 from course_ops.kernels import matmul as portable
 from course_ops.kernels import (
@@ -19,7 +20,7 @@ from course_ops.kernels import (
     matmul_stream_k_hopper,
     matmul_tiles_hopper,
 )
-from course_ops.kernels._matmul_plan import SECTOR, aligned_rows, plan_pays
+from course_ops.kernels._matmul_plan import aligned_rows, plan_pays
 
 
 class Kernel(NamedTuple):
@@ -27,85 +28,85 @@ class Kernel(NamedTuple):
 
     name: str
     takes: Callable[[Tensor, Tensor], bool]
-    launch: Callable[[Tensor, Tensor], Tensor]
+    prepare: Callable[[Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]  # for operands that lie as these do
     why: str
+
+    def launch(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.prepare(a, b)(a, b)
+
+
+def _always(launch: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Callable[..., Tensor]]:
+    """The `prepare` of a kernel that prepares nothing."""
+    return lambda a, b: launch
 
 
 def _one_wave(a: Tensor, b: Tensor) -> bool:
-    """At most one tile an SM, and no plan of other tiles is faster.
-
-    With 65 to 128 rows only from 55,000 estimated cycles on: below, skinny is as fast.
-    """
+    """At most one tile an SM, and no plan of other tiles is faster. Up to 64 rows skinny is, if K needs few parts."""
     (M, K), N = a.shape, b.shape[1]
-    if M <= 64 or not matmul_hopper.takes(a, b):
+    if M <= 32 or not matmul_hopper.takes(a, b):
         return False
     sms = num_sms(a.device)
     chosen = matmul_split_k.choose(M, N, K, sms)
     if chosen is None:
         return False
     if M <= 128:
-        return chosen[2] >= 55_000
+        return M > 64 or chosen[2] < 0.9 * matmul_skinny.plan(M, N, K, sms, b.stride(0) == 1)[1]
     return not plan_pays(chosen[0], chosen[1], M, N, K, aligned_rows(a), aligned_rows(b), sms)
 
 
 DISPATCH = (
-    Kernel("zeros", lambda a, b: not (len(a) and b.shape[1] and a.shape[1]), portable.zeros, "nothing to add up"),
-    Kernel("split_k", _one_wave, matmul_split_k.matmul_split_k, "Hopper, C of one wave: tile and split of K fit it"),
-    Kernel("skinny", lambda a, b: len(a) <= 128, matmul_skinny.matmul_skinny, "few rows: reading B is all the time"),
+    Kernel(
+        "zeros", lambda a, b: not (len(a) and b.shape[1] and a.shape[1]), _always(portable.zeros), "nothing to add up"
+    ),
+    Kernel("split_k", _one_wave, matmul_split_k.prepare, "Hopper, C of one wave: tile and split of K fit it"),
+    Kernel("skinny", lambda a, b: len(a) <= 128, matmul_skinny.prepare, "few rows: reading B is all the time"),
     Kernel(
         "aligned_copies",
         lambda a, b: any(matmul_aligned.which(a, b)),
-        lambda a, b: matmul_aligned.multiply_copies(a, b, lambda a, b: kernel_for(a, b).launch(a, b)),
+        lambda a, b: matmul_aligned.prepare(a, b, lambda a, b: kernel_for(a, b).prepare(a, b)),
         "Hopper, 16 bits: rows begin within a sector of L2, and copies of A or B cost less than that; then as below",
     ),
     Kernel(
         "tiles_hopper",
         matmul_tiles_hopper.pays,
-        matmul_tiles_hopper.matmul_tiles_hopper,
+        matmul_tiles_hopper.prepare,
         "Hopper, 16 bits: a tile of another width or of 256 rows has fewer or fuller waves",
     ),
     Kernel(
         "stream_k_hopper",
         matmul_stream_k_hopper.pays,
-        matmul_stream_k_hopper.matmul_stream_k_hopper,
+        matmul_stream_k_hopper.prepare,
         "Hopper, 16 bits: the last wave would be short, or rows of both begin within a sector of L2",
     ),
-    Kernel("hopper", matmul_hopper.takes, matmul_hopper.matmul_hopper, "Hopper, 16 bits: persistent, warp-specialized"),
-    Kernel("ieee", portable.ieee_pays, portable.matmul_ieee, "exact fp32: FMAs, 8 x 8 of a tile for each thread"),
-    Kernel("tma", portable.tma_pays, portable.matmul_tma, "Hopper or later; copies rows that are not 16-byte aligned"),
-    Kernel("pointers", lambda a, b: True, portable.matmul_pointers, "any GPU, any strides"),
+    Kernel("hopper", matmul_hopper.takes, matmul_hopper.prepare, "Hopper, 16 bits: persistent, warp-specialized"),
+    Kernel(
+        "ieee", portable.ieee_pays, _always(portable.matmul_ieee), "exact fp32: FMAs, many of a tile for each thread"
+    ),
+    Kernel(
+        "tma",
+        portable.tma_pays,
+        _always(portable.matmul_tma),
+        "Hopper or later; copies rows that are not 16-byte aligned",
+    ),
+    Kernel("pointers", lambda a, b: True, _always(portable.matmul_pointers), "any GPU, any strides"),
 )
 
 
 def kernel_for(a: Tensor, b: Tensor) -> Kernel:
     """The kernel that computes a [M, K] times b [K, N]."""
-    if not _remembers(a):
-        return next(kernel for kernel in DISPATCH if kernel.takes(a, b))
-    key = a.device, a.dtype, *_lies(a), *_lies(b), fp32_precision()
-    kernel = _chosen.get(key)
-    if kernel is None:
-        if len(_chosen) >= 4096:
-            _chosen.clear()
-        kernel = _chosen[key] = next(kernel for kernel in DISPATCH if kernel.takes(a, b))
-    return kernel
+    return next(kernel for kernel in DISPATCH if kernel.takes(a, b))
 
 
-_chosen: dict[object, Kernel] = {}  # the host's time of a call is part of it
-
-
-def _remembers(a: Tensor) -> bool:
-    """Whether a's device stays what it is: a GPU does, what is interpreted or compiled for may change."""
-    return a.is_cuda
-
-
-def _lies(t: Tensor) -> tuple[object, ...]:
-    """All that a kernel's choice may know of where a matrix lies."""
-    return t.shape, t.stride(), t.data_ptr() % SECTOR
+def _prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    return kernel_for(a, b).prepare(a, b)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] b [K, N] on the current device; for operators that hold a matmul."""
-    return kernel_for(a, b).launch(a, b) if runs_kernel(a) else a @ b
+    if not runs_kernel(a):
+        return a @ b
+    product: Tensor = remembered(_prepare, a, b)(a, b)
+    return product
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     a: [..., M, K], b: [K, N], both fp32, fp16 or bf16 on one device, any strides. Returns [..., M, N] in their dtype.
     Under torch.autocast both are cast to its dtype first, so that dtypes may differ.
     Memory: the result. On Hopper in 16 bits also copies of a and b, if their rows begin at no multiple of 32 bytes and
-    the copies are estimated to save time.
+    the copies are estimated to save time. In exact fp32 a copy of b if it lies transposed.
     In fp32 the products are exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. Differentiable in both,
     any order.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for a batch of b.

@@ -11,6 +11,7 @@ from course_ops._registration import once_differentiable
 from course_ops.kernels import rms_norm as kernels
 from course_ops.kernels._norm_backward import walks
 from course_ops.kernels._rows import Choice, Rows, choose
+from course_ops.kernels.norm_backward_hopper import norm_backward_hopper, norm_backward_hopper_takes
 
 FORWARD = (
     Choice(
@@ -70,7 +71,11 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> t
         dx = rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))
         return dx.to(x.dtype).view(x.shape), (drows.float() * n).sum(0).to(weight.dtype)
     with on_device(x):
-        dx, dw = choose(BACKWARD, Rows.of(rows))(drows, rows, weight.contiguous(), rstd)
+        w = weight.contiguous()
+        if norm_backward_hopper_takes(drows, rows, bias=False):
+            dx, dw, _ = norm_backward_hopper(drows, rows, w, None, rstd)
+        else:
+            dx, dw = choose(BACKWARD, Rows.of(rows))(drows, rows, w, rstd)
     return dx.view(x.shape), dw
 
 

@@ -344,6 +344,30 @@ def test_a_step_of_the_reference_is_no_rounding_error():
     assert not accepts(question, question.usual[0] + 0.5)
 
 
+def test_a_rounding_error_that_is_multiplied_by_a_million_is_none_the_less_one():
+    """LayerNorm's dx of a row of one element is rstd (g - g): with eps = 1e-12 a GPU's fused product makes it 1e6 ulp.
+
+    A dx of rstd g, with nothing subtracted, is wrong.
+    """
+
+    def dx(dy, x, w):
+        leaf = x.requires_grad_()
+        with torch.enable_grad():
+            y = torch.nn.functional.layer_norm(leaf, w.shape, w, eps=1e-12)
+        return torch.autograd.grad(y, leaf, dy)
+
+    dy, x, w = (
+        torch.tensor(v, device=DEVICE) for v in ([[-1.5494], [6.4899], [4.7]], [[-48.44], [-153.2], [-3.0]], [0.3923])
+    )
+    question = asked(dx, dy, x, w)
+    rounded = dy * w
+    missed = (dy.double() * w.double() - rounded.double()).float() * 1e6  # what a fused multiply-add leaves over
+    assert 0.01 < missed.abs().max() < 2
+    assert (question.moved()[0] > missed.abs() / 16).all()  # PyTorch's own error is 0 on some devices, so no help
+    check.compare(question, missed)
+    assert not accepts(question, missed + 1e6 * dy)
+
+
 def layernorm_of_little(x):
     return 100 * torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-12)
 

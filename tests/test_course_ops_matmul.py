@@ -18,7 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import course_ops
 from course_ops import _launch, _registration, testing
-from course_ops.kernels import _matmul_hopper, _matmul_plan, matmul_aligned, matmul_hopper, matmul_split_k
+from course_ops.kernels import (
+    _matmul_hopper,
+    _matmul_plan,
+    matmul_aligned,
+    matmul_hopper,
+    matmul_skinny,
+    matmul_split_k,
+)
 from course_ops.kernels import matmul as portable
 from course_ops.kernels._matmul_plan import aligned_rows
 from course_ops.matmul import kernel_for
@@ -118,6 +125,23 @@ def test_exact_fp32_copies_what_is_no_multiple_of_16(transposed, M, N, K, pad):
     near(portable.matmul_ieee(a, b), a @ b, a.double() @ b.double())
 
 
+@testing.kernels()
+def test_exact_fp32_multiplies_rows_of_b(monkeypatch):
+    """B that lies transposed is copied: the kernel reads its columns from shared memory 4 bytes at a time."""
+    seen = []
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda a, b, *arguments, **options: seen.append((a, b))
+
+    monkeypatch.setattr(portable, "pointers_kernel", Launched())
+    a, b = torch.randn(128, 64, device=DEVICE), torch.randn(80, 64, device=DEVICE)
+    portable.matmul_ieee(a, b.t())
+    assert seen[0][0] is a
+    assert seen[0][1].stride() == (80, 1)
+    assert torch.equal(seen[0][1], b.t())
+
+
 def test_inf_and_nan_stay_in_their_row_and_column(dev):
     a, b = torch.randn(16, 40, device=dev), torch.randn(40, 24, device=dev)
     a[1, 39], b[1, 4] = math.inf, math.nan
@@ -130,7 +154,9 @@ def test_inf_and_nan_stay_in_their_row_and_column(dev):
         ((0, 8, 8), "zeros"),
         ((1, 4096, 4096), "skinny"),
         ((64, 14336, 4096), "skinny"),
-        ((128, 4096, 4096), "skinny"),
+        ((64, 4864, 896), "skinny"),
+        ((64, 896, 4864), "split_k"),
+        ((128, 4096, 4096), "split_k"),
         ((128, 28672, 8192), "split_k"),
         ((1024, 1024, 1024), "split_k"),
         ((3000, 1000, 8), "split_k"),
@@ -162,6 +188,20 @@ def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
         assert kernel_for(a, b).name == "pointers"
 
 
+@pytest.mark.parametrize(
+    ("shape", "n_major", "per_tile"),
+    [
+        ((48, 4800, 1600), True, 1),  # few steps: a part would cost more than it saves
+        ((16, 4096, 4096), True, 1),  # B's bytes from memory take as long with more programs
+        ((48, 24576, 6144), True, 1),  # 96 tiles: no second program has room
+        ((24, 928, 12648), False, 3),  # 15 tiles of many steps; all SMs would be 8 parts, which are added up in a row
+        ((64, 128256, 4096), True, 0),  # more tiles than SMs
+    ],
+)
+def test_how_many_programs_share_a_tile_of_few_rows(shape, n_major, per_tile):
+    assert matmul_skinny.plan(*shape, 132, n_major)[0] == per_tile
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @testing.kernels()
 def test_a_copy_with_aligned_rows(transposed):
@@ -179,7 +219,7 @@ def test_a_product_of_copies(monkeypatch):
     monkeypatch.setattr(matmul_aligned, "which", lambda a, b: (True, False))
     seen = []
     with testing.kernels():
-        matmul_aligned.multiply_copies(a, b, lambda *operands: seen.extend(operands))
+        matmul_aligned.prepare(a, b, lambda *_: lambda *operands: seen.extend(operands))(a, b)
     assert torch.equal(seen[0], a)
     assert aligned_rows(seen[0])
     assert seen[1] is b
@@ -208,8 +248,8 @@ def test_a_second_backward_of_linear_plans_nothing(monkeypatch, M, N, K):
             if hasattr(module, "runs_gluon"):
                 monkeypatch.setattr(module, "runs_gluon", lambda _: True)
     matmul = sys.modules["course_ops.matmul"]
-    monkeypatch.setattr(matmul, "_remembers", lambda _: True)
-    monkeypatch.setattr(matmul, "_chosen", {})
+    monkeypatch.setattr(_launch, "_remembers", lambda _: True)
+    monkeypatch.setattr(_launch, "_prepared", {})
     monkeypatch.setattr(
         matmul, "DISPATCH", [kernel._replace(takes=counted("choices", kernel.takes)) for kernel in matmul.DISPATCH]
     )
@@ -252,7 +292,7 @@ def test_a_second_backward_of_linear_plans_nothing(monkeypatch, M, N, K):
             backward()
         finally:
             sys.setprofile(None)
-        assert calls < 250, "functions of Python, each of which costs the host about 0.1 us or more"
+        assert calls < 195, "functions of Python, each of which costs the host about 0.1 us or more"
 
 
 def test_a_second_launch_takes_the_compiled_kernel(monkeypatch):
@@ -279,6 +319,59 @@ def test_a_second_launch_takes_the_compiled_kernel(monkeypatch):
     assert [each[0] for each in seen] == ["first", "again", "first", "first", "first"]
     assert seen[0][1:] == ((7,), (x, 5), {"num_warps": 4})
     assert seen[1][1:] == ((7, 1, 1), (x, 5))
+
+
+def test_a_prepared_launch_takes_the_compiled_kernel(monkeypatch):
+    monkeypatch.setattr(_launch, "_stream", lambda device: ("stream of", device))
+    seen = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args, stream: seen.append(("again", grid, args, stream))
+
+    class Jitted:
+        def __getitem__(self, grid):
+            return lambda *args, **options: (seen.append(("first", grid, args, options)), Compiled())[1]
+
+    device = SimpleNamespace(index=1)
+    on_gpu, elsewhere = (SimpleNamespace(base=SimpleNamespace(is_cuda=gpu, device=device)) for gpu in (True, False))
+    for tensor, calls in ((on_gpu, ["first", "again", "again"]), (elsewhere, ["first"] * 3)):
+        seen.clear()
+        go = _launch.Launch(Jitted(), (7,), num_warps=4)
+        for number in range(3):
+            go(tensor, number)
+        assert [each[0] for each in seen] == calls
+        assert seen[0][1:] == ((7,), (tensor, 0), {"num_warps": 4})
+        if tensor is on_gpu:
+            assert seen[1][1:] == ((7, 1, 1), (tensor, 1), ("stream of", 1))
+    assert _launch.Launch(Jitted(), (7,)).again is None
+
+
+def test_what_is_prepared_is_remembered_for_tensors_that_lie_alike(monkeypatch):
+    monkeypatch.setattr(_launch, "_remembers", lambda _: True)
+    monkeypatch.setattr(_launch, "_prepared", {})
+    made = []
+
+    def prepare(*tensors):
+        made.append(tensors)
+
+    base = torch.zeros(40, 64, dtype=torch.bfloat16)
+    a, b = base[:8, :32], base[8:16, :32]
+    for others in ((), (None,), (b,), (b[:4],), (b.t(),), (b[:, 8:24],), (b[:, :16],), (b.half(),)):
+        made.clear()
+        for first in (a, b, a):
+            assert _launch.remembered(prepare, first, *others) is None
+        assert made == [(a, *others)], "what is prepared may be None, and is remembered, too"
+    with monkeypatch.context() as patched:
+        patched.setattr(_launch, "fp32_precision", lambda: "tf32")
+        made.clear()
+        _launch.remembered(prepare, a)
+        assert len(made) == 1
+    monkeypatch.setattr(_launch, "_remembers", lambda _: False)
+    for _ in range(2):
+        made.clear()
+        _launch.remembered(prepare, a)
+        assert len(made) == 1, "without a GPU nothing is remembered"
 
 
 def test_what_has_to_see_an_operator(monkeypatch):
@@ -721,7 +814,7 @@ def same_code_cases():
         "hopper, narrow tiles": lambda: (hopper, launch["hopper"], operands(1024, 1024, 1024)),
         "split K": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
         "one wave": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(1024, 1024, 1024)),
-        "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 4096, "b")),
+        "Stream-K": lambda: (skinny, launch["skinny"], operands(64, 4096, 8192, "b")),
         "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
         "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
         "pointers": lambda: (lesson01_matmul.pipelined, launch["pointers"], operands(300, 40, 35)),

@@ -234,6 +234,22 @@ def test_the_list_of_absent_peers_only_shrinks():
         assert (line["peer"], line["shape"]) not in have, f"{line} has a row: take it from the list"
 
 
+def test_no_page_shows_a_ratio_that_lacks_a_peer(tmp_path):
+    """A peer that was not installed, at that shape. One that refuses the shape leaves the ratio to the others."""
+    name = "day2_triton_basics.lesson05_softmax"
+    shutil.copy(ROOT / "reports" / DEVICE / f"{name}.csv", tmp_path)
+    first, second = list(dict.fromkeys(row.shape for row in rows.read(tmp_path / f"{name}.csv")))[:2]
+    about = {"lesson": name, "peer": "quack"}
+    lines = [
+        about | {"shape": first, "reason": rows.NOT_INSTALLED},
+        about | {"shape": second, "reason": "it refuses the shape"},
+    ]
+    (tmp_path / "absent.csv").write_text(rows.to_csv(lines))
+    found = [row for row in rows.read(tmp_path / f"{name}.csv") if row.kind == "rung"]
+    assert not any(row.ratio_to_best_peer for row in found if row.shape == first)
+    assert all(row.ratio_to_best_peer for row in found if row.shape == second)
+
+
 def test_a_shape_that_is_measured_again_loses_all_of_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "REPORTS", tmp_path)
     rows.save([a_row(ms_p50=2.0), a_row(rung="add_block"), a_row(rung="quack", kind="peer"), a_row(shape="n=7")])

@@ -1,5 +1,6 @@
 """Idioms that the Hopper matmuls share, in Gluon: a ring of stages with mbarriers, TMA loads, C by TMA in panels."""
 
+from collections.abc import Callable
 from functools import cache
 
 from torch import Tensor
@@ -64,15 +65,16 @@ def store_tile(c_desc, c_smem, acc, row, col, FIRST: gl.constexpr):
         async_store(c_desc, [row, col + 64 * p], panel)
 
 
-def describe(t: Tensor, rows: int, cols: int) -> tuple[TensorDescriptor, bool]:
-    """A TMA descriptor of a 16-bit matrix for blocks of rows x cols, and whether it lies transposed."""
+def describer(t: Tensor, rows: int, cols: int) -> tuple[Callable[[Tensor], TensorDescriptor], bool]:
+    """A function that describes to TMA what lies as the 16-bit matrix t, in blocks; whether t lies transposed."""
     shape, strides, transposed = t.shape, t.stride(), t.stride(1) != 1
     if transposed:
         shape, strides, rows, cols = shape[::-1], strides[::-1], cols, rows
-    return descriptor(TensorDescriptor, t, shape, strides, [rows, cols], layout=layout_of(rows, cols)), transposed
+    block, layout = [rows, cols], layout_of(rows, cols)
+    return lambda t: descriptor(TensorDescriptor, t, shape, strides, block, layout=layout), transposed
 
 
-@cache  # each launch describes three matrices or more
+@cache
 def layout_of(rows: int, cols: int) -> gl.NVMMASharedLayout:
     """How a block of any 16-bit dtype lies in shared memory for wgmma: a swizzle of 128 bytes, or of a shorter row."""
     return gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)

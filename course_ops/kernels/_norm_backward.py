@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import num_sms, shared_memory, triton_interprets
+from course_ops._common import architecture, num_sms, shared_memory, triton_interprets
 from course_ops.kernels._rows import (
     Rows,
     common_multiple_of,
@@ -85,7 +86,7 @@ def norm_backward_walk_kernel(
     M, N, stride_dtotal, stride_dy, stride_x,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,  # columns of a chunk, and of the last one
     THREADS: tl.constexpr, WIDTH: tl.constexpr,  # of the program; columns that a thread loads at once, at most
-    STAGES: tl.constexpr, MULTIPLE: tl.constexpr,
+    STAGES: tl.constexpr, EARLY_SUM: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     N, stride_dtotal = multiple(N, MULTIPLE), multiple(stride_dtotal, MULTIPLE)
     stride_dy, stride_x = multiple(stride_dy, MULTIPLE), multiple(stride_x, MULTIPLE)
@@ -128,6 +129,8 @@ def norm_backward_walk_kernel(
             tl.store(dx_ptr + row * N + cols, dx, mask=cols < N)
             dw = dw + (before_dw[chunk] + wide * x_hat,)  # noqa: RUF005
             db = db + (before_db[chunk] + wide,)  # noqa: RUF005
+    if EARLY_SUM:
+        gdc_launch_dependents()
     store_partials(partial_dw_ptr, partial_db_ptr, dw, db, program * N, 0, N, CHUNKS, BLOCK, LAST)
 
 
@@ -171,7 +174,7 @@ def norm_backward_group_kernel(
     PARTS: tl.constexpr, WORDS: tl.constexpr,  # PARTS words of a row; or 1, where they have been added up
     SLOTS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
     THREADS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
-    PUBLISH: tl.constexpr, FINISH: tl.constexpr, MULTIPLE: tl.constexpr,
+    PUBLISH: tl.constexpr, FINISH: tl.constexpr, EARLY_SUM: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     N, stride_dtotal = multiple(N, MULTIPLE), multiple(stride_dtotal, MULTIPLE)
     stride_dy, stride_x = multiple(stride_dy, MULTIPLE), multiple(stride_x, MULTIPLE)
@@ -253,6 +256,8 @@ def norm_backward_group_kernel(
         mean = next_mean
         rstd = next_rstd
     if FINISH:
+        if EARLY_SUM:
+            gdc_launch_dependents()
         store_partials(partial_dw_ptr, partial_db_ptr, dw, db, group * N, begin, N, CHUNKS, BLOCK, LAST)
 
 
@@ -358,7 +363,8 @@ def norm_backward_walk(dy, x, w, mean, rstd, bias=False, dtotal=None):
         norm_backward_walk_kernel[(programs,)](
             dtotal, dy, x, w, mean, rstd, dx, dresidual, partial_dw, partial_db, rows.M, rows.N,
             *_strides(dtotal, dy, x), plan.chunks, plan.block, plan.last, 32 * plan.warps,
-            load.at_once, plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)), known,
+            load.at_once, plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)),
+            early_sum(x.device), known,
             num_warps=plan.warps, maxnreg=plan.registers,
         )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
@@ -388,7 +394,8 @@ def norm_backward_group(dy, x, w, mean, rstd, bias=False, dtotal=None):
                 dtotal, dy, x, w, mean, rstd, dx, dresidual, partial_dw, partial_db, sums, rows.M, rows.N,
                 *_strides(dtotal, dy, x), groups, parts, words, _slots(words, plan.warps) if finish else 1,
                 plan.chunks, plan.block, plan.last, 32 * plan.warps, load.at_once,
-                plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)), publish_, finish, known,
+                plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)), publish_, finish,
+                early_sum(x.device), known,
                 num_warps=plan.warps, maxnreg=plan.registers, launch_cooperative_grid=at_once,
             )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
@@ -424,8 +431,10 @@ def _gradients(dy, x, w, bias, dtotal):
 @triton.jit
 def sum_partials_kernel(
     partial_dw_ptr, partial_db_ptr, dw_ptr, db_ptr,  # [P, N] in fp32 twice -> [N] twice
-    P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
+    P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     N = multiple(N, MULTIPLE)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     dw = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
@@ -450,8 +459,13 @@ def sum_partials(partial_dw, partial_db, dw, db):
     block_n = max(8, min(32, triton.next_power_of_2(N // num_sms(dw.device) + 1) // 2))
     sum_partials_kernel[(triton.cdiv(N, block_n),)](
         partial_dw, partial_db, dw, db, P, N, BLOCK_P=min(256, triton.next_power_of_2(P)), BLOCK_N=block_n,
-        MULTIPLE=common_multiple_of(N), num_warps=8,
+        EARLY=early_sum(dw.device), MULTIPLE=common_multiple_of(N), num_warps=8, launch_pdl=early_sum(dw.device),
     )  # fmt: skip
+
+
+def early_sum(device: torch.device) -> bool:
+    """Whether sum_partials starts while the last programs of the kernel before still store: dependent launch."""
+    return architecture(device) >= 90 and not triton_interprets()
 
 
 def partial_sums(programs, x, bias):

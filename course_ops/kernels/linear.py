@@ -1,6 +1,7 @@
 """y = gelu(x W^T + bias) + residual with the epilogue in the matmul's registers, and what its backward adds."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -9,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from course_ops._common import architecture, cdiv, fitting_stages, num_sms, roomy, tma_takes, triton_interprets
-from course_ops._launch import launch
+from course_ops._launch import Launch, descriptor, launch, remembered
 from course_ops.kernels._tiles import swizzled_tile
 
 # gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded.
@@ -145,18 +146,21 @@ def linear_tma(
     M, N, y, sms = len(x), len(w), x.new_empty(len(x), len(w)), num_sms(x.device)
     block_n = tile_width(M, N, x.device)
     stages = 3 if block_n == 256 else 4
-    outer = sum(t is not None for t in (residual, y, save))
-    stages = fitting_stages(stages, 2 * (128 + block_n) * 64, x.device, beside=outer * 128 * block_n)
-    x_desc, w_desc = (TensorDescriptor.from_tensor(t, [rows, 64]) for t, rows in ((x, 128), (w, block_n)))
-    outer_descs = (
-        TensorDescriptor.from_tensor(y if t is None else t, [128, block_n // 2]) for t in (residual, y, save)
-    )  # y stands in for what is absent
-    tma_kernel[(min(sms, cdiv(M, 128) * cdiv(N, block_n)),)](
-        x_desc, w_desc, bias, *outer_descs, M, N, x.shape[1],
-        bias is not None, gelu, residual is not None, save is not None,
-        BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=64, num_warps=8, num_stages=stages,
-    )  # fmt: skip
+    stored = sum(t is not None for t in (residual, y, save))
+    stages = fitting_stages(stages, 2 * (128 + block_n) * 64, x.device, beside=stored * 128 * block_n)
+    flags = bias is not None, gelu, residual is not None, save is not None
+    inner = _described(x, 128, 64), _described(w, block_n, 64)
+    outer = (_described(y if t is None else t, 128, block_n // 2) for t in (residual, y, save))  # y for what is absent
+    sizes = M, N, x.shape[1]
+    args = *inner, bias, *outer, *sizes, *flags, 128, block_n, 64
+    key = *sizes, *flags, block_n, x.dtype, *_specialized(bias)
+    grid = (min(sms, cdiv(M, 128) * cdiv(N, block_n)),)
+    launch(tma_kernel, grid, args, key, num_warps=8, num_stages=stages)
     return y
+
+
+def _described(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    return descriptor(TensorDescriptor, t, t.shape, t.stride(), [rows, cols])
 
 
 def tile_width(M: int, N: int, device: torch.device) -> int:
@@ -185,11 +189,17 @@ def epilogue(
     """gelu(x + bias) + residual of a contiguous [M, N], in dtype; x + bias goes to `save`."""
     (M, N), y = x.shape, torch.empty_like(x, dtype=dtype)
     if y.numel():
-        epilogue_kernel[(cdiv(M, 8) * cdiv(N, 512),)](
-            x, bias, residual, y, save, M, N, 0 if residual is None else residual.stride(0),
-            bias is not None, gelu, residual is not None, save is not None, BLOCK_M=8, BLOCK_N=512,
-        )  # fmt: skip
+        sizes = M, N, 0 if residual is None else residual.stride(0)
+        flags = bias is not None, gelu, residual is not None, save is not None
+        key = *sizes, *flags, x.dtype, *_specialized(bias, residual, y, save)
+        args = x, bias, residual, y, save, *sizes, *flags, 8, 512
+        launch(epilogue_kernel, (cdiv(M, 8) * cdiv(N, 512),), args, key)
     return y
+
+
+def _specialized(*tensors: Tensor | None) -> list[tuple[torch.dtype, bool] | None]:
+    """What a kernel is specialized for in pointers."""
+    return [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
 
 
 # A program walks down its columns and adds up dz while it has it in registers. The sums are of values that were never
@@ -226,24 +236,46 @@ def column_sums_kernel(dz_ptr, partial_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N
 
 def gelu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """dy [M, N] with unit last stride, z [M, N] contiguous -> dz = dy gelu'(z) and its sums over rows, in z's dtype."""
-    (M, N), dz, partial = z.shape, torch.empty_like(z), _partial(z)
-    if z.numel():
-        block_m, block_n = _block(M, N, num_sms(z.device))
-        sizes = M, N, dy.stride(0), block_m, block_n
-        key = dy.dtype, z.dtype, partial.dtype, dy.data_ptr() % 16 == 0, z.data_ptr() % 16 == 0, *sizes
-        launch(dz_and_sums_kernel, (cdiv(N, block_n), len(partial)), (dy, z, dz, partial, *sizes), key)
-    return dz, _total(partial, z.dtype)
+    gradients: tuple[Tensor, Tensor] = remembered(_prepare_gelu_backward, dy, z)(dy, z)
+    return gradients
+
+
+def _prepare_gelu_backward(dy: Tensor, z: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    M, N = z.shape
+    if not z.numel():
+        return lambda dy, z: (torch.empty_like(z), z.new_zeros(N))
+    rows, (block_m, block_n) = _partial_rows(z), _block(M, N, num_sms(z.device))
+    go, sizes = Launch(dz_and_sums_kernel, (cdiv(N, block_n), rows)), (M, N, dy.stride(0), block_m, block_n)
+    partial, total = _prepare_sums(z, rows)
+
+    def run(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        dz, sums = z.new_empty(M, N), partial(z)
+        go(dy, z, dz, sums, *sizes)
+        return dz, total(sums)
+
+    return run
 
 
 def column_sums(dz: Tensor) -> Tensor:
     """The sums over the rows of a contiguous [M, N], added in fp32, in its dtype."""
-    (M, N), partial = dz.shape, _partial(dz)
-    if dz.numel():
-        block_m, block_n = _block(M, N, num_sms(dz.device))
-        sizes = M, N, block_m, block_n
-        key = dz.dtype, partial.dtype, dz.data_ptr() % 16 == 0, *sizes
-        launch(column_sums_kernel, (cdiv(N, block_n), len(partial)), (dz, partial, *sizes), key)
-    return _total(partial, dz.dtype)
+    sums: Tensor = remembered(_prepare_column_sums, dz)(dz)
+    return sums
+
+
+def _prepare_column_sums(dz: Tensor) -> Callable[[Tensor], Tensor]:
+    M, N = dz.shape
+    if not dz.numel():
+        return lambda dz: dz.new_zeros(N)
+    rows, (block_m, block_n) = _partial_rows(dz), _block(M, N, num_sms(dz.device))
+    go, sizes = Launch(column_sums_kernel, (cdiv(N, block_n), rows)), (M, N, block_m, block_n)
+    partial, total = _prepare_sums(dz, rows)
+
+    def run(dz: Tensor) -> Tensor:
+        sums = partial(dz)
+        go(dz, sums, *sizes)
+        return total(sums)
+
+    return run
 
 
 def _block(M: int, N: int, sms: int) -> tuple[int, int]:
@@ -254,22 +286,26 @@ def _block(M: int, N: int, sms: int) -> tuple[int, int]:
     return (128, 32) if M <= 128 and cdiv(N, 128) < sms else (32, 128)
 
 
-def _partial(z: Tensor) -> Tensor:
-    """[programs, N] fp32: about 8 programs an SM, each with a row of partial sums. A single row is the result.
+def _partial_rows(z: Tensor) -> int:
+    """How many programs add up a column: about 8 programs an SM in all, each with a row of partial sums.
 
     Up to 128 rows one program walks down each column: to add up a few rows takes longer than to read them.
     """
     M, N = z.shape
     most = 1 if M <= 128 else 8 * num_sms(z.device) // max(1, cdiv(N, 128))
-    programs = max(1, min(cdiv(M, 32), most))
-    dtype = torch.float32 if programs > 1 else z.dtype
-    return (torch.empty if M else torch.zeros)((programs, N), dtype=dtype, device=z.device)
+    return max(1, min(cdiv(M, 32), most))
 
 
-def _total(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    programs, N = partial.shape
-    if programs == 1:
-        return partial[0]
-    total, sizes = partial.new_empty(1, N, dtype=dtype), (programs, N, 128, 32)
-    launch(column_sums_kernel, (cdiv(N, 32), 1), (partial, total, *sizes), (partial.dtype, dtype, True, *sizes))
-    return total[0]
+def _prepare_sums(z: Tensor, rows: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """What makes room for partial sums [rows, N], and what adds them up. A single row is the result."""
+    N, dtype = z.shape[1], z.dtype
+    if rows == 1:
+        return lambda z: z.new_empty(N), lambda sums: sums
+    go, sizes = Launch(column_sums_kernel, (cdiv(N, 32), 1)), (rows, N, 128, 32)
+
+    def total(sums: Tensor) -> Tensor:
+        result = sums.new_empty(N, dtype=dtype)
+        go(sums, result, *sizes)
+        return result
+
+    return lambda z: z.new_empty(rows, N, dtype=torch.float32), total

@@ -35,20 +35,25 @@ def matmul_pointers(a: Tensor, b: Tensor) -> Tensor:
     return c
 
 
-# fp32 without TF32 has no tensor cores: each thread multiplies 8 x 8 of the tile by FMAs, 13 for a 16-byte load from
-# shared memory. Triton copies 16 bytes at a time only where it knows that sizes and strides are multiples of 16.
-IEEE_TILES = ((128, 64, 16), (64, 64, 16))
+# fp32 without TF32 has no tensor cores: each thread multiplies a part of the tile by FMAs. A small tile leaves room for
+# many programs on an SM. While one waits at a barrier, the others multiply. If B lay transposed, a thread would read
+# shared memory in pieces of 4 bytes, so B is copied. Triton copies 16 bytes at a time only where it knows that sizes
+# and strides are multiples of 16.
+IEEE_TILE, IEEE_LARGE_TILE = (64, 64, 16), (128, 64, 16)
 
 
 def matmul_ieee(a: Tensor, b: Tensor) -> Tensor:
-    """[M, K], [K, N] -> [M, N] in fp32, exact, any strides. What is no multiple of 16 is copied beside zeros."""
+    """[M, K], [K, N] -> [M, N] in fp32, exact, any strides. Copies what is no multiple of 16, and b if transposed."""
     (M, K), N, c = a.shape, b.shape[1], a.new_empty(a.shape[0], b.shape[1])
     k = _to_16(K)
-    a = _fitted(a, _to_16(M) if a.stride(1) != 1 else M, k)
-    b = _fitted(b, k, _to_16(N) if b.stride(0) != 1 else N)
+    transposed = a.stride(1) != 1
+    a = _fitted(a, _to_16(M) if transposed else M, k, a.stride(0) == 1 and transposed)
+    b = _fitted(b, k, _to_16(N), False)
     out = c if c.shape == (len(a), b.shape[1]) else c.new_empty(len(a), b.shape[1])
-    sms = num_sms(a.device)
-    tile = min(IEEE_TILES, key=lambda t: cdiv(cdiv(M, t[0]) * cdiv(N, t[1]), sms) * t[0] * t[1])
+    tile, sms = IEEE_TILE, num_sms(a.device)
+    if transposed:
+        tiles = IEEE_LARGE_TILE, IEEE_TILE
+        tile = min(tiles, key=lambda t: cdiv(cdiv(M, t[0]) * cdiv(N, t[1]), sms) * t[0] * t[1])
     pointers_kernel[(cdiv(len(a), tile[0]) * cdiv(b.shape[1], tile[1]),)](
         a, b, out, *out.shape, k, *a.stride(), *b.stride(), out.stride(0), *tile, "ieee", 8, num_warps=4, num_stages=4
     )
@@ -59,12 +64,13 @@ def _to_16(n: int) -> int:
     return n + -n % 16
 
 
-def _fitted(t: Tensor, rows: int, cols: int) -> Tensor:
+def _fitted(t: Tensor, rows: int, cols: int, by_columns: bool) -> Tensor:
     """t if it is rows x cols and its rows, or columns, begin at multiples of 64 bytes; else a copy with zeros."""
-    outer = max(t.stride())
-    if t.shape == (rows, cols) and min(t.stride()) == 1 and outer % 16 == 0 and t.data_ptr() % 16 == 0:
+    outer, inner = t.stride()[::-1] if by_columns else t.stride()
+    if t.shape == (rows, cols) and inner == 1 and outer % 16 == 0 and t.data_ptr() % 16 == 0:
         return t
-    copy = t.new_zeros(rows, _to_16(cols))[:, :cols] if t.stride(0) != 1 else t.new_zeros(cols, _to_16(rows)).t()[:rows]
+    new = t.new_empty if t.shape == (rows, cols) else t.new_zeros
+    copy = new(cols, _to_16(rows)).t()[:rows] if by_columns else new(rows, _to_16(cols))[:, :cols]
     copy[: t.shape[0], : t.shape[1]] = t
     return copy
 

@@ -34,11 +34,22 @@ def aligned_copy(t: Tensor) -> Tensor:
     """
     stored = t if t.stride(1) == 1 else t.t()
     rows, cols = stored.shape
-    copy = t.new_empty(rows, cols + -cols % 64)[:, :cols]
+    copy = _room(stored)
     copy_kernel[(cdiv(rows, 8), cdiv(cols, 1024))](
         stored, copy, rows, cols // 8, stored.stride(0) // 8, copy.stride(0) // 8, ROWS=8, COLS=1024
     )
     return copy if stored is t else copy.t()
+
+
+def _room(stored: Tensor) -> Tensor:
+    """As large as a matrix, uninitialised, with rows that begin at multiples of 128 bytes."""
+    rows, cols = stored.shape
+    return stored.new_empty(rows, cols + -cols % 64)[:, :cols]
+
+
+def _as_copied(t: Tensor) -> Tensor:
+    """A matrix that lies as aligned_copy(t)."""
+    return _room(t) if t.stride(1) == 1 else _room(t.t()).t()
 
 
 def which(a: Tensor, b: Tensor) -> tuple[bool, bool]:
@@ -49,7 +60,13 @@ def which(a: Tensor, b: Tensor) -> tuple[bool, bool]:
     return copies_that_pay(M, N, K, aligned_rows(a), aligned_rows(b), num_sms(a.device))
 
 
-def multiply_copies(a: Tensor, b: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """multiply(a, b) after the copies that pay. They take as much memory as the matrices, until it returns."""
+def prepare(
+    a: Tensor, b: Tensor, prepare_product: Callable[[Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A product after the copies that pay, for operands that lie as a and b do.
+
+    The copies take as much memory as the matrices, until the product is launched.
+    """
     copy_a, copy_b = which(a, b)
-    return multiply(aligned_copy(a) if copy_a else a, aligned_copy(b) if copy_b else b)
+    product = prepare_product(_as_copied(a) if copy_a else a, _as_copied(b) if copy_b else b)
+    return lambda a, b: product(aligned_copy(a) if copy_a else a, aligned_copy(b) if copy_b else b)

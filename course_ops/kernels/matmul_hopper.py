@@ -1,16 +1,18 @@
 """C = A B on Hopper: persistent and warp-specialized. One producer warp loads, two consumer warpgroups multiply."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from course_ops._common import cdiv, num_sms, runs_gluon
-from course_ops._launch import launch
+from course_ops._launch import Launch
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import (
     as_operand,
-    describe,
+    describer,
     load_stage,
     store_tile,
     swizzled_tile,
@@ -101,17 +103,27 @@ def persistent_kernel(
 
 def matmul_hopper(a: Tensor, b: Tensor) -> Tensor:
     """[M, K], [K, N] -> [M, N] in 16 bits, K > 0; rows or columns contiguous and 16-byte aligned (takes)."""
-    c = a.new_empty(a.shape[0], b.shape[1])
-    (M, N), K, sms = c.shape, a.shape[1], num_sms(a.device)
+    return prepare(a, b)(a, b)
+
+
+def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """matmul_hopper for operands that lie as a and b do."""
+    (M, K), N, sms = a.shape, b.shape[1], num_sms(a.device)
     block_n = plan_of(a, b, sms, whole_tiles_of=BLOCK_M).block_n
-    (a_desc, a_t), (b_desc, b_t) = describe(a, BLOCK_M, BLOCK_K), describe(b, BLOCK_K, block_n)
-    c_desc, _ = describe(c, BLOCK_M // 2, 64)
+    (of_a, a_t), (of_b, b_t) = describer(a, BLOCK_M, BLOCK_K), describer(b, BLOCK_K, block_n)
+    of_c, _ = describer(a.new_empty(M, N, device="meta"), BLOCK_M // 2, 64)
     tiles_m, tiles_n, steps = cdiv(M, BLOCK_M), cdiv(N, block_n), cdiv(K, BLOCK_K)
     tiles = tiles_m * tiles_n
     programs = cdiv(tiles, cdiv(tiles, sms))  # as few as make as many rounds as all SMs would
     sizes = tiles_m, tiles_n, steps, STAGES, GROUP, a_t, b_t
-    launch(persistent_kernel, (programs,), (a_desc, b_desc, c_desc, *sizes), (a.dtype, block_n, *sizes), num_warps=4)
-    return c
+    go = Launch(persistent_kernel, (programs,), num_warps=4)
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        c = a.new_empty(M, N)
+        go(of_a(a), of_b(b), of_c(c), *sizes)
+        return c
+
+    return run
 
 
 def takes(a: Tensor, b: Tensor) -> bool:

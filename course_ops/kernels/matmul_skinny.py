@@ -1,5 +1,7 @@
 """C = A B for few rows of A, where reading B is all the time: matrix times vector, and Stream-K (Osama et al. 2023)."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -7,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from course_ops._common import architecture, cdiv, fitting_stages, num_sms, shared_memory, tma_takes
-from course_ops._launch import descriptor, launch
+from course_ops._launch import Launch, descriptor
 from course_ops.kernels._tiles import stream_zeros
 
 
@@ -105,68 +107,109 @@ def stream_k_kernel(
 
 def matmul_skinny(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """a [M, K], b [K, N], any strides -> [M, N] in out_dtype (a's). For M <= 128, right for any M; deterministic."""
-    c = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype)
-    if not c.numel() or not a.shape[1]:
-        return c.zero_()
+    return prepare(a, b, out_dtype)(a, b)
+
+
+def prepare(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+    """matmul_skinny for operands that lie as a and b do."""
+    shape, dtype = (a.shape[0], b.shape[1]), out_dtype or a.dtype
+    if not all(shape) or not a.shape[1]:
+        return lambda a, b: a.new_zeros(shape, dtype=dtype)
     n_major = b.stride(0) == 1  # [N, K] in memory, as nn.Linear keeps its weight
     if a.shape[0] == 1 and n_major:
-        return _matvec(a, b, c)
+        return _matvec(a, b, dtype)
     block_m, *block = _pointer_tile(a)
     tma = ""
     if a.element_size() == 2 and architecture(a.device) >= 90 and tma_takes(a, b.t() if n_major else b):
         tma = "[N, K]" if n_major else "[K, N]"
-        block = _tma_tile(block_m, b, n_major)
-    return _stream_k(a, b, c, block_m, *block, tma)
+        n, k, warps, stages = _tma_tile(block_m, b.shape[1], num_sms(b.device), n_major)
+        block = [n, k, warps, fitting_stages(stages, 2 * (block_m + n) * k, b.device)]
+    return _stream_k(a, b, dtype, block_m, *block, tma)
 
 
-def _matvec(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    N, K = c.shape[1], a.shape[1]
+def _matvec(a: Tensor, b: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    K, N = b.shape
     sizes = N, K, a.stride(1), *b.stride(), 4, 1024
-    launch(matvec_kernel, (cdiv(N, 4),), (a, b, c, *sizes), (*_pointers(a, b, c), *sizes), num_stages=1)
-    return c
+    go = Launch(matvec_kernel, (cdiv(N, 4),), num_stages=1)
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        c = a.new_empty(1, N, dtype=dtype)
+        go(a, b, c, *sizes)
+        return c
+
+    return run
 
 
 def _pointer_tile(a: Tensor) -> tuple[int, int, int, int, int]:
     """block_m, block_n, block_k, warps, stages: as many rows as there are, 128 columns, 128 bytes along K."""
-    block_m = min(128, max(16, 1 << (a.shape[0] - 1).bit_length()))  # triton.next_power_of_2 costs microseconds
+    block_m = _block_m(a.shape[0])
     if a.element_size() == 4:  # no tensor cores: sums and operands take more registers
         return min(64, block_m), 64, 32, 4, 4
     stages = min(4, shared_memory(a.device) // (2 * (block_m + 128) * 64))
     return block_m, 128, 64, 8 if block_m == 128 else 4, stages
 
 
-def _tma_tile(block_m: int, b: Tensor, n_major: bool) -> tuple[int, int, int, int]:
+def _tma_tile(block_m: int, N: int, sms: int, n_major: bool) -> tuple[int, int, int, int]:
     """block_n, block_k, warps, stages: the narrowest tile that makes no more tiles than SMs, else the widest."""
     few = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if n_major else (256, 64, 4, 5)]
     tiles = few if block_m <= 32 else [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
-    n, k, warps, stages = next((t for t in tiles if cdiv(b.shape[1], t[0]) <= num_sms(b.device)), tiles[-1])
-    return n, k, warps, fitting_stages(stages, 2 * (block_m + n) * k, b.device)
+    return next((t for t in tiles if cdiv(N, t[0]) <= sms), tiles[-1])
+
+
+def cycles_of(M: int, N: int, K: int, block_n: int, per_tile: int) -> float:
+    """Estimated cycles where so many programs share a tile of all rows.
+
+    An SM loads 57 bytes a cycle, memory gives 2300, and to add a program's part takes 3500 cycles: fits on an H200.
+    """
+    return max(2 * (M + block_n) * K / per_tile / 57, 2 * N * K / 2300) + 3500 * (per_tile - 1)
+
+
+def plan(M: int, N: int, K: int, sms: int, n_major: bool) -> tuple[int, float]:
+    """Programs of a tile and estimated cycles where TMA loads, for M <= 128; 0 programs: more tiles than SMs."""
+    block_n, block_k, *_ = _tma_tile(_block_m(M), N, sms, n_major)
+    most = min(sms // cdiv(N, block_n), cdiv(K, block_k))
+    if not most:
+        return 0, cycles_of(M, N, K, N, 1)
+    per_tile = min(range(1, most + 1), key=lambda each: cycles_of(M, N, K, block_n, each))
+    return per_tile, cycles_of(M, N, K, block_n, per_tile)
+
+
+def _block_m(M: int) -> int:
+    return min(128, max(16, 1 << (M - 1).bit_length()))  # triton.next_power_of_2 costs microseconds
 
 
 def _stream_k(
-    a: Tensor, b: Tensor, c: Tensor, block_m: int, block_n: int, block_k: int, warps: int, stages: int, tma: str
-) -> Tensor:
-    (M, N), K, sms = c.shape, a.shape[1], num_sms(a.device)
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+    tma: str,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    (M, K), N, sms = a.shape, b.shape[1], num_sms(a.device)
     tiles = cdiv(M, block_m) * cdiv(N, block_n)
-    programs = min(sms, tiles * cdiv(K, block_k))
-    if tma and 5 * (programs // tiles * tiles) >= 4 * programs:  # even shares, where at most a fifth of the SMs idle
-        programs = programs // tiles * tiles
-    parts = torch.empty(programs, block_m, block_n, dtype=torch.float32, device=a.device)
-    flags = stream_zeros(a, 4 * sms, "stream-k")
+    # Where TMA loads, whole tiles or even parts of them; otherwise equal shares of all steps.
+    per_tile = plan(M, N, K, sms, tma == "[N, K]")[0] if tma and block_m >= M else 0
+    programs = per_tile * tiles or min(sms, tiles * cdiv(K, block_k))
     sizes = M, N, K, a.stride() + b.stride(), block_m, block_n, block_k, tma
-    key = *_pointers(a, b, c), *sizes
-    operands: tuple[object, object] = a, b
-    if tma:
-        shape, lies, block = b.shape, b.stride(), [block_k, block_n]
-        if tma == "[N, K]":
-            shape, lies, block = shape[::-1], lies[::-1], block[::-1]
-        of_a = descriptor(TensorDescriptor, a, a.shape, a.stride(), [block_m, block_k])
-        operands = of_a, descriptor(TensorDescriptor, b, shape, lies, block)
-    args = *operands, c, parts, flags, *sizes
-    launch(stream_k_kernel, (programs,), args, key, num_warps=warps, num_stages=stages)
-    return c
+    shape, lies, block = b.shape, b.stride(), [block_k, block_n]
+    if tma == "[N, K]":
+        shape, lies, block = shape[::-1], lies[::-1], block[::-1]
+    shape_a, lies_a, block_a = a.shape, a.stride(), [block_m, block_k]
+    go = Launch(stream_k_kernel, (programs,), num_warps=warps, num_stages=stages)
 
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        c = a.new_empty(M, N, dtype=dtype)
+        parts = a.new_empty(programs, block_m, block_n, dtype=torch.float32)
+        flags = stream_zeros(a, 4 * sms, "stream-k")
+        if tma:
+            of_a = descriptor(TensorDescriptor, a, shape_a, lies_a, block_a)
+            go(of_a, descriptor(TensorDescriptor, b, shape, lies, block), c, parts, flags, *sizes)
+        else:
+            go(a, b, c, parts, flags, *sizes)
+        return c
 
-def _pointers(a: Tensor, b: Tensor, c: Tensor) -> tuple[object, ...]:
-    """What a kernel is specialized for in three pointers; c is new, so it begins at a multiple of 16 bytes."""
-    return a.dtype, b.dtype, c.dtype, a.data_ptr() % 16 == 0, b.data_ptr() % 16 == 0
+    return run

@@ -1,6 +1,8 @@
 """C = A B on Hopper for outputs of at most one tile an SM: K is split, partial sums meet by a reduce-scatter in L2."""
 
+from collections.abc import Callable
 from functools import lru_cache
+from math import log2
 
 import torch
 from torch import Tensor
@@ -10,9 +12,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from course_ops._common import cdiv, num_sms
-from course_ops._launch import launch
+from course_ops._launch import Launch
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
-from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describe, load_stage, split_columns
+from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describer, load_stage, split_columns
 from course_ops.kernels._tiles import stream_zeros
 from course_ops.versions import async_store, reinterpret
 
@@ -152,9 +154,12 @@ def split_k_kernel(
 
 
 def _cycles(N: int, K: int, block_n: int, splits: int) -> float:
-    """Estimate: an SM loads 40 bytes a cycle, memory gives 2300, parts cross L2 at 64 and wait 4000 cycles."""
-    meeting = 4000 + 2 * 4 * 128 * block_n / 64 if splits > 1 else 0
-    return max(2 * (128 + block_n) * K / splits / 40, 2 * N * K / 2300) + meeting
+    """Estimate: an SM loads 50 bytes a cycle, memory gives 2300, and parts cross L2 at 64.
+
+    They wait 4000 cycles, and 1000 more each time that the splits double.
+    """
+    meeting = 3000 + 1000 * log2(splits) + 2 * 4 * 128 * block_n / 64 if splits > 1 else 0
+    return max(2 * (128 + block_n) * K / splits / 50, 2 * N * K / 2300) + meeting
 
 
 @lru_cache(maxsize=4096)  # the host's time of a call is part of it
@@ -172,18 +177,28 @@ def choose(M: int, N: int, K: int, sms: int) -> tuple[int, int, float] | None:
 
 def matmul_split_k(a: Tensor, b: Tensor) -> Tensor:
     """[M, K], [K, N] -> [M, N] in 16 bits where choose() has an answer; operands as matmul_hopper; deterministic."""
-    c, sms = a.new_empty(a.shape[0], b.shape[1]), num_sms(a.device)
-    (M, N), K = c.shape, a.shape[1]
+    return prepare(a, b)(a, b)
+
+
+def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """matmul_split_k for operands that lie as a and b do."""
+    (M, K), N, sms = a.shape, b.shape[1], num_sms(a.device)
     chosen = choose(M, N, K, sms)
     assert chosen, "more than one wave of tiles"
     block_n, splits, _ = chosen
-    (a_desc, a_t), (b_desc, b_t) = describe(a, 128, 64), describe(b, 64, block_n)
-    c_desc, _ = describe(c, 64, min(64, block_n // splits))
+    (of_a, a_t), (of_b, b_t) = describer(a, 128, 64), describer(b, 64, block_n)
+    of_c, _ = describer(a.new_empty(M, N, device="meta"), 64, min(64, block_n // splits))
     tiles_m = cdiv(M, 128)
     tiles = tiles_m * cdiv(N, block_n)
-    parts = torch.empty(tiles * splits if splits > 1 else 0, 128, block_n, dtype=torch.float32, device=a.device)
-    counters = stream_zeros(a, 2 * sms, splits)  # of each number of splits, so that they stay its multiples
+    partial = tiles * splits * 128 * block_n if splits > 1 else 0
     sizes = tiles_m, cdiv(K, 64), M, 224 * 1024 // (128 * (128 + block_n)), splits, a_t, b_t
-    args = a_desc, b_desc, c_desc, parts, counters, *sizes
-    launch(split_k_kernel, (tiles * splits,), args, (a.dtype, block_n, *sizes), num_warps=4)
-    return c
+    no_parts = a.new_empty(0, dtype=torch.float32)
+    go = Launch(split_k_kernel, (tiles * splits,), num_warps=4)
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        c, parts = a.new_empty(M, N), a.new_empty(partial, dtype=torch.float32) if partial else no_parts
+        counters = stream_zeros(a, 2 * sms, splits)  # of each number of splits, so that they stay its multiples
+        go(of_a(a), of_b(b), of_c(c), parts, counters, *sizes)
+        return c
+
+    return run

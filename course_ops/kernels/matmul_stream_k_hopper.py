@@ -14,6 +14,8 @@ A CTA whose share begins inside a tile leaves its sums in global memory and sets
 step waits for it, adds the sums in the order of K, and stores C. So the result is the same to the bit each time.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,9 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from course_ops._common import cdiv, num_sms, shared_memory
-from course_ops._launch import launch
+from course_ops._launch import Launch
 from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
-from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describe, split_columns, swizzled_tile
+from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describer, split_columns, swizzled_tile
 from course_ops.kernels._matmul_plan import STEP, Plan, group_of, plan_of
 from course_ops.kernels._tiles import stream_zeros
 from course_ops.kernels.matmul_hopper import BLOCK_M, takes
@@ -344,22 +346,38 @@ def pays(a: Tensor, b: Tensor) -> bool:
 
 def matmul_stream_k_hopper(a: Tensor, b: Tensor) -> Tensor:
     """[M, K], [K, N] -> [M, N] in 16 bits, as the plan has it; operands as for matmul_hopper; deterministic."""
-    return by_plan(a, b, plan_of(a, b, num_sms(a.device)))
+    return prepare(a, b)(a, b)
+
+
+def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """matmul_stream_k_hopper for operands that lie as a and b do."""
+    return planned(a, b, plan_of(a, b, num_sms(a.device)))
 
 
 def by_plan(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     """As matmul_stream_k_hopper, by a given plan."""
-    c, sms = a.new_empty(a.shape[0], b.shape[1]), num_sms(a.device)
+    return planned(a, b, plan)(a, b)
+
+
+def planned(a: Tensor, b: Tensor, plan: Plan) -> Callable[[Tensor, Tensor], Tensor]:
+    """by_plan for operands that lie as a and b do."""
+    shape, sms = (a.shape[0], b.shape[1]), num_sms(a.device)
     consumers, block_n = plan.block_m // ROWS, plan.block_n
-    (a_desc, a_t), (b_desc, b_t) = describe(a, ROWS, STEP), describe(b, STEP, block_n)
-    c_desc, _ = describe(c, ROWS, PANEL)
-    tiles_m, tiles_n = cdiv(c.shape[0], plan.block_m), cdiv(c.shape[1], block_n)
+    (of_a, a_t), (of_b, b_t) = describer(a, ROWS, STEP), describer(b, STEP, block_n)
+    of_c, _ = describer(a.new_empty(shape, device="meta"), ROWS, PANEL)
+    tiles_m, tiles_n = cdiv(shape[0], plan.block_m), cdiv(shape[1], block_n)
     ctas = sms if plan.shared_tiles else min(sms, tiles_m * tiles_n)
-    sums = a.new_empty(ctas * plan.block_m * block_n if plan.shared_tiles else 0, dtype=torch.float32)
+    partial = ctas * plan.block_m * block_n if plan.shared_tiles else 0
     beside = 2 * consumers * ROWS * PANEL * 2 + 1024  # bytes: panels of C, barriers
     stages = min(6, (shared_memory(a.device) - beside) // (2 * STEP * (plan.block_m + block_n)))
     group = group_of(tiles_m, plan.block_m, block_n, sms)
     sizes = cdiv(a.shape[1], STEP), plan.shared_tiles, tiles_m, tiles_n, group, consumers, stages, a_t, b_t
-    args = a_desc, b_desc, c_desc, sums, stream_zeros(a, 4 * sms, "stream-k hopper"), *sizes
-    launch(stream_k_hopper_kernel, (ctas,), args, (a.dtype, block_n, *sizes), num_warps=4)
-    return c
+    no_sums = a.new_empty(0, dtype=torch.float32)
+    go = Launch(stream_k_hopper_kernel, (ctas,), num_warps=4)
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        c, sums = a.new_empty(shape), a.new_empty(partial, dtype=torch.float32) if partial else no_sums
+        go(of_a(a), of_b(b), of_c(c), sums, stream_zeros(a, 4 * sms, "stream-k hopper"), *sizes)
+        return c
+
+    return run

@@ -9,6 +9,9 @@ two MMAs.
       128 x 288 = | left: 256 | right: 32 |      256 x 160 = | left: 128 | right: 32 |, 128 rows for each consumer
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from course_ops._common import cdiv, num_sms, shared_memory
-from course_ops._launch import launch
+from course_ops._launch import Launch
 from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
-from course_ops.kernels._matmul_hopper import as_operand, describe, split_columns, swizzled_tile
+from course_ops.kernels._matmul_hopper import as_operand, describer, split_columns, swizzled_tile
 from course_ops.kernels._matmul_plan import STEP, Plan, group_of, parts_of, plan_of
 from course_ops.kernels.matmul_hopper import takes
 from course_ops.versions import async_load, async_store
@@ -212,7 +215,14 @@ def pays(a: Tensor, b: Tensor) -> bool:
 
 def matmul_tiles_hopper(a: Tensor, b: Tensor) -> Tensor:
     """[M, K], [K, N] -> [M, N] in 16 bits, as the plan has it; operands as for matmul_hopper."""
-    return by_plan(a, b, plan_of(a, b, num_sms(a.device)), a.new_empty(a.shape[0], b.shape[1]))
+    return prepare(a, b)(a, b)
+
+
+def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """matmul_tiles_hopper for operands that lie as a and b do."""
+    shape = a.shape[0], b.shape[1]
+    run = planned(a, b, plan_of(a, b, num_sms(a.device)), a.new_empty(shape, device="meta"))
+    return lambda a, b: run(a, b, a.new_empty(shape))
 
 
 def by_plan(
@@ -222,23 +232,36 @@ def by_plan(
 
     Operands as for matmul_hopper. Rows of c and z begin at multiples of 16 bytes.
     """
+    return planned(a, b, plan, c, gelu, z)(a, b, c, bias, z)
+
+
+def planned(
+    a: Tensor, b: Tensor, plan: Plan, c: Tensor, gelu: bool = False, z: Tensor | None = None
+) -> Callable[..., Tensor]:
+    """by_plan for tensors that lie as these do: a function of a, b, c, bias and z."""
     (M, K), N, sms = a.shape, b.shape[1], num_sms(a.device)
     left, right = parts_of(plan.block_n)
     rows = plan.block_m // CONSUMERS
-    (a_desc, a_t), (left_desc, b_t) = describe(a, rows, STEP), describe(b, STEP, left)
-    right_desc = describe(b, STEP, right)[0] if right else None
+    (of_a, a_t), (of_left, b_t) = describer(a, rows, STEP), describer(b, STEP, left)
+    of_right = describer(b, STEP, right)[0] if right else _absent
     panel = right or 64
-    c_desc, z_desc = (None if t is None else describe(t, rows, panel)[0] for t in (c, z))
+    of_c, of_z = (_absent if t is None else describer(t, rows, panel)[0] for t in (c, z))
     tiles_m, tiles_n = cdiv(M, plan.block_m), cdiv(N, plan.block_n)
     tiles = tiles_m * tiles_n
     stages = stages_of(plan.block_m, plan.block_n, shared_memory(a.device))
     group = group_of(tiles_m, plan.block_m, plan.block_n, sms)
     sizes = tiles_m, tiles_n, cdiv(K, STEP), group, N, left, right, stages, a_t, b_t, gelu
-    args = a_desc, left_desc, right_desc, c_desc, z_desc, bias, *sizes
-    of_bias = None if bias is None else (bias.dtype, bias.data_ptr() % 16 == 0)
-    key = a.dtype, plan.block_m, z is None, of_bias, *sizes
-    launch(tiles_kernel, (cdiv(tiles, cdiv(tiles, sms)),), args, key, num_warps=4)
-    return c
+    go = Launch(tiles_kernel, (cdiv(tiles, cdiv(tiles, sms)),), num_warps=4)
+
+    def run(a: Tensor, b: Tensor, c: Tensor, bias: Tensor | None = None, z: Tensor | None = None) -> Tensor:
+        go(of_a(a), of_left(b), of_right(b), of_c(c), of_z(z), bias, *sizes)
+        return c
+
+    return run
+
+
+def _absent(_: Any) -> None:
+    """The descriptor of what a tile or a call does not have."""
 
 
 def stages_of(block_m: int, block_n: int, memory: int) -> int:

@@ -15,6 +15,7 @@ from lessonkit.base.files import REPORTS, ROOT, changing, write_atomically
 from lessonkit.base.tables import dicts, head, read_csv, seal, to_csv, with_head
 
 ABSENT = "absent"
+NOT_INSTALLED = "not installed"  # a reason in absent.csv
 MACHINE = "nvidia-h200"  # the folder of reports/ that predictions are about, and of which a release wants every row
 PROVENANCE = ("source", "machine", "seal")  # columns that say which code a row is of; the others are what was measured
 CODE = ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")
@@ -73,12 +74,21 @@ class Row:
 
 
 def read(path: Path) -> list[Row]:
-    """What was timed. A renamed lesson's rows are found under its old name and have the new ones."""
-    return [row for row in read_all(path) if row.kind != ABSENT]
+    """What was timed. A renamed lesson's rows are found under its old name and have the new ones.
+
+    Rows from before peers had to be there keep their ratio in the file, and show none: absent.csv beside them knows.
+    """
+    lacking = {
+        line["shape"]
+        for line in read_csv(path.with_name("absent.csv"))
+        if line["reason"] == NOT_INSTALLED and renames.lesson(line["lesson"]) == renames.lesson(path.stem)
+    }
+    timed = [row for row in read_all(path) if row.kind != ABSENT]
+    return [replace(row, ratio_to_best_peer=0.0) if row.shape in lacking else row for row in timed]
 
 
 def read_all(path: Path) -> list[Row]:
-    """As `read`, and the peers that were absent."""
+    """What the file holds: also the peers that were absent, and all ratios."""
     place = renames.place(path)
     return list(_parsed(place.read_text(), renames.text())) if place.exists() else []
 

@@ -153,6 +153,12 @@ class _Memory:
     def reshape(self, shape: Sequence[int]) -> Any:
         return self._of(self.data.view(*shape), self.box, [None] * len(shape))
 
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
+        """The same bytes in another shape, row by row. Where the first dimension stays, its parts stay apart."""
+        kept = self.dims[:1] if shape[0] == self.shape[0] and dtype == self.dtype else (None,)
+        data = self.data.view(dtype).view(*shape)
+        return type(self)(self.space, data, self.box, (*kept, *(None for _ in shape[1:])), layout)
+
     def permute(self, order: Sequence[int]) -> Any:
         return self._of(self.data.permute(*order), self.box, [self.dims[i] for i in order])
 
@@ -208,6 +214,10 @@ class _Pointer:
 
     data: torch.Tensor  # all elements as they lie in memory
     at: Any
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.data.dtype)
 
     def __add__(self, n: Any) -> "_Pointer":
         return _Pointer(self.data, self.at + n)
@@ -677,7 +687,7 @@ def _smaller(a: Any, b: Any) -> Any:
     return torch.minimum(torch.as_tensor(a), torch.as_tensor(b)).as_subclass(_Block)
 
 
-def _load(pointer: _Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Any:
+def _load(pointer: _Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "", volatile: bool = False) -> Any:
     if mask is None:
         whole = pointer.data[pointer.at].as_subclass(_Block)
         return whole if whole.ndim or whole.is_floating_point() else whole.item()  # a scalar may be an index
@@ -698,9 +708,9 @@ def _atomic_add(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -
     return before
 
 
-def _atomic_xchg(pointer: _Pointer, value: Any, sem: str = "", scope: str = "") -> torch.Tensor:
+def _atomic_xchg(pointer: _Pointer, value: Any, mask: Any = True, sem: str = "", scope: str = "") -> torch.Tensor:
     before = pointer.data[pointer.at].clone()
-    _store(pointer, value)
+    _store(pointer, value, mask)
     return before
 
 
@@ -718,6 +728,10 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *op
         return args[0].tanh()
     if asm == "mov.b32 $0, 0;":
         return 0
+    if "ld.relaxed.gpu.global.b64 $0" in asm:  # until it is not -1
+        if (args[0] == -1).any():
+            raise Fault("barrier", f"{_now().name} waits for a word in global memory that no CTA before this one wrote")
+        return args[0]
     if not asm.startswith("ld.acquire"):
         _not_here(f"inline_asm_elementwise of {asm!r}")
     flag = _load(args[0])
@@ -755,6 +769,7 @@ def _vocabulary() -> dict[int, Any]:
             "maximum": _larger,
             "minimum": _smaller,
             "where": lambda which, a, b: torch.where(which, a, b).as_subclass(_Block),
+            "join": lambda a, b: torch.stack((a, b), dim=-1).as_subclass(_Block),
             "log2": torch.log2,
             "cast": lambda value, dtype: value if isinstance(value, int) else value.to(dtype),
             "convert_layout": lambda value, layout, assert_trivial=False: value,
@@ -838,6 +853,8 @@ def _translated(value: Any) -> Any:
     if getattr(value, "__triton_builtin__", False) and not isinstance(value, type):
         if value.__name__ == "_atomic_add":  # of course_ops.versions, where tma has no async_atomic_add
             return _async_atomic_add
+        if value.__name__ == "reinterpret":
+            return _Memory.reinterpret
         return partial(_not_here, value.__name__)
     return value
 
