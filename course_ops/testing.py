@@ -151,8 +151,8 @@ def _in_one_order() -> Tensor:
 
 # Lengths of rows that have kernels of their own.
 LENGTHS = {
-    "softmax": (4096, 131072, 2**23),
-    "rms_norm": (4096, 131072, 2**23),
+    "softmax": (4096, 12288, 131072, 2**23),
+    "rms_norm": (1024, 4096, 12288, 131072, 2**23),
     "layer_norm": (1024, 4096, 12288, 131072, 2**23),
     "cross_entropy": (1024, 4096, 131072),
 }
@@ -170,6 +170,8 @@ def _examples() -> dict[str, Callable[[], Tensor]]:
             "cross_entropy": partial(ops.cross_entropy, x, targets),
         }
         found |= {f"{name} N={N}": call for name, call in of_length.items() if N in LENGTHS[name]}
+    narrow = _of(4096, 1024)
+    found["add_norm N=1024"] = lambda: ops.add_norm(narrow, narrow, narrow[0], narrow[0])[0]
     x, w = _of(4096, 4096), _of(4096)
     found["add_norm"] = lambda: ops.add_norm(x, x, w, w)[0]
     found["gelu"] = partial(ops.gelu, x)

@@ -582,6 +582,8 @@ def try_versions(
         known = "; ".join([*map(versions.label, versions.PAIRS), ", ".join(map(str, compiled.TARGETS))])
         what = said("{a}, {b} or {c}").format(a="--torch", b="--triton", c="--target")
         raise typer.BadParameter(said("{what}: there are {known}").format(what=what, known=known))
+    if why := toolchain.lacks("Triton"):
+        _end([why])
     failed: list[str] = []
     for pair in pairs:
         rows: list[versions.Tried] = []

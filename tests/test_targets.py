@@ -266,6 +266,15 @@ def test_an_outcome_is_kept_until_its_sources_change(monkeypatch, tmp_path):
     assert len(asked) == 3
 
 
+def test_another_operator_makes_no_kernel_of_a_lesson_old():
+    """hopper.py takes one module of course_ops, whose __init__ takes all."""
+    compiled._sources.cache_clear()
+    ladder = {path.name for path in compiled._sources("day4_replace_op.lesson08_flash_hopper")}
+    assert {"lazy_rescaling.py", "hopper.py", "versions.py"} < ladder
+    assert "scan.py" not in ladder
+    assert "scan.py" in {path.name for path in compiled._sources(compiled.COURSE_OPS)}
+
+
 @pytest.mark.kept
 @pytest.mark.parametrize(
     ("name", "target"), [("day3_matmul_tk.lesson08_grouped_matmul", 120), ("day3_matmul_tk.lesson01_matmul", "gfx942")]

@@ -211,6 +211,15 @@ def test_the_command_line_knows_its_pairs_and_targets():
         assert "2.14.1 with Triton 3.9.0" in re.sub(r"\s*│?\s*\n\s*│?\s*", " ", ended.output)
 
 
+def test_without_a_compiler_nothing_is_tried(monkeypatch):
+    """On macOS and Windows a row would count each kernel as a failure."""
+    monkeypatch.setattr(command_line.device, "HAS_COMPILER", False)
+    monkeypatch.setattr(versions, "tried", lambda *asked: pytest.fail("asked of a compiler that is not there"))
+    ended = CliRunner().invoke(command_line.app, ["versions", LESSON])
+    assert ended.exit_code == 1
+    assert "not compiled here" in " ".join(ended.output.split())
+
+
 def test_the_newest_triton_is_tried_wherever_its_pytorch_is_not():
     newest = max((triton for _, triton in versions.PAIRS), key=Version)
     assert sum(triton == newest for _, triton in versions.PAIRS) == 2

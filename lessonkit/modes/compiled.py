@@ -433,9 +433,7 @@ def _sources(name: str) -> tuple[Path, ...]:
         module = todo.pop()
         if not module or module in found or module.split(".")[0] == "lessonkit":
             continue
-        path = ROOT / f"{module.replace('.', '/')}.py"
-        path = path if path.is_file() else path.with_suffix("") / "__init__.py"
-        if path.is_file():
+        if path := _file(module):
             found[module] = path
             todo += _imported(path)
     return tuple(found[module] for module in sorted(found))
@@ -449,8 +447,16 @@ def _imported(path: Path) -> tuple[str, ...]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            parts = [f"{node.module}.{alias.name}" for alias in node.names]
+            # Where all are modules of a package, what else the package imports decides nothing.
+            names += parts if all(map(_file, parts)) else [node.module, *parts]
     return tuple(names)
+
+
+def _file(module: str) -> Path | None:
+    """The file of a module of the course, or None: another name may be a function's, or of a package elsewhere."""
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    return next((each for each in (path, path.with_suffix("") / "__init__.py") if each.is_file()), None)
 
 
 @cache
