@@ -99,7 +99,7 @@ def persistent_program(c: Canvas, lesson: str) -> None:
     path = f"{DAY3}/lesson02_matmul_persistent.py"
     fill = stated(path, r"about ([\d,]+) cycles\s+until its first operands")
     store = stated(path, r"128 x 256,\s+([\d,]+) cycles")
-    multiply = stated(path, r"multiplies for ([\d,]+) cycles")
+    multiply = stated(path, r"takes ([\d,]+) cycles on the tensor cores")
     # Drawn shorter than it is: else the ends could not be seen.
     f, s, m, start = 22, 26, 62, 12
     for name, spans in [
