@@ -26,8 +26,8 @@ sequence is cut into 2 p chunks, and process r holds chunks r and 2 p - 1 - r:
     contiguous, p = 2    | 0  0 | 1  1 |     step 1: rank 0 sees nothing of KV1; rank 1 sees all of KV0
     zigzag, p = 2        | 0 | 1  1 | 0 |    step 1: each rank sees half of the other's slice
 
-Then each process sees half of every other slice, in each step, so a pass takes as long as p / 2 slices. Predicted: (2 p
-- 1) / p times as fast, 1.5 with two processes.
+Then each process sees half of every other slice, in each step, so a pass takes as long as p / 2 slices. Predicted:
+(2 p - 1) / p times as fast, 1.5 with two processes.
 
 You will learn: to merge partial results, to overlap a message with work, to balance a causal mask, and how gradients
 travel around the ring.

@@ -75,8 +75,10 @@ def ladders(folder):
             axes.set_title(f"{c.name}, {c.shape}", fontsize=9)
             axes.set_ylim(0, 112)
 
-    note = "The limit: a copy of as many bytes, or cuBLAS's rate. Drawn are the longest; a colour a lesson, the dashed "
-    note += "line is the best peer."
+    note = (
+        "The limit: a copy of as many bytes, or cuBLAS's rate. Drawn are the longest; a colour a lesson, the dashed "
+        "line is the best peer."
+    )
     return Table("ladders", table, note, draw=draw) if table else None
 
 
