@@ -110,8 +110,10 @@ def one_product_four_ways(folder):
         row |= {"lines": _lines(lesson, rung)}
         row |= {f"% of cuBLAS at {size.rsplit('=')[-1]}": found for size, found in speed.items()}
         table.append(row)
-    note = "Lines: kernel and launch, with all of the course's own code that they use, comments not counted. "
-    note += "Each way was timed in the same rounds as cuBLAS, in its own lesson."
+    note = (
+        "Lines: kernel and launch, with all of the course's own code that they use, comments not counted. "
+        "Each way was timed in the same rounds as cuBLAS, in its own lesson."
+    )
     return Table("one product, four ways", table, note)
 
 
