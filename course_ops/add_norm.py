@@ -52,7 +52,7 @@ def add_norm(
     x's dtype or float32. Under autocast the stream is float32. weight [N], and bias [N] or None: of x's dtype or
     float32.
     Returns the norm in x's dtype and the sum in residual's, both contiguous. The sum is rounded to residual's dtype
-    before it is normalised. Saves the sum, weight and 8 bytes a row for the backward.
+    before it is normalised. Saves the sum, weight and 8 bytes per row for the backward.
     TypeError for another dtype, ValueError for another shape.
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, section 3.
     """

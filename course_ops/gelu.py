@@ -14,7 +14,7 @@ def gelu(x: Tensor) -> Tensor:
     """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), as F.gelu(x, approximate="tanh"), differentiable.
 
     x: any shape and strides, in float32, float16 or bfloat16. Returns a contiguous tensor of x's shape and dtype,
-    computed in fp32 and rounded once. Saves x for the backward. One kernel serves all sizes: 1024 elements a program.
+    computed in fp32 and rounded once. Saves x for the backward. One kernel serves all sizes: 1024 elements per program.
     TypeError for another dtype.
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2.
     """

@@ -44,8 +44,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 
     x: [..., N] in float32, float16 or bfloat16; any N, any strides. weight [N], and bias [N] or None: of x's dtype or
     float32. Returns a contiguous tensor of x's shape and dtype; statistics and sums are fp32, and variance is centred,
-    so a large mean costs no digits. Saves x and 8 bytes a row for the backward; weight's and bias's gradients are added
-    up in the same order in every run.
+    so a large mean costs no digits. Saves x and 8 bytes per row for the backward; weight's and bias's gradients are
+    added up in the same order in every run.
     TypeError for another dtype, ValueError for a scalar or another shape of weight or bias.
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, section 3.
     """

@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
 
     x: [..., N] in float32, float16 or bfloat16; any N, any strides. weight: [N] of x's dtype or float32. eps None:
     torch.finfo(x.dtype).eps, as torch.nn.functional.rms_norm. Returns a contiguous tensor of x's shape and dtype;
-    statistics and sums are fp32, and the result is rounded once, after the weight. Saves x and 4 bytes a row for the
+    statistics and sums are fp32, and the result is rounded once, after the weight. Saves x and 4 bytes per row for the
     backward; weight's gradient is added up in the same order in every run.
     TypeError for another dtype, ValueError for a scalar or another shape of weight.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019, section 4.

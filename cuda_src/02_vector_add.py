@@ -26,7 +26,7 @@ def add_one(x, y):
 
 
 def add_grid_stride(x, y):
-    """[...] + [...] -> [...] float32, eight blocks an SM, each thread taking every (grid size)-th element."""
+    """[...] + [...] -> [...] float32, eight blocks per SM, each thread taking every (grid size)-th element."""
     z = _prepare(x, y)
     kernels.add_grid_stride(x, y, z, z.numel())
     return z

@@ -35,7 +35,7 @@ def sum_sequential(x):
 
 
 def sum_first_add(x):
-    """[n] -> [] float32, two numbers a thread, added on the way in."""
+    """[n] -> [] float32, two numbers per thread, added on the way in."""
     return _launch("sum_first_add", x)
 
 

@@ -169,7 +169,7 @@ void multiply_warp_tiles(const float* a, const float* b, float* c, int64_t m, in
     launch_vectorized<true>(a, b, c, m, n, k, stream);
 }
 
-// v8. Two tiles in flight and still 8 x 8 elements per thread: 256 threads, 128 registers each, two blocks an SM.
+// v8. Two tiles in flight and still 8 x 8 elements per thread: 256 threads, 128 registers each, two blocks per SM.
 void multiply_pipelined(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                         cudaStream_t stream) {
     launch_pipelined<8, 8, 8, 2, 4, 2, 2>(a, b, c, m, n, k, stream);
@@ -186,7 +186,7 @@ void multiply_wide(const float* a, const float* b, float* c, int64_t m, int64_t 
 
 // v10. New: both blocks' warps in one block, which owns 128 x 256. An SM has as many warps and registers as before,
 // but a row of A that is fetched serves 256 columns, not 128. A thread copies 12 times a tile, not 20, since the
-// copies saved are the short ones of A. L2 gives 384 words a step instead of 512. Two stages: while one tile is
+// copies saved are the short ones of A. L2 gives 384 words per step instead of 512. Two stages: while one tile is
 // multiplied the next one arrives. A third stage would only add addresses to keep. Predicted: a few percent.
 void multiply_one_block(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                         cudaStream_t stream) {

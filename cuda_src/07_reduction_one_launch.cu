@@ -44,7 +44,7 @@ constexpr int64_t SCRATCH = 16384;
 
 // v7. New: 16 bytes a load, and eight loads a thread before the first use: 128 bytes per thread, 128 KB per SM. The
 // grid is no larger than the machine, and its threads loop over x (grid-stride). So a block adds up once for its whole
-// share, not once for every 512 elements. The attribute __launch_bounds__ tells the compiler how many blocks an SM
+// share, not once for every 512 elements. The attribute __launch_bounds__ tells the compiler how many blocks per SM
 // shall hold, hence that a thread may have 64 registers. Without it the compiler saves registers: it adds before it has
 // issued all loads. Predicted: a warp adds 1024 floats with 8 loads of 16 sectors and 32 additions, so only memory is a
 // limit: its full speed.

@@ -31,7 +31,7 @@ namespace cg = cooperative_groups;
 // exponential costs less than the registers that would keep the first. 64 registers per thread, so 128 KB on an SM.
 // Predicted: one read and one write, copy speed while an SM holds two rows or more (to 64 KB each): one loads while
 // another stores. By Little's law 4.2 TB/s at 800 ns are 25 KB in flight for each SM.
-constexpr int K = 8, THREADS = 512;  // vectors a thread, threads of a block at most
+constexpr int K = 8, THREADS = 512;  // vectors per thread, threads of a block at most
 
 // In 16 bits two at a time, as they lie there: widened first, the compiler would carry the floats along.
 template <typename T>

@@ -75,6 +75,7 @@ LESSON = Lesson(
         hours=1,
         operator="softmax",
         language="CUDA C++",
+        pictures=("row_on_chip",),
     ),
     problem=PROBLEM,
     extension=kernels,

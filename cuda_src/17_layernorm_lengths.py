@@ -35,7 +35,7 @@ def layernorm_lanes(x, w, b, eps=EPS):
 
 @needs(90, "thread block clusters")
 def layernorm_cluster(x, w, b, eps=EPS):
-    """As layernorm_registers, 2 to 8 blocks a row; rows that are a multiple of 16 bytes, to 512 KB."""
+    """As layernorm_registers, 2 to 8 blocks per row; rows that are a multiple of 16 bytes, to 512 KB."""
     _up_to(x, 2**19, whole=True)
     return _launch(kernels, "layernorm_cluster", x, w, b, eps)
 
@@ -87,6 +87,7 @@ LESSON = Lesson(
         hours=1,
         operator="layernorm",
         language="CUDA C++",
+        pictures=("row_on_chip",),
     ),
     problem=PROBLEM,
     extension=kernels,

@@ -1,4 +1,4 @@
-// The rungs of 17_layernorm_lengths that keep a row in registers and go: v4, a block a row, and v5, a few lanes a row.
+// The rungs of 17_layernorm_lengths that keep a row in registers and go: v4, a block per row, v5, some lanes per row.
 #pragma once
 #include "rows.cuh"
 #include "course.cuh"
@@ -95,7 +95,7 @@ inline bool no_rows(int64_t M, int64_t N) {
 // 64 registers per thread leave room for 128 KB of rows on an SM. Little's law wants 25 KB in flight, so one row loads
 // while another stores: nearly copy speed to 32 KB per row. The reads of w and b are 2MN more from L1 or L2, which are
 // faster than HBM but not free: a tenth less past 16 KB per row.
-constexpr int K = 8, THREADS = 512;  // vectors a thread, threads of a block at most
+constexpr int K = 8, THREADS = 512;  // vectors per thread, threads of a block at most
 
 template <typename T, bool WHOLE>
 __global__ void __launch_bounds__(THREADS, WHOLE ? 2 : 1)

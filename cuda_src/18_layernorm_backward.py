@@ -100,6 +100,7 @@ LESSON = Lesson(
         hours=1.25,
         operator="layernorm backward",
         language="CUDA C++",
+        pictures=("partial_gradients",),
     ),
     problem=PROBLEM_BACKWARD,
     extension=kernels,

@@ -10,7 +10,7 @@
 #define COURSE_NCCL
 #endif
 
-constexpr double NVLINK = 450e9;  // bytes a second and direction between two H200 of one host
+constexpr double NVLINK = 450e9;  // bytes per second and direction between two H200 of one host
 
 struct AllReduce {
     const char* name;

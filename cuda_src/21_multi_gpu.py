@@ -20,7 +20,7 @@ import torch
 from problems.all_reduce import PROBLEM
 
 kernels = cuda.extension(__file__)  # 21_multi_gpu.cu, built at the first call
-BLOCKS = 128  # flags a rank, as in 21_ring.cuh
+BLOCKS = 128  # flags per rank, as in 21_ring.cuh
 
 
 def read_all(x):

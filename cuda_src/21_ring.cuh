@@ -3,7 +3,7 @@
 #include "course.cuh"
 
 constexpr int MAX_RANKS = 8, THREADS = 512;
-constexpr int BLOCKS = 128;  // at most, and flags a rank: 128 * 512 threads of 16 bytes are 1 MB in flight
+constexpr int BLOCKS = 128;  // at most, and flags per rank: 128 * 512 threads of 16 bytes are 1 MB in flight
 
 struct Ranks {  // addresses on every GPU; with peer access they are good on all of them
     const float* x[MAX_RANKS];

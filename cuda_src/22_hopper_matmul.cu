@@ -100,7 +100,7 @@ __global__ __launch_bounds__(MMA_THREADS, 2) void matmul_mma_kernel(const bf16* 
         }
         __pipeline_commit();  // an empty group where nothing is left keeps the count below right
     };
-    float d[4][4][4] = {};  // 4 x 4 results of 16x8, 4 elements a lane
+    float d[4][4][4] = {};  // 4 x 4 results of 16x8, 4 elements per lane
     copy(0);
     for (int64_t step = 0; step < steps; step++) {
         copy(step + 1);

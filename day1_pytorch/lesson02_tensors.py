@@ -197,6 +197,7 @@ LESSON = Steps(
         teaches="a tensor is a few numbers over a storage: views, layouts, broadcasting, dtypes, seeds, "
         "asynchronous calls",
         hours=0.75,
+        pictures=("views",),
     ),
 )
 

@@ -91,7 +91,7 @@ def programs():
         return from_a_gpu(__name__, "programs")
     sms = num_sms()
     counts = (1, sms // 2, sms, sms + 1, 2 * sms, 2 * sms + 1, 4 * sms, 4 * sms + 1)
-    # 8 warps with 4 chains a lane: one such program alone keeps all four schedulers of its SM busy.
+    # 8 warps with 4 chains per lane: one such program alone keeps all four schedulers of its SM busy.
     took = seconds({n: partial(_chains, n, 1024, 2**16, 8) for n in counts})
     rows = []
     for n in counts:

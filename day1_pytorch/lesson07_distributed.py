@@ -85,7 +85,7 @@ def _ring_work(rank, world, where):
 
 
 def ring():
-    """A ring all-reduce, written out, sends 2(p-1)/p bytes a rank for each byte reduced: 1.5 for 4 ranks, never 2."""
+    """A ring all-reduce, written out, sends 2(p-1)/p bytes per rank for each byte reduced: 1.5 for 4 ranks, never 2."""
     for found in (ranks := on_ranks(_ring_work, 4)):
         assert found["right"]
         assert found["sent"] * len(ranks) == 2 * (len(ranks) - 1) * found["bytes"]

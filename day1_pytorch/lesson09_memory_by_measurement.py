@@ -128,7 +128,7 @@ def in_flight_kernel(x_ptr, out_ptr, rounds, BLOCK: tl.constexpr):
 
 
 def _walk(x, out, programs, loads):
-    """A walk over x, `loads` loads of 16 bytes per lane, 128 lanes a program; returns (rounds, the call)."""
+    """A walk over x, `loads` loads of 16 bytes per lane, 128 lanes per program; returns (rounds, the call)."""
     block = 512 * loads
     rounds = min(2048, x.numel() // (programs * block))
     return rounds, partial(in_flight_kernel[(programs,)], x, out, rounds, BLOCK=block, num_warps=4)

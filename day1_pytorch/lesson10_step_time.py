@@ -1,6 +1,6 @@
 """Step time: where the time of a training step goes
 =================================================
-An MLP of 64-512-512-10 needs 1.7 million FLOPs per image to train and launches about 25 kernels a step, whatever the
+An MLP of 64-512-512-10 needs 1.7 million FLOPs per image to train and launches about 25 kernels per step, whatever the
 batch. So a step takes about
 
     max(launches * time of a launch, FLOPs / rate)   on a GPU: the host launches ahead while the GPU computes
@@ -293,6 +293,7 @@ LESSON = Steps(
         teaches="where a step's time goes: CPU and GPU over batch sizes, TF32, bf16, `torch.compile`, CUDA "
         "graphs; ends `day1_env_check.md`",
         hours=0.75,
+        pictures=("launch_ahead",),
     ),
     alone=GPU,
     nightly=(rungs,),

@@ -297,9 +297,9 @@ LESSON = Lesson(
     ),
     wrong=WRONG,
     claims={layernorm_backward_persistent: ("16-byte loads",)},
-    # In bf16, counted in the interpreter, which has no cache. Rung 1: 5/3, and w for every row. Rung 2: also 8 bytes
-    # of atomics per element. Rung 3: also the partial sums of 8 programs, written and read, beside only 128 rows.
     passes={layernorm_backward_naive: 2.0, layernorm_backward_atomic: 2.65, layernorm_backward_persistent: 1.18},
+    passes_why="In bf16, and the interpreter has no cache. Rung 1: 5/3, and w for every row. Rung 2: also 8 bytes of "
+    "atomics per element. Rung 3: also the partial sums of 8 programs, written and read, beside only 128 rows.",
     grad=Grad(layernorm, layernorm_torch, PROBLEM.inputs),
 )
 

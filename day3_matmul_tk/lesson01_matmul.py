@@ -9,7 +9,7 @@ A program computes a tile of C, BLOCK_M x BLOCK_N, in steps of 64 along K. In ea
 B, and tl.dot multiplies them on the tensor cores. For each k that is BLOCK_M + BLOCK_N elements, and BLOCK_M * BLOCK_N
 multiply-adds:
 
-    tile        FLOPs a byte   bytes from L2 at 8192   cycles of a step of 64: multiply   load at 39 bytes a cycle
+    tile        FLOPs per byte   bytes from L2 at 8192   cycles of a step of 64: multiply   load at 39 bytes per cycle
     64 x 64     32             34.4 GB                 128                                420
     128 x 128   64             17.2 GB                 512                                840
     128 x 256   85             12.9 GB                 1024                               1260
@@ -169,7 +169,7 @@ def pipelined(a, b):
 def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
     """Cycles of a 16-bit matmul on Hopper if only tensor cores and L2 cost time. For ranking tiles, not for timing."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
-    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle from L2; an SM takes no more than 64
+    share = min(64, 5120 / min(tiles, num_sms()))  # bytes per cycle from L2; an SM takes no more than 64
     step = max(BLOCK_M * BLOCK_N * BLOCK_K / 2048, 2 * (BLOCK_M + BLOCK_N) * BLOCK_K / share)
     step += 300  # wait for a stage and issue its MMA: why steps should not be short
     ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first operands arrive, and to write C

@@ -3,16 +3,16 @@
 Lesson 1's main loop runs at the rate of L2. Three costs remain, and no tile size removes them. A program starts with an
 empty pipeline: about 1500 cycles until its first operands arrive. It ends with the epilogue: 64 KB of C for 128 x 256,
 1700 cycles. And its threads compute addresses: 48 KB per step are 3072 copies of 16 bytes, each with a pointer and a
-mask. A tile of 128 x 256 at K = 4096 multiplies for 65,536 cycles, or 80,000 at the rate of L2. A tile's two ends are
-4% of that, and 14% at K = 1024. This lesson removes these costs one by one.
+mask. A tile of 128 x 256 at K = 4096 takes 65,536 cycles on the tensor cores, or 80,000 where L2 is the limit. Its
+start and its epilogue add 4% to that, and 14% at K = 1024. This lesson removes these costs one by one.
 
-    rung              what a program's threads do beside multiplying      stages of 48 KB, and C's staging, in 227 KB
-    persistent        addresses and masks of every 16 bytes; its ends     (128 x 128, 4 stages of 32 KB: more addresses
-                                                                          than registers for a larger tile)
-    tma_device        one thread starts a tile's copy; writing C          3, 64
-    tma_host          the same, without writing descriptors first         3, 64
-    subtiled          the same, C in halves                               4, 32
-    warp_specialized  writing C, while other warps load the next tile     3, 64
+    rung              what a program's threads do beside multiplying      stages of 48 KB, and KB for C, of 227
+    persistent        addresses and masks of every 16 bytes; its ends     4 stages of 32 KB: a tile of 128 x 128, as a
+                                                                          larger one has more addresses than registers
+    tma_device        one thread starts a tile's copy; writing C          3 stages and 64 KB
+    tma_host          the same, without writing descriptors first         3 stages and 64 KB
+    subtiled          the same, C in halves                               4 stages and 32 KB
+    warp_specialized  writing C, while other warps load the next tile     3 stages and 64 KB
 
 A program for each tile, a persistent program, and a persistent program whose loops are flattened, on one SM:
 
@@ -26,7 +26,7 @@ operands in L2. For 4 SMs, groups of 2 rows of tiles and 4 columns:
      0  2  4  6        round 0: tiles 0 to 3, a square of 2 x 2       SM 0 computes tiles 0, 4, 8, 12
      1  3  5  7        round 1: tiles 4 to 7, the next square         SM 1 computes tiles 1, 5, 9, 13
      8 10 12 14        round 2: tiles 8 to 11
-     9 11 13 15        round 3: tiles 12 to 15                        a row of 4 would read 1 + 4 blocks, these 2 + 2
+     9 11 13 15        round 3: tiles 12 to 15                        4 tiles of a row read 1 + 4 blocks, a square 2 + 2
 
 New words (GLOSSARY.md): warpgroup, TMA, wgmma, epilogue, warp specialization, producer and consumer.
 You will learn: persistent kernels, flattened loops, tensor descriptors and TMA, and what an epilogue takes from shared
@@ -100,7 +100,7 @@ def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
     return first + within % height, within // height
 
 
-# Rung 1. New: a persistent kernel, one program for each SM, which goes on with the tile 132 further. Predicted: no gain
+# Rung 1. New: a persistent kernel, one program for each SM, which takes every 132nd tile. Predicted: no gain
 # over lesson 1's `pipelined`, 490 TFLOP/s. 132 programs start instead of 4096 at 8192. But the pipeline still drains at
 # a tile's end and fills again for the next, and with four stages no second program fits on the SM to use that time.
 @triton.jit
@@ -162,12 +162,12 @@ def multiply_tiles(
 
 
 # Rung 2. New, two things. First, descriptors. The kernel writes them into memory that `set_allocator` provides. Every
-# program writes its own three and waits until TMA can see them: a microsecond, which counts at 1024.
+# program writes its own three and waits until TMA can see them: a microsecond, which matters at n = 1024.
 # Second, flatten=True: the loop over tiles and the loop over K become one loop, pipelined as one. The first steps of
-# the next tile are loaded while the last steps of this one are multiplied and C is written. With pointers the compiler
-# would lose their alignment where they pass from tile to tile, and with it the 16-byte copies.
-# Predicted: no register holds an address, so 128 x 256 fits: 81% of the peak instead of 61%, 650 TFLOP/s. Of a tile's
-# two ends only the writing of C is left.
+# the next tile are loaded while the last steps of this one are multiplied and C is written. If these were
+# pointers, the compiler would not know their alignment from one tile to the next, and could not copy 16 bytes at once.
+# Predicted: no register holds an address, so 128 x 256 fits: 81% of the peak instead of 61%, 650 TFLOP/s. Of the cost
+# of a tile's start and epilogue only the writing of C is left.
 @triton.jit
 def tma_device_kernel(
     a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_bk, stride_cm,
@@ -200,8 +200,8 @@ def tma_device(a, b, specialize=False):
     return c
 
 
-# Rung 3. New: the host makes the descriptors and passes them as kernel arguments, in constant memory. Predicted: a
-# microsecond less, and nothing to allocate; the same loop. A microsecond is 6% at 1024 and nothing at 8192.
+# Rung 3. New: the host makes the descriptors and passes them as kernel arguments, in constant memory. The loop
+# is the same. Predicted: a microsecond less, which is 6% at n = 1024 and nothing at 8192. Nothing has to be allocated.
 @triton.jit
 def tma_host_kernel(
     a_desc, b_desc, c_desc, M, N, K,
@@ -233,7 +233,7 @@ def _launch_host(a, b, c, block, parts):
 
 # Rung 4. New: C is stored in two halves. TMA stores from shared memory, so a tile of C needs 64 KB there, beside the
 # stages, into which the next tile's operands already arrive. In halves it needs 32 KB, and a fourth stage fits: 192 +
-# 32 of 227 KB. Predicted: 2%, where loads come late (an L2 miss is 600 cycles and more, a step 1024).
+# 32 of 227 KB. Predicted: 2% faster, where loads arrive late (an L2 miss takes 600 cycles and more, a step 1024).
 def subtiled(a, b):
     """As tma_host, C stored in halves and a stage more."""
     return tma_host(a, b, parts=2)
@@ -255,10 +255,10 @@ def warp_specialized(a, b):
 # Rung 6. New: any shape, stride and dtype, and a tile that fits the shape.
 # Tiles: a wave is 132 tiles, and the last wave costs as much as a full one, so _predicted_cycles (lesson 1) decides. At
 # 1024 it takes 128 tiles of 64 x 128, not 32 of 128 x 256. At 2048 it takes 128 of 128 x 256, which is one wave.
-# One warpgroup computes a tile of 64 rows. Its steps are twice as long, since a short step waits longer than it works.
+# One warpgroup computes a tile of 64 rows. BLOCK_K is 128 there: with 64 a step would wait longer than it computes.
 # Strides: a transposed operand is a descriptor of its transpose. An operand whose rows are not 16-byte aligned is
-# copied first. That costs 4 bytes per element, and a matmul uses each element M or N times. Where these are small, rung
-# 1's pointers do.
+# copied first. That costs 4 bytes per element, and a matmul uses each element M or N times. Where M or N is small,
+# rung 1's pointers are used.
 # Predicted at 1024: 14,100 cycles where 128 x 256 takes 23,700, so 1.68 times as fast. No change from 2048 on.
 TILES = ((128, 256, 64), (128, 128, 64), (64, 128, 128))
 
@@ -266,7 +266,7 @@ TILES = ((128, 256, 64), (128, 128, 64), (64, 128, 128))
 def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, **_):
     """Cycles of a 16-bit matmul on Hopper if only tensor cores and L2 cost time. For ranking tiles, not for timing."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
-    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle from L2; an SM takes no more than 64
+    share = min(64, 5120 / min(tiles, num_sms()))  # bytes per cycle from L2; an SM takes no more than 64
     step = max(BLOCK_M * BLOCK_N * BLOCK_K / 2048, 2 * (BLOCK_M + BLOCK_N) * BLOCK_K / share)
     step += 300  # wait for a stage and issue its MMA: why steps should not be short
     ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first operands arrive, and to write C

@@ -11,7 +11,7 @@ split as well. Three tiles of 8 steps of K each on 4 SMs, a letter for each SM:
 
                tile 0        tile 1        tile 2
     tiles      aaaaaaaa      bbbbbbbb      cccccccc      8 steps long, SM d is idle
-    split_k    aaaabbbb      ccccdddd      aaaabbbb      8 steps: 2 programs a tile, 6 programs for 4 SMs, then a kernel
+    split_k    aaaabbbb      ccccdddd      aaaabbbb      8 steps: 2 programs per tile, 6 for 4 SMs, then a kernel
                                                          that adds the parts
     stream_k   aaaaaabb      bbbbcccc      ccdddddd      6 steps: equal shares, wherever tiles begin and end
 

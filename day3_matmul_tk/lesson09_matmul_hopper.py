@@ -17,7 +17,7 @@ Budget. One SM, one step of K (64) of a tile of 128 x 256, bf16:
 
     unit           work                                     cycles
     tensor cores   128 * 256 * 64 multiply-adds, 2048 a cycle 1024
-    L2             48 KB of A and B, 39 bytes a cycle         1260 at worst: when all SMs load at the same time
+    L2             48 KB of A and B, 39 bytes per cycle       1260 at worst: when all SMs load at the same time
     latency        until a load's first bytes arrive          600 to 1000
     tile's ends    fill the ring 1500, write C 3000           4500 once a tile; at K = 4096 a tile has 64 steps
 

@@ -295,7 +295,7 @@ def fitted(a, b):
 
 
 def _cycles(N, K, block_n, splits):  # as in the table
-    meeting = 4000 + 2 * 4 * 128 * block_n / 64 if splits > 1 else 0  # parts are written and read at 64 bytes a cycle
+    meeting = 4000 + 2 * 4 * 128 * block_n / 64 if splits > 1 else 0  # parts are written and read at 64 bytes per cycle
     return max(2 * (128 + block_n) * K / splits / 40, 2 * N * K / 2300) + meeting
 
 

@@ -1,7 +1,7 @@
 """fp8 matmul on Hopper: the same ring, twice the FLOPs
 ====================================================
 Lesson 9's persistent kernel with elements of 8 bits. A row of a stage is 128 bytes again, now 128 elements, and the
-tensor cores multiply 4096 pairs a cycle instead of 2048.
+tensor cores multiply 4096 pairs per cycle instead of 2048.
 
 You will be able to: say what 8 bits change in a Hopper kernel and what they leave as it was, and load scales where they
 cost nothing. You need: lesson 9 (the kernel), lesson 6 (scales of a tensor and of rows).
@@ -204,7 +204,7 @@ def matmul_fp8(a, b, scale_a, scale_b):
 def _predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K):
     """Cycles of a 16-bit matmul on Hopper if only tensor cores and L2 cost time. For ranking tiles, not for timing."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
-    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle from L2; an SM takes no more than 64
+    share = min(64, 5120 / min(tiles, num_sms()))  # bytes per cycle from L2; an SM takes no more than 64
     step = max(BLOCK_M * BLOCK_N * BLOCK_K / 2048, 2 * (BLOCK_M + BLOCK_N) * BLOCK_K / share)
     step += 300  # wait for a stage and issue its MMA: why steps should not be short
     ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first operands arrive, and to write C

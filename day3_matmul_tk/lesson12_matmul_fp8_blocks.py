@@ -27,7 +27,7 @@ since a consumer that waits for the tensor cores falls behind:
     consumer 1      pp......MMMMMMMM..pp....MMMMMMMM         the tensor cores never wait
     one of three    MMMMMMpp....MMMMMMpp....                 one multiplies, one promotes, one waits
 
-    tile             acc + MMA's sum, registers a thread    bytes a step    MMA    L2 delivers them in
+    tile             acc + MMA's sum, registers per thread    bytes per step    MMA    L2 delivers them in
     128 x 128, two   64 + 64                                32 KB           512    840     61% of the peak
     128 x 256, two   128 + 64: the MMA comes in halves      48 KB           1024   1260    81%
     192 x 128, three 64 + 64 of 160                         40 KB           768    1050    73%, no pause between MMAs

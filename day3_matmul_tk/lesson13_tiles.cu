@@ -7,7 +7,7 @@
 // library, to compare instruction by instruction. In v3 and v4 the next idea is a change of three lines.
 //
 // A block's tile of 128 x 128 takes 32 KB a step of 64 for 2.1 MFLOP: 64 FLOPs a byte of L2 (lesson 1). A warp's 64 x
-// 32 reads 3 KB of shared memory for 65,536 FLOPs. At an SM's 128 bytes a cycle that is 2700 FLOPs per cycle, two
+// 32 reads 3 KB of shared memory for 65,536 FLOPs. At an SM's 128 bytes per cycle that is 2700 FLOPs per cycle, two
 // thirds of the tensor cores' peak and about what mma.sync reaches on Hopper. Kernel v4's warps have 64 x 64: 4 KB for
 // twice the FLOPs.
 //

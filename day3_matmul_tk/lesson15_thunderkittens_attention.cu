@@ -93,7 +93,7 @@ __device__ constexpr float scale() { return LOG2_E * (D == 64 ? 0.125f : 0.08838
 
 // v1. Warps: each owns 16 queries, in registers as fragments of mma.sync. A block of four warps copies 64 keys and
 // values to shared memory, waits, and multiplies. Predicted: nothing overlaps within a block. Each warp reads 64 x D of
-// K and of V from shared memory for 16 rows: 2 KB for 32,768 FLOPs at D = 64. At 128 bytes a cycle that feeds at most
+// K and of V from shared memory for 16 rows: 2 KB for 32,768 FLOPs at D = 64. At 128 bytes per cycle that feeds at most
 // half of the tensor cores: 100 to 200 TFLOP/s.
 template <int D>
 struct WarpGlobals {

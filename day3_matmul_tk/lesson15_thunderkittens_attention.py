@@ -36,7 +36,7 @@ def attention_warps(q, k, v, causal=False):
 
 @needs(90, "ThunderKittens, TMA and wgmma", only=True)
 def attention_warpgroups(q, k, v, causal=False):
-    """As attention_warps: 64 queries a warpgroup, wgmma, a producer warp."""
+    """As attention_warps: 64 queries per warpgroup, wgmma, a producer warp."""
     return _run("attention_warpgroups", q, k, v, causal)
 
 

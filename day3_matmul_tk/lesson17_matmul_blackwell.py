@@ -18,7 +18,7 @@ Budget. One SM of a B200, one step of K (64) of a tile of 128 x 256, bf16:
 
     unit           work                                          cycles
     tensor cores   128 * 256 * 64 multiply-adds, 4096 a cycle       512    half of Hopper's
-    L2             48 KB at Hopper's 39 bytes a cycle              1260    B200's rate is not in its data sheet
+    L2             48 KB at Hopper's 39 bytes per cycle            1260    B200's rate is not in its data sheet
     latency        until a load's first bytes arrive                800    Hopper's
     tile's ends    fill the ring 1500, write C 3000                4500    Hopper's, once a tile
 
@@ -66,7 +66,7 @@ Four mbarriers, and the direction in which each says that something is over:
 Each rung is a complete file in matmul_blackwell/ and differs from an earlier one by one idea. These predictions for a
 B200 are not measured. The lower rate takes Hopper's L2, the upper one an L2 that keeps up:
 
-    file                  new                                               cycles a step     TFLOP/s at 4096 cubed
+    file                  new                                               cycles per step   TFLOP/s at 4096 cubed
     tma.py                TMA, tcgen05, a commit, one after the other       680 to 1310       760 to 1470
     ring.py               four stages, released by commits                  580 to 1330       750 to 1710
     warp_specialized.py   producer, mma and epilogue warps                  580 to 1330       750 to 1710
@@ -113,6 +113,7 @@ LESSON = Lesson(
         hours=3,
         operator="matmul",
         language="Gluon",
+        pictures=("two_accumulators",),
     ),
     problem=PROBLEM,
     rungs=RUNGS,

@@ -255,9 +255,9 @@ LESSON = Lesson(
                "out of bounds"),
     ),
     claims={attention_recomputed: ("wgmma", "16-byte loads", "no spills")},
-    # In units of Q + K + V + O, of which each is 1/4: a pass over S^2 is S / D = 4 such parts, hence 1. The first
-    # matmul reads q and k twice (+1), the second v twice (+0.5), o is written (+0.25). Without S^2, k is read again.
     passes={attention_steps: 8 + 1.75, attention_fused_softmax: 4 + 1.75, attention_recomputed: 2.28},
+    passes_why="At S = 4 D a pass over the S x S matrix moves as much as Q, K, V and O together. The first matmul "
+    "reads Q and K twice (+1), the second V twice (+0.5), and O is written (+0.25). The last rung reads K again.",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -17,14 +17,15 @@ Version 1 moves O, m and l to HBM and back for each block of keys. With the loop
     HBM traffic      Q, O, m, l for each           Q, O and lse once;
                      column; K and V once          K and V for each row, mostly from L2
 
-What remains is arithmetic. For a tile of 128 x 128 scores an SM of Hopper takes, in cycles, when nothing overlaps:
+What remains is arithmetic. This is how many cycles an SM of Hopper takes for a tile of 128 x 128 scores, when nothing
+overlaps:
 
     tensor cores: both matmuls                    4 * 128 * 128 * D / 4096          D = 64: 1024     D = 128: 2048
     exponentials, 16 a cycle                      128 * 128 / 16                            1024              1024
     each other instruction on a score, 128 a cycle                                           128               128
     each instruction on an element of O                                                       64               128
 
-    rung            instructions a score   on O     beside the matmuls, D = 64, 128
+    rung            instructions per score   on O     beside the matmuls, D = 64, 128
     swapped         7.5                    10       1024 +  960 + 640, 1280          2624, 3264
     deferred        7.5                    1        1024 +  960 +  64,  128          2048, 2112
     folded          5.5                    1        1024 +  704 +  64,  128          1792, 1856
@@ -125,7 +126,7 @@ def swapped(q, k, v):
 
 
 # Rung 2. New: O is divided by the sum once, after the loop; the loop only rescales it to the new maximum. Rung 1 has
-# ten instructions on each element of O: two multiplications, a sum, a division of about eight. One is left, and the
+# ten instructions on each element of O: two multiplications, a sum, and a division of about eight. One is left: the
 # tensor cores do the addition. Predicted: at D = 128 5312 cycles per tile become 4160. The machine code gains less,
 # since rung 1's division by a sum is one reciprocal a row and one multiplication an element.
 @triton.jit
@@ -343,7 +344,7 @@ LESSON = Lesson(
     problem=PROBLEM_LSE,
     inputs=inputs,  # no mask yet
     rungs=(swapped, deferred, folded, tma, flash_v2),
-    predicted=(  # 4096 FLOPs a cycle are the limit, so 2048 cycles over those of the table
+    predicted=(  # 4096 FLOPs per cycle are the limit, so 2048 cycles over those of the table
         Prediction(rung=swapped, at=WIDE, percent_of_limit=38.6),
         Prediction(
             rung=deferred, at=WIDE, percent_of_limit=49.2,

@@ -6,15 +6,16 @@ say what a row without keys answers, and to order programs of unequal length. Yo
     causal              query i of S_q sees keys j <= i + S_k - S_q. This is aligned at the lower right corner: the last
                         query sees all keys, as with a cache of keys. flash-attn since 2.1 does so too. PyTorch's
                         is_causal aligns at the upper left, which is the same only if S_q = S_k. Half of the FLOPs.
-    window              at most the last `window` keys up to one's own position: S window FLOPs instead of S^2 / 2
-    grouped heads       H query heads share H_kv heads of K and V (GQA; MQA if H_kv = 1): less K and V to read and keep
+    window              at most the last `window` keys up to one's own position: S * window scores instead of S^2 / 2
+    grouped heads       H query heads share H_kv heads of K and V (GQA; MQA if H_kv = 1): fewer bytes of K and V
     any S_q, S_k, D     tails masked; D up to 256, padded to a power of two on the chip, never in memory
     any strides         [B, S, H, D] as a projection leaves it, seen through transpose(1, 2), without a copy
     lse                 [B, H, S_q] in fp32, natural logarithm: what the backward (6), split keys (10), rings (12) need
 
 A query that sees no key (S_q > S_k, causal) gets zeros and lse = -inf, not NaN: an empty sum is 0.
 
-Masks are cheap only where there are none. The scores of a head with 4 blocks of queries and 6 of keys:
+A mask costs instructions, so only the blocks that need one should have one. A head with 4 blocks of queries and 6 of
+keys:
 
     x computed    m computed and masked    . skipped
 
@@ -25,15 +26,16 @@ Masks are cheap only where there are none. The scores of a head with 4 blocks of
             2          x x x x m .      . m x x m .
             3          x x x x x m      . . m x x m      begin: block 2, first: 3, last: 5, end: 6
 
-Budget, for S = 4096, D = 128, causal, tiles of 128 x 128. A program visits 32 blocks if it masks all of them, 16.5 on
-average if it skips those wholly in the future, and masks one of these. Lesson 4 counts the cycles of a block: 2048 of
-matmuls and 1856 of other instructions, 1600 without the two instructions of a mask. So with nothing overlapped a kernel
-that masks every block reaches 790 * 2048 / 3904 = 414 TFLOP/s. The FLOPs of masked scores do not count: 207.
+Budget, for S = 4096, D = 128, causal, tiles of 128 x 128. A row of tiles has 32 blocks of keys. A program that visits
+all of them masks 32. A program that skips the blocks wholly in the future visits 16.5 on average and masks one. Lesson
+4 counts the cycles of a block: 2048 of matmuls and 1856 of other instructions, 1600 without the two instructions of a
+mask. So with nothing overlapped a kernel that masks every block runs at 790 * 2048 / 3904 = 414 TFLOP/s. Half of these
+FLOPs are for masked scores and do not count, which leaves 207 TFLOP/s.
 
 Lesson 4 chooses its tile by timing. Here it is fixed: 128 x 128 in three stages, which at D = 128 fill shared memory (Q
-32 KB, K and V 3 * 64 KB). With two stages the loads of a block start only when the block before the last one is done
-with its stage. Lesson 4's `tma` has two stages, and its `flash_v2` chooses three at this shape, so their rows show what
-the third is worth. Day 5's lesson 8 sweeps it. Compare this lesson with `flash_v2`, not with `tma`.
+32 KB, K and V 3 * 64 KB). With two stages the loads of a block have to wait until the block two before it has been
+used. Lesson 4's `tma` has two stages, and its `flash_v2` chooses three at this shape, so their rows show what the third
+is worth. Day 5's lesson 8 sweeps it. Compare this lesson with `flash_v2`, not with `tma`.
 
 Each rung is a complete file in flash_options/, and its new lines are marked `# New:`; `diff` two neighbours.
 
@@ -42,11 +44,11 @@ Each rung is a complete file in flash_options/, and its new lines are marked `# 
                         window of 1024 keys 9 at most
     edges.py            the loop in three: the window's edge, the blocks without a mask, the diagonal with the tail
     longest_first.py    programs start in the order of their number, so the longest tiles get the first numbers. In
-                        rung 3 the last tile of the last head, the longest, starts when all others have ended or are
-                        about to: at S = 16384 and 16 heads that is 128 blocks beside 8256 / 132 * 16 = 1000 for each
-                        SM, 12%. Longest first, what comes last is one block. K and V of all heads at once would not
-                        fit into L2, so the order holds for as many heads as do.
-    attention.py        TMA where the strides allow it, as in lesson 4: 3648 cycles a block with all keys, 443 TFLOP/s
+                        rung 3 the last program has the longest tile, and starts when the others are nearly done. At
+                        S = 16384 and 16 heads this tile has 128 blocks, and each SM has 16 * 8256 / 132 = 1000 in
+                        all: 12% more time. With the longest first, the last tile has one block. K and V of all heads
+                        would not fit into L2, so the order holds within as many heads as fit.
+    attention.py        TMA where the strides allow it, as in lesson 4: 3648 cycles per block with all keys, 443 TFLOP/s
 
 Before you read on: with S_q = 3 and S_k = 10, which keys does query 0 see, here and with PyTorch's is_causal? What is
 the softmax of an empty row, and why does the answer matter to a ring of GPUs?

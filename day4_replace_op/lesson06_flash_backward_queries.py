@@ -25,7 +25,7 @@ Budget, a block of 128 x 128 scores at D = 128 and at D = 64, in cycles of an SM
 
     three matmuls, 6 * 128 * 128 * D FLOPs, 4096 a cycle     3072   1536    the forward has two
     exponentials, 128 * 128, 16 a cycle                      1024   1024
-    three instructions a score, 128 lanes                     384    384    score - lse in one multiply-add, dP - delta,
+    three instructions per score, 128 lanes                   384    384    score - lse in one multiply-add, dP - delta,
                                                                             times P; no maximum, no rescaling
 
 With nothing overlapped that is 4480 and 2944 cycles: 790 * 3072 / 4480 = 542 TFLOP/s, and 412; with all overlapped 790.

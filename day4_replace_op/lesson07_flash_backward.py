@@ -20,7 +20,7 @@ there are 320 FLOPs for each byte of the eight tensors, at longer S more, and 19
 
     seven matmuls                                 7 * 1024
     exponentials, in both kernels                 2 * 1024
-    three instructions a score, lesson 6, twice   2 * 384      9984 with nothing overlapped, for 5120 that count:
+    three instructions per score, lesson 6, twice   2 * 384      9984 with nothing overlapped, for 5120 that count:
                                                                790 * 5120 / 9984 = 405 TFLOP/s
 
 Each rung is a complete file in flash_backward/, and its new lines are marked `# New:`; `diff` two neighbours.
@@ -66,7 +66,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal, window, scale):
         out, lse = attention_forward(q, k, v, causal=causal, window=window, scale=scale)
-        ctx.save_for_backward(q, k, v, out, lse)  # S^2 probabilities are not saved: lse is 4 bytes a query
+        ctx.save_for_backward(q, k, v, out, lse)  # S^2 probabilities are not saved: lse is 4 bytes per query
         ctx.options = causal, window, scale
         return out
 

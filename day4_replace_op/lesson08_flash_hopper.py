@@ -20,7 +20,7 @@ Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
     unit           work                                              D = 128   D = 64
     tensor cores   two matmuls, 4 * 128 * 128 * D FLOPs, 4096 a cycle   2048     1024
     MUFU (exp2)    128 * 128, 16 a cycle                                1024     1024
-    ALU            5.5 and 5 other instructions a score, 128 lanes       700      640
+    ALU            5.5 and 5 other instructions per score, 128 lanes       700      640
     L2             K and V of the block, 512 * D bytes, 39 a cycle      1680      840
 
 The MUFU is the unit for special functions. In sequence all that is 3800 and 2700 cycles, without L2; fully overlapped
@@ -32,7 +32,7 @@ clock, and pass 790.
 
     CTA = 1 producer warp                     2 consumer warpgroups (4 warps each)
           only issues TMA loads               64 queries each: QK, softmax, PV, epilogue
-          40 registers a thread               232 registers a thread: S 64, P 32, O 64, the rest addresses
+          40 registers per thread             232 registers per thread: S 64, P 32, O 64, the rest addresses
 
     shared memory, D = 128 (192 of 227 KB)        a ring: stages with a `full` and an `empty` mbarrier each
       Q0 Q1    2 x 64 x 128      32 KB

@@ -16,9 +16,9 @@ A step is 64 queries of a tile of 128 keys at D = 128, and 128 queries at D = 64
                      work                                              D = 128   D = 64
     tensor cores     5 * 2 * 64 * 128 * 128 FLOPs at 4096 a cycle         2560     2560
     MUFU (exp2)      one a score, 16 a cycle                               512     1024
-    ALU              4 other instructions a score, 128 lanes               256      512
+    ALU              4 other instructions per score, 128 lanes               256      512
     shared memory    256 KB read by wgmma, 48 KB written, 128 B a cycle   2432     2304
-    dQ to L2         32 KB of fp32: 13 bytes a cycle, of about 39
+    dQ to L2         32 KB of fp32: 13 bytes per cycle, of about 39
 
 Tensor cores and shared memory are both busy for the whole step, so any other work costs time unless it runs under
 them. On an H200 cuBLAS reaches 790 TFLOP/s. So TFLOP/s = 790 * 2560 / cycles.
@@ -26,8 +26,8 @@ them. On an H200 cuBLAS reaches 790 TFLOP/s. So TFLOP/s = 790 * 2560 / cycles.
 Who holds what
 --------------
     CTA = 1 producer warp                    2 consumer warpgroups of 4 warps, 64 keys each
-          TMA loads; stores dK and dV        240 registers a thread: dK 64, dV 64, S^T 32, dP^T 32, P^T 16, dQ 32
-          24 registers a thread              (dQ has those of dP^T)
+          TMA loads; stores dK and dV        240 registers per thread: dK 64, dV 64, S^T 32, dP^T 32, P^T 16, dQ 32
+          24 registers per thread            (dQ has those of dP^T)
 
     A step of consumer c. A star is a matmul of what stands left of it.
 
@@ -117,7 +117,7 @@ Experiments
     ping-pong at D = 128, S = 512 (rows of rungs 4 and 5)        slower: the late dQ is one matmul more beside 8 steps;
                                                                  course_ops.attention uses rung 4's loop there
     S begins with -lse in rung 5, too                            the compiler issues dP in eighths, one every 10 exp2
-    80 queries a step, as FlashAttention-4 has                   fewer bytes of shared memory a query, but Gluon's
+    80 queries per step, as FlashAttention-4 has                   fewer bytes of shared memory a query, but Gluon's
                                                                  blocks are powers of 2
     a masked loop of one step with constant bounds               right and slow: see below
 

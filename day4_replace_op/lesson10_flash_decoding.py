@@ -17,7 +17,7 @@ and for one sequence with 32 heads 32 of 132 SMs work. Flash-Decoding (Dao, Hazi
                                                          core's tile has 16 rows anyway
     keys of one K head    |  part 0   |  part 1   |  part 2   |  part 3   |    a program each, on any SM
                                 |           |           |           |
-    partial results        o_0, lse_0  o_1, lse_1  o_2, lse_2  o_3, lse_3      fp32, 4 (D + 1) bytes a row
+    partial results        o_0, lse_0  o_1, lse_1  o_2, lse_2  o_3, lse_3      fp32, 4 (D + 1) bytes per row
                                 |           |           |           |
                                 +-----------+-----+-----+-----------+
                                                   |

@@ -22,17 +22,17 @@ SMs are idle. A second kernel is another launch and two waits, 3 us; but it can 
 
 Each rung is a complete file in flash_decoding_shares/, and its new lines are marked `# New:`; `diff` two neighbours.
 
-    shares.py    equal shares; a second kernel merges, a program a row, which loads all its parts at once
-    tma.py       one thread issues the copy of a tile: in machine code 128 keys are 361 instructions a warp for 651. But
-                 bytes decide, so some percent
+    shares.py    equal shares; a second kernel merges: one program per row loads all parts at once
+    tma.py       one thread issues the copy of a tile. In machine code 128 keys are 361 instructions per warp, not 651.
+                 But bytes decide, so a gain of some percent
     decode.py    programmatic dependent launch. The merging programs start while the first kernel runs, take the room
                  that it leaves, and wait for its end. Predicted gain: the 1 to 2 us between one kernel's end and the
                  next one's begin
 
 Experiments (H200, one sequence of 8192, D = 128; us before -> after):
 
-    the last program merges, 64 KB of parts at a time, 4 rows a head     28 -> 24
-    the same with 32 rows a head                                         38 -> 57    it is still one SM
+    the last program merges, 64 KB of parts at a time, 4 rows per head   28 -> 24
+    the same with 32 rows per head                                       38 -> 57    it is still one SM
     decode's launch behind shares_kernel, not behind TMA                 no gain. Cause not found
 
 Refused: more than 64 rows, which course_ops.attention takes.

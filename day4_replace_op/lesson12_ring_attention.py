@@ -20,13 +20,14 @@ at 500 TFLOP/s and NVLink's 450 GB/s, for as many heads of K as of Q. Grouped he
 Abbeel, "Ring attention with blockwise transformers", 2023.)
 
 A causal mask makes the work uneven. With contiguous slices the last process has work in every step, and the first one
-only in step 0. All wait for the slowest, so a pass takes p - 1/2 slices of work. In zigzag order the sequence is cut
-into 2 p chunks, and process r holds chunks r and 2 p - 1 - r:
+only in step 0. All wait for the slowest, so a pass takes as long as p - 1/2 slices of work. In zigzag order the
+sequence is cut into 2 p chunks, and process r holds chunks r and 2 p - 1 - r:
 
     contiguous, p = 2    | 0  0 | 1  1 |     step 1: rank 0 sees nothing of KV1; rank 1 sees all of KV0
     zigzag, p = 2        | 0 | 1  1 | 0 |    step 1: each rank sees half of the other's slice
 
-Then each process sees half of every other slice: p / 2. Predicted: (2 p - 1) / p times as fast, 1.5 with two.
+Then each process sees half of every other slice, in each step, so a pass takes as long as p / 2 slices. Predicted: (2 p
+- 1) / p times as fast, 1.5 with two processes.
 
 You will learn: to merge partial results, to overlap a message with work, to balance a causal mask, and how gradients
 travel around the ring.
@@ -122,7 +123,7 @@ def _seen(rank, source, S, causal, zigzag):
         return whole, whole, causal  # a rank's tokens are in order, though other ranks hold those between them
     if not zigzag:
         return (whole, whole, False) if source < rank else None
-    # Chunks r < 2 p - 1 - r. A source of lower rank has its first chunk before both of this rank's, its second after.
+    # Chunks r < 2 p - 1 - r. A source of lower rank: its chunk one is before both of these, its chunk two after.
     return (whole, slice(0, S // 2), False) if source < rank else (slice(S // 2, S), whole, False)
 
 

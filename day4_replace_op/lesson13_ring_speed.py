@@ -28,7 +28,7 @@ RING = "day4_replace_op.lesson12_ring_attention"
 ring_attention = specimen("day4_replace_op.lesson12_ring_attention", "ring_attention")
 Message = specimen("day4_replace_op.lesson12_ring_attention", "Message")
 ORDERS = specimen("day4_replace_op.lesson12_ring_attention", "ORDERS")
-S, H, H_KV, D = 16384, 32, 8, 128  # tokens a GPU
+S, H, H_KV, D = 16384, 32, 8, 128  # tokens per GPU
 
 
 class _NoMessage:
@@ -91,7 +91,7 @@ def speed():
     print(f"  zigzag is {gain:.2f} times as fast as in a row, predicted {predicted:.2f}")
     assert gain > 0.8 * predicted
     assert all(float(row["forward"]) < 1.25 * float(row["forward, no messages"]) for row in rows)
-    note = f"Milliseconds, the slowest rank's; {H} heads on {H_KV}, D = {D}, bf16, {S} tokens a GPU. "
+    note = f"Milliseconds, the slowest rank's; {H} heads on {H_KV}, D = {D}, bf16, {S} tokens per GPU. "
     note += "Messages are hidden as far as a time equals the one without them."
     return Table("ring", rows, note)
 

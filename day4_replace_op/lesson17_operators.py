@@ -6,22 +6,22 @@ Three declarations make a kernel an operator (day 1, lesson 8):
 - A fake, which returns shapes, dtypes and strides without data.
 - A backward, here an operator itself, so that a compiler sees one node in either direction.
 
-A profiler needs two more things: its FLOPs, declared for FLOP counters, and its bytes, which are those of its arguments
-and results.
+A profiler needs two more things: the operator's FLOPs, declared for FLOP counters, and its bytes. The bytes are those
+of its arguments and results.
 
 GELU is written out below, from its two kernels to its gradient. The finished operators are in course_ops, one file
 each, with the same declarations: read course_ops/layer_norm.py, 130 lines, after this lesson. There PyTorch computes
 CPU tensors; inside course_ops.testing.kernels() the kernels run on a CPU too, interpreted.
 
-What each operator saves for its backward, a token, with D features, H heads and V classes in bf16:
+What each operator saves for its backward, per token, with D features, H heads and V classes in bf16:
 
     attention        q, k, v, out and lse    8 D + 4 H bytes; the T x T weights are computed again
     layer_norm       x, mean, rstd           2 D + 8 bytes; y is computed again, if it is needed
-    gelu             x                       2 bytes a feature
+    gelu             x                       2 bytes per feature
     cross_entropy    logits, lse             2 V + 4 bytes; the softmax, 4 V more in eager PyTorch, is computed again
 
-A call of an operator takes host time too, as day 1's lesson 8 measures. Behind a kernel of 100 us the GPU hides it;
-behind one of 5 us it decides.
+A call of an operator takes host time too, as day 1's lesson 8 measures. While a kernel of 100 us runs, the host
+prepares the next call. If kernels take 5 us, the host's time is the limit.
 
 You will learn: operators that survive autograd, torch.compile and opcheck; what to save; what a FLOP counter counts.
 Run it:    python day4_replace_op/lesson17_operators.py
@@ -135,7 +135,7 @@ def operators_are_sound():
 
 @kernels()
 def work_is_known():
-    """A FLOP counter sees 4 D a visible pair and head forward and 10 D backward: if causal, of half the pairs."""
+    """A FLOP counter sees 4 D per visible pair and head forward, and 10 D backward; a causal mask halves the pairs."""
     for causal in (False, True):
         q, k, v = (torch.randn(1, 2, 16, 64, device=DEVICE, requires_grad=True) for _ in range(3))
         with FlopCounterMode(display=False) as flops:

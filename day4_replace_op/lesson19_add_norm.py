@@ -4,7 +4,7 @@ Between two matmuls a transformer computes x = x + delta, y = LayerNorm(x) w + b
 is fp32, while a matmul's output delta and its input y are bf16. PyTorch runs three kernels, with the norm in fp32 and a
 cast after it:
 
-    add    reads x 4, delta 2, writes x 4         10 bytes an element
+    add    reads x 4, delta 2, writes x 4         10 bytes per element
     norm   reads x 4, writes y 4                   8
     cast   reads y 4, writes y 2                   6        24 bytes; in one kernel x 4, delta 2, x 4, y 2: 12
 
@@ -98,7 +98,7 @@ def add_norm(x, delta, w, b, eps=EPS):
         return add_then_norm(x, delta, w, b, eps)
     if y.numel():
         block = triton.next_power_of_2(N)
-        rows = max(1, 2048 // block)  # 16 elements a thread, two rows of 768 for 4 warps
+        rows = max(1, 2048 // block)  # 16 elements per thread, two rows of 768 for 4 warps
         add_norm_kernel[(triton.cdiv(M, rows),)](
             x, delta, w, b, total, y, mean, rstd, M, N, x.stride(0), delta.stride(0), eps, rows, block,
             num_warps=rows * block // 512,
@@ -162,9 +162,9 @@ LESSON = Lesson(
     checks=(*PROBLEM.checks, case("the bytes are counted here", M=40, N=768, stream=True)),
     wrong=WRONG,
     claims={add_norm: ("16-byte loads", "16-byte stores", "no spills")},
-    # On a stream in fp32. The interpreter has no cache, so it also counts w and b, 8 bytes for each pair of rows: 16
-    # instead of 12. Rung 1: 10 and 12; its cast is PyTorch's, which is not counted here.
     passes={add_then_norm: 1.8, add_norm: 1.31},
+    passes_why="On a stream in fp32. The interpreter has no cache, so it also counts w and b, 8 bytes for each pair of "
+    "rows: 16 instead of 12. Rung 1: 10 and 12; its cast is PyTorch's, which is not counted here.",
 )
 
 if __name__ == "__main__":

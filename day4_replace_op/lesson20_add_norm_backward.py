@@ -203,6 +203,7 @@ LESSON = Lesson(
         teaches="the sum of two gradients fused into the norm, one result in two dtypes, asynchronous copies",
         hours=0.75,
         operator="add + layernorm backward",
+        pictures=("partial_gradients",),
     ),
     problem=PROBLEM_BACKWARD,
     rungs=(norm_then_add, add_norm_backward_fused, add_norm_backward),
@@ -230,8 +231,9 @@ LESSON = Lesson(
         add_norm_backward_fused: ("add_norm_backward_kernel: 16-byte loads", "add_norm_backward_kernel: no spills"),
         add_norm_backward: ("add_norm_backward_kernel: cp.async", "add_norm_backward_kernel: no spills"),
     },
-    # The interpreter counts w for every program, and the partial sums of 20 programs, out and back, on 64 rows.
     passes={add_norm_backward_fused: 1.38, add_norm_backward: 1.38},
+    passes_why="The interpreter counts w for every program, and the partial sums of 20 programs, written and read, "
+    "beside only 64 rows.",
     grad=Grad(add_norm, usual, PROBLEM.inputs),
 )
 

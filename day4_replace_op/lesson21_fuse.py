@@ -4,7 +4,7 @@ An operator that waits for memory, replaced one for one, can at best reach copy 
 not move the bytes at all. Three fusions for lesson 15's GPT, and what lesson 16's count predicts of each, a step of
 32,768 tokens at 4.2 TB/s:
 
-    add + norm (19, 20)               12 bytes an element instead of 24, 16 instead of 44       10 ms -> 4 ms
+    add + norm (19, 20)               12 bytes per element instead of 24, 16 instead of 44       10 ms -> 4 ms
                                       backward
     linear + GELU (day 3, 4 and 5)    GELU in the matmul's epilogue, its bias's gradient        4.5 ms -> 3 ms
                                       in the kernel that computes dz

@@ -95,7 +95,7 @@ def same_loss():
 
 
 def speed():
-    """Tokens a second and peak memory of all variants, interleaved: on Hopper fused is at least 1.2 times eager."""
+    """Tokens per second and peak memory of all variants, interleaved: on Hopper fused is at least 1.2 times eager."""
     if not GPU:
         return from_a_gpu(__name__, "speed")
     batch, steps, peaks = next(batches(CONFIG, 1)), {}, {}

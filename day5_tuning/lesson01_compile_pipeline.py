@@ -13,7 +13,7 @@ A Triton kernel passes through six stages, and each decides one thing that the s
 Nothing here needs a GPU. Predict before you run, for a tile of 64 x 64, steps of 64, 128 threads and 3 stages in fp16:
 
     bytes of shared memory            3 stages of two tiles of 8 KB                              49,152
-    cp.async instructions a thread    a stage is 8 copies of 16 bytes; one in the loop, two      24
+    cp.async instructions per thread    a stage is 8 copies of 16 bytes; one in the loop, two      24
                                       before it
     fp32 sums a thread holds          64 * 64 / 128                                              32
     wgmma instructions                64 deep in steps of 16                                     4

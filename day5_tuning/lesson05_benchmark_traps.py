@@ -251,6 +251,7 @@ LESSON = Steps(
         teaches="repeats, minima, data, L2, clocks, the host, graphs: eight ways to time something else",
         hours=0.75,
         star=True,
+        pictures=("timed_rounds",),
     ),
     steps=(
         too_few_repeats,

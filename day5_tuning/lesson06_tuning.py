@@ -9,14 +9,14 @@ the first before anything runs:
     waves      programs / (132 * resident), rounded up: the last wave costs as much as a full one
 
     memory     bytes / bandwidth                                                              8192 x 8192, bf16: 64 us
-    issue      elements * 16 instructions / (132 SMs * 128 lanes a cycle)                                        33 us
+    issue      elements * 16 instructions / (132 SMs * 128 lanes per cycle)                                        33 us
     latency    waves * (1.2 us until data arrives + reductions + one program's own instructions and bytes)
     time       close to the largest; where two are close, both cost: the fourth root of the sum of fourth powers
 
     8192 columns, a row of 16 KB a program     1 warp     spills
-                                               4 warps    128 bytes a thread, about 72 registers: 7 programs, 112 KB
+                                               4 warps    128 bytes per thread, about 72 registers: 7 programs, 112 KB
                                                           in flight
-                                               32 warps   16 bytes a thread: 2 programs (64 warps), 32 KB in flight
+                                               32 warps   16 bytes per thread: 2 programs (64 warps), 32 KB in flight
 
 The model finds the worst configurations. It does not order the good ones, which lie within a few percent of each other:
 see the rank correlations in reports/. It is too optimistic for the fewest warps. Four short rows on one warp, or one
@@ -69,7 +69,7 @@ def predict(size, config, k: Figures, machine):
     """Microseconds, and the largest of the terms above."""
     M, N, rows = size["M"], size["N"], config["ROWS"]
     programs, elements = -(-M // rows), rows * N
-    issue = elements * INSTRUCTIONS / 128 / CLOCK  # of one program; an SM issues four warp instructions a cycle
+    issue = elements * INSTRUCTIONS / 128 / CLOCK  # of one program; an SM issues four warp instructions per cycle
     transfer = 4 * elements / 64 / CLOCK  # in and out, at what an SM can take
     chain = LATENCY + 2 * REDUCTION * (1 + (k.warps > rows)) / CLOCK + issue + transfer
     spilled = programs * k.spills * k.warps * 128  # a spill is 4 bytes for each of 32 lanes

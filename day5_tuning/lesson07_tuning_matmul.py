@@ -1,13 +1,13 @@
 """Tuning, matmul: tile, warps, stages, order
 ===========================================
 The parameters of day 3's tile loop, and the term of the model that each one changes. A step of 64 of K takes a tile so
-many cycles of its SM (4096 FLOPs per cycle, 64 bytes a cycle from L2):
+many cycles of its SM (4096 FLOPs per cycle, 64 bytes per cycle from L2):
 
     multiply   BLOCK_M * BLOCK_N * 64 / 2048, twice that without wgmma          the tile
     load       2 (BLOCK_M + BLOCK_N) * 64 / 64                                  the tile: large ones load less a FLOP
     wait       1000 / (stages - 1)                                              stages, which take shared memory
                one stage: 1000 + load + load / 2 (into shared memory) + multiply, one after the other
-    spills     128 bytes a warp each, 64 a cycle                                warps: BM BN / 32 warps sums a thread
+    spills     128 bytes per warp each, 64 a cycle                              warps: BM BN / 32 warps sums per thread
 
 Programs on one SM share its time for multiply, load and spills; their waits overlap. A step takes about as long as the
 largest term. Then
@@ -130,7 +130,7 @@ def large_tiles_leave_sms_idle():
 
 
 def sums_must_fit_into_registers():
-    """128 x 256 on 4 warps: 256 sums a thread and 255 registers. On 8 warps 128 sums, and no spills."""
+    """128 x 256 on 4 warps: 256 sums per thread and 255 registers. On 8 warps 128 sums, and no spills."""
     assert figures(_row(8192, (128, 256), 8)).spills == 0
     row = _row(8192, (128, 256), 4)
     assert figures(row).registers == 255 and figures(row).spills > 0  # noqa: PT018

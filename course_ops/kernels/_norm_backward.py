@@ -13,7 +13,7 @@ in fp32 registers until its last row. Meanwhile cp.async copies its next rows to
 
 A program's columns are a list of chunks. In a full chunk each thread has 16 bytes, so that one cp.async copies 16
 bytes. The last chunk may be a half or a quarter of a full one, so that few lanes idle whatever N is. If one call mixes
-16 and 32 bits, a full chunk has four columns a thread. Then both lie in the same threads.
+16 and 32 bits, a full chunk has four columns per thread. Then both lie in the same threads.
 """
 
 import math
@@ -301,7 +301,7 @@ class Load:
     at_once: int
 
     def plan(self, N: int, warps: int, per_sm: int) -> Plan:
-        """The fewest columns that are at least N: full chunks, and a last one of two columns a thread or more."""
+        """The fewest columns that are at least N: full chunks, and a last one of two columns per thread or more."""
         threads = 32 * warps
         full, rest = divmod(N, self.width * threads)
         last = next(each for each in (2, 4, 8) if rest <= each * threads) if rest and self.at_once > 1 else self.width
@@ -334,7 +334,7 @@ def walk(N: int, held: float, load: Load) -> Plan | None:
 
 
 def walks(N: int, itemsize: int, bias: bool) -> bool:
-    """Whether norm_backward_walk takes rows of N columns, where dy and x have `itemsize` bytes an element."""
+    """Whether norm_backward_walk takes rows of N columns, where dy and x have `itemsize` bytes per element."""
     load = Load(4, 1) if N % 2 else Load(16 // itemsize, 2)
     return walk(N, held(itemsize, itemsize, bias, 1, load.at_once), load) is not None
 

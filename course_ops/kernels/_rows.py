@@ -111,7 +111,7 @@ def split(rows: Rows, *, part_bytes: int, most_parts: int, warp_bytes: int) -> S
 
 @dataclass(frozen=True)
 class Chunks:
-    """A row as `count` tensors of `block` columns, 16 bytes a thread each: 2560 columns are five of 512, not 4096."""
+    """A row as `count` tensors of `block` columns, 16 bytes per thread each: 2560 columns are five of 512, not 4096."""
 
     warps: int
     count: int
@@ -119,7 +119,7 @@ class Chunks:
 
 
 def in_chunks(N: int, itemsize: int) -> Chunks:
-    """The fewest idle lanes, to a sixteenth of the row; then about 64 bytes a thread, which are under way at once."""
+    """The fewest idle lanes, to a sixteenth of the row; then about 64 bytes per thread, which are under way at once."""
     found = []
     for warps in (1, 2, 4, 8, 16):
         block = 512 * warps // itemsize
@@ -151,7 +151,7 @@ def opaque(x):
 
     A row that is used twice waits in registers in between. To the compiler this empty instruction makes a new x, so it
     keeps what was loaded. Widening that again costs one instruction. In exchange the row needs half the registers, and
-    an SM holds twice the rows. For an even number of 16-bit elements a thread; others are returned as they are.
+    an SM holds twice the rows. For an even number of 16-bit elements per thread; others are returned as they are.
     """
     if _INTERPRETED or x.dtype.primitive_bitwidth != 16:
         return x

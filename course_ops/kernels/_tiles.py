@@ -51,7 +51,7 @@ def predicted_cycles(M: int, N: int, K: float, block_m: int, block_n: int, block
     For 8-bit operands pass half of K and of block_k: a step of as many bytes takes as long.
     """
     tiles = math.ceil(M / block_m) * math.ceil(N / block_n)
-    share = min(64, 5120 / min(tiles, sms))  # bytes a cycle from L2; an SM takes no more than 64
+    share = min(64, 5120 / min(tiles, sms))  # bytes per cycle from L2; an SM takes no more than 64
     step = max(block_m * block_n * block_k / 2048, 2 * (block_m + block_n) * block_k / share)
     step += 300  # wait for a stage and issue its MMA: why steps should not be short
     ends = 1500 + 2 * block_m * block_n / share  # until the first operands arrive, and to write C

@@ -43,7 +43,7 @@ def add_norm_packed(x, residual, w, b, eps):
     total, y = (torch.empty(x.shape, dtype=t.dtype, device=x.device) for t in (residual, x))
     mean, rstd = (torch.empty(rows.M, dtype=torch.float32, device=x.device) for _ in range(2))
     if y.numel():
-        tile = max(1, 2048 // rows.block)  # 16 elements a thread, two rows of 768 for 4 warps
+        tile = max(1, 2048 // rows.block)  # 16 elements per thread, two rows of 768 for 4 warps
         add_norm_kernel[(triton.cdiv(rows.M, tile),)](
             residual, x, w, b, total, y, mean, rstd, rows.M, rows.N, residual.stride(0), x.stride(0), eps,
             tile, rows.block, common_multiple_of(rows.N, residual.stride(0), x.stride(0)),
@@ -111,7 +111,7 @@ def add_norm_backward_packed(dy, dtotal, total, w, mean, rstd, bias):
     db = db if bias else None
     if dx.numel():
         tile = max(1, 1024 // rows.block)
-        # 8 elements a thread: dw and db are 16 of its registers, and 96 in all leave room for 20 warps on an SM.
+        # 8 elements per thread: dw and db are 16 of its registers, and 96 in all leave room for 20 warps on an SM.
         warps = tile * rows.block // 256
         programs = min(triton.cdiv(rows.M, tile), rows.sms * (20 // warps))
         partial_dw, partial_db = partial_sums(programs, total, bias)

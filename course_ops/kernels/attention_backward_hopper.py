@@ -737,7 +737,7 @@ def attention_backward(
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
     width = 64 if max(D, D_v) <= 64 else 128
-    # With few steps a tile, the late dQ's extra matmul at its end counts.
+    # With few steps per tile, the late dQ's extra matmul at its end counts.
     longest = S_q if sequences is None else sequences.longest_q
     ping_pong = not (width > 64 and min(longest, longest if window is None else window + 2 * KEYS) <= 512)
     block = 8192 // width  # queries of a step: 64 x 64 elements of dQ for each consumer

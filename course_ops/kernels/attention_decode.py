@@ -224,6 +224,6 @@ def steps_ahead(q: Tensor, rows: int, block_n: int, elements: int) -> int:
 
 
 def share_of(owners: int, blocks: int, programs: int) -> int:
-    """Blocks a program: equal shares, or up to 1/16 more if then owners end where programs do, and parts are fewer."""
+    """Blocks per program: equal shares, or up to 1/16 more if owners then end where programs do, so fewer parts."""
     least = triton.cdiv(owners * blocks, programs)
     return next((n for n in range(least, least + least // 16 + 1) if n % blocks == 0 or blocks % n == 0), least)

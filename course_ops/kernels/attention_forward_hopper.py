@@ -664,7 +664,7 @@ def attention_hopper_kernel(
         ),
         lse_ptr=lse_ptr, scale_log2=scale_log2, cap_scale=cap_scale,
     )  # fmt: skip
-    # The first partition runs in the kernel's own warps. Registers a thread: 128 * (232 + 232 + 40) <= 65536.
+    # The first partition runs in the kernel's own warps. Registers per thread: 128 * (232 + 232 + 40) <= 65536.
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer_partition, (args, 0, ALIGNED)),

@@ -123,7 +123,7 @@ def cross_entropy_warp(logits, targets, ignore_index):
 
 
 def cross_entropy_split(logits, targets, ignore_index):
-    """As cross_entropy_packed for rows of any length: 8 warps a program, and few rows have several programs each."""
+    """As cross_entropy_packed for rows of any length: 8 warps per program, and few rows have several programs each."""
     rows = Rows.of(logits)
     parts = max(1, min(4 * rows.sms // max(rows.M, 1), rows.N // 4096))  # 4 programs for every SM in all
     return _chunks(logits, targets, ignore_index, parts=parts, warps=8)
@@ -131,7 +131,7 @@ def cross_entropy_split(logits, targets, ignore_index):
 
 def _chunks(logits, targets, ignore_index, parts, warps):
     loss, lse, rows = _results(logits)
-    lanes, stages = (128, 1) if warps == 1 else (64 * warps, 3)  # 4 chunks a thread, or 2 and 4 under way
+    lanes, stages = (128, 1) if warps == 1 else (64 * warps, 3)  # 4 chunks per thread, or 2 and 4 under way
     w = 16 // logits.element_size()
     if logits.data_ptr() % 16:
         w = 1  # no chunk is aligned, so a chunk is one element: slow, and right

@@ -24,7 +24,7 @@ def gelu_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # [n] each
 
 
 def gelu(x):
-    """x, contiguous, of any shape -> y as x; 1024 elements a program."""
+    """x, contiguous, of any shape -> y as x; 1024 elements per program."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         gelu_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BLOCK=1024)

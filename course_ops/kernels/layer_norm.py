@@ -60,7 +60,7 @@ def layer_norm_packed_kernel(
 
 
 def layer_norm_tile(x, w, b, eps):
-    """x [M, N], w and b [N] -> y [M, N], mean and rstd [M] in fp32. About 2048 elements a program, 16 a thread."""
+    """x [M, N], w and b [N] -> y [M, N], mean and rstd [M] in fp32. About 2048 elements per program, 16 a thread."""
     y, mean, rstd, rows, _, _ = _results(x)
     if y.numel():
         tile = max(1, 2048 // rows.block)
@@ -72,7 +72,7 @@ def layer_norm_tile(x, w, b, eps):
 
 
 def layer_norm_packed(x, w, b, eps):
-    """As layer_norm_tile, for longer rows: 64 bytes a thread, four rows of 8192 on an SM."""
+    """As layer_norm_tile, for longer rows: 64 bytes per thread, four rows of 8192 on an SM."""
     y, mean, rstd, rows, _, _ = _results(x)
     if y.numel():
         tile = max(1, 2048 // rows.block)
@@ -148,7 +148,7 @@ def welford(x, count, mean, m2):
 
 
 def layer_norm_chunks(x, w, b, eps, residual=None):
-    """As layer_norm_tile; a row is a list of chunks of 16 bytes a thread, all of them loaded before the first use.
+    """As layer_norm_tile; a row is a list of chunks of 16 bytes per thread, all of them loaded before the first use.
 
     With residual [M, N]: of residual + x, which is a fourth result.
     """
@@ -339,7 +339,7 @@ def layer_norm_backward_registers(dy, x, w, mean, rstd, bias):
     """dy, x [M, N], w [N], mean, rstd [M] -> dx, dw, db (None without bias); the next rows wait in registers."""
     dx, dw, db, rows = _gradients(x, w, bias)
     if dx.numel():
-        # 16 elements a thread: dw and db take 32 of its registers, and 128 in all leave room for 512 threads on an SM.
+        # 16 elements per thread: dw and db take 32 of its registers; 128 in all leave room for 512 threads on an SM.
         # If rows are short, few programs add up the partial sums: fewer of these, from one program of twice the size.
         tile = max(1, (4096 if rows.N <= 512 else 2048) // rows.block)
         warps = tile * rows.block // 512

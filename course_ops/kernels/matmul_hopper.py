@@ -89,7 +89,7 @@ def persistent_kernel(
     )  # the producer arrives; both consumers arrive
     ring = allocate_stages(a_desc, STAGES), allocate_stages(b_desc, STAGES), full, empty
     sizes = (tiles_m, tiles_n, steps)
-    # Registers a thread: 232 for each consumer, 40 for the producer. The first partition takes what is left.
+    # Registers per thread: 232 for each consumer, 40 for the producer. The first partition takes what is left.
     gl.warp_specialize(
         [
             (consumer, (c_desc, c_smem, ring, sizes, 0, GROUP, A_T, B_T)),

@@ -228,7 +228,7 @@ def panels_of(acc):
 
 
 # A thread of wgmma's layout holds, of every 8 columns, 2 neighbours in each of 2 rows. In this order its 4 elements
-# are neighbours, and a warp's too: 16 bytes a thread, 512 in a row. No element moves between threads.
+# are neighbours, and a warp's too: 16 bytes per thread, 512 in a row. No element moves between threads.
 @gluon.jit
 def in_a_row(panel):
     """[64, 64] -> [4096]."""

@@ -32,7 +32,7 @@ def scale_of(bits):
 
 
 # The fp32 quotient must be rounded correctly. If it were off by one bit near the middle of two values of e4m3, it would
-# be rounded to the wrong one. An exact division, div_rn, costs 30 instructions an element. This is Markstein's way: x
+# be rounded to the wrong one. An exact division, div_rn, costs 30 instructions per element. This is Markstein's way: x
 # times 1/scale, with one division for a group, and then a correction by the remainder that this leaves.
 @triton.jit
 def quantized(x, scale):

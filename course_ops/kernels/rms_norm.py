@@ -85,7 +85,7 @@ def rms_norm_chunks_kernel(
 
 
 def rms_norm_chunks(x, w, eps):
-    """As rms_norm_packed; a row is a list of chunks of 16 bytes a thread, all of them loaded before the first use."""
+    """As rms_norm_packed; a row is a list of chunks of 16 bytes per thread, all of them loaded before the first use."""
     y, rstd, rows = _results(x)
     if y.numel():
         plan = in_chunks(rows.N, rows.itemsize)
@@ -137,7 +137,7 @@ def rms_norm_parts(rows: Rows) -> Split:
 
 
 def rms_norm_split(x, w, eps):
-    """As rms_norm_packed; two rows are shared by programs that all run at once, 32 warps an SM, so w is loaded once."""
+    """As rms_norm_packed; two rows are shared by programs that run at once, 32 warps per SM, so w is loaded once."""
     y, rstd, rows = _results(x)
     parts = rms_norm_parts(rows)
     if y.numel():

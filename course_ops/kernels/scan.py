@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 8192  # 64 elements a thread
+TILE = 8192  # 64 elements per thread
 EMPTY, AGGREGATE, PREFIX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 

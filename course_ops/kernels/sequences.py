@@ -1,9 +1,9 @@
-"""Sequences of different lengths, packed one behind the other into tensors [1, H, total, D]: whose rows a tile has.
+"""Sequences of different lengths, one after another in tensors [1, H, total, D]: which sequence a tile belongs to.
 
 cu_seqlens [B + 1] int32: sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, so the first entry is 0 and the
 last one is total. Kernels read lengths on the device, so that a launch does not wait for the GPU.
 
-    numbered tiles    Tiles of sequence b have the numbers from cu_seqlens[b] // ROWS + b on. At most one number of each
+    numbered tiles    Tiles of sequence b have the numbers from cu_seqlens[b] // ROWS + b on. At most one number per
                       sequence has no tile. A program finds its sequence by counting those that begin before it.
     records           A list of tiles, the longest sequence first, that a small kernel writes: for persistent kernels.
     ragged tensors    A TMA descriptor that ends where the sequence at hand ends: rows behind it are read as zeros and
@@ -53,8 +53,8 @@ def grid_tiles(
 
 @triton.jit
 def sequence_of_tile(cu_ptr, B, number, ROWS: tl.constexpr):
-    """Of a numbered tile: its sequence, that one's first row, its length, and the tile's first row within it. The
-    number is of no tile if that row is not in the sequence."""
+    """A numbered tile's sequence, that sequence's first row and length, and the tile's first row inside it. If that
+    row is not in the sequence, the number has no tile."""
     CHUNK: tl.constexpr = 256
     begun = 0
     for start in range(0, B, CHUNK):

@@ -87,7 +87,7 @@ def softmax_chunks_kernel(
 
 
 def softmax_chunks(x):
-    """As softmax_packed; a row is a list of chunks of 16 bytes a thread, all of them loaded before the first use."""
+    """As softmax_packed; a row is a list of chunks of 16 bytes per thread, all of them loaded before the first use."""
     y, rows = _empty(x), Rows.of(x)
     if y.numel():
         plan = in_chunks(rows.N, rows.itemsize)
@@ -134,7 +134,7 @@ def softmax_parts(rows: Rows) -> Split:
 
 
 def softmax_split(x):
-    """[M, N] -> [M, N], a row shared by programs that all run at once: 28 warps an SM at 72 registers a thread."""
+    """[M, N] -> [M, N], a row shared by programs that all run at once: 28 warps an SM at 72 registers per thread."""
     y, rows = _empty(x), Rows.of(x)
     parts = softmax_parts(rows)
     if y.numel():
@@ -286,7 +286,7 @@ def softmax_backward_parts(rows: Rows) -> Split:
 
 
 def softmax_backward_split(y, dy):
-    """[M, N], [M, N] -> dx [M, N], a row shared by programs that all run at once: 16 warps an SM."""
+    """[M, N], [M, N] -> dx [M, N], a row shared by programs that all run at once: 16 warps per SM."""
     dx, rows = _empty(y), Rows.of(y)
     parts = softmax_backward_parts(rows)
     if dx.numel():

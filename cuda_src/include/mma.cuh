@@ -137,7 +137,7 @@ __device__ __forceinline__ Place place(int S, int rows, int heads, int group, bo
     const int in_group = min(group, heads - first_head), tile = nth / in_group;
     return {first_head + nth % in_group, (last_first ? tiles - 1 - tile : tile) * rows};
 }
-inline int heads_in_l2(int64_t bytes_a_head, int64_t heads) {  // of 50 MB some are for what streams through
+inline int heads_in_l2(int64_t bytes_a_head, int64_t heads) {  // L2 has 50 MB or more, some for what streams by
     return int(std::clamp<int64_t>((int64_t(24) << 20) / bytes_a_head, 1, heads));
 }
 
@@ -219,7 +219,7 @@ __device__ __forceinline__ void as_left(uint32_t (&a)[M][K / 16][4], const float
                 a[m][k][i] = pack<T>(c[m][2 * k + i / 2][i % 2 * 2], c[m][2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-// Write a warp's acc [16 M][D] to `live` rows at `to`, 16 bytes a lane, by way of shared memory that is the warp's own.
+// Write a warp's acc [16 M][D] to `live` rows at `to`, 16 bytes per lane, through shared memory of the warp's own.
 template <typename T, int M, int D>
 __device__ __forceinline__ void store_rows(T* to, int live, const float (&acc)[M][D / 8][4], T* own_smem) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

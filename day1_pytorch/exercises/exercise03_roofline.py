@@ -1,7 +1,7 @@
 """Say what limits a layer before you time it
 ==========================================
 An op takes at least bytes / bandwidth and at least FLOPs / rate; the larger one is its floor. Both are equal at the
-ridge. An H200's datasheet says 4.8 TB/s and 989 TFLOP/s of dense bf16, so its ridge is at about 206 FLOPs a byte. For
+ridge. An H200's datasheet says 4.8 TB/s and 989 TFLOP/s of dense bf16, so its ridge is at about 206 FLOPs per byte. For
 small m, y[m, n] = x[m, k] @ w[n, k].T is limited by memory, since all of w is read for a few rows.
 
 Predict: the batch m at which a 4096 x 4096 layer in bf16 stops being limited by memory. Then compute it.

@@ -43,7 +43,7 @@ import torch
 
 
 def add():
-    """Two tensors are read, one is written, two bytes an element."""
+    """Two tensors are read, one is written, two bytes per element."""
     x = torch.empty(2**26, dtype=torch.bfloat16, device="meta")
     number("microseconds", ADD_US, 3 * x.nbytes / 4.8e12 * 1e6, 0.03)
 

@@ -45,7 +45,7 @@ A, B = torch.empty(128, 64, dtype=torch.bfloat16), torch.empty(64, 256, dtype=to
 
 
 def stage():
-    """Both blocks, two bytes an element."""
+    """Both blocks, two bytes per element."""
     number("KB a stage", STAGE_KB, (A.nbytes + B.nbytes) / 1024, 0)
 
 

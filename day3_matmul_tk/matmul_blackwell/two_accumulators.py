@@ -7,7 +7,7 @@ of the next tile run while the epilogue drains this one. `ready` and `drained` a
     columns 256 to 511            |MMMMMMMM|ld|st |    |MMMMMMMM|ld|st    tile 1, tile 3
     tensor cores         |MMMMMMMM|MMMMMMMM|...
 
-On Hopper two accumulators would be 256 registers a thread, more than a thread may have.
+On Hopper two accumulators would be 256 registers per thread, more than a thread may have.
 
 Predicted for a B200, not measured: no tile's end is left but the last of each CTA. A step costs its MMA or its L2 time.
 """

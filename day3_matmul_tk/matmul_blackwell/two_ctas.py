@@ -5,7 +5,7 @@ and one half of B's columns. The first CTA issues one MMA for both. It reads A a
 writes the rows of each CTA to that CTA's tensor memory.
 
                     B, left half    B, right half
-                    in CTA 0        in CTA 1           bytes a step and SM      L2 -> shared memory
+                    in CTA 0        in CTA 1           bytes per step and SM      L2 -> shared memory
     A, upper half   C of CTA 0 .................       one CTA, 128 x 256       16 KB of A + 32 KB of B
     in CTA 0                                           a pair, 256 x 256        16 KB of A + 16 KB of B
     A, lower half   C of CTA 1 .................

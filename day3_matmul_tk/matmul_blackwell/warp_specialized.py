@@ -11,7 +11,7 @@ New against ring.py: each kind of work has warps of its own. They synchronise on
              <---- empty[stage] ----
                  commit
 
-On Hopper the accumulator's registers made the consumers large: two warpgroups of 232 registers a thread. Here one
+On Hopper the accumulator's registers made the consumers large: two warpgroups of 232 registers per thread. Here one
 thread of one warp issues every MMA. The epilogue has four warps because each of them can read one quarter of tensor
 memory's 128 rows.
 

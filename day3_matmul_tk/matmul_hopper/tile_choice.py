@@ -184,7 +184,7 @@ def matmul_kernel(a_desc, b_desc, c_desc, tiles_m, tiles_n, steps, GROUP: gl.con
 def predicted_cycles(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K):
     """Cycles of a 16-bit matmul on Hopper if only tensor cores and L2 cost time. For ranking tiles, not for timing."""
     tiles = math.ceil(M / BLOCK_M) * math.ceil(N / BLOCK_N)
-    share = min(64, 5120 / min(tiles, num_sms()))  # bytes a cycle from L2; an SM takes no more than 64
+    share = min(64, 5120 / min(tiles, num_sms()))  # bytes per cycle from L2; an SM takes no more than 64
     step = max(BLOCK_M * BLOCK_N * BLOCK_K / 2048, 2 * (BLOCK_M + BLOCK_N) * BLOCK_K / share)
     step += 300  # wait for a stage and issue its MMA: why steps should not be short
     ends = 1500 + 2 * BLOCK_M * BLOCK_N / share  # until the first operands arrive, and to write C

@@ -3,8 +3,8 @@
 New against async_wgmma.py: each warp has one role. The warps synchronise only through mbarriers, two for each
 stage.
 
-    1 producer warp         wait empty -> TMA -> (bytes arrive: full)                  40 registers a thread
-    2 consumer warpgroups   wait full -> wgmma, 64 x 256 each -> arrive on empty      232 registers a thread, 128 of acc
+    1 producer warp         wait empty -> TMA -> (bytes arrive: full)                40 registers per thread
+    2 consumer warpgroups   wait full -> wgmma, 64 x 256 each -> arrive on empty    232 registers per thread, 128 of acc
 
                  expect + bytes               2 arrivals
     producer ---------- full[stage] ----------> consumers

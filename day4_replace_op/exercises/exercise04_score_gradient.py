@@ -129,7 +129,7 @@ EXERCISE = Exercise(
         Wrong("lse is scaled too", "tl.dot(q, k.T) * scale - lse[:, None]", "(tl.dot(q, k.T) - lse[:, None]) * scale"),
         Wrong("P with powers of 2, and lse to base e", "tl.exp(tl.dot", "tl.exp2(tl.dot"),
         Wrong("P is not normalised", "* scale - lse[:, None])", "* scale)"),
-        Wrong("dP from O, which has no keys: V is what P was multiplied with", "tl.dot(do, v.T)", "tl.dot(do, k.T)"),
+        Wrong("dP from K: P was multiplied with V, so dP is dO V^T", "tl.dot(do, v.T)", "tl.dot(do, k.T)"),
         Wrong("P where dS belongs", "tl.dot(ds.to(k.dtype), k, dq)", "tl.dot(p.to(k.dtype), k, dq)"),
         Wrong("only the last block's part is kept", "tl.dot(ds.to(k.dtype), k, dq)", "tl.dot(ds.to(k.dtype), k)"),
         Wrong("no scale in dQ", "dq * scale, mask", "dq, mask"),

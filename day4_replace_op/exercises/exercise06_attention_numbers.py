@@ -110,7 +110,7 @@ def decode():
 
 
 def rows():
-    """Two numbers a query and head."""
+    """Two numbers per query and head."""
     number("MB", ROWS_MB, 2 * torch.empty(32, 16384, device="meta").nbytes / 1e6, WITHIN)
 
 

@@ -313,7 +313,7 @@ def flash_kernel(
         ),
         lse_ptr=lse_ptr, scale_log2=scale_log2,
     )  # fmt: skip
-    # The first partition runs in the kernel's own warps. Registers a thread: 128 * (232 + 232 + 40) <= 65536.
+    # The first partition runs in the kernel's own warps. Registers per thread: 128 * (232 + 232 + 40) <= 65536.
     gl.warp_specialize([
         (consumer_partition, (args, 0)),
         (consumer_partition, (args, 1)),

@@ -1,7 +1,8 @@
 """Choose a configuration: from registers and shared memory to a ranking
 =====================================================================
-Softmax is compiled in eleven configurations. The compiler reports for each: warps, registers a thread, bytes of shared
-memory. Which is the fastest on which GPU? Count the programs that an SM holds, then the waves, then use this model:
+Softmax is compiled in eleven configurations. For each the compiler reports warps, registers per thread, and bytes of
+shared memory. Which is the fastest on which GPU? Count the programs that an SM holds, then the waves. Then use this
+model:
 
     memory     bytes in and out (bf16) / bandwidth
     issue      all programs' instructions, shared by the SMs
@@ -27,7 +28,7 @@ class GPU:
     most_shared: int  # bytes that one program may have
     warps: int  # that an SM holds
     programs: int  # that an SM holds
-    memory: float  # bytes a second
+    memory: float  # bytes per second
 
 
 @dataclass(frozen=True)

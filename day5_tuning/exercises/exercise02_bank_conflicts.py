@@ -10,7 +10,7 @@ a permutation inside each row, and needs no memory. Predict: wavefronts of a col
 
 
 def wavefronts(addresses, size):
-    """addresses: of lanes 0 to 31 in bytes, None for a lane that is off; size: bytes a lane, 1, 2, 4, 8 or 16."""
+    """addresses: of lanes 0 to 31 in bytes, None for a lane that is off; size: bytes per lane, 1, 2, 4, 8 or 16."""
     # TODO(1): group by group of lanes, the words that each bank is asked for.
     # stub: return 1
     lanes = 32 if size <= 4 else 128 // size
@@ -89,7 +89,7 @@ def _counted(addresses, size):
 
 
 def of_words():
-    """4 bytes a lane: distinct words in one bank count, not lanes."""
+    """4 bytes per lane: distinct words in one bank count, not lanes."""
     for what, addresses in WORDS.items():
         same(f"wavefronts of {what}", wavefronts(list(addresses), 4), _counted(addresses, 4))
     for _ in range(20):

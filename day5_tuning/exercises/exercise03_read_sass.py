@@ -151,13 +151,13 @@ def opcodes_in_order():
 
 
 def widths():
-    """16 bytes a lane where the compiler knew the alignment, 2 where it did not."""
+    """16 bytes per lane where the compiler knew the alignment, 2 where it did not."""
     for what, listing in _hidden().items():
         same(f"the widest load of {what}", load_bytes(listing), _row(listing).load_bytes)
 
 
 def spilled():
-    """`crowded` has 24 registers and needs 32 values a thread."""
+    """`crowded` has 24 registers and needs 32 values per thread."""
     for what, listing in _hidden().items():
         same(f"spills of {what}", spills(listing), _row(listing).spills)
 

@@ -10,7 +10,7 @@ tiles of one wave share are read once, and nothing is kept for the next wave. Fo
 and 1/8 s to time each. The key is a length, rounded up to a power of 2; lengths range from 100 to 8000.
 """
 
-# TODO(1): softmax, a row a program: 4 warps, 72 registers a thread. Programs an SM, and waves of 8192 rows.
+# TODO(1): softmax, a row a program: 4 warps, 72 registers per thread. Programs per SM, and waves of 8192 rows.
 # stub: RESIDENT, WAVES = None, None
 RESIDENT, WAVES = 65536 // (72 * 32) // 4, 9
 # END(1)
@@ -74,7 +74,7 @@ def last_wave():
 
 
 def ridge():
-    """Three matrices of 2 bytes an element; a multiply and an add for each of n^3."""
+    """Three matrices of 2 bytes per element; a multiply and an add for each of n^3."""
     n = 1
     while 2 * n**3 / 800e12 < 3 * n * n * 2 / 4.2e12:
         n += 1

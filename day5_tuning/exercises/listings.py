@@ -50,7 +50,7 @@ def tma_product_kernel(a_desc, b_desc, c_ptr, K, stride, M: tl.constexpr, N: tl.
 
 
 @triton.jit
-def crowded_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # more values a thread than it has registers
+def crowded_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # more values per thread than it has registers
     x = tl.load(x_ptr + tl.arange(0, BLOCK))
     tl.store(y_ptr + tl.arange(0, BLOCK), x / tl.sum(x))
 

@@ -23,6 +23,7 @@ Translate = Callable[[str], str]
 # Calls of a declaration -> their arguments with prose, by position or by name.
 _SPOKEN: dict[str, tuple[int | str, ...]] = {
     "Prediction": ("why",),
+    "Lesson": ("passes_why",),
     "Table": (2, "note"),
     "Exercise": ("hints",),
     "Wrong": (0, "why"),
@@ -144,8 +145,8 @@ def _of_python(text: str) -> Iterator[Passage]:
                         place(said.end_lineno or 0, said.end_col_offset or 0),
                     )
                     yield from _docstring(text, start, stop)
-        elif isinstance(node, ast.Call):
-            for string in _spoken(node):
+        elif isinstance(node, ast.Call | ast.Assign):
+            for string in _spoken(node) if isinstance(node, ast.Call) else _note(node):
                 start = place(string.lineno, string.col_offset)
                 stop = place(string.end_lineno or 0, string.end_col_offset or 0)
                 yield _string(text, start, stop, str(string.value))
@@ -215,6 +216,14 @@ def _spoken(call: ast.Call) -> Iterator[ast.Constant]:
         for each in value.elts if isinstance(value, ast.Tuple) else [value]:
             if isinstance(each, ast.Constant) and isinstance(each.value, str) and is_prose(each.value):
                 yield each
+
+
+def _note(assigned: ast.Assign) -> Iterator[ast.Constant]:
+    """The string of `note = "..."`, the words below a table that a step returns."""
+    (target, *more), value = assigned.targets, assigned.value
+    is_note = not more and isinstance(target, ast.Name) and target.id == "note"
+    if is_note and isinstance(value, ast.Constant) and is_prose(str(value.value)):
+        yield value
 
 
 # ---- From lines to messages ----

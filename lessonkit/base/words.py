@@ -5,7 +5,8 @@ the language of `--lang`, which stands in COURSE_LANG, or of the system (LANG=zh
 """
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -77,6 +78,23 @@ def counted(number: int, one: str, many: str) -> str:
 def later(english: str) -> str:
     """Marks a text of a table that `said` says where it is shown."""
     return english
+
+
+def retold(text: str, templates: Sequence[str], language: str) -> str:
+    """A generated English page with those lines in another language that a template, `later("In {unit}.")`, made.
+
+    What stands for a name in braces is translated too, if a catalogue has it.
+    """
+    for template in templates:
+        pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(template))
+        words = translated(template, language)
+
+        def filled(found: re.Match[str], words: str = words) -> str:
+            named = {name: translated(value, language) for name, value in found.groupdict().items()}
+            return found[1] + words.format(**named)
+
+        text = re.sub(rf"^((?:#+ |- )?){pattern}$", filled, text, flags=re.MULTILINE)
+    return text
 
 
 def missing(texts: list[str], language: str) -> list[str]:

@@ -70,8 +70,9 @@ def ask(name: str, lesson: Lesson, rungs: Sequence[str], words: Sequence[str] = 
     for nth, rung in enumerate(there):
         at = learned.shape(name, lesson, rung, words)
         hint = said("a time or rate, as 0.4ms or 3TB/s") if not nth else said("or x2: twice as fast as the rung before")
-        question = said("{rung} at {shape} on an H200: your prediction ({hint}; Enter: none)")
-        while figure := input(f"{question.format(rung=rung, shape=at, hint=hint)} ").strip():
+        words_ = said("{rung} at {shape} on an H200? Write {hint}; Enter: none")
+        show.console.print(words_.format(rung=rung, shape=at, hint=hint), highlight=False)
+        while figure := input(said("{rung}, your prediction: ").format(rung=rung)).strip():
             try:
                 keep(name, lesson, rung, words or at.split(), figure)
                 break
@@ -228,9 +229,10 @@ def _predictions(found: list[learned.Answered]) -> None:
         show.console.print(said("* written after the lesson had run here"), style="dim", highlight=False)
     fresh = [each.off for each in found if not each.guess.seen and each.off]
     if (factor := learned.typical(fresh)) is not None:
-        words = said("Of {count}, half are within {factor}x of what was measured.")
-        many = counted(len(fresh), said("1 prediction"), said("{count} predictions"))
-        show.console.print(words.format(count=many, factor=f"{factor:.2f}"), highlight=False)
+        one = said("Your prediction is within {factor}x of what was measured.")
+        many = said("Of {count} predictions, half are within {factor}x of what was measured.")
+        words = (one if len(fresh) == 1 else many).format(count=len(fresh), factor=f"{factor:.2f}")
+        show.console.print(words, highlight=False)
 
 
 def write(name: str, out: Path | None) -> None:

@@ -29,6 +29,7 @@ from rich.text import Text
 
 # An overflow in an interpreted kernel is what a check is about: NumPy's word on it would stand between the tables.
 warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.")
+warnings.filterwarnings("ignore", r"var_mean\(\): degrees of freedom", UserWarning)  # rows of no columns: NaN is right
 # What is printed is data: [x^2] is no markup, [0:x:2] no emoji. As wide as the terminal or as COLUMNS says.
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 150, markup=False, emoji=False)
 COMPILED = later(
@@ -168,14 +169,19 @@ def checks(lesson: Lesson) -> int:
             found = rung_checks(lesson, rung)
             failures += len(found.wrong)
             least = f"{found.moved:.2f}" if found.moved else ""
+            predicted = f"{lesson.passes[rung]:.2f}" if found.moved and rung in lesson.passes else ""
             more = said("(and {count} more)").format(count=len(found.wrong) - 1) if len(found.wrong) > 1 else ""
             words = f"{found.wrong[0]} {more}" if found.wrong else "; ".join(found.left_out | found.refused)
-            body.append([rung.__name__, said("{count} passed").format(count=found.passed), words.strip(), least])
+            passed = said("{count} passed").format(count=found.passed)
+            body.append([rung.__name__, passed, words.strip(), least, predicted])
             progress.advance(task)
     wrong_or_left = said("wrong") if failures else said("left out")
-    columns = [said("rung"), said("cases"), wrong_or_left, said("bytes / least")]
+    columns = [said("rung"), said("cases"), wrong_or_left, said("bytes / least"), said("predicted")]
     legend = said("bytes / least: bytes that the rung moves, as a multiple of the least that the operator needs")
-    table(said("checked against PyTorch"), columns, body, legend if any(line[3] for line in body) else "")
+    counted = any(line[3] for line in body)
+    table(said("checked against PyTorch"), columns, body, legend if counted else "")
+    if counted and lesson.passes_why:
+        console.print(said(lesson.passes_why), style="dim", highlight=False)
     if lesson.grad and not failures:
         wrong = grad_checks(lesson)
         failures += len(wrong)

@@ -19,7 +19,7 @@ def run(build: Path | None, port: int) -> int:
         )
         return 2
     try:
-        site.build(out, say=show.console.print)
+        site.build(out, say=show.console.print, alone=bool(build))
     except Missing as why:
         show.console.print(str(why), style="red")
         return 1

@@ -1,5 +1,6 @@
 """Grade an answer: everything the lessons' checker sees, said so that the learner knows what to do next."""
 
+import math
 import multiprocessing
 import os
 import re
@@ -339,13 +340,17 @@ def _grade_there(source: Source, answer: str, seed: int, line: Any) -> None:
     line.send("" if verdict.right or not begun else recognised(source, verdict, seed))
 
 
-def recognised(source: Source, verdict: Verdict, seed: int) -> str:
+def recognised(source: Source, verdict: Verdict, seed: int, within: float = math.inf) -> str:
     """Name the mistake if a known wrong answer fails in exactly this way, on this very input.
 
-    Of an address or a line of the file the numbers may differ, if no other wrong answer fails like that.
+    Of an address or a line of the file the numbers may differ, if no other wrong answer fails like that. After `within`
+    seconds no further wrong answer is tried, and nothing is said.
     """
     alike = []
+    end = time.monotonic() + within
     for wrong in source.exercise.wrong:
+        if time.monotonic() > end:
+            return ""
         found = grade(source, source.wrong(wrong), seed=seed)
         if (found.caught_by, found.on) != (verdict.caught_by, verdict.on):
             continue

@@ -24,8 +24,8 @@ from lessonkit.measure.rows import Row
 
 PARTS = operator_rows.PARTS[:3]  # of a source fingerprint; a lesson's peer has a row of its own
 WITHOUT_A_GPU = {  # folders of reports/ that are no GPU's
-    "compiled": "what the compiler made of each rung (no GPU needed)",
-    "emulated": "what each CUDA kernel asks of memory, counted (no GPU needed)",
+    "compiled": later("what the compiler made of each rung (no GPU needed)"),
+    "emulated": later("what each CUDA kernel asks of memory, counted (no GPU needed)"),
     "traces": "",
     "cpu": "",
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
+from lessonkit.base.words import later, retold, translated
 from lessonkit.lesson import Lesson, shape_name, title
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import Today, device_folders
@@ -18,7 +19,22 @@ from lessonkit.pages.plots import Picture
 Size = tuple[str, str]  # shape and dtype, as results.place says them
 Mark = Callable[[Row], str]  # what stands behind a figure: MARK if the row is old
 MARK = "\\*"  # at a figure that was measured before the code changed
-ABOUT = f"{MARK} Measured before the code, the inputs or a peer of that row changed; the lesson's page says what."
+# What a page of one operator says; `in_language` shows it in another language.
+TITLE = later("{name}: every rung on {device}")
+RATIOS = later(
+    "A ratio above 1 is faster than the best peer. Ratios are of the same rounds; rungs of different lessons were "
+    "timed in different rounds, which differ by a few percent."
+)
+ABOUT = later("\\* Measured before the code, the inputs or a peer of that row changed; the lesson's page says what.")
+FASTEST = later("The fastest rung at each shape")
+PEERS = later("Its peers, in {unit}")
+LADDER = later("The whole ladder at {shape}, {dtype}")
+EVERY = later("Every rung at every shape")
+UNIT = later("In {unit}.")
+COLUMNS = (
+    later("shape"), later("rung"), later("ms"), later("rate"), later("of the limit"), later("best peer"),
+    later("its ms"), later("ratio"), later("lesson"), later("over the rung before"), later("over the best peer"),
+)  # fmt: skip
 HEADS = {
     "en": ["operator", "shape", "fastest rung", "rate", "best peer", "over it", "over the best peer, all shapes"],
     "zh": ["算子", "形状", "最快的一级", "速率", "最快的对手", "相对它", "各形状相对最快的对手"],
@@ -104,22 +120,24 @@ def _page(ladder: Ladder, device: str, main: tuple[str, str] | None, today: Toda
         return f" {MARK}" if old[row] else ""
 
     parts = [
-        f"# {ladder.name}: every rung on {device}\n",
-        "A ratio above 1 is faster than the best peer. Ratios are of the same rounds; rungs of different lessons were\n"
-        "timed in different rounds, which differ by a few percent."
+        f"# {TITLE.format(name=ladder.name, device=device)}\n",
+        RATIOS.replace(" timed in different", "\ntimed in different")
         + (f"\n\n{ABOUT}" if any(old.values()) else "")
         + "\n",
-        "## The fastest rung at each shape\n",
+        f"## {FASTEST}\n",
         _fastest(ladder, mark),
     ]
     if peers := [row for best in ladder.fastest() for row in best.rounds if row.kind == "peer"]:
         unit = pivots.unit(row for _, _, found in ladder.lessons for row in found)
-        parts += [f"## Its peers, in {unit}\n", pivots.pivot(peers, lambda row: f"{pivots.rate(row, unit)}{mark(row)}")]
+        parts += [
+            f"## {PEERS.format(unit=unit)}\n",
+            pivots.pivot(peers, lambda row: f"{pivots.rate(row, unit)}{mark(row)}"),
+        ]
     if picture:
         parts.append(f"![over the sequence length]({file_name(ladder.name)[:-3]}.png)\n")
     if main and len(ladder.lessons) > 1:
-        parts += [f"## The whole ladder at {main[0]}, {main[1]}\n", _rungs(ladder, main, mark)]
-    parts.append("## Every rung at every shape\n")
+        parts += [f"## {LADDER.format(shape=main[0], dtype=main[1])}\n", _rungs(ladder, main, mark)]
+    parts.append(f"## {EVERY}\n")
     for name, _, found in ladder.lessons:
         parts.append(f"### [{title(name)}]({name}.md) ({results.language(name)})\n\n{_lesson(found, mark)}")
     return "\n".join(parts)
@@ -167,7 +185,23 @@ def _lesson(found: Sequence[Row], mark: Mark) -> str:
 
     rungs = [row for row in found if row.kind == "rung"]
     heads = ["best peer", "ratio"]
-    return f"In {unit}.\n\n" + pivots.pivot(rungs, lambda row: f"{pivots.rate(row, unit)}{mark(row)}", more, heads)
+    return f"{UNIT.format(unit=unit)}\n\n" + pivots.pivot(
+        rungs, lambda row: f"{pivots.rate(row, unit)}{mark(row)}", more, heads
+    )
+
+
+def in_language(text: str, language: str) -> str:
+    """A page of an operator in another language, from the English one: every figure in it is the same."""
+    text = re.sub(r"(?<=\S)\n(?=timed in different rounds)", " ", text)
+    text = retold(text, (TITLE, PEERS, LADDER, UNIT, RATIOS, ABOUT, FASTEST, EVERY), language)
+    lines = text.splitlines()
+    for at, line in enumerate(lines[1:]):
+        if line.startswith("|---"):
+            cells = lines[at].strip("|").split("|")
+            lines[at] = f"| {' | '.join(translated(cell.strip(), language) for cell in cells)} |"
+    titles = re.compile(r"^### \[(.+)\]\((\S+)\) \((.+)\)$")
+    lines = [titles.sub(lambda m: f"### [{translated(m[1], language)}]({m[2]}) ({m[3]})", line) for line in lines]
+    return "\n".join(lines) + "\n"
 
 
 def _picture(ladder: Ladder) -> Picture | None:

@@ -280,3 +280,37 @@ def multicast(c: Canvas, lesson: str) -> None:
         "Block 0 loads half 0, block 1 half 1, and each copy arrives at both. L2 is read once for two "
         "blocks. A stage is empty only when the consumers of both blocks have released it.",
     )  # fmt: skip
+
+
+@picture(
+    "Where a row stays between two passes: lanes, a block, a cluster",
+    "Three rows of different lengths. A short row lies in the registers of a few lanes, a longer one in those of a "
+    "block, a very long one in those of several blocks of a cluster, which exchange their sums.",
+)
+def row_on_chip(c: Canvas, lesson: str) -> None:
+    parts = number(f"{lesson.replace('.', '/')}.cu", "MAX_PARTS")
+    left, wide = 92.0, WIDTH - MARGIN - 92.0
+    c.text(MARGIN, c.y + 11, say("a few lanes"), 10)
+    for i in range(4):
+        c.box(left + i * 22, c.y, 20, 22, "c", say("lane"), 8)
+    c.text(left + 96, c.y + 11, say("shuffles; no barrier"), 10)
+    c.y += 32
+    c.text(MARGIN, c.y + 11, say("a block"), 10)
+    for i in range(4):
+        c.box(left + i * 44, c.y, 42, 22, "a", say("warp {i}", i=i), 10)
+    c.text(left + 180, c.y + 11, say("shared memory"), 9)
+    c.y += 32
+    c.text(MARGIN, c.y + 11, say("a cluster"), 10)
+    each = wide / parts
+    for i in range(parts):
+        c.box(left + i * each, c.y, each - 2, 22, "bd"[i % 2], str(i), 10)
+    c.line(left + each / 2, c.y + 34, left + wide - each / 2, c.y + 34)
+    for i in range(parts):
+        c.arrow(left + (i + 0.5) * each, c.y + 34, left + (i + 0.5) * each, c.y + 24)
+    c.y += 42
+    caption(
+        c,
+        "A row is read once if its owner's registers hold it. Up to {parts} blocks of a cluster share a long row: each "
+        "writes the statistics of its part into the shared memory of all others.",
+        parts=parts,
+    )  # fmt: skip

@@ -249,6 +249,8 @@ def _colours(theme: int) -> str:
     return "".join(f"--lk-{name}:{colours[theme]};" for name, colours in pairs.items())
 
 
+# In a page whose reader chooses between light and dark, whatever the system prefers.
+THEMES = "".join(f"html.{name} .lk-picture{{{_colours(n)}}}" for n, name in enumerate(("light", "dark")))
 STYLE = (
     f".lk-picture{{{_colours(0)}font-family:system-ui,sans-serif;background:var(--lk-paper)}}"
     f"@media(prefers-color-scheme:dark){{.lk-picture{{{_colours(1)}}}}}"

@@ -24,7 +24,7 @@ def attention_cycles(D: int) -> dict[str, int]:
     flops = stated(BUDGET, r"4 \* 128 \* 128 \* D FLOPs, (\d+) a cycle")
     exps = stated(BUDGET, r"128 \* 128, (\d+) a cycle")
     instructions = stated(BUDGET, r"([\d.]+) and [\d.]+ other" if D == 128 else r"[\d.]+ and ([\d.]+) other")
-    lanes = stated(BUDGET, r"other instructions a score, (\d+) lanes")
+    lanes = stated(BUDGET, r"other instructions per score, (\d+) lanes")
     bytes_ = stated(BUDGET, r"512 \* D bytes, (\d+) a cycle")
     return {
         "matmul": round(2 * rows * keys * D / flops),
@@ -49,7 +49,7 @@ def ring_stages(path: str) -> tuple[int, int]:
     if "fp8" in path:
         m, n = (int(stated(path, pattern)) for pattern in (r"tile of (\d+) x", r"tile of \d+ x (\d+)"))
         stages, k = number(path, "stages", inside="_run", width=n), number(path, "BLOCK_K")
-        a_cycle = stated(path, r"multiply (\d+) pairs a cycle")
+        a_cycle = stated(path, r"multiply (\d+) pairs per cycle")
     else:
         names, k_in = ("TILE_M", "TILE_N", "BK"), "cuda_src/include/matmul.cuh"
         if path.endswith(".py"):
@@ -192,7 +192,7 @@ ROOFLINE = Figure(
         _CHIP,
         Control("rate", say("data type"), "bf16", choices=(("fp32", "fp32"), ("tf32", "tf32"), ("bf16", "bf16"),
                                                            ("fp8", "fp8"))),
-        Control("log2", say("log2 of FLOPs a byte"), 0, -4, 12, 0.5),
+        Control("log2", say("FLOPs for each byte"), 0, -4, 12, 0.5),
     ),
     (
         ("across", say("FLOPs for each byte")), ("memory", say("memory")), ("compute", say("arithmetic")),

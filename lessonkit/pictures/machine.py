@@ -1,11 +1,11 @@
-"""Pictures of the machine: the roofline, and what fits on an SM."""
+"""Pictures of the machine: roofline, what fits on an SM, storage, launches, shared memory, rounds of timing."""
 
 import math
 
 from lessonkit.base.chips import CHIPS
 from lessonkit.pictures import figures, models
 from lessonkit.pictures.draw import MARGIN, WIDTH, Canvas, say
-from lessonkit.pictures.numbers import stated
+from lessonkit.pictures.numbers import number, stated
 from lessonkit.pictures.registry import caption, picture
 
 _CHIP = CHIPS["h200"]
@@ -114,4 +114,153 @@ def bytes_in_flight(c: Canvas, lesson: str) -> None:
         "SMs. A full SM has {threads} threads; with two loads each the bars are twice as long.",
         bandwidth=bandwidth / 1000000000000.0, latency=latency * 1000000000.0, total=bandwidth * latency / 1000000.0,
         sms=_CHIP.sms, threads=threads,
+    )  # fmt: skip
+
+
+@picture(
+    "One storage, three tensors: offset, shape and strides",
+    "A row of storage cells with numbers. Below it three tensors that share it: x, its transpose, and a slice. Each "
+    "shows which cells its first row reads, and its strides.",
+)
+def views(c: Canvas, lesson: str) -> None:
+    path = "day1_pytorch/lesson02_tensors.py"
+    rows, columns = int(stated(path, r"x \[(\d+), \d+\], strides")), int(stated(path, r"x \[\d+, (\d+)\], strides"))
+    n = rows * columns
+    cell = (WIDTH - 2 * MARGIN) / n
+    shown = (
+        ("x", rows, columns, columns, 1, 0), ("x.T", columns, rows, 1, columns, 0),
+        ("x[1:, 2:]", rows - 1, columns - 2, columns, 1, columns + 2),
+    )  # fmt: skip
+    for name, down, across, s0, s1, offset in shown:
+        c.text(MARGIN, c.y + 7, name, 11, kind="bold")
+        c.text(
+            WIDTH - MARGIN, c.y + 7,
+            say("shape ({down}, {across}), strides ({s0}, {s1}), offset {offset}", down=down, across=across, s0=s0,
+                s1=s1, offset=offset), 10, "end",
+        )  # fmt: skip
+        first = {offset + j * s1 for j in range(across)}
+        second = {offset + s0 + j * s1 for j in range(across)}
+        kinds = ["a" if i in first else "b" if i in second else "off" for i in range(n)]
+        c.grid(MARGIN, c.y + 16, (cell, 20), [kinds], [[str(i) for i in range(n)]])
+        c.y += 46
+    c.legend([("a", say("its row 0")), ("b", say("its row 1")), ("off", say("other elements of the storage"))])
+    caption(
+        c,
+        "The storage has {n} elements and is never copied. Element [i, j] lies at offset + i * {first} + j * {second} "
+        "of x, and at other strides of its views.",
+        n=n, first=columns, second=1,
+    )  # fmt: skip
+
+
+@picture(
+    "A training step over time: the host launches ahead, or the GPU waits",
+    "Three timelines. On a CPU each operator is computed before the next is called. With a small batch a GPU waits for "
+    "the host, whose launches are longer than the kernels. With a large batch the kernels are longer, and the "
+    "host is ahead.",
+)
+def launch_ahead(c: Canvas, lesson: str) -> None:
+    path = "day1_pytorch/lesson10_step_time.py"
+    kernels, low = int(stated(path, r"launches about (\d+) kernels")), int(stated(path, r"At (\d+) to \d+ us per"))
+    high = int(stated(path, r"At \d+ to (\d+) us per"))
+    launch, shown = 24, 6
+    c.text(MARGIN, c.y + 7, say("CPU: one after the other"), 10, kind="bold")
+    c.y += 15
+    both = [
+        (i * (launch + 20) + at, n, kind, "")
+        for i in range(shown)
+        for at, n, kind in ((0, launch, "b"), (launch, 20, "c"))
+    ]
+    c.lane("CPU", both, 1)
+    for words, work in (
+        (say("GPU, small batch: launches are the limit"), 8),
+        (say("GPU, large batch: kernels are"), 40),
+    ):
+        c.gap(4)
+        c.text(MARGIN, c.y + 7, words, 10, kind="bold")
+        c.y += 15
+        c.lane(say("host"), [(i * launch, launch, "b", "") for i in range(shown)], 1)
+        spans, free = [], 0
+        for i in range(shown):
+            begin = max(free, (i + 1) * launch)
+            spans.append((begin, work, "c", ""))
+            free = begin + work
+        c.lane("GPU", spans, 1)
+    c.gap(2)
+    c.legend([("b", say("a launch or call")), ("c", say("the operator's work"))])
+    caption(
+        c,
+        "A step has about {kernels} launches of {low} to {high} us: {least} to {most} us, whatever the batch. Drawn: "
+        "{shown} of them.",
+        kernels=kernels, low=low, high=high, least=kernels * low, most=kernels * high, shown=shown,
+    )  # fmt: skip
+
+
+@picture(
+    "An unused mbarrier and data at the same bytes of shared memory",
+    "Two rows of bytes of shared memory. Above, the two barriers that are initialised and never used. Below, the data "
+    "that the compiler puts at the same place. The first bytes overlap.",
+)
+def unused_barrier(c: Canvas, lesson: str) -> None:
+    path = "day5_tuning/lesson04_neighbours.py"
+    values, barriers, size = number(path, "NUMBERS"), 2, 8
+    left, word = 100, 28
+    shown = barriers * size // 4 + 3
+    for b in range(barriers + 1):
+        c.text(left + b * 2 * word, c.y + 7, str(b * size), 9, "middle")
+    c.text(left + shown * word + 34, c.y + 7, str(4 * values), 9, "middle")
+    c.text(MARGIN, c.y + 7, say("byte"), 10)
+    c.y += 16
+    c.text(MARGIN, c.y + 10, say("initialised"), 10)
+    for b in range(barriers):
+        c.box(left + b * 2 * word, c.y, 2 * word - 1, 20, "e", say("barrier {b}", b=b), 10)
+    c.y += 24
+    c.text(MARGIN, c.y + 10, say("data"), 10)
+    for i in range(shown):
+        c.box(left + i * word, c.y, word - 1, 20, "b" if i < barriers * size // 4 else "a", f"x{i}", 10)
+    c.text(left + shown * word + 4, c.y + 10, f"... x{values - 1}", 9)
+    c.y += 28
+    c.legend([("e", say("the hardware expects a barrier here")), ("b", say("data at risk")), ("a", say("data"))])
+    caption(
+        c,
+        "The last use of a barrier that is only initialised is its own mbarrier.init, so its bytes are free for the "
+        "data: {risk} of {values} values lie under the {barriers} barriers.",
+        risk=barriers * size // 4, values=values, barriers=barriers,
+    )  # fmt: skip
+
+
+@picture(
+    "Timing in rounds: flush, then one call; the kernels in turns",
+    "Three timelines of calls of two kernels, A and B. Without a flush the second call finds its data in L2 and is "
+    "short. First all of A, then all of B: the slower clock falls on B. In turns, with a flush before each, both meet "
+    "the same conditions.",
+)
+def timed_rounds(c: Canvas, lesson: str) -> None:
+    moved = stated("day5_tuning/lesson05_benchmark_traps.py", r"\(([\d.]+) MB in and out\)")
+    cold, warm, flush = 40, 18, 26
+    c.text(MARGIN, c.y + 7, say("no flush: only the first call reads memory"), 10, kind="bold")
+    c.y += 15
+    c.lane("", [(0, cold, "a", "A")] + [(cold + 4 + i * (warm + 4), warm, "e", "A") for i in range(9)], 1, left=MARGIN)
+    c.gap(4)
+    c.text(MARGIN, c.y + 7, say("one kernel after the other, while the clock falls"), 10, kind="bold")
+    c.y += 15
+    spans, at = [], 0.0
+    for i in range(7):
+        long = cold * (1 + 0.04 * i)
+        spans.append((at, long - 3, "ab"[i >= 4], "AB"[i >= 4]))
+        at += long
+    c.lane("", spans, 1, left=MARGIN)
+    c.gap(4)
+    c.text(MARGIN, c.y + 7, say("in turns, L2 flushed before each call"), 10, kind="bold")
+    c.y += 15
+    spans, at = [], 0.0
+    for i in range(5):
+        spans += [(at, flush - 2, "off", ""), (at + flush, cold - 3, "ab"[i % 2], "AB"[i % 2])]
+        at += flush + cold
+    c.lane("", spans, 1, left=MARGIN)
+    c.gap(2)
+    c.legend([("a", say("kernel A")), ("b", say("kernel B")), ("e", say("from L2")), ("off", say("flush, not timed"))])
+    caption(
+        c,
+        "{moved:g} MB fit into the {l2} MB of an {chip}'s L2, so a call that is repeated does not read memory.",
+        moved=moved, l2=_CHIP.l2, chip=_CHIP.name,
     )  # fmt: skip

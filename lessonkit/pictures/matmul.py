@@ -346,3 +346,36 @@ def swizzle(c: Canvas, lesson: str) -> None:
         "at once. In order they are in the same 4 banks; with the swizzle they are in all 32.",
         piece=piece,
     )  # fmt: skip
+
+
+@picture(
+    "Tensor memory with two accumulators: the epilogue under the next tile's MMAs",
+    "Above, tensor memory: two accumulators side by side, four warps of the epilogue with a quarter of the rows each. "
+    "Below, a timeline: the MMAs of one tile run while the epilogue stores the tile before.",
+)
+def two_accumulators(c: Canvas, lesson: str) -> None:
+    path = "day3_matmul_tk/lesson17_matmul_blackwell.py"
+    rows, columns = int(stated(path, r'(\d+) rows \("lanes"\) x')), int(stated(path, r"lanes\"\) x (\d+) columns"))
+    left, half, warps = 84.0, 104.0, 4
+    c.text(left + half / 2, c.y + 6, say("columns 0 to {last}", last=columns // 2 - 1), 9, "middle")
+    c.text(left + half * 1.5 + 4, c.y + 6, say("{first} to {last}", first=columns // 2, last=columns - 1), 9, "middle")
+    c.y += 14
+    for w in range(warps):
+        first = w * rows // warps
+        c.text(MARGIN, c.y + 9, say("rows {first} to {last}", first=first, last=first + rows // warps - 1), 9)
+        c.box(left, c.y, half, 18, "c", "0, 2, 4, ..." if not w else "")
+        c.box(left + half + 4, c.y, half, 18, "a", "1, 3, 5, ..." if not w else "")
+        c.text(left + 2 * half + 10, c.y + 9, say("warp {w}", w=w), 9)
+        c.y += 20
+    c.gap(8)
+    tile, store = 72, 40
+    c.lane("TMA", [(t * tile, tile - 4, "off", "") for t in range(3)], 1)
+    c.lane("MMA", [(16 + t * tile, tile, "ca"[t % 2], say("tile {i}", i=t)) for t in range(3)], 1)
+    c.lane(say("epilogue"), [(16 + (t + 1) * tile, store, "ca"[t % 2], say("tile {i}", i=t)) for t in range(2)], 1)
+    c.gap(2)
+    caption(
+        c,
+        "Each accumulator takes {half} of {columns} columns. `ready` says that a tile's MMAs are complete, `drained` "
+        "that its accumulator is free again.",
+        half=columns // 2, columns=columns,
+    )  # fmt: skip

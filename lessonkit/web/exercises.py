@@ -10,15 +10,17 @@ from lessonkit.base.prose import read_as
 from lessonkit.base.words import translated
 from lessonkit.exercise.source import Source
 from lessonkit.web import places, prose
+from lessonkit.web.page import pack
 
 COURSE = "python3 course.py"
+LIMIT = 180  # seconds for an answer that a page grades: a browser is slower than the terminal
 
 
 class Page:
-    """One exercise in one language."""
+    """One exercise in one language. python: megabytes of Python that the page can load to grade it; 0: it cannot."""
 
-    def __init__(self, source: Source, language: str) -> None:
-        self.source, self.language = source, language
+    def __init__(self, source: Source, language: str, python: float = 0) -> None:
+        self.source, self.language, self.python = source, language, python
         self.suffix = ".cu" if source.is_cuda else ".py"
 
     def say(self, english: str) -> str:
@@ -30,7 +32,7 @@ class Page:
         words = read_as(source.with_marks, self.suffix, self.say)
         first = next(part for part in prose.parts(words, self.suffix) if part.kind == prose.PROSE)
         title, task = prose.title(first.text)
-        todo = "\n".join(f"{r.number}. {prose.escaped(self.say(r.task))}" for r in source.regions)
+        todo = "\n".join(f"{r.number}. {prose.escaped(_sentence(self.say(r.task)))}" for r in source.regions)
         commands = f"{COURSE} exercise next {source.short}\n{COURSE} exercise watch {source.short}"
         guide = places.relative(f"{folder}/index", places.exercise_page(source))
         start, count = translated("The file you start from", self.language), translated("Hint {number}", self.language)
@@ -40,7 +42,8 @@ class Page:
             prose.markdown(task),
             *([f"## {translated('To be written', self.language)}", todo] if todo else []),
             f"## {translated('Your answer', self.language)}",
-            f'<div class="exercise" data-exercise="{source.name}" data-words="{attribute(self.words())}"></div>',
+            f'<div class="exercise" data-exercise="{source.name}"{_python(self.python)} '
+            f'data-words="{attribute(self.words())}"></div>',
             '<div class="exercise-terminal">',
             prose.fence("bash", commands),
             self._why_terminal(),
@@ -53,10 +56,21 @@ class Page:
 
     def _why_terminal(self) -> str:
         served = translated("`python3 course.py web` serves this page with an editor that grades.", self.language)
-        alone = translated(
-            "A page from files cannot grade: the Python of browsers, Pyodide, has no PyTorch, and its NumPy is in none "
-            "of the registries that this course installs from.", self.language,
-        )  # fmt: skip
+        if self.python:
+            alone = translated(
+                "At a web address the page grades by itself, with Python in the browser. A page from a file cannot.",
+                self.language,
+            )
+        elif self.source.path.parent.parent.name == pack.FOLDER:
+            alone = translated(
+                "This copy of the book was built without Python for pages, so the page itself cannot grade.",
+                self.language,
+            )
+        else:
+            alone = translated(
+                "The page itself cannot grade: the Python of browsers has no PyTorch, which this exercise needs.",
+                self.language,
+            )
         return f"{served} {alone}"
 
     def words(self) -> dict[str, object]:
@@ -71,6 +85,7 @@ class Page:
             "loading": translated("one moment", self.language),
             "checking": translated("It is being graded; the first time takes longest.", self.language),
             "file": translated("Your file: {file}", self.language),
+            "browser": translated("This browser keeps your answer", self.language),
             "checks": translated("checks: {count}", self.language),
             "passed": _passed(self.language),
             "solution": translated("One solution", self.language),
@@ -78,8 +93,14 @@ class Page:
             "changed": translated("Your file has changed since this page read it.", self.language),
             "take": translated("Take the file's text", self.language),
             "keep": translated("Keep this text", self.language),
-            "status": status_words(self.language),
-        }
+            "load": translated("Write and check it here: loads {size} MB of Python, once", self.language).format(
+                size=f"{self.python:.0f}"
+            ),
+            "limit": LIMIT,
+            "status": status_words(self.language)
+            | {"time": translated("it has not ended after {seconds} s: which loop never ends?", self.language).format(
+                seconds=LIMIT)},
+        }  # fmt: skip
 
     @cached_property
     def hints(self) -> list[str]:
@@ -103,6 +124,11 @@ def status_words(language: str) -> dict[str, str]:
     }  # fmt: skip
 
 
+def _sentence(text: str) -> str:
+    """In the file it follows `# TODO(1): `."""
+    return text[:1].upper() + text[1:]
+
+
 def _passed(language: str) -> str:
     return translated("passed {day}", language)
 
@@ -116,14 +142,20 @@ def _folded(summary: str, body: str, *, unfolded: bool = False) -> str:
     return f'<details class="fold hint"{opened}><summary>{html.escape(summary)}</summary>\n\n{body}\n\n</details>'
 
 
-def index(folder: str, language: str) -> str:
+def _python(size: float) -> str:
+    """The attribute that says where a page of an exercise finds Python."""
+    return f' data-python="../../../{pack.PLACE}/"' * bool(size)
+
+
+def index(folder: str, language: str, python: float = 0) -> str:
     """The page of all exercises of a folder."""
     here = [source for source in places.exercises() if source.name.startswith(f"{folder}.")]
     lines = [f"1. [{prose.escaped(translated(s.title, language))}]({s.path.stem}.md)" for s in here]
     toctree = "\n".join(s.path.stem for s in here)
     words = attribute({"passed": _passed(language)})
     listed = (
-        f'<div class="exercise-list" data-folder="{folder}" data-words="{words}">\n\n{chr(10).join(lines)}\n\n</div>'
+        f'<div class="exercise-list" data-folder="{folder}"{_python(python)} data-words="{words}">\n\n'
+        f"{chr(10).join(lines)}\n\n</div>"
     )
     said = [f"# {translated('Exercises', language)}", listed, f"```{{toctree}}\n:hidden:\n\n{toctree}\n```"]
     return re.sub(r"\n{3,}", "\n\n", "\n\n".join(said)) + "\n"

@@ -44,6 +44,8 @@ def _languages(app: Sphinx, page: str, template: str, context: dict[str, Any], d
 
 def _scripts(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """The scripts that only some pages have a use for."""
+    if "data-python=" in context.get("body", ""):
+        app.add_js_file("python.js", loading_method="defer")
     if "/exercises/" in page:
         app.add_js_file("exercise.js", loading_method="defer")
     if 'class="quiz"' in context.get("body", ""):

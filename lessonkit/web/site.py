@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.errors import Missing
-from lessonkit.base.files import CACHE, ROOT, need_private, write_atomically
+from lessonkit.base.files import CACHE, REPORTS, ROOT, need_private, write_atomically
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import translated
+from lessonkit.base.words import retold, translated
 from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import operators, paths
-from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start
+from lessonkit.pages import operators, paths, report
+from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start, style
+from lessonkit.web.page import pack
 
 OWN = Path(__file__).parent
 ACCENT = "green"
@@ -27,8 +28,8 @@ PACKAGES = ("sphinx", "myst_parser", "shibuya", "jieba")
 class Sources:
     """The MyST files of one language below `folder`, which keeps the modification times of files that stay the same."""
 
-    def __init__(self, folder: Path, language: str, only: Iterable[str] = ()) -> None:
-        self.folder, self.language, self.only = folder, language, frozenset(only)
+    def __init__(self, folder: Path, language: str, only: Iterable[str] = (), python: float = 0) -> None:
+        self.folder, self.language, self.only, self.python = folder, language, frozenset(only), python
         self.written = set[Path]()
         self.copies = dict[str, Path]()
 
@@ -44,10 +45,12 @@ class Sources:
                     self._put(each, text)
         for source in places.exercises():
             if self._wanted(page := places.exercise_page(source)):
-                self._put(page, exercises.Page(source, self.language).text())
+                self._put(
+                    page, exercises.Page(source, self.language, self._python(source.path.parent.parent.name)).text()
+                )
         for folder in dict.fromkeys(source.path.parent.parent.name for source in places.exercises()):
             if self._wanted(page := f"{folder}/exercises/index"):
-                self._put(page, exercises.index(folder, self.language))
+                self._put(page, exercises.index(folder, self.language, self._python(folder)))
         for name, path in quiz.files().items():
             for part in quiz.PARTS:
                 if self._wanted(page := places.quiz_page(path.parent.name, part)):
@@ -67,6 +70,9 @@ class Sources:
         name = f"files/{relative.as_posix()}" + ("" if picture else ".txt")
         self.copies[name] = path
         return name
+
+    def _python(self, folder: str) -> float:
+        return self.python if folder == pack.FOLDER else 0
 
     def _wanted(self, page: str) -> bool:
         return not self.only or page in self.only
@@ -91,11 +97,16 @@ class Sources:
             path = english
             if self.language == "zh" and (translation := english.with_name(f"{english.stem}.zh-CN.md")).exists():
                 path = translation
-            text = places.without_language(path.read_text())
+            text = path.read_text()
+            ladder = charted.get(english.parent.name, {}).get(english.name)
+            if ladder and self.language != "en":
+                text = operators.in_language(text, self.language)
+            elif english == REPORTS / "README.md":
+                text = retold(text, report.INDEX, self.language)
+            text = re.sub(r"^(\s*- )\[ \] ", r"\1☐ ", places.without_language(text), flags=re.MULTILINE)
             text = places.relinked(text, path, page, self.copied, self.language)
             if page == places.COURSE:
                 text = re.sub("^# .*", f"# {translated('About this course', self.language)}", text, count=1)
-            ladder = charted.get(english.parent.name, {}).get(english.name)
             if ladder and (data := charts.of_operator(ladder.lessons, english.parent.name)):
                 figure = charts.figure(
                     "rows", data, translated("The rows of all its lessons", self.language), self.language
@@ -161,9 +172,10 @@ def lacking() -> list[str]:
     return [name for name in PACKAGES if find_spec(name) is None]
 
 
-def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = print) -> None:
+def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = print, *, alone: bool = False) -> None:
     """Write the book below `out`: a folder a language and an index. only: pages, for a quick look.
 
+    alone: for a host that is not the course's own server. Pages of exercises then have Python, if it can be had.
     Raises Missing if Sphinx or its theme is not installed.
     """
     if wanting := lacking():
@@ -172,10 +184,16 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
     work = CACHE / "web"
     built = []
     out.mkdir(parents=True, exist_ok=True)
+    python = 0.0
+    if alone:
+        try:
+            python = pack.write(out)
+        except Missing as why:
+            say(str(why))
     # Sphinx reads one language while the sources of the next are written.
     with ProcessPoolExecutor(len(LANGUAGES), mp_context=multiprocessing.get_context("spawn")) as pool:
         for language in LANGUAGES:
-            sources = Sources(work / ("some" if only else "all") / language, language, only)
+            sources = Sources(work / ("some" if only else "all") / language, language, only, python)
             sources.write()
             say(f"{language}: {sum(path.suffix == '.md' for path in sources.written)} pages")
             built.append(pool.submit(_sphinx, (language, str(sources.folder), str(out / language))))
@@ -218,25 +236,22 @@ def _sphinx(job: tuple[str, str, str]) -> str:
     if (files := Path(source) / "files").exists():
         shutil.copytree(files, Path(out) / "files", dirs_exist_ok=True)
     _own(Path(out) / "_static")
+    style.trim(Path(out))
     return re.sub(r"\x1b\[[\d;]*m", "", warnings.getvalue())
 
 
 def _own(static: Path) -> None:
-    """Take out of the theme's files what a page must not do, and what no page needs.
+    """Take out of the theme's files what a page must not do, and colours that no page has.
 
-    A page must not load a font from another host or evaluate a string. No page needs the other colours, nor those for
-    screens of a wider gamut: two thirds of the style.
+    A page must not load a font from another host or evaluate a string. No page needs other accents, nor colours for
+    screens of a wider gamut.
     """
     css, translations = static / "shibuya.css", static / "translations.js"
     text = re.sub(r"@font-face\{[^{}]*url\(https?:[^{}]*\}", "", css.read_text())
     text = re.sub(
         r"@supports \(color:color\(display-p3[^{]*\{@media \(color-gamut:p3\)\{(?:[^{}]*\{[^{}]*\})+\}\}", "", text
     )
-    others = set(re.findall(r"\[data-accent-color=(\w+)\]", text)) - {ACCENT}
-    text = re.sub(rf"\[data-accent-color=(?:{'|'.join(others)})\]\{{[^{{}}]*\}}", "", text)
-    for colour in others - set(re.findall(r"var\(--([a-z]+)-", text)):
-        text = re.sub(rf"--{colour}-[\w-]+:[^;{{}}]*(?:;|(?=\}}))", "", text)
-    css.write_text(text)
+    css.write_text(re.sub(rf"\[data-accent-color=(?!{ACCENT}\])\w+\]\{{[^{{}}]*\}}", "", text))
     if translations.exists():  # `addTranslations` evaluates the rule for plurals; Chinese has one form
         assign = (
             "((catalog) => { Object.assign(Documentation.TRANSLATIONS, catalog.messages); "

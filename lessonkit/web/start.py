@@ -120,7 +120,7 @@ def _ladder(name: str, language: str) -> str:
         operator=said(results.operator(name)), times=f"{ladder[0].ms_p50 / last.ms_p50:.0f}"
     )
     bars = [
-        f"<li{' class=race-peer' * (row is peer)}><code>{html.escape(row.rung)}</code>"
+        f'<li class="{"race-peer" * (row is peer)}"><code>{html.escape(row.rung)}</code>'
         f'<span class="race-bar"><span style="--share:{fastest / row.ms_p50:.5f}"></span></span>'
         f"<span>{row.ms_p50:.3g} ms</span></li>"
         for row in [*ladder, *([peer] if peer else [])]

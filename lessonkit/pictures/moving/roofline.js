@@ -17,6 +17,7 @@ const figure = {
     pen.text(350, 213, words.across, 9, "end");
     pen.text(8, 9, "TFLOP/s", 9);
   },
+  shown: { log2: (log2) => (log2 < 0 ? `1/${(2 ** -log2).toPrecision(3)}` : (2 ** log2).toPrecision(3)).replace(/\.0+$/, "") },
   say: (m, p, data, words) => {
     const values = { flops: (m.flops / 1e12).toPrecision(3), ridge: m.ridge.toPrecision(3), bound: words[m.bound] };
     return fill(words.said, values);

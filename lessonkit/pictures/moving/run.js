@@ -41,12 +41,14 @@ function run(root, figure) {
       input = document.createElement("input");
       Object.assign(input, { type: "range", min: control.min, max: control.max, step: control.step });
       input.value = control.value;
+      const show = figure.shown?.[control.name] || String;
       input.oninput = () => {
         p[control.name] = Number(input.value);
-        shown.textContent = input.value;
+        shown.textContent = show(p[control.name]);
+        input.setAttribute("aria-valuetext", shown.textContent);
         redraw();
       };
-      shown.textContent = control.value;
+      shown.textContent = show(control.value);
       name.append(" ", shown);
     }
     label.append(name, input);

@@ -3,6 +3,7 @@
   "use strict";
   const NS = "http://www.w3.org/2000/svg";
   const W = 760, H = 380, LEFT = 64, RIGHT = 16, TOP = 14, BOTTOM = 50;
+  const CROWD = 12; // contenders
 
   const make = (tag, attributes, parent, text) => {
     const node = document.createElementNS(NS, tag);
@@ -91,6 +92,12 @@
   const drawRows = (figure, data, words) => {
     const rowsOf = (device) => data.devices[device].map((line) => Object.fromEntries(data.fields.map((f, i) => [f, line[i]])));
     const state = { device: Object.keys(data.devices)[0], dtype: "", shape: "", y: "rate", logx: true, logy: false };
+    // So many lines hide each other: such a chart begins with one shape, that which most contenders have.
+    const first = rowsOf(state.device).filter((r, _, [{ dtype }]) => r.dtype === dtype);
+    if (new Set(first.map((r) => r.rung)).size > CROWD) {
+      const count = (shape) => first.filter((r) => r.shape === shape).length;
+      state.shape = first.map((r) => r.shape).reduce((a, b) => (count(b) > count(a) ? b : a));
+    }
     const controls = html("div", { className: "chart-controls" }, figure);
     const scroll = html("div", { className: "chart-scroll" }, figure);
     const svg = make("svg", { viewBox: `0 0 ${W} ${H}`, role: "group" }, scroll);
@@ -129,6 +136,7 @@
 
     const draw = () => {
       svg.replaceChildren();
+      svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
       const all = rowsOf(state.device).filter((r) => r.dtype === state.dtype && (!state.shape || r.shape === state.shape) && value(r) > 0);
       const names = [...new Set(rowsOf(state.device).map((r) => r.rung))];
       const rows = all.filter((r) => !hidden.has(r.rung));
@@ -171,13 +179,19 @@
     // One shape: a column for each contender, in the order of the lesson.
     const bars = (rows, names, y, unit, predicted) => {
       svg.setAttribute("aria-label", `${unit}; ${state.shape}`);
-      frame(svg, { at: () => 0, ticks: [] }, y, state.shape, unit);
-      const step = (W - LEFT - RIGHT) / rows.length;
+      const step = (W - LEFT - RIGHT) / rows.length, slanted = rows.length > CROWD;
+      svg.setAttribute("viewBox", `0 0 ${W} ${H + (slanted ? 70 : 0)}`);
+      frame(svg, { at: () => 0, ticks: [] }, y, slanted ? "" : state.shape, unit);
       rows.forEach((row, i) => {
         const nth = names.indexOf(row.rung), at = LEFT + step * (i + 0.5), top = y.at(value(row));
         const bar = make("rect", { x: at - step * 0.36, width: step * 0.72, y: top, height: Math.max(1, H - BOTTOM - top), fill: colour(nth), class: "mark", tabindex: 0, role: "img", "aria-label": describe(row) }, svg);
         for (const event of ["mouseenter", "focus", "click"]) bar.addEventListener(event, () => { readout.textContent = describe(row); });
         for (const p of predicted(row)) make("line", { x1: at - step * 0.45, x2: at + step * 0.45, y1: y.at(p), y2: y.at(p), class: "predicted", stroke: "currentColor" }, svg);
+        if (slanted) {
+          const x = at + 3, low = H - BOTTOM + 12;
+          make("text", { x, y: low, "text-anchor": "end", transform: `rotate(-50 ${x} ${low})`, "aria-hidden": "true" }, svg, row.rung);
+          return;
+        }
         const room = Math.max(4, Math.floor(step / 6));
         make("text", { x: at, y: H - BOTTOM + 17, "text-anchor": "middle", "aria-hidden": "true" }, svg, row.rung.length > room ? row.rung.slice(0, room - 1) + "…" : row.rung);
       });

@@ -22,7 +22,7 @@ window.course = (() => {
     return node;
   };
 
-  return { ask, make, token };
+  return { ask, language, make, token };
 })();
 
 // The pages' own small helpers: unfold all code, keep a chosen path, unfold before printing, name scrolling regions.

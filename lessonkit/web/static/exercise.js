@@ -1,15 +1,17 @@
 // An exercise in its page: an editor, check, hint, reset and the grader's words, where the course's own server gave the
-// page. Without it the page keeps the commands for the terminal.
+// page, or where the page can load Python. Elsewhere the page keeps the commands for the terminal.
 (() => {
   "use strict";
-  const { ask, make, token } = window.course;
-  if (!token) return;
+  const { language, make, token } = window.course;
+  const python = (place) => place.dataset.python && location.protocol !== "file:"
+    ? window.coursePython(place.dataset.python, JSON.parse(place.dataset.words).limit) : null;
 
   // ---- The list of a folder's exercises: which have passed ----
   const list = document.querySelector(".exercise-list");
-  if (list) {
+  if (list && (token || python(list))) {
     const words = JSON.parse(list.dataset.words);
-    ask({ do: "list" }).then(({ passed }) => {
+    const asked = token ? window.course.ask({ do: "list" }) : Promise.resolve({ passed: python(list).passed() });
+    asked.then(({ passed }) => {
       for (const link of list.querySelectorAll("a")) {
         const stem = link.getAttribute("href").split("/").pop().replace(/\.html.*/, "");
         const day = passed[`${list.dataset.folder}.${stem}`];
@@ -20,7 +22,9 @@
 
   // ---- One exercise ----
   const place = document.querySelector(".exercise");
-  if (!place) return;
+  const here = place && !token && python(place);
+  if (!place || !(token || here)) return;
+  const ask = token ? window.course.ask : (request) => here.ask({ language, ...request });
   const words = JSON.parse(place.dataset.words), exercise = place.dataset.exercise;
   const indent = "    ";
   let seen = null, busy = false;
@@ -38,11 +42,13 @@
   const said = make("div", { class: "exercise-said", role: "status" });
   const solved = make("div", {});
   const keys = make("p", { class: "exercise-keys", id: "exercise-keys" }, words.keys);
-  place.replaceChildren(
-    make("div", { class: "exercise-editor" }, numbers, text), keys,
-    make("div", { class: "exercise-buttons" }, check, hint, reset), waiting, said, hints, solved, state,
-  );
-  document.querySelector(".exercise-terminal").hidden = true;
+  const unfold = () => {
+    place.replaceChildren(
+      make("div", { class: "exercise-editor" }, numbers, text), keys,
+      make("div", { class: "exercise-buttons" }, check, hint, reset), waiting, said, hints, solved, state,
+    );
+    document.querySelector(".exercise-terminal").hidden = true;
+  };
 
   const lines = () => {
     const count = text.value.split("\n").length;
@@ -94,7 +100,7 @@
   const note = (kind, ...inside) => make("p", { class: `exercise-${kind}` }, ...inside);
   const known = (answer) => {
     state.textContent = [
-      words.file.replace("{file}", answer.file), words.checks.replace("{count}", answer.checks),
+      here ? words.browser : words.file.replace("{file}", answer.file), words.checks.replace("{count}", answer.checks),
       answer.passed ? `✓ ${words.passed.replace("{day}", answer.passed)}` : "",
     ].filter(Boolean).join(" · ");
     hints.replaceChildren(...answer.hints.map((each) => make("li", {}, each)));
@@ -128,7 +134,9 @@
 
   const open = async () => {
     const answer = await request({ do: "open" }, words.loading);
-    if (answer) show(answer.answer);
+    if (!answer) return;
+    unfold();
+    show(answer.answer);
   };
   check.addEventListener("click", async () => {
     if (seen === null) return;
@@ -154,7 +162,18 @@
     said.replaceChildren();
     if (answer) show(answer.answer);
   });
-  // Back from another editor: what it has saved is shown, unless something was written here.
-  addEventListener("focus", () => { if (seen !== null && text.value === seen) open(); });
-  open();
+  if (token) {
+    // Back from another editor: what it has saved is shown, unless something was written here.
+    addEventListener("focus", () => { if (seen !== null && text.value === seen) open(); });
+    unfold();
+    open();
+    return;
+  }
+  // Python is megabytes: it is loaded when the learner asks for it.
+  const load = button(words.load);
+  place.replaceChildren(make("p", { class: "exercise-buttons" }, load), waiting);
+  load.addEventListener("click", () => {
+    load.disabled = true;
+    open().finally(() => { load.disabled = false; });
+  });
 })();
