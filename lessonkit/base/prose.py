@@ -378,10 +378,13 @@ def _row(text: str, lines: list[_Line], margin: int | None) -> Iterator[Passage]
 def _string(text: str, start: int, stop: int, said: str) -> Passage:
     """A string of a declaration; a long one is put together of several, below each other."""
     indent = " " * (start - text.rfind("\n", 0, start) - 1)
+    is_statement = text.endswith(" = ", 0, start)  # outside parentheses a string ends with its line
 
     def render(translate: Translate) -> str:
         lines = wrapped(translate(normal(said)), WIDTH - len(indent) - 4, WIDTH - len(indent) - 4, keep_spaces=True)
-        return f"\n{indent}".join(_quoted(line) for line in lines)
+        if is_statement and len(lines) > 1:
+            return f"(\n{indent}" + f"\n{indent}".join(map(_quoted, lines)) + ")"
+        return f"\n{indent}".join(map(_quoted, lines))
 
     return Passage(start, stop, (normal(said),), render)
 
