@@ -226,11 +226,14 @@ def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch, name):
     assert all(at == torch.device("cpu") for at in seen), "a launch outside on_device goes to the current GPU"
 
 
-def test_the_guard_makes_the_tensors_gpu_the_current_one():
-    """A GPU's tensor, and no GPU."""
-    guard = _common.on_device(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1)))
+def test_the_guard_makes_the_tensors_gpu_the_current_one(monkeypatch):
+    """Tensors of two GPUs, and no GPU; the first is the current one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    first, second = (SimpleNamespace(is_cuda=True, device=torch.device("cuda", i)) for i in (0, 1))
+    guard = _common.on_device(second)
     assert isinstance(guard, torch.cuda.device)
     assert guard.idx == 1
+    assert not isinstance(_common.on_device(first), torch.cuda.device)
 
 
 @needs_two
