@@ -253,6 +253,13 @@ def book(tmp_path_factory):
     return out
 
 
+def test_builds_of_other_pages_at_the_same_time_write_no_common_file():
+    """One would be built from the other's sources, and lack its own pages."""
+    folders = {site._sources_of(frozenset(only)) for only in ((), SOME, SOME[:2], SOME[1:])}
+    assert len(folders) == 4
+    assert site._sources_of(frozenset(SOME)) == site._sources_of(frozenset(reversed(SOME)))
+
+
 @pytest.mark.kept("lessonkit/web/**/*", "locale/**/*", "**/*.md", "reports/**/*.csv")
 def test_a_few_pages_build_and_their_links_resolve(book):
     there = {f"{language}/{name}.html" for language in ("en", "zh") for name in places.pages().values()}

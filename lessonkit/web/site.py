@@ -1,5 +1,6 @@
 """The whole book: its sources as MyST, one build of Sphinx for each language, and the files of a static site."""
 
+import hashlib
 import json
 import multiprocessing
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.errors import Missing
-from lessonkit.base.files import CACHE, REPORTS, ROOT, need_private, write_atomically
+from lessonkit.base.files import CACHE, REPORTS, ROOT, changing, need_private, write_atomically
 from lessonkit.base.markdown import markdown
 from lessonkit.base.words import retold, translated
 from lessonkit.exercise import quiz
@@ -181,8 +182,8 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
     if wanting := lacking():
         raise Missing(f"the web edition needs {', '.join(wanting)}: pip install -e '.[web]', or `python course.py web`")
     need_private(CACHE)
-    work = CACHE / "web"
-    built = []
+    only = frozenset(only)
+    work, built = _sources_of(only), []
     out.mkdir(parents=True, exist_ok=True)
     python = 0.0
     if alone:
@@ -190,10 +191,11 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
             python = pack.write(out)
         except Missing as why:
             say(str(why))
-    # Sphinx reads one language while the sources of the next are written.
-    with ProcessPoolExecutor(len(LANGUAGES), mp_context=multiprocessing.get_context("spawn")) as pool:
+    # Sphinx reads one language while the sources of the next are written. Who builds the same pages meanwhile waits.
+    spawn = multiprocessing.get_context("spawn")
+    with changing(work / "en"), ProcessPoolExecutor(len(LANGUAGES), mp_context=spawn) as pool:
         for language in LANGUAGES:
-            sources = Sources(work / ("some" if only else "all") / language, language, only, python)
+            sources = Sources(work / language, language, only, python)
             sources.write()
             say(f"{language}: {sum(path.suffix == '.md' for path in sources.written)} pages")
             built.append(pool.submit(_sphinx, (language, str(sources.folder), str(out / language))))
@@ -205,6 +207,12 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
         write_atomically(out / language / "_static" / "paths.js", f"window.COURSE_PATHS = {order};\n")
     write_atomically(out / "index.html", _FRONT)
     (out / ".nojekyll").touch()  # GitHub's pages leave out folders that begin with _ otherwise
+
+
+def _sources_of(only: frozenset[str]) -> Path:
+    """Where the sources of these pages are kept for the next build: a folder for each choice of pages."""
+    choice = hashlib.sha256(" ".join(sorted(only)).encode()).hexdigest()[:12] if only else "all"
+    return CACHE / "web" / choice
 
 
 _FRONT = """<!DOCTYPE html>
