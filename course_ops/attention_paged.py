@@ -43,9 +43,8 @@ def attention_paged(
     A query that sees no key has out = 0. The result is the same to the bit each time.
 
     q and the cache have one dtype, fp32, fp16 or bf16, which torch.autocast leaves as it is. Strides and block_size may
-    be any, D and D_v from 1 to 256. One kernel computes all of these. On Hopper, without a window, TMA copies blocks
-    whose size is a multiple of 32. The kernel is made for few queries; for many, use course_ops.attention. A FLOP
-    counter cannot see the lengths, so it is told the FLOPs of a full table.
+    be any, D and D_v from 1 to 256. One kernel computes all of these. It is made for few queries; for many, use
+    course_ops.attention. A FLOP counter cannot see the lengths, so it is told the FLOPs of a full table.
 
     Raises TypeError for a dtype, ValueError for a shape, a device, a value or a wanted gradient. On a GPU the entries
     of cache_seqlens and block_table are not checked, since the host would wait for them. There a sequence gets NaN if
