@@ -1,10 +1,6 @@
 """The backward for heads of 129 to 256 on Hopper: values, races and deadlocks emulated, mutants, machine code."""
 
-import importlib.util
-from pathlib import Path
-
 from lessonkit import device
-from lessonkit.base.errors import Fault
 from lessonkit.cuda import sass
 from lessonkit.modes import compiled
 from lessonkit.modes import gluon as emulated
@@ -16,9 +12,10 @@ import torch
 from course_ops.attention import _computed
 from course_ops.kernels import attention_backward_hopper
 from course_ops.kernels import attention_backward_wide_hopper as wide
+from tests import kernel_copies
 from tests.test_course_ops_attention import heads, near, theirs
 
-pytestmark = pytest.mark.kept("course_ops/*.py", "course_ops/kernels/*.py")
+pytestmark = pytest.mark.kept("course_ops/*.py", "course_ops/kernels/*.py", "tests/kernel_copies.py")
 emulates = pytest.mark.skipif(not device.INTERPRETED, reason="with a GPU nothing is emulated")
 
 
@@ -175,26 +172,12 @@ MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
 def test_mutants_are_rejected(tmp_path, why):
     """By what each names, in this order of the hardware or in another."""
     old, new, kinds, i = MUTANTS[why]
-    text = Path(wide.__file__).read_text()
-    assert text.count(old) == 1, f"stands {text.count(old)} times: write the line as it is now"
-    path = tmp_path / "mutant.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("mutant_of_wide", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for seed in range(8):
-        emulated.SEED, found = seed, "nothing"
-        try:
-            expect_right(gradients(*CASES[i], backward=module.attention_backward))
-        except Fault as fault:
-            found = fault.kind
-        except AssertionError:
-            found = "value"
-        finally:
-            emulated.SEED = 0
-        if found != "nothing":
-            break
-    assert found in kinds.split()
+    module = kernel_copies.changed(wide, old, new, tmp_path)
+
+    def run():
+        expect_right(gradients(*CASES[i], backward=module.attention_backward))
+
+    assert kernel_copies.caught_by(run, orders=8) in kinds.split()
 
 
 # ---- Machine code ------------------------------------------------------------------------------------------------

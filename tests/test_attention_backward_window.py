@@ -1,11 +1,8 @@
 """The backward for heads up to 128 on Hopper, emulated: plain, causal, and windows. Each CTA has one tile here."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 from lessonkit import device
-from lessonkit.base.errors import Fault
 from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
@@ -13,11 +10,12 @@ import torch
 
 from course_ops.attention import _computed
 from course_ops.kernels import attention_backward_hopper as hopper
+from tests import kernel_copies
 from tests.test_course_ops_attention import heads, near, theirs
 from tests.test_flash_hopper_backward import main_loops
 
 pytestmark = [
-    pytest.mark.kept("course_ops/*.py", "course_ops/kernels/*.py"),
+    pytest.mark.kept("course_ops/*.py", "course_ops/kernels/*.py", "tests/kernel_copies.py"),
     pytest.mark.skipif(not device.INTERPRETED, reason="with a GPU nothing is emulated"),
 ]
 
@@ -93,21 +91,9 @@ MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
 @pytest.mark.parametrize("why", MUTANTS)
 def test_mutants_are_rejected(monkeypatch, tmp_path, why):
     old, new, kind, i = MUTANTS[why]
-    text = Path(hopper.__file__).read_text()
-    assert text.count(old) == 1, f"stands {text.count(old)} times: write the line as it is now"
-    path = tmp_path / "mutant.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("mutant_of_hopper", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = kernel_copies.changed(hopper, old, new, tmp_path)
     prepared(monkeypatch, module)
-    found = "nothing"
-    try:
-        expect_right(*CASES[i], backward=module.attention_backward)
-    except Fault as fault:
-        found = fault.kind
-    except AssertionError:
-        found = "value"
+    found = kernel_copies.caught_by(lambda: expect_right(*CASES[i], backward=module.attention_backward))
     assert found == kind
 
 

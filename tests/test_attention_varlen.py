@@ -1,9 +1,7 @@
 """Attention of packed sequences: values against each sequence alone; Hopper's kernels emulated, and wrong ones."""
 
-import importlib.util
 import math
 from contextlib import nullcontext, suppress
-from pathlib import Path
 
 from lessonkit import device
 from lessonkit.base.errors import Fault
@@ -26,10 +24,13 @@ from course_ops.kernels import attention_forward_hopper as forward_hopper
 from course_ops.kernels import sequences
 from course_ops.kernels.sequences import Sequences
 from problems import attention_varlen as problem
+from tests import kernel_copies
 from tests.test_attention_backward_window import nothing
 from tests.test_course_ops_attention import chosen, near
 
-pytestmark = pytest.mark.kept("course_ops/kernels/*.py", "course_ops/*.py", "problems/attention_varlen.py")
+pytestmark = pytest.mark.kept(
+    "course_ops/kernels/*.py", "course_ops/*.py", "problems/attention_varlen.py", "tests/kernel_copies.py"
+)
 emulated_here = pytest.mark.skipif(not device.INTERPRETED, reason="with a GPU nothing is emulated")
 OPS = torch.ops.course_ops
 
@@ -366,17 +367,10 @@ WRONG = {  # why: module, old, new, forward or backward, case
 
 def copies(folder, module, old, new):
     """The Hopper kernels, with one change in one of the files."""
-    found = {}
-    for each in (sequences, forward_hopper, backward_hopper):
-        text = Path(each.__file__).read_text()
-        if each is module:
-            assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times: write the line as it is now"
-        path = folder / f"mutant_of_{Path(each.__file__).name}"
-        path.write_text(text.replace(old, new) if each is module else text)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        found[each] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found[each])
-    changed, *kernels = found.values()
+    changed, *kernels = (
+        kernel_copies.changed(each, old, new, folder) if each is module else kernel_copies.same(each, folder)
+        for each in (sequences, forward_hopper, backward_hopper)
+    )
     for kernel in kernels:
         for name, value in vars(sequences).items():
             if vars(kernel).get(name) is value:

@@ -1,10 +1,6 @@
 """The norms' backward on Hopper: values, races and deadlocks emulated, mutants, machine code."""
 
-import importlib.util
-from pathlib import Path
-
 from lessonkit import device
-from lessonkit.base.errors import Fault
 from lessonkit.modes import compiled
 from lessonkit.modes import gluon as emulated
 from lessonkit.modes.compile_server import call_in_compiler
@@ -14,8 +10,9 @@ import torch
 
 from course_ops.kernels import norm_backward_hopper as hopper
 from course_ops.layer_norm import layer_norm_backward_cpu
+from tests import kernel_copies
 
-pytestmark = pytest.mark.kept("course_ops/*.py", "course_ops/kernels/*.py")
+pytestmark = pytest.mark.kept("course_ops/*.py", "course_ops/kernels/*.py", "tests/kernel_copies.py")
 emulates = pytest.mark.skipif(not device.INTERPRETED, reason="with a GPU nothing is emulated")
 
 
@@ -100,25 +97,8 @@ MUTANTS = {  # what is wrong: (old, new, kinds of Fault or "value", case)
 def test_mutants_are_rejected(tmp_path, why):
     """By what each names, in this order of the hardware or in another."""
     old, new, kinds, i = MUTANTS[why]
-    text = Path(hopper.__file__).read_text()
-    assert text.count(old) == 1, f"stands {text.count(old)} times: write the line as it is now"
-    path = tmp_path / "mutant.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("mutant_of_norm_backward", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for seed in range(4):
-        emulated.SEED, found = seed, "nothing"
-        try:
-            expect_right(gradients(module, **CASES[i]))
-        except Fault as fault:
-            found = fault.kind
-        except AssertionError:
-            found = "value"
-        finally:
-            emulated.SEED = 0
-        if found != "nothing":
-            break
+    module = kernel_copies.changed(hopper, old, new, tmp_path)
+    found = kernel_copies.caught_by(lambda: expect_right(gradients(module, **CASES[i])), orders=4)
     assert found in kinds.split()
 
 

@@ -95,7 +95,7 @@ def marks_of_operators(wanted: Sequence[Key]) -> list[str]:
 
 def _operators_here(wanted: Sequence[Sequence[str]]) -> list[str]:
     """As `marks_of_operators`, in a process whose mode is `compiled`."""
-    cases = {case.key: case for case in operator_rows.cases()}
+    cases = operator_rows.by_key()
     with recording() as events, import_module("course_ops.testing").launchers():
         return [_mark_of(case, events) if (case := cases.get((*key,))) else "" for key in wanted]  # type: ignore[arg-type]
 

@@ -152,7 +152,7 @@ def _pool(workers: int) -> Pool:
 
 @cache
 def _by_key() -> Mapping[Key, Case]:
-    return {case.key: case for case in operator_rows.cases()}
+    return operator_rows.by_key()
 
 
 def _timed_here(key: Key, first_call: float) -> tuple[Row, bool]:

@@ -118,6 +118,11 @@ def cases(names: Sequence[str] = (), every: Iterable[Operator] | None = None) ->
     return [case for one_of_each in zip_longest(*each) for case in one_of_each if case]
 
 
+def by_key() -> dict[Key, Case]:
+    """Every case that is to be timed, by its key."""
+    return {case.key: case for case in cases()}
+
+
 def plain(operator: Operator, shape: Shape) -> Shape:
     """A shape without what is the inputs' default anyway: one name for one question."""
     takes = inspect.signature(operator.inputs or operator.problem.inputs).parameters
@@ -225,7 +230,7 @@ def ratio(row: Row) -> float:
 
 def faults(found: Sequence[Row]) -> list[str]:
     """What in rows does not fit the rest: each figure that can be computed from others is."""
-    asked = {case.key: case for case in cases()}
+    asked = by_key()
     said = []
     for row in found:
         times, wrong = peer_times(row), list[str]()

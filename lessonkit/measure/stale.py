@@ -122,7 +122,7 @@ def old(folders: Iterable[Path] | None = None, today: Today | None = None) -> li
         for row in rows.read(folder / f"{name}.csv")
         if (why := today.why_old(row))
     ]
-    cases = {case.key: case for case in operator_rows.cases()}
+    cases = operator_rows.by_key()
     return of_lessons + [
         Old(folder.name, row, f"{' and '.join(changed)} changed")
         for folder in folders
@@ -145,7 +145,7 @@ def show_equal() -> int:
         equal = launches.shown_equal(row.machine, mark)
         return replace(row, source=f"{row.source} ={today.source(row)}") if equal else row
 
-    cases = {case.key: case for case in operator_rows.cases()}
+    cases = operator_rows.by_key()
 
     def operator_asked(row: operator_rows.Row) -> bool:
         if not (row.machine and row.key in cases and _versions_are_here(row)):
@@ -173,7 +173,7 @@ def record() -> int:
     def changed(row: Row, mark: str) -> Row:
         return replace(row, machine=f"{row.machine} {mark}".strip()) if mark else row
 
-    cases = {case.key: case for case in operator_rows.cases()}
+    cases = operator_rows.by_key()
 
     def operator_asked(row: operator_rows.Row) -> bool:
         if row.machine or row.key not in cases or not _versions_are_here(row):
