@@ -209,6 +209,21 @@ def wait(words, ptrs, mask, other):
     return words
 
 
+# PTX: a word of 64 bits, loaded again from its address until it is not -1.
+POLL = tl.constexpr("""
+    {
+        .reg .pred there;
+        mov.b64 $0, $1;
+    AGAIN:
+        setp.ne.s64 there, $0, -1;
+        @there bra THERE;
+        ld.relaxed.gpu.global.b64 $0, [$2];
+        bra AGAIN;
+    THERE:
+    }
+""")
+
+
 @triton.jit
 def settled(words, ptrs):
     """`words`, 64 bits each, loaded again from their ptrs until none of them is -1.
@@ -221,18 +236,7 @@ def settled(words, ptrs):
         return words
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .pred there;
-                mov.b64 $0, $1;
-            AGAIN:
-                setp.ne.s64 there, $0, -1;
-                @there bra THERE;
-                ld.relaxed.gpu.global.b64 $0, [$2];
-                bra AGAIN;
-            THERE:
-            }
-            """,
+            POLL,
             "=l,l,l",
             [words, ptrs],
             dtype=tl.int64,

@@ -25,7 +25,7 @@ from course_ops._launch import descriptor
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import block_barrier
 from course_ops.kernels._norm_backward import Load, Plan, early_sum, partial_sums, sum_partials
-from course_ops.kernels._rows import waits
+from course_ops.kernels._rows import POLL, waits
 from course_ops.versions import async_load, reinterpret
 
 
@@ -107,18 +107,7 @@ def gradients(dy_smem, x_smem, w_smem, dx_ptr, begin, N, mean, rstd, a, b, dw, d
 def settled(words, ptrs):
     """Words of 64 bits, loaded again from their ptrs until none of them is -1."""
     return gl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred there;
-            mov.b64 $0, $1;
-        AGAIN:
-            setp.ne.s64 there, $0, -1;
-            @there bra THERE;
-            ld.relaxed.gpu.global.b64 $0, [$2];
-            bra AGAIN;
-        THERE:
-        }
-        """,
+        POLL,
         "=l,l,l",
         [words, ptrs],
         gl.int64,
