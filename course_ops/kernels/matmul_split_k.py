@@ -14,15 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from course_ops._common import cdiv, num_sms
 from course_ops._launch import Launch
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
-from course_ops.kernels._matmul_hopper import (
-    as_operand,
-    block_barrier,
-    describer,
-    load_stage,
-    split_columns,
-    swizzled_tile,
-)
-from course_ops.kernels._matmul_plan import group_of
+from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describer, load_stage, split_columns
 from course_ops.kernels._tiles import stream_zeros
 from course_ops.versions import async_store, reinterpret
 
@@ -140,17 +132,16 @@ def reduce_scatter(acc, parts_ptr, counter_ptr, split, SPLITS: gl.constexpr):
 # Waiting ends: there are no more programs than SMs. If another kernel holds some SMs, programs still start by number,
 # and a tile's programs are neighbours. So at most one tile has some of its programs running and some not. All other
 # tiles end, and make room for the rest of that one.
-@gluon.jit(do_not_specialize=["tiles_m", "tiles_n", "steps", "group", "M"])
+@gluon.jit(do_not_specialize=["tiles_m", "steps", "M"])
 def split_k_kernel(
     a_desc, b_desc, c_desc,
     parts_ptr, counters_ptr,  # [tiles, 2, SPLITS (whose share), SPLITS (from whom), SIZE] fp32; [tiles, 2] int32
-    tiles_m, tiles_n, steps, group, M, STAGES: gl.constexpr, SPLITS: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
+    tiles_m, steps, M, STAGES: gl.constexpr, SPLITS: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
 ):  # fmt: skip
     full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)
     ring = allocate_stages(a_desc, STAGES), allocate_stages(b_desc, STAGES), full, empty
     tile, split = gl.program_id(0) // SPLITS, gl.program_id(0) % SPLITS
-    tile_m, tile_n = swizzled_tile(tile, tiles_m, tiles_n, group)
-    corner = tile_m * 128, tile_n * b_desc.block_type.shape[0 if B_T else 1]
+    corner = tile % tiles_m * 128, tile // tiles_m * b_desc.block_type.shape[0 if B_T else 1]
     part = split * steps // SPLITS, (split + 1) * steps // SPLITS - split * steps // SPLITS  # first step, and how many
     for count in gl.static_range(STAGES):
         load_part((a_desc, b_desc), ring, corner, part, count, A_T, B_T)
@@ -197,11 +188,10 @@ def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     block_n, splits, _ = chosen
     (of_a, a_t), (of_b, b_t) = describer(a, 128, 64), describer(b, 64, block_n)
     of_c, _ = describer(a.new_empty(M, N, device="meta"), 64, min(64, block_n // splits))
-    tiles_m, tiles_n = cdiv(M, 128), cdiv(N, block_n)
-    tiles = tiles_m * tiles_n
+    tiles_m = cdiv(M, 128)
+    tiles = tiles_m * cdiv(N, block_n)
     partial = tiles * splits * 128 * block_n if splits > 1 else 0
-    group = group_of(tiles_m, 128, block_n, sms)
-    sizes = tiles_m, tiles_n, cdiv(K, 64), group, M, 224 * 1024 // (128 * (128 + block_n)), splits, a_t, b_t
+    sizes = tiles_m, cdiv(K, 64), M, 224 * 1024 // (128 * (128 + block_n)), splits, a_t, b_t
     no_parts = a.new_empty(0, dtype=torch.float32)
     go = Launch(split_k_kernel, (tiles * splits,), num_warps=4)
 
