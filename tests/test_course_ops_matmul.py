@@ -202,6 +202,35 @@ def test_how_many_programs_share_a_tile_of_few_rows(shape, n_major, per_tile):
     assert matmul_skinny.plan(*shape, 132, n_major)[0] == per_tile
 
 
+@pytest.mark.parametrize(
+    ("shape", "tile", "programs"),
+    [
+        ((14, 2640, 871), (16, 32, 256), 28 * 6),
+        ((40, 3001, 1001), (64, 32, 128), 32 * 6),
+        ((100, 1500, 2001), (128, 64, 64), 32 * 4),
+        ((14, 2640, 50257), (16, 32, 256), 4 * 132),  # more tiles than programs: equal shares of all steps
+        ((14, 2640, 872), (16, 128, 64), 132),  # B can be copied 16 bytes at a time, but A cannot
+    ],
+)
+def test_how_many_programs_share_tiles_of_few_rows_that_are_loaded_element_by_element(
+    monkeypatch, shape, tile, programs
+):
+    launched = []
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: launched.append((grid, arguments[9:12]))
+
+    monkeypatch.setattr(matmul_skinny, "stream_k_kernel", Launched())
+    for name in ("num_sms", "architecture", "shared_memory"):
+        value = {"num_sms": 132, "architecture": 90, "shared_memory": 232448}[name]
+        monkeypatch.setattr(matmul_skinny, name, lambda _, value=value: value)
+    M, K, N = shape
+    a, b = torch.empty(M, K + 1, dtype=torch.bfloat16)[:, :K], torch.empty(K, N, dtype=torch.bfloat16)
+    matmul_skinny.matmul_skinny(a, b)
+    assert launched == [((programs,), tile)]
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @testing.kernels()
 def test_a_copy_with_aligned_rows(transposed):
