@@ -77,7 +77,8 @@ class Report:
 class Argued:
     """Reports that are no errors, for one reason.
 
-    kernels   their names; reports: parts of the tool's words, of which a report has one
+    kernels   their names
+    reports   words of accesses: each access that a report names has some of them, or the whole report, if it names none
     argument  by which rule of the memory model the accesses are in order, and why the tool does not see it
     """
 
@@ -88,7 +89,8 @@ class Argued:
 
     def covers(self, report: Report) -> bool:
         ours = report.tool == self.tool and report.kernel in self.kernels
-        return ours and any(part in report.what for part in self.reports)
+        accesses = re.split(r"^Race reported between | and (?=(?:Read|Write) access)", report.what)
+        return ours and all(any(words in each for words in self.reports) for each in accesses if each)
 
 
 def argued(path: Path = ARGUED) -> list[Argued]:
