@@ -8,9 +8,10 @@ from lessonkit.base.files import ROOT
 from lessonkit.measure import sanitize
 from lessonkit.modes import compiled
 from lessonkit.modes.compile_server import call_in_compiler
-from tests import ptx_order
 
 import pytest
+
+from tests import ptx_order
 
 LESSONS = (
     "day3_matmul_tk.lesson09_matmul_hopper",

@@ -141,9 +141,7 @@ def test_what_cannot_be_read_is_no_clean_bill(said, why):
 
 
 HAZARD = next(iter(sanitize.parsed("racecheck", RACECHECK)))
-KNOWN = Argued(
-    (HAZARD.kernel,), "racecheck", ("Write access", "Read access"), "The mbarrier of the stage orders them."
-)
+KNOWN = Argued((HAZARD.kernel,), "racecheck", ("Write access", "Read access"), "The mbarrier of the stage orders them.")
 
 
 @pytest.mark.parametrize(
