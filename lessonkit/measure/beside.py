@@ -160,8 +160,9 @@ def measured(lessons: Sequence[tuple[str, Lesson]], seconds: float, only: str = 
                 counted = repeat(partial(rung, *args), seconds, torch.cuda.synchronize)
                 refused = outside(check.judge(lesson, args), rung, counted) if counted.differ else ""
                 words = ", ".join(kinds(name, rung.__name__)), str(case), str(dtype).removeprefix("torch.")
-                about = beside, counted.count, counted.differ, varies(rung), refused
-                yield Repeated(name, rung.__name__, *words, *about)
+                yield Repeated(
+                    name, rung.__name__, *words, beside, counted.count, counted.differ, varies(rung), refused
+                )
 
 
 def varies(rung: Rung) -> bool:
