@@ -213,6 +213,20 @@ def test_what_was_said_is_kept_by_lesson_and_tool(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("known", [[KNOWN], []])
+def test_kept_rows_are_marked_by_todays_list(tmp_path, known):
+    """A new argument marks them, and one that is taken back no longer does; the rest stays to the byte."""
+    for before in ([KNOWN], []):
+        sanitize.save(tmp_path, "day3.a", "racecheck", Counter({HAZARD: 3}), before)
+        sanitize.save(tmp_path, "day3.b", "memcheck", Counter(), before)
+        path = tmp_path / sanitize.NAME
+        path.write_text(sanitize.marked(tmp_path, known))
+        again = sanitize.marked(tmp_path, known)
+        assert path.read_text() == again
+        assert [row["argued"] for row in read_csv(path)] == ["yes" if known else "", ""]
+        assert [row["count"] for row in read_csv(path)] == ["3", "0"]
+
+
 ADD = "day2_triton_basics.lesson01_vector_add"
 
 

@@ -258,6 +258,15 @@ def save(
         write_atomically(folder / NAME, to_csv([*kept, *new]))
 
 
+def marked(folder: Path, known: Sequence[Argued]) -> str:
+    """The kept rows, each marked by today's list of arguments."""
+    found = []
+    for row in read_csv(folder / NAME):
+        report = Report(row["tool"], row["kernel"], row["what"])
+        found.append(row | {"argued": "yes" if row["what"] and not unargued([report], known) else ""})
+    return to_csv(found)
+
+
 # ---- The driver, run under a tool -----------------------------------------------------------------------------------
 
 DONE = "every rung ran"
