@@ -304,7 +304,7 @@ def test_processes_are_shared_by_what_is_missing(tmp_path):
     fast, slow, full = (replace(c, cases=n, seconds=10.0) for c, n in zip(todo, (2000, 100, 5000), strict=True))
     for count in (fast, replace(slow, versions="0"), full):
         fuzzing.counted(count, tmp_path / "c.csv")
-    made = dict(path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl")
+    made = {"path": tmp_path / "c.csv", "found_path": tmp_path / "f.jsonl"}
     it = fuzz_bursts.Run(todo, 5000, 60, print, **made)
     assert [round(t.missing_s(5000)) for t in it.tallies] == [15, 500, 0]
     it.tallies[1].count = replace(slow, cases=1000, seconds=0)  # 4000 left, at 20 / s in the mean of both

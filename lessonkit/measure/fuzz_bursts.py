@@ -1,8 +1,8 @@
 """Bursts of random cases by many processes at once (judge.bursts), their counts, and their failures shrunk.
 
-Each process has the GPU by turns. Processes are shared among operators and directions by what is missing: the cases left,
-times the seconds that a case took so far. So all counts are full at about the same time. A process rather stays where it
-has kernels. A process that dies or hangs is asked again, by another one, for each case that was under way.
+Each process has the GPU by turns. Processes are shared among operators and directions by what is missing: the cases
+left, times the seconds that a case took so far. So all counts are full at about the same time. A process rather stays
+where it has kernels. A process that dies or hangs is asked again, by another one, for each case that was under way.
 """
 
 import json
