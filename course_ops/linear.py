@@ -141,8 +141,11 @@ def _gradients(
             gradients: tuple[Tensor, Tensor, Tensor] = run(dy, x, weight, z)
             return gradients
     dz, dbias = _dz_and_sums(dy, z)
-    none = dy.new_empty(0)
-    return dz @ weight if needs_x else none, dz.t() @ x if needs_weight else none, dbias if needs_bias else none
+    return (
+        dz @ weight if needs_x else dy.new_empty(0),
+        dz.t() @ x if needs_weight else dy.new_empty(0),
+        dbias if needs_bias else dy.new_empty(0),
+    )
 
 
 def _prepare_gradients(

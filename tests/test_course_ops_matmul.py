@@ -339,10 +339,10 @@ def test_a_second_launch_takes_the_compiled_kernel(monkeypatch):
 # What is left out of a launch is the host's work in Python: these are the names of Triton that it relies on.
 def test_a_compiled_kernel_runs_by_the_arguments_of_this_triton():
     from triton.compiler import CompiledKernel
-    from triton.runtime.jit import JITFunction
+    from triton.runtime import jit
 
     order = "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
-    assert order in inspect.getsource(JITFunction.run)
+    assert order in inspect.getsource(jit)
     assert isinstance(CompiledKernel.run, property)
     assert triton.knobs.runtime.launch_enter_hook.calls == []
 
