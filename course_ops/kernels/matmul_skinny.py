@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from course_ops._common import architecture, cdiv, fitting_stages, num_sms, shared_memory, tma_takes
-from course_ops._launch import Launch, descriptor
+from course_ops._launch import describing, launcher
 from course_ops.kernels._tiles import stream_zeros
 
 
@@ -111,7 +111,7 @@ def matmul_skinny(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) ->
 
 
 def prepare(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Callable[[Tensor, Tensor], Tensor]:
-    """matmul_skinny for operands that lie as a and b do."""
+    """matmul_skinny for operands that lie as a and b do; of b the function reads the address alone."""
     shape, dtype = (a.shape[0], b.shape[1]), out_dtype or a.dtype
     if not all(shape) or not a.shape[1]:
         return lambda a, b: a.new_zeros(shape, dtype=dtype)
@@ -131,7 +131,7 @@ def prepare(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Calla
 def _matvec(a: Tensor, b: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     K, N = b.shape
     sizes = N, K, a.stride(1), *b.stride(), 4, 1024
-    go = Launch(matvec_kernel, (cdiv(N, 4),), num_stages=1)
+    go = launcher(matvec_kernel, (cdiv(N, 4),), num_stages=1)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         c = a.new_empty(1, N, dtype=dtype)
@@ -222,19 +222,20 @@ def _stream_k(
         programs = pointer_programs(block_m, block_k, tiles, steps, sms)
     programs = programs or min(sms, tiles * steps)
     sizes = M, N, K, a.stride() + b.stride(), block_m, block_n, block_k, tma
-    shape, lies, block = b.shape, b.stride(), [block_k, block_n]
-    if tma == "[N, K]":
-        shape, lies, block = shape[::-1], lies[::-1], block[::-1]
-    shape_a, lies_a, block_a = a.shape, a.stride(), [block_m, block_k]
-    go = Launch(stream_k_kernel, (programs,), num_warps=warps, num_stages=stages)
+    stored, block = (b.t(), [block_n, block_k]) if tma == "[N, K]" else (b, [block_k, block_n])
+    of_a = describing(TensorDescriptor, a.shape, a.stride(), [block_m, block_k])
+    of_b = describing(TensorDescriptor, stored.shape, stored.stride(), block)
+    whole_tiles = programs == tiles  # then no program has a part to leave
+    empty = a.new_empty(0, dtype=torch.float32), a.new_empty(0, dtype=torch.int32)
+    go = launcher(stream_k_kernel, (programs,), num_warps=warps, num_stages=stages)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
-        c = a.new_empty(M, N, dtype=dtype)
-        parts = a.new_empty(programs, block_m, block_n, dtype=torch.float32)
-        flags = stream_zeros(a, 4 * sms, "stream-k")
+        c, (parts, flags) = a.new_empty(M, N, dtype=dtype), empty
+        if not whole_tiles:
+            parts = a.new_empty(programs, block_m, block_n, dtype=torch.float32)
+            flags = stream_zeros(a, 4 * sms, "stream-k")
         if tma:
-            of_a = descriptor(TensorDescriptor, a, shape_a, lies_a, block_a)
-            go(of_a, descriptor(TensorDescriptor, b, shape, lies, block), c, parts, flags, *sizes)
+            go(of_a(a), of_b(b), c, parts, flags, *sizes)
         else:
             go(a, b, c, parts, flags, *sizes)
         return c
