@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from lessonkit.__main__ import app
@@ -13,7 +14,7 @@ from lessonkit.base.files import ROOT
 from lessonkit.exercise import progress
 from lessonkit.exercise.source import discover as exercises
 from lessonkit.lesson import kernels, shape_name
-from lessonkit.measure import launches, rows, stale
+from lessonkit.measure import fingerprint, launches, rows, stale
 from lessonkit.pages import operators, report
 
 import pytest
@@ -101,6 +102,29 @@ def doubts(path):
         }
         found += [f"{at}: {what}" for what, is_so in wrong.items() if is_so]
     return found
+
+
+def test_a_peer_of_no_version_leaves_its_shape_without_a_ratio(tmp_path):
+    """Libraries have versions of their own; PyTorch's functions and CUB have that of a column of the row."""
+    found = [
+        a_row(kind="rung", ratio_to_best_peer=1.5, shape=shape, peer_version="") for shape in ("n=1", "n=2", "n=3")
+    ]
+    found += [a_row(rung="quack", kind="peer", shape="n=1", peer_version="")]
+    found += [a_row(rung="quack", kind="peer", shape="n=2", peer_version="quack-kernels 0.6.5")]
+    found += [a_row(rung="torch.compile", kind="peer", shape="n=3", peer_version="")]
+    path = tmp_path / f"{ADD}.csv"
+    path.write_text(rows.as_csv(found))
+    assert [row.ratio_to_best_peer for row in rows.read(path)[:3]] == [0, 1.5, 1.5]
+    assert "Incomplete at n=1: no row says which version of quack was measured" in report._without(rows.read(path), {})
+
+
+def test_peers_whose_version_a_column_names_come_from_no_other_package():
+    found = (row for path in MEASURED for row in rows.read(path))
+    unsaid = {(row.lesson, row.rung) for row in found if row.kind == "peer" and not row.peer_version}
+    for lesson, peer in unsaid:
+        if peer.startswith(rows.OWN_VERSION):
+            others = fingerprint.packages(ROOT, lesson, peer) - sys.stdlib_module_names - {"torch", "triton"}
+            assert not others, f"{lesson}: {peer}"
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -236,7 +260,7 @@ def test_the_list_of_absent_peers_only_shrinks():
 
 def test_no_page_shows_a_ratio_that_lacks_a_peer(tmp_path):
     """A peer that was not installed, at that shape. One that refuses the shape leaves the ratio to the others."""
-    name = "day2_triton_basics.lesson05_softmax"
+    name = "day2_triton_basics.lesson13_cross_entropy"
     shutil.copy(ROOT / "reports" / DEVICE / f"{name}.csv", tmp_path)
     first, second = list(dict.fromkeys(row.shape for row in rows.read(tmp_path / f"{name}.csv")))[:2]
     about = {"lesson": name, "peer": "quack"}

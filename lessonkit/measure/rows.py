@@ -16,6 +16,7 @@ from lessonkit.base.tables import dicts, head, read_csv, seal, to_csv, with_head
 
 ABSENT = "absent"
 NOT_INSTALLED = "not installed"  # a reason in absent.csv
+OWN_VERSION = ("torch", "SDPA", "cuBLASLt", "CUB")  # peers that begin so come with what the columns torch and cuda name
 MACHINE = "nvidia-h200"  # the folder of reports/ that predictions are about, and of which a release wants every row
 PROVENANCE = ("source", "machine", "seal")  # columns that say which code a row is of; the others are what was measured
 CODE = ("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")
@@ -61,6 +62,11 @@ class Row:
         return source in self.source.replace("=", "").split()
 
     @property
+    def of_no_version(self) -> bool:
+        """Whether this is a peer from a package whose version the row does not say."""
+        return self.kind == "peer" and not self.peer_version and not self.rung.startswith(OWN_VERSION)
+
+    @property
     def rate(self) -> str:
         """What the row's time means, in the unit of what limits the op at this shape; a copy has only bytes."""
         if self.limited_by_math and self.kind != "limit":
@@ -76,7 +82,8 @@ class Row:
 def read(path: Path) -> list[Row]:
     """What was timed. A renamed lesson's rows are found under its old name and have the new ones.
 
-    Rows from before peers had to be there keep their ratio in the file, and show none: absent.csv beside them knows.
+    Rows from before peers had to be there, with their versions, keep their ratio in the file, and show none. absent.csv
+    beside them knows which peers were absent.
     """
     lacking = {
         line["shape"]
@@ -84,6 +91,7 @@ def read(path: Path) -> list[Row]:
         if line["reason"] == NOT_INSTALLED and renames.lesson(line["lesson"]) == renames.lesson(path.stem)
     }
     timed = [row for row in read_all(path) if row.kind != ABSENT]
+    lacking |= {row.shape for row in timed if row.of_no_version}
     return [replace(row, ratio_to_best_peer=0.0) if row.shape in lacking else row for row in timed]
 
 

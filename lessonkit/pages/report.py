@@ -196,6 +196,10 @@ def _without(found: list[Row], absent: dict[tuple[str, str], str]) -> str:
         for why, where in reasons.items():
             at = "" if len(where) == len(shapes) else f" at {', '.join(where)}"
             lines.append(f"Without {peer}{at} ({why}).")
+    for peer in dict.fromkeys(row.rung for row in found if row.of_no_version):
+        where = [row.shape for row in found if row.rung == peer and row.of_no_version]
+        at = "" if len(where) == len(shapes) else f" at {', '.join(where)}"
+        lines.append(f"Incomplete{at}: no row says which version of {peer} was measured, so no ratio is shown.")
     return "\n".join(lines) + "\n" if lines else ""
 
 
