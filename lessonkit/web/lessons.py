@@ -16,7 +16,7 @@ from lessonkit.base.words import translated
 from lessonkit.exercise.source import Source
 from lessonkit.lesson import Broken, Lesson, Steps
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import glossary, guides, paths, rung_source
+from lessonkit.pages import glossary, guides, paths, report, rung_source
 from lessonkit.web import charts, places, prose
 
 _NEW_WORDS = re.compile(rf"^{re.escape(glossary.HEAD)}[^.]*\.\n", re.MULTILINE)  # no term has a dot
@@ -200,7 +200,7 @@ class Page:
 
     def _report(self, page: Path, *, plots: bool) -> str:
         """A page of reports/ as a part of this one."""
-        text = re.sub(r"^# .*\n", "", page.read_text(), count=1)
+        text = re.sub(r"^# .*\n", "", report.text(page, self.language), count=1)
         text = re.sub(r"^##", "###", text, flags=re.MULTILINE)
         if not plots:
             text = re.sub(r"^!\[.*\n", "", text, flags=re.MULTILINE)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.errors import Missing
-from lessonkit.base.files import CACHE, REPORTS, ROOT, changing, need_private, write_atomically
+from lessonkit.base.files import CACHE, ROOT, changing, need_private, write_atomically
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import retold, translated
+from lessonkit.base.words import translated
 from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
@@ -98,12 +98,8 @@ class Sources:
             path = english
             if self.language == "zh" and (translation := english.with_name(f"{english.stem}.zh-CN.md")).exists():
                 path = translation
-            text = path.read_text()
+            text = report.text(path, self.language)
             ladder = charted.get(english.parent.name, {}).get(english.name)
-            if ladder and self.language != "en":
-                text = operators.in_language(text, self.language)
-            elif english == REPORTS / "README.md":
-                text = retold(text, report.INDEX, self.language)
             text = re.sub(r"^(\s*- )\[ \] ", r"\1☐ ", places.without_language(text), flags=re.MULTILINE)
             text = places.relinked(text, path, page, self.copied, self.language)
             if page == places.COURSE:
