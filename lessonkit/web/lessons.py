@@ -216,8 +216,8 @@ class Page:
         for source in mine:
             yield f"- **[{prose.escaped(self.say(source.title))}]({self._to(source)})**"
         if others:
-            linked = ", ".join(f"[{source.short.replace('_', ' ')}]({self._to(source)})" for source in others)
-            yield f"{translated('Of the same day:', self.language)} {linked}."
+            yield translated("Of the same day:", self.language)
+            yield "\n".join(f"- [{prose.escaped(self.say(source.title))}]({self._to(source)})" for source in others)
 
     def _to(self, source: Source) -> str:
         return places.relative(places.exercise_page(source), self.here) + ".md"
