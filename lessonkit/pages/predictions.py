@@ -39,7 +39,7 @@ class Compared:
 
     @property
     def how(self) -> str:
-        return how(self.said)
+        return how(self.said, language())
 
     def rate(self, measured: float) -> str:
         """The predicted rate, in the unit of the measured one."""

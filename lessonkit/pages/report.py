@@ -29,6 +29,7 @@ from lessonkit.pages import (
     readme_pictures,
     results,
     shipped,
+    stored,
     targets,
 )
 from lessonkit.pages.guides import GUIDES
@@ -346,9 +347,10 @@ def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
 
 
 def _claim(claim: str) -> str:
-    """A claim on machine code: "no spills", "4 tcgen05.mma of two CTAs"."""
-    number, _, what = claim.partition(" ")
-    return f"{number} {said(what)}" if number.isdigit() else said(claim)
+    """A claim on machine code: "no spills", "4 tcgen05.mma of two CTAs", "add_kernel: no spills"."""
+    kernel, colon, rest = claim.rpartition(": ")
+    number, _, what = rest.partition(" ")
+    return f"{kernel}{colon}{f'{number} {said(what)}' if number.isdigit() else said(rest)}"
 
 
 def _heads(keys: Iterable[str]) -> list[str]:
@@ -385,8 +387,8 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
     known = dict(discover())
 
     def add(lesson: str, table: Table, measured: str = "") -> None:
-        part = f"## {said(table.name)}\n\n{said(table.note)}\n\n{measured}"
-        part += markdown(map(said, table.rows[0]), (map(_cell, row.values()) for row in table.rows))
+        part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
+        part += markdown(map(stored.told, table.rows[0]), (map(_cell, row.values()) for row in table.rows))
         if table.x or table.draw:
             plot = folder / _file_of(lesson, table.name, "png")
             made[plot] = plots.of_table(table)
@@ -430,7 +432,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
 def _cell(value: Any) -> Any:
     """A cell of a step's table; words are said in the reader's language, if a catalogue has them."""
-    return said(value) if isinstance(value, str) and (" " in value or value in BOUNDS) else value
+    return stored.told(value) if isinstance(value, str) and (" " in value or value in BOUNDS) else value
 
 
 def _index(made: list[Path]) -> str:

@@ -17,9 +17,11 @@ from lessonkit.exercise.source import Source
 from lessonkit.lesson import Broken, Lesson, Steps
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import glossary, guides, paths, report, rung_source
+from lessonkit.pictures.draw import WIDTH
 from lessonkit.web import charts, places, prose
 
 _NEW_WORDS = re.compile(rf"^{re.escape(glossary.HEAD)}[^.]*\.\n", re.MULTILINE)  # no term has a dot
+LEGIBLE = 11  # pixels
 Declared = Lesson | Steps | Broken
 
 
@@ -168,7 +170,7 @@ class Page:
         yield f"## {translated('Pictures', self.language)}"
         for picture in drawn:
             moving = picture.moving(self.language)
-            figure = f'<figure class="picture">{picture.svg(self.language)}{moving}</figure>'
+            figure = f'<figure class="picture">{_scrolling(picture.svg(self.language))}{moving}</figure>'
             yield f"``````{{raw}} html\n{figure}\n``````"
 
     # ---- Rows ----
@@ -221,6 +223,12 @@ class Page:
 
     def _to(self, source: Source) -> str:
         return places.relative(places.exercise_page(source), self.here) + ".md"
+
+
+def _scrolling(svg: str) -> str:
+    """A picture in a frame that scrolls where the page is too narrow to show its letters in LEGIBLE pixels."""
+    smallest = min((float(size) for size in re.findall(r'font-size="([\d.]+)"', svg)), default=LEGIBLE)
+    return f'<div class="lk-scroll" tabindex="0" style="--least: {LEGIBLE * WIDTH / smallest:.0f}px">{svg}</div>'
 
 
 def exercises_of(lesson: str) -> tuple[list[Source], list[Source]]:
