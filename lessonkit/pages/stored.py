@@ -203,9 +203,7 @@ NOTES = (  # notes
         "stand at twice its place; of what is made of several kernels (the loss) only what goes in and comes out is "
         "counted. Past 100%: L2 still held what the operator before had written."
     ),
-    later(
-        "Scatter of the committed rows: {scatter}%, the largest tenth of them. For 1% at two deviations: {repeats}."
-    ),
+    later("Scatter of the committed rows: {scatter}%, the largest tenth of them. For 1% at two deviations: {repeats}."),
     later("Shares of a step; of the parts of the model, their forward alone."),
     later(
         "The course's fastest runs at {least} to {most} times the best peer, which is {peers}. Not timed here: "
@@ -224,13 +222,7 @@ PHRASES = (*NAMES, *HEADS, *CELLS, *NOTES)
 
 def told(text: str) -> str:
     """A text of a stored table in the reader's language."""
-    if "
-
-" in text:
-        return "
-
-".join(map(told, text.split("
-
-")))
+    if "\n\n" in text:
+        return "\n\n".join(map(told, text.split("\n\n")))
     bold = text.startswith("**") and text.endswith("**") and len(text) > 4
     return f"**{told(text[2:-2])}**" if bold else retold(text, PHRASES, language())
