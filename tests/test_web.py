@@ -258,7 +258,7 @@ class Shown(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.blocks, self.text, self.inside = [], "", 0
+        self.blocks, self.text, self.inside, self.links = [], "", 0, []
         self.feed(text)
         self.end()
 
@@ -269,15 +269,16 @@ class Shown(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.blocks += [" ".join(value.split()) for name, value in attrs if name in self.SAID and value]
-        if tag in self.CODE:
-            self.inside += 1
-            self.text += " ` "
+        if tag in self.CODE or tag == "a":
+            self.links += [(dict(attrs).get("href") or "").startswith("http")] * (tag == "a")
+            self.inside += self.links[-1] if tag == "a" else 1  # a link elsewhere is the name of a work
+            self.text += " ` " * (tag != "a")
         elif tag not in self.INLINE | self.EMPTY:
             self.end()
 
     def handle_endtag(self, tag):
-        if tag in self.CODE:
-            self.inside -= 1
+        if tag in self.CODE or tag == "a":
+            self.inside -= self.links.pop() if tag == "a" else 1
         elif tag not in self.INLINE | self.EMPTY:
             self.end()
 
@@ -297,7 +298,7 @@ def proper():
     return re.compile("|".join(rf"(?<!\w){re.escape(each)}(?!\w)" for each in sorted(found, key=len, reverse=True)))
 
 
-QUOTED = r'"[^"]*"|“[^”]*”|《[^》]*》|\w*Error: .*|\(https?:[^)]*\)'
+QUOTED = r'^(?:git|pip|error) .*|\w+\[.*|\[unnamed\].*|"[^"]*"|“[^”]*”|《[^》]*》|\w*Error: .*|\(https?:[^)]*\)'
 FORMULA = r"\S*[=<>{}\[\]|/\\*+&~]\S*|\w+(?:\.\w|::|_\w|\()\S*|\b\w+(?=\s*=)"
 ENGLISH = r"(?<![\w.-])[A-Za-z][a-z'-]+(?![\w-])"
 
@@ -307,7 +308,9 @@ def still_english(text):
     wrong = []
     for block in dict.fromkeys(Shown(text).blocks):
         bare = re.sub(FORMULA, " = ", re.sub(QUOTED, "", proper().sub("", block)))
-        most = 8 if re.search("[\u4e00-\u9fff]", block) else 2  # in a Chinese sentence the name of a book may stand
+        most = (
+            8 if re.search("[\u3000-\u9fff\uff00-\uffef]", block) else 2
+        )  # in a Chinese sentence the name of a book may stand
         if any(len(re.findall(ENGLISH, part)) > most for part in re.split("[^\u0000-\u024f\u2010-\u2027]+", bare)):
             wrong.append(block)
     return wrong

@@ -392,7 +392,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
         if table.x or table.draw:
             plot = folder / _file_of(lesson, table.name, "png")
             made[plot] = plots.of_table(table)
-            part += f"\n![{table.name}]({plot.name})\n"
+            part += f"\n![{stored.told(table.name)}]({plot.name})\n"
         pages.setdefault(lesson, []).append(part)
 
     compared = {

@@ -16,6 +16,7 @@ NAMES = (  # names of tables
     later("one product, four ways"),
     later("order of additions"),
     later("percent of cuBLAS by rung"),
+    later("roofline of the step"),
     later("too few repeats"),
 )
 HEADS = (  # heads of columns
@@ -160,6 +161,12 @@ CELLS = (  # cells
 )
 NOTES = (  # notes
     later(
+        "Launches: counted by the profiler on a GPU, as dispatched operators on a CPU (compiled C++ loops do not show "
+        "there). At the small batch a GPU follows the launches: fewer is faster, TF32 or bf16 change little. At the "
+        "large one it follows FLOPs and bytes. The cheapest rung of all is a larger batch: as many launches. A CPU has "
+        "cheap launches, so it gains little from any of them but bf16 where it has the instructions."
+    ),
+    later(
         "{sms} SMs. Time follows the busiest SM, so {more} programs cost what {most} do: a grid that just overruns a "
         "multiple wastes nearly a whole round (wave quantization). With many rounds the waste is small."
     ),
@@ -178,10 +185,6 @@ NOTES = (  # notes
     later(
         "L2: {size} MB. Two steps: where the ring outgrows the L1 of its SM, and where it outgrows the L2 (in halves: "
         "each half of the SMs is nearer to one half of it)."
-    ),
-    later(
-        "Last rungs of {count} lessons at their largest shape: bound {bounds}; at their smallest {launched} by "
-        "launches. Lines come from first rungs."
     ),
     later("Limit: which term of the model is the largest, and so what to change next."),
     later("Medians, L2 flushed, all configurations of a size interleaved."),
