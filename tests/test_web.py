@@ -718,7 +718,7 @@ def test_pages_of_reports_in_another_language_have_the_same_figures():
                  *(folder / "final_report.md" for folder in device_folders()), rows.REPORTS / "cards.md",
                  *(folder / f"{SOFTMAX}.md" for folder in device_folders())):  # fmt: skip
         english, chinese = (report.text(path, language).replace("\n", " ") for language in ("en", "zh"))
-        figures = r"(?<![\w.])\d[\d.]*(?![\w.])"
+        figures = r"(?<![A-Za-z_.\d])\d+(?:\.\d+)*(?![A-Za-z_\d])"
         assert sorted(re.findall(figures, chinese)) == sorted(re.findall(figures, english)), path
         assert re.search("[\u4e00-\u9fff]", chinese)
 
