@@ -13,7 +13,7 @@ from lessonkit.base.words import later, retold, said, sentences, speaking
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.judge import verify
 from lessonkit.lesson import Lesson, Steps, Table, discover, kernels, shape_name, title
-from lessonkit.measure import fingerprint, ncu, rows
+from lessonkit.measure import fingerprint, ncu, rows, sanitize
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
 from lessonkit.modes import compiled
@@ -50,7 +50,7 @@ HOW_TO_READ = later(
 
 # Columns of tables whose rows are files: what more than one word says.
 COLUMNS = (
-    later("load bytes"), later("store bytes"), later("cp async"), later("global load bytes"),
+    later("load bytes"), later("store bytes"), later("global load bytes"),
     later("global store bytes"), later("kernel"), later("warps"), later("registers"), later("spills"), later("shared"),
     later("occupancy"), later("barriers"), later("instructions"), later("blocks"), later("loads"), later("stores"),
     later("launches"), later("metric"), later("emulated"), later("ratio"),
@@ -139,6 +139,8 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
             made[folder / f"{name}.png"] = plots.speed(title(name), found)
         made |= operators.pages(folder, today)
         made |= final_report.pages(folder)
+        if (sanitized := folder / sanitize.NAME).exists():
+            made[sanitized] = sanitize.marked(folder, sanitize.argued())
         made |= _step_pages(folder, made)
         if found_by_ncu := ncu.compared(ncu.path(folder)):
             made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
