@@ -21,7 +21,7 @@ from lessonkit import pictures
 from lessonkit.base import chips, device, renames
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
-from lessonkit.base.words import counted, language, said
+from lessonkit.base.words import counted, language, retold, said
 from lessonkit.commands import course_run, evidence, exercises, languages, lock, new, show, tracing, versions, web
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
@@ -596,7 +596,7 @@ def try_versions(
                         versions.save([row])
         except versions.NotInstalled as why:
             sentence = said("{pair} was not tried: {why}")
-            told = sentence.format(pair=versions.label(pair), why=targets.reason(str(why), language()))
+            told = sentence.format(pair=versions.label(pair), why=retold(str(why), targets.UNTRIED, language()))
             show.console.print(told, style="yellow")
             if not which:
                 versions.save([versions.not_tried(pair, str(why))])

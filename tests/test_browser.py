@@ -153,6 +153,23 @@ def test_a_table_on_a_phone_scrolls_and_keeps_its_words_whole(tab, book):
     assert tab.evaluate("document.documentElement.scrollWidth") == 390
 
 
+def test_letters_of_figures_on_a_phone_have_eleven_pixels(tab, book):
+    """Pictures, figures that move and charts scroll in their frames; the page does not."""
+    tab.set_viewport_size({"width": 390, "height": 844})
+    for language in LANGUAGES:
+        for name in ("index", "roofline", FIGURE):
+            tab.goto((book / language / f"{name}.html").as_uri())
+            smallest = tab.evaluate(
+                "[...document.querySelectorAll('article svg:has(text)')].map((svg) => Math.min(..."
+                "[...svg.querySelectorAll('text')].map((text) => parseFloat(getComputedStyle(text).fontSize)))"
+                " * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width)"
+            )
+            assert smallest, name
+            assert min(smallest) > 10.95, (name, smallest)
+            assert tab.evaluate("document.documentElement.scrollWidth") == 390
+    assert tab.evaluate("[...document.querySelectorAll('.lk-scroll')].every((frame) => frame.tabIndex === 0)")
+
+
 @pytest.mark.night
 def test_all_pages_load_without_an_error_and_fit_a_phone(tab, whole):
     tour(tab, whole, pages_of(whole))

@@ -6,7 +6,7 @@ the language of `--lang`, which stands in COURSE_LANG, or of the system (LANG=zh
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -70,6 +70,11 @@ def speaking(wanted: str) -> Iterator[None]:
             os.environ["COURSE_LANG"] = before
 
 
+def sentences(*texts: str) -> str:
+    """Sentences one after another; Chinese has no space between them."""
+    return ("" if language() == "zh" else " ").join(filter(None, texts))
+
+
 def counted(number: int, one: str, many: str) -> str:
     """`counted(n, said("1 hint"), said("{count} hints"))`."""
     return one if number == 1 else many.format(count=number)
@@ -80,21 +85,17 @@ def later(english: str) -> str:
     return english
 
 
-def retold(text: str, templates: Sequence[str], language: str) -> str:
-    """A generated English page with those lines in another language that a template, `later("In {unit}.")`, made.
+def retold(text: str, templates: Iterable[str], language: str) -> str:
+    """A stored English text in another language, by the template that made it: `later("it refuses: {error}")`.
 
-    What stands for a name in braces is translated too, if a catalogue has it.
+    What stands for a name in braces is translated too, if a catalogue has it. A text of no template stays as it is.
     """
     for template in templates:
         pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(template))
-        words = translated(template, language)
-
-        def filled(found: re.Match[str], words: str = words) -> str:
+        if found := re.fullmatch(pattern, text):
             named = {name: translated(value, language) for name, value in found.groupdict().items()}
-            return found[1] + words.format(**named)
-
-        text = re.sub(rf"^((?:#+ |- )?){pattern}$", filled, text, flags=re.MULTILINE)
-    return text
+            return translated(template, language).format(**named)
+    return translated(text, language)
 
 
 def missing(texts: list[str], language: str) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from lessonkit.base import chips, eviction, files
 from lessonkit.base.cpp_text import codes
+from lessonkit.base.words import later
 from lessonkit.cuda import build, toolchain
 
 TARGETS = (80, 90)  # 90 is sm_90a
@@ -62,26 +63,26 @@ class Kernel:
     mbarriers: int = 0  # instructions that set, wait for or arrive on one
 
 
-SERIALIZED = "serialized wgmma"  # a claim that excuses a rung: without it such a kernel is a failure
+SERIALIZED = later("serialized wgmma")  # a claim that excuses a rung: without it such a kernel is a failure
 CLAIMS: dict[str, Callable[[Kernel], bool]] = {
-    "no spills": lambda k: k.spills == 0,
-    "16-byte loads": lambda k: k.load_bytes == 16,
-    "16-byte stores": lambda k: k.store_bytes == 16,
+    later("no spills"): lambda k: k.spills == 0,
+    later("16-byte loads"): lambda k: k.load_bytes == 16,
+    later("16-byte stores"): lambda k: k.store_bytes == 16,
     "mma": lambda k: k.mma > 0,
     "wgmma": lambda k: k.target != 90 or k.wgmma > 0,
     "tma": lambda k: k.target == 80 or k.tma > 0,
     "mbarriers": lambda k: k.mbarriers > 0,
     "cp.async": lambda k: k.target != 80 or k.cp_async > 0,
-    "no shared memory": lambda k: k.shared == 0,
+    later("no shared memory"): lambda k: k.shared == 0,
     SERIALIZED: lambda k: True,  # at some shape: the row shows one shape alone
 }
 
 COUNTED = {  # "4 tcgen05.mma" is a claim, too
     "tcgen05.mma": "tcgen05",
-    "tcgen05.mma of two CTAs": "pairs",
+    later("tcgen05.mma of two CTAs"): "pairs",
     "tcgen05.commit": "commits",
     "tcgen05.ld": "tensor_loads",
-    "columns of tensor memory": "tensor_columns",
+    later("columns of tensor memory"): "tensor_columns",
 }
 
 

@@ -9,31 +9,32 @@ from typing import Any
 
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.traffic import Traffic
+from lessonkit.base.words import later
 from lessonkit.judge import check
 from lessonkit.lesson import Case, Lesson, Rung
 
 GLOBAL, SHARED = ("global_load", "global_store"), ("shared_load", "shared_store")
 # What `Lesson.counts` may name: (what is counted, for each of what), summed over these prefixes.
 METRICS = {
-    "sectors a request": (GLOBAL, "sectors", "requests"),
-    "sectors a load": (GLOBAL[:1], "sectors", "requests"),
-    "sectors a store": (GLOBAL[1:], "sectors", "requests"),
-    "bytes used of a sector": (GLOBAL, "bytes", "sectors"),
-    "wavefronts a shared access": (SHARED, "wavefronts", "requests"),
-    "wavefronts a shared load": (SHARED[:1], "wavefronts", "requests"),
-    "wavefronts a shared store": (SHARED[1:], "wavefronts", "requests"),
-    "sectors an atomic": (("global_atomic",), "sectors", "requests"),
-    "wavefronts a shared atomic": (("shared_atomic",), "wavefronts", "requests"),
+    later("sectors a request"): (GLOBAL, "sectors", "requests"),
+    later("sectors a load"): (GLOBAL[:1], "sectors", "requests"),
+    later("sectors a store"): (GLOBAL[1:], "sectors", "requests"),
+    later("bytes used of a sector"): (GLOBAL, "bytes", "sectors"),
+    later("wavefronts a shared access"): (SHARED, "wavefronts", "requests"),
+    later("wavefronts a shared load"): (SHARED[:1], "wavefronts", "requests"),
+    later("wavefronts a shared store"): (SHARED[1:], "wavefronts", "requests"),
+    later("sectors an atomic"): (("global_atomic",), "sectors", "requests"),
+    later("wavefronts a shared atomic"): (("shared_atomic",), "wavefronts", "requests"),
 }
 PLAIN = {
-    "loads": "global_load_requests",
-    "stores": "global_store_requests",
-    "shared loads": "shared_load_requests",
-    "shared stores": "shared_store_requests",
-    "atomics": "global_atomic_requests",
-    "shared atomics": "shared_atomic_requests",
-    "barriers": "barriers",
-    "launches": "launches",
+    later("loads"): "global_load_requests",
+    later("stores"): "global_store_requests",
+    later("shared loads"): "shared_load_requests",
+    later("shared stores"): "shared_store_requests",
+    later("atomics"): "global_atomic_requests",
+    later("shared atomics"): "shared_atomic_requests",
+    later("barriers"): "barriers",
+    later("launches"): "launches",
 }
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from lessonkit.base import device
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT
+from lessonkit.base.words import later, said
 from lessonkit.cuda import build, toolchain
 from lessonkit.judge import check, counters
 from lessonkit.lesson import Lesson, Rung, discover
@@ -55,22 +56,9 @@ RATIOS = {  # what one access costs, and how many there are: a column of reports
     "wavefronts a shared load": "shared loads",
     "wavefronts a shared store": "shared stores",
 }
+ONLY_NCU = later("only ncu")
 MARK = "spin_kernel"  # torch.cuda._sleep's
 SECONDS, RUNG_SECONDS = 240, 40  # a hung kernel must not hang the command: the driver ends itself before ncu is ended
-ABOUT = """\
-Each rung ran once under Nsight Compute on the check that reports/emulated counts it on, with inputs from the same
-distribution. Sums over all launches of a kernel in a rung; ratio: ncu's figure over the emulator's. What may differ:
-
-- How many loads, stores and launches there are. Grids are as large as the machine, and the emulated one has 4 SMs.
-  Tiles are smaller in the emulator where a thread costs too much there (11, 12). nvcc merges loads, hoists them out of
-  a loop or makes them wider, and g++ does not. Waiting loops (09, 12) read as often as the wait is long.
-- Wavefronts of shared accesses of 8 and 16 bytes. The emulator serves half and quarter warps one after the other. The
-  hardware may serve lanes together that want the same words. Shared loads by ldmatrix and stores by cp.async have
-  counters of their own.
-- Sectors where addresses are not multiples of 32 bytes or depend on random inputs: other addresses, other sectors.
-
-Caches change none of it: a request that the L1 cache answers is counted as any other.
-"""
 
 
 def find(tool: str) -> str:
@@ -187,6 +175,34 @@ def _parsed(printed: str, turns: Sequence[dict[str, str]]) -> list[dict[str, Any
     return found
 
 
+def about() -> str:
+    """What the page says above its table."""
+    reasons = (
+        said(
+            "How many loads, stores and launches there are. Grids are as large as the machine, and the emulated one "
+            "has 4 SMs. Tiles are smaller in the emulator where a thread costs too much there (11, 12). nvcc merges "
+            "loads, hoists them out of a loop or makes them wider, and g++ does not. Waiting loops (09, 12) read as "
+            "often as the wait is long."
+        ),
+        said(
+            "Wavefronts of shared accesses of 8 and 16 bytes. The emulator serves half and quarter warps one after the "
+            "other. The hardware may serve lanes together that want the same words. Shared loads by ldmatrix and "
+            "stores by cp.async have counters of their own."
+        ),
+        said(
+            "Sectors where addresses are not multiples of 32 bytes or depend on random inputs: other addresses, other "
+            "sectors."
+        ),
+    )
+    head = said(
+        "Each rung ran once under Nsight Compute on the check that reports/emulated counts it on, with inputs from "
+        "the same distribution. Sums over all launches of a kernel in a rung; ratio: ncu's figure over the "
+        "emulator's. What may differ:"
+    )
+    tail = said("Caches change none of it: a request that the L1 cache answers is counted as any other.")
+    return f"{head}\n\n" + "".join(f"- {reason}\n" for reason in reasons) + f"\n{tail}"
+
+
 def compared(place: Path, only: Sequence[str] = ()) -> list[dict[str, str]]:
     """ncu's rows beside reports/emulated, a line for each lesson, rung, kernel and metric; `only`: of these lessons."""
     found = []
@@ -202,7 +218,7 @@ def compared(place: Path, only: Sequence[str] = ()) -> list[dict[str, str]]:
         parts = emulated[name].get((row["rung"], row["kernel"]), [])
         for metric, ours, theirs in _figures(parts, row):
             about = {"lesson": name.rpartition(".")[2], "rung": row["rung"], "kernel": row["kernel"], "metric": metric}
-            ratio = f"{theirs / ours:.2f}" if ours else "only ncu"
+            ratio = f"{theirs / ours:.2f}" if ours else ONLY_NCU
             found.append(about | {"emulated": f"{ours:.6g}", "ncu": f"{theirs:.6g}", "ratio": ratio})
     return found
 

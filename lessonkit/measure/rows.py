@@ -13,9 +13,23 @@ from typing import Any
 from lessonkit.base import device, renames
 from lessonkit.base.files import REPORTS, ROOT, changing, write_atomically
 from lessonkit.base.tables import dicts, head, read_csv, seal, to_csv, with_head
+from lessonkit.base.words import later
 
 ABSENT = "absent"
-NOT_INSTALLED = "not installed"  # a reason in absent.csv
+NOT_INSTALLED = later("not installed")  # a reason in absent.csv
+# What rows say of a peer that was not timed (words.retold).
+REASONS = (
+    NOT_INSTALLED,
+    later("refused the shape, or gave another answer"),
+    later("it refuses: {error}"),
+    later("groups differ in size"),
+    later("quack's rows start at multiples of 16 bytes"),
+    later("cuDNN's backend in PyTorch has no window"),
+    later("Rejected: value: result {result}: {wrong} of {all} wrong, the first at {first}: expected {expected}, got "
+          "{got}, more off than {off}"),
+    later("Rejected: value: result {result}: {wrong} of {all} wrong, all in {where}, the first at {first}: expected "
+          "{expected}, got {got}, more off than {off}"),
+)  # fmt: skip
 OWN_VERSION = ("torch", "SDPA", "cuBLASLt", "CUB")  # peers that begin so come with what the columns torch and cuda name
 MACHINE = "nvidia-h200"  # the folder of reports/ that predictions are about, and of which a release wants every row
 PROVENANCE = ("source", "machine", "seal")  # columns that say which code a row is of; the others are what was measured

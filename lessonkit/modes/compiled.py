@@ -29,6 +29,7 @@ from lessonkit.base import chips, eviction, files
 from lessonkit.base.chips import TARGETS, Target
 from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import ROOT
+from lessonkit.base.words import later
 from lessonkit.cuda import sass, toolchain
 from lessonkit.cuda.sass import Kernel, as_file, functions, occupancy, opcodes, resident, row, tool
 from lessonkit.lesson import Broken, Lesson, Rung, discover, suits
@@ -40,14 +41,19 @@ NOT_ON_AMD = (
         # The assembler's words, or those of AMD's pipeliner in Triton 3.7 when it meets the instruction in a loop.
         r"error: invalid instruction|error: unknown token|error: not a valid operand|"
         r"elementwise_inline_asm' op pipeliner doesn't know how to predicate",
-        "has inline PTX, NVIDIA's assembly",
+        later("has inline PTX, NVIDIA's assembly"),
     ),
-    (r"launch_pdl", "is launched early (programmatic dependent launch), which NVIDIA alone has"),
+    (r"launch_pdl", later("is launched early (programmatic dependent launch), which NVIDIA alone has")),
     (
         r"raw\.ptr\.buffer\.atomic\.exch",
-        "exchanges atomically, which LLVM has not in the form that Triton asks for",
+        later("exchanges atomically, which LLVM has not in the form that Triton asks for"),
     ),
 )
+NEEDS_IT, NEEDS_AT_LEAST = later("needs {what}: sm_{target} alone"), later("needs {what}: sm_{target} or newer")
+# What rows say of rungs that a target does not get (words.retold), and what rungs need (lesson.needs).
+UNFIT = (NEEDS_IT, NEEDS_AT_LEAST, later("fp8 needs compute capability {least}, the GPU has {has}: use bf16"))
+NEEDED = (later("TMA and wgmma"), later("TMA and tensor memory"), later("fp8 tensor cores"), later("fp8 conversions"),
+          later("thread block clusters"))  # fmt: skip
 COURSE_OPS = "course_ops"  # takes the place of a lesson's name: every operator, forward and backward
 
 
@@ -328,7 +334,8 @@ def _call(rung: Rung, inputs: Callable[..., tuple[Any, ...]], shape: dict[str, A
 def requirement(rung: Rung) -> str:
     """What a rung needs that not every target has, in words."""
     needed: Any = rung
-    return f"needs {needed.needs_what}: sm_{needed.needs}{' alone' if needed.needs_only else ' or newer'}"
+    words = NEEDS_IT if needed.needs_only else NEEDS_AT_LEAST
+    return words.format(what=needed.needs_what, target=needed.needs)
 
 
 def _why_not_amd(error: Exception) -> str:

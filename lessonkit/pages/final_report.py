@@ -9,6 +9,7 @@ from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.files import REPORTS
+from lessonkit.base.words import later, said, sentences, speaking
 from lessonkit.exercise import progress
 from lessonkit.lesson import Steps, discover, title
 from lessonkit.measure.rows import Row
@@ -25,11 +26,11 @@ EVEN = 0.97  # of the best peer: what two runs differ by
 GAIN = 1.02  # over the rung before: less is nothing
 PYTHON = ("Triton", "Gluon")  # one ladder climbs in these; an operator without them is told in its own language
 WAITS = {  # what helps, by what binds
-    "memory": "fewer bytes in all, or more of them in flight",
-    "compute": "matmuls that run under what is none",
-    "latency": "more bytes in flight: longer loads, more programs an SM",
-    "latency beside matmuls": "matmuls in flight while the softmax, the mask or the epilogue run",
-    "launch": "fewer launches: fusion, a graph, a larger batch",
+    "memory": later("fewer bytes in all, or more of them in flight"),
+    "compute": later("matmuls that run under what is none"),
+    "latency": later("more bytes in flight: longer loads, more programs an SM"),
+    "latency beside matmuls": later("matmuls in flight while the softmax, the mask or the epilogue run"),
+    "launch": later("fewer launches: fusion, a graph, a larger batch"),
 }
 
 
@@ -51,23 +52,31 @@ def build(folder: Path, chosen: str = "") -> tuple[str, list[Block]]:
     data = [(row.lesson, row.rung, row.percent_of_limit) for row in story.rungs]
     blocks = [
         Block(text=_measured_on(found)),
-        Block(heading="What was found", items=tuple(_findings(found, pairs))),
-        Block(heading=f"One ladder: {story.name} at {story.shape}, {story.dtype}", text=_story(story)),
+        Block(heading=said("What was found"), items=tuple(_findings(found, pairs))),
+        Block(
+            heading=said("One ladder: {operator} at {shape}, {dtype}").format(
+                operator=said(story.name), shape=story.shape, dtype=story.dtype
+            ),
+            text=_story(story),
+        ),
         Block(figure="ladder", data=data, draw=partial(_draw_story, story)),
         Block(table=tuple(_lessons(story)), items=tuple(_nothing(story))),
     ]
     if failed := [pair for pair in pairs if pair.off]:
         worst = sorted(failed, key=lambda pair: min(pair.ratio, 1 / pair.ratio))[:4]
-        blocks.append(Block(heading="Predictions that failed most", table=tuple(map(_failed, worst))))
-    blocks.append(Block(heading="Where a library is faster, and the next hour", text=_next(behind), page=True,
+        blocks.append(Block(heading=said("Predictions that failed most"), table=tuple(map(_failed, worst))))
+    blocks.append(Block(heading=said("Where a library is faster, and the next hour"), text=_next(behind), page=True,
                         table=tuple(map(_loss, behind[:6]))))  # fmt: skip
     if roof := roofline(folder):
-        blocks.append(Block(heading="What limits", text=roof.note))
-    blocks.append(Block(heading="Tuning: predicted and measured", text=_tuning(folder)))
-    blocks.append(Block(heading="Every operator", table=tuple(map(_line, found)), text=_legend()))
+        blocks.append(Block(heading=said("What limits"), text=roof.note))
+    blocks.append(Block(heading=said("Tuning: predicted and measured"), text=_tuning(folder)))
+    blocks.append(Block(heading=said("Every operator"), table=tuple(map(_line, found)), text=_legend()))
     if done := progress.by_folder():
-        blocks.append(Block(heading="Exercises", text=_exercises_text(done), table=tuple(_exercises(done)), own=True))
-    return f"GPU kernels in five days: what was built, how fast it is ({folder.name})", blocks
+        blocks.append(
+            Block(heading=said("Exercises"), text=_exercises_text(done), table=tuple(_exercises(done)), own=True)
+        )
+    name = said("GPU kernels in five days: what was built, how fast it is ({device})")
+    return name.format(device=folder.name), blocks
 
 
 def pages(folder: Path) -> dict[Path, str | Picture]:
@@ -80,54 +89,68 @@ def pages(folder: Path) -> dict[Path, str | Picture]:
 
 
 def write_report(chosen: str = "") -> list[Path]:
-    """Write it from this machine's rows, or where it has none from committed ones; without a GPU to reports/cpu."""
+    """Write it from this machine's rows, or where it has none from committed ones; without a GPU to reports/cpu.
+
+    In English: the PDF's font has no other letters.
+    """
     own = REPORTS / device.name()
     source = own if any(measured(own)) else next(iter(device_folders()), own)
-    return final.write(own, *build(source, chosen))
+    with speaking("en"):
+        return final.write(own, *build(source, chosen))
 
 
 # ---- Page one: what was found ---------------------------------------------------------------------------------------
 
 
 def _measured_on(found: Sequence[Contest]) -> str:
-    row = found[0].best
-    return (
-        f"Measured on {row.gpu}, driver {row.driver}, CUDA {row.cuda}, torch {row.torch}, triton {row.triton}. "
-        "Medians, L2 flushed, rungs and peers interleaved, each result checked. The limit is a copy of as many "
-        "bytes, or the FLOPs at cuBLAS's rate, in the same rounds."
-    )
+    return said(
+        "Measured on {gpu}, driver {driver}, CUDA {cuda}, torch {torch}, triton {triton}. Medians, L2 flushed, rungs "
+        "and peers interleaved, each result checked. The limit is a copy of as many bytes, or the FLOPs at cuBLAS's "
+        "rate, in the same rounds."
+    ).format(**vars(found[0].best))
 
 
 def _findings(found: Sequence[Contest], pairs: Sequence[predictions.Compared]) -> Iterator[str]:
     """Three sentences: against libraries, against the machine, against the predictions."""
     raced = sorted((c for c in found if c.best.ratio_to_best_peer), key=lambda c: c.best.ratio_to_best_peer)
     ahead = [c for c in raced if c.best.ratio_to_best_peer >= 1]
-    lost = [f"{c.name} {c.best.ratio_to_best_peer:.2f}" for c in raced if c.best.ratio_to_best_peer < EVEN]
-    top = ", ".join(f"{c.name} {c.best.ratio_to_best_peer:.2f}" for c in reversed(ahead[-3:]))
-    said = f"Against the best library: {len(ahead)} of {len(raced)} operators are at least as fast at their main shape"
-    said += f" (most: {top}), {len(raced) - len(ahead) - len(lost)} are behind by less than two runs differ."
-    yield f"{said} Slower: {', '.join(lost)}." if lost else said
+    lost = [f"{said(c.name)} {c.best.ratio_to_best_peer:.2f}" for c in raced if c.best.ratio_to_best_peer < EVEN]
+    top = ", ".join(f"{said(c.name)} {c.best.ratio_to_best_peer:.2f}" for c in reversed(ahead[-3:]))
+    words = said(
+        "Against the best library: {ahead} of {all} operators are at least as fast at their main shape (most: {top}), "
+        "{even} are behind by less than two runs differ."
+    ).format(ahead=len(ahead), all=len(raced), top=top, even=len(raced) - len(ahead) - len(lost))
+    slower = said("Slower: {operators}.").format(operators=", ".join(lost))
+    yield sentences(words, slower * bool(lost))
     near = [c for c in found if c.best.percent_of_limit >= NEAR]
     far = sorted((c for c in found if c not in near), key=lambda c: c.best.percent_of_limit)
-    below = ", ".join(f"{c.name} {c.best.percent_of_limit:.0f}%" for c in far)
-    said = f"Against the machine: {len(near)} of {len(found)} reach {NEAR}% of their limit."
-    yield f"{said} Below: {below}." if far else said
+    below = ", ".join(f"{said(c.name)} {c.best.percent_of_limit:.0f}%" for c in far)
+    words = said("Against the machine: {near} of {all} reach {percent}% of their limit.")
+    words = words.format(near=len(near), all=len(found), percent=NEAR)
+    yield sentences(words, said("Below: {operators}.").format(operators=below) * bool(far))
     if pairs:
         held = [pair for pair in pairs if not pair.off]
         fast = sum(pair.ratio > 1 for pair in pairs if pair.off)
-        yield (
-            f"Against the predictions: {len(held)} of {len(pairs)} rates are within {predictions.TOLERANCE:.0%}; "
-            f"{fast} are higher and {len(pairs) - len(held) - fast} lower, each with its reason on the lesson's page."
-        )
+        yield said(
+            "Against the predictions: {held} of {all} rates are within {tolerance}; {higher} are higher and {lower} "
+            "lower, each with its reason on the lesson's page."
+        ).format(
+            held=len(held), all=len(pairs), tolerance=f"{predictions.TOLERANCE:.0%}", higher=fast,
+            lower=len(pairs) - len(held) - fast,
+        )  # fmt: skip
 
 
 def _story(c: Contest) -> str:
-    end = f"`{c.best.rung}`, {language(c.best.lesson)}"
-    said = f"From {c.rungs[0].rate} (`{c.rungs[0].rung}`) to {c.best.rate} ({end}), {c.best.percent_of_limit:.0f}% of "
-    said += "its limit."
+    first, last = c.rungs[0], c.best
+    words = said("From {first_rate} (`{first}`) to {rate} (`{rung}`, {language}), {percent}% of its limit.").format(
+        first_rate=first.rate, first=first.rung, rate=last.rate, rung=last.rung, language=language(last.lesson),
+        percent=f"{last.percent_of_limit:.0f}",
+    )  # fmt: skip
     if c.peer:
-        said += f" The best library, {c.peer.rung}, runs at {c.peer.rate}, {c.peer.percent_of_limit:.0f}%."
-    return said
+        peer = said("The best library, {peer}, runs at {rate}, {percent}%.")
+        peer = peer.format(peer=c.peer.rung, rate=c.peer.rate, percent=f"{c.peer.percent_of_limit:.0f}")
+        return sentences(words, peer)
+    return words
 
 
 def _draw_story(c: Contest, axes: Any) -> None:
@@ -145,9 +168,9 @@ def _lessons(c: Contest) -> Iterator[dict[str, str]]:
     for name in dict.fromkeys(row.lesson for row in c.rungs):
         best = min((row for row in c.rungs if row.lesson == name), key=lambda row: row.ms_p50)
         yield {
-            "lesson": name.split(".")[1], "what it teaches": _plain(guides.about(name).teaches),
-            "fastest rung": best.rung, "rate": best.rate, "of limit": f"{best.percent_of_limit:.0f}%",
-            "over peer": f"{best.ratio_to_best_peer:.2f}" if best.ratio_to_best_peer else "",
+            said("lesson"): name.split(".")[1], said("what it teaches"): _plain(said(guides.about(name).teaches)),
+            said("fastest rung"): best.rung, said("rate"): best.rate, said("of limit"): f"{best.percent_of_limit:.0f}%",
+            said("over peer"): f"{best.ratio_to_best_peer:.2f}" if best.ratio_to_best_peer else "",
         }  # fmt: skip
 
 
@@ -159,19 +182,25 @@ def _plain(text: str) -> str:
 def _nothing(c: Contest) -> Iterator[str]:
     """The rungs that brought nothing here, against the one before them; a lesson that starts over is no loss."""
     steps = [(b, a.ms_p50 / b.ms_p50, a) for a, b in pairwise(c.rungs)]
-    found = [f"{b.rung} {gain:.2f} times {a.rung}" for b, gain, a in steps if 1 / GAIN**4 < gain < GAIN]
+    times = said("{rung} {times} times {before}")
+    found = [
+        times.format(rung=b.rung, times=f"{gain:.2f}", before=a.rung)
+        for b, gain, a in steps
+        if 1 / GAIN**4 < gain < GAIN
+    ]
     if found:
-        yield f"What brought nothing at this shape: {'; '.join(found)}. Some bring it at others: the lessons say where."
+        words = said("What brought nothing at this shape: {rungs}. Some bring it at others: the lessons say where.")
+        yield words.format(rungs="; ".join(found))
 
 
 def _line(c: Contest) -> dict[str, str]:
     best = c.best
     ratio = f"{best.ratio_to_best_peer:.2f}" if best.ratio_to_best_peer else ""
     return {
-        "operator": c.name, "shape": f"{c.shape} {_short(c.dtype)}",
-        "fastest rung": f"{best.rung} ({language(best.lesson)})", "rate": best.rate,
-        "of limit": f"{best.percent_of_limit:.0f}%", "best peer": _peer(best, c),
-        "over it": f"**{ratio}**" if 0 < best.ratio_to_best_peer < EVEN else ratio,
+        said("operator"): said(c.name), said("shape"): f"{c.shape} {_short(c.dtype)}",
+        said("fastest rung"): f"{best.rung} ({language(best.lesson)})", said("rate"): best.rate,
+        said("of limit"): f"{best.percent_of_limit:.0f}%", said("best peer"): _peer(best, c),
+        said("over it"): f"**{ratio}**" if 0 < best.ratio_to_best_peer < EVEN else ratio,
     }  # fmt: skip
 
 
@@ -185,8 +214,9 @@ def _peer(best: Row, c: Contest) -> str:
 
 def _failed(pair: predictions.Compared) -> dict[str, str]:
     return {
-        "lesson": pair.row.lesson.split(".")[1], "rung": pair.row.rung, "predicted": pair.how.replace("`", ""),
-        "measured / predicted": f"{pair.ratio:.2f}", "why": pair.said.why,
+        said("lesson"): pair.row.lesson.split(".")[1], said("rung"): pair.row.rung,
+        said("predicted"): pair.how.replace("`", ""), said("measured / predicted"): f"{pair.ratio:.2f}",
+        said("why"): said(pair.said.why),
     }  # fmt: skip
 
 
@@ -213,36 +243,36 @@ def _loss(pair: tuple[str, Fastest]) -> dict[str, str]:
     name, best = pair
     row = best.row
     return {
-        "operator": name, "shape": f"{row.shape} {_short(row.dtype)}",
-        "fastest rung": f"{row.rung} ({language(row.lesson)})", "over peer": f"{row.ratio_to_best_peer:.2f}",
-        "lost, us": f"{1000 * _lost(best):.0f}",
-        "peer": best.peer.rung if best.peer else "", "of limit": f"{row.percent_of_limit:.0f}%",
-        "room to it": f"{max(100 / row.percent_of_limit, 1):.2f}x", "bound by": bound(row),
+        said("operator"): said(name), said("shape"): f"{row.shape} {_short(row.dtype)}",
+        said("fastest rung"): f"{row.rung} ({language(row.lesson)})",
+        said("over peer"): f"{row.ratio_to_best_peer:.2f}",
+        said("lost, us"): f"{1000 * _lost(best):.0f}",
+        said("peer"): best.peer.rung if best.peer else "", said("of limit"): f"{row.percent_of_limit:.0f}%",
+        said("room to it"): f"{max(100 / row.percent_of_limit, 1):.2f}x", said("bound by"): said(bound(row)),
     }  # fmt: skip
 
 
 def _next(behind: Sequence[tuple[str, Fastest]]) -> str:
     if not behind:
-        return "At no shape is a library faster than the fastest rung by more than two runs differ."
+        return said("At no shape is a library faster than the fastest rung by more than two runs differ.")
     name, best = behind[0]
-    row, peer = best.row, best.peer.rung if best.peer else "a peer"
-    what = bound(row)
+    row, what = best.row, bound(best.row)
     advice = WAITS["latency beside matmuls" if what == "latency" and row.limited_by_math else what]
-    return (
-        "Each operator at the shape where a call loses the most time to a library. The next hour should go to "
-        f"{name} at {row.shape}: {peer} is {1 / row.ratio_to_best_peer:.2f} times as fast, and {_room(row)} Bound by "
-        f"{what}: try {advice}."
-    )
-
-
-def _room(row: Row) -> str:
     left = 100 / row.percent_of_limit
-    return f"the limit leaves {left:.2f} times." if left > 100 / NEAR else "it is near its limit already."
+    near, far = said("it is near its limit already"), said("the limit leaves {left} times").format(left=f"{left:.2f}")
+    return said(
+        "Each operator at the shape where a call loses the most time to a library. The next hour should go to "
+        "{operator} at {shape}: {peer} is {times} times as fast, and {room}. Bound by {what}: try {advice}."
+    ).format(
+        operator=said(name), shape=row.shape, peer=best.peer.rung if best.peer else said("a peer"),
+        times=f"{1 / row.ratio_to_best_peer:.2f}", room=far if left > 100 / NEAR else near, what=said(what),
+        advice=said(advice),
+    )  # fmt: skip
 
 
 def _tuning(folder: Path) -> str:
     """One sentence on each sweep."""
-    said = []
+    told = [said("A model of one page ranked the configurations of each sweep before they were timed.")]
     for name, steps in discover("day5"):
         compares = steps.compares if isinstance(steps, Steps) else ()
         for table in (compare(folder) for compare in compares if compare.__name__ == "ranking"):
@@ -250,27 +280,34 @@ def _tuning(folder: Path) -> str:
                 costs, order = (
                     [float(r[key].rstrip("%")) for r in table.rows] for key in ("costs", "rank correlation")
                 )
-                said.append(
-                    f"{title(name).split(':')[0]}: rank correlation {min(order):.2f} to {max(order):.2f}; the model's "
-                    f"first choice costs {min(costs):.1f}% to {max(costs):.1f}% ({len(table.rows)} sizes)."
+                words = said(
+                    "{lesson}: rank correlation {least} to {most}; the model's first choice costs {cheapest}% to "
+                    "{dearest}% ({count} sizes)."
                 )
-    if not said:
-        return "No sweep was measured here yet: run day 5's lessons on tuning on this GPU."
-    return "A model of one page ranked the configurations of each sweep before they were timed. " + " ".join(said)
+                told.append(words.format(
+                    lesson=re.split("[:：]", said(title(name)))[0], least=f"{min(order):.2f}", most=f"{max(order):.2f}",
+                    cheapest=f"{min(costs):.1f}", dearest=f"{max(costs):.1f}", count=len(table.rows),
+                ))  # fmt: skip
+    if len(told) == 1:
+        return said("No sweep was measured here yet: run day 5's lessons on tuning on this GPU.")
+    return sentences(*told)
 
 
 def _legend() -> str:
-    return f"Bold: more than the spread of two runs behind the best peer (below {EVEN:.2f})."
+    words = said("Bold: more than the spread of two runs behind the best peer (below {ratio}).")
+    return words.format(ratio=f"{EVEN:.2f}")
 
 
 def _exercises_text(done: dict[str, list[Any]]) -> str:
     """From the learner's progress: what passed, and with how much help."""
     records = [record for of in done.values() for record in of]
     passed = [record for record in records if record.passed]
-    return (
-        f"{len(passed)} of {len(records)} passed, {sum(not record.hints for record in passed)} of them without a hint; "
-        f"{sum(r.hints for r in records)} hints and {sum(r.checks for r in records)} checks in all."
-    )
+    return said(
+        "{passed} of {all} passed, {alone} of them without a hint; {hints} hints and {checks} checks in all."
+    ).format(
+        passed=len(passed), all=len(records), alone=sum(not record.hints for record in passed),
+        hints=sum(r.hints for r in records), checks=sum(r.checks for r in records),
+    )  # fmt: skip
 
 
 def _exercises(done: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:

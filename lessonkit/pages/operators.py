@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import later, retold, translated
+from lessonkit.base.words import later, said
 from lessonkit.lesson import Lesson, shape_name, title
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import Today, device_folders
@@ -19,7 +19,7 @@ from lessonkit.pages.plots import Picture
 Size = tuple[str, str]  # shape and dtype, as results.place says them
 Mark = Callable[[Row], str]  # what stands behind a figure: MARK if the row is old
 MARK = "\\*"  # at a figure that was measured before the code changed
-# What a page of one operator says; `in_language` shows it in another language.
+# What a page of one operator says.
 TITLE = later("{name}: every rung on {device}")
 RATIOS = later(
     "A ratio above 1 is faster than the best peer. Ratios are of the same rounds; rungs of different lessons were "
@@ -31,10 +31,6 @@ PEERS = later("Its peers, in {unit}")
 LADDER = later("The whole ladder at {shape}, {dtype}")
 EVERY = later("Every rung at every shape")
 UNIT = later("In {unit}.")
-COLUMNS = (
-    later("shape"), later("rung"), later("ms"), later("rate"), later("of the limit"), later("best peer"),
-    later("its ms"), later("ratio"), later("lesson"), later("over the rung before"), later("over the best peer"),
-)  # fmt: skip
 HEADS = {
     "en": ["operator", "shape", "fastest rung", "rate", "best peer", "over it", "over the best peer, all shapes"],
     "zh": ["算子", "形状", "最快的一级", "速率", "最快的对手", "相对它", "各形状相对最快的对手"],
@@ -120,26 +116,24 @@ def _page(ladder: Ladder, device: str, main: tuple[str, str] | None, today: Toda
         return f" {MARK}" if old[row] else ""
 
     parts = [
-        f"# {TITLE.format(name=ladder.name, device=device)}\n",
-        RATIOS.replace(" timed in different", "\ntimed in different")
-        + (f"\n\n{ABOUT}" if any(old.values()) else "")
-        + "\n",
-        f"## {FASTEST}\n",
+        f"# {said(TITLE).format(name=said(ladder.name), device=device)}\n",
+        said(RATIOS) + (f"\n\n{said(ABOUT)}" if any(old.values()) else "") + "\n",
+        f"## {said(FASTEST)}\n",
         _fastest(ladder, mark),
     ]
     if peers := [row for best in ladder.fastest() for row in best.rounds if row.kind == "peer"]:
         unit = pivots.unit(row for _, _, found in ladder.lessons for row in found)
         parts += [
-            f"## {PEERS.format(unit=unit)}\n",
+            f"## {said(PEERS).format(unit=unit)}\n",
             pivots.pivot(peers, lambda row: f"{pivots.rate(row, unit)}{mark(row)}"),
         ]
     if picture:
         parts.append(f"![over the sequence length]({file_name(ladder.name)[:-3]}.png)\n")
     if main and len(ladder.lessons) > 1:
-        parts += [f"## {LADDER.format(shape=main[0], dtype=main[1])}\n", _rungs(ladder, main, mark)]
-    parts.append(f"## {EVERY}\n")
+        parts += [f"## {said(LADDER).format(shape=main[0], dtype=main[1])}\n", _rungs(ladder, main, mark)]
+    parts.append(f"## {said(EVERY)}\n")
     for name, _, found in ladder.lessons:
-        parts.append(f"### [{title(name)}]({name}.md) ({results.language(name)})\n\n{_lesson(found, mark)}")
+        parts.append(f"### [{said(title(name))}]({name}.md) ({results.language(name)})\n\n{_lesson(found, mark)}")
     return "\n".join(parts)
 
 
@@ -151,7 +145,8 @@ def _fastest(ladder: Ladder, mark: Mark) -> str:
         line = [" ".join(results.place(row)), rung, f"{row.ms_p50:.4g}{mark(row)}", row.rate]
         line += [f"{row.percent_of_limit:.0f}%", peer.rung if peer else ""]
         body.append([*line, f"{peer.ms_p50:.4g}{mark(peer)}" if peer else "", best.ratio])
-    return markdown(["shape", "rung", "ms", "rate", "of the limit", "best peer", "its ms", "ratio"], body)
+    heads = [said("shape"), said("rung"), "ms", said("rate"), said("of the limit"), said("best peer"), said("its ms")]
+    return markdown([*heads, said("ratio")], body)
 
 
 def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark) -> str:
@@ -164,9 +159,8 @@ def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark) -> str:
             line = [f"[{name.split('.')[1]}]({name}.md)", f"`{row.rung}`", f"{row.ms_p50:.4g}{mark(row)}", row.rate]
             body.append([*line, f"{row.percent_of_limit:.0f}%", over, ratio])
             before = row
-    return markdown(
-        ["lesson", "rung", "ms", "rate", "of the limit", "over the rung before", "over the best peer"], body
-    )
+    heads = [said("lesson"), said("rung"), "ms", said("rate"), said("of the limit"), said("over the rung before")]
+    return markdown([*heads, said("over the best peer")], body)
 
 
 def _lesson(found: Sequence[Row], mark: Mark) -> str:
@@ -184,24 +178,10 @@ def _lesson(found: Sequence[Row], mark: Mark) -> str:
         return [f"{best.rung} {pivots.rate(best, unit)}{mark(best)}" if best else "", ratio]
 
     rungs = [row for row in found if row.kind == "rung"]
-    heads = ["best peer", "ratio"]
-    return f"{UNIT.format(unit=unit)}\n\n" + pivots.pivot(
+    heads = [said("best peer"), said("ratio")]
+    return f"{said(UNIT).format(unit=unit)}\n\n" + pivots.pivot(
         rungs, lambda row: f"{pivots.rate(row, unit)}{mark(row)}", more, heads
     )
-
-
-def in_language(text: str, language: str) -> str:
-    """A page of an operator in another language, from the English one: every figure in it is the same."""
-    text = re.sub(r"(?<=\S)\n(?=timed in different rounds)", " ", text)
-    text = retold(text, (TITLE, PEERS, LADDER, UNIT, RATIOS, ABOUT, FASTEST, EVERY), language)
-    lines = text.splitlines()
-    for at, line in enumerate(lines[1:]):
-        if line.startswith("|---"):
-            cells = lines[at].strip("|").split("|")
-            lines[at] = f"| {' | '.join(translated(cell.strip(), language) for cell in cells)} |"
-    titles = re.compile(r"^### \[(.+)\]\((\S+)\) \((.+)\)$")
-    lines = [titles.sub(lambda m: f"### [{translated(m[1], language)}]({m[2]}) ({m[3]})", line) for line in lines]
-    return "\n".join(lines) + "\n"
 
 
 def _picture(ladder: Ladder) -> Picture | None:
@@ -228,20 +208,22 @@ def cards(today: Today) -> str:
             for found in every
         ]
         size = _shared(there, main)
-        line = [name, " ".join(size)]
+        line = [said(name), " ".join(size)]
         for folder, here in zip(folders, there, strict=True):
             best = here.get(size)
             mark = f" {MARK}" if best and today.why_old(best.row) else ""
             old |= bool(mark)
-            line.append(f"{_of_a_card(best)}{mark} ([page]({folder.name}/{file_name(name)}))" if best else "")
+            page = f"[{said('page')}]({folder.name}/{file_name(name)})"
+            line.append(f"{_of_a_card(best)}{mark} ({page})" if best else "")
         body.append(line)
-    said = (
-        "The fastest rung of each operator at one shape: its rate, and the share of that card's own limit. The last\n"
-        "figure says how many times as fast as the best peer in the same rounds it is. Cards were measured on\n"
-        "different machines, with the versions that their pages name. An empty cell was not measured there.\n\n"
+    about = said(
+        "The fastest rung of each operator at one shape: its rate, and the share of that card's own limit. The last "
+        "figure says how many times as fast as the best peer in the same rounds it is. Cards were measured on "
+        "different machines, with the versions that their pages name. An empty cell was not measured there."
     )
-    table = markdown(["operator", "shape", *(folder.name for folder in folders)], body)
-    return "# Every card\n\n" + said + table + f"\n{MARK} Measured before the code or the inputs changed.\n" * old
+    table = markdown([said("operator"), said("shape"), *(folder.name for folder in folders)], body)
+    marked = said("{mark} Measured before the code or the inputs changed.").format(mark=MARK)
+    return f"# {said('Every card')}\n\n{about}\n\n{table}" + f"\n{marked}\n" * old
 
 
 def _shared(there: Sequence[Mapping[Size, Fastest]], main: Size | None) -> Size:
@@ -255,7 +237,8 @@ def _shared(there: Sequence[Mapping[Size, Fastest]], main: Size | None) -> Size:
 
 
 def _of_a_card(best: Fastest) -> str:
-    ratio = f", {best.ratio} of {best.peer.rung}" if best.peer and best.ratio else ""
+    over = said("{ratio} of {peer}").format(ratio=best.ratio, peer=best.peer.rung if best.peer else "")
+    ratio = f", {over}" if best.peer and best.ratio else ""
     return f"`{best.row.rung}` {best.row.rate}, {best.row.percent_of_limit:.0f}%{ratio}"
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from lessonkit.base.markdown import markdown
+from lessonkit.base.words import said
 from lessonkit.measure.rows import Row
 from lessonkit.pages import results
 
@@ -27,7 +28,7 @@ def pivot(found: Sequence[Row], cell: Cell, more: Callable[[Sequence[Row]], Iter
         where = shape if len(dtypes) == 1 else f"{shape} {dtype}"
         body.append([where, *cells, *(more(list(line.values())) if more else ())])
     names = [f"`{name}`" if kind == "rung" else name for name, kind in kinds.items()]
-    return markdown(["shape", *names, *heads], body)
+    return markdown([said("shape"), *names, *heads], body)
 
 
 def unit(found: Iterable[Row]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lessonkit.base import chips
 from lessonkit.base.files import REPORTS
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import translated
+from lessonkit.base.words import language, said, translated
 from lessonkit.lesson import Figure, Lesson, Prediction, shape_name
 from lessonkit.measure.rows import Row
 from lessonkit.pages import pivots
@@ -39,26 +39,26 @@ class Compared:
 
     @property
     def how(self) -> str:
-        return how(self.said)
+        return how(self.said, language())
 
     def rate(self, measured: float) -> str:
         """The predicted rate, in the unit of the measured one."""
         all_of_it = measured * self.row.ms_p50
-        return _shown((all_of_it / self.most_ms, all_of_it / self.least_ms))
+        return _shown((all_of_it / self.most_ms, all_of_it / self.least_ms), language())
 
 
-def how(said: Prediction, language: str = "en") -> str:
+def how(given: Prediction, language: str = "en") -> str:
     """A prediction as the lesson gives it."""
-    if said.over:
+    if given.over:
         words = translated("{times} times `{rung}`", language)
-        return words.format(times=_shown(said.times, language), rung=said.over.__name__)
-    given = {
-        "{figure} ms": said.ms,
-        "{figure} TFLOP/s": said.tflop_per_s,
-        "{figure} TB/s": said.tb_per_s,
-        translated("{figure}% of the limit", language): said.percent_of_limit,
+        return words.format(times=_shown(given.times, language), rung=given.over.__name__)
+    figures = {
+        "{figure} ms": given.ms,
+        "{figure} TFLOP/s": given.tflop_per_s,
+        "{figure} TB/s": given.tb_per_s,
+        translated("{figure}% of the limit", language): given.percent_of_limit,
     }
-    return next(words.format(figure=_shown(value, language)) for words, value in given.items() if value)
+    return next(words.format(figure=_shown(value, language)) for words, value in figures.items() if value)
 
 
 def both(value: Figure) -> tuple[float, float]:
@@ -73,12 +73,12 @@ def _shown(value: Figure, language: str = "en") -> str:
 def compared(lesson: Lesson, found: Sequence[Row]) -> Iterator[Compared]:
     """Each prediction whose rung, and whose earlier rung, was measured at its shape."""
     at = {(row.rung, row.shape): row for row in found if row.kind == "rung"}
-    for said in lesson.predicted:
-        shape = shape_name(said.at)
-        row = at.get((said.rung.__name__, shape))
-        before = at.get((said.over.__name__, shape)) if said.over else row
-        if row and before and (said.card == CARD or said.card in row.gpu.lower()):
-            yield Compared(said, row, *sorted(_milliseconds(said, row, before)))
+    for each in lesson.predicted:
+        shape = shape_name(each.at)
+        row = at.get((each.rung.__name__, shape))
+        before = at.get((each.over.__name__, shape)) if each.over else row
+        if row and before and (each.card == CARD or each.card in row.gpu.lower()):
+            yield Compared(each, row, *sorted(_milliseconds(each, row, before)))
 
 
 def _milliseconds(said: Prediction, row: Row, before: Row) -> Iterator[float]:
@@ -99,32 +99,34 @@ def section(lesson: Lesson, found: Sequence[Row], mark: Callable[[Row], str]) ->
     body = []
     for pair in pairs:
         rate = pair.row.tflop_per_s if unit == "TFLOP/s" else pair.row.tb_per_s
-        line = [f"**{pair.row.rung}**", pair.row.shape, how(pair.said), pair.rate(rate)]
-        body.append([*line, f"{rate:.3g}{mark(pair.row)}", f"{pair.ratio:.2f}", pair.said.why])
-    header = ["", "shape", "predicted", f"that is {unit}", f"measured {unit}", "measured / predicted", "why it differs"]
-    return "## Predicted and measured\n\n" + markdown(header, body)
+        line = [f"**{pair.row.rung}**", pair.row.shape, how(pair.said, language()), pair.rate(rate)]
+        body.append([*line, f"{rate:.3g}{mark(pair.row)}", f"{pair.ratio:.2f}", said(pair.said.why)])
+    units = said("that is {unit}").format(unit=unit), said("measured {unit}").format(unit=unit)
+    header = ["", said("shape"), said("predicted"), *units, said("measured / predicted"), said("why it differs")]
+    return f"## {said('Predicted and measured')}\n\n" + markdown(header, body)
 
 
 def not_measured(name: str, lesson: Lesson) -> str:
     """The part of a compiled page with what is predicted for cards on which nothing was timed; "" if there is none."""
-    said = [p for p in lesson.predicted if not (REPORTS / f"nvidia-{p.card}" / f"{name}.csv").exists()]
-    lines = [[f"`{p.rung.__name__}`", shape_name(p.at), chips.CHIPS[p.card].name, how(p)] for p in said]
+    left = [p for p in lesson.predicted if not (REPORTS / f"nvidia-{p.card}" / f"{name}.csv").exists()]
+    lines = [[f"`{p.rung.__name__}`", shape_name(p.at), chips.CHIPS[p.card].name, how(p, language())] for p in left]
     if not lines:
         return ""
-    return "\n## Predicted, not measured\n\n" + markdown(["rung", "shape", "card", "predicted"], lines)
+    heads = [said("rung"), said("shape"), said("card"), said("predicted")]
+    return f"\n## {said('Predicted, not measured')}\n\n" + markdown(heads, lines)
 
 
 def complaints(name: str, lesson: Lesson, found: Sequence[Row]) -> list[str]:
     """What is wrong: a row that is off without a reason, a reason where nothing is off, nothing measured."""
     pairs = {id(pair.said): pair for pair in compared(lesson, found)}
     wrong = []
-    for said in (each for each in lesson.predicted if each.card == CARD):
-        where = f"{name} {said.rung.__name__} at {shape_name(said.at)}"
-        if (pair := pairs.get(id(said))) is None:
+    for each in (p for p in lesson.predicted if p.card == CARD):
+        where = f"{name} {each.rung.__name__} at {shape_name(each.at)}"
+        if (pair := pairs.get(id(each))) is None:
             wrong.append(f"{where}: predicted, and no row was measured: run `python -m lessonkit bench` on an H200")
-        elif pair.off and not said.why:
+        elif pair.off and not each.why:
             wrong.append(f"{where}: {pair.ratio:.2f} of what was predicted: say in `why` what the prediction missed")
-        elif said.why and not pair.off:
+        elif each.why and not pair.off:
             wrong.append(
                 f"{where}: {pair.ratio:.2f} of what was predicted: take `why` away, nothing is to be explained"
             )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.chips import Chip
+from lessonkit.base.words import said
 from lessonkit.lesson import Table
 from lessonkit.pages.results import bound, card, intensity, largest, measured, of_sheet, operator, roofs
 
@@ -35,10 +36,14 @@ def roofline(folder: Path) -> Table | None:
     if not table or chip is None:
         return None
     bounds = Counter(row["bound by"] for row in table)
-    said = ", ".join(f"{count} by {what}" for what, count in bounds.most_common())
+    by = ", ".join(
+        said("{count} by {what}").format(count=count, what=said(what)) for what, count in bounds.most_common()
+    )
     launched = sum(row["at its smallest"] == "launch" for row in table)
-    note = f"Last rungs of {len(table)} lessons at their largest shape: bound {said}; at their smallest {launched} by "
-    note += "launches. Lines come from first rungs."
+    note = said(
+        "Last rungs of {count} lessons at their largest shape: bound {bounds}; at their smallest {launched} by "
+        "launches. Lines come from first rungs."
+    ).format(count=len(table), bounds=by, launched=launched)
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(11, 7)

@@ -1,6 +1,5 @@
 """What the compilers made of the course for every target, and what the data sheets predict for every card."""
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,8 +10,10 @@ from lessonkit.base.chips import CHIPS, TARGETS, Chip
 from lessonkit.base.files import REPORTS
 from lessonkit.base.markdown import markdown
 from lessonkit.base.tables import head, read_csv
-from lessonkit.base.words import later, translated
+from lessonkit.base.words import language as spoken
+from lessonkit.base.words import later, retold, said, translated
 from lessonkit.lesson import Lesson, shape_name
+from lessonkit.modes import compiled
 from lessonkit.modes.compiled import COURSE_OPS
 
 import torch
@@ -25,6 +26,7 @@ NO_ROOM = later("an environment takes {needed} GiB; {free} are free on the cache
 CONSTRAINED = later("the machine's pip is constrained to {bound}")
 NO_WHEEL = later("pip finds no wheel of it for this machine")
 SILENT = later("pip says nothing")
+UNTRIED = (NO_ROOM, CONSTRAINED, NO_WHEEL, SILENT)
 FEWER = {
     "en": "- Where a column has several totals, the lower ones were tried before checks or kernels were added, or that "
     "Triton lacks what some of them need.",
@@ -90,10 +92,15 @@ def reasons(path: Path) -> str:
     grouped = defaultdict[tuple[str, str], list[str]](list)
     for rung, target, why in head(path).get("unfit", ()):
         grouped[rung, why].append(chips.label(target))
-    lines = [[f"`{rung}`", ", ".join(where), why] for (rung, why), where in grouped.items()]
+    lines = [[f"`{rung}`", ", ".join(where), _why_not(why)] for (rung, why), where in grouped.items()]
     if not lines:
         return ""
-    return "\n## Targets without a kernel\n\n" + markdown(["rung", "target", "why"], lines)
+    return f"\n## {said('Targets without a kernel')}\n\n" + markdown(map(said, ("rung", "target", "why")), lines)
+
+
+def _why_not(why: str) -> str:
+    """Why a target has no kernel of a rung. Rows keep it in English."""
+    return retold(why, compiled.UNFIT, spoken())
 
 
 def page(lessons: Mapping[str, Lesson]) -> str:
@@ -114,23 +121,29 @@ def page(lessons: Mapping[str, Lesson]) -> str:
             [chips.label(target), chip.name, len(mine), matrix, spills, f"{chip.shared_block:,}", over, without]
         )
     counted = Counter(whys)
-    lines = [[chips.label(_target(target)), count, why] for (target, why), count in sorted(counted.items())]
+    lines = [[chips.label(_target(target)), count, _why_not(why)] for (target, why), count in sorted(counted.items())]
     every = tuple(CHIPS.values())
-    titles = ["target", "card", "kernels", "with matrix instructions", "with spills", "most shared bytes", "over it"]
+    titles = [said("target"), said("card"), said("kernels"), said("with matrix instructions"), said("with spills"),
+              said("most shared bytes"), said("over it"), said("rungs without a kernel")]  # fmt: skip
+    about = said(
+        "`python -m lessonkit compile all` compiles every Triton and Gluon rung and every operator of `course_ops` for "
+        "these targets, without a GPU. On AMD the option `maxnreg`, which its compiler lacks, is left out."
+    )
+    figures = said(
+        "Data-sheet figures: TB/s, MB of L2, dense TFLOP/s, and the limits of an SM (a CU on AMD). "
+        '`python -m lessonkit chip "RTX 4090"` shows what the lessons predict for a card, and its roofline; '
+        "`chip rtx4090 softmax` for one lesson. `{choice}=rtx4090` before a command names your card: without a GPU "
+        "tiles, occupancy and predictions are then of that card."
+    ).format(choice=chips.CHOICE)
+    here = "" if spoken() == "en" else '<a id="cards"></a>\n\n'  # guides link to the English heading
+    sources = ([*line, c.source] for line, c in zip(cards(every, spoken()), every, strict=True))
     return (
-        "# Compiled for every target\n\n"
-        "`python -m lessonkit compile all` compiles every Triton and Gluon rung and every operator of `course_ops`\n"
-        "for these targets, without a GPU. On AMD the option `maxnreg`, which its compiler lacks, is left out.\n\n"
-        + markdown([*titles, "rungs without a kernel"], table)
-        + "\n## Why a rung has no kernel for a target\n\n"
-        + markdown(["target", "rungs", "why"], lines)
-        + "\n## Cards\n\n"
-        "Data-sheet figures: TB/s, MB of L2, dense TFLOP/s, and the limits of an SM (a CU on AMD).\n"
-        '`python -m lessonkit chip "RTX 4090"` shows what the lessons predict for a card, and its roofline;\n'
-        "`chip rtx4090 softmax` for one lesson. "
-        f"`{chips.CHOICE}=rtx4090` before a command names your card: without a GPU tiles,\n"
-        "occupancy and predictions are then of that card.\n\n"
-        + markdown([*CARD_TITLES, "source"], ([*line, c.source] for line, c in zip(cards(every), every, strict=True)))
+        f"# {said('Compiled for every target')}\n\n{about}\n\n"
+        + markdown(titles, table)
+        + f"\n## {said('Why a rung has no kernel for a target')}\n\n"
+        + markdown([said("target"), said("rungs"), said("why")], lines)
+        + f"\n{here}## {said('Cards')}\n\n{figures}\n\n"
+        + markdown([*map(said, CARD_TITLES), said("source")], sources)
     )
 
 
@@ -161,18 +174,9 @@ def versions(language: str) -> str:
     lines = [said[0]] * (len(found) < len(pairs) * len(columns))
     totals = [{int(row["passed"]) + int(row["failed"]) for key, row in found.items() if key[2] == at} for at in columns]
     lines += [FEWER[language]] * any(len(each) > 1 for each in totals)
-    left_out = [row | {"why": reason(row["why"], language)} for row in rows if row["target"] == NOT_TRIED]
+    left_out = [row | {"why": retold(row["why"], UNTRIED, language)} for row in rows if row["target"] == NOT_TRIED]
     lines += [said[1].format(**row) for row in left_out]
     return "\n".join([table, *lines, ""]) if lines else table
-
-
-def reason(why: str, language: str) -> str:
-    """Why a pair was not tried, in a language; pip's own words as they are."""
-    for message in (NO_ROOM, CONSTRAINED, NO_WHEEL, SILENT):
-        pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>.+)", re.escape(message))
-        if found := re.fullmatch(pattern, why):
-            return translated(message, language).format(**found.groupdict())
-    return why
 
 
 def _target(text: str) -> chips.Target:

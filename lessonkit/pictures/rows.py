@@ -1,5 +1,6 @@
 """Pictures of day 2: grids and masks, sectors, traffic, sums, softmax, norms, scan."""
 
+from lessonkit.base.words import later
 from lessonkit.lesson import Lesson, discover
 from lessonkit.pictures import figures, models
 from lessonkit.pictures.draw import MARGIN, WIDTH, Canvas, say
@@ -8,6 +9,7 @@ from lessonkit.pictures.registry import caption, picture
 
 INSIDE = WIDTH - 2 * MARGIN
 DAY2 = "day2_triton_basics"
+LOOK_BACK = later("Tiles take their number from the order in which they start, so the ones before have started, too.")
 
 
 @picture(
@@ -233,13 +235,14 @@ def look_back(c: Canvas, lesson: str) -> None:
     c.text(MARGIN + me * cell + cell / 2, y + 11, say("tile {i}", i=me), 10, "middle")
     c.y = y + 24
     c.legend([("c", say("sum of all elements up to here")), ("b", say("sum of this tile")), ("off", say("not yet"))])
-    tail = "Tiles take their number from the order in which they start, so the ones before have started, too."
     if "onesweep" in lesson:
         bins = 1 << number("cuda_src/include/radix_keys.cuh", "DIGIT_BITS")
-        return caption(c, "A tile looks back {bins} times side by side, once for each digit. " + tail, bins=bins)
+        caption(c, "A tile looks back {bins} times side by side, once for each digit.", bins=bins)
+        return caption(c, LOOK_BACK)
     path = f"{DAY2}/lesson15_scan.py" if "lesson15" in lesson else "cuda_src/09_scan_one_pass.cu"
     tile = number(path, "TILE") if "lesson15" in lesson else 4 * number(path, "THREADS") * number(path, "VECTORS")
-    caption(c, "A tile has {tile} elements. " + tail, tile=tile)
+    caption(c, "A tile has {tile} elements.", tile=tile)
+    caption(c, LOOK_BACK)
 
 
 @picture(

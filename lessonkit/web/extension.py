@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from lessonkit.base.words import translated
 from lessonkit.web import LANGUAGES
 from lessonkit.web.search import HAN, Chinese, English
 
@@ -34,9 +35,10 @@ def _mark_english(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def _languages(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """The same page in each language, as a relative address: it opens from files too."""
+    """The same page in each language, as a relative address: it opens from files too. And what the theme says."""
     up = "../" * (page.count("/") + 1)
     here = app.config.book_language
+    context["made_with"] = translated("Made with the Shibuya theme", here)
     context["other_languages"] = [
         (name, code, f"{up}{code}/{page}.html") for code, name in LANGUAGES.items() if code != here
     ]

@@ -16,10 +16,12 @@ from lessonkit.base.words import translated
 from lessonkit.exercise.source import Source
 from lessonkit.lesson import Broken, Lesson, Steps
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import glossary, guides, paths, rung_source
+from lessonkit.pages import glossary, guides, paths, report, rung_source
+from lessonkit.pictures.draw import WIDTH
 from lessonkit.web import charts, places, prose
 
 _NEW_WORDS = re.compile(rf"^{re.escape(glossary.HEAD)}[^.]*\.\n", re.MULTILINE)  # no term has a dot
+LEGIBLE = 11  # pixels
 Declared = Lesson | Steps | Broken
 
 
@@ -168,7 +170,7 @@ class Page:
         yield f"## {translated('Pictures', self.language)}"
         for picture in drawn:
             moving = picture.moving(self.language)
-            figure = f'<figure class="picture">{picture.svg(self.language)}{moving}</figure>'
+            figure = f'<figure class="picture">{_scrolling(picture.svg(self.language))}{moving}</figure>'
             yield f"``````{{raw}} html\n{figure}\n``````"
 
     # ---- Rows ----
@@ -200,7 +202,7 @@ class Page:
 
     def _report(self, page: Path, *, plots: bool) -> str:
         """A page of reports/ as a part of this one."""
-        text = re.sub(r"^# .*\n", "", page.read_text(), count=1)
+        text = re.sub(r"^# .*\n", "", report.text(page, self.language), count=1)
         text = re.sub(r"^##", "###", text, flags=re.MULTILINE)
         if not plots:
             text = re.sub(r"^!\[.*\n", "", text, flags=re.MULTILINE)
@@ -216,11 +218,17 @@ class Page:
         for source in mine:
             yield f"- **[{prose.escaped(self.say(source.title))}]({self._to(source)})**"
         if others:
-            linked = ", ".join(f"[{source.short.replace('_', ' ')}]({self._to(source)})" for source in others)
-            yield f"{translated('Of the same day:', self.language)} {linked}."
+            yield translated("Of the same day:", self.language)
+            yield "\n".join(f"- [{prose.escaped(self.say(source.title))}]({self._to(source)})" for source in others)
 
     def _to(self, source: Source) -> str:
         return places.relative(places.exercise_page(source), self.here) + ".md"
+
+
+def _scrolling(svg: str) -> str:
+    """A picture in a frame that scrolls where the page is too narrow to show its letters in LEGIBLE pixels."""
+    smallest = min((float(size) for size in re.findall(r'font-size="([\d.]+)"', svg)), default=LEGIBLE)
+    return f'<div class="lk-scroll" tabindex="0" style="--least: {LEGIBLE * WIDTH / smallest:.0f}px">{svg}</div>'
 
 
 def exercises_of(lesson: str) -> tuple[list[Source], list[Source]]:

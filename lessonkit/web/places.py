@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from lessonkit.base.files import ROOT
+from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.exercise import quiz, source
 from lessonkit.lesson import names
 from lessonkit.measure.stale import device_folders
@@ -105,6 +105,8 @@ def relinked(text: str, file: Path, here: str, copied: Callable[[Path], str], la
         if name and not image:
             if foreign and english.with_name(f"{english.stem}{_TRANSLATED}").exists():
                 anchor = ""
+            if anchor and language != "en" and english.is_relative_to(REPORTS):
+                return f'<a href="{relative(name, here)}.html#{anchor}">{words}</a>'  # its headings are translated
             if name == COURSE and not anchor:
                 name = HOME
             return f"[{words}]({relative(name, here)}.md{'#' + anchor if anchor else ''})"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.errors import Missing
-from lessonkit.base.files import CACHE, REPORTS, ROOT, changing, need_private, write_atomically
+from lessonkit.base.files import CACHE, ROOT, changing, need_private, write_atomically
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import retold, translated
+from lessonkit.base.words import later, translated
 from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
@@ -23,6 +23,7 @@ from lessonkit.web.page import pack
 
 OWN = Path(__file__).parent
 ACCENT = "green"
+LABELS = (later("Menu"), later("Show table of contents"), later("Close Table of Contents"), later("Close left sidebar"))
 PACKAGES = ("sphinx", "myst_parser", "shibuya", "jieba")
 
 
@@ -98,12 +99,8 @@ class Sources:
             path = english
             if self.language == "zh" and (translation := english.with_name(f"{english.stem}.zh-CN.md")).exists():
                 path = translation
-            text = path.read_text()
+            text = report.text(path, self.language)
             ladder = charted.get(english.parent.name, {}).get(english.name)
-            if ladder and self.language != "en":
-                text = operators.in_language(text, self.language)
-            elif english == REPORTS / "README.md":
-                text = retold(text, report.INDEX, self.language)
             text = re.sub(r"^(\s*- )\[ \] ", r"\1☐ ", places.without_language(text), flags=re.MULTILINE)
             text = places.relinked(text, path, page, self.copied, self.language)
             if page == places.COURSE:
@@ -244,6 +241,7 @@ def _sphinx(job: tuple[str, str, str]) -> str:
     if (files := Path(source) / "files").exists():
         shutil.copytree(files, Path(out) / "files", dirs_exist_ok=True)
     _own(Path(out) / "_static")
+    _label(Path(out), language)
     style.trim(Path(out))
     return re.sub(r"\x1b\[[\d;]*m", "", warnings.getvalue())
 
@@ -266,6 +264,14 @@ def _own(static: Path) -> None:
             "Documentation.LOCALE = catalog.locale; Documentation.PLURAL_EXPR = () => 0; })("
         )
         translations.write_text(translations.read_text().replace("Documentation.addTranslations(", assign))
+
+
+def _label(out: Path, language: str) -> None:
+    """The labels that stand in the theme's templates in English."""
+    said = {f'aria-label="{label}"': f'aria-label="{translated(label, language)}"' for label in LABELS}
+    pattern = re.compile("|".join(map(re.escape, said)))
+    for path in out.rglob("*.html") if language != "en" else ():
+        path.write_text(pattern.sub(lambda found: said[found[0]], path.read_text()))
 
 
 def _settings(language: str) -> dict[str, object]:

@@ -90,5 +90,5 @@ PAGE = (
     ".lk-moving{max-width:720px}.lk-moving .lk-controls{display:flex;flex-wrap:wrap;gap:.5em 1.2em;margin:.4em 0}"
     ".lk-moving label{display:flex;flex-direction:column;font-size:.9em;min-width:9em}"
     ".lk-moving output{font-variant-numeric:tabular-nums}.lk-moving svg{display:block;width:100%;height:auto}"
-    ".lk-moving .lk-said{min-height:2.6em;margin:.3em 0}"
+    ".lk-scroll{overflow-x:auto}.lk-moving .lk-said{min-height:2.6em;margin:.3em 0}"
 )

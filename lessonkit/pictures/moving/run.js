@@ -5,6 +5,11 @@ function run(root, figure) {
   const still = window.matchMedia("(prefers-reduced-motion: reduce)").matches;
   const p = {}, bar = document.createElement("div"), said = document.createElement("p");
   const space = "http://www.w3.org/2000/svg", svg = document.createElementNS(space, "svg");
+  const scroll = document.createElement("div");
+  let smallest = 11;
+  scroll.className = "lk-scroll";
+  scroll.tabIndex = 0; // the keyboard scrolls it where the page is narrow
+  scroll.append(svg);
   bar.className = "lk-controls";
   said.className = "lk-said";
   said.setAttribute("aria-live", "polite");
@@ -14,6 +19,7 @@ function run(root, figure) {
   const make = (name, attributes, text) => {
     const element = document.createElementNS(space, name);
     for (const key in attributes) element.setAttribute(key, attributes[key]);
+    if (text !== undefined) smallest = Math.min(smallest, attributes["font-size"]);
     if (text !== undefined) element.textContent = text;
     svg.appendChild(element);
   };
@@ -22,6 +28,7 @@ function run(root, figure) {
     const pen = penOn(make), m = figure.model(p, data);
     figure.draw(pen, m, p, data, words);
     svg.setAttribute("viewBox", `0 0 360 ${Math.ceil(pen.lowest + 8)}`);
+    svg.style.minWidth = `${(11 * 360) / smallest}px`; // no letter smaller than 11 pixels
     said.textContent = figure.say(m, p, data, words);
   };
   for (const control of controls) {
@@ -55,7 +62,7 @@ function run(root, figure) {
     bar.appendChild(label);
     if (control.name === "step") bar.appendChild(player(input, words, still));
   }
-  root.append(bar, svg, said);
+  root.append(bar, scroll, said);
   redraw();
 }
 
