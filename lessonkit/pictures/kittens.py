@@ -193,9 +193,9 @@ def kittens_tail(c: Canvas, lesson: str) -> None:
     c.text(MARGIN, c.y + 7, say("a head of S = {short}: its scores in tiles of {rows} x {keys}", short=short, rows=rows,
                                 keys=keys), 11)  # fmt: skip
     down, across = -(-short // rows) * rows, -(-short // keys) * keys
-    unit, left, top = 150 / max(down, across), float(MARGIN) + 74, c.y + 34
+    unit, left, top = 150 / max(down, across), float(MARGIN) + 96, c.y + 34
     c.text(left, top - 9, say("keys across"), 11, kind="faint")
-    c.text(left - 6, top + 9, say("queries"), 11, "end", "faint")
+    c.text(left - 6, top + 9, say("queries down"), 11, "end", "faint")
     c.box(left, top, short * unit, short * unit, "c")
     c.box(left + short * unit, top, (across - short) * unit, short * unit, "b")
     c.box(left, top + short * unit, across * unit, (down - short) * unit, "off")
