@@ -171,7 +171,7 @@ PREDICTED = (
         at=AT_128,
         tflop_per_s=632,
         why="The consumers stay in step, so neither hides the other's work. A step takes 2560 + 512 + 256 cycles, and "
-        "500 to 1000 for atomics: 32 KB at 32 to 64 bytes a cycle. That is 3800 to 4300, or 470 to 530 TFLOP/s.",
+        "500 to 1000 for atomics: 32 KB at 32 to 64 bytes per cycle. That is 3800 to 4300, or 470 to 530 TFLOP/s.",
     ),
     Prediction(
         rung=five_matmuls,

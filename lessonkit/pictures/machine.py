@@ -12,7 +12,7 @@ _CHIP = CHIPS["h200"]
 
 
 @picture(
-    "The roofline: FLOPs a byte decide which limit counts",
+    "The roofline: FLOPs per byte decide which limit counts",
     "A plot with logarithmic axes: FLOPs for each byte to the right, TFLOP/s upwards. The sloped roof is the memory's "
     "bandwidth, the flat one the arithmetic. They meet at the ridge.",
     figures.ROOFLINE,
@@ -48,7 +48,7 @@ def roofline(c: Canvas, lesson: str) -> None:
     c.y = bottom + 32
     caption(
         c,
-        "{chip}, data sheet. In bf16 the roofs meet at {ridge:.0f} FLOPs a byte: an operator with fewer "
+        "{chip}, data sheet. In bf16 the roofs meet at {ridge:.0f} FLOPs per byte: an operator with fewer "
         "is bound by memory.",
         chip=_CHIP.name, ridge=models.roofline(_CHIP, 'bf16', 1.0)['ridge'],
     )  # fmt: skip
@@ -81,7 +81,7 @@ def occupancy(c: Canvas, lesson: str) -> None:
         c.y += 22
     caption(
         c,
-        "{chip}: programs of {warps} warps, {registers} registers a thread, {shared} KB of shared "
+        "{chip}: programs of {warps} warps, {registers} registers per thread, {shared} KB of shared "
         "memory. {n} fit: {percent:.0f}% of the warps.",
         chip=_CHIP.name, warps=warps, registers=registers, shared=shared, n=found['resident'],
         percent=found['percent'],
@@ -101,7 +101,7 @@ def bytes_in_flight(c: Canvas, lesson: str) -> None:
     scale, top = 200 / (threads * 16), c.y
     for size in (2, 4, 8, 16):
         flying = threads * size
-        c.text(MARGIN, c.y + 9, say("{bytes} bytes a thread", bytes=size), 10)
+        c.text(MARGIN, c.y + 9, say("{bytes} bytes per thread", bytes=size), 10)
         c.box(112, c.y, flying * scale, 18, "c" if flying >= needed else "b")
         c.text(WIDTH - MARGIN, c.y + 9, f"{flying / 1024:.0f} KB", 10, "end")
         c.y += 24

@@ -65,7 +65,7 @@ def warp_sectors(c: Canvas, lesson: str) -> None:
         sectors = -(-bytes_ // models.SECTOR)
         used = 100 * bytes_ / (sectors * models.SECTOR)
         c.text(MARGIN, c.y + 8, rung, 11, kind="bold")
-        c.text(WIDTH - MARGIN, c.y + 8, say("{bytes} bytes a lane", bytes=wide * size), 10, "end", "faint")
+        c.text(WIDTH - MARGIN, c.y + 8, say("{bytes} bytes per lane", bytes=wide * size), 10, "end", "faint")
         c.y += 17
         cell = INSIDE / models.LANES
         for lane in range(models.LANES):
