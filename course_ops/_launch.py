@@ -1,12 +1,20 @@
-"""Launches that skip Triton's look at each argument, and what else of a call depends on its tensors' shapes alone.
+"""Calls that decide once: what a call chooses by how its tensors lie is prepared, and then only launched.
 
 `kernel[grid](*args)` asks each argument for its type and its divisibility, and looks the compiled kernel up by the
 answers. That costs the host more than the launch itself. Operators of small matmuls are slower on the host than on
-the GPU. They know the answers from the shapes, so a second launch with the same key takes the kernel that the first
-one compiled.
+the GPU. All those answers follow from how the tensors of the call lie, so they are found once:
 
-A matmul is launched in two steps. prepare(a, b) chooses the tile, the grid and all constants, and returns a function.
-That function only allocates, describes and launches. `remembered` keeps it for tensors that lie alike.
+    def prepare(a, b):                      # chooses the kernel, the tile, the grid and all constants
+        go = launcher(kernel, grid, num_warps=4)
+
+        def run(a, b):                      # only allocates, describes and launches
+            c = a.new_empty(M, N)
+            go(a, b, c, *sizes)
+            return c
+
+        return run
+
+    c = remembered(prepare, a, b)(a, b)
 """
 
 from collections.abc import Callable
@@ -17,86 +25,76 @@ from torch import Tensor
 
 from course_ops._common import fp32_precision
 
-_compiled: dict[object, Any] = {}
 _prepared: dict[object, Any] = {}
-MOST = 4096  # compiled kernels that are remembered, and prepared functions
+MOST = 4096  # prepared functions that are remembered
 ALIGNED = 32  # bytes: a sector of L2, the largest alignment that a choice depends on
 
 
-def descriptor(kind: type, base: Tensor, shape: Any, strides: Any, block: list[int], **more: Any) -> Any:
-    """A TMA descriptor of Triton's or Gluon's class, on a GPU without its checks, which _common.tma_takes makes."""
-    if not base.is_cuda:
-        return kind(base.as_strided(shape, strides), shape, strides, block, **more)
-    made = kind.__new__(kind)
-    made.__dict__.update(base=base, shape=shape, strides=strides, block_shape=block, **more)
-    return made
+def describing(kind: type, shape: Any, strides: Any, block: list[int], **more: Any) -> Callable[[Tensor], Any]:
+    """A function that makes TMA descriptors of tensors that lie alike, of Triton's or Gluon's class.
 
-
-def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], key: tuple[Any, ...], **options: Any) -> None:
-    """kernel[grid](*args, **options), faster from the second launch with this key on.
-
-    args: every argument, constants too. The first is a tensor, or a descriptor of one. options: of the compiler, as
-    num_warps. key: all that Triton specializes the kernel for. These are dtypes, constants, which tensors begin at
-    multiples of 16 bytes, and integers unless the kernel says do_not_specialize.
+    On a GPU it leaves out the class's checks, which _common.tma_takes makes.
     """
-    if not _on_gpu(args):
-        kernel[grid](*args, **options)
-        return
-    key = kernel.fn, _tensor(args).device, key, *options.values()
-    compiled = _compiled.get(key)
-    if compiled is None:
-        if len(_compiled) >= MOST:
-            _compiled.clear()
-        _compiled[key] = kernel[grid](*args, **options)
-    else:
-        compiled[(*grid, 1, 1)[:3]](*args)
+    fields = {"base": None, "shape": shape, "strides": strides, "block_shape": block, **more}
+    new = kind.__new__
+
+    def describe(base: Tensor) -> Any:
+        if not base.is_cuda:
+            return kind(base.as_strided(shape, strides), shape, strides, block, **more)
+        made = new(kind)
+        made.__dict__.update(fields)
+        made.base = base
+        return made
+
+    return describe
 
 
-class Launch:
-    """kernel[grid](*args, **options) as `launch` makes it, where a prepared function stands for the key."""
+def launcher(kernel: Any, grid: tuple[int, ...], **options: Any) -> Callable[..., None]:
+    """A function of the kernel's arguments, constants too, for a prepared function to launch kernel[grid] with.
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
-        self.kernel, self.grid, self.options = kernel, grid, options
-        self.again: Any = None
-        self.device: int | None = None
+    All its calls on a GPU specialize the kernel alike, so the second takes what the first one compiled. The first
+    argument is a tensor, or a descriptor of one. options: of the compiler, as num_warps. A profiler's hooks are
+    called by Triton's own launch. So is each kernel that is interpreted, emulated or only compiled.
+    """
+    runtime = triton.knobs.runtime
+    again: tuple[Any, ...] | None = None
 
-    def __call__(self, *args: Any) -> None:
-        if self.again is not None:
-            self.again(*args, stream=_stream(self.device))
-            return
-        compiled = self.kernel[self.grid](*args, **self.options)
-        if _on_gpu(args):
-            self.again, self.device = compiled[(*self.grid, 1, 1)[:3]], _tensor(args).device.index
+    def launch(*args: Any) -> None:
+        nonlocal again
+        if again is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            compiled, device = kernel[grid](*args, **options), _device(args[0])
+            if device is not None:
+                stream_of = triton.runtime.driver.active.get_current_stream
+                again = compiled.run, *(*grid, 1, 1)[:3], stream_of, device, compiled.function, compiled.packed_metadata
+        else:
+            run, x, y, z, stream_of, device, function, metadata = again
+            run(x, y, z, stream_of(device), function, metadata, None, None, None, *args)
+
+    return launch
 
 
-def _stream(device: int | None) -> Any:
-    return triton.runtime.driver.active.get_current_stream(device)
-
-
-def _tensor(args: tuple[Any, ...]) -> Tensor:
-    first = args[0]
+def _device(first: Any) -> int | None:
+    """The number of the GPU that holds a tensor, or a descriptor's tensor; None elsewhere."""
     tensor: Tensor = first if isinstance(first, Tensor) else first.base
-    return tensor
+    return tensor.device.index if tensor.is_cuda else None
 
 
-def _on_gpu(args: tuple[Any, ...]) -> bool:
-    """False where a kernel is interpreted, emulated or only compiled: a process may change between these."""
-    return _tensor(args).is_cuda
+def remembered(prepare: Callable[..., Any], *given: Tensor | bool | None) -> Any:
+    """prepare(*given), or what it returned before for tensors of such dtypes that lie so, on one GPU.
 
-
-def remembered(prepare: Callable[..., Any], *tensors: Tensor | None) -> Any:
-    """prepare(*tensors), or what it returned before for tensors of such dtypes that lie so, on one GPU."""
-    first = tensors[0]
-    assert first is not None
+    given: a tensor first. Other values than tensors count as they are.
+    """
+    first = given[0]
+    assert isinstance(first, Tensor)
     if not _remembers(first):
-        return prepare(*tensors)
-    lies = [t if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % ALIGNED) for t in tensors]
-    key = prepare, first.device, fp32_precision(), *lies
+        return prepare(*given)
+    lies = [(t.dtype, t.shape, t.stride(), t.data_ptr() % ALIGNED) if isinstance(t, Tensor) else t for t in given]
+    key = prepare, first.get_device(), fp32_precision(), *lies
     found = _prepared.get(key, _prepared)  # a prepared function may be None
     if found is _prepared:
         if len(_prepared) >= MOST:
             _prepared.clear()
-        found = _prepared[key] = prepare(*tensors)
+        found = _prepared[key] = prepare(*given)
     return found
 
 

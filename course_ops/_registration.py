@@ -40,10 +40,12 @@ def unobserved(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling():  # first, since the compiler cannot trace what follows
         return False
+    gradients = torch.is_grad_enabled()
+    for t in tensors:  # a loop, since all() of a generator costs the host twice as much
+        if t is not None and not (_plain_on_gpu(t) and not (gradients and t.requires_grad)):
+            return False
     return (
-        all(t is None or _plain_on_gpu(t) for t in tensors)
-        and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
-        and not torch.is_autocast_enabled("cuda")
+        not torch.is_autocast_enabled("cuda")
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.autograd._profiler_enabled()

@@ -28,7 +28,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
     ignore_index has no loss and no gradient. A target that is no class gives NaN, on a CPU too. reduction: "mean" over
     the targets that are not ignored (NaN if all are), "sum" or "none". Returns float32 whatever the logits are, as
     under autocast; a scalar, or [...] for "none".
-    The logits are read once; one fp32 value a row is kept for the backward, which computes the softmax again. Each
+    The logits are read once; two fp32 values a row are kept for the backward, which computes the softmax again. Each
     ignore_index compiles kernels of its own.
     TypeError for another dtype, ValueError for another shape or reduction.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
@@ -53,6 +53,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
 
 @custom_op("course_ops::cross_entropy", mutates_args=())
 def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The loss [M] and lse [M, 2]: the logsumexp in fp32, and what its rounding lost, which the backward needs."""
     if runs_kernel(logits):
         rows = as_rows(logits)
         with on_device(logits):
@@ -61,8 +62,11 @@ def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[
     log_p = torch.log_softmax(x, -1)
     loss = torch.where(inside, -log_p.gather(1, classes)[:, 0], torch.nan)
     top = x.amax(-1)
-    lse = top + (x - top[:, None]).exp().sum(-1).log()
-    return torch.where(targets == ignore_index, 0.0, loss), lse
+    log_l = (x - top[:, None]).exp().sum(-1).log()
+    lse = top + log_l
+    of_log_l = lse - top  # TwoSum, as in the kernels
+    rest = (top - (lse - of_log_l)) + (log_l - of_log_l)
+    return torch.where(targets == ignore_index, 0.0, loss), torch.stack((lse, rest), 1)
 
 
 @custom_op("course_ops::cross_entropy_backward", mutates_args=())
@@ -75,7 +79,7 @@ def _cross_entropy_backward(dloss: Tensor, logits: Tensor, targets: Tensor, lse:
                 dloss.contiguous(), rows, targets.contiguous(), lse, ignore_index, dlogits
             )
     classes, inside = _classes(targets, logits.shape[1])
-    p = torch.exp(logits.float() - lse[:, None])
+    p = torch.exp(logits.float() - lse[:, :1] - lse[:, 1:])
     p.scatter_add_(1, classes, -torch.ones_like(p[:, :1]))
     scale = torch.where(targets == ignore_index, 0.0, torch.where(inside, dloss, torch.nan))
     return dlogits.copy_(p * scale[:, None])
@@ -98,7 +102,8 @@ def _like_rows(logits: Tensor) -> Tensor:
 
 @_cross_entropy.register_fake
 def _(logits, targets, ignore_index):
-    return tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
+    M = logits.shape[0]
+    return logits.new_empty(M, dtype=torch.float32), logits.new_empty((M, 2), dtype=torch.float32)
 
 
 _cross_entropy_backward.register_fake(lambda dloss, logits, targets, lse, ignore_index: _like_rows(logits))

@@ -12,84 +12,77 @@ from course_ops._common import Unsupported, expect, num_sms, on_device, runs_ker
 from course_ops._launch import remembered
 from course_ops._registration import cast_under_autocast, once_differentiable, unobserved
 from course_ops.kernels import linear as kernels
-from course_ops.kernels import matmul_skinny
 from course_ops.kernels._matmul_plan import LEAD, Plan, aligned_rows, best_epilogue_plan, cycles_of
 from course_ops.kernels.matmul_hopper import takes
 from course_ops.kernels.matmul_tiles_hopper import planned
-from course_ops.matmul import _matmul, as_matrix, multiply
+from course_ops.matmul import _matmul, as_matrix
+from course_ops.matmul import prepare as prepare_product
 
 ACTIVATIONS = ("gelu_tanh",)
 
 
 # Dispatch: the first condition that holds chooses the kernel.
 # - There is no epilogue: matmul's own dispatch.
-# - x has 128 rows or fewer: matmul_skinny, since tiles of 128 rows would leave SMs idle. Its epilogue is a kernel of
-#   its own, which is cheap for few rows.
-# - There is no residual, and the planned tile takes fewer cycles than linear_tma's: matmul_tiles_hopper.
-# - TMA takes the strides: linear_tma. Otherwise linear_pointers.
-def _launch(
-    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
-) -> Tensor:
+# - A last stride is not 1: copies, then as below.
+# - x has 128 rows or fewer: matmul_skinny and a kernel for the epilogue, since tiles of 128 rows would leave SMs idle.
+# - There is no residual, and the planned tile takes fewer cycles than tma_kernel's: matmul_tiles_hopper.
+# - TMA takes the strides: tma_kernel. Otherwise pointers_kernel.
+def _prepare(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None, gelu: bool
+) -> kernels.Run:
+    """gelu(x w^T + bias) + residual for tensors that lie as these do; x w^T + bias goes to z."""
     if bias is None and residual is None and not gelu:
-        return multiply(x, w.t())
-    x, w, residual = _unit_stride(x), _unit_stride(w), None if residual is None else _unit_stride(residual)
+        product = prepare_product(x, w.t())
+        return lambda x, w, *_: product(x, w.t())
+    given = x, w, bias, residual
+    copies = [_unit_stride(t) for t in given]
+    if any(copy is not t for copy, t in zip(copies, given, strict=True)):
+        x, w, *others = copies
+        run = _prepare(x, w, *others, z, gelu)
+        return lambda *given: run(*map(_unit_stride, given[:4]), given[4])
     if x.shape[0] <= 128:
-        w = w.t()
-        return kernels.epilogue(remembered(_prepare_few_rows, x, w)(x, w), x.dtype, bias, residual, gelu, save)
-    if residual is None:
-        run = remembered(_prepare_gelu_tiles if gelu else _prepare_tiles, x, w, save, bias)
-        if run is not None:
-            return run(x, w.t(), x.new_empty(x.shape[0], w.shape[0]), bias, save)
-    if kernels.tma_fits(x, w, residual):
-        return kernels.linear_tma(x, w, bias, residual, gelu, save)
-    return kernels.linear_pointers(x, w, bias, residual, gelu, save)
+        return kernels.prepare_few_rows(x, w, bias, residual, z, gelu)
+    if residual is None and takes(x, w.t()) and (plan := _plan(x, w.t())):
+        tiles = planned(x, w.t(), plan, x.new_empty(x.shape[0], w.shape[0], device="meta"), gelu, z)
+        return lambda x, w, bias, _, z: tiles(x, w, x.new_empty(x.shape[0], w.shape[0]), bias, z)
+    choose = kernels.prepare_tma if kernels.tma_fits(x, w, residual) else kernels.prepare_pointers
+    return choose(x, w, bias, residual, z, gelu)
 
 
 def _plan(x: Tensor, w: Tensor) -> Plan | None:
-    """The tile for x [M, K] w [K, N] with an epilogue, if linear_tma's own takes longer."""
+    """The tile for x [M, K] w [K, N] with an epilogue, if tma_kernel's own takes longer."""
     shape = x.shape[0], w.shape[1], x.shape[1], aligned_rows(x), aligned_rows(w), num_sms(x.device)
     plan = best_epilogue_plan(*shape)
     tile = 128, kernels.tile_width(x.shape[0], w.shape[1], x.device)
     return plan if plan.cycles < LEAD * cycles_of(tile, *shape) else None
 
 
-# In fp32: z is rounded once, as in the other kernels.
-def _prepare_few_rows(x: Tensor, w: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    return matmul_skinny.prepare(x, w, torch.float32)
+def _unit_stride(t: Tensor | None) -> Tensor | None:
+    return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _prepare_tiles(
-    x: Tensor, w: Tensor, z: Tensor | None, _: Tensor | None, gelu: bool = False
-) -> Callable[..., Tensor] | None:
-    w = w.t()
-    plan = _plan(x, w) if takes(x, w) else None
-    return planned(x, w, plan, x.new_empty(x.shape[0], w.shape[1], device="meta"), gelu, z) if plan else None
+# z = x W^T + bias is a second result: the gradient of GELU needs it, and y does not give it back.
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, z: Tensor | None
+) -> Tensor:
+    gelu = activation == "gelu_tanh"
+    if runs_kernel(x):
+        with on_device(x):
+            y: Tensor = remembered(_prepare, x, weight, bias, residual, z, gelu)(x, weight, bias, residual, z)
+            return y
+    y = F.linear(x, weight, bias)
+    if z is not None:
+        z.copy_(y)
+    y = F.gelu(y, approximate="tanh") if gelu else y
+    return y if residual is None else y + residual
 
 
-def _prepare_gelu_tiles(x: Tensor, w: Tensor, z: Tensor | None, bias: Tensor | None) -> Callable[..., Tensor] | None:
-    return _prepare_tiles(x, w, z, bias, gelu=True)
-
-
-def _unit_stride(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-# z = x W^T + bias is a second result: the gradient of GELU needs it, and y does not give it back. Without `save` it
-# is empty.
 def _result(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
-    gelu = activation == "gelu_tanh"
+    """y and z; z is empty without `save`."""
     z = x.new_empty((x.shape[0], weight.shape[0]) if save else 0)
-    if runs_kernel(x):
-        with on_device(x):
-            bias = None if bias is None else bias.contiguous()
-            return _launch(x, weight, bias, residual, gelu, z if save else None), z
-    y = F.linear(x, weight, bias)
-    if save:
-        z.copy_(y)
-    y = F.gelu(y, approximate="tanh") if gelu else y
-    return (y if residual is None else y + residual), z
+    return _forward(x, weight, bias, residual, activation, z if save else None), z
 
 
 _linear = torch.library.custom_op("course_ops::linear", _result, mutates_args=())
@@ -106,17 +99,27 @@ def _(
 @torch.library.custom_op("course_ops::linear_epilogue_backward", mutates_args=())
 def _epilogue_backward(dy: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
     """dz = dy gelu'(z) and its sums over rows; without z only the sums of dy, beside an empty tensor."""
-    with on_device(dy):
+    if runs_kernel(dy):
+        with on_device(dy):
+            dz, sums = remembered(_prepare_dz_and_sums, dy, z)(dy, z)
+    else:
         dz, sums = _dz_and_sums(dy, z)
     return dy.new_empty(0) if z is None else dz, sums
 
 
+def _prepare_dz_and_sums(dy: Tensor, z: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """dz = dy gelu'(z), or dy itself without z, and its sums over rows, for tensors that lie as these do."""
+    if z is None:
+        sums = kernels.prepare_column_sums(dy.contiguous())
+        return lambda dy, z: (dy, sums(dy.contiguous()))
+    if dy.stride(-1) == 1:
+        return kernels.prepare_gelu_backward(dy, z)
+    run = kernels.prepare_gelu_backward(dy.contiguous(), z)
+    return lambda dy, z: run(dy.contiguous(), z)
+
+
 def _dz_and_sums(dy: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dz = dy gelu'(z), or dy itself without z, and its sums over rows."""
-    if runs_kernel(dy):
-        if z is None:
-            return dy, kernels.column_sums(dy.contiguous())
-        return kernels.gelu_backward(dy if dy.stride(-1) == 1 else dy.contiguous(), z)
+    """As _prepare_dz_and_sums, by PyTorch."""
     dz = dy if z is None else torch.ops.aten.gelu_backward(dy, z, approximate="tanh")
     return dz, dz.sum(0)
 
@@ -132,13 +135,36 @@ def _gradients(
     dy: Tensor, x: Tensor, weight: Tensor, z: Tensor | None, needs_x: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dw and dbias; an empty tensor for each that is not needed."""
-    dz, dbias = dy, None
-    with on_device(dy):
-        if needs_bias or (z is not None and (needs_x or needs_weight)):
-            dz, dbias = _dz_and_sums(dy, z)
-        dx = multiply(dz, weight) if needs_x else dy.new_empty(0)
-        dw = multiply(dz.t(), x) if needs_weight else dy.new_empty(0)
-    return dx, dw, dbias if needs_bias and dbias is not None else dy.new_empty(0)
+    if runs_kernel(dy):
+        with on_device(dy):
+            run = remembered(_prepare_gradients, dy, x, weight, z, needs_x, needs_weight, needs_bias)
+            gradients: tuple[Tensor, Tensor, Tensor] = run(dy, x, weight, z)
+            return gradients
+    dz, dbias = _dz_and_sums(dy, z)
+    return (
+        dz @ weight if needs_x else dy.new_empty(0),
+        dz.t() @ x if needs_weight else dy.new_empty(0),
+        dbias if needs_bias else dy.new_empty(0),
+    )
+
+
+def _prepare_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, z: Tensor | None, needs_x: bool, needs_weight: bool, needs_bias: bool
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """_gradients for tensors that lie as these do."""
+    epilogue = needs_bias or (z is not None and (needs_x or needs_weight))
+    of_dz = _prepare_dz_and_sums(dy, z) if epilogue else lambda dy, z: (dy, None)
+    dz = dy if z is None else torch.empty_like(z)
+    of_x = prepare_product(dz, weight) if needs_x else None
+    of_weight = prepare_product(dz.t(), x) if needs_weight else None
+
+    def run(dy: Tensor, x: Tensor, weight: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        dz, dbias = of_dz(dy, z)
+        dx = of_x(dz, weight) if of_x else dy.new_empty(0)
+        dw = of_weight(dz.t(), x) if of_weight else dy.new_empty(0)
+        return dx, dw, dbias if needs_bias else dy.new_empty(0)
+
+    return run
 
 
 _linear_backward = torch.library.custom_op("course_ops::linear_backward", _gradients, mutates_args=())
@@ -170,9 +196,15 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (dy, x, weight))):
         call = _gradients if unobserved(dy, x, weight, z) else _linear_backward
-        gradients = call(dy, x, weight, z, needs_x, needs_weight, needs_bias)
-        wanted = zip(gradients, (needs_x, needs_weight, needs_bias), strict=True)
-        return (*(t if needed else None for t, needed in wanted), dy if needs_residual else None, None, None)
+        dx, dw, dbias = call(dy, x, weight, z, needs_x, needs_weight, needs_bias)
+        return (
+            dx if needs_x else None,
+            dw if needs_weight else None,
+            dbias if needs_bias else None,
+            dy if needs_residual else None,
+            None,
+            None,
+        )
     dz, sums = dy, None  # create_graph=True: by operators of which some have derivatives
     if (ctx.gelu and (needs_x or needs_weight)) or needs_bias:
         dz, sums = _epilogue_backward(dy, z)
@@ -236,14 +268,10 @@ def linear(
         )
     if residual is not None and residual.shape != shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}: expected {shape}, the result's; expand it first")
-    wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    call = _result if unobserved(x, weight, bias, residual) else _linear
-    y, _ = call(
-        as_matrix(x),
-        weight,
-        bias,
-        None if residual is None else as_matrix(residual),
-        activation or "",
-        bool(activation) and wants_gradient,
-    )
-    return y.view(shape)
+    given = as_matrix(x), weight, bias, None if residual is None else as_matrix(residual), activation or ""
+    if unobserved(x, weight, bias, residual):
+        y = _forward(*given, None)
+    else:
+        wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+        y, _ = _linear(*given, bool(activation) and wants_gradient)
+    return y if x.ndim == 2 else y.view(shape)

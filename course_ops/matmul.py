@@ -97,7 +97,8 @@ def kernel_for(a: Tensor, b: Tensor) -> Kernel:
     return next(kernel for kernel in DISPATCH if kernel.takes(a, b))
 
 
-def _prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The product of operands that lie as a [M, K] and b [K, N] do, on the current device."""
     return kernel_for(a, b).prepare(a, b)
 
 
@@ -105,7 +106,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] b [K, N] on the current device; for operators that hold a matmul."""
     if not runs_kernel(a):
         return a @ b
-    product: Tensor = remembered(_prepare, a, b)(a, b)
+    product: Tensor = remembered(prepare, a, b)(a, b)
     return product
 
 

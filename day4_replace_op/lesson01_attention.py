@@ -38,7 +38,7 @@ Time it:   python -m lessonkit bench lesson01_attention
 
 import math
 
-from lessonkit import About, Lesson, Mutant, Prediction, expect
+from lessonkit import About, Lesson, Mutant, Prediction, expect, stepwise
 
 import torch
 import triton
@@ -118,6 +118,7 @@ def store_rows(ptr, x, rows, S, D, BLOCK_D: tl.constexpr):
     tl.store(ptr + rows[:, None] * D + cols[None, :], x, mask=(rows[:, None] < S) & (cols[None, :] < D))
 
 
+@stepwise
 def attention_steps(q, k, v, causal=False, fused=False):
     """q, k, v [B, H, S, D] contiguous -> o [B, H, S, D]; B H S S elements of scratch. D at most 256."""
     o, (B, H, S, D), blocks = _prepare(q, k, v)
@@ -135,6 +136,7 @@ def attention_steps(q, k, v, causal=False, fused=False):
 
 # Rung 2. New: the softmax kernel scales and masks the row while it has it in registers. Predicted: 4 passes over S^2
 # instead of 8 (6 without a mask), so half of the time, as long as the passes take longer than the matmuls.
+@stepwise  # its scores and weights pass through memory in q's dtype
 def attention_fused_softmax(q, k, v, causal=False):
     """As attention_steps, in three kernels: matmul, softmax with scale and mask, matmul."""
     return attention_steps(q, k, v, causal, fused=True)

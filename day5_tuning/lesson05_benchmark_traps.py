@@ -63,7 +63,7 @@ def _spread():
 
 def _rows(path):
     head = path.read_text().split("\n", 1)[0]
-    return rows.read(path) if head.startswith("lesson,rung,kind") else []
+    return rows.read(path) if head.startswith("lesson,rung,kind,") else []
 
 
 def the_best_of_many():

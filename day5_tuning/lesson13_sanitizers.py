@@ -114,7 +114,8 @@ def race_in_shared_memory():
     """Triton places the barriers of a block itself, so its language cannot leave one out. CUDA C++ and Gluon can.
 
     racecheck reports this race. It does not follow every mbarrier: on kernels that hand shared memory from TMA to wgmma
-    it also reports accesses which an mbarrier orders. Each such report needs an argument by the memory model.
+    it also reports accesses which an mbarrier orders. Each such report needs an argument by the memory model. The
+    arguments stand in lessonkit/measure/sanitize.toml, and tests read the barriers that they name in the PTX.
     consan follows mbarriers, and is compiled into Gluon kernels by TRITON_INSTRUMENTATION_MODE=consan.
     """
     _emulated("race", lambda: kernels.reverse(torch.ones(256), torch.empty(256)))

@@ -48,10 +48,28 @@ def test_every_gluon_rung_is_repeated():
 def test_a_bit_that_differs_counts_once_a_call():
     """NaN equals the same NaN; a negative zero is no zero."""
     answers = itertools.cycle([torch.tensor([float("nan"), 0.0])] * 3 + [torch.tensor([float("nan"), -0.0])] * 2)
-    calls, differ = beside.repeat(lambda: next(answers), 0.0, lambda: None)
-    assert (calls, differ) == (10, 4)
+    found = beside.repeat(lambda: next(answers), 0.0, lambda: None)
+    assert (found.count, found.differ) == (10, 4)
     same = torch.ones(4)
-    assert beside.repeat(lambda: (same, same), 0.0, lambda: None) == (10, 0)
+    found = beside.repeat(lambda: (same, same), 0.0, lambda: None)
+    assert (found.count, found.differ) == (10, 0)
+
+
+SCAN = "day2_triton_basics.lesson15_scan"
+
+
+@pytest.mark.parametrize(("error", "refused"), [(1e-7, False), (1e-2, True), (float("nan"), True)])
+def test_every_answer_has_to_lie_within_the_checkers_allowance(error, refused):
+    """Each element's smallest and largest value of all calls are compared: one wrong answer of many is found."""
+    lesson = dict(kernels())[SCAN]
+    rung = next(rung for rung in lesson.rungs if rung.__name__ == "scan_look_back")
+    question = beside.check.truth(lesson, {"n": 74962}, torch.float32)  # as on the GPU
+    right, calls = question.usual[0], itertools.count()
+    wrong = right.clone()
+    wrong[-1] *= 1 + error
+    found = beside.repeat(lambda: wrong if next(calls) == 5 else right, 0.0, lambda: None)
+    assert found.differ == 1
+    assert bool(beside.outside(question, rung, found)) == refused
 
 
 ALONE = Repeated("day.a", "rung", "barriers", "n=8", "float32", False, 100, 0)
@@ -59,13 +77,27 @@ BESIDE = replace(ALONE, neighbour=True)
 
 
 @pytest.mark.parametrize(
-    ("alone", "busy", "wrong"),
-    [(0, 0, False), (0, 1, True), (3, 9, False), (3, 0, False)],
-    ids=["right", "wrong beside", "in an order of its own", "only alone"],
+    ("alone", "busy", "says"),
+    [
+        ({}, {}, ""),
+        ({}, {"differ": 1}, "differ beside another process; its docstring does not say"),
+        ({"differ": 3}, {"differ": 9}, "differ alone; its docstring does not say"),
+        ({"differ": 3, "varies": True}, {"differ": 9, "varies": True}, ""),
+        ({"varies": True}, {"differ": 9, "varies": True}, ""),
+        ({"differ": 3, "varies": True, "outside": "2e-3 off"}, {"varies": True}, "wrong alone: 2e-3 off"),
+        ({"varies": True}, {"differ": 1, "varies": True, "outside": "2e-3 off"}, "beside another process: 2e-3 off"),
+    ],
+    ids=["right", "differs beside", "differs alone", "may differ", "only beside", "wrong alone", "wrong beside"],
 )
-def test_what_is_right_alone_has_to_be_right_beside(alone, busy, wrong):
-    pair = [replace(BESIDE, differ=busy), replace(ALONE, differ=alone)]
-    assert bool(beside.wrong(pair)) == wrong
+def test_answers_are_equal_or_the_rung_says_that_they_vary(alone, busy, says):
+    wrong = beside.wrong([replace(BESIDE, **busy), replace(ALONE, **alone)])
+    assert says in wrong
+    assert bool(wrong) == bool(says)
+
+
+def test_the_scan_that_looks_back_says_that_its_order_varies():
+    rungs = {rung.__name__: beside.varies(rung) for rung in dict(kernels())[SCAN].rungs}
+    assert [name for name, varies in rungs.items() if varies] == ["scan_look_back"]
 
 
 def test_what_is_repeated_again_replaces_its_rows(tmp_path, monkeypatch):
@@ -80,6 +112,13 @@ def test_what_is_repeated_again_replaces_its_rows(tmp_path, monkeypatch):
         ("rung", "False", "7"),
         ("rung", "True", "100"),
     ]
+
+
+def test_rows_of_an_older_command_stay_beside_new_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(beside.rows, "machine", lambda: {"gpu": "some-gpu"})
+    (tmp_path / beside.NAME).write_text("lesson,rung,neighbour,calls,differ\nday.a,other,False,9,0\n")
+    beside.save(tmp_path, [ALONE, replace(BESIDE, outside="2e-3 off")])
+    assert [row["outside"] for row in read_csv(tmp_path / beside.NAME)] == ["", "", "2e-3 off"]
 
 
 def process(monkeypatch, code):
@@ -110,12 +149,11 @@ def test_a_neighbour_may_have_something_to_say_before_it_is_there(monkeypatch):
 @pytest.mark.parametrize("only", ["", "scan_look_back"])
 def test_rungs_are_repeated_alone_and_then_beside_one_neighbour(monkeypatch, only):
     """It takes seconds to start. So all lessons share it; two of them may have rungs of one name."""
-    name = "day2_triton_basics.lesson15_scan"
-    lesson = next(lesson for found, lesson in kernels() if found == name)
+    name, lesson = SCAN, dict(kernels())[SCAN]
     neighbours = []
     monkeypatch.setattr(beside, "neighbour", lambda: nullcontext(neighbours.append(1)))
     monkeypatch.setattr(beside, "kinds", lambda name, rung: ["spinning"])
-    monkeypatch.setattr(beside, "repeat", lambda call, seconds, synchronize: (7, 0))
+    monkeypatch.setattr(beside, "repeat", lambda call, seconds, synchronize: beside.Calls(7, 0, (), ()))
     monkeypatch.setattr(beside, "_taken", lambda lesson, rung: (lesson.checks[0], torch.float32))
     found = list(beside.measured([(name, lesson), ("day.b", lesson)], 0.0, only))
     rungs = [(of, rung.__name__) for of in (name, "day.b") for rung in lesson.rungs if only in ("", rung.__name__)]

@@ -1,6 +1,7 @@
 """course_ops' attention against PyTorch: values, gradients, lse, refusals, graphs, and the lessons' machine code."""
 
 import hashlib
+import inspect
 import json
 import math
 import re
@@ -21,10 +22,12 @@ import course_ops
 from course_ops import testing
 from course_ops.attention import BACKWARD, FORWARD, Call, Gradient, visible_pairs
 from course_ops.kernels import (
+    attention_backward_hopper,
     attention_backward_wide_hopper,
     attention_decode,
     attention_forward_hopper,
 )
+from course_ops.kernels.attention_tiles import even_groups
 
 pytestmark = pytest.mark.kept
 
@@ -302,6 +305,34 @@ def test_which_kernel():
             call = Call(*heads("cpu", *shape, layout=layout), causal, window, 1.0)
             if call.q.numel() and not device.HAS_GPU:
                 assert chosen(FORWARD, call) == ("decode" if i in DECODED else "portable")
+
+
+@pytest.mark.parametrize("most", [1, 4, 8, 16])
+def test_groups_of_heads_are_even(most):
+    """As many groups as with `most` heads each, and the last is smaller by less than a head for each other group."""
+    for heads in range(1, 70):
+        each = even_groups(heads, most)
+        groups = math.ceil(heads / each)
+        assert each <= most
+        assert groups == math.ceil(heads / most)
+        assert each * groups - heads < groups
+    assert even_groups(0, most) == 0
+
+
+@pytest.mark.parametrize(("B", "H", "H_kv", "groups"), [(5, 12, 2, [5, 5]), (1, 8, 8, [8]), (9, 4, 2, [6, 6, 6])])
+def test_the_backward_on_hopper_works_on_even_groups(monkeypatch, B, H, H_kv, groups):
+    """Ten heads are two groups of five. In one of eight and one of two, too few long tiles would be left at the end."""
+    launched, kernel = mock.MagicMock(), attention_backward_hopper.attention_backward_hopper_kernel
+    names = inspect.signature(kernel.fn).parameters
+    monkeypatch.setattr(attention_backward_hopper, "attention_backward_hopper_kernel", launched)
+    for other in ("prepare_kernel", "finish_kernel"):
+        monkeypatch.setattr(attention_backward_hopper, other, mock.MagicMock())
+    q, k = (torch.empty(B, heads, 256, 128, dtype=torch.bfloat16) for heads in (H, H_kv))
+    lse = torch.empty(B, H, 256)
+    attention_backward_hopper.attention_backward(q, q, k, k, q, lse, True, 0.1)
+    arguments = dict(zip(names, launched.__getitem__.return_value.call_args.args, strict=False))
+    each, heads = arguments["heads_at_once"], arguments["all_heads"]
+    assert [min(each, heads - first) for first in range(0, heads, each)] == groups
 
 
 def test_float64_on_a_cpu():

@@ -62,6 +62,18 @@ def test_another_target_may_be_ignored_and_one_that_is_no_class_is_nan(mode):
 
 
 @both
+def test_equal_logits_are_equally_likely_however_large_they_are(mode):
+    for value in (1.0, 1e8, 1e15):
+        x, weight = torch.full((2, 8), value, device=DEVICE), torch.ones(131, 8, device=DEVICE).requires_grad_()
+        with mode():
+            loss = course_ops.linear_cross_entropy(x, weight, torch.tensor([0, 7], device=DEVICE))
+            (dw,) = torch.autograd.grad(loss, weight)
+        expected = torch.full((131, 8), value / 131, device=DEVICE)
+        expected[[0, 7]] -= value / 2
+        torch.testing.assert_close(dw, expected, rtol=2e-5, atol=0)
+
+
+@both
 def test_only_the_gradients_that_are_wanted_are_made(mode):
     x, weight, targets = inputs()
     with mode():

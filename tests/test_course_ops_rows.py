@@ -425,6 +425,17 @@ def test_ignore_index(where, ignore_index):
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("logit", [1e3, 1e8, 3e15, -1e30])
+def test_equal_logits_have_equal_gradients_however_large_they_are(where, logit, dtype):
+    for V in (5, 1153):
+        logits = torch.full((2, V), logit, dtype=dtype, device=where, requires_grad=True)
+        targets = torch.tensor([0, V - 1], device=where)
+        (found,) = torch.autograd.grad(course_ops.cross_entropy(logits, targets), logits)
+        (expected,) = torch.autograd.grad(F.cross_entropy(logits, targets), logits)
+        torch.testing.assert_close(found, expected, rtol=2e-6 if dtype == torch.float32 else 0.01, atol=0)
+
+
 def test_a_target_that_is_no_class(where):
     for target in (-1, 11, -101, 2**40):
         logits = rows(2, 11, at=where).requires_grad_()
@@ -441,7 +452,7 @@ def test_gradient_of_logits_lies_as_the_logits(where):
     wide = rows(5, 24, at=where)[:, :17].requires_grad_()
     (found,) = torch.autograd.grad(course_ops.cross_entropy(wide, targets), wide)
     torch.testing.assert_close(found, torch.autograd.grad(F.cross_entropy(wide, targets), wide)[0])
-    saved = torch.rand(5, device=where), wide.detach(), targets, torch.rand(5, device=where), -100
+    saved = torch.rand(5, device=where), wide.detach(), targets, torch.rand(5, 2, device=where), -100
     assert torch.ops.course_ops.cross_entropy_backward(*saved).stride() == (20, 1)  # 17 and 3 more, as 24 is 17 and 7
     shared = rows(1, 17, at=where).expand(5, 17).detach().requires_grad_()
     (found,) = torch.autograd.grad(course_ops.cross_entropy(shared, targets), shared)
@@ -547,7 +558,7 @@ def calls(at):
         "add_norm_backward": (ops.add_norm_backward, (saved[0], saved[0], *saved, False), None, ()),
         "cross_entropy_backward": (
             ops.cross_entropy_backward,
-            (torch.rand(5, device=at), logits.detach(), targets, torch.rand(5, device=at), -100),
+            (torch.rand(5, device=at), logits.detach(), targets, torch.rand(5, 2, device=at), -100),
             None,
             (),
         ),

@@ -298,12 +298,29 @@ def test_a_process_goes_on_while_a_failure_shrinks(tmp_path, monkeypatch):
     assert (count.cases, len(found), counted[0]) == (40, 1, True)
 
 
-def test_an_operator_that_had_no_turn_comes_before_one_that_had(tmp_path):
-    """Also where the turn was in an earlier run."""
-    todo = [replace(fuzzing.begun(name, "forward", "cpu"), versions="1") for name in ("softmax", "gelu")]
-    fuzzing.counted(replace(todo[0], cases=5, seconds=90.0), tmp_path / "c.csv")
-    it = fuzz_bursts.Run(todo, 5000, 60, print, path=tmp_path / "c.csv", found_path=tmp_path / "f.jsonl")
-    assert [it._next(Counter())[1].operator for _ in range(3)] == ["gelu", "softmax", "gelu"]
+def test_processes_are_shared_by_what_is_missing(tmp_path):
+    """Of 16 processes: cases left times the seconds of a case so far, also of older code; one stays where it was."""
+    todo = [replace(fuzzing.begun(name, "forward", "cpu"), versions="1") for name in ("softmax", "gelu", "scan")]
+    fast, slow, full = (replace(c, cases=n, seconds=10.0) for c, n in zip(todo, (2000, 100, 5000), strict=True))
+    for count in (fast, replace(slow, versions="0"), full):
+        fuzzing.counted(count, tmp_path / "c.csv")
+    made = {"path": tmp_path / "c.csv", "found_path": tmp_path / "f.jsonl"}
+    it = fuzz_bursts.Run(todo, 5000, 60, print, **made)
+    assert [round(t.missing_s(5000)) for t in it.tallies] == [15, 500, 0]
+    it.tallies[1].count = replace(slow, cases=1000, seconds=0)  # 4000 left, at 20 / s in the mean of both
+    it.tallies[1].older = 0, 50.0
+    taken = Counter(it._next(Counter())[1].operator for _ in range(4))
+    assert taken == {"gelu": 4}  # 200 s, and at most 100 for another process
+    it = fuzz_bursts.Run(todo, 5000, 60, print, **made)
+    it.tallies[0].older = 0, 990.0  # 0.5 s a case: 1500 s beside 500
+    taken = Counter(it._next(Counter())[1].operator for _ in range(4))
+    assert taken == {"softmax": 3, "gelu": 1}
+    it.tallies[1].under_way = 0
+    assert it._next(Counter())[1].operator == "gelu"
+    it.tallies[0].under_way = it.tallies[1].under_way = 3  # 375 s for one more, and 125
+    assert it._next(Counter({it.tallies[1].count.key: 1}))[1].operator == "softmax"
+    it.tallies[0].under_way = 7
+    assert it._next(Counter({it.tallies[1].count.key: 1}))[1].operator == "gelu"
 
 
 @KEPT

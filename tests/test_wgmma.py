@@ -120,8 +120,9 @@ def _linear() -> Iterator[tuple[Any, ...]]:
             for residual in (None, outer):
                 for save in (None, outer):
                     name = f"M={M} {gelu=} residual={residual is not None} save={save is not None}"
-                    for kernel in (linear.linear_tma, linear.linear_pointers):
-                        yield f"{name} {kernel.__name__}", kernel, x, w, bias, residual, gelu, save
+                    given = x, w, bias, residual, save
+                    for prepare in (linear.prepare_tma, linear.prepare_pointers):
+                        yield f"{name} {prepare.__name__}", prepare(*given, gelu), *given
 
 
 def _matmul_fp8() -> Iterator[tuple[Any, ...]]:

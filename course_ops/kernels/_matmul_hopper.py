@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from course_ops._common import tma_takes
-from course_ops._launch import descriptor
+from course_ops._launch import describing
 from course_ops.versions import async_load, async_store
 
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # all threads of a partition; renamed in Triton 3.7
@@ -70,8 +70,8 @@ def describer(t: Tensor, rows: int, cols: int) -> tuple[Callable[[Tensor], Tenso
     shape, strides, transposed = t.shape, t.stride(), t.stride(1) != 1
     if transposed:
         shape, strides, rows, cols = shape[::-1], strides[::-1], cols, rows
-    block, layout = [rows, cols], layout_of(rows, cols)
-    return lambda t: descriptor(TensorDescriptor, t, shape, strides, block, layout=layout), transposed
+    layout = layout_of(rows, cols)
+    return describing(TensorDescriptor, shape, strides, [rows, cols], layout=layout), transposed
 
 
 @cache

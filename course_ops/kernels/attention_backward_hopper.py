@@ -57,7 +57,7 @@ from course_ops.hopper import (
     tile_order,
     tma_reduce_add,
 )
-from course_ops.kernels.attention_tiles import LN2, heads_in_l2, hopper_takes, load_tile, score_scales
+from course_ops.kernels.attention_tiles import LN2, even_groups, heads_in_l2, hopper_takes, load_tile, score_scales
 from course_ops.kernels.sequences import (
     Sequences,
     coordinates,
@@ -756,8 +756,8 @@ def attention_backward(
         32, width,
     )  # fmt: skip
     # Few heads at a time, so that long and short tiles run at the same time. There are 16 if L2 holds twice what their
-    # programs share: Q, dO, and twice as much of dQ. Otherwise 8. Most counts of heads are multiples of these.
-    at_once = min(B * H_kv, 16 if heads_in_l2(8 * group * longest * width, q.device) >= 32 else 8)
+    # programs share: Q, dO, and twice as much of dQ. Otherwise 8.
+    at_once = even_groups(B * H_kv, 16 if heads_in_l2(8 * group * longest * width, q.device) >= 32 else 8)
     values = [t if sequences is None else t.view(-1, block) for t in (starts, deltas)]
     attention_backward_hopper_kernel[(min(tiles * B * H_kv, num_sms(q.device)),)](
         *(descriptor(t, block, width) for t in (q, dout)),

@@ -53,7 +53,7 @@ from course_ops.hopper import (
     tile_order,
 )
 from course_ops.kernels.attention_backward_hopper import opaque_zero, prepare_kernel
-from course_ops.kernels.attention_tiles import LN2, LOG2E, heads_in_l2, hopper_takes
+from course_ops.kernels.attention_tiles import LN2, LOG2E, even_groups, heads_in_l2, hopper_takes
 from course_ops.versions import async_load, async_store
 
 ROWS, FIRST = 64, 128  # queries or keys of a block, its first columns
@@ -553,13 +553,13 @@ def attention_backward(
     )
     of_rows = [tensor_descriptor(t, [1, ROWS], swizzled=False) for t in (starts, deltas)]
     sizes = S_q, S_k, window or 0, group, causal, window is not None
-    at_once = min(B * H, group * heads_in_l2(2 * S_k * (D + D_v), q.device))
+    at_once = group * even_groups(B * H_kv, heads_in_l2(2 * S_k * (D + D_v), q.device))
     query_kernel[(B * H * tiles,)](
         *queries, *grads, *dqs, *keys, *values, *of_rows, scale, scale * LOG2E.value, tiles, H, B * H, at_once,
         *sizes, 2, 1 if wide else 2, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     tiles = triton.cdiv(S_k, ROWS)
-    at_once = min(B * H_kv, heads_in_l2(2 * group * S_q * (D + D_v), q.device))
+    at_once = even_groups(B * H_kv, heads_in_l2(2 * group * S_q * (D + D_v), q.device))
     key_kernel[(B * H_kv * tiles,)](
         *queries, *grads, *keys, *values, *dks, *dvs, *of_rows, scale, scale * LOG2E.value, tiles, H, B * H_kv,
         at_once, *sizes, 2 if wide else 3, num_warps=4, launch_pdl=True,

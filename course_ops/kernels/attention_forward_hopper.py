@@ -65,7 +65,15 @@ from course_ops.hopper import (
     tile_counter,
     tile_order,
 )
-from course_ops.kernels.attention_tiles import LN2, LOWEST, empty_results, heads_in_l2, hopper_takes, score_scales
+from course_ops.kernels.attention_tiles import (
+    LN2,
+    LOWEST,
+    empty_results,
+    even_groups,
+    heads_in_l2,
+    hopper_takes,
+    score_scales,
+)
 from course_ops.kernels.sequences import (
     Sequences,
     coordinates,
@@ -704,9 +712,9 @@ def attention_forward(
     consumers, aligned = variant(longest_k, max(D, D_v), keys, causal, window, in_step)
     if aligned:
         # Few heads at a time: tiles bound by compute and short ones, bound by bytes, are then under way together.
-        at_once = min(B * H, max(1, min(8, num_sms(q.device) // max(1, triton.cdiv(longest_q, 128)))))
+        at_once = even_groups(B * H, max(1, min(8, num_sms(q.device) // max(1, triton.cdiv(longest_q, 128)))))
     else:
-        at_once = min(B * H, group * heads_in_l2(2 * longest_k * (D + D_v), q.device))
+        at_once = group * even_groups(B * H_kv, heads_in_l2(2 * longest_k * (D + D_v), q.device))
     if sequences is None:
         listed, tiles, descriptor = None, triton.cdiv(S_q, consumers * ROWS), whole_descriptor
     else:

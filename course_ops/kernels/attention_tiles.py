@@ -38,6 +38,12 @@ def heads_in_l2(bytes_per_head: int, device: torch.device) -> int:
     return max(1, l2 // 2 // max(1, bytes_per_head))
 
 
+def even_groups(heads: int, most: int) -> int:
+    """How many heads to work on at a time: in no more groups than with `most` at a time, and in groups of about one
+    size. After a small last group the GPU would have too few tiles at the end, and these would be the longest."""
+    return triton.cdiv(heads, max(1, triton.cdiv(heads, most)))
+
+
 def score_scales(scale: float, softcap: float | None) -> tuple[float, float | None]:
     """(a, None) if the exponent of a score s is a s, in powers of 2; (a, b) if it is a tanh(b s), with a softcap."""
     if softcap is None:

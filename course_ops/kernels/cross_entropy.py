@@ -1,4 +1,8 @@
-"""Cross-entropy of the rows of a matrix of logits, and its gradient. Loss and logsumexp are fp32."""
+"""Cross-entropy of the rows of a matrix of logits, and its gradient. The loss is fp32, a logsumexp two fp32.
+
+The first of the two is the logsumexp rounded, the second what the rounding lost. A maximum of 1e8 is rounded to a
+multiple of 8. Without the second value the backward would take each of V equal logits for the only one.
+"""
 
 import math
 
@@ -26,14 +30,18 @@ def target_logit(x_ptr, targets_ptr, row, M, V, stride_x, IGNORE: tl.constexpr):
 def store_loss(m, l, target, logit, loss_ptr, lse_ptr, row, M, IGNORE: tl.constexpr):  # noqa: E741
     # l = 0 only if the whole row is -inf: PyTorch's softmax divides 0 by 0 there.
     log_l = tl.where(l > 0, tl.log(l), float("nan"))
-    tl.store(lse_ptr + row, m + log_l, mask=row < M)
+    lse = m + log_l
+    of_log_l = lse - m  # what of it the sum holds; Knuth's TwoSum: the rounding error of m + log_l, exactly
+    pair_ptr = lse_ptr + 2 * row.to(tl.int64)
+    tl.store(pair_ptr, lse, mask=row < M)
+    tl.store(pair_ptr + 1, (m - (lse - of_log_l)) + (log_l - of_log_l), mask=row < M)
     # Not lse - logit: of the difference of two values near 1000 fp32 keeps 4 digits.
     tl.store(loss_ptr + row, tl.where(target == IGNORE, 0.0, log_l - (logit - m)), mask=row < M)
 
 
 @triton.jit
 def cross_entropy_packed_kernel(
-    x_ptr, targets_ptr, loss_ptr, lse_ptr,  # [M, V], [M], [M], [M]
+    x_ptr, targets_ptr, loss_ptr, lse_ptr,  # [M, V], [M], [M], [M, 2]
     M, V, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr, IGNORE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -49,7 +57,7 @@ def cross_entropy_packed_kernel(
 
 
 def cross_entropy_packed(logits, targets, ignore_index):
-    """logits [M, V], targets [M] -> loss, lse [M]; a program holds several rows, two of 1024 classes a warp."""
+    """logits [M, V], targets [M] -> loss [M], lse [M, 2]; a program holds several rows, two of 1024 classes a warp."""
     loss, lse, rows = _results(logits)
     if rows.M:
         tile = max(1, 2048 // rows.block)
@@ -65,7 +73,7 @@ def cross_entropy_packed(logits, targets, ignore_index):
 # hardware has no wide load: chunks wholly inside a row are loaded whole, the elements on either side of them singly.
 @triton.jit
 def cross_entropy_chunks_kernel(
-    x_ptr, targets_ptr, loss_ptr, lse_ptr,  # [M, V] at a multiple of W elements, [M], [M], [M]
+    x_ptr, targets_ptr, loss_ptr, lse_ptr,  # [M, V] at a multiple of W elements, [M], [M], [M, 2]
     partials_ptr,  # [2, M, PARTS], if PARTS > 1: m and l of each part of a row
     M, V, stride_x, PARTS: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
     IGNORE: tl.constexpr,
@@ -146,7 +154,7 @@ def _chunks(logits, targets, ignore_index, parts, warps):
 
 def _results(logits):
     rows = Rows.of(logits)
-    loss, lse = (torch.empty(rows.M, dtype=torch.float32, device=logits.device) for _ in range(2))
+    loss, lse = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in (rows.M, (rows.M, 2)))
     return loss, lse, rows
 
 
@@ -154,13 +162,13 @@ def _results(logits):
 # chunk that was written whole across two rows would overwrite what another program wrote.
 @triton.jit
 def cross_entropy_backward_kernel(
-    dloss_ptr, x_ptr, targets_ptr, lse_ptr, dx_ptr,  # [M], [M, V], [M], [M], [M, V]; x, dx at multiples of W elements
+    dloss_ptr, x_ptr, targets_ptr, lse_ptr, dx_ptr,  # [M], [M, V], [M], [M, 2], [M, V]; x, dx: at multiples of W
     V, stride_x, stride_dx, BLOCKS, LANES: tl.constexpr, W: tl.constexpr, IGNORE: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     target, scale = target_and_scale(targets_ptr, dloss_ptr, row, V, IGNORE)
-    lse = tl.load(lse_ptr + row)
+    lse, rest = tl.load(lse_ptr + 2 * row), tl.load(lse_ptr + 2 * row + 1)
     begin = row * stride_x
     first = (begin + W - 1) // W  # of the chunks wholly inside the row, and `after` the last
     after = (begin + V) // W
@@ -171,14 +179,14 @@ def cross_entropy_backward_kernel(
     inside = chunks < after - first
     x = tl.load(x_ptr + first * W + offsets, mask=inside).to(tl.float32)
     hit = offsets == (target - (first * W - begin)).to(tl.int32)
-    tl.store(dx_ptr + first_dx * W + offsets, (tl.exp(x - lse) - hit) * scale, mask=inside)
+    tl.store(dx_ptr + first_dx * W + offsets, (tl.exp(x - lse - rest) - hit) * scale, mask=inside)
     if block == 0:
         # The elements before the chunks and those after; in a row that lies within one chunk these are not the same.
         side = tl.arange(0, 2 * W)
         cols = tl.where(side < W, (first - 1) * W, (tl.maximum(first, after) - 1) * W) + side - begin
         mine = (cols >= 0) & (cols < V)
         edge = tl.load(x_ptr + begin + cols, mask=mine).to(tl.float32)
-        tl.store(dx_ptr + row * stride_dx + cols, (tl.exp(edge - lse) - (cols == target)) * scale, mask=mine)
+        tl.store(dx_ptr + row * stride_dx + cols, (tl.exp(edge - lse - rest) - (cols == target)) * scale, mask=mine)
 
 
 @triton.jit
@@ -190,7 +198,7 @@ def target_and_scale(targets_ptr, dloss_ptr, row, V, IGNORE: tl.constexpr):
 
 
 def cross_entropy_backward(dloss, logits, targets, lse, ignore_index, dlogits):
-    """dloss [M], logits [M, V], targets [M], lse [M] -> dlogits [M, V], filled; it may be the logits themselves."""
+    """dloss [M], logits [M, V], targets [M], lse [M, 2] -> dlogits [M, V], filled; it may be the logits themselves."""
     rows = Rows.of(logits)
     if dlogits.numel():
         w = 16 // logits.element_size()

@@ -10,7 +10,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from course_ops._common import architecture, cdiv, fitting_stages, num_sms, roomy, tma_takes, triton_interprets
-from course_ops._launch import Launch, descriptor, launch, remembered
+from course_ops._launch import describing, launcher
+from course_ops.kernels import matmul_skinny
 from course_ops.kernels._tiles import swizzled_tile
 
 # gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded.
@@ -123,48 +124,68 @@ def epilogue_kernel(
     tl.store(y_ptr + rows * N + cols, x, mask=mask)
 
 
-def linear_pointers(
-    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
-) -> Tensor:
-    """x [M, K], w [N, K], bias [N], residual [M, N] -> y [M, N]; x W^T + bias goes to `save`, a contiguous [M, N]."""
-    M, N, y = len(x), len(w), x.new_empty(len(x), len(w))
-    if y.numel():
-        # 128 bytes of K a step; 3 stages of 32 KB, so that two programs fit on an SM of Hopper.
-        pointers_kernel[(cdiv(M, 128) * cdiv(N, 128),)](
-            x, w, bias, residual, y, save, M, N, x.shape[1],
-            x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0),
-            bias is not None, gelu, residual is not None, save is not None,
-            BLOCK_M=128, BLOCK_N=128, BLOCK_K=128 // x.element_size(), num_warps=8, num_stages=3,
-        )  # fmt: skip
-    return y
+Run = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]  # x, w, bias, residual, z to y
 
 
-def linear_tma(
-    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
-) -> Tensor:
-    """As linear_pointers, in 16 bits, for what tma_fits()."""
-    M, N, y, sms = len(x), len(w), x.new_empty(len(x), len(w)), num_sms(x.device)
+def prepare_pointers(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None, gelu: bool
+) -> Run:
+    """x [M, K], w [N, K], bias [N], residual [M, N] -> y [M, N]; x W^T + bias goes to z, a contiguous [M, N].
+
+    The last stride of each is 1. Returns a function of tensors that lie as these do.
+    """
+    (M, K), N = x.shape, w.shape[0]
+    if not M or not N:
+        return lambda x, *_: x.new_empty(M, N)
+    # 128 bytes of K a step; 3 stages of 32 KB, so that two programs fit on an SM of Hopper.
+    go = launcher(pointers_kernel, (cdiv(M, 128) * cdiv(N, 128),), num_warps=8, num_stages=3)
+    sizes = M, N, K, x.stride(0), w.stride(0), 0 if residual is None else residual.stride(0)
+    sizes += *_parts(bias, residual, z, gelu), 128, 128, 128 // x.element_size()
+
+    def run(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None) -> Tensor:
+        y = x.new_empty(M, N)
+        go(x, w, bias, residual, y, z, *sizes)
+        return y
+
+    return run
+
+
+def prepare_tma(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None, gelu: bool
+) -> Run:
+    """As prepare_pointers, in 16 bits, for what tma_fits()."""
+    (M, K), N, sms = x.shape, w.shape[0], num_sms(x.device)
     block_n = tile_width(M, N, x.device)
     stages = 3 if block_n == 256 else 4
-    stored = sum(t is not None for t in (residual, y, save))
+    stored = 1 + (residual is not None) + (z is not None)
     stages = fitting_stages(stages, 2 * (128 + block_n) * 64, x.device, beside=stored * 128 * block_n)
-    flags = bias is not None, gelu, residual is not None, save is not None
-    inner = _described(x, 128, 64), _described(w, block_n, 64)
-    outer = (_described(y if t is None else t, 128, block_n // 2) for t in (residual, y, save))  # y for what is absent
-    sizes = M, N, x.shape[1]
-    args = *inner, bias, *outer, *sizes, *flags, 128, block_n, 64
-    key = *sizes, *flags, block_n, x.dtype, *_specialized(bias)
     grid = (min(sms, cdiv(M, 128) * cdiv(N, block_n)),)
-    launch(tma_kernel, grid, args, key, num_warps=8, num_stages=stages)
-    return y
+    go = launcher(tma_kernel, grid, num_warps=8, num_stages=stages)
+    sizes = M, N, K, *_parts(bias, residual, z, gelu), 128, block_n, 64
+    of_x, of_w = (
+        describing(TensorDescriptor, (M, K), x.stride(), [128, 64]),
+        describing(TensorDescriptor, (N, K), w.stride(), [block_n, 64]),
+    )
+    half = [128, block_n // 2]
+    of_y = describing(TensorDescriptor, (M, N), (N, 1), half)
+    of_residual = of_y if residual is None else describing(TensorDescriptor, (M, N), residual.stride(), half)
+
+    def run(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None) -> Tensor:
+        y = x.new_empty(M, N)
+        outer = of_residual(y if residual is None else residual), of_y(y), of_y(y if z is None else z)
+        go(of_x(x), of_w(w), bias, *outer, *sizes)
+        return y
+
+    return run
 
 
-def _described(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    return descriptor(TensorDescriptor, t, t.shape, t.stride(), [rows, cols])
+def _parts(bias: Tensor | None, residual: Tensor | None, z: Tensor | None, gelu: bool) -> tuple[bool, bool, bool, bool]:
+    """The kernels' BIAS, GELU, RESIDUAL and SAVE."""
+    return bias is not None, gelu, residual is not None, z is not None
 
 
 def tile_width(M: int, N: int, device: torch.device) -> int:
-    """Columns of linear_tma's tile, which has 128 rows.
+    """Columns of tma_kernel's tile, which has 128 rows.
 
     128 x 256 needs the fewest bytes from L2; where that makes less than a tile an SM, halves use more SMs.
     """
@@ -172,7 +193,7 @@ def tile_width(M: int, N: int, device: torch.device) -> int:
 
 
 def tma_fits(x: Tensor, w: Tensor, residual: Tensor | None) -> bool:
-    """Whether linear_tma takes them: 16 bits, TMA, and rows that begin at multiples of 16 bytes, of y too."""
+    """Whether tma_kernel takes them: 16 bits, TMA, and rows that begin at multiples of 16 bytes, of y too."""
     tensors = (x, w) if residual is None else (x, w, residual)
     return (
         x.element_size() == 2
@@ -183,23 +204,23 @@ def tma_fits(x: Tensor, w: Tensor, residual: Tensor | None) -> bool:
     )
 
 
-def epilogue(
-    x: Tensor, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None, gelu: bool, save: Tensor | None
-) -> Tensor:
-    """gelu(x + bias) + residual of a contiguous [M, N], in dtype; x + bias goes to `save`."""
-    (M, N), y = x.shape, torch.empty_like(x, dtype=dtype)
-    if y.numel():
-        sizes = M, N, 0 if residual is None else residual.stride(0)
-        flags = bias is not None, gelu, residual is not None, save is not None
-        key = *sizes, *flags, x.dtype, *_specialized(bias, residual, y, save)
-        args = x, bias, residual, y, save, *sizes, *flags, 8, 512
-        launch(epilogue_kernel, (cdiv(M, 8) * cdiv(N, 512),), args, key)
-    return y
+def prepare_few_rows(
+    x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None, gelu: bool
+) -> Run:
+    """As prepare_pointers, by matmul_skinny and a kernel for the epilogue, which is cheap for few rows."""
+    M, N = x.shape[0], w.shape[0]
+    product = matmul_skinny.prepare(x, w.t(), torch.float32)  # z is rounded once, as in the other kernels
+    if not M or not N:
+        return lambda x, *_: x.new_empty(M, N)
+    go = launcher(epilogue_kernel, (cdiv(M, 8) * cdiv(N, 512),))
+    sizes = M, N, 0 if residual is None else residual.stride(0), *_parts(bias, residual, z, gelu), 8, 512
 
+    def run(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None) -> Tensor:
+        y = x.new_empty(M, N)
+        go(product(x, w), bias, residual, y, z, *sizes)
+        return y
 
-def _specialized(*tensors: Tensor | None) -> list[tuple[torch.dtype, bool] | None]:
-    """What a kernel is specialized for in pointers."""
-    return [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
+    return run
 
 
 # A program walks down its columns and adds up dz while it has it in registers. The sums are of values that were never
@@ -234,18 +255,16 @@ def column_sums_kernel(dz_ptr, partial_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N
     tl.store(partial, tl.sum(total, axis=0, keep_dims=True), mask=cols < N)
 
 
-def gelu_backward(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """dy [M, N] with unit last stride, z [M, N] contiguous -> dz = dy gelu'(z) and its sums over rows, in z's dtype."""
-    gradients: tuple[Tensor, Tensor] = remembered(_prepare_gelu_backward, dy, z)(dy, z)
-    return gradients
+def prepare_gelu_backward(dy: Tensor, z: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """dy [M, N] with unit last stride, z [M, N] contiguous -> dz = dy gelu'(z) and its sums over rows, in z's dtype.
 
-
-def _prepare_gelu_backward(dy: Tensor, z: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    Returns a function of tensors that lie as these do.
+    """
     M, N = z.shape
     if not z.numel():
         return lambda dy, z: (torch.empty_like(z), z.new_zeros(N))
     rows, (block_m, block_n) = _partial_rows(z), _block(M, N, num_sms(z.device))
-    go, sizes = Launch(dz_and_sums_kernel, (cdiv(N, block_n), rows)), (M, N, dy.stride(0), block_m, block_n)
+    go, sizes = launcher(dz_and_sums_kernel, (cdiv(N, block_n), rows)), (M, N, dy.stride(0), block_m, block_n)
     partial, total = _prepare_sums(z, rows)
 
     def run(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,18 +275,13 @@ def _prepare_gelu_backward(dy: Tensor, z: Tensor) -> Callable[[Tensor, Tensor], 
     return run
 
 
-def column_sums(dz: Tensor) -> Tensor:
-    """The sums over the rows of a contiguous [M, N], added in fp32, in its dtype."""
-    sums: Tensor = remembered(_prepare_column_sums, dz)(dz)
-    return sums
-
-
-def _prepare_column_sums(dz: Tensor) -> Callable[[Tensor], Tensor]:
+def prepare_column_sums(dz: Tensor) -> Callable[[Tensor], Tensor]:
+    """The sums over the rows of a contiguous [M, N], added in fp32, in its dtype: a function of what lies as dz."""
     M, N = dz.shape
     if not dz.numel():
         return lambda dz: dz.new_zeros(N)
     rows, (block_m, block_n) = _partial_rows(dz), _block(M, N, num_sms(dz.device))
-    go, sizes = Launch(column_sums_kernel, (cdiv(N, block_n), rows)), (M, N, block_m, block_n)
+    go, sizes = launcher(column_sums_kernel, (cdiv(N, block_n), rows)), (M, N, block_m, block_n)
     partial, total = _prepare_sums(dz, rows)
 
     def run(dz: Tensor) -> Tensor:
@@ -301,7 +315,7 @@ def _prepare_sums(z: Tensor, rows: int) -> tuple[Callable[[Tensor], Tensor], Cal
     N, dtype = z.shape[1], z.dtype
     if rows == 1:
         return lambda z: z.new_empty(N), lambda sums: sums
-    go, sizes = Launch(column_sums_kernel, (cdiv(N, 32), 1)), (rows, N, 128, 32)
+    go, sizes = launcher(column_sums_kernel, (cdiv(N, 32), 1)), (rows, N, 128, 32)
 
     def total(sums: Tensor) -> Tensor:
         result = sums.new_empty(N, dtype=dtype)

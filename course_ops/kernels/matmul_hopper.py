@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from course_ops._common import cdiv, num_sms, runs_gluon
-from course_ops._launch import Launch
+from course_ops._launch import launcher
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import (
     as_operand,
@@ -116,7 +116,7 @@ def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     tiles = tiles_m * tiles_n
     programs = cdiv(tiles, cdiv(tiles, sms))  # as few as make as many rounds as all SMs would
     sizes = tiles_m, tiles_n, steps, STAGES, GROUP, a_t, b_t
-    go = Launch(persistent_kernel, (programs,), num_warps=4)
+    go = launcher(persistent_kernel, (programs,), num_warps=4)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         c = a.new_empty(M, N)

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from course_ops._common import architecture, cdiv, fitting_stages, num_sms, shared_memory, tma_takes
-from course_ops._launch import Launch, descriptor
+from course_ops._launch import describing, launcher
 from course_ops.kernels._tiles import stream_zeros
 
 
@@ -71,8 +71,8 @@ def share(program, total, programs):
 
 # Stream-K: all steps of all tiles lie in one row, and every program takes an equal share. A program whose share begins
 # inside a tile leaves its partial sums in the workspace and sets a flag. The program with the tile's first step waits
-# for the flags, adds the parts in order and stores C. Waiting ends: there are no more programs than SMs, and a program
-# waits for lower ids.
+# for the flags, adds the parts in order and stores C. Waiting ends, however many programs there are: a program waits
+# for lower ids alone, and those start before it.
 @triton.jit
 def stream_k_kernel(
     a_ptr, b_ptr, c_ptr,
@@ -111,16 +111,17 @@ def matmul_skinny(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) ->
 
 
 def prepare(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Callable[[Tensor, Tensor], Tensor]:
-    """matmul_skinny for operands that lie as a and b do."""
+    """matmul_skinny for operands that lie as a and b do; of b the function reads the address alone."""
     shape, dtype = (a.shape[0], b.shape[1]), out_dtype or a.dtype
     if not all(shape) or not a.shape[1]:
         return lambda a, b: a.new_zeros(shape, dtype=dtype)
     n_major = b.stride(0) == 1  # [N, K] in memory, as nn.Linear keeps its weight
     if a.shape[0] == 1 and n_major:
         return _matvec(a, b, dtype)
-    block_m, *block = _pointer_tile(a)
+    by_16_bytes = a.element_size() == 2 and tma_takes(b.t() if n_major else b)
+    block_m, *block = _pointer_tile(a, by_16_bytes)
     tma = ""
-    if a.element_size() == 2 and architecture(a.device) >= 90 and tma_takes(a, b.t() if n_major else b):
+    if by_16_bytes and architecture(a.device) >= 90 and tma_takes(a):
         tma = "[N, K]" if n_major else "[K, N]"
         n, k, warps, stages = _tma_tile(block_m, b.shape[1], num_sms(b.device), n_major)
         block = [n, k, warps, fitting_stages(stages, 2 * (block_m + n) * k, b.device)]
@@ -130,7 +131,7 @@ def prepare(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Calla
 def _matvec(a: Tensor, b: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     K, N = b.shape
     sizes = N, K, a.stride(1), *b.stride(), 4, 1024
-    go = Launch(matvec_kernel, (cdiv(N, 4),), num_stages=1)
+    go = launcher(matvec_kernel, (cdiv(N, 4),), num_stages=1)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         c = a.new_empty(1, N, dtype=dtype)
@@ -140,13 +141,35 @@ def _matvec(a: Tensor, b: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tenso
     return run
 
 
-def _pointer_tile(a: Tensor) -> tuple[int, int, int, int, int]:
-    """block_m, block_n, block_k, warps, stages: as many rows as there are, 128 columns, 128 bytes along K."""
+def _pointer_tile(a: Tensor, by_16_bytes: bool) -> tuple[int, int, int, int, int]:
+    """block_m, block_n, block_k, warps, stages. by_16_bytes: whether B can be copied so.
+
+    Then a tile has 128 columns and 128 bytes along K. Otherwise a thread loads element by element, and no load runs
+    ahead of the MMAs: so tiles are narrow, many programs share an SM, and a step is long.
+    """
     block_m = _block_m(a.shape[0])
     if a.element_size() == 4:  # no tensor cores: sums and operands take more registers
         return min(64, block_m), 64, 32, 4, 4
-    stages = min(4, shared_memory(a.device) // (2 * (block_m + 128) * 64))
-    return block_m, 128, 64, 8 if block_m == 128 else 4, stages
+    block_n, block_k = 128, 64
+    if not by_16_bytes:
+        block_n, block_k = (64, 64) if block_m == 128 else (32, 128) if block_m > 16 else (32, 256)
+    stages = min(4, shared_memory(a.device) // (2 * (block_m + block_n) * block_k))
+    return block_m, block_n, block_k, 8 if block_m == 128 else 4, stages
+
+
+def pointer_programs(block_m: int, block_k: int, tiles: int, steps: int, sms: int) -> int:
+    """How many programs divide tiles whose B is loaded element by element: each tile the same number if they suffice.
+
+    A step takes 0.7 us and what its length adds, an SM does one each 0.8 us, and a part of a tile takes 0.4 us and
+    what its rows add: fits on an H200.
+    """
+
+    def us(parts: int) -> float:
+        loading = max(cdiv(steps, parts) * (0.7 + block_k / 200), tiles * steps / sms * 0.8)
+        return loading + (parts - 1) * (0.4 + block_m / 160)
+
+    most = sms * {16: 4, 32: 3, 64: 2}.get(block_m, 1)
+    return tiles * min(range(1, min(most // tiles, steps) + 1), key=us) if tiles <= most else most
 
 
 def _tma_tile(block_m: int, N: int, sms: int, n_major: bool) -> tuple[int, int, int, int]:
@@ -190,24 +213,29 @@ def _stream_k(
     tma: str,
 ) -> Callable[[Tensor, Tensor], Tensor]:
     (M, K), N, sms = a.shape, b.shape[1], num_sms(a.device)
-    tiles = cdiv(M, block_m) * cdiv(N, block_n)
-    # Where TMA loads, whole tiles or even parts of them; otherwise equal shares of all steps.
-    per_tile = plan(M, N, K, sms, tma == "[N, K]")[0] if tma and block_m >= M else 0
-    programs = per_tile * tiles or min(sms, tiles * cdiv(K, block_k))
+    tiles, steps = cdiv(M, block_m) * cdiv(N, block_n), cdiv(K, block_k)
+    # Whole tiles or even parts of them where there are not too many; otherwise equal shares of all steps.
+    programs = 0
+    if tma and block_m >= M:
+        programs = plan(M, N, K, sms, tma == "[N, K]")[0] * tiles
+    elif a.element_size() == 2 and block_n < 128:
+        programs = pointer_programs(block_m, block_k, tiles, steps, sms)
+    programs = programs or min(sms, tiles * steps)
     sizes = M, N, K, a.stride() + b.stride(), block_m, block_n, block_k, tma
-    shape, lies, block = b.shape, b.stride(), [block_k, block_n]
-    if tma == "[N, K]":
-        shape, lies, block = shape[::-1], lies[::-1], block[::-1]
-    shape_a, lies_a, block_a = a.shape, a.stride(), [block_m, block_k]
-    go = Launch(stream_k_kernel, (programs,), num_warps=warps, num_stages=stages)
+    stored, block = (b.t(), [block_n, block_k]) if tma == "[N, K]" else (b, [block_k, block_n])
+    of_a = describing(TensorDescriptor, a.shape, a.stride(), [block_m, block_k])
+    of_b = describing(TensorDescriptor, stored.shape, stored.stride(), block)
+    whole_tiles = programs == tiles  # then no program has a part to leave
+    empty = a.new_empty(0, dtype=torch.float32), a.new_empty(0, dtype=torch.int32)
+    go = launcher(stream_k_kernel, (programs,), num_warps=warps, num_stages=stages)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
-        c = a.new_empty(M, N, dtype=dtype)
-        parts = a.new_empty(programs, block_m, block_n, dtype=torch.float32)
-        flags = stream_zeros(a, 4 * sms, "stream-k")
+        c, (parts, flags) = a.new_empty(M, N, dtype=dtype), empty
+        if not whole_tiles:
+            parts = a.new_empty(programs, block_m, block_n, dtype=torch.float32)
+            flags = stream_zeros(a, 4 * sms, "stream-k")
         if tma:
-            of_a = descriptor(TensorDescriptor, a, shape_a, lies_a, block_a)
-            go(of_a, descriptor(TensorDescriptor, b, shape, lies, block), c, parts, flags, *sizes)
+            go(of_a(a), of_b(b), c, parts, flags, *sizes)
         else:
             go(a, b, c, parts, flags, *sizes)
         return c

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from course_ops._common import cdiv, num_sms
-from course_ops._launch import Launch
+from course_ops._launch import launcher
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describer, load_stage, split_columns
 from course_ops.kernels._tiles import stream_zeros
@@ -193,7 +193,7 @@ def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     partial = tiles * splits * 128 * block_n if splits > 1 else 0
     sizes = tiles_m, cdiv(K, 64), M, 224 * 1024 // (128 * (128 + block_n)), splits, a_t, b_t
     no_parts = a.new_empty(0, dtype=torch.float32)
-    go = Launch(split_k_kernel, (tiles * splits,), num_warps=4)
+    go = launcher(split_k_kernel, (tiles * splits,), num_warps=4)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         c, parts = a.new_empty(M, N), a.new_empty(partial, dtype=torch.float32) if partial else no_parts

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from course_ops._common import cdiv, num_sms, shared_memory
-from course_ops._launch import Launch
+from course_ops._launch import launcher
 from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import as_operand, block_barrier, describer, split_columns, swizzled_tile
 from course_ops.kernels._matmul_plan import STEP, Plan, group_of, plan_of
@@ -361,23 +361,26 @@ def by_plan(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
 
 def planned(a: Tensor, b: Tensor, plan: Plan) -> Callable[[Tensor, Tensor], Tensor]:
     """by_plan for operands that lie as a and b do."""
-    shape, sms = (a.shape[0], b.shape[1]), num_sms(a.device)
+    M, N, sms = a.shape[0], b.shape[1], num_sms(a.device)
     consumers, block_n = plan.block_m // ROWS, plan.block_n
     (of_a, a_t), (of_b, b_t) = describer(a, ROWS, STEP), describer(b, STEP, block_n)
-    of_c, _ = describer(a.new_empty(shape, device="meta"), ROWS, PANEL)
-    tiles_m, tiles_n = cdiv(shape[0], plan.block_m), cdiv(shape[1], block_n)
+    of_c, _ = describer(a.new_empty(M, N, device="meta"), ROWS, PANEL)
+    tiles_m, tiles_n = cdiv(M, plan.block_m), cdiv(N, block_n)
     ctas = sms if plan.shared_tiles else min(sms, tiles_m * tiles_n)
     partial = ctas * plan.block_m * block_n if plan.shared_tiles else 0
     beside = 2 * consumers * ROWS * PANEL * 2 + 1024  # bytes: panels of C, barriers
     stages = min(6, (shared_memory(a.device) - beside) // (2 * STEP * (plan.block_m + block_n)))
     group = group_of(tiles_m, plan.block_m, block_n, sms)
     sizes = cdiv(a.shape[1], STEP), plan.shared_tiles, tiles_m, tiles_n, group, consumers, stages, a_t, b_t
-    no_sums = a.new_empty(0, dtype=torch.float32)
-    go = Launch(stream_k_hopper_kernel, (ctas,), num_warps=4)
+    empty = a.new_empty(0, dtype=torch.float32), a.new_empty(0, dtype=torch.int32)
+    go = launcher(stream_k_hopper_kernel, (ctas,), num_warps=4)
 
     def run(a: Tensor, b: Tensor) -> Tensor:
-        c, sums = a.new_empty(shape), a.new_empty(partial, dtype=torch.float32) if partial else no_sums
-        go(of_a(a), of_b(b), of_c(c), sums, stream_zeros(a, 4 * sms, "stream-k hopper"), *sizes)
+        c, (sums, flags) = a.new_empty(M, N), empty
+        if partial:
+            sums = a.new_empty(partial, dtype=torch.float32)
+            flags = stream_zeros(a, 4 * sms, "stream-k hopper")
+        go(of_a(a), of_b(b), of_c(c), sums, flags, *sizes)
         return c
 
     return run

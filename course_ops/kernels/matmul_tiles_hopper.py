@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from course_ops._common import cdiv, num_sms, shared_memory
-from course_ops._launch import Launch
+from course_ops._launch import launcher
 from course_ops.hopper import aggregate, allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import as_operand, describer, split_columns, swizzled_tile
 from course_ops.kernels._matmul_plan import STEP, Plan, group_of, parts_of, plan_of
@@ -220,9 +220,9 @@ def matmul_tiles_hopper(a: Tensor, b: Tensor) -> Tensor:
 
 def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """matmul_tiles_hopper for operands that lie as a and b do."""
-    shape = a.shape[0], b.shape[1]
-    run = planned(a, b, plan_of(a, b, num_sms(a.device)), a.new_empty(shape, device="meta"))
-    return lambda a, b: run(a, b, a.new_empty(shape))
+    M, N = a.shape[0], b.shape[1]
+    run = planned(a, b, plan_of(a, b, num_sms(a.device)), a.new_empty(M, N, device="meta"))
+    return lambda a, b: run(a, b, a.new_empty(M, N))
 
 
 def by_plan(
@@ -251,7 +251,7 @@ def planned(
     stages = stages_of(plan.block_m, plan.block_n, shared_memory(a.device))
     group = group_of(tiles_m, plan.block_m, plan.block_n, sms)
     sizes = tiles_m, tiles_n, cdiv(K, STEP), group, N, left, right, stages, a_t, b_t, gelu
-    go = Launch(tiles_kernel, (cdiv(tiles, cdiv(tiles, sms)),), num_warps=4)
+    go = launcher(tiles_kernel, (cdiv(tiles, cdiv(tiles, sms)),), num_warps=4)
 
     def run(a: Tensor, b: Tensor, c: Tensor, bias: Tensor | None = None, z: Tensor | None = None) -> Tensor:
         go(of_a(a), of_left(b), of_right(b), of_c(c), of_z(z), bias, *sizes)

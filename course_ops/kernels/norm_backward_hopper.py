@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from course_ops._common import cdiv, num_sms, runs_gluon, shared_memory, tma_takes
-from course_ops._launch import descriptor
+from course_ops._launch import describing
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import block_barrier
 from course_ops.kernels._norm_backward import Load, Plan, early_sum, partial_sums, sum_partials
@@ -321,8 +321,8 @@ def _blocks(t: Tensor, plan: Plan) -> tuple[TensorDescriptor, TensorDescriptor]:
     width = math.gcd(N, 256)
     full, last = [1, plan.block // width, width], [1, plan.last]
     return (
-        descriptor(TensorDescriptor, t, (M, N // width, width), (stride, width, 1), full, layout=_row_by_row(3)),
-        descriptor(TensorDescriptor, t, (M, N), (stride, 1), last, layout=_row_by_row(2)),
+        describing(TensorDescriptor, (M, N // width, width), (stride, width, 1), full, layout=_row_by_row(3))(t),
+        describing(TensorDescriptor, (M, N), (stride, 1), last, layout=_row_by_row(2))(t),
     )
 
 

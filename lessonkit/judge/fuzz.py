@@ -74,7 +74,8 @@ class Question:
     gradients   the tensors that the operator is differentiable in; none: there is no backward to ask for
     forward     the function asked forwards, where another one than the differentiable says more
     factor      the problem's, or a wider one for a stated reason
-    rounds      the reference takes `rounded`, the dtype in which the operator keeps its result for the backward
+    keeps       the gradient is a function of the operator's own first result, which is judged by itself: the reference
+                takes `kept`, that result, or None before there is one
     """
 
     draw: Callable[[Draw], Drawn]
@@ -82,7 +83,7 @@ class Question:
     gradients: tuple[str, ...] = ()
     forward: str = ""
     factor: float = 1
-    rounds: bool = False
+    keeps: bool = False
 
 
 @cache
@@ -373,8 +374,7 @@ class Call:
         self.args = tuple(self.tensors[name] for name in self.names)
         self.wanted = case["wanted"] if backward else ()
         self.factor, self.reference = question.factor, question.reference
-        if question.rounds and not case["spoilt"]:
-            self.reference = partial(question.reference, rounded=self.args[0].dtype)
+        self.keeps = question.keeps and bool(self.wanted)
 
     def upstream(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """A gradient for each result, given by the case; none in a forward."""
@@ -406,8 +406,10 @@ class Call:
             torch.use_deterministic_algorithms(False)
         return self.of(self.function, given)
 
-    def truth(self, given: tuple[Any, ...]) -> check.Truth:
-        return check.judge(_Asked(lambda *args: self.of(self.reference, args), self.factor), given)  # type: ignore[arg-type]
+    def truth(self, given: tuple[Any, ...], answer: Sequence[torch.Tensor] = ()) -> check.Truth:
+        """answer: the operator's, for a reference whose gradients follow from what the operator has kept."""
+        reference = partial(self.reference, kept=answer[0]) if self.keeps and answer else self.reference
+        return check.judge(_Asked(lambda *args: self.of(reference, args), self.factor), given)  # type: ignore[arg-type]
 
 
 def doubt(case: Case, mode: str) -> Outcome | torch.Tensor:
@@ -423,7 +425,7 @@ def doubt(case: Case, mode: str) -> Outcome | torch.Tensor:
         answer = call.answer(*call.args)
     given = call.args + call.upstream(answer[: len(answer) - len(call.wanted)])
     changed = [(check._bits(t) != b).any() for t, b in zip(call.args, before, strict=True)]
-    return torch.stack([check.suspected(call.truth(given), answer), *changed]).any()
+    return torch.stack([check.suspected(call.truth(given, answer), answer), *changed]).any()
 
 
 def run(case: Case, mode: str) -> Outcome:
@@ -445,6 +447,8 @@ def run(case: Case, mode: str) -> Outcome:
     try:
         with call.inside():
             answer, _ = check.answer(call.answer, args)
+        if call.keeps and (answer[0].shape, answer[0].dtype) == (truth.usual[0].shape, truth.usual[0].dtype):
+            truth = call.truth(args, answer)
         check.compare(_forgiving(truth, answer), answer)
     except Rejected as rejected:
         return Outcome("crash" if rejected.caught_by in ("fault", "hang") else "wrong", str(rejected))

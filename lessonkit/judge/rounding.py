@@ -24,6 +24,7 @@ JUMP = 2.0**-20  # of the largest input or answer: what moves by more is asked w
 LESS = 64.0  # so much smaller errors move what is no step less far, if not quite so much less
 
 ONE_BY_ONE = 4096  # a kernel adds up so many elements of a prefix sum one after the other; then blocks in a tree
+LOOKS = 16  # at the partial sums of a matmul, evenly along K
 
 aten = torch.ops.aten
 # One operation for PyTorch, several for a kernel, each with a rounding error of its own.
@@ -53,6 +54,7 @@ EXACT = frozenset(
 # Each partial sum is rounded: as much as if each term was, or where terms of one sign add up or cancel, as much as the
 # partial sums are large.
 SUMS = frozenset(["addmm", "baddbmm", "bmm", "cumsum", "dot", "linalg_vector_norm", "mean", "mm", "mv", "sum"])
+MATMULS = frozenset(["addmm", "baddbmm", "bmm", "mm"])
 
 
 class _Disturbed(TorchDispatchMode):
@@ -84,6 +86,10 @@ class _Disturbed(TorchDispatchMode):
             # One partial sum after the other is rounded, and where they were largest the most: a random walk.
             steps = math.sqrt(max(1.0, min(result.shape[args[1]], ONE_BY_ONE) / 3))
             result.add_(self.errors(result.abs().cummax(args[1]).values) * steps)
+        elif func.overloadpacket.__name__ in MATMULS and _is_float64(result):
+            # Likewise; of this only what sums that come down from larger ones keep of those.
+            steps = math.sqrt(min(args[-1].shape[-2], ONE_BY_ONE) / 3)
+            result.add_(self.errors(_came_down(*args[-2:])) * steps)
         elif func.overloadpacket in (aten.sum, aten.mean) and _is_float64(result):
             # Once at each level of a tree; equal terms are rounded alike there, so that the errors add up.
             levels = math.log2(max(args[0].numel() / max(result.numel(), 1), 2))
@@ -96,6 +102,17 @@ class _Disturbed(TorchDispatchMode):
             if fresh and isinstance(t, torch.Tensor) and t.dtype == torch.float64:
                 t.add_(self.errors(t))
         return result
+
+
+def _came_down(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of each element of a @ b, how much larger its partial sums were than itself, in the root mean square."""
+    step = max(1, -(-a.shape[-1] // LOOKS))
+    total = squares = a.new_zeros(*a.shape[:-1], b.shape[-1])
+    parts = list(zip(a.split(step, -1), b.split(step, -2), strict=True))
+    for left, right in parts:
+        total = total + left @ right
+        squares = squares + total.square() / len(parts)
+    return (squares - total.square()).clamp(min=0).sqrt()
 
 
 def moved(

@@ -4,6 +4,9 @@ The GPU switches between processes every few milliseconds. It saves an SM's stat
 later. Three faults show only then: a barrier that is initialised and never used, a wait that assumes its partner is
 resident, and a kernel that starts before its predecessor has ended. Day 5's lesson on neighbours has such a kernel.
 
+Answers have to be equal to the bit. The order of additions may vary from run to run if the rung's docstring says so
+(VARIES). Then every answer has to lie within the checker's allowance, alone and beside the other process.
+
 `python -m lessonkit.measure.beside` is the neighbour: it multiplies matrices until it is killed.
 """
 
@@ -23,12 +26,13 @@ from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import changing, environment, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.judge import check, mutants
-from lessonkit.lesson import Case, Lesson, Rung
+from lessonkit.lesson import Case, Lesson, Rung, budget_of, is_stepwise
 from lessonkit.measure import rows
 
 import torch
 
 NAME = "beside.csv"
+VARIES = "not to the bit"  # in a rung's docstring: "Runs agree to rounding, not to the bit."
 HERE = "here"  # what the neighbour says once its kernels run
 # Words of what two processes can disturb: barriers in shared memory, waiting in a loop, starting before another's end.
 KINDS = {
@@ -40,7 +44,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Repeated:
-    """A rung on one check, called again and again: how many answers differed from the first, alone and beside."""
+    """A rung on one check, called again and again, alone or beside another process.
+
+    differ   how many answers differed from the first
+    varies   whether the rung says that they may
+    outside  what the checker says of the elements' smallest or largest values, if some differed; "" if nothing
+    """
 
     lesson: str
     rung: str
@@ -50,6 +59,8 @@ class Repeated:
     neighbour: bool
     calls: int
     differ: int
+    varies: bool = False
+    outside: str = ""
 
 
 def kinds(name: str, rung: str) -> list[str]:
@@ -78,20 +89,44 @@ def neighbour() -> Iterator[None]:
             process.kill()
 
 
-def repeat(call: Callable[[], Any], seconds: float, synchronize: Callable[[], None]) -> tuple[int, int]:
-    """Call again and again for so long: how many calls, and how many answers differ in a bit from the first.
+@dataclass(frozen=True)
+class Calls:
+    """What the calls of a rung answered: how many differed in a bit from the first, and each element's extremes."""
+
+    count: int
+    differ: int
+    smallest: tuple[torch.Tensor, ...]
+    largest: tuple[torch.Tensor, ...]
+
+
+def repeat(call: Callable[[], Any], seconds: float, synchronize: Callable[[], None]) -> Calls:
+    """Call again and again for so long.
 
     A NaN is equal to the NaN of the first. Ten calls wait in the stream at a time, as in a program that is busy.
     """
     first = [t.clone() for t in check.tensors(call())]
+    smallest, largest = ([t.clone() for t in first] for _ in range(2))
     calls, differ, end = 0, torch.zeros((), dtype=torch.int64, device=first[0].device), time.monotonic() + seconds
     while calls == 0 or time.monotonic() < end:
         for _ in range(10):
             answers = check.tensors(call())
             differ += torch.stack([_differs(a, b) for a, b in zip(answers, first, strict=True)]).any()
+            for low, high, answer in zip(smallest, largest, answers, strict=True):
+                torch.minimum(low, answer, out=low)
+                torch.maximum(high, answer, out=high)
             calls += 1
         synchronize()
-    return calls, int(differ)
+    return Calls(calls, int(differ), tuple(smallest), tuple(largest))
+
+
+def outside(question: check.Truth, rung: Rung, found: Calls) -> str:
+    """What the checker has against the smallest or the largest values; if nothing, it accepts all answers."""
+    for each in (found.smallest, found.largest):
+        try:
+            check.compare(question, each, slack=budget_of(rung), stepwise=is_stepwise(rung))
+        except check.Rejected as why:
+            return str(why)
+    return ""
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -123,8 +158,16 @@ def measured(lessons: Sequence[tuple[str, Lesson]], seconds: float, only: str = 
             for name, lesson, rung, case, dtype in asked:
                 args = check.inputs(lesson, case.shape, dtype)
                 counted = repeat(partial(rung, *args), seconds, torch.cuda.synchronize)
+                refused = outside(check.judge(lesson, args), rung, counted) if counted.differ else ""
                 words = ", ".join(kinds(name, rung.__name__)), str(case), str(dtype).removeprefix("torch.")
-                yield Repeated(name, rung.__name__, *words, beside, *counted)
+                yield Repeated(
+                    name, rung.__name__, *words, beside, counted.count, counted.differ, varies(rung), refused
+                )
+
+
+def varies(rung: Rung) -> bool:
+    """Whether its docstring says that the order of its additions varies from run to run."""
+    return VARIES in (rung.__doc__ or "")
 
 
 def _taken(lesson: Lesson, rung: Rung) -> tuple[Case, torch.dtype] | None:
@@ -147,12 +190,18 @@ def pairs(found: list[Repeated]) -> list[list[Repeated]]:
 def wrong(pair: list[Repeated]) -> str:
     """What is wrong with a rung that was repeated alone and beside another process; an empty string if nothing is.
 
-    A rung whose answers differ when it is alone adds in an order of its own: a neighbour tells nothing about it.
+    Answers that differ need a rung that says so, and have to lie within the checker's allowance.
     """
     alone, beside = sorted(pair, key=lambda each: each.neighbour)
-    if alone.differ or not beside.differ:
-        return ""
-    return f"{beside.lesson}.{beside.rung}: {beside.differ} of {beside.calls} answers differ beside another process"
+    name = f"{beside.lesson}.{beside.rung}"
+    for each, where in ((alone, "alone"), (beside, "beside another process")):
+        if each.outside:
+            return f"{name}: wrong {where}: {each.outside}"
+        if each.differ and not each.varies:
+            return (
+                f"{name}: {each.differ} of {each.calls} answers differ {where}; its docstring does not say {VARIES!r}"
+            )
+    return ""
 
 
 def save(folder: Path, found: list[Repeated]) -> None:
@@ -161,7 +210,8 @@ def save(folder: Path, found: list[Repeated]) -> None:
     new = [asdict(each) | about for each in found]
     again = {(each.lesson, each.rung) for each in found}
     with changing(folder / NAME):
-        kept = [row for row in read_csv(folder / NAME) if (row["lesson"], row["rung"]) not in again]
+        before = [dict.fromkeys(new[0], "") | row for row in read_csv(folder / NAME)]
+        kept = [row for row in before if (row["lesson"], row["rung"]) not in again]
         write_atomically(folder / NAME, to_csv([*kept, *new]))
 
 

@@ -28,7 +28,7 @@ GIVEN = {"inputs": ("inputs", "bench_dtype"), "work": ("work",)}  # what a row i
 # Names that the kit gave otherwise when rows were measured. They count as they were then: a new name is no new code.
 EARLIER = {"LESSONKIT_MODE": "LESSONKIT_LANE", "call_in_compiler": "elsewhere", "opaque": "again"}
 # Functions that answer a bench on every GPU with rows as they did when these were measured. Now they also answer on
-# other cards, under autocast, or for options that those rows have not. They count as their words were then.
+# other cards, or for options that those rows have not. They count as their words were then.
 THEN = {
     "lessonkit.base.device": """
 def architecture() -> int:
@@ -50,62 +50,6 @@ def shared_memory() -> int:
 
 def name() -> str:
     return torch.cuda.get_device_name(0).lower().replace(" ", "-") if HAS_GPU else "cpu"
-""",
-    "course_ops._common": """
-def architecture(device: torch.device) -> int:
-    if device.type == "cuda":
-        if torch.version.hip:
-            return 0
-        major, minor = torch.cuda.get_device_capability(device)
-        return 10 * major + minor
-    if triton_interprets():
-        return 90
-    import triton
-    arch = triton.runtime.driver.active.get_current_target().arch
-    return arch if isinstance(arch, int) else 0
-
-def num_sms(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 4 if triton_interprets() else _of_target("multiprocessor_count")
-
-def shared_memory(device: torch.device) -> int:
-    if device.type == "cuda" and not torch.version.hip:
-        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return HOPPERS_SHARED_MEMORY if triton_interprets() else _of_target("max_shared_mem")
-
-def tma_takes(*tensors: Tensor) -> bool:
-    def fits(t: Tensor) -> bool:
-        *outer, inner = t.stride()
-        steps = [stride * t.element_size() for stride in outer]
-        return inner == 1 and t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
-    return all(t.numel() > 0 and fits(t) for t in tensors)
-
-def expect(
-    *,
-    ndim: int | None = None,
-    dtypes: Sequence[torch.dtype] = FLOATS,
-    same_shape: bool = False,
-    same_dtype: bool = False,
-    **tensors: Tensor,
-) -> None:
-    first_name, first = next(iter(tensors.items()))
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: wrap it in torch.as_tensor")
-        if t.device != first.device:
-            raise ValueError(f"{name} is on {t.device}, but {first_name} is on {first.device}: move one of them")
-        if t.dtype not in dtypes:
-            names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-            raise TypeError(f"{name} is {t.dtype}, this operator takes {names}: convert it with {name}.to(...)")
-        if ndim is not None and t.ndim != ndim:
-            raise ValueError(f"{name} has {t.ndim} dimension(s) {tuple(t.shape)}, expected {ndim}: reshape it first")
-        if same_shape and t.shape != first.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(t.shape)}, but {first_name} has {tuple(first.shape)}: make them equal"
-            )
-        if same_dtype and t.dtype != first.dtype:
-            raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
 """,
     # With one head size and no softcap: the same inputs, work and answers.
     "problems.attention": """

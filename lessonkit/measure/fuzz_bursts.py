@@ -1,8 +1,8 @@
 """Bursts of random cases by many processes at once (judge.bursts), their counts, and their failures shrunk.
 
-Each process has the GPU by turns. It takes the next burst of an operator and direction that no other process has, with
-the least time so far; of like ones, one that it has kernels of. A process that dies or hangs is asked again, by another
-one, for each case that was under way.
+Each process has the GPU by turns. Processes are shared among operators and directions by what is missing: the cases
+left, times the seconds that a case took so far. So all counts are full at about the same time. A process rather stays
+where it has kernels. A process that dies or hangs is asked again, by another one, for each case that was under way.
 """
 
 import json
@@ -28,6 +28,8 @@ BURST = 1000  # cases of one operator and direction before a process takes the n
 LEAST = 2 * bursts.GROUP  # as long as so many are left
 BURST_S = 25.0  # seconds of one burst at most
 PATIENCE = 120.0  # seconds for one case, while all processes compile
+CASE_S = 0.1  # seconds of a process for a case of an operator and direction that never ran
+STAYS = 2.0  # a process leaves an operator that it has kernels of for one that misses more than twice as much
 SAVING_S = 10.0  # seconds between two writes of a count
 ENDING_S = 10.0  # seconds that a failure may shrink beyond the time of the run
 SHRINKING = 120  # cases to shrink a failure with
@@ -94,14 +96,19 @@ class Tally:
     count: Count  # of today's code, of all runs
     unsaved: Count  # of these, what is not in the file yet
     begun_with: int  # cases
+    older: tuple[int, float] = (0, 0.0)  # cases and seconds of other code, which tell how long a case takes
     promised: int = 0  # cases of bursts that are under way
     under_way: int = 0  # bursts
-    seconds: float = 0.0  # of processes, of all runs
     bursts: int = 0
     saved: float = 0.0  # when
     shapes: set[str] = field(default_factory=set)
     kernels: set[str] = field(default_factory=set)
     faults: dict[str, Found] = field(default_factory=dict)
+
+    def missing_s(self, cases: int) -> float:
+        """Seconds of a process that the cases up to so many will take, at the pace so far."""
+        ran, seconds = self.older[0] + self.count.cases, self.older[1] + self.count.seconds
+        return (cases - self.count.cases) * (seconds / max(ran, 1) if seconds else CASE_S)
 
 
 class Run:
@@ -117,8 +124,8 @@ class Run:
         before = {count.key: known.get(count.key, count) for count in todo}
         self.begun = {count.key: count for count in todo}
         self.tallies = [
-            Tally(known, count, known.cases, seconds=known.seconds)
-            for known, count in zip(before.values(), todo, strict=True)
+            Tally(mine, count, mine.cases, fuzzing.other_code(known.values(), count))
+            for mine, count in zip(before.values(), todo, strict=True)
         ]
         self.lock = Lock()
         self.shrinking = ThreadPoolExecutor(1)  # one failure after the other, while the processes go on
@@ -148,17 +155,18 @@ class Run:
                 worker.stop()
 
     def _next(self, mine: Counter[tuple[str, ...]]) -> tuple[Tally, Job] | None:
-        """An operator and direction with as few bursts under way, and as little time, as any; rather one of `mine`."""
+        """The operator and direction that misses the most seconds for each process that it then has."""
         with self.lock:
             left = self.end - time.monotonic()
             waiting = [t for t in self.tallies if t.count.cases + t.promised < self.cases]
             if left <= 0 or not waiting:
                 return None
 
-            def order(tally: Tally) -> tuple[int, int, bool, float]:
-                return tally.under_way, int(tally.seconds / BURST_S), tally.count.key not in mine, tally.seconds
+            def misses(tally: Tally) -> float:
+                stays = STAYS if tally.count.key in mine else 1.0
+                return stays * tally.missing_s(self.cases) / (tally.under_way + 1)
 
-            tally = min(waiting, key=order)
+            tally = max(waiting, key=misses)
             count = tally.count
             left_over = self.cases - count.cases - tally.promised
             n = min(BURST, left_over, max(LEAST, left_over // 2))  # at the end several processes share what is left
@@ -171,7 +179,7 @@ class Run:
 
     def _burst(self, tally: Tally, job: Job, worker: BurstWorker) -> None:
         worker.started()
-        start = began = time.monotonic()
+        start = time.monotonic()
         under_way = list[Drawing]()
         left = job.cases  # of what was promised
         for line in worker.lines(job):
@@ -190,7 +198,6 @@ class Run:
         with self.lock:
             tally.promised -= left
             tally.under_way -= 1
-            tally.seconds += time.monotonic() - began
             self._save(tally)
 
     def _count(self, tally: Tally, kinds: Counter[str], seconds: float, shapes: list[str], kernels: list[str]) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -234,9 +234,14 @@ def table(todo: list[Count], path: Path = COUNTS) -> list[tuple[Count, int]]:
     known = counts(path)
     found = []
     for new in todo:
-        alike = [c for c in known.values() if c.key[:4] == new.key[:4]]
-        found.append((known.get(new.key, new), sum(c.cases for c in alike if c.key != new.key)))
+        found.append((known.get(new.key, new), other_code(known.values(), new)[0]))
     return found
+
+
+def other_code(known: Iterable[Count], new: Count) -> tuple[int, float]:
+    """Cases and seconds of other code or other versions, which do not count for `new`."""
+    others = [c for c in known if c.key[:4] == new.key[:4] and c.key != new.key]
+    return sum(c.cases for c in others), sum(c.seconds for c in others)
 
 
 # ---- Drawing --------------------------------------------------------------------------------------------------------

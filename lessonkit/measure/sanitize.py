@@ -78,7 +78,8 @@ class Report:
 class Argued:
     """Reports that are no errors, for one reason.
 
-    kernels   their names; reports: parts of the tool's words, of which a report has one
+    kernels   their names
+    reports   words of accesses: each access that a report names has some of them, or the whole report, if it names none
     argument  by which rule of the memory model the accesses are in order, and why the tool does not see it
     """
 
@@ -89,7 +90,8 @@ class Argued:
 
     def covers(self, report: Report) -> bool:
         ours = report.tool == self.tool and report.kernel in self.kernels
-        return ours and any(part in report.what for part in self.reports)
+        accesses = re.split(r"^Race reported between | and (?=(?:Read|Write) access)", report.what)
+        return ours and all(any(words in each for words in self.reports) for each in accesses if each)
 
 
 def argued(path: Path = ARGUED) -> list[Argued]:
@@ -255,6 +257,15 @@ def save(
         before = [{"lesson": row["lesson"], "part": "", **row} for row in read_csv(folder / NAME)]
         kept = [row for row in before if (row["lesson"], row["part"], row["tool"]) != (name, str(part), tool)]
         write_atomically(folder / NAME, to_csv([*kept, *new]))
+
+
+def marked(folder: Path, known: Sequence[Argued]) -> str:
+    """The kept rows, each marked by today's list of arguments."""
+    found = []
+    for row in read_csv(folder / NAME):
+        report = Report(row["tool"], row["kernel"], row["what"])
+        found.append(row | {"argued": "yes" if row["what"] and not unargued([report], known) else ""})
+    return to_csv(found)
 
 
 # ---- The driver, run under a tool -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from lessonkit.base.words import later
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.judge import verify
 from lessonkit.lesson import Lesson, Steps, Table, discover, kernels, shape_name, title
-from lessonkit.measure import fingerprint, ncu, rows
+from lessonkit.measure import fingerprint, ncu, rows, sanitize
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import WITHOUT_A_GPU, Today, device_folders, table_is_old
 from lessonkit.modes import compiled
@@ -122,6 +122,8 @@ def generate() -> dict[Path, str | Picture]:
             made[folder / f"{name}.png"] = plots.speed(title(name), found)
         made |= operators.pages(folder, today)
         made |= final_report.pages(folder)
+        if (sanitized := folder / sanitize.NAME).exists():
+            made[sanitized] = sanitize.marked(folder, sanitize.argued())
         made |= _step_pages(folder, made)
         if found_by_ncu := ncu.compared(ncu.path(folder)):
             made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)

@@ -1,6 +1,6 @@
 """What is asked of course_ops' cross_entropy, and mutants of its kernels."""
 
-from lessonkit import Lesson, Mutant, case, num_sms
+from lessonkit import DEVICE, Lesson, Mutant, case, num_sms
 
 import torch
 
@@ -14,20 +14,39 @@ IGNORE = -100
 
 def cross_entropy(logits, targets):
     """The kernel that course_ops chooses; the operator itself would compute CPU tensors with PyTorch."""
-    return choose(FORWARDS, Rows.of(logits))(logits, targets, IGNORE)
+    loss, lse = choose(FORWARDS, Rows.of(logits))(logits, targets, IGNORE)
+    return loss, lse[:, 0]
 
 
 def cross_entropy_backward(dloss, logits, targets, lse):
     # Rows as far apart as the logits', so that both start at the same place within a chunk of 16 bytes.
     dlogits = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
-    return kernels.cross_entropy_backward(dloss, logits, targets, lse, IGNORE, dlogits)
+    return kernels.cross_entropy_backward(dloss, logits, targets, pair(lse), IGNORE, dlogits)
+
+
+def pair(lse):
+    """lse [M, 2]: it rounded, to 8 bits so that the rest is not 0, and the rest."""
+    rounded = lse.bfloat16().float()
+    return torch.stack((rounded, lse - rounded), 1)
+
+
+def equal_logits_are_equally_likely(rung):
+    """Of V equal logits each has the probability 1 / V, however large they are: what the forward keeps is enough."""
+    for logit in (0.0, 1e3, 1e8, 3e15, -1e30):
+        for M, V in ((3, 5), (2, 1153), (1, 16411)):
+            x, targets = torch.full((M, V), logit, device=DEVICE), torch.zeros(M, dtype=torch.int64, device=DEVICE)
+            _, lse = choose(FORWARDS, Rows.of(x))(x, targets, IGNORE)
+            dx = kernels.cross_entropy_backward(torch.ones(M, device=DEVICE), x, targets, lse, IGNORE, x.clone())
+            expected = torch.full_like(x, 1 / V)
+            expected[:, 0] -= 1
+            torch.testing.assert_close(dx, expected, rtol=2e-6, atol=0)
 
 
 def it_may_overwrite_the_logits(rung):
     """The answer is the same where the logits were."""
     dloss, x, targets, lse = inputs_backward(5, 1153)
     expected = rung(dloss, x, targets, lse)
-    assert torch.equal(kernels.cross_entropy_backward(dloss, x, targets, lse, IGNORE, x), expected)
+    assert torch.equal(kernels.cross_entropy_backward(dloss, x, targets, pair(lse), IGNORE, x), expected)
 
 
 # fmt: off
@@ -78,11 +97,13 @@ BACKWARD = Lesson(
                "target", "cross_entropy_backward"),
         Mutant("a chunk too many", "cross_entropy_backward_kernel", "chunks < after", "chunks <= after",
                "cross_entropy_backward", "out of bounds"),
+        Mutant("what the rounding of lse lost is left out", "cross_entropy_backward_kernel", "(x - lse - rest)",
+               "(x - lse)", "cross_entropy_backward"),
         Mutant("ignored rows have a gradient", "target_and_scale", "IGNORE, 0.0", "IGNORE, 1.0",
                "cross_entropy_backward"),
     ),
     claims={cross_entropy_backward: ("16-byte loads", "16-byte stores", "no spills", "no shared memory")},
     passes={cross_entropy_backward: 1.0},
-    properties=(*PROBLEM_BACKWARD.properties, it_may_overwrite_the_logits),
+    properties=(*PROBLEM_BACKWARD.properties, equal_logits_are_equally_likely, it_may_overwrite_the_logits),
 )
 # fmt: on
