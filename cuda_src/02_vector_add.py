@@ -1,4 +1,4 @@
-"""Vector add in CUDA C++: one thread per element, a grid-stride loop, 16 bytes a load
+"""Vector add in CUDA C++: one thread per element, a grid-stride loop, 16 bytes per load
 ==================================================================================
 The kernels and their predictions are in 02_vector_add.cu. This file wraps them as functions of tensors and checks them
 against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches every address,
@@ -60,7 +60,7 @@ LARGE = {"n": 2**28}
 
 LESSON = Lesson(
     about=About(
-        teaches="device memory, transfers pageable, pinned and managed; grid-stride loops; 16 bytes a load; "
+        teaches="device memory, transfers pageable, pinned and managed; grid-stride loops; 16 bytes per load; "
         "bytes in flight",
         hours=1.25,
         star=True,

@@ -120,7 +120,7 @@ LESSON = Lesson(
             at=LARGE,
             times=3,
             over=multiply_shared,
-            why="64 registers a thread leave room for two blocks of 512 on an SM: half as many warps to cover the "
+            why="64 registers per thread leave room for two blocks of 512 on an SM: half as many warps to cover the "
             "waits at each tile.",
         ),
     ),

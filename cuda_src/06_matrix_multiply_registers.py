@@ -24,7 +24,7 @@ def multiply_square(a, b):
 
 
 def multiply_vectorized(a, b):
-    """[M, K] @ [K, N] -> [M, N] float32, 16 bytes a load; N and K are multiples of 4."""
+    """[M, K] @ [K, N] -> [M, N] float32, 16 bytes per load; N and K are multiples of 4."""
     return _launch("multiply_vectorized", a, b, quads=True)
 
 

@@ -22,7 +22,7 @@ SCRATCH = 16384  # as in the .cu
 
 
 def sum_vectorized(x):
-    """[n] -> [] float32, 16 bytes a load by as many blocks as fit, and a second launch for their sums."""
+    """[n] -> [] float32, 16 bytes per load by as many blocks as fit, and a second launch for their sums."""
     return _launch("sum_vectorized", x)
 
 

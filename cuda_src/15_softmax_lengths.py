@@ -33,7 +33,7 @@ def softmax_lanes(x):
 
 @needs(90, "thread block clusters")
 def softmax_cluster(x):
-    """[M, N] -> [M, N] float32 or bfloat16, 2 to 8 blocks a row of at most 512 KB."""
+    """[M, N] -> [M, N] float32 or bfloat16, 2 to 8 blocks per row of at most 512 KB."""
     _up_to(x, 2**19, "all that the registers of 8 blocks hold")
     return _launch(kernels, "softmax_cluster", x)
 

@@ -80,7 +80,7 @@ LESSON = Lesson(
             rung=layernorm_block,
             at={"M": 2048, "N": 131072},
             percent_of_limit=50,
-            why="Loads are 2 bytes a lane at occupancy 0.75: one load of each thread is 3 KB in flight on an SM, "
+            why="Loads are 2 bytes per lane at occupancy 0.75: one load of each thread is 3 KB in flight on an SM, "
             "where Little's law wants 25 KB.",
         ),
         Prediction(

@@ -39,7 +39,7 @@ def layernorm_backward_warp(dy, x, w, mean, rstd):
 
 @needs(90, "thread block clusters")
 def layernorm_backward_cluster(dy, x, w, mean, rstd):
-    """As layernorm_backward_persistent, 2 to 16 blocks a row of at most 256 KB."""
+    """As layernorm_backward_persistent, 2 to 16 blocks per row of at most 256 KB."""
     _up_to(x, 2**18)
     return _launch("layernorm_backward_cluster", dy, x, w, mean, rstd)
 

@@ -216,7 +216,7 @@ def fsdp():
         # Each of two layers is gathered for the forward, gathered for the backward, and its gradient scattered. An
         # all-reduce is a scatter and a gather, each (p-1)/p, so FSDP has three of these where DDP has two.
         assert found["calls"] == [4, 2]
-    # 7e9 parameters under Adam in mixed precision, 16 bytes each: 112 GB a rank with DDP, 14 GB with FSDP over 8.
+    # 7e9 parameters under Adam in mixed precision, 16 bytes each: 112 GB per rank with DDP, 14 GB with FSDP over 8.
 
 
 def _failing_work(rank, world, where):

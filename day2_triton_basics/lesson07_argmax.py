@@ -248,6 +248,7 @@ LESSON = Lesson(
         teaches="a reduction that carries two numbers: ties and NaN as in PyTorch, floats as sortable integers",
         hours=0.75,
         operator="argmax",
+        pictures=("argmax_lanes", "argmax_word"),
     ),
     problem=PROBLEM,
     rungs=(argmax_block, argmax_online, argmax_atomic, argmax_groups),

@@ -252,7 +252,7 @@ LESSON = Lesson(
             rung=pipelined,
             at=LARGE,
             tflop_per_s=490,
-            why="A step takes less than the table's 840 cycles, so L2 gives an SM more than the 39 bytes a cycle "
+            why="A step takes less than the table's 840 cycles, so L2 gives an SM more than the 39 bytes per cycle "
             "that the table allows.",
         ),
         Prediction(

@@ -266,7 +266,7 @@ LESSON = Lesson(
             at=PLAIN,
             times=1.16,
             over=bias_fused,
-            why="The tensor cores wait during a tile's GELU: 148 registers a thread leave room for one program on "
+            why="The tensor cores wait during a tile's GELU: 148 registers per thread leave room for one program on "
             "an SM, so no other multiplies meanwhile.",
         ),
         Prediction(

@@ -54,7 +54,7 @@ def quantized(x, scale):
 
 
 # Rung 1. Two kernels. In the first all programs with a part of a group combine their maxima by an atomic. The second
-# divides. Predicted: 5 bytes an element of x in bf16, 1.67 times the least.
+# divides. Predicted: 5 bytes per element of x in bf16, 1.67 times the least.
 @triton.jit
 def largest_kernel(
     x_ptr, bits_ptr, M, K, stride_x, stride_g, GROUP_M, GROUP_K,  # x [M, K]; bits of each group's maximum, int32, 0

@@ -299,7 +299,7 @@ LESSON = Lesson(
             rung=batched,
             at=EIGHT,
             tflop_per_s=450,
-            why="As in lesson 1: L2 gives an SM more than the 39 bytes a cycle behind the 490 TFLOP/s.",
+            why="As in lesson 1: L2 gives an SM more than the 39 bytes per cycle behind the 490 TFLOP/s.",
         ),
         Prediction(
             rung=grouped, at={"T": 32768, "E": 128, "K": 2048, "N": 768}, times=(1.5, 2.1), over=batched

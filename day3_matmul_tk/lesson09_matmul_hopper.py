@@ -1,7 +1,7 @@
 """Matmul on Hopper: TMA, mbarriers, wgmma, warp specialization
 =============================================================
 The same C = A B, one level below Triton. In Gluon (triton.experimental.gluon) the language is Python and a program owns
-a tile. What Triton's compiler decides stands in the source: layouts, shared memory, barriers, and which warp does what.
+a tile. You write down what Triton's compiler decides: layouts, shared memory, barriers, and which warp does what.
 
 New words (GLOSSARY.md): swizzle, prologue, mbarrier, phase.
 You will be able to: write a matmul at cuBLAS's speed whose schedule you chose yourself, and name the parity of every
@@ -78,7 +78,7 @@ Experiments: change one thing, predict, then `bench`.
     GROUP = 1 in persistent.py                which bytes does L2 no longer serve?
     warpgroup_mma_wait(0) in persistent.py    how much of the waits do two warpgroups hide by themselves?
     [232, 40] -> [208, 88] registers          of a consumer's and the producer's threads: what does `compile` say of
-                                              spills? 128 registers of a consumer are accumulator
+                                              spills? A consumer's accumulator takes 128
 Mistakes worth making on an H200: matmul_hopper/mutants.py lists wrong versions of each rung. Which hang, and which give
 wrong values? Write it down, then `python -m lessonkit mutants lesson09_matmul_hopper`.
 

@@ -334,7 +334,7 @@ LESSON = Lesson(
             rung=promoted,
             at=LARGE,
             percent_of_limit=61,
-            why="As in lesson 1, L2 gives an SM more than 39 bytes a cycle: at the measured rate a step takes 700 "
+            why="As in lesson 1, L2 gives an SM more than 39 bytes per cycle: at the measured rate a step takes 700 "
             "cycles, not 840.",
         ),
         Prediction(rung=wide, at=LARGE, percent_of_limit=81),

@@ -83,6 +83,7 @@ LESSON = Lesson(
         star=True,
         operator="matmul",
         language="ThunderKittens",
+        pictures=("kittens_tiles", "kittens_ends"),
     ),
     problem=PROBLEM_BF16,
     extension=kernels,

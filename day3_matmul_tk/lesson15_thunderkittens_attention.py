@@ -89,6 +89,7 @@ LESSON = Lesson(
         hours=1.25,
         operator="attention",
         language="ThunderKittens",
+        pictures=("kittens_ahead", "kittens_tail"),
     ),
     problem=PROBLEM,
     extension=kernels,

@@ -28,7 +28,7 @@ tensor cores are twice as fast as Hopper's, and a tile's bytes are the same: 96 
 why a pair of CTAs shares B.
 
 Five terms:
-    tensor memory   256 KB an SM beside registers and shared memory: 128 rows ("lanes") x 512 columns of 32 bits. A
+    tensor memory   256 KB per SM beside registers and shared memory: 128 rows ("lanes") x 512 columns of 32 bits. A
                     kernel allocates columns. MMAs accumulate there; a warp reads its quarter of the rows.
     tcgen05.mma     128 x N x 16, N up to 256, A and B from shared memory. One thread issues it for the CTA, and it is
                     asynchronous. MMAs of one thread run in the order in which they were issued.

@@ -232,7 +232,7 @@ LESSON = Lesson(
     rungs=(attention_steps, attention_fused_softmax, attention_recomputed),
     predicted=(
         Prediction(
-            rung=attention_steps, at=LONG, ms=3.07,  # 6 passes over 33.5 MB a head, 64 heads, at 4.2 TB/s
+            rung=attention_steps, at=LONG, ms=3.07,  # 6 passes over 33.5 MB per head, 64 heads, at 4.2 TB/s
             why="The two kernels with matmuls do not overlap their traffic with the 11 us of matmuls: 48 + 11 us a "
             "head instead of 48, and 3.8 ms in all.",
         ),

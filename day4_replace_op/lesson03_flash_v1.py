@@ -212,7 +212,7 @@ LESSON = Lesson(
         Prediction(
             rung=flash_v1, at=MIDDLE, times=7.7, over=flash_v1_small,  # 20 N^2 over 2.6 N^2
             why="It counts bytes alone. A tile of 64 x 256 scores has the arithmetic of lesson 4's `swapped`, 3648 "
-            "cycles, and its 42 KB take 2300 more. With 255 registers a thread an SM holds one program, so "
+            "cycles, and its 42 KB take 2300 more. With 255 registers per thread an SM holds one program, so "
             "neither hides the other.",
         ),
     ),

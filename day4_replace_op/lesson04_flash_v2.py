@@ -348,7 +348,7 @@ LESSON = Lesson(
         Prediction(rung=swapped, at=WIDE, percent_of_limit=38.6),
         Prediction(
             rung=deferred, at=WIDE, percent_of_limit=49.2,
-            why="Triton's exp takes five instructions a score more than exp2, not two, as the compiled kernels of "
+            why="Triton's exp takes five instructions per score more than exp2, not two, as the compiled kernels of "
             "rungs 2 and 3 show: 384 cycles, a third of what is missing. Cause of the rest not found: no spills.",
         ),
         Prediction(rung=folded, at=WIDE, percent_of_limit=52.5),

@@ -26,7 +26,7 @@ there are 320 FLOPs for each byte of the eight tensors, at longer S more, and 19
 Each rung is a complete file in flash_backward/, and its new lines are marked `# New:`; `diff` two neighbours.
 
     masked.py               every block of scores is computed and masked
-    skipped.py              causal: blocks that no query sees are skipped. Predicted: of 32 blocks a row at S = 4096
+    skipped.py              causal: blocks that no query sees are skipped. Predicted: of 32 blocks per row at S = 4096
                             16.5 are left, 1.94 times as fast
     transposed.py           dkdv_kernel computes K Q^T and V dO^T, which are [keys, queries], so that P^T and dS^T lie
                             in registers where the next wgmma reads its left operand. Before, 128 x 64 elements went

@@ -20,15 +20,15 @@ Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
     unit           work                                              D = 128   D = 64
     tensor cores   two matmuls, 4 * 128 * 128 * D FLOPs, 4096 a cycle   2048     1024
     MUFU (exp2)    128 * 128, 16 a cycle                                1024     1024
-    ALU            5.5 and 5 other instructions per score, 128 lanes       700      640
+    ALU            5.5 and 5 other instructions per score, 128 lanes     700      640
     L2             K and V of the block, 512 * D bytes, 39 a cycle      1680      840
 
-The MUFU is the unit for special functions. In sequence all that is 3800 and 2700 cycles, without L2; fully overlapped
-it is 2048 and 1024. At D = 128 the tensor cores are the limit, at D = 64 they and the exponentials equally. HBM moves
-Q, K, V and O once. The shapes that are timed have 16,384 tokens and 16 heads of 128: these are 268 MB, or 0.064 ms.
-Their matmuls take 0.70 ms at S = 4096 and 0.087 ms at S = 512. On an H200 cuBLAS holds about 790 TFLOP/s. So TFLOP/s =
-790 * 2048 / cycles at D = 128, and 790 * 1024 / cycles at D = 64. A kernel that draws less power may run at a higher
-clock, and pass 790.
+The MUFU is the unit for special functions. Without L2, the first three take 3800 and 2700 cycles one after the other.
+Fully overlapped, they take 2048 and 1024. At D = 128 the tensor cores are the limit; at D = 64 the tensor cores and the
+MUFU are equally busy. HBM moves Q, K, V and O once. The shapes that are timed have 16,384 tokens and 16 heads of 128:
+these are 268 MB, or 0.064 ms. Their matmuls take 0.70 ms at S = 4096 and 0.087 ms at S = 512. On an H200 cuBLAS holds
+about 790 TFLOP/s. So TFLOP/s = 790 * 2048 / cycles at D = 128, and 790 * 1024 / cycles at D = 64. A kernel that uses
+less power may run at a higher clock, and exceed 790.
 
     CTA = 1 producer warp                     2 consumer warpgroups (4 warps each)
           only issues TMA loads               64 queries each: QK, softmax, PV, epilogue
@@ -41,8 +41,8 @@ clock, and pass 790.
       O0 O1    epilogue buffers  32 KB
 
 K and V have separate rings: QK can start before V has arrived, and K is free one softmax earlier than V. `empty` counts
-one arrival a consumer. P never touches shared memory. The accumulator of QK lies in the registers in which PV wants its
-left operand, so P is packed to 16 bits and used in place.
+one arrival per consumer. P never touches shared memory. The accumulator of QK lies in the registers in which PV wants
+its left operand, so P is packed to 16 bits and used in place.
 
 The timeline of a CTA: Q = Q K^T, P = P V, small letters: consumer 1, s = softmax, . = idle. A character is 128 cycles.
 
@@ -89,11 +89,11 @@ Experiments (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in bracket
     the same, D = 64                      303 -> 511 (550)   falling scores; cuDNN: 476
 
 Lazy rescaling has a price. The loop visits the last block of keys first. So if scores fall along the keys, each block
-that the loop meets has a larger maximum. To visit the keys in the other order is no cure: then rising scores are the
-adverse ones. To compute such a block again with its own maximum costs a QK, a row maximum and 128 * 128 exponentials,
-and nothing runs under them. To raise m costs about 190 instructions per warp at D = 128, and no matmul: 64
-multiplications of P, 64 of O, and 32 conversions. They and what they wait for are 300 cycles. The scores of data
-"falling" in `operators.csv` grow by 2^23 per block, so that every third block raises m. That is 100 cycles per block.
+that the loop meets has a larger maximum. The other order is no cure: then scores that rise along the keys are the bad
+case. To compute such a block again with its own maximum costs a QK, a row maximum and 128 * 128 exponentials, and
+nothing runs under them. To raise m costs about 190 instructions per warp at D = 128, and no matmul: 64 multiplications
+of P, 64 of O, and 32 conversions. With their waits this takes 300 cycles. The scores of data "falling" in
+`operators.csv` grow by 2^23 per block, so that every third block raises m. On average that is 100 cycles per block.
 Predicted for bf16: 5% fewer TFLOP/s than of random data. Measured in the same rounds: 3% fewer at D = 128, 11% at D =
 64, where a block has half of the matmuls to pay for them.
 

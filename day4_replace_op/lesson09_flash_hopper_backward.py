@@ -15,8 +15,8 @@ A step is 64 queries of a tile of 128 keys at D = 128, and 128 queries at D = 64
 
                      work                                              D = 128   D = 64
     tensor cores     5 * 2 * 64 * 128 * 128 FLOPs at 4096 a cycle         2560     2560
-    MUFU (exp2)      one a score, 16 a cycle                               512     1024
-    ALU              4 other instructions per score, 128 lanes               256      512
+    MUFU (exp2)      one per score, 16 a cycle                             512     1024
+    ALU              4 other instructions per score, 128 lanes             256      512
     shared memory    256 KB read by wgmma, 48 KB written, 128 B a cycle   2432     2304
     dQ to L2         32 KB of fp32: 13 bytes per cycle, of about 39
 
@@ -27,9 +27,9 @@ Who holds what
 --------------
     CTA = 1 producer warp                    2 consumer warpgroups of 4 warps, 64 keys each
           TMA loads; stores dK and dV        240 registers per thread: dK 64, dV 64, S^T 32, dP^T 32, P^T 16, dQ 32
-          24 registers per thread            (dQ has those of dP^T)
+          24 registers per thread            (dQ reuses dP^T's)
 
-    A step of consumer c. A star is a matmul of what stands left of it.
+    A step of consumer c. A star is a matmul of the two operands left of it.
 
       shared memory                registers of consumer c
         K_c, of a tile  --+
@@ -45,15 +45,15 @@ Who holds what
           +--- TMA reduce --->  fp32 sum in L2, to which the CTAs of all keys of the head add
 
     matmul           left operand (A)      right operand (B)       accumulator
-    S^T  = K  Q^T    K    shared memory    Q    shared memory      registers, 32 a thread; begins with -lse
-    dP^T = V  dO^T   V    shared memory    dO   shared memory      registers, 32; begins with -delta
+    S^T  = K  Q^T    K    shared memory    Q    shared memory      registers, 32 per thread; starts at -lse
+    dP^T = V  dO^T   V    shared memory    dO   shared memory      registers, 32; starts at -delta
     dV  += P^T  dO   P^T  registers        dO   shared memory      registers, 64, for the whole tile
     dK  += dS^T Q    dS^T registers        Q    shared memory      registers, 64, for the whole tile
     dQ   = dS   K    dS   shared memory    K    shared memory      registers, 32; added to fp32 in memory at each step
 
 S and dP are computed transposed, [keys, queries]. So the accumulators of S^T and dP^T already have the layout of the
-left operands P^T and dS^T. Two of the five matmuls read no scores from shared memory. Only dQ sums over keys, which two
-consumers share. Each consumer writes its dS^T and arrives on an mbarrier (`ds_full`). When both have arrived, each
+left operands P^T and dS^T. So the matmuls for dV and dK read no scores from shared memory. Only dQ sums over the keys
+of both consumers. Each consumer writes its dS^T and arrives on an mbarrier (`ds_full`). When both have arrived, each
 computes half of dQ from both.
 
     shared memory, KB        shape; ROWS = 64, or 128 at D = 64       D = 128   D = 64    written by, then read by
@@ -72,7 +72,7 @@ The rungs (flash_hopper_backward/, a complete file each: read the first one, the
 1. five_matmuls           the table above, one matmul after the other; dQ is added by the threads (red.global.add)
 2. overlap_matmuls        issue each matmul early, wait late: something is always on the tensor cores
 3. tma_reduce             dQ goes through shared memory, and one thread issues a TMA reduce
-4. persistent_scheduler   one CTA an SM, tiles from a counter: a tile's ends overlap with the next tile
+4. persistent_scheduler   one CTA per SM, tiles from a counter: a tile's ends overlap with the next tile
 5. ping_pong              the consumers take turns at exponentials, dQ is a step late
 6. causal_skip            causal, D = 128: a consumer skips the block of queries that does not see its keys
 
@@ -117,7 +117,7 @@ Experiments
     ping-pong at D = 128, S = 512 (rows of rungs 4 and 5)        slower: the late dQ is one matmul more beside 8 steps;
                                                                  course_ops.attention uses rung 4's loop there
     S begins with -lse in rung 5, too                            the compiler issues dP in eighths, one every 10 exp2
-    80 queries per step, as FlashAttention-4 has                   fewer bytes of shared memory a query, but Gluon's
+    80 queries per step, as FlashAttention-4 has                 fewer bytes of shared memory per query, but Gluon's
                                                                  blocks are powers of 2
     a masked loop of one step with constant bounds               right and slow: see below
 
@@ -171,7 +171,7 @@ PREDICTED = (
         at=AT_128,
         tflop_per_s=632,
         why="The consumers stay in step, so neither hides the other's work. A step takes 2560 + 512 + 256 cycles, and "
-        "500 to 1000 for atomics: 32 KB at 32 to 64 bytes a cycle. That is 3800 to 4300, or 470 to 530 TFLOP/s.",
+        "500 to 1000 for atomics: 32 KB at 32 to 64 bytes per cycle. That is 3800 to 4300, or 470 to 530 TFLOP/s.",
     ),
     Prediction(
         rung=five_matmuls,

@@ -155,7 +155,7 @@ LESSON = Lesson(
             at={**GPT, "stream": False},
             times=1.25,
             over=add_then_norm,
-            why="Rung 1's y.copy_ copies even when there is nothing to cast: 14 bytes an element, not 10, and 14 / 8 "
+            why="Rung 1's y.copy_ copies even when there is nothing to cast: 14 bytes per element, not 10, and 14 / 8 "
             "is 1.75 times.",
         ),
     ),

@@ -5,7 +5,7 @@ reads a tile, waits, computes and writes it (day 2's packed softmax). Three quan
 the first before anything runs:
 
     resident   programs an SM holds: by registers, by warps (64), by programs (32)
-    in flight  resident * its bytes: Little's law wants bandwidth * latency, 4.2 TB/s * 1 us / 132 = 32 KB an SM
+    in flight  resident * its bytes: Little's law wants bandwidth * latency, 4.2 TB/s * 1 us / 132 = 32 KB per SM
     waves      programs / (132 * resident), rounded up: the last wave costs as much as a full one
 
     memory     bytes / bandwidth                                                              8192 x 8192, bf16: 64 us
@@ -13,7 +13,7 @@ the first before anything runs:
     latency    waves * (1.2 us until data arrives + reductions + one program's own instructions and bytes)
     time       close to the largest; where two are close, both cost: the fourth root of the sum of fourth powers
 
-    8192 columns, a row of 16 KB a program     1 warp     spills
+    8192 columns, a row of 16 KB per program     1 warp     spills
                                                4 warps    128 bytes per thread, about 72 registers: 7 programs, 112 KB
                                                           in flight
                                                32 warps   16 bytes per thread: 2 programs (64 warps), 32 KB in flight

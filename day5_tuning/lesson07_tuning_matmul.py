@@ -1,10 +1,10 @@
 """Tuning, matmul: tile, warps, stages, order
 ===========================================
-The parameters of day 3's tile loop, and the term of the model that each one changes. A step of 64 of K takes a tile so
-many cycles of its SM (4096 FLOPs per cycle, 64 bytes per cycle from L2):
+The parameters of day 3's tile loop, and the term of the model that each one changes. One step of a tile is 64 of K. It
+takes these cycles of an SM (4096 FLOPs per cycle, 64 bytes per cycle from L2):
 
     multiply   BLOCK_M * BLOCK_N * 64 / 2048, twice that without wgmma          the tile
-    load       2 (BLOCK_M + BLOCK_N) * 64 / 64                                  the tile: large ones load less a FLOP
+    load       2 (BLOCK_M + BLOCK_N) * 64 / 64                                  the tile: large ones load less per FLOP
     wait       1000 / (stages - 1)                                              stages, which take shared memory
                one stage: 1000 + load + load / 2 (into shared memory) + multiply, one after the other
     spills     128 bytes per warp each, 64 a cycle                              warps: BM BN / 32 warps sums per thread

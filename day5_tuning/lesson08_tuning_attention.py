@@ -165,7 +165,9 @@ STEPS = (
 
 LESSON = Steps(
     STEPS,
-    about=About(teaches="matmuls and exponentials alternate; two programs on an SM", hours=0.75),
+    about=About(
+        teaches="matmuls and exponentials alternate; two programs on an SM", hours=0.75, pictures=("two_programs",)
+    ),
     compares=comparisons(SWEEP),
     alone=device.HAS_GPU,
     nightly=STEPS,

@@ -642,7 +642,7 @@ def chip(
         return
     failed: list[str] = []
     lessons = list(_with_kernels(which, failed))
-    titles = [said("lesson"), said("largest shape"), said("FLOPs a byte"), said("TFLOP/s at most")]
+    titles = [said("lesson"), said("largest shape"), said("FLOPs per byte"), said("TFLOP/s at most")]
     titles += [said("us at least"), said("bound by")]
     show.table(said("{card}: roofline").format(card=mine.name), titles, targets.roofline(mine, lessons, language()))
     for lesson, each in lessons:

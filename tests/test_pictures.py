@@ -104,7 +104,7 @@ def test_words_are_wrapped_to_a_width():
     ("lesson", "name", "path", "old", "new", "shows"),
     [
         ("day2_triton_basics.lesson00_program_and_block", "grid_and_mask", "", "BLOCK=4", "BLOCK=8", "BLOCK = 8"),
-        ("day2_triton_basics.lesson01_vector_add", "warp_sectors", "", "BLOCK=1024", "BLOCK=512", "8 bytes a lane"),
+        ("day2_triton_basics.lesson01_vector_add", "warp_sectors", "", "BLOCK=1024", "BLOCK=512", "8 bytes per lane"),
         ("day2_triton_basics.lesson15_scan", "look_back", "", "TILE = 8192", "TILE = 4096", "4096"),
     ],
 )

@@ -1,11 +1,13 @@
 """What commands print at 80 columns: no row is wider, and no cell is cut in the middle of a word without a mark."""
 
+import itertools
 import re
 import warnings
 
 import lessonkit.__main__ as cli
 from lessonkit import device
-from lessonkit.base.prose import columns
+from lessonkit.base.prose import breaks, columns
+from lessonkit.base.words import said
 from lessonkit.commands import course_run, evidence, exercises, show
 from lessonkit.exercise import progress
 from lessonkit.judge import verify
@@ -13,6 +15,7 @@ from lessonkit.lesson import discover
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 WIDTH = 80
@@ -24,11 +27,22 @@ COMMANDS = [
     "compile lesson05_softmax", "check lesson01_vector_add", "doctor",
 ]  # fmt: skip
 SLOW = ("count", "compile", "doctor")  # builds, compilers
+MISTAKES = [
+    "check lesson99", "run day99", "trace lesson01_vector_add nope", "predict lesson01_vector_add nope x2", "path 3h",
+    "quiz day9", "chip nonsense", "words nonsense", "depends nothing", "diff lesson01_vector_add a b", "fuzz nothing",
+    "picture lesson01_env_check", "report nothing", "versions --torch 9", "exercise hint nope", "mutants day2",
+    "sanitize day2", "bench lesson01_vector_add",
+]  # fmt: skip
+NAMES = sorted(get_command(cli.app).commands) + [
+    f"exercise {name}" for name in sorted(get_command(exercises.app).commands)
+]
 
 
-@pytest.fixture
-def terminal(tmp_path, monkeypatch):
-    """A terminal of 80 columns; returns (run a command, the cells of its tables)."""
+@pytest.fixture(params=["en", "zh"])
+def terminal(request, tmp_path, monkeypatch):
+    """A terminal of 80 columns, in each language; returns (run a command, the cells of its tables)."""
+    monkeypatch.setenv("COURSE_LANG", request.param)
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.setenv("COURSE_ANSWERS", str(tmp_path))
     monkeypatch.setattr(course_run, "FILE", tmp_path / "run.json")
     monkeypatch.setattr(show.console, "_width", WIDTH)
@@ -40,6 +54,9 @@ def terminal(tmp_path, monkeypatch):
 
     def recorded(heading, columns, body, legend=""):
         body = [list(map(str, line)) for line in body]
+        heads = " ".join(columns)
+        unknown = [name for name in re.findall(r"(?:^|[;；、] ?)([^;；、:：,，]+)[:：]", legend) if name not in heads]
+        assert not unknown, f"the legend explains {unknown}, the columns are {heads}"
         cells.extend(cell for line in [list(columns)[1:], *body] for cell in line)
         table(heading, columns, body, legend)
 
@@ -48,8 +65,10 @@ def terminal(tmp_path, monkeypatch):
     def run(command):
         app = exercises.app if command.startswith("exercise ") else cli.app
         with show.console.capture() as printed:
-            CliRunner().invoke(app, command.removeprefix("exercise ").split())
-        return printed.get()
+            done = CliRunner().invoke(app, command.removeprefix("exercise ").split())
+        if isinstance(done.exception, AssertionError):
+            raise done.exception
+        return printed.get() + done.output
 
     return run, cells
 
@@ -74,6 +93,36 @@ def test_a_command_fits_into_80_columns(command, terminal):
     assert not cut or show.CUT in printed, cut
 
 
+@pytest.mark.parametrize("command", MISTAKES)
+def test_what_is_said_of_a_mistake_fits_into_80_columns(command, terminal):
+    run, _ = terminal
+    printed = run(command)
+    assert printed.strip(), "it prints something"
+    assert not [line for line in printed.splitlines() if columns(line.rstrip()) > WIDTH]
+    assert show.CUT not in printed
+
+
+def test_help_fits_into_80_columns_and_says_all(terminal):
+    run, _ = terminal
+    for command in ["", *NAMES]:
+        printed = run(f"{command} --help")
+        assert not [line for line in printed.splitlines() if columns(line.rstrip()) > WIDTH], command
+        assert not re.search(rf"{show.CUT} *│", printed), command
+    shown = words(run("--help"))
+    assert not [name for name in get_command(cli.app).commands if name not in shown]
+
+
+def test_chinese_is_broken_between_characters_and_loses_none():
+    text = "用这么多进程成批运行共享 kernel 的用例，在 GPU 上。softmax_online_kernel_of_a_long_name"
+    assert breaks(text, 40) == [text.index("在"), text.index("soft")]
+    for width in (8, 20, 40):
+        ends = [0, *breaks(text, width), len(text)]
+        lines = [text[a:b] for a, b in itertools.pairwise(ends)]
+        assert "".join(lines) == text
+        assert all(0 < columns(line.rstrip()) <= width for line in lines)
+        assert not any(line[0] in "，。" for line in lines)
+
+
 def test_counted_bytes_stand_beside_their_prediction_and_its_reason(terminal, monkeypatch):
     ((_, lesson),) = discover("day2_triton_basics.lesson08_layernorm")
     monkeypatch.setattr(show, "rung_checks", lambda lesson, rung: verify.Checked(passed=1, moved=1.95))
@@ -81,7 +130,7 @@ def test_counted_bytes_stand_beside_their_prediction_and_its_reason(terminal, mo
         assert not show.checks(lesson)
     text = " ".join(printed.get().split())
     assert re.search(r"layernorm_row .* 1\.95 . 2\.00 ", text)
-    assert "w and b count for every row" in text
+    assert words(said(lesson.passes_why)) in words(text)
 
 
 def test_what_pytorch_says_of_an_empty_row_is_no_warning():
@@ -96,7 +145,7 @@ def test_a_question_fits_into_80_columns(terminal, monkeypatch):
     monkeypatch.setattr(evidence, "can_ask", lambda: True)
     run, _ = terminal
     printed = run("predict lesson01_vector_add add_element")
-    assert "add_element at n=" in printed
+    assert re.search(r"add_element(，| at )n=", printed)
     assert max(map(columns, [*prompts, *printed.splitlines()])) <= WIDTH
 
 
@@ -108,7 +157,7 @@ def test_stored_times_fit_into_80_columns(name, terminal):
         show.stored(name, lesson)
     lines = printed.get().splitlines()
     assert max(map(columns, map(str.rstrip, lines))) <= WIDTH
-    assert "limit: a copy of the same bytes" in printed.get()
+    assert words(said(show.LIMIT)) in words(printed.get())
 
 
 @pytest.mark.parametrize("width", [24, 40, 80, 200])
@@ -125,12 +174,13 @@ def test_a_table_is_cut_between_words_or_behind_the_joints_of_a_name(width, monk
     assert ("┏" in text) == (width >= 80)
 
 
-def test_a_word_longer_than_the_terminal_is_cut_with_a_mark(monkeypatch):
+@pytest.mark.parametrize(("letter", "shown"), [("x", 19), ("“", 19), ("…", 19), ("、", 9)])
+def test_a_word_longer_than_the_terminal_is_cut_with_a_mark(letter, shown, monkeypatch):
     monkeypatch.setattr(show.console, "_width", 20)
     with show.console.capture() as printed:
-        show.table("", ["a", "b"], [["x" * 30, "y"]])
-    assert f"{'x' * 19}{show.CUT}" in printed.get()
-    assert max(map(len, printed.get().splitlines())) <= 20
+        show.table("", ["a", "b"], [[letter * 30, "y"]])
+    assert f"{letter * shown}{show.CUT}" in printed.get()
+    assert max(map(columns, printed.get().splitlines())) <= 20
 
 
 def test_chinese_cells_are_as_wide_as_they_look(monkeypatch):
@@ -143,10 +193,10 @@ def test_chinese_cells_are_as_wide_as_they_look(monkeypatch):
 def test_a_name_that_several_lessons_have_says_which(terminal, monkeypatch):
     monkeypatch.setattr(cli, "_scripts", lambda names, at_once, began: (x for x in ()))
     run, _ = terminal
-    text = " ".join(run("run lesson01").split())
-    assert re.search(r"lesson01 names \d lessons: day1_pytorch\.lesson01_env_check, day2", text)
-    assert "One alone:" in text
-    assert "names" not in run("run day2")
+    text = words(run("run lesson01"))
+    assert re.search(r"lesson01(names|指)\d(lessons:|课：)day1_pytorch\.lesson01_env_check,day2", text)
+    assert re.search("Onealone:|单独一课：", text)
+    assert not re.search("names|指", run("run day2"))
 
 
 def test_an_overflow_of_an_interpreted_kernel_is_no_warning():

@@ -91,7 +91,7 @@ EXERCISE = Exercise(
     ),
     wrong=(
         Wrong("the output is not counted", "3 * 2**26 * 2 /", "2 * 2**26 * 2 /", "add"),
-        Wrong("four bytes an element", "3 * 2**26 * 2 /", "3 * 2**26 * 4 /", "add"),
+        Wrong("four bytes per element", "3 * 2**26 * 2 /", "3 * 2**26 * 4 /", "add"),
         Wrong("for the whole chip, not an SM", "700e-9 / 132 / 1000", "700e-9 / 1000", "little"),
         Wrong("a multiply-add is one FLOP", "MATMUL_MS = 2 *", "MATMUL_MS =", "product"),
         Wrong("elements instead of bytes", "(3 * 8192**2 * 2)", "(3 * 8192**2)", "intensity"),

@@ -121,7 +121,7 @@ EXERCISE = Exercise(
         "Intensity: 4 S^2 D FLOPs over 4 S D numbers. Causal: row m of tiles visits m + 1, the last one masked. A "
         "cache has K and V, of each layer, with H_kv heads; a token reads all of it.",
         "32 * 16384^2 * 2 bytes; 4 * 32 * 16384^2 * 128; 4 S^2 D / 8 S D; 128 rows: 128 * 129 / 2; (1024 S - 1024 * "
-        "1023 / 2) / (S (S + 1) / 2); 2 * 32 * H_kv * 16384 * 128 * 2 bytes, over 4.2e12; 8 bytes a query.",
+        "1023 / 2) / (S (S + 1) / 2); 2 * 32 * H_kv * 16384 * 128 * 2 bytes, over 4.2e12; 8 bytes per query.",
     ),
     wrong=(
         Wrong("one head's scores", "= 32 * 16384**2 * 2 / 1e9", "= 16384**2 * 2 / 1e9", "sizes"),

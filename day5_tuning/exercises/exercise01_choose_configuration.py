@@ -203,7 +203,7 @@ EXERCISE = Exercise(
         "An SM holds whole programs. Each of four resources says how many; the scarcest decides. A last wave that is "
         "not full takes as long as a full one.",
         "A warp takes ceil(registers * 32 / 256) * 256 registers, a program warps of those, and shared + 1024 bytes. "
-        "waves = ceil(programs / (resident * sms)); programs = ceil(M / rows); 2 bytes an element, in and out.",
+        "waves = ceil(programs / (resident * sms)); programs = ceil(M / rows); 2 bytes per element, in and out.",
         "min(gpu.registers // a_warp // warps, gpu.shared // (shared + 1024), gpu.warps // warps, gpu.programs), and 0 "
         "if shared > gpu.most_shared. (memory**4 + issued**4 + latency**4) ** 0.25 + LAUNCH, with latency = waves * "
         "chain(config, N). sorted(those with resident > 0, key=seconds).",

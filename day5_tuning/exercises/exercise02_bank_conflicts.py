@@ -101,14 +101,14 @@ def of_words():
 
 
 def of_wide_accesses():
-    """8 bytes a lane take at least 2 wavefronts, a half warp each; 16 bytes at least 4."""
+    """8 bytes per lane take at least 2 wavefronts, a half warp each; 16 bytes at least 4."""
     for size in (8, 16):
         for what, step in (("neighbours", size), ("rows of 128 bytes", 128), ("rows of 144 bytes", 144)):
             addresses = [step * lane for lane in range(32)]
-            same(f"{size} bytes a lane, {what}", wavefronts(list(addresses), size), _counted(addresses, size))
+            same(f"{size} bytes per lane, {what}", wavefronts(list(addresses), size), _counted(addresses, size))
         for _ in range(10):
             addresses = [size * int(at) for at in torch.randint(0, 128, (32,))]
-            same(f"{size} bytes a lane at {addresses}", wavefronts(list(addresses), size), _counted(addresses, size))
+            same(f"{size} bytes per lane at {addresses}", wavefronts(list(addresses), size), _counted(addresses, size))
 
 
 def as_the_emulator_counted():

@@ -124,7 +124,7 @@ EXERCISE = Exercise(
     hints=(
         "Everything that is handed out is handed out whole: programs, waves, keys. The host and the GPU work at the "
         "same time, so the slower of them is what takes the time.",
-        "A warp takes 72 * 32 = 2304 registers, a program four times that. n / 3 FLOPs a byte against 800 / 4.2. A "
+        "A warp takes 72 * 32 = 2304 registers, a program four times that. n / 3 FLOPs per byte against 800 / 4.2. A "
         "wave of 132 tiles in groups of 8 is 8 rows of tiles and 132 / 8 columns. Keys: 128, 256, ... 8192.",
         "7 and 9; 800 of 924; 3 * 190.5; 64 / 16; 48 KB / 16 / 256; 16 waves * 2 * 8192 * (8 * 128 + 16.5 * 256) bytes "
         "and C; 360 * 8 us and 360 * 5 us; 7 keys * 18 * 1.125 s.",

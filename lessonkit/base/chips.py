@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lessonkit.base.words import later
+from lessonkit.base.words import later, said
 
 Target = int | str  # 90 for sm_90, "gfx942"
 CHOICE = "COURSE_GPU"
@@ -120,10 +120,13 @@ def find(name: str) -> Chip:
     if (plain := _plain(name)) in known:
         return known[plain]
     near = difflib.get_close_matches(plain, CHIPS, n=4, cutoff=0.4)
-    closest = f"The closest: {', '.join(CHIPS[key].name for key in near)}. " if near else ""
-    raise ValueError(
-        f"no card is called {name!r}. {closest}The table has {', '.join(CHIPS)}; add yours to lessonkit/base/chips.py"
-    )
+    words = said("no card is called {name}. The table has {names}; add yours to lessonkit/base/chips.py")
+    if near:
+        words = said(
+            "no card is called {name}. The closest: {near}. The table has {names}; add yours to lessonkit/base/chips.py"
+        )
+    closest = ", ".join(CHIPS[key].name for key in near)
+    raise ValueError(words.format(name=repr(name), near=closest, names=", ".join(CHIPS)))
 
 
 def _plain(name: str) -> str:

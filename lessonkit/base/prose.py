@@ -430,6 +430,25 @@ def wrapped(text: str, width: int, first: int, *, keep_spaces: bool = False) -> 
     return [*lines, line if keep_spaces else line.rstrip()]
 
 
+def breaks(text: str, width: int) -> list[int]:
+    """Where a line is broken so that each piece fits into a width, with the space behind it; a long piece is cut."""
+    found, taken = list[int](), 0
+    for atom in _ATOM.finditer(text):
+        wide = columns(atom[0]) + text.startswith(" ", atom.end())
+        if taken and taken + wide > width:
+            found.append(atom.start())
+            taken = 0
+        if columns(atom[0]) <= width:
+            taken += columns(atom[0])
+            continue
+        for nth, letter in enumerate(atom[0]):
+            if taken and taken + columns(letter) > width:
+                found.append(atom.start() + nth)
+                taken = 0
+            taken += columns(letter)
+    return found
+
+
 def _underlined(text: str) -> str:
     """Titles underlined in their own width."""
     lines = text.split("\n")

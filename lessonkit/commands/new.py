@@ -36,7 +36,7 @@ LESSON = '''
 
 
     def WORD(x):
-        """[...] -> [...], 1024 elements a program."""
+        """[...] -> [...], 1024 elements per program."""
         y = torch.empty_like(x)
         if x.numel():
             WORD_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), BLOCK=1024)

@@ -10,7 +10,7 @@ from typing import Any
 from lessonkit.base import chips, device
 from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import REPORTS
-from lessonkit.base.prose import atoms, normal, wrapped
+from lessonkit.base.prose import atoms, breaks, normal, wrapped
 from lessonkit.base.prose import columns as columns_of
 from lessonkit.base.words import language, later, said
 from lessonkit.judge import counters
@@ -22,11 +22,21 @@ from lessonkit.measure.stale import Today, released
 from lessonkit.modes import compiled
 from lessonkit.pages import learned, predictions, report
 
+import rich.text
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table as RichTable
 from rich.text import Text
 
+_divide: Callable[[str, int, bool], list[int]] = vars(rich.text)["divide_line"]
+
+
+def _divided(text: str, width: int, fold: bool = True) -> list[int]:
+    """Where rich breaks a line. It takes Chinese without spaces for one word, and cuts it off in the help."""
+    return _divide(text, width, fold) if text.isascii() else breaks(text, width)
+
+
+vars(rich.text)["divide_line"] = _divided
 # An overflow in an interpreted kernel is what a check is about: NumPy's word on it would stand between the tables.
 warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.")
 warnings.filterwarnings("ignore", r"var_mean\(\): degrees of freedom", UserWarning)  # rows of no columns: NaN is right
@@ -36,6 +46,7 @@ COMPILED = later(
     "regs: registers per thread; spills: bytes of registers kept in memory; shared: bytes of shared memory "
     "per program; occ: occupancy, the share of an SM's warps; ld, st: bytes of the widest load and store of a thread"
 )
+LIMIT = later("limit: a copy of the same bytes, or cuBLAS at the same shape, timed in the same rounds")
 CUT = "…"  # behind a piece of a word that is longer than a line
 MODES = {
     "cuda": later("run on the GPU"),
@@ -136,8 +147,9 @@ def _marked(line: str, width: int) -> str:
     """A line cut where it must be, with a mark that the word goes on."""
     pieces = []
     while columns_of(line) > width:
-        pieces.append(line[: width - 1] + CUT)
-        line = "      " + line[width - 1 :]
+        end = next(end for end in range(len(line), 0, -1) if columns_of(line[:end]) < width)
+        pieces.append(line[:end] + CUT)
+        line = "      " + line[end:]
     return "\n".join([*pieces, line])
 
 
@@ -264,8 +276,7 @@ def stored(name: str, lesson: Lesson) -> None:
     heading = said("stored from a GPU (none here): {path}").format(path=f"reports/{MACHINE}")
     if len(shapes) == 1:  # it stands above the table, which is then narrower
         heading, columns, body = f"{heading}, {shapes[0]}", columns[1:], [line[1:] for line in body]
-    legend = said("limit: a copy of the same bytes, or cuBLAS at the same shape, timed in the same rounds")
-    table(heading, columns, body, legend)
+    table(heading, columns, body, said(LIMIT))
     if old:
         console.print(said("* measured before the code of this rung changed"), style="dim")
 

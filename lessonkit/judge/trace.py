@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.errors import Unsupported
+from lessonkit.base.words import said
 from lessonkit.lesson import Lesson, Rung, Shape
 from lessonkit.modes.interpreter import Access, watched
 
@@ -64,7 +65,8 @@ def rung(lesson: Lesson, name: str) -> Rung:
     """The rung of this name. Raises ValueError, which lists what there is."""
     found = {each.__name__: each for each in lesson.rungs}
     if name not in found:
-        raise ValueError(f"there is no rung {name!r}; there are {', '.join(found)}")
+        words = said("there is no rung {name}; there are {names}")
+        raise ValueError(words.format(name=repr(name), names=", ".join(found)))
     return found[name]
 
 
@@ -176,16 +178,16 @@ def coordinates(offsets: np.ndarray, shape: tuple[int, ...], strides: tuple[int,
 
 def ranges(at: tuple[np.ndarray, ...]) -> list[str]:
     """Each dimension's indices as a slice; one index stands alone."""
-    said = []
+    shown = []
     for indices in at:
         there = np.unique(indices)
         first, last, steps = int(there[0]), int(there[-1]), np.unique(np.diff(there))
         if first == last:
-            said.append(str(first))
+            shown.append(str(first))
         else:
             step = f":{steps[0]}" if len(steps) == 1 and steps[0] > 1 else ""
-            said.append(f"{first}:{last + 1}{step}")
-    return said
+            shown.append(f"{first}:{last + 1}{step}")
+    return shown
 
 
 def _gaps(at: tuple[np.ndarray, ...]) -> str:

@@ -27,6 +27,7 @@ from lessonkit.base import device
 from lessonkit.base.errors import Unsupported
 from lessonkit.base.files import ROOT, changing, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
+from lessonkit.base.words import said
 from lessonkit.judge import check
 from lessonkit.lesson import Lesson
 from lessonkit.measure import ncu, rows
@@ -122,13 +123,13 @@ def unargued(found: Iterable[Report], known: Sequence[Argued]) -> list[Report]:
     return [report for report in found if not any(each.covers(report) for each in known)]
 
 
-def parsed(tool: str, said: str) -> Counter[Report]:
+def parsed(tool: str, output: str) -> Counter[Report]:
     """The reports in a tool's words, and how many there are of each. Raises NotUnderstood."""
     if tool in INSTRUMENTED:
-        return Counter(Report(tool, _kernel(found[1]), found[2]) for found in _ASSERTION.findall(said))
+        return Counter(Report(tool, _kernel(found[1]), found[2]) for found in _ASSERTION.findall(output))
     blocks: list[list[str]] = []
     inside = False
-    for line in said.splitlines():
+    for line in output.splitlines():
         if head := _HEAD.match(line):
             blocks.append([head[1]])
             inside = True
@@ -136,19 +137,19 @@ def parsed(tool: str, said: str) -> Counter[Report]:
             blocks[-1].append(more[1])
         else:
             inside = False
-    summary = _SUMMARY.findall(said)
+    summary = _SUMMARY.findall(output)
     if not summary:
-        raise NotUnderstood(f"{tool} did not come to its end: {_last_words(said)}")
+        raise NotUnderstood(f"{tool} did not come to its end: {_last_words(output)}")
     if any(map(int, summary)) and not blocks:
-        raise NotUnderstood(f"{tool} counts {', '.join(summary)} errors and none is understood: {_last_words(said)}")
+        raise NotUnderstood(f"{tool} counts {', '.join(summary)} errors and none is understood: {_last_words(output)}")
     return Counter(_report(tool, block) for block in blocks)
 
 
 def _report(tool: str, block: Sequence[str]) -> Report:
     """A report of its lines: the first says what and sometimes where, the others where, who, and what it races with."""
     where = next(filter(None, map(_AT.search, block)), None)
-    said = [line for i, line in enumerate(block) if not i or re.match(r"and (Read|Write) access", line)]
-    text = " ".join(re.sub(r"\s*\[\d+ hazards?\]|\s*\[\d+\]$", "", line) for line in said)
+    parts = [line for i, line in enumerate(block) if not i or re.match(r"and (Read|Write) access", line)]
+    text = " ".join(re.sub(r"\s*\[\d+ hazards?\]|\s*\[\d+\]$", "", line) for line in parts)
     text = " ".join(_AT.sub(_code, line) for line in re.split(r"(?= and (?:Read|Write) access)", text))
     return Report(tool, _kernel((where["now"] or where["before"]) if where else ""), " ".join(text.split()))
 
@@ -167,8 +168,8 @@ def _kernel(name: str) -> str:
     return ncu.base(name) or re.split(r"[<(]", name.replace("<unnamed>::", "").replace("void ", ""))[0].strip()
 
 
-def _last_words(said: str) -> str:
-    return " ".join(said.split())[-400:] or "it says nothing"
+def _last_words(output: str) -> str:
+    return " ".join(output.split())[-400:] or "it says nothing"
 
 
 # ---- On a GPU -------------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def _last_words(said: str) -> str:
 def lacks(tool: str) -> str:
     """The one line that says why this machine has nothing to say, or an empty string."""
     if not device.HAS_GPU:
-        return "No GPU was found: the sanitizers watch kernels that run. `check` watches addresses without one."
+        return said("No GPU was found: the sanitizers watch kernels that run. `check` watches addresses without one.")
     if tool in INSTRUMENTED:
         return "" if tool in instrumented() else f"this Triton has no {tool}"
     if not ncu.find("compute-sanitizer"):

@@ -170,11 +170,11 @@ class Canvas:
         """One line of a timeline: a name, and spans (start, length, kind, label) in units of which one is `scale`."""
         if name:
             shown = self.words(name)
-            size = min(NORMAL - 1, (NORMAL - 1) * (left - MARGIN - 4) / max(text_width(shown, NORMAL - 1), 1))
+            size = min(NORMAL, NORMAL * (left - MARGIN - 4) / max(text_width(shown, NORMAL), 1))
             self.text(MARGIN, self.y + height / 2, shown, max(size, SMALLEST))
         top = self.y
         for start, length, kind, label in spans:
-            self.box(left + start * scale, top, length * scale, height, kind, label, NORMAL - 1)
+            self.box(left + start * scale, top, length * scale, height, kind, label, NORMAL)
         self.y = top + height + 3
 
     def legend(self, entries: Sequence[tuple[str, Words]]) -> None:
@@ -182,11 +182,11 @@ class Canvas:
         x, top = float(MARGIN), self.y
         for kind, words in entries:
             shown = self.words(words)
-            wide = 16 + text_width(shown, NORMAL - 1) + 10
+            wide = 16 + text_width(shown, NORMAL) + 10
             if x + wide > WIDTH and x > MARGIN:
                 x, top = MARGIN, top + 15
             self.box(x, top + 2, 11, 11, kind)
-            self.text(x + 15, top + 7.5, shown, NORMAL - 1)
+            self.text(x + 15, top + 7.5, shown, NORMAL)
             x += wide
         self.y = top + 18
 

@@ -79,7 +79,7 @@ SECTORS = Figure(
     (
         Control("stride", say("stride, elements"), 1, 0, 33),
         Control("offset", say("offset, elements"), 0, 0, 32),
-        Control("size", say("bytes an element"), 4, choices=tuple((2**i, str(2**i)) for i in range(5))),
+        Control("size", say("bytes per element"), 4, choices=tuple((2**i, str(2**i)) for i in range(5))),
     ),
     (
         ("lanes", say("32 lanes of a warp")),
@@ -128,8 +128,8 @@ OCCUPANCY = Figure(
     "occupancy", lambda: {"chips": _chips()},
     (
         _CHIP,
-        Control("warps", say("warps a program"), 4, choices=tuple((2**i, str(2**i)) for i in range(5))),
-        Control("registers", say("registers a thread"), 64, 8, 248, 8),
+        Control("warps", say("warps per program"), 4, choices=tuple((2**i, str(2**i)) for i in range(5))),
+        Control("registers", say("registers per thread"), 64, 8, 248, 8),
         Control("shared", say("shared memory, KB"), 16, 0, 227),
     ),
     (
@@ -196,7 +196,7 @@ ROOFLINE = Figure(
     ),
     (
         ("across", say("FLOPs for each byte")), ("memory", say("memory")), ("compute", say("arithmetic")),
-        ("said", say("At most {flops} TFLOP/s, bound by {bound}. The roofs meet at {ridge} FLOPs a byte.")),
+        ("said", say("At most {flops} TFLOP/s, bound by {bound}. The roofs meet at {ridge} FLOPs per byte.")),
     ),
 )  # fmt: skip
 FIGURES = (BLOCK_MASK, SECTORS, BANKS, ONLINE_SOFTMAX, TILE_ORDER, OCCUPANCY, RING, ATTENTION, CAUSAL, ROOFLINE)

@@ -1,10 +1,10 @@
-"""Pictures of the machine: roofline, what fits on an SM, storage, launches, shared memory, rounds of timing."""
+"""Pictures of the machine: roofline, what fits on an SM, storage, launches, barriers, rounds, two programs."""
 
 import math
 
 from lessonkit.base.chips import CHIPS
 from lessonkit.pictures import figures, models
-from lessonkit.pictures.draw import MARGIN, WIDTH, Canvas, say
+from lessonkit.pictures.draw import MARGIN, WIDTH, Canvas, Span, say
 from lessonkit.pictures.numbers import number, stated
 from lessonkit.pictures.registry import caption, picture
 
@@ -12,7 +12,7 @@ _CHIP = CHIPS["h200"]
 
 
 @picture(
-    "The roofline: FLOPs a byte decide which limit counts",
+    "The roofline: FLOPs per byte decide which limit counts",
     "A plot with logarithmic axes: FLOPs for each byte to the right, TFLOP/s upwards. The sloped roof is the memory's "
     "bandwidth, the flat one the arithmetic. They meet at the ridge.",
     figures.ROOFLINE,
@@ -48,7 +48,7 @@ def roofline(c: Canvas, lesson: str) -> None:
     c.y = bottom + 32
     caption(
         c,
-        "{chip}, data sheet. In bf16 the roofs meet at {ridge:.0f} FLOPs a byte: an operator with fewer "
+        "{chip}, data sheet. In bf16 the roofs meet at {ridge:.0f} FLOPs per byte: an operator with fewer "
         "is bound by memory.",
         chip=_CHIP.name, ridge=models.roofline(_CHIP, 'bf16', 1.0)['ridge'],
     )  # fmt: skip
@@ -81,7 +81,7 @@ def occupancy(c: Canvas, lesson: str) -> None:
         c.y += 22
     caption(
         c,
-        "{chip}: programs of {warps} warps, {registers} registers a thread, {shared} KB of shared "
+        "{chip}: programs of {warps} warps, {registers} registers per thread, {shared} KB of shared "
         "memory. {n} fit: {percent:.0f}% of the warps.",
         chip=_CHIP.name, warps=warps, registers=registers, shared=shared, n=found['resident'],
         percent=found['percent'],
@@ -101,7 +101,7 @@ def bytes_in_flight(c: Canvas, lesson: str) -> None:
     scale, top = 200 / (threads * 16), c.y
     for size in (2, 4, 8, 16):
         flying = threads * size
-        c.text(MARGIN, c.y + 9, say("{bytes} bytes a thread", bytes=size), 10)
+        c.text(MARGIN, c.y + 9, say("{bytes} bytes per thread", bytes=size), 10)
         c.box(112, c.y, flying * scale, 18, "c" if flying >= needed else "b")
         c.text(WIDTH - MARGIN, c.y + 9, f"{flying / 1024:.0f} KB", 10, "end")
         c.y += 24
@@ -264,3 +264,87 @@ def timed_rounds(c: Canvas, lesson: str) -> None:
         "{moved:g} MB fit into the {l2} MB of an {chip}'s L2, so a call that is repeated does not read memory.",
         moved=moved, l2=_CHIP.l2, chip=_CHIP.name,
     )  # fmt: skip
+
+
+@picture(
+    "One program on an SM, and two: matmuls and exponentials over time",
+    "For D = 128 and D = 64 two timelines with a line each for loads, tensor cores and exponentials. One program alone "
+    "multiplies and exponentiates in turn. Two programs overlap, and each loads K and V for itself.",
+)
+def two_programs(c: Canvas, lesson: str) -> None:
+    path = "day5_tuning/lesson08_tuning_attention.py"
+    alone = int(stated(path, r"(\d+) x 128 on 8 warps is alone"))
+    together = int(stated(path, r"(\d+) queries on 4 warps fit twice"))
+    a_cycle = {
+        "flops": stated(path, r"4 BLOCK_M BLOCK_N D / (\d+)"), "exps": stated(path, r"BLOCK_M BLOCK_N / (\d+), and"),
+        "instructions": stated(path, r"and ([\d.]+) instructions per score"),
+        "lanes": stated(path, r"an element of O, at (\d+)"), "bytes": stated(path, r"of K and V, at (\d+) a cycle"),
+    }  # fmt: skip
+    shares = []
+    for D in (128, 64):
+        shown = 0.0
+        for programs, tile in ((1, alone), (2, together)):
+            cycles = _step(tile, D, a_cycle)
+            shown = shown or 2 * (cycles["matmuls"] + cycles["exponentials"])
+            words = say("D = {D}: one program, {tile} x {tile}", D=D, tile=tile)
+            if programs == 2:
+                words = say("D = {D}: two programs, {tile} x {tile} each", D=D, tile=tile)
+            c.text(MARGIN, c.y + 8, words, 11, kind="bold")
+            c.y += 17
+            spans = _alternate(programs, cycles, shown)
+            scale = (WIDTH - MARGIN - 96) / shown
+            for name, key in (
+                (say("loads"), "loads"), (say("tensor cores"), "matmuls"), (say("exponentials"), "exponentials"),
+            ):  # fmt: skip
+                c.lane(name, spans[key], scale, left=96, height=15)
+            c.gap(4)
+            own = cycles["matmuls"] + cycles["exponentials"]
+            step = max(own, *(programs * each for each in cycles.values()))
+            shares.append(100 * programs * cycles["matmuls"] / step)
+    c.legend([("a", say("program 0")), ("b", say("program 1"))])
+    caption(
+        c,
+        "Computed from the lesson's rates, without any wait. The tensor cores are busy for "
+        "{first:.0f}% (one program) and {second:.0f}% (two) at D = 128, for {third:.0f}% and {fourth:.0f}% at D = 64. "
+        "A kernel reaches less. With tiles half as tall, K and V are loaded twice as often.",
+        first=shares[0], second=shares[1], third=shares[2], fourth=shares[3],
+    )  # fmt: skip
+
+
+def _step(tile: int, D: int, a_cycle: dict[str, float]) -> dict[str, float]:
+    """Cycles of an SM for a step of one program, tile x tile."""
+    others = a_cycle["instructions"] * tile * tile + tile * D
+    return {
+        "loads": 4 * tile * D / a_cycle["bytes"],
+        "matmuls": 4 * tile * tile * D / a_cycle["flops"],
+        "exponentials": tile * tile / a_cycle["exps"] + others / a_cycle["lanes"],
+    }
+
+
+def _alternate(programs: int, cycles: dict[str, float], end: float) -> dict[str, list[Span]]:
+    """Programs on one SM up to `end`: a step's load, matmuls, exponentials. Each unit serves one after the other.
+
+    A program has two stages: the load of a step begins when the step before the last has been multiplied.
+    """
+    free = dict.fromkeys(cycles, 0.0)
+    loaded = [
+        [0.0] for _ in range(programs)
+    ]  # when the K and V of each step are there; the first is before the drawing
+    ready = [0.0] * programs  # when the program's own chain goes on
+    spans: dict[str, list[Span]] = {unit: [] for unit in cycles}
+
+    def serve(unit: str, program: int, earliest: float) -> float:
+        begin = max(free[unit], earliest)
+        free[unit] = begin + cycles[unit]
+        if begin < end:
+            spans[unit].append((begin, min(cycles[unit], end - begin), "ab"[program], ""))
+        return free[unit]
+
+    for p in range(programs):
+        loaded[p].append(serve("loads", p, 0))
+    while min(ready) < end:
+        p = ready.index(min(ready))
+        multiplied = serve("matmuls", p, max(ready[p], loaded[p].pop(0)))
+        loaded[p].append(serve("loads", p, multiplied))
+        ready[p] = serve("exponentials", p, multiplied)
+    return spans

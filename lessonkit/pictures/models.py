@@ -214,7 +214,7 @@ def causal(queries: int, keys: int, rows: int, columns: int) -> list[list[str]]:
 
 
 def roofline(chip: Chip, rate: str, intensity: float) -> dict[str, Any]:
-    """The most FLOP/s at so many FLOPs a byte, and which roof it is."""
+    """The most FLOP/s at so many FLOPs per byte, and which roof it is."""
     seconds, bound = chip.seconds(1.0, intensity, rate)
     return {"flops": intensity / seconds, "bound": bound, "ridge": chip.flops.get(rate, chip.flops["fp32"])
             / chip.bandwidth}  # fmt: skip

@@ -11,7 +11,7 @@ from lessonkit.pictures.draw import NORMAL, TITLE, Canvas, Say, say
 from lessonkit.pictures.moving import Figure
 
 Draw = Callable[[Canvas, str], None]  # on a canvas, for the lesson of this name
-MODULES = ("rows", "matmul", "attention", "cuda", "machine")
+MODULES = ("rows", "matmul", "kittens", "attention", "cuda", "machine")
 
 
 @dataclass(frozen=True)
@@ -98,4 +98,4 @@ def all_pictures() -> list[Picture]:
 def caption(canvas: Canvas, english: str, **values: object) -> None:
     """A line or two below the drawing."""
     canvas.gap(2)
-    canvas.paragraph(say(english, **values), NORMAL - 1, "faint")
+    canvas.paragraph(say(english, **values), NORMAL, "faint")

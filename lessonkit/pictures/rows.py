@@ -1,10 +1,13 @@
-"""Pictures of day 2: grids and masks, sectors, traffic, sums, softmax, norms, scan."""
+"""Pictures of day 2: grids and masks, sectors, traffic, sums, softmax, argmax, norms, scan."""
+
+import re
+import struct
 
 from lessonkit.base.words import later
 from lessonkit.lesson import Lesson, discover
 from lessonkit.pictures import figures, models
 from lessonkit.pictures.draw import MARGIN, WIDTH, Canvas, say
-from lessonkit.pictures.numbers import number, stated
+from lessonkit.pictures.numbers import number, stated, text
 from lessonkit.pictures.registry import caption, picture
 
 INSIDE = WIDTH - 2 * MARGIN
@@ -64,7 +67,7 @@ def warp_sectors(c: Canvas, lesson: str) -> None:
         sectors = -(-bytes_ // models.SECTOR)
         used = 100 * bytes_ / (sectors * models.SECTOR)
         c.text(MARGIN, c.y + 8, rung, 11, kind="bold")
-        c.text(WIDTH - MARGIN, c.y + 8, say("{bytes} bytes a lane", bytes=wide * size), 10, "end", "faint")
+        c.text(WIDTH - MARGIN, c.y + 8, say("{bytes} bytes per lane", bytes=wide * size), 10, "end", "faint")
         c.y += 17
         cell = INSIDE / models.LANES
         for lane in range(models.LANES):
@@ -173,8 +176,101 @@ def online_softmax(c: Canvas, lesson: str) -> None:
     )  # fmt: skip
 
 
+ARGMAX = f"{DAY2}/lesson07_argmax.py"
+
+
+def _candidates() -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+    """The steps of the row that the lesson draws, and each lane's best value, its step and its index."""
+    drawn = re.search(r"row = ([\d |]+)", text(ARGMAX))
+    steps = [[int(each) for each in part.split()] for part in drawn[1].split("|")] if drawn else []
+    found = []
+    for lane, values in enumerate(zip(*steps, strict=True)):
+        best = max(values)
+        step = values.index(best)
+        found.append((best, step, step * len(steps[0]) + lane))
+    return steps, found
+
+
 @picture(
-    "Gradients of w and b: a partial sum a program, then a sum over programs",
+    "Argmax over steps: a lane keeps its best value and the step it came from",
+    "A row is read in steps, a column of lanes at a time. Below each lane stand its best value, the step of that value "
+    "and its index. Two lanes have the maximum, and the left one has the larger index.",
+)
+def argmax_lanes(c: Canvas, lesson: str) -> None:
+    block = number(ARGMAX, "BLOCK", inside="argmax_online")
+    steps, found = _candidates()
+    lanes, top = len(found), max(best for best, _, _ in found)
+    winner = min(index for best, _, index in found if best == top)
+    left = 96
+    cell = (WIDTH - MARGIN - left) / lanes
+    for lane in range(lanes):
+        c.text(left + (lane + 0.5) * cell, c.y + 8, say("lane {i}", i=lane), 11, "middle")
+    c.y += 18
+    for t, values in enumerate(steps):
+        c.text(MARGIN, c.y + 11, say("step {i}", i=t), 11)
+        for lane, value in enumerate(values):
+            kept = found[lane][1] == t
+            c.box(left + lane * cell, c.y, cell - 3, 22, "a" if kept else "off", str(value))
+        c.y += 25
+    c.y += 5
+    for lane in range(lanes):
+        c.arrow(left + (lane + 0.5) * cell - 1, c.y - 6, left + (lane + 0.5) * cell - 1, c.y + 9)
+    c.y += 12
+    for i, name in enumerate((say("best value"), say("its step"), say("its index"))):
+        c.text(MARGIN, c.y + 11, name, 11)
+        for lane, each in enumerate(found):
+            kind = "c" if i == 2 and each[2] == winner else "b" if each[0] == top else "off"
+            c.box(left + lane * cell, c.y, cell - 3, 22, kind, str(each[i]))
+        c.y += 25
+    c.gap(3)
+    c.legend([("a", say("kept")), ("b", say("lanes that have the maximum")), ("c", say("the answer"))])
+    leftmost = next(index for best, _, index in found if best == top)
+    caption(
+        c,
+        "index = step * {lanes} + lane. The leftmost lane with the maximum has index {leftmost}; the first maximum is "
+        "at {winner}. So a second reduction takes the smallest index of these lanes. In argmax_online a step has "
+        "{block} lanes.",
+        lanes=lanes, leftmost=leftmost, winner=winner, block=block,
+    )  # fmt: skip
+
+
+@picture(
+    "Value and index in one word, so that an atomic maximum compares both",
+    "Words of 64 bits, one from each program of a row: the key of the value in the upper half, the inverted index in "
+    "the lower half. The largest word has the largest value, and of equal values the smallest index.",
+)
+def argmax_word(c: Canvas, lesson: str) -> None:
+    bits = int(stated(ARGMAX, r"N >= 2\*\*(\d+)"))
+    most = (1 << bits) - 1
+    _, found = _candidates()
+    shown = found[:3]
+    half, left = 122, 100
+    c.text(left + half / 2, c.y + 8, say("upper 32 bits: key"), 11, "middle")
+    c.text(left + half * 1.5, c.y + 8, say("lower: inverted index"), 11, "middle")
+    c.y += 18
+    words = []
+    for best, _, index in shown:
+        (key,) = struct.unpack("<i", struct.pack("<f", best))  # of a float >= 0 its bits
+        words.append((key << 32) | (most - index))
+    for (best, _, index), word in zip(shown, words, strict=True):
+        first = word == max(words)
+        c.text(
+            MARGIN, c.y + 11, say("{value} at {index}", value=best, index=index), 11, kind="bold" if first else "ink"
+        )
+        c.box(left, c.y, half - 1, 22, "c" if first else "a", f"0x{word >> 32:08X}")
+        c.box(left + half, c.y, half - 1, 22, "c" if first else "b", f"0x{word & most:08X}")
+        c.y += 26
+    c.legend([("c", say("the largest word: the answer of this row"))])
+    caption(
+        c,
+        "Words compare by their upper halves first. Two keys are equal here, and the smaller index gives the larger "
+        "lower half: it is 2^{bits} - 1 minus the index. A maximum does not depend on the order of the programs.",
+        bits=bits,
+    )  # fmt: skip
+
+
+@picture(
+    "Gradients of w and b: a partial sum per program, then a sum over programs",
     "x and dy are read row by row. Each program walks over rows and keeps sums for dw and db in registers. It writes "
     "one row of partial sums. A second kernel adds the partial sums down each column in a fixed order.",
 )
