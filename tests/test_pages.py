@@ -187,6 +187,17 @@ def test_an_operators_page_has_every_rung_of_all_its_lessons(folder):
         assert (operators.ABOUT in page) == old, ladder.name
 
 
+@pytest.mark.parametrize("gpu", ["nvidia-h200", "nvidia-unknown"])
+def test_an_operators_page_says_the_share_of_the_data_sheet(lesson, monkeypatch, gpu):
+    """4 of 4.8 TB/s, all of the limit; 67 TFLOP/s is what a vector add's dtype could have."""
+    monkeypatch.setattr(operators, "ladders", lambda folder: [operators.Ladder("add", ((ADD, lesson, (row,)),))])
+    row = a_row(gpu=gpu, dtype="float32")
+    (page,) = (page for page in operators.pages(REPORTS / gpu, Today(kernels())).values() if isinstance(page, str))
+    known = gpu == "nvidia-h200"
+    assert ("for the H200 SXM, 4.8 TB/s, 67 TFLOP/s (fp32). Nothing exceeds it." in page) == known
+    assert f"| 4.00 TB/s | 100% | {'83%' if known else ''} |" in page
+
+
 def test_the_fastest_at_a_shape_stands_beside_the_peer_of_its_own_rounds(lesson):
     slow = (a_row(rung="add_block", ms_p50=4.0), a_row(rung="torch", kind="peer", ms_p50=1.0))
     fast = (a_row(rung="add_wide", ms_p50=2.0), a_row(rung="torch", kind="peer", ms_p50=3.0))

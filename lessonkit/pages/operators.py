@@ -4,7 +4,7 @@ Rows of one lesson at one shape come from the same rounds, and only within these
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,11 @@ RATIOS = later(
 )
 ABOUT = later("\\* Measured before the code, the inputs or a peer of that row changed; the lesson's page says what.")
 FASTEST = later("The fastest rung at each shape")
+SHARES = later("of the limit"), later("of the data sheet")
+SHEET = later(
+    "The share of the data sheet is of the bandwidth or the FLOPs that it states for the {card}, {stated}. Nothing "
+    "exceeds it."
+)
 PEERS = later("Its peers, in {unit}")
 LADDER = later("The whole ladder at {shape}, {dtype}")
 EVERY = later("Every rung at every shape")
@@ -117,7 +122,7 @@ def _page(ladder: Ladder, device: str, main: tuple[str, str] | None, today: Toda
 
     parts = [
         f"# {said(TITLE).format(name=said(ladder.name), device=device)}\n",
-        said(RATIOS) + (f"\n\n{said(ABOUT)}" if any(old.values()) else "") + "\n",
+        " ".join([said(RATIOS), *_sheet(old)]) + (f"\n\n{said(ABOUT)}" if any(old.values()) else "") + "\n",
         f"## {said(FASTEST)}\n",
         _fastest(ladder, mark),
     ]
@@ -143,10 +148,24 @@ def _fastest(ladder: Ladder, mark: Mark) -> str:
         row, peer = best.row, best.peer
         rung = f"`{row.rung}` ({results.language(row.lesson)})"
         line = [" ".join(results.place(row)), rung, f"{row.ms_p50:.4g}{mark(row)}", row.rate]
-        line += [f"{row.percent_of_limit:.0f}%", peer.rung if peer else ""]
+        line += [*_shares(row), peer.rung if peer else ""]
         body.append([*line, f"{peer.ms_p50:.4g}{mark(peer)}" if peer else "", best.ratio])
-    heads = [said("shape"), said("rung"), "ms", said("rate"), said("of the limit"), said("best peer"), said("its ms")]
-    return markdown([*heads, said("ratio")], body)
+    heads = [said("shape"), said("rung"), "ms", said("rate"), *map(said, SHARES)]
+    return markdown([*heads, said("best peer"), said("its ms"), said("ratio")], body)
+
+
+def _shares(row: Row) -> list[str]:
+    """Two cells: of the limit of the row's own rounds, and of what the card's data sheet states."""
+    return [f"{row.percent_of_limit:.0f}%", f"{results.of_sheet(row):.0f}%" if results.card(row) else ""]
+
+
+def _sheet(found: Collection[Row]) -> list[str]:
+    """A sentence with the rates of the card's data sheet that the rows' dtypes are held against; none if unknown."""
+    if (chip := results.card(next(iter(found)))) is None:
+        return []
+    rates = results.roofs(chip, {row.dtype for row in found})
+    stated = [f"{chip.bandwidth / 1e12:g} TB/s", *(f"{rate:.0f} TFLOP/s ({name})" for name, rate in rates.items())]
+    return [said(SHEET).format(card=chip.name, stated=", ".join(stated))]
 
 
 def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark) -> str:
@@ -157,9 +176,9 @@ def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark) -> str:
             over = f"{before.ms_p50 / row.ms_p50:.2f}" if before else ""
             ratio = f"{row.ratio_to_best_peer:.2f}" if row.ratio_to_best_peer else ""
             line = [f"[{name.split('.')[1]}]({name}.md)", f"`{row.rung}`", f"{row.ms_p50:.4g}{mark(row)}", row.rate]
-            body.append([*line, f"{row.percent_of_limit:.0f}%", over, ratio])
+            body.append([*line, *_shares(row), over, ratio])
             before = row
-    heads = [said("lesson"), said("rung"), "ms", said("rate"), said("of the limit"), said("over the rung before")]
+    heads = [said("lesson"), said("rung"), "ms", said("rate"), *map(said, SHARES), said("over the rung before")]
     return markdown([*heads, said("over the best peer")], body)
 
 
