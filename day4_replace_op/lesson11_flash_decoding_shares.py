@@ -81,7 +81,13 @@ LESSON = Lesson(
     problem=PROBLEM,
     rungs=(shares, tma, decode),
     predicted=(
-        Prediction(rung=shares, at=_at(B=1), ms=0.026),  # lesson 10's row, 0.033, less 10 us of merging, and 3 more
+        Prediction(
+            rung=shares,
+            at=_at(B=1),
+            ms=0.026,  # lesson 10's row, 0.033, less 10 us of merging, and 3 more
+            why="The 3 us of the second kernel do not show: this is lesson 10's time less the 10 us of merging. Equal "
+            "shares may save as much.",
+        ),
         Prediction(rung=shares, at=_at(B=16, H_kv=32), percent_of_limit=100),
         Prediction(rung=tma, at=_at(B=16, D=64), times=(1.01, 1.05), over=shares),
         Prediction(rung=decode, at=_at(B=1), ms=(0.024, 0.025)),

@@ -1,6 +1,7 @@
 """The kit's modules stand in groups that import only groups to their left, without a cycle, lazy imports included."""
 
 import ast
+import json
 import subprocess
 import sys
 from functools import cache
@@ -115,6 +116,64 @@ def test_course_ops_loads_no_kit():
     code = "import course_ops, sys; print([name for name in sys.modules if name.split('.')[0] == 'lessonkit'])"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+# Imports a package with all its modules, and prints what was compiled meanwhile: kernels by Triton's own report, which
+# tells of kernels from its cache too, and all else by the compiler's process.
+COUNTS = """
+import importlib, json, pkgutil, sys, torch, triton
+
+compiled = []
+triton.knobs.compilation.listener = lambda *, src, **more: compiled.append(src.name)
+STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn")
+sys.addaudithook(lambda event, given: compiled.append(str(given[0])) if event in STARTS else None)
+package = importlib.import_module(sys.argv[1])
+modules = [each.name for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+for name in modules:
+    importlib.import_module(name)
+print(json.dumps([len(modules), compiled]))
+"""
+COMPILES = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def kernel(x):
+    tl.store(x, 1)
+
+triton.compile(ASTSource(kernel, {"x": "*i32"}), target=GPUTarget("cuda", 90, 32))
+"""
+BUILDS = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', ''])"  # stands for nvcc
+
+
+def compiled_at_import(package: str, folder: Path) -> list[object]:
+    """How many modules a package has, and the names of what their import compiles, in a fresh process."""
+    env = environment(TRITON_CACHE_DIR=f"{folder}/cache")
+    env["PYTHONPATH"] = f"{folder}:{env['PYTHONPATH']}"
+    command = [sys.executable, "-c", COUNTS, package]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.kept("course_ops/**/*.py")
+def test_course_ops_compiles_nothing_when_it_is_imported(tmp_path):
+    """Nor while the operators are defined, which the import does."""
+    modules = len(list((ROOT / "course_ops").rglob("*.py"))) - 1  # __init__.py is the package
+    assert compiled_at_import("course_ops", tmp_path) == [modules, []]
+
+
+@pytest.mark.kept
+@pytest.mark.parametrize(("text", "name"), [(COMPILES, "kernel"), (BUILDS, sys.executable)], ids=["triton", "process"])
+def test_what_a_module_compiles_when_it_is_imported_is_counted(text, name, tmp_path):
+    (tmp_path / "rash").mkdir()
+    (tmp_path / "rash/__init__.py").touch()
+    (tmp_path / "rash/kernels.py").write_text(text)
+    modules, compiled = compiled_at_import("rash", tmp_path)
+    assert modules == 1
+    assert name in compiled
 
 
 # ---- Lessons: importing one loads no other lesson's file ----
