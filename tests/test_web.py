@@ -734,6 +734,7 @@ def test_a_stored_text_is_told_by_the_phrase_that_made_it():
     with speaking("zh"):
         assert stored.told("8 warps, 3 stages, groups of 8") == "8 个 warp，3 级流水，每组 8"
         assert stored.told("**worst over best**") == "**最差 / 最优**"
+        assert stored.told("a\n\n![roofline of the step](x.png)") == "a\n\n![一步的 roofline](x.png)"
         assert stored.told("what no phrase makes") == "what no phrase makes"
     assert retold("it refuses: x", rows.REASONS, "zh") == "它拒绝执行：x"
     assert retold("it refuses: x", rows.REASONS, "en") == "it refuses: x"
