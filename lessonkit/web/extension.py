@@ -1,6 +1,7 @@
 """What Sphinx does for this book beside its own work: marks English in Chinese pages, links the other language."""
 
 import re
+from itertools import pairwise
 from typing import Any
 
 from lessonkit.base.prose import unwrapped
@@ -39,9 +40,8 @@ def _mark_english(app: Sphinx, doctree: nodes.document) -> None:
 def _unwrap(app: Sphinx, doctree: nodes.document) -> None:
     """A line that ends between two Chinese characters leaves no space there: it would part a word."""
     for node in list(doctree.findall(lambda n: isinstance(n, nodes.paragraph | nodes.title))):
-        texts = list(node.findall(nodes.Text))
         before = ""
-        for text, following in zip(texts, [*texts[1:], nodes.Text("")], strict=True):
+        for text, following in pairwise([*node.findall(nodes.Text), nodes.Text("")]):
             after = following.astext()[:1].strip()
             said = unwrapped(f"{before}{text.astext()}{after}").removeprefix(before).removesuffix(after)
             text.parent.replace(text, nodes.Text(said))
