@@ -17,7 +17,7 @@ from lessonkit.base import chips
 from lessonkit.base import words as catalogues_of
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import ROOT, environment
-from lessonkit.base.words import retold, speaking
+from lessonkit.base.words import listed, retold, speaking
 from lessonkit.exercise import progress, quiz, source
 from lessonkit.lesson import Lesson, discover, names
 from lessonkit.measure import facts, rows
@@ -752,6 +752,12 @@ def test_files_of_reports_are_english_whatever_the_language():
         found = report.generate()
     assert not [path for path, text in found.items() if path.is_relative_to(rows.REPORTS) and isinstance(text, str)
                 and re.search("[\u4e00-\u9fff]", text)]  # fmt: skip
+
+
+def test_a_list_has_the_marks_of_its_language():
+    with speaking("zh"):
+        assert (listed("ab"), listed("ab", ";")) == ("a、b", "a；b")
+    assert (listed("ab"), listed("ab", ";")) == ("a, b", "a; b")
 
 
 def test_a_stored_text_is_told_by_the_phrase_that_made_it():
