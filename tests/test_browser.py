@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
+from lessonkit.base import chips
 from lessonkit.base.errors import Missing
 from lessonkit.base.words import speaking
 from lessonkit.exercise import progress, quiz, source
-from lessonkit.measure import facts
+from lessonkit.measure import facts, rows
+from lessonkit.measure.stale import device_folders
+from lessonkit.pages import results
 from lessonkit.pictures import all_pictures
-from lessonkit.web import exercises, places, site
+from lessonkit.web import charts, exercises, places, site
 from lessonkit.web.page import pack
 from lessonkit.web.serve import Server
 
@@ -239,6 +242,76 @@ def test_a_chart_shows_its_rows_to_the_mouse_and_to_the_keyboard(tab, book):
     before = chart.query_selector("svg").inner_html()
     chart.query_selector("select >> nth=2").select_option(index=1)
     assert chart.query_selector("svg").inner_html() != before
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+def test_a_chart_is_drawn_for_the_gpu_dtype_and_axes_that_a_reader_chooses(tab, book, tmp_path):
+    """Of rows made up here: two GPUs, one of them with two dtypes."""
+
+    def row(rung, elements, dtype, ms):
+        given = {"rung": rung, "kind": "rung", "shape": f"n={elements}", "dtype": dtype, "ms_p50": ms, "date": "today",
+                 "tb_per_s": 1 / ms, "percent_of_limit": 50, "bytes": 4 * elements, "commit": "abc"}  # fmt: skip
+        return [given.get(field, 0) for field in charts.FIELDS]
+
+    devices = {
+        "one": [row("first", 1000, "bfloat16", 1.0), row("first", 1000_000, "float32", 2.0)],
+        "other": [row("second", 8**n, "float32", float(n)) for n in (4, 5, 9)],
+    }
+    data = {"unit": "TB/s", "fields": charts.FIELDS, "devices": devices, "predicted": []}
+    script = (book / "en/_static/chart.js").as_uri()
+    page = tmp_path / "page.html"
+    page.write_text(f"{charts.figure('rows', data, 'made up', 'en')}<script src='{script}'></script>")
+    tab.goto(page.as_uri())
+    gpu, dtype, shape, show = (tab.locator("select").nth(n) for n in range(4))
+
+    def said():
+        return [node.get_attribute("aria-label") for node in tab.query_selector_all(".mark")]
+
+    def places(axis):
+        return [float(node.get_attribute(axis)) for node in tab.query_selector_all("circle.mark")]
+
+    assert ["n=1000, bfloat16" in each for each in said()] == [True]
+    dtype.select_option("float32")
+    assert ["n=1000000, float32" in each for each in said()] == [True]
+    gpu.select_option("other")
+    assert dtype.locator("option").all_inner_texts() == ["float32"]
+    assert ["second" in each for each in said()] == [True] * 3
+    shape.select_option("n=4096")
+    assert ["n=4096" in each for each in said()] == [True]
+    shape.select_option("")
+    show.select_option("ms")
+    assert "ms" in tab.locator("svg[role=group]").get_attribute("aria-label")
+    for name, axis in (("log x", "cx"), ("log y", "cy")):
+        before = places(axis)
+        tab.get_by_label(name).click()
+        first, second, third = places(axis)
+        assert [first, second, third] != before
+        gaps = [(b - a) / (c - a) for a, b, c in (before, (first, second, third))]
+        assert abs(gaps[0] - gaps[1]) > 0.05, "other places, not other ends"
+    assert not tab.wrong, "\n".join(tab.wrong)
+
+
+def test_an_operator_has_its_whole_ladder_and_its_peers(tab, book):
+    """The chart's columns at one shape are the rungs and peers of the rows of all its lessons."""
+    folder = next(each for each in device_folders() if each.name == rows.MACHINE)
+    found = [row for name, _, mine in results.measured(folder) if results.operator(name) == "softmax" for row in mine]
+    tab.goto((book / "en" / f"reports/{rows.MACHINE}/softmax.html").as_uri())
+    shape = tab.locator("figure.chart select").nth(2).input_value()
+    here = {row.rung for row in found if row.shape == shape and row.kind != "limit"}
+    shown = {node.get_attribute("aria-label").split(",")[0] for node in tab.query_selector_all("rect.mark")}
+    assert here <= shown
+    assert {row.kind for row in found if row.rung in shown} >= {"rung", "peer"}
+
+
+def test_the_roofline_takes_the_readers_own_gpu(tab, book):
+    for language in LANGUAGES:
+        tab.goto((book / language / "roofline.html").as_uri())
+        figure = tab.query_selector(".lk-moving")
+        choice = figure.query_selector("select")
+        assert set(_values(choice)) == set(chips.CHIPS)
+        said = {_drawn(figure, choice, chip) for chip in ("h200", "a100", "rtx4090")}
+        assert len(said) == 3
+        assert len(tab.query_selector_all("figure.chart .mark")) > 20
     assert not tab.wrong, "\n".join(tab.wrong)
 
 

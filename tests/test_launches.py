@@ -176,7 +176,7 @@ def scale(x: torch.Tensor) -> torch.Tensor:
     counter(x)
     block, y = block_of(x.numel()), torch.empty_like(x)
     grid = (triton.cdiv(x.numel(), block),)
-    _launch.launch(scale_kernel, grid, (x, y, x.numel(), block), (x.dtype, block), num_warps=4)
+    _launch.launcher(scale_kernel, grid, num_warps=4)(x, y, x.numel(), block)
     return torch.mm(y, y)
 
 
@@ -209,7 +209,7 @@ REFACTORED = {
         ("    return torch.mm(y, y)", "    return product(y)\n\n\ndef product(y):\n    return torch.mm(y, y)"),
     ),
     "Triton's own launch": (
-        ("_launch.launch(scale_kernel, grid, (x, y, x.numel(), block), (x.dtype, block), num_warps=4)",
+        ("_launch.launcher(scale_kernel, grid, num_warps=4)(x, y, x.numel(), block)",
          "scale_kernel[grid](x, y, x.numel(), BLOCK=block, num_warps=4)"),
     ),
     "memory from another function": (("torch.empty_like(x)", "x.new_empty(x.shape)"),),

@@ -17,7 +17,7 @@ from lessonkit.base import chips
 from lessonkit.base import words as catalogues_of
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import ROOT, environment
-from lessonkit.base.words import retold, speaking
+from lessonkit.base.words import listed, retold, speaking
 from lessonkit.exercise import progress, quiz, source
 from lessonkit.lesson import Lesson, discover, names
 from lessonkit.measure import facts, rows
@@ -78,6 +78,20 @@ def test_drawings_lists_labels_and_predictions_keep_their_form():
         "A row:\n\n```text\n[ 1  2 ]   m = 2\n[ 3 ]\n```\n\n- one goes on\n- two\n\nIt is read.\n\n"
         "::::{container} prediction\nPredicted: 2 times.\n::::\n\n- **Run it** `python x.py`\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "becomes"),
+    [
+        ("由症状找出缺少的奇\n偶", "由症状找出缺少的奇偶"),
+        ("超过\n790", "超过 790"),
+        ("（lazy\nrescaling），\ntile", "（lazy rescaling），tile"),
+        ("a\nb", "a b"),
+    ],
+)
+def test_lines_of_chinese_are_put_together_without_a_space(said, becomes):
+    assert prose.markdown(said) == f"{becomes}\n"
+    assert prose.markdown(f"- {said}".replace("\n", "\n  ")) == f"- {becomes}\n"
 
 
 def test_a_fence_is_longer_than_those_in_it_and_new_lines_are_lit():
@@ -327,6 +341,14 @@ def english_left(book):
     return [f"{page}: {block}" for block, page in found.items()]
 
 
+def parted(book):
+    """Blocks of Chinese pages in which a space stands between two Chinese characters, as of a line that ended there."""
+    pages = sorted((book / "zh").rglob("*.html"))
+    found = {path: [b for b in Shown(path.read_text()).blocks if re.search("[\u4e00-\u9fff] [\u4e00-\u9fff]", b)]
+             for path in pages}  # fmt: skip
+    return [f"{path.relative_to(book)}: {block}" for path, blocks in found.items() for block in blocks]
+
+
 def test_english_in_a_chinese_page_is_found():
     chinese = (
         "<p>一级 <code>for each row</code> 的 TB/s，cuBLAS</p><td>tma_and_wgmma 41, ring 82</td><li>N=2 and x = y</li>"
@@ -366,6 +388,7 @@ def test_a_few_pages_build_and_their_links_resolve(book):
     assert len((book / "en" / f"{SOME[4]}.html").read_bytes()) < 500_000
     left = english_left(book)
     assert not left, "\n".join(left)
+    assert not parted(book)
 
 
 @pytest.mark.night
@@ -376,6 +399,7 @@ def test_all_pages_build_without_a_warning_or_a_broken_link(tmp_path):
     site.build(tmp_path, say=said.append)
     assert not [line for line in said if "WARNING" in line or "ERROR" in line]
     assert not broken(tmp_path)
+    assert not parted(tmp_path)
     left = english_left(tmp_path)
     assert not left, "said(), or lessonkit/pages/stored.py for tables of steps:\n" + "\n".join(left)
     for page in tmp_path.glob("*/*/lesson*.html"):
@@ -730,10 +754,17 @@ def test_files_of_reports_are_english_whatever_the_language():
                 and re.search("[\u4e00-\u9fff]", text)]  # fmt: skip
 
 
+def test_a_list_has_the_marks_of_its_language():
+    with speaking("zh"):
+        assert (listed("ab"), listed("ab", ";")) == ("a、b", "a；b")
+    assert (listed("ab"), listed("ab", ";")) == ("a, b", "a; b")
+
+
 def test_a_stored_text_is_told_by_the_phrase_that_made_it():
     with speaking("zh"):
         assert stored.told("8 warps, 3 stages, groups of 8") == "8 个 warp，3 级流水，每组 8"
         assert stored.told("**worst over best**") == "**最差 / 最优**"
+        assert stored.told("a\n\n![roofline of the step](x.png)") == "a\n\n![一步的 roofline](x.png)"
         assert stored.told("what no phrase makes") == "what no phrase makes"
     assert retold("it refuses: x", rows.REASONS, "zh") == "它拒绝执行：x"
     assert retold("it refuses: x", rows.REASONS, "en") == "it refuses: x"

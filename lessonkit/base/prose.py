@@ -396,6 +396,8 @@ def _quoted(said: str) -> str:
 # ---- Lines of a width, where a Chinese character is two columns wide ----
 
 _WIDE = r"\u2e80-\u9fff\uf900-\ufaff\uff01-\uff60\u3000-\u303f\u2014\u2018\u2019\u201c\u201d\u2026"
+_MARKS = r"\uff01-\uff0f\uff1a-\uff20\u3001-\u3011"  # no space stands beside these
+_BROKEN = re.compile(rf"(?<=[{_WIDE}])\n(?=[{_WIDE}])|(?<=[{_MARKS}])\n|\n(?=[{_MARKS}])")
 _CLOSING = "，。；：？！、）》」』”’…—"
 _ATOM = re.compile(rf" +|[（《「『“‘]*(?:`[^`]{{1,40}}`|[{_WIDE}]|[^\s{_WIDE}`]+|`[^\s{_WIDE}]*)[{_CLOSING}]*")
 
@@ -428,6 +430,11 @@ def wrapped(text: str, width: int, first: int, *, keep_spaces: bool = False) -> 
                 continue
         line, taken = line + atom, taken + columns(atom)
     return [*lines, line if keep_spaces else line.rstrip()]
+
+
+def unwrapped(text: str) -> str:
+    """The lines of a paragraph as one; between two Chinese characters stands no space."""
+    return _BROKEN.sub("", text).replace("\n", " ")
 
 
 def breaks(text: str, width: int) -> list[int]:

@@ -75,6 +75,11 @@ def sentences(*texts: str) -> str:
     return ("" if language() == "zh" else " ").join(filter(None, texts))
 
 
+def listed(items: Iterable[str], mark: str = ",") -> str:
+    """Items one after another; Chinese has marks of its own. mark: "," or ";"."""
+    return ({",": "、", ";": "；"}[mark] if language() == "zh" else f"{mark} ").join(items)
+
+
 def counted(number: int, one: str, many: str) -> str:
     """`counted(n, said("1 hint"), said("{count} hints"))`."""
     return one if number == 1 else many.format(count=number)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.files import REPORTS
-from lessonkit.base.words import later, said, sentences, speaking
+from lessonkit.base.words import later, listed, said, sentences, speaking
 from lessonkit.exercise import progress
 from lessonkit.lesson import Steps, discover, title
 from lessonkit.measure.rows import Row
@@ -115,16 +115,16 @@ def _findings(found: Sequence[Contest], pairs: Sequence[predictions.Compared]) -
     raced = sorted((c for c in found if c.best.ratio_to_best_peer), key=lambda c: c.best.ratio_to_best_peer)
     ahead = [c for c in raced if c.best.ratio_to_best_peer >= 1]
     lost = [f"{said(c.name)} {c.best.ratio_to_best_peer:.2f}" for c in raced if c.best.ratio_to_best_peer < EVEN]
-    top = ", ".join(f"{said(c.name)} {c.best.ratio_to_best_peer:.2f}" for c in reversed(ahead[-3:]))
+    top = listed(f"{said(c.name)} {c.best.ratio_to_best_peer:.2f}" for c in reversed(ahead[-3:]))
     words = said(
         "Against the best library: {ahead} of {all} operators are at least as fast at their main shape (most: {top}), "
         "{even} are behind by less than two runs differ."
     ).format(ahead=len(ahead), all=len(raced), top=top, even=len(raced) - len(ahead) - len(lost))
-    slower = said("Slower: {operators}.").format(operators=", ".join(lost))
+    slower = said("Slower: {operators}.").format(operators=listed(lost))
     yield sentences(words, slower * bool(lost))
     near = [c for c in found if c.best.percent_of_limit >= NEAR]
     far = sorted((c for c in found if c not in near), key=lambda c: c.best.percent_of_limit)
-    below = ", ".join(f"{said(c.name)} {c.best.percent_of_limit:.0f}%" for c in far)
+    below = listed(f"{said(c.name)} {c.best.percent_of_limit:.0f}%" for c in far)
     words = said("Against the machine: {near} of {all} reach {percent}% of their limit.")
     words = words.format(near=len(near), all=len(found), percent=NEAR)
     yield sentences(words, said("Below: {operators}.").format(operators=below) * bool(far))
@@ -190,7 +190,7 @@ def _nothing(c: Contest) -> Iterator[str]:
     ]
     if found:
         words = said("What brought nothing at this shape: {rungs}. Some bring it at others: the lessons say where.")
-        yield words.format(rungs="; ".join(found))
+        yield words.format(rungs=listed(found, ";"))
 
 
 def _line(c: Contest) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from lessonkit.base import chips, renames, words
 from lessonkit.base.files import REPORTS, ROOT
 from lessonkit.base.markdown import filled, markdown
-from lessonkit.base.words import later, retold, said, sentences, speaking
+from lessonkit.base.words import later, listed, retold, said, sentences, speaking
 from lessonkit.cuda import build, sass, toolchain
 from lessonkit.judge import verify
 from lessonkit.lesson import Lesson, Steps, Table, discover, kernels, shape_name, title
@@ -233,14 +233,14 @@ def _without(found: list[Row], absent: dict[tuple[str, str], str]) -> str:
             everywhere, some = said("Without {peer} ({why})."), said("Without {peer} at {shapes} ({why}).")
             sentence = everywhere if len(where) == len(shapes) else some
             lines.append(
-                sentence.format(peer=peer, shapes=", ".join(where), why=retold(why, rows.REASONS, words.language()))
+                sentence.format(peer=peer, shapes=listed(where), why=retold(why, rows.REASONS, words.language()))
             )
     for peer in dict.fromkeys(row.rung for row in found if row.of_no_version):
         where = [row.shape for row in found if row.rung == peer and row.of_no_version]
         everywhere = said("Incomplete: no row says which version of {peer} was measured, so no ratio is shown.")
         some = said("Incomplete at {shapes}: no row says which version of {peer} was measured, so no ratio is shown.")
         sentence = everywhere if len(where) == len(shapes) else some
-        lines.append(sentence.format(peer=peer, shapes=", ".join(where)))
+        lines.append(sentence.format(peer=peer, shapes=listed(where)))
     return "\n".join(lines) + "\n" if lines else ""
 
 
@@ -279,7 +279,7 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
     )
     where = sorted({machine.format(**vars(row)) for row in found})
     when = sorted({day.format(**vars(row)) for row in found})
-    dtypes = ", ".join(sorted({r.dtype for r in found}))
+    dtypes = listed(sorted({r.dtype for r in found}))
 
     def mark(row: Row) -> str:
         return MARK if why[row] else ""
@@ -301,7 +301,7 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
         f"## {said(TIMES)}\n\n" + pivots.pivot(found, time),
         f"![speed]({name}.png)\n",
     ]
-    about = said(MEASURED).format(where="; ".join(where), when="; ".join(when), dtypes=dtypes)
+    about = said(MEASURED).format(where=listed(where, ";"), when=listed(when, ";"), dtypes=dtypes)
     others = said("The other lessons and languages: [{operator}]({file}).")
     others = others.format(operator=said(of), file=operators.file_name(of))
     return f"# {said(title(name))}\n\n{about}\n\n{sentences(said(HOW_TO_READ), others)}\n\n" + "\n".join(
@@ -310,8 +310,8 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
 
 
 def _compiled_page(name: str, lesson: Lesson, found: list[dict[str, str]], unfit: str) -> str:
-    claims = [f"- `{what}`: {', '.join(map(_claim, c))}" for what, c in lesson.claimed().items()]
-    asked = ", ".join(chips.label(target) for target in (sass.TARGETS if lesson.extension else sass.CLAIMED))
+    claims = [f"- `{what}`: {listed(map(_claim, c))}" for what, c in lesson.claimed().items()]
+    asked = listed(chips.label(target) for target in (sass.TARGETS if lesson.extension else sass.CLAIMED))
     made = (
         said("What the compiler made of each kernel; no GPU is needed here.")
         if lesson.extension
@@ -338,7 +338,7 @@ def _compiled_page(name: str, lesson: Lesson, found: list[dict[str, str]], unfit
 
 def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> str:
     claims = [
-        f"- `{rung.__name__}`: " + ", ".join(f"{value:g} {said(metric)}" for metric, value in counts.items())
+        f"- `{rung.__name__}`: " + listed(f"{value:g} {said(metric)}" for metric, value in counts.items())
         for rung, counts in lesson.counts.items()
     ]
     used = [key for key in found[0] if any(row[key] not in ("0", "0.0") for row in found)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lessonkit.base.chips import Chip
-from lessonkit.base.words import said
+from lessonkit.base.words import listed, said
 from lessonkit.lesson import Table
 from lessonkit.pages.results import bound, card, intensity, largest, measured, of_sheet, operator, roofs
 
@@ -36,9 +36,7 @@ def roofline(folder: Path) -> Table | None:
     if not table or chip is None:
         return None
     bounds = Counter(row["bound by"] for row in table)
-    by = ", ".join(
-        said("{count} by {what}").format(count=count, what=said(what)) for what, count in bounds.most_common()
-    )
+    by = listed(said("{count} by {what}").format(count=count, what=said(what)) for what, count in bounds.most_common())
     launched = sum(row["at its smallest"] == "launch" for row in table)
     note = said(
         "Last rungs of {count} lessons at their largest shape: bound {bounds}; at their smallest {launched} by "

@@ -4,6 +4,8 @@ A step writes its table's name, note, heads and cells where it measures them. Fi
 that is not here is shown in English, and tests/test_web.py names it.
 """
 
+import re
+
 from lessonkit.base.words import language, later, retold
 
 NAMES = (  # names of tables
@@ -206,6 +208,11 @@ NOTES = (  # notes
         "stand at twice its place; of what is made of several kernels (the loss) only what goes in and comes out is "
         "counted. Past 100%: L2 still held what the operator before had written."
     ),
+    later(
+        "Roofs of this machine: {flops} TFLOP/s, {bytes} TB/s. Of PyTorch's attention masked FLOPs are counted too, so "
+        "it may stand at twice its place; of what is made of several kernels (the loss) only what goes in and comes "
+        "out is counted. Past 100%: L2 still held what the operator before had written."
+    ),
     later("Scatter of the committed rows: {scatter}%, the largest tenth of them. For 1% at two deviations: {repeats}."),
     later("Shares of a step; of the parts of the model, their forward alone."),
     later(
@@ -227,5 +234,7 @@ def told(text: str) -> str:
     """A text of a stored table in the reader's language."""
     if "\n\n" in text:
         return "\n\n".join(map(told, text.split("\n\n")))
+    if picture := re.fullmatch(r"!\[(.*)\](\(\S+\))", text):
+        return f"![{told(picture[1])}]{picture[2]}"
     bold = text.startswith("**") and text.endswith("**") and len(text) > 4
     return f"**{told(text[2:-2])}**" if bold else retold(text, PHRASES, language())

@@ -1,8 +1,10 @@
 """What Sphinx does for this book beside its own work: marks English in Chinese pages, links the other language."""
 
 import re
+from itertools import pairwise
 from typing import Any
 
+from lessonkit.base.prose import unwrapped
 from lessonkit.base.words import translated
 from lessonkit.web import LANGUAGES
 from lessonkit.web.search import HAN, Chinese, English
@@ -18,6 +20,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     for language in (English, Chinese):
         app.add_search_language(language)
     app.connect("doctree-read", _mark_english)
+    app.connect("doctree-read", _unwrap)
     app.connect("html-page-context", _languages)
     app.connect("html-page-context", _scripts)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
@@ -32,6 +35,17 @@ def _mark_english(app: Sphinx, doctree: nodes.document) -> None:
         text = node.astext()
         if not HAN.search(text) and len(_WORDS.findall(text)) > 2:
             node["classes"].append("language-en")
+
+
+def _unwrap(app: Sphinx, doctree: nodes.document) -> None:
+    """A line that ends between two Chinese characters leaves no space there: it would part a word."""
+    for node in list(doctree.findall(lambda n: isinstance(n, nodes.paragraph | nodes.title))):
+        before = ""
+        for text, following in pairwise([*node.findall(nodes.Text), nodes.Text("")]):
+            after = following.astext()[:1].strip()
+            said = unwrapped(f"{before}{text.astext()}{after}").removeprefix(before).removesuffix(after)
+            text.parent.replace(text, nodes.Text(said))
+            before = said[-1:] or before
 
 
 def _languages(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

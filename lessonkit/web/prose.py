@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lessonkit.base.prose import normal, unwrapped
+
 PROSE, CODE = "prose", "code"
 _RUNG = re.compile(
     r"(?:Rung (?P<en>\d+[a-z]?)|第\s*(?P<zh>\d+[a-z]?)\s*级)(?P<more>[,，（(][^.。]{1,40})?[.。：:]\s*", re.ASCII
@@ -116,9 +118,9 @@ def _blocks(lines: list[str]) -> Iterator[str]:
                 if bullet := _BULLET.match(lines[at]):
                     items.append(lines[at][bullet.end() :])
                 else:
-                    items[-1] += " " + lines[at].strip()
+                    items[-1] += "\n" + lines[at].strip()
                 at += 1
-            yield "\n".join(f"- {escaped(' '.join(item.split()))}" for item in items)
+            yield "\n".join(f"- {escaped(normal(unwrapped(item)))}" for item in items)
         elif _apart(line) and not _labelled(line):
             at += 1
             while at < len(lines) and (_apart(lines[at]) or (not lines[at].strip() and _apart_after(lines, at))):
@@ -139,7 +141,7 @@ def _blocks(lines: list[str]) -> Iterator[str]:
                 or re.fullmatch(r"[=~-]{3,}", lines[at].strip())
             ):  # fmt: skip
                 at += 1
-            for said in _PREDICTED.split(" ".join(each.strip() for each in lines[begin:at])):
+            for said in _PREDICTED.split(unwrapped("\n".join(each.strip() for each in lines[begin:at]))):
                 yield _predicted(said) if re.match(r"Predicted[: ]|预测[:：]", said) else escaped(said)
 
 

@@ -18,6 +18,7 @@ from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import operators, paths, report
+from lessonkit.pictures import all_pictures
 from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start, style
 from lessonkit.web.page import pack
 
@@ -129,6 +130,12 @@ class Sources:
                 said += [f"## {folder.name}", charts.figure("roofline", data, folder.name, self.language)]
                 heads = ["", "FLOP/B", "TFLOP/s", "%", ""]
                 said.append(markdown(heads, map(self._point, data["points"])))
+        own = next(picture for picture in all_pictures() if picture.name == "roofline").moving(self.language)
+        said += [
+            f"## {translated('Your own GPU', self.language)}",
+            translated("The roofs of a card by its data sheet: choose yours and a data type.", self.language),
+            f'``````{{raw}} html\n<figure class="picture">{own}</figure>\n``````',
+        ]
         if self._wanted("roofline"):
             self._put("roofline", "\n\n".join(said) + "\n")
 

@@ -4,6 +4,7 @@ import html
 
 from lessonkit import pictures
 from lessonkit.base.files import ROOT
+from lessonkit.base.prose import unwrapped
 from lessonkit.base.words import said, speaking
 from lessonkit.lesson import Lesson, discover, names
 from lessonkit.measure import rows
@@ -54,8 +55,7 @@ def _readme(language: str) -> tuple[str, str]:
     path = ROOT / GUIDES[language]
     _, what, without, *_ = places.without_language(path.read_text()).split("\n\n")
     end = "。" if language == "zh" else ". "
-    first = " ".join(what.splitlines()).partition(end)[0] + end.strip()
-    return first, without.replace("\n", "" if language == "zh" else " ")
+    return unwrapped(what).partition(end)[0] + end.strip(), unwrapped(without)
 
 
 def _routes(routes: list[Route], language: str) -> str:
