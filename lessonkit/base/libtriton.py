@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 EXTENSION = "triton._C.libtriton"
-PARTS = ("ir", "gluon_ir", "passes", "llvm", "linear_layout", "nvidia", "amd", "proton", "interpreter")
+PARTS = ("ir", "gluon_ir", "passes", "llvm", "linear_layout", "nvidia", "amd", "proton", "gsan_testing", "interpreter")
 RMW_OP = Enum("RMW_OP", ["ADD", "FADD", "AND", "OR", "XOR", "XCHG", "MAX", "MIN", "UMAX", "UMIN"])
 UPDATES: dict[RMW_OP, Callable[[Any, Any], Any]] = {
     RMW_OP.ADD: np.add,
