@@ -23,7 +23,7 @@ from lessonkit.lesson import Lesson, discover, names
 from lessonkit.measure import facts, rows
 from lessonkit.measure.stale import device_folders
 from lessonkit.pages import catalogues, guides, predictions, report, stored
-from lessonkit.web import charts, exercises, grader, lessons, places, prose, quizzes, site, start, style
+from lessonkit.web import charts, exercises, extension, grader, lessons, places, prose, quizzes, site, start, style
 from lessonkit.web.page import pack
 from lessonkit.web.serve import ASK, TOKEN, Server
 
@@ -365,6 +365,21 @@ def book(tmp_path_factory):
     out = tmp_path_factory.mktemp("book")
     site.build(out, SOME, say=lambda line: None)
     return out
+
+
+def test_pages_are_read_again_when_the_code_that_reads_them_changes(tmp_path, monkeypatch):
+    """A book that an older course built would otherwise keep what that course made of its sources."""
+    pytest.importorskip("sphinx", reason="the extra `web` is not installed: pip install -e '.[web]'")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "index.md").write_text("# 词汇\n\n其余的词\n见词汇表。\n")
+    job = ("zh", str(tmp_path / "source"), str(tmp_path / "book" / "zh"))
+    with monkeypatch.context() as older:
+        older.setattr(extension, "_unwrap", lambda app, doctree: None)
+        older.setattr(site, "_code", lambda: "older")
+        site._sphinx(job)
+    assert parted(tmp_path / "book")
+    site._sphinx(job)
+    assert not parted(tmp_path / "book")
 
 
 def test_builds_of_other_pages_at_the_same_time_write_no_common_file():

@@ -17,6 +17,7 @@ _WORDS = re.compile(r"\b[A-Za-z][a-z'-]+\b")
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("book_language", "en", "env", str)
+    app.add_config_value("book_code", "", "env", str)  # another value: Sphinx reads all pages again
     for language in (English, Chinese):
         app.add_search_language(language)
     app.connect("doctree-read", _mark_english)

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -281,11 +282,19 @@ def _label(out: Path, language: str) -> None:
         path.write_text(pattern.sub(lambda found: said[found[0]], path.read_text()))
 
 
+def _code() -> str:
+    """A digest of what makes a page of its source: Sphinx keeps pages that it has read, by its own code's version."""
+    files = [*sorted(OWN.glob("*.py")), ROOT / "lessonkit" / "base" / "prose.py"]
+    versions = " ".join(f"{name} {version(name.replace('_', '-'))}" for name in (*PACKAGES, "docutils"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files) + versions.encode()).hexdigest()
+
+
 def _settings(language: str) -> dict[str, object]:
     return {
         "project": translated("GPU kernels in five days", language),
         "language": {"en": "en", "zh": "zh_CN"}[language],
         "book_language": language,
+        "book_code": _code(),
         "extensions": ["myst_parser", "lessonkit.web.extension"],
         "source_suffix": {".md": "markdown"},
         "exclude_patterns": ["files"],
