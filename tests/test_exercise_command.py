@@ -144,6 +144,7 @@ def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
     code, text = run("check", "mul")
     assert code == 1
     assert says in text
+    assert re.search(r"^ +no +\S", text, re.M), "it says what was refused"
     assert "lessonkit_answers" not in text
 
 

@@ -246,6 +246,7 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
         Verdict(
             caught_by="time",
             why=said("it has not ended after {seconds} s: which loop never ends?").format(seconds=f"{LIMIT:.0f}"),
+            on=said("running your file"),
         ),
         "",
         False,
@@ -255,7 +256,7 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
             verdict = here.recv()
             mistake = here.recv() if here.poll(PATIENCE) else ""
     except TooManyProcesses as many:
-        verdict = Verdict(caught_by="processes", why=str(many))
+        verdict = Verdict(caught_by="processes", why=str(many), on=said("running your file"))
     except EOFError:
         died = True
     finally:
@@ -270,7 +271,8 @@ def grade_apart(source: Source, answer: str, *, seed: int) -> Verdict:
     if died:
         code = worker.exitcode or 0
         what = signal.Signals(-code).name if code < 0 else said("exit code {code}").format(code=code)
-        verdict = Verdict(caught_by="crash", why=said("the process that ran it died ({what})").format(what=what))
+        why = said("the process that ran it died ({what})").format(what=what)
+        verdict = Verdict(caught_by="crash", why=why, on=said("running your file"))
     return replace(verdict, mistake=mistake)
 
 
