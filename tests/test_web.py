@@ -286,7 +286,7 @@ class Shown(HTMLParser):
         if tag in self.CODE or tag == "a":
             self.links += [(dict(attrs).get("href") or "").startswith("http")] * (tag == "a")
             self.inside += self.links[-1] if tag == "a" else 1  # a link elsewhere is the name of a work
-            self.text += " ` " * (tag != "a")
+            self.text += " ` " * bool(tag != "a" or self.links[-1])
         elif tag not in self.INLINE | self.EMPTY:
             self.end()
 
@@ -365,6 +365,15 @@ def book(tmp_path_factory):
     out = tmp_path_factory.mktemp("book")
     site.build(out, SOME, say=lambda line: None)
     return out
+
+
+def test_what_a_lesson_wrote_of_this_machine_is_no_page(tmp_path, monkeypatch):
+    (tmp_path / "day1_pytorch").mkdir()
+    for name in ("README.md", "README.zh-CN.md", "day1_env_check.md"):
+        (tmp_path / "day1_pytorch" / name).write_text("# Environment\n")
+    monkeypatch.setattr(places, "ROOT", tmp_path)
+    monkeypatch.setattr(places, "device_folders", list)
+    assert places.guides() == [tmp_path / "day1_pytorch" / "README.md"]
 
 
 def test_pages_are_read_again_when_the_code_that_reads_them_changes(tmp_path, monkeypatch):

@@ -22,11 +22,14 @@ COURSE = "course"  # the README of the course
 
 
 def guides() -> list[Path]:
-    """The English pages, written by hand or by `report`, without those that a lesson's page shows."""
+    """The English pages, written by hand or by `report`, without those that a lesson's page shows.
+
+    A guide has a translation beside it. What a lesson writes about the machine it ran on has none, and gets no page.
+    """
     tops = ("README.md", "SYLLABUS.md", "GLOSSARY.md", "CONTRIBUTING.md", "CHANGELOG.md")
     found = [ROOT / name for name in tops if (ROOT / name).exists()]
-    found += sorted(ROOT.glob("day*/*.md")) + sorted(ROOT.glob("cuda_src/*.md")) + sorted(ROOT.glob("course_ops/*.md"))
-    found += sorted(ROOT.glob("paths/*.md"))
+    for folder in ("day*", "cuda_src", "course_ops", "paths"):
+        found += [p for p in sorted(ROOT.glob(f"{folder}/*.md")) if p.with_name(p.stem + _TRANSLATED).exists()]
     found += [ROOT / "reports/README.md", ROOT / "reports/compiled/targets.md"]
     lessons = set(names())
     found += [p for folder in device_folders() for p in sorted(folder.glob("*.md")) if p.stem not in lessons]
