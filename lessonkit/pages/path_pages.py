@@ -15,7 +15,7 @@ HOW = (
     "A lesson is one file: read it from the top with a pencil, write down what each rung should bring, then run it:\n"
     "`python3 course.py run NAME`. An exercise is graded each time you save: `python3 course.py exercise watch NAME`,\n"
     "with `exercise hint` beside it. Nothing here needs a GPU.",
-    "一课就是一个文件：手边放支笔，从上往下读，先写下每一级能赚多少，再运行 `python3 course.py run NAME`。\n"
+    "一课就是一个文件：手边放支笔，从上往下读，先写下每一级能快多少，再运行 `python3 course.py run NAME`。\n"
     "练习在每次保存时评分：`python3 course.py exercise watch NAME`，卡住了用 `exercise hint`。\n"
     "全程不需要 GPU。",
 )
