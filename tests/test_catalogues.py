@@ -130,6 +130,8 @@ ILL = {
     "half-width quotes beside Chinese": rf'{HAN}"|"{HAN}',
     "half-width brackets around Chinese": rf"(?<![/*] )\([^()]*{HAN}[^()]*\)",
     "a mark or a word twice": r"，，|。。|、、|；；|的的|了了",
+    # Chinese has 1/3 of it or 3 times as fast; what is "3 times less" or "3 times faster" is anybody's guess.
+    "less or faster by so many times": r"(?:(?<!至)[少小低短减降]|[快慢])了? ?(?:[\d.^]+|[A-Z]+|[两三四五六七八九十百]+)[\d. 至到]*倍",
 }
 
 
@@ -148,7 +150,7 @@ def test_translations_are_punctuated_as_chinese_is(name):
 def test_the_guides_are_punctuated_as_chinese_is():
     bad = []
     for path in (each for depth in ("", "*/", "*/*/") for each in ROOT.glob(f"{depth}*.zh-CN.md")):
-        text = re.sub(r"```.*?```|<!--.*?-->|<[^>]*>|^    .*$", "", path.read_text(), flags=re.S | re.M)
+        text = re.sub(r"```.*?```|<!--.*?-->|<[^>]*>|^    [^\n]*$", "", path.read_text(), flags=re.S | re.M)
         cells = (re.sub(r"`[^`]*`", "`c`", cell).strip() for line in text.splitlines() for cell in line.split("|"))
         bad += [f"{path.name}: {what}: {cell}" for cell in cells for what in ill_written(cell)]
     assert not bad
@@ -166,6 +168,11 @@ def test_the_guides_are_punctuated_as_chinese_is():
         ("读 (两次)", ["half-width brackets around Chinese"]),
         ('叫做"块"', ["half-width quotes beside Chinese"]),
         ("块的的大小", ["a mark or a word twice"]),
+        ("至少 3 倍，快到 1.5 至 2 倍，快一倍，最多 2.5 倍", []),
+        ("比最大值小 2^15 倍", ["less or faster by so many times"]),
+        ("program 少了 GROUP 倍", ["less or faster by so many times"]),
+        ("预测：快 1.5 至 2.5 倍", ["less or faster by so many times"]),
+        ("最多快三倍", ["less or faster by so many times"]),
     ],
 )
 def test_wrong_punctuation_is_found(chinese, wrong):
