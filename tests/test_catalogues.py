@@ -122,6 +122,7 @@ def test_another_word_for_a_term_is_found():
 
 # What is wrong of a Chinese text wherever it stands. A bracket behind / or * is one of a formula.
 HAN, WIDE = "[\u4e00-\u9fff]", "[，。；：！？（）、“”]"
+COUNT = r"(?:[\d.^]+|[A-Z]+|[两三四五六七八九十百]+)"
 ILL = {
     "a space between Chinese words": rf"{HAN} +{HAN}",
     "no space between Chinese and Latin": rf"{HAN}[A-Za-z0-9`]|[A-Za-z0-9`%]{HAN}",
@@ -130,8 +131,8 @@ ILL = {
     "half-width quotes beside Chinese": rf'{HAN}"|"{HAN}',
     "half-width brackets around Chinese": rf"(?<![/*] )\([^()]*{HAN}[^()]*\)",
     "a mark or a word twice": r"，，|。。|、、|；；|的的|了了",
-    # Chinese has 1/3 of it or 3 times as fast; what is "3 times less" or "3 times faster" is anybody's guess.
-    "less or faster by so many times": r"(?:(?<!至)[少小低短减降]|[快慢])了? ?(?:[\d.^]+|[A-Z]+|[两三四五六七八九十百]+)[\d. 至到]*倍",
+    # Chinese says that one is 1/3 of the other, or 3 times as fast. "3 times less" and "3 times faster" are unclear.
+    "less or faster by so many times": rf"(?:(?<!至)[少小低短减降]|[快慢])了? ?{COUNT}[\d. 至到]*倍",
 }
 
 
