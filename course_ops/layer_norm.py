@@ -14,7 +14,14 @@ from course_ops.kernels._rows import Choice, Rows, choose
 from course_ops.kernels.norm_backward_hopper import norm_backward_hopper, norm_backward_hopper_takes
 
 FORWARD = (
-    Choice(kernels.layer_norm_tile, lambda r: r.N <= 2048, "several short rows a program"),
+    Choice(
+        kernels.layer_norm_shifted,
+        lambda r: r.shifted and r.N > 2048 and kernels.layer_norm_shifted_parts(r).fits(r, warps_per_sm=16),
+        "rows of an odd length start where no wide load can: 16 bytes are counted from the tensor's start",
+    ),
+    Choice(
+        kernels.layer_norm_tile, lambda r: r.N <= 2048 and not (r.ragged and r.N > 512), "several short rows a program"
+    ),
     Choice(
         kernels.layer_norm_packed,
         lambda r: r.N <= 8192 and not r.ragged,

@@ -15,6 +15,11 @@ from course_ops.kernels.norm_backward_hopper import norm_backward_hopper, norm_b
 
 FORWARD = (
     Choice(
+        kernels.rms_norm_shifted,
+        lambda r: r.shifted and r.N > 2048 and kernels.rms_norm_shifted_parts(r).fits(r, warps_per_sm=16),
+        "rows of an odd length start where no wide load can: 16 bytes are counted from the tensor's start",
+    ),
+    Choice(
         kernels.rms_norm_packed,
         lambda r: r.N <= 2048 or (r.N <= 8192 and not r.ragged and r.itemsize == 2),
         "rows in the registers of one program",

@@ -11,6 +11,11 @@ from course_ops.kernels._rows import Choice, Rows, choose
 
 FORWARD = (
     Choice(
+        kernels.softmax_shifted,
+        lambda r: r.shifted and r.N > 2048 and kernels.softmax_shifted_parts(r).fits(r, warps_per_sm=16),
+        "rows of an odd length start where no wide load can: 16 bytes are counted from the tensor's start",
+    ),
+    Choice(
         kernels.softmax_packed,
         lambda r: r.bytes <= 16384 or (r.bytes <= 65536 and not (r.ragged and r.bytes <= 40960)),
         "a row, or several, in the registers of one program",
@@ -28,6 +33,11 @@ FORWARD = (
     Choice(kernels.softmax_two_pass, lambda r: True, "any length, x is read twice"),
 )
 BACKWARD = (
+    Choice(
+        kernels.softmax_backward_shifted,
+        lambda r: r.shifted and r.N > 2048 and kernels.softmax_backward_shifted_parts(r).fits(r, warps_per_sm=16),
+        "as forward",
+    ),
     Choice(
         kernels.softmax_backward_packed,
         lambda r: r.bytes <= 16384 or (r.bytes <= 65536 and not r.ragged),
@@ -71,7 +81,7 @@ def _softmax_backward(y: Tensor, dy: Tensor) -> Tensor:
         return (y32 * (dy32 - (y32 * dy32).sum(-1, keepdim=True))).to(y.dtype).contiguous()
     rows, drows = as_rows(y), as_rows(dy)
     with on_device(y):
-        return choose(BACKWARD, Rows.of(rows))(rows, drows).view(y.shape)
+        return choose(BACKWARD, Rows.of(rows, drows))(rows, drows).view(y.shape)
 
 
 _softmax.register_fake(lambda x: x.new_empty(x.shape))

@@ -8,6 +8,7 @@ A kernel has one of these shapes, and each operator lists which of them it takes
     walk        a program walks over many rows and keeps sums over rows (dw, db) in registers
     group       both: PARTS programs walk together, each over its own columns of every row
     two-pass    a program walks along a row of any length, twice
+    shifted     packed or split, for rows that start at any address: see `whole_chunks`
 
 Split rows. Each part publishes its partial statistics, one word for each row, and loads those of the other parts until
 none is empty. A word is written and read whole, so no fence is needed. No wait is for ever, for two reasons:
@@ -42,10 +43,15 @@ class Rows:
     N: int
     itemsize: int
     sms: int
+    shifted: bool = False  # most rows of 16 bits start where no load of 4 bytes can
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> "Rows":
-        return cls(*x.shape, x.element_size(), num_sms(x.device))
+    def of(cls, x: torch.Tensor, *more: torch.Tensor) -> "Rows":
+        """Of x, whose result has rows of N elements; `more` is read beside it."""
+        odd = x.element_size() == 2 and x.shape[1] % 2 == 1
+        # A row starts at the same place between two multiples of 16 bytes in each tensor.
+        alike = all((t.stride(0) - x.shape[1]) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, *more))
+        return cls(*x.shape, x.element_size(), num_sms(x.device), odd and alike)
 
     @property
     def bytes(self) -> int:
@@ -137,6 +143,20 @@ def common_multiple_of(N: int, *strides: int) -> int:
     return 1 if all(length % 16 == 0 for length in (N, *strides)) else math.gcd(8, N, *strides)
 
 
+def shifted(rows: Rows, *, thread_bytes: int, most_warps: int) -> Split:
+    """A row of an odd length, `thread_bytes` of it a thread: one program of 4 warps, or parts of up to `most_warps`.
+
+    The fewest idle lanes, to an eighth of the row; then the fewest parts.
+    """
+    found = []
+    for warps in (4, 2, 1):
+        block = 32 * warps * thread_bytes // rows.itemsize
+        parts = triton.cdiv(rows.N, block)
+        if parts == 1 or warps <= most_warps:
+            found.append(Split(parts, block, warps))
+    return min(found, key=lambda s: round(8 * s.parts * s.block / rows.N))
+
+
 def waits() -> tuple[bool, ...]:
     """The WAIT of each launch of a split kernel. Interpreted, a first launch publishes everything without waiting.
 
@@ -177,6 +197,32 @@ def multiple(length, MULTIPLE: tl.constexpr):
     columns the compiler could not know that: to it they might be 3001, and it would load single elements.
     """
     return length // MULTIPLE * MULTIPLE
+
+
+# Rows of an odd length: most start where the hardware has no wide load. So chunks of WIDTH elements, 16 bytes, are
+# counted from the start of the tensor and not of the row. Chunks that lie wholly inside a row are loaded and stored
+# whole. The elements on either side of them belong to the row's part 0, which takes them one by one.
+@triton.jit
+def whole_chunks(begin, N, part, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """Of one part of the row begin .. begin + N: places [LANES, WIDTH] in the tensor, and which are inside [LANES, 1].
+
+    begin: int64.
+    """
+    first = (begin + WIDTH - 1) // WIDTH
+    chunks = part * LANES + tl.arange(0, LANES)[:, None]
+    return (first + chunks) * WIDTH + tl.arange(0, WIDTH)[None, :], chunks < (begin + N) // WIDTH - first
+
+
+@triton.jit
+def sides(begin, N, part, WIDTH: tl.constexpr):
+    """Places [2 WIDTH] of the elements before the whole chunks and of those after, and which are the row's.
+
+    A row that lies within one chunk has all its elements there, once. No part but 0 has any.
+    """
+    first, after = (begin + WIDTH - 1) // WIDTH, (begin + N) // WIDTH
+    side = tl.arange(0, 2 * WIDTH)
+    at = tl.where(side < WIDTH, (first - 1) * WIDTH, (tl.maximum(first, after) - 1) * WIDTH) + side
+    return at, (at >= tl.where(part == 0, begin, begin + N)) & (at < begin + N)
 
 
 @triton.jit

@@ -18,8 +18,11 @@ from course_ops.kernels._rows import (
     opaque,
     pack_pair,
     publish,
+    shifted,
+    sides,
     unpack_pair,
     waits,
+    whole_chunks,
     widen,
 )
 
@@ -231,6 +234,71 @@ def layer_norm_split(x, w, b, eps, residual=None):
                 common_multiple_of(rows.N, x.stride(0), stride, y.stride(0)), num_warps=parts.warps,
             )  # fmt: skip
     return (y, mean, rstd) if total is None else (y, mean, rstd, total)
+
+
+@triton.jit
+def layer_norm_shifted_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, partials_ptr,  # as above; partials_ptr is not used by one part
+    N, stride_x, stride_y, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // PARTS
+    part = tl.program_id(0) % PARTS
+    begin = row * stride_x
+    at, inside = whole_chunks(begin, N, part, LANES, WIDTH)
+    side, mine = sides(begin, N, part, WIDTH)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    edge = tl.load(x_ptr + side, mask=mine, other=0.0).to(tl.float32)
+    whole = ((begin + N) // WIDTH - (begin + WIDTH - 1) // WIDTH).to(tl.int32)  # chunks, below 0 in the shortest rows
+    here = tl.minimum(tl.maximum(whole - part * LANES, 0), LANES) * WIDTH
+    count = tl.maximum(here + tl.where(part == 0, N - tl.maximum(whole, 0) * WIDTH, 0), 1).to(tl.float32)
+    mean = (tl.sum(tl.sum(x.to(tl.float32), axis=1), axis=0) + tl.sum(edge, axis=0)) / count
+    centred = tl.where(inside, opaque(x).to(tl.float32) - mean, 0.0)
+    beside = tl.where(mine, edge - mean, 0.0)
+    m2 = tl.sum(tl.sum(centred * centred, axis=1), axis=0) + tl.sum(beside * beside, axis=0)
+    if PARTS > 1:
+        publish(partials_ptr + row * PARTS + part, pack_pair(mean, m2))
+        slots = tl.arange(0, SLOTS)
+        partials = tl.zeros([SLOTS], tl.int64) - 1
+        if WAIT:
+            while tl.max((partials == -1).to(tl.int32), axis=0) == 1:
+                partials = look(partials_ptr + row * PARTS + slots, slots < PARTS, 0)
+        # Parts are merged by Chan, Golub and LeVeque (1979), eq. 1.5; a slot past the last part counts nothing.
+        counts = tl.minimum(tl.maximum(whole - slots * LANES, 0), LANES) * WIDTH
+        counts = (counts + tl.where(slots == 0, N - tl.maximum(whole, 0) * WIDTH, 0)).to(tl.float32)
+        means, m2s = unpack_pair(partials)
+        mean = tl.sum(means * counts, axis=0) / N
+        delta = means - mean
+        m2 = tl.sum(m2s + delta * delta * counts, axis=0)
+    rstd = tl.rsqrt(m2 / N + eps)
+    if part == 0:
+        tl.store(mean_ptr + row, mean)
+        tl.store(rstd_ptr + row, rstd)
+    y = normalize(opaque(x).to(tl.float32), mean, rstd, w_ptr, b_ptr, at - begin, inside)
+    to, _ = whole_chunks(row * stride_y, N, part, LANES, WIDTH)
+    tl.store(y_ptr + to, y, mask=inside)
+    y = normalize(edge, mean, rstd, w_ptr, b_ptr, side - begin, mine)
+    tl.store(y_ptr + row * stride_y + (side - begin), y, mask=mine)
+
+
+def layer_norm_shifted_parts(rows: Rows) -> Split:
+    return shifted(rows, thread_bytes=64, most_warps=2)
+
+
+def layer_norm_shifted(x, w, b, eps):
+    """As layer_norm_split, or one program a row, for rows of an odd length of 16-bit elements: see `whole_chunks`."""
+    y, mean, rstd, rows, _, _ = _results(x)
+    parts = layer_norm_shifted_parts(rows)
+    if y.numel():
+        partials = torch.full(
+            (rows.M, parts.parts) if parts.parts > 1 else (0,), -1, dtype=torch.int64, device=x.device
+        )
+        for blocking in waits() if parts.parts > 1 else (False,):
+            layer_norm_shifted_kernel[(rows.M * parts.parts,)](
+                x, w, b, y, mean, rstd, partials, rows.N, x.stride(0), y.stride(0), eps,
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8, blocking, num_warps=parts.warps,
+            )  # fmt: skip
+    return y, mean, rstd
 
 
 @triton.jit

@@ -17,9 +17,12 @@ from course_ops.kernels._rows import (
     multiple,
     opaque,
     publish,
+    shifted,
+    sides,
     split,
     wait,
     waits,
+    whole_chunks,
     widen,
 )
 
@@ -148,6 +151,57 @@ def rms_norm_split(x, w, eps):
                 SLOTS=triton.next_power_of_2(parts.parts), BLOCK_N=parts.block, WAIT=blocking,
                 MULTIPLE=common_multiple_of(rows.N, x.stride(0), y.stride(0)),
                 num_warps=parts.warps, maxnreg=64,
+            )  # fmt: skip
+    return y, rstd
+
+
+@triton.jit
+def rms_norm_shifted_kernel(
+    x_ptr, w_ptr, y_ptr, rstd_ptr, partials_ptr,  # as above; partials_ptr is not used by one part
+    N, stride_x, stride_y, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // PARTS
+    part = tl.program_id(0) % PARTS
+    begin = row * stride_x
+    at, inside = whole_chunks(begin, N, part, LANES, WIDTH)
+    side, mine = sides(begin, N, part, WIDTH)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    edge = tl.load(x_ptr + side, mask=mine, other=0.0).to(tl.float32)
+    wide = opaque(x).to(tl.float32)
+    squares = tl.sum(tl.sum(wide * wide, axis=1), axis=0) + tl.sum(edge * edge, axis=0)
+    if PARTS > 1:
+        # 0 means "not yet", and a sum may be 0.0: hence its bits plus one.
+        publish(partials_ptr + row * PARTS + part, squares.to(tl.int32, bitcast=True) + 1)
+        slots = tl.arange(0, SLOTS)
+        words = tl.zeros([SLOTS], tl.int32) + 1
+        if WAIT:
+            words = wait(words - 1, partials_ptr + row * PARTS + slots, slots < PARTS, 1)
+        squares = tl.sum((words - 1).to(tl.float32, bitcast=True), axis=0)
+    rstd = tl.rsqrt(squares / N + eps)
+    if part == 0:
+        tl.store(rstd_ptr + row, rstd)
+    w = tl.load(w_ptr + (at - begin), mask=inside, eviction_policy="evict_last").to(tl.float32)
+    to, _ = whole_chunks(row * stride_y, N, part, LANES, WIDTH)
+    tl.store(y_ptr + to, opaque(x).to(tl.float32) * rstd * w, mask=inside)
+    edge_w = tl.load(w_ptr + (side - begin), mask=mine).to(tl.float32)
+    tl.store(y_ptr + row * stride_y + (side - begin), edge * rstd * edge_w, mask=mine)
+
+
+def rms_norm_shifted_parts(rows: Rows) -> Split:
+    return shifted(rows, thread_bytes=64, most_warps=2)
+
+
+def rms_norm_shifted(x, w, eps):
+    """As rms_norm_split, or one program a row, for rows of an odd length of 16-bit elements: see `whole_chunks`."""
+    y, rstd, rows = _results(x)
+    parts = rms_norm_shifted_parts(rows)
+    if y.numel():
+        partials = torch.zeros((rows.M, parts.parts) if parts.parts > 1 else 0, dtype=torch.int32, device=x.device)
+        for blocking in waits() if parts.parts > 1 else (False,):
+            rms_norm_shifted_kernel[(rows.M * parts.parts,)](
+                x, w, y, rstd, partials, rows.N, x.stride(0), y.stride(0), eps,
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8, blocking, num_warps=parts.warps,
             )  # fmt: skip
     return y, rstd
 

@@ -16,10 +16,13 @@ from course_ops.kernels._rows import (
     opaque,
     pack_pair,
     publish,
+    shifted,
+    sides,
     split,
     unpack_pair,
     wait,
     waits,
+    whole_chunks,
 )
 
 # Where a maximum starts. Not -inf: after a block that is all -inf, exp(-inf - -inf) makes the sum NaN for good.
@@ -144,6 +147,59 @@ def softmax_split(x):
                 x, y, partials, rows.N, x.stride(0), y.stride(0),
                 parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking,
                 common_multiple_of(rows.N, x.stride(0), y.stride(0)), num_warps=parts.warps, maxnreg=72,
+            )  # fmt: skip
+    return y
+
+
+@triton.jit
+def softmax_shifted_kernel(
+    x_ptr, y_ptr, partials_ptr,  # as above; partials_ptr is not used by one part
+    N, stride_x, stride_y, PARTS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // PARTS
+    part = tl.program_id(0) % PARTS
+    begin = row * stride_x
+    at, inside = whole_chunks(begin, N, part, LANES, WIDTH)
+    side, mine = sides(begin, N, part, WIDTH)
+    x = tl.load(x_ptr + at, mask=inside, other=-float("inf"))
+    edge = tl.load(x_ptr + side, mask=mine, other=-float("inf")).to(tl.float32)
+    m = tl.maximum(tl.max(tl.max(x, axis=1), axis=0).to(tl.float32), tl.maximum(tl.max(edge, axis=0), LOWEST))
+    l = tl.sum(tl.sum(tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E), axis=1), axis=0)  # noqa: E741
+    l += tl.sum(tl.exp2((edge - m) * LOG2E), axis=0)  # noqa: E741
+    if PARTS > 1:
+        partials_ptr += row * PARTS
+        publish(partials_ptr + part, pack_pair(m, l))
+        slots = tl.arange(0, SLOTS)
+        there = slots < PARTS
+        partials = tl.zeros([SLOTS], tl.int64)
+        if WAIT:
+            partials = wait(partials, partials_ptr + slots, there, -1)
+        ms, ls = unpack_pair(partials)
+        ms = tl.where(there, ms, LOWEST)
+        ls = tl.where(there, ls, 0.0)
+        m = tl.max(ms, axis=0)
+        l = tl.sum(ls * tl.exp2((ms - m) * LOG2E), axis=0)  # noqa: E741
+    log_l = tl.log2(l)
+    to, _ = whole_chunks(row * stride_y, N, part, LANES, WIDTH)
+    tl.store(y_ptr + to, tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E - log_l), mask=inside)
+    tl.store(y_ptr + row * stride_y + (side - begin), tl.exp2((edge - m) * LOG2E - log_l), mask=mine)
+
+
+def softmax_shifted_parts(rows: Rows) -> Split:
+    return shifted(rows, thread_bytes=128, most_warps=2)
+
+
+def softmax_shifted(x):
+    """As softmax_split, or one program a row, for rows of an odd length of 16-bit elements: see `whole_chunks`."""
+    y, rows = _empty(x), Rows.of(x)
+    parts = softmax_shifted_parts(rows)
+    if y.numel():
+        partials = torch.zeros((rows.M, parts.parts) if parts.parts > 1 else 0, dtype=torch.int64, device=x.device)
+        for blocking in waits() if parts.parts > 1 else (False,):
+            softmax_shifted_kernel[(rows.M * parts.parts,)](
+                x, y, partials, rows.N, x.stride(0), y.stride(0),
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8, blocking, num_warps=parts.warps,
             )  # fmt: skip
     return y
 
@@ -297,6 +353,56 @@ def softmax_backward_split(y, dy):
                 parts.parts, max(32 * parts.warps, parts.slots), parts.block, blocking,
                 common_multiple_of(rows.N, y.stride(0), dy.stride(0), dx.stride(0)),
                 num_warps=parts.warps, maxnreg=128,
+            )  # fmt: skip
+    return dx
+
+
+@triton.jit
+def softmax_backward_shifted_kernel(
+    y_ptr, dy_ptr, dx_ptr, partials_ptr,  # as above; partials_ptr is not used by one part
+    N, stride_y, stride_dy, stride_dx,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // PARTS
+    part = tl.program_id(0) % PARTS
+    begin = row * stride_y
+    at, inside = whole_chunks(begin, N, part, LANES, WIDTH)
+    at_dy, _ = whole_chunks(row * stride_dy, N, part, LANES, WIDTH)
+    side, mine = sides(begin, N, part, WIDTH)
+    y = tl.load(y_ptr + at, mask=inside, other=0.0)
+    dy = tl.load(dy_ptr + at_dy, mask=inside, other=0.0)
+    edge_y = tl.load(y_ptr + side, mask=mine, other=0.0).to(tl.float32)
+    edge_dy = tl.load(dy_ptr + row * stride_dy + (side - begin), mask=mine, other=0.0).to(tl.float32)
+    delta = tl.sum(tl.sum(opaque(y).to(tl.float32) * opaque(dy).to(tl.float32), axis=1), axis=0)
+    delta += tl.sum(edge_y * edge_dy, axis=0)
+    if PARTS > 1:
+        word = (delta.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
+        partials_ptr += row * PARTS
+        publish(partials_ptr + part, word)
+        slots = tl.arange(0, SLOTS)
+        partials = tl.zeros([SLOTS], tl.int64)
+        if WAIT:
+            partials = wait(partials, partials_ptr + slots, slots < PARTS, 1 << 32)
+        delta = tl.sum(partials.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+    at_dx, _ = whole_chunks(row * stride_dx, N, part, LANES, WIDTH)
+    tl.store(dx_ptr + at_dx, opaque(y).to(tl.float32) * (opaque(dy).to(tl.float32) - delta), mask=inside)
+    tl.store(dx_ptr + row * stride_dx + (side - begin), edge_y * (edge_dy - delta), mask=mine)
+
+
+def softmax_backward_shifted_parts(rows: Rows) -> Split:
+    return shifted(rows, thread_bytes=64, most_warps=4)
+
+
+def softmax_backward_shifted(y, dy):
+    """As softmax_backward_split, or one program a row, for rows of an odd length of 16-bit elements: see `whole_chunks`."""
+    dx, rows = _empty(y), Rows.of(y)
+    parts = softmax_backward_shifted_parts(rows)
+    if dx.numel():
+        partials = torch.zeros((rows.M, parts.parts) if parts.parts > 1 else 0, dtype=torch.int64, device=y.device)
+        for blocking in waits() if parts.parts > 1 else (False,):
+            softmax_backward_shifted_kernel[(rows.M * parts.parts,)](
+                y, dy, dx, partials, rows.N, y.stride(0), dy.stride(0), dx.stride(0),
+                parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8, blocking, num_warps=parts.warps,
             )  # fmt: skip
     return dx
 

@@ -14,7 +14,7 @@ def softmax(x):
 
 
 def softmax_backward(y, dy):
-    return choose(BACKWARDS, Rows.of(y))(y, dy)
+    return choose(BACKWARDS, Rows.of(y, dy))(y, dy)
 
 
 WIDE = ("16-byte loads", "16-byte stores", "no spills")
@@ -53,6 +53,13 @@ FORWARD = Lesson(
                "softmax", "nan"),
         Mutant("every part publishes in the first part's slot", "softmax_split_kernel", "partials_ptr + part",
                "partials_ptr + 0 * part", "softmax", "hang"),
+        Mutant("chunks from the row's start on", "whole_chunks", "first = (begin + WIDTH - 1) // WIDTH",
+               "first = begin // WIDTH", "softmax"),
+        Mutant("every part takes the sides", "sides", "tl.where(part == 0, begin, begin + N)", "begin", "softmax"),
+        Mutant("the sides are not in the sum", "softmax_shifted_kernel",
+               "l += tl.sum(tl.exp2((edge - m) * LOG2E), axis=0)", "l += 0.0", "softmax"),
+        Mutant("the sides are not stored", "softmax_shifted_kernel", "- log_l), mask=mine)",
+               "- log_l), mask=mine & (edge < m - 1000))", "softmax", "nan"),
         Mutant("sum not rescaled", "softmax_two_pass_kernel", "l * less, latest * less", "l, latest", "softmax"),
     ),
     claims={softmax: tuple(f"softmax_{k}_kernel: {claim}" for k in ("packed", "chunks", "split") for claim in WIDE)},
@@ -83,6 +90,10 @@ BACKWARD = Lesson(
                "softmax_backward"),
         Mutant("y's stride for dy, in chunks", "softmax_backward_chunks_kernel", "row * stride_dy", "row * stride_y",
                "softmax_backward"),
+        Mutant("the sides have no share", "softmax_backward_shifted_kernel",
+               "delta += tl.sum(edge_y * edge_dy, axis=0)", "delta += 0.0", "softmax_backward"),
+        Mutant("one share too few, shifted", "softmax_backward_shifted_kernel",
+               "delta = tl.sum(partials.to(tl.int32)", "delta = tl.max(partials.to(tl.int32)", "softmax_backward"),
         Mutant("one share too few", "softmax_backward_split_kernel", "delta = tl.sum", "delta = tl.max",
                "softmax_backward"),
     ),
