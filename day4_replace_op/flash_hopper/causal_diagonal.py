@@ -230,13 +230,14 @@ def first_rows(tile, ROWS: gl.constexpr):
 
 
 # New: one comparison per element. A thread has columns 8 j + 2 (lane % 4) + {0, 1}. So keys & ~6 is a constant of the
-# register that holds the column, and keys & 6 is one value for the whole thread. It compares with a constant.
+# register that holds the column, and keys & 6 is one value for the whole thread. Each comparison has a constant on one
+# side.
 @gluon.jit
 def apply_mask(s, row, key, problem):
     """-inf where a query does not see a key; row, key: the block's first ones."""
     rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-    last = rows * 0 + (problem.S_k - 1 - key)
+    last = rows * 0 + (problem.S_k - 1 - key)  # the last visible key, one value per row
     if problem.CAUSAL:
         last = gl.minimum(last, rows + (problem.S_k - problem.S_q - key))
     return gl.where((keys & ~6)[None, :] <= last[:, None] - (keys & 6)[None, :], s, float("-inf"))
@@ -278,8 +279,9 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# The largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do, and
-# for integers a warp has a reduction instruction. The bits of NaN and of infinity are larger than LARGE_SUM, too.
+# The largest partial sum, by way of shared memory, one value per warp. The compiler adds the barrier between this
+# store and the load. Positive floats compare as their bits do, and for integers a warp has a reduction instruction. The
+# bits of NaN and of infinity are larger than LARGE_SUM, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):
     bits = sums.to(gl.int32, bitcast=True)

@@ -254,8 +254,9 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# New: the largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do,
-# and for integers a warp has a reduction instruction. The bits of NaN and of infinity are larger than LARGE_SUM, too.
+# New: the largest partial sum, by way of shared memory, one value per warp. The compiler adds the barrier between this
+# store and the load. Positive floats compare as their bits do, and for integers a warp has a reduction instruction. The
+# bits of NaN and of infinity are larger than LARGE_SUM, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):
     bits = sums.to(gl.int32, bitcast=True)

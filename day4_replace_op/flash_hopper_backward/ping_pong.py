@@ -187,8 +187,8 @@ class KeyTiles:
             async_store(self.grad_desc, coord, self.smem.index(half))
 
 
-# The producer also stores dK and dV: the consumers have no registers to spare for addresses. A tile's K and V come
-# where the dK and dV of the tile before still lie, but its first block of queries need not wait for that store.
+# The producer also stores dK and dV: the consumers have no registers to spare for addresses. A tile's K and V
+# overwrite the dK and dV of the tile before, so they wait for that store. Its first Q and dO need not wait.
 @gluon.jit
 def producer_partition(args, q, do, k, v):
     ROWS: gl.constexpr = args.q_smem.shape[3]
