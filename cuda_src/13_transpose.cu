@@ -5,8 +5,9 @@
 // TB/s on an H200) that is 0.13 ms at 8192 x 8192 and 0.51 ms at 16384 x 16384. Nothing is computed. But neighbours in
 // x are far apart in y. A warp that reads along a row of x writes down a column of y: 32 addresses in 32 sectors of 32
 // bytes, and it uses 4 bytes of each. Shared memory helps: there a column costs as little as a row, once its 32 words
-// are in 32 different banks. Two counts describe each rung: sectors a request (4 is perfect for 4 bytes per lane, 16
-// for 16 bytes) and wavefronts a shared access (1, and 4).
+// are in 32 different banks. Two counts describe each rung. The first is sectors per request of a warp: 4 is perfect
+// for 4 bytes per lane, 16 for 16 bytes. The second is wavefronts per access to shared memory. A wavefront is one pass
+// over the 32 banks, 128 bytes, so 1 and 4 are perfect.
 //
 // Sources: M. Harris, "An Efficient Matrix Transpose in CUDA C/C++" (2013); Ruetsch and Micikevicius, "Optimizing
 // Matrix Transpose in CUDA" (2009).
@@ -43,8 +44,8 @@ int64_t tiles(int64_t M, int64_t N, int tile) {
 }
 
 // v1. A warp reads 32 neighbours of a row and writes them to y, M words apart. Predicted: 4 sectors a read, 32 sectors
-// a write. The eight warps of a block fill the same sectors bit by bit, so HBM traffic is little more than 4MN bytes
-// each way. But L2 takes one sector a clock and slice for 4 bytes: a quarter of a copy's speed.
+// a write. The eight warps of a block fill the same sectors one after another, so HBM traffic is little more than 4MN
+// bytes each way. But L2 takes one sector a clock and slice, here for 4 bytes: a quarter of a copy's speed.
 __global__ void transpose_read_kernel(const float* __restrict__ x, float* __restrict__ y,  // [M, N] -> [N, M]
                                       int64_t M, int64_t N) {
     const Corner at = corner(N, TILE);
@@ -62,8 +63,8 @@ void transpose_read(const float* x, float* y, int64_t M, int64_t N, cudaStream_t
 
 // v2. New: the other way round, a warp writes 32 neighbours of y and reads down a column of x: 32 sectors a read and 4
 // a write. Predicted: faster than v1, though it is the same count. The unused rest of a sector stays in L1, where the
-// block's other warps find it; a write goes through to L2 each time. L1 looks up one line a clock, 32 for a read of
-// 128 bytes: 132 SMs * 4 bytes * 1.7 GHz = 0.9 TB/s each way.
+// block's other warps find it; a write goes through to L2 each time. L1 looks up one line a clock, so a read of 128
+// bytes takes 32 clocks: 132 SMs * 4 bytes * 1.7 GHz = 0.9 TB/s each way.
 __global__ void transpose_write_kernel(const float* __restrict__ x, float* __restrict__ y, int64_t M, int64_t N) {
     const Corner at = corner(N, TILE);
     const int64_t r = at.row + threadIdx.x;  // New
@@ -151,9 +152,9 @@ void transpose_swizzled(const float* x, float* y, int64_t M, int64_t N, cudaStre
 // float4 (pieces of four rows), transposes the square in its registers, and stores four float4 (pieces of four
 // columns) into shared memory. From there the block writes rows of y, 256 bytes each. A float4 takes 4 banks, so a
 // tile row of 16 float4 spans the 32 banks twice, and 8 lanes (128 bytes) are served at a time. They store to the same
-// float4 column in rows 4 apart: one group of banks, 8 wavefronts for 1; hence the XOR with r / 4. Predicted: 16
-// sectors a request, 4 wavefronts a shared access, both the least there is. 64 KB and more are in flight on an SM: a
-// copy's speed.
+// float4 column in rows 4 apart. These would be in one group of banks, 8 wavefronts instead of 1; hence the XOR with
+// r / 4. Predicted: 16 sectors a request, 4 wavefronts a shared access, both the least there is. 64 KB and more are in
+// flight on an SM: a copy's speed.
 constexpr int SQUARES = 16;  // along each side of a tile: 16 x 16 threads
 
 __device__ int wide_at(int r, int quad) { return r * SQUARES + (quad ^ (r / 4)); }

@@ -26,8 +26,8 @@ using matmul::bf16, matmul::BK;
 
 // v0. Without tensor cores: a block brings 32x32 tiles of A and B to shared memory and multiplies them with FMA. Every
 // element loaded is used 32 times. The tiles' rows are 33 floats long: lanes read down a column of b_tile, which rows
-// of 32 would put into one bank. Predicted: two shared reads for an FMA keep it under 10% of even the 51 TFLOP/s; it is
-// the rung that takes every shape, and runs without a GPU.
+// of 32 would put into one bank. This rung takes every shape, and runs without a GPU. Predicted: two shared reads for
+// each FMA keep it under 10% of the 51 TFLOP/s.
 constexpr int FMA_TILE = 32, FMA_ROWS = 8;  // 32 x 8 threads, each with 4 elements of C
 
 __global__ void matmul_fma_kernel(const bf16* a, const bf16* b, bf16* c, int64_t m, int64_t n, int64_t k) {
@@ -139,13 +139,18 @@ using matmul::CONSUMERS, matmul::Ring, matmul::aligned;
 // There is no ldmatrix, no address and no mask: elements outside the matrix arrive as zeros. A warpgroup of 4 warps
 // owns a 128x128 tile, 128 accumulators per thread. In a block a load and a multiplication never overlap; the three
 // blocks that fit an SM overlap with each other.
+//
+// wgmma finds a tile by a descriptor, 64 bits with its address and swizzle. It runs while its threads go on:
+// wgmma_commit closes a group of wgmma, and wgmma_wait<N> waits until at most N groups are unfinished. An mbarrier's
+// phases are numbered 0, 1, 2, ...; a wait names the phase by its last bit. include/hopper.cuh has all these functions,
+// a PTX instruction each.
 // Predicted: 450 to 600 TFLOP/s.
 constexpr int WGMMA_TILE = 128;
 
 __global__ __launch_bounds__(128) void matmul_wgmma_kernel(const __grid_constant__ CUtensorMap a_map,
                                                            const __grid_constant__ CUtensorMap b_map, bf16* c,
                                                            int64_t m, int64_t n, int64_t k) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // compiled for sm_90a, which alone has wgmma
     __shared__ alignas(1024) bf16 a_tile[WGMMA_TILE * BK];
     __shared__ alignas(1024) bf16 b_tile[WGMMA_TILE * BK];
     __shared__ uint64_t loaded;

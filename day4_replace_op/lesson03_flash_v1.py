@@ -120,7 +120,7 @@ def flash_v1(q, k, v):
 
 
 def _blocks(D):
-    """B_r, B_c: line 1, for the 227 KB that a block may have on Hopper, in 16-bit elements. At most 256 keys."""
+    """B_r, B_c: line 1, for the 227 KB that a program may have on Hopper, in 16-bit elements. At most 256 keys."""
     keys = min(256, 2 ** int(math.log2(227 * 1024 // 2 / (4 * D))))
     return max(16, min(keys, D)), keys
 

@@ -23,8 +23,9 @@ Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:
     ALU            5.5 and 5 other instructions per score, 128 lanes     700      640
     L2             K and V of the block, 512 * D bytes, 39 a cycle      1680      840
 
-The MUFU is the unit for special functions. Without L2, the first three take 3800 and 2700 cycles one after the other.
-Fully overlapped, they take 2048 and 1024. At D = 128 the tensor cores are the limit; at D = 64 the tensor cores and the
+The MUFU is the unit for special functions. The ALU does more at D = 128, because O has twice as many elements to
+rescale. Without L2, the first three take 3800 and 2700 cycles one after the other. Fully overlapped, they take 2048 and
+1024. At D = 128 the tensor cores are the limit; at D = 64 the tensor cores and the
 MUFU are equally busy. HBM moves Q, K, V and O once. The shapes that are timed have 16,384 tokens and 16 heads of 128:
 these are 268 MB, or 0.064 ms. Their matmuls take 0.70 ms at S = 4096 and 0.087 ms at S = 512. On an H200 cuBLAS holds
 about 790 TFLOP/s. So TFLOP/s = 790 * 2048 / cycles at D = 128, and 790 * 1024 / cycles at D = 64. A kernel that uses
@@ -59,8 +60,8 @@ Each rung is a complete file in flash_hopper/ and differs from the one before by
 Predicted at S = 4096, all keys, in TFLOP/s:
 
     file                      new                                                    D = 128   D = 64
-    warp_specialized.py       a producer warp, two consumers; half of the softmax       558      404
-                              overlaps by chance: 2900 and 2000 cycles
+    warp_specialized.py       a producer warp, two consumers; about half of the         558      404
+                              softmax overlaps by chance: 2900 and 2000 cycles
     overlap_softmax.py        QK of the next block before PV: 2400 and 1700             674      476
     lazy_rescaling.py         the row maximum off the critical path: 235 cycles less    750      550
     persistent_scheduler.py   persistent CTAs, a dynamic tile scheduler: the 3000       780      590
@@ -71,31 +72,37 @@ Predicted at S = 4096, all keys, in TFLOP/s:
     three_consumers.py        of persistent_scheduler.py, D = 64: the third consumer      -      620
                               exponentiates while two wait for matmuls: 1300 cycles
     ping_pong.py              of overlap_softmax.py: two barriers make the consumers    770      476
-                              issue in turns, 2100 cycles. It brings nothing: measured 680 TFLOP/s after 683
+                              issue in turns, 2100 cycles. Measured: no gain at D = 128
 
-Where the ladder begins: lesson 4's autotuned `flash_v2` has 603 TFLOP/s at this shape, so warp specialization alone is
-worth 4%. A Triton kernel with two stages instead of three has 439 TFLOP/s. Compared with that one, the same rung would
-seem to be worth 42%. So compare with the best kernel.
+Where the ladder begins: at this shape lesson 4's autotuned `flash_v2` has 595 TFLOP/s and `warp_specialized` 610, so
+warp specialization alone is worth less than 3%. Lesson 4's `tma`, whose tile is not tuned, has 478 TFLOP/s. Compared
+with that one, the same rung would seem to be worth 28%. So compare with the best kernel.
 
-Experiments (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in brackets):
+Rungs of this lesson (H200, bf16, S = 4096; TFLOP/s before -> after, predicted in brackets; all rows: the report):
 
-    ping-pong, D = 128, all keys          683 -> 680 (770)   each consumer's PV covers its own softmax already
-    the same, S = 16384                   712 -> 688 (770)   an enforced order is one more wait in each block
+    ping-pong, D = 128, all keys          697 -> 699 (770)   each consumer's PV covers its own softmax already
+    the same, S = 16384                   697 -> 679 (770)   an enforced order is one more wait in each block
+    overlap_softmax, D = 64, all keys     451 -> 417 (476)   slower; the cause is not known
+    lazy rescaling, D = 128, all keys     697 -> 764 (750)   faster than FlashAttention-4, 726 in the same rounds
+    persistent CTAs, S = 512, all keys    412 -> 510 (554)   a tile has 4 blocks; its ends are 3000 of 11,700 cycles
+    persistent CTAs, causal               687 -> 726 (742)   the gain is largest where tiles are short
+    half of the diagonal block, causal    726 -> 748 (737)   a tile begins with it, and nothing runs under it
+
+Experiments with other versions of these kernels. Their rounds differ, so compare only within a line:
+
     persistent, tiles dealt in advance    677 -> 594 (+1%)   causal, S = 16384: short tiles wait for the long ones
-    lazy rescaling, D = 128, all keys     710 -> 804 (790)   the largest step; FlashAttention-4 in the same rounds: 729
-    half of the diagonal block            698 -> 722 (708)   a tile begins with it, and nothing runs under it
     8 heads at once, not what L2 holds    722 -> 752 (722)   causal; long and short tiles run side by side
     raise m, no second QK, D = 128        459 -> 748 (755)   all keys, falling scores; cuDNN in the same rounds: 682
     the same, D = 64                      303 -> 511 (550)   falling scores; cuDNN: 476
 
 Lazy rescaling has a price. The loop visits the last block of keys first. So if scores fall along the keys, each block
 that the loop meets has a larger maximum. The other order is no cure: then scores that rise along the keys are the bad
-case. To compute such a block again with its own maximum costs a QK, a row maximum and 128 * 128 exponentials, and
-nothing runs under them. To raise m costs about 190 instructions per warp at D = 128, and no matmul: 64 multiplications
-of P, 64 of O, and 32 conversions. With their waits this takes 300 cycles. The scores of data "falling" in
-`operators.csv` grow by 2^23 per block, so that every third block raises m. On average that is 100 cycles per block.
-Predicted for bf16: 5% fewer TFLOP/s than of random data. Measured in the same rounds: 3% fewer at D = 128, 11% at D =
-64, where a block has half of the matmuls to pay for them.
+case. A consumer may compute such a block again with its own maximum. That costs a QK, a row maximum and 128 * 128
+exponentials, and nothing runs under them. Or it may raise m, which needs no matmul. That costs about 190 instructions
+per warp at D = 128: 64 multiplications of P, 64 of O, 32 conversions, and the new m. With their waits this takes 300
+cycles. In reports/nvidia-h200/operators.csv the data named "falling" have weights that grow by 2^23 per block. So every
+third block raises m, which is 100 cycles per block on average. Predicted for bf16: 5% fewer TFLOP/s than for random
+data. Measured in the same rounds: 3% fewer at D = 128, and 11% at D = 64, where a block takes half as many cycles.
 
 Experiments of your own: a second QK for each large sum in lazy_rescaling.py (HUGE_SUM = LARGE_SUM); a HEADROOM of 0 in
 bf16, too; STAGES = 3 at D = 64; [232, 40] -> [224, 56] registers of consumers and producer.

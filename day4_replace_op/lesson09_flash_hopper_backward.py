@@ -17,7 +17,8 @@ A step is 64 queries of a tile of 128 keys at D = 128, and 128 queries at D = 64
     tensor cores     5 * 2 * 64 * 128 * 128 FLOPs at 4096 a cycle         2560     2560
     MUFU (exp2)      one per score, 16 a cycle                             512     1024
     ALU              4 other instructions per score, 128 lanes             256      512
-    shared memory    256 KB read by wgmma, 48 KB written, 128 B a cycle   2432     2304
+    shared memory    wgmma reads 256 KB, threads and TMA write 48 KB      2432     2304
+                     (D = 64: 288 KB together), 128 bytes per cycle
     dQ to L2         32 KB of fp32: 13 bytes per cycle, of about 39
 
 Tensor cores and shared memory are both busy for the whole step, so any other work costs time unless it runs under
@@ -38,7 +39,7 @@ Who holds what
         dO, of a step   --+                             v
         V_c, of a tile  --+-- * -->  dP^T ----------> dS^T ---- * Q  ---->  dK_c, kept until the tile's end
                                                         |
-        dS_c  <-----------------------------------------+    the only scores in shared memory
+        dS_c  <-----------------------------------------+    the only [keys, queries] matrix in shared memory
         dS_0 and dS_1   --+                                  here the consumers wait for each other
         K_0 and K_1     --+-- * -->  dQ, half c of it
         dQ_c  <----------------------+
@@ -93,10 +94,11 @@ The same as code, in rungs 2 to 4 (each matmul starts when the one before it is 
     consumer        exp2 ....|dS ..|write dS|  wait for the other's dS   |wait ...|add dQ
     wait            until 1 is outstanding: dP   then dV                  all
 
-In the forward pass ping-pong gains nothing (lesson 8). Here it is expected to gain most at D = 64. In the forward pass
-the consumers never wait for each other. They may drift apart by themselves, until one computes its softmax under the
-other's matmuls. Here they exchange dS at each step, so they cannot drift apart. Both compute exponentials at the same
-time, and the tensor cores wait for both. At D = 128 there are half as many exponentials per FLOP, and dP covers them.
+In the forward pass ping-pong gains nothing at D = 128 (lesson 8), since the consumers never wait for each other. They
+may drift apart by themselves, until one computes its softmax under the other's matmuls. Here they exchange dS at each
+step, so they cannot drift apart. Both compute exponentials at the same time, and the tensor cores wait for both. So
+ping-pong is expected to gain here, and most at D = 64. At D = 128 there are half as many exponentials per FLOP, and dP
+covers them.
 
 Where the predictions come from
 -------------------------------
@@ -106,26 +108,27 @@ The figures are `predicted` below; the report shows them beside the rows. Cycles
     five_matmuls           3200: 2560, half of the other work, waits             3600
     overlap_matmuls        2800: 2560, the exchange of dS, barriers              3100
     tma_reduce             2800, or 2950 if shared memory decides                3100
-    persistent_scheduler   2000 of a tile less: 7% of 8 steps at S = 512, 2% of 32 at 2048; causal twice that
-    ping_pong              250 of 3500 less                                      512 of 3100 less
+    persistent_scheduler   2000 cycles of each tile are hidden. A tile has S / 64 steps, so that is 7% at S = 512 and
+                           2% at 2048; causal tiles have half as many steps, so twice that
+    ping_pong              250 less, 7%                                          512 less, 17%
     causal_skip            10% of the matmuls at S = 512, 3% at 2048; half       nothing: every block sees a key
                            of that, as consumer 0 still does the step
 
 Experiments
 -----------
     part of the heads at a time, so that dQ's sum stays in L2    64 MB of it: 1% slower; 32 MB: 3% slower
-    ping-pong at D = 128, S = 512 (rows of rungs 4 and 5)        slower: the late dQ is one matmul more beside 8 steps;
+    ping-pong at D = 128, S = 512 (rows of rungs 4 and 5)        slower: 9 dQ matmuls in 8 steps, the first unused;
                                                                  course_ops.attention uses rung 4's loop there
-    S begins with -lse in rung 5, too                            the compiler issues dP in eighths, one every 10 exp2
+    the accumulator of S starts at -lse in rung 5, too           the compiler issues dP in eighths, one every 10 exp2
     80 queries per step, as FlashAttention-4 has                 fewer bytes of shared memory per query, but Gluon's
                                                                  blocks are powers of 2
     a masked loop of one step with constant bounds               right and slow: see below
 
 A trap: a causal tile has one masked block of queries at D = 64, and in rung 6 also at D = 128. If the loop over it runs
 from `begin` to `begin + 1`, the compiler unrolls it. Then ptxas lacks registers for asynchronous wgmma and waits after
-each one. Triton does not show ptxas's remark about it (C7511). In rung 6 these are 154 waits for 154 wgmma instead of
-20 for 160 (Triton 3.6). The answer is right, so only the machine code shows it: `tests/test_flash_hopper_backward.py`
-counts the waits.
+each one. Triton does not show ptxas's remark about it (C7511). With such a loop rung 6 has 154 waits for 154 wgmma,
+without it 20 for 160 (Triton 3.6). The answer is right, so only the machine code shows it:
+`tests/test_flash_hopper_backward.py` counts the waits.
 
 Before you read on: how many bytes are added to dQ in all (S / 128 owners, 4 S D bytes each), and is L2 fast enough for
 them? Which of the three gradients may differ in its bits from run to run?

@@ -4,7 +4,8 @@ The lesson times every implementation of this course and those that people use i
 same rounds. S goes from 512 to 16384 with 16384 tokens in all; D is 64 or 128, with 2048 features in all; causal or
 not; bf16. FLOPs are those of the op, whatever an implementation skips: 4 B H S^2 D forward, 2.5 times that backward,
 half of it if causal. So within a table work grows only with S, and TFLOP/s should rise to a plateau. Short sequences
-measure launches, tails and half-filled GPUs; long ones measure the inner loop.
+measure launches, tails and half-filled GPUs; long ones measure the inner loop. A table has no figure where an
+implementation cannot run, for example because its scores do not fit into memory. The run prints each reason.
 
 Predict before you run, for D = 128 at S = 512 and 16384. Which lines cross? Naive attention moves S^2 elements for
 S^2 D FLOPs (lesson 1). How do its TFLOP/s change with S where bytes decide? Which implementations lose most with a

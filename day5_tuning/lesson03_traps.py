@@ -157,7 +157,7 @@ def _dot(a, b, precision):
 
 
 def bf16_in_the_interpreter():
-    """TRITON_INTERPRET=1 multiplies bf16 by its bit patterns, as integers: off by 1e10, and nothing is raised.
+    """TRITON_INTERPRET=1 multiplies bf16 by its bit patterns, as integers: errors of 1e10, and nothing is raised.
 
     A project whose CPU tests run the interpreter finds its right kernel wrong, or leaves bf16 out. NumPy has no bf16;
     lessonkit.modes.interpreter.mend_bfloat16 computes in fp32 and rounds, and so do all lessons here.
@@ -243,6 +243,7 @@ def _assemble(arch):
 FAULT = "from day5_tuning import lesson03_traps; lesson03_traps._fault()"
 
 
+# Writes 2^42 bytes past the start of z, where no memory is.
 @triton.jit
 def astray_kernel(z_ptr, far):
     tl.store(z_ptr + far.to(tl.int64) * 1024, 1.0)

@@ -3,17 +3,18 @@
 A kernel can pass every test and every benchmark run alone, and return a NaN on a GPU that another process uses too. The
 cause shown here is an mbarrier that is initialised and never used.
 
-A barrier lies in shared memory. Gluon's compiler frees its bytes after its last use. An unused barrier's last use is
-its own mbarrier.init, so the compiler gives the same bytes to the next allocation:
+An mbarrier is a counter of 8 bytes in shared memory that threads wait for (day 3, lesson 9). Gluon's compiler frees its
+bytes after its last use. An unused barrier's last use is its own mbarrier.init, so the compiler gives the same bytes to
+the next allocation:
 
     byte            0          8          16                                          4096
     mbarrier.init   [  bar 0  ][  bar 1  ]
     data            [ x0 | x1 ][ x2 | x3 ][ x4 | x5 | ...                      | x1023 ]
 
-There is no error message, and data written there reads back unchanged. But by the PTX ISA these bytes are no ordinary
-memory until mbarrier.inval, and any other operation on them is undefined. While the process is alone nothing happens.
-Every few milliseconds, though, the GPU switches to the other process: it saves an SM's state, barriers included, and
-restores it later. The third step counts what happens to data where the hardware expects a barrier, in three forms:
+There is no error message. But by the PTX ISA these bytes are no ordinary memory until mbarrier.inval, and any other
+operation on them is undefined. While the process is alone, data written there reads back unchanged. If another process
+uses the GPU too, the GPU switches between the two every few milliseconds. It saves an SM's state, barriers included,
+and restores it later. The third step counts what happens to data where the hardware expects a barrier, in three forms:
 
     made, idle      mbarrier.init, and nothing more         the fault
     invalidated     mbarrier.init, then mbarrier.inval      what the PTX ISA requires
@@ -64,7 +65,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-# Values are written to shared memory and read back by other threads than wrote them.
+# Threads write values to shared memory, and other threads read them back.
 @gluon.jit
 def there_and_back_kernel(
     wrong_ptr, rounds, COUNT: gl.constexpr, MADE: gl.constexpr, INVALIDATED: gl.constexpr

@@ -4,7 +4,7 @@ A model of the machine excludes bad configurations before the clock chooses amon
 reads a tile, waits, computes and writes it (day 2's packed softmax). Three quantities decide, and the compiler gives
 the first before anything runs:
 
-    resident   programs an SM holds: by registers, by warps (64), by programs (32)
+    resident   programs an SM holds: as many as its registers allow, at most 64 warps, at most 32 programs
     in flight  resident * its bytes: Little's law wants bandwidth * latency, 4.2 TB/s * 1 us / 132 = 32 KB per SM
     waves      programs / (132 * resident), rounded up: the last wave costs as much as a full one
 
@@ -18,10 +18,12 @@ the first before anything runs:
                                                           in flight
                                                32 warps   16 bytes per thread: 2 programs (64 warps), 32 KB in flight
 
-The model finds the worst configurations. It does not order the good ones, which lie within a few percent of each other:
-see the rank correlations in reports/. It is too optimistic for the fewest warps. Four short rows on one warp, or one
-long row on four, fill the registers with 8 to 21 of the 64 warps that an SM can hold. Each warp loads, then computes,
-then stores. A scheduler with two to five warps often has none that is ready, while `issue` assumes that one always is.
+The model finds two kinds of bad configuration: those that spill, and those with too many warps. It does not order the
+good ones, which lie within a few percent of each other: see the rank correlations in reports/. And it fails for few
+warps with many elements each. It ranks four short rows on one warp first, and one long row on four, but both are slow:
+see `costs` in reports/. They fill the registers with 8 to 21 of the 64 warps that an SM can hold. Each warp loads, then
+computes, then stores. A scheduler with two to five warps often has none that is ready, while `issue` assumes that one
+always is.
 
 Predict before you run, for each of the three lengths below: the best number of warps, and the worst.
 You will learn: to write a model on one page, to rank with it, to read in a heat map what the model misses.
@@ -39,8 +41,8 @@ import triton
 SOFTMAX = specimen("day2_triton_basics.lesson16_rows_of_any_length", "LESSON")
 softmax_packed_kernel = specimen("day2_triton_basics.lesson16_rows_of_any_length", "softmax_packed_kernel")
 CLOCK = 1.9e9  # a kernel that waits for memory draws little power, so the clock is high
-LATENCY = 1.2e-6  # seconds, with memory busy: from a program's first load to its first byte, and of its last store
-INSTRUCTIONS = 16  # an element: widened twice, less m, scaled, exp2 twice, summed, compared, rounded
+LATENCY = 1.2e-6  # seconds, with memory busy: from a program's first load to its first byte, and for its last store
+INSTRUCTIONS = 16  # per element: converted to fp32 twice, minus m, scaled, exp2 twice, summed, compared, rounded
 LAUNCH = 2.0  # microseconds between the events when the kernel does nothing
 REDUCTION = 150  # cycles of a maximum or a sum among the lanes of a warp; as much again through shared memory
 
@@ -109,7 +111,7 @@ LONG = "M=8192 N=8192"
 
 
 def four_warps_a_row():
-    """Three configurations for rows of 8192. 4 warps: 64 elements per thread, several programs, 64 KB and more."""
+    """Rows of 8192, the first of three: 4 warps, 64 elements per thread, several programs, over 64 KB in flight."""
     k = figures(_row(LONG, ROWS=1, num_warps=4))
     assert k.spills == 0
     assert k.resident * 16384 > 64 * 1024  # twice what Little's law wants
@@ -117,14 +119,14 @@ def four_warps_a_row():
 
 
 def a_warp_a_row():
-    """1 warp: 256 elements per thread are more than its 255 registers, so some spill to memory."""
+    """The second: 1 warp. 256 elements per thread are more than its 255 registers, so some spill to memory."""
     k = figures(_row(LONG, ROWS=1, num_warps=1))
     assert k.registers == 255 and k.spills > 0  # noqa: PT018
     assert SWEEP.predicted(_row(LONG, ROWS=1, num_warps=1))[0] > SWEEP.predicted(_row(LONG, ROWS=1, num_warps=4))[0]
 
 
 def thirty_two_warps_a_row():
-    """32 warps: at most two such programs fit, 32 KB are in flight, and every reduction involves all 32 warps."""
+    """The third: 32 warps. At most two such programs fit, 32 KB are in flight, and every reduction has all 32 warps."""
     k = figures(_row(LONG, ROWS=1, num_warps=32))
     assert k.resident <= 2
     us, limit = SWEEP.predicted(_row(LONG, ROWS=1, num_warps=32))

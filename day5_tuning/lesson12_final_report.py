@@ -13,10 +13,10 @@ It is generated from rows (lessonkit/pages/final_report.py) and kept as reports/
     python -m lessonkit report final --operator softmax    with another operator's ladder
 
 The rows are your own; without a GPU they are the committed ones, and reports/nvidia-h200/final_report.md is the result.
-At the end stands how many tries and hints your exercises took. No program can write three things: which operator you
-chose and why, what surprised you, and what you would try next. Add these in a summary of your own. This lesson also
-compares each operator in all the languages of the course with the best peer (compare_all), and puts the ladder of each
-operator into one picture.
+The report ends with the number of tries and hints that your exercises took. No program can write three things: which
+operator you chose and why, what surprised you, and what you would try next. Add these in a summary of your own. This
+lesson makes two tables besides. `compare_all` compares each operator in all languages of the course with the best peer.
+`ladders` lists each operator's rungs, and draws the longest ladders in one picture.
 
 Predict before you run: in which operator does the last rung gain most over the first? Where is a peer still faster?
 You will be able to: report a performance result so that others can trust it and check it.
@@ -30,7 +30,7 @@ from lessonkit import About, Steps, Table, report
 from lessonkit.pages.final_report import build, write_report
 from lessonkit.pages.results import contests, language, measured
 
-LARGE = 8  # so many ladders are drawn, the longest
+LARGE = 8  # how many ladders are drawn: those with the most rungs
 
 
 def compare_all(folder):

@@ -1,9 +1,9 @@
 """Flash attention on Hopper: lazy rescaling.
 
-exp2(s - m) / sum(exp2(s - m)) is the same for any m, which only prevents overflow. So m is the row maximum of a tile's
+exp2(s - m) / sum(exp2(s - m)) is the same for any m: m only prevents overflow. So m is the row maximum of a tile's
 first block, and stays. No other block waits for its own maximum. A consumer raises m only if a partial row sum of a
-block passes 2^13: fp16 holds 65504, and l and O are fp32. It then multiplies P, O and l by a power of two. P is still
-in fp32, which holds 2^127: nothing is lost.
+block passes 2^13. Below that each P fits fp16, which holds up to 65504, and l and O are fp32. To raise m, the consumer
+multiplies P, O and l by a power of two. P is still in fp32 then, which holds 2^127, so no value is lost.
 
     each block's maximum   S ready |-- row max --|-- exp2, sum, pack --|-- rescale O --| PV
     lazy                   S ready |-- exp2, sum, pack --|-- sum > 2^13 ? --| PV
@@ -12,10 +12,10 @@ in fp32, which holds 2^127: nothing is lost.
                                                          | sum > 2^64 or NaN: P may be infinite
                                                          +-> QK again (K is still there), row max, exp2, sum, rescale O
 
-How far to raise m is free, too. P in bf16 has the exponents of fp32, so m is raised by 48 more than needed. Then the
-exponentials may grow by a factor of 2^61 before m has to be raised again. P in fp16 ends at 2^-24, so m is raised to
-the block's sums and no further. FlashAttention-4 takes each block's maximum, and skips the rescaling unless the maximum
-has grown by more than 2^8.
+How far to raise m is free, too. bf16 has the exponents of fp32, so for a P in bf16 m is raised by 48 more than needed.
+Then the exponentials may grow by a factor of 2^61 before m has to be raised again. The smallest value of fp16 is 2^-24,
+so for a P in fp16 m is raised to the block's sums and no further. FlashAttention-4 takes each block's maximum, and
+skips the rescaling unless the maximum has grown by more than 2^8.
 """
 
 import math
@@ -54,7 +54,7 @@ LOWEST = gl.constexpr(torch.finfo(torch.float32).min)  # where a row's maximum s
 LARGE_SUM = gl.constexpr(0x46000000)  # New: the bits of 2^13 in fp32
 HUGE_SUM = gl.constexpr(0x5F800000)  # New: those of 2^64
 LOG2E, LN2 = math.log2(math.e), gl.constexpr(math.log(2))
-# The accumulator of QK [ROWS, KEYS]: warp w has rows 16 w to 16 w + 15, a quad of threads has a row.
+# The accumulator of QK [ROWS, KEYS]: warp w has rows 16 w to 16 w + 15, and four neighbouring threads share a row.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 
 
@@ -84,7 +84,7 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, step):
-        """The stage of a step, when every consumer has read the block before."""
+        """The stage of a step, when every consumer has read the block before. The first round need not wait."""
         stage, parity = ring_slot(step, self.full.shape[0])
         mbarrier.wait(self.empty.index(stage), parity ^ 1)
         return stage
@@ -218,7 +218,8 @@ def apply_mask(s, row, key, problem):
     return gl.where(visible, s, float("-inf"))
 
 
-# A row lies in four threads. Its sum is needed at the end only, so each thread keeps a part: [rows, keys] -> [rows, 4].
+# A row lies in four threads: thread t has the columns 8 j + 2 t and 8 j + 2 t + 1 for all j. The row's sum is needed at
+# the end only, so each thread keeps a part: [rows, keys] -> [rows, 4].
 @gluon.jit
 def partial_sums(p):
     return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), axis=3), axis=1)
@@ -226,21 +227,22 @@ def partial_sums(p):
 
 @gluon.jit
 def scale_rows(o, factor):
-    """O [rows, D] times a factor a row; both have a row in the same threads, so nothing moves."""
+    """O [rows, D] times a factor per row. Both have a row in the same threads, so no value moves between threads."""
     return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
 
 
 @gluon.jit
 def online_softmax(s, m, l, scale_log2):
-    """P in fp32, the new row maximum in powers of 2, partial row sums, and alpha, by which O has to be multiplied."""
+    """P in fp32, the new row maximum times scale_log2, partial row sums, and alpha, the factor that rescales O."""
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
     p, alpha = exp2(s * scale_log2 - m_new[:, None]), exp2(m - m_new)
     kept = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
     return p, m_new, kept + partial_sums(p), alpha
 
 
-# New: course_ops.hopper.operand_a, in assembly. Otherwise the compiler merges the conversions of both branches of
-# step() into one behind the branch. Then 64 fp32 values are alive across the branch, and not 32 registers of pairs.
+# New: course_ops.hopper.operand_a with its conversion in assembly. Otherwise the compiler merges the conversions of
+# both branches of step() into one behind the branch. Then 64 registers of fp32 values are alive across the branch,
+# instead of 32 registers with a pair of 16-bit values each.
 @gluon.jit
 def packed_operand_a(p, o, dtype: gl.constexpr):
     """p in 16 bits as the left operand of wgmma in registers."""
@@ -252,8 +254,9 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# New: the largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do,
-# and for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
+# New: the largest partial sum, by way of shared memory, one value per warp. The compiler adds the barrier between this
+# store and the load. Positive floats compare as their bits do, and for integers a warp has a reduction instruction. The
+# bits of NaN and of infinity are larger than LARGE_SUM, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):
     bits = sums.to(gl.int32, bitcast=True)
@@ -266,7 +269,7 @@ def largest_sum(largest_sums):
 
 
 # New: P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so
-# m is raised by 48 more than needed: the next time is when exponentials have grown by 2^61. P in fp16 ends at 2^-24.
+# m is raised by 48 more than needed. The next time is when exponentials have grown by 2^61. fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
@@ -397,7 +400,8 @@ def flash_kernel(
         ),
         lse_ptr=lse_ptr, scale_log2=scale_log2,
     )  # fmt: skip
-    # The first partition runs in the kernel's own warps. Registers per thread: 128 * (232 + 232 + 40) <= 65536.
+    # The first partition runs in the kernel's own warps. Registers per thread: 128 * (232 + 232 + 40) <= 65536, as the
+    # producer's warp takes the registers of a warpgroup.
     gl.warp_specialize([
         (consumer_partition, (args, 0)),
         (consumer_partition, (args, 1)),

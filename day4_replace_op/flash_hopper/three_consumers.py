@@ -7,7 +7,7 @@ consumer fits:
     two consumers     128 * (232 + 232 + 40)       <= 65536 registers, tiles of 128 queries
     three consumers   128 * (160 + 160 + 160 + 24) <= 65536 registers, tiles of 192 queries
 
-While one waits for a matmul, two are left to exponentiate. K and V of a block serve 192 queries instead of 128.
+While one waits for a matmul, the other two compute exponentials. K and V of a block serve 192 queries instead of 128.
 For all keys only: the diagonal crosses two blocks of a tile of 192 queries, and these need a loop of their own.
 """
 
@@ -49,7 +49,7 @@ LOWEST = gl.constexpr(torch.finfo(torch.float32).min)  # where a row's maximum s
 LARGE_SUM = gl.constexpr(0x46000000)  # the bits of 2^13 in fp32
 HUGE_SUM = gl.constexpr(0x5F800000)  # those of 2^64
 LOG2E, LN2 = math.log2(math.e), gl.constexpr(math.log(2))
-# The accumulator of QK [ROWS, KEYS]: warp w has rows 16 w to 16 w + 15, a quad of threads has a row.
+# The accumulator of QK [ROWS, KEYS]: warp w has rows 16 w to 16 w + 15, and four neighbouring threads share a row.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 
 
@@ -79,7 +79,7 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, step):
-        """The stage of a step, when every consumer has read the block before."""
+        """The stage of a step, when every consumer has read the block before. The first round need not wait."""
         stage, parity = ring_slot(step, self.full.shape[0])
         mbarrier.wait(self.empty.index(stage), parity ^ 1)
         return stage
@@ -217,11 +217,12 @@ def apply_mask(s, row, key, problem):
     """-inf past the last key; row, key: the block's first ones."""
     rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
-    last = rows * 0 + (problem.S_k - 1 - key)
+    last = rows * 0 + (problem.S_k - 1 - key)  # the last visible key, one value per row
     return gl.where((keys & ~6)[None, :] <= last[:, None] - (keys & 6)[None, :], s, float("-inf"))
 
 
-# A row lies in four threads. Its sum is needed at the end only, so each thread keeps a part: [rows, keys] -> [rows, 4].
+# A row lies in four threads: thread t has the columns 8 j + 2 t and 8 j + 2 t + 1 for all j. The row's sum is needed at
+# the end only, so each thread keeps a part: [rows, keys] -> [rows, 4].
 @gluon.jit
 def partial_sums(p):
     return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), axis=3), axis=1)
@@ -229,21 +230,22 @@ def partial_sums(p):
 
 @gluon.jit
 def scale_rows(o, factor):
-    """O [rows, D] times a factor a row; both have a row in the same threads, so nothing moves."""
+    """O [rows, D] times a factor per row. Both have a row in the same threads, so no value moves between threads."""
     return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
 
 
 @gluon.jit
 def online_softmax(s, m, l, scale_log2):
-    """P in fp32, the new row maximum in powers of 2, partial row sums, and alpha, by which O has to be multiplied."""
+    """P in fp32, the new row maximum times scale_log2, partial row sums, and alpha, the factor that rescales O."""
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
     p, alpha = exp2(s * scale_log2 - m_new[:, None]), exp2(m - m_new)
     kept = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
     return p, m_new, kept + partial_sums(p), alpha
 
 
-# course_ops.hopper.operand_a, in assembly. Otherwise the compiler merges the conversions of both branches of step()
-# into one behind the branch. Then 64 fp32 values are alive across the branch, and not 32 registers of pairs.
+# course_ops.hopper.operand_a with its conversion in assembly. Otherwise the compiler merges the conversions of both
+# branches of step() into one behind the branch. Then 64 registers of fp32 values are alive across the branch, instead
+# of 32 registers with a pair of 16-bit values each.
 @gluon.jit
 def packed_operand_a(p, o, dtype: gl.constexpr):
     """p in 16 bits as the left operand of wgmma in registers."""
@@ -255,8 +257,9 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
     return gl.convert_layout(p, LAYOUT)
 
 
-# The largest partial sum, by way of shared memory, one value per warp. Positive floats compare as their bits do, and
-# for integers a warp has a reduction instruction. A sum that is NaN or infinite has larger bits, too.
+# The largest partial sum, by way of shared memory, one value per warp. The compiler adds the barrier between this
+# store and the load. Positive floats compare as their bits do, and for integers a warp has a reduction instruction. The
+# bits of NaN and of infinity are larger than LARGE_SUM, too.
 @gluon.jit
 def record_largest_sum(sums, largest_sums):
     bits = sums.to(gl.int32, bitcast=True)
@@ -269,7 +272,7 @@ def largest_sum(largest_sums):
 
 
 # P in fp32 holds 2^127, so a larger m takes a multiplication and no second QK. P in bf16 has fp32's exponents, so m
-# is raised by 48 more than needed: the next time is when exponentials have grown by 2^61. P in fp16 ends at 2^-24.
+# is raised by 48 more than needed. The next time is when exponentials have grown by 2^61. fp16 ends at 2^-24.
 @gluon.jit
 def raise_maximum(p, o, m, l, sums, dtype: gl.constexpr):
     """P, O and l of a larger m, which makes a row's largest partial sum 2^-HEADROOM, or up to twice that."""
@@ -372,8 +375,8 @@ def attend_tile(args, index, count, first_step, WHICH: gl.constexpr):
     return blocks, index
 
 
-# O has a buffer of its own, because the next tile's Q is being loaded into the buffer of this tile's Q. The consumer
-# waits for the store of the tile before, not for its own. A query without visible keys has O = 0, lse = -inf.
+# The consumer waits for the store of the tile before, not for its own. Meanwhile the next tile's Q is loaded into
+# the buffer of this tile's Q, so O needs a buffer of its own. A query without visible keys has O = 0, lse = -inf.
 @gluon.jit
 def epilogue(c, o, m, l, batch, head):
     """O / l in 16 bits by way of shared memory and a TMA store, and lse by plain stores."""

@@ -4,10 +4,11 @@ A CTA computes a tile of 128 queries. Its producer warp issues all TMA loads, an
 queries each: S = Q K^T, softmax, O += P V, one after the other.
 
     producer            Q0 Q1 K0 V0 K1 V1 K2 V2 ...      as soon as a stage of a ring is empty
-    consumer 0          ....QQQQsssssssPPPPQQQQsssssssPPPP
-    consumer 1          .......QQQQsssssssPPPPQQQQsssssssPPPP     Q = Q K^T   s = softmax   P = P V
+    consumer 0          ....QQQQsssssssPPPP....QQQQsssssssPPPP
+    consumer 1          ........QQQQsssssssPPPP....QQQQsssssssPPPP     Q = Q K^T   s = softmax   P = P V
 
-Blocks of keys come last first, so that the block that needs a mask, the tail or the diagonal, is a tile's first one.
+The loop visits the last block of keys first. So the block that needs a mask, the tail or the diagonal, is a tile's
+first one. Gluon and these barriers are explained in day 3's lesson 9.
 """
 
 import math
@@ -45,7 +46,7 @@ ROWS, KEYS = gl.constexpr(64), gl.constexpr(128)  # queries of a consumer, keys 
 CONSUMERS = gl.constexpr(2)
 LOWEST = gl.constexpr(torch.finfo(torch.float32).min)  # where a row's maximum starts: -inf - -inf would be NaN
 LOG2E, LN2 = math.log2(math.e), gl.constexpr(math.log(2))
-# The accumulator of QK [ROWS, KEYS]: warp w has rows 16 w to 16 w + 15, a quad of threads has a row.
+# The accumulator of QK [ROWS, KEYS]: warp w has rows 16 w to 16 w + 15, and four neighbouring threads share a row.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 
 
@@ -75,7 +76,7 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, step):
-        """The stage of a step, when every consumer has read the block before."""
+        """The stage of a step, when every consumer has read the block before. The first round need not wait."""
         stage, parity = ring_slot(step, self.full.shape[0])
         mbarrier.wait(self.empty.index(stage), parity ^ 1)
         return stage
@@ -207,7 +208,8 @@ def apply_mask(s, row, key, problem):
     return gl.where(visible, s, float("-inf"))
 
 
-# A row lies in four threads. Its sum is needed at the end only, so each thread keeps a part: [rows, keys] -> [rows, 4].
+# A row lies in four threads: thread t has the columns 8 j + 2 t and 8 j + 2 t + 1 for all j. The row's sum is needed at
+# the end only, so each thread keeps a part: [rows, keys] -> [rows, 4].
 @gluon.jit
 def partial_sums(p):
     return gl.sum(gl.sum(p.reshape((p.shape[0], p.shape[1] // 8, 4, 2)), axis=3), axis=1)
@@ -215,13 +217,13 @@ def partial_sums(p):
 
 @gluon.jit
 def scale_rows(o, factor):
-    """O [rows, D] times a factor a row; both have a row in the same threads, so nothing moves."""
+    """O [rows, D] times a factor per row. Both have a row in the same threads, so no value moves between threads."""
     return o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
 
 
 @gluon.jit
 def online_softmax(s, m, l, scale_log2):
-    """P in fp32, the new row maximum in powers of 2, partial row sums, and alpha, by which O has to be multiplied."""
+    """P in fp32, the new row maximum times scale_log2, partial row sums, and alpha, the factor that rescales O."""
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
     p, alpha = exp2(s * scale_log2 - m_new[:, None]), exp2(m - m_new)
     kept = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
@@ -313,7 +315,8 @@ def flash_kernel(
         ),
         lse_ptr=lse_ptr, scale_log2=scale_log2,
     )  # fmt: skip
-    # The first partition runs in the kernel's own warps. Registers per thread: 128 * (232 + 232 + 40) <= 65536.
+    # The first partition runs in the kernel's own warps. Registers per thread: 128 * (232 + 232 + 40) <= 65536, as the
+    # producer's warp takes the registers of a warpgroup.
     gl.warp_specialize([
         (consumer_partition, (args, 0)),
         (consumer_partition, (args, 1)),

@@ -7,8 +7,8 @@ dV. One CTA per SM works through many tiles instead, and the producer warp overl
     persistent       |load K V Q dO|== steps ==|write|== steps ==|write|== steps ==| ...
        producer                     next Q dO in the ring; stores dK dV; loads the next K V
 
-A causal tile has between 1 and S / 64 steps, so tiles are not dealt out in advance. The producer fetches the next index
-from a counter in global memory, and publishes it to the consumers (course_ops.hopper.TileScheduler).
+A causal tile has between 2 and S / 64 steps at D = 128, so tiles are not dealt out in advance. The producer fetches the
+next index from a counter in global memory, and publishes it to the consumers (course_ops.hopper.TileScheduler).
 """
 
 import math
@@ -52,9 +52,10 @@ KEYS, STAGES = 64, 2  # keys of a consumer; blocks of Q and dO in the ring
 LOG2E, LN2 = gl.constexpr(math.log2(math.e)), gl.constexpr(math.log(2))
 
 
-# Two values of each row, negative because they are added: lse, and delta = rowsum(dO * O). The next kernel may start
-# while this one ends (programmatic dependent launch); it waits for the results with gdc_wait. This kernel and
-# finish_kernel go from the last head to the first: what was written last is still in L2.
+# Two values of each row, negative because they are added: lse / unit, in the unit of the scores, and
+# delta = rowsum(dO * O). The next kernel may start while this one ends (programmatic dependent launch). It waits for
+# the results with gdc_wait. This kernel and finish_kernel go from the last head to the first: what was written last is
+# still in L2.
 @triton.jit
 def prepare_kernel(
     out, dout, lse_ptr, start_ptr, delta_ptr, sum_ptr,  # [B, H, S, D] twice, [B H, S] three times, [B H S D] in fp32
@@ -142,7 +143,7 @@ class Tile:
 
 @aggregate
 class RowBlocks:
-    """Q or dO, and a value for each of their rows, as the producer loads them."""
+    """Q with -lse of its rows, or dO with -delta of its rows, as the producer loads them."""
 
     desc: tma.tensor_descriptor
     values_desc: tma.tensor_descriptor
@@ -181,8 +182,8 @@ class KeyTiles:
             async_store(self.grad_desc, coord, self.smem.index(half))
 
 
-# New: a loop over tiles. The consumers have no registers to spare for the addresses of dK and dV. A tile's K and V come
-# where the dK and dV of the tile before still lie, but its first block of queries need not wait for that store.
+# New: a loop over tiles. The consumers have no registers to spare for the addresses of dK and dV. A tile's K and V
+# overwrite the dK and dV of the tile before, so they wait for that store. Its first Q and dO need not wait.
 @gluon.jit
 def producer_partition(args, q, do, k, v):
     ROWS: gl.constexpr = args.q_smem.shape[3]
@@ -293,7 +294,7 @@ class ConsumerTile:
     args: PartitionArgs
     key: gl.tensor  # the first key
     end: gl.tensor  # the step after its last one
-    base: gl.tensor  # New: a block's step less its number
+    base: gl.tensor  # New: a block's number plus base is its step
     part: gl.tensor  # the part of dQ's sum that has the head's first rows and this consumer's half
 
 

@@ -1,7 +1,8 @@
 """Ping-pong scheduling: the consumers take turns at exponentials (rung 5 of lesson 9).
 
-Two consumers that meet at each step reach their exponentials at the same time. Then only dP runs on the tensor cores,
-and at D = 64 the exponentials take twice as long. One character is 128 cycles at D = 64, capitals are consumer 0:
+Two consumers that wait for each other's dS in each step reach their exponentials at the same time. Then only dP runs on
+the tensor cores, and at D = 64 the exponentials take twice as long. One character is 128 cycles at D = 64, capitals are
+consumer 0:
 
     in step     tensor cores   SSssDDdd....VVvvKKkkQQqq    S, D = dP, V = dV, K = dK, Q = dQ, . = idle
                 exponentials   ....eeeeeeee............    both at once; a step takes 24 characters, 3072 cycles
@@ -9,8 +10,8 @@ and at D = 64 the exponentials take twice as long. One character is 128 cycles a
                 exponentials   eeEEEE............ee        matmuls; a step takes 20 characters, 2560 cycles
 
 1. An mbarrier per consumer says whose turn it is. The other consumer completes it when its own exponentials are done.
-2. A meeting at each step would force the two back into step. So dQ is a step late: the dS that it reads was written a
-   step ago, and the barrier it waits for has usually completed. That takes a third buffer of dS.
+2. A wait for the other's dS of the same step would bring the two back into step. So dQ is a step late.
+   The dS that it reads was written a step ago, and its barrier has usually completed. That takes a third buffer of dS.
 3. -lse and -delta are added after the matmuls, not before: see the comment in main_loop.
 """
 
@@ -55,9 +56,10 @@ KEYS, STAGES = 64, 2  # keys of a consumer; blocks of Q and dO in the ring
 LOG2E, LN2 = gl.constexpr(math.log2(math.e)), gl.constexpr(math.log(2))
 
 
-# Two values of each row, negative because they are added: lse, and delta = rowsum(dO * O). The next kernel may start
-# while this one ends (programmatic dependent launch); it waits for the results with gdc_wait. This kernel and
-# finish_kernel go from the last head to the first: what was written last is still in L2.
+# Two values of each row, negative because they are added: lse / unit, in the unit of the scores, and
+# delta = rowsum(dO * O). The next kernel may start while this one ends (programmatic dependent launch). It waits for
+# the results with gdc_wait. This kernel and finish_kernel go from the last head to the first: what was written last is
+# still in L2.
 @triton.jit
 def prepare_kernel(
     out, dout, lse_ptr, start_ptr, delta_ptr, sum_ptr,  # [B, H, S, D] twice, [B H, S] three times, [B H S D] in fp32
@@ -146,7 +148,7 @@ class Tile:
 
 @aggregate
 class RowBlocks:
-    """Q or dO, and a value for each of their rows, as the producer loads them."""
+    """Q with -lse of its rows, or dO with -delta of its rows, as the producer loads them."""
 
     desc: tma.tensor_descriptor
     values_desc: tma.tensor_descriptor
@@ -185,8 +187,8 @@ class KeyTiles:
             async_store(self.grad_desc, coord, self.smem.index(half))
 
 
-# The producer also stores dK and dV: the consumers have no registers to spare for addresses. A tile's K and V come
-# where the dK and dV of the tile before still lie, but its first block of queries need not wait for that store.
+# The producer also stores dK and dV: the consumers have no registers to spare for addresses. A tile's K and V
+# overwrite the dK and dV of the tile before, so they wait for that store. Its first Q and dO need not wait.
 @gluon.jit
 def producer_partition(args, q, do, k, v):
     ROWS: gl.constexpr = args.q_smem.shape[3]
@@ -296,7 +298,7 @@ class ConsumerTile:
     key: gl.tensor  # the first key
     first: gl.tensor  # New: the ring's step of the tile's first block of queries
     end: gl.tensor  # the step after its last one
-    base: gl.tensor  # a block's step less its number
+    base: gl.tensor  # a block's number plus base is its step
     part: gl.tensor  # the part of dQ's sum that has the head's first rows and this consumer's half
 
 
@@ -315,8 +317,8 @@ def main_loop(c, s, dk, dv, begin, end, MASKED: gl.constexpr):
         q, do = as_matrix(args.q_smem.index(stage)), as_matrix(args.do_smem.index(stage))
         mbarrier.wait(args.do_full.index(stage), parity)
         dp = issue_scores(v, do, LAYOUT)  # New: without -delta
-        # New: -lse is loaded after this wait: no load moves to before a wait, so all of dP is issued before the first
-        # exponential. If S began with -lse, the compiler would issue an eighth of dP every ten exponentials.
+        # New: -lse is loaded after this wait. The compiler moves no load above a wait, so all of dP is issued before
+        # the first exponential. If S began with -lse, it would issue an eighth of dP every ten exponentials.
         mbarrier.wait(args.turn.index(WHICH), step & 1)
         starts = args.start_smem.index(stage).load(LAYOUT)
         p = probabilities(s, starts, c.key, block * args.q_smem.shape[3], args, MASKED)

@@ -58,7 +58,8 @@ def bounds(
     return begin, first, last, end
 
 
-# A program owns BLOCK_M queries of a head.
+# A program owns BLOCK_M queries of a head. GROUP heads of Q share a head of K and V. HEADS heads of Q are worked on at
+# a time; `group` numbers these sets of HEADS heads.
 @triton.jit
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr,  # [B, H, S_q, D], twice [B, H_kv, S_k, D], [B, H, S_q, D]
