@@ -286,7 +286,7 @@ def layer_norm_shifted_parts(rows: Rows) -> Split:
 
 
 def layer_norm_shifted(x, w, b, eps):
-    """As layer_norm_split, or one program a row, for rows of an odd length of 16-bit elements: see `whole_chunks`."""
+    """As layer_norm_split, or one program a row, for an odd number of 16-bit elements: see `whole_chunks`."""
     y, mean, rstd, rows, _, _ = _results(x)
     parts = layer_norm_shifted_parts(rows)
     if y.numel():

@@ -193,7 +193,7 @@ def rms_norm_shifted_parts(rows: Rows) -> Split:
 
 
 def rms_norm_shifted(x, w, eps):
-    """As rms_norm_split, or one program a row, for rows of an odd length of 16-bit elements: see `whole_chunks`."""
+    """As rms_norm_split, or one program a row, for an odd number of 16-bit elements: see `whole_chunks`."""
     y, rstd, rows = _results(x)
     parts = rms_norm_shifted_parts(rows)
     if y.numel():

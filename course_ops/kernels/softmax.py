@@ -191,7 +191,7 @@ def softmax_shifted_parts(rows: Rows) -> Split:
 
 
 def softmax_shifted(x):
-    """As softmax_split, or one program a row, for rows of an odd length of 16-bit elements: see `whole_chunks`."""
+    """As softmax_split, or one program a row, for an odd number of 16-bit elements: see `whole_chunks`."""
     y, rows = _empty(x), Rows.of(x)
     parts = softmax_shifted_parts(rows)
     if y.numel():
@@ -394,7 +394,7 @@ def softmax_backward_shifted_parts(rows: Rows) -> Split:
 
 
 def softmax_backward_shifted(y, dy):
-    """As softmax_backward_split, or one program a row, for rows of an odd length of 16-bit elements: see `whole_chunks`."""
+    """As softmax_backward_split, or one program a row, for an odd number of 16-bit elements: see `whole_chunks`."""
     dx, rows = _empty(y), Rows.of(y)
     parts = softmax_backward_shifted_parts(rows)
     if dx.numel():
