@@ -1,13 +1,14 @@
 """Programs and blocks: what is launched
 =====================================
-A kernel is a function that the GPU runs many times at once. Each run is a program. All programs run the same text. What
+A kernel is a function that the GPU runs many times at once. Each run is a program. All programs run the same code. What
 differs is a number, tl.program_id(0): from it each program computes which elements are its own. This is called SPMD
-(single program, multiple data).
+(single program, multiple data). `@triton.jit` above a Python function makes it a kernel: the first launch compiles it.
 
 `kernel[grid](x, z, n, BLOCK=4)` launches the kernel. The square brackets hold the grid: how many programs there are.
 The parentheses hold the arguments. A tensor arrives in the kernel as a pointer: the address of its first element,
-without shape and without strides. The kernel adds offsets to it, counted in elements. n arrives as an integer. BLOCK is
-a tl.constexpr: the compiler knows its value, and compiles the kernel again for another value.
+without shape and without strides. The kernel adds offsets to it, counted in elements. tl.load reads the elements at
+these addresses, and tl.store writes there. n arrives as an integer. BLOCK is a tl.constexpr: the compiler knows its
+value, and compiles the kernel again for another value.
 
 A program works on a block: on several elements at once. Ten elements in blocks of BLOCK = 4 need three programs:
 
@@ -58,7 +59,7 @@ import triton.language as tl
 
 
 def _ten():
-    """The ten elements of every step: 0, 10, 20, ... 90."""
+    """The ten elements of every step: 0, 10, 20, ... 90. DEVICE is the GPU, or the CPU where there is none."""
     return torch.arange(10, device=DEVICE) * 10
 
 
@@ -148,6 +149,7 @@ def copy_kernel(x_ptr, z_ptr, offsets_ptr, mask_ptr, M, N, row, col, ROWS: tl.co
     mask = (rows[:, None] < M) & (cols[None, :] < N)  # [ROWS, 1] and [1, COLS] make [ROWS, COLS], as in PyTorch
     offsets = rows[:, None] * row + cols[None, :] * col  # row, col: the strides of x
     tl.store(z_ptr + rows[:, None] * N + cols[None, :], tl.load(x_ptr + offsets, mask=mask), mask=mask)
+    # The two tables below are [programs, ROWS, COLS], so that each program writes its block of offsets and of masks.
     place = (tl.program_id(0) * ROWS + rows[:, None]) * COLS + tl.arange(0, COLS)[None, :]
     tl.store(offsets_ptr + place, offsets)
     tl.store(mask_ptr + place, mask.to(tl.int32))

@@ -1,7 +1,7 @@
 """Vector add: one program owns one block
 =======================================
 z = x + y reads 2n elements and writes n. No traffic can be saved, so the lesson is about moving 3n elements well.
-On an H200 a copy reaches 4.2 TB/s. At that rate n = 2^28 in bf16 (2 bytes each, 1.6 GB in all) takes at least 0.38 ms.
+On an H200 a copy reaches 4.2 TB/s. At that rate n = 2^28 in bf16 (2 bytes each, 1.6 GB in all) takes 0.38 ms.
 
 Memory moves in sectors of 32 bytes. A thread can load up to 16 bytes with one instruction. A program has 4 warps, 128
 threads, unless num_warps says otherwise, and the compiler spreads the elements of a block over them:
@@ -20,7 +20,7 @@ Check it:  python -m lessonkit check lesson01_vector_add
 Time it:   python -m lessonkit bench lesson01_vector_add
 
 Answer before you read on. n = 98,432 and BLOCK = 1024: how many programs are launched, and how many lanes of the last
-one have no element? What happens to z if the number of programs is rounded down?
+program have no element? What happens to z if the number of programs is rounded down?
 """
 
 from lessonkit import About, Grad, Lesson, Mutant, Prediction, Unsupported, expect
@@ -54,9 +54,9 @@ def add_element(x, y):
 # Rung 2. New: a program owns a block of 128 elements, one for each of its 128 threads. Neighbouring threads touch
 # neighbouring addresses, so the 32 loads of a warp become one request (coalescing). The last block hangs over the end,
 # so it needs the mask.
-# Predicted by Little's law: bytes in flight = bandwidth * latency. A load takes about 800 ns, and 4.2 TB/s * 800 ns is
-# 3.4 MB, 25 KB on each of 132 SMs. An SM holds up to 2048 threads. Each has two loads of 2 bytes in flight, 8 KB in
-# all: a third of a copy's speed.
+# Predicted by Little's law: full bandwidth needs bandwidth * latency bytes in flight. A load takes about 800 ns, and
+# 4.2 TB/s * 800 ns is 3.4 MB, 25 KB on each of 132 SMs. An SM holds up to 2048 threads. Each has two loads of 2 bytes
+# in flight, 8 KB in all: a third of a copy's speed.
 @triton.jit
 def add_block_kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
     # int64 before the multiplication: past 2^31 elements a 32-bit offset turns negative.
@@ -87,6 +87,7 @@ def add_wide(x, y):
 
 
 def _prepare(x, y):
+    """z, uninitialised. `expect` refuses inputs that the kernels do not take, and names them."""
     expect(x=x, y=y, same_shape=True, same_dtype=True, contiguous=True)
     return torch.empty_like(x)
 

@@ -1,7 +1,8 @@
 """Sum: many programs, one answer
 ================================
-The sum of x reads n elements and writes one, so only the read counts. On an H200, at 4.2 TB/s, n = 2^28 in fp32
-(1.07 GB) takes at least 0.26 ms. One addition per element is hundreds of times less than the GPU can do.
+The sum of x reads n elements and writes one, so only the read counts. On an H200, at a copy's 4.2 TB/s, n = 2^28 in
+fp32 (1.07 GB) takes 0.26 ms. Reads alone may be a few percent faster than a copy. The additions are no limit: in that
+time the GPU could do 27 times as many (132 SMs, 128 per cycle each, 1.7 GHz).
 
 Two things are hard. Programs share nothing but memory. And floating-point addition is not associative, so the order of
 the additions decides the error. It also decides whether two runs agree in the last bit.
@@ -13,8 +14,8 @@ the additions decides the error. It also decides whether two runs agree in the l
     sum_persistent      264 programs, two per SM, add many blocks each; the last program    yes
                         to finish adds the partial sums
 
-tl.sum adds inside a program in three steps: each thread its own elements, each warp its 32 threads, and the warps
-through shared memory (fast memory on the SM).
+tl.sum adds inside a program in three steps. Each thread adds its own elements. Each warp adds the sums of its 32
+threads. The warps then exchange their sums through shared memory (fast memory on the SM).
 
 New words (GLOSSARY.md): tile, atomic operation, persistent kernel, shared memory, L2, pipeline, stage.
 You will be able to: sum inside a program and over programs, and choose between atomics, a tree and a persistent grid.
@@ -108,8 +109,8 @@ def sum_tree(x):
 
 
 # Rung 4, advanced. New: a persistent grid that finishes in one launch.
-# - There are two programs per SM, 264 on an H200. Each takes every 264th tile and keeps its sums in registers: one
-#   partial sum per program.
+# - There are two programs per SM, 264 on an H200. Each takes every 264th tile (here a block of 8192 elements) and keeps
+#   its sums in registers: one partial sum per program.
 #
 #       program 0      tile 0, tile 264, tile 528, ...    -> partial[0]   --+
 #       program 1      tile 1, tile 265, tile 529, ...    -> partial[1]   --+--> the last program to finish adds them
@@ -120,7 +121,7 @@ def sum_tree(x):
 # - Where n is large, the loop is pipelined: 3 stages keep the loads of the next two tiles in flight to shared memory.
 #   Two tiles of 8192 fp32 elements are 64 KB for each program, and by Little's law 25 KB per SM are enough (lesson 1).
 # - Where n is small, a program has too few tiles to fill that pipeline. Twice the warps load straight to registers.
-# - x is read once. evict_first lets L2 give up its lines first.
+# - x is read once. evict_first lets L2 give up the bytes of x before others.
 # Predicted: read speed where n is large. Where n is small, the launch and the last program's work show.
 @triton.jit
 def sum_persistent_kernel(

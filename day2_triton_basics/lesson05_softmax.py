@@ -1,6 +1,7 @@
 """Softmax: five passes over memory become two
 ===========================================
-softmax(x)_j = exp(x_j - m) / s with m = max(x) and s = sum(exp(x - m)) along a row. It reads MN elements and writes MN.
+x is a matrix of M rows and N columns. Each row is taken for itself: softmax(x)_j = exp(x_j - m) / s, with the row's
+maximum m = max(x) and the row's sum s = sum(exp(x - m)). This reads MN elements and writes MN.
 
     three kernels    the maximum reads x; the exponentials read x and write y; the division reads y and writes y    5MN
     one kernel       x is read once, y is written once                                                              2MN
@@ -33,12 +34,13 @@ from problems.softmax import PROBLEM
 # Rung 1. A kernel for each of the three steps, and the whole matrix goes through memory in each. One source serves all
 # three: STEP is a constexpr, so Triton compiles a kernel of its own for each value, with that value's branches only.
 #
-# m is subtracted because exp overflows fp32 past 88.7. Then the quotient is inf / inf, which is NaN. With m subtracted,
-# the largest exponential is 1.
+# m is subtracted because exp(x) overflows fp32 where x is past 88.7. It is inf there, and inf / inf is NaN. With m
+# subtracted, the largest exponential is 1.
 # Predicted: 5MN elements, 2.5 times the least time.
 @triton.jit
 def step_kernel(a_ptr, b_ptr, m_ptr, s_ptr, N, stride_a, stride_b, STEP: tl.constexpr, BLOCK_N: tl.constexpr):
-    # a, b: [M, N]; m, s: [M] in fp32. A program takes one row of a through one step and writes b, m or s.
+    # a, b: [M, N]; m, s: [M] in fp32. A program takes one row of a through one step. The steps "exp" and "divide" write
+    # b. Each step also writes m and s, whether they are new or not: 8 bytes per row, which do not count.
     row = tl.program_id(0).to(tl.int64)
     m = -float("inf") if STEP == "max" else tl.load(m_ptr + row)
     s = tl.load(s_ptr + row) if STEP == "divide" else 0.0
@@ -117,7 +119,7 @@ def softmax_row(x):
 # Predicted: 3MN elements are moved, 1.5 times rung 2's. L2 has 60 MB. A program has 8 warps and an SM room for 64, so 8
 # programs run on an SM and 1056 on the GPU. At N = 8192 their rows are 17 MB. So L2 serves the second read, and the
 # time is that of a copy. At N = 131,072 the rows are 277 MB, so both reads go through HBM: 2/3 of a copy's speed.
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # a kernel may use a global name only if it is a tl.constexpr
 
 
 @triton.jit
@@ -167,6 +169,8 @@ def _prepare(x):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+# The answers: exp(1000) and exp(1001) are inf in fp32, and inf / inf is NaN for both elements. The other 3 lanes hold
+# -inf for the maximum. For the sum they hold 0, which is what exp makes of -inf.
 LESSON = Lesson(
     about=About(
         teaches="a reduction inside a program; five passes become two; online softmax",

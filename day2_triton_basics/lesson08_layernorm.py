@@ -1,7 +1,8 @@
 """LayerNorm: the mean and the spread of every row
 ==================================================
-y = (x - mean) * rstd * w + b, with the mean and rstd = 1 / sqrt(variance + eps) of the row (Ba, Kiros and Hinton 2016).
-Each row also loads w and b, N elements each. Caches serve all rows but the first.
+x is a matrix of M rows and N columns. In each row y = (x - mean) * rstd * w + b (Ba, Kiros and Hinton 2016). Here mean
+and variance are those of the row, and rstd = 1 / sqrt(variance + eps) is the reciprocal of its standard deviation. Each
+row also loads w and b, N elements each. Caches serve all rows but the first.
 
     three kernels    x is read for the mean, for the variance and for the result; y is written    4MN elements
     one kernel       x is read once and stays in registers; y is written                          2MN elements
@@ -9,8 +10,9 @@ Each row also loads w and b, N elements each. Caches serve all rows but the firs
 On an H200, at 4.2 TB/s, 8192 x 8192 in bf16 (268 MB) takes at least 0.064 ms.
 
 The second subject is precision. The variance is also E[x^2] - E[x]^2, the mean of the squares minus the square of the
-mean, which needs one pass only. In fp32 it loses its digits when the mean is large beside the spread. With mean 1000
-and spread 1, x^2 is about 1,000,000, where neighbouring fp32 values lie 0.06 apart; the variance is 1.
+mean, which needs one pass only. In fp32 it loses its digits when the mean is large beside the spread (the standard
+deviation). With mean 1000 and spread 1, x^2 is about 1,000,000. There neighbouring fp32 values lie 0.06 apart, and the
+variance is 1.
 
 You will be able to: fuse passes over a row, and compute a variance in one pass that keeps its digits.
 You need: lesson 5 (softmax). Lesson 9 is the backward; lesson16_rows_of_any_length has short and long rows.
@@ -19,7 +21,7 @@ Check it:  python -m lessonkit check lesson08_layernorm
 Time it:   python -m lessonkit bench lesson08_layernorm
 
 Answer before you read on. A row has 5 elements and a block 8 lanes. The padding is loaded as 0: what is it after the
-mean is subtracted? Two chunks have means 1 and 3 and no spread in themselves: what is the variance of both together?
+mean is subtracted? Two chunks of the same length hold only ones and only threes: what is the variance of both together?
 """
 
 import math
@@ -92,7 +94,8 @@ def layernorm_unfused(x, w, b, eps=EPS):
 
 # Rung 2. New: a block as wide as the row. x is read once, and both passes over it are passes over registers.
 # Predicted: 2MN elements, half of rung 1's time. A row of N = 4096 is 32 elements for each of 128 threads. At N = 32768
-# one program of 1024 threads fills an SM, so no loads are in flight there while it computes.
+# a program has 1024 threads, and each needs more than 32 registers. A second program does not fit into the 65,536 of
+# an SM. So no loads are in flight there while the program computes.
 @triton.jit
 def layernorm_row_kernel(
     x_ptr,  # [M, N], rows stride_x elements apart
@@ -129,8 +132,9 @@ def layernorm_row(x, w, b, eps=EPS):
 # the sum of (x - mean)^2. Two chunks a and b are merged by Chan, Golub and LeVeque ("Updating formulae and a pairwise
 # algorithm for computing sample variances", 1979, eq. 1.5).
 #
-# About another point than its mean, a chunk's sum of squares grows by n times the square of the distance. The means of
-# a and b lie delta = mean_b - mean_a apart, and the common mean divides delta in the ratio n_b to n_a:
+# The sum of (x - p)^2 over a chunk is least where p is its mean. Elsewhere it is larger by n (p - mean)^2. Here p is
+# the mean of a and b together. With delta = mean_b - mean_a, p lies delta n_b / n from mean_a, and delta n_a / n from
+# mean_b:
 #
 #     m2 = m2_a + n_a (delta n_b / n)^2 + m2_b + n_b (delta n_a / n)^2        with n = n_a + n_b
 #        = m2_a + m2_b + delta^2 n_a n_b / n
@@ -222,6 +226,8 @@ WRONG = (
 # fmt: on
 
 
+# The answers: the padding is 0 - mean = -mean, and its square would count. `tl.where` makes it 0 again. The variance of
+# both chunks together is 1, since each element lies 1 from the common mean of 2.
 LESSON = Lesson(
     about=About(
         teaches="mean and variance in one pass that keeps its digits",

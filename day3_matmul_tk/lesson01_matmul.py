@@ -1,22 +1,22 @@
 """Matmul: tiles, their order, their pipeline, their size
 ======================================================
 C = A B, A [M, K], B [K, N]: 2MNK FLOPs on (MK + KN + MN) elements. At M = N = K = 8192 in bf16 that is 1.1 TFLOP on
-403 MB, 2731 FLOPs per byte. An H200 (about 800 TFLOP/s, 4.2 TB/s) does 190 in the time of one byte. So arithmetic
-is the limit, if each element comes from HBM once. But the operands do not fit on chip, so every element of A and B is
-loaded many times.
+403 MB, 2731 FLOPs per byte. An H200 (about 800 TFLOP/s, 4.2 TB/s) does 190 FLOPs in the time of one byte. So
+arithmetic is the limit, if each element comes from HBM once. But the operands do not fit on chip, so every element of A
+and B is loaded many times.
 
 A program computes a tile of C, BLOCK_M x BLOCK_N, in steps of 64 along K. In each step it loads a block of A and one of
 B, and tl.dot multiplies them on the tensor cores. For each k that is BLOCK_M + BLOCK_N elements, and BLOCK_M * BLOCK_N
 multiply-adds:
 
     tile        FLOPs per byte   bytes from L2 at 8192   cycles of a step of 64: multiply   load at 39 bytes per cycle
-    64 x 64     32             34.4 GB                 128                                420
-    128 x 128   64             17.2 GB                 512                                840
-    128 x 256   85             12.9 GB                 1024                               1260
+    64 x 64     32               34.4 GB                  128                                420
+    128 x 128   64               17.2 GB                  512                                840
+    128 x 256   85               12.9 GB                 1024                               1260
 
 A Hopper SM does 2048 multiply-adds per cycle in 16 bits. L2 gives all 132 SMs together about 5120 bytes per cycle, 39
-each. So L2 feeds a matmul, and a larger tile asks less of it. Predicted: 61% of the tensor cores' peak for tiles of 128
-x 128, and 81% for 128 x 256.
+each. So the load takes longer: L2 is the limit, and a larger tile asks less of it. Predicted: 61% of the tensor cores'
+peak for tiles of 128 x 128, and 81% for 128 x 256.
 
 New words (GLOSSARY.md): arithmetic intensity, autotuning, tensor core, MMA, accumulator.
 You will be able to: write a tiled matmul, and say which tile, order and pipeline it needs.
@@ -65,13 +65,13 @@ def multiply_tile(
 
 
 # Rung 1. One program for each tile, on a 2D grid. Programs start in the order of axis 0, here along a row of tiles.
-# From L2: MK * N/128 + KN * M/128 elements. From HBM, at 8192: 132 of the 4096 tiles run at a time, two rows of 64
-# tiles and a bit. They need all columns of B: 134 MB, and L2 holds 60 MB. So each of the 31 waves reads all of B from
-# HBM: 4.2 GB, 1 ms, where the multiplication takes 1.4 ms.
+# From L2: MK * N/128 + KN * M/128 elements. From HBM, at 8192: two programs fit on an SM, so a wave is 264 of the 4096
+# tiles, four rows and a bit. They need all columns of B: 134 MB, and L2 holds 60. So each of the 16 waves reads
+# B from HBM: 2.1 GB, 0.5 ms, where the multiplication takes 1.4 ms.
 #
 # num_stages=1: load, wait, multiply, one after the other. Predicted for one program alone: 600 to 1000 cycles until its
-# loads arrive, then 512 of MMA, so 34% to 46% of the peak, 270 to 370 TFLOP/s. A second program fits on the SM and can
-# use the waits, but L2 allows 61%, 490 TFLOP/s, at most.
+# loads arrive, then 512 of MMA, so 34% to 46% of the peak, 270 to 370 TFLOP/s. The second program can use the waits,
+# but L2 allows 61%, 490 TFLOP/s, at most.
 @triton.jit
 def tiles_kernel(
     a_ptr, b_ptr, c_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
@@ -95,7 +95,7 @@ def tiles(a, b):
 
 
 # Rung 2. New: the grouped order. Program ids go down GROUP rows of tiles before they go to the next column of tiles.
-# The 132 tiles that run together are then 8 x 16 and not 2 x 64. For GROUP = 3, 5 rows of tiles and 4 columns:
+# The 264 tiles that run together are then 8 x 33 and not 4 x 64. For GROUP = 3, 5 rows of tiles and 4 columns:
 #
 # |   row by row        grouped              a wave of 6 programs, ids 0 to 5, reads
 # |    0  1  2  3        0  3  6  9          row by row: 2 rows of tiles of A, 4 columns of tiles of B
@@ -104,10 +104,11 @@ def tiles(a, b):
 # |   12 13 14 15       12 14 16 18          the last group is lower: 2 rows
 # |   16 17 18 19       13 15 17 19
 #
-# From L2: the same bytes. From HBM, at 8192: (8 + 16.5) * 128 rows and columns of 8192 elements for each wave of 132
-# tiles, 51 MB instead of 139. The 31 waves read 1.6 GB instead of 4.3 GB. At 4.2 TB/s that saves at most 0.65 ms of
-# rung 1's 3 to 4 ms.
+# From L2: the same bytes. From HBM, at 8192: (8 + 33) * 128 rows and columns of 8192 elements for each wave of 264
+# tiles, 86 MB instead of 143. The 15.5 waves read 1.3 GB instead of 2.2 GB. At 4.2 TB/s that saves at most 0.21 ms of
+# rung 1's 2.2 to 4.1 ms.
 # Predicted: no gain where rung 1's waits for HBM overlap with MMAs of the other program, 1.2 times where they do not.
+# That counted 132 tiles at a time; for 264 it is 1.1.
 @triton.jit
 def place(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """The tile (row, column) that a program computes."""

@@ -1,20 +1,23 @@
 """Matmul: persistent kernel, TMA, warp specialization
 ===================================================
-Lesson 1's main loop runs at the rate of L2. Three costs remain, and no tile size removes them. A program starts with an
-empty pipeline: about 1500 cycles until its first operands arrive. It ends with the epilogue: 64 KB of C for 128 x 256,
-1700 cycles. And its threads compute addresses: 48 KB per step are 3072 copies of 16 bytes, each with a pointer and a
-mask. A tile of 128 x 256 at K = 4096 takes 65,536 cycles on the tensor cores, or 80,000 where L2 is the limit. Its
-start and its epilogue add 4% to that, and 14% at K = 1024. This lesson removes these costs one by one.
+By lesson 1's table the main loop runs at the rate of L2. Three costs remain, and no tile size removes them. A program
+starts with an empty pipeline: about 1500 cycles until its first operands arrive. It ends with the epilogue: 64 KB of C
+for 128 x 256, 1700 cycles. And its threads compute addresses: 48 KB per step are 3072 copies of 16 bytes, each with a
+pointer and a mask. A tile of 128 x 256 at K = 4096 takes 65,536 cycles on the tensor cores, or 80,600 where L2 is the
+limit. Start and epilogue, 3200 cycles, are 4% of the tile's whole time, and 14% at K = 1024. This lesson removes these
+costs one by one.
 
     rung              what a program's threads do beside multiplying      stages of 48 KB, and KB for C, of 227
-    persistent        addresses and masks of every 16 bytes; its ends     4 stages of 32 KB: a tile of 128 x 128, as a
+    persistent        addresses and masks of every 16 bytes; writing C    4 stages of 32 KB: a tile of 128 x 128, as a
                                                                           larger one has more addresses than registers
     tma_device        one thread starts a tile's copy; writing C          3 stages and 64 KB
     tma_host          the same, without writing descriptors first         3 stages and 64 KB
     subtiled          the same, C in halves                               4 stages and 32 KB
     warp_specialized  writing C, while other warps load the next tile     3 stages and 64 KB
+    matmul            as subtiled, with a tile that fits the shape        4 stages of 32 or 48 KB, and C in halves
 
-A program for each tile, a persistent program, and a persistent program whose loops are flattened, on one SM:
+One SM over time. First with a program for each tile, then with a persistent program, then with a persistent program
+whose two loops, over tiles and over K, are flattened into one:
 
     one tile each    |fill|MMMMMMMM|store|     |fill|MMMMMMMM|store|
     persistent       |fill|MMMMMMMM|store|fill|MMMMMMMM|store|              no new start, but the pipeline still drains
@@ -31,6 +34,7 @@ operands in L2. For 4 SMs, groups of 2 rows of tiles and 4 columns:
 New words (GLOSSARY.md): warpgroup, TMA, wgmma, epilogue, warp specialization, producer and consumer.
 You will learn: persistent kernels, flattened loops, tensor descriptors and TMA, and what an epilogue takes from shared
 memory. You will also learn warp specialization, how to see that it happened, and a matmul for any shape and stride.
+You need: lesson 1 (the grouped order, a pipelined loop).
 Run it:    python day3_matmul_tk/lesson02_matmul_persistent.py
 Check it:  python -m lessonkit check lesson02_matmul_persistent
 Time it:   python -m lessonkit bench lesson02_matmul_persistent
@@ -60,7 +64,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from problems.matmul import LLM, PROBLEM, empty_product, precision
 
-GROUP = 16  # rows of tiles: 16 x 8.25 tiles of 128 x 256 at once are 2048 x 2112 numbers of C, close to a square
+GROUP = 16  # rows of tiles: 16 x 8.25 tiles of 128 x 256 at once are 2048 x 2112 elements of C, close to a square
 
 
 # A tile of C by pointers, and the order of tiles: lesson 1's.
@@ -240,10 +244,10 @@ def subtiled(a, b):
 
 
 # Rung 5. New: warp specialization. In rungs 1 to 4 all 8 warps wait for a stage, multiply, and then all write C, while
-# the tensor cores are idle. Here 4 producer warps load and do nothing else (24 registers per thread; setmaxnreg gives
-# the rest to the others). Two consumer warpgroups multiply and write 64 x 256 each. The compiler splits the program by
-# itself, if num_warps=4 and the descriptors are made in the kernel. With num_warps=8 Triton 3.6 and 3.7 compile the
-# same code as without it, and say nothing: look for 12 warps in the compiled kernel.
+# the tensor cores are idle. Here 4 producer warps load and do nothing else. They keep 24 registers per thread, and the
+# instruction setmaxnreg gives the rest to the others. Two consumer warpgroups multiply and write 64 x 256 each. The
+# compiler splits the program by itself, if num_warps=4 and the descriptors are made in the kernel. With num_warps=8
+# Triton 3.6 and 3.7 compile the same code as without it, and say nothing: look for 12 warps in the compiled kernel.
 # Predicted: loads never wait for an epilogue, so the 2.6% that writing C takes at K = 4096 are saved. With fewer steps
 # per tile the gain is larger. (Do not use it on a GPU that is shared: beside another process some answers are wrong.
 # Day 5, lesson 4.)

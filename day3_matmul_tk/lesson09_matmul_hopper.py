@@ -15,13 +15,14 @@ Compare:   diff day3_matmul_tk/matmul_hopper/tma.py day3_matmul_tk/matmul_hopper
 
 Budget. One SM, one step of K (64) of a tile of 128 x 256, bf16:
 
-    unit           work                                     cycles
-    tensor cores   128 * 256 * 64 multiply-adds, 2048 a cycle 1024
-    L2             48 KB of A and B, 39 bytes per cycle       1260 at worst: when all SMs load at the same time
-    latency        until a load's first bytes arrive          600 to 1000
-    tile's ends    fill the ring 1500, write C 3000           4500 once a tile; at K = 4096 a tile has 64 steps
+    unit           work                                           cycles
+    tensor cores   128 * 256 * 64 multiply-adds, 2048 per cycle   1024
+    L2             48 KB of A and B, 39 bytes per cycle           1260 at worst: when all SMs load at the same time
+    latency        until a load's first bytes arrive              600 to 1000
+    tile's ends    fill the ring 1500, convert and write C 3000   4500 once per tile; at K = 4096 a tile has 64 steps
 
-cuBLAS holds about 790 TFLOP/s on an H200, so TFLOP/s is about 790 * 1024 / (cycles per step).
+cuBLAS holds about 790 TFLOP/s on an H200. We count that as 1024 cycles per step, so TFLOP/s is about
+790 * 1024 / (cycles per step).
 
 Six terms:
     producer  with warp specialization each warp has one role. A producer warp only starts loads. A consumer warpgroup
@@ -69,8 +70,8 @@ these predictions in TFLOP/s beside the measured rates:
     ring.py              four stages, loads three steps ahead            1024 + 100 to 200 a step
     async_wgmma.py       one MMA in flight                               1024 a step, and 5% to 7% for a tile's ends
     warp_specialized.py  one producer warp, two consumer warpgroups      0 to 2% fewer
-    persistent.py        one CTA for each SM; C is stored under the      4% fewer
-                         next tile's MMAs
+    persistent.py        one CTA for each SM; C is stored while the      4% fewer
+                         next tile is multiplied
     tile_choice.py       128 columns where 256 leave SMs idle            the same; at M = N = K = 1024 3/4 of the time
 
 Experiments: change one thing, predict, then `bench`.
@@ -104,6 +105,8 @@ RUNGS = (tma_and_wgmma, ring, async_wgmma, warp_specialized, persistent, tile_ch
 SMALL, MIDDLE = ({"M": n, "N": n, "K": n} for n in (1024, 4096))
 
 
+# The answers: tma.py waits for its MMA before it loads again. Without the arrival, the stage of a tile's
+# last step never becomes empty: the producer waits for it for ever in the second round of tiles.
 LESSON = Lesson(
     about=About(
         teaches="layouts, TMA, mbarriers and their phases, a ring of stages, MMAs in flight, warp specialization, a "

@@ -7,8 +7,9 @@ still writes C while the next tile is multiplied.
     a CTA per tile   |fill|MMMMMMMM|store|   |fill|MMMMMMMM|store|
     persistent       |fill|MMMMMMMM|cvt|MMMMMMMM|cvt|MMMMMMMM|store|      cvt = acc to 16 bits, about 1000 cycles
 
-Predicted: a tile spends 4500 cycles at its two ends, and about 1000 of them are left. That is +4% at K = 4096 and +2%
-at K = 8192, if the power limit does not lower the clock.
+Predicted: a tile spends 4500 cycles at its two ends, and about 1000 of them are left. A CTA's first fill and last store
+stay, so in 4 rounds of tiles 18,000 cycles become 7500. That is +4% at K = 4096 and +2% at K = 8192, if the power limit
+does not lower the clock.
 """
 
 from lessonkit import Unsupported, needs, num_sms, tma_takes

@@ -6,7 +6,7 @@ in place of `Stage`, the prologue, and a load that is issued three steps before 
     TMA             0000 1111 2222 3333      4444      5555              a digit is a step
     tensor cores         00000000 .. 11111111 .. 22222222                .. = all warps synchronise, one issues a load
 
-Predicted: no waiting for loads. 100 to 200 of 1024 cycles are lost between two MMAs.
+Predicted: no MMA waits for a load. Between two MMAs of 1024 cycles 100 to 200 are lost.
 """
 
 from lessonkit import Unsupported, needs, tma_takes

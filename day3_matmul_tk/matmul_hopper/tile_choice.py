@@ -1,13 +1,13 @@
 """Matmul on Hopper, rung 6: the tile follows the shape.
 
-New against persistent.py: the host chooses 256 or 128 columns for a tile, by an estimate of cycles. A product of
-1024 x 1024 is 32 tiles of 128 x 256, on a GPU of 132 SMs:
+New against persistent.py: the host chooses 256 or 128 columns for a tile, by an estimate of cycles. A C of 1024 x 1024
+is 32 tiles of 128 x 256, on a GPU of 132 SMs. Here each character is 3 SMs:
 
-    128 x 256   ################................................    32 of 132 SMs work
-    128 x 128   ################################................    64 of 132 SMs work, half as long, with more bytes
+    128 x 256   ###########.................................    32 of 132 SMs work
+    128 x 128   #####################.......................    64 of 132 SMs work, half as long, with more bytes
 
-Predicted: at M = N = K = 1024 half of the MMA time, with a third more bytes, so 3/4 of the time. At the other sizes the
-tile stays as it is, and so does the time.
+Predicted at M = N = K = 1024: half of the MMA time, a third more bytes, the same launch. Together about 3/4 of the
+time. At the other sizes the tile stays as it is, and so does the time.
 course_ops/kernels/matmul_hopper.py is this kernel for operands that may be transposed.
 """
 

@@ -5,7 +5,7 @@ A CTA of 8 warps computes one tile of C, 128 x 256. For each step of K it loads,
     TMA             LLLLLLLL          LLLLLLLL          LLLLLLLL         L = loading 48 KB
     tensor cores            MMMMMMMM          MMMMMMMM          MMMM     M = multiplying, 1024 cycles
 
-Predicted: 600 to 1000 cycles of latency + up to 1260 of L2 + 1024 of MMA a step: about a third of the peak.
+Predicted per step: 600 to 1000 cycles of latency + up to 1260 of L2 + 1024 of MMA: about a third of the peak.
 """
 
 from lessonkit import Unsupported, needs, tma_takes

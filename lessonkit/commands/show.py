@@ -79,8 +79,9 @@ def _words(text: str) -> list[str]:
 
 
 def _parts(text: str) -> list[str]:
-    """Words, and the parts of a name: softmax_, online_, kernel."""
-    return [part for word in _words(text) for part in re.findall(r"[^_./=]*[_./=]+|[^_./=]+", word)]
+    """Words, and the parts of a name: softmax_, online_, kernel. A number such as 0.1808 is one part."""
+    behind_a_mark = r"(?<=[_./=])(?![_./=])(?!(?<=\d\.)(?=\d))"
+    return [part for word in _words(text) for part in re.split(behind_a_mark, word) if part]
 
 
 def _widths(lines: Sequence[Sequence[str]], room: int, split: Callable[[str], list[str]]) -> list[int]:

@@ -66,13 +66,14 @@ def grouped_order(c: Canvas, lesson: str) -> None:
     path = f"{DAY3}/{lesson.partition('.')[2]}.py"
     group = number(path, "GROUP")
     m, n = (128, 128) if "lesson01" in lesson else number(path, "TILES")[0][:2]
+    sms = 2 * SMS if "lesson01" in lesson else SMS  # programs at a time: two of lesson 1's `grouped` fit on an SM
     size = 8192
     tiles_m, tiles_n = size // m, size // n
     shown = min(tiles_m, 20)
     cell, tall = min(5.0, 160 / tiles_n), 5.0
     top = c.y + 18
     for i, (name, of_group) in enumerate([(say("row by row"), 1), (say("groups of {n} rows", n=group), group)]):
-        wave = [models.tile_at(t, tiles_m, tiles_n, of_group) for t in range(SMS)]
+        wave = [models.tile_at(t, tiles_m, tiles_n, of_group) for t in range(sms)]
         x = MARGIN + i * 176
         c.text(x, c.y + 8, name, 10)
         c.box(x, top, tiles_n * cell, shown * tall, "off")
@@ -86,7 +87,7 @@ def grouped_order(c: Canvas, lesson: str) -> None:
         c,
         "C of {size} x {size} in tiles of {m} x {n}, {sms} programs at a time; the first {shown} of "
         "{all} rows of tiles. A strip is all of K.",
-        size=size, m=m, n=n, sms=SMS, shown=shown, all=tiles_m,
+        size=size, m=m, n=n, sms=sms, shown=shown, all=tiles_m,
     )  # fmt: skip
 
 
