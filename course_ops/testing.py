@@ -151,9 +151,9 @@ def _in_one_order() -> Tensor:
 
 # Lengths of rows that have kernels of their own.
 LENGTHS = {
-    "softmax": (4096, 12288, 131072, 2**23),
-    "rms_norm": (1024, 4096, 12288, 131072, 2**23),
-    "layer_norm": (1024, 4096, 12288, 131072, 2**23),
+    "softmax": (4096, 12288, 50257, 131072, 2**23),
+    "rms_norm": (1024, 4096, 12288, 50257, 131072, 2**23),
+    "layer_norm": (1024, 4096, 12288, 50257, 131072, 2**23),
     "cross_entropy": (1024, 4096, 131072),
 }
 
