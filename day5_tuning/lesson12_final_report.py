@@ -27,6 +27,7 @@ Run it:    python day5_tuning/lesson12_final_report.py
 import re
 
 from lessonkit import About, Steps, Table, report
+from lessonkit.pages import shares
 from lessonkit.pages.final_report import build, write_report
 from lessonkit.pages.results import contests, language, measured
 
@@ -55,7 +56,7 @@ def ladders(folder):
     table = []
     for c in found:
         rungs = ", ".join(f"{row.rung} {row.percent_of_limit:.0f}" for row in c.rungs)
-        peer = f"{c.peer.rung} {c.peer.percent_of_limit:.0f}" if c.peer else ""
+        peer = f"{c.peer.rung} {shares.of_limit(c.peer)}" if c.peer else ""
         table.append(
             {
                 "operator": c.name,

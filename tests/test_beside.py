@@ -9,10 +9,12 @@ from dataclasses import replace
 import lessonkit.__main__ as main
 from lessonkit.base import device
 from lessonkit.base.errors import Missing
+from lessonkit.base.files import REPORTS
 from lessonkit.base.tables import read_csv
-from lessonkit.lesson import kernels
+from lessonkit.lesson import discover, kernels
 from lessonkit.measure import beside
 from lessonkit.measure.beside import Repeated
+from lessonkit.pages import report
 
 import pytest
 import torch
@@ -37,6 +39,38 @@ RUNGS = {
 )
 def test_what_a_neighbour_can_disturb_is_read_from_the_kernels(lesson, rung, kinds):
     assert RUNGS[lesson, rung] == kinds
+
+
+def test_a_call_is_long_enough_to_be_interrupted(monkeypatch):
+    """Repeated is what is timed. The check of 1040 x 72 x 32 found no fault in a kernel that has one (day 5)."""
+    lesson = dict(kernels())["day3_matmul_tk.lesson02_matmul_persistent"]
+    lesson = replace(lesson, dtypes=(lesson.bench_dtype,))
+    rung = next(rung for rung in lesson.rungs if rung.__name__ == "warp_specialized")
+    monkeypatch.setattr(beside.check, "cannot_run", lambda *asked: "")
+    first, *others = (case for case, _ in beside.cases(lesson, rung))
+    assert lesson.work(dtype=lesson.bench_dtype, **first.shape).flops >= 2 * 4096**3
+    assert [str(case) for case in others] == [str(case) for case in reversed(lesson.checks) if case.gib <= 1]
+
+
+def test_the_lesson_on_neighbours_says_what_its_rows_say():
+    """The rows show both faults, and where they were not found; the lesson says so, and asserts nothing else."""
+    folder = REPORTS / "nvidia-h200"
+    lesson = dict(discover("lesson04_neighbours"))["day5_tuning.lesson04_neighbours"]
+    alone = report.kept_table(folder, lesson.steps[0].__module__, "right alone")
+    wrong = [row for row in alone if row["wrong"] != "0"]
+    assert [(row["the barrier is"], row["beside a neighbour"], row["only numbers"]) for row in wrong] == [
+        ("made, idle", "True", "0, 1, 2, 3")
+    ]
+    (compare,) = lesson.compares
+    by = {(row["counted by"], row["rung"], row["beside a neighbour"]): row for row in compare(folder).rows}
+    found, not_found = by["this lesson", "warp_specialized", "True"], by["`beside`", "warp_specialized", "True"]
+    assert int(found["wrong calls"]) > 0
+    assert all(int(row["wrong calls"]) == 0 for row in by.values() if row is not found)
+    text = sys.modules[compare.__module__].__doc__
+    M, N, K = (int(part.partition("=")[2]) for part in not_found["case"].split())
+    assert f"check of {M} x {N} x {K} and\nfound none" in text
+    assert f"a {4096**3 // (M * N * K) // 1000},000th of the FLOPs" in text
+    assert "does not show that a kernel is right" in text
 
 
 def test_every_gluon_rung_is_repeated():

@@ -11,7 +11,7 @@ from lessonkit.judge import verify
 from lessonkit.lesson import discover, kernels
 from lessonkit.measure import rows
 from lessonkit.measure.stale import Today, device_folders
-from lessonkit.pages import lengths, operators, pivots, plots, predictions, report, results
+from lessonkit.pages import lengths, operators, pivots, plots, predictions, report, results, shares
 
 import pytest
 
@@ -328,3 +328,53 @@ def test_the_final_report_divides_by_the_peer_that_it_names():
                 ratio = contest.peer.ms_p50 / contest.best.ms_p50
                 assert contest.best.ratio_to_best_peer == pytest.approx(ratio, rel=1e-3, abs=6e-4), contest.name
             assert contest.peer is None or contest.peer.lesson == contest.best.lesson
+
+
+# ---- Shares of a limit ----------------------------------------------------------------------------------------------
+
+
+LIMIT = re.compile("%.*limit|极限.*%|%.*极限")  # heads of columns
+
+
+def unexplained(text):
+    """The lines of a page with a share above 100% that has no mark, or whose mark its section does not explain."""
+    found = []
+    for section in re.split(r"^#+ ", text, flags=re.MULTILINE):
+        explained = re.search(r"† (More than|超过) ?100%", section)
+        names: list[str] = []
+        for line in section.splitlines():
+            cells = [cell.strip(" *|") for cell in line.split(" | ")] if line.startswith("|") else []
+            names = (names or cells) if cells else []
+            limits = [cell for name, cell in zip(names, cells, strict=False) if LIMIT.search(name)]
+            bare = [int(figure) for cell in limits for figure in re.findall(r"\b(\d+)\b(?!%| †)(?=,|$)", cell)]
+            percent = [int(figure) for figure in re.findall(r"(?<![\d.])(\d+)(?:\.\d+)?%(?! †)", line)]
+            if max([*bare, *percent, 0]) > 100 or (re.search(r"\d%? †", line) and not explained):
+                found.append(line)
+    return found
+
+
+def test_a_share_above_100_percent_is_seen():
+    """What `unexplained` finds, so that the test of the pages can fail."""
+    reason = "\n† More than 100%: because.\n"
+    assert unexplained("| a |\n|---|\n| 1 (103%, 80%) |\n" + reason)
+    assert unexplained("| a |\n|---|\n| 1 (103% †, 80%) |\n\n## next\n" + reason)
+    assert unexplained("| % of the limit | b |\n|---|---|\n| 103 | x |\n" + reason)
+    assert not unexplained("| % of the limit | b |\n|---|---|\n| 103 † | x |\n| 1 (104% †, 80%) |\n" + reason)
+    assert not unexplained("| a |\n|---|\n| 1 (100%, 80%) |\n")
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_pages_explain_each_share_above_100_percent(language):
+    """No share of a limit exceeds 100% without the mark, and a sentence in its section that says why."""
+    pages = [path for folder in device_folders() for path in folder.glob("*.md")] + [REPORTS / "cards.md"]
+    texts = {path: report.text(path, language) for path in sorted(pages)}
+    assert sum("†" in text for text in texts.values()) > 40
+    assert {path.name: found for path, text in texts.items() if (found := unexplained(text))} == {}
+
+
+def test_a_copy_has_no_share_of_itself():
+    """Beside a matmul its bytes take a twentieth of the time, which is no share of a limit."""
+    assert shares.of_limit(a_row(kind="limit", percent_of_limit=2033.9)) == "-"
+    assert shares.of_limit(a_row(percent_of_limit=100.4)) == "100%"
+    assert shares.of_limit(a_row(percent_of_limit=100.6)) == "101% †"
+    assert pivots.rated([a_row(kind="limit")], "TFLOP/s") == []

@@ -20,7 +20,7 @@ from lessonkit.measure import bench, ncu, operator_bench, operator_rows, rows
 from lessonkit.measure.rows import MACHINE
 from lessonkit.measure.stale import Today, released
 from lessonkit.modes import compiled
-from lessonkit.pages import learned, predictions, report
+from lessonkit.pages import learned, predictions, report, shares
 
 import rich.text
 from rich.console import Console
@@ -46,7 +46,7 @@ COMPILED = later(
     "regs: registers per thread; spills: bytes of registers kept in memory; shared: bytes of shared memory "
     "per program; occ: occupancy, the share of an SM's warps; ld, st: bytes of the widest load and store of a thread"
 )
-LIMIT = later("limit: a copy of the same bytes, or cuBLAS at the same shape, timed in the same rounds")
+LIMIT = later("limit: a copy of as many bytes in the same rounds, or the FLOPs at cuBLAS's rate at a size of 8192")
 CUT = "…"  # behind a piece of a word that is longer than a line
 MODES = {
     "cuda": later("run on the GPU"),
@@ -232,12 +232,12 @@ def timed(name: str, lesson: Lesson) -> int:
     for line in lines:
         console.print(line, style="dim")
     body = [
-        [r.shape, r.rung, f"{r.ms_p50:.4g}", r.rate, f"{r.percent_of_limit:.0f}%", r.ratio_to_best_peer or ""]
+        [r.shape, r.rung, f"{r.ms_p50:.4g}", r.rate, shares.of_limit(r), r.ratio_to_best_peer or ""]
         for r in found
         if r.kind != rows.ABSENT
     ]
     columns = [said("shape"), "", "ms", said("rate"), said("of the limit"), said("over best peer")]
-    table(said("measured"), columns, body)
+    table(said("measured"), columns, body, shares.why(found))
     if found:
         console.print(said("rows in {path}").format(path=rows.save(found)), style="dim")
     if printed := bench.printed(lesson):
@@ -259,7 +259,7 @@ def stored(name: str, lesson: Lesson) -> None:
     pairs = {(pair.row.rung, pair.row.shape): pair for pair in predictions.compared(lesson, found)}
     at = {(row.rung, row.shape): row for row in found}
     today = Today([(name, lesson)])
-    body, old = list[list[str]](), False
+    body, old, shown = list[list[str]](), False, list[rows.Row]()
     for shape in shapes:
         before = None
         for rung in lesson.rungs:
@@ -270,14 +270,15 @@ def stored(name: str, lesson: Lesson) -> None:
             times = f"{before.ms_p50 / row.ms_p50:.3g}x" if before else ""
             predicted = [predictions.how(pair.said, language()), f"{pair.ratio:.2f}"] if pair else ["", ""]
             ms = f"{row.ms_p50:.4g}{mark}"
-            body.append([shape, row.rung, ms, times, row.rate, f"{row.percent_of_limit:.0f}%", *predicted])
+            body.append([shape, row.rung, ms, times, row.rate, shares.of_limit(row), *predicted])
+            shown.append(row)
             before = row
     columns = [said("shape"), said("rung"), "ms", said("over rung before"), said("rate"), said("of the limit")]
     columns += [said("predicted"), said("measured / predicted")]
     heading = said("stored from a GPU (none here): {path}").format(path=f"reports/{MACHINE}")
     if len(shapes) == 1:  # it stands above the table, which is then narrower
         heading, columns, body = f"{heading}, {shapes[0]}", columns[1:], [line[1:] for line in body]
-    table(heading, columns, body, said(LIMIT))
+    table(heading, columns, body, "\n".join(filter(None, [said(LIMIT), shares.why(shown)])))
     if old:
         console.print(said("* measured before the code of this rung changed"), style="dim")
 

@@ -26,12 +26,13 @@ from lessonkit.base.errors import Missing, Unsupported
 from lessonkit.base.files import changing, environment, write_atomically
 from lessonkit.base.tables import read_csv, to_csv
 from lessonkit.judge import check, mutants
-from lessonkit.lesson import Case, Lesson, Rung, budget_of, is_stepwise
+from lessonkit.lesson import Case, Lesson, Rung, budget_of, is_stepwise, shape_name
 from lessonkit.measure import rows
 
 import torch
 
 NAME = "beside.csv"
+MOST = 2**38  # FLOPs of a call: a matmul of 4096, or attention over 4096 tokens, takes a fraction of a millisecond
 VARIES = "not to the bit"  # in a rung's docstring: "Runs agree to rounding, not to the bit."
 HERE = "here"  # what the neighbour says once its kernels run
 # Words of what two processes can disturb: barriers in shared memory, waiting in a loop, starting before another's end.
@@ -134,9 +135,17 @@ def _differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def cases(lesson: Lesson, rung: Rung) -> Iterator[tuple[Case, torch.dtype]]:
-    """The largest check that the rung takes, in the dtype that is timed or, if it is not checked, the last."""
+    """What to repeat, best first: a bench shape with at most MOST FLOPs, and then the checks, the largest first.
+
+    A call of microseconds is hardly ever on an SM when the GPU switches: day 5's lesson counts it. In the dtype that is
+    timed or, if it is not checked, the last.
+    """
     dtype = lesson.bench_dtype if lesson.bench_dtype in lesson.dtypes else lesson.dtypes[-1]
-    for case in reversed([case for case in lesson.checks if case.gib <= 1]):
+    work = {shape_name(shape): lesson.work(dtype=lesson.bench_dtype, **shape) for shape in lesson.benches}
+    long = [shape for shape in lesson.benches if work[shape_name(shape)].flops <= MOST]
+    long.sort(key=lambda shape: (work[shape_name(shape)].flops, work[shape_name(shape)].bytes))
+    timed = [Case("as it is timed", shape) for shape in long[-1:] if dtype == lesson.bench_dtype]
+    for case in (*timed, *reversed([case for case in lesson.checks if case.gib <= 1])):
         if not check.cannot_run(lesson, rung, case, dtype):
             yield case, dtype
 
@@ -202,6 +211,16 @@ def wrong(pair: list[Repeated]) -> str:
                 f"{name}: {each.differ} of {each.calls} answers differ {where}; its docstring does not say {VARIES!r}"
             )
     return ""
+
+
+def table(folder: Path, lesson: str, rung: str) -> list[dict[str, str]]:
+    """What is kept of a rung, in the columns of day 5's lesson on neighbours."""
+    mine = [row for row in read_csv(folder / NAME) if (row["lesson"], row["rung"]) == (lesson, rung)]
+    return [
+        {"counted by": "`beside`", "case": row["case"], "rung": rung, "beside a neighbour": row["neighbour"],
+         "calls": row["calls"], "wrong calls": row["differ"], "wrong numbers": "", "in columns": ""}
+        for row in mine
+    ]  # fmt: skip
 
 
 def save(folder: Path, found: list[Repeated]) -> None:

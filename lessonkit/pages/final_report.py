@@ -14,7 +14,7 @@ from lessonkit.exercise import progress
 from lessonkit.lesson import Steps, discover, title
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import final, guides, operators, plots, predictions
+from lessonkit.pages import final, guides, operators, plots, predictions, shares
 from lessonkit.pages.final import Block
 from lessonkit.pages.operators import Fastest
 from lessonkit.pages.plots import Picture
@@ -65,12 +65,13 @@ def build(folder: Path, chosen: str = "") -> tuple[str, list[Block]]:
     if failed := [pair for pair in pairs if pair.off]:
         worst = sorted(failed, key=lambda pair: min(pair.ratio, 1 / pair.ratio))[:4]
         blocks.append(Block(heading=said("Predictions that failed most"), table=tuple(map(_failed, worst))))
-    blocks.append(Block(heading=said("Where a library is faster, and the next hour"), text=_next(behind), page=True,
+    blocks.append(Block(heading=said("Where a library is faster, and the next hour"), page=True,
+                        text=sentences(_next(behind), shares.briefly(best.row for _, best in behind[:6])),
                         table=tuple(map(_loss, behind[:6]))))  # fmt: skip
     if roof := roofline(folder):
         blocks.append(Block(heading=said("What limits"), text=roof.note))
     blocks.append(Block(heading=said("Tuning: predicted and measured"), text=_tuning(folder)))
-    blocks.append(Block(heading=said("Every operator"), table=tuple(map(_line, found)), text=_legend()))
+    blocks.append(Block(heading=said("Every operator"), table=tuple(map(_line, found)), text=_legend(found)))
     if done := progress.by_folder():
         blocks.append(
             Block(heading=said("Exercises"), text=_exercises_text(done), table=tuple(_exercises(done)), own=True)
@@ -105,8 +106,8 @@ def write_report(chosen: str = "") -> list[Path]:
 def _measured_on(found: Sequence[Contest]) -> str:
     return said(
         "Measured on {gpu}, driver {driver}, CUDA {cuda}, torch {torch}, triton {triton}. Medians, L2 flushed, rungs "
-        "and peers interleaved, each result checked. The limit is a copy of as many bytes, or the FLOPs at cuBLAS's "
-        "rate, in the same rounds."
+        "and peers interleaved, each result checked. The limit is a copy of as many bytes in the same rounds, or the "
+        "FLOPs at cuBLAS's rate at a size of 8192."
     ).format(**vars(found[0].best))
 
 
@@ -142,15 +143,15 @@ def _findings(found: Sequence[Contest], pairs: Sequence[predictions.Compared]) -
 
 def _story(c: Contest) -> str:
     first, last = c.rungs[0], c.best
-    words = said("From {first_rate} (`{first}`) to {rate} (`{rung}`, {language}), {percent}% of its limit.").format(
+    words = said("From {first_rate} (`{first}`) to {rate} (`{rung}`, {language}), {share} of its limit.").format(
         first_rate=first.rate, first=first.rung, rate=last.rate, rung=last.rung, language=language(last.lesson),
-        percent=f"{last.percent_of_limit:.0f}",
+        share=shares.of_limit(last),
     )  # fmt: skip
     if c.peer:
-        peer = said("The best library, {peer}, runs at {rate}, {percent}%.")
-        peer = peer.format(peer=c.peer.rung, rate=c.peer.rate, percent=f"{c.peer.percent_of_limit:.0f}")
-        return sentences(words, peer)
-    return words
+        peer = said("The best library, {peer}, runs at {rate}, {share}.")
+        peer = peer.format(peer=c.peer.rung, rate=c.peer.rate, share=shares.of_limit(c.peer))
+        words = sentences(words, peer)
+    return sentences(words, shares.why([*c.rungs, *([c.peer] if c.peer else [])]))
 
 
 def _draw_story(c: Contest, axes: Any) -> None:
@@ -169,7 +170,7 @@ def _lessons(c: Contest) -> Iterator[dict[str, str]]:
         best = min((row for row in c.rungs if row.lesson == name), key=lambda row: row.ms_p50)
         yield {
             said("lesson"): name.split(".")[1], said("what it teaches"): _plain(said(guides.about(name).teaches)),
-            said("fastest rung"): best.rung, said("rate"): best.rate, said("of limit"): f"{best.percent_of_limit:.0f}%",
+            said("fastest rung"): best.rung, said("rate"): best.rate, said("of limit"): shares.of_limit(best),
             said("over peer"): f"{best.ratio_to_best_peer:.2f}" if best.ratio_to_best_peer else "",
         }  # fmt: skip
 
@@ -199,7 +200,7 @@ def _line(c: Contest) -> dict[str, str]:
     return {
         said("operator"): said(c.name), said("shape"): f"{c.shape} {_short(c.dtype)}",
         said("fastest rung"): f"{best.rung} ({language(best.lesson)})", said("rate"): best.rate,
-        said("of limit"): f"{best.percent_of_limit:.0f}%", said("best peer"): _peer(best, c),
+        said("of limit"): shares.of_limit(best), said("best peer"): _peer(best, c),
         said("over it"): f"**{ratio}**" if 0 < best.ratio_to_best_peer < EVEN else ratio,
     }  # fmt: skip
 
@@ -247,7 +248,7 @@ def _loss(pair: tuple[str, Fastest]) -> dict[str, str]:
         said("fastest rung"): f"{row.rung} ({language(row.lesson)})",
         said("over peer"): f"{row.ratio_to_best_peer:.2f}",
         said("lost, us"): f"{1000 * _lost(best):.0f}",
-        said("peer"): best.peer.rung if best.peer else "", said("of limit"): f"{row.percent_of_limit:.0f}%",
+        said("peer"): best.peer.rung if best.peer else "", said("of limit"): shares.of_limit(row),
         said("room to it"): f"{max(100 / row.percent_of_limit, 1):.2f}x", said("bound by"): said(bound(row)),
     }  # fmt: skip
 
@@ -293,9 +294,9 @@ def _tuning(folder: Path) -> str:
     return sentences(*told)
 
 
-def _legend() -> str:
+def _legend(found: Sequence[Contest]) -> str:
     words = said("Bold: more than the spread of two runs behind the best peer (below {ratio}).")
-    return words.format(ratio=f"{EVEN:.2f}")
+    return sentences(words.format(ratio=f"{EVEN:.2f}"), shares.briefly(c.best for c in found))
 
 
 def _exercises_text(done: dict[str, list[Any]]) -> str:

@@ -13,7 +13,7 @@ from lessonkit.base.words import later, said
 from lessonkit.lesson import Lesson, shape_name, title
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import Today, device_folders
-from lessonkit.pages import pivots, plots, results
+from lessonkit.pages import pivots, plots, results, shares
 from lessonkit.pages.plots import Picture
 
 Size = tuple[str, str]  # shape and dtype, as results.place says them
@@ -124,7 +124,7 @@ def _page(ladder: Ladder, device: str, main: tuple[str, str] | None, today: Toda
         f"# {said(TITLE).format(name=said(ladder.name), device=device)}\n",
         " ".join([said(RATIOS), *_sheet(old)]) + (f"\n\n{said(ABOUT)}" if any(old.values()) else "") + "\n",
         f"## {said(FASTEST)}\n",
-        _fastest(ladder, mark),
+        _fastest(ladder, mark) + shares.below(best.row for best in ladder.fastest()),
     ]
     if peers := [row for best in ladder.fastest() for row in best.rounds if row.kind == "peer"]:
         unit = pivots.unit(row for _, _, found in ladder.lessons for row in found)
@@ -156,7 +156,7 @@ def _fastest(ladder: Ladder, mark: Mark) -> str:
 
 def _shares(row: Row) -> list[str]:
     """Two cells: of the limit of the row's own rounds, and of what the card's data sheet states."""
-    return [f"{row.percent_of_limit:.0f}%", f"{results.of_sheet(row):.0f}%" if results.card(row) else ""]
+    return [shares.of_limit(row), f"{results.of_sheet(row):.0f}%" if results.card(row) else ""]
 
 
 def _sheet(found: Collection[Row]) -> list[str]:
@@ -179,7 +179,8 @@ def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark) -> str:
             body.append([*line, *_shares(row), over, ratio])
             before = row
     heads = [said("lesson"), said("rung"), "ms", said("rate"), *map(said, SHARES), said("over the rung before")]
-    return markdown([*heads, said("over the best peer")], body)
+    shown = [row for _, lesson, found in ladder.lessons for row in results.ladder(lesson, found, *main)]
+    return markdown([*heads, said("over the best peer")], body) + shares.below(shown)
 
 
 def _lesson(found: Sequence[Row], mark: Mark) -> str:
@@ -219,7 +220,7 @@ def cards(today: Today) -> str:
     """reports/cards.md: a line for each operator, a column for each card that has rows."""
     folders = device_folders()
     every = [{ladder.name: ladder for ladder in ladders(folder)} for folder in folders]
-    body, old = list[list[str]](), False
+    body, old, shown = list[list[str]](), False, list[Row]()
     for name in dict.fromkeys(name for found in every for name in found):
         main = results.main_size(next(found[name].lessons for found in every if name in found))
         there = [
@@ -232,6 +233,7 @@ def cards(today: Today) -> str:
             best = here.get(size)
             mark = f" {MARK}" if best and today.why_old(best.row) else ""
             old |= bool(mark)
+            shown += [best.row] if best else []
             page = f"[{said('page')}]({folder.name}/{file_name(name)})"
             line.append(f"{_of_a_card(best)}{mark} ({page})" if best else "")
         body.append(line)
@@ -242,7 +244,7 @@ def cards(today: Today) -> str:
     )
     table = markdown([said("operator"), said("shape"), *(folder.name for folder in folders)], body)
     marked = said("{mark} Measured before the code or the inputs changed.").format(mark=MARK)
-    return f"# {said('Every card')}\n\n{about}\n\n{table}" + f"\n{marked}\n" * old
+    return f"# {said('Every card')}\n\n{about}\n\n{table}" + shares.below(shown) + f"\n{marked}\n" * old
 
 
 def _shared(there: Sequence[Mapping[Size, Fastest]], main: Size | None) -> Size:
@@ -258,7 +260,7 @@ def _shared(there: Sequence[Mapping[Size, Fastest]], main: Size | None) -> Size:
 def _of_a_card(best: Fastest) -> str:
     over = said("{ratio} of {peer}").format(ratio=best.ratio, peer=best.peer.rung if best.peer else "")
     ratio = f", {over}" if best.peer and best.ratio else ""
-    return f"`{best.row.rung}` {best.row.rate}, {best.row.percent_of_limit:.0f}%{ratio}"
+    return f"`{best.row.rung}` {best.row.rate}, {shares.of_limit(best.row)}{ratio}"
 
 
 def overview(language: str, today: Today) -> str:

@@ -31,6 +31,11 @@ def pivot(found: Sequence[Row], cell: Cell, more: Callable[[Sequence[Row]], Iter
     return markdown([said("shape"), *names, *heads], body)
 
 
+def rated(found: Iterable[Row], unit: str) -> list[Row]:
+    """The rows that have a rate in this unit: a copy moves bytes and computes nothing."""
+    return [row for row in found if row.kind != "limit" or unit == "TB/s"]
+
+
 def unit(found: Iterable[Row]) -> str:
     """The one unit of a table: FLOPs where they limit most of the rungs, else the least bytes."""
     rungs = [row.limited_by_math for row in found if row.kind == "rung"]

@@ -28,6 +28,7 @@ from lessonkit.pages import (
     predictions,
     readme_pictures,
     results,
+    shares,
     shipped,
     stored,
     targets,
@@ -43,8 +44,8 @@ MEASURED = later("{where}. Measured {when}, {dtypes}, random inputs, L2 flushed,
 HOW_TO_READ = later(
     "Rungs stand first, in the order of the lesson; the fastest of a line is bold. TB/s counts the least bytes that "
     "the op must move. The limit is a copy of as many bytes (`copy`) in the same rounds, or the FLOPs at cuBLAS's rate "
-    "at a size of 8192. A copy reads and writes, so an op that mostly reads may exceed that limit. Nothing exceeds the "
-    "second share, which is of the bandwidth or the FLOPs that the card's data sheet states."
+    "at a size of 8192. It is a yardstick, and a kernel may exceed it. Nothing exceeds the second share, which "
+    "is of the bandwidth or the FLOPs that the card's data sheet states; the copy has this share alone."
 )
 
 
@@ -290,15 +291,15 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
 
     def time(row: Row) -> str:
         sheet = f", {results.of_sheet(row):.0f}%" if results.card(row) else ""
-        return f"{row.ms_p50:.4g} ({row.percent_of_limit:.0f}%{sheet}){mark(row)}"
+        return f"{row.ms_p50:.4g} ({shares.of_limit(row)}{sheet}){mark(row)}"
 
     unit, of = pivots.unit(found), results.operator(name)
     parts = [
         _without(found, absent),
         _measured_before(found, why),
         predictions.section(lesson, found, mark),
-        f"## {said(RATES).format(unit=unit)}\n\n" + pivots.pivot(found, rate),
-        f"## {said(TIMES)}\n\n" + pivots.pivot(found, time),
+        f"## {said(RATES).format(unit=unit)}\n\n" + pivots.pivot(pivots.rated(found, unit), rate),
+        f"## {said(TIMES)}\n\n" + pivots.pivot(found, time) + shares.below(found),
         f"![speed]({name}.png)\n",
     ]
     about = said(MEASURED).format(where=listed(where, ";"), when=listed(when, ";"), dtypes=dtypes)
@@ -396,7 +397,11 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
     def add(lesson: str, table: Table, measured: str = "") -> None:
         part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
-        part += markdown(map(stored.told, table.rows[0]), (map(_cell, row.values()) for row in table.rows))
+        cells = [[shares.marked(name, str(_cell(value))) for name, value in row.items()] for row in table.rows]
+        part += markdown(map(stored.told, table.rows[0]), cells)
+        exceeded = {name for line in cells for name, cell in zip(table.rows[0], line, strict=True)
+                    if name in shares.COLUMNS and shares.BEYOND in cell}  # fmt: skip
+        part += "".join(f"\n{why}\n" for why in sorted({said(shares.COLUMNS[name]) for name in exceeded}))
         if table.x or table.draw:
             plot = folder / _file_of(lesson, table.name, "png")
             made[plot] = plots.of_table(table)

@@ -10,7 +10,7 @@ from lessonkit.base.words import translated
 from lessonkit.lesson import Lesson, shape_name
 from lessonkit.measure import rows
 from lessonkit.measure.rows import Row
-from lessonkit.pages import pivots, predictions
+from lessonkit.pages import pivots, predictions, shares
 from lessonkit.pages.results import BOUNDS, bound, intensity, measured, operator
 from lessonkit.web.places import lesson_page, relative
 
@@ -52,10 +52,16 @@ def _chart(found: dict[str, list[Row]], said: Iterable[tuple[Lesson, Sequence[Ro
     return {
         "unit": pivots.unit(everything),
         "fields": list(FIELDS),
-        "devices": {name: [[getattr(row, field) for field in FIELDS] for row in mine]
+        "devices": {name: [[_field(row, field) for field in FIELDS] for row in mine]
                     for name, mine in found.items() if mine},
         "predicted": predicted,
     }  # fmt: skip
+
+
+def _field(row: Row, field: str) -> object:
+    """A copy is the limit: beside matmuls, which need other than bytes, it has no share of it."""
+    lacks = field == "percent_of_limit" and row.kind == "limit" and row.percent_of_limit > 100
+    return 0 if lacks else getattr(row, field)
 
 
 def _round(value: float) -> float:
@@ -75,7 +81,7 @@ def of_roofline(folder: Path) -> dict[str, Any] | None:
         points.append({
             "lesson": name.partition(".")[2], "rung": row.rung, "operator": operator(name), "shape": row.shape,
             "dtype": row.dtype, "x": _round(intensity(row)), "y": row.tflop_per_s, "first": first.tflop_per_s,
-            "percent": row.percent_of_limit, "bound": bound(row),
+            "percent": row.percent_of_limit, "share": shares.of_limit(row), "bound": bound(row),
             "href": relative(lesson_page(name), "roofline") + ".html",
         })  # fmt: skip
     if not points:
@@ -114,6 +120,7 @@ def _words(language: str) -> dict[str, object]:
         "rate": translated("rate", language),
         "ms": translated("time, ms", language),
         "percent": translated("% of the limit", language),
+        "beyond": translated(shares.EITHER, language),
         "logx": translated("log x", language),
         "logy": translated("log y", language),
         "bytes": translated("least bytes to move, MB", language),

@@ -18,7 +18,7 @@ from lessonkit.base.words import later, translated
 from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import operators, paths, report
+from lessonkit.pages import operators, paths, report, shares
 from lessonkit.pictures import all_pictures
 from lessonkit.web import LANGUAGES, charts, exercises, lessons, places, quizzes, start, style
 from lessonkit.web.page import pack
@@ -131,6 +131,8 @@ class Sources:
                 said += [f"## {folder.name}", charts.figure("roofline", data, folder.name, self.language)]
                 heads = ["", "FLOP/B", "TFLOP/s", "%", ""]
                 said.append(markdown(heads, map(self._point, data["points"])))
+                if any(shares.BEYOND in point["share"] for point in data["points"]):
+                    said.append(translated(shares.EITHER, self.language))
         own = next(picture for picture in all_pictures() if picture.name == "roofline").moving(self.language)
         said += [
             f"## {translated('Your own GPU', self.language)}",
@@ -143,7 +145,7 @@ class Sources:
     def _point(self, point: dict[str, Any]) -> list[str]:
         lesson = f"[{point['lesson']}]({point['href'].removesuffix('.html')}.md) `{point['rung']}`"
         bound = translated(point["bound"], self.language)
-        return [lesson, f"{point['x']:.3g}", f"{point['y']:.3g}", f"{point['percent']:.0f}", bound]
+        return [lesson, f"{point['x']:.3g}", f"{point['y']:.3g}", point["share"], bound]
 
     def _toctree(self, page: str, guides: list[str]) -> str:
         """The pages below this one, for the book's contents and for previous and next."""

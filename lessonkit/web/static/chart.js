@@ -21,6 +21,9 @@
   };
   const short = (x) => (x === 0 ? "0" : Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3 ? x.toExponential(0) : String(+x.toPrecision(3)));
 
+  // More than 100% of a limit is explained where it is shown.
+  const share = (percent, words) => `${Math.round(percent)}${words.percent}` + (Math.round(percent) > 100 ? ` (${words.beyond})` : "");
+
   // A scale from values to pixels; its ticks.
   const scale = (values, log, from, to) => {
     let low = Math.min(...values), high = Math.max(...values);
@@ -106,7 +109,7 @@
     readout.setAttribute("aria-live", "polite");
     const hidden = new Set();
     const value = (row) => state.y === "ms" ? row.ms_p50 : state.y === "percent" ? row.percent_of_limit
-      : data.unit === "TFLOP/s" && row.kind !== "limit" ? row.tflop_per_s : row.tb_per_s;
+      : data.unit === "TB/s" ? row.tb_per_s : row.kind === "limit" ? 0 : row.tflop_per_s;
 
     const menus = () => {
       controls.replaceChildren();
@@ -127,7 +130,7 @@
     const describe = (row) => {
       const said = [`${row.rung}, ${row.shape}, ${row.dtype}: ${short(row.ms_p50)} ms`, `${row.tb_per_s.toPrecision(3)} TB/s`];
       if (row.tflop_per_s && row.kind !== "limit") said.push(`${row.tflop_per_s.toPrecision(3)} TFLOP/s`);
-      said.push(`${Math.round(row.percent_of_limit)}${words.percent}`);
+      if (row.percent_of_limit) said.push(share(row.percent_of_limit, words));
       if (row.ratio_to_best_peer && row.kind !== "limit") said.push(`${words.ratio} ${row.ratio_to_best_peer.toFixed(2)}`);
       const p = data.predicted.find((each) => each.rung === row.rung && each.shape === row.shape && each.dtype === row.dtype);
       if (p) said.push(`${words.predicted}: ${p.how}` + (p.why ? `; ${words.why}: ${p.why}` : ""));
@@ -225,7 +228,7 @@
     for (const p of points) {
       const nth = kinds.indexOf(p.bound);
       make("line", { x1: x.at(p.x), x2: x.at(p.x), y1: y.at(p.first), y2: y.at(p.y), stroke: colour(nth), class: "rise" }, svg);
-      const said = `${p.operator}: ${p.lesson}, ${p.rung}, ${p.shape}, ${p.dtype}: ${p.y.toPrecision(3)} TFLOP/s, ${Math.round(p.percent)}${words.percent}; ${words.first} ${p.first.toPrecision(3)} TFLOP/s; ${words.bound}: ${words.bounds[p.bound]}`;
+      const said = `${p.operator}: ${p.lesson}, ${p.rung}, ${p.shape}, ${p.dtype}: ${p.y.toPrecision(3)} TFLOP/s, ${share(p.percent, words)}; ${words.first} ${p.first.toPrecision(3)} TFLOP/s; ${words.bound}: ${words.bounds[p.bound]}`;
       mark(svg, x.at(p.x), y.at(p.y), nth, colour(nth), said, (t) => { readout.textContent = t; }, p.href);
     }
   };
