@@ -175,7 +175,8 @@ TABLES = '''
     4% fewer       warps = 4 * n                         python -m a b
     ring           [ a part ]                            stage 3
 
-    order.py       programs start in the order of their number. At
+    order.py       programs start in the order of their number.
+                   The last one has the longest tile. At
                    S = 16 and 4 heads this tile has 128 blocks, and 16 * 8256 / 132 = 1000 in
                    all: 12% more time.
 
@@ -209,8 +210,8 @@ def test_words_in_the_cells_of_a_table_are_messages():
         "latency",
         "until a load's first bytes arrive",
         "4% fewer",
-        "programs start in the order of their number. At S = 16 and 4 heads this tile has 128 blocks, and "
-        "16 * 8256 / 132 = 1000 in all: 12% more time.",
+        "programs start in the order of their number. The last one has the longest tile. At S = 16 and 4 heads this "
+        "tile has 128 blocks, and 16 * 8256 / 132 = 1000 in all: 12% more time.",
     ]
 
 
