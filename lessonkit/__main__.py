@@ -359,8 +359,11 @@ def run_sanitizers(
     known_reports = sanitize.argued()
     lessons = list(_with_kernels(which, failed))
     if rung and not any(rung == each.__name__ for _, lesson in lessons for each in lesson.rungs):
-        words = said("{option}: {which} has no rung of that name")
-        raise typer.BadParameter(words.format(option=f"--rung {rung}", which=which or said("no lesson")))
+        none, here = (
+            said("{option}: no lesson has a rung of that name"),
+            said("{option}: {which} has no rung of that name"),
+        )
+        raise typer.BadParameter((here if which else none).format(option=f"--rung {rung}", which=which))
     for each in tools:
         if why := sanitize.lacks(each):
             show.console.print(said("{name}: left out: {why}").format(name=each, why=why))

@@ -77,6 +77,7 @@ def test_messages_of_a_lesson():
     assert prose.messages(LESSON, ".py") == [
         "Softmax: five passes become two",
         "softmax(x) reads MN elements and writes MN. The floor on an H200 is 0.064 ms, whatever the kernel does.",
+        "one kernel",
         "x is read once, y is written once and nothing else",
         "Check it:",
         "the first of two items, which goes on in the next line",
@@ -163,3 +164,71 @@ def test_a_docstring_keeps_its_margin():
         line.startswith("        它") or line.startswith("        做") or line[8] in "什么，" for line in inside[1:-1]
     )
     compile(read, "a.py", "exec")
+
+
+TABLES = '''
+"""Where the time goes.
+
+    unit           work                                  cycles
+    tensor cores   128 * 64 multiply-adds, 2048 a cycle  1024
+    latency        until a load's first bytes arrive     600 to 1000
+    4% fewer       warps = 4 * n                         python -m a b
+    ring           [ a part ]                            stage 3
+
+    order.py       programs start in the order of their number.
+                   The last one has the longest tile. At
+                   S = 16 and 4 heads this tile has 128 blocks, and 16 * 8256 / 132 = 1000 in
+                   all: 12% more time.
+
+1. The first item takes one line.
+2. The second one takes two lines.
+   It goes on here.
+"""
+
+ring = 1
+
+
+def test(x):
+    return x  # right for every x
+
+
+# The learner's file ends here.
+def inputs():
+    # Scores grow along the keys.
+    return 0  # of a row without keys
+'''
+
+
+def test_words_in_the_cells_of_a_table_are_messages():
+    found = prose.messages(TABLES, ".py")
+    assert found[1:10] == [
+        "unit",
+        "work",
+        "cycles",
+        "tensor cores",
+        "128 * 64 multiply-adds, 2048 a cycle",
+        "latency",
+        "until a load's first bytes arrive",
+        "4% fewer",
+        "programs start in the order of their number. The last one has the longest tile. At S = 16 and 4 heads this "
+        "tile has 128 blocks, and 16 * 8256 / 132 = 1000 in all: 12% more time.",
+    ]
+
+
+def test_a_table_in_chinese_keeps_its_columns():
+    words = {"unit": "单元", "work": "工作", "latency": "延迟", "until a load's first bytes arrive": "到头几个字节到达"}
+    read = prose.read_as(TABLES, ".py", lambda message: words.get(message, message))
+    lines = [line for line in read.splitlines() if line.startswith("    ")]
+    assert [prose.columns(lines[0][: lines[0].index(word)]) for word in ("工作", "cycles")] == [19, 57]
+    assert [prose.columns(lines[2][: lines[2].index(word)]) for word in ("到头", "600")] == [19, 57]
+
+
+def test_items_of_one_line_are_a_list():
+    assert prose.messages(TABLES, ".py")[10:12] == [
+        "The first item takes one line.",
+        "The second one takes two lines. It goes on here.",
+    ]
+
+
+def test_comments_of_an_exercises_checks_are_messages():
+    assert prose.messages(TABLES, ".py")[-2:] == ["Scores grow along the keys.", "of a row without keys"]

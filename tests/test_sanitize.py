@@ -296,6 +296,12 @@ def test_a_part_that_there_is_not_is_refused(gpu, options, says):
     assert says in " ".join(done.output.replace("│", " ").split())
 
 
+def test_a_rung_that_no_lesson_has_is_refused_in_plain_words(gpu):
+    done = CliRunner().invoke(main.app, ["sanitize", "--rung", "add_blok"])
+    assert done.exit_code == 2
+    assert "no lesson has a rung of that name" in " ".join(done.output.replace("│", " ").split())
+
+
 @pytest.mark.skipif(device.HAS_GPU, reason="a machine without a GPU")
 def test_the_driver_runs_the_part_and_says_so(monkeypatch, capsys):
     """One rung, its inputs alone (the reference's kernels would be watched too), and the SMs that it is told."""

@@ -94,6 +94,19 @@ def test_lines_of_chinese_are_put_together_without_a_space(said, becomes):
     assert prose.markdown(f"- {said}".replace("\n", "\n  ")) == f"- {becomes}\n"
 
 
+def test_numbers_that_count_up_are_a_list():
+    assert prose.markdown("1. one\n2. two\n   goes on\n3. three\n") == "1. one\n2. two goes on\n3. three\n"
+    assert prose.markdown("2. is no list\nof items") == "2\\. is no list of items\n"
+
+
+def test_chinese_in_a_drawing_takes_two_columns():
+    drawing = (
+        '<div class="highlight-text notranslate"><div class="highlight"><pre><span></span>单元  a</pre></div></div>'
+    )
+    assert '<span class="wide" style="width:4ch">单元</span>  a' in extension.widened(drawing)
+    assert extension.widened("<p>单元</p>") == "<p>单元</p>"
+
+
 def test_a_fence_is_longer_than_those_in_it_and_new_lines_are_lit():
     assert prose.fence("text", "```\nx").startswith("````text")
     assert ":emphasize-lines: 2\n" in prose.code("a = 1\nb = 2  # New: b", ".py")

@@ -8,16 +8,16 @@ cells that hold a phrase are messages.
 
 import ast
 import io
+import keyword
 import re
 import tokenize
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lessonkit.base.cpp_text import comments
+from lessonkit.base.cpp_text import comments, without_comments
 
 WIDTH = 118
-CUT = "# The learner's file ends here."  # an exercise: of the grader's part that follows no comment is read
 Translate = Callable[[str], str]
 
 # Calls of a declaration -> their arguments with prose, by position or by name.
@@ -49,6 +49,11 @@ _LINKING = re.compile(
     r"|then|when|if|all|which|has|have|per|so|only|both|they|them|into|over|under|every|more|less|most|any|but|what"
     r"|how|where|while|after|before|again|there|once|does|do|can|may|must|will|already|none|between|without)\b"
 )
+_COMMAND = re.compile(
+    r"(?:^|\s)--?[A-Za-z]|^(?:python|diff|git|export|open|pip|return)\b|^with .*:$|[A-Za-z]/\w+[/.]|[{}]"
+)
+_DRAWING = re.compile(r"[|^\u2190-\u21ff\u2500-\u259f]|---|===|-->|->$|\.{4}|\] *$|^\[|(\w)\1\1")
+_FORMULA = re.compile(r"\w+ = \w+(?: [*+/-] [\w ]+)*|\w+ = \w+\([^()]*\)")
 
 
 @dataclass(frozen=True)
@@ -110,10 +115,26 @@ def is_prose(text: str) -> bool:
     return len(words) >= 2 or (len(words) == len(tokens) == 1 and len(words[0]) > 2)
 
 
-def _is_phrase(cell: str) -> bool:
-    """Whether a cell of a table, or a line beside a drawing, is a phrase and no code or figure."""
-    if _LABEL.fullmatch(cell):
+def _is_phrase(cell: str, names: frozenset[str]) -> bool:
+    """Whether a cell of a table, or a line beside a drawing, says something: no code, no figure, no name of the file.
+
+    One word alone is a heading or a term, or the unit of a number: `latency`, `16 bytes`.
+    """
+    if _LABEL.fullmatch(cell) or _is_sentence(cell):
         return True
+    if _COMMAND.search(cell) or _DRAWING.search(cell) or _FORMULA.fullmatch(cell):
+        return False
+    tokens = [token for token in re.sub(r"`[^`]*`", "", cell).split() if re.search("[A-Za-z]", token)]
+    words = [token.strip("(\"'`.,;:!?)") for token in tokens if _WORD.match(token) or token == "a"]
+    said = [word for word in words if (len(word) > 2 or word == "a") and word not in names]
+    if len(words) >= 2:
+        return len(words) >= 0.5 * len(tokens) and bool(said)
+    is_name = words and words[0][0].isupper() and not words[0].endswith("'s")
+    return len(said) == 1 and not is_name and bool(_WORD.match(cell.split()[-1]))
+
+
+def _is_sentence(cell: str) -> bool:
+    """Whether hardly anything but words stands in a cell, and words that link others."""
     tokens = cell.split()
     words = [token.lower() for token in tokens if _WORD.match(token)]
     return len(words) >= 3 and len(words) >= 0.6 * len(tokens) and bool(_LINKING.search(" ".join(words)))
@@ -124,11 +145,11 @@ def _is_phrase(cell: str) -> bool:
 
 def _of_python(text: str) -> Iterator[Passage]:
     offsets = _offsets(text)
-    learners = text.find(CUT) if CUT in text else len(text)
-    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
-    found = [(offsets[t.start[0] - 1] + t.start[1], t.string) for t in tokens]
-    for block in _blocks(text, [each for each in found if each[0] < learners], "#"):
-        yield from _paragraphs(text, block)
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    names = frozenset(token.string for token in tokens if token.type == tokenize.NAME) - set(keyword.kwlist)
+    found = [(offsets[t.start[0] - 1] + t.start[1], t.string) for t in tokens if t.type == tokenize.COMMENT]
+    for block in _blocks(text, found, "#"):
+        yield from _paragraphs(text, block, names)
     lines = text.splitlines(True)
 
     def place(line: int, byte: int) -> int:
@@ -144,7 +165,7 @@ def _of_python(text: str) -> Iterator[Passage]:
                         place(said.lineno, said.col_offset),
                         place(said.end_lineno or 0, said.end_col_offset or 0),
                     )
-                    yield from _docstring(text, start, stop)
+                    yield from _docstring(text, start, stop, names)
         elif isinstance(node, ast.Call | ast.Assign):
             for string in _spoken(node) if isinstance(node, ast.Call) else _note(node):
                 start = place(string.lineno, string.col_offset)
@@ -154,8 +175,9 @@ def _of_python(text: str) -> Iterator[Passage]:
 
 def _of_cpp(text: str) -> Iterator[Passage]:
     found = [(start, text[start:stop].rstrip()) for start, stop in comments(text) if text.startswith("//", start)]
+    names = frozenset(re.findall(r"[A-Za-z_]\w*", without_comments(text)))
     for block in _blocks(text, found, "//"):
-        yield from _paragraphs(text, block)
+        yield from _paragraphs(text, block, names)
 
 
 def _offsets(text: str) -> list[int]:
@@ -186,7 +208,7 @@ def _blocks(text: str, found: list[tuple[int, str]], mark: str) -> Iterator[list
         yield block
 
 
-def _docstring(text: str, start: int, stop: int) -> Iterator[Passage]:
+def _docstring(text: str, start: int, stop: int, names: frozenset[str]) -> Iterator[Passage]:
     """The paragraphs of a docstring; one that is put together of several strings has none."""
     found = re.fullmatch(r'([rR]?"""|[rR]?")(.*?)("""|")', text[start:stop], re.DOTALL)
     if not found:
@@ -204,7 +226,7 @@ def _docstring(text: str, start: int, stop: int) -> Iterator[Passage]:
             cut = min(margin, len(each) - len(each.lstrip(" ")))
             lines.append(_Line(at + cut, cut, each[cut:].rstrip()))
         at += len(each)
-    yield from _paragraphs(text, lines, margin)
+    yield from _paragraphs(text, lines, names, margin)
 
 
 def _spoken(call: ast.Call) -> Iterator[ast.Constant]:
@@ -229,14 +251,19 @@ def _note(assigned: ast.Assign) -> Iterator[ast.Constant]:
 # ---- From lines to messages ----
 
 
-def _paragraphs(text: str, lines: list[_Line], margin: int | None = None) -> Iterator[Passage]:
-    """margin: the column at which further lines begin; of a comment that of its first line."""
+def _paragraphs(text: str, lines: list[_Line], names: frozenset[str], margin: int | None = None) -> Iterator[Passage]:
+    """names: those that the file's code has. margin: the column at which further lines begin; of a comment that of its
+    first line."""
     at = 0
     while at < len(lines):
         line = lines[at]
         begin = at
         at += 1
-        if not line.text.strip() or _UNDERLINE.match(line.text) or _DIRECTIVE.match(line.text):
+        if not line.text.strip() or _UNDERLINE.match(line.text):
+            continue
+        if _DIRECTIVE.match(line.text):
+            while line.text.endswith(":") and at < len(lines) and lines[at].indent:  # the settings of a notebook
+                at += 1
             continue
         if todo := _TODO.match(line.text):
             yield from _paragraph(text, [line], todo.end(), margin)
@@ -249,12 +276,18 @@ def _paragraphs(text: str, lines: list[_Line], margin: int | None = None) -> Ite
             yield from _paragraph(text, [line], hashes.end(), margin)
             continue
         bullet = _BULLET.match(line.text)
-        if bullet and bullet["number"] and at < len(lines) and _goes_on(lines[at], 0):
+        if (
+            bullet
+            and bullet["number"]
+            and at < len(lines)
+            and _goes_on(lines[at], 0)
+            and not _counts(bullet, lines[at])
+        ):
             bullet = None  # a paragraph with a number
         if not bullet and (_set_apart(line) or (at < len(lines) and _is_row(line, lines[at]))):
-            while at < len(lines) and _continues(line, lines[at]):
+            while at < len(lines) and _continues(line, lines[at - 1], lines[at]):
                 at += 1
-            yield from _row(text, lines[begin:at], margin)
+            yield from _row(text, lines[begin:at], margin, names)
             continue
         hang = bullet.end() if bullet else 0
         while at < len(lines) and _goes_on(lines[at], hang) and not _begins_list(lines[at - 1], lines[at], hang):
@@ -304,17 +337,26 @@ def _begins_list(above: _Line, line: _Line, hang: int) -> bool:
     return bullet is not None and bullet["number"] is not None and (hang > 0 or above.text.endswith(":"))
 
 
+def _counts(bullet: re.Match[str], following: _Line) -> bool:
+    """Whether the next line begins with the next number: a list, of which an item takes one line."""
+    after = _BULLET.match(following.text)
+    return after is not None and after["number"] is not None and int(after["number"]) == int(bullet["number"]) + 1
+
+
 def _cells(line: _Line) -> list[re.Match[str]]:
     return list(_CELL.finditer(line.text))
 
 
-def _continues(line: _Line, following: _Line) -> bool:
-    """Whether the next line holds nothing but more of one cell, in that cell's column."""
+def _continues(line: _Line, last: _Line, following: _Line) -> bool:
+    """Whether the next line holds nothing but more of one cell, in that cell's column. last: the line before it."""
     cells = _cells(following)
     if len(cells) != 1:
         return False
     above = {cell.start(): cell[0] for cell in _cells(line)}
-    return cells[0].start() in above and _worded(above[cells[0].start()]) and _worded(cells[0][0])
+    if cells[0].start() not in above or not _worded(above[cells[0].start()]):
+        return False
+    in_a_sentence = last is not line and last.text[-1] not in ".:;?!" and is_prose(cells[0][0])
+    return in_a_sentence or _worded(cells[0][0])
 
 
 def _worded(cell: str) -> bool:
@@ -347,14 +389,14 @@ def _rest(text: str, first: _Line, margin: int | None) -> str:
     return " " * (first.column - 1 - len(mark)) + mark + " "
 
 
-def _row(text: str, lines: list[_Line], margin: int | None) -> Iterator[Passage]:
+def _row(text: str, lines: list[_Line], margin: int | None, names: frozenset[str]) -> Iterator[Passage]:
     """A line set apart, with those that go on in one of its cells: the phrases in its cells are messages."""
     first, last = lines[0], lines[-1]
     cells = _cells(first)
     more = [line.text.strip() for line in lines[1:]]
     column = lines[1].indent if more else -1
     said = [normal(" ".join([cell[0], *(more if cell.start() == column else [])])) for cell in cells]
-    spoken = tuple(message for message in said if _is_phrase(message))
+    spoken = tuple(message for message in said if _is_phrase(message, names))
     if not spoken:
         return
     rest = _rest(text, first, margin)

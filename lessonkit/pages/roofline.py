@@ -40,7 +40,7 @@ def roofline(folder: Path) -> Table | None:
     launched = sum(row["at its smallest"] == "launch" for row in table)
     note = said(
         "Last rungs of {count} lessons at their largest shape: bound {bounds}; at their smallest {launched} by "
-        "launches. Lines come from first rungs."
+        "launches. A vertical line goes from a lesson's first rung to its last."
     ).format(count=len(table), bounds=by, launched=launched)
 
     def draw(figure: Any) -> None:

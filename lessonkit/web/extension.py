@@ -13,6 +13,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 
 _WORDS = re.compile(r"\b[A-Za-z][a-z'-]+\b")
+_DRAWING = re.compile(r'(?<=<div class="highlight-text notranslate">)(.*?<pre>)(.*?)(?=</pre>)', re.DOTALL)
+_WIDE = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff01-\uff60]+")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -22,6 +24,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
         app.add_search_language(language)
     app.connect("doctree-read", _mark_english)
     app.connect("doctree-read", _unwrap)
+    app.connect("html-page-context", _widen)
     app.connect("html-page-context", _languages)
     app.connect("html-page-context", _scripts)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
@@ -47,6 +50,20 @@ def _unwrap(app: Sphinx, doctree: nodes.document) -> None:
             said = unwrapped(f"{before}{text.astext()}{after}").removeprefix(before).removesuffix(after)
             text.parent.replace(text, nodes.Text(said))
             before = said[-1:] or before
+
+
+def _widen(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    if app.config.book_language != "en" and "body" in context:
+        context["body"] = widened(context["body"])
+
+
+def widened(body: str) -> str:
+    """In drawings and tables of plain text a Chinese character is as wide as two others, whatever the font."""
+
+    def run(found: re.Match[str]) -> str:
+        return f'<span class="wide" style="width:{2 * len(found[0])}ch">{found[0]}</span>'
+
+    return _DRAWING.sub(lambda found: found[1] + _WIDE.sub(run, found[2]), body)
 
 
 def _languages(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

@@ -23,6 +23,7 @@ _HEAD = re.compile(
     r"(?:学完|你将|你?需要[:：]|运行|检查|计时)"
 )
 _BULLET = re.compile(r" {0,3}[-*] +(?=\S)")
+_NUMBER = re.compile(r"(?P<number>\d{1,2})[.)] +(?=\S)")
 _DRAWN = re.compile(r"[\u2190-\u21ff\u2500-\u259f]|\S {3,}\S|^[|+].*[|+]$")
 _IDENTIFIER = re.compile(r"(?<![\w`./\\-])((?:tl|gl|torch|triton)\.\w[\w.]*\w|[A-Za-z]\w+_\w+(?:\.\w+)*)(?![\w`/])")
 
@@ -121,6 +122,9 @@ def _blocks(lines: list[str]) -> Iterator[str]:
                     items[-1] += "\n" + lines[at].strip()
                 at += 1
             yield "\n".join(f"- {escaped(normal(unwrapped(item)))}" for item in items)
+        elif numbered := _numbered(lines[at:]):
+            yield "\n".join(f"{i}. {escaped(normal(unwrapped(item)))}" for i, item in numbered)
+            at += sum(1 + item.count("\n") for _, item in numbered)
         elif _apart(line) and not _labelled(line):
             at += 1
             while at < len(lines) and (_apart(lines[at]) or (not lines[at].strip() and _apart_after(lines, at))):
@@ -143,6 +147,20 @@ def _blocks(lines: list[str]) -> Iterator[str]:
                 at += 1
             for said in _PREDICTED.split(unwrapped("\n".join(each.strip() for each in lines[begin:at]))):
                 yield _predicted(said) if re.match(r"Predicted[: ]|预测[:：]", said) else escaped(said)
+
+
+def _numbered(lines: list[str]) -> list[tuple[int, str]]:
+    """The items at the beginning of some lines, two or more, that count up; each may go on in lines below, indented."""
+    items = list[tuple[int, str]]()
+    for line in lines:
+        found = _NUMBER.match(line)
+        if found and not _apart(line) and (not items or int(found["number"]) == items[-1][0] + 1):
+            items.append((int(found["number"]), line[found.end() :]))
+        elif items and line.startswith("   ") and line.strip():
+            items[-1] = items[-1][0], f"{items[-1][1]}\n{line.strip()}"
+        else:
+            break
+    return items if len(items) > 1 else []
 
 
 def _predicted(said: str) -> str:
