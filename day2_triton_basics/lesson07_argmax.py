@@ -243,6 +243,8 @@ def _prepare(x):
     return torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
 
 
+# The answers: the argmax of a row of -inf is 0, the first of equal elements. A lane further right may have found the
+# same value in an earlier step, at a smaller index.
 LESSON = Lesson(
     about=About(
         teaches="a reduction that carries two numbers: ties and NaN as in PyTorch, floats as sortable integers",

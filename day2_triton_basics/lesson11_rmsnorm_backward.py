@@ -203,6 +203,8 @@ def fixed_order(rung):
     same_each_time(rung)
 
 
+# The answers: the order matters, because each addition rounds. The partial sums are 132 * 4096 * 4 bytes, 2.2 MB. dy,
+# x and dx are 3 * 4096 * 4096 * 2 bytes, 101 MB.
 LESSON = Lesson(
     about=About(
         teaches="dx and dw in one pass; sums over rows by atomics and by partial sums; a differentiable op",

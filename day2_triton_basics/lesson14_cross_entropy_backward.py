@@ -228,6 +228,8 @@ _WRONG = (
     Mutant("writes over its input", "backward_wide", "lse, in_place)", "lse, True)", "backward_wide", "changed input"),
 )  # fmt: skip
 
+# The answers: a row of dlogits sums to 0, since the softmax sums to 1 and the target takes 1 away. Every eighth row
+# starts at a multiple of 16 bytes: a row is 100,514 bytes, 2 more than such a multiple.
 LESSON = Lesson(
     about=About(
         teaches="the softmax computed again from the logits and one value per row; rows that start at odd addresses",

@@ -265,6 +265,9 @@ def offsets_past_2_31(rung):
 
 LARGE = {"n": 2**28}
 
+# The answers: the last element of x changes the last y alone, the first element changes all of y. Program 900 would
+# hold its place and wait. If 600 programs started before program 1 and waited for it, program 1 would find no place:
+# a deadlock.
 LESSON = Lesson(
     about=About(
         teaches="cumsum in one pass: programs that wait for a neighbour without a deadlock",

@@ -246,6 +246,8 @@ def _prepare(x):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+# The answers: the row takes 32,768 registers in fp32 and 16,384 in bf16, of an SM's 65,536. Seven programs would wait
+# for ever for the eighth, which finds no place. So the host takes softmax_online there.
 LESSON = Lesson(
     about=About(
         teaches="a row in registers, several rows per program, a loop over a row, programs that share a row",

@@ -225,6 +225,8 @@ def launch_timed_by_the_host_clock():
     return Table("clocks", rows, "One fp32 matmul of 8192 three ways; the first is the time of its launch.")
 
 
+# The answers: the interpreter counts all 64, because it runs one program after another. A GPU counts fewer than
+# 65,536. How many depends on which programs read the same value at the same time.
 LESSON = Steps(
     about=About(teaches="errors around a kernel, which a passing run does not show", hours=0.5, star=True),
     steps=(

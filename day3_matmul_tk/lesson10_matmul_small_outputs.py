@@ -388,6 +388,10 @@ class Counter:
 
 LAYER = {"M": 128, "N": 4096, "K": 4096, "transposed": "b"}
 
+# The answers: a call adds SPLITS, a power of two, so the next call begins at a multiple of SPLITS. After a call with
+# 2 splits, a call with 4 would begin at 2 and wait for 4. Its programs would go on when only two of them have
+# arrived. If a tile's programs were not neighbours, every tile could have programs that hold SMs and wait for others
+# that have none: the kernel would hang.
 LESSON = Lesson(
     about=About(
         teaches="outputs with fewer tiles than SMs: split-K in one launch, reduce-scatter through L2, what the "

@@ -107,6 +107,10 @@ MIDDLE = {"M": 4096, "N": 4096, "K": 4096}
 SHOWN = ("4 tcgen05.mma", "4 tcgen05.ld", "tma", "mbarriers", "no spills")
 
 
+# The answers: `empty` counts the commit of the MMA that read the stage. On Hopper each of two consumers arrives. mma
+# waits for parity 1, the phase before the first, which counts as complete. A pair has one `full`, since its first CTA
+# issues the MMA when the blocks of both CTAs have arrived. It has an `empty` in each CTA, since each producer fills
+# its own CTA's stage, and the commit arrives in both.
 LESSON = Lesson(
     about=About(
         teaches="tensor memory, tcgen05 and its commits, epilogue warps, two accumulators, two CTAs that share B",

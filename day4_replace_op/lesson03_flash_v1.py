@@ -192,6 +192,8 @@ def _least(block_c):
     return _io_bytes(**LAST, dtype=torch.float16, block_c=block_c) / work(**LAST, dtype=torch.float16).bytes
 
 
+# The answer: with queries outside, Q is read once, and O, m and l stay in registers, so O is written once and never
+# read. K and V are read for each block of queries instead, mostly from L2.
 LESSON = Lesson(
     about=About(
         teaches="algorithm 1 of the 2022 paper, line by line; its IO counted to the byte; a barrier that is needed",

@@ -127,6 +127,9 @@ WRONG = (
 CAUSAL, LONG = ({"B": 16384 // S, "H": 16, "S": S, "D": 128, "H_kv": None, "causal": True, "window": None}
                 for S in (4096, 16384))  # fmt: skip
 
+# The answers: query 0 sees keys 0 to 7 here, since j <= 0 + 10 - 3, and key 0 alone with is_causal. An empty row
+# gives zeros and lse = -inf. A GPU of a ring whose keys a query does not see then has weight exp(-inf) = 0 in the
+# merge, where NaN would spoil the sum.
 LESSON = Lesson(
     about=About(
         teaches="causal, windows, grouped heads, D to 256, any length and stride, lse; blocks skipped, edges "

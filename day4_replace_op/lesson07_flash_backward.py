@@ -153,6 +153,8 @@ CHECKS = (
 AT = {"B": 4, "H": 16, "S": 4096, "D": 128, "causal": True}
 LONG = {"B": 1, "H": 16, "S": 16384, "D": 128, "causal": True}
 
+# The answers: in the order of their keys, since the first keys are seen by most queries. dkdv_kernel needs more
+# registers. It keeps two sums, dK and dV, and dq_kernel keeps dQ alone.
 LESSON = Lesson(
     about=About(
         teaches="dK and dV, whose owner is a block of keys; no atomics, no transposes; the differentiable op",

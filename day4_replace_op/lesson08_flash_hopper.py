@@ -174,6 +174,9 @@ PREDICTED_64 = {
     three_consumers: 620,
 }  # fmt: skip
 
+# The answers: lazy_rescaling.py and persistent_scheduler.py, by 16% and 7% where D = 128 has 11% and 4%. They save as
+# many cycles there, of fewer cycles in all. QK of block j + 1 is issued before PV of block j, so its K is needed
+# before that V.
 LESSON = Lesson(
     about=About(
         teaches="in Gluon: a producer warp, softmax under matmuls, lazy rescaling, a tile scheduler, half a block",

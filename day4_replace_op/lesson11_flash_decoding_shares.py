@@ -71,6 +71,8 @@ def _at(B, S_k=8192, D=128, H_kv=8):
     return {"B": B, "H": 32, "S_k": S_k, "D": D, "H_kv": H_kv, "S": 1}
 
 
+# The answer: V. A key past the end has weight 0 whatever K holds, since its score is replaced by -inf. But 0 times a
+# NaN in V is NaN.
 LESSON = Lesson(
     about=About(
         teaches="equal shares of all heads' keys; a row a program to merge; TMA, and NaN past a sequence's end",

@@ -281,6 +281,9 @@ def errors_arrive_late():
     return Table("late errors", table, "One kernel writes astray; who is blamed?")
 
 
+# The answers: a GPU reports the seventh by itself, and late. It reports the first only if the wrong address lies in
+# no allocation. A CPU hides the fifth, since the interpreter's tl.dot is exact, and the seventh, since a launch there
+# returns when its kernel has run.
 LESSON = Steps(
     about=About(
         teaches="32-bit offsets, strides that empty_like keeps, allclose on tiny numbers, bf16 interpreted, TF32 "

@@ -246,6 +246,9 @@ def a_graph_keeps_its_addresses():
     torch.testing.assert_close(y, torch.softmax(new, -1), rtol=1e-5, atol=1e-7)
 
 
+# The answers for an H200, whose tables stand on the lesson's page: without a flush that softmax looks about twice as
+# fast. At the scatter of the committed rows a difference of 1% needs some 140 timings. A matmul of zeros is 10%
+# faster.
 LESSON = Steps(
     about=About(
         teaches="repeats, minima, data, L2, clocks, the host, graphs: eight ways to time something else",

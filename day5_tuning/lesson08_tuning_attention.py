@@ -163,6 +163,8 @@ STEPS = (
     the_best_moves_with_size_and_gpu,
 )
 
+# The answers for an H200: at D = 64 64 x 128 on 4 warps is best, and the exponentials limit it. At D = 128 128 x 128
+# on 8 warps in 3 stages is best. By the model the program's own chain limits it, matmuls and exponentials together.
 LESSON = Steps(
     STEPS,
     about=About(

@@ -178,6 +178,9 @@ def under_the_tools():
             print(f"  {tool}: {report.kernel}: {report.what}, {count} times")
 
 
+# The answers: the interpreter stops at the first kernel alone, and only inside `watched`. The emulator stops at the
+# last three. The first kernel's answer is right. The second's depends on what its memory held: 100 if that was 0, NaN
+# if it was NaN. The third's is right in the interpreter alone.
 LESSON = Steps(
     about=About(
         teaches="five kernels with one bug each, and what interpreter, emulator, compute-sanitizer and Triton's own "
