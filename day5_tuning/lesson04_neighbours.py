@@ -226,7 +226,7 @@ LESSON = Steps(
     about=About(
         teaches="an mbarrier that is initialised but never used, at the address of data: right alone, wrong when "
         "another process shares the GPU; Triton makes some too",
-        hours=0.5,
+        hours=0.75,
         pictures=("unused_barrier",),
     ),
     steps=(two_things_in_one_place, triton_makes_them_too, right_alone, tritons_too),
