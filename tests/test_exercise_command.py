@@ -148,6 +148,16 @@ def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
     assert "lessonkit_answers" not in text
 
 
+@interpreted
+def test_other_work_on_the_processors_does_not_refuse_an_answer(monkeypatch):
+    """The clock runs on while the answer waits for its turn."""
+    monkeypatch.setattr(grade, "LIMIT", 0.5)
+    monkeypatch.setattr(grade, "WAITING", 1000)
+    assert grade.grade_apart(MUL, MUL.solution, seed=0).caught_by == "time"
+    monkeypatch.setattr(grade, "_processor_seconds", lambda session: 0.0)
+    assert not grade.grade_apart(MUL, MUL.solution, seed=0).caught_by
+
+
 ENDLESS = """z = torch.empty_like(x)
     from lessonkit.cuda import build
     build.build([build.Product("none.txt", (("sh", "-c", "echo $$ > PID; exec sleep 100"),))])"""

@@ -27,7 +27,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MARK = -7776  # exact in every floating type, and no kernel of an exercise computes it
-LIMIT = 60.0  # seconds: an answer that takes longer does not end
+LIMIT = 60.0  # seconds, of the clock and of a processor: an answer that takes longer does not end
+WAITING = 10  # times LIMIT by the clock: an answer that only waits has not ended either
 MEMORY = 4 * 2**30  # bytes of address space that an answer, or a process that it starts, may take beside the grader's
 PROCESSES = 64  # at a time: a build has about a dozen
 PATIENCE = 2.0  # seconds for naming the mistake: the verdict should not wait long for that
@@ -281,14 +282,17 @@ class TooManyProcesses(RuntimeError):
 
 
 def _has_said(here: Connection, session: int) -> bool:
-    """Wait for a verdict, at most LIMIT seconds. Raises TooManyProcesses.
+    """Wait for a verdict, LIMIT seconds, or longer where other work keeps the processors busy. Raises TooManyProcesses.
 
-    They are counted from outside: RLIMIT_NPROC counts all that its user has running, and does not hold for root.
+    Processes are counted from outside: RLIMIT_NPROC counts all that its user has running, and does not hold for root.
     """
-    end = time.monotonic() + LIMIT
+    began = time.monotonic()
+    end = began + LIMIT
     while not here.poll(min(0.05, max(0.0, end - time.monotonic()))):
         if time.monotonic() >= end:
-            return False
+            if _processor_seconds(session) >= LIMIT or time.monotonic() >= began + WAITING * LIMIT:
+                return False
+            end = time.monotonic() + 1.0
         if len(_session(session)) > PROCESSES:
             words = said("it has started more than {most} processes: an answer needs none")
             raise TooManyProcesses(words.format(most=PROCESSES))
@@ -304,6 +308,18 @@ def _session(leader: int) -> list[int]:
             if int(stat.read_text().rpartition(")")[2].split()[3]) == leader:
                 found.append(int(stat.parent.name))
     return found
+
+
+def _processor_seconds(leader: int) -> float:
+    """What a session's processes have used, with those that have ended; infinite where there is no /proc."""
+    if not Path("/proc/self/stat").exists():
+        return math.inf
+    ticks = 0
+    for pid in _session(leader):
+        with suppress(OSError):  # it has ended meanwhile
+            # From the state on, user and system time are the fields 12 and 13; of children that have ended, 14 and 15.
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _end_session(leader: int) -> None:
@@ -332,7 +348,7 @@ def _grade_there(source: Source, answer: str, seed: int, line: Any) -> None:
     """The life of the process that grades: the verdict, then the mistake that it recognises."""
     if hasattr(os, "setsid"):
         os.setsid()  # a process group with all that it starts
-        signal.alarm(int(LIMIT + PATIENCE) + 1)  # the end, should nobody be left to end it
+        signal.alarm(int(WAITING * LIMIT + PATIENCE) + 1)  # the end, should nobody be left to end it
     _limit_memory()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of an overflow that the verdict is about
