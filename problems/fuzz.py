@@ -326,10 +326,30 @@ def _linear_cross_entropy(draw):
     return Drawn(tensors, {"ignore_index": ignore}, spoilt)
 
 
+class _AtOnce(torch.autograd.Function):
+    """A result whose gradient is made at once, rounded to the inputs' dtype, and multiplied by the upstream later."""
+
+    @staticmethod
+    def forward(ctx, x, weight, loss_of):
+        with torch.enable_grad():
+            leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            loss = loss_of(*leaves)
+        ctx.save_for_backward(*torch.autograd.grad(loss, leaves))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        return *(dloss * g for g in ctx.saved_tensors), None
+
+
 def linear_cross_entropy_reference(x, weight, targets, ignore_index):
-    # As the problem's reference: logits in x's dtype, the loss in fp32 at least. It takes classes and -100 alone.
-    logits = x.reshape(-1, x.shape[-1]) @ weight.to(x.dtype).t()
-    return cross_entropy_reference(wide(logits), targets.reshape(-1), ignore_index, "mean")
+    # As the problem's reference: logits in x's dtype, the loss in fp32 at least. It takes classes and -100 alone. Of
+    # equal rows of weight dx is 0, but for the rounding of the logits' gradient: of the same numbers as the operator's.
+    def loss(x, weight):
+        logits = x.reshape(-1, x.shape[-1]) @ weight.to(x.dtype).t()
+        return cross_entropy_reference(wide(logits), targets.reshape(-1), ignore_index, "mean")
+
+    return _AtOnce.apply(x, weight, loss)
 
 
 linear_cross_entropy = Question(
@@ -379,7 +399,7 @@ def _matmul_fp8(draw):
 
 
 def matmul_fp8_reference(a, a_scale, b, b_scale):
-    if a.dtype == torch.float8_e4m3fn and DEVICE == "cuda" and capability() == 90:
+    if a.dtype == torch.float8_e4m3fn and DEVICE.type == "cuda" and capability() == 90:
         return matmuls_fp8.on_hopper(a, b, a_scale, b_scale)
     return matmuls_fp8.reference(a, b, a_scale, b_scale)
 

@@ -13,17 +13,18 @@ from lessonkit.measure import fuzzing
 import pytest
 import torch
 
+from problems import fuzz as questions
 from problems import matmul_fp8
 
 pytestmark = pytest.mark.kept("tests/fuzz/*.jsonl", "problems/*.py")
 
 
-def found(operator):
-    """The call of the operator's case, and all that its reference is given."""
+def found(operator, nth=0):
+    """The call of the operator's nth case, and all that its reference is given."""
     cases = [
         f.case for f in fuzzing.found() if f.mode == "gpu" and f.case["operator"] == operator and "noise" in f.case
     ]
-    call = fuzz.Call(cases[0], "cpu")
+    call = fuzz.Call(cases[nth], "cpu")
     if not call.wanted:
         return call, call.args
     wanted, call.wanted = call.wanted, ()
@@ -127,3 +128,65 @@ def test_the_gradient_of_attention_follows_from_its_own_result():
     near, far = ((dq[0, 2, 7].double() - t.exact[1][0, 2, 7]).abs().max() for t in (truth, of_another))
     assert near < far / 4
     refused(truth, with_fault((o, dq, dk), 1, (0, 2, 7, 0), 0.00379178))
+
+
+def test_the_fp8_reference_is_the_tensor_core_on_hopper(monkeypatch):
+    """Row 7 of a comes down from 64818 to 38, so that what is cut off is 3% of the sum."""
+    call, given = found("matmul_fp8", 1)
+    a, b, a_scale, b_scale = given
+    exact = matmul_fp8.reference(*(t.double() for t in given))
+    answer = matmul_fp8.on_hopper(*given)
+    assert exact[7, 26].item() == pytest.approx(-1825078.357, rel=1e-9)
+    assert answer[7, 26] == -1761280  # on the H200 -1769472, its neighbour in bf16; in fp32 -1826816
+    fp32 = call.truth(given)
+    refused(fp32, (answer,))
+    monkeypatch.setattr(questions, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(questions, "capability", lambda: 90)
+    truth = call.truth(given)
+    assert torch.equal(truth.usual[0], answer)
+    on_h200 = answer.clone()
+    on_h200[7, 26] = -1769472
+    check.compare(truth, (on_h200,))
+    calm = ((answer.double() - exact).abs() + exact.abs()).amax(-1).argmin().item()
+    refused(truth, with_fault((answer,), 0, (calm, 0), -1769472 + 1825078))
+
+
+def test_an_infinity_where_pytorch_overflows_before_it_is_right():
+    """The sum is 81919: inf in fp16, to which PyTorch adds the residual's -inf. In fp32 it is a number."""
+    call, given = found("linear")
+    x, w, bias, _ = (t.double() for t in given)
+    assert torch.nn.functional.linear(x, w, bias)[8, 171].item() == pytest.approx(81918.7076)
+    truth = call.truth(given)
+    assert truth.exact[0][8, 171] == -torch.inf
+    assert truth.usual[0][8, 171].isnan()
+
+    def judged(value):
+        answer = truth.usual[0].clone()
+        answer[8, 171] = value
+        check.compare(fuzz._forgiving(truth, (answer,)), (answer,))
+
+    judged(-torch.inf)
+    for wrong in (torch.inf, 0.0, -65504.0):
+        with pytest.raises(Rejected, match="wrong"):
+            judged(wrong)
+
+
+def test_a_gradient_that_is_rounded_before_the_upstream_is_not_exactly_zero():
+    """All rows of weight are equal: dx is the sum of a row of the logits' gradient, each of them rounded to bf16."""
+    call, given = found("linear_cross_entropy")
+    x, w, targets = (t.detach() for t in given[:3])
+    M, V = len(x), len(w)
+    p = torch.softmax((x @ w.t()).float(), -1)
+    dlogits = ((p - torch.nn.functional.one_hot(targets, V)) / M).bfloat16()
+    dx = dlogits @ w * given[3]
+    assert dx[0, 0].item() == pytest.approx(7.96318054e-05, rel=1e-6)  # on the H200; exactly 3e-17
+    assert (dlogits.double().sum(-1) != 0).all()
+    truth = call.truth(given)
+    check.compare(truth, (truth.usual[0], dx, truth.usual[2]))
+    refused(truth, with_fault((truth.usual[0], dx, truth.usual[2]), 1, (0, 0), 0.01))
+    # In float64 it is the gradient of the plain loss.
+    x, w = (t.double().requires_grad_() for t in (x, w))
+    loss = torch.nn.functional.cross_entropy(x @ w.t(), targets)
+    plain = torch.autograd.grad(loss, (x, w), given[3].double())
+    for mine, theirs in zip(truth.exact[1:], plain, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-14, rtol=1e-10)

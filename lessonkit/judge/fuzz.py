@@ -470,8 +470,8 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 def _forgiving(truth: check.Truth, answer: Sequence[torch.Tensor]) -> check.Truth:
     """The truth, with this answer in PyTorch's place where PyTorch's is infinite or NaN, and neither's is wrong.
 
-    PyTorch may overflow on its way to a result. And near the dtype's largest number one of two right sums may be
-    infinite.
+    PyTorch may overflow on its way to a result: it answers NaN where it adds an infinity to that. And near the dtype's
+    largest number one of two right sums may be infinite.
     """
     if [(t.shape, t.dtype) for t in answer] != [(t.shape, t.dtype) for t in truth.usual]:
         return truth
@@ -486,7 +486,8 @@ def _forgiven(got: torch.Tensor, exact: torch.Tensor, usual: torch.Tensor) -> to
     rounded = exact.to(usual.dtype)
     overflowed = exact.isfinite() & rounded.isfinite() & got.isfinite() & ~usual.isfinite()
     too_large = exact.isfinite() & rounded.isinf() & (got == rounded)
-    return torch.where(at_the_end | too_large, got, torch.where(overflowed, rounded, usual))
+    infinite = exact.isinf() & usual.isnan() & (got == exact)
+    return torch.where(at_the_end | too_large | infinite, got, torch.where(overflowed, rounded, usual))
 
 
 def _refusal(call: Call) -> Outcome:
