@@ -1,6 +1,7 @@
 """`exercise` as a learner uses it: what next, check, watch, hint, reset and list say, and what they remember."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -151,11 +152,19 @@ def test_accidents_are_said_in_words(answers, monkeypatch, old, new, says):
 @interpreted
 def test_other_work_on_the_processors_does_not_refuse_an_answer(monkeypatch):
     """The clock runs on while the answer waits for its turn."""
-    monkeypatch.setattr(grade, "LIMIT", 0.5)
-    monkeypatch.setattr(grade, "WAITING", 1000)
-    assert grade.grade_apart(MUL, MUL.solution, seed=0).caught_by == "time"
-    monkeypatch.setattr(grade, "_processor_seconds", lambda session: 0.0)
-    assert not grade.grade_apart(MUL, MUL.solution, seed=0).caught_by
+    monkeypatch.setattr(grade, "LIMIT", 0.01)
+    monkeypatch.setattr(grade, "WAITING", 100_000)
+    for used, caught_by in ((math.inf, "time"), (0.0, "")):
+        monkeypatch.setattr(grade, "_processor_seconds", lambda session, used=used: used)
+        assert grade.grade_apart(MUL, MUL.solution, seed=0).caught_by == caught_by
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
+def test_processor_seconds_of_a_session_grow():
+    before, own = grade._processor_seconds(os.getsid(0)), time.process_time()
+    while time.process_time() < own + 0.2:
+        pass
+    assert grade._processor_seconds(os.getsid(0)) >= before + 0.1
 
 
 ENDLESS = """z = torch.empty_like(x)
