@@ -191,7 +191,8 @@ def test_which_kernel(monkeypatch):
     assert chosen(BACKWARD, Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, None, of)) == "hopper"
     monkeypatch.setattr(backward_hopper, "takes", lambda *args: False)
     monkeypatch.setattr(wide_backward, "takes", lambda *args: True)
-    assert chosen(BACKWARD, Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, None, of)) == "portable"
+    assert chosen(BACKWARD, Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, None, of)) == "wide"
+    assert chosen(BACKWARD, Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, 9.0, of)) == "portable"
 
 
 # ---- Hopper's kernels ----------------------------------------------------------------------------------------------
@@ -202,7 +203,8 @@ def on_hopper(monkeypatch, forward=forward_hopper, backward=backward_hopper):
 
     The backward has a CTA for each tile, as in tests/test_attention_backward_window.py.
     """
-    monkeypatch.setattr(backward, "num_sms", lambda device: 1000)
+    monkeypatch.setattr(backward, "num_sms", lambda device: 1000, raising=False)
+    monkeypatch.setattr(backward_hopper, "gdc_launch_dependents", nothing)  # of prepare_kernel
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(backward, name, nothing)
 
@@ -215,7 +217,10 @@ def on_hopper(monkeypatch, forward=forward_hopper, backward=backward_hopper):
     def gradients(dout, q, k, v, out, lse, *given, causal=False, window=None, softcap=None):
         heads = [_as_heads(t) for t in (dout, q, k, v, out)]
         scale = q.shape[-1] ** -0.5
-        found = backward.attention_backward(*heads, lse[None], causal, scale, window, softcap, Sequences(*given))
+        numbers = (causal, scale, window, softcap)
+        if not hasattr(backward, "attention_backward_hopper_kernel"):  # the wide one, which has no softcap
+            numbers = (causal, window, scale)
+        found = backward.attention_backward(*heads, lse[None], *numbers, Sequences(*given))
         return tuple(map(_as_rows, found))
 
     return attend, gradients
@@ -241,6 +246,8 @@ WIDE = {
     "D = 192, a window": ({"lengths": "200+70", "keys": "200+130", "D": 192, "H": 1}, {"causal": True, "window": 50}),
     "D = 256": ({"lengths": "130+5+70", "D": 256, "H": 1}, {"causal": True}),
     "D = 192, D_v = 128": ({"lengths": "300+129", "D": 192, "D_v": 128, "H_kv": 1}, {"causal": True}),
+    "D = 256, other lengths of keys": ({"lengths": "70+1+64+0+9", "keys": "100+70+0+50+65", "D": 256}, {}),
+    "D = 256, a neighbour's blocks": ({"lengths": "40x5+70", "D": 256, "H_kv": 1}, {"causal": True}),
 }
 
 
@@ -288,11 +295,12 @@ def test_the_forward_on_hopper_is_right_in_every_order(monkeypatch, name, seed):
 
 @emulated_here
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.night) for seed in range(1, 5))])
-@pytest.mark.parametrize("name", HOPPER)
+@pytest.mark.parametrize("name", HOPPER | WIDE)
 def test_the_backward_on_hopper_is_right_in_every_order(monkeypatch, name, seed):
     monkeypatch.setattr(emulated, "SEED", seed)
-    shape, options = HOPPER[name]
-    assert agrees_backward(on_hopper(monkeypatch)[1], shape, options, (torch.bfloat16, torch.float16)[seed % 2])
+    shape, options = (HOPPER | WIDE)[name]
+    backward = backward_hopper if name in HOPPER else wide_backward
+    assert agrees_backward(on_hopper(monkeypatch, backward=backward)[1], shape, options, (torch.bfloat16, torch.float16)[seed % 2])
 
 
 @emulated_here

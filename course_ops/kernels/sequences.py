@@ -106,7 +106,8 @@ WORDS = tl.constexpr(8)  # of a record
 
 @triton.jit
 def records_kernel(records_ptr, own_ptr, other_ptr, B, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """A program writes the records of a sequence's tiles. In front stands how many tiles there are."""
+    """A program writes the records of a sequence's tiles. In front stands how many tiles there are. Behind the last one
+    stands a sequence without rows, for programs of a grid that have no tile: at most B numbers have none."""
     CHUNK: tl.constexpr = 256
     b = tl.program_id(0)
     end, other_end = tl.load(own_ptr + b + 1), tl.load(other_ptr + b + 1)
@@ -121,6 +122,8 @@ def records_kernel(records_ptr, own_ptr, other_ptr, B, ROWS: tl.constexpr, WORDS
         total += tl.sum(tiles)
     if b == 0:
         tl.store(records_ptr, total)
+        word = tl.arange(0, WORDS)
+        tl.store(records_ptr + (1 + total) * WORDS + word, tl.where(word == 4, total, tl.where(word == 5, B, 0)))
     tiles = (length + ROWS - 1) // ROWS
     for start in range(0, tiles, CHUNK):
         at = start + tl.arange(0, CHUNK)
@@ -155,7 +158,7 @@ def unit_of_work(records_ptr, index, tiles, heads):
     if records_ptr is None:
         return (index,)
     else:
-        at = records_ptr + (1 + min(index // heads, tiles)) * 8  # of an index that is no unit the record is not used
+        at = records_ptr + (1 + min(index // heads, tiles)) * 8  # an index that is no unit has the record behind the last
         first = gl.load(at + 4) * heads
         return (
             index,
