@@ -158,7 +158,8 @@ def unit_of_work(records_ptr, index, tiles, heads):
     if records_ptr is None:
         return (index,)
     else:
-        at = records_ptr + (1 + min(index // heads, tiles)) * 8  # an index that is no unit has the record behind the last
+        # An index that is no unit has the record behind the last one.
+        at = records_ptr + (1 + min(index // heads, tiles)) * 8
         first = gl.load(at + 4) * heads
         return (
             index,
@@ -184,18 +185,18 @@ def unit_of_work(records_ptr, index, tiles, heads):
 LIMIT = gl.constexpr(2**30)
 
 
-def ragged_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """For blocks of so many rows of sequences of t [1, H, total, D], see coordinates."""
+def ragged_descriptor(t: Tensor, rows: int, columns: int, heads: int = 1) -> TensorDescriptor:
+    """For blocks of so many rows of sequences of t [1, H, total, D], of so many heads, see coordinates."""
     (_, H, total, D), (_, head, row, column) = t.shape, t.stride()
-    block, limit = [1, 1, 1, rows, columns], LIMIT.value
+    block, limit = [1, 1, heads, rows, columns], LIMIT.value
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[t.dtype])
     strides = [2**64 // limit - row, row, head, row, column]
     return TensorDescriptor(t, [limit + 1, total + 1, H, limit, D], strides, block, layout)
 
 
-def whole_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """For blocks of so many rows of t [B, H, S, D], see coordinates."""
-    return tensor_descriptor(t, [1, 1, rows, columns])
+def whole_descriptor(t: Tensor, rows: int, columns: int, heads: int = 1) -> TensorDescriptor:
+    """For blocks of so many rows of t [B, H, S, D], of so many heads, see coordinates."""
+    return tensor_descriptor(t, [1, heads, rows, columns])
 
 
 @gluon.jit
