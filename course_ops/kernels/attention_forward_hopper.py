@@ -764,9 +764,9 @@ def attention_forward(
 
 
 def heads_of_a_tile(group: int, mean: float, tiles: int, sms: int) -> int:
-    """How many heads of a group share a tile: several, if a sequence's queries, `mean` of them, fill at most half a
-    tile of one head, and if SMs would have more than a tile. TMA copies powers of two, so it is the largest that
-    divides the group."""
+    """How many heads of a group share a tile. It is one, unless a mean sequence's queries fill at most half a tile, and
+    one head a tile makes more tiles than there are SMs. TMA copies powers of two: the largest that divides the group.
+    """
     return min(ROWS, group & -group) if mean <= ROWS and tiles > sms else 1
 
 
