@@ -115,7 +115,7 @@ def attention_backward(
 #     backward    condition
 #     hopper      as forward, D and D_v <= 128; not under torch.use_deterministic_algorithms, since the order in which
 #                 this kernel adds up dQ varies
-#     wide        as forward, D or D_v from 136 to 256; no softcap, no packed sequences
+#     wide        as forward, D or D_v from 136 to 256; no softcap
 #     portable    none
 #
 # wide and portable are deterministic: their gradients are the same to the bit each time.
@@ -165,7 +165,7 @@ def _gradient_on_hopper(c: Gradient) -> bool:
 
 
 def _gradient_of_long_heads(c: Gradient) -> bool:
-    return c.sequences is None and c.softcap is None and wide_backward.takes(*c[:4])
+    return c.softcap is None and wide_backward.takes(*c[:4])
 
 
 FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor, Tensor]]], ...] = (
@@ -176,7 +176,7 @@ FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor,
 BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
     ("hopper", _gradient_on_hopper,
      lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window, *c[9:])),
-    ("wide", _gradient_of_long_heads, lambda c: wide_backward.attention_backward(*c[:9])),
+    ("wide", _gradient_of_long_heads, lambda c: wide_backward.attention_backward(*c[:9], c.sequences)),
     ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
 )  # fmt: skip
 

@@ -131,7 +131,7 @@ WRONG = (  # why, function, old, new, case, and what finds it: "value" or the fa
      "value|for ever|over"),
     ("a window of one key more", "first_key", "+ 1 - self", "- self", EDGE, "value"),
     ("the edge is not masked", "main_loop", "block, True)", "block, False)", EDGE, "value"),
-    ("whole blocks begin a key early", "consumer_partition", "+ ROWS - 1)", "+ ROWS - 65)", EDGE, "value"),
+    ("whole blocks begin a key early", "consumer_partition", "+ QUERIES - 1)", "+ QUERIES - 65)", EDGE, "value"),
     ("done again without its mask", "next_block", "c.args.cap_scale)\n            if EDGE:",
      "c.args.cap_scale)\n            if False:", EDGE | {"growth": 20}, "value"),
     ("the last block is left out", "consumer_partition", "max(0, first_key) // KEYS",

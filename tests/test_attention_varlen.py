@@ -191,7 +191,8 @@ def test_which_kernel(monkeypatch):
     assert chosen(BACKWARD, Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, None, of)) == "hopper"
     monkeypatch.setattr(backward_hopper, "takes", lambda *args: False)
     monkeypatch.setattr(wide_backward, "takes", lambda *args: True)
-    assert chosen(BACKWARD, Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, None, of)) == "portable"
+    assert chosen(BACKWARD, Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, None, of)) == "wide"
+    assert chosen(BACKWARD, Gradient(heads[0], *heads, heads[0], None, True, None, 0.25, 9.0, of)) == "portable"
 
 
 # ---- Hopper's kernels ----------------------------------------------------------------------------------------------
@@ -202,7 +203,8 @@ def on_hopper(monkeypatch, forward=forward_hopper, backward=backward_hopper):
 
     The backward has a CTA for each tile, as in tests/test_attention_backward_window.py.
     """
-    monkeypatch.setattr(backward, "num_sms", lambda device: 1000)
+    monkeypatch.setattr(backward, "num_sms", lambda device: 1000, raising=False)
+    monkeypatch.setattr(backward_hopper, "gdc_launch_dependents", nothing)  # of prepare_kernel
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(backward, name, nothing)
 
@@ -215,7 +217,10 @@ def on_hopper(monkeypatch, forward=forward_hopper, backward=backward_hopper):
     def gradients(dout, q, k, v, out, lse, *given, causal=False, window=None, softcap=None):
         heads = [_as_heads(t) for t in (dout, q, k, v, out)]
         scale = q.shape[-1] ** -0.5
-        found = backward.attention_backward(*heads, lse[None], causal, scale, window, softcap, Sequences(*given))
+        numbers = (causal, scale, window, softcap)
+        if not hasattr(backward, "attention_backward_hopper_kernel"):  # the wide one, which has no softcap
+            numbers = (causal, window, scale)
+        found = backward.attention_backward(*heads, lse[None], *numbers, Sequences(*given))
         return tuple(map(_as_rows, found))
 
     return attend, gradients
@@ -237,10 +242,22 @@ HOPPER = {
     "a softcap, D = 64": ({"lengths": "200+70", "keys": "100+333", "D": 64, "H": 1}, {"softcap": 1.0}),
     "more keys, D_v of 64": ({"lengths": "70+200", "keys": "333+201", "D": 128, "D_v": 64, "H": 1}, {"causal": True}),
 }
+PACKED = {  # several heads share a tile
+    "four heads": ({"lengths": "6x1+70+9", "keys": "6x130+300+3", "D": 128, "H": 8, "H_kv": 2}, {"causal": True}),
+    "two of six heads, a window": (
+        {"lengths": "3x1+70+0+33", "keys": "3x200+300+20+70", "D": 64, "H": 6, "H_kv": 1},
+        {"causal": True, "window": 50},
+    ),
+    "64 heads, three consumers": ({"lengths": "2+1", "keys": "140+0", "D": 64, "H": 64, "H_kv": 1}, {}),
+    "D = 192, D_v = 128, same lengths": ({"lengths": "3x5+70", "D": 192, "D_v": 128, "H_kv": 1}, {"causal": True}),
+    "D = 256": ({"lengths": "5+40", "keys": "130+70", "D": 256, "H": 8, "H_kv": 1}, {"causal": True}),
+}
 WIDE = {
     "D = 192, a window": ({"lengths": "200+70", "keys": "200+130", "D": 192, "H": 1}, {"causal": True, "window": 50}),
     "D = 256": ({"lengths": "130+5+70", "D": 256, "H": 1}, {"causal": True}),
     "D = 192, D_v = 128": ({"lengths": "300+129", "D": 192, "D_v": 128, "H_kv": 1}, {"causal": True}),
+    "D = 256, other lengths of keys": ({"lengths": "70+1+64+0+9", "keys": "100+70+0+50+65", "D": 256}, {}),
+    "D = 256, a neighbour's blocks": ({"lengths": "40x5+70", "D": 256, "H_kv": 1}, {"causal": True}),
 }
 
 
@@ -279,20 +296,23 @@ def whole(q, causal=False, window=None, softcap=None):
 
 @emulated_here
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.night) for seed in range(1, 5))])
-@pytest.mark.parametrize("name", HOPPER | WIDE)
+@pytest.mark.parametrize("name", HOPPER | PACKED | WIDE)
 def test_the_forward_on_hopper_is_right_in_every_order(monkeypatch, name, seed):
     monkeypatch.setattr(emulated, "SEED", seed)
-    shape, options = (HOPPER | WIDE)[name]
+    shape, options = (HOPPER | PACKED | WIDE)[name]
     assert agrees(on_hopper(monkeypatch)[0], shape, options, (torch.bfloat16, torch.float16)[seed % 2])
 
 
 @emulated_here
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.night) for seed in range(1, 5))])
-@pytest.mark.parametrize("name", HOPPER)
+@pytest.mark.parametrize("name", HOPPER | WIDE)
 def test_the_backward_on_hopper_is_right_in_every_order(monkeypatch, name, seed):
     monkeypatch.setattr(emulated, "SEED", seed)
-    shape, options = HOPPER[name]
-    assert agrees_backward(on_hopper(monkeypatch)[1], shape, options, (torch.bfloat16, torch.float16)[seed % 2])
+    shape, options = (HOPPER | WIDE)[name]
+    backward = backward_hopper if name in HOPPER else wide_backward
+    assert agrees_backward(
+        on_hopper(monkeypatch, backward=backward)[1], shape, options, (torch.bfloat16, torch.float16)[seed % 2]
+    )
 
 
 @emulated_here
@@ -341,6 +361,8 @@ KEYS, PLAIN = HOPPER["other lengths of keys"], HOPPER["an aligned diagonal, empt
 LAST_LONG = ({"lengths": "30+300", "D": 128, "H": 1}, {"causal": True})
 CAPPED = HOPPER["a softcap"]
 LATE, MANY = HOPPER["grouped heads, late dQ"], HOPPER["one after the other"]
+PACK, WIDE_KEYS = PACKED["four heads"], WIDE["D = 256, other lengths of keys"]
+WIDE_MANY = WIDE["D = 256, a neighbour's blocks"]
 EMPTY = ({"lengths": "30x0+64", "D": 128, "H": 1}, {"causal": True})
 WRONG = {  # why: module, old, new, forward or backward, case
     "a tile is stored whole": (sequences, "H, limit, D], strides", "H, limit + 64, D], strides", 0, LAST_LONG),
@@ -362,6 +384,16 @@ WRONG = {  # why: module, old, new, forward or backward, case
     "no derivative of tanh": (backward_hopper, "p * (1 - s * s)", "p", 1, CAPPED),
     "dK without the scale": (backward_hopper, "scale *= args.cap_scale", "scale *= 1", 1, CAPPED),
     "no step without queries": (backward_hopper, "S_q = max(1, S_q)", "S_q = S_q", 1, KEYS),
+    "Q of other heads": (forward_hopper, "queries, head * PACK", "queries, head", 0, PACK),
+    "a query for each row of a pack": (forward_hopper, "rows % self.QUERIES", "rows", 0, PACK),
+    "lse of the first head": (forward_hopper, "// problem.QUERIES", "* 0", 0, PACK),
+    "wide: dK of the first sequence": (wide_backward, "index, k_end, S_k, q_end, S_q", "index, q_end, S_q, k_end, S_k",
+                                       1, WIDE_KEYS),
+    "wide: no step without keys": (wide_backward, "(max(1, self.S_k) + ROWS", "(self.S_k + ROWS", 1, WIDE_KEYS),
+    "wide: values of the sequence before": (wide_backward, "// ROWS + self.number)", "// ROWS)", 1, WIDE_MANY),
+    "wide: tiles of all sequences": (wide_backward, "index -= first\n    if CAUSAL:  # the first keys",
+                                     "index += 0\n    if CAUSAL:  # the first keys", 1, WIDE_MANY),
+    "no record behind the last": (sequences, "tl.where(word == 5, B, 0)", "tl.where(word == 5, B, 9)", 1, WIDE_MANY),
 }  # fmt: skip
 
 
@@ -369,7 +401,7 @@ def copies(folder, module, old, new):
     """The Hopper kernels, with one change in one of the files."""
     changed, *kernels = (
         kernel_copies.changed(each, old, new, folder) if each is module else kernel_copies.same(each, folder)
-        for each in (sequences, forward_hopper, backward_hopper)
+        for each in (sequences, forward_hopper, backward_hopper, wide_backward)
     )
     for kernel in kernels:
         for name, value in vars(sequences).items():
@@ -382,14 +414,16 @@ def copies(folder, module, old, new):
 @pytest.mark.parametrize("why", WRONG)
 def test_a_wrong_kernel_is_found(monkeypatch, tmp_path, why):
     module, old, new, direction, (shape, options) = WRONG[why]
-    run = on_hopper(monkeypatch, *copies(tmp_path, module, old, new))[direction]
+    forward, *backwards = copies(tmp_path, module, old, new)
+    backward = backwards[(shape, options) in WIDE.values()]
+    run = on_hopper(monkeypatch, forward, backward)[direction]
     with suppress(Fault, IndexError, ZeroDivisionError):  # they find it, too
         assert not (agrees, agrees_backward)[direction](run, shape, options, torch.bfloat16)
 
 
 def test_the_copies_are_right_without_a_change(monkeypatch, tmp_path):
     if device.INTERPRETED:
-        attend, gradients = on_hopper(monkeypatch, *copies(tmp_path, None, "", ""))
+        attend, gradients = on_hopper(monkeypatch, *copies(tmp_path, None, "", "")[:2])
         assert agrees(attend, *LAST_LONG, torch.bfloat16)
         assert agrees_backward(gradients, *LAST_LONG, torch.bfloat16)
 

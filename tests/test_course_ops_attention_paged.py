@@ -24,10 +24,12 @@ def _same_numbers_every_time():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["pytorch", "kernels"])
-def computed(request):
-    """Where: by PyTorch on the CPU, or by the kernels."""
-    inside = testing.interpreted if request.param == "kernels" and not device.HAS_GPU else nullcontext
+@pytest.fixture(params=["pytorch", "an owner a program", "divided work"])
+def computed(request, monkeypatch):
+    """Where: by PyTorch on the CPU, or by the kernels, for which most shapes here are short."""
+    if request.param == "divided work":
+        monkeypatch.setattr(kernels, "ALONE", 0)
+    inside = testing.interpreted if request.param != "pytorch" and not device.HAS_GPU else nullcontext
     with inside():
         yield torch.device("cpu") if request.param == "pytorch" else device.DEVICE
 

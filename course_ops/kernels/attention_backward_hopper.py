@@ -82,14 +82,14 @@ def prepare_kernel(
     out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D_v] twice, [B, H, S_q]; [B H, rows] twice, dQ's
     out_strides, dout_strides, unit, H, S_q, rows, D_v,
     cu_ptr, B,  # None, or of B packed sequences
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     tiles, nth = rows // BLOCK_M, tl.num_programs(0) - 1 - tl.program_id(0)
     head, row = (nth // tiles).to(tl.int64), nth % tiles * BLOCK_M
     end = S_q
     if cu_ptr is not None:
-        begin, end, row, line, stored = padded_row(cu_ptr, B, H, head, row, BLOCK_D)
+        begin, end, row, line, stored = padded_row(cu_ptr, B, H, head, row, ROWS)
         if row >= stored:
             return
         out, dout, lse_ptr = skip_rows(out, out_strides, begin), skip_rows(dout, dout_strides, begin), lse_ptr + begin
@@ -111,10 +111,9 @@ def prepare_kernel(
 # Packed sequences have their values and sums in blocks of their own, in the order sequence, head, block. Of a sequence
 # without queries there is a block, too, as a tile has at least one step.
 @triton.jit
-def padded_row(cu_ptr, B, H, head, row, BLOCK_D: tl.constexpr):
-    """Of a row of a head among all blocks: its sequence's first row and length, the row there, where the head's rows
-    begin in values and sums, and how many these are with padding."""
-    ROWS: tl.constexpr = 8192 // BLOCK_D
+def padded_row(cu_ptr, B, H, head, row, ROWS: tl.constexpr):
+    """Of a row of a head among all blocks of ROWS: its sequence's first row and length, the row there, where the head's
+    rows begin in values and sums, and how many these are with padding."""
     b, begin, length, first = sequence_of_tile(cu_ptr, B, row // ROWS, ROWS)
     stored = tl.cdiv(tl.maximum(length, 1), ROWS) * ROWS
     line = (begin // ROWS + b).to(tl.int64) * H * ROWS + head * stored
@@ -133,7 +132,7 @@ def finish_kernel(
     head, part = (nth // parts).to(tl.int64), nth % parts
     first = head * parts
     if cu_ptr is not None:
-        begin, S_q, row, line, _ = padded_row(cu_ptr, B, H, head, part // (BLOCK_D // 64) * 64, BLOCK_D)
+        begin, S_q, row, line, _ = padded_row(cu_ptr, B, H, head, part // (BLOCK_D // 64) * 64, 8192 // BLOCK_D)
         if row >= S_q:
             return
         first, part = line // 64 * (BLOCK_D // 64), row // 64 * (BLOCK_D // 64) + part % (BLOCK_D // 64)
@@ -753,7 +752,7 @@ def attention_backward(
     )  # added to scaled scores, as powers of 2; or to scores
     prepare_kernel[(B * H * rows // 32,)](
         out, dout, lse, starts, deltas, total, out.stride(), dout.stride(), unit, H, S_q, rows, D_v, cu_q, count,
-        32, width,
+        32, width, block,
     )  # fmt: skip
     # Few heads at a time, so that long and short tiles run at the same time. There are 16 if L2 holds twice what their
     # programs share: Q, dO, and twice as much of dQ. Otherwise 8.

@@ -54,6 +54,15 @@ from course_ops.hopper import (
 )
 from course_ops.kernels.attention_backward_hopper import opaque_zero, prepare_kernel
 from course_ops.kernels.attention_tiles import LN2, LOG2E, even_groups, heads_in_l2, hopper_takes
+from course_ops.kernels.sequences import (
+    Sequences,
+    coordinates,
+    place_of,
+    ragged_descriptor,
+    records,
+    unit_of_work,
+    whole_descriptor,
+)
 from course_ops.versions import async_load, async_store
 
 ROWS, FIRST = 64, 128  # queries or keys of a block, its first columns
@@ -61,7 +70,7 @@ ROWS, FIRST = 64, 128  # queries or keys of a block, its first columns
 
 @aggregate
 class Problem:
-    """Sizes and masks. Query i stands at key i + S_k - S_q."""
+    """Sizes and masks of a CTA's sequence. Query i stands at key i + S_k - S_q."""
 
     H: gl.tensor
     S_q: gl.tensor
@@ -70,12 +79,32 @@ class Problem:
     GROUP: gl.constexpr  # query heads that share a head of K and V
     CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
+    q_end: gl.tensor | gl.constexpr  # None, or where a packed sequence ends among all rows
+    k_end: gl.tensor | gl.constexpr
+    number: gl.tensor | gl.constexpr  # None, or the packed sequence's
+
+    @gluon.jit
+    def queries(self, batch):
+        return place_of(batch, self.q_end, self.S_q)
+
+    @gluon.jit
+    def keys(self, batch):
+        return place_of(batch, self.k_end, self.S_k)
+
+    @gluon.jit
+    def blocks_before(self, batch, head, ROWS: gl.constexpr):
+        """Blocks of rows' values before those of a query head."""
+        blocks = (max(1, self.S_q) + ROWS - 1) // ROWS
+        if self.q_end is None:
+            return (batch * self.H + head) * blocks
+        else:
+            return ((self.q_end - self.S_q) // ROWS + self.number) * self.H + head * blocks
 
     @gluon.jit
     def key_blocks(self, row, ROWS: gl.constexpr):
         """(begin, first, last, end) of ROWS queries from `row` on: some query sees blocks begin to end, which is at
         least one; blocks first to last need no mask."""
-        blocks, at = (self.S_k + ROWS - 1) // ROWS, row + self.S_k - self.S_q
+        blocks, at = (max(1, self.S_k) + ROWS - 1) // ROWS, row + self.S_k - self.S_q
         begin, first, last, end = 0, 0, self.S_k // ROWS, blocks
         if self.WINDOW:
             begin = min(blocks - 1, max(0, at - self.window + 1) // ROWS)
@@ -89,10 +118,10 @@ class Problem:
     @gluon.jit
     def query_blocks(self, key, ROWS: gl.constexpr):
         """As key_blocks, of ROWS keys from `key` on. What is summed for keys past S_k is not stored."""
-        blocks, at = (self.S_q + ROWS - 1) // ROWS, key + self.S_q - self.S_k
+        blocks, at = (max(1, self.S_q) + ROWS - 1) // ROWS, key + self.S_q - self.S_k
         begin, first, last, end = 0, 0, blocks, blocks
         if self.CAUSAL:
-            begin = max(0, at) // ROWS
+            begin = min(blocks - 1, max(0, at) // ROWS)
             first = min(blocks, (max(0, at + ROWS - 1) + ROWS - 1) // ROWS)
         if self.WINDOW:
             end = min(blocks, max(begin + 1, (max(0, at + ROWS - 1 + self.window) + ROWS - 1) // ROWS))
@@ -117,7 +146,7 @@ class Problem:
 
 @aggregate
 class Blocks:
-    """Blocks in shared memory, [COUNT, 1, 1, ROWS, 128] and [COUNT, 1, 1, ROWS, 64 or 128]."""
+    """Blocks in shared memory, [COUNT, 1, .., ROWS, 128] and [COUNT, 1, .., ROWS, 64 or 128]."""
 
     first: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor
@@ -129,37 +158,37 @@ def allocate_blocks(desc, rest_desc, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def load_block(descs, blocks, i, full, batch, head, row):
-    """TMA copies rows from `row` on to block i. Its bytes are announced here."""
+def load_block(descs, blocks, i, full, where, head, row):
+    """TMA copies rows from `row` on to block i. Its bytes are announced here. where: see coordinates."""
     desc, rest_desc = descs
     mbarrier.expect(full, desc.block_type.nbytes + rest_desc.block_type.nbytes)
-    async_load(desc, [batch, head, row, 0], full, blocks.first.index(i))
-    async_load(rest_desc, [batch, head, row, desc.block_type.shape[3]], full, blocks.rest.index(i))
+    async_load(desc, coordinates(where, head, row, 0), full, blocks.first.index(i))
+    async_load(rest_desc, coordinates(where, head, row, desc.block_type.shape[-1]), full, blocks.rest.index(i))
 
 
 @gluon.jit
-def load_values(desc, smem, full, line, row):
-    """A value for each row of a block, from line `line` of [B H, rows]."""
+def load_values(desc, smem, full, block):
+    """A value for each row of a block, of [blocks, ROWS]."""
     mbarrier.expect(full, desc.block_type.nbytes)
-    async_load(desc, [line, row], full, smem)
+    async_load(desc, [block, 0], full, smem)
 
 
 @gluon.jit
-def store_block(descs, blocks, i, first, rest, batch, head, row):
+def store_block(descs, blocks, i, first, rest, where, head, row):
     """A consumer writes its sums over block i, which it alone has read, and TMA stores them."""
     desc, rest_desc = descs
     as_matrix(blocks.first.index(i)).store(first.to(blocks.first.dtype))
     as_matrix(blocks.rest.index(i)).store(rest.to(blocks.rest.dtype))
     fence_async_shared()
-    async_store(desc, [batch, head, row, 0], blocks.first.index(i))
-    async_store(rest_desc, [batch, head, row, desc.block_type.shape[3]], blocks.rest.index(i))
+    async_store(desc, coordinates(where, head, row, 0), blocks.first.index(i))
+    async_store(rest_desc, coordinates(where, head, row, desc.block_type.shape[-1]), blocks.rest.index(i))
     tma.store_wait(0)
 
 
 @gluon.jit
 def issue_scores(a, i, b, j, LAYOUT: gl.constexpr):
     """Issue A B^T [ROWS, ROWS] of block i of `a` and block j of `b`."""
-    ROWS: gl.constexpr = a.first.shape[3]
+    ROWS: gl.constexpr = a.first.shape[-2]
     s = gl.zeros((ROWS, ROWS), gl.float32, LAYOUT)
     x, y = as_matrix(a.first.index(i)), as_matrix(b.first.index(j))
     s = warpgroup_mma(x, y.permute((1, 0)), s, use_acc=False, is_async=True)
@@ -178,9 +207,9 @@ def issue_sum(left, b, j, first, rest):
 @gluon.jit
 def accumulators(blocks):
     """Zeros for the sums of a block's rows."""
-    ROWS: gl.constexpr = blocks.first.shape[3]
-    N: gl.constexpr = blocks.first.shape[4]
-    M: gl.constexpr = blocks.rest.shape[4]
+    ROWS: gl.constexpr = blocks.first.shape[-2]
+    N: gl.constexpr = blocks.first.shape[-1]
+    M: gl.constexpr = blocks.rest.shape[-1]
     return gl.zeros((ROWS, N), gl.float32, accumulator(N)), gl.zeros((ROWS, M), gl.float32, accumulator(M))
 
 
@@ -212,7 +241,7 @@ class QueryArgs:
     @gluon.jit
     def range(self):
         """The blocks of keys that some query of the CTA sees."""
-        ROWS: gl.constexpr = self.q.first.shape[3]
+        ROWS: gl.constexpr = self.q.first.shape[-2]
         begin, _, _, end = self.problem.key_blocks(self.row, ROWS)
         _, _, _, last_end = self.problem.key_blocks(self.row + ROWS, ROWS)
         return begin, max(end, last_end)
@@ -221,29 +250,30 @@ class QueryArgs:
 @gluon.jit
 def query_producer(args, descs):
     q_descs, do_descs, k_descs, v_descs, start_desc, delta_desc = descs
-    ROWS: gl.constexpr = args.q.first.shape[3]
+    ROWS: gl.constexpr = args.q.first.shape[-2]
     gdc_wait()
     gdc_launch_dependents()
-    batch, head, line = args.batch, args.head, args.batch * args.problem.H + args.head
+    head, queries, keys = args.head, args.problem.queries(args.batch), args.problem.keys(args.batch)
+    values = args.problem.blocks_before(args.batch, head, ROWS) + args.row // ROWS
     for half in gl.static_range(2):
         row = args.row + half * ROWS
-        load_block(q_descs, args.q, half, args.q_full.index(half), batch, head, row)
-        load_values(start_desc, args.start_smem.index(half), args.q_full.index(half), line, row)
+        load_block(q_descs, args.q, half, args.q_full.index(half), queries, head, row)
+        load_values(start_desc, args.start_smem.index(half), args.q_full.index(half), values + half)
     begin, end = args.range()
     head_kv = head // args.problem.GROUP
     for block in range(begin, end):
         step = block - begin
         stage, parity = ring_slot(step, args.k_full.shape[0])
         mbarrier.wait(args.k_empty.index(stage), parity ^ 1)
-        load_block(k_descs, args.k, stage, args.k_full.index(stage), batch, head_kv, block * ROWS)
+        load_block(k_descs, args.k, stage, args.k_full.index(stage), keys, head_kv, block * ROWS)
         if step == 0:
             for half in gl.static_range(2):
                 row = args.row + half * ROWS
-                load_block(do_descs, args.do, half, args.do_full.index(half), batch, head, row)
-                load_values(delta_desc, args.delta_smem.index(half), args.do_full.index(half), line, row)
+                load_block(do_descs, args.do, half, args.do_full.index(half), queries, head, row)
+                load_values(delta_desc, args.delta_smem.index(half), args.do_full.index(half), values + half)
         stage, parity = ring_slot(step, args.v_full.shape[0])
         mbarrier.wait(args.v_empty.index(stage), parity ^ 1)
-        load_block(v_descs, args.v, stage, args.v_full.index(stage), batch, head_kv, block * ROWS)
+        load_block(v_descs, args.v, stage, args.v_full.index(stage), keys, head_kv, block * ROWS)
 
 
 # dP runs under the exponentials, dQ and the next S follow each other. The other consumer's matmuls run under the rest.
@@ -295,7 +325,7 @@ def pass_blocks(args, cta_begin, begin, stop):
 
 @gluon.jit
 def query_consumer(args, dq_descs, scale, WHICH: gl.constexpr):
-    ROWS: gl.constexpr = args.q.first.shape[3]
+    ROWS: gl.constexpr = args.q.first.shape[-2]
     LAYOUT: gl.constexpr = accumulator(ROWS)
     row = args.row + WHICH * ROWS
     cta_begin, cta_end = args.range()
@@ -316,23 +346,30 @@ def query_consumer(args, dq_descs, scale, WHICH: gl.constexpr):
         args, s, first, rest, deltas, row, cta_begin, whole, last, cta_end, WHICH, False
     )  # fmt: skip
     s, first, rest = add_keys(args, s, first, rest, deltas, row, cta_begin, last, end, cta_end, WHICH, True)
-    store_block(dq_descs, args.q, WHICH, first * scale, rest * scale, args.batch, args.head, row)
+    store_block(dq_descs, args.q, WHICH, first * scale, rest * scale, args.problem.queries(args.batch), args.head, row)
 
 
 @gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
 def query_kernel(
     q_desc, q_rest, do_desc, do_rest, dq_desc, dq_rest,  # of [B, H, S_q, D]
     k_desc, k_rest, v_desc, v_rest,  # of [B, H_kv, S_k, D]
-    start_desc, delta_desc,  # of [B H, rows] fp32
+    start_desc, delta_desc,  # of [blocks, ROWS] fp32
+    records_ptr,  # None, or of packed sequences: S_q and S_k are totals then, and all_heads is one sequence's
     scale, scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    ROWS: gl.constexpr = q_desc.block_type.shape[-2]
+    if records_ptr is None:
+        index, q_end, k_end, number = gl.program_id(0), None, None, None
+    else:
+        work = unit_of_work(records_ptr, gl.program_id(0), gl.load(records_ptr), H)
+        index, q_end, S_q, k_end, S_k, first, tiles, number = work
+        index -= first
     if CAUSAL:  # the last queries see most keys
-        line, rank = tile_order(gl.program_id(0), tiles, all_heads, heads_at_once)
+        line, rank = tile_order(index, tiles, all_heads, heads_at_once)
         tile = tiles - 1 - rank
     else:
-        line, tile = gl.program_id(0) // tiles, gl.program_id(0) % tiles
+        line, tile = index // tiles, index % tiles
     args = QueryArgs(
         q=allocate_blocks(q_desc, q_rest, 2), do=allocate_blocks(do_desc, do_rest, 2),
         k=allocate_blocks(k_desc, k_rest, K_STAGES), v=allocate_blocks(v_desc, v_rest, V_STAGES),
@@ -340,7 +377,10 @@ def query_kernel(
         q_full=allocate_barriers(2, 2), do_full=allocate_barriers(2, 2),  # a block and its values: two announcements
         k_full=allocate_barriers(K_STAGES, 1), k_empty=allocate_barriers(K_STAGES, 2),
         v_full=allocate_barriers(V_STAGES, 1), v_empty=allocate_barriers(V_STAGES, 2),
-        problem=Problem(H=H, S_q=S_q, S_k=S_k, window=window, GROUP=GROUP, CAUSAL=CAUSAL, WINDOW=WINDOW),
+        problem=Problem(
+            H=H, S_q=S_q, S_k=S_k, window=window, GROUP=GROUP, CAUSAL=CAUSAL, WINDOW=WINDOW, q_end=q_end, k_end=k_end,
+            number=number,
+        ),
         scale_log2=scale_log2, batch=line // H, head=line % H, row=tile * 2 * ROWS,
     )  # fmt: skip
     descs = (q_desc, q_rest), (do_desc, do_rest), (k_desc, k_rest), (v_desc, v_rest), start_desc, delta_desc
@@ -384,21 +424,22 @@ class KeyArgs:
 def key_producer(args, descs):
     q_descs, do_descs, k_descs, v_descs, start_desc, delta_desc = descs
     GROUP: gl.constexpr = args.problem.GROUP
-    ROWS: gl.constexpr = args.q.first.shape[3]
-    load_block(k_descs, args.k, 0, args.k_full.index(0), args.batch, args.head_kv, args.key)
-    load_block(v_descs, args.v, 0, args.v_full.index(0), args.batch, args.head_kv, args.key)
+    ROWS: gl.constexpr = args.q.first.shape[-2]
+    queries, keys = args.problem.queries(args.batch), args.problem.keys(args.batch)
+    load_block(k_descs, args.k, 0, args.k_full.index(0), keys, args.head_kv, args.key)
+    load_block(v_descs, args.v, 0, args.v_full.index(0), keys, args.head_kv, args.key)
     begin, _, _, end = args.problem.query_blocks(args.key, ROWS)
     step = 0
     for head in range(args.head_kv * GROUP, args.head_kv * GROUP + GROUP):
-        line = args.batch * args.problem.H + head
+        values = args.problem.blocks_before(args.batch, head, ROWS)
         for block in range(begin, end):
             stage, parity = ring_slot(step, args.q_full.shape[0])
             mbarrier.wait(args.q_empty.index(stage), parity ^ 1)
-            load_block(q_descs, args.q, stage, args.q_full.index(stage), args.batch, head, block * ROWS)
-            load_values(start_desc, args.start_smem.index(stage), args.q_full.index(stage), line, block * ROWS)
+            load_block(q_descs, args.q, stage, args.q_full.index(stage), queries, head, block * ROWS)
+            load_values(start_desc, args.start_smem.index(stage), args.q_full.index(stage), values + block)
             mbarrier.wait(args.do_empty.index(stage), parity ^ 1)
-            load_block(do_descs, args.do, stage, args.do_full.index(stage), args.batch, head, block * ROWS)
-            load_values(delta_desc, args.delta_smem.index(stage), args.do_full.index(stage), line, block * ROWS)
+            load_block(do_descs, args.do, stage, args.do_full.index(stage), queries, head, block * ROWS)
+            load_values(delta_desc, args.delta_smem.index(stage), args.do_full.index(stage), values + block)
             step += 1
     gdc_wait()  # for query_kernel: what comes after this kernel reads dQ
 
@@ -438,7 +479,7 @@ def add_queries(args, s, first, rest, base, begin, stop, steps, MASKED: gl.const
 @gluon.jit
 def value_consumer(args, dv_descs):
     """Consumer 0: S^T, P^T and dV."""
-    ROWS: gl.constexpr = args.q.first.shape[3]
+    ROWS: gl.constexpr = args.q.first.shape[-2]
     LAYOUT: gl.constexpr = accumulator(ROWS)
     begin, whole, last, end = args.problem.query_blocks(args.key, ROWS)
     first, rest = accumulators(args.k)
@@ -453,13 +494,13 @@ def value_consumer(args, dv_descs):
         if args.problem.WINDOW:
             s, first, rest = add_queries(args, s, first, rest, base, last, end, steps, True)
         base += end - begin
-    store_block(dv_descs, args.k, 0, first, rest, args.batch, args.head_kv, args.key)
+    store_block(dv_descs, args.k, 0, first, rest, args.problem.keys(args.batch), args.head_kv, args.key)
 
 
 @gluon.jit
 def key_consumer(args, dk_descs, scale):
     """Consumer 1: dP^T, dS^T and dK. It needs no mask: where P is 0, dS is."""
-    ROWS: gl.constexpr = args.q.first.shape[3]
+    ROWS: gl.constexpr = args.q.first.shape[-2]
     LAYOUT: gl.constexpr = accumulator(ROWS)
     begin, _, _, end = args.problem.query_blocks(args.key, ROWS)
     first, rest = accumulators(args.v)
@@ -483,23 +524,30 @@ def key_consumer(args, dk_descs, scale):
         dp_after = issue_scores(args.v, 0, args.do, after, LAYOUT)
         first, rest, ds, dp = warpgroup_mma_wait(0, deps=(first, rest, ds, dp_after))
         mbarrier.arrive(args.q_empty.index(stage))
-    store_block(dk_descs, args.v, 0, first * scale, rest * scale, args.batch, args.head_kv, args.key)
+    store_block(dk_descs, args.v, 0, first * scale, rest * scale, args.problem.keys(args.batch), args.head_kv, args.key)
 
 
 @gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
 def key_kernel(
     q_desc, q_rest, do_desc, do_rest,  # of [B, H, S_q, D]
     k_desc, k_rest, v_desc, v_rest, dk_desc, dk_rest, dv_desc, dv_rest,  # of [B, H_kv, S_k, D]
-    start_desc, delta_desc,  # of [B H, rows] fp32
+    start_desc, delta_desc,  # of [blocks, ROWS] fp32
+    records_ptr,  # None, or of packed sequences: S_q and S_k are totals then, and all_heads is one sequence's
     scale, scale_log2, tiles, H, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    ROWS: gl.constexpr = q_desc.block_type.shape[-2]
     SQUARE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    if CAUSAL:  # the first keys are seen by most queries
-        line, tile = tile_order(gl.program_id(0), tiles, all_heads, heads_at_once)
+    if records_ptr is None:
+        index, q_end, k_end, number = gl.program_id(0), None, None, None
     else:
-        line, tile = gl.program_id(0) // tiles, gl.program_id(0) % tiles
+        work = unit_of_work(records_ptr, gl.program_id(0), gl.load(records_ptr), H // GROUP)
+        index, k_end, S_k, q_end, S_q, first, tiles, number = work
+        index -= first
+    if CAUSAL:  # the first keys are seen by most queries
+        line, tile = tile_order(index, tiles, all_heads, heads_at_once)
+    else:
+        line, tile = index // tiles, index % tiles
     args = KeyArgs(
         k=allocate_blocks(k_desc, k_rest, 1), v=allocate_blocks(v_desc, v_rest, 1),
         q=allocate_blocks(q_desc, q_rest, STAGES), do=allocate_blocks(do_desc, do_rest, STAGES),
@@ -509,7 +557,10 @@ def key_kernel(
         q_full=allocate_barriers(STAGES, 2), q_empty=allocate_barriers(STAGES, 1),  # full: a block and its values
         do_full=allocate_barriers(STAGES, 2), do_empty=allocate_barriers(STAGES, 2),
         p_full=allocate_barriers(2, 1), p_empty=allocate_barriers(2, 1),
-        problem=Problem(H=H, S_q=S_q, S_k=S_k, window=window, GROUP=GROUP, CAUSAL=CAUSAL, WINDOW=WINDOW),
+        problem=Problem(
+            H=H, S_q=S_q, S_k=S_k, window=window, GROUP=GROUP, CAUSAL=CAUSAL, WINDOW=WINDOW, q_end=q_end, k_end=k_end,
+            number=number,
+        ),
         scale_log2=scale_log2, batch=line // (H // GROUP), head_kv=line % (H // GROUP), key=tile * ROWS,
     )  # fmt: skip
     descs = (q_desc, q_rest), (do_desc, do_rest), (k_desc, k_rest), (v_desc, v_rest), start_desc, delta_desc
@@ -530,38 +581,44 @@ def takes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, window: int | None, scale: float,
+    causal: bool, window: int | None, scale: float, sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k [.., D] and v, out, dout [.., D_v] as in the forward, that `takes` takes -> dq as q, dk and dv as k, v.
 
     lse [B, H, S_q] in fp32, contiguous. Deterministic. Blocks are as wide as the longer rows need. TMA fills the
     shorter ones with zeros, and stores no column past their end: with D_v = 128, D = 192 costs what D_v = 192 does.
+    sequences: of rows that are packed, B = 1.
     """
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
     group, wide = H // H_kv, max(D, D_v) > 192
-    tiles = triton.cdiv(S_q, 2 * ROWS)
-    rows = tiles * 2 * ROWS
-    starts, deltas = (empty(B * H, rows, device=q.device) for _ in range(2))
-    prepare_kernel[(B * H * rows // 32,)](
-        out, dout, lse, starts, deltas, None, out.stride(), dout.stride(), LN2.value, H, S_q, rows, D_v, None, None,
-        32, 256,
+    tiles, key_tiles, blocks = (triton.cdiv(n, rows) for n, rows in ((S_q, 2 * ROWS), (S_k, ROWS), (S_q, ROWS)))
+    longest_q, longest_k, descriptor = S_q, S_k, whole_descriptor
+    listed, listed_keys, cu_q, count = None, None, None, None
+    if sequences is not None:
+        cu_q, count, longest_q, longest_k = sequences.q, sequences.count, sequences.longest_q, sequences.longest_k
+        listed, tiles = records(sequences.q, sequences.k, S_q, 2 * ROWS)
+        listed_keys, key_tiles = records(sequences.k, sequences.q, S_k, ROWS)
+        blocks, descriptor = S_q // ROWS + count, ragged_descriptor
+    starts, deltas = (empty(B * H * blocks, ROWS, device=q.device) for _ in range(2))
+    prepare_kernel[(B * H * blocks * ROWS // 32,)](
+        out, dout, lse, starts, deltas, None, out.stride(), dout.stride(), LN2.value, H, S_q, blocks * ROWS, D_v,
+        cu_q, count, 32, 256, ROWS,
     )  # fmt: skip
-    shapes = [1, 1, ROWS, FIRST], [1, 1, ROWS, 128 if wide else 64]
+    widths = FIRST, 128 if wide else 64
     queries, grads, keys, values, dqs, dks, dvs = (
-        [tensor_descriptor(t, shape) for shape in shapes] for t in (q, dout, k, v, dq, dk, dv)
+        [descriptor(t, ROWS, width) for width in widths] for t in (q, dout, k, v, dq, dk, dv)
     )
     of_rows = [tensor_descriptor(t, [1, ROWS], swizzled=False) for t in (starts, deltas)]
     sizes = S_q, S_k, window or 0, group, causal, window is not None
-    at_once = group * even_groups(B * H_kv, heads_in_l2(2 * S_k * (D + D_v), q.device))
+    at_once = group * even_groups(B * H_kv, heads_in_l2(2 * longest_k * (D + D_v), q.device))
     query_kernel[(B * H * tiles,)](
-        *queries, *grads, *dqs, *keys, *values, *of_rows, scale, scale * LOG2E.value, tiles, H, B * H, at_once,
+        *queries, *grads, *dqs, *keys, *values, *of_rows, listed, scale, scale * LOG2E.value, tiles, H, B * H, at_once,
         *sizes, 2, 1 if wide else 2, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    tiles = triton.cdiv(S_k, ROWS)
-    at_once = even_groups(B * H_kv, heads_in_l2(2 * group * S_q * (D + D_v), q.device))
-    key_kernel[(B * H_kv * tiles,)](
-        *queries, *grads, *keys, *values, *dks, *dvs, *of_rows, scale, scale * LOG2E.value, tiles, H, B * H_kv,
-        at_once, *sizes, 2 if wide else 3, num_warps=4, launch_pdl=True,
+    at_once = even_groups(B * H_kv, heads_in_l2(2 * group * longest_q * (D + D_v), q.device))
+    key_kernel[(B * H_kv * key_tiles,)](
+        *queries, *grads, *keys, *values, *dks, *dvs, *of_rows, listed_keys, scale, scale * LOG2E.value, key_tiles, H,
+        B * H_kv, at_once, *sizes, 2 if wide else 3, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return dq, dk, dv

@@ -33,6 +33,9 @@ D_v, the columns of V and O, may differ from D. Up to D = 192 and D_v = 128 a bl
 reads 0.75 of the shared memory that two with 64 read. O then has two accumulators of 64 columns. They leave through
 one buffer, since shared memory has no room for two.
 Softcap: S becomes tanh(S scale / softcap) before the masks, and the exponents are softcap times that.
+Few queries: a warpgroup's 64 rows are then QUERIES queries of 64 / QUERIES heads that share K and V, in the order head,
+query. With one query and four heads a row of Q, K and V are loaded and multiplied once for four heads, not four times.
+A warpgroup without any query, at the end of a sequence, multiplies nothing.
 Window: a tile ends with the first block that one of its queries sees. The blocks that the window's edge crosses come
 last, and the main loop masks them.
 """
@@ -85,7 +88,7 @@ from course_ops.kernels.sequences import (
 )
 from course_ops.versions import async_load, async_store
 
-ROWS = 64  # queries of a warpgroup
+ROWS = 64  # of a warpgroup: queries of a head, or of several
 LARGE_SUM = gl.constexpr(0x46000000)  # the bits of 2^13 in fp32
 HUGE_SUM = gl.constexpr(0x5F800000)  # those of 2^64
 
@@ -142,13 +145,14 @@ class Problem:
     """
 
     tiles: gl.tensor  # of a head
-    H: gl.tensor
+    H: gl.tensor  # heads, or packs of heads
     all_heads: gl.tensor  # B * H
     heads_at_once: gl.tensor
     S_q: gl.tensor
     S_k: gl.tensor
     window: gl.tensor | gl.constexpr  # or None
     CAUSAL: gl.constexpr
+    QUERIES: gl.constexpr  # of a warpgroup, each in ROWS / QUERIES heads: a pack
     records_ptr: gl.tensor | gl.constexpr  # None, or of packed sequences (sequences.records)
     q_end: gl.tensor | gl.constexpr  # None, or where the tile's sequence ends among all rows
     k_end: gl.tensor | gl.constexpr
@@ -162,20 +166,26 @@ class Problem:
         return unit_of_work(self.records_ptr, index, self.tiles, self.H)
 
     @gluon.jit
-    def tile(self, index, TILE_ROWS: gl.constexpr, KEYS: gl.constexpr):
+    def tile(self, index, TILE_QUERIES: gl.constexpr, KEYS: gl.constexpr):
         """Of the index-th tile: batch, head, its first query, how many blocks of keys its queries see, and where these
         end, in blocks."""
         if self.CAUSAL:
             head, rank = tile_order(index, self.tiles, self.all_heads, self.heads_at_once)
             tile = self.tiles - 1 - rank
-            end = min(self.S_k, max(0, (tile + 1) * TILE_ROWS + self.S_k - self.S_q))
+            end = min(self.S_k, max(0, (tile + 1) * TILE_QUERIES + self.S_k - self.S_q))
         else:
             head, tile, end = index // self.tiles, index % self.tiles, self.S_k
         last = (end + KEYS - 1) // KEYS
         blocks = last
         if self.window is not None:
-            blocks = last - max(0, self.first_key(tile * TILE_ROWS)) // KEYS
-        return head // self.H, head % self.H, tile * TILE_ROWS, blocks, last
+            blocks = last - max(0, self.first_key(tile * TILE_QUERIES)) // KEYS
+        return head // self.H, head % self.H, tile * TILE_QUERIES, blocks, last
+
+    @gluon.jit
+    def queries(self, row, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+        """The query of each of a warpgroup's rows; row: its first one."""
+        rows = gl.arange(0, ROWS, layout=LAYOUT)
+        return row + (rows if self.QUERIES == ROWS else rows % self.QUERIES)
 
     @gluon.jit
     def first_key(self, row):
@@ -192,8 +202,8 @@ def problem_of(problem, work):
         index, q_end, S_q, k_end, S_k, first, tiles, _number = work
         of_sequence = Problem(
             tiles=tiles, H=problem.H, all_heads=problem.all_heads, heads_at_once=problem.heads_at_once, S_q=S_q,
-            S_k=S_k, window=problem.window, CAUSAL=problem.CAUSAL, records_ptr=problem.records_ptr, q_end=q_end,
-            k_end=k_end,
+            S_k=S_k, window=problem.window, CAUSAL=problem.CAUSAL, QUERIES=problem.QUERIES,
+            records_ptr=problem.records_ptr, q_end=q_end, k_end=k_end,
         )  # fmt: skip
         return of_sequence, index - first
 
@@ -219,17 +229,18 @@ class PartitionArgs:
 def producer_partition(args, GROUP: gl.constexpr):
     q, k, v = args.q, args.k, args.v
     CONSUMERS: gl.constexpr = q.full.shape[0]
-    ROWS: gl.constexpr = q.descs[0].block_type.shape[-2]
+    PACK: gl.constexpr = q.descs[0].block_type.shape[-3]
+    QUERIES: gl.constexpr = args.problem.QUERIES
     KEYS: gl.constexpr = k.descs[0].block_type.shape[-2]
     step, count, index = 0, 0, gl.program_id(0)
     while index < args.problem.num_tiles():
         args.scheduler.publish(index, count)
         problem, within = problem_of(args.problem, args.problem.work(index))
-        batch, head, row, blocks, last = problem.tile(within, CONSUMERS * ROWS, KEYS)
+        batch, head, row, blocks, last = problem.tile(within, CONSUMERS * QUERIES, KEYS)
         queries, keys = place_of(batch, problem.q_end, problem.S_q), place_of(batch, problem.k_end, problem.S_k)
         for consumer in gl.static_range(CONSUMERS):
             mbarrier.wait(q.empty.index(consumer), count & 1 ^ 1)
-            q.load(consumer, queries, head, row + consumer * ROWS)
+            q.load(consumer, queries, head * PACK, row + consumer * QUERIES)
         for block in range(blocks + 1):  # K of a block, then V of the one before: the order in which they are needed
             if block < blocks:
                 stage = k.wait_empty(step + block)
@@ -329,7 +340,7 @@ def packed_operand_a(p, o, dtype: gl.constexpr):
 @gluon.jit
 def apply_mask(s, row, key, problem):
     """-inf where a query does not see a key; row, key: the block's first ones. With few registers."""
-    rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+    rows = problem.queries(row, s.shape[0], gl.SliceLayout(1, s.type.layout))
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     last = rows * 0 + (problem.S_k - 1 - key)
     if problem.CAUSAL:
@@ -341,7 +352,7 @@ def apply_mask(s, row, key, problem):
 @gluon.jit
 def apply_window(s, row, key, problem):
     """As apply_mask, for keys before a query's window alone."""
-    rows = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+    rows = problem.queries(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     first = rows + (problem.first_key(row) - key)
     return gl.where((keys & ~6)[None, :] >= first[:, None] - (keys & 6)[None, :], s, float("-inf"))
@@ -350,7 +361,7 @@ def apply_window(s, row, key, problem):
 @gluon.jit
 def apply_causal_mask(s, row, key, problem):
     """As apply_mask, if CAUSAL, in the loop over blocks on the diagonal."""
-    rows = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+    rows = problem.queries(row, s.shape[0], gl.SliceLayout(1, s.type.layout))
     keys = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     seen = (keys < problem.S_k)[None, :]
     seen = seen & (keys[None, :] <= rows[:, None] + (problem.S_k - problem.S_q))
@@ -520,26 +531,29 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
     CAUSAL: gl.constexpr = args.problem.CAUSAL
     WINDOW: gl.constexpr = args.problem.window is not None
     CONSUMERS: gl.constexpr = args.q.full.shape[0]
-    ROWS: gl.constexpr = args.q.descs[0].block_type.shape[-2]
+    QUERIES: gl.constexpr = args.problem.QUERIES
+    ROWS: gl.constexpr = args.q.descs[0].block_type.shape[-3] * QUERIES
     KEYS: gl.constexpr = args.k.descs[0].block_type.shape[-2]
     LAYOUT: gl.constexpr = accumulator(KEYS)
     step, count, work = 0, 0, args.problem.work(args.scheduler.receive(0))
     while work[0] < args.problem.num_tiles():
         problem, index = problem_of(args.problem, work)
-        batch, head, row, blocks, last = problem.tile(index, CONSUMERS * ROWS, KEYS)
-        row += WHICH * ROWS
+        batch, head, row, blocks, last = problem.tile(index, CONSUMERS * QUERIES, KEYS)
+        row += WHICH * QUERIES
         key = (last - 1) * KEYS
         # Blocks before `unseen` and from `end` on are seen by no query of this warpgroup. Blocks before `masked` are
         # crossed by the diagonal or the tail, those from `edge` on by the window's edge.
         unseen, masked, edge, end = 0, 1, blocks, blocks
         if CAUSAL and not ALIGNED:
             masked = min(blocks, max(1, last - (row + problem.S_k - problem.S_q + 1) // KEYS))
-        if CAUSAL and CONSUMERS * ROWS > KEYS:
-            unseen = max(0, min(blocks - 1, last - (row + ROWS + problem.S_k - problem.S_q + KEYS - 1) // KEYS))
+        if CAUSAL and CONSUMERS * QUERIES > KEYS:
+            unseen = max(0, min(blocks - 1, last - (row + QUERIES + problem.S_k - problem.S_q + KEYS - 1) // KEYS))
         if WINDOW:
             first_key = problem.first_key(row)
             end = max(masked, min(blocks, last - max(0, first_key) // KEYS))
-            edge = max(masked, min(end, last - (max(0, first_key + ROWS - 1) + KEYS - 1) // KEYS))
+            edge = max(masked, min(end, last - (max(0, first_key + QUERIES - 1) + KEYS - 1) // KEYS))
+        if row >= problem.S_q:  # the sequence's end: no query of this warpgroup
+            unseen, end = blocks, blocks
         m = gl.full((ROWS,), LOWEST, gl.float32, gl.SliceLayout(1, LAYOUT))
         l = partial_sums(gl.zeros((ROWS, KEYS), gl.float32, LAYOUT))
         o = zero_chunks(args.v.descs, ROWS)
@@ -552,7 +566,7 @@ def consumer_partition(args, WHICH: gl.constexpr, ALIGNED: gl.constexpr):
         mbarrier.wait(args.q.full.index(WHICH), count & 1)
         if CAUSAL and not ALIGNED:
             o, m, l = masked_blocks(c, o, m, l, unseen, masked - 1)
-        if blocks > 0:
+        if unseen < blocks:
             if ALIGNED and WHICH == 0:
                 o, m, l = half_block_first(c, o, m, l, blocks)
             else:
@@ -584,8 +598,14 @@ def zero_chunks(descs, ROWS: gl.constexpr):
 @gluon.jit
 def matrices_of(smems, stage):
     """A stage's chunks as [rows, columns] each."""
-    first = as_matrix(smems[0].index(stage))
-    return (first,) if len(smems) == 1 else (first, as_matrix(smems[1].index(stage)))
+    first = as_rows(smems[0].index(stage))
+    return (first,) if len(smems) == 1 else (first, as_rows(smems[1].index(stage)))
+
+
+@gluon.jit
+def as_rows(tile):
+    """A shared tile [1, .., heads, queries, columns] as [heads * queries, columns]."""
+    return tile.reshape((tile.shape[-3] * tile.shape[-2], tile.shape[-1]))
 
 
 @gluon.jit
@@ -603,22 +623,25 @@ def release_unread(c, block):
 def epilogue(args, problem, o, m, l, batch, head, row, WHICH: gl.constexpr):
     l = gl.convert_layout(gl.sum(l, axis=1), m.type.layout)
     empty = l == 0
-    rows = row + gl.arange(0, m.shape[0], layout=m.type.layout)
+    PACK: gl.constexpr = args.q.descs[0].block_type.shape[-3]
+    LAYOUT: gl.constexpr = m.type.layout
+    rows = problem.queries(row, m.shape[0], LAYOUT)
     lse = gl.where(empty, -float("inf"), (m + gl.log2(l)) * LN2)
-    S_q, first, lse_ptr = args.problem.S_q, batch * problem.H + head, args.lse_ptr
+    S_q, lse_ptr = args.problem.S_q, args.lse_ptr
+    heads = (batch * problem.H + head) * PACK + gl.arange(0, m.shape[0], layout=LAYOUT) // problem.QUERIES
     if problem.q_end is not None:
         lse_ptr += problem.q_end - problem.S_q
-    gl.store(lse_ptr + gl.cast(first, gl.int64) * S_q + rows, lse, mask=rows < problem.S_q)
+    gl.store(lse_ptr + heads.to(gl.int64) * S_q + rows, lse, mask=rows < problem.S_q)
     factor = 1 / gl.where(empty, 1.0, l)
     for i in gl.static_range(len(o)):
         # The last tile's store had this whole tile's time. Both chunks of D = 256 have one buffer.
         tma.store_wait(0)
         out = args.o_smems[i].index(WHICH)
-        as_matrix(out).store(scale_rows(o[i], factor).to(out.dtype))
+        as_rows(out).store(scale_rows(o[i], factor).to(out.dtype))
         fence_async_shared()
         where = place_of(batch, problem.q_end, problem.S_q)
         column = i * args.o_descs[0].block_type.shape[-1]
-        async_store(args.o_descs[i], coordinates(where, head, row, column), out)
+        async_store(args.o_descs[i], coordinates(where, head * PACK, row, column), out)
 
 
 @gluon.jit
@@ -660,6 +683,7 @@ def attention_hopper_kernel(
 ):  # fmt: skip
     if records_ptr is not None:
         tiles = gl.load(records_ptr)
+    QUERIES: gl.constexpr = q_desc.block_type.shape[-2]
     args = PartitionArgs(
         q=allocate_ring(q_desc, q_rest, CONSUMERS, 1), k=allocate_ring(k_desc, k_rest, K_STAGES, CONSUMERS),
         v=allocate_ring(v_desc, v_rest, V_STAGES, CONSUMERS),
@@ -668,7 +692,7 @@ def attention_hopper_kernel(
         scheduler=allocate_scheduler(counter_ptr),
         problem=Problem(
             tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, window=window,
-            CAUSAL=CAUSAL, records_ptr=records_ptr, q_end=None, k_end=None,
+            CAUSAL=CAUSAL, QUERIES=QUERIES, records_ptr=records_ptr, q_end=None, k_end=None,
         ),
         lse_ptr=lse_ptr, scale_log2=scale_log2, cap_scale=cap_scale,
     )  # fmt: skip
@@ -709,28 +733,41 @@ def attention_forward(
     if sequences is not None:
         longest_q, longest_k = sequences.longest_q, sequences.longest_k
         in_step = sequences.q.data_ptr() == sequences.k.data_ptr()  # so all lengths are alike
-    consumers, aligned = variant(longest_k, max(D, D_v), keys, causal, window, in_step)
+    count, mean = (B, S_q) if sequences is None else (sequences.count, S_q / sequences.count)
+    pack = heads_of_a_tile(group, mean, H * count, num_sms(q.device))
+    consumers, aligned = variant(longest_k, max(D, D_v), keys, causal, window, in_step and pack == 1)
+    queries, packs = ROWS // pack, H // pack  # of a warpgroup; of all heads
     if aligned:
         # Few heads at a time: tiles bound by compute and short ones, bound by bytes, are then under way together.
         at_once = even_groups(B * H, max(1, min(8, num_sms(q.device) // max(1, triton.cdiv(longest_q, 128)))))
     else:
-        at_once = group * even_groups(B * H_kv, heads_in_l2(2 * longest_k * (D + D_v), q.device))
+        at_once = group // pack * even_groups(B * H_kv, heads_in_l2(2 * longest_k * (D + D_v), q.device))
     if sequences is None:
-        listed, tiles, descriptor = None, triton.cdiv(S_q, consumers * ROWS), whole_descriptor
+        listed, tiles, descriptor = None, triton.cdiv(S_q, consumers * queries), whole_descriptor
     else:
-        listed, tiles = records(sequences.q, sequences.k, S_q, consumers * ROWS)
+        listed, tiles = records(sequences.q, sequences.k, S_q, consumers * queries)
         descriptor = ragged_descriptor
     columns, v_columns = chunk_widths(D), value_chunk_widths(D, D_v)
-    tensors = [(q, ROWS, *columns), (k, keys, *columns), (v, keys, *v_columns), (o, ROWS, *v_columns)]
-    descs = (descriptor(t, n, first) for t, n, first, _ in tensors)
-    rest_descs = (descriptor(t, n, rest) if rest else None for t, n, _, rest in tensors)
+    tensors = (
+        (q, queries, pack, *columns), (k, keys, 1, *columns), (v, keys, 1, *v_columns), (o, queries, pack, *v_columns)
+    )  # fmt: skip
+    descs = (descriptor(t, n, first, heads) for t, n, heads, first, _ in tensors)
+    rest_descs = (descriptor(t, n, rest, heads) if rest else None for t, n, heads, _, rest in tensors)
     if window is not None:
         window = min(window, S_k)  # no query sees more, and an int32 holds it
-    attention_hopper_kernel[(min(tiles * B * H, num_sms(q.device)),)](
+    attention_hopper_kernel[(min(tiles * B * packs, num_sms(q.device)),)](
         *descs, *rest_descs, lse, tile_counter(q.device), listed, *score_scales(scale, softcap),
-        tiles, H, B * H, at_once, S_q, S_k, window, group, causal, k_stages, v_stages, consumers, aligned, num_warps=4,
+        tiles, packs, B * packs, at_once, S_q, S_k, window, group // pack, causal, k_stages, v_stages, consumers,
+        aligned, num_warps=4,
     )  # fmt: skip
     return o, lse
+
+
+def heads_of_a_tile(group: int, mean: float, tiles: int, sms: int) -> int:
+    """How many heads of a group share a tile. It is one, unless a mean sequence's queries fill at most half a tile, and
+    one head a tile makes more tiles than there are SMs. TMA copies powers of two: the largest that divides the group.
+    """
+    return min(ROWS, group & -group) if mean <= ROWS and tiles > sms else 1
 
 
 def chunk_widths(D: int) -> tuple[int, int]:

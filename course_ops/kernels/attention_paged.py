@@ -11,6 +11,9 @@ sequences of unequal length keep every SM busy to the end. An owner with steps i
     programs   0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3     5 a share: owners 0 and 2 have two parts each
 A share that would begin within a start begins where the start does.
 
+Where no table has more than ALONE steps, a program has one owner: all its steps take less time than a second start and
+the merge of two parts. No work is divided then, and nothing is merged.
+
 The table of pages is read a step ahead, so that the address of a key never waits for it. Pointers load the keys, with a
 mask at a sequence's end. TMA is no faster here, and it does not know where a sequence ends.
 
@@ -45,6 +48,7 @@ from course_ops.kernels.attention_tiles import (
 )
 
 PROGRAMS_PER_SM = 2  # one loads while the other begins or ends an owner
+ALONE = 8  # steps that one program does at least as fast as several, with the merge
 START = tl.constexpr(2)  # steps in the time of an owner's first loads: its length, its queries and page, its keys
 
 
@@ -157,10 +161,10 @@ def paged_step(
 def paged_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,  # q, o [B, H, S_q, D or D_v]; k, v [pages, H_kv, PAGE, D or D_v]
     lengths_ptr, table_ptr,  # [B], [B, blocks] int32
-    spans_ptr, parts_ptr, part_lse_ptr,  # [owners, 2] int32; [parts, USED, BLOCK_V], [parts, USED] fp32
+    spans_ptr, parts_ptr, part_lse_ptr,  # [owners, 2] int32; [parts, USED, BLOCK_V], [parts, USED] fp32; or None
     q_strides, k_strides, v_strides, o_strides, table_stride, scale_log2, cap_scale, window,
     B, H, S_q, D, D_v, num_pages, capacity, tiles, part_weight,  # cap_scale, window, D_v: None where there is none
-    CAUSAL: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr, EARLY_MERGE: tl.constexpr,
+    CAUSAL: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr, EARLY_MERGE: tl.constexpr, DIVIDED: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -169,9 +173,11 @@ def paged_kernel(
     if EARLY_MERGE:
         gdc_launch_dependents()
     program, owners = tl.program_id(0), H // GROUP * tiles  # owners of a sequence
-    owner, step, next_owner, next_step = find_share(
-        lengths_ptr, capacity, S_q, window, B, owners, tl.num_programs(0), program, part_weight, BLOCK_N, BLOCK_B
-    )
+    owner, step, next_owner, next_step = program, 0, program + 1, 0
+    if DIVIDED:
+        owner, step, next_owner, next_step = find_share(
+            lengths_ptr, capacity, S_q, window, B, owners, tl.num_programs(0), program, part_weight, BLOCK_N, BLOCK_B
+        )
     for place in tl.range(owner, tl.where(next_step > 0, next_owner + 1, next_owner), num_stages=1):
         b, unit = place // owners, place % owners
         given = tl.load(lengths_ptr + b)
@@ -204,14 +210,18 @@ def paged_kernel(
         if PAGE is not None:
             broken = broken | ((outside if WHOLE else tl.max(outside.to(tl.int32), axis=0) > 0) & (length > 0))
         l = tl.where(broken, float("nan"), l)  # a table or a length that is wrong: the result says so
-        if stop - begin == steps:  # all keys: nothing to merge
-            epilogue(acc, l, m, *owner_rows(o_ptr, lse_ptr, o_strides, head, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row))
+        o_rows = owner_rows(o_ptr, lse_ptr, o_strides, head, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row)
+        if not DIVIDED:
+            epilogue(acc, l, m, *o_rows)
         else:
-            store_part(acc, l, m, parts_ptr, part_lse_ptr, program, place, ROWS, USED, BLOCK_V)
-        if begin == 0:
-            tl.store(spans_ptr + 2 * place, program)
-        if stop == steps:
-            tl.store(spans_ptr + 2 * place + 1, program)
+            if stop - begin == steps:  # all keys: nothing to merge
+                epilogue(acc, l, m, *o_rows)
+            else:
+                store_part(acc, l, m, parts_ptr, part_lse_ptr, program, place, ROWS, USED, BLOCK_V)
+            if begin == 0:
+                tl.store(spans_ptr + 2 * place, program)
+            if stop == steps:
+                tl.store(spans_ptr + 2 * place + 1, program)
 
 
 @triton.jit
@@ -257,21 +267,29 @@ def attention_paged(
     used = min(most_rows(q), triton.next_power_of_2(group * S_q))
     tiles, block_d, block_v = triton.cdiv(group * S_q, used), tile_width(D), tile_width(D_v)
     owners, sms = B * H_kv * tiles, num_sms(q.device)
-    block_n = min(128, TILE_BYTES // (max(block_d, block_v) * q.element_size()))
+    # A step's K and V fill at most three tiles: two, or three where one of them has rows twice as wide as the other.
+    most_keys = 3 * TILE_BYTES // ((block_d + block_v) * q.element_size())
+    block_n = min(128, triton.next_power_of_2(most_keys + 1) // 2)
     ahead, whole = steps_ahead(q, max(16, used), block_n, block_n * (block_d + block_v)), page % block_n == 0
     capacity = page if table is None else page * table.shape[1]
-    programs = min(PROGRAMS_PER_SM * sms, owners * max(1, triton.cdiv(capacity, block_n)))
-    spans = torch.empty(owners, 2, dtype=torch.int32, device=q.device)
-    parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_v,), ()))
+    most_steps = max(1, triton.cdiv(capacity, block_n))
+    programs = min(PROGRAMS_PER_SM * sms, owners * most_steps)
+    divided = most_steps > ALONE or owners > programs
+    spans = parts = part_lse = None
+    if divided:
+        spans = torch.empty(owners, 2, dtype=torch.int32, device=q.device)
+        parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_v,), ()))
     weight = part_weight(used * block_v * 4, block_n * (block_d + block_v) * q.element_size(), sms)
     early = architecture(q.device) >= 90 and not triton_interprets()  # programmatic dependent launch
-    paged_kernel[(programs,)](
+    paged_kernel[(programs if divided else owners,)](
         q, k, v, o, lse, lengths, lengths if table is None else table, spans, parts, part_lse,
         q.stride(), k.stride(), v.stride(), o.stride(), 0 if table is None else table.stride(0),
         *score_scales(scale, softcap), window, B, H, S_q, D, None if D_v == D else D_v, num_pages, capacity, tiles,
-        weight, causal, None if table is None else page, whole, early, group, max(16, used), used, block_n,
+        weight, causal, None if table is None else page, whole, early, divided, group, max(16, used), used, block_n,
         block_d, block_v, max(128, triton.next_power_of_2(B)), fp32_precision(), num_warps=4, num_stages=1 + ahead,
     )  # fmt: skip
+    if not divided:
+        return o, lse
     # One sequence may have all programs, divided among its K heads.
     at_once = triton.next_power_of_2(min(programs // (H_kv * tiles) + 2, 16384 // block_v))
     paged_merge_kernel[(owners * min(used, group * S_q),)](

@@ -106,7 +106,8 @@ WORDS = tl.constexpr(8)  # of a record
 
 @triton.jit
 def records_kernel(records_ptr, own_ptr, other_ptr, B, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """A program writes the records of a sequence's tiles. In front stands how many tiles there are."""
+    """A program writes the records of a sequence's tiles. In front stands how many tiles there are. Behind the last one
+    stands a sequence without rows, for programs of a grid that have no tile: at most B numbers have none."""
     CHUNK: tl.constexpr = 256
     b = tl.program_id(0)
     end, other_end = tl.load(own_ptr + b + 1), tl.load(other_ptr + b + 1)
@@ -121,6 +122,8 @@ def records_kernel(records_ptr, own_ptr, other_ptr, B, ROWS: tl.constexpr, WORDS
         total += tl.sum(tiles)
     if b == 0:
         tl.store(records_ptr, total)
+        word = tl.arange(0, WORDS)
+        tl.store(records_ptr + (1 + total) * WORDS + word, tl.where(word == 4, total, tl.where(word == 5, B, 0)))
     tiles = (length + ROWS - 1) // ROWS
     for start in range(0, tiles, CHUNK):
         at = start + tl.arange(0, CHUNK)
@@ -155,7 +158,8 @@ def unit_of_work(records_ptr, index, tiles, heads):
     if records_ptr is None:
         return (index,)
     else:
-        at = records_ptr + (1 + min(index // heads, tiles)) * 8  # of an index that is no unit the record is not used
+        # An index that is no unit has the record behind the last one.
+        at = records_ptr + (1 + min(index // heads, tiles)) * 8
         first = gl.load(at + 4) * heads
         return (
             index,
@@ -181,18 +185,18 @@ def unit_of_work(records_ptr, index, tiles, heads):
 LIMIT = gl.constexpr(2**30)
 
 
-def ragged_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """For blocks of so many rows of sequences of t [1, H, total, D], see coordinates."""
+def ragged_descriptor(t: Tensor, rows: int, columns: int, heads: int = 1) -> TensorDescriptor:
+    """For blocks of so many rows of sequences of t [1, H, total, D], of so many heads, see coordinates."""
     (_, H, total, D), (_, head, row, column) = t.shape, t.stride()
-    block, limit = [1, 1, 1, rows, columns], LIMIT.value
+    block, limit = [1, 1, heads, rows, columns], LIMIT.value
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[t.dtype])
     strides = [2**64 // limit - row, row, head, row, column]
     return TensorDescriptor(t, [limit + 1, total + 1, H, limit, D], strides, block, layout)
 
 
-def whole_descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """For blocks of so many rows of t [B, H, S, D], see coordinates."""
-    return tensor_descriptor(t, [1, 1, rows, columns])
+def whole_descriptor(t: Tensor, rows: int, columns: int, heads: int = 1) -> TensorDescriptor:
+    """For blocks of so many rows of t [B, H, S, D], of so many heads, see coordinates."""
+    return tensor_descriptor(t, [1, heads, rows, columns])
 
 
 @gluon.jit
