@@ -790,6 +790,35 @@ def compiled_kernels(target):
     return sorted(names), too_large
 
 
+def test_the_mean_of_equal_values_is_that_value():
+    """The interpreter divides as a CPU does, so this looks into the compiled kernels: each mean is rounded once."""
+    divisions = call_in_compiler("tests.test_course_ops_rows", "divisions_rounded_once", 90)
+    means = {"layer_norm_split": 2, "layer_norm_shifted": 2}  # of a part, and of the row
+    assert len(divisions) == 6
+    assert not {name: count for name, count in divisions.items() if count < means.get(name, 1)}
+
+
+def divisions_rounded_once(target):
+    """In a process that only compiles: how many div.rn each launcher's kernel has that centres a row."""
+    layer_norms, add_norms = (import_module(f"course_ops.kernels.{op}") for op in ("layer_norm", "add_norm"))
+    found = {}
+    with compiled.compiling(target) as made:
+        for launch, n in (
+            (layer_norms.layer_norm_tile, 9),
+            (layer_norms.layer_norm_packed, 4096),
+            (layer_norms.layer_norm_chunks, 3000),
+            (layer_norms.layer_norm_split, 40000),
+            (layer_norms.layer_norm_shifted, 9001),
+            (add_norms.add_norm_packed, 4096),
+        ):
+            x, w = (torch.empty(*shape, n, dtype=torch.bfloat16, device="meta") for shape in ((100,), ()))
+            made.clear()
+            launch(x, *(x,) * (launch is add_norms.add_norm_packed), w, w, 1e-12)
+            (kernel,) = made.values()
+            found[launch.__name__] = kernel.asm["ptx"].count("div.rn.f32")
+    return found
+
+
 @pytest.mark.parametrize(
     ("lengths", "told"),
     [((3008, 3008), 1), ((3000, 3000), 8), ((3000, 3008), 8), ((3008, 3012), 4), ((3002, 3000), 2), ((3001, 3008), 1)],

@@ -190,6 +190,16 @@ def widen(x, sixteen):
 
 
 @triton.jit
+def mean_of(total, count):
+    """total / count, rounded once: the mean of equal values is that value.
+
+    `/` divides by an approximation, whose last step the compiler fuses with the x - mean that follows. A row of nothing
+    but 100.0 would then have a variance of 5e-13, which counts beside an eps of 1e-12.
+    """
+    return tl.div_rn(total, count + tl.zeros_like(total))
+
+
+@triton.jit
 def multiple(length, MULTIPLE: tl.constexpr):
     """`length`, which is a multiple of MULTIPLE, written so that the compiler knows it.
 
