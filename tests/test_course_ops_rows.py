@@ -5,6 +5,7 @@ than they hold.
 """
 
 import math
+import re
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
@@ -816,6 +817,31 @@ def divisions_rounded_once(target):
             launch(x, *(x,) * (launch is add_norms.add_norm_packed), w, w, 1e-12)
             (kernel,) = made.values()
             found[launch.__name__] = kernel.asm["ptx"].count("div.rn.f32")
+    return found
+
+
+def test_rows_that_start_at_multiples_of_4_bytes_are_stored_as_they_are_loaded():
+    """Each thread stores the columns that it has loaded, so that no row passes through shared memory in between."""
+    assert not call_in_compiler("tests.test_course_ops_rows", "rows_moved_between_threads", 90)
+
+
+def rows_moved_between_threads(target):
+    """In a process that only compiles: which norms change the layout of a 16-bit tensor."""
+    x, w, m = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((100, 2730), (2730,), (100,)))
+    m, found = m.float(), []
+    norms = {op: import_module(f"course_ops.kernels.{op}") for op in ("layer_norm", "rms_norm")}
+    with compiled.compiling(target) as made:
+        for launch, args in (
+            (norms["layer_norm"].layer_norm_chunks, (x, w, w, 1e-5)),
+            (norms["layer_norm"].layer_norm_backward_walk, (x, x, w, m, m, True)),
+            (norms["layer_norm"].layer_norm_backward_group, (x, x, w, m, m, True)),
+            (norms["rms_norm"].rms_norm_chunks, (x, w, 1e-5)),
+            (norms["rms_norm"].rms_norm_backward_walk, (x, x, w, m)),
+        ):
+            made.clear()
+            launch(*args)
+            moves = [re.findall(r"convert_layout .*tensor<\d+xbf16,", each.asm["ttgir"]) for each in made.values()]
+            found += [launch.__name__] * any(moves)
     return found
 
 

@@ -117,22 +117,32 @@ def split(rows: Rows, *, part_bytes: int, most_parts: int, warp_bytes: int) -> S
 
 @dataclass(frozen=True)
 class Chunks:
-    """A row as `count` tensors of `block` columns, 16 bytes per thread each: 2560 columns are five of 512, not 4096."""
+    """A row as `count` tensors of `block` columns, one load per thread each: 2560 columns are five of 512, not 4096."""
 
     warps: int
     count: int
     block: int
 
 
-def in_chunks(N: int, itemsize: int) -> Chunks:
+def in_chunks(N: int, itemsize: int, load_bytes: int = 16) -> Chunks:
     """The fewest idle lanes, to a sixteenth of the row; then about 64 bytes per thread, which are under way at once."""
     found = []
     for warps in (1, 2, 4, 8, 16):
-        block = 512 * warps // itemsize
+        block = 32 * warps * load_bytes // itemsize
         count = max(1, triton.cdiv(N, block))
-        if count <= 9 or warps == 16:
+        if (count * load_bytes <= 144 and count <= 16) or warps == 16:
             found.append(Chunks(warps, count, block))
-    return min(found, key=lambda c: (round(16 * c.count * c.block / max(N, 1)), abs(c.count - 4)))
+    return min(found, key=lambda c: (round(16 * c.count * c.block / max(N, 1)), abs(c.count * load_bytes - 64)))
+
+
+def load_bytes(itemsize: int, N: int, *strides: int) -> int:
+    """What one load of a thread takes: 16, 8 or 4 bytes, at whose multiples all rows start.
+
+    A kernel that reads w beside the rows says this to in_chunks. Triton lays out both alike, by w, which starts at a
+    multiple of 16 bytes. With 16 bytes a thread the narrower loads of a warp would lie apart, and y would pass through
+    shared memory to be stored.
+    """
+    return max(4, itemsize * math.gcd(16 // itemsize, N, *strides))
 
 
 def common_multiple_of(N: int, *strides: int) -> int:

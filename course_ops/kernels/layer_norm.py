@@ -13,6 +13,7 @@ from course_ops.kernels._rows import (
     add_step,
     common_multiple_of,
     in_chunks,
+    load_bytes,
     look,
     mean_of,
     multiple,
@@ -152,13 +153,14 @@ def welford(x, count, mean, m2):
 
 
 def layer_norm_chunks(x, w, b, eps, residual=None):
-    """As layer_norm_tile; a row is a list of chunks of 16 bytes per thread, all of them loaded before the first use.
+    """As layer_norm_tile; a row is a list of chunks of one load per thread, all under way before the first use.
 
     With residual [M, N]: of residual + x, which is a fourth result.
     """
     y, mean, rstd, rows, total, stride = _results(x, residual)
     if y.numel():
-        plan = in_chunks(rows.N, max(x.element_size(), 0 if total is None else total.element_size()))
+        itemsize = max(x.element_size(), 0 if total is None else total.element_size())
+        plan = in_chunks(rows.N, itemsize, load_bytes(itemsize, rows.N, x.stride(0), stride))
         layer_norm_chunks_kernel[(rows.M,)](
             x, w, b, y, mean, rstd, residual, total, rows.N, x.stride(0), stride, eps, 16, plan.count, plan.block,
             common_multiple_of(rows.N, x.stride(0), stride), num_warps=plan.warps,

@@ -13,6 +13,7 @@ from course_ops.kernels._rows import (
     add_step,
     common_multiple_of,
     in_chunks,
+    load_bytes,
     look,
     multiple,
     opaque,
@@ -88,10 +89,10 @@ def rms_norm_chunks_kernel(
 
 
 def rms_norm_chunks(x, w, eps):
-    """As rms_norm_packed; a row is a list of chunks of 16 bytes per thread, all of them loaded before the first use."""
+    """As rms_norm_packed; a row is a list of chunks of one load per thread, all under way before the first use."""
     y, rstd, rows = _results(x)
     if y.numel():
-        plan = in_chunks(rows.N, rows.itemsize)
+        plan = in_chunks(rows.N, rows.itemsize, load_bytes(rows.itemsize, rows.N, x.stride(0)))
         rms_norm_chunks_kernel[(rows.M,)](
             x, w, y, rstd, rows.N, x.stride(0), eps, 16, plan.count, plan.block,
             common_multiple_of(rows.N, x.stride(0)), num_warps=plan.warps,
