@@ -50,8 +50,8 @@ class Rows:
         """Of x, whose result has rows of N elements; `more` is read beside it."""
         odd = x.element_size() == 2 and x.shape[1] % 2 == 1
         # A row starts at the same place between two multiples of 16 bytes in each tensor.
-        alike = all((t.stride(0) - x.shape[1]) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, *more))
-        return cls(*x.shape, x.element_size(), num_sms(x.device), odd and alike)
+        shifted = odd and all((t.stride(0) - x.shape[1]) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, *more))
+        return cls(*x.shape, x.element_size(), num_sms(x.device), shifted)
 
     @property
     def bytes(self) -> int:
@@ -173,6 +173,20 @@ def waits() -> tuple[bool, ...]:
     That launch computes from statistics that are not there yet; the second overwrites what it stored.
     """
     return (False, True) if triton_interprets() else (True,)
+
+
+def launch_shifted(kernel, rows: Rows, parts: Split, empty: int, word: torch.dtype, tensors, numbers) -> None:
+    """kernel on tensors, their partial statistics, N, numbers and how a row is spread; one part needs no partials.
+
+    partials: [M, PARTS] words, which are `empty` until a part publishes its own.
+    """
+    alone = parts.parts == 1
+    partials = torch.full((0,) if alone else (rows.M, parts.parts), empty, dtype=word, device=tensors[0].device)
+    for blocking in (False,) if alone else waits():
+        kernel[(rows.M * parts.parts,)](
+            *tensors, partials, rows.N, *numbers, parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8,
+            blocking, num_warps=parts.warps,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from course_ops.kernels._rows import (
     add_step,
     common_multiple_of,
     in_chunks,
+    launch_shifted,
     load_bytes,
     look,
     mean_of,
@@ -293,14 +294,8 @@ def layer_norm_shifted(x, w, b, eps):
     y, mean, rstd, rows, _, _ = _results(x)
     parts = layer_norm_shifted_parts(rows)
     if y.numel():
-        partials = torch.full(
-            (rows.M, parts.parts) if parts.parts > 1 else (0,), -1, dtype=torch.int64, device=x.device
-        )
-        for blocking in waits() if parts.parts > 1 else (False,):
-            layer_norm_shifted_kernel[(rows.M * parts.parts,)](
-                x, w, b, y, mean, rstd, partials, rows.N, x.stride(0), y.stride(0), eps,
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8, blocking, num_warps=parts.warps,
-            )  # fmt: skip
+        numbers = x.stride(0), y.stride(0), eps
+        launch_shifted(layer_norm_shifted_kernel, rows, parts, -1, torch.int64, (x, w, b, y, mean, rstd), numbers)
     return y, mean, rstd
 
 
