@@ -5,6 +5,7 @@ than they hold.
 """
 
 import math
+import re
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
@@ -788,6 +789,60 @@ def compiled_kernels(target):
             kernels["cross_entropy"].cross_entropy_backward(m, x, targets, m, -100, x)
         names |= set(made)
     return sorted(names), too_large
+
+
+def test_the_mean_of_equal_values_is_that_value():
+    """The interpreter divides as a CPU does, so this looks into the compiled kernels: each mean is rounded once."""
+    divisions = call_in_compiler("tests.test_course_ops_rows", "divisions_rounded_once", 90)
+    means = {"layer_norm_split": 2, "layer_norm_shifted": 2}  # of a part, and of the row
+    assert len(divisions) == 6
+    assert not {name: count for name, count in divisions.items() if count < means.get(name, 1)}
+
+
+def divisions_rounded_once(target):
+    """In a process that only compiles: how many div.rn each launcher's kernel has that centres a row."""
+    layer_norms, add_norms = (import_module(f"course_ops.kernels.{op}") for op in ("layer_norm", "add_norm"))
+    found = {}
+    with compiled.compiling(target) as made:
+        for launch, n in (
+            (layer_norms.layer_norm_tile, 9),
+            (layer_norms.layer_norm_packed, 4096),
+            (layer_norms.layer_norm_chunks, 3000),
+            (layer_norms.layer_norm_split, 40000),
+            (layer_norms.layer_norm_shifted, 9001),
+            (add_norms.add_norm_packed, 4096),
+        ):
+            x, w = (torch.empty(*shape, n, dtype=torch.bfloat16, device="meta") for shape in ((100,), ()))
+            made.clear()
+            launch(x, *(x,) * (launch is add_norms.add_norm_packed), w, w, 1e-12)
+            (kernel,) = made.values()
+            found[launch.__name__] = kernel.asm["ptx"].count("div.rn.f32")
+    return found
+
+
+def test_rows_that_start_at_multiples_of_4_bytes_are_stored_as_they_are_loaded():
+    """Each thread stores the columns that it has loaded, so that no row passes through shared memory in between."""
+    assert not call_in_compiler("tests.test_course_ops_rows", "rows_moved_between_threads", 90)
+
+
+def rows_moved_between_threads(target):
+    """In a process that only compiles: which norms change the layout of a 16-bit tensor."""
+    x, w, m = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((100, 2730), (2730,), (100,)))
+    m, found = m.float(), []
+    norms = {op: import_module(f"course_ops.kernels.{op}") for op in ("layer_norm", "rms_norm")}
+    with compiled.compiling(target) as made:
+        for launch, args in (
+            (norms["layer_norm"].layer_norm_chunks, (x, w, w, 1e-5)),
+            (norms["layer_norm"].layer_norm_backward_walk, (x, x, w, m, m, True)),
+            (norms["layer_norm"].layer_norm_backward_group, (x, x, w, m, m, True)),
+            (norms["rms_norm"].rms_norm_chunks, (x, w, 1e-5)),
+            (norms["rms_norm"].rms_norm_backward_walk, (x, x, w, m)),
+        ):
+            made.clear()
+            launch(*args)
+            moves = [re.findall(r"convert_layout .*tensor<\d+xbf16,", each.asm["ttgir"]) for each in made.values()]
+            found += [launch.__name__] * any(moves)
+    return found
 
 
 @pytest.mark.parametrize(

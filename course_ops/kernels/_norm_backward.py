@@ -11,9 +11,10 @@ Two kernels compute this:
 Both launch as many programs as the GPU runs at once. Each program works on one row after another, and keeps dw and db
 in fp32 registers until its last row. Meanwhile cp.async copies its next rows to shared memory.
 
-A program's columns are a list of chunks. In a full chunk each thread has 16 bytes, so that one cp.async copies 16
-bytes. The last chunk may be a half or a quarter of a full one, so that few lanes idle whatever N is. If one call mixes
-16 and 32 bits, a full chunk has four columns per thread. Then both lie in the same threads.
+A program's columns are a list of chunks. In a full chunk each thread has what one cp.async copies: 16 bytes, or 8 or 4
+where rows start at such multiples only. The last chunk may be a half or a quarter of a full one, so that few lanes idle
+whatever N is. If one call mixes 16 and 32 bits, a full chunk has at most four columns per thread. Then both lie in the
+same threads.
 """
 
 import math
@@ -312,6 +313,15 @@ class Load:
         return max(4, int(REGISTERS / (32 * warps) * 5 / 8 / held) // 4 * 4)
 
 
+def load_of(at_once: int) -> Load:
+    """A chunk has as many columns per thread as one load takes, or four where single elements are loaded.
+
+    With several loads in a chunk the compiler would keep neighbours in one thread. The words that a warp loads at once
+    would lie apart, sums would cross warps, and dx would pass through shared memory to be stored.
+    """
+    return Load(4 if at_once == 1 else at_once, at_once)
+
+
 def held(dy_bytes: int, x_bytes: int, bias: bool, rows: int, at_once: int) -> float:
     """Registers for a column: w and the sums in fp32, and `rows` rows of dy and x.
 
@@ -335,7 +345,7 @@ def walk(N: int, held: float, load: Load) -> Plan | None:
 
 def walks(N: int, itemsize: int, bias: bool) -> bool:
     """Whether norm_backward_walk takes rows of N columns, where dy and x have `itemsize` bytes per element."""
-    load = Load(4, 1) if N % 2 else Load(16 // itemsize, 2)
+    load = load_of(math.gcd(16 // itemsize, N))
     return walk(N, held(itemsize, itemsize, bias, 1, load.at_once), load) is not None
 
 
@@ -413,8 +423,7 @@ def _layout(dtotal, dy, x, w):
     tensors = [t for t in (dtotal, dy, x) if t is not None]
     lengths = [x.shape[1], *(t.stride(0) for t in tensors)]
     at_once = math.gcd(16 // max(t.element_size() for t in (*tensors, w)), *lengths)
-    width = 4 if at_once == 1 else 16 // max(t.element_size() for t in (*tensors, w))
-    return tensors, Load(width, at_once), common_multiple_of(*lengths)
+    return tensors, load_of(at_once), common_multiple_of(*lengths)
 
 
 def _strides(dtotal, dy, x):

@@ -50,8 +50,8 @@ class Rows:
         """Of x, whose result has rows of N elements; `more` is read beside it."""
         odd = x.element_size() == 2 and x.shape[1] % 2 == 1
         # A row starts at the same place between two multiples of 16 bytes in each tensor.
-        alike = all((t.stride(0) - x.shape[1]) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, *more))
-        return cls(*x.shape, x.element_size(), num_sms(x.device), odd and alike)
+        shifted = odd and all((t.stride(0) - x.shape[1]) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, *more))
+        return cls(*x.shape, x.element_size(), num_sms(x.device), shifted)
 
     @property
     def bytes(self) -> int:
@@ -117,22 +117,32 @@ def split(rows: Rows, *, part_bytes: int, most_parts: int, warp_bytes: int) -> S
 
 @dataclass(frozen=True)
 class Chunks:
-    """A row as `count` tensors of `block` columns, 16 bytes per thread each: 2560 columns are five of 512, not 4096."""
+    """A row as `count` tensors of `block` columns, one load per thread each: 2560 columns are five of 512, not 4096."""
 
     warps: int
     count: int
     block: int
 
 
-def in_chunks(N: int, itemsize: int) -> Chunks:
+def in_chunks(N: int, itemsize: int, load_bytes: int = 16) -> Chunks:
     """The fewest idle lanes, to a sixteenth of the row; then about 64 bytes per thread, which are under way at once."""
     found = []
     for warps in (1, 2, 4, 8, 16):
-        block = 512 * warps // itemsize
+        block = 32 * warps * load_bytes // itemsize
         count = max(1, triton.cdiv(N, block))
-        if count <= 9 or warps == 16:
+        if (count * load_bytes <= 144 and count <= 16) or warps == 16:
             found.append(Chunks(warps, count, block))
-    return min(found, key=lambda c: (round(16 * c.count * c.block / max(N, 1)), abs(c.count - 4)))
+    return min(found, key=lambda c: (round(16 * c.count * c.block / max(N, 1)), abs(c.count * load_bytes - 64)))
+
+
+def load_bytes(itemsize: int, N: int, *strides: int) -> int:
+    """What one load of a thread takes: 16, 8 or 4 bytes, at whose multiples all rows start.
+
+    A kernel that reads w beside the rows says this to in_chunks. Triton lays out both alike, by w, which starts at a
+    multiple of 16 bytes. With 16 bytes a thread the narrower loads of a warp would lie apart, and y would pass through
+    shared memory to be stored.
+    """
+    return max(4, itemsize * math.gcd(16 // itemsize, N, *strides))
 
 
 def common_multiple_of(N: int, *strides: int) -> int:
@@ -165,6 +175,20 @@ def waits() -> tuple[bool, ...]:
     return (False, True) if triton_interprets() else (True,)
 
 
+def launch_shifted(kernel, rows: Rows, parts: Split, empty: int, word: torch.dtype, tensors, numbers) -> None:
+    """kernel on tensors, their partial statistics, N, numbers and how a row is spread; one part needs no partials.
+
+    partials: [M, PARTS] words, which are `empty` until a part publishes its own.
+    """
+    alone = parts.parts == 1
+    partials = torch.full((0,) if alone else (rows.M, parts.parts), empty, dtype=word, device=tensors[0].device)
+    for blocking in (False,) if alone else waits():
+        kernel[(rows.M * parts.parts,)](
+            *tensors, partials, rows.N, *numbers, parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8,
+            blocking, num_warps=parts.warps,
+        )  # fmt: skip
+
+
 @triton.jit
 def opaque(x):
     """x, in a way that makes the compiler keep its 16 bits in registers and not the fp32 values computed from it.
@@ -187,6 +211,16 @@ def widen(x, sixteen):
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << sixteen).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
+
+
+@triton.jit
+def mean_of(total, count):
+    """total / count, rounded once: the mean of equal values is that value.
+
+    `/` divides by an approximation, whose last step the compiler fuses with the x - mean that follows. A row of nothing
+    but 100.0 would then have a variance of 5e-13, which counts beside an eps of 1e-12.
+    """
+    return tl.div_rn(total, count + tl.zeros_like(total))
 
 
 @triton.jit

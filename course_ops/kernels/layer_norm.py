@@ -13,7 +13,10 @@ from course_ops.kernels._rows import (
     add_step,
     common_multiple_of,
     in_chunks,
+    launch_shifted,
+    load_bytes,
     look,
+    mean_of,
     multiple,
     opaque,
     pack_pair,
@@ -52,7 +55,7 @@ def layer_norm_packed_kernel(
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
     x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
-    mean = tl.sum(x.to(tl.float32), axis=1, keep_dims=True) / N
+    mean = mean_of(tl.sum(x.to(tl.float32), axis=1, keep_dims=True), N)
     x = opaque(x) if OPAQUE else x
     centred = tl.where(cols < N, x.to(tl.float32) - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / N + eps)
@@ -125,7 +128,7 @@ def layer_norm_chunks_kernel(
     lane_mean = tl.where(there, last_mean, lane_mean)
     lane_m2 = tl.where(there, last_m2, lane_m2)
     lane_count = (CHUNKS - 1) + there.to(tl.float32)
-    mean = tl.sum(lane_mean * lane_count, axis=0) / N
+    mean = mean_of(tl.sum(lane_mean * lane_count, axis=0), N)
     delta = lane_mean - mean
     rstd = tl.rsqrt(tl.sum(lane_m2 + delta * delta * lane_count, axis=0) / N + eps)
     tl.store(mean_ptr + row, mean)
@@ -151,13 +154,14 @@ def welford(x, count, mean, m2):
 
 
 def layer_norm_chunks(x, w, b, eps, residual=None):
-    """As layer_norm_tile; a row is a list of chunks of 16 bytes per thread, all of them loaded before the first use.
+    """As layer_norm_tile; a row is a list of chunks of one load per thread, all under way before the first use.
 
     With residual [M, N]: of residual + x, which is a fourth result.
     """
     y, mean, rstd, rows, total, stride = _results(x, residual)
     if y.numel():
-        plan = in_chunks(rows.N, max(x.element_size(), 0 if total is None else total.element_size()))
+        itemsize = max(x.element_size(), 0 if total is None else total.element_size())
+        plan = in_chunks(rows.N, itemsize, load_bytes(itemsize, rows.N, x.stride(0), stride))
         layer_norm_chunks_kernel[(rows.M,)](
             x, w, b, y, mean, rstd, residual, total, rows.N, x.stride(0), stride, eps, 16, plan.count, plan.block,
             common_multiple_of(rows.N, x.stride(0), stride), num_warps=plan.warps,
@@ -186,7 +190,7 @@ def layer_norm_split_kernel(
         x = added(x, residual)
         tl.store(total_ptr + rows[:, None] * N + cols[None, :], x, mask=mask)
     count = tl.minimum(N - part * BLOCK_N, BLOCK_N).to(tl.float32)
-    mean = tl.sum(x.to(tl.float32), axis=1) / count
+    mean = mean_of(tl.sum(x.to(tl.float32), axis=1), count)
     x = opaque(x)
     centred = tl.where((cols < N)[None, :], x.to(tl.float32) - mean[:, None], 0.0)
     m2 = tl.sum(centred * centred, axis=1)
@@ -201,7 +205,7 @@ def layer_norm_split_kernel(
     # Parts are merged by Chan, Golub and LeVeque (1979), eq. 1.5; a slot past the last part counts nothing.
     counts = tl.minimum(tl.maximum(N - slots * BLOCK_N, 0), BLOCK_N).to(tl.float32)
     means, m2s = unpack_pair(partials)
-    mean = tl.sum(means * counts[None, :], axis=1) / N
+    mean = mean_of(tl.sum(means * counts[None, :], axis=1), N)
     delta = means - mean[:, None]
     rstd = tl.rsqrt(tl.sum(m2s + delta * delta * counts[None, :], axis=1) / N + eps)
     w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last").to(tl.float32)[None, :]
@@ -252,7 +256,7 @@ def layer_norm_shifted_kernel(
     whole = ((begin + N) // WIDTH - (begin + WIDTH - 1) // WIDTH).to(tl.int32)  # chunks, below 0 in the shortest rows
     here = tl.minimum(tl.maximum(whole - part * LANES, 0), LANES) * WIDTH
     count = tl.maximum(here + tl.where(part == 0, N - tl.maximum(whole, 0) * WIDTH, 0), 1).to(tl.float32)
-    mean = (tl.sum(tl.sum(x.to(tl.float32), axis=1), axis=0) + tl.sum(edge, axis=0)) / count
+    mean = mean_of(tl.sum(tl.sum(x.to(tl.float32), axis=1), axis=0) + tl.sum(edge, axis=0), count)
     centred = tl.where(inside, opaque(x).to(tl.float32) - mean, 0.0)
     beside = tl.where(mine, edge - mean, 0.0)
     m2 = tl.sum(tl.sum(centred * centred, axis=1), axis=0) + tl.sum(beside * beside, axis=0)
@@ -267,7 +271,7 @@ def layer_norm_shifted_kernel(
         counts = tl.minimum(tl.maximum(whole - slots * LANES, 0), LANES) * WIDTH
         counts = (counts + tl.where(slots == 0, N - tl.maximum(whole, 0) * WIDTH, 0)).to(tl.float32)
         means, m2s = unpack_pair(partials)
-        mean = tl.sum(means * counts, axis=0) / N
+        mean = mean_of(tl.sum(means * counts, axis=0), N)
         delta = means - mean
         m2 = tl.sum(m2s + delta * delta * counts, axis=0)
     rstd = tl.rsqrt(m2 / N + eps)
@@ -290,14 +294,8 @@ def layer_norm_shifted(x, w, b, eps):
     y, mean, rstd, rows, _, _ = _results(x)
     parts = layer_norm_shifted_parts(rows)
     if y.numel():
-        partials = torch.full(
-            (rows.M, parts.parts) if parts.parts > 1 else (0,), -1, dtype=torch.int64, device=x.device
-        )
-        for blocking in waits() if parts.parts > 1 else (False,):
-            layer_norm_shifted_kernel[(rows.M * parts.parts,)](
-                x, w, b, y, mean, rstd, partials, rows.N, x.stride(0), y.stride(0), eps,
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8, blocking, num_warps=parts.warps,
-            )  # fmt: skip
+        numbers = x.stride(0), y.stride(0), eps
+        launch_shifted(layer_norm_shifted_kernel, rows, parts, -1, torch.int64, (x, w, b, y, mean, rstd), numbers)
     return y, mean, rstd
 
 

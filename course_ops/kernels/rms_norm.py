@@ -13,6 +13,8 @@ from course_ops.kernels._rows import (
     add_step,
     common_multiple_of,
     in_chunks,
+    launch_shifted,
+    load_bytes,
     look,
     multiple,
     opaque,
@@ -88,10 +90,10 @@ def rms_norm_chunks_kernel(
 
 
 def rms_norm_chunks(x, w, eps):
-    """As rms_norm_packed; a row is a list of chunks of 16 bytes per thread, all of them loaded before the first use."""
+    """As rms_norm_packed; a row is a list of chunks of one load per thread, all under way before the first use."""
     y, rstd, rows = _results(x)
     if y.numel():
-        plan = in_chunks(rows.N, rows.itemsize)
+        plan = in_chunks(rows.N, rows.itemsize, load_bytes(rows.itemsize, rows.N, x.stride(0)))
         rms_norm_chunks_kernel[(rows.M,)](
             x, w, y, rstd, rows.N, x.stride(0), eps, 16, plan.count, plan.block,
             common_multiple_of(rows.N, x.stride(0)), num_warps=plan.warps,
@@ -197,12 +199,8 @@ def rms_norm_shifted(x, w, eps):
     y, rstd, rows = _results(x)
     parts = rms_norm_shifted_parts(rows)
     if y.numel():
-        partials = torch.zeros((rows.M, parts.parts) if parts.parts > 1 else 0, dtype=torch.int32, device=x.device)
-        for blocking in waits() if parts.parts > 1 else (False,):
-            rms_norm_shifted_kernel[(rows.M * parts.parts,)](
-                x, w, y, rstd, partials, rows.N, x.stride(0), y.stride(0), eps,
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8, blocking, num_warps=parts.warps,
-            )  # fmt: skip
+        numbers = x.stride(0), y.stride(0), eps
+        launch_shifted(rms_norm_shifted_kernel, rows, parts, 0, torch.int32, (x, w, y, rstd), numbers)
     return y, rstd
 
 

@@ -12,6 +12,7 @@ from course_ops.kernels._rows import (
     add_step,
     common_multiple_of,
     in_chunks,
+    launch_shifted,
     multiple,
     opaque,
     pack_pair,
@@ -102,6 +103,22 @@ def softmax_chunks(x):
 
 
 @triton.jit
+def of_all_parts(m, l, partials_ptr, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, WAIT: tl.constexpr):  # noqa: E741
+    """m and l of a row whose partials are at partials_ptr, from those of this part."""
+    publish(partials_ptr + part, pack_pair(m, l))  # never 0: if m is 0.0, its own 2^0 is in l
+    slots = tl.arange(0, SLOTS)
+    there = slots < PARTS
+    partials = tl.zeros([SLOTS], tl.int64)
+    if WAIT:
+        partials = wait(partials, partials_ptr + slots, there, -1)
+    ms, ls = unpack_pair(partials)
+    ms = tl.where(there, ms, LOWEST)
+    ls = tl.where(there, ls, 0.0)
+    m = tl.max(ms, axis=0)
+    return m, tl.sum(ls * tl.exp2((ms - m) * LOG2E), axis=0)
+
+
+@triton.jit
 def softmax_split_kernel(
     x_ptr, y_ptr,  # [M, N] each, rows stride_x and stride_y elements apart
     partials_ptr,  # [M, PARTS] int64 zeros; then m of a part in the high half and l in the low
@@ -115,18 +132,7 @@ def softmax_split_kernel(
     x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=-float("inf"))
     m = tl.maximum(tl.max(x, axis=0).to(tl.float32), LOWEST)
     l = tl.sum(tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E), axis=0)  # noqa: E741
-    partials_ptr += row * PARTS
-    publish(partials_ptr + part, pack_pair(m, l))  # never 0: if m is 0.0, its own 2^0 is in l
-    slots = tl.arange(0, SLOTS)
-    mine = slots < PARTS
-    partials = tl.zeros([SLOTS], tl.int64)
-    if WAIT:
-        partials = wait(partials, partials_ptr + slots, mine, -1)
-    ms, ls = unpack_pair(partials)
-    ms = tl.where(mine, ms, LOWEST)
-    ls = tl.where(mine, ls, 0.0)
-    m = tl.max(ms, axis=0)
-    l = tl.sum(ls * tl.exp2((ms - m) * LOG2E), axis=0)  # noqa: E741
+    m, l = of_all_parts(m, l, partials_ptr + row * PARTS, part, PARTS, SLOTS, WAIT)  # noqa: E741
     y = tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E - tl.log2(l))
     tl.store(y_ptr + row * stride_y + cols, y, mask=cols < N)
 
@@ -168,18 +174,7 @@ def softmax_shifted_kernel(
     l = tl.sum(tl.sum(tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E), axis=1), axis=0)  # noqa: E741
     l += tl.sum(tl.exp2((edge - m) * LOG2E), axis=0)  # noqa: E741
     if PARTS > 1:
-        partials_ptr += row * PARTS
-        publish(partials_ptr + part, pack_pair(m, l))
-        slots = tl.arange(0, SLOTS)
-        there = slots < PARTS
-        partials = tl.zeros([SLOTS], tl.int64)
-        if WAIT:
-            partials = wait(partials, partials_ptr + slots, there, -1)
-        ms, ls = unpack_pair(partials)
-        ms = tl.where(there, ms, LOWEST)
-        ls = tl.where(there, ls, 0.0)
-        m = tl.max(ms, axis=0)
-        l = tl.sum(ls * tl.exp2((ms - m) * LOG2E), axis=0)  # noqa: E741
+        m, l = of_all_parts(m, l, partials_ptr + row * PARTS, part, PARTS, SLOTS, WAIT)  # noqa: E741
     log_l = tl.log2(l)
     to, _ = whole_chunks(row * stride_y, N, part, LANES, WIDTH)
     tl.store(y_ptr + to, tl.exp2((opaque(x).to(tl.float32) - m) * LOG2E - log_l), mask=inside)
@@ -195,12 +190,8 @@ def softmax_shifted(x):
     y, rows = _empty(x), Rows.of(x)
     parts = softmax_shifted_parts(rows)
     if y.numel():
-        partials = torch.zeros((rows.M, parts.parts) if parts.parts > 1 else 0, dtype=torch.int64, device=x.device)
-        for blocking in waits() if parts.parts > 1 else (False,):
-            softmax_shifted_kernel[(rows.M * parts.parts,)](
-                x, y, partials, rows.N, x.stride(0), y.stride(0),
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8, blocking, num_warps=parts.warps,
-            )  # fmt: skip
+        strides = x.stride(0), y.stride(0)
+        launch_shifted(softmax_shifted_kernel, rows, parts, 0, torch.int64, (x, y), strides)
     return y
 
 
@@ -309,6 +300,19 @@ def softmax_backward_chunks(y, dy):
 
 
 @triton.jit
+def sum_of_shares(share, partials_ptr, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, WAIT: tl.constexpr):
+    """delta of a row whose partials are at partials_ptr, from the share of this part."""
+    # A share of delta may be 0.0, so the high half of its word is 1: a word of 0 means "not yet".
+    word = (share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
+    publish(partials_ptr + part, word)
+    slots = tl.arange(0, SLOTS)
+    partials = tl.zeros([SLOTS], tl.int64)
+    if WAIT:  # a slot beyond PARTS: a share of 0.0
+        partials = wait(partials, partials_ptr + slots, slots < PARTS, 1 << 32)
+    return tl.sum(partials.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+
+
+@triton.jit
 def softmax_backward_split_kernel(
     y_ptr, dy_ptr, dx_ptr,  # [M, N] each
     partials_ptr,  # [M, PARTS] int64 zeros; then a part's share of delta in the low half and 1 in the high
@@ -323,15 +327,7 @@ def softmax_backward_split_kernel(
     y = tl.load(y_ptr + row * stride_y + cols, mask=cols < N, other=0.0)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=cols < N, other=0.0)
     share = tl.sum(opaque(y).to(tl.float32) * opaque(dy).to(tl.float32), axis=0)
-    # A share of delta may be 0.0, so the high half of its word is 1: a word of 0 means "not yet".
-    word = (share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
-    partials_ptr += row * PARTS
-    publish(partials_ptr + part, word)
-    slots = tl.arange(0, SLOTS)
-    partials = tl.zeros([SLOTS], tl.int64)
-    if WAIT:  # a slot beyond PARTS: a share of 0.0
-        partials = wait(partials, partials_ptr + slots, slots < PARTS, 1 << 32)
-    delta = tl.sum(partials.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+    delta = sum_of_shares(share, partials_ptr + row * PARTS, part, PARTS, SLOTS, WAIT)
     dx = opaque(y).to(tl.float32) * (opaque(dy).to(tl.float32) - delta)
     tl.store(dx_ptr + row * stride_dx + cols, dx, mask=cols < N)
 
@@ -376,14 +372,7 @@ def softmax_backward_shifted_kernel(
     delta = tl.sum(tl.sum(opaque(y).to(tl.float32) * opaque(dy).to(tl.float32), axis=1), axis=0)
     delta += tl.sum(edge_y * edge_dy, axis=0)
     if PARTS > 1:
-        word = (delta.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
-        partials_ptr += row * PARTS
-        publish(partials_ptr + part, word)
-        slots = tl.arange(0, SLOTS)
-        partials = tl.zeros([SLOTS], tl.int64)
-        if WAIT:
-            partials = wait(partials, partials_ptr + slots, slots < PARTS, 1 << 32)
-        delta = tl.sum(partials.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
+        delta = sum_of_shares(delta, partials_ptr + row * PARTS, part, PARTS, SLOTS, WAIT)
     at_dx, _ = whole_chunks(row * stride_dx, N, part, LANES, WIDTH)
     tl.store(dx_ptr + at_dx, opaque(y).to(tl.float32) * (opaque(dy).to(tl.float32) - delta), mask=inside)
     tl.store(dx_ptr + row * stride_dx + (side - begin), edge_y * (edge_dy - delta), mask=mine)
@@ -398,12 +387,8 @@ def softmax_backward_shifted(y, dy):
     dx, rows = _empty(y), Rows.of(y)
     parts = softmax_backward_shifted_parts(rows)
     if dx.numel():
-        partials = torch.zeros((rows.M, parts.parts) if parts.parts > 1 else 0, dtype=torch.int64, device=y.device)
-        for blocking in waits() if parts.parts > 1 else (False,):
-            softmax_backward_shifted_kernel[(rows.M * parts.parts,)](
-                y, dy, dx, partials, rows.N, y.stride(0), dy.stride(0), dx.stride(0),
-                parts.parts, max(32 * parts.warps, parts.slots), parts.block // 8, 8, blocking, num_warps=parts.warps,
-            )  # fmt: skip
+        strides = y.stride(0), dy.stride(0), dx.stride(0)
+        launch_shifted(softmax_backward_shifted_kernel, rows, parts, 0, torch.int64, (y, dy, dx), strides)
     return dx
 
 
