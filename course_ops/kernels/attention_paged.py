@@ -12,7 +12,8 @@ sequences of unequal length keep every SM busy to the end. An owner with steps i
 A share that would begin within a start begins where the start does.
 
 Where no table has more than ALONE steps, a program has one owner: all its steps take less time than a second start and
-the merge of two parts. No work is divided then, and nothing is merged.
+the merge of two parts. No work is divided then, and nothing is merged. Fewer owners than half of the SMs are divided
+from half as many steps on, since most SMs would have no work.
 
 The table of pages is read a step ahead, so that the address of a key never waits for it. Pointers load the keys, with a
 mask at a sequence's end. TMA is no faster here, and it does not know where a sequence ends.
@@ -274,7 +275,7 @@ def attention_paged(
     capacity = page if table is None else page * table.shape[1]
     most_steps = max(1, triton.cdiv(capacity, block_n))
     programs = min(PROGRAMS_PER_SM * sms, owners * most_steps)
-    divided = most_steps > ALONE or owners > programs
+    divided = most_steps > (ALONE if 2 * owners >= sms else ALONE // 2) or owners > programs
     spans = parts = part_lse = None
     if divided:
         spans = torch.empty(owners, 2, dtype=torch.int32, device=q.device)
