@@ -20,7 +20,7 @@ FORWARD = (
         "rows of an odd length start where no wide load can: 16 bytes are counted from the tensor's start",
     ),
     Choice(
-        kernels.layer_norm_tile, lambda r: r.N <= 2048 and not (r.ragged and r.N > 512), "several short rows a program"
+        kernels.layer_norm_tile, lambda r: r.N <= 2048 and not (r.ragged and r.N > 1024), "several short rows a program"
     ),
     Choice(
         kernels.layer_norm_packed,
