@@ -186,7 +186,7 @@ def run(
     if len(found) == 1:
         evidence.ask_before_run(*found[0])
     elif which not in ("", "all") and not any(name.startswith((f"{which}_", f"{which}.")) for name in chosen):
-        words = said("{which} names {count} lessons: {names}. One alone: {command}")
+        words = said("{which} names {count} lessons, and all of them run: {names}. One alone: {command}")
         command = f"{exercises.COURSE} run {chosen[0]}"
         names_ = ", ".join(chosen)
         show.console.print(words.format(which=which, count=len(chosen), names=names_, command=command), highlight=False)

@@ -130,6 +130,18 @@ def test_another_machine_has_its_own_run(course, monkeypatch):
     assert [len(machine["runs"]) for machine in kept.values()] == [1, 0]
 
 
+def test_a_part_of_a_name_says_first_which_lessons_run(course):
+    (course.folder / "day9_y").mkdir()
+    (course.folder / "day9_y/lesson01_one.py").touch()
+    ran, code, said = course("lesson01")
+    assert (ran, code) == (["one", "one"], 0)
+    first = " ".join(said.partition("[1/2]")[0].split())
+    assert "lesson01 names 2 lessons, and all of them run: day8_x.lesson01_one, day9_y.lesson01_one." in first
+    assert first.endswith("run day8_x.lesson01_one")
+    for which in ("day9", "", "all", "day8_x.lesson01_one"):
+        assert "One alone" not in course(which)[2], "a day, the course and one lesson are what was asked for"
+
+
 def test_a_line_when_a_lesson_ends(course, monkeypatch):
     monkeypatch.setattr(cli.os, "cpu_count", lambda: 1)
     said = course(ends={"two": 3})[2]
