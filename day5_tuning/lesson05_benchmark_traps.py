@@ -247,7 +247,7 @@ def a_graph_keeps_its_addresses():
 
 
 # The answers for an H200, whose tables stand on the lesson's page: without a flush that softmax looks about twice as
-# fast. At the scatter of the committed rows a difference of 1% needs some 140 timings. A matmul of zeros is 10%
+# fast. At the scatter of the committed rows a difference of 1% needs some 150 timings. A matmul of zeros is 10%
 # faster.
 LESSON = Steps(
     about=About(

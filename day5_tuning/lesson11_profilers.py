@@ -1,7 +1,7 @@
 """Profilers: four of them, one kernel
 ====================================
 Each tool answers another question, at another price. All look at the same work here: softmax of 8192 x 8192 in bf16,
-ten times, 268 MB each, about 65 us (predicted in lesson06_tuning).
+ten times, 268 MB each, about 67 us (predicted in lesson06_tuning).
 
     tool             answers                                    sees                           price
     torch.profiler   which operator of my model takes the time  operators, kernels, memory     some % of the host's time
@@ -44,7 +44,7 @@ SELF = "from day5_tuning import lesson11_profilers as lesson; lesson."
 def _softmax_calls():
     """The work that all four profile, under a label for the tools that show labels."""
     x = torch.randn(M, N, device=DEVICE).bfloat16()
-    softmax_packed(x)  # compiles before a profiler starts
+    softmax_packed(x)  # compiles: an eleventh call, which a profiler of the whole function counts too
     with record_function("ten softmaxes"):
         for _ in range(CALLS):
             softmax_packed(x)
