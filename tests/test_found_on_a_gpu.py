@@ -130,6 +130,30 @@ def test_the_gradient_of_attention_follows_from_its_own_result():
     refused(truth, with_fault((o, dq, dk), 1, (0, 2, 7, 0), 0.00379178))
 
 
+def test_a_gradient_where_pytorch_overflows_may_be_off_by_its_rounding():
+    """All keys are 1: dQ is the sum of a row of dS, each rounded to fp16. PyTorch overflows at dS times the softcap."""
+    call, given = found("attention", 1)
+    q, k, v, dout = (t[0, 0].detach().double() for t in given)
+    o = call.truth(given).usual[0]
+    scale = call.case["options"]["scale"]
+    p = torch.softmax(q @ k.t() * scale, -1)  # a softcap of 10000 changes nothing in it
+    ds = (p * (dout @ v.t() - (dout * o[0, 0].double()).sum(-1, keepdim=True))).half().double()
+    dq, dk = (t.half()[None, None] for t in (ds @ k * scale, ds.t() @ q * scale))
+    assert dq[0, 0, 0, 2].item() == pytest.approx(-0.00801849)  # on the H200, from its own O, -0.00532531738
+    truth = call.truth(given, (o, dq, dk))
+    assert not truth.usual[1].isfinite().any()
+
+    def judged(*answer):
+        check.compare(fuzz._forgiving(call.without_overflow(truth, answer), answer), answer)
+
+    judged(o, dq, dk)
+    tile = dk.clone()
+    tile[:, :, :16] = 0
+    for wrong in ((o, dq + 0.02, dk), (o, dq, 1.02 * dk), (o, dq, tile), (o, dq, dk + 0.1)):
+        with pytest.raises(Rejected, match="wrong"):
+            judged(*wrong)
+
+
 def test_the_fp8_reference_is_the_tensor_core_on_hopper(monkeypatch):
     """Row 7 of a comes down from 64818 to 38, so that what is cut off is 3% of the sum."""
     call, given = found("matmul_fp8", 1)

@@ -38,6 +38,13 @@ def attention(dtype):
     return tensors, {"causal": False, "window": None, "scale": 32**-0.5, "softcap": None}
 
 
+def capped(dtype):
+    """In fp16 PyTorch overflows: the gradient of the scores, times the softcap."""
+    tensors, options = attention(dtype)
+    tensors["v"]["scale"] = 100
+    return tensors, options | {"softcap": 1e4}
+
+
 def varlen(dtype):
     ends = {"shape": [3], "dtype": "int32", "layout": "contiguous", "values": [0, 40, 72]}
     tensors = {name: spec(72, 2, 32, dtype=dtype) for name in ("q", "k", "v")}
@@ -114,6 +121,9 @@ FAULTS = {  # name: (operator, its call, direction, dtypes, the fault)
     "dq of a row": ("attention", attention, "backward", "both", lost("q", 2, 63, 64)),
     "dk 5% off": ("attention", attention, "backward", "float32", lost("k", 2, 0, 64, 0.05)),
     "dk 10% off": ("attention", attention, "backward", "bfloat16", lost("k", 2, 0, 64, 0.1)),
+    "dk of a tile, capped": ("attention", capped, "backward", "float16", lost("k", 2, 0, 16)),
+    "dk 5% off, capped": ("attention", capped, "backward", "float16", lost("k", 2, 0, 64, 0.05)),
+    "dq of a row, capped": ("attention", capped, "backward", "float16", lost("q", 2, 63, 64)),
     "a sequence's key less": ("attention_varlen", varlen, "forward", "both", a_cached_key_less),
     "dk of a sequence's tile": ("attention_varlen", varlen, "backward", "both", lost("k", 0, 0, 16)),
     "a cached key less": ("attention_paged", paged, "forward", "both", a_cached_key_less),
