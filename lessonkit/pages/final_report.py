@@ -14,6 +14,7 @@ from lessonkit.exercise import progress
 from lessonkit.lesson import Steps, discover, title
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import device_folders
+from lessonkit.measure.yardstick import Streams, streams
 from lessonkit.pages import final, guides, operators, plots, predictions, shares
 from lessonkit.pages.final import Block
 from lessonkit.pages.operators import Fastest
@@ -50,6 +51,7 @@ def build(folder: Path, chosen: str = "") -> tuple[str, list[Block]]:
     pairs = [pair for _, lesson, mine in measured(folder) for pair in predictions.compared(lesson, mine)]
     behind = list(_behind(folder))
     data = [(row.lesson, row.rung, row.percent_of_limit) for row in story.rungs]
+    table = streams(folder)
     blocks = [
         Block(text=_measured_on(found)),
         Block(heading=said("What was found"), items=tuple(_findings(found, pairs))),
@@ -71,7 +73,9 @@ def build(folder: Path, chosen: str = "") -> tuple[str, list[Block]]:
     if roof := roofline(folder):
         blocks.append(Block(heading=said("What limits"), text=roof.note))
     blocks.append(Block(heading=said("Tuning: predicted and measured"), text=_tuning(folder)))
-    blocks.append(Block(heading=said("Every operator"), table=tuple(map(_line, found)), text=_legend(found)))
+    blocks.append(
+        Block(heading=said("Every operator"), table=tuple(_line(c, table) for c in found), text=_legend(found, table))
+    )
     if done := progress.by_folder():
         blocks.append(
             Block(heading=said("Exercises"), text=_exercises_text(done), table=tuple(_exercises(done)), own=True)
@@ -194,13 +198,15 @@ def _nothing(c: Contest) -> Iterator[str]:
         yield words.format(rungs=listed(found, ";"))
 
 
-def _line(c: Contest) -> dict[str, str]:
+def _line(c: Contest, table: Streams | None) -> dict[str, str]:
+    """table: of streams, if the machine has one."""
     best = c.best
+    stream = {said(operators.OF_A_STREAM): shares.of_stream(best, table)} if table else {}
     ratio = f"{best.ratio_to_best_peer:.2f}" if best.ratio_to_best_peer else ""
     return {
         said("operator"): said(c.name), said("shape"): f"{c.shape} {_short(c.dtype)}",
         said("fastest rung"): f"{best.rung} ({language(best.lesson)})", said("rate"): best.rate,
-        said("of limit"): shares.of_limit(best), said("best peer"): _peer(best, c),
+        said("of limit"): shares.of_limit(best), **stream, said("best peer"): _peer(best, c),
         said("over it"): f"**{ratio}**" if 0 < best.ratio_to_best_peer < EVEN else ratio,
     }  # fmt: skip
 
@@ -294,9 +300,9 @@ def _tuning(folder: Path) -> str:
     return sentences(*told)
 
 
-def _legend(found: Sequence[Contest]) -> str:
+def _legend(found: Sequence[Contest], table: Streams | None) -> str:
     words = said("Bold: more than the spread of two runs behind the best peer (below {ratio}).")
-    return sentences(words.format(ratio=f"{EVEN:.2f}"), shares.briefly(c.best for c in found))
+    return sentences(words.format(ratio=f"{EVEN:.2f}"), shares.briefly((c.best for c in found), table))
 
 
 def _exercises_text(done: dict[str, list[Any]]) -> str:

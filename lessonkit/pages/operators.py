@@ -11,8 +11,10 @@ from pathlib import Path
 from lessonkit.base.markdown import markdown
 from lessonkit.base.words import later, said
 from lessonkit.lesson import Lesson, shape_name, title
+from lessonkit.measure import yardstick
 from lessonkit.measure.rows import Row
 from lessonkit.measure.stale import Today, device_folders
+from lessonkit.measure.yardstick import Streams
 from lessonkit.pages import pivots, plots, results, shares
 from lessonkit.pages.plots import Picture
 
@@ -31,6 +33,11 @@ SHARES = later("of the limit"), later("of the data sheet")
 SHEET = later(
     "The share of the data sheet is of the bandwidth or the FLOPs that it states for the {card}, {stated}. Nothing "
     "exceeds it."
+)
+OF_A_STREAM = later("of a stream")
+STREAMS = later(
+    "Where memory limits, a stream is the better yardstick: a kernel that only moves as many bytes, with the same mix "
+    "of reads and writes ([measured]({page}))."
 )
 PEERS = later("Its peers, in {unit}")
 LADDER = later("The whole ladder at {shape}, {dtype}")
@@ -105,16 +112,18 @@ def file_name(operator: str) -> str:
 def pages(folder: Path, today: Today) -> dict[Path, str | Picture]:
     """The pages of one GPU, and their pictures."""
     made: dict[Path, str | Picture] = {}
+    table = yardstick.streams(folder)
     for ladder in ladders(folder):
         path = folder / file_name(ladder.name)
         picture = _picture(ladder)
         if picture:
             made[path.with_suffix(".png")] = picture
-        made[path] = _page(ladder, folder.name, results.main_size(ladder.lessons), today, picture is not None)
+        made[path] = _page(ladder, folder.name, today, table, picture is not None)
     return made
 
 
-def _page(ladder: Ladder, device: str, main: tuple[str, str] | None, today: Today, picture: bool) -> str:
+def _page(ladder: Ladder, device: str, today: Today, table: Streams | None, picture: bool) -> str:
+    main = results.main_size(ladder.lessons)
     old = {row: bool(today.why_old(row)) for _, _, found in ladder.lessons for row in found}
 
     def mark(row: Row) -> str:
@@ -122,9 +131,11 @@ def _page(ladder: Ladder, device: str, main: tuple[str, str] | None, today: Toda
 
     parts = [
         f"# {said(TITLE).format(name=said(ladder.name), device=device)}\n",
-        " ".join([said(RATIOS), *_sheet(old)]) + (f"\n\n{said(ABOUT)}" if any(old.values()) else "") + "\n",
+        " ".join([said(RATIOS), *_sheet(old), *_streams(table)])
+        + (f"\n\n{said(ABOUT)}" if any(old.values()) else "")
+        + "\n",
         f"## {said(FASTEST)}\n",
-        _fastest(ladder, mark) + shares.below(best.row for best in ladder.fastest()),
+        _fastest(ladder, mark, table) + shares.below((best.row for best in ladder.fastest()), table),
     ]
     if peers := [row for best in ladder.fastest() for row in best.rounds if row.kind == "peer"]:
         unit = pivots.unit(row for _, _, found in ladder.lessons for row in found)
@@ -135,28 +146,39 @@ def _page(ladder: Ladder, device: str, main: tuple[str, str] | None, today: Toda
     if picture:
         parts.append(f"![over the sequence length]({file_name(ladder.name)[:-3]}.png)\n")
     if main and len(ladder.lessons) > 1:
-        parts += [f"## {said(LADDER).format(shape=main[0], dtype=main[1])}\n", _rungs(ladder, main, mark)]
+        parts += [f"## {said(LADDER).format(shape=main[0], dtype=main[1])}\n", _rungs(ladder, main, mark, table)]
     parts.append(f"## {said(EVERY)}\n")
     for name, _, found in ladder.lessons:
         parts.append(f"### [{said(title(name))}]({name}.md) ({results.language(name)})\n\n{_lesson(found, mark)}")
     return "\n".join(parts)
 
 
-def _fastest(ladder: Ladder, mark: Mark) -> str:
+def _fastest(ladder: Ladder, mark: Mark, table: Streams | None) -> str:
     body = []
     for best in ladder.fastest():
         row, peer = best.row, best.peer
         rung = f"`{row.rung}` ({results.language(row.lesson)})"
         line = [" ".join(results.place(row)), rung, f"{row.ms_p50:.4g}{mark(row)}", row.rate]
-        line += [*_shares(row), peer.rung if peer else ""]
+        line += [*_shares(row, table), peer.rung if peer else ""]
         body.append([*line, f"{peer.ms_p50:.4g}{mark(peer)}" if peer else "", best.ratio])
-    heads = [said("shape"), said("rung"), "ms", said("rate"), *map(said, SHARES)]
+    heads = [said("shape"), said("rung"), "ms", said("rate"), *_heads_of_shares(table)]
     return markdown([*heads, said("best peer"), said("its ms"), said("ratio")], body)
 
 
-def _shares(row: Row) -> list[str]:
-    """Two cells: of the limit of the row's own rounds, and of what the card's data sheet states."""
-    return [shares.of_limit(row), f"{results.of_sheet(row):.0f}%" if results.card(row) else ""]
+def _shares(row: Row, table: Streams | None) -> list[str]:
+    """Cells: of the limit of the row's own rounds, of a stream if any was timed, and of what the data sheet states."""
+    sheet = f"{results.of_sheet(row):.0f}%" if results.card(row) else ""
+    return [shares.of_limit(row), *([shares.of_stream(row, table)] if table else []), sheet]
+
+
+def _heads_of_shares(table: Streams | None) -> list[str]:
+    limit, sheet = map(said, SHARES)
+    return [limit, *([said(OF_A_STREAM)] if table else []), sheet]
+
+
+def _streams(table: Streams | None) -> list[str]:
+    """A sentence on the column of streams, if there is one."""
+    return [said(STREAMS).format(page=f"{yardstick.LESSON}.md")] if table else []
 
 
 def _sheet(found: Collection[Row]) -> list[str]:
@@ -168,7 +190,7 @@ def _sheet(found: Collection[Row]) -> list[str]:
     return [said(SHEET).format(card=chip.name, stated=", ".join(stated))]
 
 
-def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark) -> str:
+def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark, table: Streams | None) -> str:
     """One line a rung at one shape."""
     body, before = [], None
     for name, lesson, found in ladder.lessons:
@@ -176,11 +198,11 @@ def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark) -> str:
             over = f"{before.ms_p50 / row.ms_p50:.2f}" if before else ""
             ratio = f"{row.ratio_to_best_peer:.2f}" if row.ratio_to_best_peer else ""
             line = [f"[{name.split('.')[1]}]({name}.md)", f"`{row.rung}`", f"{row.ms_p50:.4g}{mark(row)}", row.rate]
-            body.append([*line, *_shares(row), over, ratio])
+            body.append([*line, *_shares(row, table), over, ratio])
             before = row
-    heads = [said("lesson"), said("rung"), "ms", said("rate"), *map(said, SHARES), said("over the rung before")]
+    heads = [said("lesson"), said("rung"), "ms", said("rate"), *_heads_of_shares(table), said("over the rung before")]
     shown = [row for _, lesson, found in ladder.lessons for row in results.ladder(lesson, found, *main)]
-    return markdown([*heads, said("over the best peer")], body) + shares.below(shown)
+    return markdown([*heads, said("over the best peer")], body) + shares.below(shown, table)
 
 
 def _lesson(found: Sequence[Row], mark: Mark) -> str:

@@ -4,7 +4,9 @@ import re
 from collections.abc import Iterable
 
 from lessonkit.base.words import later, said, sentences
+from lessonkit.measure import yardstick
 from lessonkit.measure.rows import Row
+from lessonkit.measure.yardstick import Streams
 from lessonkit.pages import results
 
 BEYOND = "†"  # behind a share of more than 100%
@@ -20,6 +22,7 @@ LARGE = later(
     "† More than 100%: where memory limits, the limit is PyTorch's copy, half reads and half writes. A kernel that "
     "mostly reads is faster, and so is one that uses the memory better than this copy."
 )
+STREAM = later("† More than 100% of a stream: the kernel uses the memory better than the stream that was timed.")
 # Columns of steps' tables that hold shares of a limit, and why a cell may exceed it.
 EITHER = later(
     "† More than 100%: a kernel that mostly reads can be faster than a copy, and matmuls of some shapes than cuBLAS's "
@@ -45,9 +48,21 @@ def of_limit(row: Row) -> str:
     return f"{row.percent_of_limit:.0f}%" + f" {BEYOND}" * beyond(row)
 
 
-def why(shown: Iterable[Row]) -> str:
-    """A sentence for each kind of the rows that exceed their limit; empty if none does."""
-    found = dict[str, None]()
+def of_stream(row: Row, table: Streams) -> str:
+    """The share of a stream with the row's mix of reads and writes; empty where arithmetic limits, or if unknown."""
+    percent = _of_stream(row, table)
+    return f"{percent:.0f}%" + f" {BEYOND}" * (percent >= 100.5) if percent else ""
+
+
+def _of_stream(row: Row, table: Streams) -> float:
+    if row.kind != "rung" or row.limited_by_math:
+        return 0.0
+    return table.percent(row.ms_p50, row.bytes, yardstick.of_lesson(row.lesson, row.shape))
+
+
+def why(shown: Iterable[Row], table: Streams | None = None) -> str:
+    """A sentence for each kind of the rows that exceed their limit, or the table's streams; empty if none does."""
+    found, shown = dict[str, None](), list(shown)
     for row in filter(beyond, shown):
         chip = results.card(row)
         l2 = chip.l2 if chip else NO_CARD
@@ -57,17 +72,21 @@ def why(shown: Iterable[Row]) -> str:
             found[said(SMALL).format(l2=l2)] = None
         else:
             found[said(LARGE)] = None
+    if table and any(_of_stream(row, table) >= 100.5 for row in shown):
+        found[said(STREAM)] = None
     return sentences(*found)
 
 
-def briefly(shown: Iterable[Row]) -> str:
-    """One sentence for all of the rows that exceed their limit."""
-    return said(EITHER) if any(map(beyond, shown)) else ""
+def briefly(shown: Iterable[Row], table: Streams | None = None) -> str:
+    """One sentence for all of the rows that exceed their limit, and one for those that exceed the table's streams."""
+    shown = list(shown)
+    faster = table and any(_of_stream(row, table) >= 100.5 for row in shown)
+    return sentences(*[said(EITHER)] * any(map(beyond, shown)), *[said(STREAM)] * bool(faster))
 
 
-def below(shown: Iterable[Row]) -> str:
-    """The paragraph below a table of these rows."""
-    return f"\n{text}\n" if (text := why(shown)) else ""
+def below(shown: Iterable[Row], table: Streams | None = None) -> str:
+    """The paragraph below a table of these rows. table: the streams whose shares it shows too."""
+    return f"\n{text}\n" if (text := why(shown, table)) else ""
 
 
 def marked(column: str, cell: str) -> str:
