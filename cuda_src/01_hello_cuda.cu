@@ -16,7 +16,7 @@
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o hello cuda_src/01_hello_cuda.cu
 // Run:      ./hello
 // No GPU:   python cuda_src/01_hello_cuda.py         (the same kernels, emulated and checked against PyTorch)
-// Check it: python -m lessonkit check 01_hello_cuda
+// Check:    python -m lessonkit check 01_hello_cuda
 #include <cooperative_groups.h>
 
 #include "course.cuh"

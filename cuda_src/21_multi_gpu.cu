@@ -16,10 +16,10 @@
 // 3; CUDA C++ programming guide, "Peer-to-peer memory access"; the PTX ISA's memory consistency model, "Scope".
 //
 // Compile:  nvcc -std=c++20 -O3 -arch=native -Icuda_src/include -o multi_gpu
-//           cuda_src/21_multi_gpu.cu -lnccl   (without nccl.h: no -lnccl)
+//           cuda_src/21_multi_gpu.cu -lnccl   (leave -lnccl out without nccl.h)
 // Run:      ./multi_gpu            (2 to 8 GPUs: checked, then timed; with one: the same kernels, ranks that share it)
 // No GPU:   python cuda_src/21_multi_gpu.py          (2 to 8 ranks in one memory, emulated and checked against PyTorch)
-// Link: nccl
+// Link:     nccl
 #include "21_ring.cuh"
 
 // v1. Each GPU reads the arrays of all k and sums them, by loads from its peers. Predicted: (k - 1) 4n bytes over each

@@ -50,7 +50,7 @@ What changed against Hopper:
 Tensor memory with two accumulators. Each warp of the epilogue sees its own 32 rows alone:
 
                columns 0 to 255        256 to 511
-    rows   0   tile 0, 2, 4, ...       tile 1, 3, 5, ...     epilogue, warp 0
+    row    0   tile 0, 2, 4, ...       tile 1, 3, 5, ...     epilogue, warp 0
           32                                                 epilogue, warp 1
           64                                                 epilogue, warp 2
           96                                                 epilogue, warp 3

@@ -9,7 +9,7 @@ Version 1 moves O, m and l to HBM and back for each block of keys. With the loop
     its loops        over keys, then queries       over keys
 
     steps in time      keys ->                       keys ->
-    queries       | 1  5  9 13 |                | 1  2  3  4 |   program 0
+    query         | 1  5  9 13 |                | 1  2  3  4 |   program 0
        |          | 2  6 10 14 |                | 1  2  3  4 |   program 1
        v          | 3  7 11 15 |                | 1  2  3  4 |   program 2
                   | 4  8 12 16 |                | 1  2  3  4 |   program 3

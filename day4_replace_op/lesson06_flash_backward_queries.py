@@ -15,7 +15,7 @@ dQ is a sum over keys. So a program owns a block of queries, as in lesson 5, and
     P and dS of one causal head in blocks: x computed, m computed and masked, . not seen by any query
 
                  keys ->                                 masked: all 16 blocks, each with a mask
-    queries  row 0   m . . .
+    query    row 0   m . . .
              row 1   x m . .   a program owns a row      skipped: 10 blocks, of which 4 with a mask
              row 2   x x m .   of blocks: it keeps
              row 3   x x x m   Q, dO and dQ, and         K and V of a block are loaded once for the scores and for dP,

@@ -6,7 +6,7 @@ keys: it keeps K and V, sweeps the queries that see them, and computes P and dS 
     P and dS of one causal head in blocks: x computed, m computed and masked, . not seen by any query
 
                  keys ->                                    keys ->
-    queries  row 0   m . . .                   queries  row 0   m . . .
+    query    row 0   m . . .                   query    row 0   m . . .
              row 1   x m . .   a program of             row 1   x m . .   a program of dkdv_kernel owns a column:
              row 2   x x m .   dq_kernel owns a row:    row 2   x x m .   it sweeps queries, downwards from the
              row 3   x x x m   it sweeps keys ->        row 3   x x x m   diagonal, and adds to dK and dV

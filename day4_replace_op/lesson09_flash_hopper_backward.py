@@ -70,12 +70,12 @@ computes half of dQ from both.
 
 The rungs (flash_hopper_backward/, a complete file each: read the first one, then `diff` each with the next)
 -----------------------------------------------------------------------------------------------------------
-1. five_matmuls           the table above, one matmul after the other; dQ is added by the threads (red.global.add)
-2. overlap_matmuls        issue each matmul early, wait late: something is always on the tensor cores
-3. tma_reduce             dQ goes through shared memory, and one thread issues a TMA reduce
-4. persistent_scheduler   one CTA per SM, tiles from a counter: a tile's ends overlap with the next tile
-5. ping_pong              the consumers take turns at exponentials, dQ is a step late
-6. causal_skip            causal, D = 128: a consumer skips the block of queries that does not see its keys
+1. five_matmuls: the table above, one matmul after the other; dQ is added by the threads (red.global.add)
+2. overlap_matmuls: issue each matmul early, wait late: something is always on the tensor cores
+3. tma_reduce: dQ goes through shared memory, and one thread issues a TMA reduce
+4. persistent_scheduler: one CTA per SM, tiles from a counter: a tile's ends overlap with the next tile
+5. ping_pong: the consumers take turns at exponentials, dQ is a step late
+6. causal_skip: at D = 128 a consumer of a causal head skips the block of queries that does not see its keys
 
 A step at D = 128, as planned. A character is 128 cycles. The tensor cores do S, D = dP, V = dV, K = dK and Q = dQ.
 Small letters are consumer 1. Both consumers do x = exp2, g = dS, a = atomics, r = one thread's TMA reduce.

@@ -4,8 +4,10 @@ GPT-2's smallest size has L = 12 layers of width D = 768 and a vocabulary of V =
 V D for the tokens it has 124 million parameters. A training step on M tokens, in sequences of T, multiplies each weight
 of a matmul three times: in the forward, for its own gradient, and for its input's. Each time is 2 FLOPs per token:
 
-    M (6 (12 L D^2 + V D) + 14 L T D)     FLOPs: attention's QK^T and PV are 4 T D a layer and token forward, 10 T D
-                                          backward (QK^T is computed again); half of that if masked pairs are skipped
+    M (6 (12 L D^2 + V D) + 14 L T D)     FLOPs
+
+Attention's QK^T and PV are 4 T D of these per layer and token forward, and 10 T D backward, where QK^T is computed
+again. If masked pairs are skipped, attention's share is half.
 
 At M = 32 * 1024 that is 24.3 + 4.3 TFLOP. At 700 TFLOP/s that takes 41 ms, or 800,000 tokens per second if nothing else
 took time. Lesson 16 measures what else does, and lesson 18 replaces it.

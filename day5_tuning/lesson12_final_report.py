@@ -2,10 +2,10 @@
 =====================================================================
 The last deliverable of the course is a report of one or two pages for a reader who did not take part. It says:
 
-    what was measured, and on which machine
-    how far each result is from the best peer and from the machine's limit
-    which predictions were wrong, and by how much
-    what to spend the next hour on
+- what was measured, and on which machine
+- how far each result is from the best peer and from the machine's limit
+- which predictions were wrong, and by how much
+- what to spend the next hour on
 
 It is generated from rows (lessonkit/pages/final_report.py) and kept as reports/<device>/final_report.md:
 

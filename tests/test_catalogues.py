@@ -231,6 +231,43 @@ def test_a_release_has_every_translation(name):
     assert not waiting, f"{name}: {len(waiting)} messages: python -m lessonkit translate --missing lists them"
 
 
+# ---- Labels and tables of the lessons ----
+
+
+def test_a_label_has_its_line_for_itself():
+    """A command stands behind `Run it:`, and what is below belongs to neither of them."""
+    label = re.compile(r"(?:\w+ it|As ranks|Check|Compile|Link|No GPU|Run|Written): *\S")
+    found = {message for room in ROOMS for path in catalogues.sources(room) for message in catalogues.messages(path)}
+    assert not sorted(filter(label.match, found))
+
+
+def starts(text, passage, shown):
+    """The columns at which the cells of a passage begin, line by line; lines of one cell are left out."""
+    before = " " * (passage.start - text.rfind("\n", 0, passage.start) - 1)
+    first, *rest = shown.splitlines()
+    bare = [before + first, *(re.sub(r"^ *(?:#|//) ", lambda mark: " " * len(mark[0]), line) for line in rest)]
+    found = ([prose.columns(line[: cell.start()]) for cell in re.finditer(r"\S+(?: \S+)*", line)] for line in bare)
+    return [row for row in found if len(row) > 1]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_columns_of_a_table_are_straight_in_chinese(room):
+    """Cells that begin in one column of the English table begin in one column of the Chinese one."""
+    bent = []
+    for path in catalogues.sources(room):
+        text = path.read_text()
+        for passage in prose.passages(text, path.suffix):
+            english = text[passage.start : passage.stop]
+            chinese = passage.render(lambda message: words.translated(message, "zh"))
+            if not (rows := starts(text, passage, english)):
+                continue
+            made = starts(text, passage, chinese)
+            pairs = [pair for row in zip(rows, made, strict=True) for pair in zip(*row, strict=True)]
+            if len({old for old, new in pairs}) != len(set(pairs)):
+                bent.append(f"{path.name}\n{chinese}")
+    assert not bent, "\n".join(bent)
+
+
 # ---- Bringing catalogues up to date ----
 
 

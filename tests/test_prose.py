@@ -223,6 +223,23 @@ def test_a_table_in_chinese_keeps_its_columns():
     assert [prose.columns(lines[2][: lines[2].index(word)]) for word in ("到头", "600")] == [19, 57]
 
 
+def test_a_wide_cell_moves_the_column_of_every_row():
+    words = {"tensor cores": "张量核心（矩阵乘的单元）", "unit": "单元", "work": "工作"}
+    read = prose.read_as(TABLES, ".py", lambda message: words.get(message, message))
+    lines = [line for line in read.splitlines() if line.startswith("    ")]
+    for row, cells in enumerate((("工作", "cycles"), ("128 *", "1024"), ("until", "600"), ("warps", "python"))):
+        assert [prose.columns(lines[row][: lines[row].index(cell)]) for cell in cells] == [30, 68]
+    assert lines[4] == "    ring                      [ a part ]                            stage 3"
+
+
+def test_a_line_below_a_command_is_a_paragraph():
+    """`Run it:` is no cell that goes on in the next line."""
+    text = '"""The title.\n\nRun it:    python a.py\nWithout a GPU it is slow.\nNo GPU:    b\n"""\n'
+    assert prose.messages(text, ".py") == ["The title.", "Run it:", "Without a GPU it is slow.", "No GPU:"]
+    read = prose.read_as(text, ".py", lambda message: {"Run it:": "运行：", "No GPU:": "无"}.get(message, message))
+    assert "\n运行：     python a.py\nWithout a GPU it is slow.\n无         b\n" in read
+
+
 def test_items_of_one_line_are_a_list():
     assert prose.messages(TABLES, ".py")[10:12] == [
         "The first item takes one line.",

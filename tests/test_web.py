@@ -80,6 +80,13 @@ def test_drawings_lists_labels_and_predictions_keep_their_form():
     )
 
 
+def test_a_label_is_one_in_chinese_and_below_a_long_command():
+    said = "编译：    nvcc -o a\n          a.cu\n无 GPU：  python a.py   （模拟运行）\n"
+    assert prose.markdown(said) == (
+        "- **编译** `nvcc -o a`\n\n```text\na.cu\n```\n\n- **无 GPU** `python a.py` （模拟运行）\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("said", "becomes"),
     [

@@ -12,7 +12,7 @@ import keyword
 import re
 import tokenize
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 from lessonkit.base.cpp_text import comments, without_comments
@@ -275,24 +275,45 @@ def _paragraphs(text: str, lines: list[_Line], names: frozenset[str], margin: in
         if hashes := _HASHES.match(line.text):
             yield from _paragraph(text, [line], hashes.end(), margin)
             continue
-        bullet = _BULLET.match(line.text)
-        if (
-            bullet
-            and bullet["number"]
-            and at < len(lines)
-            and _goes_on(lines[at], 0)
-            and not _counts(bullet, lines[at])
-        ):
-            bullet = None  # a paragraph with a number
-        if not bullet and (_set_apart(line) or (at < len(lines) and _is_row(line, lines[at]))):
-            while at < len(lines) and _continues(line, lines[at - 1], lines[at]):
-                at += 1
-            yield from _row(text, lines[begin:at], margin, names)
+        if (end := _row_end(lines, begin)) > begin:
+            rows, known = list[list[_Line]](), set[int]()
+            while end > begin:
+                rows.append(lines[begin:end])
+                known |= {cell.start() for cell in _cells(lines[begin])[1:]}
+                begin = end
+                end = _row_end(lines, begin, known)
+            at = begin
+            yield from _table(text, rows, margin, names)
             continue
+        bullet = _bullet(lines, begin)
         hang = bullet.end() if bullet else 0
         while at < len(lines) and _goes_on(lines[at], hang) and not _begins_list(lines[at - 1], lines[at], hang):
             at += 1
         yield from _paragraph(text, lines[begin:at], hang, margin)
+
+
+def _bullet(lines: list[_Line], at: int) -> re.Match[str] | None:
+    """The mark of an item that begins here; a paragraph may begin with a number."""
+    bullet = _BULLET.match(lines[at].text)
+    if not bullet or not bullet["number"] or at + 1 == len(lines):
+        return bullet
+    return bullet if not _goes_on(lines[at + 1], 0) or _counts(bullet, lines[at + 1]) else None
+
+
+def _row_end(lines: list[_Line], at: int, known: Set[int] = frozenset()) -> int:
+    """Where the row of a table that begins here ends; `at` if none begins. known: columns of the rows above."""
+    if at == len(lines):
+        return at
+    line, end = lines[at], at + 1
+    if any(mark.match(line.text) for mark in (_UNDERLINE, _DIRECTIVE, _TODO, _RULE, _HASHES)) or _bullet(lines, at):
+        return at
+    is_like_those_above = bool(known & {cell.start() for cell in _cells(line)[1:]})
+    is_row = _set_apart(line) or is_like_those_above or (end < len(lines) and _is_row(line, lines[end]))
+    if not line.text.strip() or not is_row:
+        return at
+    while end < len(lines) and _continues(line, lines[end - 1], lines[end]):
+        end += 1
+    return end
 
 
 def _set_apart(line: _Line) -> bool:
@@ -348,11 +369,14 @@ def _cells(line: _Line) -> list[re.Match[str]]:
 
 
 def _continues(line: _Line, last: _Line, following: _Line) -> bool:
-    """Whether the next line holds nothing but more of one cell, in that cell's column. last: the line before it."""
+    """Whether the next line holds nothing but more of one cell, in that cell's column. last: the line before it.
+
+    A label has its line for itself: below `Run it:  python a.py` begins something else.
+    """
     cells = _cells(following)
     if len(cells) != 1:
         return False
-    above = {cell.start(): cell[0] for cell in _cells(line)}
+    above = {cell.start(): cell[0] for cell in _cells(line) if not _LABEL.fullmatch(cell[0])}
     if cells[0].start() not in above or not _worded(above[cells[0].start()]):
         return False
     in_a_sentence = last is not line and last.text[-1] not in ".:;?!" and is_prose(cells[0][0])
@@ -389,32 +413,79 @@ def _rest(text: str, first: _Line, margin: int | None) -> str:
     return " " * (first.column - 1 - len(mark)) + mark + " "
 
 
-def _row(text: str, lines: list[_Line], margin: int | None, names: frozenset[str]) -> Iterator[Passage]:
-    """A line set apart, with those that go on in one of its cells: the phrases in its cells are messages."""
-    first, last = lines[0], lines[-1]
-    cells = _cells(first)
-    more = [line.text.strip() for line in lines[1:]]
-    column = lines[1].indent if more else -1
-    said = [normal(" ".join([cell[0], *(more if cell.start() == column else [])])) for cell in cells]
-    spoken = tuple(message for message in said if _is_phrase(message, names))
+@dataclass(frozen=True)
+class _Cell:
+    """A cell of a table: its column, its lines below each other, and whether what they say is a message."""
+
+    column: int
+    lines: tuple[str, ...]
+    is_spoken: bool
+
+    @property
+    def message(self) -> str:
+        return normal(" ".join(self.lines))
+
+
+def _row(lines: list[_Line], names: frozenset[str]) -> list[_Cell]:
+    """The cells of a line set apart, with the lines that go on in one of them."""
+    more = tuple(line.text.strip() for line in lines[1:])
+    row = list[_Cell]()
+    for cell in _cells(lines[0]):
+        said = (cell[0], *(more if more and cell.start() == lines[1].indent else ()))
+        row.append(_Cell(cell.start(), said, _is_phrase(normal(" ".join(said)), names)))
+    return row
+
+
+def _table(text: str, rows: list[list[_Line]], margin: int | None, names: frozenset[str]) -> Iterator[Passage]:
+    """Rows below each other: the phrases in their cells are messages. Cells of one column stay in one column."""
+    first, last = rows[0][0], rows[-1][-1]
+    table = [_row(lines, names) for lines in rows]
+    spoken = tuple(cell.message for row in table for cell in row if cell.is_spoken)
     if not spoken:
         return
     rest = _rest(text, first, margin)
 
+    def shown(row: list[_Cell], translate: Translate) -> list[tuple[str, ...]]:
+        """The lines of each cell. One that had several lines is wrapped anew, before the cell behind it."""
+        made = list[tuple[str, ...]]()
+        for cell, behind in zip(row, [*row[1:], None], strict=True):
+            said = translate(cell.message) if cell.is_spoken else cell.message
+            room = (behind.column - 3 if behind else WIDTH - first.column) - cell.column
+            room = max(room, 12 if behind else 40)
+            if said == cell.message:
+                made.append(cell.lines)
+            else:
+                made.append(tuple(wrapped(said, room, room)) if len(cell.lines) > 1 else (said,))
+        return made
+
     def render(translate: Translate) -> str:
-        made, below = "", list[str]()
-        for i, (cell, message) in enumerate(zip(cells, said, strict=True)):
-            made += " " * max(cell.start() - columns(made), 1 if made else 0)
-            shown = translate(message) if message in spoken else message
-            if cell.start() == column:
-                room = max(WIDTH - first.column - column, 40)
-                if i + 1 < len(cells):
-                    room = max(cells[i + 1].start() - column - 3, 20)
-                shown, *below = wrapped(shown, room, room)
-            made += shown
-        return f"\n{rest}".join([made, *(" " * column + line for line in below)])
+        cells = [shown(row, translate) for row in table]
+        places = _places(table, cells)
+        lines = list[str]()
+        for row, said in zip(table, cells, strict=True):
+            for nth in range(max(map(len, said))):
+                line = ""
+                for cell, parts in zip(row, said, strict=True):
+                    if nth < len(parts):
+                        line += " " * (places[cell.column] - columns(line)) + parts[nth]
+                lines.append(line)
+        return f"\n{rest}".join(lines)
 
     yield Passage(first.start, last.start + len(last.text), spoken, render)
+
+
+def _places(table: list[list[_Cell]], cells: list[list[tuple[str, ...]]]) -> dict[int, int]:
+    """Column in the source -> column of a table with other words: moved to the right where a cell needs the room."""
+    before = dict[int, list[tuple[int, int]]]()  # column -> (column, width) of the cells in front of it
+    for row, said in zip(table, cells, strict=True):
+        for cell, parts, behind in zip(row, said, row[1:], strict=False):
+            before.setdefault(behind.column, []).append((cell.column, max(map(columns, parts))))
+    places, moved = dict[int, int](), 0
+    for column in sorted({cell.column for row in table for cell in row}):
+        ends = (places[left] + width for left, width in before.get(column, []))
+        moved = max(moved, max(ends, default=-2) + 2 - column)
+        places[column] = column + moved
+    return places
 
 
 def _string(text: str, start: int, stop: int, said: str) -> Passage:

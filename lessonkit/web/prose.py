@@ -17,7 +17,9 @@ _RUNG = re.compile(
     r"(?:Rung (?P<en>\d+[a-z]?)|第\s*(?P<zh>\d+[a-z]?)\s*级)(?P<more>[,，（(][^.。]{1,40})?[.。：:]\s*", re.ASCII
 )
 _PREDICTED = re.compile(r"(?:(?<=[.:?)])\s+|(?<=[。？）])\s*)(?=Predicted[: ]|预测[:：])")
-_LABEL = re.compile(r"(?P<label>[A-Z][A-Za-z ]{1,20}|[\u4e00-\u9fff ]{2,10}|Needs)[:：](?P<gap> *)(?P<said>\S.*)")
+_LABEL = re.compile(
+    r"(?P<label>[A-Z][A-Za-z ]{1,20}|[\u4e00-\u9fff][\u4e00-\u9fffA-Za-z ]{1,12}|Needs)[:：](?P<gap> *)(?P<said>\S.*)"
+)
 _HEAD = re.compile(
     r"New words \(|You (?:will )?(?:be able|need|learn)|(?:Run|Check|Time) it:|Needs |Without a GPU|"
     r"(?:学完|你将|你?需要[:：]|运行|检查|计时)"
@@ -127,7 +129,9 @@ def _blocks(lines: list[str]) -> Iterator[str]:
             at += sum(1 + item.count("\n") for _, item in numbered)
         elif _apart(line) and not _labelled(line):
             at += 1
-            while at < len(lines) and (_apart(lines[at]) or (not lines[at].strip() and _apart_after(lines, at))):
+            while at < len(lines) and not _labelled(lines[at]) and (
+                _apart(lines[at]) or (not lines[at].strip() and _apart_after(lines, at))
+            ):  # fmt: skip
                 at += 1
             yield fence("text", textwrap.dedent("\n".join(lines[begin:at])).rstrip())
         elif _labelled(line):
