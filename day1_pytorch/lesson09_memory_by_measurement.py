@@ -222,11 +222,12 @@ def _stream(x, y, size, reads, writes, block, warps):
 
 
 def streams():
-    """Memory reads faster than it writes, and a kernel's limit is a stream with the same mix of reads and writes.
+    """Is reading as fast as writing? A kernel's limit is a stream with the same mix of reads and writes.
 
     Predicted for an H200, not measured yet: 5 us to start, then 4530 GB/s of reads and 4020 GB/s of writes. A byte
     that is read and one that is written take the sum of both times, so a copy reaches 4260 GB/s. Of 1024 MB that is
-    4440 GB/s for reads alone, 4180 for a copy and 3950 for writes alone.
+    4440 GB/s for reads alone, 4180 for a copy and 3950 for writes alone. One part has failed already: on an H200,
+    4 GB were written at least as fast as they were read.
     """
     x, y = torch.arange(4 * 16, dtype=torch.int32, device=DEVICE), torch.zeros(32, dtype=torch.int32, device=DEVICE)
     _stream(x, y, 6 * 4 * 16, 4, 2, 16, 1)[1]()
@@ -239,15 +240,14 @@ def streams():
     sizes = [2**p for p in range(24, 33) if 2**p <= torch.cuda.mem_get_info()[0] // 4]
     x, y = (torch.empty(sizes[-1] // 4, dtype=torch.int32, device=DEVICE).random_() for _ in range(2))
     every = {(*mix, size, tile): _stream(x, y, size, *mix, *tile) for mix in MIXES for size in sizes for tile in TILES}
-    took, rows, best = seconds({key: call for key, (_, call) in every.items()}, flush=True), [], {}
+    took, rows = seconds({key: call for key, (_, call) in every.items()}, flush=True), []
     for reads, writes in MIXES:
         for size in sizes:
             each = {tile: every[reads, writes, size, tile][0] / took[reads, writes, size, tile] for tile in TILES}
-            best[reads, writes, size] = rate = max(each.values())
+            rate = max(each.values())
             a_byte = (reads / 4530e9 + writes / 4020e9) / (reads + writes)
             row = {"reads": reads, "writes": writes, "MB": size >> 20, "GB_per_s": round(rate * 1e-9)}
             rows.append(row | {"predicted": round(size / (5e-6 + size * a_byte) * 1e-9)})
-    assert best[1, 0, sizes[-1]] > best[0, 1, sizes[-1]], "reads are faster than writes"
     note = (
         "The L2 is written over before each stream, as before each rung of a benchmark; the fastest of four block "
         "sizes. A kernel is to be held against the line of its own mix: one that mostly reads is faster than any copy."
