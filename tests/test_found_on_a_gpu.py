@@ -216,6 +216,51 @@ def test_a_gradient_that_is_rounded_before_the_upstream_is_not_exactly_zero():
         torch.testing.assert_close(mine, theirs, atol=1e-14, rtol=1e-10)
 
 
+def test_a_mean_in_fp32_moves_what_is_nearly_the_mean():
+    """Half of the row adds up to 240,000, where fp32 values are 1/64 apart, and the other half takes that away."""
+    call, given = found("layer_norm", 1)
+    x, w = given
+    at, N, wide = 108672, len(x), x.double()
+    half = wide[: N // 2].sum().item()
+    off = 8.83e-8  # of the H200's mean
+    assert off < 6 * 2.0**-7 / N
+    assert 2.0**17 < half < 2.0**18
+
+    def normalised(wide, off):
+        rstd = torch.rsqrt(wide.var(correction=0) + call.case["options"]["eps"])
+        return ((wide - wide.mean() - off) * rstd * w.double()).bfloat16()
+
+    y = normalised(wide, off)
+    assert y[at].item() == pytest.approx(1.98371708e-07, rel=1e-8)  # on the H200; exactly 2.0375e-07
+    check.compare(call.truth(given), (y,))
+    refused(call.truth(given), with_fault((y,), 0, at, 1e-6))
+    # Of values so small that eps outweighs their variance, a mean that is off by as many roundings changes less.
+    small = x * 2.0**-20
+    y = normalised(small.double(), 0.0)
+    refused(call.truth((small, w)), with_fault((y,), 0, at, 2.0375e-07 - 1.98371708e-07))
+
+
+def test_the_mean_of_equal_values_may_be_their_neighbour():
+    """3 v is rounded, and a third of it is not v. The variance is 9e-16 then, beside an eps of 1e-12."""
+    call, given = found("layer_norm", 2)
+    x, w, _, dy = (t.detach() for t in given)
+    mean = ((x[:, 0] + x[:, 2] + x[:, 1]) / 3)[:, None]
+    assert (mean[1] - x[1, 0]).item() == -(2.0**-25)
+    x_hat = (x - mean) * torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + 1e-12)
+    rstd = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + 1e-12)
+    g = dy * w
+    dx = rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True) - g.mean(-1, keepdim=True))
+    assert dx[1, 0].item() == pytest.approx(1537384.75, rel=1e-6)  # on the H200; exactly 1536809.73
+    truth = call.truth(given)
+    y, _, dw, db = truth.usual
+    check.compare(truth, (y, dx, dw, db))
+    refused(truth, (y, 1.01 * dx, dw, db))
+    call, given = found("layer_norm", 2, eps=1e-5)
+    truth = call.truth(given)
+    check.compare(truth, truth.usual)
+    refused(truth, with_fault(truth.usual, 1, (1, 0), truth.usual[1][1, 0].item() * (1537384.75 / 1536809.73 - 1)))
+
+
 def test_quantised_zeros_keep_their_sign():
     """A remainder of +0 times 1 / scale, added to q = -0, is +0. With x and 1 / scale negated q stays -0."""
     call, (x,) = found("quantize")
@@ -236,3 +281,12 @@ def test_quantised_zeros_keep_their_sign():
     assert (without != truth.usual[0]).nonzero().tolist() == [[49, 137]]  # on the H200
     refused(truth, (without, scale))
     check.compare(truth, (corrected(-x.float(), -1 / scale, -1), scale))
+
+
+@pytest.mark.parametrize(("operator", "nth"), [("layer_norm", 0), ("layer_norm", 2)])
+def test_with_a_mean_off_by_nothing_the_norm_is_the_reference(operator, nth):
+    call, given = found(operator, nth, eps=1e-3)
+    few = tuple(t[..., :64].detach().double() for t in given)
+    off = questions.layer_norm_mean_off(0)
+    for mine, theirs in zip(call.of(off, few), call.of(call.reference, few), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
