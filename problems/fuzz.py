@@ -189,7 +189,20 @@ def add_norm_reference(x, residual, weight, bias, eps):
     return layer_norm_reference(total, weight, bias, eps).to(x.dtype), total
 
 
-add_norm = Question(_add_norm, add_norm_reference, ("x", "residual", "weight", "bias"))
+def add_norm_mean_off(sign):
+    def mean_off(x, residual, weight, bias, eps):
+        total = residual + x
+        return layer_norm_mean_off(sign)(total, weight, bias, eps), total
+
+    return mean_off
+
+
+add_norm = Question(
+    _add_norm,
+    add_norm_reference,
+    ("x", "residual", "weight", "bias"),
+    beside=(add_norm_mean_off(-1), add_norm_mean_off(1)),
+)
 
 
 def _cross_entropy(draw):

@@ -261,6 +261,21 @@ def test_the_mean_of_equal_values_may_be_their_neighbour():
     refused(truth, with_fault(truth.usual, 1, (1, 0), truth.usual[1][1, 0].item() * (1537384.75 / 1536809.73 - 1)))
 
 
+def test_the_mean_of_two_million_values_moves_their_gradient():
+    call, given = found("add_norm")
+    tensors = dict(zip(call.names, given, strict=False))
+    total = (tensors["x"] + tensors["residual"]).detach()[0].double()
+    dy = given[len(call.names)][0].double()
+    off = -3.093e-7  # of the H200's mean
+    rstd = torch.rsqrt(total.var(correction=0) + call.case["options"]["eps"])
+    dw = (dy * (total - total.mean() - off) * rstd).float()
+    assert dw[70].item() == pytest.approx(-0.00110090559, rel=1e-8)  # on the H200; exactly -0.00110070808
+    truth = call.truth(given)
+    answer = (*truth.usual[:4], dw, truth.usual[5])
+    check.compare(truth, answer)
+    refused(truth, with_fault(answer, 4, dy.abs().argmin(), 2e-7))
+
+
 def test_quantised_zeros_keep_their_sign():
     """A remainder of +0 times 1 / scale, added to q = -0, is +0. With x and 1 / scale negated q stays -0."""
     call, (x,) = found("quantize")
@@ -283,10 +298,10 @@ def test_quantised_zeros_keep_their_sign():
     check.compare(truth, (corrected(-x.float(), -1 / scale, -1), scale))
 
 
-@pytest.mark.parametrize(("operator", "nth"), [("layer_norm", 0), ("layer_norm", 2)])
+@pytest.mark.parametrize(("operator", "nth"), [("layer_norm", 0), ("layer_norm", 2), ("add_norm", 0)])
 def test_with_a_mean_off_by_nothing_the_norm_is_the_reference(operator, nth):
     call, given = found(operator, nth, eps=1e-3)
     few = tuple(t[..., :64].detach().double() for t in given)
-    off = questions.layer_norm_mean_off(0)
+    off = {"layer_norm": questions.layer_norm_mean_off, "add_norm": questions.add_norm_mean_off}[operator](0)
     for mine, theirs in zip(call.of(off, few), call.of(call.reference, few), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
