@@ -276,6 +276,22 @@ def test_the_mean_of_two_million_values_moves_their_gradient():
     refused(truth, with_fault(answer, 4, dy.abs().argmin(), 2e-7))
 
 
+def test_a_gradient_of_16_bits_is_rounded_before_its_matmul():
+    """Column 4 of dx: 328 products of up to 300, of which 2.8 is left. fp16 rounds z and its gradient."""
+    call, given = found("linear", 1)
+    x, w, bias, _, dy = (t.detach().double() for t in given)
+    z = (x @ w.t() + bias).half().double().requires_grad_()
+    y = torch.nn.functional.gelu(z, approximate="tanh")
+    dz = torch.autograd.grad(y, z, dy)[0].half().double()
+    dx = (dz @ w).half()
+    assert dx[0, 4, 4].item() == pytest.approx(2.27148438)  # on the H200; exactly 2.84341346
+    truth = call.truth(given)
+    answer = (truth.usual[0], dx, *truth.usual[2:])
+    check.compare(truth, answer)
+    # Column 2 of weight is nearly 0.
+    refused(truth, with_fault(answer, 1, (0, 4, 2), 2.84341346 - 2.27148438))
+
+
 def test_quantised_zeros_keep_their_sign():
     """A remainder of +0 times 1 / scale, added to q = -0, is +0. With x and 1 / scale negated q stays -0."""
     call, (x,) = found("quantize")

@@ -44,6 +44,7 @@ class Truth:
     factor: float
     asked: Callable[..., Sequence[torch.Tensor]] | None = None  # the reference; without it there is no absolute floor
     beside: tuple[Callable[..., Sequence[torch.Tensor]], ...] = ()  # it too, with a rounding error as large as it gets
+    operands: torch.dtype | None = None  # of 16 bits: to it a gradient's operands of matmuls are rounded
 
     _moves: dict[int, tuple[torch.Tensor, ...] | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -55,7 +56,7 @@ class Truth:
             try:
                 with torch.no_grad():
                     args = [*map(_float64, self.args)]
-                    found = rounding.moved(self.asked, args, self.exact, samples)
+                    found = rounding.moved(self.asked, args, self.exact, samples, self.operands, 1 / self.factor)
                     for other in self.beside:  # as far as this, and not FACTOR times as far
                         pairs = zip(other(*args), self.exact, strict=True)
                         apart = [(o.double() - e.double()).abs().nan_to_num(0.0, 0.0) for o, e in pairs]

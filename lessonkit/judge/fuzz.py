@@ -415,7 +415,10 @@ class Call:
         """answer: the operator's, for a reference whose gradients follow from what the operator has kept."""
         asked = _Asked(lambda *args: self._referred(answer, args), self.factor)
         truth = check.judge(asked, given)  # type: ignore[arg-type]
-        return replace(truth, beside=tuple(partial(self._of, f) for f in self.beside))
+        dtypes = {t.dtype for t in self.args if t.is_floating_point()}
+        narrow = self.wanted and len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16}
+        beside = tuple(partial(self._of, f) for f in self.beside)
+        return replace(truth, beside=beside, operands=dtypes.pop() if narrow else None)
 
     def _of(self, f: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, ...]:
         return self.of(f, given)
