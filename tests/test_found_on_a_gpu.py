@@ -292,6 +292,29 @@ def test_a_gradient_of_16_bits_is_rounded_before_its_matmul():
     refused(truth, with_fault(answer, 1, (0, 4, 2), 2.84341346 - 2.27148438))
 
 
+def test_the_gradient_of_scores_is_rounded_before_its_matmul():
+    """Ten keys near 4 for all features: dQ is what rounding to bf16 leaves of a sum of dS, which is nearly 0."""
+    call, given = found("attention", 2)
+    q, k, v, dout = (t.detach().double() for t in given)
+    at, scale = (1, 1, 9), call.case["options"]["scale"]
+    keys, values, upstream = k[1, 0, :10], v[1, 0, :10], dout[at]
+    p = torch.softmax(keys @ q[at] * scale, -1)
+    # delta = dO O follows from the O that the H200 rounded: of this one the exact gradient is known.
+    delta = ((p * (values @ upstream)) @ keys[:, 0] * scale + 0.00555668397) / (p @ keys[:, 0] * scale)
+    o = call.truth(given).exact[0].clone()
+    o[at] += upstream * (delta - upstream @ o[at]) / upstream.square().sum()
+    ds = (p * (values @ upstream - delta)).bfloat16().double()
+    truth = call.truth(given, (o,))
+    assert truth.exact[1][at][0].item() == pytest.approx(-0.00555668397, rel=1e-6)
+    dq = truth.usual[1].clone()
+    dq[at] = (ds @ keys * scale).bfloat16()
+    assert dq[at][0].item() == pytest.approx(-0.0135498047)  # on the H200
+    answer = (truth.usual[0], dq, truth.usual[2])
+    check.compare(truth, answer)
+    # Query 0 sees one key: its dS is 0.
+    refused(truth, with_fault(answer, 1, (1, 1, 0, 0), -0.0135498047 + 0.00555668397))
+
+
 def test_quantised_zeros_keep_their_sign():
     """A remainder of +0 times 1 / scale, added to q = -0, is +0. With x and 1 / scale negated q stays -0."""
     call, (x,) = found("quantize")
