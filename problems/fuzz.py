@@ -124,7 +124,40 @@ def layer_norm_reference(x, weight, bias, eps):
     return layer_norms.reference(*given, eps)[0].to(x.dtype)
 
 
-layer_norm = Question(_layer_norm, layer_norm_reference, ("x", "weight", "bias"))
+class _MeanOff(torch.autograd.Function):
+    """LayerNorm and its gradient in float64, from means that are wrong by as much as a tree of fp32 sums may be."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, sign):
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        roundings = (x.shape[-1] - 1).bit_length() + (x.shape[-1] > 1)  # the levels of the tree, and the division
+        off = roundings * torch.finfo(torch.float32).eps / 2 * rows.abs().mean(-1)
+        mean = rows.mean(-1) + sign * off
+        centred = rows - mean[:, None]
+        rstd = torch.rsqrt(centred.square().mean(-1) + eps)
+        ctx.save_for_backward(rows, weight, mean, rstd)
+        ctx.bias = bias is not None
+        y = centred * rstd[:, None] * weight + (bias if ctx.bias else 0)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx, dw, db = layer_norms.reference_backward(dy.reshape(ctx.saved_tensors[0].shape), *ctx.saved_tensors)
+        return dx.view(dy.shape), dw, db if ctx.bias else None, None, None
+
+
+# A kernel's mean may be off by more than PyTorch's, which adds in another order. That counts where x is nearly the mean
+# and in rows of many columns. It also counts in rows of equal values if eps is as small: in fp32 3 v / 3 may not be v.
+def layer_norm_mean_off(sign):
+    return lambda x, weight, bias, eps: _MeanOff.apply(x, weight, bias, eps, sign)
+
+
+layer_norm = Question(
+    _layer_norm,
+    layer_norm_reference,
+    ("x", "weight", "bias"),
+    beside=(layer_norm_mean_off(-1), layer_norm_mean_off(1)),
+)
 
 
 def _rms_norm(draw):
@@ -156,7 +189,20 @@ def add_norm_reference(x, residual, weight, bias, eps):
     return layer_norm_reference(total, weight, bias, eps).to(x.dtype), total
 
 
-add_norm = Question(_add_norm, add_norm_reference, ("x", "residual", "weight", "bias"))
+def add_norm_mean_off(sign):
+    def mean_off(x, residual, weight, bias, eps):
+        total = residual + x
+        return layer_norm_mean_off(sign)(total, weight, bias, eps), total
+
+    return mean_off
+
+
+add_norm = Question(
+    _add_norm,
+    add_norm_reference,
+    ("x", "residual", "weight", "bias"),
+    beside=(add_norm_mean_off(-1), add_norm_mean_off(1)),
+)
 
 
 def _cross_entropy(draw):

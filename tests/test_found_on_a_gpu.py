@@ -1,7 +1,8 @@
 """Cases of tests/fuzz/found.jsonl that only a GPU showed: what its kernels compute there, computed again on a CPU.
 
-In each the kernel was right and the error budget was not. Each test computes the answer that the GPU gave, to the bit,
-and holds that the budget allows it. A fault of the same size where no such rounding error can be is still refused.
+In all but one the kernel was right and the error budget was not. Each test computes the answer that the GPU gave, to
+the bit, and holds that the budget allows it. A fault of the same size where no such rounding error can be is still
+refused.
 """
 
 from dataclasses import replace
@@ -19,12 +20,12 @@ from problems import matmul_fp8
 pytestmark = pytest.mark.kept("tests/fuzz/*.jsonl", "problems/*.py")
 
 
-def found(operator, nth=0):
-    """The call of the operator's nth case, and all that its reference is given."""
+def found(operator, nth=0, **options):
+    """The call of the operator's nth case, with other options, and all that its reference is given."""
     cases = [
         f.case for f in fuzzing.found() if f.mode == "gpu" and f.case["operator"] == operator and "noise" in f.case
     ]
-    call = fuzz.Call(cases[nth], "cpu")
+    call = fuzz.Call(cases[nth] | {"options": cases[nth]["options"] | options}, "cpu")
     if not call.wanted:
         return call, call.args
     wanted, call.wanted = call.wanted, ()
@@ -213,3 +214,133 @@ def test_a_gradient_that_is_rounded_before_the_upstream_is_not_exactly_zero():
     plain = torch.autograd.grad(loss, (x, w), given[3].double())
     for mine, theirs in zip(truth.exact[1:], plain, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-14, rtol=1e-10)
+
+
+def test_a_mean_in_fp32_moves_what_is_nearly_the_mean():
+    """Half of the row adds up to 240,000, where fp32 values are 1/64 apart, and the other half takes that away."""
+    call, given = found("layer_norm", 1)
+    x, w = given
+    at, N, wide = 108672, len(x), x.double()
+    half = wide[: N // 2].sum().item()
+    off = 8.83e-8  # of the H200's mean
+    assert off < 6 * 2.0**-7 / N
+    assert 2.0**17 < half < 2.0**18
+
+    def normalised(wide, off):
+        rstd = torch.rsqrt(wide.var(correction=0) + call.case["options"]["eps"])
+        return ((wide - wide.mean() - off) * rstd * w.double()).bfloat16()
+
+    y = normalised(wide, off)
+    assert y[at].item() == pytest.approx(1.98371708e-07, rel=1e-8)  # on the H200; exactly 2.0375e-07
+    check.compare(call.truth(given), (y,))
+    refused(call.truth(given), with_fault((y,), 0, at, 1e-6))
+    # Of values so small that eps outweighs their variance, a mean that is off by as many roundings changes less.
+    small = x * 2.0**-20
+    y = normalised(small.double(), 0.0)
+    refused(call.truth((small, w)), with_fault((y,), 0, at, 2.0375e-07 - 1.98371708e-07))
+
+
+def test_the_mean_of_equal_values_may_be_their_neighbour():
+    """3 v is rounded, and a third of it is not v. The variance is 9e-16 then, beside an eps of 1e-12."""
+    call, given = found("layer_norm", 2)
+    x, w, _, dy = (t.detach() for t in given)
+    mean = ((x[:, 0] + x[:, 2] + x[:, 1]) / 3)[:, None]
+    assert (mean[1] - x[1, 0]).item() == -(2.0**-25)
+    x_hat = (x - mean) * torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + 1e-12)
+    rstd = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + 1e-12)
+    g = dy * w
+    dx = rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True) - g.mean(-1, keepdim=True))
+    assert dx[1, 0].item() == pytest.approx(1537384.75, rel=1e-6)  # on the H200; exactly 1536809.73
+    truth = call.truth(given)
+    y, _, dw, db = truth.usual
+    check.compare(truth, (y, dx, dw, db))
+    refused(truth, (y, 1.01 * dx, dw, db))
+    call, given = found("layer_norm", 2, eps=1e-5)
+    truth = call.truth(given)
+    check.compare(truth, truth.usual)
+    refused(truth, with_fault(truth.usual, 1, (1, 0), truth.usual[1][1, 0].item() * (1537384.75 / 1536809.73 - 1)))
+
+
+def test_the_mean_of_two_million_values_moves_their_gradient():
+    call, given = found("add_norm")
+    tensors = dict(zip(call.names, given, strict=False))
+    total = (tensors["x"] + tensors["residual"]).detach()[0].double()
+    dy = given[len(call.names)][0].double()
+    off = -3.093e-7  # of the H200's mean
+    rstd = torch.rsqrt(total.var(correction=0) + call.case["options"]["eps"])
+    dw = (dy * (total - total.mean() - off) * rstd).float()
+    assert dw[70].item() == pytest.approx(-0.00110090559, rel=1e-8)  # on the H200; exactly -0.00110070808
+    truth = call.truth(given)
+    answer = (*truth.usual[:4], dw, truth.usual[5])
+    check.compare(truth, answer)
+    refused(truth, with_fault(answer, 4, dy.abs().argmin(), 2e-7))
+
+
+def test_a_gradient_of_16_bits_is_rounded_before_its_matmul():
+    """Column 4 of dx: 328 products of up to 300, of which 2.8 is left. fp16 rounds z and its gradient."""
+    call, given = found("linear", 1)
+    x, w, bias, _, dy = (t.detach().double() for t in given)
+    z = (x @ w.t() + bias).half().double().requires_grad_()
+    y = torch.nn.functional.gelu(z, approximate="tanh")
+    dz = torch.autograd.grad(y, z, dy)[0].half().double()
+    dx = (dz @ w).half()
+    assert dx[0, 4, 4].item() == pytest.approx(2.27148438)  # on the H200; exactly 2.84341346
+    truth = call.truth(given)
+    answer = (truth.usual[0], dx, *truth.usual[2:])
+    check.compare(truth, answer)
+    # Column 2 of weight is nearly 0.
+    refused(truth, with_fault(answer, 1, (0, 4, 2), 2.84341346 - 2.27148438))
+
+
+def test_the_gradient_of_scores_is_rounded_before_its_matmul():
+    """Ten keys near 4 for all features: dQ is what rounding to bf16 leaves of a sum of dS, which is nearly 0."""
+    call, given = found("attention", 2)
+    q, k, v, dout = (t.detach().double() for t in given)
+    at, scale = (1, 1, 9), call.case["options"]["scale"]
+    keys, values, upstream = k[1, 0, :10], v[1, 0, :10], dout[at]
+    p = torch.softmax(keys @ q[at] * scale, -1)
+    # delta = dO O follows from the O that the H200 rounded: of this one the exact gradient is known.
+    delta = ((p * (values @ upstream)) @ keys[:, 0] * scale + 0.00555668397) / (p @ keys[:, 0] * scale)
+    o = call.truth(given).exact[0].clone()
+    o[at] += upstream * (delta - upstream @ o[at]) / upstream.square().sum()
+    ds = (p * (values @ upstream - delta)).bfloat16().double()
+    truth = call.truth(given, (o,))
+    assert truth.exact[1][at][0].item() == pytest.approx(-0.00555668397, rel=1e-6)
+    dq = truth.usual[1].clone()
+    dq[at] = (ds @ keys * scale).bfloat16()
+    assert dq[at][0].item() == pytest.approx(-0.0135498047)  # on the H200
+    answer = (truth.usual[0], dq, truth.usual[2])
+    check.compare(truth, answer)
+    # Query 0 sees one key: its dS is 0.
+    refused(truth, with_fault(answer, 1, (1, 1, 0, 0), -0.0135498047 + 0.00555668397))
+
+
+def test_quantised_zeros_keep_their_sign():
+    """A remainder of +0 times 1 / scale, added to q = -0, is +0. With x and 1 / scale negated q stays -0."""
+    call, (x,) = found("quantize")
+    truth = call.truth((x,))
+    assert x[49, 137] == 0
+    assert truth.usual[0][49, 137] == 128
+    scale = truth.usual[1].float()
+
+    def fma(a, b, c):  # float64 holds the product
+        return (a.double() * b.double() + c.double()).float()
+
+    def corrected(x, inverse, sign):
+        q = x * inverse
+        q = fma(fma(-sign * q, scale, x), inverse, q)
+        return q.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    without = corrected(x.float(), 1 / scale, 1)
+    assert (without != truth.usual[0]).nonzero().tolist() == [[49, 137]]  # on the H200
+    refused(truth, (without, scale))
+    check.compare(truth, (corrected(-x.float(), -1 / scale, -1), scale))
+
+
+@pytest.mark.parametrize(("operator", "nth"), [("layer_norm", 0), ("layer_norm", 2), ("add_norm", 0)])
+def test_with_a_mean_off_by_nothing_the_norm_is_the_reference(operator, nth):
+    call, given = found(operator, nth, eps=1e-3)
+    few = tuple(t[..., :64].detach().double() for t in given)
+    off = {"layer_norm": questions.layer_norm_mean_off, "add_norm": questions.add_norm_mean_off}[operator](0)
+    for mine, theirs in zip(call.of(off, few), call.of(call.reference, few), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)

@@ -42,12 +42,14 @@ def quantized(x, scale):
         # Scales below 2^-60 are made larger, and x with them, or the remainder would lose its last bits below 2^-126.
         up = tl.where(scale < 2.0**-60, 2.0**64, 1.0)
         divisor = scale * up
-        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), divisor)
+        # x and 1/scale are negated, so that q = -0 keeps its sign: a remainder of 0 is +0, and times -1/scale it is -0.
+        # Times 1/scale it would be +0, and -0 + 0 is +0.
+        inverse = tl.div_rn(tl.full(scale.shape, -1.0, tl.float32), divisor)
         # Of an infinite scale the inverse is 0, and so is the quotient of a finite x; inf times 0 is NaN, as it should.
         divisor = tl.where(inverse == 0, 0.0, divisor)
-        x = x * up
+        x = x * -up
         q = x * inverse
-        q = tl.fma(tl.fma(-q, divisor + tl.zeros_like(x), x), inverse + tl.zeros_like(x), q)
+        q = tl.fma(tl.fma(q, tl.broadcast_to(divisor, x.shape), x), tl.broadcast_to(inverse, x.shape), q)
     return tl.clamp(q, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 

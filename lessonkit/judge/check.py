@@ -43,6 +43,8 @@ class Truth:
     usual: tuple[torch.Tensor, ...]  # the reference in the inputs' own dtype: what PyTorch answers
     factor: float
     asked: Callable[..., Sequence[torch.Tensor]] | None = None  # the reference; without it there is no absolute floor
+    beside: tuple[Callable[..., Sequence[torch.Tensor]], ...] = ()  # it too, with a rounding error as large as it gets
+    operands: torch.dtype | None = None  # of 16 bits: to it a gradient's operands of matmuls are rounded
 
     _moves: dict[int, tuple[torch.Tensor, ...] | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -53,7 +55,12 @@ class Truth:
         if samples not in self._moves:
             try:
                 with torch.no_grad():
-                    found = rounding.moved(self.asked, [*map(_float64, self.args)], self.exact, samples)
+                    args = [*map(_float64, self.args)]
+                    found = rounding.moved(self.asked, args, self.exact, samples, self.operands, 1 / self.factor)
+                    for other in self.beside:  # as far as this, and not FACTOR times as far
+                        pairs = zip(other(*args), self.exact, strict=True)
+                        apart = [(o.double() - e.double()).abs().nan_to_num(0.0, 0.0) for o, e in pairs]
+                        found = tuple(m.maximum(a / FACTOR[torch.float32]) for m, a in zip(found, apart, strict=True))
             except torch.OutOfMemoryError:
                 found = None
             self._moves[samples] = found

@@ -77,6 +77,8 @@ class Question:
     factor      the problem's, or a wider one for a stated reason
     keeps       the gradient is a function of the operator's own first result, which is judged by itself: the reference
                 takes `kept`, that result, or None before there is one
+    beside      the reference with a rounding error as large as it gets: an answer may be off by what that changes. For
+                errors whose effect is not proportional to them, as that of a mean on a variance of about 0
     """
 
     draw: Callable[[Draw], Drawn]
@@ -85,6 +87,7 @@ class Question:
     forward: str = ""
     factor: float = 1
     keeps: bool = False
+    beside: tuple[Callable[..., Any], ...] = ()
 
 
 @cache
@@ -376,6 +379,7 @@ class Call:
         self.wanted = case["wanted"] if backward else ()
         self.factor, self.reference = question.factor, question.reference
         self.keeps = question.keeps and bool(self.wanted)
+        self.beside = question.beside
 
     def upstream(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """A gradient for each result, given by the case; none in a forward."""
@@ -410,7 +414,14 @@ class Call:
     def truth(self, given: tuple[Any, ...], answer: Sequence[torch.Tensor] = ()) -> check.Truth:
         """answer: the operator's, for a reference whose gradients follow from what the operator has kept."""
         asked = _Asked(lambda *args: self._referred(answer, args), self.factor)
-        return check.judge(asked, given)  # type: ignore[arg-type]
+        truth = check.judge(asked, given)  # type: ignore[arg-type]
+        dtypes = {t.dtype for t in self.args if t.is_floating_point()}
+        narrow = self.wanted and len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16}
+        beside = tuple(partial(self._of, f) for f in self.beside)
+        return replace(truth, beside=beside, operands=dtypes.pop() if narrow else None)
+
+    def _of(self, f: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, ...]:
+        return self.of(f, given)
 
     def _referred(self, answer: Sequence[torch.Tensor], given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         kept = self.keeps and len(answer) > 0

@@ -24,6 +24,7 @@ JUMP = 2.0**-20  # of the largest input or answer: what moves by more is asked w
 LESS = 64.0  # so much smaller errors move what is no step less far, if not quite so much less
 
 ONE_BY_ONE = 4096  # a kernel adds up so many elements of a prefix sum one after the other; then blocks in a tree
+OPERAND = 1 / 16  # of eps: a budget takes 16 times a movement, so that it takes twice the rounding, eps / 2
 LOOKS = 16  # at the partial sums of a matmul, evenly along K
 
 aten = torch.ops.aten
@@ -60,9 +61,10 @@ MATMULS = frozenset(["addmm", "baddbmm", "bmm", "mm"])
 class _Disturbed(TorchDispatchMode):
     """Inside, what operations round in float64 carries a random relative error, up to `injected`."""
 
-    def __init__(self, seed: int, injected: float) -> None:
+    def __init__(self, seed: int, injected: float, operands: torch.dtype | None, share: float) -> None:
         super().__init__()
         self.seed, self.injected, self.generators = seed, injected, dict[torch.device, torch.Generator]()
+        self.operands, self.share = operands, share
 
     def errors(self, t: torch.Tensor) -> torch.Tensor:
         """The errors of t's values: half to all of `injected`, and of a value that fp32 may flush to 0 all of it."""
@@ -74,11 +76,21 @@ class _Disturbed(TorchDispatchMode):
         found *= self.injected * torch.where(t.isfinite(), t, 0.0)
         return torch.where(t.abs() < FP32.tiny, found / FP32.eps, found)
 
+    def rounded(self, t: torch.Tensor) -> torch.Tensor:
+        """An operand of a matmul in a gradient, which a kernel rounds to 16 bits if it has more."""
+        if self.operands is None or torch.is_grad_enabled() or not _is_float64(t):
+            return t
+        info = torch.finfo(self.operands)
+        size = torch.where(t.to(self.operands).double() == t, 0.0, t.abs().clamp(min=info.tiny))
+        return t + self.errors(size) * (self.share * OPERAND * info.eps / FP32.eps)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in FUSED:
             with self:
                 return FUSED[func](*args, **kwargs)
+        if func.overloadpacket.__name__ in MATMULS:
+            args = *args[:-2], *map(self.rounded, args[-2:])
         if func.overloadpacket.__name__ in SUMS:
             args = tuple(a + self.errors(a) if _is_float64(a) else a for a in args)
         result = func(*args, **kwargs)
@@ -120,18 +132,21 @@ def moved(
     args: Sequence[Any],
     exact: Sequence[torch.Tensor],
     samples: int = SAMPLES,
+    operands: torch.dtype | None = None,
+    share: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
     """How far fp32 rounding errors move each element of `exact`, which is answer(*args), in the root mean square.
 
-    args: the inputs in float64. A result that is no floating-point tensor does not move. Neither does what jumps: a
-    step of the reference is as high for a smaller error. Of what only moves far, as the quotient of two values that
-    nearly cancel, fp32 keeps no digit, and no answer can be right in one.
+    args: the inputs in float64. operands: a dtype of 16 bits, to which a gradient's operands of matmuls are rounded
+    besides; share: of that rounding, what is injected. A result that is no floating-point tensor does not move. Neither
+    does what jumps: a step of the reference is as high for a smaller error. Of what only moves far, as the quotient of
+    two values that nearly cancel, fp32 keeps no digit, and no answer can be right in one.
     """
     largest = max((_largest(a) for a in args if _is_float64(a)), default=0.0)
     total = [torch.zeros_like(e, dtype=torch.float64) for e in exact]
 
     def by(seed: int, injected: float) -> list[torch.Tensor | None]:
-        with _Disturbed(seed, injected):
+        with _Disturbed(seed, injected, operands, share):
             found = answer(*args)
         both = zip(found, exact, strict=True)
         return [
