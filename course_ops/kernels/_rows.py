@@ -215,7 +215,7 @@ def widen(x, sixteen):
 
 @triton.jit
 def mean_of(total, count):
-    """total / count, rounded once: the mean of equal values is that value.
+    """total / count, rounded once: the mean of equal values is that value, if their sum is exact.
 
     `/` divides by an approximation, whose last step the compiler fuses with the x - mean that follows. A row of nothing
     but 100.0 would then have a variance of 5e-13, which counts beside an eps of 1e-12.
