@@ -194,7 +194,7 @@ NOTES = (  # notes
     later("Limit: which term of the model is the largest, and so what to change next."),
     later("Medians, L2 flushed, all configurations of a size interleaved."),
     later(
-        "Milliseconds, the slowest rank's; 32 heads on 8, D = 128, bf16, 16384 tokens a GPU. Messages are hidden as "
+        "Milliseconds, the slowest rank's; 32 heads on 8, D = 128, bf16, 16384 tokens per GPU. Messages are hidden as "
         "far as a time equals the one without them."
     ),
     later("One launch; counted by hand: {bytes} bytes each way."),
@@ -224,7 +224,7 @@ NOTES = (  # notes
     ),
     later(
         "Times of a GPU. Matmuls have {flops}% of the FLOPs and {time}% of the time. MB: each tensor once. What waits "
-        "for memory, whose roof comes from MB, gains from fusion and from smaller dtypes: lesson 11."
+        "for memory, whose roof comes from MB, gains from fusion and from smaller dtypes: lesson 18."
     ),
     later("The same commands work everywhere; only the lane differs."),
     later("With S grow {which}: they keep scores in memory. The others keep O and a number or two a row."),
