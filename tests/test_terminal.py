@@ -196,7 +196,7 @@ def test_a_name_that_several_lessons_have_says_which(terminal, monkeypatch):
     text = words(run("run lesson01"))
     all_run = "lessons,andallofthemrun:|课，全部都会运行："
     assert re.search(rf"lesson01(names|指)\d({all_run})day1_pytorch\.lesson01_env_check,day2", text)
-    assert re.search("Onealone:|单独一课：", text)
+    assert re.search("Onealone:|只运行一课：", text)
     assert not re.search("names|指", run("run day2"))
 
 
