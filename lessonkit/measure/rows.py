@@ -89,8 +89,15 @@ class Row:
 
     @property
     def limited_by_math(self) -> bool:
-        """More FLOPs a byte than a GPU has time for: its tensor cores do 100 to 200 in 16 bits, its fp32 units 12."""
-        return self.tflop_per_s > self.tb_per_s * (12 if self.dtype == "float32" else 190)
+        return limited_by_math(self.tflop_per_s, self.tb_per_s, self.dtype)
+
+
+def limited_by_math(flops: float, moved: float, dtype: str) -> bool:
+    """More FLOPs a byte than a GPU has time for: its tensor cores do 100 to 200 in 16 bits, its fp32 units 12.
+
+    Both numbers are a call's, or both are rates.
+    """
+    return flops > moved * (12 if dtype == "float32" else 190)
 
 
 def read(path: Path) -> list[Row]:

@@ -118,11 +118,6 @@ def of_operator(key: Key) -> int | None:
 # ---- The bar --------------------------------------------------------------------------------------------------------
 
 
-def limited_by_memory(row: operator_rows.Row) -> bool:
-    """As a lesson's row says it of itself (rows.Row.limited_by_math)."""
-    return row.flops <= row.bytes * (12 if row.dtype == "float32" else 190)
-
-
 def bar(row: operator_rows.Row) -> int:
     return BAR_OF_NORMS if row.operator.endswith("norm") and row.direction == "backward" else BAR
 
@@ -136,7 +131,8 @@ def under_the_bar(folder: Path) -> list[tuple[operator_rows.Row, float]]:
     if table is None:
         raise FileNotFoundError(f"{folder / FILE}: the step `streams` of that lesson measures it, on a GPU")
     timed = [row for row in operator_rows.read(folder / operator_rows.FILE) if row.ms and not row.error]
-    judged = [row for row in timed if row.bytes >= JUDGED_BYTES and limited_by_memory(row)]
+    large = [row for row in timed if row.bytes >= JUDGED_BYTES]
+    judged = [row for row in large if not rows.limited_by_math(row.flops, row.bytes, row.dtype)]
     shares = [(row, table.percent(row.ms, row.bytes, of_operator(row.key))) for row in judged]
     return sorted(((row, share) for row, share in shares if 0 < share < bar(row)), key=lambda pair: pair[1])
 

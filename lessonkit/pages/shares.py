@@ -51,13 +51,17 @@ def of_limit(row: Row) -> str:
 def of_stream(row: Row, table: Streams) -> str:
     """The share of a stream with the row's mix of reads and writes; empty where arithmetic limits, or if unknown."""
     percent = _of_stream(row, table)
-    return f"{percent:.0f}%" + f" {BEYOND}" * (percent >= 100.5) if percent else ""
+    return f"{percent:.0f}%" + f" {BEYOND}" * _faster_than_its_stream(row, table) if percent else ""
 
 
 def _of_stream(row: Row, table: Streams) -> float:
     if row.kind != "rung" or row.limited_by_math:
         return 0.0
     return table.percent(row.ms_p50, row.bytes, yardstick.of_lesson(row.lesson, row.shape))
+
+
+def _faster_than_its_stream(row: Row, table: Streams | None) -> bool:
+    return table is not None and _of_stream(row, table) >= 100.5
 
 
 def why(shown: Iterable[Row], table: Streams | None = None) -> str:
@@ -72,7 +76,7 @@ def why(shown: Iterable[Row], table: Streams | None = None) -> str:
             found[said(SMALL).format(l2=l2)] = None
         else:
             found[said(LARGE)] = None
-    if table and any(_of_stream(row, table) >= 100.5 for row in shown):
+    if any(_faster_than_its_stream(row, table) for row in shown):
         found[said(STREAM)] = None
     return sentences(*found)
 
@@ -80,8 +84,8 @@ def why(shown: Iterable[Row], table: Streams | None = None) -> str:
 def briefly(shown: Iterable[Row], table: Streams | None = None) -> str:
     """One sentence for all of the rows that exceed their limit, and one for those that exceed the table's streams."""
     shown = list(shown)
-    faster = table and any(_of_stream(row, table) >= 100.5 for row in shown)
-    return sentences(*[said(EITHER)] * any(map(beyond, shown)), *[said(STREAM)] * bool(faster))
+    faster = any(_faster_than_its_stream(row, table) for row in shown)
+    return sentences(*[said(EITHER)] * any(map(beyond, shown)), *[said(STREAM)] * faster)
 
 
 def below(shown: Iterable[Row], table: Streams | None = None) -> str:
