@@ -20,6 +20,16 @@ from problems import matmul_fp8
 pytestmark = pytest.mark.kept("tests/fuzz/*.jsonl", "problems/*.py")
 
 
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    """Where there is a GPU too: the tensors, and the references that ask where they compute."""
+    for module in (fuzz, questions):
+        monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
+    fuzz._pool.cache_clear()
+    yield
+    fuzz._pool.cache_clear()
+
+
 def found(operator, nth=0, **options):
     """The call of the operator's nth case, with other options, and all that its reference is given."""
     cases = [
