@@ -198,10 +198,25 @@ def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
         ((48, 24576, 6144), True, 1),  # 96 tiles: no second program has room
         ((24, 928, 12648), False, 3),  # 15 tiles of many steps; all SMs would be 8 parts, which are added up in a row
         ((64, 128256, 4096), True, 0),  # more tiles than SMs
+        ((48, 5120, 27648), True, 2),  # 40 tiles of 128 columns
     ],
 )
 def test_how_many_programs_share_a_tile_of_few_rows(shape, n_major, per_tile):
     assert matmul_skinny.plan(*shape, 132, n_major)[0] == per_tile
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_n"),
+    [
+        ((48, 5120, 27648), 128),  # 80 tiles of 64 columns: A would come from L2 80 times
+        ((48, 4800, 1600), 64),  # 38 of 128 columns leave SMs idle
+        ((64, 28672, 8192), 256),  # the fewest tiles, and yet one for each SM
+        ((32, 5120, 27648), 64),  # half of the rows: memory is slower than L2
+        ((128, 5120, 27648), 64),
+    ],
+)
+def test_tiles_of_33_to_64_rows_are_wider_where_l2_is_the_slowest(shape, block_n):
+    assert matmul_skinny._tma_tile(*shape, 132, True)[0] == block_n
 
 
 @pytest.mark.parametrize(
@@ -847,7 +862,7 @@ def same_code_cases():
         "hopper, narrow tiles": lambda: (hopper, launch["hopper"], operands(1024, 1024, 1024)),
         "split K": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
         "one wave": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(1024, 1024, 1024)),
-        "Stream-K": lambda: (skinny, launch["skinny"], operands(64, 4096, 8192, "b")),
+        "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 8192, "b")),
         "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
         "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
         "pointers": lambda: (lesson01_matmul.pipelined, launch["pointers"], operands(300, 40, 35)),
