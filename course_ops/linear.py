@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
+from course_ops._common import Unsupported, expect, left_operand, num_sms, on_device, runs_kernel
 from course_ops._launch import remembered
 from course_ops._registration import cast_under_autocast, once_differentiable, unobserved
 from course_ops.kernels import linear as kernels
@@ -70,7 +70,7 @@ def _forward(
         with on_device(x):
             y: Tensor = remembered(_prepare, x, weight, bias, residual, z, gelu)(x, weight, bias, residual, z)
             return y
-    y = F.linear(x, weight, bias)
+    y = F.linear(left_operand(x), weight, bias)
     if z is not None:
         z.copy_(y)
     y = F.gelu(y, approximate="tanh") if gelu else y
@@ -142,8 +142,8 @@ def _gradients(
             return gradients
     dz, dbias = _dz_and_sums(dy, z)
     return (
-        dz @ weight if needs_x else dy.new_empty(0),
-        dz.t() @ x if needs_weight else dy.new_empty(0),
+        left_operand(dz) @ weight if needs_x else dy.new_empty(0),
+        left_operand(dz.t()) @ x if needs_weight else dy.new_empty(0),
         dbias if needs_bias else dy.new_empty(0),
     )
 

@@ -150,6 +150,32 @@ def test_inf_and_nan_stay_in_their_row_and_column(dev):
     torch.testing.assert_close(course_ops.matmul(a, b), a @ b, equal_nan=True)
 
 
+@pytest.mark.parametrize("K", [13, 200])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_cpu_what_lies_behind_a_row_stays_out_of_the_product(dtype, K):
+    """oneDNN reads on: the next row's values, and those between two rows."""
+    x = torch.full((168, K + 9), math.nan, dtype=dtype)[:, :K].fill_(1)
+    weight, bias = torch.ones(64, K, dtype=dtype), torch.ones(64, dtype=dtype)
+    offsets = torch.tensor([0, 100, 168], dtype=torch.int32)
+
+    def products(left):
+        leaf = torch.ones(168, 40, dtype=dtype, requires_grad=True)
+        y = course_ops.linear(leaf, torch.ones(K, 40, dtype=dtype), torch.ones(K, dtype=dtype))
+        return {
+            "matmul": course_ops.matmul(left, weight.t()),
+            "linear": course_ops.linear(left, weight, bias, "gelu_tanh"),
+            "linear's dx": torch.autograd.grad(y, leaf, left)[0],
+            "grouped_matmul": course_ops.grouped_matmul(left, weight.t().expand(2, K, 64).contiguous(), offsets),
+        }
+
+    for name, y in products(x).items():
+        assert y.isfinite().all(), name
+    row_with_nan = x.contiguous()
+    row_with_nan[5] = math.nan
+    for name, y in products(row_with_nan).items():
+        assert y.isnan().any(1).nonzero().tolist() == [[5]], name
+
+
 @pytest.mark.parametrize(
     ("shape", "kernel"),
     [
