@@ -191,12 +191,14 @@ def test_on_a_cpu_what_lies_behind_a_row_stays_out_of_the_product(dtype, K):
         ((4096, 4096, 4096), "hopper"),
         ((8192, 50304, 768), "hopper"),
         ((5000, 5000, 5000), "aligned_copies"),
+        ((732, 6592, 1586), "aligned_copies"),
         ((1000, 1001, 999), "tma"),
         ((300, 40, 35), "pointers"),
     ],
 )
 def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
     monkeypatch.setattr(matmul_hopper, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(matmul_aligned, "runs_gluon", lambda _: True)
     for name in ("matmul", "kernels.matmul_aligned"):
         monkeypatch.setattr(sys.modules[f"course_ops.{name}"], "num_sms", lambda _: 132)
     M, N, K = shape
@@ -275,15 +277,29 @@ def test_how_many_programs_share_tiles_of_few_rows_that_are_loaded_element_by_el
 
 
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("cols", "begin"), [(1032, 8), (1586, 0), (1031, 0), (1032, 3)])
 @testing.kernels()
-def test_a_copy_with_aligned_rows(transposed):
-    t = matrix(40, 1032, DEVICE, torch.bfloat16)
-    t = t[:, 8:].t() if transposed else t[:, 8:]
+def test_a_copy_with_aligned_rows(cols, begin, transposed):
+    t = matrix(40, cols, DEVICE, torch.bfloat16)[:, begin:]
+    t = t.t() if transposed else t
     copy = matmul_aligned.aligned_copy(t)
     assert torch.equal(copy, t)
     assert (min(copy.stride()), max(copy.stride()) % 64) == (1, 0)
     assert aligned_rows(copy)
     assert not aligned_rows(t)
+
+
+@pytest.mark.parametrize(
+    ("a_rows", "b_rows", "copies"),
+    [(1586, 1586, (True, True)), (1600, 1586, (False, True)), (1600, 1600, (False, False))],
+)
+def test_what_tma_cannot_read_is_copied(monkeypatch, a_rows, b_rows, copies):
+    monkeypatch.setattr(matmul_aligned, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(matmul_aligned, "num_sms", lambda _: 132)
+    a = torch.empty(732, a_rows, dtype=torch.bfloat16, device="meta")[:, :1586]
+    b = torch.empty(6592, b_rows, dtype=torch.bfloat16, device="meta")[:, :1586].t()
+    assert matmul_aligned.which(a, b) == copies
+    assert matmul_aligned.which(a[:, :40], b[:40]) == (False, False), "copies cost more than they save"
 
 
 def test_a_product_of_copies(monkeypatch):

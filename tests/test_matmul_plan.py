@@ -16,7 +16,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from course_ops.kernels import _matmul_hopper, _matmul_plan, matmul_stream_k_hopper, matmul_tiles_hopper
+from course_ops import testing
+from course_ops.kernels import (
+    _matmul_hopper,
+    _matmul_plan,
+    matmul_aligned,
+    matmul_stream_k_hopper,
+    matmul_tiles_hopper,
+)
 
 SIZES = st.integers(1, 40_000)
 SHAPES = {"M": SIZES, "N": SIZES, "K": SIZES, "a_aligned": st.booleans(), "b_aligned": st.booleans()}
@@ -204,6 +211,17 @@ def test_the_kernel_is_right_in_every_order(monkeypatch, shape, transposed, tile
     exact = a.float() @ b.float()
     torch.testing.assert_close(c.float(), exact, rtol=2**-8, atol=2**-9)  # rounded once
     assert not flags.any(), "left for the next launch"
+
+
+@emulated_here
+@pytest.mark.parametrize("transposed", ["b", "a"])
+@testing.kernels()
+def test_rows_that_tma_cannot_read_are_multiplied_after_a_copy(monkeypatch, transposed):
+    monkeypatch.setattr(matmul_stream_k_hopper, "num_sms", lambda _: 5)
+    a, b = operands(201, 136, 131, transposed)
+    copies = [matmul_aligned.aligned_copy(t) for t in (a, b)]
+    c = matmul_stream_k_hopper.by_plan(*copies, _matmul_plan.Plan(192, 128, 0, 0.0))
+    torch.testing.assert_close(c.float(), a.float() @ b.float(), rtol=2**-8, atol=2**-9)
 
 
 @emulated_here
