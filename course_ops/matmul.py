@@ -150,9 +150,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
     a: [..., M, K], b: [K, N], both fp32, fp16 or bf16 on one device, any strides. Returns [..., M, N] in their dtype.
     Under torch.autocast both are cast to its dtype first, so that dtypes may differ.
-    Memory: the result. On Hopper in 16 bits also a copy of a or b with rows at multiples of 128 bytes: of each whose
-    rows begin at no multiple of 16 bytes, and at no multiple of 32 if the copy is estimated to save time. In exact fp32
-    a copy of b if it lies transposed.
+    Memory: the result. On Hopper in 16 bits also copies of a and b, as large as they are. A matrix is copied if its
+    rows begin at no multiple of 16 bytes, or at no multiple of 32 and the copy is estimated to save time. In exact fp32
+    b is copied if it lies transposed.
     In fp32 the products are exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. Differentiable in both,
     any order.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for a batch of b.
