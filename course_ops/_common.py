@@ -94,6 +94,17 @@ def cdiv(n: int, d: int) -> int:
     return -(-n // d)
 
 
+def left_operand(a: Tensor) -> Tensor:
+    """a [M, K] as the left operand of PyTorch's matmul; on a CPU in bf16 a copy whose rows end with zeros, if needed.
+
+    oneDNN with AMX reads each row of a bf16 matrix to a multiple of 32 elements, and NaN or inf behind it makes NaN.
+    """
+    K = a.shape[1]
+    if not a.is_cpu or a.dtype != torch.bfloat16 or K % 32 == 0 or (K > 1 and a.stride(1) != 1):
+        return a
+    return torch.nn.functional.pad(a, (0, -K % 32))[:, :K]
+
+
 def roomy(device: torch.device) -> bool:
     """Whether a block may have about as much shared memory as on Hopper, 227 KB, for which the large tiles are made."""
     return shared_memory(device) > 200_000

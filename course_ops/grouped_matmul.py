@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import expect, expect_device, on_device, runs_kernel
+from course_ops._common import expect, expect_device, left_operand, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
 from course_ops.kernels import grouped_matmul as kernels
 from course_ops.quantize import refuse_gradient
@@ -30,7 +30,7 @@ def _on_cpu(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > len(x):
         raise ValueError(f"offsets {ends}: expected 0 <= offsets[0] <= ... <= offsets[E] <= {len(x)}, the rows of x")
     for e, (begin, end) in enumerate(pairwise(ends)):
-        y[begin:end] = x[begin:end] @ w[e]
+        y[begin:end] = left_operand(x[begin:end]) @ w[e]
     return y
 
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
+from course_ops._common import Unsupported, expect, left_operand, num_sms, on_device, runs_kernel
 from course_ops._launch import remembered
 from course_ops._registration import cast_under_autocast, once_differentiable, unobserved
 from course_ops.kernels import linear as kernels
-from course_ops.kernels._matmul_plan import LEAD, Plan, aligned_rows, best_epilogue_plan, cycles_of
+from course_ops.kernels._matmul_plan import LEAD, Plan, aligned_rows, linear_plan, tma_plan
 from course_ops.kernels.matmul_hopper import takes
 from course_ops.kernels.matmul_tiles_hopper import planned
 from course_ops.matmul import _matmul, as_matrix
@@ -25,7 +25,7 @@ ACTIVATIONS = ("gelu_tanh",)
 # - There is no epilogue: matmul's own dispatch.
 # - A last stride is not 1: copies, then as below.
 # - x has 128 rows or fewer: matmul_skinny and a kernel for the epilogue, since tiles of 128 rows would leave SMs idle.
-# - There is no residual, and the planned tile takes fewer cycles than tma_kernel's: matmul_tiles_hopper.
+# - There is no residual, and the planned tile with its epilogue takes fewer cycles: matmul_tiles_hopper.
 # - TMA takes the strides: tma_kernel. Otherwise pointers_kernel.
 def _prepare(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None, gelu: bool
@@ -52,9 +52,8 @@ def _prepare(
 def _plan(x: Tensor, w: Tensor) -> Plan | None:
     """The tile for x [M, K] w [K, N] with an epilogue, if tma_kernel's own takes longer."""
     shape = x.shape[0], w.shape[1], x.shape[1], aligned_rows(x), aligned_rows(w), num_sms(x.device)
-    plan = best_epilogue_plan(*shape)
-    tile = 128, kernels.tile_width(x.shape[0], w.shape[1], x.device)
-    return plan if plan.cycles < LEAD * cycles_of(tile, *shape) else None
+    plan = linear_plan(*shape)
+    return plan if plan.cycles < LEAD * tma_plan(*shape).cycles else None
 
 
 def _unit_stride(t: Tensor | None) -> Tensor | None:
@@ -70,7 +69,7 @@ def _forward(
         with on_device(x):
             y: Tensor = remembered(_prepare, x, weight, bias, residual, z, gelu)(x, weight, bias, residual, z)
             return y
-    y = F.linear(x, weight, bias)
+    y = F.linear(left_operand(x), weight, bias)
     if z is not None:
         z.copy_(y)
     y = F.gelu(y, approximate="tanh") if gelu else y
@@ -142,8 +141,8 @@ def _gradients(
             return gradients
     dz, dbias = _dz_and_sums(dy, z)
     return (
-        dz @ weight if needs_x else dy.new_empty(0),
-        dz.t() @ x if needs_weight else dy.new_empty(0),
+        left_operand(dz) @ weight if needs_x else dy.new_empty(0),
+        left_operand(dz.t()) @ x if needs_weight else dy.new_empty(0),
         dbias if needs_bias else dy.new_empty(0),
     )
 

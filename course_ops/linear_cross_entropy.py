@@ -12,6 +12,7 @@ from course_ops._common import (
     expect,
     expect_device,
     expect_dtype_of,
+    left_operand,
     num_sms,
     on_device,
     runs_gluon,
@@ -80,8 +81,8 @@ def _linear_cross_entropy(
                 dx1.copy_(multiply(dlogits, w))
                 product = multiply(dlogits.t(), x1)
             else:
-                torch.mm(dlogits, w, out=dx1)
-                product = dlogits.t() @ x1
+                torch.mm(left_operand(dlogits), w, out=dx1)
+                product = left_operand(dlogits.t()) @ x1
             dw = product.float() if dw is None else dw.add_(product)
         logits = dlogits = None  # or the next part's would be made beside this one's
     return loss / count, dx, weight.new_empty(0) if dw is None else dw.to(weight.dtype)
@@ -97,7 +98,7 @@ def _logits(x: Tensor, w: Tensor) -> Tensor:
         with on_device(x):
             shape = M, V, x.shape[1], aligned_rows(x), aligned_rows(w), num_sms(x.device)
             return by_plan(x, w.t(), best_epilogue_plan(*shape), logits)
-    return torch.mm(x, w.t(), out=logits)
+    return torch.mm(left_operand(x), w.t(), out=logits)
 
 
 def _odd(logits: Tensor) -> bool:

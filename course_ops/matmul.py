@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import Unsupported, expect, num_sms, on_device, runs_kernel
+from course_ops._common import Unsupported, expect, left_operand, num_sms, on_device, runs_kernel
 from course_ops._launch import remembered
 from course_ops._registration import cast_under_autocast, unobserved
 from course_ops.kernels import matmul as portable
@@ -50,7 +50,8 @@ def _one_wave(a: Tensor, b: Tensor) -> bool:
     if chosen is None:
         return False
     if M <= 128:
-        return M > 64 or chosen[2] < 0.9 * matmul_skinny.plan(M, N, K, sms, b.stride(0) == 1)[1]
+        cycles = max(chosen[2], matmul_skinny.l2_cycles(128, N, K, chosen[0]))
+        return M > 64 or cycles < 0.9 * matmul_skinny.plan(M, N, K, sms, b.stride(0) == 1)[1]
     return not plan_pays(chosen[0], chosen[1], M, N, K, aligned_rows(a), aligned_rows(b), sms)
 
 
@@ -64,7 +65,7 @@ DISPATCH = (
         "aligned_copies",
         lambda a, b: any(matmul_aligned.which(a, b)),
         lambda a, b: matmul_aligned.prepare(a, b, lambda a, b: kernel_for(a, b).prepare(a, b)),
-        "Hopper, 16 bits: rows begin within a sector of L2, and copies of A or B cost less than that; then as below",
+        "Hopper, 16 bits: copies of A or B that TMA cannot read, or whose sectors of L2 cost more; then as below",
     ),
     Kernel(
         "tiles_hopper",
@@ -105,7 +106,7 @@ def prepare(a: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] b [K, N] on the current device; for operators that hold a matmul."""
     if not runs_kernel(a):
-        return a @ b
+        return left_operand(a) @ b
     product: Tensor = remembered(prepare, a, b)(a, b)
     return product
 
@@ -149,8 +150,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
     a: [..., M, K], b: [K, N], both fp32, fp16 or bf16 on one device, any strides. Returns [..., M, N] in their dtype.
     Under torch.autocast both are cast to its dtype first, so that dtypes may differ.
-    Memory: the result. On Hopper in 16 bits also copies of a and b, if their rows begin at no multiple of 32 bytes and
-    the copies are estimated to save time. In exact fp32 a copy of b if it lies transposed.
+    Memory: the result. On Hopper in 16 bits also copies of a and b, as large as they are. A matrix is copied if its
+    rows begin at no multiple of 16 bytes, or at no multiple of 32 and the copy is estimated to save time. In exact fp32
+    b is copied if it lies transposed.
     In fp32 the products are exact (IEEE) unless torch.set_float32_matmul_precision allows TF32. Differentiable in both,
     any order.
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for a batch of b.

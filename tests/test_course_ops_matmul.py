@@ -150,6 +150,32 @@ def test_inf_and_nan_stay_in_their_row_and_column(dev):
     torch.testing.assert_close(course_ops.matmul(a, b), a @ b, equal_nan=True)
 
 
+@pytest.mark.parametrize("K", [13, 200])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_cpu_what_lies_behind_a_row_stays_out_of_the_product(dtype, K):
+    """oneDNN reads on: the next row's values, and those between two rows."""
+    x = torch.full((168, K + 9), math.nan, dtype=dtype)[:, :K].fill_(1)
+    weight, bias = torch.ones(64, K, dtype=dtype), torch.ones(64, dtype=dtype)
+    offsets = torch.tensor([0, 100, 168], dtype=torch.int32)
+
+    def products(left):
+        leaf = torch.ones(168, 40, dtype=dtype, requires_grad=True)
+        y = course_ops.linear(leaf, torch.ones(K, 40, dtype=dtype), torch.ones(K, dtype=dtype))
+        return {
+            "matmul": course_ops.matmul(left, weight.t()),
+            "linear": course_ops.linear(left, weight, bias, "gelu_tanh"),
+            "linear's dx": torch.autograd.grad(y, leaf, left)[0],
+            "grouped_matmul": course_ops.grouped_matmul(left, weight.t().expand(2, K, 64).contiguous(), offsets),
+        }
+
+    for name, y in products(x).items():
+        assert y.isfinite().all(), name
+    row_with_nan = x.contiguous()
+    row_with_nan[5] = math.nan
+    for name, y in products(row_with_nan).items():
+        assert y.isnan().any(1).nonzero().tolist() == [[5]], name
+
+
 @pytest.mark.parametrize(
     ("shape", "kernel"),
     [
@@ -165,12 +191,14 @@ def test_inf_and_nan_stay_in_their_row_and_column(dev):
         ((4096, 4096, 4096), "hopper"),
         ((8192, 50304, 768), "hopper"),
         ((5000, 5000, 5000), "aligned_copies"),
+        ((732, 6592, 1586), "aligned_copies"),
         ((1000, 1001, 999), "tma"),
         ((300, 40, 35), "pointers"),
     ],
 )
 def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
     monkeypatch.setattr(matmul_hopper, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(matmul_aligned, "runs_gluon", lambda _: True)
     for name in ("matmul", "kernels.matmul_aligned"):
         monkeypatch.setattr(sys.modules[f"course_ops.{name}"], "num_sms", lambda _: 132)
     M, N, K = shape
@@ -198,10 +226,25 @@ def test_which_kernel_on_hopper(monkeypatch, shape, kernel):
         ((48, 24576, 6144), True, 1),  # 96 tiles: no second program has room
         ((24, 928, 12648), False, 3),  # 15 tiles of many steps; all SMs would be 8 parts, which are added up in a row
         ((64, 128256, 4096), True, 0),  # more tiles than SMs
+        ((48, 5120, 27648), True, 2),  # 40 tiles of 128 columns
     ],
 )
 def test_how_many_programs_share_a_tile_of_few_rows(shape, n_major, per_tile):
     assert matmul_skinny.plan(*shape, 132, n_major)[0] == per_tile
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_n"),
+    [
+        ((48, 5120, 27648), 128),  # 80 tiles of 64 columns: A would come from L2 80 times
+        ((48, 4800, 1600), 64),  # 38 of 128 columns leave SMs idle
+        ((64, 28672, 8192), 256),  # the fewest tiles, and yet one for each SM
+        ((32, 5120, 27648), 64),  # half of the rows: memory is slower than L2
+        ((128, 5120, 27648), 64),
+    ],
+)
+def test_tiles_of_33_to_64_rows_are_wider_where_l2_is_the_slowest(shape, block_n):
+    assert matmul_skinny._tma_tile(*shape, 132, True)[0] == block_n
 
 
 @pytest.mark.parametrize(
@@ -234,15 +277,29 @@ def test_how_many_programs_share_tiles_of_few_rows_that_are_loaded_element_by_el
 
 
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("cols", "begin"), [(1032, 8), (1586, 0), (1031, 0), (1032, 3)])
 @testing.kernels()
-def test_a_copy_with_aligned_rows(transposed):
-    t = matrix(40, 1032, DEVICE, torch.bfloat16)
-    t = t[:, 8:].t() if transposed else t[:, 8:]
+def test_a_copy_with_aligned_rows(cols, begin, transposed):
+    t = matrix(40, cols, DEVICE, torch.bfloat16)[:, begin:]
+    t = t.t() if transposed else t
     copy = matmul_aligned.aligned_copy(t)
     assert torch.equal(copy, t)
     assert (min(copy.stride()), max(copy.stride()) % 64) == (1, 0)
     assert aligned_rows(copy)
     assert not aligned_rows(t)
+
+
+@pytest.mark.parametrize(
+    ("a_rows", "b_rows", "copies"),
+    [(1586, 1586, (True, True)), (1600, 1586, (False, True)), (1600, 1600, (False, False))],
+)
+def test_what_tma_cannot_read_is_copied(monkeypatch, a_rows, b_rows, copies):
+    monkeypatch.setattr(matmul_aligned, "runs_gluon", lambda _: True)
+    monkeypatch.setattr(matmul_aligned, "num_sms", lambda _: 132)
+    a = torch.empty(732, a_rows, dtype=torch.bfloat16, device="meta")[:, :1586]
+    b = torch.empty(6592, b_rows, dtype=torch.bfloat16, device="meta")[:, :1586].t()
+    assert matmul_aligned.which(a, b) == copies
+    assert matmul_aligned.which(a[:, :40], b[:40]) == (False, False), "copies cost more than they save"
 
 
 def test_a_product_of_copies(monkeypatch):
@@ -847,7 +904,7 @@ def same_code_cases():
         "hopper, narrow tiles": lambda: (hopper, launch["hopper"], operands(1024, 1024, 1024)),
         "split K": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
         "one wave": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(1024, 1024, 1024)),
-        "Stream-K": lambda: (skinny, launch["skinny"], operands(64, 4096, 8192, "b")),
+        "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 8192, "b")),
         "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
         "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
         "pointers": lambda: (lesson01_matmul.pipelined, launch["pointers"], operands(300, 40, 35)),

@@ -1,6 +1,7 @@
 """The plan of a Hopper matmul: what each CTA multiplies, checked in Python at any shape, and what ptxas makes of it."""
 
 import math
+import sys
 from itertools import pairwise
 
 from lessonkit import Mutant, device
@@ -16,7 +17,17 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from course_ops.kernels import _matmul_hopper, _matmul_plan, matmul_stream_k_hopper, matmul_tiles_hopper
+from course_ops import testing
+from course_ops.kernels import (
+    _matmul_hopper,
+    _matmul_plan,
+    matmul_aligned,
+    matmul_stream_k_hopper,
+    matmul_tiles_hopper,
+)
+from course_ops.kernels import linear as linear_kernels
+
+linear = sys.modules["course_ops.linear"]  # course_ops.linear is the operator
 
 SIZES = st.integers(1, 40_000)
 SHAPES = {"M": SIZES, "N": SIZES, "K": SIZES, "a_aligned": st.booleans(), "b_aligned": st.booleans()}
@@ -133,6 +144,26 @@ def test_what_the_plan_is_for(shape, aligned, expected):
         assert str(tiles) in expected or tiles <= 132
 
 
+@pytest.mark.parametrize(
+    ("shape", "tile", "by_tma_kernel", "why"),
+    [
+        ((8192, 8192, 2048), (128, 256), True, "the same tile in both kernels, and tma_kernel's epilogue is shorter"),
+        ((282, 9008, 1472), (128, 256), True, "one wave, where tiles of 128 x 128 take two"),
+        ((512, 4096, 1024), (128, 128), False, "one wave of 128 tiles, where 128 x 256 makes 64; two panels"),
+        ((1000, 10240, 2560), (128, 320), False, "two waves, where 128 x 256 makes three"),
+    ],
+)
+def test_linears_plan_counts_each_kernels_epilogue(monkeypatch, shape, tile, by_tma_kernel, why):
+    for module in (linear, linear_kernels):
+        monkeypatch.setattr(module, "num_sms", lambda _: 132)
+    monkeypatch.setattr(linear_kernels, "roomy", lambda _: True)
+    M, N, K = shape
+    x, w = (torch.empty(rows, K, dtype=torch.bfloat16, device="meta") for rows in (M, N))
+    plan = linear._plan(x, w.t())
+    assert (plan[:2] if plan else (128, linear_kernels.tile_width(x, w))) == tile, why
+    assert (plan is None) == by_tma_kernel
+
+
 def test_every_tile_has_room_for_three_stages_on_hopper():
     """With two, a step's copies begin when the MMAs of the step before are over, and take longer than its own."""
     stages = {tile: matmul_tiles_hopper.stages_of(*tile, 232448) for tile in _matmul_plan.OTHER_TILES}
@@ -204,6 +235,17 @@ def test_the_kernel_is_right_in_every_order(monkeypatch, shape, transposed, tile
     exact = a.float() @ b.float()
     torch.testing.assert_close(c.float(), exact, rtol=2**-8, atol=2**-9)  # rounded once
     assert not flags.any(), "left for the next launch"
+
+
+@emulated_here
+@pytest.mark.parametrize("transposed", ["b", "a"])
+@testing.kernels()
+def test_rows_that_tma_cannot_read_are_multiplied_after_a_copy(monkeypatch, transposed):
+    monkeypatch.setattr(matmul_stream_k_hopper, "num_sms", lambda _: 5)
+    a, b = operands(201, 136, 131, transposed)
+    copies = [matmul_aligned.aligned_copy(t) for t in (a, b)]
+    c = matmul_stream_k_hopper.by_plan(*copies, _matmul_plan.Plan(192, 128, 0, 0.0))
+    torch.testing.assert_close(c.float(), a.float() @ b.float(), rtol=2**-8, atol=2**-9)
 
 
 @emulated_here

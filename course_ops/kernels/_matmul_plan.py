@@ -55,6 +55,9 @@ LEAD = 0.97  # a tile outside TILES, for which the constants are fitted, has to 
 SHIFTED_OTHER = 1.13  # times the cycles of OTHER_TILES where rows begin within a sector: measured at three shapes, H200
 COPY, LAUNCH = 2000, 7000  # assumed: bytes a cycle that a copy of a matrix reads and writes; cycles until it runs
 COPIES = 0.95  # copies and the plan after them have to take less than this share of the cycles without copies
+# Cycles in which a bias is added and GELU applied, while no MMA runs: fits to linear's times on an H200.
+TMA_EPILOGUE = 4000  # a tile of linear's tma_kernel, of 128 columns or 256
+TILES_EPILOGUE = 0.21  # an element of a tile of matmul_tiles_hopper, whose panels load their bias one after another
 APART = 0.007  # as DRIFT, of a shared step's copies: its CTAs are at different places along K
 
 
@@ -128,6 +131,28 @@ def best_epilogue_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool,
     """The best of matmul_tiles_hopper that has registers for an epilogue: whole tiles for two consumers."""
     choices = plans(M, N, K, a_aligned, b_aligned, sms)
     return fastest(each for each in choices if not each.shared_tiles and each[:2] not in NO_EPILOGUE)
+
+
+@lru_cache(maxsize=4096)
+def linear_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> Plan:
+    """As best_epilogue_plan, of matmul_tiles_hopper with linear's epilogue."""
+    shape = M, N, K, a_aligned, b_aligned, sms
+    whole = (each for each in plans(*shape) if not each.shared_tiles and each[:2] not in NO_EPILOGUE)
+    return fastest(with_epilogue(each, TILES_EPILOGUE * each.block_m * each.block_n, M, N, sms) for each in whole)
+
+
+@lru_cache(maxsize=4096)
+def tma_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> Plan:
+    """The better of the tiles of linear's tma_kernel, 128 x 128 and 128 x 256, with its epilogue."""
+    shape = M, N, K, a_aligned, b_aligned, sms
+    tiles = (Plan(128, block_n, 0, cycles_of((128, block_n), *shape)) for block_n in (128, 256))
+    return fastest(with_epilogue(each, TMA_EPILOGUE, M, N, sms) for each in tiles)
+
+
+def with_epilogue(plan: Plan, a_tile: float, M: int, N: int, sms: int) -> Plan:
+    """A plan of whole tiles with the cycles of each tile's epilogue."""
+    waves = math.ceil(math.ceil(M / plan.block_m) * math.ceil(N / plan.block_n) / sms)
+    return plan._replace(cycles=plan.cycles + waves * a_tile)
 
 
 @lru_cache(maxsize=4096)

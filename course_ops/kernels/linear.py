@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from course_ops._common import architecture, cdiv, fitting_stages, num_sms, roomy, tma_takes, triton_interprets
 from course_ops._launch import describing, launcher
 from course_ops.kernels import matmul_skinny
+from course_ops.kernels._matmul_plan import aligned_rows, tma_plan
 from course_ops.kernels._tiles import swizzled_tile
 
 # gelu(z) = z / (1 + exp2(LINEAR z + CUBIC z^3)): the tanh form with its constants folded.
@@ -155,7 +156,7 @@ def prepare_tma(
 ) -> Run:
     """As prepare_pointers, in 16 bits, for what tma_fits()."""
     (M, K), N, sms = x.shape, w.shape[0], num_sms(x.device)
-    block_n = tile_width(M, N, x.device)
+    block_n = tile_width(x, w)
     stages = 3 if block_n == 256 else 4
     stored = 1 + (residual is not None) + (z is not None)
     stages = fitting_stages(stages, 2 * (128 + block_n) * 64, x.device, beside=stored * 128 * block_n)
@@ -184,12 +185,14 @@ def _parts(bias: Tensor | None, residual: Tensor | None, z: Tensor | None, gelu:
     return bias is not None, gelu, residual is not None, z is not None
 
 
-def tile_width(M: int, N: int, device: torch.device) -> int:
+def tile_width(x: Tensor, w: Tensor) -> int:
     """Columns of tma_kernel's tile, which has 128 rows.
 
-    128 x 256 needs the fewest bytes from L2; where that makes less than a tile an SM, halves use more SMs.
+    128 x 256 needs the fewest bytes from L2, and twice as many tiles of 128 x 128 use more SMs: the model decides.
     """
-    return 256 if roomy(device) and cdiv(M, 128) * cdiv(N, 256) >= num_sms(device) else 128
+    if not roomy(x.device):
+        return 128
+    return tma_plan(len(x), len(w), x.shape[1], aligned_rows(x), aligned_rows(w), num_sms(x.device)).block_n
 
 
 def tma_fits(x: Tensor, w: Tensor, residual: Tensor | None) -> bool:

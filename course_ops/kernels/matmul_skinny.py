@@ -10,7 +10,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from course_ops._common import architecture, cdiv, fitting_stages, num_sms, shared_memory, tma_takes
 from course_ops._launch import describing, launcher
+from course_ops.kernels._matmul_plan import LEAD
 from course_ops.kernels._tiles import stream_zeros
+
+L2 = 3360  # bytes a cycle that all SMs together read from L2: measured on an H200, a copy whose arrays lie in L2
 
 
 # One row needs no tensor core. A program owns BLOCK_N columns; the sums stay in registers until the end.
@@ -123,7 +126,7 @@ def prepare(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Calla
     tma = ""
     if by_16_bytes and architecture(a.device) >= 90 and tma_takes(a):
         tma = "[N, K]" if n_major else "[K, N]"
-        n, k, warps, stages = _tma_tile(block_m, b.shape[1], num_sms(b.device), n_major)
+        n, k, warps, stages = _tma_tile(a.shape[0], b.shape[1], a.shape[1], num_sms(b.device), n_major)
         block = [n, k, warps, fitting_stages(stages, 2 * (block_m + n) * k, b.device)]
     return _stream_k(a, b, dtype, block_m, *block, tma)
 
@@ -172,24 +175,49 @@ def pointer_programs(block_m: int, block_k: int, tiles: int, steps: int, sms: in
     return tiles * min(range(1, min(most // tiles, steps) + 1), key=us) if tiles <= most else most
 
 
-def _tma_tile(block_m: int, N: int, sms: int, n_major: bool) -> tuple[int, int, int, int]:
-    """block_n, block_k, warps, stages: the narrowest tile that makes no more tiles than SMs, else the widest."""
-    few = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if n_major else (256, 64, 4, 5)]
-    tiles = few if block_m <= 32 else [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
-    return next((t for t in tiles if cdiv(N, t[0]) <= sms), tiles[-1])
+def _tma_tile(M: int, N: int, K: int, sms: int, n_major: bool) -> tuple[int, int, int, int]:
+    """block_n, block_k, warps, stages: the narrowest tile that makes no more tiles than SMs, else the widest.
+
+    With 33 to 64 rows narrow tiles may read A from L2 too often: then 128 columns instead of 64, if that saves time.
+    """
+    block_m = _block_m(M)
+    if block_m == 128:
+        tiles = [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
+    elif block_m == 64:
+        tiles = [(64, 256, 4, 3), (128, 128, 4, 4), (256, 64, 8, 4)]
+    else:
+        tiles = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if n_major else (256, 64, 4, 5)]
+    narrowest = next((t for t in tiles if cdiv(N, t[0]) <= sms), tiles[-1])
+    if block_m == 64 and narrowest == tiles[0]:
+        (_, narrow), (_, wide) = (_programs(M, N, K, *tile[:2], sms) for tile in tiles[:2])
+        return tiles[1] if wide < LEAD * narrow else narrowest
+    return narrowest
 
 
 def cycles_of(M: int, N: int, K: int, block_n: int, per_tile: int) -> float:
-    """Estimated cycles where so many programs share a tile of all rows.
+    """Estimated cycles where so many programs share a tile of all rows: the slowest of three streams, and the sums.
 
     An SM loads 57 bytes a cycle, memory gives 2300, and to add a program's part takes 3500 cycles: fits on an H200.
+    Up to 32 rows memory is slower than L2. From 65 on linear alone is here, and its tiles are not measured.
     """
-    return max(2 * (M + block_n) * K / per_tile / 57, 2 * N * K / 2300) + 3500 * (per_tile - 1)
+    of_an_sm, of_memory = 2 * (M + block_n) * K / per_tile / 57, 2 * N * K / 2300
+    of_l2 = l2_cycles(64, N, K, block_n) if 32 < M <= 64 else 0.0
+    return max(of_an_sm, of_memory, of_l2) + 3500 * (per_tile - 1)
+
+
+def l2_cycles(block_m: int, N: int, K: int, block_n: int) -> float:
+    """Cycles in which L2 gives all SMs together the blocks of A and B of a row of tiles."""
+    return cdiv(N, block_n) * 2 * (block_m + block_n) * K / L2
 
 
 def plan(M: int, N: int, K: int, sms: int, n_major: bool) -> tuple[int, float]:
     """Programs of a tile and estimated cycles where TMA loads, for M <= 128; 0 programs: more tiles than SMs."""
-    block_n, block_k, *_ = _tma_tile(_block_m(M), N, sms, n_major)
+    block_n, block_k, *_ = _tma_tile(M, N, K, sms, n_major)
+    return _programs(M, N, K, block_n, block_k, sms)
+
+
+def _programs(M: int, N: int, K: int, block_n: int, block_k: int, sms: int) -> tuple[int, float]:
+    """As plan, for a tile's columns and the step along K."""
     most = min(sms // cdiv(N, block_n), cdiv(K, block_k))
     if not most:
         return 0, cycles_of(M, N, K, N, 1)
