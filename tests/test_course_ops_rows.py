@@ -17,12 +17,16 @@ from lessonkit.modes.compile_server import call_in_compiler
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch.library import opcheck
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import course_ops
 from course_ops import testing
 from course_ops._common import num_sms
-from course_ops.kernels._rows import Choice, Rows, choose, common_multiple_of
+from course_ops.kernels import _rows
+from course_ops.kernels._rows import Choice, Rows, choose, common_multiple_of, mean_of
 
 pytestmark = pytest.mark.kept
 
@@ -793,14 +797,14 @@ def compiled_kernels(target):
 
 def test_the_mean_of_equal_values_is_that_value():
     """The interpreter divides as a CPU does, so this looks into the compiled kernels: each mean is rounded once."""
-    divisions = call_in_compiler("tests.test_course_ops_rows", "divisions_rounded_once", 90)
+    reciprocals = call_in_compiler("tests.test_course_ops_rows", "reciprocals_of_counts", 90)
     means = {"layer_norm_split": 2, "layer_norm_shifted": 2}  # of a part, and of the row
-    assert len(divisions) == 6
-    assert not {name: count for name, count in divisions.items() if count < means.get(name, 1)}
+    assert len(reciprocals) == 6
+    assert reciprocals == {name: means.get(name, 1) for name in reciprocals}
 
 
-def divisions_rounded_once(target):
-    """In a process that only compiles: how many div.rn each launcher's kernel has that centres a row."""
+def reciprocals_of_counts(target):
+    """In a process that only compiles: how often each launcher's kernel, which centres a row, divides 1 by a count."""
     layer_norms, add_norms = (import_module(f"course_ops.kernels.{op}") for op in ("layer_norm", "add_norm"))
     found = {}
     with compiled.compiling(target) as made:
@@ -816,8 +820,36 @@ def divisions_rounded_once(target):
             made.clear()
             launch(x, *(x,) * (launch is add_norms.add_norm_packed), w, w, 1e-12)
             (kernel,) = made.values()
-            found[launch.__name__] = kernel.asm["ptx"].count("div.rn.f32")
+            ptx = kernel.asm["ptx"]
+            ones = re.findall(r"mov\.b32\s+(%\w+), 0f3F800000;", ptx)
+            found[launch.__name__] = sum(len(re.findall(rf"div\.full\.f32\s+%\w+, {one},", ptx)) for one in ones)
     return found
+
+
+@triton.jit
+def means_kernel(totals_ptr, means_ptr, count, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(means_ptr + at, mean_of(tl.load(totals_ptr + at), count))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9, 768, 896, 4095, 50257, 131072, 199999])
+def test_a_mean_is_rounded_once(count, by_kernels, monkeypatch):
+    """As a CPU divides. Interpreted, with the steps of the compiled kernels and a multiply-add that rounds once."""
+    monkeypatch.setattr(_rows, "_INTERPRETED", tl.constexpr(False))
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", fused)
+    totals = rows(4, 1024, at=by_kernels).flatten() * count
+    totals[:5] = torch.tensor([0.0, 100.0 * count, -torch.finfo(torch.float32).max, 2.0**-100, torch.nan])
+    means = torch.empty_like(totals)
+    means_kernel[(1,)](totals, means, count, len(totals))
+    assert torch.equal(means.view(torch.int32)[:4], (totals / count).view(torch.int32)[:4])
+    assert means[4].isnan()
+    assert torch.equal(means.view(torch.int32)[5:], (totals / count).view(torch.int32)[5:])
+
+
+def fused(self, x, y, z):
+    """x y is exact in 64 bits. So is its sum with z for Newton's remainder and for the quotient's."""
+    wide = x.data.astype("float64") * y.data.astype("float64") + z.data.astype("float64")
+    return TensorHandle(wide.astype("float32"), z.dtype.scalar)
 
 
 def test_rows_that_start_at_multiples_of_4_bytes_are_stored_as_they_are_loaded():
