@@ -128,7 +128,7 @@ SOFTMAX = ((17, 1), (7, 127), (3, 5000), (2, 16400), (1, 114689))
 LAYER_NORM = ((2, 1), (37, 101), (3, 2049), (2, 4000), (2, 5000), (1, 12672), (1, 16387), (1, 32769))
 RMS_NORM = ((17, 1), (37, 127), (3, 5000), (1, 16385), (1, 65537))
 ADD_NORM = ((2, 1), (37, 101), (3, 5000), (2, 8193), (2, 16385), (1, 32769))
-CROSS_ENTROPY = ((3, 1), (5, 7), (17, 1000), (65, 1025), (5, 1153), (2, 16411))
+CROSS_ENTROPY = ((3, 1), (5, 7), (17, 1000), (65, 1025), (65, 1028), (5, 1153), (2, 16411))
 
 
 @pytest.mark.parametrize("shape", SOFTMAX)
@@ -457,6 +457,8 @@ def test_strange_values_stay_in_their_row(where):
     torch.testing.assert_close(course_ops.layer_norm(x, w, b), layer_norm(x, w, b), equal_nan=True)
     found = course_ops.cross_entropy(x, torch.zeros(6, dtype=torch.long, device=where), reduction="none")
     assert found.isnan().tolist() == [True, False, True, False, False, True]
+    found = course_ops.cross_entropy(x.repeat(11, 16)[:, :1028], torch.arange(66, device=where), reduction="none")
+    assert found.isnan().tolist() == 11 * [True, False, True, False, False, True]
     strange = torch.tensor([math.nan, math.inf, -math.inf, 1e20, -1e20, 0.0], device=where)
     torch.testing.assert_close(course_ops.gelu(strange), gelu(strange), equal_nan=True)
 
@@ -749,7 +751,8 @@ KERNELS = {
     *("rms_norm_packed_kernel", "rms_norm_chunks_kernel", "rms_norm_split_kernel", "rstd_kernel", "scale_kernel"),
     "rms_norm_backward_persistent_kernel",
     *("add_norm_kernel", "add_norm_backward_kernel", "gelu_kernel", "gelu_backward_kernel", "dropout_kernel"),
-    *("cross_entropy_packed_kernel", "cross_entropy_chunks_kernel", "merge_kernel", "cross_entropy_backward_kernel"),
+    *("cross_entropy_packed_kernel", "cross_entropy_chunks_kernel", "cross_entropy_registers_kernel", "merge_kernel"),
+    "cross_entropy_backward_kernel",
 }
 
 
@@ -790,6 +793,7 @@ def compiled_kernels(target):
             kernels["gelu"].gelu_backward(x, kernels["gelu"].gelu(x))
             kernels["dropout"].dropout(x, 0.5, 7)
             kernels["cross_entropy"].cross_entropy_split(x[:4], targets[:4], -100)
+            kernels["cross_entropy"].cross_entropy_registers(x[:4, :1152], targets[:4], -100)
             kernels["cross_entropy"].cross_entropy_backward(m, x, targets, m, -100, x)
         names |= set(made)
     return sorted(names), too_large
