@@ -12,6 +12,11 @@ from course_ops.kernels._rows import Choice, Rows, choose
 FORWARD = (
     Choice(kernels.cross_entropy_packed, lambda r: r.N <= 1024, "several short rows a program, no loop"),
     Choice(
+        kernels.cross_entropy_registers,
+        lambda r: r.bytes <= 4608 and r.bytes % 16 == 0 and r.M // r.sms >= 16,
+        "many short rows: a warp loads its whole row at once, where a loop would wait for memory two or three times",
+    ),
+    Choice(
         kernels.cross_entropy_warp,
         lambda r: r.N <= 65536 and r.M // r.sms >= 16,
         "many rows: a warp each, 16 or more on an SM, and none waits for another",

@@ -17,12 +17,16 @@ from lessonkit.modes.compile_server import call_in_compiler
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch.library import opcheck
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import course_ops
 from course_ops import testing
 from course_ops._common import num_sms
-from course_ops.kernels._rows import Choice, Rows, choose, common_multiple_of
+from course_ops.kernels import _rows
+from course_ops.kernels._rows import Choice, Rows, choose, common_multiple_of, mean_of
 
 pytestmark = pytest.mark.kept
 
@@ -124,7 +128,7 @@ SOFTMAX = ((17, 1), (7, 127), (3, 5000), (2, 16400), (1, 114689))
 LAYER_NORM = ((2, 1), (37, 101), (3, 2049), (2, 4000), (2, 5000), (1, 12672), (1, 16387), (1, 32769))
 RMS_NORM = ((17, 1), (37, 127), (3, 5000), (1, 16385), (1, 65537))
 ADD_NORM = ((2, 1), (37, 101), (3, 5000), (2, 8193), (2, 16385), (1, 32769))
-CROSS_ENTROPY = ((3, 1), (5, 7), (17, 1000), (65, 1025), (5, 1153), (2, 16411))
+CROSS_ENTROPY = ((3, 1), (5, 7), (17, 1000), (65, 1025), (65, 1028), (5, 1153), (2, 16411))
 
 
 @pytest.mark.parametrize("shape", SOFTMAX)
@@ -453,6 +457,8 @@ def test_strange_values_stay_in_their_row(where):
     torch.testing.assert_close(course_ops.layer_norm(x, w, b), layer_norm(x, w, b), equal_nan=True)
     found = course_ops.cross_entropy(x, torch.zeros(6, dtype=torch.long, device=where), reduction="none")
     assert found.isnan().tolist() == [True, False, True, False, False, True]
+    found = course_ops.cross_entropy(x.repeat(11, 16)[:, :1028], torch.arange(66, device=where), reduction="none")
+    assert found.isnan().tolist() == 11 * [True, False, True, False, False, True]
     strange = torch.tensor([math.nan, math.inf, -math.inf, 1e20, -1e20, 0.0], device=where)
     torch.testing.assert_close(course_ops.gelu(strange), gelu(strange), equal_nan=True)
 
@@ -745,7 +751,8 @@ KERNELS = {
     *("rms_norm_packed_kernel", "rms_norm_chunks_kernel", "rms_norm_split_kernel", "rstd_kernel", "scale_kernel"),
     "rms_norm_backward_persistent_kernel",
     *("add_norm_kernel", "add_norm_backward_kernel", "gelu_kernel", "gelu_backward_kernel", "dropout_kernel"),
-    *("cross_entropy_packed_kernel", "cross_entropy_chunks_kernel", "merge_kernel", "cross_entropy_backward_kernel"),
+    *("cross_entropy_packed_kernel", "cross_entropy_chunks_kernel", "cross_entropy_registers_kernel", "merge_kernel"),
+    "cross_entropy_backward_kernel",
 }
 
 
@@ -786,6 +793,7 @@ def compiled_kernels(target):
             kernels["gelu"].gelu_backward(x, kernels["gelu"].gelu(x))
             kernels["dropout"].dropout(x, 0.5, 7)
             kernels["cross_entropy"].cross_entropy_split(x[:4], targets[:4], -100)
+            kernels["cross_entropy"].cross_entropy_registers(x[:4, :1152], targets[:4], -100)
             kernels["cross_entropy"].cross_entropy_backward(m, x, targets, m, -100, x)
         names |= set(made)
     return sorted(names), too_large
@@ -793,14 +801,14 @@ def compiled_kernels(target):
 
 def test_the_mean_of_equal_values_is_that_value():
     """The interpreter divides as a CPU does, so this looks into the compiled kernels: each mean is rounded once."""
-    divisions = call_in_compiler("tests.test_course_ops_rows", "divisions_rounded_once", 90)
+    reciprocals = call_in_compiler("tests.test_course_ops_rows", "reciprocals_of_counts", 90)
     means = {"layer_norm_split": 2, "layer_norm_shifted": 2}  # of a part, and of the row
-    assert len(divisions) == 6
-    assert not {name: count for name, count in divisions.items() if count < means.get(name, 1)}
+    assert len(reciprocals) == 6
+    assert reciprocals == {name: means.get(name, 1) for name in reciprocals}
 
 
-def divisions_rounded_once(target):
-    """In a process that only compiles: how many div.rn each launcher's kernel has that centres a row."""
+def reciprocals_of_counts(target):
+    """In a process that only compiles: how often each launcher's kernel, which centres a row, divides 1 by a count."""
     layer_norms, add_norms = (import_module(f"course_ops.kernels.{op}") for op in ("layer_norm", "add_norm"))
     found = {}
     with compiled.compiling(target) as made:
@@ -816,8 +824,36 @@ def divisions_rounded_once(target):
             made.clear()
             launch(x, *(x,) * (launch is add_norms.add_norm_packed), w, w, 1e-12)
             (kernel,) = made.values()
-            found[launch.__name__] = kernel.asm["ptx"].count("div.rn.f32")
+            ptx = kernel.asm["ptx"]
+            ones = re.findall(r"mov\.b32\s+(%\w+), 0f3F800000;", ptx)
+            found[launch.__name__] = sum(len(re.findall(rf"div\.full\.f32\s+%\w+, {one},", ptx)) for one in ones)
     return found
+
+
+@triton.jit
+def means_kernel(totals_ptr, means_ptr, count, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(means_ptr + at, mean_of(tl.load(totals_ptr + at), count))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9, 768, 896, 4095, 50257, 131072, 199999])
+def test_a_mean_is_rounded_once(count, by_kernels, monkeypatch):
+    """As a CPU divides. Interpreted, with the steps of the compiled kernels and a multiply-add that rounds once."""
+    monkeypatch.setattr(_rows, "_INTERPRETED", tl.constexpr(False))
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", fused)
+    totals = rows(4, 1024, at=by_kernels).flatten() * count
+    totals[:5] = torch.tensor([0.0, 100.0 * count, -torch.finfo(torch.float32).max, 2.0**-100, torch.nan])
+    means = torch.empty_like(totals)
+    means_kernel[(1,)](totals, means, count, len(totals))
+    assert torch.equal(means.view(torch.int32)[:4], (totals / count).view(torch.int32)[:4])
+    assert means[4].isnan()
+    assert torch.equal(means.view(torch.int32)[5:], (totals / count).view(torch.int32)[5:])
+
+
+def fused(self, x, y, z):
+    """x y is exact in 64 bits. So is its sum with z for Newton's remainder and for the quotient's."""
+    wide = x.data.astype("float64") * y.data.astype("float64") + z.data.astype("float64")
+    return TensorHandle(wide.astype("float32"), z.dtype.scalar)
 
 
 def test_rows_that_start_at_multiples_of_4_bytes_are_stored_as_they_are_loaded():

@@ -10,20 +10,27 @@ import torch
 import triton
 import triton.language as tl
 
-from course_ops.kernels._rows import Rows
+from course_ops.kernels._rows import Rows, common_multiple_of, multiple
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # where a maximum starts: -inf - -inf would be NaN
 
 
 @triton.jit
-def target_logit(x_ptr, targets_ptr, row, M, V, stride_x, IGNORE: tl.constexpr):
-    """The target of a row (or of several) and x there; NaN if it is no class, for it is never used as an address."""
+def load_target(targets_ptr, row, M, IGNORE: tl.constexpr):
+    """The target of a row, or of several."""
     outside: tl.constexpr = IGNORE if IGNORE < 0 else -1
-    target = tl.load(targets_ptr + row, mask=row < M, other=outside)
+    return tl.load(targets_ptr + row, mask=row < M, other=outside)
+
+
+@triton.jit
+def logit_of(target, x_ptr, row, V, stride_x):
+    """x at a row's target; NaN if that is no class, for it is never used as an address.
+
+    Its address waits for the target, and a warp issues its loads in order. So the row's own loads come before this one.
+    """
     inside = (target >= 0) & (target < V)
-    x = tl.load(x_ptr + row.to(tl.int64) * stride_x + target, mask=inside, other=float("nan"))
-    return target, x.to(tl.float32)
+    return tl.load(x_ptr + row.to(tl.int64) * stride_x + target, mask=inside, other=float("nan")).to(tl.float32)
 
 
 @triton.jit
@@ -46,10 +53,11 @@ def cross_entropy_packed_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
-    target, logit = target_logit(x_ptr, targets_ptr, rows, M, V, stride_x, IGNORE)
+    target = load_target(targets_ptr, rows, M, IGNORE)
     mask = (rows < M)[:, None] & (cols < V)[None, :]
     offsets = rows.to(tl.int64)[:, None] * stride_x + cols[None, :]
     x = tl.load(x_ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
+    logit = logit_of(target, x_ptr, rows, V, stride_x)
     m = tl.maximum(tl.max(x, axis=1), LOWEST)
     # tl.exp takes care of results below 1e-38, which next to the maximum's 1 are as good as 0; tl.exp2 does not.
     l = tl.sum(tl.exp2((x - m[:, None]) * LOG2E), axis=1)  # noqa: E741
@@ -68,6 +76,45 @@ def cross_entropy_packed(logits, targets, ignore_index):
     return loss, lse
 
 
+@triton.jit
+def cross_entropy_registers_kernel(
+    x_ptr, targets_ptr, loss_ptr, lse_ptr,  # [M, V], [M], [M], [M, 2]
+    M, V, stride_x,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,  # CHUNKS of BLOCK columns, of which the last may be ragged
+    MULTIPLE: tl.constexpr, IGNORE: tl.constexpr,
+):  # fmt: skip
+    V, stride_x = multiple(V, MULTIPLE), multiple(stride_x, MULTIPLE)
+    row = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    chunks = ()
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * BLOCK + lanes
+        at = x_ptr + row.to(tl.int64) * stride_x + cols
+        chunks = chunks + (tl.load(at, mask=cols < V, other=-float("inf")),)  # noqa: RUF005
+    lane_m = chunks[0]
+    for chunk in tl.static_range(1, CHUNKS):
+        lane_m = tl.maximum(lane_m, chunks[chunk])
+    target = load_target(targets_ptr, row, M, IGNORE)
+    m = tl.maximum(tl.max(lane_m, axis=0).to(tl.float32), LOWEST)
+    logit = logit_of(target, x_ptr, row, V, stride_x)
+    lane_l = tl.zeros((BLOCK,), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        lane_l += tl.exp2((chunks[chunk].to(tl.float32) - m) * LOG2E)
+    store_loss(m, tl.sum(lane_l, axis=0), target, logit, loss_ptr, lse_ptr, row, M, IGNORE)
+
+
+def cross_entropy_registers(logits, targets, ignore_index):
+    """As cross_entropy_packed, a warp per row of up to 4608 bytes: nine loads per thread, under way together."""
+    loss, lse, rows = _results(logits)
+    if rows.M:
+        block = 512 // rows.itemsize  # 16 bytes a thread
+        cross_entropy_registers_kernel[(rows.M,)](
+            logits, targets, loss, lse, rows.M, rows.N, logits.stride(0), triton.cdiv(rows.N, block), block,
+            common_multiple_of(rows.N, logits.stride(0)), ignore_index, num_warps=1,
+        )  # fmt: skip
+    return loss, lse
+
+
 # A lane owns W neighbours, 16 bytes, and takes their maximum first: 1 + 1/W exponentials an element instead of 2.
 # Chunks of W are counted from the start of the tensor and not of the row. With an odd V most rows start where the
 # hardware has no wide load: chunks wholly inside a row are loaded whole, the elements on either side of them singly.
@@ -81,7 +128,7 @@ def cross_entropy_chunks_kernel(
     row = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     if PARTS == 1:
-        target, logit = target_logit(x_ptr, targets_ptr, row, M, V, stride_x, IGNORE)
+        target = load_target(targets_ptr, row, M, IGNORE)
     begin = row.to(tl.int64) * stride_x
     end = begin + V
     first = (begin + W - 1) // W  # of the chunks wholly inside the row, and `after` the last
@@ -102,6 +149,8 @@ def cross_entropy_chunks_kernel(
         m_new = tl.maximum(m, tl.max(x, axis=1))
         l = l * tl.exp2((m - m_new) * LOG2E) + tl.sum(tl.exp2((x - m_new[:, None]) * LOG2E), axis=1)  # noqa: E741
         m = m_new
+    if PARTS == 1:
+        logit = logit_of(target, x_ptr, row, V, stride_x)
     top = tl.maximum(tl.max(m, axis=0), tl.max(edge, axis=0))
     total = tl.sum(l * tl.exp(m - top), axis=0) + tl.sum(tl.exp(edge - top), axis=0)
     if PARTS == 1:
@@ -117,10 +166,11 @@ def merge_kernel(
     M, V, stride_x, PARTS: tl.constexpr, SLOTS: tl.constexpr, IGNORE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    target, logit = target_logit(x_ptr, targets_ptr, row, M, V, stride_x, IGNORE)
+    target = load_target(targets_ptr, row, M, IGNORE)
     slots = tl.arange(0, SLOTS)
     m = tl.load(partials_ptr + row * PARTS + slots, mask=slots < PARTS, other=LOWEST)
     l = tl.load(partials_ptr + (M + row) * PARTS + slots, mask=slots < PARTS, other=0.0)  # noqa: E741
+    logit = logit_of(target, x_ptr, row, V, stride_x)
     top = tl.max(m, axis=0)
     store_loss(top, tl.sum(l * tl.exp(m - top), axis=0), target, logit, loss_ptr, lse_ptr, row, M, IGNORE)
 

@@ -56,6 +56,7 @@ FORWARD = Lesson(
     checks=(
         *PROBLEM.checks,
         case("many rows: a warp each", M=16 * num_sms() + 1, V=1153, strange=True),
+        case("many short rows: a warp loads each at once", M=16 * num_sms() + 1, V=1032, strange=True),
         case("few long rows: several programs each", M=2, V=16411, strange=True),
         case("a stride that is not V; the last program of a row is not full", M=3, V=20480, pad=3, strange=True),
     ),
@@ -65,6 +66,10 @@ FORWARD = Lesson(
         *({"M": M, "V": V} for M, V in ((32768, 4096), (32, 131072))),
     ),
     wrong=(
+        Mutant("only the last chunk's sum", "cross_entropy_registers_kernel", "lane_l += ", "lane_l = ",
+               "cross_entropy"),
+        Mutant("columns past the last", "cross_entropy_registers_kernel", "mask=cols < V", "mask=cols < V + 1",
+               "cross_entropy", "out of bounds"),
         Mutant("neighbours not rescaled", "cross_entropy_chunks_kernel", "l * tl.exp2((m - m_new) * LOG2E)", "l",
                "cross_entropy"),
         Mutant("head of the row dropped", "cross_entropy_chunks_kernel", "== 0, begin", "== 0, first * W",
