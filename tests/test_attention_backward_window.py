@@ -63,6 +63,8 @@ CASES = (  # B, H, S_q, D, S_k, H_kv, D_v if not D; causal, window
     ((1, 2, 200, 128, 333, 1, 64), True, None),
     ((1, 1, 300, 40, 200, 1, 104), False, None),
     ((1, 2, 200, 24, 200, 2, 64), True, 70),
+    ((1, 1, 600, 96, 600, 1), True, None),  # 96 of a tile's 128 columns are multiplied
+    ((1, 2, 200, 72, 333, 1, 88), False, None),
 )
 
 
@@ -84,6 +86,9 @@ MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
     "a tile that no query sees has no step": ("max(begin + 1, (max(0, ahead + 2", "max(begin, (max(0, ahead + 2",
                                               "barrier", 7),
     "the late dQ of a head as without a window": ("unseen = blocks - stop + begin", "unseen = begin", "value", 5),
+    "no columns past 64 in the scores": ("        return warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)",
+                                         "        return s", "value", 12),
+    "a short part of dQ read as a whole one": ("16 * (COLUMNS - 64))", "1024)", "value", 12),
     "the last dQ as without a window": ("part -= 2 * (blocks - stop)", "part -= 0", "value", 8),
 }  # fmt: skip
 

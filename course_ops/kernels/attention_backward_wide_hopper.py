@@ -603,7 +603,7 @@ def attention_backward(
     starts, deltas = (empty(B * H * blocks, ROWS, device=q.device) for _ in range(2))
     prepare_kernel[(B * H * blocks * ROWS // 32,)](
         out, dout, lse, starts, deltas, None, out.stride(), dout.stride(), LN2.value, H, S_q, blocks * ROWS, D_v,
-        cu_q, count, 32, 256, ROWS,
+        cu_q, count, 32, 256, ROWS, 256,
     )  # fmt: skip
     widths = FIRST, 128 if wide else 64
     queries, grads, keys, values, dqs, dks, dvs = (
