@@ -15,8 +15,10 @@ consumer warpgroups has 64 of the keys. One step, in all of it transposed:
     consumers   write dS to shared memory, meet at a barrier, and each computes half of dQ with all 128 keys
     TMA         adds dQ to a sum in fp32 in global memory; the order varies, so dQ may differ in its last bits
 
-Shared memory: K and V [2 consumers, 64, D], Q and dO [STAGES, ROWS, D], dS [buffers * 2 consumers, 64, ROWS], and a
-part of dQ's sum for each consumer. ROWS is 64 if D = 128, and 128 if D <= 64: 64 x 64 elements of dQ for each consumer.
+Shared memory: K and V [TILES * 2 consumers, 64, D], Q and dO [STAGES, ROWS, D], dS [buffers * 2 consumers, 64, ROWS],
+and a part of dQ's sum for each consumer. ROWS is 64 if D = 128, and 128 if D <= 64: 64 x 64 elements of dQ for each
+consumer. TILES is 2 where there is room: D <= 64 without PING_PONG. Then K and V of the next tile come under the last
+steps of this one.
 
 Heads of 72 to 96 lie in tiles of 128 columns, as TMA copies powers of two, but 96 columns are multiplied: one matmul
 takes 64, another 32. Of dQ consumer 1 has the 32. Counted, cycles of a step:
@@ -263,7 +265,7 @@ class PartitionArgs:
     do_smem: gl.shared_memory_descriptor
     start_smem: gl.shared_memory_descriptor  # [STAGES, 1, ROWS] fp32: -lse
     delta_smem: gl.shared_memory_descriptor  # -delta
-    k_smem: gl.shared_memory_descriptor  # [2, 1, 1, KEYS, D], a consumer's half each; at a tile's end dK
+    k_smem: gl.shared_memory_descriptor  # [TILES * 2, 1, 1, KEYS, D], a consumer's half each; at a tile's end dK
     v_smem: gl.shared_memory_descriptor  # at a tile's end dV
     ds_smem: gl.shared_memory_descriptor  # [buffers * 2, KEYS, ROWS], by step and by consumer
     q_full: gl.shared_memory_descriptor  # with -lse
@@ -310,13 +312,16 @@ class RowBlocks:
 
 
 # The producer stores dK and dV, too: the consumers have no registers to spare for addresses. A tile's K and V are
-# loaded over the dK and dV of the tile before, but its first block of queries need not wait for that store.
+# loaded over the dK and dV of the tile before, but its first block of queries need not wait for that store. With two
+# TILES in shared memory they are loaded over those of two tiles before. The tile before is stored when as many blocks
+# are loaded as the ring holds: then the consumers have no more steps of it.
 @gluon.jit
 def producer_partition(args, descs):
     q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc = descs
     GROUP: gl.constexpr = args.GROUP
     ROWS: gl.constexpr = q_desc.block_type.shape[-2]
     KEYS: gl.constexpr = k_desc.block_type.shape[-2]
+    TILES: gl.constexpr = args.k_full.shape[0]
     q = RowBlocks(
         desc=q_desc, values_desc=start_desc, smem=args.q_smem, values_smem=args.start_smem, full=args.q_full
     )  # fmt: skip
@@ -334,7 +339,7 @@ def producer_partition(args, descs):
         problem, within = problem_of(args.problem, args.problem.work(index))
         batch, head_kv, key, begin, _whole, _last, end = problem.tile(within, ROWS, KEYS)
         queries, keys = place_of(batch, problem.q_end, problem.S_q), place_of(batch, problem.k_end, problem.S_k)
-        first = step
+        first, last_before_store = step, step + min((end - begin) * GROUP, args.q_full.shape[0]) - 1
         for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
             line = batch * problem.H_kv * GROUP + head
             if problem.q_end is not None:  # values lie in lines of a block each
@@ -349,10 +354,12 @@ def producer_partition(args, descs):
                     q.load(stage, queries, head, block * ROWS, line + block, 0)
                     do.load(stage, queries, head, block * ROWS, line + block, 0)
                 if step == first:
-                    if count > 0:
+                    if TILES == 1 and count > 0:
                         store_tile(args, dk_desc, dv_desc, count - 1, before)
-                    load_halves(k_desc, args.k_smem, args.k_full.index(0), keys, head_kv, key)
-                    load_halves(v_desc, args.v_smem, args.v_full.index(0), keys, head_kv, key)
+                    load_halves(k_desc, args.k_smem, args.k_full, count, keys, head_kv, key)
+                    load_halves(v_desc, args.v_smem, args.v_full, count, keys, head_kv, key)
+                if TILES == 2 and count > 0 and step == last_before_store:
+                    store_tile(args, dk_desc, dv_desc, count - 1, before)
                 step += 1
         before = (batch, head_kv, key) if problem.q_end is None else (keys[0], keys[1], head_kv, key)
         count += 1
@@ -368,19 +375,21 @@ def store_tile(args, dk_desc, dv_desc, count, before):
     else:
         where, head_kv, key = (before[0], before[1]), before[2], before[3]
     mbarrier.wait(args.stored.index(0), count & 1)
+    at, _ = ring_slot(count, args.k_full.shape[0])
     for half in gl.static_range(2):
         coord = coordinates(where, head_kv, key + half * args.k_smem.shape[-2], 0)
-        async_store(dk_desc, coord, args.k_smem.index(half))
-        async_store(dv_desc, coord, args.v_smem.index(half))
+        async_store(dk_desc, coord, args.k_smem.index(at * 2 + half))
+        async_store(dv_desc, coord, args.v_smem.index(at * 2 + half))
     tma.store_wait(0)
 
 
 @gluon.jit
-def load_halves(desc, smem, full, where, head, row):
-    mbarrier.expect(full, 2 * desc.block_type.nbytes)
+def load_halves(desc, smem, full, count, where, head, row):
+    at, _ = ring_slot(count, full.shape[0])
+    mbarrier.expect(full.index(at), 2 * desc.block_type.nbytes)
     for half in gl.static_range(2):
         coord = coordinates(where, head, row + half * desc.block_type.shape[-2], 0)
-        async_load(desc, coord, full, smem.index(half))
+        async_load(desc, coord, full.index(at), smem.index(at * 2 + half))
 
 
 # An accumulator may begin with -lse (as a score) or -delta of each query instead of 0. Then P = 2^(scale S') and
@@ -524,8 +533,22 @@ class ConsumerTile:
     first: gl.tensor  # the ring's step of the tile's first block of queries
     end: gl.tensor  # the step after its last one
     key: gl.tensor  # the first key
+    half: gl.tensor | gl.constexpr  # None, or of two TILES in shared memory the first half of this one
     begin: gl.tensor | gl.constexpr  # each head's first block of queries, if GROUP > 1
     unseen: gl.tensor | gl.constexpr  # if there is a window, each head's blocks before the first and after the last one
+
+    @gluon.jit
+    def slot_after(self, step):
+        return ring_slot(step + 1, self.args.q_full.shape[0])
+
+
+@gluon.jit
+def first_half(c, step):
+    """Where the tile's K and V begin in shared memory, by an opaque zero."""
+    half = opaque_zero(step)
+    if c.half is not None:
+        half += c.half
+    return half
 
 
 @gluon.jit
@@ -559,8 +582,8 @@ def main_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
     for block in range(begin, end):
         step = base + block
         stage, parity = ring_slot(step, args.q_full.shape[0])
-        after, parity_after = ring_slot(step + 1, args.q_full.shape[0])
-        zero, buffer = opaque_zero(step), step % 2 * 2
+        after, parity_after = c.slot_after(step)
+        zero, buffer = first_half(c, step), step % 2 * 2
         k, v = as_matrix(args.k_smem.index(WHICH + zero)), as_matrix(args.v_smem.index(WHICH + zero))
         q, do = as_matrix(args.q_smem.index(stage)), as_matrix(args.do_smem.index(stage))
         mbarrier.wait(args.do_full.index(stage), parity)
@@ -600,9 +623,9 @@ def ping_pong_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
     WIDE: gl.constexpr = args.q_smem.shape[-1] > 64
     part += WHICH
     for block in range(begin, end):
-        step, zero = base + block, opaque_zero(base + block)
+        step, zero = base + block, first_half(c, base + block)
         stage, parity = ring_slot(step, args.q_full.shape[0])
-        after, parity_after = ring_slot(step + 1, args.q_full.shape[0])
+        after, parity_after = c.slot_after(step)
         k, v = as_matrix(args.k_smem.index(WHICH + zero)), as_matrix(args.v_smem.index(WHICH + zero))
         q, do = as_matrix(args.q_smem.index(stage)), as_matrix(args.do_smem.index(stage))
         mbarrier.wait(args.do_full.index(stage), parity)
@@ -649,7 +672,7 @@ def unseen_block(c, part, step, LAYOUT: gl.constexpr):
     args = c.args
     KEYS: gl.constexpr = args.ds_smem.shape[1]
     ROWS: gl.constexpr = args.ds_smem.shape[2]
-    buffer, zero = step % (args.ds_smem.shape[0] // 2) * 2, opaque_zero(step)
+    buffer, zero = step % (args.ds_smem.shape[0] // 2) * 2, first_half(c, step)
     stage, parity = ring_slot(step, args.q_full.shape[0])
     mbarrier.wait(args.q_full.index(stage), parity)  # released earlier, it would count for the block before
     if args.PING_PONG:
@@ -678,13 +701,16 @@ def consumer_partition(args, WHICH: gl.constexpr):
     LAYOUT: gl.constexpr = accumulator(ROWS)
     OWN: gl.constexpr = args.problem.CAUSAL and ROWS == KEYS and (GROUP == 1 or not PING_PONG)  # see unseen_block
     LOOP: gl.constexpr = ping_pong_loop if PING_PONG else main_loop
+    TILES: gl.constexpr = args.k_full.shape[0]
     first, count, work = 0, 0, args.problem.work(args.scheduler.receive(0))
     while work[0] < args.problem.num_tiles():
         problem, index = problem_of(args.problem, work)
         batch, head_kv, key, begin, whole, last, stop = problem.tile(index, ROWS, KEYS)
         key += WHICH * KEYS
         end = first + (stop - begin) * GROUP  # at least one step: some query sees a tile's first key
-        own, zero = begin, opaque_zero(first)
+        own, half = begin, None
+        if TILES == 2:
+            half = count % 2 * 2
         if OWN:
             own, whole, last = problem.own_blocks(key, stop, ROWS, KEYS)
         blocks, unseen = stop, None
@@ -692,15 +718,16 @@ def consumer_partition(args, WHICH: gl.constexpr):
             blocks = problem.blocks(ROWS)
             unseen = blocks - stop + begin
         c = ConsumerTile(
-            WHICH=WHICH, args=args, problem=problem, first=first, end=end, key=key,
+            WHICH=WHICH, args=args, problem=problem, first=first, end=end, key=key, half=half,
             begin=begin if GROUP > 1 else None, unseen=unseen,
         )  # fmt: skip
         dk, dv = zero_sums(KEYS, D, args.COLUMNS), zero_sums(KEYS, D, args.COLUMNS)
-        mbarrier.wait(args.k_full.index(0), count & 1)
+        at, parity = ring_slot(count, TILES)
+        mbarrier.wait(args.k_full.index(at), parity)
         s = gl.zeros((KEYS, ROWS), gl.float32, LAYOUT)
         if own == begin:
-            s = warpgroup_mma_wait(0, deps=(issue_first_scores(c, first, zero, LAYOUT),))
-        mbarrier.wait(args.v_full.index(0), count & 1)
+            s = warpgroup_mma_wait(0, deps=(issue_first_scores(c, first, first_half(c, first), LAYOUT),))
+        mbarrier.wait(args.v_full.index(at), parity)
         base, part = first - begin, problem.blocks_before(batch, head_kv * GROUP, blocks, GROUP, ROWS) * 2
         for _head in range(GROUP):
             if OWN and WHICH == 1 and own > begin:
@@ -713,7 +740,7 @@ def consumer_partition(args, WHICH: gl.constexpr):
                 s, dk, dv = LOOP(c, s, dk, dv, base, gl.maximum(own, whole), last, part, False)
                 s, dk, dv = LOOP(c, s, dk, dv, base, last, stop, part, True)
             base, part = base + stop - begin, part + 2 * blocks
-        zero = opaque_zero(end)
+        zero = first_half(c, end)
         if PING_PONG:  # the last step's dQ
             mbarrier.wait(args.met.index((end - 1) % 2), (end - 1) // 2 & 1)
             dq = issue_dq(args, (end - 1) % (args.ds_smem.shape[0] // 2) * 2, zero, WHICH)
@@ -746,6 +773,7 @@ def attention_backward_hopper_kernel(
     scale_log2, cap_scale,  # see score_scales
     tiles, H_kv, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
     STAGES: gl.constexpr, PING_PONG: gl.constexpr, COLUMNS: gl.constexpr,
+    TILES: gl.constexpr,  # of K and V in shared memory
 ):  # fmt: skip
     if records_ptr is not None:
         tiles = gl.load(records_ptr)
@@ -754,10 +782,10 @@ def attention_backward_hopper_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_smem, do_smem = allocate_stages(q_desc, STAGES), allocate_stages(do_desc, STAGES)
     start_smem, delta_smem = allocate_stages(start_desc, STAGES), allocate_stages(delta_desc, STAGES)
-    k_smem, v_smem = allocate_stages(k_desc, 2), allocate_stages(v_desc, 2)
+    k_smem, v_smem = allocate_stages(k_desc, 2 * TILES), allocate_stages(v_desc, 2 * TILES)
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [6 if PING_PONG else 4, KEYS, ROWS], LAYOUT)
     q_full, do_full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)
-    k_full, v_full = allocate_barriers(1, 1), allocate_barriers(1, 1)
+    k_full, v_full = allocate_barriers(TILES, 1), allocate_barriers(TILES, 1)
     met, k_read, stored = allocate_barriers(2, 2), allocate_barriers(1, 2), allocate_barriers(1, 2)
     turn = allocate_barriers(2, 1) if PING_PONG else None
     if PING_PONG:
@@ -809,9 +837,10 @@ def attention_backward(
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
     width = 64 if max(D, D_v) <= 64 else 128
     columns = 96 if 64 < max(D, D_v) <= 96 else width  # that are multiplied
-    # With few steps per tile, the late dQ's extra matmul at its end counts.
+    # With few steps per tile, the late dQ's extra matmul at its end counts, and at D = 64 that K and V are waited for.
     longest = S_q if sequences is None else sequences.longest_q
-    ping_pong = not (width > 64 and min(longest, longest if window is None else window + 2 * KEYS) <= 512)
+    most = longest if window is None else min(longest, window + 2 * KEYS)  # queries that see a tile
+    ping_pong = most > (1024 if width == 64 else 512)
     block = 8192 // width  # queries of a step: 64 x 64 elements of dQ for each consumer
     rows, tiles, group = triton.cdiv(S_q, block) * block, triton.cdiv(S_k, 2 * KEYS), H // H_kv
     listed, cu_q, count, descriptor = None, None, None, whole_descriptor
@@ -840,7 +869,7 @@ def attention_backward(
         *(descriptor(t, KEYS, width) for t in (k, v, dk, dv)),
         tensor_descriptor(total.view(-1, 64), [64, 64], swizzled=False), of_rest, tile_counter(q.device), listed,
         *score_scales(scale, softcap), tiles, H_kv, B * H_kv, at_once, S_q, S_k, window, group, causal, STAGES,
-        ping_pong, columns,
+        ping_pong, columns, 1 if width > 64 or ping_pong else 2,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     finish_kernel[(B * H * rows * width // 4096,)](
