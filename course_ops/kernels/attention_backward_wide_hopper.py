@@ -202,7 +202,7 @@ def store_block(descs, blocks, i, sums, where, head, row):
 
 @gluon.jit
 def issue_scores(a, i, b, j, LAYOUT: gl.constexpr):
-    """Issue A B^T [ROWS, ROWS] of block i of `a` and block j of `b`, of which one that is loaded decides the width."""
+    """Issue A B^T [ROWS, ROWS] of block i of `a` and block j of `b`; the width is `b`'s, which is loaded."""
     ROWS: gl.constexpr = a.first.shape[-2]
     s = gl.zeros((ROWS, ROWS), gl.float32, LAYOUT)
     x, y = as_matrix(a.first.index(i)), as_matrix(b.first.index(j))
