@@ -60,9 +60,9 @@ CASES = (  # B, H, S_q, D, S_k, H_kv, D_v if not D; causal, window
     ((1, 1, 400, 200, 400, 1), True, 256),
     ((1, 1, 300, 256, 130, 1), True, 33),
     ((1, 1, 70, 256, 70, 1), False, None, 3.0),  # scores of -150: 2^-lse of a key past the last one is infinite
-    ((1, 2, 200, 192, 200, 1, 128), True, None),  # of V the rest is zeros
+    ((1, 2, 200, 192, 200, 1, 128), True, None),  # V has no rest
     ((1, 1, 130, 256, 190, 1, 72), False, None),
-    ((1, 1, 200, 128, 200, 1, 200), True, 70),
+    ((1, 1, 200, 128, 200, 1, 200), True, 70),  # K has none
 )
 
 
@@ -95,8 +95,8 @@ def test_the_same_to_the_bit_in_any_order(monkeypatch, causal, window):
 
 MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
     "K released before dQ is summed": (
-        "warpgroup_mma_wait(0, deps=(first, rest, ds, s_after))\n        mbarrier.arrive(args.k_empty",
-        "warpgroup_mma_wait(1, deps=(first, rest, ds, s_after))\n        mbarrier.arrive(args.k_empty", "race", 6,
+        "wait_for(0, sums, (ds, s_after))\n        s = done[1]\n        mbarrier.arrive(args.k_empty",
+        "wait_for(1, sums, (ds, s_after))\n        s = done[1]\n        mbarrier.arrive(args.k_empty", "race", 6,
     ),
     "V released before dP is there": (
         "dp, p = warpgroup_mma_wait(0", "dp, p = warpgroup_mma_wait(1", "race", 5,
@@ -111,12 +111,12 @@ MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
         "q_empty=allocate_barriers(STAGES, 1),", "q_empty=allocate_barriers(STAGES, 2),", "barrier", 6,
     ),
     "dO released while dV reads it": (
-        "warpgroup_mma_wait(0, deps=(first, rest, p, s_after))",
-        "warpgroup_mma_wait(4, deps=(first, rest, p, s_after))", "race", 6,
+        "wait_for(0, sums, (p, s_after))",
+        "wait_for(4, sums, (p, s_after))", "race", 6,
     ),
     "Q released while dK reads it": (
-        "warpgroup_mma_wait(0, deps=(first, rest, ds, dp_after))",
-        "warpgroup_mma_wait(4, deps=(first, rest, ds, dp_after))", "race", 6,
+        "wait_for(0, sums, (ds, dp_after))",
+        "wait_for(4, sums, (ds, dp_after))", "race", 6,
     ),
     "P^T written over what is not read yet": (
         "        mbarrier.wait(args.p_empty.index(buffer), p_parity ^ 1)\n", "", "race", 6,
@@ -132,7 +132,7 @@ MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
         "q_full=allocate_barriers(2, 2), do_full", "q_full=allocate_barriers(2, 1), do_full", "race barrier", 0,
     ),
     "the rest is not multiplied": (
-        "    return warpgroup_mma(x, y.permute((1, 0)), s, is_async=True)\n", "    return s\n", "value", 0,
+        "    if b.rest is not None:\n        x, y", "    if False:\n        x, y", "value", 0,
     ),
     "no masks of dQ's last blocks": (
         "begin, whole, last, end = args.problem.key_blocks(row, ROWS)",
@@ -161,8 +161,8 @@ MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
                                   "end = min(blocks, max(begin, (max(0, at + ROWS - 1 + self.window)", "barrier", 8),
     "K and V of another head": ("head_kv = head // args.problem.GROUP", "head_kv = head % args.problem.GROUP",
                                 "value", 4),
-    "dK not scaled": ("args.v, 0, first * scale, rest * scale", "args.v, 0, first, rest", "value", 0),
-    "dQ not scaled": ("args.q, WHICH, first * scale, rest * scale", "args.q, WHICH, first, rest", "value", 0),
+    "dK not scaled": ("args.v, 0, scaled(sums, scale)", "args.v, 0, sums", "value", 0),
+    "dQ not scaled": ("args.q, WHICH, scaled(sums, scale)", "args.q, WHICH, sums", "value", 0),
     "no delta": ("        dp += args.delta_smem", "        dp += 0 * args.delta_smem", "value", 0),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 import re
 
 from lessonkit import device
+from lessonkit.modes import gluon as emulated
 from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
@@ -63,6 +64,9 @@ CASES = (  # B, H, S_q, D, S_k, H_kv, D_v if not D; causal, window
     ((1, 2, 200, 128, 333, 1, 64), True, None),
     ((1, 1, 300, 40, 200, 1, 104), False, None),
     ((1, 2, 200, 24, 200, 2, 64), True, 70),
+    ((1, 1, 600, 96, 600, 1), True, None),  # 96 of a tile's 128 columns are multiplied
+    ((1, 2, 200, 72, 333, 1, 88), False, None),
+    ((1, 1, 1100, 64, 200, 1), True, None),  # ping-pong of D = 64
 )
 
 
@@ -70,6 +74,43 @@ CASES = (  # B, H, S_q, D, S_k, H_kv, D_v if not D; causal, window
 def test_values(monkeypatch, i):
     prepared(monkeypatch, hopper)
     expect_right(*CASES[i], (torch.bfloat16, torch.float16)[i % 2])
+
+
+# B, H, S_q, D, S_k, H_kv; causal, window: in the first a tile has one step, and in the next more than the ring holds.
+TILES = (
+    ((1, 2, 100, 40, 400, 2), False, None),
+    ((1, 3, 300, 64, 300, 3), True, None),
+    ((1, 4, 300, 64, 400, 2), True, 70),
+)
+
+
+def with_several_tiles(monkeypatch, module, folder, sms):
+    """A copy without S of an old Q, on so many SMs."""
+    module = kernel_copies.changed(module, "ring_slot(step + 1, ", "ring_slot(min(step + 1, self.end - 1), ", folder)
+    prepared(monkeypatch, module)
+    monkeypatch.setattr(module, "num_sms", lambda device: sms)
+    return module
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("i", range(len(TILES)))
+def test_several_tiles_of_a_cta(monkeypatch, tmp_path, i, seed):
+    """With few queries K and V of two tiles are in shared memory."""
+    module = with_several_tiles(monkeypatch, hopper, tmp_path, sms=1 + seed)
+    monkeypatch.setattr(emulated, "SEED", seed)
+    expect_right(*TILES[i], backward=module.attention_backward)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("    at, _ = ring_slot(count, args.k_full.shape[0])\n    for half", "    at = 0\n    for half"),
+     ("half = count % 2 * 2", "half = 0 * count"),
+     ("    tma.store_wait(0)\n\n\n@gluon.jit\ndef load_halves", "\n\n@gluon.jit\ndef load_halves")],
+    ids=["dK and dV of another tile", "K and V of another tile", "loaded over what TMA stores"],
+)  # fmt: skip
+def test_mutants_of_several_tiles_are_rejected(monkeypatch, tmp_path, old, new):
+    module = with_several_tiles(monkeypatch, kernel_copies.changed(hopper, old, new, tmp_path), tmp_path, sms=1)
+    assert kernel_copies.caught_by(lambda: expect_right(*TILES[1], backward=module.attention_backward), orders=4)
 
 
 MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
@@ -83,8 +124,11 @@ MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
                                     "value", 8),
     "a tile that no query sees has no step": ("max(begin + 1, (max(0, ahead + 2", "max(begin, (max(0, ahead + 2",
                                               "barrier", 7),
-    "the late dQ of a head as without a window": ("unseen = blocks - stop + begin", "unseen = begin", "value", 5),
-    "the last dQ as without a window": ("part -= 2 * (blocks - stop)", "part -= 0", "value", 8),
+    "the late dQ of a head as without a window": ("unseen = blocks - stop + begin", "unseen = begin", "value", 4),
+    "no columns past 64 in the scores": ("        return warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)",
+                                         "        return s", "value", 12),
+    "a short part of dQ read as a whole one": ("16 * (COLUMNS - 64))", "1024)", "value", 12),
+    "the last dQ as without a window": ("part -= 2 * (blocks - stop)", "part -= 0", "value", 4),
 }  # fmt: skip
 
 

@@ -15,8 +15,17 @@ consumer warpgroups has 64 of the keys. One step, in all of it transposed:
     consumers   write dS to shared memory, meet at a barrier, and each computes half of dQ with all 128 keys
     TMA         adds dQ to a sum in fp32 in global memory; the order varies, so dQ may differ in its last bits
 
-Shared memory: K and V [2 consumers, 64, D], Q and dO [STAGES, ROWS, D], dS [buffers * 2 consumers, 64, ROWS], and a
-part of dQ's sum for each consumer. ROWS is 64 if D = 128, and 128 if D <= 64: 64 x 64 elements of dQ for each consumer.
+Shared memory: K and V [TILES * 2 consumers, 64, D], Q and dO [STAGES, ROWS, D], dS [buffers * 2 consumers, 64, ROWS],
+and a part of dQ's sum for each consumer. ROWS is 64 if D = 128, and 128 if D <= 64: 64 x 64 elements of dQ for each
+consumer. TILES is 2 where there is room: D <= 64 without PING_PONG. Then K and V of the next tile come under the last
+steps of this one.
+
+Heads of 72 to 96 lie in tiles of 128 columns, as TMA copies powers of two, but 96 columns are multiplied: one matmul
+takes 64, another 32. Of dQ consumer 1 has the 32. Counted, cycles of a step:
+
+                                       128 columns    96
+    tensor cores                       2560           1920
+    shared memory, 128 bytes a cycle   2944           2368    wgmma's operands, dS, dQ's parts, TMA
 
 PING_PONG: with a barrier in each step both consumers would compute exponentials at the same time, and issue no matmul.
 So they take turns at the exponentials. dQ is computed one step late, after the barrier of the step before.
@@ -82,7 +91,7 @@ def prepare_kernel(
     out, dout, lse_ptr, starts_ptr, deltas_ptr, sum_ptr,  # [B, H, S_q, D_v] twice, [B, H, S_q]; [B H, rows] twice, dQ's
     out_strides, dout_strides, unit, H, S_q, rows, D_v,
     cu_ptr, B,  # None, or of B packed sequences
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     tiles, nth = rows // BLOCK_M, tl.num_programs(0) - 1 - tl.program_id(0)
@@ -102,10 +111,12 @@ def prepare_kernel(
     tl.store(starts_ptr + line + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
     tl.store(deltas_ptr + line + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
     if sum_ptr is not None:
+        inside, nth = None, tl.arange(0, BLOCK_M * BLOCK_D)
+        if COLUMNS < BLOCK_D:  # a tile has the size of one part of the sum, and each second part is a short one
+            inside = (row % 64 == 0) | (nth < 64 * (COLUMNS - 64))
         tl.store(
-            sum_ptr + (line + row) * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D),
-            tl.zeros([BLOCK_M * BLOCK_D], tl.float32),
-        )
+            sum_ptr + (line + row) * BLOCK_D + nth, tl.zeros([BLOCK_M * BLOCK_D], tl.float32), mask=inside
+        )  # fmt: skip
 
 
 # Packed sequences have their values and sums in blocks of their own, in the order sequence, head, block. Of a sequence
@@ -122,10 +133,10 @@ def padded_row(cu_ptr, B, H, head, row, ROWS: tl.constexpr):
 
 # dQ's sum lies in parts of 64 x 64. A part is in the order of a warpgroup's registers, so that adding is contiguous:
 # warp (4), column block (8), thread (8 x 4), then the thread's 4 elements of that block. These are in 2 rows, 8 apart,
-# and 2 columns.
+# and 2 columns. With 96 columns each second part is 64 x 32, in the first half of its place.
 @triton.jit
 def finish_kernel(
-    dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, cu_ptr, B, BLOCK_D: tl.constexpr
+    dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, cu_ptr, B, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     gdc_wait()
     parts, nth = rows // 64 * (BLOCK_D // 64), tl.num_programs(0) - 1 - tl.program_id(0)
@@ -137,7 +148,11 @@ def finish_kernel(
             return
         first, part = line // 64 * (BLOCK_D // 64), row // 64 * (BLOCK_D // 64) + part % (BLOCK_D // 64)
         dq = skip_rows(dq, dq_strides, begin)
-    x = tl.load(sum_ptr + (first + part) * 4096 + tl.arange(0, 4096)).reshape(4, 8, 8, 4, 2, 2)
+    at, inside = tl.arange(0, 4096), None
+    if COLUMNS < BLOCK_D:
+        of_warp = tl.where(part % 2 == 0, 1024, 16 * (COLUMNS - 64))  # values
+        at, inside = at // 1024 * of_warp + at % 1024, at % 1024 < of_warp
+    x = tl.load(sum_ptr + (first + part) * 4096 + at, mask=inside).reshape(4, 8, 8, 4, 2, 2)
     x = x.permute(0, 4, 2, 1, 3, 5).reshape(64, 64) * scale
     at = part // (BLOCK_D // 64) * 64 + tl.arange(0, 64)[:, None]
     cols = part % (BLOCK_D // 64) * 64 + tl.arange(0, 64)[None, :]
@@ -250,7 +265,7 @@ class PartitionArgs:
     do_smem: gl.shared_memory_descriptor
     start_smem: gl.shared_memory_descriptor  # [STAGES, 1, ROWS] fp32: -lse
     delta_smem: gl.shared_memory_descriptor  # -delta
-    k_smem: gl.shared_memory_descriptor  # [2, 1, 1, KEYS, D], a consumer's half each; at a tile's end dK
+    k_smem: gl.shared_memory_descriptor  # [TILES * 2, 1, 1, KEYS, D], a consumer's half each; at a tile's end dK
     v_smem: gl.shared_memory_descriptor  # at a tile's end dV
     ds_smem: gl.shared_memory_descriptor  # [buffers * 2, KEYS, ROWS], by step and by consumer
     q_full: gl.shared_memory_descriptor  # with -lse
@@ -264,12 +279,14 @@ class PartitionArgs:
     turn: gl.shared_memory_descriptor | gl.constexpr  # None, or if PING_PONG a consumer's turn at exponentials
     sum_desc: tma.tensor_descriptor  # of dQ's sum, [parts * 64, 64] fp32
     sum_smem: gl.shared_memory_descriptor  # [2, 64, 64], a part of each consumer
+    rest_desc: tma.tensor_descriptor | gl.constexpr  # None, or of short parts, [.., 64] in blocks of 32
     scheduler: TileScheduler
     problem: Problem
     scale_log2: gl.tensor
     cap_scale: gl.tensor | gl.constexpr  # None without a softcap, see score_scales
     GROUP: gl.constexpr  # query heads that share a head of K and V
     PING_PONG: gl.constexpr
+    COLUMNS: gl.constexpr  # that are multiplied; the tiles' others are zeros
 
 
 @aggregate
@@ -295,13 +312,16 @@ class RowBlocks:
 
 
 # The producer stores dK and dV, too: the consumers have no registers to spare for addresses. A tile's K and V are
-# loaded over the dK and dV of the tile before, but its first block of queries need not wait for that store.
+# loaded over the dK and dV of the tile before, but its first block of queries need not wait for that store. With two
+# TILES in shared memory they are loaded over those of two tiles before. The tile before is stored when as many blocks
+# are loaded as the ring holds: then the consumers have no more steps of it.
 @gluon.jit
 def producer_partition(args, descs):
     q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc = descs
     GROUP: gl.constexpr = args.GROUP
     ROWS: gl.constexpr = q_desc.block_type.shape[-2]
     KEYS: gl.constexpr = k_desc.block_type.shape[-2]
+    TILES: gl.constexpr = args.k_full.shape[0]
     q = RowBlocks(
         desc=q_desc, values_desc=start_desc, smem=args.q_smem, values_smem=args.start_smem, full=args.q_full
     )  # fmt: skip
@@ -319,7 +339,7 @@ def producer_partition(args, descs):
         problem, within = problem_of(args.problem, args.problem.work(index))
         batch, head_kv, key, begin, _whole, _last, end = problem.tile(within, ROWS, KEYS)
         queries, keys = place_of(batch, problem.q_end, problem.S_q), place_of(batch, problem.k_end, problem.S_k)
-        first = step
+        first, last_before_store = step, step + min((end - begin) * GROUP, args.q_full.shape[0]) - 1
         for head in range(head_kv * GROUP, head_kv * GROUP + GROUP):
             line = batch * problem.H_kv * GROUP + head
             if problem.q_end is not None:  # values lie in lines of a block each
@@ -334,10 +354,12 @@ def producer_partition(args, descs):
                     q.load(stage, queries, head, block * ROWS, line + block, 0)
                     do.load(stage, queries, head, block * ROWS, line + block, 0)
                 if step == first:
-                    if count > 0:
+                    if TILES == 1 and count > 0:
                         store_tile(args, dk_desc, dv_desc, count - 1, before)
-                    load_halves(k_desc, args.k_smem, args.k_full.index(0), keys, head_kv, key)
-                    load_halves(v_desc, args.v_smem, args.v_full.index(0), keys, head_kv, key)
+                    load_halves(k_desc, args.k_smem, args.k_full, count, keys, head_kv, key)
+                    load_halves(v_desc, args.v_smem, args.v_full, count, keys, head_kv, key)
+                if TILES == 2 and count > 0 and step == last_before_store:
+                    store_tile(args, dk_desc, dv_desc, count - 1, before)
                 step += 1
         before = (batch, head_kv, key) if problem.q_end is None else (keys[0], keys[1], head_kv, key)
         count += 1
@@ -353,32 +375,85 @@ def store_tile(args, dk_desc, dv_desc, count, before):
     else:
         where, head_kv, key = (before[0], before[1]), before[2], before[3]
     mbarrier.wait(args.stored.index(0), count & 1)
+    at, _ = ring_slot(count, args.k_full.shape[0])
     for half in gl.static_range(2):
         coord = coordinates(where, head_kv, key + half * args.k_smem.shape[-2], 0)
-        async_store(dk_desc, coord, args.k_smem.index(half))
-        async_store(dv_desc, coord, args.v_smem.index(half))
+        async_store(dk_desc, coord, args.k_smem.index(at * 2 + half))
+        async_store(dv_desc, coord, args.v_smem.index(at * 2 + half))
     tma.store_wait(0)
 
 
 @gluon.jit
-def load_halves(desc, smem, full, where, head, row):
-    mbarrier.expect(full, 2 * desc.block_type.nbytes)
+def load_halves(desc, smem, full, count, where, head, row):
+    at, _ = ring_slot(count, full.shape[0])
+    mbarrier.expect(full.index(at), 2 * desc.block_type.nbytes)
     for half in gl.static_range(2):
         coord = coordinates(where, head, row + half * desc.block_type.shape[-2], 0)
-        async_load(desc, coord, full, smem.index(half))
+        async_load(desc, coord, full.index(at), smem.index(at * 2 + half))
 
 
 # An accumulator may begin with -lse (as a score) or -delta of each query instead of 0. Then P = 2^(scale S') and
 # dS = P dP'. The rows' values need no registers while the accumulators of S^T and dP^T are in use.
 @gluon.jit
-def issue_scores(keys, queries, values, LAYOUT: gl.constexpr):
-    """Issue S^T = K Q^T or dP^T = V dO^T [keys, queries], plus the queries' values, if there are any."""
+def issue_scores(keys, queries, values, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
+    """Issue S^T = K Q^T or dP^T = V dO^T [keys, queries], plus the queries' values, if there are any. This is as many
+    matmuls as a sum has parts."""
     KEYS: gl.constexpr = keys.shape[0]
     ROWS: gl.constexpr = queries.shape[0]
     start = gl.zeros((KEYS, ROWS), gl.float32, LAYOUT)
     if values is not None:
         start = values.load(LAYOUT).broadcast_to((KEYS, ROWS))
-    return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=values is not None, is_async=True)
+    if keys.shape[1] == COLUMNS:
+        return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=values is not None, is_async=True)
+    else:
+        REST: gl.constexpr = COLUMNS - 64
+        k, q = keys.slice(0, 64, dim=1), queries.slice(0, 64, dim=1)
+        s = warpgroup_mma(k, q.permute((1, 0)), start, use_acc=values is not None, is_async=True)
+        k, q = keys.slice(64, REST, dim=1), queries.slice(64, REST, dim=1)
+        return warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+
+
+# dK and dV of a consumer: one part, or if 96 of 128 columns are in use one of 64 and one of 32.
+@gluon.jit
+def zero_sums(KEYS: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr):
+    if COLUMNS == D:
+        return (gl.zeros((KEYS, D), gl.float32, accumulator(D)),)
+    else:
+        REST: gl.constexpr = COLUMNS - 64
+        first = gl.zeros((KEYS, 64), gl.float32, accumulator(64))
+        return (first, gl.zeros((KEYS, REST), gl.float32, accumulator(REST)))
+
+
+@gluon.jit
+def issue_sums(left, right, sums):
+    """Issue sums += left times right [queries, columns], a matmul for each part."""
+    if len(sums) == 1:
+        return (warpgroup_mma(left, right, sums[0], is_async=True),)
+    else:
+        first = warpgroup_mma(left, right.slice(0, 64, dim=1), sums[0], is_async=True)
+        rest = right.slice(64, sums[1].shape[1], dim=1)
+        return (first, warpgroup_mma(left, rest, sums[1], is_async=True))
+
+
+@gluon.jit
+def wait_for(PENDING: gl.constexpr, sums, others):
+    """Wait until all but the last PENDING matmuls are done: `sums` and `others`, tuples, as they are then."""
+    found = warpgroup_mma_wait(PENDING, deps=sums + others)
+    return found[: len(sums)], found[len(sums) :]
+
+
+@gluon.jit
+def store_sums(smem, sums):
+    if len(sums) == 1:
+        smem.store(sums[0].to(smem.dtype))
+    else:
+        smem.slice(0, 64, dim=1).store(sums[0].to(smem.dtype))
+        smem.slice(64, sums[1].shape[1], dim=1).store(sums[1].to(smem.dtype))
+
+
+@gluon.jit
+def scaled(sums, scale):
+    return (sums[0] * scale,) if len(sums) == 1 else (sums[0] * scale, sums[1] * scale)
 
 
 # A zero that the compiler cannot know. Without it, the compiler computes the addresses of K and V in shared memory
@@ -388,16 +463,16 @@ def opaque_zero(x):
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], gl.int32, False, 1)
 
 
-# Both consumers' dS times all 128 keys, for a half of the step's dQ. The half is 64 queries x 64 columns of D if D is
-# 128, else 64 of 128 queries. The matmul reads dS [keys, queries] as its transpose.
+# Both consumers' dS times all 128 keys, for a part of the step's dQ. It is 64 queries x 64 columns of D if D is 128, of
+# 96 columns 64 and 32, and else 64 of 128 queries. The matmul reads dS [keys, queries] as its transpose.
 @gluon.jit
 def issue_dq(args, buffer, zero, WHICH: gl.constexpr, HALVES: gl.constexpr = 2):
-    LAYOUT: gl.constexpr = accumulator(64)
-    dq = gl.zeros((64, 64), gl.float32, LAYOUT)
+    COLUMNS: gl.constexpr = args.COLUMNS - 64 if WHICH == 1 and args.COLUMNS > 64 else 64
+    dq = gl.zeros((64, COLUMNS), gl.float32, accumulator(COLUMNS))
     for half in gl.static_range(HALVES):
         ds, k = args.ds_smem.index(buffer + half), as_matrix(args.k_smem.index(half + zero))
         if k.shape[1] == 128:
-            k = k.slice(WHICH * 64, 64, dim=1)
+            k = k.slice(WHICH * 64, COLUMNS, dim=1)
         else:
             ds = ds.slice(WHICH * 64, 64, dim=1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
@@ -406,12 +481,16 @@ def issue_dq(args, buffer, zero, WHICH: gl.constexpr, HALVES: gl.constexpr = 2):
 
 @gluon.jit
 def add_dq(args, dq, part, WHICH: gl.constexpr):
-    """Add a consumer's dQ [64, 64] to a part of the sum, in the order of its registers."""
-    x = dq.reshape((4, 2, 8, 8, 4, 2)).permute((0, 3, 2, 4, 1, 5))
+    """Add a consumer's dQ [64, 64 or 32] to a part of the sum, in the order of its registers."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    x = dq.reshape((4, 2, 8, COLUMNS // 8, 4, 2)).permute((0, 3, 2, 4, 1, 5))
+    smem, desc = args.sum_smem.index(WHICH), args.sum_desc
+    if COLUMNS < 64:
+        smem, desc = smem.slice(0, COLUMNS), args.rest_desc
     tma.store_wait(0)  # TMA has read what it added a step ago
-    args.sum_smem.index(WHICH).store(x.reshape((64, 64)))
+    smem.store(x.reshape((COLUMNS, 64)))
     fence_async_shared()
-    tma_reduce_add(args.sum_desc, [part * 64, 0], args.sum_smem.index(WHICH))
+    tma_reduce_add(desc, [part * 64, 0], smem)
 
 
 # Steps alternate between two buffers. A consumer that has arrived at a step's barrier has multiplied the dS of the step
@@ -454,8 +533,22 @@ class ConsumerTile:
     first: gl.tensor  # the ring's step of the tile's first block of queries
     end: gl.tensor  # the step after its last one
     key: gl.tensor  # the first key
+    half: gl.tensor | gl.constexpr  # None, or of two TILES in shared memory the first half of this one
     begin: gl.tensor | gl.constexpr  # each head's first block of queries, if GROUP > 1
     unseen: gl.tensor | gl.constexpr  # if there is a window, each head's blocks before the first and after the last one
+
+    @gluon.jit
+    def slot_after(self, step):
+        return ring_slot(step + 1, self.args.q_full.shape[0])
+
+
+@gluon.jit
+def first_half(c, step):
+    """Where the tile's K and V begin in shared memory, by an opaque zero."""
+    half = opaque_zero(step)
+    if c.half is not None:
+        half += c.half
+    return half
 
 
 @gluon.jit
@@ -465,7 +558,7 @@ def issue_first_scores(c, step, zero, LAYOUT: gl.constexpr):
     stage, parity = ring_slot(step, args.q_smem.shape[0])
     mbarrier.wait(args.q_full.index(stage), parity, pred=step < c.end)
     k, q = as_matrix(args.k_smem.index(c.WHICH + zero)), as_matrix(args.q_smem.index(stage))
-    return issue_scores(k, q, first_values(args, stage), LAYOUT)
+    return issue_scores(k, q, first_values(args, stage), LAYOUT, args.COLUMNS)
 
 
 @gluon.jit
@@ -489,31 +582,33 @@ def main_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
     for block in range(begin, end):
         step = base + block
         stage, parity = ring_slot(step, args.q_full.shape[0])
-        after, parity_after = ring_slot(step + 1, args.q_full.shape[0])
-        zero, buffer = opaque_zero(step), step % 2 * 2
+        after, parity_after = c.slot_after(step)
+        zero, buffer = first_half(c, step), step % 2 * 2
         k, v = as_matrix(args.k_smem.index(WHICH + zero)), as_matrix(args.v_smem.index(WHICH + zero))
         q, do = as_matrix(args.q_smem.index(stage)), as_matrix(args.do_smem.index(stage))
         mbarrier.wait(args.do_full.index(stage), parity)
-        dp = issue_scores(v, do, args.delta_smem.index(stage), LAYOUT)
+        dp = issue_scores(v, do, args.delta_smem.index(stage), LAYOUT, args.COLUMNS)
         starts = None
         if args.cap_scale is not None:
             starts = args.start_smem.index(stage).load(LAYOUT)
         p, p_capped = probabilities(s, starts, c, block * args.q_smem.shape[-2], MASKED)
-        p_left = operand_a(p, dv, args.q_smem.dtype)
-        dv = warpgroup_mma(p_left, do, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp,))
+        p_left = operand_a(p, dv[0], args.q_smem.dtype)
+        dv = issue_sums(p_left, do, dv)
+        dp = warpgroup_mma_wait(len(dv), deps=(dp,))
         ds = (p_capped * dp).to(args.q_smem.dtype)
         share_ds(args, ds, buffer, args.met.index(step % 2), WHICH)
-        ds = operand_a(ds, dk, args.q_smem.dtype)
-        dk = warpgroup_mma(ds, q, dk, is_async=True)
-        dv, p_left = warpgroup_mma_wait(1, deps=(dv, p_left))
+        ds = operand_a(ds, dk[0], args.q_smem.dtype)
+        dk = issue_sums(ds, q, dk)
+        dv, _ = wait_for(len(dk), dv, (p_left,))
         mbarrier.wait(args.q_full.index(after), parity_after, pred=step + 1 < c.end)
-        s_after = issue_scores(k, as_matrix(args.q_smem.index(after)), first_values(args, after), LAYOUT)
+        q = as_matrix(args.q_smem.index(after))
+        s_after = issue_scores(k, q, first_values(args, after), LAYOUT, args.COLUMNS)
         mbarrier.wait(args.met.index(step % 2), step // 2 & 1)
         dq = issue_dq(args, buffer, zero, WHICH)
-        dq, dk, ds, s = warpgroup_mma_wait(0, deps=(dq, dk, ds, s_after))
+        dk, done = wait_for(0, dk, (dq, ds, s_after))
+        s = done[2]
         mbarrier.arrive(args.empty.index(stage))
-        add_dq(args, dq, part + 2 * block, WHICH)
+        add_dq(args, done[0], part + 2 * block, WHICH)
     return s, dk, dv
 
 
@@ -528,42 +623,42 @@ def ping_pong_loop(c, s, dk, dv, base, begin, end, part, MASKED: gl.constexpr):
     WIDE: gl.constexpr = args.q_smem.shape[-1] > 64
     part += WHICH
     for block in range(begin, end):
-        step, zero = base + block, opaque_zero(base + block)
+        step, zero = base + block, first_half(c, base + block)
         stage, parity = ring_slot(step, args.q_full.shape[0])
-        after, parity_after = ring_slot(step + 1, args.q_full.shape[0])
+        after, parity_after = c.slot_after(step)
         k, v = as_matrix(args.k_smem.index(WHICH + zero)), as_matrix(args.v_smem.index(WHICH + zero))
         q, do = as_matrix(args.q_smem.index(stage)), as_matrix(args.do_smem.index(stage))
         mbarrier.wait(args.do_full.index(stage), parity)
-        dp = issue_scores(v, do, None, LAYOUT)
+        dp = issue_scores(v, do, None, LAYOUT, args.COLUMNS)
         # -lse is loaded here: as no load moves to before a wait, all of dP is issued before the exponentials. If S
         # began with -lse, the compiler would issue an eighth of dP every ten exponentials.
         mbarrier.wait(args.turn.index(WHICH), step & 1)
         starts = args.start_smem.index(stage).load(LAYOUT)
         p, p_capped = probabilities(s, starts, c, block * args.q_smem.shape[-2], MASKED)
-        p_left = operand_a(p, dv, args.q_smem.dtype)
-        dv = warpgroup_mma(p_left, do, dv, is_async=True)
+        p_left = operand_a(p, dv[0], args.q_smem.dtype)
+        dv = issue_sums(p_left, do, dv)
         if not WIDE:
             mbarrier.arrive(args.turn.index(1 - WHICH))
-        dp = warpgroup_mma_wait(1, deps=(dp,))
+        dp = warpgroup_mma_wait(len(dv), deps=(dp,))
         ds = (p_capped * (dp + args.delta_smem.index(stage).load(LAYOUT))).to(args.q_smem.dtype)
         share_ds(args, ds, step % BUFFERS * 2, args.met.index(step % 2), WHICH)
         if WIDE:
             mbarrier.arrive(args.turn.index(1 - WHICH))
-        ds = operand_a(ds, dk, args.q_smem.dtype)
-        dk = warpgroup_mma(ds, q, dk, is_async=True)
-        dv, p_left = warpgroup_mma_wait(1, deps=(dv, p_left))
+        ds = operand_a(ds, dk[0], args.q_smem.dtype)
+        dk = issue_sums(ds, q, dk)
+        dv, _ = wait_for(len(dk), dv, (p_left,))
         mbarrier.wait(args.met.index((step + 1) % 2), (step - 1) // 2 & 1, pred=step > c.first)
         dq = issue_dq(args, (step + BUFFERS - 1) % BUFFERS * 2, zero, WHICH)
         mbarrier.wait(args.q_full.index(after), parity_after, pred=step + 1 < c.end)
-        s_after = issue_scores(k, as_matrix(args.q_smem.index(after)), None, LAYOUT)
-        dq, dk, ds = warpgroup_mma_wait(1, deps=(dq, dk, ds))
+        s_after = issue_scores(k, as_matrix(args.q_smem.index(after)), None, LAYOUT, args.COLUMNS)
+        dk, done = wait_for(len(dk), dk, (dq, ds))
         mbarrier.arrive(args.empty.index(stage))
         if step > c.first:
             # At a head's first block the late dQ belongs to the head before.
             skipped = 2 * c.begin if MASKED and c.begin is not None and block == c.begin else 0
             if c.unseen is not None and c.begin is not None:
                 skipped = 2 * c.unseen if block == c.begin else 0
-            add_dq(args, dq, part + 2 * block - 2 - skipped, WHICH)
+            add_dq(args, done[0], part + 2 * block - 2 - skipped, WHICH)
         s = warpgroup_mma_wait(0, deps=(s_after,))
     return s, dk, dv
 
@@ -577,7 +672,7 @@ def unseen_block(c, part, step, LAYOUT: gl.constexpr):
     args = c.args
     KEYS: gl.constexpr = args.ds_smem.shape[1]
     ROWS: gl.constexpr = args.ds_smem.shape[2]
-    buffer, zero = step % (args.ds_smem.shape[0] // 2) * 2, opaque_zero(step)
+    buffer, zero = step % (args.ds_smem.shape[0] // 2) * 2, first_half(c, step)
     stage, parity = ring_slot(step, args.q_full.shape[0])
     mbarrier.wait(args.q_full.index(stage), parity)  # released earlier, it would count for the block before
     if args.PING_PONG:
@@ -604,16 +699,18 @@ def consumer_partition(args, WHICH: gl.constexpr):
     KEYS: gl.constexpr = args.k_smem.shape[-2]
     D: gl.constexpr = args.k_smem.shape[-1]
     LAYOUT: gl.constexpr = accumulator(ROWS)
-    OUT: gl.constexpr = accumulator(D)
     OWN: gl.constexpr = args.problem.CAUSAL and ROWS == KEYS and (GROUP == 1 or not PING_PONG)  # see unseen_block
     LOOP: gl.constexpr = ping_pong_loop if PING_PONG else main_loop
+    TILES: gl.constexpr = args.k_full.shape[0]
     first, count, work = 0, 0, args.problem.work(args.scheduler.receive(0))
     while work[0] < args.problem.num_tiles():
         problem, index = problem_of(args.problem, work)
         batch, head_kv, key, begin, whole, last, stop = problem.tile(index, ROWS, KEYS)
         key += WHICH * KEYS
         end = first + (stop - begin) * GROUP  # at least one step: some query sees a tile's first key
-        own, zero = begin, opaque_zero(first)
+        own, half = begin, None
+        if TILES == 2:
+            half = count % 2 * 2
         if OWN:
             own, whole, last = problem.own_blocks(key, stop, ROWS, KEYS)
         blocks, unseen = stop, None
@@ -621,15 +718,16 @@ def consumer_partition(args, WHICH: gl.constexpr):
             blocks = problem.blocks(ROWS)
             unseen = blocks - stop + begin
         c = ConsumerTile(
-            WHICH=WHICH, args=args, problem=problem, first=first, end=end, key=key,
+            WHICH=WHICH, args=args, problem=problem, first=first, end=end, key=key, half=half,
             begin=begin if GROUP > 1 else None, unseen=unseen,
         )  # fmt: skip
-        dk, dv = gl.zeros((KEYS, D), gl.float32, OUT), gl.zeros((KEYS, D), gl.float32, OUT)
-        mbarrier.wait(args.k_full.index(0), count & 1)
+        dk, dv = zero_sums(KEYS, D, args.COLUMNS), zero_sums(KEYS, D, args.COLUMNS)
+        at, parity = ring_slot(count, TILES)
+        mbarrier.wait(args.k_full.index(at), parity)
         s = gl.zeros((KEYS, ROWS), gl.float32, LAYOUT)
         if own == begin:
-            s = warpgroup_mma_wait(0, deps=(issue_first_scores(c, first, zero, LAYOUT),))
-        mbarrier.wait(args.v_full.index(0), count & 1)
+            s = warpgroup_mma_wait(0, deps=(issue_first_scores(c, first, first_half(c, first), LAYOUT),))
+        mbarrier.wait(args.v_full.index(at), parity)
         base, part = first - begin, problem.blocks_before(batch, head_kv * GROUP, blocks, GROUP, ROWS) * 2
         for _head in range(GROUP):
             if OWN and WHICH == 1 and own > begin:
@@ -642,7 +740,7 @@ def consumer_partition(args, WHICH: gl.constexpr):
                 s, dk, dv = LOOP(c, s, dk, dv, base, gl.maximum(own, whole), last, part, False)
                 s, dk, dv = LOOP(c, s, dk, dv, base, last, stop, part, True)
             base, part = base + stop - begin, part + 2 * blocks
-        zero = opaque_zero(end)
+        zero = first_half(c, end)
         if PING_PONG:  # the last step's dQ
             mbarrier.wait(args.met.index((end - 1) % 2), (end - 1) // 2 & 1)
             dq = issue_dq(args, (end - 1) % (args.ds_smem.shape[0] // 2) * 2, zero, WHICH)
@@ -651,12 +749,12 @@ def consumer_partition(args, WHICH: gl.constexpr):
             add_dq(args, warpgroup_mma_wait(0, deps=(dq,)), part - 2 + WHICH, WHICH)
         # dK and dV go where K and V were. This half of V is read by this consumer alone; K is read by both.
         mbarrier.arrive(args.k_read.index(0))
-        as_matrix(args.v_smem.index(WHICH + zero)).store(dv.to(args.v_smem.dtype))
+        store_sums(as_matrix(args.v_smem.index(WHICH + zero)), dv)
         mbarrier.wait(args.k_read.index(0), count & 1)
         scale = args.scale_log2 * LN2
         if args.cap_scale is not None:
             scale *= args.cap_scale
-        as_matrix(args.k_smem.index(WHICH + zero)).store((dk * scale).to(args.k_smem.dtype))
+        store_sums(as_matrix(args.k_smem.index(WHICH + zero)), scaled(dk, scale))
         fence_async_shared()
         mbarrier.arrive(args.stored.index(0))
         first = end
@@ -669,11 +767,13 @@ def consumer_partition(args, WHICH: gl.constexpr):
 def attention_backward_hopper_kernel(
     q_desc, do_desc, start_desc, delta_desc,  # of [B, H, S_q, D] twice, [B H, rows] twice
     k_desc, v_desc, dk_desc, dv_desc,  # of [B, H_kv, S_k, D]
-    sum_desc, counter_ptr,  # of dQ's sum, B H rows D elements of fp32; the scheduler's counter
+    sum_desc, rest_desc,  # of dQ's sum, B H rows D elements of fp32, and None or of its short parts
+    counter_ptr,  # the scheduler's
     records_ptr,  # None, or of packed sequences: S_q and S_k are totals then, and all_heads is H_kv
     scale_log2, cap_scale,  # see score_scales
     tiles, H_kv, all_heads, heads_at_once, S_q, S_k, window, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+    STAGES: gl.constexpr, PING_PONG: gl.constexpr, COLUMNS: gl.constexpr,
+    TILES: gl.constexpr,  # of K and V in shared memory
 ):  # fmt: skip
     if records_ptr is not None:
         tiles = gl.load(records_ptr)
@@ -682,10 +782,10 @@ def attention_backward_hopper_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_smem, do_smem = allocate_stages(q_desc, STAGES), allocate_stages(do_desc, STAGES)
     start_smem, delta_smem = allocate_stages(start_desc, STAGES), allocate_stages(delta_desc, STAGES)
-    k_smem, v_smem = allocate_stages(k_desc, 2), allocate_stages(v_desc, 2)
+    k_smem, v_smem = allocate_stages(k_desc, 2 * TILES), allocate_stages(v_desc, 2 * TILES)
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [6 if PING_PONG else 4, KEYS, ROWS], LAYOUT)
     q_full, do_full, empty = allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 1), allocate_barriers(STAGES, 2)
-    k_full, v_full = allocate_barriers(1, 1), allocate_barriers(1, 1)
+    k_full, v_full = allocate_barriers(TILES, 1), allocate_barriers(TILES, 1)
     met, k_read, stored = allocate_barriers(2, 2), allocate_barriers(1, 2), allocate_barriers(1, 2)
     turn = allocate_barriers(2, 1) if PING_PONG else None
     if PING_PONG:
@@ -694,12 +794,12 @@ def attention_backward_hopper_kernel(
         q_smem=q_smem, do_smem=do_smem, start_smem=start_smem, delta_smem=delta_smem, k_smem=k_smem, v_smem=v_smem,
         ds_smem=ds_smem, q_full=q_full, do_full=do_full, empty=empty, k_full=k_full, v_full=v_full,
         met=met, k_read=k_read, stored=stored, turn=turn, sum_desc=sum_desc, sum_smem=allocate_stages(sum_desc, 2),
-        scheduler=allocate_scheduler(counter_ptr),
+        rest_desc=rest_desc, scheduler=allocate_scheduler(counter_ptr),
         problem=Problem(
             tiles=tiles, H_kv=H_kv, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, window=window,
             CAUSAL=CAUSAL, records_ptr=records_ptr, q_end=None, k_end=None, number=None,
         ),
-        scale_log2=scale_log2, cap_scale=cap_scale, GROUP=GROUP, PING_PONG=PING_PONG,
+        scale_log2=scale_log2, cap_scale=cap_scale, GROUP=GROUP, PING_PONG=PING_PONG, COLUMNS=COLUMNS,
     )  # fmt: skip
     descs = q_desc, do_desc, start_desc, delta_desc, k_desc, v_desc, dk_desc, dv_desc
     gl.warp_specialize([
@@ -736,9 +836,11 @@ def attention_backward(
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
     width = 64 if max(D, D_v) <= 64 else 128
-    # With few steps per tile, the late dQ's extra matmul at its end counts.
+    columns = 96 if 64 < max(D, D_v) <= 96 else width  # that are multiplied
+    # With few steps per tile, the late dQ's extra matmul at its end counts, and at D = 64 that K and V are waited for.
     longest = S_q if sequences is None else sequences.longest_q
-    ping_pong = not (width > 64 and min(longest, longest if window is None else window + 2 * KEYS) <= 512)
+    most = longest if window is None else min(longest, window + 2 * KEYS)  # queries that see a tile
+    ping_pong = most > (1024 if width == 64 else 512)
     block = 8192 // width  # queries of a step: 64 x 64 elements of dQ for each consumer
     rows, tiles, group = triton.cdiv(S_q, block) * block, triton.cdiv(S_k, 2 * KEYS), H // H_kv
     listed, cu_q, count, descriptor = None, None, None, whole_descriptor
@@ -752,22 +854,26 @@ def attention_backward(
     )  # added to scaled scores, as powers of 2; or to scores
     prepare_kernel[(B * H * rows // 32,)](
         out, dout, lse, starts, deltas, total, out.stride(), dout.stride(), unit, H, S_q, rows, D_v, cu_q, count,
-        32, width, block,
+        32, width, block, columns,
     )  # fmt: skip
     # Few heads at a time, so that long and short tiles run at the same time. There are 16 if L2 holds twice what their
-    # programs share: Q, dO, and twice as much of dQ. Otherwise 8.
-    at_once = even_groups(B * H_kv, 16 if heads_in_l2(8 * group * longest * width, q.device) >= 32 else 8)
+    # programs share: Q, dO, and twice as much of dQ. Otherwise 8. Short heads: as many as half the SMs have tiles for.
+    few = 16 if heads_in_l2(8 * group * longest * width, q.device) >= 32 else 8
+    at_once = even_groups(B * H_kv, max(few, triton.cdiv(num_sms(q.device), 2 * tiles)))
     values = [t if sequences is None else t.view(-1, block) for t in (starts, deltas)]
+    of_rest = None
+    if columns < width:
+        of_rest = tensor_descriptor(total.view(-1, 64), [columns - 64, 64], swizzled=False)
     attention_backward_hopper_kernel[(min(tiles * B * H_kv, num_sms(q.device)),)](
         *(descriptor(t, block, width) for t in (q, dout)),
         *(tensor_descriptor(t, [1, block], swizzled=False) for t in values),
         *(descriptor(t, KEYS, width) for t in (k, v, dk, dv)),
-        tensor_descriptor(total.view(-1, 64), [64, 64], swizzled=False), tile_counter(q.device), listed,
+        tensor_descriptor(total.view(-1, 64), [64, 64], swizzled=False), of_rest, tile_counter(q.device), listed,
         *score_scales(scale, softcap), tiles, H_kv, B * H_kv, at_once, S_q, S_k, window, group, causal, STAGES,
-        ping_pong,
+        ping_pong, columns, 1 if width > 64 or ping_pong else 2,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     finish_kernel[(B * H * rows * width // 4096,)](
-        dq, total, dq.stride(), scale, H, S_q, rows, D, cu_q, count, width, launch_pdl=True
+        dq, total, dq.stride(), scale, H, S_q, rows, D, cu_q, count, width, columns, launch_pdl=True
     )
     return dq, dk, dv

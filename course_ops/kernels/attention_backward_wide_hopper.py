@@ -17,7 +17,8 @@ Nothing is added up in memory, so the gradients are the same to the bit each tim
     key_kernel         a CTA owns 64 keys. Consumer 0 computes S^T = K Q^T and P^T, and sums dV += P^T dO. Consumer 1
                        computes dP^T = V dO^T, gets P^T through shared memory, and sums dK += dS^T Q.
 
-Blocks have 64 rows. Their columns are split: the first 128, and a rest of 64 (D <= 192) or 128.
+Blocks have 64 rows. Their columns are split: the first 128, and a rest of 64 (D <= 192) or 128. Rows of up to 128, as
+those of V where D = 192 and D_v = 128, have no rest: then three of the seven matmuls take two thirds of the time.
 
 Shared memory in KB           D = 192    D = 256
     query_kernel    Q, dO          96        128
@@ -52,7 +53,7 @@ from course_ops.hopper import (
     tensor_descriptor,
     tile_order,
 )
-from course_ops.kernels.attention_backward_hopper import opaque_zero, prepare_kernel
+from course_ops.kernels.attention_backward_hopper import opaque_zero, prepare_kernel, scaled, wait_for
 from course_ops.kernels.attention_tiles import LN2, LOG2E, even_groups, heads_in_l2, hopper_takes
 from course_ops.kernels.sequences import (
     Sequences,
@@ -149,21 +150,33 @@ class Blocks:
     """Blocks in shared memory, [COUNT, 1, .., ROWS, 128] and [COUNT, 1, .., ROWS, 64 or 128]."""
 
     first: gl.shared_memory_descriptor
-    rest: gl.shared_memory_descriptor
+    rest: gl.shared_memory_descriptor | gl.constexpr  # None of rows up to 128
 
 
 @gluon.jit
 def allocate_blocks(desc, rest_desc, COUNT: gl.constexpr):
-    return Blocks(first=allocate_stages(desc, COUNT), rest=allocate_stages(rest_desc, COUNT))
+    rest = None
+    if rest_desc is not None:
+        rest = allocate_stages(rest_desc, COUNT)
+    return Blocks(first=allocate_stages(desc, COUNT), rest=rest)
+
+
+@gluon.jit
+def either(desc, other):
+    return other if desc is None else desc
 
 
 @gluon.jit
 def load_block(descs, blocks, i, full, where, head, row):
     """TMA copies rows from `row` on to block i. Its bytes are announced here. where: see coordinates."""
     desc, rest_desc = descs
-    mbarrier.expect(full, desc.block_type.nbytes + rest_desc.block_type.nbytes)
-    async_load(desc, coordinates(where, head, row, 0), full, blocks.first.index(i))
-    async_load(rest_desc, coordinates(where, head, row, desc.block_type.shape[-1]), full, blocks.rest.index(i))
+    if rest_desc is None:
+        mbarrier.expect(full, desc.block_type.nbytes)
+        async_load(desc, coordinates(where, head, row, 0), full, blocks.first.index(i))
+    else:
+        mbarrier.expect(full, desc.block_type.nbytes + rest_desc.block_type.nbytes)
+        async_load(desc, coordinates(where, head, row, 0), full, blocks.first.index(i))
+        async_load(rest_desc, coordinates(where, head, row, desc.block_type.shape[-1]), full, blocks.rest.index(i))
 
 
 @gluon.jit
@@ -174,34 +187,40 @@ def load_values(desc, smem, full, block):
 
 
 @gluon.jit
-def store_block(descs, blocks, i, first, rest, where, head, row):
+def store_block(descs, blocks, i, sums, where, head, row):
     """A consumer writes its sums over block i, which it alone has read, and TMA stores them."""
     desc, rest_desc = descs
-    as_matrix(blocks.first.index(i)).store(first.to(blocks.first.dtype))
-    as_matrix(blocks.rest.index(i)).store(rest.to(blocks.rest.dtype))
+    as_matrix(blocks.first.index(i)).store(sums[0].to(blocks.first.dtype))
+    if rest_desc is not None:
+        as_matrix(blocks.rest.index(i)).store(sums[1].to(blocks.rest.dtype))
     fence_async_shared()
     async_store(desc, coordinates(where, head, row, 0), blocks.first.index(i))
-    async_store(rest_desc, coordinates(where, head, row, desc.block_type.shape[-1]), blocks.rest.index(i))
+    if rest_desc is not None:
+        async_store(rest_desc, coordinates(where, head, row, desc.block_type.shape[-1]), blocks.rest.index(i))
     tma.store_wait(0)
 
 
 @gluon.jit
 def issue_scores(a, i, b, j, LAYOUT: gl.constexpr):
-    """Issue A B^T [ROWS, ROWS] of block i of `a` and block j of `b`."""
+    """Issue A B^T [ROWS, ROWS] of block i of `a` and block j of `b`; the width is `b`'s, which is loaded."""
     ROWS: gl.constexpr = a.first.shape[-2]
     s = gl.zeros((ROWS, ROWS), gl.float32, LAYOUT)
     x, y = as_matrix(a.first.index(i)), as_matrix(b.first.index(j))
     s = warpgroup_mma(x, y.permute((1, 0)), s, use_acc=False, is_async=True)
-    x, y = as_matrix(a.rest.index(i)), as_matrix(b.rest.index(j))
-    return warpgroup_mma(x, y.permute((1, 0)), s, is_async=True)
+    if b.rest is not None:
+        x, y = as_matrix(a.rest.index(i)), as_matrix(b.rest.index(j))
+        s = warpgroup_mma(x, y.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
-def issue_sum(left, b, j, first, rest):
-    """Issue [first, rest] += left B of block j of `b`; left [ROWS, ROWS] lies in registers."""
-    first = warpgroup_mma(left, as_matrix(b.first.index(j)), first, is_async=True)
-    rest = warpgroup_mma(left, as_matrix(b.rest.index(j)), rest, is_async=True)
-    return first, rest
+def issue_sum(left, b, j, sums):
+    """Issue sums += left B of block j of `b`; left [ROWS, ROWS] lies in registers."""
+    first = warpgroup_mma(left, as_matrix(b.first.index(j)), sums[0], is_async=True)
+    if len(sums) == 1:
+        return (first,)
+    else:
+        return (first, warpgroup_mma(left, as_matrix(b.rest.index(j)), sums[1], is_async=True))
 
 
 @gluon.jit
@@ -209,8 +228,12 @@ def accumulators(blocks):
     """Zeros for the sums of a block's rows."""
     ROWS: gl.constexpr = blocks.first.shape[-2]
     N: gl.constexpr = blocks.first.shape[-1]
-    M: gl.constexpr = blocks.rest.shape[-1]
-    return gl.zeros((ROWS, N), gl.float32, accumulator(N)), gl.zeros((ROWS, M), gl.float32, accumulator(M))
+    first = gl.zeros((ROWS, N), gl.float32, accumulator(N))
+    if blocks.rest is None:
+        return (first,)
+    else:
+        M: gl.constexpr = blocks.rest.shape[-1]
+        return (first, gl.zeros((ROWS, M), gl.float32, accumulator(M)))
 
 
 # ---- dQ ----------------------------------------------------------------------------------------------------------
@@ -279,7 +302,7 @@ def query_producer(args, descs):
 # dP runs under the exponentials, dQ and the next S follow each other. The other consumer's matmuls run under the rest.
 # `end` is the CTA's, so that the last S is of a block that has come; it is not used.
 @gluon.jit
-def add_keys(args, s, first, rest, deltas, row, cta_begin, begin, stop, end, WHICH: gl.constexpr, MASKED: gl.constexpr):
+def add_keys(args, s, sums, deltas, row, cta_begin, begin, stop, end, WHICH: gl.constexpr, MASKED: gl.constexpr):
     LAYOUT: gl.constexpr = s.type.layout
     ROWS: gl.constexpr = s.shape[0]
     for block in range(begin, stop):
@@ -301,13 +324,14 @@ def add_keys(args, s, first, rest, deltas, row, cta_begin, begin, stop, end, WHI
         mbarrier.wait(args.v_full.index(v_stage), v_parity)
         dp, p = warpgroup_mma_wait(0, deps=(dp, p))
         mbarrier.arrive(args.v_empty.index(v_stage))
-        ds = operand_a(p * (dp + deltas[:, None]), first, args.k.first.dtype)
-        first, rest = issue_sum(ds, args.k, k_stage, first, rest)
+        ds = operand_a(p * (dp + deltas[:, None]), sums[0], args.k.first.dtype)
+        sums = issue_sum(ds, args.k, k_stage, sums)
         mbarrier.wait(args.k_full.index(k_after), parity_after, pred=block + 1 < end)
         s_after = issue_scores(args.q, mine, args.k, k_after, LAYOUT)
-        first, rest, ds, s = warpgroup_mma_wait(0, deps=(first, rest, ds, s_after))
+        sums, done = wait_for(0, sums, (ds, s_after))
+        s = done[1]
         mbarrier.arrive(args.k_empty.index(k_stage))
-    return s, first, rest
+    return s, sums
 
 
 # After the last block of consumer 0 the CTA may have one more. Nothing is loaded over it, so it is not released.
@@ -330,7 +354,7 @@ def query_consumer(args, dq_descs, scale, WHICH: gl.constexpr):
     row = args.row + WHICH * ROWS
     cta_begin, cta_end = args.range()
     begin, whole, last, end = args.problem.key_blocks(row, ROWS)
-    first, rest = accumulators(args.q)
+    sums = accumulators(args.q)
     pass_blocks(args, cta_begin, cta_begin, begin)
     stage, parity = ring_slot(begin - cta_begin, args.k_full.shape[0])
     mbarrier.wait(args.q_full.index(WHICH), 0)
@@ -339,14 +363,14 @@ def query_consumer(args, dq_descs, scale, WHICH: gl.constexpr):
     mbarrier.wait(args.do_full.index(WHICH), 0)
     deltas = args.delta_smem.index(WHICH).reshape((ROWS,)).load(gl.SliceLayout(1, LAYOUT))
     if args.problem.WINDOW:
-        s, first, rest = add_keys(
-            args, s, first, rest, deltas, row, cta_begin, begin, whole, cta_end, WHICH, True
+        s, sums = add_keys(
+            args, s, sums, deltas, row, cta_begin, begin, whole, cta_end, WHICH, True
         )  # fmt: skip
-    s, first, rest = add_keys(
-        args, s, first, rest, deltas, row, cta_begin, whole, last, cta_end, WHICH, False
+    s, sums = add_keys(
+        args, s, sums, deltas, row, cta_begin, whole, last, cta_end, WHICH, False
     )  # fmt: skip
-    s, first, rest = add_keys(args, s, first, rest, deltas, row, cta_begin, last, end, cta_end, WHICH, True)
-    store_block(dq_descs, args.q, WHICH, first * scale, rest * scale, args.problem.queries(args.batch), args.head, row)
+    s, sums = add_keys(args, s, sums, deltas, row, cta_begin, last, end, cta_end, WHICH, True)
+    store_block(dq_descs, args.q, WHICH, scaled(sums, scale), args.problem.queries(args.batch), args.head, row)
 
 
 @gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
@@ -398,8 +422,8 @@ def query_kernel(
 class KeyArgs:
     """What all warps of a CTA of key_kernel share."""
 
-    k: Blocks  # one; read by consumer 0 alone, at the end dV
-    v: Blocks  # one; read by consumer 1 alone, at the end dK
+    k: Blocks  # one; read by consumer 0 alone, at the end dV, which may have the longer rows
+    v: Blocks  # one; read by consumer 1 alone, at the end dK, likewise
     q: Blocks  # a ring
     do: Blocks  # a ring
     start_smem: gl.shared_memory_descriptor  # [STAGES, 1, ROWS] fp32: -lse in powers of 2
@@ -447,7 +471,7 @@ def key_producer(args, descs):
 # dV and the next S follow each other; consumer 1's matmuls run under the exponentials. The S after the last step is
 # that of an old Q, and not used.
 @gluon.jit
-def add_queries(args, s, first, rest, base, begin, stop, steps, MASKED: gl.constexpr):
+def add_queries(args, s, sums, base, begin, stop, steps, MASKED: gl.constexpr):
     """Consumer 0: S^T of the step after the last one, and dV."""
     LAYOUT: gl.constexpr = s.type.layout
     ROWS: gl.constexpr = s.shape[0]
@@ -466,14 +490,15 @@ def add_queries(args, s, first, rest, base, begin, stop, steps, MASKED: gl.const
         mbarrier.wait(args.p_empty.index(buffer), p_parity ^ 1)
         args.p_smem.index(buffer).store(p)
         mbarrier.arrive(args.p_full.index(buffer))
-        p = operand_a(p, first, args.q.first.dtype)
+        p = operand_a(p, sums[0], args.q.first.dtype)
         mbarrier.wait(args.do_full.index(stage), parity)
-        first, rest = issue_sum(p, args.do, stage, first, rest)
+        sums = issue_sum(p, args.do, stage, sums)
         mbarrier.wait(args.q_full.index(after), parity_after, pred=step + 1 < steps)
         s_after = issue_scores(args.k, 0, args.q, after, LAYOUT)
-        first, rest, p, s = warpgroup_mma_wait(0, deps=(first, rest, p, s_after))
+        sums, done = wait_for(0, sums, (p, s_after))
+        s = done[1]
         mbarrier.arrive(args.do_empty.index(stage))
-    return s, first, rest
+    return s, sums
 
 
 @gluon.jit
@@ -482,19 +507,19 @@ def value_consumer(args, dv_descs):
     ROWS: gl.constexpr = args.q.first.shape[-2]
     LAYOUT: gl.constexpr = accumulator(ROWS)
     begin, whole, last, end = args.problem.query_blocks(args.key, ROWS)
-    first, rest = accumulators(args.k)
+    sums = accumulators(args.do)
     mbarrier.wait(args.k_full.index(0), 0)
     mbarrier.wait(args.q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(issue_scores(args.k, 0, args.q, 0, LAYOUT),))
     base, steps = -begin, (end - begin) * args.problem.GROUP
     for _head in range(args.problem.GROUP):
         if args.problem.CAUSAL:
-            s, first, rest = add_queries(args, s, first, rest, base, begin, whole, steps, True)
-        s, first, rest = add_queries(args, s, first, rest, base, whole, last, steps, False)
+            s, sums = add_queries(args, s, sums, base, begin, whole, steps, True)
+        s, sums = add_queries(args, s, sums, base, whole, last, steps, False)
         if args.problem.WINDOW:
-            s, first, rest = add_queries(args, s, first, rest, base, last, end, steps, True)
+            s, sums = add_queries(args, s, sums, base, last, end, steps, True)
         base += end - begin
-    store_block(dv_descs, args.k, 0, first, rest, args.problem.keys(args.batch), args.head_kv, args.key)
+    store_block(dv_descs, args.k, 0, sums, args.problem.keys(args.batch), args.head_kv, args.key)
 
 
 @gluon.jit
@@ -503,7 +528,7 @@ def key_consumer(args, dk_descs, scale):
     ROWS: gl.constexpr = args.q.first.shape[-2]
     LAYOUT: gl.constexpr = accumulator(ROWS)
     begin, _, _, end = args.problem.query_blocks(args.key, ROWS)
-    first, rest = accumulators(args.v)
+    sums = accumulators(args.q)
     mbarrier.wait(args.v_full.index(0), 0)
     mbarrier.wait(args.do_full.index(0), 0)
     dp = warpgroup_mma_wait(0, deps=(issue_scores(args.v, 0, args.do, 0, LAYOUT),))
@@ -517,14 +542,15 @@ def key_consumer(args, dk_descs, scale):
         mbarrier.wait(args.p_full.index(buffer), p_parity)
         ds = args.p_smem.index(buffer).load(LAYOUT).to(gl.float32) * dp
         mbarrier.arrive(args.p_empty.index(buffer))
-        ds = operand_a(ds, first, args.q.first.dtype)
+        ds = operand_a(ds, sums[0], args.q.first.dtype)
         mbarrier.wait(args.q_full.index(stage), parity)
-        first, rest = issue_sum(ds, args.q, stage, first, rest)
+        sums = issue_sum(ds, args.q, stage, sums)
         mbarrier.wait(args.do_full.index(after), parity_after, pred=step + 1 < steps)
         dp_after = issue_scores(args.v, 0, args.do, after, LAYOUT)
-        first, rest, ds, dp = warpgroup_mma_wait(0, deps=(first, rest, ds, dp_after))
+        sums, done = wait_for(0, sums, (ds, dp_after))
+        dp = done[1]
         mbarrier.arrive(args.q_empty.index(stage))
-    store_block(dk_descs, args.v, 0, first * scale, rest * scale, args.problem.keys(args.batch), args.head_kv, args.key)
+    store_block(dk_descs, args.v, 0, scaled(sums, scale), args.problem.keys(args.batch), args.head_kv, args.key)
 
 
 @gluon.jit(do_not_specialize=["tiles", "H", "all_heads", "heads_at_once", "S_q", "S_k", "window"])
@@ -549,7 +575,7 @@ def key_kernel(
     else:
         line, tile = index // tiles, index % tiles
     args = KeyArgs(
-        k=allocate_blocks(k_desc, k_rest, 1), v=allocate_blocks(v_desc, v_rest, 1),
+        k=allocate_blocks(k_desc, either(k_rest, dv_rest), 1), v=allocate_blocks(v_desc, either(v_rest, dk_rest), 1),
         q=allocate_blocks(q_desc, q_rest, STAGES), do=allocate_blocks(do_desc, do_rest, STAGES),
         start_smem=allocate_stages(start_desc, STAGES), delta_smem=allocate_stages(delta_desc, STAGES),
         p_smem=gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, ROWS], SQUARE),
@@ -585,9 +611,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k [.., D] and v, out, dout [.., D_v] as in the forward, that `takes` takes -> dq as q, dk and dv as k, v.
 
-    lse [B, H, S_q] in fp32, contiguous. Deterministic. Blocks are as wide as the longer rows need. TMA fills the
-    shorter ones with zeros, and stores no column past their end: with D_v = 128, D = 192 costs what D_v = 192 does.
-    sequences: of rows that are packed, B = 1.
+    lse [B, H, S_q] in fp32, contiguous. Deterministic. Rows up to 128 have no rest; TMA fills the columns past a row's
+    end with zeros, and stores none of them. sequences: of rows that are packed, B = 1.
     """
     (B, H, S_q, D), (_, H_kv, S_k, D_v) = q.shape, v.shape
     dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
@@ -603,11 +628,12 @@ def attention_backward(
     starts, deltas = (empty(B * H * blocks, ROWS, device=q.device) for _ in range(2))
     prepare_kernel[(B * H * blocks * ROWS // 32,)](
         out, dout, lse, starts, deltas, None, out.stride(), dout.stride(), LN2.value, H, S_q, blocks * ROWS, D_v,
-        cu_q, count, 32, 256, ROWS,
+        cu_q, count, 32, 256, ROWS, 256,
     )  # fmt: skip
-    widths = FIRST, 128 if wide else 64
+    widths = (0, FIRST), (FIRST, 128 if wide else 64)
     queries, grads, keys, values, dqs, dks, dvs = (
-        [descriptor(t, ROWS, width) for width in widths] for t in (q, dout, k, v, dq, dk, dv)
+        [descriptor(t, ROWS, width) if t.shape[-1] > column else None for column, width in widths]
+        for t in (q, dout, k, v, dq, dk, dv)
     )
     of_rows = [tensor_descriptor(t, [1, ROWS], swizzled=False) for t in (starts, deltas)]
     sizes = S_q, S_k, window or 0, group, causal, window is not None
