@@ -19,7 +19,6 @@ from course_ops.kernels._rows import (
     multiple,
     opaque,
     publish,
-    settled,
     shifted,
     sides,
     split,
@@ -105,7 +104,7 @@ def rms_norm_chunks(x, w, eps):
 @triton.jit
 def rms_norm_split_kernel(
     x_ptr, w_ptr, y_ptr, rstd_ptr,
-    partials_ptr,  # [M, PARTS] int64, -1 at first; then the bits of a part's sum of squares, which are 32
+    partials_ptr,  # [M, PARTS] int32 zeros; then the bits of a part's sum of squares, plus one
     M, N, stride_x, stride_y, eps,
     ROWS: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, WAIT: tl.constexpr,
     MULTIPLE: tl.constexpr,
@@ -117,15 +116,19 @@ def rms_norm_split_kernel(
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0)
     wide = opaque(x).to(tl.float32)
-    word = tl.sum(wide * wide, axis=1).to(tl.uint32, bitcast=True).to(tl.int64)
+    # 0 means "not yet", and a sum may be 0.0: hence its bits plus one.
+    word = tl.sum(wide * wide, axis=1).to(tl.int32, bitcast=True) + 1
     publish(partials_ptr + rows * PARTS + part, word, mask=rows < M)
     slots = tl.arange(0, SLOTS)
     at = partials_ptr + rows[:, None] * PARTS + slots[None, :]
     there = (rows < M)[:, None] & (slots < PARTS)[None, :]
-    words = look(at, there, 0)
+    words = look(at, there, 1)
     if WAIT:
-        words = settled(words, at)
-    rstd = tl.rsqrt(tl.sum(words.to(tl.int32).to(tl.float32, bitcast=True), axis=1) / N + eps)
+        words = wait(words, at, there, 1)
+        # Two warps may hold the same word, and one of them looked too early. All words are there now, so look again.
+        tl.debug_barrier()
+        words = look(at, there, 1)
+    rstd = tl.rsqrt(tl.sum((words - 1).to(tl.float32, bitcast=True), axis=1) / N + eps)
     if part == 0:
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     w = tl.load(w_ptr + cols, mask=cols < N, eviction_policy="evict_last")
@@ -143,7 +146,7 @@ def rms_norm_split(x, w, eps):
     y, rstd, rows = _results(x)
     parts = rms_norm_parts(rows)
     if y.numel():
-        partials = torch.full((rows.M, parts.parts), -1, dtype=torch.int64, device=x.device)
+        partials = torch.zeros((rows.M, parts.parts), dtype=torch.int32, device=x.device)
         for blocking in waits():
             rms_norm_split_kernel[(triton.cdiv(rows.M, 2) * parts.parts,)](
                 x, w, y, rstd, partials, rows.M, rows.N, x.stride(0), y.stride(0), eps, ROWS=2, PARTS=parts.parts,

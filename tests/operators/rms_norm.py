@@ -43,7 +43,7 @@ FORWARD = Lesson(
         Mutant("rows overlap", "rms_norm_packed_kernel", "to(tl.int64) * ROWS", "to(tl.int64)", "rms_norm", "nan"),
         Mutant("a row too many", "rms_norm_packed_kernel", "(rows < M)[:", "(rows <= M)[:", "rms_norm",
                "out of bounds"),
-        Mutant("one part's sum", "rms_norm_split_kernel", "tl.sum(words", "PARTS * tl.max(words", "rms_norm"),
+        Mutant("one part's sum", "rms_norm_split_kernel", "tl.sum((words -", "PARTS * tl.max((words -", "rms_norm"),
         Mutant("the mean of a part", "rms_norm_split_kernel", "axis=1) / N", "axis=1) / BLOCK_N", "rms_norm"),
         Mutant("parts overlap", "rms_norm_split_kernel", "stride_y + cols", "stride_y + 0 * cols", "rms_norm", "nan"),
         Mutant("only the last chunk's squares", "rms_norm_chunks_kernel", "squares += wide", "squares = wide",
