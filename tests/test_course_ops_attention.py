@@ -319,17 +319,26 @@ def test_groups_of_heads_are_even(most):
     assert even_groups(0, most) == 0
 
 
-@pytest.mark.parametrize(("B", "H", "H_kv", "groups"), [(5, 12, 2, [5, 5]), (1, 8, 8, [8]), (9, 4, 2, [6, 6, 6])])
-def test_the_backward_on_hopper_works_on_even_groups(monkeypatch, B, H, H_kv, groups):
+@pytest.mark.parametrize(
+    ("B", "H", "H_kv", "S", "groups"),
+    [
+        (5, 12, 2, 4096, [5, 5]),
+        (1, 8, 8, 4096, [8]),
+        (9, 4, 2, 4096, [6, 6, 6]),
+        (16, 8, 8, 512, [32, 32, 32, 32]),  # four tiles each: 33 heads give each of 132 SMs a tile
+    ],
+)
+def test_the_backward_on_hopper_works_on_even_groups(monkeypatch, B, H, H_kv, S, groups):
     """Ten heads are two groups of five. In one of eight and one of two, too few long tiles would be left at the end."""
     launched, kernel = mock.MagicMock(), attention_backward_hopper.attention_backward_hopper_kernel
     names = inspect.signature(kernel.fn).parameters
     monkeypatch.setattr(attention_backward_hopper, "attention_backward_hopper_kernel", launched)
-    monkeypatch.setattr(attention_backward_hopper, "heads_in_l2", lambda *_: 0)  # at most eight at a time, on any GPU
+    monkeypatch.setattr(attention_backward_hopper, "heads_in_l2", lambda *_: 0)  # at most eight long ones, on any GPU
+    monkeypatch.setattr(attention_backward_hopper, "num_sms", lambda _: 132)
     for other in ("prepare_kernel", "finish_kernel"):
         monkeypatch.setattr(attention_backward_hopper, other, mock.MagicMock())
-    q, k = (torch.empty(B, heads, 256, 128, dtype=torch.bfloat16) for heads in (H, H_kv))
-    lse = torch.empty(B, H, 256)
+    q, k = (torch.empty(B, heads, S, 128, dtype=torch.bfloat16) for heads in (H, H_kv))
+    lse = torch.empty(B, H, S)
     attention_backward_hopper.attention_backward(q, q, k, k, q, lse, True, 0.1)
     arguments = dict(zip(names, launched.__getitem__.return_value.call_args.args, strict=False))
     each, heads = arguments["heads_at_once"], arguments["all_heads"]

@@ -186,7 +186,7 @@ def _tma_tile(M: int, N: int, K: int, sms: int, n_major: bool) -> tuple[int, int
     if block_m == 128:
         tiles = [(64, 128, 4, 4), (128, 128, 8, 3), (256, 64, 8, 4)]
     elif block_m == 64:
-        tiles = [(64, 256, 4, 3), (128, 128, 4, 4), (256, 64, 8, 4)]
+        tiles = [(64, 128, 4, 4), (128, 128, 4, 4), (256, 64, 8, 4)]
     else:
         tiles = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if n_major else (256, 64, 4, 5)]
     narrowest = next((t for t in tiles if cdiv(N, t[0]) <= sms), tiles[-1])
