@@ -11,7 +11,7 @@ from course_ops._registration import once_differentiable
 from course_ops.kernels import add_norm as kernels
 from course_ops.kernels._norm_backward import walks
 from course_ops.kernels._rows import Choice, Rows, choose
-from course_ops.kernels.layer_norm import layer_norm_parts
+from course_ops.kernels.layer_norm import layer_norm_parts, layer_norm_shifted_parts
 from course_ops.layer_norm import FORWARD as NORM_FORWARD
 from course_ops.layer_norm import layer_norm_backward_cpu, layer_norm_cpu
 
@@ -23,6 +23,11 @@ def _add_then_norm(x, residual, w, b, eps):
 
 
 FORWARD = (
+    Choice(
+        kernels.add_norm_shifted,
+        lambda r: r.shifted and r.N > 2048 and layer_norm_shifted_parts(r).fits(r, warps_per_sm=12),
+        "rows of an odd length start where no wide load can: 16 bytes are counted from the tensor's start",
+    ),
     Choice(kernels.add_norm_packed, lambda r: r.N <= 8192, "rows in the registers of one program"),
     Choice(kernels.add_norm_chunks, lambda r: r.N <= 16384, "a power of two would waste too many lanes"),
     Choice(
@@ -72,7 +77,7 @@ def _add_norm(
         return y.to(x.dtype), total, mean, rstd
     args = as_rows(x), as_rows(residual), weight.contiguous(), None if bias is None else bias.contiguous(), eps
     with on_device(x):
-        y, total, mean, rstd = choose(FORWARD, Rows.of(args[0]))(*args)
+        y, total, mean, rstd = choose(FORWARD, Rows.of(*args[:2]))(*args)
     return y.view(x.shape), total.view(x.shape), mean, rstd
 
 

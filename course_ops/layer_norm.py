@@ -16,7 +16,7 @@ from course_ops.kernels.norm_backward_hopper import norm_backward_hopper, norm_b
 FORWARD = (
     Choice(
         kernels.layer_norm_shifted,
-        lambda r: r.shifted and r.N > 2048 and kernels.layer_norm_shifted_parts(r).fits(r, warps_per_sm=16),
+        lambda r: r.shifted and r.N > 2048 and kernels.layer_norm_shifted_parts(r).fits(r, warps_per_sm=12),
         "rows of an odd length start where no wide load can: 16 bytes are counted from the tensor's start",
     ),
     Choice(

@@ -26,7 +26,16 @@ import course_ops
 from course_ops import testing
 from course_ops._common import num_sms
 from course_ops.kernels import _rows
-from course_ops.kernels._rows import Choice, Rows, choose, common_multiple_of, mean_of
+from course_ops.kernels._rows import (
+    Choice,
+    Rows,
+    beside_chunks,
+    choose,
+    common_multiple_of,
+    mean_of,
+    sides,
+    whole_chunks,
+)
 
 pytestmark = pytest.mark.kept
 
@@ -327,6 +336,42 @@ def test_rows_of_an_odd_length(by_kernels, monkeypatch, n, dtype):
         atol = float(eps * eps * (y * dy).abs().max())
         torch.testing.assert_close(backward(spaced(y), spaced(dy)), expected, rtol=eps, atol=atol)
         torch.testing.assert_close(backward(y, between_nans(dy)), expected, rtol=eps, atol=atol)
+
+
+@triton.jit
+def columns_kernel(w_ptr, found_ptr, N, begin, LANES: tl.constexpr):
+    """found = w of a row that starts at `begin`, by the part that this program is."""
+    begin, part = begin + tl.zeros([], tl.int64), tl.program_id(0)
+    at, inside = whole_chunks(begin, N, part, LANES, 8)
+    tl.store(found_ptr + (at - begin), beside_chunks(w_ptr, begin, part, inside, LANES, 8), mask=inside)
+    side, mine = sides(begin, N, part, 8)
+    tl.store(found_ptr + (side - begin), tl.load(w_ptr + (side - begin), mask=mine).to(tl.float32), mask=mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n", [1, 7, 9, 15, 17, 255, 1023, 1041])
+def test_columns_beside_rows_that_start_anywhere(by_kernels, n, dtype):
+    """To the bit and each once, wherever the row starts; addresses past w's end are errors."""
+    w = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(by_kernels, dtype)
+    for begin in range(8):
+        found = torch.full((n,), float("nan"), device=by_kernels)
+        columns_kernel[(triton.cdiv(n, 512),)](w, found, n, begin, LANES=64, num_warps=1)
+        assert torch.equal(found, w.float())
+
+
+@pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n", [2049, 4097, 7003])
+def test_a_stream_beside_rows_of_an_odd_length(by_kernels, n, stream):
+    """NaN lies between the stream's rows; its dtype is that of the weights."""
+    x, residual = rows(11, n, dtype=torch.bfloat16, at=by_kernels), rows(11, n, dtype=stream, at=by_kernels, shift=2)
+    w, b = weights(n, stream, by_kernels)
+    chosen = choose(import_module("course_ops.add_norm").FORWARD, Rows.of(x, between_nans(residual)))
+    assert chosen.__name__ == "add_norm_shifted"
+    for bias in (b, None):
+        y, total = course_ops.add_norm(x, between_nans(residual), w, bias)
+        assert torch.equal(total, residual + x)
+        expected = F.layer_norm(total.double(), (n,), w.double(), None if bias is None else b.double())
+        torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=float(2**-16 * expected.abs().max()))
 
 
 def between_nans(x):
@@ -854,6 +899,35 @@ def fused(self, x, y, z):
     """x y is exact in 64 bits. So is its sum with z for Newton's remainder and for the quotient's."""
     wide = x.data.astype("float64") * y.data.astype("float64") + z.data.astype("float64")
     return TensorHandle(wide.astype("float32"), z.dtype.scalar)
+
+
+def test_weights_beside_rows_of_an_odd_length_take_16_bytes_a_load():
+    """But for the elements on either side of a row's whole chunks: one load of w, and one of b."""
+    for name, (wide, others) in call_in_compiler("tests.test_course_ops_rows", "loads_of_weights", 90).items():
+        tensors = 1 if "rms" in name else 2
+        chunks = 4 if "bfloat16" in name else 8  # each thread has four chunks of x, beside as many bytes or twice
+        assert (wide, others) == (2 * chunks * tensors, tensors), name
+
+
+def loads_of_weights(target):
+    """In a process that only compiles: the loads of 16 bytes, and the other ones, of w beside odd rows."""
+    norms, found = import_module("course_ops.kernels.layer_norm"), {}
+    rms, add = import_module("course_ops.kernels.rms_norm"), import_module("course_ops.kernels.add_norm")
+    with compiled.compiling(target) as made:
+        for dtype in (torch.bfloat16, torch.float32):
+            x, w = (torch.empty(*s, 9001, dtype=d, device="meta") for s, d in (((100,), torch.bfloat16), ((), dtype)))
+            for launch, args in (
+                (norms.layer_norm_shifted, (x, w, w, 1e-5)),
+                (rms.rms_norm_shifted, (x, w, 1e-5)),
+                (add.add_norm_shifted, (x, x.to(dtype), w, w, 1e-5)),
+            ):
+                made.clear()
+                launch(*args)
+                (kernel,) = made.values()
+                loads = re.findall(r"ld\.global\S*evict_last\S*", kernel.asm["ptx"])
+                wide = sum(".v4.b32" in load for load in loads)
+                found[f"{launch.__name__}, {dtype}"] = wide, len(loads) - wide
+    return found
 
 
 def test_rows_that_start_at_multiples_of_4_bytes_are_stored_as_they_are_loaded():

@@ -246,8 +246,9 @@ def multiple(length, MULTIPLE: tl.constexpr):
 
 
 # Rows of an odd length: most start where the hardware has no wide load. So chunks of WIDTH elements, 16 bytes, are
-# counted from the start of the tensor and not of the row. Chunks that lie wholly inside a row are loaded and stored
-# whole. The elements on either side of them belong to the row's part 0, which takes them one by one.
+# counted from the start of the tensor and not of the row. A row has N // WIDTH - 1 whole chunks, wherever it starts.
+# Those are loaded and stored whole. The N % WIDTH + WIDTH elements on either side of them belong to the row's part 0,
+# which takes them one by one.
 @triton.jit
 def whole_chunks(begin, N, part, LANES: tl.constexpr, WIDTH: tl.constexpr):
     """Of one part of the row begin .. begin + N: places [LANES, WIDTH] in the tensor, and which are inside [LANES, 1].
@@ -256,19 +257,85 @@ def whole_chunks(begin, N, part, LANES: tl.constexpr, WIDTH: tl.constexpr):
     """
     first = (begin + WIDTH - 1) // WIDTH
     chunks = part * LANES + tl.arange(0, LANES)[:, None]
-    return (first + chunks) * WIDTH + tl.arange(0, WIDTH)[None, :], chunks < (begin + N) // WIDTH - first
+    return (first + chunks) * WIDTH + tl.arange(0, WIDTH)[None, :], chunks < N // WIDTH - 1
 
 
 @triton.jit
 def sides(begin, N, part, WIDTH: tl.constexpr):
     """Places [2 WIDTH] of the elements before the whole chunks and of those after, and which are the row's.
 
-    A row that lies within one chunk has all its elements there, once. No part but 0 has any.
+    A row without a whole chunk has all its elements there. No part but 0 has any.
     """
-    first, after = (begin + WIDTH - 1) // WIDTH, (begin + N) // WIDTH
     side = tl.arange(0, 2 * WIDTH)
-    at = tl.where(side < WIDTH, (first - 1) * WIDTH, (tl.maximum(first, after) - 1) * WIDTH) + side
-    return at, (at >= tl.where(part == 0, begin, begin + N)) & (at < begin + N)
+    column = tl.where(side < before_chunks(begin, WIDTH), side, tl.maximum(N // WIDTH - 1, 0) * WIDTH + side)
+    return begin + column, (part == 0) & (column < N)
+
+
+@triton.jit
+def before_chunks(begin, WIDTH: tl.constexpr):
+    """How many elements a row that starts at `begin` has before its first whole chunk."""
+    return ((begin + WIDTH - 1) // WIDTH * WIDTH - begin).to(tl.int32)
+
+
+@triton.jit
+def beside_chunks(ptr, begin, part, inside, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """w or b, [N], of the columns of a part's whole chunks: [LANES, WIDTH] in fp32.
+
+    In most rows these columns start at no multiple of WIDTH. Loading them one by one takes eight times as many
+    instructions as x does. So each thread loads two chunks that start at multiples of WIDTH columns and hold the eight
+    columns that it needs. It moves these into place in registers: by four columns or not, by two, and by one.
+    The second chunk ends within N, because a row has one whole chunk less than w.
+    """
+    before = before_chunks(begin, WIDTH)
+    first = (part * LANES + tl.arange(0, LANES)[:, None]) * WIDTH
+    words = ()  # of 32 bits, [LANES] each
+    # Every row asks for w and b, so they should outlive the streams of x and y in the caches.
+    if ptr.dtype.element_ty.primitive_bitwidth == 16:
+        for i in tl.static_range(2):
+            at = ptr + first + (WIDTH * i + tl.arange(0, WIDTH)[None, :])
+            chunk = tl.load(at, mask=inside, eviction_policy="evict_last")
+            words = words + quarters(pack_columns(tl.reshape(chunk, [WIDTH * LANES]), True), LANES)
+        words = later(words, before & 4, 2, 6)
+        words = later(words, before & 2, 1, 5)
+        moved = ()
+        for i in tl.static_range(4):
+            halves = words[i] >> 16 | words[i + 1] << 16
+            moved = moved + (tl.where(before & 1 == 0, words[i], halves),)  # noqa: RUF005
+        w = unpack_columns(whole_of(moved[0], moved[1], moved[2], moved[3]), ptr.dtype.element_ty)
+    else:
+        for i in tl.static_range(4):
+            at = ptr + first + (4 * i + tl.arange(0, 4)[None, :])
+            words = words + quarters(tl.load(at, mask=inside, eviction_policy="evict_last"), LANES)
+        words = later(words, before & 4, 4, 11)
+        words = later(words, before & 2, 2, 9)
+        words = later(words, before & 1, 1, 8)
+        even = whole_of(words[0], words[2], words[4], words[6])
+        w = tl.join(even, whole_of(words[1], words[3], words[5], words[7]))
+    return tl.reshape(w, [LANES, WIDTH])
+
+
+@triton.jit
+def quarters(x, LANES: tl.constexpr):
+    """Of [LANES, 4], in any shape: the four columns, [LANES] each."""
+    even, odd = tl.split(tl.reshape(x, [LANES, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def whole_of(a, b, c, d):
+    """[4 LANES]: the tensor whose quarters these are."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [4 * a.shape[0]])
+
+
+@triton.jit
+def later(words, move, BY: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT of the words: from the first one on, or from number BY on if `move` is not 0."""
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + (tl.where(move == 0, words[i], words[i + BY]),)  # noqa: RUF005
+    return found
 
 
 @triton.jit

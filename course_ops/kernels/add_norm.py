@@ -9,7 +9,7 @@ import triton.language as tl
 
 from course_ops.kernels._norm_backward import norm_backward_group, norm_backward_walk, partial_sums, sum_partials
 from course_ops.kernels._rows import Rows, common_multiple_of, mean_of, multiple
-from course_ops.kernels.layer_norm import layer_norm_chunks, layer_norm_split, normalize, row_sums
+from course_ops.kernels.layer_norm import layer_norm_chunks, layer_norm_shifted, layer_norm_split, normalize, row_sums
 
 
 @triton.jit
@@ -63,6 +63,12 @@ def add_norm_chunks(x, residual, w, b, eps):
 def add_norm_split(x, residual, w, b, eps):
     """As add_norm_packed, a row shared by programs that all run at once."""
     y, mean, rstd, total = layer_norm_split(x, w, b, eps, residual)
+    return y, total, mean, rstd
+
+
+def add_norm_shifted(x, residual, w, b, eps):
+    """As add_norm_split, or one program a row, for an odd number of elements, of 16 bits in x: see `whole_chunks`."""
+    y, mean, rstd, total = layer_norm_shifted(x, w, b, eps, residual)
     return y, total, mean, rstd
 
 

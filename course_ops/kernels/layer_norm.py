@@ -11,6 +11,7 @@ from course_ops.kernels._rows import (
     Rows,
     Split,
     add_step,
+    beside_chunks,
     common_multiple_of,
     in_chunks,
     launch_shifted,
@@ -245,9 +246,10 @@ def layer_norm_split(x, w, b, eps, residual=None):
 
 @triton.jit
 def layer_norm_shifted_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, partials_ptr,  # as above; partials_ptr is not used by one part
-    N, stride_x, stride_y, eps, PARTS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-    WAIT: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, residual_ptr, total_ptr,  # as above
+    partials_ptr,  # as above; not used by one part
+    N, stride_x, stride_residual, stride_y, eps,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) // PARTS
     part = tl.program_id(0) % PARTS
@@ -255,14 +257,25 @@ def layer_norm_shifted_kernel(
     at, inside = whole_chunks(begin, N, part, LANES, WIDTH)
     side, mine = sides(begin, N, part, WIDTH)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    edge = tl.load(x_ptr + side, mask=mine, other=0.0).to(tl.float32)
-    whole = ((begin + N) // WIDTH - (begin + WIDTH - 1) // WIDTH).to(tl.int32)  # chunks, below 0 in the shortest rows
+    edge = tl.load(x_ptr + side, mask=mine, other=0.0)
+    to, _ = whole_chunks(row * stride_y, N, part, LANES, WIDTH)
+    to_side = row * stride_y + (side - begin)
+    if residual_ptr is not None:
+        residual_at, _ = whole_chunks(row * stride_residual, N, part, LANES, WIDTH)
+        x = added(x, tl.load(residual_ptr + residual_at, mask=inside, other=0.0))
+        residual_side = row * stride_residual + (side - begin)
+        edge = added(edge, tl.load(residual_ptr + residual_side, mask=mine, other=0.0))
+        tl.store(total_ptr + to, x, mask=inside)
+        tl.store(total_ptr + to_side, edge, mask=mine)
+    edge = edge.to(tl.float32)
+    whole = tl.maximum(N // WIDTH - 1, 0)
     here = tl.minimum(tl.maximum(whole - part * LANES, 0), LANES) * WIDTH
-    count = tl.maximum(here + tl.where(part == 0, N - tl.maximum(whole, 0) * WIDTH, 0), 1).to(tl.float32)
+    count = tl.maximum(here + tl.where(part == 0, N - whole * WIDTH, 0), 1).to(tl.float32)
     mean = mean_of(tl.sum(tl.sum(x.to(tl.float32), axis=1), axis=0) + tl.sum(edge, axis=0), count)
-    centred = tl.where(inside, opaque(x).to(tl.float32) - mean, 0.0)
+    centred = opaque(x).to(tl.float32) - mean
+    squares = tl.where(inside, tl.sum(centred * centred, axis=1, keep_dims=True), 0.0)  # a chunk is inside as a whole
     beside = tl.where(mine, edge - mean, 0.0)
-    m2 = tl.sum(tl.sum(centred * centred, axis=1), axis=0) + tl.sum(beside * beside, axis=0)
+    m2 = tl.sum(tl.sum(squares, axis=1), axis=0) + tl.sum(beside * beside, axis=0)
     if PARTS > 1:
         publish(partials_ptr + row * PARTS + part, pack_pair(mean, m2))
         slots = tl.arange(0, SLOTS)
@@ -272,7 +285,7 @@ def layer_norm_shifted_kernel(
                 partials = look(partials_ptr + row * PARTS + slots, slots < PARTS, 0)
         # Parts are merged by Chan, Golub and LeVeque (1979), eq. 1.5; a slot past the last part counts nothing.
         counts = tl.minimum(tl.maximum(whole - slots * LANES, 0), LANES) * WIDTH
-        counts = (counts + tl.where(slots == 0, N - tl.maximum(whole, 0) * WIDTH, 0)).to(tl.float32)
+        counts = (counts + tl.where(slots == 0, N - whole * WIDTH, 0)).to(tl.float32)
         means, m2s = unpack_pair(partials)
         mean = mean_of(tl.sum(means * counts, axis=0), N)
         delta = means - mean
@@ -281,25 +294,27 @@ def layer_norm_shifted_kernel(
     if part == 0:
         tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
-    y = normalize(opaque(x).to(tl.float32), mean, rstd, w_ptr, b_ptr, at - begin, inside)
-    to, _ = whole_chunks(row * stride_y, N, part, LANES, WIDTH)
+    y = (opaque(x).to(tl.float32) - mean) * rstd * beside_chunks(w_ptr, begin, part, inside, LANES, WIDTH)
+    if b_ptr is not None:
+        y += beside_chunks(b_ptr, begin, part, inside, LANES, WIDTH)
     tl.store(y_ptr + to, y, mask=inside)
-    y = normalize(edge, mean, rstd, w_ptr, b_ptr, side - begin, mine)
-    tl.store(y_ptr + row * stride_y + (side - begin), y, mask=mine)
+    tl.store(y_ptr + to_side, normalize(edge, mean, rstd, w_ptr, b_ptr, side - begin, mine), mask=mine)
 
 
 def layer_norm_shifted_parts(rows: Rows) -> Split:
+    """64 bytes of x a thread: beside w and b in fp32 it takes 152 registers, with which an SM has room for 12 warps."""
     return shifted(rows, thread_bytes=64, most_warps=2)
 
 
-def layer_norm_shifted(x, w, b, eps):
+def layer_norm_shifted(x, w, b, eps, residual=None):
     """As layer_norm_split, or one program a row, for an odd number of 16-bit elements: see `whole_chunks`."""
-    y, mean, rstd, rows, _, _ = _results(x)
+    y, mean, rstd, rows, total, stride = _results(x, residual)
     parts = layer_norm_shifted_parts(rows)
     if y.numel():
-        numbers = x.stride(0), y.stride(0), eps
-        launch_shifted(layer_norm_shifted_kernel, rows, parts, -1, torch.int64, (x, w, b, y, mean, rstd), numbers)
-    return y, mean, rstd
+        tensors = x, w, b, y, mean, rstd, residual, total
+        numbers = x.stride(0), stride, y.stride(0), eps
+        launch_shifted(layer_norm_shifted_kernel, rows, parts, -1, torch.int64, tensors, numbers)
+    return (y, mean, rstd) if total is None else (y, mean, rstd, total)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from course_ops.kernels._rows import (
     Rows,
     Split,
     add_step,
+    beside_chunks,
     common_multiple_of,
     in_chunks,
     launch_shifted,
@@ -183,10 +184,10 @@ def rms_norm_shifted_kernel(
     rstd = tl.rsqrt(squares / N + eps)
     if part == 0:
         tl.store(rstd_ptr + row, rstd)
-    w = tl.load(w_ptr + (at - begin), mask=inside, eviction_policy="evict_last").to(tl.float32)
+    w = beside_chunks(w_ptr, begin, part, inside, LANES, WIDTH)
     to, _ = whole_chunks(row * stride_y, N, part, LANES, WIDTH)
     tl.store(y_ptr + to, opaque(x).to(tl.float32) * rstd * w, mask=inside)
-    edge_w = tl.load(w_ptr + (side - begin), mask=mine).to(tl.float32)
+    edge_w = tl.load(w_ptr + (side - begin), mask=mine, eviction_policy="evict_last").to(tl.float32)
     tl.store(y_ptr + row * stride_y + (side - begin), edge * rstd * edge_w, mask=mine)
 
 

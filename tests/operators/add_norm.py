@@ -10,7 +10,7 @@ from problems.add_norm import EPS, PROBLEM, PROBLEM_BACKWARD
 
 def add_norm(x, delta, w, b, eps=EPS):
     """The kernel that course_ops chooses; the operator itself would compute CPU tensors with PyTorch."""
-    y, total, mean, rstd = choose(FORWARDS, Rows.of(delta))(delta, x, w, b, eps)
+    y, total, mean, rstd = choose(FORWARDS, Rows.of(delta, x))(delta, x, w, b, eps)
     return total, y, mean, rstd
 
 
@@ -32,6 +32,8 @@ FORWARD = Lesson(
         case("a list of chunks, rows 3 elements apart", M=3, N=9001, pad=3),
         case("and beside a stream in fp32", M=3, N=9001, pad=3, stream=True),
         case("several programs a row, rows 3 elements apart", M=2, N=20001, pad=3, stream=True),
+        case("a row of an odd length starts at any place between two multiples of 16 bytes", M=9, N=7003, stream=True),
+        case("and the stream's rows are 8 elements further apart", M=9, N=4097, pad=8),
         case("more parts than fit on the interpreter's 4 SMs: an addition of its own", M=2, N=32769),
         case("the bytes are counted here", M=40, N=768, stream=True),
     ),
@@ -49,6 +51,11 @@ FORWARD = Lesson(
                "total_ptr + row * N + cols", "total_ptr + row * N + lanes", "add_norm", "nan"),
         Mutant("rows of the stream taken to be N apart, in parts", "layer_norm_split_kernel",
                "rows[:, None] * stride_residual", "rows[:, None] * N", "add_norm", "value or nan"),
+        Mutant("rows of the stream taken to be N apart, from any place on", "layer_norm_shifted_kernel",
+               "whole_chunks(row * stride_residual,", "whole_chunks(row * N,", "add_norm", "value or nan"),
+        Mutant("the sides alone are not added", "layer_norm_shifted_kernel",
+               "edge = added(edge, ", "edge = added(edge, 0 * ", "add_norm"),
+        Mutant("w four columns off, in fp32", "beside_chunks", "before & 4, 4, 11", "0 * before, 4, 11", "add_norm"),
         Mutant("a part's sum in the first one's place", "layer_norm_split_kernel",
                "total_ptr + rows[:, None] * N + cols[None, :]",
                "total_ptr + rows[:, None] * N + cols[None, :] - part * BLOCK_N", "add_norm", "nan"),
