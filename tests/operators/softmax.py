@@ -72,14 +72,15 @@ BACKWARD = Lesson(
     rungs=(softmax_backward,),
     checks=(
         *PROBLEM_BACKWARD.checks,
-        case("chunks, of which the last is ragged", M=5, N=9001),
+        case("chunks, of which the last is ragged; rows of y lie further apart than those of dy", M=5, N=9001, pad=3),
+        case("shifted: 9 elements beside the whole chunks, a large part of the shortest rows", M=5, N=2049),
         case("past the registers of the interpreter's 4 SMs: two passes", M=1, N=131073),
         case("several tiles, the last one hanging over", M=9, N=1000),
         case("bytes are counted here: rows past 64 KB are split", M=2, N=32769),
     ),
     wrong=(
-        Mutant("only the last block's delta", "softmax_backward_two_pass_kernel", "delta +=", "delta =",
-               "softmax_backward"),
+        Mutant("only the last block's delta", "softmax_backward_two_pass_kernel", "add_step(delta, latest,",
+               "add_step(delta, 0.0,", "softmax_backward"),
         Mutant("dy's stride for y", "softmax_backward_packed_kernel", "rows * stride_y", "rows * stride_dy",
                "softmax_backward"),
         Mutant("no row mask", "softmax_backward_packed_kernel", "(rows < M) & ", "", "softmax_backward",
