@@ -73,7 +73,7 @@ BACKWARD = Lesson(
     checks=(
         *PROBLEM_BACKWARD.checks,
         case("chunks, of which the last is ragged; rows of y lie further apart than those of dy", M=5, N=9001, pad=3),
-        case("shifted: 9 elements beside the whole chunks, a large part of the shortest rows", M=5, N=2049),
+        case("shifted: the shortest such rows, where the elements beside the whole chunks count most", M=5, N=2049),
         case("past the registers of the interpreter's 4 SMs: two passes", M=1, N=131073),
         case("several tiles, the last one hanging over", M=9, N=1000),
         case("bytes are counted here: rows past 64 KB are split", M=2, N=32769),
@@ -90,9 +90,9 @@ BACKWARD = Lesson(
         Mutant("only the last chunk's share", "softmax_backward_chunks_kernel", "shares += opaque", "shares = opaque",
                "softmax_backward"),
         Mutant("y's stride for dy, in chunks", "softmax_backward_chunks_kernel", "row * stride_dy", "row * stride_y",
-               "softmax_backward"),
-        Mutant("the sides have no share", "softmax_backward_shifted_kernel",
-               "delta += tl.sum(edge_y * edge_dy, axis=0)", "delta += 0.0", "softmax_backward"),
+               "softmax_backward", "out of bounds"),
+        Mutant("the sides' share without y", "softmax_backward_shifted_kernel",
+               "delta += tl.sum(edge_y * edge_dy, axis=0)", "delta += tl.sum(edge_dy, axis=0)", "softmax_backward"),
         Mutant("one share too few", "sum_of_shares", "return tl.sum", "return tl.max", "softmax_backward"),
     ),
     claims={softmax_backward: tuple(
