@@ -871,7 +871,7 @@ TENSORS = {"tensor": 4096, "rows": 4096, "blocks": 8192}  # a kernel for each sc
 
 def same_code_cases():
     """{case: (the lesson's rung, the operator's launcher, arguments)}, made in a compiling process."""
-    from course_ops.kernels import grouped_matmul, linear, matmul_fp8_hopper, quantize, scan
+    from course_ops.kernels import grouped_matmul, linear, matmul_fp8_hopper, scan
     from day2_triton_basics import lesson15_scan
     from day3_matmul_tk import (
         lesson01_matmul,
@@ -879,7 +879,6 @@ def same_code_cases():
         lesson03_matmul_skinny,
         lesson04_matmul_epilogue,
         lesson06_matmul_fp8,
-        lesson07_quantize_fp8,
         lesson08_grouped_matmul,
         lesson09_matmul_hopper,
         lesson10_matmul_small_outputs,
@@ -904,7 +903,7 @@ def same_code_cases():
         "hopper, narrow tiles": lambda: (hopper, launch["hopper"], operands(1024, 1024, 1024)),
         "split K": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(128, 4096, 14336, "b")),
         "one wave": lambda: (lesson10_matmul_small_outputs.fitted, launch["split_k"], operands(1024, 1024, 1024)),
-        "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 4096, 8192, "b")),
+        "Stream-K": lambda: (skinny, launch["skinny"], operands(16, 8192, 4096, "b")),
         "one row": lambda: (skinny, launch["skinny"], operands(1, 4096, 4096, "b")),
         "TMA": lambda: (lesson02_matmul_persistent.matmul, launch["tma"], operands(1024, 1024, 1024)),
         "pointers": lambda: (lesson01_matmul.pipelined, launch["pointers"], operands(300, 40, 35)),
@@ -921,11 +920,6 @@ def same_code_cases():
             grouped_matmul.grouped_tma,
             lesson08_grouped_matmul.LESSON.inputs(8192, 8, 4096, 4096, dtype=BF16),
         ),
-        "quantize": lambda: (
-            lesson07_quantize_fp8.quantize,
-            quantize.quantize,
-            lesson07_quantize_fp8.LESSON.inputs(8192, 8192, dtype=BF16),
-        ),
         "scan": lambda: (lesson15_scan.scan_look_back, scan.scan_look_back, lesson15_scan.inputs(2**20)),
     }
 
@@ -933,7 +927,7 @@ def same_code_cases():
 CASES = (
     "hopper", "hopper, narrow tiles", "split K", "one wave", "Stream-K", "one row", "TMA",
     "pointers", "scan",
-    "fp8 tensor", "fp8 rows", "fp8 blocks", "linear", "grouped", "quantize",
+    "fp8 tensor", "fp8 rows", "fp8 blocks", "linear", "grouped",
 )  # fmt: skip
 
 

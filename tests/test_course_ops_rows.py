@@ -846,14 +846,17 @@ def compiled_kernels(target):
 
 def test_the_mean_of_equal_values_is_that_value():
     """The interpreter divides as a CPU does, so this looks into the compiled kernels: each mean is rounded once."""
-    reciprocals = call_in_compiler("tests.test_course_ops_rows", "reciprocals_of_counts", 90)
+    exact = call_in_compiler("tests.test_course_ops_rows", "exact_means", 90)
     means = {"layer_norm_split": 2, "layer_norm_shifted": 2}  # of a part, and of the row
-    assert len(reciprocals) == 6
-    assert reciprocals == {name: means.get(name, 1) for name in reciprocals}
+    assert len(exact) == 6
+    assert exact == {name: means.get(name, 1) for name in exact}
 
 
-def reciprocals_of_counts(target):
-    """In a process that only compiles: how often each launcher's kernel, which centres a row, divides 1 by a count."""
+def exact_means(target):
+    """In a process that only compiles: of each kernel that centres a row, how many quotients are rounded once.
+
+    An exact division, or 1 divided by a count, which mean_of goes on from.
+    """
     layer_norms, add_norms = (import_module(f"course_ops.kernels.{op}") for op in ("layer_norm", "add_norm"))
     found = {}
     with compiled.compiling(target) as made:
@@ -871,7 +874,8 @@ def reciprocals_of_counts(target):
             (kernel,) = made.values()
             ptx = kernel.asm["ptx"]
             ones = re.findall(r"mov\.b32\s+(%\w+), 0f3F800000;", ptx)
-            found[launch.__name__] = sum(len(re.findall(rf"div\.full\.f32\s+%\w+, {one},", ptx)) for one in ones)
+            inverses = sum(len(re.findall(rf"div\.full\.f32\s+%\w+, {one},", ptx)) for one in ones)
+            found[launch.__name__] = inverses + ptx.count("div.rn.f32")
     return found
 
 
@@ -890,9 +894,10 @@ def test_a_mean_is_rounded_once(count, by_kernels, monkeypatch):
     totals[:5] = torch.tensor([0.0, 100.0 * count, -torch.finfo(torch.float32).max, 2.0**-100, torch.nan])
     means = torch.empty_like(totals)
     means_kernel[(1,)](totals, means, count, len(totals))
-    assert torch.equal(means.view(torch.int32)[:4], (totals / count).view(torch.int32)[:4])
+    expected = (totals.cpu() / count).to(by_kernels)  # PyTorch on a GPU multiplies by the reciprocal of a number
+    assert torch.equal(means.view(torch.int32)[:4], expected.view(torch.int32)[:4])
     assert means[4].isnan()
-    assert torch.equal(means.view(torch.int32)[5:], (totals / count).view(torch.int32)[5:])
+    assert torch.equal(means.view(torch.int32)[5:], expected.view(torch.int32)[5:])
 
 
 def fused(self, x, y, z):

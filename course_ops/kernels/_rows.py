@@ -221,7 +221,7 @@ def mean_of(total, count):
     but 100.0 would then have a variance of 5e-13, which counts beside an eps of 1e-12.
     """
     if _INTERPRETED:  # its fma rounds twice
-        return tl.div_rn(total, count + tl.zeros_like(total))
+        return mean_by_division(total, count)
     else:
         # div_rn takes a branch for each total. This code has none, and all totals share one reciprocal. Two steps of
         # Newton round the reciprocal correctly for each count below 2^24 - 1, if `/` is off by 16 units in the last
@@ -233,6 +233,16 @@ def mean_of(total, count):
         inverse = tl.fma(tl.fma(inverse, -count, 1.0), inverse, inverse)
         mean = total * inverse
         return tl.fma(tl.fma(mean, -count, total), inverse, mean)
+
+
+@triton.jit
+def mean_by_division(total, count):
+    """As mean_of, of a program's one total: its branch keeps the loads that follow behind it.
+
+    Without it LayerNorm in chunks takes 0.0484 ms for 4096 x 8960 on an H200 instead of 0.0444, and add_norm 0.0568 ms
+    for 4000 x 4100 instead of 0.0498.
+    """
+    return tl.div_rn(total, count + tl.zeros_like(total))
 
 
 @triton.jit

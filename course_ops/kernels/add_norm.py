@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from course_ops.kernels._norm_backward import norm_backward_group, norm_backward_walk, partial_sums, sum_partials
-from course_ops.kernels._rows import Rows, common_multiple_of, mean_of, multiple
+from course_ops.kernels._rows import Rows, common_multiple_of, mean_by_division, multiple
 from course_ops.kernels.layer_norm import layer_norm_chunks, layer_norm_shifted, layer_norm_split, normalize, row_sums
 
 
@@ -28,7 +28,7 @@ def add_norm_kernel(
     # Rounded to the stream's dtype before it is normalised: forward and backward see the same values.
     total = (residual + x).to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + rows * N + cols, total, mask=mask)
-    mean = mean_of(tl.sum(total.to(tl.float32), axis=1, keep_dims=True), N)
+    mean = mean_by_division(tl.sum(total.to(tl.float32), axis=1, keep_dims=True), N)
     centred = tl.where(cols < N, total.to(tl.float32) - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / N + eps)
     y = normalize(total, mean, rstd, w_ptr, b_ptr, cols, cols < N)

@@ -17,6 +17,7 @@ from course_ops.kernels._rows import (
     launch_shifted,
     load_bytes,
     look,
+    mean_by_division,
     mean_of,
     multiple,
     opaque,
@@ -132,7 +133,7 @@ def layer_norm_chunks_kernel(
     lane_mean = tl.where(there, last_mean, lane_mean)
     lane_m2 = tl.where(there, last_m2, lane_m2)
     lane_count = (CHUNKS - 1) + there.to(tl.float32)
-    mean = mean_of(tl.sum(lane_mean * lane_count, axis=0), N)
+    mean = mean_by_division(tl.sum(lane_mean * lane_count, axis=0), N)
     delta = lane_mean - mean
     rstd = tl.rsqrt(tl.sum(lane_m2 + delta * delta * lane_count, axis=0) / N + eps)
     tl.store(mean_ptr + row, mean)
