@@ -325,7 +325,7 @@ def test_groups_of_heads_are_even(most):
         (5, 12, 2, 4096, [5, 5]),
         (1, 8, 8, 4096, [8]),
         (9, 4, 2, 4096, [6, 6, 6]),
-        (16, 8, 8, 512, [32, 32, 32, 32]),  # four tiles each: 33 heads give each of 132 SMs a tile
+        (16, 8, 8, 512, [32, 32, 32, 32]),  # four tiles each: 33 heads have a tile for each of 132 SMs
     ],
 )
 def test_the_backward_on_hopper_works_on_even_groups(monkeypatch, B, H, H_kv, S, groups):

@@ -857,9 +857,9 @@ def attention_backward(
         32, width, block, columns,
     )  # fmt: skip
     # Few heads at a time, so that long and short tiles run at the same time. There are 16 if L2 holds twice what their
-    # programs share: Q, dO, and twice as much of dQ. Otherwise 8. Of short heads, as many as give each SM a tile.
+    # programs share: Q, dO, and twice as much of dQ. Otherwise 8. Of short heads, as many as have a tile for each SM.
     few = 16 if heads_in_l2(8 * group * longest * width, q.device) >= 32 else 8
-    at_once = even_groups(B * H_kv, max(few, triton.cdiv(num_sms(q.device), tiles)))
+    at_once = even_groups(B * H_kv, max(few, num_sms(q.device) // max(1, tiles)))
     values = [t if sequences is None else t.view(-1, block) for t in (starts, deltas)]
     of_rest = None
     if columns < width:
