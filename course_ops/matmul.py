@@ -50,8 +50,7 @@ def _one_wave(a: Tensor, b: Tensor) -> bool:
     if chosen is None:
         return False
     if M <= 128:
-        cycles = max(chosen[2], matmul_skinny.l2_cycles(128, N, K, chosen[0]))
-        return M > 64 or cycles < 0.9 * matmul_skinny.plan(M, N, K, sms, b.stride(0) == 1)[1]
+        return M > 64 or chosen[2] < 0.9 * matmul_skinny.plan(M, N, K, sms, b.stride(0) == 1)[1]
     return not plan_pays(chosen[0], chosen[1], M, N, K, aligned_rows(a), aligned_rows(b), sms)
 
 

@@ -191,25 +191,27 @@ def _tma_tile(M: int, N: int, K: int, sms: int, n_major: bool) -> tuple[int, int
         tiles = [(64, 256, 4, 5), (128, 128, 4, 4), (64, 256, 4, 5) if n_major else (256, 64, 4, 5)]
     narrowest = next((t for t in tiles if cdiv(N, t[0]) <= sms), tiles[-1])
     if block_m == 64 and narrowest == tiles[0]:
-        (_, narrow), (_, wide) = (_programs(M, N, K, *tile[:2], sms) for tile in tiles[:2])
+        narrow, wide = (max(_programs(M, N, K, *t[:2], sms)[1], l2_cycles(N, K, t[0])) for t in tiles[:2])
         return tiles[1] if wide < WIDE_LEAD * narrow else narrowest
     return narrowest
 
 
 def cycles_of(M: int, N: int, K: int, block_n: int, per_tile: int) -> float:
-    """Estimated cycles where so many programs share a tile of all rows: the slowest of three streams, and the sums.
+    """Estimated cycles where so many programs share a tile of all rows.
 
     An SM loads 57 bytes a cycle, memory gives 2300, and to add a program's part takes 3500 cycles: fits on an H200.
-    Up to 32 rows memory is slower than L2. From 65 on linear alone is here, and its tiles are not measured.
     """
-    of_an_sm, of_memory = 2 * (M + block_n) * K / per_tile / 57, 2 * N * K / 2300
-    of_l2 = l2_cycles(64, N, K, block_n) if 32 < M <= 64 else 0.0
-    return max(of_an_sm, of_memory, of_l2) + 3500 * (per_tile - 1)
+    return max(2 * (M + block_n) * K / per_tile / 57, 2 * N * K / 2300) + 3500 * (per_tile - 1)
 
 
-def l2_cycles(block_m: int, N: int, K: int, block_n: int) -> float:
-    """Cycles in which L2 gives all SMs together the blocks of A and B of a row of tiles."""
-    return cdiv(N, block_n) * 2 * (block_m + block_n) * K / L2
+def l2_cycles(N: int, K: int, block_n: int) -> float:
+    """Cycles in which L2 gives all SMs together their blocks of 64 rows of A, and of B.
+
+    They compare tiles of 33 to 64 rows; with fewer rows memory is slower. cycles_of leaves them out, since they are the
+    same for any number of programs: with them it chose one for a tile at N = 3072, K = 8192, and took 0.0345 ms where
+    two take 0.0265.
+    """
+    return cdiv(N, block_n) * 2 * (64 + block_n) * K / L2
 
 
 def plan(M: int, N: int, K: int, sms: int, n_major: bool) -> tuple[int, float]:
