@@ -42,10 +42,10 @@ from workloads.gpt import CONFIG, GPU, SMALL, batches, make, stepper, variant
 COMPARED = ("PyTorch", "fused")
 
 
-def each_variant(config=CONFIG):
+def each_variant(config=CONFIG, names=COMPARED):
     """(name, run()) for a training step with PyTorch's operators and with ours, each after a warm-up."""
     batch = next(batches(config, 1))
-    for name in COMPARED:
+    for name in names:
         model = make(config)
         with run_kernels(), variant(model, name):
             step = stepper(model)
@@ -197,13 +197,12 @@ def counters():
 
 
 def _step_for_ncu(name):
-    for found, run in each_variant(replace(SMALL, layers=1)):
-        if found == name:
-            torch.cuda.synchronize()
-            torch.cuda.profiler.start()
-            run()
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
+    for _, run in each_variant(replace(SMALL, layers=1), (name,)):
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
 
 LESSON = Steps(
