@@ -68,7 +68,7 @@ def build(folder: Path, chosen: str = "") -> tuple[str, list[Block]]:
         worst = sorted(failed, key=lambda pair: min(pair.ratio, 1 / pair.ratio))[:4]
         blocks.append(Block(heading=said("Predictions that failed most"), table=tuple(map(_failed, worst))))
     blocks.append(Block(heading=said("Where a library is faster, and the next hour"), page=True,
-                        text=sentences(_next(behind), shares.briefly(best.row for _, best in behind[:6])),
+                        text=sentences(_next(behind), shares.briefly([best.row for _, best in behind[:6]])),
                         table=tuple(map(_loss, behind[:6]))))  # fmt: skip
     if roof := roofline(folder):
         blocks.append(Block(heading=said("What limits"), text=roof.note))
@@ -201,12 +201,12 @@ def _nothing(c: Contest) -> Iterator[str]:
 def _line(c: Contest, table: Streams | None) -> dict[str, str]:
     """table: of streams, if the machine has one."""
     best = c.best
-    stream = {said(operators.OF_A_STREAM): shares.of_stream(best, table)} if table else {}
     ratio = f"{best.ratio_to_best_peer:.2f}" if best.ratio_to_best_peer else ""
     return {
         said("operator"): said(c.name), said("shape"): f"{c.shape} {_short(c.dtype)}",
         said("fastest rung"): f"{best.rung} ({language(best.lesson)})", said("rate"): best.rate,
-        said("of limit"): shares.of_limit(best), **stream, said("best peer"): _peer(best, c),
+        said("of limit"): (table and shares.of_stream(best, table)) or shares.of_limit(best),
+        said("best peer"): _peer(best, c),
         said("over it"): f"**{ratio}**" if 0 < best.ratio_to_best_peer < EVEN else ratio,
     }  # fmt: skip
 
@@ -301,8 +301,10 @@ def _tuning(folder: Path) -> str:
 
 
 def _legend(found: Sequence[Contest], table: Streams | None) -> str:
-    words = said("Bold: more than the spread of two runs behind the best peer (below {ratio}).")
-    return sentences(words.format(ratio=f"{EVEN:.2f}"), shares.briefly((c.best for c in found), table))
+    bold = said("Bold: more than the spread of two runs behind the best peer (below {ratio}).")
+    stream = said("Here the limit of memory is a stream with the same mix of reads and writes.")
+    words = [bold.format(ratio=f"{EVEN:.2f}"), *([stream] if table else [])]
+    return sentences(*words, shares.briefly([c.best for c in found], table))
 
 
 def _exercises_text(done: dict[str, list[Any]]) -> str:

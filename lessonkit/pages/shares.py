@@ -1,7 +1,7 @@
 """A row's share of its limit. The limit is a yardstick and no bound: a share above 100% is marked and explained."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lessonkit.base.words import later, said, sentences
 from lessonkit.measure import yardstick
@@ -81,11 +81,12 @@ def why(shown: Iterable[Row], table: Streams | None = None) -> str:
     return sentences(*found)
 
 
-def briefly(shown: Iterable[Row], table: Streams | None = None) -> str:
-    """One sentence for all of the rows that exceed their limit, and one for those that exceed the table's streams."""
-    shown = list(shown)
-    faster = any(_faster_than_its_stream(row, table) for row in shown)
-    return sentences(*[said(EITHER)] * any(map(beyond, shown)), *[said(STREAM)] * faster)
+def briefly(shown: Sequence[Row], table: Streams | None = None) -> str:
+    """One sentence for all of the rows that exceed their limit; if the table has a row's stream, that is its limit."""
+    streamed = [row for row in shown if table and _of_stream(row, table)]
+    others = [row for row in shown if row not in streamed]
+    faster = any(_faster_than_its_stream(row, table) for row in streamed)
+    return sentences(*[said(EITHER)] * any(map(beyond, others)), *[said(STREAM)] * faster)
 
 
 def below(shown: Iterable[Row], table: Streams | None = None) -> str:
