@@ -8,6 +8,7 @@ from lessonkit.modes.compile_server import call_in_compiler
 
 import pytest
 import torch
+import triton
 
 from course_ops.attention import _computed
 from course_ops.kernels import attention_backward_hopper
@@ -212,5 +213,6 @@ def test_machine_code(D, causal, window):
     for name, registers, spills, shared, serialized in rows:
         assert not serialized, name
         assert registers <= 168
-        assert spills <= (50 if window else 16), name  # none in the loop over tiles without a mask
+        reloads = bool(window) and triton.__version__.startswith("3.6.")
+        assert spills <= (50 if reloads else 16), name  # outside the loop over tiles without a mask
         assert shared <= 232448

@@ -338,6 +338,17 @@ def test_rows_of_an_odd_length(by_kernels, monkeypatch, n, dtype):
         torch.testing.assert_close(backward(y, between_nans(dy)), expected, rtol=eps, atol=atol)
 
 
+@pytest.mark.parametrize("column", [0, 7, 1000, -1])
+def test_the_sides_of_an_odd_row_count_in_softmaxs_gradient(by_kernels, column):
+    """One column has all the probability, beside the whole chunks or in one: dx is dy - dy there, and 0 elsewhere."""
+    y = torch.zeros(9, 2049, dtype=torch.bfloat16, device=by_kernels)
+    y[:, column] = 1
+    dy = rows(9, 2049, dtype=torch.bfloat16, at=by_kernels)
+    backward = choose(import_module("course_ops.softmax").BACKWARD, Rows.of(y, dy))
+    assert backward.__name__ == "softmax_backward_shifted"
+    assert not backward(y, dy).any()
+
+
 @triton.jit
 def columns_kernel(w_ptr, found_ptr, N, begin, LANES: tl.constexpr):
     """found = w of a row that starts at `begin`, by the part that this program is."""

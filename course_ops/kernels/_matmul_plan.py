@@ -128,17 +128,21 @@ def fastest(choices: Iterable[Plan]) -> Plan:
 
 @lru_cache(maxsize=4096)
 def best_epilogue_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> Plan:
-    """The best of matmul_tiles_hopper that has registers for an epilogue: whole tiles for two consumers."""
+    """The best of epilogue_plans."""
+    return fastest(epilogue_plans(M, N, K, a_aligned, b_aligned, sms))
+
+
+def epilogue_plans(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> list[Plan]:
+    """Those of matmul_tiles_hopper that have registers for an epilogue: whole tiles for two consumers."""
     choices = plans(M, N, K, a_aligned, b_aligned, sms)
-    return fastest(each for each in choices if not each.shared_tiles and each[:2] not in NO_EPILOGUE)
+    return [each for each in choices if not each.shared_tiles and each[:2] not in NO_EPILOGUE]
 
 
 @lru_cache(maxsize=4096)
 def linear_plan(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sms: int) -> Plan:
-    """As best_epilogue_plan, of matmul_tiles_hopper with linear's epilogue."""
-    shape = M, N, K, a_aligned, b_aligned, sms
-    whole = (each for each in plans(*shape) if not each.shared_tiles and each[:2] not in NO_EPILOGUE)
-    return fastest(with_epilogue(each, TILES_EPILOGUE * each.block_m * each.block_n, M, N, sms) for each in whole)
+    """The best of epilogue_plans with the cycles of linear's epilogue."""
+    choices = epilogue_plans(M, N, K, a_aligned, b_aligned, sms)
+    return fastest(with_epilogue(each, TILES_EPILOGUE * each.block_m * each.block_n, M, N, sms) for each in choices)
 
 
 @lru_cache(maxsize=4096)

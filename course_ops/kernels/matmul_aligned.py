@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from course_ops._common import cdiv, num_sms
+from course_ops._common import cdiv, num_sms, runs_gluon
 from course_ops.kernels._matmul_hopper import wgmma_takes
 from course_ops.kernels._matmul_plan import aligned_rows, copies_that_pay
 from course_ops.kernels.matmul import tma_pays
-from course_ops.kernels.matmul_hopper import runs_gluon
 
 
 # Sizes along a row in units of elements: so the compiler knows how many bytes can be copied at a time, 16 for 8.
