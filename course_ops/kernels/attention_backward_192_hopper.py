@@ -5,8 +5,8 @@ TMA adds up dQ. attention_backward_wide_hopper does seven matmuls for these head
 and 128 keys on one SM, D = 192 and D_v = 128:
 
                      tensor cores     shared memory    L2
-    five matmuls     3328 cycles      3776 cycles      88 KB
-    seven matmuls    4608 cycles      4864 cycles      120 KB
+    five matmuls     3328 cycles      4032 cycles      88 KB
+    seven matmuls    4608 cycles      4800 cycles      120 KB
 
 Registers are what is short. A consumer's dK [64, 192] and dV [64, 128] in fp32 take 160 of a thread's 240. S and dP
 would take 32 each. So dP is issued after the exponentials, when S has become P in 16 bits. Then dP is multiplied
