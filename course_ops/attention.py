@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from course_ops._common import FLOATS, Unsupported, expect, expect_device, expect_tensor, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.kernels import attention_backward as portable_backward
+from course_ops.kernels import attention_backward_192_hopper as backward_192
 from course_ops.kernels import attention_backward_hopper as hopper_backward
 from course_ops.kernels import attention_backward_wide_hopper as wide_backward
 from course_ops.kernels import attention_decode as decode
@@ -115,6 +116,7 @@ def attention_backward(
 #     backward    condition
 #     hopper      as forward, D and D_v <= 128; not under torch.use_deterministic_algorithms, since the order in which
 #                 this kernel adds up dQ varies
+#     hopper_192  as hopper, D from 136 to 192 and D_v up to 128; no softcap
 #     wide        as forward, D or D_v from 136 to 256; no softcap
 #     portable    none
 #
@@ -164,6 +166,11 @@ def _gradient_on_hopper(c: Gradient) -> bool:
     return nondeterministic and hopper_backward.takes(*c[:4])
 
 
+def _gradient_of_192(c: Gradient) -> bool:
+    nondeterministic = not torch.are_deterministic_algorithms_enabled()
+    return nondeterministic and c.softcap is None and backward_192.takes(*c[:4])
+
+
 def _gradient_of_long_heads(c: Gradient) -> bool:
     return c.softcap is None and wide_backward.takes(*c[:4])
 
@@ -176,6 +183,7 @@ FORWARD: tuple[tuple[str, Callable[[Call], bool], Callable[[Call], tuple[Tensor,
 BACKWARD: tuple[tuple[str, Callable[[Gradient], bool], Callable[[Gradient], tuple[Tensor, Tensor, Tensor]]], ...] = (
     ("hopper", _gradient_on_hopper,
      lambda c: hopper_backward.attention_backward(*c[:6], c.causal, c.scale, c.window, *c[9:])),
+    ("hopper_192", _gradient_of_192, lambda c: backward_192.attention_backward(*c[:9], c.sequences)),
     ("wide", _gradient_of_long_heads, lambda c: wide_backward.attention_backward(*c[:9], c.sequences)),
     ("portable", lambda c: True, lambda c: portable_backward.attention_backward(*c)),
 )  # fmt: skip

@@ -18,6 +18,7 @@ import course_ops
 from course_ops import testing
 from course_ops.attention import BACKWARD, FORWARD, Call, Gradient
 from course_ops.attention_varlen import _as_heads, _as_rows, _computed, _computed_gradient
+from course_ops.kernels import attention_backward_192_hopper as backward_192
 from course_ops.kernels import attention_backward_hopper as backward_hopper
 from course_ops.kernels import attention_backward_wide_hopper as wide_backward
 from course_ops.kernels import attention_forward_hopper as forward_hopper
@@ -204,8 +205,8 @@ def on_hopper(monkeypatch, forward=forward_hopper, backward=backward_hopper):
     The backward has a CTA for each tile, as in tests/test_attention_backward_window.py.
     """
     monkeypatch.setattr(backward, "num_sms", lambda device: 1000, raising=False)
-    monkeypatch.setattr(backward_hopper, "gdc_launch_dependents", nothing)  # of prepare_kernel
     for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(backward_hopper, name, nothing)  # of prepare_kernel and finish_kernel
         monkeypatch.setattr(backward, name, nothing)
 
     def attend(q, k, v, *given, causal=False, window=None, softcap=None):
@@ -259,6 +260,11 @@ WIDE = {
     "D = 256, other lengths of keys": ({"lengths": "70+1+64+0+9", "keys": "100+70+0+50+65", "D": 256}, {}),
     "D = 256, a neighbour's blocks": ({"lengths": "40x5+70", "D": 256, "H_kv": 1}, {"causal": True}),
 }
+OF_192 = {
+    "192: grouped heads": ({"lengths": "300+129", "D": 192, "D_v": 128, "H_kv": 1}, {"causal": True}),
+    "192: other lengths of keys": ({"lengths": "70+1+64+0+9", "keys": "100+70+0+50+65", "D": 160, "D_v": 72}, {}),
+    "192: a window": ({"lengths": "200+70", "keys": "200+130", "D": 192, "D_v": 128}, {"causal": True, "window": 50}),
+}
 
 
 def agrees(attend, shape, options, dtype):
@@ -305,11 +311,11 @@ def test_the_forward_on_hopper_is_right_in_every_order(monkeypatch, name, seed):
 
 @emulated_here
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.night) for seed in range(1, 5))])
-@pytest.mark.parametrize("name", HOPPER | WIDE)
+@pytest.mark.parametrize("name", HOPPER | WIDE | OF_192)
 def test_the_backward_on_hopper_is_right_in_every_order(monkeypatch, name, seed):
     monkeypatch.setattr(emulated, "SEED", seed)
-    shape, options = (HOPPER | WIDE)[name]
-    backward = backward_hopper if name in HOPPER else wide_backward
+    shape, options = (HOPPER | WIDE | OF_192)[name]
+    backward = backward_hopper if name in HOPPER else wide_backward if name in WIDE else backward_192
     assert agrees_backward(
         on_hopper(monkeypatch, backward=backward)[1], shape, options, (torch.bfloat16, torch.float16)[seed % 2]
     )

@@ -111,12 +111,19 @@ def prepare_kernel(
     tl.store(starts_ptr + line + at, tl.where(lse == float("-inf"), -1e30, -lse / unit))
     tl.store(deltas_ptr + line + at, -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), axis=1))
     if sum_ptr is not None:
-        inside, nth = None, tl.arange(0, BLOCK_M * BLOCK_D)
-        if COLUMNS < BLOCK_D:  # a tile has the size of one part of the sum, and each second part is a short one
-            inside = (row % 64 == 0) | (nth < 64 * (COLUMNS - 64))
-        tl.store(
-            sum_ptr + (line + row) * BLOCK_D + nth, tl.zeros([BLOCK_M * BLOCK_D], tl.float32), mask=inside
-        )  # fmt: skip
+        if COLUMNS > BLOCK_D:  # D is longer than D_v
+            nth = tl.arange(0, BLOCK_M * 64)
+            for part in tl.static_range(COLUMNS // 64):
+                tl.store(
+                    sum_ptr + (line + row) * COLUMNS + part * BLOCK_M * 64 + nth, tl.zeros([BLOCK_M * 64], tl.float32)
+                )  # fmt: skip
+        else:
+            inside, nth = None, tl.arange(0, BLOCK_M * BLOCK_D)
+            if COLUMNS < BLOCK_D:  # a tile has the size of one part of the sum, and each second part is a short one
+                inside = (row % 64 == 0) | (nth < 64 * (COLUMNS - 64))
+            tl.store(
+                sum_ptr + (line + row) * BLOCK_D + nth, tl.zeros([BLOCK_M * BLOCK_D], tl.float32), mask=inside
+            )  # fmt: skip
 
 
 # Packed sequences have their values and sums in blocks of their own, in the order sequence, head, block. Of a sequence
@@ -133,7 +140,8 @@ def padded_row(cu_ptr, B, H, head, row, ROWS: tl.constexpr):
 
 # dQ's sum lies in parts of 64 x 64. A part is in the order of a warpgroup's registers, so that adding is contiguous:
 # warp (4), column block (8), thread (8 x 4), then the thread's 4 elements of that block. These are in 2 rows, 8 apart,
-# and 2 columns. With 96 columns each second part is 64 x 32, in the first half of its place.
+# and 2 columns. With 96 columns each second part is 64 x 32, in the first half of its place. With 192 columns each
+# third part is two of 64 x 32.
 @triton.jit
 def finish_kernel(
     dq, sum_ptr, dq_strides, scale, H, S_q, rows, D, cu_ptr, B, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr
@@ -143,7 +151,9 @@ def finish_kernel(
     head, part = (nth // parts).to(tl.int64), nth % parts
     first = head * parts
     if cu_ptr is not None:
-        begin, S_q, row, line, _ = padded_row(cu_ptr, B, H, head, part // (BLOCK_D // 64) * 64, 8192 // BLOCK_D)
+        begin, S_q, row, line, _ = padded_row(
+            cu_ptr, B, H, head, part // (BLOCK_D // 64) * 64, 64 if BLOCK_D > 64 else 128
+        )
         if row >= S_q:
             return
         first, part = line // 64 * (BLOCK_D // 64), row // 64 * (BLOCK_D // 64) + part % (BLOCK_D // 64)
@@ -152,6 +162,9 @@ def finish_kernel(
     if COLUMNS < BLOCK_D:
         of_warp = tl.where(part % 2 == 0, 1024, 16 * (COLUMNS - 64))  # values
         at, inside = at // 1024 * of_warp + at % 1024, at % 1024 < of_warp
+    if BLOCK_D == 192:
+        halves = at // 512 % 2 * 2048 + at // 1024 * 512 + at % 512
+        at = tl.where(part % 3 == 2, halves, at)
     x = tl.load(sum_ptr + (first + part) * 4096 + at, mask=inside).reshape(4, 8, 8, 4, 2, 2)
     x = x.permute(0, 4, 2, 1, 3, 5).reshape(64, 64) * scale
     at = part // (BLOCK_D // 64) * 64 + tl.arange(0, 64)[:, None]

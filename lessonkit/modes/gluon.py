@@ -715,7 +715,7 @@ def _atomic_xchg(pointer: _Pointer, value: Any, mask: Any = True, sem: str = "",
 
 
 def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *options: Any, **more: Any) -> Any:
-    """2^x, tanh, a conversion to 16 bits, a zero, or a flag's load.
+    """2^x, tanh, a conversion to 16 bits, a zero, a copy, or a flag's load.
 
     A CTA that polls a flag that is not set would do so for ever: the CTAs before have ended, others wait.
     """
@@ -728,6 +728,8 @@ def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, *op
         return args[0].tanh()
     if asm == "mov.b32 $0, 0;":
         return 0
+    if asm == "mov.b32 $0, $1;":
+        return args[0]
     if "ld.relaxed.gpu.global.b64 $0" in asm:  # until it is not -1
         if (args[0] == -1).any():
             raise Fault("barrier", f"{_now().name} waits for a word in global memory that no CTA before this one wrote")
