@@ -80,7 +80,11 @@ def find_share(
     lengths_ptr, capacity, S_q, window, B, owners, programs, program, part_weight,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """(owner, step) where a program's share begins, and where the next one's does.
+    """(owner, step) where a program's share begins, and where it ends; and from each of its owners to the next.
+
+    Where each share is a number of whole owners, the owners beside those of a program belong to other programs. So the
+    heads of a token, which lie side by side, are read at the same time. DRAM gives 64 bytes at least. A row of 224
+    bytes begins or ends within them, and the next head finds the rest in L2.
 
     All lengths at once: in a loop over them Triton 3.7 loses what it knows of the addresses of K, and 16-byte loads.
     """
@@ -89,10 +93,15 @@ def find_share(
     work = tl.where(b < B, steps + START, 0)  # of one owner of each sequence
     ends = tl.cumsum(work, axis=0) * owners
     total = tl.sum(work, axis=0) * owners
-    share = share_of(total, tl.max(work, axis=0), B, owners, programs, part_weight)
+    most = tl.max(work, axis=0)
+    share = share_of(total, most, B, owners, programs, part_weight)
     owner, step = place_of(tl.minimum(program * share, total), work, ends, owners, B)
     next_owner, next_step = place_of(tl.minimum(program * share + share, total), work, ends, owners, B)
-    return owner, step, next_owner, next_step
+    whole = (total == most * B * owners) & (share % most == 0)
+    working = tl.cdiv(total, share)  # programs
+    owner = tl.where(whole, tl.where(program < working, program, B * owners), owner)
+    next_owner = tl.where(whole, B * owners, next_owner)
+    return owner, step, next_owner, next_step, tl.where(whole, working, 1)
 
 
 @triton.jit
@@ -107,45 +116,57 @@ def place_of(at, work, ends, owners, B):
 
 
 @triton.jit
-def pages_of(table_ptr, b, start, low, length, PAGE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of each key of a step or, where each step lies within a page (WHOLE), of all of them."""
+def pages_of(table_ptr, b, start, low, length, window, PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The PAGES pages of a step, each of BLOCK_N // PAGES of its keys; a scalar if there is one."""
     if PAGE is None:  # each sequence has its keys in one piece
         return b
-    elif WHOLE:
+    elif PAGES == 1:
         return tl.load(table_ptr + start // PAGE, mask=start < length, other=0)
     else:
-        keys = start + tl.arange(0, BLOCK_N)
-        return tl.load(table_ptr + keys // PAGE, mask=(keys >= low) & (keys < length), other=0)
+        firsts = start + tl.arange(0, PAGES) * (BLOCK_N // PAGES)
+        inside = firsts < length
+        if window is not None:
+            inside = inside & (firsts + BLOCK_N // PAGES > low)
+        return tl.load(table_ptr + firsts // PAGE, mask=inside, other=0)
 
 
 @triton.jit
 def load_keys(
-    ptr, strides, pages, h, start, low, length, num_pages, D,
-    PAGE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ptr, strides, pages, h, start, low, length, window, D,
+    PAGE: tl.constexpr, PAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values from `start` on of a head; zeros before low, from length on, and of a page that is not there."""
-    keys, cols = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    inside = (keys >= low) & (keys < length) & (pages >= 0) & (pages < num_pages)
+    """Keys or values from `start` on of a head; zeros before low and from length on."""
+    place, cols = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    first, slots = 0 * start, place  # the first key's slot in its page, and those of all keys from there
     if PAGE is None:
-        slots = keys
-    elif WHOLE:
-        slots = start % PAGE + tl.arange(0, BLOCK_N)
+        first = start
+    elif PAGES == 1:
+        first = start % PAGE
+    elif PAGES < BLOCK_N:  # a step begins where a page does
+        slots = place % PAGE
     else:
-        slots = keys % PAGE
+        slots = (start + place) % PAGE
+    if PAGE is not None and PAGES > 1:  # keys of one page share its number, so its address is computed once
+        pages = pages[:, None].broadcast_to(PAGES, BLOCK_N // PAGES).reshape(BLOCK_N)
+    # One comparison an element: a column past D has no keys. Each further term costs an instruction a load.
+    inside = place[:, None] < tl.where(cols < D, length - start, 0)[None, :]
+    if window is not None:
+        inside = inside & (place >= low - start)[:, None]
     # int64 before each stride: any of these may pass 2^31
-    lines = pages.to(tl.int64) * strides[0] + slots.to(tl.int64) * strides[2]
+    lines = pages.to(tl.int64) * strides[0] + tl.cast(first, tl.int64) * strides[2] + slots.to(tl.int64) * strides[2]
     ptrs = ptr + h.to(tl.int64) * strides[1] + lines[:, None] + cols[None, :].to(tl.int64) * strides[3]
-    return tl.load(ptrs, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
+    return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
 def paged_step(
     acc, m, l, q, k_ptr, v_ptr, k_strides, v_strides, pages, h, start, low, length, last, window, num_pages,
-    scale_log2, cap_scale, D, D_v, PAGE: tl.constexpr, WHOLE: tl.constexpr,
+    scale_log2, cap_scale, D, D_v, PAGE: tl.constexpr, PAGES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc, m and l with the keys of a step."""
-    keys = load_keys(k_ptr, k_strides, pages, h, start, low, length, num_pages, D, PAGE, WHOLE, BLOCK_N, BLOCK_D)
+    pages = tl.minimum(pages.to(tl.uint32, bitcast=True), num_pages - 1)  # a wrong entry reads a page that is there
+    keys = load_keys(k_ptr, k_strides, pages, h, start, low, length, window, D, PAGE, PAGES, BLOCK_N, BLOCK_D)
     s = capped(tl.dot(q, keys.T, input_precision=PRECISION), cap_scale)
     at = start + tl.arange(0, BLOCK_N)[None, :]
     seen = at <= last[:, None]
@@ -153,7 +174,7 @@ def paged_step(
         seen = seen & (at > last[:, None] - window)
     s = tl.where(seen, s, -float("inf"))
     p, m, alpha = online_softmax(s, m, scale_log2)
-    values = load_keys(v_ptr, v_strides, pages, h, start, low, length, num_pages, D_v, PAGE, WHOLE, BLOCK_N, BLOCK_V)
+    values = load_keys(v_ptr, v_strides, pages, h, start, low, length, window, D_v, PAGE, PAGES, BLOCK_N, BLOCK_V)
     acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m, l * alpha + tl.sum(p, axis=1)
 
@@ -165,7 +186,7 @@ def paged_kernel(
     spans_ptr, parts_ptr, part_lse_ptr,  # [owners, 2] int32; [parts, USED, BLOCK_V], [parts, USED] fp32; or None
     q_strides, k_strides, v_strides, o_strides, table_stride, scale_log2, cap_scale, window,
     B, H, S_q, D, D_v, num_pages, capacity, tiles, part_weight,  # cap_scale, window, D_v: None where there is none
-    CAUSAL: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr, EARLY_MERGE: tl.constexpr, DIVIDED: tl.constexpr,
+    CAUSAL: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, EARLY_MERGE: tl.constexpr, DIVIDED: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -174,12 +195,12 @@ def paged_kernel(
     if EARLY_MERGE:
         gdc_launch_dependents()
     program, owners = tl.program_id(0), H // GROUP * tiles  # owners of a sequence
-    owner, step, next_owner, next_step = program, 0, program + 1, 0
+    owner, step, next_owner, next_step, apart = program, 0, program + 1, 0, 1
     if DIVIDED:
-        owner, step, next_owner, next_step = find_share(
+        owner, step, next_owner, next_step, apart = find_share(
             lengths_ptr, capacity, S_q, window, B, owners, tl.num_programs(0), program, part_weight, BLOCK_N, BLOCK_B
         )
-    for place in tl.range(owner, tl.where(next_step > 0, next_owner + 1, next_owner), num_stages=1):
+    for place in tl.range(owner, tl.where(next_step > 0, next_owner + 1, next_owner), apart, num_stages=1):
         b, unit = place // owners, place % owners
         given = tl.load(lengths_ptr + b)
         length, low, steps = work_of(given, capacity, S_q, window, BLOCK_N)
@@ -197,19 +218,19 @@ def paged_kernel(
         first = low // BLOCK_N * BLOCK_N
         start = first + begin * BLOCK_N
         finish = tl.minimum(length, first + stop * BLOCK_N)
-        pages = pages_of(table, b, start, low, length, PAGE, WHOLE, BLOCK_N)
+        pages = pages_of(table, b, start, low, length, window, PAGE, PAGES, BLOCK_N)
         outside = (pages < 0) | (pages >= num_pages)
         for at in range(start, finish, BLOCK_N):
-            ahead = pages_of(table, b, at + BLOCK_N, low, length, PAGE, WHOLE, BLOCK_N)
+            ahead = pages_of(table, b, at + BLOCK_N, low, length, window, PAGE, PAGES, BLOCK_N)
             acc, m, l = paged_step(
                 acc, m, l, q, k_ptr, v_ptr, k_strides, v_strides, pages, h, at, low, length, last, window, num_pages,
-                scale_log2, cap_scale, D, D_v, PAGE, WHOLE, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
+                scale_log2, cap_scale, D, D_v, PAGE, PAGES, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
             )  # fmt: skip
             pages = ahead
             outside = outside | (pages < 0) | (pages >= num_pages)
         broken = (given < 0) | (given > capacity)
         if PAGE is not None:
-            broken = broken | ((outside if WHOLE else tl.max(outside.to(tl.int32), axis=0) > 0) & (length > 0))
+            broken = broken | ((outside if PAGES == 1 else tl.max(outside.to(tl.int32), axis=0) > 0) & (length > 0))
         l = tl.where(broken, float("nan"), l)  # a table or a length that is wrong: the result says so
         o_rows = owner_rows(o_ptr, lse_ptr, o_strides, head, H, S_q, D_v, GROUP, ROWS, BLOCK_V, row)
         if not DIVIDED:
@@ -271,8 +292,10 @@ def attention_paged(
     # A step's K and V fill at most three tiles: two, or three where one of them has rows twice as wide as the other.
     most_keys = 3 * TILE_BYTES // ((block_d + block_v) * q.element_size())
     block_n = min(128, triton.next_power_of_2(most_keys + 1) // 2)
-    ahead, whole = steps_ahead(q, max(16, used), block_n, block_n * (block_d + block_v)), page % block_n == 0
-    capacity = page if table is None else page * table.shape[1]
+    ahead = steps_ahead(q, max(16, used), block_n, block_n * (block_d + block_v))
+    # A step's keys lie in one page, or in a few whole ones; where neither size divides the other, each has its own.
+    pages = 1 if page % block_n == 0 else block_n // page if block_n % page == 0 else block_n
+    capacity = page if table is None else page * table.shape[1] if num_pages else 0
     most_steps = max(1, triton.cdiv(capacity, block_n))
     programs = min(PROGRAMS_PER_SM * sms, owners * most_steps)
     divided = most_steps > (ALONE if 2 * owners >= sms else ALONE // 2) or owners > programs
@@ -286,7 +309,7 @@ def attention_paged(
         q, k, v, o, lse, lengths, lengths if table is None else table, spans, parts, part_lse,
         q.stride(), k.stride(), v.stride(), o.stride(), 0 if table is None else table.stride(0),
         *score_scales(scale, softcap), window, B, H, S_q, D, None if D_v == D else D_v, num_pages, capacity, tiles,
-        weight, causal, None if table is None else page, whole, early, divided, group, max(16, used), used, block_n,
+        weight, causal, None if table is None else page, pages, early, divided, group, max(16, used), used, block_n,
         block_d, block_v, max(128, triton.next_power_of_2(B)), fp32_precision(), num_warps=4, num_stages=1 + ahead,
     )  # fmt: skip
     if not divided:
