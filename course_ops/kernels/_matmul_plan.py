@@ -57,7 +57,7 @@ COPY, LAUNCH = 2000, 7000  # assumed: bytes a cycle that a copy of a matrix read
 COPIES = 0.95  # copies and the plan after them have to take less than this share of the cycles without copies
 # Cycles in which a bias is added and GELU applied, while no MMA runs: fits to linear's times on an H200.
 TMA_EPILOGUE = 4000  # a tile of linear's tma_kernel, of 128 columns or 256
-TILES_EPILOGUE = 0.21  # an element of a tile of matmul_tiles_hopper, whose panels load their bias one after another
+TILES_EPILOGUE = 0.21  # an element of a tile of matmul_tiles_hopper
 APART = 0.007  # as DRIFT, of a shared step's copies: its CTAs are at different places along K
 
 
