@@ -57,7 +57,7 @@ COPY, LAUNCH = 2000, 7000  # assumed: bytes a cycle that a copy of a matrix read
 COPIES = 0.95  # copies and the plan after them have to take less than this share of the cycles without copies
 # Cycles in which a bias is added and GELU applied, while no MMA runs.
 TMA_EPILOGUE = 5200  # a tile of linear's tma_kernel, of 128 columns or 256: a fit to 32 shapes on an H200
-TILES_EPILOGUE = 0.11  # an element of a tile of matmul_tiles_hopper: by the count of its instructions
+TILES_EPILOGUE = 0.11  # an element of a tile of matmul_tiles_hopper: estimated from its instructions
 APART = 0.007  # as DRIFT, of a shared step's copies: its CTAs are at different places along K
 
 
