@@ -12,7 +12,7 @@ from course_ops._common import Unsupported, expect, left_operand, num_sms, on_de
 from course_ops._launch import remembered
 from course_ops._registration import cast_under_autocast, once_differentiable, unobserved
 from course_ops.kernels import linear as kernels
-from course_ops.kernels._matmul_plan import LEAD, Plan, aligned_rows, linear_plan, tma_plan
+from course_ops.kernels._matmul_plan import aligned_rows, linear_plan
 from course_ops.kernels.matmul_hopper import takes
 from course_ops.kernels.matmul_tiles_hopper import planned
 from course_ops.matmul import _matmul, as_matrix
@@ -25,7 +25,7 @@ ACTIVATIONS = ("gelu_tanh",)
 # - There is no epilogue: matmul's own dispatch.
 # - A last stride is not 1: copies, then as below.
 # - x has 128 rows or fewer: matmul_skinny and a kernel for the epilogue, since tiles of 128 rows would leave SMs idle.
-# - There is no residual, and the planned tile with its epilogue takes fewer cycles: matmul_tiles_hopper.
+# - There is no residual, and the Hopper kernels take x and w: matmul_tiles_hopper.
 # - TMA takes the strides: tma_kernel. Otherwise pointers_kernel.
 def _prepare(
     x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None, gelu: bool
@@ -42,18 +42,12 @@ def _prepare(
         return lambda *given: run(*map(_unit_stride, given[:4]), given[4])
     if x.shape[0] <= 128:
         return kernels.prepare_few_rows(x, w, bias, residual, z, gelu)
-    if residual is None and takes(x, w.t()) and (plan := _plan(x, w.t())):
+    if residual is None and takes(x, w.t()):
+        plan = linear_plan(len(x), *w.shape, aligned_rows(x), aligned_rows(w), num_sms(x.device))
         tiles = planned(x, w.t(), plan, x.new_empty(x.shape[0], w.shape[0], device="meta"), gelu, z)
         return lambda x, w, bias, _, z: tiles(x, w, x.new_empty(x.shape[0], w.shape[0]), bias, z)
     choose = kernels.prepare_tma if kernels.tma_fits(x, w, residual) else kernels.prepare_pointers
     return choose(x, w, bias, residual, z, gelu)
-
-
-def _plan(x: Tensor, w: Tensor) -> Plan | None:
-    """The tile for x [M, K] w [K, N] with an epilogue, if tma_kernel's own takes longer."""
-    shape = x.shape[0], w.shape[1], x.shape[1], aligned_rows(x), aligned_rows(w), num_sms(x.device)
-    plan = linear_plan(*shape)
-    return plan if plan.cycles < LEAD * tma_plan(*shape).cycles else None
 
 
 def _unit_stride(t: Tensor | None) -> Tensor | None:
@@ -152,6 +146,8 @@ def _prepare_gradients(
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """_gradients for tensors that lie as these do."""
     epilogue = needs_bias or (z is not None and (needs_x or needs_weight))
+    if epilogue and needs_weight and dy.stride(-1) == 1 and kernels.outer_fits(x, weight):
+        return _prepare_gradients_of_few_rows(dy, x, weight, z, needs_x, needs_bias)
     of_dz = _prepare_dz_and_sums(dy, z) if epilogue else lambda dy, z: (dy, None)
     dz = dy if z is None else torch.empty_like(z)
     of_x = prepare_product(dz, weight) if needs_x else None
@@ -161,6 +157,21 @@ def _prepare_gradients(
         dz, dbias = of_dz(dy, z)
         dx = of_x(dz, weight) if of_x else dy.new_empty(0)
         dw = of_weight(dz.t(), x) if of_weight else dy.new_empty(0)
+        return dx, dw, dbias if needs_bias else dy.new_empty(0)
+
+    return run
+
+
+def _prepare_gradients_of_few_rows(
+    dy: Tensor, x: Tensor, weight: Tensor, z: Tensor | None, needs_x: bool, needs_bias: bool
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """As _prepare_gradients, where dw is wanted and is written by the launch that makes dz and its sums."""
+    outer = kernels.prepare_outer(dy, x, z)
+    of_x = prepare_product(dy if z is None else torch.empty_like(z), weight) if needs_x else None
+
+    def run(dy: Tensor, x: Tensor, weight: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        dz, dbias, dw = outer(dy, x, z)
+        dx = of_x(dz, weight) if of_x else dy.new_empty(0)
         return dx, dw, dbias if needs_bias else dy.new_empty(0)
 
     return run

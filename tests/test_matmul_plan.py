@@ -1,7 +1,6 @@
 """The plan of a Hopper matmul: what each CTA multiplies, checked in Python at any shape, and what ptxas makes of it."""
 
 import math
-import sys
 from itertools import pairwise
 
 from lessonkit import Mutant, device
@@ -25,9 +24,6 @@ from course_ops.kernels import (
     matmul_stream_k_hopper,
     matmul_tiles_hopper,
 )
-from course_ops.kernels import linear as linear_kernels
-
-linear = sys.modules["course_ops.linear"]  # course_ops.linear is the operator
 
 SIZES = st.integers(1, 40_000)
 SHAPES = {"M": SIZES, "N": SIZES, "K": SIZES, "a_aligned": st.booleans(), "b_aligned": st.booleans()}
@@ -145,23 +141,17 @@ def test_what_the_plan_is_for(shape, aligned, expected):
 
 
 @pytest.mark.parametrize(
-    ("shape", "tile", "by_tma_kernel", "why"),
+    ("shape", "tile", "why"),
     [
-        ((8192, 8192, 2048), (128, 256), True, "the same tile in both kernels, and tma_kernel's epilogue is shorter"),
-        ((282, 9008, 1472), (128, 256), True, "one wave, where tiles of 128 x 128 take two"),
-        ((512, 4096, 1024), (128, 128), False, "one wave of 128 tiles, where 128 x 256 makes 64; two panels"),
-        ((1000, 10240, 2560), (128, 320), False, "two waves, where 128 x 256 makes three"),
+        ((282, 9008, 1472), (128, 256), "one wave, where tiles of 128 x 128 take two"),
+        ((512, 4096, 1024), (128, 128), "one wave of 128 tiles, where 128 x 256 makes 64"),
+        ((1000, 10240, 2560), (128, 320), "two waves, where 128 x 256 makes three"),
     ],
 )
-def test_linears_plan_counts_each_kernels_epilogue(monkeypatch, shape, tile, by_tma_kernel, why):
-    for module in (linear, linear_kernels):
-        monkeypatch.setattr(module, "num_sms", lambda _: 132)
-    monkeypatch.setattr(linear_kernels, "roomy", lambda _: True)
-    M, N, K = shape
-    x, w = (torch.empty(rows, K, dtype=torch.bfloat16, device="meta") for rows in (M, N))
-    plan = linear._plan(x, w.t())
-    assert (plan[:2] if plan else (128, linear_kernels.tile_width(x, w))) == tile, why
-    assert (plan is None) == by_tma_kernel
+def test_linears_plan_has_registers_for_an_epilogue(shape, tile, why):
+    assert _matmul_plan.linear_plan(*shape, True, True, 132)[:2] == tile, why
+    whole = _matmul_plan.best_epilogue_plan(*shape, True, True, 132)
+    assert _matmul_plan.linear_plan(*shape, True, True, 132).cycles > whole.cycles
 
 
 def test_every_tile_has_room_for_three_stages_on_hopper():

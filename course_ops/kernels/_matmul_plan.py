@@ -55,9 +55,9 @@ LEAD = 0.97  # a tile outside TILES, for which the constants are fitted, has to 
 SHIFTED_OTHER = 1.13  # times the cycles of OTHER_TILES where rows begin within a sector: measured at three shapes, H200
 COPY, LAUNCH = 2000, 7000  # assumed: bytes a cycle that a copy of a matrix reads and writes; cycles until it runs
 COPIES = 0.95  # copies and the plan after them have to take less than this share of the cycles without copies
-# Cycles in which a bias is added and GELU applied, while no MMA runs: fits to linear's times on an H200.
-TMA_EPILOGUE = 4000  # a tile of linear's tma_kernel, of 128 columns or 256
-TILES_EPILOGUE = 0.21  # an element of a tile of matmul_tiles_hopper, whose panels load their bias one after another
+# Cycles in which a bias is added and GELU applied, while no MMA runs.
+TMA_EPILOGUE = 5200  # a tile of linear's tma_kernel, of 128 columns or 256: a fit to 32 shapes on an H200
+TILES_EPILOGUE = 0.11  # an element of a tile of matmul_tiles_hopper: estimated from its instructions
 APART = 0.007  # as DRIFT, of a shared step's copies: its CTAs are at different places along K
 
 

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from course_ops._common import architecture, cdiv, fitting_stages, num_sms, roomy, tma_takes, triton_interprets
@@ -107,8 +108,10 @@ def tma_kernel(
 def epilogue_kernel(
     x_ptr, bias_ptr, residual_ptr, y_ptr, z_ptr, M, N, stride_r,  # [M, N] fp32, [N], [M, N] each
     BIAS: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     tiles_n = tl.cdiv(N, BLOCK_N)
     rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -215,8 +218,9 @@ def prepare_few_rows(
     product = matmul_skinny.prepare(x, w.t(), torch.float32)  # z is rounded once, as in the other kernels
     if not M or not N:
         return lambda x, *_: x.new_empty(M, N)
-    go = launcher(epilogue_kernel, (cdiv(M, 8) * cdiv(N, 512),))
-    sizes = M, N, 0 if residual is None else residual.stride(0), *_parts(bias, residual, z, gelu), 8, 512
+    early = starts_early(x.device)
+    go = launcher(epilogue_kernel, (cdiv(M, 8) * cdiv(N, 512),), launch_pdl=early)
+    sizes = M, N, 0 if residual is None else residual.stride(0), *_parts(bias, residual, z, gelu), 8, 512, early
 
     def run(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, z: Tensor | None) -> Tensor:
         y = x.new_empty(M, N)
@@ -226,12 +230,20 @@ def prepare_few_rows(
     return run
 
 
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel starts while the last programs of the one before still run: programmatic dependent launch."""
+    return architecture(device) >= 90 and not triton_interprets()
+
+
 # A program walks down its columns and adds up dz while it has it in registers. The sums are of values that were never
-# rounded to 16 bits, and in the same order every time: no atomics.
+# rounded to 16 bits, and in the same order every time: no atomics. EARLY_SUM: the kernel that adds up the partial sums
+# starts now, and waits for this one's end.
 @triton.jit
 def dz_and_sums_kernel(
-    dy_ptr, z_ptr, dz_ptr, partial_ptr, M, N, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # dy, z, dz [M, N]; partial [programs, N] in fp32: the sums over every row that a program visits
+    dy_ptr, z_ptr, dz_ptr, partial_ptr, M, N, stride_dy,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_SUM: tl.constexpr,
+):  # fmt: skip
+    # dy, z, dz [M, N]; partial [programs, N] in fp32: the sums over every row that a program visits
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
@@ -242,20 +254,87 @@ def dz_and_sums_kernel(
         dz = dy * gelu_slope(z)
         tl.store(dz_ptr + rows * N + cols, dz, mask=mask)
         total += dz
+    if EARLY_SUM:
+        gdc_launch_dependents()
     partial = partial_ptr + tl.program_id(1) * N + cols
     tl.store(partial, tl.sum(total, axis=0, keep_dims=True), mask=cols < N)
 
 
 @triton.jit
-def column_sums_kernel(dz_ptr, partial_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def column_sums_kernel(
+    dz_ptr, partial_ptr, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_SUM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     # dz [M, N]; partial [programs, N] in fp32, as above
+    if EARLY:
+        gdc_wait()
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
         total += tl.load(dz_ptr + rows * N + cols, mask=(rows < M) & (cols < N), other=0.0).to(tl.float32)
+    if EARLY_SUM:
+        gdc_launch_dependents()
     partial = partial_ptr + tl.program_id(1) * N + cols
     tl.store(partial, tl.sum(total, axis=0, keep_dims=True), mask=cols < N)
+
+
+# For few rows: dW is written while dz is in registers. A program owns BLOCK_N rows of dW, and one of every
+# tl.num_programs(1) blocks of their columns. Programs of the same rows compute the same dz, and the first stores it.
+@triton.jit
+def dz_sums_and_dw_kernel(
+    x_desc, dw_desc, dy_ptr, z_ptr, dz_ptr, sums_ptr,  # [M, K], [N, K], [M, N] three times, [N]; z, dz may be None
+    M, N, K, stride_dy, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    rows, cols = tl.arange(0, BLOCK_M)[:, None].to(tl.int64), first + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < N)
+    dz = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+    if z_ptr is not None:
+        dz *= gelu_slope(tl.load(z_ptr + rows * N + cols, mask=mask, other=0.0).to(tl.float32))
+    if tl.program_id(1) == 0:
+        if z_ptr is not None:
+            tl.store(dz_ptr + rows * N + cols, dz, mask=mask)
+        tl.store(sums_ptr + cols, tl.sum(dz, axis=0, keep_dims=True), mask=cols < N)
+    dz = dz.to(dw_desc.dtype).T
+    for k in range(tl.program_id(1) * BLOCK_K, K, tl.num_programs(1) * BLOCK_K):
+        dw_desc.store([first, k], tl.dot(dz, x_desc.load([0, k])).to(dw_desc.dtype))
+
+
+def outer_fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether prepare_outer takes them: 16 bits, TMA, and few rows of x."""
+    return (
+        len(x) <= 128
+        and min(*x.shape, len(weight)) > 0
+        and x.element_size() == 2
+        and architecture(x.device) >= 90
+        and tma_takes(x)
+        and x.shape[1] % 8 == 0
+    )
+
+
+def prepare_outer(
+    dy: Tensor, x: Tensor, z: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]:
+    """As prepare_gelu_backward with dW = dz^T x in the same launch, for what outer_fits(): dz, its sums and dW.
+
+    Without z, dz is dy. Returns a function of tensors that lie as dy, x and z do.
+    """
+    (M, N), K = dy.shape, x.shape[1]
+    block_m, block_n, block_k = max(16, triton.next_power_of_2(M)), 64, 128
+    down, across = cdiv(N, block_n), cdiv(K, block_k)
+    parts = min(across, cdiv(4 * num_sms(x.device), down))  # about four programs an SM: one stores while others load
+    sizes = M, N, K, dy.stride(0), block_m, block_n, block_k
+    go = launcher(dz_sums_and_dw_kernel, (down, parts), num_stages=2)
+    of_x = describing(TensorDescriptor, (M, K), x.stride(), [block_m, block_k])
+    of_dw = describing(TensorDescriptor, (N, K), (K, 1), [block_n, block_k])
+
+    def run(dy: Tensor, x: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        dz, sums, dw = None if z is None else x.new_empty(M, N), x.new_empty(N), x.new_empty(N, K)
+        go(of_x(x), of_dw(dw), dy, z, dz, sums, *sizes)
+        return dy if dz is None else dz, sums, dw
+
+    return run
 
 
 def prepare_gelu_backward(dy: Tensor, z: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -266,8 +345,10 @@ def prepare_gelu_backward(dy: Tensor, z: Tensor) -> Callable[[Tensor, Tensor], t
     M, N = z.shape
     if not z.numel():
         return lambda dy, z: (torch.empty_like(z), z.new_zeros(N))
-    rows, (block_m, block_n) = _partial_rows(z), _block(M, N, num_sms(z.device))
-    go, sizes = launcher(dz_and_sums_kernel, (cdiv(N, block_n), rows)), (M, N, dy.stride(0), block_m, block_n)
+    block_m, block_n, warps = _block(M, N, num_sms(z.device))
+    rows = _partial_rows(z, block_m)
+    sizes = M, N, dy.stride(0), block_m, block_n, rows > 1 and starts_early(z.device)
+    go = launcher(dz_and_sums_kernel, (cdiv(N, block_n), rows), num_warps=warps)
     partial, total = _prepare_sums(z, rows)
 
     def run(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,8 +364,10 @@ def prepare_column_sums(dz: Tensor) -> Callable[[Tensor], Tensor]:
     M, N = dz.shape
     if not dz.numel():
         return lambda dz: dz.new_zeros(N)
-    rows, (block_m, block_n) = _partial_rows(dz), _block(M, N, num_sms(dz.device))
-    go, sizes = launcher(column_sums_kernel, (cdiv(N, block_n), rows)), (M, N, block_m, block_n)
+    block_m, block_n, warps = _block(M, N, num_sms(dz.device))
+    rows = _partial_rows(dz, block_m)
+    sizes = M, N, block_m, block_n, rows > 1 and starts_early(dz.device), False
+    go = launcher(column_sums_kernel, (cdiv(N, block_n), rows), num_warps=warps)
     partial, total = _prepare_sums(dz, rows)
 
     def run(dz: Tensor) -> Tensor:
@@ -295,21 +378,25 @@ def prepare_column_sums(dz: Tensor) -> Callable[[Tensor], Tensor]:
     return run
 
 
-def _block(M: int, N: int, sms: int) -> tuple[int, int]:
-    """Rows and columns of a step, 4096 elements.
+def _block(M: int, N: int, sms: int) -> tuple[int, int, int]:
+    """Rows and columns of a step, and warps.
 
     Up to 128 rows one program has all rows of its columns. Narrow steps then make more programs, down to 32 columns.
+    Up to 512 rows too, if the matrix is small: a second launch that adds partial sums would take longer than its reads.
     """
-    return (128, 32) if M <= 128 and cdiv(N, 128) < sms else (32, 128)
+    if 128 < M <= 512 and cdiv(N, 16) <= 2 * sms:
+        return (256, 16, 4) if M <= 256 else (512, 16, 8)
+    return (128, 32, 4) if M <= 128 and cdiv(N, 128) < sms else (32, 128, 4)
 
 
-def _partial_rows(z: Tensor) -> int:
+def _partial_rows(z: Tensor, block_m: int) -> int:
     """How many programs add up a column: about 8 programs an SM in all, each with a row of partial sums.
 
-    Up to 128 rows one program walks down each column: to add up a few rows takes longer than to read them.
+    Up to 128 rows, or as many as a block has, one program walks down each column: to add up a few rows takes longer
+    than to read them.
     """
     M, N = z.shape
-    most = 1 if M <= 128 else 8 * num_sms(z.device) // max(1, cdiv(N, 128))
+    most = 1 if max(128, block_m) >= M else 8 * num_sms(z.device) // max(1, cdiv(N, 128))
     return max(1, min(cdiv(M, 32), most))
 
 
@@ -318,7 +405,8 @@ def _prepare_sums(z: Tensor, rows: int) -> tuple[Callable[[Tensor], Tensor], Cal
     N, dtype = z.shape[1], z.dtype
     if rows == 1:
         return lambda z: z.new_empty(N), lambda sums: sums
-    go, sizes = launcher(column_sums_kernel, (cdiv(N, 32), 1)), (rows, N, 128, 32)
+    early = starts_early(z.device)
+    go, sizes = launcher(column_sums_kernel, (cdiv(N, 32), 1), launch_pdl=early), (rows, N, 128, 32, False, early)
 
     def total(sums: Tensor) -> Tensor:
         result = sums.new_empty(N, dtype=dtype)

@@ -124,10 +124,14 @@ def consumer(args, WHICH: gl.constexpr):
             mbarrier.arrive(args.empty.index(previous), pred=step > 0)
             previous = stage
             count += 1
+        left_bias = bias_of(args, tile_n, 0, left)  # while the last step's MMAs run
         if RIGHT:
+            right_bias = bias_of(args, tile_n, LEFT, right)
             left, right = warpgroup_mma_wait(0, deps=(left, right))
+            right = plus(right, right_bias)
         else:
             left = warpgroup_mma_wait(0, deps=(left,))
+        left = plus(left, left_bias)
         mbarrier.arrive(args.empty.index(previous))
         row, col = (tile_m * 2 + WHICH) * ROWS, tile_n * (LEFT + RIGHT)
         tma.store_wait(0)  # of the last tile's panels: they have had the time of all steps
@@ -135,6 +139,23 @@ def consumer(args, WHICH: gl.constexpr):
         if RIGHT:
             store_part(args, right, row, col + LEFT, WHICH)
     tma.store_wait(0)
+
+
+# N is a multiple of 8, as TMA stores C. Eight columns have one mask, so that a thread loads its two neighbours at once.
+@gluon.jit
+def bias_of(args, tile_n, FIRST: gl.constexpr, acc):
+    """The bias of a part's columns, from FIRST on in the tile, as a row; None without a bias."""
+    row = args.bias_ptr
+    if row is not None:
+        col = tile_n * (args.LEFT + args.RIGHT) + FIRST
+        cols = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        row = gl.load(row + col + cols, mask=cols // 8 < (args.N - col) // 8)[None, :]
+    return row
+
+
+@gluon.jit
+def plus(acc, bias):
+    return acc if bias is None else acc + bias.to(gl.float32)
 
 
 @gluon.jit
@@ -162,15 +183,12 @@ def gelu(z):
 
 @gluon.jit
 def store_part(args, acc, row, col, WHICH: gl.constexpr):
-    """A part of the tile through the epilogue to C, and before GELU to z. Past the ends TMA writes nothing."""
+    """A part of the tile to C, through GELU, and before GELU to z. Past the ends TMA writes nothing."""
     PANEL: gl.constexpr = args.c_desc.block_type.shape[1]
     panels = panels_of(acc, PANEL)
     for p in gl.static_range(len(panels)):
         x = panels[p]
         start = col + PANEL * p
-        if args.bias_ptr is not None:
-            cols = start + gl.arange(0, PANEL, gl.SliceLayout(0, x.type.layout))
-            x += gl.load(args.bias_ptr + cols, mask=cols < args.N, other=0.0).to(gl.float32)[None, :]
         if args.z_desc is not None:
             store_panel(args, args.z_desc, x, row, start, 2 * WHICH)
         if args.GELU:
