@@ -282,10 +282,13 @@ def test_how_many_programs_share_tiles_of_few_rows_that_are_loaded_element_by_el
 def test_a_copy_with_aligned_rows(cols, begin, transposed):
     t = matrix(40, cols, DEVICE, torch.bfloat16)[:, begin:]
     t = t.t() if transposed else t
-    copy = matmul_aligned.aligned_copy(t)
-    assert torch.equal(copy, t)
-    assert (min(copy.stride()), max(copy.stride()) % 64) == (1, 0)
-    assert aligned_rows(copy)
+    other = matrix(1030, 9, DEVICE, torch.bfloat16).t()
+    for given in ([t], [t, other], [other, t]):
+        copies = matmul_aligned.copier(*given)(*given)
+        for copy, of in zip(copies, given, strict=True):
+            assert torch.equal(copy, of)
+            assert (min(copy.stride()), max(copy.stride()) % 64) == (1, 0)
+            assert aligned_rows(copy)
     assert not aligned_rows(t)
 
 

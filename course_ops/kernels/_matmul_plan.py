@@ -179,7 +179,7 @@ def copies_that_pay(M: int, N: int, K: int, a_aligned: bool, b_aligned: bool, sm
     """Whether to copy A, and B, to rows that begin at sectors before they are multiplied."""
 
     def cycles(copy_a: bool, copy_b: bool) -> float:
-        copies = 2 * 2 * K * (M * copy_a + N * copy_b) / COPY + LAUNCH * (copy_a + copy_b)
+        copies = 2 * 2 * K * (M * copy_a + N * copy_b) / COPY + LAUNCH * (copy_a or copy_b)
         return copies + best_plan(M, N, K, a_aligned or copy_a, b_aligned or copy_b, sms).cycles
 
     best = min(product((False, not a_aligned), (False, not b_aligned)), key=lambda which: cycles(*which))
