@@ -329,15 +329,16 @@ def test_what_tma_cannot_read_is_copied(monkeypatch, a_rows, b_rows, copies):
     assert matmul_aligned.which(a[:, :40], b[:40]) == (False, False), "copies cost more than they save"
 
 
-def test_a_product_of_copies(monkeypatch):
-    a, b = matrix(16, 24, DEVICE, torch.bfloat16), matrix(24, 40, DEVICE, torch.bfloat16)
-    monkeypatch.setattr(matmul_aligned, "which", lambda a, b: (True, False))
+@pytest.mark.parametrize("copied", [(True, False), (False, True), (True, True)])
+def test_a_product_of_copies(monkeypatch, copied):
+    a, b = matrix(16, 24, DEVICE, torch.bfloat16), matrix(40, 25, DEVICE, torch.bfloat16)[:, :24].t()
+    monkeypatch.setattr(matmul_aligned, "which", lambda a, b: copied)
     seen = []
     with testing.kernels():
         matmul_aligned.prepare(a, b, lambda *_: lambda *operands: seen.extend(operands))(a, b)
-    assert torch.equal(seen[0], a)
-    assert aligned_rows(seen[0])
-    assert seen[1] is b
+    for operand, given, is_copied in zip(seen, (a, b), copied, strict=True):
+        assert torch.equal(operand, given)
+        assert aligned_rows(operand) if is_copied else operand is given
 
 
 def loads_of(case):
@@ -352,7 +353,9 @@ def loads_of(case):
             a = matrix(2, 16034, "meta", torch.bfloat16, "a" in case)
             matmul_skinny.matmul_skinny(a, matrix(16034, 822, "meta", torch.bfloat16))
         (kernel,) = made.values()
-    return sorted(set(re.findall(r"(?:ld\.global|cp\.async\.c[ag])[\w.]*", kernel.asm["ptx"])) - {"ld.global.cg.v4.b32"})
+    return sorted(
+        set(re.findall(r"(?:ld\.global|cp\.async\.c[ag])[\w.]*", kernel.asm["ptx"])) - {"ld.global.cg.v4.b32"}
+    )
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def copy_kernel(
 
 
 def copier(*matrices: Tensor) -> Callable[..., list[Tensor]]:
-    """A function that copies 16-bit matrices, one or two that lie as these do: copies as _as_copied makes them."""
+    """A function that copies one or two 16-bit matrices that lie as these do. The copies lie as _as_copied says."""
     stored = [_stored(t) for t in matrices]
     units = [math.gcd(8, t.shape[1], t.stride(0)) for t in stored]
     sizes = [
@@ -57,8 +57,8 @@ def copier(*matrices: Tensor) -> Callable[..., list[Tensor]]:
         for t, unit in zip(stored, units, strict=True)
     ]
     blocks = [cdiv(len(t), ROWS) * cdiv(t.shape[1], COLS) for t in stored]
-    # A thread of copy_kernel owns eight elements, one after another. In units of one they are as many loads, and
-    # PyTorch's copy is faster: there neighbouring threads own neighbours.
+    # A thread of copy_kernel owns eight neighbouring elements. In units of one element it would load them one by one.
+    # PyTorch's copy does that better: there neighbouring threads own neighbouring elements.
     by_kernel = [i for i, unit in enumerate(units) if unit > 1]
     if by_kernel:
         first, last = by_kernel[0], by_kernel[-1]
@@ -89,7 +89,7 @@ def _room(stored: Tensor) -> Tensor:
 
 
 def _as_copied(t: Tensor) -> Tensor:
-    """As a matrix, uninitialised, with rows, or columns if it lies so, that begin at multiples of 128 bytes."""
+    """As large as a matrix, uninitialised; its rows, or its columns if it lies so, begin at multiples of 128 bytes."""
     return _room(t) if t.stride(1) == 1 else _room(t.t()).t()
 
 

@@ -43,7 +43,7 @@ def in_units(n, UNIT: tl.constexpr):
     return n // UNIT * UNIT
 
 
-# A thread can copy so many elements at once: UNIT_AM along a's columns, UNIT_AK along its rows, and so for b.
+# UNIT_AM: how many elements a thread can load at once along a's columns. UNIT_AK: along its rows. The others: of b.
 @triton.jit
 def dot_steps(
     a_ptr, b_ptr,  # [M, K], [K, N]; TMA descriptors of them if TMA names b's layout
@@ -142,7 +142,8 @@ def prepare(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Calla
     by_16_bytes = a.element_size() == 2 and tma_takes(b.t() if n_major else b)
     block_m, *block = _pointer_tile(a, by_16_bytes)
     tma, units = "", _units(a) + _units(b)
-    # A load of 2 bytes cannot run ahead of the MMAs. Then neither operand's does, and many programs share an SM.
+    # A load of 2 bytes cannot run ahead of the MMAs. If one operand needs such loads, both are loaded so: a stage of
+    # the other would take shared memory, and fewer programs would fit on an SM.
     if not by_16_bytes and min(max(units[:2]), max(units[2:])) == 1:
         units = 1, 1, 1, 1
     if by_16_bytes and architecture(a.device) >= 90 and tma_takes(a):
@@ -180,8 +181,8 @@ def _matvec(a: Tensor, b: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tenso
 def _pointer_tile(a: Tensor, by_16_bytes: bool) -> tuple[int, int, int, int, int]:
     """block_m, block_n, block_k, warps, stages. by_16_bytes: whether B can be copied so.
 
-    Then a tile has 128 columns and 128 bytes along K. Otherwise a thread loads at most 8 bytes, and perhaps element by
-    element. Such loads of 2 bytes do not run ahead of the MMAs. So tiles are narrow, and a step is long.
+    Then a tile has 128 columns and 128 bytes along K. Otherwise a thread loads 8 bytes at most. Loads of 2 bytes do not
+    run ahead of the MMAs. So tiles are narrow, several programs share an SM, and a step is long.
     """
     block_m = _block_m(a.shape[0])
     if a.element_size() == 4:  # no tensor cores: sums and operands take more registers
