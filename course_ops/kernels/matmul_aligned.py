@@ -56,6 +56,7 @@ def copier(*matrices: Tensor) -> Callable[..., list[Tensor]]:
         (len(t), t.shape[1] // unit, t.stride(0) // unit, _room(t).stride(0) // unit)
         for t, unit in zip(stored, units, strict=True)
     ]
+    strides = [_as_copied(t).stride() for t in matrices]
     blocks = [cdiv(len(t), ROWS) * cdiv(t.shape[1], COLS) for t in stored]
     # A thread of copy_kernel owns eight neighbouring elements. In units of one element it would load them one by one.
     # PyTorch's copy does that better: there neighbouring threads own neighbouring elements.
@@ -66,7 +67,7 @@ def copier(*matrices: Tensor) -> Callable[..., list[Tensor]]:
         go = launcher(copy_kernel, (sum(blocks[i] for i in by_kernel),))
 
     def copies(*matrices: Tensor) -> list[Tensor]:
-        made = [_as_copied(t) for t in matrices]
+        made = [t.new_empty_strided(t.shape, stride) for t, stride in zip(matrices, strides, strict=True)]
         for i, unit in enumerate(units):
             if unit == 1:
                 made[i].copy_(matrices[i])
