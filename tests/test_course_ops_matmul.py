@@ -4,6 +4,7 @@ import collections
 import inspect
 import itertools
 import math
+import re
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -88,6 +89,8 @@ SHAPES = (
     ((1, 67, 40), "", 0),
     ((5, 264, 640), "b", 0),  # TMA; a tile that three programs share
     ((16, 296, 128), "", 0),
+    ((6, 70, 530), "a", 0),  # rows that begin at multiples of 4 bytes
+    ((6, 68, 532), "b", 2),
     ((131, 40, 33), "", 0),  # pointers
     ((136, 72, 80), "ab", 8),  # TMA
     ((130, 73, 71), "", 0),  # TMA after copies
@@ -256,6 +259,9 @@ def test_tiles_of_33_to_64_rows_are_wider_where_l2_is_the_slowest(shape, block_n
         ((100, 1500, 2001), (128, 64, 64), 32 * 4),
         ((14, 2640, 50257), (16, 32, 256), 4 * 132),  # more tiles than programs: equal shares of all steps
         ((14, 2640, 872), (16, 128, 64), 132),  # B can be copied 16 bytes at a time, but A cannot
+        ((2, 16034, 822, 0, "a"), (16, 32, 256), 26 * 5),  # 4 bytes at a time
+        ((14, 2640, 872, 2, ""), (16, 128, 64), 132),  # of A 4 bytes at a time
+        ((105, 11608, 12678, 0, ""), (128, 64, 64), 132),  # registers of one program fill an SM
     ],
 )
 def test_how_many_programs_share_tiles_of_few_rows_that_are_loaded_element_by_element(
@@ -271,10 +277,28 @@ def test_how_many_programs_share_tiles_of_few_rows_that_are_loaded_element_by_el
     for name in ("num_sms", "architecture", "shared_memory"):
         value = {"num_sms": 132, "architecture": 90, "shared_memory": 232448}[name]
         monkeypatch.setattr(matmul_skinny, name, lambda _, value=value: value)
-    M, K, N = shape
-    a, b = torch.empty(M, K + 1, dtype=torch.bfloat16)[:, :K], torch.empty(K, N, dtype=torch.bfloat16)
+    M, K, N, pad, transposed = (*shape, *(1, "")[len(shape) - 3 :])
+    a, b = matrix(M, K, "meta", torch.bfloat16, bool(transposed), pad), torch.empty(K, N, dtype=torch.bfloat16)
     matmul_skinny.matmul_skinny(a, b)
     assert launched == [((programs,), tile)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "dtype", "units"),
+    [
+        ((2, 16034), (1, 2), torch.bfloat16, (2, 1)),
+        ((16034, 822), (822, 1), torch.bfloat16, (1, 2)),
+        ((40, 872), (872, 1), torch.bfloat16, (1, 8)),
+        ((40, 872), (872, 1), torch.float32, (1, 1)),
+        ((40, 872), (873, 1), torch.bfloat16, (1, 1)),
+        ((40, 871), (872, 1), torch.bfloat16, (1, 1)),  # a thread would load beyond the row
+        ((40, 872), (3488, 4), torch.bfloat16, (1, 1)),
+    ],
+)
+def test_how_many_elements_a_thread_can_load_at_once(shape, strides, dtype, units):
+    t = torch.empty(2**21, dtype=dtype, device="meta").as_strided(shape, strides)
+    for lies, expected in ((t, units), (t.t(), units[::-1])):
+        assert matmul_skinny._units(lies) == expected
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -283,10 +307,13 @@ def test_how_many_programs_share_tiles_of_few_rows_that_are_loaded_element_by_el
 def test_a_copy_with_aligned_rows(cols, begin, transposed):
     t = matrix(40, cols, DEVICE, torch.bfloat16)[:, begin:]
     t = t.t() if transposed else t
-    copy = matmul_aligned.aligned_copy(t)
-    assert torch.equal(copy, t)
-    assert (min(copy.stride()), max(copy.stride()) % 64) == (1, 0)
-    assert aligned_rows(copy)
+    other = matrix(1030, 9, DEVICE, torch.bfloat16).t()
+    for given in ([t], [t, other], [other, t]):
+        copies = matmul_aligned.copier(*given)(*given)
+        for copy, of in zip(copies, given, strict=True):
+            assert torch.equal(copy, of)
+            assert (min(copy.stride()), max(copy.stride()) % 64) == (1, 0)
+            assert aligned_rows(copy)
     assert not aligned_rows(t)
 
 
@@ -303,15 +330,45 @@ def test_what_tma_cannot_read_is_copied(monkeypatch, a_rows, b_rows, copies):
     assert matmul_aligned.which(a[:, :40], b[:40]) == (False, False), "copies cost more than they save"
 
 
-def test_a_product_of_copies(monkeypatch):
-    a, b = matrix(16, 24, DEVICE, torch.bfloat16), matrix(24, 40, DEVICE, torch.bfloat16)
-    monkeypatch.setattr(matmul_aligned, "which", lambda a, b: (True, False))
+@pytest.mark.parametrize("copied", [(True, False), (False, True), (True, True)])
+def test_a_product_of_copies(monkeypatch, copied):
+    a, b = matrix(16, 24, DEVICE, torch.bfloat16), matrix(40, 25, DEVICE, torch.bfloat16)[:, :24].t()
+    monkeypatch.setattr(matmul_aligned, "which", lambda a, b: copied)
     seen = []
     with testing.kernels():
         matmul_aligned.prepare(a, b, lambda *_: lambda *operands: seen.extend(operands))(a, b)
-    assert torch.equal(seen[0], a)
-    assert aligned_rows(seen[0])
-    assert seen[1] is b
+    for operand, given, is_copied in zip(seen, (a, b), copied, strict=True):
+        assert torch.equal(operand, given)
+        assert aligned_rows(operand) if is_copied else operand is given
+
+
+def loads_of(case):
+    """Kinds of loads from global memory in the PTX of a kernel, without the partial sums'. In a compiling process."""
+    from lessonkit.modes import compiled
+
+    with compiled.compiling(90) as made:
+        if case == "copies":
+            a, b = matrix(3000, 3000, "meta", torch.bfloat16), matrix(200, 5000, "meta", torch.bfloat16)
+            matmul_aligned.copier(a, b)(a, b)
+        else:
+            a = matrix(2, 16034, "meta", torch.bfloat16, "a" in case)
+            matmul_skinny.matmul_skinny(a, matrix(16034, 822, "meta", torch.bfloat16))
+        (kernel,) = made.values()
+    return sorted(
+        set(re.findall(r"(?:ld\.global|cp\.async\.c[ag])[\w.]*", kernel.asm["ptx"])) - {"ld.global.cg.v4.b32"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "loads"),
+    [
+        ("copies", ["ld.global.v4.b32"]),
+        ("few rows", ["cp.async.ca.shared.global"]),
+        pytest.param("few rows, a", ["cp.async.ca.shared.global"], marks=pytest.mark.night),
+    ],
+)
+def test_rows_that_begin_at_multiples_of_4_bytes_are_not_loaded_element_by_element(case, loads):
+    assert call_in_compiler("tests.test_course_ops_matmul", "loads_of", case) == loads
 
 
 # The host's time by what it does, which is the same on every machine. Launches are counted, not made.

@@ -233,7 +233,7 @@ def test_the_kernel_is_right_in_every_order(monkeypatch, shape, transposed, tile
 def test_rows_that_tma_cannot_read_are_multiplied_after_a_copy(monkeypatch, transposed):
     monkeypatch.setattr(matmul_stream_k_hopper, "num_sms", lambda _: 5)
     a, b = operands(201, 136, 131, transposed)
-    copies = [matmul_aligned.aligned_copy(t) for t in (a, b)]
+    copies = matmul_aligned.copier(a, b)(a, b)
     c = matmul_stream_k_hopper.by_plan(*copies, _matmul_plan.Plan(192, 128, 0, 0.0))
     torch.testing.assert_close(c.float(), a.float() @ b.float(), rtol=2**-8, atol=2**-9)
 

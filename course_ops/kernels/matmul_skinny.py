@@ -1,5 +1,6 @@
 """C = A B for few rows of A, where reading B is all the time: matrix times vector, and Stream-K (Osama et al. 2023)."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -37,13 +38,24 @@ def matvec_kernel(
 
 
 @triton.jit
+def in_units(n, UNIT: tl.constexpr):
+    """n, a multiple of UNIT. The compiler learns it from this; of an argument it learns only multiples of 16."""
+    return n // UNIT * UNIT
+
+
+# UNIT_AM: how many elements a thread can load at once along a's columns. UNIT_AK: along its rows. The others: of b.
+@triton.jit
 def dot_steps(
     a_ptr, b_ptr,  # [M, K], [K, N]; TMA descriptors of them if TMA names b's layout
     M, N, K, strides, row, column, from_step, to_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    UNIT_AM: tl.constexpr, UNIT_AK: tl.constexpr, UNIT_BK: tl.constexpr, UNIT_BN: tl.constexpr,
 ):  # fmt: skip
     """A tile's product over the steps from_step to to_step of K, a step being BLOCK_K."""
     stride_am, stride_ak, stride_bk, stride_bn = strides
+    stride_am, stride_ak = in_units(stride_am, UNIT_AK), in_units(stride_ak, UNIT_AM)
+    stride_bk, stride_bn = in_units(stride_bk, UNIT_BN), in_units(stride_bn, UNIT_BK)
+    M, N, K = in_units(M, UNIT_AM), in_units(N, UNIT_BN), in_units(in_units(K, UNIT_AK), UNIT_BK)
     rows = row + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
     columns = column + tl.arange(0, BLOCK_N).to(tl.int64)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -83,6 +95,7 @@ def stream_k_kernel(
     a_ptr, b_ptr, c_ptr,
     parts_ptr, flags_ptr,  # [programs, BLOCK_M, BLOCK_N] fp32; [programs or more] int32, 0 before and after
     M, N, K, strides, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    UNIT_AM: tl.constexpr, UNIT_AK: tl.constexpr, UNIT_BK: tl.constexpr, UNIT_BN: tl.constexpr,
 ):  # fmt: skip
     programs = tl.num_programs(0)
     me = programs - 1 - tl.program_id(0)
@@ -93,7 +106,10 @@ def stream_k_kernel(
     for tile in range(begin // steps, tl.cdiv(end, steps)):
         row, column = tile % down * BLOCK_M, tile // down * BLOCK_N
         from_step, to_step = tl.maximum(begin - tile * steps, 0), tl.minimum(end - tile * steps, steps)
-        acc = dot_steps(a_ptr, b_ptr, M, N, K, strides, row, column, from_step, to_step, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
+        acc = dot_steps(
+            a_ptr, b_ptr, M, N, K, strides, row, column, from_step, to_step, BLOCK_M, BLOCK_N, BLOCK_K, TMA,
+            UNIT_AM, UNIT_AK, UNIT_BK, UNIT_BN,
+        )  # fmt: skip
         if from_step > 0:
             tl.store(parts_ptr + me * BLOCK_M * BLOCK_N + elements, acc)
             tl.debug_barrier()  # one thread sets the flag: the others' stores must be done
@@ -125,12 +141,28 @@ def prepare(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Calla
         return _matvec(a, b, dtype)
     by_16_bytes = a.element_size() == 2 and tma_takes(b.t() if n_major else b)
     block_m, *block = _pointer_tile(a, by_16_bytes)
-    tma = ""
+    tma, units = "", _units(a) + _units(b)
+    # A load of 2 bytes cannot run ahead of the MMAs. If one operand needs such loads, both are loaded so: a stage of
+    # the other would take shared memory, and fewer programs would fit on an SM.
+    if not by_16_bytes and min(max(units[:2]), max(units[2:])) == 1:
+        units = 1, 1, 1, 1
     if by_16_bytes and architecture(a.device) >= 90 and tma_takes(a):
         tma = "[N, K]" if n_major else "[K, N]"
         n, k, warps, stages = _tma_tile(a.shape[0], b.shape[1], a.shape[1], num_sms(b.device), n_major)
         block = [n, k, warps, fitting_stages(stages, 2 * (block_m + n) * k, b.device)]
-    return _stream_k(a, b, dtype, block_m, *block, tma)
+        units = 1, 1, 1, 1
+    return _stream_k(a, b, dtype, block_m, *block, tma, units)
+
+
+def _units(t: Tensor) -> tuple[int, int]:
+    """How many 16-bit elements a thread can load at once along t's columns, and along its rows: 8 at most, 16 bytes.
+
+    One fp32 element is 4 bytes, enough for a load to run ahead of the FMAs, so it is left at that.
+    """
+    if t.element_size() != 2 or t.data_ptr() % 16:
+        return 1, 1
+    down, along = (math.gcd(8, t.shape[i], t.stride(1 - i)) if t.stride(i) == 1 else 1 for i in (0, 1))
+    return down, along
 
 
 def _matvec(a: Tensor, b: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
@@ -149,8 +181,8 @@ def _matvec(a: Tensor, b: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tenso
 def _pointer_tile(a: Tensor, by_16_bytes: bool) -> tuple[int, int, int, int, int]:
     """block_m, block_n, block_k, warps, stages. by_16_bytes: whether B can be copied so.
 
-    Then a tile has 128 columns and 128 bytes along K. Otherwise a thread loads element by element, and no load runs
-    ahead of the MMAs: so tiles are narrow, many programs share an SM, and a step is long.
+    Then a tile has 128 columns and 128 bytes along K. Otherwise a thread loads 8 bytes at most. Loads of 2 bytes do not
+    run ahead of the MMAs. So tiles are narrow, several programs share an SM, and a step is long.
     """
     block_m = _block_m(a.shape[0])
     if a.element_size() == 4:  # no tensor cores: sums and operands take more registers
@@ -162,18 +194,21 @@ def _pointer_tile(a: Tensor, by_16_bytes: bool) -> tuple[int, int, int, int, int
     return block_m, block_n, block_k, 8 if block_m == 128 else 4, stages
 
 
-def pointer_programs(block_m: int, block_k: int, tiles: int, steps: int, sms: int) -> int:
-    """How many programs divide tiles whose B is loaded element by element: each tile the same number if they suffice.
+def pointer_programs(block_m: int, block_k: int, tiles: int, steps: int, sms: int, ahead: bool) -> int:
+    """How many programs divide narrow tiles: each tile the same number if they suffice. ahead: loads run ahead.
 
-    A step takes 0.7 us and what its length adds, an SM does one each 0.8 us, and a part of a tile takes 0.4 us and
-    what its rows add: fits on an H200.
+    If not, a step takes 0.7 us and what its length adds, and an SM does one each 0.8 us. A part of a tile takes 0.4 us
+    and what its rows add. All are fits on an H200. If loads run ahead, a step is assumed to take 0.6 us: memory gives
+    an SM 30 KB in 1 us, and a step reads 16 KB of B.
     """
 
     def us(parts: int) -> float:
-        loading = max(cdiv(steps, parts) * (0.7 + block_k / 200), tiles * steps / sms * 0.8)
+        step, an_sms = (0.6, 0.6) if ahead else (0.7 + block_k / 200, 0.8)
+        loading = max(cdiv(steps, parts) * step, tiles * steps / sms * an_sms)
         return loading + (parts - 1) * (0.4 + block_m / 160)
 
-    most = sms * {16: 4, 32: 3, 64: 2}.get(block_m, 1)
+    on_an_sm = {16: 2, 32: 2, 64: 2} if ahead else {16: 4, 32: 3, 64: 2}  # as registers and shared memory allow
+    most = sms * on_an_sm.get(block_m, 1)
     return tiles * min(range(1, min(most // tiles, steps) + 1), key=us) if tiles <= most else most
 
 
@@ -243,6 +278,7 @@ def _stream_k(
     warps: int,
     stages: int,
     tma: str,
+    units: tuple[int, int, int, int],
 ) -> Callable[[Tensor, Tensor], Tensor]:
     (M, K), N, sms = a.shape, b.shape[1], num_sms(a.device)
     tiles, steps = cdiv(M, block_m) * cdiv(N, block_n), cdiv(K, block_k)
@@ -251,9 +287,9 @@ def _stream_k(
     if tma and block_m >= M:
         programs = plan(M, N, K, sms, tma == "[N, K]")[0] * tiles
     elif a.element_size() == 2 and block_n < 128:
-        programs = pointer_programs(block_m, block_k, tiles, steps, sms)
+        programs = pointer_programs(block_m, block_k, tiles, steps, sms, ahead=max(units) > 1)
     programs = programs or min(sms, tiles * steps)
-    sizes = M, N, K, a.stride() + b.stride(), block_m, block_n, block_k, tma
+    sizes = M, N, K, a.stride() + b.stride(), block_m, block_n, block_k, tma, *units
     stored, block = (b.t(), [block_n, block_k]) if tma == "[N, K]" else (b, [block_k, block_n])
     of_a = describing(TensorDescriptor, a.shape, a.stride(), [block_m, block_k])
     of_b = describing(TensorDescriptor, stored.shape, stored.stride(), block)
