@@ -10,6 +10,7 @@ from course_ops._common import as_rows, expect, expect_dtype_of, expect_rows, in
 from course_ops._registration import once_differentiable
 from course_ops.kernels import add_norm as kernels
 from course_ops.kernels._norm_backward import walks
+from course_ops.kernels._norm_backward_shifted import MOST
 from course_ops.kernels._rows import Choice, Rows, choose
 from course_ops.kernels.layer_norm import layer_norm_parts, layer_norm_shifted_parts
 from course_ops.layer_norm import FORWARD as NORM_FORWARD
@@ -39,6 +40,11 @@ FORWARD = (
 )
 BACKWARD = (
     Choice(kernels.add_norm_backward_packed, lambda r: r.N <= 2048, "tiles of several short rows"),
+    Choice(
+        kernels.add_norm_backward_shifted,
+        lambda r: r.period > 1 and r.N <= MOST,
+        "a program's rows start at the same place between two multiples of 16 bytes",
+    ),
     Choice(
         kernels.add_norm_backward_walk,
         lambda r: walks(r.N, r.itemsize, bias=True),
@@ -88,7 +94,7 @@ def _add_norm_backward(
     args = *map(as_rows, (dy, dtotal, total)), weight.contiguous(), mean, rstd
     if runs_kernel(total):
         with on_device(total):
-            dx, dresidual, dw, db = choose(BACKWARD, Rows.of(args[2]))(*args, bias)
+            dx, dresidual, dw, db = choose(BACKWARD, Rows.of(args[2], *args[:2]))(*args, bias)
     else:
         dresidual, dw, db = layer_norm_backward_cpu(args[0], *args[2:])
         dresidual += args[1]

@@ -10,6 +10,7 @@ from course_ops._common import as_rows, expect_rows, in_one_dtype, on_device, ru
 from course_ops._registration import once_differentiable
 from course_ops.kernels import layer_norm as kernels
 from course_ops.kernels._norm_backward import walks
+from course_ops.kernels._norm_backward_shifted import MOST
 from course_ops.kernels._rows import Choice, Rows, choose
 from course_ops.kernels.norm_backward_hopper import norm_backward_hopper, norm_backward_hopper_takes
 
@@ -37,6 +38,11 @@ FORWARD = (
 )
 BACKWARD = (
     Choice(kernels.layer_norm_backward_registers, lambda r: r.N <= 2048, "the next rows wait in registers"),
+    Choice(
+        kernels.layer_norm_backward_shifted,
+        lambda r: r.period > 1 and r.N <= MOST,
+        "a program's rows start at the same place between two multiples of 16 bytes",
+    ),
     Choice(
         kernels.layer_norm_backward_walk,
         lambda r: walks(r.N, r.itemsize, bias=True),
@@ -80,7 +86,7 @@ def _layer_norm_backward(
     drows, rows, w = as_rows(dy), as_rows(x), weight.contiguous()
     with on_device(x):
         hopper = bias and norm_backward_hopper_takes(drows, rows, bias)
-        backward = norm_backward_hopper if hopper else choose(BACKWARD, Rows.of(rows))
+        backward = norm_backward_hopper if hopper else choose(BACKWARD, Rows.of(rows, drows))
         dx, dw, db = backward(drows, rows, w, mean, rstd, bias)
     return dx.view(x.shape), dw, db if bias else weight.new_empty(0)
 

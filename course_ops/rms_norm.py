@@ -10,6 +10,7 @@ from course_ops._common import as_rows, expect_rows, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import rms_norm as kernels
 from course_ops.kernels._norm_backward import walks
+from course_ops.kernels._norm_backward_shifted import MOST
 from course_ops.kernels._rows import Choice, Rows, choose
 from course_ops.kernels.norm_backward_hopper import norm_backward_hopper, norm_backward_hopper_takes
 
@@ -34,6 +35,11 @@ FORWARD = (
 )
 BACKWARD = (
     Choice(kernels.rms_norm_backward_persistent, lambda r: r.N <= 2048, "tiles of several short rows"),
+    Choice(
+        kernels.rms_norm_backward_shifted,
+        lambda r: r.period > 1 and r.N <= MOST,
+        "a program's rows start at the same place between two multiples of 16 bytes",
+    ),
     Choice(
         kernels.rms_norm_backward_walk,
         lambda r: walks(r.N, r.itemsize, bias=False),
@@ -80,7 +86,7 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> t
         if norm_backward_hopper_takes(drows, rows, bias=False):
             dx, dw, _ = norm_backward_hopper(drows, rows, w, None, rstd)
         else:
-            dx, dw = choose(BACKWARD, Rows.of(rows))(drows, rows, w, rstd)
+            dx, dw = choose(BACKWARD, Rows.of(rows, drows))(drows, rows, w, rstd)
     return dx.view(x.shape), dw
 
 

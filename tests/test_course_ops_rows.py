@@ -390,6 +390,61 @@ def between_nans(x):
     return F.pad(x, (0, 8), value=float("nan"))[:, : x.shape[1]]
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_norm"])
+@pytest.mark.parametrize(
+    ("m", "n", "dtype"),
+    [
+        *((m, 2049, torch.bfloat16) for m in (1, 7, 8, 9, 67)),
+        (9, 2051, torch.float32),
+        (11, 2058, torch.float16),
+        (7, 12003, torch.bfloat16),
+        (9, 12003, torch.float32),
+    ],
+)
+def test_the_norms_gradients_of_rows_that_start_anywhere(by_kernels, op, m, n, dtype):
+    """One program a row, and several. NaN and infinity lie between the rows, and no gradient has them."""
+    x, dy, dtotal = (rows(m, n, dtype=dtype, at=by_kernels, shift=shift) for shift in (2, 1, -1))
+    (w, _), bias = weights(n, dtype, by_kernels), op != "rms_norm"
+    mean = x.float().mean(1) if bias else None
+    rstd = torch.rsqrt(x.float().var(1, correction=0) + 1e-5)
+    beside = between_nans(dy), F.pad(x, (0, 16), value=float("inf"))[:, :n]
+    beside = (beside[0], between_nans(dtotal), beside[1]) if op == "add_norm" else beside
+    backward = choose(import_module(f"course_ops.{op}").BACKWARD, Rows.of(*beside[::-1]))
+    assert backward.__name__ == f"{op}_backward_shifted"
+    args = (*beside, w, *((mean,) if bias else ()), rstd, *((True,) if bias else ()))
+    found = backward(*args)
+    for first, second in zip(found, backward(*args), strict=True):
+        assert torch.equal(first, second)
+
+    g, x_hat = dy.double() * w.double(), (x.double() - (mean.double()[:, None] if bias else 0)) * rstd.double()[:, None]
+    dx = g - x_hat * (g * x_hat).mean(1, keepdim=True) - (g.mean(1, keepdim=True) if bias else 0)
+    dx = dx * rstd.double()[:, None] + (dtotal.double() if op == "add_norm" else 0)
+    sums = (dy.double() * x_hat).sum(0), dy.double().sum(0)
+    expected = (dx,) * (1 + (op == "add_norm")) + sums[: 1 + bias]
+    for ours, theirs in zip(found, expected, strict=True):
+        error = 2 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-4
+        torch.testing.assert_close(ours.double(), theirs, rtol=error, atol=error * float(theirs.abs().max()) / 64)
+
+
+@pytest.mark.parametrize(
+    ("n", "pads", "dtypes", "expected"),
+    [
+        (4095, (0, 8), (torch.bfloat16, torch.bfloat16), 8),
+        (4094, (0, 0), (torch.float16, torch.float16), 4),
+        (4100, (16, 0), (torch.bfloat16, torch.bfloat16), 2),
+        (4096, (0, 0), (torch.bfloat16, torch.bfloat16), 1),
+        (4095, (0, 4), (torch.float32, torch.bfloat16), 4),
+        (4095, (0, 4), (torch.bfloat16, torch.bfloat16), 1),  # the two rows of one number start at different places
+    ],
+)
+def test_how_far_apart_rows_start_alike(n, pads, dtypes, expected):
+    x, dy = (torch.empty(9, n + pad, dtype=dtype)[:, :n] for pad, dtype in zip(pads, dtypes, strict=True))
+    assert Rows.of(x, dy).period == expected
+    if expected > 1:
+        start = [x.stride(0) * row * x.element_size() % 16 for row in range(9)]
+        assert start[0] == start[expected] not in start[1:expected]
+
+
 @pytest.mark.parametrize(
     ("n", "pad", "start", "dtype", "expected"),
     [
@@ -806,6 +861,9 @@ KERNELS = {
     *("layer_norm_backward_kernel", "norm_backward_walk_kernel", "norm_backward_group_kernel", "sum_partials_kernel"),
     *("rms_norm_packed_kernel", "rms_norm_chunks_kernel", "rms_norm_split_kernel", "rstd_kernel", "scale_kernel"),
     "rms_norm_backward_persistent_kernel",
+    *("softmax_shifted_kernel", "softmax_backward_shifted_kernel", "layer_norm_shifted_kernel"),
+    *("rms_norm_shifted_kernel", "norm_backward_shifted_walk_kernel", "norm_backward_shifted_group_kernel"),
+    "sum_shifted_kernel",
     *("add_norm_kernel", "add_norm_backward_kernel", "gelu_kernel", "gelu_backward_kernel", "dropout_kernel"),
     *("cross_entropy_packed_kernel", "cross_entropy_chunks_kernel", "cross_entropy_registers_kernel", "merge_kernel"),
     "cross_entropy_backward_kernel",
@@ -821,7 +879,7 @@ def compiled_kernels(target):
     names, too_large, card = set(), [], chips.of(target)
     for dtype in (torch.float32, torch.bfloat16):
         # Among them the longest rows that a program holds, that programs share, and that they walk over.
-        for n in (7, 2048, 3000, 6000, 8192, 12001, 16384, 40000, 800_000, 1_000_003, 20_000_000):
+        for n in (7, 2048, 3000, 5001, 6000, 8192, 12001, 16384, 40000, 800_000, 1_000_003, 20_000_000):
             x, w = torch.empty(100, n, dtype=dtype, device="meta"), torch.empty(n, dtype=dtype, device="meta")
             m, targets = x[:, 0].float().contiguous(), torch.empty(100, dtype=torch.long, device="meta")
             for bias in (w, None):

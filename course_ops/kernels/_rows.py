@@ -8,7 +8,7 @@ A kernel has one of these shapes, and each operator lists which of them it takes
     walk        a program walks over many rows and keeps sums over rows (dw, db) in registers
     group       both: PARTS programs walk together, each over its own columns of every row
     two-pass    a program walks along a row of any length, twice
-    shifted     packed or split, for rows that start at any address: see `whole_chunks`
+    shifted     packed, split, walk or group, for rows that start at any address: see `whole_chunks`
 
 Split rows. Each part publishes its partial statistics, one word for each row, and loads those of the other parts until
 none is empty. A word is written and read whole, so no fence is needed. No wait is for ever, for two reasons:
@@ -44,14 +44,19 @@ class Rows:
     itemsize: int
     sms: int
     shifted: bool = False  # most rows of 16 bits start where no load of 4 bytes can
+    period: int = 1  # rows so far apart start at the same place between two multiples of 16 bytes, in each tensor
 
     @classmethod
     def of(cls, x: torch.Tensor, *more: torch.Tensor) -> "Rows":
         """Of x, whose result has rows of N elements; `more` is read beside it."""
-        odd = x.element_size() == 2 and x.shape[1] % 2 == 1
+        N, tensors = x.shape[1], (x, *more)
+        odd = x.element_size() == 2 and N % 2 == 1
         # A row starts at the same place between two multiples of 16 bytes in each tensor.
-        shifted = odd and all((t.stride(0) - x.shape[1]) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, *more))
-        return cls(*x.shape, x.element_size(), num_sms(x.device), shifted)
+        shifted = odd and all((t.stride(0) - N) % 8 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+        width = 16 // max(t.element_size() for t in tensors)
+        alike = all((t.stride(0) - N) % width == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+        period = width // math.gcd(width, N) if alike else 1
+        return cls(*x.shape, x.element_size(), num_sms(x.device), shifted, period)
 
     @property
     def bytes(self) -> int:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from course_ops.kernels._norm_backward import norm_backward_group, norm_backward_walk, partial_sums, sum_partials
+from course_ops.kernels._norm_backward_shifted import norm_backward_shifted
 from course_ops.kernels._rows import Rows, common_multiple_of, mean_by_division, multiple
 from course_ops.kernels.layer_norm import layer_norm_chunks, layer_norm_shifted, layer_norm_split, normalize, row_sums
 
@@ -139,3 +140,8 @@ def add_norm_backward_walk(dy, dtotal, total, w, mean, rstd, bias):
 def add_norm_backward_group(dy, dtotal, total, w, mean, rstd, bias):
     """As add_norm_backward_packed for rows of any length, in one launch where all parts of a row run at once."""
     return norm_backward_group(dy, total, w, mean, rstd, bias, dtotal)
+
+
+def add_norm_backward_shifted(dy, dtotal, total, w, mean, rstd, bias):
+    """As add_norm_backward_walk and add_norm_backward_group, with 16-byte loads of rows that start anywhere."""
+    return norm_backward_shifted(dy, total, w, mean, rstd, bias, dtotal)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from course_ops.kernels._norm_backward import norm_backward_group, norm_backward_walk, partial_sums, sum_partials
+from course_ops.kernels._norm_backward_shifted import norm_backward_shifted
 from course_ops.kernels._rows import (
     Rows,
     Split,
@@ -447,6 +448,12 @@ def layer_norm_backward_walk(dy, x, w, mean, rstd, bias):
 def layer_norm_backward_group(dy, x, w, mean, rstd, bias):
     """As layer_norm_backward_walk for rows of any length, in one launch where all parts of a row run at once."""
     dx, _, dw, db = norm_backward_group(dy, x, w, mean, rstd, bias)
+    return dx, dw, db
+
+
+def layer_norm_backward_shifted(dy, x, w, mean, rstd, bias):
+    """As layer_norm_backward_walk and layer_norm_backward_group, with 16-byte loads of rows that start anywhere."""
+    dx, _, dw, db = norm_backward_shifted(dy, x, w, mean, rstd, bias)
     return dx, dw, db
 
 

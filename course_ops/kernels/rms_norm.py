@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from course_ops.kernels._norm_backward import norm_backward_group, norm_backward_walk, sum_partials
+from course_ops.kernels._norm_backward_shifted import norm_backward_shifted
 from course_ops.kernels._rows import (
     Rows,
     Split,
@@ -299,6 +300,12 @@ def rms_norm_backward_walk(dy, x, w, rstd):
 def rms_norm_backward_group(dy, x, w, rstd):
     """As rms_norm_backward_persistent for rows of any length, in one launch where all parts of a row run at once."""
     dx, _, dw, _ = norm_backward_group(dy, x, w, None, rstd)
+    return dx, dw
+
+
+def rms_norm_backward_shifted(dy, x, w, rstd):
+    """As rms_norm_backward_walk and rms_norm_backward_group, with 16-byte loads of rows that start anywhere."""
+    dx, _, dw, _ = norm_backward_shifted(dy, x, w, None, rstd)
     return dx, dw
 
 

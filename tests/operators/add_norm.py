@@ -15,7 +15,7 @@ def add_norm(x, delta, w, b, eps=EPS):
 
 
 def add_norm_backward(dtotal, dy, total, w, mean, rstd):
-    dx, dresidual, dw, db = choose(BACKWARDS, Rows.of(dy))(dy, dtotal, total, w, mean, rstd, True)
+    dx, dresidual, dw, db = choose(BACKWARDS, Rows.of(total, dy, dtotal))(dy, dtotal, total, w, mean, rstd, True)
     return dresidual, dx, dw, db
 
 
@@ -76,7 +76,9 @@ BACKWARD = Lesson(
         *PROBLEM_BACKWARD.checks,
         case("several rows a program, 3 elements apart", M=23, N=5001, pad=3, stream=True),
         case("several programs a row, rows 3 elements apart", M=7, N=9001, pad=3, stream=True),
-        case("more parts than run at once: partial sums in a launch of their own", M=3, N=32769),
+        case("more parts than run at once: partial sums in a launch of their own", M=3, N=32776),
+        case("rows that start at any address, 8 elements apart", M=19, N=2049, pad=8),
+        case("and several programs a row", M=9, N=9003, pad=8, stream=True),
         case("the bytes are counted here", M=64, N=768, stream=True),
     ),
     wrong=(
@@ -94,6 +96,10 @@ BACKWARD = Lesson(
         Mutant("the next row's gradient of the stream", "norm_backward_group_kernel",
                "dtotal_ptr + row * stride_dtotal + cols, mask=cols < N",
                "dtotal_ptr + after * stride_dtotal + cols, mask=(cols < N) & (after < M)", "add_norm_backward"),
+        Mutant("the sides of the stream's gradient N apart", "norm_backward_shifted_walk_kernel",
+               "row * stride_dtotal + side", "row * N + side", "add_norm_backward", "value or nan"),
+        Mutant("the sides of the stream's gradient forgotten, in parts", "norm_backward_shifted_group_kernel",
+               "dx_side += tl.load(", "dx_side += 0 * tl.load(", "add_norm_backward"),
     ),
     claims={add_norm_backward: (
         "add_norm_backward_kernel: no spills", "norm_backward_walk_kernel: no spills",

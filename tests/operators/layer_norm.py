@@ -14,7 +14,7 @@ def layer_norm(x, w, b, eps=EPS):
 
 
 def layer_norm_backward(dy, x, w, mean, rstd):
-    return choose(BACKWARDS, Rows.of(x))(dy, x, w, mean, rstd, True)
+    return choose(BACKWARDS, Rows.of(x, dy))(dy, x, w, mean, rstd, True)
 
 
 # Machine code is looked at where 8 divides the length of a row and 16 does not: there the compiler has to be told.
@@ -80,9 +80,11 @@ BACKWARD = Lesson(
     rungs=(layer_norm_backward,),
     checks=(
         *PROBLEM_BACKWARD.checks,
-        case("one past the longest row whose successor waits in registers", M=23, N=2049),
-        case("three programs a row, the last with fewer columns; 7 rows for 2 groups", M=7, N=10242),
-        case("more parts than fit on the interpreter's 4 SMs", M=3, N=32769),
+        case("past the longest row whose successor waits in registers", M=23, N=2056),
+        case("three programs a row, the last with fewer columns; 7 rows for 2 groups", M=7, N=10248),
+        case("more parts than fit on the interpreter's 4 SMs", M=3, N=32776),
+        case("rows that start at any address, several of them a program", M=23, N=2049),
+        case("and several programs a row", M=11, N=10243),
         case("more parts than fit on a GPU", gib=1, M=2, N=1_200_000),
         case("more tiles than a GPU has programs", gib=0.9, M=9001, N=1000),
         case("more rows than a GPU has groups", gib=0.5, M=300, N=9001),
@@ -114,6 +116,23 @@ BACKWARD = Lesson(
                "sums_ptr + after * PARTS + part", "sums_ptr + after * PARTS + 0 * part", "layer_norm_backward", "nan"),
         Mutant("of many parts the largest sum alone", "norm_backward_group", ".sum(1)", ".amax(1)",
                "layer_norm_backward"),
+        Mutant("dw of the last row's sides only", "norm_backward_shifted_walk_kernel", "dw_side += dy_side",
+               "dw_side = dy_side", "layer_norm_backward"),
+        Mutant("w as if all rows started at a multiple of 16 bytes", "norm_backward_shifted_walk_kernel",
+               "w_ptr + before + cols", "w_ptr + cols", "layer_norm_backward"),
+        Mutant("a whole word too many", "norm_backward_shifted_walk_kernel", "(N // WIDTH - 1) * WIDTH",
+               "N // WIDTH * WIDTH", "layer_norm_backward", "value or out of bounds"),
+        Mutant("the sides are not in the mean of g", "sums_with_sides", "lanes_g = g_side", "lanes_g = 0 * g_side",
+               "layer_norm_backward"),
+        Mutant("every part has the sides", "norm_backward_shifted_group_kernel", "& (part == 0)", "& (part >= 0)",
+               "layer_norm_backward"),
+        Mutant("the sides of the next row", "norm_backward_shifted_group_kernel", "rstd * (g_side",
+               "rstd * (next_g_side", "layer_norm_backward"),
+        Mutant("rows of one group start at different places", "spread",
+               "max(resident // parts // period, 1) * period", "max(resident // parts, 1)",
+               "layer_norm_backward", "value or nan or out of bounds"),
+        Mutant("sums of all programs taken to start at the same place", "sum_shifted_kernel",
+               "- before_chunks(p * N, WIDTH)", "", "layer_norm_backward", "value or nan"),
     ),
     claims={layer_norm_backward: (
         "layer_norm_backward_kernel: 16-byte loads", "norm_backward_walk_kernel: no spills",

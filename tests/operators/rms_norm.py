@@ -14,7 +14,7 @@ def rms_norm(x, w, eps):
 
 
 def rms_norm_backward(dy, x, w, rstd):
-    return choose(BACKWARDS, Rows.of(x))(dy, x, w, rstd)
+    return choose(BACKWARDS, Rows.of(x, dy))(dy, x, w, rstd)
 
 
 # Machine code is looked at where 8 divides the length of a row and 16 does not: there the compiler has to be told.
@@ -85,7 +85,9 @@ BACKWARD = Lesson(
         case("several tiles a program", M=203, N=1000),
         case("no rows of more than 16 KB", M=0, N=9000),
         case("several rows a program", M=23, N=5000),
-        case("five programs a row, the last part shorter", M=9, N=9001, strange=True),
+        case("five programs a row, the last part shorter", M=9, N=9008, strange=True),
+        case("rows that start at any address, several of them a program", M=19, N=2049, strange=True),
+        case("and several programs a row", M=9, N=12003),
         case("several tiles a program on a GPU too", gib=0.5, M=4100, N=1000),
         case("several rows, and a row for several programs, on a GPU too", gib=0.5, M=301, N=9001),
         case("groups on a GPU", gib=0.5, M=150, N=20000),
@@ -113,6 +115,14 @@ BACKWARD = Lesson(
                "tl.sum(c1, axis=0) / BLOCK", "rms_norm_backward"),
         Mutant("one part's sum", "norm_backward_group_kernel", "tl.sum(c1, axis=0)", "PARTS * tl.max(c1, axis=0)",
                "rms_norm_backward"),
+        Mutant("the sides do not count", "sums_with_sides", "lanes_gx = gx_side", "lanes_gx = 0 * gx_side",
+               "rms_norm_backward"),
+        Mutant("only the last row's dw, of rows that start anywhere", "norm_backward_shifted_walk_kernel",
+               "before_dw[chunk] + wide", "wide", "rms_norm_backward"),
+        Mutant("and in parts", "norm_backward_shifted_group_kernel", "before_dw[chunk] + wide", "wide",
+               "rms_norm_backward"),
+        Mutant("the sides' dw of the last row", "norm_backward_shifted_group_kernel", "dw_side += dy_side",
+               "dw_side = dy_side", "rms_norm_backward"),
         Mutant("only the last tile's dw", "rms_norm_backward_persistent_kernel", "dw += dy", "dw = dy",
                "rms_norm_backward"),
     ),
