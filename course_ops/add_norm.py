@@ -10,7 +10,7 @@ from course_ops._common import as_rows, expect, expect_dtype_of, expect_rows, in
 from course_ops._registration import once_differentiable
 from course_ops.kernels import add_norm as kernels
 from course_ops.kernels._norm_backward import walks
-from course_ops.kernels._norm_backward_shifted import MOST
+from course_ops.kernels._norm_backward_shifted import norm_backward_shifted_takes
 from course_ops.kernels._rows import Choice, Rows, choose
 from course_ops.kernels.layer_norm import layer_norm_parts, layer_norm_shifted_parts
 from course_ops.layer_norm import FORWARD as NORM_FORWARD
@@ -42,7 +42,7 @@ BACKWARD = (
     Choice(kernels.add_norm_backward_packed, lambda r: r.N <= 2048, "tiles of several short rows"),
     Choice(
         kernels.add_norm_backward_shifted,
-        lambda r: r.period > 1 and r.N <= MOST,
+        norm_backward_shifted_takes,
         "a program's rows start at the same place between two multiples of 16 bytes",
     ),
     Choice(

@@ -10,7 +10,7 @@ from course_ops._common import as_rows, expect_rows, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import rms_norm as kernels
 from course_ops.kernels._norm_backward import walks
-from course_ops.kernels._norm_backward_shifted import MOST
+from course_ops.kernels._norm_backward_shifted import norm_backward_shifted_takes
 from course_ops.kernels._rows import Choice, Rows, choose
 from course_ops.kernels.norm_backward_hopper import norm_backward_hopper, norm_backward_hopper_takes
 
@@ -37,7 +37,7 @@ BACKWARD = (
     Choice(kernels.rms_norm_backward_persistent, lambda r: r.N <= 2048, "tiles of several short rows"),
     Choice(
         kernels.rms_norm_backward_shifted,
-        lambda r: r.period > 1 and r.N <= MOST,
+        norm_backward_shifted_takes,
         "a program's rows start at the same place between two multiples of 16 bytes",
     ),
     Choice(

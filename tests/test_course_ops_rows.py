@@ -396,7 +396,7 @@ def between_nans(x):
     [
         *((m, 2049, torch.bfloat16) for m in (1, 7, 8, 9, 67)),
         (9, 2051, torch.float32),
-        (11, 2058, torch.float16),
+        (11, 2059, torch.float16),
         (7, 12003, torch.bfloat16),
         (9, 12003, torch.float32),
     ],
