@@ -80,11 +80,7 @@ def find_share(
     lengths_ptr, capacity, S_q, window, B, owners, programs, program, part_weight,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """(owner, step) where a program's share begins, and where it ends; and from each of its owners to the next.
-
-    Where each share is a number of whole owners, the owners beside those of a program belong to other programs. So the
-    heads of a token, which lie side by side, are read at the same time. DRAM gives 64 bytes at least. A row of 224
-    bytes begins or ends within them, and the next head finds the rest in L2.
+    """(owner, step) where a program's share begins, and where the next one's does.
 
     All lengths at once: in a loop over them Triton 3.7 loses what it knows of the addresses of K, and 16-byte loads.
     """
@@ -93,15 +89,10 @@ def find_share(
     work = tl.where(b < B, steps + START, 0)  # of one owner of each sequence
     ends = tl.cumsum(work, axis=0) * owners
     total = tl.sum(work, axis=0) * owners
-    most = tl.max(work, axis=0)
-    share = share_of(total, most, B, owners, programs, part_weight)
+    share = share_of(total, tl.max(work, axis=0), B, owners, programs, part_weight)
     owner, step = place_of(tl.minimum(program * share, total), work, ends, owners, B)
     next_owner, next_step = place_of(tl.minimum(program * share + share, total), work, ends, owners, B)
-    whole = (total == most * B * owners) & (share % most == 0)
-    working = tl.cdiv(total, share)  # programs
-    owner = tl.where(whole, tl.where(program < working, program, B * owners), owner)
-    next_owner = tl.where(whole, B * owners, next_owner)
-    return owner, step, next_owner, next_step, tl.where(whole, working, 1)
+    return owner, step, next_owner, next_step
 
 
 @triton.jit
@@ -195,12 +186,12 @@ def paged_kernel(
     if EARLY_MERGE:
         gdc_launch_dependents()
     program, owners = tl.program_id(0), H // GROUP * tiles  # owners of a sequence
-    owner, step, next_owner, next_step, apart = program, 0, program + 1, 0, 1
+    owner, step, next_owner, next_step = program, 0, program + 1, 0
     if DIVIDED:
-        owner, step, next_owner, next_step, apart = find_share(
+        owner, step, next_owner, next_step = find_share(
             lengths_ptr, capacity, S_q, window, B, owners, tl.num_programs(0), program, part_weight, BLOCK_N, BLOCK_B
         )
-    for place in tl.range(owner, tl.where(next_step > 0, next_owner + 1, next_owner), apart, num_stages=1):
+    for place in tl.range(owner, tl.where(next_step > 0, next_owner + 1, next_owner), num_stages=1):
         b, unit = place // owners, place % owners
         given = tl.load(lengths_ptr + b)
         length, low, steps = work_of(given, capacity, S_q, window, BLOCK_N)
