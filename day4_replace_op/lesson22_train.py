@@ -18,7 +18,7 @@ casts and norm gradients run below copy speed (lesson 16)? And what does torch.c
 the casts between them are left to fuse?
 
 A faster training counts only if it learns the same. Two runs that round differently drift apart. So the yardstick is
-PyTorch against itself with another attention backend: ours may be as far from PyTorch as that, and no further.
+PyTorch against itself. Its losses in two runs lie up to 0.03 apart, and ours may lie three times as far from it.
 
 You will learn: to compare trainings, what a compiler fuses by itself, how much of a prediction from bytes comes true.
 Run it:    python day4_replace_op/lesson22_train.py
@@ -73,7 +73,7 @@ def counted():
 
 
 def same_loss():
-    """After 200 steps from the same seed ours is no further from PyTorch than PyTorch with another SDPA backend."""
+    """Over 200 steps from the same seed ours stays within 0.1 of PyTorch, of which two runs may lie 0.03 apart."""
     if not GPU:
         return from_a_gpu(__name__, "loss")
     runs = {}
@@ -88,7 +88,9 @@ def same_loss():
         rows.append({"step": 20 * i + 20} | {name: round(float(losses[i]), 4) for name, losses in runs.items()})
     apart = {name: float((losses - runs["PyTorch"]).abs().max()) for name, losses in runs.items()}
     print(f"  furthest from PyTorch, in means of 20 steps: {apart}")
-    assert max(apart.values()) < max(0.02, 3 * apart["other SDPA"])
+    # Between steps 40 and 80 the loss falls fast, and a rounding error grows. In three runs on an H200 the mean of steps
+    # 41 to 60 was 5.350, 5.355 and 5.382 with PyTorch alone. The bound is three times what these are apart.
+    assert max(apart.values()) < 0.1
     return Table(
         "loss", rows, "Means of 20 steps of the loss. other SDPA: PyTorch with its memory-efficient attention."
     )

@@ -100,7 +100,7 @@ def compiled_kernel(causal, window):
 @pytest.mark.parametrize(
     ("causal", "window", "most"),
     [
-        pytest.param(False, None, 16, marks=pytest.mark.night),
+        pytest.param(False, None, 48, marks=pytest.mark.night),  # with Triton 3.6 4 on one machine, 39 on another
         (True, None, 200),  # outside the loop over blocks without a mask
         pytest.param(True, 1024, 320, marks=pytest.mark.night),
     ],
