@@ -88,8 +88,8 @@ def same_loss():
         rows.append({"step": 20 * i + 20} | {name: round(float(losses[i]), 4) for name, losses in runs.items()})
     apart = {name: float((losses - runs["PyTorch"]).abs().max()) for name, losses in runs.items()}
     print(f"  furthest from PyTorch, in means of 20 steps: {apart}")
-    # Between steps 40 and 80 the loss falls fast, and a rounding error grows. In three runs on an H200 the mean of steps
-    # 41 to 60 was 5.350, 5.355 and 5.382 with PyTorch alone. The bound is three times what these are apart.
+    # Between steps 40 and 80 the loss falls fast, and a rounding error grows. In three runs on an H200 the mean of
+    # steps 41 to 60 was 5.350, 5.355 and 5.382 with PyTorch alone. The bound is three times what these are apart.
     assert max(apart.values()) < 0.1
     return Table(
         "loss", rows, "Means of 20 steps of the loss. other SDPA: PyTorch with its memory-efficient attention."
