@@ -32,16 +32,20 @@ def on_hopper(a, b, scale_a, scale_b):
     """What Hopper's FP8 tensor cores make of it, for PyTorch's `_scaled_mm` as for any kernel.
 
     An instruction multiplies 32 of K, and adds the products to its accumulator. Addends are aligned to the largest of
-    them, and what lies below its first 14 bits is cut off (DeepSeek-V3, section 3.3.2). All that is exact in fp32.
+    them, and what lies below its first 14 bits is cut off (DeepSeek-V3, section 3.3.2). A product counts as large as
+    its factors' exponents say: 1.5 * 1.5 as 1, though it is 2.25. All that is exact in fp32.
     Each 128 of K the accumulator goes into an fp32 register where scales or rows that TMA cannot read ask for it.
     """
     (M, K), N = a.shape, b.shape[1]
     promoted = scale_a.shape[1] > 1 or scale_b.shape[0] > 1 or K % 16 != 0 or N % 8 != 0
     total = acc = torch.zeros(M, N, dtype=torch.float32, device=a.device)
     for start in range(0, K if total.numel() else 0, 32):
-        products = a[:, start : start + 32].float()[:, :, None] * b[start : start + 32].float()
-        addends = torch.cat((products, acc[:, None]), 1)
-        cut = torch.frexp(addends.abs().amax(1, keepdim=True).clamp(min=2.0**-40)).exponent - 14
+        left, right = a[:, start : start + 32].float()[:, :, None], b[start : start + 32].float()
+        addends = torch.cat((left * right, acc[:, None]), 1)
+        # A mantissa of frexp begins with 0.1, and their product with 0.1 or 0.01: hence the 1.
+        sizes = torch.frexp(left).exponent + torch.frexp(right).exponent - 1
+        sizes = torch.cat((sizes, torch.frexp(acc).exponent[:, None]), 1)
+        cut = sizes.where(addends != 0, -40).amax(1, keepdim=True) - 14
         acc = torch.ldexp(torch.ldexp(addends, -cut).trunc(), cut).sum(1)
         if start + 32 >= K or (promoted and (start + 32) % GROUP == 0):
             total, acc = total + acc * _scales_of(start // GROUP, scale_a, scale_b, N), torch.zeros_like(acc)

@@ -278,6 +278,33 @@ def test_a_sum_that_cancels_may_be_off_as_its_terms_are(dtype):
     assert not accepts(question, (x[:, :-1].float().sum(-1)).to(dtype))
 
 
+def test_equal_terms_of_a_product_may_round_alike():
+    """The H200's dK of a key: 3 heads of 4096 queries, all of them 1, so that 12288 equal ds are added up in fp32."""
+    ds = torch.tensor([[0.0140495477]], device=DEVICE).expand(12288, 1)
+    q = torch.full((1, 12288), 0.25, device=DEVICE)
+    total = torch.zeros(1, 1, device=DEVICE)
+    for _ in range(12288):
+        total += ds[0] * 0.25
+    question = asked(torch.matmul, q, ds, factor=4)  # attention's
+    question = dataclasses.replace(question, usual=(torch.tensor([[43.160168]], device=DEVICE),))
+    assert 0.005 < (total - question.exact[0]).item() < 0.01
+    check.compare(question, total)
+    assert not accepts(question, question.exact[0].float() + 0.2)
+    ds = ds + 1e-4 * torch.randn(12288, 1, device=DEVICE)  # terms that differ
+    question = asked(torch.matmul, q, ds, factor=4)
+    assert not accepts(question, question.exact[0].float() + 0.0073)
+
+
+def test_small_terms_of_a_long_sum_may_be_lost():
+    """Each of 8191 terms is below half of the sum's last place: added one after the other they change nothing."""
+    terms = torch.full((1, 8192), 1e-8, device=DEVICE)
+    terms[0, 0] = 5.0
+    question = asked(torch.matmul, terms, torch.ones(8192, 1, device=DEVICE))
+    question = dataclasses.replace(question, usual=(question.exact[0].float(),))
+    check.compare(question, torch.full((1, 1), 5.0, device=DEVICE))
+    assert not accepts(question, torch.full((1, 1), 5.001, device=DEVICE))
+
+
 def softmax_gradient(x, dy):
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():

@@ -81,15 +81,17 @@ def test_the_gradient_of_a_softmax_is_that_of_the_rounded_result():
     refused(truth, with_fault((y, dx), 1, (calm, 6), fault))
 
 
-def test_fp8_tensor_cores_cut_the_sums():
-    _, (a, b, scale_a, scale_b) = found("matmul_fp8")
+@pytest.mark.parametrize(("nth", "row", "on_the_h200"), [(0, 108, -26752), (2, 12, 15040)])
+def test_fp8_tensor_cores_cut_the_sums(nth, row, on_the_h200):
+    """The exact sums are -28613 and 15461."""
+    _, (a, b, scale_a, scale_b) = found("matmul_fp8", nth)
     exact = matmul_fp8.reference(a.double(), b.double(), scale_a.double(), scale_b.double())
     answer = matmul_fp8.on_hopper(a, b, scale_a, scale_b)
-    assert answer[108, 0] == -26752  # on the H200; in fp32 -28672
+    assert answer[row, 0] == on_the_h200
     truth = check.Truth((a, b, scale_a, scale_b), (exact,), (answer,), 1, lambda *args: (matmul_fp8.reference(*args),))
     check.compare(truth, (answer,))
     calm = ((answer.double() - exact).abs() + exact.abs()).argmin().item()
-    refused(truth, with_fault((answer,), 0, (calm, 0), (answer.double() - exact)[108, 0]))
+    refused(truth, with_fault((answer,), 0, (calm, 0), (answer.double() - exact)[row, 0]))
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "rows", "blocks"])
@@ -138,7 +140,7 @@ def test_the_gradient_of_attention_follows_from_its_own_result():
     of_another = call.truth(given, (v.mean(2, keepdim=True).expand_as(o), dq, dk))
     near, far = ((dq[0, 2, 7].double() - t.exact[1][0, 2, 7]).abs().max() for t in (truth, of_another))
     assert near < far / 4
-    refused(truth, with_fault((o, dq, dk), 1, (0, 2, 7, 0), 0.00379178))
+    refused(truth, with_fault((o, dq, dk), 1, (0, 2, 7, 0), 0.005))
 
 
 def test_a_gradient_where_pytorch_overflows_may_be_off_by_its_rounding():
@@ -160,7 +162,7 @@ def test_a_gradient_where_pytorch_overflows_may_be_off_by_its_rounding():
     judged(o, dq, dk)
     tile = dk.clone()
     tile[:, :, :16] = 0
-    for wrong in ((o, dq + 0.02, dk), (o, dq, 1.02 * dk), (o, dq, tile), (o, dq, dk + 0.1)):
+    for wrong in ((o, dq + 0.03, dk), (o, dq, 1.02 * dk), (o, dq, tile), (o, dq, dk + 0.1)):
         with pytest.raises(Rejected, match="wrong"):
             judged(*wrong)
 
@@ -171,16 +173,14 @@ def test_the_fp8_reference_is_the_tensor_core_on_hopper(monkeypatch):
     exact = matmul_fp8.reference(*(t.double() for t in given))
     answer = matmul_fp8.on_hopper(*given)
     assert exact[7, 26].item() == pytest.approx(-1825078.357, rel=1e-9)
-    assert answer[7, 26] == -1761280  # on the H200 -1769472, its neighbour in bf16; in fp32 -1826816
+    assert answer[7, 26] == -1769472  # as on the H200; in fp32 -1826816
     fp32 = call.truth(given)
     refused(fp32, (answer,))
     monkeypatch.setattr(questions, "DEVICE", torch.device("cuda"))
     monkeypatch.setattr(questions, "capability", lambda: 90)
     truth = call.truth(given)
     assert torch.equal(truth.usual[0], answer)
-    on_h200 = answer.clone()
-    on_h200[7, 26] = -1769472
-    check.compare(truth, (on_h200,))
+    check.compare(truth, (answer,))
     calm = ((answer.double() - exact).abs() + exact.abs()).amax(-1).argmin().item()
     refused(truth, with_fault((answer,), 0, (calm, 0), -1769472 + 1825078))
 

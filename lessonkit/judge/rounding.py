@@ -102,6 +102,7 @@ class _Disturbed(TorchDispatchMode):
             # Likewise; of this only what sums that come down from larger ones keep of those.
             steps = math.sqrt(min(args[-1].shape[-2], ONE_BY_ONE) / 3)
             result.add_(self.errors(_came_down(*args[-2:])) * steps)
+            result.add_(self.errors(result) * _in_a_row(*args[-2:]))
         elif func.overloadpacket in (aten.sum, aten.mean) and _is_float64(result):
             # Once at each level of a tree; equal terms are rounded alike there, so that the errors add up.
             levels = math.log2(max(args[0].numel() / max(result.numel(), 1), 2))
@@ -125,6 +126,18 @@ def _came_down(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         total = total + left @ right
         squares = squares + total.square() / len(parts)
     return (squares - total.square()).clamp(min=0).sqrt()
+
+
+def _in_a_row(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How many roundings of each element of a @ b its terms bring, added up one after the other along K.
+
+    A partial sum is rounded by a quarter of its last place or so. Terms that differ make a random walk of that. Equal
+    terms are rounded alike for as long as the sum keeps its exponent, n / 2 of them in the end. So such a sum is off by
+    n / 8 roundings or so, and a budget takes 16 times a movement.
+    """
+    n = a.shape[-1]
+    equal = n * (a.square() @ b.square()) <= (1 + 1e-6) * (a @ b).square()  # Cauchy and Schwarz: at least, and equal
+    return torch.where(equal, n / 128, math.sqrt(min(n, ONE_BY_ONE) / 3) / 4)
 
 
 def moved(
