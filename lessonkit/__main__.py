@@ -22,7 +22,19 @@ from lessonkit.base import chips, device, renames
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
 from lessonkit.base.words import counted, language, retold, said
-from lessonkit.commands import course_run, evidence, exercises, languages, lock, new, show, tracing, versions, web
+from lessonkit.commands import (
+    course_run,
+    evidence,
+    exercises,
+    languages,
+    lock,
+    new,
+    renew,
+    show,
+    tracing,
+    versions,
+    web,
+)
 from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import sass, toolchain
@@ -749,6 +761,21 @@ def list_stale(
     for line in verdicts:
         show.console.print(said("no verdict of today on a mutant: {line}").format(line=line))
     raise typer.Exit(int(release and bool(old or tables or verdicts)))
+
+
+@app.command(name="renew")
+def measure_again(
+    minutes: Annotated[float, typer.Option(help="Stop after so many; the same command goes on.")] = 25.0,
+    workers: Annotated[int, typer.Option(help="So many processes call and draw at a time; 0: one a core.")] = 0,
+) -> None:
+    """Measure again on this GPU what `stale` lists: rows, tables, mutants, operators; then draw random cases.
+
+    What has to be compiled is called first, many at a time. Afterwards: `report`, and `stale --record`.
+    """
+    if not device.HAS_GPU:
+        show.console.print(said("No GPU was found: nothing is measured. `stale` lists what is old."))
+        return
+    _end(renew.run(minutes, workers or len(os.sched_getaffinity(0)), partial(print, flush=True)))
 
 
 @app.command(name="new")

@@ -100,9 +100,9 @@ def compiled_kernel(causal, window):
 @pytest.mark.parametrize(
     ("causal", "window", "most"),
     [
-        pytest.param(False, None, 48, marks=pytest.mark.night),  # with Triton 3.6 4 on one machine, 39 on another
-        (True, None, 200),  # outside the loop over blocks without a mask
-        pytest.param(True, 1024, 320, marks=pytest.mark.night),
+        pytest.param(False, None, 48, marks=pytest.mark.night),  # 39 with Triton 3.6, 43 with 3.7
+        (True, None, 200),  # outside the loop over blocks without a mask: 186 and 167
+        pytest.param(True, 1024, 640, marks=pytest.mark.night),  # 257 and 525
     ],
 )
 def test_machine_code(causal, window, most):

@@ -9,7 +9,7 @@ that the row was measured with. If its launches are equal, the row gets today's 
 have the source that they had, and its work the same figures.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,11 @@ class Old:
     device: str
     row: Row | operator_rows.Row
     why: str
+
+    @property
+    def lesson(self) -> str:
+        """The lesson's name in full; empty of an operator's row."""
+        return self.row.lesson if isinstance(self.row, Row) else ""
 
     @property
     def named(self) -> tuple[str, str, str]:
@@ -255,10 +260,16 @@ def table_is_old(lesson: str, about: dict[str, Any]) -> bool:
 
 def old_tables(folders: Iterable[Path] | None = None) -> list[str]:
     """The tables of steps that have changed since they were measured: device/lesson.table."""
-    lessons = {name for name, _ in discover()}
     return [
-        f"{folder.name}/{path.stem}"
-        for folder in (device_folders() if folders is None else folders)
-        for path in sorted(folder.glob("*.*.*.csv"))
-        if (lesson := renames.lesson(path.stem.rsplit(".", 1)[0])) in lessons and table_is_old(lesson, rows.head(path))
+        f"{path.parent.name}/{path.stem}" for path, _, _ in tables(device_folders() if folders is None else folders)
     ]
+
+
+def tables(folders: Iterable[Path]) -> Iterator[tuple[Path, str, str]]:
+    """(file, lesson, step) of each table that is old; of what a program printed the step is empty."""
+    lessons = {name for name, _ in discover()}
+    for folder in folders:
+        for path in sorted(folder.glob("*.*.*.csv")):
+            about, lesson = rows.head(path), renames.lesson(path.stem.rsplit(".", 1)[0])
+            if lesson in lessons and table_is_old(lesson, about):
+                yield path, lesson, about["step"]

@@ -1,0 +1,131 @@
+"""Measure again, on this machine's GPU, what is no longer of today's code, as far as the minutes reach.
+
+That is what `stale` lists: rows and tables of lessons, verdicts on mutants, rows of operators. The time that is left
+goes to random cases. First everything is called by many processes at once, and not timed: a shape costs a second to
+time and up to a minute to compile. Then one thing after the other is timed, with nothing beside it.
+
+A process of its own does each thing, this module as a script, since a kernel may hang or break the CUDA context. What
+is measured is kept at once, so a run that was stopped loses what it was at.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+
+from lessonkit.base import device
+from lessonkit.base.files import REPORTS, ROOT, environment
+from lessonkit.commands import show
+from lessonkit.lesson import Steps, kernels
+from lessonkit.measure import bench, fuzz_bursts, gpu_mutants, operator_bench, operator_rows, stale
+
+MUTANTS = "mutants"  # in place of a step
+AHEAD = 1 / 3  # of the minutes at most: then what is compiled is timed
+CASES = 10_000  # of each operator and direction, as a release wants them
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures again: a step of a lesson, all rows of one (step: ""), or its mutants (MUTANTS)."""
+
+    lesson: str
+    step: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.lesson, self.step)))
+
+    @property
+    def timed(self) -> bool:
+        return self.step != MUTANTS
+
+    def command(self, how: str) -> list[str]:
+        if not self.timed:
+            return [sys.executable, "-m", "lessonkit", "mutants", self.lesson]
+        return [sys.executable, "-m", __name__, how, self.lesson, self.step]
+
+
+def old() -> list[Task]:
+    """What `stale` lists of the lessons, for the GPU of this machine; each lesson once, and each step."""
+    folder = REPORTS / device.name()
+    today = stale.Today(kernels())
+    tables = [Task(lesson, step) for _, lesson, step in stale.tables([folder])]
+    lessons = [Task(each.lesson) for each in stale.old([folder], today) if each.lesson]
+    lacking = [
+        Task(name, MUTANTS)
+        for name, mutant in gpu_mutants.of_one_gpu(today.lessons.items(), device.capability())
+        if not gpu_mutants.fresh(folder, name, mutant) and not gpu_mutants.lacks(name, mutant)
+    ]
+    return list(dict.fromkeys([*lacking, *tables, *lessons]))
+
+
+def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:
+    """Measure until all is of today's code or the minutes are over; what failed, in a line each."""
+    end = time.monotonic() + 60 * minutes
+    tasks, path = old(), REPORTS / device.name() / operator_rows.FILE
+    cases = operator_rows.missing(operator_rows.read(path), operator_rows.cases())
+    say(f"{len(tasks)} things of lessons and {len(cases)} shapes of operators are old or missing")
+    failed: list[str] = []
+    with operator_bench.Processes(max(1, workers // 2), minutes) as processes:
+        failed += _ahead(tasks, lambda: processes.ahead(cases), workers, time.monotonic() + 60 * minutes * AHEAD, say)
+        for task in tasks:
+            if task.timed and (why := _done(task, "time", end, say)):
+                failed.append(why)
+        left = (end - time.monotonic()) / 60
+        timed = operator_bench.run(cases, processes.timed, path, left, say=say) if left > 0 else 0
+    if timed < len(cases):
+        failed.append(f"{len(cases) - timed} shapes of operators: no time was left")
+    if (seconds := end - time.monotonic()) > 0:
+        failures = fuzz_bursts.run([], ["gpu"], CASES, seconds, workers, say)
+        failed += [f"{each.case['operator']}: {each.fault}" for each in failures]
+    return failed
+
+
+def _ahead(
+    tasks: Iterable[Task], operators: Callable[[], None], workers: int, until: float, say: Callable[[str], None]
+) -> list[str]:
+    """Do all at once, so that kernels are compiled. Mutants alone are judged for good, so only their failures count."""
+    with ThreadPoolExecutor(workers) as pool:
+        compiled = pool.submit(operators)
+        found = [(task, pool.submit(_done, task, "ahead", until, say)) for task in tasks]
+        compiled.result()
+        return [why for task, done in found if (why := done.result()) and not task.timed]
+
+
+def _done(task: Task, how: str, until: float, say: Callable[[str], None]) -> str:
+    """Run a task's process; why it failed, or an empty string. What it prints is shown where it is not timed ahead."""
+    start = time.monotonic()
+    if until - start < 1:
+        return f"{task}: no time was left"
+    try:
+        done = subprocess.run(
+            task.command(how), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=until - start
+        )
+    except subprocess.TimeoutExpired:
+        return f"{task}: no time was left"
+    say(f"{task}, {how}: {time.monotonic() - start:.0f} s, exit code {done.returncode}")
+    return f"{task}: {' '.join((done.stdout + done.stderr).split())[-300:]}" if done.returncode else ""
+
+
+# ---- In a process of its own ----------------------------------------------------------------------------------------
+
+
+def main(how: str, name: str, step: str = "") -> None:
+    """Time a step or all rows of a lesson and keep them; "ahead": once, and nothing is kept."""
+    lesson = import_module(name).LESSON
+    if step:
+        one = next(each for each in lesson.steps if each.__name__ == step)
+        if how == "ahead":
+            one()
+        else:
+            show.steps(name, Steps((one,), about=lesson.about))
+    elif how == "ahead":
+        bench.bench(name, lesson, lambda line: None)
+    elif show.timed(name, lesson):
+        sys.exit(f"{name}: a rung was not timed")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
