@@ -102,7 +102,7 @@ def compiled_kernel(causal, window):
     [
         pytest.param(False, None, 48, marks=pytest.mark.night),  # 39 with Triton 3.6, 43 with 3.7
         (True, None, 200),  # outside the loop over blocks without a mask: 186 and 167
-        pytest.param(True, 1024, 640, marks=pytest.mark.night),  # 257 and 525
+        pytest.param(True, 1024, 560, marks=pytest.mark.night),  # 257 and 525
     ],
 )
 def test_machine_code(causal, window, most):

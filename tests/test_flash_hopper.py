@@ -27,10 +27,13 @@ def shipped(q, k, v, causal, *_):
     return import_module(SHIPPED).attention_forward(q, k, v, causal, None, q.shape[-1] ** -0.5)
 
 
-# Instructions of tensor cores, copies and the softmax. The rest is index arithmetic and barriers. The shipped kernel
-# has more of both: it also takes windows and packed sequences, where a consumer without queries releases its tiles.
-WORK = ("HGMMA", "WARPGROUP", "WARPSYNC", "DEPBAR", "UTMALDG", "UTMASTG", "MUFU.EX2", "FMNMX", "FFMA", "FMUL", "FADD",
-        "F2FP", "SHFL", "REDUX", "STSM", "LDS", "STS", "STG", "USETMAXREG")  # fmt: skip
+# Instructions of tensor cores, copies, barriers and the softmax. The rest is index arithmetic, which the shipped kernel
+# has more of: it also takes windows and values of another head size.
+WORK = ("HGMMA", "WARPGROUP", "WARPSYNC", "SYNCS", "DEPBAR", "BAR", "UTMALDG", "UTMASTG", "MUFU.EX2", "FMNMX", "FFMA",
+        "FMUL", "FADD", "F2FP", "SHFL", "REDUX", "STSM", "LDS", "STS", "STG", "USETMAXREG")  # fmt: skip
+# In packed sequences a consumer may have no query: it releases tiles of K and V that it does not read. Each of two
+# consumers waits and arrives for K and for V there. The compiler adds a retry to each wait, and barriers of the warps.
+MORE = {"BAR.SYNC.DEFER_BLOCKING": 10, "SYNCS.PHASECHK.TRANS64.TRYWAIT": 8, "SYNCS.ARRIVE.TRANS64.A1T0": 4}
 
 
 def instructions(D, causal):
@@ -45,7 +48,7 @@ def instructions(D, causal):
             sass = re.sub(r"/\*.*?\*/", "", compiled.tool("cuobjdump", "-sass", cubin))
         opcodes = re.findall(r"^\s*(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", sass, re.MULTILINE)
         work = Counter(opcode for opcode in opcodes if opcode.startswith(WORK))
-        assert {"HGMMA", "MUFU", "UTMALDG", "UTMASTG"} <= {opcode.split(".")[0] for opcode in work}
+        assert {"HGMMA", "MUFU", "SYNCS", "UTMALDG", "UTMASTG"} <= {opcode.split(".")[0] for opcode in work}
         found.append(dict(work))
     return found
 
@@ -56,7 +59,7 @@ def instructions(D, causal):
 def test_the_last_rung_does_the_shipped_kernels_work(D, causal):
     """But for D = 64 and all keys, which three consumers compute in course_ops."""
     rung, ours = call_in_compiler("tests.test_flash_hopper", "instructions", D, causal)
-    assert (rung == ours) == (D == 128 or causal)
+    assert (Counter(rung) + Counter(MORE) == Counter(ours)) == (D == 128 or causal)
 
 
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)

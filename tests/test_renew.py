@@ -2,6 +2,8 @@
 
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import lessonkit.__main__ as cli
 from lessonkit.base import device
@@ -12,7 +14,7 @@ from lessonkit.measure import fingerprint, operator_rows, rows, stale
 import pytest
 from typer.testing import CliRunner
 
-TRAIN = "day4_replace_op.lesson22_train"
+TRAIN, SOFTMAX = "day4_replace_op.lesson22_train", "day2_triton_basics.lesson05_softmax"
 
 
 class Processes:
@@ -70,7 +72,7 @@ def renewed(tmp_path, monkeypatch):
 
 def test_all_is_called_before_anything_is_timed(renewed):
     table, lesson, mutants = (
-        renew.Task(TRAIN, "speed"), renew.Task("day2_triton_basics.lesson05_softmax"), renew.Task("a", renew.MUTANTS)
+        renew.Task(TRAIN, "speed"), renew.Task(SOFTMAX), renew.Task("a", renew.MUTANTS)
     )  # fmt: skip
     failed, lines, done = renewed(dict.fromkeys((mutants, table, lesson), "pass"))
     assert failed == []
@@ -89,14 +91,25 @@ def test_what_fails_is_said_and_the_rest_is_measured(renewed):
     assert done[-1] == "random cases"
 
 
-def test_what_there_was_no_time_for_is_said(renewed):
+def runs(pid):
+    """Whether the process runs: one that has ended and has not been waited for does not."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_what_there_was_no_time_for_is_said(renewed, tmp_path):
     start = time.monotonic()
     long, after = renew.Task("long"), renew.Task("after")
-    failed, lines, done = renewed({long: "import time; time.sleep(60)", after: "pass"}, minutes=0.1, cases=["a shape"])
+    # What the process has started ends with it, or it would run beside what is timed next.
+    own = tmp_path / "started"
+    sleeps = f"open({str(own)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {'import os, time; ' + sleeps!r}])"
+    failed, lines, done = renewed({long: starts, after: "pass"}, minutes=0.1, cases=["a shape"])
     assert time.monotonic() - start < 30
     assert failed == ["long: no time was left", "after: no time was left", "1 shapes of operators: no time was left"]
     assert "time: after" not in lines
     assert "random cases" not in done
+    assert not runs(int(own.read_text()))
 
 
 def test_what_stale_lists_is_measured_again(tmp_path, monkeypatch):
@@ -109,7 +122,11 @@ def test_what_stale_lists_is_measured_again(tmp_path, monkeypatch):
     rows.write_atomically(tmp_path / "a-gpu" / f"{TRAIN}.speed.csv", rows.with_head(head, "a\n1\n"))
     head = {"step": "counted", "source": fingerprint.step(stale.ROOT, TRAIN, "counted")}
     rows.write_atomically(tmp_path / "a-gpu" / f"{TRAIN}.counted.csv", rows.with_head(head, "a\n1\n"))
+    measured = rows.read(stale.rows.REPORTS / rows.MACHINE / f"{SOFTMAX}.csv")
+    older = [replace(row, source="a.b.c", machine="") for row in measured]
+    rows.write_atomically(tmp_path / "a-gpu" / f"{SOFTMAX}.csv", rows.as_csv(older))
     found = renew.old()
+    assert renew.Task(SOFTMAX) in found
     assert renew.Task(TRAIN, "speed") in found
     assert renew.Task(TRAIN, "counted") not in found
     assert renew.MUTANTS in {task.step for task in found}

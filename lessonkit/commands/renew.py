@@ -8,7 +8,6 @@ A process of its own does each thing, this module as a script, since a kernel ma
 is measured is kept at once, so a run that was stopped loses what it was at.
 """
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -17,10 +16,10 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from lessonkit.base import device
-from lessonkit.base.files import REPORTS, ROOT, environment
+from lessonkit.base.files import REPORTS, environment
 from lessonkit.commands import show
 from lessonkit.lesson import Steps, kernels
-from lessonkit.measure import bench, fuzz_bursts, gpu_mutants, operator_bench, operator_rows, stale
+from lessonkit.measure import bench, fuzz_bursts, gpu_mutants, ncu, operator_bench, operator_rows, stale
 
 MUTANTS = "mutants"  # in place of a step
 AHEAD = 1 / 3  # of the minutes at most: then what is compiled is timed
@@ -66,7 +65,7 @@ def run(minutes: float, workers: int, say: Callable[[str], None]) -> list[str]:
     end = time.monotonic() + 60 * minutes
     tasks, path = old(), REPORTS / device.name() / operator_rows.FILE
     cases = operator_rows.missing(operator_rows.read(path), operator_rows.cases())
-    say(f"{len(tasks)} things of lessons and {len(cases)} shapes of operators are old or missing")
+    say(f"to be measured: of lessons {len(tasks)}, shapes of operators {len(cases)}")
     failed: list[str] = []
     with operator_bench.Processes(max(1, workers // 2), minutes) as processes:
         failed += _ahead(tasks, lambda: processes.ahead(cases), workers, time.monotonic() + 60 * minutes * AHEAD, say)
@@ -95,18 +94,15 @@ def _ahead(
 
 
 def _done(task: Task, how: str, until: float, say: Callable[[str], None]) -> str:
-    """Run a task's process; why it failed, or an empty string. What it prints is shown where it is not timed ahead."""
+    """Run a task's process; why it failed, with its last words, or an empty string."""
     start = time.monotonic()
     if until - start < 1:
         return f"{task}: no time was left"
-    try:
-        done = subprocess.run(
-            task.command(how), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=until - start
-        )
-    except subprocess.TimeoutExpired:
+    code, out, err = ncu.output(task.command(how), until - start, **environment())
+    if time.monotonic() >= until:
         return f"{task}: no time was left"
-    say(f"{task}, {how}: {time.monotonic() - start:.0f} s, exit code {done.returncode}")
-    return f"{task}: {' '.join((done.stdout + done.stderr).split())[-300:]}" if done.returncode else ""
+    say(f"{task}, {how}: {time.monotonic() - start:.0f} s, exit code {code}")
+    return f"{task}: {' '.join((out + err).split())[-300:]}" if code else ""
 
 
 # ---- In a process of its own ----------------------------------------------------------------------------------------

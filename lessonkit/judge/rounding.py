@@ -99,10 +99,12 @@ class _Disturbed(TorchDispatchMode):
             steps = math.sqrt(max(1.0, min(result.shape[args[1]], ONE_BY_ONE) / 3))
             result.add_(self.errors(result.abs().cummax(args[1]).values) * steps)
         elif func.overloadpacket.__name__ in MATMULS and _is_float64(result):
-            # Likewise; of this only what sums that come down from larger ones keep of those.
-            steps = math.sqrt(min(args[-1].shape[-2], ONE_BY_ONE) / 3)
-            result.add_(self.errors(_came_down(*args[-2:])) * steps)
-            result.add_(self.errors(result) * _in_a_row(*args[-2:]))
+            # Likewise: what sums that come down from larger ones keep of those, and what the last ones bring.
+            a, b = args[-2:]
+            steps = math.sqrt(min(a.shape[-1], ONE_BY_ONE) / 3)
+            total, came_down = _partial_sums(a, b)
+            result.add_(self.errors(came_down) * steps)
+            result.add_(self.errors(result) * torch.where(_of_equal_terms(a, b, total), a.shape[-1] / 128, steps / 4))
         elif func.overloadpacket in (aten.sum, aten.mean) and _is_float64(result):
             # Once at each level of a tree; equal terms are rounded alike there, so that the errors add up.
             levels = math.log2(max(args[0].numel() / max(result.numel(), 1), 2))
@@ -117,27 +119,25 @@ class _Disturbed(TorchDispatchMode):
         return result
 
 
-def _came_down(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of each element of a @ b, how much larger its partial sums were than itself, in the root mean square."""
+def _partial_sums(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a @ b; and how much larger its partial sums were than each element, in the root mean square."""
     step = max(1, -(-a.shape[-1] // LOOKS))
     total = squares = a.new_zeros(*a.shape[:-1], b.shape[-1])
     parts = list(zip(a.split(step, -1), b.split(step, -2), strict=True))
     for left, right in parts:
         total = total + left @ right
         squares = squares + total.square() / len(parts)
-    return (squares - total.square()).clamp(min=0).sqrt()
+    return total, (squares - total.square()).clamp(min=0).sqrt()
 
 
-def _in_a_row(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How many roundings of each element of a @ b its terms bring, added up one after the other along K.
+def _of_equal_terms(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Whether all terms along K of an element of a @ b, which is total, are equal.
 
     A partial sum is rounded by a quarter of its last place or so. Terms that differ make a random walk of that. Equal
     terms are rounded alike for as long as the sum keeps its exponent, n / 2 of them in the end. So such a sum is off by
     n / 8 roundings or so, and a budget takes 16 times a movement.
     """
-    n = a.shape[-1]
-    equal = n * (a.square() @ b.square()) <= (1 + 1e-6) * (a @ b).square()  # Cauchy and Schwarz: at least, and equal
-    return torch.where(equal, n / 128, math.sqrt(min(n, ONE_BY_ONE) / 3) / 4)
+    return a.shape[-1] * (a.square() @ b.square()) <= (1 + 1e-6) * total.square()  # Cauchy and Schwarz: at least
 
 
 def moved(
