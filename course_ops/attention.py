@@ -242,6 +242,11 @@ def checked_scale(D, causal, window, scale, softcap) -> float:
     return 1 / math.sqrt(D) if scale is None else scale
 
 
+def at_most(window: int | None, keys: int) -> int | None:
+    """The same window for a kernel, which adds it to positions in int32: no query sees more than all keys."""
+    return None if window is None else max(1, min(window, keys))
+
+
 def _checked_gradient(dout, q, k, v, out, lse, causal, window, scale, softcap) -> float:
     """As _checked, for a backward."""
     scale = _checked(q, k, v, causal, window, scale, softcap, dout=dout, out=out)
@@ -272,7 +277,7 @@ def _attention(
     if not runs_kernel(q):
         return _computed(q, k, v, causal, window, scale, softcap)
     with on_device(q):
-        return launch_forward(Call(q, k, v, causal, window, scale, softcap))
+        return launch_forward(Call(q, k, v, causal, at_most(window, k.shape[2]), scale, softcap))
 
 
 @custom_op("course_ops::attention_backward", mutates_args=())
@@ -283,6 +288,7 @@ def _attention_backward(
     scale = _checked_gradient(dout, q, k, v, out, lse, causal, window, scale, softcap)
     if not runs_kernel(q):
         return _computed_gradient(dout, q, k, v, out, lse, causal, window, scale, softcap)
+    window = at_most(window, k.shape[2])
     with on_device(q):
         return launch_backward(Gradient(dout, q, k, v, out, lse.contiguous(), causal, window, scale, softcap))
 

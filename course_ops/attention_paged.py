@@ -9,7 +9,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from course_ops._common import Unsupported, expect, expect_device, on_device, runs_kernel
 from course_ops._registration import cast_under_autocast
-from course_ops.attention import MAX_HEAD_DIM, _computed, _expect_types, checked_scale, visible_pairs
+from course_ops.attention import MAX_HEAD_DIM, _computed, _expect_types, at_most, checked_scale, visible_pairs
 from course_ops.kernels import attention_paged as kernels
 from course_ops.quantize import refuse_gradient
 
@@ -102,6 +102,7 @@ def _attention_paged(
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     heads_first = (t.transpose(1, 2) for t in (q, k_cache, v_cache))
+    window = at_most(window, k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]))
     lengths = cache_seqlens.contiguous()
     with on_device(q):
         out, lse = kernels.attention_paged(*heads_first, lengths, block_table, causal, window, scale, softcap)

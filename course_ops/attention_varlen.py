@@ -22,6 +22,7 @@ from course_ops.attention import (
     Gradient,
     _expect_types,
     _lse_dtype,
+    at_most,
     expect_from_forward,
     launch_backward,
     launch_forward,
@@ -112,6 +113,7 @@ def _attention_varlen(
     scale = _checked(q, k, v, *given, causal, window, scale, softcap)
     if not runs_kernel(q):
         return _computed(q, k, v, given, causal, window, scale, softcap)
+    window = at_most(window, len(k))
     with on_device(q):
         call = Call(*map(_as_heads, (q, k, v)), causal, window, scale, softcap, given.contiguous())
         out, lse = launch_forward(call)
@@ -128,6 +130,7 @@ def _attention_varlen_backward(
     scale = _checked_gradient(dout, q, k, v, out, lse, *given, causal, window, scale, softcap)
     if not runs_kernel(q):
         return _computed_gradient(dout, q, k, v, out, lse, given, causal, window, scale, softcap)
+    window = at_most(window, len(k))
     with on_device(q):
         heads = map(_as_heads, (dout, q, k, v, out))
         call = Gradient(*heads, lse.contiguous()[None], causal, window, scale, softcap, given.contiguous())

@@ -28,6 +28,9 @@ from course_ops.kernels.matmul_tiles_hopper import by_plan
 from course_ops.matmul import multiply
 
 CHUNK = 2**29  # logits at a time: 1 GiB in 16 bits
+# What float16 keeps of the gradients is `rows` / count times that of the sum over all rows. With 1 row, as the mean has
+# it, probabilities below count * 2^-25 would become 0. With all rows, dW of a class that all rows share could overflow.
+ROWS = 256
 INSTEAD = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
 
 
@@ -39,7 +42,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     in float32.
     The logits exist for a part of the rows at a time, 1 GiB in 16 bits, and nothing of them is kept. Their gradient is
     known up to a factor as soon as the loss is. So the forward makes dx and dW at once if a gradient is wanted, and
-    keeps them. The backward multiplies them by that factor. dW is added up in float32.
+    keeps them. The backward multiplies them by that factor in float32. dW is added up in float32. In float16 the
+    gradients of a long batch are kept up to 256 times larger than those of the mean, where float16 is exact.
     TypeError for another dtype, ValueError for another shape.
     Source: Hsu et al., "Liger Kernel", 2024, section 3.2 (FusedLinearCrossEntropy).
     """
@@ -63,11 +67,15 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
 @custom_op("course_ops::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, K], weight [V, K], targets [M] -> mean loss, dx as x, dw as weight (both empty without `gradients`)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [M, K], weight [V, K], targets [M] -> loss, dx, dw, rows: the mean, and the gradients of `rows` times the mean.
+
+    dx is as x, dw as weight; both are empty without `gradients`. rows is a scalar, and loss too.
+    """
     parts = max(1, -(-len(x) * len(weight) // CHUNK))
     w, count = weight.to(x.dtype), (targets != ignore_index).sum()
-    each = count.float().reciprocal().expand(len(x)).contiguous()  # d mean / d a row's loss
+    rows = count.float().clamp(1, ROWS)  # dx and dW are of `rows` times the mean
+    each = (rows / count).expand(len(x)).contiguous()  # d (rows * mean) / d a row's loss
     loss, dw = x.new_zeros((), dtype=torch.float32), None
     dx = x.new_empty(x.shape if gradients else 0)
     chunks = (t.chunk(parts) for t in (x, targets, each, dx if gradients else x))
@@ -78,14 +86,15 @@ def _linear_cross_entropy(
         if gradients:
             dlogits = _logits_gradient(each1, logits, targets1, lse, ignore_index)
             if _odd(logits) and runs_kernel(x1) and takes(dlogits, w):
-                dx1.copy_(multiply(dlogits, w))
-                product = multiply(dlogits.t(), x1)
+                with on_device(x1):
+                    dx1.copy_(multiply(dlogits, w))
+                    product = multiply(dlogits.t(), x1)
             else:
                 torch.mm(left_operand(dlogits), w, out=dx1)
                 product = left_operand(dlogits.t()) @ x1
             dw = product.float() if dw is None else dw.add_(product)
         logits = dlogits = None  # or the next part's would be made beside this one's
-    return loss / count, dx, weight.new_empty(0) if dw is None else dw.to(weight.dtype)
+    return loss / count, dx, weight.new_empty(0) if dw is None else dw.to(weight.dtype), rows
 
 
 # Neither TMA nor cuBLAS's fast kernels write rows that begin anywhere, as those of 50257 elements do. So the logits'
@@ -117,8 +126,8 @@ def _logits_gradient(dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor
 
 @_linear_cross_entropy.register_fake
 def _(x, weight, targets, ignore_index, gradients):
-    loss = x.new_empty((), dtype=torch.float32)
-    return loss, x.new_empty(x.shape if gradients else 0), weight.new_empty(weight.shape if gradients else 0)
+    loss, rows = (x.new_empty((), dtype=torch.float32) for _ in range(2))
+    return loss, x.new_empty(x.shape if gradients else 0), weight.new_empty(weight.shape if gradients else 0), rows
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -129,10 +138,15 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient [...] times a scalar in float32. As a scalar it would be rounded to float16 first, and might be inf."""
+    return torch.mul(gradient, factor.expand(gradient.ndim * (1,)), out=torch.empty_like(gradient))
+
+
 def _gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    dx, dw = ctx.saved_tensors
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    dx, dw = dloss * dx if needs_x else None, dloss * dw if needs_weight else None
+    dx, dw, rows = ctx.saved_tensors
+    factor = dloss.detach() / rows  # detached: `out` of scaled has no derivative
+    dx, dw = (scaled(g, factor) if needed else None for g, needed in zip((dx, dw), ctx.needs_input_grad, strict=False))
     if torch.is_grad_enabled():  # create_graph=True: to autograd what was saved are constants, with derivatives of 0
         dx, dw = (None if g is None else once("linear_cross_entropy", INSTEAD, g) for g in (dx, dw))
     return dx, dw, None, None, None
