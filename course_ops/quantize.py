@@ -25,8 +25,8 @@ def _on_cpu(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return torch.empty(x.shape, dtype=FP8, device=x.device), torch.ones(m, k, device=x.device)
     wide = F.pad(x.float(), (0, k * cols - K, 0, m * rows - M)).view(m, rows, k, cols)
-    most = wide.abs().amax((1, 3))
-    scale = torch.where(most == 0, 1.0, most / 448)
+    scale = wide.abs().amax((1, 3)) / 448
+    scale = torch.where(scale == 0, 1.0, scale)  # of zeros, or of numbers so small that the quotient is one
     q = (wide / scale[:, None, :, None]).clamp(-448, 448).to(FP8)  # e4m3 has no infinity: past 464 it would be NaN
     return q.view(m * rows, k * cols)[:M, :K].contiguous(), scale
 
@@ -59,7 +59,9 @@ def quantize(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     "squares"  128 x 128   [ceil(M/128), ...]    transposed, scale of b: quantize(w, "squares") of w [N, K]
 
     x: fp32, fp16 or bf16, any strides. An element loses at most 1/16 of itself, or half of 2^-9 scales if it is tiny. A
-    group of zeros has scale 1; NaN makes its group NaN. Not differentiable.
+    group of zeros has scale 1, and in fp32 one whose largest magnitude is below 3.2e-43; its q is 0. NaN makes its group
+    NaN. An infinity makes its group's scale inf and becomes NaN itself, and the rest of its group 0. Not differentiable.
+    K is at most 65535 * 128 ("blocks", "squares"), or 65535 * 1024 of a group longer than 16384.
     Raises TypeError for a dtype, ValueError for a shape, another scheme or a wanted gradient, Unsupported before sm_89.
     Source: DeepSeek-V3, section 3.3.2 (blocks for activations, squares for weights).
     """

@@ -471,7 +471,7 @@ def _attention(draw):
             tensors[name]["values"] = "normal"
         tensors[name]["layout"] = draw.one_of((tensors[name]["layout"], "heads", "contiguous"))
     causal = draw.one_of((False, True))
-    window = draw.one_of((None, None, 1, draw.integer(1, max(1, S_k)), 10**6)) if causal else None
+    window = draw.one_of((None, None, 1, draw.integer(1, max(1, S_k)), 2**31 - 1)) if causal else None
     options = {"causal": causal, "window": window, "scale": draw.one_of((None, None, 0.01, 0.5 / D**0.5, 2 / D**0.5))}
     options["softcap"] = draw.one_of((None, None, 50.0, 3.0, 1e4))
     spoilt += [
@@ -549,7 +549,7 @@ def _attention_paged(draw):
     tensors["cache_seqlens"] = {"shape": [B], **integers, "values": lengths}
     tensors["block_table"] = {"shape": [B, max_blocks], **integers, "values": entries} if paged else None
     causal = draw.one_of((True, True, False))
-    window = draw.one_of((None, None, 1, draw.integer(1, max(1, capacity)), 10**6)) if causal else None
+    window = draw.one_of((None, None, 1, draw.integer(1, max(1, capacity)), 2**31 - 1)) if causal else None
     options = {"causal": causal, "window": window, "scale": draw.one_of((None, None, 0.01, 2 / D**0.5))}
     options["softcap"] = draw.one_of((None, None, 50.0, 3.0))
     spoilt += [("k_cache", {"shape": [*shape, D + 1]}), ("v_cache", {"shape": [num_blocks + 1, *shape[1:], D_v]})]

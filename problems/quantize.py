@@ -21,8 +21,8 @@ def reference(x, scheme):
     wide = F.pad(x.to(torch.promote_types(x.dtype, torch.float32)), (0, k * cols - K, 0, m * rows - M))
     wide = wide.view(m, rows, k, cols)
     most = wide.abs().amax((1, 3))
-    # A group of zeros: any scale but 0. By a tensor, since PyTorch's GPU code divides by a number as * (1 / number).
-    scale = torch.where(most == 0, 1.0, most / torch.full_like(most, 448))
+    scale = most / torch.full_like(most, 448)  # a tensor: PyTorch's GPU code divides by a number as * (1 / number)
+    scale = torch.where(scale == 0, 1.0, scale)  # of a group of zeros, or of numbers below 3.2e-43
     q = (wide / scale[:, None, :, None]).clamp(-448, 448).to(FP8)  # e4m3 has no infinity: past 464 it would be NaN
     return q.view(m * rows, k * cols)[:M, :K].contiguous().view(torch.uint8), scale
 

@@ -63,6 +63,7 @@ CASES = (
     ({"lengths": "1x150"}, {"causal": True, "window": 7, "softcap": 1.0}),
     ({"lengths": "2x0"}, {}),
     ({"lengths": "2x0", "keys": "3+0"}, {}),
+    ({"lengths": "70+5", "keys": "37+9"}, {"causal": True, "window": 2**31 - 1}),
 )
 
 

@@ -107,6 +107,7 @@ CASES = (  # B, H, S_q, D, S_k, H_kv, D_v if not D; causal, window, scale, layou
     ((1, 1, 20, 192, 23, 1, 128), True, None, None, "wide"),
     ((2, 4, 1, 16, 300, 2, 40), True, None, None, "bshd"),
     ((1, 2, 3, 16, 0, 2, 24), False, None, None, "bhsd"),
+    ((1, 2, 130, 16, 90, 1), True, 2**31 - 1, None, "bhsd"),  # as if there were no window
 )
 DECODED = (11, 12, 16)
 

@@ -47,7 +47,14 @@ def close(found, expected, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"softcap": 2.0}, {"window": 30}, {"window": 30, "softcap": 2.0}, {"causal": False, "scale": 0.3}],
+    [
+        {},
+        {"softcap": 2.0},
+        {"window": 30},
+        {"window": 30, "softcap": 2.0},
+        {"window": 2**31 - 1},
+        {"causal": False, "scale": 0.3},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("block_size", [16, 256])  # a step's keys in several pages, and in one

@@ -708,6 +708,11 @@ def test_quantize_strange_numbers_and_nothing(dev):
     assert not q[2, 201].float().any()
     assert (scale[1] == 1).all()
     assert not q[1].float().any()
+    tiny = torch.tensor([[3e-43, 0, 1e-44, -3e-43]], device=dev)  # the largest / 448 is 0
+    for scheme in ("rows", "tensor", "blocks", "squares"):
+        q, scale = course_ops.quantize(tiny, scheme)
+        assert (scale == 1).all()
+        assert not q.float().any()
     for scheme, shape in (("rows", (3, 1)), ("tensor", (1, 1)), ("blocks", (3, 0)), ("squares", (1, 0))):
         q, scale = course_ops.quantize(torch.empty(3, 0, device=dev), scheme)
         assert q.shape == (3, 0)

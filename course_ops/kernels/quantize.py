@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from course_ops._common import triton_interprets
+from course_ops._common import Unsupported, triton_interprets
 from course_ops.kernels._rows import common_multiple_of, in_chunks, multiple, widen
 
 FP8 = torch.float8_e4m3fn
@@ -27,8 +27,8 @@ def largest_bits(bits, SQUARE: tl.constexpr):
 
 @triton.jit
 def scale_of(bits):
-    most = bits.to(tl.float32, bitcast=True)
-    return tl.where(most == 0, 1.0, tl.div_rn(most, tl.full(most.shape, 448.0, tl.float32)))
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, 448.0, tl.float32))
+    return tl.where(scale == 0, 1.0, scale)  # of zeros, or of numbers so small that the quotient is one
 
 
 # The fp32 quotient must be rounded correctly. If it were off by one bit near the middle of two values of e4m3, it would
@@ -145,6 +145,8 @@ def scale_shape(x: Tensor, scheme: str) -> tuple[int, int]:
 def quantize(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     """x [M, K], unit last stride -> q [M, K] e4m3, scales in fp32. Reads x once unless a group passes 16384 columns."""
     (M, K), group = x.shape, group_shape(x, scheme)
+    if K > (most := 65535 * (128 if group[1] == 128 else 1024)):  # programs across, the grid's second axis
+        raise Unsupported(f"x has {K} columns, expected at most {most}: view it as more rows of fewer columns")
     q = torch.empty(x.shape, dtype=FP8, device=x.device)
     scale = torch.empty(scale_shape(x, scheme), dtype=torch.float32, device=x.device)
     if not x.numel():
