@@ -58,10 +58,10 @@ def quantize(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     "blocks"   1 x 128     [M, ceil(K/128)]      scale of a
     "squares"  128 x 128   [ceil(M/128), ...]    transposed, scale of b: quantize(w, "squares") of w [N, K]
 
-    x: fp32, fp16 or bf16, any strides. An element loses at most 1/16 of itself, or half of 2^-9 scales if it is tiny. A
-    group of zeros has scale 1, and in fp32 one whose largest magnitude is below 3.2e-43; its q is 0. NaN makes its group
-    NaN. An infinity makes its group's scale inf and becomes NaN itself, and the rest of its group 0. Not differentiable.
-    K is at most 65535 * 128 ("blocks", "squares"), or 65535 * 1024 of a group longer than 16384.
+    x: fp32, fp16 or bf16, any strides. An element loses at most 1/16 of itself, or half of 2^-9 scales if it is tiny.
+    A group of zeros has scale 1, and so has a group of fp32 whose largest magnitude is below 3.2e-43: its q is 0. NaN
+    makes its group NaN. An infinity makes its group's scale inf, itself NaN, and the others of its group 0.
+    Not differentiable. K is at most 65535 * 128 ("blocks", "squares") or 65535 * 1024 ("rows", "tensor").
     Raises TypeError for a dtype, ValueError for a shape, another scheme or a wanted gradient, Unsupported before sm_89.
     Source: DeepSeek-V3, section 3.3.2 (blocks for activations, squares for weights).
     """

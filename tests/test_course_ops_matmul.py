@@ -31,6 +31,7 @@ from course_ops.kernels import (
 )
 from course_ops.kernels import linear as linear_kernels
 from course_ops.kernels import matmul as portable
+from course_ops.kernels import quantize as quantize_kernels
 from course_ops.kernels._matmul_plan import aligned_rows
 from course_ops.matmul import kernel_for
 
@@ -694,6 +695,13 @@ def test_quantize(dev, scheme, shape, dtype):
     cpu_q, cpu_scale = OPS.quantize(x.cpu(), scheme) if dev.type == "cuda" else (q, scale)
     assert torch.equal(cpu_scale, scale.cpu())
     assert torch.equal(cpu_q.float(), q.cpu().float())
+
+
+def test_quantize_refuses_more_columns_than_a_grid_has_programs():
+    for scheme, K in (("blocks", 65535 * 128 + 1), ("tensor", 65535 * 1024 + 1)):
+        x = torch.empty(1, K, dtype=torch.bfloat16, device="meta")
+        with pytest.raises(ValueError, match=f"x has {K} columns, expected at most {K - 1}: view it as more rows"):
+            quantize_kernels.quantize(x, scheme)
 
 
 @needs_fp8

@@ -217,6 +217,13 @@ def taken(op, direction, *shapes, itemsize=4, sms=4):
     return [choose(choices, Rows(m, n, itemsize, sms)).__name__.removeprefix(f"{op}_") for m, n in shapes], choices
 
 
+def test_rows_whose_last_block_would_end_past_an_int32_are_refused():
+    for N in (2**31 - 2**15, 2**31):
+        assert Rows.of(torch.empty(1, N, dtype=torch.bfloat16, device="meta")).N == N
+    with pytest.raises(ValueError, match=r"x has rows of 2147483647 elements: .* pad them"):
+        Rows.of(torch.empty(1, 2**31 - 1, dtype=torch.bfloat16, device="meta"))
+
+
 @pytest.mark.parametrize(
     ("op", "shapes"),
     [

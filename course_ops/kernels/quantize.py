@@ -145,7 +145,8 @@ def scale_shape(x: Tensor, scheme: str) -> tuple[int, int]:
 def quantize(x: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     """x [M, K], unit last stride -> q [M, K] e4m3, scales in fp32. Reads x once unless a group passes 16384 columns."""
     (M, K), group = x.shape, group_shape(x, scheme)
-    if K > (most := 65535 * (128 if group[1] == 128 else 1024)):  # programs across, the grid's second axis
+    most = 65535 * (128 if group[1] == 128 else 1024)  # the grid's second axis has so many programs
+    if most < K:
         raise Unsupported(f"x has {K} columns, expected at most {most}: view it as more rows of fewer columns")
     q = torch.empty(x.shape, dtype=FP8, device=x.device)
     scale = torch.empty(scale_shape(x, scheme), dtype=torch.float32, device=x.device)
