@@ -62,6 +62,11 @@ def architecture(device: torch.device) -> int:
     return arch if isinstance(arch, int) else 0
 
 
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start while the last programs of the one before still run: programmatic dependent launch."""
+    return architecture(device) >= 90 and not triton_interprets()
+
+
 def runs_gluon(x: Tensor) -> bool:
     """Whether kernels with wgmma run: sm_90 alone has it, and Triton's interpreter has no Gluon."""
     return architecture(x.device) == 90 and not triton_interprets()

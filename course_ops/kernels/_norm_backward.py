@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, num_sms, shared_memory, triton_interprets
+from course_ops._common import num_sms, shared_memory, starts_early, triton_interprets
 from course_ops.kernels._rows import (
     Rows,
     common_multiple_of,
@@ -374,7 +374,7 @@ def norm_backward_walk(dy, x, w, mean, rstd, bias=False, dtotal=None):
             dtotal, dy, x, w, mean, rstd, dx, dresidual, partial_dw, partial_db, rows.M, rows.N,
             *_strides(dtotal, dy, x), plan.chunks, plan.block, plan.last, 32 * plan.warps,
             load.at_once, plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)),
-            early_sum(x.device), known,
+            starts_early(x.device), known,
             num_warps=plan.warps, maxnreg=plan.registers,
         )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
@@ -405,7 +405,7 @@ def norm_backward_group(dy, x, w, mean, rstd, bias=False, dtotal=None):
                 *_strides(dtotal, dy, x), groups, parts, words, _slots(words, plan.warps) if finish else 1,
                 plan.chunks, plan.block, plan.last, 32 * plan.warps, load.at_once,
                 plan.stages(sum(t.element_size() for t in tensors), shared_memory(x.device)), publish_, finish,
-                early_sum(x.device), known,
+                starts_early(x.device), known,
                 num_warps=plan.warps, maxnreg=plan.registers, launch_cooperative_grid=at_once,
             )  # fmt: skip
         sum_partials(partial_dw, partial_db, dw, db)
@@ -468,13 +468,8 @@ def sum_partials(partial_dw, partial_db, dw, db):
     block_n = max(8, min(32, triton.next_power_of_2(N // num_sms(dw.device) + 1) // 2))
     sum_partials_kernel[(triton.cdiv(N, block_n),)](
         partial_dw, partial_db, dw, db, P, N, BLOCK_P=min(256, triton.next_power_of_2(P)), BLOCK_N=block_n,
-        EARLY=early_sum(dw.device), MULTIPLE=common_multiple_of(N), num_warps=8, launch_pdl=early_sum(dw.device),
+        EARLY=starts_early(dw.device), MULTIPLE=common_multiple_of(N), num_warps=8, launch_pdl=starts_early(dw.device),
     )  # fmt: skip
-
-
-def early_sum(device: torch.device) -> bool:
-    """Whether sum_partials starts while the last programs of the kernel before still store: dependent launch."""
-    return architecture(device) >= 90 and not triton_interprets()
 
 
 def partial_sums(programs, x, bias):

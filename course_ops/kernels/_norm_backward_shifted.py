@@ -17,11 +17,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import shared_memory, triton_interprets
+from course_ops._common import shared_memory, starts_early, triton_interprets
 from course_ops.kernels._norm_backward import (
     Load,
     columns,
-    early_sum,
     group,
     held,
     in_threads,
@@ -364,7 +363,7 @@ def norm_backward_shifted(dy, x, w, mean, rstd, bias=False, dtotal=None):
         strides = 0 if dtotal is None else dtotal.stride(0), dy.stride(0), x.stride(0), stride
         stages = plan.stages(sum(t.element_size() for t in read), shared_memory(x.device))
         options = {"num_warps": plan.warps, "maxnreg": plan.registers}
-        early = early_sum(x.device)
+        early = starts_early(x.device)
         if parts == 1:
             norm_backward_shifted_walk_kernel[(groups,)](
                 *tensors, rows.M, rows.N, *strides, plan.chunks, plan.block, plan.last, 32 * plan.warps, width,

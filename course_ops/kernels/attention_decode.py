@@ -21,8 +21,8 @@ from course_ops._common import (
     fp32_precision,
     num_sms,
     roomy,
+    starts_early,
     tma_takes,
-    triton_interprets,
 )
 from course_ops.kernels.attention_tiles import (
     LN2,
@@ -192,9 +192,8 @@ def attention_decode(
     share = share_of(owners, blocks, programs_per_sm * num_sms(q.device))
     programs = triton.cdiv(owners * blocks, share)
     parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_v,), ()))
-    hopper = architecture(q.device) >= 90
-    tma = q.element_size() == 2 and hopper and tma_takes(k, v)
-    early = hopper and not triton_interprets()  # programmatic dependent launch
+    tma = q.element_size() == 2 and architecture(q.device) >= 90 and tma_takes(k, v)
+    early = starts_early(q.device)
     decode_kernel[(programs,)](
         q, *tile_descriptors((k, v), (block_n, block_n), tma), o, lse, lengths, parts, part_lse,
         q.stride(), k.stride(), v.stride(), o.stride(), *score_scales(scale, softcap), H, S_q, S_k, D,

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from course_ops._common import architecture, fp32_precision, num_sms, triton_interprets
+from course_ops._common import fp32_precision, num_sms, starts_early
 from course_ops.kernels.attention_decode import (
     TILE_BYTES,
     epilogue,
@@ -295,7 +295,7 @@ def attention_paged(
         spans = torch.empty(owners, 2, dtype=torch.int32, device=q.device)
         parts, part_lse = (torch.empty(programs + owners, used, *n, device=q.device) for n in ((block_v,), ()))
     weight = part_weight(used * block_v * 4, block_n * (block_d + block_v) * q.element_size(), sms)
-    early = architecture(q.device) >= 90 and not triton_interprets()  # programmatic dependent launch
+    early = starts_early(q.device)
     paged_kernel[(programs if divided else owners,)](
         q, k, v, o, lse, lengths, lengths if table is None else table, spans, parts, part_lse,
         q.stride(), k.stride(), v.stride(), o.stride(), 0 if table is None else table.stride(0),

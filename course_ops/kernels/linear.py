@@ -10,7 +10,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from course_ops._common import architecture, cdiv, fitting_stages, num_sms, roomy, tma_takes, triton_interprets
+from course_ops._common import (
+    architecture,
+    cdiv,
+    fitting_stages,
+    num_sms,
+    roomy,
+    starts_early,
+    tma_takes,
+    triton_interprets,
+)
 from course_ops._launch import describing, launcher
 from course_ops.kernels import matmul_skinny
 from course_ops.kernels._matmul_plan import aligned_rows, tma_plan
@@ -228,11 +237,6 @@ def prepare_few_rows(
         return y
 
     return run
-
-
-def starts_early(device: torch.device) -> bool:
-    """Whether a kernel starts while the last programs of the one before still run: programmatic dependent launch."""
-    return architecture(device) >= 90 and not triton_interprets()
 
 
 # A program walks down its columns and adds up dz while it has it in registers. The sums are of values that were never

@@ -20,11 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from course_ops._common import cdiv, num_sms, runs_gluon, shared_memory, tma_takes
+from course_ops._common import cdiv, num_sms, runs_gluon, shared_memory, starts_early, tma_takes
 from course_ops._launch import describing
 from course_ops.hopper import allocate_barriers, allocate_stages, ring_slot
 from course_ops.kernels._matmul_hopper import block_barrier
-from course_ops.kernels._norm_backward import Load, Plan, early_sum, partial_sums, sum_partials
+from course_ops.kernels._norm_backward import Load, Plan, partial_sums, sum_partials
 from course_ops.kernels._rows import POLL, waits
 from course_ops.versions import async_load, reinterpret
 
@@ -305,8 +305,8 @@ def norm_backward_hopper(dy, x, w, mean, rstd, bias=False):
         norm_backward_hopper_kernel[(groups * parts,)](
             *_blocks(dy, plan), *_blocks(x, plan), w, mean if centred else rstd, rstd, dx, partial_dw,
             partial_db if bias else partial_dw, sums, M, N, groups, parts, plan.chunks - 1,
-            stages_of(plan, w.element_size(), shared_memory(x.device)), wait, centred, bias, early_sum(x.device), warps,
-            num_warps=warps, launch_cooperative_grid=parts > 1,
+            stages_of(plan, w.element_size(), shared_memory(x.device)), wait, centred, bias,
+            starts_early(x.device), warps, num_warps=warps, launch_cooperative_grid=parts > 1,
         )  # fmt: skip
     sum_partials(partial_dw, partial_db, dw, db)
     return dx, dw, db
