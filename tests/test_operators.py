@@ -364,6 +364,11 @@ def test_near_a_bar_every_median_must_be_known(ms, needed):
     assert {*operator_bench._needed({"ours": 1.0, "copy": 0.5} | ms)} == {"ours", "copy"} | needed
 
 
+def test_why_a_peer_is_absent_is_said_without_colours_and_addresses():
+    said = operator_bench._words(TypeError("\x1b[91m\x1b[1merror[INTERNAL]:\x1b[0m <Var at 0x7f76a91a> |\n failed"))
+    assert said == "TypeError: error[INTERNAL]: <Var> / failed"
+
+
 def test_a_shape_that_is_refused_has_a_row(timings):
     case = next(case for case in ALL if case.operator.name == "attention" and case.shape.get("D_v"))
     refused = operator_rows.Case(case.operator, {"B": 1, "H": 1, "S": 8, "D": 24, "D_v": 272, "causal": True})

@@ -12,6 +12,7 @@ search for garbage passes over the objects that earlier ones have left, PyTorch'
 import gc
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -232,7 +233,8 @@ def _attempt(peer: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def _words(error: BaseException, *, name: bool = True) -> str:
-    text = " ".join(str(error).split())[:160].replace(BETWEEN.strip(), "/")
+    said = re.sub(r"\x1b\[[0-9;]*m| at 0x[0-9a-f]+", "", str(error))  # colours of a terminal, addresses
+    text = " ".join(said.split())[:160].replace(BETWEEN.strip(), "/")
     return f"{type(error).__name__}: {text}" if name else text
 
 
