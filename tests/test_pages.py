@@ -8,12 +8,14 @@ from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import REPORTS
 from lessonkit.commands import show
 from lessonkit.judge import verify
-from lessonkit.lesson import discover, kernels
+from lessonkit.lesson import Table, discover, kernels
 from lessonkit.measure import rows
 from lessonkit.measure.stale import Today, device_folders
-from lessonkit.pages import lengths, operators, pivots, plots, predictions, report, results, shares
+from lessonkit.pages import compared, lengths, operators, pivots, plots, predictions, report, results, shares
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 ADD = "day2_triton_basics.lesson01_vector_add"
 FOLDERS = device_folders()
@@ -240,6 +242,85 @@ def test_attention_is_drawn_over_the_length():
     assert plots.over_length("one length", found[:1], ours=("ours",)) is None
 
 
+def figure_of(picture):
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    picture.draw(figure)
+    return figure
+
+
+def test_a_rung_looks_the_same_in_all_panels_and_unlike_the_others():
+    """More rungs than colours; the first is not in each panel."""
+    rungs = [f"rung{i}" for i in range(9)]
+    found = [
+        (rung, a_row(rung=rung, shape=f"B={16384 // S} H=16 S={S} D={D}", tflop_per_s=10.0 * S))
+        for D, those in ((64, rungs), (128, rungs[1:]))
+        for rung in those
+        for S in (512, 4096)
+    ]
+    fewer, more = (
+        {name: (line.get_color(), line.get_linestyle()) for name, line in zip(those, axes.lines, strict=True)}
+        for axes, those in zip(figure_of(plots.over_length("", found, rungs)).axes, (rungs[1:], rungs), strict=True)
+    )
+    assert fewer == {rung: more[rung] for rung in fewer}
+    assert len({*more.values()}) == 9
+
+
+def test_a_copy_that_presses_all_rungs_onto_zero_makes_a_logarithmic_axis():
+    def scale(rate):
+        sizes = [{"shape": f"n={n}", "bytes": n} for n in (1, 1000)]
+        found = [a_row(**size, tb_per_s=rate) for size in sizes]
+        found += [a_row(**size, rung="copy", kind="limit", tb_per_s=4.0) for size in sizes]
+        return figure_of(plots.speed("sort", found, ["add_wide"])).axes[0].get_yscale()
+
+    assert (scale(0.1), scale(3.0)) == ("log", "linear")
+
+
+def test_a_lesson_with_one_size_has_no_plot():
+    found = [a_row(), a_row(rung="copy", kind="limit")]
+    assert plots.speed("one size", found, ["add_wide"]) is None
+
+
+def test_what_stands_over_names_is_not_joined():
+    """A colour for each lesson, and a mark for each value of the third column."""
+    cells = [("01 tiles", 40), ("01 grouped", 50), ("02 fma", 1)]
+    table = [{"rung": rung, "%": share + more, "size": size} for rung, share in cells
+             for size, more in ((4096, 0), (8192, 1))]  # fmt: skip
+    (axes,) = figure_of(plots.lines("percent", table, "rung", "%", "size")).axes
+    assert not axes.lines
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["4096", "8192"]
+    for points in axes.collections:
+        first, second, third = map(tuple, points.get_facecolors())
+        assert first == second != third
+    steps = [{"step": f"{n}%", "MB": n} for n in (0, 50, 100)]
+    (line,) = figure_of(plots.lines("memory", steps, "step", "MB", "")).axes[0].lines
+    assert list(line.get_xdata()) == [0, 50, 100]
+
+
+@pytest.mark.parametrize("ends", [(1050, 1880), (27, 290), (1500, 14000), (9, 150)])
+def test_ticks_of_times_do_not_stand_on_each_other(ends):
+    figure = Figure(figsize=(15, 12), layout="constrained")
+    axes = figure.subplots(3, 3)[0][2]
+    compared._scatter(axes, [{"predicted": end, "us": end} for end in ends])
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    low, high = axes.get_xlim()
+    shown = [
+        text for text in axes.get_xticklabels(which="both") if text.get_text() and low <= text.get_position()[0] <= high
+    ]
+    boxes = [text.get_window_extent() for text in shown]
+    assert len(boxes) > 1
+    assert not [1 for i, box in enumerate(boxes) for other in boxes[:i] if box.overlaps(other)]
+
+
+def test_a_plot_is_told_in_words():
+    big = {"shape": "n=1000", "bytes": 1000, "gpu": "nvidia-h200"}
+    found = [a_row(gpu="nvidia-h200"), a_row(**big, ms_p50=1.0, tb_per_s=3.87), a_row(**big, rung="slow")]
+    found.append(a_row(**big, rung="copy", kind="limit", tb_per_s=4.004))
+    assert plots.alt("Softmax", found) == "Softmax, nvidia-h200: TB/s by size. At n=1000: add_wide 3.87, copy 4."
+    table = Table("loss", [{"step": 1, "loss": "10.9"}, {"step": 9, "loss": "4.6"}], "", x="step", y="loss")
+    assert plots.alt_of_table(table) == "loss: loss from 4.6 to 10.9, over step from 1 to 9."
+
+
 def test_a_table_over_the_length_becomes_a_pivot_with_ratios_and_a_sentence(monkeypatch):
     def row(name, S, rate, peak):
         return {"attention": name, "S": str(S), "TFLOP/s": str(rate), "peak MB": str(peak)}
@@ -316,8 +397,6 @@ def test_a_roof_for_each_dtype():
     chip = results.card(a_row(gpu="nvidia-h200"))
     assert results.roofs(chip, {"bfloat16", "float32"}) == {"bf16": 989.4, "fp32": 67.0}
     assert results.roofs(chip, {"float8_e4m3fn"}) == {"fp8": 1978.9}
-    found = [a_row(gpu="nvidia-h200", lesson=f"day.{d}", dtype=d, tflop_per_s=1.0) for d in ("bfloat16", "float32")]
-    assert plots.roofline("h200", found).png()
 
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")

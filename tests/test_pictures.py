@@ -90,6 +90,40 @@ def test_a_picture_is_well_formed_and_speaks(language):
         assert smallest >= 8, f"{each.name}: a label of {smallest} units cannot be read on a phone"
 
 
+def test_an_id_stands_once_in_a_page():
+    """A lesson's page has all its pictures in it, and each draws its arrows with its own head."""
+    for lesson in {each.lesson for each in every()}:
+        drawn = [each.svg() for each in every() if each.lesson == lesson]
+        ids = [re.findall(r' id="([^"]+)"', svg) for svg in drawn]
+        assert len({*itertools.chain(*ids)}) == sum(map(len, ids)), lesson
+        for svg, own in zip(drawn, ids, strict=True):
+            assert {*re.findall(r"url\(#([^)]+)\)", svg)} <= {*own}, lesson
+
+
+def drawn(lesson, name):
+    return next(each for each in every() if (each.lesson, each.name) == (lesson, name)).canvas()
+
+
+def test_the_timeline_of_hopper_has_each_letter_that_its_caption_explains():
+    labels = [label.text for label in drawn("day4_replace_op.lesson08_flash_hopper", "hopper_timeline").labels]
+    assert any(label.startswith("Q: QK of a block, P: PV") for label in labels)
+    assert {"Q", "P", "K", "V"} <= {*labels}
+
+
+def test_the_bytes_of_a_rung_say_that_no_cache_serves_them():
+    """Those that w and b cost are in them, and the lesson says what remains without; the line at 1 crosses no name."""
+    canvas = drawn("day2_triton_basics.lesson08_layernorm", "traffic")
+    labels = " ".join(label.text for label in canvas.labels)
+    assert "where no cache serves a load" in labels
+    assert "Without them the three rungs move 2, 1 and 1.5 times the least" in labels
+    lines = re.findall(r'd="M([\d.]+) ([\d.]+)L[\d.]+ ([\d.]+)"', "".join(canvas.parts))
+    assert len(lines) == 3
+    for x, top, bottom in (map(float, line) for line in lines):
+        assert not [a for a in canvas.labels if a.left < x < a.right and a.top < bottom and top < a.bottom]
+    figures = {label.text for label in drawn("day4_replace_op.lesson03_flash_v1", "traffic").labels}
+    assert {"11.8", "2.8"} <= figures
+
+
 def test_words_are_wrapped_to_a_width():
     english = "Programs cannot wait for each other in one launch, but the second launch begins after the first."
     for text in (english, "同一次启动里的 program 不能互相等待，但第二次启动在第一次结束之后才开始。"):

@@ -20,7 +20,7 @@ from lessonkit.pages import plots
 
 @dataclass(frozen=True)
 class Block:
-    """A heading, a paragraph, a list, a table (its rows), a figure (its name, its data, draw(axes)), or several.
+    """A heading, a paragraph, a list, a table (its rows), a figure (name, alt text, data, draw(axes)), or several.
 
     page: begins a new page. own: a learner's alone, which the page that is kept in the repository leaves out.
     In a table a cell of `**words**` is bold; in text and lists `words` are code.
@@ -31,6 +31,7 @@ class Block:
     items: tuple[str, ...] = ()
     table: tuple[dict[str, Any], ...] = ()
     figure: str = ""
+    alt: str = ""
     data: object = None
     draw: Callable[[Any], None] | None = None
     page: bool = False
@@ -67,7 +68,7 @@ def as_markdown(title: str, blocks: Sequence[Block]) -> str:
         if b.items:
             parts.append("".join(f"- {item}\n" for item in b.items))
         if b.figure:
-            parts.append(f"![{b.figure}]({picture(b)})\n")
+            parts.append(f"![{b.alt}]({picture(b)})\n")
     return "\n".join(parts)
 
 
@@ -90,7 +91,7 @@ def as_html(title: str, blocks: Sequence[Block], images: dict[str, bytes]) -> st
             parts.append(f"<ul>{''.join(f'<li>{_marked(item)}</li>' for item in b.items)}</ul>")
         if b.figure:
             data = base64.b64encode(images[picture(b)]).decode()
-            parts.append(f'<img alt="{html.escape(b.figure)}" src="data:image/png;base64,{data}">')
+            parts.append(f'<img alt="{html.escape(b.alt)}" src="data:image/png;base64,{data}">')
     head = f"<meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
     return f"<!doctype html><html lang=en>{head}{''.join(parts)}</html>\n"
 

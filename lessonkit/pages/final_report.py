@@ -61,7 +61,7 @@ def build(folder: Path, chosen: str = "") -> tuple[str, list[Block]]:
             ),
             text=_story(story),
         ),
-        Block(figure="ladder", data=data, draw=partial(_draw_story, story)),
+        Block(figure="ladder", alt=_ladder(story), data=data, draw=partial(_draw_story, story)),
         Block(table=tuple(_lessons(story)), items=tuple(_nothing(story))),
     ]
     if failed := [pair for pair in pairs if pair.off]:
@@ -158,13 +158,19 @@ def _story(c: Contest) -> str:
     return sentences(words, shares.why([*c.rungs, *([c.peer] if c.peer else [])]))
 
 
+def _ladder(c: Contest) -> str:
+    """The figure in words."""
+    rungs = listed(f"{row.rung} {row.percent_of_limit:.0f}" for row in c.rungs)
+    words = said("{operator}, % of the limit, rung by rung: {rungs}.")
+    return words.format(operator=said(c.name), rungs=rungs)
+
+
 def _draw_story(c: Contest, axes: Any) -> None:
     c.bars(axes)
     if c.peer:
         axes.text(-0.4, c.peer.percent_of_limit + 1, c.peer.rung, fontsize=7)
     axes.set_xticks(range(len(c.rungs)), [row.rung for row in c.rungs], rotation=35, ha="right", fontsize=6)
     axes.set_xlim(-0.6, len(c.rungs) - 0.4)
-    axes.set_ylabel("% of the limit, a colour a lesson", fontsize=7)
     axes.tick_params(axis="y", labelsize=7)
 
 

@@ -144,7 +144,8 @@ def _page(ladder: Ladder, device: str, today: Today, table: Streams | None, pict
             pivots.pivot(peers, lambda row: f"{pivots.rate(row, unit)}{mark(row)}"),
         ]
     if picture:
-        parts.append(f"![over the sequence length]({file_name(ladder.name)[:-3]}.png)\n")
+        alt = plots.alt(said(ladder.name), [row for best in ladder.fastest() for row in best.rounds])
+        parts.append(f"![{alt}]({file_name(ladder.name)[:-3]}.png)\n")
     if main and len(ladder.lessons) > 1:
         parts += [f"## {said(LADDER).format(shape=main[0], dtype=main[1])}\n", _rungs(ladder, main, mark, table)]
     parts.append(f"## {said(EVERY)}\n")

@@ -130,14 +130,15 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
     """The pages of reports/ and their plots, in the language of this process."""
     made: dict[Path, str | Picture] = {}
     for folder in device_folders():
-        everything: list[Row] = []
         for path in sorted(folder.glob("*.csv")):
             name = renames.lesson(path.stem)
             if name not in lessons or not (found := rows.read(path)):
                 continue
-            everything += found
-            made[folder / f"{name}.md"] = _lesson_page(name, lessons[name], found, today, absent(path, lessons[name]))
-            made[folder / f"{name}.png"] = plots.speed(title(name), found)
+            page = _lesson_page(name, lessons[name], found, today, absent(path, lessons[name]))
+            if picture := plots.speed(title(name), found, [rung.__name__ for rung in lessons[name].rungs]):
+                made[folder / f"{name}.png"] = picture
+                page += f"\n![{plots.alt(said(title(name)), found)}]({name}.png)\n"
+            made[folder / f"{name}.md"] = page
         made |= operators.pages(folder, today)
         made |= final_report.pages(folder)
         if (sanitized := folder / sanitize.NAME).exists():
@@ -145,8 +146,6 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
         made |= _step_pages(folder, made)
         if found_by_ncu := ncu.compared(ncu.path(folder)):
             made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
-        if everything:
-            made[folder / "roofline.png"] = plots.roofline(folder.name, everything)
     for name, lesson in lessons.items():
         if found_kernels := rows.read_csv(renames.place(REPORTS / "compiled" / f"{name}.csv")):
             made[REPORTS / "compiled" / f"{name}.md"] = _compiled_page(
@@ -300,7 +299,6 @@ def _lesson_page(name: str, lesson: Lesson, found: list[Row], today: Today, abse
         predictions.section(lesson, found, mark),
         f"## {said(RATES).format(unit=unit)}\n\n" + pivots.pivot(pivots.rated(found, unit), rate),
         f"## {said(TIMES)}\n\n" + pivots.pivot(found, time) + shares.below(found),
-        f"![speed]({name}.png)\n",
     ]
     about = said(MEASURED).format(where=listed(where, ";"), when=listed(when, ";"), dtypes=dtypes)
     others = said("The other lessons and languages: [{operator}]({file}).")
@@ -405,7 +403,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
         if table.x or table.draw:
             plot = folder / _file_of(lesson, table.name, "png")
             made[plot] = plots.of_table(table)
-            part += f"\n![{stored.told(table.name)}]({plot.name})\n"
+            part += f"\n![{plots.alt_of_table(table)}]({plot.name})\n"
         pages.setdefault(lesson, []).append(part)
 
     compared = {
@@ -467,7 +465,7 @@ def _index(made: list[Path]) -> str:
         if of_operators := [p for p in here if "." not in p.stem and p != final]:
             lines += [", ".join(f"[{p.stem}]({folder}/{p.name})" for p in of_operators), ""]
         lines += [f"- [{p.stem}]({folder}/{p.name})" for p in here if p not in (*of_operators, final)]
-        if (roof := REPORTS / folder / "roofline.png") in made:
+        if (roof := REPORTS / folder / "day5_tuning.lesson10_roofline.roofline.png") in made:
             lines.append(f"- {roofline.format(file=f'{folder}/{roof.name}')}")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

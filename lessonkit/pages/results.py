@@ -120,6 +120,7 @@ class Contest:
         lessons = list(dict.fromkeys(row.lesson for row in self.rungs))
         colours = [f"C{lessons.index(row.lesson) % 10}" for row in self.rungs]
         axes.bar(range(len(self.rungs)), [row.percent_of_limit for row in self.rungs], color=colours)
+        axes.set_ylabel("% of the limit, a colour a lesson", fontsize=7)
         if self.peer:
             axes.axhline(self.peer.percent_of_limit, linestyle="--", color="k", linewidth=1)
 

@@ -136,7 +136,7 @@ def _timeline(c: Canvas, order: str, cycles: dict[str, int], stages: int, blocks
                 continue
             kind = {"loads": "off", "softmax0": "a", "softmax1": "b"}.get(lane) or "ab"[s["consumer"]]
             label = ("QP"[s["what"]] if lane == "tensor" else "KV"[s["what"]]) if lane in ("tensor", "loads") else ""
-            placed.append((s["start"], s["length"], kind, label if s["length"] * scale > 12 else ""))
+            placed.append((s["start"], s["length"], kind, label))
         c.lane(name, placed, scale, left=86, height=18)
     return float(found["percent"])
 

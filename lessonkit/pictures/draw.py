@@ -90,6 +90,7 @@ class Canvas:
     """What a picture draws on. `y` is where the next part may begin; parts move it down."""
 
     language: str = "en"
+    name: str = "picture"  # of the picture: a page may show several, and an id stands once in it
     y: float = MARGIN
     parts: list[str] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
@@ -147,7 +148,7 @@ class Canvas:
     def arrow(self, x1: float, y1: float, x2: float, y2: float, *, dashed: bool = False) -> None:
         dash = ' stroke-dasharray="3 2"' if dashed else ""
         self.parts.append(
-            f'<path class="line" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"{dash} marker-end="url(#lk-head)"/>'
+            f'<path class="line" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"{dash} marker-end="url(#{self._head})"/>'
         )
         self._down(max(y1, y2))
 
@@ -190,6 +191,10 @@ class Canvas:
             x += wide
         self.y = top + 18
 
+    @property
+    def _head(self) -> str:
+        return f"lk-head-{self.name}"
+
     def _down(self, y: float) -> None:
         self.lowest = max(self.lowest, y)
 
@@ -205,7 +210,7 @@ class Canvas:
             f'width="100%" role="img" lang="{language}" style="max-width:{2 * WIDTH}px">'
             f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
             f"<style>{STYLE}</style>"
-            '<defs><marker id="lk-head" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" '
+            f'<defs><marker id="{self._head}" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" '
             'orient="auto"><path class="head" d="M0 0L6 3L0 6z"/></marker></defs>'
             f'<rect class="paper" width="{WIDTH}" height="{self.height:.0f}"/>{"".join(self.parts)}</svg>\n'
         )

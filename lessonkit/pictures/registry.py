@@ -30,7 +30,7 @@ class Picture:
 
     def canvas(self, language: str = "en") -> Canvas:
         """The drawing with its labels, before it is an SVG."""
-        canvas = Canvas(language)
+        canvas = Canvas(language, self.name)
         canvas.paragraph(self.heading, TITLE, "bold")
         canvas.gap(6)
         self.draw(canvas, self.lesson)

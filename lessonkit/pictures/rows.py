@@ -85,27 +85,28 @@ def warp_sectors(c: Canvas, lesson: str) -> None:
 
 
 @picture(
-    "Memory traffic of each rung, as a multiple of the least",
-    "A bar for each rung: the bytes that it moves through device memory, over the bytes of reading each input once and "
-    "writing each output once. The figures are declared in the lesson, and its checks count them.",
+    "Bytes that each rung loads and stores, as a multiple of the least",
+    "A bar for each rung: the bytes that its kernels load and store, over the bytes of reading each input once and "
+    "writing each output once. A load that a cache serves counts too. The figures are declared in the lesson, and its "
+    "checks count them.",
 )
 def traffic(c: Canvas, lesson: str) -> None:
     declared = dict(discover(lesson))[lesson]
     assert isinstance(declared, Lesson)
-    passes = {rung.__name__: times for rung, times in declared.passes.items()}
-    most = max(passes.values())
-    scale, top = (INSIDE - 40) / most, c.y
-    for rung, times in passes.items():
-        c.text(MARGIN, c.y + 7, rung, 10)
+    scale = (INSIDE - 40) / max(declared.passes.values())
+    for rung, times in declared.passes.items():
+        c.text(MARGIN, c.y + 7, rung.__name__, 10)
         c.box(MARGIN, c.y + 14, times * scale, 13, "c" if times < 1.05 else "b")
-        c.text(MARGIN + times * scale + 4, c.y + 20.5, f"{times:g}", 10)
+        c.text(MARGIN + times * scale + 4, c.y + 20.5, f"{times:.3g}", 10)
+        c.line(MARGIN + scale, c.y + 14, MARGIN + scale, c.y + 27, dashed=True)
         c.y += 33
-    c.line(MARGIN + scale, top + 12, MARGIN + scale, c.y - 4, dashed=True)
     caption(
         c,
-        "1 is the least: each input is read once, each output is written once. Counted on the lesson's "
-        "last check.",
-    )  # fmt: skip
+        "1 (dashed) is the least: each input is read once, each output is written once. Counted on the lesson's last "
+        "check, where no cache serves a load.",
+    )
+    if declared.passes_why:
+        caption(c, declared.passes_why)
 
 
 @picture(
