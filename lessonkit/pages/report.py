@@ -139,7 +139,7 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
             made[folder / f"{name}.md"] = _lesson_page(name, lessons[name], found, today, absent(path, lessons[name]))
             made[folder / f"{name}.png"] = plots.speed(title(name), found)
         made |= operators.pages(folder, today)
-        made |= final_report.pages(folder)
+        made |= final_report.pages(folder, today)
         if (sanitized := folder / sanitize.NAME).exists():
             made[sanitized] = sanitize.marked(folder, sanitize.argued())
         made |= _step_pages(folder, made)
