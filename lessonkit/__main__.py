@@ -741,10 +741,7 @@ def list_stale(
         bool, typer.Option("--record", help="Add what this machine's compilers make of the rows.")
     ] = False,
 ) -> None:
-    """List measured rows that are to be measured again: their code has changed, or a peer's version is missing.
-
-    First the machine code of changed rows is compared, where this machine can.
-    """
+    """List measured rows whose code has changed or which lack a peer's version; machine code is compared first."""
     if shown := stale.show_equal():
         words = said("{count} rows: machine code shown to be equal, and kept so in their files")
         show.console.print(words.format(count=shown))

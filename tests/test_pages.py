@@ -8,7 +8,7 @@ from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import REPORTS
 from lessonkit.commands import show
 from lessonkit.judge import verify
-from lessonkit.lesson import discover, kernels
+from lessonkit.lesson import discover, kernels, title
 from lessonkit.measure import rows
 from lessonkit.measure.stale import Today, device_folders
 from lessonkit.pages import final, final_report, lengths, operators, pivots, plots, predictions, report, results, shares
@@ -266,6 +266,21 @@ def test_readme_has_a_line_for_each_operator(language):
             assert len(mine) == 1, ladder.name
         for contest in results.contests(folder):
             assert any(x.startswith(f"| [{contest.name}]") and f"| {contest.best.rate} |" in x for x in lines)
+
+
+def test_the_index_begins_with_how_fast_it_is():
+    """Then the lessons under their titles by day; what needs no GPU is folded."""
+    folder = FOLDERS[0]
+    own = ("final_report.md", "gelu.md", "ncu.md", f"{ADD}.md", "day3_matmul_tk.lesson01_matmul.md", "roofline.png")
+    made = [folder / name for name in own] + [REPORTS / name / f"{ADD}.md" for name in ("compiled", "emulated")]
+    text = report._index([*made, REPORTS / "compiled/targets.md"])
+    order = ["## How fast is it?", "final_report.md)", f"[GELU]({folder.name}/gelu.md)", "by lesson",
+             "### day2_triton_basics", f"[{title(ADD)}]({folder.name}/{ADD}.md)", "### day3_matmul_tk", "## compiled",
+             "targets.md)", "<details>", "## emulated", f"Nsight Compute: {folder.name}]", "</details>"]  # fmt: skip
+    places = [text.rindex(words) if words == "</details>" else text.index(words) for words in order]
+    assert places == sorted(places)
+    assert "[ncu]" not in text
+    assert all(text.count(str(path.relative_to(REPORTS))) == 1 for path in made)
 
 
 # ---- Over the sequence length ---------------------------------------------------------------------------------------
