@@ -341,6 +341,18 @@ def test_a_comparison_stands_in_place_of_the_table_of_its_name():
             assert "| S | ms |" not in text
 
 
+def test_tables_of_steps_stand_in_the_order_of_the_lesson():
+    """With heads that say the unit in words."""
+    for folder in FOLDERS:
+        pages = report._step_pages(folder, {})
+        for name in ("day1_pytorch.lesson05_gpu_by_measurement", "day1_pytorch.lesson09_memory_by_measurement"):
+            if text := pages.get(folder / f"{name}.md"):
+                steps = [step.__name__.replace("_", " ") for step in dict(discover())[name].steps]
+                found = re.findall("^## (.*)$", text, re.MULTILINE)
+                assert found == [step for step in steps if step in found]
+                assert not re.findall(r"^\|.*_per_|^\|.*_a_", text, re.MULTILINE)
+
+
 # ---- The yardstick --------------------------------------------------------------------------------------------------
 
 

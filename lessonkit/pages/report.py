@@ -410,7 +410,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
     def add(lesson: str, table: Table, measured: str = "") -> None:
         part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
         cells = [[shares.marked(name, str(_cell(value))) for name, value in row.items()] for row in table.rows]
-        part += markdown(map(stored.told, table.rows[0]), cells)
+        part += markdown(map(stored.head, table.rows[0]), cells)
         exceeded = {name for line in cells for name, cell in zip(table.rows[0], line, strict=True)
                     if name in shares.COLUMNS and shares.BEYOND in cell}  # fmt: skip
         part += "".join(f"\n{why}\n" for why in sorted({said(shares.COLUMNS[name]) for name in exceeded}))
@@ -431,7 +431,14 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
     for path in sorted(folder.glob("*.*.*.csv")):
         lesson, name = path.stem.rsplit(".", 1)
         place[renames.lesson(lesson), name.replace("_", " ")] = path
-    for lesson, name in sorted(place, key=lambda key: declared.index(key) if key in compared else -1):
+
+    def nth(key: tuple[str, str]) -> tuple[int, int]:
+        """Tables of steps in the order of the lesson's steps, then comparisons as they are declared."""
+        lesson, step = known.get(key[0]), rows.head(place[key]).get("step")
+        steps = [each.__name__ for each in lesson.steps] if isinstance(lesson, Steps) else []
+        return declared.index(key) if key in compared else -1, steps.index(step) if step in steps else -1
+
+    for lesson, name in sorted(place, key=nth):
         if lesson in known:
             about = rows.head(path := place[lesson, name])
             measured = (
