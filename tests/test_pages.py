@@ -283,6 +283,25 @@ def test_the_index_begins_with_how_fast_it_is():
     assert all(text.count(str(path.relative_to(REPORTS))) == 1 for path in made)
 
 
+def test_a_table_of_kernels_has_units_and_no_column_that_says_one_thing():
+    first = {
+        "rung": "a",
+        "kernel": "k",
+        "target": "80",
+        "occupancy": "0.125",
+        "shared": "8",
+        "tma": "0",
+        "loads": "2.0",
+    }
+    table, same = report._lean([first, first | {"rung": "b", "target": "gfx942", "loads": "2.5"}]).split("\n\n")
+    assert table.splitlines() == [
+        "| rung | kernel | target | loads |", "|---|---|---|---|",
+        "| a | k | sm_80 | 2 |", "| b | k | gfx942 | 2.5 |",
+    ]  # fmt: skip
+    assert same == "The same in every line: occupancy 12.5%, shared (bytes a program) 8. Zero in every line: tma.\n"
+    assert report._lean([first]).splitlines()[2] == "| a | k | sm_80 | 12.5% | 8 | 2 |"
+
+
 # ---- Over the sequence length ---------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """Everything in reports/ that is not a measurement, the README's results, the paths: generated, never typed."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from itertools import groupby
@@ -49,6 +49,12 @@ HOW_TO_READ = later(
     "is of the bandwidth or the FLOPs that the card's data sheet states; the copy has this share alone."
 )
 
+UNITS = {  # columns of compiled kernels -> their heads
+    "registers": later("registers (a thread)"),
+    "shared": later("shared (bytes a program)"),
+    "load_bytes": later("widest load (bytes a thread)"),
+    "store_bytes": later("widest store (bytes a thread)"),
+}
 NO_GPU = {  # how to read the pages of what needs none
     "compiled": later(
         "A line is a kernel as compiled for one target. Registers are those of a thread; a spill is a register that "
@@ -63,8 +69,8 @@ NO_GPU = {  # how to read the pages of what needs none
 
 # Columns of tables whose rows are files: what more than one word says.
 COLUMNS = (
-    later("load bytes"), later("store bytes"), later("global load bytes"),
-    later("global store bytes"), later("kernel"), later("warps"), later("registers"), later("spills"), later("shared"),
+    later("global load bytes"), later("global store bytes"), later("kernel"), later("warps"), later("spills"),
+    later("registers"), later("shared"),
     later("occupancy"), later("barriers"), later("instructions"), later("blocks"), later("loads"), later("stores"),
     later("launches"), later("metric"), later("emulated"), later("ratio"),
 )  # fmt: skip
@@ -333,14 +339,15 @@ def _compiled_page(name: str, lesson: Lesson, found: list[dict[str, str]], unfit
         )
     )
     units = said(
-        "Bytes and counts are those of one program; occupancy is resident warps over the SM's most, by the limits of "
-        "the target's card."
+        "Counts are those of one program. [Occupancy](../../GLOSSARY.md#occupancy) is resident warps over the SM's "
+        "most, by the limits of the target's card. A [spill](../../GLOSSARY.md#spill) is a load or store of a register "
+        "that did not fit. Shared is [shared memory](../../GLOSSARY.md#shared-memory)."
     )
     asserted = said("Asserted by the tests for {targets}:").format(targets=asked)
     floor = said("Predicted floor in us, by the data sheet: least bytes over bandwidth, or FLOPs over their rate")
     return (
         f"# {said('{lesson}: compiled, not run').format(lesson=said(title(name)))}\n\n{sentences(made, units)}\n\n"
-        + markdown(_heads(found[0]), (line.values() for line in found))
+        + _lean(found)
         + unfit
         + (f"\n{asserted}\n\n" + "\n".join(claims) + "\n" if claims else "")
         + predictions.not_measured(name, lesson)
@@ -354,7 +361,6 @@ def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
         f"- `{rung.__name__}`: " + listed(f"{value:g} {said(metric)}" for metric, value in counts.items())
         for rung, counts in lesson.counts.items()
     ]
-    used = [key for key in found[0] if any(row[key] not in ("0", "0.0") for row in found)]
     about = said(
         "What each kernel asks of memory, counted by the emulator on the last check that the rung takes. A request is "
         "one access of a warp. In global memory it counts a sector for each 32 bytes that it touches; 4 is the least "
@@ -362,7 +368,7 @@ def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
     )
     return (
         f"# {said('{lesson}: counted, not run').format(lesson=said(title(name)))}\n\n{about}\n\n"
-        + markdown(_heads(used), ([row[key] for key in used] for row in found))
+        + _lean(found)
         + (f"\n{said('Asserted by the tests:')}\n\n" + "\n".join(claims) + "\n" if claims else "")
     )
 
@@ -375,7 +381,33 @@ def _claim(claim: str) -> str:
 
 
 def _heads(keys: Iterable[str]) -> list[str]:
-    return [said(key.replace("_", " ")) for key in keys]
+    return [said(UNITS.get(key) or key.replace("_", " ")) for key in keys]
+
+
+def _lean(found: Sequence[Mapping[str, str]]) -> str:
+    """Rows as a table, and what is the same in all of them as a sentence below it."""
+    lines = [{key: _figure(key, value) for key, value in row.items()} for row in found]
+    same = {key: value for key, value in lines[0].items() if all(line[key] == value for line in lines)}
+    zero = [key for key, value in same.items() if value in ("0", "0%")]
+    fixed = [key for key in same if key not in (*zero, "rung", "kernel") and len(lines) > 1]
+    shown = [key for key in lines[0] if key not in (*zero, *fixed)]
+    words = []
+    if fixed:
+        each = listed(f"{head} {same[key]}" for head, key in zip(_heads(fixed), fixed, strict=True))
+        words.append(said("The same in every line: {columns}.").format(columns=each))
+    if zero:
+        words.append(said("Zero in every line: {columns}.").format(columns=listed(_heads(zero))))
+    table = markdown(_heads(shown), ([line[key] for key in shown] for line in lines))
+    return table + f"\n{sentences(*words)}\n" * bool(words)
+
+
+def _figure(key: str, value: str) -> str:
+    """A cell: a count without decimals, a share in percent, a target under its compiler's name."""
+    if key == "occupancy":
+        return f"{100 * float(value):.3g}%"
+    if key == "target":
+        return chips.label(int(value) if value.isdigit() else value)
+    return value.removesuffix(".0")
 
 
 def _ncu_page(folder: Path, found: list[dict[str, str]]) -> str:
