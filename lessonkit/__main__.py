@@ -728,7 +728,7 @@ def write_report(
         show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
     _warn(paths.routes())
     if old := stale.old():
-        words = said("{count} rows were measured before their code changed; the pages mark them, `stale` lists them.")
+        words = said("{count} rows are to be measured again; the pages mark them, `stale` says why.")
         show.console.print(words.format(count=len(old)), style="yellow")
 
 
@@ -741,7 +741,7 @@ def list_stale(
         bool, typer.Option("--record", help="Add what this machine's compilers make of the rows.")
     ] = False,
 ) -> None:
-    """List measured rows whose code has changed since, after comparing machine code where this machine can."""
+    """List measured rows whose code has changed or which lack a peer's version; machine code is compared first."""
     if shown := stale.show_equal():
         words = said("{count} rows: machine code shown to be equal, and kept so in their files")
         show.console.print(words.format(count=shown))
@@ -753,7 +753,7 @@ def list_stale(
     old = stale.old(folders)
     body = ([each.device, *each.named, each.reason(), each.row.commit] for each in old)
     titles = [said("device"), said("lesson"), said("rung"), said("shape"), said("why"), said("measured at")]
-    show.table(counted(len(old), said("1 old row"), said("{count} old rows")), titles, body)
+    show.table(counted(len(old), said("1 row to measure again"), said("{count} rows to measure again")), titles, body)
     tables = stale.old_tables(folders)
     for line in tables:
         show.console.print(said("old table: {line}").format(line=line))

@@ -8,10 +8,22 @@ from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import REPORTS
 from lessonkit.commands import show
 from lessonkit.judge import verify
-from lessonkit.lesson import Table, discover, kernels
+from lessonkit.lesson import Table, discover, kernels, title
 from lessonkit.measure import rows
 from lessonkit.measure.stale import Today, device_folders
-from lessonkit.pages import compared, lengths, operators, pivots, plots, predictions, report, results, shares
+from lessonkit.pages import (
+    compared,
+    final,
+    final_report,
+    lengths,
+    operators,
+    pivots,
+    plots,
+    predictions,
+    report,
+    results,
+    shares,
+)
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -208,6 +220,53 @@ def test_the_fastest_at_a_shape_stands_beside_the_peer_of_its_own_rounds(lesson)
     assert (best.row, best.peer) == fast
 
 
+@pytest.mark.parametrize(("ratio", "peer", "cell"), [(0.0, "quack", "‡"), (0.5, "quack", "0.50"), (0.0, "", "")])
+def test_an_incomplete_row_is_marked_on_every_page(lesson, monkeypatch, ratio, peer, cell):
+    """A blank would look as if it had no peer."""
+    found = (a_row(ratio_to_best_peer=ratio), *([a_row(rung=peer, kind="peer")] if peer else []))
+    monkeypatch.setattr(operators, "ladders", lambda folder: [operators.Ladder("add", ((ADD, lesson, found),))])
+    monkeypatch.setattr(operators.yardstick, "streams", lambda folder: None)
+    monkeypatch.setattr(Today, "why_old", lambda self, row: "")
+    today = Today(kernels())
+    (page,) = (page for page in operators.pages(FOLDERS[0], today).values() if isinstance(page, str))
+    readme, cards = operators.overview("en", today), operators.cards(today)
+    assert f"| {peer} | {'2' if peer else ''} | {cell} |" in page
+    assert f"| {peer} | {cell} | {cell} |" in readme
+    assert (", ‡ of" if cell == "‡" else f"{cell} of") in cards or not peer
+    for text in (page, readme, cards):
+        assert (operators.INCOMPLETE in text) == ("‡" in text) == (cell == "‡")
+
+
+def test_a_range_is_of_the_shapes_that_the_fastest_lesson_timed(lesson, monkeypatch):
+    """At another shape its kernel did not take part. Of those that it timed, the judged ones are counted."""
+    shapes = [f"n={n}" for n in (1, 2, 3, 4)]
+    ratios = dict(zip(shapes, (1.5, 1.25, 0.0, 0.25), strict=True))
+
+    def timed(rung, ms, at):
+        mine = [a_row(rung=rung, lesson=rung, ms_p50=ms, shape=n, ratio_to_best_peer=ratios[n]) for n in at]
+        return *mine, *(a_row(rung="torch", kind="peer", shape=n) for n in at)
+
+    fast, slow = timed("add_wide", 1.0, shapes[:3]), timed("add_block", 3.0, shapes)
+    ladder = operators.Ladder("add", (("add_block", lesson, slow), ("add_wide", lesson, fast)))
+    monkeypatch.setattr(results, "main_size", lambda lessons: (shapes[0], fast[0].dtype))
+    assert [best.row.shape for best in ladder.fastest()] == shapes
+    assert ladder.contested() == ladder.fastest()[:3]
+    monkeypatch.setattr(operators, "ladders", lambda folder: [ladder])
+    monkeypatch.setattr(results, "language", lambda lesson: "Triton")
+    assert "| 1.25 to 1.50 (2 of 3 shapes) |" in operators.overview("en", Today(kernels()))
+    monkeypatch.setattr(final_report, "EVEN", 2)
+    ((_, worst),) = final_report._behind(FOLDERS[0])
+    assert worst.row.ratio_to_best_peer == 1.25
+
+
+def test_each_lesson_of_a_ladder_starts_over(lesson):
+    found = [a_row(rung=rung.__name__, ms_p50=ms) for rung, ms in zip(lesson.rungs, (4.0, 2.0, 1.0), strict=False)]
+    ladder = operators.Ladder("add", (("day.a", lesson, found), ("day.b", lesson, found)))
+    table = operators._rungs(ladder, results.place(found[0]), lambda row: "", None)
+    over = [line.split("|")[-3].strip() for line in table.splitlines() if line.startswith("| [")]
+    assert over == ["", "2.00", "2.00"] * 2
+
+
 @pytest.mark.parametrize("language", operators.HEADS)
 def test_readme_has_a_line_for_each_operator(language):
     lines = operators.overview(language, Today(kernels())).splitlines()
@@ -221,6 +280,41 @@ def test_readme_has_a_line_for_each_operator(language):
             assert len(mine) == 1, ladder.name
         for contest in results.contests(folder):
             assert any(x.startswith(f"| [{contest.name}]") and f"| {contest.best.rate} |" in x for x in lines)
+
+
+def test_the_index_begins_with_how_fast_it_is():
+    """Then the lessons under their titles by day; what needs no GPU is folded."""
+    folder = FOLDERS[0]
+    own = ("final_report.md", "gelu.md", "ncu.md", f"{ADD}.md", "day3_matmul_tk.lesson01_matmul.md",
+           "day5_tuning.lesson10_roofline.roofline.png")  # fmt: skip
+    made = [folder / name for name in own] + [REPORTS / name / f"{ADD}.md" for name in ("compiled", "emulated")]
+    text = report._index([*made, REPORTS / "compiled/targets.md"])
+    order = ["## How fast is it?", "final_report.md)", f"[GELU]({folder.name}/gelu.md)", "by lesson",
+             "### day2_triton_basics", f"[{title(ADD)}]({folder.name}/{ADD}.md)", "### day3_matmul_tk", "## compiled",
+             "targets.md)", "<details>", "## emulated", f"Nsight Compute: {folder.name}]", "</details>"]  # fmt: skip
+    places = [text.rindex(words) if words == "</details>" else text.index(words) for words in order]
+    assert places == sorted(places)
+    assert "[ncu]" not in text
+    assert all(text.count(str(path.relative_to(REPORTS))) == 1 for path in made)
+
+
+def test_a_table_of_kernels_has_units_and_no_column_that_says_one_thing():
+    first = {
+        "rung": "a",
+        "kernel": "k",
+        "target": "80",
+        "occupancy": "0.125",
+        "shared": "8",
+        "tma": "0",
+        "loads": "2.0",
+    }
+    table, same = report._lean([first, first | {"rung": "b", "target": "gfx942", "loads": "2.5"}]).split("\n\n")
+    assert table.splitlines() == [
+        "| rung | kernel | target | loads |", "|---|---|---|---|",
+        "| a | k | sm_80 | 2 |", "| b | k | gfx942 | 2.5 |",
+    ]  # fmt: skip
+    assert same == "The same in every line: occupancy 12.5%, shared (bytes a program) 8. Zero in every line: tma.\n"
+    assert report._lean([first]).splitlines()[2] == "| a | k | sm_80 | 12.5% | 8 | 2 |"
 
 
 # ---- Over the sequence length ---------------------------------------------------------------------------------------
@@ -360,6 +454,18 @@ def test_a_comparison_stands_in_place_of_the_table_of_its_name():
             assert "| S | ms |" not in text
 
 
+def test_tables_of_steps_stand_in_the_order_of_the_lesson():
+    """With heads that say the unit in words."""
+    for folder in FOLDERS:
+        pages = report._step_pages(folder, {})
+        for name in ("day1_pytorch.lesson05_gpu_by_measurement", "day1_pytorch.lesson09_memory_by_measurement"):
+            if text := pages.get(folder / f"{name}.md"):
+                steps = [step.__name__.replace("_", " ") for step in dict(discover())[name].steps]
+                found = re.findall("^## (.*)$", text, re.MULTILINE)
+                assert found == [step for step in steps if step in found]
+                assert not re.findall(r"^\|.*_per_|^\|.*_a_", text, re.MULTILINE)
+
+
 # ---- The yardstick --------------------------------------------------------------------------------------------------
 
 
@@ -397,6 +503,45 @@ def test_a_roof_for_each_dtype():
     chip = results.card(a_row(gpu="nvidia-h200"))
     assert results.roofs(chip, {"bfloat16", "float32"}) == {"bf16": 989.4, "fp32": 67.0}
     assert results.roofs(chip, {"float8_e4m3fn"}) == {"fp8": 1978.9}
+
+
+def contest(name, **changes):
+    row = a_row(gpu=FOLDERS[0].name, **changes)
+    return results.Contest(name, row.shape, row.dtype, ((ADD, dict(kernels())[ADD], [row, a_row(kind="peer")]),))
+
+
+def test_the_final_report_counts_what_it_shows():
+    """0.996 is shown as 1.00; 89.9 with the decimal that says why it is below 90. What has no ratio is named."""
+    known = {"even": (0.996, 89.94), "lost": (0.964, 90.04), "just": (0.966, 100.4), "blank": (0, 12.3)}
+    found = [contest(name, ratio_to_best_peer=r, percent_of_limit=p) for name, (r, p) in known.items()]
+    libraries, machine = final_report._findings(found, [], None)
+    assert "3 of 4 operators are judged. Of these 1 are at least as fast" in libraries
+    assert "and 1 are behind by less" in libraries
+    assert "Slower: lost 0.96." in libraries
+    assert libraries.endswith("missing: blank.")
+    assert "2 of 4 reach 90%" in machine
+    assert machine.endswith("Below: blank 12%, even 89.9%.")
+    lines = [final_report._line(c, None, Today(kernels())) for c in found]
+    assert [line["of limit"] for line in lines] == ["89.9%", "90.0%", "100%", "12%"]
+    assert [line["over it"] for line in lines] == ["1.00", "**0.96**", "0.97", "‡"]
+
+
+def test_the_final_report_marks_what_was_measured_before_the_code_changed(monkeypatch):
+    monkeypatch.setattr(Today, "why_old", lambda self, row: "code changed" * (row.kind == "peer"))
+    line = final_report._line(contest("add"), None, Today(kernels()))
+    assert line["rate"].endswith(" \\*")
+    block = final.Block(text="About \\*", table=({"rate": line["rate"], "over": "**0.9** \\*"},))
+    assert "\\" not in final.as_html("", [block], {})
+    text = final_report.build(FOLDERS[0])[1][-1].text
+    assert operators.ABOUT in text
+
+
+def test_the_final_report_says_a_prediction_in_the_unit_of_its_result(lesson):
+    """Predicted 1 ms, measured 2 ms at 4 TB/s."""
+    lesson = dataclasses.replace(lesson, predicted=(Prediction(rung=lesson.rungs[2], at=N, ms=1.0),))
+    (pair,) = predictions.compared(lesson, [a_row()])
+    line = final_report._failed(pair)
+    assert (line["predicted"], line["measured"], line["measured / predicted"]) == ("8 TB/s", "4 TB/s", "0.50")
 
 
 @pytest.mark.skipif(not FOLDERS, reason="no rows of a GPU")

@@ -344,6 +344,16 @@ def test_a_row_is_old_when_its_source_has_changed(measured):
     assert stale.old()[0].why == "this shape is no longer timed"
 
 
+@pytest.mark.parametrize(("peer", "version", "why"), [
+    ("quack", "", ["a peer's version is missing"]), ("quack", "quack-kernels 0.6.5", []), ("torch", "", []),
+])  # fmt: skip
+def test_a_peer_of_no_version_is_to_be_measured_again(measured, monkeypatch, peer, version, why):
+    """As `renew` does with all that is listed; nothing has changed, so no page says that it did."""
+    monkeypatch.setattr(stale.Today, "why_old", lambda self, row: "")
+    measured(rung=peer, kind="peer", peer_version=version)
+    assert [(each.why, each.reason()) for each in stale.old()] == [(said, said) for said in why]
+
+
 @pytest.mark.parametrize(
     ("recorded", "today", "equal"),
     [

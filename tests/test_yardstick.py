@@ -119,13 +119,15 @@ def test_pages_show_the_share_of_a_stream_once_there_is_a_table(folder, monkeypa
 
     def page():
         if module is final_report:
-            return next(text for path, text in final_report.pages(FOLDER).items() if path.suffix == ".md")
+            return next(
+                text for path, text in final_report.pages(FOLDER, Today(kernels())).items() if path.suffix == ".md"
+            )
         return operators.pages(FOLDER, Today(kernels()))[FOLDER / "softmax.md"]
 
     monkeypatch.setattr(*((yardstick, "streams") if module is operators else (module, "streams")), lambda _: None)
     assert "of a stream" not in page()
     monkeypatch.setattr(*((yardstick, "streams") if module is operators else (module, "streams")), lambda _: table)
-    column = "| of a stream |" if module is operators else "the limit of memory is a stream"
+    column = "| of a stream |" if module is operators else "The limit is a stream of as many bytes"
     assert column in (shown := page())
     assert "more than 100% of a stream" in shown.lower(), "the made-up memory is slower than that of an H200"
 

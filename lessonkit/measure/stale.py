@@ -1,5 +1,7 @@
 """Which measured rows are of code that has changed since, and which of them can be shown to be unharmed.
 
+A peer's row that does not say the peer's version is listed too: its shape shows no ratio until it is measured again.
+
 A row is old if the source of its rung or peer, its inputs or its work is another one today. It is not if the machine
 code is shown to be equal: recorded by one version of the compiler then and now (launches). What was shown is kept in
 the row, behind the source that it was measured with, so that to ask takes a second and no compiler.
@@ -23,6 +25,7 @@ from lessonkit.measure import fingerprint, launches, operator_rows, rows
 from lessonkit.measure.rows import Row
 
 PARTS = operator_rows.PARTS[:3]  # of a source fingerprint; a lesson's peer has a row of its own
+NO_VERSION = later("a peer's version is missing")  # so its shape shows no ratio (rows.read)
 WITHOUT_A_GPU = {  # folders of reports/ that are no GPU's
     "compiled": later("what the compiler made of each rung (no GPU needed)"),
     "emulated": later("what each CUDA kernel asks of memory, counted (no GPU needed)"),
@@ -33,7 +36,7 @@ WITHOUT_A_GPU = {  # folders of reports/ that are no GPU's
 
 @dataclass(frozen=True)
 class Old:
-    """A row that is no longer of this code, and why."""
+    """A row that is to be measured again, and why."""
 
     device: str
     row: Row | operator_rows.Row
@@ -118,14 +121,14 @@ class Today:
 
 
 def old(folders: Iterable[Path] | None = None, today: Today | None = None) -> list[Old]:
-    """Every row that is old, by device and lesson, then those of operators at shapes that are still timed."""
+    """Every row that is old or of no version, by device and lesson, then those of operators at shapes still timed."""
     today, folders = today or Today(kernels()), list(device_folders() if folders is None else folders)
     of_lessons = [
         Old(folder.name, row, why)
         for folder in folders
         for name in today.lessons
         for row in rows.read(folder / f"{name}.csv")
-        if (why := today.why_old(row))
+        if (why := today.why_old(row) or NO_VERSION * row.of_no_version)
     ]
     cases = operator_rows.by_key()
     return of_lessons + [

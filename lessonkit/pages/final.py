@@ -23,7 +23,7 @@ class Block:
     """A heading, a paragraph, a list, a table (its rows), a figure (name, alt text, data, draw(axes)), or several.
 
     page: begins a new page. own: a learner's alone, which the page that is kept in the repository leaves out.
-    In a table a cell of `**words**` is bold; in text and lists `words` are code.
+    In a table a cell of `**words**` is bold; in text and lists `words` are code. A star that is shown is `\\*`.
     """
 
     heading: str = ""
@@ -99,7 +99,12 @@ def as_html(title: str, blocks: Sequence[Block], images: dict[str, bytes]) -> st
 def _marked(text: str) -> str:
     """Text in HTML: **bold** and `code`."""
     bold = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html.escape(text))
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", bold)
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", bold).replace("\\*", "*")
+
+
+def _unmarked(text: str) -> str:
+    """Text as a PDF shows it."""
+    return text.replace("**", "").replace("`", "").replace("\\*", "*")
 
 
 WIDE, HIGH, MARGIN = 8.27, 11.69, 0.5  # A4 in inches
@@ -127,7 +132,7 @@ def as_pdf(title: str, blocks: Sequence[Block]) -> bytes:
         return top
 
     def say(text: str, size: float, weight: str = "normal", with_next: float = 0) -> None:
-        lines = _wrapped(text.replace("`", ""), (WIDE - 2 * MARGIN) * 72 / size, weight == "bold")
+        lines = _wrapped(_unmarked(text), (WIDE - 2 * MARGIN) * 72 / size, weight == "bold")
         at = room(len(lines) * size * 0.0178 + 0.05, with_next)
         pages[-1].text(MARGIN / WIDE, (at + 0.03) / HIGH, "\n".join(lines), fontsize=size, weight=weight, va="bottom",
                        linespacing=1.25)  # fmt: skip
@@ -194,7 +199,7 @@ def _pdf_table(pages: list[Any], room: Callable[..., float], table: Sequence[dic
     size = SMALL if len(table) > LONG else SIZE
     high = size * 0.0178
     lines = [list(table[0]), *([str(v) for v in row.values()] for row in table)]
-    plain = [[text.strip("*").replace("`", "") for text in line] for line in lines]
+    plain = [[_unmarked(text) for text in line] for line in lines]
     widths = _columns(plain, (WIDE - 2 * MARGIN) * 72 / size)
     cells = [[_wrapped(text, wide - 1.2, n == 0) for text, wide in zip(line, widths, strict=True)]
              for n, line in enumerate(plain)]  # fmt: skip

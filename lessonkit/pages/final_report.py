@@ -1,7 +1,7 @@
 """What the final report says: what was built, how fast it is, why, and what did not work. Made of rows and fields."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -11,13 +11,13 @@ from lessonkit.base import device
 from lessonkit.base.files import REPORTS
 from lessonkit.base.words import later, listed, said, sentences, speaking
 from lessonkit.exercise import progress
-from lessonkit.lesson import Steps, discover, title
+from lessonkit.lesson import Steps, discover, kernels, title
 from lessonkit.measure.rows import Row
-from lessonkit.measure.stale import device_folders
+from lessonkit.measure.stale import Today, device_folders
 from lessonkit.measure.yardstick import Streams, streams
 from lessonkit.pages import final, guides, operators, plots, predictions, shares
 from lessonkit.pages.final import Block
-from lessonkit.pages.operators import Fastest
+from lessonkit.pages.operators import MARK, Fastest
 from lessonkit.pages.plots import Picture
 from lessonkit.pages.results import Contest, bound, contests, language, measured
 from lessonkit.pages.roofline import roofline
@@ -25,6 +25,7 @@ from lessonkit.pages.roofline import roofline
 NEAR = 90  # percent of the limit: what is left is worth nobody's hour
 EVEN = 0.97  # of the best peer: what two runs differ by
 GAIN = 1.02  # over the rung before: less is nothing
+WORST = 5  # operators that are listed where a library is faster: the PDF has two pages
 PYTHON = ("Triton", "Gluon")  # one ladder climbs in these; an operator without them is told in its own language
 WAITS = {  # what helps, by what binds
     "memory": later("fewer bytes in all, or more of them in flight"),
@@ -35,12 +36,12 @@ WAITS = {  # what helps, by what binds
 }
 
 
-def build(folder: Path, chosen: str = "") -> tuple[str, list[Block]]:
+def build(folder: Path, chosen: str = "", today: Today | None = None) -> tuple[str, list[Block]]:
     """(title, blocks) of the report on one machine's rows.
 
     chosen: the operator whose ladder is told. Raises ValueError if the machine has no rows, or none of that operator.
     """
-    found = contests(folder)
+    found, today = contests(folder), today or Today(kernels())
     if not found:
         raise ValueError(f"no rows in {folder}: `python -m lessonkit bench` writes them on a GPU")
     by = {c.name: c for c in found}
@@ -49,32 +50,37 @@ def build(folder: Path, chosen: str = "") -> tuple[str, list[Block]]:
     name = chosen or next((op for op in ("attention", "matmul", "softmax") if op in by), found[0].name)
     story = {c.name: c for c in contests(folder, PYTHON)}.get(name, by[name])
     pairs = [pair for _, lesson, mine in measured(folder) for pair in predictions.compared(lesson, mine)]
-    behind = list(_behind(folder))
-    data = [(row.lesson, row.rung, row.percent_of_limit) for row in story.rungs]
-    table = streams(folder)
+    behind, table = list(_behind(folder)), streams(folder)
+    share = partial(shares.percent, table=table)
+    data = [(row.lesson, row.rung, share(row)) for row in story.rungs]
+    every = [_line(c, table, today) for c in found]
     blocks = [
-        Block(text=_measured_on(found)),
-        Block(heading=said("What was found"), items=tuple(_findings(found, pairs))),
+        Block(text=_measured_on(found, table)),
+        Block(heading=said("What was found"), items=tuple(_findings(found, pairs, table))),
         Block(
             heading=said("One ladder: {operator} at {shape}, {dtype}").format(
                 operator=said(story.name), shape=story.shape, dtype=story.dtype
             ),
-            text=_story(story),
+            text=_story(story, table),
         ),
-        Block(figure="ladder", alt=_ladder(story), data=data, draw=partial(_draw_story, story)),
-        Block(table=tuple(_lessons(story)), items=tuple(_nothing(story))),
+        Block(figure="ladder", alt=_ladder(story, share), data=data, draw=partial(_draw_story, story, share)),
+        Block(table=tuple(_lessons(story, table, today)), items=tuple(_nothing(story))),
     ]
     if failed := [pair for pair in pairs if pair.off]:
         worst = sorted(failed, key=lambda pair: min(pair.ratio, 1 / pair.ratio))[:4]
         blocks.append(Block(heading=said("Predictions that failed most"), table=tuple(map(_failed, worst))))
     blocks.append(Block(heading=said("Where a library is faster, and the next hour"), page=True,
-                        text=sentences(_next(behind), shares.briefly([best.row for _, best in behind[:6]])),
-                        table=tuple(map(_loss, behind[:6]))))  # fmt: skip
+                        text=sentences(_next(behind, table), shares.briefly([b.row for _, b in behind[:WORST]], table)),
+                        table=tuple(_loss(*pair, table, today) for pair in behind[:WORST])))  # fmt: skip
     if roof := roofline(folder):
         blocks.append(Block(heading=said("What limits"), text=roof.note))
     blocks.append(Block(heading=said("Tuning: predicted and measured"), text=_tuning(folder)))
     blocks.append(
-        Block(heading=said("Every operator"), table=tuple(_line(c, table) for c in found), text=_legend(found, table))
+        Block(
+            heading=said("Every operator"),
+            table=tuple(every),
+            text=_legend(found, [*every, *(line for b in blocks for line in b.table)], table),
+        )
     )
     if done := progress.by_folder():
         blocks.append(
@@ -84,11 +90,11 @@ def build(folder: Path, chosen: str = "") -> tuple[str, list[Block]]:
     return name.format(device=folder.name), blocks
 
 
-def pages(folder: Path) -> dict[Path, str | Picture]:
+def pages(folder: Path, today: Today) -> dict[Path, str | Picture]:
     """The report that is kept beside one machine's rows, without what is a learner's own."""
     if not contests(folder):
         return {}
-    name, blocks = build(folder)
+    name, blocks = build(folder, today=today)
     figures = {folder / final.picture(b): plots.plot(b.draw, b.data) for b in blocks if b.draw}
     return {folder / "final_report.md": final.as_markdown(name, blocks)} | figures
 
@@ -107,29 +113,55 @@ def write_report(chosen: str = "") -> list[Path]:
 # ---- Page one: what was found ---------------------------------------------------------------------------------------
 
 
-def _measured_on(found: Sequence[Contest]) -> str:
-    return said(
+def _measured_on(found: Sequence[Contest], table: Streams | None) -> str:
+    where = said(
         "Measured on {gpu}, driver {driver}, CUDA {cuda}, torch {torch}, triton {triton}. Medians, L2 flushed, rungs "
-        "and peers interleaved, each result checked. The limit is a copy of as many bytes in the same rounds, or the "
-        "FLOPs at cuBLAS's rate at a size of 8192."
+        "and peers interleaved, each result checked."
     ).format(**vars(found[0].best))
+    copy = said("The limit is a copy of as many bytes in the same rounds, or the FLOPs at cuBLAS's rate at a size of "
+                "8192.")  # fmt: skip
+    stream = said(
+        "The limit is a stream of as many bytes with the same mix of reads and writes, or the FLOPs at cuBLAS's rate "
+        "at a size of 8192. Where the mix is not known or no stream is as small, it is a copy in the same rounds."
+    )
+    return sentences(where, stream if table else copy)
 
 
-def _findings(found: Sequence[Contest], pairs: Sequence[predictions.Compared]) -> Iterator[str]:
+def _ratio(row: Row) -> float:
+    """As pages round it: what is counted is what is shown."""
+    return round(row.ratio_to_best_peer, 2)
+
+
+def _percent(row: Row, table: Streams | None) -> float:
+    """The share of the limit with the decimal that tells on which side of NEAR it is."""
+    return round(shares.percent(row, table), 1)
+
+
+def _share(row: Row, table: Streams | None) -> str:
+    """`97%`, `89.9%` beside NEAR, or `103% †`."""
+    percent = _percent(row, table)
+    return f"{percent:.{int(abs(percent - NEAR) < 1)}f}%" + f" {shares.BEYOND}" * (round(percent) > 100)
+
+
+def _findings(found: Sequence[Contest], pairs: Sequence[predictions.Compared], table: Streams | None) -> Iterator[str]:
     """Three sentences: against libraries, against the machine, against the predictions."""
     raced = sorted((c for c in found if c.best.ratio_to_best_peer), key=lambda c: c.best.ratio_to_best_peer)
-    ahead = [c for c in raced if c.best.ratio_to_best_peer >= 1]
-    lost = [f"{said(c.name)} {c.best.ratio_to_best_peer:.2f}" for c in raced if c.best.ratio_to_best_peer < EVEN]
-    top = listed(f"{said(c.name)} {c.best.ratio_to_best_peer:.2f}" for c in reversed(ahead[-3:]))
+    ahead = [c for c in raced if _ratio(c.best) >= 1]
+    lost = [f"{said(c.name)} {_ratio(c.best):.2f}" for c in raced if _ratio(c.best) < EVEN]
+    unjudged = [said(c.name) for c in found if c not in raced]
+    top = listed(f"{said(c.name)} {_ratio(c.best):.2f}" for c in reversed(ahead[-3:]))
     words = said(
-        "Against the best library: {ahead} of {all} operators are at least as fast at their main shape (most: {top}), "
-        "{even} are behind by less than two runs differ."
-    ).format(ahead=len(ahead), all=len(raced), top=top, even=len(raced) - len(ahead) - len(lost))
+        "Against the best library: {judged} of {all} operators are judged. Of these {ahead} are at least as fast at "
+        "their main shape (most: {top}), and {even} are behind by less than two runs differ."
+    ).format(
+        judged=len(raced), all=len(found), ahead=len(ahead), top=top, even=len(raced) - len(ahead) - len(lost)
+    )  # fmt: skip
     slower = said("Slower: {operators}.").format(operators=listed(lost))
-    yield sentences(words, slower * bool(lost))
-    near = [c for c in found if c.best.percent_of_limit >= NEAR]
-    far = sorted((c for c in found if c not in near), key=lambda c: c.best.percent_of_limit)
-    below = listed(f"{said(c.name)} {c.best.percent_of_limit:.0f}%" for c in far)
+    blank = said("Not judged, since a peer's version or time is missing: {operators}.")
+    yield sentences(words, slower * bool(lost), blank.format(operators=listed(unjudged)) * bool(unjudged))
+    near = [c for c in found if _percent(c.best, table) >= NEAR]
+    far = sorted((c for c in found if c not in near), key=lambda c: _percent(c.best, table))
+    below = listed(f"{said(c.name)} {_share(c.best, table)}" for c in far)
     words = said("Against the machine: {near} of {all} reach {percent}% of their limit.")
     words = words.format(near=len(near), all=len(found), percent=NEAR)
     yield sentences(words, said("Below: {operators}.").format(operators=below) * bool(far))
@@ -145,44 +177,49 @@ def _findings(found: Sequence[Contest], pairs: Sequence[predictions.Compared]) -
         )  # fmt: skip
 
 
-def _story(c: Contest) -> str:
+def _story(c: Contest, table: Streams | None) -> str:
     first, last = c.rungs[0], c.best
     words = said("From {first_rate} (`{first}`) to {rate} (`{rung}`, {language}), {share} of its limit.").format(
         first_rate=first.rate, first=first.rung, rate=last.rate, rung=last.rung, language=language(last.lesson),
-        share=shares.of_limit(last),
+        share=_share(last, table),
     )  # fmt: skip
     if c.peer:
         peer = said("The best library, {peer}, runs at {rate}, {share}.")
-        peer = peer.format(peer=c.peer.rung, rate=c.peer.rate, share=shares.of_limit(c.peer))
+        peer = peer.format(peer=c.peer.rung, rate=c.peer.rate, share=_share(c.peer, table))
         words = sentences(words, peer)
-    return sentences(words, shares.why([*c.rungs, *([c.peer] if c.peer else [])]))
+    return sentences(words, shares.briefly([*c.rungs, *([c.peer] if c.peer else [])], table))
 
 
-def _ladder(c: Contest) -> str:
+def _ladder(c: Contest, share: Callable[[Row], float]) -> str:
     """The figure in words."""
-    rungs = listed(f"{row.rung} {row.percent_of_limit:.0f}" for row in c.rungs)
+    rungs = listed(f"{row.rung} {share(row):.0f}" for row in c.rungs)
     words = said("{operator}, % of the limit, rung by rung: {rungs}.")
     return words.format(operator=said(c.name), rungs=rungs)
 
 
-def _draw_story(c: Contest, axes: Any) -> None:
-    c.bars(axes)
+def _draw_story(c: Contest, share: Callable[[Row], float], axes: Any) -> None:
+    c.bars(axes, share)
     if c.peer:
-        axes.text(-0.4, c.peer.percent_of_limit + 1, c.peer.rung, fontsize=7)
+        axes.text(-0.4, share(c.peer) + 1, c.peer.rung, fontsize=7)
     axes.set_xticks(range(len(c.rungs)), [row.rung for row in c.rungs], rotation=35, ha="right", fontsize=6)
     axes.set_xlim(-0.6, len(c.rungs) - 0.4)
     axes.tick_params(axis="y", labelsize=7)
 
 
-def _lessons(c: Contest) -> Iterator[dict[str, str]]:
+def _lessons(c: Contest, table: Streams | None, today: Today) -> Iterator[dict[str, str]]:
     """What each lesson of the ladder teaches, and how far its fastest rung there gets."""
     for name in dict.fromkeys(row.lesson for row in c.rungs):
         best = min((row for row in c.rungs if row.lesson == name), key=lambda row: row.ms_p50)
         yield {
             said("lesson"): name.split(".")[1], said("what it teaches"): _plain(said(guides.about(name).teaches)),
-            said("fastest rung"): best.rung, said("rate"): best.rate, said("of limit"): shares.of_limit(best),
-            said("over peer"): f"{best.ratio_to_best_peer:.2f}" if best.ratio_to_best_peer else "",
+            said("fastest rung"): best.rung, said("rate"): f"{best.rate}{_mark(today, best)}",
+            said("of limit"): _share(best, table), said("over peer"): operators.ratio(best, c.peer),
         }  # fmt: skip
+
+
+def _mark(today: Today, *rows: Row | None) -> str:
+    """What stands behind a figure of rows of which one is old."""
+    return f" {MARK}" * any(today.why_old(row) for row in rows if row)
 
 
 def _plain(text: str) -> str:
@@ -191,8 +228,8 @@ def _plain(text: str) -> str:
 
 
 def _nothing(c: Contest) -> Iterator[str]:
-    """The rungs that brought nothing here, against the one before them; a lesson that starts over is no loss."""
-    steps = [(b, a.ms_p50 / b.ms_p50, a) for a, b in pairwise(c.rungs)]
+    """The rungs that brought nothing here, against the one before them in the same lesson."""
+    steps = [(b, a.ms_p50 / b.ms_p50, a) for a, b in pairwise(c.rungs) if a.lesson == b.lesson]
     times = said("{rung} {times} times {before}")
     found = [
         times.format(rung=b.rung, times=f"{gain:.2f}", before=a.rung)
@@ -204,16 +241,15 @@ def _nothing(c: Contest) -> Iterator[str]:
         yield words.format(rungs=listed(found, ";"))
 
 
-def _line(c: Contest, table: Streams | None) -> dict[str, str]:
+def _line(c: Contest, table: Streams | None, today: Today) -> dict[str, str]:
     """table: of streams, if the machine has one."""
-    best = c.best
-    ratio = f"{best.ratio_to_best_peer:.2f}" if best.ratio_to_best_peer else ""
+    best, ratio = c.best, operators.ratio(c.best, c.peer)
     return {
         said("operator"): said(c.name), said("shape"): f"{c.shape} {_short(c.dtype)}",
-        said("fastest rung"): f"{best.rung} ({language(best.lesson)})", said("rate"): best.rate,
-        said("of limit"): (table and shares.of_stream(best, table)) or shares.of_limit(best),
-        said("best peer"): _peer(best, c),
-        said("over it"): f"**{ratio}**" if 0 < best.ratio_to_best_peer < EVEN else ratio,
+        said("fastest rung"): f"{best.rung} ({language(best.lesson)})",
+        said("rate"): f"{best.rate}{_mark(today, best, c.peer)}",
+        said("of limit"): _share(best, table), said("best peer"): c.peer.rung if c.peer else "",
+        said("over it"): f"**{ratio}**" if 0 < _ratio(best) < EVEN else ratio,
     }  # fmt: skip
 
 
@@ -221,14 +257,14 @@ def _short(dtype: str) -> str:
     return dtype.replace("bfloat", "bf").replace("float8_e4m3fn", "fp8").replace("float", "fp")
 
 
-def _peer(best: Row, c: Contest) -> str:
-    return c.peer.rung if c.peer and best.ratio_to_best_peer else ""
-
-
 def _failed(pair: predictions.Compared) -> dict[str, str]:
+    """The rates in the unit of what limits the row; their ratio is of what was measured."""
+    row = pair.row
+    rate, unit = (row.tflop_per_s, "TFLOP/s") if row.limited_by_math else (row.tb_per_s, "TB/s")
     return {
-        said("lesson"): pair.row.lesson.split(".")[1], said("rung"): pair.row.rung,
-        said("predicted"): pair.how.replace("`", ""), said("measured / predicted"): f"{pair.ratio:.2f}",
+        said("lesson"): row.lesson.split(".")[1], said("rung"): row.rung,
+        said("predicted"): f"{pair.rate(rate)} {unit}", said("measured"): f"{rate:.3g} {unit}",
+        said("measured / predicted"): f"{pair.ratio:.2f}",
         said("why"): said(pair.said.why),
     }  # fmt: skip
 
@@ -237,10 +273,13 @@ def _failed(pair: predictions.Compared) -> dict[str, str]:
 
 
 def _behind(folder: Path) -> Iterator[tuple[str, Fastest]]:
-    """Each operator at the shape where a call of its fastest rung loses the most time to the best peer, most first."""
+    """Each operator at the shape where a call of its fastest rung loses the most time to the best peer, most first.
+
+    Of the shapes that the lesson of its fastest rung timed.
+    """
     worst = []
     for ladder in operators.ladders(folder):
-        slower = [best for best in ladder.fastest() if 0 < best.row.ratio_to_best_peer < EVEN]
+        slower = [best for best in ladder.contested() if 0 < _ratio(best.row) < EVEN]
         if slower:
             worst.append((ladder.name, max(slower, key=_lost)))
     yield from sorted(worst, key=lambda pair: -_lost(pair[1]))
@@ -251,31 +290,31 @@ def _lost(best: Fastest) -> float:
     return best.row.ms_p50 * (1 - best.row.ratio_to_best_peer)
 
 
-def _loss(pair: tuple[str, Fastest]) -> dict[str, str]:
+def _loss(name: str, best: Fastest, table: Streams | None, today: Today) -> dict[str, str]:
     """A line for an operator's worst shape; the room to its limit is what the next hour can gain."""
-    name, best = pair
     row = best.row
     return {
         said("operator"): said(name), said("shape"): f"{row.shape} {_short(row.dtype)}",
         said("fastest rung"): f"{row.rung} ({language(row.lesson)})",
-        said("over peer"): f"{row.ratio_to_best_peer:.2f}",
+        said("over peer"): f"{best.ratio}{_mark(today, row, best.peer)}",
         said("lost, us"): f"{1000 * _lost(best):.0f}",
-        said("peer"): best.peer.rung if best.peer else "", said("of limit"): shares.of_limit(row),
-        said("room to it"): f"{max(100 / row.percent_of_limit, 1):.2f}x", said("bound by"): said(bound(row)),
+        said("peer"): best.peer.rung if best.peer else "", said("of limit"): _share(row, table),
+        said("room to it"): f"{max(100 / _percent(row, table), 1):.2f}x", said("bound by"): said(bound(row)),
     }  # fmt: skip
 
 
-def _next(behind: Sequence[tuple[str, Fastest]]) -> str:
+def _next(behind: Sequence[tuple[str, Fastest]], table: Streams | None) -> str:
     if not behind:
         return said("At no shape is a library faster than the fastest rung by more than two runs differ.")
     name, best = behind[0]
     row, what = best.row, bound(best.row)
     advice = WAITS["latency beside matmuls" if what == "latency" and row.limited_by_math else what]
-    left = 100 / row.percent_of_limit
+    left = 100 / _percent(row, table)
     near, far = said("it is near its limit already"), said("the limit leaves {left} times").format(left=f"{left:.2f}")
     return said(
-        "Each operator at the shape where a call loses the most time to a library. The next hour should go to "
-        "{operator} at {shape}: {peer} is {times} times as fast, and {room}. Bound by {what}: try {advice}."
+        "Each operator at the shape where a call loses the most time to a library, of those that the lesson of its "
+        "fastest rung timed. The next hour should go to {operator} at {shape}: {peer} is {times} times as fast, and "
+        "{room}. Bound by {what}: try {advice}."
     ).format(
         operator=said(name), shape=row.shape, peer=best.peer.rung if best.peer else said("a peer"),
         times=f"{1 / row.ratio_to_best_peer:.2f}", room=far if left > 100 / NEAR else near, what=said(what),
@@ -306,11 +345,13 @@ def _tuning(folder: Path) -> str:
     return sentences(*told)
 
 
-def _legend(found: Sequence[Contest], table: Streams | None) -> str:
+def _legend(found: Sequence[Contest], lines: Iterable[Mapping[str, str]], table: Streams | None) -> str:
+    """What the marks in tables mean. found: what is shown of all operators."""
+    cells = "".join(cell for line in lines for cell in line.values())
     bold = said("Bold: more than the spread of two runs behind the best peer (below {ratio}).")
-    stream = said("Here the limit of memory is a stream with the same mix of reads and writes.")
-    words = [bold.format(ratio=f"{EVEN:.2f}"), *([stream] if table else [])]
-    return sentences(*words, shares.briefly([c.best for c in found], table))
+    unjudged, old = said(operators.INCOMPLETE) * (operators.UNJUDGED in cells), said(operators.ABOUT) * (MARK in cells)
+    briefly = shares.briefly([c.best for c in found], table)
+    return sentences(bold.format(ratio=f"{EVEN:.2f}"), briefly, unjudged, old)
 
 
 def _exercises_text(done: dict[str, list[Any]]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import later, said
+from lessonkit.base.words import later, said, translated
 from lessonkit.lesson import Lesson, shape_name, title
 from lessonkit.measure import yardstick
 from lessonkit.measure.rows import Row
@@ -21,6 +21,7 @@ from lessonkit.pages.plots import Picture
 Size = tuple[str, str]  # shape and dtype, as results.place says them
 Mark = Callable[[Row], str]  # what stands behind a figure: MARK if the row is old
 MARK = "\\*"  # at a figure that was measured before the code changed
+UNJUDGED = "‡"  # in place of the ratio of an incomplete row
 # What a page of one operator says.
 TITLE = later("{name}: every rung on {device}")
 RATIOS = later(
@@ -28,6 +29,10 @@ RATIOS = later(
     "timed in different rounds, which differ by a few percent."
 )
 ABOUT = later("\\* Measured before the code, the inputs or a peer of that row changed; the lesson's page says what.")
+INCOMPLETE = later(
+    "‡ Not judged: a peer's version was not recorded, or a peer could not be timed. The row is incomplete and shows no "
+    "ratio until it is measured again with all of its peers. The lesson's page names the peer."
+)
 FASTEST = later("The fastest rung at each shape")
 SHARES = later("of the limit"), later("of the data sheet")
 SHEET = later(
@@ -44,14 +49,15 @@ LADDER = later("The whole ladder at {shape}, {dtype}")
 EVERY = later("Every rung at every shape")
 UNIT = later("In {unit}.")
 HEADS = {
-    "en": ["operator", "shape", "fastest rung", "rate", "best peer", "over it", "over the best peer, all shapes"],
-    "zh": ["算子", "形状", "最快的一级", "速率", "最快的对手", "相对它", "各形状相对最快的对手"],
+    "en": ["operator", "shape", "fastest rung", "rate", "best peer", "over it", "over it, all shapes of that lesson"],
+    "zh": ["算子", "形状", "最快的一级", "速率", "最快的对手", "相对它", "该课各形状相对最快的对手"],
 }  # fmt: skip
 MEASURED = {
     "en": "Measured with {}. Other versions are compiled and checked without a GPU, and not timed.",
     "zh": "测量所用版本：{}。其他版本只在没有 GPU 的情况下编译和检查，没有计时。",
 }
 RANGE = {"en": "{} to {} ({} shapes)", "zh": "{} 到 {}（{} 个形状）"}
+RANGE_OF = {"en": "{} to {} ({} of {} shapes)", "zh": "{} 到 {}（{} 个形状，共 {} 个）"}
 MARKED = {
     "en": f"{MARK} Measured before the code, the inputs or a peer of that line changed; the operator's page says it.",
     "zh": f"{MARK} 这一行的代码、输入或对手在测量之后改过；该算子的页面说明是哪些。",
@@ -68,7 +74,18 @@ class Fastest:
 
     @property
     def ratio(self) -> str:
-        return f"{self.row.ratio_to_best_peer:.2f}" if self.row.ratio_to_best_peer else ""
+        return ratio(self.row, self.peer)
+
+
+def ratio(row: Row, peer: Row | None) -> str:
+    """A row's ratio to the best peer. peer: any that was timed; beside one a row without a ratio is incomplete."""
+    return f"{row.ratio_to_best_peer:.2f}" if row.ratio_to_best_peer else UNJUDGED if peer else ""
+
+
+def incomplete(page: str, language: str = "") -> str:
+    """The footnote of a page that has an incomplete row."""
+    text = translated(INCOMPLETE, language) if language else said(INCOMPLETE)
+    return f"\n{text}\n" if UNJUDGED in page else ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,20 @@ class Ladder:
                     peers = [r for r in rounds if r.kind == "peer"]
                     best[key] = Fastest(row, min(peers, key=lambda r: r.ms_p50, default=None), rounds)
         return list(best.values())
+
+    def main(self) -> Fastest:
+        """The fastest rung at the main shape."""
+        size = results.main_size(self.lessons)
+        return next(best for best in self.fastest() if size in (None, results.place(best.row)))
+
+    def contested(self) -> list[Fastest]:
+        """The fastest at the shapes that the lesson of the main shape's fastest rung timed.
+
+        At others its kernel did not take part: a rung there says nothing of the operator.
+        """
+        lesson = self.main().row.lesson
+        shapes = {results.place(row) for name, _, found in self.lessons for row in found if name == lesson}
+        return [best for best in self.fastest() if results.place(best.row) in shapes]
 
 
 def ladders(folder: Path) -> list[Ladder]:
@@ -151,7 +182,8 @@ def _page(ladder: Ladder, device: str, today: Today, table: Streams | None, pict
     parts.append(f"## {said(EVERY)}\n")
     for name, _, found in ladder.lessons:
         parts.append(f"### [{said(title(name))}]({name}.md) ({results.language(name)})\n\n{_lesson(found, mark)}")
-    return "\n".join(parts)
+    page = "\n".join(parts)
+    return page + incomplete(page)
 
 
 def _fastest(ladder: Ladder, mark: Mark, table: Streams | None) -> str:
@@ -192,14 +224,14 @@ def _sheet(found: Collection[Row]) -> list[str]:
 
 
 def _rungs(ladder: Ladder, main: tuple[str, str], mark: Mark, table: Streams | None) -> str:
-    """One line a rung at one shape."""
-    body, before = [], None
+    """One line a rung at one shape. A lesson's first rung has none before it: the lesson starts over."""
+    body = []
     for name, lesson, found in ladder.lessons:
+        before, peer = None, next((row for row in found if (*results.place(row), row.kind) == (*main, "peer")), None)
         for row in results.ladder(lesson, found, *main):
             over = f"{before.ms_p50 / row.ms_p50:.2f}" if before else ""
-            ratio = f"{row.ratio_to_best_peer:.2f}" if row.ratio_to_best_peer else ""
             line = [f"[{name.split('.')[1]}]({name}.md)", f"`{row.rung}`", f"{row.ms_p50:.4g}{mark(row)}", row.rate]
-            body.append([*line, *_shares(row, table), over, ratio])
+            body.append([*line, *_shares(row, table), over, ratio(row, peer)])
             before = row
     heads = [said("lesson"), said("rung"), "ms", said("rate"), *_heads_of_shares(table), said("over the rung before")]
     shown = [row for _, lesson, found in ladder.lessons for row in results.ladder(lesson, found, *main)]
@@ -217,8 +249,7 @@ def _lesson(found: Sequence[Row], mark: Mark) -> str:
         peers = [row for row in at[results.place(line[0])] if row.kind == "peer"]
         best = min(peers, key=lambda row: row.ms_p50, default=None)
         first = min(line, key=lambda row: row.ms_p50)
-        ratio = f"{first.ratio_to_best_peer:.2f}" if first.ratio_to_best_peer else ""
-        return [f"{best.rung} {pivots.rate(best, unit)}{mark(best)}" if best else "", ratio]
+        return [f"{best.rung} {pivots.rate(best, unit)}{mark(best)}" if best else "", ratio(first, best)]
 
     rungs = [row for row in found if row.kind == "rung"]
     heads = [said("best peer"), said("ratio")]
@@ -267,7 +298,8 @@ def cards(today: Today) -> str:
     )
     table = markdown([said("operator"), said("shape"), *(folder.name for folder in folders)], body)
     marked = said("{mark} Measured before the code or the inputs changed.").format(mark=MARK)
-    return f"# {said('Every card')}\n\n{about}\n\n{table}" + shares.below(shown) + f"\n{marked}\n" * old
+    notes = shares.below(shown) + incomplete(table) + f"\n{marked}\n" * old
+    return f"# {said('Every card')}\n\n{about}\n\n{table}{notes}"
 
 
 def _shared(there: Sequence[Mapping[Size, Fastest]], main: Size | None) -> Size:
@@ -281,9 +313,8 @@ def _shared(there: Sequence[Mapping[Size, Fastest]], main: Size | None) -> Size:
 
 
 def _of_a_card(best: Fastest) -> str:
-    over = said("{ratio} of {peer}").format(ratio=best.ratio, peer=best.peer.rung if best.peer else "")
-    ratio = f", {over}" if best.peer and best.ratio else ""
-    return f"`{best.row.rung}` {best.row.rate}, {shares.of_limit(best.row)}{ratio}"
+    over = said("{ratio} of {peer}").format(ratio=best.ratio, peer=best.peer.rung) if best.peer else ""
+    return f"`{best.row.rung}` {best.row.rate}, {shares.of_limit(best.row)}" + f", {over}" * bool(over)
 
 
 def overview(language: str, today: Today) -> str:
@@ -292,20 +323,22 @@ def overview(language: str, today: Today) -> str:
     for folder in device_folders():
         body, used = [], set[str]()
         for ladder in ladders(folder):
-            all_shapes, size = ladder.fastest(), results.main_size(ladder.lessons)
-            best = next(b for b in all_shapes if size in (None, results.place(b.row)))
+            all_shapes, best, contested = ladder.fastest(), ladder.main(), ladder.contested()
             row, peer = best.row, best.peer
             used |= {f"torch {b.row.torch.partition('+')[0]}, Triton {b.row.triton}" for b in all_shapes}
-            ratios = [b.row.ratio_to_best_peer for b in all_shapes if b.row.ratio_to_best_peer]
+            ratios = [b.row.ratio_to_best_peer for b in contested if b.row.ratio_to_best_peer]
             old = f" {MARK}" * any(today.why_old(r) for b in all_shapes for r in (b.row, b.peer) if r)
             link = f"[{ladder.name}](reports/{folder.name}/{file_name(ladder.name)}){old}"
             line = [link, " ".join(results.place(row)), f"`{row.rung}` ({results.language(row.lesson)})", row.rate]
             line += [peer.rung if peer else "", best.ratio]
             if len(ratios) > 1:
-                line.append(RANGE[language].format(f"{min(ratios):.2f}", f"{max(ratios):.2f}", len(ratios)))
+                words = RANGE if len(ratios) == len(contested) else RANGE_OF
+                ends = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+                line.append(words[language].format(*ends, len(ratios), len(contested)))
             body.append(line if len(ratios) > 1 else [*line, best.ratio])
         if body:
             marked = f"\n{MARKED[language]}\n" * any(MARK in line[0] for line in body)
             measured = MEASURED[language].format("; ".join(sorted(used)))
-            parts.append(f"### {folder.name}\n\n{measured}\n\n" + markdown(HEADS[language], body) + marked)
+            table = markdown(HEADS[language], body)
+            parts.append(f"### {folder.name}\n\n{measured}\n\n{table}{incomplete(table, language)}{marked}")
     return "\n".join(parts) or "No GPU has been measured yet.\n"

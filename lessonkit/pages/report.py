@@ -1,8 +1,9 @@
 """Everything in reports/ that is not a measurement, the README's results, the paths: generated, never typed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,28 @@ HOW_TO_READ = later(
     "is of the bandwidth or the FLOPs that the card's data sheet states; the copy has this share alone."
 )
 
+UNITS = {  # columns of compiled kernels -> their heads
+    "registers": later("registers (a thread)"),
+    "shared": later("shared (bytes a program)"),
+    "load_bytes": later("widest load (bytes a thread)"),
+    "store_bytes": later("widest store (bytes a thread)"),
+}
+NO_GPU = {  # how to read the pages of what needs none
+    "compiled": later(
+        "A line is a kernel as compiled for one target. Registers are those of a thread; a spill is a register that "
+        "had to go to memory. Shared memory and counts of instructions are those of one program."
+    ),
+    "emulated": later(
+        "A line is a kernel; its columns count what it asked of memory on a small case. The fewer sectors a request "
+        "and wavefronts a shared access, the better the warp's addresses lie together."
+    ),
+}
+
 
 # Columns of tables whose rows are files: what more than one word says.
 COLUMNS = (
-    later("load bytes"), later("store bytes"), later("global load bytes"),
-    later("global store bytes"), later("kernel"), later("warps"), later("registers"), later("spills"), later("shared"),
+    later("global load bytes"), later("global store bytes"), later("kernel"), later("warps"), later("spills"),
+    later("registers"), later("shared"),
     later("occupancy"), later("barriers"), later("instructions"), later("blocks"), later("loads"), later("stores"),
     later("launches"), later("metric"), later("emulated"), later("ratio"),
 )  # fmt: skip
@@ -140,7 +158,7 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
                 page += f"\n![{plots.alt(said(title(name)), found)}]({name}.png)\n"
             made[folder / f"{name}.md"] = page
         made |= operators.pages(folder, today)
-        made |= final_report.pages(folder)
+        made |= final_report.pages(folder, today)
         if (sanitized := folder / sanitize.NAME).exists():
             made[sanitized] = sanitize.marked(folder, sanitize.argued())
         made |= _step_pages(folder, made)
@@ -154,7 +172,7 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
         if found_counts := rows.read_csv(renames.place(REPORTS / "emulated" / f"{name}.csv")):
             made[REPORTS / "emulated" / f"{name}.md"] = _emulated_page(name, lesson, found_counts)
     made[REPORTS / "cards.md"] = operators.cards(today)
-    made[REPORTS / "README.md"] = _index(list(made))
+    made[REPORTS / "README.md"] = _index(made)
     made[REPORTS / "compiled" / "targets.md"] = targets.page(lessons)
     return made
 
@@ -319,14 +337,15 @@ def _compiled_page(name: str, lesson: Lesson, found: list[dict[str, str]], unfit
         )
     )
     units = said(
-        "Bytes and counts are those of one program; occupancy is resident warps over the SM's most, by the limits of "
-        "the target's card."
+        "Counts are those of one program. [Occupancy](../../GLOSSARY.md#occupancy) is resident warps over the SM's "
+        "most, by the limits of the target's card. A [spill](../../GLOSSARY.md#spill) is a load or store of a register "
+        "that did not fit. Shared is [shared memory](../../GLOSSARY.md#shared-memory)."
     )
     asserted = said("Asserted by the tests for {targets}:").format(targets=asked)
     floor = said("Predicted floor in us, by the data sheet: least bytes over bandwidth, or FLOPs over their rate")
     return (
         f"# {said('{lesson}: compiled, not run').format(lesson=said(title(name)))}\n\n{sentences(made, units)}\n\n"
-        + markdown(_heads(found[0]), (line.values() for line in found))
+        + _lean(found)
         + unfit
         + (f"\n{asserted}\n\n" + "\n".join(claims) + "\n" if claims else "")
         + predictions.not_measured(name, lesson)
@@ -340,7 +359,6 @@ def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
         f"- `{rung.__name__}`: " + listed(f"{value:g} {said(metric)}" for metric, value in counts.items())
         for rung, counts in lesson.counts.items()
     ]
-    used = [key for key in found[0] if any(row[key] not in ("0", "0.0") for row in found)]
     about = said(
         "What each kernel asks of memory, counted by the emulator on the last check that the rung takes. A request is "
         "one access of a warp. In global memory it counts a sector for each 32 bytes that it touches; 4 is the least "
@@ -348,7 +366,7 @@ def _emulated_page(name: str, lesson: Lesson, found: list[dict[str, str]]) -> st
     )
     return (
         f"# {said('{lesson}: counted, not run').format(lesson=said(title(name)))}\n\n{about}\n\n"
-        + markdown(_heads(used), ([row[key] for key in used] for row in found))
+        + _lean(found)
         + (f"\n{said('Asserted by the tests:')}\n\n" + "\n".join(claims) + "\n" if claims else "")
     )
 
@@ -361,7 +379,33 @@ def _claim(claim: str) -> str:
 
 
 def _heads(keys: Iterable[str]) -> list[str]:
-    return [said(key.replace("_", " ")) for key in keys]
+    return [said(UNITS.get(key) or key.replace("_", " ")) for key in keys]
+
+
+def _lean(found: Sequence[Mapping[str, str]]) -> str:
+    """Rows as a table, and what is the same in all of them as a sentence below it."""
+    lines = [{key: _figure(key, value) for key, value in row.items()} for row in found]
+    same = {key: value for key, value in lines[0].items() if all(line[key] == value for line in lines)}
+    zero = [key for key, value in same.items() if value in ("0", "0%")]
+    fixed = [key for key in same if key not in (*zero, "rung", "kernel") and len(lines) > 1]
+    shown = [key for key in lines[0] if key not in (*zero, *fixed)]
+    words = []
+    if fixed:
+        each = listed(f"{head} {same[key]}" for head, key in zip(_heads(fixed), fixed, strict=True))
+        words.append(said("The same in every line: {columns}.").format(columns=each))
+    if zero:
+        words.append(said("Zero in every line: {columns}.").format(columns=listed(_heads(zero))))
+    table = markdown(_heads(shown), ([line[key] for key in shown] for line in lines))
+    return table + f"\n{sentences(*words)}\n" * bool(words)
+
+
+def _figure(key: str, value: str) -> str:
+    """A cell: a count without decimals, a share in percent, a target under its compiler's name."""
+    if key == "occupancy":
+        return f"{100 * float(value):.3g}%"
+    if key == "target":
+        return chips.label(int(value) if value.isdigit() else value)
+    return value.removesuffix(".0")
 
 
 def _ncu_page(folder: Path, found: list[dict[str, str]]) -> str:
@@ -396,7 +440,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
     def add(lesson: str, table: Table, measured: str = "") -> None:
         part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
         cells = [[shares.marked(name, str(_cell(value))) for name, value in row.items()] for row in table.rows]
-        part += markdown(map(stored.told, table.rows[0]), cells)
+        part += markdown(map(stored.head, table.rows[0]), cells)
         exceeded = {name for line in cells for name, cell in zip(table.rows[0], line, strict=True)
                     if name in shares.COLUMNS and shares.BEYOND in cell}  # fmt: skip
         part += "".join(f"\n{why}\n" for why in sorted({said(shares.COLUMNS[name]) for name in exceeded}))
@@ -417,7 +461,14 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
     for path in sorted(folder.glob("*.*.*.csv")):
         lesson, name = path.stem.rsplit(".", 1)
         place[renames.lesson(lesson), name.replace("_", " ")] = path
-    for lesson, name in sorted(place, key=lambda key: declared.index(key) if key in compared else -1):
+
+    def nth(key: tuple[str, str]) -> tuple[int, int]:
+        """Tables of steps in the order of the lesson's steps, then comparisons as they are declared."""
+        lesson, step = known.get(key[0]), rows.head(place[key]).get("step")
+        steps = [each.__name__ for each in lesson.steps] if isinstance(lesson, Steps) else []
+        return declared.index(key) if key in compared else -1, steps.index(step) if step in steps else -1
+
+    for lesson, name in sorted(place, key=nth):
         if lesson in known:
             about = rows.head(path := place[lesson, name])
             measured = (
@@ -446,29 +497,47 @@ def _cell(value: Any) -> Any:
     return stored.told(value) if isinstance(value, str) and (" " in value or value in BOUNDS) else value
 
 
-def _index(made: list[Path]) -> str:
-    """reports/README.md: every page, by machine."""
+def _index(made: Collection[Path]) -> str:
+    """reports/README.md: how fast it is, then each GPU's lessons, then what needs no GPU."""
     generated = said("Generated by `python -m lessonkit report` from the rows beside them.")
     every_card = said(
         "[Every card](cards.md), a column each. How to add yours: [CONTRIBUTING.md](../CONTRIBUTING.md#your-card)."
     )
-    two_pages = said("[What was built and how fast it is]({file}), in two pages. By operator:")
-    of_folder, roofline = said("{folder}: {what}"), said("[roofline of every lesson]({file})")
-    lines = [f"# {said('Reports')}", "", generated, "", every_card, ""]
-    pages = sorted(p for p in made if p.suffix == ".md" and p.parent.parent == REPORTS)
-    for folder in sorted({p.parent.name for p in pages}):
-        what = said(WITHOUT_A_GPU.get(folder) or later("measured"))
-        lines += [f"## {of_folder.format(folder=folder, what=what)}", ""]
-        here = [p for p in pages if p.parent.name == folder]
-        if (final := REPORTS / folder / "final_report.md") in here:
-            lines += [two_pages.format(file=f"{folder}/{final.name}"), ""]
-        if of_operators := [p for p in here if "." not in p.stem and p != final]:
-            lines += [", ".join(f"[{p.stem}]({folder}/{p.name})" for p in of_operators), ""]
-        lines += [f"- [{p.stem}]({folder}/{p.name})" for p in here if p not in (*of_operators, final)]
-        if (roof := REPORTS / folder / "day5_tuning.lesson10_roofline.roofline.png") in made:
-            lines.append(f"- {roofline.format(file=f'{folder}/{roof.name}')}")
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    parts = [f"# {said('Reports')}", generated, f"## {said('How fast is it?')}", every_card]
+    gpus, by_lesson = device_folders(), list[str]()
+    computed = {operators.file_name(op): op for op in (results.operator(name) for name, _ in kernels())}
+    for gpu in gpus:
+        if gpu / "final_report.md" in made:
+            words = said("{gpu}: [what was built and how fast it is]({file}), in two pages.")
+            parts.append(words.format(gpu=gpu.name, file=f"{gpu.name}/final_report.md"))
+        if (roof := gpu / "day5_tuning.lesson10_roofline.roofline.png") in made:
+            words = said("Each operator, beside the [roofline of every lesson]({file}):")
+            parts.append(words.format(file=f"{gpu.name}/{roof.name}"))
+        parts.append("".join(_link(gpu / file, said(op)) for file, op in computed.items() if gpu / file in made))
+        by_lesson.append(f"## {said('{gpu}, by lesson').format(gpu=gpu.name)}")
+        by_lesson += [f"### {day}\n\n{links}" for day, links in _days(gpu, made)]
+    parts += by_lesson
+    for name, how in NO_GPU.items():
+        parts += [f"## {name}: {said(WITHOUT_A_GPU[name])}", said(how)]
+        if (every := REPORTS / name / "targets.md") in made:
+            parts.append(_link(every, said("Every kernel and every target")))
+        checked = [ncu.path(gpu).with_suffix(".md") for gpu in gpus if name == "emulated"]
+        words = said("The emulator's counts checked with Nsight Compute")
+        parts += [_link(page, f"{words}: {page.parent.name}") for page in checked if page in made]
+        for day, links in _days(REPORTS / name, made):
+            parts += [f"<details><summary>{day}</summary>", links, "</details>"]
+    return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
+
+
+def _days(folder: Path, made: Collection[Path]) -> Iterator[tuple[str, str]]:
+    """(day, links to its lessons under their titles), in the order of the course."""
+    lessons = [name for name, _ in discover() if folder / f"{name}.md" in made]
+    for day, of in groupby(lessons, lambda name: name.partition(".")[0]):
+        yield day, "".join(_link(folder / f"{name}.md", said(title(name))) for name in of)
+
+
+def _link(page: Path, words: str) -> str:
+    return f"- [{words}]({page.relative_to(REPORTS)})\n"
 
 
 __all__ = ["committed", "device_folders", "generate", "save_table", "write"]

@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,14 @@ class Contest:
         peers = [r for r in mine if (r.shape, r.dtype, r.kind) == (self.best.shape, self.best.dtype, "peer")]
         return min(peers, key=lambda row: row.ms_p50, default=None)
 
-    def bars(self, axes: Any) -> None:
+    def bars(self, axes: Any, share: Callable[[Row], float] = attrgetter("percent_of_limit")) -> None:
         """Each rung's share of its limit; a colour a lesson, the best peer a dashed line."""
         lessons = list(dict.fromkeys(row.lesson for row in self.rungs))
         colours = [f"C{lessons.index(row.lesson) % 10}" for row in self.rungs]
-        axes.bar(range(len(self.rungs)), [row.percent_of_limit for row in self.rungs], color=colours)
+        axes.bar(range(len(self.rungs)), list(map(share, self.rungs)), color=colours)
         axes.set_ylabel("% of the limit, a colour a lesson", fontsize=7)
         if self.peer:
-            axes.axhline(self.peer.percent_of_limit, linestyle="--", color="k", linewidth=1)
+            axes.axhline(share(self.peer), linestyle="--", color="k", linewidth=1)
 
 
 def contests(folder: Path, languages: Collection[str] = ()) -> list[Contest]:

@@ -54,8 +54,13 @@ def of_stream(row: Row, table: Streams) -> str:
     return f"{percent:.0f}%" + f" {BEYOND}" * _faster_than_its_stream(row, table) if percent else ""
 
 
+def percent(row: Row, table: Streams | None) -> float:
+    """The share of a stream where the table has one, and else of the limit of the row's own rounds."""
+    return (_of_stream(row, table) if table else 0.0) or row.percent_of_limit
+
+
 def _of_stream(row: Row, table: Streams) -> float:
-    if row.kind != "rung" or row.limited_by_math:
+    if row.kind == "limit" or row.limited_by_math:
         return 0.0
     return table.percent(row.ms_p50, row.bytes, yardstick.of_lesson(row.lesson, row.shape))
 

@@ -92,6 +92,21 @@ HEADS = (  # heads of columns
     later("wrong numbers"),
     later("wrong winner, predicted"),
 )
+SHOWN = {  # columns that steps name as fields -> the head that pages show, with the unit in words
+    "GB_per_s": later("GB/s"),
+    "KB_in_flight": later("KB in flight"),
+    "TB_per_s": later("TB/s"),
+    "images_per_s": later("images a second"),
+    "ns_a_load": later("ns a load"),
+    "ns_a_round": later("ns a round"),
+    "ns_a_sum": later("ns a sum"),
+    "over_fp32": later("times as fast as fp32"),
+    "predicted_us": later("predicted us a step"),
+    "shared_bytes": later("shared memory, bytes"),
+    "us_per_call": later("us a call"),
+    "us_per_step": later("us a step"),
+    "useful_TB_per_s": later("useful TB/s"),
+}
 CELLS = (  # cells
     later("% of memory's peak"),
     later("% of the SMs' peak"),
@@ -230,7 +245,12 @@ NOTES = (  # notes
     later("With S grow {which}: they keep scores in memory. The others keep O and a number or two a row."),
     later("ln {words} = {loss} is the loss of a guess."),
 )
-PHRASES = (*NAMES, *HEADS, *CELLS, *NOTES)
+PHRASES = (*NAMES, *HEADS, *SHOWN.values(), *CELLS, *NOTES)
+
+
+def head(column: str) -> str:
+    """A column's head in the reader's language."""
+    return told(SHOWN.get(column, column))
 
 
 def told(text: str) -> str:
