@@ -139,6 +139,20 @@ def test_a_lesson_has_its_rungs_their_code_and_what_changes():
     assert f"def {declared.rungs[-1].__name__}(" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("day3_matmul_tk.lesson09_matmul_hopper", "tma", ["tile_choice", "cpu_model", "mutants"]),
+        ("day4_replace_op.lesson08_flash_hopper", "warp_specialized", ["causal_diagonal", "cpu_model", "mutants"]),
+    ],
+)
+def test_the_files_of_a_ladder_stand_in_the_order_of_its_rungs(name, first, last):
+    made = lessons.Page(name, lesson(name), "en", lambda path: f"files/{path.name}").pages()
+    listed = made[places.lesson_page(name)].split("maxdepth: 1\n\n")[1].split("\n```")[0].split()
+    assert [listed[0], *listed[-3:]] == [f"{name.partition('.')[2]}/{each}" for each in (first, *last)]
+    assert listed == [places.relative(page, places.lesson_page(name)) for page in list(made)[1:]]
+
+
 def test_the_head_of_a_chinese_lesson_is_a_list_of_words_and_paragraphs():
     shown = page(SOFTMAX, "zh").split("\n## ")[0]
     assert "New words" not in shown
