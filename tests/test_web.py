@@ -18,6 +18,7 @@ from lessonkit.base import words as catalogues_of
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import ROOT, environment
 from lessonkit.base.words import listed, retold, speaking
+from lessonkit.commands import web
 from lessonkit.exercise import progress, quiz, source
 from lessonkit.lesson import Lesson, discover, names
 from lessonkit.measure import facts, rows
@@ -430,6 +431,23 @@ def test_builds_of_other_pages_at_the_same_time_write_no_common_file():
     folders = {site._sources_of(frozenset(only)) for only in ((), SOME, SOME[:2], SOME[1:])}
     assert len(folders) == 4
     assert site._sources_of(frozenset(SOME)) == site._sources_of(frozenset(reversed(SOME)))
+
+
+def test_a_build_that_was_stopped_can_be_repeated(tmp_path, monkeypatch):
+    """Its folder is told from one that holds other files."""
+    pytest.importorskip("sphinx", reason="the extra `web` is not installed: pip install -e '.[web]'")
+
+    def stop(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(site.Sources, "write", stop)
+    monkeypatch.setattr(site.pack, "write", lambda out: 0.0)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            web.run(tmp_path / "book", 0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    assert web.run(tmp_path / "other", 0) == 2
 
 
 @pytest.mark.kept("lessonkit/web/**/*", "locale/**/*", "**/*.md", "reports/**/*.csv")

@@ -6,7 +6,7 @@ import multiprocessing
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import CACHE, ROOT, changing, need_private, write_atomically
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import later, translated
+from lessonkit.base.words import later, said, translated
 from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
@@ -190,8 +190,11 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
         raise Missing(f"the web edition needs {', '.join(wanting)}: pip install -e '.[web]', or `python course.py web`")
     need_private(CACHE)
     only = frozenset(only)
-    work, built = _sources_of(only), []
+    work = _sources_of(only)
     out.mkdir(parents=True, exist_ok=True)
+    # Marks a folder of ours, so it comes first: a build that was stopped can be repeated. GitHub's pages leave out
+    # folders that begin with _ without it.
+    (out / ".nojekyll").touch()
     python = 0.0
     if alone:
         try:
@@ -199,21 +202,25 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
         except Missing as why:
             say(str(why))
     # Sphinx reads one language while the sources of the next are written. Who builds the same pages meanwhile waits.
-    spawn = multiprocessing.get_context("spawn")
+    say(said("Building the book in {count} languages. The first build takes 5 to 10 minutes.").format(
+        count=len(LANGUAGES)
+    ))  # fmt: skip
+    spawn, built = multiprocessing.get_context("spawn"), dict[Future[str], str]()
     with changing(work / "en"), ProcessPoolExecutor(len(LANGUAGES), mp_context=spawn) as pool:
         for language in LANGUAGES:
             sources = Sources(work / language, language, only, python)
             sources.write()
-            say(f"{language}: {sum(path.suffix == '.md' for path in sources.written)} pages")
-            built.append(pool.submit(_sphinx, (language, str(sources.folder), str(out / language))))
-        for warnings in built:
+            count = sum(path.suffix == ".md" for path in sources.written)
+            say(said("{language}: Sphinx builds {count} pages").format(language=language, count=count))
+            built[pool.submit(_sphinx, (language, str(sources.folder), str(out / language)))] = language
+        for warnings in as_completed(built):
             for line in warnings.result().splitlines():
                 say(line)
+            say(said("{language}: done").format(language=built[warnings]))
     order = json.dumps(lessons.order(names()), ensure_ascii=False)
     for language in LANGUAGES:
         write_atomically(out / language / "_static" / "paths.js", f"window.COURSE_PATHS = {order};\n")
     write_atomically(out / "index.html", _FRONT)
-    (out / ".nojekyll").touch()  # GitHub's pages leave out folders that begin with _ otherwise
 
 
 def _sources_of(only: frozenset[str]) -> Path:
