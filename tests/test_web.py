@@ -11,6 +11,7 @@ import zipfile
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 from lessonkit.base import chips
@@ -23,7 +24,7 @@ from lessonkit.exercise import progress, quiz, source
 from lessonkit.lesson import Lesson, discover, names
 from lessonkit.measure import facts, rows
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import catalogues, guides, predictions, report, stored
+from lessonkit.pages import catalogues, guides, predictions, report, results, stored
 from lessonkit.web import charts, exercises, extension, grader, lessons, places, prose, quizzes, site, start, style
 from lessonkit.web.page import pack
 from lessonkit.web.serve import ASK, TOKEN, Server
@@ -182,6 +183,23 @@ def test_a_chart_has_the_figures_of_the_rows():
 
 def test_a_chart_does_not_end_its_script():
     assert "</script><b>" not in charts.figure("rows", {"rung": "</script><b>"}, "x", "en")
+
+
+def test_the_roofline_has_each_lessons_fastest_rung_below_the_roof_of_its_dtype(tmp_path):
+    folder = next(folder for folder in device_folders() if folder.name == rows.MACHINE)
+    data = charts.of_roofline(folder)
+    assert {"bf16", "fp32", "fp8"} <= set(data["roofs"])
+    measured = {name.partition(".")[2]: (declared, found) for name, declared, found in results.measured(folder)}
+    for point in data["points"]:
+        assert point["y"] <= data["roofs"][results.RATES[point["dtype"]]]
+        declared, found = measured[point["lesson"]]
+        at = results.ladder(declared, found, *results.place(SimpleNamespace(**point)))
+        assert (point["first"], point["y"]) == (at[0].tflop_per_s, max(row.tflop_per_s for row in at))
+    sources = site.Sources(tmp_path, "en", ["roofline"])
+    sources._roofline()
+    table = re.findall(r"^\|.*", (tmp_path / "roofline.md").read_text(), re.MULTILINE)
+    assert table[0] == "| lesson, rung | FLOP/B | TFLOP/s | % of the limit | bound by |"
+    assert not re.search(r"\de[+-]\d", "".join(table))
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

@@ -123,13 +123,15 @@ class Sources:
     def _roofline(self) -> None:
         said = [f"# {translated('Roofline', self.language)}"]
         said.append(translated(
-            "Each mark is the last rung of a lesson at its largest shape; the line below it begins at the first rung. "
-            "The roofs are the copy and the fastest matmul of the same rows.", self.language,
+            "Each mark is the fastest rung of a lesson, at the largest shape of its last rung. The line below it begins at "
+            "the first rung. The sloped roof is the copy of the same rows. The flat roofs are the fastest kernel of each "
+            "data type.", self.language,
         ))  # fmt: skip
         for folder in device_folders():
             if data := charts.of_roofline(folder):
                 said += [f"## {folder.name}", charts.figure("roofline", data, folder.name, self.language)]
-                heads = ["", "FLOP/B", "TFLOP/s", "%", ""]
+                heads = [translated("lesson, rung", self.language), "FLOP/B", "TFLOP/s",
+                         translated("% of the limit", self.language), translated("bound by", self.language)]  # fmt: skip
                 said.append(markdown(heads, map(self._point, data["points"])))
                 if any(shares.BEYOND in point["share"] for point in data["points"]):
                     said.append(translated(shares.EITHER, self.language))
@@ -145,7 +147,8 @@ class Sources:
     def _point(self, point: dict[str, Any]) -> list[str]:
         lesson = f"[{point['lesson']}]({point['href'].removesuffix('.html')}.md) `{point['rung']}`"
         bound = translated(point["bound"], self.language)
-        return [lesson, f"{point['x']:.3g}", f"{point['y']:.3g}", point["share"], bound]
+        intensity, rate = (f"{float(f'{point[each]:.3g}'):g}" for each in ("x", "y"))  # 5460, not 5.46e+03
+        return [lesson, intensity, rate, point["share"], bound]
 
     def _toctree(self, page: str, guides: list[str]) -> str:
         """The pages below this one, for the book's contents and for previous and next."""
