@@ -210,15 +210,17 @@ def test_the_start_page_is_made_of_readme_rows_and_paths(language):
     assert text.split("\n\n")[2].replace(" ", "") in readme.replace("\n", "").replace(" ", "")
     assert 'href="paths/30min.html"' in text.split("start-go")[1].split("</p>")[0]
     assert text.count('class="race-ladder"') == len(start.LADDERS)
-    for name in start.LADDERS:
-        shown = text.split(f'{places.lesson_page(name)}.html">')[0].split('class="race-ladder"')[-1]
-        found = rows.read(next(f for f in device_folders() if f.name == rows.MACHINE) / f"{name}.csv")
-        times = {row.rung: row.ms_p50 for row in found if row.shape in shown and row.dtype in shown}
-        bars = re.findall(r"<code>(.*?)</code>.*?--share:([\d.]+).*?<span>(\S+) ms", shown)
-        assert [bar[0] for bar in bars][: len(lesson(name).rungs)] == [rung.__name__ for rung in lesson(name).rungs]
-        fastest = min(times[rung] for rung, _, _ in bars)
-        for rung, share, ms in bars:
-            assert (share, ms) == (f"{fastest / times[rung]:.5f}", f"{times[rung]:.3g}")
+    for lessons_of, shown in zip(start.LADDERS, text.split('class="race-ladder"')[1:], strict=True):
+        contest = start.of_lessons(lessons_of)
+        bars = [*contest.rungs, contest.peer]
+        fastest = min(row.ms_p50 for row in bars)
+        assert re.findall(r"<code>(.*?)</code>.*?--share:([\d.]+).*?<span>(\S+) ms", shown) == [
+            (row.rung, f"{fastest / row.ms_p50:.5f}", f"{row.ms_p50:.3g}") for row in bars
+        ]
+        assert contest.rungs[0].lesson == lessons_of[0]
+        assert contest.rungs[-1] is contest.best, "a ladder ends with the course's best"
+        assert contest.best.ms_p50 < 1.02 * contest.peer.ms_p50, "and beside the best library"
+        assert all(f'{places.lesson_page(name)}.html">' in shown for name in lessons_of)
     for path in ROOT.glob("paths/*.toml"):
         assert f'href="paths/{path.stem}.html"' in text
     assert 'class="lk-moving"' in text
