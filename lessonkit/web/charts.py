@@ -69,8 +69,9 @@ def _round(value: float) -> float:
 
 
 def of_roofline(folder: Path) -> dict[str, Any] | None:
-    """Each lesson's first and fastest rung at the shape of the last rung that has the most FLOPs; the roofs: the copy of
-    the rows, and of each kind of arithmetic the fastest rate.
+    """Each lesson's first and fastest rung at the last rung's shape with the most FLOPs, and the roofs.
+
+    The roofs are the copy of the rows, and the fastest rate of each kind of arithmetic.
     """
     points, copy, roofs = list[dict[str, Any]](), 0.0, dict[str, float]()
     for name, lesson, found in measured(folder):

@@ -123,15 +123,15 @@ class Sources:
     def _roofline(self) -> None:
         said = [f"# {translated('Roofline', self.language)}"]
         said.append(translated(
-            "Each mark is the fastest rung of a lesson, at the largest shape of its last rung. The line below it begins at "
-            "the first rung. The sloped roof is the copy of the same rows. The flat roofs are the fastest kernel of each "
-            "data type.", self.language,
+            "Each mark is the fastest rung of a lesson, at the largest shape of its last rung. The line below it "
+            "begins at the first rung. The sloped roof is the copy of the same rows. The flat roofs are the fastest "
+            "kernel of each data type.", self.language,
         ))  # fmt: skip
         for folder in device_folders():
             if data := charts.of_roofline(folder):
                 said += [f"## {folder.name}", charts.figure("roofline", data, folder.name, self.language)]
-                heads = [translated("lesson, rung", self.language), "FLOP/B", "TFLOP/s",
-                         translated("% of the limit", self.language), translated("bound by", self.language)]  # fmt: skip
+                english = (later("lesson, rung"), "FLOP/B", "TFLOP/s", later("% of the limit"), later("bound by"))
+                heads = [translated(head, self.language) for head in english]
                 said.append(markdown(heads, map(self._point, data["points"])))
                 if any(shares.BEYOND in point["share"] for point in data["points"]):
                     said.append(translated(shares.EITHER, self.language))

@@ -19,7 +19,11 @@ from lessonkit.web import exercises, places, prose
 LADDERS = (
     ("day2_triton_basics.lesson01_vector_add",),
     ("cuda_src.03_matrix_multiply", "cuda_src.06_matrix_multiply_registers"),
-    ("day4_replace_op.lesson01_attention", "day4_replace_op.lesson04_flash_v2", "day4_replace_op.lesson08_flash_hopper"),
+    (
+        "day4_replace_op.lesson01_attention",
+        "day4_replace_op.lesson04_flash_v2",
+        "day4_replace_op.lesson08_flash_hopper",
+    ),
 )
 
 
@@ -134,7 +138,8 @@ def _ladder(contest: results.Contest) -> str:
     card = results.card(contest.best)
     where = f"{card.name if card else contest.best.gpu}, {contest.best.shape}, {contest.best.dtype}. "
     where += said("Grey: the fastest library.") if peer else ""
-    links = (f'<a href="{places.lesson_page(name)}.html">{name.partition(".")[2]}</a>' for name, _, _ in contest.lessons)
+    named = ((places.lesson_page(name), name.partition(".")[2]) for name, _, _ in contest.lessons)
+    links = (f'<a href="{page}.html">{lesson}</a>' for page, lesson in named)
     return (
         f'<div class="race-ladder" data-title="{html.escape(said(contest.name))}"><p><strong>'
         f"{html.escape(title)}</strong></p>\n<ol>\n{chr(10).join(shown)}\n</ol>\n"
