@@ -4,6 +4,7 @@
   const NS = "http://www.w3.org/2000/svg";
   const W = 760, H = 380, LEFT = 64, RIGHT = 16, TOP = 14, BOTTOM = 50;
   const CROWD = 12; // contenders
+  const NAME = 110; // the width of a roof's name
 
   const make = (tag, attributes, parent, text) => {
     const node = document.createElementNS(NS, tag);
@@ -211,16 +212,16 @@
     readout.setAttribute("aria-live", "polite");
     const points = data.points.filter((p) => p.x > 0);
     const roofs = Object.entries(data.roofs), top = Math.max(...roofs.map(([, rate]) => rate));
-    const right = 10 * Math.max(...points.map((p) => p.x), top / data.copy); // behind the marks the roofs are named
+    const right = 1.3 * Math.max(...points.map((p) => p.x), top / data.copy);
     const left = Math.min(...points.map((p) => p.x));
-    const x = scale([left, right], true, LEFT, W - RIGHT);
+    const x = scale([left, right], true, LEFT, W - RIGHT - NAME);
     const y = scale([...points.flatMap((p) => [p.y, p.first]), top], true, H - BOTTOM, TOP);
     frame(svg, x, y, words.intensity, "TFLOP/s");
     const line = (...ends) => make("polyline", { points: ends.map(([a, b]) => `${x.at(a)},${y.at(b)}`).join(" "), class: "line limit", stroke: "currentColor" }, svg);
     line([left, left * data.copy], [top / data.copy, top]);
     for (const [name, rate] of roofs) {
       line([rate / data.copy, rate], [right, rate]);
-      make("text", { x: x.at(right), y: y.at(rate) - 5, "text-anchor": "end" }, svg, `${name} ${short(rate)} TFLOP/s`);
+      make("text", { x: x.at(right) + 4, y: y.at(rate) + 4 }, svg, `${name} ${short(rate)} TFLOP/s`);
     }
     const kinds = [...new Set(points.map((p) => p.bound))];
     kinds.forEach((kind, nth) => {
