@@ -205,7 +205,7 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
         except Missing as why:
             say(str(why))
     # Sphinx reads one language while the sources of the next are written. Who builds the same pages meanwhile waits.
-    say(said("Building the book in {count} languages. The first build takes 5 to 10 minutes.").format(
+    say(said("Building the book in {count} languages. The first build takes 2 to 10 minutes.").format(
         count=len(LANGUAGES)
     ))  # fmt: skip
     spawn, built = multiprocessing.get_context("spawn"), dict[Future[str], str]()
