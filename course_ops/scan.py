@@ -12,7 +12,7 @@ from course_ops.kernels.scan import scan_look_back, scan_three_phase
 @torch.library.custom_op("course_ops::scan", mutates_args=())
 def _scan(x: Tensor, reverse: bool) -> Tensor:
     if runs_kernel(x):
-        # One pass is up to 1.5 times faster than three phases, but the order of its additions varies from run to run.
+        # One pass is up to 1.5 times as fast as three phases, but the order of its additions varies from run to run.
         launch = scan_three_phase if torch.are_deterministic_algorithms_enabled() else scan_look_back
         with on_device(x):
             return launch(x.contiguous(), reverse)

@@ -67,7 +67,7 @@ void multiply_naive(const float* a, const float* b, float* c, int64_t m, int64_t
 }
 
 // v2. New: x counts columns. A warp reads one element of A (1 sector for all) and 32 neighbours of B (4 sectors, one
-// line), and writes 32 neighbours of C. Predicted: 16 times fewer wavefronts, so up to 16 times faster.
+// line), and writes 32 neighbours of C. Predicted: 1/16 of the wavefronts, so up to 16 times as fast.
 __global__ void coalesced_kernel(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k) {
     const auto [row0, column0] = place(n, TILE, TILE);
     const int64_t row = row0 + threadIdx.y, column = column0 + threadIdx.x;  // New
@@ -117,7 +117,7 @@ void multiply_shared(const float* a, const float* b, float* c, int64_t m, int64_
 // v4. New: a thread owns 8 rows of one column, so that an element of B, once in a register, is used 8 times. For each
 // i a thread loads 1 word of b_tile and 8 of a_tile, and multiplies 8 times. The words of a_tile are the same for the
 // whole warp, and one 16-byte load brings four steps of i. The tile of C grows to 64 x 64 and L2 is asked half as
-// often. Predicted: 3/8 of a wavefront an FMA where v3 has 5/4: up to three times faster. Occupancy halves: 64
+// often. Predicted: 3/8 of a wavefront an FMA where v3 has 5/4: up to three times as fast. Occupancy halves: 64
 // registers per thread, two blocks of 512. At M = N = K = 512 there are 64 blocks, fewer than SMs.
 constexpr int BM = 64, BN = 64, BK = 8, TM = 8;  // a block's tile of C, its step through K, a thread's rows
 

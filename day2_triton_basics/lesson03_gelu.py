@@ -82,7 +82,7 @@ def _operator(name, a, b=None, c=0.0):
 
 # Rung 2. New: all eight operators between one load and one store, in registers. A kernel may call another @triton.jit
 # function, as this one calls tanh: the compiler inlines it.
-# Predicted: 2n elements in place of 18n, 9 times faster. The error is smaller too: nothing is rounded to 16 bits
+# Predicted: 2n elements in place of 18n, 9 times as fast. The error is smaller too: nothing is rounded to 16 bits
 # between the operators.
 @triton.jit
 def gelu_fused_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # [n] each

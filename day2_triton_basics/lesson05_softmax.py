@@ -77,7 +77,7 @@ def softmax_unfused(x):
 #     exp(x - m)         [ 0.02 0.14 0.05 1    0.37 0    0    0    ]      s = 1.57
 #
 # A thread holds 16 elements: in bf16 that is two loads of 16 bytes in flight.
-# Predicted: 2MN elements, 2.5 times faster than rung 1.
+# Predicted: 2MN elements, 2.5 times as fast as rung 1.
 @triton.jit
 def softmax_row_kernel(x_ptr, y_ptr, N, stride_x, stride_y, BLOCK_N: tl.constexpr):  # x, y: [M, N]
     row = tl.program_id(0).to(tl.int64)

@@ -156,6 +156,21 @@ def test_a_table_on_a_phone_scrolls_and_keeps_its_words_whole(tab, book):
     assert tab.evaluate("document.documentElement.scrollWidth") == 390
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_phone_shows_commands_and_what_they_do_without_scrolling(tab, book, language):
+    """Of a table of two columns the second stands below the first, as wide as the page."""
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.goto((book / language / "course.html").as_uri())
+    cells = tab.evaluate(
+        "[...document.querySelectorAll('tr:has(code):not(:has(> :nth-child(3))) td')].map((cell) => {"
+        " const {left, right, width} = cell.getBoundingClientRect(); return [left, right, width]; })"
+    )
+    assert len(cells) >= 40
+    for left, right, width in cells:
+        assert 0 <= left < right <= 390
+        assert width > 300
+
+
 def test_letters_of_figures_on_a_phone_have_eleven_pixels(tab, book):
     """Pictures, figures that move and charts scroll in their frames; the page does not."""
     tab.set_viewport_size({"width": 390, "height": 844})
@@ -312,6 +327,8 @@ def test_the_roofline_takes_the_readers_own_gpu(tab, book):
         said = {_drawn(figure, choice, chip) for chip in ("h200", "a100", "rtx4090")}
         assert len(said) == 3
         assert len(tab.query_selector_all("figure.chart .mark")) > 20
+        roofs = {text.text_content().split()[0] for text in tab.query_selector_all("figure.chart svg text")}
+        assert {"bf16", "fp32", "fp8"} <= roofs
     assert not tab.wrong, "\n".join(tab.wrong)
 
 

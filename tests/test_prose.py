@@ -149,6 +149,17 @@ def test_long_chinese_is_wrapped_by_its_width():
     assert "".join(kept) == text
 
 
+@pytest.mark.parametrize("mark", ["-", "*", "+", "3.", "12)"])
+def test_a_line_that_is_broken_anew_begins_no_list(mark):
+    """Of `x - m` the page of a lesson made a paragraph and an item."""
+    text = f"令 s = sum(exp(x {mark} m)) 为这一行的和{mark} n，"
+    for width in range(24, 60):
+        lines = prose.wrapped(text, width, width)
+        assert not [line for line in lines if line.startswith(f"{mark} ")], (width, lines)
+        assert all(prose.columns(line) <= width for line in lines)
+    assert prose.wrapped(f"{mark} 一项", 8, 8)[0].startswith(f"{mark} ")
+
+
 def test_a_docstring_keeps_its_margin():
     text = textwrap.dedent('''
         class A:

@@ -11,6 +11,7 @@ import zipfile
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 from lessonkit.base import chips
@@ -18,11 +19,12 @@ from lessonkit.base import words as catalogues_of
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import ROOT, environment
 from lessonkit.base.words import listed, retold, speaking
+from lessonkit.commands import web
 from lessonkit.exercise import progress, quiz, source
 from lessonkit.lesson import Lesson, discover, names
 from lessonkit.measure import facts, rows
 from lessonkit.measure.stale import device_folders
-from lessonkit.pages import catalogues, guides, predictions, report, stored
+from lessonkit.pages import catalogues, guides, predictions, report, results, stored
 from lessonkit.web import charts, exercises, extension, grader, lessons, places, prose, quizzes, site, start, style
 from lessonkit.web.page import pack
 from lessonkit.web.serve import ASK, TOKEN, Server
@@ -139,6 +141,20 @@ def test_a_lesson_has_its_rungs_their_code_and_what_changes():
     assert f"def {declared.rungs[-1].__name__}(" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("day3_matmul_tk.lesson09_matmul_hopper", "tma", ["tile_choice", "cpu_model", "mutants"]),
+        ("day4_replace_op.lesson08_flash_hopper", "warp_specialized", ["causal_diagonal", "cpu_model", "mutants"]),
+    ],
+)
+def test_the_files_of_a_ladder_stand_in_the_order_of_its_rungs(name, first, last):
+    made = lessons.Page(name, lesson(name), "en", lambda path: f"files/{path.name}").pages()
+    listed = made[places.lesson_page(name)].split("maxdepth: 1\n\n")[1].split("\n```")[0].split()
+    assert [listed[0], *listed[-3:]] == [f"{name.partition('.')[2]}/{each}" for each in (first, *last)]
+    assert listed == [places.relative(page, places.lesson_page(name)) for page in list(made)[1:]]
+
+
 def test_the_head_of_a_chinese_lesson_is_a_list_of_words_and_paragraphs():
     shown = page(SOFTMAX, "zh").split("\n## ")[0]
     assert "New words" not in shown
@@ -169,6 +185,23 @@ def test_a_chart_does_not_end_its_script():
     assert "</script><b>" not in charts.figure("rows", {"rung": "</script><b>"}, "x", "en")
 
 
+def test_the_roofline_has_each_lessons_fastest_rung_below_the_roof_of_its_dtype(tmp_path):
+    folder = next(folder for folder in device_folders() if folder.name == rows.MACHINE)
+    data = charts.of_roofline(folder)
+    assert {"bf16", "fp32", "fp8"} <= set(data["roofs"])
+    measured = {name.partition(".")[2]: (declared, found) for name, declared, found in results.measured(folder)}
+    for point in data["points"]:
+        assert point["y"] <= data["roofs"][results.RATES[point["dtype"]]]
+        declared, found = measured[point["lesson"]]
+        at = results.ladder(declared, found, *results.place(SimpleNamespace(**point)))
+        assert (point["first"], point["y"]) == (at[0].tflop_per_s, max(row.tflop_per_s for row in at))
+    sources = site.Sources(tmp_path, "en", ["roofline"])
+    sources._roofline()
+    table = re.findall(r"^\|.*", (tmp_path / "roofline.md").read_text(), re.MULTILINE)
+    assert table[0] == "| lesson, rung | FLOP/B | TFLOP/s | % of the limit | bound by |"
+    assert not re.search(r"\de[+-]\d", "".join(table))
+
+
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_start_page_is_made_of_readme_rows_and_paths(language):
     """What it is, where to begin without a GPU, ladders with the figures of the rows, every path with its minutes."""
@@ -177,15 +210,17 @@ def test_the_start_page_is_made_of_readme_rows_and_paths(language):
     assert text.split("\n\n")[2].replace(" ", "") in readme.replace("\n", "").replace(" ", "")
     assert 'href="paths/30min.html"' in text.split("start-go")[1].split("</p>")[0]
     assert text.count('class="race-ladder"') == len(start.LADDERS)
-    for name in start.LADDERS:
-        shown = text.split(f'{places.lesson_page(name)}.html">')[0].split('class="race-ladder"')[-1]
-        found = rows.read(next(f for f in device_folders() if f.name == rows.MACHINE) / f"{name}.csv")
-        times = {row.rung: row.ms_p50 for row in found if row.shape in shown and row.dtype in shown}
-        bars = re.findall(r"<code>(.*?)</code>.*?--share:([\d.]+).*?<span>(\S+) ms", shown)
-        assert [bar[0] for bar in bars][: len(lesson(name).rungs)] == [rung.__name__ for rung in lesson(name).rungs]
-        fastest = min(times[rung] for rung, _, _ in bars)
-        for rung, share, ms in bars:
-            assert (share, ms) == (f"{fastest / times[rung]:.5f}", f"{times[rung]:.3g}")
+    for lessons_of, shown in zip(start.LADDERS, text.split('class="race-ladder"')[1:], strict=True):
+        contest = start.of_lessons(lessons_of)
+        bars = [*contest.rungs, contest.peer]
+        fastest = min(row.ms_p50 for row in bars)
+        assert re.findall(r"<code>(.*?)</code>.*?--share:([\d.]+).*?<span>(\S+) ms", shown) == [
+            (row.rung, f"{fastest / row.ms_p50:.5f}", f"{row.ms_p50:.3g}") for row in bars
+        ]
+        assert contest.rungs[0].lesson == lessons_of[0]
+        assert contest.rungs[-1] is contest.best, "a ladder ends with the course's best"
+        assert contest.best.ms_p50 < 1.02 * contest.peer.ms_p50, "and beside the best library"
+        assert all(f'{places.lesson_page(name)}.html">' in shown for name in lessons_of)
     for path in ROOT.glob("paths/*.toml"):
         assert f'href="paths/{path.stem}.html"' in text
     assert 'class="lk-moving"' in text
@@ -416,6 +451,23 @@ def test_builds_of_other_pages_at_the_same_time_write_no_common_file():
     folders = {site._sources_of(frozenset(only)) for only in ((), SOME, SOME[:2], SOME[1:])}
     assert len(folders) == 4
     assert site._sources_of(frozenset(SOME)) == site._sources_of(frozenset(reversed(SOME)))
+
+
+def test_a_build_that_was_stopped_can_be_repeated(tmp_path, monkeypatch):
+    """Its folder is told from one that holds other files."""
+    pytest.importorskip("sphinx", reason="the extra `web` is not installed: pip install -e '.[web]'")
+
+    def stop(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(site.Sources, "write", stop)
+    monkeypatch.setattr(site.pack, "write", lambda out: 0.0)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            web.run(tmp_path / "book", 0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    assert web.run(tmp_path / "other", 0) == 2
 
 
 @pytest.mark.kept("lessonkit/web/**/*", "locale/**/*", "**/*.md", "reports/**/*.csv")

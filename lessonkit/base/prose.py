@@ -512,7 +512,9 @@ _WIDE = r"\u2e80-\u9fff\uf900-\ufaff\uff01-\uff60\u3000-\u303f\u2014\u2018\u2019
 _MARKS = r"\uff01-\uff0f\uff1a-\uff20\u3001-\u3011"  # no space stands beside these
 _BROKEN = re.compile(rf"(?<=[{_WIDE}])\n(?=[{_WIDE}])|(?<=[{_MARKS}])\n|\n(?=[{_MARKS}])")
 _CLOSING = "，。；：？！、）》」』”’…—"
-_ATOM = re.compile(rf" +|[（《「『“‘]*(?:`[^`]{{1,40}}`|[{_WIDE}]|[^\s{_WIDE}`]+|`[^\s{_WIDE}]*)[{_CLOSING}]*")
+_WHOLE = rf"[（《「『“‘]*(?:`[^`]{{1,40}}`|[{_WIDE}]|[^\s{_WIDE}`]+|`[^\s{_WIDE}]*)[{_CLOSING}]*"
+_ATOM = re.compile(rf" +|{_WHOLE}")
+_PIECE = re.compile(rf" +|{_WHOLE}(?: *(?:[-*+]|\d{{1,2}}[.)])(?= ))*")  # with marks of items: x - m
 
 
 def columns(text: str) -> int:
@@ -530,10 +532,11 @@ def atoms(text: str) -> list[str]:
 def wrapped(text: str, width: int, first: int, *, keep_spaces: bool = False) -> list[str]:
     """Lines of a width, the first one's its own. A line may end between two Chinese characters, not before a comma.
 
+    None ends before a minus or "3.", which at the start of a line would begin a list.
     keep_spaces: a space at which a line breaks stays at its end, as strings need it that are put together again.
     """
     lines, line, taken, room = list[str](), "", 0, first
-    for atom in _ATOM.findall(text):
+    for atom in _PIECE.findall(text):
         if line and taken + columns(atom.rstrip()) > room:
             lines.append(line if keep_spaces else line.rstrip())
             line, taken, room = "", 0, width

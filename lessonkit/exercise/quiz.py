@@ -263,6 +263,7 @@ def _mutants(lesson: str) -> tuple[Mutant, ...]:
     return tuple(found)
 
 
+@cache
 def _function(lesson: str, mutant: Mutant) -> str:
     """The function of the lesson, or of its program in CUDA C++, that has the mutant's text; comments are left out."""
     path = _path(lesson)

@@ -88,7 +88,7 @@ def terms() -> tuple[Term, ...]:
 
 
 def files(lesson: str) -> list[Path]:
-    """The files of a lesson in reading order: its own, its program in CUDA C++, the rungs of its ladder."""
+    """The files of a lesson: its own, its program in CUDA C++, those of its ladder by name."""
     own = ROOT / f"{lesson.replace('.', '/')}.py"
     folder = lesson.partition(".")[0]
     ladders = dict.fromkeys(re.findall(rf"^(?:from|import) {folder}\.(\w+)", own.read_text(), re.MULTILINE))

@@ -11,7 +11,7 @@ from lessonkit.lesson import Lesson, shape_name
 from lessonkit.measure import rows
 from lessonkit.measure.rows import Row
 from lessonkit.pages import pivots, predictions, shares
-from lessonkit.pages.results import BOUNDS, bound, intensity, measured, operator
+from lessonkit.pages.results import BOUNDS, RATES, bound, intensity, ladder, measured, operator, place
 from lessonkit.web.places import lesson_page, relative
 
 FIELDS = ("rung", "kind", "shape", "dtype", "ms_p50", "tb_per_s", "tflop_per_s", "percent_of_limit", "bytes",
@@ -69,29 +69,31 @@ def _round(value: float) -> float:
 
 
 def of_roofline(folder: Path) -> dict[str, Any] | None:
-    """Each lesson's first and last rung at its largest shape, and the roofs: the copy of the rows, the fastest rate."""
-    points, everything = list[dict[str, Any]](), list[Row]()
+    """Each lesson's first and fastest rung at the last rung's shape with the most FLOPs, and the roofs.
+
+    The roofs are the copy of the rows, and the fastest rate of each kind of arithmetic.
+    """
+    points, copy, roofs = list[dict[str, Any]](), 0.0, dict[str, float]()
     for name, lesson, found in measured(folder):
-        everything += found
-        last = lesson.rungs[-1].__name__
-        row = max((r for r in found if r.rung == last), key=lambda r: r.bytes, default=None)
-        if row is None or not row.tflop_per_s:
+        for row in found:
+            if row.kind == "limit":
+                copy = max(copy, row.tb_per_s)
+            elif row.tflop_per_s:
+                rate = RATES.get(row.dtype, "fp32")
+                roofs[rate] = max(roofs.get(rate, 0.0), row.tflop_per_s)
+        last = (row for row in found if row.rung == lesson.rungs[-1].__name__)
+        most = max(last, key=lambda row: row.tflop_per_s * row.ms_p50, default=None)
+        if most is None or not most.tflop_per_s:
             continue
-        first = next((r for r in found if r.rung == lesson.rungs[0].__name__ and r.shape == row.shape), row)
+        rungs = ladder(lesson, found, *place(most))
+        first, row = rungs[0], min(rungs, key=lambda row: row.ms_p50)
         points.append({
             "lesson": name.partition(".")[2], "rung": row.rung, "operator": operator(name), "shape": row.shape,
             "dtype": row.dtype, "x": _round(intensity(row)), "y": row.tflop_per_s, "first": first.tflop_per_s,
             "percent": row.percent_of_limit, "share": shares.of_limit(row), "bound": bound(row),
             "href": relative(lesson_page(name), "roofline") + ".html",
         })  # fmt: skip
-    if not points:
-        return None
-    return {
-        "points": points,
-        "copy": max(r.tb_per_s for r in everything if r.kind == "limit"),
-        "top": max(r.tflop_per_s for r in everything if r.kind != "limit"),
-        "device": folder.name,
-    }
+    return {"points": points, "copy": copy, "roofs": roofs} if points else None
 
 
 def figure(kind: str, data: dict[str, Any], caption: str, language: str) -> str:

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import html
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -41,7 +42,7 @@ class Page:
         """The lesson's page, and one for each file of its ladder, which would make a single page too long."""
         own, *others = glossary.files(self.name)
         program = own.with_suffix(".cu")
-        ladder = [path for path in others if path != program]
+        ladder = sorted((path for path in others if path != program), key=self._place)
         first, *more = [program, own] if program in others else [own]
         said = [self._file(first, top=True), *(self._file(path, top=False) for path in more)]
         below = {}
@@ -55,6 +56,12 @@ class Page:
             said += [f"## {translated('What changes between rungs', self.language)}", *self._rest()]
         said += [*self._pictures(), *self._measured(), *self._compiled(), *self._exercises()]
         return {self.here: "\n\n".join(part for part in said if part) + "\n"} | below
+
+    def _place(self, path: Path) -> tuple[int, bool]:
+        """The place of a ladder's file: a rung's own, behind them what rungs use, last the CPU model and mutants."""
+        rungs = self.lesson.rungs if isinstance(self.lesson, Lesson) else ()
+        order = [Path(inspect.getfile(inspect.unwrap(rung))) for rung in rungs]
+        return order.index(path) if path in order else len(order), path.stem in ("cpu_model", "mutants")
 
     def _contents(self, pages: list[str]) -> str:
         listed = "\n".join(places.relative(page, self.here) for page in pages)

@@ -6,7 +6,7 @@ import multiprocessing
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import CACHE, ROOT, changing, need_private, write_atomically
 from lessonkit.base.markdown import markdown
-from lessonkit.base.words import later, translated
+from lessonkit.base.words import later, said, translated
 from lessonkit.exercise import quiz
 from lessonkit.lesson import discover, names
 from lessonkit.measure.stale import device_folders
@@ -123,13 +123,15 @@ class Sources:
     def _roofline(self) -> None:
         said = [f"# {translated('Roofline', self.language)}"]
         said.append(translated(
-            "Each mark is the last rung of a lesson at its largest shape; the line below it begins at the first rung. "
-            "The roofs are the copy and the fastest matmul of the same rows.", self.language,
+            "Each mark is the fastest rung of a lesson, at the largest shape of its last rung. The line below it "
+            "begins at the first rung. The sloped roof is the copy of the same rows. The flat roofs are the fastest "
+            "kernel of each data type.", self.language,
         ))  # fmt: skip
         for folder in device_folders():
             if data := charts.of_roofline(folder):
                 said += [f"## {folder.name}", charts.figure("roofline", data, folder.name, self.language)]
-                heads = ["", "FLOP/B", "TFLOP/s", "%", ""]
+                english = (later("lesson, rung"), "FLOP/B", "TFLOP/s", later("% of the limit"), later("bound by"))
+                heads = [translated(head, self.language) for head in english]
                 said.append(markdown(heads, map(self._point, data["points"])))
                 if any(shares.BEYOND in point["share"] for point in data["points"]):
                     said.append(translated(shares.EITHER, self.language))
@@ -145,7 +147,8 @@ class Sources:
     def _point(self, point: dict[str, Any]) -> list[str]:
         lesson = f"[{point['lesson']}]({point['href'].removesuffix('.html')}.md) `{point['rung']}`"
         bound = translated(point["bound"], self.language)
-        return [lesson, f"{point['x']:.3g}", f"{point['y']:.3g}", point["share"], bound]
+        intensity, rate = (f"{float(f'{point[each]:.3g}'):g}" for each in ("x", "y"))  # 5460, not 5.46e+03
+        return [lesson, intensity, rate, point["share"], bound]
 
     def _toctree(self, page: str, guides: list[str]) -> str:
         """The pages below this one, for the book's contents and for previous and next."""
@@ -190,8 +193,11 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
         raise Missing(f"the web edition needs {', '.join(wanting)}: pip install -e '.[web]', or `python course.py web`")
     need_private(CACHE)
     only = frozenset(only)
-    work, built = _sources_of(only), []
+    work = _sources_of(only)
     out.mkdir(parents=True, exist_ok=True)
+    # Marks a folder of ours, so it comes first: a build that was stopped can be repeated. GitHub's pages leave out
+    # folders that begin with _ without it.
+    (out / ".nojekyll").touch()
     python = 0.0
     if alone:
         try:
@@ -199,21 +205,25 @@ def build(out: Path, only: Iterable[str] = (), say: Callable[[str], None] = prin
         except Missing as why:
             say(str(why))
     # Sphinx reads one language while the sources of the next are written. Who builds the same pages meanwhile waits.
-    spawn = multiprocessing.get_context("spawn")
+    say(said("Building the book in {count} languages. The first build takes 2 to 10 minutes.").format(
+        count=len(LANGUAGES)
+    ))  # fmt: skip
+    spawn, built = multiprocessing.get_context("spawn"), dict[Future[str], str]()
     with changing(work / "en"), ProcessPoolExecutor(len(LANGUAGES), mp_context=spawn) as pool:
         for language in LANGUAGES:
             sources = Sources(work / language, language, only, python)
             sources.write()
-            say(f"{language}: {sum(path.suffix == '.md' for path in sources.written)} pages")
-            built.append(pool.submit(_sphinx, (language, str(sources.folder), str(out / language))))
-        for warnings in built:
+            count = sum(path.suffix == ".md" for path in sources.written)
+            say(said("{language}: Sphinx builds {count} pages").format(language=language, count=count))
+            built[pool.submit(_sphinx, (language, str(sources.folder), str(out / language)))] = language
+        for warnings in as_completed(built):
             for line in warnings.result().splitlines():
                 say(line)
+            say(said("{language}: done").format(language=built[warnings]))
     order = json.dumps(lessons.order(names()), ensure_ascii=False)
     for language in LANGUAGES:
         write_atomically(out / language / "_static" / "paths.js", f"window.COURSE_PATHS = {order};\n")
     write_atomically(out / "index.html", _FRONT)
-    (out / ".nojekyll").touch()  # GitHub's pages leave out folders that begin with _ otherwise
 
 
 def _sources_of(only: frozenset[str]) -> Path:

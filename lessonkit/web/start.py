@@ -1,11 +1,12 @@
 """The start page: what the course is, where to begin, ladders that race, a figure to move, the paths and the days."""
 
 import html
+from collections.abc import Sequence
 
 from lessonkit import pictures
 from lessonkit.base.files import ROOT
 from lessonkit.base.prose import unwrapped
-from lessonkit.base.words import said, speaking
+from lessonkit.base.words import listed, said, speaking
 from lessonkit.lesson import Lesson, discover, names
 from lessonkit.measure import rows
 from lessonkit.measure.stale import device_folders
@@ -14,8 +15,16 @@ from lessonkit.pages.guides import GUIDES
 from lessonkit.pages.paths import Route
 from lessonkit.web import exercises, places, prose
 
-# Of each language one: the first kernel of all, and two that take days.
-LADDERS = ("day2_triton_basics.lesson01_vector_add", "cuda_src.03_matrix_multiply", "cuda_src.19_flash_attention_v1")
+# Lessons whose rungs lead to the speed of the best library: the first kernel of all, and two ladders that take days.
+LADDERS = (
+    ("day2_triton_basics.lesson01_vector_add",),
+    ("cuda_src.03_matrix_multiply", "cuda_src.06_matrix_multiply_registers"),
+    (
+        "day4_replace_op.lesson01_attention",
+        "day4_replace_op.lesson04_flash_v2",
+        "day4_replace_op.lesson08_flash_hopper",
+    ),
+)
 
 
 def text(language: str) -> str:
@@ -37,6 +46,7 @@ def text(language: str) -> str:
             f"## {said('Try it: what a kernel is launched on')}",
             _figure(lesson, language),
             f"## {said('On your own machine')}",
+            said("Unpack or clone the course's repository, then run these commands in its folder, beside `course.py`."),
             prose.fence("bash", "\n".join(f"{exercises.COURSE} {each}" for each in commands)),
             said("The first installs the course, the second shows your path, the third serves this book: exercises and "
                  "quizzes are graded in their pages then."),
@@ -92,7 +102,7 @@ def _days(language: str) -> str:
 
 def _race(language: str) -> str:
     """Bars of how far each rung of a ladder is when the fastest has finished; static/start.js starts them anew."""
-    ladders = [made for name in LADDERS if (made := _ladder(name, language))]
+    ladders = [_ladder(contest) for names in LADDERS if (contest := of_lessons(names))]
     if not ladders:
         return ""
     words = exercises.attribute({"again": said("Again"), "ladder": said("ladder")})
@@ -103,33 +113,35 @@ def _race(language: str) -> str:
     )
 
 
-def _ladder(name: str, language: str) -> str:
-    lesson = dict(discover(name))[name]
+def of_lessons(names: Sequence[str]) -> results.Contest | None:
+    """The rungs of these lessons at the largest shape that most of them measured."""
     folder = next((each for each in device_folders() if each.name == rows.MACHINE), None)
-    if folder is None or not isinstance(lesson, Lesson):
-        return ""
-    found = rows.read(folder / f"{name}.csv")
-    if (last := results.largest(found, lesson.rungs[-1].__name__)) is None:
-        return ""
-    here = [row for row in found if (row.shape, row.dtype) == (last.shape, last.dtype)]
-    ladder = [row for rung in lesson.rungs for row in here if row.rung == rung.__name__]
-    peer = min((row for row in here if row.kind == "peer"), key=lambda row: row.ms_p50, default=None)
-    fastest = min(row.ms_p50 for row in [*ladder, *([peer] if peer else [])])
-    card = results.card(last)
+    found = [(name, lesson, rows.read(folder / f"{name}.csv")) for name in names for _, lesson in discover(name)
+             if folder and isinstance(lesson, Lesson)]  # fmt: skip
+    size = results.main_size(found)
+    return results.Contest(results.operator(names[0]), *size, tuple(found)) if size else None
+
+
+def _ladder(contest: results.Contest) -> str:
+    ladder, peer = contest.rungs, contest.peer
+    bars = [*ladder, *([peer] if peer else [])]
+    fastest = min(row.ms_p50 for row in bars)
     title = said("{operator}: {times} times as fast from the first kernel to the last").format(
-        operator=said(results.operator(name)), times=f"{ladder[0].ms_p50 / last.ms_p50:.0f}"
+        operator=said(contest.name), times=f"{ladder[0].ms_p50 / ladder[-1].ms_p50:.0f}"
     )
-    bars = [
+    shown = [
         f'<li class="{"race-peer" * (row is peer)}"><code>{html.escape(row.rung)}</code>'
         f'<span class="race-bar"><span style="--share:{fastest / row.ms_p50:.5f}"></span></span>'
         f"<span>{row.ms_p50:.3g} ms</span></li>"
-        for row in [*ladder, *([peer] if peer else [])]
+        for row in bars
     ]
-    where = f"{card.name if card else last.gpu}, {last.shape}, {last.dtype}. "
+    card = results.card(contest.best)
+    where = f"{card.name if card else contest.best.gpu}, {contest.best.shape}, {contest.best.dtype}. "
     where += said("Grey: the fastest library.") if peer else ""
-    link = f'<a href="{places.lesson_page(name)}.html">{html.escape(said("How: the lesson"))}</a>'
+    named = ((places.lesson_page(name), name.partition(".")[2]) for name, _, _ in contest.lessons)
+    links = (f'<a href="{page}.html">{lesson}</a>' for page, lesson in named)
     return (
-        f'<div class="race-ladder" data-title="{html.escape(said(results.operator(name)))}"><p><strong>'
-        f"{html.escape(title)}</strong></p>\n<ol>\n{chr(10).join(bars)}\n</ol>\n"
-        f"<p>{html.escape(where)} {link}</p></div>"
+        f'<div class="race-ladder" data-title="{html.escape(said(contest.name))}"><p><strong>'
+        f"{html.escape(title)}</strong></p>\n<ol>\n{chr(10).join(shown)}\n</ol>\n"
+        f"<p>{html.escape(where)} {said('From {lesson}').format(lesson=listed(links))}</p></div>"
     )

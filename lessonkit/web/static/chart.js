@@ -4,6 +4,7 @@
   const NS = "http://www.w3.org/2000/svg";
   const W = 760, H = 380, LEFT = 64, RIGHT = 16, TOP = 14, BOTTOM = 50;
   const CROWD = 12; // contenders
+  const NAME = 110; // the width of a roof's name
 
   const make = (tag, attributes, parent, text) => {
     const node = document.createElementNS(NS, tag);
@@ -129,7 +130,7 @@
 
     const describe = (row) => {
       const said = [`${row.rung}, ${row.shape}, ${row.dtype}: ${short(row.ms_p50)} ms`, `${row.tb_per_s.toPrecision(3)} TB/s`];
-      if (row.tflop_per_s && row.kind !== "limit") said.push(`${row.tflop_per_s.toPrecision(3)} TFLOP/s`);
+      if (row.tflop_per_s && row.kind !== "limit") said.push(`${short(row.tflop_per_s)} TFLOP/s`);
       if (row.percent_of_limit) said.push(share(row.percent_of_limit, words));
       if (row.ratio_to_best_peer && row.kind !== "limit") said.push(`${words.ratio} ${row.ratio_to_best_peer.toFixed(2)}`);
       const p = data.predicted.find((each) => each.rung === row.rung && each.shape === row.shape && each.dtype === row.dtype);
@@ -210,13 +211,18 @@
     const readout = html("p", { className: "chart-readout" }, figure, words.hint);
     readout.setAttribute("aria-live", "polite");
     const points = data.points.filter((p) => p.x > 0);
-    const right = 2 * Math.max(...points.map((p) => p.x), data.top / data.copy);
+    const roofs = Object.entries(data.roofs), top = Math.max(...roofs.map(([, rate]) => rate));
+    const right = 1.3 * Math.max(...points.map((p) => p.x), top / data.copy);
     const left = Math.min(...points.map((p) => p.x));
-    const x = scale([left, right], true, LEFT, W - RIGHT);
-    const y = scale([...points.flatMap((p) => [p.y, p.first]), data.top], true, H - BOTTOM, TOP);
+    const x = scale([left, right], true, LEFT, W - RIGHT - NAME);
+    const y = scale([...points.flatMap((p) => [p.y, p.first]), top], true, H - BOTTOM, TOP);
     frame(svg, x, y, words.intensity, "TFLOP/s");
-    const knee = data.top / data.copy;
-    make("polyline", { points: `${x.at(left)},${y.at(left * data.copy)} ${x.at(knee)},${y.at(data.top)} ${x.at(right)},${y.at(data.top)}`, class: "line limit", stroke: "currentColor" }, svg);
+    const line = (...ends) => make("polyline", { points: ends.map(([a, b]) => `${x.at(a)},${y.at(b)}`).join(" "), class: "line limit", stroke: "currentColor" }, svg);
+    line([left, left * data.copy], [top / data.copy, top]);
+    for (const [name, rate] of roofs) {
+      line([rate / data.copy, rate], [right, rate]);
+      make("text", { x: x.at(right) + 4, y: y.at(rate) + 4 }, svg, `${name} ${short(rate)} TFLOP/s`);
+    }
     const kinds = [...new Set(points.map((p) => p.bound))];
     kinds.forEach((kind, nth) => {
       const item = html("li", {}, legend);
@@ -228,7 +234,7 @@
     for (const p of points) {
       const nth = kinds.indexOf(p.bound);
       make("line", { x1: x.at(p.x), x2: x.at(p.x), y1: y.at(p.first), y2: y.at(p.y), stroke: colour(nth), class: "rise" }, svg);
-      const said = `${p.operator}: ${p.lesson}, ${p.rung}, ${p.shape}, ${p.dtype}: ${p.y.toPrecision(3)} TFLOP/s, ${share(p.percent, words)}; ${words.first} ${p.first.toPrecision(3)} TFLOP/s; ${words.bound}: ${words.bounds[p.bound]}`;
+      const said = `${p.operator}: ${p.lesson}, ${p.rung}, ${p.shape}, ${p.dtype}: ${short(p.y)} TFLOP/s, ${share(p.percent, words)}; ${words.first} ${short(p.first)} TFLOP/s; ${words.bound}: ${words.bounds[p.bound]}`;
       mark(svg, x.at(p.x), y.at(p.y), nth, colour(nth), said, (t) => { readout.textContent = t; }, p.href);
     }
   };
