@@ -17,7 +17,7 @@
 # Without a GPU kernels are interpreted, sizes are small, and times are left out.
 
 # %%
-from lessonkit import DEVICE, device, timing
+from lessonkit import DEVICE, device, specimen, timing
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import course_ops
 from course_ops.testing import kernels
-from day3_matmul_tk import lesson15_thunderkittens_attention as thunderkittens
 from workloads.gpt import GPU, TINY, Attention, CourseAttention, make, train
 
+THUNDERKITTENS = "day3_matmul_tk.lesson15_thunderkittens_attention"
 B, H, S, D = (8, 16, 2048, 128) if GPU else (1, 2, 64, 64)
 DTYPE = torch.bfloat16 if GPU else torch.float32
 torch.manual_seed(0)
@@ -87,10 +87,12 @@ for name, e in error.items():
 
 # %%
 versions = {"written out": written_out, "SDPA": sdpa, "Triton": triton_version}
-if why := thunderkittens.kernels.lacks() or ("" if device.capability() == 90 else "it needs sm_90: a Hopper GPU"):
+program = specimen(THUNDERKITTENS, "kernels")
+if why := program.lacks() or ("" if device.capability() == 90 else "it needs sm_90: a Hopper GPU"):
     print(f"left out: {why}")
 else:
-    versions["ThunderKittens"] = lambda q, k, v: thunderkittens.attention_ahead(q, k, v, True)
+    attention_ahead = specimen(THUNDERKITTENS, "attention_ahead")
+    versions["ThunderKittens"] = lambda q, k, v: attention_ahead(q, k, v, True)
     torch.testing.assert_close(versions["ThunderKittens"](q, k, v), sdpa(q, k, v), rtol=2e-2, atol=2e-2)
 
 # %% [markdown]

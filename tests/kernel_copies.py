@@ -15,15 +15,15 @@ def changed(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
     """The module with `new` in place of `old`, which stands in it once. folder: for the copy's file."""
     text = Path(module.__file__).read_text()
     assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times: write the line as it is now"
-    return _written(module, text.replace(old, new), folder)
+    return written(module, text.replace(old, new), folder)
 
 
 def same(module: ModuleType, folder: Path) -> ModuleType:
     """The module once more, without a change."""
-    return _written(module, Path(module.__file__).read_text(), folder)
+    return written(module, Path(module.__file__).read_text(), folder)
 
 
-def _written(module: ModuleType, text: str, folder: Path) -> ModuleType:
+def written(module: ModuleType, text: str, folder: Path) -> ModuleType:
     path = folder / f"mutant_of_{Path(module.__file__).name}"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -128,6 +128,8 @@ MUTANTS = {  # what is wrong: (old, new, kind of Fault or "value", case)
     "no columns past 64 in the scores": ("        return warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)",
                                          "        return s", "value", 12),
     "a short part of dQ read as a whole one": ("16 * (COLUMNS - 64))", "1024)", "value", 12),
+    "values of a head over the head's before": ("line = head * rows\n", "line = 0 * head\n", "value", 1),
+    "delta without its sign": ("deltas_ptr + line + at, -tl.sum(", "deltas_ptr + line + at, tl.sum(", "value", 0),
     "the last dQ as without a window": ("part -= 2 * (blocks - stop)", "part -= 0", "value", 4),
 }  # fmt: skip
 

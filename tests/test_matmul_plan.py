@@ -238,16 +238,16 @@ def test_rows_that_tma_cannot_read_are_multiplied_after_a_copy(monkeypatch, tran
     torch.testing.assert_close(c.float(), a.float() @ b.float(), rtol=2**-8, atol=2**-9)
 
 
-@emulated_here
-@pytest.mark.parametrize(
-    ("function", "old", "new", "says"),
-    [
-        ("load_next", "parity ^ 1", "parity", "wait for each other"),
-        ("consumer", "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,", "this is over: a wgmma of"),
-        ("store_sum", "fence_async_shared()", "pass", "no fence_async_shared after this"),
-        ("leave_sums", "WHICH, 1, sem", "WHICH, 0, sem", "waits for a flag"),
-    ],
+WRONG_STREAM_K = (  # function, old, new, and what the emulator says
+    ("load_next", "parity ^ 1", "parity", "wait for each other"),
+    ("consumer", "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,", "this is over: a wgmma of"),
+    ("store_sum", "fence_async_shared()", "pass", "no fence_async_shared after this"),
+    ("leave_sums", "WHICH, 1, sem", "WHICH, 0, sem", "waits for a flag"),
 )
+
+
+@emulated_here
+@pytest.mark.parametrize(("function", "old", "new", "says"), WRONG_STREAM_K)
 def test_a_mistake_in_it_is_found(monkeypatch, function, old, new, says):
     wrong = mutants.build(matmul_stream_k_hopper.__name__, Mutant("wrong", function, old, new, "by_plan"))
     monkeypatch.setitem(wrong.__globals__, "num_sms", lambda _: 5)
@@ -293,17 +293,17 @@ def test_tiles_of_two_parts_are_right_in_every_order(monkeypatch, shape, transpo
     torch.testing.assert_close(c.float(), exact, rtol=2**-8, atol=2**-9)
 
 
-@emulated_here
-@pytest.mark.parametrize(
-    ("function", "old", "new", "says"),
-    [
-        ("producer", "parity ^ 1", "parity", "wait for each other"),
-        ("consumer", "warpgroup_mma_wait(2,", "warpgroup_mma_wait(3,", "this is over: a wgmma of"),
-        ("store_panel", "fence_async_shared()", "pass", "no fence_async_shared after this"),
-        ("store_panel", "tma.store_wait(1)", "pass", "this is over: TMA reads"),
-        ("consumer", "tma.store_wait(0)  # of", "tma.store_wait(1)  # of", "this is over: TMA reads"),
-    ],
+WRONG_TILES = (  # function, old, new, and what the emulator says
+    ("producer", "parity ^ 1", "parity", "wait for each other"),
+    ("consumer", "warpgroup_mma_wait(2,", "warpgroup_mma_wait(3,", "this is over: a wgmma of"),
+    ("store_panel", "fence_async_shared()", "pass", "no fence_async_shared after this"),
+    ("store_panel", "tma.store_wait(1)", "pass", "this is over: TMA reads"),
+    ("consumer", "tma.store_wait(0)  # of", "tma.store_wait(1)  # of", "this is over: TMA reads"),
 )
+
+
+@emulated_here
+@pytest.mark.parametrize(("function", "old", "new", "says"), WRONG_TILES)
 def test_a_mistake_in_tiles_of_two_parts_is_found(monkeypatch, function, old, new, says):
     wrong = mutants.build(matmul_tiles_hopper.__name__, Mutant("wrong", function, old, new, "by_plan"))
     monkeypatch.setitem(wrong.__globals__, "num_sms", lambda _: 2)

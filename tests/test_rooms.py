@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -176,9 +177,10 @@ def test_what_a_module_compiles_when_it_is_imported_is_counted(text, name, tmp_p
     assert name in compiled
 
 
-# ---- Lessons: importing one loads no other lesson's file ----
+# ---- Lessons: importing one loads no file of another ----
 
 PROGRAMS = tuple(sorted(ROOT.glob("cuda_src/[0-9]*.cu")))
+SCRIPTS = tuple(module_name(path) for path in sorted(ROOT.glob("day*_*/*.py")))  # lessons, and what is a notebook too
 
 
 def file_of(module: str) -> Path | None:
@@ -194,6 +196,7 @@ def named(text: str) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "a relative import hides what it is from"
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if file_of(name) else str(node.module) for name in whole}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
@@ -202,14 +205,19 @@ def named(text: str) -> set[str]:
 
 
 def loads(lesson: str) -> set[str]:
-    """The other lessons that a lesson imports, whatever stands in between. The kit knows lessons by name alone."""
+    """What a lesson imports of others, whatever stands in between: lessons, and the rungs in their folders.
+
+    Its own folder is named as the lesson is, without its number. The kit knows lessons by name alone.
+    """
     seen, todo = set[str](), [lesson]
     while todo:
         path = file_of(module := todo.pop())
         if path and module not in seen and module.split(".")[0] != "lessonkit":
             seen.add(module)
             todo += named(path.read_text())
-    return (seen & set(names())) - {lesson}
+    own = re.sub(r"\.lesson\d+_", ".", lesson)
+    in_rooms = {module for module in seen - {lesson} if re.match(r"day\d_|cuda_src\.", module)}
+    return {module for module in in_rooms if not module.startswith(f"{own}.")}
 
 
 def shares(program: Path) -> set[str]:
@@ -224,10 +232,26 @@ def shares(program: Path) -> set[str]:
 
 def broken() -> dict[str, set[str]]:
     """What each lesson loads of others."""
-    found = {lesson: loads(lesson) for lesson in names()}
+    found = {lesson: loads(lesson) for lesson in {*names(), *SCRIPTS}}
     for program in PROGRAMS:
         found[module_name(program)] |= shares(program)
     return {lesson: others for lesson, others in found.items() if others}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from day4_replace_op.flash_hopper.ping_pong import ping_pong",
+        "from day4_replace_op.flash_hopper import ping_pong",
+        "import_module('day4_replace_op.flash_hopper.ping_pong')",
+        "from day4_replace_op import lesson08_flash_hopper",
+    ],
+)
+def test_a_rung_of_another_lesson_is_seen(monkeypatch, tmp_path, line):
+    (tmp_path / "gelu.py").write_text(line)
+    real = file_of
+    monkeypatch.setitem(globals(), "file_of", lambda m: tmp_path / "gelu.py" if m.endswith("_gelu") else real(m))
+    assert "day4_replace_op.flash_hopper.ping_pong" in loads("day2_triton_basics.lesson03_gelu")
 
 
 def test_a_lesson_loads_no_other_lesson():

@@ -41,6 +41,7 @@ _DTYPES = {
     tl.bfloat16: torch.bfloat16,
     tl.int32: torch.int32,
     tl.int64: torch.int64,
+    tl.float8e4nv: torch.float8_e4m3fn,
 }
 SEED = 0  # of the order in which partitions, copies and MMAs go on; a test takes others
 PAIR = 2  # CTAs of a cluster, where there is one
@@ -206,6 +207,9 @@ class _Block(torch.Tensor):
 
     def to(self, dtype: Any, *given: Any, bitcast: bool = False, **more: Any) -> Any:  # type: ignore[override]
         return self.view(dtype) if bitcast else super().to(dtype, *given, **more)
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # a block is a value: `b = a` is no second name of it
+        return self + other
 
 
 @dataclass(frozen=True)
@@ -665,6 +669,10 @@ def _full(shape: Sequence[int], value: Any, dtype: torch.dtype, layout: Any = No
     return torch.full(list(shape), value, dtype=dtype).as_subclass(_Block)
 
 
+def _static_assert(holds: bool, message: str = "") -> None:
+    assert holds, message
+
+
 def _reduced(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """A reduction along an axis; a number if there is no other."""
 
@@ -763,8 +771,10 @@ def _vocabulary() -> dict[int, Any]:
             "num_ctas": lambda: _clusters[-1].ctas,
             "num_warps": lambda: 4,  # layouts, which are not modelled, are made of it
             "static_range": range,
+            "static_assert": _static_assert,
             "allocate_shared_memory": _allocate_shared_memory,
             "zeros": _zeros,
+            "zeros_like": torch.zeros_like,
             "full": _full,
             "max": _reduced(torch.amax),
             "sum": _reduced(torch.sum),

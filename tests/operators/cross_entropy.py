@@ -66,6 +66,10 @@ FORWARD = Lesson(
         *({"M": M, "V": V} for M, V in ((32768, 4096), (32, 131072))),
     ),
     wrong=(
+        Mutant("rows past the last", "cross_entropy_packed_kernel", "(rows < M)[:, None] & (cols < V)",
+               "(cols < V)", "cross_entropy", "out of bounds"),
+        Mutant("classes that are not there count as zeros", "cross_entropy_packed_kernel", 'other=-float("inf")',
+               "other=0.0", "cross_entropy"),
         Mutant("only the last chunk's sum", "cross_entropy_registers_kernel", "lane_l += ", "lane_l = ",
                "cross_entropy"),
         Mutant("columns past the last", "cross_entropy_registers_kernel", "mask=cols < V", "mask=cols < V + 1",

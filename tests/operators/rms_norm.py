@@ -62,6 +62,7 @@ FORWARD = Lesson(
                "rms_norm", "value or out of bounds"),
         Mutant("only the last block's squares", "rstd_kernel", "squares, latest, step", "squares, 0 * latest, step",
                "rms_norm"),
+        Mutant("w of the first block in each", "scale_kernel", "w_ptr + cols,", "w_ptr + cols - start,", "rms_norm"),
         Mutant("64 blocks are forgotten", "add_step", "outer + tl.where(full, inner, 0.0)", "outer", "rms_norm"),
     ),
     # In rms_norm_split_kernel some words spill: that is cheaper than a program less on the SM.
@@ -123,6 +124,8 @@ BACKWARD = Lesson(
                "rms_norm_backward"),
         Mutant("the sides' dw of the last row", "norm_backward_shifted_group_kernel", "dw_side += dy_side",
                "dw_side = dy_side", "rms_norm_backward"),
+        Mutant("one partial sum too few", "sum_partials_kernel", "(p < P) & (cols < N)", "(p < P - 1) & (cols < N)",
+               "rms_norm_backward"),
         Mutant("only the last tile's dw", "rms_norm_backward_persistent_kernel", "dw += dy", "dw = dy",
                "rms_norm_backward"),
     ),

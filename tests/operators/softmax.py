@@ -93,6 +93,8 @@ BACKWARD = Lesson(
                "softmax_backward", "out of bounds"),
         Mutant("the sides' share without y", "softmax_backward_shifted_kernel",
                "delta += tl.sum(edge_y * edge_dy, axis=0)", "delta += tl.sum(edge_dy, axis=0)", "softmax_backward"),
+        Mutant("parts overlap", "softmax_backward_split_kernel", "dx_ptr + row * stride_dx + cols",
+               "dx_ptr + row * stride_dx + cols - part * BLOCK_N", "softmax_backward", "nan"),
         Mutant("one share too few", "sum_of_shares", "return tl.sum", "return tl.max", "softmax_backward"),
     ),
     claims={softmax_backward: tuple(
