@@ -1,8 +1,8 @@
 """Choosing a plan by a cost model: which tile, whole waves or Stream-K
 ====================================================================
-Lesson 7 swept the configurations of one matmul at one shape. A library is called with shapes that were never
-swept. So it needs a rule: it estimates the cycles of each plan, and launches the plan with the fewest.
-`course_ops.matmul` does so for 16 bits on Hopper. The model is one page, course_ops/kernels/_matmul_plan.py. It asks two questions.
+Lesson 7 swept the configurations of one matmul at one shape. A library is called with shapes that were never swept. So
+it needs a rule: it estimates the cycles of each plan, and launches the plan with the fewest. `course_ops.matmul` does
+so for 16 bits on Hopper. The model is one page, course_ops/kernels/_matmul_plan.py. It asks two questions.
 
 How long is a step? Each SM multiplies a tile of C by steps of 64 along K. While its tensor cores multiply one step, TMA
 copies the next from L2. So a step takes the longer of the two:
