@@ -22,8 +22,8 @@ def dropout(x: Tensor, p: float, *, training: bool = True, seed: int | None = No
 
     Returns x itself if not training or if p is 0, in any dtype. Otherwise it returns a contiguous tensor of x's shape
     and dtype. The backward needs the seed alone. A dropped inf or NaN is 0; torch.nn.functional.dropout makes it NaN.
-    Raises TypeError for another dtype, for p that is no number or a seed that is no int, ValueError for p or a seed out
-    of range, RuntimeError for no seed while a CUDA graph is captured.
+    Raises TypeError for another dtype, or a p or a seed of another type. Raises ValueError for a p or a seed out of
+    range, and RuntimeError without a seed while a CUDA graph is captured.
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 4.3 (Philox).
     """
     expect_number(p=p)
