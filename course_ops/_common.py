@@ -9,7 +9,9 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+NUMBERS = int, float, torch.SymInt, torch.SymFloat  # compilers pass symbols
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 HOPPERS_SHARED_MEMORY = 232448
 _UNCHANGED = nullcontext()
@@ -179,10 +181,56 @@ def expect(
             raise TypeError(f"{name} is {t.dtype}, but {first_name} is {first.dtype}: convert one of them")
 
 
-def expect_tensor(name: str, t: object) -> None:
-    """TypeError unless the argument of that name is a tensor: PyTorch's dispatcher would refuse in other words."""
+def expect_tensor(name: str, t: object, advice: str = "") -> None:
+    """TypeError unless the argument of that name is a dense tensor: PyTorch's dispatcher would refuse in other words.
+
+    RuntimeError for a tangent: the operators would drop it, and a derivative would be 0.
+    """
     if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: wrap it in torch.as_tensor")
+        advice = advice or ("pass one" if t is None else "wrap it in torch.as_tensor")
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}: {advice}")
+    if not is_dense(t):
+        advice = f"pass the tensors of {name}.unbind() one by one" if t.is_nested else f"call {name}.to_dense()"
+        raise TypeError(f"{name} has layout {t.layout}: {advice}")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        raise RuntimeError(
+            f"{name} has a tangent, and course_ops has no forward-mode derivatives: use reverse mode (backward)"
+        )
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether t is neither sparse nor nested; a nested tensor may have the layout of a dense one."""
+    return t.layout is torch.strided and not t.is_nested
+
+
+def expect_number(**numbers: object) -> None:
+    """TypeError unless each option, given by name, is a number and no bool."""
+    for name, n in numbers.items():
+        if isinstance(n, bool) or not isinstance(n, NUMBERS):
+            raise TypeError(f"{name} is {n!r}, expected a number")
+
+
+def expect_int(**numbers: object) -> None:
+    """TypeError unless each option is an int and no bool, ValueError if it has more than 64 bits."""
+    for name, n in numbers.items():
+        if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt)):
+            raise TypeError(f"{name} is {n!r}, expected an int")
+        if isinstance(n, int) and not -(2**63) <= n < 2**63:
+            raise ValueError(f"{name} is {n}, expected an int of 64 bits")
+
+
+def expect_bool(**flags: object) -> None:
+    """TypeError unless each option is a bool."""
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, torch.SymBool)):
+            raise TypeError(f"{name} is {flag!r}, expected True or False")
+
+
+def expect_eps(eps: object) -> None:
+    """TypeError unless eps is a number, ValueError if it is negative or NaN."""
+    expect_number(eps=eps)
+    if not eps >= 0:  # type: ignore[operator]
+        raise ValueError(f"eps is {eps}, expected 0 or more")
 
 
 def expect_device(**tensors: Tensor) -> None:
@@ -219,14 +267,14 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def expect_rows(x: Tensor, **weights: Tensor | None) -> None:
-    """Check x [..., N], named x, and weights [N], given by name: of x's dtype or float32, or absent."""
-    expect(x=x)
+    """Check x [..., N], named x, and weights [N], given by name: of x's dtype or float32; `weight` may not be None."""
+    given = {name: w for name, w in weights.items() if w is not None}
+    expect(x=x, **given)
     if x.ndim == 0:
         raise ValueError("x is a scalar, and this operator works along the last dimension: pass x[None]")
-    for name, w in weights.items():
-        if w is None:
-            continue
-        expect(x=x, **{name: w})
+    if "weight" in weights and "weight" not in given:
+        expect_tensor("weight", None, f"pass torch.ones({x.shape[-1]})")
+    for name, w in given.items():
         if w.shape != x.shape[-1:]:
             raise ValueError(f"{name} has shape {tuple(w.shape)}, expected {tuple(x.shape[-1:])}: one element a column")
         expect_dtype_of(x, **{name: w})

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from course_ops._common import as_rows, expect, expect_dtype_of, expect_rows, in_one_dtype, on_device, runs_kernel
+from course_ops._common import (
+    as_rows,
+    expect,
+    expect_dtype_of,
+    expect_eps,
+    expect_rows,
+    in_one_dtype,
+    on_device,
+    runs_kernel,
+)
 from course_ops._registration import once_differentiable
 from course_ops.kernels import add_norm as kernels
 from course_ops.kernels._norm_backward import walks
@@ -64,12 +73,13 @@ def add_norm(
     float32.
     Returns the norm in x's dtype and the sum in residual's, both contiguous. The sum is rounded to residual's dtype
     before it is normalised. Saves the sum, weight and 8 bytes per row for the backward.
-    TypeError for another dtype, ValueError for another shape.
+    TypeError for another dtype, ValueError for another shape or a negative eps.
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, section 3.
     """
     expect_rows(x, weight=weight, bias=bias)
     expect(x=x, residual=residual, same_shape=True)
     expect_dtype_of(x, residual=residual)
+    expect_eps(eps)
     return _add_norm(x, residual, *in_one_dtype(weight, bias), eps)[:2]
 
 

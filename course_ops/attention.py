@@ -1,13 +1,6 @@
 """Attention: softmax(scale q k^T) v, with grouped heads, causal masks and windows; forward and backward.
 
-All functions here have the same conventions. q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v]. D_v may
-differ from D. H is a multiple of H_kv, and query head h reads head h * H_kv // H of k and v. Positions end together:
-query i stands at key i + S_k - S_q. So a causal mask is aligned at the lower right corner. PyTorch's is_causal is
-aligned at the upper left. For S_q = S_k they are the same.
-lse [B, H, S_q] is the natural logarithm of the sum of a row's exponentials. A query that sees no key has out = 0 and
-lse = -inf, and no gradient.
-
-Sources: Dao et al. 2022, FlashAttention; Dao 2023, FlashAttention-2; Shah et al. 2024, FlashAttention-3.
+The docstring of `attention` has the conventions of all functions here.
 """
 
 import math
@@ -19,7 +12,18 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from course_ops._common import FLOATS, Unsupported, expect, expect_device, expect_tensor, on_device, runs_kernel
+from course_ops._common import (
+    FLOATS,
+    Unsupported,
+    expect,
+    expect_bool,
+    expect_device,
+    expect_int,
+    expect_number,
+    expect_tensor,
+    on_device,
+    runs_kernel,
+)
 from course_ops._registration import cast_under_autocast, once_differentiable
 from course_ops.kernels import attention_backward as portable_backward
 from course_ops.kernels import attention_backward_192_hopper as backward_192
@@ -46,22 +50,31 @@ def attention(
 ) -> Tensor:
     """out [B, H, S_q, D_v] of q [B, H, S_q, D], k [B, H_kv, S_k, D], v [B, H_kv, S_k, D_v]; differentiable once.
 
-    All three have one dtype: fp32, fp16 or bf16, on the CPU float64 too. Any strides, D and D_v from 1 to 256. Under
-    torch.autocast all three are cast to its dtype, except float64.
+    All three have one dtype: fp32, fp16 or bf16, on the CPU float64 too. Any strides, D and D_v from 1 to 256; D_v may
+    differ from D. Under torch.autocast all three are cast to its dtype, except float64.
 
-    - causal: query i sees keys up to i + S_k - S_q.
+    H is a multiple of H_kv, and query head h reads head h * H_kv // H of k and v. Positions end together: query i
+    stands at key i + S_k - S_q.
+
+    - causal: query i sees keys up to i + S_k - S_q. So the mask is aligned at the lower right corner. PyTorch's
+      is_causal is aligned at the upper left. For S_q = S_k they are the same.
     - window: of these keys a query sees only the last `window`. It needs causal=True.
     - scale: a positive number. None stands for 1 / sqrt(D).
     - softcap: scores become softcap * tanh(scores / softcap) before they are masked (Gemma 2). It is positive, or None
       for scores as they are. On Hopper tanh has a relative error up to 2^-11, and the portable kernel computes the
       backward of head sizes above 128.
 
-    Raises TypeError for a dtype, ValueError for a shape, a device or a value.
+    A query that sees no key has out = 0 and no gradient.
+
+    Raises TypeError for a dtype or the type of an option, ValueError for a shape, a device or a value, Unsupported for
+    a head size.
 
     Under torch.use_deterministic_algorithms the gradient of q is the same to the bit each time, and slower. A FLOP
     counter is told 2 D + 2 D_v FLOPs forward and 6 D + 4 D_v backward for each pair of a query and a key that it sees.
+
+    Sources: Dao et al. 2022, FlashAttention; Dao 2023, FlashAttention-2; Shah et al. 2024, FlashAttention-3.
     """
-    _expect_types(window, scale, softcap, q=q, k=k, v=v)
+    _expect_types(causal, window, scale, softcap, q=q, k=k, v=v)
     return torch.ops.course_ops.attention(q, k, v, causal, window, scale, softcap)[0]
 
 
@@ -77,9 +90,11 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """As attention, with lse [B, H, S_q] in fp32 (float64 for float64), which has no gradient.
 
+    lse is the natural logarithm of the sum of a row's exponentials. A query that sees no key has lse = -inf.
     Results over parts of the keys are merged by lse: lse = log(sum exp(lse_i)), out = sum exp(lse_i - lse) out_i.
+    Conventions, errors and sources as in course_ops.attention.
     """
-    _expect_types(window, scale, softcap, q=q, k=k, v=v)
+    _expect_types(causal, window, scale, softcap, q=q, k=k, v=v)
     return torch.ops.course_ops.attention(q, k, v, causal, window, scale, softcap)
 
 
@@ -101,8 +116,9 @@ def attention_backward(
     dout is the gradient of out, in its shape. out and lse are what attention_forward returned for q, k and v. They may
     also be merged over more keys than k has, as in ring attention. Then dk and dv are the gradients of the keys in k,
     and dq is the part of q's gradient that comes from these keys.
+    Conventions, errors and sources as in course_ops.attention.
     """
-    _expect_types(window, scale, softcap, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    _expect_types(causal, window, scale, softcap, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
     return torch.ops.course_ops.attention_backward(dout, q, k, v, out, lse, causal, window, scale, softcap)
 
 
@@ -202,15 +218,16 @@ def launch_backward(call: Gradient) -> tuple[Tensor, Tensor, Tensor]:
 # ---- The operators -----------------------------------------------------------------------------------------------
 
 
-def _expect_types(window, scale, softcap, **tensors) -> None:
+def _expect_types(causal, window, scale, softcap, **tensors) -> None:
     """What PyTorch's dispatcher would refuse with a RuntimeError, before it is asked."""
     for name, t in tensors.items():
         expect_tensor(name, t)
-    if window is not None and not isinstance(window, int | torch.SymInt):
-        raise TypeError(f"window is {window!r}, expected an int or None")
+    expect_bool(causal=causal)
+    if window is not None:
+        expect_int(window=window)
     for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and not isinstance(number, int | float | torch.SymFloat | torch.SymInt):
-            raise TypeError(f"{name} is {number!r}, expected a number or None")
+        if number is not None:
+            expect_number(**{name: number})
 
 
 def _checked(q, k, v, causal, window, scale, softcap, **more) -> float:
@@ -223,11 +240,11 @@ def _checked(q, k, v, causal, window, scale, softcap, **more) -> float:
     if (B_kv, D_kv) != (B, D):
         raise ValueError(f"k is {tuple(k.shape)}, q {tuple(q.shape)}: batch (first) and head_dim (last) must agree")
     if H_kv == 0 or H % H_kv:
-        raise ValueError(f"q has {H} heads, k {H_kv}: expected a multiple, so that each serves as many")
+        raise ValueError(f"q has {H} heads, k {H_kv}: expected 1 or more in k, and a multiple of them in q")
     if not 0 < D <= MAX_HEAD_DIM:
-        raise Unsupported(f"q has head_dim {D}, expected 1 to {MAX_HEAD_DIM}: no kernel keeps a longer row on the chip")
+        raise Unsupported(f"q has head_dim {D}, expected 1 to {MAX_HEAD_DIM}: no kernel has another")
     if not 0 < (D_v := v.shape[-1]) <= MAX_HEAD_DIM:
-        raise Unsupported(f"v has head_dim {D_v}, expected 1 to {MAX_HEAD_DIM}: no kernel keeps a longer row of out")
+        raise Unsupported(f"v has head_dim {D_v}, expected 1 to {MAX_HEAD_DIM}: no kernel has another")
     return checked_scale(D, causal, window, scale, softcap)
 
 
@@ -239,7 +256,7 @@ def checked_scale(D, causal, window, scale, softcap) -> float:
         raise ValueError(f"scale = {scale}, expected a positive number: to negate the scores, pass -q")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap = {softcap}, expected a positive number, or None for scores as they are")
-    return 1 / math.sqrt(D) if scale is None else scale
+    return 1 / D**0.5 if scale is None else scale  # math.sqrt would compile a graph for each D
 
 
 def at_most(window: int | None, keys: int) -> int | None:

@@ -26,11 +26,12 @@ def attention_paged(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """out [B, S_q, H, D_v] of q [B, S_q, H, D] on a cache of keys and values. For inference: it has no gradient.
+    """out [B, S_q, H, D_v] of q [B, S_q, H, D] on a cache: heads come after tokens, and causal is True by default.
 
-    The cache has the layout of FlashAttention and vLLM, in which a token's heads lie side by side:
-    k_cache [num_blocks, block_size, H_kv, D] and v_cache [num_blocks, block_size, H_kv, D_v]. In course_ops.attention
-    the heads come before the tokens. H is a multiple of H_kv, and query head h reads head h * H_kv // H.
+    For inference: it has no gradient. The cache has the layout of FlashAttention and vLLM, in which a token's heads lie
+    side by side: k_cache [num_blocks, block_size, H_kv, D] and v_cache [num_blocks, block_size, H_kv, D_v]. In
+    course_ops.attention the heads come before the tokens, and causal is False by default. H is a multiple of H_kv, and
+    query head h reads head h * H_kv // H.
 
     - block_table [B, max_blocks] int32: key j of sequence b is in block block_table[b, j // block_size], at place
       j % block_size. Blocks may come in any order, and sequences may share a block. None: sequence b has block b alone.
@@ -52,7 +53,7 @@ def attention_paged(
     or written.
     Source: Kwon et al. 2023, PagedAttention.
     """
-    _expect_types(window, scale, softcap)
+    _expect_types(causal, window, scale, softcap)
     _checked(q, k_cache, v_cache, cache_seqlens, block_table, causal, window, scale, softcap)
     refuse_gradient("attention_paged", q=q, k_cache=k_cache, v_cache=v_cache)
     options = (causal, window, scale, softcap)
@@ -71,10 +72,13 @@ def _checked(q, k_cache, v_cache, cache_seqlens, block_table, causal, window, sc
     if D_k != D:
         raise ValueError(f"k_cache has head_dim {D_k}, but q has {D}: make them equal")
     if H_kv == 0 or H % H_kv:
-        raise ValueError(f"q has {H} heads, k_cache {H_kv}: expected a multiple (is it [.., tokens, heads, D]?)")
+        raise ValueError(
+            f"q has {H} heads, k_cache {H_kv}: expected 1 or more in k_cache, and a multiple of them in q "
+            "(are both [.., tokens, heads, D]?)"
+        )
     for name, t in (("q", q), ("v_cache", v_cache)):
         if not 0 < t.shape[-1] <= MAX_HEAD_DIM:
-            raise Unsupported(f"{name} has head_dim {t.shape[-1]}, expected 1 to {MAX_HEAD_DIM}: no kernel keeps more")
+            raise Unsupported(f"{name} has head_dim {t.shape[-1]}, expected 1 to {MAX_HEAD_DIM}: no kernel has another")
     if block_size == 0:
         raise ValueError(f"k_cache is {tuple(k_cache.shape)}: expected a block_size of 1 or more")
     integers = {"cache_seqlens": cache_seqlens} | ({} if block_table is None else {"block_table": block_table})

@@ -1,10 +1,6 @@
 """Attention of sequences of different lengths that are packed into one tensor; forward and backward.
 
-All functions here have the same conventions. The sequences lie one behind the other in q [total_q, H, D],
-k [total_k, H_kv, D] and v [total_k, H_kv, D_v]. Sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. It may have
-no queries, no keys, or neither. A query sees only keys of its own sequence. Within a sequence the rules are those of
-course_ops.attention: positions end together, and a query that sees no key has out = 0 and lse = -inf. lse is
-[H, total_q].
+The docstring of `attention_varlen` has the conventions of all functions here. lse is [H, total_q].
 """
 
 from itertools import pairwise
@@ -51,15 +47,17 @@ def attention_varlen(
 ) -> Tensor:
     """out [total_q, H, D_v] of packed q [total_q, H, D], k [total_k, H_kv, D], v [total_k, H_kv, D_v].
 
+    The sequences lie one behind the other. Sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. It may have no
+    queries, no keys, or neither. A query sees only keys of its own sequence.
     cu_seqlens_q, cu_seqlens_k: [B + 1] int32 on the same device, ascending from 0 to total_q and total_k; never copied
     to the host. Where queries and keys have the same lengths, pass the same tensor: that case is faster.
     max_seqlen_q, max_seqlen_k: the longest lengths, by which a kernel is chosen. Results do not depend on them.
     On a GPU lengths are not checked: if cu_seqlens do not ascend from 0 to the totals, the call is undefined.
 
-    dtypes, strides, D, D_v, causal, window, scale, softcap, autocast and errors as in course_ops.attention;
-    differentiable once in q, k and v. NaN and inf stay in their sequence.
+    Differentiable once in q, k and v. NaN and inf stay in their sequence.
+    dtypes, strides, heads, options, autocast, errors and sources as in course_ops.attention.
     """
-    _expect_types(window, scale, softcap, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _expect_types(causal, window, scale, softcap, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(n, int | torch.SymInt):
             raise TypeError(f"{name} is {n!r}, expected an int: a number on the host, not a tensor")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from course_ops._common import as_rows, expect, expect_device, on_device, runs_kernel
+from course_ops._common import as_rows, expect, expect_device, expect_int, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import cross_entropy as kernels
 from course_ops.kernels._rows import Choice, Rows, choose
@@ -41,6 +41,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
     expect(logits=logits)
     expect(targets=targets, dtypes=(torch.int64,))
     expect_device(logits=logits, targets=targets)
+    expect_int(ignore_index=ignore_index)
     if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
         raise ValueError(
             f"targets has shape {tuple(targets.shape)}, expected logits' {tuple(logits.shape)} without the last "

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from course_ops._common import expect, on_device, runs_kernel
+from course_ops._common import expect, expect_number, on_device, runs_kernel
 from course_ops.kernels import dropout as kernels
 
 _LOW = 0xFFFFFFFF
@@ -16,14 +16,17 @@ def dropout(x: Tensor, p: float, *, training: bool = True, seed: int | None = No
     - x: any shape and strides, in float32, float16 or bfloat16.
     - p: from 0 to 1.
     - seed: from 0 to 2^63 - 1. The same seed gives the same mask on every device, for every dtype, now and in later
-      versions. For None the seed comes from PyTorch's CPU generator, so torch.manual_seed makes it reproducible.
+      versions. For None the seed comes from PyTorch's CPU generator, so torch.manual_seed makes it reproducible. Each
+      replay of a CUDA graph would have the seed that was there when it was captured: while one is captured, None is an
+      error.
 
-    Returns x itself if not training or if p is 0, otherwise a contiguous tensor of x's shape and dtype. The backward
-    needs the seed alone. A dropped inf or NaN is 0; torch.nn.functional.dropout makes it NaN.
-    Raises TypeError for another dtype or a seed that is no int, ValueError for p or a seed out of range.
+    Returns x itself if not training or if p is 0, in any dtype. Otherwise it returns a contiguous tensor of x's shape
+    and dtype. The backward needs the seed alone. A dropped inf or NaN is 0; torch.nn.functional.dropout makes it NaN.
+    Raises TypeError for another dtype, or a p or a seed of another type. Raises ValueError for a p or a seed out of
+    range, and RuntimeError without a seed while a CUDA graph is captured.
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 4.3 (Philox).
     """
-    expect(x=x)
+    expect_number(p=p)
     if not 0 <= p <= 1:
         raise ValueError(f"p is {p!r}, expected a probability from 0 to 1")
     if seed is not None and not isinstance(seed, int):
@@ -32,8 +35,12 @@ def dropout(x: Tensor, p: float, *, training: bool = True, seed: int | None = No
         raise ValueError(f"seed is {seed!r}, expected an int from 0 to 2^63 - 1")
     if not training or p == 0:
         return x
-    # The seed is a tensor, so that a compiled graph gets a new one in each call.
-    drawn = torch.randint(2**63 - 1, ()) if seed is None else torch.tensor(seed)
+    expect(x=x)
+    if seed is None and x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CUDA graph would repeat one mask: pass seed=..., or capture without dropout")
+    # The seed is a tensor, so that a compiled graph gets a new one in each call. PyTorch's default device may be a GPU.
+    cpu = torch.device("cpu")
+    drawn = torch.randint(2**63 - 1, (), device=cpu) if seed is None else torch.tensor(seed, device=cpu)
     return _dropout(x, p, drawn)
 
 

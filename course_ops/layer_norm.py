@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from course_ops._common import as_rows, expect_rows, in_one_dtype, on_device, runs_kernel
+from course_ops._common import as_rows, expect_eps, expect_rows, in_one_dtype, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import layer_norm as kernels
 from course_ops.kernels._norm_backward import walks
@@ -59,10 +59,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     float32. Returns a contiguous tensor of x's shape and dtype; statistics and sums are fp32, and variance is centred,
     so a large mean costs no digits. Saves x and 8 bytes per row for the backward; weight's and bias's gradients are
     added up in the same order in every run.
-    TypeError for another dtype, ValueError for a scalar or another shape of weight or bias.
+    TypeError for another dtype, ValueError for a scalar, another shape of weight or bias or a negative eps.
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, section 3.
     """
     expect_rows(x, weight=weight, bias=bias)
+    expect_eps(eps)
     return _layer_norm(x, *in_one_dtype(weight, bias), eps)[0]
 
 

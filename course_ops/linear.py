@@ -63,11 +63,11 @@ def _forward(
         with on_device(x):
             y: Tensor = remembered(_prepare, x, weight, bias, residual, z, gelu)(x, weight, bias, residual, z)
             return y
-    y = F.linear(left_operand(x), weight, bias)
+    y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if z is not None:
         z.copy_(y)
     y = F.gelu(y, approximate="tanh") if gelu else y
-    return y if residual is None else y + residual
+    return (y if residual is None else y + residual.float()).to(x.dtype)
 
 
 def _result(
@@ -251,6 +251,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    *,
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -263,11 +264,11 @@ def linear(
     Raises TypeError for a dtype, ValueError for a shape or a device, Unsupported for another activation.
     Source: Hendrycks and Gimpel 2016, section 2 (GELU's tanh form).
     """
-    tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-    expect(**{name: t for name, t in tensors.items() if t is not None}, same_dtype=True)
+    others = {"bias": bias, "residual": residual}
+    expect(x=x, weight=weight, **{name: t for name, t in others.items() if t is not None}, same_dtype=True)
     if activation is not None and activation not in ACTIVATIONS:
         raise Unsupported(
-            f"activation is {activation!r}: this kernel has None and 'gelu_tanh'; apply another to linear's result"
+            f"activation is {activation!r}, expected None or 'gelu_tanh': apply another to linear's result"
         )
     if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [N, K]")

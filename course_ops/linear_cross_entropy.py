@@ -12,6 +12,7 @@ from course_ops._common import (
     expect,
     expect_device,
     expect_dtype_of,
+    expect_int,
     left_operand,
     num_sms,
     on_device,
@@ -25,7 +26,7 @@ from course_ops.kernels._matmul_plan import aligned_rows, best_epilogue_plan
 from course_ops.kernels.cross_entropy import cross_entropy_backward
 from course_ops.kernels.matmul_hopper import takes
 from course_ops.kernels.matmul_tiles_hopper import by_plan
-from course_ops.matmul import multiply
+from course_ops.matmul import as_matrix, multiply
 
 CHUNK = 2**29  # logits at a time: 1 GiB in 16 bits
 # What float16 keeps of the gradients is `rows` / count times that of the sum over all rows. With 1 row, as the mean has
@@ -51,6 +52,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     expect(x=x, weight=weight)
     expect(targets=targets, dtypes=(torch.int64,))
     expect_dtype_of(x, weight=weight)
+    expect_int(ignore_index=ignore_index)
     if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1] or len(weight) == 0:
         raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [..., K] and [V, K], V > 0")
     if targets.shape != x.shape[:-1]:
@@ -60,8 +62,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
         )
     expect_device(x=x, targets=targets)
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    rows = x.reshape(-1, x.shape[-1])
-    return _linear_cross_entropy(rows, weight, targets.reshape(-1), ignore_index, gradients)[0]
+    return _linear_cross_entropy(as_matrix(x), weight, targets.reshape(-1), ignore_index, gradients)[0]
 
 
 @custom_op("course_ops::linear_cross_entropy", mutates_args=())

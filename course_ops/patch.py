@@ -8,45 +8,56 @@ import torch
 from torch import Tensor, nn
 
 import course_ops
-from course_ops._common import FLOATS
+from course_ops._common import FLOATS, is_dense
 
 
-# A module changes its class and nothing else: parameters, their names, hooks and the optimizer's state stay.
+# A module changes its class and nothing else: parameters, their names, hooks and the optimizer's state stay. PyTorch
+# computes tensors that no kernel takes, as after model.double().
+def _taken(x: Tensor, *weights: Tensor | None) -> bool:
+    """Whether kernels take x, dense and in their dtypes, and weights of its dtype or float32."""
+    fit = all(w is None or w.dtype in (x.dtype, torch.float32) for w in weights)
+    return fit and x.dtype in FLOATS and is_dense(x)
+
+
 class _LayerNorm(nn.LayerNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return course_ops.layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        if not _taken(input, self.weight, self.bias):
+            return super().forward(input)
+        return course_ops.layer_norm(input, self.weight, self.bias, self.eps)
 
 
 class _RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return course_ops.rms_norm(x, self.weight, self.eps)
+        return course_ops.rms_norm(x, self.weight, self.eps) if _taken(x, self.weight) else super().forward(x)
 
 
 class _GELU(nn.GELU):
-    def forward(self, x: Tensor) -> Tensor:
-        return course_ops.gelu(x)
+    def forward(self, input: Tensor) -> Tensor:
+        return course_ops.gelu(input) if _taken(input) else super().forward(input)
 
 
 class _CrossEntropyLoss(nn.CrossEntropyLoss):
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if logits.ndim != 2 or targets.dtype != torch.int64:  # classes in the middle, or targets that are probabilities
-            return super().forward(logits, targets)
-        loss = course_ops.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction=self.reduction)
-        return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        # PyTorch's: classes in the middle, and targets that are probabilities
+        if input.ndim != 2 or target.dtype != torch.int64 or not _taken(input):
+            return super().forward(input, target)
+        loss = course_ops.cross_entropy(input, target, ignore_index=self.ignore_index, reduction=self.reduction)
+        return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
 
 class _Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return course_ops.linear(x, weight, bias)
+    def forward(self, input: Tensor) -> Tensor:
+        given = input, self.weight, self.bias
+        if not all(t is None or _taken(t) for t in given):
+            return super().forward(input)
+        return course_ops.linear(*given)
 
 
 class _Dropout(nn.Dropout):
-    def forward(self, x: Tensor) -> Tensor:
-        return course_ops.dropout(x, self.p, training=self.training)
+    def forward(self, input: Tensor) -> Tensor:
+        if not _taken(input):
+            return super().forward(input)
+        return course_ops.dropout(input, self.p, training=self.training)
 
 
 def _norm_refuses(module: nn.LayerNorm | nn.RMSNorm) -> str:
@@ -120,8 +131,11 @@ class Patched:
         self._before: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
         own = {old: Replacement(new, "", getattr(new, "refuses", _never)) for old, new in others.items()}
         replacements = {old: REPLACEMENTS[old] for old in classes} | own
+        before = {r.new: old for old, r in replacements.items()}
         for name, module in model.named_modules():
             old = type(module)
+            if old in before:
+                self.rows.append(Row(name or "(the model)", before[old].__name__, "", "already patched"))
             if old not in replacements:  # a subclass has a forward of its own
                 continue
             new, function, refuses = replacements[old]
@@ -161,18 +175,28 @@ def patch(model: nn.Module, classes: Sequence[type[nn.Module]] = DEFAULT, others
 
     classes: by default nn.LayerNorm, nn.RMSNorm, nn.GELU (approximate="tanh") and nn.CrossEntropyLoss. On request also
     nn.Linear, and nn.Dropout, which then draws other masks. Their subclasses are left alone. Modules that no kernel
-    takes stay with PyTorch, and the result says why. Parameters stay the same objects, so checkpoints and optimizers
-    fit. Compile the model after patching it. Under autocast norms return their input's dtype; PyTorch's return float32.
+    takes stay with PyTorch, and the result says why. In each call PyTorch computes tensors that no kernel takes.
+    Parameters stay the same objects, so checkpoints and optimizers fit. Compile the model after patching it. A deep
+    copy or a pickle of a model that is patched stays patched: undo() does not reach it.
+    Under autocast norms return their input's dtype; PyTorch's return float32. A target that is no class makes the loss
+    NaN; PyTorch raises an error.
     others: for modules of the model's own, {class: subclass}. The subclass has the same parameters and another forward;
     its method refuses(self), if it has one, returns why a module stays as it is, or "".
-    Raises TypeError for what is no module or no subclass, ValueError for a class that has no replacement.
+    Raises TypeError for what is no module, no sequence of classes or no subclass, ValueError for a class that has no
+    replacement.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(classes, type):
+        raise TypeError(f"classes is {classes.__name__}, expected a sequence of classes: pass ({classes.__name__},)")
+    classes = tuple(classes)
     if unknown := [c for c in classes if c not in REPLACEMENTS]:
         known = ", ".join(c.__name__ for c in REPLACEMENTS)
         raise ValueError(f"classes has {unknown[0]!r}, which nothing replaces: choose of nn's {known}")
+    if not isinstance(others, Mapping | None):
+        raise TypeError(f"others is {others!r}, expected a mapping {{class: subclass}}")
     for old, new in (others or {}).items():
-        if not (isinstance(new, type) and issubclass(new, old)):
-            raise TypeError(f"others has {new!r} for {old.__name__}: expected a subclass of it")
+        classes_alone = isinstance(old, type) and isinstance(new, type)
+        if not (classes_alone and issubclass(old, nn.Module) and issubclass(new, old)):
+            raise TypeError(f"others has {new!r} for {old!r}: expected a subclass of a module's class")
     return Patched(model, classes, others or {})

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from course_ops._common import as_rows, expect_rows, on_device, runs_kernel
+from course_ops._common import as_rows, expect_eps, expect_rows, on_device, runs_kernel
 from course_ops._registration import once_differentiable
 from course_ops.kernels import rms_norm as kernels
 from course_ops.kernels._norm_backward import walks
@@ -52,15 +52,19 @@ BACKWARD = (
 def rms_norm(x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, differentiable.
 
-    x: [..., N] in float32, float16 or bfloat16; any N, any strides. weight: [N] of x's dtype or float32. eps None:
-    torch.finfo(x.dtype).eps, as torch.nn.functional.rms_norm. Returns a contiguous tensor of x's shape and dtype;
-    statistics and sums are fp32, and the result is rounded once, after the weight. Saves x and 4 bytes per row for the
-    backward; weight's gradient is added up in the same order in every run.
-    TypeError for another dtype, ValueError for a scalar or another shape of weight.
+    x: [..., N] in float32, float16 or bfloat16; any N, any strides. weight: [N] of x's dtype or float32. eps: 0 or
+    more. None stands for torch.finfo(torch.float32).eps in every dtype, as torch.nn.functional.rms_norm computes.
+    Returns a contiguous tensor of x's shape and dtype; statistics and sums are fp32, and the result is rounded once,
+    after the weight. Saves x and 4 bytes per row for the backward; weight's gradient is added up in the same order in
+    every run.
+    TypeError for another dtype, ValueError for a scalar, another shape of weight or a negative eps.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019, section 4.
     """
     expect_rows(x, weight=weight)
-    return _rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)[0]
+    if eps is None:
+        eps = torch.finfo(torch.float32).eps
+    expect_eps(eps)
+    return _rms_norm(x, weight, eps)[0]
 
 
 @custom_op("course_ops::rms_norm", mutates_args=())

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course_ops._common import expect, on_device, runs_kernel
+from course_ops._common import expect, expect_bool, on_device, runs_kernel
 from course_ops.kernels.scan import scan_look_back, scan_three_phase
 
 
@@ -38,7 +38,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 _scan.register_autograd(_backward, setup_context=_setup_context)
 
 
-def scan(x: Tensor, reverse: bool = False) -> Tensor:
+def scan(x: Tensor, *, reverse: bool = False) -> Tensor:
     """Inclusive prefix sums: y[i] = x[0] + ... + x[i], or x[i] + ... + x[n - 1] if reverse.
 
     x: [n], fp32, fp16 or bf16, any stride. Returns [n] in its dtype, summed in fp32. Differentiable, any order.
@@ -46,4 +46,5 @@ def scan(x: Tensor, reverse: bool = False) -> Tensor:
     Raises TypeError for a dtype, ValueError for a matrix. Source: Merrill and Garland 2016, decoupled look-back.
     """
     expect(x=x, ndim=1)
+    expect_bool(reverse=reverse)
     return _scan(x, reverse)

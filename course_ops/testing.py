@@ -116,7 +116,7 @@ def _matmuls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
 
     def linear() -> Tensor:
         x, w, bias, y = (_of(*shape, dtype=dtype) for shape in ((8192, 2048), (4096, 2048), (4096,), (8192, 4096)))
-        return course_ops.linear(x, w, bias, "gelu_tanh", y)
+        return course_ops.linear(x, w, bias, activation="gelu_tanh", residual=y)
 
     def few_rows() -> Tensor:
         return course_ops.linear(*(_of(*shape, dtype=dtype) for shape in ((16, 2048), (4096, 2048), (4096,))))

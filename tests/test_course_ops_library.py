@@ -1,6 +1,7 @@
 """What a user expects of every operator of course_ops, whichever it is: devices, autocast, second derivatives, dynamic
 shapes, deterministic algorithms and CUDA graphs."""
 
+import inspect
 import re
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from triton.runtime import interpreter
 
 import course_ops
@@ -64,7 +66,7 @@ def _last_layer(k, at, dtype):
 
 
 def _heads(k, at, dtype):
-    B, S, D = 3 + k, 70 + 5 * k, 16
+    B, S, D = 3 + k, 70 + 5 * k, 16 + 8 * k
     q = leaf(B, 4, S, D, at=at, dtype=dtype)
     return {"q": q} | {name: leaf(B, 2, S + 7, D, at=at, dtype=dtype) for name in ("k", "v")}
 
@@ -79,8 +81,9 @@ def _heads_backward(k, at, dtype):
 
 def _pages(k, at, dtype):
     B, blocks = 3 + k, 7 + k
-    q = torch.randn(B, 2, 4, 16, device=at).to(dtype)
-    caches = {name: torch.randn(B * blocks, 16, 2, 16, device=at).to(dtype) for name in ("k_cache", "v_cache")}
+    D = 24 + 8 * k
+    q = torch.randn(B, 2, 4, D, device=at).to(dtype)
+    caches = {name: torch.randn(B * blocks, 16, 2, D, device=at).to(dtype) for name in ("k_cache", "v_cache")}
     table = torch.arange(B * blocks, device=at).flip(0).view(B, blocks).to(torch.int32)
     lengths = torch.arange(B, device=at, dtype=torch.int32) * 16 + 5
     return {"q": q, **caches, "cache_seqlens": lengths, "block_table": table}
@@ -89,7 +92,8 @@ def _pages(k, at, dtype):
 def _packed(k, at, dtype):
     lengths = [3 + k, 40 + 5 * k, 0, 70 + k]
     cu = torch.tensor([0, *lengths]).cumsum(0).to(at, torch.int32)
-    tensors = {name: leaf(sum(lengths), H, 16, at=at, dtype=dtype) for name, H in (("q", 4), ("k", 2), ("v", 2))}
+    D, heads = 16 + 8 * k, {"q": 4, "k": 2, "v": 2}
+    tensors = {name: leaf(sum(lengths), H, D, at=at, dtype=dtype) for name, H in heads.items()}
     return tensors | {"cu_seqlens_q": cu, "cu_seqlens_k": cu.clone()}
 
 
@@ -445,6 +449,105 @@ def test_a_loss_is_differentiated_once_with_create_graph_as_without():
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
+# ---- Forward-mode derivatives, and tensors of other layouts ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", differentiable)
+def test_a_tangent_is_an_error_that_says_so(name):
+    tensors = {n: t.detach() for n, t in made(name, at=torch.device("cpu")).items()}
+    call, expected = CALLS[name][0], CALLS[name][0](**tensors)
+    leaves = [n for n in made(name, at=torch.device("cpu")) if tensors[n].is_floating_point() and n != "w"]
+    with forward_ad.dual_level():
+        torch.testing.assert_close(call(**tensors), expected)  # no tangent
+        for leaf in leaves:
+            dual = forward_ad.make_dual(tensors[leaf], torch.ones_like(tensors[leaf]))
+            with pytest.raises(RuntimeError, match=rf"^{leaf} has a tangent, and course_ops has no forward-mode"):
+                call(**tensors | {leaf: dual})
+    first = leaves[0]
+    with pytest.raises(RuntimeError, match=f"^{first} has a tangent"):
+        torch.func.jvp(lambda t: call(**tensors | {first: t}), (tensors[first],), (tensors[first],))
+
+
+def test_inside_a_dual_level_a_function_is_compiled_as_one_graph():
+    torch._dynamo.reset()
+    compiled = torch.compile(course_ops.gelu, backend="eager", fullgraph=True)
+    x = torch.randn(5)
+    with forward_ad.dual_level():
+        torch.testing.assert_close(compiled(x), course_ops.gelu(x))
+
+
+@each
+def test_a_sparse_tensor_is_an_error_that_says_what_to_call(name):
+    tensors = made(name, at=torch.device("cpu"))
+    first = next(iter(tensors))
+    if tensors[first].dtype == FP8:
+        pytest.skip("PyTorch makes no sparse fp8")
+    with pytest.raises(TypeError, match=rf"^{first} has layout torch.sparse_coo: call {first}.to_dense\(\)"):
+        CALLS[name][0](**tensors | {first: tensors[first].detach().to_sparse()})
+
+
+def test_a_nested_tensor_is_an_error():
+    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)], layout=torch.jagged)
+    for call in (course_ops.gelu, lambda x: course_ops.attention(x, x, x)):
+        with pytest.raises(TypeError, match=r"has layout torch.jagged: pass the tensors of"):
+            call(nested)
+
+
+# ---- Options of a wrong type --------------------------------------------------------------------------------------
+
+NORMS = ("layer_norm", "rms_norm", "add_norm")
+ATTENTIONS = ("attention", "attention_forward", "attention_backward", "attention_paged", "attention_varlen")
+LOSSES = ("cross_entropy", "linear_cross_entropy")
+WRONG = [
+    *((name, {"eps": eps}, TypeError) for name in NORMS for eps in ("a", True)),
+    *((name, {"eps": eps}, ValueError) for name in NORMS for eps in (-1e-5, float("nan"))),
+    *((name, {"eps": None}, TypeError) for name in NORMS if name != "rms_norm"),
+    *((name, {"ignore_index": i}, TypeError) for name in LOSSES for i in (None, 0.5)),
+    *((name, {"ignore_index": 2**63}, ValueError) for name in LOSSES),
+    *(("dropout", {"p": p}, TypeError) for p in ("a", None, torch.tensor(0.5))),
+    ("scan", {"reverse": 1}, TypeError),
+    *((name, {"causal": c}, TypeError) for name in ATTENTIONS for c in ("yes", None, 1)),
+    *((name, {"causal": True, "window": w}, e) for name in ATTENTIONS
+      for w, e in ((True, TypeError), (2.0, TypeError), (2**63, ValueError))),
+    *((name, {"causal": True, "scale": s}, TypeError) for name in ATTENTIONS for s in ("1", True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "error"), WRONG, ids=str)
+def test_an_option_of_a_wrong_type_is_an_error_with_its_name(name, options, error):
+    tensors = {n: t.detach() for n, t in made(name, at=torch.device("cpu")).items()}
+    tensors |= {"max_seqlen_q": 99, "max_seqlen_k": 99} if name == "attention_varlen" else {}
+    *_, option = options
+    with pytest.raises(error, match=rf"^{option} is "):
+        getattr(course_ops, name)(**tensors, **options)
+
+
+def test_a_weight_that_is_not_there_is_an_error_that_says_what_to_pass():
+    x = torch.ones(2, 7)
+    for call in (course_ops.layer_norm, course_ops.rms_norm, lambda x, w: course_ops.add_norm(x, x, w)):
+        with pytest.raises(TypeError, match=r"^weight must be a torch.Tensor, got NoneType: pass torch.ones\(7\)"):
+            call(x, None)
+    with pytest.raises(TypeError, match=r"^weight must be a torch.Tensor, got NoneType"):
+        course_ops.linear(x, None)
+
+
+def test_options_are_given_by_name():
+    """scan(x, -1) would be a sum from the other end, and linear's fourth argument differs from that of its operator."""
+    for call, options in ((course_ops.scan, ["reverse"]), (course_ops.linear, ["activation", "residual"])):
+        parameters = inspect.signature(call).parameters
+        assert [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == options
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "attention_paged"])
+def test_help_has_the_rules_of_attention(name):
+    text = " ".join(inspect.getdoc(getattr(course_ops, name)).split())
+    if name == "attention":
+        for rule in ("H is a multiple of H_kv", "h * H_kv // H", "sees no key has out = 0 and no gradient", "Sources:"):
+            assert rule in text
+    else:
+        assert "errors and sources as in course_ops.attention" in text
+
+
 # ---- Dynamic shapes -----------------------------------------------------------------------------------------------
 
 
@@ -571,3 +674,24 @@ def test_a_cuda_graph_of_forward_and_backward_computes_with_new_values(name, dty
         graph.replay()
         for f, e in zip(found, results(name, tensors), strict=True):
             close(f, e)
+
+
+def test_a_mask_that_a_cuda_graph_would_repeat_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    course_ops.dropout(torch.ones(3, device="cpu"), 0.5)  # no GPU's stream
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x = torch.ones(3, device="cpu")
+    with pytest.raises(RuntimeError, match=r"a CUDA graph would repeat one mask: pass seed"):
+        course_ops.dropout(x, 0.5)
+    assert course_ops.dropout(x, 0.5, training=False) is x
+    monkeypatch.setattr(import_module("course_ops.dropout"), "_dropout", lambda x, p, seed: seed)
+    assert int(course_ops.dropout(x, 0.5, seed=3)) == 3
+
+
+@needs_gpu
+def test_a_cuda_graph_does_not_capture_a_seed_that_it_draws():
+    x = torch.ones(3, device=DEVICE)
+    course_ops.dropout(x, 0.5)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="would repeat one mask"), torch.cuda.graph(graph):
+        course_ops.dropout(x, 0.5)

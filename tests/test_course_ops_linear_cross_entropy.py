@@ -98,6 +98,15 @@ def test_schema_fake_and_gradient_agree(mode):
         torch.testing.assert_close(compiled(x, weight, targets), course_ops.linear_cross_entropy(x, weight, targets))
 
 
+@both
+def test_rows_of_no_columns(mode):
+    """All logits are 0, so that each class is as likely as another."""
+    x, weight = torch.empty(2, 3, 0, device=DEVICE), torch.empty(7, 0, device=DEVICE)
+    with mode():
+        loss = course_ops.linear_cross_entropy(x, weight, torch.ones(2, 3, dtype=torch.long, device=DEVICE))
+    torch.testing.assert_close(loss.cpu(), torch.tensor(7.0).log())
+
+
 def test_bad_arguments():
     x, weight, targets = (t.detach() for t in inputs())
     for args, error, says in (

@@ -168,7 +168,7 @@ def test_on_a_cpu_what_lies_behind_a_row_stays_out_of_the_product(dtype, K):
         y = course_ops.linear(leaf, torch.ones(K, 40, dtype=dtype), torch.ones(K, dtype=dtype))
         return {
             "matmul": course_ops.matmul(left, weight.t()),
-            "linear": course_ops.linear(left, weight, bias, "gelu_tanh"),
+            "linear": course_ops.linear(left, weight, bias, activation="gelu_tanh"),
             "linear's dx": torch.autograd.grad(y, leaf, left)[0],
             "grouped_matmul": course_ops.grouped_matmul(left, weight.t().expand(2, K, 64).contiguous(), offsets),
         }
@@ -412,7 +412,7 @@ def test_a_second_backward_of_linear_plans_nothing(monkeypatch, M, N, K):
 
     with testing.interpreted():
         x, weight, bias = (torch.empty(*s, dtype=torch.bfloat16, requires_grad=True) for s in ((M, K), (N, K), (N,)))
-        y = course_ops.linear(x, weight, bias, "gelu_tanh")
+        y = course_ops.linear(x, weight, bias, activation="gelu_tanh")
         dy = torch.empty_like(y)
 
         def backward():
@@ -603,7 +603,7 @@ def test_linear(dev, dtype, M, N, K, extra, activation):
         )
 
     gradients_are_near(
-        named(lambda x, w, bias, residual: course_ops.linear(x, w, bias, activation, residual)),
+        named(lambda x, w, bias, residual: course_ops.linear(x, w, bias, activation=activation, residual=residual)),
         named(reference_linear(activation)),
         *leaves,
     )
@@ -636,11 +636,21 @@ def test_sums_of_a_small_matrix_take_one_launch(M, N):
     assert (linear_kernels._partial_rows(z, block_m) == 1) == (M <= 512)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_linear_on_a_cpu_is_rounded_once(dtype):
+    x, w, bias, residual = (torch.randn(*shape).to(dtype) for shape in ((33, 70), (40, 70), (40,), (33, 40)))
+    found = course_ops.linear(x, w, bias, activation="gelu_tanh", residual=residual)
+    exact = reference_linear("gelu_tanh")(*(t.double() for t in (x, w, bias, residual)))
+    mantissa, exponent = torch.frexp(exact.abs())
+    ulp = torch.ldexp(torch.full_like(mantissa, torch.finfo(dtype).eps), exponent - 1)
+    assert ((found.double() - exact).abs() <= 0.51 * ulp + 1e-5).all()
+
+
 def test_linear_of_many_dimensions_without_rows_and_of_strided_tensors(dev):
     x, w, bias = torch.randn(2, 3, 8, device=dev), torch.randn(5, 8, device=dev), torch.randn(5, device=dev)
     torch.testing.assert_close(course_ops.linear(x, w, bias), F.linear(x, w, bias))
     torch.testing.assert_close(course_ops.linear(x[0, 0], w, bias), F.linear(x[0, 0], w, bias))
-    torch.testing.assert_close(course_ops.linear(x[:, :0], w, bias, "gelu_tanh"), x.new_empty(2, 0, 5))
+    torch.testing.assert_close(course_ops.linear(x[:, :0], w, bias, activation="gelu_tanh"), x.new_empty(2, 0, 5))
     torch.testing.assert_close(course_ops.linear(x[..., :0], w[:, :0], bias), bias.expand(2, 3, 5).clone())
     wide, turned = torch.randn(131, 16, device=dev)[:, ::2], torch.randn(8, 5, device=dev).t()
     scattered = torch.randn(10, device=dev)[::2]
@@ -650,7 +660,7 @@ def test_linear_of_many_dimensions_without_rows_and_of_strided_tensors(dev):
 def test_linear_computes_only_the_gradients_that_are_wanted(dev):
     x, w, bias = torch.randn(3, 4, device=dev), leaf(5, 4, dev=dev), torch.randn(5, device=dev)
     with FlopCounterMode(display=False) as counter:
-        course_ops.linear(x, w, bias, "gelu_tanh").sum().backward()
+        course_ops.linear(x, w, bias, activation="gelu_tanh").sum().backward()
     assert counter.get_total_flops() == 2 * (2 * 3 * 4 * 5)
     assert w.grad is not None
 
@@ -886,7 +896,8 @@ def examples():
     return {
         "matmul": (course_ops.matmul, (x, w.t()), OPS.matmul, (x, w.t())),
         "linear": (
-            course_ops.linear, (x, w, bias, "gelu_tanh", residual), OPS.linear,
+            lambda *given: course_ops.linear(*given[:3], activation="gelu_tanh", residual=given[3]),
+            (x, w, bias, residual), OPS.linear,
             (x, w, bias, residual, "gelu_tanh", True),
         ),
         "linear_plain": (course_ops.linear, (x, w), OPS.linear, (x, w, None, None, "", False)),

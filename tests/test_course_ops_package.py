@@ -60,6 +60,22 @@ def test_the_wheel_needs_torch_and_triton_alone(wheel):
     assert head["Version"] == course_ops.__version__
 
 
+def test_the_wheel_says_whose_it_is_and_its_description_links_nowhere(wheel):
+    with zipfile.ZipFile(wheel) as files:
+        (metadata,) = (name for name in files.namelist() if name.endswith("METADATA"))
+        head = Parser().parsestr(files.read(metadata).decode())
+    assert head["License-Expression"] == "MIT"
+    assert head["Author"] in (ROOT / "LICENSE").read_text()
+    classifiers = head.get_all("Classifier")
+    assert {"Typing :: Typed", "Environment :: GPU :: NVIDIA CUDA", "Operating System :: POSIX :: Linux"} <= {
+        *classifiers
+    }
+    assert head["Description-Content-Type"] == "text/markdown"
+    description = head.get_payload()
+    assert "course_ops.attention" in description
+    assert "](" not in description
+
+
 def test_it_computes_where_nothing_else_is_installed(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as files:
         files.extractall(tmp_path)

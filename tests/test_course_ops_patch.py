@@ -1,6 +1,9 @@
 """course_ops.patch: which modules it replaces, that they compute the same, and that it is undone."""
 
 import copy
+import inspect
+import pickle
+from importlib import import_module
 
 from lessonkit import device
 
@@ -11,6 +14,7 @@ from torch import nn
 import course_ops
 
 pytestmark = pytest.mark.kept
+REPLACEMENTS = import_module("course_ops.patch").REPLACEMENTS  # the package's name of it is the function
 ALL = (nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.CrossEntropyLoss, nn.Linear)
 
 
@@ -141,9 +145,49 @@ def test_a_models_own_modules_become_the_subclass_that_is_given():
     assert [type(m) for m in model] == [Scaled, Scaled, nn.GELU]
 
 
+def test_forwards_name_their_parameters_as_pytorch_does():
+    for old, (new, *_) in REPLACEMENTS.items():
+        assert list(inspect.signature(new.forward).parameters) == list(inspect.signature(old.forward).parameters)
+
+
+def test_what_no_kernel_takes_is_computed_by_pytorch():
+    """Which dtypes a module meets is known in the call alone."""
+    model, (x, targets) = make()
+    with course_ops.patch(model, (*ALL, nn.Dropout)):
+        model.double()
+        assert model(x.double(), targets).dtype == torch.float64
+    norm, x = nn.RMSNorm(8, device="cpu", dtype=torch.bfloat16), torch.randn(2, 8, device="cpu")
+    expected = norm(x)
+    with course_ops.patch(norm):
+        assert torch.equal(norm(x), expected)
+    dropout, integers = nn.Dropout(0.5).eval(), torch.arange(3)
+    with course_ops.patch(dropout, (nn.Dropout,)):
+        assert dropout(integers) is integers
+
+
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_second_patch_says_that_it_is_one(again):
+    model, _ = make()
+    with course_ops.patch(model):
+        patched = again(model)
+        second = course_ops.patch(patched)
+        assert "body.1: LayerNorm stays: already patched" in str(second)
+        assert "Linear" not in str(second)  # not asked for
+        second.undo()
+        assert type(patched.body[1]) is REPLACEMENTS[nn.LayerNorm].new
+
+
 def test_refused():
     with pytest.raises(TypeError, match="expected a subclass"):
         course_ops.patch(Scaled(), (), {Scaled: nn.GELU})
+    with pytest.raises(TypeError, match=r"classes is GELU, expected a sequence of classes: pass \(GELU,\)"):
+        course_ops.patch(nn.GELU(), nn.GELU)
+    for others in ([nn.GELU], nn.GELU):
+        with pytest.raises(TypeError, match="expected a mapping"):
+            course_ops.patch(nn.GELU(), (), others)
+    for old, new in (("GELU", nn.GELU), (nn.GELU, "GELU"), (int, bool)):
+        with pytest.raises(TypeError, match="expected a subclass"):
+            course_ops.patch(nn.GELU(), (), {old: new})
     with pytest.raises(TypeError, match="got Tensor"):
         course_ops.patch(torch.ones(2))
     with pytest.raises(ValueError, match="Conv2d"):

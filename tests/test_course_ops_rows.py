@@ -581,8 +581,10 @@ def test_strange_values_stay_in_their_row(where):
     torch.testing.assert_close(course_ops.gelu(strange), gelu(strange), equal_nan=True)
 
 
-def test_rms_norm_without_eps_is_pytorchs(where):
-    x, (w, _) = rows(4, 33, at=where) * 1e-4, weights(33, at=where)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rms_norm_without_eps_is_pytorchs(where, dtype):
+    """It is float32's in every dtype. The rows are so small that bfloat16's own would make them a tenth as large."""
+    x, (w, _) = (rows(4, 33, at=where) * 1e-2).to(dtype), weights(33, dtype, at=where)
     torch.testing.assert_close(course_ops.rms_norm(x, w), F.rms_norm(x, (33,), w))
 
 
@@ -691,6 +693,8 @@ def test_dropout_extremes(where):
     x = torch.tensor([1.5, -math.inf, math.nan, 3.0], device=where)
     assert course_ops.dropout(x, 0.0, seed=3) is x
     assert course_ops.dropout(x, 0.5, training=False) is x
+    integers = torch.arange(3, device=where)
+    assert course_ops.dropout(integers, 0.5, training=False) is integers
     assert torch.equal(course_ops.dropout(x, 1.0, seed=3), torch.zeros_like(x))
     hair = 1 - 2.0**-40  # its threshold must not wrap to 0
     assert torch.equal(course_ops.dropout(torch.ones(64, device=where), hair, seed=3), torch.zeros(64, device=where))
@@ -705,6 +709,9 @@ def test_dropout_draws_seeds_from_pytorch(where):
     torch.manual_seed(5)
     assert torch.equal(course_ops.dropout(x, 0.5), first)
     assert not torch.equal(first, second)
+    with torch.device("meta"):  # the default device of new tensors
+        assert torch.equal(course_ops.dropout(x, 0.5, seed=3), course_ops.dropout(x, 0.5, seed=3))
+        course_ops.dropout(x, 0.5)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: course_ops.dropout(x, 0.5), fullgraph=True, backend="aot_eager")
     assert not torch.equal(compiled(x), compiled(x))  # not one seed, kept in the graph
