@@ -69,14 +69,14 @@ def once_differentiable(operator: Any, name: str, instead: str) -> None:
     operator.register_autograd(refuse)
 
 
-def once(name: str, instead: str, gradient: Tensor) -> Tensor:
+def once(name: str, instead: str, gradient: Tensor, dloss: Tensor) -> Tensor:
     """A gradient of course_ops.<name> that no operator computes: its derivative is an error with advice."""
-    return _Once.apply(name, instead, gradient if gradient.requires_grad else gradient.requires_grad_())
+    return _Once.apply(name, instead, gradient.requires_grad_(), dloss)
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str, instead: str, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, name: str, instead: str, gradient: Tensor, dloss: Tensor) -> Tensor:
         ctx.advice = _advice(name, instead)
         return gradient.view_as(gradient)
 

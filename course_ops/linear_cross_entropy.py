@@ -149,7 +149,7 @@ def _gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     factor = dloss.detach() / rows  # detached: `out` of scaled has no derivative
     dx, dw = (scaled(g, factor) if needed else None for g, needed in zip((dx, dw), ctx.needs_input_grad, strict=False))
     if torch.is_grad_enabled():  # create_graph=True: to autograd what was saved are constants, with derivatives of 0
-        dx, dw = (None if g is None else once("linear_cross_entropy", INSTEAD, g) for g in (dx, dw))
+        dx, dw = (None if g is None else once("linear_cross_entropy", INSTEAD, g, dloss) for g in (dx, dw))
     return dx, dw, None, None, None
 
 
