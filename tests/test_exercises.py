@@ -3,12 +3,14 @@
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lessonkit import device
 from lessonkit.base import files
 from lessonkit.base.chips import label
 from lessonkit.base.errors import Fault
+from lessonkit.base.words import translated
 from lessonkit.cuda import toolchain
 from lessonkit.exercise import compiled, grade, number, same, source
 from lessonkit.exercise.source import Source
@@ -92,6 +94,16 @@ def test_stub_fails_and_says_why(exercise):
         assert not exercise.untouched(exercise.solution)
     else:
         assert any(w.planted for w in exercise.exercise.wrong)
+
+
+@each
+def test_a_stub_begun_in_chinese_is_the_stub_in_english_too(exercise):
+    chinese = exercise.read(exercise.stub, partial(translated, language="zh"))
+    assert chinese != exercise.stub
+    assert exercise.untouched(chinese) == list(exercise.regions)
+    assert exercise.is_stub(chinese)
+    assert exercise.is_stub(exercise.stub)
+    assert not exercise.is_stub(exercise.solution)
 
 
 @each

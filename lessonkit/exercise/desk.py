@@ -1,6 +1,7 @@
 """What a learner asks of an exercise, in the terminal or in the page: to check an answer, a hint, the stub again."""
 
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessonkit.base.errors import BuildError, Missing
-from lessonkit.base.prose import read_as
 from lessonkit.base.words import counted, later, said
 from lessonkit.cuda import build
 from lessonkit.exercise import progress
@@ -57,7 +57,7 @@ class Line:
 
 def task(source: Source) -> str:
     """The docstring, or in CUDA C++ the comment, that the file begins with."""
-    text = read_as(source.with_marks, ".cu" if source.is_cuda else ".py", said)
+    text = source.read(source.with_marks)
     if source.is_cuda:
         lines = [line.removeprefix("//").removeprefix(" ") for line in text.split("\n\n")[0].splitlines()]
         return "\n".join(line for line in lines[2:] if not line.startswith("#"))
@@ -112,12 +112,10 @@ def _explained(source: Source, answer: str, verdict: Verdict) -> Iterator[Line]:
 
 def solution(source: Source) -> str:
     """The regions of the right answer; all of it where the exercise was to find a mistake."""
+    text = source.read(source.solution)
     if not source.regions:
-        return source.solution
-    lines = source.with_marks.splitlines()
-    parts = []
-    for r in source.regions:
-        parts += [lines[r.start - 1], *(line for line in lines[r.start : r.stop] if " stub: " not in line), ""]
+        return text
+    parts = re.findall(r"^ *(?:#|//) TODO\(.*?(?=^ *(?:#|//) END\()", text, re.DOTALL | re.MULTILINE)
     return "\n".join(parts)
 
 
@@ -137,7 +135,9 @@ def hints(source: Source, *, more: bool) -> list[str]:
 def reset(source: Source) -> Path | None:
     """Put the stub back; where what the learner had is now, if that was another text."""
     path, old = progress.answer_file(source), None
-    if path.exists() and path.read_text() != source.stub:
+    if path.exists() and source.is_stub(path.read_text()):
+        path.unlink()  # it may be in another language
+    elif path.exists():
         old = path.with_name(path.name + ".old")
         shutil.move(path, old)
     progress.start(source)
