@@ -12,7 +12,7 @@ HBM's bandwidth.
 
 You will learn: how large and how fast each level is, and when to keep data in it. Also to predict a kernel's bandwidth
 from the loads that it has in flight and the sectors that it touches.
-Run it:    python day1_pytorch/lesson09_memory_by_measurement.py
+Run it:    python3 course.py run lesson09_memory_by_measurement
 Without a GPU every kernel is checked in the interpreter, and the committed figures of a GPU are shown.
 """
 

@@ -15,9 +15,9 @@ New words (GLOSSARY.md): sector, coalesced access, latency, bandwidth, bytes in 
 You will be able to: write a kernel with program ids, offsets and masks; say how wide its accesses are.
 You need: lesson 0 (programs, blocks, masks). `LESSON`, at the end, declares what the tests check: skip it at the first
 reading.
-Run it:    python day2_triton_basics/lesson01_vector_add.py
-Check it:  python -m lessonkit check lesson01_vector_add
-Time it:   python -m lessonkit bench lesson01_vector_add
+Run it:    python3 course.py run lesson01_vector_add
+Check it:  python3 course.py check lesson01_vector_add
+Time it:   python3 course.py bench lesson01_vector_add
 
 Answer before you read on. n = 98,432 and BLOCK = 1024: how many programs are launched, and how many lanes of the last
 program have no element? What happens to z if the number of programs is rounded down?

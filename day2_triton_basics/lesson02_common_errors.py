@@ -9,7 +9,7 @@ stands at the end of the file.
 New words (GLOSSARY.md): reduction.
 You will be able to: recognise each error by what it looks like, and name the check that finds it.
 You need: lessons 0 and 1. lesson17_green_but_wrong has the errors around a kernel.
-Run it:    python day2_triton_basics/lesson02_common_errors.py
+Run it:    python3 course.py run lesson02_common_errors
 """
 
 import re

@@ -20,9 +20,9 @@ threads. The warps then exchange their sums through shared memory (fast memory o
 New words (GLOSSARY.md): tile, atomic operation, persistent kernel, shared memory, L2, pipeline, stage.
 You will be able to: sum inside a program and over programs, and choose between atomics, a tree and a persistent grid.
 You need: lesson 1 (programs, masks). Rung 4 is advanced: skip it at the first reading.
-Run it:    python day2_triton_basics/lesson04_sum.py
-Check it:  python -m lessonkit check lesson04_sum
-Time it:   python -m lessonkit bench lesson04_sum
+Run it:    python3 course.py run lesson04_sum
+Check it:  python3 course.py check lesson04_sum
+Time it:   python3 course.py bench lesson04_sum
 
 Answer before you read on. What is 256 + 1 in bf16? 65,536 programs add to one address: how many can do so at once?
 """

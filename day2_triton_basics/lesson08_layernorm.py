@@ -16,9 +16,9 @@ variance is 1.
 
 You will be able to: fuse passes over a row, and compute a variance in one pass that keeps its digits.
 You need: lesson 5 (softmax). Lesson 9 is the backward; lesson16_rows_of_any_length has short and long rows.
-Run it:    python day2_triton_basics/lesson08_layernorm.py
-Check it:  python -m lessonkit check lesson08_layernorm
-Time it:   python -m lessonkit bench lesson08_layernorm
+Run it:    python3 course.py run lesson08_layernorm
+Check it:  python3 course.py check lesson08_layernorm
+Time it:   python3 course.py bench lesson08_layernorm
 
 Answer before you read on. A row has 5 elements and a block 8 lanes. The padding is loaded as 0: what is it after the
 mean is subtracted? Two chunks of the same length hold only ones and only threes: what is the variance of both together?

@@ -21,9 +21,9 @@ peak for tiles of 128 x 128, and 81% for 128 x 256.
 New words (GLOSSARY.md): arithmetic intensity, autotuning, tensor core, MMA, accumulator.
 You will be able to: write a tiled matmul, and say which tile, order and pipeline it needs.
 You need: day 2, lessons 0 (blocks of two dimensions), 1 (bytes in flight) and 4 (a pipelined loop).
-Run it:    python day3_matmul_tk/lesson01_matmul.py
-Check it:  python -m lessonkit check lesson01_matmul
-Time it:   python -m lessonkit bench lesson01_matmul
+Run it:    python3 course.py run lesson01_matmul
+Check it:  python3 course.py check lesson01_matmul
+Time it:   python3 course.py bench lesson01_matmul
 """
 
 import math

@@ -40,7 +40,7 @@ _HASHES = re.compile(r"#{1,6} +(?=\S)")  # a heading of Markdown
 _UNDERLINE = re.compile(r"[=~-]{3,}$")
 _DRAWN = re.compile(r"[\u2190-\u21ff\u2500-\u259f]|\S {3,}\S|^[|+].*[|+]$")
 _HEAD = re.compile(r"New words \(|You (?:will )?(?:be able|need|learn)|(?:Run|Check|Time) it:|Needs |Without a GPU")
-_LABEL = re.compile(r"[A-Z][A-Za-z ]{1,20}:(?=  |$)")  # `Check it:  python -m lessonkit check ...`
+_LABEL = re.compile(r"[A-Z][A-Za-z ]{1,20}:(?=  |$)")  # `Check it:  python3 course.py check ...`
 _NEW_WORDS = re.compile(r"New words \(GLOSSARY\.md\): ")  # generated: a list of terms
 _CELL = re.compile(r"\S+(?: \S+)*")
 _WORD = re.compile(r"[(\"'`]*[A-Za-z][a-z'-]+[.,;:!?)\"'`]*$")
@@ -50,7 +50,7 @@ _LINKING = re.compile(
     r"|how|where|while|after|before|again|there|once|does|do|can|may|must|will|already|none|between|without)\b"
 )
 _COMMAND = re.compile(
-    r"(?:^|\s)--?[A-Za-z]|^(?:python|diff|git|export|open|pip|return)\b|^with .*:$|[A-Za-z]/\w+[/.]|[{}]"
+    r"(?:^|\s)--?[A-Za-z]|^(?:python3?|diff|git|export|open|pip|return)\b|^with .*:$|[A-Za-z]/\w+[/.]|[{}]"
 )
 _DRAWING = re.compile(r"[|^\u2190-\u21ff\u2500-\u259f]|---|===|-->|->$|\.{4}|\] *$|^\[|(\w)\1\1")
 _FORMULA = re.compile(r"\w+ = \w+(?: [*+/-] [\w ]+)*|\w+ = \w+\([^()]*\)")
