@@ -905,7 +905,7 @@ def predict(
 def take_quiz(
     name: Annotated[str, typer.Argument(help="day1 to day5, cuda; nothing: which there are.")] = "",
     part: Annotated[str, typer.Argument(help="before or after: the same skills, other questions.")] = "before",
-    answers: Annotated[str, typer.Option(help='In order, with commas: "274, b, 5". Nothing is asked.')] = "",
+    answers: Annotated[str, typer.Option(help='One a question, with commas: "1, 2, 3, a". Nothing is asked.')] = "",
     only_show: Annotated[bool, typer.Option("--show", help="Print the questions and ask nothing.")] = False,
 ) -> None:
     """Take the short test of a day, before it and after it: predict a number, find the bug, choose the repair.
@@ -967,6 +967,6 @@ def web_edition(
 
 if __name__ == "__main__":
     try:
-        app()
+        app(prog_name=exercises.COURSE)
     except progress.Damaged as error:
         sys.exit(str(error))

@@ -282,6 +282,8 @@ def test_runs_from_the_command_line(tmp_path):
     assert "never written" in done.stdout
     assert "Stuck: python3 course.py exercise hint" in done.stdout
     assert "Traceback" not in done.stderr
+    done = subprocess.run([*words[:-1], "nothing_like_it"], env=env, capture_output=True, text=True)
+    assert "Usage: python3 course.py exercise check" in done.stderr
 
 
 @interpreted
