@@ -17,7 +17,7 @@ the additions decides the error. It also decides whether two runs agree in the l
 tl.sum adds inside a program in three steps. Each thread adds its own elements. Each warp adds the sums of its 32
 threads. The warps then exchange their sums through shared memory (fast memory on the SM).
 
-New words (GLOSSARY.md): tile, atomic operation, persistent kernel, shared memory, L2, pipeline, stage.
+New words (GLOSSARY.md): tile, atomic operation, persistent kernel, shared memory, L1, L2, pipeline, stage.
 You will be able to: sum inside a program and over programs, and choose between atomics, a tree and a persistent grid.
 You need: lesson 1 (programs, masks). Rung 4 is advanced: skip it at the first reading.
 Run it:    python3 course.py run lesson04_sum

@@ -8,7 +8,7 @@ n = 2^28 in fp32 (2.15 GB read and written) takes at least 0.51 ms.
 
 The second is decoupled look-back (Merrill and Garland 2016). Predicted gain over three kernels: 1.5 times.
 
-New words (GLOSSARY.md): mutant.
+New words (GLOSSARY.md): barrier, mutant.
 You will be able to: scan inside a program, publish a value and its status as one word, and say why programs that wait
 for each other cannot deadlock here.
 You need: lesson 4 (sums of several programs, atomics). Rung 3 is advanced.

@@ -18,7 +18,7 @@ A Hopper SM does 2048 multiply-adds per cycle in 16 bits. L2 gives all 132 SMs t
 each. So the load takes longer: L2 is the limit, and a larger tile asks less of it. Predicted: 61% of the tensor cores'
 peak for tiles of 128 x 128, and 81% for 128 x 256.
 
-New words (GLOSSARY.md): arithmetic intensity, autotuning, tensor core, MMA, accumulator.
+New words (GLOSSARY.md): wave, FLOP, arithmetic intensity, autotuning, tensor core, MMA, accumulator.
 You will be able to: write a tiled matmul, and say which tile, order and pipeline it needs.
 You need: day 2, lessons 0 (blocks of two dimensions), 1 (bytes in flight) and 4 (a pipelined loop).
 Run it:    python3 course.py run lesson01_matmul
