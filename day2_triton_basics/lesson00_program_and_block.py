@@ -100,7 +100,7 @@ def a_tensor_arrives_as_a_pointer():
 
 @triton.jit
 def owner_kernel(offsets_ptr, mask_ptr, n, BLOCK: tl.constexpr):  # offsets, mask: [programs, BLOCK]
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # tl.arange(0, 4) is [0, 1, 2, 3]
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # tl.arange(0, 4) gives the block [0, 1, 2, 3]
     mask = offsets < n
     tl.store(offsets_ptr + offsets, offsets)  # no mask here: both tables have room for all 12
     tl.store(mask_ptr + offsets, mask.to(tl.int32))

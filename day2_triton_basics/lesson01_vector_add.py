@@ -6,7 +6,7 @@ On an H200 a copy reaches 4.2 TB/s. At that rate n = 2^28 in bf16 (2 bytes each,
 Memory moves in sectors of 32 bytes. A thread can load up to 16 bytes with one instruction. A program has 4 warps, 128
 threads, unless num_warps says otherwise, and the compiler spreads the elements of a block over them:
 
-    rung           block    per thread and tensor in bf16
+    the rung       block    per thread and tensor in bf16
     add_element        1    1 thread of 32 has 2 bytes; 30 of the 32 bytes of its sector are not used
     add_block        128    1 element, 2 bytes; the 32 threads of a warp use 2 whole sectors
     add_wide        1024    8 elements, 16 bytes with one instruction; a warp uses 16 whole sectors

@@ -7,7 +7,7 @@ time the GPU could do 27 times as many (132 SMs, 128 per cycle each, 1.7 GHz).
 Two things are hard. Programs share nothing but memory. And floating-point addition is not associative, so the order of
 the additions decides the error. It also decides whether two runs agree in the last bit.
 
-    rung                which program adds what                                             same bits in each run
+    the rung            which program adds what                                             same bits in each run
     sum_one_program     one program adds everything                                         yes
     sum_atomic          each program adds its block to one total in memory                  no
     sum_tree            each program adds its block; then one program the partial sums      yes

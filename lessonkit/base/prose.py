@@ -107,11 +107,16 @@ def normal(text: str) -> str:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a paragraph says something in English: two words, or one alone; shapes, names and code do not."""
+    """Whether a paragraph says something in English: two words, or one alone, or one behind a shape: `[n] each`.
+
+    Shapes alone, names and code do not.
+    """
     if _DIRECTIVE.match(text):
         return False
     tokens = re.sub(r"`[^`]*`", "", text).split()
     words = [token for token in tokens if _WORD.match(token)]
+    if re.search(r"\] each\b|\], contiguous\b", text):
+        return True
     return len(words) >= 2 or (len(words) == len(tokens) == 1 and len(words[0]) > 2)
 
 
@@ -126,7 +131,7 @@ def _is_phrase(cell: str, names: frozenset[str]) -> bool:
         return False
     tokens = [token for token in re.sub(r"`[^`]*`", "", cell).split() if re.search("[A-Za-z]", token)]
     words = [token.strip("(\"'`.,;:!?)") for token in tokens if _WORD.match(token) or token == "a"]
-    said = [word for word in words if (len(word) > 2 or word == "a") and word not in names]
+    said = [word for word in words if (len(word) > 2 or word in ("a", "no")) and word not in names]
     if len(words) >= 2:
         return len(words) >= 0.5 * len(tokens) and bool(said)
     is_name = words and words[0][0].isupper() and not words[0].endswith("'s")

@@ -102,9 +102,9 @@ def _explained(source: Source, answer: str, verdict: Verdict) -> Iterator[Line]:
     if verdict.caught_by in MEANS:
         yield Line("means", said(MEANS[verdict.caught_by]))
     if todo := source.untouched(answer):
-        more = said("(and {count} more)").format(count=len(todo) - 1) if len(todo) > 1 else ""
+        more = said(" (and {count} more)").format(count=len(todo) - 1) if len(todo) > 1 else ""
         words = said("TODO({number}) is as it was{more}: {task}")
-        yield Line("help", words.format(number=todo[0].number, more=f" {more}" * bool(more), task=said(todo[0].task)))
+        yield Line("help", words.format(number=todo[0].number, more=more, task=said(todo[0].task)))
     if verdict.mistake:
         words = said("Others who saw exactly this had made this mistake: {mistake}.")
         yield Line("help", words.format(mistake=said(verdict.mistake)))
