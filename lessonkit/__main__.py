@@ -948,7 +948,7 @@ def diff(lesson: str, old: str, new: str) -> None:
     def source(rung: str) -> list[str]:
         if not hasattr(sys.modules[name], rung):
             raise typer.BadParameter(said("{name} has no function {rung}").format(name=name, rung=repr(rung)))
-        return rung_source.lines(name, rung)
+        return rung_source.lines(name, rung, said)
 
     for line in difflib.unified_diff(source(old), source(new), old, new, lineterm="", n=2):
         show.console.print(

@@ -104,6 +104,11 @@ def test_a_learner_who_reads_chinese(answers, monkeypatch):
     run("reset", "mul")
     assert not mine.with_name(mine.name + ".old").exists(), "nothing had been written"
     assert mine.read_text() == MUL.stub
+    mine.write_text(MUL.wrong(MUL.exercise.wrong[0]))
+    with speaking("zh"):
+        code, text = run("check", "mul")
+    assert code == 1
+    assert "落在这次启动的所有张量之外；第一个是 y_ptr 的第 1 号元素" in text
     mine.write_text(MUL.solution)
     with speaking("zh"):
         code, text = run("check", "mul")

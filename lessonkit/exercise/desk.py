@@ -15,6 +15,7 @@ from lessonkit.cuda import build
 from lessonkit.exercise import progress
 from lessonkit.exercise.grade import Verdict, grade_apart
 from lessonkit.exercise.source import Source
+from lessonkit.judge.sentences import told
 
 MEANS = {
     "out of bounds": later(
@@ -98,7 +99,7 @@ def _build_emulator(source: Source, say: Callable[[str], None]) -> None:
 
 def _explained(source: Source, answer: str, verdict: Verdict) -> Iterator[Line]:
     yield Line("refused", verdict.on)
-    yield Line("why", f"{verdict.caught_by}: {verdict.why}")
+    yield Line("why", f"{verdict.caught_by}: {told(verdict.why)}")
     if verdict.caught_by in MEANS:
         yield Line("means", said(MEANS[verdict.caught_by]))
     if todo := source.untouched(answer):
