@@ -4,9 +4,9 @@ The kernels and their predictions are in 06_matrix_multiply_registers.cu. This f
 and checks them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator watches
 every address, barrier and race.
 
-Run it:    python cuda_src/06_matrix_multiply_registers.py
-Check it:  python -m lessonkit check 06_matrix_multiply_registers
-Time it:   python -m lessonkit bench 06_matrix_multiply_registers
+Run it:    python3 course.py run 06_matrix_multiply_registers
+Check it:  python3 course.py check 06_matrix_multiply_registers
+Time it:   python3 course.py bench 06_matrix_multiply_registers
 """
 
 from lessonkit import About, Lesson, Mutant, Prediction, Unsupported, case, cuda, expect

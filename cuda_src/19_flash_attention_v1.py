@@ -4,9 +4,9 @@ The kernels and their predictions are in 19_flash_attention_v1.cu and its header
 tensors and checks them against PyTorch. On a GPU nvcc builds the kernels. Elsewhere g++ builds them, and the emulator
 watches every address, barrier and race. There mma and ldmatrix are written out in shuffles.
 
-Run it:    python cuda_src/19_flash_attention_v1.py
-Check it:  python -m lessonkit check 19_flash_attention_v1
-Time it:   python -m lessonkit bench 19_flash_attention_v1
+Run it:    python3 course.py run 19_flash_attention_v1
+Check it:  python3 course.py check 19_flash_attention_v1
+Time it:   python3 course.py bench 19_flash_attention_v1
 """
 
 import math

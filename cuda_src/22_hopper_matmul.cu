@@ -17,8 +17,8 @@
 //           cuda_src/22_hopper_matmul.cu
 //           (-arch=sm_80 for an A100: v2 and v3 then refuse to run)
 // Run:      ./hopper_matmul
-// Check:    python -m lessonkit check 22_hopper_matmul
-// Time it:  python -m lessonkit bench 22_hopper_matmul
+// Check:    python3 course.py check 22_hopper_matmul
+// Time it:  python3 course.py bench 22_hopper_matmul
 #include "mma.cuh"  // ldmatrix, mma.sync, and what the emulator does for them
 #include "matmul.cuh"
 

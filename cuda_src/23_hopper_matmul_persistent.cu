@@ -14,8 +14,8 @@
 //
 // Compile:  nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda_src/include -o persistent cuda_src/23*.cu
 // Run:      ./persistent
-// Check:    python -m lessonkit check 23_hopper_matmul_persistent
-// Time it:  python -m lessonkit bench 23_hopper_matmul_persistent
+// Check:    python3 course.py check 23_hopper_matmul_persistent
+// Time it:  python3 course.py bench 23_hopper_matmul_persistent
 #include "matmul.cuh"
 
 using matmul::bf16;

@@ -8,7 +8,7 @@ roof, max(FLOPs / FLOP rate, bytes / bandwidth), and the larger of the two is it
 New words (GLOSSARY.md): occupancy.
 You will learn: to read torch.profiler (record_function, self and total time, schedules, traces), and to count FLOPs and
 bytes. You will test a roofline verdict by experiment, and know the first commands of Nsight Systems and Nsight Compute.
-Run it:    python day1_pytorch/lesson06_profiler.py
+Run it:    python3 course.py run lesson06_profiler
 Trace:     open reports/traces/<device>.json in ui.perfetto.dev or chrome://tracing
 """
 

@@ -35,9 +35,9 @@ New words (GLOSSARY.md): warpgroup, TMA, wgmma, epilogue, warp specialization, p
 You will learn: persistent kernels, flattened loops, tensor descriptors and TMA, and what an epilogue takes from shared
 memory. You will also learn warp specialization, how to see that it happened, and a matmul for any shape and stride.
 You need: lesson 1 (the grouped order, a pipelined loop).
-Run it:    python day3_matmul_tk/lesson02_matmul_persistent.py
-Check it:  python -m lessonkit check lesson02_matmul_persistent
-Time it:   python -m lessonkit bench lesson02_matmul_persistent
+Run it:    python3 course.py run lesson02_matmul_persistent
+Check it:  python3 course.py check lesson02_matmul_persistent
+Time it:   python3 course.py bench lesson02_matmul_persistent
 """
 
 import math

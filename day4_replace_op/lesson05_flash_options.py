@@ -54,9 +54,9 @@ Before you read on: with S_q = 3 and S_k = 10, which keys does query 0 see, here
 the softmax of an empty row, and why does the answer matter to a ring of GPUs?
 
 New words (GLOSSARY.md): GQA.
-Run it:    python day4_replace_op/lesson05_flash_options.py
-Check it:  python -m lessonkit check lesson05_flash_options
-Time it:   python -m lessonkit bench lesson05_flash_options
+Run it:    python3 course.py run lesson05_flash_options
+Check it:  python3 course.py check lesson05_flash_options
+Time it:   python3 course.py bench lesson05_flash_options
 Compare:   diff day4_replace_op/flash_options/skipped.py day4_replace_op/flash_options/edges.py
 """
 

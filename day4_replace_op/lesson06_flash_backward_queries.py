@@ -37,9 +37,9 @@ two up to 128. Windows, grouped heads, other lengths and strides takes course_op
 Before you read on: the forward rescales O in each step. Why does dQ need no rescaling? Which rounding does delta see
 that PyTorch's own backward does not?
 
-Run it:    python day4_replace_op/lesson06_flash_backward_queries.py
-Check it:  python -m lessonkit check lesson06_flash_backward_queries
-Time it:   python -m lessonkit bench lesson06_flash_backward_queries
+Run it:    python3 course.py run lesson06_flash_backward_queries
+Check it:  python3 course.py check lesson06_flash_backward_queries
+Time it:   python3 course.py bench lesson06_flash_backward_queries
 """
 
 import math

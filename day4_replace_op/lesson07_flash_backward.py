@@ -43,9 +43,9 @@ kernels needs more registers per thread, and for what?
 You will learn: which program owns a sum, operands that need no transpose, a differentiable op, why a second derivative
 has to be refused.
 Source: Dao 2023, FlashAttention-2, algorithm 2, its loop over key blocks without the update of dQ.
-Run it:    python day4_replace_op/lesson07_flash_backward.py
-Check it:  python -m lessonkit check lesson07_flash_backward
-Time it:   python -m lessonkit bench lesson07_flash_backward
+Run it:    python3 course.py run lesson07_flash_backward
+Check it:  python3 course.py check lesson07_flash_backward
+Time it:   python3 course.py bench lesson07_flash_backward
 Compare:   diff day4_replace_op/flash_backward/skipped.py day4_replace_op/flash_backward/transposed.py
 """
 

@@ -10,9 +10,9 @@ arrival or a wrong parity by its symptom.
 You need: day 3, lesson 9 (TMA, mbarriers with phase and parity, wgmma, a ring with a producer warp); lesson 4 here.
 A Hopper GPU runs the rungs. Without one they are compiled, their machine code is read, and a CPU model of the last
 rung's barriers runs, in any order of its warps.
-Run it:    python day4_replace_op/lesson08_flash_hopper.py
-Check it:  python -m lessonkit check lesson08_flash_hopper
-Time it:   python -m lessonkit bench lesson08_flash_hopper
+Run it:    python3 course.py run lesson08_flash_hopper
+Check it:  python3 course.py check lesson08_flash_hopper
+Time it:   python3 course.py bench lesson08_flash_hopper
 Compare:   diff day4_replace_op/flash_hopper/warp_specialized.py day4_replace_op/flash_hopper/overlap_softmax.py
 
 Budget. One SM, a tile of 128 queries x a block of 128 keys, bf16, in cycles:

@@ -138,9 +138,9 @@ kernel has the instructions of the last rung's step. The file cpu_model.py runs 
 in any order of its warps.
 Sources: Shah et al. 2024, FlashAttention-3, section 3 and hopper/ of its code; Dao 2023, algorithm 2.
 
-Run it:    python day4_replace_op/lesson09_flash_hopper_backward.py
-Check it:  python -m lessonkit check lesson09_flash_hopper_backward
-Time it:   python -m lessonkit bench lesson09_flash_hopper_backward
+Run it:    python3 course.py run lesson09_flash_hopper_backward
+Check it:  python3 course.py check lesson09_flash_hopper_backward
+Time it:   python3 course.py bench lesson09_flash_hopper_backward
 """
 
 import math

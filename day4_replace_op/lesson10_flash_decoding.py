@@ -30,9 +30,9 @@ Refused: lengths of single sequences (lesson 11), other head sizes, strides, mor
 Before you read on: why do 4 query heads cost no more than one? Which two barriers, of different kinds, stand before the
 merge in `flash_decode`? Why is its result the same each time, although the program that merges is not?
 
-Run it:    python day4_replace_op/lesson10_flash_decoding.py
-Check it:  python -m lessonkit check lesson10_flash_decoding
-Time it:   python -m lessonkit bench lesson10_flash_decoding
+Run it:    python3 course.py run lesson10_flash_decoding
+Check it:  python3 course.py check lesson10_flash_decoding
+Time it:   python3 course.py bench lesson10_flash_decoding
 """
 
 import functools

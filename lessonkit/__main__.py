@@ -905,7 +905,7 @@ def predict(
 def take_quiz(
     name: Annotated[str, typer.Argument(help="day1 to day5, cuda; nothing: which there are.")] = "",
     part: Annotated[str, typer.Argument(help="before or after: the same skills, other questions.")] = "before",
-    answers: Annotated[str, typer.Option(help='In order, with commas: "274, b, 5". Nothing is asked.')] = "",
+    answers: Annotated[str, typer.Option(help='One a question, with commas: "1, 2, 3, a". Nothing is asked.')] = "",
     only_show: Annotated[bool, typer.Option("--show", help="Print the questions and ask nothing.")] = False,
 ) -> None:
     """Take the short test of a day, before it and after it: predict a number, find the bug, choose the repair.
@@ -948,7 +948,7 @@ def diff(lesson: str, old: str, new: str) -> None:
     def source(rung: str) -> list[str]:
         if not hasattr(sys.modules[name], rung):
             raise typer.BadParameter(said("{name} has no function {rung}").format(name=name, rung=repr(rung)))
-        return rung_source.lines(name, rung)
+        return rung_source.lines(name, rung, said)
 
     for line in difflib.unified_diff(source(old), source(new), old, new, lineterm="", n=2):
         show.console.print(
@@ -967,6 +967,6 @@ def web_edition(
 
 if __name__ == "__main__":
     try:
-        app()
+        app(prog_name=exercises.COURSE)
     except progress.Damaged as error:
         sys.exit(str(error))

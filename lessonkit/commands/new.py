@@ -13,9 +13,9 @@ LESSON = '''
     What the operator computes, and the budget: bytes and FLOPs, and the time that they cannot beat.
 
     You will learn: ...
-    Run it:    python FOLDER/STEM.py
-    Check it:  python -m lessonkit check STEM
-    Time it:   python -m lessonkit bench STEM
+    Run it:    python3 course.py run STEM
+    Check it:  python3 course.py check STEM
+    Time it:   python3 course.py bench STEM
     """
 
     from lessonkit import About, Lesson

@@ -439,7 +439,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
 
     def add(lesson: str, table: Table, measured: str = "") -> None:
         part = f"## {stored.told(table.name)}\n\n{stored.told(table.note)}\n\n{measured}"
-        cells = [[shares.marked(name, str(_cell(value))) for name, value in row.items()] for row in table.rows]
+        cells = [[shares.marked(name, str(cell(value))) for name, value in row.items()] for row in table.rows]
         part += markdown(map(stored.head, table.rows[0]), cells)
         exceeded = {name for line in cells for name, cell in zip(table.rows[0], line, strict=True)
                     if name in shares.COLUMNS and shares.BEYOND in cell}  # fmt: skip
@@ -492,7 +492,7 @@ def _step_pages(folder: Path, others: dict[Path, str | Picture]) -> dict[Path, s
     return made
 
 
-def _cell(value: Any) -> Any:
+def cell(value: Any) -> Any:
     """A cell of a step's table; words are said in the reader's language, if a catalogue has them."""
     return stored.told(value) if isinstance(value, str) and (" " in value or value in BOUNDS) else value
 
