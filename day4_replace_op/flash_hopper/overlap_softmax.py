@@ -126,6 +126,7 @@ class PartitionArgs:
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
+    written_only: gl.shared_memory_descriptor  # New: [CONSUMERS, ROWS, 4] fp32, and no thread reads it
     problem: Problem
     lse_ptr: gl.tensor
     scale_log2: gl.tensor
@@ -248,6 +249,8 @@ def step(c, p, o, m, l, block):
     s = warpgroup_mma_wait(1, deps=(s,))  # New: of two matmuls one may be unfinished: the later one, PV
     c.k.release(block)
     p_new, m, l, alpha = online_softmax(s, m, l, c.args.scale_log2)
+    # New: ptxas would move the wait for PV above the exponentials. It moves no wait above a store, and l is their sum.
+    c.args.written_only.index(c.WHICH).store(l)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     c.v.release(block - 1)
     return operand_a(p_new, o, c.v.smem.dtype), scale_rows(o, alpha), m, l
@@ -328,6 +331,9 @@ def flash_kernel(
         q_full=allocate_barriers(CONSUMERS, 1),
         k_full=allocate_barriers(STAGES, 1), k_empty=allocate_barriers(STAGES, CONSUMERS),
         v_full=allocate_barriers(STAGES, 1), v_empty=allocate_barriers(STAGES, CONSUMERS),
+        written_only=gl.allocate_shared_memory(  # New
+            gl.float32, [CONSUMERS, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        ),
         problem=Problem(
             tiles=tiles, H=H, all_heads=all_heads, heads_at_once=heads_at_once, S_q=S_q, S_k=S_k, CAUSAL=CAUSAL
         ),
