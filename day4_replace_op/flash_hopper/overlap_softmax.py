@@ -3,9 +3,10 @@
 A consumer issues QK of block j + 1 before PV of block j. wgmma is asynchronous and runs in order. When at most one
 matmul is unfinished, S(j + 1) is ready and PV(j) may still run. So the softmax of block j + 1 runs under PV(j).
 
-    tensor cores      Q0......Q1P0....Q2P1....Q3P2....      Q = Q K^T   P = P V
-    softmax             s0s0s0  s1s1s1  s2s2s2  s3s3s3      s = softmax, under P of the block before
+    tensor cores   Q0Q0......Q1Q1P0P0..Q2Q2P1P1..Q3Q3P2P2..   Q = Q K^T   P = P V, both of one consumer
+    its softmax        s0s0s0    s1s1s1    s2s2s2    s3s3s3   s = softmax, under P of the block before
 
+Without a store between them, ptxas moves the wait for PV above the exponentials. So each step stores its row sums.
 S and P are in registers at once: of 232 per thread, S has 64, P 32 and O 64 at D = 128.
 """
 

