@@ -133,7 +133,7 @@ def persistent(a, b):
     return c
 
 
-# What the other rungs share: tiles by tensor descriptor. A descriptor is 128 bytes for TMA, the SM's copy engine: a
+# What the other rungs share: tiles by tensor descriptor. A descriptor is 128 bytes for TMA, the SM's unit for copies: a
 # tensor's address, shape and strides, and the block's shape. One thread names a block's corner, [row, column], and TMA
 # computes the addresses. Outside of the tensor TMA loads zeros and stores nothing. So there are no masks, no pointers
 # and no registers for them. In return, rows must begin at multiples of 16 bytes.

@@ -111,7 +111,7 @@ Experiments with other versions of these kernels. Their rounds differ, so compar
     the same, D = 64                      451 -> 417 (476)   all keys
     no store, D = 128: ping-pong          697 -> 699 (770)   all keys; S = 16384: 697 -> 679
     persistent, tiles dealt in advance    677 -> 594 (+1%)   causal, S = 16384: short tiles wait for the long ones
-    8 heads at once, not what L2 holds    722 -> 752 (722)   causal; long and short tiles run side by side
+    4 heads at once, not what L2 holds    722 -> 752 (722)   causal; their 128 tiles, long and short, fill the SMs
     raise m, no second QK, D = 128        459 -> 748 (755)   all keys, falling scores; cuDNN in the same rounds: 682
     the same, D = 64                      303 -> 511 (550)   falling scores; cuDNN: 476
 
