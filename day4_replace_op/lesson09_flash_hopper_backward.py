@@ -77,9 +77,9 @@ The rungs (flash_hopper_backward/, a complete file each: read the first one, the
 5. ping_pong: the consumers take turns at exponentials, dQ is a step late
 6. causal_skip: at D = 128 a consumer of a causal head skips the block of queries that does not see its keys
 
-A step at D = 128, without waits for barriers or bytes. A character is 128 cycles. The tensor cores do S, D = dP, V = dV,
-K = dK and Q = dQ. Small letters are consumer 1. Both consumers do x = exp2, g = dS, a = atomics, r = one thread's TMA
-reduce.
+A step at D = 128, without waits for barriers or bytes. A character is 128 cycles. The tensor cores do S, D = dP,
+V = dV, K = dK and Q = dQ. Small letters are consumer 1. Both consumers do x = exp2, g = dS, a = atomics, r = one
+thread's TMA reduce.
 
     five_matmuls       tensor cores   SSssDDdd....VVvv..KKkkQQqq......    each matmul is awaited at once
                        consumers      ........xxxx....gg........aaaaaa
