@@ -84,7 +84,7 @@ Predicted at S = 4096, all keys, in TFLOP/s:
     three_consumers.py        of persistent_scheduler.py, D = 64: the third consumer      -      620
                               exponentiates while two wait for matmuls: 1300 cycles
     ping_pong.py              of overlap_softmax.py: two barriers make the consumers    770      476
-                              issue in turns: 2100 cycles
+                              issue in turns, 2100 cycles
 
 Where the ladder begins: at this shape lesson 4's autotuned `flash_v2` has 595 TFLOP/s and `warp_specialized` 610, so
 warp specialization alone is worth less than 3%. Lesson 4's `tma`, whose tile is not tuned, has 478 TFLOP/s. Compared

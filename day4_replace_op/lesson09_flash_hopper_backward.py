@@ -93,8 +93,8 @@ In cycles of a step. The predictions count fewer atomics than the pictures draw,
 
     rung               drawn   predicted   why they differ
     five_matmuls       4096    3200        half of the work beside the matmuls was to overlap, atomics included
-    overlap_matmuls    3328    2800        the prediction has no atomics, and 240 cycles of barriers
-    tma_reduce         2560    2800        the same barriers
+    overlap_matmuls    3328    2800        the prediction counts no atomics, but 240 cycles of exchange and barriers
+    tma_reduce         2560    2800        the exchange and the barriers
 
 The same as code, in rungs 2 to 4 (each matmul starts when the one before it is done):
 
