@@ -96,7 +96,13 @@ LESSON = Lesson(
             why="As above: the waits are what is left, and the next rung takes them away.",
         ),
         Prediction(rung=multiply_pipelined, at=LARGE, tflop_per_s=58),
-        Prediction(rung=multiply_wide, at=LARGE, times=1.03, over=multiply_pipelined),
+        Prediction(
+            rung=multiply_wide,
+            at=LARGE,
+            times=1.03,
+            over=multiply_pipelined,
+            why="Loads are no limit any more, and a scheduler has two warps, half of `multiply_pipelined`'s.",
+        ),
         Prediction(rung=multiply_one_block, at=LARGE, tflop_per_s=54),
     ),
     checks=(

@@ -168,7 +168,7 @@ LESSON = Lesson(
             "come on top.",
         ),
         Prediction(rung=attention_mma, at=FULL, tflop_per_s=(310, 540)),
-        Prediction(rung=attention_pipelined, at=FULL, times=1.2, over=attention_mma),
+        Prediction(rung=attention_pipelined, at=FULL, times=1.2, over=attention_mma, why="The cause is not known."),
     ),
     checks=(
         *PROBLEM_LSE.checks[:-1],

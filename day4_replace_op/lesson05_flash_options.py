@@ -157,7 +157,7 @@ LESSON = Lesson(
             over=skipped,
             why="As for `masked`: the mask that is left out costs 0.32 of 1.75 ms there, 18%, not 7%.",
         ),
-        Prediction(rung=longest_first, at=LONG, times=1.12, over=edges),
+        Prediction(rung=longest_first, at=LONG, times=1.12, over=edges, why="The cause is not known."),
         Prediction(rung=attention, at={**CAUSAL, "causal": False}, tflop_per_s=443),
     ),
     wrong=WRONG,

@@ -3,7 +3,7 @@
 dV = P^T dO and dK = scale dS^T Q, with P and dS as in lesson 6, are sums over queries. So a program owns a block of
 keys: it keeps K and V, sweeps the queries that see them, and computes P and dS a second time.
 
-    P and dS of one causal head in blocks: x computed, m computed and masked, . not seen by any query
+    P and dS of one causal head in blocks: x computed, m computed and masked, . not visible to any query
 
                  keys ->                                    keys ->
     query    row 0   m . . .                   query    row 0   m . . .

@@ -105,7 +105,7 @@ class Prediction:
     card: a name of the table of chips (base.chips).
     One of `ms`, `tflop_per_s`, `tb_per_s`, `percent_of_limit`, or `times`: so many times as fast as the rung `over`.
     Each is a figure, or two: from and to.
-    why: one sentence, where what was measured is more than 15% off; there and nowhere else.
+    why: one sentence, where what was measured is more than 15% off, or a gain by more than half; nowhere else.
     """
 
     rung: Rung

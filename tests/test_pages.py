@@ -70,7 +70,8 @@ def test_a_prediction_stands_beside_what_was_measured_in_one_unit(lesson, said, 
     (pair,) = predictions.compared(lesson, found)
     assert pair.ratio == pytest.approx(ratio)
     line = predictions.section(lesson, found, lambda row: "!").splitlines()[-1]
-    assert line == f"| **add_wide** | n=98432 | {how} | {rate} | 4! | {ratio:.2f} | Because. |"
+    measured = "4!, 5 times" if "over" in said else "4!"
+    assert line == f"| **add_wide** | n=98432 | {how} | {rate} | {measured} | {ratio:.2f} | Because. |"
 
 
 def test_a_prediction_for_another_card_stands_beside_its_rows_alone(lesson):
@@ -99,6 +100,18 @@ def test_a_prediction_that_is_off_wants_a_reason_and_one_that_is_not_wants_none(
     assert "say in `why`" in complaints(80, "", found)[0]
     assert "take `why` away" in complaints(90, "A reason.", found)[0]
     assert "no row was measured" in complaints(90, "", [])[0]
+
+
+@pytest.mark.parametrize(("times", "off"), [(1.4, True), (1.25, False), (1.15, False), (1.07, True), (1.0, False)])
+def test_a_gain_that_is_off_by_more_than_half_wants_a_reason(lesson, times, off):
+    """Measured: 1.15 times as fast as the rung before, which is within 15% of each rate but one."""
+    first, second = lesson.rungs[1:]
+    found = [a_row(), a_row(rung="add_block", ms_p50=2.3)]
+    said = Prediction(rung=second, at=N, times=times, over=first)
+    wrong = predictions.complaints(ADD, dataclasses.replace(lesson, predicted=(said,)), found)
+    assert bool(wrong) == off
+    reasoned = dataclasses.replace(lesson, predicted=(dataclasses.replace(said, why="Because."),))
+    assert bool(predictions.complaints(ADD, reasoned, found)) == (not off)
 
 
 def test_a_prediction_says_one_thing_of_a_rung_at_a_bench(lesson):
