@@ -52,6 +52,20 @@ def test_a_name_that_does_not_do_writes_nothing(course, arguments, says):
     assert len(list(course.rglob("*.*"))) == 2
 
 
+def test_a_lesson_that_cannot_be_begun_leaves_nothing(course, monkeypatch):
+    write = new.write_atomically
+
+    def full(path, text):
+        if path.name == "11w.toml":
+            raise OSError(28, "No space left on device", str(path))
+        write(path, text)
+
+    monkeypatch.setattr(new, "write_atomically", full)
+    with pytest.raises(OSError, match="No space left"):
+        new.lesson(NAME, "silu", FIRST, course)
+    assert len(list(course.rglob("*.*"))) == 2
+
+
 def test_a_lesson_that_is_there_is_kept(course):
     lesson, *_ = new.lesson(NAME, "silu", FIRST, course)
     lesson.write_text("mine")

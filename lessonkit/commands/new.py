@@ -96,7 +96,8 @@ def lesson(name: str, problem: str, after: str, root: Path = ROOT) -> list[Path]
     name     in full, day2_triton_basics.lesson18_silu
     problem  the name of a file of problems/, which is made too if it is not there
     after    the lesson, in full, that stands before it in the path of the whole course
-    Raises ValueError if a name does not do, or if something stands there already; nothing is written then.
+    Raises ValueError if a name does not do, or if something stands there already, and OSError if a file cannot be
+    written. Nothing is left then.
     """
     if not (named := re.fullmatch(r"(day\d_\w+)\.(lesson\d\d_([a-z][a-z0-9_]*))", name)):
         raise ValueError(f"name: {name!r} is not like day2_triton_basics.lesson18_silu: folder, number, words")
@@ -112,14 +113,19 @@ def lesson(name: str, problem: str, after: str, root: Path = ROOT) -> list[Path]
         raise ValueError(f"after: {PATH} has no line with {after!r}; give a lesson's full name")
     path = f'{path[: line.end()]}{line[1]}"{name}",\n{path[line.end() :]}'
 
-    made = {file: LESSON}
+    texts = {file: LESSON}
     if not (asked := root / "problems" / f"{problem}.py").exists():
-        made[asked] = PROBLEM
+        texts[asked] = PROBLEM
     words = {"FOLDER": folder, "STEM": stem, "WORD": word, "TITLE": word.replace("_", " ").capitalize()}
-    for place, text in made.items():
-        text = dedent(text).lstrip().replace("problems.PROBLEM", f"problems.{problem}")
-        for key, value in words.items():
-            text = re.sub(rf"(?<![A-Z]){key}(?![A-Z])", value, text)
-        write_atomically(place, text.replace('"PROBLEM: the', f'"problems/{problem}.py: the'))
-    write_atomically(root / PATH, path)
-    return [*made, root / PATH]
+    try:
+        for place, text in texts.items():
+            text = dedent(text).lstrip().replace("problems.PROBLEM", f"problems.{problem}")
+            for key, value in words.items():
+                text = re.sub(rf"(?<![A-Z]){key}(?![A-Z])", value, text)
+            write_atomically(place, text.replace('"PROBLEM: the', f'"problems/{problem}.py: the'))
+        write_atomically(root / PATH, path)
+    except OSError:  # nothing is left half begun
+        for place in texts:
+            place.unlink(missing_ok=True)
+        raise
+    return [*texts, root / PATH]
