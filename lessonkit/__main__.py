@@ -39,7 +39,7 @@ from lessonkit.commands.doctor import findings
 from lessonkit.commands.parallel import run_scripts
 from lessonkit.cuda import sass, toolchain
 from lessonkit.exercise import progress
-from lessonkit.judge import counters, fuzz, verify
+from lessonkit.judge import counters, fuzz, trace, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import (
     beside,
@@ -79,15 +79,30 @@ Which = Annotated[
 
 
 def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
-    found = list(discover("" if which == "all" else which))
-    if not found and (now := renames.meant("lessons", which)):
+    return list(discover(_meant(which)))
+
+
+def _meant(which: str) -> str:
+    """What `names` takes for this word: "" of all, today's name of an old one. A word of no lesson is a mistake."""
+    which = "" if which == "all" else which
+    if names(which):
+        return which
+    if now := renames.meant("lessons", which):
         show.console.print(said("lesson {old} is now called {new}").format(old=which, new=now))
-        found = list(discover(now))
-    if not found:
-        close = ", ".join(_closest(which))
-        words = said("no lesson matches {which}. The closest: {close}. All: {command}")
-        raise typer.BadParameter(words.format(which=repr(which), close=close, command=f"{exercises.COURSE} list"))
-    return found
+        return now
+    close = ", ".join(_closest(which))
+    words = said("no lesson matches {which}. The closest: {close}. All: {command}")
+    raise typer.BadParameter(words.format(which=repr(which), close=close, command=f"{exercises.COURSE} list"))
+
+
+def _need_rung(which: str, rung: str) -> None:
+    """A rung that no lesson of these has is a mistake; "" names none."""
+    if rung and not any(rung == each.__name__ for _, lesson in kernels(which) for each in lesson.rungs):
+        none, here = (
+            said("{option}: no lesson has a rung of that name"),
+            said("{option}: {which} has no rung of that name"),
+        )
+        raise typer.BadParameter((here if which else none).format(option=f"--rung {rung}", which=which))
 
 
 def _closest(which: str) -> list[str]:
@@ -309,6 +324,7 @@ def judge_mutants(
     workers: Annotated[int, typer.Option(help="So many at a time, each in a process of its own.")] = 4,
 ) -> None:
     """Judge wrong kernels that only this kind of GPU runs, each in a process of its own, and keep the verdicts."""
+    which = _meant(which)
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: these mutants are of kernels that run on one kind of GPU only."))
         return
@@ -360,6 +376,7 @@ def run_sanitizers(
     if unknown := [each for each in tools if each not in (*sanitize.TOOLS, *sanitize.INSTRUMENTED)]:
         known = ", ".join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))
         raise typer.BadParameter(said("{what}: there are {known}").format(what=f"--tool {unknown[0]}", known=known))
+    _need_rung(which := _meant(which), rung)
     try:
         part = sanitize.Part(rung, sanitize.shape_of(shape), sms)
     except ValueError as error:
@@ -370,12 +387,6 @@ def run_sanitizers(
     failed: list[str] = []
     known_reports = sanitize.argued()
     lessons = list(_with_kernels(which, failed))
-    if rung and not any(rung == each.__name__ for _, lesson in lessons for each in lesson.rungs):
-        none, here = (
-            said("{option}: no lesson has a rung of that name"),
-            said("{option}: {which} has no rung of that name"),
-        )
-        raise typer.BadParameter((here if which else none).format(option=f"--rung {rung}", which=which))
     for each in tools:
         if why := sanitize.lacks(each):
             show.console.print(said("{name}: left out: {why}").format(name=each, why=why))
@@ -402,6 +413,7 @@ def repeat_beside(
     rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
 ) -> None:
     """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows."""
+    _need_rung(which := _meant(which), rung)
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: there is nothing that two processes could share."))
         return
@@ -443,6 +455,7 @@ def bench(
     if operators:
         words = said("{names}: one name of lessons; operators are named after `bench ops`")
         raise typer.BadParameter(words.format(names=" ".join(operators)))
+    which = _meant(which)
     if not device.HAS_GPU:
         show.console.print(
             said("No GPU was found: interpreter timings say nothing about speed, so nothing is written.")
@@ -498,9 +511,10 @@ def fuzz_operators(
 
     Counts are added to reports/fuzz.csv. Each fault's smallest case is added to tests/fuzz/found.jsonl.
     """
+    case = _case(replay) if replay else None
     names, modes = operators or [], mode or (["gpu"] if device.HAS_GPU else ["cpu", "interpreted"])
     known = fuzz.questions()
-    if wrong := sorted(set(names) - set(known)):
+    if wrong := sorted({*names, *([case["operator"]] if case else [])} - set(known)):
         words = said("course_ops has no {wrong}. It has {known}")
         raise typer.BadParameter(words.format(wrong=", ".join(wrong), known=", ".join(sorted(known))))
     if wrong := sorted(set(modes) - set(fuzz.MODES)):
@@ -509,10 +523,10 @@ def fuzz_operators(
     if "gpu" in modes and not device.HAS_GPU:
         raise typer.BadParameter(said("mode gpu needs a GPU, and none was found"))
     failed: list[str] = []
-    if replay:
+    if case:
         for each in modes:
             with fuzzing.Worker(each) as worker:
-                outcome = worker.ask(json.loads(replay))
+                outcome = worker.ask(case)
             print(f"{each}: {outcome.kind} {outcome.said}", flush=True)
             failed += [] if outcome.well else [f"{each}: {outcome.kind}"]
         _end(failed)
@@ -531,6 +545,21 @@ def fuzz_operators(
                c.false_alarms, c.seconds] for c, older in fuzzing.table(fuzzing.asked(names, modes))]  # fmt: skip
     show.table(said("cases of today's code"), title, fuzzed)
     _end([f"{each.case['operator']}: {each.fault}" for each in failures])
+
+
+def _case(text: str) -> fuzz.Case:
+    """The case that `--replay` names. What is no case is said in the words of the command line."""
+    try:
+        case: fuzz.Case = json.loads(text)
+    except ValueError as why:
+        raise typer.BadParameter(said("--replay takes a case as JSON: {why}").format(why=why)) from None
+    if not isinstance(case, dict) or (lacks := [key for key in fuzz.KEYS if key not in case]):
+        words = said("--replay takes a case as tests/fuzz/found.jsonl has it; this one lacks {keys}")
+        raise typer.BadParameter(words.format(keys=", ".join(lacks if isinstance(case, dict) else fuzz.KEYS)))
+    if case["direction"] not in fuzz.DIRECTIONS:
+        words = said("{wrong} is no direction: {known}")
+        raise typer.BadParameter(words.format(wrong=repr(case["direction"]), known=", ".join(fuzz.DIRECTIONS)))
+    return case
 
 
 @app.command(name="compile")
@@ -589,8 +618,7 @@ def try_versions(
     why. Needs no GPU. A stopped run goes on where it was. Of some lessons nothing is written.
     Triton 3.10 will switch fused multiply-add off by default: last bits and speed of kernels may then change.
     """
-    if which := "" if which == "all" else renames.meant("lessons", which) or which:
-        _chosen(which)  # or it is not there
+    which = _meant(which)
     pairs = [p for p in versions.PAIRS if (not torch or p[0] in torch) and (not triton or p[1] in triton)]
     wanted = [t for t in compiled.TARGETS if not target or str(t) in target]
     if not pairs or len(wanted) < len({*(target or ())}):
@@ -686,6 +714,8 @@ def count(
     """Count what emulated CUDA kernels ask of memory, test what lessons say of it, and write reports/emulated."""
     broken: list[str] = []
     chosen = [(name, lesson) for name, lesson in _with_kernels(which, broken) if lesson.extension]
+    if not chosen and not broken:
+        raise typer.BadParameter(said("no CUDA C++ lesson matches {which}").format(which=repr(which)))
     if by_ncu:
         if why := ncu.lacks():
             show.console.print(why)
@@ -943,12 +973,15 @@ def show_progress(
 @app.command()
 def diff(lesson: str, old: str, new: str) -> None:
     """Show what changes from one rung to another: the wrapper and the kernels that it launches."""
-    name, _ = _one(lesson)
+    name, found = _one(lesson)
+    if isinstance(found, Steps):
+        raise typer.BadParameter(said("{name} has steps and no rungs: there is nothing to compare").format(name=name))
 
     def source(rung: str) -> list[str]:
-        if not hasattr(sys.modules[name], rung):
-            raise typer.BadParameter(said("{name} has no function {rung}").format(name=name, rung=repr(rung)))
-        return rung_source.lines(name, rung)
+        try:
+            return rung_source.lines(name, trace.rung(found, rung).__name__)
+        except ValueError as why:
+            raise typer.BadParameter(f"{name}: {why}") from None
 
     for line in difflib.unified_diff(source(old), source(new), old, new, lineterm="", n=2):
         show.console.print(
@@ -970,3 +1003,7 @@ if __name__ == "__main__":
         app()
     except progress.Damaged as error:
         sys.exit(str(error))
+    except OSError as error:
+        if not error.filename:
+            raise
+        sys.exit(f"{error.filename}: {error.strerror}")
