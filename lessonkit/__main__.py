@@ -21,7 +21,7 @@ from lessonkit import pictures
 from lessonkit.base import chips, device, renames
 from lessonkit.base.errors import Misdeclared, Missing
 from lessonkit.base.files import REPORTS, ROOT, environment, write_atomically
-from lessonkit.base.words import counted, language, retold, said
+from lessonkit.base.words import counted, language, listed, retold, said
 from lessonkit.commands import (
     course_run,
     evidence,
@@ -827,18 +827,35 @@ def new_lesson(
 
 @app.command()
 def depends(function: str) -> None:
-    """Which lessons and rows depend on a function: `ring_slot`, `problems.softmax.inputs`, `cuda_src/a.cu:kernel`."""
-    found = dependents.dependents(function)
+    """What depends on a function: lessons, operators, rows. `ring_slot`, `problems.gelu.inputs`, `cuda_src/a.cu:f`."""
+    if dependents.is_of_the_kit(function):
+        words = said("{function} judges lessons: no row depends on it, and every lesson's checks may")
+        _end([words.format(function=function)])
+    with show.console.status(said("reading what lessons and operators reach")):
+        found = dependents.dependents(function)
+        places = [] if found else dependents.defined(function)
+        close = [] if found or places else dependents.closest(function)
+    if places:
+        words = said("no lesson and no operator reaches {function} of {files}")
+        _end([words.format(function=function, files=", ".join(map(str, places)))])
     if not found:
-        if dependents.is_of_the_kit(function):
-            words = said("{function} judges lessons: no row depends on it, and every lesson's checks may")
-            _end([words.format(function=function)])
-        _end([said("no lesson's rungs, inputs or work reach {function}").format(function=function)])
-    body = ([each.function, each.lesson, ", ".join(each.through), each.rows or ""] for each in found)
-    measured = {each.lesson: each.rows for each in found}
-    words = said("{lessons} lessons and {rows} rows depend on {function}")
-    heading = words.format(lessons=len(measured), rows=sum(measured.values()), function=function)
-    show.table(heading, [said("function"), said("lesson"), said("through"), said("rows")], body)
+        words = said("there is no function {function}. The closest: {close}")
+        _end([words.format(function=function, close=", ".join(close) or said("none"))])
+    body = []
+    for each in found:
+        through = ", ".join(said(part) for part in each.through)
+        count = f"{each.rows} ({operator_rows.FILE})" if each.is_operator and each.rows else each.rows or ""
+        body.append([each.function, each.lesson, through, count])
+    measured = {each.lesson: (each.is_operator, each.rows) for each in found}
+    operators, lines = (sum(column) for column in zip(*measured.values(), strict=True))
+    lessons = len(measured) - operators
+    parts = [
+        counted(lessons, said("1 lesson"), said("{count} lessons")),
+        counted(operators, said("1 operator"), said("{count} operators")),
+        counted(lines, said("1 row"), said("{count} rows")),
+    ]
+    heading = said("what depends on {function}: {what}").format(function=function, what=listed(parts))
+    show.table(heading, [said("function"), said("lesson or operator"), said("through"), said("rows")], body)
 
 
 @app.command(name="words")
