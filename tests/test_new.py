@@ -15,7 +15,7 @@ def course(tmp_path):
     for folder in ("day2_triton_basics", "problems", "paths"):
         (tmp_path / folder).mkdir()
     (tmp_path / "problems" / "gelu.py").write_text("PROBLEM = 1\n")
-    (tmp_path / new.PATH).write_text(f'plan = [\n    "{FIRST}",\n    "last",\n]\n')
+    (tmp_path / new.WHOLE_COURSE).write_text(f'plan = [\n    "{FIRST}",\n    "last",\n]\n')
     return tmp_path
 
 

@@ -16,6 +16,7 @@ except ImportError:  # Windows has none
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = ROOT / "reports"
+WHOLE_COURSE = Path("paths", "11w.toml")  # the path that has every lesson
 CACHE = Path(os.environ.get("COURSE_CACHE") or Path.home() / ".cache" / "gpu-kernel-course").resolve()
 # Modules that lessons name without their group, `from lessonkit import timing`; each is loaded when it is first named.
 BY_NAME = {

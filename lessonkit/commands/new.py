@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 from textwrap import dedent
 
-from lessonkit.base.files import ROOT, write_atomically
+from lessonkit.base.files import ROOT, WHOLE_COURSE, write_atomically
 
-PATH = Path("paths", "11w.toml")
 LESSON = '''
     """TITLE: the idea in the field's words
     ==========================================
@@ -108,9 +107,9 @@ def lesson(name: str, problem: str, after: str, root: Path = ROOT) -> list[Path]
         raise ValueError(f"name: {file.relative_to(root)} is there already; choose another number or another word")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", problem):
         raise ValueError(f"problem: {problem!r} cannot be a file of problems/: use small letters, digits and _")
-    path = (root / PATH).read_text()
+    path = (root / WHOLE_COURSE).read_text()
     if not (line := re.search(rf'^( *)"{re.escape(after)}",\n', path, re.MULTILINE)):
-        raise ValueError(f"after: {PATH} has no line with {after!r}; give a lesson's full name")
+        raise ValueError(f"after: {WHOLE_COURSE} has no line with {after!r}; give a lesson's full name")
     path = f'{path[: line.end()]}{line[1]}"{name}",\n{path[line.end() :]}'
 
     texts = {file: LESSON}
@@ -123,9 +122,9 @@ def lesson(name: str, problem: str, after: str, root: Path = ROOT) -> list[Path]
             for key, value in words.items():
                 text = re.sub(rf"(?<![A-Z]){key}(?![A-Z])", value, text)
             write_atomically(place, text.replace('"PROBLEM: the', f'"problems/{problem}.py: the'))
-        write_atomically(root / PATH, path)
+        write_atomically(root / WHOLE_COURSE, path)
     except OSError:  # nothing is left half begun
         for place in texts:
             place.unlink(missing_ok=True)
         raise
-    return [*texts, root / PATH]
+    return [*texts, root / WHOLE_COURSE]

@@ -17,7 +17,7 @@ from typing import Any
 
 from lessonkit.base import device
 from lessonkit.base.errors import Missing, Unsupported
-from lessonkit.base.files import REPORTS, ROOT
+from lessonkit.base.files import REPORTS, ROOT, WHOLE_COURSE
 from lessonkit.base.markdown import markdown
 from lessonkit.base.tables import read_csv
 from lessonkit.cuda import sass
@@ -28,7 +28,6 @@ from lessonkit.modes import compiled
 import torch
 
 PUSH, NIGHT = "push", "night"
-PATH = ROOT / "paths" / "11w.toml"  # the whole course
 
 
 class LeftOut(Exception):
@@ -365,7 +364,7 @@ def _imported() -> frozenset[tuple[str, str]]:
 def listed(name: str, lesson: Lesson | Steps) -> None:
     """It says what it teaches, of which tables are made, and the path of the whole course has it."""
     assert lesson.about, f'{name} does not say what it teaches: add about=About(teaches="...", hours=1) to its LESSON'
-    assert f'"{name}"' in PATH.read_text(), f'{PATH.relative_to(ROOT)} does not have "{name}": add it to a week'
+    assert f'"{name}"' in (ROOT / WHOLE_COURSE).read_text(), f'{WHOLE_COURSE} does not have "{name}": add it to a week'
 
 
 # ---- What the emulator counts, and the machine code -----------------------------------------------------------------
