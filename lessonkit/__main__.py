@@ -310,6 +310,8 @@ def check(which: Which = "") -> None:
             wrong = show.checks(lesson)
         except (Misdeclared, NotImplementedError) as mistake:  # the latter: begun by `new`, and not written yet
             failed.append(str(mistake))
+            asked = [q for q in verify.questions(name, lesson) if q.kind in ("listed", "declared")]
+            failed += show.questions(asked)
             continue
         if wrong:
             failed.append(said("{name}: checks failed: {count}").format(name=name, count=wrong))
@@ -812,17 +814,22 @@ def measure_again(
 def new_lesson(
     name: Annotated[str, typer.Argument(help="Its name in full: day2_triton_basics.lesson18_silu.")],
     problem: Annotated[str, typer.Option(help="The file of problems/ that it answers; a new one is begun.")],
-    after: Annotated[str, typer.Option(help="The lesson, in full, that stands before it in the whole course.")],
+    after: Annotated[str, typer.Option(help="The lesson that stands before it in the whole course.")],
 ) -> None:
-    """Begin a lesson: its file, its problem if that is new, and its line in the path of the whole course."""
+    """Begin a Triton lesson: its file, its problem if that is new, and its line in the path of the whole course.
+
+    A lesson in CUDA C++ begins as a copy of cuda_src/02_vector_add.cu and .py.
+    """
     try:
-        made = new.lesson(name, problem, after)
+        made = new.lesson(name, problem, _one(after)[0])
     except ValueError as why:
         raise typer.BadParameter(str(why)) from None
     for path in made:
         show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
     command = f"{exercises.COURSE} check {name.partition('.')[2]}"
     show.console.print(said("What it still lacks says: {command}").format(command=command))
+    words = said("The suite asks more, its hours, translations and pages: {command}")
+    show.console.print(words.format(command="python3 course.py test"))
 
 
 @app.command()
