@@ -181,7 +181,7 @@ def _beside_rows(today: Today) -> dict[Path, str | Picture]:
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
         text = filled(text, "versions", targets.versions(language))
         made[ROOT / readme] = filled(text, "results", operators.overview(language, today))
-        page = ROOT / readme.replace("README", "CONTRIBUTING")
+        page = ROOT / "lessonkit" / readme
         made[page] = filled(page.read_text(), "tiers", verify.tiers(language))
         guide = ROOT / "course_ops" / readme
         made[guide] = filled(guide.read_text(), "speed", shipped.speed(language, today))
