@@ -21,6 +21,7 @@ from lessonkit.pages import (
     final_report,
     glossary,
     guides,
+    kit,
     operators,
     path_pages,
     pivots,
@@ -182,7 +183,9 @@ def _beside_rows(today: Today) -> dict[Path, str | Picture]:
         text = filled(text, "versions", targets.versions(language))
         made[ROOT / readme] = filled(text, "results", operators.overview(language, today))
         page = ROOT / "lessonkit" / readme
-        made[page] = filled(page.read_text(), "tiers", verify.tiers(language))
+        text = filled(page.read_text(), "tiers", verify.tiers(language))
+        text = filled(text, "lines", kit.lines(language))
+        made[page] = filled(text, "modules", kit.modules()) if language == "en" else text
         guide = ROOT / "course_ops" / readme
         made[guide] = filled(guide.read_text(), "speed", shipped.speed(language, today))
     return made | guides.pages() | path_pages.pages() | glossary.pages() | readme_pictures.pages()
