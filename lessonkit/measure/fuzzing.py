@@ -376,8 +376,3 @@ def run(
         for worker in workers.values():
             worker.stop()
     return failures
-
-
-def tonight() -> int:
-    """A seed that is another each day."""
-    return int(time.time() // 86400)
