@@ -756,7 +756,9 @@ def write_report(
         for path in made:
             show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
         return
-    for path in report.write():
+    with show.console.status(said("making pages")):
+        changed = report.write()
+    for path in changed:
         show.console.print(said("wrote {path}").format(path=path.relative_to(ROOT)))
     _warn(paths.routes())
     if old := stale.old():
