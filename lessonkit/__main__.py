@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Annotated, NoReturn
 from lessonkit import pictures
 from lessonkit.base import chips, device, renames
 from lessonkit.base.errors import Misdeclared, Missing
-from lessonkit.base.files import REPORTS, ROOT, write_atomically
+from lessonkit.base.files import ROOT, write_atomically
 from lessonkit.base.words import counted, language, listed, retold, said
 from lessonkit.commands import (
     evidence,
@@ -26,6 +25,7 @@ from lessonkit.commands import (
     languages,
     lock,
     new,
+    on_gpu,
     renew,
     running,
     show,
@@ -39,15 +39,12 @@ from lessonkit.exercise import progress
 from lessonkit.judge import counters, fuzz, trace, verify
 from lessonkit.lesson import Broken, Lesson, Steps, discover, kernels, names, title
 from lessonkit.measure import (
-    beside,
     dependents,
     fuzz_bursts,
     fuzzing,
     gpu_mutants,
     ncu,
-    operator_bench,
     operator_rows,
-    rows,
     sanitize,
     stale,
 )
@@ -237,32 +234,8 @@ def judge_mutants(
         show.console.print(said("No GPU was found: these mutants are of kernels that run on one kind of GPU only."))
         return
     failed: list[str] = []
-    folder = REPORTS / device.name()
     lessons = list(_with_kernels(which, failed))
-    todo = [
-        (name, mutant)
-        for name, mutant in gpu_mutants.of_one_gpu(lessons, device.capability())
-        if again or not gpu_mutants.fresh(folder, name, mutant)
-    ]
-    left = [(name, mutant, why) for name, mutant in todo if (why := gpu_mutants.lacks(name, mutant))]
-    for name, mutant, why in left:
-        todo.remove((name, mutant))
-        show.console.print(said("{name}: left out: {why}").format(name=f"{name}: {mutant.why}", why=why))
-    body = []
-    with ThreadPoolExecutor(workers) as pool:
-        for done in as_completed([pool.submit(gpu_mutants.judge, *each) for each in todo]):
-            try:
-                judged = done.result()
-            except RuntimeError as why:
-                failed.append(str(why))
-                continue
-            gpu_mutants.save(folder, judged)
-            line = [judged.lesson, judged.rung, judged.mutant, judged.caught_by or "ACCEPTED", judged.case]
-            show.console.print(": ".join(line[:4]))
-            body.append(line)
-    heading = counted(len(body), said("1 mutant judged"), said("{count} mutants judged"))
-    show.table(heading, [said("lesson"), said("rung"), said("wrong in"), said("caught by"), said("on")], body)
-    _end([*failed, *gpu_mutants.contradicted(lessons)])
+    _end([*failed, *on_gpu.judged(lessons, again, workers)])
 
 
 @app.command(name="sanitize")
@@ -293,25 +266,8 @@ def run_sanitizers(
         show.console.print(sanitize.lacks(tools[0]))
         return
     failed: list[str] = []
-    known_reports = sanitize.argued()
-    lessons = list(_with_kernels(which, failed))
-    for each in tools:
-        if why := sanitize.lacks(each):
-            show.console.print(said("{name}: left out: {why}").format(name=each, why=why))
-            continue
-        for name, _ in lessons:
-            try:
-                found = sanitize.run(name, each, part)
-            except sanitize.NotUnderstood as error:
-                failed.append(str(error))
-                continue
-            sanitize.save(REPORTS / device.name(), name, each, found, known_reports, part)
-            errors = sanitize.unargued(found, known_reports)
-            words = said("{name}, {tool}: {argued} argued, {errors} not")
-            counts = {"argued": len(found) - len(errors), "errors": len(errors)}
-            show.console.print(words.format(name=f"{name} {part}".strip(), tool=each, **counts))
-            failed += [f"{name}, {each}: {report.kernel}: {report.what}" for report in errors]
-    _end(failed)
+    lessons = [name for name, _ in _with_kernels(which, failed)]
+    _end([*failed, *on_gpu.sanitized(lessons, tools, part)])
 
 
 @app.command(name="beside")
@@ -326,20 +282,8 @@ def repeat_beside(
         show.console.print(said("No GPU was found: there is nothing that two processes could share."))
         return
     failed: list[str] = []
-    found: list[beside.Repeated] = []
-    try:
-        for each in beside.measured(list(_with_kernels(which, failed)), seconds, rung):
-            found.append(each)
-            where = said("beside another process") if each.neighbour else said("alone")
-            words = said("{rung}, {where}: {differ} of {calls} answers differ")
-            which_rung = f"{each.lesson}.{each.rung}"
-            show.console.print(words.format(rung=which_rung, where=where, differ=each.differ, calls=each.calls))
-            if each.neighbour:  # now, in case that the command is stopped before its end
-                beside.save(REPORTS / device.name(), next(pair for pair in beside.pairs(found) if each in pair))
-    except Missing as missing:
-        failed.append(str(missing))
-    failed += filter(None, map(beside.wrong, beside.pairs(found)))
-    _end(failed)
+    lessons = list(_with_kernels(which, failed))
+    _end([*failed, *on_gpu.repeated(lessons, seconds, rung)])
 
 
 @app.command()
@@ -389,16 +333,7 @@ def _bench_operators(names: list[str], minutes: float, workers: int, release: bo
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: nothing is timed. `bench ops --release` lists what has no row."))
         return
-    path = rows.REPORTS / device.name() / operator_rows.FILE
-    todo = operator_rows.missing(operator_rows.read(path), operator_rows.cases(names))
-    with operator_bench.Processes(workers, minutes) as processes:
-        done = operator_bench.run(
-            todo, processes.timed, path, minutes, ahead=processes.ahead,
-            turn=max(1, operator_bench.AHEAD * workers), say=lambda line: print(line, flush=True),
-        )  # fmt: skip
-    words = said("{done} of {count} shapes timed, rows in {path}")
-    show.console.print(words.format(done=done, count=len(todo), path=path))
-    show.operators(operator_rows.read(path))
+    on_gpu.timed(names, minutes, workers)
 
 
 @app.command(name="fuzz")
