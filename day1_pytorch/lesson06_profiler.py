@@ -116,6 +116,7 @@ def trace():
     seen = _profile()
     path = ROOT / "reports" / "traces" / f"{device.name()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # profile(..., with_stack=True) also records the line of Python behind each operator, at more time on the host.
     seen.export_chrome_trace(str(path))
     spans = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     label = next(e for e in spans if e["name"] == "mlp" and e["cat"] == "user_annotation")

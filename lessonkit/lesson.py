@@ -268,7 +268,7 @@ class Lesson:
     rungs       slowest first; the name is the idea; where the last one refuses a case, it names the operator of
                 course_ops that takes it
     wrong       mutants, each of which the checks must reject
-    claims      rung -> what its compiled code must show (see compiled.broken_claims); in CUDA C++ kernel's name -> that
+    claims      rung -> what its compiled code must show (cuda.sass.broken_claims); in CUDA C++ kernel's name -> that
     passes      rung -> bytes it moves, as a multiple of Work.bytes, counted without a GPU on the last check
     passes_why  why `passes` is not what the lesson's text predicts, where it is not: the interpreter has no cache
     grad        the differentiable op that the lesson ends in; its gradients are checked too

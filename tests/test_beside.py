@@ -11,6 +11,7 @@ from lessonkit.base import device
 from lessonkit.base.errors import Missing
 from lessonkit.base.files import REPORTS
 from lessonkit.base.tables import read_csv
+from lessonkit.commands import on_gpu
 from lessonkit.lesson import discover, kernels
 from lessonkit.measure import beside
 from lessonkit.measure.beside import Repeated
@@ -216,7 +217,7 @@ def test_a_neighbour_is_there_inside_and_gone_after(monkeypatch):
 def repeated(monkeypatch, tmp_path):
     """A machine with a GPU, where one rung is repeated; `beside` says how it went."""
     found = [ALONE, BESIDE]
-    monkeypatch.setattr(main, "REPORTS", tmp_path)
+    monkeypatch.setattr(on_gpu, "REPORTS", tmp_path)
     monkeypatch.setattr(main.device, "HAS_GPU", True)
     monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
     monkeypatch.setattr(beside.rows, "machine", lambda: {"gpu": "some-gpu"})

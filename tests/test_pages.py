@@ -1,9 +1,12 @@
 """Pages of rows: predictions beside measurements, operators, lengths. Each is made of fields and rows alone."""
 
+import codecs
 import dataclasses
 import re
+import sys
 
 from lessonkit import Prediction
+from lessonkit.base import words
 from lessonkit.base.errors import Misdeclared
 from lessonkit.base.files import REPORTS
 from lessonkit.commands import show
@@ -616,3 +619,37 @@ def test_a_copy_has_no_share_of_itself():
     assert shares.of_limit(a_row(percent_of_limit=100.4)) == "100%"
     assert shares.of_limit(a_row(percent_of_limit=100.6)) == "101% †"
     assert pivots.rated([a_row(kind="limit")], "TFLOP/s") == []
+
+
+class OtherWords(dict):
+    """A catalogue that has every text, in words that no reader knows. Fields, code, links and figures stay."""
+
+    kept = re.compile(r"(\{[^}]*\}|`[^`]*`|\[[^\]]*\]\([^)]*\)|\d[\d,.]*)")
+
+    def __contains__(self, text):
+        return True
+
+    def __missing__(self, text):
+        parts = enumerate(self.kept.split(text))  # every second one is kept
+        return "".join(part if nth % 2 else codecs.encode(part, "rot13") for nth, part in parts)
+
+
+def facts(text):
+    """The cells of a page's tables that are figures, by line."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line if re.fullmatch(r"[\s\d.,%*+-]*\d[\s\d.,%*+-]*", cell)] for line in lines]
+
+
+def test_prose_in_other_words_changes_no_table_of_facts(monkeypatch):
+    lessons = dict(kernels("softmax"))
+    today = Today(lessons.items())
+    before = report.of_rows(lessons, today)
+    monkeypatch.setattr(words, "_catalogues", lambda language: iter([OtherWords()]))
+    for name in lessons:
+        monkeypatch.setattr(sys.modules[name], "__doc__", "Other words\n====\nstand here.")
+    with words.speaking("zh"):
+        after = report.of_rows(lessons, today)
+    pages = [path for path, text in before.items() if isinstance(text, str)]
+    assert any(codecs.encode("of the limit", "rot13") in after[path] for path in pages)
+    for path in pages:
+        assert facts(after[path]) == facts(before[path]), path

@@ -10,6 +10,7 @@ from lessonkit.base import device
 from lessonkit.base.cpp_text import definitions
 from lessonkit.base.files import ROOT
 from lessonkit.base.tables import read_csv
+from lessonkit.commands import on_gpu
 from lessonkit.measure import sanitize
 from lessonkit.measure.sanitize import Argued, NotUnderstood, Report
 
@@ -241,7 +242,7 @@ def gpu(monkeypatch, tmp_path):
         commands.append((tool, command, env))
         return 0, said[tool] if "every rung ran" in said[tool] else f"every rung ran\n{said[tool]}", ""
 
-    monkeypatch.setattr(main, "REPORTS", tmp_path)
+    monkeypatch.setattr(on_gpu, "REPORTS", tmp_path)
     monkeypatch.setattr(main.device, "HAS_GPU", True)
     monkeypatch.setattr(main.device, "name", lambda: "some-gpu")
     monkeypatch.setattr(sanitize.ncu, "find", lambda tool: f"/bin/{tool}")

@@ -266,12 +266,21 @@ def problem(root: Path, module: str, name: str, field: str) -> str:
 
     Raises NotFound if the declaration does not write the field out.
     """
+    return _problem(root, module, name, field).digest()
+
+
+def problem_reaches(root: Path, module: str, name: str, field: str) -> frozenset[str]:
+    """The full names of what that hash counts."""
+    return _problem(root, module, name, field).names()
+
+
+def _problem(root: Path, module: str, name: str, field: str) -> "_Walk":
     walk = _Walk(root)
     found = walk.module(module)
     if found is None or (value := found.declared(field, name)) is None:
         raise NotFound(f"{module} declares no {field} of {name}")
     walk.value(module, value, field)
-    return walk.digest()
+    return walk
 
 
 def folder(path: Path) -> str:

@@ -22,6 +22,7 @@ from lessonkit.pages import (
     final_report,
     glossary,
     guides,
+    kit,
     operators,
     path_pages,
     pivots,
@@ -198,8 +199,10 @@ def _beside_rows(today: Today) -> dict[Path, str | Picture]:
         text = filled((ROOT / readme).read_text(), "paths", path_pages.overview(language))
         text = filled(text, "versions", targets.versions(language))
         made[ROOT / readme] = filled(text, "results", operators.overview(language, today))
-        page = ROOT / readme.replace("README", "CONTRIBUTING")
-        made[page] = filled(page.read_text(), "tiers", verify.tiers(language))
+        page = ROOT / "lessonkit" / readme
+        text = filled(page.read_text(), "tiers", verify.tiers(language))
+        text = filled(text, "lines", kit.lines(language))
+        made[page] = filled(text, "modules", kit.modules()) if language == "en" else text
         guide = ROOT / "course_ops" / readme
         made[guide] = filled(guide.read_text(), "speed", shipped.speed(language, today))
     return made | guides.pages() | path_pages.pages() | glossary.pages() | readme_pictures.pages()
