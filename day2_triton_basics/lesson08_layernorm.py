@@ -139,7 +139,8 @@ def layernorm_row(x, w, b, eps=EPS):
 #     m2 = m2_a + n_a (delta n_b / n)^2 + m2_b + n_b (delta n_a / n)^2        both have n = n_a + n_b elements
 #        = m2_a + m2_b + delta^2 n_a n_b / n
 #
-# For the chunks [1, 1] and [3, 3] this gives m2 = 0 + 0 + 2^2 * 2 * 2 / 4 = 4. The variance of [1, 1, 3, 3] is 4 / 4 = 1.
+# For the chunks [1, 1] and [3, 3] this gives m2 = 0 + 0 + 2^2 * 2 * 2 / 4 = 4. The variance of [1, 1, 3, 3] is
+# 4 / 4 = 1.
 #
 # What is squared is always a difference, x - mean or delta, and never x itself. So no digits are lost.
 # Predicted: x is loaded twice, 3MN elements. The second read comes soon after the first and finds most of the row
