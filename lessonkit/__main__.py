@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -49,6 +50,7 @@ from lessonkit.measure import (
     gpu_mutants,
     ncu,
     operator_bench,
+    operator_cases,
     operator_rows,
     rows,
     sanitize,
@@ -76,6 +78,11 @@ Which = Annotated[
         help="A day (day2, cuda), a lesson (lesson05_softmax, 02_vector_add), a part of names (softmax), or all."
     ),
 ]
+LessonOrOperator = Annotated[
+    str,
+    typer.Argument(help="As for `check`, or an operator (course_ops.softmax), or course_ops; nothing: all of both."),
+]
+ONE_RUNG = "Only this rung of the lesson, or direction of the operator (forward, backward)."
 
 
 def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
@@ -112,6 +119,21 @@ def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]
     if all(isinstance(lesson, Steps) for _, lesson in chosen):
         words = said("Steps without rungs; running them checks what they claim: {command}")
         show.console.print(words.format(command=f"{exercises.COURSE} run {which}"))
+
+
+def _lessons_and_operators(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]:
+    """The lessons chosen that have rungs, and the operators: each direction of one as a lesson of one rung."""
+    package = compiled.COURSE_OPS
+    if which.partition(".")[0] != package:
+        yield from _with_kernels(which, failed)
+        yield from operator_cases.lessons() if which in ("", "all") else ()
+        return
+    wanted = "" if which == package else which
+    if not (found := operator_cases.lessons(wanted)):
+        known = sorted({operator.name for operator in operator_rows.operators()})
+        words = said("course_ops has no {wrong}. It has {known}")
+        raise typer.BadParameter(words.format(wrong=which.partition(".")[2], known=", ".join(known)))
+    yield from found
 
 
 def _not_imported(name: str, lesson: Broken) -> str:
@@ -343,11 +365,9 @@ def judge_mutants(
 
 @app.command(name="sanitize")
 def run_sanitizers(
-    which: Which = "",
-    tool: Annotated[
-        list[str] | None, typer.Option(help=f"Only this: {', '.join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))}.")
-    ] = None,
-    rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
+    which: LessonOrOperator = "",
+    tool: Annotated[list[str] | None, typer.Option(help=f"Only this: {', '.join(sanitize.ALL)}.")] = None,
+    rung: Annotated[str, typer.Option(help=ONE_RUNG)] = "",
     shape: Annotated[
         str, typer.Option(help="One case in place of the checks: 'B=1 H=3 S=384 D=128 causal=True'.")
     ] = "",
@@ -355,10 +375,13 @@ def run_sanitizers(
         int, typer.Option(help="Fill so many SMs: with few, a small shape gives a persistent program several tiles.")
     ] = 0,
 ) -> None:
-    """Run every kernel under compute-sanitizer's tools and Triton's own; a report that is not argued is an error."""
-    tools = tool or [*sanitize.TOOLS, *sanitize.INSTRUMENTED]
-    if unknown := [each for each in tools if each not in (*sanitize.TOOLS, *sanitize.INSTRUMENTED)]:
-        known = ", ".join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))
+    """Run every kernel under compute-sanitizer's tools and Triton's own; a report that is not argued is an error.
+
+    Lessons by their checks, operators by small cases that launch each kernel of their dispatch. Rows are kept.
+    """
+    tools = tool or [*sanitize.ALL]
+    if unknown := [each for each in tools if each not in sanitize.ALL]:
+        known = ", ".join(sanitize.ALL)
         raise typer.BadParameter(said("{what}: there are {known}").format(what=f"--tool {unknown[0]}", known=known))
     try:
         part = sanitize.Part(rung, sanitize.shape_of(shape), sms)
@@ -369,7 +392,7 @@ def run_sanitizers(
         return
     failed: list[str] = []
     known_reports = sanitize.argued()
-    lessons = list(_with_kernels(which, failed))
+    lessons = list(_lessons_and_operators(which, failed))
     if rung and not any(rung == each.__name__ for _, lesson in lessons for each in lesson.rungs):
         none, here = (
             said("{option}: no lesson has a rung of that name"),
@@ -380,42 +403,49 @@ def run_sanitizers(
         if why := sanitize.lacks(each):
             show.console.print(said("{name}: left out: {why}").format(name=each, why=why))
             continue
-        for name, _ in lessons:
+        for name, lesson in lessons:
+            directions = {of.__name__ for of in lesson.rungs if operator_cases.is_operator(name)}
+            if rung and directions and rung not in directions:
+                continue
+            this = replace(part, rung=rung or "".join(directions))
             try:
-                found = sanitize.run(name, each, part)
+                found, errors = sanitize.watched(REPORTS / device.name(), name, each, this, known_reports)
             except sanitize.NotUnderstood as error:
                 failed.append(str(error))
                 continue
-            sanitize.save(REPORTS / device.name(), name, each, found, known_reports, part)
-            errors = sanitize.unargued(found, known_reports)
             words = said("{name}, {tool}: {argued} argued, {errors} not")
             counts = {"argued": len(found) - len(errors), "errors": len(errors)}
-            show.console.print(words.format(name=f"{name} {part}".strip(), tool=each, **counts))
+            show.console.print(words.format(name=f"{name} {this}".strip(), tool=each, **counts))
             failed += [f"{name}, {each}: {report.kernel}: {report.what}" for report in errors]
     _end(failed)
 
 
 @app.command(name="beside")
 def repeat_beside(
-    which: Which = "",
+    which: LessonOrOperator = "",
     seconds: Annotated[float, typer.Option(help="For each rung, alone and again beside the other process.")] = 5.0,
-    rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
+    rung: Annotated[str, typer.Option(help=ONE_RUNG)] = "",
 ) -> None:
-    """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows."""
+    """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows.
+
+    Operators too, by large cases that launch each kernel of their dispatch.
+    """
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: there is nothing that two processes could share."))
         return
     failed: list[str] = []
     found: list[beside.Repeated] = []
     try:
-        for each in beside.measured(list(_with_kernels(which, failed)), seconds, rung):
-            found.append(each)
-            where = said("beside another process") if each.neighbour else said("alone")
-            words = said("{rung}, {where}: {differ} of {calls} answers differ")
-            which_rung = f"{each.lesson}.{each.rung}"
-            show.console.print(words.format(rung=which_rung, where=where, differ=each.differ, calls=each.calls))
-            if each.neighbour:  # now, in case that the command is stopped before its end
-                beside.save(REPORTS / device.name(), next(pair for pair in beside.pairs(found) if each in pair))
+        for whole in beside.measured(list(_lessons_and_operators(which, failed)), seconds, rung):
+            found += whole
+            for each in whole:
+                where = said("beside another process") if each.neighbour else said("alone")
+                words = said("{rung}, {where}: {differ} of {calls} answers differ")
+                which_rung = f"{each.lesson}.{each.rung}" + f" {each.case}" * (len(whole) > 1)
+                show.console.print(words.format(rung=which_rung, where=where, differ=each.differ, calls=each.calls))
+            if whole[0].neighbour:  # now, in case that the command is stopped before its end
+                key = whole[0].lesson, whole[0].rung
+                beside.save(REPORTS / device.name(), [each for each in found if (each.lesson, each.rung) == key])
     except Missing as missing:
         failed.append(str(missing))
     failed += filter(None, map(beside.wrong, beside.pairs(found)))
@@ -770,7 +800,9 @@ def measure_again(
 ) -> None:
     """Measure again on this GPU what `stale` lists: rows, tables, mutants, operators; then draw random cases.
 
-    What has to be compiled is called first, many at a time. Afterwards: `report`, and `stale --record`.
+    What has to be compiled is called first, many at a time. A fifth of the time left before the random cases goes to
+    sanitizers and neighbours that were not run on today's code, the cheapest first, each for a quarter of that at most.
+    Afterwards: `report`, and `stale --record`.
     """
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: nothing is measured. `stale` lists what is old."))
