@@ -82,7 +82,6 @@ LessonOrOperator = Annotated[
     str,
     typer.Argument(help="As for `check`, or an operator (course_ops.softmax), or course_ops; nothing: all of both."),
 ]
-ONE_RUNG = "Only this rung of the lesson, or direction of the operator (forward, backward)."
 
 
 def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
@@ -367,7 +366,9 @@ def judge_mutants(
 def run_sanitizers(
     which: LessonOrOperator = "",
     tool: Annotated[list[str] | None, typer.Option(help=f"Only this: {', '.join(sanitize.ALL)}.")] = None,
-    rung: Annotated[str, typer.Option(help=ONE_RUNG)] = "",
+    rung: Annotated[
+        str, typer.Option(help="Only this rung of the lesson, or this direction of the operator: forward, backward.")
+    ] = "",
     shape: Annotated[
         str, typer.Option(help="One case in place of the checks: 'B=1 H=3 S=384 D=128 causal=True'.")
     ] = "",
@@ -424,7 +425,9 @@ def run_sanitizers(
 def repeat_beside(
     which: LessonOrOperator = "",
     seconds: Annotated[float, typer.Option(help="For each rung, alone and again beside the other process.")] = 5.0,
-    rung: Annotated[str, typer.Option(help=ONE_RUNG)] = "",
+    rung: Annotated[
+        str, typer.Option(help="Only this rung of the lesson, or this direction of the operator: forward, backward.")
+    ] = "",
 ) -> None:
     """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows.
 
