@@ -44,6 +44,7 @@ from lessonkit.measure import (
     fuzzing,
     gpu_mutants,
     ncu,
+    operator_cases,
     operator_rows,
     sanitize,
     stale,
@@ -68,6 +69,10 @@ Which = Annotated[
         help="A day (day2, cuda), a lesson (lesson05_softmax, 02_vector_add), a part of names (softmax), or all."
     ),
 ]
+LessonOrOperator = Annotated[
+    str,
+    typer.Argument(help="As for `check`, or an operator (course_ops.softmax), or course_ops; nothing: all of both."),
+]
 
 
 def _chosen(which: str) -> list[tuple[str, Lesson | Steps | Broken]]:
@@ -87,14 +92,24 @@ def _meant(which: str) -> str:
     raise typer.BadParameter(words.format(which=repr(which), close=close, command=f"{exercises.COURSE} list"))
 
 
-def _need_rung(which: str, rung: str) -> None:
-    """A rung that no lesson of these has is a mistake; "" names none."""
-    if rung and not any(rung == each.__name__ for _, lesson in kernels(which) for each in lesson.rungs):
+def _watched(which: str, rung: str) -> str:
+    """As _meant, of operators too: course_ops, or course_ops.softmax. A rung that none of these has is a mistake."""
+    package = compiled.COURSE_OPS
+    operators = which.partition(".")[0] == package
+    which = which if operators else _meant(which)
+    found = operator_cases.lessons("" if which in ("", package) else which)
+    if operators and not found:
+        known = sorted({operator.name for operator in operator_rows.operators()})
+        words = said("course_ops has no {wrong}. It has {known}")
+        raise typer.BadParameter(words.format(wrong=which.partition(".")[2], known=", ".join(known)))
+    lessons = () if operators or not rung else kernels(which)
+    if rung and not any(rung == each.__name__ for _, lesson in (*found, *lessons) for each in lesson.rungs):
         none, here = (
             said("{option}: no lesson has a rung of that name"),
             said("{option}: {which} has no rung of that name"),
         )
         raise typer.BadParameter((here if which else none).format(option=f"--rung {rung}", which=which))
+    return which
 
 
 def _closest(which: str) -> list[str]:
@@ -119,6 +134,14 @@ def _with_kernels(which: str, failed: list[str]) -> Iterator[tuple[str, Lesson]]
     if all(isinstance(lesson, Steps) for _, lesson in chosen):
         words = said("Steps without rungs; running them checks what they claim: {command}")
         show.console.print(words.format(command=f"{exercises.COURSE} run {which}"))
+
+
+def _lessons_and_operators(which: str, failed: list[str]) -> list[tuple[str, Lesson]]:
+    """The lessons chosen that have rungs, and the operators: each direction of one as a lesson of one rung."""
+    package = compiled.COURSE_OPS
+    if which.partition(".")[0] == package:
+        return operator_cases.lessons("" if which == package else which)
+    return [*_with_kernels(which, failed), *(operator_cases.lessons() if which == "" else ())]
 
 
 def _not_imported(name: str, lesson: Broken) -> str:
@@ -240,11 +263,11 @@ def judge_mutants(
 
 @app.command(name="sanitize")
 def run_sanitizers(
-    which: Which = "",
-    tool: Annotated[
-        list[str] | None, typer.Option(help=f"Only this: {', '.join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))}.")
-    ] = None,
-    rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
+    which: LessonOrOperator = "",
+    tool: Annotated[list[str] | None, typer.Option(help=f"Only this: {', '.join(sanitize.ALL)}.")] = None,
+    rung: Annotated[
+        str, typer.Option(help="Only this rung of the lesson, or this direction of the operator: forward, backward.")
+    ] = "",
     shape: Annotated[
         str, typer.Option(help="One case in place of the checks: 'B=1 H=3 S=384 D=128 causal=True'.")
     ] = "",
@@ -252,12 +275,15 @@ def run_sanitizers(
         int, typer.Option(help="Fill so many SMs: with few, a small shape gives a persistent program several tiles.")
     ] = 0,
 ) -> None:
-    """Run every kernel under compute-sanitizer's tools and Triton's own; a report that is not argued is an error."""
-    tools = tool or [*sanitize.TOOLS, *sanitize.INSTRUMENTED]
-    if unknown := [each for each in tools if each not in (*sanitize.TOOLS, *sanitize.INSTRUMENTED)]:
-        known = ", ".join((*sanitize.TOOLS, *sanitize.INSTRUMENTED))
+    """Run every kernel under compute-sanitizer's tools and Triton's own; a report that is not argued is an error.
+
+    Lessons by their checks, operators by small cases that launch each kernel of their dispatch. Rows are kept.
+    """
+    tools = tool or [*sanitize.ALL]
+    if unknown := [each for each in tools if each not in sanitize.ALL]:
+        known = ", ".join(sanitize.ALL)
         raise typer.BadParameter(said("{what}: there are {known}").format(what=f"--tool {unknown[0]}", known=known))
-    _need_rung(which := _meant(which), rung)
+    which = _watched(which, rung)
     try:
         part = sanitize.Part(rung, sanitize.shape_of(shape), sms)
     except ValueError as error:
@@ -266,23 +292,27 @@ def run_sanitizers(
         show.console.print(sanitize.lacks(tools[0]))
         return
     failed: list[str] = []
-    lessons = [name for name, _ in _with_kernels(which, failed)]
-    _end([*failed, *on_gpu.sanitized(lessons, tools, part)])
+    _end([*failed, *on_gpu.sanitized(list(_lessons_and_operators(which, failed)), tools, part)])
 
 
 @app.command(name="beside")
 def repeat_beside(
-    which: Which = "",
+    which: LessonOrOperator = "",
     seconds: Annotated[float, typer.Option(help="For each rung, alone and again beside the other process.")] = 5.0,
-    rung: Annotated[str, typer.Option(help="Only this rung of the lesson.")] = "",
+    rung: Annotated[
+        str, typer.Option(help="Only this rung of the lesson, or this direction of the operator: forward, backward.")
+    ] = "",
 ) -> None:
-    """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows."""
-    _need_rung(which := _meant(which), rung)
+    """Repeat rungs with barriers, spinning or early launch beside a process that uses the same GPU; write rows.
+
+    Operators too, by large cases that launch each kernel of their dispatch.
+    """
+    which = _watched(which, rung)
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: there is nothing that two processes could share."))
         return
     failed: list[str] = []
-    lessons = list(_with_kernels(which, failed))
+    lessons = list(_lessons_and_operators(which, failed))
     _end([*failed, *on_gpu.repeated(lessons, seconds, rung)])
 
 
@@ -645,7 +675,9 @@ def measure_again(
 ) -> None:
     """Measure again on this GPU what `stale` lists: rows, tables, mutants, operators; then draw random cases.
 
-    What has to be compiled is called first, many at a time. Afterwards: `report`, and `stale --record`.
+    What has to be compiled is called first, many at a time. A fifth of the time left before the random cases goes to
+    sanitizers and neighbours that were not run on today's code, the cheapest first, each for a quarter of that at most.
+    Afterwards: `report`, and `stale --record`.
     """
     if not device.HAS_GPU:
         show.console.print(said("No GPU was found: nothing is measured. `stale` lists what is old."))

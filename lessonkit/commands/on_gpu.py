@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 
 from lessonkit.base import device
 from lessonkit.base.errors import Missing
@@ -9,7 +10,7 @@ from lessonkit.base.files import REPORTS
 from lessonkit.base.words import counted, said
 from lessonkit.commands import show
 from lessonkit.lesson import Lesson
-from lessonkit.measure import beside, gpu_mutants, operator_bench, operator_rows, rows, sanitize
+from lessonkit.measure import beside, gpu_mutants, operator_bench, operator_cases, operator_rows, rows, sanitize
 
 Lessons = Sequence[tuple[str, Lesson]]
 
@@ -44,42 +45,46 @@ def judged(lessons: Lessons, again: bool, workers: int) -> list[str]:
     return [*failed, *gpu_mutants.contradicted(lessons)]
 
 
-def sanitized(lessons: Sequence[str], tools: Sequence[str], part: sanitize.Part) -> list[str]:
-    """Run lessons under each tool; what it reports without an argument is wrong."""
+def sanitized(lessons: Lessons, tools: Sequence[str], part: sanitize.Part) -> list[str]:
+    """Run lessons and operators under each tool; what it reports without an argument is wrong."""
     failed: list[str] = []
     known_reports = sanitize.argued()
     for each in tools:
         if why := sanitize.lacks(each):
             show.console.print(said("{name}: left out: {why}").format(name=each, why=why))
             continue
-        for name in lessons:
+        for name, lesson in lessons:
+            directions = {of.__name__ for of in lesson.rungs if operator_cases.is_operator(name)}
+            if part.rung and directions and part.rung not in directions:
+                continue
+            this = replace(part, rung=part.rung or "".join(directions))
             try:
-                found = sanitize.run(name, each, part)
+                found, errors = sanitize.watched(REPORTS / device.name(), name, each, this, known_reports)
             except sanitize.NotUnderstood as error:
                 failed.append(str(error))
                 continue
-            sanitize.save(REPORTS / device.name(), name, each, found, known_reports, part)
-            errors = sanitize.unargued(found, known_reports)
             words = said("{name}, {tool}: {argued} argued, {errors} not")
             counts = {"argued": len(found) - len(errors), "errors": len(errors)}
-            show.console.print(words.format(name=f"{name} {part}".strip(), tool=each, **counts))
+            show.console.print(words.format(name=f"{name} {this}".strip(), tool=each, **counts))
             failed += [f"{name}, {each}: {report.kernel}: {report.what}" for report in errors]
     return failed
 
 
 def repeated(lessons: Lessons, seconds: float, rung: str) -> list[str]:
-    """Repeat rungs alone and beside another process, and keep what was counted."""
+    """Repeat rungs and operators alone and beside another process, and keep what was counted."""
     failed: list[str] = []
     found: list[beside.Repeated] = []
     try:
-        for each in beside.measured(lessons, seconds, rung):
-            found.append(each)
-            where = said("beside another process") if each.neighbour else said("alone")
-            words = said("{rung}, {where}: {differ} of {calls} answers differ")
-            which_rung = f"{each.lesson}.{each.rung}"
-            show.console.print(words.format(rung=which_rung, where=where, differ=each.differ, calls=each.calls))
-            if each.neighbour:  # now, in case that the command is stopped before its end
-                beside.save(REPORTS / device.name(), next(pair for pair in beside.pairs(found) if each in pair))
+        for whole in beside.measured(lessons, seconds, rung):
+            found += whole
+            for each in whole:
+                where = said("beside another process") if each.neighbour else said("alone")
+                words = said("{rung}, {where}: {differ} of {calls} answers differ")
+                which_rung = f"{each.lesson}.{each.rung}" + f" {each.case}" * (len(whole) > 1)
+                show.console.print(words.format(rung=which_rung, where=where, differ=each.differ, calls=each.calls))
+            if whole[0].neighbour:  # now, in case that the command is stopped before its end
+                key = whole[0].lesson, whole[0].rung
+                beside.save(REPORTS / device.name(), [each for each in found if (each.lesson, each.rung) == key])
     except Missing as missing:
         failed.append(str(missing))
     failed += filter(None, map(beside.wrong, beside.pairs(found)))

@@ -200,6 +200,14 @@ def code(root: Path, lesson: str, label: str, *, peer: bool = False) -> str:
     return _contender(root, lesson, label, peer).digest()[:8]
 
 
+def together(root: Path, lesson: str, labels: Iterable[str]) -> str:
+    """Hash of several rungs, as `code` is of one. Raises NotFound if the lesson has no such rung."""
+    walk = _Walk(root)
+    for label in labels:
+        walk.begin(lesson, label)
+    return walk.digest()[:8]
+
+
 def given(root: Path, lesson: str) -> str:
     """Hashes of a lesson's inputs and of its work: the end of what `contender` says of all its rungs."""
     return ".".join(walk.digest()[:8] for walk in _given(root, lesson).values())

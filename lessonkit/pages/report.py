@@ -34,6 +34,7 @@ from lessonkit.pages import (
     shipped,
     stored,
     targets,
+    watched,
 )
 from lessonkit.pages.guides import GUIDES
 from lessonkit.pages.plots import Picture
@@ -162,6 +163,7 @@ def of_rows(lessons: Mapping[str, Lesson], today: Today) -> dict[Path, str | Pic
         made |= final_report.pages(folder, today)
         if (sanitized := folder / sanitize.NAME).exists():
             made[sanitized] = sanitize.marked(folder, sanitize.argued())
+            made[sanitized.with_suffix(".md")] = watched.page(folder, lessons)
         made |= _step_pages(folder, made)
         if found_by_ncu := ncu.compared(ncu.path(folder)):
             made[ncu.path(folder).with_suffix(".md")] = _ncu_page(folder, found_by_ncu)
